@@ -58,7 +58,7 @@ test-sglang: install
 	SERVER=$$($(RUN) -m megatron_gspo.tools.server_environment sglang $(SGLANG)) && \
 	$(RUN) -m pytest tests/sglang --sglang-python $$SERVER $(ARGS)
 
-# Real vLLM servers, from .venv-vllm, made on the first run. ARGS="-m 'not slow'" leaves out runs whose servers fail.
+# Real vLLM servers, from .venv-vllm, made on the first run. ARGS="-m 'not slow'" starts two of them alone.
 test-vllm: install
 	SERVER=$$($(RUN) -m megatron_gspo.tools.server_environment vllm) && \
 	$(RUN) -m pytest tests/vllm --vllm-python $$SERVER $(ARGS)

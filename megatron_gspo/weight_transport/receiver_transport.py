@@ -94,10 +94,10 @@ class ReceiverTransport(DistributedTransport):
 
     def select(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """See `WeightTransport.select`."""
-        if not self._changes_only and not self.checksums:
-            yield from tensors
-            return
-        for name, tensor in tensors:
+        return self._changed(tensors) if self._changes_only or self.checksums else tensors
+
+    def _changed(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in tensors:  # `yield from` would close the stream with this generator
             self._sums[name] = checksum(tensor.detach().contiguous().view(-1).view(torch.uint8))
             if not self._changes_only or self._sums[name] != self._known.get(name):
                 yield name, tensor

@@ -170,6 +170,18 @@ OF_THE_SERVERS = (
         ("tests/rollout/vllm/test_vllm_weight_endpoints.py::test_the_proof_of_an_update_names_what_was_not_written",),
     ),
     SeededBug(
+        "the weights are not read to their end where the servers' group broke", "this project",
+        f"{TRANSPORT}/receiver_transport.py",
+        "return self._changed(tensors) if self._changes_only or self.checksums else tensors",
+        "yield from self._changed(tensors) if self._changes_only or self.checksums else tensors",
+        ("tests/weight_transport/test_receiver_transport.py::test_the_stream_of_a_broken_transfer_is_read_to_its_end",),
+    ),
+    SeededBug(
+        "a server that refuses the key is waited for", "this project", f"{ENGINE}/server_engine.py",
+        "                if not error.retry:\n                    raise\n", "",
+        (f"{TESTS}/test_server_engine.py::test_what_waiting_does_not_mend_ends_at_once",),
+    ),
+    SeededBug(
         "checkpoints for servers are never proven", "this project", f"{TRANSPORT}/disk_transport.py",
         "super().__init__(endpoints, checksums=checksums)", "super().__init__(endpoints)", (TOLD,),
     ),

@@ -21,11 +21,9 @@ from tests.support.distributed import run_distributed
 from tests.support.gathered import all_routes, everywhere
 from tests.support.routing_cases import policy_of, shape_of
 from tests.support.server_agreement import TOLERANCE, assert_agrees, bare
-from tests.support.server_clients import checkpoint_stream, counts_of, engine_on, prompts_of
+from tests.support.server_clients import VOCABULARY, checkpoint_stream, counts_of, engine_on, prompts_of
 from tests.support.ties import without_ties
 from tests.support.transformers_reference import load_reference, response_log_probs
-
-VOCABULARY = 96  # of the character tokenizer's ids, all below the model's vocabulary
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,9 @@ from megatron_gspo.data.sample import Prompt
 from megatron_gspo.rollout.embedded.embedded_engine import EmbeddedEngine
 from megatron_gspo.tools.evaluate.__main__ import main
 from megatron_gspo.tools.make_tiny_model import TinyModel, character_tokenizer, write_tiny_model
+from tests.sglang.test_servers import MODULE
 from tests.support.command_line import write_rows
+from tests.support.evaluated_steps import evaluate_on_own_servers
 from tests.support.harness_environment import harness_python
 
 LENGTH = 6
@@ -90,3 +92,8 @@ def test_lm_eval(served, model, task, tmp_path):
     (file,) = (tmp_path / "results").rglob("results_*.json")
     found = json.loads(file.read_text())["results"]["echo"]
     assert found["exact_match,none"] == pytest.approx(SOLVED / (SOLVED + OTHERS))
+
+
+@pytest.mark.slow
+def test_all_steps_of_a_run_on_a_server_that_it_starts(sglang_python, tmp_path):
+    evaluate_on_own_servers("sglang", sglang_python, MODULE, tmp_path)

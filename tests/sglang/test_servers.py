@@ -3,16 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-import subprocess
-import sys
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 
-import psutil
 import pytest
 
 from megatron_gspo.config import SGLangConfig
@@ -20,24 +13,10 @@ from megatron_gspo.errors import EngineError
 from megatron_gspo.rollout.sglang.sglang_launch import SGLangLaunch
 from megatron_gspo.servers.server_processes import LocalServers
 from tests.support.real_servers import main_process, processes_of
+from tests.support.trainer_process import end_with_the_trainer, require_and_hide_the_key, trainer_process
 from tests.support.waiting import wait_for
 
 MODULE = "sglang.launch_server"
-KEY = "a-key-that-nobody-may-see"
-# A trainer, by torchrun: its servers must not take its place in the process group for theirs.
-TRAINER = """
-import sys, time
-from megatron_gspo.config import SGLangConfig
-from megatron_gspo.rollout.sglang.sglang_launch import SGLangLaunch
-from megatron_gspo.servers.server_processes import LocalServers
-
-model, python, log_dir, key_file = sys.argv[1:]
-config = SGLangConfig(num_servers=1, python=python, api_key_file=key_file)
-print(LocalServers(SGLangLaunch(config, model, log_dir=log_dir)).start()[0], flush=True)
-time.sleep(600)
-"""
-TORCHRUN = dict(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29500",
-                TORCHELASTIC_USE_AGENT_STORE="True")  # fmt: skip
 
 
 def generate(url: str, key: str = "") -> dict:
@@ -51,17 +30,10 @@ def generate(url: str, key: str = "") -> dict:
 
 @pytest.fixture(scope="module")
 def trainer(sglang_model: str, sglang_python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator:
-    """A process that starts a server of its own, begun while other tests run. Its output's first line is the URL."""
-    log_dir = tmp_path_factory.mktemp("trainer")
-    (log_dir / "key").write_text(KEY + "\n")
-    process = subprocess.Popen(
-        [sys.executable, "-c", TRAINER, sglang_model, sglang_python, str(log_dir), str(log_dir / "key")],
-        stdout=subprocess.PIPE, text=True, env={**os.environ, **TORCHRUN},
-    )  # fmt: skip
-    process.log_dir = log_dir
-    yield process
-    process.kill()
-    process.communicate()
+    """Its server is begun while other tests run."""
+    folder = tmp_path_factory.mktemp("trainer")
+    with trainer_process("sglang", MODULE, sglang_model, sglang_python, folder) as trainer:
+        yield trainer
 
 
 def test_a_server_serves_and_comes_back_after_sigkill(sglang_server, trainer):
@@ -78,28 +50,16 @@ def test_a_server_serves_and_comes_back_after_sigkill(sglang_server, trainer):
 
 
 def test_servers_start_from_a_worker_of_torchrun(trainer):
-    trainer.url = trainer.stdout.readline().strip()
     assert trainer.url.startswith("http://127.0.0.1:")
 
 
 def test_the_api_key_is_asked_for_and_nobody_sees_it(trainer):
-    with pytest.raises(urllib.error.HTTPError, match="401"):
-        generate(trainer.url)
-    assert generate(trainer.url, KEY)["meta_info"]["completion_tokens"] == 4
-    commands = [" ".join(process.cmdline()) for process in processes_of(trainer.url, MODULE)]
-    assert len(commands) >= 4 and not any(KEY in command for command in commands)
-    log = Path(trainer.log_dir) / "server_0.log"
-    assert log.stat().st_mode & 0o077 == 0
-    assert KEY not in log.read_text() and re.search(r"\bapi_key\W+'\*\*\*'", log.read_text()), "sglang shows it there"
-    secret = commands[0].split("--config ")[1].split()[0]
-    assert not Path(secret).exists(), "the file with the key is removed when it has been read"
+    require_and_hide_the_key(trainer, generate)
 
 
 def test_a_server_ends_with_its_trainer(trainer):
-    left = processes_of(trainer.url, MODULE)
-    assert any("sglang::scheduler" in " ".join(process.cmdline()) for process in left)
-    trainer.kill()
-    wait_for(lambda: not [p for p in left if p.is_running() and p.status() != psutil.STATUS_ZOMBIE], 30)
+    assert any("sglang::scheduler" in " ".join(p.cmdline()) for p in processes_of(trainer.url, MODULE))
+    end_with_the_trainer(trainer)
 
 
 @pytest.mark.parametrize(("args", "message"), [

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import os
-import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -22,11 +19,13 @@ from megatron_gspo.config import SGLangConfig
 from megatron_gspo.rollout.sglang.sglang_weight_endpoints import SGLangWeightEndpoints
 from megatron_gspo.servers.http_client import EventLoop, ServerClient, open_session
 from megatron_gspo.servers.server_processes import LocalServers
-from megatron_gspo.weight_transport.disk_transport import DiskTransport
 from megatron_gspo.weight_transport.transport import WeightTransport
 from megatron_gspo.weight_transport.weight_update import TRANSPORTS, make_transport, update_servers
+from tests.sglang.test_servers import MODULE
+from tests.support.real_servers import signal_server
 from tests.support.tiny_models import save_tiny_model
 from tests.support.waiting import wait_for
+from tests.support.weight_updates import HarmedWeights, VanishingTransport
 
 PROMPT = torch.randint(2, 96, (400,), generator=torch.Generator().manual_seed(3)).tolist()
 LAYERS, EXPERTS = 4, 8  # of `save_tiny_model`
@@ -133,22 +132,6 @@ def assert_serves(client: Client, url: str, weights: Weights, version: str) -> N
     assert (found - weights.log_probs).abs().max() < TOLERANCE
 
 
-def processes(url: str) -> list[psutil.Process]:
-    """Of the server that listens at a URL, children included."""
-    port = url.rsplit(":", 1)[1]
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        command = process.info["cmdline"] or []
-        if "sglang.launch_server" in command and port in command and "supervisor" not in " ".join(command[:5]):
-            found += [process, *process.children(recursive=True)]
-    return found
-
-
-def signal_all(url: str, number: signal.Signals) -> None:
-    for process in processes(url):
-        os.kill(process.pid, number)
-
-
 @every_route
 def test_two_updates_in_a_row(
     transport: WeightTransport, client: Client, weights: list[Weights], sglang_url: str
@@ -169,26 +152,13 @@ def test_a_server_that_hangs_is_named_and_the_other_served(
     url = victims.urls[0]
     assert client.update([sglang_url, url], weights[0].stream, transport, "a:1") == {}
 
-    streams: list[Iterator[tuple[str, Tensor]]] = []
-
-    def stream() -> Iterator[tuple[str, Tensor]]:
-        first = not streams  # of a transfer; another follows where the group broke
-
-        def tensors() -> Iterator[tuple[str, Tensor]]:
-            for number, pair in enumerate(weights[1].stream()):
-                if first and number == 60:
-                    signal_all(url, signal.SIGSTOP)
-                yield pair
-
-        streams.append(tensors())
-        return streams[-1]
-
+    stream = HarmedWeights(weights[1].stream, lambda: signal_server(url, MODULE, signal.SIGSTOP))
     try:
-        failures = client.update([sglang_url, url], stream, transport, "a:2", timeout=2.0)
+        failures = client.update([sglang_url, url], stream.__iter__, transport, "a:2", timeout=2.0)
     finally:
-        signal_all(url, signal.SIGCONT)
+        signal_server(url, MODULE, signal.SIGCONT)
     assert list(failures) == [url] and f"server {url}" in failures[url] and "2 s" in failures[url]
-    assert all(next(each, None) is None for each in streams)
+    assert stream.all_read
     assert_serves(client, sglang_url, weights[1], "a:2")
     client.cache(sglang_url)
     assert client.update([sglang_url, url], weights[1].stream, transport, "a:3") == {}
@@ -198,12 +168,8 @@ def test_a_server_that_hangs_is_named_and_the_other_served(
 
 def test_a_checkpoint_that_is_not_there(client: Client, weights: list[Weights], sglang_url: str,
                                         tmp_path: Path) -> None:  # fmt: skip
-    class Vanishing(DiskTransport):
-        def publish(self, parts: int) -> None:
-            super().publish(parts)
-            shutil.rmtree(self.checkpoint)
-
-    failures = client.update([sglang_url], weights[0].stream, Vanishing(SGLangWeightEndpoints(), tmp_path), "b:1")
+    vanishing = VanishingTransport(SGLangWeightEndpoints(), tmp_path)
+    failures = client.update([sglang_url], weights[0].stream, vanishing, "b:1")
     assert f"server {sglang_url}/update_weights_from_disk: answered 400" in failures[sglang_url]
     assert client.version(sglang_url) == "b:1:incomplete"
     disk = transport_of("disk", folder=tmp_path)
@@ -289,23 +255,10 @@ def test_killed_in_mid_update(
     url = victims.urls[0]
     assert client.update([sglang_url, url], weights[0].stream, transport, "g:1") == {}
 
-    streams: list[Iterator[tuple[str, Tensor]]] = []
-
-    def stream() -> Iterator[tuple[str, Tensor]]:
-        first = not streams  # of a transfer; another follows where the group broke
-
-        def tensors() -> Iterator[tuple[str, Tensor]]:
-            for number, pair in enumerate(weights[1].stream()):
-                if first and number == 60:
-                    signal_all(url, signal.SIGKILL)
-                yield pair
-
-        streams.append(tensors())
-        return streams[-1]
-
-    failures = client.update([url, sglang_url], stream, transport, "g:2", timeout=20.0)
+    stream = HarmedWeights(weights[1].stream, lambda: signal_server(url, MODULE, signal.SIGKILL))
+    failures = client.update([url, sglang_url], stream.__iter__, transport, "g:2", timeout=20.0)
     assert list(failures) == [url] and f"server {url}/update_weights_from_" in failures[url]
     assert len(failures[url].splitlines()) == 1
-    assert all(next(each, None) is None for each in streams)
+    assert stream.all_read
     assert_serves(client, sglang_url, weights[1], "g:2")
     wait_for(lambda: url in victims.poll().restarted, 240, pause=0.5)

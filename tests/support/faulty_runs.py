@@ -23,7 +23,7 @@ import yaml
 
 from megatron_gspo.servers.server_processes import LocalServers
 from tests.support.fault_proxy import Changes, Fault, FaultProxy
-from tests.support.real_servers import main_process, processes_of
+from tests.support.real_servers import main_process, processes_of, signal_server
 from tests.support.training_runs import base_config, check_ledger, ledger, records
 from tests.support.waiting import wait_for
 
@@ -222,7 +222,7 @@ def kill_and_stop_own_server(run: TrainingRun) -> None:
     steps = run.steps
     run.wait_for(lambda: run.steps > steps)
     stopped = decoding_process(run, url, log)
-    os.killpg(os.getpgid(stopped.pid), signal.SIGSTOP)
+    signal_server(url, run.kind.module, signal.SIGSTOP)
     output = run.end()
     returns = [line for line in output.splitlines() if "answers again" in line and " sees it: " not in line]
     assert f"{url}: does not answer" in output and len(returns) >= 2 and "restarting it" in output

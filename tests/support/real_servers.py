@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -49,3 +51,8 @@ def processes_of(url: str, module: str) -> list[psutil.Process]:
 def main_process(url: str, module: str) -> psutil.Process:
     """The process of the server at a URL, child of its supervisor."""
     return next(process for process in processes_of(url, module) if process.cmdline()[1:3] == ["-m", module])
+
+
+def signal_server(url: str, module: str, number: signal.Signals) -> None:
+    """Send a signal to all processes of the server at a URL, its supervisor included."""
+    os.killpg(os.getpgid(main_process(url, module).pid), number)

@@ -25,6 +25,7 @@ from tests.support.reference_models import checkpoint
 from tests.support.transformers_reference import load_reference
 
 CONFIGS = {"sglang": SGLangConfig, "vllm": VLLMConfig}
+VOCABULARY = 96  # of the character tokenizer's ids, all below the model's vocabulary
 SHORT = SamplingParams(n_samples_per_prompt=2, max_response_length=8)
 
 

@@ -20,11 +20,9 @@ from tests.support.distributed import run_distributed
 from tests.support.gathered import everywhere
 from tests.support.routing_cases import policy_of
 from tests.support.server_agreement import TOLERANCE, assert_agrees
-from tests.support.server_clients import checkpoint_stream, counts_of, engine_on, prompts_of
+from tests.support.server_clients import VOCABULARY, checkpoint_stream, counts_of, engine_on, prompts_of
 from tests.support.ties import without_ties
 from tests.support.transformers_reference import load_reference, response_log_probs
-
-VOCABULARY = 96  # of the character tokenizer's ids, all below the model's vocabulary
 
 
 @pytest.fixture(scope="module")

@@ -19,11 +19,13 @@ from megatron_gspo.servers.server_processes import LocalServers
 from megatron_gspo.tools.evaluate.__main__ import main
 from megatron_gspo.tools.make_tiny_model import character_tokenizer
 from tests.support.command_line import write_rows
+from tests.support.evaluated_steps import evaluate_on_own_servers
 from tests.support.fault_proxy import VLLM_CHANGES, Fault, FaultProxy
 from tests.support.server_clients import checkpoint_stream, engine_on
 from tests.support.ties import TIE, smallest_margin
 from tests.support.transformers_reference import load_reference
 from tests.support.waiting import wait_for
+from tests.vllm.test_faults_in_runs import MODULE
 
 LENGTH, SOLVED, OTHERS = 6, 7, 5
 TEMPERATURE, SAMPLES = 0.05, 64  # a random model's probabilities are nearly equal at 1
@@ -159,3 +161,8 @@ def test_a_killed_evaluation_is_continued(served, vllm_model, said, tmp_path):
         assert main(arguments) == 0
         assert proxy.requests.count(PATH) == 2 * (len(said) - finished)
     assert responses(killed) == responses(whole) and accuracy(killed) == accuracy(whole)
+
+
+@pytest.mark.slow
+def test_all_steps_of_a_run_on_a_server_that_it_starts(vllm_python, tmp_path):
+    evaluate_on_own_servers("vllm", vllm_python, MODULE, tmp_path)

@@ -11,9 +11,9 @@ from megatron_gspo.errors import EngineError
 from megatron_gspo.rollout.server_engine.server_engine import ServerEngine
 from megatron_gspo.rollout.vllm.vllm_api import PATH
 from megatron_gspo.servers.server_processes import LocalServers
+from tests.support import faulty_requests
 from tests.support.fault_proxy import PASSING_FAULTS, VLLM_CHANGES, Fault, FaultProxy
-from tests.support.server_clients import checkpoint_stream, counts_of, draw, engine_on, prompts_of
-from tests.vllm.test_agreement import VOCABULARY
+from tests.support.server_clients import VOCABULARY, checkpoint_stream, counts_of, draw, engine_on, prompts_of
 
 FAULTS = [name for name in PASSING_FAULTS if name != "few routes"]  # a server on a CPU gives none
 
@@ -61,6 +61,18 @@ def test_a_fault_that_passes_is_survived_and_told(engine, proxy, vllm_model, nam
     assert updates == (counted == "stale_responses"), "only other weights need an update"
 
 
+def test_a_fault_that_lasts_ends_with_one_line_that_names_the_request(engine, proxy, vllm_model, monkeypatch):
+    """vLLM's health check is a request for a token, so that the fault befalls it too and the server counts as gone."""
+    monkeypatch.setattr(engine.client, "_recovery_timeout", 2.0)
+    proxy.add(Fault("half", times=10**6))
+    reason = rf"server {proxy.url}{PATH}: the connection broke \(ended within the answer\)"
+    with pytest.raises(EngineError, match=rf"^no server has answered for 2 s: {proxy.url}: .*{reason}$"):
+        draw(engine, vllm_model, prompts_of([5], VOCABULARY))
+    proxy.clear()
+    assert engine.wait_for_server(30)
+    draw(engine, vllm_model, prompts_of([5], VOCABULARY))  # the engine is as good as before
+
+
 def test_an_update_whose_request_fails_leaves_a_server_out_until_one_succeeds(engine, proxy, vllm_model):
     version = engine.weight_version
     proxy.add(Fault("error", path="/collective_rpc"))
@@ -83,3 +95,7 @@ def test_a_server_that_does_not_answer_an_update_is_dropped_within_the_deadline(
     assert engine.wait_for_server(30)
     draw(engine, vllm_model, prompts_of([5], VOCABULARY))
     assert counts_of(engine)["rollout/servers"] == 1
+
+
+def test_an_interrupted_response_goes_on_under_new_weights(engine, vllm_model):
+    faulty_requests.continue_under_new_weights(engine, vllm_model, length=200)

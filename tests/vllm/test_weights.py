@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -14,11 +15,13 @@ from megatron_gspo.errors import EngineError
 from megatron_gspo.rollout.server_engine.request_stream import WeightsNeeded
 from megatron_gspo.rollout.server_engine.server_engine import ServerEngine
 from megatron_gspo.servers.server_processes import LocalServers
+from megatron_gspo.weight_transport.weight_update import update_servers
 from tests.support.reference_models import checkpoint
-from tests.support.server_clients import counts_of, engine_on, prompts_of
+from tests.support.server_agreement import TOLERANCE
+from tests.support.server_clients import VOCABULARY, counts_of, engine_on, prompts_of
 from tests.support.ties import without_ties
-from tests.support.transformers_reference import load_reference, response_log_probs
-from tests.vllm.test_agreement import TOLERANCE, VOCABULARY
+from tests.support.transformers_reference import response_log_probs
+from tests.support.weight_updates import VanishingTransport, changed_model
 
 SAMPLING = SamplingParams(n_samples_per_prompt=2, max_response_length=12)
 EMPTY = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"  # SHA-256 of nothing
@@ -31,16 +34,6 @@ def engine(request, vllm_server: LocalServers, vllm_model: str, tmp_path_factory
                        folder=tmp_path_factory.mktemp("weights"), weight_checksums=True)
     yield engine
     engine.close()
-
-
-def model_of(path: str, version: int) -> torch.nn.Module:
-    """The model after an update: every version has other weights, as they travel."""
-    model, generator = load_reference(path), torch.Generator().manual_seed(version)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            parameter.copy_((parameter * (1 + 0.05 * version * noise)).float())
-    return model
 
 
 def update(engine: ServerEngine, model: torch.nn.Module, version: int) -> None:
@@ -78,10 +71,10 @@ def seen() -> dict[int, dict[str, str]]:
 def test_an_update_gives_the_weights_of_its_version(engine: ServerEngine, vllm_model: str, seen) -> None:
     found = {}
     for version in (1, 2):
-        model = model_of(vllm_model, version)
+        model = changed_model(vllm_model, version)
         update(engine, model, version)
         samples = check(engine, model, version)
-        other = response_log_probs(model_of(vllm_model, 3), samples[0])[0].detach().numpy()
+        other = response_log_probs(changed_model(vllm_model, 3), samples[0])[0].detach().numpy()
         assert np.abs(samples[0].rollout_log_probs - other).max() > 100 * TOLERANCE, "versions must differ"
         found[version] = digests(engine)
     assert len(found[1]) >= 10 and all(found[1][name] != found[2][name] for name in found[1])
@@ -91,14 +84,14 @@ def test_an_update_gives_the_weights_of_its_version(engine: ServerEngine, vllm_m
 
 def test_an_update_that_leaves_a_parameter_out_is_found(engine: ServerEngine, vllm_model: str) -> None:
     """By /weight_checker: what was sent arrived, and the layers are complete."""
-    weights = {name: tensor.float() for name, tensor in checkpoint(model_of(vllm_model, 3)).items()}
+    weights = {name: tensor.float() for name, tensor in checkpoint(changed_model(vllm_model, 3)).items()}
     del weights["model.norm.weight"]
     reason = r"the update did not write 1 of its parameters, the first: \S*:model.norm.weight"
     with pytest.raises(EngineError, match=f"no server took weights 3: http://.*{reason}"):
         engine.update_weights(weights.items(), version=3)
     assert not engine._pool.serving
-    update(engine, model_of(vllm_model, 3), 3)
-    check(engine, model_of(vllm_model, 3), 3)
+    update(engine, changed_model(vllm_model, 3), 3)
+    check(engine, changed_model(vllm_model, 3), 3)
 
 
 def test_what_a_cpu_cannot_prove_is_told_once(engine: ServerEngine, vllm_model: str, monkeypatch) -> None:
@@ -107,7 +100,7 @@ def test_what_a_cpu_cannot_prove_is_told_once(engine: ServerEngine, vllm_model: 
     engine._told.clear()
     for _ in range(2):
         engine._loop.run(engine._pool.mark_stale(engine._pool.servers[0], "so that it needs an update"))
-        update(engine, model_of(vllm_model, 3), 3)
+        update(engine, changed_model(vllm_model, 3), 3)
     proven, total = len(digests(engine)), len(all_digests(engine))
     assert 10 <= proven < total, "vLLM packs experts and projections for its CPU kernels"
     assert [f"prove {proven} of {total} parameters" in line for line in lines] == [True]
@@ -118,7 +111,7 @@ def test_transfer_engines_of_vllm_are_refused_on_a_cpu(vllm_server, vllm_model, 
     refused = engine_on(vllm_server.urls, vllm_model, kind="vllm", routes=False, weight_transport=transport)
     try:
         with pytest.raises(EngineError, match=f"server http://.*: vLLM's {engine} transfer engine needs GPUs on both"):
-            update(refused, model_of(vllm_model, 1), 1)
+            update(refused, changed_model(vllm_model, 1), 1)
     finally:
         refused.close()
 
@@ -142,7 +135,7 @@ def test_a_server_that_frees_no_memory_is_refused_where_it_is_colocated(vllm_ser
 
 
 def test_a_failed_update_leaves_the_server_out_until_one_succeeds(engine: ServerEngine, vllm_model: str) -> None:
-    good, version = model_of(vllm_model, 4), 4
+    good, version = changed_model(vllm_model, 4), 4
     broken = {name: tensor.float() for name, tensor in checkpoint(good).items()}
     name = "model.layers.1.self_attn.q_proj.weight"
     broken[name] = broken[name][:, :-1].contiguous()
@@ -155,9 +148,41 @@ def test_a_failed_update_leaves_the_server_out_until_one_succeeds(engine: Server
     check(engine, good, version)
 
 
+def test_a_checkpoint_that_is_not_there(engine: ServerEngine, vllm_model: str, tmp_path) -> None:
+    """It leaves the server without a valid version, and with its layers ready for the next update of any transport."""
+    server, weights = engine._pool.servers[0].client, checkpoint(changed_model(vllm_model, 6).float())
+    vanishing = VanishingTransport(engine._endpoints, tmp_path, source=vllm_model)
+    failures = update_servers(engine._loop, [server], weights.items, vanishing, version="gone:6", bucket_bytes=2**20,
+                              timeout=60.0)  # fmt: skip
+    assert failures[server.url].startswith(f"server {server.url}/collective_rpc: answered 500")
+    assert engine._loop.run(engine._api.weight_version(server, timeout=10)) == "gone:6:incomplete"
+    update(engine, changed_model(vllm_model, 6), 6)
+    check(engine, changed_model(vllm_model, 6), 6)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_client_that_died_in_its_update(vllm_server: LocalServers, vllm_model: str, tmp_path, transport: str) -> None:
+    """It has left the server paused, without a valid version, and with parameters that are zero. The next run, which
+    knows nothing of this, finds it so."""
+
+    def begin() -> ServerEngine:
+        return engine_on(vllm_server.urls, vllm_model, kind="vllm", routes=False, weight_transport=transport,
+                         folder=tmp_path, weight_checksums=True)  # fmt: skip
+
+    with closing(begin()) as died:
+        server = died._pool.servers[0].client
+        died._loop.run(died._endpoints.pause(server, timeout=30))
+        died._loop.run(died._endpoints.set_version(server, "another:1:incomplete", timeout=30))
+        died._loop.run(died._endpoints.clear_weights(server, timeout=60))
+    with closing(begin()) as engine:
+        engine.check_servers()
+        update(engine, changed_model(vllm_model, 7), 7)
+        check(engine, changed_model(vllm_model, 7), 7)
+
+
 def test_no_reply_of_a_foreign_version_is_accepted(engine: ServerEngine, vllm_model: str) -> None:
     """Another process changes the server's version: its replies are refused, and an update brings it back."""
-    model = model_of(vllm_model, 5)
+    model = changed_model(vllm_model, 5)
     update(engine, model, 5)
     server = engine._pool.servers[0].client
     engine._loop.run(engine._endpoints.set_version(server, "another:5", timeout=10))

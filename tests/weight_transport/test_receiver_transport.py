@@ -5,9 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 
+from megatron_gspo.servers.http_client import EventLoop
 from megatron_gspo.weight_transport.receiver_transport import Offer, ReceiverTransport, receive_requests
+from megatron_gspo.weight_transport.transport import Sent
+from megatron_gspo.weight_transport.weight_update import send_weights
+from tests.support.weight_updates import HarmedWeights
 from tests.weight_transport.test_weight_update import INFO
 
 NONE: Any = None
@@ -37,3 +42,25 @@ def test_only_tensors_whose_bytes_differ_are_selected() -> None:
     stream[2] = ("c", torch.tensor([-0.0, 0.0]))  # equal numbers, other bytes
     assert [name for name, _ in sparse.select(iter(stream))] == ["c"]
     assert sparse._sums.keys() == {"a", "b", "c"}
+
+
+class BrokenTransport(ReceiverTransport):
+    """Its servers have failed when the first bucket is there."""
+
+    async def open(self, targets: object, timeout: float) -> None:
+        pass
+
+    async def finish(self, timeout: float) -> Sent:
+        return Sent()
+
+
+@pytest.mark.parametrize("checksums", [False, True])
+def test_the_stream_of_a_broken_transfer_is_read_to_its_end(checksums: bool) -> None:
+    """Producing it may be collective: the other ranks would wait for this one."""
+    tensors = [(name, torch.ones(4)) for name in "abc"]
+    weights, loop = HarmedWeights(lambda: iter(tensors), harm=lambda: None), EventLoop()
+    transport = BrokenTransport(NONE, checksums=checksums)
+    assert transport.is_over
+    send_weights(loop, transport, {}, weights, bucket_bytes=16 * transport.in_flight, timeout=5.0)
+    loop.close()
+    assert weights.all_read

@@ -58,13 +58,15 @@ class ServerEngine:
         self._monitor = client.watch(self._monitor_processes(processes)) if processes is not None else None
 
     def check_servers(self) -> None:
-        """Raise `EngineError` for a server whose responses the run can't use, before the first update. One that does
-        not answer is waited for later."""
+        """Before the first update, raise `EngineError` for a server whose responses the run can't use, or that refuses
+        the run, for example a wrong key. One that does not answer is waited for later."""
 
         async def reason(server: PooledServer) -> str:
             try:
                 info = await self._endpoints.server_info(server.client, timeout=self._config.update_timeout)
-            except ServerError:
+            except ServerError as error:
+                if not error.retry:
+                    raise
                 return ""
             return info.unusable(routes=self.client.model.return_routes, colocated=self._config.colocated)
 

@@ -117,14 +117,28 @@ def test_released_memory_comes_back_with_the_weights_also_of_the_same_version():
     assert calls == ["/update_weights_from_tensor", *again, *again]
 
 
-async def forbid(request: web.Request) -> web.Response:
-    return web.Response(status=403)
+def answering(status: int) -> Callable[[web.Request], object]:
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(status=status)
+
+    return answer
 
 
-def test_what_waiting_does_not_mend_ends_at_once():
-    with WebServer(forbid) as server:
+@pytest.mark.parametrize("act", [
+    ServerEngine.check_servers, lambda engine: engine.update_weights(iter(()), version=0)
+], ids=["at the start", "in an update"])  # fmt: skip
+def test_what_waiting_does_not_mend_ends_at_once(act):
+    with WebServer(answering(403)) as server:
         engine = engine_on(server.url, log=lambda line: None)
-        with pytest.raises(EngineError, match="refused with 403; set sglang.api_key_file") as caught:
-            engine.update_weights(iter(()), version=0)
+        line = rf"^server {server.url}\S*: refused with 403; set sglang.api_key_file"
+        with pytest.raises(EngineError, match=line) as caught:
+            act(engine)
         engine.close()
     assert not isinstance(caught.value, NoServerError)
+
+
+def test_a_server_that_is_still_starting_is_waited_for():
+    with WebServer(answering(503)) as server:
+        engine = engine_on(server.url, log=lambda line: None)
+        engine.check_servers()
+        engine.close()
