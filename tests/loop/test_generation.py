@@ -104,11 +104,18 @@ def test_a_step_draws_the_next_prompts():
 class Idle(Source):
     """As a rank that is no client: it knows the rows of the samples."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting: list[int] = []
+
     def submit(self, prompts: Sequence[Prompt], sampling: Any, *, seed: int) -> None:
-        self.submitted.append((ChosenPrompts.of(prompts).indices, seed))
+        self.waiting += ChosenPrompts.of(prompts).indices
+
+    def pending(self) -> list[int]:
+        return self.waiting
 
     def collect(self, count: int, *, oldest_version: int | None = None) -> SampleBatch:
-        indices = self.submitted[-1][0][:count]
+        indices, self.waiting = self.waiting[:count], self.waiting[count:]
         batch = SampleBatch.of([make_sample(1, 2, prompt_index=i, sample_index=j) for i in indices for j in (0, 1)])
         return replace(batch, held={})
 

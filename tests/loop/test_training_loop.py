@@ -118,7 +118,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
         logger, checkpoints = Logger(events), Checkpoints(events)
         prompts = [make_prompt(i) for i in range(4)]
         policy = SimpleNamespace(weights=lambda: iter(()), critic=None, trained_lora=None)
-        closes = SimpleNamespace(close=lambda: None)
+        closes = SimpleNamespace(close=lambda: None, description=None)
         groups: Any = Groups(events, fails_at)
         parts = Components(
             config=config, policy=policy, reference=None, engine=None, groups=groups, eval_groups=groups,

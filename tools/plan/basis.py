@@ -16,7 +16,8 @@ REHEARSED, ESTIMATED = "rehearsed", "estimated"
 _COMPARED = ("qwen3_moe", "qwen3_next", "minimax_m2", "glm4_moe", "gpt_oss", "qwen3_5_moe", "qwen3_5_moe_text")
 EXPLAINED = (
     f"{REHEARSED}: the formula agrees with rehearsals of Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen3-Next-80B-A3B, "
-    f"Qwen3.5-35B-A3B, GLM-4.5-Air, MiniMax-M2 and gpt-oss-20b; the assumptions expert_imbalance and fragmentation come on top. {ESTIMATED}: no rehearsal has this figure."
+    f"Qwen3.5-35B-A3B, GLM-4.5-Air, MiniMax-M2 and gpt-oss-20b; the assumptions expert_imbalance and fragmentation "
+    f"come on top. {ESTIMATED}: no rehearsal has this figure."
 )
 _MIXERS = {"attention", "gated_delta_net", "joint_norm_attention", "sink_attention"}
 _COLLECTIVES = ("tensor", "context", "expert", "expert tensor", "pipeline", "gradients", "weights", "expert gradients",

@@ -138,11 +138,10 @@ def _layer_parameters(shape: ModelShape, tp: int, ep: int, etp: int, kind: Layer
     if shape.linear_bias:
         found.append(Parameter("router.bias", shape.num_experts))
     for index in range(shape.num_experts // ep):
-        found.append(_linear(f"experts.{index}.linear_fc1", 2 * width, h, expert=True))
-        found.append(_linear(f"experts.{index}.linear_fc2", h, width, expert=True))
-        if shape.linear_bias:
-            found.append(Parameter(f"experts.{index}.linear_fc1.bias", 2 * width, expert=True))
-            found.append(Parameter(f"experts.{index}.linear_fc2.bias", h, expert=True))
+        for name, rows, columns in (("linear_fc1", 2 * width, h), ("linear_fc2", h, width)):
+            found.append(_linear(f"experts.{index}.{name}", rows, columns, expert=True))
+            if shape.linear_bias:
+                found.append(Parameter(f"experts.{index}.{name}.bias", rows, expert=True))
     if shape.shared_expert_size:
         width = shape.shared_expert_size // tp
         if shape.shared_expert_gate:

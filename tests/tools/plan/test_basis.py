@@ -63,8 +63,8 @@ def test_only_layers_that_were_rehearsed_are() -> None:
     shape = shape_of(SMALL)
     assert basis_of(shape, TORCH)["memory_bytes"]["activations"] == REHEARSED
     assert basis_of(shape, TORCH)["collective_bytes"]["context"] == REHEARSED
-    for path in (NEXT, MINIMAX_M2, *(FOLDER / name for name in ("glm4_moe/models/GLM-4.5-Air", "gpt_oss/models/gpt-oss-20b",
-                                                                "qwen3_5_moe/models/Qwen3.5-35B-A3B"))):  # fmt: skip
+    others = ("glm4_moe/models/GLM-4.5-Air", "gpt_oss/models/gpt-oss-20b", "qwen3_5_moe/models/Qwen3.5-35B-A3B")
+    for path in (NEXT, MINIMAX_M2, *(FOLDER / name for name in others)):
         assert basis_of(shape_of(path), TORCH)["memory_bytes"]["activations"] == REHEARSED, path
     latent = basis_of(shape_of(FOLDER / "deepseek_v3" / "models" / "Moonlight-16B-A3B"), TORCH)
     assert latent["memory_bytes"]["activations"] == ESTIMATED and latent["collective_bytes"]["tensor"] == REHEARSED
