@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-COLOURS = 12  # of variants; more start over
+COLOURS = 16  # of variants; more start over
 _PLACEHOLDERS = {f"#{0xA1B200 + i:06x}": f"v{i}" for i in range(COLOURS)} | {
     f"#{0xA1B300 + i:06x}": f"p{i}" for i in range(10)
 }
