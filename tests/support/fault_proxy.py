@@ -97,6 +97,16 @@ VLLM_CHANGES: Changes = {
     "few_routes": lambda answer: _choice(answer).update(routed_experts=None),
     "old_version": _old_vllm_version,
 }
+
+
+def _has_tokens(answer: dict[str, Any]) -> bool:
+    """Whether tokens came with log-probs. They did not from a request that was aborted at its start, nor from vLLM's
+    health check, whose path is that of generations: a change would go unnoticed."""
+    if "meta_info" in answer:
+        return bool(_meta(answer).get("output_token_logprobs"))
+    return bool((_choice(answer)["logprobs"] or {}).get("content"))
+
+
 # What becomes of the exchange itself
 EXCHANGES = {
     "hang": "the request is taken and never answered; the server doesn't see it",
@@ -113,7 +123,8 @@ EXCHANGES = {
 @dataclass
 class Fault:
     """kind: a name in CHANGES or EXCHANGES. path: what the request's path begins with; None: that of generations.
-    times: how many requests it befalls; skip: how many of them it spares before."""
+    times: how many requests it befalls; skip: how many of them it spares before. A change waits for an answer that has
+    tokens."""
 
     kind: str
     path: str | None = None
@@ -200,6 +211,12 @@ class FaultProxy(ThreadedServer):
                 return fault
         return None
 
+    def _put_back(self, fault: Fault) -> None:
+        with self._lock:
+            if fault.times == 0:
+                self._faults.insert(0, fault)
+            fault.times += 1
+
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         fault = self._take(request.path)
         kind = fault.kind if fault else None
@@ -224,8 +241,14 @@ class FaultProxy(ThreadedServer):
             await response.prepare(request)
             await response.write(body[: len(body) // 2])
             return self._close(request, response)
-        if kind in self.changes and answer.status == 200:
-            body = change_answer(body, self.changes[kind])
+        if fault and kind in self.changes and answer.status == 200:
+            answers = json.loads(body)
+            first = answers[0] if isinstance(answers, list) else answers
+            if _has_tokens(first):
+                self.changes[kind](first)
+                body = json.dumps(answers).encode()
+            else:
+                self._put_back(fault)
         headers = {name: value for name, value in answer.headers.items() if name.lower() not in _NOT_PASSED_ON}
         return web.Response(status=answer.status, headers=headers, body=body)
 
@@ -256,10 +279,3 @@ class FaultProxy(ThreadedServer):
         except ConnectionError:  # the client has had enough
             pass
         return response
-
-
-def change_answer(body: bytes, change: Callable[[dict[str, Any]], None]) -> bytes:
-    """The JSON body of a /generate with its answer, or the first of several, changed."""
-    answers = json.loads(body)
-    change(answers[0] if isinstance(answers, list) else answers)
-    return json.dumps(answers).encode()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -43,6 +44,13 @@ def engine_on(
     transport = make_transport(config, SERVER_KINDS[kind].endpoints, run_dir=folder, source=model)
     client = RolloutClient(config.urls, config, served, tokenizer.decode, api=SERVER_KINDS[kind].api)
     return ServerEngine(config, client, transport)
+
+
+def set_update_timeout(engine: ServerEngine, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the engine's next updates."""
+    config = replace(engine._config, update_timeout=seconds)
+    for part in (engine, engine.sender):
+        monkeypatch.setattr(part, "_config", config)
 
 
 def counts_of(engine: ServerEngine) -> dict[str, float]:

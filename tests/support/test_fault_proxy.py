@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from tests.support.fault_proxy import CHANGES, Fault, FaultProxy
+from tests.support.fault_proxy import CHANGES, VLLM_CHANGES, Fault, FaultProxy
 
 ROUTES = np.arange(4 * 2 * 2, dtype=np.int32)  # 4 rows, 2 layers, 2 experts
 ANSWER = {
@@ -29,16 +29,17 @@ ANSWER = {
 
 
 class Upstream:
-    """Answers every path with ANSWER and counts."""
+    """Answers every path with `given` and counts."""
 
     def __init__(self) -> None:
+        self.given = ANSWER
         self.bodies: list[bytes] = []
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
 
     async def answer(self, request: web.Request) -> web.Response:
         self.bodies.append(await request.read())
-        return web.json_response(ANSWER)
+        return web.json_response(self.given)
 
     async def start(self) -> str:
         application = web.Application()
@@ -105,6 +106,27 @@ def test_a_change_befalls_one_answer_and_only_what_it_names(proxy, kind):
     # compared as text: a NaN doesn't equal itself
     assert json.dumps(json.loads(post(proxy)[1])) == json.dumps(expected(kind))
     assert json.loads(post(proxy)[1]) == ANSWER and proxy.pending == 0
+
+
+def without_tokens(name: str) -> tuple[dict, dict]:
+    """An answer that has none, and one that has some, by what gives it."""
+    if name == "abort":
+        return {"output_ids": [], "meta_info": ANSWER["meta_info"] | {"output_token_logprobs": []}}, ANSWER
+    choice = {"token_ids": [3], "logprobs": None, "weight_versions": [{"version": "00c0ffee:3"}]}
+    content = [{"logprob": -0.1, "token_id": 3}]
+    return {"choices": [choice]}, {"choices": [choice | {"logprobs": {"content": content}}]}
+
+
+@pytest.mark.parametrize("name", ["abort", "vLLM's health check"])
+def test_a_change_waits_for_an_answer_with_tokens(upstream, monkeypatch, name):
+    bare, full = without_tokens(name)
+    with FaultProxy(upstream.url, changes=CHANGES if name == "abort" else VLLM_CHANGES) as proxy:
+        proxy.add(Fault("old_version", times=2))
+        for answer, is_changed, pending in ((bare, 0, 2), (full, 1, 1), (bare, 0, 1), (full, 1, 0), (full, 0, 0)):
+            monkeypatch.setattr(upstream, "given", answer)
+            found = json.loads(post(proxy)[1])
+            assert ("another-life" in json.dumps(found)) == (found != answer) == is_changed
+            assert proxy.pending == pending
 
 
 @pytest.mark.parametrize("kind, seen", [("refuse", 0), ("lost", 1), ("half", 1)])

@@ -11,7 +11,6 @@ import signal
 import urllib.request
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -27,7 +26,15 @@ from tests.support.fault_proxy import VLLM_CHANGES, FaultProxy
 from tests.support.real_servers import signal_server
 from tests.support.reference_models import checkpoint
 from tests.support.server_agreement import TOLERANCE
-from tests.support.server_clients import VOCABULARY, checkpoint_stream, counts_of, draw, engine_on, prompts_of
+from tests.support.server_clients import (
+    VOCABULARY,
+    checkpoint_stream,
+    counts_of,
+    draw,
+    engine_on,
+    prompts_of,
+    set_update_timeout,
+)
 from tests.support.trainer_process import (
     KEY,
     TrainerProcess,
@@ -124,9 +131,7 @@ def test_a_server_that_hangs_in_an_update_is_named_and_the_other_served(pair, tr
     """It stops in mid-stream; the stream is still read to its end. Running again, it takes the weights."""
     lines: list[str] = []
     monkeypatch.setattr(pair, "_log", lines.append)
-    impatient = replace(pair._config, update_timeout=15.0)
-    monkeypatch.setattr(pair, "_config", impatient)
-    monkeypatch.setattr(pair.sender, "_config", impatient)
+    set_update_timeout(pair, 15.0, monkeypatch)
     model, version = changed_model(vllm_model, 8), 8
     sent = {name: tensor.float() for name, tensor in checkpoint(model).items()}
     weights = HarmedWeights(lambda: iter(sent.items()), lambda: signal_server(trainer.url, MODULE, signal.SIGSTOP))
