@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks.common import RESULTS, ROOT, markdown, number
 
-NAMES, BEFORE = ("real-size", "data-plane", "limited-disk"), "before"  # of results, after their date
+NAMES, BEFORE = ("real-size", "data-plane", "limited-disk", "micro-batch-inputs"), "before"  # of results, after the date
 BLOCK = re.compile(r"^<!-- (one-rank|real-size) -->\n(?:.*\n)*?<!-- /\1 -->$", re.MULTILINE)
 Rows = Mapping[str, Mapping[str, Any]]  # by `what`
 
@@ -70,6 +70,9 @@ LINES = (
     Line("a response of 32,768 tokens with routes: checked and packed", ("a response of 32,768*: checked and packed",)),
     Line("the same: peak", ("a response of 32,768*, peak",)),
     Line("the same: kept", ("a response of 32,768*: kept",)),
+    Line("a micro-batch of one sequence of 32,768 tokens: the host's work, routes left out",
+         ("a micro-batch of one sequence*, on the host",)),
+    Line("the same: peak", ("a micro-batch of one sequence*, on the host: peak",)),
     Line("weights to 8 servers, trainer's link of 100 Mbit/s: bytes that leave it",
          ("* of weights to 8 servers*bytes leaving the trainer",)),
     Line("the same: time", ("* of weights to 8 servers*: time",)),

@@ -73,7 +73,7 @@ def test_a_quick_run(tmp_path):
     weights = 0 if "weight_updates" in found["not_measured"] else 4
     disks = 0 if "limited_disk_rates" in found["not_measured"] else 6
     node = 0 if "weights_of_a_node" in found["not_measured"] else 1
-    assert len(found["rows"]) == 3 + 8 + weights + 15 + disks + 1 + node + 3 + 1
+    assert len(found["rows"]) == 3 + 2 + 8 + weights + 15 + disks + 1 + node + 3 + 1
     assert all({"what", "ours", "target", "met"} <= set(row) for row in found["rows"])
     assert sum(found["seconds"].values()) == found["rows"][-1]["ours"]
     if not found["not_measured"]:

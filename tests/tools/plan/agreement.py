@@ -1,8 +1,9 @@
 """The plan's figures against those of rehearsals, rank by rank: ``python -m tests.tools.plan.agreement [NAME ...]``.
 
 Each layout is rehearsed with few layers and short sequences, for a rank of its first, second and last pipeline stage.
-NAME selects layouts by a part of their names. ``--records FOLDER`` keeps the records and reads those it has. Exit code:
-0; 1 where states or bytes differ, or activations by 5 %.
+NAME selects layouts by a part of their names. ``--records FOLDER`` keeps the records and reads those it has, so that a
+run that was stopped can go on; ``--json FILE`` is written after each layout. Exit code: 0; 1 where states or bytes
+differ, or activations by 5 %.
 """
 
 from __future__ import annotations
@@ -291,10 +292,10 @@ def main() -> int:
     for layout in LAYOUTS:
         if not args.names or any(name in layout.name for name in args.names):
             found += [compare(layout, record) for record in records(layout, args.records)]
+            if args.json:
+                rows = [asdict(one) | {"agrees": one.agrees} for one in found]
+                save(args.json, {"date": date.today().isoformat(), "versions": versions(), "rows": rows})
     print(comparison_table(found))
-    if args.json:
-        rows = [asdict(one) | {"agrees": one.agrees} for one in found]
-        save(args.json, {"date": date.today().isoformat(), "versions": versions(), "rows": rows})
     return 0 if all(one.agrees for one in found) else 1
 
 

@@ -72,6 +72,20 @@ def test_a_disagreement_is_a_failure_and_is_written(changed, agrees, tmp_path, m
     assert capsys.readouterr().out.rstrip(" |\n").endswith("1.00 %")
 
 
+def test_a_run_that_stops_has_written_the_layouts_before(tmp_path, monkeypatch):
+    def rehearsed(layout, folder):
+        if layout is LAYOUTS[1]:
+            raise RuntimeError("stopped")
+        return [None]
+
+    monkeypatch.setattr(agreement, "records", rehearsed)
+    monkeypatch.setattr(agreement, "compare", lambda layout, record: dataclasses.replace(SAME, name=layout.name))
+    monkeypatch.setattr(sys, "argv", ["agreement", "--json", str(tmp_path / "found.json")])
+    with pytest.raises(RuntimeError, match="stopped"):
+        agreement.main()
+    assert [row["name"] for row in json.loads((tmp_path / "found.json").read_text())["rows"]] == [LAYOUTS[0].name]
+
+
 def test_what_is_left_out_has_its_share():
     def one(op: str, group: str, size: int, phase: str = "forward_backward") -> Collective:
         return Collective(op, group, (0, 1), "bfloat16", size, (), phase)
