@@ -23,7 +23,8 @@ from typing import Any
 
 from benchmarks.common import RESULTS, ROOT, markdown, number
 
-NAMES, BEFORE = ("real-size", "data-plane", "limited-disk", "micro-batch-inputs"), "before"  # of results, after the date
+# of results, after the date
+NAMES, BEFORE = ("real-size", "data-plane", "limited-disk", "micro-batch-inputs"), "before"
 BLOCK = re.compile(r"^<!-- (one-rank|real-size) -->\n(?:.*\n)*?<!-- /\1 -->$", re.MULTILINE)
 Rows = Mapping[str, Mapping[str, Any]]  # by `what`
 

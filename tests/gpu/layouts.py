@@ -1,8 +1,9 @@
 """Layouts against the float64 reference, on GPUs with NCCL: one rank of one or two.
 
-    torchrun --nproc-per-node 2 -m tests.gpu.layouts MODEL TRUTH OUT
+    torchrun --nproc-per-node 2 -m tests.gpu.layouts MODELS OUT
 
-Writes this rank's errors as OUT/RANK.json: by layout and kind, the error and where it was met.
+MODELS is a JSON file: by name of ``MEASURED`` in tests/equivalence/layouts.py, the model and the file of its truth.
+Writes this rank's errors as OUT/RANK.json: by model, layout and kind, the error and where it was met.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -18,7 +20,11 @@ import torch.distributed as dist
 from megatron_gspo.mcore.process_groups import shutdown, start
 from tests.equivalence.cases import Case
 from tests.equivalence.layouts import Arrangement
+from tests.equivalence.lora import ADAPTERS, save_lora_truth
+from tests.equivalence.measure import DENSE_MODELS, MODELS
 from tests.equivalence.run import run_case
+from tests.equivalence.truth import save_truth
+from tests.support.tiny_models import save_tiny_model
 
 SCENARIOS = ("gspo", "grpo, replayed")
 LAYOUTS = {
@@ -34,33 +40,57 @@ LAYOUTS = {
 }
 
 LayoutErrors = dict[str, dict[str, tuple[float, str]]]
+Files = tuple[str, str]  # a model and its truth
 
 
-def case_of(arrangement: Arrangement) -> Case:
-    """Log-probs, gradients, routing replay and optimizer steps."""
-    return Case(arrangement, {"recompute": "full"}, tuple((name, "packed") for name in SCENARIOS), "gspo", (True,),
-                replays=True)  # fmt: skip
+def has_experts(name: str) -> bool:
+    """Of a model of ``MEASURED``."""
+    return (ADAPTERS[name].model if name in ADAPTERS else name) not in DENSE_MODELS
 
 
-def errors_of(rank: int, world_size: int, path: str, truth: str, names: Sequence[str]) -> LayoutErrors:
-    """Of this rank, in some layouts of as many processes."""
+def scenarios_of(name: str) -> tuple[str, ...]:
+    """What a model's truth has to hold."""
+    return SCENARIOS if has_experts(name) else SCENARIOS[:1]
+
+
+def save_files(name: str, folder: Path) -> Files:
+    """Write a model and its truth to a folder."""
+    model, truth = folder / name, folder / f"{name}.pt"
+    if name in ADAPTERS:
+        path = save_tiny_model(model, **MODELS[ADAPTERS[name].model])
+        return path, save_lora_truth(path, ADAPTERS[name], truth)
+    path = save_tiny_model(model, **MODELS[name])
+    return path, save_truth(path, truth, scenarios_of(name))
+
+
+def case_of(name: str, arrangement: Arrangement) -> Case:
+    """Log-probs, gradients, routing replay and optimizer steps of a model."""
+    experts, lora = has_experts(name), ADAPTERS[name].lora if name in ADAPTERS else None
+    runs = tuple((scenario, "packed") for scenario in scenarios_of(name))
+    return Case(replace(arrangement, moe=experts), {"recompute": "full"}, runs, "gspo", (True,),
+                replays=experts and lora is None, lora=lora)  # fmt: skip
+
+
+def errors_of(rank: int, world_size: int, name: str, files: Files, layouts: Sequence[str]) -> LayoutErrors:
+    """Of this rank, with a model in some layouts of as many processes."""
+    path, truth = files
     found = {}
-    for name in names:
-        case = case_of(LAYOUTS[world_size][name])
-        found[name] = run_case(rank, world_size, path, case, truth).worst
+    for layout in layouts:
+        case = case_of(name, LAYOUTS[world_size][layout])
+        found[layout] = run_case(rank, world_size, path, case, truth).worst
         shutdown(keep_distributed=True)
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    for name in ("model", "truth", "out"):
-        parser.add_argument(name)
+    parser.add_argument("models", type=Path)
+    parser.add_argument("out", type=Path)
     arguments = parser.parse_args()
     start(timeout_minutes=2.0)
-    world = dist.get_world_size()
-    errors = errors_of(dist.get_rank(), world, arguments.model, arguments.truth, tuple(LAYOUTS[world]))
-    (Path(arguments.out) / f"{os.environ['RANK']}.json").write_text(json.dumps(errors))
+    rank, world, models = dist.get_rank(), dist.get_world_size(), json.loads(arguments.models.read_text())
+    errors = {name: errors_of(rank, world, name, files, tuple(LAYOUTS[world])) for name, files in models.items()}
+    (arguments.out / f"{os.environ['RANK']}.json").write_text(json.dumps(errors))
     shutdown()
 
 

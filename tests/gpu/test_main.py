@@ -69,4 +69,4 @@ def test_wheels_are_all_that_setup_requires_but_torch_and_numpy():
     assert {"pytest", "hypothesis", "pydantic-core"} <= names
     assert not names & closure(OWN) and not [name for name in names if name.startswith("nvidia")]
     command = download_command("wheels")
-    assert "--no-deps" in command and command[-len(names):] == needed()
+    assert "--no-deps" in command and command[-len(names) :] == needed()

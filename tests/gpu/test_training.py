@@ -15,7 +15,9 @@ from torch import Tensor
 from megatron_gspo.algorithms import preset
 from megatron_gspo.data.sample import Sample
 from megatron_gspo.data.sample_batch import SampleBatch
+from megatron_gspo.mcore import policy_tensors
 from megatron_gspo.mcore.checkpoint.save_load import load_checkpoint, save_checkpoint
+from megatron_gspo.mcore.offload import whole_storages
 from megatron_gspo.mcore.policy import Policy, build_policy
 from megatron_gspo.mcore.routing_replay.gather_results import flips_of_replica, routes_of_replica
 from megatron_gspo.mcore.routing_replay.micro_batch_routes import ReplayOptions
@@ -85,6 +87,30 @@ def test_a_step_raises_the_objective_and_a_resumed_run_takes_the_same(new_policy
 
 def distance(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+def test_memory_is_released_for_generation_and_taken_back(device, new_policy, sizes):
+    policy, batching = new_policy(), micro_batches_of(80 * sizes.scale)
+    samples = SampleBatch.of(samples_of(policy, sizes.scale, seed=3))
+    train_mini_batch(policy, samples, GRPO, batching, temperature=1.0)
+    before = [tensor.clone().cpu() for tensor in kept(policy)]
+    allocated = torch.cuda.memory_allocated() if device == "cuda" else 0
+    policy.memory.release()
+    if device == "cuda":
+        released = sum(tensor.nbytes for tensor in before)  # and the gradients
+        assert allocated - torch.cuda.memory_allocated() >= released
+    policy.memory.restore()
+    assert all(torch.equal(now.cpu(), was) for now, was in zip(kept(policy), before, strict=True))
+    assert train_mini_batch(policy, samples, GRPO, batching, temperature=1.0).metrics["grad_norm"] > 0
+
+
+def kept(policy: Policy) -> list[Tensor]:
+    """What a policy keeps between steps, each storage once."""
+    tensors = (
+        *policy_tensors.weights(policy.chunks),
+        *policy_tensors.optimizer_states(policy.chunks, policy.optimizer),
+    )
+    return whole_storages(tensors)
 
 
 @pytest.mark.parametrize("storage", ["device", "host"])
