@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -89,7 +90,11 @@ def main() -> None:
     arguments = parser.parse_args()
     start(timeout_minutes=2.0)
     rank, world, models = dist.get_rank(), dist.get_world_size(), json.loads(arguments.models.read_text())
-    errors = {name: errors_of(rank, world, name, files, tuple(LAYOUTS[world])) for name, files in models.items()}
+    errors = {}
+    for name, files in models.items():
+        began = time.monotonic()
+        errors[name] = errors_of(rank, world, name, files, tuple(LAYOUTS[world]))
+        print(f"{name}: {time.monotonic() - began:.1f} s", flush=True)
     (arguments.out / f"{os.environ['RANK']}.json").write_text(json.dumps(errors))
     shutdown()
 

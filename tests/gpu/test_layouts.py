@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from itertools import repeat
 from multiprocessing import get_context
 from pathlib import Path
@@ -40,7 +41,8 @@ def moe(folder: Path) -> Files:
 
 def all_files(folder: Path) -> dict[str, Files]:
     """Of every model of the proof, made in as many processes as there are cores."""
-    with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
+    one = partial(torch.set_num_threads, 1)  # each; with a thread per core each, they would wait for each other
+    with ProcessPoolExecutor(os.cpu_count(), get_context("spawn"), initializer=one) as pool:
         return dict(zip(MEASURED, pool.map(save_files, MEASURED, repeat(folder)), strict=True))
 
 
