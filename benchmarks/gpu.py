@@ -22,7 +22,7 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -226,8 +226,8 @@ def measured(work: Work, sizes: Sizes, peak: float | None, rehearsed: int | None
                torch.cuda.max_memory_allocated() if cuda else None, rehearsed)  # fmt: skip
 
 
-def measure(sizes: Sizes, peak: float | None, rehearsed: int | None = None) -> list[Row]:
-    """All rows; ``rehearsed``: bytes of the step with torch layers."""
+def measure(sizes: Sizes, peak: float | None, rehearsed: int | None = None) -> Iterator[Row]:
+    """All rows, one after the other; ``rehearsed``: bytes of the step with torch layers."""
     from megatron_gspo.config import load_config
     from megatron_gspo.mcore.layers import transformer_engine_available
     from megatron_gspo.mcore.policy import build_policy
@@ -239,19 +239,19 @@ def measure(sizes: Sizes, peak: float | None, rehearsed: int | None = None) -> l
         config = load_config(file)
         device, groups = compute_device(), initialize(config.parallel, seed=0)
         _, shape = family_of(json.loads((Path(folder) / "model" / "config.json").read_text()))
-        rows = [measured(product(sizes, device), sizes, peak), measured(head(sizes, shape, device), sizes, peak)]
+        yield measured(product(sizes, device), sizes, peak)
+        yield measured(head(sizes, shape, device), sizes, peak)
         for implementation in IMPLEMENTATIONS:
             if implementation == "transformer_engine" and not transformer_engine_available():
                 say("Transformer Engine is not installed: its rows are left out")
                 continue
             model = replace(config.model, implementation=implementation)
             policy = build_policy(model, config.parallel, groups, optimizer=config.optimizer, total_steps=100)
-            rows.append(measured(layer(policy, sizes, implementation), sizes, peak))
+            yield measured(layer(policy, sizes, implementation), sizes, peak)
             known = rehearsed if implementation == "torch" else None
-            rows.append(measured(step(policy, config, sizes, implementation), sizes, peak, known))
+            yield measured(step(policy, config, sizes, implementation), sizes, peak, known)
             del policy
         shutdown()
-    return rows
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -292,12 +292,14 @@ def main() -> None:
         return
     rehearsed = json.loads(args.rehearsed.read_text())["roles"][0]["peak_bytes"] if args.rehearsed else None
     peak = args.peak_tflops or peak_tflops(torch.cuda.get_device_name())
-    rows = measure(REAL, peak, rehearsed)
+    rows: list[Row] = []
+    for row in measure(REAL, peak, rehearsed):
+        rows.append(row)
+        found = result(rows, peak)
+        args.results.mkdir(parents=True, exist_ok=True)
+        file = args.results / f"{found['date']}-{machine_kind(found['hardware'])}.json"
+        save(file, found)  # after each: what is measured is kept if the next one fails
     print(table(rows))
-    found = result(rows, peak)
-    args.results.mkdir(parents=True, exist_ok=True)
-    file = args.results / f"{found['date']}-{machine_kind(found['hardware'])}.json"
-    save(file, found)
     print(f"wrote {file}")
 
 

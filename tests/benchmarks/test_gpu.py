@@ -28,7 +28,7 @@ from megatron_gspo.models import family_of, read_config
 
 
 def test_every_row_is_measured():
-    rows = measure(TINY, peak=0.5, rehearsed=123)
+    rows = list(measure(TINY, peak=0.5, rehearsed=123))
     assert [(row.name, row.implementation) for row in rows] == [
         ("matrix product", "torch"), ("head", "torch"), ("layer", "torch"), ("training step", "torch"),
     ]  # fmt: skip
