@@ -138,12 +138,18 @@ def use_own_operators(model: torch.nn.Module, shape: ModelShape) -> None:
             module.core_attention.window = shape.windows[module.layer_number - 1]
         elif type(module) is SequentialMLP and _unit_of(module.config) is not None:
             module.__class__ = FusedSequentialMLP
-        elif isinstance(module, MoELayer) and _is_static(module.token_dispatcher):
+        elif isinstance(module, TransformerLayer) and isinstance(module.mlp, MoELayer):
+            _name_as_transformer_engine(module)
+
+
+def use_own_dispatchers(model: torch.nn.Module) -> None:
+    """Replace Megatron's token dispatchers where each token has as many experts as any other. Their scatter-add in the
+    dtype of the activations gives other sums in every pass on a GPU."""
+    for module in model.modules():
+        if isinstance(module, MoELayer) and _is_static(module.token_dispatcher):
             dispatcher = module.token_dispatcher
             is_local = dispatcher.tp_size == dispatcher.ep_size == 1
             dispatcher.__class__ = MoELocalTokenDispatcher if is_local else MoEStaticTokenDispatcher
-        elif isinstance(module, TransformerLayer) and isinstance(module.mlp, MoELayer):
-            _name_as_transformer_engine(module)
 
 
 def _name_as_transformer_engine(layer: TransformerLayer) -> None:

@@ -11,7 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_gspo.config import ModelConfig, ParallelConfig
 from megatron_gspo.mcore.expert_bias import set_up_expert_bias
-from megatron_gspo.mcore.layers import block_spec, transformer_engine_available, use_own_operators
+from megatron_gspo.mcore.layers import block_spec, transformer_engine_available, use_own_dispatchers, use_own_operators
 from megatron_gspo.mcore.megatron_options import MegatronOptions, construct, rejections
 from megatron_gspo.mcore.mixers import mixer_options, mixers_of
 from megatron_gspo.mcore.process_groups import ProcessGroups
@@ -167,6 +167,7 @@ def build_model(shape: ModelShape, parallel: ParallelConfig, model: ModelConfig,
             )
         if shape.value_head and chunk.post_process:
             chunk.output_layer = ValueHead(config)
+        use_own_dispatchers(chunk)
         if not engine:
             use_own_operators(chunk, shape)
         if shape.is_moe:

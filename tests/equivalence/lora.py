@@ -19,15 +19,16 @@ ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "d
 
 @dataclass(frozen=True)
 class Adapted:
-    """model: of `measure.MODELS`."""
+    """model: of `measure.MODELS`. seed: of the adapters, one with which none has too small a gradient to compare."""
 
     model: str
     lora: LoRAConfig
+    seed: int = 0
 
 
 # "some": parts of fused weights alone. Ranks that divide nothing, scales that are no power of two.
 ADAPTERS = {
-    "lora_each": Adapted("moe", LoRAConfig(rank=3, alpha=5.0)),
+    "lora_each": Adapted("moe", LoRAConfig(rank=3, alpha=5.0), seed=19),
     "lora_shared": Adapted("moe", LoRAConfig(rank=3, alpha=4.0, rslora=True, experts="shared")),
     "lora_some": Adapted("dense", LoRAConfig(rank=5, alpha=7.0, targets=("q_proj", "v_proj", "o_proj", "up_proj"))),
     "lora_router": Adapted("moe", LoRAConfig(rank=3, alpha=4.0, targets=(*ALL_LINEAR, "gate"))),
@@ -41,7 +42,7 @@ def save_lora_truth(path: str, kind: Adapted, file: Path) -> str:
     """Write the truth about the model at ``path`` with random adapters; returns the file."""
     model, lora = load_reference(path), kind.lora
     names = ["gspo", "grpo", *(REPLAYED if gates_of(model) else ())]
-    model = adapted(model, path, lora)
+    model = adapted(model, path, lora, kind.seed)
     tensors, gradients = (partial(function, rank=lora.rank) for function in (adapter_tensors, adapter_gradients))
     scenarios = {name: expect(model, ALL[name], gradients_of=gradients) for name in names}
     before = {name: tensor.clone() for name, tensor in tensors(model, torch.Tensor.detach).items()}

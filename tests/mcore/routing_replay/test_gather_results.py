@@ -17,7 +17,7 @@ from megatron_gspo.data.packing import count_trained, pack
 from megatron_gspo.data.sample import Sample
 from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.mcore.forward_step import hidden_states
-from megatron_gspo.mcore.layers import block_spec, use_own_operators
+from megatron_gspo.mcore.layers import block_spec, use_own_dispatchers, use_own_operators
 from megatron_gspo.mcore.model import transformer_config
 from megatron_gspo.mcore.process_groups import ProcessGroups
 from megatron_gspo.mcore.routing_replay.gather_results import routing_stats, shared_experts_of_replica
@@ -307,6 +307,7 @@ def shared_experts(rank: int, world_size: int) -> dict[str, Any]:
     torch.manual_seed(1)
     spec = block_spec(config, shape_of_model, transformer_engine=False)
     chunk = GPTModel(config, spec, vocab_size=96, max_sequence_length=64, position_embedding_type="none")
+    use_own_dispatchers(chunk)
     use_own_operators(chunk, shape_of_model)
     attach_router_hooks(chunk)
     shape, found = RouteShape(3, 2, 8), {}

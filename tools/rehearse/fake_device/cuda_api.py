@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch._dynamo  # before there is a GPU: it would import the driver's functions
 from torch import Tensor
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._device import _device_constructors
 from torch.utils._pytree import tree_map
@@ -47,6 +48,8 @@ def fake_cuda(host: HostLog) -> Iterator[None]:
             for kind in (Tensor, FakeTensor) if name in vars(FakeTensor) else (Tensor,):
                 replace(kind, name, made)
         replace(torch, "tensor", _tensor(torch.tensor))
+        # it makes a tensor on the driver's first device; a CUDA build asks `torch.cuda.is_available`, which says yes
+        replace(fake_tensor, "init_gpu_context", lambda device: None)
         replace(torch._dynamo.config, "disable", True)
         replace(torch.nn.Module, "_apply", _apply)
         # torch.tensor(..., device="cuda") makes a host tensor and copies it, so that the copy is seen
@@ -132,6 +135,7 @@ def _cuda_functions(host: HostLog) -> dict[str, Any]:
         "is_available": _returning(True),
         "is_initialized": _returning(True),
         "is_bf16_supported": _returning(True),
+        "is_current_stream_capturing": _returning(False),
         "_is_compiled": _returning(True),
         "device_count": _returning(_GPUS),
         "get_device_capability": _returning(_CAPABILITY),

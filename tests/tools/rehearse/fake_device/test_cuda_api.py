@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._subclasses import fake_tensor
 
 from megatron_gspo.tools.rehearse.fake_device.cuda_api import fake_cuda, is_pinned
 from megatron_gspo.tools.rehearse.host_log import HostLog
@@ -50,3 +51,17 @@ def test_converted_parameters_keep_their_attributes() -> None:
 def test_the_meta_device_is_the_default_within_its_context() -> None:
     with fake_cuda(HostLog()), torch.device("meta"):
         assert torch.get_default_device().type == "meta"
+
+
+def test_a_cuda_build_is_not_asked_for_its_driver(monkeypatch) -> None:
+    """torch with CUDA and without a GPU: fake tensors make a real one first, optimizers ask for graphs."""
+
+    def no_driver(*args: object) -> None:
+        raise RuntimeError("CUDA driver version is insufficient")
+
+    monkeypatch.setattr(fake_tensor, "init_gpu_context", no_driver)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", no_driver)
+    with fake_cuda(HostLog()):
+        with fake_tensor.FakeTensorMode():
+            assert torch.ones(3, device="cuda").device.type == "cuda"
+        assert not torch.cuda.is_current_stream_capturing()
