@@ -24,7 +24,7 @@ from megatron_gspo.parallel.vocabulary_tiles import TILE, tile_elements, tile_sh
 from megatron_gspo.tools.plan import delta_nets, latent_attention
 from megatron_gspo.tools.plan.adapters import LayerAdapter, layer_adapters
 from megatron_gspo.tools.plan.delta_nets import DeltaNet, delta_net_of
-from megatron_gspo.tools.plan.latent_attention import Latents, latents_of
+from megatron_gspo.tools.plan.latent_attention import Kept, Latents, latents_of
 from megatron_gspo.tools.plan.parameters import (
     LayerKind,
     attention_dim,
@@ -87,6 +87,7 @@ class Sizes:
     etp: int
     rows: float
     router_scores: int
+    unit: float  # numbers that the backward of an expert's gated unit holds at most, over ``moe``
     shared: int
     shared_gate: bool
     sent: bool
@@ -127,6 +128,8 @@ def sizes_of(shape: ModelShape, parallel: ParallelConfig, batch: MicroBatch, set
         a=setting.dtype_bytes, h=shape.hidden_size, s=s, t=t, keys=batch.tokens * copies,
         query=shape.num_attention_heads // tp, groups=shape.num_query_groups // tp, d=attention_dim(shape),
         rotated=shape.rotary.dim,
+        # with a clamp also two masks, the clamped gate and linear, the gate's sigmoid, and three terms of its slope
+        unit=6.0 if shape.glu_limit is None else 11.0 + 2 / setting.dtype_bytes,
         latents=latents_of(shape, tp), router_scores=shape.num_experts if shape.router.score == "sigmoid" else 0,
         ffn=shape.ffn_hidden_size // tp, moe=shape.moe_ffn_hidden_size // etp, experts=shape.num_experts,
         local=local_experts(shape, parallel) if shape.is_moe else 0, k=k, etp=etp,
@@ -194,14 +197,13 @@ def attention_bytes(z: Sizes, setting: Setting) -> dict[str, float]:
 
 def latent_bytes(z: Sizes, latents: Latents, setting: Setting, per_row: int) -> dict[str, float]:
     """Saved by latent attention besides the layer's norm and the input of its products."""
-    kept, projects = (z.saved_for("linear_kv_up_proj"), z.saved_for("linear_q_up_proj")), z.saved_for("linear_proj")
-    projected = z.s * latent_attention.projected_bytes(latents, z.a, per_row, kept=kept)
+    kept = Kept(*map(z.saved_for, ("linear_kv_up_proj", "linear_q_up_proj", "linear_proj")))
     if setting.recompute == "selective":
-        core = z.a * latent_attention.recomputed_numbers(latents, z.t, projects=projects)
+        core = z.a * latent_attention.recomputed_numbers(latents, z.t, kept)
     else:
-        numbers = latent_attention.attention_numbers(latents, z.t, z.keys, on_gpu=setting.on_gpu, projects=projects)
+        numbers = latent_attention.attention_numbers(latents, z.t, z.keys, on_gpu=setting.on_gpu, kept=kept)
         core = z.a * (numbers + z.mask) + 4 * z.t * z.query  # log-sum of a row
-    return {"latents": projected, "attention": core}
+    return {"latents": z.s * latent_attention.latent_bytes(latents, z.a, per_row, kept), "attention": core}
 
 
 def delta_net_bytes(z: Sizes, setting: Setting) -> dict[str, float]:
@@ -292,7 +294,7 @@ def mlp_backward_bytes(z: Sizes, setting: Setting, *, is_moe: bool) -> float:
     if setting.implementation == "torch":
         copied = weights * 2 / 3 if setting.on_gpu and z.a == 2 else 0.0
         # the gradient of their input, or within the gated unit, where the first product's weights have none yet
-        widest = max(z.rows * (2 * z.h + 4 * z.moe) + weights + copied, z.rows * (z.h + 6 * z.moe) + weights / 3)
+        widest = max(z.rows * (2 * z.h + 4 * z.moe) + weights + copied, z.rows * (z.h + z.unit * z.moe) + weights / 3)
         return z.a * (z.s * z.h + widest)
     return z.a * (z.s * z.h + z.rows * (2 * z.h + 3 * z.moe) + weights * 2 / 3)
 

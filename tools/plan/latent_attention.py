@@ -45,16 +45,24 @@ def latents_of(shape: ModelShape, tensor_size: int) -> Latents | None:
     )  # fmt: skip
 
 
-def projected_bytes(z: Latents, a: int, per_row: int, *, kept: tuple[int, int]) -> float:
-    """Saved of an own token by the products to latents and their norms. kept: whether the products from the latents of
-    keys and values, and of queries, need their input, the norm's output."""
-    numbers = z.rotated + z.key_value * (1 + kept[0]) + z.query * (1 + kept[1])
+@dataclass(frozen=True)
+class Kept:
+    """Of which products the backward needs the input: 1, or 0 for frozen ones without an adapter. From the latents of
+    keys and values, from that of queries, and of attention's output."""
+
+    key_values: int = 1
+    queries: int = 1
+    output: int = 1
+
+
+def latent_bytes(z: Latents, a: int, per_row: int, kept: Kept) -> float:
+    """Saved of an own token by the products to latents and their norms."""
+    numbers = z.rotated + z.key_value * (1 + kept.key_values) + z.query * (1 + kept.queries)
     return a * numbers + per_row * (2 if z.query else 1)
 
 
-def attention_numbers(z: Latents, tokens: float, keys: float, *, on_gpu: bool, projects: int) -> float:
+def attention_numbers(z: Latents, tokens: float, keys: float, *, on_gpu: bool, kept: Kept) -> float:
     """Numbers saved by the attention of ``tokens`` queries and ``keys`` keys, more than tokens where they are gathered.
-    projects: whether the projection behind it needs its input.
 
     A kernel saves queries, keys, values and its output; what is as wide as it was stays in its product. An output that
     is narrower than the kernel's is copied, on a CPU always.
@@ -68,10 +76,10 @@ def attention_numbers(z: Latents, tokens: float, keys: float, *, on_gpu: bool, p
         found += keys * width * (wide_values + (wide_keys or keys == tokens))
     else:
         wide_values, found = True, 2 * keys * width
-    return z.heads * (found + 2 * tokens * width + (projects * tokens * z.value_dim if wide_values else 0.0))
+    return z.heads * (found + 2 * tokens * width + kept.output * wide_values * tokens * z.value_dim)
 
 
-def recomputed_numbers(z: Latents, tokens: float, *, projects: int) -> float:
-    """The same where attention runs again in the backward: queries, keys, the product with the values, and its output
-    where the projection behind it needs that."""
-    return z.heads * tokens * (2 * z.query_dim + z.plain + (1 + projects) * z.value_dim)
+def recomputed_numbers(z: Latents, tokens: float, kept: Kept) -> float:
+    """The same where attention runs again in the backward: queries, keys, the product with the values, and its
+    output."""
+    return z.heads * tokens * (2 * z.query_dim + z.plain + (1 + kept.output) * z.value_dim)
