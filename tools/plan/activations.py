@@ -21,9 +21,10 @@ from megatron_gspo.config import LoRAConfig, ParallelConfig
 from megatron_gspo.models.model_shape import ModelShape, padded_vocab_size
 from megatron_gspo.parallel.log_probs import CHUNK_BYTES
 from megatron_gspo.parallel.vocabulary_tiles import TILE, tile_elements, tile_shape
-from megatron_gspo.tools.plan import delta_nets
+from megatron_gspo.tools.plan import delta_nets, latent_attention
 from megatron_gspo.tools.plan.adapters import LayerAdapter, layer_adapters
 from megatron_gspo.tools.plan.delta_nets import DeltaNet, delta_net_of
+from megatron_gspo.tools.plan.latent_attention import Kept, Latents, latents_of
 from megatron_gspo.tools.plan.parameters import (
     LayerKind,
     attention_dim,
@@ -85,14 +86,15 @@ class Sizes:
     k: int
     etp: int
     rows: float
+    router_scores: int
+    unit: float  # numbers that the backward of an expert's gated unit holds at most, over ``moe``
     shared: int
     shared_gate: bool
     sent: bool
     mask: float
     qk_norm: bool
     scored: float
-    latents: int = 0
-    query_latent: bool = False
+    latents: Latents | None = None
     output_gate: bool = False
     joint_norms: bool = False
     wide_norms: bool = False  # that compute in float32 and save it
@@ -126,8 +128,9 @@ def sizes_of(shape: ModelShape, parallel: ParallelConfig, batch: MicroBatch, set
         a=setting.dtype_bytes, h=shape.hidden_size, s=s, t=t, keys=batch.tokens * copies,
         query=shape.num_attention_heads // tp, groups=shape.num_query_groups // tp, d=attention_dim(shape),
         rotated=shape.rotary.dim,
-        latents=0 if shape.latent is None else shape.latent.key_value_rank + (shape.latent.query_rank or 0),
-        query_latent=shape.latent is not None and shape.latent.query_rank is not None,
+        # with a clamp also two masks, the clamped gate and linear, the gate's sigmoid, and three terms of its slope
+        unit=6.0 if shape.glu_limit is None else 11.0 + 2 / setting.dtype_bytes,
+        latents=latents_of(shape, tp), router_scores=shape.num_experts if shape.router.score == "sigmoid" else 0,
         ffn=shape.ffn_hidden_size // tp, moe=shape.moe_ffn_hidden_size // etp, experts=shape.num_experts,
         local=local_experts(shape, parallel) if shape.is_moe else 0, k=k, etp=etp,
         rows=even if batch.expert_rows is None else batch.expert_rows,
@@ -160,6 +163,8 @@ def attention_bytes(z: Sizes, setting: Setting) -> dict[str, float]:
     saved = {"norm": _norm(z, z.s * z.h, setting) + per_row * z.s}
     if z.saved_for("linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear_kv_down_proj"):
         saved["qkv input"] = z.a * z.s * z.h
+    if z.latents is not None:
+        return saved | latent_bytes(z, z.latents, setting, per_row)
     if z.qk_norm and z.wide_norms:  # and the product of queries, their gate, keys and values, which the values keep
         kept = _norm(z, query + key, setting) + z.a * ((1 + z.output_gate) * query + 2 * key)
         saved["q and k norms"] = kept + per_row * z.t * (z.query + z.groups)
@@ -172,8 +177,6 @@ def attention_bytes(z: Sizes, setting: Setting) -> dict[str, float]:
             kept = z.a * (query + 2 * key + (query if z.groups > 1 else 0.0) + (0.0 if torch_layers else key))
             kept += z.a * key if z.joint_norms and z.groups > 1 else 0.0
         saved["q and k norms"] = kept + per_row * z.t * (2 if z.joint_norms else z.query + z.groups)
-    elif z.latents:  # of each latent its product and its norm; queries and keys are put together anew
-        saved["latents"] = 2 * z.a * z.s * z.latents + per_row * z.s * 2
     elif not torch_layers or (not cpu and z.keys == z.t):  # the values are a part of this product
         saved["qkv"] = z.a * (query + 2 * key)
     core = z.a * 2 * query + 4 * z.t * z.query  # queries, output, log-sum of a row
@@ -190,6 +193,17 @@ def attention_bytes(z: Sizes, setting: Setting) -> dict[str, float]:
     if z.output_gate:  # its sigmoid in float32, and the product with the output that the projection takes
         core += (max(z.a, 4) + z.a * z.saved_for("linear_proj")) * query
     return saved | {"attention": core}
+
+
+def latent_bytes(z: Sizes, latents: Latents, setting: Setting, per_row: int) -> dict[str, float]:
+    """Saved by latent attention besides the layer's norm and the input of its products."""
+    kept = Kept(*map(z.saved_for, ("linear_kv_up_proj", "linear_q_up_proj", "linear_proj")))
+    if setting.recompute == "selective":
+        core = z.a * latent_attention.recomputed_numbers(latents, z.t, kept)
+    else:
+        numbers = latent_attention.attention_numbers(latents, z.t, z.keys, on_gpu=setting.on_gpu, kept=kept)
+        core = z.a * (numbers + z.mask) + 4 * z.t * z.query  # log-sum of a row
+    return {"latents": z.s * latent_attention.latent_bytes(latents, z.a, per_row, kept), "attention": core}
 
 
 def delta_net_bytes(z: Sizes, setting: Setting) -> dict[str, float]:
@@ -216,7 +230,8 @@ def moe_bytes(z: Sizes, setting: Setting) -> dict[str, float]:
     per_row = 4 if z.a < 4 or setting.on_gpu else z.a
     torch_layers = setting.implementation == "torch"
     saved = {"mlp norm": _norm(z, z.s * z.h, setting) + per_row * z.s}
-    saved["router"] = z.s * (z.a * z.h + z.k * (INDEX + 4))  # input, ids and weights
+    scores = 4 * (z.router_scores + 1) if z.router_scores else 0  # sigmoids of all experts, and the chosen ones' sum
+    saved["router"] = z.s * (z.a * z.h + z.k * (INDEX + 4) + scores)  # input, ids and weights
     width = 2 if torch_layers else 3  # Transformer Engine saves the product of the second too
     saved["experts"] = z.rows * (z.a * (z.h + width * z.moe) + 4)
     if z.shared:
@@ -278,8 +293,9 @@ def mlp_backward_bytes(z: Sizes, setting: Setting, *, is_moe: bool) -> float:
         return z.a * (z.s * z.h + widest)
     if setting.implementation == "torch":
         copied = weights * 2 / 3 if setting.on_gpu and z.a == 2 else 0.0
-        of_rows = z.h + max(z.h + 4 * z.moe, 6 * z.moe)  # the gradient of their input, or within the gated unit
-        return z.a * (z.s * z.h + z.rows * of_rows + weights + copied)
+        # the gradient of their input, or within the gated unit, where the first product's weights have none yet
+        widest = max(z.rows * (2 * z.h + 4 * z.moe) + weights + copied, z.rows * (z.h + z.unit * z.moe) + weights / 3)
+        return z.a * (z.s * z.h + widest)
     return z.a * (z.s * z.h + z.rows * (2 * z.h + 3 * z.moe) + weights * 2 / 3)
 
 

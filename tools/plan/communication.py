@@ -43,7 +43,9 @@ def tensor_parts(z: Sizes, *, is_moe: bool) -> tuple[float, float]:
     same around a dense MLP or a shared expert; the other experts take the tokens as they lie. Of latent attention the
     latents are gathered, and the hidden states where queries have none."""
     both = (2 if is_moe and not z.shared else 4) * z.a * z.t * z.h
-    gathered = z.latents + (0 if z.query_latent else z.h) if z.latents else z.h
+    gathered = z.h
+    if z.latents is not None:
+        gathered = z.latents.gathered + (0 if z.latents.query else z.h)
     return both / 2 + z.a * z.t * (gathered - z.h), both / 2
 
 
