@@ -29,7 +29,8 @@ from benchmarks.result_files import save
 from megatron_gspo.config import ParallelConfig
 from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.models import family_of
-from megatron_gspo.tools.plan.activations import MicroBatch, Setting, peak_bytes
+from megatron_gspo.tools.plan.activations import peak_bytes
+from megatron_gspo.tools.plan.layer_sizes import MicroBatch, Setting
 from megatron_gspo.tools.plan.layouts import name_of
 from megatron_gspo.tools.plan.model_states import exact_states
 from megatron_gspo.tools.plan.plan_report import table

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from dataclasses import dataclass
 from multiprocessing.connection import wait
@@ -15,6 +14,7 @@ import yaml
 
 from megatron_gspo.train import main
 from tests.support.distributed import end_process, fork_server
+from tests.support.ports import free_port
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,6 @@ class Ended:
     code: int | None
     text: str
     seconds: float
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def run_ranks(

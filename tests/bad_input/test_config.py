@@ -6,8 +6,8 @@ import pytest
 import yaml
 
 from megatron_gspo.config import ConfigError, load_config
-from tests.bad_input.ranks import free_port
 from tests.support.command_line import Case, Outcome, check, command_line, small_config, start
+from tests.support.ports import free_port
 
 TP, PP, CP = (f"parallel.{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context"))
 EP, ETP = "parallel.expert_model_parallel_size", "parallel.expert_tensor_parallel_size"

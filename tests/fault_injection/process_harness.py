@@ -11,7 +11,6 @@ import gc
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -28,6 +27,7 @@ import reasoning_gym  # noqa: F401  the fork server imports this module, so that
 import megatron_gspo.loop.training_loop  # noqa: F401  likewise
 from tests.fault_injection.kill_points import Target, Tripwire
 from tests.support.distributed import fork_server
+from tests.support.ports import free_port
 
 _LIMIT = 300.0  # seconds after which a life counts as hung
 _AFTERLIFE = 10.0  # seconds that what a killed rank forked has to end by itself
@@ -80,7 +80,7 @@ def live(config: Path, folder: Path, processes: int, kill: RandomKill | Target |
         "WORLD_SIZE": str(processes),
         "LOCAL_WORLD_SIZE": str(processes),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(free_port()),
     }
     context = fork_server()
     ranks = [
@@ -231,9 +231,3 @@ def _running(config: Path) -> list[int]:
 
 def _logs(folder: Path) -> str:
     return "\n".join(file.read_text(errors="replace") for file in sorted(folder.glob("log_*")))
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])

@@ -18,9 +18,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from megatron_gspo.config import Config, load_config
 from megatron_gspo.models import family_of, read_config
 from megatron_gspo.tools.plan.__main__ import may_use_transformer_engine
-from megatron_gspo.tools.plan.activations import Setting
 from megatron_gspo.tools.plan.assumptions import Assumptions
 from megatron_gspo.tools.plan.hardware import GPUS
+from megatron_gspo.tools.plan.layer_sizes import Setting
 from megatron_gspo.tools.plan.memory import Memory, stage_states, worst_memory
 from megatron_gspo.tools.plan.parameters import active_parameters, total_parameters
 from megatron_gspo.tools.plan.workload import Cluster, PlanInputs, Workload

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.bad_input.ranks import free_port, run_ranks
+from tests.bad_input.ranks import run_ranks
 from tests.fault_injection.bitwise_diff import first_difference
 from tests.support.network_hosts import Host, hosts, why_not
+from tests.support.ports import free_port
 from tests.support.training_runs import base_config, tiny_model
 from tests.support.waiting import wait_for
 

@@ -25,6 +25,7 @@ from megatron_gspo.tools.doctor.runner import CheckRunner
 from megatron_gspo.tools.doctor.version_checks import installed
 from tests.support.distributed import end_process, fork_server
 from tests.support.network_hosts import CONFIGURATION, Host
+from tests.support.ports import free_port
 
 LIMIT = 120.0  # seconds, far below the doctor's own of ten minutes
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWNET = 0x00020000, 0x04000000, 0x40000000  # linux/sched.h
@@ -114,12 +115,6 @@ def join() -> Rendezvous:
     rendezvous.gather_rank_info(local_rank_info(launch.rank, launch.local_rank, installed()), 10.0)
     rendezvous.clocks(10.0)
     return rendezvous
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _child(rank: int, world: int, port: int, arguments: Sequence[str], instead: Callable[[], None] | None,

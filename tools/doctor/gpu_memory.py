@@ -7,9 +7,9 @@ from megatron_gspo.errors import show_bytes
 from megatron_gspo.models import ModelShape
 from megatron_gspo.tools.doctor.diagnostics import Finding, error, note, ok, warning
 from megatron_gspo.tools.doctor.disk_space import DTYPE_BYTES
-from megatron_gspo.tools.plan.activations import Setting
 from megatron_gspo.tools.plan.assumptions import Assumptions
 from megatron_gspo.tools.plan.hardware import GPUS
+from megatron_gspo.tools.plan.layer_sizes import Setting
 from megatron_gspo.tools.plan.memory import Memory, stage_states, worst_memory
 from megatron_gspo.tools.plan.workload import Cluster, PlanInputs, Workload
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 from megatron_gspo.config import ParallelConfig
 from megatron_gspo.models.model_shape import ModelShape
-from megatron_gspo.tools.plan.activations import MicroBatch, Setting, Sizes, sizes_of
 from megatron_gspo.tools.plan.assumptions import Assumptions
 from megatron_gspo.tools.plan.delta_nets import exchanged_bytes
 from megatron_gspo.tools.plan.hardware import Gpu
+from megatron_gspo.tools.plan.layer_sizes import MicroBatch, Setting, Sizes, sizes_of
 from megatron_gspo.tools.plan.model_states import States, data_ranks, own_expert_buffer, split_states
 from megatron_gspo.tools.plan.parameters import layer_kinds, stage_layers
 

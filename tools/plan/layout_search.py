@@ -9,12 +9,12 @@ from typing import Any
 from megatron_gspo.config import ParallelConfig
 from megatron_gspo.errors import InputError, show_bytes
 from megatron_gspo.models.model_shape import ModelShape
-from megatron_gspo.tools.plan.activations import MicroBatch, Setting
 from megatron_gspo.tools.plan.assumptions import Assumptions
 from megatron_gspo.tools.plan.communication import mini_batch_bytes
 from megatron_gspo.tools.plan.engine_memory import Generation, check_engine, generation
 from megatron_gspo.tools.plan.hardware import GIB
 from megatron_gspo.tools.plan.host_costs import HostCosts, host_costs
+from megatron_gspo.tools.plan.layer_sizes import MicroBatch, Setting
 from megatron_gspo.tools.plan.layouts import feasible, name_of
 from megatron_gspo.tools.plan.memory import RECOMPUTE, Memory, stage_states, worst_memory
 from megatron_gspo.tools.plan.step_time import StepTime, micro_batches, model_flops, step_time

@@ -8,9 +8,10 @@ from megatron_gspo.config import LoRAConfig, ParallelConfig
 from megatron_gspo.models.families import with_value_head
 from megatron_gspo.models.model_shape import ModelShape
 from megatron_gspo.routing_replay.routes import expert_id_dtype
-from megatron_gspo.tools.plan.activations import MicroBatch, Setting, head_bytes, peak_bytes, sizes_of
+from megatron_gspo.tools.plan.activations import head_bytes, peak_bytes
 from megatron_gspo.tools.plan.assumptions import Assumptions
 from megatron_gspo.tools.plan.hardware import GIB
+from megatron_gspo.tools.plan.layer_sizes import MicroBatch, Setting, sizes_of
 from megatron_gspo.tools.plan.model_states import States, rank_states
 from megatron_gspo.tools.plan.parameters import total_parameters
 from megatron_gspo.tools.plan.workload import Cluster, PlanInputs, Workload

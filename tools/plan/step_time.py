@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 from megatron_gspo.config import ParallelConfig
 from megatron_gspo.models.model_shape import ModelShape
 from megatron_gspo.tools.plan import delta_nets
-from megatron_gspo.tools.plan.activations import MicroBatch, Setting, Sizes, embedding_rows, sizes_of
+from megatron_gspo.tools.plan.activations import embedding_rows
 from megatron_gspo.tools.plan.assumptions import Assumptions
 from megatron_gspo.tools.plan.communication import (
     Links,
@@ -30,6 +30,7 @@ from megatron_gspo.tools.plan.communication import (
 from megatron_gspo.tools.plan.engine_memory import Generation
 from megatron_gspo.tools.plan.hardware import Gpu
 from megatron_gspo.tools.plan.host_costs import exposed_seconds
+from megatron_gspo.tools.plan.layer_sizes import MicroBatch, Setting, Sizes, sizes_of
 from megatron_gspo.tools.plan.memory import expert_rows
 from megatron_gspo.tools.plan.model_states import States, split_states
 from megatron_gspo.tools.plan.parameters import (

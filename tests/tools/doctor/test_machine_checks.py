@@ -8,7 +8,7 @@ import pytest
 
 from megatron_gspo.config import SGLangConfig, load_config
 from megatron_gspo.tools.doctor.machine_checks import check_ports, judge_ephemeral, judge_files, judge_threads
-from tests.support.doctor_processes import free_port
+from tests.support.ports import free_port
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from megatron_gspo.config import Config, load_config
 from megatron_gspo.tools.doctor.server_checks import judge_own_address, judge_server, judge_servers, query_servers
 from megatron_gspo.weight_transport.server_endpoints import ServerInfo
 from tests.servers.web_server import WebServer
-from tests.support.doctor_processes import free_port
+from tests.support.ports import free_port
 
 SERVER = ServerInfo(
     url="http://127.0.0.1:30000", version="0.5.23", start_id="1 2", weight_version="default", model_path="/models/a",

@@ -22,8 +22,9 @@ from benchmarks.result_files import save
 from megatron_gspo.config import Config, load_config
 from megatron_gspo.models import family_of, read_config
 from megatron_gspo.models.model_shape import ModelShape
-from megatron_gspo.tools.plan.activations import MicroBatch, Setting, peak_bytes
+from megatron_gspo.tools.plan.activations import peak_bytes
 from megatron_gspo.tools.plan.communication import mini_batch_bytes
+from megatron_gspo.tools.plan.layer_sizes import MicroBatch, Setting
 from megatron_gspo.tools.plan.model_states import exact_states
 from megatron_gspo.tools.plan.plan_report import table
 from megatron_gspo.tools.rehearse.one_rank import shortened_model

@@ -7,15 +7,8 @@ import dataclasses
 import pytest
 
 from megatron_gspo.config import ParallelConfig
-from megatron_gspo.tools.plan.activations import (
-    MicroBatch,
-    Setting,
-    dispatch_bytes,
-    head_bytes,
-    layer_bytes,
-    peak_bytes,
-    sizes_of,
-)
+from megatron_gspo.tools.plan.activations import dispatch_bytes, head_bytes, layer_bytes, peak_bytes
+from megatron_gspo.tools.plan.layer_sizes import MicroBatch, Setting, sizes_of
 from megatron_gspo.tools.plan.parameters import LayerKind
 from tests.support.model_shapes import SMALL, dense_shape, shape_of
 

@@ -8,7 +8,6 @@ import pytest
 
 from megatron_gspo.config import ParallelConfig
 from megatron_gspo.models import family_of
-from megatron_gspo.tools.plan.activations import MicroBatch, Setting, sizes_of
 from megatron_gspo.tools.plan.communication import (
     Links,
     context_passes,
@@ -22,6 +21,7 @@ from megatron_gspo.tools.plan.communication import (
     send_seconds,
     tensor_seconds,
 )
+from megatron_gspo.tools.plan.layer_sizes import MicroBatch, Setting, sizes_of
 from megatron_gspo.tools.plan.model_states import States
 from tests.support.ideal_gpu import GPU, IDEAL
 from tests.support.model_shapes import SMALL, shape_of

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_gspo.config import ParallelConfig
 from megatron_gspo.models.model_shape import DeltaNetSizes
-from megatron_gspo.tools.plan.activations import MicroBatch, Setting, layer_bytes, peak_bytes, sizes_of
+from megatron_gspo.tools.plan.activations import layer_bytes, peak_bytes
 from megatron_gspo.tools.plan.communication import context_bytes, context_passes, tensor_bytes
 from megatron_gspo.tools.plan.delta_nets import (
     DeltaNet,
@@ -21,6 +21,7 @@ from megatron_gspo.tools.plan.delta_nets import (
     saved_bytes,
 )
 from megatron_gspo.tools.plan.engine_memory import kv_bytes
+from megatron_gspo.tools.plan.layer_sizes import MicroBatch, Setting, sizes_of
 from megatron_gspo.tools.plan.parameters import LayerKind, layer_parameters
 from tests.support.model_shapes import NEXT, dense_shape, shape_of
 

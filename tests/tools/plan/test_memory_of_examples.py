@@ -8,9 +8,9 @@ import pytest
 import yaml
 
 from megatron_gspo.config import load_config
-from megatron_gspo.tools.plan.activations import Setting
 from megatron_gspo.tools.plan.assumptions import Assumptions
 from megatron_gspo.tools.plan.hardware import find_gpu
+from megatron_gspo.tools.plan.layer_sizes import Setting
 from megatron_gspo.tools.plan.memory import stage_states, worst_memory
 from megatron_gspo.tools.plan.step_time import micro_batches
 from megatron_gspo.tools.plan.workload import Cluster, PlanInputs, Workload

@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 
 from megatron_gspo.config import ParallelConfig
-from megatron_gspo.tools.plan.activations import Setting
 from megatron_gspo.tools.plan.engine_memory import generation
+from megatron_gspo.tools.plan.layer_sizes import Setting
 from megatron_gspo.tools.plan.step_time import micro_batches, model_flops, step_time
 from megatron_gspo.tools.plan.workload import Cluster, PlanInputs, Workload
 from tests.support.ideal_gpu import GPU, IDEAL
