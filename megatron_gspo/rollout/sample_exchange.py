@@ -116,7 +116,7 @@ def move_samples(
     replica, the pipeline first: its first rank receives the samples and passes them on. routes: the layers whose routes
     this rank keeps; None, on every rank: all. Samples go in rounds of `BUCKET_BYTES`, from the ranks of `batch.group`
     that hold them, and `batch.held` is emptied as they leave. What its replica's first rank holds is not sent between
-    replicas, nor is a round in which nothing moves. A collective of the world.
+    replicas and keeps its memory, nor is a round in which nothing moves. A collective of the world.
     """  # fmt: skip
     table, me = batch.table.copy(), group_rank(dp)
     table["holder"] = replica
@@ -124,7 +124,7 @@ def move_samples(
     if batch.group is None or (alone and group_size(dp) == 1):  # all are here
         layers = None if routes is None else routes.held_layers
         return SampleBatch(table, {i: _of_layers(s, layers) for i, s in batch.held.items() if replica[i] == me}, dp)
-    target = _first_ranks(dp, shared, batch.group)[replica]
+    target, here = _first_ranks(dp, shared, batch.group)[replica], group_rank(batch.group)
     stays = (batch.table["holder"] == target) & alone
     rounds = np.full(len(batch), -1)
     rounds[~stays] = exchange_rounds(_sizes(batch)[~stays], batch.table["holder"][~stays], target[~stays], BUCKET_BYTES)
@@ -134,11 +134,17 @@ def move_samples(
     held = {i: leaving.pop(i) for i in np.flatnonzero(stays).tolist() if i in leaving}
     for number in range(int(rounds.max(initial=-1)) + 1):
         moving = rounds == number
+        mine = {i: leaving[i] for i in np.flatnonzero(moving & (target == here)).tolist() if i in leaving}
         received = _send_round(leaving, np.flatnonzero(moving), batch.table["holder"], target, batch.group)
-        senders = len(np.unique(batch.table["holder"][moving & (replica == me)]))
-        arrived: list[np.ndarray | None] = [part for part in received if len(part)]
-        for part in arrived or [None] * senders:
-            held |= dict(decode_samples(_passed_on(part, shared, stages)))
+        senders = np.unique(batch.table["holder"][moving & (replica == me)]).tolist()
+        arrived = {sender: part for sender, part in received.items() if len(part)}
+        for sender, part in (arrived or dict.fromkeys(senders)).items():
+            passed = _passed_on(part, shared, stages)
+            if arrived and sender == here:  # the memory of copies would come beside theirs, in holes of the heap
+                held |= {i: _on_stage(sample, 0, stages) for i, sample in mine.items()}
+            else:
+                held |= dict(decode_samples(passed))
+        del mine
     expected = np.flatnonzero(replica == me).tolist()
     assert sorted(held) == expected, f"{len(held)} of {len(expected)} samples arrived"
     found = {i: held[i] for i in expected}
@@ -191,8 +197,9 @@ def _send_round(
     holder: np.ndarray,
     target: np.ndarray,
     group: dist.ProcessGroup | None,
-) -> list[np.ndarray]:
-    """This rank's samples of a round to their targets; what came here, or was here. Sent samples are dropped."""
+) -> dict[int, np.ndarray]:
+    """This rank's samples of a round to their targets; what came here, or was here, by sender. Sent samples are
+    dropped."""
     parts: dict[int, bytes] = {}
     own = [i for i in positions.tolist() if i in leaving]
     for rank in np.unique(target[own]).tolist():
@@ -201,7 +208,7 @@ def _send_round(
     for i in own:
         del leaving[i]
     links = np.stack([holder[positions], target[positions]], axis=1)
-    return list(exchange_bytes(parts, links, group).values())
+    return exchange_bytes(parts, links, group)
 
 
 def _layers_of_stages(
@@ -235,12 +242,17 @@ def _to_stages(
     if part is not None:
         placed = decode_samples(part)
         places = [place for place, _ in placed]
-        for stage, layers in enumerate(stages):
-            read = [_of_layers(sample, layers) for _, sample in placed]
-            if stage < len(stages) - 1:
-                read = [stage_input(sample, tokens=stage == 0) for sample in read]
-            parts[stage] = encode_samples(read, places)
+        for stage in range(len(stages)):
+            parts[stage] = encode_samples([_on_stage(sample, stage, stages) for _, sample in placed], places)
     return exchange_bytes(parts, [(0, stage) for stage in range(len(stages))], pipeline)[0]
+
+
+def _on_stage(sample: Sample, stage: int, stages: Sequence[np.ndarray | None]) -> Sample:
+    """What a stage of a pipeline reads of a sample; all of it without one."""
+    if not stages:
+        return sample
+    read = _of_layers(sample, stages[stage])
+    return read if stage == len(stages) - 1 else stage_input(read, tokens=stage == 0)
 
 
 def _of_layers(sample: Sample, layers: Sequence[int] | np.ndarray | None) -> Sample:

@@ -174,6 +174,9 @@ def move(rank, groups, everything, replica, holders, layers, sends=True):
         buffers = {id(base): base.nbytes for sample in samples for base in bases(sample)}
         assert sum(buffers.values()) <= sum(len(encode_samples([sample], [0])) + 8 for sample in samples)
     assert len(batch.held) == 0, "a sample's memory is free once it has left"
+    if all(dist.get_rank(group) == 0 for group in shared):
+        for i in {*there.packed}.intersection(mine):
+            assert there.packed[i].loss_mask is everything[i].loss_mask, "what a replica's first rank has is not copied"
     assert there.table["holder"].tolist() == replica.tolist()
     for name in set(there.table.dtype.names) - {"holder"}:
         np.testing.assert_array_equal(there.table[name], batch.table[name])
