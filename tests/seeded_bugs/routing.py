@@ -39,7 +39,7 @@ ROUTING = (
     SeededBug(
         "a pipeline stage gets the routes of another stage's layers", "design",
         "megatron_gspo/rollout/sample_exchange.py",
-        "read = [_of_layers(sample, layers) for", "read = [_of_layers(sample, stages[-1 - stage]) for",
+        "read = _of_layers(sample, stages[stage])", "read = _of_layers(sample, stages[-1 - stage])",
         ("tests/rollout/test_sample_exchange.py::test_every_sample_is_on_each_rank_of_its_replica_and_nowhere_else",),
     ),
     SeededBug(
