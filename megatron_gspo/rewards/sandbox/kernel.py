@@ -6,7 +6,6 @@ import ctypes
 import os
 import platform
 import resource
-import signal
 import struct
 
 from megatron_gspo.rewards.sandbox.command import Limits
@@ -64,9 +63,9 @@ def unmount(target: str) -> None:
     _check(_libc.umount2(target.encode(), MNT_DETACH), f"umount {target}")
 
 
-def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent dies. Lost when the user id changes."""
-    _check(_libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl")
+def signal_at_death_of_parent(number: int) -> None:
+    """Have the kernel send this process a signal when its parent dies. Lost when the user id changes."""
+    _check(_libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0), "prctl")
 
 
 def set_dumpable(allowed: bool) -> None:

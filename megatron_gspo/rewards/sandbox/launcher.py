@@ -27,12 +27,31 @@ Streams = tuple[int, int, int]
 
 
 def main(arguments: list[str]) -> None:
-    """Serve commands until the other side closes its pipe. arguments: descriptors to read from and to write to."""
-    reader, writer = map(int, arguments)
+    """Serve commands until the other side closes its pipe or dies, or this process gets SIGTERM.
+
+    arguments: descriptors to read from and to write to, process id of the other side.
+    """
+    reader, writer, parent = map(int, arguments)
     for descriptor in (reader, writer):
         os.set_inheritable(descriptor, False)
-    kernel.die_with_parent()
+    signal.signal(signal.SIGTERM, _exit)
+    kernel.signal_at_death_of_parent(signal.SIGTERM)
     kernel.adopt_orphans()
+    try:
+        if os.getppid() == parent:  # else it died before
+            _serve(reader, writer)
+    finally:
+        # A sandbox that is being set up does not yet die with this process.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        _end_children()
+
+
+def _exit(number: int, frame: object) -> NoReturn:
+    raise SystemExit(128 + number)
+
+
+def _serve(reader: int, writer: int) -> None:
+    """Until the other side closes its pipe."""
     try:
         setup = wire.receive(reader)
         entered = False
@@ -46,7 +65,7 @@ def main(arguments: list[str]) -> None:
             except OSError as error:  # not permitted, or no process, descriptor or memory is left
                 answer = f"{type(error).__name__}: {error}"
             wire.send(writer, answer)
-    except EOFError:
+    except (EOFError, BrokenPipeError):
         return
 
 
@@ -64,7 +83,7 @@ def run(setup: Setup, command: Command) -> Outcome | str:
         finally:
             os.close(writer)
         in_time = _wait(pid, start + command.limits.wall_seconds)
-        code, cpu_seconds = _end(pid, scan=setup.mechanism.name == "limits")
+        code, cpu_seconds = _end(pid)
         wall_seconds = time.monotonic() - start
         size, errors = os.fstat(stdout).st_size, os.pread(stderr, _STDERR_BYTES, 0)
         if in_time and (reason := _failure(setup, os.read(report, 65536), errors)):
@@ -97,26 +116,29 @@ def _wait(pid: int, deadline: float) -> bool:
         os.close(descriptor)
 
 
-def _end(pid: int, *, scan: bool) -> tuple[int, float]:
-    """Kill and reap the process and all of its descendants; its exit status and the CPU seconds of all.
-
-    In a process namespace they die with its first process, and those whose parents die become the launcher's.
-    scan: there is no such namespace; kill the adopted ones too.
-    """
+def _end(pid: int) -> tuple[int, float]:
+    """Kill and reap a child and all of its descendants; its exit status and the CPU seconds of all."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-    code, seconds = _KILLED, 0.0
-    while True:
-        for child in _children() if scan else ():
-            os.kill(child, signal.SIGKILL)
-        try:
-            found, status, usage = os.wait4(-1, 0)
-        except ChildProcessError:
-            return code, seconds
-        seconds += usage.ru_utime + usage.ru_stime
-        if found == pid:
-            code = os.waitstatus_to_exitcode(status)
-            code = code if code >= 0 else 128 - code
+    _, status, usage = os.wait4(pid, 0)
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else 128 - code, usage.ru_utime + usage.ru_stime + _end_children()
+
+
+def _end_children() -> float:
+    """Kill and reap all children and what they leave; their CPU seconds.
+
+    In a process namespace all die with its first process. Those whose parents die become the launcher's.
+    """
+    seconds = 0.0
+    with contextlib.suppress(ChildProcessError):  # none is left
+        while True:
+            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            for child in _children():
+                os.kill(child, signal.SIGKILL)
+            _, _, usage = os.wait4(-1, 0)
+            seconds += usage.ru_utime + usage.ru_stime
+    return seconds
 
 
 def _children() -> list[int]:
@@ -183,14 +205,14 @@ def _start_fork(
         os.setsid()
         for number, descriptor in enumerate(streams):
             os.dup2(descriptor, number)
-        for name in (signal.SIGPIPE, signal.SIGXFSZ):
+        for name in (signal.SIGPIPE, signal.SIGTERM, signal.SIGXFSZ):
             signal.signal(name, signal.SIG_DFL)
         os.umask(0o077)
         if first is not None:
             if box is not None:
                 os.chown(box, first, first)
             kernel.become(first)
-        kernel.die_with_parent()  # after the change of the user, which clears it
+        kernel.signal_at_death_of_parent(signal.SIGKILL)  # after the change of the user, which clears it
         if box is not None:
             _execute_in(box, setup, command)
         namespaces.run_confined(setup, command, None if first else program, lambda: _execute(setup, command))

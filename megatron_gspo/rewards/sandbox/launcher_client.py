@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 import subprocess
 import sys
 import weakref
@@ -18,6 +16,7 @@ from megatron_gspo.rewards.sandbox.command import Command, Outcome, SandboxError
 _MODULE = "megatron_gspo.rewards.sandbox.launcher"
 _ROOT = Path(megatron_gspo.__file__).resolve().parent.parent
 _GRACE_SECONDS = 20.0  # beyond the wall-clock limit of a program: its start and end on a busy machine
+_END_SECONDS = 20.0  # for a launcher to end its sandboxes
 
 
 class _Process(NamedTuple):
@@ -63,7 +62,7 @@ def _start(setup: Setup) -> _Process:
     (theirs_in, writer), (reader, theirs_out) = os.pipe(), os.pipe()
     try:
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", code, str(theirs_in), str(theirs_out)],
+            [sys.executable, "-I", "-S", "-c", code, str(theirs_in), str(theirs_out), str(os.getpid())],
             stdin=subprocess.DEVNULL,
             stdout=2,
             pass_fds=[theirs_in, theirs_out],
@@ -78,13 +77,16 @@ def _start(setup: Setup) -> _Process:
 
 
 def _stop(processes: list[_Process], owner: int) -> None:
-    """Kill the launcher; its sandboxes die with it."""
+    """End the launcher, which ends its sandboxes."""
     if os.getpid() != owner:  # a fork
         return
     while processes:
         process, reader, writer = processes.pop()
         os.close(reader)
         os.close(writer)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid, signal.SIGKILL)
-        process.wait()
+        process.terminate()
+        try:
+            process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

@@ -4,6 +4,7 @@ library only."""
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -31,7 +32,7 @@ def run_confined(setup: Setup, command: Command, uid: int | None, execute: Calla
     first = os.fork()
     if first:
         os._exit(_status_of(first))
-    kernel.die_with_parent()
+    kernel.signal_at_death_of_parent(signal.SIGKILL)
     _enter_file_system(setup, command, own if uid is None else uid)
     child = os.fork()
     if not child:

@@ -14,21 +14,26 @@ from megatron_gspo.rewards.sandbox.code_verifier import run_tests
 from tests.rewards.sandbox.attacks import ATTACKS, CALLS
 from tests.rewards.sandbox.mechanisms import PARAMETERS, descendants, local_sandbox
 
-OPTIONS = {"time_limit": 0.3, "memory_mib": 128}
-CONFIG = CodeConfig(**OPTIONS)
+# Where no limit of time is what ends the attack, a busy machine has long enough not to reach it.
+LIMITS = {"time_limit": 0.3}
+OTHERS = 2.0
+CONFIG = CodeConfig()
 STDIN = read_tests({"tests": [{"input": "2 3\n", "output": "5"}]})
 CALL = read_tests({"fn_name": "add", "tests": [{"args": [2, 3], "output": 5}]})
 
 
 @pytest.fixture(scope="module", params=PARAMETERS)
-def sandbox(request):
+def sandboxes(request):
+    """By time limit in seconds."""
     os.environ["API_KEY"] = "secret"
-    sandbox = local_sandbox(request.param, **OPTIONS)
+    limits = {*LIMITS.values(), OTHERS}
+    sandboxes = {seconds: local_sandbox(request.param, time_limit=seconds, memory_mib=128) for seconds in limits}
     try:
-        yield sandbox
+        yield sandboxes
     finally:
         del os.environ["API_KEY"]
-        sandbox.close()
+        for sandbox in sandboxes.values():
+            sandbox.close()
 
 
 @pytest.fixture(scope="module")
@@ -51,27 +56,26 @@ def filled(program, host):
     return program
 
 
-def launcher_of(sandbox):
-    return sandbox._launcher.process_ids
-
-
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
-def test_it_is_contained(sandbox, host, attack):
+def test_it_is_contained(sandboxes, host, attack):
+    sandbox = sandboxes[LIMITS.get(attack.verdict, OTHERS)]
     assert run_tests(sandbox, filled(attack.program, host), STDIN, CONFIG) == [attack.verdict]
-    (launcher,) = launcher_of(sandbox)
+    (launcher,) = sandbox._launcher.process_ids
     assert descendants(launcher) == set()
     assert host.MARKER.read_text() == "the answer is 5"
 
 
 @pytest.mark.parametrize("attack", CALLS, ids=lambda attack: attack.name)
-def test_a_call_is_contained(sandbox, attack):
+def test_a_call_is_contained(sandboxes, attack):
+    sandbox = sandboxes[LIMITS.get(attack.verdict, OTHERS)]
     assert run_tests(sandbox, attack.program, CALL, CONFIG) == [attack.verdict]
 
 
-def test_one_launcher_serves_them_all(sandbox):
-    before = launcher_of(sandbox)
-    assert run_tests(sandbox, "print(5)", STDIN, CONFIG) == ["passed"]
-    assert launcher_of(sandbox) == before
+def test_one_launcher_serves_them_all(sandboxes):
+    for sandbox in sandboxes.values():
+        before = sandbox._launcher.process_ids
+        assert run_tests(sandbox, "print(5)", STDIN, CONFIG) == ["passed"]
+        assert sandbox._launcher.process_ids == before
 
 
 def test_there_are_enough_attacks():

@@ -13,7 +13,7 @@ import pytest
 
 from megatron_gspo.rewards.sandbox.command import Command, Limits, SandboxError
 from megatron_gspo.rewards.sandbox.launcher_client import Launcher
-from tests.rewards.sandbox.mechanisms import MECHANISMS, descendants, isolation_of
+from tests.rewards.sandbox.mechanisms import MECHANISMS, descendants, isolation_of, label
 from tests.support.waiting import wait_for
 
 
@@ -64,18 +64,26 @@ def test_one_that_died_is_replaced(ready):
     launcher.close()
 
 
-def test_its_programs_end_with_it(ready):
-    """Also where it is killed, as with a verifier that exceeds its time."""
-    setup, python = ready
+@pytest.mark.parametrize("started", [1, 2, 3])
+@pytest.mark.parametrize("mechanism", MECHANISMS, ids=label)
+def test_its_programs_end_with_it(mechanism, started):
+    """Also where it is killed, as with a verifier that exceeds its time: at any moment.
+
+    started: processes at that moment, of the launcher, the sandbox's first process and those below.
+    """
+    interpreter, isolation = isolation_of(mechanism)
+    command = program(interpreter.executable, "import time; time.sleep(50)", 60.0)
+    if started > 1:  # the set-up of the sandbox takes longer than the test's next step
+        command = command._replace(files={**command.files, "large": bytes(30_000_000)})
     script = (
         "import sys, pickle\nfrom megatron_gspo.rewards.sandbox.launcher_client import Launcher\n"
         "setup, command = pickle.loads(sys.stdin.buffer.read())\nlauncher = Launcher(setup)\n"
         "launcher.run(command)"
     )
     worker = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    worker.stdin.write(pickle.dumps((setup, program(python, "import time; time.sleep(50)", 60.0))))
+    worker.stdin.write(pickle.dumps((isolation.setup, command)))
     worker.stdin.close()
-    wait_for(lambda: len(descendants(worker.pid)) >= 3)  # the launcher, the first process and the program
+    wait_for(lambda: len(descendants(worker.pid)) >= started, pause=0.001)
     running = descendants(worker.pid)
     worker.kill()
     worker.wait()
