@@ -32,6 +32,13 @@ GROUP = 16  # responses to a prompt
 MIB = 2**20
 # The most that a rank of 8 may take, relative to one of 2 with the same share, to count as flat: our own choice.
 _FLAT = 1.25
+# What a rank imports. It is imported once, by the process that they are forked from.
+_MODULES = (
+    "torch.distributed", "megatron_gspo.config", "megatron_gspo.data.sample_batch", "megatron_gspo.loop.advantages",
+    "megatron_gspo.loop.loss_masking", "megatron_gspo.loop.optimizer_steps", "megatron_gspo.loop.ratio_quantiles",
+    "megatron_gspo.loop.rollout_correction", "megatron_gspo.loop.sample_metrics", "megatron_gspo.loop.step_plan",
+    "megatron_gspo.mcore.micro_batches", "megatron_gspo.rollout.sample_exchange",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -48,10 +55,10 @@ class Measured:
 def data_plane(quick: bool) -> list[Figure]:
     """A rollout batch over data-parallel replicas: memory and CPU time of each rank's host, from answers to metrics."""
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # two virtual cores may share a real one
-    responses, length, most = 32 if quick else 256, 4096, 8
+    length, most, turns = 4096, 8, 1 if quick else 3
     figures = []
-    turns = 1 if quick else 3
-    for routes, limit in ((True, 8.0), (False, 0.7)):
+    # Without routes a small share would show what a step costs, not a token.
+    for responses, routes, limit in ((32 if quick else 256, True, 8.0), (256, False, 0.7)):
         kind = "with" if routes else "without"
         few, many = (measure_ranks(ranks, responses, length, routes=routes, turns=turns) for ranks in (2, most))
         of = f"{responses * most:,} responses of {length:,} tokens {kind} routes over {most} ranks"
@@ -60,6 +67,7 @@ def data_plane(quick: bool) -> list[Figure]:
         parts = {"2 ranks, s": slow_of_two}
         figures.append(Figure(f"{of}: the same, against 2 ranks", slow / slow_of_two, _FLAT, "times", parts))
         figures.append(_held(of, many))
+    responses = 32 if quick else 256
     pairs = measure_ranks(4, responses, length, routes=True, turns=turns, tensor=2)
     of = f"replicas of TP 2, {responses * 2:,} responses of {length:,} tokens with routes over 4 ranks"
     return [*figures, _per_million(of, pairs, 8.0), _held(of, pairs)]
@@ -90,7 +98,8 @@ def measure_ranks(ranks: int, responses: int, length: int, *, routes: bool, turn
                   ) -> list[list[Measured]]:  # fmt: skip
     """Each replica, of ``tensor`` of the ``ranks``, receives ``responses`` of ``length`` tokens, so many times; by rank
     and turn."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, *_MODULES])
     with tempfile.TemporaryDirectory() as folder, Upstream(response_body(length, routes=routes)) as upstream:
         with context.Pool(ranks) as pool:
             sizes = (ranks, tensor, responses, length, routes, turns)
@@ -105,6 +114,7 @@ def _rank(rank: int, sizes: tuple[int, int, int, int, bool, int], folder: str, u
 
     ranks, tensor, responses, length, routes, turns = sizes
     torch.set_num_threads(1)
+    gc.freeze()  # else the collections before each phase, which see what is imported, take most of the time
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = dist.FileStore(str(Path(folder) / "store"), ranks)
     patience = timedelta(minutes=3)  # after which the others of a rank that failed end too
