@@ -13,7 +13,7 @@ import pytest
 
 from megatron_gspo.rewards.sandbox.command import Command, Limits, SandboxError
 from megatron_gspo.rewards.sandbox.launcher_client import Launcher
-from tests.rewards.sandbox.mechanisms import MECHANISMS, descendants, isolation_of, label
+from tests.rewards.sandbox.mechanisms import MECHANISMS, PARAMETERS, descendants, isolation_of
 from tests.support.waiting import wait_for
 
 
@@ -65,7 +65,7 @@ def test_one_that_died_is_replaced(ready):
 
 
 @pytest.mark.parametrize("started", [1, 2, 3])
-@pytest.mark.parametrize("mechanism", MECHANISMS, ids=label)
+@pytest.mark.parametrize("mechanism", PARAMETERS)
 def test_its_programs_end_with_it(mechanism, started):
     """Also where it is killed, as with a verifier that exceeds its time: at any moment.
 

@@ -37,14 +37,19 @@ def test_the_collapse_example() -> None:
     assert len(comparison.config.expect) == 2
     start = comparison.config.cold_start
     assert start is not None and load_config(COLLAPSE / start.config).algorithm.is_supervised
+
+
+@pytest.mark.parametrize(("suffix", "numbers"), [("", 16), ("_long", 52)])
+def test_the_prompts_of_the_study(suffix: str, numbers: int) -> None:
+    """The answers are right, and no prompt is in both files."""
     prompts: dict[str, dict[str, str]] = {}
     for name in ("train", "held_out"):
-        lines = (COLLAPSE / f"{name}.jsonl").read_text().splitlines()
+        lines = (COLLAPSE / f"{name}{suffix}.jsonl").read_text().splitlines()
         prompts[name] = {row["prompt"]: row["answer"] for row in map(json.loads, lines)}
         assert len(prompts[name]) == len(lines)
         for prompt, answer in prompts[name].items():
             first, step = map(int, prompt.rstrip(":").split("+"))
-            assert answer == "".join(f"{(first + i * step) % 100:02d}" for i in range(1, 17))
+            assert answer == "".join(f"{(first + i * step) % 100:02d}" for i in range(1, numbers + 1))
     assert (len(prompts["train"]), len(prompts["held_out"])) == (560, 140)
     assert not prompts["train"].keys() & prompts["held_out"].keys()
 
@@ -62,6 +67,26 @@ def test_the_files_of_the_study(name: str, runs: int, trials: int) -> None:
     noisy = [resolve(comparison, spec).router_noise for spec in specs]
     doses = {"none", "rollout", "trainer", "both"}
     assert {section.engines for section in noisy} == (doses if name == "dose_response" else {"both"})
+
+
+def test_the_natural_causes() -> None:
+    """No noise; six settings with what their names say, of the same prompts and responses."""
+    file = COLLAPSE / "natural.yaml"
+    comparison = load_comparison(file)
+    specs = report_runs(comparison, {})
+    assert f"# {len(specs)} runs, " in file.read_text() and len({spec.setting for spec in specs}) == 1 + 6
+    for spec in specs:
+        config = resolve(comparison, spec)
+        together = spec.setting == "together"
+        assert config.router_noise.engines == "none" and config.rollout.max_response_length >= 2 * 52 + 1
+        responses = config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
+        updates = responses // config.training.global_batch_size
+        assert updates == (32 if together or spec.setting == "updates_32" else 8)
+        assert config.training.ppo_epochs == (2 if together or spec.setting == "two_epochs" else 1)
+        assert config.rollout.max_staleness == (4 if together or spec.setting == "staleness_4" else 0)
+        assert (config.algorithm.old_log_probs == "rollout") == (spec.setting == "rollout_log_probs")
+        bfloat16 = together or spec.setting in ("bfloat16_engine", "rollout_log_probs")
+        assert ("bfloat16" in config.sglang.server_args) == bfloat16 and config.model.dtype == "float32"
 
 
 @pytest.fixture
