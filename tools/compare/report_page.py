@@ -134,15 +134,21 @@ def _overview(study: Study) -> str:
 
 
 def _router_noise(study: Study) -> list[str]:
-    """The perturbations of routers that any run was made under, in words."""
-    found = set()
+    """The perturbations of routers that any run was made under, in words, each with the strengths of its runs."""
+    found: dict[tuple[str, float], list[float]] = {}
     for run in (*study.runs, *study.trial_runs):
         noise = run.config.get("router_noise") or {}
+        kind = (noise.get("engines", "none"), noise.get("target_flip_rate") or 0.0)
         strength = noise.get("strength")
         if strength is None:
             strength = mean_of(run, "routing/noise_strength")
-        found.add(noise_in_words(noise.get("engines", "none"), strength, noise.get("target_flip_rate")))
-    return sorted(found - {""})
+        found.setdefault(kind, []).extend([] if strength is None else [strength])
+    words = []
+    for (engines, target), strengths in sorted(found.items()):
+        lowest, highest = min(strengths, default=None), max(strengths, default=None)
+        if text := noise_in_words(engines, lowest, target or None):
+            words.append(text if lowest == highest else f"{text} to {highest:.3g}")
+    return words
 
 
 def _layer_table(study: Study) -> dict[str, Any]:

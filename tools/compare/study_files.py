@@ -45,7 +45,8 @@ def write_report(study: Study, folder: str | Path) -> list[Path]:
     """Write the files, each atomically; no picture of nothing. Raises ImportError without matplotlib."""
     folder = Path(folder)
     page = context(study)
-    picture = glance_picture(study.title, [study.label(name) for name in page["colours"]], page["charts"]["glance"])
+    first = page["doses"]["charts"] or page["charts"]["glance"]
+    picture = glance_picture(study.title, [study.label(name) for name in page["colours"]], first)
     contents = {"report.html": render_page(TEMPLATE, page), "glance.svg": picture, "runs.csv": csv_text(study),
                 "report.json": json_text(study)}  # fmt: skip
     contents = {name: text for name, text in contents.items() if text}

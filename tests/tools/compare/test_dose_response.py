@@ -7,6 +7,7 @@ import pytest
 from megatron_gspo.tools.compare.dose_response import _curve, dose_charts, dose_findings, doses
 from megatron_gspo.tools.compare.run_records import Run
 from megatron_gspo.tools.compare.study import Group, Setting, Study
+from megatron_gspo.tools.compare.study_files import write_report
 
 RATES = {"both_05": 0.05, "both_25": 0.25, "both_10": 0.10}
 SPREAD = (-0.01, 0.0, 0.01, 0.005, -0.005)  # of a variant's accuracy over the seeds
@@ -70,3 +71,18 @@ def test_a_chart_for_each_series():
     assert "evaluated without noise" in clean and "evaluated" not in noisy
     curve = _curve(made, "grpo", {0.0: "base", 0.25: "both_25"}, "clean_accuracy")
     assert curve.mean == pytest.approx([0.5, 0.7])
+
+
+def test_the_report_begins_with_them(tmp_path):
+    """And names each rate once, with the strengths that were calibrated for it."""
+    made = study(dict.fromkeys(("base", "both_05", "both_25"), 0.1))
+    for run in made.runs:
+        if run.setting != "base":
+            run.config["router_noise"]["target_flip_rate"] = RATES[run.setting]
+            run.records[0]["routing/noise_strength"] = RATES[run.setting] + 0.01 * run.seed
+    write_report(made, tmp_path)
+    page, picture = ((tmp_path / name).read_text() for name in ("report.html", "glance.svg"))
+    assert page.index('<section id="doses">') < page.index('<section id="glance">')
+    assert "Routers of both engines, evaluated without noise" in picture and "Gradient norm" not in picture
+    noise = "routers of both engines, 5 % of the experts, strength 0.06 to 0.1; "
+    assert noise + "routers of both engines, 25 % of the experts, strength 0.26 to 0.3." in page
