@@ -157,10 +157,12 @@ class RouterNoiseConfig:
         return self.engines in ("trainer", "both")
 
 
+NOISY_ENGINES = {"rollout": "the rollout engine", "trainer": "the trainer", "both": "both engines"}
+
+
 def noise_in_words(engines: str, strength: float | None, target_flip_rate: float | None) -> str:
     """Whose routers are perturbed and how strongly, as far as that is known; empty without noise."""
-    words = {"rollout": "the rollout engine", "trainer": "the trainer", "both": "both engines"}
-    if engines not in words:
+    if engines not in NOISY_ENGINES:
         return ""
     target = "" if target_flip_rate is None else f", {100 * target_flip_rate:g} % of the experts"
-    return f"routers of {words[engines]}{target}" + ("" if strength is None else f", strength {strength:.3g}")
+    return f"routers of {NOISY_ENGINES[engines]}{target}" + ("" if strength is None else f", strength {strength:.3g}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megatron_gspo.config.rollout_sections import noise_in_words
+from megatron_gspo.config.rollout_sections import NOISY_ENGINES
 from megatron_gspo.tools.compare import drawing as draw
 from megatron_gspo.tools.compare.claims import PRIMARY, describe
 from megatron_gspo.tools.compare.statistics import Band, Difference, interval
@@ -65,8 +65,8 @@ def _measures(engines: str) -> tuple[str, ...]:
 
 
 def _words(engines: str, measure: str) -> str:
-    words = noise_in_words(engines, None, None).capitalize()
-    return words if measure == PRIMARY else f"{words}, evaluated without noise"
+    words = f"Noise in {NOISY_ENGINES[engines]}"
+    return words if measure == PRIMARY else f"{words}, none in evaluation"
 
 
 def _finding(study: Study, by_rate: Mapping[float, Difference]) -> str:

@@ -134,21 +134,28 @@ def _overview(study: Study) -> str:
 
 
 def _router_noise(study: Study) -> list[str]:
-    """The perturbations of routers that any run was made under, in words, each with the strengths of its runs."""
-    found: dict[tuple[str, float], list[float]] = {}
+    """The perturbations of routers that any run was made under, in words: an entry for each choice of engines."""
+    rates: dict[str, set[float]] = {}
+    strengths: dict[str, set[float]] = {}
     for run in (*study.runs, *study.trial_runs):
         noise = run.config.get("router_noise") or {}
-        kind = (noise.get("engines", "none"), noise.get("target_flip_rate") or 0.0)
         strength = noise.get("strength")
         if strength is None:
             strength = mean_of(run, "routing/noise_strength")
-        found.setdefault(kind, []).extend([] if strength is None else [strength])
-    words = []
-    for (engines, target), strengths in sorted(found.items()):
-        lowest, highest = min(strengths, default=None), max(strengths, default=None)
-        if text := noise_in_words(engines, lowest, target or None):
-            words.append(text if lowest == highest else f"{text} to {highest:.3g}")
-    return words
+        engines, rate = noise.get("engines", "none"), noise.get("target_flip_rate")
+        rates.setdefault(engines, set()).update(() if rate is None else (100 * rate,))
+        strengths.setdefault(engines, set()).update(() if strength is None else (strength,))
+    found = []
+    for engines in sorted(rates):
+        if words := noise_in_words(engines, None, None):
+            words += f", {_range(rates[engines])} % of the experts" if rates[engines] else ""
+            found.append(words + (f", strength {_range(strengths[engines])}" if strengths[engines] else ""))
+    return found
+
+
+def _range(values: set[float]) -> str:
+    lowest, highest = f"{min(values):.3g}", f"{max(values):.3g}"
+    return lowest if lowest == highest else f"{lowest} to {highest}"
 
 
 def _layer_table(study: Study) -> dict[str, Any]:

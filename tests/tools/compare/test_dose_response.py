@@ -59,22 +59,22 @@ def test_a_single_rate_is_no_series():
 def test_the_rate_from_which_on_they_differ(gaps, expected):
     made = study(dict(zip(("base", "both_05", "both_10", "both_25"), gaps, strict=True)))
     line, clean = dose_findings(made)
-    assert line.startswith(f"Routers of both engines: GRPO + R3 {expected} (95 % interval")
-    assert clean == line.replace("engines:", "engines, evaluated without noise:")
+    assert line.startswith(f"Noise in both engines: GRPO + R3 {expected} (95 % interval")
+    assert clean == line.replace("engines:", "engines, none in evaluation:")
 
 
 def test_a_chart_for_each_series():
     made = study(dict.fromkeys(("base", "both_05", "both_25"), 0.1), clean=0.2)
     noisy, clean = dose_charts(made, {"grpo": 0, "r3": 1})
     for svg in (noisy, clean):
-        assert "Routers of both engines" in svg and svg.count('class="v-0"') == svg.count('class="v-1"') > 0
-    assert "evaluated without noise" in clean and "evaluated" not in noisy
+        assert "Noise in both engines" in svg and svg.count('class="v-0"') == svg.count('class="v-1"') > 0
+    assert "none in evaluation" in clean and "evaluation" not in noisy
     curve = _curve(made, "grpo", {0.0: "base", 0.25: "both_25"}, "clean_accuracy")
     assert curve.mean == pytest.approx([0.5, 0.7])
 
 
 def test_the_report_begins_with_them(tmp_path):
-    """And names each rate once, with the strengths that were calibrated for it."""
+    """And names the range of the rates, and of the strengths that were calibrated for them."""
     made = study(dict.fromkeys(("base", "both_05", "both_25"), 0.1))
     for run in made.runs:
         if run.setting != "base":
@@ -83,6 +83,5 @@ def test_the_report_begins_with_them(tmp_path):
     write_report(made, tmp_path)
     page, picture = ((tmp_path / name).read_text() for name in ("report.html", "glance.svg"))
     assert page.index('<section id="doses">') < page.index('<section id="glance">')
-    assert "Routers of both engines, evaluated without noise" in picture and "Gradient norm" not in picture
-    noise = "routers of both engines, 5 % of the experts, strength 0.06 to 0.1; "
-    assert noise + "routers of both engines, 25 % of the experts, strength 0.26 to 0.3." in page
+    assert "Noise in both engines, none in evaluation" in picture and "Gradient norm" not in picture
+    assert "routers of both engines, 5 to 25 % of the experts, strength 0.06 to 0.3." in page
