@@ -65,14 +65,16 @@ class CriticConfig(OptimizerConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class GuardConfig:
-    """Early warning of a collapse, from `effective_sample_size` (docs/collapse.md)."""
+    """Early warning of a collapse, from `effective_sample_size` and `mismatch/k3` (docs/collapse.md)."""
 
     action: Literal["off", "warn", "stop"] = "warn"
     """`warn` prints a line; `stop` also saves a checkpoint and ends the run with an error."""
     effective_sample_size: Annotated[float, Gt(0), Lt(1)] = 0.5
-    """Values below it are low."""
+    """Lower values count."""
+    mismatch_k3: Annotated[float, Gt(0)] = 0.1
+    """Higher values of `mismatch/k3`, in nats per token, count."""
     steps: Annotated[int, Ge(1)] = 3
-    """Low steps in a row that make an alarm."""
+    """Steps in a row with a metric that counts which make an alarm."""
 
 
 @dataclass(frozen=True, kw_only=True)

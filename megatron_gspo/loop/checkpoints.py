@@ -41,7 +41,7 @@ class LoopState:
     accuracy_before: float | None = None
     accuracy_after: float | None = None
     noise_strength: float | None = None  # found for router_noise.target_flip_rate
-    low_steps: int = 0  # in a row, with a low effective sample size
+    low_steps: int = 0  # in a row, with a metric that `guard` counts
 
     @property
     def data_cursor(self) -> DataCursor:

@@ -1,6 +1,7 @@
-"""An early warning of a collapse: the effective sample size of the importance ratios is low for several steps in a row.
+"""An early warning of a collapse: for several steps in a row the ratios' effective sample size is low, or the log-probs
+of rollout engine and trainer are far apart.
 
-`megatron_gspo.tools.compare.early_warning` chose it among other metrics on recorded runs; see docs/collapse.md.
+`megatron_gspo.tools.compare.early_warning` chose them among other metrics on recorded runs; see docs/collapse.md.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Mapping
 from megatron_gspo.config.training_sections import GuardConfig
 from megatron_gspo.errors import RunError
 
-_METRIC = "effective_sample_size"
+SAMPLE_SIZE, MISMATCH = "effective_sample_size", "mismatch/k3"
 
 
 class CollapseError(RunError):
@@ -18,26 +19,41 @@ class CollapseError(RunError):
 
 
 def count_low_steps(guard: GuardConfig, metrics: Mapping[str, float], before: int) -> int:
-    """Steps in a row with a low effective sample size, of which ``before`` came before this one. A step without the
-    metric (no update, no ratio) leaves the number as it is."""
-    value = metrics.get(_METRIC)
-    if value is None:
+    """Steps in a row with a metric beyond its threshold, of which ``before`` came before this one. A step without the
+    metrics (no update, no ratio) leaves the number as it is."""
+    if not _measured(metrics):
         return before
-    return before + 1 if value < guard.effective_sample_size else 0
+    return before + 1 if _beyond(guard, metrics) else 0
 
 
 def guard_metrics(guard: GuardConfig, metrics: Mapping[str, float], low_steps: int) -> dict[str, float]:
-    """``guard/alarm`` of a step with these metrics and so many low steps in a row: 1 or 0. {} without a guard or
-    without the metric."""
-    if guard.action == "off" or _METRIC not in metrics:
+    """``guard/alarm`` of a step with these metrics and so many steps in a row: 1 or 0. {} without a guard or without
+    the metrics."""
+    if guard.action == "off" or not _measured(metrics):
         return {}
     return {"guard/alarm": float(low_steps >= guard.steps)}
 
 
-def alarm_text(guard: GuardConfig, step: int, value: float) -> str:
-    """The line of an alarm: since when the metric is low, and what to try. value: of the metric."""
+def alarm_text(guard: GuardConfig, step: int, metrics: Mapping[str, float | None]) -> str:
+    """The line of an alarm: what is beyond its threshold, since when, and what to try. metrics: of the step."""
     steps = f"the last {guard.steps} steps" if guard.steps > 1 else "this step"
-    return (
-        f"step {step}: {_METRIC} = {value:.2g} is below {guard.effective_sample_size:g} for {steps}, which announces "
-        "a collapse; try routing.replay: r3, algorithm.name: gspo or a smaller optimizer.lr"
-    )
+    beyond = _beyond(guard, metrics)
+    fixes = "routing.replay: r3, algorithm.name: gspo or a smaller optimizer.lr"
+    if SAMPLE_SIZE not in beyond:
+        fixes = "routing.replay: r3 or engines with the trainer's dtype"
+    return f"step {step}: {' and '.join(beyond.values())} for {steps}, which announces a collapse; try {fixes}"
+
+
+def _measured(metrics: Mapping[str, float]) -> bool:
+    return SAMPLE_SIZE in metrics or MISMATCH in metrics
+
+
+def _beyond(guard: GuardConfig, metrics: Mapping[str, float | None]) -> dict[str, str]:
+    """The metrics beyond their thresholds, each in words."""
+    found = {}
+    low, high = metrics.get(SAMPLE_SIZE), metrics.get(MISMATCH)
+    if low is not None and low < guard.effective_sample_size:
+        found[SAMPLE_SIZE] = f"{SAMPLE_SIZE} = {low:.2g} is below {guard.effective_sample_size:g}"
+    if high is not None and high > guard.mismatch_k3:
+        found[MISMATCH] = f"{MISMATCH} = {high:.2g} is above {guard.mismatch_k3:g}"
+    return found

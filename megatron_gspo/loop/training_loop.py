@@ -83,7 +83,7 @@ def train(config: Config, *, engine: RolloutEngine | None = None) -> LoopState:
                 checkpoints.finish()
                 resumes = f"start again to resume from {checkpoints.current}"
                 if collapses:
-                    alarm = alarm_text(config.guard, state.step, metrics["effective_sample_size"])
+                    alarm = alarm_text(config.guard, state.step, metrics)
                     raise CollapseError(f"{alarm}; {resumes}, with guard.action: warn to go on without a change")
                 logger.say(f"stopped by SIGUSR1 after step {state.step}; {resumes}")
                 return state

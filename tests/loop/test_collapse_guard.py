@@ -7,14 +7,17 @@ import pytest
 from megatron_gspo.config.training_sections import GuardConfig
 from megatron_gspo.loop.collapse_guard import alarm_text, count_low_steps, guard_metrics
 
-GUARD = GuardConfig(effective_sample_size=0.5, steps=3)
+GUARD = GuardConfig(effective_sample_size=0.5, mismatch_k3=0.1, steps=3)
 
 
-def alarms(values: list[float | None], guard: GuardConfig = GUARD) -> list[float | None]:
+def alarms(
+    values: list[float | None], guard: GuardConfig = GUARD, mismatch: list[float | None] | None = None
+) -> list[float | None]:
     """`guard/alarm` by step; None stands for a step without the metric."""
     low, found = 0, []
-    for value in values:
-        metrics = {} if value is None else {"effective_sample_size": value}
+    for value, apart in zip(values, mismatch or [None] * len(values), strict=True):
+        both = {"effective_sample_size": value, "mismatch/k3": apart}
+        metrics = {name: number for name, number in both.items() if number is not None}
         low = count_low_steps(guard, metrics, low)
         found.append(guard_metrics(guard, metrics, low).get("guard/alarm"))
     return found
@@ -34,14 +37,35 @@ def test_so_many_low_steps_in_a_row_make_an_alarm(values, expected):
     assert alarms(values) == expected
 
 
+@pytest.mark.parametrize(
+    ("values", "mismatch", "expected"),
+    [
+        ([0.9] * 4, [0.2, 0.2, 0.2, 0.1], [0, 0, 1, 0]),  # the threshold itself does not count
+        ([None] * 3, [0.2] * 3, [0, 0, 1]),
+        ([0.4, 0.9, 0.4], [0.0, 0.2, 0.0], [0, 0, 1]),  # either counts
+        ([0.4, None, 0.4], [0.0, 0.0, 0.0], [0, 0, 0]),
+    ],
+)
+def test_engines_that_are_apart_count_too(values, mismatch, expected):
+    assert alarms(values, mismatch=mismatch) == expected
+
+
 def test_one_step_may_be_enough_and_off_measures_nothing():
     assert alarms([0.6, 0.4], GuardConfig(effective_sample_size=0.5, steps=1)) == [0, 1]
     assert alarms([0.1] * 4, GuardConfig(action="off")) == [None] * 4
 
 
 def test_the_line_says_what_is_low_and_what_to_try():
-    assert alarm_text(GUARD, 12, 0.1234) == (
+    low = {"effective_sample_size": 0.1234}
+    assert alarm_text(GUARD, 12, low | {"mismatch/k3": 0.1}) == (
         "step 12: effective_sample_size = 0.12 is below 0.5 for the last 3 steps, which announces a collapse; "
         "try routing.replay: r3, algorithm.name: gspo or a smaller optimizer.lr"
     )
-    assert "below 0.5 for this step, " in alarm_text(GuardConfig(effective_sample_size=0.5, steps=1), 1, 0.1)
+    assert "below 0.5 for this step, " in alarm_text(GuardConfig(effective_sample_size=0.5, steps=1), 1, low)
+    apart = {"effective_sample_size": 0.9, "mismatch/k3": 0.25}
+    assert alarm_text(GUARD, 12, apart) == (
+        "step 12: mismatch/k3 = 0.25 is above 0.1 for the last 3 steps, which announces a collapse; "
+        "try routing.replay: r3 or engines with the trainer's dtype"
+    )
+    both = alarm_text(GUARD, 12, apart | low)
+    assert "0.12 is below 0.5 and mismatch/k3 = 0.25 is above 0.1 for" in both and "gspo" in both

@@ -1,9 +1,12 @@
 """Which metrics announce a decline of the held-out accuracy, how many steps before, and how often without one.
 
+A run declines if its accuracy ends below that before the first step.
+
     python -m megatron_gspo.tools.compare.early_warning FOLDER ... [--json FILE]
 
 FOLDER holds run directories at any depth. For each metric the rule (a threshold, and for how many steps in a row) is
-chosen on the runs with odd seeds and tested on those with even seeds.
+chosen on the runs with odd seeds and tested on those with even seeds. The last line is what `guard` does with its
+defaults on all runs.
 
 example: python -m megatron_gspo.tools.compare.early_warning runs/collapse/runs
 """
@@ -20,10 +23,11 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_gspo.config.training_sections import GuardConfig
 from megatron_gspo.errors import UserError, report
+from megatron_gspo.loop.collapse_guard import count_low_steps, guard_metrics
 from megatron_gspo.tools.compare.run_records import ReportError, Run, read_run, series
 
-FALL = 0.10  # of the held-out accuracy, absolute
 ROWS = (1, 2, 3, 5)  # steps in a row that are tried
 _THRESHOLDS = 60  # values of a metric that are tried
 # Metric, and whether low values are the alarming ones.
@@ -89,12 +93,12 @@ class Finding:
 
 
 def decline(run: Run) -> int | None:
-    """The step of the first evaluation that is `FALL` or more below the run's best so far, if the last one is too."""
+    """The step of the first evaluation from which on the accuracy is below that of the first one; None if the last one
+    is not."""
     steps, accuracy = series(run, "eval/accuracy")
-    best, first = 0.0, None
+    first = None
     for step, value in zip(steps, accuracy, strict=True):
-        best = max(best, value)
-        if best - value < FALL:
+        if value >= accuracy[0]:
             first = None  # it recovered
         elif first is None:
             first = int(step)
@@ -112,14 +116,28 @@ def alarm(run: Run, rule: Rule) -> int | None:
     return None
 
 
-def outcome(runs: Sequence[Run], rule: Rule) -> Outcome:
-    """The rule's alarms on runs."""
+def guard_alarm(run: Run, guard: GuardConfig) -> int | None:
+    """The first step at which the guard warns."""
+    row = 0
+    for record in run.records:
+        metrics = {name: value for name, value in record.items() if value is not None}
+        row = count_low_steps(guard, metrics, row)
+        if guard_metrics(guard, metrics, row).get("guard/alarm"):
+            return int(record["step"])
+    return None
+
+
+def outcome(runs: Sequence[Run], alarms: Sequence[int | None]) -> Outcome:
+    """What the alarms of runs are worth."""
     declines = [decline(run) for run in runs]
-    alarms = [alarm(run, rule) for run in runs]
     pairs = list(zip(declines, alarms, strict=True))
     leads = [down - at for down, at in pairs if down is not None and at is not None and at < down]
     healthy = [at for down, at in pairs if down is None]
     return Outcome(len(runs) - len(healthy), len(leads), leads, len(healthy), sum(at is not None for at in healthy))
+
+
+def _outcome_of(rule: Rule, runs: Sequence[Run]) -> Outcome:
+    return outcome(runs, [alarm(run, rule) for run in runs])
 
 
 def choose(runs: Sequence[Run], metric: str, below: bool) -> Rule | None:
@@ -129,7 +147,7 @@ def choose(runs: Sequence[Run], metric: str, below: bool) -> Rule | None:
         return None
     values = sorted({float(f"{value:.2g}") for value in np.quantile(found, np.linspace(0, 1, _THRESHOLDS))})
     rules = [Rule(metric, below, value, steps) for value in values for steps in ROWS]
-    results = [outcome(runs, rule) for rule in rules]
+    results = [_outcome_of(rule, runs) for rule in rules]
     best = max(range(len(rules)), key=lambda i: (results[i].score, results[i].lead))
     return rules[best]
 
@@ -142,7 +160,7 @@ def findings(runs: Sequence[Run]) -> list[Finding]:
     for metric, below in CANDIDATES.items():
         rule = choose(chosen_on, metric, below)
         if rule is not None:
-            found.append(Finding(rule, outcome(chosen_on, rule), outcome(tested_on, rule)))
+            found.append(Finding(rule, _outcome_of(rule, chosen_on), _outcome_of(rule, tested_on)))
     return sorted(found, key=lambda f: (f.tested_on.score, f.tested_on.lead), reverse=True)
 
 
@@ -176,12 +194,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rules and their outcomes here too")
     options = parser.parse_args(arguments)
     try:
-        found = findings(read_runs(options.folders))
+        runs = read_runs(options.folders)
     except UserError as error:
         return report(error)
+    found = findings(runs)
     if options.json is not None:
         options.json.write_text(json.dumps([asdict(finding) for finding in found], indent=1) + "\n", encoding="utf-8")
     print(table(found))
+    of_guard = outcome(runs, [guard_alarm(run, GuardConfig()) for run in runs])
+    print(f"\nguard, all runs: {of_guard.announced} of {of_guard.declined} announced, median lead {of_guard.lead:g} "
+          f"steps, {of_guard.false} of {of_guard.healthy} false alarms")  # fmt: skip
     return 0
 
 

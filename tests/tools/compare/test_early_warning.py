@@ -5,8 +5,19 @@ from pathlib import Path
 
 import pytest
 
+from megatron_gspo.config.training_sections import GuardConfig
 from megatron_gspo.tools.compare import early_warning
-from megatron_gspo.tools.compare.early_warning import Outcome, Rule, alarm, choose, decline, findings, main, outcome
+from megatron_gspo.tools.compare.early_warning import (
+    Outcome,
+    Rule,
+    alarm,
+    choose,
+    decline,
+    findings,
+    guard_alarm,
+    main,
+    outcome,
+)
 from megatron_gspo.tools.compare.run_records import Run
 from tests.tools.compare.synthetic import Course, write_run
 
@@ -24,10 +35,11 @@ def run(values, accuracies=(), seed=1, every=10):
     ("accuracies", "expected"),
     [
         ([0.3, 0.4, 0.5, 0.45], None),
-        ([0.3, 0.5, 0.39, 0.2], 20),
+        ([0.3, 0.5, 0.29, 0.2], 20),
         ([0.3, 0.2, 0.3, 0.31], None),  # it recovered
         ([0.3, 0.15, 0.3, 0.1, 0.05], 30),  # the first fall was another one
-        ([0.2, 0.1], 10),  # just ten points
+        ([0.2, 0.1], 10),
+        ([0.3, 0.9, 0.3], None),  # all that it had learned, but no more
         ([], None),
     ],
 )
@@ -62,7 +74,7 @@ def test_an_outcome_counts_alarms_before_declines_and_without():
         run([0.9] * 29, LASTS),
         run([0.9] * 28 + [0.3], LASTS),
     ]
-    found = outcome(runs, Rule(ESS, True, 0.5, 1))
+    found = outcome(runs, [alarm(made, Rule(ESS, True, 0.5, 1)) for made in runs])
     assert found == Outcome(declined=3, announced=1, leads=[10], healthy=2, false=1)
     assert found.score == pytest.approx(1 / 3 - 1 / 2) and found.lead == 10
     assert Outcome(0, 0, [], 0, 0).score == Outcome(0, 0, [], 0, 0).lead == 0
@@ -76,8 +88,17 @@ def test_the_chosen_rule_announces_most_and_then_earliest():
     ]
     rule = choose(runs, ESS, True)
     assert rule is not None and 0.6 < rule.threshold <= 0.9 and rule.steps == 2
-    assert outcome(runs, rule) == Outcome(1, 1, [13], 2, 0)
+    assert outcome(runs, [alarm(made, rule) for made in runs]) == Outcome(1, 1, [13], 2, 0)
     assert choose(runs, "grad_norm", False) is None and choose([], ESS, True) is None
+
+
+def test_the_guard_on_recorded_runs():
+    guard = GuardConfig(effective_sample_size=0.5, mismatch_k3=0.1, steps=2)
+    assert guard_alarm(run([0.9, 0.4, 0.9, 0.4, 0.4]), guard) == 5 and guard_alarm(run([0.9, 0.4, 0.9]), guard) is None
+    apart = run([0.9] * 4)
+    for record in apart.records:
+        record["mismatch/k3"] = 0.2 if record["step"] > 2 else None
+    assert guard_alarm(apart, guard) == 4
 
 
 def test_rules_are_tested_on_other_runs_than_they_are_chosen_on():
