@@ -203,7 +203,7 @@ class _Plain:
 
 
 def _policy(folder: Path, ranks: int, quick: bool) -> Any:
-    """Random weights and moments; each rank owns about a GiB, or 1 / 64 of that."""
+    """Random weights and moments; each rank owns about a GiB, quick a third of that."""
     import torch
 
     from megatron_gspo.config import ModelConfig, OptimizerConfig, ParallelConfig
@@ -213,7 +213,7 @@ def _policy(folder: Path, ranks: int, quick: bool) -> Any:
     from megatron_gspo.mcore.process_groups import initialize
 
     tensor, layers = _WORLDS[ranks]
-    hidden = 256 if quick else 1024
+    hidden = 512 if quick else 1024
     config = {
         "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": hidden, "head_dim": 128,
         "num_hidden_layers": layers, "num_attention_heads": 8, "num_key_value_heads": 4,
