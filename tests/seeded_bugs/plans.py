@@ -49,7 +49,7 @@ PLANS = (
     ),
     SeededBug(
         "plan: a host's rate is of an older measurement", "this project", "tools/plan/assumptions.py",
-        "receive_ns_id: float = _a(6.4", "receive_ns_id: float = _a(9.5",
+        "receive_ns_id: float = _a(5.7", "receive_ns_id: float = _a(9.5",
         (OF_RESULTS + "test_the_plan_has_the_rates_of_the_newest_result",),
     ),
     SeededBug(

@@ -46,9 +46,9 @@ class Assumptions:
     engine_sequences: float = _a(256, "maximum concurrent sequences of an engine (sglang max_requests)")
     file_system_gbs: float = _a(20.0, "GB/s that all engines together read from the shared file system")
     receive_us_token: float = _a(0.30, "microseconds of a core to receive and check a token: benchmarks/real_size.py")
-    receive_ns_id: float = _a(6.4, "nanoseconds of a core for each expert id of it, in base64")
-    prepare_us_token: float = _a(0.245, "microseconds of a core to plan, move, pack, collect and measure a token")
-    prepare_ns_id: float = _a(0.36, "nanoseconds of a core for each expert id of it")
+    receive_ns_id: float = _a(5.7, "nanoseconds of a core for each expert id of it, in base64")
+    prepare_us_token: float = _a(0.21, "microseconds of a core to plan, move, pack, collect and measure a token")
+    prepare_ns_id: float = _a(0.19, "nanoseconds of a core for each expert id of it")
     other_seconds: float = _a(5.0, "rewards, logging, Python: the same at every size")
 
 
