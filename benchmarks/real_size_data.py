@@ -55,10 +55,11 @@ class Measured:
 def data_plane(quick: bool) -> list[Figure]:
     """A rollout batch over data-parallel replicas: memory and CPU time of each rank's host, from answers to metrics."""
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # two virtual cores may share a real one
-    length, most, turns = 4096, 8, 1 if quick else 3
+    length, most = 4096, 8
+    share, turns = (32, 1) if quick else (256, 3)
     figures = []
     # Without routes a small share would show what a step costs, not a token.
-    for responses, routes, limit in ((32 if quick else 256, True, 8.0), (256, False, 0.7)):
+    for responses, routes, limit in ((share, True, 8.0), (256, False, 0.7)):
         kind = "with" if routes else "without"
         few, many = (measure_ranks(ranks, responses, length, routes=routes, turns=turns) for ranks in (2, most))
         of = f"{responses * most:,} responses of {length:,} tokens {kind} routes over {most} ranks"
@@ -67,9 +68,8 @@ def data_plane(quick: bool) -> list[Figure]:
         parts = {"2 ranks, s": slow_of_two}
         figures.append(Figure(f"{of}: the same, against 2 ranks", slow / slow_of_two, _FLAT, "times", parts))
         figures.append(_held(of, many))
-    responses = 32 if quick else 256
-    pairs = measure_ranks(4, responses, length, routes=True, turns=turns, tensor=2)
-    of = f"replicas of TP 2, {responses * 2:,} responses of {length:,} tokens with routes over 4 ranks"
+    pairs = measure_ranks(4, share, length, routes=True, turns=turns, tensor=2)
+    of = f"replicas of TP 2, {share * 2:,} responses of {length:,} tokens with routes over 4 ranks"
     return [*figures, _per_million(of, pairs, 8.0), _held(of, pairs)]
 
 
