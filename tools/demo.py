@@ -32,7 +32,8 @@ def transformers_accuracy(model: Path, config: Path) -> float:
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
     network: Any = AutoModelForCausalLM.from_pretrained(model)
-    run, (held_out, _) = load_config(config), held_out_and_training(model, config)
+    run = load_config(config)
+    held_out, _ = held_out_and_training(model, run)
     batch = tokenizer([prompt.text for prompt in held_out], return_tensors="pt", padding=True)
     output = network.generate(
         input_ids=batch["input_ids"],
@@ -54,6 +55,7 @@ def run_demo(folder: Path, processes: int, overrides: Sequence[str] = ()) -> Non
     """
     from transformers.utils.logging import disable_progress_bar
 
+    from megatron_gspo.config import load_config
     from megatron_gspo.tools.compare.cold_start import INSTRUCTION, imitate, train, write_demonstrations
     from megatron_gspo.tools.compare.study_plan import ColdStartFiles
     from megatron_gspo.tools.make_tiny_model import TinyModel, write_tiny_model
@@ -63,7 +65,7 @@ def run_demo(folder: Path, processes: int, overrides: Sequence[str] = ()) -> Non
     files, gspo = ColdStartFiles(folder), folder / "gspo"
     shutil.rmtree(folder, ignore_errors=True)
     count = write_tiny_model(files.model, TinyModel(expert_width=64), words=[INSTRUCTION])
-    write_demonstrations(files, GSPO)
+    write_demonstrations(files, load_config(GSPO))
     print(f"1/3  random Qwen3-MoE, {count:,} parameters: {files.model}", flush=True)
     print("2/3  supervised start on demonstrations with mistakes", flush=True)
     weights = imitate(files, COLD_START, processes, overrides)

@@ -19,6 +19,7 @@ import sys
 import time
 from pathlib import Path
 
+from megatron_gspo.config import load_config
 from megatron_gspo.errors import UserError, report
 from megatron_gspo.tools.compare.cold_start import INSTRUCTION, imitate, write_demonstrations
 from megatron_gspo.tools.compare.study import read_study, study_of
@@ -26,7 +27,7 @@ from megatron_gspo.tools.compare.study_files import write_report
 from megatron_gspo.tools.compare.study_plan import (
     ColdStartFiles,
     Comparison,
-    argument,
+    arguments_of,
     load_comparison,
     report_runs,
     search_runs,
@@ -98,8 +99,9 @@ def prepare(comparison: Comparison) -> None:
     comparison.folder.mkdir(parents=True, exist_ok=True)
     count = write_tiny_model(files.model, TinyModel(**dataclasses.asdict(start.model)), words=[INSTRUCTION])
     print(f"cold start: a random Qwen3-MoE of {count:,} parameters learns from demonstrations", file=sys.stderr)
-    write_demonstrations(files, comparison.base_file, mistakes=start.mistakes, copies=start.copies)
-    imitate(files, config, start.processes, [f"{key}={argument(value)}" for key, value in start.overrides.items()])
+    runs = load_config(comparison.base_file, arguments_of(comparison.config.overrides))
+    write_demonstrations(files, runs, mistakes=start.mistakes, copies=start.copies)
+    imitate(files, config, start.processes, arguments_of(start.overrides))
     write_atomically(stamp, json.dumps(wanted, indent=2) + "\n")
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 
-from megatron_gspo.config import load_config
+from megatron_gspo.config import Config
 from megatron_gspo.data.sample import Prompt
 from megatron_gspo.loop.inputs import load_data
 from megatron_gspo.tools.compare.study_plan import ColdStartFiles
@@ -29,18 +29,18 @@ def train(config: Path, processes: int, overrides: Sequence[str]) -> None:
         raise SystemExit(code)
 
 
-def held_out_and_training(model: Path, config: Path) -> tuple[Sequence[Prompt], Sequence[Prompt]]:
+def held_out_and_training(model: Path, config: Config) -> tuple[Sequence[Prompt], Sequence[Prompt]]:
     """The held-out and the training prompts of a config's data."""
     from transformers import AutoTokenizer
 
-    training, held_out, _ = load_data(load_config(config), AutoTokenizer.from_pretrained(model))
+    training, held_out, _ = load_data(config, AutoTokenizer.from_pretrained(model))
     return held_out, training
 
 
-def write_demonstrations(files: ColdStartFiles, config: Path, *, mistakes: float = MISTAKES, copies: int = 1) -> None:
+def write_demonstrations(files: ColdStartFiles, config: Config, *, mistakes: float = MISTAKES, copies: int = 1) -> None:
     """demonstrations.jsonl (the training questions, answers with mistakes) and held_out.jsonl (correct answers).
 
-    config: the training config with the prompts. mistakes: share of characters replaced by another of the answers'
+    config: of the runs, for its prompts. mistakes: share of characters replaced by another of the answers'
     characters. copies: demonstrations per question, each with mistakes of its own.
     """
     held_out, training = held_out_and_training(files.model, config)

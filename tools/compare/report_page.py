@@ -18,7 +18,7 @@ from megatron_gspo.tools.compare.run_records import Run, mean_of
 from megatron_gspo.tools.compare.search import LEARNING_RATE, at_edge
 from megatron_gspo.tools.compare.statistics import Difference, Interval
 from megatron_gspo.tools.compare.study import MEASURES, Row, Study, differences, flat, rows
-from megatron_gspo.tools.compare.study_plan import BASE, argument
+from megatron_gspo.tools.compare.study_plan import BASE, argument, arguments_of
 from megatron_gspo.tools.svg_panel import COLOURS
 
 TEMPLATE = "compare/report.html"
@@ -241,7 +241,7 @@ def _stress(study: Study, setting: Any, colours: dict[str, int], in_series: set[
     """in_series: settings that the charts of `doses` show together; they have none of their own."""
     return {
         "setting": setting,
-        "overrides": _pairs(setting.overrides),
+        "overrides": arguments_of(setting.overrides),
         "table": _setting_table(study, setting.name),
         "seeds": sorted({run.seed for run in study.runs if run.setting == setting.name}),
         "charts": [] if setting.name in in_series else charts.stress_charts(study, setting.name, colours),
@@ -268,7 +268,7 @@ def _search(study: Study) -> dict[str, Any] | None:
         "seeds": sorted({run.seed for run in study.trial_runs}),
         "steps": "-".join(str(step) for step in steps) or "?",
         "runs": len(study.trial_runs),
-        "overrides": _pairs(study.search_overrides),
+        "overrides": arguments_of(study.search_overrides),
         "edge": [study.label(name) for name in at_edge(study.trials)],
         "borrowed": [(study.label(name), study.label(other)) for name, other in study.tuned_as.items()],
     }  # fmt: skip
@@ -300,8 +300,8 @@ def _settings(study: Study) -> dict[str, Any]:
                 versions[key].append(str(value))
     first = runs[0].config if runs else {}
     return {
-        "shared": _pairs(study.shared),
-        "groups": [(group, _in_force(study, group.name), _pairs(group.overrides)) for group in study.groups],
+        "shared": arguments_of(study.shared),
+        "groups": [(group, _in_force(study, group.name), arguments_of(group.overrides)) for group in study.groups],
         "versions": {key: ", ".join(values) for key, values in versions.items()},
         "resolved": [(key, argument(value)) for key, value in flat(first).items() if key not in ("run_dir", "seed")],
     }
@@ -315,10 +315,6 @@ def _in_force(study: Study, name: str) -> list[str]:
     band = clip_band(config)
     rate = config.get("optimizer", {}).get("lr")
     return ["-" if band is None else f"{band[0]:g} / {band[1]:g}", "-" if rate is None else f"{rate:g}"]
-
-
-def _pairs(overrides: dict[str, Any]) -> list[str]:
-    return [f"{key}={argument(value)}" for key, value in overrides.items()]
 
 
 def _incidents(study: Study) -> list[str]:

@@ -290,7 +290,12 @@ def as_arguments(comparison: Comparison, spec: RunSpec) -> list[str]:
     values = {"run_dir": str(spec.run_dir), "seed": spec.seed}
     if comparison.model_path is not None:
         values["model.path"] = comparison.model_path
-    return [f"{key}={argument(value)}" for key, value in {**spec.overrides, **values}.items()]
+    return arguments_of({**spec.overrides, **values})
+
+
+def arguments_of(overrides: Overrides) -> list[str]:
+    """Overrides as `key=value` arguments."""
+    return [f"{key}={argument(value)}" for key, value in overrides.items()]
 
 
 def argument(value: Any) -> str:

@@ -7,6 +7,7 @@ import json
 import pytest
 import yaml
 
+from megatron_gspo.config import load_config
 from megatron_gspo.data.sample import Prompt
 from megatron_gspo.tools.compare import cold_start
 from megatron_gspo.tools.compare.study_plan import ColdStartFiles
@@ -16,6 +17,7 @@ from tests.support.prompt_rows import write_jsonl
 from tests.support.training_runs import base_config
 
 CONFIG = EXAMPLE_RUNS / "tiny_gspo.yaml"
+RUNS = load_config(CONFIG)
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +25,7 @@ def files(tmp_path_factory) -> ColdStartFiles:
     files = ColdStartFiles(tmp_path_factory.mktemp("cold_start"))
     write_tiny_model(files.model, TinyModel(hidden=16, layers=1, experts=2, expert_width=8),
                      words=[cold_start.INSTRUCTION])  # fmt: skip
-    cold_start.write_demonstrations(files, CONFIG)
+    cold_start.write_demonstrations(files, RUNS)
     return files
 
 
@@ -36,12 +38,12 @@ def questions(prompts: list[Prompt]) -> list[str]:
 
 
 def test_training_and_held_out_prompts_share_no_question(files):
-    held_out, training = cold_start.held_out_and_training(files.model, CONFIG)
+    held_out, training = cold_start.held_out_and_training(files.model, RUNS)
     assert held_out and training and not set(questions(held_out)) & set(questions(training))
 
 
 def test_held_out_answers_are_right_and_demonstrations_have_mistakes_in_some_letters(files):
-    held_out, training = cold_start.held_out_and_training(files.model, CONFIG)
+    held_out, training = cold_start.held_out_and_training(files.model, RUNS)
     assert rows(files.held_out) == [{"prompt": p.text, "answer": p.answer} for p in held_out]
     demonstrated = rows(files.demonstrations)
     assert [row["prompt"] for row in demonstrated] == questions(training)
@@ -55,7 +57,7 @@ def test_held_out_answers_are_right_and_demonstrations_have_mistakes_in_some_let
 
 def test_demonstrations_are_the_same_at_every_call(files):
     before = files.demonstrations.read_bytes()
-    cold_start.write_demonstrations(files, CONFIG)
+    cold_start.write_demonstrations(files, RUNS)
     assert files.demonstrations.read_bytes() == before
 
 
@@ -68,7 +70,7 @@ def test_several_demonstrations_of_each_prompt_of_a_file(tmp_path):
         plain["data"][key] = str(tmp_path / f"{key}.jsonl")
         write_jsonl(tmp_path / f"{key}.jsonl", [{"prompt": prompt, "answer": "1234" * 25} for prompt in prompts])
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(plain))
-    cold_start.write_demonstrations(files, tmp_path / "config.yaml", mistakes=0.5, copies=3)
+    cold_start.write_demonstrations(files, load_config(tmp_path / "config.yaml"), mistakes=0.5, copies=3)
     found = rows(files.demonstrations)
     assert [row["prompt"] for row in found] == ["1+1:", "2+1:"] * 3
     assert len({row["answer"] for row in found}) == 6

@@ -10,6 +10,7 @@ import yaml
 from megatron_gspo.tools.compare.__main__ import main, prepare
 from megatron_gspo.tools.compare.study_plan import load_comparison
 from megatron_gspo.tools.compare.study_runner import StaleRun
+from tests.support.prompt_rows import write_jsonl
 from tests.support.training_runs import base_config, tiny_model
 from tests.tools.compare.synthetic import VARIANTS, Course, write_comparison, write_run
 
@@ -96,3 +97,25 @@ def test_a_cold_start_of_other_settings_is_refused(tmp_path):
     file.write_text(yaml.safe_dump(data))
     with pytest.raises(StaleRun, match="made with other settings"):
         prepare(load_comparison(file))
+
+
+def test_a_cold_start_learns_the_prompts_that_the_runs_train_on(tmp_path, monkeypatch):
+    write_run(tmp_path / "any", 1, Course(), steps=2)
+    file = write_comparison(tmp_path, seeds=(1,), names=("grpo", "gspo"))
+    write_jsonl(tmp_path / "train.jsonl", [{"prompt": "1+1:", "answer": "234"}])
+    write_jsonl(tmp_path / "held_out.jsonl", [{"prompt": "2+1:", "answer": "345"}])
+    data = yaml.safe_load(file.read_text())
+    data["overrides"] = {
+        "data.task": None,
+        "data.verifier": "exact_match",
+        "data.prompts": str(tmp_path / "train.jsonl"),
+        "data.eval_prompts": str(tmp_path / "held_out.jsonl"),
+    }
+    start = str(Path(__file__).parents[3] / "examples" / "qwen3_moe" / "tiny_cold_start.yaml")
+    data["cold_start"] = {"config": start, "model": {"hidden": 16, "layers": 1}, "mistakes": 0.0, "copies": 2}
+    file.write_text(yaml.safe_dump(data))
+    monkeypatch.setattr("megatron_gspo.tools.compare.__main__.imitate", lambda *_: None)
+    comparison = load_comparison(file)
+    prepare(comparison)
+    shown = (comparison.folder / "demonstrations.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in shown] == [{"prompt": "1+1:", "answer": "234"}] * 2
