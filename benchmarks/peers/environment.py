@@ -30,7 +30,7 @@ def peers_python() -> str:
         return str(python)
     torch, transformers = metadata.version("torch").split("+")[0], metadata.version("transformers")
     print(f"making {folder}: torch {torch}, transformers {transformers}, the peers", file=sys.stderr, flush=True)
-    pip = [str(python), "-m", "pip", "install", "-q"]
+    pip = [str(python), "-m", "pip", "install", "-q", "--no-compile"]
     # torch comes first and alone, so that no other package's requirement can choose another build
     for command in (
         [sys.executable, "-m", "venv", str(folder)],
