@@ -76,13 +76,20 @@ class RolloutClient:
         self.loop.run(self.requests.interrupt())
 
     def reports(self) -> np.ndarray:
-        """[2, servers] int64, by URL ascending: whether requests are in flight, and whether one found other weights.
+        """[2, servers] int64, by URL ascending: whether requests are in flight, and whether one found other weights
+        since the last call.
 
         Those of several clients are joined by their maximum. The owner's are zeros: its pool has the states.
         """
-        servers = sorted(self.pool.servers, key=lambda server: server.url)
-        found = np.array([[bool(s.tasks) for s in servers], [s.found_stale for s in servers]], dtype=np.int64)
-        return found * (not self._owner)
+
+        async def take() -> np.ndarray:
+            servers = sorted(self.pool.servers, key=lambda server: server.url)
+            found = np.array([[bool(s.tasks) for s in servers], [s.found_stale for s in servers]], dtype=np.int64)
+            for server in servers:
+                server.found_stale = False
+            return found * (not self._owner)
+
+        return self.loop.run(take())
 
     def record(self, reports: np.ndarray) -> None:
         """Take the reports of all clients; on the owner."""

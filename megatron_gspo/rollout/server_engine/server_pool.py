@@ -51,7 +51,7 @@ class PooledServer:
     times_down: since its last valid response. unresponsive: it is down, accepts connections and does not respond.
     reason: why it is down. check_after: no health check before; last_response: of a request (both monotonic seconds).
     tasks: requests in flight; busy_elsewhere_at: when another client last reported some (monotonic seconds).
-    found_stale: a response had other weights, which the owner has not found. down_for_all: it is down for the owner.
+    found_stale: a response had other weights, which the owner does not know yet. down_for_all: down for the owner.
     """
 
     client: ServerClient
@@ -160,7 +160,11 @@ class ServerPool:
         return {s.url: ServerState(s.alive, s in serving, s.reason) for s in self.servers}
 
     async def follow(self, version: str | None, states: Mapping[str, ServerState]) -> None:
-        """Take over the owner's version and states. A server that only this client can't reach stays down here."""
+        """Take over the owner's version and states.
+
+        A server that only this client can't reach stays down here; one whose other weights the owner has not been told
+        stays excluded.
+        """
         self.version = version
         for server in self.servers:
             state = states[server.url]
@@ -170,8 +174,8 @@ class ServerPool:
                     task.cancel()
             elif server.down_for_all:
                 server.alive, server.reason, server.failed_requests = True, "", 0
-            server.down_for_all, server.found_stale = not state.alive, False
-            server.version = version if state.has_weights else None
+            server.down_for_all = not state.alive
+            server.version = version if state.has_weights and not server.found_stale else None
         await self.notify()
 
     async def mark_down(self, server: PooledServer, reason: str) -> None:

@@ -17,8 +17,9 @@ from megatron_gspo.config import SamplingParams, ServerConfig
 from megatron_gspo.errors import SharedEngineError
 from megatron_gspo.parallel.rank_zero import run_on_rank_zero
 from megatron_gspo.rollout.server_engine import generation_client
-from megatron_gspo.rollout.server_engine.rollout_client import COUNTS, RolloutClient, server_metrics
+from megatron_gspo.rollout.server_engine.rollout_client import COUNTS, PoolState, RolloutClient, server_metrics
 from megatron_gspo.rollout.server_engine.server_engine import ServerEngine
+from megatron_gspo.rollout.server_engine.server_pool import ServerState
 from megatron_gspo.rollout.server_source import ServerSource
 from megatron_gspo.rollout.sglang.sglang_api import SGLangAPI
 from megatron_gspo.rollout.sglang.sglang_weight_endpoints import SGLangWeightEndpoints
@@ -294,6 +295,24 @@ def test_the_owner_does_not_report_to_itself(number, reported):
     by_url[urls[0]].found_stale = number == 1
     assert client.reports().tolist() == reported
     by_url[urls[1]].tasks.clear()
+    client.close()
+
+
+def test_other_weights_that_are_found_between_report_and_reply_are_reported_next():
+    """The owner's reply does not know of them yet."""
+    url, nothing, found = "http://127.0.0.1:9", [[0], [0]], [[0], [1]]
+    client = RolloutClient([url], ServerConfig(urls=(url,)), MODEL, str, api=SGLangAPI(), share=(1, 2))
+    [server] = client.pool.servers
+    reply = PoolState("run:3", 3, {url: ServerState(alive=True, has_weights=True)})
+    client.follow(reply)
+    assert client.reports().tolist() == nothing and client.pool.serving
+    client.loop.run(client.pool.mark_stale(server, "it answered with other weights"))
+    client.follow(reply)
+    assert not client.pool.serving and client.reports().tolist() == found
+    client.follow(PoolState("run:3", 3, {url: ServerState(alive=True, has_weights=False)}))
+    assert not client.pool.serving and client.reports().tolist() == nothing, "once"
+    client.follow(reply)
+    assert client.pool.serving == [server]
     client.close()
 
 
