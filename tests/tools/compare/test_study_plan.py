@@ -70,15 +70,16 @@ def test_the_files_of_the_study(name: str, runs: int, trials: int) -> None:
 
 
 def test_the_natural_causes() -> None:
-    """No noise; six settings with what their names say, of the same prompts and responses."""
+    """No noise; six settings with what their names say, of the same prompts and responses, and one of them longer."""
     file = COLLAPSE / "natural.yaml"
     comparison = load_comparison(file)
     specs = report_runs(comparison, {})
-    assert f"# {len(specs)} runs, " in file.read_text() and len({spec.setting for spec in specs}) == 1 + 6
+    assert f"# {len(specs)} runs, " in file.read_text() and len({spec.setting for spec in specs}) == 1 + 6 + 1
     for spec in specs:
         config = resolve(comparison, spec)
-        together = spec.setting == "together"
+        together = spec.setting in ("together", "together_longer")
         assert config.router_noise.engines == "none" and config.rollout.max_response_length >= 2 * 52 + 1
+        assert config.training.steps == (60 if spec.setting == "together_longer" else 40)
         responses = config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
         updates = responses // config.training.global_batch_size
         assert updates == (32 if together or spec.setting == "updates_32" else 8)
