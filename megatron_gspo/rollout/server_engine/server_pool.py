@@ -162,10 +162,10 @@ class ServerPool:
     async def follow(self, version: str | None, states: Mapping[str, ServerState]) -> None:
         """Take over the owner's version and states.
 
-        A server that only this client can't reach stays down here; one whose other weights the owner has not been told
-        stays excluded.
+        A server that only this client can't reach stays down here. One whose other weights the owner does not know yet
+        stays excluded, until the version changes.
         """
-        self.version = version
+        changed, self.version = version != self.version, version
         for server in self.servers:
             state = states[server.url]
             if not state.alive:
@@ -175,6 +175,7 @@ class ServerPool:
             elif server.down_for_all:
                 server.alive, server.reason, server.failed_requests = True, "", 0
             server.down_for_all = not state.alive
+            server.found_stale = server.found_stale and not changed
             server.version = version if state.has_weights and not server.found_stale else None
         await self.notify()
 

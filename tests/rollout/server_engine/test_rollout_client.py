@@ -313,6 +313,9 @@ def test_other_weights_that_are_found_between_report_and_reply_are_reported_next
     assert not client.pool.serving and client.reports().tolist() == nothing, "once"
     client.follow(reply)
     assert client.pool.serving == [server]
+    client.loop.run(client.pool.mark_stale(server, "it answered with other weights"))
+    client.follow(PoolState("run:4", 4, reply.servers))
+    assert client.pool.serving == [server] and client.reports().tolist() == nothing, "new weights have replaced them"
     client.close()
 
 
