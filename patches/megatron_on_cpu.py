@@ -1,17 +1,18 @@
 """Let unmodified Megatron-Core run on a machine without an accelerator.
 
 Upstream: megatron-core 0.16.1 to 0.19.2 name the device in literals (``device="cuda"``,
-``torch.cuda.current_device()``), use CUDA streams and CUDA random state,
-and let the distributed optimizer accept parameters by their CUDA type name.
+``torch.cuda.current_device()``), use CUDA streams and CUDA random state, let the distributed optimizer accept
+parameters by their CUDA type name, and take the optimizer kernels of Transformer Engine or Apex where one is installed.
 Delete when: Megatron-Core takes its device from the tensors or the process group.
 
-Does nothing where CUDA is available. Not patched: graphs, Transformer Engine, fused kernels (they need a GPU).
+Does nothing where CUDA is available. Not patched: graphs, fused kernels (they need a GPU).
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.utils._device import _device_constructors
 
 from megatron_gspo.patches.mark import MARK, replace
 
+_GPU_LIBRARIES = ("transformer_engine", "apex", "amp_C")
 _FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn")
 
 
@@ -70,6 +72,12 @@ def _cuda_type_name(original: Any) -> Any:
     return type_
 
 
+def hide_gpu_libraries() -> None:
+    """Make Transformer Engine and Apex look as if they were not installed, before Megatron is imported."""
+    for name in _GPU_LIBRARIES:
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type] # None: importing it is an ImportError
+
+
 def _patch_torch() -> None:
     cpu = torch.device("cpu")
     # ``with torch.device("meta")`` finds the factories by identity, from a list that it makes once: build it from
@@ -104,8 +112,10 @@ def is_applied() -> bool:
 
 
 def apply() -> None:
-    """Send Megatron's device literals, streams and random state to the CPU; a no-op where CUDA is available."""
+    """Send Megatron's device literals, streams and random state to the CPU, and hide libraries that need a GPU; a no-op
+    where CUDA is available."""
     if not is_applied() and torch.cuda.is_available():
         return
+    hide_gpu_libraries()
     _patch_torch()
     _patch_megatron()

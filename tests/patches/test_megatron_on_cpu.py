@@ -68,6 +68,20 @@ def test_literals_fail_without_the_patch_and_where_cuda_is_available_it_changes_
     assert done.stdout.split()[-1:] == ["done"], done.stdout + done.stderr
 
 
+@on_cpu
+@pytest.mark.parametrize("patched", [False, True])
+def test_transformer_engine_is_not_imported_without_a_gpu(tmp_path, patched):
+    (tmp_path / "transformer_engine.py").write_text("raise OSError('libcuda.so.1: cannot open shared object file')")
+    code = "import megatron_gspo.mcore\n" * patched + "from megatron.core.optimizer import clip_grads as found"
+    code += "\nprint(found.multi_tensor_applier.__module__)"
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    if patched:
+        assert done.stdout.split() == ["megatron.core.utils"], done.stderr
+    else:
+        assert "OSError: libcuda.so.1" in done.stderr
+
+
 def test_the_router_runs_without_transformer_engine(monkeypatch):
     hidden, weight = torch.randn(3, 4, requires_grad=True), torch.randn(2, 4, requires_grad=True)
     if MCORE < (0, 17):

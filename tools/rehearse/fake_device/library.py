@@ -35,6 +35,9 @@ def import_torch_with_fake_device() -> None:
     import torch  # noqa: F401 # it looks up the library's hooks now
 
     library.set_fake_guard()
+    from megatron_gspo.patches.megatron_on_cpu import hide_gpu_libraries
+
+    hide_gpu_libraries()
 
 
 def torch_folder() -> Path:

@@ -1,5 +1,8 @@
 """The compiled library."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -52,3 +55,22 @@ def test_torch_must_not_be_there_before() -> None:
 
     with pytest.raises(RuntimeError, match="before torch"):
         library.import_torch_with_fake_device()
+
+
+def test_transformer_engine_is_not_there(tmp_path: Path) -> None:
+    """Megatron would take its optimizer functions, which need a real GPU, even for a model of torch layers."""
+    for name in ("", "pytorch", "pytorch/optimizers"):
+        package = tmp_path / "transformer_engine" / name
+        package.mkdir(exist_ok=True)
+        (package / "__init__.py").write_text("multi_tensor_applier = multi_tensor_l2norm = multi_tensor_scale = None")
+    code = f"""
+from {library.__name__} import import_torch_with_fake_device
+import_torch_with_fake_device()
+from megatron.core.optimizer import clip_grads
+from megatron_gspo.mcore.layers import transformer_engine_available
+print(clip_grads.multi_tensor_applier.__module__, transformer_engine_available())
+"""
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONWARNINGS": "ignore"}
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.split() == ["megatron.core.utils", "False"]
