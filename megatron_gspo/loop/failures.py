@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from megatron_gspo.errors import UserError, first_line, report
@@ -93,10 +94,15 @@ class exit_together:  # noqa: N801  # a context manager, used like a function
         raise SystemExit(code) from None
 
     def _leave(self) -> None:
-        dist.barrier()  # watched: a rank may still fail at its last file
+        _wait_for_all()  # watched: a rank may still fail at its last file
         self._watcher.close()
-        dist.barrier()  # now no rank needs the store, which runs in one of them
+        _wait_for_all()  # now no rank needs the store, which runs in one of them
         shutdown()
+
+
+def _wait_for_all() -> None:
+    """A barrier. With NCCL it is told its GPU: else torch warns that it takes the current one."""
+    dist.barrier(device_ids=[torch.cuda.current_device()] if dist.get_backend() == "nccl" else None)
 
 
 class _Watcher:
