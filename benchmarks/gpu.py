@@ -19,6 +19,7 @@ Memory is the allocator's peak, weights and optimizer included; beside it, for t
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 import tempfile
@@ -251,6 +252,7 @@ def measure(sizes: Sizes, peak: float | None, rehearsed: int | None = None) -> I
             known = rehearsed if implementation == "torch" else None
             yield measured(step(policy, config, sizes, implementation), sizes, peak, known)
             del policy
+            gc.collect()  # its modules and buffers refer to each other
         shutdown()
 
 

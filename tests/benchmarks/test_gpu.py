@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
+import weakref
 from dataclasses import replace
 
 import pytest
 import torch
 
+from benchmarks import gpu
 from benchmarks.common import Spread
 from benchmarks.gpu import (
     REAL,
@@ -24,6 +27,7 @@ from benchmarks.gpu import (
     write_config,
 )
 from megatron_gspo.config import load_config
+from megatron_gspo.mcore import policy as policy_module
 from megatron_gspo.models import family_of, read_config
 
 
@@ -36,6 +40,23 @@ def test_every_row_is_measured():
     assert all(row.milliseconds.count == TINY.repeats and row.milliseconds.median > 0 for row in rows)
     assert all(row.share_of_peak == pytest.approx(row.tflops / 0.5) and row.peak_bytes is None for row in rows)
     assert [row.rehearsed_bytes for row in rows] == [None, None, None, 123]
+
+
+def test_the_memory_of_one_kind_of_layers_is_not_measured_with_the_other(monkeypatch, request):
+    """With automatic garbage collection it might be there or not."""
+    gc.disable()
+    request.addfinalizer(gc.enable)
+    alive, real = [], policy_module.build_policy
+
+    def build(*given, **options):
+        assert not any(chunk() for chunk in alive), "the first policy still holds memory"
+        policy = real(*given, **options)
+        alive.append(weakref.ref(policy.chunks[0]))
+        return policy
+
+    monkeypatch.setattr(policy_module, "build_policy", build)
+    monkeypatch.setattr(gpu, "IMPLEMENTATIONS", ("torch", "torch"))
+    assert len(list(measure(TINY, peak=None))) == 6 and len(alive) == 2
 
 
 def test_operations_by_hand(tmp_path):
