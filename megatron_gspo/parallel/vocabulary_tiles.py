@@ -224,7 +224,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, *, first: bool = False) ->
     elif first:
         torch.mm(a, b, out_dtype=total.dtype, out=total)
     else:
-        total.add_(torch.mm(a, b, out_dtype=total.dtype))
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
 
 
 @dataclass(frozen=True)

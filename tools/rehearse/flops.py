@@ -101,6 +101,8 @@ def _solve_triangular(values: KnownValues, system: Tensor, right: Tensor, *rest:
 # torch's own, where it has one of attention, takes each sequence to be as long as the longest
 _FORMULAS: dict[str, Callable[..., int]] = {
     "aten::_grouped_mm": _grouped_mm,
+    # torch's own takes the dtype of the result for its shape
+    "aten::addmm": lambda values, total, a, b, *rest: 2 * a.shape[0] * a.shape[1] * b.shape[1],
     "aten::addmv": lambda values, total, matrix, *rest: 2 * matrix.numel(),
     "aten::dot": lambda values, first, *rest: 2 * first.numel(),
     "aten::linalg_solve_triangular": _solve_triangular,

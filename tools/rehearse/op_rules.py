@@ -193,7 +193,13 @@ def _unique(gpu: Gpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return tuple(gpu.upload(value) for value in found)
 
 
+def _sum_into(gpu: Gpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """torch 2.11 takes the dtype of the result for a factor, where it computes shapes."""
+    return kwargs["out"]
+
+
 RULES: dict[Any, Rule] = {
+    aten.addmm.dtype_out: _sum_into,
     aten._local_scalar_dense.default: _read_scalar,
     aten.item.default: _read_scalar,
     aten.is_nonzero.default: _read_scalar,

@@ -115,6 +115,18 @@ def test_a_router_chooses_every_expert_alike() -> None:
 
 
 @on_fake_gpu
+def test_a_product_added_in_another_dtype_is_counted_and_takes_no_memory() -> None:
+    with FakeGpu() as gpu:
+        total = torch.zeros(4, 8, device="cuda")
+        a, b = (torch.ones(shape, device="cuda", dtype=torch.bfloat16) for shape in ((4, 16), (16, 8)))
+        before = gpu.memory.total
+        assert torch.addmm(total, a, b, out_dtype=torch.float32, out=total) is total
+        assert gpu.memory.total == before
+    assert gpu.flops.counts["build"] == {"aten::addmm": 2 * 4 * 16 * 8}
+    assert not kinds(gpu)
+
+
+@on_fake_gpu
 def test_grouped_products_are_counted() -> None:
     with FakeGpu() as gpu, torch.autograd.set_multithreading_enabled(False):
         rows = torch.randn(16, 32, device="cuda", dtype=torch.bfloat16, requires_grad=True)

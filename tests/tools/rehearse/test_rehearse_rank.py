@@ -179,9 +179,12 @@ def with_options(name: str) -> tuple[RankRecord, list[HostSync]]:
     return with_waits(rank, world, **layout)
 
 
-def flops(record: RankRecord, op: str) -> float:
+def flops(record: RankRecord, *ops: str) -> float:
     """Of forward_backward, by those of a forward pass; the log-prob pass has one."""
-    return record.flops["forward_backward"][op] / record.flops["old_log_probs"][op]
+    training, scoring = (
+        sum(record.flops[phase].get(op, 0) for op in ops) for phase in ("forward_backward", "old_log_probs")
+    )
+    return training / scoring
 
 
 def copied_routes(record: RankRecord) -> dict[str, float]:
@@ -221,7 +224,7 @@ def test_routes_of_the_rollout_and_a_reference_policy() -> None:
     record = with_options("R3, reference")[0]
     policy, reference = (record.memory.states[name] for name in ("weights", "reference"))
     assert 0 <= policy - reference < 1024  # DDP pads its buffers
-    assert flops(record, "aten::mm") == 3 / 2  # the reference policy has a log-prob pass too
+    assert flops(record, "aten::mm", "aten::addmm") == 3 / 2  # the reference policy has a log-prob pass too
     assert copied_routes(record) == {"old_log_probs": 8.0, "forward_backward": 8.0}
 
 
