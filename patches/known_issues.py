@@ -70,30 +70,23 @@ PATCHES = (
         present=("megatron.core.transformer.moe.moe_utils:te_general_gemm",),
     ),
     KnownIssue(
-        "`megatron_on_cpu.py` (1)",
+        "`megatron_on_cpu.py`",
         _ON_CPU,
-        "device literals, streams, random state and parameter type names are CUDA's",
+        "device literals, streams, random state and parameter type names are CUDA's; where Transformer Engine or Apex "
+        "is installed its optimizer kernels are called, and without a driver its import fails with another error than "
+        "the `ImportError` that is expected",
         "many; for example [`distributed/param_and_grad_buffer.py`](mcore:distributed/param_and_grad_buffer.py#L783), "
         "[`tensor_parallel/random.py`](mcore:tensor_parallel/random.py#L64), "
-        "[`optimizer/distrib_optimizer.py`](mcore:optimizer/distrib_optimizer.py#L361)",
+        "[`optimizer/distrib_optimizer.py`](mcore:optimizer/distrib_optimizer.py#L361), "
+        "[`optimizer/clip_grads.py`](mcore:optimizer/clip_grads.py#L10)",
         "`tests/patches/test_megatron_on_cpu.py::test_device_literals_mean_the_cpu`, "
         "`tests/patches/test_megatron_on_cpu.py::"
         "test_literals_fail_without_the_patch_and_where_cuda_is_available_it_changes_nothing`, "
+        "`tests/patches/test_megatron_on_cpu.py::test_transformer_engine_is_not_imported_without_a_gpu`, "
         "`tests/patches/test_megatron_on_cpu_other_libraries.py`",
         "Megatron-Core takes its device from the tensors or the process group",
         lambda s: not s.gpu,
         marked=("torch:cuda.current_device", "torch:empty", "megatron.core.tensor_parallel.random:_get_cuda_rng_state"),
-    ),
-    KnownIssue(
-        "`megatron_on_cpu.py` (2)",
-        _ON_CPU + ", with Transformer Engine or Apex",
-        "their optimizer kernels are called: no CUDA-capable device; and without a driver their import fails with "
-        "another error than the `ImportError` that is expected",
-        "[`optimizer/clip_grads.py`](mcore:optimizer/clip_grads.py#L10)",
-        "`tests/patches/test_megatron_on_cpu.py::test_transformer_engine_is_not_imported_without_a_gpu`, "
-        "`tests/tools/rehearse/fake_device/test_library.py::test_transformer_engine_is_not_there`",
-        "Megatron-Core chooses by the tensors' device",
-        lambda s: not s.gpu and (s.transformer_engine or s.apex),
     ),
     KnownIssue(
         "`moe_uneven_collectives.py`",

@@ -351,6 +351,7 @@ def _linear_backward(products: ExpertProducts, grad: Tensor, x: Tensor, weight: 
 
 
 def _scaled(rows: Tensor, probs: Tensor) -> Tensor:
-    """Times each row's probability, in ``rows``' dtype; multiplied in the wider of the two, as Megatron does. ``out``
-    spares a tensor of the wider one. Without gradient."""
+    """Times each row's probability, in ``rows``' dtype; multiplied in the wider of the two, as Megatron does. Without
+    gradient."""
+    # ``out``: no second kernel that converts the product
     return torch.mul(rows, probs[:, None], out=torch.empty_like(rows))

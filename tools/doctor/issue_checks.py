@@ -33,7 +33,7 @@ def situation(
         megatron=numbers(versions.get("megatron-core")),
         sglang=sglang,
         gpu=gpu,
-        apex=versions.get("apex") is not None,
+        apex=gpu and versions.get("apex") is not None,
         world_size=world_size,
         servers_on_cpu=servers_on_cpu,
     )

@@ -63,8 +63,8 @@ class Rank:
         return [(sender, json.dumps(body, sort_keys=True)) for server in self.servers
                 for sender, body in zip(server.senders, server.bodies, strict=True)]  # fmt: skip
 
-    def set_up(self, change: Callable[[Generator], Any], servers: slice = slice(None)) -> None:
-        """Change servers on rank 0, before any rank goes on."""
+    def change_servers(self, change: Callable[[Generator], Any], servers: slice = slice(None)) -> None:
+        """On rank 0, before any rank goes on."""
         for server in self.servers[servers]:
             change(server)
         dist.barrier()
@@ -168,11 +168,11 @@ def test_what_reaches_other_ranks_does_not_grow_with_the_responses(run):
 
 def interrupted(rank: Rank) -> tuple:
     """All clients have requests in flight when new weights come."""
-    rank.set_up(close_gate)
+    rank.change_servers(close_gate)
     rank.source.submit(prompts(4), SAMPLING, seed=5)
     rank.wait_for_requests(8)
     rank.source.update_weights(collective_weights, version=VERSION + 1)
-    rank.set_up(open_gate)
+    rank.change_servers(open_gate)
     return facts(rank.source.collect(4)), rank.source.metrics()
 
 
@@ -186,11 +186,11 @@ def test_an_update_interrupts_the_requests_of_all_clients(run):
 
 def discards(rank: Rank, keep: bool) -> tuple:
     """A pause with requests in flight, then the rest of their groups, or the same prompts again."""
-    rank.set_up(close_gate)
+    rank.change_servers(close_gate)
     rank.source.submit(prompts(4), SAMPLING, seed=5)
     rank.wait_for_requests(8)
     rank.source.pause(keep=keep)
-    rank.set_up(open_gate)
+    rank.change_servers(open_gate)
     if not keep:
         rank.source.submit(prompts(4), SAMPLING, seed=5)
     return facts(rank.source.collect(4)), rank.source.metrics()
@@ -206,12 +206,12 @@ def test_a_pause_keeps_or_discards_the_requests_of_all_clients(run, keep):
 
 def broken_connection(rank: Rank) -> tuple:
     """Rank 1 does not reach the first server, and finds it down before the other one answers."""
-    rank.set_up(lambda server: server.refuses.add("rank1"), slice(1))
-    rank.set_up(close_gate)
+    rank.change_servers(lambda server: server.refuses.add("rank1"), slice(1))
+    rank.change_servers(close_gate)
     rank.source.submit(prompts(6), SAMPLING, seed=5)
     wait_for(lambda: rank.servers or len(rank.serving()) <= 1)
     dist.barrier()
-    rank.set_up(open_gate)
+    rank.change_servers(open_gate)
     found = facts(rank.source.collect(6))
     return found, rank.serving(), rank.lines, rank.requests()
 
@@ -226,7 +226,7 @@ def test_a_server_that_one_client_does_not_reach_serves_the_others(run):
 
 def unreachable(rank: Rank) -> str:
     """The only server, for rank 1."""
-    rank.set_up(lambda server: server.refuses.add("rank1"))
+    rank.change_servers(lambda server: server.refuses.add("rank1"))
     rank.source.submit(prompts(4), SAMPLING, seed=5)
     with pytest.raises(SharedEngineError) as caught:
         rank.source.collect(4)
@@ -246,7 +246,7 @@ def other_weights(rank: Rank, sender: str) -> tuple:
         answer["meta_info"]["weight_version"] = "another:1"
         return answer
 
-    rank.set_up(lambda server: server.breaks_of.update({sender: [change]}))
+    rank.change_servers(lambda server: server.breaks_of.update({sender: [change]}))
     rank.source.submit(prompts(4), SAMPLING, seed=5)
     found = facts(rank.source.collect(4))
     return found, [server.updates for server in rank.servers], rank.source.metrics(), rank.lines
@@ -263,7 +263,7 @@ def test_a_server_with_other_weights_is_reported_and_updated(run, sender):
 
 def hanging(rank: Rank) -> tuple:
     """The first server does not generate for rank 1 and answers everything else."""
-    rank.set_up(lambda server: server.hangs.update({"rank1", "/health"}), slice(1))
+    rank.change_servers(lambda server: server.hangs.update({"rank1", "/health"}), slice(1))
     rank.source.submit(prompts(6), SAMPLING, seed=5)
     found = facts(rank.source.collect(6))
     return found, rank.lines, rank.serving()

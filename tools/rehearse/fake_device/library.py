@@ -20,7 +20,8 @@ _COMPILERS = ("c++", "g++", "clang++")
 
 
 def import_torch_with_fake_device() -> None:
-    """Import torch with a CUDA device that has no kernels, for the rest of this process.
+    """Import torch with a CUDA device that has no kernels, for the rest of this process. Libraries whose kernels need a
+    real GPU can't be imported then.
 
     Raises ``InputError`` without torch or a C++ compiler, and ``RuntimeError`` where torch is imported already.
     """
