@@ -79,6 +79,14 @@ class AlgorithmConfig(Objective):
         return self.rollout_rs_threshold_lower or 1 / high, high
 
     @property
+    def bounds_weights(self) -> bool:
+        """Whether a token of extreme ratio has little weight in the gradient, for either sign of its advantage.
+
+        With `rollout_is: token` ratio and weight multiply to that of the trained policy and the rollout engine: an old
+        log-prob that is far off cancels."""
+        return self.dual_clip is not None or self.rollout_is == "token" or self.surrogate != "clip"
+
+    @property
     def is_supervised(self) -> bool:
         """Whether the samples are reference answers."""
         return self.name == "sft"

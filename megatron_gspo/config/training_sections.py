@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
+
+from megatron_gspo.config.algorithm_section import AlgorithmConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,12 +71,19 @@ class GuardConfig:
 
     action: Literal["off", "warn", "stop"] = "warn"
     """`warn` prints a line; `stop` also saves a checkpoint and ends the run with an error."""
-    effective_sample_size: Annotated[float, Gt(0), Lt(1)] = 0.5
-    """Lower values count."""
+    effective_sample_size: Annotated[float, Gt(0), Lt(1)] | None = None
+    """Lower values count. null is 0.5, or no threshold where the objective bounds the weights of tokens: `dual_clip`,
+    `rollout_is: token` and every `surrogate` but `clip`."""
     mismatch_k3: Annotated[float, Gt(0)] = 0.1
     """Higher values of `mismatch/k3`, in nats per token, count."""
     steps: Annotated[int, Ge(1)] = 3
     """Steps in a row with a metric that counts which make an alarm."""
+
+    def for_algorithm(self, algorithm: AlgorithmConfig) -> GuardConfig:
+        """The section with `effective_sample_size` resolved; None is no threshold."""
+        if self.effective_sample_size is not None or algorithm.bounds_weights:
+            return self
+        return replace(self, effective_sample_size=0.5)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,8 +52,9 @@ def _beyond(guard: GuardConfig, metrics: Mapping[str, float | None]) -> dict[str
     """The metrics beyond their thresholds, each in words."""
     found = {}
     low, high = metrics.get(SAMPLE_SIZE), metrics.get(MISMATCH)
-    if low is not None and low < guard.effective_sample_size:
-        found[SAMPLE_SIZE] = f"{SAMPLE_SIZE} = {low:.2g} is below {guard.effective_sample_size:g}"
+    least = guard.effective_sample_size
+    if low is not None and least is not None and low < least:
+        found[SAMPLE_SIZE] = f"{SAMPLE_SIZE} = {low:.2g} is below {least:g}"
     if high is not None and high > guard.mismatch_k3:
         found[MISMATCH] = f"{MISMATCH} = {high:.2g} is above {guard.mismatch_k3:g}"
     return found

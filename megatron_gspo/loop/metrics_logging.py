@@ -120,7 +120,8 @@ class MetricsLogger:
                     "look at samples/ and the verifier",
                 )
             if values.get("guard/alarm") == 1.0:
-                self._warn_once("collapse", alarm_text(self._config.guard, step, values))
+                guard = self._config.guard.for_algorithm(self._config.algorithm)
+                self._warn_once("collapse", alarm_text(guard, step, values))
             if values.get("updates") == 0 and "critic/loss" not in values:  # nor the value model
                 line = f"step {step}: every response is masked, so nothing was updated; see masked/*"
                 self._warn_once("masked", line)

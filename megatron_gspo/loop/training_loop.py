@@ -47,6 +47,7 @@ def train(config: Config, *, engine: RolloutEngine | None = None) -> LoopState:
     """The whole run: see `megatron_gspo.train.train`."""
     keep_distributed = dist.is_initialized()
     config.check(int(os.environ.get("WORLD_SIZE", 1)))
+    guard = config.guard.for_algorithm(config.algorithm)
     with ExitStack() as stack:
         stop_requested = stack.enter_context(stop_on_signal())
         run = build_components(config, engine=engine)
@@ -64,17 +65,17 @@ def train(config: Config, *, engine: RolloutEngine | None = None) -> LoopState:
             state = state.after_step(trained.cursor, len(trained.batch), trained.tokens)
             metrics, failure = _prepare_next(run, state.step, timers)
             accuracy = metrics.get("eval/accuracy", state.accuracy_after)
-            low_steps = count_low_steps(config.guard, trained.metrics, state.low_steps)
+            low_steps = count_low_steps(guard, trained.metrics, state.low_steps)
             state = replace(
                 state, wall_seconds=time.monotonic() - started, accuracy_after=accuracy, low_steps=low_steps
             )
-            metrics |= trained.metrics | guard_metrics(config.guard, trained.metrics, low_steps)
+            metrics |= trained.metrics | guard_metrics(guard, trained.metrics, low_steps)
             logger.log(state.step, metrics | throughput(trained.tokens, timers.take(), metrics))
             logger.write_step(state.step, trained.batch, trained.routing, trained.update, trained.cursor)
             with checkpoints.saved_on_engine_failure(state):
                 if failure is not None:  # raised after the step is logged
                     raise failure
-            collapses = config.guard.action == "stop" and metrics.get("guard/alarm") == 1.0
+            collapses = guard.action == "stop" and metrics.get("guard/alarm") == 1.0
             stops = stop_requested() or collapses
             if stops or checkpoints.is_due(state.step, config.training.steps):
                 with timers("checkpoint"):  # logged with the next step: a step is logged before it is saved
@@ -83,7 +84,7 @@ def train(config: Config, *, engine: RolloutEngine | None = None) -> LoopState:
                 checkpoints.finish()
                 resumes = f"start again to resume from {checkpoints.current}"
                 if collapses:
-                    alarm = alarm_text(config.guard, state.step, metrics)
+                    alarm = alarm_text(guard, state.step, metrics)
                     raise CollapseError(f"{alarm}; {resumes}, with guard.action: warn to go on without a change")
                 logger.say(f"stopped by SIGUSR1 after step {state.step}; {resumes}")
                 return state

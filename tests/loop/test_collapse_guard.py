@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_gspo.config.algorithm_section import AlgorithmConfig
 from megatron_gspo.config.training_sections import GuardConfig
 from megatron_gspo.loop.collapse_guard import alarm_text, count_low_steps, guard_metrics
 
@@ -53,6 +54,28 @@ def test_engines_that_are_apart_count_too(values, mismatch, expected):
 def test_one_step_may_be_enough_and_off_measures_nothing():
     assert alarms([0.6, 0.4], GuardConfig(effective_sample_size=0.5, steps=1)) == [0, 1]
     assert alarms([0.1] * 4, GuardConfig(action="off")) == [None] * 4
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "threshold"),
+    [
+        ({"name": "grpo"}, 0.5),
+        ({"name": "gspo"}, 0.5),
+        ({"name": "grpo", "rollout_is": "geometric"}, 0.5),  # a weight per sequence leaves token ratios as they are
+        ({"name": "grpo", "rollout_rs": "token"}, 0.5),
+        ({"name": "grpo", "rollout_correction_preset": "token_tis"}, None),
+        ({"name": "grpo", "dual_clip": 3.0}, None),
+        *[({"name": name}, None) for name in ("cispo", "sapo", "dppo_tv", "dppo_kl", "minirl")],
+    ],
+)
+def test_ratios_of_bounded_weights_do_not_count(algorithm, threshold):
+    section = AlgorithmConfig.preset(**algorithm)
+    guard = GuardConfig(steps=1).for_algorithm(section)
+    assert guard.effective_sample_size == threshold
+    assert alarms([0.1], guard) == [threshold is not None]
+    assert alarms([0.1], guard, mismatch=[0.2]) == [1]  # engines that are apart count for every objective
+    given = GuardConfig(effective_sample_size=0.3, steps=1)
+    assert given.for_algorithm(section) == given
 
 
 def test_the_line_says_what_is_low_and_what_to_try():

@@ -231,7 +231,7 @@ def test_a_signal_stops_the_run_after_the_step_with_a_checkpoint(run: Callable[.
 
 
 def test_the_guard_warns_and_only_stops_on_request(run: Callable[..., Any]) -> None:
-    guard = {"effective_sample_size": 0.5, "steps": 2}
+    guard = {"steps": 2}
     state, events, logger = run(steps=3, sample_size=0.25, guard=guard)
     assert [logger.logged[step]["guard/alarm"] for step in (1, 2, 3)] == [0, 1, 1]
     assert state.low_steps == logger.summary["low_steps"] == 3 and "summary" in events
@@ -242,10 +242,13 @@ def test_the_guard_warns_and_only_stops_on_request(run: Callable[..., Any]) -> N
     assert logger.summary is None
     state, _, logger = run(steps=3, sample_size=0.5, guard={**guard, "action": "stop"})
     assert state.step == 3 and logger.logged[3]["guard/alarm"] == 0
+    bounded = {"name": "grpo", "rollout_is": "token"}  # has no threshold for the sample size
+    state, _, logger = run(steps=3, sample_size=0.25, guard={**guard, "action": "stop"}, algorithm=bounded)
+    assert state.step == 3 and logger.logged[3]["guard/alarm"] == 0
 
 
 def test_a_resumed_run_counts_the_low_steps_of_before(run: Callable[..., Any]) -> None:
-    guard = {"effective_sample_size": 0.5, "steps": 2, "action": "stop"}
+    guard = {"steps": 2, "action": "stop"}
     error, events, _ = run(steps=3, resumed=1, low_steps=1, sample_size=0.25, guard=guard)
     assert isinstance(error, CollapseError) and events[-3:] == ["save 2", "saved", "closed"]
 

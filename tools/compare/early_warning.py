@@ -18,11 +18,12 @@ import json
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import numpy as np
 
+from megatron_gspo.config.algorithm_section import AlgorithmConfig
 from megatron_gspo.config.training_sections import GuardConfig
 from megatron_gspo.errors import UserError, report
 from megatron_gspo.loop.collapse_guard import count_low_steps, guard_metrics
@@ -127,6 +128,13 @@ def guard_alarm(run: Run, guard: GuardConfig) -> int | None:
     return None
 
 
+def default_guard(run: Run) -> GuardConfig:
+    """`guard` with its defaults, for the run's algorithm."""
+    names = {field.name for field in fields(AlgorithmConfig)}  # runs of other versions have other keys too
+    section = {name: value for name, value in run.config.get("algorithm", {}).items() if name in names}
+    return GuardConfig().for_algorithm(AlgorithmConfig.preset(**section))
+
+
 def outcome(runs: Sequence[Run], alarms: Sequence[int | None]) -> Outcome:
     """What the alarms of runs are worth."""
     declines = [decline(run) for run in runs]
@@ -195,13 +203,14 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         runs = read_runs(options.folders)
+        alarms = [guard_alarm(run, default_guard(run)) for run in runs]
     except UserError as error:
         return report(error)
     found = findings(runs)
     if options.json is not None:
         options.json.write_text(json.dumps([asdict(finding) for finding in found], indent=1) + "\n", encoding="utf-8")
     print(table(found))
-    of_guard = outcome(runs, [guard_alarm(run, GuardConfig()) for run in runs])
+    of_guard = outcome(runs, alarms)
     print(f"\nguard, all runs: {of_guard.announced} of {of_guard.declined} announced, median lead {of_guard.lead:g} "
           f"steps, {of_guard.false} of {of_guard.healthy} false alarms")  # fmt: skip
     return 0

@@ -1,6 +1,7 @@
 """Rules that announce a decline, on runs with a known course."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,13 @@ from megatron_gspo.tools.compare.early_warning import (
     alarm,
     choose,
     decline,
+    default_guard,
     findings,
     guard_alarm,
     main,
     outcome,
 )
-from megatron_gspo.tools.compare.run_records import Run
+from megatron_gspo.tools.compare.run_records import Run, read_run
 from tests.tools.compare.synthetic import Course, write_run
 
 ESS = "effective_sample_size"
@@ -99,6 +101,14 @@ def test_the_guard_on_recorded_runs():
     for record in apart.records:
         record["mismatch/k3"] = 0.2 if record["step"] > 2 else None
     assert guard_alarm(apart, guard) == 4
+
+
+def test_the_default_guard_of_a_recorded_run(tmp_path):
+    write_run(tmp_path / "run", 1, Course())
+    recorded = read_run(tmp_path / "run", setting="", variant="")
+    assert default_guard(recorded).effective_sample_size == 0.5
+    bounded = {**recorded.config, "algorithm": {**recorded.config["algorithm"], "rollout_is": "token"}}
+    assert default_guard(replace(recorded, config=bounded)).effective_sample_size is None
 
 
 def test_rules_are_tested_on_other_runs_than_they_are_chosen_on():
