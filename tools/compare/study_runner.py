@@ -211,7 +211,8 @@ def _check_same(comparison: Comparison, spec: RunSpec) -> None:
     except ConfigError as error:
         raise StaleRun(f"{spec.run_dir}: its config.yaml is not valid here ({error}); remove the directory") from None
     for section, value in wanted.items():
-        if found[section] == value:
+        warns_only = section == "guard" and "stop" not in (value["action"], found[section]["action"])
+        if found[section] == value or warns_only:  # a warning changes no result
             continue
         keys = [key for key in value if found[section][key] != value[key]] if isinstance(value, dict) else []
         name = f"{section}.{keys[0]}" if keys else section

@@ -124,6 +124,20 @@ def test_a_directory_of_other_settings_is_refused_before_anything_starts(compari
     assert starts(specs[0]) == 0
 
 
+def test_another_guard_is_another_run_only_if_it_may_stop(comparison):
+    spec = report_runs(comparison, {})[0]
+    execute(comparison, [spec], slots=1, watcher=Notes(), command=command())
+    for guard, same in (({"steps": 7}, True), ({"action": "off"}, True), ({"action": "stop"}, False)):
+        overrides = comparison.config.overrides | {f"guard.{key}": value for key, value in guard.items()}
+        other = load_comparison(comparison.file, [f"overrides={json.dumps(overrides)}"])
+        [changed] = [found for found in report_runs(other, {}) if found.run_dir == spec.run_dir]
+        if same:
+            assert is_over(other, changed)
+        else:
+            with pytest.raises(StaleRun, match=r"was run with guard\.action = warn, the comparison now has stop"):
+                is_over(other, changed)
+
+
 def test_a_run_of_an_older_version_is_still_finished(comparison):
     """Its config.yaml has old keys; they are compared under their present names."""
     spec = report_runs(comparison, {})[0]
