@@ -18,6 +18,7 @@ from megatron_gspo.rollout.sglang.sglang_launch import (
     server_command,
     sglang_environment,
 )
+from megatron_gspo.servers import http_client
 from megatron_gspo.servers.server_args import option
 from megatron_gspo.weight_transport.receiver_transport import RECEIVER_FOLDER
 
@@ -111,6 +112,7 @@ def test_servers_without_a_gpu_get_the_start_up_hook():
     base = {"PATH": "/bin", "RANK": "3", "PYTHONPATH": "/trainer"}
     on_a_gpu = sglang_environment(sys.executable, cpu=False, base=base)
     receiver, joined = str(RECEIVER_FOLDER), os.pathsep.join
+    assert int(on_a_gpu.pop("SGLANG_TIMEOUT_KEEP_ALIVE")) > http_client._IDLE_SECONDS + 30
     assert on_a_gpu == {"PATH": "/bin", "PYTHONPATH": joined([receiver, "/trainer"]), "PYTHONSAFEPATH": "1"}
     on = sglang_environment(sys.executable, cpu=True, base=base)
     assert on["PYTHONPATH"] == joined([patch_folder(), receiver, "/trainer"]) and on["SGLANG_USE_CPU_ENGINE"] == "1"
