@@ -20,6 +20,8 @@ T = TypeVar("T")
 
 CONNECT_SECONDS = 10.0  # timeout of a connection; a server that is alive accepts one sooner
 MAX_RESPONSE_BYTES = 64 * 2**20  # default; the bound of a generation is computed from its request
+# Seconds that our servers keep a connection; with their default of 5 a busy one closes what is about to be used
+SERVER_KEEP_ALIVE = 60
 _IDLE_SECONDS = 4.0  # a connection is kept: servers close theirs after 5, and a request could then be lost
 _MAX_QUOTED = 200  # characters of a server's error in ours
 _CHUNK = 1 << 16

@@ -18,7 +18,7 @@ import json
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -130,9 +130,7 @@ def guard_alarm(run: Run, guard: GuardConfig) -> int | None:
 
 def default_guard(run: Run) -> GuardConfig:
     """`guard` with its defaults, for the run's algorithm."""
-    names = {field.name for field in fields(AlgorithmConfig)}  # runs of other versions have other keys too
-    section = {name: value for name, value in run.config.get("algorithm", {}).items() if name in names}
-    return GuardConfig().for_algorithm(AlgorithmConfig.preset(**section))
+    return GuardConfig().for_algorithm(AlgorithmConfig.preset(**run.config.get("algorithm", {})))
 
 
 def outcome(runs: Sequence[Run], alarms: Sequence[int | None]) -> Outcome:

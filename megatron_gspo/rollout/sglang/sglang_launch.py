@@ -16,13 +16,13 @@ from typing import ClassVar
 import megatron_gspo
 from megatron_gspo.errors import InputError
 from megatron_gspo.rollout.sglang.sglang_args import gpus_per_server
+from megatron_gspo.servers.http_client import SERVER_KEEP_ALIVE
 from megatron_gspo.servers.package_launch import PackageLaunch
 from megatron_gspo.servers.server_args import option
 from megatron_gspo.servers.server_launch import server_environment
 from megatron_gspo.weight_transport.receiver_transport import RECEIVER, RECEIVER_FOLDER
 
 _CPU_OVERLAP_VERSION = (0, 5, 23)  # earlier versions overwrite routed experts while they are copied
-_KEEP_ALIVE = "60"  # seconds; with SGLang's 5 a busy server closes connections that the client is about to use
 _FREEZE_SECONDS = 2.0  # timeout of /freeze_gc
 # See `ServerLaunch.exit_causes`; from the logs of sglang 0.5.15 and 0.5.23
 _EXIT_CAUSES = (
@@ -136,7 +136,7 @@ def sglang_environment(python: str, *, cpu: bool, base: Mapping[str, str] = os.e
     if cpu:
         paths.insert(0, patch_folder())
         environment.update(SGLANG_USE_CPU_ENGINE="1", OMP_NUM_THREADS="1")
-    return environment | {"PYTHONPATH": os.pathsep.join(paths), "SGLANG_TIMEOUT_KEEP_ALIVE": _KEEP_ALIVE}
+    return environment | {"PYTHONPATH": os.pathsep.join(paths), "SGLANG_TIMEOUT_KEEP_ALIVE": str(SERVER_KEEP_ALIVE)}
 
 
 def patch_folder() -> str:

@@ -14,6 +14,7 @@ import torch
 from megatron_gspo.errors import InputError
 from megatron_gspo.rollout.vllm.transfer_engines import CUDAIPCTransport, NCCLTransport
 from megatron_gspo.rollout.vllm.vllm_weight_endpoints import EXTENSION
+from megatron_gspo.servers.http_client import SERVER_KEEP_ALIVE
 from megatron_gspo.servers.package_launch import PackageLaunch
 from megatron_gspo.servers.server_gpus import product_of_sizes
 from megatron_gspo.servers.server_launch import server_environment
@@ -44,7 +45,6 @@ _EXIT_CAUSES = (
     ),
 )
 _TRANSFER_ENGINES = {"nccl": NCCLTransport.backend, "cuda_ipc": CUDAIPCTransport.backend}  # by weight_transport
-_KEEP_ALIVE = "60"  # seconds; with vLLM's 5 a busy server closes connections that the client is about to use
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM 0.32's --max-lora-rank takes no others
 _ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # unless set
 
@@ -93,7 +93,7 @@ class VLLMLaunch(PackageLaunch):
         environment = server_environment(self.python)
         folders = [str(RECEIVER_FOLDER), str(EXTENSION_FOLDER), *filter(None, [environment.get("PYTHONPATH")])]
         environment |= {"PYTHONPATH": os.pathsep.join(folders), "VLLM_SERVER_DEV_MODE": "1",
-                        "VLLM_NO_USAGE_STATS": "1", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": _KEEP_ALIVE}  # fmt: skip
+                        "VLLM_NO_USAGE_STATS": "1", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(SERVER_KEEP_ALIVE)}  # fmt: skip
         if "--enable-lora" in self.args:
             environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         if on_cpu(self.args):
