@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.structure.measure import part_of
-from tests.structure.source_tree import PACKAGE, Module, imports, read_modules
+from tests.structure.source_tree import PACKAGE, Module, imports, part_of, read_modules
 
 ROOT = Path(__file__).parents[1]
 
@@ -126,8 +125,3 @@ def test_algorithms_load_with_torch_alone() -> None:
     )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert answer.stdout.strip() == "[]"
-
-
-def test_files_stay_short() -> None:
-    long = {module.path: module.length for module in read_modules(ROOT) if module.length >= 400}
-    assert long == {}

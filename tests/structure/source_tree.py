@@ -1,10 +1,8 @@
-"""The Python modules of a checkout, their imports and their functions, read from the source."""
+"""The Python modules of a checkout and their imports, read from the source."""
 
 from __future__ import annotations
 
 import ast
-import io
-import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,10 +10,6 @@ from pathlib import Path
 
 PACKAGE = "megatron_gspo"
 MAPPED = ("patches", "tools")  # folders of the checkout that are installed inside the package
-_NOT_CODE = {
-    tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING,
-    tokenize.ENDMARKER,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -34,25 +28,11 @@ class Module:
     def is_package(self) -> bool:
         return self.path.endswith("/__init__.py")
 
-    @property
-    def length(self) -> int:
-        """Lines of the file."""
-        return len(self.source.splitlines())
 
-    @cached_property
-    def code_lines(self) -> list[int]:
-        """Numbers of the lines that hold code: no blank line, comment or docstring."""
-        strings = {
-            line
-            for node in ast.walk(self.tree)
-            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-            for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
-        }
-        lines: set[int] = set()
-        for token in tokenize.generate_tokens(io.StringIO(self.source).readline):
-            if token.type not in _NOT_CODE:
-                lines |= set(range(token.start[0], token.end[0] + 1))
-        return sorted(lines - strings)
+def part_of(name: str) -> str:
+    """The part of the package that a dotted name is in; "" for the package itself."""
+    parts = name.split(".")
+    return parts[1] if len(parts) > 1 else ""
 
 
 def read_modules(root: Path, folders: tuple[str, ...] = (PACKAGE, *MAPPED)) -> list[Module]:
@@ -131,36 +111,3 @@ def _reachable(graph: dict[str, set[str]], start: str) -> set[str]:
                 seen.add(other)
                 todo.append(other)
     return seen
-
-
-Function = ast.FunctionDef | ast.AsyncFunctionDef
-
-
-def functions(module: Module) -> Iterator[tuple[str, Function, bool]]:
-    """(qualified name, node, whether it is a method) of every function, nested ones included."""
-
-    def walk(node: ast.AST, prefix: str, in_class: bool) -> Iterator[tuple[str, Function, bool]]:
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                yield f"{prefix}{child.name}", child, in_class
-                yield from walk(child, f"{prefix}{child.name}.", False)
-            elif isinstance(child, ast.ClassDef):
-                yield from walk(child, f"{prefix}{child.name}.", True)
-            else:
-                yield from walk(child, prefix, in_class)
-
-    return walk(module.tree, "", False)
-
-
-def parameter_count(node: Function, is_method: bool) -> int:
-    """Parameters of a function, without self or cls."""
-    static = any(isinstance(d, ast.Name) and d.id == "staticmethod" for d in node.decorator_list)
-    arguments = node.args
-    count = len(arguments.posonlyargs) + len(arguments.args) + len(arguments.kwonlyargs)
-    count += (arguments.vararg is not None) + (arguments.kwarg is not None)
-    return count - (1 if is_method and not static else 0)
-
-
-def length(node: Function) -> int:
-    """Lines of a function, from ``def`` to its end, without decorators."""
-    return (node.end_lineno or node.lineno) - node.lineno + 1

@@ -29,7 +29,7 @@ PROJECT = Project(Path(__file__).resolve().parents[2])
         "reward/mean",
         "policy_loss()",
         "make test",
-        "python -m tests.structure.measure --json FILE",
+        "python -m tests.seeded_bugs.run --list",
         "some words",
     ],
 )
