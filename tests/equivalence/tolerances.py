@@ -1,4 +1,16 @@
-"""Tolerances of the comparison with the float64 reference, and their reason; docs/equivalence.md quotes both."""
+"""Tolerances of the comparison with the float64 reference, and their reason.
+
+Megatron computes in float32: one rounding is off by up to 6e-8, and a log-prob or gradient sums thousands of them
+through four layers. A layout only changes the order of summation. A weight
+change is a difference of two float32 weights, so rounding of a weight near 1 is 1e-5 of a change of 1e-2. Adam's `eps`
+is 2e-4, the size of a gradient's entries: with 1e-8 the sign of an entry of rounding noise would decide a whole step.
+
+The passes that record and replay routes pack different micro-batches; their log-probs differ by at most four of
+float32's steps of 4.8e-7 between 4 and 8 nats.
+
+Tests check that the comparison does not depend on rounding: no ratio within 2e-5 of a clip, no two experts' logits
+within 2e-5 of each other, and every gradient at least 2 % of the typical norm.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +31,3 @@ OF_LORA = {
     "frozen weight": 1e-9,  # values of the base that training has changed: none
 }
 OF_EXPERTS = ("replayed log-prob", "router figure", "route")
-
-REASON = """
-Megatron computes in float32: one rounding is off by up to 6e-8, and a log-prob or gradient sums thousands of them
-through four layers. The first column is one process alone; a layout only changes the order of summation. A weight
-change is a difference of two float32 weights, so rounding of a weight near 1 is 1e-5 of a change of 1e-2. Adam's `eps`
-is 2e-4, the size of a gradient's entries: with 1e-8 the sign of an entry of rounding noise would decide a whole step.
-
-The passes that record and replay routes pack different micro-batches; their log-probs differ by at most four of
-float32's steps of 4.8e-7 between 4 and 8 nats.
-
-Tests check that the comparison does not depend on rounding: no ratio within 2e-5 of a clip, no two experts' logits
-within 2e-5 of each other, and every gradient at least 2 % of the typical norm.
-"""

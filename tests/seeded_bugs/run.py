@@ -196,7 +196,7 @@ def main() -> int:
     args = parser.parse_args()
     bugs = [d for d in SEEDED_BUGS if not args.words or any(word in d.name for word in args.words)]
     if not bugs:
-        parser.error(f"{' '.join(args.words)}: in no bug's name; the names are in docs/seeded_bugs.md")
+        parser.error(f"{' '.join(args.words)}: in no bug's name; the names are in tests/seeded_bugs")
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="seeded_bugs_") as name:
         copies = [copy_project(Path(name).resolve() / f"copy_{slot}") for slot in range(args.slots)]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ast
-import re
 from pathlib import Path
 
 import pytest
 
 from tests.equivalence.layouts import FAMILIES, LORA, layouts
-from tests.seeded_bugs.all_bugs import GROUPS, SEEDED_BUGS
+from tests.seeded_bugs.all_bugs import SEEDED_BUGS
 from tests.seeded_bugs.run import COPIED, check_imports, copy_project, main
 from tests.seeded_bugs.seeded_bug import SeededBug
 
@@ -40,16 +39,9 @@ def test_every_file_is_imported_from_the_copy(tmp_path):
         check_imports(tmp_path / "empty", ["megatron_gspo/cli.py"])
 
 
-def test_the_pages_say_how_many():
-    page = (ROOT / "docs" / "seeded_bugs.md").read_text(encoding="utf-8")
-    rows = dict(re.findall(r"^\| `(\w+)` \| (\d+) \|", page, re.MULTILINE))
-    assert {name: int(count) for name, count in rows.items()} == {name: len(bugs) for name, bugs in GROUPS.items()}
-    designed = sum(bug.seen_in == "design" for bug in SEEDED_BUGS)
-    count = len(SEEDED_BUGS)
-    assert f"{count} bugs as plain data" in page and f"**{count} of {count} caught**" in page
-    assert f"{count - designed} were seen" in page and f"{designed} are mistakes" in page
-    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())  # lines may break within a link
-    assert f"[{len(SEEDED_BUGS)} of {len(SEEDED_BUGS)}](docs/seeded_bugs.md)" in readme
+def test_the_page_says_how_many():
+    page = (ROOT / "docs" / "testing.md").read_text(encoding="utf-8")
+    assert f"[{len(SEEDED_BUGS)} of {len(SEEDED_BUGS)}](#seeded-bugs)" in page
 
 
 def test_there_are_enough_and_none_twice():
