@@ -17,10 +17,7 @@ CITING = [*PAGES, *(ROOT / name for name in OTHER_PAGES)]
 OF_OTHERS = {
     "CONTRIBUTING.md": {"a/b.py", "tests/a/test_b.py"},
     "README.md": {"verifier.py"},
-    "docs/algorithms.md": {
-        "--use-rollout-logprobs", "--use-tis", "bypass_mode", "g_i", "m_it", "rollout_it", "rs_level", "tis_level",
-        "token_mask", "token_truncate",
-    },
+    "docs/algorithms.md": {"V_it", "g_i", "m_it", "rollout_it"},
     "docs/launch.md": {"GraceTime", "NCCL_IB_HCA"},
     "docs/peers.md": {"ppo_utils.py", "vanilla_tis_function"},
     "docs/resume.md": {"rollout.bin"},
