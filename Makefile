@@ -42,10 +42,11 @@ collapse:
 	CUDA_VISIBLE_DEVICES= $(MAKE) compare COMPARISON=examples/collapse/small.yaml
 
 # JOBS processes take test files in turn, more than two cores since many tests wait, for a deadline or a process; JOBS=0
-# is one process, for a debugger. test: every 32nd layout, no slow tests.
+# is one process, for a debugger. PART is one of the parts of tests/conftest.py.
 PYTEST = $(RUN) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+PART ?= unit
 test: install
-	$(PYTEST) -m "not slow" --every 32 $(ARGS)
+	$(PYTEST) -m "not slow" --every 32 --part $(PART) $(ARGS)
 
 test-all: install
 	$(PYTEST) $(ARGS)

@@ -21,18 +21,47 @@ def pytest_addoption(parser):
         text = f"interpreter that has {engine}: runs tests/{engine} with real servers"
         parser.addoption(f"--{engine}-python", help=text)
     parser.addoption("--every", type=int, default=1, help="of the layouts in tests/equivalence, run one in so many")
+    names = ", ".join(["unit", *PARTS])
+    parser.addoption("--part", choices=["unit", *PARTS], help=f"the part of all tests that runs: {names}")
 
 
-# Files of whole runs and of several hosts take minutes: begun last, one of them would keep the other processes waiting.
-LONGEST_FIRST = ("tests/train/", "tests/launch/", "tests/equivalence/", "tests/bad_input/", "tests/tools/rehearse/")
+# What takes longer than the tests of units, in parts of .ci/run.
+PARTS = {
+    "runs": ("tests/train/", "tests/launch/", "tests/fault_injection/", "tests/bad_input/"),
+    "layouts": ("tests/equivalence/",),
+    "tools": ("tests/tools/", "tests/benchmarks/"),
+}
+# Of these, what `make test` runs too.
+IN_UNIT = (
+    "tests/train/test_run.py::test_a_run_writes_its_directory",
+    "tests/train/test_run.py::test_a_resumed_run_ends_the_same",
+    "tests/equivalence/test_layouts.py::test_moe[tp2-pp2i-cp2-dp1-ep1-etp1]",
+    "tests/equivalence/test_layouts.py::test_dense[tp2nosp-pp2i-cp2-dp1]",
+    "tests/equivalence/test_layouts.py::test_family[qwen35_moe-tp2-pp1-cp1-dp1-ep2-etp1]",
+    "tests/equivalence/test_layouts.py::test_lora[lora_some-tp2-pp2-cp1-dp2]",
+)
 
 
-def pytest_collection_modifyitems(items):
-    def place(item):
-        starts = [number for number, start in enumerate(LONGEST_FIRST) if item.nodeid.startswith(start)]
-        return starts[0] if starts else len(LONGEST_FIRST)
+def part_of(test: str) -> str:
+    """The part of a test's id."""
+    for part, folders in PARTS.items():
+        if test.startswith(folders):
+            return part
+    return "unit"
 
-    items.sort(key=place)
+
+def pytest_collection_modifyitems(config, items):
+    """Keeps the tests of the part, unless files or tests are named on the command line."""
+    part = config.getoption("part")
+    if part is None or config.args_source is config.ArgsSource.ARGS:
+        return
+    left_out = []
+    kept = []
+    for item in items:
+        chosen = part_of(item.nodeid) == part or (part == "unit" and item.nodeid in IN_UNIT)
+        (kept if chosen else left_out).append(item)
+    items[:] = kept
+    config.hook.pytest_deselected(items=left_out)
 
 
 def pytest_collection_finish():
