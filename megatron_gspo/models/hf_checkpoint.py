@@ -74,6 +74,11 @@ class CheckpointReader:
         self._open.clear()
 
     @property
+    def files(self) -> list[Path]:
+        """The files that hold the tensors, by name."""
+        return [self.path / file for file in sorted(set(self._files.values()))]
+
+    @property
     def names(self) -> set[str]:
         found = {name for name in self._files if name.removesuffix(_SCALE) not in self._files or not _is_scale(name)}
         quantized = {name.removesuffix(BLOCKS) for name in found if self._is_mxfp4(name.removesuffix(BLOCKS))}
