@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,15 +73,15 @@ def folders_named(folder: Path, pattern: str) -> list[Path]:
     return [folder / name for name in _names(folder) if re.fullmatch(pattern, name) and is_real_folder(folder / name)]
 
 
-def move_aside(path: Path) -> Path:
-    """Rename what stands where the program must write to `NAME.kept`, or `NAME.kept_2` and so on: the new path."""
+def move_aside(path: Path) -> None:
+    """Rename what stands where the program must write to `NAME.kept`, or `NAME.kept_2` and so on, and say so."""
     number = 1
     kept = path.with_name(f"{path.name}.kept")
     while os.path.lexists(kept):
         number += 1
         kept = path.with_name(f"{path.name}.kept_{number}")
     os.rename(path, kept)
-    return kept
+    print(f"{path} was there and is not this run's: it is now {kept}", file=sys.stderr)
 
 
 def _names(folder: Path) -> list[str]:

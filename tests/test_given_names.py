@@ -90,8 +90,10 @@ def test_a_folder_that_cannot_be_read_is_one_line(tmp_path):
     assert "checkpoints: cannot be read: permission denied; make it readable" in output and output.count("\n") == 1
 
 
-def test_moving_aside_never_overwrites(tmp_path):
+def test_moving_aside_never_overwrites(tmp_path, capsys):
     for number, name in enumerate(("step_000003.kept", "step_000003.kept_2", "step_000003.kept_3")):
         (tmp_path / "step_000003").symlink_to(tmp_path / f"target{number}")
-        kept = move_aside(tmp_path / "step_000003")
-        assert kept == tmp_path / name and os.readlink(kept) == str(tmp_path / f"target{number}")
+        move_aside(tmp_path / "step_000003")
+        assert os.readlink(tmp_path / name) == str(tmp_path / f"target{number}")
+        said = f"{tmp_path}/step_000003 was there and is not this run's: it is now {tmp_path}/{name}\n"
+        assert capsys.readouterr().err == said

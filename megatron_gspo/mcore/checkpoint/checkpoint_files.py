@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -62,7 +61,7 @@ def publish_checkpoint(partial: Path, final: Path, state: Mapping[str, Any], *, 
         if file.suffix != RANK_FILE:
             _flush(file)
     if _foreign(final):
-        print(f"{final} was there and is not this run's: it is now {move_aside(final)}", file=sys.stderr)
+        move_aside(final)
     _remove(final)
     os.replace(partial, final)
     _flush(final.parent)
