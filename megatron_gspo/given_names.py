@@ -1,8 +1,8 @@
 """The names that the program gives to files and directories, and the entries of a folder that have one.
 
-People keep copies, links and notes beside a run's files: `step_best`, `step_000001 (copy).jsonl`, `latest -> step_000002`.
-An entry is the program's if it has exactly a name that the program gives, and is a real file or directory, no link.
-Nothing else is read, counted, replaced or removed.
+People keep copies, links and notes beside a run's files: `step_best`, `step_000001 (copy).jsonl`, `latest`. An entry
+is the program's if it has exactly a name that the program gives, and is a real file or directory, no link. Nothing else
+is read, counted, replaced or removed.
 """
 
 from __future__ import annotations
@@ -65,12 +65,20 @@ def is_real_folder(path: Path) -> bool:
 
 def files_named(folder: Path, pattern: str) -> list[Path]:
     """The real files of a folder whose whole name matches a regular expression."""
-    return [folder / name for name in _names(folder) if re.fullmatch(pattern, name) and is_real_file(folder / name)]
+    return [
+        folder / name
+        for name in _names(folder)
+        if re.fullmatch(pattern, name) and is_real_file(folder / name)
+    ]
 
 
 def folders_named(folder: Path, pattern: str) -> list[Path]:
     """The real directories of a folder whose whole name matches a regular expression."""
-    return [folder / name for name in _names(folder) if re.fullmatch(pattern, name) and is_real_folder(folder / name)]
+    return [
+        folder / name
+        for name in _names(folder)
+        if re.fullmatch(pattern, name) and is_real_folder(folder / name)
+    ]
 
 
 def move_aside(path: Path) -> None:
@@ -92,4 +100,6 @@ def _names(folder: Path) -> list[str]:
         return []
     except OSError as error:
         reason = (error.strerror or type(error).__name__).lower()
-        raise RunError(f"{folder}: cannot be read: {reason}; make it readable, or choose another run_dir") from error
+        raise RunError(
+            f"{folder}: cannot be read: {reason}; make it readable, or choose another run_dir"
+        ) from error

@@ -42,7 +42,10 @@ def test_a_name_holds_its_step():
         assert CHECKPOINTS.step(CHECKPOINTS.of(step)) == step
         assert SAMPLES.step(SAMPLES.of(step)) == step
     assert SAMPLES.of(12) == "step_000012.jsonl" and CHECKPOINTS.of(1_000_000) == "step_1000000"
-    assert SAMPLES.step("step_000001.jsonl (copy)") is None and SAMPLES.step("step_000001xjsonl") is None
+    assert (
+        SAMPLES.step("step_000001.jsonl (copy)") is None
+        and SAMPLES.step("step_000001xjsonl") is None
+    )
 
 
 def test_steps_are_ordered_as_numbers(tmp_path):
@@ -61,21 +64,32 @@ def test_links_and_other_kinds_of_entries_are_not_the_programs(tmp_path):
     (tmp_path / "step_000001.jsonl").symlink_to(tmp_path / "text")
     (tmp_path / "step_000002.jsonl").mkdir()
     (tmp_path / "step_000003.jsonl").write_text("{}")
-    assert list(CHECKPOINTS.named(tmp_path)) == [1, 2, 3, 4] and list(CHECKPOINTS.entries(tmp_path)) == [4]
+    assert list(CHECKPOINTS.named(tmp_path)) == [1, 2, 3, 4] and list(
+        CHECKPOINTS.entries(tmp_path)
+    ) == [4]
     assert list(SAMPLES.entries(tmp_path)) == [3]
-    assert sorted(path.name for path in folders_named(tmp_path, "step_.*")) == ["step_000002.jsonl", "step_000004"]
-    assert [path.name for path in files_named(tmp_path, r"step_\d+\.jsonl")] == ["step_000003.jsonl"]
+    assert sorted(path.name for path in folders_named(tmp_path, "step_.*")) == [
+        "step_000002.jsonl",
+        "step_000004",
+    ]
+    assert [path.name for path in files_named(tmp_path, r"step_\d+\.jsonl")] == [
+        "step_000003.jsonl"
+    ]
 
 
 def test_a_folder_may_itself_be_a_link_or_absent(tmp_path):
     (tmp_path / "disk" / "step_000007").mkdir(parents=True)
     (tmp_path / "checkpoints").symlink_to(tmp_path / "disk")
-    assert CHECKPOINTS.entries(tmp_path / "checkpoints") == {7: tmp_path / "checkpoints" / "step_000007"}
+    assert CHECKPOINTS.entries(tmp_path / "checkpoints") == {
+        7: tmp_path / "checkpoints" / "step_000007"
+    }
     (tmp_path / "file").write_text("")
     assert CHECKPOINTS.entries(tmp_path / "absent") == CHECKPOINTS.entries(tmp_path / "file") == {}
 
 
-@pytest.mark.skipif(os.getuid() != 0 or not hasattr(os, "seteuid"), reason="needs another user to be")
+@pytest.mark.skipif(
+    os.getuid() != 0 or not hasattr(os, "seteuid"), reason="needs another user to be"
+)
 def test_a_folder_that_cannot_be_read_is_one_line(tmp_path):
     (tmp_path / "checkpoints").mkdir(mode=0o700)
     code = (
@@ -87,7 +101,10 @@ def test_a_folder_that_cannot_be_read_is_one_line(tmp_path):
     os.chmod(tmp_path, 0o755)
     command = [sys.executable, "-c", code, str(tmp_path / "checkpoints")]
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert "checkpoints: cannot be read: permission denied; make it readable" in output and output.count("\n") == 1
+    assert (
+        "checkpoints: cannot be read: permission denied; make it readable" in output
+        and output.count("\n") == 1
+    )
 
 
 def test_moving_aside_never_overwrites(tmp_path, capsys):
@@ -95,5 +112,7 @@ def test_moving_aside_never_overwrites(tmp_path, capsys):
         (tmp_path / "step_000003").symlink_to(tmp_path / f"target{number}")
         move_aside(tmp_path / "step_000003")
         assert os.readlink(tmp_path / name) == str(tmp_path / f"target{number}")
-        said = f"{tmp_path}/step_000003 was there and is not this run's: it is now {tmp_path}/{name}\n"
+        said = (
+            f"{tmp_path}/step_000003 was there and is not this run's: it is now {tmp_path}/{name}\n"
+        )
         assert capsys.readouterr().err == said

@@ -17,6 +17,7 @@ from typing import Any
 
 from megatron_gspo.errors import InputError, UserError, report
 from megatron_gspo.given_names import is_real_folder
+from megatron_gspo.tools.compare.study_plan import ColdStartFiles
 from megatron_gspo.tools.copy_examples import EXAMPLE_RUNS
 
 COLD_START, GSPO = EXAMPLE_RUNS / "tiny_cold_start.yaml", EXAMPLE_RUNS / "tiny_gspo.yaml"
@@ -50,9 +51,9 @@ def transformers_accuracy(model: Path, config: Path) -> float:
 
 
 def run_demo(folder: Path, processes: int, overrides: Sequence[str] = ()) -> None:
-    """Write a random model and demonstrations to ``folder``, train it twice and print a summary. An earlier demo there is
-    replaced.
+    """Write a random model and demonstrations to ``folder``, train it twice and print a summary.
 
+    An earlier demo in the folder is replaced.
     overrides: ``key=value`` of both training configs. Raises InputError for a folder that holds something else,
     SystemExit with torchrun's exit code if a run fails.
     """
@@ -60,7 +61,6 @@ def run_demo(folder: Path, processes: int, overrides: Sequence[str] = ()) -> Non
 
     from megatron_gspo.config import load_config
     from megatron_gspo.tools.compare.cold_start import INSTRUCTION, imitate, train, write_demonstrations
-    from megatron_gspo.tools.compare.study_plan import ColdStartFiles
     from megatron_gspo.tools.make_tiny_model import TinyModel, write_tiny_model
 
     disable_progress_bar()
@@ -117,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "overrides", nargs="*", metavar="key=value", help="overrides of both training configs, e.g. training.steps=10"
     )
     parser.add_argument(
-        "--folder", type=Path, default=Path("runs/demo"), help="output; an earlier demo is replaced (default: %(default)s)"
+        "--folder", type=Path, default=Path("runs/demo"), help="output, replaces an earlier demo (default: %(default)s)"
     )
     parser.add_argument(
         "--processes", type=int, default=4, help="a multiple of 2: the layout is TP 2, EP 2 (default: %(default)s)"

@@ -16,14 +16,16 @@ from megatron_gspo.models.hf_checkpoint import CheckpointReader
 from megatron_gspo.models.model_shape import ModelError
 from megatron_gspo.tracking.run_directory import FILES_OF_A_RUN
 
-WEIGHTS = "weights"  # in the environment of config.yaml: the digest of the model that the run began with
+WEIGHTS = "weights"  # in config.yaml's environment: the digest of what the run began with
 _SAMPLES, _SAMPLE_BYTES = 7, 4096  # of a file of weights, which can be too large to be read whole
 _SHOWN = 200  # characters of a value: paths that differ at their ends must differ here too
 
 
 def weights_digest(config: Config) -> str:
-    """Tells the weights in ``model.path`` from others of the same sizes, by samples of each file. "" for random weights,
-    and for ones that can't be read."""
+    """Tells the weights in ``model.path`` from others of the same sizes, by samples of each file.
+
+    "" for random weights, and for ones that can't be read.
+    """
     if config.model.init == "random":
         return ""
     digest = hashlib.sha256()
@@ -64,7 +66,9 @@ def continued_settings(config: Config) -> str:
     except ConfigError:  # of another version; what both have can be compared
         pass
     changes = _changes(flat(before), flat(config.dump()))
-    return "" if not changes else f"{config.run_dir} continues with other settings: {', '.join(changes)}"
+    if not changes:
+        return ""
+    return f"{config.run_dir} continues with other settings: {', '.join(changes)}"
 
 
 def check_no_input_is_moved(config: Config) -> None:
@@ -96,7 +100,9 @@ def _changes(before: dict[str, Any], now: dict[str, Any]) -> Sequence[str]:
     """`key old -> new` of the keys that differ."""
     keys = [key for key in dict.fromkeys([*now, *before]) if key != "run_dir"]
     return [
-        f"{key} {_shown(before, key)} -> {_shown(now, key)}" for key in keys if before.get(key) != now.get(key)
+        f"{key} {_shown(before, key)} -> {_shown(now, key)}"
+        for key in keys
+        if before.get(key) != now.get(key)
     ]
 
 

@@ -119,7 +119,8 @@ class MetricsLogger:
         if section.save_interval:
             return
         where = f"step {resume_step}" if resume_step else "the beginning"
-        line = f"checkpoint.save_interval is 0: no checkpoint is written, a run that is killed starts again from {where}"
+        line = "checkpoint.save_interval is 0: no checkpoint is written, "
+        line += f"a run that is killed starts again from {where}"
         if not section.export_hf:
             line += ", and checkpoint.export_hf is false: the trained weights are not kept"
         self._progress.say(line)

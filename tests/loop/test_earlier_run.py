@@ -12,7 +12,12 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from megatron_gspo.config import Config
-from megatron_gspo.loop.earlier_run import WEIGHTS, check_no_input_is_moved, continued_settings, weights_digest
+from megatron_gspo.loop.earlier_run import (
+    WEIGHTS,
+    check_no_input_is_moved,
+    continued_settings,
+    weights_digest,
+)
 from megatron_gspo.mcore.checkpoint.checkpoint_files import CheckpointError
 from megatron_gspo.tracking.run_directory import RunDirectory
 from tests.support.training_runs import base_config, tiny_model
@@ -31,7 +36,9 @@ def begun(model: str, tmp_path: Path) -> Any:
         run.write_config(config.dump(), {"command": "train", WEIGHTS: weights_digest(config)})
 
     def changed(**sections: Any) -> Config:
-        return Config.from_dict({**base_config(sections.pop("path", model), tmp_path / "run", **sections)})
+        return Config.from_dict(
+            {**base_config(sections.pop("path", model), tmp_path / "run", **sections)}
+        )
 
     return changed
 
@@ -41,11 +48,16 @@ def test_the_same_settings_are_no_line(begun):
 
 
 def test_each_changed_key_is_named_with_both_values(begun, tmp_path):
-    config = begun(optimizer={"lr": 2e-3}, algorithm={"name": "cispo"}, megatron={"moe_z_loss_coeff": 1e-3})
+    config = begun(
+        optimizer={"lr": 2e-3}, algorithm={"name": "cispo"}, megatron={"moe_z_loss_coeff": 1e-3}
+    )
     line = continued_settings(config)
     assert line.startswith(f"{tmp_path}/run continues with other settings: ") and "\n" not in line
     assert "optimizer.lr 0.001 -> 0.002" in line and 'algorithm.name "gspo" -> "cispo"' in line
-    assert "megatron.moe_z_loss_coeff unset -> 0.001" in line and "run_dir" not in line.partition(":")[2]
+    assert (
+        "megatron.moe_z_loss_coeff unset -> 0.001" in line
+        and "run_dir" not in line.partition(":")[2]
+    )
 
 
 def test_seed_and_data_are_named_too(begun):
@@ -61,7 +73,9 @@ def test_a_model_that_was_moved_is_a_line(begun, model, tmp_path):
 def changed_weights(folder: Path) -> None:
     """Other values in files of the same size."""
     file = folder / "model.safetensors"
-    tensors = {name: tensor + 0.01 * torch.randn_like(tensor) for name, tensor in load_file(file).items()}
+    tensors = {
+        name: tensor + 0.01 * torch.randn_like(tensor) for name, tensor in load_file(file).items()
+    }
     save_file(tensors, file, {"format": "pt"})
 
 
@@ -82,7 +96,9 @@ def test_other_weights_in_the_same_place_are_refused(model, tmp_path):
     with RunDirectory(config.run_dir) as run:
         run.write_config(config.dump(), {WEIGHTS: weights_digest(config)})
     changed_weights(folder)
-    with pytest.raises(CheckpointError, match="holds other weights than when the run in .*; choose another run_dir"):
+    with pytest.raises(
+        CheckpointError, match="holds other weights than when the run in .*; choose another run_dir"
+    ):
         continued_settings(config)
 
 

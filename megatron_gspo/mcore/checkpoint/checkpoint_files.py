@@ -138,8 +138,8 @@ def fault_of(path: Path) -> str:
         file = path / name
         if not os.path.isfile(file):
             return f"{name} is missing"
-        if os.path.getsize(file) != size:
-            return f"{name}: {os.path.getsize(file)} of {size} bytes"
+        if file.stat().st_size != size:
+            return f"{name}: {file.stat().st_size} of {size} bytes"
     return ""
 
 

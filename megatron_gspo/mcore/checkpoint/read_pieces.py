@@ -41,8 +41,9 @@ class _Read:
 def read_pieces(path: Path, pieces: Iterable[Piece]) -> None:
     """Fill the pieces' values from the checkpoint ``path``. What the checkpoint pads less is 0.
 
-    Raises ``MismatchError`` where a tensor is missing or of other sizes, ``ValueError`` where a part of one is missing or
-    stored in another way, and what `read_header` and the file system raise. Memory: 16 MiB, or the largest row of a stored tensor.
+    Raises ``MismatchError`` where a tensor is missing or of other sizes, ``ValueError`` where a part of one is missing
+    or stored in another way, and what `read_header` and the file system raise. Memory: 16 MiB, or the largest row of a
+    stored tensor.
     """
     stored = stored_parts(read_metadata(path / METADATA))
     chosen: dict[tuple[object, ...], Piece] = {}
