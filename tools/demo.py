@@ -15,7 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_gspo.errors import UserError, report
+from megatron_gspo.errors import InputError, UserError, report
+from megatron_gspo.given_names import is_real_folder
+from megatron_gspo.tools.compare.study_plan import ColdStartFiles
 from megatron_gspo.tools.copy_examples import EXAMPLE_RUNS
 
 COLD_START, GSPO = EXAMPLE_RUNS / "tiny_cold_start.yaml", EXAMPLE_RUNS / "tiny_gspo.yaml"
@@ -49,21 +51,22 @@ def transformers_accuracy(model: Path, config: Path) -> float:
 
 
 def run_demo(folder: Path, processes: int, overrides: Sequence[str] = ()) -> None:
-    """Write a random model and demonstrations to ``folder``, which is replaced; train it twice and print a summary.
+    """Write a random model and demonstrations to ``folder``, train it twice and print a summary.
 
-    overrides: ``key=value`` of both training configs. Raises SystemExit with torchrun's exit code if a run fails.
+    An earlier demo in the folder is replaced.
+    overrides: ``key=value`` of both training configs. Raises InputError for a folder that holds something else,
+    SystemExit with torchrun's exit code if a run fails.
     """
     from transformers.utils.logging import disable_progress_bar
 
     from megatron_gspo.config import load_config
     from megatron_gspo.tools.compare.cold_start import INSTRUCTION, imitate, train, write_demonstrations
-    from megatron_gspo.tools.compare.study_plan import ColdStartFiles
     from megatron_gspo.tools.make_tiny_model import TinyModel, write_tiny_model
 
     disable_progress_bar()
     started = time.monotonic()
     files, gspo = ColdStartFiles(folder), folder / "gspo"
-    shutil.rmtree(folder, ignore_errors=True)
+    _remove_earlier_demo(files, gspo)
     count = write_tiny_model(files.model, TinyModel(expert_width=64), words=[INSTRUCTION])
     write_demonstrations(files, load_config(GSPO))
     print(f"1/3  random Qwen3-MoE, {count:,} parameters: {files.model}", flush=True)
@@ -72,6 +75,18 @@ def run_demo(folder: Path, processes: int, overrides: Sequence[str] = ()) -> Non
     print("3/3  GSPO with tensor, sequence, expert and data parallelism", flush=True)
     train(GSPO, processes, [*overrides, f"run_dir={gspo}", f"model.path={weights}"])
     print_summary(gspo, time.monotonic() - started)
+
+
+def _remove_earlier_demo(files: ColdStartFiles, gspo: Path) -> None:
+    """Remove what a demo writes, if one has written to the folder."""
+    folder = files.folder
+    if folder.exists() and not (folder.is_dir() and (files.demonstrations.is_file() or not any(folder.iterdir()))):
+        raise InputError(f"--folder {folder}: is not empty and holds no demo; choose another folder")
+    for path in (files.model, files.held_out, files.run_dir, gspo, files.demonstrations):
+        if is_real_folder(path):
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def print_summary(run: Path, seconds: float) -> None:
@@ -102,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "overrides", nargs="*", metavar="key=value", help="overrides of both training configs, e.g. training.steps=10"
     )
     parser.add_argument(
-        "--folder", type=Path, default=Path("runs/demo"), help="output, replaced if it exists (default: %(default)s)"
+        "--folder", type=Path, default=Path("runs/demo"), help="output, replaces an earlier demo (default: %(default)s)"
     )
     parser.add_argument(
         "--processes", type=int, default=4, help="a multiple of 2: the layout is TP 2, EP 2 (default: %(default)s)"

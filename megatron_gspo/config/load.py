@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +120,17 @@ def _set(data: dict[str, Any], parts: list[str], value: Any) -> None:
             )
         data = inner
     data[parts[-1]] = value
+
+
+def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of nested mappings by dotted key."""
+    values: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            values |= flat(value, f"{prefix}{key}.")
+        else:
+            values[f"{prefix}{key}"] = value
+    return values
 
 
 def _copy(value: Any) -> Any:

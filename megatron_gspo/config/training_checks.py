@@ -12,6 +12,7 @@ from megatron_gspo.config.fields import default_of
 from megatron_gspo.config.model_sections import ModelConfig, ParallelConfig
 from megatron_gspo.config.training_sections import CriticConfig, EvaluationConfig, OptimizerConfig, TrainingConfig
 from megatron_gspo.errors import existing_part
+from megatron_gspo.given_names import CHECKPOINTS
 
 
 def check_recompute(model: ModelConfig) -> None:
@@ -104,6 +105,7 @@ def check_run_dir(run_dir: str, resume: str) -> None:
     if not os.access(place, os.W_OK | os.X_OK):
         problem = f"{place} can't be written by this user"
         raise ConfigError("run_dir", run_dir, problem, "make it writable or choose another directory")
-    if resume == "never" and (folder / "metrics.jsonl").exists():
+    is_used = (folder / "metrics.jsonl").exists() or CHECKPOINTS.entries(folder / "checkpoints")
+    if resume == "never" and is_used:
         fix = "choose another run_dir or set checkpoint.resume: auto"
         raise ConfigError("run_dir", run_dir, "holds another run", fix)

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_gspo.config import CheckpointConfig
+from megatron_gspo.config import CheckpointConfig, Config
 from megatron_gspo.errors import SharedEngineError
+from megatron_gspo.loop.earlier_run import check_no_input_is_moved, continued_settings
 from megatron_gspo.loop.generation import DataCursor
 from megatron_gspo.loop.timers import Timers
 from megatron_gspo.mcore.checkpoint.checkpoint_files import (
@@ -65,14 +66,14 @@ def checkpoint_folder(run_dir: str | Path) -> Path:
     return Path(run_dir) / "checkpoints"
 
 
-def resume(policy: Policy, config: CheckpointConfig, run_dir: str | Path) -> tuple[LoopState, Path | None]:
+def resume(policy: Policy, config: Config) -> tuple[LoopState, Path | None]:
     """Load the newest complete checkpoint, if ``checkpoint.resume`` allows it and there is one: (state, checkpoint).
 
-    Rank 0 chooses for all ranks, and reports its choice and what is wrong with the checkpoints that it skips.
+    Rank 0 chooses for all ranks, and reports its choice, what is wrong with the checkpoints that it skips and which
+    settings have changed. Raises ``CheckpointError`` for a run of another model.
     """
-    folder = checkpoint_folder(run_dir)
     found = run_on_rank_zero(
-        lambda: _choose(config, folder), error=CheckpointError, what="the run's checkpoints can't be read"
+        lambda: _choose(config), error=CheckpointError, what="the run's checkpoints can't be read"
     )
     if found is None:
         return LoopState(), None
@@ -161,18 +162,23 @@ class CheckpointManager:
             raise SharedEngineError(f"{error}; {saved}start again to resume from {self.current}") from error
 
 
-def _choose(config: CheckpointConfig, folder: Path) -> Path | None:
+def _choose(config: Config) -> Path | None:
     """The checkpoint to resume from. Removes what a killed run left incomplete: a save, or the removal of old ones."""
-    if config.resume != "auto":
+    folder = checkpoint_folder(config.run_dir)
+    if config.checkpoint.resume != "auto":
         return None
     remove_leftovers(folder)
     found, faults = newest_checkpoint(folder)
     for fault in faults:
         what = f"resuming from {found.name}" if found else "starting from the beginning"
         print(f"{fault}: {what}", file=sys.stderr)
-    if found is not None:
-        _check_state(found, read_state(found))
-        remove_old(folder, keep=config.keep)
+    if found is None:
+        check_no_input_is_moved(config)
+        return None
+    _check_state(found, read_state(found))
+    if changes := continued_settings(config):
+        print(changes, file=sys.stderr)
+    remove_old(folder, keep=config.checkpoint.keep)
     return found
 
 

@@ -170,7 +170,10 @@ class _Watcher:
         return Failure(self._rank, self._node, label, message, exit_code)
 
     def _next(self) -> str:
-        found, _ = newest_checkpoint(self._run_dir / "checkpoints")
+        try:
+            found, _ = newest_checkpoint(self._run_dir / "checkpoints")
+        except UserError:  # a folder that can't be read
+            found = None
         return f"start again to resume from {found}" if found else "there is no checkpoint yet, start again"
 
     def _end(self, mine: Failure) -> int:

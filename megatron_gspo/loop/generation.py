@@ -175,7 +175,8 @@ class RolloutGenerator:
 
 def next_prompts(prompts: PromptSource, cursor: DataCursor, count: int, used: Set[int]) -> DataCursor:
     """The cursor with ``count`` pending prompts, as far as the data has so many: none twice, none that was used."""
-    pending, drawn = list(cursor.pending), cursor.drawn
+    pending = [index for index in cursor.pending if index < len(prompts)]  # a run may continue with fewer prompts
+    drawn = cursor.drawn
     tries = 0
     while (missing := count - len(pending)) > 0 and tries < _TRIES:
         batch, drawn = prompts.batch(drawn, min(missing, len(prompts)))

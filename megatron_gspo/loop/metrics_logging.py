@@ -19,6 +19,7 @@ from megatron_gspo.data.sample import Prompt
 from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.errors import writing
 from megatron_gspo.loop.collapse_guard import alarm_text
+from megatron_gspo.loop.earlier_run import WEIGHTS, weights_digest
 from megatron_gspo.loop.generation import DataCursor
 from megatron_gspo.loop.optimizer_steps import Update, writes_ratios
 from megatron_gspo.loop.rollout_log import rollout_record
@@ -85,7 +86,8 @@ class MetricsLogger:
             self._directory = self._stack.enter_context(
                 RunDirectory(config.run_dir, resume_step=resumed, reuse=config.checkpoint.resume == "auto")
             )
-            self._directory.write_config(config.dump(), describe_environment(world_size=dist.get_world_size()))
+            environment = describe_environment(world_size=dist.get_world_size())
+            self._directory.write_config(config.dump(), {**environment, WEIGHTS: weights_digest(config)})
         self._trackers = make_trackers(
             RunInfo(Path(config.run_dir), config.dump(), resumed),
             tensorboard=tracking.tensorboard,
@@ -93,6 +95,12 @@ class MetricsLogger:
             mlflow=tracking.mlflow,
         )
         self._progress = self._stack.enter_context(Progress(config.training.steps, start=resume_step))
+        if self._directory.earlier is not None:
+            self._progress.say(
+                f"{config.run_dir} held another run and no checkpoint to resume from: its files are now in "
+                f"{self._directory.earlier}"
+            )
+        self._warn_without_checkpoints(resume_step)
         if config.router_noise.stress_test:
             noise = config.router_noise
             words = noise_in_words(noise.engines, noise.strength, noise.target_flip_rate)
@@ -105,6 +113,17 @@ class MetricsLogger:
         if self._active:
             self._trackers.close()
         self._stack.close()
+
+    def _warn_without_checkpoints(self, resume_step: int) -> None:
+        section = self._config.checkpoint
+        if section.save_interval:
+            return
+        where = f"step {resume_step}" if resume_step else "the beginning"
+        line = "checkpoint.save_interval is 0: no checkpoint is written, "
+        line += f"a run that is killed starts again from {where}"
+        if not section.export_hf:
+            line += ", and checkpoint.export_hf is false: the trained weights are not kept"
+        self._progress.say(line)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """One record of metrics.jsonl, the trackers and the progress line."""

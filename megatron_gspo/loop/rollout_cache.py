@@ -7,6 +7,7 @@ that the samples depend on is unchanged.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -81,7 +82,8 @@ class RolloutCache:
             return
         if problem is None and not (failed := _attempt(lambda: os.replace(temporary, checkpoint / _FILE))):
             return
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # not there, or not this run's
+            temporary.unlink()
         print(f"rollouts not kept in {checkpoint}: {problem[1] if problem else failed}", file=sys.stderr)
 
     def _head(self, rollout: Rollout, parts: np.ndarray) -> bytes:

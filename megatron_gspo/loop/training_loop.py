@@ -54,7 +54,7 @@ def train(config: Config, *, engine: RolloutEngine | None = None) -> LoopState:
         stack.callback(shutdown, keep_distributed=keep_distributed)
         stack.enter_context(run)
         stack.enter_context(sole_writer(config.run_dir))
-        state, found = resume(run.policy, config.checkpoint, config.run_dir)
+        state, found = resume(run.policy, config)
         logger = stack.enter_context(MetricsLogger(config, run.prompts.prompts, run.tokenizer, resume_step=state.step))
         logger.note_dropped_prompts(run.dropped_prompts)
         checkpoints = stack.enter_context(CheckpointManager(run.policy, config.checkpoint, config.run_dir, found))

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import secrets
 import shutil
 from collections import Counter
 from collections.abc import Collection, Iterable
@@ -20,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_gspo.errors import DiskError, describe_disk, first_line, writing
+from megatron_gspo.given_names import RANDOM_END, folders_named, is_real_folder, move_aside
 from megatron_gspo.models.model_shape import ModelError, read_config, read_json
 from megatron_gspo.models.mxfp4 import BLOCKS, SCALES, dequantized
 from megatron_gspo.models.quantization.formats import dequantize_blocks
@@ -72,6 +74,11 @@ class CheckpointReader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._open.clear()
+
+    @property
+    def files(self) -> list[Path]:
+        """The files that hold the tensors, by name."""
+        return [self.path / file for file in sorted(set(self._files.values()))]
 
     @property
     def names(self) -> set[str]:
@@ -218,6 +225,8 @@ def write_checkpoint(
 def begin_checkpoint(path: str | Path) -> None:
     """Make the temporary directory of `write_part`; what an interrupted writer has left there is removed."""
     with writing(path):
+        for left in folders_named(Path(path).parent, _replaced_name(path, RANDOM_END)):
+            shutil.rmtree(left, ignore_errors=True)
         shutil.rmtree(_partial(path), ignore_errors=True)
         _partial(path).mkdir(parents=True)
 
@@ -283,17 +292,23 @@ def publish_checkpoint(path: str | Path, *, source: str | Path, parts: int = 1,
         _finish_names(partial, shards, sum(each["bytes"] for each in found))
         written = next((each["dtype"] for each in found if each["dtype"]), None)
         copy_companions(source, partial, written and getattr(torch, written), quantization)
-        old = final.with_name(final.name + ".old")
-        shutil.rmtree(old, ignore_errors=True)
-        if final.exists():
-            os.replace(final, old)
+        replaced = final.with_name(_replaced_name(path, secrets.token_hex(4)))
+        if is_real_folder(final):
+            os.replace(final, replaced)
+        elif os.path.lexists(final):
+            move_aside(final)
         os.replace(partial, final)
-        shutil.rmtree(old, ignore_errors=True)
+        shutil.rmtree(replaced, ignore_errors=True)
     return final
 
 
 def _partial(path: str | Path) -> Path:
     return Path(path).with_name(Path(path).name + ".partial")
+
+
+def _replaced_name(path: str | Path, end: str) -> str:
+    """Of the directory that a new one replaces, while it is removed; its user may have an `hf.old`."""
+    return f".replaced_{Path(path).name}_{end}"
 
 
 def _part_name(part: int) -> str:

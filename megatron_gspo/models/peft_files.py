@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping
@@ -22,6 +23,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megatron_gspo.given_names import is_real_folder, move_aside
 from megatron_gspo.models.adapter_rules import adapter_scale
 from megatron_gspo.models.model_shape import ModelError
 
@@ -62,7 +64,10 @@ def write_adapters(folder: Path, tensors: Mapping[str, Tensor], facts: AdapterFa
     save_file(stored, partial / "adapter_model.safetensors", {"format": "pt", "base_checksum": facts.checksum})
     config = json.dumps(adapter_config(tensors, facts, fused=fused), indent=2)
     (partial / "adapter_config.json").write_text(config)
-    shutil.rmtree(folder, ignore_errors=True)
+    if is_real_folder(folder):
+        shutil.rmtree(folder)
+    elif os.path.lexists(folder):
+        move_aside(folder)
     partial.rename(folder)
 
 

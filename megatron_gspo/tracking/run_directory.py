@@ -1,6 +1,7 @@
 """The directory of a run: metrics.jsonl, routing.jsonl, config.yaml, samples/, ratios/, checkpoints/, summary.json.
 
-Only rank 0 opens it. Tools that compare or plot runs read only these files.
+Only rank 0 opens it. Tools that compare or plot runs read only these files. Other files in it are the user's
+(``given_names.py``).
 """
 
 from __future__ import annotations
@@ -9,12 +10,38 @@ import contextlib
 import json
 import math
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import yaml
+
+from megatron_gspo.given_names import RATIOS, SAMPLES, files_named
+
+# What belongs to one run, and is kept together when another one begins. Checkpoints are not among it: where there is a
+# complete one, the run continues.
+FILES_OF_A_RUN = (
+    "config.yaml",
+    "metrics.jsonl",
+    "routing.jsonl",
+    "rollouts.jsonl",
+    "samples",
+    "ratios",
+    "summary.json",
+    "curves.png",
+    "hf",
+    "adapters",
+    "critic_hf",
+    "evaluation",
+    "tensorboard",
+    "wandb_id",
+    "mlflow_id",
+)
+_TEMPORARY = r"(metrics|routing|rollouts)\.jsonl\.tmp|config\.yaml\.tmp|summary\.json\.tmp"
+_TEMPORARY_STEP = r"step_[0-9]{6,}\.(jsonl|npz)\.tmp"
+_EARLIER = "earlier_"
 
 
 class RunDirectory:
@@ -24,8 +51,11 @@ class RunDirectory:
         path: created with its parents.
         resume_step: last step that the loaded checkpoint contains; None for a new run.
             Records and samples of later steps are removed, so that a repeated step is not counted
-            twice. None removes all of them.
-        reuse: whether earlier records may be removed; False raises FileExistsError if there are any.
+            twice. None moves all that an earlier run has left to ``earlier_1/``, ``earlier_2/`` and so on.
+        reuse: whether there may be an earlier run; False raises FileExistsError if there is one.
+
+    Attributes:
+        earlier: where the files of an earlier run are now; None if there were none, or if it continues.
     """
 
     def __init__(self, path: str | Path, *, resume_step: int | None = None, reuse: bool = True) -> None:
@@ -44,20 +74,42 @@ class RunDirectory:
                 "choose another run_dir or set checkpoint.resume: auto"
             )
         self.checkpoints.mkdir(parents=True, exist_ok=True)
+        self.earlier = self._set_aside() if resume_step is None else None
         self.samples.mkdir(exist_ok=True)
         self._last_step = -1 if resume_step is None else resume_step
         self._remove_after(self._last_step)
         self._file = self.metrics.open("a", encoding="utf-8")
+
+    def _set_aside(self) -> Path | None:
+        """Move the files of an earlier run to a folder of their own: its path, or None where there is nothing to keep,
+        which is all that a start without a step leaves."""
+        files = [self.path / name for name in FILES_OF_A_RUN if os.path.lexists(self.path / name)]
+        if not any(_holds_something(file) for file in files if file.name != "config.yaml"):
+            return None
+        numbers = [re.fullmatch(_EARLIER + "([0-9]+)", name) for name in os.listdir(self.path)]
+        last = max((int(number[1]) for number in numbers if number), default=0)
+        earlier = self.path / f"{_EARLIER}{last + 1}"
+        earlier.mkdir()
+        for file in files:
+            if file.is_symlink():  # its target may be relative
+                (earlier / file.name).symlink_to(os.path.realpath(file))
+                file.unlink()
+            else:
+                os.rename(file, earlier / file.name)
+        return earlier
 
     def _remove_after(self, step: int) -> None:
         for records in (self.metrics, self.routing, self.rollouts):
             if records.exists():
                 kept = [record for record in read_metrics(records) if record["step"] <= step]
                 write_atomically(records, "".join(json.dumps(record) + "\n" for record in kept))
-        for file in (*self.samples.glob("step_*.jsonl"), *self.ratios.glob("step_*.npz")):
-            if int(file.stem.removeprefix("step_")) > step:
+        for names, folder in ((SAMPLES, self.samples), (RATIOS, self.ratios)):
+            for number, file in names.entries(folder).items():
+                if number > step:
+                    file.unlink()
+            for file in files_named(folder, _TEMPORARY_STEP):
                 file.unlink()
-        for file in (*self.path.glob("*.tmp"), *self.samples.glob("*.tmp"), *self.ratios.glob("*.tmp")):
+        for file in files_named(self.path, _TEMPORARY):
             file.unlink()
         self.summary.unlink(missing_ok=True)  # written when the run ends
 
@@ -86,7 +138,7 @@ class RunDirectory:
 
     def write_samples(self, step: int, rows: Iterable[Mapping[str, Any]]) -> Path:
         """samples/step_000012.jsonl, one JSON object a row."""
-        file = self.samples / f"step_{step:06d}.jsonl"
+        file = self.samples / SAMPLES.of(step)
         write_atomically(file, "".join(json.dumps(dict(row), ensure_ascii=False) + "\n" for row in rows))
         return file
 
@@ -103,7 +155,7 @@ class RunDirectory:
     def write_ratios(self, step: int, arrays: Mapping[str, np.ndarray]) -> Path:
         """ratios/step_000012.npz, written atomically; ``numpy.load`` reads it without unpickling."""
         self.ratios.mkdir(exist_ok=True)
-        file = self.ratios / f"step_{step:06d}.npz"
+        file = self.ratios / RATIOS.of(step)
         temporary = file.with_name(file.name + ".tmp")
         with temporary.open("wb") as stream:
             np.savez_compressed(stream, allow_pickle=False, **arrays)
@@ -161,6 +213,10 @@ def write_atomically(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
+
+
+def _holds_something(path: Path) -> bool:
+    return any(path.iterdir()) if path.is_dir() else not path.exists() or path.stat().st_size > 0
 
 
 def _number(value: Any) -> float | int | None:

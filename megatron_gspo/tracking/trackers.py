@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from megatron_gspo.config.load import flat
+
 
 class Tracker(Protocol):
     """A destination of metrics in addition to metrics.jsonl."""
@@ -84,7 +86,7 @@ class MLflow:
             run, "mlflow_id", lambda: client.create_run(identity, run_name=run.path.name).info.run_id
         )
         self._client = client
-        for name, value in _flat(run.config) if run.resume_step is None else ():
+        for name, value in flat(run.config).items() if run.resume_step is None else ():
             client.log_param(self._id, name, str(value)[:500])
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -155,10 +157,3 @@ def _stored_id(run: RunInfo, file_name: str, make: Callable[[], str]) -> str:
     identity = make()
     file.write_text(identity + "\n")
     return identity
-
-
-def _flat(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    rows: list[tuple[str, Any]] = []
-    for key, value in config.items():
-        rows += _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [(prefix + key, value)]
-    return rows

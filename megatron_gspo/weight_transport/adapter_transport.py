@@ -8,10 +8,11 @@ from pathlib import Path
 from safetensors.torch import load_file
 from torch import Tensor
 
+from megatron_gspo.given_names import files_named
 from megatron_gspo.models.peft_files import NAME_PREFIX, AdapterFacts, adapter_config, write_adapters
 from megatron_gspo.servers.http_client import ServerClient
 from megatron_gspo.weight_transport.buckets import Bucket, buckets
-from megatron_gspo.weight_transport.disk_transport import DiskTransport
+from megatron_gspo.weight_transport.disk_transport import INDEX, DiskTransport
 from megatron_gspo.weight_transport.server_endpoints import ServerInfo, WeightEndpoints
 from megatron_gspo.weight_transport.sglang_payload import by_value
 from megatron_gspo.weight_transport.transport import Sent, WeightTransport
@@ -37,11 +38,10 @@ class AdapterFileTransport(DiskTransport):
 
     def complete(self, folder: Path) -> None:
         """Join the sources' files, in PEFT's format, experts one by one."""
-        parts = sorted(folder.iterdir())
-        tensors = {name: tensor for part in parts if part.suffix == ".safetensors"
-                   for name, tensor in load_file(part).items()}  # fmt: skip
+        parts = sorted(files_named(folder, r"model-[0-9]+-[0-9]+\.safetensors"))
+        tensors = {name: tensor for part in parts for name, tensor in load_file(part).items()}
         write_adapters(folder / _FOLDER, tensors, self._facts, fused=False)
-        for part in parts:
+        for part in (*parts, folder / INDEX):
             part.unlink()
 
     async def load(self, server: ServerClient, timeout: float) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from megatron_gspo.errors import DiskError, writing
+from megatron_gspo.given_names import RANDOM_END, folders_named, is_real_folder, move_aside
 from megatron_gspo.models.hf_checkpoint import copy_companions
 from megatron_gspo.models.model_shape import read_json
 from megatron_gspo.servers.http_client import ServerClient
@@ -21,6 +22,7 @@ from megatron_gspo.weight_transport.transport import Sent, WeightTransport
 
 INDEX = "model.safetensors.index.json"
 _PREFIX, _UNFINISHED = "weights-", ".unfinished-"
+_VERSION = f"{RANDOM_END}-[0-9]+"  # of a folder's name: the run that wrote it, and the step
 # https://github.com/huggingface/safetensors: names of element types in a file's header
 _TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64",
           torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.int64: "I64", torch.int32: "I32",
@@ -59,7 +61,7 @@ class DiskTransport(WeightTransport):
         self._unfinished = self._place(version)
         with writing(self._directory):
             self._directory.mkdir(parents=True, exist_ok=True)
-            for left in self._directory.glob(_UNFINISHED + "*"):
+            for left in folders_named(self._directory, re.escape(_UNFINISHED) + _VERSION):
                 shutil.rmtree(left)
             self._unfinished.mkdir()
 
@@ -112,10 +114,12 @@ class DiskTransport(WeightTransport):
                 (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
     def _rename(self, whole: Path) -> None:
-        if whole.exists():
+        if is_real_folder(whole):
             shutil.rmtree(whole)
+        elif os.path.lexists(whole):
+            move_aside(whole)
         os.rename(self._unfinished, whole)
-        for old in self._directory.glob(_PREFIX + "*"):
+        for old in folders_named(self._directory, _PREFIX + _VERSION):
             if old != whole:
                 shutil.rmtree(old)
 

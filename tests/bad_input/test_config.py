@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from dataclasses import asdict
+
 import pytest
 import yaml
 
 from megatron_gspo.config import ConfigError, load_config
+from megatron_gspo.loop.checkpoints import LoopState
 from tests.support.command_line import Case, Outcome, check, command_line, small_config, start
 from tests.support.ports import free_port
 
@@ -27,6 +32,19 @@ def run_dir_below_a_file(config, folder):
 def used_run_dir(config, folder):
     (folder / "run").mkdir()
     (folder / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
+
+
+def run_of_another_model(config, folder):
+    """A run with a checkpoint, which began with other weights."""
+    checkpoint = folder / "run" / "checkpoints" / "step_000001"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "state.json").write_text(json.dumps({"state": asdict(LoopState(step=1)), "files": {}}))
+    before = {"model": {"path": "/models/other"}, "environment": {"weights": "0123456789abcdef"}}
+    (folder / "run" / "config.yaml").write_text(yaml.safe_dump(before))
+
+
+def model_of_an_earlier_run(config, folder):
+    config["model"]["path"] = str(shutil.copytree(config["model"]["path"], folder / "run" / "hf"))
 
 
 CASES = (
@@ -126,6 +144,10 @@ CASES = (
     Case("run_dir below a file", "is a file; choose another directory", breaks=run_dir_below_a_file),
     Case("run_dir of another run", "holds another run; choose another run_dir or set checkpoint.resume: auto",
          ("checkpoint.resume=never",), breaks=used_run_dir),
+    Case("run of another model", "began with another model", breaks=run_of_another_model, code=1,
+         shows=("model.path = ", "/models/other", "choose another run_dir, or set model.path back")),
+    Case("model within run_dir", "is what an earlier run left in run_dir", breaks=model_of_an_earlier_run, code=1,
+         shows=("model.path = ", "choose another run_dir")),
 )  # fmt: skip
 
 FILES = (

@@ -165,3 +165,22 @@ def test_ratios_are_of_the_trained_tokens_in_order() -> None:
     advantages = np.concatenate([batch[0].advantages[[0, 2]], batch[1].advantages])
     np.testing.assert_array_equal(found["advantage"], advantages)
     assert "flipped" not in ratio_arrays(update_of(batch), TOKENIZER)
+
+
+def test_a_run_without_checkpoints_says_so(rank: Any, tmp_path: Path, capsys: Any) -> None:
+    logger(tmp_path / "a").__exit__()
+    said = "checkpoint.save_interval is 0: no checkpoint is written, a run that is killed starts again from"
+    assert capsys.readouterr().err == f"{said} the beginning\n"
+    logger(tmp_path / "b", resume_step=4, checkpoint={"export_hf": False}).__exit__()
+    kept = "checkpoint.export_hf is false: the trained weights are not kept"
+    assert capsys.readouterr().err == f"{said} step 4, and {kept}\n"
+    logger(tmp_path / "c", checkpoint={"save_interval": 5}).__exit__()
+    assert capsys.readouterr().err == ""
+
+
+def test_where_the_files_of_an_earlier_run_are_is_said(rank: Any, tmp_path: Path, capsys: Any) -> None:
+    for _ in range(2):
+        with logger(tmp_path, checkpoint={"save_interval": 5}) as made:
+            made.log(1, {"reward/mean": 0.5})
+    assert capsys.readouterr().err.count(f"its files are now in {tmp_path}/earlier_1\n") == 1
+    assert json.loads((tmp_path / "earlier_1" / "metrics.jsonl").read_text())["reward/mean"] == 0.5

@@ -145,3 +145,20 @@ def test_a_language_model_that_is_a_part_has_the_type_in_its_own_config(given, w
     copy_companions(tmp_path, tmp_path / "out", torch.bfloat16)
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == written
     assert (tmp_path / "out" / "preprocessor_config.json").is_file()
+
+
+@pytest.mark.parametrize("target", ["elsewhere", "nowhere"])
+def test_a_link_where_a_checkpoint_goes_is_kept(tmp_path, capsys, target):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "model.safetensors").write_text("mine")
+    (tmp_path / "hf").symlink_to(tmp_path / target)
+    (tmp_path / "hf.old").mkdir()  # as people call what they want to keep
+    (tmp_path / ".replaced_hf_0123abcd").mkdir()
+    for _ in range(2):
+        write_checkpoint(tmp_path / "hf", [("a", torch.ones(2))], source=tmp_path)
+    assert not (tmp_path / "hf").is_symlink() and (tmp_path / "hf" / "model.safetensors").is_file()
+    assert (tmp_path / "elsewhere" / "model.safetensors").read_text() == "mine"
+    names = ["config.json", "elsewhere", "hf", "hf.kept", "hf.old"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    assert capsys.readouterr().err.count("hf was there and is not this run's: it is now") == 1

@@ -71,3 +71,13 @@ def test_a_part_of_the_experts_goes_to_servers_only(tmp_path: Path) -> None:
 def test_another_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="holds no adapters in PEFT's format"):
         read_adapters(tmp_path)
+
+
+def test_a_link_where_adapters_go_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "adapters").symlink_to(tmp_path / "elsewhere")
+    tensors = {f"model.layers.0.self_attn.q_proj.lora_{m}.weight": torch.ones(2, 2) for m in "AB"}
+    for _ in range(2):
+        write_adapters(tmp_path / "adapters", tensors, AdapterFacts(rank=2, alpha=4.0), fused=False)
+    assert read_adapters(tmp_path / "adapters")[0].keys() == tensors.keys()
+    assert (tmp_path / "adapters.kept").is_symlink() and list((tmp_path / "elsewhere").iterdir()) == []

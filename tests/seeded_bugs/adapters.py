@@ -17,7 +17,7 @@ TP2 = ("tests/equivalence/test_layouts.py::test_lora[lora_each-tp2-pp1-cp1-dp1-e
 ADAPTERS = (
     SeededBug(
         "servers get the adapters of one source alone", "design", "megatron_gspo/weight_transport/adapter_transport.py",
-        "tensors = {name: tensor for part in parts if", "tensors = {name: tensor for part in parts[-1:] if",
+        "tensors = {name: tensor for part in parts for", "tensors = {name: tensor for part in parts[-1:] for",
         (f"{SENT}the_sources_files_become_one_in_peft_format",),
     ),
     SeededBug(

@@ -35,11 +35,9 @@ def started(monkeypatch) -> list[list[str]]:
 
 def test_the_cold_start_s_weights_are_what_gspo_begins_with(started, tmp_path, capsys):
     folder = tmp_path / "demo"
-    folder.mkdir()
-    (folder / "old").write_text("")
     assert demo.main(["training.steps=2", "--folder", str(folder), "--processes", "2"]) == 0
     files = ColdStartFiles(folder)
-    assert not (folder / "old").exists() and (files.model / "config.json").is_file()
+    assert (files.model / "config.json").is_file()
     first, second = started
     assert str(demo.COLD_START) in first and f"model.path={files.model}" in first
     assert str(demo.GSPO) in second and f"model.path={files.weights}" in second
@@ -48,6 +46,27 @@ def test_the_cold_start_s_weights_are_what_gspo_begins_with(started, tmp_path, c
     assert "held-out accuracy   25.0 % before GSPO, 75.0 % after" in shown and "(50.0 % in Transformers)" in shown
     summary = json.loads((folder / "gspo" / "summary.json").read_text())
     assert summary["accuracy_transformers"] == 0.5 and summary["demo_wall_seconds"] > 0
+
+
+def test_an_earlier_demo_is_replaced_and_nothing_else(started, tmp_path):
+    folder = tmp_path / "demo"
+    arguments = ["--folder", str(folder), "--processes", "2"]
+    assert demo.main(arguments) == 0
+    (folder / "gspo" / "samples").mkdir()
+    (folder / "notes.md").write_text("mine")
+    (folder / "gspo_best").mkdir()
+    assert demo.main(arguments) == 0
+    assert (folder / "notes.md").read_text() == "mine" and (folder / "gspo_best").is_dir()
+    assert sorted(path.name for path in (folder / "gspo").iterdir()) == ["summary.json"]
+
+
+def test_a_folder_of_the_user_is_not_a_demo(started, tmp_path, capsys):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("mine")
+    assert demo.main(["--folder", str(tmp_path)]) == 2
+    said = f"error: --folder {tmp_path}: is not empty and holds no demo; choose another folder\n"
+    assert capsys.readouterr().err == said and started == []
+    assert (tmp_path / "model" / "config.json").read_text() == "mine"
 
 
 def test_a_failed_training_ends_the_demo_with_its_code(monkeypatch, tmp_path):

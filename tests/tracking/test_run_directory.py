@@ -81,6 +81,115 @@ def test_a_run_from_nothing_starts_empty_or_is_refused(tmp_path: Path) -> None:
         assert steps(tmp_path) == []
 
 
+COPIES = (
+    "step_000001 (copy).jsonl",
+    "step_000009.bak.jsonl",
+    "step_000002.jsonl.bak",
+    "step_000002.jsonl~",
+    "step_best.jsonl",
+    "step_.jsonl",
+    ".step_000002.jsonl.swp",
+    ".DS_Store",
+    "notes.tmp",
+)
+
+
+@pytest.mark.parametrize("folder, end", [("samples", "jsonl"), ("ratios", "npz")])
+def test_what_people_keep_beside_samples_stays(tmp_path: Path, folder: str, end: str) -> None:
+    with RunDirectory(tmp_path) as run:
+        for step in (1, 2, 3):
+            run.log(step, {})
+            run.write_samples(step, [{"step": step}])
+            run.write_ratios(step, {"log_ratio": np.zeros(1)})
+    names = [name.replace("jsonl", end) for name in COPIES]
+    for name in names:
+        (tmp_path / folder / name).write_text("mine")
+    (tmp_path / folder / "lost+found").mkdir()
+    (tmp_path / folder / f"step_000008.{end}").mkdir()
+    (tmp_path / folder / f"step_000009.{end}").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "my notes.tmp").write_text("mine")
+    for leftover in (tmp_path / "summary.json.tmp", tmp_path / folder / f"step_000003.{end}.tmp"):
+        leftover.write_text("half of it")
+    RunDirectory(tmp_path, resume_step=1).close()
+    theirs = [*names, "lost+found", f"step_000008.{end}", f"step_000009.{end}"]
+    assert sorted(path.name for path in (tmp_path / folder).iterdir()) == sorted([*theirs, f"step_000001.{end}"])
+    assert (tmp_path / "my notes.tmp").exists() and not (tmp_path / "summary.json.tmp").exists()
+
+
+def test_steps_beyond_six_digits_are_forgotten_too(tmp_path: Path) -> None:
+    with RunDirectory(tmp_path) as run:
+        for step in (999_990, 1_000_000, 1_000_010):
+            run.log(step, {})
+            run.write_samples(step, [{}])
+    RunDirectory(tmp_path, resume_step=1_000_000).close()
+    assert steps(tmp_path) == [999_990, 1_000_000]
+    assert sorted(path.name for path in (tmp_path / "samples").iterdir()) == [
+        "step_1000000.jsonl",
+        "step_999990.jsonl",
+    ]
+
+
+def finished_run(path: Path, reward: float) -> None:
+    with RunDirectory(path) as run:
+        run.write_config({"seed": 1}, {})
+        run.log(1, {"reward/mean": reward})
+        run.write_samples(1, [{"reward": reward}])
+        run.write_summary({"exit": "finished"})
+    (path / "hf").mkdir()
+    (path / "hf" / "config.json").write_text(str(reward))
+
+
+def test_a_new_run_keeps_the_files_of_an_earlier_one(tmp_path: Path) -> None:
+    finished_run(tmp_path, 0.25)
+    (tmp_path / "notes.md").write_text("mine")
+    finished_run(tmp_path, 0.5)
+    run = RunDirectory(tmp_path)
+    assert run.earlier == tmp_path / "earlier_2"
+    for number, reward in ((1, 0.25), (2, 0.5)):
+        earlier = tmp_path / f"earlier_{number}"
+        assert [record["reward/mean"] for record in read_metrics(earlier)] == [reward]
+        assert json.loads((earlier / "samples" / "step_000001.jsonl").read_text()) == {"reward": reward}
+        assert (earlier / "hf" / "config.json").read_text() == str(reward)
+        assert (earlier / "summary.json").is_file() and (earlier / "config.yaml").is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "checkpoints",
+        "earlier_1",
+        "earlier_2",
+        "metrics.jsonl",
+        "notes.md",
+        "samples",
+    ]
+    assert steps(tmp_path) == [] and list(run.samples.iterdir()) == []
+
+
+def test_a_start_that_logged_nothing_leaves_no_earlier_run(tmp_path: Path) -> None:
+    for _ in range(2):
+        run = RunDirectory(tmp_path)
+        run.write_config({"seed": 1}, {})
+        assert run.earlier is None
+        run.close()
+    with RunDirectory(tmp_path) as run:
+        run.log(1, {})
+    assert RunDirectory(tmp_path, resume_step=1).earlier is None  # it continues
+
+
+def test_an_earlier_run_on_another_disk_stays_there(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "samples").symlink_to("../disk")
+    finished_run(tmp_path / "run", 0.5)
+    RunDirectory(tmp_path / "run").close()
+    file = tmp_path / "run" / "earlier_1" / "samples" / "step_000001.jsonl"
+    assert json.loads(file.read_text()) == {"reward": 0.5} and (tmp_path / "disk" / file.name).exists()
+
+
+def test_an_earlier_run_is_numbered_after_the_last(tmp_path: Path) -> None:
+    (tmp_path / "earlier_7").mkdir()
+    (tmp_path / "earlier_best").mkdir()
+    finished_run(tmp_path, 0.5)
+    assert RunDirectory(tmp_path).earlier == tmp_path / "earlier_8"
+
+
 def test_a_killed_process_loses_no_finished_step(tmp_path: Path) -> None:
     code = (
         "import os, sys\nfrom megatron_gspo.tracking import RunDirectory\n"

@@ -47,7 +47,7 @@ def test_the_config_of_quantised_weights_names_their_format(tmp_path: Path) -> N
     (tmp_path / "config.json").write_text('{"model_type": "qwen3", "quantization_config": {"quant_method": "other"}}')
     for given, wanted in ((None, "other"), ({"quant_method": "fp8"}, "fp8")):
         transport = DiskTransport(SGLangWeightEndpoints(), tmp_path / "weights", source=tmp_path, quantization=given)
-        write(transport, "x:1")
+        write(transport, "0a:1")
         found = json.loads((transport.checkpoint / "config.json").read_text())
         assert found == {"model_type": "qwen3", "quantization_config": {"quant_method": wanted}}
 
@@ -56,7 +56,7 @@ def test_eight_bits_are_what_safetensors_reads(tmp_path: Path) -> None:
     stream = [("w", torch.randn(3, 5).to(torch.float8_e4m3fn)), ("w_scale_inv", torch.randn(1, 1)),
               ("v", torch.arange(6).to(torch.int8).view(2, 3))]  # fmt: skip
     transport = DiskTransport(SGLangWeightEndpoints(), tmp_path / "weights")
-    write(transport, "x:1", [stream])
+    write(transport, "0a:1", [stream])
     index = json.loads((transport.checkpoint / INDEX).read_text())
     for name, wanted in stream:
         with safe_open(transport.checkpoint / index["weight_map"][name], framework="pt") as file:
@@ -68,27 +68,27 @@ def test_only_the_newest_stays(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_text("not copied")
     transport = DiskTransport(SGLangWeightEndpoints(), tmp_path / "weights", source=tmp_path)
-    write(transport, "x:1")
-    transport.prepare("x:2")
+    write(transport, "0a:1")
+    transport.prepare("0a:2")
     transport.take(next(buckets(STREAM, 64)))  # breaks off here
-    assert (tmp_path / "weights" / "weights-x-1").is_dir()
-    write(transport, "x:3")
-    assert [folder.name for folder in (tmp_path / "weights").iterdir()] == ["weights-x-3"]
+    assert (tmp_path / "weights" / "weights-0a-1").is_dir()
+    write(transport, "0a:3")
+    assert [folder.name for folder in (tmp_path / "weights").iterdir()] == ["weights-0a-3"]
     assert (transport.checkpoint / "config.json").read_text() == "{}"
     assert not (transport.checkpoint / "model.safetensors").exists()
-    write(transport, "x:3")  # again, for a server that missed it
-    assert [folder.name for folder in (tmp_path / "weights").iterdir()] == ["weights-x-3"]
+    write(transport, "0a:3")  # again, for a server that missed it
+    assert [folder.name for folder in (tmp_path / "weights").iterdir()] == ["weights-0a-3"]
 
 
 def test_a_disk_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "weights").write_text("a file in its place")
     with pytest.raises(DiskError, match=str(tmp_path / "weights")):
-        DiskTransport(SGLangWeightEndpoints(), tmp_path / "weights").prepare("x:1")
+        DiskTransport(SGLangWeightEndpoints(), tmp_path / "weights").prepare("0a:1")
 
 
 def test_sources_write_parts_of_one_checkpoint(tmp_path: Path) -> None:
     transport = DiskTransport(SGLangWeightEndpoints(), tmp_path / "weights")
-    write(transport, "x:1", [STREAM[:2], [], STREAM[2:]])
+    write(transport, "0a:1", [STREAM[:2], [], STREAM[2:]])
     index = json.loads((transport.checkpoint / INDEX).read_text())
     assert index["weight_map"].keys() == {"a", "b", "c", "d"} and index["metadata"]["total_size"] == 60 + 120 + 32 + 4
     assert sorted(file.name for file in transport.checkpoint.iterdir()) == [
@@ -101,9 +101,26 @@ def test_sources_write_parts_of_one_checkpoint(tmp_path: Path) -> None:
 
 def test_a_source_that_wrote_elsewhere_is_an_error(tmp_path: Path) -> None:
     transport = DiskTransport(SGLangWeightEndpoints(), tmp_path / "weights")
-    transport.prepare("x:1")
-    transport.begin("x:1", 1)
+    transport.prepare("0a:1")
+    transport.begin("0a:1", 1)
     asyncio.run(transport.finish(1.0))
     with pytest.raises(DiskError, match="part-00000.json: not there.*set sglang.weight_dir to one that all"):
         transport.publish(2)
     assert transport.checkpoint is None
+
+
+def test_what_people_keep_beside_the_weights_stays(tmp_path: Path) -> None:
+    folder = tmp_path / "weights"
+    theirs = ("weights-best", "weights-0a-1 (copy)", "weights-old", ".unfinished-work", "lost+found")
+    for name in theirs:
+        (folder / name).mkdir(parents=True)
+    (tmp_path / "elsewhere").mkdir()
+    (folder / "weights-0b-7").symlink_to(tmp_path / "elsewhere")  # would end every update
+    (folder / "weights-0a-2").symlink_to(tmp_path / "elsewhere")  # where a checkpoint goes
+    (folder / ".unfinished-0b-7").mkdir()
+    transport = DiskTransport(SGLangWeightEndpoints(), folder)
+    for version in ("0a:1", "0a:2"):
+        write(transport, version)
+    names = (*theirs, "weights-0a-2", "weights-0a-2.kept", "weights-0b-7")
+    assert sorted(path.name for path in folder.iterdir()) == sorted(names)
+    assert (folder / "weights-0a-2" / INDEX).is_file() and list((tmp_path / "elsewhere").iterdir()) == []

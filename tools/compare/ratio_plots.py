@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_gspo.given_names import RATIOS
 from megatron_gspo.tools.compare.run_records import Run
 
 Arrays = Mapping[str, np.ndarray]
@@ -17,7 +18,7 @@ Arrays = Mapping[str, np.ndarray]
 
 def ratio_files(run: Run) -> list[Path]:
     """The run's ratio files, oldest first."""
-    return sorted((run.run_dir / "ratios").glob("step[_-]*.npz"))
+    return list(RATIOS.entries(run.run_dir / "ratios").values())
 
 
 def load_ratios(file: Path) -> dict[str, np.ndarray]:
@@ -175,4 +176,6 @@ def _is_cut(ratio: float, advantage: float, band: tuple[float, float]) -> bool:
 
 
 def _step(file: Path) -> int:
-    return int(file.stem.removeprefix("step").strip("_-"))
+    step = RATIOS.step(file.name)
+    assert step is not None
+    return step

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from megatron_gspo.config.load import flat
 from megatron_gspo.tools.compare.run_records import Figures, ReportError, Run, figures, read_run
 from megatron_gspo.tools.compare.search import Trial, choices, table
 from megatron_gspo.tools.compare.statistics import Difference, Interval, holm, interval, paired_difference
@@ -213,14 +214,6 @@ def _interval(study: Study, setting: str, group: str, measure: str) -> Interval 
 
 def _without_identity(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key not in ("run_dir", "seed")}
-
-
-def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted keys of nested mappings."""
-    found: dict[str, Any] = {}
-    for key, value in config.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
-    return found
 
 
 def _varying(kinds: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -9,12 +9,16 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from megatron_gspo.errors import DiskError, InputError, existing_part, show_bytes, writing
+from megatron_gspo.mcore.checkpoint.checkpoint_files import ROLLOUTS
+
+_NOT_OF_A_MODEL = re.compile(rf"{re.escape(ROLLOUTS)}(\.tmp)?|\.DS_Store|\..*\.sw[op]|.*~|.*\.(bak|tmp)")
 
 
 class Workspace:
@@ -117,10 +121,13 @@ def check_output(out: str | Path) -> None:
 
 
 def file_stamps(folder: Path) -> dict[str, list[int]]:
-    """Name -> [bytes, modification time in ns] of a directory's files, to detect that a source has changed."""
+    """Name -> [bytes, modification time in ns] of a directory's files, to detect that a source has changed.
+
+    Not of rollouts, which a run adds to a checkpoint later, nor of what editors and file managers leave.
+    """
     found = {}
     for file in sorted(folder.iterdir()):
-        if file.is_file():
+        if file.is_file() and not _NOT_OF_A_MODEL.fullmatch(file.name):
             status = file.stat()
             found[file.name] = [status.st_size, status.st_mtime_ns]
     return found

@@ -93,8 +93,8 @@ def check_checkpoints(config: Config) -> list[Finding]:
             warning(
                 "run.start",
                 f"{run_dir} holds the records of a run and no whole checkpoint",
-                "a new run starts over and clears them",
-                "choose another run_dir to keep them",
+                "a new run starts over and moves them to a folder of their own, earlier_1 and so on",
+                "choose another run_dir to leave them where they are",
             ),
         ]
     return [*found, ok("run.start", f"{run_dir}: a new run")]

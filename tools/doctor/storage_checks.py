@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megatron_gspo.config import Config
 from megatron_gspo.errors import existing_part, show_bytes
+from megatron_gspo.given_names import CHECKPOINTS
 from megatron_gspo.models import ModelShape
 from megatron_gspo.rollout.server_kinds import SERVER_KINDS
 from megatron_gspo.tools.doctor.diagnostics import Finding, error, note, ok, warning
@@ -39,7 +40,8 @@ def needs_of(config: Config, shape: ModelShape) -> Needs:
 def check_run_disk(config: Config, shape: ModelShape) -> list[Finding]:
     """The disk of run_dir. What the same run has written there already counts as available."""
     folder = Path(config.run_dir)
-    used = sum(_size(path) for path in (folder / "checkpoints", folder / "hf", folder / "weights"))
+    checkpoints = CHECKPOINTS.entries(folder / "checkpoints").values()
+    used = sum(_size(path) for path in (*checkpoints, folder / "hf", folder / "weights"))
     return [judge_disk(config.run_dir, shutil.disk_usage(existing_part(folder)).free, used, needs_of(config, shape))]
 
 

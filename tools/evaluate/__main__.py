@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
-from megatron_gspo.config.load import is_override, split_server_arguments
+from megatron_gspo.config.load import apply_overrides, is_override, split_server_arguments
 from megatron_gspo.errors import InputError, UserError, report
 
 
@@ -54,7 +54,7 @@ def evaluate(options: argparse.Namespace, overrides: Sequence[str], server_args:
     from megatron_gspo.tools.evaluate.evaluation_page import print_scores, write_results
     from megatron_gspo.tools.evaluate.run_tasks import Evaluation, load_tasks, run_evaluation, with_model
     from megatron_gspo.tools.evaluate.settings import evaluation_config, given_keys
-    from megatron_gspo.tools.evaluate.targets import find_targets, is_run, server_urls
+    from megatron_gspo.tools.evaluate.targets import default_output, find_targets, is_run, server_urls
 
     disable_progress_bar()
     target, given = options.model, given_keys(overrides)
@@ -62,9 +62,11 @@ def evaluate(options: argparse.Namespace, overrides: Sequence[str], server_args:
         raise InputError("--tasks: names no file, and MODEL is no run with held-out prompts; give --tasks FILE")
     if server_urls(target) and "model.path" not in given:
         raise InputError("model.path: servers do not send their tokenizer; give model.path=DIR of their model")
-    output = options.output or (Path(target) if is_run(target) else Path("runs")) / "evaluation"
+    model_path = apply_overrides({}, overrides).get("model", {}).get("path", target)
+    output = options.output or default_output(target, str(model_path))
     config = evaluation_config(target, options.tasks, output, overrides, server_args)
     targets = find_targets(target, config.model.path, options.steps)
+    print(f"results: {output}", file=sys.stderr)
     window = (options.first_date, options.last_date)
     tasks = load_tasks(with_model(config, targets[0].source), options.tasks, given, window)
     scores = run_evaluation(Evaluation(config, tuple(targets), tasks, output))
@@ -83,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     date = "of contest_date, inclusive; YYYY-MM-DD or with a time (a date is its midnight)"
     parser.add_argument("--from", dest="first_date", type=_date, metavar="DATE", help=f"first {date}")
     parser.add_argument("--to", dest="last_date", type=_date, metavar="DATE", help=f"last {date}")
-    folder = "of the results (default: evaluation/ in the run, or in runs/)"
+    folder = "of the results (default: evaluation/ in the run, or a folder of the model's own in runs/evaluation/)"
     parser.add_argument("--output", type=Path, metavar="DIR", help=folder)
     return parser
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -27,7 +26,7 @@ from megatron_gspo.tools.evaluate.targets import Target, hugging_face_folder
 from megatron_gspo.tools.evaluate.task_files import Task, Window, held_out_task, load_task, task_names
 from megatron_gspo.tools.evaluate.task_scores import TaskScores, prompt_accuracy, reward_table, score_task
 
-RESPONSES, MODELS = "responses", "models"  # folders of the output
+RESPONSES, CONVERTED = "responses", ".converted"  # folders of the output; the second while a checkpoint is evaluated
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,6 @@ def run_evaluation(evaluation: Evaluation) -> list[TaskScores]:
                     ks = evaluation.config.evaluation.pass_at_k
                     found.append(score_task(task, target.label, target.step, records, ks, first.get(task.name)))
                     first.setdefault(task.name, own)
-    shutil.rmtree(evaluation.output / MODELS, ignore_errors=True)
     return found
 
 
@@ -108,7 +106,7 @@ def _answer(evaluation: Evaluation, target: Target, kept: dict[str, ResponseFile
     missing = [task for task in evaluation.tasks if len(kept[task.name].records) < len(task.prompts)]
     if not missing:
         return
-    scratch = evaluation.output / MODELS
+    scratch = evaluation.output / CONVERTED
     convert = bar.add_task(f"{target.label}: to Hugging Face", total=None, visible=target.is_checkpoint, note="")
 
     def report(done: int, total: int) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +14,8 @@ from typing import Any
 
 from megatron_gspo.config.server_urls import check_url
 from megatron_gspo.errors import InputError
-from megatron_gspo.mcore.checkpoint.checkpoint_files import checkpoint_path, complete_checkpoints
+from megatron_gspo.given_names import CHECKPOINTS, is_real_folder
+from megatron_gspo.mcore.checkpoint.checkpoint_files import complete_checkpoints
 from megatron_gspo.models.model_shape import read_json
 from megatron_gspo.tools.convert.commands import chunks_of, find_source
 from megatron_gspo.tools.convert.to_hugging_face import to_hugging_face
@@ -48,8 +52,8 @@ class Target:
 
 
 def is_run(target: str) -> bool:
-    """Whether it is the directory of a run."""
-    return (Path(target) / "config.yaml").is_file()
+    """Whether it is the directory of a run; published models may have a config.yaml too, beside their config.json."""
+    return (Path(target) / "config.yaml").is_file() and not (Path(target) / "config.json").is_file()
 
 
 def server_urls(target: str) -> tuple[str, ...]:
@@ -60,6 +64,20 @@ def server_urls(target: str) -> tuple[str, ...]:
         return tuple(check_url(url) for url in target.split(","))
     except ValueError as error:
         raise InputError(f"MODEL: {error}") from None
+
+
+def default_output(target: str, model_path: str) -> Path:
+    """Where results go without ``--output``: into the run, else into a folder that other models do not share.
+
+    target: the argument MODEL. model_path: `model.path`, which is the model of servers.
+    """
+    if is_run(target):
+        return Path(target) / "evaluation"
+    urls = server_urls(target)
+    folder = Path(model_path if urls else target).resolve()
+    name = f"{folder.parent.name}_{folder.name}" if folder.name == EXPORT else folder.name
+    digest = hashlib.sha256(json.dumps([str(folder), sorted(urls)]).encode()).hexdigest()[:8]
+    return Path("runs") / "evaluation" / f"{'served_' if urls else ''}{name}-{digest}"
 
 
 def find_targets(target: str, model_path: str, steps: str | None) -> list[Target]:
@@ -89,18 +107,21 @@ def find_targets(target: str, model_path: str, steps: str | None) -> list[Target
 
 
 def _of_run(run: Path) -> dict[int, Target]:
-    """By step: the complete checkpoints, and the exported model in place of the checkpoint of its step."""
-    checkpoints = {int(path.name.removeprefix("step_")): path for path in complete_checkpoints(run / "checkpoints")}
-    found = {step: Target(_label(step), path, find_source(run, path), step) for step, path in checkpoints.items()}
-    if (run / EXPORT / "config.json").is_file():
-        summary = run / "summary.json"
-        step = int(read_json(summary)["step"]) if summary.is_file() else max(found, default=0)
-        found[step] = Target(_label(step), run / EXPORT, run / EXPORT, step)
+    """By step: the complete checkpoints, and the exported model in place of the checkpoint of its step.
+
+    A run that continues has no summary yet, which tells the step of the exported model: it is then that of an earlier
+    end, and counts only where there is no checkpoint.
+    """
+    found = {}
+    for path in complete_checkpoints(run / "checkpoints"):
+        step = CHECKPOINTS.step(path.name)
+        assert step is not None
+        found[step] = Target(path.name, path, find_source(run, path), step)
+    summary = run / "summary.json"
+    if (run / EXPORT / "config.json").is_file() and (summary.is_file() or not found):
+        step = int(read_json(summary)["step"]) if summary.is_file() else 0
+        found[step] = Target(CHECKPOINTS.of(step), run / EXPORT, run / EXPORT, step)
     return found
-
-
-def _label(step: int) -> str:
-    return checkpoint_path(Path(), step).name
 
 
 def _number(text: str, found: dict[int, Target]) -> int:
@@ -113,7 +134,8 @@ def _number(text: str, found: dict[int, Target]) -> int:
 @contextmanager
 def hugging_face_folder(target: Target, scratch: Path, *, processes: int,
                         report: Callable[[int, int], None]) -> Iterator[Path]:  # fmt: skip
-    """The target as a Hugging Face directory. A checkpoint is converted into `scratch`, and removed at the end.
+    """The target as a Hugging Face directory. A checkpoint is converted into `scratch`, and the result removed at the
+    end, or at the next start after a kill.
 
     report: called with the bytes done and the total. Raises the errors of ``to_hugging_face``.
     """
@@ -121,6 +143,13 @@ def hugging_face_folder(target: Target, scratch: Path, *, processes: int,
         yield target.folder
         return
     workers, chunks = Workers(processes, report=report), chunks_of(target.source)
-    out = to_hugging_face(target.folder, scratch / target.label, chunks, target.source, workers=workers)
-    yield out
-    shutil.rmtree(out)
+    out = scratch / target.label
+    if is_real_folder(out):
+        shutil.rmtree(out)
+    try:
+        yield to_hugging_face(target.folder, out, chunks, target.source, workers=workers)
+    finally:
+        if is_real_folder(out):
+            shutil.rmtree(out)
+        with contextlib.suppress(OSError):  # not empty: an interrupted conversion, which the next start continues
+            scratch.rmdir()

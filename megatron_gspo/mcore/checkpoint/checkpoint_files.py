@@ -2,7 +2,8 @@
 
 A checkpoint ``step_NNNNNN`` is written as ``.partial_NNNNNN_...`` and renamed. ``state.json``, its last file, lists
 every other file but the kept rollouts with its size; a directory that does not match its list is not a
-checkpoint.
+checkpoint. Neither is a link, a copy under another name, or one under the name of another step: such things are the
+user's (``given_names.py``).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_gspo.errors import RunError, existing_part, show_bytes
+from megatron_gspo.given_names import CHECKPOINTS, RANDOM_END, folders_named, move_aside
 
 STATE = "state.json"
 RANK_FILE = ".distcp"  # suffix of what a rank writes and flushes
@@ -28,7 +30,7 @@ class CheckpointError(RunError):
 
 def checkpoint_path(folder: Path, step: int) -> Path:
     """The directory of the checkpoint after ``step``."""
-    return folder / f"step_{step:06d}"
+    return folder / CHECKPOINTS.of(step)
 
 
 def begin_checkpoint(folder: Path, step: int) -> Path:
@@ -46,7 +48,7 @@ def publish_checkpoint(partial: Path, final: Path, state: Mapping[str, Any], *, 
                        steps: Mapping[str, int] | None = None, base: str = "") -> None:
     """Complete ``partial`` with ``state`` (JSON-able) and the step counts of optimizer and schedule, rename it to
     ``final`` and remove all but the newest ``keep``. base: checksum of the weights that its adapters belong to; "" for
-    whole weights.
+    whole weights. What stands at ``final`` and is no checkpoint of this step is kept under another name.
 
     Everything is on the disk before the rename, so that a power failure leaves no incomplete checkpoint; the ranks
     have flushed their own files.
@@ -58,6 +60,8 @@ def publish_checkpoint(partial: Path, final: Path, state: Mapping[str, Any], *, 
     for file in (*files, partial / STATE, partial):
         if file.suffix != RANK_FILE:
             _flush(file)
+    if _foreign(final):
+        move_aside(final)
     _remove(final)
     os.replace(partial, final)
     _flush(final.parent)
@@ -72,24 +76,25 @@ def remove_old(folder: Path, *, keep: int) -> None:
 
 def remove_leftovers(folder: Path) -> None:
     """Delete what a killed run was writing or removing. Only the rank that writes may call this."""
-    for pattern in (".partial_*", ".removed_*"):
-        for path in folder.glob(pattern):
-            shutil.rmtree(path, ignore_errors=True)
+    for path in folders_named(folder, rf"\.(partial|removed_step)_[0-9]{{6,}}_{RANDOM_END}"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
     """The complete checkpoints of a run, oldest first."""
-    return [path for path in sorted(folder.glob("step_*")) if not fault_of(path)]
+    return [path for path in CHECKPOINTS.entries(folder).values() if not _foreign(path) and not fault_of(path)]
 
 
 def newest_checkpoint(folder: Path) -> tuple[Path | None, list[str]]:
-    """The newest complete checkpoint, if any, and why each newer directory is not one."""
+    """The newest complete checkpoint, if any, and why each entry with the name of a newer one is not one."""
     faults: list[str] = []
-    for path in sorted(folder.glob("step_*"), reverse=True):
-        fault = fault_of(path)
-        if not fault:
+    for path in reversed(CHECKPOINTS.named(folder).values()):
+        if foreign := _foreign(path):
+            faults.append(f"{path} is {foreign}")
+        elif fault := fault_of(path):
+            faults.append(f"{path} is incomplete ({fault})")
+        else:
             return path, faults
-        faults.append(f"{path} is incomplete ({fault})")
     return None, faults
 
 
@@ -103,19 +108,35 @@ def room_left(folder: Path) -> str:
     return room + ")"
 
 
+def _foreign(path: Path) -> str:
+    """What else than a checkpoint of this run has the name of one, in a few words; "" for a checkpoint, whole or not,
+    and for nothing."""
+    if path.is_symlink():
+        return "a link"
+    if path.is_file():
+        return "a file"
+    try:
+        step = json.loads((path / STATE).read_text(encoding="utf-8"))["state"]["step"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+    return "" if step == CHECKPOINTS.step(path.name) else f"a copy of step {step}"
+
+
 def fault_of(path: Path) -> str:
     """Why a directory is not a complete checkpoint, in a few words; "" for a complete one."""
     try:
         content = json.loads((path / STATE).read_text(encoding="utf-8"))
-    except OSError:
+    except FileNotFoundError:
         return f"no {STATE}"
+    except OSError as error:
+        return f"{STATE} can't be read: {(error.strerror or type(error).__name__).lower()}"
     except ValueError:
         return f"{STATE} is not JSON"
     if not isinstance(content, dict) or not all(isinstance(content.get(key), dict) for key in ("state", "files")):
         return f"{STATE} has no list of files"
     for name, size in content["files"].items():
         file = path / name
-        if not file.is_file():
+        if not os.path.isfile(file):
             return f"{name} is missing"
         if file.stat().st_size != size:
             return f"{name}: {file.stat().st_size} of {size} bytes"

@@ -41,8 +41,9 @@ class _Read:
 def read_pieces(path: Path, pieces: Iterable[Piece]) -> None:
     """Fill the pieces' values from the checkpoint ``path``. What the checkpoint pads less is 0.
 
-    Raises ``MismatchError`` where a tensor is missing or of other sizes, and what `read_header` and the file system
-    raise. Memory: 16 MiB, or the largest row of a stored tensor.
+    Raises ``MismatchError`` where a tensor is missing or of other sizes, ``ValueError`` where a part of one is missing
+    or stored in another way, and what `read_header` and the file system raise. Memory: 16 MiB, or the largest row of a
+    stored tensor.
     """
     stored = stored_parts(read_metadata(path / METADATA))
     chosen: dict[tuple[object, ...], Piece] = {}
@@ -99,7 +100,7 @@ def _plan(piece: Piece, stored: dict[str, list[StoredPart]]) -> Iterator[_Read]:
             missing -= box.numel
             yield _Read(part, box, _region(target, box, piece.box.offsets))
     if missing:
-        raise MismatchError(f"{missing} elements of {piece.key} are missing")
+        raise ValueError(f"{missing} elements of {piece.key} are missing")
 
 
 def _parts(piece: Piece, stored: dict[str, list[StoredPart]]) -> list[StoredPart]:
@@ -119,7 +120,7 @@ def _copy_region(file: int, header: StoredTensor, read: _Read, buffer: Tensor) -
     assert read.part.box is not None
     sizes, offsets = header.sizes, tuple(a - b for a, b in zip(read.box.offsets, read.part.box.offsets, strict=True))
     if sizes != read.part.box.sizes or header.offset or not _is_contiguous(header):
-        raise MismatchError(f"{read.part.key} is stored as {header}")
+        raise ValueError(f"{read.part.key} is stored as {header}")
     rows = next((dim for dim, size in enumerate(sizes) if size > 1), len(sizes) - 1)  # along this dimension
     row = math.prod(sizes[rows + 1 :])
     step = max(1, buffer.numel() // (row * header.dtype.itemsize))

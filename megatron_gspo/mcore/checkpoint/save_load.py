@@ -41,7 +41,7 @@ from megatron_gspo.mcore.checkpoint.owned_state import (
     start_optimizer,
     stored_objects,
 )
-from megatron_gspo.mcore.checkpoint.read_pieces import read_pieces, read_steps
+from megatron_gspo.mcore.checkpoint.read_pieces import MismatchError, read_pieces, read_steps
 from megatron_gspo.mcore.policy import Policy
 from megatron_gspo.mcore.process_groups import compute_device
 from megatron_gspo.parallel.rank_zero import raise_on_every_rank, run_on_rank_zero
@@ -192,6 +192,9 @@ def _load_failure(path: Path, read: Callable[[], None]) -> str:
     try:
         with torch.no_grad():
             read()
+    except MismatchError as error:
+        fix = "set model, algorithm and lora as they were, or choose another run_dir"
+        return f"{path} is of another model or algorithm than this config's ({first_line(error)}); {fix}"
     except Exception as error:
         return f"{path} can't be loaded ({_reason(error)}); to resume from the one before, move it away"
     return ""

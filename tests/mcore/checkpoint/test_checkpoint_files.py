@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -95,3 +96,88 @@ def test_old_checkpoints_that_a_killed_run_did_not_remove_go(tmp_path):
     assert [file.name for file in complete_checkpoints(tmp_path)] == ["step_000002", "step_000004"]
     remove_old(tmp_path, keep=1)
     assert [file.name for file in complete_checkpoints(tmp_path)] == ["step_000004"]
+
+
+COPIES = ("step_best", "step_000001_best", "step_000004 (copy)", "step_000004.bak", "step_000004~", "latest", "step_9")
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_copies_of_the_user_are_neither_read_counted_nor_removed(tmp_path, name):
+    write(tmp_path, 1)
+    newest = write(tmp_path, 4)
+    shutil.copytree(tmp_path / "step_000001", tmp_path / name)
+    assert newest_checkpoint(tmp_path) == (newest, [])
+    for step in (6, 8):
+        write(tmp_path, step, keep=2)
+    assert [path.name for path in complete_checkpoints(tmp_path)] == ["step_000006", "step_000008"]
+    assert fault_of(tmp_path / name) == ""
+
+
+def test_a_copy_under_another_step_is_no_checkpoint(tmp_path):
+    """It would be taken for the newest for ever, and the real newest would be removed as an old one."""
+    newest = write(tmp_path, 2)
+    shutil.copytree(newest, tmp_path / "step_000123")
+    said = f"{tmp_path}/step_000123 is a copy of step 2"
+    assert newest_checkpoint(tmp_path) == (newest, [said])
+    write(tmp_path, 4, keep=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000004", "step_000123"]
+
+
+def test_a_checkpoint_of_another_run_under_its_own_step_is_one(tmp_path):
+    write(tmp_path / "other", 6)
+    write(tmp_path / "run", 2)
+    shutil.copytree(tmp_path / "other" / "step_000006", tmp_path / "run" / "step_000006")
+    assert newest_checkpoint(tmp_path / "run") == (tmp_path / "run" / "step_000006", [])
+
+
+def test_links_are_not_the_runs(tmp_path):
+    elsewhere = write(tmp_path / "elsewhere", 9)
+    folder = tmp_path / "checkpoints"
+    newest = write(folder, 2)
+    (folder / "step_000009").symlink_to(elsewhere)
+    (folder / "step_000010").symlink_to(tmp_path / "nowhere")
+    (folder / "step_000011").write_text("a note")
+    (folder / "latest").symlink_to("step_000002")
+    faults = [f"{folder}/step_000011 is a file", f"{folder}/step_000010 is a link", f"{folder}/step_000009 is a link"]
+    assert newest_checkpoint(folder) == (newest, faults)
+    write(folder, 4, keep=1)
+    assert fault_of(elsewhere) == "" and (folder / "step_000009").is_symlink()
+    assert [path.name for path in complete_checkpoints(folder)] == ["step_000004"]
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling link", "file", "copy"])
+def test_what_stands_where_a_checkpoint_goes_is_kept(tmp_path, capsys, kind):
+    elsewhere, folder = write(tmp_path / "elsewhere", 9), tmp_path / "checkpoints"
+    folder.mkdir()
+    if kind == "copy":
+        shutil.copytree(elsewhere, folder / "step_000003")
+    elif kind == "file":
+        (folder / "step_000003").write_text("a note")
+    else:
+        (folder / "step_000003").symlink_to(elsewhere if kind == "link" else tmp_path / "nowhere")
+    path = write(folder, 3)
+    assert fault_of(path) == "" and not path.is_symlink() and fault_of(elsewhere) == ""
+    assert sorted(entry.name for entry in folder.iterdir()) == ["step_000003", "step_000003.kept"]
+    assert capsys.readouterr().err == f"{path} was there and is not this run's: it is now {path}.kept\n"
+    remove_leftovers(folder)
+    assert sorted(entry.name for entry in folder.iterdir()) == ["step_000003", "step_000003.kept"]
+
+
+def test_steps_are_ordered_as_numbers(tmp_path):
+    for step in (999_990, 1_000_000, 10_000_010):
+        write(tmp_path, step)
+    assert newest_checkpoint(tmp_path)[0] == tmp_path / "step_10000010"
+    remove_old(tmp_path, keep=2)
+    assert [path.name for path in complete_checkpoints(tmp_path)] == ["step_1000000", "step_10000010"]
+
+
+def test_leftovers_are_only_what_a_save_names(tmp_path):
+    kept = (".partial_best", ".removed_by_me", ".partial_000004", ".DS_Store", "lost+found")
+    for name in kept:
+        (tmp_path / name).mkdir()
+    (tmp_path / ".partial_000004_0123abcd").symlink_to(tmp_path / "lost+found")
+    (tmp_path / ".partial_000006_0123abcd").mkdir()
+    (tmp_path / ".removed_step_000002_0123abcd").mkdir()
+    remove_leftovers(tmp_path)
+    names = sorted((*kept, ".partial_000004_0123abcd"))
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == names

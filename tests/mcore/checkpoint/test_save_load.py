@@ -15,7 +15,8 @@ from megatron_gspo.algorithms import preset
 from megatron_gspo.config import ParallelConfig
 from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.mcore.checkpoint.checkpoint_files import CheckpointError, complete_checkpoints, read_state
-from megatron_gspo.mcore.checkpoint.save_load import begin_save, load_checkpoint, save_checkpoint
+from megatron_gspo.mcore.checkpoint.read_pieces import MismatchError
+from megatron_gspo.mcore.checkpoint.save_load import _load_failure, begin_save, load_checkpoint, save_checkpoint
 from megatron_gspo.mcore.policy import Policy
 from megatron_gspo.mcore.train_step import train_mini_batch
 from tests.equivalence.cases import make_samples, max_difference
@@ -172,6 +173,17 @@ def test_keeps_the_newest_and_survives_failures(path, tmp_path):
     assert results[0]["kept"] == ["step_000002", "step_000010"]
     assert [file.name for file in complete_checkpoints(tmp_path)] == ["step_000010", "step_000012"]
     assert read_state(tmp_path / "step_000012") == {"step": 12, "again": True}
+
+
+def test_a_checkpoint_of_another_model_is_not_called_damaged():
+    """Moving it away, as for a damaged one, would lose the run."""
+
+    def misfit() -> None:
+        raise MismatchError("decoder.weight is [64, 32] there and [32, 32] in the model")
+
+    said = _load_failure(Path("checkpoints/step_000004"), misfit)
+    assert "is of another model or algorithm than this config's (decoder.weight is [64, 32] there" in said
+    assert said.endswith("; set model, algorithm and lora as they were, or choose another run_dir")
 
 
 def train_while_saving(rank: int, world_size: int, path: str, folder: str,

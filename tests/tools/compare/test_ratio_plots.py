@@ -10,6 +10,7 @@ from megatron_gspo.tools.compare.ratio_plots import (
     clip_band,
     cut_share,
     pick_response,
+    ratio_files,
     sequence_log_ratios,
     spread_of,
 )
@@ -76,3 +77,15 @@ def test_a_broken_ratio_file_is_passed_over(tmp_path):
     (path / "ratios" / "step_000020.npz").write_bytes(b"PK half")
     (path / "failure.json").write_text(json.dumps({"message": "x"}))
     assert spread_of("grpo", [read_run(path, setting="base", variant="grpo")]) is not None
+
+
+def test_ratio_files_are_the_runs_in_the_order_of_their_steps(tmp_path):
+    arrays = {"log_ratio": np.zeros(1), "sequence": np.int32([0])}
+    with RunDirectory(tmp_path / "run") as directory:
+        for step in (1_000_000, 999_990):
+            directory.write_ratios(step, arrays)
+    for name in ("step_000010 (copy).npz", "step_best.npz", "step-000020.npz", "step_000030.npz.bak"):
+        (tmp_path / "run" / "ratios" / name).write_bytes(b"")
+    (tmp_path / "run" / "ratios" / "step_2000000.npz").mkdir()
+    found = ratio_files(read_run(tmp_path / "run", setting="base", variant="grpo"))
+    assert [file.name for file in found] == ["step_999990.npz", "step_1000000.npz"]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 
 from megatron_gspo.errors import InputError
-from megatron_gspo.tools.evaluate.targets import find_targets, is_run, server_urls
+from megatron_gspo.tools.evaluate.targets import default_output, find_targets, is_run, server_urls
 
 
 def test_urls():
@@ -78,3 +80,70 @@ def test_an_empty_run(tmp_path):
     folder, _ = run(tmp_path / "run")
     with pytest.raises(InputError, match="neither an exported model nor a complete checkpoint"):
         find_targets(str(folder), "unused", None)
+
+
+def test_each_model_has_an_output_of_its_own(tmp_path, monkeypatch):
+    """Every trained model's directory is called hf."""
+    monkeypatch.chdir(tmp_path)
+    folders = [model(tmp_path / name / "hf") for name in ("a/gspo", "b/gspo", "grpo")] + [model(tmp_path / "Qwen")]
+    outputs = [default_output(str(folder), str(folder)) for folder in folders]
+    assert len(set(outputs)) == 4 and {output.parent for output in outputs} == {Path("runs/evaluation")}
+    assert [output.name.rpartition("-")[0] for output in outputs] == ["gspo_hf", "gspo_hf", "grpo_hf", "Qwen"]
+    assert default_output("a/gspo/hf/", "unused") == outputs[0]  # the same model, so that it continues
+    (tmp_path / "best").symlink_to(folders[1])
+    assert default_output("best", "best") == outputs[1]
+    folder, _ = run(tmp_path / "run", 20)
+    assert default_output(str(folder), str(folder)) == folder / "evaluation"
+
+
+def test_servers_have_an_output_by_model_and_url():
+    one, other = ("http://a:1", "m/Qwen"), ("http://b:1", "m/Qwen")
+    assert default_output(*one) == default_output(*one) != default_output(*other)
+    assert default_output("http://a:1,http://b:1", "m/Qwen") == default_output("http://b:1,http://a:1", "m/Qwen")
+    assert default_output("http://a:1", "m/other") != default_output(*one)
+    assert default_output(*one).name.startswith("served_Qwen-")
+
+
+@pytest.mark.parametrize("copy", ["step_best", "step_000040_best", "step_000040 (copy)", "step_000040.bak"])
+def test_copies_beside_checkpoints_are_no_steps(tmp_path, copy):
+    folder, _ = run(tmp_path / "run", 20, 40)
+    shutil.copytree(folder / "checkpoints" / "step_000040", folder / "checkpoints" / copy)
+    (folder / "checkpoints" / "latest").symlink_to("step_000040")
+    (folder / "checkpoints" / "step_000060").symlink_to("nowhere")
+    assert [target.step for target in find_targets(str(folder), "unused", "all")] == [20, 40]
+
+
+def test_steps_are_ordered_as_numbers(tmp_path):
+    folder, _ = run(tmp_path / "run", 999_990, 1_000_000)
+    assert [target.step for target in find_targets(str(folder), "unused", "all")] == [999_990, 1_000_000]
+    (newest,) = find_targets(str(folder), "unused", None)
+    assert newest.label == "step_1000000"
+
+
+def test_the_model_of_an_earlier_end_is_not_the_newest_step(tmp_path):
+    """A run that continues has no summary until its end."""
+    folder, _ = run(tmp_path / "run", 20, 40, exported=20)
+    (folder / "summary.json").unlink()
+    found = find_targets(str(folder), "unused", "all")
+    assert [(target.step, target.is_checkpoint) for target in found] == [(20, True), (40, True)]
+    (newest,) = find_targets(str(folder), "unused", None)
+    assert newest.step == 40 and newest.is_checkpoint
+
+
+def test_a_published_model_with_a_config_yaml_is_no_run(tmp_path):
+    folder = model(tmp_path / "Qwen")
+    (folder / "config.yaml").write_text("architecture: Qwen3")
+    assert not is_run(str(folder))
+    (target,) = find_targets(str(folder), str(folder), None)
+    assert target.label == "Qwen"
+
+
+def test_rollouts_and_backups_do_not_make_other_weights(tmp_path):
+    folder, _ = run(tmp_path / "run", 20)
+    (target,) = find_targets(str(folder), "unused", None)
+    before = target.identity
+    for name in ("rollout.bin", "rollout.bin.tmp", ".DS_Store", "state.json~", "state.json.bak", ".state.json.swp"):
+        (target.folder / name).write_text("x")
+    assert target.identity == before
+    (target.folder / "__0_0.distcp").write_text("x")
+    assert target.identity != before

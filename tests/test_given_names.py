@@ -1,0 +1,118 @@
+"""Which entries of a folder are the program's, among what people keep there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from megatron_gspo.given_names import CHECKPOINTS, SAMPLES, files_named, folders_named, move_aside
+
+FOREIGN = (
+    "step_best",
+    "step_000001_best",
+    "step_000001 (copy)",
+    "step_000001.bak",
+    "step_000002.tmp",
+    "step_000001~",
+    "step_1",
+    "step_0000001",
+    "step_00000١",
+    "step_000001\n",
+    "step_-00001",
+    "Step_000001",
+    ".DS_Store",
+    "lost+found",
+    "latest",
+)
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_name_that_the_program_does_not_give_is_not_its(tmp_path, name):
+    (tmp_path / name).mkdir()
+    assert CHECKPOINTS.step(name) is None and CHECKPOINTS.entries(tmp_path) == {}
+    (tmp_path / f"{name}.jsonl").write_text("")
+    assert SAMPLES.entries(tmp_path) == {}
+
+
+def test_a_name_holds_its_step():
+    for step in (0, 1, 999_999, 1_000_000, 12_345_678):
+        assert CHECKPOINTS.step(CHECKPOINTS.of(step)) == step
+        assert SAMPLES.step(SAMPLES.of(step)) == step
+    assert SAMPLES.of(12) == "step_000012.jsonl" and CHECKPOINTS.of(1_000_000) == "step_1000000"
+    assert (
+        SAMPLES.step("step_000001.jsonl (copy)") is None
+        and SAMPLES.step("step_000001xjsonl") is None
+    )
+
+
+def test_steps_are_ordered_as_numbers(tmp_path):
+    for step in (1_000_000, 999_990, 20, 10_000_000):
+        (tmp_path / CHECKPOINTS.of(step)).mkdir()
+    assert list(CHECKPOINTS.entries(tmp_path)) == [20, 999_990, 1_000_000, 10_000_000]
+
+
+def test_links_and_other_kinds_of_entries_are_not_the_programs(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "text").write_text("x")
+    (tmp_path / "step_000001").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "step_000002").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "step_000003").write_text("a file")
+    (tmp_path / "step_000004").mkdir()
+    (tmp_path / "step_000001.jsonl").symlink_to(tmp_path / "text")
+    (tmp_path / "step_000002.jsonl").mkdir()
+    (tmp_path / "step_000003.jsonl").write_text("{}")
+    assert list(CHECKPOINTS.named(tmp_path)) == [1, 2, 3, 4] and list(
+        CHECKPOINTS.entries(tmp_path)
+    ) == [4]
+    assert list(SAMPLES.entries(tmp_path)) == [3]
+    assert sorted(path.name for path in folders_named(tmp_path, "step_.*")) == [
+        "step_000002.jsonl",
+        "step_000004",
+    ]
+    assert [path.name for path in files_named(tmp_path, r"step_\d+\.jsonl")] == [
+        "step_000003.jsonl"
+    ]
+
+
+def test_a_folder_may_itself_be_a_link_or_absent(tmp_path):
+    (tmp_path / "disk" / "step_000007").mkdir(parents=True)
+    (tmp_path / "checkpoints").symlink_to(tmp_path / "disk")
+    assert CHECKPOINTS.entries(tmp_path / "checkpoints") == {
+        7: tmp_path / "checkpoints" / "step_000007"
+    }
+    (tmp_path / "file").write_text("")
+    assert CHECKPOINTS.entries(tmp_path / "absent") == CHECKPOINTS.entries(tmp_path / "file") == {}
+
+
+@pytest.mark.skipif(
+    os.getuid() != 0 or not hasattr(os, "seteuid"), reason="needs another user to be"
+)
+def test_a_folder_that_cannot_be_read_is_one_line(tmp_path):
+    (tmp_path / "checkpoints").mkdir(mode=0o700)
+    code = (
+        "import os, sys; from pathlib import Path; from megatron_gspo.given_names import CHECKPOINTS\n"
+        "from megatron_gspo.errors import RunError; os.seteuid(65534)\n"
+        "try: CHECKPOINTS.entries(Path(sys.argv[1]))\n"
+        "except RunError as error: print(error)"
+    )
+    os.chmod(tmp_path, 0o755)
+    command = [sys.executable, "-c", code, str(tmp_path / "checkpoints")]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert (
+        "checkpoints: cannot be read: permission denied; make it readable" in output
+        and output.count("\n") == 1
+    )
+
+
+def test_moving_aside_never_overwrites(tmp_path, capsys):
+    for number, name in enumerate(("step_000003.kept", "step_000003.kept_2", "step_000003.kept_3")):
+        (tmp_path / "step_000003").symlink_to(tmp_path / f"target{number}")
+        move_aside(tmp_path / "step_000003")
+        assert os.readlink(tmp_path / name) == str(tmp_path / f"target{number}")
+        said = (
+            f"{tmp_path}/step_000003 was there and is not this run's: it is now {tmp_path}/{name}\n"
+        )
+        assert capsys.readouterr().err == said
