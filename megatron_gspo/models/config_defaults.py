@@ -119,7 +119,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "swiglu_limit": 7.0,
     },
     "minimax_m2": {
-        **_ATTENTION,
+        **{
+            key: value for key, value in _ATTENTION.items() if key != "partial_rotary_factor"
+        },  # from rotary_dim
         "head_dim": 128,
         "max_position_embeddings": 196608,
         "num_key_value_heads": 8,
@@ -164,7 +166,14 @@ _ALIASES: dict[str, dict[str, str]] = {
 }
 # Keys that may be null beside those without a default: null key-value heads are as many as heads, a null rank means
 # queries without a latent, a null window none, a null head_dim hidden_size / heads, null shared experts none.
-_NULLABLE = ("head_dim", "n_shared_experts", "num_key_value_heads", "q_lora_rank", "sliding_window")
+_NULLABLE = (
+    "head_dim",
+    "n_shared_experts",
+    "num_key_value_heads",
+    "q_lora_rank",
+    "sliding_window",
+    "text_config",
+)
 # Of the language model, where they are there at all.
 _LISTS = {"layer_types": str, "mlp_layer_types": str, "mlp_only_layers": int, "attn_type_list": int}
 _OBJECTS = ("rope_parameters", "rope_scaling")

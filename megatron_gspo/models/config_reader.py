@@ -148,15 +148,16 @@ def rotary_parameters(config: dict[str, Any]) -> dict[str, Any]:
             raise ModelError(f"{problem}; give the same ones for all layers")
     beside = {key: config[key] for key in ("rope_theta", "partial_rotary_factor") if key in config}
     parameters = {"rope_type": given.get("type", "default"), **beside, **given}
-    for key in beside.keys() | _YARN_NUMBERS & given.keys():
-        if key in beside or given[key] not in (None, 0):  # of YaRN's, Transformers takes both for an absent key
+    always = {"rope_theta", "partial_rotary_factor"}
+    for key in (always | _YARN_NUMBERS) & parameters.keys():
+        if key in always or given.get(key) not in (None, 0):  # of YaRN's numbers, Transformers takes both for absent ones
             check_number(key, parameters[key])
     return parameters
 
 
 def rotated_dims(config: dict[str, Any], head_dim: int) -> int:
     """How many dimensions of a head are rotated, of a family that may rotate a part."""
-    return int(head_dim * rotary_parameters(config)["partial_rotary_factor"])
+    return int(head_dim * rotary_parameters(config).get("partial_rotary_factor", 1.0))
 
 
 def rotary_of(config: dict[str, Any], dim: int, *, interleaved: bool = False,

@@ -19,7 +19,7 @@ from megatron_gspo.models.config_reader import (
 )
 from megatron_gspo.models.family import Family
 from megatron_gspo.models.mapping_rules import Rule
-from megatron_gspo.models.model_shape import ModelShape, Router
+from megatron_gspo.models.model_shape import ModelError, ModelShape, Router
 from megatron_gspo.models.rule_tables import ATTENTION, DENSE, EXPERTS, JOINT_NORMS
 
 _ONLY = (
@@ -49,9 +49,11 @@ def _rotated(config: dict[str, Any], head_dim: int) -> int:
     """The rotated dimensions of a head. Published configs have ``rotary_dim``; ``partial_rotary_factor``, which
     Transformers writes, comes before it."""
     width = config.get("rotary_dim")
-    if width is None or rotary_parameters(config)["partial_rotary_factor"] != 1.0:
+    if width is None or "partial_rotary_factor" in rotary_parameters(config):
         return rotated_dims(config, head_dim)
-    return min(width, head_dim)
+    if width > head_dim:
+        raise ModelError(f"rotary_dim={width} in config.json is more than the {head_dim} dimensions of a head; lower it")
+    return int(width)
 
 
 def _minimax_m2(config: dict[str, Any]) -> ModelShape:

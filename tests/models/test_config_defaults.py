@@ -251,4 +251,7 @@ def test_an_older_scaling_comes_before_new_parameters() -> None:
 def test_the_share_of_minimax_comes_before_its_number_of_dimensions() -> None:
     config = tiny_config("minimax").to_dict() | {"rope_parameters": None, "rotary_dim": 4}
     assert family_of(config)[1].rotary.dim == 4
-    assert family_of(copy.deepcopy(config) | {"partial_rotary_factor": 0.5})[1].rotary.dim == 8
+    for share, dims in ((0.5, 8), (1.0, 16)):
+        changed = copy.deepcopy(config) | {"partial_rotary_factor": share}
+        assert family_of(copy.deepcopy(changed))[1].rotary.dim == dims
+        assert in_transformers(changed) == family_of(changed)[1]
