@@ -150,7 +150,8 @@ def rotary_parameters(config: dict[str, Any]) -> dict[str, Any]:
     parameters = {"rope_type": given.get("type", "default"), **beside, **given}
     always = {"rope_theta", "partial_rotary_factor"}
     for key in (always | _YARN_NUMBERS) & parameters.keys():
-        if key in always or given.get(key) not in (None, 0):  # of YaRN's numbers, Transformers takes both for absent ones
+        # Of YaRN's numbers, Transformers takes null and 0 for absent ones.
+        if key in always or given.get(key) not in (None, 0):
             check_number(key, parameters[key])
     return parameters
 

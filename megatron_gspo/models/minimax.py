@@ -52,7 +52,8 @@ def _rotated(config: dict[str, Any], head_dim: int) -> int:
     if width is None or "partial_rotary_factor" in rotary_parameters(config):
         return rotated_dims(config, head_dim)
     if width > head_dim:
-        raise ModelError(f"rotary_dim={width} in config.json is more than the {head_dim} dimensions of a head; lower it")
+        problem = f"rotary_dim={width} in config.json is more than the {head_dim} dimensions of a head"
+        raise ModelError(f"{problem}; lower it")
     return int(width)
 
 

@@ -1,4 +1,4 @@
-"""Published config.json files and indexes of every model in the README's table: taken, and read as Transformers does."""
+"""Published config.json files and indexes of every model of the README: taken, and read as Transformers does."""
 
 from __future__ import annotations
 
@@ -51,6 +51,27 @@ def test_a_published_config_is_read_as_transformers_reads_it(model: str) -> None
     "file", sorted(EXAMPLES.glob("*/models/*/config.json")), ids=lambda file: file.parent.name
 )
 def test_the_configs_of_the_examples_are_the_published_ones(file: Path) -> None:
-    names = {"Qwen3-Next-80B-A3B": "Qwen3-Next-80B-A3B"}
     published = family_of(copy.deepcopy(CONFIGS[file.parent.name]))[1]
     assert family_of(read_config(file.parent))[1] == published
+
+
+@pytest.mark.parametrize(
+    ("model", "changes"),
+    [
+        ("GLM-4.5", dict(max_position_embeddings=202752)),  # GLM-4.6 and 4.7
+        ("MiniMax-M2", dict(max_position_embeddings=204800)),  # M2.1 to M2.7
+        (
+            "Qwen3-4B",
+            dict(
+                rope_scaling={
+                    "type": "yarn",
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 32768,
+                }
+            ),
+        ),
+    ],
+)
+def test_variants_of_published_configs_are_taken(model: str, changes: dict[str, object]) -> None:
+    config = copy.deepcopy(CONFIGS[model]) | changes
+    assert family_of(config)[1].num_layers == config["num_hidden_layers"]
