@@ -38,6 +38,10 @@ class InputError(UserError, ValueError):
     exit_code = 2
 
 
+class ModelError(InputError):
+    """A Hugging Face model directory that can't be used; one line naming the file, key or tensor."""
+
+
 class RunError(UserError, RuntimeError):
     """A run that can't continue."""
 

@@ -8,6 +8,7 @@ from typing import Any
 from megatron_gspo.config.config_error import ConfigError, show
 from megatron_gspo.config.fields import default_of
 from megatron_gspo.config.rollout_sections import RolloutConfig, RouterNoiseConfig, RoutingConfig
+from megatron_gspo.models.companions import companions
 from megatron_gspo.models.families import FAMILIES, family_of
 from megatron_gspo.models.model_shape import ModelError, check_sizes, experts_of, language_config, read_json
 
@@ -33,7 +34,7 @@ def read_hf_config(path: str | Path, key: str = "model.path") -> dict[str, Any]:
 def check_family(key: str, path: str, hf: dict[str, Any]) -> None:
     """The model of a key belongs to a supported family and its sizes are plausible. hf: its config.json."""
     kind = hf.get("model_type")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         problem = f"its config.json has model_type {show(kind)}"
         raise ConfigError(key, path, problem, f"use one of {', '.join(FAMILIES)}")
     try:
@@ -90,8 +91,12 @@ def check_positions(rollout: RolloutConfig, max_prompt_length: int, hf: dict[str
 
 
 def check_weight_files(key: str, path: str, init: str) -> None:
-    """The directory has safetensors weights, unless they are random."""
+    """The directory has safetensors weights, unless they are random, and files beside them that an export can hold."""
     weights = Path(path)
+    try:
+        companions(weights)
+    except ModelError as error:
+        raise ConfigError(key, path, "can't be exported", str(error)) from None
     if init == "pretrained" and not any(weights.glob("*.safetensors")):
         problem, fix = "has no *.safetensors weights", "download them, or set model.init: random"
         if any(weights.glob("*.bin")):

@@ -17,7 +17,8 @@ from megatron_gspo.data.sample import Prompt
 from megatron_gspo.data.tasks import load_task
 from megatron_gspo.environments.environment_pool import EnvironmentPool
 from megatron_gspo.errors import first_line
-from megatron_gspo.models import ModelError, ModelShape, check_names, family_of, read_config
+from megatron_gspo.models import ModelError, ModelShape, family_of, read_config
+from megatron_gspo.models.checkpoint_checks import check_checkpoint
 from megatron_gspo.models.families import with_value_head
 from megatron_gspo.models.hf_checkpoint import CheckpointReader
 
@@ -46,8 +47,7 @@ def _check_checkpoint(key: str, path: str, init: str, *, value_head: bool) -> Mo
         family, shape = family_of(read_config(path))
         if init == "pretrained":
             with CheckpointReader(path) as weights:
-                check_names(weights.names, family, with_value_head(shape) if value_head else shape)
-                weights.check()
+                check_checkpoint(weights, family, with_value_head(shape) if value_head else shape)
     except ModelError as error:
         fix = "give a complete safetensors checkpoint of a supported model"
         raise ConfigError(key, path, f"cannot be trained: {error}", fix) from None

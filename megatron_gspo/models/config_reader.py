@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from megatron_gspo.models.config_defaults import check_number, shown
 from megatron_gspo.models.model_shape import ModelError, ModelShape, Router
 from megatron_gspo.models.rotary import Rotary, Yarn
 
@@ -16,7 +17,8 @@ def decoder(config: dict[str, Any], *, rope_types: tuple[str, ...] = ("default",
 
     A family with other kinds of layers reads their ``layer_types`` and gives None in its place.
     """
-    heads, layers = config["num_attention_heads"], config["num_hidden_layers"]
+    heads = config["num_attention_heads"]
+    layers = config["num_hidden_layers"]
     for key, known in (("hidden_act", "silu"), ("layer_types", ["full_attention"] * layers), ("index_topk", None)):
         only(config, key, known)
     if config.get("use_sliding_window"):
@@ -31,10 +33,10 @@ def decoder(config: dict[str, Any], *, rope_types: tuple[str, ...] = ("default",
         head_dim=head_dim,
         ffn_hidden_size=config["intermediate_size"],
         vocab_size=config["vocab_size"],
-        rms_norm_eps=config.get("rms_norm_eps", 1e-6),
+        rms_norm_eps=config["rms_norm_eps"],
         rotary=rotary_of(config, head_dim, types=rope_types),
-        max_position_embeddings=config.get("max_position_embeddings", 32768),
-        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        max_position_embeddings=config["max_position_embeddings"],
+        tied_embeddings=config["tie_word_embeddings"],
         moe_layers=(False,) * layers,
     )
 
@@ -44,8 +46,8 @@ def windows_of(config: dict[str, Any], kinds: Sequence[str]) -> tuple[int | None
     layers, window = config["num_hidden_layers"], config.get("sliding_window")
     if len(kinds) != layers or set(kinds) - {"full_attention", "sliding_attention"}:
         raise ModelError(
-            f"layer_types={list(kinds)} in config.json is not supported; give full_attention or sliding_attention for "
-            f"each of {layers} layers"
+            f"layer_types={shown(list(kinds))} in config.json is not supported; give full_attention or "
+            f"sliding_attention for each of {layers} layers"
         )
     if "sliding_attention" in kinds and (not isinstance(window, int) or window < 1):
         raise ModelError(f"sliding_window={window} in config.json has layers of sliding_attention; give the window")
@@ -57,7 +59,8 @@ def only(config: dict[str, Any], key: str, known: Any) -> None:
     an absent key or null passes."""
     value = config.get(key)
     if value is not None and value != known:
-        raise ModelError(f"{key}={value!r} in a {config['model_type']} config.json is not supported; known: {known!r}")
+        problem = f"{key}={shown(value)} in a {config['model_type']} config.json is not supported"
+        raise ModelError(f"{problem}; known: {shown(known)}")
 
 
 def softmax_router(config: dict[str, Any], *, normalize: bool = True) -> Router:
@@ -79,7 +82,8 @@ def sigmoid_experts(config: dict[str, Any]) -> dict[str, Any]:
     for key, known in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("norm_topk_prob", True)):
         only(config, key, known)
     experts, chosen = config["n_routed_experts"], config["num_experts_per_tok"]
-    groups, chosen_groups = config.get("n_group") or 1, config.get("topk_group") or 1
+    groups = config["n_group"]
+    chosen_groups = config["topk_group"]
     if experts % groups or chosen_groups > groups or chosen > experts // groups * chosen_groups:
         raise ModelError(
             f"n_group={groups}, topk_group={chosen_groups} in config.json: {chosen} of {experts} experts can't be "
@@ -91,7 +95,7 @@ def sigmoid_experts(config: dict[str, Any]) -> dict[str, Any]:
             f"topk_group={chosen_groups} in config.json is not supported with num_experts_per_tok={chosen}; known: "
             "two experts to a chosen group"
         )
-    router = Router("sigmoid", scaling=float(config.get("routed_scaling_factor") or 1.0), expert_bias=True)
+    router = Router("sigmoid", scaling=float(config["routed_scaling_factor"]), expert_bias=True)
     if chosen_groups < groups:
         router = replace(router, groups=groups, chosen_groups=chosen_groups)
     return dict(
@@ -107,8 +111,7 @@ def sigmoid_experts(config: dict[str, Any]) -> dict[str, Any]:
 def layers_behind(config: dict[str, Any]) -> tuple[str, ...]:
     """Multi-token prediction, stored as layers behind the last."""
     first = config["num_hidden_layers"]
-    keys = ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules")
-    number = next((config[key] for key in keys if config.get(key)), 0)
+    number = next((config[key] for key in ("num_nextn_predict_layers", "num_mtp_modules") if config.get(key)), 0)
     return tuple(f"model.layers.{layer}." for layer in range(first, first + number))
 
 
@@ -120,28 +123,83 @@ _UNDEFINED = {
 }
 
 
+_YARN_NUMBERS = {
+    "factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "attention_factor",
+}
+
+
+def rotary_parameters(config: dict[str, Any]) -> dict[str, Any]:
+    """What a config.json says of the rotary embedding, by the keys of ``rope_parameters``, with ``rope_type``,
+    ``rope_theta`` and ``partial_rotary_factor``.
+
+    Transformers 5 keeps it in ``rope_parameters``; an older ``rope_scaling`` comes before it, and keys beside the two
+    fill in what they leave out. Raises ``ModelError`` for parameters of each kind of layer.
+    """
+    given = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    for key, value in given.items():
+        if isinstance(value, dict):
+            problem = f"rope_parameters with {key}={shown(value)} in config.json is not supported"
+            raise ModelError(f"{problem}; give the same ones for all layers")
+    beside = {key: config[key] for key in ("rope_theta", "partial_rotary_factor") if key in config}
+    parameters = {"rope_type": given.get("type", "default"), **beside, **given}
+    always = {"rope_theta", "partial_rotary_factor"}
+    for key in (always | _YARN_NUMBERS) & parameters.keys():
+        # Of YaRN's numbers, Transformers takes null and 0 for absent ones.
+        if key in always or given.get(key) not in (None, 0):
+            check_number(key, parameters[key])
+    return parameters
+
+
+def rotated_dims(config: dict[str, Any], head_dim: int) -> int:
+    """How many dimensions of a head are rotated, of a family that may rotate a part."""
+    return int(head_dim * rotary_parameters(config).get("partial_rotary_factor", 1.0))
+
+
 def rotary_of(config: dict[str, Any], dim: int, *, interleaved: bool = False,
               types: tuple[str, ...] = ("default",)) -> Rotary:
-    """The rotary embedding of a config.json, of ``dim`` dimensions. Transformers 5 keeps it in ``rope_parameters``.
+    """The rotary embedding of a config.json, of ``dim`` dimensions.
 
     types: the values of ``rope_type`` that the family takes, ``default`` and perhaps ``yarn``. Raises ``ModelError``
     for another one.
     """
-    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    parameters = rotary_parameters({"rope_theta": 10000.0, **config})
+    kind = parameters["rope_type"]
+    if not isinstance(kind, str):
+        raise ModelError(f"rope_type={shown(kind)} in config.json is not supported; known: {', '.join(types)}")
     if kind in _UNDEFINED and kind not in types:
         raise ModelError(f"rope_type={kind!r} in config.json is not supported: {_UNDEFINED[kind]}")
     if kind not in types:
         known = f"only {types[0]!r} is" if len(types) == 1 else f"known: {', '.join(types)}"
-        raise ModelError(f"rope_type={kind!r} in config.json is not supported; {known}")
-    base = float(parameters.get("rope_theta", config.get("rope_theta", 10000.0)))
+        raise ModelError(f"rope_type={shown(kind)} in config.json is not supported; {known}")
+    base = float(parameters["rope_theta"])
     return Rotary(base, dim, interleaved, _yarn(config, parameters) if kind == "yarn" else None)
 
 
 def _yarn(config: dict[str, Any], parameters: dict[str, Any]) -> Yarn:
-    trained = parameters["original_max_position_embeddings"]
-    factor = parameters.get("factor") or config["max_position_embeddings"] / trained
-    numerator, denominator = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    trained = next(
+        length
+        for length in (
+            config.get("original_max_position_embeddings"),
+            parameters.get("original_max_position_embeddings"),
+            config.get("max_position_embeddings"),
+        )
+        if length
+    )
+    check_number("original_max_position_embeddings", trained)
+    if "factor" not in parameters:
+        raise ModelError("rope_type='yarn' in config.json has no factor; give how much longer sequences are")
+    base = parameters["rope_theta"]
+    if base <= 1:
+        raise ModelError(f"rope_theta={base} in config.json is not supported with yarn; give more than 1")
+    factor = parameters["factor"] or config["max_position_embeddings"] / trained
+    numerator = parameters.get("mscale")
+    denominator = parameters.get("mscale_all_dim")
     cosine = parameters.get("attention_factor")
     if cosine is None:
         cosine = _magnitude(factor, 1.0)

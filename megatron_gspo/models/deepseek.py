@@ -9,14 +9,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megatron_gspo.models.config_reader import decoder, only, rotary_of, sigmoid_experts
+from megatron_gspo.models.config_defaults import shown
+from megatron_gspo.models.config_reader import decoder, only, rotary_of, rotary_parameters, sigmoid_experts
 from megatron_gspo.models.family import Family
 from megatron_gspo.models.model_shape import LatentSizes, ModelError, ModelShape
 from megatron_gspo.models.rule_tables import DENSE, EXPERTS, LATENT_ATTENTION, UNGATED_SHARED_EXPERTS
 
 
 def _deepseek(config: dict[str, Any]) -> ModelShape:
-    layers, dense = config["num_hidden_layers"], config.get("first_k_dense_replace", 0)
+    layers = config["num_hidden_layers"]
+    dense = config["first_k_dense_replace"]
     only(config, "moe_layer_freq", 1)
     return _latent(config, tuple(layer >= dense for layer in range(layers)))
 
@@ -24,29 +26,34 @@ def _deepseek(config: dict[str, Any]) -> ModelShape:
 def _glm_lite(config: dict[str, Any]) -> ModelShape:
     layers = config["num_hidden_layers"]
     kinds = config.get("mlp_layer_types")
-    if kinds is None:
-        dense = config.get("first_k_dense_replace", 1)
-        kinds = ["dense"] * dense + ["sparse"] * (layers - dense)
+    if kinds is None:  # Transformers has one dense layer then, whatever first_k_dense_replace is
+        only(config, "first_k_dense_replace", 1)
+        kinds = ["dense"] + ["sparse"] * (layers - 1)
     if len(kinds) != layers or set(kinds) - {"dense", "sparse"}:
-        raise ModelError(f"mlp_layer_types={kinds} in config.json: give dense or sparse for each of {layers} layers")
+        problem = f"mlp_layer_types={shown(kinds)} in config.json"
+        raise ModelError(f"{problem}: give dense or sparse for each of {layers} layers")
     return _latent(config, tuple(kind == "sparse" for kind in kinds))
 
 
 def _latent(config: dict[str, Any], moe_layers: tuple[bool, ...]) -> ModelShape:
-    for key, known in (("attention_bias", False), ("num_key_value_heads", config["num_attention_heads"]),
-                       ("use_qk_norm", False)):  # fmt: skip
-        only(config, key, known)
-    only({**config, **(config.get("rope_parameters") or {})}, "partial_rotary_factor", 1.0)
     dim = config["qk_rope_head_dim"]
+    for key, known in (
+        ("attention_bias", False),
+        ("num_key_value_heads", config["num_attention_heads"]),
+        ("use_qk_norm", False),
+        ("head_dim", dim),  # Transformers' name for the rotated dimensions of a head
+    ):
+        only(config, key, known)
+    only({**config, **rotary_parameters(config)}, "partial_rotary_factor", 1.0)
     sizes = LatentSizes(
-        query_rank=config.get("q_lora_rank"),
+        query_rank=config["q_lora_rank"],
         key_value_rank=config["kv_lora_rank"],
         plain_dim=config["qk_nope_head_dim"],
         value_dim=config["v_head_dim"],
     )
     return replace(
         decoder({**config, "head_dim": sizes.plain_dim + dim, "rope_parameters": None, "rope_scaling": None}),
-        rotary=rotary_of(config, dim, interleaved=config.get("rope_interleave", True), types=("default", "yarn")),
+        rotary=rotary_of(config, dim, interleaved=config["rope_interleave"], types=("default", "yarn")),
         mixers=("latent_attention",) * len(moe_layers),
         latent=sizes,
         query_key_norms=False,

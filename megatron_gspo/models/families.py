@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from megatron_gspo.models.config_defaults import shown
 from megatron_gspo.models.deepseek import DEEPSEEK
 from megatron_gspo.models.family import Family
 from megatron_gspo.models.glm import GLM
@@ -26,16 +27,20 @@ def family_of(config: dict[str, Any]) -> tuple[Family, ModelShape]:
     """The family and sizes of a Hugging Face config; ``ModelError`` for an unknown ``model_type``."""
     config = language_config(config)
     model_type = config.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ModelError(
-            f"model_type={model_type!r} in config.json is not supported; known: {', '.join(sorted(FAMILIES))}"
+            f"model_type={shown(model_type)} in config.json is not supported; known: {', '.join(sorted(FAMILIES))}"
         )
     family = FAMILIES[model_type]
     check_sizes(config)
     try:
-        return family, family.shape(config)
+        shape = family.shape(config)
     except KeyError as error:
         raise ModelError(f"config.json of a {model_type} model lacks the key {error}") from None
+    rotated = shape.rotary.dim
+    if rotated < 2 or rotated % 2:
+        raise ModelError(f"config.json rotates {rotated} dimensions of a head; give an even number above 0")
+    return family, shape
 
 
 def hugging_face_names(family: Family, shape: ModelShape) -> Iterator[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megatron_gspo.models.config_reader import decoder, only, rotary_of, sigmoid_experts
+from megatron_gspo.models.config_reader import decoder, only, rotary_of, rotated_dims, sigmoid_experts
 from megatron_gspo.models.family import Family
 from megatron_gspo.models.model_shape import ModelShape
 from megatron_gspo.models.rule_tables import (
@@ -23,14 +23,13 @@ from megatron_gspo.models.rule_tables import (
 
 def _glm4_moe(config: dict[str, Any]) -> ModelShape:
     only(config, "moe_layer_freq", 1)
-    shape, dense = decoder(config), config.get("first_k_dense_replace", 1)
-    parameters = config.get("rope_parameters") or {}
-    share = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 0.5))
+    shape = decoder(config)
+    dense = config["first_k_dense_replace"]
     return replace(
         shape,
-        rotary=rotary_of(config, int(shape.head_dim * share)),
-        attention_bias=bool(config.get("attention_bias", False)),
-        query_key_norms=bool(config.get("use_qk_norm", False)),
+        rotary=rotary_of(config, rotated_dims(config, shape.head_dim)),
+        attention_bias=config["attention_bias"],
+        query_key_norms=config["use_qk_norm"],
         moe_layers=tuple(layer >= dense for layer in range(shape.num_layers)),
         **sigmoid_experts(config),
     )

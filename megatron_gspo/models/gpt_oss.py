@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megatron_gspo.models.config_reader import decoder, only, rotary_of, softmax_router, windows_of
+from megatron_gspo.models.config_reader import decoder, only, rotary_of, rotary_parameters, softmax_router, windows_of
 from megatron_gspo.models.family import Family
-from megatron_gspo.models.model_shape import ModelError, ModelShape
+from megatron_gspo.models.model_shape import ModelShape
 from megatron_gspo.models.rule_tables import (
     ATTENTION,
     ATTENTION_BIAS,
@@ -28,22 +28,24 @@ _ROPE = dict(rope_type="yarn", factor=32.0, beta_fast=32.0, beta_slow=1.0, trunc
 def _gpt_oss(config: dict[str, Any]) -> ModelShape:
     for key, known in (("attention_bias", True), ("swiglu_alpha", 1.702)):
         only(config, key, known)
-    layers, limit = config["num_hidden_layers"], config.get("swiglu_limit", 7.0)
-    if not isinstance(limit, int | float) or not limit > 0:
-        raise ModelError(f"swiglu_limit={limit} in a gpt_oss config.json is not supported; give a number above 0")
+    only({**config, **rotary_parameters(config)}, "partial_rotary_factor", 1.0)
+    layers = config["num_hidden_layers"]
     kinds = config.get("layer_types") or [("sliding_attention", "full_attention")[i % 2] for i in range(layers)]
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {"rope_theta": 150000.0, **_ROPE}
-    own = {**config, "rope_parameters": rope, "rope_scaling": None, "layer_types": None, "use_sliding_window": None}
-    shape = decoder({**own, "rope_parameters": None})
+    scaling = config.get("rope_scaling")
+    if not scaling and config.get("rope_parameters") is None:
+        scaling = _ROPE
+    shape = decoder(
+        {**config, "rope_parameters": None, "rope_scaling": None, "layer_types": None, "use_sliding_window": None}
+    )
     return replace(
         shape,
-        rotary=rotary_of({"rope_theta": 150000.0, **own}, shape.head_dim, types=("yarn", "default")),
+        rotary=rotary_of({**config, "rope_scaling": scaling}, shape.head_dim, types=("yarn", "default")),
         mixers=("sink_attention",) * layers,
         windows=windows_of(config, kinds),
         query_key_norms=False,
         attention_bias=True,
         linear_bias=True,
-        glu_limit=float(limit),
+        glu_limit=float(config["swiglu_limit"]),
         moe_layers=(True,) * layers,
         num_experts=config["num_local_experts"],
         experts_per_token=config["num_experts_per_tok"],

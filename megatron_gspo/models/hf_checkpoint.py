@@ -22,6 +22,8 @@ from torch import Tensor
 
 from megatron_gspo.errors import DiskError, describe_disk, first_line, writing
 from megatron_gspo.given_names import RANDOM_END, folders_named, is_real_folder, move_aside
+from megatron_gspo.models.companions import copy_companions
+from megatron_gspo.models.config_defaults import shown
 from megatron_gspo.models.model_shape import ModelError, read_config, read_json
 from megatron_gspo.models.mxfp4 import BLOCKS, SCALES, dequantized
 from megatron_gspo.models.quantization.formats import dequantize_blocks
@@ -32,18 +34,7 @@ _SCALE = "_scale_inv"  # of a tensor in 8 bits, at the end of its name
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MAX_SHARD_BYTES = 4 << 30
-# files of a model other than its weights, copied to an export unchanged
-_COMPANIONS = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer*",
-    "vocab.json",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
-    "*preprocessor_config.json",  # of images and videos
-)
+_UNREAD = re.compile(r"(.+\.)?rotary_emb\.inv_freq")  # a buffer of older files that no model reads
 
 
 class CheckpointReader:
@@ -58,14 +49,7 @@ class CheckpointReader:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._open: dict[str, Any] = {}
-        if (self.path / INDEX).is_file():
-            self._files = read_index(self.path)
-        elif (self.path / SINGLE).is_file():
-            self._files = dict.fromkeys(self._shard(SINGLE, "all tensors").keys(), SINGLE)
-        else:
-            raise ModelError(
-                f"model.path={path}: neither {SINGLE} nor {INDEX} there; give a safetensors checkpoint"
-            )
+        self._files = self._find_files()
 
     def __enter__(self) -> CheckpointReader:
         return self
@@ -74,6 +58,35 @@ class CheckpointReader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._open.clear()
+
+    def _find_files(self) -> dict[str, str]:
+        """Tensor -> file. A single file comes before an index of others, as in Transformers; servers read the files of
+        the index, so that both may not be there."""
+        single = self.path / SINGLE
+        if not (self.path / INDEX).is_file():
+            if not single.is_file():
+                raise ModelError(
+                    f"model.path={self.path}: neither {SINGLE} nor {INDEX} there; give a safetensors checkpoint"
+                )
+            return dict.fromkeys(self._shard(SINGLE, "all tensors").keys(), SINGLE)
+        index = read_index(self.path)
+        if not single.is_file() or SINGLE in index.values():
+            return index
+        others = sorted(file for file in set(index.values()) if (self.path / file).is_file())
+        if others:
+            problem = f"has {SINGLE}, and {INDEX} places the weights in {others[0]}, which is there too"
+            raise ModelError(f"{self.path}: {problem}; remove {SINGLE} or the index, whichever is of another model")
+        return dict.fromkeys(self._shard(SINGLE, "all tensors").keys(), SINGLE)
+
+    @property
+    def has_index(self) -> bool:
+        """Whether the files are those of an index."""
+        return (self.path / INDEX).is_file() and self._files == read_index(self.path)
+
+    @property
+    def stored_names(self) -> set[str]:
+        """The names of all tensors in the files, of scales too."""
+        return set(self._files)
 
     @property
     def files(self) -> list[Path]:
@@ -84,7 +97,8 @@ class CheckpointReader:
     def names(self) -> set[str]:
         found = {name for name in self._files if name.removesuffix(_SCALE) not in self._files or not _is_scale(name)}
         quantized = {name.removesuffix(BLOCKS) for name in found if self._is_mxfp4(name.removesuffix(BLOCKS))}
-        return quantized | found - {name + end for name in quantized for end in (BLOCKS, SCALES)}
+        stored = {name + end for name in quantized for end in (BLOCKS, SCALES)}
+        return {name for name in quantized | found - stored if _UNREAD.fullmatch(name) is None}
 
     def _is_mxfp4(self, name: str) -> bool:
         return name + BLOCKS in self._files and name + SCALES in self._files
@@ -92,9 +106,12 @@ class CheckpointReader:
     @cached_property
     def _block(self) -> tuple[int, int]:
         """Rows and columns that share a scale."""
-        settings = read_config(self.path).get("quantization_config") or {}
-        rows, columns = settings.get("weight_block_size") or (128, 128)
-        return rows, columns
+        settings = read_config(self.path).get("quantization_config")
+        given = settings.get("weight_block_size") if isinstance(settings, dict) else None
+        size = given or [128, 128]
+        if not isinstance(size, list) or len(size) != 2 or not all(type(each) is int and each > 0 for each in size):
+            raise ModelError(f"weight_block_size={shown(size)} in config.json is not supported; give two sizes")
+        return size[0], size[1]
 
     def _kind(self, name: str) -> str:
         """The type that a tensor is read as, by the name that safetensors has for it."""
@@ -125,11 +142,29 @@ class CheckpointReader:
         for name, shard in self._files.items():
             if name not in held[shard]:
                 raise ModelError(f"{self.path / shard}: lacks {name}, which {INDEX} places there; download it again")
+        for shard, names in held.items():
+            for name in sorted(names):
+                if self._files.get(name) != shard and _UNREAD.fullmatch(name) is None:
+                    place = f"places in {self._files[name]}" if name in self._files else "does not list"
+                    problem = f"holds {name}, which {INDEX} {place}"
+                    raise ModelError(f"{self.path / shard}: {problem}, and Transformers reads it; download both again")
         for name in self.names:
             kind = self._kind(name)
             if kind not in _DTYPES:
                 known = ", ".join(_DTYPES)
                 raise ModelError(f"{name} is stored as {kind}; use a checkpoint that isn't quantised ({known})")
+            self._check_scales(name)
+
+    def _check_scales(self, name: str) -> None:
+        """The scales of a tensor in 8 bits are those of its blocks."""
+        if self._is_mxfp4(name) or name + _SCALE not in self._files:
+            return
+        sizes = self._file(name).get_slice(name).get_shape()
+        found = self._file(name + _SCALE).get_slice(name + _SCALE).get_shape()
+        blocks = [-(-size // block) for size, block in zip(sizes, self._block, strict=False)]
+        if len(sizes) != 2 or found != blocks:
+            problem = f"is {tuple(found)} in the checkpoint; {name} of {tuple(sizes)} in blocks of {self._block}"
+            raise ModelError(f"{name + _SCALE} {problem} has scales of {tuple(blocks)}")
 
     def common_dtype(self, but: Collection[str] = ()) -> torch.dtype:
         """The type of all tensors ``but`` these; ``ModelError`` naming two that differ."""
@@ -317,33 +352,6 @@ def _part_name(part: int) -> str:
 
 def _shard_name(part: int, number: int) -> str:
     return f"shard-{part:05d}-{number:05d}"
-
-
-def copy_companions(source: str | Path, target: str | Path, dtype: torch.dtype | None = None,
-                    quantization: dict[str, Any] | None = None) -> None:  # fmt: skip
-    """Copy config, tokenizer and chat template of one model directory to another, whose config then names ``dtype``,
-    which what loads the weights casts them to, and ``quantization`` or none. dtype None: the config is unchanged."""
-    for pattern in _COMPANIONS:
-        for file in Path(source).glob(pattern):
-            shutil.copyfile(file, Path(target) / file.name)  # without its mode: a source may be read-only
-    if dtype is None:
-        return
-    config = read_json(Path(target) / "config.json")
-    changed = _with_dtype(config, str(dtype).removeprefix("torch."))
-    changed.pop("quantization_config", None)
-    if quantization is not None:
-        changed["quantization_config"] = quantization
-    if changed != config:
-        (Path(target) / "config.json").write_text(json.dumps(changed, indent=2) + "\n")
-
-
-def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """The config with this type where it names the language model's, at its top or in ``text_config``."""
-    text, keys = config.get("text_config"), {"torch_dtype", "dtype"}
-    changed = config | dict.fromkeys(keys & config.keys(), dtype)
-    if isinstance(text, dict) and keys & text.keys():
-        return changed | {"text_config": text | dict.fromkeys(keys & text.keys(), dtype)}
-    return changed if keys & config.keys() else changed | {"dtype": dtype}
 
 
 def _write_shard(file: Path, tensors: dict[str, Tensor]) -> None:

@@ -8,10 +8,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megatron_gspo.models.config_reader import decoder, layers_behind, only, rotary_of, without_groups
+from megatron_gspo.models.config_reader import (
+    decoder,
+    layers_behind,
+    only,
+    rotary_of,
+    rotary_parameters,
+    rotated_dims,
+    without_groups,
+)
 from megatron_gspo.models.family import Family
 from megatron_gspo.models.mapping_rules import Rule
-from megatron_gspo.models.model_shape import ModelShape, Router
+from megatron_gspo.models.model_shape import ModelError, ModelShape, Router
 from megatron_gspo.models.rule_tables import ATTENTION, DENSE, EXPERTS, JOINT_NORMS
 
 _ONLY = (
@@ -37,20 +45,27 @@ def _renamed(rule: Rule) -> Rule:
     return replace(rule, hugging_face=tuple(map(_stored, rule.hugging_face)), takes_adapter=False)
 
 
+def _rotated(config: dict[str, Any], head_dim: int) -> int:
+    """The rotated dimensions of a head. Published configs have ``rotary_dim``; ``partial_rotary_factor``, which
+    Transformers writes, comes before it."""
+    width = config.get("rotary_dim")
+    if width is None or "partial_rotary_factor" in rotary_parameters(config):
+        return rotated_dims(config, head_dim)
+    if width > head_dim:
+        problem = f"rotary_dim={width} in config.json is more than the {head_dim} dimensions of a head"
+        raise ModelError(f"{problem}; lower it")
+    return int(width)
+
+
 def _minimax_m2(config: dict[str, Any]) -> ModelShape:
     layers = config["num_hidden_layers"]
     for key, known in (*_ONLY, ("attn_type_list", [1] * layers)):
         only(config, key, known)
     without_groups(config)
-    config = {"rope_theta": 5e6, **config}
     shape = decoder(config)
-    parameters = config.get("rope_parameters") or {}
-    width = config.get("rotary_dim") or int(shape.head_dim * config.get("partial_rotary_factor", 1.0))
-    if "partial_rotary_factor" in parameters:
-        width = int(shape.head_dim * parameters["partial_rotary_factor"])
     return replace(
         shape,
-        rotary=rotary_of(config, width),
+        rotary=rotary_of(config, _rotated(config, shape.head_dim)),
         mixers=("joint_norm_attention",) * layers,
         moe_layers=(True,) * layers,
         num_experts=config["num_local_experts"],

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_gspo.errors import InputError
+from megatron_gspo.errors import ModelError, first_line
+from megatron_gspo.models.config_defaults import shown, with_defaults
 from megatron_gspo.models.rotary import Rotary
 
 _SIZES = (
@@ -24,7 +25,6 @@ _SIZES = (
     "num_local_experts",
     "num_experts_per_tok",
     "moe_intermediate_size",
-    "shared_expert_intermediate_size",
     "n_routed_experts",
     "n_group",
     "topk_group",
@@ -39,11 +39,22 @@ _SIZES = (
     "linear_value_head_dim",
     "linear_conv_kernel_dim",
     "rotary_dim",
+    "decoder_sparse_step",
+    "full_attention_interval",
 )
-
-
-class ModelError(InputError):
-    """A Hugging Face model directory that can't be used; one line naming the file, key or tensor."""
+_COUNTS = (  # may be 0
+    "first_k_dense_replace",
+    "max_window_layers",
+    "n_shared_experts",
+    "num_mtp_modules",
+    "num_nextn_predict_layers",
+    "shared_expert_intermediate_size",
+)
+# No model is larger. Beyond, memory would be full before a weight's size is compared with its file's.
+_LARGEST = {"max_position_embeddings": 1 << 30, "num_hidden_layers": 1 << 12}
+_LARGEST_SIZE = 1 << 22
+_MOST_EXPERTS = 1 << 18  # of all layers together
+_MOST_JSON_BYTES = 64 << 20  # the largest published index has 20 MB
 
 
 @dataclass(frozen=True)
@@ -184,28 +195,44 @@ def read_config(path: str | Path) -> dict[str, Any]:
 
 
 def language_config(config: dict[str, Any]) -> dict[str, Any]:
-    """A ``config.json`` with the keys of its ``text_config``, if it has one, beside the others and in their place.
+    """A ``config.json`` with the keys of its language model, those that it leaves out included (`with_defaults`).
 
-    Models that read images too keep their language model's keys there. ``model_type`` stays the whole model's. Raises
-    ``ModelError`` where the two disagree on tied embeddings.
+    Models that read images too keep their language model's keys in ``text_config``; the others stay beside them.
+    ``model_type`` stays the whole model's. Raises ``ModelError`` where the two disagree on tied embeddings, and for a
+    value that a key can't have.
     """
+    model_type = config.get("model_type")
     text = config.get("text_config")
     if not isinstance(text, dict):
-        return config
+        return with_defaults(model_type, config)
     tied = config.get("tie_word_embeddings")
     if tied is not None and text.get("tie_word_embeddings", tied) != tied:
         raise ModelError(f"tie_word_embeddings={tied} in config.json and {not tied} in its text_config")
-    return {**config, **text, "model_type": config.get("model_type")}
+    inner = {} if tied is None else {"tie_word_embeddings": tied}
+    return {**config, **with_defaults(model_type, inner | text, is_text_config=True), "model_type": model_type}
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object in a file; ``ModelError`` naming the file for anything else."""
+    """A JSON object in a file; ``ModelError`` naming the file for anything else, also for a key with two values."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        if file.stat().st_size > _MOST_JSON_BYTES:
+            raise ValueError(f"more than {_MOST_JSON_BYTES >> 20} MiB")
+        content = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_with_each_key_once)
     except (ValueError, OSError) as error:
-        raise ModelError(f"{file}: not valid JSON ({error}); download it again") from None
+        raise ModelError(f"{file}: not valid JSON ({first_line(error)}); download it again") from None
+    except RecursionError:
+        raise ModelError(f"{file}: not valid JSON (too many brackets inside each other); download it again") from None
     if not isinstance(content, dict):
         raise ModelError(f"{file}: not valid JSON (a {type(content).__name__}, no object); download it again")
+    return content
+
+
+def _with_each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        for key, value in pairs:
+            if value != content[key]:
+                raise ValueError(f"{key} has two values")
     return content
 
 
@@ -216,12 +243,24 @@ def experts_of(config: Mapping[str, Any]) -> int | None:
 
 
 def check_sizes(config: dict[str, Any]) -> None:
-    """Sizes in a ``config.json`` are integers above 0 where present; else ``ModelError``."""
-    for key in _SIZES:
+    """Sizes in a ``config.json`` are integers above 0 that a model can have, where present; else ``ModelError``."""
+    for key in (*_SIZES, *_COUNTS):
         value = config.get(key)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ModelError(f"{key}={value!r} in config.json is not a size; give an integer above 0")
+        least = 0 if key in _COUNTS else 1
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            fix = "give an integer above 0" if least else "give an integer from 0"
+            raise ModelError(f"{key}={shown(value)} in config.json is not a size; {fix}")
+        largest = _LARGEST.get(key, _LARGEST_SIZE)
+        if value > largest:
+            raise ModelError(f"{key}={shown(value)} in config.json is no model's size; give at most {largest}")
     chosen, experts = config.get("num_experts_per_tok"), experts_of(config)
+    if experts and (layers := config.get("num_hidden_layers")) and experts * layers > _MOST_EXPERTS:
+        raise ModelError(f"config.json has {experts} experts in each of {layers} layers; no model has so many")
+    heads, groups = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    if heads and groups and heads % groups:
+        raise ModelError(f"num_attention_heads={heads} in config.json is no multiple of num_key_value_heads={groups}")
     if chosen and experts and chosen > experts:
         raise ModelError(f"num_experts_per_tok={chosen} in config.json is more than the {experts} experts; lower it")
     if chosen == 1 and config.get("norm_topk_prob"):

@@ -19,18 +19,34 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megatron_gspo.errors import first_line
 from megatron_gspo.given_names import is_real_folder, move_aside
 from megatron_gspo.models.adapter_rules import adapter_scale
-from megatron_gspo.models.model_shape import ModelError
+from megatron_gspo.models.config_defaults import shown
+from megatron_gspo.models.model_shape import ModelError, read_json
 
 NAME_PREFIX = "base_model.model."  # of every tensor in a file
 _EXPERT = re.compile(r"(.+\.mlp\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.lora_([AB])\.weight")
 _FUSED = re.compile(r"(.+\.mlp\.experts)\.(base_layer\.)?lora_([AB])\.weight")
 _ROUTER = re.compile(r".+\.mlp\.(gate|router)")  # in Transformers no linear layer, but a module with a parameter
+_LOW_RANK = re.compile(r".+\.lora_([AB])\.weight")
+_LARGEST_RANK = 1 << 16
+_LARGEST_ALPHA = 1e9
+# What adapter_config.json may say, where it says it; and what it may not have: all of it changes what is added.
+_KNOWN = {"peft_type": "LORA", "bias": "none", "fan_in_fan_out": False}
+_ABSENT = (
+    "use_dora",
+    "use_qalora",
+    "lora_bias",
+    "modules_to_save",
+    "layer_replication",
+    "trainable_token_indices",
+    "arrow_config",
+)
 _OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 _GATE_UP, _DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 
@@ -74,21 +90,70 @@ def write_adapters(folder: Path, tensors: Mapping[str, Tensor], facts: AdapterFa
 def read_adapters(folder: str | Path) -> tuple[dict[str, Tensor], AdapterFacts]:
     """The adapters of a directory of either kind, experts one by one, and what they have in common.
 
-    Raises ``ModelError`` naming the file where it is not one.
+    Raises ``ModelError`` naming the file where it is not one, is damaged, or holds adapters that add something else to
+    the weights than ``scale * B A``.
     """
     folder = Path(folder)
+    config_file = folder / "adapter_config.json"
+    weights = folder / "adapter_model.safetensors"
+    if not config_file.is_file() or not weights.is_file():
+        raise ModelError(f"{folder} holds no adapters in PEFT's format ({config_file.name} and {weights.name})")
+    config = read_json(config_file)
+    _check_config(config_file, config)
     try:
-        config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-        with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
+        with safe_open(weights, framework="pt") as file:
             metadata = file.metadata() or {}
             stored = {name.removeprefix(NAME_PREFIX): file.get_tensor(name) for name in list(file.keys())}
-        facts = AdapterFacts(
-            int(config["r"]), float(config["lora_alpha"]), bool(config.get("use_rslora", False)),
-            config.get("base_model_name_or_path") or "", metadata.get("base_checksum", ""),
-        )  # fmt: skip
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"{folder} holds no adapters in PEFT's format ({error})") from error
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{weights}: damaged or cut short ({first_line(error)}); save or download it again") from None
+    facts = AdapterFacts(
+        config["r"], float(config["lora_alpha"]), config.get("use_rslora") is True,
+        config.get("base_model_name_or_path") or "", metadata.get("base_checksum", ""),
+    )  # fmt: skip
+    for name, tensor in stored.items():
+        _check_tensor(weights, name, tensor, facts.rank)
     return _split(stored, facts.rank), facts
+
+
+def _check_config(file: Path, config: Mapping[str, Any]) -> None:
+    """The adapters add ``scale * B A`` to weights, and nothing else."""
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if isinstance(rank, bool) or not isinstance(rank, int) or not 0 < rank <= _LARGEST_RANK:
+        raise ModelError(f"{file}: r={shown(rank)} is no rank; give an integer above 0")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < _LARGEST_ALPHA:
+        raise ModelError(f"{file}: lora_alpha={shown(alpha)} is not supported; give a number above 0")
+    for key, known in _KNOWN.items():
+        value = config.get(key)
+        if value is not None and value != known:
+            raise ModelError(f"{file}: {key}={shown(value)} is not supported; known: {shown(known)}")
+    for key in _ABSENT:
+        if config.get(key):
+            problem = f"{key}={shown(config[key])} is not supported"
+            raise ModelError(f"{file}: {problem}; megatron-gspo takes adapters without it")
+    for key, factor in (("rank_pattern", 2), ("alpha_pattern", math.sqrt(2) if config.get("use_rslora") else 2)):
+        pattern = config.get(key) or {}
+        own = {_GATE_UP: (rank if key == "rank_pattern" else alpha) * factor}
+        if pattern not in ({}, own):
+            raise ModelError(f"{file}: {key}={shown(pattern)} is not supported; give all layers one rank and alpha")
+    if not isinstance(config.get("base_model_name_or_path") or "", str):
+        raise ModelError(f"{file}: base_model_name_or_path is no text; give the directory of their base")
+
+
+def _check_tensor(file: Path, name: str, tensor: Tensor, rank: int) -> None:
+    """Sizes that go with the rank; numbers that can be added to weights."""
+    match = _LOW_RANK.fullmatch(name)
+    if match is None:
+        return  # whoever reads the adapters names it
+    if not tensor.is_floating_point() or tensor.element_size() < 2:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        raise ModelError(f"{file}: {name} is stored as {dtype}; save the adapters in float32 or bfloat16")
+    fused = _FUSED.fullmatch(name)
+    width = rank if fused is None else rank * (2 if fused[2] else 1)
+    size = tensor.shape[0 if match[1] == "A" else -1] if tensor.ndim == 2 else 0
+    if size == 0 or (size % width if fused else size != width):
+        raise ModelError(f"{file}: {name} is {tuple(tensor.shape)}, which does not go with r={rank}; save it again")
+    if not torch.isfinite(tensor).all():
+        raise ModelError(f"{file}: {name} holds NaN or infinity; use earlier adapters")
 
 
 def can_fuse(names: Iterable[str]) -> bool:

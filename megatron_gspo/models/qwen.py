@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from megatron_gspo.models.config_reader import decoder, only, softmax_router, windows_of
+from megatron_gspo.models.config_reader import decoder, only, rotary_parameters, softmax_router, windows_of
 from megatron_gspo.models.family import Family
 from megatron_gspo.models.model_shape import ModelError, ModelShape
 from megatron_gspo.models.rule_tables import (
@@ -24,8 +24,9 @@ from megatron_gspo.models.rule_tables import (
 
 def _decoder(config: dict[str, Any], slides: Callable[[int], bool]) -> ModelShape:
     """With YaRN, and the windows of ``layer_types``, or of the layers that slide without it."""
-    used = bool(config.get("use_sliding_window"))
-    own = {**config, "sliding_window": config.get("sliding_window", 4096) if used else None}
+    only({**config, **rotary_parameters(config)}, "partial_rotary_factor", 1.0)
+    used = config["use_sliding_window"]
+    own = {**config, "sliding_window": config["sliding_window"] if used else None}
     kinds = config.get("layer_types") or [
         "sliding_attention" if used and slides(layer) else "full_attention"
         for layer in range(config["num_hidden_layers"])
@@ -39,11 +40,11 @@ def _decoder(config: dict[str, Any], slides: Callable[[int], bool]) -> ModelShap
 
 
 def _qwen3(config: dict[str, Any]) -> ModelShape:
-    return _without_bias(config, lambda layer: layer >= config.get("max_window_layers", 28))
+    return _without_bias(config, lambda layer: layer >= config["max_window_layers"])
 
 
 def _without_bias(config: dict[str, Any], slides: Callable[[int], bool]) -> ModelShape:
-    if config.get("attention_bias"):
+    if config["attention_bias"]:
         raise ModelError(
             "attention_bias=true in config.json is not supported for Qwen3; its published models have none"
         )
@@ -51,28 +52,43 @@ def _without_bias(config: dict[str, Any], slides: Callable[[int], bool]) -> Mode
 
 
 def _qwen3_moe(config: dict[str, Any]) -> ModelShape:
-    kind = "sliding_attention" if config.get("use_sliding_window") else "full_attention"
-    only(config, "layer_types", [kind] * config["num_hidden_layers"])  # Transformers doesn't read it
+    kind = "sliding_attention" if config["use_sliding_window"] else "full_attention"
+    for key, known in (
+        ("layer_types", [kind] * config["num_hidden_layers"]),
+        ("shared_expert_intermediate_size", 0),
+        ("qkv_bias", False),
+        ("use_qk_norm", True),
+    ):
+        only(config, key, known)  # Transformers doesn't read them; Qwen3-Coder's config.json has the last three
     return replace(_without_bias(config, lambda layer: True), **softmax_experts(config))
 
 
 def _qwen2_moe(config: dict[str, Any]) -> ModelShape:
-    if config.get("qkv_bias") is False:
+    if not config["qkv_bias"]:
         raise ModelError("qkv_bias=false in config.json is not supported for Qwen2-MoE; its published models have it")
-    most = config.get("max_window_layers", 28)
+    most = config["max_window_layers"]
     return replace(
         _decoder(config, lambda layer: layer % 2 == 0 and layer < most),
         attention_bias=True,
         query_key_norms=False,
         shared_expert_gate=True,
-        shared_expert_size=config["shared_expert_intermediate_size"],
+        shared_expert_size=shared_size(config),
         **softmax_experts(config),
     )
 
 
+def shared_size(config: dict[str, Any]) -> int:
+    """Width of the expert that every token goes to, of a family in which all have it."""
+    size = config["shared_expert_intermediate_size"]
+    if not size:
+        raise ModelError("shared_expert_intermediate_size=0 in config.json is not a size; give an integer above 0")
+    return int(size)
+
+
 def softmax_experts(config: dict[str, Any]) -> dict[str, Any]:
     """What the mixtures of experts have."""
-    step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
+    step = config.get("decoder_sparse_step", 1)
+    dense = config.get("mlp_only_layers") or []
     layers = range(config["num_hidden_layers"])
     experts = config.get("num_experts") or config.get("num_local_experts") or config["num_experts"]
     return dict(
@@ -80,7 +96,7 @@ def softmax_experts(config: dict[str, Any]) -> dict[str, Any]:
         num_experts=experts,
         experts_per_token=config["num_experts_per_tok"],
         moe_ffn_hidden_size=config["moe_intermediate_size"],
-        router=softmax_router(config, normalize=bool(config.get("norm_topk_prob", False))),
+        router=softmax_router(config, normalize=config["norm_topk_prob"]),
     )
 
 

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_gspo.models.config_reader import decoder, only, rotary_of
+from megatron_gspo.models.config_defaults import shown
+from megatron_gspo.models.config_reader import decoder, only, rotary_of, rotated_dims
 from megatron_gspo.models.family import Family
 from megatron_gspo.models.mapping_rules import Rule, Shard
 from megatron_gspo.models.model_shape import DeltaNetSizes, ModelError, ModelShape
-from megatron_gspo.models.qwen import softmax_experts
+from megatron_gspo.models.qwen import shared_size, softmax_experts
 from megatron_gspo.models.rule_tables import ATTENTION, DENSE, EXPERTS, QUERY_KEY_NORMS, SHARED_EXPERT
 
 _MIXERS = {"linear_attention": "gated_delta_net", "full_attention": "attention"}
@@ -125,11 +126,9 @@ def gated_decoder(config: dict[str, Any]) -> ModelShape:
     for key, known in (("attention_bias", False), ("attn_output_gate", True)):
         only(config, key, known)
     shape = decoder({**config, "layer_types": None})  # has kinds of its own
-    parameters = config.get("rope_parameters") or {}
-    share = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 0.25))
     return replace(
         shape,
-        rotary=rotary_of(config, int(shape.head_dim * share)),
+        rotary=rotary_of(config, rotated_dims(config, shape.head_dim)),
         mixers=_mixers(config),
         delta_net=_delta_net(config),
         attention_gate=True,
@@ -140,21 +139,23 @@ def gated_decoder(config: dict[str, Any]) -> ModelShape:
 
 def with_experts(shape: ModelShape, config: dict[str, Any]) -> ModelShape:
     """The decoder with experts, and an expert that every token goes to, which has a gate."""
-    shared = config["shared_expert_intermediate_size"]
+    shared = shared_size(config)
     return replace(shape, shared_expert_gate=True, shared_expert_size=shared, **softmax_experts(config))
 
 
 def _qwen3_next(config: dict[str, Any]) -> ModelShape:
     shape = gated_decoder(config)
-    return with_experts(shape, config) if config["num_experts"] else shape
+    return with_experts(shape, config)
 
 
 def _mixers(config: dict[str, Any]) -> tuple[str, ...]:
-    layers, interval = config["num_hidden_layers"], config.get("full_attention_interval", 4)
+    layers = config["num_hidden_layers"]
+    interval = config.get("full_attention_interval", 4)
     every = [("linear_attention", "full_attention")[(layer + 1) % interval == 0] for layer in range(layers)]
     kinds = config.get("layer_types") or every
     if len(kinds) != layers or set(kinds) - _MIXERS.keys():
-        raise ModelError(f"layer_types={kinds} in config.json: give {' or '.join(_MIXERS)} for each of {layers} layers")
+        problem = f"layer_types={shown(kinds)} in config.json"
+        raise ModelError(f"{problem}: give {' or '.join(_MIXERS)} for each of {layers} layers")
     return tuple(_MIXERS[kind] for kind in kinds)
 
 

@@ -52,6 +52,7 @@ FIXES = {
     "pickled weights only": "loading a pickle runs code; convert it where you trust it",
     "missing weight": "weights of another model, or an incomplete download",
     "integer weights": "quantised weights need their scales",
+    "weights in four bits": "formats of four bits are not read: download the bfloat16 model, or dequantise it",
     "NaN in the weights": "use a checkpoint from before the run diverged",
     "no end token": "set `eos_token_id` in the model's `generation_config.json`",
     "tokenizer of another model": "tokenizer and `config.json` are of different models",

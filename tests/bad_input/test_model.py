@@ -28,6 +28,16 @@ def setting(**changes):
     return change
 
 
+def file_of_null(key):
+    """config.json with null for a key."""
+
+    def change(config, folder):
+        file = folder / "model" / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {key: None}))
+
+    return change
+
+
 def of_kind(kind, **changes):
     """config.json of a small model of another family with changes."""
 
@@ -158,6 +168,43 @@ def narrower(tensors):
     tensors[QUERY] = tensors[QUERY][:-2].contiguous()
 
 
+def another_head(config, folder):
+    """tie_word_embeddings with an output weight of its own."""
+    setting(tie_word_embeddings=True)(config, folder)
+
+
+def other_model_in_shards(config, folder):
+    """A single file beside the index and files of another model."""
+    sharded(lambda shards, index: shutil.copyfile(folder / "model" / WEIGHTS, shards / WEIGHTS))(config, folder)
+
+
+def packed(tensors):
+    del tensors[QUERY]
+    tensors |= {f"{QUERY}_{name}": torch.zeros(4, dtype=torch.int32) for name in ("packed", "scale", "shape")}
+
+
+def four_bits(config, folder):
+    weights(packed)(config, folder)
+    settings = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    setting(quantization_config=settings)(config, folder)
+
+
+def link_out(config, folder):
+    (folder / "model" / "tokenizer.txt").symlink_to("/etc/passwd")
+
+
+def adapters_of(content, weights=b"\xff" * 100):
+    """Adapters to start from, damaged."""
+
+    def write(config, folder):
+        (folder / "adapters").mkdir()
+        (folder / "adapters" / "adapter_config.json").write_text(json.dumps(content))
+        (folder / "adapters" / "adapter_model.safetensors").write_bytes(weights)
+        config["lora"] = {"rank": 4, "adapter_path": str(folder / "adapters")}
+
+    return write
+
+
 CASES = (
     Case("model directory missing", "is not a directory; give a local Hugging Face model directory",
          ("model.path=absent",), shows=('model.path = "absent"', "hf download")),
@@ -281,6 +328,41 @@ CASES = (
     Case("NaN in the weights", "holds NaN or infinity in the checkpoint", breaks=nan_in(QUERY), shows=(QUERY,)),
     Case("infinity in the weights", "holds NaN or infinity in the checkpoint",
          breaks=nan_in("lm_head.weight", float("-inf")), shows=("lm_head.weight",)),
+    Case("tied embeddings with another output weight",
+         "tie_word_embeddings=true in config.json, and lm_head.weight is not", breaks=another_head,
+         shows=("set tie_word_embeddings to false",)),
+    Case("single file beside another model's shards", "places the weights in model-00001-of-",
+         breaks=other_model_in_shards, shows=("remove model.safetensors or the index",)),
+    Case("weights in four bits", "its weights are quantised by compressed-tensors", breaks=four_bits,
+         shows=("pack-quantized", "give the model in bfloat16")),
+    Case("weights in four bits that the config does not name", "its weights are quantised by compressed-tensors",
+         breaks=weights(packed)),
+    Case("adapters beside the weights", "has adapter_config.json, whose adapters Transformers would add",
+         breaks=file_of("adapter_config.json", b"{}"), shows=("megatron-gspo convert merge",)),
+    Case("link out of the model directory", "is a link to /etc/passwd, outside of the model directory", breaks=link_out,
+         shows=("tokenizer.txt", "put the file itself there")),
+    Case("hidden size beyond memory", "hidden_size=1000000000 in config.json is no model's size",
+         breaks=setting(hidden_size=10**9)),
+    Case("vocabulary of another model", "in the checkpoint; config.json makes it (3000000, ",
+         breaks=setting(vocab_size=3_000_000), shows=("model.embed_tokens.weight",)),
+    Case("list of model types", "its config.json has model_type", breaks=setting(model_type=["qwen3"]),
+         shows=('["qwen3"]',)),
+    Case("list of rotary embeddings", "rope_type=['yarn'] in config.json is not supported",
+         breaks=setting(rope_parameters={"rope_type": ["yarn"]})),
+    Case("null for a number", "rms_norm_eps=None in config.json is not supported; give a number above 0",
+         breaks=file_of_null("rms_norm_eps")),
+    Case("two names of one key", "are two names of one key; remove one of them",
+         breaks=setting(num_experts=8, num_local_experts=4), shows=("num_experts=8 and num_local_experts=4",)),
+    Case("config.json of many brackets", "its config.json is not a JSON object",
+         breaks=file_of("config.json", b"[" * 10**6)),
+    Case("config.json with a key of two values", "its config.json is not a JSON object",
+         breaks=file_of("config.json", b'{"model_type": "qwen3", "model_type": "qwen3_moe"}')),
+    Case("damaged adapters", "adapter_model.safetensors: damaged or cut short",
+         breaks=adapters_of({"r": 4, "lora_alpha": 8}), shows=("download it again",)),
+    Case("adapters without a rank", "adapter_config.json: r=None is no rank; give an integer above 0",
+         breaks=adapters_of({"r": None, "lora_alpha": 8})),
+    Case("adapters with a magnitude", "use_dora=True is not supported",
+         breaks=adapters_of({"r": 4, "lora_alpha": 8, "use_dora": True})),
     Case("no tokenizer", "has no tokenizer (none of tokenizer.json", breaks=without("tokenizer*", "vocab*", "merges*")),
     Case("damaged tokenizer", "its tokenizer can't be loaded", breaks=file_of("tokenizer.json", b"{")),
     Case("no end token", "no end token in the configs or the tokenizer", breaks=no_end_token),

@@ -40,12 +40,14 @@ def test_kimi_k2_is_deepseek_v3_under_another_name():
     assert one.router == other.router and one.latent == other.latent
 
 
-def test_layers_of_glm_lite_are_listed_or_counted():
+def test_layers_of_glm_lite_are_listed_or_the_first_is_dense():
     config = tiny_config("glm_lite").to_dict()
     kinds = config | {"mlp_layer_types": ["dense", "sparse", "dense", "sparse"]}
     assert family_of(kinds)[1].moe_layers == (False, True, False, True)
     counted = {**config, "first_k_dense_replace": 2, "mlp_layer_types": None}
-    assert family_of(counted)[1].moe_layers == (False, False, True, True)
+    with pytest.raises(ModelError, match="first_k_dense_replace=2"):  # Transformers doesn't read it
+        family_of(counted)
+    assert family_of({**counted, "first_k_dense_replace": 1})[1].moe_layers == (False, True, True, True)
 
 
 @pytest.mark.parametrize("key", ["kv_lora_rank", "n_routed_experts", "qk_rope_head_dim", "v_head_dim"])

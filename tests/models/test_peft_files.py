@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_gspo.models import ModelError
@@ -14,6 +16,7 @@ from megatron_gspo.models.peft_files import AdapterFacts, can_fuse, read_adapter
 
 FACTS = AdapterFacts(rank=2, alpha=3.0, rslora=True, base="somewhere", checksum="0123")
 LAYER = "model.layers.0"
+WEIGHTS = "adapter_model.safetensors"
 SIZES = {"gate_proj": (5, 4), "up_proj": (5, 4), "down_proj": (4, 5)}  # out, in
 
 
@@ -81,3 +84,75 @@ def test_a_link_where_adapters_go_is_kept(tmp_path: Path) -> None:
         write_adapters(tmp_path / "adapters", tensors, AdapterFacts(rank=2, alpha=4.0), fused=False)
     assert read_adapters(tmp_path / "adapters")[0].keys() == tensors.keys()
     assert (tmp_path / "adapters.kept").is_symlink() and list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def save_one(folder: Path, tensors: dict[str, Tensor], **config: object) -> Path:
+    """A directory with adapters of rank 2 and these tensors; config: changes of adapter_config.json."""
+    write_adapters(folder, adapters(), FACTS, fused=False)
+    named = {f"base_model.model.{LAYER}.{name}": tensor for name, tensor in tensors.items()}
+    save_file(load_file(folder / WEIGHTS) | named, folder / WEIGHTS, {"format": "pt"})
+    content = json.loads((folder / "adapter_config.json").read_text()) | config
+    (folder / "adapter_config.json").write_text(json.dumps(content))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (dict(r=None), "adapter_config.json: r=None is no rank; give an integer above 0"),
+        (dict(r="2"), "r='2' is no rank"),
+        (dict(r=0), "r=0 is no rank"),
+        (dict(r=10**9), "r=1000000000 is no rank"),
+        (dict(lora_alpha=None), "lora_alpha=None is not supported; give a number above 0"),
+        (dict(lora_alpha=float("nan")), "lora_alpha=nan is not supported"),
+        (dict(lora_alpha=float("inf")), "lora_alpha=inf is not supported"),
+        (dict(lora_alpha="4"), "lora_alpha='4' is not supported"),
+        (dict(peft_type="IA3"), "peft_type='IA3' is not supported; known: 'LORA'"),
+        (dict(bias="all"), "bias='all' is not supported"),
+        (dict(fan_in_fan_out=True), "fan_in_fan_out=True is not supported"),
+        (dict(use_dora=True), "use_dora=True is not supported"),
+        (dict(modules_to_save=["lm_head"]), "modules_to_save=.* is not supported"),
+        (dict(rank_pattern={"q_proj": 4}), "rank_pattern=.* is not supported; give all layers one rank and alpha"),
+        (dict(alpha_pattern={"q_proj": 4}), "alpha_pattern=.* is not supported"),
+        (dict(base_model_name_or_path=[1]), "base_model_name_or_path is no text"),
+        (dict(r=4), r"is \(2, 5\), which does not go with r=4"),
+    ],
+)
+def test_adapters_that_add_something_else_are_refused(
+    config: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        read_adapters(save_one(tmp_path / "a", {}, **config))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (torch.zeros(3, 4), r"is \(3, 4\), which does not go with r=2"),
+        (torch.zeros(2), "does not go with r=2"),
+        (torch.zeros(0, 4), "does not go with r=2"),
+        (torch.full((2, 4), float("nan")), "holds NaN or infinity"),
+        (torch.zeros(2, 4, dtype=torch.int8), "is stored as int8"),
+    ],
+)
+def test_tensors_that_are_no_adapters_are_named(tensor: Tensor, message: str, tmp_path: Path) -> None:
+    name = "self_attn.q_proj.lora_A.weight"
+    with pytest.raises(ModelError, match=f"{name} {message}" if message[0] != "d" else message):
+        read_adapters(save_one(tmp_path / "a", {name: tensor}))
+
+
+@pytest.mark.parametrize("content", [b"[1]", b"{", b'{"r": 1, "r": 2}', b"\xff", b"[" * 100_000, b"null"])
+def test_a_config_of_another_form_is_refused(content: bytes, tmp_path: Path) -> None:
+    folder = save_one(tmp_path / "a", {})
+    (folder / "adapter_config.json").write_bytes(content)
+    with pytest.raises(ModelError, match="adapter_config.json: not valid JSON"):
+        read_adapters(folder)
+
+
+@pytest.mark.parametrize("change", [lambda data: data[: len(data) // 2], lambda data: b"\xff" * 100, lambda data: b""])
+def test_a_damaged_file_is_refused(change: Callable[[bytes], bytes], tmp_path: Path) -> None:
+    folder = save_one(tmp_path / "a", {})
+    (folder / WEIGHTS).write_bytes(change((folder / WEIGHTS).read_bytes()))
+    with pytest.raises(ModelError, match="adapter_model.safetensors: damaged or cut short") as caught:
+        read_adapters(folder)
+    assert "\n" not in str(caught.value)

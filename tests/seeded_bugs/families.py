@@ -85,7 +85,7 @@ OF_THE_FAMILIES = (
     SeededBug(
         "part of a head rotated: the usual share instead of the config's", "one trainer",
         "megatron_gspo/models/qwen_next.py",
-        'parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 0.25))', "0.25",
+        "rotary_of(config, rotated_dims(config, shape.head_dim))", "rotary_of(config, int(shape.head_dim * 0.25))",
         ("tests/models/test_qwen_next.py::test_facts_are_read_from_the_config",),
     ),
     SeededBug(
@@ -95,8 +95,8 @@ OF_THE_FAMILIES = (
     ),
     SeededBug(
         "part of a head rotated: the share of rope_parameters not read", "one trainer", "megatron_gspo/models/glm.py",
-        'parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 0.5))',
-        'config.get("partial_rotary_factor", 0.5)',
+        "rotary_of(config, rotated_dims(config, shape.head_dim))",
+        'rotary_of(config, int(shape.head_dim * config["partial_rotary_factor"]))',
         ("tests/models/test_glm.py::test_biases_and_norms_are_options_and_the_rotated_share_has_two_places",),
     ),
     SeededBug(
@@ -168,7 +168,7 @@ OF_THE_FAMILIES = (
     ),
     SeededBug(
         "8-bit blocks of 128 x 128 whatever the config says", "one converter", FILES,
-        'settings.get("weight_block_size") or (128, 128)', "(128, 128)", (EIGHT_BITS,),
+        "size = given or [128, 128]", "size = [128, 128]", (EIGHT_BITS,),
     ),
     SeededBug(
         "8-bit values divided by their scale", "several converters", FORMATS,
@@ -185,8 +185,8 @@ OF_THE_FAMILIES = (
         "if name.removesuffix(_SCALE) not in self._files or not _is_scale(name)}", "}", (EIGHT_BITS,),
     ),
     SeededBug(
-        "config of an export still names a quantization", "one trainer", FILES,
-        '    changed.pop("quantization_config", None)\n', "",
+        "config of an export still names a quantization", "one trainer", "megatron_gspo/models/companions.py",
+        "    changed = _without_quantization(changed)\n", "",
         (EIGHT_BITS,),
     ),
     SeededBug(

@@ -48,10 +48,11 @@ JOINT_NORMS = (
     ),
     SeededBug(
         "MiniMax-M2: whole heads rotated", "several engines", FAMILY,
-        'config.get("rotary_dim") or int', "int", FACTS,
+        "rotary_of(config, _rotated(config, shape.head_dim))", "rotary_of(config, shape.head_dim)", FACTS,
     ),
     SeededBug(
         "MiniMax-M2: modules of multi-token prediction are extra tensors", "several converters",
-        "megatron_gspo/models/config_reader.py", '"num_mtp_layers", "num_mtp_modules")', '"num_mtp_layers")', FACTS,
+        "megatron_gspo/models/config_reader.py", '("num_nextn_predict_layers", "num_mtp_modules")',
+        '("num_nextn_predict_layers",)', FACTS,
     ),
 )  # fmt: skip

@@ -53,7 +53,8 @@ OF_QWEN35 = (
     ),
     SeededBug(
         "language model in a part: keys of the whole model before its own", "design", FACTS,
-        '{**config, **text, "model_type"', '{**text, **config, "model_type"',
+        '{**config, **with_defaults(model_type, inner | text, is_text_config=True), "model_type"',
+        '{**with_defaults(model_type, inner | text, is_text_config=True), **config, "model_type"',
         ("tests/models/test_model_shape.py::test_keys_of_a_language_model_take_the_place_of_the_whole_models",),
     ),
     SeededBug(

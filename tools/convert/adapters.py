@@ -17,6 +17,8 @@ from megatron_gspo.config.validate import validate
 from megatron_gspo.mcore.checkpoint.checkpoint_files import STATE
 from megatron_gspo.mcore.checkpoint.checkpoint_metadata import adapter_chunks
 from megatron_gspo.models.adapter_rules import add_product
+from megatron_gspo.models.checkpoint_checks import check_checkpoint
+from megatron_gspo.models.companions import companions
 from megatron_gspo.models.families import carried_names, family_of
 from megatron_gspo.models.hf_checkpoint import CheckpointReader, write_checkpoint
 from megatron_gspo.models.model_shape import ModelError, read_config
@@ -84,8 +86,12 @@ def merge(adapters: Adapters, source: Path, out: Path, *, dtype: torch.dtype | N
     dtype: to which the base is cast first; None: as it is. Raises ``ModelError`` for an adapter of no tensor of it.
     """
     check_output(out)
+    companions(source)
+    family, shape = family_of(read_config(source))
     with CheckpointReader(source) as reader:
-        names, carried = sorted(reader.names), carried_names(reader.names, family_of(read_config(source))[1])
+        check_checkpoint(reader, family, shape)
+        names = sorted(reader.names)
+        carried = carried_names(reader.names, shape)
         targets = {name.rpartition(".lora_")[0] + ".weight" for name in adapters.tensors}
         if missing := sorted(targets - set(names)):
             raise ModelError(f"{source} has no {missing[0]}, which has an adapter ({len(missing)} missing)")
@@ -100,7 +106,10 @@ def merge(adapters: Adapters, source: Path, out: Path, *, dtype: torch.dtype | N
 
 
 def _merged(name: str, weight: Tensor, adapters: Adapters) -> Tensor:
-    a, b = (adapters.tensors[f"{name.removesuffix('weight')}lora_{which}.weight"] for which in "AB")
+    names = [f"{name.removesuffix('weight')}lora_{which}.weight" for which in "AB"]
+    if missing := [each for each in names if each not in adapters.tensors]:
+        raise ModelError(f"{missing[0]} is not among the adapters; save them again")
+    a, b = (adapters.tensors[each] for each in names)
     if (b.shape[0], a.shape[1]) != tuple(weight.shape):
         raise ModelError(f"{name} is {tuple(weight.shape)}, its adapter {(b.shape[0], a.shape[1])}")
     return add_product(weight, a, b, adapters.facts.scale)

@@ -8,9 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megatron_gspo.errors import first_line
 from megatron_gspo.models.families import carried_names
 from megatron_gspo.models.hf_checkpoint import INDEX, SINGLE, CheckpointReader
 from megatron_gspo.models.model_shape import ModelError, ModelShape
@@ -24,7 +25,10 @@ class _Kept:
     """The tensors of a folder's file of carried tensors."""
 
     def __init__(self, file: Path) -> None:
-        self._file = safe_open(file, framework="pt")
+        try:
+            self._file = safe_open(file, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{file}: damaged or cut short ({first_line(error)}); convert it again") from None
         self.names = set(self._file.keys())
 
     def shape(self, name: str) -> tuple[int, ...]:

@@ -9,7 +9,9 @@ from pathlib import Path
 from torch import Tensor
 
 from megatron_gspo.errors import InputError
-from megatron_gspo.models import check_names, family_of, hugging_face_names, read_config
+from megatron_gspo.models import family_of, hugging_face_names, read_config
+from megatron_gspo.models.checkpoint_checks import check_checkpoint
+from megatron_gspo.models.companions import companions
 from megatron_gspo.models.families import carried_names
 from megatron_gspo.models.hf_checkpoint import CheckpointReader, write_checkpoint
 from megatron_gspo.models.quantization.module_list import ModuleListError
@@ -25,14 +27,14 @@ def quantize_checkpoint(source: Path, out: Path, name: str, modules: Sequence[st
     ``ModelError`` for a checkpoint that is not this model's, ``DiskError``.
     """
     check_output(out)
+    companions(source)
     family, shape = family_of(read_config(source))
     try:
         plan = quantization_plan(name, modules, exclude, family, shape)
     except ModuleListError as error:
         raise InputError(f"--{error.key} {error.value}: {error.problem}; {error.fix}") from None
     with CheckpointReader(source) as reader:
-        check_names(reader.names, family, shape)
-        reader.check()
+        check_checkpoint(reader, family, shape)
         own = [each for each in hugging_face_names(family, shape) if each in reader.names]
         carried = sorted(carried_names(reader.names, shape))
         kept = [each.removesuffix(".weight") for each in carried if each.endswith(".weight")]

@@ -12,17 +12,19 @@ import torch
 from torch import Tensor
 
 from megatron_gspo.errors import writing
+from megatron_gspo.models.companions import companions, copy_companions
 from megatron_gspo.models.families import family_of, hugging_face_names
-from megatron_gspo.models.hf_checkpoint import INDEX, SINGLE, copy_companions, read_index
+from megatron_gspo.models.hf_checkpoint import INDEX, SINGLE, read_index
 from megatron_gspo.models.model_shape import ModelError, ModelShape, read_config
 from megatron_gspo.models.parameter_slices import CheckpointChunk, ParameterSlice
 from megatron_gspo.models.stacked_experts import stacked_sizes, tensor_of
-from megatron_gspo.tools.convert.carried_tensors import CARRIED, copy_carried
+from megatron_gspo.tools.convert.carried_tensors import CARRIED, copy_carried, open_carried
 from megatron_gspo.tools.convert.safetensors_pieces import FileLayout, begin_file, file_layout, is_begun, write_tensors
 from megatron_gspo.tools.convert.torch_dcp_files import DistributedReader, open_checkpoint
 from megatron_gspo.tools.convert.work_directory import Workspace, file_stamps
 from megatron_gspo.tools.convert.work_units import Unit, Workers, cut, run_units
 
+_FIRST_FILE = "model-00001-of-00001.safetensors"
 _KEPT_BYTES = 64 << 20  # cache of parameters: query, key and value are one parameter, but not consecutive tensors
 _OTHERS = ("optimizer", "critic.", "rng_state", "rerun_state_machine_state")  # other content of a training checkpoint
 
@@ -58,6 +60,7 @@ def to_hugging_face(
 
     An interrupted conversion continues when called again. Raises the errors of ``to_megatron``.
     """
+    companions(source)
     family, shape = family_of(read_config(source))
     reader = open_checkpoint(checkpoint)
     chunks = as_stored(reader, chunks)
@@ -67,6 +70,9 @@ def to_hugging_face(
     names = list(hugging_face_names(family, shape))
     whole = stacked_sizes({name: sizes[name] for name in names}, shape.num_experts)
     files = _files(source, whole, dtype, max_shard_bytes)
+    with open_carried(source, shape) as (_, carried):
+        if carried and list(files) == [SINGLE]:  # of which Transformers would read that file alone
+            files = {_FIRST_FILE: files[SINGLE]}
     job = {"from": str(checkpoint.resolve()), "files": file_stamps(checkpoint), "dtype": str(dtype),
            "unit_bytes": workers.unit_bytes, "to": {file: sorted(names) for file, names in files.items()}}
     dtypes = {tensor_of(name)[0]: chunk.part.stored_as(dtype) for chunk in chunks for name in chunk.part.names}
@@ -146,10 +152,11 @@ def _files(
     """File -> names of its tensors, as in the source's index if that has all names."""
     if (source / INDEX).is_file():
         weight_map = read_index(source)
+        is_stale = (source / SINGLE).is_file() and SINGLE not in weight_map.values()
         files: dict[str, list[str]] = {}
         for name in sizes:
             files.setdefault(str(weight_map.get(name)), []).append(name)
-        if "None" not in files:
+        if "None" not in files and not is_stale:
             return dict(sorted(files.items()))
     runs = list(cut(sizes, lambda name: math.prod(sizes[name]) * dtype.itemsize, max_shard_bytes))
     if len(runs) == 1 or (source / SINGLE).is_file():

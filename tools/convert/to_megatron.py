@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from megatron_gspo.errors import writing
-from megatron_gspo.models.families import check_names, family_of, names_of_own_type
-from megatron_gspo.models.hf_checkpoint import INDEX, CheckpointReader, copy_companions
+from megatron_gspo.models.checkpoint_checks import check_checkpoint
+from megatron_gspo.models.companions import companions, copy_companions
+from megatron_gspo.models.families import family_of, names_of_own_type
+from megatron_gspo.models.hf_checkpoint import INDEX, CheckpointReader
 from megatron_gspo.models.model_shape import ModelError, ModelShape, read_config
 from megatron_gspo.models.parameter_slices import CheckpointChunk, ParameterSlice
 from megatron_gspo.tools.convert.carried_tensors import copy_carried
@@ -55,11 +57,10 @@ def to_megatron(
     the model of its config.json; ``InputError`` and ``DiskError``, before any work, for an invalid output.
     """
     family, shape = family_of(read_config(source))
+    companions(source)
     with CheckpointReader(source) as reader:
-        reader.check()
-        check_names(reader.names, family, shape)
-        for part in {chunk.part.names[0]: chunk.part for chunk in chunks}.values():
-            part.check(reader, shape)
+        check_checkpoint(reader, family, shape)
+        has_index = reader.has_index
         dtype = dtype or reader.common_dtype(names_of_own_type(reader.names, family, shape))
     ordered = sorted(chunks, key=lambda chunk: (chunk.part.layer, chunk.part.names, chunk.part.rank, chunk.start))
     ordered = [piece for chunk in ordered for piece in chunk.pieces(_PIECE_BYTES // dtype.itemsize)]
@@ -75,12 +76,12 @@ def to_megatron(
         with writing(workspace.result):
             write_metadata(workspace.result, ordered, dtype, objects, placements)
             finish(workspace.result)
-            companions = workspace.result / COMPANIONS
-            companions.mkdir(exist_ok=True)
-            copy_companions(source, companions)
-            copy_carried(source, companions, shape)
-            if (source / INDEX).is_file():
-                (companions / INDEX).write_bytes((source / INDEX).read_bytes())
+            folder = workspace.result / COMPANIONS
+            folder.mkdir(exist_ok=True)
+            copy_companions(source, folder)
+            copy_carried(source, folder, shape)
+            if has_index:
+                (folder / INDEX).write_bytes((source / INDEX).read_bytes())
         return workspace.publish()
 
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from megatron_gspo.errors import writing
-from megatron_gspo.models.families import check_names, family_of, hugging_face_names
+from megatron_gspo.models.checkpoint_checks import check_checkpoint
+from megatron_gspo.models.families import family_of, hugging_face_names
 from megatron_gspo.models.hf_checkpoint import CheckpointReader
 from megatron_gspo.models.model_shape import ModelError, ModelShape, read_config
 from megatron_gspo.models.parameter_slices import CheckpointChunk
@@ -49,7 +50,7 @@ def verify(
     """
     family, shape = family_of(read_config(hugging_face))
     with CheckpointReader(hugging_face) as reader:
-        check_names(reader.names, family, shape)
+        check_checkpoint(reader, family, shape)
     parts = by_part(as_stored(open_checkpoint(megatron), chunks))
     made = sorted(name for of_part in parts.values() for name in of_part[0].part.names)
     if made != sorted(hugging_face_names(family, shape)):

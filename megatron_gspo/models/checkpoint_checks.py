@@ -1,0 +1,120 @@
+"""Whether a Hugging Face checkpoint is the model of its config.json, whole and as Transformers would load it.
+
+Only the headers of its files are read, and of tied embeddings both tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_gspo.models.companions import QUANTIZATION_KEYS
+from megatron_gspo.models.config_defaults import shown
+from megatron_gspo.models.families import check_names
+from megatron_gspo.models.family import Family
+from megatron_gspo.models.hf_checkpoint import CheckpointReader
+from megatron_gspo.models.model_shape import ModelError, ModelShape, read_config
+from megatron_gspo.models.rule_tables import VALUE_HEAD
+from megatron_gspo.models.stacked_experts import tensor_of
+from megatron_gspo.models.tensor_sizes import tensor_sizes
+
+_HEAD = "lm_head.weight"
+_READABLE = ("fp8", "mxfp4")  # as bfloat16, `CheckpointReader`
+# Ends of names of tensors that only quantised checkpoints have, and what writes them.
+_QUANTIZED_NAMES = (
+    (".g_idx", "gptq"),
+    (".qweight", "gptq or awq"),
+    (".qzeros", "gptq or awq"),
+    ("weight_packed", "compressed-tensors"),
+    ("_packed", "compressed-tensors"),
+    (".weight_scale_2", "modelopt"),
+    (".absmax", "bitsandbytes"),
+    (".SCB", "bitsandbytes"),
+)
+_PART_BYTES = 64 << 20  # of the embedding and of the output weight, compared at a time
+
+
+def check_checkpoint(reader: CheckpointReader, family: Family, shape: ModelShape) -> None:
+    """Raise ``ModelError`` for a checkpoint that is quantised, incomplete, damaged or not this model's, naming the file
+    or tensor; and for one that Transformers would load otherwise."""
+    config = read_config(reader.path)
+    _check_sources(reader.path, config)
+    _check_quantization(config, reader.stored_names)
+    check_names(reader.names, family, shape)
+    reader.check()
+    _check_sizes(reader, family, shape)
+    if shape.tied_embeddings and not shape.value_head:
+        _check_tied(reader, family, shape)
+
+
+def _check_sources(folder: Path, config: dict[str, Any]) -> None:
+    """Files other than the usual ones that Transformers takes weights from."""
+    explicit = config.get("transformers_weights")
+    if explicit is not None:
+        problem = f"transformers_weights={shown(explicit)} in config.json names other weights"
+        raise ModelError(f"{problem}; remove it, and store them as model.safetensors")
+    if (folder / "adapter_config.json").is_file():
+        problem = f"{folder}: has adapter_config.json, whose adapters Transformers would add to the weights"
+        raise ModelError(
+            f"{problem}; megatron-gspo convert merge adds them; or put them in a directory of their own"
+        )
+
+
+def _check_quantization(config: dict[str, Any], names: Collection[str]) -> None:
+    settings: Any = next((config[key] for key in QUANTIZATION_KEYS if config.get(key)), {})
+    if not isinstance(settings, dict):
+        raise ModelError(
+            f"quantization_config={shown(settings)} in config.json is no object; download it again"
+        )
+    method = settings.get("quant_method", "compressed-tensors" if settings else None)
+    by_name = next(
+        (method for end, method in _QUANTIZED_NAMES if any(name.endswith(end) for name in names)),
+        None,
+    )
+    if method in _READABLE and by_name is None or method is None and by_name is None:
+        return
+    form = settings.get("format") or (f"{settings['bits']} bits" if "bits" in settings else None)
+    how = shown(method).strip("'") if method not in (None, *_READABLE) else by_name
+    problem = f"its weights are quantised by {how}{f' ({shown(form)})' if form else ''}"
+    raise ModelError(
+        f"{problem}; give the model in bfloat16, block FP8 or MXFP4, or dequantise it first"
+    )
+
+
+def _check_sizes(reader: CheckpointReader, family: Family, shape: ModelShape) -> None:
+    for name, wanted in tensor_sizes(family, shape):
+        whole, expert = tensor_of(name)
+        if name in VALUE_HEAD.hugging_face and name not in reader.stored_names:
+            continue
+        if expert is None:
+            _compare(name, reader.shape(name), wanted)
+        elif expert == 0:  # the others are slices of the same tensor
+            _compare(whole, reader.shape(whole), (shape.num_experts, *wanted))
+
+
+def _compare(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+    if found != wanted:
+        raise ModelError(f"{name} is {found} in the checkpoint; config.json makes it {wanted}")
+
+
+def _check_tied(reader: CheckpointReader, family: Family, shape: ModelShape) -> None:
+    """An output weight beside tied embeddings is the embedding. Transformers 5 would use another one all the same, and
+    servers would not."""
+    if _HEAD not in reader.names:
+        return
+    embedding = next(rule for rule in family.outer if rule.is_vocabulary).names()[0]
+    rows, hidden = reader.shape(embedding)
+    is_same = reader.shape(_HEAD) == (rows, hidden)
+    step = max(_PART_BYTES // (4 * hidden), 1)
+    for start in range(0, rows, step):
+        stop = min(start + step, rows)
+        is_same = is_same and torch.equal(
+            reader.read(_HEAD, 0, start, stop), reader.read(embedding, 0, start, stop)
+        )
+    if not is_same:
+        problem = f"tie_word_embeddings=true in config.json, and {_HEAD} is not {embedding}"
+        fix = f"set tie_word_embeddings to false to train {_HEAD}, or remove {_HEAD} from the files"
+        raise ModelError(f"{problem}: Transformers 5 would not tie them, and servers would; {fix}")

@@ -1,0 +1,688 @@
+"""What published models have: the full config.json, and the tensor names of the files of those that a table lists.
+
+Data, no weights: ``{a..b}`` stands for each number from a to b, ``{x,y}`` for each of the two.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+_BRACES = re.compile(r"\{([^{}]*)\}")
+
+
+def expanded(pattern: str) -> Iterator[str]:
+    """Every name that a pattern stands for."""
+    parts = _BRACES.split(pattern)
+    choices = [[part] if index % 2 == 0 else _choices(part) for index, part in enumerate(parts)]
+    return ("".join(each) for each in itertools.product(*choices))
+
+
+def _choices(text: str) -> list[str]:
+    if ".." in text:
+        first, last = text.split("..")
+        return [str(number) for number in range(int(first), int(last) + 1)]
+    return text.split(",")
+
+
+def example(path: str) -> dict[str, Any]:
+    """The config.json of a model of `examples/`."""
+    family, model = path.split("/")
+    return json.loads(
+        (EXAMPLES / family / "models" / model / "config.json").read_text(encoding="utf-8")
+    )
+
+
+_OUTER = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
+_NORMS = "{input_layernorm,post_attention_layernorm}.weight"
+_MLP = "{gate_proj,up_proj,down_proj}"
+
+
+def _layers(
+    last: int, *names: str, first: int = 0, prefix: str = "model.layers"
+) -> tuple[str, ...]:
+    return tuple(f"{prefix}.{{{first}..{last}}}.{name}" for name in names)
+
+
+def _qwen3_moe(last: int, experts: int) -> tuple[str, ...]:
+    return _OUTER + _layers(
+        last,
+        _NORMS,
+        "self_attn.{q_proj,k_proj,v_proj,o_proj,q_norm,k_norm}.weight",
+        "mlp.gate.weight",
+        f"mlp.experts.{{0..{experts}}}.{_MLP}.weight",
+    )
+
+
+def _latent(
+    last: int, dense: int, experts: int, *, queries: str, ends: str, more: tuple[str, ...] = ()
+) -> tuple[str, ...]:
+    """DeepSeek-V3 and after it: ``ends`` of the linear layers, a weight and perhaps scales."""
+    mixer = (
+        _NORMS,
+        f"self_attn.{{{queries},kv_a_proj_with_mqa,kv_b_proj,o_proj}}.{ends}",
+        "self_attn.kv_a_layernorm.weight",
+        *(("self_attn.q_a_layernorm.weight",) if "q_a_proj" in queries else ()),
+        *more,
+    )
+    return (
+        *_layers(last, *mixer),
+        *_layers(dense - 1, f"mlp.{_MLP}.{ends}"),
+        *_layers(last, *_sigmoid_experts(experts, ends), first=dense),
+    )
+
+
+def _sigmoid_experts(experts: int, ends: str) -> tuple[str, ...]:
+    return (
+        "mlp.gate.{weight,e_score_correction_bias}",
+        f"mlp.experts.{{0..{experts}}}.{_MLP}.{ends}",
+        f"mlp.shared_experts.{_MLP}.{ends}",
+    )
+
+
+_MTP = ("{enorm,hnorm,eh_proj}.weight", "shared_head.norm.weight")
+_MTP_VOCABULARY = ("embed_tokens.weight", "shared_head.head.weight")
+_FP8 = "{weight,weight_scale_inv}"
+_Q_LATENT = "q_a_proj,q_b_proj"
+_INV_FREQ = ("self_attn.rotary_emb.inv_freq",)
+
+
+def _glm4_moe(last: int, dense: int, experts: int, norms: str = "") -> tuple[str, ...]:
+    return (
+        *_OUTER,
+        *_layers(
+            last + 1,
+            _NORMS,
+            "self_attn.{q_proj,k_proj,v_proj}.{weight,bias}",
+            f"self_attn.{{o_proj{norms}}}.weight",
+        ),
+        *_layers(dense - 1, f"mlp.{_MLP}.weight"),
+        *_layers(last + 1, *_sigmoid_experts(experts, "weight"), first=dense),
+        *_layers(last + 1, *_MTP, *_MTP_VOCABULARY, first=last + 1),
+    )
+
+
+def _delta_net(layers: int, prefix: str, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Every fourth layer has attention."""
+    linear = [layer for layer in range(layers) if (layer + 1) % 4]
+    full = [layer for layer in range(layers) if (layer + 1) % 4 == 0]
+    return tuple(
+        f"{prefix}.{{{','.join(map(str, numbers))}}}.{name}"
+        for numbers, of_mixer in (
+            (linear, names),
+            (full, ("self_attn.{q_proj,k_proj,v_proj,o_proj,q_norm,k_norm}.weight",)),
+        )
+        for name in of_mixer
+    )
+
+
+_NEXT_MIXER = (
+    "linear_attn.{in_proj_qkvz,in_proj_ba,conv1d,norm,out_proj}.weight",
+    "linear_attn.{A_log,dt_bias}",
+)
+_QWEN35_MIXER = (
+    "linear_attn.{in_proj_qkv,in_proj_z,in_proj_b,in_proj_a,conv1d,norm,out_proj}.weight",
+    "linear_attn.{A_log,dt_bias}",
+)
+_SHARED = (f"mlp.shared_expert.{_MLP}.weight", "mlp.shared_expert_gate.weight")
+_MTP_MODULE = (
+    "mtp.{fc,norm,pre_fc_norm_embedding,pre_fc_norm_hidden}.weight",
+    "mtp.layers.0.{input_layernorm,post_attention_layernorm}.weight",
+    "mtp.layers.0.self_attn.{q_proj,k_proj,v_proj,o_proj,q_norm,k_norm}.weight",
+)
+_VISION = (
+    "model.visual.patch_embed.proj.{weight,bias}",
+    "model.visual.pos_embed.weight",
+    "model.visual.blocks.{0..26}.{norm1,norm2,attn.qkv,attn.proj,mlp.linear_fc1,mlp.linear_fc2}.{weight,bias}",
+    "model.visual.merger.{norm,linear_fc1,linear_fc2}.{weight,bias}",
+)
+_TEXT = "model.language_model.layers"
+_TEXT_OUTER = (
+    "model.language_model.embed_tokens.weight",
+    "model.language_model.norm.weight",
+    "lm_head.weight",
+)
+
+NAMES: dict[str, tuple[str, ...]] = {
+    "Qwen3-30B-A3B": _qwen3_moe(47, 127),
+    "Qwen3-235B-A22B": _qwen3_moe(93, 127),
+    "Qwen3-Coder-30B-A3B": _qwen3_moe(47, 127),
+    "Qwen3-Coder-480B-A35B": _qwen3_moe(61, 159),
+    "Qwen3-4B": (
+        *_OUTER[:2],
+        *_layers(
+            35,
+            _NORMS,
+            "self_attn.{q_proj,k_proj,v_proj,o_proj,q_norm,k_norm}.weight",
+            f"mlp.{_MLP}.weight",
+        ),
+    ),
+    "Qwen2-57B-A14B": (
+        *_OUTER,
+        *_layers(
+            27,
+            _NORMS,
+            "self_attn.{q_proj,k_proj,v_proj}.{weight,bias}",
+            "self_attn.o_proj.weight",
+            "mlp.gate.weight",
+            f"mlp.experts.{{0..63}}.{_MLP}.weight",
+            *_SHARED,
+        ),
+    ),
+    "Qwen3-Next-80B-A3B": (
+        *_OUTER,
+        *_layers(47, _NORMS, "mlp.gate.weight", f"mlp.experts.{{0..511}}.{_MLP}.weight", *_SHARED),
+        *_delta_net(48, "model.layers", _NEXT_MIXER),
+        *_MTP_MODULE,
+        f"mtp.layers.0.mlp.experts.{{0..511}}.{_MLP}.weight",
+        "mtp.layers.0.mlp.gate.weight",
+        *(f"mtp.layers.0.{name}" for name in _SHARED),
+    ),
+    "Qwen3.5-35B-A3B": (
+        *_TEXT_OUTER,
+        *_layers(
+            39,
+            _NORMS,
+            "mlp.gate.weight",
+            "mlp.experts.{gate_up_proj,down_proj}",
+            *_SHARED,
+            prefix=_TEXT,
+        ),
+        *_delta_net(40, _TEXT, _QWEN35_MIXER),
+        *_MTP_MODULE,
+        "mtp.layers.0.mlp.experts.{gate_up_proj,down_proj}",
+        *(f"mtp.layers.0.{name}" for name in ("mlp.gate.weight", *_SHARED)),
+        *_VISION,
+    ),
+    "Qwen3.5-27B": (
+        *_TEXT_OUTER,
+        *_layers(63, _NORMS, f"mlp.{_MLP}.weight", prefix=_TEXT),
+        *_delta_net(64, _TEXT, _QWEN35_MIXER),
+        *_MTP_MODULE,
+        f"mtp.layers.0.mlp.{_MLP}.weight",
+        *_VISION,
+    ),
+    "DeepSeek-V3": (
+        *_OUTER,
+        *_latent(61, 3, 255, queries=_Q_LATENT, ends=_FP8),
+        *_layers(61, *_MTP, *_MTP_VOCABULARY, first=61),
+    ),
+    "Kimi-K2": (*_OUTER, *_latent(60, 1, 383, queries=_Q_LATENT, ends=_FP8, more=_INV_FREQ)),
+    "Moonlight-16B-A3B": (
+        *_OUTER,
+        *_latent(26, 1, 63, queries="q_proj", ends="weight", more=_INV_FREQ),
+    ),
+    "GLM-4.7-Flash": (
+        *_OUTER,
+        *_latent(47, 1, 63, queries=_Q_LATENT, ends="weight"),
+        *_layers(47, *_MTP, *_MTP_VOCABULARY, first=47),
+    ),
+    "GLM-4.5-Air": _glm4_moe(45, 1, 127),
+    "GLM-4.5": _glm4_moe(91, 3, 159, ",q_norm,k_norm"),
+    "MiniMax-M2": (
+        *_OUTER,
+        *_layers(
+            61,
+            _NORMS,
+            f"self_attn.{{q_proj,k_proj,v_proj,o_proj}}.{_FP8}",
+            "self_attn.{q_norm,k_norm}.weight",
+            "block_sparse_moe.{gate.weight,e_score_correction_bias}",
+            f"block_sparse_moe.experts.{{0..255}}.{{w1,w2,w3}}.{_FP8}",
+        ),
+    ),
+    **{
+        f"gpt-oss-{size}": (
+            *_OUTER,
+            *_layers(
+                last,
+                _NORMS,
+                "self_attn.{q_proj,k_proj,v_proj,o_proj}.{weight,bias}",
+                "self_attn.sinks",
+                "mlp.router.{weight,bias}",
+                "mlp.experts.{gate_up_proj,down_proj}_{blocks,scales,bias}",
+            ),
+        )
+        for size, last in (("20b", 23), ("120b", 35))
+    },
+}
+
+_FP8_BLOCKS = {
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "quant_method": "fp8",
+    "weight_block_size": [128, 128],
+}
+_DEEPSEEK_CODE = {
+    "AutoConfig": "configuration_deepseek.DeepseekV3Config",
+    "AutoModel": "modeling_deepseek.DeepseekV3Model",
+    "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM",
+}
+_QWEN3_MOE: dict[str, Any] = dict(
+    architectures=["Qwen3MoeForCausalLM"],
+    attention_bias=False,
+    attention_dropout=0.0,
+    bos_token_id=151643,
+    decoder_sparse_step=1,
+    eos_token_id=151645,
+    head_dim=128,
+    hidden_act="silu",
+    hidden_size=2048,
+    initializer_range=0.02,
+    intermediate_size=6144,
+    max_position_embeddings=40960,
+    max_window_layers=48,
+    mlp_only_layers=[],
+    model_type="qwen3_moe",
+    moe_intermediate_size=768,
+    norm_topk_prob=True,
+    num_attention_heads=32,
+    num_experts=128,
+    num_experts_per_tok=8,
+    num_hidden_layers=48,
+    num_key_value_heads=4,
+    output_router_logits=False,
+    rms_norm_eps=1e-06,
+    rope_scaling=None,
+    rope_theta=1000000.0,
+    router_aux_loss_coef=0.001,
+    sliding_window=None,
+    tie_word_embeddings=False,
+    torch_dtype="bfloat16",
+    transformers_version="4.51.0",
+    use_cache=True,
+    use_sliding_window=False,
+    vocab_size=151936,
+)
+_CODER = _QWEN3_MOE | dict(
+    max_position_embeddings=262144,
+    max_window_layers=28,
+    qkv_bias=False,
+    rope_theta=10000000,
+    router_aux_loss_coef=0.0,
+    shared_expert_intermediate_size=0,
+    use_qk_norm=True,
+)
+_DEEPSEEK: dict[str, Any] = dict(
+    architectures=["DeepseekV3ForCausalLM"],
+    attention_bias=False,
+    attention_dropout=0.0,
+    auto_map=_DEEPSEEK_CODE,
+    aux_loss_alpha=0.001,
+    bos_token_id=0,
+    eos_token_id=1,
+    ep_size=1,
+    first_k_dense_replace=3,
+    hidden_act="silu",
+    hidden_size=7168,
+    initializer_range=0.02,
+    intermediate_size=18432,
+    kv_lora_rank=512,
+    max_position_embeddings=163840,
+    model_type="deepseek_v3",
+    moe_intermediate_size=2048,
+    moe_layer_freq=1,
+    n_group=8,
+    n_routed_experts=256,
+    n_shared_experts=1,
+    norm_topk_prob=True,
+    num_attention_heads=128,
+    num_experts_per_tok=8,
+    num_hidden_layers=61,
+    num_key_value_heads=128,
+    num_nextn_predict_layers=1,
+    pretraining_tp=1,
+    q_lora_rank=1536,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    quantization_config=_FP8_BLOCKS,
+    rms_norm_eps=1e-06,
+    rope_scaling={
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    rope_theta=10000,
+    routed_scaling_factor=2.5,
+    scoring_func="sigmoid",
+    seq_aux=True,
+    tie_word_embeddings=False,
+    topk_group=4,
+    topk_method="noaux_tc",
+    torch_dtype="bfloat16",
+    transformers_version="4.33.1",
+    use_cache=True,
+    v_head_dim=128,
+    vocab_size=129280,
+)
+_GLM: dict[str, Any] = dict(
+    architectures=["Glm4MoeForCausalLM"],
+    attention_bias=True,
+    attention_dropout=0.0,
+    eos_token_id=[151329, 151336, 151338],
+    first_k_dense_replace=1,
+    head_dim=128,
+    hidden_act="silu",
+    hidden_size=4096,
+    initializer_range=0.02,
+    intermediate_size=10944,
+    max_position_embeddings=131072,
+    model_type="glm4_moe",
+    moe_intermediate_size=1408,
+    n_group=1,
+    n_routed_experts=128,
+    n_shared_experts=1,
+    norm_topk_prob=True,
+    num_attention_heads=96,
+    num_experts_per_tok=8,
+    num_hidden_layers=46,
+    num_key_value_heads=8,
+    num_nextn_predict_layers=1,
+    pad_token_id=151329,
+    partial_rotary_factor=0.5,
+    rms_norm_eps=1e-05,
+    rope_scaling=None,
+    rope_theta=1000000,
+    routed_scaling_factor=1.0,
+    tie_word_embeddings=False,
+    topk_group=1,
+    torch_dtype="bfloat16",
+    transformers_version="4.54.1",
+    use_cache=True,
+    use_qk_norm=False,
+    vocab_size=151552,
+)
+_QWEN35 = example("qwen3_5_moe/Qwen3.5-35B-A3B")
+_QWEN35_DENSE_TEXT = {
+    key: value
+    for key, value in _QWEN35["text_config"].items()
+    if "expert" not in key and key not in ("moe_intermediate_size", "mlp_only_layers")
+}
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "Qwen3-30B-A3B": _QWEN3_MOE,
+    "Qwen3-235B-A22B": _QWEN3_MOE
+    | dict(
+        hidden_size=4096,
+        intermediate_size=12288,
+        max_window_layers=94,
+        moe_intermediate_size=1536,
+        num_attention_heads=64,
+        num_hidden_layers=94,
+    ),
+    "Qwen3-Coder-30B-A3B": _CODER,
+    "Qwen3-Coder-480B-A35B": _CODER
+    | dict(
+        hidden_size=6144,
+        intermediate_size=8192,
+        max_window_layers=62,
+        moe_intermediate_size=2560,
+        num_attention_heads=96,
+        num_experts=160,
+        num_hidden_layers=62,
+        num_key_value_heads=8,
+    ),
+    "Qwen3-4B": dict(
+        architectures=["Qwen3ForCausalLM"],
+        attention_bias=False,
+        attention_dropout=0.0,
+        bos_token_id=151643,
+        eos_token_id=151645,
+        head_dim=128,
+        hidden_act="silu",
+        hidden_size=2560,
+        initializer_range=0.02,
+        intermediate_size=9728,
+        max_position_embeddings=40960,
+        max_window_layers=36,
+        model_type="qwen3",
+        num_attention_heads=32,
+        num_hidden_layers=36,
+        num_key_value_heads=8,
+        rms_norm_eps=1e-06,
+        rope_scaling=None,
+        rope_theta=1000000,
+        sliding_window=None,
+        tie_word_embeddings=True,
+        torch_dtype="bfloat16",
+        transformers_version="4.51.0",
+        use_cache=True,
+        use_sliding_window=False,
+        vocab_size=151936,
+    ),
+    "Qwen2-57B-A14B": dict(
+        architectures=["Qwen2MoeForCausalLM"],
+        attention_dropout=0.0,
+        bos_token_id=151643,
+        decoder_sparse_step=1,
+        eos_token_id=151643,
+        hidden_act="silu",
+        hidden_size=3584,
+        initializer_range=0.02,
+        intermediate_size=18944,
+        max_position_embeddings=131072,
+        max_window_layers=28,
+        model_type="qwen2_moe",
+        moe_intermediate_size=2560,
+        norm_topk_prob=False,
+        num_attention_heads=28,
+        num_experts=64,
+        num_experts_per_tok=8,
+        num_hidden_layers=28,
+        num_key_value_heads=4,
+        output_router_logits=False,
+        rms_norm_eps=1e-06,
+        rope_theta=1000000.0,
+        router_aux_loss_coef=0.001,
+        shared_expert_intermediate_size=20480,
+        sliding_window=65536,
+        tie_word_embeddings=False,
+        torch_dtype="bfloat16",
+        transformers_version="4.40.1",
+        use_cache=True,
+        use_sliding_window=False,
+        vocab_size=151936,
+    ),
+    "Qwen3-Next-80B-A3B": dict(
+        architectures=["Qwen3NextForCausalLM"],
+        attention_bias=False,
+        attention_dropout=0.0,
+        bos_token_id=151643,
+        decoder_sparse_step=1,
+        eos_token_id=151645,
+        full_attention_interval=4,
+        head_dim=256,
+        hidden_act="silu",
+        hidden_size=2048,
+        initializer_range=0.02,
+        intermediate_size=5120,
+        linear_conv_kernel_dim=4,
+        linear_key_head_dim=128,
+        linear_num_key_heads=16,
+        linear_num_value_heads=32,
+        linear_value_head_dim=128,
+        max_position_embeddings=262144,
+        mlp_only_layers=[],
+        model_type="qwen3_next",
+        moe_intermediate_size=512,
+        norm_topk_prob=True,
+        num_attention_heads=16,
+        num_experts=512,
+        num_experts_per_tok=10,
+        num_hidden_layers=48,
+        num_key_value_heads=2,
+        output_router_logits=False,
+        partial_rotary_factor=0.25,
+        rms_norm_eps=1e-06,
+        rope_scaling=None,
+        rope_theta=10000000,
+        router_aux_loss_coef=0.001,
+        shared_expert_intermediate_size=512,
+        tie_word_embeddings=False,
+        torch_dtype="bfloat16",
+        transformers_version="4.57.0.dev0",
+        use_cache=True,
+        use_sliding_window=False,
+        vocab_size=151936,
+    ),
+    "Qwen3.5-35B-A3B": _QWEN35,
+    "Qwen3.5-27B": _QWEN35
+    | dict(
+        architectures=["Qwen3_5ForConditionalGeneration"],
+        model_type="qwen3_5",
+        text_config=_QWEN35_DENSE_TEXT
+        | dict(
+            hidden_size=5120,
+            intermediate_size=17408,
+            linear_num_value_heads=48,
+            model_type="qwen3_5_text",
+            num_attention_heads=24,
+            num_hidden_layers=64,
+            num_key_value_heads=4,
+        ),
+    ),
+    "DeepSeek-V3": _DEEPSEEK,
+    "Kimi-K2": _DEEPSEEK
+    | dict(
+        bos_token_id=163584,
+        eos_token_id=163585,
+        first_k_dense_replace=1,
+        max_position_embeddings=131072,
+        model_type="kimi_k2",
+        n_group=1,
+        n_routed_experts=384,
+        num_attention_heads=64,
+        num_key_value_heads=64,
+        num_nextn_predict_layers=0,
+        rope_scaling=_DEEPSEEK["rope_scaling"] | dict(beta_fast=1.0, beta_slow=1.0, factor=32.0),
+        rope_theta=50000.0,
+        routed_scaling_factor=2.827,
+        topk_group=1,
+        transformers_version="4.48.3",
+        vocab_size=163840,
+    ),
+    "Moonlight-16B-A3B": {
+        key: value
+        for key, value in _DEEPSEEK.items()
+        if key not in ("quantization_config", "rope_scaling")
+    }
+    | dict(
+        bos_token_id=163584,
+        eos_token_id=163586,
+        first_k_dense_replace=1,
+        hidden_size=2048,
+        intermediate_size=11264,
+        max_position_embeddings=8192,
+        moe_intermediate_size=1408,
+        n_group=1,
+        n_routed_experts=64,
+        n_shared_experts=2,
+        num_attention_heads=16,
+        num_experts_per_tok=6,
+        num_hidden_layers=27,
+        num_key_value_heads=16,
+        num_nextn_predict_layers=0,
+        q_lora_rank=None,
+        rms_norm_eps=1e-05,
+        rope_theta=50000.0,
+        routed_scaling_factor=2.446,
+        topk_group=1,
+        transformers_version="4.46.3",
+        vocab_size=163840,
+    ),
+    "GLM-4.7-Flash": example("glm4_moe_lite/GLM-4.7-Flash")
+    | dict(
+        attention_dropout=0.0,
+        eos_token_id=[154820, 154827, 154829],
+        pad_token_id=154820,
+        use_cache=True,
+    ),
+    "GLM-4.5-Air": _GLM,
+    "GLM-4.5": _GLM
+    | dict(
+        first_k_dense_replace=3,
+        hidden_size=5120,
+        intermediate_size=12288,
+        moe_intermediate_size=1536,
+        n_routed_experts=160,
+        num_hidden_layers=92,
+        routed_scaling_factor=2.5,
+        use_qk_norm=True,
+    ),
+    "MiniMax-M2": dict(
+        architectures=["MiniMaxM2ForCausalLM"],
+        attention_dropout=0.0,
+        attn_type_list=[1] * 62,
+        auto_map={
+            "AutoConfig": "configuration_minimax_m2.MiniMaxM2Config",
+            "AutoModelForCausalLM": "modeling_minimax_m2.MiniMaxM2ForCausalLM",
+        },
+        bos_token_id=None,
+        eos_token_id=None,
+        head_dim=128,
+        hidden_act="silu",
+        hidden_size=3072,
+        initializer_range=0.02,
+        intermediate_size=1536,
+        layernorm_full_attention_beta=1.0,
+        layernorm_linear_attention_beta=1.0,
+        layernorm_mlp_beta=1.0,
+        max_position_embeddings=196608,
+        mlp_intermediate_size=8192,
+        model_type="minimax_m2",
+        mtp_transformer_layers=1,
+        num_attention_heads=48,
+        num_experts_per_tok=8,
+        num_hidden_layers=62,
+        num_key_value_heads=8,
+        num_local_experts=256,
+        num_mtp_modules=3,
+        output_router_logits=False,
+        qk_norm_type="per_layer",
+        quantization_config={
+            "activation_scheme": "dynamic",
+            "fmt": "float8_e4m3fn",
+            "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"],
+            "quant_method": "fp8",
+            "weight_block_size": [128, 128],
+        },
+        rms_norm_eps=1e-06,
+        rope_theta=5000000,
+        rotary_dim=64,
+        router_aux_loss_coef=0.001,
+        router_jitter_noise=0.0,
+        scoring_func="sigmoid",
+        shared_intermediate_size=0,
+        shared_moe_mode="sigmoid",
+        sliding_window=None,
+        tie_word_embeddings=False,
+        transformers_version="4.57.1",
+        use_cache=True,
+        use_mtp=True,
+        use_qk_norm=True,
+        use_routing_bias=True,
+        vocab_size=200064,
+    ),
+    "gpt-oss-20b": example("gpt_oss/gpt-oss-20b")
+    | dict(
+        experts_per_token=4,
+        initial_context_length=4096,
+        output_router_logits=False,
+        router_aux_loss_coef=0.9,
+        use_cache=True,
+    ),
+    "gpt-oss-120b": example("gpt_oss/gpt-oss-20b")
+    | dict(
+        layer_types=["sliding_attention", "full_attention"] * 18,
+        num_hidden_layers=36,
+        num_local_experts=128,
+    ),
+}
