@@ -1,10 +1,11 @@
 """The process that starts sandboxes, one program at a time.
 
-It runs in the bare interpreter with an empty environment and imports little: its forks are cheap and have nothing to
-leak. It never sees an expected output.
+It runs in the bare interpreter with an empty environment, so that it has nothing to leak, in a mount and a network
+namespace of its own. It ends what it started when its worker dies, and counts the CPU time of all that a program
+leaves. It never sees an expected output.
 
-Protocol (`wire`): a `Setup`, then `Command`s; each is answered by an `Outcome` or, if the sandbox failed, by the
-reason as text.
+It receives a `Setup`, then `Command`s; each is answered by an `Outcome` or, if the sandbox failed, by the reason as
+text.
 """
 
 from __future__ import annotations
@@ -13,17 +14,20 @@ import contextlib
 import os
 import select
 import signal
+import subprocess
 import sys
+import tempfile
 import time
+from multiprocessing.connection import Connection
 from typing import NoReturn
 
-from megatron_gspo.rewards.sandbox import bubblewrap, kernel, namespaces, wire
-from megatron_gspo.rewards.sandbox.command import Command, Ending, Outcome, Setup
+from megatron_gspo.rewards.sandbox import kernel
+from megatron_gspo.rewards.sandbox.bubblewrap import STREAMS, bubblewrap_line, limits_line
+from megatron_gspo.rewards.sandbox.command import Command, Ending, Limits, Outcome, Setup
 
 _STDERR_BYTES = 4096
 _KILLED = 128 + signal.SIGKILL
-
-Streams = tuple[int, int, int]
+_INODES = 4096  # files and directories of a program
 
 
 def main(arguments: list[str]) -> None:
@@ -39,7 +43,7 @@ def main(arguments: list[str]) -> None:
     kernel.adopt_orphans()
     try:
         if os.getppid() == parent:  # else it died before
-            _serve(reader, writer)
+            _serve(Connection(reader, writable=False), Connection(writer, readable=False), parent)
     finally:
         # A sandbox that is being set up does not yet die with this process.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -50,59 +54,142 @@ def _exit(number: int, frame: object) -> NoReturn:
     raise SystemExit(128 + number)
 
 
-def _serve(reader: int, writer: int) -> None:
+def _serve(reader: Connection, writer: Connection, parent: int) -> None:
     """Until the other side closes its pipe."""
     try:
-        setup = wire.receive(reader)
-        entered = False
+        setup: Setup = reader.recv()
+        launcher: _Launcher | None = None
         while True:
-            command = wire.receive(reader)
+            command: Command = reader.recv()
             try:
-                if setup.mechanism.shares_network and not entered:
-                    kernel.unshare(kernel.CLONE_NEWNET)
-                    entered = True
-                answer: Outcome | str = run(setup, command)
+                launcher = launcher or _Launcher(setup, parent)
+                answer: Outcome | str = launcher.run(command)
             except OSError as error:  # not permitted, or no process, descriptor or memory is left
                 answer = f"{type(error).__name__}: {error}"
-            wire.send(writer, answer)
+            writer.send(answer)
     except (EOFError, BrokenPipeError):
         return
 
 
-def run(setup: Setup, command: Command) -> Outcome | str:
-    """Run a program and kill what is left of it; the reason as text if the sandbox could not be set up."""
-    with contextlib.ExitStack() as stack:
-        stdin, stdout, stderr = (_memory_file(stack, name) for name in ("stdin", "stdout", "stderr"))
-        wire.write(stdin, command.stdin)
-        os.lseek(stdin, 0, os.SEEK_SET)
-        report, writer = os.pipe()
-        stack.callback(os.close, report)
-        start = time.monotonic()
-        try:
-            pid = _START[setup.mechanism.name](setup, command, (stdin, stdout, stderr), writer, stack)
-        finally:
-            os.close(writer)
-        in_time = _wait(pid, start + command.limits.wall_seconds)
-        code, cpu_seconds = _end(pid)
-        wall_seconds = time.monotonic() - start
-        size, errors = os.fstat(stdout).st_size, os.pread(stderr, _STDERR_BYTES, 0)
-        if in_time and (reason := _failure(setup, os.read(report, 65536), errors)):
-            return reason
-        ending: Ending = "exit"
-        if size > command.limits.output_bytes:
-            ending = "output"
-        elif cpu_seconds > command.limits.cpu_seconds or code == 128 + signal.SIGXCPU:
-            ending = "cpu_time"
-        elif not in_time:
-            ending = "wall_time"
-        kept = os.pread(stdout, min(size, command.limits.output_bytes), 0)
-        return Outcome(ending, code if in_time else _KILLED, kept, errors, cpu_seconds, wall_seconds)
+class _Launcher:
+    """Runs programs as the setup says."""
+
+    def __init__(self, setup: Setup, parent: int) -> None:
+        """Enters the namespaces. Raises OSError if this process may not."""
+        self._setup = setup
+        self._confined = setup.mechanism.name == "bubblewrap"
+        self._root = os.geteuid() == 0
+        # The user that programs run as, in the namespace of this process; None: this process's, or one that bubblewrap
+        # makes.
+        self._uid = kernel.spare_user(os.getpid()) if self._root else None
+        if self._confined:
+            self._enter_namespaces(parent)
+        elif setup.mechanism.privileged:
+            self._uid = None
+        self._filter: int | None = None
+        if setup.system_call_filter is not None:
+            self._filter = os.memfd_create("filter")
+            os.write(self._filter, setup.system_call_filter)
+
+    def _enter_namespaces(self, parent: int) -> None:
+        """The programs share the empty network, which is slow to make; the mounts are private to this process."""
+        if self._setup.mechanism.privileged:
+            kernel.unshare(kernel.CLONE_NEWNS | kernel.CLONE_NEWNET)
+        else:
+            if self._uid is not None:
+                kernel.become(self._uid)
+                self._uid = None
+            uid = os.getuid()
+            gid = os.getgid()
+            kernel.unshare(kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS | kernel.CLONE_NEWNET)
+            kernel.make_dumpable()
+            kernel.map_user_to_root(uid, gid)
+            kernel.signal_at_death_of_parent(signal.SIGTERM)  # a change of the user clears it
+            if os.getppid() != parent:
+                raise SystemExit
+        kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
+
+    def run(self, command: Command) -> Outcome | str:
+        """Run a program and kill what is left of it; the reason as text if the sandbox could not be set up."""
+        with contextlib.ExitStack() as stack:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="sandbox-", ignore_cleanup_errors=True))
+            self._fill(folder, command, stack)
+            stdin, stdout, stderr = (
+                stack.enter_context(open(f"{folder}/{name}", "rb" if name == "stdin" else "r+b")) for name in STREAMS
+            )
+            report, writer = os.pipe()
+            stack.callback(os.close, report)
+            start = time.monotonic()
+            inherited = [writer] if self._confined else []
+            if self._confined and self._filter is not None:
+                inherited.append(self._filter)
+            try:
+                process = subprocess.Popen(
+                    self._line(command, folder, writer),
+                    stdin=stdin,
+                    stdout=stdout,
+                    stderr=stderr,
+                    env={} if self._confined else dict(command.environment),
+                    cwd="/" if self._confined else f"{folder}/box",
+                    pass_fds=inherited,
+                    start_new_session=True,
+                    umask=0o022,
+                )
+            finally:
+                os.close(writer)
+            process.returncode = 0  # it is reaped in `_end`
+            in_time = _wait(process.pid, start + command.limits.wall_seconds)
+            code, cpu_seconds = _end(process.pid)
+            wall_seconds = time.monotonic() - start
+            errors = os.pread(stderr.fileno(), _STDERR_BYTES, 0)
+            # bubblewrap reports the exit code if and only if it had finished its set-up.
+            if self._confined and in_time and b'"exit-code"' not in os.read(report, 65536):
+                return errors.decode(errors="replace").strip() or "bubblewrap ended during its set-up"
+            size = os.fstat(stdout.fileno()).st_size
+            kept = os.pread(stdout.fileno(), min(size, command.limits.output_bytes), 0)
+            ending = _ending(command.limits, size=size, cpu_seconds=cpu_seconds, code=code, in_time=in_time)
+            return Outcome(ending, code if in_time else _KILLED, kept, errors, cpu_seconds, wall_seconds)
+
+    def _fill(self, folder: str, command: Command, stack: contextlib.ExitStack) -> None:
+        """The program's directory and the files of its streams; in memory where the program is confined."""
+        box = f"{folder}/box"
+        flags = kernel.MS_NOSUID | kernel.MS_NODEV
+        if self._confined:
+            kernel.mount("tmpfs", folder, "tmpfs", flags)
+            stack.callback(kernel.unmount, folder)
+        os.chmod(folder, 0o711)
+        for name in STREAMS:
+            with open(f"{folder}/{name}", "wb") as file:
+                file.write(command.stdin if name == "stdin" else b"")
+            os.chmod(f"{folder}/{name}", 0o444 if name == "stdin" else 0o666)
+        os.mkdir(box)
+        if self._confined:
+            kernel.mount("tmpfs", box, "tmpfs", flags, f"size={command.limits.disk_bytes},nr_inodes={_INODES}")
+        for name, content in command.files.items():
+            with open(f"{box}/{name}", "wb") as file:
+                file.write(content)
+            os.chmod(f"{box}/{name}", 0o555)
+        os.chmod(box, 0o700)
+        if self._uid is not None:
+            os.chown(box, self._uid, self._uid)
+
+    def _line(self, command: Command, folder: str, status: int) -> list[str]:
+        if self._confined:
+            if self._filter is not None:
+                os.lseek(self._filter, 0, os.SEEK_SET)
+            return bubblewrap_line(
+                self._setup, command, folder, status=status, seccomp=self._filter, uid=self._uid
+            )
+        others = 0 if self._uid is not None else _threads_of_user()
+        return limits_line(command, processes=command.limits.processes + others, root=self._root, uid=self._uid)
 
 
-def _memory_file(stack: contextlib.ExitStack, name: str) -> int:
-    descriptor = os.memfd_create(name)
-    stack.callback(os.close, descriptor)
-    return descriptor
+def _ending(limits: Limits, *, size: int, cpu_seconds: float, code: int, in_time: bool) -> Ending:
+    if size > limits.output_bytes:
+        return "output"
+    if cpu_seconds > limits.cpu_seconds or code == 128 + signal.SIGXCPU:
+        return "cpu_time"
+    return "exit" if in_time else "wall_time"
 
 
 def _wait(pid: int, deadline: float) -> bool:
@@ -143,123 +230,25 @@ def _end_children() -> float:
 
 def _children() -> list[int]:
     """Children of this process that have not been reaped."""
-    own, found = os.getpid(), []
+    launcher = os.getpid()
+    children: list[int] = []
     for name in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError), open(f"/proc/{name}/stat") as file:
-            if int(file.read().rpartition(")")[2].split()[1]) == own:
-                found.append(int(name))
-    return found
-
-
-def _failure(setup: Setup, report: bytes, errors: bytes) -> str | None:
-    """Why the sandbox could not be set up, from what the child or bubblewrap reported."""
-    if setup.mechanism.name != "bubblewrap":
-        return report.decode(errors="replace") or None
-    if b'"exit-code"' in report:  # written if and only if the set-up was finished
-        return None
-    return errors.decode(errors="replace").strip() or "bubblewrap ended during its set-up"
-
-
-def _user(setup: Setup) -> tuple[int | None, int | None]:
-    """(user that sets the sandbox up, user of the program) if they change, where this process is root."""
-    user = kernel.spare_user(os.getpid()) if os.geteuid() == 0 else None
-    return (None, user) if setup.mechanism.privileged else (user, user)
-
-
-def _start_bubblewrap(
-    setup: Setup, command: Command, streams: Streams, report: int, stack: contextlib.ExitStack
-) -> int:
-    import subprocess  # here: it makes forks slower, and nothing forks in this case
-
-    assert setup.bubblewrap is not None
-    contents = dict(command.files)
-    if setup.system_call_filter is not None:
-        contents[""] = setup.system_call_filter
-    descriptors = {}
-    for name, content in contents.items():
-        descriptors[name] = _memory_file(stack, "file")
-        wire.write(descriptors[name], content)
-        os.lseek(descriptors[name], 0, os.SEEK_SET)
-    inherited = (report, *descriptors.values())
-    first, program = _user(setup)
-    line = bubblewrap.arguments(
-        setup, command, descriptors, status=report, seccomp=descriptors.pop("", None), uid=None if first else program
-    )
-    process = subprocess.Popen(
-        line, stdin=streams[0], stdout=streams[1], stderr=streams[2], env={}, pass_fds=inherited, cwd="/", umask=0o22,
-        user=first, group=first, extra_groups=None if first is None else [],
-    )  # fmt: skip
-    process.returncode = 0  # it is reaped in `_end`
-    return process.pid
-
-
-def _start_fork(
-    setup: Setup, command: Command, streams: Streams, report: int, stack: contextlib.ExitStack
-) -> int:
-    box = _make_box(stack) if setup.mechanism.name == "limits" else None
-    first, program = _user(setup)
-    pid = os.fork()
-    if pid:
-        return pid
-    try:
-        os.setsid()
-        for number, descriptor in enumerate(streams):
-            os.dup2(descriptor, number)
-        for name in (signal.SIGPIPE, signal.SIGTERM, signal.SIGXFSZ):
-            signal.signal(name, signal.SIG_DFL)
-        os.umask(0o077)
-        if first is not None:
-            if box is not None:
-                os.chown(box, first, first)
-            kernel.become(first)
-        kernel.signal_at_death_of_parent(signal.SIGKILL)  # after the change of the user, which clears it
-        if box is not None:
-            _execute_in(box, setup, command)
-        namespaces.run_confined(setup, command, None if first else program, lambda: _execute(setup, command))
-    except BaseException as error:
-        os.write(report, f"{type(error).__name__}: {error}".encode()[:4096])
-    os._exit(1)
-
-
-def _make_box(stack: contextlib.ExitStack) -> str:
-    import shutil
-    import tempfile
-
-    box = tempfile.mkdtemp(prefix="sandbox-")
-    stack.callback(shutil.rmtree, box, ignore_errors=True)
-    return box
-
-
-def _execute_in(box: str, setup: Setup, command: Command) -> NoReturn:
-    """Without an own file system: in a directory of the host."""
-    os.chdir(box)
-    for name, content in command.files.items():
-        with open(name, "wb") as file:
-            file.write(content)
-        os.chmod(name, 0o555)
-    kernel.drop_capabilities()
-    kernel.limit_processes(_threads_of_user() + command.limits.processes)
-    _execute(setup, command)
+            if int(file.read().rpartition(")")[2].split()[1]) == launcher:
+                children.append(int(name))
+    return children
 
 
 def _threads_of_user() -> int:
-    """Threads of this process's user, which its limit of processes counts."""
-    own, found = os.getuid(), 0
+    """Threads of this process's user, which the limit of processes counts."""
+    user = os.getuid()
+    threads = 0
     for name in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError), open(f"/proc/{name}/stat") as file:
-            if os.stat(f"/proc/{name}").st_uid == own:
-                found += int(file.read().rpartition(")")[2].split()[17])
-    return found
+            if os.stat(f"/proc/{name}").st_uid == user:
+                threads += int(file.read().rpartition(")")[2].split()[17])
+    return threads
 
-
-def _execute(setup: Setup, command: Command) -> NoReturn:
-    kernel.set_limits(command.limits)
-    if setup.system_call_filter is not None:
-        kernel.filter_system_calls(setup.system_call_filter)
-    os.execve(command.argv[0], command.argv, dict(command.environment))
-
-
-_START = {"bubblewrap": _start_bubblewrap, "namespaces": _start_fork, "limits": _start_fork}
 
 if __name__ == "__main__":
     main(sys.argv[1:])
