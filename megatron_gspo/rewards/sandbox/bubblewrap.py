@@ -1,15 +1,10 @@
-"""Command lines of confined programs. Imported by the launcher: standard library only."""
+"""Command lines of programs, confined and not. Imported by the launcher: standard library only."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
-
 from megatron_gspo.rewards.sandbox import kernel
-from megatron_gspo.rewards.sandbox.command import BOX, Command, Limits, Setup
+from megatron_gspo.rewards.sandbox.command import BOX, Command, Limits
 
-DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
-STREAMS = ("stdin", "stdout", "stderr")
 _NAMESPACES = ("--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try")
 _SETPRIV = "/usr/bin/setpriv"
 _PRLIMIT = "/usr/bin/prlimit"
@@ -18,22 +13,20 @@ _USER = "1000"  # what the program sees of its user in a user namespace
 
 
 def bubblewrap_line(
-    setup: Setup, command: Command, folder: str, *, status: int, seccomp: int | None, uid: int | None
+    bubblewrap: str, command: Command, folder: str, *, status: int, seccomp: int | None, uid: int | None
 ) -> list[str]:
-    """The command line of bubblewrap.
+    """The command line of a confined program.
 
-    folder: has the program's directory `box` and the files of its `STREAMS`.
-    status: descriptor for bubblewrap's report. seccomp: descriptor of the filter.
+    bubblewrap: the executable. folder: has `root`, which the program sees read-only, its directory `box`, and `fd` with
+    its streams. status: descriptor for bubblewrap's report. seccomp: descriptor of the filter.
     uid: user of the program, if root sets the sandbox up. None: that of a user namespace.
 
     The limits are set inside, by prlimit: that of processes counts those of the namespace alone there.
     """
-    assert setup.bubblewrap is not None
-    line = [setup.bubblewrap, *_NAMESPACES, "--die-with-parent", "--new-session", "--clearenv"]
-    line += _file_system(setup.readable)
-    line += ["--bind", f"{folder}/box", BOX, "--symlink", BOX[1:], "/tmp", "--chdir", BOX]
-    line += _streams(folder)
-    line += ["--remount-ro", "/", "--json-status-fd", str(status)]
+    line = [bubblewrap, *_NAMESPACES, "--die-with-parent", "--new-session", "--clearenv"]
+    line += ["--ro-bind", f"{folder}/root", "/", "--dev-bind", f"{folder}/root/dev", "/dev"]
+    line += ["--bind", f"{folder}/fd", "/dev/fd", "--bind", f"{folder}/box", BOX, "--chdir", BOX]
+    line += ["--json-status-fd", str(status)]
     for name, value in command.environment.items():
         line += ["--setenv", name, value]
     if seccomp is not None:
@@ -58,31 +51,6 @@ def limits_line(command: Command, *, processes: int, root: bool, uid: int | None
     if uid is not None:
         line += _as_user(uid)
     return [*line, "--", *_prlimit(command.limits, processes), *command.argv]
-
-
-def _file_system(readable: Sequence[str]) -> list[str]:
-    """Options that show the readable paths; links of the root directory such as /lib stay links."""
-    options: list[str] = []
-    for path in readable:
-        if os.path.islink(path) and os.path.dirname(path) == "/":
-            options += ["--symlink", os.readlink(path), path]
-        else:
-            parts = path.strip("/").split("/")
-            for count in range(1, len(parts)):  # bubblewrap would make the parents for root alone
-                options += ["--perms", "0755", "--dir", "/" + "/".join(parts[:count])]
-            options += ["--ro-bind", path, path]
-    return options
-
-
-def _streams(folder: str) -> list[str]:
-    """Options for /dev: devices, and the streams as files, because there is no /proc that would show them."""
-    options = ["--perms", "0755", "--dir", "/dev", "--perms", "0755", "--dir", "/dev/fd"]
-    for device in DEVICES:
-        options += ["--dev-bind", device, device]
-    for number, name in enumerate(STREAMS):
-        options += ["--ro-bind" if name == "stdin" else "--bind", f"{folder}/{name}", f"/dev/{name}"]
-        options += ["--symlink", f"../{name}", f"/dev/fd/{number}"]
-    return options
 
 
 def _as_user(uid: int) -> list[str]:
