@@ -73,22 +73,26 @@ zlib.decompress(block + block[2:] * 1000)
     Attack("children that nobody waits for", "time_limit", """
 import os, signal, time
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+reader, writer = os.pipe()
 for _ in range(4):
     if os.fork() == 0:
         while time.process_time() < 0.2: pass
         os._exit(0)
-time.sleep(0.6)
+os.close(writer)
+os.read(reader, 1)  # until all have ended
 print(5)
 """),
     Attack("children that nobody waits for, by sigaction", "time_limit", """
 import ctypes, os, time
 no_wait = (ctypes.c_ulong * 20)(0, *[0] * 16, 2)  # handler, mask of 128 bytes, SA_NOCLDWAIT
 ctypes.CDLL(None).sigaction(17, no_wait, None)
+reader, writer = os.pipe()
 for _ in range(4):
     if os.fork() == 0:
         while time.process_time() < 0.2: pass
         os._exit(0)
-time.sleep(0.6)
+os.close(writer)
+os.read(reader, 1)  # until all have ended
 print(5)
 """),
     refused("too many open files", "[os.open('/dev/null', os.O_RDONLY) for _ in range(100)]"),
