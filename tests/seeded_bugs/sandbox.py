@@ -66,7 +66,7 @@ OF_THE_SANDBOX = (
     ),
     SeededBug(
         "a data file runs code", "several trainers", f"{SANDBOX}/case_formats.py",
-        "found = _TextOnly(io.BytesIO(content)).load()", "found = pickle.loads(content)",
+        "unpickled = _TextOnly(io.BytesIO(content)).load()", "unpickled = pickle.loads(content)",
         (f"{TESTS}/test_case_formats.py::test_a_pickle_runs_nothing",),
     ),
     SeededBug(

@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import zlib
+from dataclasses import replace
 
 import pytest
 
@@ -34,6 +35,7 @@ def packed(content):
 STDIN = [{"input": "1\n", "output": "2\n", "testtype": "stdin"}, {"input": "3\n", "output": "4\n", "testtype": "stdin"}]
 FUNCTION = [{"input": '[1, 2]\n"x"', "output": "[true]", "testtype": "functional"}]
 TWO = CodeTests(None, (Case("1\n", ("2\n",)), Case("3\n", ("4\n",))))
+TWO_IN_HARNESS = replace(TWO, harness=True)
 
 
 @pytest.mark.parametrize(
@@ -44,14 +46,14 @@ TWO = CodeTests(None, (Case("1\n", ("2\n",)), Case("3\n", ("4\n",))))
             {"tests": [{"args": [1, "a"], "output": [2]}], "fn_name": "f"},
             CodeTests("f", (Case('[1, "a"]', ([2],)),)),
         ),
-        ({"public_test_cases": json.dumps(STDIN), "private_test_cases": "[]", "metadata": "{}"}, TWO),
+        ({"public_test_cases": json.dumps(STDIN), "private_test_cases": "[]", "metadata": "{}"}, TWO_IN_HARNESS),
         (
             {"public_test_cases": json.dumps(STDIN[:1]), "private_test_cases": packed(json.dumps(STDIN[1:]))},
-            TWO,
+            TWO_IN_HARNESS,
         ),
         (
             {"public_test_cases": json.dumps(FUNCTION), "metadata": '{"func_name": "f"}'},
-            CodeTests("f", (Case('[[1, 2], "x"]', ([True],)),)),
+            CodeTests("f", (Case('[[1, 2], "x"]', ([True],)),), harness=True),
         ),
         ({"input_output": '{"inputs": ["1\\n", "3\\n"], "outputs": ["2\\n", "4\\n"]}'}, TWO),
         (
