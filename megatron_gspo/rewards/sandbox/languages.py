@@ -128,8 +128,9 @@ def __uses_other_names(source):
     for table in tables:
         tables += table.get_children()
         for symbol in table.get_symbols():
-            if table.get_type() == "module" and (symbol.is_assigned() or symbol.is_imported()):
-                defined.add(symbol.get_name())
+            if symbol.is_assigned() or symbol.is_imported():
+                if table.get_type() == "module" or symbol.is_global():
+                    defined.add(symbol.get_name())
             elif symbol.is_global():
                 used.add(symbol.get_name())
     others = used - defined - set(dir(builtins))
