@@ -26,13 +26,14 @@ class CodeConfig:
     processes: Annotated[int, Ge(1), Le(1000)] = 8
     """Processes and threads of a program."""
     output_mib: Annotated[int, Ge(1), Le(64)] = 16
-    """Standard output per test, MiB; its files have 64 MiB together."""
+    """Standard output per test, MiB; its files have 64 MiB together, and are 4,096 at most."""
     float_tolerance: Annotated[float, Ge(0)] = 1e-6
     """Absolute or relative difference of numbers whose expected value has a decimal point or an exponent."""
     python: str | None = None
     """Python interpreter of the programs, run without site-packages; null: the trainer's."""
     require_isolation: bool = True
-    """Refuse to start without isolation of file system, network, processes and system calls."""
+    """Refuse to start without isolation of file system, network, processes and system calls, which needs bubblewrap;
+    false: limits alone where it is missing, and programs can do what this user can."""
     sandbox_url: str | None = None
     """Sandbox Fusion server, `http://host:port`, which runs the programs in place of this machine."""
 

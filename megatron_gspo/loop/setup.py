@@ -30,6 +30,7 @@ from megatron_gspo.loop.timers import UpdateClock
 from megatron_gspo.mcore.megatron_options import MegatronOptions
 from megatron_gspo.mcore.policy import Policy, TrainedParts, build_policy, check_megatron_options
 from megatron_gspo.mcore.process_groups import initialize
+from megatron_gspo.rewards.sandbox.visible_files import refuse_visible_run
 from megatron_gspo.rewards.scorer import RewardScorer
 from megatron_gspo.rollout.engine_protocol import RolloutEngine
 from megatron_gspo.rollout.group_source import GroupSource, Weights
@@ -153,6 +154,7 @@ def build_rewards(config: Config, environments: EnvironmentPool | None) -> Rewar
     if environments is not None:
         name = f"environment {config.rollout.environment!r}"
         return EpisodeRewards(environments, name, data.verifier_failure_reward)
+    refuse_visible_run(config)
     scorer = RewardScorer(
         data.resolved_verifier,
         data.resolved_verifier_options,

@@ -24,6 +24,17 @@ def body(code: str, name: str = "score"):
     return write
 
 
+def beside_an_interpreter(config, folder):
+    """The prompts lie among the libraries of the interpreter that runs the programs."""
+    python = folder / "python"
+    python.write_text(f"#!/bin/sh\necho '{json.dumps([str(python), str(folder), str(folder)])}'\n")
+    python.chmod(0o755)
+    (folder / "lib").mkdir()
+    prompts = Path(config["data"]["prompts"])
+    config["data"]["prompts"] = str(prompts.rename(folder / "lib" / prompts.name))
+    config["data"]["code"] = {"python": str(python)}
+
+
 def returns(value: str):
     return body(f"def score(text, prompt):\n    return {value}\n")
 
@@ -74,6 +85,9 @@ CASES = (
     Case("interpreter of programs missing", "; set data.code.python",
          ("data.verifier=code", "data.verifier_timeout=60", "data.code.python=/no/python"),
          shows=("/no/python does not run as a Python interpreter",)),
+    Case("prompts that programs can read", ", and this with it; move it, or give another interpreter as data.code.python",
+         ("data.verifier=code", "data.verifier_timeout=60"), breaks=beside_an_interpreter,
+         shows=("data.prompts = ", "the programs of the verifier code can read ")),
     fails_on_all("verifier of another signature", "error: TypeError: score() ",
          breaks=body("def score(text): return 1.0\n"),
          shows=("fix it",)),

@@ -6,7 +6,7 @@ from tests.seeded_bugs.seeded_bug import SeededBug
 
 SANDBOX, TESTS = "megatron_gspo/rewards/sandbox", "tests/rewards/sandbox"
 BUBBLEWRAP, LAUNCHER, KERNEL = f"{SANDBOX}/bubblewrap.py", f"{SANDBOX}/launcher.py", f"{SANDBOX}/kernel.py"
-NAMESPACES, VERIFIER = f"{SANDBOX}/namespaces.py", f"{SANDBOX}/code_verifier.py"
+VERIFIER = f"{SANDBOX}/code_verifier.py"
 COMPARISON = f"{SANDBOX}/output_comparison.py"
 LIMITS = f"{TESTS}/test_launcher.py::test_the_limits_are_those_of_the_command"
 ISOLATION = f"{TESTS}/test_isolation.py::test_an_isolation_has_all_guarantees"
@@ -14,7 +14,7 @@ ISOLATION = f"{TESTS}/test_isolation.py::test_an_isolation_has_all_guarantees"
 OF_THE_SANDBOX = (
     SeededBug(
         "the network is left on", "design", LAUNCHER,
-        "                    kernel.unshare(kernel.CLONE_NEWNET)\n", "",
+        "kernel.unshare(kernel.CLONE_NEWNS | kernel.CLONE_NEWNET)", "kernel.unshare(kernel.CLONE_NEWNS)",
         (ISOLATION,),
     ),
     SeededBug(
@@ -23,8 +23,8 @@ OF_THE_SANDBOX = (
         (LIMITS,),
     ),
     SeededBug(
-        "the limit of processes is not set in namespaces", "design", NAMESPACES,
-        "        kernel.limit_processes(command.limits.processes)\n", "        kernel.limit_processes(64)\n",
+        "the limit of processes is another", "design", BUBBLEWRAP,
+        "*_prlimit(command.limits, command.limits.processes)", "*_prlimit(command.limits, 64)",
         (LIMITS,),
     ),
     SeededBug(
@@ -44,6 +44,31 @@ OF_THE_SANDBOX = (
         (f"{TESTS}/test_launcher.py::test_nothing_is_left_of_a_program",),
     ),
     SeededBug(
+        "empty files are unlimited", "design", LAUNCHER,
+        "nr_inodes={inodes}", "nr_inodes=0",
+        (f"{TESTS}/test_attacks.py::test_it_is_contained",),
+    ),
+    SeededBug(
+        "all of /usr is visible", "design", f"{SANDBOX}/isolation.py",
+        '    "/usr/bin",\n', '    "/usr",\n',
+        (f"{TESTS}/test_isolation.py::test_applications_below_usr_are_not_visible",),
+    ),
+    SeededBug(
+        "redirects are followed", "design", f"{SANDBOX}/fusion_client.py",
+        "urllib.request.ProxyHandler({}), _NoRedirects", "urllib.request.ProxyHandler({})",
+        (f"{TESTS}/test_fusion_client.py::test_a_redirect_is_not_followed",),
+    ),
+    SeededBug(
+        "the last fence is the program", "several trainers", f"{SANDBOX}/languages.py",
+        "for candidates in (labelled, programs, plain):", "for candidates in (labelled + plain,):",
+        (f"{TESTS}/test_languages.py::test_the_last_complete_block_counts",),
+    ),
+    SeededBug(
+        "the first element of a list passes", "several trainers", f"{SANDBOX}/case_formats.py",
+        "return all(len(output) == 1 for output", "return all(True for output",
+        (f"{TESTS}/test_case_formats.py::test_a_list_of_one_value_may_be_the_value",),
+    ),
+    SeededBug(
         "a sandbox that fails gives a reward of 0", "several trainers", VERIFIER,
         "    outcome = program(case.stdin)\n",
         "    try:\n        outcome = program(case.stdin)\n    except SandboxError:\n        return \"runtime_error\"\n",
@@ -60,13 +85,13 @@ OF_THE_SANDBOX = (
         (f"{TESTS}/test_code_verifier.py::test_scores",),
     ),
     SeededBug(
-        "digits of other scripts are numbers", "design", COMPARISON,
-        'r"[+-]?(?:[0-9]+', 'r"[+-]?(?:\\d+',
+        "integers are compared as floats", "design", COMPARISON,
+        "Decimal(token.decode()) == Decimal(expected.decode())", "float(token) == float(expected)",
         (f"{TESTS}/test_output_comparison.py::test_text",),
     ),
     SeededBug(
         "a data file runs code", "several trainers", f"{SANDBOX}/case_formats.py",
-        "found = _TextOnly(io.BytesIO(content)).load()", "found = pickle.loads(content)",
+        "unpickled = _TextOnly(io.BytesIO(content)).load()", "unpickled = pickle.loads(content)",
         (f"{TESTS}/test_case_formats.py::test_a_pickle_runs_nothing",),
     ),
     SeededBug(

@@ -90,7 +90,7 @@ def _codeforces(row: Row, language: str) -> dict[str, Any]:
     parts += [f"Example\nInput:\n{each['input']}\nOutput:\n{each['output']}" for each in row.get("examples") or ()]
     question = "\n\n".join(str(part).strip() for part in parts if part)
     limits = f"Limits: {row['time_limit']:g} s. " if row.get("time_limit") else ""
-    return dict(row, prompt=f"{question}\n\n{limits}{_reply(language)} {_STDIO}", tests=row["official_tests"])
+    return dict(row, prompt=f"{question}\n\n{limits}{_reply(language)} {_STDIO}")
 
 
 _SECTIONS = (("Input", "input_format"), ("Output", "output_format"), ("Note", "note"))

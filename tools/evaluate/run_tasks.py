@@ -18,6 +18,7 @@ from megatron_gspo.config import Config, ConfigError, SamplingParams
 from megatron_gspo.data.sample import Sample
 from megatron_gspo.loop.evaluation import evaluation_sampling, evaluation_seed
 from megatron_gspo.loop.inputs import load_data, load_tokenizer
+from megatron_gspo.rewards.sandbox.visible_files import refuse_visible_files, refuse_visible_run
 from megatron_gspo.rewards.scorer import FAILURE, RewardScorer
 from megatron_gspo.rewards.verifiers import VerifierError
 from megatron_gspo.tools.evaluate.response_engines import ResponseEngine, open_engine
@@ -54,10 +55,14 @@ def load_tasks(config: Config, files: Sequence[Path], given: set[str], window: W
                           "the training loop evaluates them (evaluation.eval_interval)")  # fmt: skip
     tokenizer, limit = load_tokenizer(config), config.evaluation.max_prompts
     if not files:
+        refuse_visible_run(config)
         _, held_out, _ = load_data(config, tokenizer)
         return (held_out_task(held_out, config.data, "data.eval_prompts"),)
     task_names(files)
-    return tuple(load_task(file, tokenizer, config.data, given, window, limit) for file in files)
+    tasks = tuple(load_task(file, tokenizer, config.data, given, window, limit) for file in files)
+    if any(task.data.resolved_verifier == "code" for task in tasks):
+        refuse_visible_files(config.data.code, {"--tasks": files})
+    return tasks
 
 
 def run_evaluation(evaluation: Evaluation) -> list[TaskScores]:

@@ -1,69 +1,62 @@
-"""The command line of bubblewrap. Imported by the launcher: standard library only."""
+"""Command lines of programs, confined and not. Imported by the launcher: standard library only."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
-
 from megatron_gspo.rewards.sandbox import kernel
-from megatron_gspo.rewards.sandbox.command import BOX, Command, Setup
+from megatron_gspo.rewards.sandbox.command import BOX, Command, Limits
 
-DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 _NAMESPACES = ("--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try")
+_SETPRIV = "/usr/bin/setpriv"
+_PRLIMIT = "/usr/bin/prlimit"
+_NO_CAPABILITIES = ("--bounding-set=-all", "--inh-caps=-all")
+_USER = "1000"  # what the program sees of its user in a user namespace
 
 
-def file_system(readable: Sequence[str]) -> list[str]:
-    """Options that show the readable paths; links of the root directory such as /lib stay links."""
-    options: list[str] = []
-    for path in readable:
-        if os.path.islink(path) and os.path.dirname(path) == "/":
-            options += ["--symlink", os.readlink(path), path]
-        else:
-            parts = path.strip("/").split("/")
-            for count in range(1, len(parts)):  # bubblewrap would make the parents for root alone
-                options += ["--perms", "0755", "--dir", "/" + "/".join(parts[:count])]
-            options += ["--ro-bind", path, path]
-    for device in DEVICES:
-        options += ["--dev-bind", device, device]
-    return options
-
-
-def arguments(
-    setup: Setup,
-    command: Command,
-    descriptors: Mapping[str, int],
-    *,
-    status: int,
-    seccomp: int | None,
-    uid: int | None,
+def bubblewrap_line(
+    bubblewrap: str, command: Command, folder: str, *, status: int, seccomp: int | None, uid: int | None
 ) -> list[str]:
-    """The command line.
+    """The command line of a confined program.
 
-    descriptors: of each file of the command, open at its start. status: descriptor for bubblewrap's report.
-    seccomp: descriptor of the filter.
-    uid: user of the program, if root sets the sandbox up. None: the same user, in a user namespace.
+    bubblewrap: the executable. folder: has `root`, which the program sees read-only, its directory `box`, and `fd` with
+    its streams. status: descriptor for bubblewrap's report. seccomp: descriptor of the filter.
+    uid: user of the program, if root sets the sandbox up. None: that of a user namespace.
 
     The limits are set inside, by prlimit: that of processes counts those of the namespace alone there.
     """
-    assert setup.bubblewrap is not None
-    options = [setup.bubblewrap, *_NAMESPACES, "--die-with-parent", "--new-session", "--clearenv"]
-    if not setup.mechanism.shares_network:
-        options += ["--unshare-net"]
-    options += file_system(setup.readable)
-    options += ["--perms", "1777", "--size", str(command.limits.disk_bytes), "--tmpfs", BOX]
-    for name, descriptor in descriptors.items():
-        options += ["--perms", "0555", "--file", str(descriptor), f"{BOX}/{name}"]
-    options += ["--symlink", BOX[1:], "/tmp", "--chdir", BOX, "--remount-ro", "/", "--json-status-fd", str(status)]
+    line = [bubblewrap, *_NAMESPACES, "--die-with-parent", "--new-session", "--clearenv"]
+    line += ["--ro-bind", f"{folder}/root", "/", "--dev-bind", f"{folder}/root/dev", "/dev"]
+    line += ["--bind", f"{folder}/fd", "/dev/fd", "--bind", f"{folder}/box", BOX, "--chdir", BOX]
+    line += ["--json-status-fd", str(status)]
     for name, value in command.environment.items():
-        options += ["--setenv", name, value]
+        line += ["--setenv", name, value]
     if seccomp is not None:
-        options += ["--seccomp", str(seccomp)]
+        line += ["--seccomp", str(seccomp)]
     if uid is None:
-        options += ["--unshare-user", "--"]
+        line += ["--unshare-user", "--uid", _USER, "--gid", _USER, "--"]
     else:
-        options += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--cap-add", "CAP_SETPCAP", "--"]
-        options += ["/usr/bin/setpriv", "--reuid", str(uid), "--regid", str(uid), "--clear-groups"]
-        options += ["--bounding-set=-all", "--inh-caps=-all", "--no-new-privs", "--"]
-    options += ["/usr/bin/prlimit", f"--nproc={command.limits.processes}"]
-    options += [f"--{name}={soft}:{hard}" for name, (soft, hard) in kernel.resource_limits(command.limits).items()]
-    return [*options, "--", *command.argv]
+        line += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--cap-add", "CAP_SETPCAP", "--"]
+        line += [_SETPRIV, *_as_user(uid), *_NO_CAPABILITIES, "--no-new-privs", "--"]
+    return [*line, *_prlimit(command.limits, command.limits.processes), *command.argv]
+
+
+def limits_line(command: Command, *, processes: int, root: bool, uid: int | None) -> list[str]:
+    """The command line of a program that is limited and not confined.
+
+    processes: the limit, with those that the program's user has already. root: whether this process is root's.
+    uid: user of the program; None for the same user.
+    """
+    line = [_SETPRIV, "--no-new-privs", "--pdeathsig", "KILL"]
+    if root:
+        line += _NO_CAPABILITIES
+    if uid is not None:
+        line += _as_user(uid)
+    return [*line, "--", *_prlimit(command.limits, processes), *command.argv]
+
+
+def _as_user(uid: int) -> list[str]:
+    return ["--reuid", str(uid), "--regid", str(uid), "--clear-groups"]
+
+
+def _prlimit(limits: Limits, processes: int) -> list[str]:
+    pairs = kernel.resource_limits(limits).items()
+    return [_PRLIMIT, f"--nproc={processes}", *(f"--{name}={soft}:{hard}" for name, (soft, hard) in pairs), "--"]

@@ -3,6 +3,8 @@
 | field of the row | data set |
 | --- | --- |
 | `tests` | ours: [{"input": text, "output": text}], or with `fn_name` [{"args": [...], "output": value}] |
+| `tests` | DeepCoder: LiveCodeBench's tests, PrimeIntellect's with `type`, or APPS' dictionary |
+| `official_tests` | Codeforces, as ours |
 | `public_test_cases`, `private_test_cases`, `metadata` | LiveCodeBench |
 | `input_output` | APPS, TACO |
 | `public_tests`, `private_tests`, `generated_tests` | CodeContests |
@@ -10,6 +12,7 @@
 
 from __future__ import annotations
 
+import ast
 import base64
 import io
 import json
@@ -35,10 +38,15 @@ class Case:
 
 @dataclass(frozen=True)
 class CodeTests:
-    """The tests of a prompt. function: the name that they call, None if the program reads stdin."""
+    """The tests of a prompt.
+
+    function: the name that they call, None if the program reads stdin. harness: whether programs have the names and the
+    recursion limit of LiveCodeBench's harness, as its data set assumes; programs whose function is called always have.
+    """
 
     function: str | None
     cases: tuple[Case, ...]
+    harness: bool = False
 
 
 def read_tests(row: Mapping[str, Any]) -> CodeTests:
@@ -46,7 +54,7 @@ def read_tests(row: Mapping[str, Any]) -> CodeTests:
     for field, read in _FORMATS.items():
         if row.get(field):
             try:
-                tests = read(row)
+                tests = read(row, field)
             except (LookupError, TypeError, AttributeError, EOFError, zlib.error, pickle.UnpicklingError) as error:
                 kind = type(error).__name__
                 raise ValueError(f"the test cases in {field!r} can't be read ({kind}: {error})") from error
@@ -56,20 +64,53 @@ def read_tests(row: Mapping[str, Any]) -> CodeTests:
     raise ValueError(f"the prompt has no test cases; it needs one of the fields {', '.join(_FORMATS)}")
 
 
-def _plain(row: Mapping[str, Any]) -> CodeTests:
-    name, tests = row.get("fn_name"), _json(row["tests"])
-    if name is None:
-        return CodeTests(None, tuple(Case(test["input"], (test["output"],)) for test in tests))
-    return CodeTests(name, tuple(_call(test["args"], [test["output"]]) for test in tests))
+def _plain(row: Mapping[str, Any], field: str) -> CodeTests:
+    """A list of tests, or a dictionary of lists as in `input_output`."""
+    tests = _json(row[field])
+    if isinstance(tests, dict):
+        return _columns(tests, row)
+    return _listed(tests, row, harness=any("testtype" in test for test in tests))
 
 
-def _livecodebench(row: Mapping[str, Any]) -> CodeTests:
+def _livecodebench(row: Mapping[str, Any], field: str) -> CodeTests:
     tests = [*_json(row.get("public_test_cases") or "[]"), *_private(row.get("private_test_cases") or "[]")]
-    if tests and tests[0]["testtype"] == "functional":
-        name = _json(row["metadata"])["func_name"]
-        calls = [([json.loads(line) for line in test["input"].split("\n") if line.strip()], test) for test in tests]
-        return CodeTests(name, tuple(_call(arguments, [json.loads(test["output"])]) for arguments, test in calls))
-    return CodeTests(None, tuple(Case(test["input"], (test["output"],)) for test in tests))
+    return _listed(tests, row, harness=True)
+
+
+def _listed(tests: Sequence[Mapping[str, Any]], row: Mapping[str, Any], *, harness: bool) -> CodeTests:
+    name = next((name for test in tests if (name := _function_name(test)) is not None), _function_name(row))
+    if not any(_calls(test, name) for test in tests):
+        return CodeTests(None, tuple(_printing(test["input"], test["output"]) for test in tests), harness)
+    if name is None:
+        raise ValueError("the test cases call a function that has no name; give it as 'fn_name' of the row")
+    outputs = [_result(test["output"], test.get("args", test.get("input"))) for test in tests]
+    wrapped = any(test.get("type") == "function_call" for test in tests) and _may_be_wrapped(outputs)
+    arguments = [
+        _arguments(test["args"], one_list=True) if "args" in test else _arguments(test["input"]) for test in tests
+    ]
+    cases = tuple(_call(given, output, wrapped) for given, output in zip(arguments, outputs, strict=True))
+    return CodeTests(name, cases, harness)
+
+
+def _function_name(fields: Mapping[str, Any]) -> str | None:
+    """LiveCodeBench: `func_name` in `metadata`; other data sets: `fn_name`."""
+    metadata = fields.get("metadata")
+    if isinstance(metadata, str) and metadata.lstrip().startswith("{"):
+        metadata = json.loads(metadata)
+    for source in (fields, metadata):
+        if isinstance(source, Mapping):
+            name = source.get("fn_name") or source.get("func_name")
+            if name:
+                return str(name)
+    return None
+
+
+def _calls(test: Mapping[str, Any], name: str | None) -> bool:
+    """Whether a test calls a function: as it says, or as the row's name of one says."""
+    said = (test.get("testtype"), test.get("type"))
+    if "functional" in said or "function_call" in said:
+        return True
+    return name is not None and "stdin" not in said and "stdin_stdout" not in said
 
 
 def _private(text: str | list[Any]) -> list[Any]:
@@ -80,10 +121,10 @@ def _private(text: str | list[Any]) -> list[Any]:
     content = decompressor.decompress(base64.b64decode(text), _MAX_BYTES)
     if decompressor.unconsumed_tail:
         raise ValueError(f"the private test cases have more than {_MAX_BYTES} bytes")
-    found = _TextOnly(io.BytesIO(content)).load()
-    if not isinstance(found, (str, bytes)):
-        raise ValueError(f"the private test cases are a pickled {type(found).__name__}, not text")
-    return json.loads(found)
+    unpickled = _TextOnly(io.BytesIO(content)).load()
+    if not isinstance(unpickled, (str, bytes)):
+        raise ValueError(f"the private test cases are a pickled {type(unpickled).__name__}, not text")
+    return json.loads(unpickled)
 
 
 class _TextOnly(pickle.Unpickler):
@@ -93,33 +134,101 @@ class _TextOnly(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name} is refused")
 
 
-def _apps(row: Mapping[str, Any]) -> CodeTests:
-    both = _json(row["input_output"])
-    name = both.get("fn_name")
-    pairs = list(zip(both["inputs"], both["outputs"], strict=True))
+def _apps(row: Mapping[str, Any], field: str) -> CodeTests:
+    return _columns(_json(row[field]), row)
+
+
+def _columns(both: Mapping[str, Any], row: Mapping[str, Any]) -> CodeTests:
+    """APPS, TACO: inputs and outputs."""
+    name = _function_name(both) or _function_name(row)
+    inputs = both["inputs"] if "inputs" in both else both["input"]
+    pairs = list(zip(inputs, both["outputs"] if "outputs" in both else both["output"], strict=True))
     if name is None:
-        return CodeTests(None, tuple(Case(_text(given), (_text(output),)) for given, output in pairs))
-    # Some outputs are the value, others a list of one accepted value.
-    wrapped = [[output, output[0]] if isinstance(output, list) and output else [output] for _, output in pairs]
-    return CodeTests(name, tuple(_call(given, both) for (given, _), both in zip(pairs, wrapped, strict=True)))
+        return CodeTests(None, tuple(_printing(given, output) for given, output in pairs))
+    outputs = [_result(output, given) for given, output in pairs]
+    wrapped = _may_be_wrapped(outputs)
+    calls = zip(pairs, outputs, strict=True)
+    return CodeTests(name, tuple(_call(_arguments(given), output, wrapped) for (given, _), output in calls))
 
 
-def _code_contests(row: Mapping[str, Any]) -> CodeTests:
+def _code_contests(row: Mapping[str, Any], field: str) -> CodeTests:
     cases: list[Case] = []
-    for field in ("public_tests", "private_tests", "generated_tests"):
-        tests = _json(row.get(field) or {"input": [], "output": []})
-        pairs = zip(tests["input"], tests["output"], strict=True)
-        cases += [Case(given, (output,)) for given, output in pairs]
+    for name in ("public_tests", "private_tests", "generated_tests"):
+        tests = _json(row.get(name) or {"input": [], "output": []})
+        cases += [_printing(given, output) for given, output in zip(tests["input"], tests["output"], strict=True)]
     return CodeTests(None, tuple(cases))
 
 
-def _call(arguments: Sequence[Any], accepted: Sequence[Any]) -> Case:
-    return Case(json.dumps(list(arguments)), tuple(accepted))
+def _printing(given: Any, output: Any) -> Case:
+    """A test of a program that reads and prints."""
+    if output is None:
+        raise ValueError("a test case has no expected output: it is null")
+    accepted = _text(output)
+    return Case(_text(given), (accepted, accepted.lower()) if isinstance(output, bool) else (accepted,))
 
 
 def _text(value: Any) -> str:
-    """APPS gives text, or a list of lines."""
-    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+    """A text, a list of lines, or a number, as data sets give what programs read and print. null is no text."""
+    if isinstance(value, list):
+        return "\n".join(" ".join(map(_text, line)) if isinstance(line, list) else _text(line) for line in value)
+    if isinstance(value, dict):
+        raise ValueError(f"a test case has a dictionary where a program reads or prints text: {value}")
+    return "" if value is None else str(value)
+
+
+def _call(arguments: list[Any], output: Any, wrapped: bool) -> Case:
+    """wrapped: whether an output that is a list may also be a list of the value."""
+    accepted = (output, output[0]) if wrapped and isinstance(output, list) else (output,)
+    return Case(json.dumps(arguments), accepted)
+
+
+def _may_be_wrapped(outputs: Sequence[Any]) -> bool:
+    """Of APPS and TACO some rows have the values as outputs, others lists of the one value.
+
+    A list of another length is a value, and so are the others of its row.
+    """
+    return all(len(output) == 1 for output in outputs if isinstance(output, list))
+
+
+def _arguments(value: Any, *, one_list: bool = False) -> list[Any]:
+    """Arguments of a call: a list of them, or the text of one JSON value after another, each on its line.
+
+    one_list: whether a text is the JSON of the list.
+    """
+    if isinstance(value, str):
+        values = _values(value)
+        value = values[0] if one_list and len(values) == 1 else values
+    if not isinstance(value, list):
+        raise ValueError(f"the arguments of a call are {value!r}; give a list")
+    return value
+
+
+def _result(value: Any, arguments: Any) -> Any:
+    """What a call returns: a value, or its JSON text where the arguments are text too."""
+    if not isinstance(value, str) or not isinstance(arguments, str):
+        return value
+    values = _values(value)
+    if len(values) != 1:
+        raise ValueError(f"the expected value {value!r} is not the JSON of one value")
+    return values[0]
+
+
+def _values(text: str) -> list[Any]:
+    """The JSON values of a text, or else the Python literals of its lines."""
+    decoder = json.JSONDecoder()
+    rest = text.lstrip()
+    values: list[Any] = []
+    try:
+        while rest:
+            value, end = decoder.raw_decode(rest)
+            values.append(value)
+            rest = rest[end:].lstrip()
+    except ValueError:
+        try:
+            return [ast.literal_eval(line) for line in text.split("\n") if line.strip()]
+        except (SyntaxError, ValueError) as error:
+            raise ValueError(f"{text!r} is neither JSON nor Python's literals") from error
+    return values
 
 
 def _json(value: Any) -> Any:
@@ -131,6 +240,7 @@ _FORMATS = {
     "public_test_cases": _livecodebench,
     "private_test_cases": _livecodebench,
     "input_output": _apps,
+    "official_tests": _plain,
     "public_tests": _code_contests,
     "private_tests": _code_contests,
     "generated_tests": _code_contests,

@@ -11,7 +11,7 @@ from megatron_gspo.rewards.named_reward import NamedReward
 from megatron_gspo.rewards.sandbox.case_formats import Case, CodeTests, read_tests
 from megatron_gspo.rewards.sandbox.command import Outcome, SandboxError
 from megatron_gspo.rewards.sandbox.fusion_client import FusionSandbox
-from megatron_gspo.rewards.sandbox.languages import calling, extract_code
+from megatron_gspo.rewards.sandbox.languages import calling, extract_code, with_harness
 from megatron_gspo.rewards.sandbox.output_comparison import same_text, same_value
 from megatron_gspo.rewards.sandbox.sandboxes import CompileError, Program, Sandbox, open_local_sandbox
 
@@ -72,6 +72,8 @@ def run_tests(
         if config.language != "python":
             raise ValueError(f"tests that call a function need data.code.language: python, not {config.language}")
         source = calling(source, tests.function)
+    elif tests.harness and config.language == "python":
+        source = with_harness(source)
     try:
         program = sandbox.prepare(source)
     except CompileError:

@@ -1,7 +1,4 @@
-"""What runs in a sandbox and what comes back.
-
-Named tuples, not dataclasses: the launcher imports this module, and each import makes its forks slower.
-"""
+"""What runs in a sandbox and what comes back. Imported by the launcher: standard library only."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ class Limits(NamedTuple):
 
     cpu_seconds: of the program and its children. wall_seconds: until everything is killed.
     memory_bytes: address space of each process. processes: with threads. output_bytes: of stdout.
-    disk_bytes: of all files together and of each file.
+    disk_bytes: of all files together and of each file; where programs are not confined, of each file alone.
     """
 
     cpu_seconds: float
@@ -62,16 +59,12 @@ class Outcome(NamedTuple):
 class Mechanism(NamedTuple):
     """How the launcher confines programs.
 
-    privileged: whether root sets the sandbox up; False: an unprivileged user does (root becomes one first).
+    privileged: bubblewrap: whether root sets the sandbox up; False: an unprivileged user does (root becomes one first).
+    limits: whether programs run as root; False: as an unprivileged user.
     """
 
-    name: Literal["bubblewrap", "namespaces", "limits"]
+    name: Literal["bubblewrap", "limits"]
     privileged: bool
-
-    @property
-    def shares_network(self) -> bool:
-        """Whether the launcher is in an empty network namespace, which its programs share: making one is slow."""
-        return self.privileged
 
 
 class Setup(NamedTuple):

@@ -32,8 +32,9 @@ class FusionSandbox:
         assert config.sandbox_url is not None
         self._url = check_url(config.sandbox_url) + "/run_code"
         self._config, self._backoff = config, backoff
+        self._answer_bytes = 4 * config.output_mib * 2**20
         self._breaker = CircuitBreaker(BREAKER_FAILURES, BREAKER_SECONDS)
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects)
 
     def prepare(self, source: str) -> Program:
         """See `Sandbox`. A compile error is an outcome of each run."""
@@ -73,44 +74,79 @@ class FusionSandbox:
                 return self._outcome(self._post(body))
             except urllib.error.HTTPError as error:
                 reason = f"HTTP {error.code}"
+                if 300 <= error.code < 400:
+                    reason += ", a redirect; give the address that it leads to as data.code.sandbox_url"
                 if error.code not in _RETRIED_STATUS:
                     break
             except (OSError, http.client.HTTPException, ValueError, SandboxError) as error:
                 reason = first_line(error)
         raise SandboxError(f"{self._url}: {reason}")
 
-    def _post(self, body: bytes) -> Any:
+    def _post(self, body: bytes) -> bytes:
+        """The answer, of which more than `_answer_bytes` are cut off."""
         headers = {"Content-Type": "application/json"}
         seconds = COMPILATION.wall_seconds + self._config.wall_limit + _GRACE_SECONDS
-        limit = 4 * self._config.output_mib * 2**20
         with self._opener.open(urllib.request.Request(self._url, body, headers), timeout=seconds) as answer:
-            content = answer.read(limit + 1)
-        if len(content) > limit:
-            return None
-        return json.loads(content)
+            content: bytes = answer.read(self._answer_bytes + 1)
+        return content
 
-    def _outcome(self, answer: Any) -> Outcome:
+    def _outcome(self, content: bytes) -> Outcome:
         """The outcome in an answer. Raises SandboxError if the server failed, ValueError if it breaks its protocol."""
-        if answer is None:
+        if len(content) > self._answer_bytes:
             return Outcome("output", 0, b"")
         try:
-            if answer["status"] == "SandboxError":
-                raise SandboxError(f"SandboxError: {answer.get('message')}")
-            compiled, ran = answer.get("compile_result"), answer.get("run_result")
-            if ran is None:
-                if compiled is None:
-                    raise ValueError("the answer has neither compile_result nor run_result")
-                return Outcome("compile_error", 1, b"", (compiled.get("stderr") or "").encode())
-            if ran["status"] == "Error":
-                raise SandboxError("run_result.status is Error")
-            code, late = ran.get("return_code"), ran["status"] == "TimeLimitExceeded"
-            cpu_seconds = ran.get("cpu_time") or 0.0
-            stdout, stderr = ((ran.get(name) or "").encode(errors="replace") for name in ("stdout", "stderr"))
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"the answer breaks the protocol ({type(error).__name__}: {error})") from error
+            answer = json.loads(content)
+        except RecursionError as error:
+            raise ValueError("the answer is nested too deeply") from error
+        if _text(_object(answer, "the answer"), "status", ("Success", "Failed", "SandboxError")) == "SandboxError":
+            raise SandboxError(f"SandboxError: {answer.get('message')}")
+        if answer.get("run_result") is None:
+            compiled = _object(answer.get("compile_result"), "compile_result")
+            _check_finished(compiled, "compile_result")
+            if compiled.get("return_code") == 0:
+                raise ValueError("the program was compiled, and there is no run_result")
+            return Outcome("compile_error", 1, b"", _text(compiled, "stderr").encode(errors="replace"))
+        ran = _object(answer["run_result"], "run_result")
+        late = _check_finished(ran, "run_result") == "TimeLimitExceeded"
+        cpu_seconds = ran.get("cpu_time") or 0.0
+        code = 137 if late and ran.get("return_code") is None else ran.get("return_code")
+        if not isinstance(cpu_seconds, (int, float)) or not isinstance(code, int):
+            raise ValueError("run_result has no return_code, or its cpu_time is not a number")
+        stdout = _text(ran, "stdout").encode(errors="replace")
+        stderr = _text(ran, "stderr").encode(errors="replace")
         ending: Ending = "wall_time" if late else "exit"
         if cpu_seconds > self._config.time_limit:
             ending = "cpu_time"
         if len(stdout) > self._config.output_mib * 2**20:
             ending = "output"
-        return Outcome(ending, 137 if code is None else code, stdout, stderr, cpu_seconds)
+        return Outcome(ending, code, stdout, stderr, cpu_seconds)
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Programs go to the server that the config names alone."""
+
+    def redirect_request(self, *_: object, **__: object) -> None:
+        """Refuse: the redirect is an HTTPError."""
+
+
+def _object(value: object, name: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} is {type(value).__name__}, not an object")
+    return value
+
+
+def _text(fields: dict[str, Any], name: str, known: tuple[str, ...] = ()) -> str:
+    """A field; "" for null. Raises ValueError if it is no text, or none of the known ones."""
+    value = fields.get(name)
+    value = "" if value is None else value
+    if not isinstance(value, str) or (known and value not in known):
+        raise ValueError(f"{name} is {str(value)[:40]!r}" + (f", none of {', '.join(known)}" if known else ", no text"))
+    return value
+
+
+def _check_finished(fields: dict[str, Any], name: str) -> str:
+    """The status of a run. Raises SandboxError if the server failed."""
+    status = _text(fields, "status", ("Finished", "TimeLimitExceeded", "Error"))
+    if status == "Error":
+        raise SandboxError(f"{name}.status is Error")
+    return status

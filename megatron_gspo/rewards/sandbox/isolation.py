@@ -20,11 +20,25 @@ GUARANTEES = ("file_system", "network", "processes", "system_calls")
 MECHANISMS = (
     Mechanism("bubblewrap", True),
     Mechanism("bubblewrap", False),
-    Mechanism("namespaces", True),
-    Mechanism("namespaces", False),
     Mechanism("limits", False),
+    Mechanism("limits", True),
 )
-_SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/alternatives")
+# What interpreters, compilers and shells need. Not all of /usr: images keep applications in /usr/src and /usr/local.
+_SYSTEM = (
+    "/usr/bin",
+    "/usr/include",
+    "/usr/lib",
+    "/usr/lib32",
+    "/usr/lib64",
+    "/usr/libexec/gcc",
+    "/lib",
+    "/lib32",
+    "/lib64",
+    "/bin",
+    "/etc/ld.so.cache",
+    "/etc/alternatives",
+)
+_LIBRARIES = ("lib", "lib32", "lib64")  # of an interpreter, below its prefixes
 _LIMITS = Limits(cpu_seconds=10.0, wall_seconds=20.0, memory_bytes=2**30, processes=8, output_bytes=2**16)
 _PROBE = """
 import json, os, socket, sys
@@ -69,7 +83,7 @@ class Isolation:
     def describe(self) -> str:
         """One line: the mechanism and what it isolates."""
         mechanism = self.setup.mechanism
-        user = "" if mechanism.privileged or mechanism.name == "limits" else " (user namespace)"
+        user = "" if mechanism.privileged or mechanism.name != "bubblewrap" else " (user namespace)"
         isolated = ", ".join(name.replace("_", " ") for name in self.guarantees) or "nothing"
         return f"{mechanism.name}{user} isolates {isolated}"
 
@@ -92,10 +106,10 @@ def find_interpreter(executable: str | None = None) -> Interpreter:
         real, *prefixes = json.loads(printed)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         raise SandboxError(f"{start} does not run as a Python interpreter ({error}); set data.code.python") from error
-    wanted = {Path(prefix).resolve() for prefix in prefixes} | {Path(real)}
-    outside = [path for path in wanted if not any(path != other and path.is_relative_to(other) for other in wanted)]
+    wanted = {Path(prefix).resolve() / name for prefix in prefixes for name in _LIBRARIES} | {Path(real)}
     system = [path for path in _SYSTEM if os.path.lexists(path)]
-    return Interpreter(real, (*system, *sorted(str(path) for path in outside if not path.is_relative_to("/usr"))))
+    others = [path for path in sorted(wanted) if path.exists() and not any(map(path.is_relative_to, system))]
+    return Interpreter(real, (*system, *map(str, others)))
 
 
 def find_isolation(interpreter: Interpreter, mechanisms: tuple[Mechanism, ...] = MECHANISMS) -> Isolation:
@@ -103,25 +117,28 @@ def find_isolation(interpreter: Interpreter, mechanisms: tuple[Mechanism, ...] =
 
     Raises SandboxError if none works.
     """
-    found: list[Isolation] = []
+    working: list[Isolation] = []
     failures: list[str] = []
-    program, filtered = shutil.which("bwrap"), system_call_filter()
+    program = shutil.which("bwrap")
+    filtered = system_call_filter()
+    if program is None:
+        failures.append("bubblewrap is not installed")
     for mechanism in mechanisms:
-        if mechanism.privileged and os.geteuid() != 0:
+        if mechanism not in MECHANISMS or (mechanism.privileged and os.geteuid() != 0):
             continue
         if mechanism.name == "bubblewrap" and program is None:
             continue
         setup = Setup(mechanism, interpreter.readable, program, filtered)
         try:
-            found.append(Isolation(setup, probe(setup, interpreter)))
+            working.append(Isolation(setup, probe(setup, interpreter)))
         except SandboxError as error:
             failures.append(f"{mechanism.name}: {error}")
             continue
-        if not found[-1].missing:
+        if not working[-1].missing:
             break
-    if not found:
-        raise SandboxError(f"no program can be run here: {'; '.join(failures)}")
-    best = max(found, key=lambda isolation: len(isolation.guarantees))
+    if not working:
+        raise SandboxError(f"no program can be run here ({'; '.join(failures) or 'no mechanism'})")
+    best = max(working, key=lambda isolation: len(isolation.guarantees))
     return Isolation(best.setup, best.guarantees, tuple(failures))
 
 

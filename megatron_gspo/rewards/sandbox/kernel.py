@@ -1,25 +1,32 @@
-"""System calls that Python 3.10 does not wrap. Imported by the launcher: standard library only."""
+"""System calls that Python 3.10 does not wrap, users and limits. Imported by the launcher: standard library only."""
 
 from __future__ import annotations
 
 import ctypes
 import os
-import platform
 import resource
-import struct
 
 from megatron_gspo.rewards.sandbox.command import Limits
 
-CLONE_NEWNS, CLONE_NEWCGROUP, CLONE_NEWUTS, CLONE_NEWIPC = 0x20000, 0x2000000, 0x4000000, 0x8000000
-CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
-MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_RDONLY, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 32, 1, 4096, 16384, 1 << 18
-MNT_DETACH = 2
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_CAPBSET_DROP = 1, 4, 22, 24
-_PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS, _SECCOMP_MODE_FILTER = 36, 38, 2
-_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
-_MOUNT_SETATTR, _AT_RECURSIVE, _ATTR_RDONLY_NOSUID_NODEV, _AT_FDCWD = 442, 0x8000, 1 | 2 | 4, -100
-_STACK_BYTES, _OPEN_FILES = 64 * 2**20, 64
-_FIRST_USER, _MAX_PROCESSES, _SHARED_USERS = 0x60000000, 2**22, 1000
+CLONE_NEWNS = 0x20000
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWNET = 0x40000000
+MS_RDONLY = 1
+MS_NOSUID = 2
+MS_NODEV = 4
+MS_REMOUNT = 32
+MS_BIND = 4096
+MS_REC = 16384
+MS_PRIVATE = 1 << 18
+_MNT_DETACH = 2
+_PR_SET_PDEATHSIG = 1
+_PR_SET_DUMPABLE = 4
+_PR_SET_CHILD_SUBREAPER = 36
+_STACK_BYTES = 64 * 2**20
+_OPEN_FILES = 64
+_FIRST_USER = 0x60000000
+_MAX_PROCESSES = 2**22
+_SHARED_USERS = 1000
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -31,36 +38,27 @@ def _check(result: int, what: str) -> None:
 
 
 def unshare(flags: int) -> None:
-    """Move this process (its children, for processes) to new namespaces."""
+    """Move this process to new namespaces."""
     _check(_libc.unshare(flags), "unshare")
 
 
-def mount(source: str, target: str, kind: str | None, flags: int, options: str = "") -> None:
+def mount(source: str, target: str, file_system: str | None, flags: int, options: str = "") -> None:
     """mount(2)."""
-    arguments = (source.encode(), target.encode(), kind.encode() if kind else None)
-    _check(_libc.mount(*arguments, ctypes.c_ulong(flags), options.encode()), f"mount {target}")
-
-
-def bind_read_only(source: str, target: str) -> None:
-    """Show `source` with all mounts below it at `target`, read-only, without devices and set-user-id programs."""
-    mount(source, target, None, MS_BIND | MS_REC)
-    attributes = struct.pack("4Q", _ATTR_RDONLY_NOSUID_NODEV, 0, 0, 0)
-    path = target.encode()
-    result = _libc.syscall(_MOUNT_SETATTR, _AT_FDCWD, path, _AT_RECURSIVE, attributes, len(attributes))
-    _check(result, f"mount_setattr {target}")
-
-
-def pivot_root(new: str, old: str) -> None:
-    """Make `new` the root and move the old root to `old`, below it."""
-    number = _PIVOT_ROOT.get(platform.machine())
-    if number is None:
-        raise OSError(0, f"pivot_root: unknown machine {platform.machine()}")
-    _check(_libc.syscall(number, new.encode(), old.encode()), "pivot_root")
+    encoded = file_system.encode() if file_system is not None else None
+    result = _libc.mount(source.encode(), target.encode(), encoded, ctypes.c_ulong(flags), options.encode())
+    _check(result, f"mount {target}")
 
 
 def unmount(target: str) -> None:
     """Detach a mount with all below it."""
-    _check(_libc.umount2(target.encode(), MNT_DETACH), f"umount {target}")
+    _check(_libc.umount2(target.encode(), _MNT_DETACH), f"umount {target}")
+
+
+def map_user_to_root(uid: int, gid: int) -> None:
+    """In a new user namespace this process's user becomes its root."""
+    for name, text in (("setgroups", "deny"), ("uid_map", f"0 {uid} 1"), ("gid_map", f"0 {gid} 1")):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(text)
 
 
 def signal_at_death_of_parent(number: int) -> None:
@@ -68,22 +66,14 @@ def signal_at_death_of_parent(number: int) -> None:
     _check(_libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0), "prctl")
 
 
-def set_dumpable(allowed: bool) -> None:
-    """Whether other processes of this user can read and trace this one, and whether its /proc files are its own."""
-    _check(_libc.prctl(_PR_SET_DUMPABLE, int(allowed), 0, 0, 0), "prctl")
+def make_dumpable() -> None:
+    """The files of this process in /proc are its own again, after a change of the user."""
+    _check(_libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0), "prctl")
 
 
 def adopt_orphans() -> None:
     """Become the parent of descendants whose parent dies."""
     _check(_libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl")
-
-
-def drop_capabilities() -> None:
-    """No program gains a capability by execve any more: set-user-id bits and file capabilities have no effect."""
-    for capability in range(64):
-        if _libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0) != 0:
-            break
-    _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl")
 
 
 def become(uid: int) -> None:
@@ -110,13 +100,6 @@ def _integers(line: str) -> tuple[int, int, int]:
     return first, outside, count
 
 
-def filter_system_calls(program: bytes) -> None:
-    """Install a seccomp filter: BPF instructions of 8 bytes. Needs no_new_privs."""
-    code = ctypes.create_string_buffer(program, len(program))
-    header = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(code))
-    _check(_libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, header, 0, 0), "seccomp")
-
-
 def resource_limits(limits: Limits) -> dict[str, tuple[int, int]]:
     """Soft and hard limit of each resource, by the names of prlimit(1), within what this process may set.
 
@@ -133,22 +116,7 @@ def resource_limits(limits: Limits) -> dict[str, tuple[int, int]]:
         "msgqueue": (0, 0),
     }
     for name, (soft, hard) in wanted.items():
-        allowed = resource.getrlimit(_resource(name))[1]
+        allowed = resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))[1]
         hard = hard if allowed == resource.RLIM_INFINITY else min(hard, allowed)
         wanted[name] = (min(soft, hard), hard)
     return wanted
-
-
-def set_limits(limits: Limits) -> None:
-    """Set all limits of this process but that of processes."""
-    for name, pair in resource_limits(limits).items():
-        resource.setrlimit(_resource(name), pair)
-
-
-def limit_processes(count: int) -> None:
-    """The number of processes and threads of this user, counted in this user namespace."""
-    resource.setrlimit(resource.RLIMIT_NPROC, (count, count))
-
-
-def _resource(name: str) -> int:
-    return getattr(resource, f"RLIMIT_{name.upper()}")

@@ -1,10 +1,11 @@
 """The process that starts sandboxes, one program at a time.
 
-It runs in the bare interpreter with an empty environment and imports little: its forks are cheap and have nothing to
-leak. It never sees an expected output.
+It runs in the bare interpreter with an empty environment, so that it has nothing to leak, in a mount and a network
+namespace of its own. It ends what it started when its worker dies, and counts the CPU time of all that a program
+leaves. It never sees an expected output.
 
-Protocol (`wire`): a `Setup`, then `Command`s; each is answered by an `Outcome` or, if the sandbox failed, by the
-reason as text.
+It receives a `Setup`, then `Command`s; each is answered by an `Outcome` or, if the sandbox failed, by the reason as
+text.
 """
 
 from __future__ import annotations
@@ -12,18 +13,28 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import shutil
 import signal
+import subprocess
 import sys
+import tempfile
 import time
-from typing import NoReturn
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import BinaryIO, NamedTuple, NoReturn
 
-from megatron_gspo.rewards.sandbox import bubblewrap, kernel, namespaces, wire
-from megatron_gspo.rewards.sandbox.command import Command, Ending, Outcome, Setup
+from megatron_gspo.rewards.sandbox import kernel
+from megatron_gspo.rewards.sandbox.bubblewrap import bubblewrap_line, limits_line
+from megatron_gspo.rewards.sandbox.command import BOX, Command, Ending, Limits, Outcome, Setup
 
 _STDERR_BYTES = 4096
 _KILLED = 128 + signal.SIGKILL
-
-Streams = tuple[int, int, int]
+_INODES = 4096  # files and directories of a program
+_TICKS = os.sysconf("SC_CLK_TCK")
+_LOOKS = 20  # at the CPU time that a program has used, before it reaches its limit
+_STREAMS = 8  # the same of the file system that has its streams
+_IN_MEMORY = kernel.MS_NOSUID | kernel.MS_NODEV
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 
 
 def main(arguments: list[str]) -> None:
@@ -39,7 +50,7 @@ def main(arguments: list[str]) -> None:
     kernel.adopt_orphans()
     try:
         if os.getppid() == parent:  # else it died before
-            _serve(reader, writer)
+            _serve(Connection(reader, writable=False), Connection(writer, readable=False), parent)
     finally:
         # A sandbox that is being set up does not yet die with this process.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -50,70 +61,229 @@ def _exit(number: int, frame: object) -> NoReturn:
     raise SystemExit(128 + number)
 
 
-def _serve(reader: int, writer: int) -> None:
+def _serve(reader: Connection, writer: Connection, parent: int) -> None:
     """Until the other side closes its pipe."""
     try:
-        setup = wire.receive(reader)
-        entered = False
-        while True:
-            command = wire.receive(reader)
-            try:
-                if setup.mechanism.shares_network and not entered:
-                    kernel.unshare(kernel.CLONE_NEWNET)
-                    entered = True
-                answer: Outcome | str = run(setup, command)
-            except OSError as error:  # not permitted, or no process, descriptor or memory is left
-                answer = f"{type(error).__name__}: {error}"
-            wire.send(writer, answer)
+        setup: Setup = reader.recv()
+        with contextlib.ExitStack() as stack:
+            launcher: _Launcher | None = None
+            while True:
+                command: Command = reader.recv()
+                try:
+                    launcher = launcher or _Launcher(setup, parent, stack)
+                    answer: Outcome | str = launcher.run(command)
+                except OSError as error:  # not permitted, or no process, descriptor or memory is left
+                    answer = f"{type(error).__name__}: {error}"
+                writer.send(answer)
     except (EOFError, BrokenPipeError):
         return
 
 
-def run(setup: Setup, command: Command) -> Outcome | str:
-    """Run a program and kill what is left of it; the reason as text if the sandbox could not be set up."""
-    with contextlib.ExitStack() as stack:
-        stdin, stdout, stderr = (_memory_file(stack, name) for name in ("stdin", "stdout", "stderr"))
-        wire.write(stdin, command.stdin)
-        os.lseek(stdin, 0, os.SEEK_SET)
-        report, writer = os.pipe()
-        stack.callback(os.close, report)
-        start = time.monotonic()
-        try:
-            pid = _START[setup.mechanism.name](setup, command, (stdin, stdout, stderr), writer, stack)
-        finally:
-            os.close(writer)
-        in_time = _wait(pid, start + command.limits.wall_seconds)
-        code, cpu_seconds = _end(pid)
-        wall_seconds = time.monotonic() - start
-        size, errors = os.fstat(stdout).st_size, os.pread(stderr, _STDERR_BYTES, 0)
-        if in_time and (reason := _failure(setup, os.read(report, 65536), errors)):
-            return reason
-        ending: Ending = "exit"
-        if size > command.limits.output_bytes:
-            ending = "output"
-        elif cpu_seconds > command.limits.cpu_seconds or code == 128 + signal.SIGXCPU:
-            ending = "cpu_time"
-        elif not in_time:
-            ending = "wall_time"
-        kept = os.pread(stdout, min(size, command.limits.output_bytes), 0)
-        return Outcome(ending, code if in_time else _KILLED, kept, errors, cpu_seconds, wall_seconds)
+class _Launcher:
+    """Runs programs as the setup says, in a folder with their directory `box` and their streams in `fd`."""
+
+    def __init__(self, setup: Setup, parent: int, stack: contextlib.ExitStack) -> None:
+        """parent: process id of the other side. stack: closes what is opened here.
+
+        Raises OSError if this process may not confine programs.
+        """
+        self._bubblewrap = setup.bubblewrap if setup.mechanism.name == "bubblewrap" else None
+        self._root = os.geteuid() == 0
+        # The user that programs run as, in the namespace of this process; None: this process's, or one that bubblewrap
+        # makes.
+        self._uid = kernel.spare_user(os.getpid()) if self._root else None
+        self._filter: int | None = None
+        if self._bubblewrap is None:
+            if setup.mechanism.privileged:
+                self._uid = None
+            self._folder = _folder(stack)
+            return
+        if setup.system_call_filter is not None:
+            self._filter = os.memfd_create("filter")
+            stack.callback(os.close, self._filter)
+            os.write(self._filter, setup.system_call_filter)
+        if setup.mechanism.privileged:
+            kernel.unshare(kernel.CLONE_NEWNS | kernel.CLONE_NEWNET)
+        else:
+            self._enter_user_namespace(parent)
+        kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
+        self._folder = _folder(stack)
+        kernel.mount("tmpfs", self._folder, "tmpfs", _IN_MEMORY, "mode=711")
+        stack.callback(kernel.unmount, self._folder)
+        _make_root(f"{self._folder}/root", setup.readable)
+
+    def _enter_user_namespace(self, parent: int) -> None:
+        """As its root, which is an unprivileged user outside."""
+        if self._uid is not None:
+            kernel.become(self._uid)
+            self._uid = None
+        uid = os.getuid()
+        gid = os.getgid()
+        kernel.unshare(kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS | kernel.CLONE_NEWNET)
+        kernel.make_dumpable()
+        kernel.map_user_to_root(uid, gid)
+        kernel.signal_at_death_of_parent(signal.SIGTERM)  # a change of the user clears it
+        if os.getppid() != parent:
+            raise SystemExit
+
+    def run(self, command: Command) -> Outcome | str:
+        """Run a program and kill what is left of it; the reason as text if the sandbox could not be set up."""
+        with contextlib.ExitStack() as stack:
+            self._fill(command, stack)
+            stdin, stdout, stderr = (
+                stack.enter_context(open(f"{self._folder}/fd/{number}", "r+b" if number else "rb"))
+                for number in range(3)
+            )
+            report, writer = os.pipe()
+            stack.callback(os.close, report)
+            start = time.monotonic()
+            try:
+                process = self._start(command, (stdin, stdout, stderr), writer)
+            finally:
+                os.close(writer)
+            in_time, seen_seconds = _wait(process, command.limits, start + command.limits.wall_seconds)
+            code, waited_seconds = _end(process)
+            cpu_seconds = max(seen_seconds, waited_seconds)
+            wall_seconds = time.monotonic() - start
+            errors = os.pread(stderr.fileno(), _STDERR_BYTES, 0)
+            # bubblewrap reports the exit code if and only if it had finished its set-up.
+            if self._bubblewrap is not None and in_time and b'"exit-code"' not in os.read(report, 65536):
+                return errors.decode(errors="replace").strip() or "bubblewrap ended during its set-up"
+            size = os.fstat(stdout.fileno()).st_size
+            kept = os.pread(stdout.fileno(), min(size, command.limits.output_bytes), 0)
+            ending = _ending(command.limits, size=size, cpu_seconds=cpu_seconds, code=code, in_time=in_time)
+            return Outcome(ending, code if in_time else _KILLED, kept, errors, cpu_seconds, wall_seconds)
+
+    def _fill(self, command: Command, stack: contextlib.ExitStack) -> None:
+        """The program's directory and streams; in memory, and limited together, where the program is confined."""
+        limits = command.limits
+        box = f"{self._folder}/box"
+        streams = f"{self._folder}/fd"
+        sizes = ((box, limits.disk_bytes, _INODES), (streams, len(command.stdin) + 3 * limits.disk_bytes, _STREAMS))
+        for path, size, inodes in sizes:
+            os.mkdir(path)
+            stack.callback(shutil.rmtree, path, ignore_errors=True)
+            if self._bubblewrap is not None:
+                kernel.mount("tmpfs", path, "tmpfs", _IN_MEMORY, f"size={size},nr_inodes={inodes}")
+                stack.callback(kernel.unmount, path)
+        for number, content in enumerate((command.stdin, b"", b"")):
+            _write(f"{streams}/{number}", content, 0o666 if number else 0o444)
+        for name, content in command.files.items():
+            _write(f"{box}/{name}", content, 0o555)
+        os.chmod(streams, 0o755)
+        os.chmod(box, 0o700)
+        if self._uid is not None:
+            os.chown(box, self._uid, self._uid)
+
+    def _start(self, command: Command, streams: tuple[BinaryIO, BinaryIO, BinaryIO], status: int) -> int:
+        """status: descriptor for bubblewrap's report. Returns the process id."""
+        stdin, stdout, stderr = streams
+        if self._bubblewrap is None:
+            others = 0 if self._uid is not None else _threads_of_user()
+            processes = command.limits.processes + others
+            line = limits_line(command, processes=processes, root=self._root, uid=self._uid)
+            environment = dict(command.environment)
+            directory = f"{self._folder}/box"
+            inherited = []
+        else:
+            line = bubblewrap_line(
+                self._bubblewrap, command, self._folder, status=status, seccomp=self._filter, uid=self._uid
+            )
+            environment = {}
+            directory = "/"
+            inherited = [status]
+            if self._filter is not None:
+                os.lseek(self._filter, 0, os.SEEK_SET)
+                inherited.append(self._filter)
+        process = subprocess.Popen(
+            line,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            env=environment,
+            cwd=directory,
+            pass_fds=inherited,
+            start_new_session=True,
+            umask=0o022,
+        )
+        process.returncode = 0  # it is reaped in `_end`
+        return process.pid
 
 
-def _memory_file(stack: contextlib.ExitStack, name: str) -> int:
-    descriptor = os.memfd_create(name)
-    stack.callback(os.close, descriptor)
-    return descriptor
+def _folder(stack: contextlib.ExitStack) -> str:
+    folder = tempfile.mkdtemp(prefix="sandbox-")
+    stack.callback(shutil.rmtree, folder, ignore_errors=True)
+    os.chmod(folder, 0o711)
+    return folder
 
 
-def _wait(pid: int, deadline: float) -> bool:
-    """Whether the process ends before the deadline. It is not reaped."""
+def _make_root(root: str, readable: Sequence[str]) -> None:
+    """The file system of all programs, which bubblewrap makes read-only. Links such as /lib stay links."""
+    devices = f"{root}/dev"
+    for path in (devices, f"{root}{BOX}"):
+        os.makedirs(path)
+    os.symlink(BOX[1:], f"{root}/tmp")
+    kernel.mount("tmpfs", devices, "tmpfs", kernel.MS_NOSUID, "mode=755")
+    os.mkdir(f"{devices}/fd")
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        os.symlink(f"fd/{number}", f"{devices}/{name}")
+    for path in (*readable, *_DEVICES):
+        target = root + path
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        if os.path.islink(path) and os.path.dirname(path) == "/":
+            os.symlink(os.readlink(path), target)
+            continue
+        if os.path.isdir(path):
+            os.mkdir(target)
+        else:
+            _write(target, b"", 0o444)
+        kernel.mount(path, target, None, kernel.MS_BIND | kernel.MS_REC)
+    kernel.mount("none", devices, None, kernel.MS_REMOUNT | kernel.MS_RDONLY | kernel.MS_NOSUID)
+
+
+def _write(path: str, content: bytes, mode: int) -> None:
+    with open(path, "wb") as file:
+        file.write(content)
+    os.chmod(path, mode)
+
+
+def _ending(limits: Limits, *, size: int, cpu_seconds: float, code: int, in_time: bool) -> Ending:
+    if size > limits.output_bytes:
+        return "output"
+    if cpu_seconds > limits.cpu_seconds or code == 128 + signal.SIGXCPU:
+        return "cpu_time"
+    return "exit" if in_time else "wall_time"
+
+
+def _wait(pid: int, limits: Limits, deadline: float) -> tuple[bool, float]:
+    """Whether the process ends before the deadline and within its CPU time, and the CPU seconds seen. It is not reaped.
+
+    The time of processes that are killed together with their namespace is not passed on to any parent.
+    """
     descriptor = os.pidfd_open(pid)
+    seconds = 0.0
     try:
         poll = select.poll()
         poll.register(descriptor, select.POLLIN)
-        return bool(poll.poll(1000 * max(0.0, deadline - time.monotonic())))
+        while (left := deadline - time.monotonic()) > 0 and seconds <= limits.cpu_seconds:
+            if poll.poll(1000 * min(left, limits.cpu_seconds / _LOOKS)):
+                return True, seconds
+            seconds = max(seconds, _cpu_seconds(pid))
+        return False, seconds
     finally:
         os.close(descriptor)
+
+
+def _cpu_seconds(pid: int) -> float:
+    """Of a process, its descendants and those that were waited for."""
+    processes = _processes()
+    seconds = 0.0
+    family = [pid]
+    for member in family:  # grows while it is read
+        family += [child for child, process in processes.items() if process.parent == member]
+        if member in processes:
+            seconds += processes[member].cpu_seconds
+    return seconds
 
 
 def _end(pid: int) -> tuple[int, float]:
@@ -131,135 +301,42 @@ def _end_children() -> float:
     In a process namespace all die with its first process. Those whose parents die become the launcher's.
     """
     seconds = 0.0
+    launcher = os.getpid()
     with contextlib.suppress(ChildProcessError):  # none is left
         while True:
             os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            for child in _children():
-                os.kill(child, signal.SIGKILL)
+            for pid, process in _processes().items():
+                if process.parent == launcher:
+                    os.kill(pid, signal.SIGKILL)
             _, _, usage = os.wait4(-1, 0)
             seconds += usage.ru_utime + usage.ru_stime
     return seconds
 
 
-def _children() -> list[int]:
-    """Children of this process that have not been reaped."""
-    own, found = os.getpid(), []
-    for name in filter(str.isdecimal, os.listdir("/proc")):
-        with contextlib.suppress(OSError), open(f"/proc/{name}/stat") as file:
-            if int(file.read().rpartition(")")[2].split()[1]) == own:
-                found.append(int(name))
-    return found
-
-
-def _failure(setup: Setup, report: bytes, errors: bytes) -> str | None:
-    """Why the sandbox could not be set up, from what the child or bubblewrap reported."""
-    if setup.mechanism.name != "bubblewrap":
-        return report.decode(errors="replace") or None
-    if b'"exit-code"' in report:  # written if and only if the set-up was finished
-        return None
-    return errors.decode(errors="replace").strip() or "bubblewrap ended during its set-up"
-
-
-def _user(setup: Setup) -> tuple[int | None, int | None]:
-    """(user that sets the sandbox up, user of the program) if they change, where this process is root."""
-    user = kernel.spare_user(os.getpid()) if os.geteuid() == 0 else None
-    return (None, user) if setup.mechanism.privileged else (user, user)
-
-
-def _start_bubblewrap(
-    setup: Setup, command: Command, streams: Streams, report: int, stack: contextlib.ExitStack
-) -> int:
-    import subprocess  # here: it makes forks slower, and nothing forks in this case
-
-    assert setup.bubblewrap is not None
-    contents = dict(command.files)
-    if setup.system_call_filter is not None:
-        contents[""] = setup.system_call_filter
-    descriptors = {}
-    for name, content in contents.items():
-        descriptors[name] = _memory_file(stack, "file")
-        wire.write(descriptors[name], content)
-        os.lseek(descriptors[name], 0, os.SEEK_SET)
-    inherited = (report, *descriptors.values())
-    first, program = _user(setup)
-    line = bubblewrap.arguments(
-        setup, command, descriptors, status=report, seccomp=descriptors.pop("", None), uid=None if first else program
-    )
-    process = subprocess.Popen(
-        line, stdin=streams[0], stdout=streams[1], stderr=streams[2], env={}, pass_fds=inherited, cwd="/", umask=0o22,
-        user=first, group=first, extra_groups=None if first is None else [],
-    )  # fmt: skip
-    process.returncode = 0  # it is reaped in `_end`
-    return process.pid
-
-
-def _start_fork(
-    setup: Setup, command: Command, streams: Streams, report: int, stack: contextlib.ExitStack
-) -> int:
-    box = _make_box(stack) if setup.mechanism.name == "limits" else None
-    first, program = _user(setup)
-    pid = os.fork()
-    if pid:
-        return pid
-    try:
-        os.setsid()
-        for number, descriptor in enumerate(streams):
-            os.dup2(descriptor, number)
-        for name in (signal.SIGPIPE, signal.SIGTERM, signal.SIGXFSZ):
-            signal.signal(name, signal.SIG_DFL)
-        os.umask(0o077)
-        if first is not None:
-            if box is not None:
-                os.chown(box, first, first)
-            kernel.become(first)
-        kernel.signal_at_death_of_parent(signal.SIGKILL)  # after the change of the user, which clears it
-        if box is not None:
-            _execute_in(box, setup, command)
-        namespaces.run_confined(setup, command, None if first else program, lambda: _execute(setup, command))
-    except BaseException as error:
-        os.write(report, f"{type(error).__name__}: {error}".encode()[:4096])
-    os._exit(1)
-
-
-def _make_box(stack: contextlib.ExitStack) -> str:
-    import shutil
-    import tempfile
-
-    box = tempfile.mkdtemp(prefix="sandbox-")
-    stack.callback(shutil.rmtree, box, ignore_errors=True)
-    return box
-
-
-def _execute_in(box: str, setup: Setup, command: Command) -> NoReturn:
-    """Without an own file system: in a directory of the host."""
-    os.chdir(box)
-    for name, content in command.files.items():
-        with open(name, "wb") as file:
-            file.write(content)
-        os.chmod(name, 0o555)
-    kernel.drop_capabilities()
-    kernel.limit_processes(_threads_of_user() + command.limits.processes)
-    _execute(setup, command)
-
-
 def _threads_of_user() -> int:
-    """Threads of this process's user, which its limit of processes counts."""
-    own, found = os.getuid(), 0
+    """Threads of this process's user, which the limit of processes counts."""
+    user = os.getuid()
+    return sum(process.threads for process in _processes().values() if process.user == user)
+
+
+class _Process(NamedTuple):
+    parent: int
+    user: int
+    threads: int
+    cpu_seconds: float  # with those of the children that it waited for
+
+
+def _processes() -> dict[int, _Process]:
+    """All processes by their process ids; zombies too."""
+    processes: dict[int, _Process] = {}
     for name in filter(str.isdecimal, os.listdir("/proc")):
-        with contextlib.suppress(OSError), open(f"/proc/{name}/stat") as file:
-            if os.stat(f"/proc/{name}").st_uid == own:
-                found += int(file.read().rpartition(")")[2].split()[17])
-    return found
+        with contextlib.suppress(OSError), open(f"/proc/{name}/stat") as file:  # OSError: it has ended
+            fields = file.read().rpartition(")")[2].split()
+            user = os.fstat(file.fileno()).st_uid
+            seconds = sum(map(int, fields[11:15])) / _TICKS
+            processes[int(name)] = _Process(int(fields[1]), user, int(fields[17]), seconds)
+    return processes
 
-
-def _execute(setup: Setup, command: Command) -> NoReturn:
-    kernel.set_limits(command.limits)
-    if setup.system_call_filter is not None:
-        kernel.filter_system_calls(setup.system_call_filter)
-    os.execve(command.argv[0], command.argv, dict(command.environment))
-
-
-_START = {"bubblewrap": _start_bubblewrap, "namespaces": _start_fork, "limits": _start_fork}
 
 if __name__ == "__main__":
     main(sys.argv[1:])

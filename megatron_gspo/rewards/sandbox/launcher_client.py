@@ -6,11 +6,11 @@ import os
 import subprocess
 import sys
 import weakref
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
 
 import megatron_gspo
-from megatron_gspo.rewards.sandbox import wire
 from megatron_gspo.rewards.sandbox.command import Command, Outcome, SandboxError, Setup
 
 _MODULE = "megatron_gspo.rewards.sandbox.launcher"
@@ -21,8 +21,8 @@ _END_SECONDS = 20.0  # for a launcher to end its sandboxes
 
 class _Process(NamedTuple):
     process: subprocess.Popen[bytes]
-    reader: int
-    writer: int
+    reader: Connection
+    writer: Connection
 
 
 class Launcher:
@@ -38,8 +38,11 @@ class Launcher:
         try:
             if not self._processes:
                 self._processes.append(_start(self._setup))
-            wire.send(self._processes[0].writer, command)
-            answer = wire.receive(self._processes[0].reader, command.limits.wall_seconds + _GRACE_SECONDS)
+            self._processes[0].writer.send(command)
+            reader = self._processes[0].reader
+            if not reader.poll(command.limits.wall_seconds + _GRACE_SECONDS):
+                raise TimeoutError("no answer in time")
+            answer: Outcome | str = reader.recv()
         except (OSError, EOFError) as error:
             self.close()
             raise SandboxError(f"the launcher of the sandbox failed ({error})") from error
@@ -59,7 +62,8 @@ class Launcher:
 
 def _start(setup: Setup) -> _Process:
     code = f"import sys; sys.path.insert(0, {str(_ROOT)!r}); from {_MODULE} import main; main(sys.argv[1:])"
-    (theirs_in, writer), (reader, theirs_out) = os.pipe(), os.pipe()
+    theirs_in, writer = os.pipe()
+    reader, theirs_out = os.pipe()
     try:
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", code, str(theirs_in), str(theirs_out), str(os.getpid())],
@@ -71,8 +75,8 @@ def _start(setup: Setup) -> _Process:
     finally:
         os.close(theirs_in)
         os.close(theirs_out)
-    started = _Process(process, reader, writer)
-    wire.send(writer, setup)
+    started = _Process(process, Connection(reader, writable=False), Connection(writer, readable=False))
+    started.writer.send(setup)
     return started
 
 
@@ -82,8 +86,8 @@ def _stop(processes: list[_Process], owner: int) -> None:
         return
     while processes:
         process, reader, writer = processes.pop()
-        os.close(reader)
-        os.close(writer)
+        reader.close()
+        writer.close()
         process.terminate()
         try:
             process.wait(_END_SECONDS)

@@ -15,6 +15,19 @@ from megatron_gspo.rewards.sandbox.launcher_client import Launcher
 Program = Callable[[str], Outcome]
 """Runs the program on a standard input. Raises SandboxError if the sandbox failed."""
 
+# The interpreter runs without `site`, because of its paths, and `site` has these functions. They are added where a program
+# has their names: that takes a quarter of the interpreter's start.
+_NAMES_OF_SITE = (b"exit", b"quit", b"help", b"copyright", b"credits", b"license")
+_WITH_NAMES_OF_SITE = """\
+import site, sys
+site.setquit()
+site.sethelper()
+site.setcopyright()
+sys.argv[0] = __file__ = "main.py"
+del site, sys
+exec(compile(open(__file__, "rb").read(), __file__, "exec", dont_inherit=True))
+"""
+
 COMPILATION = Limits(
     cpu_seconds=30.0, wall_seconds=COMPILE_SECONDS, memory_bytes=2**31, processes=32, output_bytes=64 * 2**20
 )
@@ -62,11 +75,14 @@ class LocalSandbox:
         content = source.encode(errors="replace")
         if self._language == "cpp":
             return self._runner(("./main",), {"main": self._compile(content)})
-        return self._runner((self._python, "-I", "-S", "main.py"), {"main.py": content})
+        names = any(name in content for name in _NAMES_OF_SITE)
+        arguments = ("-c", _WITH_NAMES_OF_SITE) if names else ("main.py",)
+        return self._runner((self._python, "-I", "-S", *arguments), {"main.py": content})
 
     def describe(self) -> str:
         """See `Sandbox`."""
-        return self.isolation.describe()
+        lack = "; programs of the model can do what this user can do" if self.isolation.missing else ""
+        return f"{self.isolation.describe()}{lack}"
 
     def close(self) -> None:
         """See `Sandbox`."""
@@ -104,6 +120,9 @@ def describe_lack(isolation: Isolation) -> str:
     if isolation.missing == ("system_calls",):
         fix = "install pyseccomp and libseccomp (pip install 'megatron-gspo[code]')"
     else:
-        fix = "install bubblewrap, or allow user namespaces (docs/code_rewards.md)"
+        fix = (
+            "install bubblewrap (apt-get install bubblewrap) and allow namespaces (docs/code_rewards.md), "
+            "give a Sandbox Fusion server as data.code.sandbox_url"
+        )
     reasons = f" ({', '.join(isolation.failures)})" if isolation.failures else ""
     return f"data.code.require_isolation = true: no isolation of {missing}{reasons}; {fix}, or set it to false"

@@ -66,6 +66,35 @@ zlib.decompress(block + block[2:] * 1000)
     refused("file in memory", "os.memfd_create('x')"),
     refused("file beyond the limit", "open('x', 'wb').truncate(2 ** 40)"),
     refused("files beyond the limit", "[open(str(i), 'wb').write(bytes(2 ** 23)) for i in range(9)]"),
+    refused("empty files beyond the limit", "[open(str(i), 'w').close() for i in range(5000)]"),
+    refused("directories beyond the limit", "[os.mkdir(str(i)) for i in range(5000)]"),
+    refused("links beyond the limit", "[os.symlink('x', str(i)) for i in range(5000)]"),
+    refused("files beside its streams", "[open(f'/dev/fd/{i}', 'w').close() for i in range(3, 20)]"),
+    Attack("children that nobody waits for", "time_limit", """
+import os, signal, time
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+reader, writer = os.pipe()
+for _ in range(4):
+    if os.fork() == 0:
+        while time.process_time() < 0.2: pass
+        os._exit(0)
+os.close(writer)
+os.read(reader, 1)  # until all have ended
+print(5)
+"""),
+    Attack("children that nobody waits for, by sigaction", "time_limit", """
+import ctypes, os, time
+no_wait = (ctypes.c_ulong * 20)(0, *[0] * 16, 2)  # handler, mask of 128 bytes, SA_NOCLDWAIT
+ctypes.CDLL(None).sigaction(17, no_wait, None)
+reader, writer = os.pipe()
+for _ in range(4):
+    if os.fork() == 0:
+        while time.process_time() < 0.2: pass
+        os._exit(0)
+os.close(writer)
+os.read(reader, 1)  # until all have ended
+print(5)
+"""),
     refused("too many open files", "[os.open('/dev/null', os.O_RDONLY) for _ in range(100)]"),
     Attack("endless output", "output_limit", "while True: print('x' * 10 ** 6)"),
     Attack("endless errors", "runtime_error", "import os\nwhile True: os.write(2, bytes(10 ** 6))"),
@@ -111,6 +140,9 @@ print("escaped" if "{MARKER}".rpartition("/")[2] in found else 5)
     refused("writes to the system", "open('/usr/x', 'w')"),
     refused("writes to the interpreter", "open(os.__file__, 'a')"),
     refused("replaces a device", "os.unlink('/dev/null')"),
+    refused("writes beside the devices", "open('/dev/x', 'w')"),
+    refused("replaces a stream", "os.unlink('/dev/stdin')"),
+    refused("replaces the directory of temporary files", "os.unlink('/tmp')"),
     refused("links a file of the system", "os.link('/usr/bin/env', 'x')"),
     refused("makes a device", "os.mknod('x', 0o60666, os.makedev(1, 1))"),
     refused("opens the kernel's memory", "open('/dev/mem')"),
@@ -202,6 +234,21 @@ NETWORK = (
 )  # fmt: skip
 
 ANSWERS = (
+    Attack("opens its streams by name", "passed", """
+a, b = map(int, open('/dev/stdin').read().split())
+assert open('/dev/fd/0').read() == '2 3\\n' and open('/dev/null').read() == ''
+open('/dev/stderr', 'a').write('debug')
+open('/dev/stdout', 'w').write(f'{a + b}\\n')
+"""),
+    Attack("exit", "passed", "print(5)\nexit()"),
+    Attack("quit in a function", "passed", "def f():\n    print(5)\n    quit(0)\nf()\nprint('never')"),
+    Attack("exit with a status", "runtime_error", "print(5)\nexit(1)"),
+    Attack("what else the interpreter has", "passed", """
+import sys
+assert all(callable(f) for f in (help, copyright, credits, license)) and 'Python' in repr(copyright)
+assert sys.argv == ['main.py'] and __name__ == '__main__' and open(__file__).read()
+print(5)
+"""),
     Attack("exits early with success", "wrong_answer", "import sys\nsys.exit(0)"),
     Attack("ends without its buffer", "wrong_answer", "import os\nprint(5, end='')\nos._exit(0)"),
     Attack("prints the answer and fails", "runtime_error", "print(5)\nraise SystemExit(1)"),

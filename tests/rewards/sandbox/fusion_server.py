@@ -15,7 +15,7 @@ FAILED = {"status": "SandboxError", "message": "no space left", "compile_result"
 
 
 class FusionServer(ThreadingHTTPServer):
-    """faults: what the next requests get in place of an answer: an HTTP status, JSON, bytes, or "close".
+    """faults: what the next requests get in place of an answer: an HTTP status, JSON, bytes, a URL to go to, or "close".
 
     requests: the JSON of all requests so far.
     """
@@ -49,11 +49,21 @@ class _Handler(BaseHTTPRequestHandler):
             fault = self.server.faults.pop(0)
             if isinstance(fault, int):
                 self._answer(fault, b"{}")
+            elif isinstance(fault, str) and fault.startswith("http"):
+                self._answer(302, b"{}", location=fault)
             elif fault != "close":
                 self._answer(200, fault if isinstance(fault, bytes) else json.dumps(fault).encode())
 
-    def _answer(self, status: int, content: bytes) -> None:
+    def do_GET(self) -> None:
+        """Of a client that follows a redirect."""
+        self.server.requests.append({})
+        request = {"language": "python", "code": "print(5)", "stdin": "", "run_timeout": 9}
+        self._answer(200, json.dumps(run_code(request)).encode())
+
+    def _answer(self, status: int, content: bytes, location: str | None = None) -> None:
         self.send_response(status)
+        if location is not None:
+            self.send_header("Location", location)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         self.wfile.write(content)

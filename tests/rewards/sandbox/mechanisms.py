@@ -16,8 +16,6 @@ from megatron_gspo.rewards.sandbox.sandboxes import LocalSandbox
 MECHANISMS = (
     Mechanism("bubblewrap", True),
     Mechanism("bubblewrap", False),
-    Mechanism("namespaces", True),
-    Mechanism("namespaces", False),
 )
 
 

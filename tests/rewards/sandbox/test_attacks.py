@@ -79,4 +79,4 @@ def test_one_launcher_serves_them_all(sandboxes):
 
 
 def test_there_are_enough_attacks():
-    assert len({attack.name for attack in ATTACKS}) == len(ATTACKS) >= 40
+    assert len({attack.name for attack in ATTACKS}) == len(ATTACKS) >= 95

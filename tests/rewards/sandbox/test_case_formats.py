@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import zlib
+from dataclasses import replace
 
 import pytest
 
@@ -34,6 +35,7 @@ def packed(content):
 STDIN = [{"input": "1\n", "output": "2\n", "testtype": "stdin"}, {"input": "3\n", "output": "4\n", "testtype": "stdin"}]
 FUNCTION = [{"input": '[1, 2]\n"x"', "output": "[true]", "testtype": "functional"}]
 TWO = CodeTests(None, (Case("1\n", ("2\n",)), Case("3\n", ("4\n",))))
+TWO_IN_HARNESS = replace(TWO, harness=True)
 
 
 @pytest.mark.parametrize(
@@ -44,14 +46,14 @@ TWO = CodeTests(None, (Case("1\n", ("2\n",)), Case("3\n", ("4\n",))))
             {"tests": [{"args": [1, "a"], "output": [2]}], "fn_name": "f"},
             CodeTests("f", (Case('[1, "a"]', ([2],)),)),
         ),
-        ({"public_test_cases": json.dumps(STDIN), "private_test_cases": "[]", "metadata": "{}"}, TWO),
+        ({"public_test_cases": json.dumps(STDIN), "private_test_cases": "[]", "metadata": "{}"}, TWO_IN_HARNESS),
         (
             {"public_test_cases": json.dumps(STDIN[:1]), "private_test_cases": packed(json.dumps(STDIN[1:]))},
-            TWO,
+            TWO_IN_HARNESS,
         ),
         (
             {"public_test_cases": json.dumps(FUNCTION), "metadata": '{"func_name": "f"}'},
-            CodeTests("f", (Case('[[1, 2], "x"]', ([True],)),)),
+            CodeTests("f", (Case('[[1, 2], "x"]', ([True],)),), harness=True),
         ),
         ({"input_output": '{"inputs": ["1\\n", "3\\n"], "outputs": ["2\\n", "4\\n"]}'}, TWO),
         (
@@ -73,6 +75,95 @@ TWO = CodeTests(None, (Case("1\n", ("2\n",)), Case("3\n", ("4\n",))))
 )  # fmt: skip
 def test_formats(row, tests):
     assert read_tests(row) == tests
+
+
+SUM_OF_LINES = "class Solution:\n    def total(self, xs, k):\n        return sum(xs) * k"
+CALLED = CodeTests("total", (Case("[[1, 2], 3]", (9,)),))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"tests": [{"input": "[1, 2]\n3", "output": "9", "testtype": "functional", "metadata": {"func_name": "total"}}]},
+        {"tests": [{"input": "[1, 2]\n3\n", "output": "9", "testtype": "functional"}], "metadata": {"func_name": "total"}},
+        {"tests": [{"input": "[1,\n 2]\n\n3", "output": " 9\n"}], "fn_name": "total"},
+        {"tests": json.dumps([{"input": [[1, 2], 3], "output": 9}]), "fn_name": "total"},
+        {"tests": [{"args": "[[1, 2], 3]", "output": "9"}], "fn_name": "total"},
+        {"tests": [{"input": [[1, 2], 3], "output": [9], "type": "function_call", "fn_name": "total"}]},
+        {"tests": json.dumps({"fn_name": "total", "inputs": ["[1, 2]\n3"], "outputs": ["9"]})},
+        {"tests": {"inputs": [[[1, 2], 3]], "outputs": [[9]]}, "fn_name": "total"},
+        {"input_output": {"fn_name": "total", "inputs": ["[1, 2]\n3"], "outputs": ["9"]}},
+        {"input_output": json.dumps({"inputs": [[[1, 2], 3]], "outputs": [9]}), "metadata": '{"func_name": "total"}'},
+        {"public_test_cases": [{"input": "[1, 2]\n3", "output": "9", "testtype": "functional"}], "fn_name": "total"},
+    ],
+    ids=str,
+)
+def test_calls_in_the_layouts_of_data_sets(sandbox, row):
+    tests = read_tests(row)
+    assert tests.function == "total" and tests.cases[0].stdin == "[[1, 2], 3]" and 9 in tests.cases[0].accepted
+    assert run_tests(sandbox, SUM_OF_LINES, tests, CodeConfig()) == ["passed"]
+    assert run_tests(sandbox, SUM_OF_LINES.replace("k\n", "").replace(" * k", ""), tests, CodeConfig()) == ["wrong_answer"]
+
+
+@pytest.mark.parametrize(
+    ("value", "argument"),
+    [
+        ('"abc"', "abc"), ("null", None), ("true", True), ("1.5", 1.5), ("[]", []), ('{"a": 1}', {"a": 1}),
+        ("None", None), ("'abc'", "abc"), ("(1, 2)", [1, 2]), ('"a\\nb"', "a\nb"),
+    ],
+)  # fmt: skip
+def test_arguments_and_results_in_text(value, argument):
+    row = {"fn_name": "f", "tests": [{"input": f"{value}\n7", "output": value}]}
+    (case,) = read_tests(row).cases
+    assert json.loads(case.stdin) == [argument, 7]
+    assert json.loads(json.dumps(case.accepted[0])) == argument
+
+
+@pytest.mark.parametrize(
+    ("given", "printed", "stdin", "accepted"),
+    [
+        (5, 9, "5", ("9",)), (1.5, -2, "1.5", ("-2",)), (None, "9", "", ("9",)), ("1", True, "1", ("True", "true")),
+        (["1 2", "3"], ["4", 5], "1 2\n3", ("4\n5",)), ([[1, 2], [3]], [[4, 5]], "1 2\n3", ("4 5",)),
+        ("", "", "", ("",)), (False, False, "False", ("False", "false")),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("layout", ["tests", "columns", "input_output", "public_tests", "public_test_cases"])
+def test_what_programs_read_and_print_need_not_be_text(layout, given, printed, stdin, accepted):
+    test = {"input": given, "output": printed}
+    columns = {"inputs": [given], "outputs": [printed]}
+    rows = {
+        "tests": {"tests": [test]},
+        "columns": {"tests": columns},
+        "input_output": {"input_output": columns},
+        "public_tests": {"public_tests": {"input": [given], "output": [printed]}},
+        "public_test_cases": {"public_test_cases": json.dumps([{**test, "testtype": "stdin"}])},
+    }
+    assert read_tests(rows[layout]).cases == (Case(stdin, accepted),)
+
+
+def test_a_row_s_other_fields_do_not_make_a_call():
+    row = {"tests": [{"input": "1\n", "output": "2\n", "type": "stdin_stdout"}], "metadata": "no JSON", "fn_name": None}
+    assert read_tests(row) == replace(TWO, cases=TWO.cases[:1])
+    row = {"public_test_cases": json.dumps(STDIN), "metadata": '{"func_name": "f"}'}
+    assert read_tests(row) == TWO_IN_HARNESS
+    assert read_tests({"official_tests": [{"input": "1\n", "output": "2\n"}], "generated_tests": 17}).cases
+
+
+@pytest.mark.parametrize(
+    ("outputs", "accepted"),
+    [
+        ([[7, 8, 9]], [([7, 8, 9],)]),
+        ([[7]], [([7], 7)]),
+        ([[[1, 2]], [[3]]], [([[1, 2]], [1, 2]), ([[3]], [3])]),
+        ([[7], [8, 9]], [([7],), ([8, 9],)]),
+        ([[7], []], [([7],), ([],)]),
+        ([["ab"], "cd"], [(["ab"], "ab"), ("cd",)]),
+        ([None, [True]], [(None,), ([True], True)]),
+    ],
+)
+def test_a_list_of_one_value_may_be_the_value(outputs, accepted):
+    both = {"fn_name": "f", "inputs": [[n] for n in range(len(outputs))], "outputs": outputs}
+    assert [case.accepted for case in read_tests({"input_output": json.dumps(both)}).cases] == accepted
 
 
 PUBLIC = {  # rows of the public files: the key of the prompt, and the fields that they have
@@ -121,6 +212,14 @@ def test_rows_of_public_files_are_loaded_and_scored(sandbox, tmp_path, data_set,
         ({"input_output": '{"inputs": ["1"], "outputs": []}'}, "shorter"),
         ({"public_test_cases": "[]", "private_test_cases": "!"}, "can't be read"),
         ({"private_test_cases": packed(["a", "list"])}, "a pickled list, not text"),
+        ({"tests": [{"input": "1", "output": None}]}, "no expected output: it is null"),
+        ({"tests": [{"input": {"a": 1}, "output": "1"}]}, "a dictionary where a program reads or prints text"),
+        ({"tests": [{"input": "1", "output": "1", "testtype": "functional"}]}, "a function that has no name"),
+        ({"tests": [{"args": 5, "output": "1"}], "fn_name": "f"}, "the arguments of a call are 5; give a list"),
+        ({"tests": [{"input": "1", "output": "one two"}], "fn_name": "f"}, "neither JSON nor Python's literals"),
+        ({"tests": [{"input": "1", "output": "1 2"}], "fn_name": "f"}, "'1 2' is not the JSON of one value"),
+        ({"tests": ["1"]}, "can't be read"),
+        ({"tests": 5}, "can't be read"),
     ],
 )
 def test_what_is_wrong_is_named(row, message):

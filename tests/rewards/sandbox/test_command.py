@@ -2,14 +2,7 @@
 
 import pickle
 
-import pytest
-
 from megatron_gspo.rewards.sandbox.command import Command, Limits, Mechanism, Setup
-
-
-@pytest.mark.parametrize("privileged", [True, False])
-def test_only_root_s_launcher_leaves_the_network_for_its_programs(privileged):
-    assert Mechanism("namespaces", privileged).shares_network is privileged
 
 
 def test_a_command_has_no_place_for_an_expected_output():

@@ -61,6 +61,37 @@ def test_the_request_has_the_limits_and_no_expected_output(server):
 ERROR = {"status": "Success", "message": "", "compile_result": None, "run_result": {"status": "Error"}}
 
 
+FINISHED = {"status": "Finished", "return_code": 0, "stdout": "5", "stderr": ""}
+BROKEN = [
+    None, 5, "text", [], {}, True, b"", b"[" * 10**5, {"status": None}, {"status": "Success"},
+    {"status": "Success", "run_result": 5}, {"status": "Success", "run_result": []},
+    {"status": "Success", "run_result": {**FINISHED, "status": "unknown"}},
+    {"status": "Success", "run_result": {**FINISHED, "return_code": None}},
+    {"status": "Success", "run_result": {**FINISHED, "return_code": "0"}},
+    {"status": "Success", "run_result": {**FINISHED, "stdout": 5}},
+    {"status": "Success", "run_result": {**FINISHED, "cpu_time": "fast"}},
+    {"status": "Success", "compile_result": FINISHED, "run_result": None},
+    {"status": "Failed", "compile_result": "no", "run_result": None},
+    {"status": "Failed", "compile_result": {"status": "Error"}, "run_result": None},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("answer", BROKEN, ids=lambda answer: str(answer)[:60])
+def test_a_broken_answer_is_a_failure_of_the_server(server, answer):
+    server.faults = [answer] * (RETRIES + 1)
+    with pytest.raises(SandboxError, match=server.url):
+        verdicts(server, SUM)
+    assert not server.faults
+
+
+def test_a_redirect_is_not_followed(server):
+    with fusion_server() as other:
+        server.faults = [other.url + "/run_code"]
+        with pytest.raises(SandboxError, match="HTTP 302, a redirect; give the address that it leads to"):
+            verdicts(server, "print(5)")
+        assert other.requests == []
+
+
 @pytest.mark.parametrize("fault", [500, 503, 429, FAILED, ERROR, {}, [], b"not JSON", "close"], ids=str)
 def test_a_passing_fault_is_retried(server, fault):
     server.faults, before = [fault] * RETRIES, len(server.requests)

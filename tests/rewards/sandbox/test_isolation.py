@@ -1,6 +1,7 @@
 """What is found on this machine, and that the probe sees what is not isolated."""
 
 import os
+import shutil
 import subprocess
 import sys
 
@@ -62,13 +63,26 @@ def test_a_mechanism_that_does_not_work_is_a_sandbox_error():
     setup = Setup(Mechanism("bubblewrap", False), ("/no/such/path",), "/usr/bin/false")
     with pytest.raises(SandboxError, match="could not be set up"):
         probe(setup, interpreter)
-    with pytest.raises(SandboxError, match="no program can be run here"):
-        find_isolation(interpreter, ())
+    for mechanisms in ((), (Mechanism("namespaces", True),), (Mechanism("namespaces", False),)):
+        with pytest.raises(SandboxError, match="no program can be run here"):
+            find_isolation(interpreter, mechanisms)
+
+
+def test_without_bubblewrap_programs_are_not_isolated(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    isolation = find_isolation(find_interpreter())
+    assert isolation.describe() == "limits isolates nothing"
+    assert isolation.failures[0] == "bubblewrap is not installed"
+
+
+def test_applications_below_usr_are_not_visible():
+    readable = find_interpreter("/usr/bin/python3" if os.path.exists("/usr/bin/python3") else None).readable
+    assert not {"/usr", "/usr/src", "/usr/local", "/usr/share"} & set(readable)
 
 
 def test_the_interpreter_is_outside_of_environments(tmp_path):
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"], check=True)
     found = find_interpreter(str(tmp_path / "env/bin/python"))
     assert not found.executable.startswith(str(tmp_path))
-    assert os.path.realpath(sys.base_prefix) in found.readable or sys.base_prefix == "/usr"
+    assert f"{os.path.realpath(sys.base_prefix)}/lib" in found.readable
     assert not any(str(tmp_path).startswith(path) for path in found.readable)

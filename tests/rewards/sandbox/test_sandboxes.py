@@ -17,7 +17,8 @@ def test_what_is_missing_is_named_with_the_fix():
     line = describe_lack(Isolation(setup, ("network", "system_calls"), ("bubblewrap: no permission",)))
     assert line == (
         "data.code.require_isolation = true: no isolation of file system, processes (bubblewrap: no permission); "
-        "install bubblewrap, or allow user namespaces (docs/code_rewards.md), or set it to false"
+        "install bubblewrap (apt-get install bubblewrap) and allow namespaces (docs/code_rewards.md), "
+        "give a Sandbox Fusion server as data.code.sandbox_url, or set it to false"
     )
     assert "install pyseccomp" in describe_lack(Isolation(setup, GUARANTEES[:3]))
 
@@ -32,6 +33,7 @@ def test_less_isolation_than_required_is_refused(monkeypatch):
     sandbox = open_local_sandbox(CodeConfig(python="/usr/bin/python3", require_isolation=False))
     try:
         assert sandbox.describe().startswith("limits isolates ") and "file system" not in sandbox.describe()
+        assert sandbox.describe().endswith("; programs of the model can do what this user can do")
         assert sandbox.prepare("print(2 + 3)")("").stdout == b"5\n"
     finally:
         sandbox.close()

@@ -6,6 +6,7 @@ from datetime import datetime
 
 import pytest
 
+from megatron_gspo.rewards.sandbox.case_formats import read_tests
 from megatron_gspo.tools.evaluate.layouts import LeftOut, layout_of, parse_date, rating_of
 from tests.tools.evaluate.public_files import AIME, AIME_2025, CAPITALISED, CODEFORCES, LIVECODEBENCH
 
@@ -59,7 +60,7 @@ def test_a_codeforces_problem_is_one_text_and_its_official_tests():
     parts = ["Double", "Double a number.", "Input\nA number n.", "Output\nTwice n.", "Example\nInput:\n1\n\nOutput:\n2"]
     assert found["prompt"].startswith("\n\n".join(parts))
     assert "Limits: 1 s." in found["prompt"] and "None" not in found["prompt"]
-    assert found["tests"] == CODEFORCES[0]["official_tests"] and len(found["tests"]) == 2
+    assert found["official_tests"] == CODEFORCES[0]["official_tests"] and len(read_tests(found).cases) == 2
 
 
 @pytest.mark.parametrize(
