@@ -6,7 +6,6 @@ import functools
 import hashlib
 import importlib
 import importlib.util
-import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 from megatron_gspo.data.prompt_files import optional_module
 from megatron_gspo.data.sample import Prompt
 from megatron_gspo.errors import InputError
-from megatron_gspo.rewards.answer_extraction import STYLES, extract_answer
+from megatron_gspo.rewards.answer_extraction import STYLES, equal_answers, extract_answer
 
 Verifier = Callable[[str, Prompt], float]
 """verifier(response_text, prompt) -> reward, a finite number. It may raise; `RewardScorer` counts it.
@@ -69,38 +68,27 @@ def load_function(name: str, what: str, refusal: type[InputError]) -> Callable[.
 
 
 def make_exact_match(style: str = "whole") -> Verifier:
-    """1 if the response's answer (`extract_answer` style) equals prompt.answer, both stripped; else 0."""
+    """1 if the response's answer (`extract_answer` style) equals prompt.answer (`equal_answers`), both stripped; else 0.
+
+    The reference may be a whole solution: what is in the style's tags, box or after its #### is taken of it.
+    """
     _check_style(style)
 
     def exact_match(text: str, prompt: Prompt) -> float:
-        return float(extract_answer(text, style) == _reference(prompt).strip())
+        reference = _reference(prompt)
+        reference_answer = extract_answer(reference, style) or reference.strip()
+        answer = extract_answer(text, style)
+        return float(answer is not None and equal_answers(answer, reference_answer, style))
 
     return exact_match
 
 
 def make_math_verify() -> Verifier:
-    """1 if `math-verify` finds the response's last expression equal to prompt.answer; else 0.
+    """1 if `math-verify` finds the response's answer equal to prompt.answer; else 0. See `math_answers`."""
+    optional_module("math_verify", "math-verify", "tasks", "verifier math_verify")
+    from megatron_gspo.rewards.math_answers import equal_to_reference
 
-    Its own time limits are off: they use an alarm, which works in the main thread only. `RewardScorer(timeout=...)`
-    limits the time instead.
-    """
-    math_verify = optional_module("math_verify", "math-verify", "tasks", "verifier math_verify")
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time limits are off
-
-    def parse(text: str) -> list[Any]:
-        return math_verify.parse(text, parsing_timeout=None)
-
-    @functools.lru_cache(maxsize=1024)
-    def gold(answer: str) -> list[Any]:
-        found = parse(answer) if "$" in answer or "\\boxed" in answer else parse(f"${answer}$")
-        if not found:
-            raise ValueError(f"math-verify can't read the reference answer {answer!r}")
-        return found
-
-    def verify(text: str, prompt: Prompt) -> float:
-        return float(math_verify.verify(gold(_reference(prompt)), parse(text), timeout_seconds=None))
-
-    return verify
+    return lambda text, prompt: float(equal_to_reference(text, _reference(prompt)))
 
 
 def make_reasoning_gym(style: str = "whole", partial_credit: bool = True) -> Verifier:
