@@ -20,12 +20,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from decimal import Decimal
 from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 
 from megatron_gspo.data.sample import Prompt
+from megatron_gspo.errors import printable
 from megatron_gspo.rewards.named_reward import NamedReward
 from megatron_gspo.rewards.verifiers import Verifier, load_verifier
 
@@ -35,28 +37,42 @@ _MAX_REWARD = float(np.finfo(np.float32).max)
 
 
 def run_verifier(verifier: Verifier, text: str, prompt: Prompt) -> Reply:
-    """Call a verifier: ("ok", reward, its name or None), or ("invalid" or "error", None, why). Never raises."""
+    """Call a verifier: ("ok", reward, its name or None), or ("invalid" or "error", None, why). Never raises, but for
+    Ctrl-C."""
     try:
         value: object = verifier(text, prompt)
+        if isinstance(value, dict) and "score" in value:  # as verl's functions return
+            value = value["score"]
         name = value.name if isinstance(value, NamedReward) else None
-        if isinstance(value, (numbers.Real, np.bool_)):
+        if getattr(value, "ndim", None) == 0:  # an array or a tensor of one number
+            value = value.item()  # type: ignore[attr-defined]
+        if isinstance(value, (numbers.Real, Decimal)):
             reward = float(value)
             if abs(reward) <= _MAX_REWARD:  # False for NaN
                 return "ok", reward, name
             return "invalid", None, f"the verifier returned {reward}; return a finite number (float32)"
-        kind = type(value).__name__
-        return "invalid", None, _one_line(f"the verifier returned the {kind} {value!r}; return a number")
-    except (Exception, SystemExit) as error:
+        fix = 'return a number, or a dictionary with "score"' if isinstance(value, dict) else "return a number"
+        return "invalid", None, f"the verifier returned {_shown(value)}; {fix}"
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         return "error", None, describe(error)
 
 
 def describe(error: BaseException) -> str:
     """An exception as one short line."""
-    return _one_line(f"{type(error).__name__}: {error}")
+    try:
+        return _one_line(f"{type(error).__name__}: {error}")
+    except Exception:  # of a user's class without a text
+        return type(error).__name__
+
+
+def _shown(value: object) -> str:
+    return _one_line(f"the {type(value).__name__} {value!r}")
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split())[:_MAX_MESSAGE]
+    return printable(" ".join(text.split()))[:_MAX_MESSAGE]
 
 
 def _load(connection: Connection, load: Callable[[str, Any], Any]) -> tuple[Any, Reply]:
@@ -65,8 +81,8 @@ def _load(connection: Connection, load: Callable[[str, Any], Any]) -> tuple[Any,
         served = load(name, options)
         description = getattr(served, "description", None)
         return served, ("ok", None, None if description is None else _one_line(str(description)))
-    except (Exception, SystemExit) as error:
-        return None, ("error", None, _one_line(str(error)))
+    except BaseException as error:
+        return None, ("error", None, _one_line(str(error)) or type(error).__name__)
 
 
 def _send(connection: Connection, reply: Reply) -> None:
