@@ -12,7 +12,9 @@ _UNBRACED = re.compile(r"\\[^$\n]+|[^\s{}$]+")
 # GSM8K's own pattern, with a currency sign; not a part of a longer number or a fraction
 _NUMBER_AFTER_HASH = re.compile(r"[-+\u2212]?\$?(\d[\d,]*(?:\.\d+)?|\.\d+)(?![\d/^])")
 # digits with or without thousands separators; a leading zero makes a code of it, as in 007
-_NUMBER = re.compile(r"[-+]?(?:(?:0|[1-9]\d*|[1-9]\d{0,2}(?:,\d{3})+)(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{1,3})?")
+_NUMBER = re.compile(
+    r"[-+]?(?:(?:0|[1-9]\d*|[1-9]\d{0,2}(?:,\d{3})+)(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{1,3})?"
+)
 
 
 def extract_answer(text: str, style: str = "whole") -> str | None:
@@ -61,7 +63,9 @@ def _number(text: str) -> Decimal | None:
 def _last_boxed(text: str) -> str | None:
     for box in reversed(list(_BOX.finditer(text))):
         if text.startswith("{", box.end()):
-            content = _braced(text, box.end())  # None for one that was cut off: the one before counts
+            content = _braced(
+                text, box.end()
+            )  # None for one that was cut off: the one before counts
         else:
             unbraced = _UNBRACED.match(text, box.end())
             content = unbraced[0].rstrip(".,;") if unbraced else None

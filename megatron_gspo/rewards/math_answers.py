@@ -1,8 +1,8 @@
 """Whether a response's answer equals a reference answer, by `math-verify` and as text.
 
-What a response boxes last is its answer; a response without a box is read by math-verify as it is. Three things are ours:
-math-verify joins boxes that are near each other to one set, multiplies the groups of numbers such as `1\\,000`, and finds
-no words outside of a box.
+What a response boxes last is its answer; a response without a box is read by math-verify as it is. Three things are
+ours: math-verify joins boxes that are near each other to one set, multiplies the groups of numbers such as `1\\,000`,
+and finds no words outside of a box.
 """
 
 from __future__ import annotations
@@ -21,8 +21,12 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its ti
 
 _THOUSANDS = re.compile(r"(?<![\d.])\d{1,3}(?:(?:\\[,;:! ]|~|[ \u00a0\u2009\u202f])\d{3})+(?!\d)")
 _MIXED_NUMBER = re.compile(r"(?<![\d./^])(\d+) (\d+)/(\d+)(?![\d/])")
-_CURRENCY = re.compile(r"^\s*[€£¥₹]\s*(?=[\d.])|(?<=\d)\s*(?:[€£¥₹]|(?:US\s+)?dollars?|euros?|USD|EUR)\s*$")
-_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mathit|mbox)\s*\{([^{}]*)\}")
+_CURRENCY = re.compile(
+    r"^\s*[€£¥₹]\s*(?=[\d.])|(?<=\d)\s*(?:[€£¥₹]|(?:US\s+)?dollars?|euros?|USD|EUR)\s*$"
+)
+_TEXT = re.compile(
+    r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mathit|mbox)\s*\{([^{}]*)\}"
+)
 _MARKUP = re.compile(r"\\[()\[\]]|\\[,;:!]|\*\*|\$")
 _WORDS = re.compile(r"[^\W\d_](?:[^\W\d_]|[ ',.-])*")
 _LONG_WORD = re.compile(r"[a-z]{4,}")
@@ -42,12 +46,18 @@ def equal_to_reference(text: str, reference: str) -> bool:
     gold = _gold(reference)
     if _says(text, boxed, _reference_text(reference)):
         return True
-    if boxed is not None and _LONG_WORD.fullmatch(_plain(boxed)) and _LONG_WORD.fullmatch(_plain(reference)):
+    if (
+        boxed is not None
+        and _LONG_WORD.fullmatch(_plain(boxed))
+        and _LONG_WORD.fullmatch(_plain(reference))
+    ):
         return False  # math-verify multiplies letters: "seat" would equal "east"
     if _equal(gold, _parse(text) if boxed is None else _parse_latex(boxed)):
         return True
     has_several = isinstance(gold[0], (sympy.FiniteSet, sympy.Tuple)) and len(gold[0].args) > 1
-    return has_several and boxed is not None and _equal(gold, _parse(text))  # each in a box of its own
+    return (
+        has_several and boxed is not None and _equal(gold, _parse(text))
+    )  # each in a box of its own
 
 
 @functools.lru_cache(maxsize=1024)
@@ -60,7 +70,9 @@ def _gold(reference: str) -> list[Any]:
 
 
 def _reference_text(reference: str) -> str:
-    return extract_answer(reference, "boxed") or extract_answer(reference, "hash") or reference.strip()
+    return (
+        extract_answer(reference, "boxed") or extract_answer(reference, "hash") or reference.strip()
+    )
 
 
 def _parse_latex(answer: str) -> list[Any]:

@@ -12,6 +12,7 @@ A function may be asynchronous. One of another signature is refused when it is l
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -26,7 +27,12 @@ _TAKEN = (
     "or TRL's (prompts, completions, **kwargs)"
 )
 _VERL_ARGUMENTS = {"data_source", "solution_str", "ground_truth", "extra_info"}
-_TRL_ARGUMENTS = {"completion_ids", "trainer_state", "log_extra", "log_metric"}  # that only TRL can give
+_TRL_ARGUMENTS = {
+    "completion_ids",
+    "trainer_state",
+    "log_extra",
+    "log_metric",
+}  # that only TRL can give
 _ANSWER_NAMES = {"answer", "ground_truth", "label", "reference", "solution"}
 
 
@@ -41,10 +47,9 @@ def as_verifier(function: RewardFunction, options: Mapping[str, Any]) -> RewardF
     """
     if inspect.isclass(function):
         raise SignatureError(f"it is a class and must be a function; {_TAKEN}")
-    try:
+    parameters: Parameters = {}
+    with contextlib.suppress(TypeError, ValueError):  # of a function in C
         parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # of a function in C
-        parameters = {}
     if {"solution_str", "ground_truth"} <= parameters.keys():
         call = _from_verl(function, parameters, options)
     elif "completions" in parameters:
@@ -71,10 +76,14 @@ def _from_ours(
             inspect.signature(function).bind("", None, **options)
         except TypeError as error:
             shown = ", ".join(map(str, parameters.values()))
-            raise SignatureError(f"it takes ({shown}) ({error}); {_TAKEN}, and verifier_options") from None
+            raise SignatureError(
+                f"it takes ({shown}) ({error}); {_TAKEN}, and verifier_options"
+            ) from None
         names = list(parameters)
         if names[:2] in (["args", "sample"], ["args", "samples"]):
-            raise SignatureError(f"it is slime's custom_rm, whose arguments do not exist here; {_TAKEN}")
+            raise SignatureError(
+                f"it is slime's custom_rm, whose arguments do not exist here; {_TAKEN}"
+            )
         if len(names) > 1 and names[1] in _ANSWER_NAMES:
             raise SignatureError(
                 f"its parameter {names[1]!r} would be the Prompt: call it prompt and read prompt.answer"
@@ -88,7 +97,9 @@ def _from_verl(
     _check_options(parameters, options)
     for name in _required(parameters):
         if name not in _VERL_ARGUMENTS and name not in options:
-            raise SignatureError(f"nothing gives its parameter {name!r}; set it in verifier_options")
+            raise SignatureError(
+                f"nothing gives its parameter {name!r}; set it in verifier_options"
+            )
 
     def call(text: str, prompt: Prompt) -> Any:
         row = prompt.metadata
@@ -119,12 +130,16 @@ def _from_trl(
         if inspect.isawaitable(rewards):
             rewards = await rewards
         if not isinstance(rewards, (list, tuple)) or len(rewards) != 1:
-            raise ValueError(f"it returned {rewards!r} for one completion; return a list of one number")
+            raise ValueError(
+                f"it returned {rewards!r} for one completion; return a list of one number"
+            )
         return rewards[0]
 
     def call(text: str, prompt: Prompt) -> Any:
         columns = {"answer": prompt.answer} | prompt.metadata
-        columns |= {name: prompt.answer for name in required if name not in columns}  # data.answer_key's column
+        columns |= {
+            name: prompt.answer for name in required if name not in columns
+        }  # data.answer_key's column
         columns |= {"prompts": prompt.text, "completions": text}
         lists = {name: [value] for name, value in columns.items() if name not in options}
         return only(function(**_accepted(lists, parameters), **options))

@@ -14,7 +14,9 @@ from typing import Any
 
 from megatron_gspo.errors import InputError, printable
 
-_NEIGHBOURS: dict[tuple[Path, ...], dict[str, ModuleType]] = {}  # folders -> the modules imported from them, by name
+_NEIGHBOURS: dict[
+    tuple[Path, ...], dict[str, ModuleType]
+] = {}  # folders -> the modules imported from them, by name
 
 
 def load_function(name: str, what: str, refusal: type[InputError]) -> Callable[..., Any]:
@@ -29,9 +31,13 @@ def load_function(name: str, what: str, refusal: type[InputError]) -> Callable[.
     module = load(label, location, refusal)
     function = getattr(module, function_name, None)
     if function is None:
-        raise refusal(f"{label}: {location} has no {function_name!r}; define it or correct the name")
+        raise refusal(
+            f"{label}: {location} has no {function_name!r}; define it or correct the name"
+        )
     if not callable(function):
-        raise refusal(f"{label}: {function_name!r} is a {type(function).__name__}; it must be a function")
+        raise refusal(
+            f"{label}: {function_name!r} is a {type(function).__name__}; it must be a function"
+        )
     return function
 
 
@@ -51,7 +57,9 @@ def with_neighbours(name: str, function: Callable[..., Any]) -> Callable[..., An
 
 def _module(label: str, module: str, refusal: type[InputError]) -> ModuleType:
     try:
-        with _importing_from((Path.cwd(),)):  # the command megatron-gspo does not have it on its path
+        with _importing_from(
+            (Path.cwd(),)
+        ):  # the command megatron-gspo does not have it on its path
             return importlib.import_module(module)
     except (Exception, SystemExit) as error:  # a user's module may fail in any way
         raise refusal(f"{label}: importing {module} failed ({_reason(error)}); fix it") from error
@@ -65,7 +73,9 @@ def _module_from_file(label: str, location: str, refusal: type[InputError]) -> M
     digest = hashlib.sha256(str(path).encode()).hexdigest()[:8]
     package = ".".join(path.relative_to(_folders_of(path)[-1]).parent.parts)
     unique = f"{label.partition(' ')[0]}_{path.stem}_{digest}"
-    unique = f"{package}.{unique}" if package else unique  # so that relative imports find the package
+    unique = (
+        f"{package}.{unique}" if package else unique
+    )  # so that relative imports find the package
     spec = importlib.util.spec_from_file_location(unique, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -104,17 +114,22 @@ def _importing_from(folders: tuple[Path, ...]) -> Iterator[None]:
         for entry in first:
             with contextlib.suppress(ValueError):  # the user's code has removed it
                 sys.path.remove(entry)
-        sys.path.extend(entry for entry in first if entry not in sys.path)  # for threads and processes of the user's
+        sys.path.extend(
+            entry for entry in first if entry not in sys.path
+        )  # for threads and processes of the user's
         new = sys.modules.keys() - known if len(sys.modules) != len(known) else ()
         neighbours.update({name: sys.modules[name] for name in new if _is_in(folders, name)})
         sys.modules.update(hidden)
 
 
 def _is_in(folders: tuple[Path, ...], name: str) -> bool:
-    """Whether a module is a file of these folders by its name; not one of an environment below them, nor this package's."""
+    """Whether a module is a file of these folders by its name, not one of a virtual environment below them. Modules of
+    this package do not count."""
     file = getattr(sys.modules[name], "__file__", None)
     paths = [folder.joinpath(*name.split(".")) for folder in folders]
-    candidates = [candidate for path in paths for candidate in (path.with_suffix(".py"), path / "__init__.py")]
+    candidates = [
+        candidate for path in paths for candidate in (path.with_suffix(".py"), path / "__init__.py")
+    ]
     return file is not None and Path(file) in candidates and not name.startswith("megatron_gspo.")
 
 

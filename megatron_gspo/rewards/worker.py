@@ -1,8 +1,8 @@
 """A reward worker: a process of its own that runs one verifier on what its parent sends.
 
 Started by worker_pool.py as `python -m megatron_gspo.rewards.worker FD PARENT_PID MAX_GROWTH`, not through
-`multiprocessing`, whose spawned children would import the training script, and torch with it, again. `worker_keeper` ends
-it with all processes that it started.
+`multiprocessing`, whose spawned children would import the training script, and torch with it, again. `worker_keeper`
+ends it with all processes that it started.
 
 Protocol: the parent sends (verifier name, options), then pickled (text, prompt) pairs; each is answered by one JSON
 object {"status": ..., "value": number or null, "message": text or null}; the message of the first reply is what the
@@ -51,8 +51,16 @@ def run_verifier(verifier: Verifier, text: str, prompt: Prompt) -> Reply:
             reward = float(value)
             if abs(reward) <= _MAX_REWARD:  # False for NaN
                 return "ok", reward, name
-            return "invalid", None, f"the verifier returned {reward}; return a finite number (float32)"
-        fix = 'return a number, or a dictionary with "score"' if isinstance(value, dict) else "return a number"
+            return (
+                "invalid",
+                None,
+                f"the verifier returned {reward}; return a finite number (float32)",
+            )
+        fix = (
+            'return a number, or a dictionary with "score"'
+            if isinstance(value, dict)
+            else "return a number"
+        )
         return "invalid", None, f"the verifier returned {_shown(value)}; {fix}"
     except KeyboardInterrupt:
         raise
@@ -97,7 +105,9 @@ def _memory() -> int:
         return int(file.read().split()[1]) * resource.getpagesize()
 
 
-def serve(arguments: list[str], load: Callable[[str, Any], Any], answer: Callable[[Any, Any], Reply]) -> None:
+def serve(
+    arguments: list[str], load: Callable[[str, Any], Any], answer: Callable[[Any, Any], Reply]
+) -> None:
     """Answer requests until the parent closes the connection.
 
     arguments: of the command line. load(name, options): loads what is served. answer(served, request): a reply; must

@@ -38,7 +38,9 @@ class ResponseDecoder:
     def batch(self, responses: Sequence[Sequence[int]]) -> list[str]:
         """The texts of responses."""
         shown = [self._shown(ids) for ids in responses]
-        return self._tokenizer.batch_decode(shown, skip_special_tokens=not self._keep_special_tokens)
+        return self._tokenizer.batch_decode(
+            shown, skip_special_tokens=not self._keep_special_tokens
+        )
 
     def _shown(self, ids: Sequence[int]) -> list[int]:
         length = len(ids)

@@ -35,7 +35,7 @@ def judge(text, prompt):
         while not os.path.exists(prompt.metadata["file"]): time.sleep(0.01)
         return 1.0
     if text == "print":
-        print("half a line", end="")
+        print("half a line", end="", flush=True)
         os.write(2, b"\\x1b[2J on stderr\\n")
         return 1.0
     if text == "escape": raise ValueError("\\x1b]0;title\\x07 \\x1b[31mred")

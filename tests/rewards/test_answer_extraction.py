@@ -38,7 +38,9 @@ def test_extract_answer(style, text, answer):
 
 
 def test_unknown_style():
-    with pytest.raises(ValueError, match="style 'last' is unknown; use one of whole, tag, boxed, hash"):
+    with pytest.raises(
+        ValueError, match="style 'last' is unknown; use one of whole, tag, boxed, hash"
+    ):
         extract_answer("", "last")
 
 

@@ -1,4 +1,4 @@
-r"""`math_verify` against Math-Verify itself, called as its README does: `verify(parse(f"${reference}$"), parse(text))`."""
+r"""`math_verify` against Math-Verify itself, called as in its README: `verify(parse("$reference$"), parse(text))`."""
 
 import logging
 
@@ -59,7 +59,11 @@ SAME_VERDICT = [
     ("1, 2", r"$x=\boxed{1}$ or $x=\boxed{2}$", 1),
     ("2", r"\boxed{3 \text{ or } 2}", 0),
     (r"\pm 3", r"\boxed{3, -3}", 1),
-    (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", "\\boxed{\\begin{bmatrix}\n1 & 2 \\\\\n3 & 4\n\\end{bmatrix}}", 1),
+    (
+        r"\begin{pmatrix}1&2\\3&4\end{pmatrix}",
+        "\\boxed{\\begin{bmatrix}\n1 & 2 \\\\\n3 & 4\n\\end{bmatrix}}",
+        1,
+    ),
     (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\boxed{\begin{pmatrix}2\\1\end{pmatrix}}", 0),
     ("x = 5", r"\boxed{5}", 1),
     ("5", r"\boxed{x = 5}", 1),
@@ -94,8 +98,18 @@ SAME_VERDICT = [
 
 OTHER_VERDICT = [
     # reference, response, our reward, why ours is right
-    ("6", r"\boxed{5}. \boxed{6}", 1, "boxes with less than 10 characters between them are joined to {5, 6}"),
-    ("6", "I get \\boxed{5}.\n\nWait, that is wrong.\n\nFinal: \\boxed{6}", 1, "and those with a comma between them"),
+    (
+        "6",
+        r"\boxed{5}. \boxed{6}",
+        1,
+        "boxes with less than 10 characters between them are joined to {5, 6}",
+    ),
+    (
+        "6",
+        "I get \\boxed{5}.\n\nWait, that is wrong.\n\nFinal: \\boxed{6}",
+        1,
+        "and those with a comma between them",
+    ),
     ("6", r"\fbox{6}", 1, "a box without \\boxed is not looked for"),
     (r"1\,000", r"\boxed{1000}", 1, "a thin space between digits is a product: 1 * 000 = 0"),
     (r"1\,000", r"\boxed{0}", 0, "the same product"),

@@ -82,7 +82,9 @@ def test_a_verifier_that_hangs_in_this_process_is_named(tmp_path, monkeypatch, c
     with RewardScorer(f"{path}:score", timeout=None) as scorer:
         assert run(scorer, ["4"]).rewards.tolist() == [1.0]
     line = capsys.readouterr().err.splitlines()[0]
-    assert line == f"verifier '{path}:score': a response to prompt 0 takes 0 s so far, without a time limit; 0 of 1 are done"
+    assert line == (
+        f"verifier '{path}:score': a response to prompt 0 takes 0 s so far, without a time limit; 0 of 1 are done"
+    )
 
 
 def test_a_failure_has_no_reward_unless_it_is_given_one(verifier):

@@ -49,7 +49,10 @@ GSM8K = "She sold 48/2 = <<48/2=24>>24 clips in May.\nIn all 1200+34 = 1,234.\n#
     ],
 )
 def test_exact_match_of_numbers_and_of_whole_solutions_as_answers(style, answer, response, reward):
-    assert load_verifier("exact_match", {"style": style})(response, make_prompt(answer=answer)) == reward
+    assert (
+        load_verifier("exact_match", {"style": style})(response, make_prompt(answer=answer))
+        == reward
+    )
 
 
 def test_math_verify():
@@ -69,7 +72,10 @@ def test_a_users_function_from_a_file_and_from_a_module(tmp_path, monkeypatch):
     (tmp_path / "my_verifiers.py").write_text(USERS)
     from_file = load_verifier(f"{tmp_path}/my_verifiers.py:length")
     assert from_file("abc", make_prompt()) == 6.0
-    assert load_verifier(f"{tmp_path}/my_verifiers.py:length", {"scale": 0.5})("abc", make_prompt()) == 3.0
+    assert (
+        load_verifier(f"{tmp_path}/my_verifiers.py:length", {"scale": 0.5})("abc", make_prompt())
+        == 3.0
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     assert load_verifier("my_verifiers:length")("ab", make_prompt()) == 4.0
 
@@ -208,14 +214,38 @@ def test_verls_ground_truth_of_a_row_without_an_answer_key(foreign):
 @pytest.mark.parametrize(
     ("function", "options", "message"),
     [
-        ("custom_rm", {}, "it is slime's custom_rm, whose arguments do not exist here; a verifier takes (response, p"),
-        ("three", {}, "it takes (response, answer, other) (missing a required argument: 'other'); a verifier takes"),
-        ("silent_zero", {}, "its parameter 'answer' would be the Prompt: call it prompt and read prompt.answer"),
-        ("verl_more", {}, "nothing gives its parameter 'reward_router'; set it in verifier_options"),
+        (
+            "custom_rm",
+            {},
+            "it is slime's custom_rm, whose arguments do not exist here; a verifier takes (response, p",
+        ),
+        (
+            "three",
+            {},
+            "it takes (response, answer, other) (missing a required argument: 'other'); a verifier takes",
+        ),
+        (
+            "silent_zero",
+            {},
+            "its parameter 'answer' would be the Prompt: call it prompt and read prompt.answer",
+        ),
+        (
+            "verl_more",
+            {},
+            "nothing gives its parameter 'reward_router'; set it in verifier_options",
+        ),
         ("verl_of_two", {"methd": 1}, "it has no parameter 'methd', which verifier_options set"),
         ("trl_more", {}, "only TRL has its argument 'trainer_state'; give it a default"),
-        ("Judge", {}, "it is a class and must be a function; a verifier takes (response, prompt), verl's (data_source"),
-        ("asynchronous", {"scale": 2}, "it takes (response, prompt) (got an unexpected keyword argument 'scale'); a"),
+        (
+            "Judge",
+            {},
+            "it is a class and must be a function; a verifier takes (response, prompt), verl's (data_source",
+        ),
+        (
+            "asynchronous",
+            {"scale": 2},
+            "it takes (response, prompt) (got an unexpected keyword argument 'scale'); a",
+        ),
     ],
 )
 def test_another_signature_is_refused_when_it_is_loaded(foreign, function, options, message):
@@ -227,7 +257,9 @@ def test_another_signature_is_refused_when_it_is_loaded(foreign, function, optio
 
 def test_a_trl_function_returns_one_reward_for_one_completion(foreign):
     status, _, message = run_verifier(load_verifier(f"{foreign}:trl_two"), "4", make_prompt())
-    assert status == "error" and message.endswith("it returned [1.0, 2.0] for one completion; return a list of one number")
+    assert status == "error" and message.endswith(
+        "it returned [1.0, 2.0] for one completion; return a list of one number"
+    )
 
 
 @pytest.mark.parametrize(
@@ -239,7 +271,11 @@ def test_a_trl_function_returns_one_reward_for_one_completion(foreign):
             "verifier 'exact' is unknown; use exact_match, math_verify, reasoning_gym, code, file.py:function",
         ),
         ("exact_match", {"styl": "tag"}, "verifier exact_match: options {'styl': 'tag'} don't fit"),
-        ("exact_match", {"style": "last"}, "verifier style is 'last'; use one of whole, tag, boxed, hash"),
+        (
+            "exact_match",
+            {"style": "last"},
+            "verifier style is 'last'; use one of whole, tag, boxed, hash",
+        ),
         ("nowhere.py:f", {}, "verifier 'nowhere.py:f': no such file nowhere.py; check the path"),
         ("no_such_package:f", {}, "importing no_such_package failed (ModuleNotFoundError"),
         ("{folder}/good.py:missing", {}, "good.py has no 'missing'; define it or correct the name"),

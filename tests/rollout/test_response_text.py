@@ -9,14 +9,18 @@ from transformers import PreTrainedTokenizerFast
 from megatron_gspo.rollout.response_text import ResponseDecoder
 
 
-def tokenizer(*, special: tuple[str, ...] = (), added: tuple[str, ...] = (), **names: str) -> PreTrainedTokenizerFast:
+def tokenizer(
+    *, special: tuple[str, ...] = (), added: tuple[str, ...] = (), **names: str
+) -> PreTrainedTokenizerFast:
     """Characters, special and added tokens, and tokens with a name such as eos_token."""
     inner = Tokenizer(models.WordLevel({"4": 0, "a": 1, "b": 2, "?": 3}, unk_token="?"))
     inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     inner.decoder = decoders.Fuse()
     inner.add_tokens([AddedToken(word, normalized=False) for word in added])
     inner.add_special_tokens([AddedToken(word, normalized=False, special=True) for word in special])
-    return PreTrainedTokenizerFast(tokenizer_object=inner, clean_up_tokenization_spaces=False, **names)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, clean_up_tokenization_spaces=False, **names
+    )
 
 
 QWEN = tokenizer(
@@ -26,7 +30,15 @@ QWEN = tokenizer(
     pad_token="<|endoftext|>",
 )
 GPT_OSS = tokenizer(
-    special=("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>", "<|endoftext|>"),
+    special=(
+        "<|start|>",
+        "<|end|>",
+        "<|message|>",
+        "<|channel|>",
+        "<|return|>",
+        "<|call|>",
+        "<|endoftext|>",
+    ),
     eos_token="<|return|>",
     pad_token="<|endoftext|>",
 )
@@ -37,7 +49,13 @@ CHANNELS = "<|channel|>a<|message|>a<|end|><|start|>a<|channel|>b<|message|>4"
     ("tok", "ends", "response", "kept", "stripped"),
     [
         (QWEN, ("<|im_end|>",), "<answer>4</answer><|im_end|>", "<answer>4</answer>", "4"),
-        (QWEN, ("<|im_end|>",), "<think>a</think>4<|im_end|>", "<think>a</think>4", "<think>a</think>4"),
+        (
+            QWEN,
+            ("<|im_end|>",),
+            "<think>a</think>4<|im_end|>",
+            "<think>a</think>4",
+            "<think>a</think>4",
+        ),
         (QWEN, ("<|im_end|>",), "<answer>4", "<answer>4", "4"),  # cut off
         (QWEN, ("<|endoftext|>", "<|im_end|>"), "4<|endoftext|>", "4", "4"),
         (QWEN, ("<|im_end|>",), "4<|im_end|><|endoftext|>", "4", "4"),  # padded
