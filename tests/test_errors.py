@@ -17,6 +17,7 @@ from megatron_gspo.errors import (
     describe_value,
     existing_part,
     first_line,
+    printable,
     show_bytes,
     writing,
 )
@@ -67,3 +68,9 @@ def test_the_existing_part_of_a_path(tmp_path):
 def test_values_are_described_by_type():
     assert describe_value(np.zeros((2, 3), np.float32)) == "a 2-d float32 array"
     assert describe_value("text") == "str"
+
+
+def test_control_characters_of_a_foreign_text_are_shown_and_not_obeyed():
+    assert printable("\x1b[2J\x07a\rb\x9b1m\x7f") == "\\x1b[2J\\x07a\\rb\\x9b1m\\x7f"
+    assert printable("\u202eevil\u202c \ud800") == "\\u202eevil\\u202c \\ud800"
+    assert printable("a\n\tb \u4e2d \U0001f600 \\x1b") == "a\n\tb \u4e2d \U0001f600 \\x1b"

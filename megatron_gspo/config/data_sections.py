@@ -52,6 +52,9 @@ class DataConfig:
     """Action on longer prompts."""
     cache_dir: str | None = None
     """Folder of tokenised prompts, mapped by all processes; null: `prompts/` in `run_dir`."""
+    keep_special_tokens: bool = True
+    """Whether verifiers and environments see special tokens in responses, such as tags and channels. End tokens and
+    padding are always removed."""
     verifier: str | None = None
     """exact_match, math_verify, reasoning_gym, code, path/to/file.py:function or package.module:function; null is
     reasoning_gym with a task, otherwise exact_match."""

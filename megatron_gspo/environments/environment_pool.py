@@ -9,7 +9,12 @@ from megatron_gspo.environments.environment import EnvironmentLoadError, StepReq
 from megatron_gspo.rewards.worker import Reply
 from megatron_gspo.rewards.worker_pool import RewardPool, Served
 
-_SERVED = Served("megatron_gspo.environments.environment_worker", "environment", EnvironmentLoadError)
+_SERVED = Served(
+    module="megatron_gspo.environments.environment_worker",
+    what="environment",
+    refusal=EnvironmentLoadError,
+    prompt_of=lambda request: request.prompt,
+)
 
 
 class EnvironmentPool:

@@ -28,6 +28,8 @@ from megatron_gspo.rollout.sample_checks import check_samples
 
 Encode = Callable[[str], list[int]]
 """Text to token ids, without special tokens."""
+Decode = Callable[[list[int]], str]
+"""Token ids of a response to its text."""
 
 
 class Environments(Protocol):
@@ -67,11 +69,20 @@ def request_index(prompt_index: int, sample_index: int, turn: int) -> int:
 class Episode:
     """One unfinished sample. max_response_length: tokens of all its responses and observations."""
 
-    def __init__(self, prompt: Prompt, sample_index: int, seed: int, max_response_length: int, rules: EpisodeRules,
-                 encode: Encode) -> None:  # fmt: skip
+    def __init__(
+        self,
+        prompt: Prompt,
+        sample_index: int,
+        seed: int,
+        max_response_length: int,
+        rules: EpisodeRules,
+        encode: Encode,
+        decode: Decode | None = None,
+    ) -> None:
         self.prompt, self.sample_index = prompt, sample_index
         self._seed = int(np.random.SeedSequence([seed, prompt.index, sample_index]).generate_state(1)[0])
         self._room, self._rules, self._encode = max_response_length, rules, encode
+        self._decode = decode
         self._parts: list[_Part] = []
         self._spans: list[Span] = []
         self._responses: list[str] = []
@@ -104,6 +115,8 @@ class Episode:
         assert request is not None, "no response was requested"
         known = self.prompt.length + self._spans[-1].end - 1 if self._spans else 0
         part = _Part.of(sample, request.limit, known)
+        if len(part.tokens) < sample.response_length and self._decode is not None:
+            part = replace(part, text=self._decode(part.tokens.tolist()))
         start = self.length
         self._parts.append(part)
         self._spans.append(Span(start, start + len(part.tokens), 0.0))
@@ -317,9 +330,16 @@ class ConcurrentEpisodes:
                 self._in_flight[self._start(request)] = episode
 
 
-def make_episodes(prompts: Sequence[Prompt], sampling: SamplingParams, rules: EpisodeRules, encode: Encode, *,
-                  seed: int) -> list[Episode]:  # fmt: skip
+def make_episodes(
+    prompts: Sequence[Prompt],
+    sampling: SamplingParams,
+    rules: EpisodeRules,
+    encode: Encode,
+    *,
+    seed: int,
+    decode: Decode | None = None,
+) -> list[Episode]:
     """`sampling.n_samples_per_prompt` episodes per prompt, prompt-major."""
     longest = sampling.max_response_length
     n = sampling.n_samples_per_prompt
-    return [Episode(prompt, i, seed, longest, rules, encode) for prompt in prompts for i in range(n)]
+    return [Episode(prompt, i, seed, longest, rules, encode, decode) for prompt in prompts for i in range(n)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -35,6 +36,7 @@ from megatron_gspo.rollout.embedded.transformers_config import transformers_conf
 from megatron_gspo.rollout.engine_protocol import RolloutEngine, end_tokens
 from megatron_gspo.rollout.group_source import GroupSource, engine_name
 from megatron_gspo.rollout.in_process_source import InProcessSource
+from megatron_gspo.rollout.response_text import ResponseDecoder
 from megatron_gspo.rollout.server_engine.rollout_client import RolloutClient
 from megatron_gspo.rollout.server_engine.server_api import ServedModel
 from megatron_gspo.rollout.server_engine.server_engine import ServerEngine
@@ -66,11 +68,18 @@ def build_sources(
         """plays: its samples are episodes, if there are environments."""
         name = engine_name(type(engine))
         if environments is not None and plays:
-            engine = EpisodeEngine(engine, environments, encode, episode_rules(config))
+            engine = EpisodeEngine(engine, environments, encode, episode_rules(config), decode)
         return InProcessSource(engine, vocab_size=shape.vocab_size, group=dist.group.WORLD, name=name)
 
     def encode(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False)
+
+    @functools.cache
+    def decoder() -> ResponseDecoder:
+        return response_decoder(config, shape, tokenizer)
+
+    def decode(ids: list[int]) -> str:
+        return decoder()(ids)
 
     supervised = config.algorithm.is_supervised
     if given is not None:
@@ -89,6 +98,12 @@ def build_sources(
     return in_process(demonstrations, plays=False), held_out
 
 
+def response_decoder(config: Config, shape: ModelShape, tokenizer: Any) -> ResponseDecoder:
+    """Token ids of a response to the text that verifiers and environments get."""
+    end_ids = stop_ids(config.model.path, tokenizer, shape.vocab_size)
+    return ResponseDecoder(tokenizer, end_ids, keep_special_tokens=config.data.keep_special_tokens)
+
+
 def episode_rules(config: Config) -> EpisodeRules:
     """The limits of an episode."""
     rollout = config.rollout
@@ -99,6 +114,7 @@ def episode_rules(config: Config) -> EpisodeRules:
 def _server_source(config: Config, shape: ModelShape, tokenizer: Any) -> ServerSource:
     rank, clients, servers = dist.get_rank(), client_ranks(config), config.servers
     end_ids = stop_ids(config.model.path, tokenizer, shape.vocab_size)
+    decode = response_decoder(config, shape, tokenizer)
     model = ServedModel(shape, end_ids, return_routes=config.routing.needs_rollout_routes,
                         adapters=ADAPTERS if config.lora.sends_adapters else "")  # fmt: skip
     started: list[LocalServers] = []
@@ -115,7 +131,7 @@ def _server_source(config: Config, shape: ModelShape, tokenizer: Any) -> ServerS
         sources = weight_sources(config, urls)
         if rank in clients:
             client = RolloutClient(
-                urls, servers, model, lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
+                urls, servers, model, decode,
                 api=SERVER_KINDS[config.rollout.engine].api, share=(clients.index(rank), len(clients)), log=log_servers,
             )  # fmt: skip
         if rank == 0:
@@ -217,6 +233,7 @@ def embedded_engine(config: Config, shape: ModelShape, tokenizer: Any) -> Embedd
             eos_token_ids=stop_ids(config.model.path, tokenizer, shape.vocab_size),
             dtype=getattr(torch, config.model.dtype),
             device=compute_device(),
+            keep_special_tokens=config.data.keep_special_tokens,
             max_batch=config.rollout.max_batch_size,
             return_routed_experts=config.routing.needs_rollout_routes,
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +14,9 @@ from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.rewards.named_reward import VERDICTS
 from megatron_gspo.rewards.verifiers import Verifier, load_verifier
 from megatron_gspo.rewards.worker import Reply, run_verifier
-from megatron_gspo.rewards.worker_pool import RewardPool
+from megatron_gspo.rewards.worker_pool import RewardPool, say
 
+_NOTICE_SECONDS = 10.0  # of one response in this process until a line tells of it, and between such lines
 FAILURES = ("error", "timeout", "invalid")
 FAILURE = "verifier_failure"  # the key of `Sample.metadata` with the reason why a response has no score: "error: ..."
 
@@ -64,6 +67,7 @@ class RewardScorer:
         if failure_reward is not None and not np.isfinite(failure_reward):
             raise ValueError(f"failure_reward is {failure_reward}; it must be finite")
         self._failure_reward = failure_reward
+        self._name = verifier
         self.verdicts = VERDICTS.get(verifier, ())
         self._pool: RewardPool | None = None
         self._verifier: Verifier | None = None
@@ -92,9 +96,36 @@ class RewardScorer:
         if self._pool is not None:
             replies = self._pool.run(requests)
         else:
-            assert self._verifier is not None
-            replies = [run_verifier(self._verifier, text, prompt) for text, prompt in requests]
+            replies = self._run_here(requests)
         return self._summarise(replies)
+
+    def _run_here(self, requests: Sequence[tuple[str, Prompt]]) -> list[Reply]:
+        """Score in this process. A thread tells of a response that takes long, if the verifier lets it run."""
+        assert self._verifier is not None
+        replies: list[Reply] = []
+        began = time.monotonic()
+        over = threading.Event()
+
+        def watch() -> None:
+            while not over.wait(_NOTICE_SECONDS):
+                seconds = time.monotonic() - began
+                if seconds >= _NOTICE_SECONDS and len(replies) < len(requests):
+                    index = requests[len(replies)][1].index
+                    say(
+                        f"verifier {self._name!r}: a response to prompt {index} takes {seconds:.0f} s so far, without "
+                        f"a time limit; {len(replies)} of {len(requests)} are done"
+                    )
+
+        watcher = threading.Thread(target=watch, daemon=True)
+        watcher.start()
+        try:
+            for text, prompt in requests:
+                began = time.monotonic()
+                replies.append(run_verifier(self._verifier, text, prompt))
+        finally:
+            over.set()
+            watcher.join()
+        return replies
 
     def close(self) -> None:
         """End the worker processes. Also done when the scorer is garbage-collected and at interpreter exit."""

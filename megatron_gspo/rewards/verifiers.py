@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import importlib
-import importlib.util
-import logging
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from megatron_gspo.data.prompt_files import optional_module
 from megatron_gspo.data.sample import Prompt
 from megatron_gspo.errors import InputError
-from megatron_gspo.rewards.answer_extraction import STYLES, extract_answer
+from megatron_gspo.rewards.answer_extraction import STYLES, equal_answers, extract_answer
+from megatron_gspo.rewards.reward_signatures import SignatureError, as_verifier
+from megatron_gspo.rewards.user_modules import load_function, with_neighbours
 
 Verifier = Callable[[str, Prompt], float]
 """verifier(response_text, prompt) -> reward, a finite number. It may raise; `RewardScorer` counts it.
@@ -33,7 +28,7 @@ def load_verifier(name: str, options: dict[str, Any] | None = None) -> Verifier:
     name: exact_match, math_verify, reasoning_gym, code, "path/to/file.py:function" or "package.module:function".
     options: for built-in ones the keyword arguments of the `make_...` function below; for others keyword arguments of
         every call.
-    Raises VerifierError in one line if it can't be found or loaded; ImportError for a missing package.
+    Raises VerifierError in one line if it can't be found, loaded or called; ImportError for a missing package.
     """
     options = options or {}
     if name in BUILT_IN:
@@ -43,64 +38,44 @@ def load_verifier(name: str, options: dict[str, Any] | None = None) -> Verifier:
             raise VerifierError(
                 f"verifier {name}: options {options} don't fit ({error}); correct them"
             ) from error
-    place, colon, function = name.rpartition(":")
-    if not colon or not place or not function:
+    location, colon, function_name = name.rpartition(":")
+    if not colon or not location or not function_name:
         known = ", ".join(BUILT_IN)
         raise VerifierError(f"verifier {name!r} is unknown; use {known}, file.py:function or module:function")
-    verifier = load_function(name, "verifier", VerifierError)
-    return functools.partial(verifier, **options) if options else verifier
-
-
-def load_function(name: str, what: str, refusal: type[InputError]) -> Callable[..., Any]:
-    """A user's function, "path/to/file.py:function" or "package.module:function".
-
-    what: begins the message of a `refusal`, which is raised in one line if it can't be found or loaded.
-    """
-    place, _, function = name.rpartition(":")
-    label = f"{what} {name!r}"
-    load = _module_from_file if place.endswith(".py") else _module
-    module = load(label, place, refusal)
-    found = getattr(module, function, None)
-    if found is None:
-        raise refusal(f"{label}: {place} has no {function!r}; define it or correct the name")
-    if not callable(found):
-        raise refusal(f"{label}: {function!r} is a {type(found).__name__}; it must be a function")
-    return found
+    function = load_function(name, "verifier", VerifierError)
+    try:
+        verifier = as_verifier(function, options)
+    except SignatureError as error:
+        raise VerifierError(f"verifier {name!r}: {error}") from None
+    verifier = with_neighbours(name, verifier)
+    description = getattr(function, "description", None)
+    if description is not None:
+        verifier.description = description  # type: ignore[attr-defined]
+    return verifier
 
 
 def make_exact_match(style: str = "whole") -> Verifier:
-    """1 if the response's answer (`extract_answer` style) equals prompt.answer, both stripped; else 0."""
+    """1 if the response's answer (`extract_answer` style) equals prompt.answer (`equal_answers`); else 0.
+
+    The reference may be a whole solution: what is in the style's tags, box or after its #### is taken of it.
+    """
     _check_style(style)
 
     def exact_match(text: str, prompt: Prompt) -> float:
-        return float(extract_answer(text, style) == _reference(prompt).strip())
+        reference = _reference(prompt)
+        reference_answer = extract_answer(reference, style) or reference.strip()
+        answer = extract_answer(text, style)
+        return float(answer is not None and equal_answers(answer, reference_answer, style))
 
     return exact_match
 
 
 def make_math_verify() -> Verifier:
-    """1 if `math-verify` finds the response's last expression equal to prompt.answer; else 0.
+    """1 if `math-verify` finds the response's answer equal to prompt.answer; else 0. See `math_answers`."""
+    optional_module("math_verify", "math-verify", "tasks", "verifier math_verify")
+    from megatron_gspo.rewards.math_answers import equal_to_reference
 
-    Its own time limits are off: they use an alarm, which works in the main thread only. `RewardScorer(timeout=...)`
-    limits the time instead.
-    """
-    math_verify = optional_module("math_verify", "math-verify", "tasks", "verifier math_verify")
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time limits are off
-
-    def parse(text: str) -> list[Any]:
-        return math_verify.parse(text, parsing_timeout=None)
-
-    @functools.lru_cache(maxsize=1024)
-    def gold(answer: str) -> list[Any]:
-        found = parse(answer) if "$" in answer or "\\boxed" in answer else parse(f"${answer}$")
-        if not found:
-            raise ValueError(f"math-verify can't read the reference answer {answer!r}")
-        return found
-
-    def verify(text: str, prompt: Prompt) -> float:
-        return float(math_verify.verify(gold(_reference(prompt)), parse(text), timeout_seconds=None))
-
-    return verify
+    return lambda text, prompt: float(equal_to_reference(text, _reference(prompt)))
 
 
 def make_reasoning_gym(style: str = "whole", partial_credit: bool = True) -> Verifier:
@@ -156,32 +131,3 @@ def _reference(prompt: Prompt) -> str:
     if prompt.answer is None:
         raise ValueError(f"prompt {prompt.index} has no answer; set answer_key or use another verifier")
     return prompt.answer
-
-
-def _module(label: str, module: str, refusal: type[InputError]) -> Any:
-    try:
-        return importlib.import_module(module)
-    except Exception as error:  # a user's module may fail in any way
-        raise refusal(f"{label}: importing {module} failed ({_reason(error)}); fix it") from error
-
-
-def _module_from_file(label: str, place: str, refusal: type[InputError]) -> Any:
-    path = Path(place)
-    if not path.is_file():
-        raise refusal(f"{label}: no such file {path}; check the path (relative to {Path.cwd()})")
-    path = path.resolve()
-    unique = f"{label.partition(' ')[0]}_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
-    spec = importlib.util.spec_from_file_location(unique, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[unique] = module  # dataclasses and pickle look their module up there
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # a user's file may fail in any way
-        del sys.modules[unique]
-        raise refusal(f"{label}: running {path} failed ({_reason(error)}); fix it") from error
-    return module
-
-
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".split("\n")[0]

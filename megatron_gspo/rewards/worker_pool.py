@@ -16,13 +16,14 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from megatron_gspo.errors import InputError
+from megatron_gspo.data.sample import Prompt
+from megatron_gspo.errors import InputError, printable
 from megatron_gspo.rewards.verifiers import VerifierError
 from megatron_gspo.rewards.worker import Reply
 
@@ -30,13 +31,18 @@ from megatron_gspo.rewards.worker import Reply
 @dataclass(frozen=True)
 class Served:
     """What the workers of a pool run. module: started with `python -m`, see `worker.serve`. what: its name in messages.
-    refusal: the error if it can't be loaded."""
+    refusal: the error if it can't be loaded. prompt_of: the prompt of a request."""
 
     module: str = "megatron_gspo.rewards.worker"
     what: str = "verifier"
     refusal: type[InputError] = VerifierError
+    prompt_of: Callable[[Any], Prompt] = lambda request: request[1]
 
 
+_NOTICE_SECONDS = 10.0  # of one response until a line tells of it; half of the time limit if that is less
+_NOTICE_INTERVAL = 30.0  # seconds between such lines
+_MAX_GROWTH = 4 << 30  # bytes of memory that a worker may gain before it is replaced
+_END_SECONDS = 15.0  # for a keeper to end its worker with all processes
 _MAX_FAILED_STARTS = 3  # in a row; then the worker is not replaced
 
 
@@ -48,6 +54,49 @@ class _Worker:
     ready: bool = False
     task: int | None = None
     failed_starts: int = 0
+    began: float = 0.0  # monotonic seconds, of the task
+
+
+class _Output:
+    """What the workers print: whole lines on our stderr, so that they don't run into the progress line."""
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+        self._reader, self.writer = os.pipe()
+        os.set_blocking(self._reader, False)
+        self._rest = b""
+
+    def fileno(self) -> int:
+        return self._reader
+
+    def show(self) -> bool:
+        """Print the lines that are complete, at most 64 KiB; whether there was anything to read."""
+        try:
+            data = os.read(self._reader, 1 << 16)
+        except BlockingIOError:
+            return False
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > 1 << 16:
+            lines.append(self._rest)
+            self._rest = b""
+        for line in lines:
+            say(f"{self._source}: {line.decode(errors='replace')}")
+        return bool(data)
+
+    def close(self) -> None:
+        """Print the rest. The workers have ended."""
+        os.close(self.writer)
+        while self.show():
+            pass
+        if self._rest:
+            say(f"{self._source}: {self._rest.decode(errors='replace')}")
+        os.close(self._reader)
+
+
+def say(line: str) -> None:
+    """Print a line on stderr, without control characters."""
+    with contextlib.suppress(OSError, ValueError):  # closed
+        print(printable(line), file=sys.stderr, flush=True)
 
 
 class RewardPool:
@@ -83,8 +132,10 @@ class RewardPool:
         self._timeout = timeout
         self._start_timeout = start_timeout
         self.description: str | None = None
+        self._name = f"{self._served.what} {verifier!r}"
+        self._output = _Output(self._served.what)
         self._workers: list[_Worker] = []
-        self._finalizer = weakref.finalize(self, _stop_all, self._workers, os.getpid())
+        self._finalizer = weakref.finalize(self, _stop_all, self._workers, self._output, os.getpid())
         self._last_failure = "no reward worker could be started"
         for _ in range(workers):
             self._workers.append(self._start())
@@ -107,11 +158,13 @@ class RewardPool:
                 self._replace(worker)
         replies: list[Reply | None] = [None] * len(requests)
         waiting = deque(range(len(requests)))
+        next_notice = 0.0
         while waiting or any(worker.task is not None for worker in self._workers):
             self._assign(requests, waiting)
             if not self._workers:
                 break
-            self._collect(replies)
+            next_notice = self._notice(requests, replies, next_notice)
+            self._collect(replies, until=next_notice)
         lost: Reply = ("error", None, self._last_failure)
         return [lost if reply is None else reply for reply in replies]
 
@@ -124,11 +177,12 @@ class RewardPool:
         command = [sys.executable, "-m", self._served.module]
         with theirs:
             process = subprocess.Popen(
-                [*command, str(theirs.fileno()), str(os.getpid()), str(self._timeout)],
+                [*command, str(theirs.fileno()), str(os.getpid()), str(_MAX_GROWTH)],
                 stdin=subprocess.DEVNULL,
-                stdout=2,  # a verifier's output goes to our stderr
+                stdout=self._output.writer,
+                stderr=self._output.writer,
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # killed with its children; not interrupted by Ctrl-C
+                start_new_session=True,  # not interrupted by Ctrl-C
                 env={
                     "OMP_NUM_THREADS": "1",
                     **os.environ,
@@ -159,14 +213,40 @@ class RewardPool:
                 self._replace(worker)
                 continue
             worker.task = waiting.popleft()
-            worker.deadline = time.monotonic() + self._timeout
+            worker.began = time.monotonic()
+            worker.deadline = worker.began + self._timeout
 
-    def _collect(self, replies: list[Reply | None], *, starting: bool = False) -> None:
-        """Wait for the next reply, death or deadline, and handle all that are due."""
+    def _notice(self, requests: Sequence[Any], replies: Sequence[Reply | None], due: float) -> float:
+        """Tell of a response that takes long, if that is due; returns when the next line is due."""
+        now = time.monotonic()
+        busy = [worker for worker in self._workers if worker.task is not None and worker.deadline is not None]
+        if not busy:
+            return 0.0
+        longest = min(busy, key=lambda worker: worker.began)
+        due = max(due, longest.began + min(_NOTICE_SECONDS, self._timeout / 2))
+        if now < due:
+            return due
+        assert longest.task is not None and longest.deadline is not None
+        index = self._served.prompt_of(requests[longest.task]).index
+        done = sum(reply is not None for reply in replies)
+        say(
+            f"{self._name}: a response to prompt {index} takes {now - longest.began:.0f} s so far and is ended in "
+            f"{max(longest.deadline - now, 0.0):.0f} s; {done} of {len(requests)} are done"
+        )
+        return now + _NOTICE_INTERVAL
+
+    def _collect(
+        self, replies: list[Reply | None], *, starting: bool = False, until: float = 0.0
+    ) -> None:
+        """Wait for the next reply, death, deadline or output, and handle all that are due. until: monotonic seconds at
+        which a wait ends in any case; 0 for none."""
         deadlines = [worker.deadline for worker in self._workers if worker.deadline is not None]
+        if until:
+            deadlines.append(until)
         seconds = max(0.0, min(deadlines) - time.monotonic()) if deadlines else 0.0
         busy = [worker.connection for worker in self._workers if worker.deadline is not None]
-        readable = wait(busy, seconds)
+        readable = wait([*busy, self._output.fileno()], seconds)
+        self._output.show()
         for worker in list(self._workers):
             if worker.connection in readable:
                 self._receive(worker, replies, starting)
@@ -178,6 +258,7 @@ class RewardPool:
         try:
             reply = json.loads(worker.connection.recv_bytes())
             status, value, message = reply["status"], reply["value"], reply["message"]
+            is_last = reply.get("last", False)
         except (EOFError, OSError, ValueError, KeyError, TypeError):
             _kill(worker)
             code = worker.process.returncode
@@ -189,6 +270,8 @@ class RewardPool:
             assert worker.task is not None
             replies[worker.task] = (status, value, message)
             worker.task = worker.deadline = None
+            if is_last:
+                self._replace(worker)
         elif status == "ok":
             worker.ready, worker.deadline, worker.failed_starts = True, None, 0
             self.description = message
@@ -220,18 +303,24 @@ class RewardPool:
 
 
 def _kill(worker: _Worker) -> None:
-    """Kill a worker with all processes that it started, and reap it."""
+    """End a worker with all processes that it started; see `worker_keeper`."""
     if worker.process.returncode is not None:  # done before
         return
     worker.connection.close()
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(worker.process.pid, signal.SIGKILL)
-    worker.process.wait()
+    worker.process.terminate()
+    try:
+        worker.process.wait(_END_SECONDS)
+    except subprocess.TimeoutExpired:  # its keeper was stopped; the worker ends with it
+        worker.process.kill()
+        worker.process.wait()
 
 
-def _stop_all(workers: list[_Worker], owner: int) -> None:
+def _stop_all(workers: list[_Worker], output: _Output, owner: int) -> None:
     if os.getpid() != owner:  # a fork of the training process
         return
     for worker in workers:
+        worker.process.terminate()
+    for worker in workers:
         _kill(worker)
     workers.clear()
+    output.close()

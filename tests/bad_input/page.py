@@ -71,8 +71,10 @@ FIXES = {
     "expert twice": "padded rows, or another `k`",
     "replay with a dense model": "routing replay needs experts",
     "verifier file that fails": "the file fails on import: run it with Python",
-    "verifier of another signature": "no response was scored: wrong signature, exception, exit, hang, no finite number "
-    "or missing answers. Call the verifier on a line of `samples/`",
+    "verifier of another signature": "rename the function's parameters to one of these, or write a function around it",
+    "verifier that takes the answer": "read `prompt.answer`",
+    "verifier that raises": "no response was scored: exception, exit, hang, no finite number or missing answers. Call "
+    "the verifier on a line of `samples/`",
     "config on a full disk": "disk full, or `ulimit -f`",
     "checkpoint on a full disk": "free space, or lower `checkpoint.keep`",
     "rank killed": "a rank died (out of memory, hardware), or hangs: the others wait "

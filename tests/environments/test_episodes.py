@@ -227,6 +227,22 @@ def overlapping(engine, questions, sampling, rules):
     return [episode.sample() for episode in made]
 
 
+def test_the_text_of_a_response_that_is_cut_off_is_that_of_its_tokens():
+    """A round generates up to the largest limit of its episodes; an environment gets what the sample holds."""
+    rules = EpisodeRules(max_turns=3, max_length=60, max_turn_length=2)
+
+    def decode(ids):
+        return "".join(chr(ord("a") + token - 10) for token in ids)
+
+    made = Episode(Prompt(4, np.array([2, 3]), "question"), 0, 9, 20, rules, encode, decode)
+    made.add_response(response(made.next_request(), [10, 11, 12], text="abc"))
+    assert made.step_request.responses == ("ab",)
+    made.add_reply(ok("d"))
+    made.add_response(response(made.next_request(), [13, 1], text="d"))  # not cut: the engine's text, without its end
+    made.add_reply(ok(done=True))
+    assert made.sample().text == "abdd" and made.sample().response_length == 5
+
+
 def test_one_round_asks_all_environments_at_once():
     engine, _ = engine_and_reference()
     script = {(i, n): ok("a", 1.0, done=n == 1 + i) for i in range(2) for n in range(1, 3)}

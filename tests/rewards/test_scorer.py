@@ -20,7 +20,10 @@ def test_rewards_keep_their_order_and_their_prompt(scorer):
     assert all(np.isnan(sample.reward) for sample in samples)
 
 
-@pytest.mark.parametrize(("text", "reward"), [("bool", 1.0), ("int", 3.0), ("numpy", 0.25), ("torch", 0.0)])
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [("bool", 1.0), ("int", 3.0), ("numpy", 0.25), ("torch", 0.0), ("tensor", 1.0), ("score", 0.5)],
+)
 def test_any_number_will_do_and_workers_do_without_torch(scorer, text, reward):
     assert run(scorer, [text]).rewards.tolist() == [reward]
 
@@ -38,6 +41,15 @@ def test_any_number_will_do_and_workers_do_without_torch(scorer, text, reward):
         ("inf", "invalid", "the verifier returned inf; return a finite number (float32)"),
         ("huge", "invalid", "the verifier returned 1e+300; return a finite number (float32)"),
         ("string", "invalid", "the verifier returned the str '1.0'; return a number"),
+        ("array", "invalid", "the verifier returned the ndarray array([1., 1.]); return a number"),
+        (
+            "no score",
+            "invalid",
+            "the verifier returned the dict {'acc': True}; return a number, or a dictionary with \"score\"",
+        ),
+        ("base", "error", "BaseException: rare"),
+        ("no text", "error", "Mute"),
+        ("escape", "error", "ValueError: \\x1b]0;title\\x07 \\x1b[31mred"),
         ("none", "invalid", "the verifier returned the NoneType None; return a number"),
     ],
 )
@@ -61,6 +73,18 @@ def test_in_this_process(verifier):
         scores = run(scorer, ["4", "raise", "exit", "nan", "pid"])
     assert scores.statuses == ("ok", "error", "error", "invalid", "ok")
     assert scores.rewards[:4].tolist() == [1.0, 0.0, 0.0, 0.0] and scores.rewards[4] == os.getpid()
+
+
+def test_a_verifier_that_hangs_in_this_process_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("megatron_gspo.rewards.scorer._NOTICE_SECONDS", 0.1)
+    path = tmp_path / "slow.py"
+    path.write_text("import time\ndef score(text, prompt):\n    time.sleep(0.35)\n    return 1.0\n")
+    with RewardScorer(f"{path}:score", timeout=None) as scorer:
+        assert run(scorer, ["4"]).rewards.tolist() == [1.0]
+    line = capsys.readouterr().err.splitlines()[0]
+    assert line == (
+        f"verifier '{path}:score': a response to prompt 0 takes 0 s so far, without a time limit; 0 of 1 are done"
+    )
 
 
 def test_a_failure_has_no_reward_unless_it_is_given_one(verifier):

@@ -1,6 +1,8 @@
 """Worker processes: time limits, replacement, and their end."""
+
 import gc
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -28,6 +30,57 @@ def test_a_hung_verifier_dies_with_its_children(scorer, tmp_path):
     wait_for(lambda: not alive(int((tmp_path / "pid").read_text())))
 
 
+def test_a_daemon_in_a_session_of_its_own_ends_with_the_worker(verifier, tmp_path):
+    with RewardScorer(verifier, timeout=20.0) as scorer:
+        assert run(scorer, ["daemon"], file=str(tmp_path / "pid")).rewards.tolist() == [1.0]
+        daemon = int((tmp_path / "pid").read_text())
+        assert alive(daemon)
+    assert not alive(daemon)
+
+
+@pytest.mark.parametrize("ends", ["die", "segfault"])
+def test_a_daemon_ends_with_a_worker_that_ends_by_itself(verifier, tmp_path, ends):
+    with RewardScorer(verifier, timeout=20.0) as scorer:
+        scores = run(scorer, ["daemon", ends], file=str(tmp_path / "pid"))
+        assert scores.statuses == ("ok", "error")
+        assert scores.messages[1].endswith(("(exit code 7)", "(Segmentation fault)"))
+        assert not alive(int((tmp_path / "pid").read_text()))
+
+
+def test_output_is_shown_in_whole_lines_without_control_characters(verifier, capfd):
+    with RewardScorer(verifier, timeout=20.0) as scorer:
+        run(scorer, ["print"])
+    shown = capfd.readouterr()
+    assert shown.out == ""
+    assert shown.err.splitlines() == [
+        "verifier: noise on standard output",
+        r"verifier: half a line\x1b[2J on stderr",
+    ]
+
+
+def test_a_verifier_that_hangs_is_named_with_its_prompt_and_the_seconds_left(verifier, capfd):
+    with RewardScorer(verifier, timeout=3.0) as scorer:
+        assert run(scorer, ["4", "sleep"]).statuses == ("ok", "timeout")
+    lines = [line for line in capfd.readouterr().err.splitlines() if "so far" in line]
+    assert len(lines) == 1 and re.fullmatch(
+        r"verifier '.*judge.py:judge': a response to prompt 0 takes \d s so far and is ended in \d s; "
+        r"1 of 2 are done",
+        lines[0],
+    )
+
+
+def test_a_worker_that_leaks_memory_is_replaced_and_no_response_pays_for_it(
+    verifier, monkeypatch, capfd
+):
+    monkeypatch.setattr("megatron_gspo.rewards.worker_pool._MAX_GROWTH", 150 << 20)
+    with RewardScorer(verifier, timeout=60.0) as scorer:
+        scores = run(scorer, ["leak"] * 6)
+    assert scores.statuses == ("ok",) * 6
+    pids = scores.rewards.tolist()  # 64 MiB each: the fourth is 192 MiB above the first
+    assert len(set(pids[:4])) == 1 and len(set(pids[3:])) == 2
+    assert "verifier: its process has grown by 192" in capfd.readouterr().err
+
+
 def test_workers_are_reused_replaced_when_dead_and_reaped(verifier):
     with RewardScorer(verifier, timeout=5.0, workers=1) as scorer:
         first, again = run(scorer, ["pid", "pid"]).rewards
@@ -35,7 +88,9 @@ def test_workers_are_reused_replaced_when_dead_and_reaped(verifier):
         pids = scorer._pool.process_ids
         os.kill(pids[0], signal.SIGKILL)
         time.sleep(0.2)
-        assert run(scorer, ["4"]).statuses == ("ok",)  # it died while idle: no response pays for that
+        assert run(scorer, ["4"]).statuses == (
+            "ok",
+        )  # it died while idle: no response pays for that
         pids += scorer._pool.process_ids
         assert len(set(pids)) == 2
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)  # reaped, no zombie
@@ -63,7 +118,10 @@ time.sleep(float(sys.argv[3]))
 """
 
 
-@pytest.mark.parametrize(("text", "ends"), [("4", "itself"), ("sleep", "itself"), ("sleep", "killed")])
+@pytest.mark.parametrize(
+    ("text", "ends"),
+    [("4", "itself"), ("sleep", "itself"), ("sleep", "killed"), ("regex", "killed")],
+)
 def test_no_worker_outlives_its_parent(verifier, text, ends):
     command = [sys.executable, "-c", SCRIPT, verifier, text, "0" if ends == "itself" else "60"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
@@ -74,12 +132,26 @@ def test_no_worker_outlives_its_parent(verifier, text, ends):
     wait_for(lambda: not any(alive(pid) for pid in pids))
 
 
-def test_the_kernel_ends_a_busy_worker_that_nobody_watches():
-    code = (
-        "import re; from megatron_gspo.rewards.worker import _cpu_time_limit as limit\n"
-        "with limit(0.2): re.match('(a+)+$', 'a' * 60 + 'b')"
-    )
-    assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == -signal.SIGVTALRM
+DAEMON_SCRIPT = """
+import sys, time
+from megatron_gspo.data.sample import Prompt
+from megatron_gspo.rewards.worker_pool import RewardPool
+pool = RewardPool(sys.argv[1], timeout=20.0)
+prompt = Prompt(0, None, "", metadata={"file": sys.argv[2]})
+assert pool.run([("daemon", prompt)])[0][0] == "ok"
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_daemon_ends_after_sigkill_of_the_trainer(verifier, tmp_path):
+    command = [sys.executable, "-c", DAEMON_SCRIPT, verifier, str(tmp_path / "pid")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout.readline() == "ready\n"
+        daemon = int((tmp_path / "pid").read_text())
+        assert alive(daemon)
+        parent.kill()
+    wait_for(lambda: not alive(daemon))
 
 
 def test_replacements_that_cannot_start_make_errors(tmp_path):

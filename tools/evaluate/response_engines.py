@@ -12,7 +12,7 @@ import torch
 from megatron_gspo.config import Config, ConfigError, SamplingParams
 from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.errors import EngineError, InputError, first_line
-from megatron_gspo.loop.engines import log_servers, start_servers, stop_ids
+from megatron_gspo.loop.engines import log_servers, response_decoder, start_servers, stop_ids
 from megatron_gspo.mcore.process_groups import compute_device
 from megatron_gspo.models import family_of, read_config
 from megatron_gspo.rollout.embedded.embedded_engine import EmbeddedEngine
@@ -114,8 +114,14 @@ def open_engine(config: Config, tokenizer: Any, urls: Sequence[str] = ()) -> Ite
 def _embedded(config: Config, tokenizer: Any) -> EmbeddedEngine:
     path = config.model.path
     try:
-        return EmbeddedEngine(path, tokenizer=tokenizer, dtype=getattr(torch, config.model.dtype),
-                              device=compute_device(), max_batch=config.rollout.max_batch_size)  # fmt: skip
+        return EmbeddedEngine(
+            path,
+            tokenizer=tokenizer,
+            keep_special_tokens=config.data.keep_special_tokens,
+            dtype=getattr(torch, config.model.dtype),
+            device=compute_device(),
+            max_batch=config.rollout.max_batch_size,
+        )
     except (ValueError, OSError) as error:
         problem, fix = f"the embedded engine refuses it: {first_line(error)}", "fix it or use a server engine"
         raise ConfigError("model.path", path, problem, fix) from error
@@ -126,8 +132,8 @@ def _client(config: Config, tokenizer: Any, urls: Sequence[str], stack: ExitStac
     _, shape = family_of(read_config(config.model.path))
     model = ServedModel(shape, stop_ids(config.model.path, tokenizer, shape.vocab_size))
     servers, kind = config.servers, SERVER_KINDS[config.rollout.engine]
-    client = RolloutClient(urls, servers, model, lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
-                           api=kind.api, log=log_servers)  # fmt: skip
+    decode = response_decoder(config, shape, tokenizer)
+    client = RolloutClient(urls, servers, model, decode, api=kind.api, log=log_servers)
     stack.callback(client.close)
     version = common_version(client)
     client.loop.run(client.pool.set_version(version, client.pool.servers))

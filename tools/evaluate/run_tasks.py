@@ -95,6 +95,7 @@ def _open(evaluation: Evaluation, target: Target, task: Task) -> ResponseFile:
         "seed": config.seed,
         "engine": config.rollout.engine,
         "dtype": config.model.dtype,
+        "special tokens": "kept" if task.data.keep_special_tokens else "removed",
     }
     path = evaluation.output / RESPONSES / target.label / f"{task.name}.jsonl"
     return ResponseFile(path, settings, sampling.n_samples_per_prompt)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,15 +30,8 @@ from megatron_gspo.rollout.embedded.token_sampling import sequence_uniforms
 from megatron_gspo.rollout.embedded.transformers_config import transformers_config
 from megatron_gspo.rollout.embedded.weight_loading import WeightTargets
 from megatron_gspo.rollout.engine_protocol import end_tokens
+from megatron_gspo.rollout.response_text import ResponseDecoder, Tokenizer
 from megatron_gspo.routing_replay.router_noise import RouterNoise, pass_seed
-
-
-class Decoder(Protocol):
-    """The part of a Transformers tokenizer that the engine uses."""
-
-    eos_token_id: int | None
-
-    def batch_decode(self, sequences: list[list[int]], skip_special_tokens: bool = False) -> list[str]: ...
 
 
 class EmbeddedEngine:
@@ -52,8 +45,9 @@ class EmbeddedEngine:
         self,
         source: str | Path | PretrainedConfig,
         *,
-        tokenizer: Decoder | None = None,
+        tokenizer: Tokenizer | None = None,
         eos_token_ids: Sequence[int] | None = None,
+        keep_special_tokens: bool = True,
         dtype: torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
         max_batch: int = 256,
@@ -65,6 +59,7 @@ class EmbeddedEngine:
         tokenizer: for `Sample.text` and an end token; without it the text is "".
         eos_token_ids: end tokens; default: those of the generation config, else the config, and the
             tokenizer's.
+        keep_special_tokens: whether `Sample.text` has them; see `ResponseDecoder`.
         max_batch: sequences decoded at once.
         return_routed_experts: set `Sample.routed_experts`; for models with MoE layers.
 
@@ -74,11 +69,13 @@ class EmbeddedEngine:
         if max_batch < 1:
             raise ValueError(f"max_batch={max_batch}: decode at least 1 sequence at once")
         self.max_batch = max_batch
-        self.tokenizer = tokenizer
         self.model: Any = _build(source, dtype, torch.device(device))
         configured = getattr(self.model.generation_config, "eos_token_id", None)
         configured = self.model.config.eos_token_id if configured is None else configured
         self.eos_token_ids = end_tokens(configured, tokenizer, self.model.config.vocab_size, given=eos_token_ids)
+        self.decoder: ResponseDecoder | None = None
+        if tokenizer is not None:
+            self.decoder = ResponseDecoder(tokenizer, self.eos_token_ids, keep_special_tokens=keep_special_tokens)
         self._recorder = RouteRecorder(self.model) if return_routed_experts else None
         self._routers: NoisyRouters | None = None
         self._noise: RouterNoise | None = None
@@ -194,8 +191,8 @@ class EmbeddedEngine:
         lengths = responses.lengths.tolist()
         ids = [row[:length] for row, length in zip(responses.tokens, lengths, strict=True)]
         texts = [""] * len(ids)
-        if self.tokenizer is not None:
-            texts = self.tokenizer.batch_decode([row.tolist() for row in ids], skip_special_tokens=True)
+        if self.decoder is not None:
+            texts = self.decoder.batch([row.tolist() for row in ids])
         samples = []
         for i, (prompt, response, length) in enumerate(zip(prompts, ids, lengths, strict=True)):
             log_probs = responses.log_probs[i, :length].copy()

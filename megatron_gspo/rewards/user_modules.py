@@ -1,0 +1,137 @@
+"""Functions of users' files and modules, with the modules beside them."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from megatron_gspo.errors import InputError, printable
+
+_NEIGHBOURS: dict[
+    tuple[Path, ...], dict[str, ModuleType]
+] = {}  # folders -> the modules imported from them, by name
+
+
+def load_function(name: str, what: str, refusal: type[InputError]) -> Callable[..., Any]:
+    """A user's function, "path/to/file.py:function" or "package.module:function".
+
+    A file may import modules of its folder and, in a package, of its package. what: begins the message of a `refusal`,
+    which is raised in one line if it can't be found or loaded.
+    """
+    location, _, function_name = name.rpartition(":")
+    label = f"{what} {name!r}"
+    load = _module_from_file if location.endswith(".py") else _module
+    module = load(label, location, refusal)
+    function = getattr(module, function_name, None)
+    if function is None:
+        raise refusal(
+            f"{label}: {location} has no {function_name!r}; define it or correct the name"
+        )
+    if not callable(function):
+        raise refusal(
+            f"{label}: {function_name!r} is a {type(function).__name__}; it must be a function"
+        )
+    return function
+
+
+def with_neighbours(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function of `name`, which may also import modules of its folder while it is called."""
+    location, _, _ = name.rpartition(":")
+    if not location.endswith(".py"):
+        return function
+    folders = _folders_of(Path(location).resolve())
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        with _importing_from(folders):
+            return function(*arguments, **options)
+
+    return call
+
+
+def _module(label: str, module: str, refusal: type[InputError]) -> ModuleType:
+    try:
+        with _importing_from(
+            (Path.cwd(),)
+        ):  # the command megatron-gspo does not have it on its path
+            return importlib.import_module(module)
+    except (Exception, SystemExit) as error:  # a user's module may fail in any way
+        raise refusal(f"{label}: importing {module} failed ({_reason(error)}); fix it") from error
+
+
+def _module_from_file(label: str, location: str, refusal: type[InputError]) -> ModuleType:
+    path = Path(location)
+    if not path.is_file():
+        raise refusal(f"{label}: no such file {path}; check the path (relative to {Path.cwd()})")
+    path = path.resolve()
+    digest = hashlib.sha256(str(path).encode()).hexdigest()[:8]
+    package = ".".join(path.relative_to(_folders_of(path)[-1]).parent.parts)
+    unique = f"{label.partition(' ')[0]}_{path.stem}_{digest}"
+    unique = (
+        f"{package}.{unique}" if package else unique
+    )  # so that relative imports find the package
+    spec = importlib.util.spec_from_file_location(unique, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[unique] = module  # dataclasses and pickle look their module up there
+    try:
+        with _importing_from(_folders_of(path)):
+            spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:  # a user's file may fail in any way
+        del sys.modules[unique]
+        raise refusal(f"{label}: running {path} failed ({_reason(error)}); fix it") from error
+    return module
+
+
+def _folders_of(path: Path) -> tuple[Path, ...]:
+    """The folder of a file, and the one that has its outermost package."""
+    root = path.parent
+    while (root / "__init__.py").is_file():
+        root = root.parent
+    return (path.parent,) if root == path.parent else (path.parent, root)
+
+
+@contextlib.contextmanager
+def _importing_from(folders: tuple[Path, ...]) -> Iterator[None]:
+    """Import from these folders first. The modules of other users' files are not found in the meantime, so that two
+    files may have neighbours of the same name."""
+    neighbours = _NEIGHBOURS.setdefault(folders, {})
+    others = {name for other in _NEIGHBOURS.values() if other is not neighbours for name in other}
+    hidden = {name: sys.modules.pop(name) for name in others if name in sys.modules}
+    sys.modules.update(neighbours)
+    known = set(sys.modules)
+    first = [str(folder) for folder in folders]
+    sys.path[:0] = first
+    try:
+        yield
+    finally:
+        for entry in first:
+            with contextlib.suppress(ValueError):  # the user's code has removed it
+                sys.path.remove(entry)
+        sys.path.extend(
+            entry for entry in first if entry not in sys.path
+        )  # for threads and processes of the user's
+        new = sys.modules.keys() - known if len(sys.modules) != len(known) else ()
+        neighbours.update({name: sys.modules[name] for name in new if _is_in(folders, name)})
+        sys.modules.update(hidden)
+
+
+def _is_in(folders: tuple[Path, ...], name: str) -> bool:
+    """Whether a module is a file of these folders by its name, not one of a virtual environment below them. Modules of
+    this package do not count."""
+    file = getattr(sys.modules[name], "__file__", None)
+    paths = [folder.joinpath(*name.split(".")) for folder in folders]
+    candidates = [
+        candidate for path in paths for candidate in (path.with_suffix(".py"), path / "__init__.py")
+    ]
+    return file is not None and Path(file) in candidates and not name.startswith("megatron_gspo.")
+
+
+def _reason(error: BaseException) -> str:
+    return printable(f"{type(error).__name__}: {error}".split("\n")[0])
