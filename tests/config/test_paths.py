@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_gspo.config import Config, DataConfig, RolloutConfig, SGLangConfig, load_config
+from megatron_gspo.config import Config, DataConfig, LoRAConfig, RolloutConfig, SGLangConfig, load_config
 from megatron_gspo.config.paths import PathError, expand_path, expand_paths, path_argument
 from tests.config.building import fault
 
@@ -65,7 +65,6 @@ PATHS = (
     "run_dir",
     "model.path",
     "critic.path",
-    "lora.adapter_path",
     "data.prompts",
     "data.eval_prompts",
     "data.cache_dir",
@@ -94,6 +93,7 @@ def test_every_path_of_a_config(plain: dict) -> None:
 def test_paths_of_servers_and_lists() -> None:
     rollout = RolloutConfig(rollout_batch_size=1, environment="~/e.py:make")
     assert expand_paths(rollout).environment == "/home/user/e.py:make"
+    assert expand_paths(LoRAConfig(rank=8, adapter_path="~/a")).adapter_path == "/home/user/a"
     section = SGLangConfig(python="~/p", api_key_file="$SCRATCH/key", weight_dir="${SCRATCH}/w")
     assert expand_paths(section) == SGLangConfig(
         python="/home/user/p", api_key_file="/scratch/key", weight_dir="/scratch/w"

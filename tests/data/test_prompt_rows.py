@@ -41,8 +41,8 @@ def test_keys_that_lead_nowhere(key):
     ("row", "setting", "key", "guess"),
     [
         (VERL, "answer_key", "answer", "to the right one, perhaps reward_model.ground_truth"),
-        ({"problem": "p", "solution": "s"}, "prompt_key", "prompt", "set prompt_key to the right one, perhaps problem"),
-        ({"problem": "p", "solution": "s"}, "answer_key", "answer", "set answer_key to the right one, perhaps solution"),
+        ({"problem": "p", "solution": "s"}, "prompt_key", "prompt", "to the right one, perhaps problem"),
+        ({"problem": "p", "solution": "s"}, "answer_key", "answer", "to the right one, perhaps solution"),
         ({"question": "p", "answer": "s"}, "prompt_key", "prompt", "(found: answer, question); set prompt_key to the "
                                                                    "right one, perhaps question"),
         ({"messages": []}, "prompt_key", "prompt", "perhaps messages"),
