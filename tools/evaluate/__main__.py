@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     target = "Hugging Face directory, run directory or server URLs"
     parser.add_argument("model", type=path_text_argument, metavar="MODEL", help=target)
-    files = ".jsonl, .parquet or a directory saved by datasets"
+    files = "file, folder or saved data set, as data.eval_prompts"
     parser.add_argument("--tasks", nargs="+", type=path_argument, default=[], metavar="FILE", help=files)
     parser.add_argument("--steps", help="of a run: `all`, or steps separated by commas (default: the trained model)")
     date = "of contest_date, inclusive; YYYY-MM-DD or with a time (a date is its midnight)"
