@@ -145,7 +145,7 @@ FILES = (
     (Case("config that contains itself", "has an alias to a value that contains it (line 1)"), b"a: &a [*a]"),
     (Case("config that is nested too deeply", "more than 64 levels of lists and mappings"), b"x: " + b"[" * 5000),
     (Case("number with leading zeros", "is not an integer (line 1); write it without leading zeros"), b"seed: 010"),
-    (Case("number of thousands of digits in a config", "is a number of more than 64 bits (line 1); write a smaller one"),
+    (Case("number of thousands of digits in a config", "is a number of more than 64 bits (line 1); write a smaller"),
      b"seed: " + b"9" * 10_000),
     (Case("text that no file name can have", "has a NUL character or half of a surrogate pair (line 1); remove it"),
      b'run_dir: "a\\0b"'),
