@@ -21,6 +21,7 @@ from pathlib import Path
 
 from megatron_gspo.config import ServerConfig, SGLangConfig, VLLMConfig
 from megatron_gspo.config.load import split_server_arguments
+from megatron_gspo.config.paths import path_argument, path_text_argument
 from megatron_gspo.errors import InputError, UserError
 from megatron_gspo.rollout.server_kinds import SERVER_KINDS
 from megatron_gspo.servers.package_launch import PackageLaunch
@@ -51,15 +52,18 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megatron-gspo serve", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", required=True, help="Hugging Face directory")
+    parser.add_argument("--model", type=path_text_argument, required=True, help="Hugging Face directory")
     parser.add_argument("--engine", choices=SERVER_KINDS, default="sglang", help="kind of servers (default sglang)")
     parser.add_argument("--servers", type=int, default=1, help="number of servers (default 1)")
     parser.add_argument("--port", type=int, help="of the first server; the next ones follow (default: free ports)")
-    parser.add_argument("--python", default=sys.executable, help="interpreter that has the engine (default: this one)")
+    python = "interpreter that has the engine (default: this one)"
+    parser.add_argument("--python", type=path_text_argument, default=sys.executable, help=python)
     parser.add_argument("--dtype", default="auto", help="as the servers' (default auto)")
     parser.add_argument("--routed-experts", action="store_true", help="return the routes of a mixture of experts")
-    parser.add_argument("--api-key-file", type=Path, help="file whose first line is the key that every request needs")
-    parser.add_argument("--log-dir", help="gets server_<i>.log (default sglang_logs or vllm_logs)")
+    key = "file whose first line is the key that every request needs"
+    parser.add_argument("--api-key-file", type=path_argument, help=key)
+    logs = "gets server_<i>.log (default sglang_logs or vllm_logs)"
+    parser.add_argument("--log-dir", type=path_text_argument, help=logs)
     parser.add_argument("--start-timeout", type=float, default=600.0, help="seconds (default 600)")
     parser.add_argument("--max-restarts", type=int, default=3, help="of one server in a row (default 3)")
     parser.add_argument("--advertise", help="this machine's address in the printed URLs (default: its name)")

@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le
 
+from megatron_gspo.config.paths import UserPath
+
 COMPILE_SECONDS = 60.0  # of wall-clock time
 _WALL_FACTOR, _WALL_SECONDS = 3.0, 1.0
 
@@ -29,7 +31,7 @@ class CodeConfig:
     """Standard output per test, MiB; its files have 64 MiB together, and are 4,096 at most."""
     float_tolerance: Annotated[float, Ge(0)] = 1e-6
     """Absolute or relative difference of numbers whose expected value has a decimal point or an exponent."""
-    python: str | None = None
+    python: UserPath | None = None
     """Python interpreter of the programs, run without site-packages; null: the trainer's."""
     require_isolation: bool = True
     """Refuse to start without isolation of file system, network, processes and system calls, which needs bubblewrap;

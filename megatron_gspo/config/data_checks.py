@@ -7,13 +7,34 @@ from pathlib import Path
 from megatron_gspo.config.code_section import COMPILE_SECONDS
 from megatron_gspo.config.config_error import ConfigError
 from megatron_gspo.config.data_sections import DataConfig
+from megatron_gspo.config.prompt_paths import matching_paths
 from megatron_gspo.config.server_urls import check_url, without_password
 
 VERIFIERS = ("exact_match", "math_verify", "reasoning_gym", "code")
+# Arguments of `apply_chat_template` that are not the template's, and what sets them.
+_OF_OTHER_KEYS = {
+    "add_generation_prompt": "set data.last_assistant_message",
+    "chat_template": "change the tokenizer's template in model.path",
+    "continue_final_message": "set data.last_assistant_message",
+    "conversation": "set data.prompt_key",
+    "max_length": "set data.max_prompt_length",
+    "messages": "set data.prompt_key",
+    "padding": "remove it",
+    "return_assistant_tokens_mask": "remove it",
+    "return_dict": "remove it",
+    "return_tensors": "remove it",
+    "tokenize": "remove it",
+    "tokenizer_kwargs": "remove it",
+    "tools": "give each row a field tools",
+    "truncation": "set data.overlong_prompts",
+}
 
 
 def check_data(data: DataConfig) -> None:
     """One source of prompts, a verifier that can score them, and a format that keeps the question."""
+    for key, paths in (("prompts", data.prompts), ("eval_prompts", data.eval_prompts)):
+        if paths == () or paths == "":
+            raise ConfigError(f"data.{key}", paths, "names no file", "name one, or set it to null")
     if (data.prompts is None) == (data.task is None):
         problem = "the prompts come from exactly one of data.prompts and data.task"
         raise ConfigError("data.prompts", data.prompts, problem, "set one and leave the other null")
@@ -24,13 +45,27 @@ def check_data(data: DataConfig) -> None:
 
 
 def check_prompt_format(data: DataConfig) -> None:
-    """The template keeps the question, and a system prompt has a chat template."""
+    """The template keeps the question, and what only a chat template writes has one."""
     if "{question}" not in data.prompt_template:
         fix = "put {question} where the question goes"
         raise ConfigError("data.prompt_template", data.prompt_template, "would drop the question", fix)
     if data.system_prompt is not None and not data.chat_template:
         fix = "set data.chat_template: true, or write it into data.prompt_template"
         raise ConfigError("data.system_prompt", data.system_prompt, "needs the chat template", fix)
+    if data.system_prompt_key is not None and not data.chat_template:
+        fix = "set data.chat_template: true"
+        raise ConfigError("data.system_prompt_key", data.system_prompt_key, "needs the chat template", fix)
+    if data.system_prompt_key is not None and data.system_prompt is not None:
+        problem = "and data.system_prompt both give the system message"
+        raise ConfigError("data.system_prompt_key", data.system_prompt_key, problem, "set one of them")
+    if data.chat_template_options and not data.chat_template:
+        fix = "set data.chat_template: true"
+        raise ConfigError("data.chat_template_options", data.chat_template_options, "needs the chat template", fix)
+    for name in sorted(_OF_OTHER_KEYS.keys() & data.chat_template_options.keys()):
+        value = data.chat_template_options[name]
+        raise ConfigError(
+            f"data.chat_template_options.{name}", value, "is no option of a template", _OF_OTHER_KEYS[name]
+        )
 
 
 def _check_verifier(data: DataConfig) -> None:
@@ -43,7 +78,8 @@ def _check_verifier(data: DataConfig) -> None:
     if verifier not in VERIFIERS and not (named and function.isidentifier()):
         fix = f"set one of {', '.join(VERIFIERS)}, path/to/file.py:function or package.module:function"
         raise ConfigError("data.verifier", verifier, "is not a verifier", fix)
-    if verifier in VERIFIERS[:2] and data.answer_key is None and data.task is None:
+    answer = data.answer_key is not None or data.last_assistant_message == "answer"
+    if verifier in VERIFIERS[:2] and not answer and data.task is None:
         fix = "name the field with the reference answer"
         raise ConfigError("data.answer_key", None, f"the verifier {verifier} compares with it", fix)
 
@@ -69,11 +105,11 @@ def _check_code(data: DataConfig) -> None:
 
 def check_data_files(data: DataConfig) -> None:
     """The prompt files and the verifier's file exist."""
-    for key in ("prompts", "eval_prompts"):
-        path = getattr(data, key)
-        if path is not None and not Path(path).exists():
-            fix = "give a path relative to the working directory, or an absolute one"
-            raise ConfigError(f"data.{key}", path, "no such file", fix)
+    for key, paths in (("prompts", data.prompt_paths), ("eval_prompts", data.eval_prompt_paths)):
+        for path in paths:
+            if not matching_paths(path):
+                fix = "give a path relative to the working directory, or an absolute one"
+                raise ConfigError(f"data.{key}", path, "no such file", fix)
     file, _, _ = data.resolved_verifier.rpartition(":")
     if file.endswith(".py") and not Path(file).is_file():
         fix = "give its path, then :function"

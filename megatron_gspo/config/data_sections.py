@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt
 
 from megatron_gspo.config.code_section import CodeConfig
+from megatron_gspo.config.paths import UserPath
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,32 +31,42 @@ class TaskConfig:
 class DataConfig:
     """Prompts, their format and the verifier that scores responses."""
 
-    prompts: str | None = None
-    """Training prompts: a .jsonl or .parquet file, or a datasets directory; null with `task`."""
+    prompts: UserPath | tuple[UserPath, ...] | None = None
+    """Training prompts: a file (JSON lines, Parquet, Arrow, CSV), a folder, a glob, a saved data set (`path:split`
+    names a split of it), or a list of these; null with `task`. See docs/data.md."""
     task: TaskConfig | None = None
     """A generated reasoning-gym task in place of `prompts`."""
-    eval_prompts: str | None = None
-    """Held-out prompts, as `prompts`; null uses those of `task`, or none."""
+    eval_prompts: UserPath | tuple[UserPath, ...] | None = None
+    """Held-out prompts, as `prompts`, of the split test or validation where there are splits; null uses those of
+    `task`, or none."""
     prompt_key: str = "prompt"
-    """Field that holds the question: text, or a list of chat messages."""
+    """Field that holds the question: text, or a list of chat messages. A dot leads into a field, e.g.
+    extra_info.question."""
     answer_key: str | None = "answer"
-    """Field that holds the reference answer; null if the verifier needs none."""
+    """Field that holds the reference answer, e.g. reward_model.ground_truth; null if the verifier needs none."""
     chat_template: bool = False
-    """Apply the tokenizer's chat template."""
+    """Apply the tokenizer's chat template, with the tool definitions in the field `tools` of a row that has them."""
+    chat_template_options: dict[str, Any] = field(default_factory=dict)
+    """Options of the chat template, e.g. {enable_thinking: false} or {reasoning_effort: low}."""
     system_prompt: str | None = None
     """System message; needs `chat_template`."""
+    system_prompt_key: str | None = None
+    """Field that holds a row's own system message, in place of `system_prompt`."""
+    last_assistant_message: Literal["error", "drop", "answer", "continue"] = "error"
+    """Where a row's messages end with the assistant's: refuse the row, leave the message out, take it as the reference
+    answer, or have the response continue it."""
     prompt_template: str = "{question}"
     """Text of a prompt; {question} is replaced by the question."""
     max_prompt_length: Annotated[int, Ge(1)] = 1024
     """Maximum prompt length in tokens."""
     overlong_prompts: Literal["drop", "error"] = "drop"
     """Action on longer prompts."""
-    cache_dir: str | None = None
+    cache_dir: UserPath | None = None
     """Folder of tokenised prompts, mapped by all processes; null: `prompts/` in `run_dir`."""
     keep_special_tokens: bool = True
     """Whether verifiers and environments see special tokens in responses, such as tags and channels. End tokens and
     padding are always removed."""
-    verifier: str | None = None
+    verifier: UserPath | None = None
     """exact_match, math_verify, reasoning_gym, code, path/to/file.py:function or package.module:function; null is
     reasoning_gym with a task, otherwise exact_match."""
     verifier_options: dict[str, Any] = field(default_factory=dict)
@@ -71,6 +82,16 @@ class DataConfig:
     """Options of the verifier `code`; see docs/code_rewards.md."""
     shuffle: bool = True
     """Shuffle the prompts on each pass."""
+
+    @property
+    def prompt_paths(self) -> tuple[str, ...]:
+        """`prompts` as a list; empty with `task`."""
+        return _as_tuple(self.prompts)
+
+    @property
+    def eval_prompt_paths(self) -> tuple[str, ...]:
+        """`eval_prompts` as a list; empty without any."""
+        return _as_tuple(self.eval_prompts)
 
     @property
     def resolved_verifier(self) -> str:
@@ -89,3 +110,9 @@ class DataConfig:
     def has_eval_prompts(self) -> bool:
         """Whether there are held-out prompts."""
         return self.eval_prompts is not None or (self.task is not None and self.task.eval_size > 0)
+
+
+def _as_tuple(paths: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    if paths is None:
+        return ()
+    return (paths,) if isinstance(paths, str) else paths

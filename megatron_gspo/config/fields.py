@@ -122,7 +122,7 @@ def _name(annotation: Any) -> str:
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
         bounds = ", ".join(bound for item in arguments[1:] if (bound := _bound(item)))
-        return f"{_name(arguments[0])} {bounds}"
+        return f"{_name(arguments[0])} {bounds}".rstrip()
     if origin is typing.Literal:
         return "one of " + ", ".join(arguments)
     if origin in _SEQUENCES:

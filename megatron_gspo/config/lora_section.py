@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt
 
+from megatron_gspo.config.paths import UserPath
 from megatron_gspo.models.adapter_rules import adapter_scale
 
 
@@ -29,7 +30,7 @@ class LoRAConfig:
     weight_updates: Literal["merged", "adapters"] = "merged"
     """What servers get: the merged weights, or the adapters alone, which they add to the base themselves; by files
     (weight_transport: disk) or, SGLang, in a request (tensor)."""
-    adapter_path: str | None = None
+    adapter_path: UserPath | None = None
     """PEFT directory of adapters to start from, of this rank, alpha and targets; null: A is random and B is 0."""
 
     @property

@@ -7,12 +7,14 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt
 
+from megatron_gspo.config.paths import UserPath
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The model and how its layers are built."""
 
-    path: str
+    path: UserPath
     """Hugging Face model directory with config.json, tokenizer and safetensors files."""
     init: Literal["pretrained", "random"] = "pretrained"
     """Initial weights: loaded from `path`, or drawn from `seed` (only config.json is read)."""

@@ -28,7 +28,8 @@ For users who write a config: which keys are there, and what do they mean? Writt
 
 A config is one YAML file; `key.sub=value` on the command line overrides it, the value read as YAML (`1e-6` is a number,
 `null` is null, `'[1, 4]'` a list). Unknown keys, wrong types (`"8"` is not `8`) and contradictions stop the run before
-any allocation. Paths are relative to the working directory. The `config.yaml` of a finished run is a config too.
+any allocation. Paths are relative to the working directory; `~`, `$NAME` and `${NAME}` in them are expanded. The
+`config.yaml` of a finished run is a config too.
 """
 
 

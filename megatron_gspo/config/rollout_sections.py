@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
+from megatron_gspo.config.paths import UserPath
 from megatron_gspo.config.quantization_section import QuantizationConfig
 
 
@@ -73,7 +74,7 @@ class RolloutConfig(SamplingParams):
     offload_trainer: bool | None = None
     """Keep the trainer's state in host memory while an engine on the same GPUs generates; null is true with
     `colocated` servers."""
-    environment: str | None = None
+    environment: UserPath | None = None
     """Factory of a multi-turn environment, as `data.verifier`, which it replaces; null is single-turn."""
     environment_options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the factory, e.g. {partial_credit: true}."""

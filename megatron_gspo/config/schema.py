@@ -34,6 +34,7 @@ from megatron_gspo.config.model_checks import (
 )
 from megatron_gspo.config.model_sections import ModelConfig, ParallelConfig
 from megatron_gspo.config.parallel_checks import check_divisibility, check_layout, check_parallel
+from megatron_gspo.config.paths import UserPath, expand_paths
 from megatron_gspo.config.quantization_checks import check_quantization, resolve_quantization
 from megatron_gspo.config.renamed_keys import refuse_old_keys
 from megatron_gspo.config.rollout_checks import (
@@ -75,7 +76,7 @@ class Config:
 
     seed: Annotated[int, Ge(0)] = 1234
     """Seed of weights, prompt order and sampling."""
-    run_dir: str
+    run_dir: UserPath
     """Directory for all output of the run."""
     megatron: dict[str, Any] = field(default_factory=dict)
     """Options of Megatron-Core's config classes, e.g. {moe_permute_fusion: true}; see docs/scaling.md."""
@@ -104,7 +105,7 @@ class Config:
         Raises ConfigError for the first fault. `check` does what depends on the number of processes or on files.
         """
         refuse_old_keys(data)
-        config = validate(cls, _resolve_preset(data))
+        config = expand_paths(validate(cls, _resolve_preset(data)))
         config._check_choices()
         return config
 

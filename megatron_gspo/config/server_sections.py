@@ -7,6 +7,8 @@ from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le
 
+from megatron_gspo.config.paths import UserPath
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
@@ -21,7 +23,7 @@ class ServerConfig:
     """URLs of running servers (or of routers), as http://host:port."""
     num_servers: Annotated[int, Ge(0)] = 0
     """Servers that the run starts on the first node, in place of `urls`."""
-    python: str | None = None
+    python: UserPath | None = None
     """Python interpreter of the servers' environment; null is the trainer's."""
     port: Annotated[int, Ge(1), Le(65535)] | None = None
     """Port of the first started server; others take the following ones. Null takes free ports."""
@@ -29,7 +31,7 @@ class ServerConfig:
     """Arguments of the started servers; on the command line --sglang.tp-size 2 or --vllm.tensor-parallel-size 2."""
     start_timeout: Annotated[float, Gt(0)] = 600.0
     """Timeout of a server's start in seconds."""
-    api_key_file: str | None = None
+    api_key_file: UserPath | None = None
     """File with the servers' API key on its first line; null: no key."""
     weight_transport: Literal["distributed", "tensor", "disk", "ipc", "nccl", "cuda_ipc"] = "distributed"
     """How weights reach the servers; each kind takes some of these."""
@@ -40,7 +42,7 @@ class ServerConfig:
     weight_checksums: bool = False
     """Compare the checksum of every tensor after an update, with the same; vLLM servers also prove, with any transport,
     that it wrote every parameter."""
-    weight_dir: str | None = None
+    weight_dir: UserPath | None = None
     """Directory of `disk`, the same path on all servers; null is `run_dir`/weights."""
     master_address: str | None = None
     """Address of the first node for the servers, with `distributed`; null is that of the route to them."""

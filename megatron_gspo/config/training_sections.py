@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt, Le, Lt
 
 from megatron_gspo.config.algorithm_section import AlgorithmConfig
+from megatron_gspo.config.paths import UserPath
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +55,7 @@ class OptimizerConfig:
 class CriticConfig(OptimizerConfig):
     """The value model of `algorithm.name: ppo`, which has an optimizer of its own."""
 
-    path: str | None = None
+    path: UserPath | None = None
     """Hugging Face directory of its initial weights, with a `score.weight` or without; null is `model.path`."""
     lr: Annotated[float, Gt(0)] = 1e-5
     """Peak learning rate."""

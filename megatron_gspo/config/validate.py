@@ -55,8 +55,13 @@ def _first_fault(model: type, error: ValidationError, page: str) -> ConfigError:
     words = choices(annotation)
     close = difflib.get_close_matches(str(value), words, n=1)
     hint = f", perhaps {close[0]}" if close else ""
-    quoted = ", without quotes" if isinstance(value, str) and not words else ""
-    return ConfigError(key, value, "is not allowed", f"set {_expected(annotation)}{hint}{quoted}")
+    expected = _expected(annotation)
+    quoted = ""
+    if isinstance(value, str) and not words:
+        quoted = ", without quotes"
+    elif isinstance(value, (bool, int, float)) and expected.startswith("string"):
+        quoted = ", in quotes"  # YAML reads no, on and 2026 as other types
+    return ConfigError(key, value, "is not allowed", f"set {expected}{hint}{quoted}")
 
 
 def _from_section(section: str, values: Any, message: str) -> ConfigError:

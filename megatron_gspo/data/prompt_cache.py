@@ -24,17 +24,38 @@ import numpy as np
 
 from megatron_gspo.config import DataConfig
 from megatron_gspo.config.data_checks import check_prompt_format
-from megatron_gspo.data import prompt_files, prompts, sample
-from megatron_gspo.data.prompt_files import read_rows
-from megatron_gspo.data.prompts import PromptSet, Tokenizer, check_any_left, iterate_prompts, load_prompts
+from megatron_gspo.data import prompt_files, prompt_rows, prompts, sample
+from megatron_gspo.data.prompt_files import Paths, find_sources, read_rows, split_notes
+from megatron_gspo.data.prompt_rows import Remarks
+from megatron_gspo.data.prompts import (
+    PromptSet,
+    Tokenizer,
+    check_any_left,
+    iterate_prompts,
+    load_prompts,
+    repetition_notes,
+    source_name,
+    token_digest,
+)
 from megatron_gspo.data.sample import Prompt
 from megatron_gspo.errors import first_line
 
 _TOKENS, _TOKEN_ENDS, _RECORDS, _RECORD_ENDS = "tokens.i4", "token_ends.i8", "records.json", "record_ends.i8"
+_DIGESTS = "token_digests.i8"  # of each prompt's tokens
 _MANIFEST = "manifest.json"
 _TOKENIZER_FILES = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*/*.jinja")
-_SETTINGS = ("prompt_key", "answer_key", "chat_template", "system_prompt", "prompt_template", "max_prompt_length",
-             "overlong_prompts")  # fmt: skip
+_SETTINGS = (
+    "prompt_key",
+    "answer_key",
+    "chat_template",
+    "chat_template_options",
+    "system_prompt",
+    "system_prompt_key",
+    "last_assistant_message",
+    "prompt_template",
+    "max_prompt_length",
+    "overlong_prompts",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,30 +67,30 @@ class PromptCache:
     tokenizer_folder: Path
     warn: Callable[[str], None]
 
-    def load(self, path: str | Path, tokenizer: Tokenizer, data: DataConfig, *, split: str = "train") -> PromptSet:
+    def load(self, paths: Paths, tokenizer: Tokenizer, data: DataConfig, *, split: str = "train") -> PromptSet:
         """As `load_prompts`, from the cache; the first process that needs it writes it and the others wait.
 
         If it cannot be written, each process tokenises for itself, after a warning.
         """
         check_prompt_format(data)
-        path = Path(path)
-        if not path.exists():
-            return load_prompts(path, tokenizer, data, split=split)  # raises
+        find_sources(paths, split=split)  # raises for what is not there
         try:
-            target = self.folder / cache_key(path, self.tokenizer_folder, data, split)
+            target = self.folder / cache_key(paths, self.tokenizer_folder, data, split)
             found = read_cache(target)
             if found is None:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 with _locked(target.with_suffix(".lock")):
                     found = read_cache(target)  # another process may have written it meanwhile
                     if found is None:
-                        write_cache(target, path, tokenizer, data, split)
+                        write_cache(target, paths, tokenizer, data, split)
                         found = read_cache(target)
         except OSError as error:
-            self.warn(f"data.cache_dir = {self.folder}: {first_line(error)}; every process tokenises {path}: set it to "
-                      "a folder that can be written and has space")  # fmt: skip
+            self.warn(
+                f"data.cache_dir = {self.folder}: {first_line(error)}; every process tokenises {source_name(paths)}: "
+                "set it to a folder that can be written and has space"
+            )
             found = None
-        return found or load_prompts(path, tokenizer, data, split=split)
+        return found or load_prompts(paths, tokenizer, data, split=split)
 
 
 class MappedPrompts(Sequence[Prompt]):
@@ -81,6 +102,11 @@ class MappedPrompts(Sequence[Prompt]):
     def __init__(self, files: dict[str, np.ndarray], largest_token: int, chosen: range) -> None:
         """files: arrays by name of their file. chosen: positions of these prompts in the cache."""
         self._files, self.largest_token, self._chosen = files, largest_token, chosen
+
+    @property
+    def digests(self) -> np.ndarray:
+        """[n] int64: `token_digest` of each prompt, without reading them."""
+        return self._files[_DIGESTS][self._chosen.start : self._chosen.stop : self._chosen.step]
 
     def __len__(self) -> int:
         return len(self._chosen)
@@ -102,16 +128,28 @@ class MappedPrompts(Sequence[Prompt]):
         return self._files[name][bounds[position - 1] if position else 0 : bounds[position]]
 
 
-def cache_key(path: Path, tokenizer_folder: Path, data: DataConfig, split: str) -> str:
-    """A digest of all that the prompts of a file depend on: file, tokenizer files, settings, versions and our code.
+def digests_of(prompts: Sequence[Prompt]) -> np.ndarray:
+    """[n] int64: `token_digest` of each prompt."""
+    if isinstance(prompts, MappedPrompts):
+        return prompts.digests
+    return np.array([token_digest(prompt) for prompt in prompts], dtype=np.int64)
+
+
+def cache_key(paths: Paths, tokenizer_folder: Path, data: DataConfig, split: str) -> str:
+    """A digest of all that the prompts of files depend on: files, tokenizer files, settings, versions and our code.
 
     The file counts by path, size and times of change, not by its content, which every process would have to read. The
     time of the last change of its inode cannot be set back, so that replacing a file by one of the same size and date
     is seen too.
     """
-    files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+    sources = find_sources(paths, split=split)
+    files = [
+        file
+        for path, _ in sources
+        for file in (sorted(inner for inner in path.rglob("*") if inner.is_file()) if path.is_dir() else [path])
+    ]
     stats = [(str(file.resolve()), file.stat()) for file in files]
-    code = [Path(module.__file__ or "") for module in (prompts, prompt_files, sample)] + [Path(__file__)]
+    code = [Path(module.__file__ or "") for module in (prompts, prompt_files, prompt_rows, sample)] + [Path(__file__)]
     names = sorted({file for pattern in _TOKENIZER_FILES for file in tokenizer_folder.glob(pattern) if file.is_file()})
     parts: list[Any] = [
         [(name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in stats],
@@ -119,20 +157,26 @@ def cache_key(path: Path, tokenizer_folder: Path, data: DataConfig, split: str) 
         {name: getattr(data, name) for name in _SETTINGS},
         [metadata.version("transformers"), metadata.version("tokenizers")],
         [_digest(file.read_bytes()) for file in code],
-        split,
+        [split, *(source_split for _, source_split in sources)],
     ]
     return _digest(json.dumps(parts).encode())[:32]
 
 
-def write_cache(target: Path, path: Path, tokenizer: Tokenizer, data: DataConfig, split: str) -> None:
-    """Tokenise a file into the folder `target`, which is replaced. Raises PromptError, OSError."""
-    rows = iterate_prompts(read_rows(path, split=split), tokenizer, data)
+def write_cache(target: Path, paths: Paths, tokenizer: Tokenizer, data: DataConfig, split: str) -> None:
+    """Tokenise files into the folder `target`, which is replaced. Raises PromptError, OSError."""
+    remarks = Remarks()
+    rows = iterate_prompts(read_rows(paths, split=split), tokenizer, data, remarks)
     for left in target.parent.glob(f"{target.name}.*.tmp"):  # of a process that was killed
         shutil.rmtree(left, ignore_errors=True)
     scratch = target.with_name(f"{target.name}.{secrets.token_hex(4)}.tmp")
     scratch.mkdir()
     try:
-        _write_files(scratch, rows, path, data)
+        manifest = _write_arrays(scratch, rows, source_name(paths), data.max_prompt_length)
+        manifest["notes"] = [*split_notes(paths, split=split), *remarks.lines(), *manifest["notes"]]
+        (scratch / _MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
+        for name in (*_DTYPES, _MANIFEST):
+            with (scratch / name).open("rb") as file:
+                os.fsync(file.fileno())
         shutil.rmtree(target, ignore_errors=True)  # incomplete, or it would have been used
         os.rename(scratch, target)
     finally:
@@ -146,21 +190,24 @@ def read_cache(target: Path) -> PromptSet | None:
         if any((target / name).stat().st_size != size for name, size in manifest["sizes"].items()):
             return None
         count, dropped, largest = (int(manifest[key]) for key in ("count", "dropped", "largest_token"))
+        notes = tuple(str(note) for note in manifest["notes"])
         files = {name: _mapped(target / name, dtype) for name, dtype in _DTYPES.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return PromptSet(MappedPrompts(files, largest, range(count)), dropped)
+    return PromptSet(MappedPrompts(files, largest, range(count)), dropped, notes)
 
 
-_DTYPES = {_TOKENS: "<i4", _TOKEN_ENDS: "<i8", _RECORDS: "u1", _RECORD_ENDS: "<i8"}
+_DTYPES = {_TOKENS: "<i4", _TOKEN_ENDS: "<i8", _RECORDS: "u1", _RECORD_ENDS: "<i8", _DIGESTS: "<i8"}
 
 
 def _mapped(file: Path, dtype: str) -> np.ndarray:
     return np.asarray(np.memmap(file, dtype=dtype, mode="r"))
 
 
-def _write_files(folder: Path, rows: Iterable[Prompt | None], path: Path, data: DataConfig) -> None:
+def _write_arrays(folder: Path, rows: Iterable[Prompt | None], source: str, limit: int) -> dict[str, Any]:
+    """Write the arrays of a cache; returns its manifest. source, limit: for messages."""
     ends: dict[str, array[int]] = {_TOKEN_ENDS: array("q"), _RECORD_ENDS: array("q")}
+    digests = array("q")
     dropped = largest = 0
     with (folder / _TOKENS).open("wb") as tokens, (folder / _RECORDS).open("wb") as records:
         for prompt in rows:
@@ -172,16 +219,17 @@ def _write_files(folder: Path, rows: Iterable[Prompt | None], path: Path, data: 
             records.write(json.dumps([prompt.text, prompt.answer, prompt.metadata]).encode())
             ends[_TOKEN_ENDS].append(tokens.tell() // 4)
             ends[_RECORD_ENDS].append(records.tell())
-    count = len(ends[_TOKEN_ENDS])
-    check_any_left(count, dropped, source=str(path), limit=data.max_prompt_length)
-    for name, values in ends.items():
+            digests.append(token_digest(prompt))
+    check_any_left(len(digests), dropped, source=source, limit=limit)
+    for name, values in (*ends.items(), (_DIGESTS, digests)):
         np.array(values, dtype=_DTYPES[name]).tofile(folder / name)
-    sizes = {name: (folder / name).stat().st_size for name in _DTYPES}
-    manifest = {"count": count, "dropped": dropped, "largest_token": largest, "sizes": sizes}
-    (folder / _MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
-    for name in (*_DTYPES, _MANIFEST):
-        with (folder / name).open("rb") as file:
-            os.fsync(file.fileno())
+    return {
+        "count": len(digests),
+        "dropped": dropped,
+        "largest_token": largest,
+        "sizes": {name: (folder / name).stat().st_size for name in _DTYPES},
+        "notes": repetition_notes(np.array(digests, dtype=np.int64), source),
+    }
 
 
 @contextmanager

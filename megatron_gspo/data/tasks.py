@@ -34,11 +34,13 @@ def load_task(task: TaskConfig, tokenizer: Tokenizer, data: DataConfig | None = 
     The held-out questions are distinct and drawn first, from a distant seed; a training item with the text of one of
     them is dropped. Verifiers find name, kwargs and entry in `Prompt.metadata["reasoning_gym"]`.
 
-    data: format of the prompts; its prompt_key and answer_key are not used. Raises ConfigError for an invalid format,
+    data: format of the prompts; its keys of fields are not used. Raises ConfigError for an invalid format,
     PromptError for an unknown task, invalid options, or a task with too few distinct questions, ImportError
     without reasoning-gym.
     """
-    data = dataclasses.replace(data or DataConfig(), prompt_key="question", answer_key="answer")
+    data = dataclasses.replace(
+        data or DataConfig(), prompt_key="question", answer_key="answer", system_prompt_key=None
+    )
     check_prompt_format(data)
     held_out = _held_out_rows(task)
     questions = {_question(row) for row in held_out}

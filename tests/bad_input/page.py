@@ -58,7 +58,7 @@ FIXES = {
     "tokenizer of another model": "tokenizer and `config.json` are of different models",
     "fewer prompts than a batch": "a rollout batch has distinct prompts; dynamic sampling draws more",
     "unknown kind of file": "the suffix selects the reader",
-    "compressed file": "unpack it",
+    "compressed file": "unpack it; `.gz`, `.bz2`, `.xz` and `.zst` are read for JSON and CSV",
     "tokenizer without a chat template": "set `data.chat_template: false` and a `data.prompt_template`",
     "positive log-prob": "probabilities or logits instead of log-probs",
     "token outside the vocabulary": "another tokenizer, or padding that was not removed",

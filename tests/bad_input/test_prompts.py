@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -44,6 +45,48 @@ def empty_eval(config, folder):
     config["data"]["eval_prompts"] = str(folder / "eval.jsonl")
 
 
+def folder(*names, split=""):
+    """A folder with a file of one row for each name."""
+
+    def write(config, folder):
+        for name in names:
+            (folder / "data" / name).parent.mkdir(parents=True, exist_ok=True)
+            write_rows(folder / "data" / name, ROWS[:1])
+        config["data"]["prompts"] = f"{folder}/data{split}"
+
+    return write
+
+
+def split_of_a_file(config, folder):
+    config["data"]["prompts"] += ":test"
+
+
+def held_out_without_split(config, folder):
+    (folder / "held_out").mkdir()
+    write_rows(folder / "held_out" / "train.jsonl", ROWS)
+    config["data"]["eval_prompts"] = str(folder / "held_out")
+
+
+ENDED = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+TEMPLATE = (
+    "{% if messages[0].role == 'tool' %}{{ raise_exception('no user') }}{% endif %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def chat(messages):
+    """A row of messages, and a model with a chat template."""
+
+    def write(config, folder):
+        model = shutil.copytree(config["model"]["path"], folder / "model")
+        (model / "chat_template.jinja").write_text(TEMPLATE)
+        config["model"]["path"] = str(model)
+        write_rows(folder / "prompts.jsonl", [{"prompt": messages, "answer": "b"}])
+
+    return write
+
+
 CASES = (
     Case("empty prompt file", "holds no prompts; give it at least one row", breaks=text(""), shows=("prompts.jsonl",)),
     Case("prompt file of blank lines", "holds no prompts; give it at least one row", breaks=text("\n \n")),
@@ -53,7 +96,57 @@ CASES = (
          ("data.prompts=null",)),
     Case("a directory that is no dataset", "not a saved dataset", breaks=directory, shows=("save_to_disk",)),
     Case("unknown kind of file", "unknown kind '.txt'; use .jsonl, .parquet", breaks=named("prompts.txt")),
-    Case("compressed file", "unknown kind '.gz'", breaks=named("prompts.jsonl.gz", gzip.compress(b"{}"))),
+    Case("compressed file", "unknown kind '.zip'", breaks=named("prompts.zip", b"PK")),
+    Case("packed file that is cut off", "cannot be read (Compressed file ended before",
+         breaks=named("prompts.jsonl.gz", gzip.compress(b"{}")[:-5]), shows=("prompts.jsonl.gz line 1",)),
+    Case("CSV with another number of fields", "has more fields than the first line; quote what has a comma",
+         breaks=named("prompts.csv", b"prompt,answer\na,b,c\n"), shows=("prompts.csv line 2",)),
+    Case("folder of several formats", "has files of several formats (.csv, .jsonl); give a glob of one",
+         breaks=folder("a.csv", "b.jsonl")),
+    Case("folder of several configurations", "has one split in several folders (main, other); give one of them",
+         breaks=folder("main/train.jsonl", "other/train.jsonl")),
+    Case("split that is not there", "has no split 'dev'; it has test, train; name one, as",
+         breaks=folder("train.jsonl", "test.jsonl", split=":dev")),
+    Case("split of a file", "has no splits; leave out :test", breaks=split_of_a_file),
+    Case("held-out split that is not named", "has no split test or validation; it has train; name one, as",
+         breaks=held_out_without_split),
+    Case("empty list of files", "names no file; name one, or set it to null", ("data.prompts=[]",)),
+    Case("row that is nested too deeply", "is nested too deeply", breaks=text('{"x": ' + "[" * 100_000),
+         shows=("prompts.jsonl line 1",)),
+    Case("number of thousands of digits", "has a number of more digits than Python reads; write it as text, in quotes",
+         breaks=text('{"prompt": "a", "answer": ' + "9" * 5000 + "}"), shows=("prompts.jsonl line 1",)),
+    Case("infinite answer", "is inf, no number; correct it, or write it as text",
+         breaks=text('{"prompt": "a", "answer": Infinity}'), shows=("line 1: key 'answer'",)),
+    Case("prompt with an image", "a part of type 'image_url'; only text is trained, remove the part or the row",
+         breaks=rows({"prompt": [{"role": "user", "content": [{"type": "image_url"}]}], "answer": "b"}),
+         shows=("line 1: message 1 (of role 'user')",)),
+    Case("message without content", "has no content; give it text",
+         breaks=rows({"prompt": [{"role": "user", "content": None}], "answer": "b"}),
+         shows=("line 1: message 1 (of role 'user')",)),
+    Case("message with an object as content", "has a dict as content; it must be text",
+         breaks=rows({"prompt": [{"role": "user", "content": {"a": 1}}], "answer": "b"})),
+    Case("options without a template", "needs the chat template; set data.chat_template: true",
+         ("data.chat_template_options={enable_thinking: false}",), shows=("data.chat_template_options = ",)),
+    Case("system messages without a template", "needs the chat template; set data.chat_template: true",
+         ("data.system_prompt_key=system",), shows=('data.system_prompt_key = "system"',)),
+    Case("two system messages", "both give the system message; set one of them",
+         ("data.chat_template=true", "data.system_prompt_key=system", "data.system_prompt=x")),
+    Case("option that another key sets", "is no option of a template; set data.max_prompt_length",
+         ("data.chat_template=true", "data.chat_template_options={max_length: 3}"),
+         shows=("data.chat_template_options.max_length = 3",)),
+    Case("row that ends with the assistant's message", "ends with a message of the assistant",
+         ("data.chat_template=true",), breaks=chat(ENDED), shows=("line 1", "set data.last_assistant_message to drop")),
+    Case("row without the answer that ends it", "ends with a message of role 'user'",
+         ("data.chat_template=true", "data.last_assistant_message=answer"), breaks=chat(ENDED[:1])),
+    Case("row of the assistant's message alone", "has no message before the assistant's last; remove the row",
+         ("data.chat_template=true", "data.last_assistant_message=drop"), breaks=chat(ENDED[1:])),
+    Case("option that the template does not read", "the tokenizer's chat template does not read it",
+         ("data.chat_template=true", "data.chat_template_options={enable_thinkin: false}"), breaks=chat(ENDED[:1]),
+         shows=("data.chat_template_options.enable_thinkin",)),
+    Case("messages that the template refuses", "the chat template refuses the messages (no user)",
+         ("data.chat_template=true",), breaks=chat([{"role": "tool", "content": "x"}]), shows=("line 1",)),
+    Case("system message in two places", "has a system message and system_prompt is set; remove one of them",
+         ("data.chat_template=true", "data.system_prompt=x"), breaks=chat([{"role": "system", "content": "x"}])),
     Case("Parquet that isn't", "not Parquet", breaks=named("prompts.parquet", b"PAR1 no more"),
          shows=("write the file again",)),
     Case("line that isn't JSON", "write one JSON object a line", breaks=text(json.dumps(ROWS[0]) + "\n{oops\n"),

@@ -15,8 +15,8 @@ import pytest
 
 from megatron_gspo.config import DataConfig
 from megatron_gspo.data import prompt_cache
-from megatron_gspo.data.prompt_cache import MappedPrompts, PromptCache, cache_key, read_cache
-from megatron_gspo.data.prompt_files import PromptError
+from megatron_gspo.data.prompt_cache import MappedPrompts, PromptCache, cache_key, digests_of, read_cache
+from megatron_gspo.data.prompt_files import HELD_OUT, PromptError
 from megatron_gspo.data.prompts import PromptSet, load_prompts
 from tests.support.prompt_rows import write_jsonl
 from tests.support.samples import CharTokenizer
@@ -29,8 +29,18 @@ ROWS = [
     {"prompt": "\ud800\n", "answer": 7, "text": 'q"\\'},
 ]
 DATA = DataConfig(max_prompt_length=6)
-CHANGES = {"prompt_key": "question", "answer_key": None, "chat_template": True, "system_prompt": "s",
-           "prompt_template": "Q{question}", "max_prompt_length": 7, "overlong_prompts": "error"}  # fmt: skip
+CHANGES = {
+    "prompt_key": "question",
+    "answer_key": None,
+    "chat_template": True,
+    "chat_template_options": {"enable_thinking": False},
+    "system_prompt": "s",
+    "system_prompt_key": "system",
+    "last_assistant_message": "drop",
+    "prompt_template": "Q{question}",
+    "max_prompt_length": 7,
+    "overlong_prompts": "error",
+}
 
 
 class CountingTokenizer(CharTokenizer):
@@ -73,6 +83,8 @@ def folder_of(file: Path) -> Path:
 def assert_same(found: PromptSet, file: Path) -> None:
     wanted = load_prompts(file, CharTokenizer(), DATA)
     assert (len(found.prompts), found.dropped) == (len(wanted.prompts), wanted.dropped) == (3, 1)
+    assert found.notes == wanted.notes and "half of a surrogate pair" in "".join(found.notes)
+    np.testing.assert_array_equal(digests_of(found.prompts), digests_of(wanted.prompts))
     for ours, theirs in zip(found.prompts, wanted.prompts, strict=True):
         ours.check()
         np.testing.assert_array_equal(ours.token_ids, theirs.token_ids)
@@ -84,20 +96,25 @@ def test_the_same_prompts_tokenised_once(file):
     for _ in range(3):
         found = cache_of(file).load(file, tokenizer, DATA)
         assert_same(found, file)
-        assert isinstance(found.prompts, MappedPrompts) and found.prompts.largest_token == 0xD800
+        assert isinstance(found.prompts, MappedPrompts) and found.prompts.largest_token == 0xFFFD
     assert tokenizer.count == len(ROWS)
     assert sorted(path.name for path in folder_of(file).iterdir()) == [
-        "manifest.json", "record_ends.i8", "records.json", "token_ends.i8", "tokens.i4"
-    ]  # fmt: skip
+        "manifest.json",
+        "record_ends.i8",
+        "records.json",
+        "token_digests.i8",
+        "token_ends.i8",
+        "tokens.i4",
+    ]
 
 
 def test_positions_and_slices(file):
     prompts = cache_of(file).load(file, CharTokenizer(), DATA).prompts
-    assert [prompts[i].text for i in (0, 2, -1, -3)] == ["a b", "\ud800\n", "\ud800\n", "a b"]
+    assert [prompts[i].text for i in (0, 2, -1, -3)] == ["a b", "\ufffd\n", "\ufffd\n", "a b"]
     with pytest.raises(IndexError):
         prompts[3]
     part = prompts[1:]
-    assert [(prompt.index, prompt.text) for prompt in part] == [(1, "dé"), (2, "\ud800\n")] and len(part) == 2
+    assert [(prompt.index, prompt.text) for prompt in part] == [(1, "dé"), (2, "\ufffd\n")] and len(part) == 2
     assert len(prompts[:None]) == 3 and len(prompts[:2][:1]) == 1
     first = prompts[0]
     first.token_ids[0] = first.metadata["level"] = 5  # a copy: the file stays
@@ -117,6 +134,22 @@ def test_other_kinds_of_files(kind, file):
     if kind == "saved":
         (path / "state.json").write_text((path / "state.json").read_text() + " ")
         assert cache_key(path, file.parent / "model", DATA, "train") != key
+
+
+def test_several_files_and_splits(file):
+    datasets = pytest.importorskip("datasets")
+    parts = {name: datasets.Dataset.from_list([{"prompt": name, "answer": "c"}]) for name in ("train", "test")}
+    datasets.DatasetDict(parts).save_to_disk(file.parent / "saved")
+    cache = cache_of(file)
+
+    def texts(paths, split="train"):
+        loaded = cache.load(paths, CharTokenizer(), replace(DATA, max_prompt_length=20), split=split)
+        return [prompt.text for prompt in loaded.prompts]
+
+    saved = str(file.parent / "saved")
+    assert (texts(saved), texts(saved, HELD_OUT), texts(f"{saved}:test")) == (["train"], ["test"], ["test"])
+    assert texts((str(file), saved)) == ["a b", "too long", "dé", "\ufffd\n", "train"]
+    assert texts((saved, str(file)))[:2] == ["train", "a b"]
 
 
 def test_what_the_key_depends_on(file):
@@ -151,7 +184,17 @@ def test_every_setting_of_the_format_is_in_the_key():
     assert {name for name in names if not name.startswith("verifier")} == set(CHANGES) == set(prompt_cache._SETTINGS)
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "record_ends.i8", "records.json", "token_ends.i8", "tokens.i4"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "manifest.json",
+        "record_ends.i8",
+        "records.json",
+        "token_digests.i8",
+        "token_ends.i8",
+        "tokens.i4",
+    ],
+)
 @pytest.mark.parametrize("damage", ["truncated", "longer", "gone", "empty"])
 def test_a_damaged_cache_is_written_again(name, damage, file):
     cache_of(file).load(file, CharTokenizer(), DATA)

@@ -110,6 +110,34 @@ def test_prompts_of_files_and_of_a_task(model: Path) -> None:
     assert not {prompt.text for prompt in train} & {prompt.text for prompt in held_out}
 
 
+def test_held_out_prompts_that_are_trained_on_are_said(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {"task": None, "prompts": str(model / "a.jsonl"), "eval_prompts": str(model / "b.jsonl")}
+    for name, numbers in (("a", [1, 2, 2, 3]), ("b", [9, 3, 1])):
+        write_jsonl(model / f"{name}.jsonl", [{"prompt": f"{WORD} {i}", "answer": str(i)} for i in numbers])
+    made = config(model, data=files)
+    tokenizer = load_tokenizer(made)
+    for cache in (None, prompt_cache(made), prompt_cache(made)):  # also when it is read again
+        load_data(made, tokenizer, cache)
+        notes = capsys.readouterr().err
+        assert f"warning: 2 of 3 held-out prompts are training prompts too, the first is \"{WORD} 3\"; " in notes
+        assert "a.jsonl: 1 of 4 prompts repeat another one (3 are distinct)" in notes
+    monkeypatch.setenv("RANK", "1")
+    load_data(made, tokenizer)
+    assert capsys.readouterr().err == ""
+
+
+def test_held_out_prompts_are_of_the_held_out_split(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("train", "test"):
+        (model / "data").mkdir(exist_ok=True)
+        write_jsonl(model / "data" / f"{name}.jsonl", [{"prompt": name, "answer": name}])
+    made = config(model, data={"task": None, "prompts": f"{model}/data", "eval_prompts": f"{model}/data"})
+    train, held_out, _ = load_data(made, load_tokenizer(made))
+    assert ([prompt.answer for prompt in train], [prompt.answer for prompt in held_out]) == (["train"], ["test"])
+    assert "the split test is read (of test, train)" in capsys.readouterr().err
+
+
 def test_prompts_of_a_cache(model: Path, tmp_path: Path) -> None:
     files = {"task": None, "prompts": str(model / "a.jsonl"), "eval_prompts": str(model / "b.jsonl")}
     for name, count in (("a", 5), ("b", 3)):

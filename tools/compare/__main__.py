@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 
 from megatron_gspo.config import load_config
+from megatron_gspo.config.paths import path_argument
 from megatron_gspo.errors import UserError, report
 from megatron_gspo.tools.compare.cold_start import INSTRUCTION, imitate, write_demonstrations
 from megatron_gspo.tools.compare.study import read_study, study_of
@@ -119,9 +120,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--slots", type=int, default=os.cpu_count() or 1, help="runs at once (default: cores)")
     parser.add_argument("--report-only", action="store_true", help="run nothing; report the runs that exist")
     parser.add_argument("--retry-failed", action="store_true", help="run failed runs again")
-    parser.add_argument("--runs", nargs="+", type=Path, metavar="RUN_DIR", help="finished runs to compare instead")
+    parser.add_argument(
+        "--runs", nargs="+", type=path_argument, metavar="RUN_DIR", help="finished runs to compare instead"
+    )
     parser.add_argument("--baseline", help="with --runs: the variant that the others are compared with")
-    parser.add_argument("--output", type=Path, help="folder of the report (default: the comparison's folder)")
+    parser.add_argument("--output", type=path_argument, help="folder of the report (default: the comparison's folder)")
     return parser
 
 

@@ -15,6 +15,7 @@ from annotated_types import Ge, Gt, Lt, MinLen
 from megatron_gspo.config import Config, ConfigError, load_config
 from megatron_gspo.config.config_error import MISSING, show
 from megatron_gspo.config.load import apply_overrides, parse_yaml, read_file
+from megatron_gspo.config.paths import UserPath, expand_paths
 from megatron_gspo.config.validate import STRICT, validate
 
 BASE = "base"  # the setting without stress
@@ -106,7 +107,7 @@ class ModelSize:
 class ColdStart:
     """Supervised training that makes the starting weights."""
 
-    config: str
+    config: UserPath
     """Training config of the supervised training, relative to the comparison file."""
     overrides: Overrides = field(default_factory=dict)
     """Keys of that config, dotted."""
@@ -127,9 +128,9 @@ class ComparisonConfig:
 
     title: str = "Comparison"
     """Heading of the report."""
-    folder: str
+    folder: UserPath
     """Directory of the runs and the report."""
-    base: str
+    base: UserPath
     """Training config of every run, relative to the comparison file."""
     overrides: Overrides = field(default_factory=dict)
     """Keys for every run, dotted."""
@@ -228,7 +229,7 @@ class Comparison:
 def load_comparison(file: str | Path, overrides: Sequence[str] = ()) -> Comparison:
     """Read and check a comparison file; `key=value` overrides its top-level keys. Raises ConfigError."""
     data = apply_overrides(read_file(file), overrides)
-    config = validate(ComparisonConfig, data, page="docs/comparison.md")
+    config = expand_paths(validate(ComparisonConfig, data, page="docs/comparison.md"))
     comparison = Comparison(config, Path(file))
     _check_names(config)
     _check_search(config)

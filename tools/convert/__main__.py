@@ -7,9 +7,9 @@ import math
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
+from megatron_gspo.config.paths import path_argument
 from megatron_gspo.errors import UserError, report
 from megatron_gspo.tools.convert.work_units import UNIT_BYTES
 
@@ -56,33 +56,33 @@ def _parser() -> argparse.ArgumentParser:
     converts.add_argument("--dtype", choices=DTYPES, help="type of the result (default: the source's)")
     converts.add_argument("--verify", action="store_true", help="compare both, bit for bit, and write SHA256SUMS")
     there = commands.add_parser("to-megatron", parents=[converts], help="Hugging Face -> Megatron")
-    there.add_argument("source", type=Path, help="Hugging Face directory")
-    there.add_argument("out", type=Path)
+    there.add_argument("source", type=path_argument, help="Hugging Face directory")
+    there.add_argument("out", type=path_argument)
     for flag, name in (("tp", "tensor"), ("pp", "pipeline"), ("ep", "expert"), ("etp", "expert-tensor")):
         text = f"{name}-parallel size of the stored layout; a run with any other can load it"
         there.add_argument(f"--{flag}", type=_positive, default=1, help=text)
     back = commands.add_parser("to-hf", parents=[converts], help="Megatron -> Hugging Face")
     checkpoint = "distributed checkpoint, or a run directory (its newest checkpoint)"
-    back.add_argument("checkpoint", type=Path, help=checkpoint)
-    back.add_argument("out", type=Path)
-    back.add_argument("--source", type=Path, help="Hugging Face directory with config, tokenizer and index")
+    back.add_argument("checkpoint", type=path_argument, help=checkpoint)
+    back.add_argument("out", type=path_argument)
+    back.add_argument("--source", type=path_argument, help="Hugging Face directory with config, tokenizer and index")
     back.add_argument("--max-shard-gib", type=_size, default=4.0, help="largest file, if the source has no index")
     text = "Hugging Face directory of the adapters' base (default: the run's model.path)"
     peft = commands.add_parser("to-peft", help="Megatron checkpoint of adapters -> PEFT")
-    peft.add_argument("checkpoint", type=Path, help=checkpoint)
-    peft.add_argument("out", type=Path)
-    peft.add_argument("--source", type=Path, help=text)
+    peft.add_argument("checkpoint", type=path_argument, help=checkpoint)
+    peft.add_argument("out", type=path_argument)
+    peft.add_argument("--source", type=path_argument, help=text)
     peft.add_argument("--by-expert", action="store_true", help="experts one by one, for servers (default: fused, for "
                       "Transformers)")  # fmt: skip
     peft.add_argument("--verify", action="store_true", help="compare both, bit for bit")
     merge = commands.add_parser("merge", help="adapters and their base -> Hugging Face")
-    merge.add_argument("adapters", type=Path, help=f"PEFT directory, or of adapters a {checkpoint}")
-    merge.add_argument("out", type=Path)
-    merge.add_argument("--source", type=Path, help=text)
+    merge.add_argument("adapters", type=path_argument, help=f"PEFT directory, or of adapters a {checkpoint}")
+    merge.add_argument("out", type=path_argument)
+    merge.add_argument("--source", type=path_argument, help=text)
     merge.add_argument("--dtype", choices=DTYPES, help="type of the result (default: the base's)")
     check = commands.add_parser("verify", parents=[common], help="compare a Hugging Face and a Megatron checkpoint")
-    check.add_argument("hugging_face", type=Path)
-    check.add_argument("checkpoint", type=Path, help=checkpoint)
+    check.add_argument("hugging_face", type=path_argument)
+    check.add_argument("checkpoint", type=path_argument, help=checkpoint)
     text = "also compare both models' log-probs of this text, in float32: takes the memory of the whole model"
     check.add_argument("--probe", metavar="TEXT", help=text)
     _add_quantize(commands)
@@ -91,8 +91,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_quantize(commands: Any) -> None:
     quantize = commands.add_parser("quantize", help="Hugging Face -> Hugging Face in eight bits")
-    quantize.add_argument("source", type=Path, help="Hugging Face directory")
-    quantize.add_argument("out", type=Path)
+    quantize.add_argument("source", type=path_argument, help="Hugging Face directory")
+    quantize.add_argument("out", type=path_argument)
     quantize.add_argument("--format", choices=tuple(FORMATS), required=True, help="as rollout.quantization.format")
     for name, text in (("modules", "are quantised"), ("exclude", "are not")):
         text = f"linear modules that {text}; * is one whole component"

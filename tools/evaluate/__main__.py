@@ -20,6 +20,7 @@ from datetime import datetime
 from pathlib import Path
 
 from megatron_gspo.config.load import apply_overrides, is_override, split_server_arguments
+from megatron_gspo.config.paths import path_argument, path_text_argument
 from megatron_gspo.errors import InputError, UserError, report
 
 
@@ -78,15 +79,16 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megatron-gspo evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model", metavar="MODEL", help="Hugging Face directory, run directory or server URLs")
-    files = ".jsonl, .parquet or a directory saved by datasets"
-    parser.add_argument("--tasks", nargs="+", type=Path, default=[], metavar="FILE", help=files)
+    target = "Hugging Face directory, run directory or server URLs"
+    parser.add_argument("model", type=path_text_argument, metavar="MODEL", help=target)
+    files = "file, folder or saved data set, as data.eval_prompts"
+    parser.add_argument("--tasks", nargs="+", type=path_argument, default=[], metavar="FILE", help=files)
     parser.add_argument("--steps", help="of a run: `all`, or steps separated by commas (default: the trained model)")
     date = "of contest_date, inclusive; YYYY-MM-DD or with a time (a date is its midnight)"
     parser.add_argument("--from", dest="first_date", type=_date, metavar="DATE", help=f"first {date}")
     parser.add_argument("--to", dest="last_date", type=_date, metavar="DATE", help=f"last {date}")
     folder = "of the results (default: evaluation/ in the run, or a folder of the model's own in runs/evaluation/)"
-    parser.add_argument("--output", type=Path, metavar="DIR", help=folder)
+    parser.add_argument("--output", type=path_argument, metavar="DIR", help=folder)
     return parser
 
 

@@ -131,6 +131,7 @@ def _used(config: Config) -> dict[str, Any]:
         "evaluation.top_p": found.top_p,
         "evaluation.top_k": found.top_k,
         "data.chat_template": data.chat_template,
+        "data.chat_template_options": data.chat_template_options,
         "data.system_prompt": data.system_prompt,
         "data.prompt_template": data.prompt_template,
     }

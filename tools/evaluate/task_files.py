@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,8 @@ from typing import Any
 
 from megatron_gspo.config import ConfigError, DataConfig
 from megatron_gspo.config.data_checks import check_data
-from megatron_gspo.data.prompt_files import PromptError, read_rows
+from megatron_gspo.data.prompt_files import HELD_OUT, PromptError, read_rows, split_notes
+from megatron_gspo.data.prompt_rows import has_field
 from megatron_gspo.data.prompts import Tokenizer, build_prompts
 from megatron_gspo.data.sample import Prompt
 from megatron_gspo.tools.evaluate.layouts import Layout, LeftOut, layout_of, rating_of
@@ -60,7 +62,7 @@ def task_names(files: Sequence[Path]) -> list[str]:
 
 def load_task(file: Path, tokenizer: Tokenizer, data: DataConfig, given: Collection[str] = (),
               window: Window = (None, None), limit: int | None = None) -> Task:  # fmt: skip
-    """Read a task file (kinds: ``read_rows``).
+    """Read a task file (kinds: ``read_rows``); of a data set with splits, the held-out one.
 
     data: format and verifier. given: the keys of it that the user has set for this evaluation, ``data.verifier`` for
     example; they win over those of the file's layout. window: first and last time of the problems' dates; a date is its
@@ -69,8 +71,11 @@ def load_task(file: Path, tokenizer: Tokenizer, data: DataConfig, given: Collect
     A prompt that is too long is an error unless ``data.overlong_prompts`` is given: dropped prompts would change the
     accuracy. Raises ``PromptError`` or ``ConfigError``.
     """
-    rows = list(read_rows(file))
-    layout = layout_of(rows[0][1] if rows else (), data.prompt_key)
+    rows = list(read_rows(file, split=HELD_OUT))
+    fields = set(rows[0][1]) if rows else set()
+    if rows and has_field(rows[0][1], data.prompt_key):
+        fields.add(data.prompt_key)  # also one inside of another field
+    layout = layout_of(fields, data.prompt_key)
     if layout.read is not None:
         data = replace(data, prompt_key="prompt", answer_key="answer" if layout.has_answer else None)
     if layout.verifier is not None and "data.verifier" not in given:
@@ -84,7 +89,10 @@ def load_task(file: Path, tokenizer: Tokenizer, data: DataConfig, given: Collect
     if not kept and left_out:
         reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
         raise PromptError(f"{file}: all rows are left out ({reasons}); give others or a wider window")
-    found = build_prompts(kept[:limit], tokenizer, data, source=str(file))
+    notes = split_notes(file, split=HELD_OUT)
+    found = build_prompts(kept[:limit], tokenizer, data, source=str(file), notes=notes)
+    for note in found.notes:
+        print(f"note: {note}", file=sys.stderr)
     if found.dropped:
         left_out["too long"] += found.dropped
     return Task(file.stem, data, tuple(found.prompts), dict(left_out), layout.name)

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 from megatron_gspo.config import ConfigError, LoRAConfig
 from megatron_gspo.config.lora_checks import check_targets
+from megatron_gspo.config.paths import path_text_argument
 from megatron_gspo.errors import InputError, UserError, report
 from megatron_gspo.models import ModelShape, family_of, read_config
 from megatron_gspo.models.model_shape import language_config, read_json
@@ -45,7 +46,8 @@ def parser() -> argparse.ArgumentParser:
         epilog="example: megatron-gspo plan --model examples/qwen3_moe/models/Qwen3-30B-A3B --gpus 8 --gpu h200 "
         "--response-length 8192 --colocated",
     )
-    made.add_argument("--model", required=True, help="Hugging Face model directory, or its config.json")
+    model = "Hugging Face model directory, or its config.json"
+    made.add_argument("--model", type=path_text_argument, required=True, help=model)
     made.add_argument("--gpus", type=int, default=8, help="training GPUs (default: %(default)s)")
     made.add_argument("--gpu", default="h100", help=f"one of {', '.join(GPUS)} (default: %(default)s)")
     made.add_argument("--response-length", type=int, required=True, help="longest response in tokens")

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from megatron_gspo.config import Config, load_config
+from megatron_gspo.config.paths import path_argument
 from megatron_gspo.errors import InputError, UserError, report, writing
 from megatron_gspo.tools.plan.assumptions import Assumptions
 from megatron_gspo.tools.plan.hardware import GIB, GPUS, find_gpu
@@ -58,9 +59,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--jobs", type=int, metavar="J", help="ranks at a time (default: by cores and memory)")
     made.add_argument("--build-only", action="store_true",
                       help="only check the config and its files, and build the model of each stage")  # fmt: skip
-    made.add_argument("--json", type=Path, metavar="FILE", help="write all that was recorded")
-    made.add_argument("--html", type=Path, metavar="FILE", help="write a page with charts of the memory")
-    made.add_argument("--png", type=Path, metavar="FILE", help="write the charts alone")
+    made.add_argument("--json", type=path_argument, metavar="FILE", help="write all that was recorded")
+    made.add_argument("--html", type=path_argument, metavar="FILE", help="write a page with charts of the memory")
+    made.add_argument("--png", type=path_argument, metavar="FILE", help="write the charts alone")
     return made
 
 
