@@ -72,7 +72,10 @@ def resume(policy: Policy, config: CheckpointConfig, run_dir: str | Path) -> tup
     """
     folder = checkpoint_folder(run_dir)
     found = run_on_rank_zero(
-        lambda: _choose(config, folder), error=CheckpointError, what="the run's checkpoints can't be read"
+        lambda: _choose(config, folder),
+        returns=Path | None,
+        error=CheckpointError,
+        what="the run's checkpoints can't be read",
     )
     if found is None:
         return LoopState(), None
