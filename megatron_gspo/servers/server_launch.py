@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from megatron_gspo.config import ServerConfig
+from megatron_gspo.servers.proxies import around_the_proxy
 
 # torchrun's environment of its workers. With it a server would connect to torchrun's store and wait for other ranks.
 _TORCHRUN = re.compile(r"TORCHELASTIC_\w+|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)")
@@ -65,10 +66,13 @@ def read_api_key(config: ServerConfig) -> str | None:
     return Path(config.api_key_file).read_text(encoding="utf-8").splitlines()[0].strip()
 
 
-def server_environment(python: str, base: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The trainer's environment without torchrun's variables and, for another interpreter, without Python's paths."""
+def server_environment(python: str, base: Mapping[str, str] = os.environ, *, host: str = "") -> dict[str, str]:
+    """The trainer's environment without torchrun's variables and, for another interpreter, without Python's paths.
+
+    host: where the server listens, which it reaches without a proxy: SGLang warms up with a request to itself.
+    """
     environment = {name: value for name, value in base.items() if not _TORCHRUN.fullmatch(name)}
     environment["PYTHONSAFEPATH"] = "1"  # `python -m` would search the working directory first
     if python != sys.executable:
         environment = {name: value for name, value in environment.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-    return environment
+    return around_the_proxy(environment, host)
