@@ -14,6 +14,8 @@ ROOT = Path(__file__).parents[1]
 # From the bottom up. A part may import itself and the parts before it, never one after it.
 LAYERS = (
     "errors",
+    "terminal",
+    "launch_environment",
     "algorithms",
     "models",
     "config",
@@ -36,7 +38,7 @@ LAYERS = (
 )
 KNOWS_MEGATRON = {"mcore", "patches"}
 # Third-party packages of the lowest layers; the standard library is free.
-ONLY = {"algorithms": {"torch"}, "parallel": {"torch", "numpy"}}
+ONLY = {"algorithms": {"torch"}, "parallel": {"torch", "numpy", "msgspec"}}
 
 
 def faults(module: Module) -> list[str]:

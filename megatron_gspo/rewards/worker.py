@@ -28,6 +28,7 @@ import numpy as np
 from megatron_gspo.data.sample import Prompt
 from megatron_gspo.rewards.named_reward import NamedReward
 from megatron_gspo.rewards.verifiers import Verifier, load_verifier
+from megatron_gspo.terminal import outlive_terminal
 
 Reply = tuple[str, Any, str | None]  # status, value (a verifier's is a float, or None), message
 _MAX_MESSAGE = 300
@@ -104,6 +105,7 @@ def serve(arguments: list[str], load: Callable[[str, Any], Any], answer: Callabl
     arguments: of the command line. load(name, options): loads what is served. answer(served, request): a reply; must
     not raise.
     """
+    outlive_terminal()  # a verifier that prints must not fail where nobody reads it
     connection = Connection(int(arguments[0]))
     _exit_with_parent(int(arguments[1]))
     cpu_seconds = float(arguments[2]) * len(os.sched_getaffinity(0)) + 5.0

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
 from megatron_gspo.config import ServerConfig
+from megatron_gspo.launch_environment import without_launch_variables
 from megatron_gspo.servers.proxies import around_the_proxy
-
-# torchrun's environment of its workers. With it a server would connect to torchrun's store and wait for other ranks.
-_TORCHRUN = re.compile(r"TORCHELASTIC_\w+|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)")
 
 
 class ServerLaunch(Protocol):
@@ -71,7 +68,7 @@ def server_environment(python: str, base: Mapping[str, str] = os.environ, *, hos
 
     host: where the server listens, which it reaches without a proxy: SGLang warms up with a request to itself.
     """
-    environment = {name: value for name, value in base.items() if not _TORCHRUN.fullmatch(name)}
+    environment = without_launch_variables(base)  # with them it would wait for other ranks at torchrun's store
     environment["PYTHONSAFEPATH"] = "1"  # `python -m` would search the working directory first
     if python != sys.executable:
         environment = {name: value for name, value in environment.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
