@@ -30,6 +30,8 @@ from megatron_gspo.tracking.run_directory import RunDirectory, evenly_spaced
 from megatron_gspo.tracking.run_environment import describe_environment
 from megatron_gspo.tracking.trackers import RunInfo, make_trackers
 
+_TRACKER_SECONDS = 30.0  # that the trackers have at the end for what they have not sent yet
+_TRACKER_SECONDS_AT_FAILURE = 10.0  # the other ranks wait
 _RATIO_TOKENS = 1 << 18  # of a file of ratios, about: rank 0 collects and sorts them
 
 
@@ -86,13 +88,14 @@ class MetricsLogger:
                 RunDirectory(config.run_dir, resume_step=resumed, reuse=config.checkpoint.resume == "auto")
             )
             self._directory.write_config(config.dump(), describe_environment(world_size=dist.get_world_size()))
+        self._progress = self._stack.enter_context(Progress(config.training.steps, start=resume_step))
         self._trackers = make_trackers(
             RunInfo(Path(config.run_dir), config.dump(), resumed),
             tensorboard=tracking.tensorboard,
             wandb=tracking.wandb,
             mlflow=tracking.mlflow,
+            say=self._progress.say,
         )
-        self._progress = self._stack.enter_context(Progress(config.training.steps, start=resume_step))
         if config.router_noise.stress_test:
             noise = config.router_noise
             words = noise_in_words(noise.engines, noise.strength, noise.target_flip_rate)
@@ -103,7 +106,7 @@ class MetricsLogger:
 
     def __exit__(self, *error: Any) -> None:
         if self._active:
-            self._trackers.close()
+            self._trackers.close(_TRACKER_SECONDS if error[0] is None else _TRACKER_SECONDS_AT_FAILURE)
         self._stack.close()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
