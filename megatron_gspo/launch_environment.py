@@ -45,7 +45,7 @@ def world_size(environment: Mapping[str, str] = os.environ) -> int:
     """The number of processes of the run. Raises ``InputError``."""
     given = environment.get("WORLD_SIZE", "1")
     if not given.isdecimal() or int(given) < 1:
-        raise InputError(f"WORLD_SIZE={given!r} in the environment: must be the number of processes; unset or correct it")
+        raise InputError(f"WORLD_SIZE={given!r} in the environment: is not a number of processes; correct it")
     return int(given)
 
 

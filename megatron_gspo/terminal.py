@@ -1,4 +1,4 @@
-"""Output that outlives its reader: a run goes on where its terminal, the program behind its pipe or its disk is gone."""
+"""Output that outlives its reader: a run goes on without its terminal, its pipe's reader or room on its disk."""
 
 from __future__ import annotations
 

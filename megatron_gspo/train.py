@@ -29,8 +29,8 @@ def train(config: Config, *, engine: RolloutEngine | None = None) -> LoopState:
 
     ``engine`` replaces the configured rollout engine. ``torch.distributed`` is started from torchrun's environment if
     it isn't running, and then ended too; without such an environment this process is the whole world. SIGUSR1 to any
-    rank ends the run after the current step, with a checkpoint. From the call on, SIGHUP is ignored in this process, and
-    output that nobody reads any more is dropped (`terminal.py`).
+    rank ends the run after the current step, with a checkpoint. From the call on, this process ignores SIGHUP and drops
+    output that nobody reads any more (`terminal.py`).
 
     Raises ``UserError``, one line, for errors that the user can fix; ``ConfigError`` for an invalid config, before any
     allocation.

@@ -36,8 +36,8 @@ def from_command_line(arguments: Sequence[str], usage: str) -> Config:
 
 def refuse(error: ConfigError) -> NoReturn:
     """Print the line, once per node, and exit with 2. The other ranks wait: torchrun ends all at the first exit."""
-    tell_torchrun(f"{error.label}: {error}")
     if os.environ.get("LOCAL_RANK", "0") == "0":
+        tell_torchrun(f"{error.label}: {error}")
         report(error)
     else:
         time.sleep(_PRINT_GRACE)

@@ -106,8 +106,8 @@ def start(*, backend: str = "auto", timeout_minutes: float = 30.0) -> dist.Store
         if "EADDRINUSE" in str(error):
             port = os.environ.get("MASTER_PORT")
             raise RunError(
-                f"MASTER_PORT={port} is in use on this machine; end the process that listens there, or set another port "
-                "for all processes (torchrun --master-port, --standalone)"
+                f"MASTER_PORT={port} is in use on this machine; end the process that listens there, or set another "
+                "port for all processes (torchrun --master-port, or --standalone)"
             ) from error
         fix = "start all of them with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for all"
         raise RunError(
@@ -134,8 +134,8 @@ def _told_of_waiting(world: int) -> Iterator[None]:
     def tell() -> None:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         print(
-            f"rank {os.environ.get('RANK')} waits at {address} for the {world} processes that WORLD_SIZE={world} of the "
-            "environment names; to train in one process use megatron-gspo train",
+            f"rank {os.environ.get('RANK')} waits at {address} for the {world} processes that WORLD_SIZE names; "
+            "to train in one process use megatron-gspo train",
             file=sys.stderr,
             flush=True,
         )
