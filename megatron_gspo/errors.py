@@ -10,6 +10,7 @@ import errno
 import os
 import shutil
 import sys
+import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,29 @@ class UserError(Exception):
 
 def report(error: UserError) -> int:
     """Print the line of an error on stderr; returns the exit code."""
-    print(f"{error.label}: {error}", file=sys.stderr, flush=True)
+    print(printable(f"{error.label}: {error}"), file=sys.stderr, flush=True)
     return error.exit_code
+
+
+# Of the Cf characters those that reorder text; the others join letters and emojis
+_REORDERING = set("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+
+
+def printable(text: str) -> str:
+    """One line for a terminal, with escapes in place of control characters.
+
+    The message of a server or a verifier and the name of a model or a file could otherwise move the cursor, hide lines
+    or set the window's title.
+    """
+    if text.isprintable():
+        return text
+    return "".join(_escape(character) for character in text)
+
+
+def _escape(character: str) -> str:
+    if unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp") or character in _REORDERING:
+        return character.encode("unicode_escape").decode()
+    return character
 
 
 class InputError(UserError, ValueError):

@@ -17,6 +17,8 @@ from megatron_gspo.errors import (
     describe_value,
     existing_part,
     first_line,
+    printable,
+    report,
     show_bytes,
     writing,
 )
@@ -67,3 +69,11 @@ def test_the_existing_part_of_a_path(tmp_path):
 def test_values_are_described_by_type():
     assert describe_value(np.zeros((2, 3), np.float32)) == "a 2-d float32 array"
     assert describe_value("text") == "str"
+
+
+def test_control_characters_of_foreign_text_are_shown_and_not_obeyed(capsys):
+    assert printable("plain, 数学 é ½ 👩‍🔬 a\u00a0b") == "plain, 数学 é ½ 👩‍🔬 a\u00a0b"
+    assert printable("a\x1b[2Jb\x9b1mc\r\n\td\x00\x7f") == "a\\x1b[2Jb\\x9b1mc\\r\\n\\td\\x00\\x7f"
+    assert printable("\u202eevil\u2066 \u2028 \ud800") == "\\u202eevil\\u2066 \\u2028 \\ud800"
+    report(RunError("server a answered 500: \x1b]0;owned\x07"))
+    assert capsys.readouterr().err == "error: server a answered 500: \\x1b]0;owned\\x07\n"

@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_gspo.config import CheckpointConfig
-from megatron_gspo.errors import SharedEngineError
+from megatron_gspo.errors import SharedEngineError, printable
 from megatron_gspo.loop.generation import DataCursor
 from megatron_gspo.loop.timers import Timers
 from megatron_gspo.mcore.checkpoint.checkpoint_files import (
@@ -81,7 +81,7 @@ def resume(policy: Policy, config: CheckpointConfig, run_dir: str | Path) -> tup
         return LoopState(), None
     state = LoopState(**load_checkpoint(policy, found))
     if dist.get_rank() == 0:
-        print(f"resumed from {found}: step {state.step}", file=sys.stderr)
+        print(printable(f"resumed from {found}: step {state.step}"), file=sys.stderr)
     return state, found
 
 
@@ -172,7 +172,7 @@ def _choose(config: CheckpointConfig, folder: Path) -> Path | None:
     found, faults = newest_checkpoint(folder)
     for fault in faults:
         what = f"resuming from {found.name}" if found else "starting from the beginning"
-        print(f"{fault}: {what}", file=sys.stderr)
+        print(printable(f"{fault}: {what}"), file=sys.stderr)
     if found is not None:
         _check_state(found, read_state(found))
         remove_old(folder, keep=config.keep)

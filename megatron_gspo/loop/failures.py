@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from megatron_gspo.config import ConfigError
 from megatron_gspo.config.cli import refuse
-from megatron_gspo.errors import UserError, first_line, report
+from megatron_gspo.errors import UserError, first_line, printable, report
 from megatron_gspo.launch_environment import tell_torchrun
 from megatron_gspo.mcore.checkpoint.checkpoint_files import newest_checkpoint
 from megatron_gspo.mcore.process_groups import shutdown, start
@@ -189,7 +189,7 @@ class _Watcher:
         except RuntimeError:  # the store went down with the rank that held it
             pass
         where = f"rank {first.rank}: " if self._world > 1 else ""
-        line = f"{first.label}: {where}{first.message}"
+        line = printable(f"{first.label}: {where}{first.message}")
         tell_torchrun(line)
         if first == mine or (first.node != self._node and self._prints):
             with contextlib.suppress(OSError):  # the log may be on the disk that is full

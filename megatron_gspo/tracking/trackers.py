@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 
 import psutil
 
-from megatron_gspo.errors import first_line
+from megatron_gspo.errors import first_line, printable
 from megatron_gspo.launch_environment import without_launch_variables
 
 _MOST_WAITING = 1000  # steps that wait for a tracker, before it is left out
@@ -271,7 +271,7 @@ class _Feed:
 
 
 def _print(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    print(printable(line), file=sys.stderr, flush=True)
 
 
 def make_trackers(
