@@ -54,7 +54,7 @@ def _lasting(name: str, stream: TextIO | None) -> TextIO:
             settings[setting] = getattr(stream, setting, settings.get(setting))
     raw = _LastingFile(descriptor, "wb", closefd=False)
     is_unbuffered = settings.get("write_through", False)  # by PYTHONUNBUFFERED
-    return io.TextIOWrapper(raw if is_unbuffered else io.BufferedWriter(raw), **settings)  # type: ignore[type-var]
+    return io.TextIOWrapper(raw if is_unbuffered else io.BufferedWriter(raw), **settings)
 
 
 class _LastingFile(io.FileIO):

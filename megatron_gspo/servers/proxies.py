@@ -7,7 +7,7 @@ import os
 import socket
 from collections.abc import Mapping
 from urllib.parse import urlsplit
-from urllib.request import proxy_bypass_environment
+from urllib.request import proxy_bypass_environment  # type: ignore[attr-defined]
 
 import psutil
 
