@@ -106,7 +106,7 @@ class MetricsLogger:
 
     def __exit__(self, *error: Any) -> None:
         if self._active:
-            self._trackers.close(_TRACKER_SECONDS if error[0] is None else _TRACKER_SECONDS_AT_FAILURE)
+            self._trackers.close(_TRACKER_SECONDS_AT_FAILURE if any(error) else _TRACKER_SECONDS)
         self._stack.close()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
