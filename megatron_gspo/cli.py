@@ -11,6 +11,8 @@ from importlib import import_module
 from typing import NamedTuple
 
 from megatron_gspo import __version__
+from megatron_gspo.launch_environment import run_alone, warn_of_ignored_processes
+from megatron_gspo.terminal import outlive_terminal
 
 PROGRAM = "megatron-gspo"
 
@@ -63,4 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         print(f"{PROGRAM}: {name!r} is not a command; use one of {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
+    outlive_terminal()
+    if name == "train":
+        warn_of_ignored_processes()
+    run_alone()
     return import_module(COMMANDS[name].module).main(rest) or 0

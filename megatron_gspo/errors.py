@@ -8,9 +8,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
 import shutil
 import sys
+import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,29 @@ class UserError(Exception):
 
 def report(error: UserError) -> int:
     """Print the line of an error on stderr; returns the exit code."""
-    print(f"{error.label}: {error}", file=sys.stderr, flush=True)
+    print(printable(f"{error.label}: {error}"), file=sys.stderr, flush=True)
     return error.exit_code
+
+
+# Of the Cf characters those that reorder text; the others join letters and emojis
+_REORDERING = set("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+
+
+def printable(text: str) -> str:
+    """One line for a terminal, with escapes in place of control characters.
+
+    The message of a server or a verifier and the name of a model or a file could otherwise move the cursor, hide lines
+    or set the window's title.
+    """
+    if text.isprintable():
+        return text
+    return "".join(_escape(character) for character in text)
+
+
+def _escape(character: str) -> str:
+    if unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp") or character in _REORDERING:
+        return character.encode("unicode_escape").decode()
+    return character
 
 
 class InputError(UserError, ValueError):
@@ -96,15 +117,6 @@ def show_bytes(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} TiB"
-
-
-_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-
-
-def printable(text: str) -> str:
-    """A foreign text for a terminal or a log: control characters (all but newline and tab), marks that reverse the
-    direction of writing and halves of surrogate pairs become escapes such as \\x1b."""
-    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def first_line(error: BaseException | str) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from megatron_gspo.config import Config, ConfigError, from_command_line
 from megatron_gspo.config.cli import refuse
 from megatron_gspo.config.config_error import MISSING
+from megatron_gspo.terminal import outlive_terminal
 
 if TYPE_CHECKING:
     from megatron_gspo.loop.checkpoints import LoopState
@@ -28,18 +29,21 @@ def train(config: Config, *, engine: RolloutEngine | None = None) -> LoopState:
 
     ``engine`` replaces the configured rollout engine. ``torch.distributed`` is started from torchrun's environment if
     it isn't running, and then ended too; without such an environment this process is the whole world. SIGUSR1 to any
-    rank ends the run after the current step, with a checkpoint.
+    rank ends the run after the current step, with a checkpoint. From the call on, this process ignores SIGHUP and drops
+    output that nobody reads any more (`terminal.py`).
 
     Raises ``UserError``, one line, for errors that the user can fix; ``ConfigError`` for an invalid config, before any
     allocation.
     """
     from megatron_gspo.loop import training_loop
 
+    outlive_terminal()
     return training_loop.train(config, engine=engine)
 
 
 def main(arguments: list[str] | None = None) -> None:
     """The command line. Exits with 0, with 2 for invalid input, with 1 for a run that failed; errors are one line."""
+    outlive_terminal()
     arguments = sys.argv[1:] if arguments is None else arguments
     if "--dry-run" in arguments:
         fix = "use megatron-gspo rehearse CONFIG.yaml --world N --build-only"

@@ -54,6 +54,23 @@ def test_arguments_and_exit_code_are_passed_through(monkeypatch):
     assert given == [["--model", "x"]]
 
 
+@pytest.mark.parametrize(("torchruns", "left"), [(False, [None, None]), (True, ["1", "4"])])
+def test_commands_are_one_process_unless_torchrun_started_them(torchruns, left, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    if torchruns:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    seen = []
+
+    def main(arguments: list[str]) -> None:
+        seen.extend([os.environ.get("RANK"), os.environ.get("WORLD_SIZE")])
+
+    module = type("Module", (), {"main": staticmethod(main)})
+    monkeypatch.setattr(cli, "import_module", lambda name: module)
+    assert cli.main(["train", "x.yaml"]) == 0 and seen == left
+    assert ("WORLD_SIZE=4" in capsys.readouterr().err) is not torchruns
+
+
 def test_help_loads_nothing_heavy():
     code = (
         "import sys; from megatron_gspo.cli import main; main(['--help'])\n"

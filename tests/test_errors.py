@@ -18,6 +18,7 @@ from megatron_gspo.errors import (
     existing_part,
     first_line,
     printable,
+    report,
     show_bytes,
     writing,
 )
@@ -70,7 +71,9 @@ def test_values_are_described_by_type():
     assert describe_value("text") == "str"
 
 
-def test_control_characters_of_a_foreign_text_are_shown_and_not_obeyed():
-    assert printable("\x1b[2J\x07a\rb\x9b1m\x7f") == "\\x1b[2J\\x07a\\rb\\x9b1m\\x7f"
-    assert printable("\u202eevil\u202c \ud800") == "\\u202eevil\\u202c \\ud800"
-    assert printable("a\n\tb \u4e2d \U0001f600 \\x1b") == "a\n\tb \u4e2d \U0001f600 \\x1b"
+def test_control_characters_of_foreign_text_are_shown_and_not_obeyed(capsys):
+    assert printable("plain, 数学 é ½ 👩‍🔬 a\u00a0b") == "plain, 数学 é ½ 👩‍🔬 a\u00a0b"
+    assert printable("a\x1b[2Jb\x9b1mc\r\n\td\x00\x7f") == "a\\x1b[2Jb\\x9b1mc\\r\\n\\td\\x00\\x7f"
+    assert printable("\u202eevil\u2066 \u2028 \ud800") == "\\u202eevil\\u2066 \\u2028 \\ud800"
+    report(RunError("server a answered 500: \x1b]0;owned\x07"))
+    assert capsys.readouterr().err == "error: server a answered 500: \\x1b]0;owned\\x07\n"

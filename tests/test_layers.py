@@ -15,6 +15,8 @@ ROOT = Path(__file__).parents[1]
 LAYERS = (
     "errors",
     "given_names",
+    "terminal",
+    "launch_environment",
     "algorithms",
     "models",
     "config",
@@ -37,7 +39,7 @@ LAYERS = (
 )
 KNOWS_MEGATRON = {"mcore", "patches"}
 # Third-party packages of the lowest layers; the standard library is free.
-ONLY = {"algorithms": {"torch"}, "parallel": {"torch", "numpy"}}
+ONLY = {"algorithms": {"torch"}, "parallel": {"torch", "numpy", "msgspec"}}
 
 
 def faults(module: Module) -> list[str]:

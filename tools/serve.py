@@ -22,7 +22,7 @@ from pathlib import Path
 from megatron_gspo.config import ServerConfig, SGLangConfig, VLLMConfig
 from megatron_gspo.config.load import split_server_arguments
 from megatron_gspo.config.paths import path_argument, path_text_argument
-from megatron_gspo.errors import InputError, UserError
+from megatron_gspo.errors import InputError, UserError, printable
 from megatron_gspo.rollout.server_kinds import SERVER_KINDS
 from megatron_gspo.servers.package_launch import PackageLaunch
 from megatron_gspo.servers.ports import LOOPBACK
@@ -118,7 +118,7 @@ def _keep(servers: LocalServers, advertise: str | None) -> int:
 
 
 def _log(line: str) -> None:
-    print(f"megatron-gspo serve: {line}", file=sys.stderr, flush=True)
+    print(printable(f"megatron-gspo serve: {line}"), file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

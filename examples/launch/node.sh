@@ -36,6 +36,8 @@ export NCCL_DEBUG="${NCCL_DEBUG:-WARN}"
 export HF_HUB_OFFLINE="${HF_HUB_OFFLINE:-1}"  # everything is on disk
 export TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM:-false}"  # it warns in each forked process otherwise
 export PYTHONUNBUFFERED=1
+trap '' HUP  # a terminal that hangs up ends no run; torchrun would end it
+export PET_SIGNALS_TO_HANDLE="${PET_SIGNALS_TO_HANDLE:-SIGTERM,SIGINT,SIGQUIT}"
 if [[ -n ${IFNAME:-} ]]; then
     export GLOO_SOCKET_IFNAME="$IFNAME" NCCL_SOCKET_IFNAME="$IFNAME"
 fi

@@ -12,6 +12,7 @@ from megatron_gspo.config.load import split_server_arguments
 from megatron_gspo.config.reference import help_text
 from megatron_gspo.config.schema import Config, load_config
 from megatron_gspo.errors import report
+from megatron_gspo.launch_environment import tell_torchrun
 
 _PRINT_GRACE = 10.0  # seconds; ranks start seconds apart on a busy machine
 
@@ -36,6 +37,7 @@ def from_command_line(arguments: Sequence[str], usage: str) -> Config:
 def refuse(error: ConfigError) -> NoReturn:
     """Print the line, once per node, and exit with 2. The other ranks wait: torchrun ends all at the first exit."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
+        tell_torchrun(f"{error.label}: {error}")
         report(error)
     else:
         time.sleep(_PRINT_GRACE)

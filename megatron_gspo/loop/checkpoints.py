@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_gspo.config import CheckpointConfig, Config
-from megatron_gspo.errors import SharedEngineError
+from megatron_gspo.errors import SharedEngineError, printable
 from megatron_gspo.loop.earlier_run import check_no_input_is_moved, continued_settings
 from megatron_gspo.loop.generation import DataCursor
 from megatron_gspo.loop.timers import Timers
@@ -73,13 +73,16 @@ def resume(policy: Policy, config: Config) -> tuple[LoopState, Path | None]:
     settings have changed. Raises ``CheckpointError`` for a run of another model.
     """
     found = run_on_rank_zero(
-        lambda: _choose(config), error=CheckpointError, what="the run's checkpoints can't be read"
+        lambda: _choose(config),
+        returns=Path | None,
+        error=CheckpointError,
+        what="the run's checkpoints can't be read",
     )
     if found is None:
         return LoopState(), None
     state = LoopState(**load_checkpoint(policy, found))
     if dist.get_rank() == 0:
-        print(f"resumed from {found}: step {state.step}", file=sys.stderr)
+        print(printable(f"resumed from {found}: step {state.step}"), file=sys.stderr)
     return state, found
 
 
@@ -171,13 +174,13 @@ def _choose(config: Config) -> Path | None:
     found, faults = newest_checkpoint(folder)
     for fault in faults:
         what = f"resuming from {found.name}" if found else "starting from the beginning"
-        print(f"{fault}: {what}", file=sys.stderr)
+        print(printable(f"{fault}: {what}"), file=sys.stderr)
     if found is None:
         check_no_input_is_moved(config)
         return None
     _check_state(found, read_state(found))
     if changes := continued_settings(config):
-        print(changes, file=sys.stderr)
+        print(printable(changes), file=sys.stderr)
     remove_old(folder, keep=config.checkpoint.keep)
     return found
 

@@ -22,7 +22,7 @@ from megatron_gspo.environments.environment_pool import EnvironmentPool
 from megatron_gspo.environments.episode_engine import EpisodeEngine
 from megatron_gspo.environments.episode_source import EpisodeServerSource
 from megatron_gspo.environments.episodes import EpisodeRules
-from megatron_gspo.errors import first_line
+from megatron_gspo.errors import first_line, printable
 from megatron_gspo.loop.routing import router_noise
 from megatron_gspo.loop.weight_handles import handle_sources
 from megatron_gspo.mcore.process_groups import compute_device, current_groups
@@ -220,7 +220,7 @@ def _transport(config: Config) -> WeightTransport:
 def log_servers(line: str) -> None:
     """Print a line about the servers, as this rank sees them."""
     where = f" as rank {dist.get_rank()} sees it" if dist.is_initialized() and dist.get_rank() else ""
-    print(f"servers{where}: {line}", file=sys.stderr, flush=True)
+    print(printable(f"servers{where}: {line}"), file=sys.stderr, flush=True)
 
 
 def embedded_engine(config: Config, shape: ModelShape, tokenizer: Any) -> EmbeddedEngine:

@@ -24,7 +24,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_gspo.errors import UserError, first_line, report
+from megatron_gspo.config import ConfigError
+from megatron_gspo.config.cli import refuse
+from megatron_gspo.errors import UserError, first_line, printable, report
+from megatron_gspo.launch_environment import tell_torchrun
 from megatron_gspo.mcore.checkpoint.checkpoint_files import newest_checkpoint
 from megatron_gspo.mcore.process_groups import shutdown, start
 
@@ -74,7 +77,10 @@ class exit_together:  # noqa: N801  # a context manager, used like a function
     def __enter__(self) -> None:
         try:
             store = start(backend=self._backend, timeout_minutes=self._minutes)
+        except ConfigError as error:  # the same on every rank
+            refuse(error)
         except UserError as error:
+            tell_torchrun(f"{error.label}: {error}")
             raise SystemExit(report(error)) from None
         self._watcher = _Watcher(store, self._run_dir)
 
@@ -185,10 +191,12 @@ class _Watcher:
                 self._store.add(_SEEN, 1)
         except RuntimeError:  # the store went down with the rank that held it
             pass
+        where = f"rank {first.rank}: " if self._world > 1 else ""
+        line = printable(f"{first.label}: {where}{first.message}")
+        tell_torchrun(line)
         if first == mine or (first.node != self._node and self._prints):
-            where = f"rank {first.rank}: " if self._world > 1 else ""
             with contextlib.suppress(OSError):  # the log may be on the disk that is full
-                print(f"{first.label}: {where}{first.message}", file=sys.stderr, flush=True)
+                print(line, file=sys.stderr, flush=True)
         if self._rank == 0 and self._world > 1:
             self._linger()
         return first.exit_code

@@ -31,7 +31,7 @@ def export(policy: Policy, folder: Path) -> Path:
         for _ in stream:  # other ranks take part in it
             pass
     raise_on_every_rank(failure, DiskError)
-    return run_on_rank_zero(lambda: _publish(policy, folder))
+    return run_on_rank_zero(lambda: _publish(policy, folder), returns=Path)
 
 
 def export_adapters(policy: Policy, folder: Path) -> Path:

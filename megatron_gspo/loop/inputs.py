@@ -19,7 +19,7 @@ from megatron_gspo.data.prompts import PromptError, load_prompts
 from megatron_gspo.data.sample import Prompt
 from megatron_gspo.data.tasks import load_task
 from megatron_gspo.environments.environment_pool import EnvironmentPool
-from megatron_gspo.errors import first_line
+from megatron_gspo.errors import first_line, printable
 from megatron_gspo.models import ModelError, ModelShape, family_of, read_config
 from megatron_gspo.models.checkpoint_checks import check_checkpoint
 from megatron_gspo.models.families import with_value_head
@@ -97,7 +97,7 @@ def prompt_cache(config: Config) -> PromptCache:
 
     def warn(line: str) -> None:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # once per node
-            print(f"warning: {line}", file=sys.stderr)
+            print(printable(f"warning: {line}"), file=sys.stderr)
 
     folder = Path(config.data.cache_dir or Path(config.run_dir) / "prompts")
     return PromptCache(folder, Path(config.model.path), warn)

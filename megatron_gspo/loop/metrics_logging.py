@@ -31,6 +31,8 @@ from megatron_gspo.tracking.run_directory import RunDirectory, evenly_spaced
 from megatron_gspo.tracking.run_environment import describe_environment
 from megatron_gspo.tracking.trackers import RunInfo, make_trackers
 
+_TRACKER_SECONDS = 30.0  # that the trackers have at the end for what they have not sent yet
+_TRACKER_SECONDS_AT_FAILURE = 10.0  # the other ranks wait
 _RATIO_TOKENS = 1 << 18  # of a file of ratios, about: rank 0 collects and sorts them
 
 
@@ -88,13 +90,14 @@ class MetricsLogger:
             )
             environment = describe_environment(world_size=dist.get_world_size())
             self._directory.write_config(config.dump(), {**environment, WEIGHTS: weights_digest(config)})
+        self._progress = self._stack.enter_context(Progress(config.training.steps, start=resume_step))
         self._trackers = make_trackers(
             RunInfo(Path(config.run_dir), config.dump(), resumed),
             tensorboard=tracking.tensorboard,
             wandb=tracking.wandb,
             mlflow=tracking.mlflow,
+            say=self._progress.say,
         )
-        self._progress = self._stack.enter_context(Progress(config.training.steps, start=resume_step))
         if self._directory.earlier is not None:
             self._progress.say(
                 f"{config.run_dir} held another run and no checkpoint to resume from: its files are now in "
@@ -111,7 +114,7 @@ class MetricsLogger:
 
     def __exit__(self, *error: Any) -> None:
         if self._active:
-            self._trackers.close()
+            self._trackers.close(_TRACKER_SECONDS_AT_FAILURE if any(error) else _TRACKER_SECONDS)
         self._stack.close()
 
     def _warn_without_checkpoints(self, resume_step: int) -> None:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from megatron_gspo.config import Config
 from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.data.sample_batch import ROW, SampleBatch
+from megatron_gspo.errors import printable
 from megatron_gspo.loop.generation import DataCursor, Rollout
 from megatron_gspo.mcore.checkpoint.checkpoint_files import ROLLOUTS
 from megatron_gspo.parallel.host_exchange import gather_rows_of_ranks, sum_over_ranks
@@ -84,7 +85,8 @@ class RolloutCache:
             return
         with contextlib.suppress(OSError):  # not there, or not this run's
             temporary.unlink()
-        print(f"rollouts not kept in {checkpoint}: {problem[1] if problem else failed}", file=sys.stderr)
+        reason = problem[1] if problem else failed
+        print(printable(f"rollouts not kept in {checkpoint}: {reason}"), file=sys.stderr)
 
     def _head(self, rollout: Rollout, parts: np.ndarray) -> bytes:
         table = rollout.batch.table
@@ -121,7 +123,7 @@ class RolloutCache:
             problem = found[1] if found else ""
         if rank == 0 and (head is not None or problem):
             result = f"not used: {problem}" if problem else "used; they are not generated again"
-            print(f"rollouts kept in {checkpoint}: {result}", file=sys.stderr)
+            print(printable(f"rollouts kept in {checkpoint}: {result}"), file=sys.stderr)
         if head is None or problem:
             return None
         batch = SampleBatch.gathered(list(samples.values()), list(samples), dist.group.WORLD)

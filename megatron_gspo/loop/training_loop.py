@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from megatron_gspo.config import Config
 from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.errors import EngineError
+from megatron_gspo.launch_environment import world_size
 from megatron_gspo.loop.advantages import with_advantages
 from megatron_gspo.loop.checkpoints import CheckpointManager, LoopState, resume
 from megatron_gspo.loop.collapse_guard import CollapseError, alarm_text, count_low_steps, guard_metrics
@@ -46,7 +46,7 @@ from megatron_gspo.rollout.sample_exchange import move_samples, replica_homes
 def train(config: Config, *, engine: RolloutEngine | None = None) -> LoopState:
     """The whole run: see `megatron_gspo.train.train`."""
     keep_distributed = dist.is_initialized()
-    config.check(int(os.environ.get("WORLD_SIZE", 1)))
+    config.check(world_size())
     guard = config.guard.for_algorithm(config.algorithm)
     with ExitStack() as stack:
         stop_requested = stack.enter_context(stop_on_signal())

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from datetime import timedelta
 
@@ -10,8 +14,11 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from megatron_gspo.config import ParallelConfig
+from megatron_gspo.config import ConfigError, ParallelConfig
 from megatron_gspo.errors import RunError, first_line
+from megatron_gspo.launch_environment import world_size
+
+_TELLS_AFTER = 20.0  # seconds of waiting for the other processes
 
 
 @dataclass(frozen=True)
@@ -72,30 +79,74 @@ def start(*, backend: str = "auto", timeout_minutes: float = 30.0) -> dist.Store
     """Start ``torch.distributed`` from torchrun's environment, or as a world of one; returns the store of all ranks.
 
     ``backend`` is ``auto`` (nccl with CUDA, else gloo), ``gloo`` or ``nccl``. A collective that takes longer than
-    ``timeout_minutes`` raises. Raises ``RunError`` where the ranks don't find each other.
+    ``timeout_minutes`` raises. Raises ``ConfigError`` for a backend that this machine lacks, ``RunError`` where the
+    ranks don't find each other.
     """
     cuda = torch.cuda.is_available()
+    if backend == "nccl" and not (cuda and dist.is_nccl_available()):
+        problem = f"needs a GPU, and torch {torch.__version__} finds none here"
+        raise ConfigError("parallel.backend", backend, problem, "set it to auto or gloo, or install torch for CUDA")
+    world = world_size()
     if cuda:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(_local_gpu())
     limit = timedelta(minutes=timeout_minutes)
     try:
-        if "WORLD_SIZE" in os.environ:
-            store, rank, size = next(iter(dist.rendezvous("env://", timeout=limit)))
+        store: dist.Store = dist.HashStore()
+        rank = 0
+        if world > 1:
+            with _told_of_waiting(world):
+                store, rank, world = next(iter(dist.rendezvous("env://", timeout=limit)))
             store.set_timeout(limit)
             # torchrun keeps one store over its restarts, with the addresses of processes that ended: hence the prefix
             store = dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-        else:  # started without torchrun: a world of one
-            store, rank, size = dist.HashStore(), 0, 1
         chosen = ("nccl" if cuda else "gloo") if backend == "auto" else backend
         own = dist.PrefixStore("process_groups", store)
-        dist.init_process_group(chosen, timeout=limit, store=own, rank=rank, world_size=size)
+        dist.init_process_group(chosen, timeout=limit, store=own, rank=rank, world_size=world)
     except (ValueError, RuntimeError) as error:
-        world = os.environ.get("WORLD_SIZE", "1")
+        if "EADDRINUSE" in str(error):
+            port = os.environ.get("MASTER_PORT")
+            raise RunError(
+                f"MASTER_PORT={port} is in use on this machine; end the process that listens there, or set another "
+                "port for all processes (torchrun --master-port, or --standalone)"
+            ) from error
         fix = "start all of them with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for all"
         raise RunError(
             f"the {world} processes did not find each other in {timeout_minutes:g} minutes ({first_line(error)}); {fix}"
         ) from error
     return store
+
+
+def _local_gpu() -> int:
+    """The GPU of this process. Raises ``RunError`` where the node has fewer GPUs than processes."""
+    index, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+    if index >= count:
+        raise RunError(
+            f"LOCAL_RANK={index}: this node has {count} visible GPUs, one for each process; start fewer processes here "
+            "(torchrun --nproc-per-node) or correct CUDA_VISIBLE_DEVICES"
+        )
+    return index
+
+
+@contextlib.contextmanager
+def _told_of_waiting(world: int) -> Iterator[None]:
+    """One line where other processes are waited for long: they may not have been started."""
+
+    def tell() -> None:
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        print(
+            f"rank {os.environ.get('RANK')} waits at {address} for the {world} processes that WORLD_SIZE names; "
+            "to train in one process use megatron-gspo train",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    timer = threading.Timer(_TELLS_AFTER, tell)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def initialize(parallel: ParallelConfig, *, seed: int, gloo_groups: bool = True) -> ProcessGroups:

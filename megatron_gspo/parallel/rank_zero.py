@@ -5,8 +5,8 @@ Without this a rank that fails alone leaves the others waiting in their next col
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,36 +15,55 @@ import torch.distributed as dist
 from megatron_gspo.errors import RunError, UserError, first_line
 from megatron_gspo.parallel.collectives import group_rank, group_size
 from megatron_gspo.parallel.host_exchange import broadcast_bytes, max_over_ranks
+from megatron_gspo.parallel.typed_messages import Type, decode, encode
 
 T = TypeVar("T")
 
 
-def run_on_rank_zero(action: Callable[[], T], *, error: type[UserError] = RunError, what: str = "rank 0 failed") -> T:
+@dataclass(frozen=True)
+class _Outcome:
+    """What rank 0 sends to the others: the encoded value of its action, or its error."""
+
+    value: bytes = b""
+    error: UserError | None = None
+
+
+def run_on_rank_zero(
+    action: Callable[[], T],
+    *,
+    returns: Type = Any,
+    error: type[UserError] = RunError,
+    what: str = "rank 0 failed",
+) -> T:
     """Run ``action`` on rank 0 and return its value on every rank. A collective of the world; ``action`` isn't one.
 
-    action: its value must be picklable. error, what: class and first words of the error for a failure that isn't a
-    ``UserError``.
+    returns: the type of its value, as `typed_messages` reads it; by default plain data without tuples. error, what:
+    class and first words of the error for a failure that isn't a ``UserError``.
 
     If ``action`` raises, every rank raises. A ``UserError`` has the same class and message on all ranks. An ``OSError``
     or ``ValueError`` becomes ``error("what: type: message")``. Any other exception is a bug: rank 0 raises it
     unchanged, with its traceback, and the other ranks raise ``error``.
     """
+    if dist.get_rank() != 0:
+        outcome = decode(broadcast_bytes(None, dist.group.WORLD).tobytes(), _Outcome)
+        if outcome.error is not None:
+            raise outcome.error
+        return decode(outcome.value, returns)
     value: T | None = None
     raised: Exception | None = None
-    failure: UserError | None = None
-    if dist.get_rank() == 0:
-        try:
-            value = action()
-        except Exception as caught:
-            raised, failure = caught, _as_user_error(caught, error, what)
-    outcome: list[Any] = [(value, failure)]
-    dist.broadcast_object_list(outcome, src=0)
-    if raised is not None and not isinstance(raised, (UserError, OSError, ValueError)):
-        raise raised
-    value, received = outcome[0]
-    if received is not None:
-        raise (failure or received) from raised if raised is not failure else None
-    return value  # None only where T is
+    outcome = _Outcome()
+    try:
+        value = action()
+        outcome = _Outcome(encode(value))
+    except Exception as caught:
+        raised = caught
+        outcome = _Outcome(error=_as_user_error(caught, error, what))
+    broadcast_bytes(encode(outcome), dist.group.WORLD)
+    if outcome.error is None:
+        return value  # type: ignore[return-value]  # of the action
+    if not isinstance(raised, (UserError, OSError, ValueError)):
+        raise raised  # type: ignore[misc]  # a bug, with its traceback
+    raise outcome.error from raised if raised is not outcome.error else None
 
 
 def run_on_every_rank(action: Callable[[], T], *, error: type[UserError] = RunError, what: str = "a rank failed") -> T:
@@ -62,11 +81,12 @@ def run_on_every_rank(action: Callable[[], T], *, error: type[UserError] = RunEr
     size = dist.get_world_size()
     first = -int(max_over_ranks(np.array([-dist.get_rank() if failure else -size]), dist.group.WORLD)[0])
     if first < size:
-        outcome: list[Any] = [failure]
-        dist.broadcast_object_list(outcome, src=first)
+        sent = encode(failure) if dist.get_rank() == first else None
+        received = broadcast_bytes(sent, dist.group.WORLD, first).tobytes()
         if raised is not None and not isinstance(raised, (UserError, OSError, ValueError)):
             raise raised
-        raise outcome[0] from (raised if raised is not outcome[0] else None)
+        shared: UserError = failure if sent is not None and failure is not None else decode(received, UserError)
+        raise shared from (raised if raised is not shared else None)
     return value  # type: ignore[return-value]  # of the action
 
 
@@ -91,11 +111,7 @@ def first_failure(failure: str, group: dist.ProcessGroup | None) -> tuple[int, s
 
 
 def _as_user_error(caught: Exception, error: type[UserError], what: str) -> UserError:
-    """What the ranks raise; its pickle must load, which not every exception's does."""
-    if not isinstance(caught, UserError):
-        return error(f"{what}: {type(caught).__name__}: {first_line(caught)}")
-    try:
-        pickle.loads(pickle.dumps(caught))
-    except Exception:
-        return error(str(caught))
-    return caught
+    """What the ranks raise."""
+    if isinstance(caught, UserError):
+        return caught
+    return error(f"{what}: {type(caught).__name__}: {first_line(caught)}")

@@ -31,6 +31,7 @@ from megatron_gspo.errors import printable, show_bytes
 from megatron_gspo.rewards.named_reward import NamedReward
 from megatron_gspo.rewards.verifiers import Verifier, load_verifier
 from megatron_gspo.rewards.worker_keeper import fork_worker
+from megatron_gspo.terminal import outlive_terminal
 
 Reply = tuple[str, Any, str | None]  # status, value (a verifier's is a float, or None), message
 _MAX_MESSAGE = 300
@@ -113,6 +114,7 @@ def serve(
     arguments: of the command line. load(name, options): loads what is served. answer(served, request): a reply; must
     not raise. A process that has grown by MAX_GROWTH bytes since its first answer ends after a reply.
     """
+    outlive_terminal()  # a verifier that prints must not fail where nobody reads it
     descriptor = int(arguments[0])
     max_growth = int(arguments[2])
     fork_worker(int(arguments[1]), descriptor)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.errors import EngineError, SharedEngineError
 from megatron_gspo.parallel.host_exchange import max_over_ranks, sum_over_ranks
 from megatron_gspo.parallel.rank_zero import run_on_every_rank, run_on_rank_zero
+from megatron_gspo.parallel.typed_messages import Type
 from megatron_gspo.rollout.group_source import Weights, check_count, engine_name
 from megatron_gspo.rollout.sample_checks import check_samples
 from megatron_gspo.rollout.sample_exchange import split_prompts
@@ -98,7 +99,7 @@ class ServerSource:
     def score(self, sequences: Sequence[np.ndarray]) -> dict[str, list[np.ndarray]]:
         """See `GroupSource.score`."""
         self.restore_memory()
-        return self.on_rank_zero(lambda engine: engine.score(sequences))
+        return self.on_rank_zero(lambda engine: engine.score(sequences), dict[str, list[np.ndarray]])
 
     def metrics(self) -> dict[str, float]:
         """See `GroupSource.metrics`; the sums over the clients."""
@@ -128,10 +129,15 @@ class ServerSource:
         shares = split_prompts(prompts, len(self._clients))
         return shares[(self._clients.index(dist.get_rank()) - seed) % len(shares)]
 
-    def on_rank_zero(self, action: Callable[[ServerEngine], T]) -> T:
+    def on_rank_zero(self, action: Callable[[ServerEngine], T], returns: Type = Any) -> T:
         """`run_on_rank_zero` with the engine; its `EngineError` becomes a `SharedEngineError`."""
-        return _shared(lambda: run_on_rank_zero(lambda: action(self._engine), error=EngineError,  # type: ignore[arg-type]
-                                                what="the engine failed"))  # fmt: skip
+
+        def with_engine() -> T:
+            return action(self._engine)  # type: ignore[arg-type]  # rank 0 has one
+
+        return _shared(
+            lambda: run_on_rank_zero(with_engine, returns=returns, error=EngineError, what="the engine failed")
+        )
 
     def on_clients(self, action: Callable[[RolloutClient], T]) -> T | None:
         """An action of every client; its value there. An error of any is raised on every rank as by `on_rank_zero`."""
@@ -178,7 +184,7 @@ class ServerSource:
                 engine.client.record(reports)
             return engine.client.state()
 
-        state = self.on_rank_zero(exchange)
+        state = self.on_rank_zero(exchange, PoolState)
         if self._client is not None and self._engine is None:
             self._client.follow(state)
 

@@ -6,17 +6,21 @@ A source may have relays, ranks of other nodes that send the same tensors to the
 from __future__ import annotations
 
 import itertools
-import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_gspo.errors import UserError
 from megatron_gspo.parallel.rank_zero import run_on_rank_zero
+from megatron_gspo.parallel.typed_messages import Type, decode, encode
 from megatron_gspo.rollout.group_source import Weights
 from megatron_gspo.rollout.server_engine.server_engine import ServerEngine
+from megatron_gspo.weight_transport.receiver_transport import Offer
 from megatron_gspo.weight_transport.server_endpoints import ServerInfo
+from megatron_gspo.weight_transport.transport import Sent
 from megatron_gspo.weight_transport.weight_relay import relay_groups, relayed
 from megatron_gspo.weight_transport.weight_sender import WeightSender
 from megatron_gspo.weight_transport.weight_source import WeightSource
@@ -30,6 +34,14 @@ WHOLE: tuple[Source, ...] = (None,)  # where rank 0 sends all tensors
 def senders_of(source: Source) -> dict[int, tuple[str, ...] | None]:
     """Each rank that sends a source's tensors, and to which servers; None: all."""
     return {0: None} if source is None else source.senders
+
+
+@dataclass(frozen=True)
+class _SenderReport:
+    """What a sender reports to rank 0: an encoded value, or why it has none."""
+
+    value: bytes = b""
+    error: UserError | None = None
 
 
 class _FailedError(Exception):
@@ -52,10 +64,10 @@ class WeightDistribution:
         """One update. On rank 0, why no server has the weights."""
         self._failure = None
         try:
-            plan = self._on_rank_zero(lambda engine: engine.begin_update(version))
+            plan = self._on_rank_zero(lambda engine: engine.begin_update(version), UpdatePlan)
             turns = [self._sources] if plan.all_sources_at_once else [(source,) for source in self._sources]
             for turn in turns:
-                while (infos := self._on_rank_zero(lambda engine: engine.next_transfer())) is not None:
+                while (infos := self._on_rank_zero(_next_transfer, list[ServerInfo] | None)) is not None:
                     self._transfer(turn, weights, plan, infos)
             self._on_rank_zero(lambda engine: engine.finish_update(parts=len(self._sources)))
         except _FailedError:
@@ -79,8 +91,13 @@ class WeightDistribution:
         if plan.with_offers:
             transfer = f"{plan.version}/{attempt}"
             offers = {number: self._own_sender.offer(infos, transfer) for number in mine.values()}
-            self._report(f"{attempt}/offers", len(senders), offers,
-                         lambda engine, found: engine.receive(found, transfer))  # fmt: skip
+            self._report(
+                f"{attempt}/offers",
+                len(senders),
+                offers,
+                lambda engine, received: engine.receive(received, transfer),
+                Offer,
+            )
         results = {}
         for source in turn:
             stream = self._stream(source, weights)
@@ -89,7 +106,13 @@ class WeightDistribution:
                 results[mine[source]] = self._own_sender.send(targets, stream, version=plan.version, part=part)
             for _ in stream:  # producing it is a collective
                 pass
-        self._report(f"{attempt}/results", len(senders), results, lambda engine, found: engine.record_transfer(found))
+        self._report(
+            f"{attempt}/results",
+            len(senders),
+            results,
+            lambda engine, received: engine.record_transfer(received),
+            Sent,
+        )
 
     def _stream(self, source: Source, weights: Weights) -> Iterator[tuple[str, Tensor]]:
         """What a source sends, on each of the ranks that send it."""
@@ -102,23 +125,36 @@ class WeightDistribution:
         assert self._sender is not None, "every source has a sender"
         return self._sender
 
-    def _report(self, name: str, count: int, own: Mapping[int, Any],
-                take: Callable[[Any, list[Any]], None]) -> None:  # fmt: skip
-        """Values of the senders of a turn to rank 0, in their order; `own`: of this rank, by place."""
+    def _report(
+        self,
+        name: str,
+        count: int,
+        own: Mapping[int, Any],
+        take: Callable[[Any, list[Any]], None],
+        expected: Type = Any,
+    ) -> None:
+        """Values of the senders of a turn to rank 0, in their order.
+
+        own: of this rank, by place; a `UserError` in place of a value that a sender could not make. expected: the type
+        of the others.
+        """
         store = dist.distributed_c10d._get_default_store()
         for number, value in own.items():
-            store.set(f"weights/{name}/{number}", pickle.dumps(value))  # type: ignore[arg-type]
+            failed = isinstance(value, UserError)
+            report = _SenderReport(error=value) if failed else _SenderReport(encode(value))
+            store.set(f"weights/{name}/{number}", encode(report))  # type: ignore[arg-type]  # bytes, as they are
         keys = [f"weights/{name}/{number}" for number in range(count)]
 
         def collect(engine: Any) -> None:
-            values = [pickle.loads(store.get(key)) for key in keys]
+            reports: list[_SenderReport] = [decode(store.get(key), _SenderReport) for key in keys]
+            values = [report.error or decode(report.value, expected) for report in reports]
             for key in keys:
                 store.delete_key(key)
             take(engine, values)
 
         self._on_rank_zero(collect)
 
-    def _on_rank_zero(self, action: Callable[[Any], T]) -> T:
+    def _on_rank_zero(self, action: Callable[[Any], T], returns: Type = Any) -> T:
         """`action` with the engine on rank 0, its value on every rank; `_FailedError` on every rank if it raises."""
 
         def guarded() -> tuple[bool, T | None]:
@@ -128,7 +164,11 @@ class WeightDistribution:
                 self._failure = error
                 return False, None
 
-        succeeded, value = run_on_rank_zero(guarded)
+        succeeded, value = run_on_rank_zero(guarded, returns=tuple[bool, returns | None])
         if not succeeded:
             raise _FailedError
         return value  # type: ignore[return-value]
+
+
+def _next_transfer(engine: ServerEngine) -> list[ServerInfo] | None:
+    return engine.next_transfer()

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import os
 import threading
 from collections.abc import AsyncIterable, Coroutine, Mapping
 from concurrent.futures import Future
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
 
-from megatron_gspo.config.server_urls import check_url
+from megatron_gspo.config.server_urls import check_url, without_password
 from megatron_gspo.errors import EngineError, first_line
+from megatron_gspo.servers.proxies import proxy_for
 
 T = TypeVar("T")
 
@@ -38,15 +39,10 @@ class ServerError(EngineError):
         super().__init__(message)
         self.status, self.retry, self.sent = status, retry, sent
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled for the other ranks; the default would call the class without `retry`."""
-        restore = functools.partial(ServerError, status=self.status, retry=self.retry, sent=self.sent)
-        return restore, (str(self),)
-
 
 async def open_session() -> aiohttp.ClientSession:
     """The connections that all `ServerClient`s of an event loop share: kept alive, unlimited in number (callers limit
-    the requests in flight), no proxy from the environment. Close it in the loop that opened it."""
+    the requests in flight). Proxies of the environment are the client's matter. Close it in the loop that opened it."""
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_SECONDS)
     return aiohttp.ClientSession(connector=connector, trust_env=False, auto_decompress=False)
 
@@ -54,13 +50,15 @@ async def open_session() -> aiohttp.ClientSession:
 class ServerClient:
     """Client of one server, or of a router in front of several.
 
-    url: `http://host:port` or https, without path. api_key: sent as a bearer token to this server alone.
+    url: `http://host:port` or https, without path. api_key: sent as a bearer token to this server alone. A server on
+    this machine is reached directly, another one through the proxy that the environment names for it, if any.
     """
 
     def __init__(self, url: str, session: aiohttp.ClientSession, *, api_key: str | None = None) -> None:
         self.url = check_url(url)
         self._session = session
         self._key = api_key
+        self._proxy = proxy_for(self.url)
         # a compressed response can't be bounded while it is read: one chunk may expand a thousandfold
         self._headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
 
@@ -95,13 +93,16 @@ class ServerClient:
     ) -> tuple[bytearray, str]:
         """The body of the response and its content type."""
         where = f"server {self.url}{path}"
+        if self._proxy is not None:
+            avoid = f"add {urlsplit(self.url).hostname} to no_proxy to avoid it"
+            where += f" (through the proxy {without_password(self._proxy)}; {avoid})"
         limits = aiohttp.ClientTimeout(total=timeout, sock_connect=min(CONNECT_SECONDS, timeout))
         content, headers = {"json": body}, self._headers
         if isinstance(body, AsyncIterable):
             content, headers = {"data": body}, {"Content-Type": "application/json", **self._headers}
         try:
             async with self._session.request(method, self.url + path, **content, headers=headers,
-                                             timeout=limits, allow_redirects=False) as response:
+                                             timeout=limits, allow_redirects=False, proxy=self._proxy) as response:
                 payload = await _read(response, max_bytes, where)
         except aiohttp.ConnectionTimeoutError:
             raise ServerError(f"{where}: no connection (not accepted)", retry=True, sent=False) from None
@@ -114,7 +115,8 @@ class ServerClient:
         except (aiohttp.ClientError, OSError) as error:
             raise ServerError(f"{where}: the connection broke ({_name(error)})", retry=True) from None
         if response.status != 200:
-            raise _status_error(where, response.status, self.redact(bytes(payload)))
+            by_proxy = self._proxy is not None and response.status in (403, 407)
+            raise _status_error(where, response.status, self.redact(bytes(payload)), by_proxy=by_proxy)
         return payload, response.content_type
 
     def _parsed(self, payload: bytearray, content_type: str, path: str) -> Any:
@@ -143,9 +145,10 @@ async def _read(response: aiohttp.ClientResponse, max_bytes: int, where: str) ->
     return payload
 
 
-def _status_error(where: str, status: int, payload: bytes) -> ServerError:
+def _status_error(where: str, status: int, payload: bytes, *, by_proxy: bool) -> ServerError:
+    """by_proxy: a proxy refused the request."""
     words = " ".join(payload[: 4 * _MAX_QUOTED].decode(errors="replace").split())[:_MAX_QUOTED]
-    if status in (401, 403):
+    if status in (401, 403) and not by_proxy:
         return ServerError(f"{where}: refused with {status}; set sglang.api_key_file (or vllm.api_key_file) to its key",
                            status=status, retry=False)
     retry = status in (408, 425, 429) or status >= 500

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
 from megatron_gspo.config import ServerConfig
-
-# torchrun's environment of its workers. With it a server would connect to torchrun's store and wait for other ranks.
-_TORCHRUN = re.compile(r"TORCHELASTIC_\w+|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)")
+from megatron_gspo.launch_environment import without_launch_variables
+from megatron_gspo.servers.proxies import around_the_proxy
 
 
 class ServerLaunch(Protocol):
@@ -65,10 +63,13 @@ def read_api_key(config: ServerConfig) -> str | None:
     return Path(config.api_key_file).read_text(encoding="utf-8").splitlines()[0].strip()
 
 
-def server_environment(python: str, base: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The trainer's environment without torchrun's variables and, for another interpreter, without Python's paths."""
-    environment = {name: value for name, value in base.items() if not _TORCHRUN.fullmatch(name)}
+def server_environment(python: str, base: Mapping[str, str] = os.environ, *, host: str = "") -> dict[str, str]:
+    """The trainer's environment without torchrun's variables and, for another interpreter, without Python's paths.
+
+    host: where the server listens, which it reaches without a proxy: SGLang warms up with a request to itself.
+    """
+    environment = without_launch_variables(base)  # with them it would wait for other ranks at torchrun's store
     environment["PYTHONSAFEPATH"] = "1"  # `python -m` would search the working directory first
     if python != sys.executable:
         environment = {name: value for name, value in environment.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-    return environment
+    return around_the_proxy(environment, host)

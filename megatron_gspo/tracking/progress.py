@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as RichProgress
 
+from megatron_gspo.errors import printable
+
 
 def format_metrics(metrics: Mapping[str, float | None]) -> str:
     """The main metrics that exist: `reward 0.512  accuracy 61.2%  3,412 tok/s`."""
@@ -81,7 +83,8 @@ class Progress:
             print(f"step {step}/{self._total}  {line}", file=self._stream, flush=True)
 
     def say(self, text: str) -> None:
-        """Print a line of its own, above the bar."""
+        """Print a line of its own, above the bar. It may quote a server or a verifier."""
+        text = printable(text)
         if self._bar is not None:
             self._bar.console.print(text, markup=False, highlight=False)
         else:

@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
-import importlib
+import contextlib
+import importlib.util
+import json
+import os
+import queue
+import signal
+import subprocess
 import sys
+import threading
+import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
+
+import psutil
 
 from megatron_gspo.config.load import flat
+from megatron_gspo.errors import first_line, printable
+from megatron_gspo.launch_environment import without_launch_variables
 
+_MOST_WAITING = 1000  # steps that wait for a tracker, before it is left out
+_LATE_SECONDS = 60.0  # behind the run, after which a line says so
+_KILL_SECONDS = 5.0  # that a killed tracker's thread may take to end
+_MOST_METRICS, _MOST_PARAMS = 1000, 100  # of one request to MLflow
+
+T = TypeVar("T")
 
 class Tracker(Protocol):
     """A destination of metrics in addition to metrics.jsonl."""
@@ -36,14 +54,75 @@ class RunInfo:
     resume_step: int | None = None
 
 
+class RemoteTracker:
+    """A tracker in a process of its own (`tracker_process.py`), which can be killed where its package hangs."""
+
+    def __init__(self, kind: str, run: RunInfo, project: str) -> None:
+        """kind: tensorboard, wandb or mlflow."""
+        self._process: subprocess.Popen[bytes] | None = None
+        self._settings = {
+            "kind": kind,
+            "path": str(run.path),
+            "config": run.config,
+            "resume_step": run.resume_step,
+            "project": project,
+            "command": sys.argv,
+        }
+
+    def start(self) -> None:
+        """Start the process, and the tracker in it. Raises RuntimeError where it fails, as the other methods do."""
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "megatron_gspo.tracking.tracker_process"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**without_launch_variables(os.environ), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            start_new_session=True,  # killed with its children; not interrupted by Ctrl-C
+        )
+        self._ask(self._settings)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._ask({"step": step, "metrics": metrics})
+
+    def close(self) -> None:
+        self._ask({"close": True})
+        assert self._process is not None
+        self._process.wait()
+
+    def kill(self) -> None:
+        """End the process and its children, W&B's service among them, wherever they are."""
+        if self._process is None:
+            return
+        tree = []
+        with contextlib.suppress(psutil.Error):
+            tree = psutil.Process(self._process.pid).children(recursive=True)
+        with contextlib.suppress(OSError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        for process in tree:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        self._process.wait()
+
+    def _ask(self, request: Mapping[str, Any]) -> None:
+        process = self._process
+        assert process is not None and process.stdin is not None and process.stdout is not None
+        line = b""
+        with contextlib.suppress(OSError):  # its process has ended
+            process.stdin.write(json.dumps(request, default=str).encode() + b"\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+        error = json.loads(line)["error"] if line else f"its process ended with exit code {process.wait()}"
+        if error is not None:
+            raise RuntimeError(error)
+
+
 class TensorBoard:
     """Events in run_dir/tensorboard. Steps after resume_step are purged."""
 
     def __init__(self, run: RunInfo) -> None:
-        _require("tensorboard", "tensorboard")
-        writer = _require("torch.utils.tensorboard", "tensorboard").SummaryWriter
+        from torch.utils.tensorboard import SummaryWriter
+
         purge = None if run.resume_step is None else run.resume_step + 1
-        self._writer = writer(str(run.path / "tensorboard"), purge_step=purge)
+        self._writer = SummaryWriter(str(run.path / "tensorboard"), purge_step=purge)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
@@ -57,7 +136,8 @@ class WandB:
     """One W&B run. Log-in, mode and host are wandb's own settings (WANDB_MODE=offline works)."""
 
     def __init__(self, run: RunInfo, project: str) -> None:
-        wandb = _require("wandb", "wandb")
+        import wandb
+
         self._run = wandb.init(
             project=project,
             name=run.path.name,
@@ -78,7 +158,9 @@ class MLflow:
     """One MLflow run, on the server that MLFLOW_TRACKING_URI names."""
 
     def __init__(self, run: RunInfo, experiment: str) -> None:
-        mlflow = _require("mlflow", "mlflow")
+        import mlflow
+        from mlflow.entities import Metric, Param
+
         client = mlflow.MlflowClient()
         found = client.get_experiment_by_name(experiment)
         identity = found.experiment_id if found else client.create_experiment(experiment)
@@ -86,67 +168,145 @@ class MLflow:
             run, "mlflow_id", lambda: client.create_run(identity, run_name=run.path.name).info.run_id
         )
         self._client = client
-        for name, value in flat(run.config).items() if run.resume_step is None else ():
-            client.log_param(self._id, name, str(value)[:500])
+        self._metric = Metric
+        params = [Param(name, str(value)[:500]) for name, value in flat(run.config).items()]
+        for part in _parts(params if run.resume_step is None else [], _MOST_PARAMS):
+            client.log_batch(self._id, params=part)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            self._client.log_metric(self._id, name, value, step=step)
+        milliseconds = int(time.time() * 1000)
+        values = [self._metric(name, value, milliseconds, step) for name, value in metrics.items()]
+        for part in _parts(values, _MOST_METRICS):
+            self._client.log_batch(self._id, metrics=part)
 
     def close(self) -> None:
         self._client.set_terminated(self._id)
 
 
 class TrackerSet:
-    """Several trackers as one. A tracker that fails is reported once and removed; the run continues."""
+    """Several trackers as one. A thread of each hands it the metrics, so that a slow or unreachable service delays no
+    step; a tracker that fails is reported in one line and left out."""
 
-    def __init__(self, trackers: Sequence[Tracker]) -> None:
-        self._trackers = list(trackers)
+    def __init__(self, trackers: Sequence[Tracker] = (), *, say: Callable[[str], None] | None = None) -> None:
+        """say: takes the lines for the user; None prints them on stderr."""
+        self._say = say or _print
+        self._feeds = [_Feed(type(tracker).__name__, tracker, self._say) for tracker in trackers]
+
+    def add(self, name: str, tracker: Tracker) -> None:
+        """Add a tracker under the name that the user knows."""
+        self._feeds.append(_Feed(name, tracker, self._say))
 
     def log(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        """Hand the metrics over. Returns at once."""
         numbers = {name: value for name, value in metrics.items() if value is not None}
-        self._each(lambda tracker: tracker.log(step, numbers))
+        for feed in self._feeds:
+            feed.put(step, numbers)
 
-    def close(self) -> None:
-        self._each(lambda tracker: tracker.close())
+    def close(self, seconds: float = 30.0) -> None:
+        """Let the trackers take what is left and end them; those that need longer than so many seconds are left out."""
+        deadline = time.monotonic() + seconds
+        for feed in self._feeds:
+            feed.begin_close()
+        for feed in self._feeds:
+            feed.finish_close(deadline)
+        self._feeds = []
 
-    def _each(self, action: Callable[[Tracker], None]) -> None:
-        for tracker in list(self._trackers):
-            try:
-                action(tracker)
-            except Exception as error:  # an error of a remote service must not end the training
-                self._trackers.remove(tracker)
-                name = type(tracker).__name__
-                print(f"{name} failed and is not used any more: {error}", file=sys.stderr)
+
+class _Feed:
+    """One tracker, its thread, and the steps that wait for it."""
+
+    def __init__(self, name: str, tracker: Tracker, say: Callable[[str], None]) -> None:
+        self._name, self._tracker, self._say = name, tracker, say
+        self._waiting: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(_MOST_WAITING)
+        self._lock = threading.Lock()
+        self._is_over = False
+        self._is_late = False
+        self._up_to_date = time.monotonic()  # when it last had taken every step
+        self._thread = threading.Thread(target=self._run, name=f"tracker-{name}", daemon=True)
+        self._thread.start()
+
+    def put(self, step: int, numbers: dict[str, float]) -> None:
+        if self._is_over:
+            return
+        if self._waiting.empty():
+            self._up_to_date = time.monotonic()
+        elif time.monotonic() - self._up_to_date > _LATE_SECONDS and not self._is_late:
+            self._is_late = True
+            behind = f"{self._waiting.qsize()} steps behind"
+            self._say(f"{self._name} is {behind}; the run does not wait for it, and metrics.jsonl has every step")
+        try:
+            self._waiting.put_nowait((step, numbers))
+        except queue.Full:
+            self._give_up(f"it is {_MOST_WAITING} steps behind")
+
+    def begin_close(self) -> None:
+        with contextlib.suppress(queue.Full):
+            self._waiting.put_nowait(None)
+
+    def finish_close(self, deadline: float) -> None:
+        self._thread.join(max(deadline - time.monotonic(), 0.0))
+        if self._thread.is_alive():
+            self._give_up("it did not take the last metrics in time; metrics.jsonl has them")
+            self._thread.join(_KILL_SECONDS)
+
+    def _run(self) -> None:
+        try:
+            if isinstance(self._tracker, RemoteTracker):
+                self._tracker.start()
+            while not self._is_over and (item := self._waiting.get()) is not None:
+                self._tracker.log(*item)
+            if not self._is_over:
+                self._tracker.close()
+        except (Exception, SystemExit) as error:  # an error of a remote service must not end the training
+            self._give_up(first_line(error))
+
+    def _give_up(self, reason: str) -> None:
+        """Leave the tracker out; its thread ends, since its process does."""
+        with self._lock:
+            if self._is_over:
+                return
+            self._is_over = True
+        self._say(f"{self._name} failed and is not used any more: {reason}")
+        if isinstance(self._tracker, RemoteTracker):
+            self._tracker.kill()
+
+
+def _print(line: str) -> None:
+    print(printable(line), file=sys.stderr, flush=True)
 
 
 def make_trackers(
-    run: RunInfo, *, tensorboard: bool = False, wandb: bool | str = False, mlflow: bool | str = False
+    run: RunInfo,
+    *,
+    tensorboard: bool = False,
+    wandb: bool | str = False,
+    mlflow: bool | str = False,
+    say: Callable[[str], None] | None = None,
 ) -> TrackerSet:
     """The enabled trackers.
 
-    A string is the name of the project (W&B) or experiment (MLflow); True takes "megatron-gspo". Raises
-    ImportError, one line, if a package is missing.
+    A string is the name of the project (W&B) or experiment (MLflow); True takes "megatron-gspo". say: see `TrackerSet`.
+    Raises ImportError, one line, if a package is missing.
     """
-    trackers: list[Tracker] = []
-    if tensorboard:
-        trackers.append(TensorBoard(run))
-    if wandb:
-        trackers.append(WandB(run, wandb if isinstance(wandb, str) else "megatron-gspo"))
-    if mlflow:
-        trackers.append(MLflow(run, mlflow if isinstance(mlflow, str) else "megatron-gspo"))
-    return TrackerSet(trackers)
+    trackers = TrackerSet(say=say)
+    for kind, name, given in (
+        ("tensorboard", "TensorBoard", tensorboard),
+        ("wandb", "W&B", wandb),
+        ("mlflow", "MLflow", mlflow),
+    ):
+        if given:
+            _check_installed(kind)
+            project = given if isinstance(given, str) else "megatron-gspo"
+            trackers.add(name, RemoteTracker(kind, run, project))
+    return trackers
 
 
-def _require(module: str, key: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        package = module.partition(".")[0]
+def _check_installed(package: str) -> None:
+    if importlib.util.find_spec(package) is None:
         raise ImportError(
-            f"tracking.{key} is set: {package} is not installed; "
+            f"tracking.{package} is set: {package} is not installed; "
             "pip install 'megatron-gspo[tracking]' or set the key to false"
-        ) from None
+        )
 
 
 def _stored_id(run: RunInfo, file_name: str, make: Callable[[], str]) -> str:
@@ -157,3 +317,8 @@ def _stored_id(run: RunInfo, file_name: str, make: Callable[[], str]) -> str:
     identity = make()
     file.write_text(identity + "\n")
     return identity
+
+
+def _parts(items: Sequence[T], count: int) -> Iterator[Sequence[T]]:
+    """The items, at most `count` at a time."""
+    return (items[start : start + count] for start in range(0, len(items), count))

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_gspo.parallel.host_exchange import group_device
+from megatron_gspo.parallel.host_exchange import broadcast_bytes, group_device
+from megatron_gspo.parallel.typed_messages import decode, encode
 from megatron_gspo.weight_transport.buckets import Bucket, Entry, buckets
 from megatron_gspo.weight_transport.weight_source import WeightSource
 
@@ -42,17 +43,16 @@ def relayed(stream: Iterable[tuple[str, Tensor]], rank: int, group: ProcessGroup
             yield from bucket.tensors()
         return
     for bucket in buckets(stream, piece, device=device):
-        dist.broadcast_object_list([bucket.entries], src=rank, group=group, device=device)
+        broadcast_bytes(encode(bucket.entries), group, dist.get_group_rank(group, rank))
         dist.broadcast(bucket.data, src=rank, group=group)
         yield from bucket.tensors()
-    dist.broadcast_object_list([()], src=rank, group=group, device=device)
+    broadcast_bytes(encode(()), group, dist.get_group_rank(group, rank))
 
 
 def _receive(rank: int, group: ProcessGroup, device: torch.device) -> Bucket | None:
     """The next bucket; None: there is none."""
-    found: list[tuple[Entry, ...]] = [()]
-    dist.broadcast_object_list(found, src=rank, group=group, device=device)
-    (entries,) = found
+    message = broadcast_bytes(None, group, dist.get_group_rank(group, rank)).tobytes()
+    entries: tuple[Entry, ...] = decode(message, tuple[Entry, ...])
     if not entries:
         return None
     data = torch.empty(entries[-1].stop, dtype=torch.uint8, device=device)

@@ -27,7 +27,8 @@ from tests.support.command_line import Case
 PAGE = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
 BLOCK = re.compile(r"<!-- messages: (.+) -->\n(?:.*\n)*?<!-- /messages -->")
 GROUPS: dict[str, tuple[Case, ...]] = {
-    "Config": (*test_config.CASES, *(case for case, _ in test_config.FILES), test_config.ALONE),
+    "Config": (*test_config.CASES, *(case for case, _ in test_config.FILES), test_config.ALONE,
+               test_config.NO_GPU, test_config.NO_NUMBER, test_config.PORT_IN_USE),
     "Prompts": (*test_prompts.CASES,),
     "Model": (*test_model.CASES,),
     "Engines": (*test_rollouts.CASES, *test_rollouts.DIVERGED),

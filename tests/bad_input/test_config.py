@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 from dataclasses import asdict
 
 import pytest
+import torch
 import yaml
 
 from megatron_gspo.config import ConfigError, load_config
@@ -208,6 +210,29 @@ def test_no_config_at_all():
 
 
 ALONE = Case("processes that don't find each other", "did not find each other in 0.02 minutes", code=1)
+NO_GPU = Case("nccl without a GPU", "needs a GPU, and torch ", overrides=("parallel.backend=nccl",),
+              shows=("parallel.backend", "set it to auto or gloo"))  # fmt: skip
+NO_NUMBER = Case("text in WORLD_SIZE", "is not a number of processes; correct it", shows=("WORLD_SIZE='four'",))
+PORT_IN_USE = Case("master port in use", "is in use on this machine; end the process that listens there", code=1,
+                   shows=("MASTER_PORT=", "--master-port"))  # fmt: skip
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without a GPU")
+def test_nccl_without_a_gpu(model, tmp_path):
+    check(NO_GPU, start(small_config(model, tmp_path), tmp_path, *NO_GPU.overrides))
+
+
+def test_a_number_of_processes_that_is_none(model, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "four")
+    check(NO_NUMBER, start(small_config(model, tmp_path), tmp_path))
+
+
+def test_a_port_that_another_process_has(model, tmp_path, monkeypatch):
+    with socket.create_server(("", 0)) as taken:
+        address = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": taken.getsockname()[1]}
+        for name, value in address.items():
+            monkeypatch.setenv(name, str(value))
+        check(PORT_IN_USE, start(small_config(model, tmp_path), tmp_path))
 
 
 @pytest.mark.parametrize("has_address", [False, True])

@@ -168,3 +168,21 @@ def test_no_thread_is_left_to_look_into_the_store_as_a_rank_ends():
     program = [sys.executable, "-c", RESTS]
     done = subprocess.run(program, capture_output=True, text=True, timeout=120)
     assert done.returncode == 3, done.stderr
+
+
+def test_torchruns_report_ends_with_our_line(model, tmp_path):
+    started = torchrun(small_config(model, tmp_path, training={"stepz": 3}), tmp_path, 2)
+    text, _ = started.communicate(timeout=120)
+    assert started.returncode == 1
+    ours = next(line for line in text.splitlines() if line.startswith("config error: "))
+    *_, last, end = text.splitlines()
+    assert "training.stepz" in ours and last.strip() == f"traceback : {ours}" and set(end) == {"="}
+
+
+def test_ranks_whose_output_nobody_reads_train_to_the_end(model, tmp_path):
+    started = torchrun(small_config(model, tmp_path, training={"steps": 2}), tmp_path, 2)
+    assert started.stdout is not None
+    started.stdout.close()
+    assert started.wait(timeout=240) == 0
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
+    assert (tmp_path / "run" / "summary.json").exists()

@@ -47,5 +47,7 @@ def test_the_exit_code_and_the_line(tmp_path):
     bug = guarded(KeyError("x"), tmp_path)
     assert bug.code == 1 and "Traceback" in bug.text
     assert bug.messages == ["error: KeyError: 'x' (the traceback is in its log)"]
+    foreign = guarded(RunError("server a: \x1b]0;title\x07\rdone\u202e"), tmp_path)
+    assert foreign.messages == ["error: server a: \\x1b]0;title\\x07\\rdone\\u202e"]
     stopped = guarded(KeyboardInterrupt(), tmp_path)
     assert stopped.code == 130 and stopped.messages == ["error: interrupted; there is no checkpoint yet, start again"]

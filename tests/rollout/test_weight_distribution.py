@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pickle
 import signal
 from collections.abc import Iterator
 from datetime import timedelta
@@ -21,7 +23,7 @@ from megatron_gspo.rollout.server_engine.rollout_client import RolloutClient
 from megatron_gspo.rollout.server_engine.server_engine import ServerEngine
 from megatron_gspo.rollout.sglang.sglang_api import SGLangAPI
 from megatron_gspo.rollout.sglang.sglang_weight_endpoints import SGLangWeightEndpoints
-from megatron_gspo.rollout.weight_distribution import WHOLE, WeightDistribution, senders_of
+from megatron_gspo.rollout.weight_distribution import WHOLE, WeightDistribution, _FailedError, senders_of
 from megatron_gspo.servers.http_client import ServerClient
 from megatron_gspo.weight_transport.receiver.megatron_gspo_receiver import checksum as receiver_checksum
 from megatron_gspo.weight_transport.weight_sender import WeightSender
@@ -259,3 +261,33 @@ def test_sources_write_one_checkpoint_and_a_source_that_cannot_is_an_error(tmp_p
                 names.add(name)
                 assert checksum(opened.get_tensor(name)) == truth(1)[name]
     assert names == set(truth(1))
+
+
+class TouchesAFile:
+    """What an attacker who reaches the ranks' store would write there."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.file,)
+
+
+def a_foreign_report(number: int, world: int, file: str) -> list[str]:
+    received: list[Any] = []
+    distribution = WeightDistribution(object() if number == 0 else None, None, numbered([WeightSource(0)]))  # type: ignore[arg-type]
+    results = {0: ["sent"]} if number == 0 else {}
+    distribution._report("0/results", 1, results, lambda _, values: received.append(values))
+    store = dist.distributed_c10d._get_default_store()
+    if number == 0:
+        store.set("weights/1/results/0", pickle.dumps(TouchesAFile(Path(file))))
+        assert received == [[["sent"]]]
+    with contextlib.suppress(_FailedError):
+        distribution._report("1/results", 1, {}, lambda _, values: received.append(values))
+        return ["the report was taken"]
+    return [str(distribution._failure)]
+
+
+def test_a_report_that_no_rank_sent_is_refused_and_not_run(tmp_path: Path) -> None:
+    [line] = run_distributed(a_foreign_report, 2, str(tmp_path / "ran"))[0]
+    assert "a message between ranks is damaged" in line and not (tmp_path / "ran").exists()

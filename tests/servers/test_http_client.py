@@ -6,7 +6,6 @@ import asyncio
 import gzip
 import json
 import logging
-import pickle
 import socket
 import threading
 import time
@@ -18,6 +17,8 @@ from concurrent.futures import CancelledError
 import pytest
 from aiohttp import web
 
+from megatron_gspo.errors import EngineError
+from megatron_gspo.parallel.typed_messages import decode, encode
 from megatron_gspo.rollout.sglang.sglang_weight_endpoints import _post_checked
 from megatron_gspo.servers import http_client as http
 from megatron_gspo.servers.http_client import EventLoop, ServerClient, ServerError, check_url, open_session
@@ -314,6 +315,7 @@ def test_a_loop_gives_results_errors_and_ends():
         left.result(5)
 
 
-def test_an_error_is_pickled_whole_for_the_other_ranks():
-    error = pickle.loads(pickle.dumps(ServerError("server a: gone", status=503, retry=True, sent=False)))
+def test_an_error_reaches_the_other_ranks_whole():
+    error = decode(encode(ServerError("server a: gone", status=503, retry=True, sent=False)), EngineError)
+    assert type(error) is ServerError
     assert (str(error), error.status, error.retry, error.sent) == ("server a: gone", 503, True, False)

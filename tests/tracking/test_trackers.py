@@ -1,8 +1,14 @@
 """The adapters write to the real packages, offline; a missing or failing one is reported in one line."""
 
+import re
+import socket
 import sys
+import threading
+import time
+from collections.abc import Mapping
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megatron_gspo.tracking import RunInfo, TrackerSet, make_trackers
@@ -88,3 +94,97 @@ def test_a_failing_tracker_is_left_out(capsys: pytest.CaptureFixture[str]) -> No
     trackers.close()
     assert broken.steps == [1] and sound.steps == [1, 2, -1]
     assert capsys.readouterr().err == "Recorder failed and is not used any more: no route\n"
+
+
+def lines_of(tracker: dict, run: Path, *, seconds: float = 60.0) -> tuple[list[str], float]:
+    """What a run's trackers say about two steps, and the seconds that the steps took."""
+    lines: list[str] = []
+    trackers = make_trackers(RunInfo(run, {"seed": 1}), say=lines.append, **tracker)
+    began = time.monotonic()
+    trackers.log(1, {"reward/mean": 0.5})
+    trackers.log(2, {"reward/mean": 0.5})
+    took = time.monotonic() - began
+    trackers.close(seconds)
+    return lines, took
+
+
+def test_a_server_that_refuses_connections_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    [line], _ = lines_of({"mlflow": True}, tmp_path)
+    assert re.match(r"MLflow failed and is not used any more: .*127\.0\.0\.1", line) and "\n" not in line
+
+
+def test_a_server_that_never_answers_delays_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        lines, took = lines_of({"mlflow": True}, tmp_path, seconds=1.0)
+    late = "it did not take the last metrics in time; metrics.jsonl has them"
+    assert lines == [f"MLflow failed and is not used any more: {late}"] and took < 1.0
+    assert not [child for child in psutil.Process().children() if "tracker_process" in " ".join(child.cmdline())]
+
+
+def test_a_wrong_key_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "wrong")
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    [line], _ = lines_of({"wandb": True}, tmp_path)
+    assert line.startswith("W&B failed and is not used any more: ") and "API key" in line and "\n" not in line
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "tensorboard").write_text("a file in the folder's place")
+    [line], _ = lines_of({"tensorboard": True}, tmp_path)
+    assert line.startswith("TensorBoard failed and is not used any more: ") and "tensorboard" in line
+
+
+def test_one_that_fails_does_not_end_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    [line], _ = lines_of({"mlflow": True, "tensorboard": True}, tmp_path)
+    assert line.startswith("MLflow")
+    assert read_events(tmp_path / "tensorboard") == {"reward/mean": [(1, 0.5), (2, 0.5)]}
+
+
+def test_a_process_that_dies_is_one_line(tmp_path: Path) -> None:
+    lines: list[str] = []
+    trackers = make_trackers(RunInfo(tmp_path, {}), tensorboard=True, say=lines.append)
+    mine = psutil.Process()
+    [child] = wait_for(lambda: [c for c in mine.children() if "tracker_process" in " ".join(c.cmdline())])
+    child.kill()
+    trackers.log(1, {})
+    trackers.close()
+    assert lines == ["TensorBoard failed and is not used any more: its process ended with exit code -9"]
+
+
+class Slow:
+    """Takes a step when it is told to."""
+
+    def __init__(self) -> None:
+        self.may_go = threading.Event()
+        self.steps: list[int] = []
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.may_go.wait(60.0)
+        self.steps.append(step)
+
+    def close(self) -> None:
+        self.steps.append(-1)
+
+
+def test_a_slow_tracker_gets_every_step_and_one_far_behind_is_left_out() -> None:
+    lines: list[str] = []
+    slow = Slow()
+    trackers = TrackerSet([slow], say=lines.append)
+    for step in range(100):
+        trackers.log(step, {})
+    assert slow.steps == []
+    slow.may_go.set()
+    trackers.close()
+    assert slow.steps == [*range(100), -1] and lines == []
+    slow = Slow()
+    trackers = TrackerSet([slow], say=lines.append)
+    for step in range(1100):
+        trackers.log(step, {})
+    assert lines == ["Slow failed and is not used any more: it is 1000 steps behind"]
+    slow.may_go.set()
+    trackers.close()

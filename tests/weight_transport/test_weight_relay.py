@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_gspo.parallel.host_exchange import broadcast_bytes
+from megatron_gspo.weight_transport import weight_relay
 from megatron_gspo.weight_transport.weight_relay import relay_groups, relayed
 from megatron_gspo.weight_transport.weight_source import Relay, WeightSource, numbered
 from tests.support.distributed import collectives_so_far, run_distributed
@@ -72,14 +75,23 @@ def bytes_sent(rank: int, world: int) -> int:
     """Of the data, without the headers, by the calls of `broadcast` on the source."""
     relays = tuple(Relay(other, (str(other),)) for other in range(1, world))
     (group,) = relay_groups(numbered([WeightSource(0, relays=relays)])).values()
-    sent, broadcast = [], dist.broadcast
+    sent: list[int] = []
+    headers: list[int] = []
+    broadcast = dist.broadcast
 
     def counted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         sent.append(tensor.nbytes)
         return broadcast(tensor, *args, **kwargs)
 
+    def header(*args: Any) -> np.ndarray:
+        before = len(sent)
+        message = broadcast_bytes(*args)
+        headers.extend(sent[before:])
+        return message
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "broadcast", counted)
+        patch.setattr(weight_relay, "broadcast_bytes", header)
         for _ in relayed(tensors("mixed").items() if rank == 0 else (), 0, group, piece=64):
             pass
-    return sum(sent)
+    return sum(sent) - sum(headers)

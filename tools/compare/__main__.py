@@ -21,7 +21,7 @@ from pathlib import Path
 
 from megatron_gspo.config import load_config
 from megatron_gspo.config.paths import path_argument
-from megatron_gspo.errors import UserError, report
+from megatron_gspo.errors import UserError, printable, report
 from megatron_gspo.tools.compare.cold_start import INSTRUCTION, imitate, write_demonstrations
 from megatron_gspo.tools.compare.study import read_study, study_of
 from megatron_gspo.tools.compare.study_files import write_report
@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(file)
     except ImportError as error:
         fix = "" if "pip install" in str(error) else "; pip install 'megatron-gspo[plot]'"
-        print(f"megatron-gspo compare: {error}{fix}", file=sys.stderr)
+        print(printable(f"megatron-gspo compare: {error}{fix}"), file=sys.stderr)
         return 2
     except UserError as error:
         return report(error)

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 import megatron_gspo
+from megatron_gspo.errors import printable
 from megatron_gspo.tools.doctor.diagnostics import LATE, LEVELS, SILENT, Finding, describe_ranks, worst
 
 _STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red"}
@@ -48,12 +49,12 @@ def write_text(findings: Sequence[Finding], stream: TextIO) -> None:
         table.add_column(overflow="fold")
         for finding, line in zip(findings, lines(findings), strict=True):
             style = _STYLES[finding.level]
-            table.add_row(Text(finding.level, style), Text(finding.check, "dim"), Text(line))
+            table.add_row(Text(finding.level, style), Text(finding.check, "dim"), Text(printable(line)))
         console.print(table)
         console.print(Text(summary(findings), _STYLES[worst(findings)]))
     else:
         for finding, line in zip(findings, lines(findings), strict=True):
-            print(f"{finding.level:<7}  {finding.check:<{width}}  {line}", file=stream)
+            print(f"{finding.level:<7}  {finding.check:<{width}}  {printable(line)}", file=stream)
         print(summary(findings), file=stream)
     stream.flush()
 

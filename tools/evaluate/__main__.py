@@ -21,7 +21,7 @@ from pathlib import Path
 
 from megatron_gspo.config.load import apply_overrides, is_override, split_server_arguments
 from megatron_gspo.config.paths import path_argument, path_text_argument
-from megatron_gspo.errors import InputError, UserError, report
+from megatron_gspo.errors import InputError, UserError, printable, report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(file)
     except ImportError as error:
         fix = "" if "pip install" in str(error) else "; pip install 'megatron-gspo[plot]'"
-        print(f"megatron-gspo evaluate: {error}{fix}", file=sys.stderr)
+        print(printable(f"megatron-gspo evaluate: {error}{fix}"), file=sys.stderr)
         return 2
     except UserError as error:
         return report(error)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_gspo.config import Config
+from megatron_gspo.errors import printable
 from megatron_gspo.tools.compare.report_page import interval_text
 from megatron_gspo.tools.compare.statistics import Interval
 from megatron_gspo.tools.evaluate.elo import Rating
@@ -28,8 +29,8 @@ def print_scores(scores: Sequence[TaskScores]) -> None:
         passes = ", ".join(f"pass@{k} {interval_text(found)}" for k, found in each.pass_at_k.items() if k > 1)
         rating = "" if each.rating is None else f", rating {rating_text(each.rating)}"
         failed = f", {each.failures} responses without a score" if each.failures else ""
-        print(f"{each.task}, {each.label}: mean@{each.samples} {interval_text(each.accuracy)} %"
-              f"{', ' if passes else ''}{passes}{rating}{failed}")  # fmt: skip
+        accuracy = f"mean@{each.samples} {interval_text(each.accuracy)} %"
+        print(printable(f"{each.task}, {each.label}: {accuracy}{', ' if passes else ''}{passes}{rating}{failed}"))
 
 
 def write_results(scores: Sequence[TaskScores], output: Path, *, command: str, config: Config) -> list[Path]:

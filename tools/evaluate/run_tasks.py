@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from megatron_gspo.config import Config, ConfigError, SamplingParams
 from megatron_gspo.data.sample import Sample
+from megatron_gspo.errors import printable
 from megatron_gspo.loop.evaluation import evaluation_sampling, evaluation_seed
 from megatron_gspo.loop.inputs import load_data, load_tokenizer
 from megatron_gspo.rewards.sandbox.visible_files import refuse_visible_files, refuse_visible_run
@@ -138,7 +139,8 @@ def answer_task(engine: ResponseEngine, task: Task, kept: ResponseFile, config: 
     scorer = RewardScorer(data.resolved_verifier, data.resolved_verifier_options, timeout=data.verifier_timeout,
                           workers=data.verifier_workers, failure_reward=data.verifier_failure_reward)  # fmt: skip
     if scorer.description is not None:
-        bar.console.print(f"{title}: {scorer.description}", markup=False, highlight=False, soft_wrap=True)
+        line = printable(f"{title}: {scorer.description}")
+        bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
     with scorer:
         by_index = {prompt.index: prompt for prompt in task.prompts}
         n = sampling.n_samples_per_prompt

@@ -121,7 +121,7 @@ def begin_save(
     """
     final = checkpoint_path(folder, step)
     text, partial = run_on_rank_zero(
-        lambda: (_encode({"step": step, **state}), begin_checkpoint(folder, step)),
+        lambda: (_encode({"step": step, **state}), begin_checkpoint(folder, step)), returns=tuple[str, Path],
         error=CheckpointError, what=_NOT_WRITTEN,
     )  # fmt: skip
     for model in policy.trained.values():

@@ -74,7 +74,7 @@ class SGLangLaunch(PackageLaunch):
 
     def environment(self, index: int) -> dict[str, str]:
         """See `ServerLaunch.environment`: the same for all servers."""
-        return sglang_environment(self.python, cpu=self.cpu)
+        return sglang_environment(self.python, cpu=self.cpu, host=self.host)
 
     def after_start(self, url: str, api_key: str | None) -> None:
         """Exclude what the server has loaded from its garbage collections.
@@ -129,9 +129,11 @@ def server_command(launch: SGLangLaunch, index: int, port: int, *, cpu: bool, ve
     return command
 
 
-def sglang_environment(python: str, *, cpu: bool, base: Mapping[str, str] = os.environ) -> dict[str, str]:
+def sglang_environment(
+    python: str, *, cpu: bool, base: Mapping[str, str] = os.environ, host: str = ""
+) -> dict[str, str]:
     """`server_environment`, with our receiver of weights and what servers without a GPU need."""
-    environment = server_environment(python, base)
+    environment = server_environment(python, base, host=host)
     paths = [str(RECEIVER_FOLDER), *filter(None, [environment.get("PYTHONPATH")])]
     if cpu:
         paths.insert(0, patch_folder())

@@ -90,7 +90,7 @@ class VLLMLaunch(PackageLaunch):
 
     def environment(self, index: int) -> dict[str, str]:
         """See `ServerLaunch.environment`: without a GPU option, a server gets its GPUs as the visible ones."""
-        environment = server_environment(self.python)
+        environment = server_environment(self.python, host=self.host)
         folders = [str(RECEIVER_FOLDER), str(EXTENSION_FOLDER), *filter(None, [environment.get("PYTHONPATH")])]
         environment |= {"PYTHONPATH": os.pathsep.join(folders), "VLLM_SERVER_DEV_MODE": "1",
                         "VLLM_NO_USAGE_STATS": "1", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(SERVER_KEEP_ALIVE)}  # fmt: skip

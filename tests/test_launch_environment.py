@@ -1,0 +1,80 @@
+"""The variables of a pod or a job: a command of one process does not wait for others, and torchrun's processes do."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from megatron_gspo.errors import InputError
+from megatron_gspo.launch_environment import (
+    run_alone,
+    tell_torchrun,
+    warn_of_ignored_processes,
+    without_launch_variables,
+    world_size,
+)
+
+POD = {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456", "PET_NNODES": "4",
+       "PET_NODE_RANK": "0", "PET_NPROC_PER_NODE": "auto"}  # fmt: skip
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    for name in [*POD, *TORCHRUN]:
+        monkeypatch.delenv(name, raising=False)
+    return lambda variables: [monkeypatch.setenv(name, value) for name, value in variables.items()]
+
+
+def test_a_command_of_one_process_forgets_the_pods_others(environment, monkeypatch):
+    environment({**POD, "LOCAL_RANK": "0", "MY_RANK": "kept"})
+    run_alone()
+    assert not POD.keys() & os.environ.keys() and "LOCAL_RANK" not in os.environ and os.environ["MY_RANK"] == "kept"
+    monkeypatch.delenv("MY_RANK")
+    run_alone()
+
+
+def test_processes_of_torchrun_keep_their_numbers(environment):
+    environment(TORCHRUN)
+    run_alone()
+    assert TORCHRUN.items() <= os.environ.items()
+
+
+def test_a_run_of_one_process_says_that_the_others_are_ignored(environment, capsys):
+    environment({**POD, "WORLD_SIZE": "1"})
+    warn_of_ignored_processes()
+    assert capsys.readouterr().err == ""
+    environment(POD)
+    warn_of_ignored_processes()
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1 and "WORLD_SIZE=4" in line and "python -m megatron_gspo.train" in line
+    environment(TORCHRUN)
+    warn_of_ignored_processes()
+    assert capsys.readouterr().err == ""
+
+
+def test_the_number_of_processes():
+    assert world_size({}) == 1 and world_size(POD) == 4
+    for wrong in ("", "abc", "0", "-1", "2.0"):
+        with pytest.raises(InputError, match="WORLD_SIZE="):
+            world_size({"WORLD_SIZE": wrong})
+
+
+def test_servers_get_none_of_them():
+    assert without_launch_variables({**POD, **TORCHRUN, "PATH": "/bin"}) == {"PATH": "/bin"}
+
+
+def test_torchruns_report_gets_the_line(tmp_path, monkeypatch):
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    tell_torchrun("error: nobody asks")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    tell_torchrun("error: rank 1: it broke")
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+    failure = ProcessFailure(1, 123, 1, str(tmp_path / "error.json"))
+    assert failure.message["extraInfo"]["py_callstack"] == "error: rank 1: it broke" and failure.timestamp > 0
+    assert json.loads((tmp_path / "error.json").read_text())
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "missing" / "error.json"))
+    tell_torchrun("error: a folder that is gone")

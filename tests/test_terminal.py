@@ -1,0 +1,86 @@
+"""Output that nobody reads, and a terminal that hangs up, end no program."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import logging, sys, warnings
+from megatron_gspo.terminal import outlive_terminal
+outlive_terminal()
+outlive_terminal()
+logging.basicConfig()
+for i in range(3000):
+    print("line", i, flush=i % 2 == 0)
+    print("line", i, file=sys.stderr)
+    logging.warning("line %d", i)
+    warnings.warn(f"line {i}", stacklevel=1)
+sys.stdout.write("an unfinished line")
+open(sys.argv[1], "w").write("reached")
+sys.exit(3)
+"""
+
+
+def run(folder: Path, **streams: object) -> subprocess.CompletedProcess[bytes]:
+    command = [sys.executable, "-c", PROGRAM, str(folder / "reached")]
+    done = subprocess.run(command, timeout=120, **streams)  # type: ignore[call-overload]
+    assert (folder / "reached").exists() and done.returncode == 3
+    return done
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("closed", ["stdout", "stderr", "both"])
+def test_a_pipe_whose_reader_has_ended(closed, unbuffered, tmp_path):
+    reading, writing = os.pipe()
+    os.close(reading)
+    others = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    names = ["stdout", "stderr"] if closed == "both" else [closed]
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    done = run(tmp_path, **{**others, **dict.fromkeys(names, writing)}, env=environment)
+    os.close(writing)
+    shown = (done.stdout or b"") + (done.stderr or b"")
+    assert b"Exception ignored" not in shown and b"Traceback" not in shown and b"Logging error" not in shown
+    if closed == "stderr":
+        assert done.stdout.endswith(b"line 2999\nan unfinished line"), "what can be written still is"
+
+
+def test_a_full_disk(tmp_path):
+    with open("/dev/full", "wb") as full:
+        run(tmp_path, stdout=full, stderr=full)
+
+
+def test_closed_descriptors_are_given_to_no_other_file(tmp_path):
+    file = tmp_path / "reached"
+    opens = 'opened = open(sys.argv[1], "w"); assert opened.fileno() > 2; opened'
+    program = PROGRAM.replace('open(sys.argv[1], "w")', opens)
+    done = subprocess.run(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", program, str(file)])
+    assert done.returncode == 3 and file.read_text() == "reached"
+
+
+def test_a_terminal_that_hangs_up(tmp_path):
+    pid, terminal = pty.fork()
+    if pid == 0:
+        waits = PROGRAM.replace("for i in", "print('ready', flush=True)\nimport time; time.sleep(0.5)\nfor i in")
+        os.execv(sys.executable, [sys.executable, "-c", waits, str(tmp_path / "reached")])
+    os.read(terminal, 5)  # it ignores the signal by now
+    os.close(terminal)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 3 and (tmp_path / "reached").exists()
+
+
+def test_what_is_read_arrives_whole_through_a_slow_pipe_that_does_not_block(tmp_path):
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "reached")]
+    with subprocess.Popen(command, stdout=writing, stderr=subprocess.DEVNULL) as process:
+        os.close(writing)
+        with os.fdopen(reading, "rb") as reader:
+            text = reader.read().decode()
+    assert process.returncode == 3
+    assert text == "".join(f"line {i}\n" for i in range(3000)) + "an unfinished line"
