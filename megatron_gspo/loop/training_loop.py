@@ -162,8 +162,12 @@ def _prepare_start(run: Components, state: LoopState, logger: MetricsLogger, tim
             f"{run.config.run_dir} is trained: it is at step {state.step}, training.steps is "
             f"{run.config.training.steps}; more steps continue it, another run_dir begins a new run"
         )
+    checked: dict[str, float] = {}
     if run.trains_on_rollouts:
         run.groups.update_weights(run.weights, version=state.step)
+        checked = check_log_probs(
+            run.groups, run.policy, run.prompts.prompts, run.config, state.step, timers, at_start=True
+        )
     noise = run.config.router_noise
     if noise.target_flip_rate is not None and state.noise_strength is None:
         strength, rate = calibrated_strength(run, state.step)
@@ -174,7 +178,7 @@ def _prepare_start(run: Components, state: LoopState, logger: MetricsLogger, tim
     if state.step or not run.eval_prompts or not run.config.evaluation.at_start:
         return state
     metrics = _evaluate(run, 0, timers)
-    logger.log(0, metrics | timers.take())
+    logger.log(0, metrics | checked | timers.take())
     return replace(state, accuracy_before=metrics["eval/accuracy"], accuracy_after=metrics["eval/accuracy"])
 
 

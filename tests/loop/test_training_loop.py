@@ -145,7 +145,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
             "CheckpointManager": lambda *_: checkpoints,
             "train_step": train_step,
             "evaluate": evaluate,
-            "check_log_probs": lambda *_: {"log_prob_check/abs_diff": 0.0},
+            "check_log_probs": lambda *_, **__: {"log_prob_check/abs_diff": 0.0},
             "calibrated_strength": lambda run, step: events.append(f"calibrate {step}") or (0.25, 0.1),
             "perturb_rollout": lambda engine, section, found: events.append(f"perturb {found}"),
             "unperturbed_rollout": lambda engine: events.append("unperturbed") or contextlib.nullcontext(),
