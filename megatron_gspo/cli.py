@@ -11,8 +11,7 @@ from importlib import import_module
 from typing import NamedTuple
 
 from megatron_gspo import __version__
-
-PROGRAM = "megatron-gspo"
+from megatron_gspo.tracking.run_environment import PROGRAM
 
 
 class Command(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -67,6 +67,8 @@ class Logger:
 
     def say(self, line: str) -> None:
         self.said.append(line)
+
+    def say_lines(self, make_lines: Callable[[], Sequence[str]]) -> None: ...
 
     def finish(self, summary: dict[str, Any]) -> None:
         self.events.append("summary")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 
 import pytest
 
@@ -37,6 +39,7 @@ def test_the_cold_start_s_weights_are_what_gspo_begins_with(started, tmp_path, c
     folder = tmp_path / "demo"
     folder.mkdir()
     (folder / "old").write_text("")
+    (folder / "demonstrations.jsonl").write_text("")  # of an earlier demo
     assert demo.main(["training.steps=2", "--folder", str(folder), "--processes", "2"]) == 0
     files = ColdStartFiles(folder)
     assert not (folder / "old").exists() and (files.model / "config.json").is_file()
@@ -48,6 +51,73 @@ def test_the_cold_start_s_weights_are_what_gspo_begins_with(started, tmp_path, c
     assert "held-out accuracy   25.0 % before GSPO, 75.0 % after" in shown and "(50.0 % in Transformers)" in shown
     summary = json.loads((folder / "gspo" / "summary.json").read_text())
     assert summary["accuracy_transformers"] == 0.5 and summary["demo_wall_seconds"] > 0
+
+
+def settings(command: list[str]) -> dict[str, str]:
+    """The last value of each key of a command."""
+    return dict(word.split("=", 1) for word in command if "=" in word)
+
+
+@pytest.mark.parametrize(
+    ("steps", "cold", "gspo"), [(1, 0, 2), (2, 1, 4), (10, 5, None), (30, 15, None), (31, None, None)]
+)
+def test_fewer_steps_than_the_warm_up(started, tmp_path, steps, cold, gspo):
+    """The help's own example: the cold start warms up for 30 steps, GSPO for 10 with four updates a step."""
+    assert demo.main([f"training.steps={steps}", "--folder", str(tmp_path / "demo")]) == 0
+    shown = [settings(command).get("optimizer.lr_warmup_steps") for command in started]
+    assert shown == [None if number is None else str(number) for number in (cold, gspo)]
+
+
+def test_a_warm_up_of_one_s_own_stays(started, tmp_path):
+    given = ["training.steps=10", "optimizer.lr_warmup_steps=3"]
+    assert demo.main([*given, "--folder", str(tmp_path / "demo")]) == 0
+    assert [settings(command)["optimizer.lr_warmup_steps"] for command in started] == ["3", "3"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        (["--processes", "3"], ("--processes 3: ", "does not divide 3 processes", "start a multiple of 2")),
+        (["--processes", "0"], ("--processes 0: at least 2 are needed",)),
+        (["--processes", "-2"], ("--processes -2: at least 2 are needed",)),
+        (["training.steps=0"], ("training.steps",)),
+        (["run_dir=elsewhere"], ("run_dir: the demo sets it itself",)),
+        (["model.path=mine"], ("model.path: the demo sets it itself",)),
+        (["checkpoint.export_hf=false"], ("checkpoint.export_hf: the demo sets it itself",)),
+        (["algorithm.name=grpo"], ("algorithm",)),
+        (["training.max_tokens_per_micro_batch=8"], ("training.max_tokens_per_micro_batch", "set at least")),
+        (["optimizer.lr_warmup_steps=4000"], ("optimizer.lr_warmup_steps",)),
+    ],
+)
+def test_what_cannot_run_is_one_line_and_replaces_nothing(started, tmp_path, capsys, arguments, shown):
+    folder = tmp_path / "demo"
+    folder.mkdir()
+    (folder / "demonstrations.jsonl").write_text("of an earlier demo")
+    assert demo.main([*arguments, "--folder", str(folder)]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and "error: " in lines[0] and all(words in lines[0] for words in shown), lines
+    assert started == [] and (folder / "demonstrations.jsonl").read_text() == "of an earlier demo"
+
+
+def test_a_folder_that_is_no_demo_s_is_not_replaced(started, tmp_path, capsys):
+    (tmp_path / "thesis.tex").write_text("")
+    assert demo.main(["--folder", str(tmp_path)]) == 2
+    assert "no earlier demo" in capsys.readouterr().err and (tmp_path / "thesis.tex").is_file()
+    assert demo.main(["--folder", str(tmp_path / "thesis.tex")]) == 2
+
+
+def test_the_end_names_commands_that_this_environment_has(started, tmp_path, capsys):
+    assert demo.main(["--folder", str(tmp_path / "demo")]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("next "))
+    command = line.split()[1]
+    assert shutil.which(command) is not None or command == sys.executable
+    assert f"evaluate {tmp_path / 'demo' / 'gspo'}" in line
+
+
+def test_an_accuracy_that_was_not_measured(started, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(SUMMARY, "accuracy_before", None)
+    assert demo.main(["evaluation.at_start=false", "--folder", str(tmp_path / "demo")]) == 0
+    assert "not measured before GSPO, 75.0 % after" in capsys.readouterr().out
 
 
 def test_a_failed_training_ends_the_demo_with_its_code(monkeypatch, tmp_path):
