@@ -5,15 +5,17 @@ import json
 import re
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
+from html import unescape
 
 import pytest
 
 from megatron_gspo.tools.compare.report_page import interval_text
 from megatron_gspo.tools.compare.statistics import Interval
-from megatron_gspo.tools.compare.study import rows, study_of
+from megatron_gspo.tools.compare.study import read_study, rows, study_of
 from megatron_gspo.tools.compare.study_files import write_report
+from megatron_gspo.tools.compare.study_plan import load_comparison, report_runs
 from tests.tools.compare.conftest import COMMAND
-from tests.tools.compare.synthetic import Course, write_run
+from tests.tools.compare.synthetic import VARIANTS, Course, compared, write_comparison, write_run
 
 
 def test_the_page_stands_alone(report):
@@ -96,3 +98,28 @@ def test_text_from_runs_is_escaped(tmp_path):
 )
 def test_intervals_as_text(found, text):
     assert interval_text(found) == text
+
+
+@pytest.mark.parametrize("label", ["costs $5 and $6", "a_b_c^d", "$x$ \\frac{", "</text><script>", "a & b < c", "_hidden"])
+def test_labels_are_shown_as_they_are(tmp_path, label):
+    """Whatever matplotlib, SVG or HTML would make of them."""
+    comparison = load_comparison(write_comparison(tmp_path, seeds=(1, 2), names=("grpo", "gspo")))
+    for spec in report_runs(comparison, {}):
+        write_run(spec.run_dir, spec.seed, VARIANTS[spec.variant], steps=10)
+    study = read_study(comparison, "")
+    groups = [replace(study.groups[0], label=label), *study.groups[1:]]
+    page, *_ = write_report(replace(study, groups=groups, title=label), tmp_path / "out")
+    text = page.read_text()
+    assert "<script>" not in text.replace("<script>\nfor (const", "")
+    shown = unescape(" ".join(re.findall(r"<text[^>]*>(.*?)</text>", text)))
+    assert label.split()[0] in shown.replace("\u2212", "-")
+    for picture in (tmp_path / "out").glob("*.svg"):
+        ElementTree.parse(picture)
+
+
+def test_verdicts_are_about_these_runs(tmp_path):
+    study = compared(tmp_path, {"grpo": VARIANTS["grpo"], "gspo": VARIANTS["gspo"]}, seeds=(1, 2))
+    page, *_ = write_report(study, tmp_path / "out")
+    text = page.read_text()
+    assert "reproduced" not in text
+    assert "They are of the model nowhere, the task ?, 10 rollout batches, 2 seeds." in text
