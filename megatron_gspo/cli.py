@@ -62,4 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         print(f"{PROGRAM}: {name!r} is not a command; use one of {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
-    return import_module(COMMANDS[name].module).main(rest) or 0
+    try:
+        return import_module(COMMANDS[name].module).main(rest) or 0
+    except KeyboardInterrupt:  # a command that has something to keep or to end says so itself
+        print(f"{PROGRAM} {name}: interrupted", file=sys.stderr)
+        return 130

@@ -171,7 +171,12 @@ class _Watcher:
 
     def _next(self) -> str:
         found, _ = newest_checkpoint(self._run_dir / "checkpoints")
-        return f"start again to resume from {found}" if found else "there is no checkpoint yet, start again"
+        if found:
+            return f"start again to resume from {found}"
+        return (
+            "there is no checkpoint yet, start again from the first step "
+            "(checkpoint.save_interval: n saves one every n steps)"
+        )
 
     def _end(self, mine: Failure) -> int:
         """Publish ``mine`` unless another failure came first, print what this node hasn't printed, wait for readers."""

@@ -53,7 +53,7 @@ def start_lines(config: Config, *, prompts: int, held_out: int, verifier: str) -
     trained = f"{config.model.path} ({_model(config)}{adapters})"
     return [
         f"{config.algorithm.name}{replay} trains {trained} on {task}; {evaluated}",
-        f"{training.steps} steps of {samples}, {training.global_batch_size} a mini-batch; {_layout(config)}{engine}",
+        f"{_steps(training.steps)} of {samples}, {training.global_batch_size} a mini-batch; {_layout(config)}{engine}",
         f"output in {config.run_dir}, {saved}",
     ]
 
@@ -61,7 +61,7 @@ def start_lines(config: Config, *, prompts: int, held_out: int, verifier: str) -
 def end_lines(config: Config, state: LoopState, *, held_out: int) -> list[str]:
     """How long the run took, its files, and the command that evaluates it."""
     folder = Path(config.run_dir)
-    result = f"trained {state.step} steps in {format_time(state.wall_seconds)}"
+    result = f"trained {_steps(state.step)} in {format_time(state.wall_seconds)}"
     if state.accuracy_after is not None:
         before = "" if state.accuracy_before is None else f"{100 * state.accuracy_before:.1f} % before, "
         result += f"; held-out accuracy {before}{100 * state.accuracy_after:.1f} % after"
@@ -73,6 +73,10 @@ def end_lines(config: Config, state: LoopState, *, held_out: int) -> list[str]:
     else:
         lines.append("the trained weights were not kept: checkpoint.export_hf is false and checkpoint.save_interval 0")
     return lines
+
+
+def _steps(count: int) -> str:
+    return f"{count} step{'' if count == 1 else 's'}"
 
 
 def _has_content(path: Path) -> bool:

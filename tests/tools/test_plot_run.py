@@ -49,8 +49,8 @@ def test_metrics_of_another_program_are_one_line(tmp_path, capsys):
     (run,) = write_runs(tmp_path, "a")
     (tmp_path / "a" / "metrics.jsonl").write_text('{"step": 1, "reward/mean": "high"}\n')
     assert main([run]) == 2
-    assert capsys.readouterr().err == f"plot_run: {run}/metrics.jsonl: reward/mean is no number; it is not of a run of " \
-        "this program\n"
+    problem = "reward/mean is no number; it is not of a run of this program"
+    assert capsys.readouterr().err == f"plot_run: {run}/metrics.jsonl: {problem}\n"
 
 
 def test_a_directory_without_records_is_one_line(tmp_path, capsys):

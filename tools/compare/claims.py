@@ -1,7 +1,7 @@
 """Whether runs show what was published, decided by fixed rules on the numbers.
 
-A verdict is about the runs of a report: a small model on a small task neither reproduces nor refutes a claim about large
-ones.
+A verdict is about the runs of a report: a small model on a small task neither reproduces nor refutes a claim about
+large ones.
 """
 
 from __future__ import annotations

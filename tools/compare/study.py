@@ -30,8 +30,8 @@ MEASURES = (
 )
 
 
-# Starts of keys that change no result: where a run writes, what it logs and keeps, how its servers are reached. Runs that
-# differ in these alone are one variant.
+# Starts of keys that change no result: where a run writes, what it logs and keeps, how its servers are reached. Runs
+# that differ in these alone are one variant.
 _WITHOUT_EFFECT = (
     "run_dir",
     "seed",

@@ -7,10 +7,8 @@ import pytest
 
 from megatron_gspo.tools.compare.claims import (
     NOT_SEEN,
-    NOT_SEEN,
     PARTLY,
     PRIMARY,
-    SEEN,
     SEEN,
     UNDECIDED,
     UNTESTED,
