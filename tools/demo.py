@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from megatron_gspo.config.load import read_file
 from megatron_gspo.config.parallel_checks import check_layout
 from megatron_gspo.config.training_checks import check_batches
 from megatron_gspo.errors import InputError, UserError, report
+from megatron_gspo.tools.compare.study_runner import Interrupted
 from megatron_gspo.tools.copy_examples import EXAMPLE_RUNS
 from megatron_gspo.tracking.run_environment import PROGRAM, program
 
@@ -58,22 +60,32 @@ def transformers_accuracy(model: Path, config: Path) -> float:
         max_new_tokens=run.rollout.max_response_length,
         num_return_sequences=run.evaluation.n_samples,
     )
-    texts = tokenizer.batch_decode(output[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+    texts = tokenizer.batch_decode(
+        output[:, batch["input_ids"].shape[1] :], skip_special_tokens=True
+    )
     answers = [prompt.answer for prompt in held_out for _ in range(run.evaluation.n_samples)]
-    return sum(text.strip() == answer for text, answer in zip(texts, answers, strict=True)) / len(texts)
+    return sum(text.strip() == answer for text, answer in zip(texts, answers, strict=True)) / len(
+        texts
+    )
 
 
-def check_arguments(folder: Path, processes: int, overrides: Sequence[str]) -> dict[Path, list[str]]:
+def check_arguments(
+    folder: Path, processes: int, overrides: Sequence[str]
+) -> dict[Path, list[str]]:
     """The overrides of each training config, with a warm-up that fits into fewer steps. Raises UserError for what can't
     run, before anything is written or replaced."""
     for override in overrides:
         key = override.partition("=")[0]
         if key in OWN_KEYS or key == "model":
-            raise DemoError(f"{key}: the demo sets it itself; train with your own: {program()} train CONFIG.yaml")
+            raise DemoError(
+                f"{key}: the demo sets it itself; train with your own: {program()} train CONFIG.yaml"
+            )
     if folder.exists() and not folder.is_dir():
         raise DemoError(f"--folder {folder}: is a file; name a folder")
     if folder.is_dir() and any(folder.iterdir()) and not (folder / _MARK).is_file():
-        raise DemoError(f"--folder {folder}: is not empty and no earlier demo's; name another folder")
+        raise DemoError(
+            f"--folder {folder}: is not empty and no earlier demo's; name another folder"
+        )
     if processes < 1:
         raise DemoError(f"--processes {processes}: at least 2 are needed, for TP 2 and EP 2")
     return {config: _checked(config, processes, overrides) for config in (COLD_START, GSPO)}
@@ -111,7 +123,12 @@ def run_demo(folder: Path, processes: int, overrides: Sequence[str] = ()) -> Non
     # torch and Transformers, which --help and a wrong argument don't need
     from transformers.utils.logging import disable_progress_bar
 
-    from megatron_gspo.tools.compare.cold_start import INSTRUCTION, imitate, train, write_demonstrations
+    from megatron_gspo.tools.compare.cold_start import (
+        INSTRUCTION,
+        imitate,
+        train,
+        write_demonstrations,
+    )
     from megatron_gspo.tools.compare.study_plan import ColdStartFiles
     from megatron_gspo.tools.make_tiny_model import TinyModel, write_tiny_model
 
@@ -165,7 +182,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "(a minute; too few steps to learn the task)",
     )
     parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="overrides of both training configs, e.g. training.steps=10"
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="overrides of both training configs, e.g. training.steps=10",
     )
     parser.add_argument(
         "--folder",
@@ -174,11 +194,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="output; an earlier demo is replaced (default: %(default)s)",
     )
     parser.add_argument(
-        "--processes", type=int, default=4, help="a multiple of 2: the layout is TP 2, EP 2 (default: %(default)s)"
+        "--processes",
+        type=int,
+        default=4,
+        help="a multiple of 2: the layout is TP 2, EP 2 (default: %(default)s)",
     )
     options = parser.parse_args(arguments)
     try:
         run_demo(options.folder, options.processes, options.overrides)
+    except Interrupted as error:
+        print(
+            f"demo: interrupted; {options.folder} stays until the same command begins again",
+            file=sys.stderr,
+        )
+        return error.exit_code
     except UserError as error:
         return report(error)
     return 0

@@ -34,7 +34,9 @@ def picture_of(run_dirs: Sequence[Path], output: Path | None) -> Path:
     if output is None:
         if len(set(runs)) == 1:
             return run_dirs[0] / PICTURE
-        output = Path(f"curves_{'_'.join(dict.fromkeys(path.name for path in runs))}"[:_LONGEST_NAME] + ".png")
+        output = Path(
+            f"curves_{'_'.join(dict.fromkeys(path.name for path in runs))}"[:_LONGEST_NAME] + ".png"
+        )
     owner = output.resolve().parent
     if output.name == PICTURE and (owner / "metrics.jsonl").is_file() and {owner} != set(runs):
         raise PlotError(f"--output {output}: is the picture of the run {owner}; name another file")
@@ -49,9 +51,15 @@ def labelled(run_dirs: Sequence[Path]) -> dict[str, list[dict[str, Any]]]:
             raise PlotError(f"{path}: is not a run directory (no metrics.jsonl); correct the path")
         runs[str(path)] = read_metrics(path)
         for record in runs[str(path)]:
-            wrong = [name for name, value in record.items() if not isinstance(value, (int, float, type(None)))]
+            wrong = [
+                name
+                for name, value in record.items()
+                if not isinstance(value, (int, float, type(None)))
+            ]
             if wrong:
-                raise PlotError(f"{path}/metrics.jsonl: {wrong[0]} is no number; it is not of a run of this program")
+                raise PlotError(
+                    f"{path}/metrics.jsonl: {wrong[0]} is no number; it is not of a run of this program"
+                )
     return runs
 
 

@@ -62,7 +62,9 @@ def check_log_probs(
     compares_tokens = interval > 0 and version % interval == 0
     if not compares_models and not compares_tokens:
         return {}
-    samples = [as_sample(prompt) for prompt in islice((p for p in prompts if p.length > 1), _PROMPTS)]
+    samples = [
+        as_sample(prompt) for prompt in islice((p for p in prompts if p.length > 1), _PROMPTS)
+    ]
     if not samples:
         return {}
     with timers("log_prob_check"):
@@ -116,7 +118,9 @@ def absolute_differences(
     }
 
 
-def other_model(ours: Sequence[np.ndarray], theirs: Mapping[str, Sequence[np.ndarray]], config: Config) -> str | None:
+def other_model(
+    ours: Sequence[np.ndarray], theirs: Mapping[str, Sequence[np.ndarray]], config: Config
+) -> str | None:
     """A line about the first server that computes another model than the trainer, with the fix; None if none does."""
     log_probs = np.concatenate(list(ours))
     spread = float(np.abs(log_probs - log_probs.mean()).mean())
@@ -137,7 +141,11 @@ def other_model(ours: Sequence[np.ndarray], theirs: Mapping[str, Sequence[np.nda
 def _advice(config: Config) -> str:
     hf = read_config(config.model.path)
     model_type = str(hf.get("model_type"))
-    if config.rollout.engine == "sglang" and hf.get("tie_word_embeddings") and model_type in _TIES_IGNORED:
+    if (
+        config.rollout.engine == "sglang"
+        and hf.get("tie_word_embeddings")
+        and model_type in _TIES_IGNORED
+    ):
         return (
             f"SGLang ignores tie_word_embeddings of {model_type} (sgl-project/sglang#19908): use rollout.engine: vllm, "
             "or untie the model as docs/sglang.md shows"

@@ -33,7 +33,11 @@ def start_lines(config: Config, *, prompts: int, held_out: int, verifier: str) -
     prompts, held_out: numbers of training and of held-out prompts. verifier: what gives the rewards, in words.
     """
     rollout, training, data = config.rollout, config.training, config.data
-    replay = "" if config.routing.replay == "none" else f" and routing replay {config.routing.replay.upper()}"
+    replay = (
+        ""
+        if config.routing.replay == "none"
+        else f" and routing replay {config.routing.replay.upper()}"
+    )
     adapters = f", LoRA adapters of rank {config.lora.rank}" if config.lora.is_on else ""
     source = data.task.name if data.task is not None else data.prompts
     if config.algorithm.is_supervised:
@@ -47,7 +51,11 @@ def start_lines(config: Config, *, prompts: int, held_out: int, verifier: str) -
     engine = "" if config.algorithm.is_supervised else f", {rollout.engine} engine"
     interval = config.checkpoint.save_interval
     if interval:
-        saved = f"a checkpoint every {interval} steps" if interval > 1 else "a checkpoint after every step"
+        saved = (
+            f"a checkpoint every {interval} steps"
+            if interval > 1
+            else "a checkpoint after every step"
+        )
     else:
         saved = "without checkpoints, so that an interrupted run begins again (checkpoint.save_interval: 0)"
     trained = f"{config.model.path} ({_model(config)}{adapters})"
@@ -63,7 +71,9 @@ def end_lines(config: Config, state: LoopState, *, held_out: int) -> list[str]:
     folder = Path(config.run_dir)
     result = f"trained {_steps(state.step)} in {format_time(state.wall_seconds)}"
     if state.accuracy_after is not None:
-        before = "" if state.accuracy_before is None else f"{100 * state.accuracy_before:.1f} % before, "
+        before = (
+            "" if state.accuracy_before is None else f"{100 * state.accuracy_before:.1f} % before, "
+        )
         result += f"; held-out accuracy {before}{100 * state.accuracy_after:.1f} % after"
     files = [f"{name} ({words})" for name, words in _RESULTS if _has_content(folder / name)]
     lines = [result, f"results in {folder}: {', '.join(files)}"]
@@ -71,7 +81,9 @@ def end_lines(config: Config, state: LoopState, *, held_out: int) -> list[str]:
         tasks = "" if held_out else " --tasks FILE"
         lines.append(f"evaluate it with: {program()} evaluate {folder}{tasks}")
     else:
-        lines.append("the trained weights were not kept: checkpoint.export_hf is false and checkpoint.save_interval 0")
+        lines.append(
+            "the trained weights were not kept: checkpoint.export_hf is false and checkpoint.save_interval 0"
+        )
     return lines
 
 

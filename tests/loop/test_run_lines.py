@@ -21,7 +21,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_a_run_says_what_it_trains_and_where_its_results_are(model, tmp_path):
     run_dir = tmp_path / "run"
-    log = launch(base_config(model, run_dir, training={"steps": 1}, evaluation={"n_samples": 1})).log
+    log = launch(
+        base_config(model, run_dir, training={"steps": 1}, evaluation={"n_samples": 1})
+    ).log
     lines = log.splitlines()
     first = next(line for line in lines if line.startswith("gspo trains "))
     weights = load_file(Path(model) / "model.safetensors")
@@ -30,10 +32,19 @@ def test_a_run_says_what_it_trains_and_where_its_results_are(model, tmp_path):
     assert "prompts of spell_backward, rewards by " in first and "; 8 held-out prompts" in first
     assert "1 step of 4 prompts x 4 responses, 8 a mini-batch; 1 process, embedded engine" in lines
     assert any(line.startswith(f"output in {run_dir}, without checkpoints") for line in lines)
-    assert any(line.startswith("trained 1 step in 0:") and "held-out accuracy" in line for line in lines)
+    assert any(
+        line.startswith("trained 1 step in 0:") and "held-out accuracy" in line for line in lines
+    )
     results = next(line for line in lines if line.startswith(f"results in {run_dir}: "))
-    assert "metrics.jsonl" in results and "hf (trained model" in results and "checkpoints" not in results
-    assert any(line.startswith("evaluate it with: ") and line.endswith(f"evaluate {run_dir}") for line in lines)
+    assert (
+        "metrics.jsonl" in results
+        and "hf (trained model" in results
+        and "checkpoints" not in results
+    )
+    assert any(
+        line.startswith("evaluate it with: ") and line.endswith(f"evaluate {run_dir}")
+        for line in lines
+    )
 
 
 def config_of(tmp_path: Path, **sections: object) -> Config:

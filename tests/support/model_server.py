@@ -54,7 +54,13 @@ class ModelServer(WebServer):
         if request.path == "/generate":
             return web.json_response(self._respond(body))
         self._version = body.get("new_version") or body.get("weight_version") or self._version
-        status = {"success": True, "weight_version": self._version, "tp_size": 1, "pp_size": 1, "dp_size": 1}
+        status = {
+            "success": True,
+            "weight_version": self._version,
+            "tp_size": 1,
+            "pp_size": 1,
+            "dp_size": 1,
+        }
         return web.json_response(status)
 
     def _respond(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -63,7 +69,11 @@ class ModelServer(WebServer):
         inputs = None
         if body.get("logprob_start_len") == 0:
             self.scored += 1
-            rows = self._log_probs(tokens)[:-1].gather(1, torch.tensor(tokens)[1:, None])[:, 0].tolist()
+            rows = (
+                self._log_probs(tokens)[:-1]
+                .gather(1, torch.tensor(tokens)[1:, None])[:, 0]
+                .tolist()
+            )
             inputs = [[None, tokens[0], None]]
             inputs += [[row, token, None] for row, token in zip(rows, tokens[1:], strict=True)]
         log_probs: list[float] = []

@@ -13,6 +13,7 @@ from megatron_gspo.errors import InputError
 from megatron_gspo.tools import demo
 from megatron_gspo.tools.compare import cold_start
 from megatron_gspo.tools.compare.study_plan import ColdStartFiles
+from megatron_gspo.tools.compare.study_runner import Interrupted
 
 SUMMARY = {"accuracy_before": 0.25, "accuracy_after": 0.75, "wall_seconds": 12.0}
 
@@ -118,6 +119,15 @@ def test_an_accuracy_that_was_not_measured(started, tmp_path, capsys, monkeypatc
     monkeypatch.setitem(SUMMARY, "accuracy_before", None)
     assert demo.main(["evaluation.at_start=false", "--folder", str(tmp_path / "demo")]) == 0
     assert "not measured before GSPO, 75.0 % after" in capsys.readouterr().out
+
+
+def test_an_interrupt_says_that_the_demo_begins_again(monkeypatch, tmp_path, capsys):
+    def interrupted(command: list[str]) -> int:
+        raise Interrupted("interrupted; run the same command again to continue")
+
+    monkeypatch.setattr(cold_start, "run_one", interrupted)
+    assert demo.main(["--folder", str(tmp_path / "demo")]) == 130
+    assert "stays until the same command begins again" in capsys.readouterr().err
 
 
 def test_a_failed_training_ends_the_demo_with_its_code(monkeypatch, tmp_path):
