@@ -175,7 +175,7 @@ def study_of(run_dirs: Sequence[str | Path], command: str, *, baseline: str | No
     directory without a run, a seed that a variant has twice, and an unknown baseline.
     """
     found: list[tuple[dict[str, Any], Run]] = []
-    for path in run_dirs:
+    for path in {Path(path).resolve(): path for path in run_dirs}.values():  # one named twice counts once
         run = read_run(path, setting=BASE, variant="")
         if run.status == "missing" or not run.config:
             raise ReportError(f"{path}: is not a run directory (no config.yaml of a run); correct the path")

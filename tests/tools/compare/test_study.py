@@ -127,6 +127,12 @@ def test_seeds_and_keys_without_effect_make_one_variant(tmp_path):
     assert [group.name for group in study.groups] == ["grpo"] and study.seeds == [1, 2, 3] and study.notes == []
 
 
+def test_a_run_that_is_named_twice_counts_once(tmp_path):
+    path = write_run(tmp_path / "a", 1, Course(), steps=5)
+    study = study_of([path, tmp_path / "." / "b" / ".." / "a"], "")
+    assert len(study.runs) == 1
+
+
 def test_unequal_runs_are_noted(tmp_path):
     long, short = write_run(tmp_path / "a", 1, Course(), steps=20), write_run(tmp_path / "b", 1, Course(), steps=10)
     open_run = write_run(tmp_path / "c", 2, Course(), steps=10)
