@@ -27,6 +27,7 @@ $(STAMP): setup.py
 	$(VENV)/bin/python -m pip install -q --no-compile "$(TORCH)"
 	$(VENV)/bin/python -m pip install -q --no-compile -e ".[$(EXTRAS)]"
 	$(RUN) -W ignore -c "import megatron_gspo.loop.training_loop"
+	@echo "installed: 'source $(VENV)/bin/activate' puts megatron-gspo on the PATH"
 	touch $@
 
 demo: install

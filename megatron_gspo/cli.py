@@ -13,8 +13,7 @@ from typing import NamedTuple
 from megatron_gspo import __version__
 from megatron_gspo.launch_environment import run_alone, warn_of_ignored_processes
 from megatron_gspo.terminal import outlive_terminal
-
-PROGRAM = "megatron-gspo"
+from megatron_gspo.tracking.run_environment import PROGRAM
 
 
 class Command(NamedTuple):
@@ -69,4 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if name == "train":
         warn_of_ignored_processes()
     run_alone()
-    return import_module(COMMANDS[name].module).main(rest) or 0
+    try:
+        return import_module(COMMANDS[name].module).main(rest) or 0
+    except KeyboardInterrupt:  # a command that has something to keep or to end says so itself
+        print(f"{PROGRAM} {name}: interrupted", file=sys.stderr)
+        return 130

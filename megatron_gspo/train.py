@@ -5,6 +5,7 @@ Megatron is imported once the config is read, so that ``--help`` and a wrong key
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -49,8 +50,13 @@ def main(arguments: list[str] | None = None) -> None:
         fix = "use megatron-gspo rehearse CONFIG.yaml --world N --build-only"
         refuse(ConfigError("--dry-run", MISSING, "is a command of its own now", fix))
     config = from_command_line(arguments, USAGE)
-    from megatron_gspo.loop import training_loop
-    from megatron_gspo.loop.failures import exit_together
+    try:
+        from megatron_gspo.loop import training_loop
+        from megatron_gspo.loop.failures import exit_together
+    except KeyboardInterrupt:  # the imports take seconds, on a busy machine minutes
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print("error: interrupted before the run began; nothing was changed", file=sys.stderr)
+        raise SystemExit(130) from None
 
     parallel = config.parallel
     with exit_together(

@@ -200,3 +200,12 @@ def test_installed_demo_runs_to_its_end(installed, tmp_path):
     done = run_installed(installed, tmp_path, "demo", "--processes", "2", *short)
     assert done.returncode == 0, done.stderr
     assert "held-out accuracy" in done.stdout and (tmp_path / "runs/demo/gspo/hf/config.json").is_file()
+
+
+def test_an_interrupt_is_one_line(monkeypatch, capsys):
+    def interrupted(module: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "import_module", interrupted)
+    assert cli.main(["plan", "--help"]) == 130
+    assert capsys.readouterr().err == "megatron-gspo plan: interrupted\n"

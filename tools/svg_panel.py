@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import re
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -21,12 +22,14 @@ _PLACEHOLDERS = {f"#{0xA1B200 + i:06x}": f"v{i}" for i in range(COLOURS)} | {
 }
 TEXT, GRID, FAINT = "#a1b400", "#a1b401", "#a1b402"
 _PLACEHOLDERS |= {TEXT: "text", GRID: "grid", FAINT: "faint"}
-_SIZE = (4.6, 2.9)  # inches; a panel is about 330 points wide, so that it needs no scaling on a phone
+_SIZE = (3.4, 2.4)  # inches; two panels beside each other are read at 400 pixels, where 9.5 points are 7 pixels
+_TITLE_LETTERS = 34  # of a title's line
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "comparison",
     "font.family": "sans-serif",
     "font.size": 9.5,
+    "text.parse_math": False,  # labels are names of people: a dollar is a dollar
     "axes.edgecolor": GRID,
     "axes.labelcolor": FAINT,
     "axes.titlecolor": TEXT,
@@ -74,7 +77,8 @@ def panel(title: str, size: tuple[float, float] = _SIZE) -> Iterator[tuple[Axes,
         axis = figure.subplots()
         yield axis, output
         if title:
-            axis.set_title(title, fontsize=10.5, loc="left", fontweight="bold")
+            lines = "\n".join(textwrap.wrap(title, _TITLE_LETTERS))
+            axis.set_title(lines, fontsize=10.5, loc="left", fontweight="bold")
         figure.patch.set_alpha(0)
         axis.patch.set_alpha(0)
         buffer = io.StringIO()

@@ -63,12 +63,15 @@ class ServerConfig:
     """Seconds between health checks of a server."""
     health_timeout: Annotated[float, Gt(0)] = 10.0
     """Timeout of a health check in seconds; it takes about one."""
+    log_prob_check_at_start: bool = True
+    """Compare log-probs with the trainer's once the servers have their first weights, and after the first update; stop
+    a run whose servers compute another model."""
     log_prob_check_interval: Annotated[int, Ge(0)] = 0
-    """Updates between comparisons of the engines' log-probs; 0 is off."""
+    """Updates between further comparisons of the log-probs; 0 is off."""
     log_prob_check_tolerance: Annotated[float, Gt(0)] = 0.5
-    """Maximum log-prob difference in such a check, in nats."""
+    """Maximum log-prob difference of a token in such a further check, in nats."""
     log_prob_check_action: Literal["warn", "stop"] = "stop"
-    """Action when a check exceeds the tolerance."""
+    """Action when a further check exceeds the tolerance."""
     colocated: bool = False
     """The servers share the trainer's GPUs and release their memory during training; not with `distributed`. `urls`
     need --enable-memory-saver (SGLang) or --enable-sleep-mode (vLLM)."""

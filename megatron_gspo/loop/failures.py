@@ -177,10 +177,15 @@ class _Watcher:
 
     def _next(self) -> str:
         try:
-            found, _ = newest_checkpoint(self._run_dir / "checkpoints")
+            newest, _ = newest_checkpoint(self._run_dir / "checkpoints")
         except UserError:  # a folder that can't be read
-            found = None
-        return f"start again to resume from {found}" if found else "there is no checkpoint yet, start again"
+            newest = None
+        if newest:
+            return f"start again to resume from {newest}"
+        return (
+            "there is no checkpoint yet, start again from the first step "
+            "(checkpoint.save_interval: n saves one every n steps)"
+        )
 
     def _end(self, mine: Failure) -> int:
         """Publish ``mine`` unless another failure came first, print what this node hasn't printed, wait for readers."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -157,6 +157,12 @@ class MetricsLogger:
         """Print a line next to the progress."""
         if self._active:
             self._progress.say(line)
+
+    def say_lines(self, make_lines: Callable[[], Sequence[str]]) -> None:
+        """Print lines that are made on rank 0 alone."""
+        if self._active:
+            for line in make_lines():
+                self._progress.say(line)
 
     def _warn_once(self, about: str, line: str) -> None:
         if about not in self._warned:

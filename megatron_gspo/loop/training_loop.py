@@ -30,6 +30,7 @@ from megatron_gspo.loop.optimizer_steps import Update, run_optimizer_steps
 from megatron_gspo.loop.rollout_cache import RolloutCache
 from megatron_gspo.loop.rollout_correction import correct_mismatch
 from megatron_gspo.loop.routing import RoutingReplay, noise_metrics, same_routers, trainer_noise
+from megatron_gspo.loop.run_lines import end_lines, start_lines
 from megatron_gspo.loop.run_lock import sole_writer
 from megatron_gspo.loop.sample_metrics import sample_metrics, throughput
 from megatron_gspo.loop.setup import Components, build_components
@@ -56,6 +57,7 @@ def train(config: Config, *, engine: RolloutEngine | None = None) -> LoopState:
         stack.enter_context(sole_writer(config.run_dir))
         state, found = resume(run.policy, config)
         logger = stack.enter_context(MetricsLogger(config, run.prompts.prompts, run.tokenizer, resume_step=state.step))
+        logger.say_lines(lambda: _start_lines(run))
         logger.note_dropped_prompts(run.dropped_prompts)
         checkpoints = stack.enter_context(CheckpointManager(run.policy, config.checkpoint, config.run_dir, found))
         timers, started = Timers(), time.monotonic() - state.wall_seconds
@@ -96,6 +98,7 @@ def train(config: Config, *, engine: RolloutEngine | None = None) -> LoopState:
         if run.policy.critic is not None and config.checkpoint.export_hf:
             export(run.policy.critic, Path(config.run_dir) / "critic_hf")
         logger.finish(asdict(state) | {"exported": exported and str(exported)})
+        logger.say_lines(lambda: end_lines(config, state, held_out=len(run.eval_prompts)))
     return state
 
 
@@ -152,6 +155,14 @@ def train_step(run: Components, state: LoopState, checkpoints: CheckpointManager
     return TrainedStep(batch, cursor, routing, update, metrics | update.metrics | routing.measured.metrics())
 
 
+def _start_lines(run: Components) -> list[str]:
+    data, environment = run.config.data, run.config.rollout.environment
+    verifier = f"environment {environment}" if environment is not None else data.resolved_verifier
+    return start_lines(
+        run.config, prompts=len(run.prompts.prompts), held_out=len(run.eval_prompts), verifier=verifier
+    )
+
+
 def _prepare_start(run: Components, state: LoopState, logger: MetricsLogger, timers: Timers) -> LoopState:
     """Send the weights to the engine, begin to perturb its routers if configured, and evaluate them at the start
     of a new run. Prints what the verifier says of itself, and that no step is left where none is."""
@@ -162,8 +173,12 @@ def _prepare_start(run: Components, state: LoopState, logger: MetricsLogger, tim
             f"{run.config.run_dir} is trained: it is at step {state.step}, training.steps is "
             f"{run.config.training.steps}; more steps continue it, another run_dir begins a new run"
         )
+    checked: dict[str, float] = {}
     if run.trains_on_rollouts:
         run.groups.update_weights(run.weights, version=state.step)
+        checked = check_log_probs(
+            run.groups, run.policy, run.prompts.prompts, run.config, state.step, timers, at_start=True
+        )
     noise = run.config.router_noise
     if noise.target_flip_rate is not None and state.noise_strength is None:
         strength, rate = calibrated_strength(run, state.step)
@@ -174,7 +189,7 @@ def _prepare_start(run: Components, state: LoopState, logger: MetricsLogger, tim
     if state.step or not run.eval_prompts or not run.config.evaluation.at_start:
         return state
     metrics = _evaluate(run, 0, timers)
-    logger.log(0, metrics | timers.take())
+    logger.log(0, metrics | checked | timers.take())
     return replace(state, accuracy_before=metrics["eval/accuracy"], accuracy_after=metrics["eval/accuracy"])
 
 

@@ -42,7 +42,14 @@ PANELS = (
     Panel("Throughput, tokens/s", (("perf/tokens_per_second", ""),), from_zero=True),
 )
 COLOURS = ("#2563eb", "#d97706", "#059669", "#dc2626", "#7c3aed", "#475569")
-COLUMNS = 3
+COLUMNS = 2
+# Sizes in inches and points: a picture of 6.6 inches is read at 400 pixels (a page on a phone, where 9 points are 8
+# pixels) and, at 190 dots an inch, at 1,200.
+_WIDTH, _PANEL_HEIGHT, _DPI = 6.6, 2.25, 190
+_TITLE, _LABEL = 10.5, 9.0
+_LONGEST_LABEL = 40  # characters of a run's name in the legend
+# A run's name is text: two dollars are no formula.
+_PLAIN_TEXT = {"text.parse_math": False}
 
 
 def draw_curves(runs: Mapping[str, Records], output: str | Path) -> Path:
@@ -55,31 +62,57 @@ def draw_curves(runs: Mapping[str, Records], output: str | Path) -> Path:
     Raises ImportError without matplotlib and ValueError if there is nothing to draw.
     """
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
+        from matplotlib import rc_context
     except ImportError:
         raise ImportError("drawing needs matplotlib: pip install 'megatron-gspo[plot]'") from None
     panels = [panel for panel in PANELS if _has_data(panel, runs)]
     if not panels:
         raise ValueError(f"{', '.join(runs)}: holds no metric to draw; train at least one step")
+    with rc_context(_PLAIN_TEXT):
+        _draw(panels, runs, output)
+    return Path(output)
+
+
+def _draw(panels: Sequence[Panel], runs: Mapping[str, Records], output: str | Path) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     columns = min(COLUMNS, len(panels))
     rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(4.6 * columns, 3.0 * rows + 0.5), dpi=130, layout="constrained")
+    figure = Figure(
+        figsize=(_WIDTH * columns / COLUMNS, _PANEL_HEIGHT * rows + 0.4), dpi=_DPI, layout="constrained"
+    )
     FigureCanvasAgg(figure)
     axes = figure.subplots(rows, columns, squeeze=False).flatten()
-    for axis, panel in zip(axes, panels, strict=False):
+    for number, (axis, panel) in enumerate(zip(axes, panels, strict=False)):
         _draw_panel(axis, panel, runs)
+        if number >= len(panels) - columns:  # below it there is no panel
+            axis.set_xlabel("step", fontsize=_LABEL, color="#475569")
     for axis in axes[len(panels) :]:
         axis.axis("off")
+    names = [_short_name(name) for name in runs]
     if len(runs) == 1:
-        figure.suptitle(next(iter(runs)), fontsize=12, color="#0f172a")
+        figure.suptitle(names[0], fontsize=_TITLE + 1, color="#0f172a")
     else:
         handles = [
             axes[0].plot([], [], color=colour, lw=2)[0] for colour, _ in zip(_colours(), runs, strict=False)
         ]
-        figure.legend(handles, list(runs), loc="outside upper center", ncols=min(4, len(runs)), frameon=False)
+        longest = max(map(len, names))
+        figure.legend(
+            handles,
+            names,
+            loc="outside upper center",
+            ncols=max(1, min(4, len(runs), 70 // (longest + 6))),
+            frameon=False,
+            fontsize=_LABEL,
+        )
     figure.savefig(output)
-    return Path(output)
+
+
+def _short_name(name: str) -> str:
+    """A name for the legend: of a long path, its end. Matplotlib leaves out one that begins with an underscore."""
+    name = name if len(name) <= _LONGEST_LABEL else "…" + name[1 - _LONGEST_LABEL :]
+    return f"\u200b{name}" if name.startswith("_") else name
 
 
 def draw_run(run_dir: str | Path, output: str | Path | None = None) -> Path:
@@ -120,11 +153,11 @@ def _draw_panel(axis: Axes, panel: Panel, runs: Mapping[str, Records]) -> None:
             shade = COLOURS[position] if alone else colour
             style = "-" if alone or position == 0 else "--"
             look = (shade, style, "" if label in labelled else label)
-            _draw_curve(axis, steps, [panel.scale * v for v in values], look, panel.sparse)
+            _draw_curve(axis, steps, [panel.scale * v for v in values], look, panel.sparse, ends_labelled=alone)
             labelled.add(label)
-    axis.set_title(panel.title, fontsize=10, loc="left", color="#0f172a")
-    axis.set_xlabel("step", fontsize=8, color="#475569")
-    axis.tick_params(labelsize=8, colors="#475569")
+    axis.set_title(panel.title, fontsize=_TITLE, loc="left", color="#0f172a")
+    axis.locator_params(nbins=5)
+    axis.tick_params(labelsize=_LABEL, colors="#475569")
     axis.grid(True, color="#e2e8f0", lw=0.8)
     axis.set_axisbelow(True)
     for side in ("top", "right"):
@@ -135,19 +168,26 @@ def _draw_panel(axis: Axes, panel: Panel, runs: Mapping[str, Records]) -> None:
     if panel.from_zero:
         axis.set_ylim(bottom=0)
     if len(labelled) > 1:
-        axis.legend(fontsize=8, frameon=False)
+        axis.legend(fontsize=_LABEL, frameon=False)
 
 
 def _draw_curve(
-    axis: Axes, steps: list[float], values: list[float], look: tuple[str, str, str], sparse: bool
+    axis: Axes,
+    steps: list[float],
+    values: list[float],
+    look: tuple[str, str, str],
+    sparse: bool,
+    *,
+    ends_labelled: bool,
 ) -> None:
     colour, style, label = look
     if sparse:
         axis.plot(steps, values, color=colour, ls=style, lw=1.8, marker="o", ms=4, label=label or None)
-        text: dict[str, Any] = {"textcoords": "offset points", "fontsize": 8, "color": colour}
+        text: dict[str, Any] = {"textcoords": "offset points", "fontsize": _LABEL, "color": colour}
         below = len(values) > 1 and values[1] > values[0]  # the label of the first point does not cover the curve
-        axis.annotate(f"{values[0]:.1f}", (steps[0], values[0]), (7, -5 if below else 3), **text)
-        if len(values) > 1:
+        if ends_labelled:
+            axis.annotate(f"{values[0]:.1f}", (steps[0], values[0]), (7, -5 if below else 3), **text)
+        if ends_labelled and len(values) > 1:
             axis.annotate(f"{values[-1]:.1f}", (steps[-1], values[-1]), (0, 7), ha="center", **text)
         axis.margins(x=0.08, y=0.18)
         return

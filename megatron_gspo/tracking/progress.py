@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, TextIO
+from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as RichProgress
+from rich.table import Column
 
 from megatron_gspo.errors import printable
 
@@ -60,26 +61,33 @@ class Progress:
     ) -> None:
         self._total, self._start, self._clock = total, start, clock
         self._began = clock()
-        self._latest: dict[str, Any] = {}
+        self._last_accuracy = ""
         self._stream = stream or sys.stderr
         self._bar: RichProgress | None = None
         if self._stream.isatty():
+            widest = len(f"step {total}/{total}")
             columns = (
-                TextColumn("step {task.completed}/{task.total}"),
-                BarColumn(20),
-                TextColumn("{task.fields[line]}"),
+                TextColumn("step {task.completed}/{task.total}", table_column=Column(min_width=widest, no_wrap=True)),
+                BarColumn(10, table_column=Column(min_width=10)),
+                TextColumn("{task.fields[line]}", table_column=Column(no_wrap=True)),  # cut in a narrow terminal
             )
             self._bar = RichProgress(*columns, console=Console(file=self._stream))
             self._task = self._bar.add_task("", total=total, completed=start, line="")
             self._bar.start()
 
     def update(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """Show step (counted from 1) as done. An accuracy stays on the line until the next evaluation."""
-        self._latest = {"eval/accuracy": self._latest.get("eval/accuracy"), **metrics}
-        line = f"{format_metrics(self._latest)}  left {self._time_left(step)}"
+        """Show step (counted from 1) as done. The bar, of which the newest line alone is seen, keeps the last accuracy
+        with its step."""
+        left = f"left {self._time_left(step)}"
         if self._bar is not None:
+            accuracy = metrics.get("eval/accuracy")
+            if accuracy is not None:
+                self._last_accuracy = f"accuracy {100 * accuracy:.1f}% (step {step})"
+            shown = format_metrics({**metrics, "eval/accuracy": None})
+            line = "  ".join(text for text in (left, self._last_accuracy, shown) if text)
             self._bar.update(self._task, completed=step, line=line)
         else:
+            line = "  ".join(text for text in (format_metrics(metrics), left) if text)
             print(f"step {step}/{self._total}  {line}", file=self._stream, flush=True)
 
     def say(self, text: str) -> None:

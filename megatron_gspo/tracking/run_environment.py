@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
+import os
 import platform
+import shutil
 import socket
 import subprocess
 import sys
@@ -13,6 +15,7 @@ from typing import Any
 
 import megatron_gspo
 
+PROGRAM = "megatron-gspo"  # the console command
 PACKAGES = ("torch", "megatron-core", "transformers", "transformer-engine", "numpy")
 
 
@@ -29,6 +32,18 @@ def describe_environment(*, world_size: int) -> dict[str, Any]:
         "git_revision": git_revision(Path(megatron_gspo.__file__).parent.parent),
         "versions": {name: _version(name) for name in PACKAGES},
     }
+
+
+def program() -> str:
+    """How this environment's ``megatron-gspo`` is called from the working directory: by its name where the shell finds
+    it, else by its path."""
+    script = Path(sys.executable).with_name(PROGRAM)
+    if not script.is_file():
+        return f"{sys.executable} -m megatron_gspo"
+    on_path = shutil.which(script.name)
+    if on_path is not None and Path(on_path).resolve() == script.resolve():
+        return script.name
+    return os.path.relpath(script) if script.is_relative_to(Path.cwd()) else str(script)
 
 
 def git_revision(folder: Path) -> str | None:

@@ -31,7 +31,7 @@ GROUPS: dict[str, tuple[Case, ...]] = {
                test_config.NO_GPU, test_config.NO_NUMBER, test_config.PORT_IN_USE),
     "Prompts": (*test_prompts.CASES,),
     "Model": (*test_model.CASES,),
-    "Engines": (*test_rollouts.CASES, *test_rollouts.DIVERGED),
+    "Engines": (*test_rollouts.CASES, *test_rollouts.DIVERGED, test_rollouts.OTHER_MODEL),
     "Routes": (*test_routes.CASES,),
     "Verifiers": (*test_rewards.CASES,),
     "Files and disks": (*(case for case, _, _ in test_disk.CASES), test_disk.FULL_AGAIN),
@@ -64,6 +64,8 @@ FIXES = {
     "positive log-prob": "probabilities or logits instead of log-probs",
     "token outside the vocabulary": "another tokenizer, or padding that was not removed",
     "another prompt": "the server tokenised the text again",
+    "server of another model": "the config.json or the arguments of the server are of another model, or the engine "
+    "ignores a key, as [SGLang tied embeddings](sglang.md#agreement-of-the-engines)",
     "engine that refuses": "the engine's own error; a server is gone or refuses a request",
     "weights that diverged": "resume from an earlier checkpoint: move the newest away",
     "gradient that isn't finite": "lower the learning rate; see `grad_norm` before",

@@ -69,7 +69,8 @@ def test_a_client_that_is_killed_while_it_waits_for_responses(model, tmp_path):
     with Generator() as server, ThreadPoolExecutor(1) as pool:
         server.gate = False
         config = small_config(model, tmp_path, rollout={"engine": "sglang"}, training={"steps": 3},
-                              sglang={"urls": [server.url], "weight_transport": "tensor"},
+                              sglang={"urls": [server.url], "weight_transport": "tensor",
+                                      "log_prob_check_at_start": False},
                               parallel={"distributed_timeout_minutes": 5.0})  # fmt: skip
         waits = pool.submit(kill_when, lambda: len(server.bodies) == 8, tmp_path / "rank_1.txt")
         first, killed = run_ranks(config, 2, tmp_path, limit=120)

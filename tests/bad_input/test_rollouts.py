@@ -11,6 +11,7 @@ import pytest
 
 from megatron_gspo.data.sample import Sample
 from tests.support.command_line import Case, Outcome, check, small_config, start, with_engine
+from tests.support.model_server import ModelServer, tied_model
 from tests.support.scripted_engine import ScriptedEngine, ScriptedResponse
 from tests.support.training_runs import records
 
@@ -185,3 +186,19 @@ def test_a_run_that_diverged_ends(case, lr, model, tmp_path):
 def test_a_run_that_diverged_ends_with_the_embedded_engine_too(model, tmp_path):
     case = Case("log-probs of an engine", "the log-probs are not finite; check the weights", code=1)
     check(case, start(broken_weights(small_config(model, tmp_path), 1e38), tmp_path))
+
+
+OTHER_MODEL = Case(
+    "server of another model",
+    "computes another model than the trainer",
+    code=1,
+    shows=("error: weights 0: server http://127.0.0.1", "SGLang ignores tie_word_embeddings of qwen3_moe"),
+)
+
+
+def test_a_server_that_computes_another_model(tmp_path):
+    """With an output layer of its own, in place of the embeddings; found before the first response."""
+    model = tied_model(tmp_path / "model", tied=True)
+    with ModelServer(model, ignores_ties=True) as server:
+        sglang = {"urls": [server.url], "weight_transport": "disk"}
+        check(OTHER_MODEL, start(small_config(model, tmp_path, rollout={"engine": "sglang"}, sglang=sglang), tmp_path))

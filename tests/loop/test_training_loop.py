@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -67,6 +67,8 @@ class Logger:
 
     def say(self, line: str) -> None:
         self.said.append(line)
+
+    def say_lines(self, make_lines: Callable[[], Sequence[str]]) -> None: ...
 
     def finish(self, summary: dict[str, Any]) -> None:
         self.events.append("summary")
@@ -145,7 +147,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
             "CheckpointManager": lambda *_: checkpoints,
             "train_step": train_step,
             "evaluate": evaluate,
-            "check_log_probs": lambda *_: {"log_prob_check/abs_diff": 0.0},
+            "check_log_probs": lambda *_, **__: {"log_prob_check/abs_diff": 0.0},
             "calibrated_strength": lambda run, step: events.append(f"calibrate {step}") or (0.25, 0.1),
             "perturb_rollout": lambda engine, section, found: events.append(f"perturb {found}"),
             "unperturbed_rollout": lambda engine: events.append("unperturbed") or contextlib.nullcontext(),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 
 import pytest
 
@@ -11,6 +13,7 @@ from megatron_gspo.errors import InputError
 from megatron_gspo.tools import demo
 from megatron_gspo.tools.compare import cold_start
 from megatron_gspo.tools.compare.study_plan import ColdStartFiles
+from megatron_gspo.tools.compare.study_runner import Interrupted
 
 SUMMARY = {"accuracy_before": 0.25, "accuracy_after": 0.75, "wall_seconds": 12.0}
 
@@ -64,9 +67,84 @@ def test_a_folder_of_the_user_is_not_a_demo(started, tmp_path, capsys):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("mine")
     assert demo.main(["--folder", str(tmp_path)]) == 2
-    said = f"error: --folder {tmp_path}: is not empty and holds no demo; choose another folder\n"
+    said = f"demo error: --folder {tmp_path}: is not empty and holds no demo; choose another folder\n"
     assert capsys.readouterr().err == said and started == []
     assert (tmp_path / "model" / "config.json").read_text() == "mine"
+
+
+def settings(command: list[str]) -> dict[str, str]:
+    """The last value of each key of a command."""
+    return dict(word.split("=", 1) for word in command if "=" in word)
+
+
+@pytest.mark.parametrize(
+    ("steps", "cold", "gspo"), [(1, 0, 2), (2, 1, 4), (10, 5, None), (30, 15, None), (31, None, None)]
+)
+def test_fewer_steps_than_the_warm_up(started, tmp_path, steps, cold, gspo):
+    """The help's own example: the cold start warms up for 30 steps, GSPO for 10 with four updates a step."""
+    assert demo.main([f"training.steps={steps}", "--folder", str(tmp_path / "demo")]) == 0
+    shown = [settings(command).get("optimizer.lr_warmup_steps") for command in started]
+    assert shown == [None if number is None else str(number) for number in (cold, gspo)]
+
+
+def test_a_warm_up_of_one_s_own_stays(started, tmp_path):
+    given = ["training.steps=10", "optimizer.lr_warmup_steps=3"]
+    assert demo.main([*given, "--folder", str(tmp_path / "demo")]) == 0
+    assert [settings(command)["optimizer.lr_warmup_steps"] for command in started] == ["3", "3"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        (["--processes", "3"], ("--processes 3: ", "does not divide 3 processes", "start a multiple of 2")),
+        (["--processes", "0"], ("--processes 0: at least 2 are needed",)),
+        (["--processes", "-2"], ("--processes -2: at least 2 are needed",)),
+        (["training.steps=0"], ("training.steps",)),
+        (["run_dir=elsewhere"], ("run_dir: the demo sets it itself",)),
+        (["model.path=mine"], ("model.path: the demo sets it itself",)),
+        (["checkpoint.export_hf=false"], ("checkpoint.export_hf: the demo sets it itself",)),
+        (["algorithm.name=grpo"], ("algorithm",)),
+        (["training.max_tokens_per_micro_batch=8"], ("training.max_tokens_per_micro_batch", "set at least")),
+        (["optimizer.lr_warmup_steps=4000"], ("optimizer.lr_warmup_steps",)),
+    ],
+)
+def test_what_cannot_run_is_one_line_and_replaces_nothing(started, tmp_path, capsys, arguments, shown):
+    folder = tmp_path / "demo"
+    folder.mkdir()
+    (folder / "demonstrations.jsonl").write_text("of an earlier demo")
+    assert demo.main([*arguments, "--folder", str(folder)]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and "error: " in lines[0] and all(words in lines[0] for words in shown), lines
+    assert started == [] and (folder / "demonstrations.jsonl").read_text() == "of an earlier demo"
+
+
+def test_a_file_is_no_folder_of_a_demo(started, tmp_path):
+    (tmp_path / "thesis.tex").write_text("")
+    assert demo.main(["--folder", str(tmp_path / "thesis.tex")]) == 2
+    assert (tmp_path / "thesis.tex").is_file()
+
+
+def test_the_end_names_commands_that_this_environment_has(started, tmp_path, capsys):
+    assert demo.main(["--folder", str(tmp_path / "demo")]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("next "))
+    command = line.split()[1]
+    assert shutil.which(command) is not None or command == sys.executable
+    assert f"evaluate {tmp_path / 'demo' / 'gspo'}" in line
+
+
+def test_an_accuracy_that_was_not_measured(started, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(SUMMARY, "accuracy_before", None)
+    assert demo.main(["evaluation.at_start=false", "--folder", str(tmp_path / "demo")]) == 0
+    assert "not measured before GSPO, 75.0 % after" in capsys.readouterr().out
+
+
+def test_an_interrupt_says_that_the_demo_begins_again(monkeypatch, tmp_path, capsys):
+    def interrupted(command: list[str]) -> int:
+        raise Interrupted("interrupted; run the same command again to continue")
+
+    monkeypatch.setattr(cold_start, "run_one", interrupted)
+    assert demo.main(["--folder", str(tmp_path / "demo")]) == 130
+    assert "stays until the same command begins again" in capsys.readouterr().err
 
 
 def test_a_failed_training_ends_the_demo_with_its_code(monkeypatch, tmp_path):

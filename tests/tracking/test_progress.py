@@ -45,13 +45,15 @@ def test_plain_lines_and_time_left() -> None:
     assert lines[0] == "step 5/10  reward 0.512  clip 15.3%  3,412 tok/s  left 1:40"
     assert lines[1] == "evaluating"
     assert lines[2] == "step 6/10  accuracy 50.0%  left 1:00"
-    assert lines[3] == "step 7/10  accuracy 50.0%  left 0:30"  # the last accuracy stays
+    assert lines[3] == "step 7/10  left 0:30"  # an accuracy is shown when it is new
 
 
 def test_terminal_gets_a_bar() -> None:
     stream = Terminal()
     with Progress(10, stream=stream) as progress:
+        progress.update(8, {"eval/accuracy": 0.5})
         progress.update(10, METRICS)
         progress.say("[not markup]")
     shown = stream.getvalue()
+    assert "accuracy 50.0% (step 8)" in shown  # the last one, of a terminal of 80 columns
     assert "step 10/10" in shown and "reward 0.512" in shown and "[not markup]" in shown

@@ -45,6 +45,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if options.runs:
             study = study_of(options.runs, _command(*given), baseline=options.baseline)
+            for note in study.notes:
+                print(f"note: {note}", file=sys.stderr)
             folder = options.output or Path("comparison")
         elif options.config is None:
             print("megatron-gspo compare: give a comparison file, or run directories after --runs", file=sys.stderr)

@@ -143,11 +143,13 @@ def moved_tokens(study: Study) -> list[dict[str, str]]:
 def _interval_charts(study: Study, colours: Mapping[str, int]) -> list[Chart]:
     table = rows(study, BASE)
     ends = [(colours[row.group], study.label(row.group), row.measures["final_accuracy"]) for row in table]
+    ends.sort(key=lambda end: -math.inf if end[2] is None else end[2].mean, reverse=True)
     compared = differences(study, BASE, "final_accuracy")
     gaps = [
         (colours[name], study.label(name), Interval(item.mean, item.low, item.high, item.count))
         for name, item in compared.items()
     ]
+    gaps.sort(key=lambda gap: gap[2].mean, reverse=True)
     charts = []
     if any(found for *_, found in ends):
         charts.append(draw.interval_panel("Accuracy at the end", "%, mean and 95 % t-interval", ends))

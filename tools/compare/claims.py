@@ -1,4 +1,8 @@
-"""Whether the published claims are reproduced, decided by fixed rules on the numbers."""
+"""Whether runs show what was published, decided by fixed rules on the numbers.
+
+A verdict is about the runs of a report: a small model on a small task neither reproduces nor refutes a claim about
+large ones.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +16,11 @@ from megatron_gspo.tools.compare.study import Study, rows, values
 from megatron_gspo.tools.compare.study_plan import BASE
 
 PRIMARY = "final_accuracy"
-REPRODUCED, NOT, PARTLY, UNTESTED = "reproduced", "not reproduced", "in part", "not tested here"
+SEEN = "seen here"
+NOT_SEEN = "not seen here"
+PARTLY = "in part"
+UNTESTED = "not tested here"
 UNDECIDED = "not decided"
-SEEN, NOT_SEEN = "seen here", "not seen here"
 EQUAL = 0.05  # "as good as" must exclude a loss of more than 5 points
 
 
@@ -125,8 +131,8 @@ def _grpo_needs_replay(study: Study) -> Claim:
     evidence.append("Converged: finished, not collapsed, and above its initial accuracy.")
     if helped and not needed:
         where = ", ".join(dict.fromkeys(name[0].lower() + name[1:] for name in helped))
-        evidence.append(f"Replay ended higher {where}, but plain GRPO converged too, so the claim is not reproduced.")
-    return Claim(claim, REPRODUCED if needed else NOT, evidence)
+        evidence.append(f"Replay ended higher {where}, but plain GRPO converged too, so the claim is not seen here.")
+    return Claim(claim, SEEN if needed else NOT_SEEN, evidence)
 
 
 def _gspo_needs_none(study: Study) -> Claim:
@@ -147,7 +153,7 @@ def _gspo_needs_none(study: Study) -> Claim:
             f"{_words(study, setting.name)}: {well} of {total} runs converged, {row.broken} failed or collapsed; the "
             f"largest drop of the accuracy below a run's best was {100 * fall:.1f} points."
         )
-    verdict = UNTESTED if not whole else REPRODUCED if good == whole else PARTLY if good else NOT
+    verdict = UNTESTED if not whole else SEEN if good == whole else PARTLY if good else NOT_SEEN
     return Claim(claim, verdict, evidence)
 
 
@@ -172,7 +178,7 @@ def _gspo_learns_better(study: Study) -> Claim:
     up, down = verdicts.count(1), verdicts.count(-1)
     if down:
         evidence.append("At least one of these intervals is entirely below 0: GSPO was worse there.")
-    verdict = REPRODUCED if up == len(verdicts) else NOT if not up else PARTLY
+    verdict = SEEN if up == len(verdicts) else NOT_SEEN if not up else PARTLY
     return Claim(claim, verdict, evidence)
 
 
@@ -187,7 +193,7 @@ def _gspo_clips_more(study: Study) -> Claim:
         f"{_words(study, BASE)}, GSPO clipped {percent(ours, 2)} of the tokens and GRPO {percent(theirs, 2)}: "
         f"{factor:.1f} times as many, each with the clip range listed under settings."
     ]
-    verdict = REPRODUCED if factor >= 30 else PARTLY if factor > 1 else NOT
+    verdict = SEEN if factor >= 30 else PARTLY if factor > 1 else NOT_SEEN
     return Claim(claim, verdict, evidence)
 
 
@@ -203,7 +209,7 @@ def _experts_change(study: Study) -> Claim:
         for name, value in found.items()
     ]
     low, high = min(found.values()), max(found.values())
-    verdict = REPRODUCED if 0.05 <= low and high <= 0.2 else PARTLY if high >= 0.01 else NOT
+    verdict = SEEN if 0.05 <= low and high <= 0.2 else PARTLY if high >= 0.01 else NOT_SEEN
     return Claim(claim, verdict, evidence)
 
 
@@ -228,7 +234,7 @@ def _engines_differ(study: Study) -> Claim:
     if not found:
         return Claim(claim, UNTESTED, ["No run recorded the routes of both engines."])
     high = max(found)
-    return Claim(claim, REPRODUCED if high >= 0.05 else PARTLY if high >= 0.01 else NOT, evidence)
+    return Claim(claim, SEEN if high >= 0.05 else PARTLY if high >= 0.01 else NOT_SEEN, evidence)
 
 
 def _no_recompute(study: Study) -> Claim:
@@ -251,7 +257,7 @@ def _no_recompute(study: Study) -> Claim:
         evidence.append(line + ".")
     if not evidence:
         return Claim(claim, UNTESTED, ["Fewer than two seeds have both."])
-    verdict = NOT if worse == len(evidence) else PARTLY if worse else UNDECIDED if wide else REPRODUCED
+    verdict = NOT_SEEN if worse == len(evidence) else PARTLY if worse else UNDECIDED if wide else SEEN
     return Claim(claim, verdict, evidence + _too_wide(wide))
 
 
@@ -271,7 +277,7 @@ def _token_variant_equal(study: Study) -> Claim:
         return Claim(claim, UNDECIDED, evidence)
     apart = difference.low > 0 or difference.high < 0
     wide = difference.low < -EQUAL or difference.high > EQUAL
-    return Claim(claim, NOT if apart else UNDECIDED if wide else REPRODUCED, evidence + _too_wide(wide))
+    return Claim(claim, NOT_SEEN if apart else UNDECIDED if wide else SEEN, evidence + _too_wide(wide))
 
 
 def _too_wide(count: int) -> list[str]:

@@ -91,7 +91,7 @@ def histogram_panel(
 def cost_panel(labels: Sequence[str], parts: Sequence[tuple[int, Sequence[float]]]) -> str:
     """Stacked bars, one a variant: seconds a step of each phase, as (colour's number, one value a variant)."""
     height = 0.75 + 0.36 * len(labels)
-    with panel("", size=(5.2, height)) as (axis, output):
+    with panel("", size=(4.4, height)) as (axis, output):
         left = np.zeros(len(labels))
         for number, seconds in parts:
             axis.barh(range(len(labels)), seconds, left=left, height=0.68, color=phase_colour(number), lw=0)
@@ -106,7 +106,7 @@ def cost_panel(labels: Sequence[str], parts: Sequence[tuple[int, Sequence[float]
 
 def interval_panel(title: str, xlabel: str, rows: Sequence[tuple[int, str, Any]], *, zero: bool = False) -> str:
     """One dot and interval a row (number, label, something with mean, low and high)."""
-    with panel(title, size=(4.6, 0.9 + 0.3 * len(rows))) as (axis, output):
+    with panel(title, size=(3.4, 0.9 + 0.26 * len(rows))) as (axis, output):
         for place, (number, _, found) in enumerate(rows):
             if found is None:
                 continue

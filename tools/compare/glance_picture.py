@@ -18,15 +18,15 @@ _LETTER, _CHIP = 7.0, 36.0  # width of a letter of the legend, and of all else o
 
 
 def glance_picture(title: str, labels: Sequence[str], charts: Sequence[str]) -> str:
-    """The file's text; empty without charts. labels: of the variants, in the order of their colours. charts: SVGs of
-    one size."""
+    """The file's text; empty without charts. labels: of the variants, in the order of their colours; none for charts
+    that name them. charts: SVGs of one size."""
     if not charts:
         return ""
     width, height = _size(charts[0])
     rows = -(-len(charts) // _COLUMNS)
     whole = _GAP + min(_COLUMNS, len(charts)) * (width + _GAP)
     legend = _legend(labels, whole)
-    top = _LEGEND + max(entry["line"] for entry in legend) * _LINE
+    top = _LEGEND + max(entry["line"] for entry in legend) * _LINE if legend else _GAP
     placed = [
         {"svg": svg, "width": width, "height": height, "x": _GAP + place % _COLUMNS * (width + _GAP),
          "y": top + place // _COLUMNS * (height + _GAP)}

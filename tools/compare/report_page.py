@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,7 @@ def context(study: Study) -> dict[str, Any]:
         "claims": claims(study),
         "expectations": expectations(study),
         "overview": _overview(study),
+        "measured": measured_on(study),
         "stressed": _router_noise(study),
         "headline": _setting_table(study, BASE),
         "charts": charts.base_charts(study, colours),
@@ -131,6 +132,28 @@ def _overview(study: Study) -> str:
     if known:
         text += f", {'-'.join(str(step) for step in sorted({known[0], known[-1]}))} rollout batches each"
     return text + "."
+
+
+def measured_on(study: Study) -> str:
+    """Model, task, response length and number of runs, in words."""
+    configs = [run.config for run in study.runs if run.config]
+    models = _values(configs, "model", "path")
+    tasks = _values(configs, "data", "prompts")
+    tasks += [str(task["name"]) for config in configs if (task := (config.get("data") or {}).get("task"))]
+    lengths = _values(configs, "rollout", "max_response_length")
+    steps = _values(configs, "training", "steps")
+    words = [f"the model {' or '.join(models) or '?'}", f"the task {' or '.join(dict.fromkeys(tasks)) or '?'}"]
+    if lengths:
+        words.append(f"responses of at most {' or '.join(lengths)} tokens")
+    words.append(f"{' or '.join(steps) or '?'} rollout batches")
+    words.append(f"{len(study.seeds)} seed{'s' if len(study.seeds) != 1 else ''}")
+    return ", ".join(words)
+
+
+def _values(configs: Sequence[Mapping[str, Any]], section: str, key: str) -> list[str]:
+    """The different values of a key, as text, without null."""
+    values = [(config.get(section) or {}).get(key) for config in configs]
+    return list(dict.fromkeys(str(value) for value in values if value is not None))
 
 
 def _router_noise(study: Study) -> list[str]:

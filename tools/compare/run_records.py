@@ -18,6 +18,7 @@ from megatron_gspo.tracking.run_directory import read_metrics
 FAILURE = "failure.json"  # in the run directory of a run that failed: exit_code, message
 COLLAPSE = 0.5  # a run whose last accuracy is below this part of its own best has collapsed
 TAIL = 0.1  # the last part of a run's steps that "at the end" means for training rewards
+_SECTIONS = ("model", "algorithm", "rollout", "training", "optimizer", "routing", "data")
 AXES = ("samples", "tokens", "seconds")
 
 
@@ -56,11 +57,11 @@ class Run:
 def read_run(
     run_dir: str | Path, *, setting: str, variant: str, seed: int | None = None, trial: Mapping[str, Any] | None = None
 ) -> Run:
-    """A run directory in any state. seed None takes the config's. Raises ReportError for an unreadable config."""
+    """A run directory in any state. seed None takes the config's. Raises ReportError for a config that can't be read,
+    and for files that are not a run's."""
     path = Path(run_dir)
     config, environment = _config(path)
-    metrics = path / "metrics.jsonl"
-    records = [with_present_names(record) for record in read_metrics(path)] if metrics.is_file() else []
+    records = [with_present_names(record) for record in _records(path / "metrics.jsonl")]
     summary, failure = _json(path / "summary.json"), _json(path / FAILURE)
     if summary.get("exit") == "finished":
         status = "finished"
@@ -184,7 +185,33 @@ def _config(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     if not isinstance(content, dict):
         raise ReportError(f"{file}: is not a mapping of keys; remove the directory or run it again")
     environment = content.pop("environment", None) or {}
+    _check_sections(file, content)
+    if not isinstance(environment, dict):
+        environment = {}
     return upgrade_old_keys(content), environment
+
+
+def _check_sections(file: Path, content: Mapping[str, Any]) -> None:
+    """Raise ReportError for a config of another program."""
+    present = [name for name in _SECTIONS if name in content]
+    wrong = [name for name in present if not isinstance(content[name], Mapping)]
+    if wrong or not present:
+        reason = f"{wrong[0]} is not a section there" if wrong else f"it has none of {', '.join(_SECTIONS)}"
+        raise ReportError(f"{file}: is not a config of a run of this program ({reason}); correct the path")
+
+
+def _records(file: Path) -> list[dict[str, Any]]:
+    """The records of a run, none without the file. Raises ReportError for those of another program."""
+    if not file.is_file():
+        return []
+    records = read_metrics(file)
+    for number, record in enumerate(records, start=1):
+        for name, value in record.items():
+            is_step = name == "step" and isinstance(value, int)
+            if not is_step and (name == "step" or not isinstance(value, (int, float, type(None)))):
+                problem = f"record {number} has {name} = {str(value)[:40]!r}"
+                raise ReportError(f"{file}: is not of a run of this program ({problem}); correct the path")
+    return records
 
 
 def _json(file: Path) -> dict[str, Any]:

@@ -31,6 +31,48 @@ MEASURES = (
 )
 
 
+# Starts of keys that change no result: where a run writes, what it logs and keeps, how its servers are reached. Runs
+# that differ in these alone are one variant.
+_WITHOUT_EFFECT = (
+    "run_dir",
+    "seed",
+    "tracking.",
+    "checkpoint.",
+    "guard.",
+    "data.cache_dir",
+    "data.verifier_timeout",
+    "data.verifier_workers",
+    "sglang.",
+    "vllm.",
+)
+# Starts of keys, the most telling first, by which variants of one algorithm are named.
+_TELLING = (
+    "model.",
+    "optimizer.lr",
+    "optimizer.",
+    "algorithm.",
+    "routing.",
+    "router_noise.",
+    "lora.",
+    "critic.",
+    "rollout.",
+    "training.",
+    "data.",
+    "evaluation.",
+)
+# Keys that make accuracies incomparable where they differ.
+_SAME_TASK = (
+    "model.path",
+    "data.prompts",
+    "data.eval_prompts",
+    "data.task.",
+    "data.verifier",
+    "rollout.max_response_length",
+    "training.steps",
+    "evaluation.",
+)
+
+
 @dataclass(frozen=True)
 class Group:
     """A variant as the report names it. overrides: every key that it sets beyond the base config."""
@@ -56,6 +98,7 @@ class Study:
     runs: of the report, missing ones included. trials: the search's table, and chosen its outcome. tuned_as: variants
     that took another one's choice.
     shared: keys that every run sets beyond the base config. command: makes the report again. expected: of the file.
+    notes: what a reader must know before the results, one sentence each.
     """
 
     title: str
@@ -73,6 +116,7 @@ class Study:
     tuned_as: dict[str, str] = field(default_factory=dict)
     search_overrides: dict[str, Any] = field(default_factory=dict)
     expected: Sequence[Expectation] = ()
+    notes: Sequence[str] = ()
 
     def of(self, setting: str, group: str) -> list[Run]:
         return [run for run in self.runs if run.setting == setting and run.variant == group]
@@ -132,11 +176,11 @@ def study_of(run_dirs: Sequence[str | Path], command: str, *, baseline: str | No
     directory without a run, a seed that a variant has twice, and an unknown baseline.
     """
     found: list[tuple[dict[str, Any], Run]] = []
-    for path in run_dirs:
+    for path in {Path(path).resolve(): path for path in run_dirs}.values():  # one named twice counts once
         run = read_run(path, setting=BASE, variant="")
-        if run.status == "missing":
-            raise ReportError(f"{path}: is not a run directory (no config.yaml or metrics.jsonl); correct the path")
-        found.append((_without_identity(run.config), run))
+        if run.status == "missing" or not run.config:
+            raise ReportError(f"{path}: is not a run directory (no config.yaml of a run); correct the path")
+        found.append((_settings_of(run.config), run))
     kinds: list[dict[str, Any]] = []
     for settings, _ in found:
         if settings not in kinds:
@@ -147,16 +191,20 @@ def study_of(run_dirs: Sequence[str | Path], command: str, *, baseline: str | No
     for run in runs:
         earlier = seen.setdefault((run.variant, run.seed), run.run_dir)
         if earlier != run.run_dir:
-            raise ReportError(f"{run.run_dir}: same settings and seed {run.seed} as {earlier}; name one of them")
+            raise ReportError(
+                f"{run.run_dir}: same settings and seed {run.seed} as {earlier}, "
+                "but for keys that change no result; name one of them"
+            )
     chosen = baseline or ("grpo" if "grpo" in names else names[0])
     if chosen not in names:
         raise ReportError(f"baseline = {chosen}: is not a variant; set one of {', '.join(names)}")
     varying = _varying(kinds)
     groups = [
-        Group(name, name, {key: _at(kind, key) for key in varying}) for name, kind in zip(names, kinds, strict=True)
+        Group(name, name, {key: kind.get(key) for key in varying}) for name, kind in zip(names, kinds, strict=True)
     ]
     seeds = sorted({run.seed for run in runs})
-    return Study("Finished runs", groups, [Setting(BASE, "", {})], seeds, chosen, runs, command)
+    notes = [*_unfinished(runs), *_incomparable(kinds)]
+    return Study("Finished runs", groups, [Setting(BASE, "", {})], seeds, chosen, runs, command, notes=notes)
 
 
 def rows(study: Study, setting: str) -> list[Row]:
@@ -212,35 +260,95 @@ def _interval(study: Study, setting: str, group: str, measure: str) -> Interval 
     return interval(known) if known else None
 
 
-def _without_identity(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in config.items() if key not in ("run_dir", "seed")}
+def _settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The dotted keys that make a run's variant."""
+    return {key: value for key, value in flat(config).items() if not key.startswith(_WITHOUT_EFFECT)}
+
+
+def _unfinished(runs: Sequence[Run]) -> list[str]:
+    """A sentence for each run that isn't over."""
+    sentences = []
+    for run in runs:
+        if run.status == "partial":
+            last = int(run.records[-1]["step"]) if run.records else 0
+            steps = run.config.get("training", {}).get("steps", "?")
+            sentences.append(
+                f"{run.run_dir} is not finished (step {last} of {steps}): its curve is shown, it is not compared."
+            )
+    return sentences
+
+
+def _incomparable(kinds: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A sentence, if the variants differ in what their accuracies are of."""
+    differing = [key for key in _varying(kinds) if key.startswith(_SAME_TASK)]
+    if not differing:
+        return []
+    shown = "; ".join(f"{key} {', '.join(_distinct(kinds, key))}" for key in differing[:3])
+    more = f" and {len(differing) - 3} more keys" if len(differing) > 3 else ""
+    return [f"The variants differ in {shown}{more}: differences of their accuracies are not of the algorithm alone."]
+
+
+def _distinct(kinds: Sequence[Mapping[str, Any]], key: str) -> list[str]:
+    return list(dict.fromkeys(str(kind.get(key)) for kind in kinds))
 
 
 def _varying(kinds: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Dotted keys that aren't the same in all configs, in their order."""
-    tables = [flat(kind) for kind in kinds]
-    keys = list(dict.fromkeys(key for one in tables for key in one))
-    return [key for key in keys if any(one.get(key) != tables[0].get(key) for one in tables)]
-
-
-def _at(config: Mapping[str, Any], key: str) -> Any:
-    return flat(config).get(key)
+    """Dotted keys that aren't the same in all settings, in their order."""
+    keys = list(dict.fromkeys(key for kind in kinds for key in kind))
+    return [key for key in keys if any(kind.get(key) != kinds[0].get(key) for kind in kinds)]
 
 
 def _names(kinds: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A name for each config from algorithm, replay and old log-probs; where these are equal, from what differs."""
-    plain = []
-    for kind in kinds:
-        algorithm, routing = kind.get("algorithm", {}), kind.get("routing", {})
-        parts = [algorithm.get("name", "run")]
-        if routing.get("replay", "none") != "none":
-            parts.append(routing["replay"])
-        if algorithm.get("old_log_probs") == "rollout":
-            parts.append("rollout")
-        plain.append("_".join(parts))
+    """A name for each variant from algorithm, replay and old log-probs; where these are equal, with as many of the keys
+    that differ as tell them apart, the most telling first. The report lists all keys."""
+    roles = [_role_name(kind) for kind in kinds]
     names = []
-    for name, kind in zip(plain, kinds, strict=True):
-        alike = [other for other, its in zip(kinds, plain, strict=True) if its == name]
-        more = [f"{key.rpartition('.')[2]}={_at(kind, key)}" for key in _varying(alike)]
+    for name, kind in zip(roles, kinds, strict=True):
+        alike = [other for other, its in zip(kinds, roles, strict=True) if its == name]
+        more = [f"{key.rpartition('.')[2]}={_shown(alike, key, kind)}" for key in _telling_keys(alike)]
         names.append(" ".join([name, *more]))
     return names
+
+
+def _role_name(kind: Mapping[str, Any]) -> str:
+    words = [str(kind.get("algorithm.name", "run"))]
+    replay = kind.get("routing.replay", "none")
+    if replay != "none":
+        words.append(str(replay))
+    if kind.get("algorithm.old_log_probs") == "rollout":
+        words.append("rollout")
+    return "_".join(words)
+
+
+def _telling_keys(alike: Sequence[Mapping[str, Any]]) -> list[str]:
+    """As few of the keys that differ as tell all variants apart. A key that adds nothing is left out."""
+    chosen: list[str] = []
+    for key in sorted(_varying(alike), key=_rank):
+        told_apart = _count_distinct(alike, chosen)
+        if told_apart == len(alike):
+            break
+        if _count_distinct(alike, [*chosen, key]) > told_apart:
+            chosen.append(key)
+    return chosen
+
+
+def _count_distinct(alike: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> int:
+    return len({tuple(str(kind.get(key)) for key in keys) for kind in alike})
+
+
+def _rank(key: str) -> int:
+    return next((rank for rank, start in enumerate(_TELLING) if key.startswith(start)), len(_TELLING))
+
+
+def _shown(alike: Sequence[Mapping[str, Any]], key: str, kind: Mapping[str, Any]) -> str:
+    """A value in a name; of a path, as many of its last folders as tell it from the others."""
+    value = kind.get(key)
+    if not isinstance(value, str) or "/" not in value:
+        return str(value)
+    others = {str(other.get(key)) for other in alike} - {value}
+    folders = value.rstrip("/").split("/")
+    for count in range(1, len(folders)):
+        tail = "/".join(folders[-count:])
+        if not any(other.rstrip("/").endswith("/" + tail) or other == tail for other in others):
+            return tail
+    return value

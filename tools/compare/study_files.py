@@ -38,6 +38,7 @@ CSV_METRICS = (
     "time/weight_sync",
 )
 SERIES = ("reward/mean", "eval/accuracy", *CSV_METRICS[:6], "entropy", "kl/old_policy", "routing/entropy")
+_CURVES = 6  # variants whose curves a small picture shows
 _POINTS = 120  # of a series in report.json; the run directories hold all
 
 
@@ -45,8 +46,11 @@ def write_report(study: Study, folder: str | Path) -> list[Path]:
     """Write the files, each atomically; no picture of nothing. Raises ImportError without matplotlib."""
     folder = Path(folder)
     page = context(study)
+    labels = [study.label(name) for name in page["colours"]]
     first = page["doses"]["charts"] or page["charts"]["glance"]
-    picture = glance_picture(study.title, [study.label(name) for name in page["colours"]], first)
+    if len(labels) > _CURVES and page["charts"]["intervals"]:  # whose curves hide each other
+        labels, first = [], page["charts"]["intervals"]
+    picture = glance_picture(study.title, labels, first)
     contents = {"report.html": render_page(TEMPLATE, page), "glance.svg": picture, "runs.csv": csv_text(study),
                 "report.json": json_text(study)}  # fmt: skip
     contents = {name: text for name, text in contents.items() if text}

@@ -12,7 +12,7 @@ from megatron_gspo.config import Config
 from megatron_gspo.errors import printable
 from megatron_gspo.tools.compare.report_page import interval_text
 from megatron_gspo.tools.compare.statistics import Interval
-from megatron_gspo.tools.evaluate.elo import Rating
+from megatron_gspo.tools.evaluate.elo import PRIOR_MEAN, PRIOR_STD, Rating
 from megatron_gspo.tools.evaluate.task_scores import TaskScores
 from megatron_gspo.tools.html_page import render_page
 from megatron_gspo.tools.svg_panel import panel, variant_colour
@@ -48,6 +48,7 @@ def page_context(scores: Sequence[TaskScores], command: str, config: Config) -> 
     return {
         "title": f"Evaluation: {', '.join(tasks)}",
         "command": command,
+        "prior": (f"{PRIOR_MEAN:g}", f"{PRIOR_STD:g}"),
         "settings": [(key, json.dumps(value)) for key, value in _used(config).items()],
         "heads": HEADS,
         "tasks": [_section([each for each in scores if each.task == task]) for task in tasks],

@@ -6,11 +6,9 @@ from dataclasses import replace
 import pytest
 
 from megatron_gspo.tools.compare.claims import (
-    NOT,
     NOT_SEEN,
     PARTLY,
     PRIMARY,
-    REPRODUCED,
     SEEN,
     UNDECIDED,
     UNTESTED,
@@ -29,13 +27,13 @@ def verdict(study, begin):
 def test_grpo_needs_replay_where_it_breaks_without_and_not_with(tmp_path):
     broken = {"grpo": Course(collapses=3), "r2": VARIANTS["grpo_r2"], "r3": VARIANTS["grpo_r3"]}
     found = verdict(compared(tmp_path / "a", broken), "On a mixture")
-    assert found.verdict == REPRODUCED
+    assert found.verdict == SEEN
     assert "0 of 3 plain GRPO runs converged; grpo_r2 3 of 3" in found.evidence[0]
     whole = {"grpo": Course(), "r2": replace(VARIANTS["grpo_r2"], level=0.5)}
-    assert verdict(compared(tmp_path / "b", whole), "On a mixture").verdict == NOT
+    assert verdict(compared(tmp_path / "b", whole), "On a mixture").verdict == NOT_SEEN
     higher = {"grpo": Course(), "r2": replace(VARIANTS["grpo_r2"], level=0.9)}
     better = verdict(compared(tmp_path / "d", higher), "On a mixture")
-    assert better.verdict == NOT  # to end higher is something else than to be needed
+    assert better.verdict == NOT_SEEN  # to end higher is something else than to be needed
     assert "Replay ended higher without stress, but" in better.evidence[-1]
     assert verdict(compared(tmp_path / "c", {"grpo": Course()}), "On a mixture").verdict == UNTESTED
 
@@ -68,27 +66,27 @@ def test_runs_with_noise_are_not_called_unstressed(tmp_path):
 
 def test_gspo_is_stable_if_none_of_its_runs_breaks(tmp_path):
     good = verdict(compared(tmp_path / "a", {"gspo": VARIANTS["gspo"]}), "GSPO trains stably")
-    assert good.verdict == REPRODUCED and "3 of 3 runs converged, 0 failed" in good.evidence[0]
+    assert good.verdict == SEEN and "3 of 3 runs converged, 0 failed" in good.evidence[0]
     paths = [write_run(tmp_path / "b" / str(s), s, replace(VARIANTS["gspo"], collapses=3 if s == 2 else None), steps=10)
              for s in (1, 2, 3)]  # fmt: skip
-    assert verdict(study_of(paths, ""), "GSPO trains stably").verdict == NOT
+    assert verdict(study_of(paths, ""), "GSPO trains stably").verdict == NOT_SEEN
 
 
 def test_better_needs_every_interval_above_zero(tmp_path):
     up = compared(tmp_path / "a", {"grpo": Course(), "gspo": replace(VARIANTS["gspo"], level=0.95)})
-    assert verdict(up, "At the same compute").verdict == REPRODUCED
+    assert verdict(up, "At the same compute").verdict == SEEN
     down = compared(tmp_path / "b", {"grpo": Course(level=0.95), "gspo": replace(VARIANTS["gspo"], level=0.4)})
     found = verdict(down, "At the same compute")
-    assert found.verdict == NOT and "GSPO was worse there" in found.evidence[-1]
+    assert found.verdict == NOT_SEEN and "GSPO was worse there" in found.evidence[-1]
 
 
 @pytest.mark.parametrize(
     "shifts, expected",
     [
-        ((0.0, 0.0, 0.0), REPRODUCED),
-        ((0.01, 0.0, -0.01), REPRODUCED),
+        ((0.0, 0.0, 0.0), SEEN),
+        ((0.01, 0.0, -0.01), SEEN),
         ((0.2, 0.0, -0.1), UNDECIDED),
-        ((0.1, 0.1, 0.1), NOT),
+        ((0.1, 0.1, 0.1), NOT_SEEN),
     ],
 )
 def test_equal_means_that_the_interval_excludes_five_points(tmp_path, shifts, expected):
@@ -102,7 +100,7 @@ def test_equal_means_that_the_interval_excludes_five_points(tmp_path, shifts, ex
     assert verdict(study_of(paths, ""), "GSPO-token").verdict == expected
 
 
-@pytest.mark.parametrize("clipped, expected", [(0.9, REPRODUCED), (0.1, PARTLY), (0.001, NOT)])
+@pytest.mark.parametrize("clipped, expected", [(0.9, SEEN), (0.1, PARTLY), (0.001, NOT_SEEN)])
 def test_clipping_is_told_as_a_factor(tmp_path, clipped, expected):
     study = compared(tmp_path, {"grpo": Course(clipped=0.01), "gspo": replace(VARIANTS["gspo"], clipped=clipped)})
     assert verdict(study, "GSPO clips").verdict == expected

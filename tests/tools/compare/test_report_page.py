@@ -5,6 +5,7 @@ import json
 import re
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
+from html import unescape
 
 import pytest
 
@@ -13,7 +14,7 @@ from megatron_gspo.tools.compare.statistics import Interval
 from megatron_gspo.tools.compare.study import rows, study_of
 from megatron_gspo.tools.compare.study_files import write_report
 from tests.tools.compare.conftest import COMMAND
-from tests.tools.compare.synthetic import Course, write_run
+from tests.tools.compare.synthetic import VARIANTS, Course, compared, write_run
 
 
 def test_the_page_stands_alone(report):
@@ -96,3 +97,25 @@ def test_text_from_runs_is_escaped(tmp_path):
 )
 def test_intervals_as_text(found, text):
     assert interval_text(found) == text
+
+
+def test_labels_are_shown_as_they_are(report, tmp_path):
+    """Whatever matplotlib, SVG or HTML would make of them."""
+    labels = ["costs $5 and $6", "$x$ \\frac{ a_b_c^d", "</text><script>alert(1)</script>", "_hidden & b < c"]
+    groups = [replace(group, label=label) for group, label in zip(report[1].groups, labels, strict=True)]
+    page, *_ = write_report(replace(report[1], groups=groups, title=labels[2]), tmp_path)
+    text = page.read_text()
+    assert text.count("<script>") == 1, "the page's own"
+    drawn = unescape(" ".join(re.findall(r"<text[^>]*>(.*?)</text>", text)))
+    for label in labels:
+        assert label.split()[0] in drawn
+    root = ElementTree.parse(tmp_path / "glance.svg").getroot()
+    assert [entry.text for entry in root.findall("{http://www.w3.org/2000/svg}text")] == labels
+
+
+def test_verdicts_are_about_these_runs(tmp_path):
+    study = compared(tmp_path, {"grpo": VARIANTS["grpo"], "gspo": VARIANTS["gspo"]}, seeds=(1, 2))
+    page, *_ = write_report(study, tmp_path / "out")
+    text = page.read_text()
+    assert "reproduced" not in text
+    assert "They are of the model nowhere, the task ?, 10 rollout batches, 2 seeds." in text
