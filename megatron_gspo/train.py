@@ -8,9 +8,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from megatron_gspo.config import Config, ConfigError, from_command_line
-from megatron_gspo.config.cli import refuse
-from megatron_gspo.config.config_error import MISSING
+from megatron_gspo.config import Config, from_command_line
 
 if TYPE_CHECKING:
     from megatron_gspo.loop.checkpoints import LoopState
@@ -41,9 +39,6 @@ def train(config: Config, *, engine: RolloutEngine | None = None) -> LoopState:
 def main(arguments: list[str] | None = None) -> None:
     """The command line. Exits with 0, with 2 for invalid input, with 1 for a run that failed; errors are one line."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    if "--dry-run" in arguments:
-        fix = "use megatron-gspo rehearse CONFIG.yaml --world N --build-only"
-        refuse(ConfigError("--dry-run", MISSING, "is a command of its own now", fix))
     config = from_command_line(arguments, USAGE)
     from megatron_gspo.loop import training_loop
     from megatron_gspo.loop.failures import exit_together

@@ -10,9 +10,7 @@ from typing import Any
 
 import yaml
 
-from megatron_gspo.config.renamed_keys import upgrade_old_keys
 from megatron_gspo.errors import InputError
-from megatron_gspo.tools.compare.old_metrics import with_present_names
 from megatron_gspo.tracking.run_directory import read_metrics
 
 FAILURE = "failure.json"  # in the run directory of a run that failed: exit_code, message
@@ -60,7 +58,7 @@ def read_run(
     path = Path(run_dir)
     config, environment = _config(path)
     metrics = path / "metrics.jsonl"
-    records = [with_present_names(record) for record in read_metrics(path)] if metrics.is_file() else []
+    records = read_metrics(path) if metrics.is_file() else []
     summary, failure = _json(path / "summary.json"), _json(path / FAILURE)
     if summary.get("exit") == "finished":
         status = "finished"
@@ -184,7 +182,7 @@ def _config(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     if not isinstance(content, dict):
         raise ReportError(f"{file}: is not a mapping of keys; remove the directory or run it again")
     environment = content.pop("environment", None) or {}
-    return upgrade_old_keys(content), environment
+    return content, environment
 
 
 def _json(file: Path) -> dict[str, Any]:
