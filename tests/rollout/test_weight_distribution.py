@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
-from benchmarks.weight_server import checksum, weight_servers
+from tests.support.weight_server import checksum, weight_servers
 from megatron_gspo.config import ServerConfig
 from megatron_gspo.errors import DiskError
 from megatron_gspo.rollout.server_engine.rollout_client import RolloutClient

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.weight_server import checksum, weight_servers
+from tests.support.weight_server import checksum, weight_servers
 from megatron_gspo.rollout.sglang.sglang_weight_endpoints import SGLangWeightEndpoints
 from megatron_gspo.servers.http_client import EventLoop, ServerClient, open_session
 from megatron_gspo.weight_transport import distributed_transport

@@ -1,9 +1,7 @@
-"""The host's work for one micro-batch, routes left out: from a sample to what the layers read, time and memory."""
+"""The host's work for one micro-batch, routes left out: from a sample to what the layers read."""
 
 from __future__ import annotations
 
-import statistics
-import time
 import tracemalloc
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +9,6 @@ from typing import Any
 import torch
 
 from benchmarks.live_storages import LiveStorages
-from benchmarks.real_size_figure import Figure
 
 MIB = 2**20
 CONTEXT = (1, 2, 8)  # context-parallel ranks
@@ -73,28 +70,3 @@ class HostWork:
         with LiveStorages() as watch:
             self.read(batch)
         return max(peak, held + watch.peak)
-
-    def seconds(self, repeats: int = 5) -> float:
-        """CPU time of this process, the median."""
-        taken = []
-        for _ in range(repeats + 1):
-            began = time.process_time()
-            self.read(self.packed())
-            taken.append(time.process_time() - began)
-        return statistics.median(taken[1:])
-
-
-def micro_batch_inputs(quick: bool) -> list[Figure]:
-    """The slowest of all sizes of context parallelism and kinds of attention, and the largest of those of a GPU in
-    bfloat16."""
-    tokens = 32_768
-    torch.set_num_threads(1)
-    cases = {f"{plan}, CP {ranks}": HostWork(tokens, ranks, plan) for plan in PLANS for ranks in CONTEXT}
-    times = {f"{name}, ms": 1e3 * case.seconds(3 if quick else 9) for name, case in cases.items()}
-    peaks = {f"{name}, MiB": case.peak_bytes() / MIB for name, case in cases.items()}
-    largest = max(peak for name, peak in peaks.items() if not name.startswith("padded"))
-    what = f"a micro-batch of one sequence of {tokens:,} tokens, on the host"
-    return [
-        Figure(what, max(times.values()), 20, "ms of one core", times),
-        Figure(f"{what}: peak", largest, 4, "MiB", peaks),
-    ]

@@ -2,7 +2,9 @@
 
 They keep a checksum of each tensor. Forked from one process, so that a machine can hold many of them.
 
-    python -m benchmarks.weight_server 8     # prints a JSON list of [url, process id], then serves until its input ends
+    python -m tests.support.weight_server 8
+
+prints a JSON list of [url, process id], then serves until its input ends.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from megatron_gspo.weight_transport.receiver import megatron_gspo_receiver
 from megatron_gspo.weight_transport.receiver_transport import RECEIVER
 
 _CLONE_NEWNET = 0x40000000  # <sched.h>
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def checksum(tensor: torch.Tensor) -> int:
@@ -180,7 +182,7 @@ def fork_server(namespace: str | None, address: str) -> tuple[str, int]:
 @contextmanager
 def weight_servers(*places: tuple[str | None, str]) -> Any:
     """(URL, process id) of a server at each (network namespace, address); ended at the end of the block."""
-    command = [sys.executable, "-m", "benchmarks.weight_server", json.dumps(places)]
+    command = [sys.executable, "-m", "tests.support.weight_server", json.dumps(places)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, text=True,
                                env=os.environ | {"OMP_NUM_THREADS": "1"})  # fmt: skip
     try:
