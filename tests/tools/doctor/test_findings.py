@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_gspo.errors import InputError
-from megatron_gspo.tools.doctor.diagnostics import (
+from megatron_gspo.tools.doctor.findings import (
     THEMES,
     describe_ranks,
     error,
@@ -36,9 +36,9 @@ def test_the_worst_decides_the_exit_code(findings, allow, code):
 
 
 def test_equal_findings_of_ranks_are_one():
-    found = merge({1: [ok("disk.run_dir", "9 GiB"), WARNING], 0: [ok("disk.run_dir", "9 GiB")], 2: [ERROR]})
+    found = merge({1: [ok("run.start", "9 GiB"), WARNING], 0: [ok("run.start", "9 GiB")], 2: [ERROR]})
     assert [(f.check, f.level, f.ranks) for f in found] == [
-        ("disk.run_dir", "ok", (0, 1)), ("disk.run_dir", "warning", (1,)), ("config.check", "error", (2,)),
+        ("run.start", "ok", (0, 1)), ("run.start", "warning", (1,)), ("config.check", "error", (2,)),
     ]  # fmt: skip
     assert merge({0: [ERROR]})[0].ranks == ()  # a single process needs no rank
 
@@ -52,11 +52,10 @@ def test_the_worst_stands_last_and_themes_stay_together():
 
 
 def test_ranks_are_named_where_they_differ():
-    same = merge({0: [ok("machine.files", "a")], 1: []})  # only the first rank of a host looks
+    same = merge({0: [ok("versions.cuda", "a")], 1: []})  # only the first rank of a host looks
     assert lines(same) == ["a"]
-    differ = merge({0: [ok("machine.files", "a")], 1: [ok("machine.files", "b")]})
+    differ = merge({0: [ok("versions.cuda", "a")], 1: [ok("versions.cuda", "b")]})
     assert lines(differ) == ["rank 0: a", "rank 1: b"]
-    assert lines(merge({0: [], 1: [error("groups.late", "not done", "", "")]})) == ["rank 1: not done"]
 
 
 def test_describe_ranks():
@@ -68,14 +67,14 @@ def test_a_check_that_crashes_is_a_finding_that_names_it():
     def crash():
         return [1 / 0]
 
-    [found] = examine("disk.space", crash)
-    assert (found.level, found.check) == ("error", "disk.space")
-    assert "this check crashed: ZeroDivisionError: division by zero (doctor/test_diagnostics.py:" in found.what
+    [found] = examine("run.prompts", crash)
+    assert (found.level, found.check) == ("error", "run.prompts")
+    assert "this check crashed: ZeroDivisionError: division by zero (doctor/test_findings.py:" in found.what
 
     def leave():
         raise SystemExit("no")
 
-    assert "SystemExit" in examine("disk.space", leave)[0].what
+    assert "SystemExit" in examine("run.prompts", leave)[0].what
 
 
 def test_a_package_that_a_check_needs():

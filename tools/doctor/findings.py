@@ -6,9 +6,9 @@ import contextlib
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from megatron_gspo.errors import UserError, first_line
 
@@ -18,18 +18,14 @@ LEVELS: tuple[Level, ...] = ("ok", "note", "warning", "error")  # from best to w
 THEMES = (
     "versions",
     "known_issues",
-    "machine",
     "config",
     "model",
     "run",
-    "disk",
-    "ports",
     "servers",
     "ranks",
     "groups",
     "parity",
 )
-LATE, SILENT = ".late", ".silent"  # suffixes of a check that a rank did not finish
 EXIT_CODES = {"ok": 0, "note": 0, "warning": 1, "error": 2}
 
 
@@ -56,17 +52,6 @@ class Finding:
     def line(self) -> str:
         """What, why and fix in one line."""
         return "; ".join(" ".join(part.split()) for part in (self.what, self.why, self.fix) if part)
-
-
-@dataclass
-class Report:
-    """What one rank has found so far; the watchdog may read it while a check hangs."""
-
-    findings: list[Finding] = field(default_factory=list)
-    measures: list[Any] = field(default_factory=list)  # JSON-able; the reporting rank compares those of all ranks
-
-    def add(self, *findings: Finding) -> None:
-        self.findings.extend(findings)
 
 
 def ok(check: str, what: str) -> Finding:
