@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 RUN = OMP_NUM_THREADS=1 $(VENV)/bin/python
 STAMP = $(VENV)/.installed
 
-.PHONY: install demo compare collapse test test-all test-peers test-sglang test-vllm seeded-bugs teeth proof bench bench-check bench-real-size gpu gpu-wheels kill mutate lint format docs clean
+.PHONY: install demo compare collapse test test-all test-peers test-sglang test-vllm seeded-bugs proof bench gpu gpu-wheels kill lint format docs clean
 .DEFAULT_GOAL := install
 
 install: $(STAMP)
@@ -72,25 +72,13 @@ test-vllm: install
 proof: install
 	$(RUN) -m tests.equivalence.proof $(ARGS)
 
-# Inserts known bugs, one at a time; fails if the tests miss one. teeth is the same.
-seeded-bugs teeth: install
+# Inserts known bugs, one at a time; fails if the tests miss one.
+seeded-bugs: install
 	$(RUN) -m tests.seeded_bugs.run $(ARGS)
 
-# All benchmarks with their peers, twenty minutes on two quiet cores; benchmarks/results/latest.json names the result file.
-# `make docs` updates the pages.
+# The benchmarks with their peers, a quarter of an hour on two quiet cores: benchmarks/README.md.
 bench: install
 	$(RUN) benchmarks/run_all.py $(ARGS)
-
-# The same into build/, and a comparison with the committed result; fails where a benchmark did or a ratio to a peer got
-# much worse, and does so again in two pairs of runs of the old code and the new.
-bench-check: install
-	rm -f build/benchmarks/*.json
-	-$(RUN) benchmarks/run_all.py --results build/benchmarks $(ARGS)
-	$(RUN) benchmarks/check_regression.py --confirm 2
-
-# Costs at the size of real runs, each with a target; ARGS=--quick measures smaller sizes.
-bench-real-size: install
-	$(RUN) benchmarks/real_size.py $(ARGS)
 
 # On a machine with CUDA GPUs and without a network: tests/gpu and benchmarks/gpu.py. GPU_PYTHON has a CUDA build of
 # torch; WHEELS names a folder of what else it lacks, which gpu-wheels downloads on another machine.
@@ -100,11 +88,6 @@ gpu:
 
 gpu-wheels: install
 	$(RUN) -m tests.gpu.wheels $(or $(WHEELS),wheels)
-
-# Mutation testing of algorithms/ and parallel/: see docs/mutation.md.
-mutate: install
-	$(RUN) tests/mutation/run.py $(ARGS)
-	$(RUN) tests/mutation/report.py
 
 # Kills runs at random moments and resumes them; counts the ends that are bitwise equal.
 kill: install
@@ -119,7 +102,6 @@ format: install
 
 docs: install
 	$(RUN) -m megatron_gspo.tools.write_config_reference docs/config.md
-	$(RUN) benchmarks/write_page.py
 	$(RUN) -m tests.bad_input.page
 
 clean:

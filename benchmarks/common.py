@@ -25,7 +25,6 @@ from typing import Any, TypeVar
 K = TypeVar("K")
 T = TypeVar("T")
 
-SCHEMA = 2
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PACKAGES = ("torch", "megatron-core", "transformers")
@@ -97,20 +96,8 @@ class Row:
         """The value compared with the target: the median of ours or of the ratio."""
         return (self.ours if self.absolute else self.ratio).median
 
-    @property
-    def key(self) -> tuple[str, str, str]:
-        """Identifies a row within a result."""
-        return self.benchmark, self.name, self.peer_name
-
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"met": self.met}
-
-    @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> Row:
-        fields = {key: value for key, value in record.items() if key != "met"}
-        for key in ("ratio", "ours", "peer", "cpu_ratio"):
-            fields[key] = None if fields[key] is None else Spread(**fields[key])
-        return cls(**fields)
 
 
 def say(*parts: object) -> None:
@@ -185,12 +172,6 @@ def count_row(benchmark: str, name: str, ours: float, peer: float, *, unit: str,
     """A row of two counts that don't vary (lower is better); ``peer`` is above zero."""
     own, other, ratio = (Spread.exactly(value) for value in (ours, peer, ours / peer))
     return Row(benchmark, name, unit=unit, better="lower", ratio=ratio, ours=own, peer=other, **more)
-
-
-def markdown(headings: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
-    """A table."""
-    lines = [headings, ["---"] * len(headings), *cells]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def number(value: float) -> str:

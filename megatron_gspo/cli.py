@@ -27,9 +27,9 @@ class Command(NamedTuple):
 COMMANDS = {
     "train": Command("megatron_gspo.train", "train a model (one process; torchrun -m megatron_gspo.train for several)"),
     "demo": Command("megatron_gspo.tools.demo", "train a small model on this machine's CPU from nothing"),
-    "plan": Command("megatron_gspo.tools.plan.__main__", "estimate memory and step time of each parallel layout"),
+    "plan": Command("megatron_gspo.tools.plan.__main__", "rank parallel layouts, and rehearse the best"),
     "rehearse": Command("megatron_gspo.tools.rehearse.__main__", "rehearse a cluster's training step on a CPU"),
-    "doctor": Command("megatron_gspo.tools.doctor.__main__", "check machine, config, servers and ranks before a run"),
+    "doctor": Command("megatron_gspo.tools.doctor.__main__", "check versions, config, servers and ranks before a run"),
     "convert": Command("megatron_gspo.tools.convert.__main__", "convert checkpoints between Hugging Face and Megatron"),
     "compare": Command("megatron_gspo.tools.compare.__main__", "compare algorithms over seeds, or finished runs"),
     "evaluate": Command("megatron_gspo.tools.evaluate.__main__", "evaluate a model, a run or servers on task files"),

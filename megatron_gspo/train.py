@@ -9,9 +9,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from megatron_gspo.config import Config, ConfigError, from_command_line
-from megatron_gspo.config.cli import refuse
-from megatron_gspo.config.config_error import MISSING
+from megatron_gspo.config import Config, from_command_line
 from megatron_gspo.terminal import outlive_terminal
 
 if TYPE_CHECKING:
@@ -46,9 +44,6 @@ def main(arguments: list[str] | None = None) -> None:
     """The command line. Exits with 0, with 2 for invalid input, with 1 for a run that failed; errors are one line."""
     outlive_terminal()
     arguments = sys.argv[1:] if arguments is None else arguments
-    if "--dry-run" in arguments:
-        fix = "use megatron-gspo rehearse CONFIG.yaml --world N --build-only"
-        refuse(ConfigError("--dry-run", MISSING, "is a command of its own now", fix))
     config = from_command_line(arguments, USAGE)
     try:
         from megatron_gspo.loop import training_loop

@@ -36,7 +36,6 @@ from megatron_gspo.config.model_sections import ModelConfig, ParallelConfig
 from megatron_gspo.config.parallel_checks import check_divisibility, check_layout, check_parallel
 from megatron_gspo.config.paths import UserPath, expand_paths
 from megatron_gspo.config.quantization_checks import check_quantization, resolve_quantization
-from megatron_gspo.config.renamed_keys import refuse_old_keys
 from megatron_gspo.config.rollout_checks import (
     check_environment,
     check_environment_file,
@@ -104,7 +103,6 @@ class Config:
 
         Raises ConfigError for the first fault. `check` does what depends on the number of processes or on files.
         """
-        refuse_old_keys(data)
         config = expand_paths(validate(cls, _resolve_preset(data)))
         config._check_choices()
         return config

@@ -55,8 +55,7 @@ def test_an_absolute_target_is_of_ours():
 def test_a_row_survives_json():
     row = time_row("step", "a", [Seconds(2.0, 1.0)], [Seconds(1.0, 1.0)], peer_name="p", note="n")
     record = json.loads(json.dumps(row.to_json()))
-    assert record["met"] is None
-    assert Row.from_json(record) == row
+    assert record["met"] is None and record["ratio"]["median"] == 2.0 and record["note"] == "n"
 
 
 def test_table_puts_the_ratio_first_and_lines_up():

@@ -1,4 +1,4 @@
-"""The grid and the rows of the log-prob benchmark, what counts as the same result, and the collectives of a ratio."""
+"""The grid and the rows of the log-prob benchmark, and what counts as the same result."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import sequence_ratio
 from benchmarks.log_prob_worker import Case, difference, make_inputs
 from benchmarks.log_probs import LARGE, SMALL, cases, name_of, not_compared, rows_of, share_of_peak
 from benchmarks.peers.log_probs import NOT_COMPARED, PEERS
-from tests.support.distributed import run_distributed
 
 
 def test_the_grid_has_every_size_that_was_asked_for():
@@ -81,20 +79,3 @@ def test_ranks_have_their_rows_of_the_same_weight():
     whole, left, right = (make_inputs(Case(4, 6, 3, tensor_parallel=n), rank) for n, rank in ((1, 0), (2, 0), (2, 1)))
     assert torch.equal(torch.cat([left[1], right[1]]), whole[1]) and left[1].shape == (3, 3)
     assert torch.equal(left[0], whole[0]) and torch.equal(right[2], whole[2])
-
-
-def test_collectives_and_bytes_of_three_sequences_by_hand():
-    ours, reduced, gathered = sequence_ratio.OURS, sequence_ratio.REDUCED, sequence_ratio.GATHERED
-    assert [sequence_ratio.collectives(way, 3) for way in (ours, reduced, gathered)] == [1, 12, 6]
-    sizes = [sequence_ratio.payload(way, 3, tokens=5, ranks=2) for way in (ours, reduced, gathered)]
-    # [2, 3] float64; 12 float32 scalars; 15 float32 there and the gradients of both ranks' 15 back
-    assert sizes == [48, 48, 4 * 15 + 4 * 30]
-
-
-def _prepare(rank: int, ranks: int) -> list[str]:
-    return list(sequence_ratio.prepare(rank, ranks, 3, 5))
-
-
-def test_the_three_ways_agree_and_make_as_many_collectives_as_is_said():
-    for ways in run_distributed(_prepare, 2):
-        assert ways == [sequence_ratio.OURS, sequence_ratio.REDUCED, sequence_ratio.GATHERED]

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.real_size_micro_batch import CONTEXT, MIB, PLANS, HostWork
+from tests.support.host_work import CONTEXT, MIB, PLANS, HostWork
 
 TOKENS = 2**15
 MOST = {"Transformer Engine": 4, "varlen": 4, "padded": 5}  # MiB

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
-from benchmarks.weight_server import checksum, weight_servers
 from megatron_gspo.config import ServerConfig
 from megatron_gspo.errors import DiskError
 from megatron_gspo.rollout.server_engine.rollout_client import RolloutClient
@@ -31,6 +30,7 @@ from megatron_gspo.weight_transport.weight_source import Relay, WeightSource, nu
 from megatron_gspo.weight_transport.weight_update import make_transport
 from tests.support.distributed import run_distributed
 from tests.support.sglang_generator import MODEL
+from tests.support.weight_server import checksum, weight_servers
 
 SOURCES = numbered([WeightSource(rank) for rank in (0, 1, 3)])  # of 4 ranks
 COUNT = 6  # tensors of each

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from megatron_gspo.tools.doctor.diagnostics import (
+from megatron_gspo.tools.doctor.findings import (
     error,
     warning,
 )
 
-WARNING = warning("disk.run_dir", "1 GiB free", "it fills up", "free some")
+WARNING = warning("run.start", "1 GiB free", "it fills up", "free some")
 ERROR = error("config.check", "seed = -1", "a run refuses it", "set 0")

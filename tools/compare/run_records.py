@@ -10,9 +10,7 @@ from typing import Any
 
 import yaml
 
-from megatron_gspo.config.renamed_keys import upgrade_old_keys
 from megatron_gspo.errors import InputError
-from megatron_gspo.tools.compare.old_metrics import with_present_names
 from megatron_gspo.tracking.run_directory import read_metrics
 
 FAILURE = "failure.json"  # in the run directory of a run that failed: exit_code, message
@@ -61,7 +59,7 @@ def read_run(
     and for files that are not a run's."""
     path = Path(run_dir)
     config, environment = _config(path)
-    records = [with_present_names(record) for record in _records(path / "metrics.jsonl")]
+    records = _records(path / "metrics.jsonl")
     summary, failure = _json(path / "summary.json"), _json(path / FAILURE)
     if summary.get("exit") == "finished":
         status = "finished"
@@ -188,7 +186,7 @@ def _config(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     _check_sections(file, content)
     if not isinstance(environment, dict):
         environment = {}
-    return upgrade_old_keys(content), environment
+    return content, environment
 
 
 def _check_sections(file: Path, content: Mapping[str, Any]) -> None:

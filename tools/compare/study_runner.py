@@ -21,7 +21,6 @@ from typing import Protocol
 
 from megatron_gspo.config import Config, ConfigError
 from megatron_gspo.config.load import read_file
-from megatron_gspo.config.renamed_keys import upgrade_old_keys
 from megatron_gspo.errors import InputError, RunError
 from megatron_gspo.tools.compare.run_records import FAILURE, read_run
 from megatron_gspo.tools.compare.study_plan import Comparison, RunSpec, as_arguments, resolve
@@ -207,7 +206,7 @@ def _check_same(comparison: Comparison, spec: RunSpec) -> None:
     try:
         data = read_file(spec.run_dir / "config.yaml")
         data.pop("environment", None)
-        found = Config.from_dict(upgrade_old_keys(data)).dump()
+        found = Config.from_dict(data).dump()
     except ConfigError as error:
         raise StaleRun(f"{spec.run_dir}: its config.yaml is not valid here ({error}); remove the directory") from None
     for section, value in wanted.items():

@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron_gspo.config import Config
 from megatron_gspo.errors import show_bytes
 from megatron_gspo.models import ModelShape
-from megatron_gspo.tools.doctor.diagnostics import Finding, error, note, ok, warning
+from megatron_gspo.tools.doctor.findings import Finding, error, note, ok, warning
 from megatron_gspo.tools.plan.parameters import total_parameters
 
 

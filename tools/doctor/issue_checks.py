@@ -13,7 +13,7 @@ from megatron_gspo.config import Config
 from megatron_gspo.models.model_shape import experts_of
 from megatron_gspo.patches.issue import KnownIssue, Situation
 from megatron_gspo.patches.known_issues import applicable
-from megatron_gspo.tools.doctor.diagnostics import Finding, error, note, ok
+from megatron_gspo.tools.doctor.findings import Finding, error, note, ok
 from megatron_gspo.tools.doctor.version_checks import numbers
 
 

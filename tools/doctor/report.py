@@ -14,7 +14,7 @@ from rich.text import Text
 
 import megatron_gspo
 from megatron_gspo.errors import printable
-from megatron_gspo.tools.doctor.diagnostics import LATE, LEVELS, SILENT, Finding, describe_ranks, worst
+from megatron_gspo.tools.doctor.findings import LEVELS, Finding, describe_ranks, worst
 
 _STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red"}
 _VERDICTS = {
@@ -26,13 +26,13 @@ _VERDICTS = {
 
 
 def lines(findings: Sequence[Finding]) -> list[str]:
-    """The text of each, with the ranks that found it where the ranks that looked differ, or one of them hangs."""
+    """The text of each, with the ranks that found it where the ranks that looked differ."""
     looked: dict[str, set[int]] = defaultdict(set)
     for finding in findings:
         looked[finding.check] |= set(finding.ranks)
     return [
         f"{describe_ranks(finding.ranks)}: {finding.line}"
-        if finding.ranks and (set(finding.ranks) != looked[finding.check] or finding.check.endswith((LATE, SILENT)))
+        if finding.ranks and set(finding.ranks) != looked[finding.check]
         else finding.line
         for finding in findings
     ]

@@ -14,7 +14,7 @@ from megatron_gspo.rollout.server_kinds import SERVER_KINDS
 from megatron_gspo.servers.http_client import ServerClient, ServerError, open_session
 from megatron_gspo.servers.package_launch import package_version
 from megatron_gspo.servers.server_launch import read_api_key
-from megatron_gspo.tools.doctor.diagnostics import Finding, error, ok, warning
+from megatron_gspo.tools.doctor.findings import Finding, error, ok, warning
 from megatron_gspo.tools.doctor.version_checks import SERVERS, judge_version, numbers
 from megatron_gspo.weight_transport.server_endpoints import ServerInfo, WeightEndpoints
 from megatron_gspo.weight_transport.weight_update import make_transport

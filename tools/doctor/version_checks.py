@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from megatron_gspo.tools.doctor.diagnostics import Finding, error, note, ok, warning
+from megatron_gspo.tools.doctor.findings import Finding, error, note, ok, warning
 
 
 @dataclass(frozen=True)

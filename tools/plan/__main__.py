@@ -1,36 +1,37 @@
-"""Estimate memory and step time of each parallel layout of a model on a cluster, without a GPU.
+"""Rank the parallel layouts of a model on a cluster, and rehearse the best, without a GPU.
 
-    megatron-gspo plan --model DIR --gpus N --gpu NAME --response-length L
+megatron-gspo plan --model DIR --gpus N --gpu NAME --response-length L
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
+import math
+import tempfile
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_gspo.config import ConfigError, LoRAConfig
-from megatron_gspo.config.lora_checks import check_targets
+import yaml
+
+from megatron_gspo.config import load_config
 from megatron_gspo.config.paths import path_text_argument
 from megatron_gspo.errors import InputError, UserError, report
-from megatron_gspo.models import ModelShape, family_of, read_config
-from megatron_gspo.models.model_shape import language_config, read_json
-from megatron_gspo.tools.plan import plan_report
-from megatron_gspo.tools.plan.assumptions import Assumptions, parse_assumptions
-from megatron_gspo.tools.plan.basis import basis_of
-from megatron_gspo.tools.plan.hardware import GPUS, find_gpu
-from megatron_gspo.tools.plan.layout_search import Fixed, Plan, no_fit, search
+from megatron_gspo.models import family_of, read_config
+from megatron_gspo.tools.plan import plan_report, rehearsals
+from megatron_gspo.tools.plan.estimate import Estimate, Estimator, Hardware
+from megatron_gspo.tools.plan.hardware import GIB, GPUS, find_gpu
+from megatron_gspo.tools.plan.layout_search import is_size, search
 from megatron_gspo.tools.plan.layouts import name_of, parse_layout
-from megatron_gspo.tools.plan.memory import RECOMPUTE
-from megatron_gspo.tools.plan.workload import ENGINES, Cluster, Workload, check_cluster, check_workload
 
-_SHORT = {  # reasons, in a table
-    "none of": "nothing fits", "an engine of": "engine too small", "at most": "mini-batch too small",
-}  # fmt: skip
-SCALE = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+REHEARSED = 3  # layouts
+ABOUT = f"""Rank the parallel layouts of a model on a cluster by a few formulas, and rehearse the {REHEARSED} best: the
+real training step on this machine's CPU, with its memory, FLOPs and bytes (docs/rehearse.md). A rehearsed rank takes
+one to three minutes of a core for 30B-A3B; --coarse leaves them out and takes seconds."""
+EXAMPLE = """example: megatron-gspo plan --model examples/qwen3_moe/models/Qwen3-30B-A3B --gpus 32 --gpu h100 \\
+    --response-length 8192 routing.replay=r3"""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -42,160 +43,209 @@ def parser() -> argparse.ArgumentParser:
     """Every option with its default."""
     made = _Parser(
         prog="megatron-gspo plan",
-        description="Estimate memory and step time of each parallel layout of a model on a cluster, without a GPU.",
-        epilog="example: megatron-gspo plan --model examples/qwen3_moe/models/Qwen3-30B-A3B --gpus 8 --gpu h200 "
-        "--response-length 8192 --colocated",
+        description=ABOUT,
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    model = "Hugging Face model directory, or its config.json"
-    made.add_argument("--model", type=path_text_argument, required=True, help=model)
+    made.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="config keys, such as lora.rank=8"
+    )
+    made.add_argument(
+        "--model",
+        type=path_text_argument,
+        required=True,
+        help="Hugging Face model directory, or its config.json",
+    )
     made.add_argument("--gpus", type=int, default=8, help="training GPUs (default: %(default)s)")
-    made.add_argument("--gpu", default="h100", help=f"one of {', '.join(GPUS)} (default: %(default)s)")
-    made.add_argument("--response-length", type=int, required=True, help="longest response in tokens")
-    for name, default, about in (
-        ("prompt-length", 1024, "longest prompt in tokens"),
-        ("rollout-batch-size", 128, "prompts per rollout batch"),
-        ("n-samples", 8, "responses per prompt"),
-        ("global-batch-size", 256, "sequences per optimizer step"),
-        ("engine-gpus", 0, "GPUs of the servers; 0 is as many as --gpus"),
-        ("engine-tensor", 1, "GPUs per server"),
-        ("lora-rank", 0, "rank of adapters, which are then all that is trained; 0: all weights are"),
-        ("top", 10, "layouts to show"),
-    ):
-        made.add_argument(f"--{name}", type=int, default=default, help=f"{about} (default: %(default)s)")
-    made.add_argument("--engine", choices=ENGINES, default="sglang", help="source of rollouts (default: %(default)s)")
-    made.add_argument("--colocated", action="store_true", help="SGLang on the trainer's GPUs: --engine colocated")
-    made.add_argument("--reference", action="store_true", help="a frozen reference policy, for a KL term")
-    made.add_argument("--value-model", action="store_true", help="PPO's value model, of the policy's size")
-    made.add_argument("--lora-targets", metavar="NAMES", help="linear layers with an adapter, as q_proj,v_proj "
-                      "(default: all)")  # fmt: skip
-    made.add_argument("--lora-experts", choices=("each", "shared"), default="each", help="see lora.experts")
-    made.add_argument("--no-replay", action="store_true", help="no routing replay")
-    made.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    made.add_argument("--implementation", choices=("transformer_engine", "torch"), default="transformer_engine",
-                      help="layer modules (default: %(default)s)")  # fmt: skip
-    made.add_argument("--assume", action="append", default=[], metavar="NAME=VALUE", help="change an assumption")
+    made.add_argument(
+        "--gpu", default="h100", help=f"one of {', '.join(GPUS)} (default: %(default)s)"
+    )
+    made.add_argument(
+        "--response-length", type=int, required=True, help="longest response in tokens"
+    )
+    made.add_argument(
+        "--prompt-length", type=int, default=1024, help="longest prompt (default: %(default)s)"
+    )
+    made.add_argument(
+        "--global-batch-size",
+        type=int,
+        default=256,
+        help="sequences per optimizer step (default: %(default)s)",
+    )
     made.add_argument("--layout", help="this layout only, such as 'TP4 EP8'")
-    made.add_argument("--recompute", choices=RECOMPUTE, help="this mode only (default: the fastest that fits)")
-    made.add_argument("--max-tokens", type=int, help="tokens of a micro-batch (default: 1 to 8 longest sequences)")
-    made.add_argument("--scale", action="store_true", help=f"one table of {SCALE[0]} to {SCALE[-1]} GPUs instead")
+    made.add_argument(
+        "--coarse", action="store_true", help="rehearse nothing: formulas only, in seconds"
+    )
+    made.add_argument("--top", type=int, default=10, help="layouts to show (default: %(default)s)")
+    made.add_argument(
+        "--reserve",
+        type=float,
+        default=6.0,
+        metavar="GIB",
+        help="memory of a GPU to leave free: CUDA and NCCL take about 3, a paused colocated server 2 "
+        "(default: %(default)s)",
+    )
+    made.add_argument(
+        "--efficiency",
+        type=float,
+        default=0.22,
+        help="share of a GPU's peak that is reached (default: %(default)s, as measured on an H100, docs/gpu.md)",
+    )
+    made.add_argument(
+        "--link-efficiency",
+        type=float,
+        default=0.7,
+        help="share of the bandwidth of NVLink and network that is reached (default: %(default)s)",
+    )
     made.add_argument("--json", action="store_true", help="print JSON")
     return made
 
 
-def load_model(path: str) -> tuple[dict[str, Any], ModelShape]:
-    """config.json of a directory, or a file, with its sizes. Raises ``InputError``."""
-    place = Path(path)
-    if not place.exists():
-        raise InputError(f"--model {path}: no such file; give a Hugging Face model directory or its config.json")
-    hf = language_config(read_json(place)) if place.is_file() else read_config(place)
-    return hf, family_of(hf)[1]
-
-
-def may_use_transformer_engine(shape: ModelShape) -> bool:
-    """Whether all layers have a mixer that Transformer Engine's layers can be built for."""
-    return set(shape.mixers) == {"attention"}
-
-
-def adapters(args: argparse.Namespace, hf: dict[str, Any]) -> LoRAConfig | None:
-    """The adapters that the options ask for, which a model with this config.json has."""
-    if args.lora_rank < 1:
-        return None
-    if args.value_model:
-        problem = "the plan has no times of a value model beside adapters"
-        raise InputError(f"--lora-rank {args.lora_rank}: {problem}; leave out --value-model, or use rehearse")
-    targets = None if args.lora_targets is None else tuple(args.lora_targets.split(","))
-    lora = LoRAConfig(rank=args.lora_rank, targets=targets, experts=args.lora_experts)
-    try:
-        check_targets(lora, hf)
-    except ConfigError as error:
-        raise InputError(f"--lora-targets {args.lora_targets}: {error.problem}; {error.fix}") from None
-    return lora
-
-
-def inputs(args: argparse.Namespace) -> tuple[Workload, Cluster, Assumptions]:
-    """Workload, cluster and assumptions of the options; does not read the model."""
-    work = Workload(
-        response_length=args.response_length, prompt_length=args.prompt_length,
-        rollout_batch_size=args.rollout_batch_size, n_samples=args.n_samples, global_batch_size=args.global_batch_size,
-        reference=args.reference, value_model=args.value_model, routes=not args.no_replay,
-        dtype_bytes=2 if args.dtype == "bfloat16" else 4,
-        implementation=args.implementation,
-    )  # fmt: skip
-    engine = "colocated" if args.colocated else args.engine
-    cluster = Cluster(find_gpu(args.gpu), args.gpus, engine, args.engine_gpus or args.gpus, args.engine_tensor)
-    return work, cluster, parse_assumptions(args.assume)
-
-
-def fixed_choice(args: argparse.Namespace, hf: dict[str, Any], work: Workload) -> Fixed:
-    """The choices that the options fix."""
-    layout = None if args.layout is None else parse_layout(args.layout, hf, args.gpus)
-    if args.max_tokens is not None and args.max_tokens < work.longest:
+def check_arguments(args: argparse.Namespace) -> None:
+    """Raises ``InputError`` for a value that no plan has."""
+    for name in ("response_length", "prompt_length", "global_batch_size", "top"):
+        if (value := getattr(args, name)) < 1:
+            raise InputError(
+                f"--{name.replace('_', '-')} {value}: must be at least 1; give an integer above 0"
+            )
+    for name in ("efficiency", "link_efficiency"):
+        if not 0 < (share := getattr(args, name)) <= 1:
+            raise InputError(
+                f"--{name.replace('_', '-')} {share:g}: is not a share; give a number above 0, at most 1"
+            )
+    if not 0 <= args.reserve < math.inf:
         raise InputError(
-            f"--max-tokens {args.max_tokens}: a sequence may take {work.longest} tokens (--prompt-length + "
-            f"--response-length); give at least {work.longest}"
+            f"--reserve {args.reserve:g}: must be finite and at least 0; give GiB, such as 6"
         )
-    return Fixed(layout, args.recompute, args.max_tokens)
+    node = find_gpu(args.gpu).node
+    if args.gpus < 1 or (args.gpus > node and args.gpus % node):
+        fix = max(args.gpus - args.gpus % node, 1)
+        raise InputError(
+            f"--gpus {args.gpus}: nodes have {node} GPUs; give 1 to {node} or a multiple, as {fix}"
+        )
+    for override in args.overrides:
+        section, _, field = override.partition("=")[0].partition(".")
+        if "=" not in override:
+            raise InputError(f"{override}: is not an option; give config keys as key=value")
+        if section == "parallel" and is_size(field):
+            raise InputError(
+                f"{override}: the plan chooses it; name a layout with --layout, as 'TP2 EP8'"
+            )
 
 
-def check_scale(args: argparse.Namespace) -> None:
-    """``InputError`` if ``--scale`` is combined with an option that fixes a choice."""
-    for name in ("layout", "recompute", "max_tokens"):
-        if (value := getattr(args, name)) is not None:
-            flag = f"--{name.replace('_', '-')}"
-            raise InputError(f"{flag} {value}: --scale chooses the fastest at each size; leave one of them out")
+def model_directory(path: str) -> Path:
+    """The directory of a model that is named by it or by its config.json. Raises ``InputError``."""
+    given = Path(path)
+    if not given.exists():
+        raise InputError(
+            f"--model {path}: no such file; give a Hugging Face model directory or its config.json"
+        )
+    return given.resolve().parent if given.is_file() else given.resolve()
 
 
-def scale(hf: dict[str, Any], shape: ModelShape, work: Workload, cluster: Cluster, assume: Assumptions, own: int
-          ) -> list[tuple[int, Plan | None, Cluster, str]]:
-    """The fastest layout for each size of ``SCALE``, with the same rollout batch; None and the reason if none fits."""
-    rows = []
-    for gpus in SCALE:
-        sized = dataclasses.replace(cluster, gpus=gpus, engine_gpus=own or gpus)
-        try:
-            check_cluster(sized)
-            found = search(hf, shape, work, sized, assume)
-            best, reason = (found.plans[0], "") if found.plans else (None, str(no_fit(found, work, sized, assume)))
-        except InputError as error:
-            best, reason = None, str(error)
-        if best is None:
-            reason = next((text for part, text in _SHORT.items() if part in reason), reason)
-        rows.append((gpus, best, sized, reason))
-    return rows
+def write_config(args: argparse.Namespace, folder: Path) -> Path:
+    """The config of a run of the options, without a layout. Rehearsals read no weights, prompts or servers."""
+    batch = args.global_batch_size
+    samples = next((count for count in (8, 4, 2) if batch % count == 0), batch)
+    config = {
+        "run_dir": str(folder / "run"),
+        "model": {"path": str(model_directory(args.model)), "dtype": "bfloat16"},
+        "data": {
+            "prompts": str(folder / "prompts.jsonl"),
+            "verifier": "exact_match",
+            "max_prompt_length": args.prompt_length,
+        },
+        "rollout": {
+            "engine": "sglang",
+            "rollout_batch_size": batch // samples,
+            "n_samples_per_prompt": samples,
+            "max_response_length": args.response_length,
+        },
+        "sglang": {"urls": ["http://localhost:30000"]},
+        "training": {
+            "steps": 1,
+            "global_batch_size": batch,
+            "max_tokens_per_micro_batch": 8 * (args.prompt_length + args.response_length),
+        },
+    }
+    file = folder / "plan.yaml"
+    file.write_text(yaml.safe_dump(config), encoding="utf-8")
+    return file
+
+
+def plan(args: argparse.Namespace, folder: Path) -> str:
+    """The plan as text. Raises ``UserError``."""
+    check_arguments(args)
+    file = write_config(args, folder)
+    config = load_config(file, args.overrides)
+    shape = family_of(read_config(config.model.path))[1]
+    if (longest := args.prompt_length + args.response_length) > shape.max_position_embeddings:
+        raise InputError(
+            f"--response-length {args.response_length}: with --prompt-length it makes {longest} tokens and the model "
+            f"has {shape.max_position_embeddings} positions; keep the sum within them"
+        )
+    hardware = Hardware(find_gpu(args.gpu), args.gpus, args.efficiency, args.link_efficiency)
+    room = hardware.gpu.memory - args.reserve * GIB
+    estimator = Estimator(shape, config, hardware)
+    layout = (
+        None
+        if args.layout is None
+        else parse_layout(args.layout, read_config(config.model.path), args.gpus)
+    )
+    found = search(
+        estimator, room, layout, {override.partition("=")[0] for override in args.overrides}
+    )
+    rehearsed = []
+    if not args.coarse:
+        best = found.estimates[:REHEARSED]
+        rehearsed = rehearsals.rehearse_layouts(file, args.overrides, config, hardware, best)
+    if args.json:
+        document = {
+            "considered": found.considered,
+            "fit": found.fit,
+            "layouts": [coarse_json(estimate) for estimate in found.estimates[: args.top]],
+            "rehearsed": [
+                rehearsals.to_json(each) | {"fits": each.fits(room)} for each in rehearsed
+            ],
+        }
+        return json.dumps(document, indent=2)
+    chosen = next((each.estimate for each in rehearsed if each.fits(room)), None)
+    if args.coarse:
+        chosen = found.estimates[0]
+    parts = [
+        plan_report.describe(estimator, room),
+        f"{found.fit} of {found.considered} layouts fit by the formulas; the fastest, each with its fastest VP and ETP:",
+        plan_report.ranking(found, args.top),
+        plan_report.rehearsed_table(rehearsed, room) if rehearsed else "",
+        plan_report.assumed(hardware),
+    ]
+    if chosen is None:
+        parts.append("No rehearsed layout fits: raise --reserve, or name one with --layout.")
+    else:
+        keys = "\n".join(
+            f"    {override}" for override in rehearsals.layout_overrides(chosen.choice)
+        )
+        parts.append(f"Config keys of {name_of(chosen.choice.parallel)}:\n\n{keys}")
+    return "\n\n".join(part for part in parts if part)
+
+
+def coarse_json(estimate: Estimate) -> dict[str, Any]:
+    fields = {name: value for name, value in asdict(estimate).items() if name != "choice"}
+    return {
+        "layout": name_of(estimate.choice.parallel),
+        "overrides": rehearsals.layout_overrides(estimate.choice),
+        "memory": estimate.memory,
+        "seconds": estimate.seconds,
+        **fields,
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print a plan; 0, or 2 with one line on standard error."""
     try:
-        args = parser().parse_args(arguments)
-        hf, shape = load_model(args.model)
-        work, cluster, assume = inputs(args)
-        work = dataclasses.replace(work, lora=adapters(args, hf))
-        if not may_use_transformer_engine(shape) or work.lora is not None:  # Transformer Engine's layers can't be built
-            work = dataclasses.replace(work, implementation="torch")
-        check_workload(work, shape.max_position_embeddings)
-        basis = basis_of(shape, work)
-        if args.scale:
-            check_scale(args)
-            rows = scale(hf, shape, work, cluster, assume, args.engine_gpus)
-            if args.json:
-                print(json.dumps([{"gpus": gpus, "reason": reason, "plan": plan and plan.to_json(sized, basis)}
-                                  for gpus, plan, sized, reason in rows], indent=2))  # fmt: skip
-            else:
-                described = plan_report.describe(shape, work, cluster, sizes=False)
-                print(described, plan_report.scale_table(rows), sep="\n\n")
-            return 0
-        check_cluster(cluster)
-        found = search(hf, shape, work, cluster, assume, fixed_choice(args, hf, work))
-        if not found.plans:
-            raise no_fit(found, work, cluster, assume)
-        if args.json:
-            print(json.dumps({
-                "plans": [plan.to_json(cluster, basis) for plan in found.plans[: max(args.top, 1)]],
-                "considered": found.considered, "fit": len(found.plans), "refused": dict(found.refused),
-                "assumptions": dataclasses.asdict(assume), "fastest": name_of(found.plans[0].parallel),
-            }, indent=2))  # fmt: skip
-        else:
-            print(plan_report.whole_page(found, shape, work, cluster, assume, max(args.top, 1)))
+        args = parser().parse_intermixed_args(arguments)
+        with tempfile.TemporaryDirectory(prefix="plan_") as folder:
+            print(plan(args, Path(folder)))
     except UserError as error:
         return report(error)
     return 0

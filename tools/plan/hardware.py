@@ -1,9 +1,8 @@
 """GPUs as data. Figures are the vendor's for the SXM board in a node of eight; memory is what the driver reports.
 
-Sources: NVIDIA A100, H100, H200, H20 and HGX B200 data sheets (dense bfloat16, that is without sparsity; HBM; NVLink is
-sold as the sum of both directions, half of it is used here); DGX A100, H100, H200 and B200 user guides (one network
-adapter a GPU: 200 or 400 Gbit/s); memory from ``nvidia-smi`` on such machines, MiB; B200 bandwidth as computed from its
-bus and clock, a little below the data sheet's 8 TB/s (pytorch/ao pull request 4002).
+Sources: NVIDIA A100, H100, H200, H20 and HGX B200 data sheets (dense bfloat16, that is without sparsity; NVLink is sold
+as the sum of both directions, half of it is used here); DGX A100, H100, H200 and B200 user guides (one network adapter a
+GPU: 200 or 400 Gbit/s); memory from ``nvidia-smi`` on such machines, MiB.
 """
 
 from __future__ import annotations
@@ -15,35 +14,35 @@ from dataclasses import dataclass
 from megatron_gspo.errors import InputError
 
 GIB = 2**30
+RUNTIME_BYTES = 3 * GIB  # of a GPU, that CUDA, NCCL and cuBLAS take; assumed
 
 
 @dataclass(frozen=True)
 class Gpu:
     """One GPU of a node. Memory in bytes; flops: dense bfloat16 products a second; bandwidths in bytes a second, of
-    HBM, of NVLink in one direction, and of this GPU's network adapter."""
+    NVLink in one direction, and of this GPU's network adapter."""
 
     name: str
     memory: int
     flops: float
-    hbm: float
     nvlink: float
     network: float
     node: int = 8
 
 
-def _gpu(name: str, mib: int, teraflops: float, hbm: float, nvlink: float, gigabits: float) -> Gpu:
-    return Gpu(name, mib * 2**20, teraflops * 1e12, hbm * 1e12, nvlink * 1e9, gigabits * 1e9 / 8)
+def _gpu(name: str, mib: int, teraflops: float, nvlink: float, gigabits: float) -> Gpu:
+    return Gpu(name, mib * 2**20, teraflops * 1e12, nvlink * 1e9, gigabits * 1e9 / 8)
 
 
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        _gpu("a100-40gb", 40960, 312, 1.555, 300, 200),
-        _gpu("a100", 81920, 312, 2.039, 300, 200),
-        _gpu("h20", 97871, 148, 4.0, 450, 400),
-        _gpu("h100", 81559, 989.4, 3.35, 450, 400),
-        _gpu("h200", 143771, 989.4, 4.8, 450, 400),
-        _gpu("b200", 183359, 2250, 7.67, 900, 400),
+        _gpu("a100-40gb", 40960, 312, 300, 200),
+        _gpu("a100", 81920, 312, 300, 200),
+        _gpu("h20", 97871, 148, 450, 400),
+        _gpu("h100", 81559, 989.4, 450, 400),
+        _gpu("h200", 143771, 989.4, 450, 400),
+        _gpu("b200", 183359, 2250, 900, 400),
     )
 }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
@@ -52,23 +51,19 @@ def candidates(hf: dict[str, Any], gpus: int, node: int) -> Iterator[dict[str, A
             )
 
 
-def feasible(hf: dict[str, Any], gpus: int, node: int, global_batch_size: int
-             ) -> tuple[list[ParallelConfig], Counter[str]]:
-    """The valid layouts, and the number refused by each config key."""
-    found, refused = [], Counter[str]()
+def feasible(hf: dict[str, Any], gpus: int, node: int, global_batch_size: int) -> list[ParallelConfig]:
+    """The valid layouts with at least one sequence of a mini-batch for each data-parallel rank."""
+    layouts = []
     for sizes in candidates(hf, gpus, node):
         parallel = ParallelConfig(**sizes)
         try:
             check_layout(parallel, gpus)
             check_divisibility(parallel, hf)
-        except ConfigError as error:
-            refused[error.key] += 1
+        except ConfigError:
             continue
-        if parallel.data_parallel_size(gpus) > global_batch_size:
-            refused["training.global_batch_size"] += 1
-            continue
-        found.append(parallel)
-    return found, refused
+        if parallel.data_parallel_size(gpus) <= global_batch_size:
+            layouts.append(parallel)
+    return layouts
 
 
 _KEYS = {

@@ -17,8 +17,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from megatron_gspo.config import Config, load_config
 from megatron_gspo.config.paths import path_argument
 from megatron_gspo.errors import InputError, UserError, report, writing
-from megatron_gspo.tools.plan.assumptions import Assumptions
-from megatron_gspo.tools.plan.hardware import GIB, GPUS, find_gpu
+from megatron_gspo.tools.plan.hardware import GPUS, RUNTIME_BYTES, find_gpu
 from megatron_gspo.tools.plan.layouts import name_of
 from megatron_gspo.tools.rehearse.deadlock import compare_ranks
 from megatron_gspo.tools.rehearse.rank_processes import RankJob, default_jobs, rehearse_ranks
@@ -98,9 +97,8 @@ def rehearse(args: argparse.Namespace) -> Rehearsal:
     with RankProgress(len(played)) as progress:
         records, failed = rehearse_ranks(job, played, args.jobs or default_jobs(), progress.ended)
     name = Path(args.config).stem + ("" if args.layers is None else f" with {args.layers} layers")
-    runtime = round(Assumptions().runtime_gib * GIB)
     layout = name_of(config.parallel)
-    return Rehearsal(name, args.world, layout, gpu, runtime, tuple(records), tuple(failed), compare_ranks(records))
+    return Rehearsal(name, args.world, layout, gpu, RUNTIME_BYTES, tuple(records), tuple(failed), compare_ranks(records))
 
 
 class RankProgress:

@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from megatron_gspo.config import Config, load_config
+from megatron_gspo.config import Config
 from megatron_gspo.mcore.checkpoint.checkpoint_files import begin_checkpoint, checkpoint_path, publish_checkpoint
 from megatron_gspo.tools.doctor import input_checks
-from megatron_gspo.tools.doctor.diagnostics import Finding, examine
-from megatron_gspo.tools.doctor.storage_checks import check_run_disk, check_weight_disk
+from megatron_gspo.tools.doctor.findings import Finding, examine
 from tests.support.command_line import small_config
 from tests.support.distributed import fork_server
 from tests.support.training_runs import tiny_model
@@ -84,8 +83,6 @@ def save(config: Config, step: int) -> Path:
 
 def test_a_new_run_leaves_nothing_behind(config):
     assert only(input_checks.check_checkpoints(config)).what == f"{config.run_dir}: a new run"
-    shape, _ = input_checks.check_weights(config)
-    check_run_disk(config, shape)
     assert not Path(config.run_dir).exists()
 
 
@@ -137,27 +134,6 @@ def test_a_run_directory_that_another_process_writes(config, tmp_path):
         (tmp_path / "done").touch()
         holder.join()
     assert input_checks.writer_of(run_dir) is None
-
-
-def test_the_disk_counts_what_the_run_holds_already(model, tmp_path):
-    config = Config.from_dict(small_config(model, tmp_path, checkpoint={"save_interval": 1, "export_hf": True}))
-    shape, _ = input_checks.check_weights(config)
-    assert only(check_run_disk(config, shape)).level == "ok"
-    assert "3 checkpoints of " in only(check_run_disk(config, shape)).what
-    assert check_weight_disk(config, shape) == []
-
-
-def test_weights_for_servers_on_another_disk(config_file, tmp_path):
-    elsewhere = tmp_path / "shared"
-    file = config_file(
-        rollout={"engine": "sglang"},
-        sglang={"urls": ["http://a:1"], "weight_transport": "disk", "weight_dir": str(elsewhere)},
-    )
-    config = load_config(file)
-    shape, _ = input_checks.check_weights(config)
-    found = only(check_weight_disk(config, shape))
-    assert found.level == "ok" and found.what.startswith(f"{elsewhere}: ") and "two copies of the weights" in found.what
-    assert "weights for servers" not in only(check_run_disk(config, shape)).what
 
 
 def test_json_of_state_is_not_needed_to_say_what_is_wrong(config):

@@ -1,32 +1,140 @@
-"""The command line, alone and on several ranks: all healthy, one late, one dead, one hung."""
+"""The command line: versions alone, a config, two ranks, and a rank that is missing."""
 
 from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from megatron_gspo.tools.doctor.__main__ import parse
-from tests.support.doctor_processes import (
-    doctor,
-    faults,
-    table,
-)
+from tests.support.ports import free_port
+
+ROOT = Path(__file__).parents[3]
+TP2 = "parallel.tensor_model_parallel_size=2"
 
 
-def test_the_machine_alone(tmp_path):
-    [outcome] = doctor(tmp_path)
-    found = table(outcome)
-    assert outcome.code == (1 if faults(outcome) else 0)
-    assert not [row for row in found if row[0] == "error"]
-    themes = {check.partition(".")[0] for _, check, _ in found}
-    assert themes == {"versions", "known_issues", "machine", "disk", "ports"}
+def start(*arguments: str, **environment: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "megatron_gspo.tools.doctor", *arguments]
+    added = {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "GLOO_SOCKET_IFNAME": "lo",
+        **environment,
+    }
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, text=True, env={**os.environ, **added}, **pipes)
 
 
-def test_arguments():
+def launch(*arguments: tuple[str, ...], world: int = 2) -> list[tuple[int, str]]:
+    """(exit code, output) of a rank for each of ``arguments``."""
+    port = str(free_port())
+    address = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [
+        start(*given, RANK=str(rank), LOCAL_RANK=str(rank), **address)
+        for rank, given in enumerate(arguments)
+    ]
+    outputs = [rank.communicate(timeout=300) for rank in ranks]
+    return [(rank.returncode, output[0]) for rank, output in zip(ranks, outputs, strict=True)]
+
+
+def alone(*arguments: str) -> tuple[int, str]:
+    process = start(*arguments)
+    output, _ = process.communicate(timeout=300)
+    return process.returncode, output
+
+
+def test_the_machine_alone() -> None:
+    code, output = alone("--json")
+    content = json.loads(output)
+    assert code == content["exit_code"] < 2
+    themes = {finding["check"].partition(".")[0] for finding in content["findings"]}
+    assert themes == {"versions", "known_issues"}
+
+
+def test_a_broken_config_is_found_and_the_rest_is_looked_at(
+    config_file: Callable[..., Path],
+) -> None:
+    code, output = alone(str(config_file()), TP2, "--probe")
+    lines = output.splitlines()
+    assert code == 2 and lines[-2].startswith("error    config.check")
+    assert "TP x PP x CP = 2 x 1 x 1 = 2 does not divide 1" in lines[-2]
+    assert lines[-2].endswith(
+        "or start the doctor with torchrun as the run, or pass --world-size N"
+    )
+    assert any(line.startswith("ok       model.weights") for line in lines)
+    assert "--probe: not compared, fix the other errors first" in output
+
+
+def test_a_config_for_other_processes_and_one_that_is_none(
+    config_file: Callable[..., Path], tmp_path: Path
+) -> None:
+    code, output = alone(str(config_file()), TP2, "--world-size", "4")
+    assert code == 0 and "valid on 4 processes" in output
+    (tmp_path / "wrong.yaml").write_text("trainng: {steps: 1}\n")
+    code, output = alone(str(tmp_path / "wrong.yaml"))
+    assert code == 2 and "did you mean training?" in output
+
+
+def test_two_ranks(config_file: Callable[..., Path], tmp_path: Path) -> None:
+    arguments = (str(config_file()), TP2, "--json")
+    first, second = launch(arguments, arguments)
+    content = json.loads(first[1])
+    assert (first[0], second) == (content["exit_code"], (content["exit_code"], ""))
+    by_check = {finding["check"]: finding for finding in content["findings"]}
+    for check in (
+        "groups.tp",
+        "groups.world",
+        "model.weights",
+        "run.prompts",
+        "ranks.all",
+        "ranks.versions",
+    ):
+        assert by_check[check]["level"] == "ok", check
+    assert "1 group of 2 over gloo, exact" in by_check["groups.tp"]["what"]
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_rank_with_another_config(config_file: Callable[..., Path]) -> None:
+    file = str(config_file())
+    first, second = launch((file, TP2), (file, TP2, "seed=8"))
+    assert (first[0], second[0]) == (2, 2)
+    assert "rank 1 loaded no config, or another than rank 0" in first[1]
+    assert "skipped because of the ranks' errors" in first[1]
+
+
+def test_a_rank_that_does_not_come() -> None:
+    [(code, output)] = launch(("--timeout", "3"))
+    assert code == 2 and "error    ranks.missing" in output
+    assert "the 2 processes did not find each other in 0.05 minutes" in output
+
+
+def test_a_launch_without_numbers() -> None:
+    process = start(WORLD_SIZE="two")
+    output, errors = process.communicate(timeout=300)
+    assert process.returncode == 2 and output == ""
+    assert (
+        errors.splitlines()[-1]
+        == "error: WORLD_SIZE=two is not a number; start with torchrun, which sets it"
+    )
+
+
+def test_arguments() -> None:
     options = parse(["a.yaml", "seed=3", "--json", "--sglang.tp-size", "2", "--timeout", "5"])
     assert (options.config, options.overrides) == ("a.yaml", ("seed=3", "--sglang.tp-size", "2"))
     assert options.as_json and options.seconds == 5.0 and not options.probe
     assert parse([]).config == ""
-    for wrong in (["--jsn"], ["seed=3"], ["--timeout", "0"], ["--timeout", "nan"], ["--world-size", "0"]):
+    for wrong in (
+        ["--jsn"],
+        ["seed=3"],
+        ["--timeout", "0"],
+        ["--timeout", "nan"],
+        ["--world-size", "0"],
+    ):
         with pytest.raises(SystemExit) as left:
             parse(wrong)
         assert left.value.code == 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 
-from megatron_gspo.tools.doctor.diagnostics import (
+from megatron_gspo.tools.doctor.findings import (
     Finding,
     ok,
 )
@@ -18,8 +18,8 @@ def test_piped_text_is_plain_and_each_finding_one_line():
     stream = io.StringIO()
     write_text([long, WARNING], stream)
     first, second, summary = stream.getvalue().splitlines()
-    assert first.startswith("ok       run.start     word word") and first.endswith("second line")
-    assert second == "warning  disk.run_dir  1 GiB free; it fills up; free some"
+    assert first.startswith("ok       run.start  word word") and first.endswith("second line")
+    assert second == "warning  run.start  1 GiB free; it fills up; free some"
     assert summary == "1 warning, 1 ok: it can start; read the warnings first"
     assert "\x1b" not in stream.getvalue()
 

@@ -2,29 +2,50 @@
 
 from __future__ import annotations
 
-from megatron_gspo.models import read_config
-from megatron_gspo.tools.plan.assumptions import Assumptions
-from megatron_gspo.tools.plan.hardware import find_gpu
+from pathlib import Path
+
+import pytest
+
+from megatron_gspo.config import ParallelConfig
+from megatron_gspo.errors import InputError
+from megatron_gspo.tools.plan.estimate import Estimator, Hardware
+from megatron_gspo.tools.plan.hardware import GIB, find_gpu
 from megatron_gspo.tools.plan.layout_search import search
-from megatron_gspo.tools.plan.layouts import name_of
-from megatron_gspo.tools.plan.workload import Cluster, Workload
 from tests.support.model_shapes import SMALL, shape_of
+from tests.tools.plan.test_estimate import config_of
 
 
-def test_what_fits_is_ranked_and_within_memory() -> None:
-    cluster = Cluster(find_gpu("h200"), 8, "none")
-    found = search(read_config(SMALL), shape_of(SMALL), Workload(4096), cluster, Assumptions())
-    times = [plan.time.total for plan in found.plans]
-    assert times == sorted(times) and len(found.plans) > 10
-    room = 0.95 * cluster.gpu.memory
-    assert all(plan.memory.total <= room for plan in found.plans)
-    for plan in found.plans:  # a mode that recomputes less would be taken if it fitted at this budget
-        order = ("none", "selective", "full")
-        for mode in order[: order.index(plan.recompute)]:
-            over = plan.memory.total - plan.memory.activations + plan.activations[mode]
-            assert over > room, (name_of(plan.parallel), mode)
-    small = Cluster(find_gpu("h100"), 8, "none")
-    worse = search(read_config(SMALL), shape_of(SMALL), Workload(4096), small, Assumptions())
-    assert len(worse.plans) < len(found.plans)
-    filled = search(read_config(SMALL), shape_of(SMALL), Workload(4096), cluster, Assumptions(reserve=0.0))
-    assert len(filled.plans) >= len(found.plans) and max(plan.memory.total for plan in filled.plans) > room
+def estimator(folder: Path, *overrides: str) -> Estimator:
+    config = config_of(folder, *overrides, batch=256, prompt=1024, response=4096)
+    return Estimator(shape_of(SMALL), config, Hardware(find_gpu("h200"), 8, 0.2, 0.7))
+
+
+def test_what_fits_is_ranked_and_within_memory(tmp_path: Path) -> None:
+    found = search(estimator(tmp_path), 134 * GIB)
+    times = [estimate.seconds for estimate in found.estimates]
+    assert times == sorted(times) and 10 < len(times) < found.fit <= found.considered
+    assert all(estimate.memory <= 134 * GIB for estimate in found.estimates)
+    layouts = [estimate.choice.parallel for estimate in found.estimates]
+    sizes = {(p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.context_parallel_size,
+              p.expert_model_parallel_size * p.expert_tensor_size) for p in layouts}  # fmt: skip
+    assert len(sizes) == len(layouts)
+    smaller = search(estimator(tmp_path), 75 * GIB)
+    assert smaller.fit < found.fit and smaller.estimates[0].seconds > times[0]
+
+
+def test_given_keys_are_kept(tmp_path: Path) -> None:
+    keys = ("model.recompute_granularity", "training.max_tokens_per_micro_batch")
+    kept = estimator(
+        tmp_path, f"{keys[0]}=full", f"{keys[1]}=20000", "parallel.overlap_grad_reduce=true"
+    )
+    found = search(kept, 134 * GIB, ParallelConfig(expert_model_parallel_size=8), keys)
+    (choice,) = [estimate.choice for estimate in found.estimates]
+    assert choice.recompute == "full" and choice.max_tokens == 20_000
+    assert choice.parallel.expert_model_parallel_size == 8 and choice.parallel.overlap_grad_reduce
+
+
+def test_nothing_fits(tmp_path: Path) -> None:
+    with pytest.raises(
+        InputError, match=r"none of \d+ layouts fits into 20\.0 GiB.*comes closest and needs"
+    ):
+        search(estimator(tmp_path), 20 * GIB)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from megatron_gspo import train
 from megatron_gspo.config import Config, ConfigError
 from megatron_gspo.models import family_of, read_config
 from megatron_gspo.tools.rehearse.__main__ import main
@@ -45,13 +44,6 @@ def test_the_command_line(model, tmp_path, capsys):
     ):
         assert main([str(config), "--build-only", *arguments]) == 2
         assert says in capsys.readouterr().err
-
-
-def test_the_option_of_train_names_the_command(capsys):
-    with pytest.raises(SystemExit) as stopped:
-        train.main(["config.yaml", "--dry-run", "4"])
-    assert stopped.value.code == 2
-    assert "use megatron-gspo rehearse CONFIG.yaml --world N --build-only" in capsys.readouterr().err
 
 
 def test_a_layout_that_does_not_fit_is_a_config_error(model, tmp_path):

@@ -1,0 +1,209 @@
+"""Servers that take weights as SGLang's do: its endpoints, its process groups, one request at a time, without a model.
+
+They keep a checksum of each tensor. Forked from one process, so that a machine can hold many of them.
+
+    python -m tests.support.weight_server 8
+
+prints a JSON list of [url, process id], then serves until its input ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import ctypes
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from aiohttp import web
+from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world, rendezvous
+
+from megatron_gspo.weight_transport.receiver import megatron_gspo_receiver
+from megatron_gspo.weight_transport.receiver_transport import RECEIVER
+
+_CLONE_NEWNET = 0x40000000  # <sched.h>
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """Of the tensor's bytes."""
+    return zlib.crc32(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+
+
+class Scheduler:
+    """What SGLang's scheduler does with a request; one after the other, in a thread.
+
+    held: checksum of each tensor. buckets: broadcasts received.
+    """
+
+    def __init__(self) -> None:
+        self.groups: dict[str, Any] = {}
+        self.held: dict[str, int] = {}
+        self.buckets, self.version, self.in_session = 0, "default", False
+
+    def init_weights_update_group(self, body: dict[str, Any]) -> None:
+        """As `init_custom_process_group`."""
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        name, limit = body["group_name"], timedelta(minutes=30)
+        place = f"tcp://{body['master_address']}:{body['master_port']}"
+        store, rank, size = next(rendezvous(place, body["rank_offset"], body["world_size"], timeout=limit))
+        store.set_timeout(limit)
+        group, _ = _new_process_group_helper(size, rank, [], Backend(body["backend"]), PrefixStore(name, store),
+                                             group_name=name, timeout=limit)  # fmt: skip
+        _world.pg_group_ranks[group] = {i: i for i in range(size)}
+        self.groups[name] = group
+
+    def update_weights_from_distributed(self, body: dict[str, Any]) -> None:
+        """A bucket in the format "flattened_bucket"."""
+        dtypes = [getattr(torch, name) for name in body["dtypes"]]
+        sizes = [
+            dtype.itemsize * torch.Size(shape).numel() for dtype, shape in zip(dtypes, body["shapes"], strict=True)
+        ]
+        data = torch.empty(sum(sizes), dtype=torch.uint8)
+        dist.broadcast(data, src=0, group=self.groups[body["group_name"]])
+        self.load_weights(list(zip(body["names"], data.split(sizes), strict=True)))
+
+    def update_weights_from_tensor(self, body: dict[str, Any]) -> None:
+        """A request to our custom weight loader, or a bucket in the format "flattened_bucket"."""
+        payload = pickle.loads(base64.b64decode(body["serialized_named_tensors"][0]))
+        if body["load_format"] == RECEIVER:
+            megatron_gspo_receiver.load(self, payload)
+            return
+        flat = payload["flattened_tensor"]
+        self.load_weights([(each.name, flat[each.start_idx : each.end_idx]) for each in payload["metadata"]])
+
+    def load_weights(self, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
+        """As a model's."""
+        self.buckets += 1
+        for name, tensor in named_tensors:
+            if name == "refused":
+                raise ValueError("a tensor of the wrong shape")
+            self.held[name] = checksum(tensor)
+
+    def destroy_weights_update_group(self, body: dict[str, Any]) -> None:
+        """Leave a group."""
+        dist.destroy_process_group(self.groups.pop(body["group_name"]))
+
+    def begin_weight_update(self, body: dict[str, Any]) -> None:
+        """Open a session."""
+        if self.in_session:
+            raise ValueError("a session is open")
+        self.in_session = True
+
+    def end_weight_update(self, body: dict[str, Any]) -> None:
+        """Close it."""
+        if not self.in_session:
+            raise ValueError("no session is open")
+        self.in_session = False
+
+    def update_weight_version(self, body: dict[str, Any]) -> None:
+        """Set the version."""
+        self.version = body["new_version"]
+
+
+def application() -> web.Application:
+    """All endpoints; those of the scheduler answer 400 with the error's text."""
+    scheduler, thread = Scheduler(), ThreadPoolExecutor(1)
+    info = {"version": "0.5.23", "random_seed": os.getpid(), "startup_time": time.time(), "device": "cpu", "tp_size": 1,
+            "pp_size": 1, "dp_size": 1}  # fmt: skip
+
+    async def do(request: web.Request) -> web.Response:
+        step = getattr(scheduler, request.path.strip("/"), None)
+        try:
+            if step is not None:
+                await asyncio.get_running_loop().run_in_executor(thread, step, await request.json())
+        except Exception as error:
+            return web.json_response({"success": False, "message": str(error)[:200]}, status=400)
+        return web.json_response({"success": True})
+
+    async def tell(request: web.Request) -> web.Response:
+        known = {"/server_info": info, "/model_info": {"weight_version": scheduler.version, "model_path": "m"},
+                 "/held": {"held": scheduler.held, "buckets": scheduler.buckets}}  # fmt: skip
+        return web.json_response(known[request.path])
+
+    app = web.Application()
+    for path in ("/server_info", "/model_info", "/held"):
+        app.router.add_get(path, tell)
+    steps = [name for name in vars(Scheduler) if name[0] != "_" and name != "load_weights"]
+    for name in ("pause_generation", "continue_generation", "flush_cache", *steps):
+        app.router.add_post(f"/{name}", do)
+    return app
+
+
+def serve(address: str, report: int) -> None:
+    """Serve in this process without end; writes the URL to a pipe."""
+
+    async def run() -> None:
+        runner = web.AppRunner(application())
+        await runner.setup()
+        await web.TCPSite(runner, address, 0).start()
+        with os.fdopen(report, "w") as pipe:
+            pipe.write(f"http://{address}:{runner.addresses[0][1]}")
+        await asyncio.Event().wait()
+
+    torch.set_num_threads(1)
+    asyncio.run(run())
+
+
+def enter(namespace: str) -> None:
+    """Move this process, without other threads, to the network namespace that a file names."""
+    with open(namespace) as file:
+        assert ctypes.CDLL(None).setns(file.fileno(), _CLONE_NEWNET) == 0
+
+
+def fork_server(namespace: str | None, address: str) -> tuple[str, int]:
+    """(URL, process id) of a server in a network namespace (a file that names it; None: this one)."""
+    reader, writer = os.pipe()
+    if not (pid := os.fork()):
+        os.close(reader)
+        if namespace:
+            enter(namespace)
+            os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+        serve(address, writer)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        return pipe.read(), pid
+
+
+@contextmanager
+def weight_servers(*places: tuple[str | None, str]) -> Any:
+    """(URL, process id) of a server at each (network namespace, address); ended at the end of the block."""
+    command = [sys.executable, "-m", "tests.support.weight_server", json.dumps(places)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, text=True,
+                               env=os.environ | {"OMP_NUM_THREADS": "1"})  # fmt: skip
+    try:
+        yield [(url, pid) for url, pid in json.loads(process.stdout.readline())]
+    finally:
+        process.stdin.close()
+        process.wait()
+        process.stdout.close()
+
+
+def main() -> None:
+    """Fork the servers, print their addresses, end them when the input ends."""
+    given = json.loads(sys.argv[1])
+    places = [(None, "127.0.0.1")] * given if isinstance(given, int) else given
+    servers = [fork_server(namespace, address) for namespace, address in places]
+    print(json.dumps(servers), flush=True)
+    sys.stdin.read()
+    for _, pid in servers:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+if __name__ == "__main__":
+    main()

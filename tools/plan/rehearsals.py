@@ -1,0 +1,201 @@
+"""Layouts of a plan, rehearsed: memory, FLOPs and bytes of the real training step (docs/rehearse.md).
+
+One rank of the first and one of the last pipeline stage is rehearsed; the others are like them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_gspo.config import Config
+from megatron_gspo.tools.plan.estimate import Choice, Estimate, Hardware
+from megatron_gspo.tools.plan.layout_search import is_size
+from megatron_gspo.tools.plan.layouts import name_of
+from megatron_gspo.tools.rehearse.mini_batch import plan_mini_batch
+from megatron_gspo.tools.rehearse.rank_processes import RankJob, default_jobs, rehearse_ranks
+from megatron_gspo.tools.rehearse.records import Collective, RankRecord
+from megatron_gspo.tools.rehearse.roles import choose_ranks
+from megatron_gspo.tools.rehearse.summary import FailedRank
+
+_ONCE = ("build", "weight_export", "checkpoint_plan")  # phases that are not in each optimizer step
+_DATA_GROUPS = (
+    "dp",
+    "dp_cp",
+    "expert_dp",
+)  # exchange once a mini-batch, whatever the number of micro-batches
+
+
+@dataclass(frozen=True)
+class RehearsedLayout:
+    """A layout with the figures of its fullest and of its slowest rehearsed rank.
+
+    states: bytes of weights, gradients and optimizer; activations: their peak in forward and backward; peak: of all
+    live tensors. compute, communication, bubble: seconds of an optimizer step with the log-probs before it. failure:
+    why there are no figures; "" where there are.
+    """
+
+    estimate: Estimate
+    states: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    activations: int = 0
+    peak: int = 0
+    compute: float = 0.0
+    communication: float = 0.0
+    bubble: float = 0.0
+    failure: str = ""
+
+    @property
+    def seconds(self) -> float:
+        return self.compute + self.communication + self.bubble
+
+    def fits(self, room: float) -> bool:
+        return not self.failure and self.peak <= room
+
+
+def layout_overrides(choice: Choice) -> list[str]:
+    """The config keys of a choice as ``key=value``."""
+    sizes = dataclasses.asdict(choice.parallel)
+    keys = {f"parallel.{name}": value for name, value in sizes.items() if is_size(name)}
+    keys["model.recompute_granularity"] = choice.recompute
+    keys["training.max_tokens_per_micro_batch"] = choice.max_tokens
+    return [
+        f"{key}={'null' if value is None else str(value).lower()}" for key, value in keys.items()
+    ]
+
+
+def rehearse_layouts(
+    file: Path,
+    overrides: Sequence[str],
+    config: Config,
+    hardware: Hardware,
+    estimates: Sequence[Estimate],
+) -> list[RehearsedLayout]:
+    """Rehearse each layout of the config in ``file`` with these overrides; those without a failure first, the fastest
+    before others."""
+    jobs = [
+        (estimate, rank)
+        for estimate in estimates
+        for rank in _ranks(estimate.choice, hardware.gpus)
+    ]
+    start = time.monotonic()
+
+    def rehearse(job: tuple[Estimate, int]) -> RankRecord | FailedRank:
+        estimate, rank = job
+        changed = (*overrides, *layout_overrides(estimate.choice))
+        played = choose_ranks(estimate.choice.parallel, hardware.gpus, str(rank))
+        records, failed = rehearse_ranks(
+            RankJob(str(file), changed, hardware.gpus), played, 1, lambda played, result: None
+        )
+        name = name_of(estimate.choice.parallel)
+        print(
+            f"rehearsed rank {rank} of {name}, {time.monotonic() - start:.0f} s",
+            file=sys.stderr,
+            flush=True,
+        )
+        return (*records, *failed)[0]
+
+    with ThreadPoolExecutor(default_jobs()) as pool:
+        results = list(pool.map(rehearse, jobs))
+    layouts = []
+    for estimate in estimates:
+        ranks = [result for (of, _), result in zip(jobs, results, strict=True) if of is estimate]
+        layouts.append(_figures(estimate, config, hardware, ranks))
+    return sorted(layouts, key=lambda layout: (bool(layout.failure), layout.seconds))
+
+
+def _ranks(choice: Choice, gpus: int) -> list[int]:
+    stages = choice.parallel.pipeline_model_parallel_size
+    return sorted({0, gpus - gpus // stages})
+
+
+def _figures(
+    estimate: Estimate, config: Config, hardware: Hardware, ranks: Sequence[RankRecord | FailedRank]
+) -> RehearsedLayout:
+    for rank in ranks:
+        if isinstance(rank, FailedRank):
+            return RehearsedLayout(estimate, failure=f"rank {rank.rank}: {rank.message}")
+    records = [rank for rank in ranks if isinstance(rank, RankRecord)]
+    choice, training = estimate.choice, config.training
+    planned = replace(
+        config,
+        parallel=choice.parallel,
+        training=replace(training, max_tokens_per_micro_batch=choice.max_tokens),
+    )
+    mini_batch = plan_mini_batch(planned, hardware.gpus)
+    repeated = mini_batch.of_all / mini_batch.micro_batches
+    fullest = max(records, key=lambda record: record.memory.peak.total)
+    compute = max(compute_seconds(record, repeated, hardware) for record in records)
+    communication = max(communication_seconds(record, repeated, hardware) for record in records)
+    parallel = choice.parallel
+    chunks = parallel.virtual_pipeline_model_parallel_size or 1
+    waits = (parallel.pipeline_model_parallel_size - 1) / (chunks * mini_batch.of_all)
+    return RehearsedLayout(
+        estimate,
+        states=fullest.memory.states,
+        activations=fullest.memory.peak_activations.bytes.get("activations", 0),
+        peak=fullest.memory.peak.total,
+        compute=compute,
+        communication=communication,
+        bubble=(compute + communication) * waits,
+    )
+
+
+def compute_seconds(record: RankRecord, repeated: float, hardware: Hardware) -> float:
+    """Of a rank's step. repeated: real micro-batches for each rehearsed one. The rehearsal counts causal attention in
+    full; half of it is computed."""
+    flops = 0.0
+    for phase, operations in record.flops.items():
+        if phase not in _ONCE:
+            step = sum(
+                count / 2 if "attn" in name or "attention" in name else count
+                for name, count in operations.items()
+            )
+            flops += step * (1 if phase == "optimizer" else repeated)
+    return flops / hardware.flops
+
+
+def communication_seconds(record: RankRecord, repeated: float, hardware: Hardware) -> float:
+    """Of a rank's step, nothing hidden behind products."""
+    seconds = 0.0
+    for call in record.collectives:
+        if call.phase not in _ONCE:
+            once = call.phase == "optimizer" or call.group in _DATA_GROUPS
+            seconds += collective_seconds(call, record.rank, hardware) * (1 if once else repeated)
+    return seconds
+
+
+def collective_seconds(call: Collective, rank: int, hardware: Hardware) -> float:
+    """Of one call: the other ranks' part of its bytes over the links. A ring is as slow as its slowest link; an
+    all-to-all and a message take the link to each rank."""
+    node = hardware.gpu.node
+    others = [
+        other for other in (call.ranks if call.peer is None else (call.peer,)) if other != rank
+    ]
+    far = sum(other // node != rank // node for other in others)
+    if call.peer is None and "alltoall" not in call.op and far:
+        far = len(others)
+    share = call.bytes / (len(others) + (call.peer is None)) if others else 0.0
+    return share * ((len(others) - far) / hardware.rate(1) + far / hardware.rate(node + 1))
+
+
+def to_json(layout: RehearsedLayout) -> dict[str, Any]:
+    return {
+        "layout": name_of(layout.estimate.choice.parallel),
+        "overrides": layout_overrides(layout.estimate.choice),
+        "failure": layout.failure,
+        "states_bytes": dict(layout.states),
+        "activation_bytes": layout.activations,
+        "peak_bytes": layout.peak,
+        "seconds": {
+            "compute": layout.compute,
+            "communication": layout.communication,
+            "bubble": layout.bubble,
+            "total": layout.seconds,
+        },
+    }
