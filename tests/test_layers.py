@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[1]
 # From the bottom up. A part may import itself and the parts before it, never one after it.
 LAYERS = (
     "errors",
+    "paths",
     "algorithms",
     "models",
     "config",

@@ -14,10 +14,10 @@ from typing import Any, NoReturn
 
 from megatron_gspo.config import ConfigError, LoRAConfig
 from megatron_gspo.config.lora_checks import check_targets
-from megatron_gspo.config.paths import path_text_argument
 from megatron_gspo.errors import InputError, UserError, report
 from megatron_gspo.models import ModelShape, family_of, read_config
 from megatron_gspo.models.model_shape import language_config, read_json
+from megatron_gspo.paths import path_text_argument
 from megatron_gspo.tools.plan import plan_report
 from megatron_gspo.tools.plan.assumptions import Assumptions, parse_assumptions
 from megatron_gspo.tools.plan.basis import basis_of
