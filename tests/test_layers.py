@@ -17,6 +17,7 @@ LAYERS = (
     "given_names",
     "terminal",
     "launch_environment",
+    "paths",
     "algorithms",
     "models",
     "config",

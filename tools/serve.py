@@ -21,8 +21,8 @@ from pathlib import Path
 
 from megatron_gspo.config import ServerConfig, SGLangConfig, VLLMConfig
 from megatron_gspo.config.load import split_server_arguments
-from megatron_gspo.config.paths import path_argument, path_text_argument
 from megatron_gspo.errors import InputError, UserError, printable
+from megatron_gspo.paths import path_argument, path_text_argument
 from megatron_gspo.rollout.server_kinds import SERVER_KINDS
 from megatron_gspo.servers.package_launch import PackageLaunch
 from megatron_gspo.servers.ports import LOOPBACK

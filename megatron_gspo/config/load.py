@@ -10,8 +10,8 @@ from typing import Any
 import yaml
 
 from megatron_gspo.config.config_error import MISSING, ConfigError
-from megatron_gspo.config.paths import PathError, expand_path
 from megatron_gspo.errors import first_line, show_bytes
+from megatron_gspo.paths import PathError, expand_path
 
 _MOST_BYTES = 1 << 20  # of a file
 _MOST_VALUES = 100_000  # with what each alias stands for written out

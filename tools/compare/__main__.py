@@ -20,8 +20,8 @@ import time
 from pathlib import Path
 
 from megatron_gspo.config import load_config
-from megatron_gspo.config.paths import path_argument
 from megatron_gspo.errors import UserError, printable, report
+from megatron_gspo.paths import path_argument
 from megatron_gspo.tools.compare.cold_start import INSTRUCTION, imitate, write_demonstrations
 from megatron_gspo.tools.compare.study import read_study, study_of
 from megatron_gspo.tools.compare.study_files import write_report

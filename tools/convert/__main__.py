@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_gspo.config.paths import path_argument
 from megatron_gspo.errors import UserError, report
+from megatron_gspo.paths import path_argument
 from megatron_gspo.tools.convert.work_units import UNIT_BYTES
 
 DTYPES = ("float32", "bfloat16", "float16")  # names of torch's

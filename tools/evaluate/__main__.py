@@ -20,8 +20,8 @@ from datetime import datetime
 from pathlib import Path
 
 from megatron_gspo.config.load import apply_overrides, is_override, split_server_arguments
-from megatron_gspo.config.paths import path_argument, path_text_argument
 from megatron_gspo.errors import InputError, UserError, printable, report
+from megatron_gspo.paths import path_argument, path_text_argument
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -17,9 +17,9 @@ from typing import Any, NoReturn
 import yaml
 
 from megatron_gspo.config import load_config
-from megatron_gspo.config.paths import path_text_argument
 from megatron_gspo.errors import InputError, UserError, report
 from megatron_gspo.models import family_of, read_config
+from megatron_gspo.paths import path_text_argument
 from megatron_gspo.tools.plan import plan_report, rehearsals
 from megatron_gspo.tools.plan.estimate import Estimate, Estimator, Hardware
 from megatron_gspo.tools.plan.hardware import GIB, GPUS, find_gpu
