@@ -48,8 +48,6 @@ COLUMNS = 2
 _WIDTH, _PANEL_HEIGHT, _DPI = 6.6, 2.25, 190
 _TITLE, _LABEL = 10.5, 9.0
 _LONGEST_LABEL = 40  # characters of a run's name in the legend
-# A run's name is text: two dollars are no formula.
-_PLAIN_TEXT = {"text.parse_math": False}
 
 
 def draw_curves(runs: Mapping[str, Records], output: str | Path) -> Path:
@@ -68,7 +66,7 @@ def draw_curves(runs: Mapping[str, Records], output: str | Path) -> Path:
     panels = [panel for panel in PANELS if _has_data(panel, runs)]
     if not panels:
         raise ValueError(f"{', '.join(runs)}: holds no metric to draw; train at least one step")
-    with rc_context(_PLAIN_TEXT):
+    with rc_context({"text.parse_math": False}):  # a run's name is text: two dollars are no formula
         _draw(panels, runs, output)
     return Path(output)
 
