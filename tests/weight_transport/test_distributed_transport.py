@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.weight_server import checksum, weight_servers
 from megatron_gspo.rollout.sglang.sglang_weight_endpoints import SGLangWeightEndpoints
 from megatron_gspo.servers.http_client import EventLoop, ServerClient, open_session
 from megatron_gspo.weight_transport import distributed_transport
 from megatron_gspo.weight_transport.distributed_transport import DistributedTransport
 from megatron_gspo.weight_transport.update_group import UpdateGroup
 from megatron_gspo.weight_transport.weight_update import ServerUpdate, update_servers
+from tests.support.weight_server import checksum, weight_servers
 
 SIZE = 40_000  # bytes of a tensor, and of a bucket
 COUNT = 12
@@ -70,7 +70,7 @@ class Client:
 
 @pytest.fixture
 def client() -> Iterator[Client]:
-    with weight_servers(*[(None, "127.0.0.1")] * 4) as servers:
+    with weight_servers(4) as servers:
         client = Client(servers)
         yield client
         for pid in client.servers.values():
