@@ -87,7 +87,6 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda page: page.stem)
 def test_figures_of_benchmarks_name_a_committed_result(page: Path) -> None:
-    """Tables are checked figure by figure where `benchmarks/write_page.py` writes them (tests/benchmarks)."""
     text = page.read_text(encoding="utf-8")
     results = re.findall(r"benchmarks/results/([\w.-]+\.json)", text)
     for name in results:

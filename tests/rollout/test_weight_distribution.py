@@ -104,7 +104,7 @@ def two_updates(number: int, world: int, servers: list[tuple[str, int]], sources
 @pytest.mark.parametrize(("sources", "receiver"), [(SOURCES, 0), (WHOLE, 0), (SOURCES, 1)],
                          ids=["one after the other", "rank 0 alone", "at the same time"])  # fmt: skip
 def test_every_source_sends_its_own_tensors_once_to_all_servers(sources: Any, receiver: int) -> None:
-    with weight_servers(*[(None, "127.0.0.1")] * 2) as servers:
+    with weight_servers(2) as servers:
         found = run_distributed(two_updates, 4, servers, sources, receiver)
     for server in found[0][0]:
         assert server["held"] == truth(2)
@@ -131,7 +131,7 @@ def a_server_dies(number: int, world: int, servers: list[tuple[str, int]], recei
 
 @pytest.mark.parametrize("receiver", [0, 1], ids=["one after the other", "at the same time"])
 def test_a_server_that_dies_is_dropped(receiver: int) -> None:
-    with weight_servers(*[(None, "127.0.0.1")] * 2) as servers:
+    with weight_servers(2) as servers:
         found = run_distributed(a_server_dies, 4, servers, receiver, timeout=150.0)
     server, failures = found[0][0]
     assert server["held"] == truth(3) and failures == []
@@ -158,7 +158,7 @@ def by_handles(number: int, world: int, servers: list[tuple[str, int]]) -> Any:
 
 
 def test_sources_hand_their_tensors_to_the_servers_beside_them_at_the_same_time() -> None:
-    with weight_servers(*[(None, "127.0.0.1")] * 2) as servers:
+    with weight_servers(2) as servers:
         first, second = run_distributed(by_handles, 4, servers)[0]
     assert first["held"] == truth(2, (0, 1)) and second["held"] == truth(2, (1, 3))
     assert first["buckets"] == second["buckets"] == 2 * 2 * 2, "two updates of two sources, with two buckets each"
@@ -178,7 +178,7 @@ def by_relays(number: int, world: int, servers: list[tuple[str, int]]) -> Any:
 
 
 def test_a_node_that_lacks_tensors_gets_them_by_a_relay() -> None:
-    with weight_servers(*[(None, "127.0.0.1")] * 2) as servers:
+    with weight_servers(2) as servers:
         found = run_distributed(by_relays, 4, servers)
     assert [server["held"] for server in found[0][0]] == [truth(2)] * 2
     assert [streams for _, streams in found] == [2, 2, 0, 2], "each source reads its tensors once an update"
@@ -202,7 +202,7 @@ def a_relays_server_dies(number: int, world: int, servers: list[tuple[str, int]]
 
 
 def test_a_server_that_dies_behind_a_relay_is_dropped() -> None:
-    with weight_servers(*[(None, "127.0.0.1")] * 2) as servers:
+    with weight_servers(2) as servers:
         found, failures = run_distributed(a_relays_server_dies, 4, servers)[0]
     assert found == truth(3, (0,)) and failures == [None, None]
 
@@ -228,7 +228,7 @@ def only_changes(number: int, world: int, url: str) -> Any:
 
 
 def test_unchanged_tensors_are_not_sent_and_a_stale_one_is_caught() -> None:
-    with weight_servers((None, "127.0.0.1")) as [(url, _)]:
+    with weight_servers(1) as [(url, _)]:
         buckets, lines, found = run_distributed(only_changes, 4, url, timeout=150.0)[0]
     count = len(SOURCES) * COUNT
     assert buckets == [(count, "NoneType"), (count, "NoneType"), (2 * count - 1, "NoServerError"),
@@ -249,7 +249,7 @@ def to_disk(number: int, world: int, url: str, folder: str) -> Any:
 
 
 def test_sources_write_one_checkpoint_and_a_source_that_cannot_is_an_error(tmp_path: Path) -> None:
-    with weight_servers((None, "127.0.0.1")) as [(url, _)]:
+    with weight_servers(1) as [(url, _)]:
         found = run_distributed(to_disk, 4, url, str(tmp_path))
     assert found[0][0] == "NoServerError" and found[0][2] and "elsewhere" in found[0][1]
     assert all(each == ("NoneType", "None", False) for each in found[1:])

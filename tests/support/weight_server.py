@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import ctypes
 import json
 import os
 import pickle
@@ -34,7 +33,6 @@ from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_proces
 from megatron_gspo.weight_transport.receiver import megatron_gspo_receiver
 from megatron_gspo.weight_transport.receiver_transport import RECEIVER
 
-_CLONE_NEWNET = 0x40000000  # <sched.h>
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -144,47 +142,44 @@ def application() -> web.Application:
     return app
 
 
-def serve(address: str, report: int) -> None:
+def serve(report: int) -> None:
     """Serve in this process without end; writes the URL to a pipe."""
 
     async def run() -> None:
         runner = web.AppRunner(application())
         await runner.setup()
-        await web.TCPSite(runner, address, 0).start()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
         with os.fdopen(report, "w") as pipe:
-            pipe.write(f"http://{address}:{runner.addresses[0][1]}")
+            pipe.write(f"http://127.0.0.1:{runner.addresses[0][1]}")
         await asyncio.Event().wait()
 
     torch.set_num_threads(1)
     asyncio.run(run())
 
 
-def enter(namespace: str) -> None:
-    """Move this process, without other threads, to the network namespace that a file names."""
-    with open(namespace) as file:
-        assert ctypes.CDLL(None).setns(file.fileno(), _CLONE_NEWNET) == 0
-
-
-def fork_server(namespace: str | None, address: str) -> tuple[str, int]:
-    """(URL, process id) of a server in a network namespace (a file that names it; None: this one)."""
+def fork_server() -> tuple[str, int]:
+    """(URL, process id) of a server."""
     reader, writer = os.pipe()
     if not (pid := os.fork()):
         os.close(reader)
-        if namespace:
-            enter(namespace)
-            os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
-        serve(address, writer)
+        serve(writer)
     os.close(writer)
     with os.fdopen(reader) as pipe:
         return pipe.read(), pid
 
 
 @contextmanager
-def weight_servers(*places: tuple[str | None, str]) -> Any:
-    """(URL, process id) of a server at each (network namespace, address); ended at the end of the block."""
-    command = [sys.executable, "-m", "tests.support.weight_server", json.dumps(places)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, text=True,
-                               env=os.environ | {"OMP_NUM_THREADS": "1"})  # fmt: skip
+def weight_servers(count: int) -> Any:
+    """(URL, process id) of so many servers; ended at the end of the block."""
+    command = [sys.executable, "-m", "tests.support.weight_server", str(count)]
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=ROOT,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
     try:
         yield [(url, pid) for url, pid in json.loads(process.stdout.readline())]
     finally:
@@ -195,9 +190,7 @@ def weight_servers(*places: tuple[str | None, str]) -> Any:
 
 def main() -> None:
     """Fork the servers, print their addresses, end them when the input ends."""
-    given = json.loads(sys.argv[1])
-    places = [(None, "127.0.0.1")] * given if isinstance(given, int) else given
-    servers = [fork_server(namespace, address) for namespace, address in places]
+    servers = [fork_server() for _ in range(int(sys.argv[1]))]
     print(json.dumps(servers), flush=True)
     sys.stdin.read()
     for _, pid in servers:

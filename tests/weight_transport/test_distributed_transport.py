@@ -70,7 +70,7 @@ class Client:
 
 @pytest.fixture
 def client() -> Iterator[Client]:
-    with weight_servers(*[(None, "127.0.0.1")] * 4) as servers:
+    with weight_servers(4) as servers:
         client = Client(servers)
         yield client
         for pid in client.servers.values():

@@ -138,11 +138,9 @@ class Checks:
             hf = {}  # reported with the config
         if hf:
             self.add("model.weights", weights)
-        for shape in shapes:
-            self.add(
-                "run.prompts",
-                lambda shape=shape: input_checks.check_tokenizer_and_prompts(config, shape),
-            )
+        if shapes:
+            [shape] = shapes
+            self.add("run.prompts", lambda: input_checks.check_tokenizer_and_prompts(config, shape))
         if self.rank == 0:
             self.add("run.checkpoints", lambda: input_checks.check_checkpoints(config))
         return hf

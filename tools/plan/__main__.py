@@ -214,7 +214,8 @@ def plan(args: argparse.Namespace, folder: Path) -> str:
         chosen = found.estimates[0]
     parts = [
         plan_report.describe(estimator, room),
-        f"{found.fit} of {found.considered} layouts fit by the formulas; the fastest, each with its fastest VP and ETP:",
+        f"{found.fit} of {found.considered} layouts fit by the formulas; the fastest, "
+        "each with its fastest VP and ETP:",
         plan_report.ranking(found, args.top),
         plan_report.rehearsed_table(rehearsed, room) if rehearsed else "",
         plan_report.assumed(hardware),

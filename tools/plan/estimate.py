@@ -53,7 +53,7 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Choice:
-    """What a plan chooses: a layout, and ``model.recompute_granularity`` and ``training.max_tokens_per_micro_batch``."""
+    """What a plan chooses: a layout, ``model.recompute_granularity`` and ``training.max_tokens_per_micro_batch``."""
 
     parallel: ParallelConfig
     recompute: str

@@ -1,8 +1,8 @@
 """GPUs as data. Figures are the vendor's for the SXM board in a node of eight; memory is what the driver reports.
 
 Sources: NVIDIA A100, H100, H200, H20 and HGX B200 data sheets (dense bfloat16, that is without sparsity; NVLink is sold
-as the sum of both directions, half of it is used here); DGX A100, H100, H200 and B200 user guides (one network adapter a
-GPU: 200 or 400 Gbit/s); memory from ``nvidia-smi`` on such machines, MiB.
+as the sum of both directions, half of it is used here); DGX A100, H100, H200 and B200 user guides (one network adapter
+a GPU: 200 or 400 Gbit/s); memory from ``nvidia-smi`` on such machines, MiB.
 """
 
 from __future__ import annotations

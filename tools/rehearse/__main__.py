@@ -98,7 +98,8 @@ def rehearse(args: argparse.Namespace) -> Rehearsal:
         records, failed = rehearse_ranks(job, played, args.jobs or default_jobs(), progress.ended)
     name = Path(args.config).stem + ("" if args.layers is None else f" with {args.layers} layers")
     layout = name_of(config.parallel)
-    return Rehearsal(name, args.world, layout, gpu, RUNTIME_BYTES, tuple(records), tuple(failed), compare_ranks(records))
+    comparison = compare_ranks(records)
+    return Rehearsal(name, args.world, layout, gpu, RUNTIME_BYTES, tuple(records), tuple(failed), comparison)
 
 
 class RankProgress:
