@@ -49,7 +49,7 @@ from megatron_gspo.rewards.sandbox.languages import calling, extract_code, with_
         ("Use `x` and ```y```.\n```python\nprint(1)\n```", "print(1)\n"),
         ("~~~python\nprint(1)", None),
         # indentation
-        ("1. So:\n\n   ```python\n   for i in (1, 2):\n       print(i)\n   ```", "for i in (1, 2):\n    print(i)\n"),
+        ("1. So:\n\n   ```python\n   for i in (1, 2):\n       f(i)\n   ```", "for i in (1, 2):\n    f(i)\n"),
         ("- ```python\n  if 1:\n\n      print(1)\n  ```", "if 1:\n\n    print(1)\n"),
         ("```python\n    print(1)\n    if 1:\n        print(2)\n```", "print(1)\nif 1:\n    print(2)\n"),
         ("  ```python\n  s = '''\na'''\n  print(s)\n  ```", "s = '''\na'''\nprint(s)\n"),
