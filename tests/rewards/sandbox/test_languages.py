@@ -82,7 +82,7 @@ def run(program, stdin=""):
     [
         "print(sorted(Counter('aab').items()), gcd(4, 6), mean([1, 2]), ascii_lowercase[0], datetime.date(2020, 1, 1))",
         "def f(x: List[int]) -> Optional[int]:\n    return reduce(add, x)\nprint(f([1, 2]), StringIO('x').read())",
-        "print(loads('[1]'), deepcopy([1]), pow(2, 3, 5), search('a', 'ba').start(), stdin.read() == '', randint(1, 1))",
+        "print(loads('[1]'), deepcopy([1]), pow(2, 3, 5), search('a', 'ba').start(), stdin.read() == '', choice([1]))",
         "class A(defaultdict): pass\nprint(A(int)[0], isinstance(Counter(), dict), type(OrderedDict()).__module__)",
         "print(eval('comb(4, 2)'), sys.getrecursionlimit())",
         "def f(n): return n and 1 + f(n - 1)\nprint(f(20000))",
