@@ -46,7 +46,7 @@ OF_THE_SANDBOX = (
     SeededBug(
         "empty files are unlimited", "design", LAUNCHER,
         "nr_inodes={inodes}", "nr_inodes=0",
-        (f"{TESTS}/test_attacks.py::test_it_is_contained",),
+        (f"{TESTS}/test_file_system.py::test_the_number_of_files_is_limited",),
     ),
     SeededBug(
         "all of /usr is visible", "design", f"{SANDBOX}/isolation.py",

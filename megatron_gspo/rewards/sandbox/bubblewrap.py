@@ -13,7 +13,13 @@ _USER = "1000"  # what the program sees of its user in a user namespace
 
 
 def bubblewrap_line(
-    bubblewrap: str, command: Command, folder: str, *, status: int, seccomp: int | None, uid: int | None
+    bubblewrap: str,
+    command: Command,
+    folder: str,
+    *,
+    status: int,
+    seccomp: int | None,
+    uid: int | None,
 ) -> list[str]:
     """The command line of a confined program.
 
@@ -34,7 +40,15 @@ def bubblewrap_line(
     if uid is None:
         line += ["--unshare-user", "--uid", _USER, "--gid", _USER, "--"]
     else:
-        line += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--cap-add", "CAP_SETPCAP", "--"]
+        line += [
+            "--cap-add",
+            "CAP_SETUID",
+            "--cap-add",
+            "CAP_SETGID",
+            "--cap-add",
+            "CAP_SETPCAP",
+            "--",
+        ]
         line += [_SETPRIV, *_as_user(uid), *_NO_CAPABILITIES, "--no-new-privs", "--"]
     return [*line, *_prlimit(command.limits, command.limits.processes), *command.argv]
 
@@ -59,4 +73,9 @@ def _as_user(uid: int) -> list[str]:
 
 def _prlimit(limits: Limits, processes: int) -> list[str]:
     pairs = kernel.resource_limits(limits).items()
-    return [_PRLIMIT, f"--nproc={processes}", *(f"--{name}={soft}:{hard}" for name, (soft, hard) in pairs), "--"]
+    return [
+        _PRLIMIT,
+        f"--nproc={processes}",
+        *(f"--{name}={soft}:{hard}" for name, (soft, hard) in pairs),
+        "--",
+    ]

@@ -55,13 +55,24 @@ def read_tests(row: Mapping[str, Any]) -> CodeTests:
         if row.get(field):
             try:
                 tests = read(row, field)
-            except (LookupError, TypeError, AttributeError, EOFError, zlib.error, pickle.UnpicklingError) as error:
+            except (
+                LookupError,
+                TypeError,
+                AttributeError,
+                EOFError,
+                zlib.error,
+                pickle.UnpicklingError,
+            ) as error:
                 kind = type(error).__name__
-                raise ValueError(f"the test cases in {field!r} can't be read ({kind}: {error})") from error
+                raise ValueError(
+                    f"the test cases in {field!r} can't be read ({kind}: {error})"
+                ) from error
             if not tests.cases:
                 raise ValueError(f"{field!r} has no test cases")
             return tests
-    raise ValueError(f"the prompt has no test cases; it needs one of the fields {', '.join(_FORMATS)}")
+    raise ValueError(
+        f"the prompt has no test cases; it needs one of the fields {', '.join(_FORMATS)}"
+    )
 
 
 def _plain(row: Mapping[str, Any], field: str) -> CodeTests:
@@ -73,22 +84,38 @@ def _plain(row: Mapping[str, Any], field: str) -> CodeTests:
 
 
 def _livecodebench(row: Mapping[str, Any], field: str) -> CodeTests:
-    tests = [*_json(row.get("public_test_cases") or "[]"), *_private(row.get("private_test_cases") or "[]")]
+    tests = [
+        *_json(row.get("public_test_cases") or "[]"),
+        *_private(row.get("private_test_cases") or "[]"),
+    ]
     return _listed(tests, row, harness=True)
 
 
-def _listed(tests: Sequence[Mapping[str, Any]], row: Mapping[str, Any], *, harness: bool) -> CodeTests:
-    name = next((name for test in tests if (name := _function_name(test)) is not None), _function_name(row))
+def _listed(
+    tests: Sequence[Mapping[str, Any]], row: Mapping[str, Any], *, harness: bool
+) -> CodeTests:
+    name = next(
+        (name for test in tests if (name := _function_name(test)) is not None), _function_name(row)
+    )
     if not any(_calls(test, name) for test in tests):
-        return CodeTests(None, tuple(_printing(test["input"], test["output"]) for test in tests), harness)
+        return CodeTests(
+            None, tuple(_printing(test["input"], test["output"]) for test in tests), harness
+        )
     if name is None:
-        raise ValueError("the test cases call a function that has no name; give it as 'fn_name' of the row")
+        raise ValueError(
+            "the test cases call a function that has no name; give it as 'fn_name' of the row"
+        )
     outputs = [_result(test["output"], test.get("args", test.get("input"))) for test in tests]
-    wrapped = any(test.get("type") == "function_call" for test in tests) and _may_be_wrapped(outputs)
+    wrapped = any(test.get("type") == "function_call" for test in tests) and _may_be_wrapped(
+        outputs
+    )
     arguments = [
-        _arguments(test["args"], one_list=True) if "args" in test else _arguments(test["input"]) for test in tests
+        _arguments(test["args"], one_list=True) if "args" in test else _arguments(test["input"])
+        for test in tests
     ]
-    cases = tuple(_call(given, output, wrapped) for given, output in zip(arguments, outputs, strict=True))
+    cases = tuple(
+        _call(given, output, wrapped) for given, output in zip(arguments, outputs, strict=True)
+    )
     return CodeTests(name, cases, harness)
 
 
@@ -123,7 +150,9 @@ def _private(text: str | list[Any]) -> list[Any]:
         raise ValueError(f"the private test cases have more than {_MAX_BYTES} bytes")
     unpickled = _TextOnly(io.BytesIO(content)).load()
     if not isinstance(unpickled, (str, bytes)):
-        raise ValueError(f"the private test cases are a pickled {type(unpickled).__name__}, not text")
+        raise ValueError(
+            f"the private test cases are a pickled {type(unpickled).__name__}, not text"
+        )
     return json.loads(unpickled)
 
 
@@ -148,14 +177,19 @@ def _columns(both: Mapping[str, Any], row: Mapping[str, Any]) -> CodeTests:
     outputs = [_result(output, given) for given, output in pairs]
     wrapped = _may_be_wrapped(outputs)
     calls = zip(pairs, outputs, strict=True)
-    return CodeTests(name, tuple(_call(_arguments(given), output, wrapped) for (given, _), output in calls))
+    return CodeTests(
+        name, tuple(_call(_arguments(given), output, wrapped) for (given, _), output in calls)
+    )
 
 
 def _code_contests(row: Mapping[str, Any], field: str) -> CodeTests:
     cases: list[Case] = []
     for name in ("public_tests", "private_tests", "generated_tests"):
         tests = _json(row.get(name) or {"input": [], "output": []})
-        cases += [_printing(given, output) for given, output in zip(tests["input"], tests["output"], strict=True)]
+        cases += [
+            _printing(given, output)
+            for given, output in zip(tests["input"], tests["output"], strict=True)
+        ]
     return CodeTests(None, tuple(cases))
 
 
@@ -164,15 +198,21 @@ def _printing(given: Any, output: Any) -> Case:
     if output is None:
         raise ValueError("a test case has no expected output: it is null")
     accepted = _text(output)
-    return Case(_text(given), (accepted, accepted.lower()) if isinstance(output, bool) else (accepted,))
+    return Case(
+        _text(given), (accepted, accepted.lower()) if isinstance(output, bool) else (accepted,)
+    )
 
 
 def _text(value: Any) -> str:
     """A text, a list of lines, or a number, as data sets give what programs read and print. null is no text."""
     if isinstance(value, list):
-        return "\n".join(" ".join(map(_text, line)) if isinstance(line, list) else _text(line) for line in value)
+        return "\n".join(
+            " ".join(map(_text, line)) if isinstance(line, list) else _text(line) for line in value
+        )
     if isinstance(value, dict):
-        raise ValueError(f"a test case has a dictionary where a program reads or prints text: {value}")
+        raise ValueError(
+            f"a test case has a dictionary where a program reads or prints text: {value}"
+        )
     return "" if value is None else str(value)
 
 

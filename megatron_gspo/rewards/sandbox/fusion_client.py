@@ -57,7 +57,9 @@ class FusionSandbox:
             "memory_limit_MB": self._config.memory_mib,
         }
         if not self._breaker.allows():
-            raise SandboxError(f"{self._url} has failed {BREAKER_FAILURES} times in a row; it is not asked for now")
+            raise SandboxError(
+                f"{self._url} has failed {BREAKER_FAILURES} times in a row; it is not asked for now"
+            )
         try:
             outcome = self._ask(json.dumps(request).encode())
         except SandboxError:
@@ -75,7 +77,9 @@ class FusionSandbox:
             except urllib.error.HTTPError as error:
                 reason = f"HTTP {error.code}"
                 if 300 <= error.code < 400:
-                    reason += ", a redirect; give the address that it leads to as data.code.sandbox_url"
+                    reason += (
+                        ", a redirect; give the address that it leads to as data.code.sandbox_url"
+                    )
                 if error.code not in _RETRIED_STATUS:
                     break
             except (OSError, http.client.HTTPException, ValueError, SandboxError) as error:
@@ -86,7 +90,9 @@ class FusionSandbox:
         """The answer, of which more than `_answer_bytes` are cut off."""
         headers = {"Content-Type": "application/json"}
         seconds = COMPILATION.wall_seconds + self._config.wall_limit + _GRACE_SECONDS
-        with self._opener.open(urllib.request.Request(self._url, body, headers), timeout=seconds) as answer:
+        with self._opener.open(
+            urllib.request.Request(self._url, body, headers), timeout=seconds
+        ) as answer:
             content: bytes = answer.read(self._answer_bytes + 1)
         return content
 
@@ -98,14 +104,19 @@ class FusionSandbox:
             answer = json.loads(content)
         except RecursionError as error:
             raise ValueError("the answer is nested too deeply") from error
-        if _text(_object(answer, "the answer"), "status", ("Success", "Failed", "SandboxError")) == "SandboxError":
+        if (
+            _text(_object(answer, "the answer"), "status", ("Success", "Failed", "SandboxError"))
+            == "SandboxError"
+        ):
             raise SandboxError(f"SandboxError: {answer.get('message')}")
         if answer.get("run_result") is None:
             compiled = _object(answer.get("compile_result"), "compile_result")
             _check_finished(compiled, "compile_result")
             if compiled.get("return_code") == 0:
                 raise ValueError("the program was compiled, and there is no run_result")
-            return Outcome("compile_error", 1, b"", _text(compiled, "stderr").encode(errors="replace"))
+            return Outcome(
+                "compile_error", 1, b"", _text(compiled, "stderr").encode(errors="replace")
+            )
         ran = _object(answer["run_result"], "run_result")
         late = _check_finished(ran, "run_result") == "TimeLimitExceeded"
         cpu_seconds = ran.get("cpu_time") or 0.0
@@ -140,7 +151,10 @@ def _text(fields: dict[str, Any], name: str, known: tuple[str, ...] = ()) -> str
     value = fields.get(name)
     value = "" if value is None else value
     if not isinstance(value, str) or (known and value not in known):
-        raise ValueError(f"{name} is {str(value)[:40]!r}" + (f", none of {', '.join(known)}" if known else ", no text"))
+        raise ValueError(
+            f"{name} is {str(value)[:40]!r}"
+            + (f", none of {', '.join(known)}" if known else ", no text")
+        )
     return value
 
 

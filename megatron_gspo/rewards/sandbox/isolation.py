@@ -39,7 +39,9 @@ _SYSTEM = (
     "/etc/alternatives",
 )
 _LIBRARIES = ("lib", "lib32", "lib64")  # of an interpreter, below its prefixes
-_LIMITS = Limits(cpu_seconds=10.0, wall_seconds=20.0, memory_bytes=2**30, processes=8, output_bytes=2**16)
+_LIMITS = Limits(
+    cpu_seconds=10.0, wall_seconds=20.0, memory_bytes=2**30, processes=8, output_bytes=2**16
+)
 _PROBE = """
 import json, os, socket, sys
 marker, port, pid = json.load(sys.stdin)
@@ -102,17 +104,29 @@ def find_interpreter(executable: str | None = None) -> Interpreter:
     code = f"import json, os, sys; print(json.dumps([{facts}]))"
     start = executable or getattr(sys, "_base_executable", None) or sys.executable
     try:
-        printed = subprocess.run([start, "-I", "-S", "-c", code], capture_output=True, check=True, timeout=60).stdout
+        printed = subprocess.run(
+            [start, "-I", "-S", "-c", code], capture_output=True, check=True, timeout=60
+        ).stdout
         real, *prefixes = json.loads(printed)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
-        raise SandboxError(f"{start} does not run as a Python interpreter ({error}); set data.code.python") from error
-    wanted = {Path(prefix).resolve() / name for prefix in prefixes for name in _LIBRARIES} | {Path(real)}
+        raise SandboxError(
+            f"{start} does not run as a Python interpreter ({error}); set data.code.python"
+        ) from error
+    wanted = {Path(prefix).resolve() / name for prefix in prefixes for name in _LIBRARIES} | {
+        Path(real)
+    }
     system = [path for path in _SYSTEM if os.path.lexists(path)]
-    others = [path for path in sorted(wanted) if path.exists() and not any(map(path.is_relative_to, system))]
+    others = [
+        path
+        for path in sorted(wanted)
+        if path.exists() and not any(map(path.is_relative_to, system))
+    ]
     return Interpreter(real, (*system, *map(str, others)))
 
 
-def find_isolation(interpreter: Interpreter, mechanisms: tuple[Mechanism, ...] = MECHANISMS) -> Isolation:
+def find_isolation(
+    interpreter: Interpreter, mechanisms: tuple[Mechanism, ...] = MECHANISMS
+) -> Isolation:
     """The first mechanism with all guarantees, or else the one with the most. Takes about 0.1 s.
 
     Raises SandboxError if none works.

@@ -45,7 +45,9 @@ def unshare(flags: int) -> None:
 def mount(source: str, target: str, file_system: str | None, flags: int, options: str = "") -> None:
     """mount(2)."""
     encoded = file_system.encode() if file_system is not None else None
-    result = _libc.mount(source.encode(), target.encode(), encoded, ctypes.c_ulong(flags), options.encode())
+    result = _libc.mount(
+        source.encode(), target.encode(), encoded, ctypes.c_ulong(flags), options.encode()
+    )
     _check(result, f"mount {target}")
 
 

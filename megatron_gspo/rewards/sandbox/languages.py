@@ -63,7 +63,9 @@ def _blocks(text: str, language: str) -> list[_Block]:
     for line in text.split("\n"):
         match = _FENCE.fullmatch(line.rstrip())
         begins = match is not None and _LABELS[language].fullmatch(_label(match)) is not None
-        if opening is None or (begins and match is not None and match["fence"][0] == opening["fence"][0]):
+        if opening is None or (
+            begins and match is not None and match["fence"][0] == opening["fence"][0]
+        ):
             if match is not None:
                 opening = match
                 lines = []

@@ -72,7 +72,9 @@ def _serve(reader: Connection, writer: Connection, parent: int) -> None:
                 try:
                     launcher = launcher or _Launcher(setup, parent, stack)
                     answer: Outcome | str = launcher.run(command)
-                except OSError as error:  # not permitted, or no process, descriptor or memory is left
+                except (
+                    OSError
+                ) as error:  # not permitted, or no process, descriptor or memory is left
                     answer = f"{type(error).__name__}: {error}"
                 writer.send(answer)
     except (EOFError, BrokenPipeError):
@@ -141,25 +143,40 @@ class _Launcher:
                 process = self._start(command, (stdin, stdout, stderr), writer)
             finally:
                 os.close(writer)
-            in_time, seen_seconds = _wait(process, command.limits, start + command.limits.wall_seconds)
+            in_time, seen_seconds = _wait(
+                process, command.limits, start + command.limits.wall_seconds
+            )
             code, waited_seconds = _end(process)
             cpu_seconds = max(seen_seconds, waited_seconds)
             wall_seconds = time.monotonic() - start
             errors = os.pread(stderr.fileno(), _STDERR_BYTES, 0)
             # bubblewrap reports the exit code if and only if it had finished its set-up.
-            if self._bubblewrap is not None and in_time and b'"exit-code"' not in os.read(report, 65536):
-                return errors.decode(errors="replace").strip() or "bubblewrap ended during its set-up"
+            if (
+                self._bubblewrap is not None
+                and in_time
+                and b'"exit-code"' not in os.read(report, 65536)
+            ):
+                return (
+                    errors.decode(errors="replace").strip() or "bubblewrap ended during its set-up"
+                )
             size = os.fstat(stdout.fileno()).st_size
             kept = os.pread(stdout.fileno(), min(size, command.limits.output_bytes), 0)
-            ending = _ending(command.limits, size=size, cpu_seconds=cpu_seconds, code=code, in_time=in_time)
-            return Outcome(ending, code if in_time else _KILLED, kept, errors, cpu_seconds, wall_seconds)
+            ending = _ending(
+                command.limits, size=size, cpu_seconds=cpu_seconds, code=code, in_time=in_time
+            )
+            return Outcome(
+                ending, code if in_time else _KILLED, kept, errors, cpu_seconds, wall_seconds
+            )
 
     def _fill(self, command: Command, stack: contextlib.ExitStack) -> None:
         """The program's directory and streams; in memory, and limited together, where the program is confined."""
         limits = command.limits
         box = f"{self._folder}/box"
         streams = f"{self._folder}/fd"
-        sizes = ((box, limits.disk_bytes, _INODES), (streams, len(command.stdin) + 3 * limits.disk_bytes, _STREAMS))
+        sizes = (
+            (box, limits.disk_bytes, _INODES),
+            (streams, len(command.stdin) + 3 * limits.disk_bytes, _STREAMS),
+        )
         for path, size, inodes in sizes:
             os.mkdir(path)
             stack.callback(shutil.rmtree, path, ignore_errors=True)
@@ -175,7 +192,9 @@ class _Launcher:
         if self._uid is not None:
             os.chown(box, self._uid, self._uid)
 
-    def _start(self, command: Command, streams: tuple[BinaryIO, BinaryIO, BinaryIO], status: int) -> int:
+    def _start(
+        self, command: Command, streams: tuple[BinaryIO, BinaryIO, BinaryIO], status: int
+    ) -> int:
         """status: descriptor for bubblewrap's report. Returns the process id."""
         stdin, stdout, stderr = streams
         if self._bubblewrap is None:
@@ -187,7 +206,12 @@ class _Launcher:
             inherited = []
         else:
             line = bubblewrap_line(
-                self._bubblewrap, command, self._folder, status=status, seccomp=self._filter, uid=self._uid
+                self._bubblewrap,
+                command,
+                self._folder,
+                status=status,
+                seccomp=self._filter,
+                uid=self._uid,
             )
             environment = {}
             directory = "/"
@@ -330,7 +354,10 @@ def _processes() -> dict[int, _Process]:
     """All processes by their process ids; zombies too."""
     processes: dict[int, _Process] = {}
     for name in filter(str.isdecimal, os.listdir("/proc")):
-        with contextlib.suppress(OSError), open(f"/proc/{name}/stat") as file:  # OSError: it has ended
+        with (
+            contextlib.suppress(OSError),
+            open(f"/proc/{name}/stat") as file,
+        ):  # OSError: it has ended
             fields = file.read().rpartition(")")[2].split()
             user = os.fstat(file.fileno()).st_uid
             seconds = sum(map(int, fields[11:15])) / _TICKS

@@ -15,7 +15,9 @@ from megatron_gspo.rewards.sandbox.command import Command, Outcome, SandboxError
 
 _MODULE = "megatron_gspo.rewards.sandbox.launcher"
 _ROOT = Path(megatron_gspo.__file__).resolve().parent.parent
-_GRACE_SECONDS = 20.0  # beyond the wall-clock limit of a program: its start and end on a busy machine
+_GRACE_SECONDS = (
+    20.0  # beyond the wall-clock limit of a program: its start and end on a busy machine
+)
 _END_SECONDS = 20.0  # for a launcher to end its sandboxes
 
 
@@ -66,7 +68,16 @@ def _start(setup: Setup) -> _Process:
     reader, theirs_out = os.pipe()
     try:
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", code, str(theirs_in), str(theirs_out), str(os.getpid())],
+            [
+                sys.executable,
+                "-I",
+                "-S",
+                "-c",
+                code,
+                str(theirs_in),
+                str(theirs_out),
+                str(os.getpid()),
+            ],
             stdin=subprocess.DEVNULL,
             stdout=2,
             pass_fds=[theirs_in, theirs_out],
@@ -75,7 +86,9 @@ def _start(setup: Setup) -> _Process:
     finally:
         os.close(theirs_in)
         os.close(theirs_out)
-    started = _Process(process, Connection(reader, writable=False), Connection(writer, readable=False))
+    started = _Process(
+        process, Connection(reader, writable=False), Connection(writer, readable=False)
+    )
     started.writer.send(setup)
     return started
 

@@ -33,7 +33,8 @@ def same_text(output: bytes, expected: str, tolerance: float) -> bool:
     if given.count(b"\n") != wanted.count(b"\n"):
         return False
     return all(
-        _same_line(line, other, tolerance) for line, other in zip(_lines(given), _lines(wanted), strict=True)
+        _same_line(line, other, tolerance)
+        for line, other in zip(_lines(given), _lines(wanted), strict=True)
     )
 
 
@@ -43,7 +44,10 @@ def same_value(output: bytes, accepted: tuple[Any, ...], tolerance: float) -> bo
         return False
     try:
         value = json.loads(output)
-    except (ValueError, RecursionError):  # no JSON, no UTF-8, a number of too many digits, or nested too deeply
+    except (
+        ValueError,
+        RecursionError,
+    ):  # no JSON, no UTF-8, a number of too many digits, or nested too deeply
         return False
     return any(_equal(value, other, tolerance) for other in accepted)
 
@@ -69,12 +73,15 @@ def _same_line(line: bytes, expected: bytes, tolerance: float) -> bool:
     wanted = expected.split()
     tokens = line.split(None, len(wanted))  # one more than wanted at most
     return len(tokens) == len(wanted) and all(
-        token == other or _same_number(token, other, tolerance) for token, other in zip(tokens, wanted, strict=True)
+        token == other or _same_number(token, other, tolerance)
+        for token, other in zip(tokens, wanted, strict=True)
     )
 
 
 def _same_number(token: bytes, expected: bytes, tolerance: float) -> bool:
-    if max(len(token), len(expected)) > _MAX_DIGITS or not (_NUMBER.fullmatch(token) and _NUMBER.fullmatch(expected)):
+    if max(len(token), len(expected)) > _MAX_DIGITS or not (
+        _NUMBER.fullmatch(token) and _NUMBER.fullmatch(expected)
+    ):
         return False
     if _INTEGER.fullmatch(expected):
         try:
@@ -90,14 +97,22 @@ def _equal(value: Any, expected: Any, tolerance: float) -> bool:
             _equal(a, b, tolerance) for a, b in zip(value, expected, strict=True)
         )
     if isinstance(value, dict) and isinstance(expected, dict):
-        return value.keys() == expected.keys() and all(_equal(value[k], expected[k], tolerance) for k in expected)
-    if isinstance(expected, float) and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return value.keys() == expected.keys() and all(
+            _equal(value[k], expected[k], tolerance) for k in expected
+        )
+    if (
+        isinstance(expected, float)
+        and isinstance(value, (int, float))
+        and not isinstance(value, bool)
+    ):
         return _close(value, expected, tolerance)
     return value == expected
 
 
 def _close(value: float, expected: float, tolerance: float) -> bool:
     try:
-        return value == expected or math.isclose(value, expected, rel_tol=tolerance, abs_tol=tolerance)
+        return value == expected or math.isclose(
+            value, expected, rel_tol=tolerance, abs_tol=tolerance
+        )
     except OverflowError:  # an integer beyond the floats
         return False

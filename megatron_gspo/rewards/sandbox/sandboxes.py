@@ -8,15 +8,20 @@ from typing import Protocol
 
 from megatron_gspo.config.code_section import COMPILE_SECONDS, CodeConfig
 from megatron_gspo.rewards.sandbox.command import Command, Limits, Outcome, SandboxError
-from megatron_gspo.rewards.sandbox.isolation import Interpreter, Isolation, find_interpreter, find_isolation
+from megatron_gspo.rewards.sandbox.isolation import (
+    Interpreter,
+    Isolation,
+    find_interpreter,
+    find_isolation,
+)
 from megatron_gspo.rewards.sandbox.languages import CPP_COMPILER, CPP_OPTIONS
 from megatron_gspo.rewards.sandbox.launcher_client import Launcher
 
 Program = Callable[[str], Outcome]
 """Runs the program on a standard input. Raises SandboxError if the sandbox failed."""
 
-# The interpreter runs without `site`, because of its paths, and `site` has these functions. They are added where a program
-# has their names: that takes a quarter of the interpreter's start.
+# The interpreter runs without `site`, because of its paths, and `site` has these functions. They are
+# added where a program has their names: that takes a quarter of the interpreter's start.
 _NAMES_OF_SITE = (b"exit", b"quit", b"help", b"copyright", b"credits", b"license")
 _WITH_NAMES_OF_SITE = """\
 import site, sys
@@ -29,7 +34,11 @@ exec(compile(open(__file__, "rb").read(), __file__, "exec", dont_inherit=True))
 """
 
 COMPILATION = Limits(
-    cpu_seconds=30.0, wall_seconds=COMPILE_SECONDS, memory_bytes=2**31, processes=32, output_bytes=64 * 2**20
+    cpu_seconds=30.0,
+    wall_seconds=COMPILE_SECONDS,
+    memory_bytes=2**31,
+    processes=32,
+    output_bytes=64 * 2**20,
 )
 
 
@@ -81,7 +90,9 @@ class LocalSandbox:
 
     def describe(self) -> str:
         """See `Sandbox`."""
-        lack = "; programs of the model can do what this user can do" if self.isolation.missing else ""
+        lack = (
+            "; programs of the model can do what this user can do" if self.isolation.missing else ""
+        )
         return f"{self.isolation.describe()}{lack}"
 
     def close(self) -> None:
@@ -89,14 +100,18 @@ class LocalSandbox:
         self._launcher.close()
 
     def _runner(self, argv: tuple[str, ...], files: dict[str, bytes]) -> Program:
-        return lambda stdin: self._launcher.run(Command(argv, files, self._limits, stdin.encode(errors="replace")))
+        return lambda stdin: self._launcher.run(
+            Command(argv, files, self._limits, stdin.encode(errors="replace"))
+        )
 
     def _compile(self, content: bytes) -> bytes:
         """The executable, which leaves the sandbox as standard output."""
         line = f"{CPP_COMPILER} {CPP_OPTIONS} -o main main.cpp 1>&2 && cat main"
         environment = {"PATH": "/usr/bin:/bin", "TMPDIR": "."}
         argv = ("/bin/sh", "-c", line)
-        outcome = self._launcher.run(Command(argv, {"main.cpp": content}, COMPILATION, b"", environment))
+        outcome = self._launcher.run(
+            Command(argv, {"main.cpp": content}, COMPILATION, b"", environment)
+        )
         if outcome.ending != "exit" or outcome.code != 0:
             raise CompileError(outcome.stderr.decode(errors="replace"))
         return outcome.stdout

@@ -24,13 +24,22 @@ def refuse_visible_files(code: CodeConfig, paths: Mapping[str, object]) -> None:
     except SandboxError:  # the verifier says so itself
         return
     visible = [os.path.realpath(path) for path in readable]
-    for key, value in {**paths, "the working directory": os.getcwd(), "HOME": os.path.expanduser("~")}.items():
+    for key, value in {
+        **paths,
+        "the working directory": os.getcwd(),
+        "HOME": os.path.expanduser("~"),
+    }.items():
         for path in value if isinstance(value, (list, tuple)) else [value]:
             file = Path(os.path.realpath(os.path.expandvars(os.path.expanduser(str(path)))))
             folder = next((folder for folder in visible if file.is_relative_to(folder)), None)
             if path is not None and folder is not None:
                 problem = f"the programs of the verifier code can read {folder}, and this with it"
-                raise ConfigError(key, str(path), problem, "move it, or give another interpreter as data.code.python")
+                raise ConfigError(
+                    key,
+                    str(path),
+                    problem,
+                    "move it, or give another interpreter as data.code.python",
+                )
 
 
 def refuse_visible_run(config: Config) -> None:

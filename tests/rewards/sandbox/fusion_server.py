@@ -11,11 +11,18 @@ import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-FAILED = {"status": "SandboxError", "message": "no space left", "compile_result": None, "run_result": None, "files": {}}
+FAILED = {
+    "status": "SandboxError",
+    "message": "no space left",
+    "compile_result": None,
+    "run_result": None,
+    "files": {},
+}
 
 
 class FusionServer(ThreadingHTTPServer):
-    """faults: what the next requests get in place of an answer: an HTTP status, JSON, bytes, a URL to go to, or "close".
+    """faults: what the next requests get in place of an answer: an HTTP status, JSON, bytes, a URL to
+    go to, or "close".
 
     requests: the JSON of all requests so far.
     """
@@ -76,26 +83,56 @@ def run_code(request: dict) -> dict:
     """The answer of RunCodeResponse: Success, or Failed for an exit status other than 0 or a time-out."""
     compiled = None
     if request["language"] == "cpp" and "int main" not in request["code"]:
-        compiled = {"status": "Finished", "execution_time": 0.1, "return_code": 1, "stdout": "", "stderr": "no main"}
-        return {"status": "Failed", "message": "", "compile_result": compiled, "run_result": None, "files": {}}
+        compiled = {
+            "status": "Finished",
+            "execution_time": 0.1,
+            "return_code": 1,
+            "stdout": "",
+            "stderr": "no main",
+        }
+        return {
+            "status": "Failed",
+            "message": "",
+            "compile_result": compiled,
+            "run_result": None,
+            "files": {},
+        }
     start = time.monotonic()
     command = [sys.executable, "-I", "-S", "-c", request["code"]]
     try:
         ran = subprocess.run(command, input=request["stdin"], capture_output=True, text=True,
                              timeout=request["run_timeout"])  # fmt: skip
-        result = {"status": "Finished", "return_code": ran.returncode, "stdout": ran.stdout, "stderr": ran.stderr}
+        result = {
+            "status": "Finished",
+            "return_code": ran.returncode,
+            "stdout": ran.stdout,
+            "stderr": ran.stderr,
+        }
     except subprocess.TimeoutExpired:
-        result = {"status": "TimeLimitExceeded", "return_code": None, "stdout": None, "stderr": None}
+        result = {
+            "status": "TimeLimitExceeded",
+            "return_code": None,
+            "stdout": None,
+            "stderr": None,
+        }
     result["execution_time"] = time.monotonic() - start
     status = "Success" if result["return_code"] == 0 else "Failed"
-    return {"status": status, "message": "", "compile_result": compiled, "run_result": result, "files": {}}
+    return {
+        "status": status,
+        "message": "",
+        "compile_result": compiled,
+        "run_result": result,
+        "files": {},
+    }
 
 
 @contextlib.contextmanager
 def fusion_server() -> Iterator[FusionServer]:
     """A server that answers until the end of the context."""
     with FusionServer() as server:
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        threading.Thread(
+            target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+        ).start()
         try:
             yield server
         finally:

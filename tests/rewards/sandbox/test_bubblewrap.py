@@ -21,11 +21,21 @@ def has(words, *run):
 def test_what_all_have(uid):
     words = line(uid)
     assert words[0] == "/usr/bin/bwrap"
-    for option in ("--unshare-pid", "--unshare-ipc", "--die-with-parent", "--new-session", "--clearenv"):
+    for option in (
+        "--unshare-pid",
+        "--unshare-ipc",
+        "--die-with-parent",
+        "--new-session",
+        "--clearenv",
+    ):
         assert option in words
     assert has(words, "--ro-bind", "/tmp/x/root", "/", "--dev-bind", "/tmp/x/root/dev", "/dev")
     assert has(words, "--bind", "/tmp/x/fd", "/dev/fd", "--bind", "/tmp/x/box", "/box")
-    assert has(words, "--setenv", "A", "b") and has(words, "--json-status-fd", "8") and has(words, "--seccomp", "7")
+    assert (
+        has(words, "--setenv", "A", "b")
+        and has(words, "--json-status-fd", "8")
+        and has(words, "--seccomp", "7")
+    )
     assert has(words, "/usr/bin/prlimit", "--nproc=7") and "--as=536870912:536870912" in words
     assert words[-3:] == ["--", "/opt/py/bin/python", "main.py"]
 
@@ -33,7 +43,16 @@ def test_what_all_have(uid):
 def test_root_gives_the_program_a_user_and_no_capability():
     words = line(5)
     assert "--unshare-user" not in words
-    assert has(words, "/usr/bin/setpriv", "--reuid", "5", "--regid", "5", "--clear-groups", "--bounding-set=-all")
+    assert has(
+        words,
+        "/usr/bin/setpriv",
+        "--reuid",
+        "5",
+        "--regid",
+        "5",
+        "--clear-groups",
+        "--bounding-set=-all",
+    )
 
 
 def test_a_user_has_a_namespace_of_its_own():

@@ -49,7 +49,7 @@ from megatron_gspo.rewards.sandbox.languages import calling, extract_code, with_
         ("Use `x` and ```y```.\n```python\nprint(1)\n```", "print(1)\n"),
         ("~~~python\nprint(1)", None),
         # indentation
-        ("1. So:\n\n   ```python\n   for i in (1, 2):\n       print(i)\n   ```", "for i in (1, 2):\n    print(i)\n"),
+        ("1. So:\n\n   ```python\n   for i in (1, 2):\n       f(i)\n   ```", "for i in (1, 2):\n    f(i)\n"),
         ("- ```python\n  if 1:\n\n      print(1)\n  ```", "if 1:\n\n    print(1)\n"),
         ("```python\n    print(1)\n    if 1:\n        print(2)\n```", "print(1)\nif 1:\n    print(2)\n"),
         ("  ```python\n  s = '''\na'''\n  print(s)\n  ```", "s = '''\na'''\nprint(s)\n"),
@@ -82,7 +82,7 @@ def run(program, stdin=""):
     [
         "print(sorted(Counter('aab').items()), gcd(4, 6), mean([1, 2]), ascii_lowercase[0], datetime.date(2020, 1, 1))",
         "def f(x: List[int]) -> Optional[int]:\n    return reduce(add, x)\nprint(f([1, 2]), StringIO('x').read())",
-        "print(loads('[1]'), deepcopy([1]), pow(2, 3, 5), search('a', 'ba').start(), stdin.read() == '', randint(1, 1))",
+        "print(loads('[1]'), deepcopy([1]), pow(2, 3, 5), search('a', 'ba').start(), stdin.read() == '', choice([1]))",
         "class A(defaultdict): pass\nprint(A(int)[0], isinstance(Counter(), dict), type(OrderedDict()).__module__)",
         "print(eval('comb(4, 2)'), sys.getrecursionlimit())",
         "def f(n): return n and 1 + f(n - 1)\nprint(f(20000))",

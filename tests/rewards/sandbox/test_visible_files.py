@@ -48,18 +48,30 @@ def test_paths_below_what_programs_read_are_refused(visible, tmp_path, monkeypat
 def test_others_are_not(visible, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    paths = {"prompts": f"{visible}2/train.jsonl", "eval_prompts": None, "run_dir": "runs", "model": "/usr/share/model"}
+    paths = {
+        "prompts": f"{visible}2/train.jsonl",
+        "eval_prompts": None,
+        "run_dir": "runs",
+        "model": "/usr/share/model",
+    }
     refuse_visible_files(CodeConfig(), paths)
-    refuse_visible_files(CodeConfig(sandbox_url="http://host:1"), {"prompts": visible / "train.jsonl"})
+    refuse_visible_files(
+        CodeConfig(sandbox_url="http://host:1"), {"prompts": visible / "train.jsonl"}
+    )
 
 
 def test_a_run_names_the_key(visible, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     data = SimpleNamespace(
-        prompts=None, eval_prompts=f"{visible}/held_out.jsonl", resolved_verifier="code", code=CodeConfig()
+        prompts=None,
+        eval_prompts=f"{visible}/held_out.jsonl",
+        resolved_verifier="code",
+        code=CodeConfig(),
     )
     config = SimpleNamespace(data=data, model=SimpleNamespace(path="model"), run_dir="run")
-    with pytest.raises(ConfigError, match="data.eval_prompts = .* can read .*lib, and this with it"):
+    with pytest.raises(
+        ConfigError, match="data.eval_prompts = .* can read .*lib, and this with it"
+    ):
         refuse_visible_run(config)
     data.resolved_verifier = "exact_match"
     refuse_visible_run(config)
