@@ -176,8 +176,15 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
               "tokens/s", "higher", ratios(rates["ours"], rates["peer"]), Spread.of(rates["ours"]),
               Spread.of(rates["peer"]), target=TARGET)  # fmt: skip
     shape = {key: getattr(args, key) for key in ("concurrency", "requests", "prompt_length", "response_length")}
-    return {"schema": 1, "date": datetime.date.today().isoformat(), "hardware": machine,
-            "versions": versions() | {"sglang": found}, "rows": [row.to_json()]} | shape  # fmt: skip
+    print(table([row]))
+    return {
+        "schema": 1,
+        "date": datetime.date.today().isoformat(),
+        "hardware": machine,
+        "versions": versions() | {"sglang": found},
+        "rows": [row.to_json()],
+        **shape,
+    }
 
 
 def main() -> int:
@@ -192,7 +199,6 @@ def main() -> int:
     if args.quick:
         args.repeats, args.requests = 2, 128
     result = measure(args)
-    print(table([Row.from_json(record) for record in result["rows"]]))
     if args.json:
         save(args.json, result)
     return 0

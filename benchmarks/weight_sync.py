@@ -194,9 +194,16 @@ def run(args: argparse.Namespace, start: Callable[..., Any]) -> dict[str, Any]:
             taken = measure(contest, args.repeats)
             contest.close()
     rows = rows_of(contest, taken)
-    return {"schema": 1, "date": datetime.date.today().isoformat(), "hardware": machine,
-            "versions": versions() | {"sglang": found}, "bucket_mebibytes": args.bucket_mebibytes,
-            "rows": [row.to_json() for row in rows]} | speeds(weights, taken)  # fmt: skip
+    print(table(rows))
+    return {
+        "schema": 1,
+        "date": datetime.date.today().isoformat(),
+        "hardware": machine,
+        "versions": versions() | {"sglang": found},
+        "bucket_mebibytes": args.bucket_mebibytes,
+        "rows": [row.to_json() for row in rows],
+        **speeds(weights, taken),
+    }
 
 
 def main() -> int:
@@ -213,7 +220,6 @@ def main() -> int:
     if args.quick:
         args.repeats, args.mebibytes = 2, 60
     result = run(args, LocalServers)
-    print(table([Row.from_json(record) for record in result["rows"]]))
     print(f"{result['megabytes']:.0f} MB in {result['tensors']} tensors, buckets of {args.bucket_mebibytes} MiB; MB/s: "
           + ", ".join(f"{name} {number(rate)}" for name, rate in result["megabytes_per_second"].items()))  # fmt: skip
     if args.json:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le
 
-from megatron_gspo.paths import UserPath
+from megatron_gspo.config.paths import UserPath
 
 COMPILE_SECONDS = 60.0  # of wall-clock time
 _WALL_FACTOR, _WALL_SECONDS = 3.0, 1.0

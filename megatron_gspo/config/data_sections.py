@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt
 
 from megatron_gspo.config.code_section import CodeConfig
-from megatron_gspo.paths import UserPath
+from megatron_gspo.config.paths import UserPath
 
 
 @dataclass(frozen=True, kw_only=True)

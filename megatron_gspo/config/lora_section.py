@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt
 
+from megatron_gspo.config.paths import UserPath
 from megatron_gspo.models.adapter_rules import adapter_scale
-from megatron_gspo.paths import UserPath
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
+from megatron_gspo.config.paths import UserPath
 from megatron_gspo.config.quantization_section import QuantizationConfig
-from megatron_gspo.paths import UserPath
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ from megatron_gspo.config.model_checks import (
 )
 from megatron_gspo.config.model_sections import ModelConfig, ParallelConfig
 from megatron_gspo.config.parallel_checks import check_divisibility, check_layout, check_parallel
+from megatron_gspo.config.paths import UserPath, expand_paths
 from megatron_gspo.config.quantization_checks import check_quantization, resolve_quantization
 from megatron_gspo.config.rollout_checks import (
     check_environment,
@@ -64,7 +65,6 @@ from megatron_gspo.config.training_sections import (
 )
 from megatron_gspo.config.validate import STRICT, validate
 from megatron_gspo.models.quantization.plan import QuantizationPlan
-from megatron_gspo.paths import UserPath, expand_paths
 
 
 @dataclass(frozen=True, kw_only=True)

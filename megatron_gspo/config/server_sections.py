@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le
 
-from megatron_gspo.paths import UserPath
+from megatron_gspo.config.paths import UserPath
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt, Le, Lt
 
 from megatron_gspo.config.algorithm_section import AlgorithmConfig
-from megatron_gspo.paths import UserPath
+from megatron_gspo.config.paths import UserPath
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,8 +15,8 @@ from annotated_types import Ge, Gt, Lt, MinLen
 from megatron_gspo.config import Config, ConfigError, load_config
 from megatron_gspo.config.config_error import MISSING, show
 from megatron_gspo.config.load import apply_overrides, parse_yaml, read_file
+from megatron_gspo.config.paths import UserPath, expand_paths
 from megatron_gspo.config.validate import STRICT, validate
-from megatron_gspo.paths import UserPath, expand_paths
 
 BASE = "base"  # the setting without stress
 SEARCH = "search"
