@@ -10,7 +10,6 @@ from typing import Any
 
 from megatron_gspo.config import Config, ConfigError
 from megatron_gspo.config.load import flat, read_file
-from megatron_gspo.config.renamed_keys import upgrade_old_keys
 from megatron_gspo.mcore.checkpoint.checkpoint_files import CheckpointError
 from megatron_gspo.models.hf_checkpoint import CheckpointReader
 from megatron_gspo.models.model_shape import ModelError
@@ -53,7 +52,7 @@ def continued_settings(config: Config) -> str:
     if not file.is_file():
         return ""
     try:
-        before = upgrade_old_keys(read_file(file))
+        before = read_file(file)
     except ConfigError as error:
         return f"{error}: what has changed since then is not known"
     environment = before.pop("environment", None) or {}

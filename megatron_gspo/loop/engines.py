@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -29,6 +28,7 @@ from megatron_gspo.mcore.process_groups import compute_device, current_groups
 from megatron_gspo.mcore.weight_sources import default_sources
 from megatron_gspo.models import ModelShape, family_of, read_config
 from megatron_gspo.models.adapter_rules import linear_names
+from megatron_gspo.models.model_shape import read_json
 from megatron_gspo.models.peft_files import AdapterFacts
 from megatron_gspo.parallel.rank_zero import run_on_rank_zero
 from megatron_gspo.rollout.embedded.embedded_engine import EmbeddedEngine
@@ -290,7 +290,7 @@ def start_servers(config: Config, *, trainer_gpus: int) -> LocalServers:
 def stop_ids(path: str, tokenizer: Any, vocab_size: int) -> tuple[int, ...]:
     """The end tokens of the model in a directory, as engines find them; ``ConfigError`` if there are none."""
     file = Path(path) / "generation_config.json"
-    configured = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
+    configured = read_json(file).get("eos_token_id") if file.is_file() else None
     configured = read_config(path).get("eos_token_id") if configured is None else configured
     try:
         return end_tokens(configured, tokenizer, vocab_size)

@@ -78,6 +78,7 @@ def test_layers_of_multi_token_prediction_come_back_unchanged(model, tmp_path):
     weight_map = json.loads((tmp_path / "back" / INDEX).read_text())["weight_map"]
     assert {name for name, file in weight_map.items() if file == CARRIED} == set(carried)
     assert_holds(tmp_path / "back", tensors)
+    assert not (tmp_path / "back" / SINGLE).exists()  # Transformers would read that file alone
     file = tmp_path / "megatron" / "hf" / CARRIED
     damaged = load_file(file)
     damaged["model.layers.4.enorm.weight"][3] += 1
