@@ -19,6 +19,7 @@ from megatron_gspo.rewards.sandbox.output_comparison import same_text, same_valu
         ("nan", "1.0", False), ("inf", "1e999", False), ("1e999", "2e999", True), ("１", "1", False),
         ("1_0", "10", False), ("0x5", "5", False), ("5", "5.", True), (".5", "0.5", True), ("--5", "5", False),
         ("9" * 5000, "9" * 5000, True), ("9" * 5000, "8" * 5000, False), ("5\u00a0", "5", False),
+        ("9007199254740993", "9007199254740992", False),
         ("5\x0b5", "5 5", True), ("a\u2028b", "a b", False), ("1e999999999999999999999", "1", False),
     ],
 )  # fmt: skip
