@@ -16,11 +16,6 @@ def test_the_catalogue_is_large_and_each_case_has_a_name_of_its_own() -> None:
     assert len(set(names)) == len(names) >= 150
 
 
-def test_the_readme_says_how_large() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert f"{len(CASES)} one-line messages" in readme
-
-
 def test_the_page_has_the_messages_of_today() -> None:
     text = PAGE.read_text(encoding="utf-8")
     assert text == filled(text), "python -m tests.bad_input.page"
