@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron_gspo.config import Config, DataConfig, LoRAConfig, RolloutConfig, SGLangConfig, load_config
-from megatron_gspo.config.paths import PathError, expand_path, expand_paths, path_argument
+from megatron_gspo.config.paths import expand_paths
+from megatron_gspo.paths import PathError, expand_path, path_argument
 from tests.config.building import fault
 
 

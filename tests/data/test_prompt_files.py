@@ -175,7 +175,7 @@ def test_csv_has_text_and_missing_values(tmp_path):
         ("a.csv", b"prompt,answer\n\xff,b\n", "not CSV ('utf-8' codec can't decode"),
         ("a.csv", b"", "a.csv: holds no prompts"),
         ("a.jsonl.gz", b"no gzip", "a.jsonl.gz line 1: cannot be read (Not a gzipped file"),
-        ("a.jsonl.gz", gzip.compress(JSON_LINES * 99)[:-20], "cannot be read (Compressed file ended before"),
+        ("a.jsonl.gz", gzip.compress(JSON_LINES * 99, mtime=0)[:-20], "cannot be read (Compressed file ended before"),
         ("a.json", b'[{"prompt": "a"}, 3]', "a.json row 2: a JSON int"),
         ("a.json", b"[1, ", "a.json: not JSON (Expecting value"),
         ("a.arrow", b"no arrow", "a.arrow: not Arrow ("),
