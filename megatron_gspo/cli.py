@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import NamedTuple
 
-from megatron_gspo import __version__
-from megatron_gspo.tracking.run_environment import PROGRAM
+from megatron_gspo import PROGRAM, __version__
 
 
 class Command(NamedTuple):
