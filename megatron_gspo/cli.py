@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import NamedTuple
 
-from megatron_gspo import __version__
+from megatron_gspo import PROGRAM, __version__
 from megatron_gspo.launch_environment import run_alone, warn_of_ignored_processes
 from megatron_gspo.terminal import outlive_terminal
-from megatron_gspo.tracking.run_environment import PROGRAM
 
 
 class Command(NamedTuple):

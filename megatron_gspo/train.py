@@ -16,10 +16,11 @@ if TYPE_CHECKING:
     from megatron_gspo.loop.checkpoints import LoopState
     from megatron_gspo.rollout.engine_protocol import RolloutEngine
 
-USAGE = """torchrun --nproc-per-node N -m megatron_gspo.train CONFIG.yaml [key=value ...]
+USAGE = r"""torchrun --nproc-per-node N -m megatron_gspo.train CONFIG.yaml [key=value ...]
 Trains a Hugging Face model with GSPO or another objective on Megatron-Core; all output goes to run_dir.
 megatron-gspo train CONFIG.yaml [key=value ...] is the same in one process.
-example: megatron-gspo train examples/qwen3_moe/tiny_gspo.yaml model.path=MODEL
+example: megatron-gspo train examples/qwen3_moe/tiny_gspo.yaml model.path=runs/demo/cold_start/hf \
+    run_dir=runs/one_process parallel.tensor_model_parallel_size=1 parallel.expert_model_parallel_size=1
 megatron-gspo rehearse CONFIG.yaml --world N checks a config for N processes on any machine, without training."""
 
 

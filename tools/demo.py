@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_gspo import PROGRAM
 from megatron_gspo.config import ConfigError, load_config
 from megatron_gspo.config.load import read_file
 from megatron_gspo.config.parallel_checks import check_layout
@@ -25,7 +26,7 @@ from megatron_gspo.given_names import is_real_folder
 from megatron_gspo.tools.compare.study_plan import ColdStartFiles
 from megatron_gspo.tools.compare.study_runner import Interrupted
 from megatron_gspo.tools.copy_examples import EXAMPLE_RUNS
-from megatron_gspo.tracking.run_environment import PROGRAM, program
+from megatron_gspo.tracking.run_environment import program
 
 COLD_START, GSPO = EXAMPLE_RUNS / "tiny_cold_start.yaml", EXAMPLE_RUNS / "tiny_gspo.yaml"
 # What the demo sets itself: one run begins with the other's files, and its end reads the exported model.
@@ -188,8 +189,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="megatron-gspo demo",
         description="Train a small Qwen3-MoE on this machine's CPU: supervised start, then GSPO. About 5 minutes.",
-        epilog="examples: megatron-gspo demo --folder runs/demo; megatron-gspo demo training.steps=10 --processes 2 "
-        "(a minute; too few steps to learn the task)",
+        epilog="example: megatron-gspo demo --folder runs/demo. To see its output only: megatron-gspo demo "
+        "training.steps=10 --processes 2; these are too few steps to learn the task.",
     )
     parser.add_argument(
         "overrides",

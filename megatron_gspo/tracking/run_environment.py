@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import megatron_gspo
+from megatron_gspo import PROGRAM
 
-PROGRAM = "megatron-gspo"  # the console command
 PACKAGES = ("torch", "megatron-core", "transformers", "transformer-engine", "numpy")
 
 
