@@ -42,7 +42,7 @@ def check_checkpoint(reader: CheckpointReader, family: Family, shape: ModelShape
     or tensor; and for one that Transformers would load otherwise."""
     config = read_config(reader.path)
     _check_sources(reader.path, config)
-    _check_quantization(config, reader.stored_names)
+    check_quantization(config, reader.stored_names)
     check_names(reader.names, family, shape)
     reader.check()
     _check_sizes(reader, family, shape)
@@ -63,7 +63,8 @@ def _check_sources(folder: Path, config: dict[str, Any]) -> None:
         )
 
 
-def _check_quantization(config: dict[str, Any], names: Collection[str]) -> None:
+def check_quantization(config: dict[str, Any], names: Collection[str]) -> None:
+    """Raise ``ModelError`` for weights in a format that is not read, by the config or by the names of the tensors."""
     settings: Any = next((config[key] for key in QUANTIZATION_KEYS if config.get(key)), {})
     if not isinstance(settings, dict):
         raise ModelError(
@@ -92,7 +93,12 @@ def _check_sizes(reader: CheckpointReader, family: Family, shape: ModelShape) ->
         if expert is None:
             _compare(name, reader.shape(name), wanted)
         elif expert == 0:  # the others are slices of the same tensor
-            _compare(whole, reader.shape(whole), (shape.num_experts, *wanted))
+            count = reader.shape(whole)[0]
+            if count != shape.num_experts:
+                raise ModelError(
+                    f"{whole} has {count} experts in the checkpoint; config.json has {shape.num_experts}"
+                )
+            _compare(name, reader.shape(name), wanted)
 
 
 def _compare(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:

@@ -10,7 +10,7 @@ import pytest
 from transformers import CONFIG_MAPPING
 
 from megatron_gspo.models import check_names, family_of, read_config
-from megatron_gspo.models.checkpoint_checks import _check_quantization
+from megatron_gspo.models.checkpoint_checks import check_quantization
 from megatron_gspo.models.hf_checkpoint import INDEX, CheckpointReader
 from tests.models.published_models import CONFIGS, EXAMPLES, NAMES, expanded
 
@@ -35,7 +35,7 @@ def test_the_names_of_a_published_index_are_those_of_its_config(model: str, tmp_
     config = read_config(folder)
     family, shape = family_of(config)
     with CheckpointReader(folder) as reader:
-        _check_quantization(config, reader.stored_names)
+        check_quantization(config, reader.stored_names)
         check_names(reader.names, family, shape)
 
 
