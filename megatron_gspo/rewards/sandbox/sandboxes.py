@@ -139,5 +139,6 @@ def describe_lack(isolation: Isolation) -> str:
             "install bubblewrap (apt-get install bubblewrap) and allow namespaces (docs/code_rewards.md), "
             "give a Sandbox Fusion server as data.code.sandbox_url"
         )
-    reasons = f" ({', '.join(isolation.failures)})" if isolation.failures else ""
+    failures = [failure for failure in isolation.failures if not failure.startswith("limits")]
+    reasons = f" ({', '.join(failures)})" if failures else ""
     return f"data.code.require_isolation = true: no isolation of {missing}{reasons}; {fix}, or set it to false"
