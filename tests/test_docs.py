@@ -25,7 +25,7 @@ OF_OTHERS = {
         "--dynamic-sampling-filter-path", "--eval-interval", "--eval-prompt-data", "--hf-checkpoint", "--input-key",
         "--kl-coef", "--kl-loss-coef", "--label-key", "--lr", "--max-tokens-per-gpu", "--n-samples-per-eval-prompt",
         "--n-samples-per-prompt", "--num-rollout", "--prompt-data", "--rm-type", "--rollout-max-prompt-len",
-        "--rollout-max-response-len", "--rollout-seed", "--rollout-shuffle", "--rollout-temperature", "--save",
+        "--rollout-batch-size", "--rollout-max-response-len", "--rollout-seed", "--rollout-shuffle", "--rollout-temperature", "--save",
         "--save-interval", "--tool-key", "--use-kl-loss", "--use-wandb", "--wandb-project", "algorithm.adv_estimator",
         "algorithm.filter_groups.enable", "algorithm.kl_ctrl.kl_coef", "chat_template_kwargs",
         "data.apply_chat_template_kwargs", "data.filter_overlong_prompts", "data.max_response_length", "data.seed",

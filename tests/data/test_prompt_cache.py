@@ -179,7 +179,7 @@ def test_what_the_key_depends_on(file):
 
 
 def test_every_setting_of_the_format_is_in_the_key():
-    others = {"prompts", "task", "eval_prompts", "cache_dir", "shuffle", "code"}
+    others = {"prompts", "task", "eval_prompts", "cache_dir", "shuffle", "code", "keep_special_tokens"}
     names = {field.name for field in fields(DataConfig)} - others
     assert {name for name in names if not name.startswith("verifier")} == set(CHANGES) == set(prompt_cache._SETTINGS)
 

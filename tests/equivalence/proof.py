@@ -2,8 +2,8 @@
 
     python -m tests.equivalence.proof [--models NAME ...]
 
-runs what ``test_layouts.py`` runs, keeps every error as ``benchmarks/results/equivalence-<version>.json``, and prints the
-largest of each kind beside its tolerance. The exit code is 1 if one is beyond it.
+runs what ``test_layouts.py`` runs, keeps every error as ``benchmarks/results/equivalence-<version>.json``,
+and prints the largest of each kind beside its tolerance. The exit code is 1 if one is beyond it.
 """
 
 from __future__ import annotations
