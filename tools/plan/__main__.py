@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import yaml
 
 from megatron_gspo.config import load_config
+from megatron_gspo.config.lora_checks import check_targets
 from megatron_gspo.errors import InputError, UserError, report
 from megatron_gspo.models import family_of, read_config
 from megatron_gspo.paths import path_text_argument
@@ -178,7 +179,9 @@ def plan(args: argparse.Namespace, folder: Path) -> str:
     check_arguments(args)
     file = write_config(args, folder)
     config = load_config(file, args.overrides)
-    shape = family_of(read_config(config.model.path))[1]
+    hf = read_config(config.model.path)
+    shape = family_of(hf)[1]
+    check_targets(config.lora, hf)
     if (longest := args.prompt_length + args.response_length) > shape.max_position_embeddings:
         raise InputError(
             f"--response-length {args.response_length}: with --prompt-length it makes {longest} tokens and the model "
@@ -187,11 +190,7 @@ def plan(args: argparse.Namespace, folder: Path) -> str:
     hardware = Hardware(find_gpu(args.gpu), args.gpus, args.efficiency, args.link_efficiency)
     room = hardware.gpu.memory - args.reserve * GIB
     estimator = Estimator(shape, config, hardware)
-    layout = (
-        None
-        if args.layout is None
-        else parse_layout(args.layout, read_config(config.model.path), args.gpus)
-    )
+    layout = None if args.layout is None else parse_layout(args.layout, hf, args.gpus)
     found = search(
         estimator, room, layout, {override.partition("=")[0] for override in args.overrides}
     )
