@@ -29,7 +29,7 @@ def pytest_addoption(parser):
 PARTS = {
     "runs": ("tests/train/", "tests/launch/", "tests/fault_injection/", "tests/bad_input/"),
     "layouts": ("tests/equivalence/",),
-    "tools": ("tests/tools/", "tests/benchmarks/"),
+    "tools": ("tests/tools/", "tests/benchmarks/", "tests/test_installed.py"),
 }
 # Of these, what `make test` runs too.
 IN_UNIT = (
