@@ -84,8 +84,9 @@ def test_installed_examples_are_those_of_the_checkout(workplace):
 
 
 def test_installed_plan(workplace, installed):
-    done = run_installed(installed, workplace, "plan", "--model", "examples/qwen3_moe/models/Qwen3-30B-A3B", "--gpus",
-                         "8", "--gpu", "h200", "--response-length", "8192", "--layout", "TP1 EP8", "--coarse")  # fmt: skip
+    model = "examples/qwen3_moe/models/Qwen3-30B-A3B"
+    options = ["--gpus", "8", "--gpu", "h200", "--response-length", "8192", "--layout", "TP1 EP8", "--coarse"]
+    done = run_installed(installed, workplace, "plan", "--model", model, *options)
     assert done.returncode == 0, done.stderr
     assert "EP8" in done.stdout
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import bz2
 import csv
 import gzip
-import importlib
 import io
 import itertools
 import json
@@ -15,10 +14,10 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any, BinaryIO
 
 from megatron_gspo.config.prompt_paths import matching_paths
+from megatron_gspo.data.optional_module import optional_module
 from megatron_gspo.errors import InputError, first_line
 
 Row = dict[str, Any]
@@ -80,16 +79,6 @@ def split_notes(paths: Paths, *, split: str = "train") -> list[str]:
                 chosen = _choose_split(match, splits, split)
                 notes.append(f"{match}: the split {chosen} is read (of {', '.join(sorted(splits))})")
     return notes
-
-
-def optional_module(name: str, package: str, extra: str, purpose: str) -> ModuleType:
-    """Import an optional dependency, or raise ImportError with one line that names what to install."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ImportError(
-            f"{purpose} needs {package}: pip install 'megatron-gspo[{extra}]' ({error})"
-        ) from error
 
 
 def _sources_of(written: str | Path, split: str) -> list[tuple[Path, str | None]]:

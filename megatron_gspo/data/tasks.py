@@ -10,7 +10,8 @@ from typing import Any
 
 from megatron_gspo.config import DataConfig, TaskConfig
 from megatron_gspo.config.data_checks import check_prompt_format
-from megatron_gspo.data.prompt_files import PromptError, Row, optional_module
+from megatron_gspo.data.optional_module import optional_module
+from megatron_gspo.data.prompt_files import PromptError, Row
 from megatron_gspo.data.prompts import PromptSet, Tokenizer, build_prompts
 
 # reasoning-gym draws item i of a dataset from Random(seed + i), so nearby seeds give mostly the same items

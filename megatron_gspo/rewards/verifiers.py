@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_gspo.data.prompt_files import optional_module
+from megatron_gspo.data.optional_module import optional_module
 from megatron_gspo.data.sample import Prompt
 from megatron_gspo.errors import InputError
 from megatron_gspo.rewards.answer_extraction import STYLES, equal_answers, extract_answer

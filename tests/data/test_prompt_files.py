@@ -8,7 +8,8 @@ import sys
 import pytest
 
 from megatron_gspo.config import DataConfig
-from megatron_gspo.data.prompt_files import HELD_OUT, PromptError, optional_module, read_rows, split_notes
+from megatron_gspo.data.optional_module import optional_module
+from megatron_gspo.data.prompt_files import HELD_OUT, PromptError, read_rows, split_notes
 from megatron_gspo.data.prompts import load_prompts
 from megatron_gspo.errors import InputError
 from tests.support.prompt_rows import CHAT, ROWS, write_jsonl

@@ -38,8 +38,8 @@ SOURCES = (
     PACKAGE / "rollout" / "server_engine" / "rollout_client.py",
     PACKAGE / "routing_replay" / "step_metrics.py",
 )
-# what a forward step returns; keys of summary.json; of a request
-NOT_METRICS = {"metrics", "log_probs", "exit", "exported", "router_noise", "tags"}
+# what a forward step returns; keys of summary.json; of a request; dtypes
+NOT_METRICS = {"metrics", "log_probs", "exit", "exported", "router_noise", "tags", "float32", "bfloat16"}
 # functions that make a line of routing.jsonl or of rollouts.jsonl, and the arrays of ratios/
 OTHER_RECORDS = {"by_layer", "rollout_record", "ratio_arrays"}
 
