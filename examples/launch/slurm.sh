@@ -65,7 +65,8 @@ if (( servers > 0 )); then
     done
     # the trainer would look for the servers behind the proxy of the environment
     no_proxy="${no_proxy:-${NO_PROXY:-}}"
-    export no_proxy="${no_proxy:+$no_proxy,}$(join "${nodes[@]:training}")"
+    no_proxy="${no_proxy:+$no_proxy,}$(join "${nodes[@]:training}")"
+    export no_proxy
     overrides=(
         "model.path=$MODEL" "rollout.engine=sglang" "sglang.urls=[$(join "${urls[@]}")]"
         "sglang.api_key_file=$key" "sglang.master_address=${nodes[0]}"

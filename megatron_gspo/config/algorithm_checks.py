@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from megatron_gspo.config.algorithm_section import AlgorithmConfig
 from megatron_gspo.config.config_error import ConfigError, show
 from megatron_gspo.config.fields import default_of
 from megatron_gspo.config.model_sections import ModelConfig
 from megatron_gspo.config.rollout_sections import RolloutConfig, RouterNoiseConfig, RoutingConfig
+
+
+def refuse_products_of_ratios(algorithm: object) -> None:
+    """Refuse `sequence` where verl and TRL mean the product of a sequence's token ratios by it.
+
+    algorithm: the section as it was written, before its values are checked.
+    """
+    if not isinstance(algorithm, Mapping):
+        return
+    for key in ("rollout_is", "rollout_rs"):
+        if algorithm.get(key) == "sequence":
+            problem = "has two meanings: the product of a sequence's token ratios (verl, TRL), which is not offered, "
+            problem += "and their geometric mean"
+            raise ConfigError(f"algorithm.{key}", "sequence", problem, f"write algorithm.{key}: geometric")
 
 
 def check_algorithm(algorithm: AlgorithmConfig, rollout: RolloutConfig, model: ModelConfig) -> None:

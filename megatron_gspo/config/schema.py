@@ -17,6 +17,7 @@ from megatron_gspo.config.algorithm_checks import (
     check_rollout_correction,
     check_router_noise,
     check_routing,
+    refuse_products_of_ratios,
 )
 from megatron_gspo.config.algorithm_section import AlgorithmConfig, with_preset
 from megatron_gspo.config.data_checks import check_data, check_data_files
@@ -103,6 +104,7 @@ class Config:
 
         Raises ConfigError for the first fault. `check` does what depends on the number of processes or on files.
         """
+        refuse_products_of_ratios(data.get("algorithm"))
         config = expand_paths(validate(cls, _resolve_preset(data)))
         config._check_choices()
         return config
