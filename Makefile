@@ -47,7 +47,7 @@ collapse:
 PYTEST = $(RUN) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 PART ?= unit
 test: install
-	$(PYTEST) -m "not slow" --every 32 --part $(PART) $(ARGS)
+	$(PYTEST) -m "not slow" --every=32 --part=$(PART) $(ARGS)
 
 test-all: install
 	$(PYTEST) $(ARGS)
