@@ -23,7 +23,7 @@ def help_text(model: type, usage: str) -> str:
 
 _INTRO = """# Config reference
 
-For users who write a config: which keys are there, and what do they mean? Written by `make docs` from the fields in
+This page lists every config key. `make docs` writes it from the fields in
 `megatron_gspo/config/`; edit them there.
 
 A config is one YAML file; `key.sub=value` on the command line overrides it, the value read as YAML (`1e-6` is a number,
