@@ -38,7 +38,8 @@ def test_storage_of_routes_by_hand():
 
 
 def test_the_models_own_routes_come_from_its_config(tmp_path):
-    sizes = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8, "moe_intermediate_size": 8}
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "moe_intermediate_size": 8}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2}
     every = {"model_type": "qwen3_moe", "vocab_size": 9, "num_experts_per_tok": 4, **sizes}
     layers = {"num_hidden_layers": 6, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
     (tmp_path / "config.json").write_text(json.dumps({**every, "num_experts": 16, **layers}))

@@ -33,7 +33,7 @@ def test_wide_bands_do_not_flatten_the_lines():
 
 
 def test_small_differences_of_shares_are_drawn_from_zero():
-    for last, lowest in ((0.27, 0.0), (0.40, 26.0)):
+    for last, lowest in ((0.27, 0.0), (0.40, 30.0)):
         line = Line(0, band([([0.0, 1.0], [0.26, last])]))
         drawing = band_panel("Flips", "step", [line], percent=True)
         assert min(float(text) for text in re.findall(r">([\d.]+) %<", drawing)) == lowest

@@ -138,13 +138,11 @@ def test_another_guard_is_another_run_only_if_it_may_stop(comparison):
                 is_over(other, changed)
 
 
-def test_a_run_of_an_older_version_is_still_finished(comparison):
-    """Its config.yaml has old keys; they are compared under their present names."""
+def test_a_finished_run_with_an_unknown_key_is_stale(comparison):
     spec = report_runs(comparison, {})[0]
     execute(comparison, [spec], slots=1, watcher=Notes(), command=command())
     file = spec.run_dir / "config.yaml"
     data = yaml.safe_load(file.read_text())
-    data["evaluation"]["interval"] = data["evaluation"].pop("eval_interval")
     data["environment"] = {"python": "3.11"}
     file.write_text(yaml.safe_dump(data))
     assert is_over(comparison, spec)

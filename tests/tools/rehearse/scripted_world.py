@@ -18,6 +18,8 @@ from torch._C._distributed_c10d import FakeWork
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_gspo.data.sample_batch import ROW
+from megatron_gspo.parallel.rank_zero import _Outcome as Outcome
+from megatron_gspo.parallel.typed_messages import encode
 from megatron_gspo.tools.rehearse.collective_log import CollectiveLog
 from megatron_gspo.tools.rehearse.fake_world import fake_world
 from megatron_gspo.tools.rehearse.host_log import HostLog
@@ -77,8 +79,9 @@ class Script:
 class ScriptedWorld(TorchDispatchMode):
     """Records this rank's collectives and completes them by the script."""
 
-    def __init__(self, script: Script) -> None:
+    def __init__(self, script: Script, state: bytes) -> None:
         super().__init__()
+        self.state = torch.frombuffer(bytearray(state), dtype=torch.uint8)  # what rank 0 sends, again and again
         self.script, self.log = script, CollectiveLog(HostLog(), KnownValues(), gpu_only=False)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -93,7 +96,11 @@ class ScriptedWorld(TorchDispatchMode):
             assert received[0].numel() == sum(map(len, self.script.incoming.values()))
             received[0].copy_(torch.from_numpy(self.script.arrived().copy()))
         else:
-            assert name == "broadcast" and given["root_rank"] == group.rank(), f"{name} is not scripted"
+            assert name == "broadcast", f"{name} is not scripted"
+            if given["root_rank"] != group.rank():
+                [tensor] = received
+                is_size = tensor.dtype == torch.int64
+                tensor.copy_(torch.tensor([len(self.state)]) if is_size else self.state)
         work = FakeWork().boxed()
         return work if len(func._schema.returns) == 1 else (args[0], work)
 
@@ -110,13 +117,9 @@ class ScriptedWorld(TorchDispatchMode):
 
 @contextlib.contextmanager
 def scripted_world(rank: int, size: int, script: Script, state: object) -> Iterator[ScriptedWorld]:
-    """Within the context this process is `rank` of a world of gloo. state: what rank 0 broadcasts."""
-    world = ScriptedWorld(script)
-
-    def objects(obj: Any, group: Any) -> list[Any]:
-        return [(state, None)]
-
-    with fake_world(rank, size, world.log, backend="gloo", objects=objects), world:
+    """Within the context this process is `rank` of a world of gloo. state: the value of what rank 0 does."""
+    world = ScriptedWorld(script, encode(Outcome(value=encode(state))))
+    with fake_world(rank, size, world.log, backend="gloo"), world:
         yield world
 
 
