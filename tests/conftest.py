@@ -2,16 +2,12 @@
 
 import gc
 
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, settings
 
 slow_machine = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 # The same examples in every run: a change that breaks nothing can't turn the tests red.
 settings.register_profile("ci", max_examples=40, derandomize=True, database=None, **slow_machine)
 settings.register_profile("thorough", max_examples=1000, print_blob=True, **slow_machine)
-# For tests/mutation: a failure ends a mutant, its smallest example is of no interest.
-settings.register_profile(
-    "mutation", parent=settings.get_profile("ci"), max_examples=12, phases=[Phase.explicit, Phase.generate]
-)
 settings.load_profile("ci")
 gc.disable()  # until the tests are collected: a quarter of the time that their imports take
 
@@ -30,6 +26,53 @@ PARTS = {
     "runs": ("tests/train/", "tests/launch/", "tests/fault_injection/", "tests/bad_input/"),
     "layouts": ("tests/equivalence/",),
     "tools": ("tests/tools/", "tests/benchmarks/", "tests/test_installed.py"),
+    # Most of their time is the start of processes: ranks, workers, servers, sandboxes.
+    "processes": (
+        "tests/environments/test_episode_engine.py",
+        "tests/environments/test_episode_source.py",
+        "tests/gpu/",
+        "tests/loop/test_log_prob_check.py",
+        "tests/loop/test_noise_calibration.py",
+        "tests/loop/test_offloading_source.py",
+        "tests/loop/test_route_agreement.py",
+        "tests/mcore/checkpoint/test_megatron_format.py",
+        "tests/mcore/checkpoint/test_owned_state.py",
+        "tests/mcore/checkpoint/test_save_load.py",
+        "tests/mcore/gated_delta_net/test_layer.py",
+        "tests/mcore/lora/test_adapter_weights.py",
+        "tests/mcore/lora/test_attach.py",
+        "tests/mcore/routing_replay/test_gather_results.py",
+        "tests/mcore/routing_replay/test_router_hooks.py",
+        "tests/mcore/routing_replay/test_stage_routes.py",
+        "tests/mcore/test_attention.py",
+        "tests/mcore/test_expert_bias.py",
+        "tests/mcore/test_hf_weights.py",
+        "tests/mcore/test_meta_device.py",
+        "tests/mcore/test_nothing_retained.py",
+        "tests/mcore/test_offload.py",
+        "tests/mcore/test_value_steps.py",
+        "tests/mcore/test_weight_sources.py",
+        "tests/parallel/test_scored_rows.py",
+        "tests/patches/test_megatron_on_cpu.py",
+        "tests/patches/test_megatron_on_cpu_other_libraries.py",
+        "tests/patches/test_moe_retained_activations.py",
+        "tests/patches/test_quiet.py",
+        "tests/rewards/sandbox/test_attacks.py",
+        "tests/rewards/sandbox/test_case_formats.py",
+        "tests/rewards/sandbox/test_code_verifier.py",
+        "tests/rewards/test_scorer.py",
+        "tests/rewards/test_worker_pool.py",
+        "tests/rollout/embedded/test_families.py",
+        "tests/rollout/server_engine/test_rollout_client.py",
+        "tests/rollout/sglang/test_response_parser.py",
+        "tests/rollout/test_sample_exchange.py",
+        "tests/rollout/test_server_source.py",
+        "tests/rollout/test_weight_distribution.py",
+        "tests/servers/test_server_processes.py",
+        "tests/tracking/test_trackers.py",
+        "tests/weight_transport/test_distributed_transport.py",
+        "tests/weight_transport/test_update_group.py",
+    ),
 }
 # Of these, what `make test` runs too.
 IN_UNIT = (
@@ -40,25 +83,40 @@ IN_UNIT = (
     "tests/equivalence/test_layouts.py::test_family[qwen35_moe-tp2-pp1-cp1-dp1-ep2-etp1]",
     "tests/equivalence/test_layouts.py::test_lora[lora_some-tp2-pp2-cp1-dp2]",
 )
+FILES_IN_UNIT = {test.split("::")[0] for test in IN_UNIT}
 
 
 def part_of(test: str) -> str:
-    """The part of a test's id."""
-    for part, folders in PARTS.items():
-        if test.startswith(folders):
+    """The part of a test's id, or of its file."""
+    for part, prefixes in PARTS.items():
+        if test.startswith(prefixes):
             return part
     return "unit"
 
 
+def chosen_part(config) -> str | None:
+    """The part that runs. None: all, or the files and tests that are named on the command line."""
+    return None if config.args_source is config.ArgsSource.ARGS else config.getoption("part")
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Spares the import of the other parts' files."""
+    part = chosen_part(config)
+    if part is None or not collection_path.name.startswith("test_"):
+        return None
+    file = collection_path.relative_to(config.rootpath).as_posix()
+    in_part = part_of(file) == part or (part == "unit" and file in FILES_IN_UNIT)
+    return None if in_part else True
+
+
 def pytest_collection_modifyitems(config, items):
-    """Keeps the tests of the part, unless files or tests are named on the command line."""
-    part = config.getoption("part")
-    if part is None or config.args_source is config.ArgsSource.ARGS:
+    """Of the files that are in `make test` for a few of their tests, keeps these."""
+    if chosen_part(config) != "unit":
         return
     left_out = []
     kept = []
     for item in items:
-        chosen = part_of(item.nodeid) == part or (part == "unit" and item.nodeid in IN_UNIT)
+        chosen = part_of(item.nodeid) == "unit" or item.nodeid in IN_UNIT
         (kept if chosen else left_out).append(item)
     items[:] = kept
     config.hook.pytest_deselected(items=left_out)
