@@ -51,7 +51,8 @@ def markdown(model: type) -> str:
             else:
                 repeated.setdefault(earlier, []).append(f"`{_leaf(key)}`")
         for earlier, names in repeated.items():
-            lines.append(f"| {', '.join(names)} | | | as in [{earlier}](#{earlier.replace('.', '')}) |")
+            link = f"[{earlier}](#{earlier.replace('.', '')})"
+            lines.append(f"| {', '.join(names)} | | | as in {link} |")
     return "\n".join(lines) + "\n"
 
 
