@@ -38,13 +38,13 @@ OF_OTHERS = {
     "docs/resume.md": {"rollout.bin"},
     "docs/sglang.md": {"sglang.bench_serving"},
     "patches/README.md": {
-        "dist_checkpointing/strategies/filesystem_async.py", "distributed/param_and_grad_buffer.py",
+        "distributed/param_and_grad_buffer.py",
         "kernels/ops/kvcache/cache_move.py", "optimizer/clip_grads.py", "optimizer/distrib_optimizer.py",
         "pipeline_parallel/p2p_communication.py", "pipeline_parallel/schedules.py", "srt/utils/common.py",
         "tensor_parallel/layers.py", "tensor_parallel/mappings.py", "tensor_parallel/random.py",
         "transformer/dot_product_attention.py", "transformer/moe/moe_utils.py", "transformer/moe/token_dispatcher.py",
         "transformer/torch_norm.py",
-        "AsyncCallsQueue", "TemporalAsyncCaller", "dp_reshardable", "fully_sharded_model_space",
+        "dp_reshardable", "fully_sharded_model_space",
         "load_tensors_metadata",
     },
 }  # fmt: skip

@@ -28,36 +28,37 @@ class Objective:
     """A published algorithm (a key of `PRESETS`), which the other fields must then match, or a name of your own."""
 
     importance_sampling_level: ImportanceSamplingLevel
-    """Importance ratio. `token`: per token. `sequence`: length-normalised, per response, as the advantage.
-    `sequence_token`: the same ratio with an advantage per token (GSPO-token). `geometric_mean`: per response, of token
-    ratios that are clipped first (GMPO). `none`: the objective is advantage * log-prob."""
+    """Importance ratio. `token`: per token. `sequence`: per response, length-normalised.
+    `sequence_token`: the same with an advantage per token. `geometric_mean`: per response, of token
+    ratios that are clipped first. `none`: advantage * log-prob. See docs/algorithms.md."""
 
     loss_agg_mode: LossAggMode
-    """Aggregation of token losses. `seq-mean-token-mean`: mean over a response's trained tokens, then over responses.
-    `token-mean`: over all trained tokens. `seq-mean-token-sum-norm`: sum over tokens / (responses *
-    loss_scale_factor)."""
+    """Aggregation of token losses. `seq-mean-token-mean`: mean over a response's tokens, then over
+    responses. `token-mean`: over all tokens. `seq-mean-token-sum-norm`: sum over tokens /
+    (responses * loss_scale_factor)."""
 
     loss_scale_factor: float | None = None
     """Divisor of `seq-mean-token-sum-norm` in tokens, usually the longest response."""
 
     surrogate: SurrogateType = "clip"
-    """What becomes of ratio and advantage. `clip`: PPO's clipped product. `cispo`: log-prob times a truncated weight
-    (CISPO). `sapo`: a soft gate of the ratio (SAPO). `dppo_tv`, `dppo_kl`: log-prob times a truncated weight, 0 where
-    the token's probability has moved too far (DPPO). `minirl`: log-prob times the truncated ratio to the rollout
-    engine, 0 where `clip` clips (MiniRL)."""
+    """What becomes of ratio and advantage. `clip`: PPO's clipped product. `cispo`: log-prob times a
+    truncated weight. `sapo`: a soft gate. `dppo_tv`, `dppo_kl`: log-prob times a truncated weight,
+    0 where the token's probability moved too far. `minirl`: log-prob times the truncated ratio to
+    the rollout engine, 0 where `clip` clips."""
 
     epsilon_low: float | None = None
-    """Ratios are clipped below 1 - epsilon_low; log-ratios below -epsilon_low at level `geometric_mean`."""
+    """Ratios are clipped below 1 - epsilon_low (`geometric_mean`: log-ratios below
+    -epsilon_low)."""
 
     epsilon_high: float | None = None
-    """Ratios are clipped above 1 + epsilon_high; log-ratios above epsilon_high at level `geometric_mean`."""
+    """Ratios are clipped above 1 + epsilon_high (`geometric_mean`: log-ratios above
+    epsilon_high)."""
 
     max_weight: float | None = None
-    """Maximum of the weight of `cispo`, `dppo_tv` and `dppo_kl`, which is the ratio without gradient, and of `minirl`,
-    which is that to the rollout engine."""
+    """Maximum of the weight of `cispo`, `dppo_tv`, `dppo_kl` and `minirl`."""
 
     min_weight: float | None = None
-    """Minimum of the weight of `cispo`; None is 0."""
+    """Minimum of the weight of `cispo`; null is 0."""
 
     tau_pos: float | None = None
     """Temperature of the gate of `sapo` where A > 0."""
@@ -66,15 +67,15 @@ class Objective:
     """Temperature of the gate of `sapo` where A <= 0."""
 
     divergence_threshold: float | None = None
-    """Largest change of a token's probability (`dppo_tv`), or binary KL in nats (`dppo_kl`), in the direction of the
-    advantage."""
+    """Largest change of a token's probability (`dppo_tv`), or binary KL in nats (`dppo_kl`), along
+    the advantage."""
 
     dual_clip: float | None = None
     """c > 1: the objective is at least c * A where A < 0 (arXiv:1912.09729)."""
 
     off_policy_mask_threshold: float | None = None
-    """Tokens with A < 0 don't count if mean(old log-prob - log-prob) of their sequence is above this, in nats
-    (arXiv:2512.02556). Denominators are unchanged."""
+    """Sequences with mean(old log-prob - log-prob) above this, in nats, lose their tokens with A <
+    0 (arXiv:2512.02556). Denominators are unchanged."""
 
     log_ratio_coef: float = 0.0
     """Weight of the squared token log-ratio in the loss (arXiv:2602.02276)."""
@@ -83,10 +84,11 @@ class Objective:
     """Weight of the KL to the reference policy in the loss."""
 
     kl_loss_type: KLLossType = "k3"
-    """Estimator of that KL: k1, k2 or k3."""
+    """Estimator of that KL."""
 
     unbiased_kl: bool = False
-    """Multiply k3 by the token ratio, so that its gradient is that of the KL (arXiv:2512.02556)."""
+    """Multiply k3 by the token ratio, which makes its gradient that of the KL
+    (arXiv:2512.02556)."""
 
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
@@ -95,23 +97,24 @@ class Objective:
     """Log-ratios are clamped to +-this before exp, in nats."""
 
     advantage_estimator: AdvantageEstimator = "group"
-    """`group`: the reward less its group's baseline. `gae`: from the values of a value model (PPO)."""
+    """`group`: the reward less its group's baseline. `gae`: from a value model (PPO)."""
 
     gamma: float = 1.0
     """Discount of later rewards, with `gae`."""
 
     lam: float = 1.0
-    """Lambda of `gae`: 0 is the one-step estimate, 1 the sum of rewards less the value."""
+    """Lambda of `gae`, from 0 (one step) to 1 (all later rewards)."""
 
     advantage_std: AdvantageStd = "sample"
-    """Standard deviation that divides a group's rewards, or with `gae` the advantages of all trained tokens: `sample`
-    (n - 1), `population` (n) or `none`."""
+    """Standard deviation that divides a group's rewards (with `gae` all advantages): `sample` (n -
+    1), `population` (n) or `none`."""
 
     advantage_baseline: AdvantageBaseline = "mean"
     """Baseline of a reward: its group's `mean`, or the mean of the others (`leave_one_out`)."""
 
     allow_nonstandard: bool = False
-    """Allow another algorithm than the name, or a clip range of the other ratio level."""
+    """Allow fields that make it another algorithm than `name`, and a clip range of the other ratio
+    level."""
 
     def __post_init__(self) -> None:
         check_objective(self)

@@ -26,7 +26,7 @@ class AlgorithmConfig(Objective):
         "gspo", "gspo_token", "grpo", "dr_grpo", "dapo", "gmpo", "luspo", "cispo", "sapo", "dppo_tv", "dppo_kl",
         "minirl", "ppo", "sft",
     ] = "gspo"
-    """Algorithm whose preset sets the defaults of this section; null keeps the preset's value."""
+    """Algorithm whose preset sets the defaults of this section. A null keeps the preset's value."""
     kl_reward_coef: Annotated[float, Ge(0)] = 0.0
     """Weight of the KL to the reference policy (the initial weights) in the reward."""
     old_log_probs: Literal["recompute", "rollout"] = "recompute"
@@ -36,16 +36,16 @@ class AlgorithmConfig(Objective):
     ] = "none"
     """Published setting of the `rollout_is*` and `rollout_rs*` keys that are not set."""
     rollout_is: Literal["none", "token", "geometric"] = "none"
-    """Importance weights (old policy / rollout engine) on the advantages: of each token, or the geometric mean of a
-    sequence's."""
+    """Importance weights (old policy / rollout engine) on the advantages: per token, or the
+    geometric mean of a sequence."""
     rollout_is_threshold: Annotated[float, Ge(1)] = 2.0
     """Maximum of these weights."""
     rollout_is_threshold_lower: Annotated[float, Ge(0), Le(1)] = 0.0
     """Minimum of these weights."""
     rollout_rs: Literal["none", "token", "geometric", "token_binary_kl", "sequence_k3"] = "none"
-    """Exclude from the loss where the engines differ too much. `token`: ratio (old policy / rollout engine) outside the
-    thresholds. `geometric`: its geometric mean over a sequence. `token_binary_kl`: binary KL of a token, `sequence_k3`:
-    mean of k3 over a sequence, above `rollout_rs_divergence`."""
+    """Exclude from the loss where the engines differ too much. `token`: ratio outside the
+    thresholds. `geometric`: its geometric mean over a sequence. `token_binary_kl`: binary KL of a
+    token, `sequence_k3`: mean of k3 over a sequence, above `rollout_rs_divergence`."""
     rollout_rs_threshold: Annotated[float, Ge(1)] | None = None
     """Upper threshold; null is 2 with `token`; `geometric` needs one."""
     rollout_rs_threshold_lower: Annotated[float, Gt(0), Le(1)] | None = None
@@ -53,19 +53,19 @@ class AlgorithmConfig(Objective):
     rollout_rs_divergence: Annotated[float, Gt(0)] | None = None
     """Largest divergence of `token_binary_kl` and `sequence_k3`, in nats."""
     rollout_rs_denominator: Literal["kept", "all"] = "kept"
-    """Tokens and sequences that means divide by: without the excluded ones, or with them."""
+    """Whether means divide by the kept tokens and sequences, or by all."""
     turn_discount: Annotated[float, Ge(0), Le(1)] | None = None
-    """Discount of later turns' rewards, with an advantage per turn; null is one advantage per episode."""
+    """Discount of later turns' rewards, with an advantage per turn; null is one per episode."""
     dynamic_sampling: bool = False
     """Replace groups with equal rewards by new ones; otherwise they have advantage 0."""
     max_num_gen_batches: Annotated[int, Ge(1)] = 4
-    """Maximum generations per step with `dynamic_sampling`; remaining groups are kept."""
+    """Maximum generations per step with `dynamic_sampling`; groups that remain are kept."""
     truncated: Literal["keep", "mask", "penalize"] = "keep"
-    """Responses at the length limit: keep, exclude from the loss, or apply DAPO's length penalty."""
+    """Responses at the length limit: keep, exclude from the loss, or penalise as DAPO does."""
     overlong_buffer_len: Annotated[int, Ge(0)] = 0
-    """With `truncated: penalize`, the last tokens over which the penalty increases."""
+    """Last tokens over which the penalty of `penalize` grows."""
     overlong_penalty_factor: Annotated[float, Gt(0)] = 1.0
-    """Penalty at the length limit, subtracted from the reward."""
+    """Penalty at the length limit."""
 
     @classmethod
     def preset(cls, name: str = "gspo", *, max_response_length: int | None = None, **overrides: Any) -> AlgorithmConfig:

@@ -22,22 +22,24 @@ class CodeConfig:
     score: Literal["all", "fraction"] = "all"
     """1 if all tests pass, else 0; or the share of tests that pass."""
     time_limit: Annotated[float, Gt(0)] = 6.0
-    """CPU seconds per test; 3 times as many and 1 s of wall-clock time."""
+    """CPU seconds per test; the wall-clock limit is three times as long, plus 1 s."""
     memory_mib: Annotated[int, Ge(64)] = 1024
     """Address space of each process, MiB."""
     processes: Annotated[int, Ge(1), Le(1000)] = 8
     """Processes and threads of a program."""
     output_mib: Annotated[int, Ge(1), Le(64)] = 16
-    """Standard output per test, MiB; its files have 64 MiB together, and are 4,096 at most."""
+    """Standard output per test, MiB."""
     float_tolerance: Annotated[float, Ge(0)] = 1e-6
-    """Absolute or relative difference of numbers whose expected value has a decimal point or an exponent."""
+    """Absolute or relative difference of numbers, where the expected one has a decimal point or an
+    exponent."""
     python: UserPath | None = None
-    """Python interpreter of the programs, run without site-packages; null: the trainer's."""
+    """Interpreter of the programs, run without site-packages; null is the trainer's."""
     require_isolation: bool = True
-    """Refuse to start without isolation of file system, network, processes and system calls, which needs bubblewrap;
-    false: limits alone where it is missing, and programs can do what this user can."""
+    """Refuse to start where programs are not isolated: that needs bubblewrap, or `sandbox_url`. With
+    false, limits alone apply there, and programs can do what this user can."""
     sandbox_url: str | None = None
-    """Sandbox Fusion server, `http://host:port`, which runs the programs in place of this machine."""
+    """Sandbox Fusion server, `http://host:port`, that runs the programs in place of this
+    machine."""
 
     @property
     def wall_limit(self) -> float:

@@ -32,29 +32,30 @@ class DataConfig:
     """Prompts, their format and the verifier that scores responses."""
 
     prompts: UserPath | tuple[UserPath, ...] | None = None
-    """Training prompts: a file (JSON lines, Parquet, Arrow, CSV), a folder, a glob, a saved data set (`path:split`
-    names a split of it), or a list of these; null with `task`. See docs/data.md."""
+    """Training prompts: a file, a folder, a glob, a saved data set (`path:split` names a split), or
+    a list of these; null with `task`. See docs/data.md."""
     task: TaskConfig | None = None
     """A generated reasoning-gym task in place of `prompts`."""
     eval_prompts: UserPath | tuple[UserPath, ...] | None = None
-    """Held-out prompts, as `prompts`, of the split test or validation where there are splits; null uses those of
-    `task`, or none."""
+    """Held-out prompts, as `prompts`; of a data set with splits, test or validation. Null uses
+    those of `task`, or none."""
     prompt_key: str = "prompt"
-    """Field that holds the question: text, or a list of chat messages. A dot leads into a field, e.g.
+    """Field of the question: text, or a list of chat messages. A dot leads into a field, e.g.
     extra_info.question."""
     answer_key: str | None = "answer"
-    """Field that holds the reference answer, e.g. reward_model.ground_truth; null if the verifier needs none."""
+    """Field of the reference answer, e.g. reward_model.ground_truth; null if the verifier needs
+    none."""
     chat_template: bool = False
-    """Apply the tokenizer's chat template, with the tool definitions in the field `tools` of a row that has them."""
+    """Apply the tokenizer's chat template, with the tools in the field `tools` of a row."""
     chat_template_options: dict[str, Any] = field(default_factory=dict)
     """Options of the chat template, e.g. {enable_thinking: false} or {reasoning_effort: low}."""
     system_prompt: str | None = None
     """System message; needs `chat_template`."""
     system_prompt_key: str | None = None
-    """Field that holds a row's own system message, in place of `system_prompt`."""
+    """Field of a row's own system message, in place of `system_prompt`."""
     last_assistant_message: Literal["error", "drop", "answer", "continue"] = "error"
-    """Where a row's messages end with the assistant's: refuse the row, leave the message out, take it as the reference
-    answer, or have the response continue it."""
+    """A final message of the assistant: refuse the row, leave it out, take it as the answer, or let
+    the response continue it."""
     prompt_template: str = "{question}"
     """Text of a prompt; {question} is replaced by the question."""
     max_prompt_length: Annotated[int, Ge(1)] = 1024
@@ -62,20 +63,20 @@ class DataConfig:
     overlong_prompts: Literal["drop", "error"] = "drop"
     """Action on longer prompts."""
     cache_dir: UserPath | None = None
-    """Folder of tokenised prompts, mapped by all processes; null: `prompts/` in `run_dir`."""
+    """Folder of tokenised prompts; null is `prompts/` in `run_dir`."""
     keep_special_tokens: bool = True
-    """Whether verifiers and environments see special tokens in responses, such as tags and channels. End tokens and
-    padding are always removed."""
+    """Whether verifiers and environments see special tokens of responses, such as tags. End tokens
+    and padding are always removed."""
     verifier: UserPath | None = None
-    """exact_match, math_verify, reasoning_gym, code, path/to/file.py:function or package.module:function; null is
-    reasoning_gym with a task, otherwise exact_match."""
+    """exact_match, math_verify, reasoning_gym, code, path/to/file.py:function or
+    package.module:function. Null is reasoning_gym with a task, else exact_match."""
     verifier_options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the verifier, e.g. {style: boxed}."""
     verifier_timeout: Annotated[float, Gt(0)] | None = 10.0
-    """Seconds until a verification fails; null runs the verifier in the training process, faster and without a
-    timeout."""
+    """Seconds per response; null runs the verifier in the training process, without a limit."""
     verifier_failure_reward: float | None = None
-    """Reward of a response whose verification failed; null excludes it from the loss and its group's statistics."""
+    """Reward where verification failed; null excludes the response from the loss and its group's
+    statistics."""
     verifier_workers: Annotated[int, Ge(1)] = 1
     """Verifier processes per rank."""
     code: CodeConfig = field(default_factory=CodeConfig)

@@ -19,15 +19,17 @@ class ModelConfig:
     init: Literal["pretrained", "random"] = "pretrained"
     """Initial weights: loaded from `path`, or drawn from `seed` (only config.json is read)."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Type of parameters and activations; log-probs are always float32."""
+    """Type of parameters and activations. Log-probs are always float32."""
     implementation: Literal["auto", "transformer_engine", "torch"] = "auto"
-    """`auto` is Transformer Engine if installed and on a GPU, otherwise torch."""
+    """Layers. `auto` is Transformer Engine if it is installed and there is a GPU, otherwise
+    torch."""
     recompute_granularity: Literal["none", "selective", "full"] = "none"
     """Activation recomputation: core attention (`selective`) or whole layers (`full`)."""
     recompute_num_layers: Annotated[int, Ge(1)] | None = None
     """Layers per recomputed unit with `full`; null is 1."""
     expert_bias_update_rate: Annotated[float, Ge(0)] = 0.0
-    """Step by which a router's expert bias follows the load after each mini-batch; 0: the bias is frozen."""
+    """Step of a router's expert bias towards an even load after each mini-batch; 0 freezes the
+    bias."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +45,7 @@ class ParallelConfig:
     account_for_embedding_in_pipeline_split: bool = False
     """Count the embedding as a layer when dividing layers over stages."""
     account_for_loss_in_pipeline_split: bool = False
-    """Count output layer and loss as a layer too."""
+    """Count output layer and loss as a layer."""
     context_parallel_size: Annotated[int, Ge(1)] = 1
     """Context-parallel ranks (CP): split the tokens of a sequence."""
     expert_model_parallel_size: Annotated[int, Ge(1)] = 1
@@ -51,13 +53,13 @@ class ParallelConfig:
     expert_tensor_parallel_size: Annotated[int, Ge(1)] | None = None
     """Tensor-parallel ranks of each expert (ETP); null is 1."""
     sequence_parallel: bool | None = None
-    """Split activations along tokens between tensor-parallel regions; null: if TP > 1."""
+    """Split activations along tokens between tensor-parallel regions; null is on if TP > 1."""
     moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"
     """Collective that sends tokens to their experts."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """torch.distributed backend; `auto` is nccl on a GPU, otherwise gloo."""
     distributed_timeout_minutes: Annotated[float, Gt(0)] = 30.0
-    """Timeout of collectives and process-group initialization."""
+    """Timeout of collectives."""
     use_distributed_optimizer: bool = True
     """Shard optimizer state and master weights over data-parallel ranks."""
     overlap_grad_reduce: bool = False

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from megatron_gspo.config.fields import keys
+import itertools
+
+from megatron_gspo.config.fields import Key, keys
 
 
 def help_text(model: type, usage: str) -> str:
@@ -35,18 +37,38 @@ any allocation. Paths are relative to the working directory; `~`, `$NAME` and `$
 
 def markdown(model: type) -> str:
     """The text of docs/config.md."""
-    lines, section = [_INTRO.rstrip()], None
-    for key in keys(model):
-        head, _, leaf = key.name.rpartition(".")
-        if head != section:
-            title = f"## {head}" if head else "## Top level"
-            lines += ["", title, "", "| key | type | default | meaning |", "| --- | --- | --- | --- |"]
-            section = head
-        cells = (
-            f"`{leaf}`",
-            key.type.replace("true or false", "boolean"),
-            f"`{key.default}`" if key.default != "required" else "required",
-            key.description,
-        )
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    lines = [_INTRO.rstrip()]
+    section_of_row: dict[str, str] = {}
+    for section, section_keys in itertools.groupby(keys(model), key=_section):
+        title = f"## {section}" if section else "## Top level"
+        lines += ["", title, "", "| key | type | default | meaning |", "| --- | --- | --- | --- |"]
+        repeated: dict[str, list[str]] = {}
+        for key in section_keys:
+            row = _row(key)
+            earlier = section_of_row.setdefault(row, section)
+            if earlier == section:
+                lines.append(row)
+            else:
+                repeated.setdefault(earlier, []).append(f"`{_leaf(key)}`")
+        for earlier, names in repeated.items():
+            link = f"[{earlier}](#{earlier.replace('.', '')})"
+            lines.append(f"| {', '.join(names)} | | | as in {link} |")
     return "\n".join(lines) + "\n"
+
+
+def _section(key: Key) -> str:
+    return key.name.rpartition(".")[0]
+
+
+def _leaf(key: Key) -> str:
+    return key.name.rpartition(".")[2]
+
+
+def _row(key: Key) -> str:
+    cells = (
+        f"`{_leaf(key)}`",
+        key.type.replace("true or false", "boolean"),
+        f"`{key.default}`" if key.default != "required" else "required",
+        key.description,
+    )
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

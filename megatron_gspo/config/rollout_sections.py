@@ -24,11 +24,11 @@ class SamplingParams:
     max_response_length: Annotated[int, Ge(1)] = 1024
     """Maximum response length in tokens, end token included."""
     temperature: Annotated[float, Ge(0)] = 1.0
-    """Sampling temperature, also of recomputed log-probs; above 0 for training samples."""
+    """Sampling temperature, also of recomputed log-probs; above 0 for training."""
     top_p: Annotated[float, Gt(0), Le(1)] = 1.0
-    """Nucleus sampling; 1 (off) for training samples, whose log-probs are over the whole vocabulary."""
+    """Nucleus sampling; must be 1 (off) for training."""
     top_k: Annotated[int, Ge(0)] = 0
-    """Sample from this many most likely tokens; 0 (off) for training samples."""
+    """Sample from this many most likely tokens; must be 0 (off) for training."""
 
     def __post_init__(self) -> None:
         if self.n_samples_per_prompt < 1:
@@ -69,20 +69,21 @@ class RolloutConfig(SamplingParams):
     overlap: bool = False
     """Generate while training, up to `max_staleness` steps ahead."""
     oversampling: Annotated[float, Ge(1)] = 1.0
-    """Groups started per group that a step needs. The step takes the first to finish; others are discarded or, with
-    `max_staleness`, continue after the update (then at most 1 + `max_staleness`)."""
+    """Groups started per group that a step needs. The first to finish are taken. Others are
+    discarded or, with `max_staleness`, continued after the update (then at most 1 +
+    `max_staleness`)."""
     offload_trainer: bool | None = None
-    """Keep the trainer's state in host memory while an engine on the same GPUs generates; null is true with
-    `colocated` servers."""
+    """Keep the trainer's state in host memory during generation; null is true with `colocated`
+    servers."""
     environment: UserPath | None = None
-    """Factory of a multi-turn environment, as `data.verifier`, which it replaces; null is single-turn."""
+    """Factory of a multi-turn environment, which replaces the verifier; null is single-turn."""
     environment_options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the factory, e.g. {partial_credit: true}."""
     max_turns: Annotated[int, Ge(1)] = 8
     """Maximum responses per episode."""
     max_turn_length: Annotated[int, Ge(1)] | None = None
-    """Maximum tokens of one turn's response; null is what remains of `max_response_length`, which limits the whole
-    episode with its observations."""
+    """Maximum tokens of a turn's response; null is what remains of `max_response_length`, which
+    counts observations too."""
     quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
     """Weights in eight bits for the engine."""
 
@@ -102,20 +103,20 @@ class RoutingConfig:
     """Routing replay and the metrics of a mixture of experts."""
 
     replay: Literal["none", "r2", "r3"] = "none"
-    """Experts of a training pass: the live router's (`none`), the old policy's in the training engine (`r2`), or the
+    """Experts in training passes: the live router's (`none`), the old policy's (`r2`), or the
     rollout engine's (`r3`)."""
     replay_old_log_probs: bool = True
-    """With r3, compute old log-probs under the rollout engine's routes too."""
+    """With r3, replay routes in the pass for old log-probs too."""
     missing_routes: Literal["error", "live"] = "error"
     """With r3, tokens without a route: stop the run, or use the live router."""
     storage: Literal["device", "host"] = "device"
-    """Memory of recorded routes: the GPU's, or pinned on the host."""
+    """Memory of recorded routes: the GPU's, or pinned memory of the host."""
     metrics: bool = True
     """Log expert flips, router entropy and expert load (routing/*)."""
     metric_sequences: Annotated[int, Ge(1)] = 8
-    """Sequences per rollout batch on which expert flips are measured without replay."""
+    """Sequences per rollout batch whose expert flips are measured without replay."""
     compare_rollout: bool = False
-    """Request the rollout engine's routes for routing/rollout_flip_rate; r3 always does."""
+    """Request the rollout engine's routes, for routing/rollout_flip_rate; r3 always does."""
 
     @property
     def uses_routes(self) -> bool:
@@ -140,8 +141,8 @@ class RouterNoiseConfig:
     strength: Annotated[float, Gt(0)] | None = None
     """Standard deviation of the noise over that of a token's router logits."""
     target_flip_rate: Annotated[float, Gt(0), Lt(1)] | None = None
-    """In place of `strength`: share of experts that differ between the engines, within 5 % of itself. The strength is
-    found once, on `routing.metric_sequences` responses."""
+    """In place of `strength`: share of experts that differ between the engines. The strength is
+    found before the first step, to 5 %, on `routing.metric_sequences` responses."""
     perturb_weights: bool = False
     """Weigh the experts by the perturbed logits too."""
     seed: Annotated[int, Ge(0)] = 0

@@ -26,52 +26,52 @@ class ServerConfig:
     python: UserPath | None = None
     """Python interpreter of the servers' environment; null is the trainer's."""
     port: Annotated[int, Ge(1), Le(65535)] | None = None
-    """Port of the first started server; others take the following ones. Null takes free ports."""
+    """Port of the first started server; the others follow. Null takes free ports."""
     server_args: tuple[str, ...] = ()
     """Arguments of the started servers; on the command line --sglang.tp-size 2 or --vllm.tensor-parallel-size 2."""
     start_timeout: Annotated[float, Gt(0)] = 600.0
-    """Timeout of a server's start in seconds."""
+    """Seconds until a server must have started."""
     api_key_file: UserPath | None = None
     """File with the servers' API key on its first line; null: no key."""
     weight_transport: Literal["distributed", "tensor", "disk", "ipc", "nccl", "cuda_ipc"] = "distributed"
     """How weights reach the servers; each kind takes some of these."""
     weight_bucket_mb: Annotated[float, Gt(0)] = 512.0
-    """Weights that a rank sends at once, in MiB."""
+    """MiB of weights that a rank sends at once."""
     weight_changes_only: bool = False
-    """Send only tensors that have changed since the last update, with `distributed` and servers that the run starts."""
+    """Send only tensors that have changed, with `distributed` and servers that the run starts."""
     weight_checksums: bool = False
-    """Compare the checksum of every tensor after an update, with the same; vLLM servers also prove, with any transport,
-    that it wrote every parameter."""
+    """Compare the checksum of every tensor after an update, with the same. vLLM servers also prove
+    that they wrote every parameter, with any transport."""
     weight_dir: UserPath | None = None
     """Directory of `disk`, the same path on all servers; null is `run_dir`/weights."""
     master_address: str | None = None
-    """Address of the first node for the servers, with `distributed`; null is that of the route to them."""
+    """Address of the first node, with `distributed`; null is that of the route to the servers."""
     max_concurrent_requests: Annotated[int, Ge(1)] = 256
-    """Maximum concurrent requests per server, divided among the clients; each may have one."""
+    """Maximum concurrent requests per server, divided among the clients."""
     request_timeout: Annotated[float, Gt(0)] = 600.0
-    """Timeout of one request in seconds."""
+    """Seconds for one request."""
     retries: Annotated[int, Ge(0)] = 8
     """Retries of a response's request before the run saves and stops."""
     response_timeout: Annotated[float, Gt(0)] | None = None
     """Seconds without a new token of a response before the run saves and stops; null is three times
     `request_timeout`."""
     update_timeout: Annotated[float, Gt(0)] = 600.0
-    """Timeout of each step of a weight update in seconds."""
+    """Seconds for each step of a weight update."""
     recovery_timeout: Annotated[float, Gt(0)] = 600.0
     """Seconds without any server before the run saves and stops."""
     health_interval: Annotated[float, Gt(0)] = 5.0
     """Seconds between health checks of a server."""
     health_timeout: Annotated[float, Gt(0)] = 10.0
-    """Timeout of a health check in seconds; it takes about one."""
+    """Seconds for a health check, which itself takes about one."""
     log_prob_check_at_start: bool = True
-    """Compare log-probs with the trainer's once the servers have their first weights, and after the first update; stop
-    a run whose servers compute another model."""
+    """Compare log-probs with the trainer's after the first weights and after the first update; a
+    run whose servers compute another model stops."""
     log_prob_check_interval: Annotated[int, Ge(0)] = 0
-    """Updates between further comparisons of the log-probs; 0 is off."""
+    """Updates between further comparisons; 0 is off."""
     log_prob_check_tolerance: Annotated[float, Gt(0)] = 0.5
-    """Maximum log-prob difference of a token in such a further check, in nats."""
+    """Maximum log-prob difference of a token in a further comparison, in nats."""
     log_prob_check_action: Literal["warn", "stop"] = "stop"
-    """Action when a further check exceeds the tolerance."""
+    """Action when a further comparison exceeds the tolerance."""
     colocated: bool = False
     """The servers share the trainer's GPUs and release their memory during training; not with `distributed`. `urls`
     need --enable-memory-saver (SGLang) or --enable-sleep-mode (vLLM)."""

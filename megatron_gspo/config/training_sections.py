@@ -22,9 +22,9 @@ class TrainingConfig:
     ppo_epochs: Annotated[int, Ge(1)] = 1
     """Passes over each rollout batch."""
     max_tokens_per_micro_batch: Annotated[int, Ge(1)] = 8192
-    """Tokens of a packed micro-batch, padding included, before the context-parallel split."""
+    """Tokens of a packed micro-batch, with padding, before the context-parallel split."""
     micro_batch_size: Annotated[int, Ge(1)] | None = None
-    """Sequences per micro-batch; null packs as many as `max_tokens_per_micro_batch` holds."""
+    """Sequences per micro-batch; null packs as many as fit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,12 +56,13 @@ class CriticConfig(OptimizerConfig):
     """The value model of `algorithm.name: ppo`, which has an optimizer of its own."""
 
     path: UserPath | None = None
-    """Hugging Face directory of its initial weights, with a `score.weight` or without; null is `model.path`."""
+    """Hugging Face directory of its initial weights, with or without a `score.weight`; null is
+    `model.path`."""
     lr: Annotated[float, Gt(0)] = 1e-5
     """Peak learning rate."""
     value_clip: Annotated[float, Gt(0)] | None = 0.5
-    """Values that have moved further than this in a step's updates get no gradient towards their return; null is no
-    limit."""
+    """Values that moved further than this in a step's updates get no gradient towards their return;
+    null is no limit."""
     warmup_steps: Annotated[int, Ge(0)] = 0
     """Steps at the start that train the value model alone."""
 
@@ -73,12 +74,12 @@ class GuardConfig:
     action: Literal["off", "warn", "stop"] = "warn"
     """`warn` prints a line; `stop` also saves a checkpoint and ends the run with an error."""
     effective_sample_size: Annotated[float, Gt(0), Lt(1)] | None = None
-    """Lower values count. null is 0.5, or no threshold where the objective bounds the weights of tokens: `dual_clip`,
-    `rollout_is: token` and every `surrogate` but `clip`."""
+    """Lower values count. Null is 0.5, or no threshold where the objective bounds the weights of
+    tokens (`dual_clip`, `rollout_is: token`, every `surrogate` but `clip`)."""
     mismatch_k3: Annotated[float, Gt(0)] = 0.1
-    """Higher values of `mismatch/k3`, in nats per token, count."""
+    """Higher values of `mismatch/k3` count, in nats per token."""
     steps: Annotated[int, Ge(1)] = 3
-    """Steps in a row with a metric that counts which make an alarm."""
+    """Steps in a row that raise the alarm."""
 
     def for_algorithm(self, algorithm: AlgorithmConfig) -> GuardConfig:
         """The section with `effective_sample_size` resolved; None is no threshold."""
@@ -98,7 +99,7 @@ class EvaluationConfig:
     at_end: bool = True
     """Evaluate after the last step."""
     n_samples: Annotated[int, Ge(1)] = 1
-    """Responses per held-out prompt (the n of mean@n)."""
+    """Responses per held-out prompt."""
     temperature: Annotated[float, Ge(0)] = 1.0
     """Sampling temperature; 0 is greedy decoding."""
     top_p: Annotated[float, Gt(0), Le(1)] = 1.0
@@ -120,7 +121,7 @@ class CheckpointConfig:
     keep: Annotated[int, Ge(1)] = 2
     """Newest checkpoints to keep."""
     async_save: bool = True
-    """Write in the background; needs host memory for a copy of the state."""
+    """Write in the background, from a copy of the state in host memory."""
     resume: Literal["auto", "never"] = "auto"
     """Resume from the newest checkpoint, or refuse a `run_dir` that holds a run."""
     export_hf: bool = True
@@ -142,6 +143,6 @@ class TrackingConfig:
     ratio_interval: Annotated[int, Ge(0)] = 0
     """Steps between files of importance ratios in `run_dir`/ratios; 0 writes none."""
     detailed_timers: bool = False
-    """Time forward, backward and optimizer separately; synchronizes a GPU."""
+    """Time forward, backward and optimizer separately, which synchronises the GPU."""
     plot: bool = True
     """Plot `run_dir`/curves.png at the end, if matplotlib is installed."""
