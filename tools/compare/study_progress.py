@@ -24,7 +24,12 @@ class Display:
     """
 
     def __init__(
-        self, total: int, slots: int, *, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        total: int,
+        slots: int,
+        *,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._total, self._slots, self._clock = total, slots, clock
         self._stream = stream or sys.stderr
@@ -34,7 +39,11 @@ class Display:
         self._tasks: dict[str, TaskID] = {}
         self._bar: Progress | None = None
         if self._stream.isatty():
-            columns = (TextColumn("{task.description}"), BarColumn(20), TextColumn("{task.fields[line]}"))
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(20),
+                TextColumn("{task.fields[line]}"),
+            )
             self._bar = Progress(*columns, console=Console(file=self._stream))
             self._all = self._bar.add_task("all runs", total=total, line="")
             self._bar.start()
@@ -50,12 +59,18 @@ class Display:
             return
         self._refreshed = self._clock()
         for spec in active:
-            run = read_run(spec.run_dir, setting=spec.setting, variant=spec.variant, seed=spec.seed)
+            run = read_run(spec.run_dir, variant=spec.variant, seed=spec.seed)
             total, found = run.config.get("training", {}).get("steps"), figures(run)
             if total and run.records:
                 line = f"step {found.steps}/{total}"
-                line += "" if found.final_accuracy is None else f"  accuracy {100 * found.final_accuracy:.1f}%"
-                self._bar.update(self._tasks[spec.name], total=total, completed=found.steps, line=line)
+                line += (
+                    ""
+                    if found.final_accuracy is None
+                    else f"  accuracy {100 * found.final_accuracy:.1f}%"
+                )
+                self._bar.update(
+                    self._tasks[spec.name], total=total, completed=found.steps, line=line
+                )
 
     def ended(self, spec: RunSpec, seconds: float | None) -> None:
         """Print the result of a run. seconds: its duration, None for a run that was finished before."""
@@ -65,10 +80,12 @@ class Display:
                 self._bar.update(self._all, completed=self._done, line=self._counts())
             return
         self._seconds.append(seconds)
-        run = read_run(spec.run_dir, setting=spec.setting, variant=spec.variant, seed=spec.seed)
+        run = read_run(spec.run_dir, variant=spec.variant, seed=spec.seed)
         found = figures(run)
         parts = [f"{spec.name}: {run.status}", run.message, "collapsed" if found.collapsed else ""]
-        parts.append("" if found.final_accuracy is None else f"accuracy {100 * found.final_accuracy:.1f} %")
+        parts.append(
+            "" if found.final_accuracy is None else f"accuracy {100 * found.final_accuracy:.1f} %"
+        )
         parts.append(format_time(seconds))
         line = ", ".join(part for part in parts if part)
         if self._bar is not None:
