@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from megatron_gspo.config.rollout_sections import noise_in_words
 from megatron_gspo.errors import show_bytes
 from megatron_gspo.tools.compare.charts import accuracy_charts, interval_charts, metric_charts
 from megatron_gspo.tools.compare.run_records import Run, figures, mean_of, seconds_per_step
-from megatron_gspo.tools.compare.statistics import Difference, Interval, interval, interval_text
+from megatron_gspo.tools.compare.statistics import Difference, interval_text
 from megatron_gspo.tools.compare.study import (
     PRIMARY,
     Study,
@@ -136,7 +136,7 @@ def page_context(study: Study) -> dict[str, Any]:
 
 def perturbations(study: Study) -> list[str]:
     """The perturbations of routers that any run was made under, in words."""
-    found = {
+    words = {
         noise_in_words(
             run.setting("router_noise.engines", "none"),
             run.setting("router_noise.strength"),
@@ -144,7 +144,7 @@ def perturbations(study: Study) -> list[str]:
         )
         for run in study.runs
     }
-    return sorted(words for words in found if words)
+    return sorted(words - {""})
 
 
 def _results(study: Study) -> list[dict[str, str]]:
@@ -213,47 +213,39 @@ def _values(study: Study, key: str) -> list[str]:
 
 
 def _costs(study: Study) -> list[dict[str, Any]]:
-    baseline = _step_seconds(study, study.baseline)
+    baseline = _mean(seconds_per_step(run) for run in study.runs_of(study.baseline))
     table = []
     for variant in study.variants:
-        seconds = _step_seconds(study, variant.name)
+        runs = study.runs_of(variant.name)
+        seconds = _mean(seconds_per_step(run) for run in runs)
         if seconds is None:
             continue
-        change = "baseline"
-        if variant.name != study.baseline:
-            change = (
-                "-" if baseline is None else f"{100 * (seconds.mean / baseline.mean - 1):+.1f} %"
-            )
-        runs = study.runs_of(variant.name)
+        change = "-" if baseline is None else f"{100 * (seconds / baseline - 1):+.1f} %"
         routes = [_mean_over(runs, metric) for metric, _ in ROUTES]
-        memory = _mean_over(runs, "perf/peak_memory_gib")
         table.append(
             {
                 "name": variant.name,
-                "step": interval_text(seconds, 1.0, 3),
-                "change": change,
-                "phases": [_shown(_mean_over(runs, metric)) for metric, _ in PHASES],
-                "memory": _shown(memory),
+                "step": _decimal(seconds),
+                "change": "baseline" if variant.name == study.baseline else change,
+                "phases": [_decimal(_mean_over(runs, metric)) for metric, _ in PHASES],
+                "memory": _decimal(_mean_over(runs, "perf/peak_memory_gib")),
                 "routes": [show_bytes(count) if count else "-" for count in routes],
             }
         )
     return table
 
 
-def _step_seconds(study: Study, variant: str) -> Interval | None:
-    means = [seconds_per_step(run) for run in study.runs_of(variant)]
-    known = [seconds for seconds in means if seconds is not None]
-    return interval(known) if known else None
-
-
 def _mean_over(runs: Sequence[Run], metric: str) -> float | None:
     """Mean over the runs of the mean over all steps but the first."""
-    means = [mean_of(run, metric, first=2) for run in runs]
-    known = [mean for mean in means if mean is not None]
+    return _mean(mean_of(run, metric, first=2) for run in runs)
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
 
 
-def _shown(value: float | None) -> str:
+def _decimal(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
@@ -299,7 +291,9 @@ def _versions(study: Study) -> dict[str, str]:
 
 def _resolved(study: Study) -> list[str]:
     """Every key of the first run."""
-    first = next((run.config for run in study.runs if run.config), {})
+    first = next((run.config for run in study.runs if run.config), None)
+    if first is None:
+        return []
     keys = {key: value for key, value in flat(first).items() if key not in ("run_dir", "seed")}
     return arguments_of(keys)
 
