@@ -1,7 +1,7 @@
 """An early warning of a collapse: for several steps in a row the ratios' effective sample size is low, or the log-probs
 of rollout engine and trainer are far apart.
 
-`megatron_gspo.tools.compare.early_warning` chose them among other metrics on recorded runs; see docs/collapse.md.
+They were chosen among other metrics on recorded runs; see docs/collapse.md.
 """
 
 from __future__ import annotations

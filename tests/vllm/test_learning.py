@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron_gspo.tools.compare.__main__ import prepare, run_all
+from megatron_gspo.tools.compare.__main__ import run_all
+from megatron_gspo.tools.compare.cold_start import prepare
 from megatron_gspo.tools.compare.statistics import interval
 from megatron_gspo.tools.compare.study import differences, read_study, values
-from megatron_gspo.tools.compare.study_plan import BASE, ColdStartFiles, load_comparison
+from megatron_gspo.tools.compare.study_plan import ColdStartFiles, load_comparison
 from tests.vllm.conftest import StartServers
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "qwen3_moe" / "compare_engines.yaml"
@@ -46,10 +47,10 @@ def test_vllm_reaches_the_accuracy_of_the_embedded_engine(start_servers: StartSe
     run_all(comparison, slots=1)  # two runs at once would send the server each other's weights
     server.stop()
     study = read_study(comparison, "")
-    start, end = ({name: values(study, BASE, name, measure) for name in ("embedded", "vllm")}
+    start, end = ({name: values(study, name, measure) for name in ("embedded", "vllm")}
                   for measure in ("start_accuracy", "final_accuracy"))  # fmt: skip
     gains = {name: interval([end[name][seed] - start[name][seed] for seed in SEEDS]) for name in end}
     assert all(gain.low > 0.05 for gain in gains.values()), gains
-    difference = differences(study, BASE, "final_accuracy")["vllm"]
+    difference = differences(study, "final_accuracy")["vllm"]
     assert difference.count == len(SEEDS)
     assert -gains["embedded"].mean / 2 < difference.low < 0 < difference.high, difference

@@ -1,245 +1,256 @@
-"""Which charts the report has, and the data of each."""
+"""The report's charts as inline SVG. A variant's marks carry the class `v-N`, which the page's legend switches."""
 
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron_gspo.tools.compare import drawing as draw
-from megatron_gspo.tools.compare.claims import find
-from megatron_gspo.tools.compare.costs import PHASES, cost_of
-from megatron_gspo.tools.compare.ratio_plots import Spread, clip_band, spread_of
 from megatron_gspo.tools.compare.run_records import Run, against, positions, series
-from megatron_gspo.tools.compare.statistics import Band, Interval, band
-from megatron_gspo.tools.compare.study import Study, differences, rows
-from megatron_gspo.tools.compare.study_plan import BASE
-from megatron_gspo.tracking import run_directory
+from megatron_gspo.tools.compare.statistics import Band, Difference, Interval, band
+from megatron_gspo.tools.compare.study import PRIMARY, Study, differences, mean_value
+from megatron_gspo.tools.svg_panel import FAINT, TEXT, panel, short, variant_colour
 from megatron_gspo.tracking.plots import smooth
+from megatron_gspo.tracking.run_directory import evenly_spaced
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _POINTS = 60  # of a curve; more make the page larger, not clearer
-_WINDOW = 5  # steps that a point of a noisy curve is the mean of
-_AXES = (("samples", "samples (responses)"), ("tokens", "tokens"), ("seconds", "training time, s"))
-_FLOOR = 1e-4  # of the log scales: 0.01 %
-
-_SMALLEST_NORM = 1e-2
-_GEOMETRIC = {"grad_norm"}  # metrics with geometric means
-
-Chart = str  # an SVG
+_SMALL_DIFFERENCE = 0.12  # of the largest value
 
 
-class _Metric(NamedTuple):
-    """window: steps of the trailing mean."""
+@dataclass(frozen=True)
+class Metric:
+    """A metric that has a chart.
+
+    window: steps of the trailing mean. log_floor: a log scale that draws smaller values, 0 too, at this height.
+    geometric: means are of the logarithms, so that a single step with a norm of a thousand doesn't hide all others.
+    """
 
     name: str
     title: str
     percent: bool = True
-    window: int = _WINDOW
+    window: int = 5
+    log_floor: float | None = None
+    geometric: bool = False
 
 
-_ACCURACY = _Metric("eval/accuracy", "Held-out accuracy", window=1)
-_REWARD = _Metric("reward/mean", "Training reward", percent=False)
-# (metric, title, percent, log floor)
-_CLIPPING = (
-    ("clip_fraction/tokens", "Clipped tokens", True, _FLOOR),
-    ("clip_fraction/sequences", "Clipped sequences", True, _FLOOR),
+@dataclass(frozen=True)
+class Line:
+    """One variant's band in a chart. number: its colour; ends: where single runs stopped with an error."""
+
+    number: int
+    band: Band
+    ends: Sequence[tuple[float, float]] = ()
+
+
+ACCURACY = Metric("eval/accuracy", "Held-out accuracy", window=1)
+AXES = {
+    "samples": "samples (responses)",
+    "tokens": "tokens",
+    "seconds": "training time, s",
+}
+BY_STEP = (
+    Metric("reward/mean", "Training reward", percent=False),
+    Metric("effective_sample_size", "Effective sample size"),
+    Metric("clip_fraction/tokens", "Clipped tokens", log_floor=1e-4),
+    Metric("kl/old_policy", "KL(old, current), nats per token", percent=False),
+    Metric("entropy", "Policy entropy, nats per token", percent=False),
+    Metric("grad_norm", "Gradient norm", percent=False, log_floor=1e-2, geometric=True),
+    Metric("routing/flip_rate", "Experts changed by the updates"),
+    Metric("routing/rollout_flip_rate", "Experts that differ, rollout and training"),
 )
-_FLIPS = ("routing/flip_rate", "Experts changed by the updates", True, None)
-_SAMPLE_SIZE = ("effective_sample_size", "Effective sample size", True, None)
-_GRADIENT = ("grad_norm", "Gradient norm", False, _SMALLEST_NORM)
-_ROUTING = (
-    _FLIPS,
-    ("routing/flipped_tokens", "Tokens with a flipped expert", True, None),
-    ("routing/rollout_flip_rate", "Experts that differ, rollout and training", True, None),
-    ("routing/entropy", "Router entropy, nats", False, None),
-    ("routing/load_imbalance", "Busiest expert / mean load", False, None),
-)
-_RATIOS = (
-    _SAMPLE_SIZE,
-    ("kl/old_policy", "KL(old, current), nats per token", False, None),
-    ("entropy", "Policy entropy, nats per token", False, None),
-    _GRADIENT,
-)
 
 
-def base_charts(study: Study, colours: Mapping[str, int]) -> dict[str, list[Chart]]:
-    """By section of the page; a section without data has an empty list."""
-    return {
-        "glance": glance(study, BASE, colours),
-        "intervals": _interval_charts(study, colours),
-        "accuracy": [_curve(study, BASE, colours, _ACCURACY, axis) for axis in _AXES],
-        "reward": [_curve(study, BASE, colours, _REWARD, axis) for axis in _AXES],
-        "clipping": _by_step(study, BASE, colours, _CLIPPING),
-        "routing": _by_step(study, BASE, colours, _ROUTING),
-        "policy": _by_step(study, BASE, colours, _RATIOS),
-        "ratios": _histograms(study, colours),
-    }  # fmt: skip
-
-
-def glance(study: Study, setting: str, colours: Mapping[str, int]) -> list[Chart]:
-    """Whether a setting's runs learn or collapse, in four pictures."""
-    accuracy = _curve(study, setting, colours, _ACCURACY, _AXES[0])
-    return [accuracy] * bool(accuracy) + _by_step(study, setting, colours, (_SAMPLE_SIZE, _FLIPS, _GRADIENT))
-
-
-def stress_charts(study: Study, setting: str, colours: Mapping[str, int]) -> list[Chart]:
-    reward = _curve(study, setting, colours, _REWARD, _AXES[0])
-    clipping = _by_step(study, setting, colours, (_CLIPPING[0], _ROUTING[1]))
-    return glance(study, setting, colours) + [reward] * bool(reward) + clipping
-
-
-def cost_chart(study: Study) -> dict[str, Any] | None:
-    """The bars and their legend: (phase, colour's number) of the phases that any variant has."""
-    costs = [found for group in study.groups if (found := cost_of(group.name, study.of(BASE, group.name)))]
-    if not costs:
-        return None
-    parts = [
-        (number, words, [cost.seconds.get(name, 0.0) for cost in costs])
-        for number, (name, words) in enumerate(PHASES)
-        if any(name in cost.seconds for cost in costs)
+def interval_charts(study: Study, colours: Mapping[str, int]) -> list[str]:
+    """Accuracy at the end of each variant, and its difference from the baseline; the highest first."""
+    ends = {variant.name: mean_value(study, variant.name, PRIMARY) for variant in study.variants}
+    charts = [
+        interval_chart(study, colours, ends, "Accuracy at the end", "%, mean and 95 % t-interval")
     ]
-    labels = [study.label(cost.variant) for cost in costs]
-    return {"svg": draw.cost_panel(labels, [(number, seconds) for number, _, seconds in parts]),
-            "legend": [(words, number) for number, words, _ in parts]}  # fmt: skip
+    gaps = differences(study, PRIMARY)
+    title = f"Difference from {study.label(study.baseline)}"
+    words = "points, paired by seed, 95 % t-interval"
+    charts.append(interval_chart(study, colours, gaps, title, words, zero=True))
+    return [chart for chart in charts if chart]
 
 
-def clip_ranges(study: Study) -> dict[str, tuple[float, float]]:
-    """The clip range that GRPO and GSPO ran with, by algorithm name, as far as they are there."""
-    found = {}
-    for name in ("grpo", "gspo"):
-        group = find(study, name=name)
-        run = next((run for run in study.runs if run.variant == group and run.config), None)
-        if run is not None:
-            clip = clip_band(run.config)
-            assert clip is not None  # of the two names
-            found[name] = clip
-    return found
-
-
-def spreads(study: Study) -> list[Spread]:
-    """Ratios of every variant that recorded some, without stress."""
-    return [found for group in study.groups if (found := spread_of(group.name, study.of(BASE, group.name)))]
-
-
-def moved_tokens(study: Study) -> list[dict[str, str]]:
-    """Mean |log-ratio| of tokens with and without an expert flip, as text."""
-    found = []
-    for spread in spreads(study):
-        if spread.token_flipped is not None and spread.token_same is not None:
-            found.append({
-                "label": study.label(spread.variant),
-                "step": str(spread.step),
-                "share": f"{100 * (spread.flipped or 0.0):.1f} %",
-                "flipped": f"{spread.token_flipped:.4f}",
-                "same": f"{spread.token_same:.4f}",
-                "factor": f"{spread.token_flipped / spread.token_same:.2f}" if spread.token_same else "-",
-            })  # fmt: skip
-    return found
-
-
-def _interval_charts(study: Study, colours: Mapping[str, int]) -> list[Chart]:
-    table = rows(study, BASE)
-    ends = [(colours[row.group], study.label(row.group), row.measures["final_accuracy"]) for row in table]
-    ends.sort(key=lambda end: -math.inf if end[2] is None else end[2].mean, reverse=True)
-    compared = differences(study, BASE, "final_accuracy")
-    gaps = [
-        (colours[name], study.label(name), Interval(item.mean, item.low, item.high, item.count))
-        for name, item in compared.items()
-    ]
-    gaps.sort(key=lambda gap: gap[2].mean, reverse=True)
+def accuracy_charts(study: Study, colours: Mapping[str, int]) -> list[str]:
+    """Held-out accuracy against each axis of progress."""
     charts = []
-    if any(found for *_, found in ends):
-        charts.append(draw.interval_panel("Accuracy at the end", "%, mean and 95 % t-interval", ends))
-    if gaps:
-        charts.append(
-            draw.interval_panel(
-                "Difference from the baseline", "points, paired by seed, 95 % t-interval", gaps, zero=True
-            )
-        )
-    return charts
+    for axis, label in AXES.items():
+        lines = []
+        for variant in study.variants:
+            runs = study.runs_of(variant.name)
+            by_step = _band_of(runs, ACCURACY)
+            failed = [against(run, ACCURACY.name, axis) for run in runs if run.status == "failed"]
+            ends = [(x[-1], y[-1]) for x, y in failed if x]
+            curve = replace(by_step, x=mean_positions(runs, axis, by_step.x))
+            lines.append(Line(colours[variant.name], curve, ends))
+        charts.append(curve_chart(ACCURACY, label, lines))
+    return [chart for chart in charts if chart]
 
 
-def _curve(
-    study: Study, setting: str, colours: Mapping[str, int], metric: _Metric, along: tuple[str, str]
-) -> Chart:
-    """One metric along an axis of progress (its name and label); empty text if no run has it."""
-    (axis, label), lines = along, []
-    for group in study.groups_in(setting):
-        runs = study.of(setting, group.name)
-        by_step = band([_prepared(series(run, metric.name), metric.window) for run in runs], _POINTS)
-        found = replace(by_step, x=_places(runs, axis, by_step.x))
-        failed = [against(run, metric.name, axis) for run in runs if run.status == "failed"]
-        lines.append(draw.Line(colours[group.name], found, [(x[-1], y[-1]) for x, y in failed if x]))
+def metric_charts(study: Study, colours: Mapping[str, int]) -> list[str]:
+    """The other metrics by step, as far as any run has them."""
+    charts = []
+    for metric in BY_STEP:
+        lines = [
+            Line(colours[variant.name], _band_of(study.runs_of(variant.name), metric))
+            for variant in study.variants
+        ]
+        charts.append(curve_chart(metric, "step", lines))
+    return [chart for chart in charts if chart]
+
+
+def mean_positions(runs: Sequence[Run], axis: str, steps: Sequence[float]) -> list[float]:
+    """Where steps lie on an axis: the mean over the runs that came so far."""
+    known = [by_step for run in runs if (by_step := positions(run, axis))]
+    means = []
+    for step in steps:
+        reached = [
+            np.interp(step, list(by_step), list(by_step.values()))
+            for by_step in known
+            if max(by_step) >= step
+        ]
+        means.append(float(np.mean(reached)))
+    return means
+
+
+def _band_of(runs: Sequence[Run], metric: Metric) -> Band:
+    """A metric's band over seeds, of trailing means at no more than _POINTS steps."""
+    floor = metric.log_floor or 0.0
+    curves = []
+    for run in runs:
+        steps, heights = series(run, metric.name)
+        if metric.geometric:
+            heights = [math.log(max(height, floor)) for height in heights]
+        means = smooth(heights, metric.window)
+        chosen = evenly_spaced(range(len(steps)), _POINTS)
+        curves.append(([steps[i] for i in chosen], [means[i] for i in chosen]))
+    result = band(curves, _POINTS)
+    if not metric.geometric:
+        return result
+    return replace(
+        result,
+        mean=[math.exp(height) for height in result.mean],
+        low=[math.exp(height) for height in result.low],
+        high=[math.exp(height) for height in result.high],
+    )
+
+
+def interval_chart(
+    study: Study,
+    colours: Mapping[str, int],
+    intervals: Mapping[str, Interval | Difference | None],
+    title: str,
+    xlabel: str,
+    *,
+    zero: bool = False,
+) -> str:
+    """One dot and interval a variant; empty text without any."""
+    known = {name: values for name, values in intervals.items() if values is not None}
+    if not known:
+        return ""
+    names = sorted(known, key=lambda name: known[name].mean, reverse=True)
+    with panel(title, size=(3.4, 0.9 + 0.26 * len(names))) as (axis, output):
+        for height, name in enumerate(names):
+            values = known[name]
+            colour = variant_colour(colours[name])
+            group = f"v-{colours[name]}"
+            if values.low is not None and values.high is not None:
+                ends = [100 * values.low, 100 * values.high]
+                axis.plot(ends, [height, height], color=colour, lw=2, gid=group)
+            axis.plot([100 * values.mean], [height], "o", color=colour, ms=5, gid=group)
+        if zero:
+            axis.axvline(0, color=FAINT, lw=1)
+        axis.set_yticks(range(len(names)), [_wrapped(study.label(name)) for name in names])
+        axis.set_ylim(len(names) - 0.5, -0.5)
+        axis.set_xlabel(xlabel)
+        axis.grid(False, axis="y")
+        axis.tick_params(axis="y", length=0, labelcolor=TEXT)
+    return output[0]
+
+
+def curve_chart(metric: Metric, xlabel: str, lines: Sequence[Line]) -> str:
+    """Means with bands; empty text where no line has a point."""
     if not any(line.band.x for line in lines):
         return ""
-    return draw.band_panel(metric.title, label, lines, percent=metric.percent)
+    scale = 100.0 if metric.percent else 1.0
+    with panel(metric.title) as (axis, output):
+        for line in lines:
+            if line.band.x:
+                _draw_band(axis, line, scale, metric.log_floor)
+        if metric.log_floor is None:
+            _set_height(axis, lines, scale, shares=metric.percent)
+        else:
+            axis.set_yscale("log")
+            smallest = min(low for line in lines for low in line.band.low)
+            top = 2 * scale if metric.percent else None
+            axis.set_ylim(bottom=max(smallest, metric.log_floor) * scale * 0.8, top=top)
+        axis.set_xlabel(xlabel)
+        _set_ticks(axis, metric)
+    return output[0]
 
 
-def _places(runs: Sequence[Run], axis: str, steps: Sequence[float]) -> list[float]:
-    """Where steps lie on an axis: the mean over the runs that came so far."""
-    known = [where for run in runs if (where := positions(run, axis))]
-    found = []
-    for step in steps:
-        there = [np.interp(step, list(where), list(where.values())) for where in known if max(where) >= step]
-        found.append(float(np.mean(there)))
-    return found
+def _draw_band(axis: Axes, line: Line, scale: float, floor: float | None) -> None:
+    colour = variant_colour(line.number)
+    group = f"v-{line.number}"
+    least = -math.inf if floor is None else floor * scale
+    low = np.maximum(np.asarray(line.band.low) * scale, least)
+    mean = np.maximum(np.asarray(line.band.mean) * scale, least)
+    high = np.maximum(np.asarray(line.band.high) * scale, least)
+    x = np.asarray(line.band.x)
+    whole = np.asarray(line.band.count) == max(line.band.count)
+    axis.fill_between(x, low, high, where=whole, color=colour, alpha=0.14, lw=0, gid=group)
+    axis.plot(x[whole], mean[whole], color=colour, lw=1.7, gid=group)
+    if not whole.all():  # from the last x that all seeds reached
+        start = max(int(whole.sum()) - 1, 0)
+        axis.plot(x[start:], mean[start:], color=colour, lw=1.1, ls=(0, (2, 2)), gid=group)
+    for end_x, end_y in line.ends:
+        axis.plot([end_x], [max(end_y * scale, least)], "x", color=colour, ms=6, mew=1.6, gid=group)
 
 
-def _by_step(study: Study, setting: str, colours: Mapping[str, int], panels: Any) -> list[Chart]:
-    found = []
-    for metric, title, percent, floor in panels:
-        lines = []
-        for group in study.groups_in(setting):
-            curves = [series(run, metric) for run in study.of(setting, group.name)]
-            shape = _geometric_band(curves) if metric in _GEOMETRIC else _band(curves)
-            lines.append(draw.Line(colours[group.name], shape))
-        if any(line.band.x for line in lines):
-            found.append(draw.band_panel(title, "step", lines, percent=percent, log_floor=floor))
-    return found
+def _set_height(axis: Axes, lines: Sequence[Line], scale: float, *, shares: bool) -> None:
+    """The axis shows every mean, and at most half as much again of the bands: with few seeds they are wide.
+
+    shares: that differ little are drawn from 0, which does not exaggerate the differences.
+    """
+    means = [height for line in lines for height in line.band.mean]
+    edges = [height for line in lines for height in (*line.band.low, *line.band.high)]
+    lowest = min(means)
+    highest = max(means)
+    room = 0.5 * (highest - lowest)
+    bottom = max(min(edges), lowest - room)
+    top = min(max(edges), highest + room)
+    if lowest >= 0:  # shares, rewards and times have nothing to show below 0
+        bottom = max(bottom, 0.0)
+    if shares and highest - lowest < _SMALL_DIFFERENCE * highest:
+        bottom = 0.0
+    if top > bottom:
+        margin = 0.05 * (top - bottom)
+        axis.set_ylim(scale * (bottom - margin), scale * (top + margin))
+    elif bottom == 0.0:
+        axis.set_ylim(bottom=0.0)
 
 
-def _band(curves: Sequence[tuple[list[float], list[float]]]) -> Band:
-    return band([_prepared(curve, _WINDOW) for curve in curves], _POINTS)
+def _set_ticks(axis: Axes, metric: Metric) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
+    if metric.log_floor is not None:
+        axis.yaxis.set_major_locator(LogLocator(numticks=6))
+        axis.yaxis.set_minor_formatter(NullFormatter())
+        axis.tick_params(axis="y", which="minor", length=0)
+    unit = " %" if metric.percent else ""
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{short(value)}{unit}"))
+    axis.xaxis.set_major_locator(MaxNLocator(5))
+    axis.xaxis.set_major_formatter(FuncFormatter(short))
 
 
-def _geometric_band(curves: Sequence[tuple[list[float], list[float]]]) -> Band:
-    """The band of the logarithms: a single step with a norm of a thousand would hide all others in a mean."""
-    logs = [(x, [math.log(max(value, _SMALLEST_NORM)) for value in y]) for x, y in curves]
-    found = _band(logs)
-    mean, low, high = ([math.exp(value) for value in values] for values in (found.mean, found.low, found.high))
-    return replace(found, mean=mean, low=low, high=high)
-
-
-def _prepared(curve: tuple[list[float], list[float]], window: int) -> tuple[list[float], list[float]]:
-    """A curve to draw: trailing means over `window` points, at most _POINTS of them."""
-    x, y = curve
-    means = smooth(y, window)
-    places = run_directory.evenly_spaced(range(len(x)), _POINTS)
-    return [x[i] for i in places], [means[i] for i in places]
-
-
-def _histograms(study: Study, colours: Mapping[str, int]) -> list[Chart]:
-    found = spreads(study)
-    if not found:
-        return []
-    reach = _reach(found)
-    ranges = clip_ranges(study)
-    charts = []
-    for spread in found:
-        bands = {draw.OWN_RANGE: spread.band} if spread.band else {}
-        for name, other in ranges.items():
-            if other != spread.band:
-                bands[f"{name.upper()}'s"] = other
-        title = f"{study.label(spread.variant)}, step {spread.step}"
-        charts.append(draw.histogram_panel(title, spread.token, spread.sequence, bands, colours[spread.variant], reach))
-    return charts
-
-
-def _reach(found: list[Spread]) -> float:
-    """Half the width of the histograms in log-ratio: nearly all tokens, and the clip ranges, between 0.02 and 1."""
-    tail = max(float(np.quantile(np.abs(spread.token), 0.98)) for spread in found)
-    widest = max((math.log1p(spread.band[1]) for spread in found if spread.band), default=0.0)
-    return min(1.0, max(0.02, tail, 1.3 * widest))
+def _wrapped(label: str) -> str:
+    return "\n".join(textwrap.wrap(label, 24)[:2])

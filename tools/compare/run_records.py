@@ -32,10 +32,9 @@ class Run:
 
     status: finished, failed (it ended with an error), partial (killed, or still running) or missing.
     config: resolved training config as plain data; environment: where and with what it ran.
-    records: those of metrics.jsonl. trial: the search's values, where it is a trial.
+    records: those of metrics.jsonl.
     """
 
-    setting: str
     variant: str
     seed: int
     run_dir: Path
@@ -44,32 +43,49 @@ class Run:
     config: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, Any] = field(default_factory=dict)
     records: Sequence[Mapping[str, Any]] = ()
-    summary: Mapping[str, Any] = field(default_factory=dict)
-    trial: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
-        return f"{self.setting} {self.variant} seed {self.seed}"
+        return f"{self.variant} seed {self.seed}"
+
+    @property
+    def is_over(self) -> bool:
+        """Finished or failed: its figures count."""
+        return self.status in ("finished", "failed")
+
+    @property
+    def last_step(self) -> int:
+        return int(self.records[-1]["step"]) if self.records else 0
+
+    def setting(self, key: str, default: Any = None) -> Any:
+        """A dotted key of the config."""
+        section, _, name = key.partition(".")
+        return (self.config.get(section) or {}).get(name, default)
 
 
-def read_run(
-    run_dir: str | Path, *, setting: str, variant: str, seed: int | None = None, trial: Mapping[str, Any] | None = None
-) -> Run:
+def read_run(run_dir: str | Path, *, variant: str, seed: int | None = None) -> Run:
     """A run directory in any state. seed None takes the config's. Raises ReportError for a config that can't be read,
     and for files that are not a run's."""
     path = Path(run_dir)
     config, environment = _config(path)
     records = _records(path / "metrics.jsonl")
-    summary, failure = _json(path / "summary.json"), _json(path / FAILURE)
-    if summary.get("exit") == "finished":
+    failure = _json(path / FAILURE)
+    if _json(path / "summary.json").get("exit") == "finished":
         status = "finished"
     elif failure:
         status = "failed"
     else:
         status = "partial" if records or config else "missing"
-    number = seed if seed is not None else int(config.get("seed", 0))
-    message = str(failure.get("message", ""))
-    return Run(setting, variant, number, path, status, message, config, environment, records, summary, trial or {})
+    return Run(
+        variant=variant,
+        seed=seed if seed is not None else int(config.get("seed", 0)),
+        run_dir=path,
+        status=status,
+        message=str(failure.get("message", "")),
+        config=config,
+        environment=environment,
+        records=records,
+    )
 
 
 def series(run: Run, metric: str) -> tuple[list[float], list[float]]:
@@ -83,9 +99,9 @@ def against(run: Run, metric: str, axis: str) -> tuple[list[float], list[float]]
 
     seconds: wall time of the loop without evaluations and checkpoints.
     """
-    where = positions(run, axis)
+    by_step = positions(run, axis)
     steps, values = series(run, metric)
-    return [where[step] for step in steps], values
+    return [by_step[step] for step in steps], values
 
 
 def mean_of(run: Run, metric: str, *, tail: float = 1.0, first: int = 1) -> float | None:
@@ -95,23 +111,28 @@ def mean_of(run: Run, metric: str, *, tail: float = 1.0, first: int = 1) -> floa
     return sum(values[-count:]) / count if values else None
 
 
+def seconds_per_step(run: Run) -> float | None:
+    """Mean over all steps but the first, which has one-time costs; without evaluations and checkpoints."""
+    seconds = positions(run, "seconds")
+    steps = [step for step in seconds if step >= 1]
+    if len(steps) < 2:
+        return None
+    return (seconds[steps[-1]] - seconds[steps[0]]) / (steps[-1] - steps[0])
+
+
 @dataclass(frozen=True)
 class Figures:
     """One run in numbers, None where the run doesn't have them.
 
     final_accuracy: last held-out accuracy that was measured, also of a run that failed later.
-    clean_accuracy: the same without noise in the routers of the rollout engine.
     mean_accuracy: area under the accuracy against steps over the span, by trapezia: how soon and how steadily.
-    largest_fall: most that the accuracy lay below its own best so far.
     reward: mean training reward over the last tenth of the steps.
     """
 
     start_accuracy: float | None
-    final_accuracy: float | None
-    clean_accuracy: float | None
     best_accuracy: float | None
+    final_accuracy: float | None
     mean_accuracy: float | None
-    largest_fall: float | None
     reward: float | None
     steps: int
     samples: float | None
@@ -122,24 +143,17 @@ class Figures:
 
 def figures(run: Run) -> Figures:
     steps, accuracy = series(run, "eval/accuracy")
-    perturbed = run.config.get("router_noise", {}).get("engines") in ("rollout", "both")
-    clean = series(run, "eval/accuracy_without_noise")[1] if perturbed else accuracy
-    best = fall = 0.0
-    for value in accuracy:
-        best = max(best, value)
-        fall = max(fall, best - value)
-    last = int(run.records[-1]["step"]) if run.records else 0
+    best = max(accuracy, default=None)
+    last = run.last_step
     ends = {axis: positions(run, axis).get(float(last)) if last else None for axis in AXES}
     return Figures(
         start_accuracy=accuracy[0] if accuracy and steps[0] == 0 else None,
+        best_accuracy=best,
         final_accuracy=accuracy[-1] if accuracy else None,
-        clean_accuracy=clean[-1] if clean else None,
-        best_accuracy=best if accuracy else None,
         mean_accuracy=area(steps, accuracy),
-        largest_fall=fall if accuracy else None,
         reward=mean_of(run, "reward/mean", tail=TAIL),
         steps=last,
-        collapsed=bool(accuracy) and accuracy[-1] < COLLAPSE * best,
+        collapsed=best is not None and accuracy[-1] < COLLAPSE * best,
         **ends,
     )
 
@@ -154,9 +168,10 @@ def area(x: Sequence[float], y: Sequence[float]) -> float | None:
 
 def positions(run: Run, axis: str) -> dict[float, float]:
     """Where each recorded step lies on `samples`, `tokens` or `seconds`. Raises ValueError for another axis."""
-    rollout = run.config.get("rollout", {})
-    sequences = rollout.get("rollout_batch_size", 1) * rollout.get("n_samples_per_prompt", 1)
-    found, total = {}, 0.0
+    prompts = run.setting("rollout.rollout_batch_size", 1)
+    sequences = prompts * run.setting("rollout.n_samples_per_prompt", 1)
+    by_step: dict[float, float] = {}
+    total = 0.0
     for record in run.records:
         if axis == "samples":
             total = float(record["step"] * sequences)
@@ -167,8 +182,8 @@ def positions(run: Run, axis: str) -> dict[float, float]:
             total += max(0.0, (record.get("time/step") or 0.0) - rest)
         else:
             raise ValueError(f"axis = {axis!r}: is none of {', '.join(AXES)}; choose one")
-        found[float(record["step"])] = total
-    return found
+        by_step[float(record["step"])] = total
+    return by_step
 
 
 def _config(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -179,7 +194,9 @@ def _config(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         reason = str(error).splitlines()[0]
-        raise ReportError(f"{file}: cannot be read ({reason}); remove the directory or run it again") from None
+        raise ReportError(
+            f"{file}: cannot be read ({reason}); remove the directory or run it again"
+        ) from None
     if not isinstance(content, dict):
         raise ReportError(f"{file}: is not a mapping of keys; remove the directory or run it again")
     environment = content.pop("environment", None) or {}
@@ -194,8 +211,14 @@ def _check_sections(file: Path, content: Mapping[str, Any]) -> None:
     present = [name for name in _SECTIONS if name in content]
     wrong = [name for name in present if not isinstance(content[name], Mapping)]
     if wrong or not present:
-        reason = f"{wrong[0]} is not a section there" if wrong else f"it has none of {', '.join(_SECTIONS)}"
-        raise ReportError(f"{file}: is not a config of a run of this program ({reason}); correct the path")
+        reason = (
+            f"{wrong[0]} is not a section there"
+            if wrong
+            else f"it has none of {', '.join(_SECTIONS)}"
+        )
+        raise ReportError(
+            f"{file}: is not a config of a run of this program ({reason}); correct the path"
+        )
 
 
 def _records(file: Path) -> list[dict[str, Any]]:
@@ -208,7 +231,9 @@ def _records(file: Path) -> list[dict[str, Any]]:
             is_step = name == "step" and isinstance(value, int)
             if not is_step and (name == "step" or not isinstance(value, (int, float, type(None)))):
                 problem = f"record {number} has {name} = {str(value)[:40]!r}"
-                raise ReportError(f"{file}: is not of a run of this program ({problem}); correct the path")
+                raise ReportError(
+                    f"{file}: is not of a run of this program ({problem}); correct the path"
+                )
     return records
 
 

@@ -64,6 +64,18 @@ def interval(values: Sequence[float], confidence: float = CONFIDENCE) -> Interva
     return Interval(mean, low, high, count)
 
 
+def interval_text(
+    values: Interval | Difference | None, scale: float = 100.0, digits: int = 1, sign: str = ""
+) -> str:
+    """`61.2 [58.0, 64.4]`; without an interval the mean alone. sign: `+` shows that of positive means too."""
+    if values is None:
+        return "-"
+    text = f"{scale * values.mean:{sign}.{digits}f}"
+    if values.low is None or values.high is None:
+        return text
+    return f"{text} [{scale * values.low:{sign}.{digits}f}, {scale * values.high:{sign}.{digits}f}]"
+
+
 def bootstrap_interval(values: ArrayLike, confidence: float = CONFIDENCE) -> Interval:
     """Mean of independent values and its percentile bootstrap interval (Efron & Tibshirani 1993, chapter 13), from
     10,000 resamples of a fixed seed. Raises ValueError without values."""
@@ -75,20 +87,36 @@ def bootstrap_interval(values: ArrayLike, confidence: float = CONFIDENCE) -> Int
     mean, count = float(array.mean()), len(array)
     if count < 2:
         return Interval(mean, None, None, count)
-    found = stats.bootstrap((array,), np.mean, method="percentile", n_resamples=_RESAMPLES, rng=0,
-                            confidence_level=confidence, batch=max(_RESAMPLED_AT_ONCE // count, 1))  # fmt: skip
-    low, high = found.confidence_interval
+    result = stats.bootstrap(
+        (array,),
+        np.mean,
+        method="percentile",
+        n_resamples=_RESAMPLES,
+        rng=0,
+        confidence_level=confidence,
+        batch=max(_RESAMPLED_AT_ONCE // count, 1),
+    )
+    low, high = result.confidence_interval
     return Interval(mean, float(low), float(high), count)
 
 
-def paired_difference(variant: Mapping[int, float], baseline: Mapping[int, float]) -> Difference | None:
+def paired_difference(
+    variant: Mapping[int, float], baseline: Mapping[int, float]
+) -> Difference | None:
     """Of the seeds that both have, variant less baseline; None where they share none."""
     seeds = sorted(variant.keys() & baseline.keys())
     if not seeds:
         return None
     differences = [variant[seed] - baseline[seed] for seed in seeds]
-    found = interval(differences)
-    return Difference(found.mean, found.low, found.high, found.count, paired_t(differences), sign_flip(differences))
+    spread = interval(differences)
+    return Difference(
+        mean=spread.mean,
+        low=spread.low,
+        high=spread.high,
+        count=spread.count,
+        p_t=paired_t(differences),
+        p_flip=sign_flip(differences),
+    )
 
 
 def paired_t(differences: Sequence[float]) -> float | None:
@@ -122,10 +150,16 @@ def sign_flip(differences: Sequence[float]) -> float | None:
     from scipy import stats  # of the extra "plot"
 
     array = np.asarray(differences, dtype=np.float64)
-    found = stats.permutation_test(
-        (array,), np.mean, permutation_type="samples", n_resamples=_EXACT_FLIPS, vectorized=True, batch=4096, rng=0
+    result = stats.permutation_test(
+        (array,),
+        np.mean,
+        permutation_type="samples",
+        n_resamples=_EXACT_FLIPS,
+        vectorized=True,
+        batch=4096,
+        rng=0,
     )
-    return float(found.pvalue)
+    return float(result.pvalue)
 
 
 def holm(values: Sequence[float | None]) -> list[float | None]:
@@ -133,12 +167,12 @@ def holm(values: Sequence[float | None]) -> list[float | None]:
 
     scipy has no Holm correction, and statsmodels would be a dependency for these lines alone.
     """
-    order = sorted((value, place) for place, value in enumerate(values) if value is not None)
+    order = sorted((value, index) for index, value in enumerate(values) if value is not None)
     adjusted: list[float | None] = [None] * len(values)
     largest = 0.0
-    for rank, (value, place) in enumerate(order):
+    for rank, (value, index) in enumerate(order):
         largest = max(largest, min(1.0, (len(order) - rank) * value))
-        adjusted[place] = largest
+        adjusted[index] = largest
     return adjusted
 
 
@@ -168,11 +202,14 @@ def band(curves: Sequence[tuple[Sequence[float], Sequence[float]]], points: int 
     if all(np.array_equal(x, longest[: len(x)]) for x, _ in chosen):
         grid = longest
     else:
-        start, ends = max(x[0] for x, _ in chosen), [x[-1] for x, _ in chosen]
+        start = max(x[0] for x, _ in chosen)
+        ends = [x[-1] for x, _ in chosen]
         end = min(end for end in ends if end >= 0.95 * max(ends))
         grid = np.linspace(start, end, points)
-    rows = np.array([np.interp(grid, x, y, left=np.nan, right=np.nan) for x, y in chosen])
-    known = [(float(x), column[~np.isnan(column)]) for x, column in zip(grid, rows.T, strict=True)]
+    heights = np.array([np.interp(grid, x, y, left=np.nan, right=np.nan) for x, y in chosen])
+    known = [
+        (float(x), column[~np.isnan(column)]) for x, column in zip(grid, heights.T, strict=True)
+    ]
     known = [(x, column) for x, column in known if len(column)]
     edges = [_edges(column) for _, column in known]
     return Band(
@@ -185,7 +222,7 @@ def band(curves: Sequence[tuple[Sequence[float], Sequence[float]]], points: int 
 
 
 def _edges(values: np.ndarray) -> tuple[float, float]:
-    found = interval(values.tolist())
-    if len(values) < _FEWEST or found.low is None or found.high is None:
+    spread = interval(values.tolist())
+    if len(values) < _FEWEST or spread.low is None or spread.high is None:
         return float(values.min()), float(values.max())
-    return found.low, found.high
+    return spread.low, spread.high

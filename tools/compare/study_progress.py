@@ -10,7 +10,7 @@ from typing import TextIO
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
-from megatron_gspo.tools.compare.run_records import figures, read_run
+from megatron_gspo.tools.compare.run_records import Figures, figures, read_run
 from megatron_gspo.tools.compare.study_plan import RunSpec
 from megatron_gspo.tracking.progress import format_time
 
@@ -24,9 +24,16 @@ class Display:
     """
 
     def __init__(
-        self, total: int, slots: int, *, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        total: int,
+        slots: int,
+        *,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._total, self._slots, self._clock = total, slots, clock
+        self._total = total
+        self._slots = slots
+        self._clock = clock
         self._stream = stream or sys.stderr
         self._done = 0
         self._seconds: list[float] = []
@@ -34,7 +41,11 @@ class Display:
         self._tasks: dict[str, TaskID] = {}
         self._bar: Progress | None = None
         if self._stream.isatty():
-            columns = (TextColumn("{task.description}"), BarColumn(20), TextColumn("{task.fields[line]}"))
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(20),
+                TextColumn("{task.fields[line]}"),
+            )
             self._bar = Progress(*columns, console=Console(file=self._stream))
             self._all = self._bar.add_task("all runs", total=total, line="")
             self._bar.start()
@@ -50,12 +61,13 @@ class Display:
             return
         self._refreshed = self._clock()
         for spec in active:
-            run = read_run(spec.run_dir, setting=spec.setting, variant=spec.variant, seed=spec.seed)
-            total, found = run.config.get("training", {}).get("steps"), figures(run)
+            run = read_run(spec.run_dir, variant=spec.variant, seed=spec.seed)
+            total = run.setting("training.steps")
             if total and run.records:
-                line = f"step {found.steps}/{total}"
-                line += "" if found.final_accuracy is None else f"  accuracy {100 * found.final_accuracy:.1f}%"
-                self._bar.update(self._tasks[spec.name], total=total, completed=found.steps, line=line)
+                progress = f"step {run.last_step}/{total}"
+                line = "  ".join(filter(None, [progress, _accuracy(figures(run))]))
+                task = self._tasks[spec.name]
+                self._bar.update(task, total=total, completed=run.last_step, line=line)
 
     def ended(self, spec: RunSpec, seconds: float | None) -> None:
         """Print the result of a run. seconds: its duration, None for a run that was finished before."""
@@ -65,12 +77,16 @@ class Display:
                 self._bar.update(self._all, completed=self._done, line=self._counts())
             return
         self._seconds.append(seconds)
-        run = read_run(spec.run_dir, setting=spec.setting, variant=spec.variant, seed=spec.seed)
-        found = figures(run)
-        parts = [f"{spec.name}: {run.status}", run.message, "collapsed" if found.collapsed else ""]
-        parts.append("" if found.final_accuracy is None else f"accuracy {100 * found.final_accuracy:.1f} %")
-        parts.append(format_time(seconds))
-        line = ", ".join(part for part in parts if part)
+        run = read_run(spec.run_dir, variant=spec.variant, seed=spec.seed)
+        numbers = figures(run)
+        words = [
+            f"{spec.name}: {run.status}",
+            run.message,
+            "collapsed" if numbers.collapsed else "",
+            _accuracy(numbers),
+            format_time(seconds),
+        ]
+        line = ", ".join(filter(None, words))
         if self._bar is not None:
             self._bar.console.print(line, markup=False, highlight=False)
             self._bar.remove_task(self._tasks.pop(spec.name))
@@ -94,3 +110,9 @@ class Display:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _accuracy(numbers: Figures) -> str:
+    if numbers.final_accuracy is None:
+        return ""
+    return f"accuracy {100 * numbers.final_accuracy:.1f} %"

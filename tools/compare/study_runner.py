@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Protocol
 
 from megatron_gspo.config import Config, ConfigError
-from megatron_gspo.config.load import read_file
+from megatron_gspo.config.load import flat, read_file
 from megatron_gspo.errors import InputError, RunError
 from megatron_gspo.tools.compare.run_records import FAILURE, read_run
 from megatron_gspo.tools.compare.study_plan import Comparison, RunSpec, as_arguments, resolve
@@ -60,7 +60,14 @@ class _Job:
 
 def torchrun(processes: int, config: Path, arguments: Sequence[str]) -> list[str]:
     """The command of one run on this machine."""
-    head = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    head = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(processes),
+    ]
     return [*head, "-m", "megatron_gspo.train", str(config), *arguments]
 
 
@@ -74,10 +81,10 @@ def is_over(comparison: Comparison, spec: RunSpec, *, retry: bool = False) -> bo
 
     Raises StaleRun where the directory's resolved config isn't the one that the run would have now.
     """
-    run = read_run(spec.run_dir, setting=spec.setting, variant=spec.variant, seed=spec.seed)
+    run = read_run(spec.run_dir, variant=spec.variant, seed=spec.seed)
     if run.config:
         _check_same(comparison, spec)
-    return run.status == "finished" or (run.status == "failed" and not retry)
+    return run.is_over and not (retry and run.status == "failed")
 
 
 def execute(
@@ -124,7 +131,9 @@ def run_one(command: Sequence[str]) -> int:
     with stoppable():
         try:
             with _signals_deferred():
-                started.append(subprocess.Popen(command, env=child_environment(), start_new_session=True))
+                started.append(
+                    subprocess.Popen(command, env=child_environment(), start_new_session=True)
+                )
             return started[0].wait()
         finally:
             _end(started)
@@ -146,24 +155,31 @@ def stoppable() -> Iterator[None]:
 def _signals_deferred() -> Iterator[None]:
     """Deliver Ctrl-C and SIGTERM at the end of the block: raised inside Popen they would leave an unknown process."""
     received: list[int] = []
-    kinds = (signal.SIGINT, signal.SIGTERM)
-    before = {kind: signal.signal(kind, lambda number, _: received.append(number)) for kind in kinds}
+    before = {
+        number: signal.signal(number, lambda number, _: received.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
         yield
     finally:
-        for kind, handler in before.items():
-            signal.signal(kind, handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)
     if received:
         raise KeyboardInterrupt
 
 
 def command_of(comparison: Comparison, spec: RunSpec) -> list[str]:
     """What starts a run."""
-    return torchrun(comparison.config.processes, comparison.base_file, as_arguments(comparison, spec))
+    return torchrun(
+        comparison.config.processes, comparison.base_file, as_arguments(comparison, spec)
+    )
 
 
 def _start(
-    comparison: Comparison, spec: RunSpec, make: Callable[[Comparison, RunSpec], list[str]], active: list[_Job]
+    comparison: Comparison,
+    spec: RunSpec,
+    make: Callable[[Comparison, RunSpec], list[str]],
+    active: list[_Job],
 ) -> None:
     """Start a run and add it to ``active``."""
     spec.run_dir.mkdir(parents=True, exist_ok=True)
@@ -192,34 +208,44 @@ def _settle(job: _Job) -> None:
 
 def last_words(log: Path) -> str:
     """The run's line with the reason of its end, else the log's last line that torchrun didn't write."""
-    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    lines = [
+        line.strip()
+        for line in log.read_text(encoding="utf-8", errors="replace").splitlines()
+        if line.strip()
+    ]
     for line in reversed(lines):
         head, colon, rest = line.partition(": ")
         if colon and (head == "error" or head.endswith(" error")):
             return rest
-    own = [line for line in lines if "torch.distributed" not in line and not line.startswith(("=", "-", "E1", "W1"))]
-    return own[-1] if own else "log.txt is empty"
+    of_the_run = [line for line in lines if not _of_torchrun(line)]
+    return of_the_run[-1] if of_the_run else "log.txt is empty"
+
+
+def _of_torchrun(line: str) -> bool:
+    return "torch.distributed" in line or line.startswith(("=", "-", "E1", "W1"))
 
 
 def _check_same(comparison: Comparison, spec: RunSpec) -> None:
-    wanted = resolve(comparison, spec).dump()
+    """Raise StaleRun for a run of other settings, but for those that change no result."""
+    wanted = flat(resolve(comparison, spec).dump())
     try:
         data = read_file(spec.run_dir / "config.yaml")
         data.pop("environment", None)
-        found = Config.from_dict(data).dump()
+        recorded = flat(Config.from_dict(data).dump())
     except ConfigError as error:
-        raise StaleRun(f"{spec.run_dir}: its config.yaml is not valid here ({error}); remove the directory") from None
-    for section, value in wanted.items():
-        warns_only = section == "guard" and "stop" not in (value["action"], found[section]["action"])
-        if found[section] == value or warns_only:  # a warning changes no result
-            continue
-        keys = [key for key in value if found[section][key] != value[key]] if isinstance(value, dict) else []
-        name = f"{section}.{keys[0]}" if keys else section
-        here, there = (value[keys[0]], found[section][keys[0]]) if keys else (value, found[section])
         raise StaleRun(
-            f"{spec.run_dir}: was run with {name} = {there}, the comparison now has {here}; "
-            "choose another folder or remove the directory"
-        )
+            f"{spec.run_dir}: its config.yaml is not valid here ({error}); remove the directory"
+        ) from None
+    guards = (wanted["guard.action"], recorded["guard.action"])
+    without_effect = ("tracking.",) if "stop" in guards else ("tracking.", "guard.")
+    for key in {**wanted, **recorded}:
+        here = wanted.get(key)
+        there = recorded.get(key)
+        if here != there and not key.startswith(without_effect):
+            raise StaleRun(
+                f"{spec.run_dir}: was run with {key} = {there}, the comparison now has {here}; "
+                "choose another folder or remove the directory"
+            )
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:

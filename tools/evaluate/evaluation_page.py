@@ -10,8 +10,7 @@ from typing import Any
 
 from megatron_gspo.config import Config
 from megatron_gspo.errors import printable
-from megatron_gspo.tools.compare.report_page import interval_text
-from megatron_gspo.tools.compare.statistics import Interval
+from megatron_gspo.tools.compare.statistics import Interval, interval_text
 from megatron_gspo.tools.evaluate.elo import PRIOR_MEAN, PRIOR_STD, Rating
 from megatron_gspo.tools.evaluate.task_scores import TaskScores
 from megatron_gspo.tools.html_page import render_page

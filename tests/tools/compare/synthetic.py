@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from megatron_gspo.tools.compare.study import study_of
+from megatron_gspo.tools.compare.finished_runs import study_of
 from megatron_gspo.tracking.run_directory import RunDirectory
 
 LAYERS, EXPERTS, TOP_K = 4, 16, 4
@@ -37,7 +37,12 @@ def config(run_dir: Path, seed: int, steps: int, overrides: dict[str, Any]) -> d
         "seed": seed,
         "run_dir": str(run_dir),
         "model": {"path": "nowhere", "dtype": "float32"},
-        "algorithm": {"name": "grpo", "epsilon_low": 0.2, "epsilon_high": 0.27, "old_log_probs": "recompute"},
+        "algorithm": {
+            "name": "grpo",
+            "epsilon_low": 0.2,
+            "epsilon_high": 0.27,
+            "old_log_probs": "recompute",
+        },
         "rollout": {"rollout_batch_size": 16, "n_samples_per_prompt": 8},
         "training": {"steps": steps, "global_batch_size": 32},
         "routing": {"replay": "none"},
@@ -50,22 +55,28 @@ def config(run_dir: Path, seed: int, steps: int, overrides: dict[str, Any]) -> d
 
 
 def write_run(run_dir: Path, seed: int, course: Course, *, steps: int = 30, every: int = 5) -> Path:
-    """A run directory with metrics, routing, ratios, config and an end; returns it."""
+    """A run directory with metrics, config and an end; returns it."""
     random = np.random.default_rng([seed, int(1e4 * course.level)])
     settings = config(run_dir, seed, steps, course.overrides)
     last = steps if course.fails is None else course.fails
     with RunDirectory(run_dir) as directory:
-        environment = {"python": "3.11.9", "versions": {"torch": "2.13.0"}, "git_revision": "abc", "platform": "here"}
+        environment = {
+            "python": "3.11.9",
+            "versions": {"torch": "2.13.0"},
+            "git_revision": "abc",
+            "platform": "here",
+        }
         directory.write_config(settings, environment)
-        directory.log(0, {"eval/accuracy": 0.2 + 0.01 * random.normal(), "time/step": 1.0, "time/evaluate": 0.9})
+        directory.log(
+            0,
+            {"eval/accuracy": 0.2 + 0.01 * random.normal(), "time/step": 1.0, "time/evaluate": 0.9},
+        )
         for step in range(1, last + 1):
             directory.log(step, _record(step, course, random, every))
-            if course.flips:
-                directory.write_routing(step, _routing(course, random))
-            if step % 10 == 0:
-                directory.write_ratios(step, ratio_arrays(random, course.flips))
         if course.fails is None:
-            directory.write_summary({"step": steps, "wall_seconds": steps * 0.9, "exit": "finished"})
+            directory.write_summary(
+                {"step": steps, "wall_seconds": steps * 0.9, "exit": "finished"}
+            )
         else:
             failure = {"exit_code": 1, "message": f"step {last + 1}: the gradient is not finite"}
             (run_dir / "failure.json").write_text(json.dumps(failure))
@@ -73,7 +84,9 @@ def write_run(run_dir: Path, seed: int, course: Course, *, steps: int = 30, ever
 
 
 def _record(step: int, course: Course, random: np.random.Generator, every: int) -> dict[str, float]:
-    height = 0.2 + (course.level - 0.2) * (1 - math.exp(-course.speed * step)) + 0.01 * random.normal()
+    height = (
+        0.2 + (course.level - 0.2) * (1 - math.exp(-course.speed * step)) + 0.01 * random.normal()
+    )
     if course.collapses is not None and step > course.collapses:
         height = 0.05
     tokens = 128 * 17 + int(random.integers(-50, 50))
@@ -89,13 +102,18 @@ def _record(step: int, course: Course, random: np.random.Generator, every: int) 
         "routing/rollout_flip_rate": 0.0,
         "routing/entropy": 2.5 - 0.005 * step,
         "routing/load_imbalance": 1.6,
-        "routing/replay_bytes": float(tokens * LAYERS * TOP_K) if course.overrides.get("routing.replay") else 0.0,
+        "routing/replay_bytes": float(tokens * LAYERS * TOP_K)
+        if course.overrides.get("routing.replay")
+        else 0.0,
         "effective_sample_size": 0.99,
         "entropy": 0.9 * math.exp(-0.03 * step),
         "kl/old_policy": 0.001,
         "perf/tokens": float(tokens),
         "perf/peak_memory_gib": 0.8,
-        "time/step": sum(v for k, v in record.items() if k[5:] in ("generate", "log_probs", "train", "routing")) + 0.03,
+        "time/step": sum(
+            v for k, v in record.items() if k[5:] in ("generate", "log_probs", "train", "routing")
+        )
+        + 0.03,
     }
     if not course.flips:
         record = {name: value for name, value in record.items() if not name.startswith("routing/")}
@@ -103,32 +121,6 @@ def _record(step: int, course: Course, random: np.random.Generator, every: int) 
         record |= {"eval/accuracy": min(1.0, max(0.0, height)), "time/evaluate": 0.4}
         record["time/step"] += 0.4
     return record
-
-
-def _routing(course: Course, random: np.random.Generator) -> dict[str, Any]:
-    load = random.dirichlet(np.full(EXPERTS, 20.0), size=LAYERS)
-    return {
-        "flip_rate": [course.flips * (0.5 + 0.25 * layer) for layer in range(LAYERS)],
-        "rollout_flip_rate": None,
-        "entropy": [2.4 + 0.05 * layer for layer in range(LAYERS)],
-        "load": load.tolist(),
-    }
-
-
-def ratio_arrays(random: np.random.Generator, flips: float = 0.1, sequences: int = 32) -> dict[str, np.ndarray]:
-    """What write_ratios takes: responses of 4 to 7 letters, tokens with a flip moved further."""
-    lengths = random.integers(4, 8, size=sequences)
-    sequence = np.repeat(np.arange(sequences), lengths).astype(np.int32)
-    flipped = random.random(len(sequence)) < 4 * flips
-    ids = random.integers(3, 29, size=len(sequence)).astype(np.int32)
-    found = {
-        "log_ratio": (random.normal(size=len(sequence)) * np.where(flipped, 0.09, 0.04)).astype(np.float32),
-        "sequence": sequence,
-        "advantage": np.repeat(random.choice([-0.9, 1.1], size=sequences), lengths).astype(np.float32),
-        "token_ids": ids,
-        "token_text": np.array([chr(94 + i) for i in ids], dtype=np.str_),
-    }
-    return found | ({"flipped": flipped.astype(np.int8)} if flips else {})
 
 
 VARIANTS: dict[str, Course] = {
@@ -147,27 +139,29 @@ VARIANTS: dict[str, Course] = {
 
 
 def write_comparison(
-    folder: Path, *, seeds: tuple[int, ...] = (1, 2, 3, 4, 5), steps: int = 30, names: Sequence[str] = tuple(VARIANTS)
+    folder: Path,
+    *,
+    seeds: tuple[int, ...] = (1, 2, 3, 4, 5),
+    steps: int = 30,
+    names: Sequence[str] = tuple(VARIANTS),
 ) -> Path:
-    """A comparison file: the named variants, a stress and a search. Its runs are the caller's to write."""
+    """A comparison file of the named variants. Its runs are the caller's to write."""
     settings = {
         "title": "Made-up runs",
         "folder": str(folder / "out"),
         "base": str(Path(__file__).parents[3] / "examples" / "qwen3_moe" / "tiny_gspo.yaml"),
-        "overrides": {"training.steps": steps, "rollout.rollout_batch_size": 16, "training.global_batch_size": 32},
+        "overrides": {
+            "training.steps": steps,
+            "rollout.rollout_batch_size": 16,
+            "training.global_batch_size": 32,
+        },
         "baseline": "grpo",
         "seeds": list(seeds),
         "variants": [
-            {"name": name, "overrides": course.overrides or {"algorithm.name": "grpo"},
-             **({"tuned_as": "gspo"} if name.startswith("gspo_") else
-                {"clip": [[0.01, 0.015], [0.02, 0.03]] if name == "gspo" else [[0.1, 0.1], [0.2, 0.27]]})}
-            for name, course in VARIANTS.items()
-            if name in names
+            {"name": name, "overrides": VARIANTS[name].overrides or {"algorithm.name": "grpo"}}
+            for name in names
         ],
-        "stress": [{"name": "high_lr", "about": "a learning rate above what the search chose",
-                    "overrides": {"optimizer.lr": 2e-3}}],
-        "search": {"seeds": [101], "lr": [3e-4, 5e-4, 1e-3], "overrides": {"training.steps": 20}},
-    }  # fmt: skip
+    }
     file = folder / "compare.yaml"
     file.write_text(yaml.safe_dump(settings, sort_keys=False))
     return file

@@ -68,9 +68,14 @@ def test_several_demonstrations_of_each_prompt_of_a_file(tmp_path):
     plain["data"] = {"verifier": "exact_match"}
     for key, prompts in (("prompts", ["1+1:", "2+1:"]), ("eval_prompts", ["3+1:"])):
         plain["data"][key] = str(tmp_path / f"{key}.jsonl")
-        write_jsonl(tmp_path / f"{key}.jsonl", [{"prompt": prompt, "answer": "1234" * 25} for prompt in prompts])
+        write_jsonl(
+            tmp_path / f"{key}.jsonl",
+            [{"prompt": prompt, "answer": "1234" * 25} for prompt in prompts],
+        )
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(plain))
-    cold_start.write_demonstrations(files, load_config(tmp_path / "config.yaml"), mistakes=0.5, copies=3)
+    cold_start.write_demonstrations(
+        files, load_config(tmp_path / "config.yaml"), mistakes=0.5, copies=3
+    )
     found = rows(files.demonstrations)
     assert [row["prompt"] for row in found] == ["1+1:", "2+1:"] * 3
     assert len({row["answer"] for row in found}) == 6
@@ -78,11 +83,16 @@ def test_several_demonstrations_of_each_prompt_of_a_file(tmp_path):
     assert rows(files.held_out) == [{"prompt": "3+1:", "answer": "1234" * 25}]
 
 
-def test_the_start_trains_on_the_demonstrations_and_returns_the_exported_weights(monkeypatch, tmp_path, capsys):
+def test_the_start_trains_on_the_demonstrations_and_returns_the_exported_weights(
+    monkeypatch, tmp_path, capsys
+):
     commands = []
     monkeypatch.setattr(cold_start, "run_one", lambda command: commands.append(command) or 0)
     files = ColdStartFiles(tmp_path)
-    assert cold_start.imitate(files, CONFIG, 2, ["training.steps=3", "run_dir=elsewhere"]) == files.weights
+    assert (
+        cold_start.imitate(files, CONFIG, 2, ["training.steps=3", "run_dir=elsewhere"])
+        == files.weights
+    )
     [command] = commands
     assert str(CONFIG) in command and command[-5:] == [
         "run_dir=elsewhere",

@@ -21,7 +21,8 @@ from megatron_gspo.tracking.run_directory import evenly_spaced
 
 
 @pytest.mark.parametrize(
-    "freedom, quantile", [(1, 12.7062), (2, 4.30265), (3, 3.18245), (4, 2.77645), (9, 2.26216), (30, 2.04227)]
+    "freedom, quantile",
+    [(1, 12.7062), (2, 4.30265), (3, 3.18245), (4, 2.77645), (9, 2.26216), (30, 2.04227)],
 )
 def test_intervals_have_the_t_quantiles_of_the_printed_table(freedom, quantile):
     values = [0.0] * freedom + [1.0]
@@ -88,12 +89,16 @@ def test_sign_flip_is_a_count_over_all_signs():
     values = [0.3, -0.1, 0.25, 0.05]
     count = 0
     for signs in itertools.product((1, -1), repeat=4):
-        count += abs(sum(s * v for s, v in zip(signs, values, strict=True))) >= abs(sum(values)) - 1e-12
+        count += (
+            abs(sum(s * v for s, v in zip(signs, values, strict=True))) >= abs(sum(values)) - 1e-12
+        )
     assert sign_flip(values) == count / 16
 
 
 def test_sign_flip_of_many_values_is_drawn():
-    values = [0.1] * 18 + [-0.1] * 4  # 14 of 22 net: p is about the binomial tail, 2 P(X >= 18) = 0.0043
+    values = [0.1] * 18 + [
+        -0.1
+    ] * 4  # 14 of 22 net: p is about the binomial tail, 2 P(X >= 18) = 0.0043
     assert sign_flip(values) == pytest.approx(0.0043, abs=0.002)
 
 
@@ -146,7 +151,9 @@ def test_the_bootstrap_is_a_naive_one_within_its_noise():
     assert (found.low, found.high) == pytest.approx((low, high), abs=0.01)
     # the normal approximation of the mean
     error = 1.96 * values.std() / np.sqrt(60)
-    assert (found.low, found.high) == pytest.approx((found.mean - error, found.mean + error), abs=0.01)
+    assert (found.low, found.high) == pytest.approx(
+        (found.mean - error, found.mean + error), abs=0.01
+    )
     assert bootstrap_interval(values) == found
 
 

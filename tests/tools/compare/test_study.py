@@ -1,40 +1,29 @@
-"""From run directories to table, differences, search, cost and verdicts."""
+"""From run directories to figures, differences and verdicts."""
 
 from dataclasses import replace
 
 import pytest
 
-from megatron_gspo.tools.compare.run_records import ReportError, read_run
-from megatron_gspo.tools.compare.study import differences, read_study, rows, study_of, values
-from megatron_gspo.tools.compare.study_plan import load_comparison, report_runs, search_runs
+from megatron_gspo.tools.compare.finished_runs import study_of
+from megatron_gspo.tools.compare.statistics import Difference
+from megatron_gspo.tools.compare.study import (
+    NOT_SEEN,
+    PRIMARY,
+    SEEN,
+    UNTESTED,
+    differences,
+    expectations,
+    mean_value,
+    read_study,
+    run_counts,
+    values,
+    verdict_of,
+)
+from megatron_gspo.tools.compare.study_plan import Expectation, load_comparison
 from tests.tools.compare.synthetic import VARIANTS, Course, compared, write_comparison, write_run
 
 
-def test_run_directories_are_grouped_by_what_they_are(tmp_path):
-    study = compared(tmp_path, VARIANTS, seeds=(1, 2))
-    assert [group.name for group in study.groups] == [*VARIANTS]
-    assert study.baseline == "grpo" and study.seeds == [1, 2]
-    assert study.groups[1].overrides["routing.replay"] == "r2"
-    assert "optimizer.lr" not in study.groups[0].overrides  # the same in all
-
-
-def test_groups_that_differ_in_a_key_are_named_by_it(tmp_path):
-    fast = Course(overrides={"optimizer.lr": 1e-3})
-    study = compared(tmp_path, {"slow": Course(), "fast": fast}, seeds=(1,))
-    assert [group.name for group in study.groups] == ["grpo lr=0.0005", "grpo lr=0.001"]
-
-
-def test_directories_that_cannot_be_compared(tmp_path):
-    first = write_run(tmp_path / "a", 1, Course(), steps=5)
-    with pytest.raises(ReportError, match="same settings and seed 1 as"):
-        study_of([first, write_run(tmp_path / "b", 1, Course(), steps=5)], "")
-    with pytest.raises(ReportError, match="is not a run directory"):
-        study_of([tmp_path / "nowhere"], "")
-    with pytest.raises(ReportError, match="baseline = gspo: is not a variant; set one of grpo"):
-        study_of([first], "", baseline="gspo")
-
-
-def test_the_table_counts_every_run(tmp_path):
+def test_every_run_is_counted(tmp_path):
     paths = [
         write_run(tmp_path / "1", 1, Course(), steps=10),
         write_run(tmp_path / "2", 2, Course(collapses=4), steps=10),
@@ -42,17 +31,19 @@ def test_the_table_counts_every_run(tmp_path):
     ]
     half = write_run(tmp_path / "4", 4, Course(), steps=10)
     (half / "summary.json").unlink()
-    row = rows(study_of([*paths, half], ""), "base")[0]
-    assert row.counts == {"finished": 2, "failed": 1, "partial": 1, "missing": 0, "collapsed": 1}
-    assert (row.broken, row.converged) == (2, 1)
-    assert row.measures["final_accuracy"].count == 3  # the failed one counts with what it had, the open one not
+    study = study_of([*paths, half], "")
+    assert run_counts(study.runs) == "2 finished, 1 failed, 1 incomplete, 1 collapsed"
+    # the failed one counts with what it had, the open one not
+    assert mean_value(study, "grpo", "final_accuracy").count == 3
 
 
 def test_differences_are_paired_and_corrected(tmp_path):
-    study = compared(tmp_path, {"grpo": Course(), "gspo": VARIANTS["gspo"], "r2": VARIANTS["grpo_r2"]})
-    found = differences(study, "base", "final_accuracy")
+    study = compared(
+        tmp_path, {"grpo": Course(), "gspo": VARIANTS["gspo"], "r2": VARIANTS["grpo_r2"]}
+    )
+    found = differences(study, "final_accuracy")
     assert set(found) == {"gspo", "grpo_r2"}
-    base, other = (values(study, "base", name, "final_accuracy") for name in ("grpo", "gspo"))
+    base, other = (values(study, name, "final_accuracy") for name in ("grpo", "gspo"))
     assert found["gspo"].mean == pytest.approx(sum(other[seed] - base[seed] for seed in base) / 3)
     raw = sorted(item.p_t for item in found.values())
     corrected = sorted(item.p_holm for item in found.values())
@@ -60,113 +51,40 @@ def test_differences_are_paired_and_corrected(tmp_path):
     assert corrected[1] == pytest.approx(min(1.0, max(2 * raw[0], raw[1])))
 
 
-def test_a_comparison_file_is_read_back_with_its_search(tmp_path):
-    comparison = load_comparison(write_comparison(tmp_path, seeds=(1, 2)))
-    for spec in search_runs(comparison):
-        level = 0.7 - 300 * abs(spec.trial["optimizer.lr"] - 5e-4)
-        write_run(spec.run_dir, spec.seed, replace(VARIANTS[spec.variant], level=level), steps=10)
-    study = read_study(comparison, "command")
-    assert {name: values["optimizer.lr"] for name, values in study.chosen.items()} == dict.fromkeys(VARIANTS, 5e-4)
-    assert {run.status for run in study.runs} == {"missing"} and len(study.runs) == 24
-    runs = report_runs(comparison, study.chosen)
-    assert all(run.overrides["optimizer.lr"] == 5e-4 for run in runs if run.setting == "base")
-
-
-def test_runs_of_a_real_layout_are_read(tmp_path):
-    path = write_run(tmp_path / "run", 3, Course(), steps=6)
-    run = read_run(path, setting="base", variant="grpo")
-    assert len(run.records) == 7 and run.config["algorithm"]["name"] == "grpo"
-    assert run.environment["git_revision"] == "abc"
-
-
-def names_of(tmp_path, *overrides, seeds=(1,), **common):
-    courses = {str(i): Course(overrides={**common, **each}) for i, each in enumerate(overrides)}
-    return [group.name for group in compared(tmp_path, courses, seeds=seeds).groups]
-
-
 @pytest.mark.parametrize(
-    ("overrides", "names"),
+    ("mean", "p_holm", "verdict"),
     [
-        (  # where a run writes and logs tells nothing
-            [{"optimizer.lr": 1e-4, "tracking.plot": False, "data.cache_dir": "/a"}, {"optimizer.lr": 2e-4}],
-            ["grpo lr=0.0001", "grpo lr=0.0002"],
-        ),
-        (  # what an algorithm brings along is in its name already
-            [{"algorithm.name": "gspo", "algorithm.epsilon_low": 3e-4}, {"algorithm.name": "dapo"}],
-            ["gspo", "dapo"],
-        ),
-        (  # one key that tells them apart is enough; the report lists the others
-            [{"optimizer.lr": 1e-4, "rollout.n_samples_per_prompt": 4}, {"optimizer.lr": 2e-4}],
-            ["grpo lr=0.0001", "grpo lr=0.0002"],
-        ),
-        (
-            [{"optimizer.lr": lr, "rollout.n_samples_per_prompt": n} for lr in (1e-4, 2e-4) for n in (4, 8)],
-            [f"grpo lr={lr} n_samples_per_prompt={n}" for lr in (0.0001, 0.0002) for n in (4, 8)],
-        ),
-        (
-            [{"model.path": "/models/a/hf"}, {"model.path": "/models/b/hf"}],
-            ["grpo path=a/hf", "grpo path=b/hf"],
-        ),
-        (
-            [{"model.path": "/models/Qwen3-30B"}, {"model.path": "/models/Qwen3-4B/"}],
-            ["grpo path=Qwen3-30B", "grpo path=Qwen3-4B"],
-        ),
-        ([{}, {"lora.rank": 8}], ["grpo rank=None", "grpo rank=8"]),
-    ],
-)  # fmt: skip
-def test_names_come_from_what_changes_results(tmp_path, overrides, names):
-    assert names_of(tmp_path, *overrides) == names
-
-
-def test_seeds_and_keys_without_effect_make_one_variant(tmp_path):
-    paths = [
-        write_run(tmp_path / str(seed), seed, Course(overrides={"sglang.urls": [f"http://a:{seed}"]}), steps=5)
-        for seed in (1, 2, 3)
-    ]
-    study = study_of(paths, "")
-    assert [group.name for group in study.groups] == ["grpo"] and study.seeds == [1, 2, 3] and study.notes == []
-
-
-def test_a_run_that_is_named_twice_counts_once(tmp_path):
-    path = write_run(tmp_path / "a", 1, Course(), steps=5)
-    study = study_of([path, path / ".." / "a"], "")
-    assert len(study.runs) == 1
-
-
-def test_unequal_runs_are_noted(tmp_path):
-    long, short = write_run(tmp_path / "a", 1, Course(), steps=20), write_run(tmp_path / "b", 1, Course(), steps=10)
-    open_run = write_run(tmp_path / "c", 2, Course(), steps=10)
-    (open_run / "summary.json").unlink()
-    study = study_of([long, short, open_run], "")
-    assert [group.name for group in study.groups] == ["grpo steps=20", "grpo steps=10"]
-    assert study.notes == [
-        f"{open_run} is not finished (step 10 of 10): its curve is shown, it is not compared.",
-        "The variants differ in training.steps 20, 10: differences of their accuracies are not of the algorithm alone.",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "shown"),
-    [
-        ("config.yaml", "algorithm: ppo\nmodel: {path: x}\n", "algorithm is not a section there"),
-        ("config.yaml", "trainer: {n_gpus: 8}\nactor_rollout_ref: {}\n", "is not a config of a run of this program"),
-        ("config.yaml", "- a\n- b\n", "is not a mapping of keys"),
-        ("config.yaml", "a: [\n", "cannot be read"),
-        ("metrics.jsonl", '{"step": "one", "loss": 1.0}\n', "record 1 has step = 'one'"),
-        ("metrics.jsonl", '{"step": 1, "loss": "1.0"}\n', "record 1 has loss = '1.0'"),
-        ("metrics.jsonl", '{"step": 1, "loss": {"a": 1}}\n', "record 1 has loss = "),
+        (0.1, 0.049, "higher"),
+        (-0.1, 0.049, "lower"),
+        (0.1, 0.051, "no difference shown"),
+        (0.1, None, "one seed"),
     ],
 )
-def test_files_of_another_program_are_one_line(tmp_path, name, text, shown):
-    path = write_run(tmp_path / "run", 1, Course(), steps=5)
-    (path / name).write_text(text)
-    with pytest.raises(ReportError, match=f"run/{name}: ") as refused:
-        study_of([path], "")
-    assert shown in str(refused.value) and "\n" not in str(refused.value)
+def test_a_verdict_is_the_corrected_test_at_five_percent(mean, p_holm, verdict):
+    difference = Difference(mean, mean - 0.2, mean + 0.2, 5, p_t=0.01, p_flip=0.0625, p_holm=p_holm)
+    assert verdict_of(difference) == verdict
+    assert verdict_of(None) == "no seed in common"
 
 
-def test_metrics_without_a_config_are_no_run(tmp_path):
-    path = write_run(tmp_path / "run", 1, Course(), steps=5)
-    (path / "config.yaml").unlink()
-    with pytest.raises(ReportError, match="is not a run directory"):
-        study_of([path], "")
+def test_a_comparison_that_has_not_run_is_read(tmp_path):
+    comparison = load_comparison(write_comparison(tmp_path, seeds=(1, 2)))
+    study = read_study(comparison, "command")
+    assert {run.status for run in study.runs} == {"missing"} and len(study.runs) == 12
+    assert differences(study, PRIMARY) == {} and mean_value(study, "grpo", PRIMARY) is None
+
+
+def test_expectations_are_decided_by_the_mean_difference(tmp_path):
+    """Accuracies at the end are the level within a point or so, and 0.05 after a collapse."""
+    study = compared(tmp_path, {"grpo": Course(collapses=3), "gspo": VARIANTS["gspo"]})
+    ends = [values(study, name, PRIMARY) for name in ("gspo", "grpo")]
+    points = 100 * (sum(ends[0].values()) - sum(ends[1].values())) / 3
+    expected = [
+        Expectation(higher="gspo", lower="grpo", points=points - 0.01),
+        Expectation(higher="gspo", lower="grpo", points=points + 0.01),
+        Expectation(higher="grpo", lower="gspo", points=1),
+        Expectation(higher="grpo", lower="other", points=1),
+    ]
+    found = expectations(replace(study, expected=expected))
+    assert [each.verdict for each in found] == [SEEN, NOT_SEEN, NOT_SEEN, UNTESTED]
+    assert found[0].evidence.startswith(f"gspo less grpo: {points:+.1f} points, mean over seeds (")
+    assert found[0].evidence.count("with seed") == 3

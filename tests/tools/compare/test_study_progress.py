@@ -24,8 +24,10 @@ class Clock:
         return self.now
 
 
-def made_run(folder: Path, variant: str = "gspo", seed: int = 1, course: Course | None = None) -> RunSpec:
-    spec = RunSpec("base", variant, seed, folder / f"{variant}_{seed}", {})
+def made_run(
+    folder: Path, variant: str = "gspo", seed: int = 1, course: Course | None = None
+) -> RunSpec:
+    spec = RunSpec(variant, seed, folder / f"{variant}_{seed}", {})
     write_run(spec.run_dir, seed, course or VARIANTS["gspo"], steps=10)
     return spec
 
@@ -39,7 +41,7 @@ def test_a_finished_run_is_one_line_with_its_accuracy_and_time(tmp_path):
         assert stream.getvalue() == ""
         display.ended(spec, 65.0)
     [line] = stream.getvalue().splitlines()
-    assert line.startswith("1/2  left 1:05  base gspo seed 1: finished, accuracy ")
+    assert line.startswith("1/2  left 1:05  gspo seed 1: finished, accuracy ")
     assert line.endswith(" %, 1:05")
 
 
@@ -65,7 +67,9 @@ def test_a_failed_run_shows_its_error(tmp_path):
     stream = io.StringIO()
     with Display(1, 1, stream=stream) as display:
         display.ended(made_run(tmp_path, course=Course(fails=7)), 5.0)
-    assert stream.getvalue().startswith("1/1  base gspo seed 1: failed, step 8: the gradient is not finite, ")
+    assert stream.getvalue().startswith(
+        "1/1  gspo seed 1: failed, step 8: the gradient is not finite, "
+    )
 
 
 def test_a_collapsed_run_is_named(tmp_path):
@@ -92,4 +96,6 @@ def test_a_terminal_keeps_the_line_of_a_run_that_ended(tmp_path):
     with Display(1, 1, stream=stream) as display:
         display.started(spec)
         display.ended(spec, 3.0)
-    assert "base gspo seed 1: finished, accuracy" in stream.getvalue() and "all runs" in stream.getvalue()
+    assert (
+        "gspo seed 1: finished, accuracy" in stream.getvalue() and "all runs" in stream.getvalue()
+    )

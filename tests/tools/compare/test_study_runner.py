@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from megatron_gspo.tools.compare.run_records import read_run
-from megatron_gspo.tools.compare.study_plan import load_comparison, report_runs, resolve
+from megatron_gspo.tools.compare.study_plan import load_comparison, planned_runs, resolve
 from megatron_gspo.tools.compare.study_runner import (
     Interrupted,
     StaleRun,
@@ -70,7 +70,7 @@ def command(how=lambda spec: "finish"):
 @pytest.fixture
 def comparison(tmp_path):
     file = write_comparison(tmp_path, seeds=(1,), names=("grpo", "grpo_r2", "gspo"))
-    return load_comparison(file, ["stress=[]"])
+    return load_comparison(file)
 
 
 def starts(spec):
@@ -79,19 +79,26 @@ def starts(spec):
 
 
 def test_a_run_is_the_real_front_door(comparison):
-    words = command_of(comparison, report_runs(comparison, {})[0])
-    assert words[1:7] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m"]
+    words = command_of(comparison, planned_runs(comparison)[0])
+    assert words[1:7] == [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "1",
+        "-m",
+    ]
     assert words[7:9] == ["megatron_gspo.train", str(comparison.base_file)]
     assert "seed=1" in words
 
 
 def test_finished_and_failed_runs_are_not_started_again(comparison):
-    specs = report_runs(comparison, {})
+    specs = planned_runs(comparison)
     make = command(lambda spec: "fail" if spec.variant == "grpo" else "finish")
     notes = Notes()
     execute(comparison, specs, slots=2, watcher=notes, command=make)
     assert notes.most <= 2 and len(notes.ends) == 3
-    failed = read_run(specs[0].run_dir, setting="base", variant="grpo")
+    failed = read_run(specs[0].run_dir, variant="grpo")
     assert (failed.status, failed.message) == ("failed", "step 1: the gradient is not finite")
 
     again = Notes()
@@ -101,11 +108,11 @@ def test_finished_and_failed_runs_are_not_started_again(comparison):
 
     execute(comparison, specs, slots=2, watcher=Notes(), retry=True, command=command())
     assert [starts(spec) for spec in specs] == [2, 1, 1]
-    assert read_run(specs[0].run_dir, setting="base", variant="grpo").status == "finished"
+    assert read_run(specs[0].run_dir, variant="grpo").status == "finished"
 
 
 def test_a_run_that_was_killed_is_started_again(comparison):
-    spec = report_runs(comparison, {})[0]
+    spec = planned_runs(comparison)[0]
     execute(comparison, [spec], slots=1, watcher=Notes(), command=command())
     (spec.run_dir / "summary.json").unlink()
     assert not is_over(comparison, spec)
@@ -114,32 +121,50 @@ def test_a_run_that_was_killed_is_started_again(comparison):
 
 
 def test_a_directory_of_other_settings_is_refused_before_anything_starts(comparison, tmp_path):
-    specs = report_runs(comparison, {})
+    specs = planned_runs(comparison)
     execute(comparison, specs[2:], slots=1, watcher=Notes(), command=command())
     overrides = json.dumps({**comparison.config.overrides, "training.steps": 31})
-    other = load_comparison(comparison.file, ["stress=[]", f"overrides={overrides}"])
-    with pytest.raises(StaleRun, match="was run with training.steps = 30, the comparison now has 31") as caught:
-        execute(other, report_runs(other, {}), slots=1, watcher=Notes(), command=command())
+    other = load_comparison(comparison.file, [f"overrides={overrides}"])
+    with pytest.raises(
+        StaleRun, match="was run with training.steps = 30, the comparison now has 31"
+    ) as caught:
+        execute(other, planned_runs(other), slots=1, watcher=Notes(), command=command())
     assert "\n" not in str(caught.value)
     assert starts(specs[0]) == 0
 
 
 def test_another_guard_is_another_run_only_if_it_may_stop(comparison):
-    spec = report_runs(comparison, {})[0]
+    spec = planned_runs(comparison)[0]
     execute(comparison, [spec], slots=1, watcher=Notes(), command=command())
-    for guard, same in (({"steps": 7}, True), ({"action": "off"}, True), ({"action": "stop"}, False)):
-        overrides = comparison.config.overrides | {f"guard.{key}": value for key, value in guard.items()}
+    for guard, same in (
+        ({"steps": 7}, True),
+        ({"action": "off"}, True),
+        ({"action": "stop"}, False),
+    ):
+        overrides = comparison.config.overrides | {
+            f"guard.{key}": value for key, value in guard.items()
+        }
         other = load_comparison(comparison.file, [f"overrides={json.dumps(overrides)}"])
-        [changed] = [found for found in report_runs(other, {}) if found.run_dir == spec.run_dir]
+        changed = planned_runs(other)[0]
         if same:
             assert is_over(other, changed)
         else:
-            with pytest.raises(StaleRun, match=r"was run with guard\.action = warn, the comparison now has stop"):
+            with pytest.raises(
+                StaleRun, match=r"was run with guard\.action = warn, the comparison now has stop"
+            ):
                 is_over(other, changed)
 
 
+def test_what_a_run_logs_is_no_other_run(comparison):
+    spec = planned_runs(comparison)[0]
+    execute(comparison, [spec], slots=1, watcher=Notes(), command=command())
+    overrides = comparison.config.overrides | {"tracking.samples_per_step": 3}
+    other = load_comparison(comparison.file, [f"overrides={json.dumps(overrides)}"])
+    assert is_over(other, planned_runs(other)[0])
+
+
 def test_a_finished_run_with_an_unknown_key_is_stale(comparison):
-    spec = report_runs(comparison, {})[0]
+    spec = planned_runs(comparison)[0]
     execute(comparison, [spec], slots=1, watcher=Notes(), command=command())
     file = spec.run_dir / "config.yaml"
     data = yaml.safe_load(file.read_text())
@@ -158,9 +183,9 @@ def test_a_stop_ends_the_processes_and_leaves_no_failure(tmp_path):
     script = textwrap.dedent(f"""
         from megatron_gspo.tools.compare.study_runner import Interrupted
         from tests.tools.compare.test_study_runner import *
-        comparison = load_comparison({str(tmp_path / "compare.yaml")!r}, ["stress=[]"])
+        comparison = load_comparison({str(tmp_path / "compare.yaml")!r})
         try:
-            execute(comparison, report_runs(comparison, {{}}), slots=2, watcher=Notes(),
+            execute(comparison, planned_runs(comparison), slots=2, watcher=Notes(),
                     command=command(lambda spec: "wait"))
         except Interrupted as error:
             print(error)
