@@ -36,7 +36,6 @@ OF_OTHERS = {
     },
     "docs/peers.md": {"ppo_utils.py", "vanilla_tis_function"},
     "docs/resume.md": {"rollout.bin"},
-    "docs/sglang.md": {"sglang.bench_serving"},
     "patches/README.md": {
         "dist_checkpointing/strategies/filesystem_async.py", "distributed/param_and_grad_buffer.py",
         "kernels/ops/kvcache/cache_move.py", "optimizer/clip_grads.py", "optimizer/distrib_optimizer.py",
