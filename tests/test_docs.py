@@ -18,6 +18,7 @@ OF_OTHERS = {
     "CONTRIBUTING.md": {"a/b.py", "tests/a/test_b.py"},
     "README.md": {"verifier.py"},
     "docs/algorithms.md": {"V_it", "g_i", "m_it", "rollout_it"},
+    "docs/conversion.md": {"--dist-ckpt-strictness"},
     "docs/data.md": {"thinking_budget", "train.csv"},
     "docs/launch.md": {"GraceTime", "NCCL_IB_HCA"},
     "docs/other_trainers.md": {
