@@ -18,6 +18,7 @@ OF_OTHERS = {
     "CONTRIBUTING.md": {"a/b.py", "tests/a/test_b.py"},
     "README.md": {"verifier.py"},
     "docs/algorithms.md": {"V_it", "g_i", "m_it", "rollout_it"},
+    "docs/conversion.md": {"--dist-ckpt-strictness"},
     "docs/data.md": {"thinking_budget", "train.csv"},
     "docs/launch.md": {"GraceTime", "NCCL_IB_HCA"},
     "docs/other_trainers.md": {
@@ -36,7 +37,6 @@ OF_OTHERS = {
     },
     "docs/peers.md": {"ppo_utils.py", "vanilla_tis_function"},
     "docs/resume.md": {"rollout.bin"},
-    "docs/sglang.md": {"sglang.bench_serving"},
     "patches/README.md": {
         "distributed/param_and_grad_buffer.py",
         "kernels/ops/kvcache/cache_move.py", "optimizer/clip_grads.py", "optimizer/distrib_optimizer.py",

@@ -25,8 +25,8 @@ _PROMPTS = 4
 _TOKENS = 256  # of a prompt: servers may hold the logits of all of a request's tokens at once
 
 # Mean differences that rounding explains, in nats. Measured on random models, whose log-probs move more than those of
-# trained ones: 6.6e-7 in float32, 0.032 in bfloat16 (docs/sglang.md), 0.17 with FP8 rollouts (docs/low_precision.md). A
-# trainer in float32 may have servers in bfloat16.
+# trained ones: 6.6e-7 in float32, 0.032 in bfloat16, 0.17 with FP8 rollouts. A trainer in float32 may have servers in
+# bfloat16.
 ROUNDING = {"float32": 0.02, "bfloat16": 0.05}
 QUANTIZED_ROUNDING = 0.2
 # Log-probs of another model have nothing in common with the trainer's. They then differ by at least as much as the

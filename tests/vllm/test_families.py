@@ -1,5 +1,4 @@
-"""The families that vLLM serves on a CPU, beside the Qwen3-MoE of the other files; docs/engines.md lists the others
-with their errors."""
+"""The families that vLLM serves on a CPU, beside the Qwen3-MoE of the other files."""
 
 from __future__ import annotations
 

@@ -30,14 +30,14 @@ SUPPORTED = (
     Support("python", ">=3.10", "3.12"),
     Support("torch", ">=2.6", "2.15.0"),
     Support("megatron-core", ">=0.16.1,<0.20", "0.19.2"),
-    Support("transformers", ">=5.0", "5.23.0"),
+    Support("transformers", ">=5.0", "5.24.0"),
     Support("safetensors", ">=0.4.3"),
     Support("numpy", ">=1.26"),
     Support("psutil", ">=5.9"),
     Support("aiohttp", ">=3.9"),
     Support("msgspec", ">=0.19,<1"),
     Support("pybase64", ">=1.4,<2"),
-    Support("transformer-engine", ">=2.4", "", True, "fused layers, grouped experts"),
+    Support("transformer-engine", ">=2.4", "2.11.0", True, "fused layers, grouped experts"),
     Support("apex", "", "", True, "fused Adam"),
 )
 SERVERS = {
