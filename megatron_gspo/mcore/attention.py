@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
+from torch.nn.attention import varlen
 from torch.utils.checkpoint import checkpoint
 
 from megatron_gspo.mcore.device_copies import copy_to_device
@@ -38,11 +39,6 @@ from megatron_gspo.parallel.context_parallel import (
     zigzag_indices,
 )
 
-try:
-    from torch.nn.attention import varlen
-except ImportError:  # torch < 2.10
-    varlen = None
-
 # Longest over shortest segment of a padded batch, at most: bounds padding without one kernel per segment.
 _BUCKET_RATIO = 1.25
 # Elements of one attention mask, at most (rows * queries * keys).
@@ -50,9 +46,7 @@ _MASK_ELEMENTS = 2**23
 # Queries of a block under a window, at least: one of a few queries would be slow.
 _BLOCK_QUERIES = 64
 # torch < 2.12 lacks some of these options.
-_HAS_VARLEN = varlen is not None and (
-    {"scale", "window_size", "enable_gqa"} <= inspect.signature(varlen.varlen_attn).parameters.keys()
-)
+_HAS_VARLEN = {"scale", "window_size", "enable_gqa"} <= inspect.signature(varlen.varlen_attn).parameters.keys()
 # Flash attention's largest head, and what its head sizes are multiples of.
 _VARLEN_HEAD_SIZE, _VARLEN_HEAD_MULTIPLE = 256, 8
 

@@ -186,11 +186,8 @@ def masked_entries(mask: Tensor, per_row: int) -> tuple[Tensor, Tensor]:
 
     ``per_row`` entries of each row are true. So their number is known on the host, which doesn't wait for the device.
     """
-    by_column, size = mask.t().contiguous(), mask.shape[0] * per_row
-    try:
-        column, row = torch.nonzero_static(by_column, size=size).unbind(1)
-    except NotImplementedError:  # on CUDA before torch 2.7
-        column, row = by_column.nonzero(as_tuple=True)
+    by_column = mask.t().contiguous()
+    column, row = torch.nonzero_static(by_column, size=mask.shape[0] * per_row).unbind(1)
     return row, column
 
 
@@ -272,7 +269,6 @@ def grouped_products_apply(x: Tensor, *widths: int) -> bool:
         and x.dtype == torch.bfloat16
         and x.shape[0] > 0
         and not any(width % STRIDE for width in (x.shape[1], *widths))
-        and hasattr(torch.nn.functional, "grouped_mm")
     )
 
 

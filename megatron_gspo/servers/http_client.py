@@ -110,7 +110,7 @@ class ServerClient:
             number = error.errno or 0  # negative: of the name resolution
             reason = (os.strerror(number) if number > 0 else error.strerror or first_line(error)).lower()
             raise ServerError(f"{where}: no connection ({reason})", retry=True, sent=False) from None
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise ServerError(f"{where}: no answer within {timeout:g} s", retry=True) from None
         except (aiohttp.ClientError, OSError) as error:
             raise ServerError(f"{where}: the connection broke ({_name(error)})", retry=True) from None

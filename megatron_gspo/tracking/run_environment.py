@@ -22,7 +22,7 @@ PACKAGES = ("torch", "megatron-core", "transformers", "transformer-engine", "num
 def describe_environment(*, world_size: int) -> dict[str, Any]:
     """Plain data for config.yaml. Imports no large package and does not use the network."""
     return {
-        "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": " ".join(sys.argv),
         "world_size": world_size,
         "host": socket.gethostname(),

@@ -98,6 +98,14 @@ def test_there_is_a_variant_of_each():
     assert len(GRPO) == 5
 
 
+def test_qwen3_has_the_published_size():
+    """1.7 billion parameters, 1.4 without the embedding."""
+    _, shape = family_of(read_config(EXAMPLES / "qwen3" / "models" / "Qwen3-1.7B"))
+    embedding = shape.vocab_size * shape.hidden_size
+    assert total_parameters(shape) / 1e9 == pytest.approx(1.72, abs=0.005)
+    assert (total_parameters(shape) - embedding) / 1e9 == pytest.approx(1.41, abs=0.005)
+
+
 def test_gpt_oss_has_the_published_size():
     """20.9 billion parameters; 3.6 are active, without the embedding."""
     _, shape = family_of(read_config(EXAMPLES / "gpt_oss" / "models" / "gpt-oss-20b"))

@@ -23,7 +23,7 @@ from tests.support.training_runs import base_config, tiny_model
 from tests.support.waiting import wait_for
 
 ROOT = Path(__file__).parents[2]
-SHIPPED = ROOT / "examples" / "qwen3_moe" / "qwen3_235b_a22b_24x8_gspo.yaml"
+SHIPPED = ROOT / "examples" / "qwen3_moe" / "qwen3_235b_a22b_32x8_gspo.yaml"
 LIMIT = 240.0  # seconds, on a busy machine
 
 

@@ -91,17 +91,6 @@ def test_entries_of_a_mask_are_sorted_by_column_and_then_row():
     assert column.tolist() == [0, 0, 0, 1, 3, 3, 4, 5, 5, 5]
 
 
-def test_entries_are_found_without_the_kernel_of_newer_torch(monkeypatch):
-    mask = torch.rand(7, 9).argsort(1) < 3
-    expected = masked_entries(mask, 3)
-
-    def missing(*args: object, **kwargs: object) -> None:
-        raise NotImplementedError("no kernel for this device")
-
-    monkeypatch.setattr(torch, "nonzero_static", missing)
-    assert all(torch.equal(a, b) for a, b in zip(masked_entries(mask, 3), expected, strict=True))
-
-
 # all experts busy, idle ones first, between and last, one expert, one row, no row
 COUNTS = [[4, 3, 5], [0, 12, 0], [12, 0, 0], [5, 0, 7], [12], [0, 1, 0], [0, 0]]
 
@@ -198,7 +187,6 @@ def results(y: Tensor, inputs: list[Tensor]) -> list[Tensor]:
     return [x.detach().double() for x in (y, *gradients)]
 
 
-@pytest.mark.skipif(not hasattr(torch.nn.functional, "grouped_mm"), reason="this torch has no grouped_mm")
 @pytest.mark.parametrize("unit, biases, rank", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("counts", [counts for counts in COUNTS if sum(counts)])
 def test_grouped_products_are_those_of_the_loop(counts, unit, biases, rank):
@@ -223,7 +211,7 @@ def test_grouped_products_are_those_of_the_loop(counts, unit, biases, rank):
 @pytest.mark.parametrize(
     "change, applies",
     [
-        (dict(), hasattr(torch.nn.functional, "grouped_mm")),
+        (dict(), True),
         (dict(is_cuda=False), False),
         (dict(dtype=torch.float32), False),
         (dict(dtype=torch.float16), False),
@@ -236,8 +224,3 @@ def test_where_torch_has_a_grouped_kernel(change, applies):
     assert grouped_products_apply(rows, 16) is applies
     assert grouped_products_apply(rows, 12) is False
     assert grouped_products_apply(rows, 16, 4) is False, "an adapter of rank 4"
-
-
-def test_older_torch_has_no_grouped_kernel(monkeypatch):
-    monkeypatch.delattr(torch.nn.functional, "grouped_mm", raising=False)
-    assert not grouped_products_apply(SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, shape=(3, 32)), 16)

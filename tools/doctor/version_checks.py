@@ -27,10 +27,10 @@ class Support:
 
 
 SUPPORTED = (
-    Support("python", ">=3.10", "3.12"),
-    Support("torch", ">=2.6", "2.15.0"),
+    Support("python", ">=3.11,<3.14", "3.13"),
+    Support("torch", ">=2.11,<2.16", "2.15.0"),
     Support("megatron-core", ">=0.16.1,<0.20", "0.19.2"),
-    Support("transformers", ">=5.0", "5.24.0"),
+    Support("transformers", ">=5.8,<5.25", "5.24.0"),
     Support("safetensors", ">=0.4.3"),
     Support("numpy", ">=1.26"),
     Support("psutil", ">=5.9"),
@@ -41,8 +41,8 @@ SUPPORTED = (
     Support("apex", "", "", True, "fused Adam"),
 )
 SERVERS = {
-    "sglang": Support("sglang", ">=0.5.15", "0.5.23", True, "rollouts from servers"),
-    "vllm": Support("vllm", ">=0.32", "0.32.0", True, "rollouts from servers"),
+    "sglang": Support("sglang", ">=0.5.15.post1,<0.5.24", "0.5.23", True, "rollouts from servers"),
+    "vllm": Support("vllm", ">=0.32,<0.33", "0.32.0", True, "rollouts from servers"),
 }
 
 

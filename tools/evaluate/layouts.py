@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Any
 
 Row = Mapping[str, Any]
@@ -53,7 +53,7 @@ def parse_date(value: Any) -> datetime | None:
     if value is None or isinstance(value, datetime):
         return value if value is None else value.replace(tzinfo=None)
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return datetime.fromtimestamp(value, timezone.utc).replace(tzinfo=None)
+        return datetime.fromtimestamp(value, UTC).replace(tzinfo=None)
     return datetime.fromisoformat(str(value).removesuffix("Z")).replace(tzinfo=None)
 
 

@@ -32,7 +32,11 @@ def fewest_layers(file: Path) -> int:
 def exchanging_groups(file: Path) -> set[str]:
     """The groups within a replica, by their names in a record, that the config's layout gives more than one rank."""
     parallel = load_config(file).parallel
-    sizes = {"tp": parallel.tensor_model_parallel_size, "ep": parallel.expert_model_parallel_size}
+    sizes = {
+        "tp": parallel.tensor_model_parallel_size,
+        "cp": parallel.context_parallel_size,
+        "ep": parallel.expert_model_parallel_size,
+    }
     return {name for name, size in sizes.items() if size > 1}
 
 
