@@ -33,9 +33,6 @@ class CodeConfig:
     """Absolute or relative difference of numbers whose expected value has a decimal point or an exponent."""
     python: UserPath | None = None
     """Python interpreter of the programs, run without site-packages; null: the trainer's."""
-    require_isolation: bool = True
-    """Refuse to start without isolation of file system, network, processes and system calls, which needs bubblewrap;
-    false: limits alone where it is missing, and programs can do what this user can."""
     sandbox_url: str | None = None
     """Sandbox Fusion server, `http://host:port`, which runs the programs in place of this machine."""
 

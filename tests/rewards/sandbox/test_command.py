@@ -2,7 +2,7 @@
 
 import pickle
 
-from megatron_gspo.rewards.sandbox.command import Command, Limits, Mechanism, Setup
+from megatron_gspo.rewards.sandbox.command import Command, Limits, Setup
 
 
 def test_a_command_has_no_place_for_an_expected_output():
@@ -11,7 +11,7 @@ def test_a_command_has_no_place_for_an_expected_output():
 
 def test_messages_are_plain_data():
     for message in (
-        Setup(Mechanism("limits", False), ("/usr",)),
+        Setup("/usr/bin/bwrap", False, ("/usr",)),
         Command(("a",), {"f": b""}, Limits(1.0, 2.0, 3, 4, 5), b"in"),
     ):
         assert pickle.loads(pickle.dumps(message)) == message
