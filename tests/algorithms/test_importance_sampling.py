@@ -45,23 +45,6 @@ def test_sequence_weights_are_length_normalised():
     torch.testing.assert_close(got, torch.full((6,), 1.5))
 
 
-def test_sequence_weights_over_context_ranks():
-    whole = sequence_importance_weights(ROLLOUT + D, ROLLOUT, Segments(MASK, IDS, 3))
-    sums = []
-
-    def shard(positions, sum_over_context):
-        p = torch.tensor(positions)
-        segments = Segments(MASK[p], IDS[p], 3, sum_over_context)
-        return sequence_importance_weights((ROLLOUT + D)[p], ROLLOUT[p], segments)
-
-    halves = [0, 3, 5], [1, 2, 4]
-    for half in halves:
-        shard(half, lambda x: sums.append(x) or x)
-    assert [x.shape for x in sums] == [(2, 3), (2, 3)]
-    for half in halves:
-        torch.testing.assert_close(shard(half, lambda x: sums[0] + sums[1]), whole[torch.tensor(half)])
-
-
 def test_no_gradient_passes():
     """Metrics and weights are constants, also for inputs with a gradient."""
     live = (ROLLOUT + 0.1).requires_grad_()
