@@ -54,7 +54,6 @@ setup(
         "megatron_gspo.tools.compare": ["report.html"],
         "megatron_gspo.tools.evaluate": ["report.html"],
         "megatron_gspo.tools.rehearse.fake_device": ["fake_cuda.cpp"],
-        "megatron_gspo.tools.rehearse": ["report.html"],
         "megatron_gspo.examples": [name for name in EXAMPLES if "__pycache__" not in name],
     },
     entry_points={"console_scripts": ["megatron-gspo = megatron_gspo.cli:main"]},

@@ -2,9 +2,9 @@
 
     python benchmarks/log_prob_worker.py CASES.json --rank 0 --ranks 2 --meet FILE
 
-For every case: each contestant once for its result, its difference from ours and its peak memory, then the timed ones
-in turns. In a tensor-parallel group all ranks start together and a turn lasts until the last is done. Rank 0 prints a
-line `@@ JSON` for each case.
+For every case: each contestant once for its result, its difference from ours and its peak memory, then all in turns.
+In a tensor-parallel group all ranks start together and a turn lasts until the last is done. Rank 0 prints a line
+`@@ JSON` for each case.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from benchmarks.peers.log_probs import PEERS, Function, Peer, Result
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes of the whole; ``timed``: peers that are timed in turns, ``measured``: those that run once (None: all)."""
+    """Sizes of the whole; ``peers``: the names of those that are compared."""
 
     tokens: int
     vocabulary: int
@@ -42,8 +42,7 @@ class Case:
     tensor_parallel: int = 1
     entropy: bool = True
     gradient: bool = True
-    timed: tuple[str, ...] = ()
-    measured: tuple[str, ...] | None = None
+    peers: tuple[str, ...] = ()
     repeats: int = 3
     seconds: float = 30.0
     device: str = "cpu"
@@ -51,7 +50,7 @@ class Case:
     def runs(self, peer: Peer) -> bool:
         """Whether the peer can compute this case and is selected for it."""
         fits = (peer.parallel if self.tensor_parallel > 1 else peer.alone) and (peer.entropy or not self.entropy)
-        return fits and (self.measured is None or peer.name in (*self.measured, *self.timed))
+        return fits and peer.name in self.peers
 
 
 Inputs = tuple[Tensor, Tensor, Tensor]  # hidden [T, h], this rank's rows of the weight [V / tp, h], labels [T]
@@ -185,9 +184,9 @@ def run_case(case: Case, seat: Seat) -> dict[str, Any]:
             functions.pop(peer.name, None)
             report["failed"][peer.name] = f"{type(error).__name__}: {error}".split("\n")[0]
     del found
-    names = ["ours", *(name for name in case.timed if name in functions)]
     measures = {
-        name: partial(seat.timed, partial(call, functions[name], inputs, case), case.device) for name in names
+        name: partial(seat.timed, partial(call, function, inputs, case), case.device)
+        for name, function in functions.items()
     }
     turns = by_turns(measures, repeats=case.repeats, seconds=case.seconds,
                      agree=lambda late: bool(seat.together(float(late), dist.ReduceOp.MAX)))  # fmt: skip

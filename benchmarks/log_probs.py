@@ -1,9 +1,8 @@
 """Log-probs, and log-probs with entropy, from hidden states: time and peak memory against the peers' functions.
 
-Sizes: vocabularies of 16k and 152k words, 1k to 16k tokens, tensor parallelism (TP) over 1, 2 and 4 processes, float32
-and bfloat16 inputs, with gradient and without. All tokens x words x widths would take an hour: 1k tokens has every
-vocabulary, 4k and 16k tokens the small one; the width is 128, where exponentials and memory count as much as products,
-and in one row 2048, where only products do. The loss is the mean log-prob and a tenth of the mean entropy.
+Vocabularies of 16k and 152k words, tensor parallelism (TP) over 1, 2 and 4 processes, with gradient and without. The
+width is 128, where exponentials and memory count as much as products, and in one row 2048, where only products do. The
+loss is the mean log-prob and a tenth of the mean entropy.
 
 A *peer* counts where its results and gradients agree with ours to 1e-5 of the largest entry (gradients in bfloat16 to a
 rounding, 2^-8); the target in time, 1.0, is against the fastest.
@@ -34,46 +33,34 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.common import ROOT, Row, Seconds, count_row, save_rows, say, table, time_row, versions_in
 from benchmarks.log_prob_worker import Case
 from benchmarks.peers.environment import peers_python
-from benchmarks.peers.log_probs import NOT_COMPARED, PEERS
 
 SAME = 1e-5  # relative to the largest entry
 SMALL, LARGE = 16_384, 151_936
 PACKAGES = ("trl", "verl", "liger-kernel", "areal")
-# The fastest of each kind of call, found by timing all, and one that saves memory.
+# The fastest of each kind of call, and those that save memory.
 WITH_ENTROPY = ("AReaL gather_logprobs", "verl vocab_parallel")
 WITHOUT = ("Megatron cross entropy", "Liger chunked log-probs")
 LEAST = ("TRL ChunkedLogProbFunction", "verl FusedLinearForPPO")
-EVERY = tuple(peer.name for peer in PEERS)
 
 Report = Mapping[str, Any]  # what the worker prints for a case
 
 
 def cases(quick: bool) -> list[Case]:
     """The grid; ``quick``: the small vocabulary with entropy, and TP 2."""
-    small = Case(1024, SMALL, 128, timed=EVERY)
+    small = Case(1024, SMALL, 128, peers=WITH_ENTROPY)
     if quick:
-        few = replace(small, timed=WITH_ENTROPY, repeats=3)
-        return [few, replace(few, gradient=False), replace(few, tensor_parallel=2)]
-    small_ones = [small, *(replace(small, entropy=entropy, gradient=gradient) for entropy, gradient in
-                           ((False, True), (True, False), (False, False)))]  # fmt: skip
-    small_ones[2:] = [replace(case, timed=WITH_ENTROPY if case.entropy else WITHOUT, measured=("checkpointed chunks",))
-                      for case in small_ones[2:]]  # fmt: skip
-    large = Case(1024, LARGE, 128, timed=WITH_ENTROPY[1:], measured=LEAST[1:])
-    plain = replace(large, entropy=False, timed=WITHOUT, measured=())
-    more = Case(4096, SMALL, 128, timed=WITH_ENTROPY[1:], measured=())
-    half = {"dtype": "bfloat16", "timed": ("naive", "checkpointed chunks")}
-    wide = Case(256, LARGE, 2048, timed=WITH_ENTROPY[1:], measured=(), repeats=2)
-    alone = [*small_ones, large, plain, replace(large, gradient=False, timed=WITH_ENTROPY),
-             replace(plain, gradient=False), more, replace(more, tokens=16_384, repeats=2), replace(small, **half),
-             replace(large, **(half | {"timed": ("naive",)}), measured=(), repeats=2), wide]  # fmt: skip
-    parallel = [replace(case, tensor_parallel=ranks, timed=timed, measured=()) for ranks in (2, 4)
-                for case, timed in ((large, WITH_ENTROPY[1:]), (plain, WITHOUT[:1]))]  # fmt: skip
-    return [*alone, *parallel]
+        return [small, replace(small, gradient=False), replace(small, tensor_parallel=2)]
+    large = replace(small, vocabulary=LARGE)
+    plain = replace(large, entropy=False, peers=WITHOUT)
+    wide = replace(large, tokens=256, width=2048, repeats=2)
+    grid = [small, large, plain, replace(large, gradient=False), replace(plain, gradient=False), wide]
+    grid += [replace(case, tensor_parallel=ranks) for ranks in (2, 4) for case in (large, plain)]
+    return grid
 
 
 def on_gpu() -> list[Case]:
     """Real sizes, without whole logits: 32k tokens of them are 19 GiB a copy."""
-    case = Case(32_768, LARGE, 2048, dtype="bfloat16", timed=LEAST, measured=(), repeats=10, device="cuda")
+    case = Case(32_768, LARGE, 2048, dtype="bfloat16", peers=LEAST, repeats=10, device="cuda")
     return [case, replace(case, gradient=False)]
 
 
@@ -124,25 +111,24 @@ def rows_of(case: Case, report: Report) -> list[Row]:
                      target=1.0 if peer == fastest else None) for peer in middle]  # fmt: skip
     which, what = ("beyond_gradients", "peak without gradients") if wide else ("peak", "peak")
     peaks = {peer: once[peer][which] for peer in same if peer != "ours"}
-    shown = sorted(peaks, key=lambda peer: peaks[peer])
-    for place, peer in enumerate(shown if case.timed == EVERY else shown[:1]):
-        rows.append(count_row("log_probs", f"{name}: {what}", once["ours"][which], peaks[peer], unit="units",
-                              peer_name=peer, target=None if place else 0.25 if case.gradient else 0.1,
-                              absolute=True))  # fmt: skip
+    if peaks:
+        smallest = min(peaks, key=lambda peer: peaks[peer])
+        rows.append(count_row("log_probs", f"{name}: {what}", once["ours"][which], peaks[smallest], unit="units",
+                              peer_name=smallest, target=0.25 if case.gradient else 0.1, absolute=True))  # fmt: skip
     return rows
 
 
 def not_compared(reports: Sequence[Report]) -> dict[str, str]:
     """Peers that can't run, with the reason, and those that compute something else, with how far they are off."""
-    found = dict(NOT_COMPARED)
+    reasons: dict[str, str] = {}
     for report in reports:
         case = Case(**report["case"])
         for peer, reason in report["failed"].items():
-            found[f"{peer}, TP {case.tensor_parallel}"] = reason
+            reasons[f"{peer}, TP {case.tensor_parallel}"] = reason
         for peer, once in report["once"].items():
             if once["difference"] > SAME:
-                found[f"{peer}, {case.dtype} inputs"] = f"off by {once['difference']:.0e} of the largest entry"
-    return found
+                reasons[f"{peer}, {case.dtype} inputs"] = f"off by {once['difference']:.0e} of the largest entry"
+    return reasons
 
 
 def share_of_peak(case: Case, report: Report, peak_tflops: float) -> str:

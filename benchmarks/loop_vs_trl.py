@@ -17,8 +17,6 @@ import argparse
 import json
 import os
 import random
-import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -27,7 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.common import ROOT, Row, rate_row, save_rows, say, table
+from benchmarks.common import ROOT, Row, rate_row, save_rows, say, table, versions_in
 from benchmarks.peers.environment import peers_python
 from benchmarks.turns import Worker, take_turns
 
@@ -37,6 +35,7 @@ PHASES = {"loop": "whole loop", "training": "training step", "generation": "gene
 LENGTHS = {"sampled": 384, "equal": 24}  # and the most tokens of a response
 TARGETS = {"sampled": {"loop": 2.5}, "equal": {"loop": 1.0}}
 WARMUP = {"sampled": 1, "equal": 3}  # rollouts
+LIMIT = 180.0  # seconds of a segment
 
 
 def write_prompts(file: Path, count: int = 512) -> None:
@@ -57,8 +56,8 @@ def commands(lengths: str, args: argparse.Namespace, folder: Path) -> dict[str, 
     shared += ["--fixed-length"] if lengths == "equal" else []
     here = ROOT / "benchmarks"
     return {
-        "megatron-gspo": [sys.executable, str(here / "our_loop.py"), *shared, "--old-log-probs", args.old_log_probs],
-        PEER: [args.peers_python, str(here / "peers" / "trl_loop.py"), *shared, "--paced"],
+        "megatron-gspo": [sys.executable, str(here / "our_loop.py"), *shared],
+        PEER: [args.peers_python, str(here / "peers" / "trl_loop.py"), *shared],
     }
 
 
@@ -88,62 +87,41 @@ def check_equal_work(lengths: str, ours: Sequence[Mapping[str, Any]], peer: Sequ
                 raise ValueError(f"{key}: ours did {own}, {PEER} {other}; the settings of the two must agree")
 
 
-def peer_versions(python: str) -> dict[str, str]:
-    """What TRL's environment holds."""
-    names = ("trl", "torch", "transformers")
-    code = f"import json, importlib.metadata as m; print(json.dumps({{n: m.version(n) for n in {names}}}))"
-    done = subprocess.run([python, "-c", code], check=True, capture_output=True, text=True)
-    return json.loads(done.stdout)
-
-
-def measure_one(lengths: str, args: argparse.Namespace, folder: Path) -> tuple[list[Row], dict[str, Any]]:
-    """Rows for one kind of responses, and both sides' commands and reports of every turn."""
-    lines = commands(lengths, args, folder)
+def measure_lengths(lengths: str, args: argparse.Namespace, folder: Path) -> list[Row]:
+    """Rows for one kind of responses."""
     say(f"whole loop against TRL: {lengths} lengths up to {LENGTHS[lengths]}, {args.turns} turns")
-    workers = [Worker(side, command, limit=args.limit) for side, command in lines.items()]
-    with workers[0], workers[1]:
-        reports = take_turns(workers, args.turns)
+    ours, peer = (Worker(side, command, limit=LIMIT) for side, command in commands(lengths, args, folder).items())
+    with ours, peer:
+        reports = take_turns([ours, peer], args.turns)
     check_equal_work(lengths, *reports)
-    said = {side: re.sub(re.escape(str(folder)), "FOLDER", " ".join(line)) for side, line in lines.items()}
-    return rows_of(lengths, *reports), {"commands": said, "turns": dict(zip(lines, reports, strict=True))}
+    return rows_of(lengths, *reports)
 
 
-def measure(args: argparse.Namespace) -> tuple[list[Row], dict[str, Any]]:
-    """All rows, and the details by kind of responses with TRL's versions."""
+def measure(args: argparse.Namespace) -> list[Row]:
+    """All rows."""
     from megatron_gspo.tools.make_tiny_model import write_tiny_model
 
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     args.peers_python = args.peers_python or peers_python()
-    rows: list[Row] = []
-    details: dict[str, Any] = {"peer_versions": peer_versions(args.peers_python)}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        details["parameters"] = write_tiny_model(folder / "model")
+        write_tiny_model(folder / "model")
         write_prompts(folder / "prompts.jsonl")
-        for lengths in args.lengths:
-            found, details[lengths] = measure_one(lengths, args, folder)
-            rows += found
-    return rows, details
+        return [row for lengths in LENGTHS for row in measure_lengths(lengths, args, folder)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="3 turns instead of --turns")
     parser.add_argument("--turns", type=int, default=3, help="segments of each side (default: %(default)s)")
-    parser.add_argument("--lengths", nargs="+", choices=LENGTHS, default=list(LENGTHS), help="kinds of responses")
-    parser.add_argument(
-        "--old-log-probs", choices=("recompute", "rollout"), default="recompute",
-        help="ours: recompute does the pass that TRL does too, rollout takes the engine's (default: %(default)s)",
-    )  # fmt: skip
     parser.add_argument("--peers-python", help="interpreter with the peers; without it .venv-peers is made")
-    parser.add_argument("--limit", type=float, default=180, help="most seconds of a segment (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     args = parser.parse_args()
     args.turns = min(args.turns, 3) if args.quick else args.turns
-    rows, details = measure(args)
+    rows = measure(args)
     print(table(rows))
     if args.json:
-        save_rows(args.json, rows, **details)
+        save_rows(args.json, rows, peer_versions=versions_in(args.peers_python, ("trl", "torch", "transformers")))
 
 
 if __name__ == "__main__":

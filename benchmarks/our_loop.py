@@ -112,7 +112,7 @@ def config(args: argparse.Namespace, run_dir: str) -> Config:
     return Config.from_dict({
         "seed": args.seed, "run_dir": run_dir, "model": {"path": args.model, "dtype": "float32"},
         "algorithm": {"name": "gspo", "epsilon_low": args.clip_low, "epsilon_high": args.clip_high,
-                      "old_log_probs": args.old_log_probs},
+                      "old_log_probs": "recompute"},
         "data": {"prompts": str(args.prompts), "answer_key": None, "max_prompt_length": 64,
                  "verifier": f"{__file__}:reward", "verifier_timeout": None},
         "rollout": {"rollout_batch_size": args.prompts_per_rollout, "n_samples_per_prompt": args.samples,
@@ -135,7 +135,6 @@ def parse_arguments() -> argparse.Namespace:
         add(name, type=int, default=default)
     for name, value in {"--learning-rate": 3e-4, "--clip-low": 3e-4, "--clip-high": 4e-4}.items():
         add(name, type=float, default=value)
-    add("--old-log-probs", choices=("recompute", "rollout"), default="recompute")
     add("--fixed-length", action="store_true", help="every response runs to --max-response-length")
     return parser.parse_args()
 

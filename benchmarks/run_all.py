@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.common import RESULTS, ROOT, hardware, machine_kind, say, versions
 from benchmarks.result_files import save
 
-BENCHMARKS = ("loop_vs_trl", "step_vs_megatron", "log_probs", "routing_replay", "checkpoint", "lora")
+BENCHMARKS = ("loop_vs_trl", "step_vs_megatron", "log_probs", "checkpoint")
 WITH_PEERS = ("loop_vs_trl", "log_probs")  # these take --peers-python
 LIMIT = 900  # seconds a benchmark may take
 BUSY = 0.5  # load average at the start above which figures suffer

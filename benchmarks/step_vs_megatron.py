@@ -5,7 +5,8 @@ Megatron's own ``model(labels=...)``: vocabulary-parallel cross entropy and its 
 through ``get_forward_backward_func()`` with zeroed gradient buffers, backward and gradient finalisation; the optimizer
 is the same for both and in neither. The layers are the same too (our torch modules on a CPU: Megatron has none that
 take packed sequences there), so the rows are the cost of the objective: with a character vocabulary and short
-responses, where its fixed cost shows most, and with 16k words and responses of some hundred tokens.
+responses, where its fixed cost shows most, and with 16k words and responses of some hundred tokens. Beside them ours
+with R2, whose routers use the routes of the samples, against ours without routes.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch
 from benchmarks.common import Row, interleave, run_from_command_line, say, time_row
 
 TARGET = 1.05
+REPLAY_TARGET = 1.03
 
 
 @dataclass(frozen=True)
@@ -80,49 +82,68 @@ def bare_forward_step(groups: Any) -> Callable[..., Any]:
     return forward_step
 
 
-def tiny_policy(path: str, parallel: Any, groups: Any, *, dtype: str = "float32", lora: Any = None) -> Any:
-    """The model of a Hugging Face directory with Adam, at a rate that hardly changes the weights, or its adapters."""
+def tiny_policy(path: str, parallel: Any, groups: Any) -> Any:
+    """The model of a Hugging Face directory with Adam, at a rate that hardly changes the weights."""
     from megatron_gspo.config import ModelConfig, OptimizerConfig
-    from megatron_gspo.mcore.policy import TrainedParts, build_policy
+    from megatron_gspo.mcore.policy import build_policy
 
-    model, optimizer = ModelConfig(path=str(path), dtype=dtype), OptimizerConfig(lr=1e-6, weight_decay=0.0)
-    return build_policy(model, parallel, groups, optimizer=optimizer, parts=TrainedParts(lora=lora))
+    optimizer = OptimizerConfig(lr=1e-6, weight_decay=0.0)
+    return build_policy(ModelConfig(path=str(path), dtype="float32"), parallel, groups, optimizer=optimizer)
 
 
-def steps_of(policy: Any, samples: list[Any], max_tokens: int, *, peer: str) -> dict[str, Callable[[], None]]:
-    """Forward and backward of a mini-batch on one policy: ``ours``, and bare Megatron's under the name ``peer``."""
+def random_routes(shape: Any, samples: list[Any], seed: int = 0) -> None:
+    """Give each sample routes of different experts."""
+    draw = np.random.default_rng(seed)
+    for sample in samples:
+        order = np.argsort(draw.random((sample.length - 1, shape.layers, shape.num_experts)))
+        sample.routed_experts = order[..., : shape.k].astype(shape.dtype)
+
+
+def contestants(path: str, size: Size, groups: Any) -> dict[str, Callable[[], None]]:
+    """Forward and backward of one mini-batch on one policy: ours, ours with R2, and bare Megatron's."""
     from megatron_gspo.algorithms import preset
-    from megatron_gspo.config import TrainingConfig
+    from megatron_gspo.config import ParallelConfig, TrainingConfig
     from megatron_gspo.data.sample_batch import SampleBatch
-    from megatron_gspo.mcore.train_step import forward_backward, pack_mini_batch, run_schedule
+    from megatron_gspo.mcore.routing_replay.micro_batch_routes import ReplayOptions
+    from megatron_gspo.mcore.train_step import forward_backward, mini_batch_routes, pack_mini_batch, run_schedule
+    from megatron_gspo.routing_replay.routes import RouteShape
 
-    training = TrainingConfig(steps=1, global_batch_size=1, max_tokens_per_micro_batch=max_tokens)
-    batches = pack_mini_batch(policy, SampleBatch.of(samples), training, optional=("old_log_probs",), routing=None)
-    batches = replace(batches, batches=list(batches.batches))
-    objective, bare_step = preset("gspo"), bare_forward_step(policy.groups)
+    policy = tiny_policy(path, ParallelConfig(), groups)
+    samples = make_samples(size.sequences, size.prompt, size.response, policy.shape.vocab_size)
+    say(f"{sum(sample.length for sample in samples)} tokens")
+    shape = RouteShape.of_model(policy.shape)
+    random_routes(shape, samples)
+    replay = ReplayOptions(shape, replay=True)
+    training = TrainingConfig(steps=1, global_batch_size=1, max_tokens_per_micro_batch=MAX_TOKENS)
+
+    def packed(routing: ReplayOptions | None) -> Any:
+        batches = pack_mini_batch(
+            policy, SampleBatch.of(samples), training, optional=("old_log_probs",), routing=routing
+        )
+        return replace(batches, batches=list(batches.batches))
+
+    plain = packed(None)
+    routed = packed(replay)
+    objective = preset("gspo")
+    bare_step = bare_forward_step(policy.groups)
 
     def ours() -> None:
-        forward_backward(policy, objective, batches, temperature=1.0)
+        forward_backward(policy, objective, plain, temperature=1.0)
+        synchronize()
+
+    def with_routes() -> None:
+        routes = mini_batch_routes(policy, routed, replay)
+        forward_backward(policy, objective, routed, temperature=1.0, routing=routes)
         synchronize()
 
     def bare() -> None:
         for chunk in policy.chunks:
             chunk.zero_grad_buffer()
         policy.optimizer.zero_grad()
-        run_schedule(policy, bare_step, batches, forward_only=False)
+        run_schedule(policy, bare_step, plain, forward_only=False)
         synchronize()
 
-    return {"ours": ours, peer: bare}
-
-
-def contestants(path: str, size: Size, groups: Any) -> dict[str, Callable[[], None]]:
-    """Forward-backward of one mini-batch, ours and bare, on one policy."""
-    from megatron_gspo.config import ParallelConfig
-
-    policy = tiny_policy(path, ParallelConfig(), groups)
-    samples = make_samples(size.sequences, size.prompt, size.response, policy.shape.vocab_size)
-    say(f"{sum(sample.length for sample in samples)} tokens")
-    return steps_of(policy, samples, MAX_TOKENS, peer="bare")
+    return {"ours": ours, "R2": with_routes, "bare": bare}
 
 
 def synchronize() -> None:
@@ -144,7 +165,7 @@ def write_model(folder: str, vocabulary: int | None) -> None:
 
 
 def measure(args: argparse.Namespace) -> list[Row]:
-    """A row for each size: ours against bare."""
+    """Two rows for each size: ours against bare, and ours with R2 against ours without."""
     from megatron_gspo.config import ParallelConfig
     from megatron_gspo.mcore.process_groups import initialize
 
@@ -159,11 +180,13 @@ def measure(args: argparse.Namespace) -> list[Row]:
                                seconds=args.seconds / len(SIZES))  # fmt: skip
         rows.append(time_row("step_vs_megatron", f"forward and backward of a step, {name}", taken["ours"],
                              taken["bare"], target=TARGET, peer_name="Megatron, cross entropy"))  # fmt: skip
+        rows.append(time_row("step_vs_megatron", f"the same with R2, {name}", taken["R2"], taken["ours"],
+                             target=REPLAY_TARGET, peer_name="without routes"))  # fmt: skip
     return rows
 
 
 def main() -> None:
-    run_from_command_line(__doc__, measure, {"repeats": 40}, seconds=45)
+    run_from_command_line(__doc__, measure, {"repeats": 40}, seconds=70)
 
 
 if __name__ == "__main__":

@@ -15,10 +15,12 @@ import argparse
 import base64
 import ctypes
 import datetime
+import math
 import pickle
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +33,10 @@ from benchmarks.common import (
     Row,
     Seconds,
     Spread,
+    by_turns,
     hardware,
     number,
     ratios,
-    say,
     table,
     time_row,
     timed,
@@ -140,17 +142,12 @@ class Contest:
 
 
 def measure(contest: Contest, repeats: int) -> dict[str, list[Seconds]]:
-    """Every contestant once a turn, after a turn that isn't counted; the order alternates."""
-    names = [*TRANSPORTS, PLAIN]
-    taken: dict[str, list[Seconds]] = {name: [] for name in names}
-    for turn in range(-1, repeats):
-        for name in names if turn % 2 else reversed(names):
-            seconds = contest.run(name)
-            say(f"turn {turn} {name}: {seconds.wall:.2f} s")
-            if turn >= 0:
-                taken[name].append(seconds)
-    contest.memory = {name: values[1:] for name, values in contest.memory.items()}
-    return taken
+    """Every contestant once a turn, after a turn that isn't counted."""
+    updates = {name: partial(contest.run, name) for name in (*TRANSPORTS, PLAIN)}
+    for update in updates.values():
+        update()
+    contest.memory = {name: [] for name in updates}
+    return by_turns(updates, repeats=repeats, seconds=math.inf)
 
 
 def rows_of(contest: Contest, taken: dict[str, list[Seconds]]) -> list[Row]:

@@ -21,9 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.utils.checkpoint import checkpoint
 
-CHUNK = 256  # tokens of a checkpointed chunk
 Result = tuple[Tensor, Tensor | None]  # log-probs [T], entropy [T] if requested
 Function = Callable[[Tensor, Tensor, Tensor, bool], Result]  # hidden [T, h], weight [V / tp, h], labels [T], entropy?
 
@@ -42,17 +40,6 @@ class Peer:
     parallel: bool = False
     entropy: bool = True
     compiles: bool = False
-
-
-NOT_COMPARED = {
-    "NeMo-RL": "the index has a placeholder without code (nemo-rl 0.0.0)",
-    "slime, prime-rl": "not on the index",
-    "ms-swift": "its Megatron log-probs are Megatron-Core's vocab_parallel_cross_entropy, which is here",
-    "Liger LigerFusedLinearGRPOLoss": "gives the loss, not log-probs; the function inside it that does is here",
-    "Liger fused linear cross entropy": "a Triton kernel: no CPU",
-    "verl FusedLinearForPPO with Liger": "the same Triton kernel",
-    "verl and TRL with flash-attn or Triton": "CUDA only; their torch paths are here",
-}
 
 
 class _SumGradient(torch.autograd.Function):
@@ -75,45 +62,7 @@ def logits_of(hidden: Tensor, weight: Tensor, group: ProcessGroup | None) -> Ten
     return F.linear(hidden if group is None else _SumGradient.apply(hidden, group), weight)
 
 
-# --- plain torch
-
-
-def _log_softmax(hidden: Tensor, weight: Tensor, labels: Tensor, entropy: bool) -> Result:
-    every = F.linear(hidden.float(), weight.float()).log_softmax(-1)
-    log_probs = every.gather(1, labels[:, None]).squeeze(1)
-    return log_probs, -(every.exp() * every).sum(-1) if entropy else None
-
-
-def naive(_: ProcessGroup | None) -> Function:
-    """A whole log_softmax; the product in float32 for all inputs, as ours."""
-    return _log_softmax
-
-
-def checkpointed(_: ProcessGroup | None) -> Function:
-    """The same on 256 tokens at a time, each chunk recomputed in the backward."""
-
-    def run(hidden: Tensor, weight: Tensor, labels: Tensor, entropy: bool) -> Result:
-        parts = [checkpoint(_log_softmax, rows, weight, own, entropy, use_reentrant=False)
-                 for rows, own in zip(hidden.split(CHUNK), labels.split(CHUNK), strict=True)]  # fmt: skip
-        return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts]) if entropy else None
-
-    return run
-
-
 # --- TRL
-
-
-def trl_selective(_: ProcessGroup | None) -> Function:
-    """`selective_log_softmax` and `selective_log_softmax_and_entropy`."""
-    utils = importlib.import_module("trl.trainer.utils")
-
-    def run(hidden: Tensor, weight: Tensor, labels: Tensor, entropy: bool) -> Result:
-        logits = logits_of(hidden, weight, None)
-        if entropy:
-            return utils.selective_log_softmax_and_entropy(logits, labels)
-        return utils.selective_log_softmax(logits, labels), None
-
-    return run
 
 
 def trl_chunked(_: ProcessGroup | None) -> Function:
@@ -143,18 +92,6 @@ def _verl(module: str) -> Any:
     finally:
         if absent:
             del sys.modules["liger_kernel.ops"]
-
-
-def verl_logits(_: ProcessGroup | None) -> Function:
-    """`logprobs_from_logits` and `entropy_from_logits`."""
-    functions = _verl("torch_functional")
-
-    def run(hidden: Tensor, weight: Tensor, labels: Tensor, entropy: bool) -> Result:
-        logits = logits_of(hidden, weight, None)
-        log_probs = functions.logprobs_from_logits(logits, labels)
-        return log_probs, functions.entropy_from_logits(logits) if entropy else None
-
-    return run
 
 
 def verl_fused(_: ProcessGroup | None) -> Function:
@@ -218,28 +155,11 @@ def megatron(group: ProcessGroup | None) -> Function:
     return run
 
 
-def megatron_fused(group: ProcessGroup | None) -> Function:
-    """`fused_vocab_parallel_cross_entropy` (`cross_entropy_loss_fusion`)."""
-    module = importlib.import_module("megatron.core.fusions.fused_cross_entropy")
-
-    def run(hidden: Tensor, weight: Tensor, labels: Tensor, entropy: bool) -> Result:
-        whole = dist.group.WORLD if group is None else group
-        logits = logits_of(hidden, weight, group)
-        return -module.fused_vocab_parallel_cross_entropy(logits[:, None], labels[:, None], whole).squeeze(1), None
-
-    return run
-
-
 PEERS = (
-    Peer("naive", naive),
-    Peer("checkpointed chunks", checkpointed),
-    Peer("TRL selective_log_softmax", trl_selective),
     Peer("TRL ChunkedLogProbFunction", trl_chunked),
-    Peer("verl logprobs_from_logits", verl_logits),
     Peer("verl FusedLinearForPPO", verl_fused),
     Peer("verl vocab_parallel", verl_megatron, parallel=True, compiles=True),
     Peer("AReaL gather_logprobs", areal, parallel=True, compiles=True),
     Peer("Liger chunked log-probs", liger, entropy=False),
     Peer("Megatron cross entropy", megatron, parallel=True, entropy=False),
-    Peer("Megatron fused cross entropy", megatron_fused, parallel=True, entropy=False, compiles=True),
 )

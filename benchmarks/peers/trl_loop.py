@@ -1,17 +1,13 @@
-"""Time TRL's `GRPOTrainer` at sequence level (GSPO) on one core: the peer our own loop is measured against.
+"""TRL's side of `loop_vs_trl.py`: its `GRPOTrainer` at sequence level (GSPO) on one core.
 
-Runs in TRL's own virtual environment (`pip install trl`) and imports nothing of this project. Every setting
-is an argument; a line on standard output that starts with `@@ ` holds one JSON object.
-
-    OMP_NUM_THREADS=1 python trl_loop.py --model DIR --prompts FILE.jsonl --prompts-per-rollout 32 --samples 8
+Runs in TRL's own virtual environment and imports nothing of this project. It reports after the warm-up and then after
+every `--rollouts` rollouts, and each time waits for a line on standard input before it continues; it ends when that is
+closed. A report is a line on standard output that starts with `@@ ` and holds one JSON object.
 
 A *step* is one optimizer step; a *rollout* is one round of generation and `--mini-batches` steps on it.
 Warm-up rollouts are in no figure. Tokens: prompt and response of the trained sequences, without padding.
 `loop` is everything; `training` is forward, backward and optimizer; `generation` and `scoring` (rewards, old
 log-probs) are the rest. `cpu_seconds` well below `seconds` means that other work held the machine.
-
-With `--paced` it reports after the warm-up and then after every `--rollouts` rollouts, and each time waits for a
-line on standard input before it continues; it ends when that is closed.
 """
 
 import argparse
@@ -24,8 +20,6 @@ from pathlib import Path
 import datasets
 import numpy as np
 import torch
-import transformers
-import trl
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -42,7 +36,6 @@ def parse_arguments() -> argparse.Namespace:
     for name, default in {"--warmup-rollouts": 2, "--max-response-length": 24, "--seed": 0}.items():
         add(name, type=int, default=default)
     add("--fixed-length", action="store_true", help="no end token: every response runs to --max-response-length")
-    add("--paced", action="store_true", help="wait for standard input after every segment")
     for name, default in {"--learning-rate": 3e-4, "--clip-low": 3e-4, "--clip-high": 4e-4}.items():
         add(name, type=float, default=default)
     add("--experts-implementation", default="eager", help="of Transformers; eager is fastest on one CPU core")
@@ -73,7 +66,7 @@ class TimedTrainer(GRPOTrainer):
 
     def start_clock(self) -> None:
         self.seconds = {name: np.zeros(2) for name in ("loop", "generation", "sampling_and_scoring", "steps")}
-        self.steps, self.tokens, self.response_tokens, self.rewards = 0, 0, 0, []
+        self.steps = self.tokens = self.response_tokens = 0
         self.start = now()
 
     def report(self) -> dict:
@@ -81,7 +74,7 @@ class TimedTrainer(GRPOTrainer):
         spans = {"loop": loop, "training": steps - sampled, "generation": generation}
         spans["scoring"] = sampled - generation
         report = {name: {"seconds": wall, "cpu_seconds": cpu} for name, (wall, cpu) in spans.items()}
-        return report | {key: getattr(self, key) for key in ("steps", "tokens", "response_tokens", "rewards")}
+        return report | {key: getattr(self, key) for key in ("steps", "tokens", "response_tokens")}
 
     def _generate(self, *args, **kwargs):
         begin = now()
@@ -98,18 +91,13 @@ class TimedTrainer(GRPOTrainer):
         self.tokens += responses + int(output["prompt_mask"].sum())
         return output
 
-    def _calculate_rewards(self, *args, **kwargs):
-        output = super()._calculate_rewards(*args, **kwargs)
-        self.rewards.append(output.nanmean().item())
-        return output
-
 
 class Clock(TrainerCallback):
     """Times whole steps (the optimizer runs outside `training_step`), reports, and waits for its turn."""
 
     def __init__(self, args: argparse.Namespace):
         self.warmup_steps = args.warmup_rollouts * args.mini_batches
-        self.segment_steps = args.rollouts * args.mini_batches if args.paced else 0
+        self.segment_steps = args.rollouts * args.mini_batches
         self.trainer, self.begin = None, now()
 
     def on_step_begin(self, args, state, control, **_):
@@ -121,11 +109,9 @@ class Clock(TrainerCallback):
         trainer.seconds["loop"] = end - trainer.start
         trainer.steps += 1
         after_warmup = state.global_step - self.warmup_steps
-        if self.segment_steps and after_warmup >= 0 and after_warmup % self.segment_steps == 0:
+        if after_warmup >= 0 and after_warmup % self.segment_steps == 0:
             print("@@ " + json.dumps(trainer.report()), flush=True)
             control.should_training_stop = not sys.stdin.readline()
-            trainer.start_clock()
-        elif after_warmup == 0:
             trainer.start_clock()
 
 
@@ -144,7 +130,7 @@ def build_trainer(args: argparse.Namespace, output_dir: str) -> TimedTrainer:
         generation_kwargs={"eos_token_id": [NEVER]} if args.fixed_length else None,
         num_generations=args.samples, steps_per_generation=args.mini_batches, gradient_accumulation_steps=1,
         per_device_train_batch_size=sequences // args.mini_batches,
-        max_steps=10**9 if args.paced else (args.warmup_rollouts + args.rollouts) * args.mini_batches,
+        max_steps=10**9,
         learning_rate=args.learning_rate, lr_scheduler_type="constant", max_grad_norm=1.0,
         logging_strategy="no", save_strategy="no", report_to="none", disable_tqdm=True,
     )  # fmt: skip
@@ -163,16 +149,6 @@ def main() -> None:
         trainer = build_trainer(args, output_dir)
         trainer.start_clock()
         trainer.train()
-    if args.paced:
-        return
-    report = trainer.report()
-    for name in ("loop", "training", "generation", "scoring"):
-        seconds = report[name]["seconds"]
-        report[name] |= {"seconds_per_step": seconds / trainer.steps, "tokens_per_second": trainer.tokens / seconds}
-    report["parameters"] = trainer.model.num_parameters()
-    report["versions"] = {module.__name__: module.__version__ for module in (trl, transformers, torch)}
-    report["settings"] = vars(args) | {"prompts": str(args.prompts)}
-    print("@@ " + json.dumps(report), flush=True)
 
 
 if __name__ == "__main__":

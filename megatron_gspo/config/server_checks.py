@@ -59,7 +59,7 @@ def _check_transport(servers: ServerConfig) -> None:
     if servers.weight_changes_only and not servers.loads_single_tensors:
         problem, fix = "these servers load a layer from all of its tensors", "remove it"
         raise ConfigError(f"{name}.weight_changes_only", True, problem, fix)
-    if servers.colocated and transport in ("distributed", "nccl"):
+    if servers.colocated and transport == "distributed":
         problem = f"servers on the trainer's GPUs ({name}.colocated) can't be in an NCCL group with it"
         fix = f"set it to {servers.colocated_transports}"
         raise ConfigError(f"{name}.weight_transport", transport, problem, fix)

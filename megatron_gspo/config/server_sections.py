@@ -33,7 +33,7 @@ class ServerConfig:
     """Seconds until a server must have started."""
     api_key_file: UserPath | None = None
     """File with the servers' API key on its first line; null: no key."""
-    weight_transport: Literal["distributed", "tensor", "disk", "ipc", "nccl", "cuda_ipc"] = "distributed"
+    weight_transport: Literal["distributed", "tensor", "disk", "ipc"] = "distributed"
     """How weights reach the servers; each kind takes some of these."""
     weight_bucket_mb: Annotated[float, Gt(0)] = 512.0
     """MiB of weights that a rank sends at once."""
@@ -87,11 +87,6 @@ class ServerConfig:
         return bool(self.num_servers) and self.weight_transport == "distributed"
 
     @property
-    def has_one_source(self) -> bool:
-        """Whether rank 0 must send all weights: the servers take them from one process."""
-        return False
-
-    @property
     def resolved_response_timeout(self) -> float:
         """`response_timeout` in seconds, null resolved."""
         return 3 * self.request_timeout if self.response_timeout is None else self.response_timeout
@@ -114,17 +109,11 @@ class VLLMConfig(ServerConfig):
     section: ClassVar[str] = "vllm"
     loads_single_tensors: ClassVar[bool] = False
     has_weight_checker: ClassVar[bool] = True
-    colocated_transports: ClassVar[str] = "disk, or to cuda_ipc"
-    weight_transport: Literal["distributed", "disk", "nccl", "cuda_ipc"] = "distributed"
-    """Weights to servers by broadcast to our worker extension (`distributed`), files (`disk`), or vLLM's own transfer
-    engines from rank 0 (`nccl`, `cuda_ipc`; GPUs only)."""
+    colocated_transports: ClassVar[str] = "disk"
+    weight_transport: Literal["distributed", "disk"] = "distributed"
+    """Weights to servers by broadcast to our worker extension (`distributed`) or files (`disk`)."""
 
     @property
     def uses_receiver(self) -> bool:
         """See `ServerConfig.uses_receiver`: `urls` have it too, or are refused."""
         return self.weight_transport == "distributed"
-
-    @property
-    def has_one_source(self) -> bool:
-        """See `ServerConfig.has_one_source`."""
-        return self.weight_transport in ("nccl", "cuda_ipc")

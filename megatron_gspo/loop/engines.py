@@ -190,7 +190,7 @@ def weight_sources(config: Config, urls: Sequence[str]) -> tuple[Source, ...]:
             fix = "set it to disk, tensor or distributed"
             raise ConfigError(f"{servers.section}.weight_transport", "ipc", problem, fix)
         return handle_sources(config, urls, _ranks_of_the_first_node())
-    if servers.has_one_source or (config.lora.sends_adapters and servers.weight_transport == "tensor"):
+    if config.lora.sends_adapters and servers.weight_transport == "tensor":
         return WHOLE
     one_node = sources[-1].rank < _ranks_of_the_first_node()
     by_rank_zero = servers.weight_transport == "disk" or servers.uses_receiver  # who sends all requests

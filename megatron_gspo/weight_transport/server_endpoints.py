@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,8 @@ class ServerInfo:
     opened and closed by requests of its own (SGLang since 0.5.23). speculative: whether it decodes speculatively.
     receiver: whether it has our receiver of weights; None if it does not say. adapters: whether it takes LoRA adapters;
     adapter_tensors: also in a request.
-    transfer_engine: its own for weights, by name; "" if none. keeps_memory: why it can't free its GPU memory while it
-    is idle, with the fix; "" if it can or does not say. refusal: why its responses can't be used, with the fix; "" if
-    they can.
+    keeps_memory: why it can't free its GPU memory while it is idle, with the fix; "" if it can or does not say.
+    refusal: why its responses can't be used, with the fix; "" if they can.
     """
 
     url: str
@@ -47,7 +46,6 @@ class ServerInfo:
     receiver: bool | None = None
     adapters: bool = False
     adapter_tensors: bool = False
-    transfer_engine: str = ""
     keeps_memory: str = ""
     refusal: str = ""
 
@@ -78,12 +76,11 @@ class WeightEndpoints:
     """One kind of server. Stateless. Every method raises `ServerError`; timeout: seconds of each request.
 
     A kind that lacks a transport does not define its methods, and its config section does not accept it. engine: its
-    name, which is also that of the config section. own_transports: those of this kind alone, by name. init_group_path,
-    broadcast_path: of `init_group` and `load_broadcast`, for error messages.
+    name, which is also that of the config section. init_group_path, broadcast_path: of `init_group` and
+    `load_broadcast`, for error messages.
     """
 
     engine: str
-    own_transports: Mapping[str, Callable[..., Any]] = {}  # classes of `WeightTransport`, which imports this module
     init_group_path: str = ""
     broadcast_path: str = ""
 

@@ -345,8 +345,6 @@ def make_transport(
         return DistributedTransport(endpoints, address=address, backend=backend)
     if name == "ipc":
         return SharedMemoryTransport(endpoints)
-    if own := endpoints.own_transports.get(name):
-        return own(endpoints, checksums=checksums)
     raise ValueError(f"{section}.weight_transport={name}: choose one of {', '.join(TRANSPORTS)}")
 
 

@@ -39,11 +39,6 @@ def test_far_tokens_are_finite_and_without_gradient(estimator, far):
     assert got.isfinite().all() and log_probs.grad[0] == 0 and log_probs.grad[1] > 0
 
 
-def test_unknown_estimator():
-    with pytest.raises(ValueError, match="'k5'.*k1, k2, k3"):
-        kl_penalty(torch.zeros(1), torch.zeros(1), "k5")
-
-
 def test_defaults_are_k3_and_20_nats():
     far = torch.tensor([-1.0, -1.0, -1.0], dtype=torch.float64)
     got = kl_penalty(

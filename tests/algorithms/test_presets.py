@@ -66,13 +66,6 @@ def test_a_preset_is_the_objective_of_its_row():
         assert preset(name) == Objective(name=name, **row)
 
 
-def test_unknown_names_list_the_choices():
-    with pytest.raises(ValueError, match="'gpso'.*gspo, gspo_token, grpo, dr_grpo, dapo, gmpo, luspo, cispo"):
-        preset("gpso")
-    with pytest.raises(ValueError, match="clip_high = 0.2.*epsilon_high"):
-        preset("gspo", clip_high=0.2)
-
-
 def test_published_settings_of_the_correction():
     assert CORRECTIONS == {
         "none": {},

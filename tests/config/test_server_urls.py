@@ -7,7 +7,11 @@ import pytest
 from megatron_gspo.config.server_urls import check_url, is_loopback
 
 
-@pytest.mark.parametrize("url", ["ftp://a:1", "http://", "http://a:0", "http://user@a:1", "http://a/path", "a:1"])
+@pytest.mark.parametrize(
+    "url",
+    ["ftp://a:1", "http://", "http://a:0", "http://user@a:1", "http://a/path", "a:1", "http://a:1?k=v", "http://a:port",
+     "http://a:99999", "http://[::1:80", f"http://{'a' * 64}.b:80"],
+)  # fmt: skip
 def test_what_is_no_server(url):
     with pytest.raises(ValueError, match="give http://host:port"):
         check_url(url)

@@ -44,16 +44,6 @@ def test_weights_by_hand():
     })  # fmt: skip
 
 
-def test_weights_of_sequences_by_hand():
-    algorithm = AlgorithmConfig.preset(rollout_is="geometric", rollout_is_threshold=1.2)
-    (first, second), found = corrected(two_samples(), algorithm)
-    mean = math.sqrt(3 / 4)
-    np.testing.assert_allclose(first.advantages, [-2 * mean] * 3, rtol=1e-6)
-    np.testing.assert_allclose(second.advantages, [-2.4, -2.4], rtol=1e-6)
-    assert found["rollout_is/weight_mean"] == pytest.approx((mean + 1.2) / 2)
-    assert found["rollout_is/truncated"] == 0.5
-
-
 def test_the_weight_of_a_sequence_is_that_of_the_tokens_left():
     algorithm = AlgorithmConfig.preset(rollout_rs="token", rollout_rs_threshold=4.0, rollout_rs_threshold_lower=0.5,
                                 rollout_is="geometric", rollout_is_threshold=5.0)  # fmt: skip
@@ -71,42 +61,6 @@ def test_excluded_tokens_may_stay_in_the_denominators():
     assert first.loss_mask.tolist() == [True, True, False] and second.loss_mask.all()
     assert first.advantages.dtype == np.float32
     assert found["rollout_rs/tokens"] == 0.25 and found["rollout_rs/sequences"] == 0
-
-
-def test_divergences_by_hand():
-    """exp(d) - 1 - d is 0.901 and 0.636 of the first response, mean 0.769; 0.0945 of the second."""
-    algorithm = AlgorithmConfig.preset(rollout_rs="sequence_k3", rollout_rs_divergence=0.768)
-    (first, second), found = corrected(two_samples(), algorithm)
-    assert not first.loss_mask.any() and second.loss_mask.all() and found["rollout_rs/sequences"] == 0.5
-    algorithm = AlgorithmConfig.preset(rollout_rs="sequence_k3", rollout_rs_divergence=0.77)
-    assert corrected(two_samples(), algorithm)[1] == {"rollout_rs/tokens": 0, "rollout_rs/sequences": 0}
-    # probabilities 0.406 and 0.135: 0.406 ln 3 + 0.594 ln(0.594 / 0.865) = 0.2228; the others less
-    algorithm = AlgorithmConfig.preset(rollout_rs="token_binary_kl", rollout_rs_divergence=0.222)
-    (first, second), found = corrected(two_samples(), algorithm)
-    assert first.loss_mask.tolist() == [False, True, False] and second.loss_mask.all()
-    algorithm = AlgorithmConfig.preset(rollout_rs="token_binary_kl", rollout_rs_divergence=0.2235)
-    assert corrected(two_samples(), algorithm)[1]["rollout_rs/tokens"] == 0
-
-
-def test_published_settings_of_the_correction():
-    weights = {"token_tis": [-4, -0.5, -2], "bounded_token_tis": [-4, -1, -2]}
-    for name, expected in weights.items():
-        (first, _), found = corrected(two_samples(), AlgorithmConfig.preset(rollout_correction_preset=name))
-        np.testing.assert_allclose(first.advantages, expected, rtol=1e-6)
-        assert not any(key.startswith("rollout_rs") for key in found)
-    algorithm = AlgorithmConfig.preset(rollout_correction_preset="k3_rejection_token_tis")
-    assert (algorithm.rollout_rs, algorithm.rollout_rs_divergence, algorithm.rollout_is_threshold) == (
-        "sequence_k3", 0.001, 2.0)  # fmt: skip
-    changed = AlgorithmConfig.preset(rollout_correction_preset="token_tis", rollout_is_threshold=3.0)
-    assert (changed.rollout_is, changed.rollout_is_threshold) == ("token", 3.0)
-
-
-def test_a_masked_sequence_has_no_weight():
-    algorithm = AlgorithmConfig.preset(rollout_rs="geometric", rollout_rs_threshold=1.4, rollout_is="geometric")
-    (first, second), found = corrected(two_samples(), algorithm)
-    assert first.loss_mask.tolist() == [True, True, False] and not second.loss_mask.any()
-    assert found["rollout_rs/tokens"] == 0.5 and found["rollout_rs/sequences"] == 0.5
-    assert found["rollout_is/weight_mean"] == found["rollout_is/weight_max"] < 1
 
 
 def test_nothing_left_has_no_weights():

@@ -19,12 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 import megatron_gspo.mcore.train_step  # noqa: F401  the fork server of the tests imports it once
-from benchmarks.live_storages import LiveStorages
 from megatron_gspo.mcore import attention as module
 from megatron_gspo.mcore.attention import PackedAttention, packed_sequences, segments_of, takes_varlen
 from megatron_gspo.models.rotary import Rotary
 from megatron_gspo.parallel.context_parallel import zigzag_indices
 from tests.support.distributed import run_distributed
+from tests.support.live_storages import LiveStorages
 
 CPU = torch.device("cpu")
 

@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import megatron_gspo.mcore.train_step  # noqa: F401  the fork server of the tests imports it once
-from benchmarks.live_storages import LiveStorages
 from megatron_gspo.config import ParallelConfig
 from megatron_gspo.mcore.hf_weights import export_weights, load_weights, map_parameters
 from megatron_gspo.mcore.model import build_model
 from megatron_gspo.models import family_of, read_config
 from tests.support.configs import model_config, parallel
 from tests.support.distributed import run_distributed
+from tests.support.live_storages import LiveStorages
 from tests.support.parallel_groups import groups_of
 from tests.support.tiny_models import save_mxfp4_model, save_tiny_model, stored_tensors
 

@@ -16,7 +16,6 @@ from megatron_gspo.config import Config
 from megatron_gspo.mcore import megatron_refusals, model, policy
 from megatron_gspo.mcore.megatron_options import resolve_options
 from megatron_gspo.mcore.megatron_refusals import (
-    bypasses_router_hooks,
     key_that_sets,
     reason_to_refuse,
     refused_names,
@@ -60,53 +59,11 @@ def test_our_own_values_are_not_refused(our_keywords):
     assert refused == {"overlap_p2p_comm", "batch_p2p_comm", "use_cpu_initialization"}
 
 
-def test_an_option_is_in_one_table_only():
-    tables = [set(table) for table in (megatron_refusals._SET_BY, megatron_refusals._REFUSED,
-                                       megatron_refusals._BYPASSES_HOOKS)]  # fmt: skip
-    named = set.union(*tables)
-    assert sum(map(len, tables)) == len(named)
-    assert refused_names() == named | set(megatron_refusals._NEEDS_TRANSFORMER_ENGINE)
-
-
 def test_the_keys_that_set_options_exist():
     sections = typing.get_type_hints(Config)
     for key in {key for name in refused_names() if (key := key_that_sets(name))}:
         section, _, field = key.partition(".")
         assert field in {item.name for item in dataclasses.fields(sections[section])}, key
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "is_refused"),
-    [
-        ("hidden_dropout", 0, False),  # equal to the harmless 0.0
-        ("hidden_dropout", False, True),  # equal to 0.0 too, but another type
-        ("calculate_per_token_loss", 0, False),
-        ("num_distributed_optimizer_instances", True, True),
-        ("check_for_nan_in_grad", True, False),
-        ("deallocate_pipeline_outputs", False, False),
-        ("deallocate_pipeline_outputs", True, True),
-        ("mtp_loss_scaling_factor", 0.1, True),  # by its family
-        ("moe_permute_fusion", True, False),
-    ],
-)
-def test_which_values_are_harmless(name, value, is_refused):
-    assert (reason_to_refuse(name, value) is not None) == is_refused
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "bypasses"),
-    [
-        ("moe_router_fusion", True, True),
-        ("moe_router_fusion", False, False),
-        ("moe_layer_recompute", True, True),
-        ("recompute_modules", ["core_attn", "moe"], True),
-        ("recompute_modules", ["moe_act"], False),
-        ("recompute_modules", None, False),
-        ("moe_permute_fusion", True, False),
-    ],
-)
-def test_which_values_bypass_the_router_hooks(name, value, bypasses):
-    assert bypasses_router_hooks(name, value) == bypasses
 
 
 def section() -> str:

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 import megatron_gspo.mcore.train_step  # noqa: F401  the fork server of the tests imports it once
-from benchmarks.live_storages import LiveStorages
 from megatron_gspo.config import ParallelConfig
 from megatron_gspo.mcore import weight_sources
 from megatron_gspo.mcore.hf_weights import load_weights
@@ -20,6 +19,7 @@ from megatron_gspo.mcore.weight_sources import default_sources, export_source
 from megatron_gspo.models import family_of, read_config
 from tests.support.configs import model_config, parallel
 from tests.support.distributed import run_distributed
+from tests.support.live_storages import LiveStorages
 from tests.support.parallel_groups import groups_of
 from tests.support.tiny_models import save_tiny_model
 

@@ -243,11 +243,3 @@ def test_other_weights_that_a_config_names(plain: Path) -> None:
         match="transformers_weights='other.safetensors' in config.json names other weights",
     ):
         check(plain)
-
-
-def test_adapters_that_transformers_would_add(plain: Path) -> None:
-    (plain / "adapter_config.json").write_text("{}")
-    with pytest.raises(
-        ModelError, match="has adapter_config.json, whose adapters Transformers would add"
-    ):
-        check(plain)

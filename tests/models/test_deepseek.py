@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_gspo.models import ModelError, check_names, family_of, hugging_face_names, read_config
-from megatron_gspo.models.hf_checkpoint import CheckpointReader
+from megatron_gspo.models import ModelError, family_of, hugging_face_names
 from megatron_gspo.models.model_shape import LatentSizes, Router
-from tests.support.tiny_models import save_tiny_model, tiny_config
+from tests.support.tiny_models import tiny_config
 
 
 def test_facts_by_hand():
@@ -48,18 +47,3 @@ def test_layers_of_glm_lite_are_listed_or_the_first_is_dense():
     with pytest.raises(ModelError, match="first_k_dense_replace=2"):  # Transformers doesn't read it
         family_of(counted)
     assert family_of({**counted, "first_k_dense_replace": 1})[1].moe_layers == (False, True, True, True)
-
-
-@pytest.mark.parametrize("key", ["kv_lora_rank", "n_routed_experts", "qk_rope_head_dim", "v_head_dim"])
-def test_a_missing_size_is_named(key):
-    config = {name: value for name, value in tiny_config("deepseek").to_dict().items() if name != key}
-    with pytest.raises(ModelError, match=f"lacks the key '{key}'"):
-        family_of(config)
-
-
-@pytest.mark.parametrize("kind", ["deepseek", "moonlight", "glm_lite", "glm"])
-def test_names_are_those_that_transformers_writes(kind, tmp_path):
-    family, shape = family_of(read_config(save_tiny_model(tmp_path, kind)))
-    with CheckpointReader(tmp_path) as reader:
-        check_names(reader.names, family, shape)
-        assert sorted(hugging_face_names(family, shape)) == sorted(reader.names)

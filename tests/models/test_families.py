@@ -2,39 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 
 from megatron_gspo.models import ModelError, check_names, family_of, hugging_face_names, read_config
-from megatron_gspo.models.hf_checkpoint import CheckpointReader
-from megatron_gspo.models.stacked_experts import checkpoint_names
-from tests.support.tiny_models import save_tiny_model, tiny_config
-
-MODELS = {
-    "dense": dict(kind="dense"),
-    "tied": dict(kind="dense", tie_word_embeddings=True),
-    "moe": dict(kind="moe"),
-    "moe tied": dict(kind="moe", tie_word_embeddings=True),
-    "mixed": dict(kind="moe", mlp_only_layers=[1]),
-    "sparse step": dict(kind="moe", decoder_sparse_step=2),
-    "experts of a part": dict(kind="qwen35_moe"),
-    "experts of a text model": dict(kind="qwen35_moe_text"),
-    "dense part, tied": dict(kind="qwen35", tie_word_embeddings=True),
-    "dense text model": dict(kind="qwen35_text"),
-}
-
-
-@pytest.mark.parametrize("model", MODELS.values(), ids=list(MODELS))
-def test_names_are_those_that_transformers_writes(tmp_path, model):
-    path = save_tiny_model(tmp_path, **model)
-    family, shape = family_of(read_config(path))
-    with CheckpointReader(path) as reader:
-        check_names(reader.names, family, shape)
-        written = {name for name in reader.names if not name.startswith("model.visual.")}
-    names = Counter(hugging_face_names(family, shape))
-    assert set(checkpoint_names(names)) == written
-    assert set(names.values()) == {1}
+from tests.support.tiny_models import tiny_config
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,13 @@ leaked = []
 class Mute(Exception):
     def __str__(self): raise RuntimeError("no text")
 
+def note_pid(prompt, pid):
+    """In a file that is whole as soon as it is there."""
+    file = prompt.metadata["file"]
+    with open(file + ".part", "w") as part:
+        part.write(str(pid))
+    os.rename(file + ".part", file)
+
 def judge(text, prompt):
     """The response selects what the verifier does."""
     print("noise on standard output")
@@ -23,13 +30,13 @@ def judge(text, prompt):
     if text == "sleep": time.sleep(60)
     if text == "regex": return float(bool(re.match("(a+)+$", "a" * 60 + "b")))  # holds the interpreter lock
     if text == "child":
-        open(prompt.metadata["file"], "w").write(str(subprocess.Popen(["sleep", "60"]).pid))
+        note_pid(prompt, subprocess.Popen(["sleep", "60"]).pid)
         time.sleep(60)
     if text == "daemon":  # a double fork into a session of its own
         if os.fork() == 0:
             os.setsid()
             if os.fork() == 0:
-                open(prompt.metadata["file"], "w").write(str(os.getpid()))
+                note_pid(prompt, os.getpid())
                 time.sleep(60)
             os._exit(0)
         while not os.path.exists(prompt.metadata["file"]): time.sleep(0.01)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.live_storages import LiveStorages
+from tests.support.live_storages import LiveStorages
 
 MIB = 2**20
 CONTEXT = (1, 2, 8)  # context-parallel ranks

@@ -106,16 +106,6 @@ def test_what_a_cpu_cannot_prove_is_told_once(engine: ServerEngine, vllm_model: 
     assert [f"prove {proven} of {total} parameters" in line for line in lines] == [True]
 
 
-@pytest.mark.parametrize(("transport", "engine"), [("nccl", "nccl"), ("cuda_ipc", "ipc")])
-def test_transfer_engines_of_vllm_are_refused_on_a_cpu(vllm_server, vllm_model, transport, engine) -> None:
-    refused = engine_on(vllm_server.urls, vllm_model, kind="vllm", routes=False, weight_transport=transport)
-    try:
-        with pytest.raises(EngineError, match=f"server http://.*: vLLM's {engine} transfer engine needs GPUs on both"):
-            update(refused, changed_model(vllm_model, 1), 1)
-    finally:
-        refused.close()
-
-
 def test_a_server_that_frees_no_memory_is_refused_where_it_is_colocated(vllm_server, vllm_model, tmp_path) -> None:
     """On a CPU it answers to /sleep and /wake_up, and has its weights in between."""
     colocated = engine_on(vllm_server.urls, vllm_model, kind="vllm", routes=False, weight_transport="disk",

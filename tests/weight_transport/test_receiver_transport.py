@@ -2,35 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from megatron_gspo.servers.http_client import EventLoop
-from megatron_gspo.weight_transport.receiver_transport import Offer, ReceiverTransport, receive_requests
+from megatron_gspo.weight_transport.receiver_transport import ReceiverTransport
 from megatron_gspo.weight_transport.transport import Sent
 from megatron_gspo.weight_transport.weight_update import send_weights
 from tests.support.weight_updates import HarmedWeights
-from tests.weight_transport.test_weight_update import INFO
 
 NONE: Any = None
-
-
-def test_ranks_of_all_servers_are_numbered_in_one_group() -> None:
-    infos = [replace(INFO, url="http://a:1", tp_size=2), replace(INFO, url="http://b:1")]
-    offers = [Offer("w0", "10.0.0.1", 5, 4, "gloo"), Offer("w1", "10.0.0.2", 6, 4, "gloo")]
-    requests = receive_requests(offers, "t", infos, timeout=3.0, checksums=True)
-    assert {url: [each["rank"] for each in found] for url, found in requests.items()} == {
-        "http://a:1": [1, 2], "http://b:1": [3]
-    }  # fmt: skip
-    one = requests["http://b:1"][0]
-    assert one["transfer"] == "t" and one["timeout"] == 3.0 and one["checksums"]
-    assert one["sources"] == [
-        {"name": "w0", "address": "10.0.0.1", "port": 5, "size": 4, "backend": "gloo"},
-        {"name": "w1", "address": "10.0.0.2", "port": 6, "size": 4, "backend": "gloo"},
-    ]
 
 
 def test_only_tensors_whose_bytes_differ_are_selected() -> None:

@@ -33,7 +33,7 @@ def transport_of(name: str, folder: Path) -> WeightTransport:
 
 
 @pytest.mark.parametrize("checksums", [False, True])
-@pytest.mark.parametrize("name", ["disk", "distributed", "nccl", "cuda_ipc"])
+@pytest.mark.parametrize("name", ["disk", "distributed"])
 def test_every_transport_to_vllm_is_told_of_checksums(name: str, checksums: bool, tmp_path: Path) -> None:
     config = VLLMConfig(weight_transport=name, weight_dir=str(tmp_path), weight_checksums=checksums)  # type: ignore[arg-type]
     assert make_transport(config, VLLMWeightEndpoints()).checksums is checksums

@@ -14,7 +14,7 @@ from megatron_gspo.models.checkpoint_checks import check_checkpoint
 from megatron_gspo.models.companions import companions, copy_companions
 from megatron_gspo.models.families import family_of, names_of_own_type
 from megatron_gspo.models.hf_checkpoint import INDEX, CheckpointReader
-from megatron_gspo.models.model_shape import ModelError, ModelShape, read_config
+from megatron_gspo.models.model_shape import ModelShape, read_config
 from megatron_gspo.models.parameter_slices import CheckpointChunk, ParameterSlice
 from megatron_gspo.tools.convert.carried_tensors import copy_carried
 from megatron_gspo.tools.convert.torch_dcp_files import Placement, write_file, write_metadata
@@ -121,11 +121,3 @@ def _write(work: _Work) -> list[Placement]:
             return chunk.of(last[1])
 
         return write_file(work.folder, work.number, work.chunks, make, work.dtype, work.objects)
-
-
-def companions_of(checkpoint: Path) -> Path:
-    """The folder with config.json and tokenizer in a converted checkpoint; ``ModelError`` where there is none."""
-    folder = checkpoint / COMPANIONS
-    if not (folder / "config.json").is_file():
-        raise ModelError(f"{checkpoint}: has no {COMPANIONS}/config.json; name the Hugging Face directory of its model")
-    return folder

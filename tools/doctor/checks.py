@@ -1,4 +1,4 @@
-"""The checks in their order: config, ranks and groups, what a host's first rank looks at, and the probe."""
+"""The checks in their order: config, ranks and groups, what a host's first rank looks at."""
 
 from __future__ import annotations
 
@@ -70,8 +70,6 @@ class Checks:
 
         parallel = self.config.parallel if self.config is not None else ParallelConfig()
         seconds = self.options.seconds
-        if self.options.probe:  # which keeps these groups
-            seconds = max(seconds, 60 * parallel.distributed_timeout_minutes)
         self.findings += ranks.meet(parallel, seconds)
         if worst(self.findings) == "error" and self.findings[-1].check == "ranks.missing":
             return False
@@ -145,23 +143,6 @@ class Checks:
             self.add("run.checkpoints", lambda: input_checks.check_checkpoints(config))
         return hf
 
-    def probe(self, *, has_errors: bool) -> None:
-        """``--probe``, a collective of all ranks."""
-        config = self.config
-        if config is None or has_errors or self.options.world_size is not None:
-            why = "there is no config" if config is None else "fix the other errors first"
-            if self.rank == 0:
-                self.findings.append(note("parity.log_probs", f"--probe: not compared, {why}"))
-            return
-
-        def compare() -> list[Finding]:
-            from megatron_gspo.tools.doctor.probe import probe_servers
-
-            found = probe_servers(config)
-            return found if self.rank == 0 else []
-
-        self.add("parity.log_probs", compare)
-
 
 def run_checks(options: Options, output: TextIO) -> int:
     """All checks of this rank. Rank 0 prints the report of all; every rank returns its exit code. Raises
@@ -174,10 +155,6 @@ def run_checks(options: Options, output: TextIO) -> int:
     if checks.local_rank == 0:
         checks.check_host()
     by_rank = _gathered(checks) if has_met else {checks.rank: checks.findings}
-    if options.probe:
-        earlier = [finding for findings in by_rank.values() for finding in findings]
-        checks.probe(has_errors=worst(earlier) == "error")
-        by_rank[checks.rank] = checks.findings
     findings = merge(by_rank)
     code = exit_code(findings, allow_warnings=options.allow_warnings)
     if checks.rank == 0:

@@ -24,7 +24,6 @@ THEMES = (
     "servers",
     "ranks",
     "groups",
-    "parity",
 )
 EXIT_CODES = {"ok": 0, "note": 0, "warning": 1, "error": 2}
 

@@ -59,8 +59,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--build-only", action="store_true",
                       help="only check the config and its files, and build the model of each stage")  # fmt: skip
     made.add_argument("--json", type=path_argument, metavar="FILE", help="write all that was recorded")
-    made.add_argument("--html", type=path_argument, metavar="FILE", help="write a page with charts of the memory")
-    made.add_argument("--png", type=path_argument, metavar="FILE", help="write the charts alone")
+    made.add_argument("--png", type=path_argument, metavar="FILE", help="write charts of the memory")
     return made
 
 
@@ -70,11 +69,8 @@ def check_arguments(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and not least <= value < float("inf"):
             raise InputError(f"--{name} {value:g}: must be at least {least:g}")
-    needed = {"--html": ("matplotlib", "jinja2"), "--png": ("matplotlib",)}
-    for option, packages in needed.items():
-        for package in packages if getattr(args, option[2:]) else ():
-            if importlib.util.find_spec(package) is None:
-                raise InputError(f"{option} needs {package}: pip install 'megatron-gspo[plot]'")
+    if args.png and importlib.util.find_spec("matplotlib") is None:
+        raise InputError("--png needs matplotlib: pip install 'megatron-gspo[plot]'")
 
 
 def build(args: argparse.Namespace) -> str:
@@ -132,16 +128,10 @@ class RankProgress:
 
 
 def write_files(rehearsal: Rehearsal, args: argparse.Namespace) -> None:
-    """``--json``, ``--html`` and ``--png``; charts need a rank that did not fail."""
+    """``--json`` and ``--png``; charts need a rank that did not fail."""
     if args.json:
         with writing(args.json):
             args.json.write_text(json.dumps(to_json(rehearsal), indent=1), encoding="utf-8")
-    if args.html:
-        from megatron_gspo.tools.rehearse.rehearsal_page import render
-
-        page = render(rehearsal)
-        with writing(args.html):
-            args.html.write_text(page, encoding="utf-8")
     if args.png and rehearsal.records:
         from megatron_gspo.tools.rehearse.memory_chart import draw_png
 

@@ -1,4 +1,4 @@
-"""Device memory over a rehearsed step as stacked areas: inline SVG for a page, or a PNG."""
+"""Device memory over a rehearsed step as stacked areas, a PNG."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING
 from megatron_gspo.tools.plan.hardware import GIB
 from megatron_gspo.tools.rehearse.records import KINDS, MemoryPoint, RankRecord
 from megatron_gspo.tools.rehearse.rehearsal_tables import short_roles
-from megatron_gspo.tools.svg_panel import FAINT, TEXT, panel, phase_colour, short
+from megatron_gspo.tools.svg_panel import short
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 COLUMNS = 2
-_PNG_COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b79a20", "#e45756", "#9ecae9")  # by kind, as page_colours.css
-_PAGE_COLOURS = tuple(phase_colour(number) for number in (0, 2, 3, 5, 7, 1))
+_COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b79a20", "#e45756", "#9ecae9")  # by kind
+_TEXT = "#0f172a"
+_FAINT = "#475569"
 _PHASE_NAMES = {"old_log_probs": "old log-probs", "ref_log_probs": "reference",
                 "values": "values", "critic": "value model", "forward_backward": "forward, backward",
                 "weight_export": "export", "checkpoint_plan": "checkpoint"}  # fmt: skip
@@ -27,18 +28,6 @@ _SIZE = (6.4, 3.3)  # inches
 def title_of(record: RankRecord) -> str:
     """Rank and roles."""
     return f"Rank {record.rank}" + (f": {short_roles(record.roles)}" if record.roles else "")
-
-
-def memory_svg(record: RankRecord) -> str:
-    """The chart of one rank as inline SVG, in the colours of the page. Raises ImportError without matplotlib."""
-    with panel(title_of(record), size=_SIZE) as (axis, output):
-        draw_memory(axis, record, _PAGE_COLOURS, (TEXT, FAINT))
-    return output[0]
-
-
-def kind_numbers() -> dict[str, int]:
-    """The page's colour ``--pN`` of each kind, for the legend."""
-    return dict(zip(KINDS, (0, 2, 3, 5, 7, 1), strict=True))
 
 
 def draw_png(records: Sequence[RankRecord], output: Path) -> Path:
@@ -52,8 +41,8 @@ def draw_png(records: Sequence[RankRecord], output: Path) -> Path:
     FigureCanvasAgg(figure)
     axes = figure.subplots(rows, columns, squeeze=False).flatten()
     for axis, record in zip(axes, records, strict=False):
-        draw_memory(axis, record, _PNG_COLOURS, ("#0f172a", "#475569"))
-        axis.set_title(title_of(record), fontsize=10.5, loc="left", color="#0f172a")
+        draw_memory(axis, record)
+        axis.set_title(title_of(record), fontsize=10.5, loc="left", color=_TEXT)
         axis.set_axisbelow(True)
         axis.grid(True, color="#e2e8f0", lw=0.8)
         for side in ("top", "right"):
@@ -66,29 +55,26 @@ def draw_png(records: Sequence[RankRecord], output: Path) -> Path:
     return output
 
 
-def draw_memory(axis: Axes, record: RankRecord, colours: Sequence[str], ink: tuple[str, str]) -> None:
-    """Stacked areas by kind over the operations; phases are separated by lines, and the peak is marked.
-
-    colours: of `KINDS`; ink: of the peak and of the phases.
-    """
-    (text, faint), peak = ink, record.memory.peak
+def draw_memory(axis: Axes, record: RankRecord) -> None:
+    """Stacked areas by kind over the operations; phases are separated by lines, and the peak is marked."""
+    peak = record.memory.peak
     points = sorted([*record.memory.timeline, peak], key=lambda point: point.index)
     x = [point.index for point in points]
     areas = [[point.bytes.get(kind, 0) / GIB for point in points] for kind in KINDS]
-    axis.stackplot(x, *areas, colors=colours, labels=KINDS, step="post", lw=0)
+    axis.stackplot(x, *areas, colors=_COLOURS, labels=KINDS, step="post", lw=0)
     top = max(point.total for point in points) / GIB
     axis.set_ylim(0, 1.22 * max(top, 1e-9))
     axis.set_xlim(x[0], max(x[-1], x[0] + 1))
     for phase, start, end in phase_spans(points):
         if start > x[0]:
-            axis.axvline(start, color=faint, lw=0.7, ls=":")
+            axis.axvline(start, color=_FAINT, lw=0.7, ls=":")
         if end - start >= _LEAST_LABEL * (x[-1] - x[0]):
             name = _PHASE_NAMES.get(phase, phase)
-            axis.text((start + end) / 2, 1.2 * top, name, ha="center", va="top", fontsize=8, color=faint, wrap=True)
-    axis.plot([peak.index], [peak.total / GIB], "o", color=text, ms=3.5)
+            axis.text((start + end) / 2, 1.2 * top, name, ha="center", va="top", fontsize=8, color=_FAINT, wrap=True)
+    axis.plot([peak.index], [peak.total / GIB], "o", color=_TEXT, ms=3.5)
     late = peak.index > (x[0] + x[-1]) / 2
     axis.annotate(f"{peak.total / GIB:.2f} GiB", (peak.index, peak.total / GIB), (-5 if late else 5, 4),
-                  textcoords="offset points", ha="right" if late else "left", fontsize=8.5, color=text)  # fmt: skip
+                  textcoords="offset points", ha="right" if late else "left", fontsize=8.5, color=_TEXT)  # fmt: skip
     axis.xaxis.set_major_formatter(short)
     axis.set_xlabel("operations", fontsize=8.5)
     axis.set_ylabel("GiB", fontsize=8.5)

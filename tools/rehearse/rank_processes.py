@@ -74,7 +74,7 @@ def rehearse_ranks(job: RankJob, played: Sequence[PlayedRank], jobs: int, done: 
 
 
 def _rehearse_one(job: RankJob, played: PlayedRank, folder: Path) -> RankRecord | FailedRank:
-    output = folder / f"rank_{played.rank}.json"
+    output = folder / f"rank_{played.rank}.pickle"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     ran = subprocess.run(
         job.command(played.rank, output), capture_output=True, text=True, errors="replace", env=environment,

@@ -1,4 +1,4 @@
-"""What one rank's rehearsal recorded: plain data, as JSON and back.
+"""What one rank's rehearsal recorded: plain data.
 
 Sizes are in bytes, times in seconds. Call sites are tuples of ``file:line function``, innermost first, of the
 project's and Megatron's code.
@@ -6,14 +6,9 @@ project's and Megatron's code.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import json
-import types
-import typing
+import pickle
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
 
 CallSite = tuple[str, ...]
 
@@ -206,58 +201,13 @@ class RankRecord:
     groups_of_rank: int = 0
 
 
-T = TypeVar("T")
-
-
 def write_record(record: RankRecord, path: Path) -> None:
-    """Write a record as JSON."""
-    path.write_text(json.dumps(encode_record(record)), encoding="utf-8")
+    """Write a record for the process that has started this one."""
+    path.write_bytes(pickle.dumps(record))
 
 
 def read_record(path: Path) -> RankRecord:
     """Read what `write_record` wrote."""
-    return decode_record(json.loads(path.read_text(encoding="utf-8")))
-
-
-def encode_record(record: RankRecord) -> dict[str, Any]:
-    """A record as JSON-able data. Call sites and group members are many and few different ones: they are kept once, in
-    the table ``shared``, and named by their position."""
-    shared: dict[tuple[Any, ...], int] = {}
-
-    def encode(value: Any, name: str = "") -> Any:
-        if isinstance(value, tuple) and name in _SHARED:
-            return shared.setdefault(value, len(shared))
-        if dataclasses.is_dataclass(value):
-            return {item.name: encode(getattr(value, item.name), item.name) for item in dataclasses.fields(value)}
-        if isinstance(value, dict):
-            return {key: encode(item) for key, item in value.items()}
-        if isinstance(value, tuple):
-            return [encode(item) for item in value]
-        return value
-
-    return {"record": encode(record), "shared": [list(value) for value in shared]}
-
-
-def decode_record(data: dict[str, Any]) -> RankRecord:
-    """The inverse of `encode_record`."""
-    shared = [tuple(value) for value in data["shared"]]
-
-    def decode(kind: Any, value: Any, name: str = "") -> Any:
-        if name in _SHARED:
-            return shared[value]
-        origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-        if value is None or origin in (typing.Union, types.UnionType):
-            return None if value is None else decode(arguments[0], value)
-        if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-            return kind(**{key: decode(_hints(kind)[key], item, key) for key, item in value.items()})
-        if origin is tuple:
-            return tuple(decode(arguments[0], item) for item in value)
-        if origin is dict:
-            return {key: decode(arguments[1], item) for key, item in value.items()}
-        return value
-
-    return decode(RankRecord, data["record"])
-
-
-_hints = functools.lru_cache(typing.get_type_hints)
-_SHARED = ("where", "where_allocated", "ranks")
+    record = pickle.loads(path.read_bytes())
+    assert isinstance(record, RankRecord)
+    return record

@@ -1,4 +1,4 @@
-"""The tables of a rehearsal as rows of text, the first being the heading; of the printed report and of the page."""
+"""The tables of a rehearsal as rows of text, the first being the heading; of the printed report."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,6 @@ from typing import ClassVar
 import torch
 
 from megatron_gspo.errors import InputError
-from megatron_gspo.rollout.vllm.transfer_engines import CUDAIPCTransport, NCCLTransport
 from megatron_gspo.rollout.vllm.vllm_weight_endpoints import EXTENSION
 from megatron_gspo.servers.http_client import SERVER_KEEP_ALIVE
 from megatron_gspo.servers.package_launch import PackageLaunch
@@ -44,7 +42,6 @@ _EXIT_CAUSES = (
         "its model can't be loaded; check the model path",
     ),
 )
-_TRANSFER_ENGINES = {"nccl": NCCLTransport.backend, "cuda_ipc": CUDAIPCTransport.backend}  # by weight_transport
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM 0.32's --max-lora-rank takes no others
 _ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # unless set
 
@@ -62,12 +59,8 @@ class VLLMLaunch(PackageLaunch):
     def check(self) -> None:
         """See `ServerLaunch.check`. On a CPU /sleep answers and frees nothing."""
         super().check()
-        transport = self.config.weight_transport
         if self.config.colocated and on_cpu(self.args):
             raise InputError("vllm.colocated=true: vLLM frees no memory on a CPU; set it to false")
-        if transport in _TRANSFER_ENGINES and on_cpu(self.args):
-            raise InputError(f"vllm.weight_transport={transport}: vLLM's own transfer engines need GPUs; "
-                             "set it to distributed or disk")  # fmt: skip
 
     def command(self, index: int, port: int, *, key_file: str | None) -> list[str]:
         """See `ServerLaunch.command`."""
@@ -82,8 +75,6 @@ class VLLMLaunch(PackageLaunch):
             command.append("--enforce-eager")  # compiling takes minutes
         elif self.config.colocated:
             command.append("--enable-sleep-mode")
-        if engine := _TRANSFER_ENGINES.get(self.config.weight_transport):
-            command += ["--weight-transfer-config", json.dumps({"backend": engine})]
         if key_file:
             command += ["--config", key_file]
         return command + list(self.args)
@@ -98,8 +89,6 @@ class VLLMLaunch(PackageLaunch):
             environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         if on_cpu(self.args):
             return {**_ON_CPU, **environment, "OMP_NUM_THREADS": "1"}
-        if self.config.weight_transport == "cuda_ipc":
-            environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # a handle is pickled
         size = gpus_per_server(self.args)
         first = (self.first_gpu or 0) + index * size
         given = environment.get("CUDA_VISIBLE_DEVICES")

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_gspo.rollout.server_engine.endpoint_answers import count, has_endpoint, object_of, positive
-from megatron_gspo.rollout.vllm.transfer_engines import CUDAIPCTransport, NCCLTransport
 from megatron_gspo.rollout.vllm.vllm_api import PATH
 from megatron_gspo.servers.http_client import ServerClient, ServerError
 from megatron_gspo.weight_transport.server_endpoints import ADAPTERS, ClearedWeights, ServerInfo, WeightEndpoints
@@ -24,7 +23,6 @@ class VLLMWeightEndpoints(WeightEndpoints):
     """See `WeightEndpoints`. vLLM 0.32 in its developer mode, which has the endpoints of weights and versions."""
 
     engine = "vllm"
-    own_transports = {"nccl": NCCLTransport, "cuda_ipc": CUDAIPCTransport}
 
     async def server_info(self, server: ServerClient, *, timeout: float) -> ServerInfo:
         """See `WeightEndpoints.server_info`. Four requests; the first one takes seconds, in which vLLM collects its
@@ -56,7 +54,6 @@ class VLLMWeightEndpoints(WeightEndpoints):
             speculative=config.get("speculative_config") is not None,
             receiver=receiver,
             adapters=config.get("lora_config") is not None,
-            transfer_engine=str(_section(config, "weight_transfer_config").get("backend", "")),
             keeps_memory="" if model.get("enable_sleep_mode") else _KEEPS_MEMORY,
             refusal=_refusal(model, await has_endpoint(server, PATH, timeout=timeout), receiver),
         )

@@ -56,52 +56,6 @@ def scores_for(batch: PackedBatch) -> Tensor:
     return torch.from_numpy(np.random.default_rng(5).normal(size=(len(batch.tokens), 8))).requires_grad_()
 
 
-def test_replay_uses_the_given_experts_and_the_live_values():
-    batch = batch_of()
-    routes, scores = begun(ReplayOptions(SHAPE, replay=True), batch), scores_for(batch)
-    values, ids = routes.route(1, scores, top_2, are_logits=True, shares=softmax)
-    assert torch.equal(ids, batch.routed_experts[:, 1].long()) and torch.equal(values, scores.gather(1, ids))
-    assert values.requires_grad
-    routes.route(0, scores, top_2, are_logits=True, shares=softmax)
-    routes.check_uses(forward_only=False)
-
-
-def test_the_live_router_decides_where_a_route_is_missing():
-    batch = batch_of(missing=0.5)
-    routes, scores = begun(ReplayOptions(SHAPE, replay=True), batch), scores_for(batch)
-    _, ids = routes.route(0, scores, top_2, are_logits=True, shares=softmax)
-    missing = batch.missing_routes
-    assert missing.any() and torch.equal(ids[missing], top_2(scores)[1][missing])
-    assert torch.equal(ids[~missing], batch.routed_experts[~missing][:, 0].long())
-
-
-def test_choices_are_recorded_and_compared_over_trained_tokens_with_a_known_route():
-    batch = batch_of(missing=0.3)
-    routes, scores = begun(ReplayOptions(SHAPE, record=True, compare=True, entropy=True), batch), scores_for(batch)
-    values, ids = routes.route(0, scores, top_2, are_logits=True, shares=softmax)
-    assert torch.equal(ids, top_2(scores)[1]) and torch.equal(values, top_2(scores)[0])
-    assert routes.chosen[0].dtype == torch.uint8 and torch.equal(routes.chosen[0].long(), ids)
-    weight = batch.loss_mask * ~batch.missing_routes
-    given = batch.routed_experts[:, 0].tolist()
-    different = [len(set(a) - set(b)) / 2 for a, b in zip(ids.tolist(), given, strict=True)]
-    assert float(routes.flips[0]) == pytest.approx(float((torch.tensor(different) * weight).sum()))
-    assert routes.flipped.tolist() == [int(share > 0) for share in different]
-    p = scores.softmax(-1)
-    entropy = (-(p * p.log()).sum(-1) * batch.loss_mask).sum()
-    assert float(routes.entropy[0]) == pytest.approx(float(entropy), rel=1e-5)
-
-
-def test_sequence_parallel_ranks_see_their_part_and_all_count():
-    batch = batch_of()
-    half = len(batch.tokens) // 2
-    options = ReplayOptions(SHAPE)
-    parts = [MicroBatchRoutes(options, batch, groups((rank, 2)), sequence_parallel=True) for rank in (0, 1)]
-    assert [part.rows for part in parts] == [slice(0, half), slice(half, 2 * half)]
-    assert all(part.is_counted for part in parts)
-    whole = [MicroBatchRoutes(options, batch, groups((rank, 2)), sequence_parallel=False) for rank in (0, 1)]
-    assert [one.is_counted for one in whole] == [True, False] and whole[1].rows == slice(0, 2 * half)
-
-
 def test_a_layer_that_is_begun_or_used_twice_is_refused():
     batch = batch_of()
     routes = begun(ReplayOptions(SHAPE, replay=True), batch, (0,))

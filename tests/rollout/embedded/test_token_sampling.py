@@ -139,7 +139,3 @@ def test_impossible_parameters_are_refused_in_one_line(values, message):
     with pytest.raises(ValueError) as error:
         SamplingParams(**{"n_samples_per_prompt": 2, "max_response_length": 8, **values})
     assert str(error.value).startswith(message + ":") and "\n" not in str(error.value)
-
-
-def test_greedy_decoding_scores_at_temperature_one():
-    assert SamplingParams(1, 8, temperature=0.0).scoring_temperature == 1.0

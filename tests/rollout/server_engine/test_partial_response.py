@@ -26,12 +26,6 @@ def partial(limit: int = 6) -> PartialResponse:
     return PartialResponse(Prompt(7, np.array([11, 12, 13]), "abc"), 2, limit)
 
 
-def test_nothing_drawn_yet():
-    made = partial()
-    assert (made.num_tokens, made.finished, made.oldest_version, made.routes_start) == (0, False, None, 0)
-    assert made.tokens == [11, 12, 13] and made.name == "sample 7/2" and made.reset() == 0
-
-
 def test_parts_are_joined():
     made = partial()
     made.add(part([4, 5], rows=4), 3)  # 3 prompt tokens and 1 of the response were fed
@@ -62,17 +56,6 @@ def test_the_routes_of_one_part_are_not_copied():
     assert made.to_sample(MODEL, str).routed_experts is routes
 
 
-def test_a_part_without_a_token_counts_for_nothing():
-    made = partial()
-    made.add(part([], rows=2), 1)
-    assert not made.parts and made.oldest_version is None and made.routes_start == 0
-    made.add(part([4], rows=3), 2)
-    made.add(part([], rows=1, first=90), 3)
-    made.add(part([1], rows=1, first=3, reason="stop"), 4)
-    sample = made.to_sample(MODEL, str)
-    assert sample.token_versions.tolist() == [2, 4] and sample.routed_experts[:, 0, 0].tolist() == [0, 1, 2, 3]
-
-
 def test_a_response_interrupted_at_its_last_token_was_cut_off_for_its_length():
     made = partial(limit=2)
     made.add(part([4], rows=3), 1)
@@ -80,17 +63,6 @@ def test_a_response_interrupted_at_its_last_token_was_cut_off_for_its_length():
     made.add(part([5], rows=1, first=3), 1)
     assert made.finished
     assert made.to_sample(MODEL, str).finish_reason == "length"
-
-
-def test_starting_over_forgets_all():
-    made = partial()
-    made.add(part([4, 5], rows=4), 1)
-    made.add(part([6], rows=1, first=4), 2)
-    assert made.reset() == 3
-    assert (made.num_tokens, made.tokens, made.oldest_version, made.routes_start) == (0, [11, 12, 13], None, 0)
-    made.add(part([8, 1], rows=4, reason="stop"), 5)
-    sample = made.to_sample(MODEL, str)
-    assert sample.tokens.tolist() == [11, 12, 13, 8, 1] and sample.token_versions.tolist() == [5, 5]
 
 
 @pytest.mark.parametrize("cuts", [(1, 2, 3), (3, 3), (5, 1), (1,) * 6])

@@ -53,20 +53,6 @@ def test_colocated_servers_are_refused_on_a_cpu_before_they_start(gpu, tmp_path)
         made.check()
 
 
-@pytest.mark.parametrize(("transport", "engine"), [("nccl", "nccl"), ("cuda_ipc", "ipc")])
-def test_servers_with_a_transfer_engine_of_their_own(gpu, tmp_path, transport, engine):
-    (tmp_path / "config.json").write_text("{}")
-    made = VLLMLaunch(VLLMConfig(num_servers=1, weight_transport=transport), str(tmp_path))
-    made.__dict__["version"] = (0, 32, 0)  # of an interpreter that has it
-    assert option(made.command(0, 1, key_file=None), "--weight-transfer-config") == f'{{"backend": "{engine}"}}'
-    if gpu:
-        made.check()
-        assert ("VLLM_ALLOW_INSECURE_SERIALIZATION" in made.environment(0)) == (engine == "ipc")
-        return
-    with pytest.raises(InputError, match=f"^vllm.weight_transport={transport}: vLLM's own transfer engines need GPUs"):
-        made.check()
-
-
 def test_the_environment(gpu, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,5,7,11,13")
     monkeypatch.setenv("RANK", "3")

@@ -13,19 +13,13 @@ from safetensors.torch import load_file
 
 from megatron_gspo.models.hf_checkpoint import INDEX, SINGLE
 from megatron_gspo.models.model_shape import ModelError
-from megatron_gspo.tools.convert.to_hugging_face import as_stored, by_part, read_part, to_hugging_face
+from megatron_gspo.tools.convert.to_hugging_face import as_stored, to_hugging_face
 from megatron_gspo.tools.convert.torch_dcp_files import DistributedReader
 
 
 @pytest.fixture(scope="module")
 def reader(converted) -> DistributedReader:
     return DistributedReader(converted.megatron)
-
-
-def test_the_weights_come_back_in_the_sources_file(converted, tmp_path):
-    out = to_hugging_face(converted.megatron, tmp_path / "out", converted.metadata.chunks, converted.hugging_face)
-    assert out == tmp_path / "out" and not (out / INDEX).exists()
-    assert (out / SINGLE).read_bytes() == (converted.hugging_face / SINGLE).read_bytes()
 
 
 def test_without_a_single_file_in_the_source_shards_are_at_most_as_large_as_asked(converted, tmp_path):
@@ -45,15 +39,6 @@ def test_without_a_single_file_in_the_source_shards_are_at_most_as_large_as_aske
         assert sum(tensor.nbytes for tensor in tensors.values()) <= limit or len(tensors) == 1
     found = {name: tensor for tensors in files.values() for name, tensor in tensors.items()}
     assert all(torch.equal(found[name], tensor.bfloat16()) for name, tensor in expected.items())
-
-
-def test_a_parameter_is_read_whole_from_its_chunks(converted, reader):
-    parts = by_part(converted.metadata.chunks)
-    assert [len(chunks) for name, chunks in parts.items() if "gate_proj" in name] == [2]
-    expected = load_file(converted.hugging_face / SINGLE)
-    [(name, chunks)] = [(name, chunks) for name, chunks in parts.items() if "gate_proj" in name]
-    up = expected[name.replace("gate_proj", "up_proj")]
-    assert torch.equal(read_part(reader, chunks), torch.cat([expected[name], up]))
 
 
 def test_a_checkpoint_of_another_model_names_the_weight(converted, reader):

@@ -23,25 +23,6 @@ def test_groups_stay_within_the_limit_and_keep_the_order():
     assert list(cut([], lambda item: item, 6)) == []
 
 
-def double(number):
-    return 2 * number
-
-
-@pytest.mark.parametrize("processes", [1, 3])
-def test_results_and_progress(processes):
-    units = [Unit(number, 10 * (number + 1), number) for number in range(5)]
-    results, reported = {}, []
-    workers = Workers(processes, report=lambda done, total: reported.append((done, total)))
-    run_units(double, units, workers, finished=[1], record=results.__setitem__)
-    assert results == {0: 0, 2: 4, 3: 6, 4: 8}
-    assert len(reported) == 4 and reported[-1] == (150, 150)
-    assert reported == sorted(reported) and reported[0][0] > 20  # what was finished before counts
-
-
-def test_nothing_left_is_nothing_to_do():
-    run_units(double, [Unit(0, 1, 0)], Workers(2, report=pytest.fail), finished=[0], record=pytest.fail)
-
-
 def fail_on_two(number):
     if number == 2:
         raise InputError("unit 2 is broken")

@@ -25,7 +25,7 @@ def model(tmp_path_factory) -> str:
 def rehearsed(model, tmp_path_factory):
     """Two pipeline stages of two tensor-parallel ranks."""
     folder = tmp_path_factory.mktemp("rehearsed")
-    files = {name: str(folder / f"rehearsal.{name}") for name in ("json", "html", "png")}
+    files = {name: str(folder / f"rehearsal.{name}") for name in ("json", "png")}
     code = main([
         EXAMPLE, f"model.path={model}", "model.dtype=bfloat16", "parallel.pipeline_model_parallel_size=2",
         "--world", "4", "--ranks", "all", "--jobs", "2", *(word for name, file in files.items()
@@ -67,8 +67,7 @@ def test_sends_and_receives_are_recorded_on_both_sides(rehearsed):
     assert count(0, "send")[0] > 0
 
 
-def test_the_page_and_the_picture(rehearsed):
-    assert Path(rehearsed.files["html"]).read_text().count("<svg") == 4
+def test_the_picture(rehearsed):
     assert Path(rehearsed.files["png"]).read_bytes().startswith(b"\x89PNG")
 
 

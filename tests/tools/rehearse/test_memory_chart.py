@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
 from megatron_gspo.tools.plan.hardware import GIB
-from megatron_gspo.tools.rehearse.memory_chart import draw_memory, draw_png, kind_numbers, memory_svg, phase_spans
+from megatron_gspo.tools.rehearse.memory_chart import draw_memory, draw_png, phase_spans
 from megatron_gspo.tools.rehearse.records import KINDS
 from tests.tools.rehearse.handmade import memory, point, record
 
@@ -25,7 +24,7 @@ def test_phases_span_their_operations():
 
 def test_areas_are_stacked_to_the_total():
     axis = Figure().subplots()
-    draw_memory(axis, record(memory=memory(*POINTS)), ["#000000"] * len(KINDS), ("#000000", "#000000"))
+    draw_memory(axis, record(memory=memory(*POINTS)))
     assert [area.get_label() for area in axis.collections] == list(KINDS)
     top = axis.collections[-1].get_paths()[0].vertices
     assert top[:, 1].max() == pytest.approx(4.0)
@@ -36,12 +35,6 @@ def test_areas_are_stacked_to_the_total():
     assert "forward, backward" in names and "build" in names and "optimizer" not in names  # too narrow for its name
 
 
-def test_one_chart_of_one_point_and_a_sheet_of_several(tmp_path):
-    assert "<svg" in memory_svg(record())
+def test_a_sheet_of_several_ranks(tmp_path):
     picture = draw_png([record(0, memory=memory(*POINTS)), record(1), record(2)], tmp_path / "memory.png")
     assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-def test_every_kind_has_a_colour_of_its_own():
-    numbers = kind_numbers()
-    assert list(numbers) == list(KINDS) and len(np.unique(list(numbers.values()))) == len(KINDS)

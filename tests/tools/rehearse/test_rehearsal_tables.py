@@ -9,8 +9,6 @@ from megatron_gspo.tools.rehearse.rehearsal_tables import (
     copy_rows,
     flop_rows,
     memory_rows,
-    micro_batches,
-    overview,
     retained_rows,
     role_tables,
     same_roles,
@@ -47,24 +45,7 @@ def test_events_are_rows():
     assert len(role_tables(record())) == 1  # memory
 
 
-def test_micro_batches():
-    assert micro_batches(record()) == "2 micro-batches of 16 tokens."
-    assert micro_batches(record(micro_batches=(8, 1600))) == "2 micro-batches of 8 to 1,600 tokens."
-
-
 def test_ranks_that_do_the_same_share_a_section():
     syncs = (HostSync("item", SITE, "optimizer", 2),)
     ranks = [record(0), record(1, host_syncs=syncs), record(2, seconds={"build": 9.0})]
     assert [[one.rank for one in same] for same in same_roles(ranks)] == [[0, 2], [1]]
-
-
-def test_syncs_of_one_line_are_one_row():
-    twice = (HostSync("item", (SITE[0], "a.py:1 f"), "optimizer", 2), HostSync("item", (SITE[0],), "optimizer", 3))
-    assert sync_rows(record(host_syncs=twice))[1:] == [["optimizer", "5", "item", SITE[0]]]
-
-
-def test_the_overview_has_a_row_a_rank():
-    roles = ("first stage", "last tensor rank", "first data rank")
-    rows = overview([record(0, roles=roles, stands_for=(0, 2, 4, 6, 8)), record(1)])
-    assert rows[1][:3] == ["0", "first stage, data; last tensor", "0, 2 ... 8"] and len(rows) == 3
-    assert {len(row) for row in rows} == {len(rows[0])}

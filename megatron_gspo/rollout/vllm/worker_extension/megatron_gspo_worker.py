@@ -112,11 +112,6 @@ class WeightReceiver:
             else:
                 finalize_layerwise_reload(model, self.model_config)
 
-    def reset_transfer(self) -> None:
-        """Close what a failed transfer of vLLM's own engine has left open."""
-        keep_unfinished_layers(self.model_runner.get_model())
-        self._weight_update_active = False
-
     def receive_checkpoint(self, path: str) -> None:
         """Load a Hugging Face checkpoint."""
         model = self.model_runner.get_model()
