@@ -24,7 +24,7 @@ OF_THE_SANDBOX = (
     ),
     SeededBug(
         "the limit of processes is another", "design", BUBBLEWRAP,
-        'f"--nproc={limits.processes}",', '"--nproc=64",',
+        "*_prlimit(command.limits, command.limits.processes)", "*_prlimit(command.limits, 64)",
         (LIMITS,),
     ),
     SeededBug(
@@ -100,8 +100,8 @@ OF_THE_SANDBOX = (
         (f"{TESTS}/test_fusion_client.py::test_a_server_that_fails_is_left_alone",),
     ),
     SeededBug(
-        "programs run with less isolation than required", "design", f"{SANDBOX}/isolation.py",
-        "        if not missing:\n", "        if True:\n",
-        (f"{TESTS}/test_isolation.py::test_less_isolation_is_refused",),
+        "programs run with less isolation than required", "design", f"{SANDBOX}/sandboxes.py",
+        "if config.require_isolation and isolation.missing:", "if False:",
+        (f"{TESTS}/test_sandboxes.py::test_less_isolation_than_required_is_refused",),
     ),
 )  # fmt: skip

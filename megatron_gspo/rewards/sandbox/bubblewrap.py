@@ -1,4 +1,4 @@
-"""The command line of a program in its sandbox. Imported by the launcher: standard library only."""
+"""Command lines of programs, confined and not. Imported by the launcher: standard library only."""
 
 from __future__ import annotations
 
@@ -49,16 +49,33 @@ def bubblewrap_line(
             "CAP_SETPCAP",
             "--",
         ]
-        line += [_SETPRIV, "--reuid", str(uid), "--regid", str(uid), "--clear-groups"]
-        line += [*_NO_CAPABILITIES, "--no-new-privs", "--"]
-    return [*line, *_prlimit(command.limits), *command.argv]
+        line += [_SETPRIV, *_as_user(uid), *_NO_CAPABILITIES, "--no-new-privs", "--"]
+    return [*line, *_prlimit(command.limits, command.limits.processes), *command.argv]
 
 
-def _prlimit(limits: Limits) -> list[str]:
+def limits_line(command: Command, *, processes: int, root: bool, uid: int | None) -> list[str]:
+    """The command line of a program that is limited and not confined.
+
+    processes: the limit, with those that the program's user has already. root: whether this process is root's.
+    uid: user of the program; None for the same user.
+    """
+    line = [_SETPRIV, "--no-new-privs", "--pdeathsig", "KILL"]
+    if root:
+        line += _NO_CAPABILITIES
+    if uid is not None:
+        line += _as_user(uid)
+    return [*line, "--", *_prlimit(command.limits, processes), *command.argv]
+
+
+def _as_user(uid: int) -> list[str]:
+    return ["--reuid", str(uid), "--regid", str(uid), "--clear-groups"]
+
+
+def _prlimit(limits: Limits, processes: int) -> list[str]:
     pairs = kernel.resource_limits(limits).items()
     return [
         _PRLIMIT,
-        f"--nproc={limits.processes}",
+        f"--nproc={processes}",
         *(f"--{name}={soft}:{hard}" for name, (soft, hard) in pairs),
         "--",
     ]

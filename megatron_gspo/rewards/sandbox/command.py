@@ -18,7 +18,7 @@ class Limits(NamedTuple):
 
     cpu_seconds: of the program and its children. wall_seconds: until everything is killed.
     memory_bytes: address space of each process. processes: with threads. output_bytes: of stdout.
-    disk_bytes: of all files together and of each file.
+    disk_bytes: of all files together and of each file; where programs are not confined, of each file alone.
     """
 
     cpu_seconds: float
@@ -56,15 +56,25 @@ class Outcome(NamedTuple):
     wall_seconds: float = 0.0
 
 
+class Mechanism(NamedTuple):
+    """How the launcher confines programs.
+
+    privileged: bubblewrap: whether root sets the sandbox up; False: an unprivileged user does (root becomes one first).
+    limits: whether programs run as root; False: as an unprivileged user.
+    """
+
+    name: Literal["bubblewrap", "limits"]
+    privileged: bool
+
+
 class Setup(NamedTuple):
     """The first message to a launcher.
 
-    bubblewrap: its executable. privileged: whether root sets the sandbox up; False: an unprivileged user does (root
-    becomes one first). readable: paths of the host that programs may read, with all below.
+    readable: paths of the host that programs may read, with all below. bubblewrap: its executable, or None.
     system_call_filter: a BPF program, or None.
     """
 
-    bubblewrap: str
-    privileged: bool
+    mechanism: Mechanism
     readable: tuple[str, ...]
+    bubblewrap: str | None = None
     system_call_filter: bytes | None = None

@@ -1,4 +1,4 @@
-"""Finds how bubblewrap isolates programs on this machine, by running a program that tries to look out of it."""
+"""Finds the strongest isolation that works on this machine, by running a program that tries to look out of it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,17 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_gspo.rewards.sandbox.command import Command, Limits, SandboxError, Setup
+from megatron_gspo.rewards.sandbox.command import Command, Limits, Mechanism, SandboxError, Setup
 from megatron_gspo.rewards.sandbox.launcher_client import Launcher
 from megatron_gspo.rewards.sandbox.system_call_filter import system_call_filter
 
 GUARANTEES = ("file_system", "network", "processes", "system_calls")
-_OR_A_SERVER = "or give a Sandbox Fusion server as data.code.sandbox_url"
+MECHANISMS = (
+    Mechanism("bubblewrap", True),
+    Mechanism("bubblewrap", False),
+    Mechanism("limits", False),
+    Mechanism("limits", True),
+)
 # What interpreters, compilers and shells need. Not all of /usr: images keep applications in /usr/src and /usr/local.
 _SYSTEM = (
     "/usr/bin",
@@ -62,6 +67,30 @@ print(json.dumps({
 
 
 @dataclass(frozen=True)
+class Isolation:
+    """What was measured. setup: for launchers. guarantees: those of `GUARANTEES` that hold.
+
+    failures: mechanisms that do not work here, with the reason.
+    """
+
+    setup: Setup
+    guarantees: tuple[str, ...]
+    failures: tuple[str, ...] = ()
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Guarantees that do not hold."""
+        return tuple(name for name in GUARANTEES if name not in self.guarantees)
+
+    def describe(self) -> str:
+        """One line: the mechanism and what it isolates."""
+        mechanism = self.setup.mechanism
+        user = "" if mechanism.privileged or mechanism.name != "bubblewrap" else " (user namespace)"
+        isolated = ", ".join(name.replace("_", " ") for name in self.guarantees) or "nothing"
+        return f"{mechanism.name}{user} isolates {isolated}"
+
+
+@dataclass(frozen=True)
 class Interpreter:
     """A Python interpreter outside any virtual environment, and the paths that it needs to read."""
 
@@ -95,40 +124,36 @@ def find_interpreter(executable: str | None = None) -> Interpreter:
     return Interpreter(real, (*system, *map(str, others)))
 
 
-def find_setup(interpreter: Interpreter, privileged: tuple[bool, ...] = (True, False)) -> Setup:
-    """The first set-up in which all of `GUARANTEES` hold. Takes about 0.1 s.
+def find_isolation(
+    interpreter: Interpreter, mechanisms: tuple[Mechanism, ...] = MECHANISMS
+) -> Isolation:
+    """The first mechanism with all guarantees, or else the one with the most. Takes about 0.1 s.
 
-    privileged: what is tried; see `Setup`. Only root can try True.
-    Raises SandboxError in one line where programs cannot be isolated.
+    Raises SandboxError if none works.
     """
-    program = shutil.which("bwrap")
-    if program is None:
-        raise SandboxError(
-            f"bubblewrap is not installed; install it (apt-get install bubblewrap), {_OR_A_SERVER}"
-        )
-    filtered = system_call_filter()
-    if filtered is None:
-        raise SandboxError(
-            "pyseccomp or libseccomp is missing; install both (pip install 'megatron-gspo[code]'), "
-            f"{_OR_A_SERVER}"
-        )
+    working: list[Isolation] = []
     failures: list[str] = []
-    for value in privileged:
-        if value and os.geteuid() != 0:
+    program = shutil.which("bwrap")
+    filtered = system_call_filter()
+    if program is None:
+        failures.append("bubblewrap is not installed")
+    for mechanism in mechanisms:
+        if mechanism not in MECHANISMS or (mechanism.privileged and os.geteuid() != 0):
             continue
-        setup = Setup(program, value, interpreter.readable, filtered)
+        if mechanism.name == "bubblewrap" and program is None:
+            continue
+        setup = Setup(mechanism, interpreter.readable, program, filtered)
         try:
-            missing = set(GUARANTEES) - set(probe(setup, interpreter))
+            working.append(Isolation(setup, probe(setup, interpreter)))
         except SandboxError as error:
-            failures.append(str(error))
+            failures.append(f"{mechanism.name}: {error}")
             continue
-        if not missing:
-            return setup
-        failures.append(f"no isolation of {', '.join(sorted(missing))}")
-    raise SandboxError(
-        f"programs cannot be isolated here ({'; '.join(failures)}); allow namespaces "
-        f"(docs/code_rewards.md), {_OR_A_SERVER}"
-    )
+        if not working[-1].missing:
+            break
+    if not working:
+        raise SandboxError(f"no program can be run here ({'; '.join(failures) or 'no mechanism'})")
+    best = max(working, key=lambda isolation: len(isolation.guarantees))
+    return Isolation(best.setup, best.guarantees, tuple(failures))
 
 
 def probe(setup: Setup, interpreter: Interpreter) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ from multiprocessing.connection import Connection
 from typing import BinaryIO, NamedTuple, NoReturn
 
 from megatron_gspo.rewards.sandbox import kernel
-from megatron_gspo.rewards.sandbox.bubblewrap import bubblewrap_line
+from megatron_gspo.rewards.sandbox.bubblewrap import bubblewrap_line, limits_line
 from megatron_gspo.rewards.sandbox.command import BOX, Command, Ending, Limits, Outcome, Setup
 
 _STDERR_BYTES = 4096
@@ -89,15 +89,22 @@ class _Launcher:
 
         Raises OSError if this process may not confine programs.
         """
-        self._bubblewrap = setup.bubblewrap
-        # The user that programs run as, in the namespace of this process; None: one that bubblewrap makes.
-        self._uid = kernel.spare_user(os.getpid()) if os.geteuid() == 0 else None
+        self._bubblewrap = setup.bubblewrap if setup.mechanism.name == "bubblewrap" else None
+        self._root = os.geteuid() == 0
+        # The user that programs run as, in the namespace of this process; None: this process's, or one that bubblewrap
+        # makes.
+        self._uid = kernel.spare_user(os.getpid()) if self._root else None
         self._filter: int | None = None
+        if self._bubblewrap is None:
+            if setup.mechanism.privileged:
+                self._uid = None
+            self._folder = _folder(stack)
+            return
         if setup.system_call_filter is not None:
             self._filter = os.memfd_create("filter")
             stack.callback(os.close, self._filter)
             os.write(self._filter, setup.system_call_filter)
-        if setup.privileged:
+        if setup.mechanism.privileged:
             kernel.unshare(kernel.CLONE_NEWNS | kernel.CLONE_NEWNET)
         else:
             self._enter_user_namespace(parent)
@@ -144,7 +151,11 @@ class _Launcher:
             wall_seconds = time.monotonic() - start
             errors = os.pread(stderr.fileno(), _STDERR_BYTES, 0)
             # bubblewrap reports the exit code if and only if it had finished its set-up.
-            if in_time and b'"exit-code"' not in os.read(report, 65536):
+            if (
+                self._bubblewrap is not None
+                and in_time
+                and b'"exit-code"' not in os.read(report, 65536)
+            ):
                 return (
                     errors.decode(errors="replace").strip() or "bubblewrap ended during its set-up"
                 )
@@ -158,7 +169,7 @@ class _Launcher:
             )
 
     def _fill(self, command: Command, stack: contextlib.ExitStack) -> None:
-        """The program's directory and streams, in memory and limited together."""
+        """The program's directory and streams; in memory, and limited together, where the program is confined."""
         limits = command.limits
         box = f"{self._folder}/box"
         streams = f"{self._folder}/fd"
@@ -169,8 +180,9 @@ class _Launcher:
         for path, size, inodes in sizes:
             os.mkdir(path)
             stack.callback(shutil.rmtree, path, ignore_errors=True)
-            kernel.mount("tmpfs", path, "tmpfs", _IN_MEMORY, f"size={size},nr_inodes={inodes}")
-            stack.callback(kernel.unmount, path)
+            if self._bubblewrap is not None:
+                kernel.mount("tmpfs", path, "tmpfs", _IN_MEMORY, f"size={size},nr_inodes={inodes}")
+                stack.callback(kernel.unmount, path)
         for number, content in enumerate((command.stdin, b"", b"")):
             _write(f"{streams}/{number}", content, 0o666 if number else 0o444)
         for name, content in command.files.items():
@@ -185,25 +197,35 @@ class _Launcher:
     ) -> int:
         """status: descriptor for bubblewrap's report. Returns the process id."""
         stdin, stdout, stderr = streams
-        line = bubblewrap_line(
-            self._bubblewrap,
-            command,
-            self._folder,
-            status=status,
-            seccomp=self._filter,
-            uid=self._uid,
-        )
-        inherited = [status]
-        if self._filter is not None:
-            os.lseek(self._filter, 0, os.SEEK_SET)
-            inherited.append(self._filter)
+        if self._bubblewrap is None:
+            others = 0 if self._uid is not None else _threads_of_user()
+            processes = command.limits.processes + others
+            line = limits_line(command, processes=processes, root=self._root, uid=self._uid)
+            environment = dict(command.environment)
+            directory = f"{self._folder}/box"
+            inherited = []
+        else:
+            line = bubblewrap_line(
+                self._bubblewrap,
+                command,
+                self._folder,
+                status=status,
+                seccomp=self._filter,
+                uid=self._uid,
+            )
+            environment = {}
+            directory = "/"
+            inherited = [status]
+            if self._filter is not None:
+                os.lseek(self._filter, 0, os.SEEK_SET)
+                inherited.append(self._filter)
         process = subprocess.Popen(
             line,
             stdin=stdin,
             stdout=stdout,
             stderr=stderr,
-            env={},
-            cwd="/",
+            env=environment,
+            cwd=directory,
             pass_fds=inherited,
             start_new_session=True,
             umask=0o022,
@@ -315,8 +337,16 @@ def _end_children() -> float:
     return seconds
 
 
+def _threads_of_user() -> int:
+    """Threads of this process's user, which the limit of processes counts."""
+    user = os.getuid()
+    return sum(process.threads for process in _processes().values() if process.user == user)
+
+
 class _Process(NamedTuple):
     parent: int
+    user: int
+    threads: int
     cpu_seconds: float  # with those of the children that it waited for
 
 
@@ -329,8 +359,9 @@ def _processes() -> dict[int, _Process]:
             open(f"/proc/{name}/stat") as file,
         ):  # OSError: it has ended
             fields = file.read().rpartition(")")[2].split()
+            user = os.fstat(file.fileno()).st_uid
             seconds = sum(map(int, fields[11:15])) / _TICKS
-            processes[int(name)] = _Process(int(fields[1]), seconds)
+            processes[int(name)] = _Process(int(fields[1]), user, int(fields[17]), seconds)
     return processes
 
 

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Protocol
 
 from megatron_gspo.config.code_section import COMPILE_SECONDS, CodeConfig
-from megatron_gspo.rewards.sandbox.command import Command, Limits, Outcome, SandboxError, Setup
+from megatron_gspo.rewards.sandbox.command import Command, Limits, Outcome, SandboxError
 from megatron_gspo.rewards.sandbox.isolation import (
-    GUARANTEES,
     Interpreter,
+    Isolation,
     find_interpreter,
-    find_setup,
+    find_isolation,
 )
 from megatron_gspo.rewards.sandbox.languages import CPP_COMPILER, CPP_OPTIONS
 from megatron_gspo.rewards.sandbox.launcher_client import Launcher
@@ -63,11 +63,11 @@ class Sandbox(Protocol):
 
 
 class LocalSandbox:
-    """Programs in bubblewrap on this machine."""
+    """Programs in the isolation of this machine."""
 
-    def __init__(self, config: CodeConfig, interpreter: Interpreter, setup: Setup) -> None:
+    def __init__(self, config: CodeConfig, interpreter: Interpreter, isolation: Isolation) -> None:
         """See `open_local_sandbox`."""
-        self._privileged = setup.privileged
+        self.isolation = isolation
         self._python = interpreter.executable
         self._language = config.language
         self._limits = Limits(
@@ -77,7 +77,7 @@ class LocalSandbox:
             processes=config.processes,
             output_bytes=config.output_mib * 2**20,
         )
-        self._launcher = Launcher(setup)
+        self._launcher = Launcher(isolation.setup)
 
     def prepare(self, source: str) -> Program:
         """See `Sandbox`."""
@@ -90,9 +90,10 @@ class LocalSandbox:
 
     def describe(self) -> str:
         """See `Sandbox`."""
-        user = "" if self._privileged else " (user namespace)"
-        isolated = ", ".join(name.replace("_", " ") for name in GUARANTEES)
-        return f"bubblewrap{user} isolates {isolated}"
+        lack = (
+            "; programs of the model can do what this user can do" if self.isolation.missing else ""
+        )
+        return f"{self.isolation.describe()}{lack}"
 
     def close(self) -> None:
         """See `Sandbox`."""
@@ -117,9 +118,27 @@ class LocalSandbox:
 
 
 def open_local_sandbox(config: CodeConfig) -> LocalSandbox:
-    """Raises SandboxError in one line if programs can't run here, or not isolated."""
+    """In the strongest isolation that works here. Raises SandboxError in one line if programs can't run, or not as
+    isolated as required."""
     interpreter = find_interpreter(config.python)
-    setup = find_setup(interpreter)
+    isolation = find_isolation(interpreter)
+    if config.require_isolation and isolation.missing:
+        raise SandboxError(describe_lack(isolation))
     if config.language == "cpp" and not os.access(CPP_COMPILER, os.X_OK):
         raise SandboxError(f"data.code.language = cpp needs {CPP_COMPILER}; install g++")
-    return LocalSandbox(config, interpreter, setup)
+    return LocalSandbox(config, interpreter, isolation)
+
+
+def describe_lack(isolation: Isolation) -> str:
+    """One line: what is not isolated, and how to isolate it."""
+    missing = ", ".join(name.replace("_", " ") for name in isolation.missing)
+    if isolation.missing == ("system_calls",):
+        fix = "install pyseccomp and libseccomp (pip install 'megatron-gspo[code]')"
+    else:
+        fix = (
+            "install bubblewrap (apt-get install bubblewrap) and allow namespaces (docs/code_rewards.md), "
+            "give a Sandbox Fusion server as data.code.sandbox_url"
+        )
+    failures = [failure for failure in isolation.failures if not failure.startswith("limits")]
+    reasons = f" ({', '.join(failures)})" if failures else ""
+    return f"data.code.require_isolation = true: no isolation of {missing}{reasons}; {fix}, or set it to false"

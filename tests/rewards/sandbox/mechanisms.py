@@ -1,4 +1,4 @@
-"""Sandboxes of each way to set up bubblewrap that works on this machine."""
+"""Sandboxes of each mechanism that works on this machine."""
 
 import contextlib
 import functools
@@ -8,52 +8,60 @@ from pathlib import Path
 import pytest
 
 from megatron_gspo.config.code_section import CodeConfig
-from megatron_gspo.rewards.sandbox.command import SandboxError
-from megatron_gspo.rewards.sandbox.isolation import find_interpreter, find_setup
+from megatron_gspo.rewards.sandbox.command import Mechanism, SandboxError
+from megatron_gspo.rewards.sandbox.isolation import find_interpreter, find_isolation
 from megatron_gspo.rewards.sandbox.sandboxes import LocalSandbox
 
+# Another user cannot read an interpreter below /root; Debian's can be read by all.
+MECHANISMS = (
+    Mechanism("bubblewrap", True),
+    Mechanism("bubblewrap", False),
+)
 
-def parameter(privileged):
+
+def label(mechanism):
+    return f"{mechanism.name}, {'root' if mechanism.privileged else 'user'}"
+
+
+def parameter(mechanism):
     """Root tries what it sets up itself, and in slow tests what it sets up as another user."""
-    slow = pytest.mark.slow if os.geteuid() == 0 and not privileged else ()
-    return pytest.param(privileged, marks=slow, id="root" if privileged else "user")
+    slow = pytest.mark.slow if os.geteuid() == 0 and not mechanism.privileged else ()
+    return pytest.param(mechanism, marks=slow, id=label(mechanism))
 
 
-PARAMETERS = [parameter(True), parameter(False)]
+PARAMETERS = [parameter(mechanism) for mechanism in MECHANISMS]
 
 
 @functools.cache
-def setup_of(privileged):
-    """The interpreter and the set-up; skips where the machine has none."""
+def isolation_of(mechanism):
+    """The isolation, with the first interpreter that works; skips where the machine has none."""
     reason = "not on this machine"
-    # Another user cannot read an interpreter below /root; Debian's can be read by all.
     for executable in (None, "/usr/bin/python3"):
         try:
             interpreter = find_interpreter(executable)
-            return interpreter, find_setup(interpreter, (privileged,))
+            found = find_isolation(interpreter, (mechanism,))
         except SandboxError as error:
             reason = str(error)
-    pytest.skip(reason)
-
-
-def local_sandbox(privileged, **options):
-    """A sandbox that is set up in that way."""
-    return LocalSandbox(CodeConfig(**options), *setup_of(privileged))
-
-
-def any_setup():
-    """What works first of the two; skips where neither does."""
-    for privileged in (True, False):
-        try:
-            return setup_of(privileged)
-        except pytest.skip.Exception:
             continue
-    pytest.skip("no isolation on this machine")
+        if not found.missing:
+            return interpreter, found
+        reason = f"does not isolate {found.missing}"
+    pytest.skip(f"{label(mechanism)}: {reason}")
+
+
+def local_sandbox(mechanism, **options):
+    """A sandbox of that mechanism alone."""
+    return LocalSandbox(CodeConfig(**options), *isolation_of(mechanism))
 
 
 def any_sandbox(**options):
-    """A sandbox in the first way that works; skips where none does."""
-    return LocalSandbox(CodeConfig(**options), *any_setup())
+    """A sandbox of the first mechanism that works; skips where none does."""
+    for mechanism in MECHANISMS:
+        try:
+            return local_sandbox(mechanism, **options)
+        except pytest.skip.Exception:
+            continue
+    pytest.skip("no isolation on this machine")
 
 
 def descendants(pid):

@@ -1,8 +1,8 @@
-"""The command line of a program."""
+"""Command lines of programs."""
 
 import pytest
 
-from megatron_gspo.rewards.sandbox.bubblewrap import bubblewrap_line
+from megatron_gspo.rewards.sandbox.bubblewrap import bubblewrap_line, limits_line
 from megatron_gspo.rewards.sandbox.command import Command, Limits
 
 LIMITS = Limits(1.0, 2.0, 2**29, 7, 10, 4096)
@@ -58,3 +58,10 @@ def test_root_gives_the_program_a_user_and_no_capability():
 def test_a_user_has_a_namespace_of_its_own():
     words = line(None)
     assert has(words, "--unshare-user", "--uid", "1000") and "--cap-add" not in words
+
+
+def test_limits_alone():
+    words = limits_line(COMMAND, processes=9, root=True, uid=5)
+    assert has(words, "--no-new-privs", "--pdeathsig", "KILL") and has(words, "--reuid", "5")
+    assert "--bounding-set=-all" in words and has(words, "/usr/bin/prlimit", "--nproc=9")
+    assert not has(limits_line(COMMAND, processes=9, root=False, uid=None), "--bounding-set=-all")

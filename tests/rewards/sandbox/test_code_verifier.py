@@ -68,7 +68,7 @@ def test_cpp():
 
 
 def scorer(**options):
-    return RewardScorer("code", asdict(CodeConfig(**options)), timeout=60.0, workers=1)
+    return RewardScorer("code", asdict(CodeConfig(require_isolation=False, **options)), timeout=60.0, workers=1)
 
 
 def scores(scorer, *responses, **metadata):
@@ -107,7 +107,7 @@ def test_a_sandbox_that_cannot_start_is_refused_in_one_line():
 def test_the_verifier_says_what_isolates_programs(sandbox):
     python = sandbox._python  # one that the sandbox's user can run
     with scorer(python=python) as scorer_:
-        assert scorer_.description == f"verifier code: {sandbox.describe()}"
+        assert scorer_.description == f"verifier code: {sandbox.isolation.describe()}"
         assert scorer_.description.endswith("isolates file system, network, processes, system calls")
     with fusion_server() as server, RewardScorer("code", {"sandbox_url": server.url}, timeout=None) as scorer_:
         assert scorer_.description == f"verifier code: {server.url}/run_code runs and isolates the programs"

@@ -7,43 +7,72 @@ import sys
 
 import pytest
 
-from megatron_gspo.rewards.sandbox import isolation
-from megatron_gspo.rewards.sandbox.command import SandboxError, Setup
-from megatron_gspo.rewards.sandbox.isolation import GUARANTEES, find_interpreter, find_setup, probe
-from tests.rewards.sandbox.mechanisms import PARAMETERS, setup_of
+from megatron_gspo.rewards.sandbox.command import Command, Limits, Mechanism, SandboxError, Setup
+from megatron_gspo.rewards.sandbox.isolation import GUARANTEES, find_interpreter, find_isolation, probe
+from megatron_gspo.rewards.sandbox.launcher_client import Launcher
+from tests.rewards.sandbox.mechanisms import PARAMETERS, isolation_of
+
+LIMITS = Limits(1.0, 5.0, 2**29, 8, 2**20)
 
 
-@pytest.mark.parametrize("privileged", PARAMETERS)
-def test_an_isolation_has_all_guarantees(privileged):
-    interpreter, setup = setup_of(privileged)
-    assert probe(setup, interpreter) == GUARANTEES
-    without = setup._replace(system_call_filter=None)
+def readable_interpreter():
+    """One that other users can run."""
+    return find_interpreter("/usr/bin/python3" if os.geteuid() == 0 else None)
+
+
+@pytest.mark.parametrize("mechanism", PARAMETERS)
+def test_an_isolation_has_all_guarantees(mechanism):
+    interpreter, isolation = isolation_of(mechanism)
+    assert isolation.guarantees == GUARANTEES
+    assert isolation.describe().endswith("isolates file system, network, processes, system calls")
+    without = isolation.setup._replace(system_call_filter=None)
     assert probe(without, interpreter) == ("file_system", "network", "processes")
 
 
-def test_less_isolation_is_refused(monkeypatch):
-    monkeypatch.setattr(isolation, "system_call_filter", lambda: b"")
-    monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/bwrap")
-    monkeypatch.setattr(isolation, "probe", lambda setup, interpreter: GUARANTEES[:2])
-    message = r"cannot be isolated here \(no isolation of processes, system_calls.*\); allow namespaces .*sandbox_url"
-    with pytest.raises(SandboxError, match=message):
-        find_setup(find_interpreter())
+def test_limits_alone_isolate_nothing():
+    if not os.path.exists("/usr/bin/python3"):
+        pytest.skip("no interpreter that other users can run")
+    interpreter = readable_interpreter()
+    setup = Setup(Mechanism("limits", False), interpreter.readable)
+    assert probe(setup, interpreter) == ()
+    launcher = Launcher(setup)
+    try:
+        run = Command((interpreter.executable, "-I", "-S", "main.py"), {"main.py": DAEMON}, LIMITS)
+        outcome = launcher.run(run)
+    finally:
+        launcher.close()
+    assert (outcome.ending, outcome.code) == ("exit", 0)
+    assert not os.path.exists(f"/proc/{outcome.stdout.decode()}")  # killed, though it left its session and parent
 
 
-def test_a_set_up_that_does_not_work_is_a_sandbox_error():
+DAEMON = b"""
+import os, time
+reader, writer = os.pipe()
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.write(writer, str(os.getpid()).encode())
+        time.sleep(60)
+    os._exit(0)
+print(os.read(reader, 100).decode(), end="", flush=True)
+"""
+
+
+def test_a_mechanism_that_does_not_work_is_a_sandbox_error():
     interpreter = find_interpreter()
+    setup = Setup(Mechanism("bubblewrap", False), ("/no/such/path",), "/usr/bin/false")
     with pytest.raises(SandboxError, match="could not be set up"):
-        probe(Setup("/usr/bin/false", False, ("/no/such/path",)), interpreter)
+        probe(setup, interpreter)
+    for mechanisms in ((), (Mechanism("namespaces", True),), (Mechanism("namespaces", False),)):
+        with pytest.raises(SandboxError, match="no program can be run here"):
+            find_isolation(interpreter, mechanisms)
 
 
-def test_what_is_not_installed_is_named_with_the_fix(monkeypatch):
+def test_without_bubblewrap_programs_are_not_isolated(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    with pytest.raises(SandboxError, match=r"bubblewrap is not installed; .*apt-get install bubblewrap.*sandbox_url"):
-        find_setup(find_interpreter())
-    monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/bwrap")
-    monkeypatch.setattr(isolation, "system_call_filter", lambda: None)
-    with pytest.raises(SandboxError, match=r"pyseccomp or libseccomp is missing; .*sandbox_url"):
-        find_setup(find_interpreter())
+    isolation = find_isolation(find_interpreter())
+    assert isolation.describe() == "limits isolates nothing"
+    assert isolation.failures[0] == "bubblewrap is not installed"
 
 
 def test_applications_below_usr_are_not_visible():

@@ -7,7 +7,7 @@ import pytest
 
 from megatron_gspo.rewards.sandbox.command import Command, Limits, SandboxError
 from megatron_gspo.rewards.sandbox.launcher_client import Launcher
-from tests.rewards.sandbox.mechanisms import PARAMETERS, descendants, setup_of
+from tests.rewards.sandbox.mechanisms import PARAMETERS, descendants, isolation_of
 
 LIMITS = Limits(1.5, 10.0, 200 * 2**20, 5, 1000, 2**21)
 
@@ -15,8 +15,8 @@ LIMITS = Limits(1.5, 10.0, 200 * 2**20, 5, 1000, 2**21)
 @pytest.fixture(scope="module", params=PARAMETERS)
 def run(request):
     """Runs a Python program; run.launcher is its launcher."""
-    interpreter, setup = setup_of(request.param)
-    launcher = Launcher(setup)
+    interpreter, isolation = isolation_of(request.param)
+    launcher = Launcher(isolation.setup)
 
     def run(program, stdin=b"", limits=LIMITS):
         argv = (interpreter.executable, "-I", "-S", "main.py")

@@ -13,15 +13,20 @@ import pytest
 
 from megatron_gspo.rewards.sandbox.command import Command, Limits, SandboxError
 from megatron_gspo.rewards.sandbox.launcher_client import Launcher
-from tests.rewards.sandbox.mechanisms import PARAMETERS, any_setup, descendants, setup_of
+from tests.rewards.sandbox.mechanisms import MECHANISMS, PARAMETERS, descendants, isolation_of
 from tests.support.waiting import wait_for
 
 
 @pytest.fixture(scope="module")
 def ready():
-    """(setup, interpreter) that works."""
-    interpreter, setup = any_setup()
-    return setup, interpreter.executable
+    """(setup, interpreter) of the first mechanism that works."""
+    for mechanism in MECHANISMS:
+        try:
+            interpreter, isolation = isolation_of(mechanism)
+        except pytest.skip.Exception:
+            continue
+        return isolation.setup, interpreter.executable
+    pytest.skip("no isolation on this machine")
 
 
 def program(python, source, seconds=10.0):
@@ -60,13 +65,13 @@ def test_one_that_died_is_replaced(ready):
 
 
 @pytest.mark.parametrize("started", [1, 3])
-@pytest.mark.parametrize("privileged", PARAMETERS)
-def test_its_programs_end_with_it(privileged, started):
+@pytest.mark.parametrize("mechanism", PARAMETERS)
+def test_its_programs_end_with_it(mechanism, started):
     """Also where it is killed, as with a verifier that exceeds its time: at any moment.
 
     started: processes at that moment, of the launcher, the sandbox's first process and those below.
     """
-    interpreter, setup = setup_of(privileged)
+    interpreter, isolation = isolation_of(mechanism)
     command = program(interpreter.executable, "import time; time.sleep(50)", 60.0)
     if started > 1:  # the set-up of the sandbox takes longer than the test's next step
         command = command._replace(files={**command.files, "large": bytes(30_000_000)})
@@ -76,7 +81,7 @@ def test_its_programs_end_with_it(privileged, started):
         "launcher.run(command)"
     )
     worker = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    worker.stdin.write(pickle.dumps((setup, command)))
+    worker.stdin.write(pickle.dumps((isolation.setup, command)))
     worker.stdin.close()
     wait_for(lambda: len(descendants(worker.pid)) >= started, pause=0.001)
     running = descendants(worker.pid)
