@@ -1,8 +1,7 @@
-"""The pure parts of the benchmarks: spreads, ratios, rows, table, result files and the turns of two programs."""
+"""The pure parts of the benchmarks: spreads, ratios, rows and the turns of two programs."""
 
 from __future__ import annotations
 
-import json
 import sys
 
 import pytest
@@ -13,8 +12,6 @@ from benchmarks.common import (
     Spread,
     count_row,
     interleave,
-    machine_kind,
-    number,
     rate_row,
     ratios,
     table,
@@ -52,29 +49,6 @@ def test_an_absolute_target_is_of_ours():
     assert row.met is False and "ours <= 0.25 NO" in table([row])
 
 
-def test_a_row_survives_json():
-    row = time_row("step", "a", [Seconds(2.0, 1.0)], [Seconds(1.0, 1.0)], peer_name="p", note="n")
-    record = json.loads(json.dumps(row.to_json()))
-    assert record["met"] is None and record["ratio"]["median"] == 2.0 and record["note"] == "n"
-
-
-def test_table_puts_the_ratio_first_and_lines_up():
-    row = time_row("step", "forward", [Seconds(1.5, 1.0)], [Seconds(1.0, 1.0)], peer_name="bare", target=1.15)
-    lines = table([row]).splitlines()
-    cells = [cell.strip() for cell in lines[2].strip("|").split("|")]
-    assert cells == ["1.50 (1.50-1.50)", "1.00", "<= 1.15 NO", "forward", "1,500 ms", "1,000 ms", "bare"]
-    assert len({len(line) for line in lines}) == 1
-
-
-NUMBERS = {12_345: "12,300", 999.6: "1,000", 999.4: "999", 3.14159: "3.14", 0.00213: "0.00213", 0: "0",
-           1_234_567: "1,230,000"}  # fmt: skip
-
-
-@pytest.mark.parametrize("value", NUMBERS)
-def test_numbers_have_three_digits(value):
-    assert number(value) == NUMBERS[value]
-
-
 def test_contestants_run_in_turns_in_alternating_order():
     calls = []
     taken = interleave({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, repeats=3, warmup=1)
@@ -85,13 +59,6 @@ def test_contestants_run_in_turns_in_alternating_order():
 def test_repeats_stop_when_the_time_is_over_but_not_before_three():
     taken = interleave({"a": lambda: None}, repeats=100, warmup=0, seconds=-1.0)
     assert len(taken["a"]) == 3
-
-
-def test_a_machine_s_kind_is_a_file_name():
-    machine = {"gpu": None, "cpu": "Fast CPU(R) 9", "cores": 2}
-    assert machine_kind(machine) == "fast-cpu-r-9-2-cores"
-    assert machine_kind(machine | {"gpu": "NVIDIA H100"}) == "nvidia-h100"
-
 
 
 def test_counts_have_no_spread():
