@@ -31,7 +31,7 @@ ADAPTERS = (
         file="megatron_gspo/mcore/hf_weights.py",
         before="self.parameter if self.adapter is None else self.adapter.merged(self.parameter)",
         after="self.parameter",
-        test="tests/mcore/lora/test_adapter_weights.py::test_merged_weights_are_those_of_peft",
+        test="tests/mcore/lora/test_adapter_weights.py::test_merged_weights_are_those_of_peft[each]",
     ),
     SeededBug(
         name="an adapter's gradient not summed over the ranks that hold it",
@@ -52,7 +52,7 @@ ADAPTERS = (
         file="megatron_gspo/mcore/lora/adapter_weights.py",
         before="chunk(group.size(), dim=dim)[group.rank()]",
         after="chunk(group.size(), dim=dim)[0]",
-        test="tests/mcore/lora/test_adapter_weights.py::test_streams_have_every_adapter_in_every_layout",
+        test="tests/mcore/lora/test_adapter_weights.py::test_streams_have_every_adapter_in_every_layout[each]",
     ),
     SeededBug(
         name="norms are trained beside the adapters",
@@ -66,13 +66,13 @@ ADAPTERS = (
         file="megatron_gspo/mcore/policy.py",
         before="adapters_off(self.chunks) if self.is_base else nullcontext()",
         after="nullcontext()",
-        test="tests/mcore/lora/test_attach.py::test_the_base_is_there_with_adapters_off",
+        test="tests/mcore/lora/test_attach.py::test_the_base_is_there_with_adapters_off[each]",
     ),
     SeededBug(
         name="a checkpoint of another base's adapters is loaded",
         file="megatron_gspo/mcore/checkpoint/checkpoint_files.py",
         before="if found == base:",
         after="if bool(found) == bool(base):",
-        test="tests/mcore/lora/test_attach.py::test_other_checkpoints_are_refused",
+        test="tests/mcore/lora/test_attach.py::test_other_checkpoints_are_refused[each]",
     ),
 )

@@ -73,7 +73,7 @@ MODELS = (
         file="megatron_gspo/rollout/embedded/decode.py",
         before="torch.arange(columns, device=device) >= columns - window",
         after="torch.arange(columns, device=device) >= 0",
-        test="tests/rollout/embedded/test_embedded_engine.py::test_log_probs_equal_a_teacher_forced_pass",
+        test="tests/rollout/embedded/test_embedded_engine.py::test_log_probs_equal_a_teacher_forced_pass[1.0-0-windows]",
     ),
     SeededBug(
         name="delta rule: no gradient of the decay from chunk to chunk",
@@ -94,21 +94,21 @@ MODELS = (
         file="megatron_gspo/mcore/gated_delta_net/chunk_layout.py",
         before=".index_fill_(0, layout.absent, 0.0)",
         after="",
-        test="tests/mcore/gated_delta_net/test_layer.py::test_layer_equals_the_recurrence",
+        test="tests/mcore/gated_delta_net/test_layer.py::test_layer_equals_the_recurrence[1]",
     ),
     SeededBug(
         name="delta net: every context-parallel rank with the first heads' filters",
         file="megatron_gspo/mcore/gated_delta_net/layer.py",
         before="parameter.chunk(self.cp_group.size())[self.cp_group.rank()]",
         after="parameter.chunk(self.cp_group.size())[0]",
-        test="tests/mcore/gated_delta_net/test_layer.py::test_layer_equals_the_recurrence",
+        test="tests/mcore/gated_delta_net/test_layer.py::test_layer_equals_the_recurrence[cp2]",
     ),
     SeededBug(
         name="delta net: the norm's gradient of one tensor-parallel rank's heads",
         file="megatron_gspo/mcore/gated_delta_net/layer.py",
         before="self.out_norm.weight.sequence_parallel = config.sequence_parallel",
         after="self.out_norm.weight.sequence_parallel = False",
-        test="tests/mcore/gated_delta_net/test_layer.py::test_layer_equals_the_recurrence",
+        test="tests/mcore/gated_delta_net/test_layer.py::test_layer_equals_the_recurrence[tp2]",
     ),
     SeededBug(
         name="a zero-centred norm multiplies by its weight",
@@ -136,6 +136,6 @@ MODELS = (
         file="megatron_gspo/mcore/expert_bias.py",
         before="router.local_tokens_per_expert += routing_map.sum(0)",
         after="router.local_tokens_per_expert += routing_map.sum(0) * (torch.distributed.get_rank() == 0)",
-        test="tests/mcore/test_expert_bias.py::test_an_update_rate_moves_it_towards_an_even_load",
+        test="tests/mcore/test_expert_bias.py::test_an_update_rate_moves_it_towards_an_even_load[data 2-live]",
     ),
 )

@@ -49,9 +49,9 @@ REWARDS = (
     ),
     SeededBug(
         name="a sandbox that fails gives a reward of 0",
-        file="megatron_gspo/rewards/sandbox/code_verifier.py",
-        before="except CompileError:",
-        after="except (CompileError, SandboxError):",
+        file="megatron_gspo/rewards/sandbox/fusion_client.py",
+        before="raise SandboxError(f'{self._url}: {reason}')",
+        after="return Outcome('exit', 1, b'')",
         test="tests/rewards/sandbox/test_code_verifier.py::test_failures_are_counted_and_have_no_reward",
     ),
     SeededBug(

@@ -10,14 +10,17 @@ ROUTING = (
         file="megatron_gspo/mcore/routing_replay/micro_batch_routes.py",
         before="given[self.rows]",
         after="given[:self.rows.stop - self.rows.start]",
-        test="tests/mcore/routing_replay/test_gather_results.py::test_stats_are_those_of_a_count_over_all_ranks",
+        test=(
+            "tests/mcore/routing_replay/test_gather_results.py"
+            "::test_stats_are_those_of_a_count_over_all_ranks[tp2 ep2]"
+        ),
     ),
     SeededBug(
         name="routes cut in order where tokens are cut in zigzag",
         file="megatron_gspo/data/packing.py",
         before="name: value[indices] for",
         after="name: value.chunk(cp_size)[cp_rank] if name == 'routed_experts' else value[indices] for",
-        test="tests/mcore/routing_replay/test_gather_results.py::test_expert_ids_of_one_and_of_two_bytes",
+        test="tests/mcore/routing_replay/test_gather_results.py::test_expert_ids_of_one_and_of_two_bytes[256-uint8]",
     ),
     SeededBug(
         name="a pipeline stage gets the routes of another stage's layers",
@@ -31,7 +34,7 @@ ROUTING = (
         file="megatron_gspo/mcore/routing_replay/gather_results.py",
         before="layers = sorted(micro_batches[0].layers)",
         after="layers = sorted(micro_batches[0].layers)[::-1]",
-        test="tests/mcore/routing_replay/test_gather_results.py::test_stats_are_those_of_a_count_over_all_ranks",
+        test="tests/mcore/routing_replay/test_gather_results.py::test_stats_are_those_of_a_count_over_all_ranks[alone]",
     ),
     SeededBug(
         name="routes one layer late",

@@ -15,6 +15,7 @@ import signal
 import sys
 
 OUTPUT = "pytest_output.txt"
+OPTIONS = "-q -x --tb=short --disable-warnings -p no:cacheprovider --hypothesis-profile=seeded_bugs"
 
 
 def import_slow_packages() -> None:
@@ -47,15 +48,7 @@ def run_pytest(seconds: int, tests: list[str]) -> int:
             os.dup2(output.fileno(), 2)
         import pytest
 
-        options = [
-            "-q",
-            "-x",
-            "--tb=short",
-            "--hypothesis-profile=seeded_bugs",
-            "-p",
-            "no:cacheprovider",
-        ]
-        code = pytest.main([*options, *tests])
+        code = pytest.main([*OPTIONS.split(), *tests])
         sys.stdout.flush()
         os._exit(code)
     _, status = os.waitpid(process, 0)
