@@ -69,13 +69,6 @@ CONVERSION = (
         test="tests/models/quantization/test_module_list.py::test_a_fault_names_list_entry_and_fix",
     ),
     SeededBug(
-        name="separate projections: a rank's rows cut through queries, keys and values as one",
-        file="megatron_gspo/models/qwen35.py",
-        before=", blocks=convolved_blocks",
-        after="",
-        test="tests/models/test_qwen35.py::test_a_rank_reads_its_rows_of_the_whole_projection",
-    ),
-    SeededBug(
         name="experts in one tensor: a rank's rows cut through gate and up as one",
         file="megatron_gspo/models/rule_tables.py",
         before=", blocks=lambda shape: (shape.moe_ffn_hidden_size,) * 2",

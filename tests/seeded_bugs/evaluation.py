@@ -20,13 +20,6 @@ EVALUATION = (
         test="tests/tools/evaluate/test_elo.py::test_expected_scores_are_the_published_ones",
     ),
     SeededBug(
-        name="the interval of a rating has half its width",
-        file="tools/evaluate/elo.py",
-        before="_NORMAL_QUANTILE / math.sqrt(curvature)",
-        after="_NORMAL_QUANTILE / math.sqrt(curvature) / 2",
-        test="tests/tools/evaluate/test_elo.py::test_the_interval_has_the_true_rating_as_often_as_it_says",
-    ),
-    SeededBug(
         name="a response without a score counts as an average one",
         file="tools/evaluate/task_scores.py",
         before="np.nan_to_num(found, nan=0.0)",

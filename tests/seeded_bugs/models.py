@@ -20,13 +20,6 @@ MODELS = (
         test="tests/mcore/test_expert_bias.py::test_it_is_frozen_and_keeps_its_bits_in_training_checkpoints_and_streams",
     ),
     SeededBug(
-        name="bias rounded to bfloat16",
-        file="megatron_gspo/mcore/expert_bias.py",
-        before="router.expert_bias.data = router.expert_bias.data.float()",
-        after="pass",
-        test="tests/mcore/test_expert_bias.py::test_it_is_frozen_and_keeps_its_bits_in_training_checkpoints_and_streams",
-    ),
-    SeededBug(
         name="experts chosen from all groups",
         file="megatron_gspo/mcore/model.py",
         before="router.chosen_groups if router.groups > 1",

@@ -118,24 +118,10 @@ PARALLELISM = (
         test="tests/mcore/test_attention.py::test_equals_attention_of_each_sequence_alone",
     ),
     SeededBug(
-        name="data-parallel average not undone",
-        file="megatron_gspo/mcore/forward_step.py",
-        before="loss * (num_microbatches * groups.dp.size())",
-        after="loss * num_microbatches",
-        test="tests/equivalence/test_layouts.py::test_dense[tp1-pp1-cp1-dp2]",
-    ),
-    SeededBug(
         name="gradient counted once for each context rank",
         file="megatron_gspo/mcore/forward_step.py",
         before="loss * (num_microbatches * groups.dp.size())",
         after="loss * (num_microbatches * groups.dp_cp.size())",
-        test="tests/equivalence/test_layouts.py::test_dense[tp1-pp1-cp2-dp1]",
-    ),
-    SeededBug(
-        name="the ratio is not summed over the context ranks",
-        file="megatron_gspo/mcore/forward_step.py",
-        before="sum_over_context=sum_over(groups.cp)",
-        after="sum_over_context=None",
         test="tests/equivalence/test_layouts.py::test_dense[tp1-pp1-cp2-dp1]",
     ),
     SeededBug(

@@ -20,13 +20,6 @@ REWARDS = (
         test="tests/rewards/sandbox/test_launcher.py::test_the_limits_are_those_of_the_command",
     ),
     SeededBug(
-        name="the limit of processes is another",
-        file="megatron_gspo/rewards/sandbox/bubblewrap.py",
-        before="_prlimit(command.limits, command.limits.processes)",
-        after="_prlimit(command.limits, 64)",
-        test="tests/rewards/sandbox/test_launcher.py::test_the_limits_are_those_of_the_command",
-    ),
-    SeededBug(
         name="output and files are unlimited",
         file="megatron_gspo/rewards/sandbox/kernel.py",
         before="'fsize': (limits.disk_bytes, limits.disk_bytes), ",

@@ -58,13 +58,6 @@ ROUTING = (
         test="tests/mcore/routing_replay/test_router_hooks.py::test_with_two_experts_ratios_move_through_the_weights_alone",
     ),
     SeededBug(
-        name="weights of the live choice for the replayed experts",
-        file="megatron_gspo/mcore/routing_replay/micro_batch_routes.py",
-        before="return (weights.gather(1, replayed), replayed)",
-        after="return (top_k(scores)[0], replayed)",
-        test="tests/mcore/routing_replay/test_router_hooks.py::test_with_two_experts_ratios_move_through_the_weights_alone",
-    ),
-    SeededBug(
         name="recomputation takes the live routes",
         file="megatron_gspo/mcore/routing_replay/micro_batch_routes.py",
         before="replayed = self.given[layer].long()",
