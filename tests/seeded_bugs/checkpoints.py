@@ -86,7 +86,7 @@ CHECKPOINTS = (
         name="a killed run's writers and the next run's share a directory",
         file="megatron_gspo/mcore/checkpoint/checkpoint_files.py",
         before=".partial_{step:06d}_{uuid.uuid4().hex[:8]}",
-        after=".partial_{step:06d}",
+        after=".partial_{step:06d}_00000000",
         test="tests/mcore/checkpoint/test_checkpoint_files.py::test_a_killed_save_leaves_nothing_that_counts",
     ),
     SeededBug(

@@ -46,8 +46,11 @@ ROUTING = (
     SeededBug(
         name="routes of the first micro-batch for all",
         file="megatron_gspo/mcore/micro_batch_inputs.py",
-        before="routes = self._routing[shard.micro_batch] if self._routing is not None else None",
-        after="routes = self._routing[0] if self._routing is not None else None",
+        before="routes.begin_chunk(shard,",
+        after=(
+            "first = self.__dict__.setdefault('first', shard.routed_experts); "
+            "routes.begin_chunk(shard if first is None else replace(shard, routed_experts=first[:len(shard.tokens)]),"
+        ),
         test="tests/mcore/routing_replay/test_router_hooks.py::test_several_epochs_over_the_same_samples_use_the_same_routes",
     ),
     SeededBug(
