@@ -2,12 +2,16 @@
 
 import gc
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 slow_machine = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 # The same examples in every run: a change that breaks nothing can't turn the tests red.
 settings.register_profile("ci", max_examples=40, derandomize=True, database=None, **slow_machine)
 settings.register_profile("thorough", max_examples=1000, print_blob=True, **slow_machine)
+# For tests/seeded_bugs: a failure is expected, its smallest example is of no interest.
+settings.register_profile(
+    "seeded_bugs", parent=settings.get_profile("ci"), phases=[Phase.explicit, Phase.generate]
+)
 settings.load_profile("ci")
 gc.disable()  # until the tests are collected: a quarter of the time that their imports take
 

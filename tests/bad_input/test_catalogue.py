@@ -1,4 +1,4 @@
-"""The catalogue as a whole: how many bad inputs it has, and the messages in docs/troubleshooting.md."""
+"""The messages of the catalogue in docs/troubleshooting.md."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from tests.bad_input.page import CASES, FIXES, PAGE, filled
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_catalogue_is_large_and_each_case_has_a_name_of_its_own() -> None:
+def test_each_case_has_a_name_of_its_own() -> None:
     names = [case.name for case in CASES]
-    assert len(set(names)) == len(names) >= 150
+    assert len(set(names)) == len(names)
 
 
 def test_the_page_has_the_messages_of_today() -> None:

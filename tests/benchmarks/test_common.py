@@ -1,4 +1,4 @@
-"""The pure parts of the benchmarks: spreads, ratios, rows, table, result files and the turns of two programs."""
+"""The pure parts of the benchmarks: spreads, ratios, rows and the turns of two programs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from benchmarks.common import (
     interleave,
     rate_row,
     ratios,
-    table,
     time_row,
 )
 from benchmarks.turns import Worker, take_turns
@@ -41,12 +40,6 @@ def test_time_rows_want_to_be_low_and_rates_high():
     assert (row.ours.median, row.ratio.median, row.cpu_ratio.median, row.met) == (25.0, 1.25, 1.0, False)
 
 
-def test_table_puts_the_ratio_first_and_lines_up():
-    row = time_row("step", "forward", [Seconds(1.5, 1.0)], [Seconds(1.0, 1.0)], peer_name="bare", target=1.15)
-    lines = table([row]).splitlines()
-    cells = [cell.strip() for cell in lines[2].strip("|").split("|")]
-    assert cells == ["1.50 (1.50-1.50)", "1.00", "<= 1.15 NO", "forward", "1,500 ms", "1,000 ms", "bare"]
-    assert len({len(line) for line in lines}) == 1
 
 
 def test_contestants_run_in_turns_in_alternating_order():

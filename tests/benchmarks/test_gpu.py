@@ -12,18 +12,15 @@ import pytest
 import torch
 
 from benchmarks import gpu
-from benchmarks.common import Spread
 from benchmarks.gpu import (
     REAL,
     TINY,
-    Row,
     head_flops,
     layer_flops,
     main,
     make_samples,
     measure,
     peak_tflops,
-    table,
     write_config,
 )
 from megatron_gspo.config import load_config
@@ -89,15 +86,6 @@ def test_the_real_sizes_are_those_of_the_model(tmp_path):
 )  # fmt: skip
 def test_peak_by_the_drivers_name(name, expected):
     assert peak_tflops(name) == expected
-
-
-def test_table():
-    row = Row("head", "torch", 16_384, Spread.exactly(12.5), 812.3, 0.821, 3 * 2**30, None)
-    unknown = replace(row, name="layer", share_of_peak=None, peak_bytes=None, rehearsed_bytes=2**30)
-    assert table([row, unknown]).splitlines()[2:] == [
-        "| head, 16,384 tokens | torch | 12.5 | 812 | 82 % | 3.00 GiB |  |",
-        "| layer, 16,384 tokens | torch | 12.5 | 812 |  |  | 1.00 GiB |",
-    ]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

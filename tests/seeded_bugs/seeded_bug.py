@@ -1,7 +1,8 @@
-"""One known bug as plain data."""
+"""One known bug, and how it is written into the code."""
 
 from __future__ import annotations
 
+import ast
 from dataclasses import dataclass
 
 
@@ -9,13 +10,27 @@ from dataclasses import dataclass
 class SeededBug:
     """One wrong version of the code.
 
-    `seen_in`: where it was met. `file`: relative to the project. `before`: text that occurs in it once; `after` takes
-    its place. `tests`: pytest ids, at least one of which must fail with an assertion.
+    file: relative to the project. before: code that occurs in it once; after: what takes its place. Both are written as
+    `ast.unparse` writes code, so that the formatting and the comments of the file do not matter. test: the pytest id
+    of a test that must fail with an assertion.
     """
 
     name: str
-    seen_in: str
     file: str
     before: str
     after: str
-    tests: tuple[str, ...]
+    test: str
+
+    def apply(self, source: str) -> str:
+        """The source with the bug in it, without comments.
+
+        Raises:
+            ValueError: `before` does not occur exactly once.
+        """
+        code = ast.unparse(ast.parse(source))
+        count = code.count(self.before)
+        if count != 1:
+            raise ValueError(
+                f"seeded bug '{self.name}': {self.file} has {count} times, not once: {self.before}"
+            )
+        return code.replace(self.before, self.after)

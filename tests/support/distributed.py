@@ -32,9 +32,15 @@ import torch
 import torch.distributed as dist
 
 SLOW_IMPORTS = (
-    "torch", "torch.distributed", "transformers", "megatron_gspo.mcore.train_step", "tests.equivalence.run",
+    "torch",
+    "torch.distributed",
+    "transformers",
+    "megatron_gspo.mcore.attention",
+    "megatron_gspo.mcore.process_groups",
+    "megatron_gspo.mcore.train_step",
+    "tests.equivalence.run",
     "tests.fault_injection.process_harness",
-)  # fmt: skip
+)
 
 
 def collectives_so_far(group: Any = None) -> int:
