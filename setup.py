@@ -60,7 +60,7 @@ setup(
     install_requires=[
         "torch>=2.11,<2.16",
         "megatron-core>=0.16.1,<0.20",
-        "transformers>=5.8,<5.25",
+        "transformers>=5.19,<5.25",
         "safetensors>=0.4.3",
         "numpy>=1.26",
         "pydantic>=2.8",
