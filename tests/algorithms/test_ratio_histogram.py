@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_gspo.algorithms.ratio_histogram import (
@@ -40,6 +40,7 @@ LOG_RATIOS = st.one_of(
 )
 
 
+@settings(deadline=None, max_examples=300)
 @given(st.lists(LOG_RATIOS, min_size=1, max_size=60), st.integers(1, 4))
 def test_against_sorted_values_however_they_are_split(values, parts):
     d = torch.tensor(values, dtype=torch.float64)

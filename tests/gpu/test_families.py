@@ -23,15 +23,8 @@ from tests.support.configs import adam, micro_batches_of, model_config, parallel
 from tests.support.tiny_models import save_tiny_model
 from tests.support.transformers_reference import load_reference
 
-# On a CPU, where the test itself is what is tested, one of each kind of attention and of router is enough.
-ON_A_CPU = ("moe", "gpt_oss", "deepseek", "qwen35_moe")
-NAMES = [
-    name if name in ON_A_CPU or torch.cuda.is_available() else pytest.param(name, marks=pytest.mark.slow)
-    for name in MODELS
-]
 
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", MODELS)
 def test_log_probs_and_gradients_in_bfloat16(device, groups, name, tmp_path, record_property):
     path = save_tiny_model(tmp_path, dtype=torch.bfloat16, **MODELS[name])
     scenario = replace(SCENARIO, replay=name not in DENSE_MODELS)
