@@ -35,8 +35,6 @@ SLOW_IMPORTS = (
     "torch",
     "torch.distributed",
     "transformers",
-    "megatron_gspo.mcore.attention",
-    "megatron_gspo.mcore.process_groups",
     "megatron_gspo.mcore.train_step",
     "tests.equivalence.run",
     "tests.fault_injection.process_harness",
@@ -94,7 +92,10 @@ def fork_server() -> Any:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # the server and its children read it when they load torch
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([name for name in SLOW_IMPORTS if name in sys.modules])
+    preloaded = [name for name in SLOW_IMPORTS if name in sys.modules]
+    if "megatron_gspo.mcore" in sys.modules:
+        preloaded.append("megatron_gspo.mcore.process_groups")  # imports Megatron, as all of mcore does
+    context.set_forkserver_preload(preloaded)
     return context
 
 
