@@ -60,6 +60,17 @@ def test_can_start(file, tiny, tmp_path):
     assert config.run_dir != load_config(file).run_dir
 
 
+def test_the_config_of_the_readme_can_start(tiny, tmp_path, monkeypatch):
+    readme = (EXAMPLES.parent / "README.md").read_text()
+    [config] = re.findall(r"```yaml\n(run_dir:.*?)```", readme, re.DOTALL)
+    [reward] = re.findall(r"```python\n(def score.*?)```", readme, re.DOTALL)
+    [processes_of_the_readme] = re.findall(r"torchrun --nproc-per-node (\d+) .* mine.yaml", readme)
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text(config)
+    Path("verifier.py").write_text(reward)
+    load(Path("mine.yaml"), tiny, tmp_path).check(int(processes_of_the_readme))
+
+
 def flat(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     found = {}
     for key, value in data.items():
