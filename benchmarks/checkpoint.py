@@ -1,11 +1,13 @@
-"""A training checkpoint: waiting time of the loop, a synchronous save and a load, against Megatron's and torch's.
+"""A training checkpoint: waiting time of the loop, a synchronous save and a load, against
+Megatron's and torch's.
 
-One process, a random Qwen3-MoE with Adam in float32; a step is the old policy's pass and one update with
-``--sequences`` sequences, without generation: 128 prompts with 8 responses of about 48 tokens, where real steps have
-hundreds of thousands of tokens (a save grows with the parameters, a step with parameters times tokens: the share
-depends on the tokens alone). A turn is a save that begins before a step and is polled after it and after the next, as
-the loop does, then the other saves and the loads of the same state. Every save is on the disk when it counts as done
-(fsync). "Written after" is when the last tensor of the asynchronous save was there, while the step ran.
+One process, a random Qwen3-MoE with Adam in float32; a step is the old policy's pass and one update
+with ``--sequences`` sequences, without generation: 128 prompts with 8 responses of about 48 tokens,
+where real steps have hundreds of thousands of tokens (a save grows with the parameters, a step with
+parameters times tokens: the share depends on the tokens alone). A turn is a save that begins before
+a step and is polled after it and after the next, as the loop does, then the other saves and the
+loads of the same state. Every save is on the disk when it counts as done (fsync). "Written after"
+is when the last tensor of the asynchronous save was there, while the step ran.
 """
 
 from __future__ import annotations
@@ -41,9 +43,13 @@ class Contest:
 
         self.folder, self.number, self.begun = folder, 0, 0.0
         self.image: Any = None
-        size = TinyModel(hidden=args.hidden, layers=args.layers, experts=16, expert_width=args.hidden // 2)
+        size = TinyModel(
+            hidden=args.hidden, layers=args.layers, experts=16, expert_width=args.hidden // 2
+        )
         self.parameters = write_tiny_model(folder / "model", size)
-        self.policy = tiny_policy(str(folder / "model"), ParallelConfig(), initialize(ParallelConfig(), seed=0))
+        self.policy = tiny_policy(
+            str(folder / "model"), ParallelConfig(), initialize(ParallelConfig(), seed=0)
+        )
         self.samples = make_samples(args.sequences, 16, 48, self.policy.shape.vocab_size)
 
     def step(self) -> None:
@@ -53,8 +59,12 @@ class Contest:
         from megatron_gspo.mcore.train_step import compute_log_probs, train_mini_batch
 
         training = TrainingConfig(steps=1, global_batch_size=1, max_tokens_per_micro_batch=4096)
-        compute_log_probs(self.policy, SampleBatch.of(self.samples), training, temperature=1.0, with_entropy=True)
-        train_mini_batch(self.policy, SampleBatch.of(self.samples), preset("gspo"), training, temperature=1.0)
+        compute_log_probs(
+            self.policy, SampleBatch.of(self.samples), training, temperature=1.0, with_entropy=True
+        )
+        train_mini_batch(
+            self.policy, SampleBatch.of(self.samples), preset("gspo"), training, temperature=1.0
+        )
 
     def _next(self) -> int:
         self.number += 1
@@ -66,7 +76,9 @@ class Contest:
 
         self.begun = time.time()
         self.image = self.image or make_image(self.policy)
-        return begin_save(self.policy, self.folder / "ours", self._next(), {}, keep=KEEP, image=self.image)
+        return begin_save(
+            self.policy, self.folder / "ours", self._next(), {}, keep=KEEP, image=self.image
+        )
 
     def written_after(self) -> float:
         """Seconds from the beginning of the newest save to its last tensor."""
@@ -89,7 +101,9 @@ class Contest:
 
         model = unwrap(self.policy.chunks[0]).sharded_state_dict()
         metadata = {"distrib_optim_sharding_type": "fully_reshardable"}
-        optimizer = self.policy.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
+        optimizer = self.policy.optimizer.sharded_state_dict(
+            model, is_loading=is_loading, metadata=metadata
+        )
         return {"model": model, "optimizer": optimizer}
 
     def megatron_save(self) -> None:
@@ -114,7 +128,11 @@ class Contest:
     def _tensors(self) -> dict[str, Any]:
         from megatron_gspo.mcore.policy_tensors import torch_optimizers
 
-        moments = [state for inner in torch_optimizers(self.policy.optimizer) for state in inner.state.values()]
+        moments = [
+            state
+            for inner in torch_optimizers(self.policy.optimizer)
+            for state in inner.state.values()
+        ]
         return {"model": dict(self.policy.chunks[0].named_parameters()), "moments": moments}
 
     def torch_save(self) -> None:
@@ -135,7 +153,9 @@ class Contest:
 
 
 def _complete_steps(optimizer: Any) -> None:
-    """Upstream fails on the step count of torch's Adam (KeyError: 'step'), which it leaves out of what it has read."""
+    """Upstream fails on the step count of torch's Adam (KeyError: 'step'), which it leaves out
+    of what it has read.
+    """
     store = type(optimizer)._set_main_param_and_optimizer_states
     optimizer._set_main_param_and_optimizer_states = lambda parameter, tensors: store(
         optimizer, parameter, {"step": torch.zeros(()), **tensors}
@@ -163,7 +183,11 @@ def measure(args: argparse.Namespace) -> list[Row]:
     """The rows of the table."""
     torch.set_num_threads(1)
     if args.quick:
-        args.repeats, args.sequences, args.hidden = min(args.repeats, 2), min(args.sequences, 128), 128
+        args.repeats, args.sequences, args.hidden = (
+            min(args.repeats, 2),
+            min(args.sequences, 128),
+            128,
+        )
     with tempfile.TemporaryDirectory() as folder:
         contest = Contest(Path(folder), args)
         tokens = sum(sample.length for sample in contest.samples)
@@ -172,16 +196,35 @@ def measure(args: argparse.Namespace) -> list[Row]:
         contest.save()
         contest.megatron_save()  # starts the server that its later saves use
         contest.samples = everything
-        stored = sum(file.stat().st_size for file in (Path(folder) / "ours").glob(f"*{contest.number}/*")) / 1e6
-        say(f"checkpoint: {contest.parameters:,} parameters, {stored:.0f} MB, steps of {tokens:,} tokens")
+        stored = (
+            sum(
+                file.stat().st_size for file in (Path(folder) / "ours").glob(f"*{contest.number}/*")
+            )
+            / 1e6
+        )
+        say(
+            f"checkpoint: {contest.parameters:,} parameters, {stored:.0f} MB, steps of {tokens:,}"
+            " tokens"
+        )
         started, turns = time.perf_counter(), []
-        while len(turns) < args.repeats and (len(turns) < 3 or time.perf_counter() - started < args.seconds):
+        while len(turns) < args.repeats and (
+            len(turns) < 3 or time.perf_counter() - started < args.seconds
+        ):
             turns.append(turn(contest))
     taken = {name: [found[name] for found in turns] for name in turns[0]}
-    note = f"{contest.parameters / 1e6:.1f} million parameters, {stored:.0f} MB, steps of {tokens:,} tokens"
+    note = (
+        f"{contest.parameters / 1e6:.1f} million parameters, {stored:.0f} MB, steps of {tokens:,}"
+        " tokens"
+    )
     row = functools.partial(_row, taken, note)
     return [
-        row("wait of the loop for an asynchronous save", "wait", "step", "a training step", target=TARGET),
+        row(
+            "wait of the loop for an asynchronous save",
+            "wait",
+            "step",
+            "a training step",
+            target=TARGET,
+        ),
         row("wait of the loop for an asynchronous save", "wait", "torch_save", "torch.save"),
         row("step while a checkpoint is written", "step beside", "step", "step alone"),
         row("asynchronous save, written after", "written", "save", "synchronous save"),
@@ -192,16 +235,35 @@ def measure(args: argparse.Namespace) -> list[Row]:
     ]
 
 
-def _row(taken: dict[str, list[Seconds]], note: str, name: str, ours: str, peer: str, peer_name: str,
-         **more: Any) -> Row:  # fmt: skip
+def _row(
+    taken: dict[str, list[Seconds]],
+    note: str,
+    name: str,
+    ours: str,
+    peer: str,
+    peer_name: str,
+    **more: Any,
+) -> Row:
     """Without the CPU time: that of the writers isn't this process's."""
     wall = [[1e3 * seconds.wall for seconds in taken[key]] for key in (ours, peer)]
-    return Row("checkpoint", name, peer_name, "ms", "lower", ratios(*wall), Spread.of(wall[0]), Spread.of(wall[1]),
-               note=note, **more)  # fmt: skip
+    return Row(
+        "checkpoint",
+        name,
+        peer_name,
+        "ms",
+        "lower",
+        ratios(*wall),
+        Spread.of(wall[0]),
+        Spread.of(wall[1]),
+        note=note,
+        **more,
+    )
 
 
 def main() -> None:
-    run_from_command_line(__doc__, measure, {"repeats": 4, "sequences": 1024, "hidden": 256, "layers": 4}, seconds=75)
+    run_from_command_line(
+        __doc__, measure, {"repeats": 4, "sequences": 1024, "hidden": 256, "layers": 4}, seconds=75
+    )
 
 
 if __name__ == "__main__":

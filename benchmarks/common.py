@@ -1,7 +1,8 @@
 """Shared by all benchmarks: interleaved timing, medians, rows, tables.
 
-A *row* compares ours with one peer. Both ran in turns in the same run; a ratio is taken within each turn and the median
-of these ratios is what the table shows, so that a machine that gets slower or faster has little effect.
+A *row* compares ours with one peer. Both ran in turns in the same run; a ratio is taken within each
+turn and the median of these ratios is what the table shows, so that a machine that gets slower or
+faster has little effect.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ PACKAGES = ("torch", "megatron-core", "transformers")
 
 @dataclass(frozen=True)
 class Seconds:
-    """One measurement: wall-clock time, and this process's own CPU time, which counts no other program's turns."""
+    """One measurement: wall-clock time, and this process's own CPU time, which counts no other
+    program's turns.
+    """
 
     wall: float
     cpu: float
@@ -65,10 +68,12 @@ class Spread:
 
 @dataclass(frozen=True)
 class Row:
-    """Ours against one peer. ``ratio`` and ``cpu_ratio`` are ours / peer; ``better`` is the better direction.
+    """Ours against one peer. ``ratio`` and ``cpu_ratio`` are ours / peer; ``better`` is the better
+    direction.
 
-    ``target``: the ratio to reach, with ``better``; None where the row only informs; with ``absolute`` it is ours
-    itself that is to reach it. ``cpu_ratio`` is None where CPU time means nothing (memory, GPU).
+    ``target``: the ratio to reach, with ``better``; None where the row only informs; with
+    ``absolute`` it is ours itself that is to reach it. ``cpu_ratio`` is None where CPU time means
+    nothing (memory, GPU).
     """
 
     benchmark: str
@@ -113,7 +118,11 @@ def timed(function: Callable[[], Any]) -> Seconds:
 
 
 def interleave(
-    contestants: Mapping[str, Callable[[], Any]], *, repeats: int, warmup: int = 2, seconds: float = 120.0
+    contestants: Mapping[str, Callable[[], Any]],
+    *,
+    repeats: int,
+    warmup: int = 2,
+    seconds: float = 120.0,
 ) -> dict[str, list[Seconds]]:
     """Time every contestant ``by_turns``, after ``warmup`` calls of each."""
     for _ in range(warmup):
@@ -124,12 +133,18 @@ def interleave(
 
 
 def by_turns(
-    measures: Mapping[K, Callable[[], T]], *, repeats: int, seconds: float, agree: Callable[[bool], bool] = bool
+    measures: Mapping[K, Callable[[], T]],
+    *,
+    repeats: int,
+    seconds: float,
+    agree: Callable[[bool], bool] = bool,
 ) -> dict[K, list[T]]:
-    """What each of ``measures`` gives once a turn, ``repeats`` turns or as many as fit in ``seconds`` (three at least).
+    """What each of ``measures`` gives once a turn, ``repeats`` turns or as many as fit in
+    ``seconds`` (three at least).
 
-    The order alternates between turns, so that none always runs after the same other one. ``agree`` makes whether time
-    is up the same on all ranks that run the turns together; it is called before every turn.
+    The order alternates between turns, so that none always runs after the same other one. ``agree``
+    makes whether time is up the same on all ranks that run the turns together; it is called before
+    every turn.
     """
     taken: dict[K, list[T]] = {name: [] for name in measures}
     started = time.perf_counter()
@@ -147,31 +162,57 @@ def ratios(ours: Sequence[float], peer: Sequence[float]) -> Spread:
     return Spread.of([a / b for a, b in zip(ours, peer, strict=True)])
 
 
-def time_row(benchmark: str, name: str, ours: Sequence[Seconds], peer: Sequence[Seconds], **more: Any) -> Row:
+def time_row(
+    benchmark: str, name: str, ours: Sequence[Seconds], peer: Sequence[Seconds], **more: Any
+) -> Row:
     """A row of times in milliseconds (lower is better) from the turns of two contestants."""
     wall = [[1e3 * turn.wall for turn in turns] for turns in (ours, peer)]
     cpu = [[turn.cpu for turn in turns] for turns in (ours, peer)]
     return Row(
-        benchmark, name, unit="ms", better="lower", ratio=ratios(*wall), cpu_ratio=ratios(*cpu),
-        ours=Spread.of(wall[0]), peer=Spread.of(wall[1]), **more,
-    )  # fmt: skip
+        benchmark,
+        name,
+        unit="ms",
+        better="lower",
+        ratio=ratios(*wall),
+        cpu_ratio=ratios(*cpu),
+        ours=Spread.of(wall[0]),
+        peer=Spread.of(wall[1]),
+        **more,
+    )
 
 
-def rate_row(benchmark: str, name: str, ours: Sequence[Mapping[str, float]], peer: Sequence[Mapping[str, float]],
-             **more: Any) -> Row:  # fmt: skip
-    """A row of rates (higher is better); every turn has ``amount``, ``seconds`` and ``cpu_seconds``."""
+def rate_row(
+    benchmark: str,
+    name: str,
+    ours: Sequence[Mapping[str, float]],
+    peer: Sequence[Mapping[str, float]],
+    **more: Any,
+) -> Row:
+    """A row of rates (higher is better); every turn has ``amount``, ``seconds`` and
+    ``cpu_seconds``.
+    """
     wall = [[turn["amount"] / turn["seconds"] for turn in turns] for turns in (ours, peer)]
     cpu = [[turn["amount"] / turn["cpu_seconds"] for turn in turns] for turns in (ours, peer)]
     return Row(
-        benchmark, name, better="higher", ratio=ratios(*wall), cpu_ratio=ratios(*cpu),
-        ours=Spread.of(wall[0]), peer=Spread.of(wall[1]), **more,
-    )  # fmt: skip
+        benchmark,
+        name,
+        better="higher",
+        ratio=ratios(*wall),
+        cpu_ratio=ratios(*cpu),
+        ours=Spread.of(wall[0]),
+        peer=Spread.of(wall[1]),
+        **more,
+    )
 
 
-def count_row(benchmark: str, name: str, ours: float, peer: float, *, unit: str, **more: Any) -> Row:
+def count_row(
+    benchmark: str, name: str, ours: float, peer: float, *, unit: str, **more: Any
+) -> Row:
     """A row of two counts that don't vary (lower is better); ``peer`` is above zero."""
     own, other, ratio = (Spread.exactly(value) for value in (ours, peer, ours / peer))
-    return Row(benchmark, name, unit=unit, better="lower", ratio=ratio, ours=own, peer=other, **more)
+    return Row(
+        benchmark, name, unit=unit, better="lower", ratio=ratio, ours=own, peer=other, **more
+    )
 
 
 def number(value: float) -> str:
@@ -209,12 +250,20 @@ HEADINGS = ("ours / peer", "CPU time", "target", "what", "ours", "peer", "peer i
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Markdown: the ratio with its quartiles first, then the ratio from CPU time, target, and both medians."""
+    """Markdown: the ratio with its quartiles first, then the ratio from CPU time, target, and
+    both medians.
+    """
     lines = [list(HEADINGS), *(_cells(row) for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(HEADINGS))]
-    text = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |"
-            for line in lines]  # fmt: skip
-    return "\n".join([text[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *text[1:]])
+    text = [
+        "| "
+        + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        + " |"
+        for line in lines
+    ]
+    return "\n".join(
+        [text[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *text[1:]]
+    )
 
 
 def cpu_model() -> str:
@@ -227,7 +276,9 @@ def cpu_model() -> str:
 
 
 def hardware() -> dict[str, Any]:
-    """Processor, cores this process may use, load average before the run and GPU (None without one)."""
+    """Processor, cores this process may use, load average before the run and GPU (None without
+    one).
+    """
     import torch
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -248,13 +299,23 @@ def machine_kind(found: Mapping[str, Any]) -> str:
 
 def versions() -> dict[str, str]:
     """Of Python and of the packages that both sides of a benchmark share."""
-    return {"python": platform.python_version()} | {name: metadata.version(name) for name in PACKAGES}
+    return {"python": platform.python_version()} | {
+        name: metadata.version(name) for name in PACKAGES
+    }
 
 
 def versions_in(python: str, names: Sequence[str]) -> dict[str, str]:
-    """Of packages in another interpreter's environment. Raises ``CalledProcessError`` where one is absent."""
-    code = f"import json, importlib.metadata as m; print(json.dumps({{n: m.version(n) for n in {tuple(names)!r}}}))"
-    return json.loads(subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout)
+    """Of packages in another interpreter's environment.
+
+    Raises ``CalledProcessError`` where one is absent.
+    """
+    code = (
+        "import json, importlib.metadata as m; print(json.dumps({n: m.version(n) for n in"
+        f" {tuple(names)!r}}}))"
+    )
+    return json.loads(
+        subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout
+    )
 
 
 def save_rows(file: Path, rows: Sequence[Row], **more: Any) -> None:
@@ -273,18 +334,28 @@ def run_from_command_line(
     seconds: float,
     peers: bool = False,
 ) -> None:
-    """The command line of a benchmark: ``--quick``, ``--seconds``, ``--json`` and a key for each of ``numbers`` with
-    its default, ``repeats`` among them; with ``peers`` also ``--peers-python``. Prints the table of ``measure``'s rows
-    and, if requested, writes them with the details that ``measure`` returns."""
-    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="10 repeats at most, small sizes; to see that it runs")
+    """The command line of a benchmark: ``--quick``, ``--seconds``, ``--json`` and a key for each of
+    ``numbers`` with its default, ``repeats`` among them; with ``peers`` also ``--peers-python``.
+    Prints the table of ``measure``'s rows and, if requested, writes them with the details that
+    ``measure`` returns."""
+    parser = argparse.ArgumentParser(
+        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--seconds", type=float, default=seconds, help="stop repeating after so long (default: %(default)s)"
+        "--quick", action="store_true", help="10 repeats at most, small sizes; to see that it runs"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=seconds,
+        help="stop repeating after so long (default: %(default)s)",
     )
     for name, default in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=default, help="(default: %(default)s)")
     if peers:
-        parser.add_argument("--peers-python", help="interpreter with the peers; without it .venv-peers is made")
+        parser.add_argument(
+            "--peers-python", help="interpreter with the peers; without it .venv-peers is made"
+        )
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     args = parser.parse_args()
     args.repeats = min(args.repeats, 10) if args.quick else args.repeats

@@ -1,8 +1,10 @@
-"""Samples on their way from the servers' answers to packed micro-batches: time and memory of a rank's host.
+"""Samples on their way from the servers' answers to packed micro-batches: time and memory of a
+rank's host.
 
-A response of 32,768 tokens with the routes of Qwen3-30B-A3B on one core, and whole rollout batches over gloo between
-processes on one machine, without a model: the first rank of a replica is the client of its share, and each of its ranks
-holds what the plan gives it. A pass's log-probs are random numbers. Each figure has a target of its own and no peer.
+A response of 32,768 tokens with the routes of Qwen3-30B-A3B on one core, and whole rollout batches
+over gloo between processes on one machine, without a model: the first rank of a replica is the
+client of its share, and each of its ranks holds what the plan gives it. A pass's log-probs are
+random numbers. Each figure has a target of its own and no peer.
 
     OMP_NUM_THREADS=1 python benchmarks/data_plane.py
 """
@@ -43,7 +45,10 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure; lower is better. unit: of `ours` and `target`. parts: what it was computed from, by name and unit."""
+    """One figure; lower is better.
+
+    unit: of `ours` and `target`. parts: what it was computed from, by name and unit.
+    """
 
     what: str
     ours: float
@@ -60,7 +65,9 @@ class Figure:
 
 
 def memory(field: str) -> int:
-    """Bytes of this process by their name in /proc/self/status: VmRSS is held now, VmHWM was held at most."""
+    """Bytes of this process by their name in /proc/self/status: VmRSS is held now, VmHWM was
+    held at most.
+    """
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
@@ -77,23 +84,31 @@ VERSION = "00c0ffee:3"
 
 
 def response_body(tokens: int, *, routes: bool = True) -> bytes:
-    """A response of `tokens` tokens to a prompt of one, as SGLang writes it: JSON with routes in base64 of int32."""
+    """A response of `tokens` tokens to a prompt of one, as SGLang writes it: JSON with routes
+    in base64 of int32.
+    """
     import pybase64
 
     draws = np.random.default_rng(0)
     ids = draws.integers(2, WORDS, tokens).tolist()
     log_probs = (-draws.exponential(size=tokens)).astype(np.float32).astype(float).tolist()
     meta: dict[str, Any] = {
-        "id": "0", "finish_reason": {"type": "length", "length": tokens}, "prompt_tokens": 1, "weight_version": VERSION,
+        "id": "0",
+        "finish_reason": {"type": "length", "length": tokens},
+        "prompt_tokens": 1,
+        "weight_version": VERSION,
         "input_token_logprobs": [],
         "output_token_logprobs": [[p, t, None] for p, t in zip(log_probs, ids, strict=True)],
-        "completion_tokens": tokens, "cached_tokens": 0,
-    }  # fmt: skip
+        "completion_tokens": tokens,
+        "cached_tokens": 0,
+    }
     if routes:
         offsets = draws.integers(EXPERTS, size=(tokens, LAYERS, 1), dtype=np.int32)
         chosen = (offsets + 13 * np.arange(TOP, dtype=np.int32)) % EXPERTS  # 8 different ones
         meta["routed_experts"] = pybase64.b64encode(chosen.astype("<i4").tobytes()).decode()
-    return json.dumps({"text": "word " * tokens, "output_ids": ids, "meta_info": meta}, separators=(",", ":")).encode()
+    return json.dumps(
+        {"text": "word " * tokens, "output_ids": ids, "meta_info": meta}, separators=(",", ":")
+    ).encode()
 
 
 class Response:
@@ -109,11 +124,22 @@ class Response:
         from megatron_gspo.routing_replay.routes import RouteShape
 
         shape = ModelShape(
-            model_type="qwen3_moe", num_layers=LAYERS, hidden_size=2048, num_attention_heads=32, num_query_groups=4,
-            head_dim=128, ffn_hidden_size=6144, vocab_size=WORDS, rms_norm_eps=1e-6, rotary=Rotary(1e6, 128),
-            max_position_embeddings=tokens + 1, tied_embeddings=False, moe_layers=(True,) * LAYERS,
-            num_experts=EXPERTS, experts_per_token=TOP,
-        )  # fmt: skip
+            model_type="qwen3_moe",
+            num_layers=LAYERS,
+            hidden_size=2048,
+            num_attention_heads=32,
+            num_query_groups=4,
+            head_dim=128,
+            ffn_hidden_size=6144,
+            vocab_size=WORDS,
+            rms_norm_eps=1e-6,
+            rotary=Rotary(1e6, 128),
+            max_position_embeddings=tokens + 1,
+            tied_embeddings=False,
+            moe_layers=(True,) * LAYERS,
+            num_experts=EXPERTS,
+            experts_per_token=TOP,
+        )
         self.prompt, self.tokens = Prompt(0, np.array([5]), "p"), tokens
         self.model, self.is_routed = ServedModel(shape, (1,), return_routes=routes), routes
         self.context = RequestContext("sample 0/0", 1, tokens, self.model, VERSION)
@@ -154,8 +180,14 @@ def response_time(quick: bool) -> list[Figure]:
         began = time.process_time()
         response.packed(response.sample(body))
         seconds.append(time.process_time() - began)
-    return [Figure(f"a response of {tokens:,} tokens with routes: checked and packed", statistics.median(seconds), 0.25,
-                   "s of one core")]  # fmt: skip
+    return [
+        Figure(
+            f"a response of {tokens:,} tokens with routes: checked and packed",
+            statistics.median(seconds),
+            0.25,
+            "s of one core",
+        )
+    ]
 
 
 def response_memory(quick: bool) -> list[Figure]:
@@ -175,7 +207,10 @@ def response_memory(quick: bool) -> list[Figure]:
         gc.collect()
         kept = tracemalloc.get_traced_memory()[0]
     routes = sample.routed_experts.nbytes
-    say(f"body {size / MIB:.1f} MiB, peak {peak / MIB:.1f} MiB, kept {kept / MIB:.1f}, routes {routes / MIB:.1f} MiB")
+    say(
+        f"body {size / MIB:.1f} MiB, peak {peak / MIB:.1f} MiB, kept {kept / MIB:.1f}, routes"
+        f" {routes / MIB:.1f} MiB"
+    )
     return [
         Figure(f"{what}: received and checked, peak", peak / size, 2.2, "times the body"),
         Figure(f"{what}: kept", kept / routes, 1.1, "times its routes"),
@@ -247,31 +282,46 @@ class Connection:
         return body
 
     def bodies(self, count: int, taken: Callable[[bytearray], Any]) -> list[Any]:
-        """`taken(body)` of each of some responses, in the thread of the connection, as the rollout client does it."""
+        """`taken(body)` of each of some responses, in the thread of the connection, as the
+        rollout client does it.
+        """
 
         async def take_all() -> list[Any]:
-            return [taken(await self._client.post_for_bytes("/generate", {}, timeout=60, max_bytes=2**30))
-                    for _ in range(count)]  # fmt: skip
+            return [
+                taken(
+                    await self._client.post_for_bytes("/generate", {}, timeout=60, max_bytes=2**30)
+                )
+                for _ in range(count)
+            ]
 
         return self._loop.run(take_all())
 
 
 GROUP = 16  # responses to a prompt
-# The most that a rank of 8 may take, relative to one of 2 with the same share, to count as flat: our own choice.
+# The most that a rank of 8 may take, relative to one of 2 with the same share, to count as flat:
+# our own choice.
 _FLAT = 1.25
 # What a rank imports. It is imported once, by the process that they are forked from.
 _MODULES = (
-    "torch.distributed", "megatron_gspo.config", "megatron_gspo.data.sample_batch", "megatron_gspo.loop.advantages",
-    "megatron_gspo.loop.loss_masking", "megatron_gspo.loop.optimizer_steps", "megatron_gspo.loop.ratio_quantiles",
-    "megatron_gspo.loop.rollout_correction", "megatron_gspo.loop.sample_metrics", "megatron_gspo.loop.step_plan",
-    "megatron_gspo.mcore.micro_batches", "megatron_gspo.rollout.sample_exchange",
-)  # fmt: skip
+    "torch.distributed",
+    "megatron_gspo.config",
+    "megatron_gspo.data.sample_batch",
+    "megatron_gspo.loop.advantages",
+    "megatron_gspo.loop.loss_masking",
+    "megatron_gspo.loop.optimizer_steps",
+    "megatron_gspo.loop.ratio_quantiles",
+    "megatron_gspo.loop.rollout_correction",
+    "megatron_gspo.loop.sample_metrics",
+    "megatron_gspo.loop.step_plan",
+    "megatron_gspo.mcore.micro_batches",
+    "megatron_gspo.rollout.sample_exchange",
+)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one rank. seconds: of CPU by phase, sends and receives included. share: bytes of the samples that it trains.
-    peak: most memory over what it held before. tokens: that it trains."""
+    """Of one rank. seconds: of CPU by phase, sends and receives included. share: bytes of the
+    samples that it trains. peak: most memory over what it held before. tokens: that it trains."""
 
     seconds: dict[str, float]
     share: int
@@ -280,20 +330,29 @@ class Measured:
 
 
 def data_plane(quick: bool) -> list[Figure]:
-    """A rollout batch over data-parallel replicas: memory and CPU time of each rank's host, from answers to metrics."""
-    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # two virtual cores may share a real one
+    """A rollout batch over data-parallel replicas: memory and CPU time of each rank's host,
+    from answers to metrics.
+    """
+    os.sched_setaffinity(
+        0, {min(os.sched_getaffinity(0))}
+    )  # two virtual cores may share a real one
     length, most = 4096, 8
     share, turns = (32, 1) if quick else (256, 3)
     figures = []
     # Without routes a small share would show what a step costs, not a token.
     for responses, routes, limit in ((share, True, 8.0), (256, False, 0.7)):
         kind = "with" if routes else "without"
-        few, many = (measure_ranks(ranks, responses, length, routes=routes, turns=turns) for ranks in (2, most))
+        few, many = (
+            measure_ranks(ranks, responses, length, routes=routes, turns=turns)
+            for ranks in (2, most)
+        )
         of = f"{responses * most:,} responses of {length:,} tokens {kind} routes over {most} ranks"
         slow, slow_of_two = _slowest(many), _slowest(few)
         figures.append(_per_million(of, many, limit))
         parts = {"2 ranks, s": slow_of_two}
-        figures.append(Figure(f"{of}: the same, against 2 ranks", slow / slow_of_two, _FLAT, "times", parts))
+        figures.append(
+            Figure(f"{of}: the same, against 2 ranks", slow / slow_of_two, _FLAT, "times", parts)
+        )
         figures.append(_held(of, many))
     pairs = measure_ranks(4, share, length, routes=True, turns=turns, tensor=2)
     of = f"replicas of TP 2, {share * 2:,} responses of {length:,} tokens with routes over 4 ranks"
@@ -301,40 +360,60 @@ def data_plane(quick: bool) -> list[Figure]:
 
 
 def _per_million(of: str, ranks: list[list[Measured]], limit: float) -> Figure:
-    """CPU time of the slowest rank; its parts are those of the last turn of the rank that took longest in it."""
+    """CPU time of the slowest rank; its parts are those of the last turn of the rank that took
+    longest in it.
+    """
     worst = max((taken[-1] for taken in ranks), key=lambda one: sum(one.seconds.values()))
     phases = {f"{phase}, s": value / worst.tokens * 1e6 for phase, value in worst.seconds.items()}
     say(f"{of}, per million tokens:", *(f"{name} {value:.2f}" for name, value in phases.items()))
-    return Figure(f"{of}: a rank's host, per million tokens", _slowest(ranks), limit, "s of one core", phases)
+    return Figure(
+        f"{of}: a rank's host, per million tokens", _slowest(ranks), limit, "s of one core", phases
+    )
 
 
 def _held(of: str, ranks: list[list[Measured]]) -> Figure:
     """Most memory of any rank in any turn."""
-    most = max((one for taken in ranks for one in taken), key=lambda one: (one.peak - 200 * MIB) / one.share)
+    most = max(
+        (one for taken in ranks for one in taken),
+        key=lambda one: (one.peak - 200 * MIB) / one.share,
+    )
     parts = {"share, MiB": most.share / MIB, "peak, MiB": most.peak / MIB}
     beyond = (most.peak - 200 * MIB) / most.share
-    return Figure(f"{of}: host memory of a rank beyond 200 MiB", beyond, 1.25, "times its share", parts)
+    return Figure(
+        f"{of}: host memory of a rank beyond 200 MiB", beyond, 1.25, "times its share", parts
+    )
 
 
 def _slowest(ranks: list[list[Measured]]) -> float:
-    """CPU seconds per million tokens of the rank that takes longest; of each rank the median of its turns."""
-    return max(statistics.median(sum(one.seconds.values()) / one.tokens * 1e6 for one in taken) for taken in ranks)
+    """CPU seconds per million tokens of the rank that takes longest; of each rank the median of
+    its turns.
+    """
+    return max(
+        statistics.median(sum(one.seconds.values()) / one.tokens * 1e6 for one in taken)
+        for taken in ranks
+    )
 
 
-def measure_ranks(ranks: int, responses: int, length: int, *, routes: bool, turns: int = 1, tensor: int = 1
-                  ) -> list[list[Measured]]:  # fmt: skip
-    """Each replica, of ``tensor`` of the ``ranks``, receives ``responses`` of ``length`` tokens, so many times; by rank
-    and turn."""
+def measure_ranks(
+    ranks: int, responses: int, length: int, *, routes: bool, turns: int = 1, tensor: int = 1
+) -> list[list[Measured]]:
+    """Each replica, of ``tensor`` of the ``ranks``, receives ``responses`` of ``length`` tokens, so
+    many times; by rank and turn."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__, *_MODULES])
-    with tempfile.TemporaryDirectory() as folder, Upstream(response_body(length, routes=routes)) as upstream:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Upstream(response_body(length, routes=routes)) as upstream,
+    ):
         with context.Pool(ranks) as pool:
             sizes = (ranks, tensor, responses, length, routes, turns)
             given = [(rank, sizes, folder, upstream.url) for rank in range(ranks)]
             return pool.starmap(_rank, given, chunksize=1)
 
 
-def _rank(rank: int, sizes: tuple[int, int, int, int, bool, int], folder: str, url: str) -> list[Measured]:
+def _rank(
+    rank: int, sizes: tuple[int, int, int, int, bool, int], folder: str, url: str
+) -> list[Measured]:
     """sizes: see `measure_ranks`."""
     import torch
     import torch.distributed as dist
@@ -350,7 +429,10 @@ def _rank(rank: int, sizes: tuple[int, int, int, int, bool, int], folder: str, u
         with Connection(url) as connection, (Path(folder) / "turn").open("w") as turn:
             groups = _groups(tensor)
             _Host(connection, turn, groups, GROUP, length, routes).run()  # imports, allocator
-            return [_Host(connection, turn, groups, responses, length, routes).run() for _ in range(turns)]
+            return [
+                _Host(connection, turn, groups, responses, length, routes).run()
+                for _ in range(turns)
+            ]
     finally:
         dist.barrier()
         dist.destroy_process_group()
@@ -362,18 +444,32 @@ def _groups(tensor: int) -> Any:
 
     one = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
     if tensor == 1:
-        return SimpleNamespace(tp=one, cp=one, pp=one, dp=dist.group.WORLD, is_last_stage=True, shared=())
+        return SimpleNamespace(
+            tp=one, cp=one, pp=one, dp=dist.group.WORLD, is_last_stage=True, shared=()
+        )
     ranks = range(dist.get_world_size())
-    tp, _ = dist.new_subgroups_by_enumeration([list(ranks[start : start + tensor]) for start in ranks[::tensor]])
-    dp, _ = dist.new_subgroups_by_enumeration([list(ranks[first::tensor]) for first in range(tensor)])
-    return SimpleNamespace(tp=tp, cp=one, pp=one, dp=dp, is_last_stage=True, shared=(None, None, tp))
+    tp, _ = dist.new_subgroups_by_enumeration(
+        [list(ranks[start : start + tensor]) for start in ranks[::tensor]]
+    )
+    dp, _ = dist.new_subgroups_by_enumeration(
+        [list(ranks[first::tensor]) for first in range(tensor)]
+    )
+    return SimpleNamespace(
+        tp=tp, cp=one, pp=one, dp=dp, is_last_stage=True, shared=(None, None, tp)
+    )
 
 
 class _Host:
     """One rank's work, phase by phase."""
 
     def __init__(
-        self, connection: Connection, turn: IO[str], groups: Any, responses: int, length: int, routes: bool
+        self,
+        connection: Connection,
+        turn: IO[str],
+        groups: Any,
+        responses: int,
+        length: int,
+        routes: bool,
     ) -> None:
         import torch.distributed as dist
 
@@ -384,13 +480,23 @@ class _Host:
         self.seconds: dict[str, float] = {}
         self.connection, self.turn, self.client = connection, turn, Response(length, routes=routes)
         replicas = groups.dp.size()
-        self.config = Config.from_dict({
-            "run_dir": "run", "model": {"path": "model"}, "data": {"prompts": "prompts", "verifier": "exact_match"},
-            "rollout": {"rollout_batch_size": replicas * responses // GROUP, "n_samples_per_prompt": GROUP,
-                        "max_response_length": length},
-            "training": {"steps": 1, "global_batch_size": replicas * responses // 4,
-                         "max_tokens_per_micro_batch": 4 * length},
-        })  # fmt: skip
+        self.config = Config.from_dict(
+            {
+                "run_dir": "run",
+                "model": {"path": "model"},
+                "data": {"prompts": "prompts", "verifier": "exact_match"},
+                "rollout": {
+                    "rollout_batch_size": replicas * responses // GROUP,
+                    "n_samples_per_prompt": GROUP,
+                    "max_response_length": length,
+                },
+                "training": {
+                    "steps": 1,
+                    "global_batch_size": replicas * responses // 4,
+                    "max_tokens_per_micro_batch": 4 * length,
+                },
+            }
+        )
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -408,13 +514,20 @@ class _Host:
         before = reset_peak()
         batch = self.receive(self.responses)
         plan, batch = self.distribute(batch)
-        share = sum(sum(v.nbytes for v in vars(s).values() if isinstance(v, np.ndarray)) for s in batch.samples)
+        share = sum(
+            sum(v.nbytes for v in vars(s).values() if isinstance(v, np.ndarray))
+            for s in batch.samples
+        )
         batch = self.prepare(batch, plan)
         self.update(batch, plan)
-        return Measured(self.seconds, share, memory("VmHWM") - before, int(sum(s.length for s in batch.samples)))
+        return Measured(
+            self.seconds, share, memory("VmHWM") - before, int(sum(s.length for s in batch.samples))
+        )
 
     def receive(self, count: int) -> Any:
-        """Receive, parse and check the servers' answers; one client at a time, whose data stay in the core's cache."""
+        """Receive, parse and check the servers' answers; one client at a time, whose data stay
+        in the core's cache.
+        """
         from megatron_gspo.data.sample_batch import SampleBatch
 
         count *= self.groups.tp.rank() == 0  # the others of a replica are no clients
@@ -424,9 +537,15 @@ class _Host:
             fcntl.flock(self.turn, fcntl.LOCK_EX)
             samples = self.connection.bodies(count, self.client.sample)
             fcntl.flock(self.turn, fcntl.LOCK_UN)
-            samples = [replace(sample, prompt_index=number // GROUP, sample_index=number % GROUP,
-                               reward=float(number % 3 == 0))
-                       for number, sample in zip(places, samples, strict=True)]  # fmt: skip
+            samples = [
+                replace(
+                    sample,
+                    prompt_index=number // GROUP,
+                    sample_index=number % GROUP,
+                    reward=float(number % 3 == 0),
+                )
+                for number, sample in zip(places, samples, strict=True)
+            ]
             return SampleBatch.gathered(samples, places, self.world)
 
     def distribute(self, batch: Any) -> tuple[Any, Any]:
@@ -435,11 +554,16 @@ class _Host:
         from megatron_gspo.mcore.micro_batches import packing_rules
         from megatron_gspo.rollout.sample_exchange import move_samples, replica_homes
 
-        model = SimpleNamespace(sequence_parallel=False, virtual_pipeline_model_parallel_size=None,
-                                moe_token_dispatcher_type="alltoall")  # fmt: skip
+        model = SimpleNamespace(
+            sequence_parallel=False,
+            virtual_pipeline_model_parallel_size=None,
+            moe_token_dispatcher_type="alltoall",
+        )
         with self.phase("plan and move"):
             rules = packing_rules(self.config.training, model, self.groups)
-            plan = plan_step(batch.lengths, replica_homes(batch, self.groups.dp), self.config, rules, 0)
+            plan = plan_step(
+                batch.lengths, replica_homes(batch, self.groups.dp), self.config, rules, 0
+            )
             return plan, move_samples(batch, plan.replica, self.groups.dp, self.groups.shared)
 
     def prepare(self, batch: Any, plan: Any) -> Any:
@@ -491,7 +615,9 @@ class _Host:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="smaller sizes and fewer repeats")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     args = parser.parse_args()
@@ -502,7 +628,10 @@ def main() -> None:
             figures += pool.submit(measurement, args.quick).result()
     for figure in figures:
         met = "yes" if figure.met else "NO"
-        print(f"| {figure.what} | {number(figure.ours)} {figure.unit} | <= {figure.target:g} | {met} |")
+        print(
+            f"| {figure.what} | {number(figure.ours)} {figure.unit} | <= {figure.target:g} |"
+            f" {met} |"
+        )
     if args.json:
         rows = [figure.to_json() for figure in figures]
         today = datetime.date.today().isoformat()

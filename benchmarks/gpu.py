@@ -1,16 +1,20 @@
-"""One layer and the log-prob head of Qwen3-30B-A3B on one GPU, in bfloat16: time, share of the GPU's peak, memory.
+"""One layer and the log-prob head of Qwen3-30B-A3B on one GPU, in bfloat16: time, share of the
+GPU's peak, memory.
 
 Random weights, packed sequences of 4,096 tokens of which three quarters are responses. Rows:
 
 - a large matrix product: what the GPU reaches at best;
-- the layer (attention and 128 experts, top 8), forward and backward, with the embedding before it and the norm after;
+- the layer (attention and 128 experts, top 8), forward and backward, with the embedding before it
+  and the norm after;
 - the head (vocabulary 151,936), forward and backward, for all positions;
-- a training step: two micro-batches with the policy loss, then the optimizer; of the layer, embedding and head.
+- a training step: two micro-batches with the policy loss, then the optimizer; of the layer,
+  embedding and head.
 
-Layers are torch's and, where installed, Transformer Engine's. *TFLOP/s* counts the products that a step needs: 2 for
-each weight that a token meets, half of the attention scores, twice as many backward; what is computed again does not
-count. The peak is the data sheet's for dense bfloat16 (`tools/plan/hardware.py`) or ``--peak-tflops``.
-Memory is the allocator's peak, weights and optimizer included; beside it, for the step, the rehearsal's figure.
+Layers are torch's and, where installed, Transformer Engine's. *TFLOP/s* counts the products that a
+step needs: 2 for each weight that a token meets, half of the attention scores, twice as many
+backward; what is computed again does not count. The peak is the data sheet's for dense bfloat16
+(`tools/plan/hardware.py`) or ``--peak-tflops``. Memory is the allocator's peak, weights and
+optimizer included; beside it, for the step, the rehearsal's figure.
 
     python benchmarks/gpu.py                  # writes benchmarks/results/gpu/<date>-<gpu>.json
     python benchmarks/gpu.py --config DIR     # writes the step's config, to be rehearsed
@@ -35,7 +39,17 @@ import numpy as np
 import torch
 import yaml
 
-from benchmarks.common import RESULTS, ROOT, Spread, hardware, machine_kind, number, say, timed, versions
+from benchmarks.common import (
+    RESULTS,
+    ROOT,
+    Spread,
+    hardware,
+    machine_kind,
+    number,
+    say,
+    timed,
+    versions,
+)
 from benchmarks.result_files import save
 
 MODEL = ROOT / "examples" / "qwen3_moe" / "models" / "Qwen3-30B-A3B" / "config.json"
@@ -44,8 +58,8 @@ IMPLEMENTATIONS = ("torch", "transformer_engine")
 
 @dataclass(frozen=True)
 class Sizes:
-    """``model``: changes to the model's config.json. A micro-batch has ``sequences`` of ``prompt`` and ``response``
-    tokens. ``square``: of the matrix product."""
+    """``model``: changes to the model's config.json. A micro-batch has ``sequences`` of ``prompt``
+    and ``response`` tokens. ``square``: of the matrix product."""
 
     model: dict[str, Any]
     sequences: int = 4
@@ -63,16 +77,33 @@ class Sizes:
 
 REAL = Sizes({"num_hidden_layers": 1})
 TINY = Sizes(
-    dict(num_hidden_layers=1, hidden_size=32, head_dim=16, num_attention_heads=4, num_key_value_heads=2, num_experts=8,
-         num_experts_per_tok=2, moe_intermediate_size=16, intermediate_size=32, vocab_size=96),
-    sequences=2, prompt=4, response=12, square=64, repeats=2, warmup=1,
-)  # fmt: skip
+    dict(
+        num_hidden_layers=1,
+        hidden_size=32,
+        head_dim=16,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        intermediate_size=32,
+        vocab_size=96,
+    ),
+    sequences=2,
+    prompt=4,
+    response=12,
+    square=64,
+    repeats=2,
+    warmup=1,
+)
 
 
 @dataclass(frozen=True)
 class Row:
-    """``milliseconds`` of a call. ``tflops`` and its share of the peak (None where the peak is not known).
-    ``peak_bytes``: allocated at most, None on a CPU; ``rehearsed_bytes``: the same figure of the rehearsal."""
+    """``milliseconds`` of a call. ``tflops`` and its share of the peak (None where the peak is not
+    known). ``peak_bytes``: allocated at most, None on a CPU; ``rehearsed_bytes``: the same figure
+    of the rehearsal.
+    """
 
     name: str
     implementation: str
@@ -86,7 +117,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Work:
-    """Something to measure: one call, its floating-point operations and the tokens that it is about."""
+    """Something to measure: one call, its floating-point operations and the tokens that it is
+    about.
+    """
 
     name: str
     implementation: str
@@ -124,14 +157,25 @@ def write_config(folder: Path, sizes: Sizes, implementation: str = "torch") -> P
     (model / "config.json").write_text(json.dumps(json.loads(MODEL.read_text()) | sizes.model))
     config = {
         "run_dir": str(folder / "run"),
-        "model": {"path": str(model), "init": "random", "dtype": "bfloat16", "implementation": implementation},
+        "model": {
+            "path": str(model),
+            "init": "random",
+            "dtype": "bfloat16",
+            "implementation": implementation,
+        },
         "data": {"task": {"name": "spell_backward", "size": 64}, "max_prompt_length": sizes.prompt},
-        "rollout": {"rollout_batch_size": sizes.sequences, "n_samples_per_prompt": 2,
-                    "max_response_length": sizes.response},
+        "rollout": {
+            "rollout_batch_size": sizes.sequences,
+            "n_samples_per_prompt": 2,
+            "max_response_length": sizes.response,
+        },
         "algorithm": {"name": "gspo"},
-        "training": {"steps": 1, "global_batch_size": 2 * sizes.sequences,
-                     "max_tokens_per_micro_batch": sizes.tokens},
-    }  # fmt: skip
+        "training": {
+            "steps": 1,
+            "global_batch_size": 2 * sizes.sequences,
+            "max_tokens_per_micro_batch": sizes.tokens,
+        },
+    }
     file = folder / "config.yaml"
     file.write_text(yaml.safe_dump(config, sort_keys=False))
     return file
@@ -143,20 +187,33 @@ def make_samples(sizes: Sizes, vocabulary: int, count: int) -> list[Any]:
 
     g = np.random.default_rng(0)
     responses = [
-        dict(old_log_probs=np.full(sizes.response, -8.0, dtype=np.float32),
-             advantages=g.normal(size=sizes.response).astype(np.float32))
+        dict(
+            old_log_probs=np.full(sizes.response, -8.0, dtype=np.float32),
+            advantages=g.normal(size=sizes.response).astype(np.float32),
+        )
         for _ in range(count)
-    ]  # fmt: skip
+    ]
     return [
-        Sample(i, 0, g.integers(2, vocabulary, sizes.prompt + sizes.response), sizes.prompt,
-               np.ones(sizes.response, dtype=bool), None, "stop", **fields)
+        Sample(
+            i,
+            0,
+            g.integers(2, vocabulary, sizes.prompt + sizes.response),
+            sizes.prompt,
+            np.ones(sizes.response, dtype=bool),
+            None,
+            "stop",
+            **fields,
+        )
         for i, fields in enumerate(responses)
-    ]  # fmt: skip
+    ]
 
 
 def product(sizes: Sizes, device: torch.device) -> Work:
     """A square matrix product."""
-    a, b = (torch.randn(sizes.square, sizes.square, device=device, dtype=torch.bfloat16) for _ in range(2))
+    a, b = (
+        torch.randn(sizes.square, sizes.square, device=device, dtype=torch.bfloat16)
+        for _ in range(2)
+    )
     return Work("matrix product", "torch", sizes.square, 2.0 * sizes.square**3, lambda: a @ b)
 
 
@@ -165,7 +222,9 @@ def head(sizes: Sizes, shape: Any, device: torch.device) -> Work:
     from megatron_gspo.parallel.log_probs import LogProbOptions, log_probs_from_hidden
 
     hidden = torch.randn(sizes.tokens, shape.hidden_size, device=device, dtype=torch.bfloat16)
-    weight = torch.randn(shape.vocab_size, shape.hidden_size, device=device, dtype=torch.bfloat16) * 0.02
+    weight = (
+        torch.randn(shape.vocab_size, shape.hidden_size, device=device, dtype=torch.bfloat16) * 0.02
+    )
     labels = torch.randint(shape.vocab_size, (sizes.tokens,), device=device)
 
     def run() -> None:
@@ -201,10 +260,15 @@ def step(policy: Any, config: Any, sizes: Sizes, implementation: str) -> Work:
     samples = make_samples(sizes, policy.shape.vocab_size, 2 * sizes.sequences)
 
     def run() -> None:
-        train_mini_batch(policy, SampleBatch.of(samples), preset("gspo"), config.training, temperature=1.0)
+        train_mini_batch(
+            policy, SampleBatch.of(samples), preset("gspo"), config.training, temperature=1.0
+        )
 
     trained = sum(sample.response_length for sample in samples)
-    flops = 3 * (layer_flops(policy.shape, [sample.length for sample in samples]) + head_flops(policy.shape, trained))
+    flops = 3 * (
+        layer_flops(policy.shape, [sample.length for sample in samples])
+        + head_flops(policy.shape, trained)
+    )
     return Work("training step", implementation, 2 * sizes.tokens, flops, run)
 
 
@@ -223,8 +287,16 @@ def measured(work: Work, sizes: Sizes, peak: float | None, rehearsed: int | None
         torch.cuda.reset_peak_memory_stats()
     spread = Spread.of([1e3 * timed(call).wall for _ in range(sizes.repeats)])
     tflops = work.flops / spread.median / 1e9
-    return Row(work.name, work.implementation, work.tokens, spread, tflops, None if peak is None else tflops / peak,
-               torch.cuda.max_memory_allocated() if cuda else None, rehearsed)  # fmt: skip
+    return Row(
+        work.name,
+        work.implementation,
+        work.tokens,
+        spread,
+        tflops,
+        None if peak is None else tflops / peak,
+        torch.cuda.max_memory_allocated() if cuda else None,
+        rehearsed,
+    )
 
 
 def measure(sizes: Sizes, peak: float | None, rehearsed: int | None = None) -> Iterator[Row]:
@@ -247,7 +319,9 @@ def measure(sizes: Sizes, peak: float | None, rehearsed: int | None = None) -> I
                 say("Transformer Engine is not installed: its rows are left out")
                 continue
             model = replace(config.model, implementation=implementation)
-            policy = build_policy(model, config.parallel, groups, optimizer=config.optimizer, total_steps=100)
+            policy = build_policy(
+                model, config.parallel, groups, optimizer=config.optimizer, total_steps=100
+            )
             yield measured(layer(policy, sizes, implementation), sizes, peak)
             known = rehearsed if implementation == "torch" else None
             yield measured(step(policy, config, sizes, implementation), sizes, peak, known)
@@ -258,12 +332,24 @@ def measure(sizes: Sizes, peak: float | None, rehearsed: int | None = None) -> I
 
 def table(rows: Sequence[Row]) -> str:
     """Markdown."""
-    lines = ["| what | layers | ms | TFLOP/s | of the peak | memory | rehearsed |", "| --- " * 7 + "|"]
+    lines = [
+        "| what | layers | ms | TFLOP/s | of the peak | memory | rehearsed |",
+        "| --- " * 7 + "|",
+    ]
     for row in rows:
         share = "" if row.share_of_peak is None else f"{100 * row.share_of_peak:.0f} %"
-        memory = ["" if size is None else f"{size / 2**30:.2f} GiB" for size in (row.peak_bytes, row.rehearsed_bytes)]
-        cells = [f"{row.name}, {row.tokens:,} tokens", row.implementation, number(row.milliseconds.median),
-                 number(row.tflops), share, *memory]  # fmt: skip
+        memory = [
+            "" if size is None else f"{size / 2**30:.2f} GiB"
+            for size in (row.peak_bytes, row.rehearsed_bytes)
+        ]
+        cells = [
+            f"{row.name}, {row.tokens:,} tokens",
+            row.implementation,
+            number(row.milliseconds.median),
+            number(row.tflops),
+            share,
+            *memory,
+        ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -274,17 +360,32 @@ def result(rows: Sequence[Row], peak: float | None) -> dict[str, Any]:
     if torch.cuda.is_available():
         torch_build["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return {
-        "date": date.today().isoformat(), "hardware": hardware(), "versions": versions() | torch_build,
-        "peak_tflops": peak, "rows": [asdict(row) for row in rows],
-    }  # fmt: skip
+        "date": date.today().isoformat(),
+        "hardware": hardware(),
+        "versions": versions() | torch_build,
+        "peak_tflops": peak,
+        "rows": [asdict(row) for row in rows],
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peak-tflops", type=float, help="of the GPU in bfloat16; default: by its name")
-    parser.add_argument("--rehearsed", type=Path, help="JSON that megatron-gspo rehearse wrote for the step's config")
-    parser.add_argument("--config", type=Path, help="write the step's config into this folder and end")
-    parser.add_argument("--results", type=Path, default=RESULTS / "gpu", help="folder (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--peak-tflops", type=float, help="of the GPU in bfloat16; default: by its name"
+    )
+    parser.add_argument(
+        "--rehearsed",
+        type=Path,
+        help="JSON that megatron-gspo rehearse wrote for the step's config",
+    )
+    parser.add_argument(
+        "--config", type=Path, help="write the step's config into this folder and end"
+    )
+    parser.add_argument(
+        "--results", type=Path, default=RESULTS / "gpu", help="folder (default: %(default)s)"
+    )
     args = parser.parse_args()
     if args.config:
         print(write_config(args.config, REAL))
@@ -292,7 +393,9 @@ def main() -> None:
     if not torch.cuda.is_available():
         print("benchmarks/gpu.py: skipped: no CUDA GPU")
         return
-    rehearsed = json.loads(args.rehearsed.read_text())["roles"][0]["peak_bytes"] if args.rehearsed else None
+    rehearsed = (
+        json.loads(args.rehearsed.read_text())["roles"][0]["peak_bytes"] if args.rehearsed else None
+    )
     peak = args.peak_tflops or peak_tflops(torch.cuda.get_device_name())
     rows: list[Row] = []
     for row in measure(REAL, peak, rehearsed):

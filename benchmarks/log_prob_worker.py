@@ -2,9 +2,9 @@
 
     python benchmarks/log_prob_worker.py CASES.json --rank 0 --ranks 2 --meet FILE
 
-For every case: each contestant once for its result, its difference from ours and its peak memory, then all in turns.
-In a tensor-parallel group all ranks start together and a turn lasts until the last is done. Rank 0 prints a line
-`@@ JSON` for each case.
+For every case: each contestant once for its result, its difference from ours and its peak memory,
+then all in turns. In a tensor-parallel group all ranks start together and a turn lasts until the
+last is done. Rank 0 prints a line `@@ JSON` for each case.
 """
 
 from __future__ import annotations
@@ -49,16 +49,24 @@ class Case:
 
     def runs(self, peer: Peer) -> bool:
         """Whether the peer can compute this case and is selected for it."""
-        fits = (peer.parallel if self.tensor_parallel > 1 else peer.alone) and (peer.entropy or not self.entropy)
+        fits = (peer.parallel if self.tensor_parallel > 1 else peer.alone) and (
+            peer.entropy or not self.entropy
+        )
         return fits and peer.name in self.peers
 
 
-Inputs = tuple[Tensor, Tensor, Tensor]  # hidden [T, h], this rank's rows of the weight [V / tp, h], labels [T]
-Outputs = list[Tensor]  # log-probs, entropy, gradients of hidden and of the weight, as far as the case has them
+Inputs = tuple[
+    Tensor, Tensor, Tensor
+]  # hidden [T, h], this rank's rows of the weight [V / tp, h], labels [T]
+Outputs = list[
+    Tensor
+]  # log-probs, entropy, gradients of hidden and of the weight, as far as the case has them
 
 
 def make_inputs(case: Case, rank: int) -> Inputs:
-    """Logits of standard deviation 0.05 sqrt(h), at hidden 2048 2.3: a model that is unsure but has favourites."""
+    """Logits of standard deviation 0.05 sqrt(h), at hidden 2048 2.3: a model that is unsure but
+    has favourites.
+    """
     generator = torch.Generator().manual_seed(0)
     dtype = getattr(torch, case.dtype)
     hidden = torch.randn(case.tokens, case.width, generator=generator).to(dtype)
@@ -72,13 +80,16 @@ def ours(group: ProcessGroup | None) -> Function:
     from megatron_gspo.parallel.log_probs import LogProbOptions, log_probs_from_hidden
 
     def run(hidden: Tensor, weight: Tensor, labels: Tensor, entropy: bool) -> Result:
-        return log_probs_from_hidden(hidden, weight, labels, LogProbOptions(with_entropy=entropy), tp_group=group)
+        return log_probs_from_hidden(
+            hidden, weight, labels, LogProbOptions(with_entropy=entropy), tp_group=group
+        )
 
     return run
 
 
 def call(function: Function, inputs: Inputs, case: Case) -> Outputs:
-    """Forward; with ``gradient`` also the backward of mean log-prob and a tenth of the mean entropy, from fresh leaves.
+    """Forward; with ``gradient`` also the backward of mean log-prob and a tenth of the mean
+    entropy, from fresh leaves.
     """
     hidden, weight, labels = inputs
     if not case.gradient:
@@ -91,20 +102,30 @@ def call(function: Function, inputs: Inputs, case: Case) -> Outputs:
     if case.entropy and entropy is not None:
         loss = loss + 0.1 * entropy.float().mean()
     loss.backward()
-    values = [log_probs.detach(), *([entropy.detach()] if case.entropy and entropy is not None else [])]
+    values = [
+        log_probs.detach(),
+        *([entropy.detach()] if case.entropy and entropy is not None else []),
+    ]
     return [*values, *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
 
 def difference(found: Outputs, expected: Outputs) -> float:
-    """The largest over results and gradients, relative to the largest entry of each. What is bfloat16 here may
-    differ by a rounding of 2^-8, which counts as 1e-5; log-probs are compared in float32 for every peer."""
+    """The largest over results and gradients, relative to the largest entry of each. What is
+    bfloat16 here may differ by a rounding of 2^-8, which counts as 1e-5; log-probs are compared in
+    float32 for every peer.
+    """
     allowed = {torch.bfloat16: 1e-5 * 2**8}
-    return max(((a.float() - b.float()).abs().max() / b.float().abs().max()).item() * allowed.get(b.dtype, 1.0)
-               for a, b in zip(found, expected, strict=True))  # fmt: skip
+    return max(
+        ((a.float() - b.float()).abs().max() / b.float().abs().max()).item()
+        * allowed.get(b.dtype, 1.0)
+        for a, b in zip(found, expected, strict=True)
+    )
 
 
 def peak_bytes(function: Callable[[], Any], device: str) -> tuple[int, Any]:
-    """Most bytes alive at once that ``function`` allocated, from the allocator's own records, and what it returned."""
+    """Most bytes alive at once that ``function`` allocated, from the allocator's own records,
+    and what it returned.
+    """
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -116,7 +137,9 @@ def peak_bytes(function: Callable[[], Any], device: str) -> tuple[int, Any]:
         found = function()
     events = record.profiler.kineto_results.events()
     alive = peak = 0
-    for _, change in sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"):
+    for _, change in sorted(
+        (event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"
+    ):
         alive += change
         peak = max(peak, alive)
     return peak, found
@@ -151,9 +174,12 @@ class Seat:
         return [time.perf_counter() - wall, self.together(cpu, dist.ReduceOp.SUM)]
 
 
-def once(function: Function, inputs: Inputs, case: Case, expected: Outputs | None, seat: Seat, warm: bool) -> Any:
-    """One contestant's peak in units of a rank's float32 [T, V / tp], with and without the gradients it leaves, and its
-    difference from ours; with ``warm`` a call before that compiles it. Gives the outputs too."""
+def once(
+    function: Function, inputs: Inputs, case: Case, expected: Outputs | None, seat: Seat, warm: bool
+) -> Any:
+    """One contestant's peak in units of a rank's float32 [T, V / tp], with and without the
+    gradients it leaves, and its difference from ours; with ``warm`` a call before that compiles it.
+    Gives the outputs too."""
     if warm:
         call(function, inputs, case)
     unit = 4 * case.tokens * case.vocabulary // case.tensor_parallel
@@ -169,7 +195,9 @@ def once(function: Function, inputs: Inputs, case: Case, expected: Outputs | Non
 
 
 def run_case(case: Case, seat: Seat) -> dict[str, Any]:
-    """``once`` and ``turns`` of each contestant, ``failed`` with reasons; the same peers fail on every rank."""
+    """``once`` and ``turns`` of each contestant, ``failed`` with reasons; the same peers fail
+    on every rank.
+    """
     inputs = make_inputs(case, seat.rank)
     functions = {"ours": ours(seat.group)}
     found, first = once(functions["ours"], inputs, case, None, seat, warm=False)
@@ -179,7 +207,9 @@ def run_case(case: Case, seat: Seat) -> dict[str, Any]:
             continue
         try:
             functions[peer.name] = peer.load(seat.group)
-            _, report["once"][peer.name] = once(functions[peer.name], inputs, case, found, seat, peer.compiles)
+            _, report["once"][peer.name] = once(
+                functions[peer.name], inputs, case, found, seat, peer.compiles
+            )
         except Exception as error:  # a peer may fail in any way; it is reported, and the others run
             functions.pop(peer.name, None)
             report["failed"][peer.name] = f"{type(error).__name__}: {error}".split("\n")[0]
@@ -188,8 +218,12 @@ def run_case(case: Case, seat: Seat) -> dict[str, Any]:
         name: partial(seat.timed, partial(call, function, inputs, case), case.device)
         for name, function in functions.items()
     }
-    turns = by_turns(measures, repeats=case.repeats, seconds=case.seconds,
-                     agree=lambda late: bool(seat.together(float(late), dist.ReduceOp.MAX)))  # fmt: skip
+    turns = by_turns(
+        measures,
+        repeats=case.repeats,
+        seconds=case.seconds,
+        agree=lambda late: bool(seat.together(float(late), dist.ReduceOp.MAX)),
+    )
     return report | {"turns": turns}
 
 
@@ -197,8 +231,12 @@ def take_seat(rank: int, ranks: int, meet: str, device: str) -> Seat:
     """Join the group; Megatron's parallel state too, which its functions and verl's read."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    dist.init_process_group("nccl" if device == "cuda" else "gloo", init_method=f"file://{meet}", rank=rank,
-                            world_size=ranks)  # fmt: skip
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo",
+        init_method=f"file://{meet}",
+        rank=rank,
+        world_size=ranks,
+    )
     try:
         from megatron.core import parallel_state
     except ImportError:
@@ -210,10 +248,14 @@ def take_seat(rank: int, ranks: int, meet: str, device: str) -> Seat:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("cases", type=Path, help="JSON list of cases, all of the same tensor-parallel size")
+    parser.add_argument(
+        "cases", type=Path, help="JSON list of cases, all of the same tensor-parallel size"
+    )
     for name in ("rank", "ranks"):
         parser.add_argument(f"--{name}", type=int, required=True)
-    parser.add_argument("--meet", required=True, help="a file that doesn't exist: where the ranks find each other")
+    parser.add_argument(
+        "--meet", required=True, help="a file that doesn't exist: where the ranks find each other"
+    )
     args = parser.parse_args()
     cases = [Case(**case) for case in json.loads(args.cases.read_text())]
     seat = take_seat(args.rank, args.ranks, args.meet, cases[0].device)

@@ -1,14 +1,16 @@
-"""Log-probs, and log-probs with entropy, from hidden states: time and peak memory against the peers' functions.
+"""Log-probs, and log-probs with entropy, from hidden states: time and peak memory against the
+peers' functions.
 
-Vocabularies of 16k and 152k words, tensor parallelism (TP) over 1, 2 and 4 processes, with gradient and without. The
-width is 128, where exponentials and memory count as much as products, and in one row 2048, where only products do. The
-loss is the mean log-prob and a tenth of the mean entropy.
+Vocabularies of 16k and 152k words, tensor parallelism (TP) over 1, 2 and 4 processes, with gradient
+and without. The width is 128, where exponentials and memory count as much as products, and in one
+row 2048, where only products do. The loss is the mean log-prob and a tenth of the mean entropy.
 
-A *peer* counts where its results and gradients agree with ours to 1e-5 of the largest entry (gradients in bfloat16 to a
-rounding, 2^-8); the target in time, 1.0, is against the fastest.
-Memory is the peak above the inputs in units of one float32 [tokens, vocabulary] tensor (of a rank: vocabulary / TP), as
-the allocator recorded it, gradients of the hidden states and of the weight included; at width 2048 the weight's
-gradient alone is 8 units for everyone, so that row has the peak without the gradients.
+A *peer* counts where its results and gradients agree with ours to 1e-5 of the largest entry
+(gradients in bfloat16 to a rounding, 2^-8); the target in time, 1.0, is against the fastest. Memory
+is the peak above the inputs in units of one float32 [tokens, vocabulary] tensor (of a rank:
+vocabulary / TP), as the allocator recorded it, gradients of the hidden states and of the weight
+included; at width 2048 the weight's gradient alone is 8 units for everyone, so that row has the
+peak without the gradients.
 
     OMP_NUM_THREADS=1 python benchmarks/log_probs.py
     python benchmarks/log_probs.py --device cuda --peak-tflops 989    # hidden 2048, 152k words, 32k tokens
@@ -30,7 +32,17 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.common import ROOT, Row, Seconds, count_row, save_rows, say, table, time_row, versions_in
+from benchmarks.common import (
+    ROOT,
+    Row,
+    Seconds,
+    count_row,
+    save_rows,
+    say,
+    table,
+    time_row,
+    versions_in,
+)
 from benchmarks.log_prob_worker import Case
 from benchmarks.peers.environment import peers_python
 
@@ -53,7 +65,14 @@ def cases(quick: bool) -> list[Case]:
     large = replace(small, vocabulary=LARGE)
     plain = replace(large, entropy=False, peers=WITHOUT)
     wide = replace(large, tokens=256, width=2048, repeats=2)
-    grid = [small, large, plain, replace(large, gradient=False), replace(plain, gradient=False), wide]
+    grid = [
+        small,
+        large,
+        plain,
+        replace(large, gradient=False),
+        replace(plain, gradient=False),
+        wide,
+    ]
     grid += [replace(case, tensor_parallel=ranks) for ranks in (2, 4) for case in (large, plain)]
     return grid
 
@@ -65,19 +84,37 @@ def on_gpu() -> list[Case]:
 
 
 def run_group(python: str, group: Sequence[Case]) -> list[Report]:
-    """Run cases of one tensor-parallel size, a process a rank. Raises ``RuntimeError`` where a rank fails."""
+    """Run cases of one tensor-parallel size, a process a rank.
+
+    Raises ``RuntimeError`` where a rank fails.
+    """
     ranks = group[0].tensor_parallel
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "cases.json"
         file.write_text(json.dumps([asdict(case) for case in group]))
-        command = [python, str(ROOT / "benchmarks" / "log_prob_worker.py"), str(file), "--ranks", str(ranks),
-                   "--meet", str(Path(folder) / "meet")]  # fmt: skip
+        command = [
+            python,
+            str(ROOT / "benchmarks" / "log_prob_worker.py"),
+            str(file),
+            "--ranks",
+            str(ranks),
+            "--meet",
+            str(Path(folder) / "meet"),
+        ]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
         errors = Path(folder) / "errors"  # torch's profiler writes there as well
         with errors.open("w") as stderr:
-            started = [subprocess.Popen([*command, "--rank", str(rank)], cwd=ROOT, env=env, text=True, stderr=stderr,
-                                        stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL)
-                       for rank in range(ranks)]  # fmt: skip
+            started = [
+                subprocess.Popen(
+                    [*command, "--rank", str(rank)],
+                    cwd=ROOT,
+                    env=env,
+                    text=True,
+                    stderr=stderr,
+                    stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+                )
+                for rank in range(ranks)
+            ]
         reports = []
         for line in started[0].stdout or ():
             if line.startswith("@@ "):
@@ -90,36 +127,69 @@ def run_group(python: str, group: Sequence[Case]) -> list[Report]:
 
 def name_of(case: Case) -> str:
     """The description of a case in its rows."""
-    parts = ["log-prob + entropy" if case.entropy else "log-prob", "gradient" if case.gradient else "no gradient",
-             f"{case.tokens / 1024:g}k x {round(case.vocabulary / 1000)}k"]  # fmt: skip
+    parts = [
+        "log-prob + entropy" if case.entropy else "log-prob",
+        "gradient" if case.gradient else "no gradient",
+        f"{case.tokens / 1024:g}k x {round(case.vocabulary / 1000)}k",
+    ]
     parts += [case.dtype] if case.dtype != "float32" else []
     parts += [f"TP {case.tensor_parallel}"] if case.tensor_parallel > 1 else []
     return ", ".join(parts + ([f"hidden {case.width}"] if case.width != 128 else []))
 
 
 def rows_of(case: Case, report: Report) -> list[Row]:
-    """Time against each timed peer of the same result, the target against the fastest; peak against the smallest."""
+    """Time against each timed peer of the same result, the target against the fastest; peak
+    against the smallest.
+    """
     once, name = report["once"], name_of(case)
     same = {peer for peer, found in once.items() if found["difference"] <= SAME}
-    turns = {peer: [Seconds(*turn) for turn in taken] for peer, taken in report["turns"].items() if peer in same}
-    middle = {peer: median(turn.wall for turn in taken) for peer, taken in turns.items() if peer != "ours"}
+    turns = {
+        peer: [Seconds(*turn) for turn in taken]
+        for peer, taken in report["turns"].items()
+        if peer in same
+    }
+    middle = {
+        peer: median(turn.wall for turn in taken) for peer, taken in turns.items() if peer != "ours"
+    }
     fastest = min(middle, key=lambda peer: middle[peer], default="")
     wide = case.width > 1000
     products = "ours computes the logits twice: 4 products instead of 3"
     note = products + ("; at this width they dominate" if wide else "") if case.gradient else ""
-    rows = [time_row("log_probs", f"{name}: time", turns["ours"], turns[peer], peer_name=peer, note=note,
-                     target=1.0 if peer == fastest else None) for peer in middle]  # fmt: skip
+    rows = [
+        time_row(
+            "log_probs",
+            f"{name}: time",
+            turns["ours"],
+            turns[peer],
+            peer_name=peer,
+            note=note,
+            target=1.0 if peer == fastest else None,
+        )
+        for peer in middle
+    ]
     which, what = ("beyond_gradients", "peak without gradients") if wide else ("peak", "peak")
     peaks = {peer: once[peer][which] for peer in same if peer != "ours"}
     if peaks:
         smallest = min(peaks, key=lambda peer: peaks[peer])
-        rows.append(count_row("log_probs", f"{name}: {what}", once["ours"][which], peaks[smallest], unit="units",
-                              peer_name=smallest, target=0.25 if case.gradient else 0.1, absolute=True))  # fmt: skip
+        rows.append(
+            count_row(
+                "log_probs",
+                f"{name}: {what}",
+                once["ours"][which],
+                peaks[smallest],
+                unit="units",
+                peer_name=smallest,
+                target=0.25 if case.gradient else 0.1,
+                absolute=True,
+            )
+        )
     return rows
 
 
 def not_compared(reports: Sequence[Report]) -> dict[str, str]:
-    """Peers that can't run, with the reason, and those that compute something else, with how far they are off."""
+    """Peers that can't run, with the reason, and those that compute something else, with how
+    far they are off.
+    """
     reasons: dict[str, str] = {}
     for report in reports:
         case = Case(**report["case"])
@@ -127,24 +197,40 @@ def not_compared(reports: Sequence[Report]) -> dict[str, str]:
             reasons[f"{peer}, TP {case.tensor_parallel}"] = reason
         for peer, once in report["once"].items():
             if once["difference"] > SAME:
-                reasons[f"{peer}, {case.dtype} inputs"] = f"off by {once['difference']:.0e} of the largest entry"
+                reasons[f"{peer}, {case.dtype} inputs"] = (
+                    f"off by {once['difference']:.0e} of the largest entry"
+                )
     return reasons
 
 
 def share_of_peak(case: Case, report: Report, peak_tflops: float) -> str:
-    """Ours: floating-point operations of its products (4 with gradient, 1 without) over the median time."""
+    """Ours: floating-point operations of its products (4 with gradient, 1 without) over the
+    median time.
+    """
     wall = median(turn[0] for turn in report["turns"]["ours"])
     products = 4 if case.gradient else 1
     achieved = products * 2 * case.tokens * case.vocabulary * case.width / wall / 1e12
-    return f"{name_of(case)}: {achieved:.0f} TFLOP/s, {100 * achieved / peak_tflops:.0f} % of the peak"
+    return (
+        f"{name_of(case)}: {achieved:.0f} TFLOP/s, {100 * achieved / peak_tflops:.0f} % of the peak"
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="16k words with entropy only, 3 repeats")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: real sizes, one GPU")
-    parser.add_argument("--peak-tflops", type=float, default=989, help="of the GPU in bfloat16 (default: H100)")
-    parser.add_argument("--peers-python", help="interpreter with the peers; without it .venv-peers is made")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="16k words with entropy only, 3 repeats"
+    )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="cuda: real sizes, one GPU"
+    )
+    parser.add_argument(
+        "--peak-tflops", type=float, default=989, help="of the GPU in bfloat16 (default: H100)"
+    )
+    parser.add_argument(
+        "--peers-python", help="interpreter with the peers; without it .venv-peers is made"
+    )
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     args = parser.parse_args()
     python = args.peers_python or peers_python()
@@ -160,8 +246,13 @@ def main() -> None:
     for name, reason in not_compared(reports).items():
         print(f"not compared: {name}: {reason}")
     if args.json:
-        save_rows(args.json, rows, peer_versions=versions_in(python, PACKAGES), not_compared=not_compared(reports),
-                  reports=reports)  # fmt: skip
+        save_rows(
+            args.json,
+            rows,
+            peer_versions=versions_in(python, PACKAGES),
+            not_compared=not_compared(reports),
+            reports=reports,
+        )
 
 
 if __name__ == "__main__":

@@ -1,14 +1,16 @@
-"""Tokens per second against TRL's GRPOTrainer at sequence level: the training step and the whole loop.
+"""Tokens per second against TRL's GRPOTrainer at sequence level: the training step and the whole
+loop.
 
-Both run in one process each, on one core, from the same Hugging Face directory and prompts: 32 prompts x 8 responses a
-rollout, 4 optimizer steps of 64 sequences on it, Adam at a constant rate, gradient norm clipped at 1, no KL, no
-evaluation. Tokens are prompt and response of the trained sequences, without padding. The two processes take turns (one
-waits, idle, while the other works); the first rollouts of each are warm-up and in no figure.
+Both run in one process each, on one core, from the same Hugging Face directory and prompts: 32
+prompts x 8 responses a rollout, 4 optimizer steps of 64 sequences on it, Adam at a constant rate,
+gradient norm clipped at 1, no KL, no evaluation. Tokens are prompt and response of the trained
+sequences, without padding. The two processes take turns (one waits, idle, while the other works);
+the first rollouts of each are warm-up and in no figure.
 
-Two kinds of responses. *sampled*: each ends where the policy samples the end token, which this random model does
-once in about 100 tokens: geometric lengths, cut at the limit, so the longest of a rollout is about four times the
-mean, as in training on real tasks. *equal*: neither side has an end token and every response is as long as the limit,
-so neither padding nor rows that end early matter.
+Two kinds of responses. *sampled*: each ends where the policy samples the end token, which this
+random model does once in about 100 tokens: geometric lengths, cut at the limit, so the longest of a
+rollout is about four times the mean, as in training on real tasks. *equal*: neither side has an end
+token and every response is as long as the limit, so neither padding nor rows that end early matter.
 """
 
 from __future__ import annotations
@@ -30,8 +32,12 @@ from benchmarks.peers.environment import peers_python
 from benchmarks.turns import Worker, take_turns
 
 PEER = "TRL GRPOTrainer"
-PHASES = {"loop": "whole loop", "training": "training step", "generation": "generation",
-          "scoring": "old log-probs, rewards"}  # fmt: skip
+PHASES = {
+    "loop": "whole loop",
+    "training": "training step",
+    "generation": "generation",
+    "scoring": "old log-probs, rewards",
+}
 LENGTHS = {"sampled": 384, "equal": 24}  # and the most tokens of a response
 TARGETS = {"sampled": {"loop": 2.5}, "equal": {"loop": 1.0}}
 WARMUP = {"sampled": 1, "equal": 3}  # rollouts
@@ -41,17 +47,27 @@ LIMIT = 180.0  # seconds of a segment
 def write_prompts(file: Path, count: int = 512) -> None:
     """Additions of numbers of up to three digits, 4 to 8 character tokens each."""
     draw = random.Random(0)
-    lines = [json.dumps({"prompt": f"{draw.randrange(1000)}+{draw.randrange(1000)}="}) for _ in range(count)]
+    lines = [
+        json.dumps({"prompt": f"{draw.randrange(1000)}+{draw.randrange(1000)}="})
+        for _ in range(count)
+    ]
     file.write_text("\n".join(lines) + "\n")
 
 
 def commands(lengths: str, args: argparse.Namespace, folder: Path) -> dict[str, list[str]]:
     """The two programs with the same settings; `lengths` is a key of LENGTHS."""
     settings = {
-        "--model": folder / "model", "--prompts": folder / "prompts.jsonl", "--seed": 0, "--learning-rate": 1e-4,
-        "--rollouts": 2 if lengths == "equal" else 1, "--warmup-rollouts": WARMUP[lengths], "--samples": 8,
-        "--prompts-per-rollout": 32, "--mini-batches": 4, "--max-response-length": LENGTHS[lengths],
-    }  # fmt: skip
+        "--model": folder / "model",
+        "--prompts": folder / "prompts.jsonl",
+        "--seed": 0,
+        "--learning-rate": 1e-4,
+        "--rollouts": 2 if lengths == "equal" else 1,
+        "--warmup-rollouts": WARMUP[lengths],
+        "--samples": 8,
+        "--prompts-per-rollout": 32,
+        "--mini-batches": 4,
+        "--max-response-length": LENGTHS[lengths],
+    }
     shared = [str(part) for pair in settings.items() for part in pair]
     shared += ["--fixed-length"] if lengths == "equal" else []
     here = ROOT / "benchmarks"
@@ -61,22 +77,33 @@ def commands(lengths: str, args: argparse.Namespace, folder: Path) -> dict[str, 
     }
 
 
-def rows_of(lengths: str, ours: Sequence[Mapping[str, Any]], peer: Sequence[Mapping[str, Any]]) -> list[Row]:
+def rows_of(
+    lengths: str, ours: Sequence[Mapping[str, Any]], peer: Sequence[Mapping[str, Any]]
+) -> list[Row]:
     """Tokens per second by phase from the reports of the turns."""
 
     def rates(reports: Sequence[Mapping[str, Any]], phase: str) -> list[dict[str, float]]:
         return [report[phase] | {"amount": report["tokens"]} for report in reports]
 
     return [
-        rate_row("loop_vs_trl", f"{name}, {lengths} lengths", rates(ours, phase), rates(peer, phase), unit="tokens/s",
-                 peer_name=PEER, target=TARGETS[lengths].get(phase))
+        rate_row(
+            "loop_vs_trl",
+            f"{name}, {lengths} lengths",
+            rates(ours, phase),
+            rates(peer, phase),
+            unit="tokens/s",
+            peer_name=PEER,
+            target=TARGETS[lengths].get(phase),
+        )
         for phase, name in PHASES.items()
-    ]  # fmt: skip
+    ]
 
 
-def check_equal_work(lengths: str, ours: Sequence[Mapping[str, Any]], peer: Sequence[Mapping[str, Any]]) -> None:
-    """Raises ``ValueError`` if the two sides did different amounts of work: of steps, or of response tokens, which
-    sampled lengths give in the mean only (within 15 % over all turns)."""
+def check_equal_work(
+    lengths: str, ours: Sequence[Mapping[str, Any]], peer: Sequence[Mapping[str, Any]]
+) -> None:
+    """Raises ``ValueError`` if the two sides did different amounts of work: of steps, or of
+    response tokens, which sampled lengths give in the mean only (within 15 % over all turns)."""
     for key in ("steps", "response_tokens"):
         pairs = [(own[key], other[key]) for own, other in zip(ours, peer, strict=True)]
         if lengths == "sampled" and key == "response_tokens":
@@ -84,13 +111,18 @@ def check_equal_work(lengths: str, ours: Sequence[Mapping[str, Any]], peer: Sequ
             pairs = [] if abs(total[0] / total[1] - 1.0) <= 0.15 else [(total[0], total[1])]
         for own, other in pairs:
             if own != other:
-                raise ValueError(f"{key}: ours did {own}, {PEER} {other}; the settings of the two must agree")
+                raise ValueError(
+                    f"{key}: ours did {own}, {PEER} {other}; the settings of the two must agree"
+                )
 
 
 def measure_lengths(lengths: str, args: argparse.Namespace, folder: Path) -> list[Row]:
     """Rows for one kind of responses."""
     say(f"whole loop against TRL: {lengths} lengths up to {LENGTHS[lengths]}, {args.turns} turns")
-    ours, peer = (Worker(side, command, limit=LIMIT) for side, command in commands(lengths, args, folder).items())
+    ours, peer = (
+        Worker(side, command, limit=LIMIT)
+        for side, command in commands(lengths, args, folder).items()
+    )
     with ours, peer:
         reports = take_turns([ours, peer], args.turns)
     check_equal_work(lengths, *reports)
@@ -101,7 +133,9 @@ def measure(args: argparse.Namespace) -> list[Row]:
     """All rows."""
     from megatron_gspo.tools.make_tiny_model import write_tiny_model
 
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
     args.peers_python = args.peers_python or peers_python()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -111,17 +145,27 @@ def measure(args: argparse.Namespace) -> list[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="3 turns instead of --turns")
-    parser.add_argument("--turns", type=int, default=3, help="segments of each side (default: %(default)s)")
-    parser.add_argument("--peers-python", help="interpreter with the peers; without it .venv-peers is made")
+    parser.add_argument(
+        "--turns", type=int, default=3, help="segments of each side (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--peers-python", help="interpreter with the peers; without it .venv-peers is made"
+    )
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     args = parser.parse_args()
     args.turns = min(args.turns, 3) if args.quick else args.turns
     rows = measure(args)
     print(table(rows))
     if args.json:
-        save_rows(args.json, rows, peer_versions=versions_in(args.peers_python, ("trl", "torch", "transformers")))
+        save_rows(
+            args.json,
+            rows,
+            peer_versions=versions_in(args.peers_python, ("trl", "torch", "transformers")),
+        )
 
 
 if __name__ == "__main__":

@@ -11,13 +11,17 @@ LINE = 1000  # characters; a value that fits is written on one line
 
 
 def to_json(data: Any, indent: str = "") -> str:
-    """JSON of `data`; what fits stays on one line, longer lists and mappings have one item per line."""
+    """JSON of `data`; what fits stays on one line, longer lists and mappings have one item per
+    line.
+    """
     line = json.dumps(data)
     if len(line) <= LINE and indent or not isinstance(data, (Mapping, list)) or not data:
         return line
     inner = indent + " "
     if isinstance(data, Mapping):
-        items = [f"{inner}{json.dumps(key)}: {to_json(value, inner)}" for key, value in data.items()]
+        items = [
+            f"{inner}{json.dumps(key)}: {to_json(value, inner)}" for key, value in data.items()
+        ]
         return "{\n" + ",\n".join(items) + f"\n{indent}}}"
     return "[\n" + ",\n".join(inner + to_json(value, inner) for value in data) + f"\n{indent}]"
 

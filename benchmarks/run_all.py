@@ -1,7 +1,8 @@
 """Run every benchmark, each in a process of its own, and write one result.
 
-All take about a quarter of an hour on two quiet cores, with ``--quick`` two minutes; the peers' environment is made on
-the first run. A whole run writes ``results/<machine>.json``, any other ``build/benchmarks/partial.json``.
+All take about a quarter of an hour on two quiet cores, with ``--quick`` two minutes; the peers'
+environment is made on the first run. A whole run writes ``results/<machine>.json``, any other
+``build/benchmarks/partial.json``.
 """
 
 from __future__ import annotations
@@ -46,7 +47,10 @@ def run_benchmark(command: list[str], limit: float = LIMIT) -> dict[str, Any]:
         file = Path(folder) / "result.json"
         try:
             done = subprocess.run(
-                [sys.executable, *command, "--json", str(file)], cwd=ROOT, env=environment, timeout=limit
+                [sys.executable, *command, "--json", str(file)],
+                cwd=ROOT,
+                env=environment,
+                timeout=limit,
             )
         except subprocess.TimeoutExpired:
             raise RuntimeError(f"took longer than {limit:.0f} s") from None
@@ -56,14 +60,23 @@ def run_benchmark(command: list[str], limit: float = LIMIT) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer repeats, small sizes; not for figures to quote")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer repeats, small sizes; not for figures to quote"
+    )
     parser.add_argument("--only", nargs="+", choices=BENCHMARKS, help="run these only")
-    parser.add_argument("--peers-python", help="interpreter with the peers (default: .venv-peers is made)")
+    parser.add_argument(
+        "--peers-python", help="interpreter with the peers (default: .venv-peers is made)"
+    )
     args = parser.parse_args()
     machine = hardware()
     if machine["load_average"] > BUSY:
-        say(f"WARNING: load {machine['load_average']:.1f} at the start: other programs run, figures will be worse")
+        say(
+            f"WARNING: load {machine['load_average']:.1f} at the start: other programs run, figures"
+            " will be worse"
+        )
     rows: list[dict[str, Any]] = []
     peer_versions: dict[str, str] = {}
     failures: dict[str, str] = {}
@@ -71,7 +84,9 @@ def main() -> int:
         say(f"== {name}")
         start = time.perf_counter()
         try:
-            result = run_benchmark(command_of(name, quick=args.quick, peers_python=args.peers_python))
+            result = run_benchmark(
+                command_of(name, quick=args.quick, peers_python=args.peers_python)
+            )
         except RuntimeError as error:
             failures[name] = str(error)
             say(f"FAILED {name}: {error}")
@@ -80,13 +95,28 @@ def main() -> int:
         peer_versions |= result.get("peer_versions", {})
         say(f"{name}: {time.perf_counter() - start:.0f} s")
     is_whole = not (args.quick or args.only or failures)
-    file = RESULTS / f"{machine_kind(machine)}.json" if is_whole else ROOT / "build" / "benchmarks" / "partial.json"
+    file = (
+        RESULTS / f"{machine_kind(machine)}.json"
+        if is_whole
+        else ROOT / "build" / "benchmarks" / "partial.json"
+    )
     file.parent.mkdir(parents=True, exist_ok=True)
     today = datetime.date.today().isoformat()
-    save(file, {"date": today, "hardware": machine, "versions": versions(), "peer_versions": peer_versions,
-                "failures": failures, "rows": rows})  # fmt: skip
+    save(
+        file,
+        {
+            "date": today,
+            "hardware": machine,
+            "versions": versions(),
+            "peer_versions": peer_versions,
+            "failures": failures,
+            "rows": rows,
+        },
+    )
     missed = [f"{row['name']}, against {row['peer_name']}" for row in rows if row["met"] is False]
-    print("\n".join([f"{len(rows)} rows in {file}", *(f"target missed: {name}" for name in missed)]))
+    print(
+        "\n".join([f"{len(rows)} rows in {file}", *(f"target missed: {name}" for name in missed)])
+    )
     return 1 if failures else 0
 
 

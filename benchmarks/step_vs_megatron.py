@@ -1,12 +1,14 @@
-"""The training step against bare Megatron: the same model, packed tokens, micro-batches and schedule, one process.
+"""The training step against bare Megatron: the same model, packed tokens, micro-batches and
+schedule, one process.
 
-Ours is ``policy_forward_step`` with GSPO: log-probs from hidden states, sequence ratios, clipping, metrics. Bare is
-Megatron's own ``model(labels=...)``: vocabulary-parallel cross entropy and its mean over the trained tokens. Both go
-through ``get_forward_backward_func()`` with zeroed gradient buffers, backward and gradient finalisation; the optimizer
-is the same for both and in neither. The layers are the same too (our torch modules on a CPU: Megatron has none that
-take packed sequences there), so the rows are the cost of the objective: with a character vocabulary and short
-responses, where its fixed cost shows most, and with 16k words and responses of some hundred tokens. Beside them ours
-with R2, whose routers use the routes of the samples, against ours without routes.
+Ours is ``policy_forward_step`` with GSPO: log-probs from hidden states, sequence ratios, clipping,
+metrics. Bare is Megatron's own ``model(labels=...)``: vocabulary-parallel cross entropy and its
+mean over the trained tokens. Both go through ``get_forward_backward_func()`` with zeroed gradient
+buffers, backward and gradient finalisation; the optimizer is the same for both and in neither. The
+layers are the same too (our torch modules on a CPU: Megatron has none that take packed sequences
+there), so the rows are the cost of the objective: with a character vocabulary and short responses,
+where its fixed cost shows most, and with 16k words and responses of some hundred tokens. Beside
+them ours with R2, whose routers use the routes of the samples, against ours without routes.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ REPLAY_TARGET = 1.03
 
 @dataclass(frozen=True)
 class Size:
-    """Of a mini-batch: ``sequences`` with ``prompt`` + about ``response`` tokens; ``vocabulary`` None: the tiny one."""
+    """Of a mini-batch: ``sequences`` with ``prompt`` + about ``response`` tokens;
+    ``vocabulary`` None: the tiny one.
+    """
 
     sequences: int
     prompt: int
@@ -40,11 +44,16 @@ class Size:
     vocabulary: int | None = None
 
 
-SIZES = {"short responses, 104 words": Size(64, 8, 24), "long responses, 16k words": Size(16, 32, 256, 16_384)}
+SIZES = {
+    "short responses, 104 words": Size(64, 8, 24),
+    "long responses, 16k words": Size(16, 32, 256, 16_384),
+}
 MAX_TOKENS = 4096  # of a micro-batch
 
 
-def make_samples(count: int, prompt: int, response: int, vocabulary: int, seed: int = 0) -> list[Any]:
+def make_samples(
+    count: int, prompt: int, response: int, vocabulary: int, seed: int = 0
+) -> list[Any]:
     """Random responses; lengths vary by up to half around ``response``."""
     from megatron_gspo.data.sample import Sample
 
@@ -52,26 +61,43 @@ def make_samples(count: int, prompt: int, response: int, vocabulary: int, seed: 
     samples = []
     for i in range(count):
         length = int(draw.integers(response - response // 2, response + response // 2 + 1))
-        samples.append(Sample(
-            prompt_index=i // 8, sample_index=i % 8, tokens=draw.integers(3, vocabulary, size=prompt + length),
-            prompt_length=prompt, loss_mask=np.ones(length, dtype=bool), rollout_log_probs=None,
-            finish_reason="stop",
-            advantages=np.full(length, draw.normal(), dtype=np.float32),
-            old_log_probs=draw.normal(-np.log(vocabulary), 0.01, size=length).astype(np.float32),
-        ))  # fmt: skip
+        samples.append(
+            Sample(
+                prompt_index=i // 8,
+                sample_index=i % 8,
+                tokens=draw.integers(3, vocabulary, size=prompt + length),
+                prompt_length=prompt,
+                loss_mask=np.ones(length, dtype=bool),
+                rollout_log_probs=None,
+                finish_reason="stop",
+                advantages=np.full(length, draw.normal(), dtype=np.float32),
+                old_log_probs=draw.normal(-np.log(vocabulary), 0.01, size=length).astype(
+                    np.float32
+                ),
+            )
+        )
     return samples
 
 
 def bare_forward_step(groups: Any) -> Callable[..., Any]:
-    """A forward step whose loss is Megatron's own cross entropy, averaged over the trained tokens."""
+    """A forward step whose loss is Megatron's own cross entropy, averaged over the trained
+    tokens.
+    """
     from megatron_gspo.mcore.attention import packed_sequences
     from megatron_gspo.mcore.process_groups import compute_device
 
     def forward_step(batches: Any, model: Any) -> Any:
         batch = next(batches).to(compute_device())
-        sequences = packed_sequences(batch.cu_seqlens.cpu(), batch.max_seqlen, groups.cp, compute_device())
-        output = model(input_ids=batch.tokens[None], position_ids=batch.position_ids[None], attention_mask=None,
-                       labels=batch.labels[None], packed_seq_params=sequences)  # fmt: skip
+        sequences = packed_sequences(
+            batch.cu_seqlens.cpu(), batch.max_seqlen, groups.cp, compute_device()
+        )
+        output = model(
+            input_ids=batch.tokens[None],
+            position_ids=batch.position_ids[None],
+            attention_mask=None,
+            labels=batch.labels[None],
+            packed_seq_params=sequences,
+        )
 
         def loss_function(losses: torch.Tensor) -> Any:
             loss = (losses.view(-1).float() * batch.loss_mask).sum() / batch.loss_mask.sum()
@@ -83,12 +109,16 @@ def bare_forward_step(groups: Any) -> Callable[..., Any]:
 
 
 def tiny_policy(path: str, parallel: Any, groups: Any) -> Any:
-    """The model of a Hugging Face directory with Adam, at a rate that hardly changes the weights."""
+    """The model of a Hugging Face directory with Adam, at a rate that hardly changes the
+    weights.
+    """
     from megatron_gspo.config import ModelConfig, OptimizerConfig
     from megatron_gspo.mcore.policy import build_policy
 
     optimizer = OptimizerConfig(lr=1e-6, weight_decay=0.0)
-    return build_policy(ModelConfig(path=str(path), dtype="float32"), parallel, groups, optimizer=optimizer)
+    return build_policy(
+        ModelConfig(path=str(path), dtype="float32"), parallel, groups, optimizer=optimizer
+    )
 
 
 def random_routes(shape: Any, samples: list[Any], seed: int = 0) -> None:
@@ -100,12 +130,19 @@ def random_routes(shape: Any, samples: list[Any], seed: int = 0) -> None:
 
 
 def contestants(path: str, size: Size, groups: Any) -> dict[str, Callable[[], None]]:
-    """Forward and backward of one mini-batch on one policy: ours, ours with R2, and bare Megatron's."""
+    """Forward and backward of one mini-batch on one policy: ours, ours with R2, and bare
+    Megatron's.
+    """
     from megatron_gspo.algorithms import preset
     from megatron_gspo.config import ParallelConfig, TrainingConfig
     from megatron_gspo.data.sample_batch import SampleBatch
     from megatron_gspo.mcore.routing_replay.micro_batch_routes import ReplayOptions
-    from megatron_gspo.mcore.train_step import forward_backward, mini_batch_routes, pack_mini_batch, run_schedule
+    from megatron_gspo.mcore.train_step import (
+        forward_backward,
+        mini_batch_routes,
+        pack_mini_batch,
+        run_schedule,
+    )
     from megatron_gspo.routing_replay.routes import RouteShape
 
     policy = tiny_policy(path, ParallelConfig(), groups)
@@ -176,12 +213,32 @@ def measure(args: argparse.Namespace) -> list[Row]:
         say(f"training step against bare Megatron: {name}")
         with tempfile.TemporaryDirectory() as folder:
             write_model(folder, size.vocabulary)
-            taken = interleave(contestants(folder, size, groups), repeats=args.repeats, warmup=2,
-                               seconds=args.seconds / len(SIZES))  # fmt: skip
-        rows.append(time_row("step_vs_megatron", f"forward and backward of a step, {name}", taken["ours"],
-                             taken["bare"], target=TARGET, peer_name="Megatron, cross entropy"))  # fmt: skip
-        rows.append(time_row("step_vs_megatron", f"the same with R2, {name}", taken["R2"], taken["ours"],
-                             target=REPLAY_TARGET, peer_name="without routes"))  # fmt: skip
+            taken = interleave(
+                contestants(folder, size, groups),
+                repeats=args.repeats,
+                warmup=2,
+                seconds=args.seconds / len(SIZES),
+            )
+        rows.append(
+            time_row(
+                "step_vs_megatron",
+                f"forward and backward of a step, {name}",
+                taken["ours"],
+                taken["bare"],
+                target=TARGET,
+                peer_name="Megatron, cross entropy",
+            )
+        )
+        rows.append(
+            time_row(
+                "step_vs_megatron",
+                f"the same with R2, {name}",
+                taken["R2"],
+                taken["ours"],
+                target=REPLAY_TARGET,
+                peer_name="without routes",
+            )
+        )
     return rows
 
 

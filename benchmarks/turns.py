@@ -1,7 +1,8 @@
-"""Two programs that work alternately: each runs a segment of its work on request and waits in between.
+"""Two programs that work alternately: each runs a segment of its work on request and waits in
+between.
 
-The protocol is lines: the worker prints ``@@ `` and a JSON object after each segment (the first is its warm-up); it
-continues at a line on its standard input and ends when that is closed.
+The protocol is lines: the worker prints ``@@ `` and a JSON object after each segment (the first is
+its warm-up); it continues at a line on its standard input and ends when that is closed.
 """
 
 from __future__ import annotations
@@ -37,7 +38,12 @@ class Worker:
     def __enter__(self) -> Worker:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ):
         assert self._process.stdin is not None
         try:
             self._process.stdin.close()
@@ -91,7 +97,9 @@ class Worker:
 
 
 def take_turns(workers: Sequence[Worker], turns: int) -> list[list[dict[str, Any]]]:
-    """Warm-up of each, then one segment of each per turn, the order alternating; the reports by worker."""
+    """Warm-up of each, then one segment of each per turn, the order alternating; the reports by
+    worker.
+    """
     for worker in workers:
         worker.report()
     reports: list[list[dict[str, Any]]] = [[] for _ in workers]

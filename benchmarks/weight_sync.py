@@ -1,9 +1,11 @@
-"""Weights to an SGLang server: time and extra client memory of each transport, against one plain request.
+"""Weights to an SGLang server: time and extra client memory of each transport, against one plain
+request.
 
-The plain way is one request to /update_weights_from_tensor with every tensor in it, as a client without buckets sends
-it. Both move the weights of a random Qwen3-MoE from this process to the same server, in turns; a turn is a whole
-update: pause, weights, flush of the prefix cache, version, continue. Memory is how far this process's peak lies above
-what it held before, which includes the weights themselves: the stream hands out tensors that are there anyway.
+The plain way is one request to /update_weights_from_tensor with every tensor in it, as a client
+without buckets sends it. Both move the weights of a random Qwen3-MoE from this process to the same
+server, in turns; a turn is a whole update: pause, weights, flush of the prefix cache, version,
+continue. Memory is how far this process's peak lies above what it held before, which includes the
+weights themselves: the stream hands out tensors that are there anyway.
 
     make test-sglang                                 # makes .venv-sglang; then
     OMP_NUM_THREADS=1 python benchmarks/weight_sync.py --sglang-python .venv-sglang/bin/python
@@ -50,24 +52,42 @@ PLAIN = "one request with all"
 
 
 def make_model(path: Path, mebibytes: int) -> dict[str, torch.Tensor]:
-    """A random float32 Qwen3-MoE of about so many MiB, nearly all of it experts of 0.5 MiB a tensor."""
+    """A random float32 Qwen3-MoE of about so many MiB, nearly all of it experts of 0.5 MiB a
+    tensor.
+    """
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
     from megatron_gspo.tools.make_tiny_model import character_tokenizer
 
     tokenizer = character_tokenizer()
-    layers = max(1, round(mebibytes / (16 * 3 * 0.5 + 6)))  # 16 experts of 3 tensors; attention takes 6 MiB
+    layers = max(
+        1, round(mebibytes / (16 * 3 * 0.5 + 6))
+    )  # 16 experts of 3 tensors; attention takes 6 MiB
     config = Qwen3MoeConfig(
-        vocab_size=-(-len(tokenizer) // 8) * 8, hidden_size=512, intermediate_size=512, moe_intermediate_size=256,
-        num_hidden_layers=layers, num_attention_heads=16, num_key_value_heads=8, num_experts=16,
-        num_experts_per_tok=2, max_position_embeddings=512, tie_word_embeddings=False, eos_token_id=1, pad_token_id=0,
+        vocab_size=-(-len(tokenizer) // 8) * 8,
+        hidden_size=512,
+        intermediate_size=512,
+        moe_intermediate_size=256,
+        num_hidden_layers=layers,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        num_experts=16,
+        num_experts_per_tok=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        eos_token_id=1,
+        pad_token_id=0,
         **{"head_dim": 64},  # read by the model, not declared by the class
-    )  # fmt: skip
+    )
     AutoModelForCausalLM.from_config(config).save_pretrained(path)
     tokenizer.save_pretrained(path)
     from safetensors.torch import load_file
 
-    return {name: tensor.clone() for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    return {
+        name: tensor.clone()
+        for file in path.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
 
 
 def status(key: str) -> int:
@@ -86,9 +106,13 @@ def forget_peak() -> int:
 
 
 class Contest:
-    """The updates that are compared; each call moves all weights. `memory`: MiB above the start, by contestant."""
+    """The updates that are compared; each call moves all weights. `memory`: MiB above the
+    start, by contestant.
+    """
 
-    def __init__(self, url: str, weights: dict[str, torch.Tensor], folder: Path, bucket_bytes: int) -> None:
+    def __init__(
+        self, url: str, weights: dict[str, torch.Tensor], folder: Path, bucket_bytes: int
+    ) -> None:
         from megatron_gspo.config import ServerConfig
         from megatron_gspo.rollout.sglang.sglang_weight_endpoints import SGLangWeightEndpoints
         from megatron_gspo.servers.http_client import EventLoop, ServerClient, open_session
@@ -98,8 +122,12 @@ class Contest:
         self.session = self.loop.run(open_session())
         self.server = ServerClient(url, self.session)
         self.weights, self.bucket_bytes, self.count = weights, bucket_bytes, 0
-        configs = {name: ServerConfig(weight_transport=name, weight_dir=str(folder)) for name in TRANSPORTS}
-        self.transports = {name: make_transport(configs[name], SGLangWeightEndpoints()) for name in TRANSPORTS}
+        configs = {
+            name: ServerConfig(weight_transport=name, weight_dir=str(folder)) for name in TRANSPORTS
+        }
+        self.transports = {
+            name: make_transport(configs[name], SGLangWeightEndpoints()) for name in TRANSPORTS
+        }
         self.memory: dict[str, list[float]] = {name: [] for name in (*TRANSPORTS, PLAIN)}
 
     def close(self) -> None:
@@ -120,9 +148,14 @@ class Contest:
         from megatron_gspo.weight_transport.weight_update import update_servers
 
         failures = update_servers(
-            self.loop, [self.server], self.weights.items, self.transports[name],
-            version=f"bench:{self.count}", bucket_bytes=self.bucket_bytes, timeout=300.0,
-        )  # fmt: skip
+            self.loop,
+            [self.server],
+            self.weights.items,
+            self.transports[name],
+            version=f"bench:{self.count}",
+            bucket_bytes=self.bucket_bytes,
+            timeout=300.0,
+        )
         if failures:
             raise RuntimeError(f"{name}: {failures}")
 
@@ -135,8 +168,10 @@ class Contest:
         post("/pause_generation", {"mode": "abort"})
         post("/begin_weight_update", {})
         payload = base64.b64encode(pickle.dumps(list(self.weights.items()))).decode()
-        post("/update_weights_from_tensor", {"serialized_named_tensors": [payload],
-                                             "weight_version": f"bench:{self.count}"})  # fmt: skip
+        post(
+            "/update_weights_from_tensor",
+            {"serialized_named_tensors": [payload], "weight_version": f"bench:{self.count}"},
+        )
         post("/end_weight_update", {})
         post("/continue_generation", {})
 
@@ -160,8 +195,18 @@ def rows_of(contest: Contest, taken: dict[str, list[Seconds]]) -> list[Row]:
     for name in TRANSPORTS:
         ours, peer = contest.memory[name], contest.memory[PLAIN]
         # 4 MiB for what isn't the bucket: pieces on their way, the answers, Python
-        row = Row("weight_sync", f"{name}: extra memory", PLAIN, "MiB", "lower", ratios(ours, peer), Spread.of(ours),
-                  Spread.of(peer), target=bucket + 4, absolute=True)  # fmt: skip
+        row = Row(
+            "weight_sync",
+            f"{name}: extra memory",
+            PLAIN,
+            "MiB",
+            "lower",
+            ratios(ours, peer),
+            Spread.of(ours),
+            Spread.of(peer),
+            target=bucket + 4,
+            absolute=True,
+        )
         rows.append(row)
     return rows
 
@@ -169,7 +214,10 @@ def rows_of(contest: Contest, taken: dict[str, list[Seconds]]) -> list[Row]:
 def speeds(weights: dict[str, torch.Tensor], taken: dict[str, list[Seconds]]) -> dict[str, Any]:
     """Of the model, and MB/s (10^6 bytes) of each contestant's median turn."""
     total = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
-    rate = {name: total / 1e6 / Spread.of([s.wall for s in turns]).median for name, turns in taken.items()}
+    rate = {
+        name: total / 1e6 / Spread.of([s.wall for s in turns]).median
+        for name, turns in taken.items()
+    }
     return {"megabytes": total / 1e6, "tensors": len(weights), "megabytes_per_second": rate}
 
 
@@ -185,8 +233,12 @@ def run(args: argparse.Namespace, start: Callable[..., Any]) -> dict[str, Any]:
         config = SGLangConfig(
             num_servers=1, python=args.sglang_python, server_args=("--max-total-tokens", "1024")
         )
-        with start(SGLangLaunch(config, str(folder / "model"), "float32", log_dir=str(folder))) as servers:
-            contest = Contest(servers.urls[0], weights, folder / "weights", args.bucket_mebibytes * MEBI)
+        with start(
+            SGLangLaunch(config, str(folder / "model"), "float32", log_dir=str(folder))
+        ) as servers:
+            contest = Contest(
+                servers.urls[0], weights, folder / "weights", args.bucket_mebibytes * MEBI
+            )
             found = contest.loop.run(contest.server.get("/server_info", timeout=30.0))["version"]
             taken = measure(contest, args.repeats)
             contest.close()
@@ -206,19 +258,32 @@ def run(args: argparse.Namespace, start: Callable[..., Any]) -> dict[str, Any]:
 def main() -> int:
     from megatron_gspo.servers.server_processes import LocalServers
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sglang-python", required=True, help="interpreter of an environment with sglang")
-    parser.add_argument("--mebibytes", type=int, default=200, help="of weights, about (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--sglang-python", required=True, help="interpreter of an environment with sglang"
+    )
+    parser.add_argument(
+        "--mebibytes", type=int, default=200, help="of weights, about (default: %(default)s)"
+    )
     parser.add_argument("--bucket-mebibytes", type=int, default=32, help="(default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=5, help="(default: %(default)s)")
-    parser.add_argument("--quick", action="store_true", help="2 repeats of 60 MiB; not for figures to quote")
+    parser.add_argument(
+        "--quick", action="store_true", help="2 repeats of 60 MiB; not for figures to quote"
+    )
     parser.add_argument("--json", type=Path, help=f"write the result there, e.g. in {RESULTS}")
     args = parser.parse_args()
     if args.quick:
         args.repeats, args.mebibytes = 2, 60
     result = run(args, LocalServers)
-    print(f"{result['megabytes']:.0f} MB in {result['tensors']} tensors, buckets of {args.bucket_mebibytes} MiB; MB/s: "
-          + ", ".join(f"{name} {number(rate)}" for name, rate in result["megabytes_per_second"].items()))  # fmt: skip
+    print(
+        f"{result['megabytes']:.0f} MB in {result['tensors']} tensors, buckets of"
+        f" {args.bucket_mebibytes} MiB; MB/s: "
+        + ", ".join(
+            f"{name} {number(rate)}" for name, rate in result["megabytes_per_second"].items()
+        )
+    )
     if args.json:
         save(args.json, result)
     return 0

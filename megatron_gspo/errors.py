@@ -19,8 +19,8 @@ from typing import Any
 class UserError(Exception):
     """The cause is in the input, the machine or the run, not in the program.
 
-    label: start of the line that the command line prints. exit_code: 2, the input is invalid and the run can't start;
-    1, the run failed and can resume from its newest checkpoint.
+    label: start of the line that the command line prints. exit_code: 2, the input is invalid and
+    the run can't start; 1, the run failed and can resume from its newest checkpoint.
     """
 
     label = "error"
@@ -40,8 +40,8 @@ _REORDERING = set("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\
 def printable(text: str) -> str:
     """One line for a terminal, with escapes in place of control characters.
 
-    The message of a server or a verifier and the name of a model or a file could otherwise move the cursor, hide lines
-    or set the window's title.
+    The message of a server or a verifier and the name of a model or a file could otherwise move the
+    cursor, hide lines or set the window's title.
     """
     if text.isprintable():
         return text
@@ -61,7 +61,9 @@ class InputError(UserError, ValueError):
 
 
 class ModelError(InputError):
-    """A Hugging Face model directory that can't be used; one line naming the file, key or tensor."""
+    """A Hugging Face model directory that can't be used; one line naming the file, key or
+    tensor.
+    """
 
 
 class RunError(UserError, RuntimeError):
@@ -69,15 +71,22 @@ class RunError(UserError, RuntimeError):
 
 
 class EngineError(RunError):
-    """A rollout engine that fails or breaks its protocol; one line that names prompt, sample and field."""
+    """A rollout engine that fails or breaks its protocol; one line that names prompt, sample
+    and field.
+    """
 
 
 class SharedEngineError(EngineError):
-    """An `EngineError` that every rank raises at the same point, so that the ranks can still save a checkpoint."""
+    """An `EngineError` that every rank raises at the same point, so that the ranks can still
+    save a checkpoint.
+    """
 
 
 class DiskError(RunError):
-    """A file of the run that can't be written. The message has the path, the reason and the free space."""
+    """A file of the run that can't be written.
+
+    The message has the path, the reason and the free space.
+    """
 
 
 @contextlib.contextmanager
@@ -92,7 +101,9 @@ def writing(path: str | Path, *, needed: int | None = None) -> Iterator[None]:
 
 
 def describe_disk(path: str | Path, error: OSError, *, needed: int | None = None) -> str:
-    """One line: the error's file, otherwise `path`; the system's reason, bytes needed and free; the fix."""
+    """One line: the error's file, otherwise `path`; the system's reason, bytes needed and free;
+    the fix.
+    """
     path = error.filename or path
     reason = (error.strerror or str(error) or type(error).__name__).lower()
     room = "" if needed is None else f"{show_bytes(needed)} needed, "

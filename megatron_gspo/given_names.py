@@ -1,8 +1,9 @@
-"""The names that the program gives to files and directories, and the entries of a folder that have one.
+"""The names that the program gives to files and directories, and the entries of a folder that have
+one.
 
-People keep copies, links and notes beside a run's files: `step_best`, `step_000001 (copy).jsonl`, `latest`. An entry
-is the program's if it has exactly a name that the program gives, and is a real file or directory, no link. Nothing else
-is read, counted, replaced or removed.
+People keep copies, links and notes beside a run's files: `step_best`, `step_000001 (copy).jsonl`,
+`latest`. An entry is the program's if it has exactly a name that the program gives, and is a real
+file or directory, no link. Nothing else is read, counted, replaced or removed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from pathlib import Path
 
 from megatron_gspo.errors import RunError
 
-RANDOM_END = "[0-9a-f]+"  # of a temporary name: the processes of a killed run and those of the next one share none
+RANDOM_END = (  # of a temporary name: the processes of a killed run and those of the next one share none
+    "[0-9a-f]+"
+)
 
 
 @dataclass(frozen=True)
@@ -38,12 +41,16 @@ class StepName:
         return int(digits[1]) if digits and self.of(int(digits[1])) == name else None
 
     def named(self, folder: Path) -> dict[int, Path]:
-        """Everything in a folder that has such a name, by step in ascending order; also links and other impostors."""
+        """Everything in a folder that has such a name, by step in ascending order; also links
+        and other impostors.
+        """
         steps = {self.step(name): folder / name for name in _names(folder)}
         return {step: steps[step] for step in sorted(step for step in steps if step is not None)}
 
     def entries(self, folder: Path) -> dict[int, Path]:
-        """The program's entries of a folder by step in ascending order: real files or directories with such a name."""
+        """The program's entries of a folder by step in ascending order: real files or
+        directories with such a name.
+        """
         is_real = is_real_folder if self.folders else is_real_file
         return {step: path for step, path in self.named(folder).items() if is_real(path)}
 
@@ -82,7 +89,9 @@ def folders_named(folder: Path, pattern: str) -> list[Path]:
 
 
 def move_aside(path: Path) -> None:
-    """Rename what stands where the program must write to `NAME.kept`, or `NAME.kept_2` and so on, and say so."""
+    """Rename what stands where the program must write to `NAME.kept`, or `NAME.kept_2` and so
+    on, and say so.
+    """
     number = 1
     kept = path.with_name(f"{path.name}.kept")
     while os.path.lexists(kept):
@@ -93,7 +102,9 @@ def move_aside(path: Path) -> None:
 
 
 def _names(folder: Path) -> list[str]:
-    """All names in a folder; none where it doesn't exist. Raises ``RunError`` for a folder that can't be read."""
+    """All names in a folder; none where it doesn't exist. Raises ``RunError`` for a folder that
+    can't be read.
+    """
     try:
         return os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):

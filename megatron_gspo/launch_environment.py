@@ -1,4 +1,6 @@
-"""The environment variables that number the processes of a run: torchrun's, or those that a pod or a job sets."""
+"""The environment variables that number the processes of a run: torchrun's, or those that a pod
+or a job sets.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ def without_launch_variables(environment: Mapping[str, str]) -> dict[str, str]:
 def run_alone() -> None:
     """Make this process a command of one process, unless torchrun has started it.
 
-    A pod of a PyTorchJob has RANK and WORLD_SIZE for whatever runs in it: a conversion would wait for other ranks.
+    A pod of a PyTorchJob has RANK and WORLD_SIZE for whatever runs in it: a conversion would wait
+    for other ranks.
     """
     if is_torchruns():
         return
@@ -45,17 +48,23 @@ def world_size(environment: Mapping[str, str] = os.environ) -> int:
     """The number of processes of the run. Raises ``InputError``."""
     given = environment.get("WORLD_SIZE", "1")
     if not given.isdecimal() or int(given) < 1:
-        raise InputError(f"WORLD_SIZE={given!r} in the environment: is not a number of processes; correct it")
+        raise InputError(
+            f"WORLD_SIZE={given!r} in the environment: is not a number of processes; correct it"
+        )
     return int(given)
 
 
 def tell_torchrun(line: str) -> None:
-    """Leave the line to torchrun, which ends its own report of a failed process with it; else nothing is done."""
+    """Leave the line to torchrun, which ends its own report of a failed process with it; else
+    nothing is done.
+    """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not file:
         return
     seconds = str(int(time.time()))
-    content = {"message": {"message": line, "extraInfo": {"py_callstack": line, "timestamp": seconds}}}
+    content = {
+        "message": {"message": line, "extraInfo": {"py_callstack": line, "timestamp": seconds}}
+    }
     with contextlib.suppress(OSError):
         Path(file).write_text(json.dumps(content), encoding="utf-8")
 
@@ -65,7 +74,8 @@ def warn_of_ignored_processes() -> None:
     given = os.environ.get("WORLD_SIZE", "1")
     if given != "1" and not is_torchruns():
         print(
-            f"WORLD_SIZE={given} of the environment is ignored: megatron-gspo train is one process; start each of "
-            "several with torchrun -m megatron_gspo.train, or with python -m megatron_gspo.train",
+            f"WORLD_SIZE={given} of the environment is ignored: megatron-gspo train is one process;"
+            " start each of several with torchrun -m megatron_gspo.train, or with python -m"
+            " megatron_gspo.train",
             file=sys.stderr,
         )

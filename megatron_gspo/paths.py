@@ -1,4 +1,6 @@
-"""Paths as people write them: `~`, `$NAME` and `${NAME}` stand for what a shell would make of them."""
+"""Paths as people write them: `~`, `$NAME` and `${NAME}` stand for what a shell would make of
+them.
+"""
 
 from __future__ import annotations
 
@@ -51,9 +53,15 @@ def _value(variable: re.Match[str]) -> str:
     name = variable["bare"] or variable["braced"]
     written = variable[0]
     if not variable["bare"] and not (variable["end"] and name.isidentifier() and name.isascii()):
-        raise PathError(f"{written} is not a variable", "write ${NAME} with the name of an environment variable")
+        raise PathError(
+            f"{written} is not a variable", "write ${NAME} with the name of an environment variable"
+        )
     if name not in os.environ:
-        raise PathError(f"the environment has no variable {name}", "set it, or write the whole path")
+        raise PathError(
+            f"the environment has no variable {name}", "set it, or write the whole path"
+        )
     if not os.environ[name]:
-        raise PathError(f"the environment variable {name} is empty", "set it, or write the whole path")
+        raise PathError(
+            f"the environment variable {name} is empty", "set it, or write the whole path"
+        )
     return os.environ[name]

@@ -1,4 +1,6 @@
-"""Output that outlives its reader: a run goes on without its terminal, its pipe's reader or room on its disk."""
+"""Output that outlives its reader: a run goes on without its terminal, its pipe's reader or
+room on its disk.
+"""
 
 from __future__ import annotations
 
@@ -13,24 +15,28 @@ from typing import Any, TextIO
 
 
 def outlive_terminal() -> None:
-    """From now on no line that this process prints can end it, and neither can its terminal when it hangs up.
+    """From now on no line that this process prints can end it, and neither can its terminal when it
+    hangs up.
 
-    Standard output and error become streams that drop what can't be written: the reader of a pipe has ended (`| head`),
-    the terminal is gone, the disk of a log file is full. Python would raise, at the latest when it flushes them at its
-    end. Streams that someone has replaced, as tests do, stay as they are. Safe to call twice.
+    Standard output and error become streams that drop what can't be written: the reader of a pipe
+    has ended (`| head`), the terminal is gone, the disk of a log file is full. Python would raise,
+    at the latest when it flushes them at its end. Streams that someone has replaced, as tests do,
+    stay as they are. Safe to call twice.
     """
     _open_missing_descriptors()
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None or stream is getattr(sys, f"__{name}__"):
             setattr(sys, name, _lasting(name, stream))
-    if threading.current_thread() is threading.main_thread():  # inherited by worker processes, unlike a handler
+    if (
+        threading.current_thread() is threading.main_thread()
+    ):  # inherited by worker processes, unlike a handler
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 def _open_missing_descriptors() -> None:
-    """Open the null device as each standard descriptor that is closed (`>&-`); else the next file would get its number,
-    and with it whatever a library prints."""
+    """Open the null device as each standard descriptor that is closed (`>&-`); else the next file
+    would get its number, and with it whatever a library prints."""
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
@@ -44,7 +50,11 @@ def _open_missing_descriptors() -> None:
 def _lasting(name: str, stream: TextIO | None) -> TextIO:
     """The stream as one whose writes don't fail; None is one that was closed at the start."""
     descriptor = {"stdout": 1, "stderr": 2}[name]
-    settings: dict[str, Any] = {"encoding": "utf-8", "errors": "backslashreplace", "line_buffering": True}
+    settings: dict[str, Any] = {
+        "encoding": "utf-8",
+        "errors": "backslashreplace",
+        "line_buffering": True,
+    }
     if stream is not None:
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
@@ -62,7 +72,9 @@ class _LastingFile(io.FileIO):
 
     def write(self, data: Any, /) -> int:
         try:
-            while (count := super().write(data)) is None:  # a descriptor that another program made non-blocking
+            while (
+                count := super().write(data)
+            ) is None:  # a descriptor that another program made non-blocking
                 select.select([], [self.fileno()], [])
             return count
         except (OSError, ValueError):

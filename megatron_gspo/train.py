@@ -1,6 +1,8 @@
-"""The training command: ``torchrun --nproc-per-node N -m megatron_gspo.train CONFIG.yaml [key=value ...]``.
+"""The training command: ``torchrun --nproc-per-node N -m megatron_gspo.train CONFIG.yaml [key=value
+...]``.
 
-Megatron is imported once the config is read, so that ``--help`` and a wrong key are answered without it.
+Megatron is imported once the config is read, so that ``--help`` and a wrong key are answered
+without it.
 """
 
 from __future__ import annotations
@@ -25,15 +27,17 @@ megatron-gspo rehearse CONFIG.yaml --world N checks a config for N processes on 
 
 
 def train(config: Config, *, engine: RolloutEngine | None = None) -> LoopState:
-    """Train until ``training.steps`` steps are done and return the final state. Every rank calls it.
+    """Train until ``training.steps`` steps are done and return the final state. Every rank calls
+    it.
 
-    ``engine`` replaces the configured rollout engine. ``torch.distributed`` is started from torchrun's environment if
-    it isn't running, and then ended too; without such an environment this process is the whole world. SIGUSR1 to any
-    rank ends the run after the current step, with a checkpoint. From the call on, this process ignores SIGHUP and drops
-    output that nobody reads any more (`terminal.py`).
+    ``engine`` replaces the configured rollout engine. ``torch.distributed`` is started from
+    torchrun's environment if it isn't running, and then ended too; without such an environment this
+    process is the whole world. SIGUSR1 to any rank ends the run after the current step, with a
+    checkpoint. From the call on, this process ignores SIGHUP and drops output that nobody reads any
+    more (`terminal.py`).
 
-    Raises ``UserError``, one line, for errors that the user can fix; ``ConfigError`` for an invalid config, before any
-    allocation.
+    Raises ``UserError``, one line, for errors that the user can fix; ``ConfigError`` for an invalid
+    config, before any allocation.
     """
     from megatron_gspo.loop import training_loop
 
@@ -42,7 +46,9 @@ def train(config: Config, *, engine: RolloutEngine | None = None) -> LoopState:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The command line. Exits with 0, with 2 for invalid input, with 1 for a run that failed; errors are one line."""
+    """The command line. Exits with 0, with 2 for invalid input, with 1 for a run that failed;
+    errors are one line.
+    """
     outlive_terminal()
     arguments = sys.argv[1:] if arguments is None else arguments
     config = from_command_line(arguments, USAGE)
@@ -56,7 +62,9 @@ def main(arguments: list[str] | None = None) -> None:
 
     parallel = config.parallel
     with exit_together(
-        run_dir=config.run_dir, backend=parallel.backend, timeout_minutes=parallel.distributed_timeout_minutes
+        run_dir=config.run_dir,
+        backend=parallel.backend,
+        timeout_minutes=parallel.distributed_timeout_minutes,
     ):
         training_loop.train(config)
 

@@ -1,8 +1,9 @@
-"""Corrections to upstream packages, applied at run time: one file per defect, each version-guarded and idempotent.
+"""Corrections to upstream packages, applied at run time: one file per defect, each version-guarded
+and idempotent.
 
-``patches/README.md`` lists every one of them with its version range, the upstream place and when to delete it.
-A patch never edits a file on disk. Each module offers ``apply()``; what it changes carries a mark, so that a second
-call finds the work done.
+``patches/README.md`` lists every one of them with its version range, the upstream place and when to
+delete it. A patch never edits a file on disk. Each module offers ``apply()``; what it changes
+carries a mark, so that a second call finds the work done.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from __future__ import annotations
 def apply_patches() -> None:
     """Apply every patch that this machine and these versions need.
 
-    Must run before the first ``import megatron.core``: Megatron reads device names and stream types while it is
-    being imported. Raises ``ImportError`` naming the missing upstream symbol when an upstream's shape is unknown.
+    Must run before the first ``import megatron.core``: Megatron reads device names and stream types
+    while it is being imported. Raises ``ImportError`` naming the missing upstream symbol when an
+    upstream's shape is unknown.
     """
     from megatron_gspo.patches import (
         gradient_norm,

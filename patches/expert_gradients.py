@@ -1,17 +1,21 @@
-"""Reduce and measure expert gradients over the right groups where expert-tensor differs from tensor parallelism.
+"""Reduce and measure expert gradients over the right groups where expert-tensor differs from tensor
+parallelism.
 
-Upstream: megatron-core 0.16.1 to 0.18.2; 0.19.0 corrects both (NVIDIA/Megatron-LM#5916), by the conditions used here.
+Upstream: megatron-core 0.16.1 to 0.18.2; 0.19.0 corrects both (NVIDIA/Megatron-LM#5916), by the
+conditions used here.
 
-1. ``tensor_parallel/layers.py`` marks expert weights for the expert-data-parallel group only if the expert-parallel
-   size is above 1. With TP > 1, EP = 1 and expert-TP = 1 each tensor-parallel rank feeds its own tokens to a replica of
-   every expert, but the gradients of these replicas are never added up: silently wrong by the other ranks' part.
-2. ``optimizer/clip_grads.py`` counts a parameter that isn't marked as split by tensor parallelism on the first
-   tensor-parallel rank only. Transformer Engine's grouped experts carry no such mark under expert-TP = 1, although with
-   EP > 1 the other ranks hold other experts: the gradient norm is too small and clipping too weak.
+1. ``tensor_parallel/layers.py`` marks expert weights for the expert-data-parallel group only if the
+   expert-parallel size is above 1. With TP > 1, EP = 1 and expert-TP = 1 each tensor-parallel rank
+   feeds its own tokens to a replica of every expert, but the gradients of these replicas are never
+   added up: silently wrong by the other ranks' part.
+2. ``optimizer/clip_grads.py`` counts a parameter that isn't marked as split by tensor parallelism
+   on the first tensor-parallel rank only. Transformer Engine's grouped experts carry no such mark
+   under expert-TP = 1, although with EP > 1 the other ranks hold other experts: the gradient norm
+   is too small and clipping too weak.
 
-3. All versions: the bias of an expert's ``linear_fc2`` is marked as sequence-parallel, for which its gradient is summed
-   over the tensor-parallel ranks, whose experts are others, or have summed it already. Under expert-TP all ranks hold
-   it, and each counts it in the gradient norm.
+3. All versions: the bias of an expert's ``linear_fc2`` is marked as sequence-parallel, for which
+   its gradient is summed over the tensor-parallel ranks, whose experts are others, or have summed
+   it already. Under expert-TP all ranks hold it, and each counts it in the gradient norm.
 
 Delete when (3 stays): the oldest supported megatron-core is 0.19.
 """
@@ -22,9 +26,11 @@ from typing import Any
 
 
 def apply(model: Any, config: Any) -> int:
-    """Mark the experts' parameters of one model chunk, before Megatron's DistributedDataParallel reads the marks.
+    """Mark the experts' parameters of one model chunk, before Megatron's DistributedDataParallel
+    reads the marks.
 
-    ``model`` is a Megatron ``GPTModel``; ``config`` its ``TransformerConfig``. Returns how many parameters changed.
+    ``model`` is a Megatron ``GPTModel``; ``config`` its ``TransformerConfig``. Returns how many
+    parameters changed.
     """
     if config.num_moe_experts is None:
         return 0
@@ -38,17 +44,23 @@ def apply(model: Any, config: Any) -> int:
     for name, parameter in model.named_parameters():
         if ".experts." not in name or not own_groups:
             continue
-        whole = config.expert_tensor_parallel_size == 1 and not getattr(parameter, "tensor_model_parallel", False)
+        whole = config.expert_tensor_parallel_size == 1 and not getattr(
+            parameter, "tensor_model_parallel", False
+        )
         if getattr(parameter, "allreduce", True) or whole:
             parameter.allreduce = False
             changed += 1
         if whole:
-            parameter.tensor_model_parallel = True  # every rank's experts count: none is a copy within its own group
+            parameter.tensor_model_parallel = (
+                True  # every rank's experts count: none is a copy within its own group
+            )
     return changed
 
 
 def _mark_biases(experts: Any) -> int:
-    """Mark the biases of ``linear_fc2``; one of the expert-tensor ranks, which all hold them, counts in the norm."""
+    """Mark the biases of ``linear_fc2``; one of the expert-tensor ranks, which all hold them,
+    counts in the norm.
+    """
     is_first = experts.tp_group.rank() == 0
     for expert in experts.local_experts:
         bias = expert.linear_fc2.bias

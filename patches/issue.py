@@ -1,4 +1,6 @@
-"""A known issue of an upstream package as data: where it is, what handles it, and which runs it affects."""
+"""A known issue of an upstream package as data: where it is, what handles it, and which runs it
+affects.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,9 @@ from megatron_gspo.patches.mark import MARK
 class Situation:
     """What decides whether an issue applies.
 
-    megatron, sglang: version numbers, () if not installed; sglang is the lowest version of all servers. The layout and
-    the model come from the config; without one they describe a single process.
+    megatron, sglang: version numbers, () if not installed; sglang is the lowest version of all
+    servers. The layout and the model come from the config; without one they describe a single
+    process.
     """
 
     megatron: tuple[int, ...] = ()
@@ -43,11 +46,12 @@ class Situation:
 class KnownIssue:
     """One row of README.md.
 
-    handled_by: the patch, or the place in the package that avoids the issue. versions: "all" or a package with its
-    first and last affected version and conditions. problem: the effect. upstream: links, shortened as in
-    ``readme.LINKS``. tests, delete_when: as in README.md. applies: the affected situations, apart from versions.
-    marked: upstream functions (module:name) that the patch replaces; present: names that it adds. all_versions:
-    ``applies`` checks the versions itself. is_issue: False for a choice of this project.
+    handled_by: the patch, or the place in the package that avoids the issue. versions: "all" or a
+    package with its first and last affected version and conditions. problem: the effect. upstream:
+    links, shortened as in ``readme.LINKS``. tests, delete_when: as in README.md. applies: the
+    affected situations, apart from versions. marked: upstream functions (module:name) that the
+    patch replaces; present: names that it adds. all_versions: ``applies`` checks the versions
+    itself. is_issue: False for a choice of this project.
     """
 
     handled_by: str
@@ -75,7 +79,11 @@ class KnownIssue:
         if self.range is not None and not self.all_versions:
             package, first, last = self.range
             version = situation.megatron if package == "megatron-core" else situation.sglang
-            if not version or not first <= version[: len(first)] or not version[: len(last)] <= last:
+            if (
+                not version
+                or not first <= version[: len(first)]
+                or not version[: len(last)] <= last
+            ):
                 return False
         return self.applies(situation)
 

@@ -1,4 +1,5 @@
-"""Known issues of upstream packages: the source of the tables in README.md and of the doctor's findings.
+"""Known issues of upstream packages: the source of the tables in README.md and of the doctor's
+findings.
 
 After a change: ``python -m megatron_gspo.patches.readme`` writes the tables.
 """
@@ -17,6 +18,7 @@ def applicable(situation: Situation) -> list[KnownIssue]:
 def _no_fused_adam(situation: Situation) -> bool:
     return not (situation.transformer_engine or situation.apex)
 
+
 _DISPATCHERS = "megatron.core.transformer.moe.token_dispatcher:"
 _ON_CPU = "megatron-core 0.16.1 - 0.19.2 on a machine without CUDA"
 _NO_ENGINE = "megatron-core 0.16.1 - 0.19.2 without Transformer Engine"
@@ -27,32 +29,40 @@ PATCHES = (
     KnownIssue(
         "`expert_gradients.py` (1)",
         "megatron-core 0.16.1 - 0.18.2",
-        "TP > 1, EP = 1, expert-TP = 1: gradients of expert replicas are not reduced; silently wrong by more than 10 %",
-        "[`tensor_parallel/layers.py`](mcore:tensor_parallel/layers.py#L886), "
-        "[`RowParallelLinear`](mcore:tensor_parallel/layers.py#L1209); corrected by [#5916](mcore-pull:5916)",
-        "`tests/patches/test_expert_gradients.py::test_expert_gradients_are_added_up_over_tensor_parallel_replicas`, "
-        "`tests/equivalence/test_layouts.py::test_moe`",
+        "TP > 1, EP = 1, expert-TP = 1: gradients of expert replicas are not reduced; silently"
+        " wrong by more than 10 %",
+        "[`tensor_parallel/layers.py`](mcore:tensor_parallel/layers.py#L886),"
+        " [`RowParallelLinear`](mcore:tensor_parallel/layers.py#L1209); corrected by"
+        " [#5916](mcore-pull:5916)",
+        "`tests/patches/test_expert_gradients.py::test_expert_gradients_are_added_up_over_tensor_parallel_replicas`,"
+        " `tests/equivalence/test_layouts.py::test_moe`",
         "the oldest supported version is 0.19",
         lambda s: s.has_experts and s.tensor > 1 and s.expert == 1 and s.expert_tensor == 1,
     ),
     KnownIssue(
         "`expert_gradients.py` (2)",
         "megatron-core 0.16.1 - 0.18.2 with Transformer Engine's grouped experts",
-        "TP > 1, EP > 1, expert-TP = 1: experts of all but the first tensor-parallel rank are left out of the "
-        "gradient norm, so clipping is too weak",
-        "[`optimizer/clip_grads.py`](mcore:optimizer/clip_grads.py#L222), "
-        "[`param_is_not_tensor_parallel_duplicate`](mcore:tensor_parallel/layers.py#L89); corrected by "
-        "[#5916](mcore-pull:5916)",
-        "`tests/patches/test_expert_gradients.py::test_every_expert_counts_in_the_gradient_norm` (the missing mark is "
-        "set by hand: Transformer Engine needs a GPU)",
+        "TP > 1, EP > 1, expert-TP = 1: experts of all but the first tensor-parallel rank are left"
+        " out of the gradient norm, so clipping is too weak",
+        "[`optimizer/clip_grads.py`](mcore:optimizer/clip_grads.py#L222),"
+        " [`param_is_not_tensor_parallel_duplicate`](mcore:tensor_parallel/layers.py#L89);"
+        " corrected by [#5916](mcore-pull:5916)",
+        "`tests/patches/test_expert_gradients.py::test_every_expert_counts_in_the_gradient_norm`"
+        " (the missing mark is set by hand: Transformer Engine needs a GPU)",
         "as above",
-        lambda s: s.has_experts and s.transformer_engine and s.tensor > 1 and s.expert > 1 and s.expert_tensor == 1,
+        lambda s: (
+            s.has_experts
+            and s.transformer_engine
+            and s.tensor > 1
+            and s.expert > 1
+            and s.expert_tensor == 1
+        ),
     ),
     KnownIssue(
         "`gradient_norm.py`",
         "megatron-core 0.16.1 - 0.19.2 without Transformer Engine and Apex",
-        "the gradient norm reads the norm of each parameter's gradient back to the host: one synchronisation each in "
-        "every optimizer step",
+        "the gradient norm reads the norm of each parameter's gradient back to the host: one"
+        " synchronisation each in every optimizer step",
         "[`local_multi_tensor_l2_norm`](mcore:utils.py#L1200)",
         "`tests/patches/test_gradient_norm.py::test_the_norm_stays_on_the_device_and_upstreams_does_not`",
         "upstream keeps the norms on the device",
@@ -62,7 +72,8 @@ PATCHES = (
     KnownIssue(
         "`te_general_gemm.py`",
         "megatron-core 0.16.1 without Transformer Engine",
-        "a name is imported inside a `try` and used outside of it: `NameError` in the router's first forward pass",
+        "a name is imported inside a `try` and used outside of it: `NameError` in the router's"
+        " first forward pass",
         "[`transformer/moe/moe_utils.py`](mcore:transformer/moe/moe_utils.py#L1192)",
         "`tests/patches/test_megatron_on_cpu.py::test_the_router_runs_without_transformer_engine`",
         "the oldest supported version is 0.17",
@@ -72,27 +83,31 @@ PATCHES = (
     KnownIssue(
         "`megatron_on_cpu.py`",
         _ON_CPU,
-        "device literals, streams, random state and parameter type names are CUDA's; where Transformer Engine or Apex "
-        "is installed its optimizer kernels are called, and without a driver its import fails with another error than "
-        "the `ImportError` that is expected",
-        "many; for example [`distributed/param_and_grad_buffer.py`](mcore:distributed/param_and_grad_buffer.py#L783), "
-        "[`tensor_parallel/random.py`](mcore:tensor_parallel/random.py#L64), "
-        "[`optimizer/distrib_optimizer.py`](mcore:optimizer/distrib_optimizer.py#L361), "
-        "[`optimizer/clip_grads.py`](mcore:optimizer/clip_grads.py#L10)",
-        "`tests/patches/test_megatron_on_cpu.py::test_device_literals_mean_the_cpu`, "
-        "`tests/patches/test_megatron_on_cpu.py::"
-        "test_literals_fail_without_the_patch_and_where_cuda_is_available_it_changes_nothing`, "
-        "`tests/patches/test_megatron_on_cpu.py::test_transformer_engine_is_not_imported_without_a_gpu`, "
-        "`tests/patches/test_megatron_on_cpu_other_libraries.py`",
+        "device literals, streams, random state and parameter type names are CUDA's; where"
+        " Transformer Engine or Apex is installed its optimizer kernels are called, and without a"
+        " driver its import fails with another error than the `ImportError` that is expected",
+        "many; for example"
+        " [`distributed/param_and_grad_buffer.py`](mcore:distributed/param_and_grad_buffer.py#L783),"
+        " [`tensor_parallel/random.py`](mcore:tensor_parallel/random.py#L64),"
+        " [`optimizer/distrib_optimizer.py`](mcore:optimizer/distrib_optimizer.py#L361),"
+        " [`optimizer/clip_grads.py`](mcore:optimizer/clip_grads.py#L10)",
+        "`tests/patches/test_megatron_on_cpu.py::test_device_literals_mean_the_cpu`,"
+        " `tests/patches/test_megatron_on_cpu.py::test_literals_fail_without_the_patch_and_where_cuda_is_available_it_changes_nothing`,"  # noqa: E501
+        " `tests/patches/test_megatron_on_cpu.py::test_transformer_engine_is_not_imported_without_a_gpu`,"
+        " `tests/patches/test_megatron_on_cpu_other_libraries.py`",
         "Megatron-Core takes its device from the tensors or the process group",
         lambda s: not s.gpu,
-        marked=("torch:cuda.current_device", "torch:empty", "megatron.core.tensor_parallel.random:_get_cuda_rng_state"),
+        marked=(
+            "torch:cuda.current_device",
+            "torch:empty",
+            "megatron.core.tensor_parallel.random:_get_cuda_rng_state",
+        ),
     ),
     KnownIssue(
         "`moe_uneven_collectives.py`",
         _ON_CPU + "; torch's gloo",
-        "`all_to_all_single` refuses split sizes that are tensors; gloo refuses `all_gather` and `reduce_scatter` "
-        "of parts of unequal size, which expert-tensor parallelism needs",
+        "`all_to_all_single` refuses split sizes that are tensors; gloo refuses `all_gather` and"
+        " `reduce_scatter` of parts of unequal size, which expert-tensor parallelism needs",
         "[`tensor_parallel/mappings.py`](mcore:tensor_parallel/mappings.py#L444), "
         "[`all_gather`](mcore:tensor_parallel/mappings.py#L150), "
         "[`reduce_scatter`](mcore:tensor_parallel/mappings.py#L193); "
@@ -110,10 +125,11 @@ PATCHES = (
     KnownIssue(
         "`moe_retained_activations.py`",
         _ANY,
-        "MoE dispatchers keep the routing probabilities of the last pass: under full recomputation each layer's input "
-        "and its gradient stay in memory after the backward pass, so the peak grows by two residual streams per layer",
-        "[`transformer/moe/token_dispatcher.py`](mcore:transformer/moe/token_dispatcher.py#L610); reported in "
-        "[#3221](mcore-issue:3221); [#5227](mcore-pull:5227) corrects it for DeepEP",
+        "MoE dispatchers keep the routing probabilities of the last pass: under full recomputation"
+        " each layer's input and its gradient stay in memory after the backward pass, so the peak"
+        " grows by two residual streams per layer",
+        "[`transformer/moe/token_dispatcher.py`](mcore:transformer/moe/token_dispatcher.py#L610);"
+        " reported in [#3221](mcore-issue:3221); [#5227](mcore-pull:5227) corrects it for DeepEP",
         "`tests/patches/test_moe_retained_activations.py::test_no_recomputed_layer_keeps_its_input_and_gradient`",
         "upstream releases them after combining",
         lambda s: s.has_experts,
@@ -122,7 +138,8 @@ PATCHES = (
     KnownIssue(
         "`quiet.py`",
         _ANY,
-        "not an error: every rank logs at start that Transformer Engine and Apex are missing, and future deprecations",
+        "not an error: every rank logs at start that Transformer Engine and Apex are missing, and"
+        " future deprecations",
         "[`optimizer/clip_grads.py`](mcore:optimizer/clip_grads.py#L29)",
         "`tests/patches/test_quiet.py::test_only_the_named_messages_are_left_out`",
         "a message is no longer logged",
@@ -132,8 +149,8 @@ PATCHES = (
     KnownIssue(
         "`sglang_on_cpu/sitecustomize.py` (1)",
         "sglang 0.5.23 on a machine without a GPU",
-        "imports `sgl_kernel`, whose build for CPUs is on no index: `ModuleNotFoundError`; its names are not called "
-        "without CPU kernels",
+        "imports `sgl_kernel`, whose build for CPUs is on no index: `ModuleNotFoundError`; its"
+        " names are not called without CPU kernels",
         "[`kernels/ops/kvcache/cache_move.py`](sglang-0.5.23:kernels/ops/kvcache/cache_move.py#L10)",
         "`tests/sglang/test_patches.py::test_upstream_works_with_the_hook_and_fails_without`",
         "the wheel requires a build for CPUs, or does not import it",
@@ -142,7 +159,8 @@ PATCHES = (
     KnownIssue(
         "`sglang_on_cpu/sitecustomize.py` (2)",
         "sglang 0.5.15.post1 - 0.5.23 on a machine without a GPU",
-        "the buffer of routed experts is pinned through CUDA on any device: the server fails at start",
+        "the buffer of routed experts is pinned through CUDA on any device: the server fails at"
+        " start",
         "[`BaseHostCache`](sglang-0.5.23:srt/state_capturer/base.py#L67), through torch until "
         "[#37285](sglang-pull:37285)",
         "`tests/sglang/test_patches.py::test_upstream_works_with_the_hook_and_fails_without`",
@@ -152,8 +170,8 @@ PATCHES = (
     KnownIssue(
         "`sglang_on_cpu/sitecustomize.py` (3)",
         "sglang 0.5.15.post1 - 0.5.23 with torch's build for CPUs",
-        "torchvision, which sglang imports, registers operators of a CUDA library that failed to load: `operator "
-        "torchvision::nms does not exist`",
+        "torchvision, which sglang imports, registers operators of a CUDA library that failed to"
+        " load: `operator torchvision::nms does not exist`",
         "[`srt/utils/common.py`](sglang-0.5.15.post1:srt/utils/common.py#L94) imports it; "
         "[vision#9085](https://github.com/pytorch/vision/issues/9085)",
         "`tests/sglang/test_patches.py::test_upstream_works_with_the_hook_and_fails_without`",
@@ -163,8 +181,8 @@ PATCHES = (
     KnownIssue(
         "`sglang_on_cpu/sitecustomize.py` (4)",
         "sglang 0.5.15.post1 - 0.5.23 on a machine without a GPU",
-        "with `--enable-lora` layers and batches are pinned on any device, also by the torch backend: the server fails "
-        "at start",
+        "with `--enable-lora` layers and batches are pinned on any device, also by the torch"
+        " backend: the server fails at start",
         "[`MergedColumnParallelLinearWithLoRA`](sglang-0.5.23:srt/lora/layers.py#L479), "
         "[`TorchNativeLoRABackend`](sglang-0.5.23:srt/lora/backend/torch_backend.py#L237)",
         "`tests/sglang/test_patches.py::test_upstream_works_with_the_hook_and_fails_without`",
@@ -178,10 +196,10 @@ GUARDS = (
     KnownIssue(
         "`mcore/model.py`: `overlap_p2p_comm` on, `batch_p2p_comm` off under interleaving",
         _ANY,
-        "with two interleaved stages both neighbours are one rank, and a batched exchange confuses activations and "
-        "gradients: silently wrong",
-        "[`pipeline_parallel/p2p_communication.py`](mcore:pipeline_parallel/p2p_communication.py#L16); "
-        "[#750](mcore-issue:750)",
+        "with two interleaved stages both neighbours are one rank, and a batched exchange confuses"
+        " activations and gradients: silently wrong",
+        "[`pipeline_parallel/p2p_communication.py`](mcore:pipeline_parallel/p2p_communication.py#L16);"
+        " [#750](mcore-issue:750)",
         "`tests/patches/test_patches.py::test_two_interleaved_stages_exchange_unbatched`",
         "the batched exchange distinguishes the directions",
         lambda s: s.virtual_pipeline > 1,
@@ -190,12 +208,14 @@ GUARDS = (
         "`mcore/model.py`: `deallocate_pipeline_outputs` off under interleaving and on gloo",
         "megatron-core 0.16.1 - 0.17.1 (interleaving); all (gloo)",
         "an output is freed while it is still being sent",
-        "[`pipeline_parallel/schedules.py`](mcore:pipeline_parallel/schedules.py#L154); corrected for interleaving by "
-        "[#4047](mcore-pull:4047)",
-        "`tests/mcore/test_model.py::test_sent_tensors_are_freed_only_where_the_schedule_waits_for_the_send`, "
-        "`tests/equivalence/test_layouts.py`",
+        "[`pipeline_parallel/schedules.py`](mcore:pipeline_parallel/schedules.py#L154); corrected"
+        " for interleaving by [#4047](mcore-pull:4047)",
+        "`tests/mcore/test_model.py::test_sent_tensors_are_freed_only_where_the_schedule_waits_for_the_send`,"
+        " `tests/equivalence/test_layouts.py`",
         "the oldest supported version is 0.18 (interleaving)",
-        lambda s: s.pipeline > 1 and (s.gloo or (s.virtual_pipeline > 1 and s.megatron[:2] < (0, 18))),
+        lambda s: (
+            s.pipeline > 1 and (s.gloo or (s.virtual_pipeline > 1 and s.megatron[:2] < (0, 18)))
+        ),
         all_versions=True,
     ),
     KnownIssue(
@@ -239,8 +259,9 @@ GUARDS = (
     KnownIssue(
         "`mcore/routing_replay/router_hooks.py`: routes with the micro-batch",
         _ANY,
-        "`RouterReplay` keeps the routes of recomputations in a queue per layer: wrong if the backward has another "
-        "order, and not emptied by a pass that fails; all models of a process share one list of routers",
+        "`RouterReplay` keeps the routes of recomputations in a queue per layer: wrong if the"
+        " backward has another order, and not emptied by a pass that fails; all models of a process"
+        " share one list of routers",
         "[`RouterReplay.get_replay_topk`](mcore:transformer/moe/router_replay.py#L150)",
         "`tests/equivalence/test_layouts.py::test_moe` (recomputation in pipelines)",
         "upstream keys routes by micro-batch",
@@ -249,8 +270,8 @@ GUARDS = (
     KnownIssue(
         "`mcore/layers.py`: `_name_as_transformer_engine`",
         _NO_ENGINE,
-        "the torch spec stores the norm before the experts under the name of a norm fused into a dense MLP: neither "
-        "implementation loads the other's checkpoints",
+        "the torch spec stores the norm before the experts under the name of a norm fused into a"
+        " dense MLP: neither implementation loads the other's checkpoints",
         "[`get_gpt_layer_local_spec`](mcore:models/gpt/gpt_layer_specs.py#L306)",
         "`tests/mcore/checkpoint/test_checkpoint_metadata.py::"
         "test_the_norm_before_the_experts_has_transformer_engines_key`",
@@ -260,21 +281,23 @@ GUARDS = (
     KnownIssue(
         "`rollout/sglang/sglang_launch.py`: `--disable-overlap-schedule`",
         "sglang 0.5.15.post1 on a machine without a GPU (chosen below 0.5.23)",
-        "the overlapped copy of routed experts is a view on a CPU, which the next step overwrites: more than half of "
-        "the rows are silently wrong",
+        "the overlapped copy of routed experts is a view on a CPU, which the next step overwrites:"
+        " more than half of the rows are silently wrong",
         "[`TopkCaptureOutput`](sglang-0.5.15.post1:srt/state_capturer/base.py#L179)",
         "`tests/rollout/sglang/test_sglang_launch.py::test_a_cpu_gets_what_it_needs`",
         "the oldest supported version copies it",
-        lambda s: bool(s.sglang) and s.sglang < (0, 5, 23) and s.starts_servers and s.servers_on_cpu,
+        lambda s: (
+            bool(s.sglang) and s.sglang < (0, 5, 23) and s.starts_servers and s.servers_on_cpu
+        ),
         all_versions=True,
     ),
     KnownIssue(
         "`servers/server_launch.py`: `server_environment`",
         "all",
-        "a server that inherits `TORCHELASTIC_USE_AGENT_STORE` from torchrun's worker waits without a message for a "
-        "store that does not exist",
-        "[`init_distributed_environment`](sglang-0.5.23:srt/distributed/parallel_state.py#L2468) calls "
-        "`torch.distributed.init_process_group`",
+        "a server that inherits `TORCHELASTIC_USE_AGENT_STORE` from torchrun's worker waits without"
+        " a message for a store that does not exist",
+        "[`init_distributed_environment`](sglang-0.5.23:srt/distributed/parallel_state.py#L2468)"
+        " calls `torch.distributed.init_process_group`",
         "`tests/sglang/test_servers.py::test_servers_start_from_a_worker_of_torchrun`",
         "never",
         lambda s: s.starts_servers,

@@ -1,9 +1,10 @@
 """Let unmodified Megatron-Core run on a machine without an accelerator.
 
 Upstream: megatron-core 0.16.1 to 0.19.2 name the device in literals (``device="cuda"``,
-``torch.cuda.current_device()``), use CUDA streams and CUDA random state, let the distributed optimizer accept
-parameters by their CUDA type name, and take the optimizer kernels of Transformer Engine or Apex where one is installed.
-Delete when: Megatron-Core takes its device from the tensors or the process group.
+``torch.cuda.current_device()``), use CUDA streams and CUDA random state, let the distributed
+optimizer accept parameters by their CUDA type name, and take the optimizer kernels of Transformer
+Engine or Apex where one is installed. Delete when: Megatron-Core takes its device from the tensors
+or the process group.
 
 Does nothing where CUDA is available. Not patched: graphs, fused kernels (they need a GPU).
 """
@@ -61,7 +62,9 @@ def _constant(value: Any) -> Any:
 
 
 def _cuda_type_name(original: Any) -> Any:
-    """``Tensor.type()`` as Megatron's optimizer expects it; a call with a type converts as before."""
+    """``Tensor.type()`` as Megatron's optimizer expects it; a call with a type converts as
+    before.
+    """
 
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if args or kwargs:
@@ -73,15 +76,18 @@ def _cuda_type_name(original: Any) -> Any:
 
 
 def hide_gpu_libraries() -> None:
-    """Make Transformer Engine and Apex look as if they were not installed, before Megatron is imported."""
+    """Make Transformer Engine and Apex look as if they were not installed, before Megatron is
+    imported.
+    """
     for name in _GPU_LIBRARIES:
         sys.modules.setdefault(name, None)  # type: ignore[arg-type] # None: importing it is an ImportError
 
 
 def _patch_torch() -> None:
     cpu = torch.device("cpu")
-    # ``with torch.device("meta")`` finds the factories by identity, from a list that it makes once: build it from
-    # the originals, or a model built later on the meta device (by Transformers) gets uninitialised weights
+    # ``with torch.device("meta")`` finds the factories by identity, from a list that it makes once:
+    # build it from the originals, or a model built later on the meta device (by Transformers) gets
+    # uninitialised weights
     _device_constructors()
     for name in _FACTORIES:
         replace(torch, name, _on_cpu)
@@ -93,7 +99,11 @@ def _patch_torch() -> None:
     replace(torch.cuda, "stream", lambda _: lambda *args: contextlib.nullcontext())
     replace(torch.cuda, "synchronize", _constant(None))
     replace(torch.cuda, "get_rng_state", lambda _: lambda *args, **kwargs: torch.get_rng_state())
-    replace(torch.cuda, "set_rng_state", lambda _: lambda state, *args, **kwargs: torch.set_rng_state(state))
+    replace(
+        torch.cuda,
+        "set_rng_state",
+        lambda _: lambda state, *args, **kwargs: torch.set_rng_state(state),
+    )
     replace(torch.cuda, "manual_seed", lambda _: lambda seed: torch.manual_seed(seed))
     if torch.cuda.Stream is not _Stream:  # type: ignore[comparison-overlap] # a class, since libraries name it in annotations
         torch.cuda.Stream = _Stream  # type: ignore[misc, assignment]
@@ -103,7 +113,11 @@ def _patch_megatron() -> None:
     import megatron.core.tensor_parallel.random as random
 
     replace(random, "_get_cuda_rng_state", lambda _: lambda *args, **kwargs: torch.get_rng_state())
-    replace(random, "_set_cuda_rng_state", lambda _: lambda state, *args, **kwargs: torch.set_rng_state(state))
+    replace(
+        random,
+        "_set_cuda_rng_state",
+        lambda _: lambda state, *args, **kwargs: torch.set_rng_state(state),
+    )
 
 
 def is_applied() -> bool:
@@ -112,8 +126,8 @@ def is_applied() -> bool:
 
 
 def apply() -> None:
-    """Send Megatron's device literals, streams and random state to the CPU, and hide libraries that need a GPU; a no-op
-    where CUDA is available."""
+    """Send Megatron's device literals, streams and random state to the CPU, and hide libraries that
+    need a GPU; a no-op where CUDA is available."""
     if not is_applied() and torch.cuda.is_available():
         return
     hide_gpu_libraries()

@@ -1,10 +1,11 @@
 """Release what a MoE dispatcher keeps of a finished forward pass.
 
-Upstream: megatron-core 0.16.1 to 0.19.2, ``transformer/moe/token_dispatcher.py``. Dispatchers keep the routing
-probabilities and the permutation of the last pass as attributes. The probabilities' graph ends at the layer's input:
-under full recomputation that is the detached input of the recomputed layer, which stays alive after the backward pass
-together with its gradient, once per layer. So the peak grows by two residual streams per layer (30B-A3B, 48 layers,
-36,864 tokens, TP 2, EP 8: 12.0 GiB of activations instead of 8.4). Reported in NVIDIA/Megatron-LM#3221; #5227 corrects
+Upstream: megatron-core 0.16.1 to 0.19.2, ``transformer/moe/token_dispatcher.py``. Dispatchers keep
+the routing probabilities and the permutation of the last pass as attributes. The probabilities'
+graph ends at the layer's input: under full recomputation that is the detached input of the
+recomputed layer, which stays alive after the backward pass together with its gradient, once per
+layer. So the peak grows by two residual streams per layer (30B-A3B, 48 layers, 36,864 tokens, TP 2,
+EP 8: 12.0 GiB of activations instead of 8.4). Reported in NVIDIA/Megatron-LM#3221; #5227 corrects
 it for DeepEP.
 
 Delete when: upstream releases them after combining.
@@ -17,7 +18,11 @@ from typing import Any
 
 from megatron_gspo.patches.mark import replace
 
-DISPATCHERS = ("MoEAllGatherTokenDispatcher", "MoEAlltoAllTokenDispatcher", "MoEFlexTokenDispatcher")
+DISPATCHERS = (
+    "MoEAllGatherTokenDispatcher",
+    "MoEAlltoAllTokenDispatcher",
+    "MoEFlexTokenDispatcher",
+)
 # Set again by each pass before they are read; combine_postprocess is the last to read any of them.
 PASS_STATE = (
     "probs",
@@ -58,5 +63,8 @@ def apply() -> None:
 
     for name in DISPATCHERS:
         if not hasattr(token_dispatcher, name):
-            raise ImportError(f"cannot patch token_dispatcher.{name}: no such class; this upstream version is unknown")
+            raise ImportError(
+                f"cannot patch token_dispatcher.{name}: no such class; this upstream version is"
+                " unknown"
+            )
         replace(getattr(token_dispatcher, name), "combine_postprocess", _releasing)

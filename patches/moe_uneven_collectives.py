@@ -1,9 +1,10 @@
 """Let the MoE dispatchers exchange parts of unequal size on a CPU.
 
-Upstream: megatron-core 0.16.1 to 0.19.2, ``tensor_parallel/mappings.py``. On a CPU the token dispatcher keeps its split
-sizes as tensors, which ``all_to_all_single`` refuses; and expert-tensor parallelism calls ``all_gather`` and
-``reduce_scatter`` with parts of unequal size, which NCCL takes and gloo refuses.
-Delete when: the dispatcher converts the sizes itself and gloo takes unequal parts.
+Upstream: megatron-core 0.16.1 to 0.19.2, ``tensor_parallel/mappings.py``. On a CPU the token
+dispatcher keeps its split sizes as tensors, which ``all_to_all_single`` refuses; and expert-tensor
+parallelism calls ``all_gather`` and ``reduce_scatter`` with parts of unequal size, which NCCL takes
+and gloo refuses. Delete when: the dispatcher converts the sizes itself and gloo takes unequal
+parts.
 """
 
 from __future__ import annotations
@@ -22,16 +23,28 @@ def _as_list(sizes: Any) -> Any:
 
 def _with_lists(original: Any) -> Any:
     def all_to_all_single(
-        output: Any, input: Any, output_split_sizes: Any = None, input_split_sizes: Any = None, **rest: Any
+        output: Any,
+        input: Any,
+        output_split_sizes: Any = None,
+        input_split_sizes: Any = None,
+        **rest: Any,
     ) -> Any:
-        return original(output, input, _as_list(output_split_sizes), _as_list(input_split_sizes), **rest)
+        return original(
+            output, input, _as_list(output_split_sizes), _as_list(input_split_sizes), **rest
+        )
 
     return all_to_all_single
 
 
 def _uneven(parts: Any, group: Any, async_op: bool) -> bool:
-    """Whether this call is one that gloo would refuse: the sizes are the same on every rank, so all ranks agree."""
-    return not async_op and dist.get_backend(group) == "gloo" and len({tuple(part.shape) for part in parts}) > 1
+    """Whether this call is one that gloo would refuse: the sizes are the same on every rank, so
+    all ranks agree.
+    """
+    return (
+        not async_op
+        and dist.get_backend(group) == "gloo"
+        and len({tuple(part.shape) for part in parts}) > 1
+    )
 
 
 def _gather_uneven(original: Any) -> Any:
@@ -48,7 +61,11 @@ def _gather_uneven(original: Any) -> Any:
 
 def _reduce_scatter_uneven(original: Any) -> Any:
     def reduce_scatter(
-        output: Any, input_list: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+        output: Any,
+        input_list: Any,
+        op: Any = dist.ReduceOp.SUM,
+        group: Any = None,
+        async_op: bool = False,
     ) -> Any:
         if not _uneven(input_list, group, async_op):
             return original(output, input_list, op=op, group=group, async_op=async_op)
@@ -63,7 +80,9 @@ def _reduce_scatter_uneven(original: Any) -> Any:
 
 
 def apply() -> None:
-    """Replace the three collectives by ones that convert or split their parts; only where Megatron runs on a CPU."""
+    """Replace the three collectives by ones that convert or split their parts; only where
+    Megatron runs on a CPU.
+    """
     if not megatron_on_cpu.is_applied():
         return
     replace(dist, "all_to_all_single", _with_lists)

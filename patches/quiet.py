@@ -1,9 +1,9 @@
 """Filter the messages that upstream logs at every start on every rank and that need no action.
 
-Upstream: megatron-core 0.16.1 to 0.19.2 (absent Transformer Engine and Apex, its own deprecations), torch (renamed
-collectives that Megatron still calls). A filter names one message, or torch's and Megatron's notes to each other about
-coming changes (``FutureWarning``): all other messages are shown.
-Delete when: a message is no longer logged.
+Upstream: megatron-core 0.16.1 to 0.19.2 (absent Transformer Engine and Apex, its own deprecations),
+torch (renamed collectives that Megatron still calls). A filter names one message, or torch's and
+Megatron's notes to each other about coming changes (``FutureWarning``): all other messages are
+shown. Delete when: a message is no longer logged.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Write the tables of README.md from known_issues.py: ``python -m megatron_gspo.patches.readme``."""
+"""Write the tables of README.md from known_issues.py: ``python -m
+megatron_gspo.patches.readme``.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,10 @@ from megatron_gspo.patches.known_issues import GUARDS, PATCHES
 
 README = Path(__file__).with_name("README.md")
 COLUMNS = ("Handled by", "Versions", "Problem", "Upstream", "Test", "Delete when")
-_MEGATRON, _SGLANG = "https://github.com/NVIDIA/Megatron-LM", "https://github.com/sgl-project/sglang"
+_MEGATRON, _SGLANG = (
+    "https://github.com/NVIDIA/Megatron-LM",
+    "https://github.com/sgl-project/sglang",
+)
 # Beginnings of link targets in known_issues.py.
 LINKS = {
     "mcore": f"{_MEGATRON}/blob/core_v0.16.1/megatron/core/",
@@ -32,7 +37,14 @@ def table(issues: Sequence[KnownIssue]) -> str:
 def cells(issue: KnownIssue) -> tuple[str, ...]:
     """The row of an issue, with whole links."""
     upstream = re.sub(r"\]\(([\w.-]+):(?!//)", lambda found: f"]({LINKS[found[1]]}", issue.upstream)
-    return (issue.handled_by, issue.versions, issue.problem, upstream, issue.tests, issue.delete_when)
+    return (
+        issue.handled_by,
+        issue.versions,
+        issue.problem,
+        upstream,
+        issue.tests,
+        issue.delete_when,
+    )
 
 
 def with_tables(page: str) -> str:

@@ -1,4 +1,6 @@
-"""hypothesis profiles: `ci` is the default; `pytest --hypothesis-profile=thorough` looks further, at random."""
+"""hypothesis profiles: `ci` is the default; `pytest --hypothesis-profile=thorough` looks
+further, at random.
+"""
 
 import gc
 
@@ -20,9 +22,16 @@ def pytest_addoption(parser):
     for engine in ("sglang", "vllm"):
         text = f"interpreter that has {engine}: runs tests/{engine} with real servers"
         parser.addoption(f"--{engine}-python", help=text)
-    parser.addoption("--every", type=int, default=1, help="of the layouts in tests/equivalence, run one in so many")
+    parser.addoption(
+        "--every",
+        type=int,
+        default=1,
+        help="of the layouts in tests/equivalence, run one in so many",
+    )
     names = ", ".join(["unit", *PARTS])
-    parser.addoption("--part", choices=["unit", *PARTS], help=f"the part of all tests that runs: {names}")
+    parser.addoption(
+        "--part", choices=["unit", *PARTS], help=f"the part of all tests that runs: {names}"
+    )
 
 
 # What takes longer than the tests of units, in parts of .ci/run.
@@ -127,7 +136,9 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    """The garbage collector need not look through the millions of objects that all tests of this process share."""
+    """The garbage collector need not look through the millions of objects that all tests of
+    this process share.
+    """
     gc.collect()
     gc.freeze()
     gc.enable()

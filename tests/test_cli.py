@@ -46,14 +46,18 @@ def test_every_command_is_a_module_with_main(name):
 
 def test_arguments_and_exit_code_are_passed_through(monkeypatch):
     given = []
-    module = type("Module", (), {"main": staticmethod(lambda arguments: given.append(arguments) or 3)})
+    module = type(
+        "Module", (), {"main": staticmethod(lambda arguments: given.append(arguments) or 3)}
+    )
     monkeypatch.setattr(cli, "import_module", lambda name: module)
     assert cli.main(["plan", "--model", "x"]) == 3
     assert given == [["--model", "x"]]
 
 
 @pytest.mark.parametrize(("torchruns", "left"), [(False, [None, None]), (True, ["1", "4"])])
-def test_commands_are_one_process_unless_torchrun_started_them(torchruns, left, monkeypatch, capsys):
+def test_commands_are_one_process_unless_torchrun_started_them(
+    torchruns, left, monkeypatch, capsys
+):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "4")
     if torchruns:
@@ -71,8 +75,8 @@ def test_commands_are_one_process_unless_torchrun_started_them(torchruns, left, 
 
 def test_help_loads_nothing_heavy():
     code = (
-        "import sys; from megatron_gspo.cli import main; main(['--help'])\n"
-        "assert not {'torch', 'transformers', 'pydantic', 'megatron.core', 'rich'} & set(sys.modules)"
+        "import sys; from megatron_gspo.cli import main; main(['--help'])\nassert not {'torch',"
+        " 'transformers', 'pydantic', 'megatron.core', 'rich'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 

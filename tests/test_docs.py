@@ -22,41 +22,96 @@ OF_OTHERS = {
     "docs/data.md": {"thinking_budget", "train.csv"},
     "docs/launch.md": {"GraceTime", "NCCL_IB_HCA"},
     "docs/other_trainers.md": {
-        "--apply-chat-template", "--apply-chat-template-kwargs", "--clip-grad", "--custom-rm-path",
-        "--dynamic-sampling-filter-path", "--eval-interval", "--eval-prompt-data", "--hf-checkpoint", "--input-key",
-        "--kl-coef", "--kl-loss-coef", "--label-key", "--lr", "--max-tokens-per-gpu", "--n-samples-per-eval-prompt",
-        "--n-samples-per-prompt", "--num-rollout", "--prompt-data", "--rm-type", "--rollout-max-prompt-len",
-        "--rollout-batch-size", "--rollout-max-response-len",
-        "--rollout-seed", "--rollout-shuffle", "--rollout-temperature", "--save",
-        "--save-interval", "--tool-key", "--use-kl-loss", "--use-wandb", "--wandb-project", "algorithm.adv_estimator",
-        "algorithm.filter_groups.enable", "algorithm.kl_ctrl.kl_coef", "chat_template_kwargs",
-        "data.apply_chat_template_kwargs", "data.filter_overlong_prompts", "data.max_response_length", "data.seed",
-        "data.train_batch_size", "data.train_files", "data.truncation", "data.val_files", "eval_dataset",
-        "eval_steps", "generation_batch_size", "num_generations_eval", "num_iterations", "reward_funcs", "rollout.n",
-        "save_steps", "shuffle_dataset",
+        "--apply-chat-template",
+        "--apply-chat-template-kwargs",
+        "--clip-grad",
+        "--custom-rm-path",
+        "--dynamic-sampling-filter-path",
+        "--eval-interval",
+        "--eval-prompt-data",
+        "--hf-checkpoint",
+        "--input-key",
+        "--kl-coef",
+        "--kl-loss-coef",
+        "--label-key",
+        "--lr",
+        "--max-tokens-per-gpu",
+        "--n-samples-per-eval-prompt",
+        "--n-samples-per-prompt",
+        "--num-rollout",
+        "--prompt-data",
+        "--rm-type",
+        "--rollout-max-prompt-len",
+        "--rollout-batch-size",
+        "--rollout-max-response-len",
+        "--rollout-seed",
+        "--rollout-shuffle",
+        "--rollout-temperature",
+        "--save",
+        "--save-interval",
+        "--tool-key",
+        "--use-kl-loss",
+        "--use-wandb",
+        "--wandb-project",
+        "algorithm.adv_estimator",
+        "algorithm.filter_groups.enable",
+        "algorithm.kl_ctrl.kl_coef",
+        "chat_template_kwargs",
+        "data.apply_chat_template_kwargs",
+        "data.filter_overlong_prompts",
+        "data.max_response_length",
+        "data.seed",
+        "data.train_batch_size",
+        "data.train_files",
+        "data.truncation",
+        "data.val_files",
+        "eval_dataset",
+        "eval_steps",
+        "generation_batch_size",
+        "num_generations_eval",
+        "num_iterations",
+        "reward_funcs",
+        "rollout.n",
+        "save_steps",
+        "shuffle_dataset",
     },
     "docs/peers.md": {"ppo_utils.py", "vanilla_tis_function"},
     "docs/resume.md": {"rollout.bin"},
     "patches/README.md": {
         "distributed/param_and_grad_buffer.py",
-        "kernels/ops/kvcache/cache_move.py", "optimizer/clip_grads.py", "optimizer/distrib_optimizer.py",
-        "pipeline_parallel/p2p_communication.py", "pipeline_parallel/schedules.py", "srt/utils/common.py",
-        "tensor_parallel/layers.py", "tensor_parallel/mappings.py", "tensor_parallel/random.py",
-        "transformer/dot_product_attention.py", "transformer/moe/moe_utils.py", "transformer/moe/token_dispatcher.py",
+        "kernels/ops/kvcache/cache_move.py",
+        "optimizer/clip_grads.py",
+        "optimizer/distrib_optimizer.py",
+        "pipeline_parallel/p2p_communication.py",
+        "pipeline_parallel/schedules.py",
+        "srt/utils/common.py",
+        "tensor_parallel/layers.py",
+        "tensor_parallel/mappings.py",
+        "tensor_parallel/random.py",
+        "transformer/dot_product_attention.py",
+        "transformer/moe/moe_utils.py",
+        "transformer/moe/token_dispatcher.py",
         "transformer/torch_norm.py",
-        "dp_reshardable", "fully_sharded_model_space",
+        "dp_reshardable",
+        "fully_sharded_model_space",
         "load_tensors_metadata",
     },
-}  # fmt: skip
-NEEDS_A_WORLD = "megatron_gspo.mcore"  # blocks that start process groups; examples/ holds the tested ones
+}
+NEEDS_A_WORLD = (  # blocks that start process groups; examples/ holds the tested ones
+    "megatron_gspo.mcore"
+)
 
 
 def blocks(page: Path) -> list[str]:
     """The python blocks of a page, dedented (a list item indents its own)."""
     found = re.findall(
-        r"^( *)```python\n(.*?)^ *```$", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL
+        r"^( *)```python\n(.*?)^ *```$",
+        page.read_text(encoding="utf-8"),
+        flags=re.MULTILINE | re.DOTALL,
     )
-    return ["\n".join(line.removeprefix(indent) for line in code.splitlines()) for indent, code in found]
+    return [
+        "\n".join(line.removeprefix(indent) for line in code.splitlines()) for indent, code in found
+    ]
 
 
 def anchors(page: Path) -> set[str]:
@@ -66,7 +121,9 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "page", [page for page in (ROOT / "README.md", *PAGES) if blocks(page)], ids=lambda page: page.stem
+    "page",
+    [page for page in (ROOT / "README.md", *PAGES) if blocks(page)],
+    ids=lambda page: page.stem,
 )
 def test_python_blocks_run(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
@@ -95,7 +152,9 @@ def test_figures_of_benchmarks_name_a_committed_result(page: Path) -> None:
     for name in results:
         assert (ROOT / "benchmarks" / "results" / name).is_file(), f"{page.name}: no {name}"
     scripts = re.findall(r"\bbenchmarks/(\w+\.py)", text)
-    assert results or not scripts, f"{page.name} has figures of {scripts[0]}; name the result that they are from"
+    assert results or not scripts, (
+        f"{page.name} has figures of {scripts[0]}; name the result that they are from"
+    )
 
 
 def page_name(page: Path) -> str:
@@ -105,4 +164,6 @@ def page_name(page: Path) -> str:
 @pytest.mark.parametrize("page", CITING, ids=page_name)
 def test_what_a_page_cites_exists(page: Path) -> None:
     allowed = OF_OTHERS.get(page_name(page), set())
-    assert [fault for fault in missing(Project(ROOT), page) if fault.split()[-1] not in allowed] == []
+    assert [
+        fault for fault in missing(Project(ROOT), page) if fault.split()[-1] not in allowed
+    ] == []

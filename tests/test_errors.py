@@ -25,13 +25,24 @@ from megatron_gspo.errors import (
 
 
 def test_exit_codes():
-    assert (InputError.exit_code, RunError.exit_code, EngineError.exit_code, DiskError.exit_code) == (2, 1, 1, 1)
+    assert (
+        InputError.exit_code,
+        RunError.exit_code,
+        EngineError.exit_code,
+        DiskError.exit_code,
+    ) == (2, 1, 1, 1)
     assert issubclass(InputError, ValueError) and issubclass(RunError, RuntimeError)
 
 
 @pytest.mark.parametrize(
     "count, text",
-    [(0, "0 bytes"), (1023, "1023 bytes"), (1024, "1.0 KiB"), (1.5 * 2**30, "1.5 GiB"), (3 * 2**50, "3072.0 TiB")],
+    [
+        (0, "0 bytes"),
+        (1023, "1023 bytes"),
+        (1024, "1.0 KiB"),
+        (1.5 * 2**30, "1.5 GiB"),
+        (3 * 2**50, "3072.0 TiB"),
+    ],
 )
 def test_bytes_have_a_unit(count, text):
     assert show_bytes(count) == text
@@ -39,7 +50,11 @@ def test_bytes_have_a_unit(count, text):
 
 @pytest.mark.parametrize(
     "number, fix",
-    [(errno.ENOSPC, "free some space"), (errno.EACCES, "make it writable"), (errno.EFBIG, "ulimit -f")],
+    [
+        (errno.ENOSPC, "free some space"),
+        (errno.EACCES, "make it writable"),
+        (errno.EFBIG, "ulimit -f"),
+    ],
 )
 def test_a_disk_error_has_reason_room_and_fix(number, fix, tmp_path):
     line = describe_disk(tmp_path / "a" / "b", OSError(number, "It Failed"), needed=2**20)

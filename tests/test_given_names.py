@@ -93,10 +93,9 @@ def test_a_folder_may_itself_be_a_link_or_absent(tmp_path):
 def test_a_folder_that_cannot_be_read_is_one_line(tmp_path):
     (tmp_path / "checkpoints").mkdir(mode=0o700)
     code = (
-        "import os, sys; from pathlib import Path; from megatron_gspo.given_names import CHECKPOINTS\n"
-        "from megatron_gspo.errors import RunError; os.seteuid(65534)\n"
-        "try: CHECKPOINTS.entries(Path(sys.argv[1]))\n"
-        "except RunError as error: print(error)"
+        "import os, sys; from pathlib import Path; from megatron_gspo.given_names import"
+        " CHECKPOINTS\nfrom megatron_gspo.errors import RunError; os.seteuid(65534)\ntry:"
+        " CHECKPOINTS.entries(Path(sys.argv[1]))\nexcept RunError as error: print(error)"
     )
     os.chmod(tmp_path, 0o755)
     command = [sys.executable, "-c", code, str(tmp_path / "checkpoints")]

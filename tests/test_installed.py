@@ -20,35 +20,75 @@ LIMIT = 120.0  # seconds for one command on a busy machine
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory) -> Path:
-    """A folder with the installed wheel. Built from a copy, since setuptools writes build/ into the source."""
+    """A folder with the installed wheel.
+
+    Built from a copy, since setuptools writes build/ into the source.
+    """
     folder = tmp_path_factory.mktemp("wheel")
-    names = subprocess.run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT,
-                           capture_output=True, text=True).stdout.split("\0")  # fmt: skip
-    tops = {"megatron_gspo", "patches", "tools", "examples", "setup.py", "pyproject.toml", "README.md", "LICENSE"}
+    names = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    ).stdout.split("\0")
+    tops = {
+        "megatron_gspo",
+        "patches",
+        "tools",
+        "examples",
+        "setup.py",
+        "pyproject.toml",
+        "README.md",
+        "LICENSE",
+    }
     for name in names:
         if name.partition("/")[0] in tops and (ROOT / name).is_file():
             (folder / "source" / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / "source" / name).write_bytes((ROOT / name).read_bytes())
             (folder / "source" / name).chmod((ROOT / name).stat().st_mode)
     pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check", "--no-cache-dir"]
-    subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, folder / "source"],
-                   check=True, cwd=folder)  # fmt: skip
+    subprocess.run(
+        [
+            *pip,
+            "wheel",
+            "--no-deps",
+            "--no-build-isolation",
+            "--wheel-dir",
+            folder,
+            folder / "source",
+        ],
+        check=True,
+        cwd=folder,
+    )
     [wheel] = folder.glob("*.whl")
-    subprocess.run([*pip, "install", "--no-deps", "--no-compile", "--target", folder / "site", wheel], check=True)
+    subprocess.run(
+        [*pip, "install", "--no-deps", "--no-compile", "--target", folder / "site", wheel],
+        check=True,
+    )
     with zipfile.ZipFile(wheel) as content:
-        assert not [name for name in content.namelist() if name.startswith(("tests/", "docs/", "benchmarks/"))]
+        assert not [
+            name
+            for name in content.namelist()
+            if name.startswith(("tests/", "docs/", "benchmarks/"))
+        ]
     return folder / "site"
 
 
 def environment(site: Path) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE")}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE")
+    }
     return {**kept, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
 
 
 def run_installed(site: Path, cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """The installed console script."""
     command = [sys.executable, str(site / "bin" / "megatron-gspo"), *arguments]
-    return subprocess.run(command, cwd=cwd, env=environment(site), capture_output=True, text=True, timeout=LIMIT)
+    return subprocess.run(
+        command, cwd=cwd, env=environment(site), capture_output=True, text=True, timeout=LIMIT
+    )
 
 
 @pytest.fixture(scope="module")
@@ -61,10 +101,22 @@ def workplace(installed, tmp_path_factory) -> Path:
 
 
 def test_the_installed_package_is_what_runs(installed, tmp_path):
-    code = "import megatron_gspo, megatron_gspo.tools; print(megatron_gspo.__path__, megatron_gspo.tools.__file__)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment(installed), capture_output=True,
-                          text=True, check=True)  # fmt: skip
-    assert done.stdout.strip() == f"['{installed}/megatron_gspo'] {installed}/megatron_gspo/tools/__init__.py"
+    code = (
+        "import megatron_gspo, megatron_gspo.tools; print(megatron_gspo.__path__,"
+        " megatron_gspo.tools.__file__)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=environment(installed),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert (
+        done.stdout.strip()
+        == f"['{installed}/megatron_gspo'] {installed}/megatron_gspo/tools/__init__.py"
+    )
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
@@ -77,15 +129,30 @@ def test_installed_help_shows_an_example(name, installed, tmp_path):
 
 def test_installed_examples_are_those_of_the_checkout(workplace):
     shipped = ROOT / "examples"
-    copied = {file.relative_to(workplace / "examples") for file in workplace.rglob("*") if file.is_file()}
-    assert copied == {file.relative_to(shipped) for file in shipped.rglob("*") if file.is_file()
-                      and "__pycache__" not in file.parts}  # fmt: skip
+    copied = {
+        file.relative_to(workplace / "examples") for file in workplace.rglob("*") if file.is_file()
+    }
+    assert copied == {
+        file.relative_to(shipped)
+        for file in shipped.rglob("*")
+        if file.is_file() and "__pycache__" not in file.parts
+    }
     assert os.access(workplace / "examples" / "launch" / "node.sh", os.X_OK)
 
 
 def test_installed_plan(workplace, installed):
     model = "examples/qwen3_moe/models/Qwen3-30B-A3B"
-    options = ["--gpus", "8", "--gpu", "h200", "--response-length", "8192", "--layout", "TP1 EP8", "--coarse"]
+    options = [
+        "--gpus",
+        "8",
+        "--gpu",
+        "h200",
+        "--response-length",
+        "8192",
+        "--layout",
+        "TP1 EP8",
+        "--coarse",
+    ]
     done = run_installed(installed, workplace, "plan", "--model", model, *options)
     assert done.returncode == 0, done.stderr
     assert "EP8" in done.stdout
@@ -93,26 +160,53 @@ def test_installed_plan(workplace, installed):
 
 def test_installed_rehearse(workplace, installed):
     done = run_installed(
-        installed, workplace, "rehearse", "examples/qwen3_moe/qwen3_30b_a3b_1x8_141gb_gspo.yaml", "model.init=random",
-        "model.path=examples/qwen3_moe/models/Qwen3-30B-A3B", f"sglang.python={sys.executable}",
-        "data.prompts=/dev/null", "data.eval_prompts=/dev/null", "--world", "8", "--build-only",
-    )  # fmt: skip
+        installed,
+        workplace,
+        "rehearse",
+        "examples/qwen3_moe/qwen3_30b_a3b_1x8_141gb_gspo.yaml",
+        "model.init=random",
+        "model.path=examples/qwen3_moe/models/Qwen3-30B-A3B",
+        f"sglang.python={sys.executable}",
+        "data.prompts=/dev/null",
+        "data.eval_prompts=/dev/null",
+        "--world",
+        "8",
+        "--build-only",
+    )
     assert done.returncode == 0, done.stderr
     assert "stage" in done.stdout
 
 
 def test_installed_demo_starts(installed, tmp_path):
-    """It writes model and demonstrations and starts the first run of a packaged config; that run is then ended."""
-    command = [sys.executable, "-u", str(installed / "bin" / "megatron-gspo"), "demo", "--processes", "2"]
-    process = subprocess.Popen(command, cwd=tmp_path, env=environment(installed), stdout=subprocess.PIPE,
-                               stderr=subprocess.DEVNULL, text=True)  # fmt: skip
+    """It writes model and demonstrations and starts the first run of a packaged config; that
+    run is then ended.
+    """
+    command = [
+        sys.executable,
+        "-u",
+        str(installed / "bin" / "megatron-gspo"),
+        "demo",
+        "--processes",
+        "2",
+    ]
+    process = subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        env=environment(installed),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
     try:
         shown, end = [], time.monotonic() + LIMIT
         while time.monotonic() < end and (line := process.stdout.readline()):
             shown.append(line)
             if line.startswith("$ torchrun"):
                 break
-        assert shown and f"{installed}/megatron_gspo/examples/qwen3_moe/tiny_cold_start.yaml" in shown[-1], shown
+        assert (
+            shown
+            and f"{installed}/megatron_gspo/examples/qwen3_moe/tiny_cold_start.yaml" in shown[-1]
+        ), shown
         assert (tmp_path / "runs" / "demo" / "demonstrations.jsonl").is_file()
         process.terminate()
         assert process.wait(LIMIT) != 0
@@ -126,4 +220,7 @@ def test_installed_demo_runs_to_its_end(installed, tmp_path):
     short = ("training.steps=2", "optimizer.lr_warmup_steps=0")
     done = run_installed(installed, tmp_path, "demo", "--processes", "2", *short)
     assert done.returncode == 0, done.stderr
-    assert "held-out accuracy" in done.stdout and (tmp_path / "runs/demo/gspo/hf/config.json").is_file()
+    assert (
+        "held-out accuracy" in done.stdout
+        and (tmp_path / "runs/demo/gspo/hf/config.json").is_file()
+    )

@@ -1,4 +1,6 @@
-"""The variables of a pod or a job: a command of one process does not wait for others, and torchrun's processes do."""
+"""The variables of a pod or a job: a command of one process does not wait for others, and
+torchrun's processes do.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,15 @@ from megatron_gspo.launch_environment import (
     world_size,
 )
 
-POD = {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456", "PET_NNODES": "4",
-       "PET_NODE_RANK": "0", "PET_NPROC_PER_NODE": "auto"}  # fmt: skip
+POD = {
+    "RANK": "0",
+    "WORLD_SIZE": "4",
+    "MASTER_ADDR": "job-master-0",
+    "MASTER_PORT": "23456",
+    "PET_NNODES": "4",
+    "PET_NODE_RANK": "0",
+    "PET_NPROC_PER_NODE": "auto",
+}
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
 
 
@@ -31,7 +40,11 @@ def environment(monkeypatch):
 def test_a_command_of_one_process_forgets_the_pods_others(environment, monkeypatch):
     environment({**POD, "LOCAL_RANK": "0", "MY_RANK": "kept"})
     run_alone()
-    assert not POD.keys() & os.environ.keys() and "LOCAL_RANK" not in os.environ and os.environ["MY_RANK"] == "kept"
+    assert (
+        not POD.keys() & os.environ.keys()
+        and "LOCAL_RANK" not in os.environ
+        and os.environ["MY_RANK"] == "kept"
+    )
     monkeypatch.delenv("MY_RANK")
     run_alone()
 
@@ -49,7 +62,9 @@ def test_a_run_of_one_process_says_that_the_others_are_ignored(environment, caps
     environment(POD)
     warn_of_ignored_processes()
     line = capsys.readouterr().err
-    assert line.count("\n") == 1 and "WORLD_SIZE=4" in line and "python -m megatron_gspo.train" in line
+    assert (
+        line.count("\n") == 1 and "WORLD_SIZE=4" in line and "python -m megatron_gspo.train" in line
+    )
     environment(TORCHRUN)
     warn_of_ignored_processes()
     assert capsys.readouterr().err == ""
@@ -74,7 +89,10 @@ def test_torchruns_report_gets_the_line(tmp_path, monkeypatch):
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
     failure = ProcessFailure(1, 123, 1, str(tmp_path / "error.json"))
-    assert failure.message["extraInfo"]["py_callstack"] == "error: rank 1: it broke" and failure.timestamp > 0
+    assert (
+        failure.message["extraInfo"]["py_callstack"] == "error: rank 1: it broke"
+        and failure.timestamp > 0
+    )
     assert json.loads((tmp_path / "error.json").read_text())
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "missing" / "error.json"))
     tell_torchrun("error: a folder that is gone")

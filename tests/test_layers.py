@@ -1,4 +1,7 @@
-"""Imports only point down the layers, and only mcore/ and patches/ import Megatron. Read from the source."""
+"""Imports only point down the layers, and only mcore/ and patches/ import Megatron.
+
+Read from the source.
+"""
 
 import re
 import subprocess
@@ -49,17 +52,27 @@ def faults(module: Module) -> list[str]:
     for line, target in imports(module):
         top = target.partition(".")[0]
         other = part_of(target)
-        if top == PACKAGE and part in LAYERS and other in LAYERS and LAYERS.index(other) > LAYERS.index(part):
+        if (
+            top == PACKAGE
+            and part in LAYERS
+            and other in LAYERS
+            and LAYERS.index(other) > LAYERS.index(part)
+        ):
             found.append(f"{name}:{line} imports {target}: {other} lies above {part}")
         if top == PACKAGE and part == "" and other in LAYERS:
-            found.append(f"{name}:{line} imports {target}: the package itself imports nothing of its own")
+            found.append(
+                f"{name}:{line} imports {target}: the package itself imports nothing of its own"
+            )
         if top == "megatron" and part not in KNOWS_MEGATRON:
-            found.append(f"{name}:{line} imports {target}: only {' and '.join(sorted(KNOWS_MEGATRON))} may")
+            found.append(
+                f"{name}:{line} imports {target}: only {' and '.join(sorted(KNOWS_MEGATRON))} may"
+            )
         allowed = ONLY.get(part)
         third_party = top not in sys.stdlib_module_names and top != PACKAGE
         if allowed is not None and third_party and top not in allowed:
             found.append(
-                f"{name}:{line} imports {target}: {part} needs {', '.join(sorted(allowed))} and nothing else"
+                f"{name}:{line} imports {target}: {part} needs {', '.join(sorted(allowed))} and"
+                " nothing else"
             )
     return found
 
@@ -94,7 +107,10 @@ def test_imports_point_down() -> None:
         ("megatron_gspo.algorithms.kl", "from ..data.sample import Sample"),
         ("megatron_gspo.algorithms.__init__", "from ..mcore import model"),
         ("megatron_gspo.data.sample", "def late():\n    import megatron.core"),
-        ("megatron_gspo.config.model_checks", "import importlib\nimportlib.import_module('megatron.core')"),
+        (
+            "megatron_gspo.config.model_checks",
+            "import importlib\nimportlib.import_module('megatron.core')",
+        ),
         ("megatron_gspo.rollout.embedded.embedded_engine", "from megatron_gspo import mcore"),
         ("megatron_gspo.mcore.model", "from megatron_gspo.loop import assemble"),
         ("megatron_gspo.algorithms.ratio", "import numpy as np"),
@@ -113,7 +129,10 @@ def test_a_wrong_import_is_found(name: str, source: str) -> None:
             "import megatron.core\nfrom megatron_gspo.patches import apply_patches",
         ),
         ("megatron_gspo.algorithms.kl", "import torch, math\nfrom .ratio import log_ratio"),
-        ("megatron_gspo.patches.mark", "from megatron_gspo.patches import mark\nfrom . import mark"),
+        (
+            "megatron_gspo.patches.mark",
+            "from megatron_gspo.patches import mark\nfrom . import mark",
+        ),
         ("megatron_gspo.config.schema", "from megatron_gspo.algorithms import preset"),
     ],
 )
@@ -127,5 +146,7 @@ def test_algorithms_load_with_torch_alone() -> None:
         "heavy = {'megatron', 'transformers', 'pydantic', 'yaml', 'rich', 'datasets'}\n"
         "print(sorted(heavy & set(sys.modules)))"
     )
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    answer = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert answer.stdout.strip() == "[]"

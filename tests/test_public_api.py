@@ -7,21 +7,24 @@ import inspect
 
 import pytest
 
-# A change here breaks the code of users: it needs a line in CHANGELOG.md and, from 1.0 on, a new major version.
+# A change here breaks the code of users: it needs a line in CHANGELOG.md and, from 1.0 on, a new
+# major version.
 PUBLIC = {
     "megatron_gspo.algorithms:preset": "(name, **overrides)",
     "megatron_gspo.algorithms:group_advantages": (
         "(rewards, group_ids, *, std='sample', baseline='mean')"
     ),
     "megatron_gspo.algorithms:policy_loss": (
-        "(objective, *, log_probs, old_log_probs, advantages, loss_mask, segment_ids, num_sequences, "
-        "num_tokens=None, extras=None)"
+        "(objective, *, log_probs, old_log_probs, advantages, loss_mask, segment_ids,"
+        " num_sequences, num_tokens=None, extras=None)"
     ),
     "megatron_gspo.parallel:log_probs_from_hidden": (
-        "(hidden, weight, labels, options=None, *, tp_group=None, sequence_parallel=False, scored=None)"
+        "(hidden, weight, labels, options=None, *, tp_group=None, sequence_parallel=False,"
+        " scored=None)"
     ),
     "megatron_gspo.mcore.forward_step:policy_forward_step": (
-        "(objective, *, num_microbatches, temperature=1.0, vocab_size=None, groups=None, routing=None)"
+        "(objective, *, num_microbatches, temperature=1.0, vocab_size=None, groups=None,"
+        " routing=None)"
     ),
 }
 

@@ -45,9 +45,15 @@ def test_a_pipe_whose_reader_has_ended(closed, unbuffered, tmp_path):
     done = run(tmp_path, **{**others, **dict.fromkeys(names, writing)}, env=environment)
     os.close(writing)
     shown = (done.stdout or b"") + (done.stderr or b"")
-    assert b"Exception ignored" not in shown and b"Traceback" not in shown and b"Logging error" not in shown
+    assert (
+        b"Exception ignored" not in shown
+        and b"Traceback" not in shown
+        and b"Logging error" not in shown
+    )
     if closed == "stderr":
-        assert done.stdout.endswith(b"line 2999\nan unfinished line"), "what can be written still is"
+        assert done.stdout.endswith(b"line 2999\nan unfinished line"), (
+            "what can be written still is"
+        )
 
 
 def test_a_full_disk(tmp_path):
@@ -59,14 +65,18 @@ def test_closed_descriptors_are_given_to_no_other_file(tmp_path):
     file = tmp_path / "reached"
     opens = 'opened = open(sys.argv[1], "w"); assert opened.fileno() > 2; opened'
     program = PROGRAM.replace('open(sys.argv[1], "w")', opens)
-    done = subprocess.run(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", program, str(file)])
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", program, str(file)]
+    )
     assert done.returncode == 3 and file.read_text() == "reached"
 
 
 def test_a_terminal_that_hangs_up(tmp_path):
     pid, terminal = pty.fork()
     if pid == 0:
-        waits = PROGRAM.replace("for i in", "print('ready', flush=True)\nimport time; time.sleep(0.5)\nfor i in")
+        waits = PROGRAM.replace(
+            "for i in", "print('ready', flush=True)\nimport time; time.sleep(0.5)\nfor i in"
+        )
         os.execv(sys.executable, [sys.executable, "-c", waits, str(tmp_path / "reached")])
     os.read(terminal, 5)  # it ignores the signal by now
     os.close(terminal)

@@ -1,4 +1,6 @@
-"""The training command: what it answers before Megatron is imported, and that `train` is the loop's."""
+"""The training command: what it answers before Megatron is imported, and that `train` is the
+loop's.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from megatron_gspo.train import train
 HEAVY = ("megatron", "transformers", "datasets", "matplotlib")
 
 
-@pytest.mark.parametrize("arguments, code, says", [(["--help"], 0, "training.steps"), (["gone.yaml"], 2, "gone.yaml")])
+@pytest.mark.parametrize(
+    "arguments, code, says", [(["--help"], 0, "training.steps"), (["gone.yaml"], 2, "gone.yaml")]
+)
 def test_help_and_a_wrong_config_are_answered_without_megatron(arguments, code, says):
     script = (
         "import sys\n"
@@ -30,6 +34,8 @@ def test_help_and_a_wrong_config_are_answered_without_megatron(arguments, code, 
 
 def test_train_is_the_loop(monkeypatch):
     calls = []
-    monkeypatch.setattr(training_loop, "train", lambda config, engine: calls.append((config, engine)) or "state")
+    monkeypatch.setattr(
+        training_loop, "train", lambda config, engine: calls.append((config, engine)) or "state"
+    )
     config, engine = SimpleNamespace(), SimpleNamespace()
     assert train(config, engine=engine) == "state" and calls == [(config, engine)]

@@ -2,8 +2,8 @@
 
     megatron-gspo examples [FOLDER]
 
-The commands of the documentation name files as ``examples/...``: after ``megatron-gspo examples`` they work in any
-directory.
+The commands of the documentation name files as ``examples/...``: after ``megatron-gspo examples``
+they work in any directory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ EXAMPLE_RUNS = EXAMPLES / "qwen3_moe"
 def copy_examples(folder: Path) -> list[Path]:
     """Copy every example to ``folder``, which is created. Returns the files.
 
-    Raises FileExistsError, before anything is written, where a file that differs would be overwritten.
+    Raises FileExistsError, before anything is written, where a file that differs would be
+    overwritten.
     """
     files = {
         file: folder / file.relative_to(EXAMPLES)
@@ -31,7 +32,9 @@ def copy_examples(folder: Path) -> list[Path]:
     }
     for source, target in files.items():
         if target.exists() and target.read_bytes() != source.read_bytes():
-            raise FileExistsError(f"{target} exists and differs; remove it or choose another folder")
+            raise FileExistsError(
+                f"{target} exists and differs; remove it or choose another folder"
+            )
     for source, target in files.items():
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(source, target)  # with its mode: launch scripts stay executable
@@ -43,9 +46,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="megatron-gspo examples",
         description="Copy the example configs, environments and launch scripts to a folder.",
-        epilog="example: megatron-gspo examples && megatron-gspo train examples/qwen3_moe/tiny_gspo.yaml --help",
+        epilog=(
+            "example: megatron-gspo examples && megatron-gspo train"
+            " examples/qwen3_moe/tiny_gspo.yaml --help"
+        ),
     )
-    parser.add_argument("folder", nargs="?", type=Path, default=Path("examples"), help="default: %(default)s")
+    parser.add_argument(
+        "folder", nargs="?", type=Path, default=Path("examples"), help="default: %(default)s"
+    )
     options = parser.parse_args(arguments)
     try:
         files = copy_examples(options.folder)

@@ -1,8 +1,10 @@
-"""Train a small Qwen3-MoE on this machine's CPU: supervised start, then GSPO on four processes, then a summary.
+"""Train a small Qwen3-MoE on this machine's CPU: supervised start, then GSPO on four processes,
+then a summary.
 
     megatron-gspo demo [key=value ...] [--folder runs/demo] [--processes 4]
 
-Both runs are ordinary ``torchrun -m megatron_gspo.train CONFIG`` runs of configs in examples/qwen3_moe.
+Both runs are ordinary ``torchrun -m megatron_gspo.train CONFIG`` runs of configs in
+examples/qwen3_moe.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from megatron_gspo.tools.copy_examples import EXAMPLE_RUNS
 from megatron_gspo.tracking.run_environment import program
 
 COLD_START, GSPO = EXAMPLE_RUNS / "tiny_cold_start.yaml", EXAMPLE_RUNS / "tiny_gspo.yaml"
-# What the demo sets itself: one run begins with the other's files, and its end reads the exported model.
+# What the demo sets itself: one run begins with the other's files, and its end reads the exported
+# model.
 OWN_KEYS = ("run_dir", "model.path", "data.prompts", "data.eval_prompts", "checkpoint.export_hf")
 WARMUP = "optimizer.lr_warmup_steps"
 _MARK = "demonstrations.jsonl"  # in a folder that a demo wrote
@@ -42,7 +45,9 @@ class DemoError(InputError):
 
 
 def transformers_accuracy(model: Path, config: Path) -> float:
-    """Held-out accuracy of an exported checkpoint with Transformers' own ``generate``, sampled at temperature 1."""
+    """Held-out accuracy of an exported checkpoint with Transformers' own ``generate``, sampled
+    at temperature 1.
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -75,20 +80,19 @@ def transformers_accuracy(model: Path, config: Path) -> float:
 def check_arguments(
     folder: Path, processes: int, overrides: Sequence[str]
 ) -> dict[Path, list[str]]:
-    """The overrides of each training config, with a warm-up that fits into fewer steps. Raises UserError for what can't
-    run, before anything is written or replaced."""
+    """The overrides of each training config, with a warm-up that fits into fewer steps. Raises
+    UserError for what can't run, before anything is written or replaced."""
     for override in overrides:
         key = override.partition("=")[0]
         if key in OWN_KEYS or key == "model":
             raise DemoError(
-                f"{key}: the demo sets it itself; train with your own: {program()} train CONFIG.yaml"
+                f"{key}: the demo sets it itself; train with your own: {program()} train"
+                " CONFIG.yaml"
             )
     if folder.exists() and not folder.is_dir():
         raise DemoError(f"--folder {folder}: is a file; name a folder")
     if folder.is_dir() and any(folder.iterdir()) and not (folder / _MARK).is_file():
-        raise DemoError(
-            f"--folder {folder}: is not empty and holds no demo; choose another folder"
-        )
+        raise DemoError(f"--folder {folder}: is not empty and holds no demo; choose another folder")
     if processes < 1:
         raise DemoError(f"--processes {processes}: at least 2 are needed, for TP 2 and EP 2")
     return {config: _checked(config, processes, overrides) for config in (COLD_START, GSPO)}
@@ -107,8 +111,8 @@ def _checked(file: Path, processes: int, overrides: Sequence[str]) -> list[str]:
 
 
 def _short_warmup(file: Path, overrides: Sequence[str]) -> list[str]:
-    """The override that halves a run's optimizer steps between warm-up and the rest, if the file's warm-up is longer
-    than them."""
+    """The override that halves a run's optimizer steps between warm-up and the rest, if the file's
+    warm-up is longer than them."""
     warmup = read_file(file)["optimizer"]["lr_warmup_steps"]
     without = load_config(file, [f"{WARMUP}=0", *overrides])
     if without.optimizer.lr_warmup_steps or warmup < without.optimizer_steps:
@@ -117,10 +121,11 @@ def _short_warmup(file: Path, overrides: Sequence[str]) -> list[str]:
 
 
 def run_demo(folder: Path, processes: int, overrides: Sequence[str] = ()) -> None:
-    """Write a random model and demonstrations to ``folder``, where an earlier demo is replaced; train it twice and
-    print a summary.
+    """Write a random model and demonstrations to ``folder``, where an earlier demo is replaced;
+    train it twice and print a summary.
 
-    overrides: ``key=value`` of both training configs. Raises SystemExit with torchrun's exit code if a run fails.
+    overrides: ``key=value`` of both training configs. Raises SystemExit with torchrun's exit code
+    if a run fails.
     """
     given = check_arguments(folder, processes, overrides)
     # torch and Transformers, which --help and a wrong argument don't need
@@ -158,7 +163,9 @@ def _remove_earlier_demo(files: ColdStartFiles, gspo: Path) -> None:
 
 
 def print_summary(run: Path, seconds: float) -> None:
-    """Evaluate the exported model in Transformers, add the results to ``summary.json`` and print them."""
+    """Evaluate the exported model in Transformers, add the results to ``summary.json`` and
+    print them.
+    """
     file = run / "summary.json"
     summary = json.loads(file.read_text())
     summary["demo_wall_seconds"] = seconds
@@ -188,9 +195,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0, torchrun's where a run failed, 130 where it was interrupted."""
     parser = argparse.ArgumentParser(
         prog="megatron-gspo demo",
-        description="Train a small Qwen3-MoE on this machine's CPU: supervised start, then GSPO. About 5 minutes.",
-        epilog="example: megatron-gspo demo --folder runs/demo. To see its output only: megatron-gspo demo "
-        "training.steps=10 --processes 2; these are too few steps to learn the task.",
+        description=(
+            "Train a small Qwen3-MoE on this machine's CPU: supervised start, then GSPO. About 5"
+            " minutes."
+        ),
+        epilog=(
+            "example: megatron-gspo demo --folder runs/demo. To see its output only: megatron-gspo"
+            " demo training.steps=10 --processes 2; these are too few steps to learn the task."
+        ),
     )
     parser.add_argument(
         "overrides",

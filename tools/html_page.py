@@ -1,4 +1,6 @@
-"""Pages and pictures from the templates of this folder's packages, which share ``page_head.html`` and its style."""
+"""Pages and pictures from the templates of this folder's packages, which share
+``page_head.html`` and its style.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,9 @@ from typing import Any
 
 
 def render_page(template: str, context: Mapping[str, Any]) -> str:
-    """The text of a page. template: its file, such as ``compare/report.html``. Raises ImportError without jinja2."""
+    """The text of a page. template: its file, such as ``compare/report.html``. Raises
+    ImportError without jinja2.
+    """
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(

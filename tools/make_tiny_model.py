@@ -1,8 +1,10 @@
 """Write a small random Qwen3-MoE with a character tokenizer, for the demo and for trials on a CPU.
 
-    python -m megatron_gspo.tools.make_tiny_model DIR --word "Spell this word backward (example: sun -> nus):"
+    python -m megatron_gspo.tools.make_tiny_model DIR --word "Spell this word backward (example: sun
+    -> nus):"
 
-Each ``--word`` is one token, so that a constant instruction takes little of the prompt; the prompt's text is unchanged.
+Each ``--word`` is one token, so that a constant instruction takes little of the prompt; the
+prompt's text is unchanged.
 """
 
 from __future__ import annotations
@@ -51,9 +53,14 @@ def character_tokenizer(words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
 
 
 def write_tiny_model(
-    folder: str | Path, size: TinyModel = TinyModel(), *, words: Sequence[str] = (), seed: int = 0  # noqa: B008 (frozen)
+    folder: str | Path,
+    size: TinyModel = TinyModel(),
+    *,
+    words: Sequence[str] = (),
+    seed: int = 0,
 ) -> int:
-    """Write config, random float32 weights and tokenizer to ``folder``; returns the number of parameters.
+    """Write config, random float32 weights and tokenizer to ``folder``; returns the number of
+    parameters.
 
     words: texts that are one token each.
     """
@@ -87,9 +94,13 @@ def write_tiny_model(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder")
-    parser.add_argument("--word", action="append", default=[], help="a text that is one token; may be repeated")
+    parser.add_argument(
+        "--word", action="append", default=[], help="a text that is one token; may be repeated"
+    )
     parser.add_argument("--seed", type=int, default=0)
     for field in fields(TinyModel):
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=int, default=field.default)

@@ -26,7 +26,8 @@ class PlotError(InputError):
 
 
 def picture_of(run_dirs: Sequence[Path], output: Path | None) -> Path:
-    """Where the picture goes: of one run into its directory; of several into the working directory, named after them.
+    """Where the picture goes: of one run into its directory; of several into the working directory,
+    named after them.
 
     Raises PlotError for the picture that a run draws of itself, where it would show other runs.
     """
@@ -44,7 +45,10 @@ def picture_of(run_dirs: Sequence[Path], output: Path | None) -> Path:
 
 
 def labelled(run_dirs: Sequence[Path]) -> dict[str, list[dict[str, Any]]]:
-    """The records of each run by its label, the path. Raises PlotError for a directory that holds none."""
+    """The records of each run by its label, the path.
+
+    Raises PlotError for a directory that holds none.
+    """
     runs = {}
     for path in run_dirs:
         if not (path / "metrics.jsonl").is_file():
@@ -58,7 +62,8 @@ def labelled(run_dirs: Sequence[Path]) -> dict[str, list[dict[str, Any]]]:
             ]
             if wrong:
                 raise PlotError(
-                    f"{path}/metrics.jsonl: {wrong[0]} is no number; it is not of a run of this program"
+                    f"{path}/metrics.jsonl: {wrong[0]} is no number; it is not of a run of this"
+                    " program"
                 )
     return runs
 
@@ -66,14 +71,19 @@ def labelled(run_dirs: Sequence[Path]) -> dict[str, list[dict[str, Any]]]:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m megatron_gspo.tools.plot_run",
-        description="Draw the curves of one run, or of several on top of each other, from their metrics.jsonl.",
+        description=(
+            "Draw the curves of one run, or of several on top of each other, from their"
+            " metrics.jsonl."
+        ),
         epilog="example: python -m megatron_gspo.tools.plot_run runs/a runs/b --output both.png",
     )
     parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR")
     parser.add_argument(
         "--output",
         type=Path,
-        help="PNG to write (default: RUN_DIR/curves.png of one run, curves_A_B.png here of several)",
+        help=(
+            "PNG to write (default: RUN_DIR/curves.png of one run, curves_A_B.png here of several)"
+        ),
     )
     options = parser.parse_args(arguments)
     try:

@@ -1,7 +1,8 @@
-"""Charts as inline SVG, drawn with matplotlib and coloured by the page's CSS variables (``page_colours.css``).
+"""Charts as inline SVG, drawn with matplotlib and coloured by the page's CSS variables
+(``page_colours.css``).
 
-matplotlib writes plain colours; each of the placeholders below becomes `var(--name)`, so that one drawing serves the
-light and the dark page.
+matplotlib writes plain colours; each of the placeholders below becomes `var(--name)`, so that one
+drawing serves the light and the dark page.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ _PLACEHOLDERS = {f"#{0xA1B200 + i:06x}": f"v{i}" for i in range(COLOURS)} | {
 }
 TEXT, GRID, FAINT = "#a1b400", "#a1b401", "#a1b402"
 _PLACEHOLDERS |= {TEXT: "text", GRID: "grid", FAINT: "faint"}
-_SIZE = (3.4, 2.4)  # inches; two panels beside each other are read at 400 pixels, where 9.5 points are 7 pixels
+_SIZE = (
+    3.4,
+    2.4,
+)  # inches; two panels beside each other are read at 400 pixels, where 9.5 points are 7 pixels
 _TITLE_LETTERS = 34  # of a title's line
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
@@ -87,7 +91,9 @@ def panel(title: str, size: tuple[float, float] = _SIZE) -> Iterator[tuple[Axes,
 
 
 def _for_page(svg: str, title: str) -> str:
-    """Without prologue, metadata, ids and fixed sizes; colours as CSS variables; rounded to a tenth of a point."""
+    """Without prologue, metadata, ids and fixed sizes; colours as CSS variables; rounded to a
+    tenth of a point.
+    """
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r"<!--.*?-->", "", svg, flags=re.DOTALL)

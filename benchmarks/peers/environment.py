@@ -1,6 +1,7 @@
-"""The environment of TRL, verl, AReaL and Liger, the peers, apart from ours: `.venv-peers`, made on first use.
+"""The environment of TRL, verl, AReaL and Liger, the peers, apart from ours: `.venv-peers`, made on
+first use.
 
-    python benchmarks/peers/environment.py    # makes it if it's absent and prints its interpreter
+python benchmarks/peers/environment.py    # makes it if it's absent and prints its interpreter
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-# They require other versions of torch and transformers (Liger for Triton) and for packages that their losses and
-# log-probs never use. Megatron-Core, of our own version, joins them: verl's log-probs are made of its functions.
+# They require other versions of torch and transformers (Liger for Triton) and for packages that
+# their losses and log-probs never use. Megatron-Core, of our own version, joins them: verl's
+# log-probs are made of its functions.
 WITHOUT_REQUIREMENTS = ("verl==0.9.1", "areal==1.0.4", "liger-kernel==0.8.5")
 
 
 def peers_python() -> str:
-    """The interpreter of `.venv-peers`, which is made if it's absent or older than its requirements.
+    """The interpreter of `.venv-peers`, which is made if it's absent or older than its
+    requirements.
 
     Raises:
         subprocess.CalledProcessError: pip could not install.
@@ -29,14 +32,23 @@ def peers_python() -> str:
     if stamp.is_file() and stamp.stat().st_mtime >= newest:
         return str(python)
     torch, transformers = metadata.version("torch").split("+")[0], metadata.version("transformers")
-    print(f"making {folder}: torch {torch}, transformers {transformers}, the peers", file=sys.stderr, flush=True)
+    print(
+        f"making {folder}: torch {torch}, transformers {transformers}, the peers",
+        file=sys.stderr,
+        flush=True,
+    )
     pip = [str(python), "-m", "pip", "install", "-q", "--no-compile"]
     # torch comes first and alone, so that no other package's requirement can choose another build
     for command in (
         [sys.executable, "-m", "venv", str(folder)],
         [*pip, f"torch=={torch}"],
         [*pip, "-r", str(requirements), f"transformers=={transformers}"],
-        [*pip, "--no-deps", *WITHOUT_REQUIREMENTS, f"megatron-core=={metadata.version('megatron-core')}"],
+        [
+            *pip,
+            "--no-deps",
+            *WITHOUT_REQUIREMENTS,
+            f"megatron-core=={metadata.version('megatron-core')}",
+        ],
     ):
         subprocess.run(command, check=True)
     stamp.touch()

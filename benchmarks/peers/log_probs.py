@@ -1,8 +1,8 @@
 """Log-probs and entropies from hidden states by the peers' own functions, all behind one signature.
 
-Where a peer's function takes logits, the product with the output weight is made as that peer makes it: in the inputs'
-dtype, of all tokens at once; in a tensor-parallel group hidden's gradient is summed over it, as Megatron's
-`ColumnParallelLinear` does. Nothing of this project is imported here.
+Where a peer's function takes logits, the product with the output weight is made as that peer makes
+it: in the inputs' dtype, of all tokens at once; in a tensor-parallel group hidden's gradient is
+summed over it, as Megatron's `ColumnParallelLinear` does. Nothing of this project is imported here.
 """
 
 from __future__ import annotations
@@ -23,15 +23,18 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 Result = tuple[Tensor, Tensor | None]  # log-probs [T], entropy [T] if requested
-Function = Callable[[Tensor, Tensor, Tensor, bool], Result]  # hidden [T, h], weight [V / tp, h], labels [T], entropy?
+Function = Callable[
+    [Tensor, Tensor, Tensor, bool], Result
+]  # hidden [T, h], weight [V / tp, h], labels [T], entropy?
 
 
 @dataclass(frozen=True)
 class Peer:
-    """`load(group)` imports what is needed and returns the function; ImportError names what is missing.
+    """`load(group)` imports what is needed and returns the function; ImportError names what is
+    missing.
 
-    `alone`, `parallel`: whether it runs in one process, in a tensor-parallel group; `entropy`: whether it has one;
-    `compiles`: whether its first call compiles.
+    `alone`, `parallel`: whether it runs in one process, in a tensor-parallel group; `entropy`:
+    whether it has one; `compiles`: whether its first call compiles.
     """
 
     name: str
@@ -66,7 +69,9 @@ def logits_of(hidden: Tensor, weight: Tensor, group: ProcessGroup | None) -> Ten
 
 
 def trl_chunked(_: ProcessGroup | None) -> Function:
-    """`ChunkedLogProbFunction`, the head that GRPOTrainer gives its model, with its own chunk size."""
+    """`ChunkedLogProbFunction`, the head that GRPOTrainer gives its model, with its own chunk
+    size.
+    """
     function = importlib.import_module("trl.kernels.chunked_logprob").ChunkedLogProbFunction
     size = importlib.import_module("trl.trainer.utils")._CHUNKED_LOGPROB_CHUNK_SIZE
 
@@ -81,7 +86,9 @@ def trl_chunked(_: ProcessGroup | None) -> Function:
 
 
 def _verl(module: str) -> Any:
-    """A module of verl; its Liger path (Triton) is turned off where Triton is absent, as it is without Liger."""
+    """A module of verl; its Liger path (Triton) is turned off where Triton is absent, as it is
+    without Liger.
+    """
     kernels = types.ModuleType("liger_kernel.ops")
     kernels.LigerFusedLinearScaledCrossEntropyFunction = None  # type: ignore[attr-defined]
     absent = importlib.util.find_spec("triton") is None and "liger_kernel.ops" not in sys.modules
@@ -101,7 +108,9 @@ def verl_fused(_: ProcessGroup | None) -> Function:
 
 
 def verl_megatron(group: ProcessGroup | None) -> Function:
-    """`vocab_parallel_log_probs_from_logits` and `vocab_parallel_entropy`, on a clone as its engine calls them."""
+    """`vocab_parallel_log_probs_from_logits` and `vocab_parallel_entropy`, on a clone as its
+    engine calls them.
+    """
     functions = _verl("megatron.tensor_parallel")
 
     def run(hidden: Tensor, weight: Tensor, labels: Tensor, entropy: bool) -> Result:
@@ -117,8 +126,8 @@ def verl_megatron(group: ProcessGroup | None) -> Function:
 
 
 def areal(group: ProcessGroup | None) -> Function:
-    """`gather_logprobs` and `gather_logprobs_entropy`. Its packages are entered without running their
-    `__init__.py`, which import its servers and launchers."""
+    """`gather_logprobs` and `gather_logprobs_entropy`. Its packages are entered without running
+    their `__init__.py`, which import its servers and launchers."""
     if "areal" not in sys.modules:
         spec = importlib.util.find_spec("areal")
         if spec is None or spec.origin is None:
@@ -141,8 +150,14 @@ def areal(group: ProcessGroup | None) -> Function:
 def liger(_: ProcessGroup | None) -> Function:
     """`_ChunkedSelectiveLogProbFunction`, which its fused linear GRPO loss calls."""
     module = importlib.import_module("liger_kernel.chunked_loss.fused_linear_ppo")
-    function, size = module._ChunkedSelectiveLogProbFunction, module._SELECTIVE_LOGPROB_VOCAB_CHUNK_SIZE
-    return lambda hidden, weight, labels, entropy: (function.apply(hidden, weight, labels, None, 1.0, size), None)
+    function, size = (
+        module._ChunkedSelectiveLogProbFunction,
+        module._SELECTIVE_LOGPROB_VOCAB_CHUNK_SIZE,
+    )
+    return lambda hidden, weight, labels, entropy: (
+        function.apply(hidden, weight, labels, None, 1.0, size),
+        None,
+    )
 
 
 def megatron(group: ProcessGroup | None) -> Function:

@@ -1,13 +1,15 @@
 """TRL's side of `loop_vs_trl.py`: its `GRPOTrainer` at sequence level (GSPO) on one core.
 
-Runs in TRL's own virtual environment and imports nothing of this project. It reports after the warm-up and then after
-every `--rollouts` rollouts, and each time waits for a line on standard input before it continues; it ends when that is
-closed. A report is a line on standard output that starts with `@@ ` and holds one JSON object.
+Runs in TRL's own virtual environment and imports nothing of this project. It reports after the
+warm-up and then after every `--rollouts` rollouts, and each time waits for a line on standard input
+before it continues; it ends when that is closed. A report is a line on standard output that starts
+with `@@ ` and holds one JSON object.
 
-A *step* is one optimizer step; a *rollout* is one round of generation and `--mini-batches` steps on it.
-Warm-up rollouts are in no figure. Tokens: prompt and response of the trained sequences, without padding.
-`loop` is everything; `training` is forward, backward and optimizer; `generation` and `scoring` (rewards, old
-log-probs) are the rest. `cpu_seconds` well below `seconds` means that other work held the machine.
+A *step* is one optimizer step; a *rollout* is one round of generation and `--mini-batches` steps on
+it. Warm-up rollouts are in no figure. Tokens: prompt and response of the trained sequences, without
+padding. `loop` is everything; `training` is forward, backward and optimizer; `generation` and
+`scoring` (rewards, old log-probs) are the rest. `cpu_seconds` well below `seconds` means that other
+work held the machine.
 """
 
 import argparse
@@ -28,17 +30,30 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("--model", required=True, help="local Hugging Face directory with weights and tokenizer")
-    add("--prompts", required=True, type=Path, help='JSONL of {"prompt": text, "answer": text (optional)}')
+    add(
+        "--prompts",
+        required=True,
+        type=Path,
+        help='JSONL of {"prompt": text, "answer": text (optional)}',
+    )
     add("--samples", type=int, default=8, help="responses per prompt")
     add("--prompts-per-rollout", type=int, default=32)
     add("--mini-batches", type=int, default=4, help="optimizer steps per rollout")
     add("--rollouts", type=int, default=10, help="timed rollouts")
     for name, default in {"--warmup-rollouts": 2, "--max-response-length": 24, "--seed": 0}.items():
         add(name, type=int, default=default)
-    add("--fixed-length", action="store_true", help="no end token: every response runs to --max-response-length")
+    add(
+        "--fixed-length",
+        action="store_true",
+        help="no end token: every response runs to --max-response-length",
+    )
     for name, default in {"--learning-rate": 3e-4, "--clip-low": 3e-4, "--clip-high": 4e-4}.items():
         add(name, type=float, default=default)
-    add("--experts-implementation", default="eager", help="of Transformers; eager is fastest on one CPU core")
+    add(
+        "--experts-implementation",
+        default="eager",
+        help="of Transformers; eager is fastest on one CPU core",
+    )
     args = parser.parse_args()
     if args.samples * args.prompts_per_rollout % args.mini_batches:
         parser.error("--mini-batches must divide --samples times --prompts-per-rollout")
@@ -49,10 +64,13 @@ NEVER = -1  # an end token that no vocabulary holds
 
 
 def reward(completions, answer, **_) -> list[float]:
-    """1 for the exact answer; without an answer, 1 where the first character's code is even: groups have a spread."""
+    """1 for the exact answer; without an answer, 1 where the first character's code is even:
+    groups have a spread.
+    """
     rows = zip(completions, answer, strict=True)
     return [
-        float(bool(text) and ord(text[0]) % 2 == 0 if want is None else text == want) for text, want in rows
+        float(bool(text) and ord(text[0]) % 2 == 0 if want is None else text == want)
+        for text, want in rows
     ]
 
 
@@ -62,10 +80,14 @@ def now() -> np.ndarray:
 
 
 class TimedTrainer(GRPOTrainer):
-    """`GRPOTrainer` that adds up [wall, CPU] seconds by phase, and tokens, since the last `start_clock`."""
+    """`GRPOTrainer` that adds up [wall, CPU] seconds by phase, and tokens, since the last
+    `start_clock`.
+    """
 
     def start_clock(self) -> None:
-        self.seconds = {name: np.zeros(2) for name in ("loop", "generation", "sampling_and_scoring", "steps")}
+        self.seconds = {
+            name: np.zeros(2) for name in ("loop", "generation", "sampling_and_scoring", "steps")
+        }
         self.steps = self.tokens = self.response_tokens = 0
         self.start = now()
 
@@ -73,7 +95,9 @@ class TimedTrainer(GRPOTrainer):
         loop, generation, sampled, steps = self.seconds.values()
         spans = {"loop": loop, "training": steps - sampled, "generation": generation}
         spans["scoring"] = sampled - generation
-        report = {name: {"seconds": wall, "cpu_seconds": cpu} for name, (wall, cpu) in spans.items()}
+        report = {
+            name: {"seconds": wall, "cpu_seconds": cpu} for name, (wall, cpu) in spans.items()
+        }
         return report | {key: getattr(self, key) for key in ("steps", "tokens", "response_tokens")}
 
     def _generate(self, *args, **kwargs):
@@ -93,7 +117,9 @@ class TimedTrainer(GRPOTrainer):
 
 
 class Clock(TrainerCallback):
-    """Times whole steps (the optimizer runs outside `training_step`), reports, and waits for its turn."""
+    """Times whole steps (the optimizer runs outside `training_step`), reports, and waits for
+    its turn.
+    """
 
     def __init__(self, args: argparse.Namespace):
         self.warmup_steps = args.warmup_rollouts * args.mini_batches
@@ -120,23 +146,46 @@ def build_trainer(args: argparse.Namespace, output_dir: str) -> TimedTrainer:
     if mixture := hasattr(model.config, "output_router_logits"):
         model.set_experts_implementation(args.experts_implementation)
     rows = [json.loads(line) for line in args.prompts.read_text().splitlines() if line.strip()]
-    data = datasets.Dataset.from_list([{"prompt": r["prompt"], "answer": r.get("answer")} for r in rows])
+    data = datasets.Dataset.from_list(
+        [{"prompt": r["prompt"], "answer": r.get("answer")} for r in rows]
+    )
     length, sequences = args.max_response_length, args.samples * args.prompts_per_rollout
     config = GRPOConfig(
-        output_dir=output_dir, seed=args.seed, use_cpu=True, bf16=False, gradient_checkpointing=False,
-        importance_sampling_level="sequence", loss_type="grpo", beta=0.0, scale_rewards="group",
-        router_aux_loss_coef=0.0 if mixture else None,  # None would add the model config's own coefficient
-        epsilon=args.clip_low, epsilon_high=args.clip_high, temperature=1.0, max_completion_length=length,
+        output_dir=output_dir,
+        seed=args.seed,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        importance_sampling_level="sequence",
+        loss_type="grpo",
+        beta=0.0,
+        scale_rewards="group",
+        router_aux_loss_coef=(
+            0.0 if mixture else None
+        ),  # None would add the model config's own coefficient
+        epsilon=args.clip_low,
+        epsilon_high=args.clip_high,
+        temperature=1.0,
+        max_completion_length=length,
         generation_kwargs={"eos_token_id": [NEVER]} if args.fixed_length else None,
-        num_generations=args.samples, steps_per_generation=args.mini_batches, gradient_accumulation_steps=1,
+        num_generations=args.samples,
+        steps_per_generation=args.mini_batches,
+        gradient_accumulation_steps=1,
         per_device_train_batch_size=sequences // args.mini_batches,
         max_steps=10**9,
-        learning_rate=args.learning_rate, lr_scheduler_type="constant", max_grad_norm=1.0,
-        logging_strategy="no", save_strategy="no", report_to="none", disable_tqdm=True,
-    )  # fmt: skip
+        learning_rate=args.learning_rate,
+        lr_scheduler_type="constant",
+        max_grad_norm=1.0,
+        logging_strategy="no",
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
     clock = Clock(args)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    clock.trainer = TimedTrainer(model, reward, config, data, processing_class=tokenizer, callbacks=[clock])
+    clock.trainer = TimedTrainer(
+        model, reward, config, data, processing_class=tokenizer, callbacks=[clock]
+    )
     if args.fixed_length:
         clock.trainer.eos_token_ids = [NEVER]
     return clock.trainer

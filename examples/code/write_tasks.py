@@ -1,10 +1,11 @@
-"""Write small programming tasks, demonstrations with mistakes and a random model, for the two configs of this folder.
+"""Write small programming tasks, demonstrations with mistakes and a random model, for the two
+configs of this folder.
 
     python examples/code/write_tasks.py runs/code
 
-A prompt is a list of steps, `add 3, times 2:`; the program reads an integer and prints the result. train.jsonl and
-held_out.jsonl have three test cases per prompt; demonstrations.jsonl has programs in which 12 % of the characters of
-the expression are wrong.
+A prompt is a list of steps, `add 3, times 2:`; the program reads an integer and prints the result.
+train.jsonl and held_out.jsonl have three test cases per prompt; demonstrations.jsonl has programs
+in which 12 % of the characters of the expression are wrong.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ def mistyped(text: str, random: Random) -> str:
     """The program with mistakes in what follows its start."""
     characters = "n()+-*23456789"
     rest = text.removeprefix(START)
-    return START + "".join(random.choice(characters) if random.random() < MISTAKES else c for c in rest)
+    return START + "".join(
+        random.choice(characters) if random.random() < MISTAKES else c for c in rest
+    )
 
 
 def main(folder: Path) -> None:
@@ -57,7 +60,10 @@ def main(folder: Path) -> None:
     rows, demonstrations = [], []
     for task in tasks[: TRAINING + HELD_OUT]:
         prompt = ", ".join(f"{word} {number}" for word, number in task) + ":"
-        tests = [{"input": f"{n}\n", "output": f"{result(task, n)}\n"} for n in random.sample(range(10, 100), 3)]
+        tests = [
+            {"input": f"{n}\n", "output": f"{result(task, n)}\n"}
+            for n in random.sample(range(10, 100), 3)
+        ]
         rows.append({"prompt": prompt, "answer": program(task), "tests": tests})
         demonstrations.append({"prompt": prompt, "answer": mistyped(program(task), random)})
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,9 @@
-"""Spell a word backward in several tries: the environment repeats the wrong answer and the question.
+"""Spell a word backward in several tries: the environment repeats the wrong answer and the
+question.
 
-    rollout:
-      environment: examples/environments/spell_backward.py:spell_backward
-      environment_options: {tries: 3}
+rollout:
+  environment: examples/environments/spell_backward.py:spell_backward
+  environment_options: {tries: 3}
 """
 
 from __future__ import annotations

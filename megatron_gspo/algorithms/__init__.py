@@ -2,8 +2,8 @@
 
 objective = preset("gspo")
 advantages = group_advantages(rewards, group_ids)
-loss, metrics = policy_loss(objective, log_probs=..., old_log_probs=..., advantages=..., loss_mask=...,
-                            segment_ids=..., num_sequences=...)
+loss, metrics = policy_loss(objective, log_probs=..., old_log_probs=..., advantages=...,
+                            loss_mask=..., segment_ids=..., num_sequences=...)
 """
 
 from .advantages import group_advantages

@@ -14,8 +14,8 @@ AdvantageBaseline = Literal["mean", "leave_one_out"]
 
 @dataclass(frozen=True)
 class Groups:
-    """Statistics of rewards by group. `index` [N]: group of each response, 0..g-1. `count`, `mean`, `varied` [g]:
-    number of rewards, their mean, whether they differ (bool)."""
+    """Statistics of rewards by group. `index` [N]: group of each response, 0..g-1. `count`, `mean`,
+    `varied` [g]: number of rewards, their mean, whether they differ (bool)."""
 
     index: Tensor
     count: Tensor
@@ -29,8 +29,8 @@ def group_rewards(rewards: Tensor, group_ids: Tensor) -> Groups:
     zeros = rewards.new_zeros(ids.numel())
     count = zeros.index_add(0, index, torch.ones_like(rewards))
     mean = zeros.index_add(0, index, rewards) / count
-    # Equal rewards are detected by comparison, not by a std of 0: the mean of three 0.1 is not 0.1 in floating
-    # point, and dividing that rounding error by itself would give advantages of +-1.
+    # Equal rewards are detected by comparison, not by a std of 0: the mean of three 0.1 is not 0.1
+    # in floating point, and dividing that rounding error by itself would give advantages of +-1.
     highest = zeros.scatter_reduce(0, index, rewards, "amax", include_self=False)
     lowest = zeros.scatter_reduce(0, index, rewards, "amin", include_self=False)
     return Groups(index, count, mean, highest > lowest)
@@ -42,7 +42,8 @@ def as_rewards(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:
     ids = torch.as_tensor(group_ids, device=values.device)
     if values.dim() != 1 or values.shape != ids.shape:
         raise ValueError(
-            f"rewards {tuple(values.shape)} and group_ids {tuple(ids.shape)}: both must be [N], one per response"
+            f"rewards {tuple(values.shape)} and group_ids {tuple(ids.shape)}: both must be [N], one"
+            " per response"
         )
     if ids.is_floating_point():
         raise ValueError(f"group_ids is {ids.dtype}: must be integers")
@@ -56,17 +57,16 @@ def group_advantages(
     std: AdvantageStd = "sample",
     baseline: AdvantageBaseline = "mean",
 ) -> Tensor:
-    """`A_i = (r_i - baseline) / std(r)` within each group (GRPO, arXiv:2402.03300; GSPO, arXiv:2507.18071).
+    """`A_i = (r_i - baseline) / std(r)` within each group (GRPO, arXiv:2402.03300; GSPO,
+    arXiv:2507.18071).
 
-    Args:
-        rewards: [N] finite, any real dtype.
-        group_ids: [N] integers; responses to the same prompt share one. Any values, any order.
-        std: divide by the `sample` (n - 1) or `population` (n) standard deviation, or by nothing (`none`).
-        baseline: the group's `mean`, or the mean of the others (`leave_one_out`, RLOO).
+    Args: rewards: [N] finite, any real dtype. group_ids: [N] integers; responses to the same prompt
+        share one. Any values, any order. std: divide by the `sample` (n - 1) or `population` (n)
+        standard deviation, or by nothing (`none`). baseline: the group's `mean`, or the mean of the
+        others (`leave_one_out`, RLOO).
 
-    Returns:
-        [N] float32 on the device of `rewards`, computed in float64. A group whose rewards are all equal gets
-        0, a group of one response too. No epsilon is added to the std.
+    Returns: [N] float32 on the device of `rewards`, computed in float64. A group whose rewards are
+        all equal gets 0, a group of one response too. No epsilon is added to the std.
 
     Raises:
         ValueError: unknown option, shapes that differ, a reward that is not finite.
@@ -74,12 +74,16 @@ def group_advantages(
     if std not in get_args(AdvantageStd):
         raise ValueError(f"std = {std!r}: must be one of {', '.join(get_args(AdvantageStd))}")
     if baseline not in get_args(AdvantageBaseline):
-        raise ValueError(f"baseline = {baseline!r}: must be one of {', '.join(get_args(AdvantageBaseline))}")
+        raise ValueError(
+            f"baseline = {baseline!r}: must be one of {', '.join(get_args(AdvantageBaseline))}"
+        )
     values, ids = as_rewards(rewards, group_ids)
     if values.numel() == 0:
         return values.float()
     if not bool(torch.isfinite(values).all()):
-        raise ValueError("rewards contain NaN or infinity: drop those responses first (filters.finite_rewards)")
+        raise ValueError(
+            "rewards contain NaN or infinity: drop those responses first (filters.finite_rewards)"
+        )
 
     groups = group_rewards(values, ids)
     deviation = values - groups.mean[groups.index]
@@ -90,5 +94,10 @@ def group_advantages(
         squares = torch.zeros_like(groups.mean).index_add(0, groups.index, deviation.square())
         freedom = groups.count - 1 if std == "sample" else groups.count
         deviations = (squares / freedom.clamp_min(1)).sqrt()
-        advantages = advantages / torch.where(groups.varied, deviations, torch.ones_like(deviations))[groups.index]
-    return torch.where(groups.varied[groups.index], advantages, torch.zeros_like(advantages)).float()
+        advantages = (
+            advantages
+            / torch.where(groups.varied, deviations, torch.ones_like(deviations))[groups.index]
+        )
+    return torch.where(
+        groups.varied[groups.index], advantages, torch.zeros_like(advantages)
+    ).float()

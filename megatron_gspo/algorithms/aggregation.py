@@ -1,4 +1,6 @@
-"""Aggregation of token values: the weight of each token in a mini-batch's figures, and weighted sums."""
+"""Aggregation of token values: the weight of each token in a mini-batch's figures, and weighted
+sums.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,11 @@ from .objective import Objective
 class TokenWeights:
     """The weight of a trained token in the figures of the global mini-batch; no gradient.
 
-    Attributes:
-        token: [], 1 / num_tokens. Over the trained tokens of all ranks and micro-batches it sums to 1.
-        sequence: [num_segments], 1 / (num_sequences * |y_i|). It sums to 1 as well. A sequence that spans context
-            ranks is counted once: each rank holds n_owned / |y_i| of it.
-        objective: the weight in the objective, by loss_agg_mode: [], or [T] where it differs by sequence.
+    Attributes: token: [], 1 / num_tokens. Over the trained tokens of all ranks and micro-batches it
+        sums to 1. sequence: [num_segments], 1 / (num_sequences * |y_i|). It sums to 1 as well. A
+        sequence that spans context ranks is counted once: each rank holds n_owned / |y_i| of it.
+        objective: the weight in the objective, by loss_agg_mode: [], or [T] where it differs by
+        sequence.
     """
 
     token: Tensor
@@ -36,11 +38,10 @@ def token_weights(
 ) -> TokenWeights:
     """Weights of the tokens of `segment_ids` [T].
 
-    Args:
-        lengths: [num_segments] float64, the trained tokens |y_i| of each sequence over all context ranks. A sequence
-            without one is weighted as if it had one, which avoids a division by 0.
-        num_sequences, num_tokens: counts of the global mini-batch. num_tokens None: the sum of `lengths`.
-        dtype: of the weights.
+    Args: lengths: [num_segments] float64, the trained tokens |y_i| of each sequence over all
+        context ranks. A sequence without one is weighted as if it had one, which avoids a division
+        by 0. num_sequences, num_tokens: counts of the global mini-batch. num_tokens None: the sum
+        of `lengths`. dtype: of the weights.
 
     Raises:
         ValueError: loss_scale_factor is None and the aggregation divides by it.
@@ -57,15 +58,16 @@ def token_weights(
     else:
         if objective.loss_scale_factor is None:
             raise ValueError(
-                "loss_scale_factor = None with loss_agg_mode = 'seq-mean-token-sum-norm': set the longest response "
-                "in tokens"
+                "loss_scale_factor = None with loss_agg_mode = 'seq-mean-token-sum-norm': set the"
+                " longest response in tokens"
             )
         weight = (one / (num_sequences * objective.loss_scale_factor)).to(dtype)
     return TokenWeights(token, sequence, weight)
 
 
 def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
-    """`sum(values * weights)`: a scalar in the dtype of `weights`, which is [] or has the shape of `values`.
+    """`sum(values * weights)`: a scalar in the dtype of `weights`, which is [] or has the shape of
+    `values`.
 
     `values`: bool or floating. Untrained positions must be 0 in `values` or in `weights`.
     """

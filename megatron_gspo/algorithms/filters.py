@@ -1,7 +1,8 @@
 """Filters of responses, with counts, and DAPO's penalty for long responses.
 
-A dropped response is not part of the mini-batch: count num_sequences and num_tokens after filtering, otherwise the
-loss is rescaled. The loss calls none of these functions; reading a count may synchronise the device.
+A dropped response is not part of the mini-batch: count num_sequences and num_tokens after
+filtering, otherwise the loss is rescaled. The loss calls none of these functions; reading a count
+may synchronise the device.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ def _filtered(keep: Tensor) -> Filtered:
 
 
 def zero_variance_groups(rewards: Tensor, group_ids: Tensor) -> Filtered:
-    """Drop responses of groups whose rewards are all equal (DAPO's dynamic sampling, arXiv:2503.14476).
+    """Drop responses of groups whose rewards are all equal (DAPO's dynamic sampling,
+    arXiv:2503.14476).
 
-    `rewards`, `group_ids` [N] as in `group_advantages`; a group of one is dropped too. Counts groups. Apply
-    `finite_rewards` first: rewards that are not finite are not compared correctly.
+    `rewards`, `group_ids` [N] as in `group_advantages`; a group of one is dropped too. Counts
+    groups. Apply `finite_rewards` first: rewards that are not finite are not compared correctly.
     """
     values, ids = as_rewards(rewards, group_ids)
     if values.numel() == 0:
@@ -63,10 +65,14 @@ def complete_responses(
 
     To penalise them instead, keep them and add `overlong_penalty` to their reward.
     """
-    return _filtered(torch.tensor([reason not in drop for reason in finish_reasons], dtype=torch.bool))
+    return _filtered(
+        torch.tensor([reason not in drop for reason in finish_reasons], dtype=torch.bool)
+    )
 
 
-def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: int, factor: float = 1.0) -> Tensor:
+def overlong_penalty(
+    lengths: Tensor, *, max_length: int, buffer: int, factor: float = 1.0
+) -> Tensor:
     """DAPO's soft overlong punishment, to be added to the reward (arXiv:2503.14476, eq. 13).
 
     0 up to max_length - buffer tokens, falling linearly to -factor at max_length, -factor beyond.

@@ -10,12 +10,18 @@ from torch import Tensor
 _BLOCK = 64  # terms that one matrix product sums
 
 
-def gae_advantages(rewards: Tensor, values: Tensor, *, gamma: float = 1.0, lam: float = 1.0,
-                   lengths: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
+def gae_advantages(
+    rewards: Tensor,
+    values: Tensor,
+    *,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    lengths: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor]:
     """Advantages and returns of trajectories, each of which ends after its last step.
 
-    `delta_t = r_t + gamma V_(t+1) - V_t`, with `V_n = 0`; `A_t = sum_k (gamma lam)^k delta_(t+k)`. The returns,
-    `A_t + V_t`, are what the value model is trained on.
+    `delta_t = r_t + gamma V_(t+1) - V_t`, with `V_n = 0`; `A_t = sum_k (gamma lam)^k delta_(t+k)`.
+    The returns, `A_t + V_t`, are what the value model is trained on.
 
     Args:
         rewards: [n], of each step (a token or a turn).
@@ -31,7 +37,9 @@ def gae_advantages(rewards: Tensor, values: Tensor, *, gamma: float = 1.0, lam: 
         ValueError: the two are not of one shape [n], or the lengths do not add up to n.
     """
     if rewards.shape != values.shape or rewards.dim() != 1:
-        raise ValueError(f"rewards {tuple(rewards.shape)} and values {tuple(values.shape)}: both must be [n]")
+        raise ValueError(
+            f"rewards {tuple(rewards.shape)} and values {tuple(values.shape)}: both must be [n]"
+        )
     counts = torch.tensor([len(values)] if lengths is None else lengths, dtype=torch.long)
     counts = counts[counts > 0]
     if int(counts.sum()) != len(values):
@@ -44,8 +52,8 @@ def gae_advantages(rewards: Tensor, values: Tensor, *, gamma: float = 1.0, lam: 
 
 
 def discounted_sums(terms: Tensor, discount: float, counts: Tensor) -> Tensor:
-    """`y_t = terms_t + discount * y_(t+1)` of [n] terms, up to the end of its trajectory, by products of 64 x 64
-    matrices; [n], on the CPU. counts: steps of each trajectory, at least 1."""
+    """`y_t = terms_t + discount * y_(t+1)` of [n] terms, up to the end of its trajectory, by
+    products of 64 x 64 matrices; [n], on the CPU. counts: steps of each trajectory, at least 1."""
     blocks_of = -(-counts // _BLOCK)  # each begins a block
     shifts = (blocks_of * _BLOCK).cumsum(0) - blocks_of * _BLOCK - (counts.cumsum(0) - counts)
     places = torch.arange(len(terms)) + shifts.repeat_interleave(counts)
@@ -55,7 +63,10 @@ def discounted_sums(terms: Tensor, discount: float, counts: Tensor) -> Tensor:
     powers = torch.as_tensor(discount, dtype=terms.dtype) ** (place - place[:, None]).clamp_min(0)
     sums = blocks.view(-1, _BLOCK) @ powers.triu().T
     begins, last = sums[:, 0].tolist(), set((blocks_of.cumsum(0) - 1).tolist())
-    after, whole = [0.0] * len(begins), discount**_BLOCK  # after: the sum that begins after each block
+    after, whole = (
+        [0.0] * len(begins),
+        discount**_BLOCK,
+    )  # after: the sum that begins after each block
     for i in reversed(range(len(begins))):
         if i not in last:
             after[i] = begins[i + 1] + whole * after[i + 1]

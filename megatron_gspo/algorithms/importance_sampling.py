@@ -1,10 +1,11 @@
 """Corrections for the difference between the training engine and the rollout engine.
 
-Both engines score the same tokens, with different rounding. All functions are called once per rollout batch, on the
-log-probs of the training engine before the first update (old_log_probs). Truncated importance sampling (TIS,
-https://fengyao.notion.site/off-policy-rl): the weights multiply the advantages. They are positive, so the clip decides
-as before and the surrogate is scaled. Rejection (verl's rejection sampling, docs/algo/rollout_corr.md): tokens or
-sequences outside the band are not trained on.
+Both engines score the same tokens, with different rounding. All functions are called once per
+rollout batch, on the log-probs of the training engine before the first update (old_log_probs).
+Truncated importance sampling (TIS, https://fengyao.notion.site/off-policy-rl): the weights multiply
+the advantages. They are positive, so the clip decides as before and the surrogate is scaled.
+Rejection (verl's rejection sampling, docs/algo/rollout_corr.md): tokens or sequences outside the
+band are not trained on.
 """
 
 from __future__ import annotations
@@ -21,12 +22,17 @@ from .segments import Segments
 RATIO_BAND = 2.0
 
 
-def _log_ratio(log_probs: Tensor, rollout_log_probs: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
+def _log_ratio(
+    log_probs: Tensor, rollout_log_probs: Tensor, loss_mask: Tensor
+) -> tuple[Tensor, Tensor]:
     """`log_probs - rollout_log_probs` [T], 0 at untrained positions; and the mask."""
     mask = loss_mask != 0
     for key, value in (("log_probs", log_probs), ("rollout_log_probs", rollout_log_probs)):
         if value.shape != mask.shape:
-            raise ValueError(f"{key} has shape {tuple(value.shape)}, loss_mask {tuple(mask.shape)}: all must be [T]")
+            raise ValueError(
+                f"{key} has shape {tuple(value.shape)}, loss_mask {tuple(mask.shape)}: all must"
+                " be [T]"
+            )
     if log_probs.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"log_probs is {log_probs.dtype}: compute it in float32")
     difference = log_probs - rollout_log_probs.to(log_probs.dtype)
@@ -45,11 +51,13 @@ def _bounded(weights: Tensor, lower: float, threshold: float) -> Tensor:
 def mismatch_metrics(
     log_probs: Tensor, rollout_log_probs: Tensor, loss_mask: Tensor, *, num_tokens: int | Tensor
 ) -> dict[str, Tensor]:
-    """Train/rollout mismatch of the trained tokens, d = log_probs - rollout_log_probs; all inputs [T].
+    """Train/rollout mismatch of the trained tokens, d = log_probs - rollout_log_probs; all inputs
+    [T].
 
     Returns scalars: `mismatch/k3` (exp(d) - 1 - d, KL(rollout || training)), `mismatch/abs_diff`,
-    `mismatch/outside_band` (tokens whose ratio is outside [1/2, 2]): shares, already divided by the global
-    `num_tokens`; and `mismatch/abs_diff_max`, nats, of which the largest counts. An infinite d gives infinity.
+    `mismatch/outside_band` (tokens whose ratio is outside [1/2, 2]): shares, already divided by the
+    global `num_tokens`; and `mismatch/abs_diff_max`, nats, of which the largest counts. An infinite
+    d gives infinity.
     """
     d, _ = _log_ratio(log_probs, rollout_log_probs, loss_mask)
     size = d.abs()
@@ -63,9 +71,15 @@ def mismatch_metrics(
 
 @torch.no_grad()
 def token_importance_weights(
-    log_probs: Tensor, rollout_log_probs: Tensor, loss_mask: Tensor, *, threshold: float = 2.0, lower: float = 0.0
+    log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    loss_mask: Tensor,
+    *,
+    threshold: float = 2.0,
+    lower: float = 0.0,
 ) -> Tensor:
-    """Importance weights truncated by token: `clamp(exp(d), lower, threshold)`, 1 where untrained. [T], no gradient.
+    """Importance weights truncated by token: `clamp(exp(d), lower, threshold)`, 1 where untrained.
+    [T], no gradient.
 
     Raises ValueError unless 0 <= lower <= 1 <= threshold.
     """
@@ -75,13 +89,19 @@ def token_importance_weights(
 
 @torch.no_grad()
 def sequence_importance_weights(
-    log_probs: Tensor, rollout_log_probs: Tensor, segments: Segments, *, threshold: float = 2.0, lower: float = 0.0
+    log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    segments: Segments,
+    *,
+    threshold: float = 2.0,
+    lower: float = 0.0,
 ) -> Tensor:
-    """Importance weights truncated by sequence: `clamp(exp(1/|y_i| sum_t d_it), lower, threshold)`. [T], no gradient.
+    """Importance weights truncated by sequence: `clamp(exp(1/|y_i| sum_t d_it), lower, threshold)`.
+    [T], no gradient.
 
-    Length-normalised as GSPO's ratio is: the variance of exp of the plain sum grows with the length. Sums over the
-    context ranks once. A sequence without a trained token gets 1. Raises ValueError unless 0 <= lower <= 1 <=
-    threshold.
+    Length-normalised as GSPO's ratio is: the variance of exp of the plain sum grows with the
+    length. Sums over the context ranks once. A sequence without a trained token gets 1. Raises
+    ValueError unless 0 <= lower <= 1 <= threshold.
     """
     d, mask = _log_ratio(log_probs, rollout_log_probs, segments.loss_mask)
     weights = _bounded(_sequence_means(d, mask, segments).exp(), lower, threshold).to(d.dtype)
@@ -102,7 +122,8 @@ def token_rejection_mask(
 def sequence_rejection_mask(
     log_probs: Tensor, rollout_log_probs: Tensor, segments: Segments, *, lower: float, upper: float
 ) -> Tensor:
-    """The trained tokens of sequences whose ratio `exp(1/|y_i| sum_t d_it)` is in [lower, upper]: [T] bool.
+    """The trained tokens of sequences whose ratio `exp(1/|y_i| sum_t d_it)` is in [lower, upper]:
+    [T] bool.
 
     Sums over the context ranks once. Raises ValueError unless 0 < lower <= 1 <= upper.
     """
@@ -114,18 +135,21 @@ def sequence_rejection_mask(
 def token_divergence_mask(
     log_probs: Tensor, rollout_log_probs: Tensor, loss_mask: Tensor, *, largest: float
 ) -> Tensor:
-    """The trained tokens whose binary KL between the engines, the larger of both directions, is at most `largest` nats
-    (KPop): [T] bool.
+    """The trained tokens whose binary KL between the engines, the larger of both directions, is at
+    most `largest` nats (KPop): [T] bool.
     """
     d, mask = _log_ratio(log_probs, rollout_log_probs, loss_mask)
     theirs = log_probs - d
-    return mask & (torch.maximum(binary_kl(log_probs, theirs), binary_kl(theirs, log_probs)) <= largest)
+    return mask & (
+        torch.maximum(binary_kl(log_probs, theirs), binary_kl(theirs, log_probs)) <= largest
+    )
 
 
 def sequence_divergence_mask(
     log_probs: Tensor, rollout_log_probs: Tensor, segments: Segments, *, largest: float
 ) -> Tensor:
-    """The trained tokens of sequences whose mean of `exp(d) - 1 - d` is at most `largest` nats: [T] bool.
+    """The trained tokens of sequences whose mean of `exp(d) - 1 - d` is at most `largest` nats: [T]
+    bool.
 
     Sums over the context ranks once.
     """
@@ -141,7 +165,7 @@ def _inside(log_ratio: Tensor, lower: float, upper: float) -> Tensor:
 
 
 def _sequence_means(d: Tensor, mask: Tensor, segments: Segments) -> Tensor:
-    """Mean of `d` [T], 0 at untrained positions, over each sequence's trained tokens: [num_segments] float64, 0 where
-    it has none."""
+    """Mean of `d` [T], 0 at untrained positions, over each sequence's trained tokens:
+    [num_segments] float64, 0 where it has none."""
     total, lengths = segments.sum_ranks(segments.sums(d), segments.sums(mask))
     return total / lengths.clamp_min(1)

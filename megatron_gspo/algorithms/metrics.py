@@ -20,15 +20,12 @@ from .surrogate import Clip
 class RatioStats:
     """Importance ratios of one call, and what the clip removed.
 
-    Attributes:
-        log_ratio: [T], of each token.
-        ratio: [n] per sequence or [T] per token, by the ratio level; and of the same shape
-        clamped: bool, whether its log-ratio was clamped;
-        counts: the trained tokens that this rank holds of it: a count [n], or the mask [T].
-        clip: [T].
-        clipped: [n], clipped tokens of each sequence on this rank.
-        in_clipped_sequences: [n], this rank's trained tokens that stand for a clipped sequence.
-        off_policy: [n], this rank's trained tokens that the off-policy mask removes; None without one.
+    Attributes: log_ratio: [T], of each token. ratio: [n] per sequence or [T] per token, by the
+        ratio level; and of the same shape clamped: bool, whether its log-ratio was clamped; counts:
+        the trained tokens that this rank holds of it: a count [n], or the mask [T]. clip: [T].
+        clipped: [n], clipped tokens of each sequence on this rank. in_clipped_sequences: [n], this
+        rank's trained tokens that stand for a clipped sequence. off_policy: [n], this rank's
+        trained tokens that the off-policy mask removes; None without one.
     """
 
     log_ratio: Tensor
@@ -41,33 +38,44 @@ class RatioStats:
     off_policy: Tensor | None
 
 
-def _extreme(values: Tensor, trained: Tensor, reduce: Callable[[Tensor], Tensor], neutral: float) -> Tensor:
-    """Largest or smallest of the trained values; `neutral`, which loses to any other rank's, where there is none."""
+def _extreme(
+    values: Tensor, trained: Tensor, reduce: Callable[[Tensor], Tensor], neutral: float
+) -> Tensor:
+    """Largest or smallest of the trained values; `neutral`, which loses to any other rank's,
+    where there is none.
+    """
     if not values.numel():
         return values.new_full((), neutral)
     return reduce(torch.where(trained, values, neutral))
 
 
 @torch.no_grad()
-def ratio_metrics(objective: Objective, stats: RatioStats | None, weights: TokenWeights) -> dict[str, Tensor]:
-    """Clip fractions, moments and extremes of the ratio, KL to the old policy, and the share of tokens whose ratio is
-    outside [1/2, 2]; scalars.
+def ratio_metrics(
+    objective: Objective, stats: RatioStats | None, weights: TokenWeights
+) -> dict[str, Tensor]:
+    """Clip fractions, moments and extremes of the ratio, KL to the old policy, and the share of
+    tokens whose ratio is outside [1/2, 2]; scalars.
 
-    `ratio/*` and `log_ratio_clamped` are over sequences or tokens, by the ratio level. Without a ratio (`stats` None)
-    there are only the clip fractions, which are 0.
+    `ratio/*` and `log_ratio_clamped` are over sequences or tokens, by the ratio level. Without a
+    ratio (`stats` None) there are only the clip fractions, which are 0.
     """
     if stats is None:
         zero = torch.zeros_like(weights.token)
         return {f"clip_fraction/{what}": zero for what in ("tokens", "sequences", "lower", "upper")}
     trained, limit, dtype = stats.counts != 0, objective.max_log_ratio, stats.ratio.dtype
     unit = stats.counts.to(dtype) * weights.sequence if objective.sequence_level else weights.token
-    # Moments about 1, not about the mean: they are additive, and GSPO's deviation of 1e-4 survives float32.
-    # 0 where nothing is trained.
+    # Moments about 1, not about the mean: they are additive, and GSPO's deviation of 1e-4 survives
+    # float32. 0 where nothing is trained.
     deviation = stats.ratio - 1
-    cut, lower = stats.clipped.sum().to(dtype) * weights.token, weighted_sum(stats.clip.lower, weights.token)
+    cut, lower = (
+        stats.clipped.sum().to(dtype) * weights.token,
+        weighted_sum(stats.clip.lower, weights.token),
+    )
     metrics = {
         "clip_fraction/tokens": cut,
-        "clip_fraction/sequences": weighted_sum(stats.in_clipped_sequences.to(dtype), weights.sequence),
+        "clip_fraction/sequences": weighted_sum(
+            stats.in_clipped_sequences.to(dtype), weights.sequence
+        ),
         "clip_fraction/lower": lower,
         "clip_fraction/upper": cut - lower,
         "ratio/mean": weighted_sum(trained, unit) + weighted_sum(deviation, unit),
@@ -75,12 +83,17 @@ def ratio_metrics(objective: Objective, stats: RatioStats | None, weights: Token
         "ratio_max": _extreme(stats.ratio, trained, torch.amax, -math.inf),
         "ratio_min": _extreme(stats.ratio, trained, torch.amin, math.inf),
         "log_ratio_clamped": weighted_sum(stats.clamped, unit),
-        # log_ratio is log(current / old) on samples of the old policy: this estimates KL(old || current).
+        # log_ratio is log(current / old) on samples of the old policy: this estimates KL(old ||
+        # current).
         "kl/old_policy": weighted_sum(k3(stats.log_ratio.clamp(-limit, limit)), weights.token),
-        "ratio_token/outside_band": weighted_sum(stats.log_ratio.abs() > math.log(RATIO_BAND), weights.token),
+        "ratio_token/outside_band": weighted_sum(
+            stats.log_ratio.abs() > math.log(RATIO_BAND), weights.token
+        ),
     }
     if stats.off_policy is not None:
-        metrics["off_policy_mask/sequences"] = weighted_sum(stats.off_policy.to(dtype), weights.sequence)
+        metrics["off_policy_mask/sequences"] = weighted_sum(
+            stats.off_policy.to(dtype), weights.sequence
+        )
     if stats.clip.dual is not None:
         metrics["clip_fraction/dual"] = weighted_sum(stats.clip.dual, weights.token)
     return metrics
@@ -89,14 +102,12 @@ def ratio_metrics(objective: Objective, stats: RatioStats | None, weights: Token
 def finish_metrics(summed: Mapping[str, float | Tensor]) -> dict[str, float]:
     """Final figures from shares summed over all micro-batches and ranks.
 
-    Args:
-        summed: metric of `policy_loss` -> the sum of its shares; for names ending in `_max` / `_min` the largest /
-            smallest.
+    Args: summed: metric of `policy_loss` -> the sum of its shares; for names ending in `_max` /
+        `_min` the largest / smallest.
 
-    Returns:
-        The same as floats (a device synchronisation), with `ratio/square_deviation` replaced by `ratio/std` and
-        `effective_sample_size`: (sum w)^2 / sum w^2 / n in (0, 1], with w the importance ratios and n their number.
-        Extremes over nothing (+-inf) are removed.
+    Returns: The same as floats (a device synchronisation), with `ratio/square_deviation` replaced
+        by `ratio/std` and `effective_sample_size`: (sum w)^2 / sum w^2 / n in (0, 1], with w the
+        importance ratios and n their number. Extremes over nothing (+-inf) are removed.
     """
     final = {name: float(value) for name, value in summed.items()}
     final = {n: v for n, v in final.items() if not (n.endswith(("_max", "_min")) and math.isinf(v))}

@@ -1,4 +1,6 @@
-"""The policy objective as a typed value, and `preset`, which builds that of a published algorithm."""
+"""The policy objective as a typed value, and `preset`, which builds that of a published
+algorithm.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class Objective:
     """
 
     name: str
-    """A published algorithm (a key of `PRESETS`), which the other fields must then match, or a name of your own."""
+    """A published algorithm (a key of `PRESETS`), which the other fields must then match, or a
+    name of your own.
+    """
 
     importance_sampling_level: ImportanceSamplingLevel
     """Importance ratio. `token`: per token. `sequence`: per response, length-normalised.
@@ -155,12 +159,11 @@ class Objective:
 def preset(name: str, **overrides: Any) -> Objective:
     """The objective of a published algorithm, with any field replaced.
 
-    Args:
-        name: a key of `PRESETS`.
-        overrides: fields of `Objective`. `dr_grpo` needs loss_scale_factor before its loss is computed.
+    Args: name: a key of `PRESETS`. overrides: fields of `Objective`. `dr_grpo` needs
+        loss_scale_factor before its loss is computed.
 
-    Raises:
-        ValueError: unknown name or field, or a value that makes it another algorithm; one line with the fix.
+    Raises: ValueError: unknown name or field, or a value that makes it another algorithm; one line
+        with the fix.
     """
     if name not in PRESETS:
         raise ValueError(f"preset name = {name!r}: must be one of {', '.join(PRESETS)}")

@@ -1,4 +1,7 @@
-"""What an `Objective` refuses. Every error is one line with the field, its value, the problem and the fix."""
+"""What an `Objective` refuses.
+
+Every error is one line with the field, its value, the problem and the fix.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +11,28 @@ from typing import Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
 from .presets import PRESETS
 
-Objective: TypeAlias = Any  # objective.py imports this module; that a field has its type is checked here
+Objective: TypeAlias = (
+    Any  # objective.py imports this module; that a field has its type is checked here
+)
 
-# The clip range depends on the ratio level. A token ratio changes by tens of percent within one rollout batch
-# (published clip 0.2 / 0.27). A sequence ratio is a geometric mean over |y| tokens and changes about sqrt(|y|)
-# times less (published clip 3e-4 / 4e-4). With the two exchanged, 0.2 never clips a sequence and 3e-4 clips
-# nearly every token. The bounds leave room on both sides: 0.1 is the token clip of 0.2 for a response of only
-# 4 tokens, 0.01 is a twentieth of the usual token clip, and near a ratio of 1 float32 has about ten steps
-# within 1e-6.
+# The clip range depends on the ratio level. A token ratio changes by tens of percent within one
+# rollout batch (published clip 0.2 / 0.27). A sequence ratio is a geometric mean over |y| tokens
+# and changes about sqrt(|y|) times less (published clip 3e-4 / 4e-4). With the two exchanged, 0.2
+# never clips a sequence and 3e-4 clips nearly every token. The bounds leave room on both sides: 0.1
+# is the token clip of 0.2 for a response of only 4 tokens, 0.01 is a twentieth of the usual token
+# clip, and near a ratio of 1 float32 has about ten steps within 1e-6.
 MAX_SEQUENCE_EPSILON = 0.1
 MIN_SEQUENCE_EPSILON = 1e-6
 MIN_TOKEN_EPSILON = 0.01
 
 # The fields that make a preset the published algorithm, where its row in `PRESETS` has them.
-_IDENTITY = ("surrogate", "importance_sampling_level", "loss_agg_mode", "advantage_estimator", "advantage_std")
+_IDENTITY = (
+    "surrogate",
+    "importance_sampling_level",
+    "loss_agg_mode",
+    "advantage_estimator",
+    "advantage_std",
+)
 # Published without an aggregation of their own.
 _ANY_AGGREGATION = ("dppo_tv", "dppo_kl", "sft")
 
@@ -47,28 +58,38 @@ _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     "tau_neg": (lambda v: 0 < v < math.inf, "above 0"),
     "divergence_threshold": (lambda v: 0 < v < math.inf, "above 0"),
     "dual_clip": (lambda v: 1 < v < math.inf, "above 1, or None to turn it off"),
-    "off_policy_mask_threshold": (lambda v: 0 <= v < math.inf, "0 or above, or None to turn it off"),
+    "off_policy_mask_threshold": (
+        lambda v: 0 <= v < math.inf,
+        "0 or above, or None to turn it off",
+    ),
     "log_ratio_coef": (lambda v: 0 <= v < math.inf, "0 or above"),
     "kl_loss_coef": (lambda v: 0 <= v < math.inf, "0 or above"),
     "entropy_coef": (lambda v: 0 <= v < math.inf, "0 or above"),
     "gamma": (lambda v: 0 <= v <= 1, "0 to 1"),
     "lam": (lambda v: 0 <= v <= 1, "0 to 1"),
-    "max_log_ratio": (lambda v: 0 < v <= 80, "above 0 and at most 80 (exp overflows float32 at 88)"),
+    "max_log_ratio": (
+        lambda v: 0 < v <= 80,
+        "above 0 and at most 80 (exp overflows float32 at 88)",
+    ),
 }
-_OF_SURROGATES = tuple(dict.fromkeys(key for needed, others in SURROGATE_FIELDS.values() for key in needed + others))
+_OF_SURROGATES = tuple(
+    dict.fromkeys(key for needed, others in SURROGATE_FIELDS.values() for key in needed + others)
+)
 _OPTIONAL = ("loss_scale_factor", "off_policy_mask_threshold", *_OF_SURROGATES)
 _NEED_A_RATIO = ("off_policy_mask_threshold", "log_ratio_coef", "unbiased_kl")
 # What a user of another framework may mean by a clip range of CISPO.
 _CISPO_BOUND = (
-    "is 1 + epsilon_high as the largest weight in verl and slime, and the largest weight itself in TRL and ms-swift: "
-    "set max_weight to the largest weight"
+    "is 1 + epsilon_high as the largest weight in verl and slime, and the largest weight itself in"
+    " TRL and ms-swift: set max_weight to the largest weight"
 )
 
 
 def check_objective(o: Objective) -> None:
     """ValueError where a field is not valid."""
     if not isinstance(o.name, str) or not o.name:
-        raise ValueError(f"name = {o.name!r}: must be a non-empty string, such as one of {', '.join(PRESETS)}")
+        raise ValueError(
+            f"name = {o.name!r}: must be a non-empty string, such as one of {', '.join(PRESETS)}"
+        )
     _check_choices(o)
     _check_numbers(o)
     if not o.allow_nonstandard:
@@ -102,8 +123,8 @@ def _check_fields_fit(o: Objective) -> None:
     """Fields that contradict each other, or that another field requires."""
     if o.loss_agg_mode != "seq-mean-token-sum-norm" and o.loss_scale_factor is not None:
         raise ValueError(
-            f"loss_scale_factor = {o.loss_scale_factor!r} has no effect with loss_agg_mode = {o.loss_agg_mode!r}: "
-            "remove it, or use 'seq-mean-token-sum-norm'"
+            f"loss_scale_factor = {o.loss_scale_factor!r} has no effect with loss_agg_mode ="
+            f" {o.loss_agg_mode!r}: remove it, or use 'seq-mean-token-sum-norm'"
         )
     needed, others = SURROGATE_FIELDS[o.surrogate] if o.has_ratio else ((), ())
     for key in needed:
@@ -114,46 +135,58 @@ def _check_fields_fit(o: Objective) -> None:
             continue
         if o.has_ratio and o.surrogate == "cispo" and key == "epsilon_high":
             raise ValueError(f"{key} = {value!r} {_CISPO_BOUND}")
-        where = f"surrogate = {o.surrogate!r}" if o.has_ratio else "importance_sampling_level = 'none'"
+        where = (
+            f"surrogate = {o.surrogate!r}" if o.has_ratio else "importance_sampling_level = 'none'"
+        )
         raise ValueError(f"{key} = {value!r} has no effect with {where}: remove it")
     if not o.has_ratio and o.surrogate != "clip":
         raise ValueError(
-            f"surrogate = {o.surrogate!r} has no effect with importance_sampling_level = 'none': remove it"
+            f"surrogate = {o.surrogate!r} has no effect with importance_sampling_level = 'none':"
+            " remove it"
         )
     for key in _NEED_A_RATIO:
         if not o.has_ratio and getattr(o, key) not in (None, 0):
             raise ValueError(
-                f"{key} = {getattr(o, key)!r} has no effect with importance_sampling_level = 'none': remove it"
+                f"{key} = {getattr(o, key)!r} has no effect with importance_sampling_level ="
+                " 'none': remove it"
             )
     _check_level(o)
     _check_estimator(o)
     if o.unbiased_kl and o.kl_loss_type != "k3":
-        raise ValueError(f"kl_loss_type = {o.kl_loss_type!r} does not go with unbiased_kl = True: use 'k3'")
+        raise ValueError(
+            f"kl_loss_type = {o.kl_loss_type!r} does not go with unbiased_kl = True: use 'k3'"
+        )
 
 
 def _check_level(o: Objective) -> None:
     """The surrogate exists at this ratio level."""
-    if o.importance_sampling_level == "geometric_mean" and (o.surrogate != "clip" or o.dual_clip is not None):
+    if o.importance_sampling_level == "geometric_mean" and (
+        o.surrogate != "clip" or o.dual_clip is not None
+    ):
         key = "surrogate" if o.surrogate != "clip" else "dual_clip"
         raise ValueError(
-            f"{key} = {getattr(o, key)!r} does not go with importance_sampling_level = 'geometric_mean', which clips "
-            "token ratios in the mean: remove it"
+            f"{key} = {getattr(o, key)!r} does not go with importance_sampling_level ="
+            " 'geometric_mean', which clips token ratios in the mean: remove it"
         )
     if o.surrogate in ("dppo_tv", "dppo_kl", "minirl") and o.importance_sampling_level != "token":
         raise ValueError(
-            f"importance_sampling_level = {o.importance_sampling_level!r} with surrogate = {o.surrogate!r}, which "
-            "compares probabilities of tokens: use 'token'"
+            f"importance_sampling_level = {o.importance_sampling_level!r} with surrogate ="
+            f" {o.surrogate!r}, which compares probabilities of tokens: use 'token'"
         )
 
 
 def _check_estimator(o: Objective) -> None:
     """The fields of the advantages have an effect."""
-    unused = (("gamma", 1), ("lam", 1)) if o.advantage_estimator == "group" else (("advantage_baseline", "mean"),)
+    unused = (
+        (("gamma", 1), ("lam", 1))
+        if o.advantage_estimator == "group"
+        else (("advantage_baseline", "mean"),)
+    )
     for key, default in unused:
         if getattr(o, key) != default:
             raise ValueError(
-                f"{key} = {getattr(o, key)!r} has no effect with advantage_estimator = {o.advantage_estimator!r}: "
-                "remove it"
+                f"{key} = {getattr(o, key)!r} has no effect with advantage_estimator ="
+                f" {o.advantage_estimator!r}: remove it"
             )
 
 
@@ -163,12 +196,15 @@ def _check_identity(o: Objective) -> None:
     row = {key: value for key, value in row.items() if key in _IDENTITY}
     for key, value in row.items():
         if getattr(o, key) != value and not (key == "loss_agg_mode" and o.name in _ANY_AGGREGATION):
-            raise ValueError(f"{key} = {getattr(o, key)!r} is not {o.name}: use {value!r}, another name, {_OVERRIDE}")
+            raise ValueError(
+                f"{key} = {getattr(o, key)!r} is not {o.name}: use {value!r}, another name,"
+                f" {_OVERRIDE}"
+            )
     by_length = o.loss_agg_mode not in ("seq-mean-token-mean", row.get("loss_agg_mode"))
     if o.sequence_level and by_length:
         raise ValueError(
-            f"loss_agg_mode = {o.loss_agg_mode!r} weights a sequence ratio by response length, which is not GSPO: "
-            f"use 'seq-mean-token-mean', {_OVERRIDE}"
+            f"loss_agg_mode = {o.loss_agg_mode!r} weights a sequence ratio by response length,"
+            f" which is not GSPO: use 'seq-mean-token-mean', {_OVERRIDE}"
         )
 
 
@@ -181,11 +217,12 @@ def _check_clip_scale(o: Objective) -> None:
         value = getattr(o, key)
         if of_sequences and not MIN_SEQUENCE_EPSILON <= value <= MAX_SEQUENCE_EPSILON:
             raise ValueError(
-                f"{key} = {value!r} is outside the clip range of a sequence ratio ({o.name}, {MIN_SEQUENCE_EPSILON:g} "
-                f"to {MAX_SEQUENCE_EPSILON:g}): use about {published}, {_OVERRIDE}"
+                f"{key} = {value!r} is outside the clip range of a sequence ratio ({o.name},"
+                f" {MIN_SEQUENCE_EPSILON:g} to {MAX_SEQUENCE_EPSILON:g}): use about {published},"
+                f" {_OVERRIDE}"
             )
         if o.importance_sampling_level in ("token", "geometric_mean") and value < MIN_TOKEN_EPSILON:
             raise ValueError(
-                f"{key} = {value!r} is outside the clip range of a token ratio ({o.name}, {MIN_TOKEN_EPSILON:g} or "
-                f"more): use about 0.2, {_OVERRIDE}"
+                f"{key} = {value!r} is outside the clip range of a token ratio ({o.name},"
+                f" {MIN_TOKEN_EPSILON:g} or more): use about 0.2, {_OVERRIDE}"
             )

@@ -1,4 +1,6 @@
-"""The policy loss of one packed micro-batch on one rank, as a share of the global mini-batch's loss."""
+"""The policy loss of one packed micro-batch on one rank, as a share of the global mini-batch's
+loss.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,14 @@ from .segments import Segments, SumOverContext
 class LossExtras:
     """Inputs of `policy_loss` that not every run has.
 
-    Attributes:
-        num_segments: number of sequences in this micro-batch. None reads segment_ids.max(), the only device
-            synchronisation of the loss; required under context parallelism, where a rank may not hold the last one.
-        ref_log_probs: [T], required where kl_loss_coef > 0, else only for the metric.
-        entropy: [T], required (with gradient) where entropy_coef > 0, else only for the metric.
-        sum_over_context: adds a [rows, num_segments] float64 tensor over the context-parallel ranks, without autograd.
-            Called exactly once, for every objective. None: this rank holds whole sequences.
-        rollout_log_probs: [T] of the rollout engine, required where the objective needs them (MiniRL).
+    Attributes: num_segments: number of sequences in this micro-batch. None reads segment_ids.max(),
+        the only device synchronisation of the loss; required under context parallelism, where a
+        rank may not hold the last one. ref_log_probs: [T], required where kl_loss_coef > 0, else
+        only for the metric. entropy: [T], required (with gradient) where entropy_coef > 0, else
+        only for the metric. sum_over_context: adds a [rows, num_segments] float64 tensor over the
+        context-parallel ranks, without autograd. Called exactly once, for every objective. None:
+        this rank holds whole sequences. rollout_log_probs: [T] of the rollout engine, required
+        where the objective needs them (MiniRL).
     """
 
     num_segments: int | None = None
@@ -48,39 +50,51 @@ def policy_loss(
     num_tokens: int | Tensor | None = None,
     extras: LossExtras | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss to minimise and its metrics, both as shares: their sum over micro-batches, context-parallel and
-    data-parallel ranks is the figure of the mini-batch, however it was divided. All tensors are [T]. Values at
-    untrained positions are never read: NaN there changes neither loss nor gradient.
+    """The loss to minimise and its metrics, both as shares: their sum over micro-batches,
+    context-parallel and data-parallel ranks is the figure of the mini-batch, however it was
+    divided. All tensors are [T]. Values at untrained positions are never read: NaN there changes
+    neither loss nor gradient.
 
-    Args:
-        log_probs: float32 (or float64), with gradient; entry t scores the token after position t.
-        old_log_probs: of the policy before the first update on this rollout batch. None only without a ratio.
-        advantages: one value per response, repeated, or one per token (which makes GSPO-token of level `sequence`).
-            None only without a ratio: 1.
-        loss_mask: nonzero where the policy chose the token.
-        segment_ids: integers, the sequence of each position, 0..num_segments-1.
-        num_sequences: sequences with a trained token in the GLOBAL mini-batch (one optimizer step).
-        num_tokens: trained tokens in the GLOBAL mini-batch. Required where loss_agg_mode is `token-mean`; elsewhere
-            None counts this call's tokens, and metrics per token are right only if the mini-batch is one call.
+    Args: log_probs: float32 (or float64), with gradient; entry t scores the token after position t.
+        old_log_probs: of the policy before the first update on this rollout batch. None only
+        without a ratio. advantages: one value per response, repeated, or one per token (which makes
+        GSPO-token of level `sequence`). None only without a ratio: 1. loss_mask: nonzero where the
+        policy chose the token. segment_ids: integers, the sequence of each position,
+        0..num_segments-1. num_sequences: sequences with a trained token in the GLOBAL mini-batch
+        (one optimizer step). num_tokens: trained tokens in the GLOBAL mini-batch. Required where
+        loss_agg_mode is `token-mean`; elsewhere None counts this call's tokens, and metrics per
+        token are right only if the mini-batch is one call.
 
-    Returns:
-        loss: scalar in the dtype of log_probs; metrics: detached scalars, for `finish_metrics` once they are summed
-        (names in `_max` and `_min`: their largest, smallest).
+    Returns: loss: scalar in the dtype of log_probs; metrics: detached scalars, for `finish_metrics`
+        once they are summed (names in `_max` and `_min`: their largest, smallest).
 
-    Raises:
-        ValueError: an input is missing, has another shape, or is a half-precision log-prob; a count below 1.
+    Raises: ValueError: an input is missing, has another shape, or is a half-precision log-prob; a
+        count below 1.
     """
     extras = extras or LossExtras()
-    tensors = {"log_probs": log_probs, "old_log_probs": old_log_probs, "ref_log_probs": extras.ref_log_probs,
-               "rollout_log_probs": extras.rollout_log_probs, "entropy": extras.entropy, "advantages": advantages,
-               "loss_mask": loss_mask, "segment_ids": segment_ids}  # fmt: skip
+    tensors = {
+        "log_probs": log_probs,
+        "old_log_probs": old_log_probs,
+        "ref_log_probs": extras.ref_log_probs,
+        "rollout_log_probs": extras.rollout_log_probs,
+        "entropy": extras.entropy,
+        "advantages": advantages,
+        "loss_mask": loss_mask,
+        "segment_ids": segment_ids,
+    }
     _check_counts(objective, num_sequences, num_tokens)
     _check_tensors(objective, tensors)
-    num_segments = _count_segments(segment_ids) if extras.num_segments is None else extras.num_segments
+    num_segments = (
+        _count_segments(segment_ids) if extras.num_segments is None else extras.num_segments
+    )
     segments = Segments(loss_mask.bool(), segment_ids, num_segments, extras.sum_over_context)
     dtype = log_probs.dtype
 
-    base = log_probs if old_log_probs is None or not objective.has_ratio else log_probs - old_log_probs.detach()
+    base = (
+        log_probs
+        if old_log_probs is None or not objective.has_ratio
+        else log_probs - old_log_probs.detach()
+    )
     log_ratio = segments.trained(base, dtype)
     advantages = torch.ones_like(log_probs) if advantages is None else advantages.detach()
     advantages = segments.trained(advantages, dtype)
@@ -110,34 +124,47 @@ def _count_segments(segment_ids: Tensor) -> int:
     return int(segment_ids.max()) + 1 if segment_ids.numel() else 0
 
 
-def _check_counts(objective: Objective, num_sequences: int | Tensor, num_tokens: int | Tensor | None) -> None:
+def _check_counts(
+    objective: Objective, num_sequences: int | Tensor, num_tokens: int | Tensor | None
+) -> None:
     if num_tokens is None and objective.loss_agg_mode == "token-mean":
         raise ValueError(
-            "num_tokens = None with loss_agg_mode = 'token-mean': give the trained tokens of the whole mini-batch, "
-            "over all micro-batches and ranks"
+            "num_tokens = None with loss_agg_mode = 'token-mean': give the trained tokens of the"
+            " whole mini-batch, over all micro-batches and ranks"
         )
     for key, value in (("num_sequences", num_sequences), ("num_tokens", num_tokens)):
         if isinstance(value, int) and value < 1:
-            raise ValueError(f"{key} = {value}: nothing is trained in this mini-batch, skip its optimizer step")
+            raise ValueError(
+                f"{key} = {value}: nothing is trained in this mini-batch, skip its optimizer step"
+            )
 
 
 def _check_tensors(objective: Objective, tensors: dict[str, Tensor | None]) -> None:
     """Check presence, shapes and dtypes of the inputs; no value is read."""
     if objective.has_ratio and tensors["old_log_probs"] is None:
-        raise ValueError(f"old_log_probs = None: {objective.name} has a ratio, give the rollout policy's log-probs")
+        raise ValueError(
+            f"old_log_probs = None: {objective.name} has a ratio, give the rollout policy's"
+            " log-probs"
+        )
     if objective.has_ratio and tensors["advantages"] is None:
         raise ValueError(f"advantages = None: {objective.name} needs them, see group_advantages")
     if objective.needs_rollout_log_probs and tensors["rollout_log_probs"] is None:
-        raise ValueError(f"rollout_log_probs = None: {objective.name} weighs by them, give the rollout engine's")
+        raise ValueError(
+            f"rollout_log_probs = None: {objective.name} weighs by them, give the rollout engine's"
+        )
     for key, coefficient in (("ref_log_probs", "kl_loss_coef"), ("entropy", "entropy_coef")):
         if getattr(objective, coefficient) > 0 and tensors[key] is None:
             value = getattr(objective, coefficient)
-            raise ValueError(f"{key} = None with {coefficient} = {value!r}: give it, or set the coefficient to 0")
+            raise ValueError(
+                f"{key} = None with {coefficient} = {value!r}: give it, or set the coefficient to 0"
+            )
     given = {key: value for key, value in tensors.items() if value is not None}
     shape = given["log_probs"].shape
     for key, value in given.items():
         if value.dim() != 1 or value.shape != shape:
-            raise ValueError(f"{key} is {tuple(value.shape)}, log_probs {tuple(shape)}: all must be [T], packed")
+            raise ValueError(
+                f"{key} is {tuple(value.shape)}, log_probs {tuple(shape)}: all must be [T], packed"
+            )
         if key.endswith("log_probs") and value.dtype not in (torch.float32, torch.float64):
             raise ValueError(
                 f"{key} is {value.dtype}, wrong by up to 0.045 where the clip may be 3e-4: "

@@ -1,9 +1,10 @@
-"""Quantiles of importance ratios from histograms, which add up over micro-batches, updates and ranks.
+"""Quantiles of importance ratios from histograms, which add up over micro-batches, updates and
+ranks.
 
-A bin holds an interval of the log-ratio d = log(ratio). Between 1e-8 and 0.1 nats bins grow with |d|, as in DDSketch
-(Masson et al. 2019), so that d itself is known within 1 %: a clip range of 3e-4 can be read from it. Above, up to 32
-nats, bins have one width. Everywhere a ratio is known within `RELATIVE_ERROR` of itself. Minimum, maximum and counts
-are exact.
+A bin holds an interval of the log-ratio d = log(ratio). Between 1e-8 and 0.1 nats bins grow with
+|d|, as in DDSketch (Masson et al. 2019), so that d itself is known within 1 %: a clip range of 3e-4
+can be read from it. Above, up to 32 nats, bins have one width. Everywhere a ratio is known within
+`RELATIVE_ERROR` of itself. Minimum, maximum and counts are exact.
 """
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ Reduce: TypeAlias = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class RatioHistogram:
-    """Log-ratios of this rank. counts: [bins] int64. extremes: [2] float64, the largest of -d and of d."""
+    """Log-ratios of this rank.
+
+    counts: [bins] int64. extremes: [2] float64, the largest of -d and of d.
+    """
 
     counts: Tensor
     extremes: Tensor
@@ -56,13 +60,19 @@ class RatioHistogram:
         return cls(counts, torch.stack([-d.min(), d.max()]))
 
     def __add__(self, other: RatioHistogram) -> RatioHistogram:
-        return RatioHistogram(self.counts + other.counts, torch.maximum(self.extremes, other.extremes))
+        return RatioHistogram(
+            self.counts + other.counts, torch.maximum(self.extremes, other.extremes)
+        )
 
-    def quantiles(self, sum_ranks: Reduce = lambda x: x, max_ranks: Reduce = lambda x: x) -> dict[str, float]:
-        """`QUANTILES` of the ratios of all ranks, the same on each, linearly interpolated; {} where there are none.
+    def quantiles(
+        self, sum_ranks: Reduce = lambda x: x, max_ranks: Reduce = lambda x: x
+    ) -> dict[str, float]:
+        """`QUANTILES` of the ratios of all ranks, the same on each, linearly interpolated; {} where
+        there are none.
 
-        sum_ranks, max_ranks: add int64 tensors, and take the largest of float64 ones, over the ranks: three calls with
-        9 KB in all, first of parts of the histogram and then of the bins that quantiles lie in.
+        sum_ranks, max_ranks: add int64 tensors, and take the largest of float64 ones, over the
+        ranks: three calls with 9 KB in all, first of parts of the histogram and then of the bins
+        that quantiles lie in.
         """
         counts = sum_ranks(self.counts.view(_PARTS, _PART).sum(1))
         up_to = counts.cumsum(0)
@@ -76,7 +86,9 @@ class RatioHistogram:
         at = torch.searchsorted(up_to, wanted, right=True)
         fine = sum_ranks(self.counts.view(_PARTS, _PART)[at]).cumsum(1)
         before = (up_to - counts)[at]
-        bins = at * _PART + torch.searchsorted(fine, (wanted - before)[:, None], right=True).squeeze(1)
+        bins = at * _PART + torch.searchsorted(
+            fine, (wanted - before)[:, None], right=True
+        ).squeeze(1)
         smallest, greatest = -float(largest[0]), float(largest[1])
         limits = (-math.inf, math.inf) if math.isnan(smallest) else (smallest, greatest)
         ratios = _centres(bins).clamp(*limits).exp().view(-1, 2)
@@ -87,12 +99,12 @@ class RatioHistogram:
 
 
 def _bins_of(d: Tensor) -> Tensor:
-    """The bin of each log-ratio, ascending with it; int32. Of float32: its rounding is in what `_HALF` and
-    `_OF_THE_LOG` leave of the error."""
+    """The bin of each log-ratio, ascending with it; int32. Of float32: its rounding is in what
+    `_HALF` and `_OF_THE_LOG` leave of the error."""
     d = d.nan_to_num(nan=_LARGEST)  # a NaN may have a sign
     size = d.abs().clamp_(max=_LARGEST)
-    # without a choice by masks, which costs as much as all the rest: 0 below `_SMALLEST`, and all growing bins above
-    # the border
+    # without a choice by masks, which costs as much as all the rest: 0 below `_SMALLEST`, and all
+    # growing bins above the border
     growing = size.div(_SMALLEST).log_().div_(_GROWTH).floor_().clamp_(-1, _GROWING - 1).add_(1)
     equal = size.sub_(_BORDER).div_(2 * _HALF).floor_().add_(1).clamp_(min=0)
     return growing.add_(equal).copysign_(d).add_(_ONE_SIGN).int()
@@ -102,7 +114,9 @@ def _centres(bins: Tensor) -> Tensor:
     """The log-ratio that stands for each bin, float64: within half a bin of any other."""
     step = bins - _ONE_SIGN
     index = step.abs().double() - 1
-    growing = _SMALLEST * (index * _GROWTH).exp() * (1 + _OF_THE_LOG)  # bin (a, a * growth): a (1 + alpha)
+    growing = (
+        _SMALLEST * (index * _GROWTH).exp() * (1 + _OF_THE_LOG)
+    )  # bin (a, a * growth): a (1 + alpha)
     equal = _BORDER + (index - _GROWING + 0.5) * 2 * _HALF
     size = torch.where(index < _GROWING, growing, equal)
     return torch.where(step == 0, 0.0, size.copysign(step))

@@ -11,14 +11,14 @@ from .ratio_histogram import RatioHistogram
 def ratio_histograms(
     log_probs: Tensor, old_log_probs: Tensor, loss_mask: Tensor, segment_ids: Tensor
 ) -> dict[str, RatioHistogram]:
-    """Histograms of the ratios `exp(log_probs - old_log_probs)`, neither clamped nor clipped, by level.
+    """Histograms of the ratios `exp(log_probs - old_log_probs)`, neither clamped nor clipped, by
+    level.
 
-    Args:
-        log_probs, old_log_probs, loss_mask, segment_ids: [T], whole sequences (not a context rank's shard);
-            segment ids count from 0.
+    Args: log_probs, old_log_probs, loss_mask, segment_ids: [T], whole sequences (not a context
+        rank's shard); segment ids count from 0.
 
-    Returns:
-        `token`: of trained tokens. `sequence`: of the length-normalised ratios of sequences that have one.
+    Returns: `token`: of trained tokens. `sequence`: of the length-normalised ratios of sequences
+        that have one.
     """
     trained = loss_mask.nonzero().squeeze(1)
     log_ratio = log_probs.detach()[trained].double() - old_log_probs.detach()[trained]
@@ -31,10 +31,12 @@ def ratio_histograms(
 def ratio_quantiles(
     log_probs: Tensor, old_log_probs: Tensor, loss_mask: Tensor, segment_ids: Tensor
 ) -> dict[str, float]:
-    """Quantiles of the histograms of `ratio_histograms`: `ratio_token/{min,p01,p50,p99,max}` and `ratio_sequence/...`;
-    empty where nothing is trained."""
+    """Quantiles of the histograms of `ratio_histograms`: `ratio_token/{min,p01,p50,p99,max}` and
+    `ratio_sequence/...`; empty where nothing is trained."""
     found = ratio_histograms(log_probs, old_log_probs, loss_mask, segment_ids)
-    return {f"ratio_{level}/{q}": v for level, one in found.items() for q, v in one.quantiles().items()}
+    return {
+        f"ratio_{level}/{q}": v for level, one in found.items() for q, v in one.quantiles().items()
+    }
 
 
 def effective_sample_size(weights: Tensor) -> float:

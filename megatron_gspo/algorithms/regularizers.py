@@ -26,7 +26,8 @@ def regularizers(
 ) -> list[Regularizer]:
     """(term to add to the loss or None, metrics) of each regulariser that has its inputs; all [T].
 
-    Untrained positions are not read. log_ratio: `log_probs - old_log_probs`, 0 there; not read without a ratio.
+    Untrained positions are not read. log_ratio: `log_probs - old_log_probs`, 0 there; not read
+    without a ratio.
     """
     dtype, found = log_probs.dtype, []
     if objective.log_ratio_coef > 0:
@@ -40,8 +41,12 @@ def regularizers(
     return found
 
 
-def log_ratio_regularizer(objective: Objective, log_ratio: Tensor, weights: TokenWeights) -> Regularizer:
-    """`log_ratio_coef * log_ratio^2` [T], aggregated as the objective is, and its metrics (arXiv:2602.02276)."""
+def log_ratio_regularizer(
+    objective: Objective, log_ratio: Tensor, weights: TokenWeights
+) -> Regularizer:
+    """`log_ratio_coef * log_ratio^2` [T], aggregated as the objective is, and its metrics
+    (arXiv:2602.02276).
+    """
     limit = objective.max_log_ratio
     squares = log_ratio.clamp(-limit, limit).square()
     term = objective.log_ratio_coef * weighted_sum(squares, weights.objective)
@@ -49,13 +54,17 @@ def log_ratio_regularizer(objective: Objective, log_ratio: Tensor, weights: Toke
 
 
 def kl_regularizer(
-    objective: Objective, log_probs: Tensor, ref_log_probs: Tensor, weights: TokenWeights, log_ratio: Tensor
+    objective: Objective,
+    log_probs: Tensor,
+    ref_log_probs: Tensor,
+    weights: TokenWeights,
+    log_ratio: Tensor,
 ) -> Regularizer:
     """`kl_loss_coef * KL(current || reference)`, aggregated as the objective is, and its metrics.
 
-    log_probs, ref_log_probs, log_ratio: [T], 0 at untrained positions. The term is None where the coefficient is 0.
-    With `unbiased_kl` each token counts `exp(log_ratio)` times, which has a gradient. `kl/ref` is the token mean of
-    k3, for any estimator of the term.
+    log_probs, ref_log_probs, log_ratio: [T], 0 at untrained positions. The term is None where the
+    coefficient is 0. With `unbiased_kl` each token counts `exp(log_ratio)` times, which has a
+    gradient. `kl/ref` is the token mean of k3, for any estimator of the term.
     """
     kind, limit = objective.kl_loss_type, objective.max_log_ratio
     kl = kl_penalty(log_probs, ref_log_probs, kind, max_log_ratio=limit)
@@ -69,7 +78,9 @@ def kl_regularizer(
     return term, metrics | {"loss/kl": term.detach()}
 
 
-def entropy_regularizer(objective: Objective, entropy: Tensor, weights: TokenWeights) -> Regularizer:
+def entropy_regularizer(
+    objective: Objective, entropy: Tensor, weights: TokenWeights
+) -> Regularizer:
     """`-entropy_coef * entropy`, aggregated as the objective is, and its metrics.
 
     entropy: [T], 0 at untrained positions. The term is None where the coefficient is 0.

@@ -15,9 +15,9 @@ SumOverContext: TypeAlias = Callable[[Tensor], Tensor]
 def segment_sums(values: Tensor, segment_ids: Tensor, num_segments: int) -> Tensor:
     """Sum `values` [T], floating or bool, by sequence: [num_segments] float64.
 
-    The sum is float64 because a GSPO log-ratio is a small difference of large sums, compared with a clip of 3e-4, and
-    because the order in which a GPU adds must not change the float32 result. A bool is counted in int32, which is
-    exact too and three times as fast on a CPU.
+    The sum is float64 because a GSPO log-ratio is a small difference of large sums, compared with a
+    clip of 3e-4, and because the order in which a GPU adds must not change the float32 result. A
+    bool is counted in int32, which is exact too and three times as fast on a CPU.
     """
     dtype = torch.int32 if values.dtype == torch.bool else torch.float64
     zeros = torch.zeros(num_segments, dtype=dtype, device=values.device)
@@ -28,12 +28,10 @@ def segment_sums(values: Tensor, segment_ids: Tensor, num_segments: int) -> Tens
 class Segments:
     """The sequences that this rank's tokens belong to.
 
-    Attributes:
-        loss_mask: [T]; nonzero where a token is trained.
-        segment_ids: [T] integers, the sequence of each token, 0..num_segments-1.
-        num_segments: number of sequences in the micro-batch.
-        sum_over_context: adds a [rows, num_segments] float64 tensor over the context-parallel ranks, without autograd.
-            None: this rank holds whole sequences.
+    Attributes: loss_mask: [T]; nonzero where a token is trained. segment_ids: [T] integers, the
+        sequence of each token, 0..num_segments-1. num_segments: number of sequences in the
+        micro-batch. sum_over_context: adds a [rows, num_segments] float64 tensor over the
+        context-parallel ranks, without autograd. None: this rank holds whole sequences.
     """
 
     loss_mask: Tensor
@@ -42,7 +40,9 @@ class Segments:
     sum_over_context: SumOverContext | None = None
 
     def trained(self, values: Tensor, dtype: torch.dtype) -> Tensor:
-        """`values` [T] at trained positions, 0 elsewhere, as `dtype`; loss_mask must be bool. One pass over tokens."""
+        """`values` [T] at trained positions, 0 elsewhere, as `dtype`; loss_mask must be bool.
+        One pass over tokens.
+        """
         # where, not a product: NaN * 0 is NaN, in the value and in the gradient.
         return torch.where(self.loss_mask, values, 0).to(dtype)
 
@@ -51,7 +51,9 @@ class Segments:
         return segment_sums(values, self.segment_ids, self.num_segments)
 
     def sum_ranks(self, *rows: Tensor) -> tuple[Tensor, ...]:
-        """Add each of the rows, [num_segments] float64, over the context-parallel ranks: one collective."""
+        """Add each of the rows, [num_segments] float64, over the context-parallel ranks: one
+        collective.
+        """
         stacked = torch.stack(rows)
         if self.sum_over_context is not None:
             stacked = self.sum_over_context(stacked)

@@ -17,10 +17,11 @@ from .objective import Objective, SurrogateType
 class Clip:
     """The tokens that the surrogate clips, all [T] bool.
 
-    `cut`: on either side; `lower`: of these, those on the lower side. `clip`: tokens without gradient, A < 0 and ratio
-    < 1 - epsilon_low (lower), A > 0 and ratio > 1 + epsilon_high; `dual`: A < 0 and ratio > dual_clip, None without a
-    dual clip. `cispo`: those whose weight is raised (lower) or truncated. `dppo_tv`, `dppo_kl`, `minirl`: those without
-    gradient, A < 0 (lower) or A > 0. `sapo`: none.
+    `cut`: on either side; `lower`: of these, those on the lower side. `clip`: tokens without
+    gradient, A < 0 and ratio < 1 - epsilon_low (lower), A > 0 and ratio > 1 + epsilon_high; `dual`:
+    A < 0 and ratio > dual_clip, None without a dual clip. `cispo`: those whose weight is raised
+    (lower) or truncated. `dppo_tv`, `dppo_kl`, `minirl`: those without gradient, A < 0 (lower) or A
+    > 0. `sapo`: none.
     """
 
     lower: Tensor
@@ -28,12 +29,15 @@ class Clip:
     dual: Tensor | None
 
 
-def clipped_surrogate(objective: Objective, ratio: Tensor, advantages: Tensor, *_: Tensor) -> tuple[Tensor, Clip]:
-    """`min(ratio * A, clip(ratio, 1 - epsilon_low, 1 + epsilon_high) * A)`: to be maximised, all [T].
+def clipped_surrogate(
+    objective: Objective, ratio: Tensor, advantages: Tensor, *_: Tensor
+) -> tuple[Tensor, Clip]:
+    """`min(ratio * A, clip(ratio, 1 - epsilon_low, 1 + epsilon_high) * A)`: to be maximised, all
+    [T].
 
-    Written as a choice instead of a min: where the clip binds the value is a constant times A, elsewhere
-    ratio * A. That is the same number and gradient, and the clip metrics always agree with it.
-    With `dual_clip` c the value is max(that, c * A) where A < 0 (arXiv:1912.09729, eq. 5).
+    Written as a choice instead of a min: where the clip binds the value is a constant times A,
+    elsewhere ratio * A. That is the same number and gradient, and the clip metrics always agree
+    with it. With `dual_clip` c the value is max(that, c * A) where A < 0 (arXiv:1912.09729, eq. 5).
     """
     with torch.no_grad():
         clip = _outside(objective, ratio, advantages)
@@ -54,9 +58,15 @@ def _outside(objective: Objective, ratio: Tensor, advantages: Tensor) -> Clip:
 
 
 def cispo_surrogate(
-    objective: Objective, ratio: Tensor, advantages: Tensor, log_ratio: Tensor, log_probs: Tensor, *_: Tensor
+    objective: Objective,
+    ratio: Tensor,
+    advantages: Tensor,
+    log_ratio: Tensor,
+    log_probs: Tensor,
+    *_: Tensor,
 ) -> tuple[Tensor, Clip]:
-    """`sg[clip(ratio, min_weight, max_weight)] * A * log_probs` (arXiv:2506.13585, eq. 4 and 5), all [T].
+    """`sg[clip(ratio, min_weight, max_weight)] * A * log_probs` (arXiv:2506.13585, eq. 4 and 5),
+    all [T].
 
     Every token keeps a gradient. The published form has no lower bound.
     """
@@ -68,8 +78,11 @@ def cispo_surrogate(
     return weight * advantages * log_probs, Clip(lower, lower | upper, None)
 
 
-def sapo_surrogate(objective: Objective, ratio: Tensor, advantages: Tensor, *_: Tensor) -> tuple[Tensor, Clip]:
-    """`4 / tau * sigmoid(tau * (ratio - 1)) * A` with tau_pos where A > 0, else tau_neg (arXiv:2511.20347), all [T].
+def sapo_surrogate(
+    objective: Objective, ratio: Tensor, advantages: Tensor, *_: Tensor
+) -> tuple[Tensor, Clip]:
+    """`4 / tau * sigmoid(tau * (ratio - 1)) * A` with tau_pos where A > 0, else tau_neg
+    (arXiv:2511.20347), all [T].
 
     Value 2 / tau * A and slope A at a ratio of 1; the slope falls smoothly on both sides.
     """
@@ -80,12 +93,18 @@ def sapo_surrogate(objective: Objective, ratio: Tensor, advantages: Tensor, *_: 
 
 
 def dppo_surrogate(
-    objective: Objective, ratio: Tensor, advantages: Tensor, log_ratio: Tensor, log_probs: Tensor, *_: Tensor
+    objective: Objective,
+    ratio: Tensor,
+    advantages: Tensor,
+    log_ratio: Tensor,
+    log_probs: Tensor,
+    *_: Tensor,
 ) -> tuple[Tensor, Clip]:
     """`M * sg[min(ratio, max_weight)] * A * log_probs` (arXiv:2602.04879), all [T].
 
-    M is 0 where the probability of the token has moved in the direction of A by more than `divergence_threshold`:
-    `dppo_tv` measures the difference of the probabilities, `dppo_kl` KL(old || current) of "this token or another".
+    M is 0 where the probability of the token has moved in the direction of A by more than
+    `divergence_threshold`: `dppo_tv` measures the difference of the probabilities, `dppo_kl` KL(old
+    || current) of "this token or another".
     """
     with torch.no_grad():
         old_log_probs = log_probs - log_ratio
@@ -102,13 +121,18 @@ def dppo_surrogate(
 
 
 def minirl_surrogate(
-    objective: Objective, ratio: Tensor, advantages: Tensor, log_ratio: Tensor, log_probs: Tensor,
+    objective: Objective,
+    ratio: Tensor,
+    advantages: Tensor,
+    log_ratio: Tensor,
+    log_probs: Tensor,
     rollout_log_probs: Tensor,
 ) -> tuple[Tensor, Clip]:
-    """`M * sg[min(current / rollout engine, max_weight)] * A * log_probs` (arXiv:2512.01374, eq. 7), all [T].
+    """`M * sg[min(current / rollout engine, max_weight)] * A * log_probs` (arXiv:2512.01374, eq.
+    7), all [T].
 
     M is 0 where `clipped_surrogate` clips the ratio to the old policy.
-    """  # fmt: skip
+    """
     with torch.no_grad():
         clip = _outside(objective, ratio, advantages)
         largest = math.log(objective.number("max_weight"))
@@ -116,8 +140,9 @@ def minirl_surrogate(
     return weight * advantages * log_probs, clip
 
 
-# surrogate(objective, ratio, advantages, log_ratio, log_probs, rollout_log_probs) -> (value to be maximised [T], what
-# it clips). log_probs is only there where `objective.weighs_log_probs`, rollout_log_probs where it needs them.
+# surrogate(objective, ratio, advantages, log_ratio, log_probs, rollout_log_probs) -> (value to be
+# maximised [T], what it clips). log_probs is only there where `objective.weighs_log_probs`,
+# rollout_log_probs where it needs them.
 SURROGATES: dict[SurrogateType, Callable[..., tuple[Tensor, Clip]]] = {
     "clip": clipped_surrogate,
     "cispo": cispo_surrogate,

@@ -9,13 +9,16 @@ from .advantages import AdvantageBaseline, AdvantageStd, as_rewards, group_advan
 
 
 def turn_returns(rewards: Tensor, episode_ids: Tensor, discount: float) -> Tensor:
-    """Discounted rewards to go within each episode: `R_k = sum_{j >= k} discount^(j - k) r_j`. [M] float64.
+    """Discounted rewards to go within each episode: `R_k = sum_{j >= k} discount^(j - k) r_j`. [M]
+    float64.
 
-    rewards: [M], the turns of an episode adjacent and in order; episode_ids: [M] integers. Raises ValueError for a
-    discount outside [0, 1].
+    rewards: [M], the turns of an episode adjacent and in order; episode_ids: [M] integers. Raises
+    ValueError for a discount outside [0, 1].
     """
     if not 0 <= discount <= 1:
-        raise ValueError(f"discount = {discount!r}: must be 0 (own reward only) to 1 (all later rewards too)")
+        raise ValueError(
+            f"discount = {discount!r}: must be 0 (own reward only) to 1 (all later rewards too)"
+        )
     values, ids = as_rewards(rewards, episode_ids)
     returns = values.tolist()
     same_episode = (ids[1:] == ids[:-1]).tolist()
@@ -42,18 +45,18 @@ def turn_advantages(
     std: AdvantageStd = "sample",
     baseline: AdvantageBaseline = "mean",
 ) -> Tensor:
-    """Returns to go, normalised over the k-th turns of a group's episodes: `A_ik = (R_ik - mean_j R_jk) / std_j R_jk`.
+    """Returns to go, normalised over the k-th turns of a group's episodes: `A_ik = (R_ik - mean_j
+    R_jk) / std_j R_jk`.
 
-    Normalised discounted returns as advantages: GTPO, arXiv:2511.14846. Returns are compared turn by turn, because a
-    baseline may depend on the turn but not on the actions of the policy in it or later (Greensmith, Bartlett, Baxter,
-    2004): a mean over all turns would depend on their number. With one turn per episode this is `group_advantages`.
-    With discount 1 the first turns get `group_advantages` of the episodes' summed rewards.
+    Normalised discounted returns as advantages: GTPO, arXiv:2511.14846. Returns are compared turn
+    by turn, because a baseline may depend on the turn but not on the actions of the policy in it or
+    later (Greensmith, Bartlett, Baxter, 2004): a mean over all turns would depend on their number.
+    With one turn per episode this is `group_advantages`. With discount 1 the first turns get
+    `group_advantages` of the episodes' summed rewards.
 
-    Args:
-        rewards: [M], one per turn; the turns of an episode adjacent and in order.
-        episode_ids, group_ids: [M] integers, the episode of each turn and the prompt of that episode.
-        discount: factor on a reward per turn before it, 0 to 1.
-        std, baseline: as in `group_advantages`.
+    Args: rewards: [M], one per turn; the turns of an episode adjacent and in order. episode_ids,
+        group_ids: [M] integers, the episode of each turn and the prompt of that episode. discount:
+        factor on a reward per turn before it, 0 to 1. std, baseline: as in `group_advantages`.
 
     Returns:
         [M] float32. A turn that no other episode of the group reached gets 0.

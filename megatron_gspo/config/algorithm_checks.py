@@ -1,4 +1,7 @@
-"""Checks of the algorithm, of corrections for the rollout engine and of routing replay. Each raises ConfigError."""
+"""Checks of the algorithm, of corrections for the rollout engine and of routing replay.
+
+Each raises ConfigError.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,14 @@ def refuse_products_of_ratios(algorithm: object) -> None:
         return
     for key in ("rollout_is", "rollout_rs"):
         if algorithm.get(key) == "sequence":
-            problem = "has two meanings: the product of a sequence's token ratios (verl, TRL), which is not offered, "
+            problem = (
+                "has two meanings: the product of a sequence's token ratios (verl, TRL), which is"
+                " not offered, "
+            )
             problem += "and their geometric mean"
-            raise ConfigError(f"algorithm.{key}", "sequence", problem, f"write algorithm.{key}: geometric")
+            raise ConfigError(
+                f"algorithm.{key}", "sequence", problem, f"write algorithm.{key}: geometric"
+            )
 
 
 def check_algorithm(algorithm: AlgorithmConfig, rollout: RolloutConfig, model: ModelConfig) -> None:
@@ -33,19 +41,33 @@ def check_algorithm(algorithm: AlgorithmConfig, rollout: RolloutConfig, model: M
         raise ConfigError("rollout.engine", rollout.engine, problem, fix)
     samples = rollout.n_samples_per_prompt
     if algorithm.is_supervised and samples != 1:
-        raise ConfigError("rollout.n_samples_per_prompt", samples, "sft has one response per prompt", "set it to 1")
+        raise ConfigError(
+            "rollout.n_samples_per_prompt",
+            samples,
+            "sft has one response per prompt",
+            "set it to 1",
+        )
     if not algorithm.is_supervised and not algorithm.needs_critic and samples < 2:
         problem = "group advantages compare at least two responses"
-        raise ConfigError("rollout.n_samples_per_prompt", samples, problem, "set it to 2 or more, 8 is usual")
+        raise ConfigError(
+            "rollout.n_samples_per_prompt", samples, problem, "set it to 2 or more, 8 is usual"
+        )
     if algorithm.dynamic_sampling and samples < 2 and not algorithm.is_supervised:
         problem = "a group of one response has one reward, so that every group would be replaced"
-        raise ConfigError("algorithm.dynamic_sampling", True, problem, "set rollout.n_samples_per_prompt to 2 or more")
+        raise ConfigError(
+            "algorithm.dynamic_sampling",
+            True,
+            problem,
+            "set rollout.n_samples_per_prompt to 2 or more",
+        )
     for key in ("kl_reward_coef", "dynamic_sampling"):
         if algorithm.is_supervised and (value := getattr(algorithm, key)):
             raise ConfigError(f"algorithm.{key}", value, "sft has no rewards", "remove the key")
     if algorithm.kl_loss_coef and algorithm.kl_reward_coef:
         problem = "counts the KL twice, with algorithm.kl_loss_coef"
-        raise ConfigError("algorithm.kl_reward_coef", algorithm.kl_reward_coef, problem, "set one of the two to 0")
+        raise ConfigError(
+            "algorithm.kl_reward_coef", algorithm.kl_reward_coef, problem, "set one of the two to 0"
+        )
     if algorithm.needs_reference and model.init == "random":
         key = "kl_loss_coef" if algorithm.kl_loss_coef else "kl_reward_coef"
         problem = "is the KL to the initial weights, which are random"
@@ -66,18 +88,26 @@ def _check_length_penalty(algorithm: AlgorithmConfig, longest: int) -> None:
 
 
 def check_rollout_correction(algorithm: AlgorithmConfig) -> None:
-    """Importance and rejection sampling of the rollout have both engines' log-probs, and their keys have an effect."""
+    """Importance and rejection sampling of the rollout have both engines' log-probs, and their
+    keys have an effect.
+    """
     for key in ("rollout_is", "rollout_rs"):
         if (value := getattr(algorithm, key)) == "none":
             continue
         if algorithm.is_supervised:
             raise ConfigError(f"algorithm.{key}", value, "sft has no rollouts", "remove the key")
         if algorithm.old_log_probs == "rollout":
-            problem = "compares the rollout's log-probs with themselves where algorithm.old_log_probs = rollout"
+            problem = (
+                "compares the rollout's log-probs with themselves where algorithm.old_log_probs ="
+                " rollout"
+            )
             fix = "set algorithm.old_log_probs: recompute, or this to none"
             raise ConfigError(f"algorithm.{key}", value, problem, fix)
     if algorithm.needs_rollout_log_probs and algorithm.rollout_is != "none":
-        problem = f"weighs by the rollout engine's log-probs twice, with algorithm.name = {algorithm.name}"
+        problem = (
+            "weighs by the rollout engine's log-probs twice, with algorithm.name ="
+            f" {algorithm.name}"
+        )
         raise ConfigError("algorithm.rollout_is", algorithm.rollout_is, problem, "set it to none")
     if algorithm.needs_rollout_log_probs and algorithm.old_log_probs == "rollout":
         problem = f"{algorithm.name} clips by the training engine's old log-probs"
@@ -94,13 +124,18 @@ def check_rollout_correction(algorithm: AlgorithmConfig) -> None:
         value, kind = getattr(algorithm, key), getattr(algorithm, method)
         if kind not in kinds and value != default_of(AlgorithmConfig, key):
             problem = f"has no effect with algorithm.{method} = {kind}"
-            raise ConfigError(f"algorithm.{key}", value, problem, f"set that to {' or '.join(kinds)}")
+            raise ConfigError(
+                f"algorithm.{key}", value, problem, f"set that to {' or '.join(kinds)}"
+            )
     if algorithm.rollout_rs in divergences and algorithm.rollout_rs_divergence is None:
         problem = f"is the largest divergence of algorithm.rollout_rs = {algorithm.rollout_rs}"
         fix = "set it, sequence_k3 is published with 0.001"
         raise ConfigError("algorithm.rollout_rs_divergence", None, problem, fix)
     if algorithm.rollout_rs == "geometric" and algorithm.rollout_rs_threshold is None:
-        problem = "the ratio of a sequence is closer to 1 the longer it is, so no threshold fits all lengths"
+        problem = (
+            "the ratio of a sequence is closer to 1 the longer it is, so no threshold fits all"
+            " lengths"
+        )
         fix = "set it beyond mismatch/ratio_sequence/p99, 1.001 or so for thousands of tokens"
         raise ConfigError("algorithm.rollout_rs_threshold", None, problem, fix)
 
@@ -112,12 +147,20 @@ def check_routing(routing: RoutingConfig, algorithm: AlgorithmConfig) -> None:
         raise ConfigError("routing.replay", routing.replay, problem, "set it to none")
     if routing.replay == "r2" and algorithm.old_log_probs == "rollout":
         problem = "records the routes in the pass that algorithm.old_log_probs = rollout leaves out"
-        raise ConfigError("routing.replay", "r2", problem, "set it to r3, or algorithm.old_log_probs: recompute")
+        raise ConfigError(
+            "routing.replay", "r2", problem, "set it to r3, or algorithm.old_log_probs: recompute"
+        )
     if routing.missing_routes == "live" and routing.replay != "r3":
         problem = f"has no effect with routing.replay = {show(routing.replay)}"
-        raise ConfigError("routing.missing_routes", "live", problem, "set routing.replay: r3, or remove it")
+        raise ConfigError(
+            "routing.missing_routes", "live", problem, "set routing.replay: r3, or remove it"
+        )
     if routing.compare_rollout and not (routing.metrics and algorithm.has_ratio):
-        key = "routing.metrics = false" if algorithm.has_ratio else f"algorithm.name = {algorithm.name}"
+        key = (
+            "routing.metrics = false"
+            if algorithm.has_ratio
+            else f"algorithm.name = {algorithm.name}"
+        )
         raise ConfigError("routing.compare_rollout", True, f"has no effect with {key}", "remove it")
 
 
@@ -127,7 +170,9 @@ def check_router_noise(noise: RouterNoiseConfig, rollout: RolloutConfig) -> None
         for key in ("stress_test", "strength", "target_flip_rate", "perturb_weights", "seed"):
             if (value := getattr(noise, key)) != default_of(RouterNoiseConfig, key):
                 problem = "has no effect with router_noise.engines = none"
-                raise ConfigError(f"router_noise.{key}", value, problem, "set that to rollout, trainer or both")
+                raise ConfigError(
+                    f"router_noise.{key}", value, problem, "set that to rollout, trainer or both"
+                )
         return
     if not noise.stress_test:
         problem = "makes training worse on purpose"
@@ -138,7 +183,11 @@ def check_router_noise(noise: RouterNoiseConfig, rollout: RolloutConfig) -> None
         raise ConfigError("router_noise.strength", None, "is the size of the noise", fix)
     if noise.strength is not None and noise.target_flip_rate is not None:
         problem = f"the strength is given too ({noise.strength:g})"
-        raise ConfigError("router_noise.target_flip_rate", noise.target_flip_rate, problem, "set one of the two")
+        raise ConfigError(
+            "router_noise.target_flip_rate", noise.target_flip_rate, problem, "set one of the two"
+        )
     if noise.in_rollout and rollout.engine != "embedded":
         problem = f"a server's routers cannot be perturbed (rollout.engine = {rollout.engine})"
-        raise ConfigError("router_noise.engines", noise.engines, problem, "set it to trainer, or use embedded")
+        raise ConfigError(
+            "router_noise.engines", noise.engines, problem, "set it to trainer, or use embedded"
+        )

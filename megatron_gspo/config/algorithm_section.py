@@ -13,7 +13,8 @@ from megatron_gspo.algorithms.presets import CORRECTIONS, PRESETS
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig(Objective):
-    """The objective of the run. `preset` and the loader fill in the fields of the preset that `name` is.
+    """The objective of the run. `preset` and the loader fill in the fields of the preset that
+    `name` is.
 
     Raises ValueError where the fields contradict each other or the name (see `Objective`).
     """
@@ -23,8 +24,20 @@ class AlgorithmConfig(Objective):
     )
 
     name: Literal[
-        "gspo", "gspo_token", "grpo", "dr_grpo", "dapo", "gmpo", "luspo", "cispo", "sapo", "dppo_tv", "dppo_kl",
-        "minirl", "ppo", "sft",
+        "gspo",
+        "gspo_token",
+        "grpo",
+        "dr_grpo",
+        "dapo",
+        "gmpo",
+        "luspo",
+        "cispo",
+        "sapo",
+        "dppo_tv",
+        "dppo_kl",
+        "minirl",
+        "ppo",
+        "sft",
     ] = "gspo"
     """Algorithm whose preset sets the defaults of this section. A null keeps the preset's value."""
     kl_reward_coef: Annotated[float, Ge(0)] = 0.0
@@ -68,9 +81,13 @@ class AlgorithmConfig(Objective):
     """Penalty at the length limit."""
 
     @classmethod
-    def preset(cls, name: str = "gspo", *, max_response_length: int | None = None, **overrides: Any) -> AlgorithmConfig:
+    def preset(
+        cls, name: str = "gspo", *, max_response_length: int | None = None, **overrides: Any
+    ) -> AlgorithmConfig:
         """The section of a published algorithm, with any field replaced. See `with_preset`."""
-        return cls(**with_preset({"name": name, **overrides}, max_response_length=max_response_length))
+        return cls(
+            **with_preset({"name": name, **overrides}, max_response_length=max_response_length)
+        )
 
     @property
     def rollout_rs_band(self) -> tuple[float, float]:
@@ -80,10 +97,11 @@ class AlgorithmConfig(Objective):
 
     @property
     def bounds_weights(self) -> bool:
-        """Whether a token of extreme ratio has little weight in the gradient, for either sign of its advantage.
+        """Whether a token of extreme ratio has little weight in the gradient, for either sign of
+        its advantage.
 
-        With `rollout_is: token` ratio and weight multiply to that of the trained policy and the rollout engine: an old
-        log-prob that is far off cancels."""
+        With `rollout_is: token` ratio and weight multiply to that of the trained policy and the
+        rollout engine: an old log-prob that is far off cancels."""
         return self.dual_clip is not None or self.rollout_is == "token" or self.surrogate != "clip"
 
     @property
@@ -105,16 +123,21 @@ class AlgorithmConfig(Objective):
 def with_preset(given: dict[str, Any], *, max_response_length: int | None) -> dict[str, Any]:
     """The fields of section `algorithm`: those given, else the preset's.
 
-    given: keys of the section; a null counts as not given. max_response_length: `loss_scale_factor` of a preset that
-    needs one, in tokens.
+    given: keys of the section; a null counts as not given. max_response_length: `loss_scale_factor`
+    of a preset that needs one, in tokens.
     """
     known = {field.name for field in fields(AlgorithmConfig)}
     name = given.get("name") or "gspo"
-    preset = PRESETS[name if isinstance(name, str) and name in PRESETS else "gspo"]  # validation refuses other names
+    preset = PRESETS[
+        name if isinstance(name, str) and name in PRESETS else "gspo"
+    ]  # validation refuses other names
     chosen = {key: value for key, value in given.items() if value is not None or key not in known}
     correction = given.get("rollout_correction_preset")
     corrected = CORRECTIONS.get(correction, {}) if isinstance(correction, str) else {}  # as above
     filled = {"name": name, **preset, **corrected, **chosen}
-    if filled.get("loss_agg_mode") == "seq-mean-token-sum-norm" and filled.get("loss_scale_factor") is None:
+    if (
+        filled.get("loss_agg_mode") == "seq-mean-token-sum-norm"
+        and filled.get("loss_scale_factor") is None
+    ):
         filled["loss_scale_factor"] = max_response_length
     return filled

@@ -20,8 +20,8 @@ _PRINT_GRACE = 10.0  # seconds; ranks start seconds apart on a busy machine
 def from_command_line(arguments: Sequence[str], usage: str) -> Config:
     """The config that the arguments name.
 
-    `--help` prints every key and exits with 0; an error prints one line and exits with 2. Under torchrun only
-    the first rank of a node prints.
+    `--help` prints every key and exits with 0; an error prints one line and exits with 2. Under
+    torchrun only the first rank of a node prints.
     """
     prints = os.environ.get("LOCAL_RANK", "0") == "0"  # each node has its own files
     if any(argument in ("-h", "--help") for argument in arguments):
@@ -35,7 +35,10 @@ def from_command_line(arguments: Sequence[str], usage: str) -> Config:
 
 
 def refuse(error: ConfigError) -> NoReturn:
-    """Print the line, once per node, and exit with 2. The other ranks wait: torchrun ends all at the first exit."""
+    """Print the line, once per node, and exit with 2.
+
+    The other ranks wait: torchrun ends all at the first exit.
+    """
     if os.environ.get("LOCAL_RANK", "0") == "0":
         tell_torchrun(f"{error.label}: {error}")
         report(error)

@@ -31,7 +31,9 @@ _OF_OTHER_KEYS = {
 
 
 def check_data(data: DataConfig) -> None:
-    """One source of prompts, a verifier that can score them, and a format that keeps the question."""
+    """One source of prompts, a verifier that can score them, and a format that keeps the
+    question.
+    """
     for key, paths in (("prompts", data.prompts), ("eval_prompts", data.eval_prompts)):
         if paths == () or paths == "":
             raise ConfigError(f"data.{key}", paths, "names no file", "name one, or set it to null")
@@ -48,23 +50,34 @@ def check_prompt_format(data: DataConfig) -> None:
     """The template keeps the question, and what only a chat template writes has one."""
     if "{question}" not in data.prompt_template:
         fix = "put {question} where the question goes"
-        raise ConfigError("data.prompt_template", data.prompt_template, "would drop the question", fix)
+        raise ConfigError(
+            "data.prompt_template", data.prompt_template, "would drop the question", fix
+        )
     if data.system_prompt is not None and not data.chat_template:
         fix = "set data.chat_template: true, or write it into data.prompt_template"
         raise ConfigError("data.system_prompt", data.system_prompt, "needs the chat template", fix)
     if data.system_prompt_key is not None and not data.chat_template:
         fix = "set data.chat_template: true"
-        raise ConfigError("data.system_prompt_key", data.system_prompt_key, "needs the chat template", fix)
+        raise ConfigError(
+            "data.system_prompt_key", data.system_prompt_key, "needs the chat template", fix
+        )
     if data.system_prompt_key is not None and data.system_prompt is not None:
         problem = "and data.system_prompt both give the system message"
-        raise ConfigError("data.system_prompt_key", data.system_prompt_key, problem, "set one of them")
+        raise ConfigError(
+            "data.system_prompt_key", data.system_prompt_key, problem, "set one of them"
+        )
     if data.chat_template_options and not data.chat_template:
         fix = "set data.chat_template: true"
-        raise ConfigError("data.chat_template_options", data.chat_template_options, "needs the chat template", fix)
+        raise ConfigError(
+            "data.chat_template_options", data.chat_template_options, "needs the chat template", fix
+        )
     for name in sorted(_OF_OTHER_KEYS.keys() & data.chat_template_options.keys()):
         value = data.chat_template_options[name]
         raise ConfigError(
-            f"data.chat_template_options.{name}", value, "is no option of a template", _OF_OTHER_KEYS[name]
+            f"data.chat_template_options.{name}",
+            value,
+            "is no option of a template",
+            _OF_OTHER_KEYS[name],
         )
 
 
@@ -76,7 +89,10 @@ def _check_verifier(data: DataConfig) -> None:
     place, _, function = verifier.rpartition(":")
     named = place.endswith(".py") or all(part.isidentifier() for part in place.split("."))
     if verifier not in VERIFIERS and not (named and function.isidentifier()):
-        fix = f"set one of {', '.join(VERIFIERS)}, path/to/file.py:function or package.module:function"
+        fix = (
+            f"set one of {', '.join(VERIFIERS)}, path/to/file.py:function or"
+            " package.module:function"
+        )
         raise ConfigError("data.verifier", verifier, "is not a verifier", fix)
     answer = data.answer_key is not None or data.last_assistant_message == "answer"
     if verifier in VERIFIERS[:2] and not answer and data.task is None:
@@ -87,20 +103,34 @@ def _check_verifier(data: DataConfig) -> None:
 def _check_code(data: DataConfig) -> None:
     """The verifier `code` runs in workers, with time for at least two tests."""
     if data.verifier_options:
-        raise ConfigError("data.verifier_options", data.verifier_options, "is not read by the verifier code",
-                          "set the keys of data.code")  # fmt: skip
-    needed = 2 * data.code.wall_limit + 1.0 + (COMPILE_SECONDS if data.code.language == "cpp" else 0.0)
+        raise ConfigError(
+            "data.verifier_options",
+            data.verifier_options,
+            "is not read by the verifier code",
+            "set the keys of data.code",
+        )
+    needed = (
+        2 * data.code.wall_limit + 1.0 + (COMPILE_SECONDS if data.code.language == "cpp" else 0.0)
+    )
     if data.verifier_timeout is None or data.verifier_timeout < needed:
         problem = "ends a verification before two programs at the time limit end"
-        raise ConfigError("data.verifier_timeout", data.verifier_timeout, problem,
-                          f"set at least {needed:g}, or a lower data.code.time_limit")  # fmt: skip
+        raise ConfigError(
+            "data.verifier_timeout",
+            data.verifier_timeout,
+            problem,
+            f"set at least {needed:g}, or a lower data.code.time_limit",
+        )
     if data.code.sandbox_url is not None:
         try:
             check_url(data.code.sandbox_url)
         except ValueError:
             shown = without_password(data.code.sandbox_url)
-            raise ConfigError("data.code.sandbox_url", shown, "is not the address of a server",
-                              "give http://host:port, without user, path or query") from None  # fmt: skip
+            raise ConfigError(
+                "data.code.sandbox_url",
+                shown,
+                "is not the address of a server",
+                "give http://host:port, without user, path or query",
+            ) from None
 
 
 def check_data_files(data: DataConfig) -> None:

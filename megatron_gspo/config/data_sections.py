@@ -101,11 +101,16 @@ class DataConfig:
 
     @property
     def resolved_verifier_options(self) -> dict[str, Any]:
-        """Keyword arguments of the verifier. The tests of a response end in time for its last one to be killed."""
+        """Keyword arguments of the verifier.
+
+        The tests of a response end in time for its last one to be killed.
+        """
         if self.resolved_verifier != "code":
             return self.verifier_options
         assert self.verifier_timeout is not None
-        return asdict(self.code) | {"time_budget": self.verifier_timeout - self.code.wall_limit - 1.0}
+        return asdict(self.code) | {
+            "time_budget": self.verifier_timeout - self.code.wall_limit - 1.0
+        }
 
     @property
     def has_eval_prompts(self) -> bool:

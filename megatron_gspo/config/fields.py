@@ -31,7 +31,9 @@ class Key:
 
 
 def keys(section: type, prefix: str = "") -> Iterator[Key]:
-    """Every leaf key of a section dataclass, in order; a section's own keys come before its subsections'."""
+    """Every leaf key of a section dataclass, in order; a section's own keys come before its
+    subsections'.
+    """
     subsections = []
     texts = docstrings(section)
     for name, annotation in field_types(section).items():
@@ -39,7 +41,12 @@ def keys(section: type, prefix: str = "") -> Iterator[Key]:
         if subsection is not None:
             subsections.append((subsection, f"{prefix}{name}."))
         else:
-            yield Key(prefix + name, describe_type(annotation), _default(section, name), texts.get(name, ""))
+            yield Key(
+                prefix + name,
+                describe_type(annotation),
+                _default(section, name),
+                texts.get(name, ""),
+            )
     for subsection, inner in subsections:
         yield from keys(subsection, inner)
 
@@ -67,7 +74,9 @@ def _own_docstrings(section: type) -> dict[str, str]:
     found = {}
     for field, text in zip(definition.body, definition.body[1:], strict=False):
         match field, text:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(content))):
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(
+                value=ast.Constant(value=str(content))
+            ):
                 found[name] = " ".join(content.split())
     return found
 
@@ -108,7 +117,9 @@ def describe_type(annotation: Any) -> str:
 
 def choices(annotation: Any) -> list[str]:
     """The allowed words of a field, [] where it has none."""
-    found = [typing.get_args(o) for o in _options(annotation) if typing.get_origin(o) is typing.Literal]
+    found = [
+        typing.get_args(o) for o in _options(annotation) if typing.get_origin(o) is typing.Literal
+    ]
     return [word for group in found for word in group]
 
 
@@ -137,7 +148,11 @@ def _name(annotation: Any) -> str:
 
 def _bare(annotation: Any) -> Any:
     """An annotation without the bounds of `Annotated`."""
-    return typing.get_args(annotation)[0] if typing.get_origin(annotation) is typing.Annotated else annotation
+    return (
+        typing.get_args(annotation)[0]
+        if typing.get_origin(annotation) is typing.Annotated
+        else annotation
+    )
 
 
 def _plural(name: str) -> str:

@@ -1,4 +1,7 @@
-"""From a YAML file and `key.sub=value` overrides to plain data. Every error is a one-line ConfigError."""
+"""From a YAML file and `key.sub=value` overrides to plain data.
+
+Every error is a one-line ConfigError.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,8 @@ _MOST_VALUES = 100_000  # with what each alias stands for written out
 _MOST_LEVELS = 64  # of lists and mappings within each other
 _TAG = "tag:yaml.org,2002:"
 _UNUSABLE = re.compile("[\0\ud800-\udfff]")  # in no path, and in no text that is written
-# YAML 1.1 reads 010 as 8, 1:30 as 90 and 2026-01-31 as a date: numbers are those of YAML 1.2, dates are text.
+# YAML 1.1 reads 010 as 8, 1:30 as 90 and 2026-01-31 as a date: numbers are those of YAML 1.2, dates
+# are text.
 _SHOWN = 60  # characters of an invalid value in a message
 _REPLACED = tuple(_TAG + name for name in ("int", "float", "timestamp", "value"))
 _NOT_IN_A_CONFIG = tuple(_TAG + name for name in ("binary", "omap", "pairs", "set", "timestamp"))
@@ -29,7 +33,9 @@ _FLOAT = re.compile(
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML with YAML 1.2 numbers (`1e-6` is one), no dates, no duplicate keys, and a limit on nesting."""
+    """Safe YAML with YAML 1.2 numbers (`1e-6` is one), no dates, no duplicate keys, and a limit
+    on nesting.
+    """
 
     yaml_implicit_resolvers = {
         first: [(tag, pattern) for tag, pattern in resolvers if tag not in _REPLACED]
@@ -77,7 +83,9 @@ def _integer(loader: _Loader, node: yaml.ScalarNode) -> int:
         fix = "write it without leading zeros, or in quotes if it is text"
         raise ConfigError(text, MISSING, f"is not an integer {line}", fix)
     if number is None or number.bit_length() > 64:
-        raise ConfigError(_cut(text), MISSING, f"is a number of more than 64 bits {line}", "write a smaller one")
+        raise ConfigError(
+            _cut(text), MISSING, f"is a number of more than 64 bits {line}", "write a smaller one"
+        )
     return number
 
 
@@ -99,7 +107,10 @@ def parse_yaml(text: str, source: str) -> Any:
         where = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
         problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "unreadable"
         raise ConfigError(
-            source, MISSING, f"is not YAML{where}: {problem}", "fix the syntax, quote special characters"
+            source,
+            MISSING,
+            f"is not YAML{where}: {problem}",
+            "fix the syntax, quote special characters",
         ) from None
     except ConfigError:
         raise
@@ -109,7 +120,9 @@ def parse_yaml(text: str, source: str) -> Any:
 
 
 def _check_size(node: yaml.Node, source: str) -> None:
-    """Refuse a document that its aliases make huge, or that has characters no config needs, before it is built."""
+    """Refuse a document that its aliases make huge, or that has characters no config needs,
+    before it is built.
+    """
     values, levels = _size(node, {}, source)
     if values > _MOST_VALUES:
         problem = f"has more than {_MOST_VALUES:,} values with its aliases (*name) written out"
@@ -118,8 +131,13 @@ def _check_size(node: yaml.Node, source: str) -> None:
         raise ConfigError(source, MISSING, f"has {_TOO_DEEP}", "write the values that are meant")
 
 
-def _size(node: yaml.Node, sizes: dict[int, tuple[int, int] | None], source: str) -> tuple[int, int]:
-    """(number of values, levels) of a node. sizes: of the nodes so far, by id; None while a node is being counted."""
+def _size(
+    node: yaml.Node, sizes: dict[int, tuple[int, int] | None], source: str
+) -> tuple[int, int]:
+    """(number of values, levels) of a node.
+
+    sizes: of the nodes so far, by id; None while a node is being counted.
+    """
     if id(node) in sizes:
         known = sizes[id(node)]
         if known is None:
@@ -127,7 +145,9 @@ def _size(node: yaml.Node, sizes: dict[int, tuple[int, int] | None], source: str
             raise ConfigError(source, MISSING, problem, "write the values that are meant")
         return known
     if isinstance(node, yaml.ScalarNode) and _UNUSABLE.search(node.value):
-        problem = f"has a NUL character or half of a surrogate pair (line {node.start_mark.line + 1})"
+        problem = (
+            f"has a NUL character or half of a surrogate pair (line {node.start_mark.line + 1})"
+        )
         raise ConfigError(source, MISSING, problem, "remove it")
     sizes[id(node)] = None
     inner: list[yaml.Node] = []
@@ -160,7 +180,9 @@ def read_file(path: str | Path) -> dict[str, Any]:
         raise ConfigError(str(path), MISSING, f"is larger than {show_bytes(_MOST_BYTES)}", fix)
     data = parse_yaml(text, str(path))
     if not isinstance(data, dict):
-        raise ConfigError(str(path), MISSING, "is not a mapping of keys", "start from a file in examples/")
+        raise ConfigError(
+            str(path), MISSING, "is not a mapping of keys", "start from a file in examples/"
+        )
     return data
 
 
@@ -175,7 +197,9 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str,
             fix = "write key.sub=value, e.g. optimizer.lr=1e-6"
             raise ConfigError(shown, MISSING, "is not an override", fix)
         if key.startswith("-"):
-            raise ConfigError(shown, MISSING, "overrides take no dashes", f"write {shown.lstrip('-')}")
+            raise ConfigError(
+                shown, MISSING, "overrides take no dashes", f"write {shown.lstrip('-')}"
+            )
         _set(result, parts, parse_yaml(text, shown))
     return result
 
@@ -192,9 +216,9 @@ _FOR_SERVERS = re.compile(r"--(sglang|vllm)\.(.*)", re.DOTALL)
 
 
 def split_server_arguments(arguments: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
-    """(overrides, arguments for the servers by section): `--sglang.xyz value` and `--sglang.xyz=value` are for those of
-    `sglang`, as `--xyz value` and `--xyz=value`. A value is a following argument that is no override and starts without
-    a dash."""
+    """(overrides, arguments for the servers by section): `--sglang.xyz value` and
+    `--sglang.xyz=value` are for those of `sglang`, as `--xyz value` and `--xyz=value`. A value is a
+    following argument that is no override and starts without a dash."""
     ours: list[str] = []
     theirs: dict[str, list[str]] = {}
     after = ""

@@ -1,4 +1,7 @@
-"""Checks of the model directory and of the config against its config.json. Each raises ConfigError."""
+"""Checks of the model directory and of the config against its config.json.
+
+Each raises ConfigError.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,13 @@ from megatron_gspo.config.fields import default_of
 from megatron_gspo.config.rollout_sections import RolloutConfig, RouterNoiseConfig, RoutingConfig
 from megatron_gspo.models.companions import companions
 from megatron_gspo.models.families import FAMILIES, family_of
-from megatron_gspo.models.model_shape import ModelError, check_sizes, experts_of, language_config, read_json
+from megatron_gspo.models.model_shape import (
+    ModelError,
+    check_sizes,
+    experts_of,
+    language_config,
+    read_json,
+)
 
 
 def read_hf_config(path: str | Path, key: str = "model.path") -> dict[str, Any]:
@@ -32,7 +41,10 @@ def read_hf_config(path: str | Path, key: str = "model.path") -> dict[str, Any]:
 
 
 def check_family(key: str, path: str, hf: dict[str, Any]) -> None:
-    """The model of a key belongs to a supported family and its sizes are plausible. hf: its config.json."""
+    """The model of a key belongs to a supported family and its sizes are plausible.
+
+    hf: its config.json.
+    """
     kind = hf.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         problem = f"its config.json has model_type {show(kind)}"
@@ -48,14 +60,22 @@ def check_critic_model(path: str, critic: dict[str, Any], policy: dict[str, Any]
     for name, words in (("vocab_size", "a vocabulary"), ("max_position_embeddings", "positions")):
         if (found := critic.get(name)) is not None and found < policy.get(name, 0):
             problem = f"has {words} of {found}, the policy of {policy[name]}"
-            raise ConfigError("critic.path", path, problem, "use a model with the policy's tokenizer and length")
+            raise ConfigError(
+                "critic.path", path, problem, "use a model with the policy's tokenizer and length"
+            )
 
 
 def check_experts(routing: RoutingConfig, noise: RouterNoiseConfig, hf: dict[str, Any]) -> None:
-    """A model without experts has no routes, and a random choice of experts keeps some. hf: its config.json."""
+    """A model without experts has no routes, and a random choice of experts keeps some.
+
+    hf: its config.json.
+    """
     if experts := experts_of(hf):
         if noise.engines != "none" and _router_score(hf) != "softmax":
-            problem = f"the routers of {hf['model_type']} add a bias to sigmoids; noise is defined for softmax routers"
+            problem = (
+                f"the routers of {hf['model_type']} add a bias to sigmoids; noise is defined for"
+                " softmax routers"
+            )
             raise ConfigError("router_noise.engines", noise.engines, problem, "set it to none")
         target, most = noise.target_flip_rate, 1 - hf.get("num_experts_per_tok", 0) / experts
         if target is not None and target >= most:
@@ -69,11 +89,18 @@ def check_experts(routing: RoutingConfig, noise: RouterNoiseConfig, hf: dict[str
     ):
         off = default_of(type(values), key)
         if (value := getattr(values, key)) != off:
-            raise ConfigError(f"{section}.{key}", value, "the model has no experts", f"set it to {str(off).lower()}")
+            raise ConfigError(
+                f"{section}.{key}",
+                value,
+                "the model has no experts",
+                f"set it to {str(off).lower()}",
+            )
 
 
 def _router_score(hf: dict[str, Any]) -> str:
-    """Of the model's routers; that of most where config.json is refused, which has a message of its own."""
+    """Of the model's routers; that of most where config.json is refused, which has a message of
+    its own.
+    """
     try:
         return family_of(hf)[1].router.score
     except ModelError:
@@ -85,13 +112,20 @@ def check_positions(rollout: RolloutConfig, max_prompt_length: int, hf: dict[str
     longest = max_prompt_length + rollout.max_response_length
     limit = hf.get("max_position_embeddings")
     if limit is not None and longest > limit:
-        problem = f"with data.max_prompt_length it makes {longest} tokens and the model has {limit} positions"
+        problem = (
+            f"with data.max_prompt_length it makes {longest} tokens and the model has {limit}"
+            " positions"
+        )
         value = rollout.max_response_length
-        raise ConfigError("rollout.max_response_length", value, problem, f"keep the sum within {limit}")
+        raise ConfigError(
+            "rollout.max_response_length", value, problem, f"keep the sum within {limit}"
+        )
 
 
 def check_weight_files(key: str, path: str, init: str) -> None:
-    """The directory has safetensors weights, unless they are random, and files beside them that an export can hold."""
+    """The directory has safetensors weights, unless they are random, and files beside them that
+    an export can hold.
+    """
     weights = Path(path)
     try:
         companions(weights)

@@ -81,12 +81,18 @@ class ParallelConfig:
     @property
     def extra_pipeline_layers(self) -> int:
         """Embedding and loss that count as layers in the pipeline split: 0, 1 or 2."""
-        return int(self.account_for_embedding_in_pipeline_split) + int(self.account_for_loss_in_pipeline_split)
+        return int(self.account_for_embedding_in_pipeline_split) + int(
+            self.account_for_loss_in_pipeline_split
+        )
 
     @property
     def model_parallel_size(self) -> int:
         """Ranks of one model replica: TP x PP x CP."""
-        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+        return (
+            self.tensor_model_parallel_size
+            * self.pipeline_model_parallel_size
+            * self.context_parallel_size
+        )
 
     def data_parallel_size(self, world_size: int) -> int:
         """Model replicas among `world_size` ranks; `Config.check` verifies that it divides."""
@@ -94,11 +100,15 @@ class ParallelConfig:
 
     @property
     def sequence_multiple(self) -> int:
-        """Every packed sequence is padded to a multiple of this number of tokens: 2 x CP, or 1 without CP."""
+        """Every packed sequence is padded to a multiple of this number of tokens: 2 x CP, or 1
+        without CP.
+        """
         return 2 * self.context_parallel_size if self.context_parallel_size > 1 else 1
 
     @property
     def total_multiple(self) -> int:
-        """A packed micro-batch is padded to a multiple of this, so that all CP x TP ranks hold equal parts."""
+        """A packed micro-batch is padded to a multiple of this, so that all CP x TP ranks hold
+        equal parts.
+        """
         scatter = self.tensor_model_parallel_size if self.use_sequence_parallel else 1
         return self.sequence_multiple * scatter

@@ -1,4 +1,7 @@
-"""Checks of the parallel sizes against each other, the processes and the model. Each raises ConfigError."""
+"""Checks of the parallel sizes against each other, the processes and the model.
+
+Each raises ConfigError.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,9 @@ def check_parallel(parallel: ParallelConfig) -> None:
     virtual = parallel.virtual_pipeline_model_parallel_size
     if virtual is not None and parallel.pipeline_model_parallel_size == 1:
         fix = "set parallel.pipeline_model_parallel_size above 1, or this to null"
-        raise ConfigError("parallel.virtual_pipeline_model_parallel_size", virtual, "needs a pipeline", fix)
+        raise ConfigError(
+            "parallel.virtual_pipeline_model_parallel_size", virtual, "needs a pipeline", fix
+        )
     if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
         problem = "splits tokens between tensor-parallel ranks and there is one"
         raise ConfigError("parallel.sequence_parallel", True, problem, "set it to null")
@@ -22,7 +27,9 @@ def check_parallel(parallel: ParallelConfig) -> None:
         for key in ("use_distributed_optimizer", "overlap_grad_reduce"):
             if not getattr(parallel, key):
                 fix = f"set parallel.{key}: true, or this to false"
-                raise ConfigError("parallel.overlap_param_gather", True, f"needs parallel.{key}", fix)
+                raise ConfigError(
+                    "parallel.overlap_param_gather", True, f"needs parallel.{key}", fix
+                )
 
 
 def check_layout(parallel: ParallelConfig, world_size: int) -> None:
@@ -34,7 +41,11 @@ def check_layout(parallel: ParallelConfig, world_size: int) -> None:
         raise ConfigError("parallel.tensor_model_parallel_size", tensor, fault, fix)
     expert_tensor, expert = parallel.expert_tensor_size, parallel.expert_model_parallel_size
     if fault := _remainder("ETP x EP x PP", (expert_tensor, expert, pipeline), world_size):
-        fix = f"set a divisor of {world_size // pipeline}" if expert_tensor == 1 else "lower EP or ETP"
+        fix = (
+            f"set a divisor of {world_size // pipeline}"
+            if expert_tensor == 1
+            else "lower EP or ETP"
+        )
         raise ConfigError("parallel.expert_model_parallel_size", expert, fault, fix)
 
 
@@ -45,23 +56,43 @@ def _remainder(names: str, sizes: tuple[int, int, int], world_size: int) -> str 
 
 
 def check_divisibility(parallel: ParallelConfig, hf: dict[str, Any]) -> None:
-    """Heads, key-value groups, widths, layers and experts of a config.json are divisible by the parallel sizes."""
+    """Heads, key-value groups, widths, layers and experts of a config.json are divisible by the
+    parallel sizes.
+    """
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     experts = experts_of(hf) or 0
-    has_dense = not experts or any(hf.get(key) for key in ("first_k_dense_replace", "mlp_layer_types"))
-    for key in ("num_attention_heads", "num_key_value_heads") + (("intermediate_size",) if has_dense else ()):
+    has_dense = not experts or any(
+        hf.get(key) for key in ("first_k_dense_replace", "mlp_layer_types")
+    )
+    for key in ("num_attention_heads", "num_key_value_heads") + (
+        ("intermediate_size",) if has_dense else ()
+    ):
         _divides("tensor_model_parallel_size", tensor, key, hf.get(key))
-    if heads := hf.get("linear_num_key_heads"):  # under context parallelism the ranks exchange heads for tokens
+    if heads := hf.get(
+        "linear_num_key_heads"
+    ):  # under context parallelism the ranks exchange heads for tokens
         _divides("tensor_model_parallel_size", tensor, "linear_num_key_heads", heads)
         context = parallel.context_parallel_size
-        _divides("context_parallel_size", context, f"linear_num_key_heads / {tensor} (TP)", heads // tensor)
+        _divides(
+            "context_parallel_size",
+            context,
+            f"linear_num_key_heads / {tensor} (TP)",
+            heads // tensor,
+        )
     virtual = parallel.virtual_pipeline_model_parallel_size
     extra = parallel.extra_pipeline_layers
     layers = None if hf.get("num_hidden_layers") is None else hf["num_hidden_layers"] + extra
-    _divides("pipeline_model_parallel_size", pipeline, f"num_hidden_layers{f' + {extra}' if extra else ''}", layers)
+    _divides(
+        "pipeline_model_parallel_size",
+        pipeline,
+        f"num_hidden_layers{f' + {extra}' if extra else ''}",
+        layers,
+    )
     if virtual is not None:
         layers = (layers or 0) // pipeline
-        _divides("virtual_pipeline_model_parallel_size", virtual, "layers of a pipeline stage", layers)
+        _divides(
+            "virtual_pipeline_model_parallel_size", virtual, "layers of a pipeline stage", layers
+        )
     if experts:
         _check_experts(parallel, hf, experts)
         return
@@ -72,13 +103,22 @@ def check_divisibility(parallel: ParallelConfig, hf: dict[str, Any]) -> None:
 
 def _check_experts(parallel: ParallelConfig, hf: dict[str, Any], experts: int) -> None:
     tensor = parallel.tensor_model_parallel_size
-    _divides("expert_model_parallel_size", parallel.expert_model_parallel_size, "num_experts", experts)
+    _divides(
+        "expert_model_parallel_size", parallel.expert_model_parallel_size, "num_experts", experts
+    )
     width = hf.get("moe_intermediate_size", hf.get("intermediate_size"))  # gpt-oss has no other
-    _divides("expert_tensor_parallel_size", parallel.expert_tensor_size, "moe_intermediate_size", width)
+    _divides(
+        "expert_tensor_parallel_size", parallel.expert_tensor_size, "moe_intermediate_size", width
+    )
     shared = hf.get("shared_expert_intermediate_size")
     _divides("tensor_model_parallel_size", tensor, "shared_expert_intermediate_size", shared)
     if width is not None and (number := hf.get("n_shared_experts")):
-        _divides("tensor_model_parallel_size", tensor, "n_shared_experts x moe_intermediate_size", number * width)
+        _divides(
+            "tensor_model_parallel_size",
+            tensor,
+            "n_shared_experts x moe_intermediate_size",
+            number * width,
+        )
     if tensor > 1 and not parallel.use_sequence_parallel:
         problem = "a mixture of experts with tensor parallelism needs it"
         raise ConfigError("parallel.sequence_parallel", False, problem, "set it to null or true")
@@ -88,4 +128,6 @@ def _divides(name: str, size: int, quantity: str, amount: int | None) -> None:
     if amount is not None and amount % size:
         divisors = [d for d in range(1, amount + 1) if amount % d == 0]
         fix = f"set one of {', '.join(map(str, divisors[:8]))}"
-        raise ConfigError(f"parallel.{name}", size, f"does not divide the model's {quantity} = {amount}", fix)
+        raise ConfigError(
+            f"parallel.{name}", size, f"does not divide the model's {quantity} = {amount}", fix
+        )

@@ -54,5 +54,6 @@ def _expand_value(key: str, value: object) -> object:
 def _is_path(annotation: object) -> bool:
     """Whether the marker is anywhere in an annotation."""
     return isinstance(annotation, IsPath) or any(
-        _is_path(inner) for inner in (*typing.get_args(annotation), *getattr(annotation, "__metadata__", ()))
+        _is_path(inner)
+        for inner in (*typing.get_args(annotation), *getattr(annotation, "__metadata__", ()))
     )

@@ -1,4 +1,6 @@
-"""What `data.prompts` and `data.eval_prompts` name: files, folders, globs, and splits of data sets."""
+"""What `data.prompts` and `data.eval_prompts` name: files, folders, globs, and splits of data
+sets.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,9 @@ _PATTERN = frozenset("*?[")
 def matching_paths(written: str | Path) -> list[tuple[Path, str | None]]:
     """(file or folder, split or None) of each match; empty without any.
 
-    A path that exists is itself, also if it has a colon or characters of a glob. Otherwise `path:split` names a split,
-    and a glob stands for the files that it matches in alphabetical order (`**` for folders of any depth), or for the
-    folders if it matches no file.
+    A path that exists is itself, also if it has a colon or characters of a glob. Otherwise
+    `path:split` names a split, and a glob stands for the files that it matches in alphabetical
+    order (`**` for folders of any depth), or for the folders if it matches no file.
     """
     text = str(written)
     if Path(text).exists():

@@ -19,17 +19,24 @@ def check_quantization(rollout: RolloutConfig) -> None:
     """The keys have an effect."""
     section = rollout.quantization
     if section.is_on and rollout.engine == "sft":
-        problem, fix = "reference answers (rollout.engine: sft) come from no model", "set it to none"
+        problem, fix = (
+            "reference answers (rollout.engine: sft) come from no model",
+            "set it to none",
+        )
         raise ConfigError(f"{KEY}.format", section.format, problem, fix)
     for key, value in (("modules", section.modules), ("exclude", section.exclude)):
         if value and not section.is_on:
             problem = f"has no effect with {KEY}.format = none"
-            raise ConfigError(f"{KEY}.{key}", list(value), problem, "set a format, or remove the list")
+            raise ConfigError(
+                f"{KEY}.{key}", list(value), problem, "set a format, or remove the list"
+            )
 
 
-def resolve_quantization(section: QuantizationConfig, hf: dict[str, Any]) -> QuantizationPlan | None:
-    """The plan for a model; None without quantization. hf: its config.json. Raises ConfigError for lists that do not
-    go with it."""
+def resolve_quantization(
+    section: QuantizationConfig, hf: dict[str, Any]
+) -> QuantizationPlan | None:
+    """The plan for a model; None without quantization. hf: its config.json. Raises ConfigError for
+    lists that do not go with it."""
     if not section.is_on:
         return None
     try:
@@ -37,7 +44,10 @@ def resolve_quantization(section: QuantizationConfig, hf: dict[str, Any]) -> Qua
     except ModelError:  # has a message of its own
         return None
     if family.stacks_experts:
-        problem = f"{family.model_type} checkpoints hold a layer's experts in one tensor, of which no format is"
+        problem = (
+            f"{family.model_type} checkpoints hold a layer's experts in one tensor, of which no"
+            " format is"
+        )
         raise ConfigError(f"{KEY}.format", section.format, problem, "set it to none")
     try:
         return quantization_plan(section.format, section.modules, section.exclude, family, shape)

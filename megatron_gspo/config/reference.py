@@ -17,7 +17,9 @@ def help_text(model: type, usage: str) -> str:
             lines.append("")
             section = head
         lines.append(
-            f"  {key.name}  ({key.type}; default {key.default})".replace("; default required", "; required")
+            f"  {key.name}  ({key.type}; default {key.default})".replace(
+                "; default required", "; required"
+            )
         )
         lines.append(f"      {key.description}")
     return "\n".join(lines)

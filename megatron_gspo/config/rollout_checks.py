@@ -1,4 +1,7 @@
-"""Checks of sampling, of asynchronous generation and of multi-turn environments. Each raises ConfigError."""
+"""Checks of sampling, of asynchronous generation and of multi-turn environments.
+
+Each raises ConfigError.
+"""
 
 from __future__ import annotations
 
@@ -19,26 +22,40 @@ def check_sampling(rollout: RolloutConfig, evaluation: EvaluationConfig) -> None
         off = default_of(RolloutConfig, key)
         if (value := getattr(rollout, key)) != off:
             problem = "training log-probs are over the whole vocabulary"
-            raise ConfigError(f"rollout.{key}", value, problem, f"set {off:g}, or evaluation.{key} for evaluation")
+            raise ConfigError(
+                f"rollout.{key}", value, problem, f"set {off:g}, or evaluation.{key} for evaluation"
+            )
         if evaluation.temperature == 0 and (value := getattr(evaluation, key)) != off:
             problem = "has no effect with evaluation.temperature = 0"
-            raise ConfigError(f"evaluation.{key}", value, problem, "remove it, or set a temperature above 0")
+            raise ConfigError(
+                f"evaluation.{key}", value, problem, "remove it, or set a temperature above 0"
+            )
     if rollout.temperature == 0:
         problem = "greedy responses to one prompt are all equal"
-        raise ConfigError("rollout.temperature", rollout.temperature, problem, "set it above 0, 1 is usual")
+        raise ConfigError(
+            "rollout.temperature", rollout.temperature, problem, "set it above 0, 1 is usual"
+        )
 
 
 def check_staleness(rollout: RolloutConfig, servers: ServerConfig) -> None:
     """overlap, max_staleness and oversampling of a server engine are compatible."""
     if rollout.overlap and not rollout.max_staleness:
         problem = "samples generated while training are one update behind"
-        raise ConfigError("rollout.overlap", True, problem, "set rollout.max_staleness to 1 or more")
+        raise ConfigError(
+            "rollout.overlap", True, problem, "set rollout.max_staleness to 1 or more"
+        )
     if rollout.overlap and servers.colocated:
-        problem = f"the servers release their memory while the trainer works ({servers.section}.colocated)"
+        problem = (
+            "the servers release their memory while the trainer works"
+            f" ({servers.section}.colocated)"
+        )
         raise ConfigError("rollout.overlap", True, problem, "set one of the two to false")
     if rollout.max_staleness and rollout.oversampling > 1 + rollout.max_staleness:
         behind, limit = rollout.oversampling - 1, rollout.max_staleness
-        problem = f"the last groups would be {behind:g} updates behind, and rollout.max_staleness = {limit}"
+        problem = (
+            f"the last groups would be {behind:g} updates behind, and rollout.max_staleness ="
+            f" {limit}"
+        )
         fix = f"set it to {1 + limit} at most, or raise rollout.max_staleness"
         raise ConfigError("rollout.oversampling", rollout.oversampling, problem, fix)
     if rollout.max_staleness and not rollout.overlap and rollout.oversampling == 1:
@@ -48,13 +65,19 @@ def check_staleness(rollout: RolloutConfig, servers: ServerConfig) -> None:
 
 
 def check_offloading(rollout: RolloutConfig, servers: ServerConfig) -> None:
-    """The engine generates on the trainer's GPUs, and not while it trains. servers: of the engine."""
+    """The engine generates on the trainer's GPUs, and not while it trains.
+
+    servers: of the engine.
+    """
     if not rollout.offload_trainer:
         return
     if rollout.engine == "sft":
         problem, fix = "trains on reference answers (rollout.engine: sft)", "remove it"
     elif rollout.overlap:
-        problem, fix = "the trainer works meanwhile (rollout.overlap)", "set one of the two to false"
+        problem, fix = (
+            "the trainer works meanwhile (rollout.overlap)",
+            "set one of the two to false",
+        )
     elif servers.is_set and not servers.colocated:
         fix = f"set {servers.section}.colocated: true, or remove it"
         problem = "the servers have GPUs of their own"
@@ -64,7 +87,9 @@ def check_offloading(rollout: RolloutConfig, servers: ServerConfig) -> None:
 
 
 def check_environment(rollout: RolloutConfig, algorithm: AlgorithmConfig, data: DataConfig) -> None:
-    """The environment's name is valid, the other sections support episodes, and its keys have an effect."""
+    """The environment's name is valid, the other sections support episodes, and its keys have
+    an effect.
+    """
     name = rollout.environment
     if name is None:
         _check_without_environment(rollout, algorithm)
@@ -75,14 +100,21 @@ def check_environment(rollout: RolloutConfig, algorithm: AlgorithmConfig, data: 
         fix = "set path/to/file.py:factory or package.module:factory"
         raise ConfigError("rollout.environment", name, "is not an environment", fix)
     if algorithm.is_supervised:
-        raise ConfigError("rollout.environment", name, "sft trains on reference answers", "remove the key")
+        raise ConfigError(
+            "rollout.environment", name, "sft trains on reference answers", "remove the key"
+        )
     if data.verifier is not None:
         problem = "has no effect with rollout.environment, which scores the episodes"
         raise ConfigError("data.verifier", data.verifier, problem, "remove one of the two")
     for key in ("max_staleness", "oversampling"):
         if (value := getattr(rollout, key)) != (off := default_of(RolloutConfig, key)):
             problem = "an episode starts and ends within one step"
-            raise ConfigError(f"rollout.{key}", value, problem, f"set it to {off:g}, or remove rollout.environment")
+            raise ConfigError(
+                f"rollout.{key}",
+                value,
+                problem,
+                f"set it to {off:g}, or remove rollout.environment",
+            )
     if algorithm.turn_discount is not None and algorithm.importance_sampling_level == "sequence":
         problem = f"{algorithm.name} has one ratio and one advantage per response"
         fix = "set algorithm.name: gspo_token, or this to null"
@@ -98,7 +130,9 @@ def _check_without_environment(rollout: RolloutConfig, algorithm: AlgorithmConfi
 
 
 def _without_environment(key: str, value: object) -> ConfigError:
-    return ConfigError(key, value, "has no effect without rollout.environment", "set that, or remove this")
+    return ConfigError(
+        key, value, "has no effect without rollout.environment", "set that, or remove this"
+    )
 
 
 def check_environment_file(rollout: RolloutConfig) -> None:

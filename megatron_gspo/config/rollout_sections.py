@@ -1,4 +1,6 @@
-"""Sections `rollout`, `routing` and `router_noise`, and the sampling parameters that `rollout` extends."""
+"""Sections `rollout`, `routing` and `router_noise`, and the sampling parameters that `rollout`
+extends.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +34,18 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         if self.n_samples_per_prompt < 1:
-            raise ValueError(f"n_samples_per_prompt={self.n_samples_per_prompt}: draw at least 1 response per prompt")
+            raise ValueError(
+                f"n_samples_per_prompt={self.n_samples_per_prompt}: draw at least 1 response per"
+                " prompt"
+            )
         if self.max_response_length < 1:
-            raise ValueError(f"max_response_length={self.max_response_length}: give at least 1 token")
+            raise ValueError(
+                f"max_response_length={self.max_response_length}: give at least 1 token"
+            )
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ValueError(f"temperature={self.temperature}: use a value above 0, or 0 for greedy decoding")
+            raise ValueError(
+                f"temperature={self.temperature}: use a value above 0, or 0 for greedy decoding"
+            )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p}: use a value in (0, 1]; 1 turns it off")
         if self.top_k < 0:
@@ -55,11 +64,14 @@ class SamplingParams:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig(SamplingParams):
-    """Generation of the training samples. The section is the sampling parameters of the training samples."""
+    """Generation of the training samples.
+
+    The section is the sampling parameters of the training samples.
+    """
 
     engine: Literal["embedded", "sglang", "vllm", "sft"] = "embedded"
-    """Source of responses: the policy in Transformers (`embedded`), SGLang or vLLM servers, or reference answers
-    (`sft`)."""
+    """Source of responses: the policy in Transformers (`embedded`), SGLang or vLLM servers, or
+    reference answers (`sft`)."""
     rollout_batch_size: Annotated[int, Ge(1)]
     """Prompts per rollout batch."""
     max_batch_size: Annotated[int, Ge(1)] = 256
@@ -89,7 +101,9 @@ class RolloutConfig(SamplingParams):
 
     @property
     def streams(self) -> bool:
-        """Whether groups outlive the step that started them, or more are started than a step takes."""
+        """Whether groups outlive the step that started them, or more are started than a step
+        takes.
+        """
         return self.max_staleness > 0 or self.oversampling > 1
 
     @property
@@ -131,8 +145,9 @@ class RoutingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RouterNoiseConfig:
-    """A stress test: experts are chosen by logits + strength x their standard deviation x gaussian noise, which
-    emulates engines with other kernels and routers that move. The noise is new in every pass."""
+    """A stress test: experts are chosen by logits + strength x their standard deviation x gaussian
+    noise, which emulates engines with other kernels and routers that move. The noise is new in
+    every pass."""
 
     engines: Literal["none", "rollout", "trainer", "both"] = "none"
     """Whose routers are perturbed. The rollout engine's needs `rollout.engine: embedded`."""
@@ -163,8 +178,12 @@ NOISY_ENGINES = {"rollout": "the rollout engine", "trainer": "the trainer", "bot
 
 
 def noise_in_words(engines: str, strength: float | None, target_flip_rate: float | None) -> str:
-    """Whose routers are perturbed and how strongly, as far as that is known; empty without noise."""
+    """Whose routers are perturbed and how strongly, as far as that is known; empty without
+    noise.
+    """
     if engines not in NOISY_ENGINES:
         return ""
     target = "" if target_flip_rate is None else f", {100 * target_flip_rate:g} % of the experts"
-    return f"routers of {NOISY_ENGINES[engines]}{target}" + ("" if strength is None else f", strength {strength:.3g}")
+    return f"routers of {NOISY_ENGINES[engines]}{target}" + (
+        "" if strength is None else f", strength {strength:.3g}"
+    )

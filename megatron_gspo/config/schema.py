@@ -23,7 +23,12 @@ from megatron_gspo.config.algorithm_section import AlgorithmConfig, with_preset
 from megatron_gspo.config.data_checks import check_data, check_data_files
 from megatron_gspo.config.data_sections import DataConfig
 from megatron_gspo.config.load import apply_overrides, read_file
-from megatron_gspo.config.lora_checks import check_adapter_files, check_adapter_updates, check_lora, check_targets
+from megatron_gspo.config.lora_checks import (
+    check_adapter_files,
+    check_adapter_updates,
+    check_lora,
+    check_targets,
+)
 from megatron_gspo.config.lora_section import LoRAConfig
 from megatron_gspo.config.model_checks import (
     check_critic_model,
@@ -79,7 +84,9 @@ class Config:
     run_dir: UserPath
     """Directory for all output of the run."""
     megatron: dict[str, Any] = field(default_factory=dict)
-    """Options of Megatron-Core's config classes, e.g. {moe_permute_fusion: true}; see docs/scaling.md."""
+    """Options of Megatron-Core's config classes, e.g. {moe_permute_fusion: true}; see
+    docs/scaling.md.
+    """
     model: ModelConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig.preset)
@@ -102,7 +109,8 @@ class Config:
     def from_dict(cls, data: dict[str, Any]) -> Config:
         """Validate plain data: keys, types, bounds and choices that contradict each other.
 
-        Raises ConfigError for the first fault. `check` does what depends on the number of processes or on files.
+        Raises ConfigError for the first fault. `check` does what depends on the number of processes
+        or on files.
         """
         refuse_products_of_ratios(data.get("algorithm"))
         config = expand_paths(validate(cls, _resolve_preset(data)))
@@ -125,7 +133,10 @@ class Config:
             check_weight_files("critic.path", self.critic.path, self.model.init)
 
     def check_sizes(self, world_size: int) -> None:
-        """The part of `check` that needs no file of the run but the model's config.json. Raises ConfigError."""
+        """The part of `check` that needs no file of the run but the model's config.json.
+
+        Raises ConfigError.
+        """
         longest = self.data.max_prompt_length + self.rollout.max_response_length
         check_layout(self.parallel, world_size)
         check_batches(self.training, self.parallel, longest, world_size)
@@ -194,9 +205,15 @@ class Config:
 
     @cached_property
     def quantization_plan(self) -> QuantizationPlan | None:
-        """What `rollout.quantization` makes of the model's weights; None: they stay as they are. Raises ConfigError."""
+        """What `rollout.quantization` makes of the model's weights; None: they stay as they
+        are. Raises ConfigError.
+        """
         section = self.rollout.quantization
-        return resolve_quantization(section, read_hf_config(self.model.path)) if section.is_on else None
+        return (
+            resolve_quantization(section, read_hf_config(self.model.path))
+            if section.is_on
+            else None
+        )
 
     @property
     def critic_path(self) -> str:
@@ -211,7 +228,10 @@ class Config:
 
 
 def load_config(
-    path: str | Path, overrides: Sequence[str] = (), *, server_args: Mapping[str, Sequence[str]] | None = None
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    server_args: Mapping[str, Sequence[str]] | None = None,
 ) -> Config:
     """Load a YAML file, apply `key.sub=value` overrides and validate. Raises ConfigError.
 

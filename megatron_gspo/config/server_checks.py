@@ -16,19 +16,30 @@ _ASYNCHRONOUS = ("max_staleness", "overlap", "oversampling")
 
 
 def check_servers(rollout: RolloutConfig, sections: Mapping[str, ServerConfig]) -> None:
-    """Servers are named or to be started, their keys have an effect, and none contradicts another. sections: of the
-    engines that run in servers, by engine."""
+    """Servers are named or to be started, their keys have an effect, and none contradicts another.
+    sections: of the engines that run in servers, by engine."""
     for name, section in sections.items():
         if name != rollout.engine and section != type(section)():
-            problem = f"describes servers, and rollout.engine = {show(rollout.engine)} has none of them"
-            raise ConfigError(name, MISSING, problem, f"set rollout.engine: {name}, or remove the section")
+            problem = (
+                f"describes servers, and rollout.engine = {show(rollout.engine)} has none of them"
+            )
+            raise ConfigError(
+                name, MISSING, problem, f"set rollout.engine: {name}, or remove the section"
+            )
     if rollout.engine not in sections:
         _check_without_servers(rollout)
         return
     servers, name = sections[rollout.engine], rollout.engine
     if bool(servers.urls) == bool(servers.num_servers):
-        problem = "both name servers" if servers.urls else f"names no server, and neither does {name}.num_servers"
-        fix = f"set {name}.urls (running servers) or {name}.num_servers (servers to start), one of them"
+        problem = (
+            "both name servers"
+            if servers.urls
+            else f"names no server, and neither does {name}.num_servers"
+        )
+        fix = (
+            f"set {name}.urls (running servers) or {name}.num_servers (servers to start), one of"
+            " them"
+        )
         raise ConfigError(f"{name}.urls", servers.urls, problem, fix)
     _check_urls(servers)
     check_staleness(rollout, servers)
@@ -55,25 +66,35 @@ def _check_transport(servers: ServerConfig) -> None:
         by_server = key == "weight_checksums" and servers.has_weight_checker
         if getattr(servers, key) and not servers.uses_receiver and not by_server:
             fix = f"set {name}.weight_transport: distributed and {name}.num_servers, or remove it"
-            raise ConfigError(f"{name}.{key}", True, "needs the receiver of servers that the run starts", fix)
+            raise ConfigError(
+                f"{name}.{key}", True, "needs the receiver of servers that the run starts", fix
+            )
     if servers.weight_changes_only and not servers.loads_single_tensors:
         problem, fix = "these servers load a layer from all of its tensors", "remove it"
         raise ConfigError(f"{name}.weight_changes_only", True, problem, fix)
     if servers.colocated and transport == "distributed":
-        problem = f"servers on the trainer's GPUs ({name}.colocated) can't be in an NCCL group with it"
+        problem = (
+            f"servers on the trainer's GPUs ({name}.colocated) can't be in an NCCL group with it"
+        )
         fix = f"set it to {servers.colocated_transports}"
         raise ConfigError(f"{name}.weight_transport", transport, problem, fix)
     if servers.weight_dir is not None and transport != "disk":
         problem = f"has no effect with {name}.weight_transport = {show(transport)}"
-        raise ConfigError(f"{name}.weight_dir", servers.weight_dir, problem,
-                          f"set {name}.weight_transport: disk, or remove it")  # fmt: skip
+        raise ConfigError(
+            f"{name}.weight_dir",
+            servers.weight_dir,
+            problem,
+            f"set {name}.weight_transport: disk, or remove it",
+        )
 
 
 def _check_timeouts(servers: ServerConfig) -> None:
     name = servers.section
     if servers.health_timeout <= 1:
         problem = "a health check takes a second, in which the server generates a token"
-        raise ConfigError(f"{name}.health_timeout", servers.health_timeout, problem, "set it to 2 or more")
+        raise ConfigError(
+            f"{name}.health_timeout", servers.health_timeout, problem, "set it to 2 or more"
+        )
     if servers.resolved_response_timeout < servers.request_timeout:
         problem = f"is less than the {servers.request_timeout:g} s that one request may take"
         fix = f"raise it, or lower {name}.request_timeout"
@@ -84,7 +105,9 @@ def _check_without_servers(rollout: RolloutConfig) -> None:
     for key in _ASYNCHRONOUS:
         if (value := getattr(rollout, key)) != default_of(RolloutConfig, key):
             problem = f"the engine {rollout.engine} completes each batch before training on it"
-            raise ConfigError(f"rollout.{key}", value, problem, "set rollout.engine: sglang or vllm, or remove it")
+            raise ConfigError(
+                f"rollout.{key}", value, problem, "set rollout.engine: sglang or vllm, or remove it"
+            )
 
 
 def _check_urls(servers: ServerConfig) -> None:
@@ -94,8 +117,12 @@ def _check_urls(servers: ServerConfig) -> None:
             check_url(url)
         except ValueError:
             fix = "write http://host:port; a key goes into api_key_file"
-            raise ConfigError(key, without_password(url), "is not the URL of a server", fix) from None
-    if twice := [url for i, url in enumerate(urls) if url.rstrip("/") in [u.rstrip("/") for u in urls[:i]]]:
+            raise ConfigError(
+                key, without_password(url), "is not the URL of a server", fix
+            ) from None
+    if twice := [
+        url for i, url in enumerate(urls) if url.rstrip("/") in [u.rstrip("/") for u in urls[:i]]
+    ]:
         raise ConfigError(key, twice[0], "is listed twice", "list every server once")
 
 
@@ -103,7 +130,10 @@ def check_server_files(servers: ServerConfig) -> None:
     """The interpreter and the key file exist."""
     name = servers.section
     if servers.python is not None and not Path(servers.python).is_file():
-        fix = f"give the Python of the environment that {name} is installed in, e.g. .venv-{name}/bin/python"
+        fix = (
+            f"give the Python of the environment that {name} is installed in, e.g."
+            f" .venv-{name}/bin/python"
+        )
         raise ConfigError(f"{name}.python", servers.python, "no such file", fix)
     if servers.api_key_file is not None:
         try:
@@ -111,5 +141,8 @@ def check_server_files(servers: ServerConfig) -> None:
         except (OSError, UnicodeDecodeError):
             lines = []
         if not lines or not lines[0].strip():
-            problem, fix = "cannot be read, or its first line is empty", "put the key on its first line"
+            problem, fix = (
+                "cannot be read, or its first line is empty",
+                "put the key on its first line",
+            )
             raise ConfigError(f"{name}.api_key_file", servers.api_key_file, problem, fix)

@@ -12,12 +12,18 @@ from megatron_gspo.config.paths import UserPath
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """Inference servers: where they are, how they are started, limits, and how weights reach them."""
+    """Inference servers: where they are, how they are started, limits, and how weights reach
+    them.
+    """
 
     section: ClassVar[str] = "sglang"  # of the config, for messages
     loads_single_tensors: ClassVar[bool] = True  # else a layer is loaded from all of its tensors
-    has_weight_checker: ClassVar[bool] = False  # the servers compute checksums of what they serve, on every transport
-    colocated_transports: ClassVar[str] = "ipc, or to disk"  # that servers on the trainer's GPUs take
+    has_weight_checker: ClassVar[bool] = (
+        False  # the servers compute checksums of what they serve, on every transport
+    )
+    colocated_transports: ClassVar[str] = (
+        "ipc, or to disk"  # that servers on the trainer's GPUs take
+    )
     adapter_transports: ClassVar[tuple[str, ...]] = ("disk",)  # of LoRA adapters alone
     urls: tuple[str, ...] = ()
     """URLs of running servers (or of routers), as http://host:port."""
@@ -28,7 +34,9 @@ class ServerConfig:
     port: Annotated[int, Ge(1), Le(65535)] | None = None
     """Port of the first started server; the others follow. Null takes free ports."""
     server_args: tuple[str, ...] = ()
-    """Arguments of the started servers; on the command line --sglang.tp-size 2 or --vllm.tensor-parallel-size 2."""
+    """Arguments of the started servers; on the command line --sglang.tp-size 2 or
+    --vllm.tensor-parallel-size 2.
+    """
     start_timeout: Annotated[float, Gt(0)] = 600.0
     """Seconds until a server must have started."""
     api_key_file: UserPath | None = None
@@ -73,8 +81,8 @@ class ServerConfig:
     log_prob_check_action: Literal["warn", "stop"] = "stop"
     """Action when a further comparison exceeds the tolerance."""
     colocated: bool = False
-    """The servers share the trainer's GPUs and release their memory during training; not with `distributed`. `urls`
-    need --enable-memory-saver (SGLang) or --enable-sleep-mode (vLLM)."""
+    """The servers share the trainer's GPUs and release their memory during training; not with
+    `distributed`. `urls` need --enable-memory-saver (SGLang) or --enable-sleep-mode (vLLM)."""
 
     @property
     def is_set(self) -> bool:
@@ -98,8 +106,8 @@ class SGLangConfig(ServerConfig):
 
     adapter_transports: ClassVar[tuple[str, ...]] = ("disk", "tensor")
     weight_transport: Literal["distributed", "tensor", "disk", "ipc"] = "distributed"
-    """Weights to servers by broadcast in a process group (`distributed`), HTTP (`tensor`), files (`disk`) or memory
-    handles within a node (`ipc`)."""
+    """Weights to servers by broadcast in a process group (`distributed`), HTTP (`tensor`), files
+    (`disk`) or memory handles within a node (`ipc`)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,12 @@ from megatron_gspo.config.algorithm_section import AlgorithmConfig
 from megatron_gspo.config.config_error import ConfigError
 from megatron_gspo.config.fields import default_of
 from megatron_gspo.config.model_sections import ModelConfig, ParallelConfig
-from megatron_gspo.config.training_sections import CriticConfig, EvaluationConfig, OptimizerConfig, TrainingConfig
+from megatron_gspo.config.training_sections import (
+    CriticConfig,
+    EvaluationConfig,
+    OptimizerConfig,
+    TrainingConfig,
+)
 from megatron_gspo.errors import existing_part
 from megatron_gspo.given_names import CHECKPOINTS
 
@@ -27,21 +32,33 @@ def check_global_batch(training: TrainingConfig, sequences: int) -> None:
     """Mini-batches divide the rollout batch. sequences: responses of a rollout batch."""
     batch = training.global_batch_size
     if sequences % batch:
-        problem = f"does not divide the {sequences} sequences of a rollout batch (prompts x samples per prompt)"
+        problem = (
+            f"does not divide the {sequences} sequences of a rollout batch (prompts x samples per"
+            " prompt)"
+        )
         fix = f"set a divisor of {sequences}, or change rollout.rollout_batch_size"
         raise ConfigError("training.global_batch_size", batch, problem, fix)
 
 
 def check_schedule(section: str, optimizer: OptimizerConfig, steps: int) -> None:
-    """The learning-rate schedule of a section fits the run. steps: optimizer steps of the whole run."""
+    """The learning-rate schedule of a section fits the run.
+
+    steps: optimizer steps of the whole run.
+    """
     if optimizer.lr_decay_style == "constant" and optimizer.min_lr:
-        problem, fix = "a constant schedule never reaches it", f"set {section}.lr_decay_style: linear or cosine"
+        problem, fix = (
+            "a constant schedule never reaches it",
+            f"set {section}.lr_decay_style: linear or cosine",
+        )
         raise ConfigError(f"{section}.min_lr", optimizer.min_lr, problem, fix)
     if optimizer.min_lr > optimizer.lr:
         problem = f"is above {section}.lr = {optimizer.lr}"
         raise ConfigError(f"{section}.min_lr", optimizer.min_lr, problem, "lower it")
     if optimizer.lr_warmup_steps > steps:
-        problem, fix = f"is longer than the run's {steps} optimizer steps", "lower it or raise training.steps"
+        problem, fix = (
+            f"is longer than the run's {steps} optimizer steps",
+            "lower it or raise training.steps",
+        )
         raise ConfigError(f"{section}.lr_warmup_steps", optimizer.lr_warmup_steps, problem, fix)
 
 
@@ -50,28 +67,52 @@ def check_critic(critic: CriticConfig, algorithm: AlgorithmConfig, steps: int) -
     if not algorithm.needs_critic:
         for item in fields(CriticConfig):
             if (value := getattr(critic, item.name)) != default_of(CriticConfig, item.name):
-                problem = f"has no effect with algorithm.advantage_estimator = {algorithm.advantage_estimator}"
-                raise ConfigError(f"critic.{item.name}", value, problem, "set algorithm.name: ppo, or remove the key")
+                problem = (
+                    "has no effect with algorithm.advantage_estimator ="
+                    f" {algorithm.advantage_estimator}"
+                )
+                raise ConfigError(
+                    f"critic.{item.name}",
+                    value,
+                    problem,
+                    "set algorithm.name: ppo, or remove the key",
+                )
     elif critic.warmup_steps >= steps:
-        problem, fix = f"leaves none of the run's {steps} steps for the policy", "lower it or raise training.steps"
+        problem, fix = (
+            f"leaves none of the run's {steps} steps for the policy",
+            "lower it or raise training.steps",
+        )
         raise ConfigError("critic.warmup_steps", critic.warmup_steps, problem, fix)
 
 
 def check_evaluation(evaluation: EvaluationConfig, has_eval_prompts: bool) -> None:
-    """There are held-out prompts where evaluation is configured, and pass@k has enough responses."""
+    """There are held-out prompts where evaluation is configured, and pass@k has enough
+    responses.
+    """
     samples = evaluation.n_samples
     if evaluation.eval_interval and not has_eval_prompts:
-        problem, fix = "there are no held-out prompts", "set data.eval_prompts or data.task.eval_size"
+        problem, fix = (
+            "there are no held-out prompts",
+            "set data.eval_prompts or data.task.eval_size",
+        )
         raise ConfigError("evaluation.eval_interval", evaluation.eval_interval, problem, fix)
     if evaluation.temperature == 0 and samples > 1:
-        problem, fix = "greedy responses to one prompt are all equal", "set 1, or a temperature above 0"
+        problem, fix = (
+            "greedy responses to one prompt are all equal",
+            "set 1, or a temperature above 0",
+        )
         raise ConfigError("evaluation.n_samples", samples, problem, fix)
     if evaluation.pass_at_k and max(evaluation.pass_at_k) > samples:
-        problem, fix = f"pass@k needs k <= evaluation.n_samples = {samples}", "raise n_samples or drop the larger k"
+        problem, fix = (
+            f"pass@k needs k <= evaluation.n_samples = {samples}",
+            "raise n_samples or drop the larger k",
+        )
         raise ConfigError("evaluation.pass_at_k", evaluation.pass_at_k, problem, fix)
 
 
-def check_batches(training: TrainingConfig, parallel: ParallelConfig, longest: int, world_size: int) -> None:
+def check_batches(
+    training: TrainingConfig, parallel: ParallelConfig, longest: int, world_size: int
+) -> None:
     """The longest sequence fits the token budget; fixed micro-batches fill every rank.
 
     longest: tokens of the longest prompt and response together.
@@ -89,11 +130,13 @@ def check_batches(training: TrainingConfig, parallel: ParallelConfig, longest: i
     padded = -(-longest // multiple) * multiple
     if count is None and training.max_tokens_per_micro_batch < padded:
         problem = (
-            f"a sequence may take {padded} tokens (data.max_prompt_length + rollout.max_response_length, "
-            f"padded to a multiple of {multiple})"
+            f"a sequence may take {padded} tokens (data.max_prompt_length +"
+            f" rollout.max_response_length, padded to a multiple of {multiple})"
         )
         value = training.max_tokens_per_micro_batch
-        raise ConfigError("training.max_tokens_per_micro_batch", value, problem, f"set at least {padded}")
+        raise ConfigError(
+            "training.max_tokens_per_micro_batch", value, problem, f"set at least {padded}"
+        )
 
 
 def check_run_dir(run_dir: str, resume: str) -> None:
@@ -104,7 +147,9 @@ def check_run_dir(run_dir: str, resume: str) -> None:
         raise ConfigError("run_dir", run_dir, f"{place} is a file", "choose another directory")
     if not os.access(place, os.W_OK | os.X_OK):
         problem = f"{place} can't be written by this user"
-        raise ConfigError("run_dir", run_dir, problem, "make it writable or choose another directory")
+        raise ConfigError(
+            "run_dir", run_dir, problem, "make it writable or choose another directory"
+        )
     is_used = (folder / "metrics.jsonl").exists() or CHECKPOINTS.entries(folder / "checkpoints")
     if resume == "never" and is_used:
         fix = "choose another run_dir or set checkpoint.resume: auto"

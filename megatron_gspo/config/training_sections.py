@@ -69,7 +69,9 @@ class CriticConfig(OptimizerConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class GuardConfig:
-    """Early warning of a collapse, from `effective_sample_size` and `mismatch/k3` (docs/collapse.md)."""
+    """Early warning of a collapse, from `effective_sample_size` and `mismatch/k3`
+    (docs/collapse.md).
+    """
 
     action: Literal["off", "warn", "stop"] = "warn"
     """`warn` prints a line; `stop` also saves a checkpoint and ends the run with an error."""

@@ -1,4 +1,7 @@
-"""Validation of plain data against section dataclasses. The only module of the config that uses pydantic."""
+"""Validation of plain data against section dataclasses.
+
+The only module of the config that uses pydantic.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +14,27 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from megatron_gspo.config.config_error import MISSING, ConfigError
-from megatron_gspo.config.fields import choices, describe_type, field_types, is_list, keys, required, section_of
+from megatron_gspo.config.fields import (
+    choices,
+    describe_type,
+    field_types,
+    is_list,
+    keys,
+    required,
+    section_of,
+)
 
 T = TypeVar("T")
 
-# Set on the outermost dataclass, as `__pydantic_config__`; sections inherit it. Strict: no type is coerced, except a
-# integer to a float.
+# Set on the outermost dataclass, as `__pydantic_config__`; sections inherit it. Strict: no type is
+# coerced, except a integer to a float.
 STRICT = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
 _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 
 
 def validate(section: type[T], data: dict[str, Any], *, page: str = "docs/config.md") -> T:
-    """An instance of a section dataclass. Raises ConfigError for the first fault: unknown keys, types and bounds.
+    """An instance of a section dataclass. Raises ConfigError for the first fault: unknown keys,
+    types and bounds.
 
     page: documentation of the keys, for messages.
     """
@@ -39,8 +51,13 @@ def _adapter(section: type) -> TypeAdapter[Any]:
 
 
 def _first_fault(model: type, error: ValidationError, page: str) -> ConfigError:
-    """A pydantic error as ConfigError. Unknown keys come first: they often explain a missing one."""
-    faults = sorted(error.errors(include_url=False), key=lambda fault: fault["type"] not in _UNKNOWN)
+    """A pydantic error as ConfigError.
+
+    Unknown keys come first: they often explain a missing one.
+    """
+    faults = sorted(
+        error.errors(include_url=False), key=lambda fault: fault["type"] not in _UNKNOWN
+    )
     fault = faults[0]
     key, annotation = _locate(model, fault["loc"])
     value = fault["input"]
@@ -65,7 +82,9 @@ def _first_fault(model: type, error: ValidationError, page: str) -> ConfigError:
 
 
 def _from_section(section: str, values: Any, message: str) -> ConfigError:
-    """The ValueError of a section's `__post_init__`, "key = value problem: fix", under the key of the config."""
+    """The ValueError of a section's `__post_init__`, "key = value problem: fix", under the key
+    of the config.
+    """
     head, _, fix = message.partition(": ")
     key, _, rest = head.partition("=")
     key = key.strip()
@@ -78,7 +97,9 @@ def _from_section(section: str, values: Any, message: str) -> ConfigError:
 
 
 def _locate(model: type, location: tuple[int | str, ...]) -> tuple[str, Any]:
-    """Dotted key and annotation of a pydantic location, without the union branches that pydantic adds."""
+    """Dotted key and annotation of a pydantic location, without the union branches that
+    pydantic adds.
+    """
     parts: list[str] = []
     annotation: Any = model
     current: type | None = model

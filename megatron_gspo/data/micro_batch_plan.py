@@ -1,7 +1,8 @@
-"""Which data-parallel replica trains which sequence, and in which micro-batch: functions of lengths and homes alone.
+"""Which data-parallel replica trains which sequence, and in which micro-batch: functions of lengths
+and homes alone.
 
-A rollout batch is planned once: each sequence gets a replica, on which it stays, and each mini-batch its micro-batches.
-Every rank computes the same plan.
+A rollout batch is planned once: each sequence gets a replica, on which it stays, and each
+mini-batch its micro-batches. Every rank computes the same plan.
 """
 
 from __future__ import annotations
@@ -15,16 +16,19 @@ from megatron_gspo.data.schedule import Schedule, padded_length, schedule
 
 Rows = Sequence[int]
 
-_LONGER = 1.02  # largest ratio of a mini-batch's step_tokens to those of a schedule that ignores homes
+_LONGER = (
+    1.02  # largest ratio of a mini-batch's step_tokens to those of a schedule that ignores homes
+)
 
 
 @dataclass(frozen=True)
 class PackingRules:
     """How a layout packs.
 
-    replicas: data-parallel ranks. max_tokens: of a micro-batch. micro_batch_size: its sequences, in place of
-    max_tokens; or None. sequence_multiple, total_multiple: of the padded tokens of a sequence and of a micro-batch.
-    count_multiple: of the number of micro-batches of a replica. same_length: pad all micro-batches to one length.
+    replicas: data-parallel ranks. max_tokens: of a micro-batch. micro_batch_size: its sequences, in
+    place of max_tokens; or None. sequence_multiple, total_multiple: of the padded tokens of a
+    sequence and of a micro-batch. count_multiple: of the number of micro-batches of a replica.
+    same_length: pad all micro-batches to one length.
     """
 
     replicas: int
@@ -42,16 +46,20 @@ class PackingRules:
 
     def padded(self, lengths: np.ndarray) -> np.ndarray:
         """Lengths [n] as packed."""
-        return -(-np.asarray(lengths, dtype=np.int64) // self.sequence_multiple) * self.sequence_multiple
+        return (
+            -(-np.asarray(lengths, dtype=np.int64) // self.sequence_multiple)
+            * self.sequence_multiple
+        )
 
 
 @dataclass(frozen=True)
 class MicroBatchPlan:
     """The micro-batches of all replicas; each has as many.
 
-    rows: [replica][micro-batch] -> positions of its sequences, ascending. seq_length: tokens of the longest one.
-    total_multiple: of the packed tokens of each. real_tokens, packed_tokens: of all, without and with padding.
-    step_tokens: packed tokens of the longest micro-batch of each step, summed: replicas wait for each other.
+    rows: [replica][micro-batch] -> positions of its sequences, ascending. seq_length: tokens of the
+    longest one. total_multiple: of the packed tokens of each. real_tokens, packed_tokens: of all,
+    without and with padding. step_tokens: packed tokens of the longest micro-batch of each step,
+    summed: replicas wait for each other.
     """
 
     rows: Schedule
@@ -72,7 +80,9 @@ class MicroBatchPlan:
         return owners
 
 
-def plan_micro_batches(lengths: np.ndarray, rules: PackingRules, replica: np.ndarray | None = None) -> MicroBatchPlan:
+def plan_micro_batches(
+    lengths: np.ndarray, rules: PackingRules, replica: np.ndarray | None = None
+) -> MicroBatchPlan:
     """The micro-batches of sequences of `lengths` [n] tokens.
 
     replica: [n], where the sequences are; None: chosen here, so that the replicas' loads are level.
@@ -81,26 +91,38 @@ def plan_micro_batches(lengths: np.ndarray, rules: PackingRules, replica: np.nda
     padded = rules.padded(lengths)
     rows = _free(padded, rules) if replica is None else _assigned(padded, rules, replica)
     multiple = rules.total_multiple
-    totals = [[max(padded_length(int(padded[batch].sum()), multiple), multiple) for batch in mine] for mine in rows]
+    totals = [
+        [max(padded_length(int(padded[batch].sum()), multiple), multiple) for batch in mine]
+        for mine in rows
+    ]
     longest = max(max(mine) for mine in totals)
     if rules.same_length:
         totals = [[longest] * len(mine) for mine in totals]
-    return MicroBatchPlan(rows, longest, rules.sequence_multiple, longest if rules.same_length else multiple,
-                          int(np.sum(lengths)), sum(map(sum, totals)),
-                          sum(map(max, zip(*totals, strict=True))))  # fmt: skip
+    return MicroBatchPlan(
+        rows,
+        longest,
+        rules.sequence_multiple,
+        longest if rules.same_length else multiple,
+        int(np.sum(lengths)),
+        sum(map(sum, totals)),
+        sum(map(max, zip(*totals, strict=True))),
+    )
 
 
 def plan_passes(
-    lengths: np.ndarray, epochs: Sequence[Sequence[Rows]], rules: PackingRules, homes: np.ndarray | None
+    lengths: np.ndarray,
+    epochs: Sequence[Sequence[Rows]],
+    rules: PackingRules,
+    homes: np.ndarray | None,
 ) -> tuple[np.ndarray, list[list[MicroBatchPlan]]]:
-    """[n] int32: the replica that trains each sequence, and [pass][mini-batch] the micro-batches. Every mini-batch is
-    level over the replicas.
+    """[n] int32: the replica that trains each sequence, and [pass][mini-batch] the micro-batches.
+    Every mini-batch is level over the replicas.
 
-    epochs: [pass][mini-batch] -> positions; every pass has each sequence once. homes: [n] replica that has the
-    sequence now; None: all replicas have all. A sequence stays at home unless one of its mini-batches would be above
-    its share of the load there: longest first, so that short ones move, to the replica that has most room. With one
-    pass, a mini-batch whose steps would be more than 2 % longer than with a schedule that ignores homes gets that
-    schedule.
+    epochs: [pass][mini-batch] -> positions; every pass has each sequence once. homes: [n] replica
+    that has the sequence now; None: all replicas have all. A sequence stays at home unless one of
+    its mini-batches would be above its share of the load there: longest first, so that short ones
+    move, to the replica that has most room. With one pass, a mini-batch whose steps would be more
+    than 2 % longer than with a schedule that ignores homes gets that schedule.
     """
     replica = np.zeros(len(lengths), dtype=np.int32)
     if homes is None and len(epochs) == 1:
@@ -109,9 +131,16 @@ def plan_passes(
             replica[rows] = plan.replica_of()
         return replica, [free_plans]
     if rules.replicas > 1:
-        sizes = rules.padded(lengths) if rules.micro_batch_size is None else np.ones(len(lengths), dtype=np.int64)
+        sizes = (
+            rules.padded(lengths)
+            if rules.micro_batch_size is None
+            else np.ones(len(lengths), dtype=np.int64)
+        )
         replica = _near_home(sizes, epochs, rules.replicas, homes)
-    plans = [[plan_micro_batches(lengths[rows], rules, replica[rows]) for rows in batches] for batches in epochs]
+    plans = [
+        [plan_micro_batches(lengths[rows], rules, replica[rows]) for rows in batches]
+        for batches in epochs
+    ]
     for number, rows in enumerate(epochs[0] if len(epochs) == 1 < rules.replicas else []):
         free = plan_micro_batches(lengths[rows], rules)
         if plans[0][number].step_tokens > _LONGER * free.step_tokens:
@@ -119,10 +148,15 @@ def plan_passes(
     return replica, plans
 
 
-def _near_home(sizes: np.ndarray, epochs: Sequence[Sequence[Rows]], replicas: int,
-               homes: np.ndarray | None) -> np.ndarray:  # fmt: skip
-    """[n] int32: each sequence's home where all of its mini-batches have room for it there, else another replica."""
-    member = np.empty((len(epochs), len(sizes)), dtype=np.int64)  # mini-batch of each sequence in each pass
+def _near_home(
+    sizes: np.ndarray, epochs: Sequence[Sequence[Rows]], replicas: int, homes: np.ndarray | None
+) -> np.ndarray:
+    """[n] int32: each sequence's home where all of its mini-batches have room for it there,
+    else another replica.
+    """
+    member = np.empty(
+        (len(epochs), len(sizes)), dtype=np.int64
+    )  # mini-batch of each sequence in each pass
     for epoch, batches in enumerate(epochs):
         for number, rows in enumerate(batches):
             member[epoch, rows] = number
@@ -132,7 +166,9 @@ def _near_home(sizes: np.ndarray, epochs: Sequence[Sequence[Rows]], replicas: in
     replica = np.zeros(len(sizes), dtype=np.int32) if homes is None else homes.astype(np.int32)
     leaving = np.argsort(-sizes, kind="stable").tolist()
     if homes is not None:
-        leaving = _take_at_home(sizes.tolist(), leaving, (passes[:, None] * count + member) * replicas + replica, room)
+        leaving = _take_at_home(
+            sizes.tolist(), leaving, (passes[:, None] * count + member) * replicas + replica, room
+        )
     for i in leaving:
         left = room[passes, member[:, i]]
         replica[i] = np.lexsort((-left.sum(0), -left.min(0)))[0]
@@ -140,10 +176,15 @@ def _near_home(sizes: np.ndarray, epochs: Sequence[Sequence[Rows]], replicas: in
     return replica
 
 
-def _take_at_home(sizes: list[int], order: list[int], places: np.ndarray, room: np.ndarray) -> list[int]:
-    """Take the sequences' sizes, in this order, from the room at home while there is enough; those without it.
+def _take_at_home(
+    sizes: list[int], order: list[int], places: np.ndarray, room: np.ndarray
+) -> list[int]:
+    """Take the sequences' sizes, in this order, from the room at home while there is enough; those
+    without it.
 
-    places: [passes, n] index into the flat room of each pass. By lists: numpy costs more for a number at a time."""
+    places: [passes, n] index into the flat room of each pass. By lists: numpy costs more for a
+    number at a time.
+    """
     left, missing = room.reshape(-1).tolist(), []
     of = places.T.tolist()
     for i in order:
@@ -158,8 +199,12 @@ def _take_at_home(sizes: list[int], order: list[int], places: np.ndarray, room: 
 
 def _free(padded: np.ndarray, rules: PackingRules) -> Schedule:
     if rules.micro_batch_size is None:
-        return schedule(padded.tolist(), num_ranks=rules.replicas, max_tokens=rules.budget,
-                        multiple_of=rules.count_multiple)  # fmt: skip
+        return schedule(
+            padded.tolist(),
+            num_ranks=rules.replicas,
+            max_tokens=rules.budget,
+            multiple_of=rules.count_multiple,
+        )
     return _fixed(len(padded), rules.replicas, rules.micro_batch_size, rules.count_multiple)
 
 
@@ -170,25 +215,38 @@ def _assigned(padded: np.ndarray, rules: PackingRules, replica: np.ndarray) -> S
     mine = [np.flatnonzero(replica == r) for r in range(rules.replicas)]
     alone = [_alone(padded[rows], rules, 1) for rows in mine]
     count = max(map(len, alone))
-    plans = [found if len(found) == count else _alone(padded[rows], rules, count)
-             for rows, found in zip(mine, alone, strict=True)]  # fmt: skip
-    if len({len(plan) for plan in plans}) > 1:  # bins that could not be levelled: empty ones make up the number
+    plans = [
+        found if len(found) == count else _alone(padded[rows], rules, count)
+        for rows, found in zip(mine, alone, strict=True)
+    ]
+    if (
+        len({len(plan) for plan in plans}) > 1
+    ):  # bins that could not be levelled: empty ones make up the number
         count = max(map(len, plans))
         plans = [plan + [[] for _ in range(count - len(plan))] for plan in plans]
-    return [[rows[batch].tolist() for batch in plan] for rows, plan in zip(mine, plans, strict=True)]
+    return [
+        [rows[batch].tolist() for batch in plan] for rows, plan in zip(mine, plans, strict=True)
+    ]
 
 
 def _alone(padded: np.ndarray, rules: PackingRules, at_least: int) -> list[list[int]]:
     if rules.micro_batch_size is not None:
         [found] = _fixed(len(padded), 1, rules.micro_batch_size, rules.count_multiple)
         return found + [[] for _ in range(at_least - len(found))]
-    [found] = schedule(padded.tolist(), num_ranks=1, max_tokens=rules.budget, multiple_of=rules.count_multiple,
-                       at_least=at_least)  # fmt: skip
+    [found] = schedule(
+        padded.tolist(),
+        num_ranks=1,
+        max_tokens=rules.budget,
+        multiple_of=rules.count_multiple,
+        at_least=at_least,
+    )
     return found
 
 
 def _fixed(count: int, num_ranks: int, size: int, multiple_of: int) -> Schedule:
-    """``size`` sequences per micro-batch, assigned to ranks round-robin; empty micro-batches come last."""
+    """``size`` sequences per micro-batch, assigned to ranks round-robin; empty micro-batches
+    come last.
+    """
     rows = [list(range(start, min(start + size, count))) for start in range(0, count, size)]
     per_rank = padded_length(max(-(-len(rows) // num_ranks), 1), multiple_of)
     rows += [[] for _ in range(per_rank * num_ranks - len(rows))]

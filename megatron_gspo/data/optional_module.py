@@ -7,7 +7,9 @@ from types import ModuleType
 
 
 def optional_module(name: str, package: str, extra: str, purpose: str) -> ModuleType:
-    """Import an optional dependency, or raise ImportError with one line that names what to install."""
+    """Import an optional dependency, or raise ImportError with one line that names what to
+    install.
+    """
     try:
         return importlib.import_module(name)
     except ImportError as error:

@@ -1,7 +1,9 @@
-"""Tokenised prompt files on disk, mapped into memory: one process tokenises a file, all others read what it wrote.
+"""Tokenised prompt files on disk, mapped into memory: one process tokenises a file, all others read
+what it wrote.
 
-A cache is a folder named by a digest of all that the prompts depend on. It is written under another name and renamed,
-with the size of each file, so that an incomplete one is never used. Arrays are plain numbers and text is JSON.
+A cache is a folder named by a digest of all that the prompts depend on. It is written under another
+name and renamed, with the size of each file, so that an incomplete one is never used. Arrays are
+plain numbers and text is JSON.
 """
 
 from __future__ import annotations
@@ -40,7 +42,12 @@ from megatron_gspo.data.prompts import (
 from megatron_gspo.data.sample import Prompt
 from megatron_gspo.errors import first_line
 
-_TOKENS, _TOKEN_ENDS, _RECORDS, _RECORD_ENDS = "tokens.i4", "token_ends.i8", "records.json", "record_ends.i8"
+_TOKENS, _TOKEN_ENDS, _RECORDS, _RECORD_ENDS = (
+    "tokens.i4",
+    "token_ends.i8",
+    "records.json",
+    "record_ends.i8",
+)
 _DIGESTS = "token_digests.i8"  # of each prompt's tokens
 _MANIFEST = "manifest.json"
 _TOKENIZER_FILES = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*/*.jinja")
@@ -60,15 +67,18 @@ _SETTINGS = (
 
 @dataclasses.dataclass(frozen=True)
 class PromptCache:
-    """Where prompts are kept. folder: made if absent. tokenizer_folder: the files that the tokenizer is loaded from.
-    warn: takes a line if the folder cannot be used."""
+    """Where prompts are kept. folder: made if absent. tokenizer_folder: the files that the
+    tokenizer is loaded from. warn: takes a line if the folder cannot be used."""
 
     folder: Path
     tokenizer_folder: Path
     warn: Callable[[str], None]
 
-    def load(self, paths: Paths, tokenizer: Tokenizer, data: DataConfig, *, split: str = "train") -> PromptSet:
-        """As `load_prompts`, from the cache; the first process that needs it writes it and the others wait.
+    def load(
+        self, paths: Paths, tokenizer: Tokenizer, data: DataConfig, *, split: str = "train"
+    ) -> PromptSet:
+        """As `load_prompts`, from the cache; the first process that needs it writes it and the
+        others wait.
 
         If it cannot be written, each process tokenises for itself, after a warning.
         """
@@ -86,15 +96,16 @@ class PromptCache:
                         found = read_cache(target)
         except OSError as error:
             self.warn(
-                f"data.cache_dir = {self.folder}: {first_line(error)}; every process tokenises {source_name(paths)}: "
-                "set it to a folder that can be written and has space"
+                f"data.cache_dir = {self.folder}: {first_line(error)}; every process tokenises"
+                f" {source_name(paths)}: set it to a folder that can be written and has space"
             )
             found = None
         return found or load_prompts(paths, tokenizer, data, split=split)
 
 
 class MappedPrompts(Sequence[Prompt]):
-    """Prompts of a cache. An access makes a new `Prompt`; only the pages that are read are in memory.
+    """Prompts of a cache. An access makes a new `Prompt`; only the pages that are read are in
+    memory.
 
     largest_token: no prompt has a greater token id.
     """
@@ -136,24 +147,41 @@ def digests_of(prompts: Sequence[Prompt]) -> np.ndarray:
 
 
 def cache_key(paths: Paths, tokenizer_folder: Path, data: DataConfig, split: str) -> str:
-    """A digest of all that the prompts of files depend on: files, tokenizer files, settings, versions and our code.
+    """A digest of all that the prompts of files depend on: files, tokenizer files, settings,
+    versions and our code.
 
-    The file counts by path, size and times of change, not by its content, which every process would have to read. The
-    time of the last change of its inode cannot be set back, so that replacing a file by one of the same size and date
-    is seen too.
+    The file counts by path, size and times of change, not by its content, which every process would
+    have to read. The time of the last change of its inode cannot be set back, so that replacing a
+    file by one of the same size and date is seen too.
     """
     sources = find_sources(paths, split=split)
     files = [
         file
         for path, _ in sources
-        for file in (sorted(inner for inner in path.rglob("*") if inner.is_file()) if path.is_dir() else [path])
+        for file in (
+            sorted(inner for inner in path.rglob("*") if inner.is_file())
+            if path.is_dir()
+            else [path]
+        )
     ]
     stats = [(str(file.resolve()), file.stat()) for file in files]
-    code = [Path(module.__file__ or "") for module in (prompts, prompt_files, prompt_rows, sample)] + [Path(__file__)]
-    names = sorted({file for pattern in _TOKENIZER_FILES for file in tokenizer_folder.glob(pattern) if file.is_file()})
+    code = [
+        Path(module.__file__ or "") for module in (prompts, prompt_files, prompt_rows, sample)
+    ] + [Path(__file__)]
+    names = sorted(
+        {
+            file
+            for pattern in _TOKENIZER_FILES
+            for file in tokenizer_folder.glob(pattern)
+            if file.is_file()
+        }
+    )
     parts: list[Any] = [
         [(name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in stats],
-        [(file.relative_to(tokenizer_folder).as_posix(), _digest(file.read_bytes())) for file in names],
+        [
+            (file.relative_to(tokenizer_folder).as_posix(), _digest(file.read_bytes()))
+            for file in names
+        ],
         {name: getattr(data, name) for name in _SETTINGS},
         [metadata.version("transformers"), metadata.version("tokenizers")],
         [_digest(file.read_bytes()) for file in code],
@@ -162,7 +190,9 @@ def cache_key(paths: Paths, tokenizer_folder: Path, data: DataConfig, split: str
     return _digest(json.dumps(parts).encode())[:32]
 
 
-def write_cache(target: Path, paths: Paths, tokenizer: Tokenizer, data: DataConfig, split: str) -> None:
+def write_cache(
+    target: Path, paths: Paths, tokenizer: Tokenizer, data: DataConfig, split: str
+) -> None:
     """Tokenise files into the folder `target`, which is replaced. Raises PromptError, OSError."""
     remarks = Remarks()
     rows = iterate_prompts(read_rows(paths, split=split), tokenizer, data, remarks)
@@ -189,7 +219,9 @@ def read_cache(target: Path) -> PromptSet | None:
         manifest = json.loads((target / _MANIFEST).read_text(encoding="utf-8"))
         if any((target / name).stat().st_size != size for name, size in manifest["sizes"].items()):
             return None
-        count, dropped, largest = (int(manifest[key]) for key in ("count", "dropped", "largest_token"))
+        count, dropped, largest = (
+            int(manifest[key]) for key in ("count", "dropped", "largest_token")
+        )
         notes = tuple(str(note) for note in manifest["notes"])
         files = {name: _mapped(target / name, dtype) for name, dtype in _DTYPES.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -204,7 +236,9 @@ def _mapped(file: Path, dtype: str) -> np.ndarray:
     return np.asarray(np.memmap(file, dtype=dtype, mode="r"))
 
 
-def _write_arrays(folder: Path, rows: Iterable[Prompt | None], source: str, limit: int) -> dict[str, Any]:
+def _write_arrays(
+    folder: Path, rows: Iterable[Prompt | None], source: str, limit: int
+) -> dict[str, Any]:
     """Write the arrays of a cache; returns its manifest. source, limit: for messages."""
     ends: dict[str, array[int]] = {_TOKEN_ENDS: array("q"), _RECORD_ENDS: array("q")}
     digests = array("q")
@@ -234,8 +268,8 @@ def _write_arrays(folder: Path, rows: Iterable[Prompt | None], source: str, limi
 
 @contextmanager
 def _locked(file: Path) -> Iterator[None]:
-    """Hold the file's lock, which the system frees when its holder ends. A file system without locks has several
-    processes tokenise; each writes a folder of its own."""
+    """Hold the file's lock, which the system frees when its holder ends. A file system without
+    locks has several processes tokenise; each writes a folder of its own."""
     with file.open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)

@@ -1,4 +1,6 @@
-"""Rows of prompt files: JSON, Parquet, Arrow, CSV, folders of these, and data sets saved by `datasets`."""
+"""Rows of prompt files: JSON, Parquet, Arrow, CSV, folders of these, and data sets saved by
+`datasets`.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ _SPLIT_WORDS = {
     "validation": ("validation", "valid", "val", "dev"),
 }
 _SUPPORTED = (
-    ".jsonl, .parquet, .json, .arrow, .csv or .tsv, a folder of these, or a directory written by datasets' save_to_disk"
+    ".jsonl, .parquet, .json, .arrow, .csv or .tsv, a folder of these, or a directory written by"
+    " datasets' save_to_disk"
 )
 _SAVED = ("state.json", "dataset_dict.json")  # one of them is in a directory of save_to_disk
 _DESCRIBING = frozenset({*_SAVED, "dataset_info.json", "dataset_infos.json"})
@@ -47,11 +50,14 @@ class PromptError(InputError):
 def read_rows(paths: Paths, *, split: str = "train") -> Rows:
     """All rows of prompt files, each with its location, one after another.
 
-    paths: what `data.prompts` takes: a file (`.jsonl`, `.ndjson`, `.json`, `.parquet`, `.arrow`, `.csv`, `.tsv`; JSON
-        and CSV also with `.gz`, `.bz2`, `.xz` or `.zst`), a folder of files of one of these formats, a directory saved
-        by `datasets`, a glob, a list of these, or `path:split`.
-    split: which split to read where there are several and the path names none; HELD_OUT is test, else validation.
-    Raises PromptError for a missing, unreadable or unknown file; for an invalid row when it is reached.
+    paths: what `data.prompts` takes: a file (`.jsonl`, `.ndjson`, `.json`, `.parquet`, `.arrow`,
+        `.csv`, `.tsv`; JSON and CSV also with `.gz`, `.bz2`, `.xz` or `.zst`), a folder of files of
+        one of these formats, a directory saved by `datasets`, a glob, a list of these, or
+        `path:split`.
+    split: which split to read where there are several and the path names none; HELD_OUT is test,
+        else validation.
+    Raises PromptError for a missing, unreadable or unknown file; for an invalid row when it is
+        reached.
     """
     sources = find_sources(paths, split=split)
     first = open_source(*sources[0])  # now, not at the first row
@@ -69,7 +75,9 @@ def find_sources(paths: Paths, *, split: str = "train") -> list[tuple[Path, str 
 
 
 def split_notes(paths: Paths, *, split: str = "train") -> list[str]:
-    """A line for each path of which a split is read that the path does not name, besides "train" for training."""
+    """A line for each path of which a split is read that the path does not name, besides
+    "train" for training.
+    """
     listed = [paths] if isinstance(paths, (str, Path)) else paths
     notes = []
     for path in listed:
@@ -77,7 +85,9 @@ def split_notes(paths: Paths, *, split: str = "train") -> list[str]:
             splits = _splits_of(match)
             if given is None and splits and split == HELD_OUT:
                 chosen = _choose_split(match, splits, split)
-                notes.append(f"{match}: the split {chosen} is read (of {', '.join(sorted(splits))})")
+                notes.append(
+                    f"{match}: the split {chosen} is read (of {', '.join(sorted(splits))})"
+                )
     return notes
 
 
@@ -102,7 +112,8 @@ def _sources_of(written: str | Path, split: str) -> list[tuple[Path, str | None]
 
 
 def _splits_of(path: Path) -> dict[str, list[Path]]:
-    """The files of each split in a folder, by the names of files and folders; of a saved data set, the splits' names.
+    """The files of each split in a folder, by the names of files and folders; of a saved data set,
+    the splits' names.
 
     Empty if nothing tells splits apart.
     """
@@ -110,10 +121,14 @@ def _splits_of(path: Path) -> dict[str, list[Path]]:
         return {}
     if (path / "dataset_dict.json").is_file():
         try:
-            names = list(json.loads((path / "dataset_dict.json").read_text(encoding="utf-8"))["splits"])
+            names = list(
+                json.loads((path / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]
+            )
         except (OSError, ValueError, KeyError, TypeError) as error:
             reason = first_line(error)
-            raise PromptError(f"{path}: not a saved dataset ({reason}); write it with save_to_disk") from error
+            raise PromptError(
+                f"{path}: not a saved dataset ({reason}); write it with save_to_disk"
+            ) from error
         return {str(name): [] for name in names}
     if _is_saved(path):
         return {}
@@ -127,27 +142,33 @@ def _splits_of(path: Path) -> dict[str, list[Path]]:
             splits.setdefault(name, []).append(file)
     if splits and unnamed:
         raise PromptError(
-            f"{path}: has files of the splits {', '.join(sorted(splits))}, and others ({unnamed[0].name}); "
-            "give a file, a list or a glob"
+            f"{path}: has files of the splits {', '.join(sorted(splits))}, and others"
+            f" ({unnamed[0].name}); give a file, a list or a glob"
         )
     return splits
 
 
 def _split_name(file: Path) -> str | None:
     for split, words in _SPLIT_WORDS.items():
-        if re.search(rf"(?:^|[-._ /\d])(?:{'|'.join(words)})(?:[-._ /\d]|$)", file.as_posix().lower()):
+        if re.search(
+            rf"(?:^|[-._ /\d])(?:{'|'.join(words)})(?:[-._ /\d]|$)", file.as_posix().lower()
+        ):
             return split
     return None
 
 
 def _choose_split(path: Path, splits: dict[str, list[Path]], wanted: str) -> str:
-    candidates = (*_SPLIT_WORDS["test"], *_SPLIT_WORDS["validation"]) if wanted == HELD_OUT else (wanted,)
+    candidates = (
+        (*_SPLIT_WORDS["test"], *_SPLIT_WORDS["validation"]) if wanted == HELD_OUT else (wanted,)
+    )
     for name in candidates:
         if name in splits:
             return name
     names = ", ".join(sorted(splits))
     missing = "no split test or validation" if wanted == HELD_OUT else f"no split {wanted!r}"
-    raise PromptError(f"{path}: has {missing}; it has {names}; name one, as {path}:{sorted(splits)[0]}")
+    raise PromptError(
+        f"{path}: has {missing}; it has {names}; name one, as {path}:{sorted(splits)[0]}"
+    )
 
 
 def _is_saved(path: Path) -> bool:
@@ -155,30 +176,47 @@ def _is_saved(path: Path) -> bool:
 
 
 def _files_of(path: Path) -> list[Path]:
-    """The files of a folder that is no saved data set, all of one format; the path itself if it is a file or saved."""
+    """The files of a folder that is no saved data set, all of one format; the path itself if it
+    is a file or saved.
+    """
     if not path.is_dir() or _is_saved(path):
         return [path]
-    inside = [file for file in sorted(path.rglob("*")) if file.is_file() and not _is_hidden(file.relative_to(path))]
-    files = [file for file in inside if file.name not in _DESCRIBING and _reader_of(file) is not None]
-    tables = [file for file in files if _format_of(file)[0] != ".json"]  # beside them, .json is often a description
+    inside = [
+        file
+        for file in sorted(path.rglob("*"))
+        if file.is_file() and not _is_hidden(file.relative_to(path))
+    ]
+    files = [
+        file for file in inside if file.name not in _DESCRIBING and _reader_of(file) is not None
+    ]
+    tables = [
+        file for file in files if _format_of(file)[0] != ".json"
+    ]  # beside them, .json is often a description
     files = tables or files
     if not files:
         raise PromptError(
-            f"{path}: not a saved dataset (it has neither {' nor '.join(_SAVED)}, and no file of prompts); "
-            f"write it with save_to_disk, or use {_SUPPORTED}"
+            f"{path}: not a saved dataset (it has neither {' nor '.join(_SAVED)}, and no file of"
+            f" prompts); write it with save_to_disk, or use {_SUPPORTED}"
         )
     formats = Counter(_format_of(file)[0] for file in files)
     if len(formats) > 1:
-        raise PromptError(f"{path}: has files of several formats ({', '.join(sorted(formats))}); give a glob of one")
+        raise PromptError(
+            f"{path}: has files of several formats ({', '.join(sorted(formats))}); give a glob"
+            " of one"
+        )
     return files
 
 
 def _in_one_folder(path: Path, files: list[Path]) -> list[Path]:
-    """The files; PromptError if they are in several folders, as those of a data set with several configurations."""
+    """The files; PromptError if they are in several folders, as those of a data set with
+    several configurations.
+    """
     folders = sorted({file.parent for file in files})
     if len(folders) > 1:
         names = ", ".join(folder.relative_to(path).as_posix() for folder in folders)
-        raise PromptError(f"{path}: has one split in several folders ({names}); give one of them, or a glob")
+        raise PromptError(
+            f"{path}: has one split in several folders ({names}); give one of them, or a glob"
+        )
     return files
 
 
@@ -192,7 +230,9 @@ def open_source(path: Path, split: str | None) -> Rows:
         return _read_saved(path, split)
     reader = _reader_of(path)
     if reader is None:
-        raise PromptError(f"{path}: unknown kind {path.suffix or '(no suffix)'!r}; use {_SUPPORTED}")
+        raise PromptError(
+            f"{path}: unknown kind {path.suffix or '(no suffix)'!r}; use {_SUPPORTED}"
+        )
     return reader(path)
 
 
@@ -213,7 +253,9 @@ def _open_text(path: Path) -> BinaryIO:
     try:
         return _COMPRESSIONS[_format_of(path)[1]](path)
     except OSError as error:
-        raise PromptError(f"{path}: cannot be read ({first_line(error)}); check the file") from error
+        raise PromptError(
+            f"{path}: cannot be read ({first_line(error)}); check the file"
+        ) from error
 
 
 def _open_zstandard(path: Path) -> BinaryIO:
@@ -261,7 +303,9 @@ def _read_json_lines(path: Path) -> Rows:
                 raise
             except _UNREADABLE as error:
                 reason = first_line(error)
-                raise PromptError(f"{path} line {number + 1}: cannot be read ({reason}); write it again") from error
+                raise PromptError(
+                    f"{path} line {number + 1}: cannot be read ({reason}); write it again"
+                ) from error
 
     return rows()
 
@@ -273,7 +317,9 @@ def _read_json(path: Path) -> Rows:
             start = file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n")
             content = start + file.read() if start.startswith(b"[") else b""
         except _UNREADABLE as error:
-            raise PromptError(f"{path}: cannot be read ({first_line(error)}); write it again") from error
+            raise PromptError(
+                f"{path}: cannot be read ({first_line(error)}); write it again"
+            ) from error
     if not content:
         return _read_json_lines(path)
     rows = _parse_json(str(path), content)
@@ -296,13 +342,17 @@ def _parse_json(location: Location, text: bytes) -> Any:
     try:
         return json.loads(text)
     except RecursionError as error:
-        raise PromptError(f"{location}: is nested too deeply to be read; write it flatter") from error
+        raise PromptError(
+            f"{location}: is nested too deeply to be read; write it flatter"
+        ) from error
     except ValueError as error:  # bad JSON, not UTF-8, or a number of thousands of digits
         reason = str(error).split("\n")[0]
         if "integer string conversion" in reason:
             problem = "has a number of more digits than Python reads"
             raise PromptError(f"{location}: {problem}; write it as text, in quotes") from error
-        raise PromptError(f"{location}: not JSON ({reason}); write one JSON object a line") from error
+        raise PromptError(
+            f"{location}: not JSON ({reason}); write one JSON object a line"
+        ) from error
 
 
 def _read_csv(path: Path) -> Rows:
@@ -318,13 +368,17 @@ def _read_csv(path: Path) -> Rows:
                 for row in reader:
                     location = f"{path} line {reader.line_num}"
                     if None in row:
-                        raise PromptError(f"{location}: has more fields than the first line; quote what has a comma")
+                        raise PromptError(
+                            f"{location}: has more fields than the first line; quote what has a"
+                            " comma"
+                        )
                     yield location, {key: value or None for key, value in row.items()}
             except PromptError:
                 raise
             except (csv.Error, *_UNREADABLE) as error:
                 raise PromptError(
-                    f"{path} after line {reader.line_num}: not CSV ({first_line(error)}); write it again in UTF-8"
+                    f"{path} after line {reader.line_num}: not CSV ({first_line(error)}); write it"
+                    " again in UTF-8"
                 ) from error
 
     return rows()
@@ -335,7 +389,9 @@ def _read_parquet(path: Path) -> Rows:
     try:
         batches = parquet.ParquetFile(path).iter_batches()
     except (ValueError, OSError) as error:  # pyarrow's errors derive from these two
-        raise PromptError(f"{path}: not Parquet ({first_line(error)}); write the file again") from error
+        raise PromptError(
+            f"{path}: not Parquet ({first_line(error)}); write the file again"
+        ) from error
     return _batch_rows(path, batches)
 
 
@@ -350,7 +406,9 @@ def _read_arrow(path: Path) -> Rows:
     try:
         reader = arrow.ipc.open_file(source)
     except (ValueError, OSError) as error:
-        raise PromptError(f"{path}: not Arrow ({first_line(error)}); write the file again") from error
+        raise PromptError(
+            f"{path}: not Arrow ({first_line(error)}); write the file again"
+        ) from error
     return _batch_rows(path, (reader.get_batch(i) for i in range(reader.num_record_batches)))
 
 
@@ -364,7 +422,9 @@ def _batch_rows(path: Path, batches: Iterable[Any]) -> Rows:
                 yield f"{path} row {number}", row
     except (ValueError, OSError) as error:
         reason = first_line(error)
-        raise PromptError(f"{path}: cannot be read after row {number} ({reason}); write it again") from error
+        raise PromptError(
+            f"{path}: cannot be read after row {number} ({reason}); write it again"
+        ) from error
 
 
 def _read_saved(path: Path, split: str | None) -> Rows:
@@ -373,7 +433,9 @@ def _read_saved(path: Path, split: str | None) -> Rows:
         loaded = datasets.load_from_disk(str(path))
     except (ValueError, OSError, KeyError, TypeError) as error:
         reason = first_line(error)
-        raise PromptError(f"{path}: not a saved dataset ({reason}); write it with save_to_disk") from error
+        raise PromptError(
+            f"{path}: not a saved dataset ({reason}); write it with save_to_disk"
+        ) from error
     if split is not None:
         loaded = loaded[split]
     return _numbered(path, loaded.with_format(None))  # Python's values, whatever format was saved

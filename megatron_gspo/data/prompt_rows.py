@@ -1,4 +1,6 @@
-"""From the fields of a row to messages, tool definitions, a reference answer, and text that can be written."""
+"""From the fields of a row to messages, tool definitions, a reference answer, and text that can
+be written.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +19,40 @@ Message = dict[str, Any]
 Tool = dict[str, Any]
 
 # Where data sets of the field have the question and the reference answer, for advice.
-_QUESTIONS = ("prompt", "messages", "conversations", "question", "problem", "query", "instruction", "input", "text")
+_QUESTIONS = (
+    "prompt",
+    "messages",
+    "conversations",
+    "question",
+    "problem",
+    "query",
+    "instruction",
+    "input",
+    "text",
+)
 _ANSWERS = (
-    "answer", "reward_model.ground_truth", "ground_truth", "solution", "label", "final_answer", "expected_answer",
-    "reference_answer", "gold", "target", "extra_info.answer", "output", "response",
-)  # fmt: skip
+    "answer",
+    "reward_model.ground_truth",
+    "ground_truth",
+    "solution",
+    "label",
+    "final_answer",
+    "expected_answer",
+    "reference_answer",
+    "gold",
+    "target",
+    "extra_info.answer",
+    "output",
+    "response",
+)
 _GUESSES = {"prompt_key": _QUESTIONS, "answer_key": _ANSWERS}
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}  # others have the same names
 
 
 class Remarks:
-    """What a user should know of rows that can be read: each remark with the number of rows and the first of them."""
+    """What a user should know of rows that can be read: each remark with the number of rows and
+    the first of them.
+    """
 
     def __init__(self) -> None:
         self._counts: dict[str, int] = {}
@@ -40,13 +65,17 @@ class Remarks:
     def lines(self) -> tuple[str, ...]:
         """A line for each remark."""
         return tuple(
-            f"{self._first[remark]}: {remark}" + (f" (and in {count - 1:,} other rows)" if count > 1 else "")
+            f"{self._first[remark]}: {remark}"
+            + (f" (and in {count - 1:,} other rows)" if count > 1 else "")
             for remark, count in self._counts.items()
         )
 
 
 def field_of(location: Location, row: Row, key: str, setting: str) -> Any:
-    """The value at a key, whose dots lead into fields. setting: the config key that names it, for PromptError."""
+    """The value at a key, whose dots lead into fields.
+
+    setting: the config key that names it, for PromptError.
+    """
     try:
         return _lookup(row, key)
     except KeyError:
@@ -54,7 +83,10 @@ def field_of(location: Location, row: Row, key: str, setting: str) -> Any:
     names = ", ".join(sorted(map(str, row))) or "nothing"
     guesses = [name for name in _GUESSES.get(setting, ()) if name != key and has_field(row, name)]
     guess = f", perhaps {guesses[0]}" if guesses else ""
-    raise PromptError(f"{location}: key {key!r} is missing (found: {names}); set {setting} to the right one{guess}")
+    raise PromptError(
+        f"{location}: key {key!r} is missing (found: {names}); set {setting} to the right"
+        f" one{guess}"
+    )
 
 
 def has_field(row: Row, key: str) -> bool:
@@ -67,8 +99,8 @@ def has_field(row: Row, key: str) -> bool:
 
 
 def _lookup(value: object, key: str) -> Any:
-    """A key with dots is first a field of that name, then leads into a field: a mapping, a list by position, or JSON
-    text of one. Raises KeyError."""
+    """A key with dots is first a field of that name, then leads into a field: a mapping, a list by
+    position, or JSON text of one. Raises KeyError."""
     if isinstance(value, str):
         value = _json_or_none(value)
     if isinstance(value, (list, tuple)):
@@ -90,10 +122,12 @@ def _lookup(value: object, key: str) -> Any:
 
 
 def messages_of(location: Location, key: str, value: object) -> list[Message] | None:
-    """The chat messages in a field, each with `role` and `content`; None for a question that is text.
+    """The chat messages in a field, each with `role` and `content`; None for a question that is
+    text.
 
-    They are a list of `role` and `content`, one such message, a list of ShareGPT's `from` and `value`, or JSON text of
-    these. A content that is a list of parts becomes the text of its parts. Raises PromptError.
+    They are a list of `role` and `content`, one such message, a list of ShareGPT's `from` and
+    `value`, or JSON text of these. A content that is a list of parts becomes the text of its parts.
+    Raises PromptError.
     """
     if isinstance(value, str):
         parsed = _json_or_none(value)
@@ -104,7 +138,9 @@ def messages_of(location: Location, key: str, value: object) -> list[Message] | 
         messages = _as_messages(value)
         if messages is None:
             kind = type(value).__name__
-            raise PromptError(f"{location}: key {key!r} is a {kind}; it must be text or a list of chat messages")
+            raise PromptError(
+                f"{location}: key {key!r} is a {kind}; it must be text or a list of chat messages"
+            )
     return [
         message | {"content": _content(location, number, message)}
         for number, message in enumerate(messages, start=1)
@@ -123,7 +159,8 @@ def _as_messages(value: object) -> list[Message] | None:
             role = _SHAREGPT_ROLES.get(item["from"], item["from"])
             messages.append({"role": role, "content": item["value"]})
         elif isinstance(item.get("role"), str) and ("content" in item or item.get("tool_calls")):
-            # Parquet and Arrow give each message the keys of all messages, with null where it has none.
+            # Parquet and Arrow give each message the keys of all messages, with null where it has
+            # none.
             present = {str(name): part for name, part in item.items() if part is not None}
             messages.append({"role": item["role"], "content": None} | _without_null(present))
         else:
@@ -153,12 +190,16 @@ def _text_parts(where: str, parts: Iterable[object]) -> Iterator[str]:
         text = part.get("text") if isinstance(part, Mapping) else None
         kind = (part.get("type") or "text") if isinstance(part, Mapping) else type(part).__name__
         if kind not in ("text", "input_text", "output_text") or not isinstance(text, str):
-            raise PromptError(f"{where} has a part of type {kind!r}; only text is trained, remove the part or the row")
+            raise PromptError(
+                f"{where} has a part of type {kind!r}; only text is trained, remove the part or"
+                " the row"
+            )
         yield text
 
 
 def tools_of(value: object) -> list[Tool] | None:
-    """Tool definitions: a list of mappings, or JSON text of it or of its items; None if the value is neither.
+    """Tool definitions: a list of mappings, or JSON text of it or of its items; None if the value
+    is neither.
 
     Keys without a value are left out: Parquet and Arrow give each definition the keys of all.
     """
@@ -173,8 +214,12 @@ def tools_of(value: object) -> list[Tool] | None:
 
 
 def answer_of(location: Location, key: str, value: Any) -> str | None:
-    """A reference answer as text; None for a missing value (null, NaN, NaT, NA). Raises PromptError."""
-    if isinstance(value, np.generic) or (getattr(value, "ndim", None) == 0 and hasattr(value, "item")):
+    """A reference answer as text; None for a missing value (null, NaN, NaT, NA). Raises
+    PromptError.
+    """
+    if isinstance(value, np.generic) or (
+        getattr(value, "ndim", None) == 0 and hasattr(value, "item")
+    ):
         value = value.item()
     if value is None or type(value).__name__ in ("NaTType", "NAType"):
         return None
@@ -186,26 +231,35 @@ def answer_of(location: Location, key: str, value: Any) -> str | None:
         try:
             return value.decode("utf-8")
         except UnicodeDecodeError:
-            raise PromptError(f"{location}: key {key!r} holds bytes that are no UTF-8 text; write text") from None
+            raise PromptError(
+                f"{location}: key {key!r} holds bytes that are no UTF-8 text; write text"
+            ) from None
     if isinstance(value, (datetime.date, datetime.time)):
         return value.isoformat()
     if isinstance(value, (float, Decimal)):
         if value.is_nan() if isinstance(value, Decimal) else math.isnan(value):
             return None
         if value.is_infinite() if isinstance(value, Decimal) else math.isinf(value):
-            raise PromptError(f"{location}: key {key!r} is {value}, no number; correct it, or write it as text")
-        return format(value, "f") if isinstance(value, Decimal) and abs(value.adjusted()) < 100 else str(value)
+            raise PromptError(
+                f"{location}: key {key!r} is {value}, no number; correct it, or write it as text"
+            )
+        return (
+            format(value, "f")
+            if isinstance(value, Decimal) and abs(value.adjusted()) < 100
+            else str(value)
+        )
     if isinstance(value, int):
         return str(value)
     kind = type(value).__name__
     raise PromptError(
-        f"{location}: key {key!r} is a {kind}; it must be text or a number (other fields are metadata)"
+        f"{location}: key {key!r} is a {kind}; it must be text or a number (other fields are"
+        " metadata)"
     )
 
 
 def mended(value: Any) -> Any:
-    """JSON data in which each half of a surrogate pair, which no UTF-8 text can have, is U+FFFD; whole pairs are
-    joined."""
+    """JSON data in which each half of a surrogate pair, which no UTF-8 text can have, is U+FFFD;
+    whole pairs are joined."""
     if isinstance(value, str):
         if is_text(value):
             return value

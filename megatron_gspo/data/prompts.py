@@ -15,7 +15,14 @@ import numpy as np
 from megatron_gspo.config import DataConfig
 from megatron_gspo.config.data_checks import check_prompt_format
 from megatron_gspo.data.chosen_prompts import ChosenPrompts
-from megatron_gspo.data.prompt_files import Location, Paths, PromptError, Row, read_rows, split_notes
+from megatron_gspo.data.prompt_files import (
+    Location,
+    Paths,
+    PromptError,
+    Row,
+    read_rows,
+    split_notes,
+)
 from megatron_gspo.data.prompt_rows import (
     Message,
     Remarks,
@@ -51,8 +58,8 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True)
 class PromptSet:
-    """Prompts with index 0 .. n-1. dropped: how many were longer than `max_prompt_length`. notes: lines for the user
-    about rows that are read otherwise than they may be meant."""
+    """Prompts with index 0 .. n-1. dropped: how many were longer than `max_prompt_length`. notes:
+    lines for the user about rows that are read otherwise than they may be meant."""
 
     prompts: Sequence[Prompt]
     dropped: int = 0
@@ -64,13 +71,15 @@ def load_prompts(
 ) -> PromptSet:
     """Read and tokenise prompt files (`read_rows` has their kinds).
 
-    data: format of the prompts; its `prompts`, `task` and verifier keys are not used. Raises ConfigError for an
-    invalid format and PromptError for invalid rows.
+    data: format of the prompts; its `prompts`, `task` and verifier keys are not used. Raises
+    ConfigError for an invalid format and PromptError for invalid rows.
     """
     data = data or DataConfig()
     check_prompt_format(data)
     rows = read_rows(paths, split=split)
-    return build_prompts(rows, tokenizer, data, source=source_name(paths), notes=split_notes(paths, split=split))
+    return build_prompts(
+        rows, tokenizer, data, source=source_name(paths), notes=split_notes(paths, split=split)
+    )
 
 
 def source_name(paths: Paths) -> str:
@@ -88,25 +97,29 @@ def build_prompts(
     source: str,
     notes: Iterable[str] = (),
 ) -> PromptSet:
-    """All prompts of `iterate_prompts`; PromptError where none is left. notes: come before those about rows."""
+    """All prompts of `iterate_prompts`; PromptError where none is left. notes: come before
+    those about rows.
+    """
     remarks = Remarks()
     read = list(iterate_prompts(rows, tokenizer, data, remarks))
     prompts = [prompt for prompt in read if prompt is not None]
     dropped = len(read) - len(prompts)
     check_any_left(len(prompts), dropped, source=source, limit=data.max_prompt_length)
     digests = np.array([token_digest(prompt) for prompt in prompts], dtype=np.int64)
-    return PromptSet(prompts, dropped, (*notes, *remarks.lines(), *repetition_notes(digests, source)))
+    return PromptSet(
+        prompts, dropped, (*notes, *remarks.lines(), *repetition_notes(digests, source))
+    )
 
 
 def iterate_prompts(
     rows: Iterable[tuple[Location, Row]], tokenizer: Tokenizer, data: DataConfig, remarks: Remarks
 ) -> Iterator[Prompt | None]:
-    """Tokenise rows; None for a prompt that is dropped for its length. Every field besides prompt and answer goes to
-    the prompt's metadata (as JSON values).
+    """Tokenise rows; None for a prompt that is dropped for its length. Every field besides prompt
+    and answer goes to the prompt's metadata (as JSON values).
 
-    `Prompt.index` counts the prompts that are kept. Raises PromptError naming the row for a missing key, a
-    wrong type, an empty prompt, or one that is too long where overlong_prompts is "error". remarks: gets what is
-    doubtful about a row that can be read.
+    `Prompt.index` counts the prompts that are kept. Raises PromptError naming the row for a missing
+    key, a wrong type, an empty prompt, or one that is too long where overlong_prompts is "error".
+    remarks: gets what is doubtful about a row that can be read.
     """
     reader = _RowReader(tokenizer, data, remarks)
     kept = 0
@@ -119,8 +132,8 @@ def iterate_prompts(
         if prompt.length > limit:
             if data.overlong_prompts == "error":
                 raise PromptError(
-                    f"{location}: prompt has {prompt.length} tokens but max_prompt_length is {limit}; "
-                    "raise it or set overlong_prompts to drop"
+                    f"{location}: prompt has {prompt.length} tokens but max_prompt_length is"
+                    f" {limit}; raise it or set overlong_prompts to drop"
                 )
             yield None
             continue
@@ -131,7 +144,9 @@ def iterate_prompts(
 def check_any_left(kept: int, dropped: int, *, source: str, limit: int) -> None:
     """PromptError unless there is a prompt."""
     if not kept and dropped:
-        raise PromptError(f"{source}: all {dropped} prompts are longer than max_prompt_length {limit}; raise it")
+        raise PromptError(
+            f"{source}: all {dropped} prompts are longer than max_prompt_length {limit}; raise it"
+        )
     if not kept:
         raise PromptError(f"{source}: holds no prompts; give it at least one row")
 
@@ -149,16 +164,17 @@ def repetition_notes(digests: np.ndarray, source: str) -> list[str]:
     if not repeated:
         return []
     return [
-        f"{source}: {repeated:,} of {len(digests):,} prompts repeat another one ({distinct:,} are distinct); "
-        "each copy is a prompt of its own"
+        f"{source}: {repeated:,} of {len(digests):,} prompts repeat another one ({distinct:,} are"
+        " distinct); each copy is a prompt of its own"
     ]
 
 
 class PromptSource:
-    """Prompts in a deterministic order, addressed by a cursor: the number of prompts drawn or skipped so far.
+    """Prompts in a deterministic order, addressed by a cursor: the number of prompts drawn or
+    skipped so far.
 
-    Epoch e covers cursors e * n .. e * n + n - 1. Its shuffled order depends on (seed, e) alone, so a resumed run
-    needs only the cursor.
+    Epoch e covers cursors e * n .. e * n + n - 1. Its shuffled order depends on (seed, e) alone, so
+    a resumed run needs only the cursor.
     """
 
     def __init__(self, prompts: Sequence[Prompt], *, seed: int = 0, shuffle: bool = True):
@@ -174,7 +190,8 @@ class PromptSource:
     def order(self, epoch: int) -> np.ndarray:
         """[n] int64: positions of the prompts in the order of that epoch.
 
-        Sorts raw generator output, the only stream that numpy guarantees not to change between versions.
+        Sorts raw generator output, the only stream that numpy guarantees not to change between
+        versions.
         """
         if not self._shuffle:
             return np.arange(len(self))
@@ -184,13 +201,15 @@ class PromptSource:
     def batch(self, cursor: int, size: int) -> tuple[ChosenPrompts, int]:
         """`size` different prompts from `cursor` on, and the cursor after them; a pure function.
 
-        A batch does not span epochs: the same prompt twice would merge two groups into one. If fewer than `size`
-        prompts are left, the rest of the epoch is skipped. Raises PromptError for size > n.
+        A batch does not span epochs: the same prompt twice would merge two groups into one. If
+        fewer than `size` prompts are left, the rest of the epoch is skipped. Raises PromptError for
+        size > n.
         """
         total = len(self)
         if not 1 <= size <= total:
             raise PromptError(
-                f"a batch needs {size} prompts and there are {total}; lower rollout_batch_size or add prompts"
+                f"a batch needs {size} prompts and there are {total}; lower rollout_batch_size or"
+                " add prompts"
             )
         if cursor < 0:
             raise PromptError(f"cursor is {cursor}; it counts prompts from 0")
@@ -202,14 +221,18 @@ class PromptSource:
 
 
 class _RowReader:
-    """Makes prompts of rows in the format of a config, and remarks on what is doubtful about them."""
+    """Makes prompts of rows in the format of a config, and remarks on what is doubtful about
+    them.
+    """
 
     def __init__(self, tokenizer: Tokenizer, data: DataConfig, remarks: Remarks) -> None:
         self._tokenizer: Any = tokenizer  # some have no chat template, and no special tokens
         self._data = data
         self._remarks = remarks
         self._is_template_seen = False
-        special = [token for token in getattr(tokenizer, "all_special_tokens", ()) if len(token) > 2]
+        special = [
+            token for token in getattr(tokenizer, "all_special_tokens", ()) if len(token) > 2
+        ]
         self._special_token = re.compile("|".join(map(re.escape, special))) if special else None
         if data.chat_template:
             self._check_template()
@@ -228,18 +251,27 @@ class _RowReader:
             answered = False
             if data.chat_template:
                 self._remark_special_token(location, question)
-                text = self._apply_template(location, row, [{"role": "user", "content": text}], continues=False)
+                text = self._apply_template(
+                    location, row, [{"role": "user", "content": text}], continues=False
+                )
         else:
-            text, answer, answered = self._text_of_messages(location, row, self._mend(location, messages))
+            text, answer, answered = self._text_of_messages(
+                location, row, self._mend(location, messages)
+            )
         if not answered and data.answer_key is not None:
             value = field_of(location, row, data.answer_key, "answer_key")
             answer = self._mend(location, answer_of(location, data.answer_key, value))
             if not answer:
-                self._remark(location, f"key {data.answer_key!r} has no value; a verifier that needs it fails on it")
+                self._remark(
+                    location,
+                    f"key {data.answer_key!r} has no value; a verifier that needs it fails on it",
+                )
         used = (data.prompt_key, data.answer_key)
         metadata = json_able({key: value for key, value in row.items() if key not in used})
         if not data.chat_template and row.get("tools"):
-            self._remark(location, "the field tools is not in the prompt: only a chat template writes it")
+            self._remark(
+                location, "the field tools is not in the prompt: only a chat template writes it"
+            )
         self._remark_unread(location, row)
         ids = self._encode(location, text)
         if not ids:
@@ -253,7 +285,9 @@ class _RowReader:
         data = self._data
         key = data.prompt_key
         if not data.chat_template:
-            raise PromptError(f"{location}: key {key!r} holds chat messages; set chat_template to true")
+            raise PromptError(
+                f"{location}: key {key!r} holds chat messages; set chat_template to true"
+            )
         if data.prompt_template != "{question}":
             self._remark(location, "data.prompt_template is not applied to chat messages")
         answer = None
@@ -263,11 +297,15 @@ class _RowReader:
             action = data.last_assistant_message
             if action == "error":
                 raise PromptError(
-                    f"{location}: key {key!r} ends with a message of the assistant; set data.last_assistant_message to "
-                    "drop, answer (it is the reference answer) or continue (the response goes on from it)"
+                    f"{location}: key {key!r} ends with a message of the assistant; set"
+                    " data.last_assistant_message to drop, answer (it is the reference answer) or"
+                    " continue (the response goes on from it)"
                 )
             if action == "answer" and not isinstance(last["content"], str):
-                raise PromptError(f"{location}: the assistant's last message has no text to be the reference answer")
+                raise PromptError(
+                    f"{location}: the assistant's last message has no text to be the reference"
+                    " answer"
+                )
             answer = last["content"] if action == "answer" else None
             continues = action == "continue"
             if not continues:
@@ -278,7 +316,10 @@ class _RowReader:
                 "data.last_assistant_message is answer; remove the row, or set it to error"
             )
         if not messages or (messages[-1]["role"] == "assistant" and not continues):
-            raise PromptError(f"{location}: key {key!r} has no message before the assistant's last; remove the row")
+            raise PromptError(
+                f"{location}: key {key!r} has no message before the assistant's last; remove"
+                " the row"
+            )
         if not any(message["content"] for message in messages):
             raise PromptError(f"{location}: key {key!r} is empty; remove the row")
         for message in messages:
@@ -287,7 +328,9 @@ class _RowReader:
         text = self._apply_template(location, row, messages, continues=continues)
         return text, answer, data.last_assistant_message == "answer"
 
-    def _apply_template(self, location: Location, row: Row, messages: list[Message], *, continues: bool) -> str:
+    def _apply_template(
+        self, location: Location, row: Row, messages: list[Message], *, continues: bool
+    ) -> str:
         messages = self._with_system_message(location, row, messages)
         arguments: dict[str, Any] = dict(self._data.chat_template_options)
         tools = self._mend(location, self._tools(location, row))
@@ -296,13 +339,18 @@ class _RowReader:
         generation = not continues
         text = self._render(location, messages, tools, generation, arguments)
         if tools and text == self._render(location, messages, [], generation, arguments):
-            self._remark(location, "the chat template writes no tools; the field tools is not in the prompt")
+            self._remark(
+                location, "the chat template writes no tools; the field tools is not in the prompt"
+            )
         if generation and not self._is_template_seen:
             self._is_template_seen = True
             self._check_generation_prompt(location, text, messages, tools, arguments)
         for message in messages:
             if message["role"] != "assistant" and not _is_written(message["content"], text):
-                remark = f"the chat template leaves out or changes the message of role {message['role']!r}"
+                remark = (
+                    "the chat template leaves out or changes the message of role"
+                    f" {message['role']!r}"
+                )
                 self._remark(location, remark)
         return text
 
@@ -319,7 +367,10 @@ class _RowReader:
         except PromptError:  # a template that only prompts may write
             return
         if text == bare:
-            remark = "the chat template does not begin the assistant's turn (add_generation_prompt changes nothing)"
+            remark = (
+                "the chat template does not begin the assistant's turn (add_generation_prompt"
+                " changes nothing)"
+            )
             self._remark(location, f"{remark}; the prompt ends with {text[-20:]!r}")
 
     def _render(
@@ -338,10 +389,13 @@ class _RowReader:
             )
         except Exception as error:  # a template may raise anything
             raise PromptError(
-                f"{location}: the chat template refuses the messages ({first_line(error)}); correct the row"
+                f"{location}: the chat template refuses the messages ({first_line(error)}); correct"
+                " the row"
             ) from error
 
-    def _with_system_message(self, location: Location, row: Row, messages: list[Message]) -> list[Message]:
+    def _with_system_message(
+        self, location: Location, row: Row, messages: list[Message]
+    ) -> list[Message]:
         data = self._data
         system = data.system_prompt
         setting = "system_prompt"
@@ -350,11 +404,15 @@ class _RowReader:
             system = field_of(location, row, data.system_prompt_key, setting)
             if system is not None and not isinstance(system, str):
                 kind = type(system).__name__
-                raise PromptError(f"{location}: key {data.system_prompt_key!r} is a {kind}; it must be text")
+                raise PromptError(
+                    f"{location}: key {data.system_prompt_key!r} is a {kind}; it must be text"
+                )
         if system is None:
             return messages
         if messages[0]["role"] == "system":
-            raise PromptError(f"{location}: has a system message and {setting} is set; remove one of them")
+            raise PromptError(
+                f"{location}: has a system message and {setting} is set; remove one of them"
+            )
         return [{"role": "system", "content": system}, *messages]
 
     def _tools(self, location: Location, row: Row) -> list[Tool]:
@@ -363,12 +421,15 @@ class _RowReader:
             return []
         tools = tools_of(value)
         if tools is None:
-            self._remark(location, "the field tools is no list of tool definitions; it is not in the prompt")
+            self._remark(
+                location, "the field tools is no list of tool definitions; it is not in the prompt"
+            )
         return tools or []
 
     def _encode(self, location: Location, text: str) -> list[int]:
-        """Token ids of a prompt. A chat template writes its own special tokens; otherwise the tokenizer adds its start
-        token. Neither a second start token nor an end token that the text does not have stays."""
+        """Token ids of a prompt. A chat template writes its own special tokens; otherwise the
+        tokenizer adds its start token. Neither a second start token nor an end token that the text
+        does not have stays."""
         tokenizer = self._tokenizer
         ids = list(tokenizer.encode(text, add_special_tokens=not self._data.chat_template))
         start = getattr(tokenizer, "bos_token", None)
@@ -382,50 +443,68 @@ class _RowReader:
         return ids
 
     def _check_template(self) -> None:
-        """PromptError for a tokenizer without a chat template, or one that reads none of the options that are set."""
+        """PromptError for a tokenizer without a chat template, or one that reads none of the
+        options that are set.
+        """
         template = getattr(self._tokenizer, "chat_template", "unknown")
         if not hasattr(self._tokenizer, "apply_chat_template") or template is None:
             raise PromptError(
-                "the tokenizer has no chat template; set chat_template to false or use another tokenizer"
+                "the tokenizer has no chat template; set chat_template to false or use another"
+                " tokenizer"
             )
         if template == "unknown":
             return
-        source = "\n".join(map(str, template.values())) if isinstance(template, dict) else str(template)
+        source = (
+            "\n".join(map(str, template.values())) if isinstance(template, dict) else str(template)
+        )
         for name in self._data.chat_template_options:
             if not re.search(rf"\b{re.escape(name)}\b", source):
                 raise PromptError(
-                    f"data.chat_template_options.{name}: the tokenizer's chat template does not read it; correct its "
-                    "name, or remove it"
+                    f"data.chat_template_options.{name}: the tokenizer's chat template does not"
+                    " read it; correct its name, or remove it"
                 )
 
     def _mend(self, location: Location, value: Value) -> Value:
         whole = mended(value)
         if whole != value:
-            self._remark(location, "has half of a surrogate pair, which no text has; U+FFFD takes its place")
+            self._remark(
+                location, "has half of a surrogate pair, which no text has; U+FFFD takes its place"
+            )
         return whole
 
     def _remark_special_token(self, location: Location, question: str) -> None:
         match = self._special_token.search(question) if self._special_token else None
         if match:
             remark = f"the question has the special token {match[0]!r}"
-            self._remark(location, f"{remark}; if it is formatted already, set data.chat_template to false")
+            self._remark(
+                location, f"{remark}; if it is formatted already, set data.chat_template to false"
+            )
 
     def _remark_unread(self, location: Location, row: Row) -> None:
         for name in _UNREAD_FIELDS:
             if row.get(name):
-                self._remark(location, f"the field {name} is not in the prompt: only text is trained")
+                self._remark(
+                    location, f"the field {name} is not in the prompt: only text is trained"
+                )
         data = self._data
         for name in _SYSTEM_FIELDS:
-            if isinstance(row.get(name), str) and name not in (data.prompt_key, data.system_prompt_key):
+            if isinstance(row.get(name), str) and name not in (
+                data.prompt_key,
+                data.system_prompt_key,
+            ):
                 fix = f"data.system_prompt_key={name} takes it"
-                self._remark(location, f"the field {name} is not in the prompt; {fix} as the system message")
+                self._remark(
+                    location, f"the field {name} is not in the prompt; {fix} as the system message"
+                )
 
     def _remark(self, location: Location, remark: str) -> None:
         self._remarks.add(remark, location)
 
 
 def _is_written(content: object, text: str) -> bool:
-    """Whether a message's content is in the text of a prompt, as it is or as in JSON; True for what is no text."""
+    """Whether a message's content is in the text of a prompt, as it is or as in JSON; True for
+    what is no text.
+    """
     if not isinstance(content, str):
         return True
     content = content.strip()

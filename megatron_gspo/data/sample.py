@@ -39,11 +39,15 @@ class Prompt:
         return int(self.token_ids.shape[0])
 
     def check(self) -> None:
-        """Raise ValueError (one line) unless the token ids are a non-empty [P] int64 array of ids >= 0."""
+        """Raise ValueError (one line) unless the token ids are a non-empty [P] int64 array of
+        ids >= 0.
+        """
         where = f"prompt {self.index}"
         _check_ids(self.token_ids, where, "token_ids")
         if self.length == 0:
-            raise ValueError(f"{where}: token_ids is empty; give the model at least one token to start from")
+            raise ValueError(
+                f"{where}: token_ids is empty; give the model at least one token to start from"
+            )
 
 
 @dataclass
@@ -54,19 +58,24 @@ class Sample:
     sample_index: 0 .. n-1 within the group.
     tokens: [L] int64, prompt then response, no padding.
     prompt_length: P >= 1.
-    loss_mask: [R] bool; True if the policy generated the token (end token included), False for text of an environment.
-    rollout_log_probs: [R] float32, log-probability of each response token as the engine scored it while
-        sampling (after temperature); None where the engine has none. Ignored where loss_mask is False.
+    loss_mask: [R] bool; True if the policy generated the token (end token included), False for text
+        of an environment.
+    rollout_log_probs: [R] float32, log-probability of each response token as the engine scored it
+        while sampling (after temperature); None where the engine has none. Ignored where loss_mask
+        is False.
     finish_reason: "stop" (end token), "length" (cut off) or "abort".
     text: the decoded response.
     weight_version: version of the weights that sampled it; the oldest if there are several.
-    token_versions: [R] int32, version of the weights that sampled each token (for text of an environment: of the
-        response before it); None: all are weight_version. Set by engines whose responses can span a weight update.
+    token_versions: [R] int32, version of the weights that sampled each token (for text of an
+        environment: of the response before it); None: all are weight_version. Set by engines whose
+        responses can span a weight update.
     reward: NaN until scored.
     advantages, old_log_probs, ref_log_probs: [R] float32, filled in by the trainer.
-    values, returns: [R] float32, of the value model before the step's updates and what it is trained on (PPO).
-    routed_experts: [L-1, layers, k] unsigned, the smallest type that holds the ids (`routes.expert_id_dtype`): the
-        experts of each input position in the MoE layers, in model order; the last token is not fed.
+    values, returns: [R] float32, of the value model before the step's updates and what it is
+        trained on (PPO).
+    routed_experts: [L-1, layers, k] unsigned, the smallest type that holds the ids
+        (`routes.expert_id_dtype`): the experts of each input position in the MoE layers, in model
+        order; the last token is not fed.
     missing_routes: [L-1] bool, True where no route is known; None: all are.
     metadata: JSON-able.
     """
@@ -121,15 +130,20 @@ class Sample:
     def check(self, *, finite: bool = True) -> None:
         """Raise ValueError (one line) unless shapes, dtypes and values are as documented.
 
-        finite=False accepts non-finite log-probs and advantages, for callers that filter and count them.
+        finite=False accepts non-finite log-probs and advantages, for callers that filter and count
+        them.
         """
         where = f"sample {self.prompt_index}/{self.sample_index}"
         _check_ids(self.tokens, where, "tokens")
         if not 1 <= self.prompt_length <= self.length:
-            raise ValueError(f"{where}: prompt_length is {self.prompt_length}; use 1 to {self.length}")
+            raise ValueError(
+                f"{where}: prompt_length is {self.prompt_length}; use 1 to {self.length}"
+            )
         if self.finish_reason not in FINISH_REASONS:
             known = ", ".join(FINISH_REASONS)
-            raise ValueError(f"{where}: finish_reason is {self.finish_reason!r}; use one of {known}")
+            raise ValueError(
+                f"{where}: finish_reason is {self.finish_reason!r}; use one of {known}"
+            )
         _check_array(self.loss_mask, (self.response_length,), np.bool_, where, "loss_mask")
         for name in (*_LOG_PROB_FIELDS, "advantages", "values", "returns"):
             self._check_floats(name, where, finite)
@@ -148,9 +162,13 @@ class Sample:
             return
         bad = int(np.count_nonzero(~np.isfinite(trained)))
         if bad:
-            raise ValueError(f"{where}: {name} has {bad} non-finite trained values; check the weights")
+            raise ValueError(
+                f"{where}: {name} has {bad} non-finite trained values; check the weights"
+            )
         if name in _LOG_PROB_FIELDS and trained.size and trained.max() > 1e-3:
-            raise ValueError(f"{where}: {name} has {trained.max():.4g}; a log-probability is at most 0")
+            raise ValueError(
+                f"{where}: {name} has {trained.max():.4g}; a log-probability is at most 0"
+            )
 
     def _check_versions(self, where: str) -> None:
         versions = self.token_versions
@@ -159,10 +177,13 @@ class Sample:
         _check_array(versions, (self.response_length,), np.int32, where, "token_versions")
         if versions.size and versions.min() != self.weight_version:
             oldest = f"{versions.min()}, weight_version is {self.weight_version}"
-            raise ValueError(f"{where}: the oldest of token_versions is {oldest}; weight_version is the oldest")
+            raise ValueError(
+                f"{where}: the oldest of token_versions is {oldest}; weight_version is the oldest"
+            )
 
     def to_record(self, prompt: Prompt | None = None) -> dict[str, Any]:
-        """A JSON-able dict for the samples/ folder of a run: texts, reward and lengths, no token arrays.
+        """A JSON-able dict for the samples/ folder of a run: texts, reward and lengths, no token
+        arrays.
 
         A NaN or infinite reward becomes None, because JSON has no such number.
         """
@@ -186,8 +207,10 @@ class Sample:
 
 
 def stage_input(sample: Sample, *, tokens: bool) -> Sample:
-    """What a pipeline stage without the loss reads of a sample: ids, lengths, `loss_mask` (routing metrics weigh by it)
-    and routes; and tokens where it has the embedding, else `tokens` is [L] zeros without memory for them."""
+    """What a pipeline stage without the loss reads of a sample: ids, lengths, `loss_mask` (routing
+    metrics weigh by it) and routes; and tokens where it has the embedding, else `tokens` is [L]
+    zeros without memory for them.
+    """
     return Sample(
         prompt_index=sample.prompt_index,
         sample_index=sample.sample_index,
@@ -202,10 +225,15 @@ def stage_input(sample: Sample, *, tokens: bool) -> Sample:
 
 
 def version_spans(versions: np.ndarray) -> list[list[int]]:
-    """`token_versions` [R] as [version, number of tokens] of each stretch of equal ones, in order."""
+    """`token_versions` [R] as [version, number of tokens] of each stretch of equal ones, in
+    order.
+    """
     starts = np.flatnonzero(np.diff(versions, prepend=versions[:1] - 1))
     lengths = np.diff(starts, append=len(versions))
-    return [[version, length] for version, length in zip(versions[starts].tolist(), lengths.tolist(), strict=True)]
+    return [
+        [version, length]
+        for version, length in zip(versions[starts].tolist(), lengths.tolist(), strict=True)
+    ]
 
 
 def json_able(value: Any) -> Any:
@@ -234,7 +262,9 @@ def json_able(value: Any) -> Any:
 
 def _check_ids(ids: Any, where: str, name: str) -> None:
     if not isinstance(ids, np.ndarray) or ids.ndim != 1 or ids.dtype != np.int64:
-        raise ValueError(f"{where}: {name} is {describe_value(ids)}; it must be a 1-d int64 numpy array")
+        raise ValueError(
+            f"{where}: {name} is {describe_value(ids)}; it must be a 1-d int64 numpy array"
+        )
     if ids.size and ids.min() < 0:
         raise ValueError(f"{where}: {name} has the negative id {ids.min()}; token ids start at 0")
 
@@ -242,6 +272,10 @@ def _check_ids(ids: Any, where: str, name: str) -> None:
 def _check_array(values: Any, shape: tuple[int, ...], dtype: type, where: str, name: str) -> None:
     if not isinstance(values, np.ndarray) or values.dtype != dtype:
         wanted = np.dtype(dtype).name
-        raise ValueError(f"{where}: {name} is {describe_value(values)}; it must be a {wanted} numpy array")
+        raise ValueError(
+            f"{where}: {name} is {describe_value(values)}; it must be a {wanted} numpy array"
+        )
     if values.shape != shape:
-        raise ValueError(f"{where}: {name} has shape {values.shape}; the response has {shape[0]} tokens")
+        raise ValueError(
+            f"{where}: {name} has shape {values.shape}; the response has {shape[0]} tokens"
+        )

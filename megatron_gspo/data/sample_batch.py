@@ -1,7 +1,9 @@
-"""A rollout batch over ranks: a row of numbers for each sample on every rank, and the samples that this rank holds.
+"""A rollout batch over ranks: a row of numbers for each sample on every rank, and the samples that
+this rank holds.
 
-Decisions (advantages, filters, mini-batches, packing) are functions of the rows, so every rank makes the same ones.
-Tokens, log-probs, masks and routes are on the ranks that train the sample; of a pipeline, each stage has what it reads.
+Decisions (advantages, filters, mini-batches, packing) are functions of the rows, so every rank
+makes the same ones. Tokens, log-probs, masks and routes are on the ranks that train the sample; of
+a pipeline, each stage has what it reads.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ from megatron_gspo.parallel.host_exchange import (
     sum_over_ranks,
 )
 
-_PIECE = 1 << 16  # tokens whose temporaries stay in a core's cache; new memory for more costs as much as the work
+_PIECE = (
+    1 << 16
+)  # tokens whose temporaries stay in a core's cache; new memory for more costs as much as the work
 
 ROW = np.dtype(
     [
@@ -52,13 +56,26 @@ ROW = np.dtype(
 def row_of(sample: Sample, holder: int = 0) -> tuple:
     """A sample's values in the order of `ROW`."""
     turns, versions = spans(sample), sample.token_versions
-    newest = int(versions.max()) if versions is not None and versions.size else sample.weight_version
+    newest = (
+        int(versions.max()) if versions is not None and versions.size else sample.weight_version
+    )
     return (
-        sample.prompt_index, sample.reward, sample.sample_index, sample.prompt_length, sample.response_length,
-        int(sample.loss_mask.sum()), sample.weight_version, newest, len(turns),
-        sum(turn.end - turn.start for turn in turns), holder, FINISH_REASONS.index(sample.finish_reason),
-        sample.rollout_log_probs is not None, versions is not None, sample.routed_experts is not None,
-    )  # fmt: skip
+        sample.prompt_index,
+        sample.reward,
+        sample.sample_index,
+        sample.prompt_length,
+        sample.response_length,
+        int(sample.loss_mask.sum()),
+        sample.weight_version,
+        newest,
+        len(turns),
+        sum(turn.end - turn.start for turn in turns),
+        holder,
+        FINISH_REASONS.index(sample.finish_reason),
+        sample.rollout_log_probs is not None,
+        versions is not None,
+        sample.routed_experts is not None,
+    )
 
 
 def rows_of(samples: Iterable[Sample], holder: int = 0) -> np.ndarray:
@@ -70,10 +87,11 @@ def rows_of(samples: Iterable[Sample], holder: int = 0) -> np.ndarray:
 class SampleBatch:
     """N samples.
 
-    table: [N] of `ROW`, the same on every rank. held: this rank's samples by their position in the table, ascending.
-    group: ranks that together hold every sample once (or more often, if all hold the same ones); None: this process
-    holds all. pipeline: the stages of a replica where only the last one holds its samples; the others have
-    `stage_inputs` of them in place of `held`. None: every stage holds them.
+    table: [N] of `ROW`, the same on every rank. held: this rank's samples by their position in the
+    table, ascending. group: ranks that together hold every sample once (or more often, if all hold
+    the same ones); None: this process holds all. pipeline: the stages of a replica where only the
+    last one holds its samples; the others have `stage_inputs` of them in place of `held`. None:
+    every stage holds them.
     """
 
     table: np.ndarray
@@ -88,8 +106,13 @@ class SampleBatch:
         return cls(rows_of(samples), dict(enumerate(samples)))
 
     @classmethod
-    def gathered(cls, samples: Sequence[Sample], places: Sequence[int], group: dist.ProcessGroup | None) -> SampleBatch:
-        """Samples of which each rank of the group passes its own, with their positions. A collective."""
+    def gathered(
+        cls, samples: Sequence[Sample], places: Sequence[int], group: dist.ProcessGroup | None
+    ) -> SampleBatch:
+        """Samples of which each rank of the group passes its own, with their positions.
+
+        A collective.
+        """
         table = rows_in_place(rows_of(samples, group_rank(group)), places, group)
         held = dict(sorted(zip(map(int, places), samples, strict=True)))
         return cls(table, held, group)
@@ -104,7 +127,9 @@ class SampleBatch:
 
     @property
     def packed(self) -> Mapping[int, Sample]:
-        """What this rank feeds its model: `held`, or on other than the last stage the `stage_inputs`."""
+        """What this rank feeds its model: `held`, or on other than the last stage the
+        `stage_inputs`.
+        """
         return self.held if self._is_last_stage else self.stage_inputs
 
     @property
@@ -128,13 +153,16 @@ class SampleBatch:
     def select(self, positions: Sequence[int] | np.ndarray) -> SampleBatch:
         """The samples at these positions, in this order."""
         chosen = list(enumerate(map(int, positions)))
-        held, inputs = ({new: of[old] for new, old in chosen if old in of} for of in (self.held, self.stage_inputs))
+        held, inputs = (
+            {new: of[old] for new, old in chosen if old in of}
+            for of in (self.held, self.stage_inputs)
+        )
         table = self.table[np.asarray(positions, dtype=np.int64)]
         return replace(self, table=table, held=held, stage_inputs=inputs)
 
     def pieces(self) -> Iterator[SampleBatch]:
-        """This rank's samples in parts of about `_PIECE` tokens, for work on all tokens; at least one, perhaps
-        empty."""
+        """This rank's samples in parts of about `_PIECE` tokens, for work on all tokens; at least
+        one, perhaps empty."""
         piece: dict[int, Sample] = {}
         tokens = 0
         for position, sample in self.held.items():
@@ -152,13 +180,20 @@ class SampleBatch:
         return SampleBatch(np.concatenate([self.table, other.table]), {**self.held, **more}, group)
 
     def map(self, change: Callable[[int, Sample], Sample]) -> SampleBatch:
-        """`change(position, sample)` in place of each held sample. The table stays: see `with_trained`."""
+        """`change(position, sample)` in place of each held sample.
+
+        The table stays: see `with_trained`.
+        """
         return replace(self, held={i: change(i, sample) for i, sample in self.held.items()})
 
     def map_packed(self, change: Callable[[int, Sample], Sample]) -> SampleBatch:
         """`map` of `packed`: for masks and routes, which every pipeline stage has."""
         changed = {i: change(i, sample) for i, sample in self.packed.items()}
-        return replace(self, held=changed) if self._is_last_stage else replace(self, stage_inputs=changed)
+        return (
+            replace(self, held=changed)
+            if self._is_last_stage
+            else replace(self, stage_inputs=changed)
+        )
 
     def with_columns(self, **columns: np.ndarray) -> SampleBatch:
         """Columns [N] of the table replaced; the held samples' rewards follow that column."""
@@ -172,26 +207,36 @@ class SampleBatch:
         return replace(self, table=table, held=held)
 
     def with_trained(self) -> SampleBatch:
-        """The table's `trained` counted again from the held samples' loss masks, which the other pipeline stages get. A
-        collective of the replicas."""
-        counted = self.with_columns(trained=self.shared({i: int(s.loss_mask.sum()) for i, s in self.held.items()}))
+        """The table's `trained` counted again from the held samples' loss masks, which the other
+        pipeline stages get. A collective of the replicas."""
+        counted = self.with_columns(
+            trained=self.shared({i: int(s.loss_mask.sum()) for i, s in self.held.items()})
+        )
         if self.pipeline is None:
             return counted
         own = np.concatenate([s.loss_mask for s in self.held.values()] or [np.zeros(0, dtype=bool)])
         sent = broadcast_bytes(np.packbits(own), self.pipeline, group_size(self.pipeline) - 1)
         ends = np.cumsum([sample.response_length for sample in self.packed.values()])
-        masks = np.split(np.unpackbits(sent, count=int(ends[-1]) if len(ends) else 0).view(bool), ends[:-1])
+        masks = np.split(
+            np.unpackbits(sent, count=int(ends[-1]) if len(ends) else 0).view(bool), ends[:-1]
+        )
         found = dict(zip(self.packed, masks, strict=False))
         return counted.map_packed(lambda i, sample: replace(sample, loss_mask=found[i]))
 
     def shared(self, values: Mapping[int, float]) -> np.ndarray:
-        """[N] float64 on every rank from a number for each held sample. A collective of the replicas."""
+        """[N] float64 on every rank from a number for each held sample.
+
+        A collective of the replicas.
+        """
         column = np.zeros(len(self))
         column[list(values)] = list(values.values())
         return self.summed(column)
 
     def summed(self, values: np.ndarray) -> np.ndarray:
-        """The sum over the replicas of each holder's array [...] of float64 or int64. A collective."""
+        """The sum over the replicas of each holder's array [...] of float64 or int64.
+
+        A collective.
+        """
         return self._reduced(sum_over_ranks, values)
 
     def largest(self, values: np.ndarray) -> np.ndarray:
@@ -199,16 +244,26 @@ class SampleBatch:
         return self._reduced(max_over_ranks, values)
 
     def _reduced(
-        self, reduce: Callable[[np.ndarray, dist.ProcessGroup | None], np.ndarray], values: np.ndarray
+        self,
+        reduce: Callable[[np.ndarray, dist.ProcessGroup | None], np.ndarray],
+        values: np.ndarray,
     ) -> np.ndarray:
         found = reduce(values, self.group) if self._is_last_stage else values
-        return found if self.pipeline is None else broadcast_array(found, self.pipeline, group_size(self.pipeline) - 1)
+        return (
+            found
+            if self.pipeline is None
+            else broadcast_array(found, self.pipeline, group_size(self.pipeline) - 1)
+        )
 
     def gather(self, payload: bytes | memoryview) -> list[np.ndarray] | None:
-        """Every holder's bytes on the world's rank 0; None elsewhere. A collective of the replicas."""
+        """Every holder's bytes on the world's rank 0; None elsewhere. A collective of the
+        replicas.
+        """
         if self.pipeline is not None:  # to the first stage
             last = group_size(self.pipeline) - 1
-            sent = exchange_bytes({0: payload} if self._is_last_stage else {}, [(last, 0)], self.pipeline)
+            sent = exchange_bytes(
+                {0: payload} if self._is_last_stage else {}, [(last, 0)], self.pipeline
+            )
             payload = sent[last].data if sent else b""
         return gather_bytes(payload, self.group)
 
@@ -219,7 +274,9 @@ class SampleBatch:
     def max(self, *values: float) -> list[float]:
         """The largest of each number over the replicas; NaN is the largest. A collective."""
         given = np.array(values, dtype=np.float64)
-        flagged = np.concatenate([np.where(np.isnan(given), -np.inf, given), np.isnan(given).astype(np.float64)])
+        flagged = np.concatenate(
+            [np.where(np.isnan(given), -np.inf, given), np.isnan(given).astype(np.float64)]
+        )
         largest, is_nan = np.split(self.largest(flagged), 2)
         return np.where(is_nan > 0, np.nan, largest).tolist()
 

@@ -4,12 +4,14 @@ Invariants, for any valid input (tests/data/test_schedule.py):
 1. every index 0 .. N-1 appears exactly once;
 2. every rank has the same number K >= 1 of micro-batches, K % multiple_of == 0; some may be empty;
 3. no micro-batch holds more than max_tokens;
-4. K is the lower bound ceil(total / (num_ranks * max_tokens)) if largest-first placement reaches it, which
-   fails only if bins are almost full or hold few sequences each; else the number that best-fit-decreasing needs;
-5. micro-batch k has a similar load on every rank (ranks that exchange tokens wait for each other), and
-   the sums over a rank's micro-batches are level; where no sequence is longer than the mean micro-batch, all
-   micro-batches are (pipelines pad them to one length);
-6. the result depends on the arguments alone. The largest micro-batch is first: running out of memory shows early.
+4. K is the lower bound ceil(total / (num_ranks * max_tokens)) if largest-first placement reaches
+   it, which fails only if bins are almost full or hold few sequences each; else the number that
+   best-fit-decreasing needs;
+5. micro-batch k has a similar load on every rank (ranks that exchange tokens wait for each other),
+   and the sums over a rank's micro-batches are level; where no sequence is longer than the mean
+   micro-batch, all micro-batches are (pipelines pad them to one length);
+6. the result depends on the arguments alone. The largest micro-batch is first: running out of
+    memory shows early.
 """
 
 from __future__ import annotations
@@ -24,35 +26,51 @@ import numpy as np
 Bins = list[list[int]]
 Schedule = list[list[list[int]]]
 Sized = tuple[int, int]  # tokens and index of a sequence
-_MOST_PASSED = 64  # full bins that are skipped for one sequence before the attempt fails; bounds the time
-_MOST_SWAPS = 4096  # exchanges between bins of one level; bounds the time; only large batches reach it
+_MOST_PASSED = (
+    64  # full bins that are skipped for one sequence before the attempt fails; bounds the time
+)
+_MOST_SWAPS = (
+    4096  # exchanges between bins of one level; bounds the time; only large batches reach it
+)
 _MOST_TRIED = 4  # lightest bins that the heaviest tries
 _CLOSE = 2000  # bins whose loads differ by less than this part of the heavier one are level
 
 
 def schedule(
-    lengths: Sequence[int], *, num_ranks: int, max_tokens: int, multiple_of: int = 1, at_least: int = 1
+    lengths: Sequence[int],
+    *,
+    num_ranks: int,
+    max_tokens: int,
+    multiple_of: int = 1,
+    at_least: int = 1,
 ) -> Schedule:
     """Distribute sequences over ranks and micro-batches with balanced numbers of tokens.
 
-    lengths: [N] tokens of every sequence, as packed (rounded up to the sequence multiple: `padded_length`).
-    num_ranks: data-parallel ranks.
-    max_tokens: maximum number of tokens of a micro-batch; make it a multiple of the packed total's multiple.
-    multiple_of: the number of micro-batches of a rank is a multiple of this (for interleaved pipelines).
-    at_least: micro-batches of a rank.
+    lengths: [N] tokens of every sequence, as packed (rounded up to the sequence multiple:
+    `padded_length`). num_ranks: data-parallel ranks. max_tokens: maximum number of tokens of a
+    micro-batch; make it a multiple of the packed total's multiple. multiple_of: the number of
+    micro-batches of a rank is a multiple of this (for interleaved pipelines). at_least:
+    micro-batches of a rank.
 
-    Returns [rank][micro_batch] -> indices into `lengths`, ascending.
-    Raises ValueError for a sequence longer than max_tokens (naming it) and for arguments below 1.
-    Method: longest-processing-time-first (Graham 1969) with a target load per step, so that a sequence longer
-    than the mean micro-batch meets similar ones on the other ranks; best-fit-decreasing if that overflows. Then the
-    heaviest and lightest bins of a level exchange sequences, which balances bins with few sequences.
+    Returns [rank][micro_batch] -> indices into `lengths`, ascending. Raises ValueError for a
+    sequence longer than max_tokens (naming it) and for arguments below 1. Method:
+    longest-processing-time-first (Graham 1969) with a target load per step, so that a sequence
+    longer than the mean micro-batch meets similar ones on the other ranks; best-fit-decreasing if
+    that overflows. Then the heaviest and lightest bins of a level exchange sequences, which
+    balances bins with few sequences.
     """
-    for name, value in (("num_ranks", num_ranks), ("max_tokens", max_tokens), ("multiple_of", multiple_of)):
+    for name, value in (
+        ("num_ranks", num_ranks),
+        ("max_tokens", max_tokens),
+        ("multiple_of", multiple_of),
+    ):
         if value < 1:
             raise ValueError(f"{name} is {value}; it must be at least 1")
     sizes, order = _checked_order(lengths, max_tokens)
     step = num_ranks * multiple_of
-    fewest = max(_ceil_to(-(-sum(sizes) // max_tokens), step), _ceil_to(at_least * num_ranks, step), step)
+    fewest = max(
+        _ceil_to(-(-sum(sizes) // max_tokens), step), _ceil_to(at_least * num_ranks, step), step
+    )
     bins = _level(sizes, order, fewest, num_ranks, max_tokens)
     if bins is None:
         packed = _best_fit(sizes, order, max_tokens)
@@ -90,7 +108,9 @@ def schedule_report(
     total_multiple: int = 1,
     max_tokens: int | None = None,
 ) -> ScheduleReport:
-    """Measure a schedule. `lengths` [N] are the true lengths; the multiples are the ones given to `pack`."""
+    """Measure a schedule. `lengths` [N] are the true lengths; the multiples are the ones given
+    to `pack`.
+    """
     true = np.zeros((len(plan), len(plan[0])), dtype=np.int64)
     packed = np.zeros_like(true)
     for rank, micro_batches in enumerate(plan):
@@ -120,43 +140,58 @@ def _ceil_to(value: int, multiple: int) -> int:
 
 
 def _checked_order(lengths: Sequence[int], max_tokens: int) -> tuple[list[int], list[int]]:
-    """The lengths as a list, and their indices from longest to shortest (ties: lower index first)."""
+    """The lengths as a list, and their indices from longest to shortest (ties: lower index
+    first).
+    """
     array = np.asarray(lengths)
     if array.size == 0:
         return [], []
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise ValueError(f"lengths is a {array.ndim}-d {array.dtype} array; use a 1-d array of integers")
+        raise ValueError(
+            f"lengths is a {array.ndim}-d {array.dtype} array; use a 1-d array of integers"
+        )
     order = np.argsort(-array.astype(np.int64), kind="stable")
     longest, shortest = int(order[0]), int(order[-1])
     if array[longest] > max_tokens:
         raise ValueError(
             f"sequence {longest} has {array[longest]} tokens but max_tokens is {max_tokens}; "
-            f"raise max_tokens or lower the response length"
+            "raise max_tokens or lower the response length"
         )
     if array[shortest] < 1:
         raise ValueError(f"sequence {shortest} has length {array[shortest]}; lengths start at 1")
     return array.tolist(), order.tolist()
 
 
-def _level(sizes: list[int], order: list[int], num_bins: int, num_ranks: int, capacity: int) -> Bins | None:
+def _level(
+    sizes: list[int], order: list[int], num_bins: int, num_ranks: int, capacity: int
+) -> Bins | None:
     """Level bins: with a target per step first, then one for all; None where neither fits."""
     targets = _step_targets(sizes, order, num_bins // num_ranks, num_ranks)
     if targets[0] > targets[-1]:
-        bins = _fill(sizes, order, [target for target in targets for _ in range(num_ranks)], capacity)
+        bins = _fill(
+            sizes, order, [target for target in targets for _ in range(num_ranks)], capacity
+        )
         if bins is not None:
-            bounds = [k for k in range(1, len(targets)) if targets[k - 1] > targets[k] + 1]  # rounding makes 1
+            bounds = [
+                k for k in range(1, len(targets)) if targets[k - 1] > targets[k] + 1
+            ]  # rounding makes 1
             ends = zip([0, *bounds], [*bounds, len(targets)], strict=True)
-            return [members for first, last in ends
-                    for members in _exchange(bins[first * num_ranks : last * num_ranks], sizes)]  # fmt: skip
+            return [
+                members
+                for first, last in ends
+                for members in _exchange(bins[first * num_ranks : last * num_ranks], sizes)
+            ]
     bins = _fill(sizes, order, [0] * num_bins, capacity)
     return None if bins is None else _exchange(bins, sizes)
 
 
 def _exchange(bins: Bins, sizes: list[int]) -> Bins:
-    """The same bins, better balanced: the heaviest gives one of the lightest a sequence, for a shorter one or for none,
-    if that reduces their difference. No load exceeds the heaviest."""
+    """The same bins, better balanced: the heaviest gives one of the lightest a sequence, for a
+    shorter one or for none, if that reduces their difference. No load exceeds the heaviest."""
     by_load = sorted((sum(map(sizes.__getitem__, members)), b) for b, members in enumerate(bins))
-    opened: dict[int, list[Sized]] = {}  # the bins that have exchanged something or tried to, ascending
+    opened: dict[
+        int, list[Sized]
+    ] = {}  # the bins that have exchanged something or tried to, ascending
     for _ in range(_MOST_SWAPS):
         found = _next_swap(bins, sizes, by_load, opened)
         if found is None:
@@ -177,8 +212,9 @@ def _exchange(bins: Bins, sizes: list[int]) -> Bins:
 def _next_swap(
     bins: Bins, sizes: list[int], by_load: list[tuple[int, int]], opened: dict[int, list[Sized]]
 ) -> tuple[int, Sized, Sized | None] | None:
-    """Which of the lightest bins the heaviest exchanges with (as a position in ``by_load``), and which sequences; None
-    if they are balanced or no exchange helps. Adds the bins that it examines to `opened`."""
+    """Which of the lightest bins the heaviest exchanges with (as a position in ``by_load``), and
+    which sequences; None if they are balanced or no exchange helps. Adds the bins that it examines
+    to `opened`."""
     heavy, giver = by_load[-1]
     for at, (light, taker) in enumerate(by_load[:_MOST_TRIED]):
         if heavy - light <= max(heavy // _CLOSE, 1):
@@ -192,9 +228,12 @@ def _next_swap(
     return None
 
 
-def _best_swap(heavy: list[Sized], light: list[Sized], gap: int) -> tuple[Sized, Sized | None] | None:
-    """A sequence of ``heavy`` and one of ``light`` (None: none) whose exchange comes closest to moving half of the gap;
-    None where each would move nothing or all of it and more. Both ascend."""
+def _best_swap(
+    heavy: list[Sized], light: list[Sized], gap: int
+) -> tuple[Sized, Sized | None] | None:
+    """A sequence of ``heavy`` and one of ``light`` (None: none) whose exchange comes closest to
+    moving half of the gap; None where each would move nothing or all of it and more. Both ascend.
+    """
     best = gap  # twice the distance to half of the gap; below the gap where an exchange helps
     found: tuple[Sized, Sized | None] | None = None
     for given in heavy:
@@ -209,7 +248,9 @@ def _best_swap(heavy: list[Sized], light: list[Sized], gap: int) -> tuple[Sized,
 
 
 def _step_targets(sizes: list[int], order: list[int], num_steps: int, num_ranks: int) -> list[int]:
-    """Target load of each step: the mean of what is left, or the longest sequence that must go there."""
+    """Target load of each step: the mean of what is left, or the longest sequence that must go
+    there.
+    """
     targets = []
     left = sum(sizes)
     for k in range(num_steps):
@@ -220,7 +261,9 @@ def _step_targets(sizes: list[int], order: list[int], num_steps: int, num_ranks:
 
 
 def _fill(sizes: list[int], order: list[int], targets: list[int], capacity: int) -> Bins | None:
-    """Each sequence, longest first, into the bin furthest below its target that takes it; None: too full."""
+    """Each sequence, longest first, into the bin furthest below its target that takes it; None:
+    too full.
+    """
     bins: Bins = [[] for _ in targets]
     heap = [(-target, b) for b, target in enumerate(targets)]
     heapq.heapify(heap)
@@ -241,10 +284,14 @@ def _fill(sizes: list[int], order: list[int], targets: list[int], capacity: int)
 
 
 def _best_fit(sizes: list[int], order: list[int], capacity: int) -> Bins:
-    """Each sequence, longest first, into the fullest bin that takes it; a new bin where none does."""
+    """Each sequence, longest first, into the fullest bin that takes it; a new bin where none
+    does.
+    """
     bins: Bins = []
     by_room: dict[int, list[int]] = {}
-    rooms: list[int] = []  # sorted keys of by_room; at most `capacity` of them, so insertion stays cheap
+    rooms: list[
+        int
+    ] = []  # sorted keys of by_room; at most `capacity` of them, so insertion stays cheap
     for index in order:
         size = sizes[index]
         at = bisect_left(rooms, size)
@@ -266,7 +313,9 @@ def _best_fit(sizes: list[int], order: list[int], capacity: int) -> Bins:
 
 
 def _deal(bins: Bins, sizes: list[int], num_ranks: int) -> Schedule:
-    """Bins to ranks: num_ranks bins of neighbouring load make a step; the lightest rank takes the largest."""
+    """Bins to ranks: num_ranks bins of neighbouring load make a step; the lightest rank takes
+    the largest.
+    """
     loads = [sum(sizes[i] for i in members) for members in bins]
     by_load = sorted(range(len(bins)), key=lambda b: (-loads[b], b))
     plan: Schedule = [[] for _ in range(num_ranks)]

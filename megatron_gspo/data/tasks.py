@@ -14,7 +14,8 @@ from megatron_gspo.data.optional_module import optional_module
 from megatron_gspo.data.prompt_files import PromptError, Row
 from megatron_gspo.data.prompts import PromptSet, Tokenizer, build_prompts
 
-# reasoning-gym draws item i of a dataset from Random(seed + i), so nearby seeds give mostly the same items
+# reasoning-gym draws item i of a dataset from Random(seed + i), so nearby seeds give mostly the
+# same items
 HELD_OUT_SEED_OFFSET = 1_000_000_000
 METADATA_KEY = "reasoning_gym"
 _MOST_DRAWS = 8  # items drawn per held-out question, because a task may repeat itself
@@ -22,22 +23,27 @@ _MOST_DRAWS = 8  # items drawn per held-out question, because a task may repeat 
 
 @dataclass(frozen=True)
 class TaskPrompts:
-    """evaluation is None for eval_size 0; overlap counts the training items dropped for being held out."""
+    """evaluation is None for eval_size 0; overlap counts the training items dropped for being
+    held out.
+    """
 
     train: PromptSet
     evaluation: PromptSet | None
     overlap: int
 
 
-def load_task(task: TaskConfig, tokenizer: Tokenizer, data: DataConfig | None = None) -> TaskPrompts:
+def load_task(
+    task: TaskConfig, tokenizer: Tokenizer, data: DataConfig | None = None
+) -> TaskPrompts:
     """Generate and tokenise a task.
 
-    The held-out questions are distinct and drawn first, from a distant seed; a training item with the text of one of
-    them is dropped. Verifiers find name, kwargs and entry in `Prompt.metadata["reasoning_gym"]`.
+    The held-out questions are distinct and drawn first, from a distant seed; a training item with
+    the text of one of them is dropped. Verifiers find name, kwargs and entry in
+    `Prompt.metadata["reasoning_gym"]`.
 
-    data: format of the prompts; its keys of fields are not used. Raises ConfigError for an invalid format,
-    PromptError for an unknown task, invalid options, or a task with too few distinct questions, ImportError
-    without reasoning-gym.
+    data: format of the prompts; its keys of fields are not used. Raises ConfigError for an invalid
+    format, PromptError for an unknown task, invalid options, or a task with too few distinct
+    questions, ImportError without reasoning-gym.
     """
     data = dataclasses.replace(
         data or DataConfig(), prompt_key="question", answer_key="answer", system_prompt_key=None
@@ -69,13 +75,16 @@ def create_dataset(name: str, kwargs: dict[str, Any], *, size: int, seed: int) -
     if name not in factory.DATASETS:
         close = [known for known in sorted(factory.DATASETS) if name[:4] in known]
         raise PromptError(
-            f"task {name!r} is unknown to reasoning-gym; use one of {', '.join(close) or 'its datasets'}"
+            f"task {name!r} is unknown to reasoning-gym; use one of"
+            f" {', '.join(close) or 'its datasets'}"
         )
     try:
         return factory.create_dataset(name, size=size, seed=seed, **kwargs)
     except (TypeError, ValueError, AssertionError) as error:
         reason = str(error).split("\n")[0] or type(error).__name__
-        raise PromptError(f"task {name}: kwargs {kwargs} refused ({reason}); correct them") from error
+        raise PromptError(
+            f"task {name}: kwargs {kwargs} refused ({reason}); correct them"
+        ) from error
 
 
 def _held_out_rows(task: TaskConfig) -> list[Row]:
@@ -87,8 +96,8 @@ def _held_out_rows(task: TaskConfig) -> list[Row]:
         if len(rows) == task.eval_size:
             return list(rows.values())
     raise PromptError(
-        f"task {task.name}: eval_size is {task.eval_size} but only {len(rows)} distinct questions were "
-        "drawn; lower it"
+        f"task {task.name}: eval_size is {task.eval_size} but only {len(rows)} distinct questions"
+        " were drawn; lower it"
     )
 
 

@@ -13,7 +13,9 @@ TURNS = "turns"  # the key of `Sample.metadata`
 
 @dataclass(frozen=True)
 class Span:
-    """A response within an episode: response tokens start .. end-1 of the sample, and its reward."""
+    """A response within an episode: response tokens start .. end-1 of the sample, and its
+    reward.
+    """
 
     start: int
     end: int

@@ -30,8 +30,9 @@ class EnvironmentLoadError(InputError):
 class Turn:
     """An environment's reply to a response.
 
-    observation: text that the policy reads next, as it is (role marks included, where the model needs them).
-    reward: of this response. done: the episode ends with this response; the observation is then not read.
+    observation: text that the policy reads next, as it is (role marks included, where the model
+    needs them). reward: of this response. done: the episode ends with this response; the
+    observation is then not read.
     """
 
     observation: str = ""
@@ -42,9 +43,10 @@ class Turn:
 class Environment(Protocol):
     """The environment of one episode.
 
-    Its factory is `factory(prompt, *, sample_index, seed, **options) -> Environment`; `seed` is an int that depends on
-    (run seed, step, prompt, sample) alone. The same responses must give the same turns: an environment may be built
-    again and its responses repeated. `close()`, if it has one, is called when the environment is dropped.
+    Its factory is `factory(prompt, *, sample_index, seed, **options) -> Environment`; `seed` is an
+    int that depends on (run seed, step, prompt, sample) alone. The same responses must give the
+    same turns: an environment may be built again and its responses repeated. `close()`, if it has
+    one, is called when the environment is dropped.
     """
 
     def step(self, response: str) -> Turn: ...
@@ -52,7 +54,10 @@ class Environment(Protocol):
 
 @dataclass(frozen=True)
 class StepRequest:
-    """The input of one step of an episode. responses: all so far; the last one is the one to reply to."""
+    """The input of one step of an episode.
+
+    responses: all so far; the last one is the one to reply to.
+    """
 
     prompt: Prompt
     sample_index: int
@@ -67,12 +72,17 @@ class StepRequest:
 class Environments:
     """The live environments of one process."""
 
-    def __init__(self, factory: Callable[..., Environment], options: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, factory: Callable[..., Environment], options: dict[str, Any] | None = None
+    ) -> None:
         self._factory, self._options = factory, options or {}
         self._live: OrderedDict[tuple[int, int, int], tuple[Environment, int]] = OrderedDict()
 
     def answer(self, request: StepRequest) -> Reply:
-        """("ok", the fields of a Turn, None), or ("invalid" or "error", None, why). Never raises."""
+        """("ok", the fields of a Turn, None), or ("invalid" or "error", None, why).
+
+        Never raises.
+        """
         try:
             turn = self._step(request)
             fault = _fault(turn)
@@ -84,7 +94,15 @@ class Environments:
             return "invalid", None, fault
         if turn.done:
             self._forget(request.episode)
-        return "ok", {"observation": turn.observation, "reward": float(turn.reward), "done": bool(turn.done)}, None
+        return (
+            "ok",
+            {
+                "observation": turn.observation,
+                "reward": float(turn.reward),
+                "done": bool(turn.done),
+            },
+            None,
+        )
 
     def _step(self, request: StepRequest) -> Turn:
         key, count = request.episode, len(request.responses)
@@ -115,7 +133,10 @@ class Environments:
 
 def _fault(turn: Any) -> str:
     if not isinstance(turn, Turn):
-        return f"the environment returned a {type(turn).__name__}; return megatron_gspo.environments.environment.Turn"
+        return (
+            f"the environment returned a {type(turn).__name__}; return"
+            " megatron_gspo.environments.environment.Turn"
+        )
     observation: Any = turn.observation
     reward: Any = turn.reward
     done: Any = turn.done

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_gspo.environments.environment import EnvironmentLoadError, StepRequest, load_environments
+from megatron_gspo.environments.environment import (
+    EnvironmentLoadError,
+    StepRequest,
+    load_environments,
+)
 from megatron_gspo.rewards.worker import Reply
 from megatron_gspo.rewards.worker_pool import RewardPool, Served
 
@@ -20,13 +24,18 @@ _SERVED = Served(
 class EnvironmentPool:
     """Steps environments of one factory.
 
-    With a time limit they run in worker processes, which may crash and are killed when a step takes too long: that
-    episode fails, and the environments of the others are built again and their responses repeated. timeout None: they
-    run in this process, without protection.
+    With a time limit they run in worker processes, which may crash and are killed when a step takes
+    too long: that episode fails, and the environments of the others are built again and their
+    responses repeated. timeout None: they run in this process, without protection.
     """
 
     def __init__(
-        self, name: str, options: dict[str, Any] | None = None, *, timeout: float | None = 10.0, workers: int = 1
+        self,
+        name: str,
+        options: dict[str, Any] | None = None,
+        *,
+        timeout: float | None = 10.0,
+        workers: int = 1,
     ) -> None:
         """name, options: see `load_environments`. timeout: seconds a step.
 
@@ -38,8 +47,8 @@ class EnvironmentPool:
             self._pool = RewardPool(name, options, timeout=timeout, workers=workers, served=_SERVED)
 
     def step(self, requests: Sequence[StepRequest]) -> list[Reply]:
-        """A reply for each, in their order: ("ok", fields of a Turn, None) or ("error", "timeout" or "invalid", None,
-        why)."""
+        """A reply for each, in their order: ("ok", fields of a Turn, None) or ("error", "timeout"
+        or "invalid", None, why)."""
         if self._pool is not None:
             return self._pool.run(requests)
         assert self._here is not None

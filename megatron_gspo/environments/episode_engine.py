@@ -20,7 +20,10 @@ from megatron_gspo.rollout.engine_protocol import RolloutEngine
 
 
 class EpisodeEngine:
-    """`RolloutEngine` that runs episodes in rounds on another one. Their `reward` is set; see `Episode`."""
+    """`RolloutEngine` that runs episodes in rounds on another one.
+
+    Their `reward` is set; see `Episode`.
+    """
 
     def __init__(
         self,
@@ -30,20 +33,27 @@ class EpisodeEngine:
         rules: EpisodeRules,
         decode: Decode | None = None,
     ) -> None:
-        """encode: text to token ids. rules: limits of an episode. decode: token ids of a response to its text, for one
-        that is cut off at the limit of its turn; None: it keeps the engine's text."""
+        """encode: text to token ids. rules: limits of an episode. decode: token ids of a response
+        to its text, for one that is cut off at the limit of its turn; None: it keeps the engine's
+        text."""
         self.engine = engine
         self.environments = environments
         self.encode = encode
         self.decode = decode
         self.rules = rules
 
-    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, seed: int) -> list[Sample]:
-        """`sampling.n_samples_per_prompt` episodes per prompt; `max_response_length` limits all responses and
-        observations of an episode together."""
-        episodes = make_episodes(prompts, sampling, self.rules, self.encode, seed=seed, decode=self.decode)
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams, *, seed: int
+    ) -> list[Sample]:
+        """`sampling.n_samples_per_prompt` episodes per prompt; `max_response_length` limits all
+        responses and observations of an episode together."""
+        episodes = make_episodes(
+            prompts, sampling, self.rules, self.encode, seed=seed, decode=self.decode
+        )
         limit = self.rules.max_length
-        run_in_rounds(episodes, self.engine, self.environments, sampling, seed=seed, max_length=limit)
+        run_in_rounds(
+            episodes, self.engine, self.environments, sampling, seed=seed, max_length=limit
+        )
         return [episode.sample() for episode in episodes]
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:

@@ -1,4 +1,7 @@
-"""Groups of multi-turn episodes on inference servers. In-process engines run them through `EpisodeEngine`."""
+"""Groups of multi-turn episodes on inference servers.
+
+In-process engines run them through `EpisodeEngine`.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +34,22 @@ class EpisodeServerSource(GenerateOnCollect):
     Each client runs its share. An episode continues as soon as its own response is finished.
     """
 
-    def __init__(self, servers: ServerSource, environments: Environments, encode: Encode,
-                 rules: EpisodeRules) -> None:  # fmt: skip
+    def __init__(
+        self, servers: ServerSource, environments: Environments, encode: Encode, rules: EpisodeRules
+    ) -> None:
         """encode: text to token ids. rules: limits of an episode."""
         super().__init__()
         self.engine_name = servers.engine_name
-        self._servers, self._environments, self._encode, self._rules = servers, environments, encode, rules
+        self._servers, self._environments, self._encode, self._rules = (
+            servers,
+            environments,
+            encode,
+            rules,
+        )
 
-    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, seed: int) -> SampleBatch:
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams, *, seed: int
+    ) -> SampleBatch:
         """See `GroupSource.generate`; a sample is an episode."""
         self._servers.restore_memory()
         share = self._servers.own_share(prompts)
@@ -48,7 +59,9 @@ class EpisodeServerSource(GenerateOnCollect):
         self._servers.on_clients(lambda client: run.begin(client.stream()))
         while self._servers.round(run.advance):
             pass
-        return self._servers.checked([episode.sample() for episode in episodes], share, prompts, sampling)
+        return self._servers.checked(
+            [episode.sample() for episode in episodes], share, prompts, sampling
+        )
 
     def update_weights(self, weights: Weights, *, version: int) -> None:
         """See `GroupSource.update_weights`."""
@@ -76,9 +89,19 @@ class EpisodeServerSource(GenerateOnCollect):
 class _EpisodeRun:
     """A client's episodes of one `generate`."""
 
-    def __init__(self, episodes: Sequence[Episode], environments: Environments, sampling: SamplingParams,
-                 seed: int) -> None:  # fmt: skip
-        self._episodes, self._environments, self._sampling, self._seed = episodes, environments, sampling, seed
+    def __init__(
+        self,
+        episodes: Sequence[Episode],
+        environments: Environments,
+        sampling: SamplingParams,
+        seed: int,
+    ) -> None:
+        self._episodes, self._environments, self._sampling, self._seed = (
+            episodes,
+            environments,
+            sampling,
+            seed,
+        )
 
     def begin(self, stream: RequestStream) -> None:
         """Request every episode's first response."""
@@ -94,5 +117,7 @@ class _EpisodeRun:
         return not self._running.done
 
     def _start(self, request: Request) -> int:
-        sampling = replace(self._sampling, n_samples_per_prompt=1, max_response_length=request.limit)
+        sampling = replace(
+            self._sampling, n_samples_per_prompt=1, max_response_length=request.limit
+        )
         return self._stream.start([request.prompt], sampling, seed=self._seed)[0]

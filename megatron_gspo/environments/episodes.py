@@ -1,11 +1,13 @@
 """Multi-turn episodes: response, environment step, response ... as one sample, with any engine.
 
-An `Episode` is a state machine: `next_request` is the next response to generate and `add_response` takes it;
-`step_request` is the next environment step and `add_reply` takes its result. It calls neither an engine nor an
-environment: `run_in_rounds` generates for all episodes at once, `ConcurrentEpisodes` advances each one separately.
+An `Episode` is a state machine: `next_request` is the next response to generate and `add_response`
+takes it; `step_request` is the next environment step and `add_reply` takes its result. It calls
+neither an engine nor an environment: `run_in_rounds` generates for all episodes at once,
+`ConcurrentEpisodes` advances each one separately.
 
-The sample's response is `response 1, observation 1, response 2, ...` and ends with a response. The token ids of a
-response are those that the engine generated. An observation is tokenised by itself, without special tokens, and masked.
+The sample's response is `response 1, observation 1, response 2, ...` and ends with a response. The
+token ids of a response are those that the engine generated. An observation is tokenised by itself,
+without special tokens, and masked.
 """
 
 from __future__ import annotations
@@ -40,8 +42,9 @@ class Environments(Protocol):
 
 @dataclass(frozen=True)
 class EpisodeRules:
-    """max_turns: responses of an episode. max_turn_length: tokens of a response; None: what is left of the sample's
-    `max_response_length`. max_length: tokens of prompt and response that the engine supports."""
+    """max_turns: responses of an episode. max_turn_length: tokens of a response; None: what is left
+    of the sample's `max_response_length`. max_length: tokens of prompt and response that the engine
+    supports."""
 
     max_turns: int
     max_length: int
@@ -52,8 +55,8 @@ class EpisodeRules:
 class Request:
     """A response to generate. prompt: the episode so far. limit: maximum number of tokens.
 
-    `prompt.index` is a 62-bit hash of (prompt, sample, turn), so that an engine's draws depend on (seed, prompt,
-    sample, turn, position) alone.
+    `prompt.index` is a 62-bit hash of (prompt, sample, turn), so that an engine's draws depend on
+    (seed, prompt, sample, turn, position) alone.
     """
 
     prompt: Prompt
@@ -62,7 +65,9 @@ class Request:
 
 def request_index(prompt_index: int, sample_index: int, turn: int) -> int:
     """The 62-bit `prompt.index` of a `Request`."""
-    high, low = np.random.SeedSequence([prompt_index, sample_index, turn]).generate_state(2).tolist()
+    high, low = (
+        np.random.SeedSequence([prompt_index, sample_index, turn]).generate_state(2).tolist()
+    )
     return (high << 32 | low) >> 2
 
 
@@ -80,7 +85,9 @@ class Episode:
         decode: Decode | None = None,
     ) -> None:
         self.prompt, self.sample_index = prompt, sample_index
-        self._seed = int(np.random.SeedSequence([seed, prompt.index, sample_index]).generate_state(1)[0])
+        self._seed = int(
+            np.random.SeedSequence([seed, prompt.index, sample_index]).generate_state(1)[0]
+        )
         self._room, self._rules, self._encode = max_response_length, rules, encode
         self._decode = decode
         self._parts: list[_Part] = []
@@ -100,11 +107,15 @@ class Episode:
         return sum(len(part.tokens) for part in self._parts)
 
     def next_request(self) -> Request | None:
-        """The next response to generate; None if the episode is over or the environment's step is next."""
+        """The next response to generate; None if the episode is over or the environment's step
+        is next.
+        """
         if self.over or self._awaits_step:
             return None
         left = self._room - self.length
-        limit = left if self._rules.max_turn_length is None else min(left, self._rules.max_turn_length)
+        limit = (
+            left if self._rules.max_turn_length is None else min(left, self._rules.max_turn_length)
+        )
         index = request_index(self.prompt.index, self.sample_index, len(self._responses))
         ids = np.concatenate([self.prompt.token_ids, *(part.tokens for part in self._parts)])
         return Request(Prompt(index, ids, self.prompt.text), limit)
@@ -154,12 +165,16 @@ class Episode:
         if self.length + len(ids) >= self._room:
             self._finish = "length"
             return
-        version = int(self._parts[-1].versions[-1]) if len(self._parts[-1].versions) else self._parts[-1].version
+        version = (
+            int(self._parts[-1].versions[-1])
+            if len(self._parts[-1].versions)
+            else self._parts[-1].version
+        )
         self._parts.append(_Part.observed(ids, text, version))
 
     def sample(self) -> Sample:
-        """The finished episode. `reward`: sum of the turns' rewards; NaN if the environment failed or the engine
-        aborted. `metadata`: spans of the turns."""
+        """The finished episode. `reward`: sum of the turns' rewards; NaN if the environment failed
+        or the engine aborted. `metadata`: spans of the turns."""
         assert self._finish is not None, "the episode is not over"
         parts = self._parts
         metadata = with_spans(self._spans)
@@ -192,8 +207,8 @@ class Episode:
 class _Part:
     """A response or an observation of n tokens.
 
-    routes, missing: rows of the input positions that this response's request processed first; None for an observation,
-    whose rows come with the next response.
+    routes, missing: rows of the input positions that this response's request processed first; None
+    for an observation, whose rows come with the next response.
     """
 
     tokens: np.ndarray
@@ -235,7 +250,17 @@ class _Part:
         n = len(ids)
         versions = np.full(n, version, dtype=np.int32)
         zeros = np.zeros(n, dtype=np.float32)
-        return cls(ids, np.zeros(n, dtype=bool), zeros, versions, version, False, text, "stop", observed_only=True)
+        return cls(
+            ids,
+            np.zeros(n, dtype=bool),
+            zeros,
+            versions,
+            version,
+            False,
+            text,
+            "stop",
+            observed_only=True,
+        )
 
 
 def _join_routes(parts: Sequence[_Part]) -> tuple[np.ndarray | None, np.ndarray | None]:
@@ -253,12 +278,21 @@ def _join_routes(parts: Sequence[_Part]) -> tuple[np.ndarray | None, np.ndarray 
     return joined, np.concatenate(missing)
 
 
-def run_in_rounds(episodes: Sequence[Episode], engine: RolloutEngine, environments: Environments,
-                  sampling: SamplingParams, *, seed: int, max_length: int) -> None:  # fmt: skip
-    """Run all episodes to their end. Each round generates a response and steps the environment of every unfinished
-    one."""
+def run_in_rounds(
+    episodes: Sequence[Episode],
+    engine: RolloutEngine,
+    environments: Environments,
+    sampling: SamplingParams,
+    *,
+    seed: int,
+    max_length: int,
+) -> None:
+    """Run all episodes to their end. Each round generates a response and steps the environment of
+    every unfinished one."""
     while unfinished := [episode for episode in episodes if not episode.over]:
-        requests = [request for episode in unfinished if (request := episode.next_request()) is not None]
+        requests = [
+            request for episode in unfinished if (request := episode.next_request()) is not None
+        ]
         assert len(requests) == len(unfinished)  # none awaits a step between rounds
         for indices, limit in batches(requests, max_length):
             prompts = [requests[i].prompt for i in indices]
@@ -273,14 +307,17 @@ def run_in_rounds(episodes: Sequence[Episode], engine: RolloutEngine, environmen
 def batches(requests: Sequence[Request], max_length: int) -> list[tuple[list[int], int]]:
     """(indices, limit) of requests that are generated together.
 
-    limit: the largest of their limits. No request exceeds max_length with it, except by its own limit.
+    limit: the largest of their limits. No request exceeds max_length with it, except by its own
+    limit.
     """
     waiting = sorted(range(len(requests)), key=lambda i: (-requests[i].limit, i))
     found = []
     while waiting:
         limit = requests[waiting[0]].limit
         fits = [
-            i for i in waiting if requests[i].limit == limit or requests[i].prompt.length + limit <= max_length
+            i
+            for i in waiting
+            if requests[i].limit == limit or requests[i].prompt.length + limit <= max_length
         ]
         found.append((sorted(fits), limit))
         taken = set(fits)
@@ -290,8 +327,12 @@ def batches(requests: Sequence[Request], max_length: int) -> list[tuple[list[int
 
 def step_environments(episodes: Sequence[Episode], environments: Environments) -> None:
     """Step the environments of the episodes whose step is next."""
-    waiting = [(episode, request) for episode in episodes if (request := episode.step_request) is not None]
-    for (episode, _), reply in zip(waiting, environments.step([request for _, request in waiting]), strict=True):
+    waiting = [
+        (episode, request) for episode in episodes if (request := episode.step_request) is not None
+    ]
+    for (episode, _), reply in zip(
+        waiting, environments.step([request for _, request in waiting]), strict=True
+    ):
         episode.add_reply(reply)
 
 
@@ -301,8 +342,12 @@ class ConcurrentEpisodes:
     start: sends a request to an engine and returns its ticket. Call `add_responses` until `done`.
     """
 
-    def __init__(self, episodes: Sequence[Episode], start: Callable[[Request], int],
-                 environments: Environments) -> None:  # fmt: skip
+    def __init__(
+        self,
+        episodes: Sequence[Episode],
+        start: Callable[[Request], int],
+        environments: Environments,
+    ) -> None:
         self._start, self._environments = start, environments
         self._in_flight: dict[int, Episode] = {}
         self._begin(episodes)
@@ -317,7 +362,9 @@ class ConcurrentEpisodes:
         episodes = []
         for ticket, sample in finished:
             if ticket not in self._in_flight:
-                raise EngineError(f"the engine returned a sample for request {ticket}, which is not in flight")
+                raise EngineError(
+                    f"the engine returned a sample for request {ticket}, which is not in flight"
+                )
             episodes.append(self._in_flight.pop(ticket))
             episodes[-1].add_response(sample)
         step_environments(episodes, self._environments)
@@ -342,4 +389,8 @@ def make_episodes(
     """`sampling.n_samples_per_prompt` episodes per prompt, prompt-major."""
     longest = sampling.max_response_length
     n = sampling.n_samples_per_prompt
-    return [Episode(prompt, i, seed, longest, rules, encode, decode) for prompt in prompts for i in range(n)]
+    return [
+        Episode(prompt, i, seed, longest, rules, encode, decode)
+        for prompt in prompts
+        for i in range(n)
+    ]

@@ -18,11 +18,11 @@ _EXPERT = re.compile(r"(.+\.experts\.)(\d+)(\..+)")
 
 
 def start_from_adapters(policy: Policy, lora: LoRAConfig) -> None:
-    """Give the policy the adapters of the PEFT directory ``lora.adapter_path``, which every rank reads. A collective of
-    all ranks.
+    """Give the policy the adapters of the PEFT directory ``lora.adapter_path``, which every rank
+    reads. A collective of all ranks.
 
-    Raises ``ConfigError`` if they are not those that the section describes, or belong to other weights; ``ModelError``
-    for a tensor that is missing or has another size.
+    Raises ``ConfigError`` if they are not those that the section describes, or belong to other
+    weights; ``ModelError`` for a tensor that is missing or has another size.
     """
     assert lora.adapter_path is not None
     tensors, facts = read_adapters(lora.adapter_path)
@@ -30,14 +30,21 @@ def start_from_adapters(policy: Policy, lora: LoRAConfig) -> None:
     _check_names(lora, tensors, set(lora.targets or linear_names(policy.family, policy.shape)))
     checksum = policy.base_checksum()
     if facts.checksum not in ("", checksum):
-        problem = f"its adapters belong to weights with checksum {facts.checksum}, model.path has {checksum}"
-        raise ConfigError("lora.adapter_path", lora.adapter_path, problem, "set model.path to their base")
+        problem = (
+            f"its adapters belong to weights with checksum {facts.checksum}, model.path has"
+            f" {checksum}"
+        )
+        raise ConfigError(
+            "lora.adapter_path", lora.adapter_path, problem, "set model.path to their base"
+        )
 
     def take(name: str, sizes: tuple[int, int]) -> Tensor:
         found = tensors.get(name)
         if found is None or tuple(found.shape) != tuple(sizes):
             has = "no such tensor" if found is None else f"{tuple(found.shape)}"
-            raise ModelError(f"{lora.adapter_path}: {name} should be {tuple(sizes)}, there is {has}")
+            raise ModelError(
+                f"{lora.adapter_path}: {name} should be {tuple(sizes)}, there is {has}"
+            )
         return found
 
     policy.set_adapters(take)
@@ -52,14 +59,25 @@ def _check_facts(lora: LoRAConfig, facts: AdapterFacts) -> None:
 
 
 def _check_names(lora: LoRAConfig, tensors: Mapping[str, Tensor], targets: set[str]) -> None:
-    """No tensor would be left out: of a linear layer without an adapter, or of experts that share another's."""
+    """No tensor would be left out: of a linear layer without an adapter, or of experts that
+    share another's.
+    """
     for name, tensor in tensors.items():
         leaf = name.rpartition(".lora_")[0].rpartition(".")[2]
         if leaf not in targets:
             listed = None if lora.targets is None else list(lora.targets)
             problem = f"lora.adapter_path has an adapter of {leaf}"
-            raise ConfigError("lora.targets", listed, problem, f"use some of {', '.join(sorted(targets | {leaf}))}")
+            raise ConfigError(
+                "lora.targets",
+                listed,
+                problem,
+                f"use some of {', '.join(sorted(targets | {leaf}))}",
+            )
         match = _EXPERT.fullmatch(name)
-        if match and lora.experts == "shared" and not torch.equal(tensor, tensors[f"{match[1]}0{match[3]}"]):
+        if (
+            match
+            and lora.experts == "shared"
+            and not torch.equal(tensor, tensors[f"{match[1]}0{match[3]}"])
+        ):
             problem = f"in lora.adapter_path {name} is not that of expert 0"
             raise ConfigError("lora.experts", lora.experts, problem, "set it to each")

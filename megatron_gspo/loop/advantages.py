@@ -1,4 +1,6 @@
-"""Advantages are computed here: of each response against its group, or of each turn of an episode."""
+"""Advantages are computed here: of each response against its group, or of each turn of an
+episode.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,15 @@ from megatron_gspo.loop.gae import token_kl, with_gae
 from megatron_gspo.loop.reward_scoring import counts_in_group
 
 
-def with_advantages(batch: SampleBatch, algorithm: AlgorithmConfig, *, max_response_length: int) -> SampleBatch:
+def with_advantages(
+    batch: SampleBatch, algorithm: AlgorithmConfig, *, max_response_length: int
+) -> SampleBatch:
     """The samples with ``advantages`` [R] float32 at every response token.
 
-    One value for a response, or with ``turn_discount`` one for each turn; 1 for supervised training, 0 where the
-    reward doesn't count. With a value model one for each token, see ``with_gae``. A collective of the batch's group
-    where penalties or turns are known to one rank each.
+    One value for a response, or with ``turn_discount`` one for each turn; 1 for supervised
+    training, 0 where the reward doesn't count. With a value model one for each token, see
+    ``with_gae``. A collective of the batch's group where penalties or turns are known to one rank
+    each.
     """
     if algorithm.is_supervised:
         return batch.map(lambda i, sample: _with_value(sample, 1.0))
@@ -60,16 +65,21 @@ def shaped_rewards(
     return rewards
 
 
-def with_turn_advantages(batch: SampleBatch, shaped: np.ndarray, algorithm: AlgorithmConfig) -> SampleBatch:
-    """The samples with the advantage of each turn at its tokens, 0 at observations (``algorithm.turn_discount``).
+def with_turn_advantages(
+    batch: SampleBatch, shaped: np.ndarray, algorithm: AlgorithmConfig
+) -> SampleBatch:
+    """The samples with the advantage of each turn at its tokens, 0 at observations
+    (``algorithm.turn_discount``).
 
-    shaped: [N] rewards of the episodes less penalties (length, KL), which are charged to the last turn. Episodes whose
-    reward doesn't count get 0.
+    shaped: [N] rewards of the episodes less penalties (length, KL), which are charged to the last
+    turn. Episodes whose reward doesn't count get 0.
     """
     table = batch.table
     counts = np.where(counts_in_group(table), table["turns"], 0)
     ends = np.cumsum(counts)
-    rewards = np.zeros(int(ends[-1]) if len(ends) else 0)  # of the turns of counted episodes, end to end
+    rewards = np.zeros(
+        int(ends[-1]) if len(ends) else 0
+    )  # of the turns of counted episodes, end to end
     for i, sample in batch.held.items():
         if counts[i]:
             own = [span.reward for span in spans(sample)]
@@ -89,7 +99,9 @@ def with_turn_advantages(batch: SampleBatch, shaped: np.ndarray, algorithm: Algo
     def change(i: int, sample: Sample) -> Sample:
         advantages = np.zeros(sample.response_length, dtype=np.float32)
         if counts[i]:
-            for span, value in zip(spans(sample), values[ends[i] - counts[i] : ends[i]], strict=True):
+            for span, value in zip(
+                spans(sample), values[ends[i] - counts[i] : ends[i]], strict=True
+            ):
                 advantages[span.start : span.end] = value
         return replace(sample, advantages=advantages)
 

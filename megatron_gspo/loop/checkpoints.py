@@ -1,4 +1,6 @@
-"""Checkpoints of a run: its state, resuming from the newest one, and saving while training continues."""
+"""Checkpoints of a run: its state, resuming from the newest one, and saving while training
+continues.
+"""
 
 from __future__ import annotations
 
@@ -67,10 +69,11 @@ def checkpoint_folder(run_dir: str | Path) -> Path:
 
 
 def resume(policy: Policy, config: Config) -> tuple[LoopState, Path | None]:
-    """Load the newest complete checkpoint, if ``checkpoint.resume`` allows it and there is one: (state, checkpoint).
+    """Load the newest complete checkpoint, if ``checkpoint.resume`` allows it and there is one:
+    (state, checkpoint).
 
-    Rank 0 chooses for all ranks, and reports its choice, what is wrong with the checkpoints that it skips and which
-    settings have changed. Raises ``CheckpointError`` for a run of another model.
+    Rank 0 chooses for all ranks, and reports its choice, what is wrong with the checkpoints that it
+    skips and which settings have changed. Raises ``CheckpointError`` for a run of another model.
     """
     found = run_on_rank_zero(
         lambda: _choose(config),
@@ -89,11 +92,14 @@ def resume(policy: Policy, config: Config) -> tuple[LoopState, Path | None]:
 class CheckpointManager:
     """Begins, polls and finishes the saves of a run, one at a time.
 
-    Each method but ``weights_change`` is a collective of all ranks and raises ``CheckpointError`` on all of them if one
-    can't write. As a context manager it ends a save when the context is left: an unfinished save is discarded.
+    Each method but ``weights_change`` is a collective of all ranks and raises ``CheckpointError``
+    on all of them if one can't write. As a context manager it ends a save when the context is left:
+    an unfinished save is discarded.
     """
 
-    def __init__(self, policy: Policy, config: CheckpointConfig, run_dir: str | Path, current: Path | None) -> None:
+    def __init__(
+        self, policy: Policy, config: CheckpointConfig, run_dir: str | Path, current: Path | None
+    ) -> None:
         """current: the checkpoint that the run resumed from; None if there is none."""
         self._policy, self._config, self._folder = policy, config, checkpoint_folder(run_dir)
         self._current = current
@@ -109,25 +115,39 @@ class CheckpointManager:
 
     @property
     def current(self) -> Path | None:
-        """The checkpoint of the current weights, complete or being written; None if there is none."""
-        return self._save.path if self._save is not None and self._current is not None else self._current
+        """The checkpoint of the current weights, complete or being written; None if there is
+        none.
+        """
+        return (
+            self._save.path
+            if self._save is not None and self._current is not None
+            else self._current
+        )
 
     def weights_change(self) -> None:
         """The weights are about to change: no checkpoint holds them any more."""
         self._current = None
 
     def is_due(self, step: int, last: int) -> bool:
-        """Whether a checkpoint is saved after ``step``: at the interval (0: never), and after the last step."""
+        """Whether a checkpoint is saved after ``step``: at the interval (0: never), and after
+        the last step.
+        """
         interval = self._config.save_interval
         return bool(interval) and (step % interval == 0 or step == last)
 
     def begin(self, state: LoopState) -> None:
-        """Save the run; first wait for the previous save. With ``checkpoint.async_save: false`` it is complete on
-        return."""
+        """Save the run; first wait for the previous save. With ``checkpoint.async_save: false`` it
+        is complete on return."""
         self.finish()
         config = self._config
-        self._save = begin_save(self._policy, self._folder, state.step, asdict(state), keep=config.keep,
-                                image=self._image)  # fmt: skip
+        self._save = begin_save(
+            self._policy,
+            self._folder,
+            state.step,
+            asdict(state),
+            keep=config.keep,
+            image=self._image,
+        )
         self._image = self._save.image
         self._current = self._save.path
         if not config.async_save:
@@ -152,7 +172,9 @@ class CheckpointManager:
 
     @contextmanager
     def saved_on_engine_failure(self, state: LoopState) -> Iterator[None]:
-        """Save the run, unless that is done or in progress, before a `SharedEngineError` ends it."""
+        """Save the run, unless that is done or in progress, before a `SharedEngineError` ends
+        it.
+        """
         try:
             yield
         except SharedEngineError as error:
@@ -162,11 +184,16 @@ class CheckpointManager:
             if self.current is None:
                 self.begin(state)
             self.finish()
-            raise SharedEngineError(f"{error}; {saved}start again to resume from {self.current}") from error
+            raise SharedEngineError(
+                f"{error}; {saved}start again to resume from {self.current}"
+            ) from error
 
 
 def _choose(config: Config) -> Path | None:
-    """The checkpoint to resume from. Removes what a killed run left incomplete: a save, or the removal of old ones."""
+    """The checkpoint to resume from.
+
+    Removes what a killed run left incomplete: a save, or the removal of old ones.
+    """
     folder = checkpoint_folder(config.run_dir)
     if config.checkpoint.resume != "auto":
         return None

@@ -1,4 +1,6 @@
-"""A run directory that was used before: what a run that continues changes, and what it must not change."""
+"""A run directory that was used before: what a run that continues changes, and what it must not
+change.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,8 @@ def weights_digest(config: Config) -> str:
 def continued_settings(config: Config) -> str:
     """What has changed since the last start of a run that continues, in one line; "" for nothing.
 
-    Raises ``CheckpointError`` where the run began with another model: its checkpoints hold that model's weights.
+    Raises ``CheckpointError`` where the run began with another model: its checkpoints hold that
+    model's weights.
     """
     file = Path(config.run_dir) / "config.yaml"
     if not file.is_file():
@@ -71,7 +74,9 @@ def continued_settings(config: Config) -> str:
 
 
 def check_no_input_is_moved(config: Config) -> None:
-    """Raise ``CheckpointError`` where a new run reads a model that its start would move away with an earlier run."""
+    """Raise ``CheckpointError`` where a new run reads a model that its start would move away
+    with an earlier run.
+    """
     run_dir = Path(config.run_dir).resolve()
     moved = [run_dir / name for name in FILES_OF_A_RUN]
     inputs = (

@@ -46,7 +46,10 @@ from megatron_gspo.rollout.sft_engine import DemonstrationEngine
 from megatron_gspo.rollout.weight_distribution import WHOLE, Source, WeightDistribution, senders_of
 from megatron_gspo.servers.server_gpus import first_server_gpu
 from megatron_gspo.servers.server_processes import LocalServers
-from megatron_gspo.weight_transport.adapter_transport import AdapterFileTransport, AdapterTensorTransport
+from megatron_gspo.weight_transport.adapter_transport import (
+    AdapterFileTransport,
+    AdapterTensorTransport,
+)
 from megatron_gspo.weight_transport.server_endpoints import ADAPTERS
 from megatron_gspo.weight_transport.transport import WeightTransport
 from megatron_gspo.weight_transport.update_group import local_address
@@ -55,21 +58,29 @@ from megatron_gspo.weight_transport.weight_update import make_transport, weight_
 
 
 def build_sources(
-    config: Config, shape: ModelShape, tokenizer: Any, environments: EnvironmentPool | None, *, evaluates: bool,
+    config: Config,
+    shape: ModelShape,
+    tokenizer: Any,
+    environments: EnvironmentPool | None,
+    *,
+    evaluates: bool,
     given: RolloutEngine | None = None,
 ) -> tuple[GroupSource, GroupSource | None]:
-    """(source of the training samples, source of the held-out ones: the same unless training is supervised).
+    """(source of the training samples, source of the held-out ones: the same unless training is
+    supervised).
 
-    given: the engine in the ranks, ``embedded_engine`` or one that replaces the configured one. evaluates: whether
-    there are held-out prompts.
-    """  # fmt: skip
+    given: the engine in the ranks, ``embedded_engine`` or one that replaces the configured one.
+    evaluates: whether there are held-out prompts.
+    """
 
     def in_process(engine: RolloutEngine, *, plays: bool = True) -> GroupSource:
         """plays: its samples are episodes, if there are environments."""
         name = engine_name(type(engine))
         if environments is not None and plays:
             engine = EpisodeEngine(engine, environments, encode, episode_rules(config), decode)
-        return InProcessSource(engine, vocab_size=shape.vocab_size, group=dist.group.WORLD, name=name)
+        return InProcessSource(
+            engine, vocab_size=shape.vocab_size, group=dist.group.WORLD, name=name
+        )
 
     def encode(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False)
@@ -115,13 +126,19 @@ def _server_source(config: Config, shape: ModelShape, tokenizer: Any) -> ServerS
     rank, clients, servers = dist.get_rank(), client_ranks(config), config.servers
     end_ids = stop_ids(config.model.path, tokenizer, shape.vocab_size)
     decode = response_decoder(config, shape, tokenizer)
-    model = ServedModel(shape, end_ids, return_routes=config.routing.needs_rollout_routes,
-                        adapters=ADAPTERS if config.lora.sends_adapters else "")  # fmt: skip
+    model = ServedModel(
+        shape,
+        end_ids,
+        return_routes=config.routing.needs_rollout_routes,
+        adapters=ADAPTERS if config.lora.sends_adapters else "",
+    )
     started: list[LocalServers] = []
 
     def start() -> list[str]:
         if servers.num_servers:
-            trainer_gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if torch.cuda.is_available() else 0
+            trainer_gpus = (
+                int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if torch.cuda.is_available() else 0
+            )
             started.append(start_servers(with_update_arguments(config), trainer_gpus=trainer_gpus))
         return list(started[0].urls if started else servers.urls)
 
@@ -131,13 +148,23 @@ def _server_source(config: Config, shape: ModelShape, tokenizer: Any) -> ServerS
         sources = weight_sources(config, urls)
         if rank in clients:
             client = RolloutClient(
-                urls, servers, model, decode,
-                api=SERVER_KINDS[config.rollout.engine].api, share=(clients.index(rank), len(clients)), log=log_servers,
-            )  # fmt: skip
+                urls,
+                servers,
+                model,
+                decode,
+                api=SERVER_KINDS[config.rollout.engine].api,
+                share=(clients.index(rank), len(clients)),
+                log=log_servers,
+            )
         if rank == 0:
             assert client is not None, "rank 0 is the first client"
-            engine = ServerEngine(servers, client, _transport(config), log=log_servers,
-                                  processes=started[0] if started else None)  # fmt: skip
+            engine = ServerEngine(
+                servers,
+                client,
+                _transport(config),
+                log=log_servers,
+                processes=started[0] if started else None,
+            )
             sender = engine.sender
         elif any(rank in senders_of(source) for source in sources):
             sender = WeightSender(servers, _transport(config))
@@ -145,8 +172,15 @@ def _server_source(config: Config, shape: ModelShape, tokenizer: Any) -> ServerS
         for processes in started:
             processes.stop()
         raise
-    source = ServerSource(engine, client, clients, servers, groups_per_step=config.rollout.rollout_batch_size,
-                          log=log_servers, distribution=WeightDistribution(engine, sender, sources))  # fmt: skip
+    source = ServerSource(
+        engine,
+        client,
+        clients,
+        servers,
+        groups_per_step=config.rollout.rollout_batch_size,
+        log=log_servers,
+        distribution=WeightDistribution(engine, sender, sources),
+    )
     try:
         source.on_rank_zero(lambda engine: engine.check_servers())
     except BaseException:
@@ -156,9 +190,13 @@ def _server_source(config: Config, shape: ModelShape, tokenizer: Any) -> ServerS
 
 
 def with_update_arguments(config: Config) -> Config:
-    """The config with the arguments that servers need for what they get: quantised weights, without which they start,
-    or adapters alone."""
-    plan, servers, kind = config.quantization_plan, config.servers, SERVER_KINDS[config.rollout.engine]
+    """The config with the arguments that servers need for what they get: quantised weights, without
+    which they start, or adapters alone."""
+    plan, servers, kind = (
+        config.quantization_plan,
+        config.servers,
+        SERVER_KINDS[config.rollout.engine],
+    )
     if plan is not None:
         args = kind.quantized_args(plan.config)
     elif config.lora.sends_adapters:
@@ -166,34 +204,43 @@ def with_update_arguments(config: Config) -> Config:
         args = kind.adapter_args(config.lora.rank, targets, servers.server_args)
     else:
         return config
-    sections: dict[str, Any] = {servers.section: replace(servers, server_args=(*args, *servers.server_args))}
+    sections: dict[str, Any] = {
+        servers.section: replace(servers, server_args=(*args, *servers.server_args))
+    }
     return replace(config, **sections)
 
 
 def client_ranks(config: Config) -> tuple[int, ...]:
-    """The ranks that request samples: the first of each data-parallel replica, if its node reaches the servers. A
-    collective."""
+    """The ranks that request samples: the first of each data-parallel replica, if its node reaches
+    the servers. A collective."""
     groups = current_groups()
     first = run_on_rank_zero(lambda: dist.get_process_group_ranks(groups.dp))
-    on_first_node = bool(config.servers.num_servers) or any(is_loopback(url) for url in config.servers.urls)
+    on_first_node = bool(config.servers.num_servers) or any(
+        is_loopback(url) for url in config.servers.urls
+    )
     return tuple(rank for rank in first if not on_first_node or rank < _ranks_of_the_first_node())
 
 
 def weight_sources(config: Config, urls: Sequence[str]) -> tuple[Source, ...]:
-    """What the ranks send to the servers at `urls`; rank 0 alone sends where the servers listen on its node only, and
-    ranks of other nodes would have to send them requests. A collective."""
+    """What the ranks send to the servers at `urls`; rank 0 alone sends where the servers listen on
+    its node only, and ranks of other nodes would have to send them requests. A collective."""
     family, _ = family_of(read_config(config.model.path))
     sources, servers = default_sources(current_groups(), family), config.servers
     if servers.weight_transport == "ipc":
         if family.stacks_experts and config.parallel.expert_model_parallel_size > 1:
-            problem = f"a {family.model_type} server takes a layer's experts as one tensor, which no rank holds"
+            problem = (
+                f"a {family.model_type} server takes a layer's experts as one tensor, which no rank"
+                " holds"
+            )
             fix = "set it to disk, tensor or distributed"
             raise ConfigError(f"{servers.section}.weight_transport", "ipc", problem, fix)
         return handle_sources(config, urls, _ranks_of_the_first_node())
     if config.lora.sends_adapters and servers.weight_transport == "tensor":
         return WHOLE
     one_node = sources[-1].rank < _ranks_of_the_first_node()
-    by_rank_zero = servers.weight_transport == "disk" or servers.uses_receiver  # who sends all requests
+    by_rank_zero = (
+        servers.weight_transport == "disk" or servers.uses_receiver
+    )  # who sends all requests
     return sources if one_node or bool(servers.urls) or by_rank_zero else WHOLE
 
 
@@ -208,18 +255,30 @@ def _transport(config: Config) -> WeightTransport:
         address = local_address(first_node) if config.servers.num_servers else None
     endpoints = SERVER_KINDS[config.rollout.engine].endpoints
     if config.lora.sends_adapters:
-        facts = AdapterFacts(config.lora.rank, config.lora.alpha, config.lora.rslora, config.model.path)
+        facts = AdapterFacts(
+            config.lora.rank, config.lora.alpha, config.lora.rslora, config.model.path
+        )
         if config.servers.weight_transport == "tensor":
             return AdapterTensorTransport(endpoints, facts)
-        return AdapterFileTransport(endpoints, weight_directory(config.servers, config.run_dir), facts)
+        return AdapterFileTransport(
+            endpoints, weight_directory(config.servers, config.run_dir), facts
+        )
     plan = config.quantization_plan
-    return make_transport(config.servers, endpoints, run_dir=config.run_dir, source=config.model.path, address=address,
-                          quantization=None if plan is None else plan.config)  # fmt: skip
+    return make_transport(
+        config.servers,
+        endpoints,
+        run_dir=config.run_dir,
+        source=config.model.path,
+        address=address,
+        quantization=None if plan is None else plan.config,
+    )
 
 
 def log_servers(line: str) -> None:
     """Print a line about the servers, as this rank sees them."""
-    where = f" as rank {dist.get_rank()} sees it" if dist.is_initialized() and dist.get_rank() else ""
+    where = (
+        f" as rank {dist.get_rank()} sees it" if dist.is_initialized() and dist.get_rank() else ""
+    )
     print(printable(f"servers{where}: {line}"), file=sys.stderr, flush=True)
 
 
@@ -238,11 +297,16 @@ def embedded_engine(config: Config, shape: ModelShape, tokenizer: Any) -> Embedd
             return_routed_experts=config.routing.needs_rollout_routes,
         )
     except ValueError as error:
-        problem, fix = f"the embedded engine refuses it: {first_line(error)}", "fix it or use another model"
+        problem, fix = (
+            f"the embedded engine refuses it: {first_line(error)}",
+            "fix it or use another model",
+        )
         raise ConfigError("model.path", config.model.path, problem, fix) from error
 
 
-def perturb_rollout(engine: RolloutEngine | None, section: RouterNoiseConfig, found: float | None) -> None:
+def perturb_rollout(
+    engine: RolloutEngine | None, section: RouterNoiseConfig, found: float | None
+) -> None:
     """Perturb the routers of the engine in this rank from now on. found: see ``router_noise``.
 
     Raises ``ConfigError`` for an engine or a model whose routers cannot be perturbed.
@@ -264,7 +328,8 @@ def unperturbed_rollout(engine: RolloutEngine | None) -> AbstractContextManager[
 
 
 def start_servers(config: Config, *, trainer_gpus: int) -> LocalServers:
-    """Start the servers that the config asks for, of ``model.path``. trainer_gpus: of this node, which they leave free.
+    """Start the servers that the config asks for, of ``model.path``. trainer_gpus: of this node,
+    which they leave free.
 
     Raises the errors of `LocalServers.start`.
     """
@@ -279,8 +344,14 @@ def start_servers(config: Config, *, trainer_gpus: int) -> LocalServers:
             visible_gpus=torch.cuda.device_count(),
             option_name=kind.gpu_option,
         )
-    launch = kind.launch(settings, config.model.path, config.model.dtype, config.routing.needs_rollout_routes, log_dir,
-                         first_gpu)  # fmt: skip
+    launch = kind.launch(
+        settings,
+        config.model.path,
+        config.model.dtype,
+        config.routing.needs_rollout_routes,
+        log_dir,
+        first_gpu,
+    )
     servers = LocalServers(launch, log=log_servers)
     log_servers(f"starting {settings.num_servers}; logs are in {log_dir}")
     servers.start()
@@ -288,11 +359,15 @@ def start_servers(config: Config, *, trainer_gpus: int) -> LocalServers:
 
 
 def stop_ids(path: str, tokenizer: Any, vocab_size: int) -> tuple[int, ...]:
-    """The end tokens of the model in a directory, as engines find them; ``ConfigError`` if there are none."""
+    """The end tokens of the model in a directory, as engines find them; ``ConfigError`` if
+    there are none.
+    """
     file = Path(path) / "generation_config.json"
     configured = read_json(file).get("eos_token_id") if file.is_file() else None
     configured = read_config(path).get("eos_token_id") if configured is None else configured
     try:
         return end_tokens(configured, tokenizer, vocab_size)
     except ValueError as error:
-        raise ConfigError("model.path", path, str(error), "set eos_token_id in its config.json") from None
+        raise ConfigError(
+            "model.path", path, str(error), "set eos_token_id in its config.json"
+        ) from None

@@ -17,18 +17,23 @@ from megatron_gspo.rewards.scorer import FAILURES
 from megatron_gspo.rollout.group_source import GroupSource
 from megatron_gspo.rollout.pass_at_k import mean_at_k, pass_at_k
 
-# Differs from every training step's seed and is the same at every evaluation: two evaluations differ by the weights.
+# Differs from every training step's seed and is the same at every evaluation: two evaluations
+# differ by the weights.
 _EVALUATION_STREAM = 2**31 - 1
 
 
 def evaluate(
     groups: GroupSource, rewards: Rewards, prompts: Sequence[Prompt], config: Config, timers: Timers
 ) -> dict[str, float]:
-    """``eval/accuracy`` (mean@n), ``eval/pass@k`` and the response length on the held-out prompts."""
+    """``eval/accuracy`` (mean@n), ``eval/pass@k`` and the response length on the held-out
+    prompts.
+    """
     evaluation = config.evaluation
     with timers("evaluate"):
         chosen = ChosenPrompts.by_index(prompts, range(len(prompts)))
-        batch = groups.generate(chosen, evaluation_sampling(config), seed=evaluation_seed(config.seed))
+        batch = groups.generate(
+            chosen, evaluation_sampling(config), seed=evaluation_seed(config.seed)
+        )
         batch, counts = rewards(batch, prompts, Timers())  # timed as part of the evaluation
     require_scores(batch, rewards.name)
     # a response that could not be scored counts as not solved

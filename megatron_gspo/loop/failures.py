@@ -1,7 +1,9 @@
-"""Failure handling: when one process of a run fails, all end within seconds, with one line that states the reason.
+"""Failure handling: when one process of a run fails, all end within seconds, with one line that
+states the reason.
 
-A rank that fails writes its reason to the store that all ranks share; the first reason is used. Every rank checks the
-store each second, so none waits in a collective for a peer that has left. Each node prints the line once.
+A rank that fails writes its reason to the store that all ranks share; the first reason is used.
+Every rank checks the store each second, so none waits in a collective for a peer that has left.
+Each node prints the line once.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ _POLL = 1.0  # seconds between two checks of the store
 _GRACE = 3.0  # seconds that a rank has to leave by itself once another has failed
 _LINGER = 6.0  # most seconds that the store's host waits for the others to read the reason
 _COMMUNICATION = re.compile(
-    r"gloo|nccl|process ?group|connection (closed|reset|refused)|broken pipe|timed out waiting|socket ?timeout", re.I
+    r"gloo|nccl|process ?group|connection (closed|reset|refused)|broken pipe|timed out"
+    r" waiting|socket ?timeout",
+    re.I,
 )
 
 
@@ -64,11 +68,12 @@ def _summary(error: BaseException) -> str:
 
 
 class exit_together:  # noqa: N801  # a context manager, used like a function
-    """Start ``torch.distributed``, and end all ranks together: ``with exit_together(...): train(config)``.
+    """Start ``torch.distributed``, and end all ranks together: ``with exit_together(...):
+    train(config)``.
 
-    A ``UserError`` in the context prints its one line, any other exception its traceback; both end the other ranks too
-    and become ``SystemExit`` with the exit code. A rank that died without a message shows as lost contact within
-    ``timeout_minutes``, immediately if its connection breaks.
+    A ``UserError`` in the context prints its one line, any other exception its traceback; both end
+    the other ranks too and become ``SystemExit`` with the exit code. A rank that died without a
+    message shows as lost contact within ``timeout_minutes``, immediately if its connection breaks.
     """
 
     def __init__(self, *, run_dir: str | Path, backend: str, timeout_minutes: float) -> None:
@@ -84,7 +89,9 @@ class exit_together:  # noqa: N801  # a context manager, used like a function
             raise SystemExit(report(error)) from None
         self._watcher = _Watcher(store, self._run_dir)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: Any
+    ) -> None:
         if error is None:
             try:
                 self._leave()
@@ -92,7 +99,9 @@ class exit_together:  # noqa: N801  # a context manager, used like a function
             except BaseException as failure:
                 error = failure
         code = self._watcher.settle(error)
-        if dist.get_world_size() == 1:  # among several a group may wait for a rank that is gone; exiting ends it too
+        if (
+            dist.get_world_size() == 1
+        ):  # among several a group may wait for a rank that is gone; exiting ends it too
             self._watcher.close()
             shutdown()
         else:
@@ -112,15 +121,22 @@ def _wait_for_all() -> None:
 
 
 class _Watcher:
-    """This rank's view of the others' failures: a thread of its own, because the main one waits in collectives."""
+    """This rank's view of the others' failures: a thread of its own, because the main one waits
+    in collectives.
+    """
 
     def __init__(self, store: dist.Store, run_dir: Path) -> None:
-        # a connection of its own: the main thread may hold the other one, waiting for a rank that is gone
+        # a connection of its own: the main thread may hold the other one, waiting for a rank that
+        # is gone
         self._store = store.clone() if hasattr(store, "clone") else store
         self._run_dir = run_dir
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         elastic = "TORCHELASTIC_RUN_ID" in os.environ
-        self._node = os.environ.get("GROUP_RANK", "0") if elastic else f"{socket.gethostname()}:{os.getpid()}"
+        self._node = (
+            os.environ.get("GROUP_RANK", "0")
+            if elastic
+            else f"{socket.gethostname()}:{os.getpid()}"
+        )
         self._prints = not elastic or os.environ.get("LOCAL_RANK", "0") == "0"
         self._once = threading.Lock()  # held by the thread that ends this process
         self._closed = threading.Event()
@@ -143,7 +159,8 @@ class _Watcher:
         self._signals.close()
 
     def rest(self) -> None:
-        """End the watching thread before the interpreter ends: a thread waiting for the store then aborts the process.
+        """End the watching thread before the interpreter ends: a thread waiting for the store then
+        aborts the process.
 
         Signals stay as they are, since torchrun sends SIGTERM as soon as another rank has ended.
         """
@@ -153,7 +170,9 @@ class _Watcher:
         self._thread.join(_GRACE)
 
     def settle(self, error: BaseException) -> int:
-        """Handle this rank's exception: record or look up the reason, print it once, return the exit code."""
+        """Handle this rank's exception: record or look up the reason, print it once, return the
+        exit code.
+        """
         if not self._once.acquire(blocking=False):
             time.sleep(2 * _LINGER)  # the watching thread is about to end this process
         if isinstance(error, UserError):
@@ -163,13 +182,15 @@ class _Watcher:
         elif lost_contact(error):
             time.sleep(0.5)  # a reason may be about to be written
             mine = self._failure(
-                f"lost contact with another rank ({_summary(error)}): it died or hung, its log has the reason; "
-                + self._next()
+                f"lost contact with another rank ({_summary(error)}): it died or hung, its log has"
+                " the reason; " + self._next()
             )
         else:
             with contextlib.suppress(OSError):
                 traceback.print_exception(error)
-            mine = self._failure(f"{type(error).__name__}: {first_line(error)} (the traceback is in its log)")
+            mine = self._failure(
+                f"{type(error).__name__}: {first_line(error)} (the traceback is in its log)"
+            )
         return self._end(mine)
 
     def _failure(self, message: str, label: str = "error", exit_code: int = 1) -> Failure:
@@ -188,11 +209,15 @@ class _Watcher:
         )
 
     def _end(self, mine: Failure) -> int:
-        """Publish ``mine`` unless another failure came first, print what this node hasn't printed, wait for readers."""
+        """Publish ``mine`` unless another failure came first, print what this node hasn't
+        printed, wait for readers.
+        """
         first = mine
         try:
             if self._world > 1:
-                first = Failure(**json.loads(self._store.compare_set(_KEY, "", json.dumps(asdict(mine)))))
+                first = Failure(
+                    **json.loads(self._store.compare_set(_KEY, "", json.dumps(asdict(mine))))
+                )
                 self._store.add(_SEEN, 1)
         except RuntimeError:  # the store went down with the rank that held it
             pass
@@ -207,7 +232,9 @@ class _Watcher:
         return first.exit_code
 
     def _linger(self) -> None:
-        """Stay until every rank has read the reason: without torchrun the store is in this process."""
+        """Stay until every rank has read the reason: without torchrun the store is in this
+        process.
+        """
         end = time.monotonic() + _LINGER
         try:
             while self._store.add(_SEEN, 0) < self._world and time.monotonic() < end:
@@ -223,7 +250,10 @@ class _Watcher:
             if self._closed.is_set():
                 return
             if signal.SIGTERM in received:
-                self._leave(f"stopped by SIGTERM, as a scheduler does, or torchrun when a rank ends; {self._next()}")
+                self._leave(
+                    "stopped by SIGTERM, as a scheduler does, or torchrun when a rank ends;"
+                    f" {self._next()}"
+                )
             try:
                 failed = self._world > 1 and self._store.check([_KEY])
             except RuntimeError:  # its host is gone: the main thread's next collective fails

@@ -1,4 +1,6 @@
-"""Advantages from a value model are computed here: of each token, or of each turn of an episode (PPO)."""
+"""Advantages from a value model are computed here: of each token, or of each turn of an episode
+(PPO).
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,11 @@ from megatron_gspo.loop.reward_scoring import counts_in_group
 def with_gae(batch: SampleBatch, shaped: np.ndarray, algorithm: AlgorithmConfig) -> SampleBatch:
     """The samples, which have ``values``, with ``advantages`` and ``returns`` [R] float32.
 
-    shaped: [N] rewards less penalties of the whole response. They are earned at the last trained token, rewards of
-    turns at the turn's last one; the KL to the reference (``kl_reward_coef``) is charged token by token. The advantages
-    of all trained tokens are normalised by their mean and ``advantage_std``. A sample whose reward doesn't count has
-    the advantage 0 and its own values as returns. A collective of the batch's group.
+    shaped: [N] rewards less penalties of the whole response. They are earned at the last trained
+    token, rewards of turns at the turn's last one; the KL to the reference (``kl_reward_coef``) is
+    charged token by token. The advantages of all trained tokens are normalised by their mean and
+    ``advantage_std``. A sample whose reward doesn't count has the advantage 0 and its own values as
+    returns. A collective of the batch's group.
     """
     counted = counts_in_group(batch.table)
     found: dict[int, Sample] = {}
@@ -55,10 +58,16 @@ def _advantages(sample: Sample) -> np.ndarray:
 
 
 def _moments(batch: SampleBatch, held: list[np.ndarray], std: str) -> tuple[float, float]:
-    """Mean and 1 / standard deviation of the advantages over all ranks; 0 for the latter where they are equal."""
-    total, count = batch.sum(sum(float(part.sum(dtype=np.float64)) for part in held), sum(map(len, held)))
+    """Mean and 1 / standard deviation of the advantages over all ranks; 0 for the latter where
+    they are equal.
+    """
+    total, count = batch.sum(
+        sum(float(part.sum(dtype=np.float64)) for part in held), sum(map(len, held))
+    )
     mean = total / max(count, 1)
-    (squares,) = batch.sum(sum(float(np.square(part - mean, dtype=np.float64).sum()) for part in held))
+    (squares,) = batch.sum(
+        sum(float(np.square(part - mean, dtype=np.float64).sum()) for part in held)
+    )
     freedom = count - 1 if std == "sample" else count
     deviation = math.sqrt(squares / freedom) if freedom > 0 else 0.0
     return mean, 1 / deviation if deviation > 0 else 0.0
@@ -66,8 +75,8 @@ def _moments(batch: SampleBatch, held: list[np.ndarray], std: str) -> tuple[floa
 
 @dataclass(frozen=True)
 class _Steps:
-    """A response's trajectory of n steps, tokens or turns. tokens: [m], positions in the response, those of each step
-    together. widths: [n], how many each has. rewards, values: [n]."""
+    """A response's trajectory of n steps, tokens or turns. tokens: [m], positions in the response,
+    those of each step together. widths: [n], how many each has. rewards, values: [n]."""
 
     tokens: np.ndarray
     widths: np.ndarray
@@ -81,7 +90,9 @@ def _steps(sample: Sample, shaped: float, algorithm: AlgorithmConfig) -> _Steps:
     trained = np.flatnonzero(sample.loss_mask)
     rewards = _token_rewards(sample, shaped, int(trained[-1]), algorithm)
     if algorithm.turn_discount is None:
-        return _Steps(trained, np.ones(len(trained), dtype=np.int64), rewards[trained], sample.values[trained])
+        return _Steps(
+            trained, np.ones(len(trained), dtype=np.int64), rewards[trained], sample.values[trained]
+        )
     turns = [(turn.start, turn.end) for turn in spans(sample)] or [(0, sample.response_length)]
     return _Steps(
         np.concatenate([np.arange(start, end) for start, end in turns]),
@@ -94,17 +105,25 @@ def _steps(sample: Sample, shaped: float, algorithm: AlgorithmConfig) -> _Steps:
 def _estimated(
     samples: Mapping[int, Sample], steps: Mapping[int, _Steps], algorithm: AlgorithmConfig
 ) -> dict[int, Sample]:
-    """The samples with advantages and returns, by position; those of samples without steps are 0 and the values."""
+    """The samples with advantages and returns, by position; those of samples without steps are
+    0 and the values.
+    """
     lengths, none = [len(one.widths) for one in steps.values()], [np.zeros(0)]
     advantages, returns = gae_advantages(
         torch.from_numpy(np.concatenate([one.rewards for one in steps.values()] or none)),
         torch.from_numpy(np.concatenate([one.values for one in steps.values()] or none)),
         gamma=algorithm.gamma if algorithm.turn_discount is None else algorithm.turn_discount,
-        lam=algorithm.lam, lengths=lengths,
-    )  # fmt: skip
+        lam=algorithm.lam,
+        lengths=lengths,
+    )
     ends = np.cumsum(lengths)[:-1]
-    of_steps = dict(zip(steps, zip(np.split(advantages.numpy(), ends), np.split(returns.numpy(), ends), strict=True),
-                        strict=False))  # fmt: skip
+    of_steps = dict(
+        zip(
+            steps,
+            zip(np.split(advantages.numpy(), ends), np.split(returns.numpy(), ends), strict=True),
+            strict=False,
+        )
+    )
     found = {}
     for i, sample in samples.items():
         assert sample.values is not None, "the value model's pass comes first"
@@ -116,7 +135,9 @@ def _estimated(
     return found
 
 
-def _token_rewards(sample: Sample, shaped: float, last: int, algorithm: AlgorithmConfig) -> np.ndarray:
+def _token_rewards(
+    sample: Sample, shaped: float, last: int, algorithm: AlgorithmConfig
+) -> np.ndarray:
     """[R] float64: the reward that each response token earns. last: the last trained token."""
     rewards, turns = np.zeros(sample.response_length), spans(sample)
     for turn in turns:

@@ -1,4 +1,5 @@
-"""Responses are generated here: prompts are drawn, submitted as groups and collected with their rewards.
+"""Responses are generated here: prompts are drawn, submitted as groups and collected with their
+rewards.
 
 | ``rollout``                    | groups in flight in a step           | groups that a step leaves unfinished         |
 | ------------------------------ | ------------------------------------ | -------------------------------------------- |
@@ -7,9 +8,10 @@
 | the same and ``max_staleness`` | as many as bring it to that number   | paused while training, then continued        |
 | ``max_staleness``, ``overlap`` | those of ``max_staleness`` steps     | continue while training, over weight updates |
 
-Groups are collected in the order in which they were submitted, as far as they are finished; from servers in parts, each
-of which is scored while the servers generate the others. Groups with tokens that would be older than ``max_staleness``
-before a later step can take them are waited for, so long responses are neither dropped nor deferred.
+Groups are collected in the order in which they were submitted, as far as they are finished; from
+servers in parts, each of which is scored while the servers generate the others. Groups with tokens
+that would be older than ``max_staleness`` before a later step can take them are waited for, so long
+responses are neither dropped nor deferred.
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ _TRIES = 3  # batches without a new prompt, after which a small data set has no 
 class DataCursor:
     """Position in the training prompts.
 
-    drawn: prompts drawn so far. pending: indices of the drawn prompts that are not trained on yet, in the order in
-    which they were drawn; a resumed run begins with them.
+    drawn: prompts drawn so far. pending: indices of the drawn prompts that are not trained on yet,
+    in the order in which they were drawn; a resumed run begins with them.
     """
 
     drawn: int = 0
@@ -49,7 +51,9 @@ class DataCursor:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One scored rollout batch, on the ranks that generated it, and the position in the prompts after it."""
+    """One scored rollout batch, on the ranks that generated it, and the position in the prompts
+    after it.
+    """
 
     batch: SampleBatch
     cursor: DataCursor
@@ -57,7 +61,9 @@ class Rollout:
 
 
 def rollout_seed(seed: int, step: int) -> int:
-    """A step's sampling seed: rollouts depend on (seed, step, prompt, sample) alone, so a resumed run repeats them."""
+    """A step's sampling seed: rollouts depend on (seed, step, prompt, sample) alone, so a
+    resumed run repeats them.
+    """
     return int(np.random.SeedSequence([seed, step]).generate_state(1)[0])
 
 
@@ -73,27 +79,34 @@ class RolloutGenerator:
     def draw(self, step: int, cursor: DataCursor, timers: Timers) -> Rollout:
         """The rollout batch of a step.
 
-        With dynamic sampling, groups whose rewards are all equal are replaced by groups of other prompts. If some are
-        left after the last generation, they stay in the batch with an advantage of 0.
+        With dynamic sampling, groups whose rewards are all equal are replaced by groups of other
+        prompts. If some are left after the last generation, they stay in the batch with an
+        advantage of 0.
         """
         config = self.config
         if config.algorithm.is_supervised:
             return self._reference_answers(cursor, timers)
         size, n = config.rollout.rollout_batch_size, config.rollout.n_samples_per_prompt
-        generations = config.algorithm.max_num_gen_batches if config.algorithm.dynamic_sampling else 1
+        generations = (
+            config.algorithm.max_num_gen_batches if config.algorithm.dynamic_sampling else 1
+        )
         varied = equal = SampleBatch.of([])
         failures: Counter[str] = Counter()
         generated = 0
         for attempt in range(generations):
             used = set(np.concatenate([varied.table, equal.table])["prompt_index"].tolist())
-            cursor = self._submit(cursor, size - len(varied) // n, step * generations + attempt, used)
+            cursor = self._submit(
+                cursor, size - len(varied) // n, step * generations + attempt, used
+            )
             ready = min(size - len(varied) // n, len(cursor.pending))
             if not ready:  # all prompts of a small data set are used
                 continue
             batch, counts, cursor = self._collect(ready, step, cursor, timers)
             failures.update(counts)
             generated += len(batch) // n
-            keep = in_varied_group(batch.table) if generations > 1 else np.ones(len(batch), dtype=bool)
+            keep = (
+                in_varied_group(batch.table) if generations > 1 else np.ones(len(batch), dtype=bool)
+            )
             varied = varied.joined(batch.select(np.flatnonzero(keep)))
             equal = equal.joined(batch.select(np.flatnonzero(~keep)))
             if len(varied) >= size * n:
@@ -105,12 +118,15 @@ class RolloutGenerator:
         return Rollout(varied.joined(filled), cursor, metrics)
 
     def prepare_for_training(self, step: int, cursor: DataCursor) -> DataCursor:
-        """Submit the groups that are generated while the step trains (``rollout.overlap``), or pause generation."""
+        """Submit the groups that are generated while the step trains (``rollout.overlap``), or
+        pause generation.
+        """
         rollout = self.config.rollout
         if not rollout.overlap:
             self.groups.pause(keep=rollout.max_staleness > 0)
             return cursor
-        # no more than later steps can take: groups are trained on in this order, and the last must not be too old then
+        # no more than later steps can take: groups are trained on in this order, and the last must
+        # not be too old then
         ahead = rollout.rollout_batch_size * rollout.max_staleness
         cursor = next_prompts(self.prompts, cursor, ahead, set())
         self._submit_pending(cursor, step + 1)
@@ -120,24 +136,35 @@ class RolloutGenerator:
         """Bring the groups in flight to what ``count`` groups of this step need."""
         rollout = self.config.rollout
         if rollout.streams:
-            cursor = next_prompts(self.prompts, cursor, math.ceil(count * rollout.oversampling), used)
+            cursor = next_prompts(
+                self.prompts, cursor, math.ceil(count * rollout.oversampling), used
+            )
         else:
             drawn, position = self.prompts.batch(cursor.drawn, count)
-            cursor = DataCursor(position, tuple(index for index in drawn.indices if index not in used))
+            cursor = DataCursor(
+                position, tuple(index for index in drawn.indices if index not in used)
+            )
         self._submit_pending(cursor, seed_step)
         return cursor
 
     def _submit_pending(self, cursor: DataCursor, seed_step: int) -> None:
-        """Submit the pending prompts that are not in flight: new ones, and those that were discarded."""
+        """Submit the pending prompts that are not in flight: new ones, and those that were
+        discarded.
+        """
         in_flight = set(self.groups.pending())
         new = [index for index in cursor.pending if index not in in_flight]
         if new:
             seed = rollout_seed(self.config.seed, seed_step)
-            self.groups.submit(ChosenPrompts.by_index(self.prompts.prompts, new), self.config.rollout, seed=seed)
+            self.groups.submit(
+                ChosenPrompts.by_index(self.prompts.prompts, new), self.config.rollout, seed=seed
+            )
 
-    def _collect(self, count: int, step: int, cursor: DataCursor,
-                 timers: Timers) -> tuple[SampleBatch, Counter[str], DataCursor]:
-        """``count`` groups with their rewards, failures by kind, and the cursor without their prompts."""
+    def _collect(
+        self, count: int, step: int, cursor: DataCursor, timers: Timers
+    ) -> tuple[SampleBatch, Counter[str], DataCursor]:
+        """``count`` groups with their rewards, failures by kind, and the cursor without their
+        prompts.
+        """
         staleness = self.config.rollout.max_staleness
         oldest, part_size = step - staleness if staleness else None, self._part_size(count)
         submitted = {index: place for place, index in enumerate(self.groups.pending())}
@@ -150,14 +177,16 @@ class RolloutGenerator:
             failures.update(counts)
         indices = batch.table["prompt_index"].tolist()
         taken = set(indices)
-        cursor = DataCursor(cursor.drawn, tuple(index for index in cursor.pending if index not in taken))
+        cursor = DataCursor(
+            cursor.drawn, tuple(index for index in cursor.pending if index not in taken)
+        )
         # as if collected at once, whichever group finished first
         batch = batch.select(np.argsort([submitted[index] for index in indices], kind="stable"))
         return batch, failures, cursor
 
     def _part_size(self, count: int) -> int:
-        """Groups that are scored together: all where nothing is generated meanwhile, else at least as many as occupy
-        the verifier's workers of all ranks."""
+        """Groups that are scored together: all where nothing is generated meanwhile, else at least
+        as many as occupy the verifier's workers of all ranks."""
         rollout = self.config.rollout
         if rollout.engine == "embedded" or rollout.environment is not None:
             return count
@@ -173,9 +202,15 @@ class RolloutGenerator:
         return Rollout(batch, DataCursor(position), {})
 
 
-def next_prompts(prompts: PromptSource, cursor: DataCursor, count: int, used: Set[int]) -> DataCursor:
-    """The cursor with ``count`` pending prompts, as far as the data has so many: none twice, none that was used."""
-    pending = [index for index in cursor.pending if index < len(prompts)]  # a run may continue with fewer prompts
+def next_prompts(
+    prompts: PromptSource, cursor: DataCursor, count: int, used: Set[int]
+) -> DataCursor:
+    """The cursor with ``count`` pending prompts, as far as the data has so many: none twice,
+    none that was used.
+    """
+    pending = [
+        index for index in cursor.pending if index < len(prompts)
+    ]  # a run may continue with fewer prompts
     drawn = cursor.drawn
     tries = 0
     while (missing := count - len(pending)) > 0 and tries < _TRIES:

@@ -24,13 +24,14 @@ from megatron_gspo.rollout.group_source import GroupSource
 _PROMPTS = 4
 _TOKENS = 256  # of a prompt: servers may hold the logits of all of a request's tokens at once
 
-# Mean differences that rounding explains, in nats. Measured on random models, whose log-probs move more than those of
-# trained ones: 6.6e-7 in float32, 0.032 in bfloat16, 0.17 with FP8 rollouts. A trainer in float32 may have servers in
-# bfloat16.
+# Mean differences that rounding explains, in nats. Measured on random models, whose log-probs move
+# more than those of trained ones: 6.6e-7 in float32, 0.032 in bfloat16, 0.17 with FP8 rollouts. A
+# trainer in float32 may have servers in bfloat16.
 ROUNDING = {"float32": 0.02, "bfloat16": 0.05}
 QUANTIZED_ROUNDING = 0.2
-# Log-probs of another model have nothing in common with the trainer's. They then differ by at least as much as the
-# trainer's differ among themselves, for example where the server's output layer is random or zero.
+# Log-probs of another model have nothing in common with the trainer's. They then differ by at least
+# as much as the trainer's differ among themselves, for example where the server's output layer is
+# random or zero.
 UNRELATED = 0.5
 
 # SGLang gives these an output layer of their own, also where config.json ties it to the embeddings.
@@ -47,12 +48,13 @@ def check_log_probs(
     *,
     at_start: bool = False,
 ) -> dict[str, float]:
-    """``log_prob_check/*``: each server's log-probs of the first prompts' tokens against the policy's. Empty where no
-    check is due, without servers, and without prompts of two tokens.
+    """``log_prob_check/*``: each server's log-probs of the first prompts' tokens against the
+    policy's. Empty where no check is due, without servers, and without prompts of two tokens.
 
-    At the start and after the first update (``log_prob_check_at_start``) it raises `SharedEngineError` for a server
-    that computes another model. Every ``log_prob_check_interval`` updates it warns, or raises `SharedEngineError`, for
-    a token's difference above ``log_prob_check_tolerance``.
+    At the start and after the first update (``log_prob_check_at_start``) it raises
+    `SharedEngineError` for a server that computes another model. Every ``log_prob_check_interval``
+    updates it warns, or raises `SharedEngineError`, for a token's difference above
+    ``log_prob_check_tolerance``.
     """
     servers = config.servers
     if not servers.is_set:
@@ -79,9 +81,9 @@ def check_log_probs(
         raise SharedEngineError(f"weights {version}: {problem}")
     if compares_tokens and not largest <= servers.log_prob_check_tolerance:  # NaN too
         line = (
-            f"weights {version}: the log-prob of a token differs by {largest:.3g} nats between the trainer and "
-            f"server {server}, {servers.section}.log_prob_check_tolerance is "
-            f"{servers.log_prob_check_tolerance:g}; compare model, dtype and weights of both"
+            f"weights {version}: the log-prob of a token differs by {largest:.3g} nats between the"
+            f" trainer and server {server}, {servers.section}.log_prob_check_tolerance is"
+            f" {servers.log_prob_check_tolerance:g}; compare model, dtype and weights of both"
         )
         if servers.log_prob_check_action == "stop":
             raise SharedEngineError(line)
@@ -91,7 +93,10 @@ def check_log_probs(
 
 
 def as_sample(prompt: Prompt) -> Sample:
-    """The first tokens of a prompt. All but the first count as a response, so that they have log-probs."""
+    """The first tokens of a prompt.
+
+    All but the first count as a response, so that they have log-probs.
+    """
     tokens = prompt.token_ids[:_TOKENS]
     return Sample(prompt.index, 0, tokens, 1, np.ones(len(tokens) - 1, dtype=bool), None, "stop")
 
@@ -99,7 +104,10 @@ def as_sample(prompt: Prompt) -> Sample:
 def compare(
     ours: Sequence[np.ndarray], theirs: Mapping[str, Sequence[np.ndarray]]
 ) -> tuple[float, float, str]:
-    """(mean difference in nats over all servers, the largest one, its server). theirs: log-probs by server."""
+    """(mean difference in nats over all servers, the largest one, its server).
+
+    theirs: log-probs by server.
+    """
     differences = absolute_differences(ours, theirs)
     largest = {url: float(values.max()) for url, values in differences.items()}
     worst = max(largest, key=lambda url: math.inf if math.isnan(largest[url]) else largest[url])
@@ -121,7 +129,9 @@ def absolute_differences(
 def other_model(
     ours: Sequence[np.ndarray], theirs: Mapping[str, Sequence[np.ndarray]], config: Config
 ) -> str | None:
-    """A line about the first server that computes another model than the trainer, with the fix; None if none does."""
+    """A line about the first server that computes another model than the trainer, with the fix;
+    None if none does.
+    """
     log_probs = np.concatenate(list(ours))
     spread = float(np.abs(log_probs - log_probs.mean()).mean())
     is_quantized = config.rollout.quantization.is_on
@@ -132,8 +142,9 @@ def other_model(
         if mean <= limit:  # False for NaN
             continue
         return (
-            f"server {url} computes another model than the trainer: their log-probs of {len(differences)} prompt "
-            f"tokens differ by {mean:.3g} nats on average, and rounding explains {rounding:g}; {_advice(config)}"
+            f"server {url} computes another model than the trainer: their log-probs of"
+            f" {len(differences)} prompt tokens differ by {mean:.3g} nats on average, and rounding"
+            f" explains {rounding:g}; {_advice(config)}"
         )
     return None
 
@@ -147,11 +158,11 @@ def _advice(config: Config) -> str:
         and model_type in _TIES_IGNORED
     ):
         return (
-            f"SGLang ignores tie_word_embeddings of {model_type} (sgl-project/sglang#19908): use rollout.engine: vllm, "
-            "or untie the model as docs/sglang.md shows"
+            f"SGLang ignores tie_word_embeddings of {model_type} (sgl-project/sglang#19908): use"
+            " rollout.engine: vllm, or untie the model as docs/sglang.md shows"
         )
     section = config.servers.section
     return (
-        "compare config.json and arguments of the servers with model.path, or turn this check off with "
-        f"{section}.log_prob_check_at_start: false"
+        "compare config.json and arguments of the servers with model.path, or turn this check off"
+        f" with {section}.log_prob_check_at_start: false"
     )

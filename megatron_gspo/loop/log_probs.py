@@ -1,4 +1,6 @@
-"""Old and reference log-probs are computed here: of the policy before the step's updates, and of the frozen start."""
+"""Old and reference log-probs are computed here: of the policy before the step's updates, and
+of the frozen start.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,20 @@ from megatron_gspo.mcore.train_step import compute_log_probs
 
 
 def with_log_probs(
-    batch: SampleBatch, policies: tuple[Policy, Policy | None], config: Config, plan: StepPlan, routing: RoutingReplay,
+    batch: SampleBatch,
+    policies: tuple[Policy, Policy | None],
+    config: Config,
+    plan: StepPlan,
+    routing: RoutingReplay,
     timers: Timers,
 ) -> tuple[SampleBatch, dict[str, float]]:
-    """The samples with ``old_log_probs`` [R] of the training engine (or the rollout's own), ``ref_log_probs`` [R] if
-    there is a reference policy, and the routes that the updates need; ``mismatch/*`` and ``entropy``.
+    """The samples with ``old_log_probs`` [R] of the training engine (or the rollout's own),
+    ``ref_log_probs`` [R] if there is a reference policy, and the routes that the updates need;
+    ``mismatch/*`` and ``entropy``.
 
-    policies: the policy and the reference. Without an importance ratio and a reference the batch is returned unchanged.
-    """  # fmt: skip
+    policies: the policy and the reference. Without an importance ratio and a reference the batch is
+    returned unchanged.
+    """
     policy, reference = policies
     if not routing.has_ratio and reference is None:
         return batch, {}
@@ -37,32 +45,56 @@ def with_log_probs(
     if reference is not None:
         with timers("log_probs"):
             found = compute_log_probs(
-                reference, batch, config.training, temperature=config.rollout.temperature,
-                routing=routing.reference_options(), plan=plan.whole,
-            ).log_probs  # fmt: skip
+                reference,
+                batch,
+                config.training,
+                temperature=config.rollout.temperature,
+                routing=routing.reference_options(),
+                plan=plan.whole,
+            ).log_probs
         batch = batch.map(lambda i, sample: replace(sample, ref_log_probs=found[i]))
     return batch, metrics
 
 
 def _with_old_log_probs(
-    batch: SampleBatch, policy: Policy, config: Config, plan: StepPlan, routing: RoutingReplay, timers: Timers
+    batch: SampleBatch,
+    policy: Policy,
+    config: Config,
+    plan: StepPlan,
+    routing: RoutingReplay,
+    timers: Timers,
 ) -> tuple[SampleBatch, dict[str, float]]:
     """Recomputed by the training engine."""
     with timers("log_probs"):
         scores = compute_log_probs(
-            policy, batch, config.training, temperature=config.rollout.temperature, with_entropy=True,
-            routing=routing.old_policy_options(), plan=plan.whole,
-        )  # fmt: skip
+            policy,
+            batch,
+            config.training,
+            temperature=config.rollout.temperature,
+            with_entropy=True,
+            routing=routing.old_policy_options(),
+            plan=plan.whole,
+        )
     batch = routing.with_old_routes(batch, range(len(batch)), scores.routing, timers)
     assert scores.entropy is not None
-    metrics = mismatch(batch, scores.log_probs) | {"entropy": _mean_of_trained(scores.entropy, batch)}
+    metrics = mismatch(batch, scores.log_probs) | {
+        "entropy": _mean_of_trained(scores.entropy, batch)
+    }
     return batch.map(lambda i, sample: replace(sample, old_log_probs=scores.log_probs[i])), metrics
 
 
 def _with_rollout_log_probs(
-    batch: SampleBatch, policy: Policy, config: Config, plan: StepPlan, routing: RoutingReplay, timers: Timers
+    batch: SampleBatch,
+    policy: Policy,
+    config: Config,
+    plan: StepPlan,
+    routing: RoutingReplay,
+    timers: Timers,
 ) -> SampleBatch:
-    """The rollout engine's own. A pass over some sequences measures their routes, if metrics need them."""
+    """The rollout engine's own.
+
+    A pass over some sequences measures their routes, if metrics need them.
+    """
     if batch.lacks("rollout_log_probs"):
         problem = "the engine gives no log-probs"
         raise ConfigError("algorithm.old_log_probs", "rollout", problem, "set it to recompute")
@@ -72,14 +104,20 @@ def _with_rollout_log_probs(
     if options is not None:
         with timers("routing"):
             done = compute_log_probs(
-                policy, batch.select(positions), config.training, temperature=config.rollout.temperature,
-                routing=options, plan=plan.part(batch.lengths, positions),
-            ).routing  # fmt: skip
+                policy,
+                batch.select(positions),
+                config.training,
+                temperature=config.rollout.temperature,
+                routing=options,
+                plan=plan.part(batch.lengths, positions),
+            ).routing
     batch = routing.with_old_routes(batch, positions, done, timers)
     return batch.map(lambda i, sample: replace(sample, old_log_probs=sample.rollout_log_probs))
 
 
 def _mean_of_trained(values: Mapping[int, np.ndarray], batch: SampleBatch) -> float:
     found = [values[i][sample.loss_mask] for i, sample in batch.held.items()]
-    total, count = batch.sum(sum(float(v.sum(dtype=np.float64)) for v in found), sum(map(len, found)))
+    total, count = batch.sum(
+        sum(float(v.sum(dtype=np.float64)) for v in found), sum(map(len, found))
+    )
     return total / count if count else float("nan")

@@ -1,4 +1,5 @@
-"""Which samples count in the loss is decided here. Their rewards may still count in their group's statistics.
+"""Which samples count in the loss is decided here. Their rewards may still count in their group's
+statistics.
 
 | response                         | its reward in the group's mean and std | its tokens in the loss |
 | -------------------------------- | -------------------------------------- | ---------------------- |
@@ -10,8 +11,9 @@
 | no tokens                        | yes                                    | there are none         |
 | rejected by ``rollout_rs``       | yes                                    | no                     |
 
-The reward of a response that was not scored or not finished is unknown: any number in its place would shift its
-group's baseline. The other responses are draws of the policy with a known reward, which the baseline needs.
+The reward of a response that was not scored or not finished is unknown: any number in its place
+would shift its group's baseline. The other responses are draws of the policy with a known reward,
+which the baseline needs.
 """
 
 from __future__ import annotations
@@ -25,16 +27,20 @@ from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.errors import RunError
 
 
-def mask_samples(batch: SampleBatch, *, step: int, truncated: bool) -> tuple[SampleBatch, dict[str, float]]:
-    """The samples with an empty ``loss_mask`` where they don't count, which reduces N too, and ``masked/*`` counts by
-    the first reason that applies.
+def mask_samples(
+    batch: SampleBatch, *, step: int, truncated: bool
+) -> tuple[SampleBatch, dict[str, float]]:
+    """The samples with an empty ``loss_mask`` where they don't count, which reduces N too, and
+    ``masked/*`` counts by the first reason that applies.
 
-    truncated: mask responses that were cut off. step: steps done, for the message. Raises RunError if no response has
-    finite log-probs. A collective of the batch's group.
+    truncated: mask responses that were cut off. step: steps done, for the message. Raises RunError
+    if no response has finite log-probs. A collective of the batch's group.
     """
     table = batch.table
     finish = {reason: table["finish"] == i for i, reason in enumerate(FINISH_REASONS)}
-    broken = batch.shared({i: not _has_finite_log_probs(sample) for i, sample in batch.held.items()})
+    broken = batch.shared(
+        {i: not _has_finite_log_probs(sample) for i, sample in batch.held.items()}
+    )
     empty = table["trained"] == 0
     reasons = (
         ("empty", empty),
@@ -49,14 +55,19 @@ def mask_samples(batch: SampleBatch, *, step: int, truncated: bool) -> tuple[Sam
         masked |= applies
     if counts["masked/non_finite"] and masked.all():
         raise RunError(
-            f"step {step + 1}: no response has finite log-probs under the training engine, so its weights are broken; "
-            "look at grad_norm before, lower optimizer.lr, and resume from an earlier checkpoint"
+            f"step {step + 1}: no response has finite log-probs under the training engine, so its"
+            " weights are broken; look at grad_norm before, lower optimizer.lr, and resume from an"
+            " earlier checkpoint"
         )
     changed = masked & ~empty
-    found = batch.map_packed(lambda i, s: replace(s, loss_mask=np.zeros_like(s.loss_mask)) if changed[i] else s)
+    found = batch.map_packed(
+        lambda i, s: replace(s, loss_mask=np.zeros_like(s.loss_mask)) if changed[i] else s
+    )
     return found.with_columns(trained=np.where(masked, 0, table["trained"])), counts
 
 
 def _has_finite_log_probs(sample: Sample) -> bool:
     values = (sample.old_log_probs, sample.ref_log_probs)
-    return all(value is None or bool(np.isfinite(value[sample.loss_mask]).all()) for value in values)
+    return all(
+        value is None or bool(np.isfinite(value[sample.loss_mask]).all()) for value in values
+    )

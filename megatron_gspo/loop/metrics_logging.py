@@ -1,4 +1,6 @@
-"""Metrics and samples are logged here: metrics.jsonl, samples, progress line, trackers, summary and plot; on rank 0."""
+"""Metrics and samples are logged here: metrics.jsonl, samples, progress line, trackers, summary
+and plot; on rank 0.
+"""
 
 from __future__ import annotations
 
@@ -37,16 +39,22 @@ _RATIO_TOKENS = 1 << 18  # of a file of ratios, about: rank 0 collects and sorts
 
 
 def ratio_arrays(update: Update, tokenizer: Any) -> dict[str, np.ndarray] | None:
-    """By trained token of an update: ``log_ratio`` f32 (current less old policy, before the update), ``sequence`` i32
-    (its position in the mini-batch), ``advantage`` f32, ``token_ids`` i32, ``token_text``, and if measured ``flipped``
-    i8 (1: another expert in at least one layer, 0: none, -1: not compared). Of a mini-batch with more than
-    `_RATIO_TOKENS` trained tokens, those of evenly picked sequences, about so many.
+    """By trained token of an update: ``log_ratio`` f32 (current less old policy, before the
+    update), ``sequence`` i32 (its position in the mini-batch), ``advantage`` f32, ``token_ids``
+    i32, ``token_text``, and if measured ``flipped`` i8 (1: another expert in at least one layer, 0:
+    none, -1: not compared). Of a mini-batch with more than `_RATIO_TOKENS` trained tokens, those of
+    evenly picked sequences, about so many.
 
     On rank 0, None elsewhere. A collective of the batch's group.
     """
     count, tokens = len(update.batch), int(update.batch.table["trained"].sum())
     chosen = set(evenly_spaced(range(count), max(count * _RATIO_TOKENS // max(tokens, 1), 1)))
-    columns: dict[str, list[np.ndarray]] = {"log_ratio": [], "sequence": [], "advantage": [], "token_ids": []}
+    columns: dict[str, list[np.ndarray]] = {
+        "log_ratio": [],
+        "sequence": [],
+        "advantage": [],
+        "token_ids": [],
+    }
     if update.flips is not None:
         columns["flipped"] = []
     for i in sorted(chosen & update.batch.held.keys()):
@@ -60,23 +68,33 @@ def ratio_arrays(update: Update, tokenizer: Any) -> dict[str, np.ndarray] | None
         if update.flips is not None:
             columns["flipped"].append(update.flips[i][mask])
     own = io.BytesIO()
-    joined: dict[str, Any] = {name: np.concatenate(parts) for name, parts in columns.items() if parts}
+    joined: dict[str, Any] = {
+        name: np.concatenate(parts) for name, parts in columns.items() if parts
+    }
     np.savez(own, **joined)
     gathered = update.batch.gather(own.getbuffer())
     if gathered is None:
         return None
     files = [np.load(io.BytesIO(part.tobytes())) for part in gathered]
-    arrays = {name: np.concatenate([file[name] for file in files if file.files]) for name in columns}
+    arrays = {
+        name: np.concatenate([file[name] for file in files if file.files]) for name in columns
+    }
     order = np.argsort(arrays["sequence"], kind="stable")
     arrays = {name: values[order] for name, values in arrays.items()}
     texts = {int(i): tokenizer.decode([int(i)]) for i in np.unique(arrays["token_ids"])}
-    return arrays | {"token_text": np.array([texts[i] for i in arrays["token_ids"].tolist()], dtype=np.str_)}
+    return arrays | {
+        "token_text": np.array([texts[i] for i in arrays["token_ids"].tolist()], dtype=np.str_)
+    }
 
 
 class MetricsLogger:
-    """The run directory, progress line and trackers on rank 0; on the other ranks every method does nothing."""
+    """The run directory, progress line and trackers on rank 0; on the other ranks every method
+    does nothing.
+    """
 
-    def __init__(self, config: Config, prompts: Sequence[Prompt], tokenizer: Any, *, resume_step: int) -> None:
+    def __init__(
+        self, config: Config, prompts: Sequence[Prompt], tokenizer: Any, *, resume_step: int
+    ) -> None:
         """prompts: of the training data, by index. resume_step: 0 for a new run."""
         self._config, self._stack = config, contextlib.ExitStack()
         self._active, self._prompts, self._tokenizer = dist.get_rank() == 0, prompts, tokenizer
@@ -86,11 +104,17 @@ class MetricsLogger:
         tracking, resumed = config.tracking, resume_step if resume_step else None
         with writing(config.run_dir):
             self._directory = self._stack.enter_context(
-                RunDirectory(config.run_dir, resume_step=resumed, reuse=config.checkpoint.resume == "auto")
+                RunDirectory(
+                    config.run_dir, resume_step=resumed, reuse=config.checkpoint.resume == "auto"
+                )
             )
             environment = describe_environment(world_size=dist.get_world_size())
-            self._directory.write_config(config.dump(), {**environment, WEIGHTS: weights_digest(config)})
-        self._progress = self._stack.enter_context(Progress(config.training.steps, start=resume_step))
+            self._directory.write_config(
+                config.dump(), {**environment, WEIGHTS: weights_digest(config)}
+            )
+        self._progress = self._stack.enter_context(
+            Progress(config.training.steps, start=resume_step)
+        )
         self._trackers = make_trackers(
             RunInfo(Path(config.run_dir), config.dump(), resumed),
             tensorboard=tracking.tensorboard,
@@ -100,8 +124,8 @@ class MetricsLogger:
         )
         if self._directory.earlier is not None:
             self._progress.say(
-                f"{config.run_dir} held another run and no checkpoint to resume from: its files are now in "
-                f"{self._directory.earlier}"
+                f"{config.run_dir} held another run and no checkpoint to resume from: its files are"
+                f" now in {self._directory.earlier}"
             )
         self._warn_without_checkpoints(resume_step)
         if config.router_noise.stress_test:
@@ -138,14 +162,16 @@ class MetricsLogger:
             if values.get("groups/zero_variance") == 1.0:
                 self._warn_once(
                     "equal",
-                    f"step {step}: the rewards of every group are all equal, so no advantage differs from 0; "
-                    "look at samples/ and the verifier",
+                    f"step {step}: the rewards of every group are all equal, so no advantage"
+                    " differs from 0; look at samples/ and the verifier",
                 )
             if values.get("guard/alarm") == 1.0:
                 guard = self._config.guard.for_algorithm(self._config.algorithm)
                 self._warn_once("collapse", alarm_text(guard, step, values))
             if values.get("updates") == 0 and "critic/loss" not in values:  # nor the value model
-                line = f"step {step}: every response is masked, so nothing was updated; see masked/*"
+                line = (
+                    f"step {step}: every response is masked, so nothing was updated; see masked/*"
+                )
                 self._warn_once("masked", line)
 
     def note_dropped_prompts(self, count: int) -> None:
@@ -170,10 +196,16 @@ class MetricsLogger:
             self._progress.say(line)
 
     def write_step(
-        self, step: int, batch: SampleBatch, routing: RoutingReplay, update: Update, cursor: DataCursor
+        self,
+        step: int,
+        batch: SampleBatch,
+        routing: RoutingReplay,
+        update: Update,
+        cursor: DataCursor,
     ) -> None:
-        """What a step writes besides its metrics: samples, figures by MoE layer, importance ratios, rollout log. A
-        collective of the batch's group: rank 0 gets the samples and ratios that it writes."""
+        """What a step writes besides its metrics: samples, figures by MoE layer, importance ratios,
+        rollout log. A collective of the batch's group: rank 0 gets the samples and ratios that it
+        writes."""
         self._write_samples(step, batch)
         ratios = None
         if writes_ratios(self._config, step) and routing.has_ratio and len(update.batch):
@@ -192,11 +224,19 @@ class MetricsLogger:
                 self._directory.write_rollouts(step, rollout_record(batch.table, cursor))
 
     def _write_samples(self, step: int, batch: SampleBatch) -> None:
-        """Some responses of the step, evenly picked; and one line for the run if some could not be scored."""
+        """Some responses of the step, evenly picked; and one line for the run if some could not
+        be scored.
+        """
         count = self._config.tracking.samples_per_step
         chosen = evenly_spaced(range(len(batch)), count) if count else []
-        own = {i: s.to_record(self._prompts[s.prompt_index]) for i in chosen if (s := batch.held.get(i)) is not None}
-        reasons = [sample.metadata[FAILURE] for sample in batch.samples if FAILURE in sample.metadata]
+        own = {
+            i: s.to_record(self._prompts[s.prompt_index])
+            for i in chosen
+            if (s := batch.held.get(i)) is not None
+        }
+        reasons = [
+            sample.metadata[FAILURE] for sample in batch.samples if FAILURE in sample.metadata
+        ]
         gathered = batch.gather(json.dumps([own, len(reasons), reasons[:1]]).encode())
         if not self._active or gathered is None:
             return

@@ -1,8 +1,10 @@
-"""The strength of the routers' noise that reaches ``router_noise.target_flip_rate``, found before the first step.
+"""The strength of the routers' noise that reaches ``router_noise.target_flip_rate``, found before
+the first step.
 
-The flip rate is measured with the trainer's own passes over responses to the first prompts: one records the routes of
-the rollout engine's side, the other compares those of the trainer's side, each with the noise of its engine. So noise
-in lower layers changes the logits of upper ones as it does in training.
+The flip rate is measured with the trainer's own passes over responses to the first prompts: one
+records the routes of the rollout engine's side, the other compares those of the trainer's side,
+each with the noise of its engine. So noise in lower layers changes the logits of upper ones as it
+does in training.
 """
 
 from __future__ import annotations
@@ -33,8 +35,9 @@ _TRIES = 24
 
 
 def calibrated_strength(run: Components, step: int) -> tuple[float, float]:
-    """The strength that reaches ``router_noise.target_flip_rate``, and the flip rate that it was measured to have: the
-    same on every rank. The engine has the weights of ``step`` and clean routers. A collective of the world.
+    """The strength that reaches ``router_noise.target_flip_rate``, and the flip rate that it was
+    measured to have: the same on every rank. The engine has the weights of ``step`` and clean
+    routers. A collective of the world.
 
     Raises ``ConfigError`` where no strength reaches the target.
     """
@@ -49,7 +52,8 @@ def calibrated_strength(run: Components, step: int) -> tuple[float, float]:
 
 
 def bisect(rate: Callable[[float], float], target: float) -> tuple[float, float]:
-    """(strength, its rate) with a rate within ``TOLERANCE`` of the target, of a rate that grows with the strength.
+    """(strength, its rate) with a rate within ``TOLERANCE`` of the target, of a rate that grows
+    with the strength.
 
     Raises ``ConfigError`` where there is none.
     """
@@ -66,13 +70,17 @@ def bisect(rate: Callable[[float], float], target: float) -> tuple[float, float]
         found = rate(strength)
         low, high = (strength, high) if found < target else (low, strength)
     problem = f"the measured rate jumps from below it to {rate(high):.3g}"
-    raise _refused(target, problem, "raise routing.metric_sequences, for more tokens, or set another target")
+    raise _refused(
+        target, problem, "raise routing.metric_sequences, for more tokens, or set another target"
+    )
 
 
-def flip_rate(policy: Policy, batch: SampleBatch, plan: MicroBatchPlan, config: Config, strength: float) -> float:
-    """Share of the experts that differ between the two engines, each with its noise, mean over layers and the response
-    tokens of ``batch``, which is on its replicas and has the rollout engine's routes if those are without noise. A
-    collective of the world."""
+def flip_rate(
+    policy: Policy, batch: SampleBatch, plan: MicroBatchPlan, config: Config, strength: float
+) -> float:
+    """Share of the experts that differ between the two engines, each with its noise, mean over
+    layers and the response tokens of ``batch``, which is on its replicas and has the rollout
+    engine's routes if those are without noise. A collective of the world."""
     section = config.router_noise
     rollout, trainer = (
         router_noise(section, strength, "calibration", side) if is_noisy else None
@@ -85,20 +93,38 @@ def flip_rate(policy: Policy, batch: SampleBatch, plan: MicroBatchPlan, config: 
     return float(np.mean(found))
 
 
-def with_rollout_routes(policy: Policy, batch: SampleBatch, plan: MicroBatchPlan, config: Config,
-                        noise: RouterNoise | None) -> SampleBatch:  # fmt: skip
+def with_rollout_routes(
+    policy: Policy,
+    batch: SampleBatch,
+    plan: MicroBatchPlan,
+    config: Config,
+    noise: RouterNoise | None,
+) -> SampleBatch:
     """The samples with the routes that a pass with the rollout engine's noise takes."""
-    routes, _ = routes_of_replica(_routed(policy, batch, plan, config, noise, compare=False), batch, range(len(batch)))
-    return batch.map_packed(lambda i, sample: replace(sample, routed_experts=routes[i], missing_routes=None))
+    routes, _ = routes_of_replica(
+        _routed(policy, batch, plan, config, noise, compare=False), batch, range(len(batch))
+    )
+    return batch.map_packed(
+        lambda i, sample: replace(sample, routed_experts=routes[i], missing_routes=None)
+    )
 
 
-def _routed(policy: Policy, batch: SampleBatch, plan: MicroBatchPlan, config: Config, noise: RouterNoise | None, *,
-            compare: bool) -> list[MicroBatchRoutes]:  # fmt: skip
+def _routed(
+    policy: Policy,
+    batch: SampleBatch,
+    plan: MicroBatchPlan,
+    config: Config,
+    noise: RouterNoise | None,
+    *,
+    compare: bool,
+) -> list[MicroBatchRoutes]:
     """What the routers do in a pass: they are compared with the samples' routes, or recorded."""
     assert policy.routes is not None
     options = ReplayOptions(policy.routes, record=not compare, compare=compare, noise=noise)
     temperature = config.rollout.temperature
-    done = compute_log_probs(policy, batch, config.training, temperature=temperature, routing=options, plan=plan)
+    done = compute_log_probs(
+        policy, batch, config.training, temperature=temperature, routing=options, plan=plan
+    )
     assert done.routing is not None
     return done.routing
 
@@ -113,7 +139,9 @@ def _first_responses(run: Components) -> tuple[SampleBatch, MicroBatchPlan]:
     run.groups.pause(keep=False)
     rules = packing_rules(config.training, run.policy.config, groups)
     replica = np.arange(count, dtype=np.int32) % rules.replicas
-    batch = move_samples(batch, replica, groups.dp, (groups.pp, groups.cp, groups.tp), run.policy.routes)
+    batch = move_samples(
+        batch, replica, groups.dp, (groups.pp, groups.cp, groups.tp), run.policy.routes
+    )
     return batch, plan_micro_batches(batch.lengths, rules, replica)
 
 

@@ -1,4 +1,6 @@
-"""The trainer's memory while responses are generated on the trainer's own devices (``rollout.offload_trainer``)."""
+"""The trainer's memory while responses are generated on the trainer's own devices
+(``rollout.offload_trainer``).
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,18 @@ from megatron_gspo.weight_transport.weight_source import WeightSource
 class OffloadingSource:
     """`GroupSource` over another one, whose engine has the devices while it generates.
 
-    The policies' weights, gradients and optimizer state are in host memory from the first request, or the end of a
-    weight update, until `pause`; a weight update reads the weights on the device. If the trainer needs gradients or
-    optimizer state before, as for a checkpoint, the engine is paused first.
+    The policies' weights, gradients and optimizer state are in host memory from the first request,
+    or the end of a weight update, until `pause`; a weight update reads the weights on the device.
+    If the trainer needs gradients or optimizer state before, as for a checkpoint, the engine is
+    paused first.
     """
 
-    def __init__(self, source: GroupSource, policy: Policy, reference: Policy | None = None) -> None:
-        """reference: released as well, and the policy's critic; their next passes take back what they need."""
+    def __init__(
+        self, source: GroupSource, policy: Policy, reference: Policy | None = None
+    ) -> None:
+        """reference: released as well, and the policy's critic; their next passes take back
+        what they need.
+        """
         self.engine_name = source.engine_name
         self._source, self._policy, self._reference = source, policy, reference
         self._idle = False  # paused, without a request since
@@ -47,15 +54,22 @@ class OffloadingSource:
         """See `GroupSource.pending`."""
         return self._source.pending()
 
-    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, seed: int) -> SampleBatch:
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams, *, seed: int
+    ) -> SampleBatch:
         """See `GroupSource.generate`."""
         self._release()
         return self._source.generate(prompts, sampling, seed=seed)
 
     def update_weights(self, weights: Weights, *, version: int) -> None:
-        """See `GroupSource.update_weights`. A tensor of the stream is valid until the next one is read."""
+        """See `GroupSource.update_weights`.
 
-        def released_at_the_end(source: WeightSource | None = None, /) -> Iterator[tuple[str, Tensor]]:
+        A tensor of the stream is valid until the next one is read.
+        """
+
+        def released_at_the_end(
+            source: WeightSource | None = None, /
+        ) -> Iterator[tuple[str, Tensor]]:
             yield from weights(source)
             if source is None or source.is_last:
                 self._release()
@@ -91,6 +105,8 @@ class OffloadingSource:
 
     def _make_room(self) -> None:
         if not self._idle:
-            with contextlib.suppress(SharedEngineError):  # it has failed: what is about to be done is to save the run
+            with contextlib.suppress(
+                SharedEngineError
+            ):  # it has failed: what is about to be done is to save the run
                 self._source.pause(keep=True)
             self._idle = True

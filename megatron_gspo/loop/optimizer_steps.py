@@ -24,10 +24,11 @@ from megatron_gspo.mcore.train_step import StepResult, train_mini_batch
 
 @dataclass(frozen=True)
 class Update:
-    """The metrics of a step's updates, and the ratios of the last one, whose policy differs most from the old one.
+    """The metrics of a step's updates, and the ratios of the last one, whose policy differs most
+    from the old one.
 
-    batch: the last mini-batch. log_probs: ``[R]`` of each of this replica's samples of it, before that update. flips:
-    ``[R]`` of each, see ``flips_of_replica``; None if not measured.
+    batch: the last mini-batch. log_probs: ``[R]`` of each of this replica's samples of it, before
+    that update. flips: ``[R]`` of each, see ``flips_of_replica``; None if not measured.
     """
 
     metrics: dict[str, float]
@@ -43,13 +44,19 @@ def writes_ratios(config: Config, step: int) -> bool:
 
 
 def run_optimizer_steps(
-    policy: Policy, batch: SampleBatch, config: Config, step: int, plan: StepPlan, routing: RoutingReplay,
+    policy: Policy,
+    batch: SampleBatch,
+    config: Config,
+    step: int,
+    plan: StepPlan,
+    routing: RoutingReplay,
     timers: Timers,
 ) -> Update:
     """Train on a rollout batch: ``ppo_epochs`` passes, one optimizer step for each mini-batch.
 
-    A mini-batch without a trained token is skipped and counted. Metrics are means over optimizer steps.
-    """  # fmt: skip
+    A mini-batch without a trained token is skipped and counted. Metrics are means over optimizer
+    steps.
+    """
     results: list[StepResult] = []
     update = Update({})
     ratios: dict[str, RatioHistogram] = {}
@@ -64,11 +71,18 @@ def run_optimizer_steps(
             continue
         with timers("train"), explained(step, "optimizer"):
             result = train_mini_batch(
-                policy, part, config.algorithm, config.training, temperature=config.rollout.temperature,
-                routing=routing.update_options(number), plan=packing,
-            )  # fmt: skip
+                policy,
+                part,
+                config.algorithm,
+                config.training,
+                temperature=config.rollout.temperature,
+                routing=routing.update_options(number),
+                plan=packing,
+            )
         routing.add_update(result.routing, part, timers, flips=writes_ratios(config, step + 1))
-        if not results and config.algorithm.old_log_probs == "rollout":  # before it the policy is the old one
+        if (
+            not results and config.algorithm.old_log_probs == "rollout"
+        ):  # before it the policy is the old one
             update.metrics.update(mismatch(part, result.log_probs))
         if config.algorithm.has_ratio:
             ratios = _added(ratios, part, result)
@@ -85,16 +99,17 @@ def run_optimizer_steps(
 
 @contextmanager
 def explained(step: int, section: str) -> Iterator[None]:
-    """Turn Megatron's error for a non-finite gradient into a message for the user. section: of the config, with the
-    optimizer's keys."""
+    """Turn Megatron's error for a non-finite gradient into a message for the user. section: of the
+    config, with the optimizer's keys."""
     try:
         yield
     except RuntimeError as error:
         if "grad norm" not in str(error):
             raise
         raise RunError(
-            f"step {step + 1}: the gradient is not finite ({first_line(error)}), so the weights were not updated; "
-            f"lower {section}.lr or {section}.clip_grad, and look at ratio_max and grad_norm of the steps before"
+            f"step {step + 1}: the gradient is not finite ({first_line(error)}), so the weights"
+            f" were not updated; lower {section}.lr or {section}.clip_grad, and look at ratio_max"
+            " and grad_norm of the steps before"
         ) from error
 
 
@@ -111,7 +126,9 @@ def averaged_metrics(records: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def packing_metrics(policy: Policy, results: Sequence[StepResult]) -> dict[str, float]:
-    """``perf/*``: padding of the packed batches, and the share of the pipeline's time in fill and drain."""
+    """``perf/*``: padding of the packed batches, and the share of the pipeline's time in fill
+    and drain.
+    """
     batches = [result.batches for result in results]
     real, packed = sum(b.real_tokens for b in batches), sum(b.packed_tokens for b in batches)
     stages, chunks = policy.groups.pp.size(), len(policy.chunks)
@@ -124,7 +141,9 @@ def packing_metrics(policy: Policy, results: Sequence[StepResult]) -> dict[str, 
     }
 
 
-def _added(ratios: dict[str, RatioHistogram], batch: SampleBatch, result: StepResult) -> dict[str, RatioHistogram]:
+def _added(
+    ratios: dict[str, RatioHistogram], batch: SampleBatch, result: StepResult
+) -> dict[str, RatioHistogram]:
     """The histograms with the ratios of this replica's samples in an update."""
     none = [np.zeros(0, dtype=np.float32)]
     for piece in batch.pieces():
@@ -133,7 +152,9 @@ def _added(ratios: dict[str, RatioHistogram], batch: SampleBatch, result: StepRe
             torch.from_numpy(np.concatenate([result.log_probs[i] for i in piece.held] or none)),
             torch.from_numpy(np.concatenate([sample.old_log_probs for sample in samples] or none)),
             torch.from_numpy(np.concatenate([sample.loss_mask for sample in samples] or none)),
-            torch.from_numpy(np.repeat(np.arange(len(samples)), [sample.response_length for sample in samples])),
+            torch.from_numpy(
+                np.repeat(np.arange(len(samples)), [sample.response_length for sample in samples])
+            ),
         )
         ratios = added_histograms(ratios, found)
     return ratios

@@ -19,8 +19,13 @@ def added_histograms(
     return {level: some[level] + one if level in some else one for level, one in more.items()}
 
 
-def quantiles_over_ranks(histograms: Mapping[str, RatioHistogram], batch: SampleBatch) -> dict[str, float]:
-    """``ratio_<level>/<quantile>`` of the histograms of all holders of the batch. A collective of its replicas."""
+def quantiles_over_ranks(
+    histograms: Mapping[str, RatioHistogram], batch: SampleBatch
+) -> dict[str, float]:
+    """``ratio_<level>/<quantile>`` of the histograms of all holders of the batch.
+
+    A collective of its replicas.
+    """
 
     def over(reduce: Callable[[np.ndarray], np.ndarray]) -> Callable[[Tensor], Tensor]:
         return lambda x: torch.from_numpy(reduce(x.numpy()))

@@ -1,4 +1,6 @@
-"""Rewards are computed here: by the verifier, each rank a share, or by the environments of the episodes."""
+"""Rewards are computed here: by the verifier, each rank a share, or by the environments of the
+episodes.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,8 @@ _ABORTED = FINISH_REASONS.index("abort")
 
 
 class Rewards(Protocol):
-    """Scores samples. name: of the verifier or environment, for messages. description: what it says of itself at the
-    start of a run, None for nothing."""
+    """Scores samples. name: of the verifier or environment, for messages. description: what it says
+    of itself at the start of a run, None for nothing."""
 
     @property
     def name(self) -> str: ...
@@ -40,10 +42,12 @@ class Rewards(Protocol):
     def __call__(
         self, batch: SampleBatch, prompts: Sequence[Prompt], timers: Timers
     ) -> tuple[SampleBatch, Counter[str]]:
-        """The samples with their rewards, known to every rank, and how many got each of ``FAILURES`` or ``VERDICTS``.
+        """The samples with their rewards, known to every rank, and how many got each of
+        ``FAILURES`` or ``VERDICTS``.
 
-        prompts: of the data, by index; a rank reads those of the responses that it scores.
-        The reward of a failure is ``data.verifier_failure_reward`` or NaN; its reason is in the sample's metadata.
+        prompts: of the data, by index; a rank reads those of the responses that it scores. The
+        reward of a failure is ``data.verifier_failure_reward`` or NaN; its reason is in the
+        sample's metadata.
         """
         ...
 
@@ -54,8 +58,8 @@ class Rewards(Protocol):
 
 @dataclass(frozen=True)
 class VerifierRewards:
-    """Rewards of a verifier. Each rank scores the responses that it holds; texts move from ranks with more than their
-    part to ranks with less."""
+    """Rewards of a verifier. Each rank scores the responses that it holds; texts move from ranks
+    with more than their part to ranks with less."""
 
     scorer: RewardScorer
     name: str
@@ -72,8 +76,13 @@ class VerifierRewards:
         with timers("verify"):
             holders, group = batch.table["holder"], batch.group
             scorers = balanced_scorers(holders, group_size(group))
-            texts = _sent({i: sample.text for i, sample in batch.held.items()}, holders, scorers, group)
-            of = {int(index): prompts[index] for index in np.unique(batch.table["prompt_index"][list(texts)])}
+            texts = _sent(
+                {i: sample.text for i, sample in batch.held.items()}, holders, scorers, group
+            )
+            of = {
+                int(index): prompts[index]
+                for index in np.unique(batch.table["prompt_index"][list(texts)])
+            }
             asked = batch.table["prompt_index"].tolist()
             scores = self.scorer.score_texts([(text, of[asked[i]]) for i, text in texts.items()])
             rewards = batch.shared(dict(zip(texts, scores.rewards.tolist(), strict=True)))
@@ -93,7 +102,9 @@ class VerifierRewards:
 
 @dataclass(frozen=True)
 class EpisodeRewards:
-    """Rewards that the environments gave while the episodes were played; counts the environments' failures."""
+    """Rewards that the environments gave while the episodes were played; counts the
+    environments' failures.
+    """
 
     environments: EnvironmentPool
     name: str
@@ -106,8 +117,12 @@ class EpisodeRewards:
         """See `Rewards`."""
         own, failures = score_episodes(batch.samples, self.failure_reward)
         held = dict(zip(batch.held, own, strict=True))
-        scored = replace(batch, held=held).with_columns(reward=batch.shared({i: s.reward for i, s in held.items()}))
-        kinds = dict(zip(FAILURES, map(int, batch.sum(*(failures[name] for name in FAILURES))), strict=True))
+        scored = replace(batch, held=held).with_columns(
+            reward=batch.shared({i: s.reward for i, s in held.items()})
+        )
+        kinds = dict(
+            zip(FAILURES, map(int, batch.sum(*(failures[name] for name in FAILURES))), strict=True)
+        )
         return scored, Counter({name: count for name, count in kinds.items() if count})
 
     def close(self) -> None:
@@ -115,11 +130,13 @@ class EpisodeRewards:
         self.environments.close()
 
 
-def score_episodes(samples: Sequence[Sample], failure_reward: float | None) -> tuple[list[Sample], Counter[str]]:
+def score_episodes(
+    samples: Sequence[Sample], failure_reward: float | None
+) -> tuple[list[Sample], Counter[str]]:
     """The episodes, and failures of environments by kind.
 
-    failure_reward: reward of an episode whose environment failed, given to its last turn; the other turns then have a
-    reward of 0. None: such an episode has no reward (NaN).
+    failure_reward: reward of an episode whose environment failed, given to its last turn; the other
+    turns then have a reward of 0. None: such an episode has no reward (NaN).
     """
     failures: Counter[str] = Counter()
     scored = []
@@ -130,14 +147,17 @@ def score_episodes(samples: Sequence[Sample], failure_reward: float | None) -> t
             if failure_reward is not None:
                 turns = [replace(span, reward=0.0) for span in spans(sample)]
                 turns[-1] = replace(turns[-1], reward=failure_reward)
-                sample = replace(sample, metadata=sample.metadata | with_spans(turns), reward=failure_reward)
+                sample = replace(
+                    sample, metadata=sample.metadata | with_spans(turns), reward=failure_reward
+                )
         scored.append(sample)
     return scored, failures
 
 
 def balanced_scorers(holders: np.ndarray, size: int) -> np.ndarray:
-    """[N] the rank that scores each response, at most ceil(N / size) of each of `size` ranks. It is its holder, or for
-    what a holder has beyond that the next ranks with room, which are often on its node.
+    """[N] the rank that scores each response, at most ceil(N / size) of each of `size` ranks. It is
+    its holder, or for what a holder has beyond that the next ranks with room, which are often on
+    its node.
 
     holders: [N] ranks.
     """
@@ -158,10 +178,13 @@ def balanced_scorers(holders: np.ndarray, size: int) -> np.ndarray:
 
 
 def _sent(
-    values: Mapping[int, str], source: np.ndarray, target: np.ndarray, group: dist.ProcessGroup | None
+    values: Mapping[int, str],
+    source: np.ndarray,
+    target: np.ndarray,
+    group: dist.ProcessGroup | None,
 ) -> dict[int, str]:
-    """Texts by position: each from rank ``source[position]``, if it has one, to ``target[position]``, ascending. A
-    collective."""
+    """Texts by position: each from rank ``source[position]``, if it has one, to
+    ``target[position]``, ascending. A collective."""
     kept = {i: text for i, text in values.items() if target[i] == group_rank(group)}
     parts: dict[int, dict[int, str]] = {}
     for i, text in values.items():
@@ -176,24 +199,39 @@ def _sent(
 
 
 def _with_reasons(batch: SampleBatch, own: Mapping[int, str], scorers: np.ndarray) -> SampleBatch:
-    """The samples with the reasons of failures in their metadata. own: those of this rank's scores. A collective."""
+    """The samples with the reasons of failures in their metadata.
+
+    own: those of this rank's scores. A collective.
+    """
     reasons = _sent(own, scorers, batch.table["holder"], batch.group)
     return batch.map(
-        lambda i, sample: replace(sample, metadata={**sample.metadata, FAILURE: reasons[i]}) if i in reasons else sample
+        lambda i, sample: (
+            replace(sample, metadata={**sample.metadata, FAILURE: reasons[i]})
+            if i in reasons
+            else sample
+        )
     )
 
 
 def require_scores(batch: SampleBatch, name: str) -> None:
-    """Raise ``VerifierError`` if no response has a score: then the verifier is broken, not the responses."""
+    """Raise ``VerifierError`` if no response has a score: then the verifier is broken, not the
+    responses.
+    """
     if np.isnan(batch.table["reward"]).all():
-        own = next((sample.metadata[FAILURE] for sample in batch.samples if FAILURE in sample.metadata), "")
+        own = next(
+            (sample.metadata[FAILURE] for sample in batch.samples if FAILURE in sample.metadata), ""
+        )
         found = first_failure(own, batch.group)
         reason = "no reason given" if found is None else found[1]
-        raise VerifierError(f"{name} failed on all {len(batch)} responses of a batch (the first: {reason}); fix it")
+        raise VerifierError(
+            f"{name} failed on all {len(batch)} responses of a batch (the first: {reason}); fix it"
+        )
 
 
 def counts_in_group(table: np.ndarray) -> np.ndarray:
-    """[N] bool: whether a response's reward counts in its group's mean and standard deviation; see ``loss_masking``."""
+    """[N] bool: whether a response's reward counts in its group's mean and standard deviation;
+    see ``loss_masking``.
+    """
     return np.isfinite(table["reward"]) & (table["finish"] != _ABORTED)
 
 
@@ -201,5 +239,7 @@ def in_varied_group(table: np.ndarray) -> np.ndarray:
     """[N] bool: whether the rewards of a sample's group that count differ."""
     counted = table[counts_in_group(table)]
     groups = np.array(counted["prompt_index"])
-    keep = zero_variance_groups(torch.from_numpy(np.array(counted["reward"])), torch.from_numpy(groups)).keep.numpy()
+    keep = zero_variance_groups(
+        torch.from_numpy(np.array(counted["reward"])), torch.from_numpy(groups)
+    ).keep.numpy()
     return np.isin(table["prompt_index"], groups[keep])

@@ -1,8 +1,9 @@
-"""The scored rollouts of the step after a checkpoint, kept inside it: a run killed in its updates generates only once.
+"""The scored rollouts of the step after a checkpoint, kept inside it: a run killed in its updates
+generates only once.
 
-Generation is most of a step's cost. The file is stored in the checkpoint whose weights sampled the rollouts and is
-deleted with it. It is written atomically, by every rank that has samples its own part, and used only if everything
-that the samples depend on is unchanged.
+Generation is most of a step's cost. The file is stored in the checkpoint whose weights sampled the
+rollouts and is deleted with it. It is written atomically, by every rank that has samples its own
+part, and used only if everything that the samples depend on is unchanged.
 """
 
 from __future__ import annotations
@@ -38,14 +39,18 @@ _PART = np.dtype([("bytes", np.int64), ("crc32", np.int64)])
 
 @dataclass(frozen=True)
 class RolloutCache:
-    """Reads and writes rollouts in checkpoints. prompts: of the training data. engine_name: of their group source."""
+    """Reads and writes rollouts in checkpoints.
+
+    prompts: of the training data. engine_name: of their group source.
+    """
 
     config: Config
     prompts: Sequence[Prompt]
     engine_name: str
 
     def read_or_draw(self, checkpoint: Path | None, draw: Callable[[], Rollout]) -> Rollout:
-        """The rollouts that are kept in the checkpoint, or those of ``draw``, which are then kept in it.
+        """The rollouts that are kept in the checkpoint, or those of ``draw``, which are then kept
+        in it.
 
         checkpoint: of the current weights; None if there is none.
         """
@@ -58,8 +63,8 @@ class RolloutCache:
         return rollout
 
     def write(self, checkpoint: Path, rollout: Rollout) -> None:
-        """Keep ``rollout`` in the checkpoint. A failure of any rank is reported and has no other effect. A collective
-        of the batch's group."""
+        """Keep ``rollout`` in the checkpoint. A failure of any rank is reported and has no other
+        effect. A collective of the batch's group."""
         temporary, batch = checkpoint / (_FILE + ".tmp"), rollout.batch
         failed = ""
         own = np.zeros(1, dtype=_PART)
@@ -70,7 +75,9 @@ class RolloutCache:
         except (TypeError, ValueError) as error:  # metadata that JSON can't represent
             failed = f"{type(error).__name__}: {error}"
         parts = np.concatenate(gather_rows_of_ranks(own, batch.group))
-        head = self._head(rollout, parts) if dist.get_rank() == 0 else b""  # it alone reads the prompts
+        head = (
+            self._head(rollout, parts) if dist.get_rank() == 0 else b""
+        )  # it alone reads the prompts
         [head_bytes] = sum_over_ranks(np.array([len(head)], dtype=np.int64), batch.group).tolist()
         offset = head_bytes + batch.table.nbytes + int(parts["bytes"][: dist.get_rank()].sum())
         if dist.get_rank() == 0 and not failed:
@@ -81,7 +88,9 @@ class RolloutCache:
         problem = problem or first_failure(failed, batch.group)
         if dist.get_rank() != 0:
             return
-        if problem is None and not (failed := _attempt(lambda: os.replace(temporary, checkpoint / _FILE))):
+        if problem is None and not (
+            failed := _attempt(lambda: os.replace(temporary, checkpoint / _FILE))
+        ):
             return
         with contextlib.suppress(OSError):  # not there, or not this run's
             temporary.unlink()
@@ -101,8 +110,8 @@ class RolloutCache:
         return json.dumps(head).encode() + b"\n"
 
     def read(self, checkpoint: Path) -> Rollout | None:
-        """The rollouts kept in the checkpoint, each part on a rank; None if there are none or this run would draw
-        others.
+        """The rollouts kept in the checkpoint, each part on a rank; None if there are none or this
+        run would draw others.
 
         Rank 0 decides for all ranks and reports what it found. A collective of the world.
         """
@@ -117,7 +126,14 @@ class RolloutCache:
                     samples |= _read_part(file, head, number)
                 except _Damaged as error:
                     damage = str(error)
-                except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+                except (
+                    OSError,
+                    ValueError,
+                    KeyError,
+                    TypeError,
+                    IndexError,
+                    AttributeError,
+                ) as error:
                     damage = f"the file is damaged ({type(error).__name__})"
             found = first_failure(damage, dist.group.WORLD)
             problem = found[1] if found else ""
@@ -131,8 +147,8 @@ class RolloutCache:
         return Rollout(batch, cursor, dict(head["metrics"]))
 
     def _read_head(self, file: Path) -> tuple[dict[str, Any] | None, str]:
-        """The first line of a file with its length as ``head``, or why it can't be used; neither if there is no
-        file."""
+        """The first line of a file with its length as ``head``, or why it can't be used; neither if
+        there is no file."""
         if not file.is_file():
             return None, ""
         try:
@@ -149,7 +165,9 @@ class RolloutCache:
             if zlib.crc32(table) != crc32:
                 raise _Damaged("the file is damaged")
             now = self.conditions(np.frombuffer(table, dtype=ROW))
-            changed = next((key for key, value in now.items() if head["made with"].get(key) != value), None)
+            changed = next(
+                (key for key, value in now.items() if head["made with"].get(key) != value), None
+            )
         except _Damaged as error:
             return None, str(error)
         except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
@@ -157,7 +175,9 @@ class RolloutCache:
         return (None, f"{changed} has changed") if changed else (head, "")
 
     def conditions(self, table: np.ndarray) -> dict[str, Any]:
-        """All that scored rollouts depend on besides the weights, as plain JSON values by config key."""
+        """All that scored rollouts depend on besides the weights, as plain JSON values by
+        config key.
+        """
         config = self.config.dump()
         found = {"seed": config["seed"], "engine": self.engine_name}
         for section in ("data", "rollout", "router_noise"):
@@ -187,7 +207,9 @@ def _chunks(batch: SampleBatch) -> Iterator[bytes]:
         taken, size = 0, 0
         while taken < len(positions) and size < _CHUNK:
             sample = batch.held[positions[taken]]
-            size += 32 * sample.length + (0 if sample.routed_experts is None else sample.routed_experts.nbytes)
+            size += 32 * sample.length + (
+                0 if sample.routed_experts is None else sample.routed_experts.nbytes
+            )
             taken += 1
         rows, positions = positions[:taken], positions[taken:]
         payload = encode_samples([batch.held[i] for i in rows], rows)
@@ -195,7 +217,10 @@ def _chunks(batch: SampleBatch) -> Iterator[bytes]:
 
 
 def _read_part(file: Path, head: dict[str, Any], number: int) -> dict[int, Sample]:
-    """The samples of a part by position. Raises _Damaged, or another error that a damaged file causes."""
+    """The samples of a part by position.
+
+    Raises _Damaged, or another error that a damaged file causes.
+    """
     size, crc32 = head["parts"][number]
     start = head["start"] + sum(part for part, _ in head["parts"][:number])
     payload = np.fromfile(file, dtype=np.uint8, count=size, offset=start)
@@ -232,10 +257,18 @@ def _digest(prompts: Sequence[Prompt], drawn: Sequence[int]) -> str:
     total = hashlib.sha256()
     for prompt in (prompts[i] for i in drawn if i < len(prompts)):
         total.update(prompt.token_ids.tobytes())
-        total.update(json.dumps([prompt.index, prompt.text, prompt.answer, prompt.metadata], default=str).encode())
+        total.update(
+            json.dumps(
+                [prompt.index, prompt.text, prompt.answer, prompt.metadata], default=str
+            ).encode()
+        )
     return total.hexdigest()
 
 
 def _digest_of_file(verifier: str) -> str | None:
     file = Path(verifier.rpartition(":")[0])
-    return hashlib.sha256(file.read_bytes()).hexdigest() if file.suffix == ".py" and file.is_file() else None
+    return (
+        hashlib.sha256(file.read_bytes()).hexdigest()
+        if file.suffix == ".py" and file.is_file()
+        else None
+    )

@@ -1,4 +1,6 @@
-"""The mismatch between the rollout engine's log-probs and the training engine's: measured, and corrected on request."""
+"""The mismatch between the rollout engine's log-probs and the training engine's: measured, and
+corrected on request.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ from megatron_gspo.loop.ratio_quantiles import added_histograms, quantiles_over_
 
 @dataclass(frozen=True)
 class _Tokens:
-    """Response tokens of the samples that this rank holds, concatenated, [T] each; ids: which of them, 0 .. count-1."""
+    """Response tokens of the samples that this rank holds, concatenated, [T] each; ids: which
+    of them, 0 .. count-1.
+    """
 
     log_probs: Tensor
     rollout: Tensor
@@ -43,8 +47,14 @@ class _Tokens:
         none = [np.zeros(0, dtype=np.float32)]
         return cls(
             torch.from_numpy(np.concatenate([log_probs[i] for i in batch.held] or none)),
-            torch.from_numpy(np.concatenate([sample.rollout_log_probs for sample in samples] or none)),
-            torch.from_numpy(np.concatenate([sample.loss_mask for sample in samples] or [np.zeros(0, dtype=bool)])),
+            torch.from_numpy(
+                np.concatenate([sample.rollout_log_probs for sample in samples] or none)
+            ),
+            torch.from_numpy(
+                np.concatenate(
+                    [sample.loss_mask for sample in samples] or [np.zeros(0, dtype=bool)]
+                )
+            ),
             torch.from_numpy(np.repeat(np.arange(len(samples)), lengths)),
             len(samples),
         )
@@ -55,13 +65,16 @@ class _Tokens:
 
     def split(self, values: Tensor, batch: SampleBatch) -> dict[int, np.ndarray]:
         """[T] as one array for each held sample, by position."""
-        parts = np.split(values.numpy(), np.cumsum(np.bincount(self.ids.numpy(), minlength=self.count))[:-1])
+        parts = np.split(
+            values.numpy(), np.cumsum(np.bincount(self.ids.numpy(), minlength=self.count))[:-1]
+        )
         return dict(zip(batch.held, parts, strict=False))
 
 
 def mismatch(batch: SampleBatch, log_probs: Mapping[int, np.ndarray]) -> dict[str, float]:
-    """``mismatch/*``: differences between the rollout engine's log-probs and ``log_probs`` [R] of the training engine,
-    by position. Empty if the engine gives none. A collective of the batch's group.
+    """``mismatch/*``: differences between the rollout engine's log-probs and ``log_probs`` [R] of
+    the training engine, by position. Empty if the engine gives none. A collective of the batch's
+    group.
     """
     if batch.lacks("rollout_log_probs"):
         return {}
@@ -73,30 +86,45 @@ def mismatch(batch: SampleBatch, log_probs: Mapping[int, np.ndarray]) -> dict[st
         tokens = _Tokens.of(piece, log_probs)
         both = tokens.log_probs, tokens.rollout
         shares = mismatch_metrics(both[0].double(), both[1].double(), tokens.mask, num_tokens=count)
-        largest = float(np.maximum(largest, float(shares.pop("mismatch/abs_diff_max"))))  # NaN stays
+        largest = float(
+            np.maximum(largest, float(shares.pop("mismatch/abs_diff_max")))
+        )  # NaN stays
         totals = {name: totals.get(name, 0.0) + float(value) for name, value in shares.items()}
         histograms = added_histograms(histograms, ratio_histograms(*both, tokens.mask, tokens.ids))
     found = dict(zip(totals, batch.sum(*totals.values()), strict=True))
     found["mismatch/abs_diff_max"] = batch.max(largest)[0]
-    return found | {f"mismatch/{name}": v for name, v in quantiles_over_ranks(histograms, batch).items()}
+    return found | {
+        f"mismatch/{name}": v for name, v in quantiles_over_ranks(histograms, batch).items()
+    }
 
 
-def correct_mismatch(batch: SampleBatch, algorithm: AlgorithmConfig) -> tuple[SampleBatch, dict[str, float]]:
-    """Apply ``algorithm.rollout_rs`` and ``rollout_is`` to samples with old log-probs and advantages.
+def correct_mismatch(
+    batch: SampleBatch, algorithm: AlgorithmConfig
+) -> tuple[SampleBatch, dict[str, float]]:
+    """Apply ``algorithm.rollout_rs`` and ``rollout_is`` to samples with old log-probs and
+    advantages.
 
-    Rejected tokens leave ``loss_mask`` first, so that ``|y_i|``, N and M decrease with them; the importance weights are
-    those of the remaining tokens. A response without a trained token still counts in its group's mean and std: its
-    reward is known. Whole samples are compared, before they are cut into batches, so the result doesn't depend on the
-    cut. A collective of the batch's group.
+    Rejected tokens leave ``loss_mask`` first, so that ``|y_i|``, N and M decrease with them; the
+    importance weights are those of the remaining tokens. A response without a trained token still
+    counts in its group's mean and std: its reward is known. Whole samples are compared, before they
+    are cut into batches, so the result doesn't depend on the cut. A collective of the batch's
+    group.
     """
     metrics: dict[str, float] = {}
     if algorithm.needs_rollout_log_probs and batch.lacks("rollout_log_probs"):
-        raise ConfigError("algorithm.name", algorithm.name, "the engine gives no log-probs", "use another, as dr_grpo")
+        raise ConfigError(
+            "algorithm.name",
+            algorithm.name,
+            "the engine gives no log-probs",
+            "use another, as dr_grpo",
+        )
     for key, apply in (("rollout_rs", _reject), ("rollout_is", _weight)):
         if (level := getattr(algorithm, key)) == "none":
             continue
         if batch.lacks("rollout_log_probs"):
-            raise ConfigError(f"algorithm.{key}", level, "the engine gives no log-probs", "set it to none")
+            raise ConfigError(
+                f"algorithm.{key}", level, "the engine gives no log-probs", "set it to none"
+            )
         tokens = _Tokens.of(batch, {i: sample.old_log_probs for i, sample in batch.held.items()})
         batch, found = apply(algorithm, batch, tokens)
         metrics |= found
@@ -106,12 +134,14 @@ def correct_mismatch(batch: SampleBatch, algorithm: AlgorithmConfig) -> tuple[Sa
 def _reject(
     algorithm: AlgorithmConfig, batch: SampleBatch, tokens: _Tokens
 ) -> tuple[SampleBatch, dict[str, float]]:
-    """Exclude what the engines score too differently: from ``loss_mask``, or with ``rollout_rs_denominator: all`` by an
-    advantage of 0."""
+    """Exclude what the engines score too differently: from ``loss_mask``, or with
+    ``rollout_rs_denominator: all`` by an advantage of 0."""
     kept = _kept(algorithm, tokens)
     if algorithm.rollout_rs_denominator == "all":
         counts = tokens.split(kept | ~tokens.mask, batch)
-        left = batch.map(lambda i, sample: replace(sample, advantages=sample.advantages * counts[i]))
+        left = batch.map(
+            lambda i, sample: replace(sample, advantages=sample.advantages * counts[i])
+        )
     else:
         masks = tokens.split(kept, batch)
         left = batch.map(lambda i, sample: replace(sample, loss_mask=masks[i])).with_trained()
@@ -140,8 +170,8 @@ def _kept(algorithm: AlgorithmConfig, tokens: _Tokens) -> Tensor:
 def _weight(
     algorithm: AlgorithmConfig, batch: SampleBatch, tokens: _Tokens
 ) -> tuple[SampleBatch, dict[str, float]]:
-    """Multiply the advantages by the importance weights. The metrics are over what has a weight of its own: trained
-    tokens, or sequences with a trained token."""
+    """Multiply the advantages by the importance weights. The metrics are over what has a weight of
+    its own: trained tokens, or sequences with a trained token."""
     low, cap = algorithm.rollout_is_threshold_lower, algorithm.rollout_is_threshold
     both = tokens.log_probs, tokens.rollout
     if algorithm.rollout_is == "token":
@@ -149,12 +179,16 @@ def _weight(
         units = weights[tokens.mask]
     else:
         weights = sequence_importance_weights(*both, tokens.segments, threshold=cap, lower=low)
-        last = torch.zeros(tokens.count).index_copy(0, tokens.ids, weights)  # any token's: they are equal
+        last = torch.zeros(tokens.count).index_copy(
+            0, tokens.ids, weights
+        )  # any token's: they are equal
         units = last[tokens.ids[tokens.mask].unique()]
     parts = tokens.split(weights, batch)
     weighted = batch.map(lambda i, sample: replace(sample, advantages=sample.advantages * parts[i]))
     w = units.double()
-    count, total, squares, cut = batch.sum(len(w), float(w.sum()), float(w.square().sum()), float((units >= cap).sum()))
+    count, total, squares, cut = batch.sum(
+        len(w), float(w.sum()), float(w.square().sum()), float((units >= cap).sum())
+    )
     least, most = batch.max(*(-float(w.min()), float(w.max())) if len(w) else (-np.inf, -np.inf))
     if not count:
         return weighted, {}

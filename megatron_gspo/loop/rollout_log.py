@@ -1,4 +1,6 @@
-"""The rollout log (``rollouts.jsonl``): which samples a step trained on, and the weight versions that sampled them."""
+"""The rollout log (``rollouts.jsonl``): which samples a step trained on, and the weight
+versions that sampled them.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from megatron_gspo.loop.generation import DataCursor
 
 
 def rollout_record(table: np.ndarray, cursor: DataCursor) -> dict[str, Any]:
-    """A step's record: [prompt, sample, oldest version, newest version] of each sample, and the cursor after it."""
+    """A step's record: [prompt, sample, oldest version, newest version] of each sample, and the
+    cursor after it.
+    """
     columns = ("prompt_index", "sample_index", "oldest_version", "newest_version")
     rows = [list(row) for row in zip(*(table[name].tolist() for name in columns), strict=True)]
     return {"samples": rows, "cursor": cursor.drawn, "pending": list(cursor.pending)}

@@ -15,22 +15,29 @@ from megatron_gspo.parallel.rank_zero import raise_on_every_rank
 from megatron_gspo.routing_replay.route_agreement import Levels, level_sums, route_mismatch
 from megatron_gspo.routing_replay.routes import RouteError
 
-_FIX = "correct the engine, or train without its routes (routing.replay: r2, routing.compare_rollout: false)"
+_FIX = (
+    "correct the engine, or train without its routes (routing.replay: r2, routing.compare_rollout:"
+    " false)"
+)
 
 
 def check_route_agreement(
     done: Sequence[MicroBatchRoutes], batch: SampleBatch, *, same_routers: bool
 ) -> None:
-    """Compare the given routes with the live choices of a pass over ``batch``, each pipeline stage in its layers.
+    """Compare the given routes with the live choices of a pass over ``batch``, each pipeline stage
+    in its layers.
 
     done: the routes of the pass, with ``neighbours``. same_routers: as in `Levels.of`.
 
-    Raises ``RouteError`` on every rank for routes that agree too little (`route_agreement`). A collective of the world.
+    Raises ``RouteError`` on every rank for routes that agree too little (`route_agreement`). A
+    collective of the world.
     """
     shares, starts = shared_experts_of_replica(done, batch)
     sums = torch.from_numpy(level_sums(shares)).to(compute_device())
     dist.all_reduce(sums, group=done[0].groups.dp)
     levels = Levels.of(sums.cpu().numpy(), same_routers=same_routers)
-    names = list(zip(batch.table["prompt_index"].tolist(), batch.table["sample_index"].tolist(), strict=True))
+    names = list(
+        zip(batch.table["prompt_index"].tolist(), batch.table["sample_index"].tolist(), strict=True)
+    )
     fault = "" if levels is None else route_mismatch(shares, starts, names, levels)
     raise_on_every_rank(f"{fault}; {_FIX}" if fault else "", RouteError)

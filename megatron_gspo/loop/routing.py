@@ -1,4 +1,5 @@
-"""Routing replay in one step of the loop: options of each pass, checks, and what was recorded and measured.
+"""Routing replay in one step of the loop: options of each pass, checks, and what was recorded and
+measured.
 
 | ``routing.replay`` | old log-probs                                 | updates                             |
 | ------------------ | --------------------------------------------- | ----------------------------------- |
@@ -20,7 +21,11 @@ from megatron_gspo.data.sample import Sample
 from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.loop.route_agreement import check_route_agreement
 from megatron_gspo.loop.timers import Timers
-from megatron_gspo.mcore.routing_replay.gather_results import flips_of_replica, routes_of_replica, routing_stats
+from megatron_gspo.mcore.routing_replay.gather_results import (
+    flips_of_replica,
+    routes_of_replica,
+    routing_stats,
+)
 from megatron_gspo.mcore.routing_replay.micro_batch_routes import MicroBatchRoutes, ReplayOptions
 from megatron_gspo.parallel.rank_zero import first_failure
 from megatron_gspo.routing_replay.router_noise import RouterNoise, pass_seed
@@ -38,16 +43,19 @@ def trainer_noise(config: Config, found: float | None, step: int) -> RouterNoise
 def router_noise(section: RouterNoiseConfig, found: float | None, *parts: int | str) -> RouterNoise:
     """The noise of section ``router_noise``, with a seed of its own for these ``parts``.
 
-    found: the strength that reaches ``target_flip_rate``, where the section has that in place of a strength.
+    found: the strength that reaches ``target_flip_rate``, where the section has that in place of a
+    strength.
     """
     strength = found if section.strength is None else section.strength
     assert strength is not None
-    return RouterNoise(strength, pass_seed(section.seed, *parts), perturb_weights=section.perturb_weights)
+    return RouterNoise(
+        strength, pass_seed(section.seed, *parts), perturb_weights=section.perturb_weights
+    )
 
 
 def same_routers(config: Config) -> bool:
-    """Whether the rollout engine's routers have the weights of the old policy and no noise, whose routes should agree
-    but for rounding."""
+    """Whether the rollout engine's routers have the weights of the old policy and no noise, whose
+    routes should agree but for rounding."""
     return config.router_noise.engines == "none" and config.rollout.max_staleness == 0
 
 
@@ -62,9 +70,10 @@ def noise_metrics(section: RouterNoiseConfig, found: float | None) -> dict[str, 
 class RoutingReplay:
     """Routing replay in one step.
 
-    config: section ``routing``. shape: of the routes on this rank, None for a model without experts. has_ratio: whether
-    the objective uses an importance ratio. noise: of the trainer's routers in this step, with other random numbers in
-    each pass; None without. same_routers: see the function. measured: what the step measured so far.
+    config: section ``routing``. shape: of the routes on this rank, None for a model without
+    experts. has_ratio: whether the objective uses an importance ratio. noise: of the trainer's
+    routers in this step, with other random numbers in each pass; None without. same_routers: see
+    the function. measured: what the step measured so far.
     """
 
     config: RoutingConfig
@@ -75,10 +84,11 @@ class RoutingReplay:
     measured: StepRouting = field(default_factory=StepRouting)
 
     def check_rollout_routes(self, batch: SampleBatch) -> None:
-        """Check the routes that the rollout engine gave, of all layers: ``RouteError`` naming the sample if they can't
-        be used.
+        """Check the routes that the rollout engine gave, of all layers: ``RouteError`` naming the
+        sample if they can't be used.
 
-        Missing routes are allowed where routes are only compared. A collective of the batch's group.
+        Missing routes are allowed where routes are only compared. A collective of the batch's
+        group.
         """
         if not self.config.needs_rollout_routes or self.shape is None:
             return
@@ -118,12 +128,19 @@ class RoutingReplay:
         if self.shape is None or not self._is_used:
             return self._noise_alone(name)
         return ReplayOptions(
-            self.shape, replay=config.replay != "none", compare=config.metrics, storage=config.storage,
+            self.shape,
+            replay=config.replay != "none",
+            compare=config.metrics,
+            storage=config.storage,
             noise=self._noise_of(name),
-        )  # fmt: skip
+        )
 
     def _noise_of(self, name: str) -> RouterNoise | None:
-        return None if self.noise is None else replace(self.noise, seed=pass_seed(self.noise.seed, name))
+        return (
+            None
+            if self.noise is None
+            else replace(self.noise, seed=pass_seed(self.noise.seed, name))
+        )
 
     def _noise_alone(self, name: str) -> ReplayOptions | None:
         if self.shape is None or self.noise is None:
@@ -139,35 +156,50 @@ class RoutingReplay:
         return self.has_ratio and self.config.uses_routes
 
     def metric_sequences(self, count: int) -> list[int]:
-        """Positions of the sequences whose routes are recorded for metrics alone, among ``count``."""
+        """Positions of the sequences whose routes are recorded for metrics alone, among
+        ``count``.
+        """
         return evenly_spaced(range(count), self.config.metric_sequences)
 
-    def with_old_routes(self, batch: SampleBatch, positions: Sequence[int],
-                        done: Sequence[MicroBatchRoutes] | None, timers: Timers) -> SampleBatch:
-        """The samples with the routes that a pass over those at ``positions`` recorded, where the updates need them.
+    def with_old_routes(
+        self,
+        batch: SampleBatch,
+        positions: Sequence[int],
+        done: Sequence[MicroBatchRoutes] | None,
+        timers: Timers,
+    ) -> SampleBatch:
+        """The samples with the routes that a pass over those at ``positions`` recorded, where the
+        updates need them.
 
-        Keeps the statistics of the pass. done: its routes; None if there was no pass. Raises ``RouteError`` where the
-        rollout engine's routes are not those of these tokens.
+        Keeps the statistics of the pass. done: its routes; None if there was no pass. Raises
+        ``RouteError`` where the rollout engine's routes are not those of these tokens.
         """
         if done is not None and self._is_used:
             with timers("routing"):
                 if self.config.metrics:
                     self.measured.old = routing_stats(done)
                 if self._compares_rollout:
-                    check_route_agreement(done, batch.select(positions), same_routers=self.same_routers)
+                    check_route_agreement(
+                        done, batch.select(positions), same_routers=self.same_routers
+                    )
                 if self.config.replay != "r3":
                     batch = self._with_recorded(batch, positions, done)
                 self.measured.bytes_moved += sum(routes.bytes_moved for routes in done)
         if self.shape is not None:
             shape = self.shape
-            self.measured.bytes_stored = int(batch.sum(sum(stored_bytes(s, shape) for s in batch.samples))[0])
+            self.measured.bytes_stored = int(
+                batch.sum(sum(stored_bytes(s, shape) for s in batch.samples))[0]
+            )
         return batch
 
-    def _with_recorded(self, batch: SampleBatch, positions: Sequence[int],
-                       done: Sequence[MicroBatchRoutes]) -> SampleBatch:  # fmt: skip
+    def _with_recorded(
+        self, batch: SampleBatch, positions: Sequence[int], done: Sequence[MicroBatchRoutes]
+    ) -> SampleBatch:
         """The samples with recorded routes: all of those at ``positions``, or some for metrics."""
         scored = batch.select(positions)
-        wanted = range(len(scored)) if self.config.replay == "r2" else self.metric_sequences(len(scored))
+        wanted = (
+            range(len(scored)) if self.config.replay == "r2" else self.metric_sequences(len(scored))
+        )
         found, exchanged = routes_of_replica(done, scored, wanted)
         self.measured.bytes_moved += exchanged
         recorded = {positions[i]: routes for i, routes in found.items()}
@@ -180,18 +212,30 @@ class RoutingReplay:
 
         return batch.map_packed(change)
 
-    def add_update(self, done: Sequence[MicroBatchRoutes] | None, batch: SampleBatch, timers: Timers, *,
-                   flips: bool) -> None:
-        """Add what the routers did in an update with ``batch``; ``flips``: for each token too. A collective."""
+    def add_update(
+        self,
+        done: Sequence[MicroBatchRoutes] | None,
+        batch: SampleBatch,
+        timers: Timers,
+        *,
+        flips: bool,
+    ) -> None:
+        """Add what the routers did in an update with ``batch``; ``flips``: for each token too.
+        A collective.
+        """
         if done is not None and self._is_used:
             with timers("routing"):
                 self.measured.updates.append(routing_stats(done))
-                self.measured.flips = flips_of_replica(done, batch) if flips and done[0].options.compare else None
+                self.measured.flips = (
+                    flips_of_replica(done, batch) if flips and done[0].options.compare else None
+                )
                 self.measured.bytes_moved += sum(routes.bytes_moved for routes in done)
 
 
 def stored_bytes(sample: Sample, shape: RouteShape) -> int:
-    """Memory of a sample's routes on all pipeline stages together; a placeholder for missing routes takes none."""
+    """Memory of a sample's routes on all pipeline stages together; a placeholder for missing
+    routes takes none.
+    """
     routes, missing = sample.routed_experts, sample.missing_routes
     is_placeholder = missing is not None and 0 in missing.strides
     return 0 if routes is None or is_placeholder else len(routes) * shape.bytes_per_token
@@ -202,6 +246,8 @@ def without_routes(sample: Sample, shape: RouteShape) -> Sample:
     rows = sample.length - 1
     return replace(
         sample,
-        routed_experts=np.broadcast_to(np.zeros((), dtype=shape.dtype), (rows, len(shape.held_layers), shape.k)),
+        routed_experts=np.broadcast_to(
+            np.zeros((), dtype=shape.dtype), (rows, len(shape.held_layers), shape.k)
+        ),
         missing_routes=np.broadcast_to(np.True_, (rows,)),
     )

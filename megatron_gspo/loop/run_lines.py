@@ -1,4 +1,6 @@
-"""What a run prints of itself: at its start what it trains, on what and how; at its end where its results are."""
+"""What a run prints of itself: at its start what it trains, on what and how; at its end where
+its results are.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,11 @@ _MANY = 1_000_000_000
 
 
 def start_lines(config: Config, *, prompts: int, held_out: int, verifier: str) -> list[str]:
-    """Model, algorithm and data; steps, layout and engine; output and checkpoints. Reads the headers of the weights.
+    """Model, algorithm and data; steps, layout and engine; output and checkpoints. Reads the
+    headers of the weights.
 
-    prompts, held_out: numbers of training and of held-out prompts. verifier: what gives the rewards, in words.
+    prompts, held_out: numbers of training and of held-out prompts. verifier: what gives the
+    rewards, in words.
     """
     rollout, training, data = config.rollout, config.training, config.data
     replay = (
@@ -57,11 +61,17 @@ def start_lines(config: Config, *, prompts: int, held_out: int, verifier: str) -
             else "a checkpoint after every step"
         )
     else:
-        saved = "without checkpoints, so that an interrupted run begins again (checkpoint.save_interval: 0)"
+        saved = (
+            "without checkpoints, so that an interrupted run begins again"
+            " (checkpoint.save_interval: 0)"
+        )
     trained = f"{config.model.path} ({_model(config)}{adapters})"
     return [
         f"{config.algorithm.name}{replay} trains {trained} on {task}; {evaluated}",
-        f"{_steps(training.steps)} of {samples}, {training.global_batch_size} a mini-batch; {_layout(config)}{engine}",
+        (
+            f"{_steps(training.steps)} of {samples}, {training.global_batch_size} a mini-batch;"
+            f" {_layout(config)}{engine}"
+        ),
         f"output in {config.run_dir}, {saved}",
     ]
 
@@ -82,7 +92,8 @@ def end_lines(config: Config, state: LoopState, *, held_out: int) -> list[str]:
         lines.append(f"evaluate it with: {program()} evaluate {folder}{tasks}")
     else:
         lines.append(
-            "the trained weights were not kept: checkpoint.export_hf is false and checkpoint.save_interval 0"
+            "the trained weights were not kept: checkpoint.export_hf is false and"
+            " checkpoint.save_interval 0"
         )
     return lines
 

@@ -20,13 +20,15 @@ _PATIENCE = 20.0  # seconds that the processes of a killed run may take to end
 def sole_writer(run_dir: str | Path) -> Iterator[None]:
     """Hold the run directory's lock; ``CheckpointError`` on every rank if another process holds it.
 
-    The system frees the lock when its holder ends, also by SIGKILL. Waits some seconds for the ranks of a killed run.
+    The system frees the lock when its holder ends, also by SIGKILL. Waits some seconds for the
+    ranks of a killed run.
     """
     descriptor: list[int] = []
     run_on_rank_zero(
         lambda: descriptor.append(lock_directory(Path(run_dir))),
-        error=CheckpointError, what="the run directory can't be locked",
-    )  # fmt: skip
+        error=CheckpointError,
+        what="the run directory can't be locked",
+    )
     try:
         yield
     finally:
@@ -35,7 +37,8 @@ def sole_writer(run_dir: str | Path) -> Iterator[None]:
 
 
 def lock_directory(run_dir: Path, *, patience: float = _PATIENCE) -> int:
-    """A descriptor with the record lock of ``run_dir/.lock``; ``CheckpointError`` after ``patience`` seconds.
+    """A descriptor with the record lock of ``run_dir/.lock``; ``CheckpointError`` after
+    ``patience`` seconds.
 
     Unlike flock's it is not inherited by forked processes.
     """

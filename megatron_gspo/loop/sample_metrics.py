@@ -15,7 +15,8 @@ from megatron_gspo.loop.reward_scoring import in_varied_group
 
 
 def sample_metrics(batch: SampleBatch, *, version: int, supervised: bool) -> dict[str, float]:
-    """``response_length/*``, ``staleness/*``, ``turns/*``, and unless supervised ``reward/*`` and ``groups/*``.
+    """``response_length/*``, ``staleness/*``, ``turns/*``, and unless supervised ``reward/*`` and
+    ``groups/*``.
 
     version: of the weights before the batch's first update, which is the number of steps done.
     """
@@ -25,7 +26,9 @@ def sample_metrics(batch: SampleBatch, *, version: int, supervised: bool) -> dic
     found |= {
         "response_length/mean": float(lengths.mean()),
         "response_length/max": float(lengths.max()),
-        "response_length/truncated": float(np.mean(table["finish"] == FINISH_REASONS.index("length"))),
+        "response_length/truncated": float(
+            np.mean(table["finish"] == FINISH_REASONS.index("length"))
+        ),
     }
     if supervised:
         return found
@@ -38,13 +41,16 @@ def sample_metrics(batch: SampleBatch, *, version: int, supervised: bool) -> dic
 
 
 def staleness(batch: SampleBatch, version: int) -> dict[str, float]:
-    """``staleness/*`` of the trained tokens, in weight versions; 0 is on-policy. A collective of the batch's group.
+    """``staleness/*`` of the trained tokens, in weight versions; 0 is on-policy. A collective of
+    the batch's group.
 
     Empty if no sample has ``token_versions``: then the engine can only sample on-policy.
     """
     if not batch.table["has_versions"].any():
         return {}
-    behind = [version - sample.trained_versions for sample in batch.samples if sample.loss_mask.any()]
+    behind = [
+        version - sample.trained_versions for sample in batch.samples if sample.loss_mask.any()
+    ]
     total, count = batch.sum(sum(float(b.sum()) for b in behind), sum(map(len, behind)))
     largest = batch.max(max((float(b.max()) for b in behind), default=-np.inf))[0]
     return {"staleness/mean": total / count, "staleness/max": largest} if count else {}
@@ -62,11 +68,14 @@ def turn_metrics(table: np.ndarray) -> dict[str, float]:
     }
 
 
-def throughput(tokens: int, times: Mapping[str, float], metrics: Mapping[str, float]) -> dict[str, float]:
+def throughput(
+    tokens: int, times: Mapping[str, float], metrics: Mapping[str, float]
+) -> dict[str, float]:
     """The step's times, tokens per second (prompts and responses) and peak memory in GiB.
 
     tokens: of the rollout batch. ``perf/tokens_per_second`` counts it once over the whole step,
-    ``perf/train_tokens_per_second`` every pass over it in the time of the updates. metrics: of the updates.
+    ``perf/train_tokens_per_second`` every pass over it in the time of the updates. metrics: of the
+    updates.
     """
     found = {
         **times,
@@ -75,12 +84,18 @@ def throughput(tokens: int, times: Mapping[str, float], metrics: Mapping[str, fl
         "perf/peak_memory_gib": peak_memory() / 2**30,
     }
     if times.get("time/train"):
-        found["perf/train_tokens_per_second"] = metrics.get("perf/trained_tokens", 0.0) / times["time/train"]
+        found["perf/train_tokens_per_second"] = (
+            metrics.get("perf/trained_tokens", 0.0) / times["time/train"]
+        )
     return found
 
 
 def peak_memory() -> int:
-    """Bytes: the GPU's largest allocation, or this process's largest resident size where there is no GPU."""
+    """Bytes: the GPU's largest allocation, or this process's largest resident size where there
+    is no GPU.
+    """
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )

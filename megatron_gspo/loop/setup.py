@@ -41,9 +41,9 @@ from megatron_gspo.weight_transport.weight_source import WeightSource
 class Components:
     """The objects of a run on this rank, for `train`.
 
-    reference: the frozen starting policy, if the objective has a KL. engine: in this rank, if there is one that samples
-    from the policy. eval_groups: source of the held-out samples; None without held-out prompts. dropped_prompts:
-    training prompts that were too long.
+    reference: the frozen starting policy, if the objective has a KL. engine: in this rank, if there
+    is one that samples from the policy. eval_groups: source of the held-out samples; None without
+    held-out prompts. dropped_prompts: training prompts that were too long.
     """
 
     config: Config
@@ -66,13 +66,15 @@ class Components:
 
     @property
     def trains_on_rollouts(self) -> bool:
-        """Whether training samples come from the policy, so that the engine needs its weights after every step."""
+        """Whether training samples come from the policy, so that the engine needs its weights
+        after every step.
+        """
         return not self.config.algorithm.is_supervised
 
     @cached_property
     def weights(self) -> Weights:
-        """The stream of what the engine gets of the policy: its adapters, or its weights, quantised tensor by tensor if
-        they are."""
+        """The stream of what the engine gets of the policy: its adapters, or its weights, quantised
+        tensor by tensor if they are."""
         if self.config.lora.sends_adapters:
             return self.policy.adapters
         plan = self.config.quantization_plan
@@ -93,7 +95,10 @@ class Components:
 
 
 def build_components(config: Config, *, engine: RolloutEngine | None = None) -> Components:
-    """Check the inputs, start the process groups and build everything. ``engine`` replaces the configured one."""
+    """Check the inputs, start the process groups and build everything.
+
+    ``engine`` replaces the configured one.
+    """
     parallel, data = config.parallel, config.data
     shape = check_weights(config)
     options = check_megatron_options(
@@ -167,8 +172,15 @@ def build_rewards(config: Config, environments: EnvironmentPool | None) -> Rewar
 
 def _critic(config: Config, groups: Any, options: MegatronOptions) -> Policy:
     model = replace(config.model, path=config.critic_path)
-    return build_policy(model, config.parallel, groups, optimizer=config.critic, total_steps=config.optimizer_steps,
-                        parts=TrainedParts(value_head=True), options=options)  # fmt: skip
+    return build_policy(
+        model,
+        config.parallel,
+        groups,
+        optimizer=config.critic,
+        total_steps=config.optimizer_steps,
+        parts=TrainedParts(value_head=True),
+        options=options,
+    )
 
 
 def _reference(config: Config, policy: Policy, options: MegatronOptions) -> Policy:

@@ -7,11 +7,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_gspo.config import Config
-from megatron_gspo.data.micro_batch_plan import MicroBatchPlan, PackingRules, plan_micro_batches, plan_passes
+from megatron_gspo.data.micro_batch_plan import (
+    MicroBatchPlan,
+    PackingRules,
+    plan_micro_batches,
+    plan_passes,
+)
 
 
 def mini_batches(count: int, size: int, *, seed: int, step: int, epoch: int) -> list[list[int]]:
-    """Positions of the samples of each mini-batch: a permutation that depends on (seed, step, epoch) alone."""
+    """Positions of the samples of each mini-batch: a permutation that depends on (seed, step,
+    epoch) alone.
+    """
     order = np.random.default_rng([seed, step, epoch]).permutation(count)
     return [order[start : start + size].tolist() for start in range(0, count, size)]
 
@@ -20,8 +27,9 @@ def mini_batches(count: int, size: int, *, seed: int, step: int, epoch: int) -> 
 class StepPlan:
     """Which replica has which sample, and how passes are packed; the same on every rank.
 
-    rules: of the layout. replica: [N]. whole: micro-batches of the whole rollout batch, for passes without a gradient.
-    updates: (positions, micro-batches) of each mini-batch, in the order of the optimizer steps.
+    rules: of the layout. replica: [N]. whole: micro-batches of the whole rollout batch, for passes
+    without a gradient. updates: (positions, micro-batches) of each mini-batch, in the order of the
+    optimizer steps.
     """
 
     rules: PackingRules
@@ -37,11 +45,13 @@ class StepPlan:
 def plan_step(
     lengths: np.ndarray, homes: np.ndarray | None, config: Config, rules: PackingRules, step: int
 ) -> StepPlan:
-    """The plan of a rollout batch whose samples have `lengths` [N] tokens and are in the replicas `homes` [N]; None:
-    in all."""
+    """The plan of a rollout batch whose samples have `lengths` [N] tokens and are in the replicas
+    `homes` [N]; None: in all."""
     training = config.training
     epochs = [
-        mini_batches(len(lengths), training.global_batch_size, seed=config.seed, step=step, epoch=epoch)
+        mini_batches(
+            len(lengths), training.global_batch_size, seed=config.seed, step=step, epoch=epoch
+        )
         for epoch in range(training.ppo_epochs)
     ]
     replica, plans = plan_passes(lengths, epochs, rules, homes)

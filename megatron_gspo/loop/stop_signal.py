@@ -1,6 +1,7 @@
 """Stop a run after the current step, with a checkpoint: SIGUSR1 to any of its ranks.
 
-SIGTERM ends a run at once (``failures``): a step takes minutes at scale, and torchrun kills 30 seconds after SIGTERM.
+SIGTERM ends a run at once (``failures``): a step takes minutes at scale, and torchrun kills 30
+seconds after SIGTERM.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from megatron_gspo.mcore.process_groups import compute_device
 def stop_on_signal() -> Iterator[Callable[[], bool]]:
     """Handle SIGUSR1; yields a function that returns whether any rank has received one.
 
-    The function is a collective: all ranks call it at the same point of the loop and get the same answer, although the
-    signal reaches them at different times, or only one of them. Outside the main thread, where Python handles no
-    signals, this rank never requests a stop.
+    The function is a collective: all ranks call it at the same point of the loop and get the same
+    answer, although the signal reaches them at different times, or only one of them. Outside the
+    main thread, where Python handles no signals, this rank never requests a stop.
     """
     requested = threading.Event()
     handles = threading.current_thread() is threading.main_thread()

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-# Megatron's names for the parts of an update (and ours for the last), and what they are called in the metrics.
+# Megatron's names for the parts of an update (and ours for the last), and what they are called in
+# the metrics.
 _PARTS = {"forward-compute": "forward", "backward-compute": "backward", "optimizer": "optimizer"}
 
 
@@ -29,7 +30,9 @@ class Timers:
             self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - begin
 
     def take(self) -> dict[str, float]:
-        """``time/<phase>`` of every phase since the last call, and ``time/step`` for all of it, in seconds."""
+        """``time/<phase>`` of every phase since the last call, and ``time/step`` for all of it,
+        in seconds.
+        """
         now = time.perf_counter()
         taken = {f"time/{phase}": seconds for phase, seconds in self._seconds.items()}
         taken["time/step"] = now - self._started
@@ -38,10 +41,12 @@ class Timers:
 
 
 class UpdateClock:
-    """What Megatron's schedule takes as ``config.timers``: seconds of forward, backward and optimizer on this rank.
+    """What Megatron's schedule takes as ``config.timers``: seconds of forward, backward and
+    optimizer on this rank.
 
-    Megatron starts and stops a timer by name around each micro-batch. A GPU is waited for at both ends, as it is in
-    Megatron's own timers, so this costs overlap and is off by default (``tracking.detailed_timers``).
+    Megatron starts and stops a timer by name around each micro-batch. A GPU is waited for at both
+    ends, as it is in Megatron's own timers, so this costs overlap and is off by default
+    (``tracking.detailed_timers``).
     """
 
     def __init__(self) -> None:
@@ -52,8 +57,14 @@ class UpdateClock:
         return _Stopwatch(self, name)
 
     def take(self) -> dict[str, float]:
-        """``time/forward``, ``time/backward`` and ``time/optimizer`` since the last call, as far as they were timed."""
-        taken = {f"time/{part}": self._seconds[name] for name, part in _PARTS.items() if name in self._seconds}
+        """``time/forward``, ``time/backward`` and ``time/optimizer`` since the last call, as
+        far as they were timed.
+        """
+        taken = {
+            f"time/{part}": self._seconds[name]
+            for name, part in _PARTS.items()
+            if name in self._seconds
+        }
         self._seconds = {}
         return taken
 

@@ -15,7 +15,12 @@ from megatron_gspo.errors import EngineError
 from megatron_gspo.launch_environment import world_size
 from megatron_gspo.loop.advantages import with_advantages
 from megatron_gspo.loop.checkpoints import CheckpointManager, LoopState, resume
-from megatron_gspo.loop.collapse_guard import CollapseError, alarm_text, count_low_steps, guard_metrics
+from megatron_gspo.loop.collapse_guard import (
+    CollapseError,
+    alarm_text,
+    count_low_steps,
+    guard_metrics,
+)
 from megatron_gspo.loop.critic import run_critic_steps, with_values
 from megatron_gspo.loop.engines import perturb_rollout, unperturbed_rollout
 from megatron_gspo.loop.evaluation import evaluate, is_evaluation_due
@@ -56,10 +61,14 @@ def train(config: Config, *, engine: RolloutEngine | None = None) -> LoopState:
         stack.enter_context(run)
         stack.enter_context(sole_writer(config.run_dir))
         state, found = resume(run.policy, config)
-        logger = stack.enter_context(MetricsLogger(config, run.prompts.prompts, run.tokenizer, resume_step=state.step))
+        logger = stack.enter_context(
+            MetricsLogger(config, run.prompts.prompts, run.tokenizer, resume_step=state.step)
+        )
         logger.say_lines(lambda: _start_lines(run))
         logger.note_dropped_prompts(run.dropped_prompts)
-        checkpoints = stack.enter_context(CheckpointManager(run.policy, config.checkpoint, config.run_dir, found))
+        checkpoints = stack.enter_context(
+            CheckpointManager(run.policy, config.checkpoint, config.run_dir, found)
+        )
         timers, started = Timers(), time.monotonic() - state.wall_seconds
         state = _prepare_start(run, state, logger, timers)
         while state.step < config.training.steps:
@@ -69,30 +78,41 @@ def train(config: Config, *, engine: RolloutEngine | None = None) -> LoopState:
             accuracy = metrics.get("eval/accuracy", state.accuracy_after)
             low_steps = count_low_steps(guard, trained.metrics, state.low_steps)
             state = replace(
-                state, wall_seconds=time.monotonic() - started, accuracy_after=accuracy, low_steps=low_steps
+                state,
+                wall_seconds=time.monotonic() - started,
+                accuracy_after=accuracy,
+                low_steps=low_steps,
             )
             metrics |= trained.metrics | guard_metrics(guard, trained.metrics, low_steps)
             logger.log(state.step, metrics | throughput(trained.tokens, timers.take(), metrics))
-            logger.write_step(state.step, trained.batch, trained.routing, trained.update, trained.cursor)
+            logger.write_step(
+                state.step, trained.batch, trained.routing, trained.update, trained.cursor
+            )
             with checkpoints.saved_on_engine_failure(state):
                 if failure is not None:  # raised after the step is logged
                     raise failure
             collapses = guard.action == "stop" and metrics.get("guard/alarm") == 1.0
             stops = stop_requested() or collapses
             if stops or checkpoints.is_due(state.step, config.training.steps):
-                with timers("checkpoint"):  # logged with the next step: a step is logged before it is saved
+                with timers(
+                    "checkpoint"
+                ):  # logged with the next step: a step is logged before it is saved
                     checkpoints.begin(state)
             if stops and state.step < config.training.steps:
                 checkpoints.finish()
                 resumes = f"start again to resume from {checkpoints.current}"
                 if collapses:
                     alarm = alarm_text(guard, state.step, metrics)
-                    raise CollapseError(f"{alarm}; {resumes}, with guard.action: warn to go on without a change")
+                    raise CollapseError(
+                        f"{alarm}; {resumes}, with guard.action: warn to go on without a change"
+                    )
                 logger.say(f"stopped by SIGUSR1 after step {state.step}; {resumes}")
                 return state
         checkpoints.finish()
         state = replace(state, wall_seconds=time.monotonic() - started)
-        exported = export(run.policy, Path(config.run_dir) / "hf") if config.checkpoint.export_hf else None
+        exported = (
+            export(run.policy, Path(config.run_dir) / "hf") if config.checkpoint.export_hf else None
+        )
         if run.policy.trained_lora is not None and config.checkpoint.export_hf:
             export_adapters(run.policy, Path(config.run_dir) / "adapters")
         if run.policy.critic is not None and config.checkpoint.export_hf:
@@ -104,7 +124,9 @@ def train(config: Config, *, engine: RolloutEngine | None = None) -> LoopState:
 
 @dataclass(frozen=True)
 class TrainedStep:
-    """A rollout batch after its optimizer steps, on the replicas, and the position in the prompts after it."""
+    """A rollout batch after its optimizer steps, on the replicas, and the position in the
+    prompts after it.
+    """
 
     batch: SampleBatch
     cursor: DataCursor
@@ -118,29 +140,45 @@ class TrainedStep:
         return int(self.batch.lengths.sum())
 
 
-def train_step(run: Components, state: LoopState, checkpoints: CheckpointManager, timers: Timers) -> TrainedStep:
+def train_step(
+    run: Components, state: LoopState, checkpoints: CheckpointManager, timers: Timers
+) -> TrainedStep:
     """One rollout batch: groups with rewards, log-probs, advantages, optimizer steps."""
     config, step = run.config, state.step
     generator = RolloutGenerator(run.groups, run.prompts, run.rewards, config)
     cache = RolloutCache(config, run.prompts.prompts, run.groups.engine_name)
     noise = trainer_noise(config, state.noise_strength, step)
-    routing = RoutingReplay(config.routing, run.policy.routes, config.algorithm.has_ratio, noise, same_routers(config))
+    routing = RoutingReplay(
+        config.routing, run.policy.routes, config.algorithm.has_ratio, noise, same_routers(config)
+    )
     seed_generators(config.seed, step, ROLLOUT)
     with checkpoints.saved_on_engine_failure(state):
-        rollout = cache.read_or_draw(checkpoints.current, lambda: generator.draw(step, state.data_cursor, timers))
+        rollout = cache.read_or_draw(
+            checkpoints.current, lambda: generator.draw(step, state.data_cursor, timers)
+        )
         cursor = generator.prepare_for_training(step, rollout.cursor)
     seed_generators(config.seed, step, UPDATE)
     groups = run.policy.groups
     rules = packing_rules(config.training, run.policy.config, groups)
-    plan = plan_step(rollout.batch.lengths, replica_homes(rollout.batch, groups.dp), config, rules, step)
+    plan = plan_step(
+        rollout.batch.lengths, replica_homes(rollout.batch, groups.dp), config, rules, step
+    )
     routing.check_rollout_routes(rollout.batch)
     with timers("exchange"):
-        batch = move_samples(rollout.batch, plan.replica, groups.dp, (groups.pp, groups.cp, groups.tp), routing.shape)
-    batch, score_metrics = with_log_probs(batch, (run.policy, run.reference), config, plan, routing, timers)
-    batch, mask_metrics = mask_samples(batch, step=step, truncated=config.algorithm.truncated == "mask")
+        batch = move_samples(
+            rollout.batch, plan.replica, groups.dp, (groups.pp, groups.cp, groups.tp), routing.shape
+        )
+    batch, score_metrics = with_log_probs(
+        batch, (run.policy, run.reference), config, plan, routing, timers
+    )
+    batch, mask_metrics = mask_samples(
+        batch, step=step, truncated=config.algorithm.truncated == "mask"
+    )
     if run.policy.critic is not None:
         batch = with_values(batch, run.policy.critic, config, plan, timers)
-    batch = with_advantages(batch, config.algorithm, max_response_length=config.rollout.max_response_length)
+    batch = with_advantages(
+        batch, config.algorithm, max_response_length=config.rollout.max_response_length
+    )
     batch, correction_metrics = correct_mismatch(batch, config.algorithm)
     metrics = rollout.metrics | score_metrics | mask_metrics | correction_metrics
     metrics |= sample_metrics(batch, version=step, supervised=config.algorithm.is_supervised)
@@ -152,20 +190,29 @@ def train_step(run: Components, state: LoopState, checkpoints: CheckpointManager
         metrics |= run_critic_steps(run.policy.critic, batch, config, step, plan, timers)
     if run.policy.critic is None or step >= config.critic.warmup_steps:
         update = run_optimizer_steps(run.policy, batch, config, step, plan, routing, timers)
-    return TrainedStep(batch, cursor, routing, update, metrics | update.metrics | routing.measured.metrics())
+    return TrainedStep(
+        batch, cursor, routing, update, metrics | update.metrics | routing.measured.metrics()
+    )
 
 
 def _start_lines(run: Components) -> list[str]:
     data, environment = run.config.data, run.config.rollout.environment
     verifier = f"environment {environment}" if environment is not None else data.resolved_verifier
     return start_lines(
-        run.config, prompts=len(run.prompts.prompts), held_out=len(run.eval_prompts), verifier=verifier
+        run.config,
+        prompts=len(run.prompts.prompts),
+        held_out=len(run.eval_prompts),
+        verifier=verifier,
     )
 
 
-def _prepare_start(run: Components, state: LoopState, logger: MetricsLogger, timers: Timers) -> LoopState:
-    """Send the weights to the engine, begin to perturb its routers if configured, and evaluate them at the start
-    of a new run. Prints what the verifier says of itself, and that no step is left where none is."""
+def _prepare_start(
+    run: Components, state: LoopState, logger: MetricsLogger, timers: Timers
+) -> LoopState:
+    """Send the weights to the engine, begin to perturb its routers if configured, and evaluate them
+    at the start of a new run. Prints what the verifier says of itself, and that no step is left
+    where none is.
+    """
     if run.rewards.description is not None:
         logger.say(run.rewards.description)
     if state.step >= run.config.training.steps:
@@ -177,12 +224,20 @@ def _prepare_start(run: Components, state: LoopState, logger: MetricsLogger, tim
     if run.trains_on_rollouts:
         run.groups.update_weights(run.weights, version=state.step)
         checked = check_log_probs(
-            run.groups, run.policy, run.prompts.prompts, run.config, state.step, timers, at_start=True
+            run.groups,
+            run.policy,
+            run.prompts.prompts,
+            run.config,
+            state.step,
+            timers,
+            at_start=True,
         )
     noise = run.config.router_noise
     if noise.target_flip_rate is not None and state.noise_strength is None:
         strength, rate = calibrated_strength(run, state.step)
-        logger.say(f"router_noise: strength {strength:g} makes {100 * rate:.1f} % of the experts differ")
+        logger.say(
+            f"router_noise: strength {strength:g} makes {100 * rate:.1f} % of the experts differ"
+        )
         state = replace(state, noise_strength=strength)
     if noise.in_rollout:
         perturb_rollout(run.engine, noise, state.noise_strength)
@@ -190,17 +245,25 @@ def _prepare_start(run: Components, state: LoopState, logger: MetricsLogger, tim
         return state
     metrics = _evaluate(run, 0, timers)
     logger.log(0, metrics | checked | timers.take())
-    return replace(state, accuracy_before=metrics["eval/accuracy"], accuracy_after=metrics["eval/accuracy"])
+    return replace(
+        state, accuracy_before=metrics["eval/accuracy"], accuracy_after=metrics["eval/accuracy"]
+    )
 
 
-def _prepare_next(run: Components, step: int, timers: Timers) -> tuple[dict[str, float], EngineError | None]:
-    """Send the new weights to the engine, and evaluate them if that is due: the metrics, or the engine's error."""
+def _prepare_next(
+    run: Components, step: int, timers: Timers
+) -> tuple[dict[str, float], EngineError | None]:
+    """Send the new weights to the engine, and evaluate them if that is due: the metrics, or the
+    engine's error.
+    """
     metrics: dict[str, float] = {}
     try:
         if run.trains_on_rollouts:
             with timers("weight_sync"):
                 run.groups.update_weights(run.weights, version=step)
-            metrics |= check_log_probs(run.groups, run.policy, run.prompts.prompts, run.config, step, timers)
+            metrics |= check_log_probs(
+                run.groups, run.policy, run.prompts.prompts, run.config, step, timers
+            )
             metrics |= run.groups.metrics()
         if run.eval_prompts and is_evaluation_due(run.config, step):
             metrics |= _evaluate(run, step, timers)

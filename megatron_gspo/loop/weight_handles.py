@@ -1,4 +1,6 @@
-"""The sources of weights for servers that get memory handles (`weight_transport: ipc`), on the machines of this run."""
+"""The sources of weights for servers that get memory handles (`weight_transport: ipc`), on the
+machines of this run.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +19,31 @@ from megatron_gspo.weight_transport.sglang_payload import is_this_machine
 from megatron_gspo.weight_transport.weight_source import ServerPlace, WeightSource, hand_over
 
 
-def handle_sources(config: Config, urls: Sequence[str], ranks_per_node: int) -> tuple[WeightSource, ...]:
+def handle_sources(
+    config: Config, urls: Sequence[str], ranks_per_node: int
+) -> tuple[WeightSource, ...]:
     """The sources for the servers at `urls`. A collective. Raises ConfigError: see `hand_over`."""
-    started, urls = bool(config.servers.num_servers), [check_url(url) for url in urls]  # as `ServerInfo` has them
+    started, urls = (
+        bool(config.servers.num_servers),
+        [check_url(url) for url in urls],
+    )  # as `ServerInfo` has them
     nodes = [0] * len(urls) if started else _nodes_of(urls, ranks_per_node)
     places = server_places(config.servers, urls, nodes, ranks_per_node)
     return hand_over(config.parallel, dist.get_world_size(), ranks_per_node, places)
 
 
-def server_places(servers: ServerConfig, urls: Sequence[str], nodes: Sequence[int | None],
-                  ranks_per_node: int) -> list[ServerPlace]:  # fmt: skip
-    """Where the servers are. nodes: of each; the GPUs of servers that the run did not start are not known: those of a
-    node are taken to share its GPUs evenly, in the order of `urls`."""
+def server_places(
+    servers: ServerConfig, urls: Sequence[str], nodes: Sequence[int | None], ranks_per_node: int
+) -> list[ServerPlace]:
+    """Where the servers are. nodes: of each; the GPUs of servers that the run did not start are not
+    known: those of a node are taken to share its GPUs evenly, in the order of `urls`."""
     places = []
     for number, (url, node) in enumerate(zip(urls, nodes, strict=True)):
         if servers.num_servers:
-            count, own = gpus_per_server(servers.server_args), 0 if servers.colocated else ranks_per_node
+            count, own = (
+                gpus_per_server(servers.server_args),
+                0 if servers.colocated else ranks_per_node,
+            )
             first = int(option(servers.server_args, BASE_GPU) or own) + number * count
         else:
             count = max(ranks_per_node // nodes.count(node), 1)

@@ -1,14 +1,17 @@
 """Causal attention over packed sequences in plain torch, with context parallelism, on CPU and GPU.
 
-Megatron-Core's own torch attention supports neither packed sequences nor context parallelism; Transformer Engine's
-needs CUDA. This module replaces it in the layer spec. Sequences are concatenated (``thd`` format). The keys and values
-of a sequence are gathered over the context-parallel group; its queries stay on their rank (Megatron's zigzag split).
+Megatron-Core's own torch attention supports neither packed sequences nor context parallelism;
+Transformer Engine's needs CUDA. This module replaces it in the layer spec. Sequences are
+concatenated (``thd`` format). The keys and values of a sequence are gathered over the
+context-parallel group; its queries stay on their rank (Megatron's zigzag split).
 
-A rank's work is a list of segments: consecutive queries with the keys up to the last of them. Torch's
-variable-length kernel takes the segments as they are. Where it does not exist (CPU, float32 and float64, older torch)
-segments of similar length are padded to a batch for ``scaled_dot_product_attention``.
+A rank's work is a list of segments: consecutive queries with the keys up to the last of them.
+Torch's variable-length kernel takes the segments as they are. Where it does not exist (CPU, float32
+and float64, older torch) segments of similar length are padded to a batch for
+``scaled_dot_product_attention``.
 
-A layer may have a window, the number of keys that a query attends up to its own, and sinks (``mcore/sinks.py``).
+A layer may have a window, the number of keys that a query attends up to its own, and sinks
+(``mcore/sinks.py``).
 """
 
 from __future__ import annotations
@@ -30,7 +33,12 @@ from megatron_gspo.mcore.device_copies import copy_to_device
 from megatron_gspo.mcore.gated_delta_net.chunk_layout import ChunkLayout, chunk_layout
 from megatron_gspo.mcore.operators import Permutation, pad_rows, permute, rotate, unpad_rows
 from megatron_gspo.mcore.routing_replay.micro_batch_routes import MicroBatchRoutes
-from megatron_gspo.mcore.sinks import VarlenKernel, sink_attention, with_sink_dimension, with_sink_key
+from megatron_gspo.mcore.sinks import (
+    VarlenKernel,
+    sink_attention,
+    with_sink_dimension,
+    with_sink_key,
+)
 from megatron_gspo.models.rotary import Rotary
 from megatron_gspo.parallel.context_parallel import (
     all_gather_tokens,
@@ -39,25 +47,30 @@ from megatron_gspo.parallel.context_parallel import (
     zigzag_indices,
 )
 
-# Longest over shortest segment of a padded batch, at most: bounds padding without one kernel per segment.
+# Longest over shortest segment of a padded batch, at most: bounds padding without one kernel per
+# segment.
 _BUCKET_RATIO = 1.25
 # Elements of one attention mask, at most (rows * queries * keys).
 _MASK_ELEMENTS = 2**23
 # Queries of a block under a window, at least: one of a few queries would be slow.
 _BLOCK_QUERIES = 64
 # torch < 2.12 lacks some of these options.
-_HAS_VARLEN = {"scale", "window_size", "enable_gqa"} <= inspect.signature(varlen.varlen_attn).parameters.keys()
+_HAS_VARLEN = {"scale", "window_size", "enable_gqa"} <= inspect.signature(
+    varlen.varlen_attn
+).parameters.keys()
 # Flash attention's largest head, and what its head sizes are multiples of.
 _VARLEN_HEAD_SIZE, _VARLEN_HEAD_MULTIPLE = 256, 8
 
 
 @dataclass(frozen=True)
 class Segments:
-    """The queries of a rank in their order, cut into runs, each with the keys that it attends; on the host.
+    """The queries of a rank in their order, cut into runs, each with the keys that it attends; on
+    the host.
 
-    The queries of a segment are at the positions of its last keys, and attend the keys up to their own position.
-    ``query_lengths``, ``key_lengths``: int32 [m]. ``key_source``: int32 [sum of key_lengths], each key as a row of the
-    all-gathered keys; None where the segments' keys are the local ones in their order.
+    The queries of a segment are at the positions of its last keys, and attend the keys up to their
+    own position. ``query_lengths``, ``key_lengths``: int32 [m]. ``key_source``: int32 [sum of
+    key_lengths], each key as a row of the all-gathered keys; None where the segments' keys are the
+    local ones in their order.
     """
 
     query_lengths: Tensor
@@ -66,11 +79,12 @@ class Segments:
 
 
 def segments_of(cu_seqlens: Tensor, cp_rank: int, cp_size: int) -> Segments:
-    """The segments of a rank: its sequences, or under context parallelism its two chunks of each sequence.
+    """The segments of a rank: its sequences, or under context parallelism its two chunks of each
+    sequence.
 
-    ``cu_seqlens`` [n + 1] int32 on the host, bounds before context parallelism. Two chunks of a sequence share keys,
-    which are listed for both: ``1 / (2 * cp_size)`` more keys than tokens. Raises ValueError for a length that
-    2 * cp_size does not divide.
+    ``cu_seqlens`` [n + 1] int32 on the host, bounds before context parallelism. Two chunks of a
+    sequence share keys, which are listed for both: ``1 / (2 * cp_size)`` more keys than tokens.
+    Raises ValueError for a length that 2 * cp_size does not divide.
     """
     lengths = cu_seqlens.diff()
     if cp_size == 1:
@@ -78,17 +92,26 @@ def segments_of(cu_seqlens: Tensor, cp_rank: int, cp_size: int) -> Segments:
     chunk = torch.arange(2 * cp_size, dtype=torch.int32)
     owner = torch.minimum(chunk, 2 * cp_size - 1 - chunk)
     width, local_start = chunk_lengths(lengths, cp_size), cu_seqlens[:-1] // cp_size
-    # first row of each chunk, [n, 2 * cp_size], in the all-gathered keys: the ranks one after the other
-    rows = owner * (cu_seqlens[-1] // cp_size) + local_start[:, None] + (chunk >= cp_size) * width[:, None]
+    # first row of each chunk, [n, 2 * cp_size], in the all-gathered keys: the ranks one after the
+    # other
+    rows = (
+        owner * (cu_seqlens[-1] // cp_size)
+        + local_start[:, None]
+        + (chunk >= cp_size) * width[:, None]
+    )
     own = torch.tensor([cp_rank, 2 * cp_size - 1 - cp_rank], dtype=torch.int32)
     attended = torch.cat([chunk[: last + 1] for last in own.tolist()])
-    key_source = concatenated_ranges(rows[:, attended].flatten(), width.repeat_interleave(len(attended)))
+    key_source = concatenated_ranges(
+        rows[:, attended].flatten(), width.repeat_interleave(len(attended))
+    )
     return Segments(width.repeat_interleave(2), (width[:, None] * (own + 1)).flatten(), key_source)
 
 
 @dataclass(frozen=True)
 class _Varlen:
-    """Arguments of the variable-length kernel: bounds of the segments, int32 [m + 1], and their largest lengths."""
+    """Arguments of the variable-length kernel: bounds of the segments, int32 [m + 1], and their
+    largest lengths.
+    """
 
     cu_seq_q: Tensor
     cu_seq_k: Tensor
@@ -100,8 +123,8 @@ class _Varlen:
 class _Bucket:
     """Segments of similar length as one padded batch of ``rows`` rows.
 
-    ``before`` [rows]: how many keys of a row come before its first query; None where these are none. ``least``: the
-    smallest of these.
+    ``before`` [rows]: how many keys of a row come before its first query; None where these are
+    none. ``least``: the smallest of these.
     """
 
     rows: int
@@ -113,7 +136,9 @@ class _Bucket:
 
 @dataclass(frozen=True)
 class _Padded:
-    """The padded batches, and the arguments of ``pad_rows`` that lay out queries and keys, bucket after bucket."""
+    """The padded batches, and the arguments of ``pad_rows`` that lay out queries and keys,
+    bucket after bucket.
+    """
 
     buckets: tuple[_Bucket, ...]
     queries: tuple[Tensor, Tensor]
@@ -122,11 +147,13 @@ class _Padded:
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Megatron's packed-sequence parameters plus the index plans of this module, shared by the layers.
+    """Megatron's packed-sequence parameters plus the index plans of this module, shared by the
+    layers.
 
-    A plan is computed by the first layer that needs it, so not for Transformer Engine's layers. It is
-    built on the host in time and memory linear in tokens, and copied to the device without waiting for it.
-    ``cu_seqlens``: int32 [n + 1] on the host. ``routes``: of the micro-batch; the routers read them here.
+    A plan is computed by the first layer that needs it, so not for Transformer Engine's layers. It
+    is built on the host in time and memory linear in tokens, and copied to the device without
+    waiting for it. ``cu_seqlens``: int32 [n + 1] on the host. ``routes``: of the micro-batch; the
+    routers read them here.
     """
 
     cu_seqlens: Tensor | None = None
@@ -153,7 +180,9 @@ class PackedSequences(PackedSeqParams):
     def varlen(self) -> _Varlen:
         """The plan of the variable-length kernel."""
         queries, keys = self.segments.query_lengths, self.segments.key_lengths
-        bounds = (F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)) for lengths in (queries, keys))
+        bounds = (
+            F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)) for lengths in (queries, keys)
+        )
         moved = self._on_device(**dict(zip(("cu_seq_q", "cu_seq_k"), bounds, strict=True)))
         return _Varlen(**moved, max_q=int(queries.max()), max_k=int(keys.max()))
 
@@ -169,8 +198,13 @@ class PackedSequences(PackedSeqParams):
             tensors |= {str(i): (keys - queries)[rows] for i, rows in enumerate(batches)}
         moved = self._on_device(**tensors)
         buckets = tuple(
-            _Bucket(len(rows), int(queries[rows].max()), int(keys[rows].max()), moved.get(str(i)),
-                    int((keys - queries)[rows].min()))
+            _Bucket(
+                len(rows),
+                int(queries[rows].max()),
+                int(keys[rows].max()),
+                moved.get(str(i)),
+                int((keys - queries)[rows].min()),
+            )
             for i, rows in enumerate(batches)
         )
         layout = moved["source"], moved["slot"].long()  # torch copies to int64 indices only
@@ -183,7 +217,9 @@ class PackedSequences(PackedSeqParams):
         if key not in self.rotations:
             moved = self._on_device(positions=self.positions, frequencies=rotary.frequencies())
             angles = (moved["positions"][:, None].float() * moved["frequencies"])[:, None]
-            cos, sin = ((wave * rotary.cosine_scale).to(dtype) for wave in (angles.cos(), angles.sin()))
+            cos, sin = (
+                (wave * rotary.cosine_scale).to(dtype) for wave in (angles.cos(), angles.sin())
+            )
             self.rotations[key] = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
         return self.rotations[key]
 
@@ -191,7 +227,9 @@ class PackedSequences(PackedSeqParams):
         """The chunks of the delta rule, each with ``before`` tokens before it."""
         if before not in self.layouts:
             device = self.cu_seqlens_q.device
-            self.layouts[before] = chunk_layout(self.cu_seqlens, before, self.cp_size, device=device)
+            self.layouts[before] = chunk_layout(
+                self.cu_seqlens, before, self.cp_size, device=device
+            )
         return self.layouts[before]
 
     @property
@@ -205,17 +243,30 @@ class PackedSequences(PackedSeqParams):
         return copy_to_device(tensors, self.cu_seqlens_q.device)
 
 
-def packed_sequences(cu_seqlens: Tensor, max_seqlen: int, cp_group: Any, device: torch.device) -> PackedSequences:
-    """The parameters of one micro-batch. ``cu_seqlens`` [n + 1] int32 on the host, before context parallelism."""
+def packed_sequences(
+    cu_seqlens: Tensor, max_seqlen: int, cp_group: Any, device: torch.device
+) -> PackedSequences:
+    """The parameters of one micro-batch.
+
+    ``cu_seqlens`` [n + 1] int32 on the host, before context parallelism.
+    """
     on_device = copy_to_device({"cu_seqlens": cu_seqlens}, device)["cu_seqlens"]
     return PackedSequences(
-        qkv_format="thd", cu_seqlens_q=on_device, cu_seqlens_kv=on_device, max_seqlen_q=max_seqlen,
-        max_seqlen_kv=max_seqlen, cu_seqlens=cu_seqlens, cp_rank=cp_group.rank(), cp_size=cp_group.size(),
+        qkv_format="thd",
+        cu_seqlens_q=on_device,
+        cu_seqlens_kv=on_device,
+        max_seqlen_q=max_seqlen,
+        max_seqlen_kv=max_seqlen,
+        cu_seqlens=cu_seqlens,
+        cp_rank=cp_group.rank(),
+        cp_size=cp_group.size(),
     )
 
 
 def _batches(queries: list[int], keys: list[int]) -> list[list[int]]:
-    """Segments of similar length together, by length; all of a batch have the same ratio of keys to queries."""
+    """Segments of similar length together, by length; all of a batch have the same ratio of
+    keys to queries.
+    """
     ratio = [k // q for q, k in zip(queries, keys, strict=True)]
     batches: list[list[int]] = []
     for i in sorted(range(len(queries)), key=lambda i: (ratio[i], queries[i], i)):
@@ -227,7 +278,9 @@ def _batches(queries: list[int], keys: list[int]) -> list[list[int]]:
 
 
 def _padding(batches: list[list[int]], lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """``source`` and ``slot`` of ``pad_rows`` for rows of ``lengths`` tokens in the padded ``batches``."""
+    """``source`` and ``slot`` of ``pad_rows`` for rows of ``lengths`` tokens in the padded
+    ``batches``.
+    """
     order = torch.tensor([row for rows in batches for row in rows])
     widths = torch.cat([lengths[rows].max().expand(len(rows)) for rows in batches])
     starts = lengths.cumsum(0, dtype=torch.int32) - lengths
@@ -239,38 +292,64 @@ def _padding(batches: list[list[int]], lengths: Tensor) -> tuple[Tensor, Tensor]
 
 
 def takes_varlen(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
-    """Whether torch's variable-length kernel, a flash attention, takes queries, keys and values of these kinds."""
+    """Whether torch's variable-length kernel, a flash attention, takes queries, keys and values
+    of these kinds.
+    """
     return (
-        _HAS_VARLEN and device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
-        and head_size <= _VARLEN_HEAD_SIZE and torch.cuda.get_device_capability(device) >= (8, 0)
-    )  # fmt: skip
+        _HAS_VARLEN
+        and device.type == "cuda"
+        and dtype in (torch.bfloat16, torch.float16)
+        and head_size <= _VARLEN_HEAD_SIZE
+        and torch.cuda.get_device_capability(device) >= (8, 0)
+    )
 
 
 class PackedAttention(torch.nn.Module):
-    """Core attention of a Megatron layer, with the signature that Megatron's ``SelfAttention`` builds and calls.
+    """Core attention of a Megatron layer, with the signature that Megatron's ``SelfAttention``
+    builds and calls.
 
-    With ``rotary`` it also applies the rotary embedding, which the model would apply sequence by sequence. ``window``:
-    the keys that a query attends, its own the last; None: all before it. ``sinks``: [heads] of this rank, or None.
+    With ``rotary`` it also applies the rotary embedding, which the model would apply sequence by
+    sequence. ``window``: the keys that a query attends, its own the last; None: all before it.
+    ``sinks``: [heads] of this rank, or None.
     """
 
     rotary: Rotary | None = None
     window: int | None = None
     sinks: Tensor | None = None
 
-    def __init__(self, config: Any, *args: Any, softmax_scale: float | None = None, pg_collection: Any = None,
-                 **kwargs: Any) -> None:  # fmt: skip
+    def __init__(
+        self,
+        config: Any,
+        *args: Any,
+        softmax_scale: float | None = None,
+        pg_collection: Any = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__()
         if config.attention_dropout:
-            raise ValueError(f"attention_dropout={config.attention_dropout}: must be 0; PackedAttention has no dropout")
+            raise ValueError(
+                f"attention_dropout={config.attention_dropout}: must be 0; PackedAttention has no"
+                " dropout"
+            )
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.cp_group = pg_collection.cp
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, *args: Any,
-                packed_seq_params: PackedSequences | None = None, **kwargs: Any) -> Tensor:
-        """``query`` [t, heads, d], ``key`` [t, groups, d], ``value`` [t, groups, e], local tokens; returns
-        [t, heads * e]."""
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        *args: Any,
+        packed_seq_params: PackedSequences | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """``query`` [t, heads, d], ``key`` [t, groups, d], ``value`` [t, groups, e], local tokens;
+        returns [t, heads * e]."""
         if not isinstance(packed_seq_params, PackedSequences):
-            raise TypeError("PackedAttention needs packed_seq_params of mcore.attention.packed_sequences()")
+            raise TypeError(
+                "PackedAttention needs packed_seq_params of mcore.attention.packed_sequences()"
+            )
         plan, sizes = packed_seq_params, (key.shape[-1], value.shape[-1])
         if self.rotary is not None:
             query, key = (_rotated(x, plan, self.rotary) for x in (query, key))
@@ -288,7 +367,10 @@ class PackedAttention(torch.nn.Module):
         return (out if width == sizes[1] else out[..., : sizes[1]]).flatten(1)
 
     def _varlen(self, plan: PackedSequences, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """The variable-length kernel. It aligns queries and keys at the ends of their segments, as we do."""
+        """The variable-length kernel.
+
+        It aligns queries and keys at the ends of their segments, as we do.
+        """
         bounds = plan.varlen
         lengths = bounds.cu_seq_q, bounds.cu_seq_k, bounds.max_q, bounds.max_k
         window = (-1 if self.window is None else self.window - 1, 0)  # its own key comes on top
@@ -296,7 +378,12 @@ class PackedAttention(torch.nn.Module):
             kernel = VarlenKernel(*lengths, self.softmax_scale, window)
             return sink_attention(query, key, value, self.sinks, kernel)
         out = varlen.varlen_attn(
-            query, key, value, *lengths, scale=self.softmax_scale, window_size=window,
+            query,
+            key,
+            value,
+            *lengths,
+            scale=self.softmax_scale,
+            window_size=window,
             enable_gqa=query.shape[1] != key.shape[1],
         )
         assert isinstance(out, Tensor)  # a pair only where the log-sums are requested
@@ -305,14 +392,21 @@ class PackedAttention(torch.nn.Module):
     def _padded(self, plan: PackedSequences, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attention of padded batches."""
         layout = plan.padded
-        if query.device.type == "cuda" and query.shape[1] != key.shape[1]:  # no grouped queries in most CUDA kernels
-            key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value))
+        if (
+            query.device.type == "cuda" and query.shape[1] != key.shape[1]
+        ):  # no grouped queries in most CUDA kernels
+            key, value = (
+                x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value)
+            )
         slots = [bucket.rows * bucket.queries for bucket in layout.buckets]
         key_slots = [bucket.rows * bucket.keys for bucket in layout.buckets]
         padded = zip(
-            layout.buckets, pad_rows(query, *layout.queries).split(slots), pad_rows(key, *layout.keys).split(key_slots),
-            pad_rows(value, *layout.keys).split(key_slots), strict=True,
-        )  # fmt: skip
+            layout.buckets,
+            pad_rows(query, *layout.queries).split(slots),
+            pad_rows(key, *layout.keys).split(key_slots),
+            pad_rows(value, *layout.keys).split(key_slots),
+            strict=True,
+        )
         parts = []
         for bucket, *rows in padded:
             # [rows, heads, queries or keys, d]
@@ -322,12 +416,16 @@ class PackedAttention(torch.nn.Module):
         return unpad_rows(parts[0] if len(parts) == 1 else torch.cat(parts), layout.queries[1])
 
     def _one_batch(self, bucket: _Bucket, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attention of one padded batch. Masks are of bounded size: they are computed for a block of queries at a time
-        and, if all of them are larger than that, again in the backward."""
+        """Attention of one padded batch. Masks are of bounded size: they are computed for a block
+        of queries at a time and, if all of them are larger than that, again in the backward."""
         window = bucket.keys if self.window is None else min(self.window, bucket.keys)
         if bucket.before is None and window == bucket.keys and self.sinks is None:
             return self._sdpa(query, key, value, None)
-        before = query.new_zeros(bucket.rows, dtype=torch.int32) if bucket.before is None else bucket.before
+        before = (
+            query.new_zeros(bucket.rows, dtype=torch.int32)
+            if bucket.before is None
+            else bucket.before
+        )
         width = min(window + bucket.keys - bucket.queries - bucket.least, bucket.keys)
         length = max(1, _MASK_ELEMENTS // (bucket.rows * width))
         if window < bucket.keys:
@@ -339,17 +437,23 @@ class PackedAttention(torch.nn.Module):
         for first in range(0, bucket.queries, length):
             start = max(bucket.least + first - window + 1, 0)
             stop = min(bucket.keys - bucket.queries + first + length, bucket.keys)
-            block = (query[:, :, first : first + length], key[:, :, start:stop], value[:, :, start:stop],
-                     before + first - start)  # fmt: skip
+            block = (
+                query[:, :, first : first + length],
+                key[:, :, start:stop],
+                value[:, :, start:stop],
+                before + first - start,
+            )
             if bucket.rows * bucket.queries * width <= _MASK_ELEMENTS:
                 parts.append(self._sdpa(*block))
             else:
-                parts.append(checkpoint(self._sdpa, *block, use_reentrant=False, preserve_rng_state=False))
+                parts.append(
+                    checkpoint(self._sdpa, *block, use_reentrant=False, preserve_rng_state=False)
+                )
         return torch.cat(parts, dim=2)
 
     def _sdpa(self, query: Tensor, key: Tensor, value: Tensor, before: Tensor | None) -> Tensor:
-        """Query i of a row attends its first ``before + i + 1`` keys, of these the last ``window``; ``before`` [rows],
-        None: 0, without a window."""
+        """Query i of a row attends its first ``before + i + 1`` keys, of these the last ``window``;
+        ``before`` [rows], None: 0, without a window."""
         mask = None
         if before is not None:
             positions, columns = (torch.arange(x.shape[2], device=x.device) for x in (query, key))
@@ -361,7 +465,12 @@ class PackedAttention(torch.nn.Module):
         if self.sinks is not None:
             key, value, mask = with_sink_key(key, value, mask)
         return F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=mask is None, scale=self.softmax_scale,
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=self.softmax_scale,
             enable_gqa=query.shape[1] != key.shape[1],
         )
 

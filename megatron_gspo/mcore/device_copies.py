@@ -12,17 +12,23 @@ _ALIGNMENT = 16  # bytes; a multiple of every element size
 
 
 def copy_to_device(tensors: Mapping[str, Tensor], device: torch.device | str) -> dict[str, Tensor]:
-    """Contiguous copies of host ``tensors`` on ``device``, made by a single transfer; int64 arrives as int32.
+    """Contiguous copies of host ``tensors`` on ``device``, made by a single transfer; int64 arrives
+    as int32.
 
-    The tensors are laid one behind the other in pinned memory, which torch frees once the transfer has ended. The
-    results are views of one buffer. Values of int64 must fit in int32.
+    The tensors are laid one behind the other in pinned memory, which torch frees once the transfer
+    has ended. The results are views of one buffer. Values of int64 must fit in int32.
     """
     device = torch.device(device)
-    kinds = {name: torch.int32 if value.dtype == torch.int64 else value.dtype for name, value in tensors.items()}
+    kinds = {
+        name: torch.int32 if value.dtype == torch.int64 else value.dtype
+        for name, value in tensors.items()
+    }
     sizes = {name: value.numel() * kinds[name].itemsize for name, value in tensors.items()}
     ends = list(accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes.values()))
     starts = dict(zip(tensors, [0, *ends], strict=False))
-    staging = torch.empty(ends[-1] if ends else 0, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    staging = torch.empty(
+        ends[-1] if ends else 0, dtype=torch.uint8, pin_memory=device.type == "cuda"
+    )
 
     def place(buffer: Tensor, name: str) -> Tensor:
         start = starts[name]

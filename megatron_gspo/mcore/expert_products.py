@@ -1,4 +1,6 @@
-"""The matrix products of experts whose rows are next to each other: one after the other, or in one kernel."""
+"""The matrix products of experts whose rows are next to each other: one after the other, or in
+one kernel.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,17 @@ STRIDE = 8  # the grouped kernel takes bfloat16 in strides of 16 bytes
 class ExpertProducts(Protocol):
     """The matrix products of experts whose rows are next to each other."""
 
-    def rows_by_weights(self, rows: Tensor, weights: Sequence[Tensor], *, transpose: bool) -> Tensor:
-        """``rows`` [n, a] of each expert times its weight [a, b], or [b, a] with ``transpose``; [n, b]."""
+    def rows_by_weights(
+        self, rows: Tensor, weights: Sequence[Tensor], *, transpose: bool
+    ) -> Tensor:
+        """``rows`` [n, a] of each expert times its weight [a, b], or [b, a] with ``transpose``;
+        [n, b].
+        """
 
     def weight_gradients(self, grad: Tensor, rows: Tensor) -> Sequence[Tensor]:
-        """``grad.t() @ rows`` of each expert's rows: ``grad`` [n, b], ``rows`` [n, a], results [b, a]."""
+        """``grad.t() @ rows`` of each expert's rows: ``grad`` [n, b], ``rows`` [n, a], results
+        [b, a].
+        """
 
     def rows_of(self, vectors: Sequence[Tensor], rows: int) -> Tensor:
         """Each expert's vector [a] for each of its rows, [rows, a]."""
@@ -34,9 +42,13 @@ class LoopedProducts:
 
     counts: list[int]
 
-    def rows_by_weights(self, rows: Tensor, weights: Sequence[Tensor], *, transpose: bool) -> Tensor:
+    def rows_by_weights(
+        self, rows: Tensor, weights: Sequence[Tensor], *, transpose: bool
+    ) -> Tensor:
         result = rows.new_empty(rows.shape[0], weights[0].shape[0 if transpose else 1])
-        for part, weight, out in zip(rows.split(self.counts), weights, result.split(self.counts), strict=True):
+        for part, weight, out in zip(
+            rows.split(self.counts), weights, result.split(self.counts), strict=True
+        ):
             torch.mm(part, weight.t() if transpose else weight, out=out)
         return result
 
@@ -45,7 +57,9 @@ class LoopedProducts:
         return [g.t() @ part for g, part in parts]
 
     def rows_of(self, vectors: Sequence[Tensor], rows: int) -> Tensor:
-        return torch.cat([vector.expand(count, -1) for vector, count in zip(vectors, self.counts, strict=True)])
+        return torch.cat(
+            [vector.expand(count, -1) for vector, count in zip(vectors, self.counts, strict=True)]
+        )
 
     def sums(self, rows: Tensor) -> Sequence[Tensor]:
         return [part.sum(0) for part in rows.split(self.counts)]
@@ -53,29 +67,37 @@ class LoopedProducts:
 
 @dataclass(frozen=True)
 class GroupedProducts:
-    """One kernel for all experts. offsets: [experts] int32, where each expert's rows end; empty: [experts] bool.
+    """One kernel for all experts. offsets: [experts] int32, where each expert's rows end; empty:
+    [experts] bool.
 
-    The kernel needs the weights in one tensor. They are copied for each product, since Megatron's parameter buffer
-    decides where they are: for 30B-A3B with EP 8 at most 96 MiB at a time.
+    The kernel needs the weights in one tensor. They are copied for each product, since Megatron's
+    parameter buffer decides where they are: for 30B-A3B with EP 8 at most 96 MiB at a time.
     """
 
     offsets: Tensor
     empty: Tensor
 
-    def rows_by_weights(self, rows: Tensor, weights: Sequence[Tensor], *, transpose: bool) -> Tensor:
+    def rows_by_weights(
+        self, rows: Tensor, weights: Sequence[Tensor], *, transpose: bool
+    ) -> Tensor:
         stacked = torch.stack(tuple(weights))
         by_expert = stacked.transpose(1, 2) if transpose else stacked
         return torch.nn.functional.grouped_mm(rows, by_expert, offs=self.offsets)
 
     def weight_gradients(self, grad: Tensor, rows: Tensor) -> Sequence[Tensor]:
         result = torch.nn.functional.grouped_mm(grad.t(), rows, offs=self.offsets)
-        # on Blackwell the kernel doesn't write the result of an expert without rows (pytorch#172439)
+        # on Blackwell the kernel doesn't write the result of an expert without rows
+        # (pytorch#172439)
         return result.masked_fill_(self.empty[:, None, None], 0.0).unbind(0)
 
     def rows_of(self, vectors: Sequence[Tensor], rows: int) -> Tensor:
         places = torch.arange(rows, dtype=torch.int32, device=self.offsets.device)
-        return torch.stack(tuple(vectors)).index_select(0, torch.searchsorted(self.offsets, places, right=True))
+        return torch.stack(tuple(vectors)).index_select(
+            0, torch.searchsorted(self.offsets, places, right=True)
+        )
 
     def sums(self, rows: Tensor) -> Sequence[Tensor]:
-        ones = rows.new_ones(rows.shape[0], STRIDE)  # of the kernel's least width; one column is the sum
+        ones = rows.new_ones(
+            rows.shape[0], STRIDE
+        )  # of the kernel's least width; one column is the sum
         return [product[:, 0] for product in self.weight_gradients(rows, ones)]

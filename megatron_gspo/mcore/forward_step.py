@@ -1,9 +1,11 @@
-"""The forward step: from a packed micro-batch through Megatron's model to this rank's share of the loss.
+"""The forward step: from a packed micro-batch through Megatron's model to this rank's share of the
+loss.
 
-Scaling rule: each rank's loss is its *share*: summed over micro-batches, context- and data-parallel ranks
-the shares give the objective. Megatron's schedule multiplies a two-value loss by ``cp / num_microbatches`` and its
-DistributedDataParallel averages gradients over ``dp * cp`` ranks, so ``undo_averaging`` multiplies by
-``num_microbatches * dp``. The equivalence tests prove the rule in every layout.
+Scaling rule: each rank's loss is its *share*: summed over micro-batches, context- and data-parallel
+ranks the shares give the objective. Megatron's schedule multiplies a two-value loss by ``cp /
+num_microbatches`` and its DistributedDataParallel averages gradients over ``dp * cp`` ranks, so
+``undo_averaging`` multiplies by ``num_microbatches * dp``. The equivalence tests prove the rule in
+every layout.
 """
 
 from __future__ import annotations
@@ -38,15 +40,18 @@ def unwrap(model: Any) -> Any:
 
 @contextmanager
 def _without_output_layer(model: Any) -> Iterator[None]:
-    """Within the context the model's last stage returns hidden states: the model computes no logits."""
+    """Within the context the model's last stage returns hidden states: the model computes no
+    logits.
+    """
     output_layer = getattr(model, "output_layer", None)
     if output_layer is None:
         yield
         return
 
     def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-        # The gradient comes back from GPTModel's transpose with another stride of the batch dimension of 1, for which
-        # torch multiplies token by token with a frozen weight; these views give it the usual one.
+        # The gradient comes back from GPTModel's transpose with another stride of the batch
+        # dimension of 1, for which torch multiplies token by token with a frozen weight; these
+        # views give it the usual one.
         return hidden.flatten(0, 1).unflatten(0, hidden.shape[:2]), None
 
     output_layer.forward = forward
@@ -56,76 +61,120 @@ def _without_output_layer(model: Any) -> Iterator[None]:
         del output_layer.forward
 
 
-def hidden_states(model: Any, batch: PackedBatch, groups: ProcessGroups,
-                  routes: MicroBatchRoutes | None = None) -> Tensor:
-    """Run one model chunk on a context-parallel shard of a micro-batch, with the micro-batch's ``routes``.
+def hidden_states(
+    model: Any, batch: PackedBatch, groups: ProcessGroups, routes: MicroBatchRoutes | None = None
+) -> Tensor:
+    """Run one model chunk on a context-parallel shard of a micro-batch, with the micro-batch's
+    ``routes``.
 
-    Returns the next stage's input on all but the last stage; there the hidden states before the output layer,
-    ``[1, t, hidden]`` (``t / tp`` tokens under sequence parallelism).
+    Returns the next stage's input on all but the last stage; there the hidden states before the
+    output layer, ``[1, t, hidden]`` (``t / tp`` tokens under sequence parallelism).
     """
     inner = unwrap(model)
-    sequences = packed_sequences(batch.cu_seqlens.cpu(), batch.max_seqlen, groups.cp, compute_device())
+    sequences = packed_sequences(
+        batch.cu_seqlens.cpu(), batch.max_seqlen, groups.cp, compute_device()
+    )
     sequences.routes = routes
     with _without_output_layer(inner):
         return model(
-            input_ids=batch.tokens[None], position_ids=batch.position_ids[None], attention_mask=None,
+            input_ids=batch.tokens[None],
+            position_ids=batch.position_ids[None],
+            attention_mask=None,
             packed_seq_params=sequences,
         )
 
 
-def token_log_probs(model: Any, hidden: Tensor, batch: PackedBatch, groups: ProcessGroups, options: LogProbOptions,
-                    scored: ScoredRows | None) -> tuple[Tensor, Tensor | None]:
-    """Log-probs (and entropy) of a shard's labels from the last stage's hidden states; float32 ``[t]`` each, 0 where
-    ``scored`` leaves a position out."""
+def token_log_probs(
+    model: Any,
+    hidden: Tensor,
+    batch: PackedBatch,
+    groups: ProcessGroups,
+    options: LogProbOptions,
+    scored: ScoredRows | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probs (and entropy) of a shard's labels from the last stage's hidden states; float32
+    ``[t]`` each, 0 where ``scored`` leaves a position out."""
     inner = unwrap(model)
     tied = inner.share_embeddings_and_output_weights
     weight = inner.shared_embedding_or_output_weight() if tied else inner.output_layer.weight
     return log_probs_from_hidden(
-        hidden.squeeze(0), weight, batch.labels, options,
-        tp_group=groups.tp, sequence_parallel=inner.config.sequence_parallel, scored=scored,
+        hidden.squeeze(0),
+        weight,
+        batch.labels,
+        options,
+        tp_group=groups.tp,
+        sequence_parallel=inner.config.sequence_parallel,
+        scored=scored,
     )
 
 
-def policy_forward_step(objective: Objective, *, num_microbatches: int, temperature: float = 1.0,
-                        vocab_size: int | None = None, groups: ProcessGroups | None = None,
-                        routing: Sequence[MicroBatchRoutes] | None = None) -> ForwardStep:
-    """A ``forward_step`` for Megatron's ``get_forward_backward_func()``: all that a training loop of your own needs.
+def policy_forward_step(
+    objective: Objective,
+    *,
+    num_microbatches: int,
+    temperature: float = 1.0,
+    vocab_size: int | None = None,
+    groups: ProcessGroups | None = None,
+    routing: Sequence[MicroBatchRoutes] | None = None,
+) -> ForwardStep:
+    """A ``forward_step`` for Megatron's ``get_forward_backward_func()``: all that a training loop
+    of your own needs.
 
-    The data iterator yields ``PackedBatch`` micro-batches of one mini-batch, on the host, ``num_microbatches`` of them
-    on each data-parallel rank. ``temperature`` is the one the responses were sampled at. ``vocab_size`` is the true
-    size where the model's is padded. ``groups`` defaults to Megatron's parallel state. ``routing``:
-    ``routes_of_mini_batch`` of this mini-batch; call ``check_uses`` of each after the schedule. The schedule returns,
-    on the last stage and for each micro-batch, ``{"metrics": shares that add up, "log_probs": [t] of this shard, 0
-    where not trained}``.
+    The data iterator yields ``PackedBatch`` micro-batches of one mini-batch, on the host,
+    ``num_microbatches`` of them on each data-parallel rank. ``temperature`` is the one the
+    responses were sampled at. ``vocab_size`` is the true size where the model's is padded.
+    ``groups`` defaults to Megatron's parallel state. ``routing``: ``routes_of_mini_batch`` of this
+    mini-batch; call ``check_uses`` of each after the schedule. The schedule returns, on the last
+    stage and for each micro-batch, ``{"metrics": shares that add up, "log_probs": [t] of this
+    shard, 0 where not trained}``.
 
-    Raises ``ValueError`` for batches without ``old_log_probs`` where the objective has a ratio, and if the
-    model's config sets ``calculate_per_token_loss``: the objective is already normalised by the global batch.
+    Raises ``ValueError`` for batches without ``old_log_probs`` where the objective has a ratio, and
+    if the model's config sets ``calculate_per_token_loss``: the objective is already normalised by
+    the global batch.
     """
     groups = groups or current_groups()
     options = LogProbOptions(temperature, vocab_size, with_entropy=objective.entropy_coef != 0.0)
-    reader = InputReader(groups, num_microbatches=num_microbatches, loss=POLICY_LOSS, routing=routing)
+    reader = InputReader(
+        groups, num_microbatches=num_microbatches, loss=POLICY_LOSS, routing=routing
+    )
 
     def forward_step(batches: Iterator[PackedBatch], model: Any) -> tuple[Tensor, LossFunction]:
         if unwrap(model).config.calculate_per_token_loss:
-            raise ValueError("calculate_per_token_loss=True would divide the objective again; set it to False")
+            raise ValueError(
+                "calculate_per_token_loss=True would divide the objective again; set it to False"
+            )
         inputs = reader.take(batches, unwrap(model))
         output = hidden_states(model, inputs.batch, groups, inputs.routes)
         return output, partial(loss_function, inputs, model)
 
-    def loss_function(inputs: MicroBatchInputs, model: Any, hidden: Tensor) -> tuple[Tensor, dict[str, Any]]:
+    def loss_function(
+        inputs: MicroBatchInputs, model: Any, hidden: Tensor
+    ) -> tuple[Tensor, dict[str, Any]]:
         batch = inputs.batch
         log_probs, entropy = token_log_probs(model, hidden, batch, groups, options, inputs.scored)
         extras = LossExtras(
-            batch.num_segments, batch.ref_log_probs, entropy, sum_over_context=sum_over(groups.cp),
+            batch.num_segments,
+            batch.ref_log_probs,
+            entropy,
+            sum_over_context=sum_over(groups.cp),
             rollout_log_probs=batch.rollout_log_probs,
         )
         loss, metrics = policy_loss(
-            objective, log_probs=log_probs, old_log_probs=batch.old_log_probs, advantages=batch.advantages,
-            loss_mask=batch.loss_mask, segment_ids=batch.segment_ids, num_sequences=batch.num_sequences,
-            num_tokens=batch.num_tokens, extras=extras,
+            objective,
+            log_probs=log_probs,
+            old_log_probs=batch.old_log_probs,
+            advantages=batch.advantages,
+            loss_mask=batch.loss_mask,
+            segment_ids=batch.segment_ids,
+            num_sequences=batch.num_sequences,
+            num_tokens=batch.num_tokens,
+            extras=extras,
         )
         scaled = undo_averaging(loss, num_microbatches, groups)
-        return scaled, {"metrics": {"loss": loss.detach(), **metrics}, "log_probs": log_probs.detach()}
+        return scaled, {
+            "metrics": {"loss": loss.detach(), **metrics},
+            "log_probs": log_probs.detach(),
+        }
 
     return forward_step
 
@@ -135,12 +184,20 @@ def undo_averaging(loss: Tensor, num_microbatches: int, groups: ProcessGroups) -
     return loss * (num_microbatches * groups.dp.size())
 
 
-def log_prob_forward_step(groups: ProcessGroups, *, num_microbatches: int, temperature: float, vocab_size: int | None,
-                          with_entropy: bool, routing: Sequence[MicroBatchRoutes] | None = None) -> ForwardStep:
-    """A loss-free step for a ``forward_only`` schedule with ``collect_non_loss_data``: old and reference policy.
+def log_prob_forward_step(
+    groups: ProcessGroups,
+    *,
+    num_microbatches: int,
+    temperature: float,
+    vocab_size: int | None,
+    with_entropy: bool,
+    routing: Sequence[MicroBatchRoutes] | None = None,
+) -> ForwardStep:
+    """A loss-free step for a ``forward_only`` schedule with ``collect_non_loss_data``: old and
+    reference policy.
 
-    On the last stage the schedule returns ``(log_probs, entropy or None)`` of each micro-batch's shard: of every
-    response token, trained or not, and 0 elsewhere.
+    On the last stage the schedule returns ``(log_probs, entropy or None)`` of each micro-batch's
+    shard: of every response token, trained or not, and 0 elsewhere.
     """
     options = LogProbOptions(temperature, vocab_size, with_entropy)
     reader = InputReader(groups, num_microbatches=num_microbatches, routing=routing)
@@ -150,7 +207,9 @@ def log_prob_forward_step(groups: ProcessGroups, *, num_microbatches: int, tempe
         output = hidden_states(model, inputs.batch, groups, inputs.routes)
         return output, partial(collect, inputs, model)
 
-    def collect(inputs: MicroBatchInputs, model: Any, hidden: Tensor, non_loss_data: bool = True) -> Any:
+    def collect(
+        inputs: MicroBatchInputs, model: Any, hidden: Tensor, non_loss_data: bool = True
+    ) -> Any:
         return token_log_probs(model, hidden, inputs.batch, groups, options, inputs.scored)
 
     return forward_step

@@ -1,4 +1,6 @@
-"""What gated experts make of the two halves of their hidden state, with hand-written gradients; any device."""
+"""What gated experts make of the two halves of their hidden state, with hand-written gradients;
+any device.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ class GatedUnit(Protocol):
         """[n, f], a new tensor."""
 
     def backward(self, grad: Tensor, gate: Tensor, linear: Tensor, out: Sequence[Tensor]) -> None:
-        """Write the gradients of gate and linear to ``out``, two of [n, f]. ``grad`` [n, f] may be overwritten."""
+        """Write the gradients of gate and linear to ``out``, two of [n, f].
+
+        ``grad`` [n, f] may be overwritten.
+        """
 
 
 @dataclass(frozen=True)
@@ -35,8 +40,8 @@ class SwiGLU:
 
 @dataclass(frozen=True)
 class ClampedGLU:
-    """``g sigmoid(alpha g) (l + offset)`` with ``g = min(gate, limit)`` and ``l = clamp(linear, -limit, limit)``:
-    gpt-oss (transformers ``modeling_gpt_oss.py``)."""
+    """``g sigmoid(alpha g) (l + offset)`` with ``g = min(gate, limit)`` and ``l = clamp(linear,
+    -limit, limit)``: gpt-oss (transformers ``modeling_gpt_oss.py``)."""
 
     limit: float
     alpha: float = 1.702
@@ -49,7 +54,10 @@ class ClampedGLU:
     def backward(self, grad: Tensor, gate: Tensor, linear: Tensor, out: Sequence[Tensor]) -> None:
         grad_gate, grad_linear = out
         inside, free = linear.abs() <= self.limit, gate <= self.limit
-        gate, linear = gate.clamp(max=self.limit), linear.clamp(-self.limit, self.limit).add_(self.offset)
+        gate, linear = (
+            gate.clamp(max=self.limit),
+            linear.clamp(-self.limit, self.limit).add_(self.offset),
+        )
         share = (gate * self.alpha).sigmoid_()
         torch.mul(grad, gate * share, out=grad_linear).mul_(inside)
         slope = share * (1 + self.alpha * gate * (1 - share))

@@ -1,4 +1,6 @@
-"""Load Hugging Face weights into Megatron's shards, and export them as a stream of Hugging Face tensors."""
+"""Load Hugging Face weights into Megatron's shards, and export them as a stream of Hugging Face
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,9 @@ from megatron_gspo.models.parameter_slices import ParameterSlice
 from megatron_gspo.models.stacked_experts import stack_experts
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-# Bytes of whole tensors per all-gather: large enough to use the network's bandwidth, small enough that glibc reuses the
-# memory: it returns larger blocks to the system, and every page would be mapped again.
+# Bytes of whole tensors per all-gather: large enough to use the network's bandwidth, small enough
+# that glibc reuses the memory: it returns larger blocks to the system, and every page would be
+# mapped again.
 PIECE = 16 * 2**20
 _EXPERT = re.compile(r"(mlp\.experts\.(?:local_experts\.|linear_fc[12]\.weight))(\d+)(.*)")
 
@@ -29,8 +32,8 @@ Section = tuple[int, int]  # layer, piece of it
 
 @dataclass(frozen=True)
 class MappedParameter:
-    """A local parameter, its name in the model, its mapping rule, and its global layer (-1 outside of the layers) and
-    expert. adapter: of a linear layer, if it has one."""
+    """A local parameter, its name in the model, its mapping rule, and its global layer (-1 outside
+    of the layers) and expert. adapter: of a linear layer, if it has one."""
 
     name: str
     parameter: Tensor
@@ -53,13 +56,21 @@ class MappedParameter:
         """This rank's slice of the tensors, as plain data."""
         group = groups.expert_tp if self.rule.is_expert else groups.tp
         rank, ranks = (0, 1) if self.rule.shard is Shard.NONE else (group.rank(), group.size())
-        return ParameterSlice(self.rule, self.layer, self.expert, tuple(self.parameter.shape), rank, ranks)
+        return ParameterSlice(
+            self.rule, self.layer, self.expert, tuple(self.parameter.shape), rank, ranks
+        )
 
 
-def map_parameters(chunk: Any, family: Family, shape: ModelShape, groups: ProcessGroups) -> Iterator[MappedParameter]:
-    """Every weight of an (unwrapped) model chunk with its rule; one that no rule matches raises ``ValueError``."""
+def map_parameters(
+    chunk: Any, family: Family, shape: ModelShape, groups: ProcessGroups
+) -> Iterator[MappedParameter]:
+    """Every weight of an (unwrapped) model chunk with its rule; one that no rule matches raises
+    ``ValueError``.
+    """
     layers = chunk.decoder.layers
-    rules: dict[int, dict[str, Rule]] = {}  # by Megatron name; a layer may have thousands of parameters
+    rules: dict[
+        int, dict[str, Rule]
+    ] = {}  # by Megatron name; a layer may have thousands of parameters
     for name, parameter, module in _held(chunk):
         found = _LAYER.fullmatch(name)
         layer = layers[int(found[1])].layer_number - 1 if found else -1
@@ -71,23 +82,30 @@ def map_parameters(chunk: Any, family: Family, shape: ModelShape, groups: Proces
         if is_expert := _EXPERT.fullmatch(local):
             expert = int(is_expert[2]) + groups.ep.rank() * (shape.num_experts // groups.ep.size())
             local = f"{is_expert[1]}{{expert}}{is_expert[3]}"
-        if shape.tied_embeddings and local == "output_layer.weight":  # the last pipeline stage's copy of the embedding
+        if (
+            shape.tied_embeddings and local == "output_layer.weight"
+        ):  # the last pipeline stage's copy of the embedding
             local = "embedding.word_embeddings.weight"
         rule = rules[layer].get(local)
         if rule is None:
-            raise ValueError(f"no rule of family {family.model_type} matches the Megatron parameter {name}")
+            raise ValueError(
+                f"no rule of family {family.model_type} matches the Megatron parameter {name}"
+            )
         adapter = getattr(module, "lora", None) if name.endswith(".weight") else None
         yield MappedParameter(name, parameter, rule, layer, expert, adapter)
 
 
 def held_tensors(chunk: Any) -> Iterator[tuple[str, Tensor]]:
-    """Name and tensor of all weights: the parameters and the buffers that checkpoints hold (the routers' bias). Without
-    adapters, which are no part of the model."""
+    """Name and tensor of all weights: the parameters and the buffers that checkpoints hold (the
+    routers' bias). Without adapters, which are no part of the model."""
     yield from ((name, tensor) for name, tensor, _module in _held(chunk))
 
 
 def _held(chunk: Any) -> Iterator[tuple[str, Tensor, torch.nn.Module]]:
-    """The same with the module of each. One walk over the modules, of which a layer may have hundreds."""
+    """The same with the module of each.
+
+    One walk over the modules, of which a layer may have hundreds.
+    """
     seen: set[Tensor] = set()  # a tied parameter is in two modules
     buffers: list[tuple[str, Tensor, torch.nn.Module]] = []
     for path, module in chunk.named_modules():
@@ -96,16 +114,22 @@ def _held(chunk: Any) -> Iterator[tuple[str, Tensor, torch.nn.Module]]:
             if parameter is not None and parameter not in seen and ".lora." not in prefix:
                 seen.add(parameter)
                 yield prefix + name, parameter, module
-        buffers += [(prefix + name, buffer, module) for name, buffer in module._buffers.items()
-                    if buffer is not None and name not in module._non_persistent_buffers_set]  # fmt: skip
+        buffers += [
+            (prefix + name, buffer, module)
+            for name, buffer in module._buffers.items()
+            if buffer is not None and name not in module._non_persistent_buffers_set
+        ]
     yield from buffers
 
 
-def load_weights(chunks: list[Any], path: str, family: Family, shape: ModelShape, groups: ProcessGroups) -> None:
-    """Copy a Hugging Face checkpoint into this rank's (unwrapped) chunks, reading only what this rank holds.
+def load_weights(
+    chunks: list[Any], path: str, family: Family, shape: ModelShape, groups: ProcessGroups
+) -> None:
+    """Copy a Hugging Face checkpoint into this rank's (unwrapped) chunks, reading only what this
+    rank holds.
 
-    A value head that the checkpoint lacks stays as it is. Raises ``ModelError`` naming the tensor when names or sizes
-    disagree, or a value isn't finite.
+    A value head that the checkpoint lacks stays as it is. Raises ``ModelError`` naming the tensor
+    when names or sizes disagree, or a value isn't finite.
     """
     with CheckpointReader(path) as reader, torch.no_grad():
         check_names(reader.names, family, shape)
@@ -119,10 +143,17 @@ def load_weights(chunks: list[Any], path: str, family: Family, shape: ModelShape
 
 
 def _finite(local: ParameterSlice, value: Tensor, shape: ModelShape) -> Tensor:
-    """The value unchanged; ``ModelError`` for NaN or infinity. Twice as fast as the copy that follows."""
+    """The value unchanged; ``ModelError`` for NaN or infinity.
+
+    Twice as fast as the copy that follows.
+    """
     if not _is_finite(value):
-        name = next(name for name, tensor in local.split(value, shape).items() if not _is_finite(tensor))
-        raise ModelError(f"{name} holds NaN or infinity in the checkpoint; use an earlier checkpoint")
+        name = next(
+            name for name, tensor in local.split(value, shape).items() if not _is_finite(tensor)
+        )
+        raise ModelError(
+            f"{name} holds NaN or infinity in the checkpoint; use an earlier checkpoint"
+        )
     return value
 
 
@@ -130,24 +161,40 @@ def _is_finite(value: Tensor) -> bool:
     return not value.numel() or bool(torch.isfinite(torch.stack(value.aminmax())).all())
 
 
-def export_weights(chunks: list[Any], family: Family, shape: ModelShape, groups: ProcessGroups, *,
-                   value: Callable[[Tensor], Tensor | None] | None = None,
-                   piece: int = PIECE) -> Iterator[tuple[str, Tensor]]:
-    """Stream (Hugging Face name, whole tensor) to every rank, layer after layer; a collective of all ranks.
+def export_weights(
+    chunks: list[Any],
+    family: Family,
+    shape: ModelShape,
+    groups: ProcessGroups,
+    *,
+    value: Callable[[Tensor], Tensor | None] | None = None,
+    piece: int = PIECE,
+) -> Iterator[tuple[str, Tensor]]:
+    """Stream (Hugging Face name, whole tensor) to every rank, layer after layer; a collective of
+    all ranks.
 
-    Memory above the model: at most three times ``piece`` bytes, or three times the largest parameter if larger,
-    if the consumer keeps one tensor at a time; one more such buffer with pipeline stages. Unsharded tensors are views
-    of the parameters. Every rank must consume the stream to its end. ``value`` maps a parameter to the tensor of the
-    same size that is sent, such as its gradient; None leaves it out. By default the weights are sent, merged with their
+    Memory above the model: at most three times ``piece`` bytes, or three times the largest
+    parameter if larger, if the consumer keeps one tensor at a time; one more such buffer with
+    pipeline stages. Unsharded tensors are views of the parameters. Every rank must consume the
+    stream to its end. ``value`` maps a parameter to the tensor of the same size that is sent, such
+    as its gradient; None leaves it out. By default the weights are sent, merged with their
     adapters. Where checkpoints hold the experts in one tensor, a layer's experts come on top.
     """
-    slices = export_layers(mapped_layers(chunks, family, shape, groups, value), shape, groups, piece)
+    slices = export_layers(
+        mapped_layers(chunks, family, shape, groups, value), shape, groups, piece
+    )
     return stack_experts(slices, shape.num_experts) if family.stacks_experts else slices
 
 
-def export_layers(layers: dict[int, list[MappedParameter]], shape: ModelShape, groups: ProcessGroups,
-                  piece: int = PIECE) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
-    """The stream of `export_weights` of the parameters of this stage's layers, with each expert's slices."""
+def export_layers(
+    layers: dict[int, list[MappedParameter]],
+    shape: ModelShape,
+    groups: ProcessGroups,
+    piece: int = PIECE,
+) -> Iterator[tuple[str, Tensor]]:
+    """The stream of `export_weights` of the parameters of this stage's layers, with each
+    expert's slices.
+    """
     sections = _sections(layers, groups, piece)
     owners, metadata = _owners(sections, shape, groups)
     for section in sorted(owners):
@@ -161,29 +208,40 @@ def export_layers(layers: dict[int, list[MappedParameter]], shape: ModelShape, g
         del tensors  # before the next are gathered
 
 
-def mapped_layers(chunks: list[Any], family: Family, shape: ModelShape, groups: ProcessGroups,
-                  value: Callable[[Tensor], Tensor | None] | None) -> dict[int, list[MappedParameter]]:
-    """The parameters of each layer of this stage that are exported, with ``value`` of the parameter in its place; those
-    without a value are left out. None: the parameter and its adapter.
+def mapped_layers(
+    chunks: list[Any],
+    family: Family,
+    shape: ModelShape,
+    groups: ProcessGroups,
+    value: Callable[[Tensor], Tensor | None] | None,
+) -> dict[int, list[MappedParameter]]:
+    """The parameters of each layer of this stage that are exported, with ``value`` of the parameter
+    in its place; those without a value are left out. None: the parameter and its adapter.
 
-    Parameters outside of the layers have the layer -1 - stage. The first stage exports a tied embedding.
+    Parameters outside of the layers have the layer -1 - stage. The first stage exports a tied
+    embedding.
     """
     layers: dict[int, list[MappedParameter]] = {}
     for chunk in chunks:
         for mapped in map_parameters(chunk, family, shape, groups):
-            if mapped.layer >= 0 or not (shape.tied_embeddings and groups.pp.rank() and mapped.rule.is_vocabulary):
+            if mapped.layer >= 0 or not (
+                shape.tied_embeddings and groups.pp.rank() and mapped.rule.is_vocabulary
+            ):
                 layer = mapped.layer if mapped.layer >= 0 else -1 - groups.pp.rank()
                 tensor = mapped.parameter.detach() if value is None else value(mapped.parameter)
                 adapter = mapped.adapter if value is None else None
                 if tensor is not None:
-                    layers.setdefault(layer, []).append(replace(mapped, parameter=tensor, adapter=adapter))
+                    layers.setdefault(layer, []).append(
+                        replace(mapped, parameter=tensor, adapter=adapter)
+                    )
     return layers
 
 
-def _sections(layers: dict[int, list[MappedParameter]], groups: ProcessGroups,
-              piece: int) -> dict[Section, list[MappedParameter]]:
-    """Sections of a layer's parameters that are sent at once. The same on all ranks of a stage, whose parameters have
-    the same sizes."""
+def _sections(
+    layers: dict[int, list[MappedParameter]], groups: ProcessGroups, piece: int
+) -> dict[Section, list[MappedParameter]]:
+    """Sections of a layer's parameters that are sent at once. The same on all ranks of a stage,
+    whose parameters have the same sizes."""
     return {
         (layer, number): section
         for layer, mapped_list in layers.items()
@@ -191,9 +249,15 @@ def _sections(layers: dict[int, list[MappedParameter]], groups: ProcessGroups,
     }
 
 
-def pieces_of(mapped_list: list[MappedParameter], groups: ProcessGroups, piece: int, *,
-              of_one_source: bool = False) -> Iterator[list[MappedParameter]]:
-    """Parameters of one type that are gathered at once: at most ``piece`` bytes of whole tensors, or one parameter.
+def pieces_of(
+    mapped_list: list[MappedParameter],
+    groups: ProcessGroups,
+    piece: int,
+    *,
+    of_one_source: bool = False,
+) -> Iterator[list[MappedParameter]]:
+    """Parameters of one type that are gathered at once: at most ``piece`` bytes of whole tensors,
+    or one parameter.
 
     of_one_source: without the other expert-parallel ranks' experts.
     """
@@ -201,7 +265,9 @@ def pieces_of(mapped_list: list[MappedParameter], groups: ProcessGroups, piece: 
     size = 0
     for mapped in mapped_list:
         whole = mapped.parameter.nbytes * _holders(mapped, groups, of_one_source)
-        if section and (size + whole > piece or mapped.parameter.dtype != section[0].parameter.dtype):
+        if section and (
+            size + whole > piece or mapped.parameter.dtype != section[0].parameter.dtype
+        ):
             yield section
             section, size = [], 0
         size += whole
@@ -211,8 +277,8 @@ def pieces_of(mapped_list: list[MappedParameter], groups: ProcessGroups, piece: 
 
 
 def _kind(mapped: MappedParameter) -> int:
-    """Order within a layer: experts first, unsharded tensors last. A consumer holds the last tensor of a piece while
-    the next is gathered; an unsharded one takes no memory."""
+    """Order within a layer: experts first, unsharded tensors last. A consumer holds the last tensor
+    of a piece while the next is gathered; an unsharded one takes no memory."""
     return 0 if mapped.rule.is_expert else 1 if mapped.rule.shard is not Shard.NONE else 2
 
 
@@ -223,14 +289,22 @@ def _holders(mapped: MappedParameter, groups: ProcessGroups, of_one_source: bool
     return 1 if mapped.rule.shard is Shard.NONE else groups.tp.size()
 
 
-def _owners(sections: dict[Section, list[MappedParameter]], shape: ModelShape,
-            groups: ProcessGroups) -> tuple[dict[Section, int], dict[Section, Any]]:
+def _owners(
+    sections: dict[Section, list[MappedParameter]], shape: ModelShape, groups: ProcessGroups
+) -> tuple[dict[Section, int], dict[Section, Any]]:
     """The pipeline stage that sends each section, and (name, sizes, dtype) of what it sends."""
-    mine = {
-        section: [(name, size, mapped.parameter.dtype) for mapped in mapped_list
-                  for name, size in _sizes(mapped, shape, groups)]
-        for section, mapped_list in sections.items()
-    } if groups.pp.size() > 1 else dict.fromkeys(sections)
+    mine = (
+        {
+            section: [
+                (name, size, mapped.parameter.dtype)
+                for mapped in mapped_list
+                for name, size in _sizes(mapped, shape, groups)
+            ]
+            for section, mapped_list in sections.items()
+        }
+        if groups.pp.size() > 1
+        else dict.fromkeys(sections)
+    )
     stages: list[Any] = [None] * groups.pp.size()
     if groups.pp.size() > 1:
         dist.all_gather_object(stages, mine, group=groups.pp)
@@ -240,45 +314,82 @@ def _owners(sections: dict[Section, list[MappedParameter]], shape: ModelShape,
     return owners, {section: found[section] for found in stages for section in found}
 
 
-def _sizes(mapped: MappedParameter, shape: ModelShape, groups: ProcessGroups) -> list[tuple[str, tuple[int, ...]]]:
-    """Names and whole sizes of the Hugging Face tensors of a parameter, for all experts if it is an expert's."""
+def _sizes(
+    mapped: MappedParameter, shape: ModelShape, groups: ProcessGroups
+) -> list[tuple[str, tuple[int, ...]]]:
+    """Names and whole sizes of the Hugging Face tensors of a parameter, for all experts if it
+    is an expert's.
+    """
     local = mapped.local_slice(groups)
     step = shape.num_experts // groups.ep.size() if local.rule.is_expert else 1
     experts = range(mapped.expert % step, shape.num_experts, step) if local.rule.is_expert else (0,)
-    return [size for expert in experts for size in replace(local, expert=expert).whole_sizes(shape).items()]
+    return [
+        size
+        for expert in experts
+        for size in replace(local, expert=expert).whole_sizes(shape).items()
+    ]
 
 
-def _whole(mapped_list: list[MappedParameter], shape: ModelShape, groups: ProcessGroups) -> dict[str, Tensor]:
-    """The whole Hugging Face tensors of one section: one all-gather for the experts, one for the other sharded ones."""
+def _whole(
+    mapped_list: list[MappedParameter], shape: ModelShape, groups: ProcessGroups
+) -> dict[str, Tensor]:
+    """The whole Hugging Face tensors of one section: one all-gather for the experts, one for
+    the other sharded ones.
+    """
     experts = [mapped for mapped in mapped_list if mapped.rule.is_expert]
-    sharded = [mapped for mapped in mapped_list if not mapped.rule.is_expert and mapped.rule.shard is not Shard.NONE]
-    tensors = join_experts(experts, _gather(experts, groups.expert_tp_ep), shape, groups) if experts else {}
+    sharded = [
+        mapped
+        for mapped in mapped_list
+        if not mapped.rule.is_expert and mapped.rule.shard is not Shard.NONE
+    ]
+    tensors = (
+        join_experts(experts, _gather(experts, groups.expert_tp_ep), shape, groups)
+        if experts
+        else {}
+    )
     tensors |= join_shards(sharded, _gather(sharded, groups.tp), shape)
-    own = [mapped for mapped in mapped_list if not mapped.rule.is_expert and mapped.rule.shard is Shard.NONE]
+    own = [
+        mapped
+        for mapped in mapped_list
+        if not mapped.rule.is_expert and mapped.rule.shard is Shard.NONE
+    ]
     return tensors | join_shards(own, [[mapped.tensor for mapped in own]], shape)
 
 
-def join_experts(experts: list[MappedParameter], ranks: Sequence[list[Tensor]], shape: ModelShape,
-                 groups: ProcessGroups) -> dict[str, Tensor]:  # fmt: skip
-    """The whole Hugging Face tensors of the experts of all ``ranks``, whole expert-tensor groups one after the other.
+def join_experts(
+    experts: list[MappedParameter],
+    ranks: Sequence[list[Tensor]],
+    shape: ModelShape,
+    groups: ProcessGroups,
+) -> dict[str, Tensor]:
+    """The whole Hugging Face tensors of the experts of all ``ranks``, whole expert-tensor groups
+    one after the other.
 
     ``experts``: this rank's. ``ranks``: of the whole group ``expert_tp_ep``.
     """
     tensors: dict[str, Tensor] = {}
     shards, step = groups.expert_tp.size(), shape.num_experts // groups.ep.size()
-    # the expert-tensor rank is the fastest of the group: blocks of `shards` ranks, one for each expert-parallel rank
+    # the expert-tensor rank is the fastest of the group: blocks of `shards` ranks, one for each
+    # expert-parallel rank
     for first in range(0, len(ranks), shards):
-        placed = [replace(mapped, expert=mapped.expert % step + first // shards * step) for mapped in experts]
+        placed = [
+            replace(mapped, expert=mapped.expert % step + first // shards * step)
+            for mapped in experts
+        ]
         tensors |= join_shards(placed, ranks[first : first + shards], shape)
     return tensors
 
 
 def _gather(mapped_list: list[MappedParameter], group: Any) -> list[list[Tensor]]:
-    """Every rank's parameters of ``mapped_list``: outer list by rank of ``group``, inner as ``mapped_list``."""
+    """Every rank's parameters of ``mapped_list``: outer list by rank of ``group``, inner as
+    ``mapped_list``.
+    """
     parameters = [mapped.tensor for mapped in mapped_list]
     if group.size() == 1 or not parameters:
         return [parameters] * group.size()
-    everyone = parameters[0].new_empty(group.size(), sum(parameter.numel() for parameter in parameters))
+    everyone = parameters[0].new_empty(
+        group.size(), sum(parameter.numel() for parameter in parameters)
+    )
     torch.cat([parameter.flatten() for parameter in parameters], out=everyone[group.rank()])
     _exchange_rows(everyone, group)
     return [split_row(row, parameters) for row in everyone]
@@ -293,7 +404,8 @@ def split_row(row: Tensor, parameters: list[Tensor]) -> list[Tensor]:
 def _exchange_rows(everyone: Tensor, group: Any) -> None:
     """An all-gather in place: rank i of ``group`` has written row i and gets the others.
 
-    On a CPU one broadcast of each row, all at once: gloo's all-gather fills a buffer of its own and copies out of it.
+    On a CPU one broadcast of each row, all at once: gloo's all-gather fills a buffer of its own and
+    copies out of it.
     """
     if not everyone.is_cpu:
         dist.all_gather_into_tensor(everyone, everyone[group.rank()], group=group)
@@ -306,15 +418,20 @@ def _exchange_rows(everyone: Tensor, group: Any) -> None:
         work.wait()
 
 
-def join_shards(mapped_list: list[MappedParameter], ranks: Sequence[list[Tensor]],
-                shape: ModelShape) -> dict[str, Tensor]:
-    """The whole Hugging Face tensors of parameters that all tensor-parallel ``ranks`` hold shards of."""
+def join_shards(
+    mapped_list: list[MappedParameter], ranks: Sequence[list[Tensor]], shape: ModelShape
+) -> dict[str, Tensor]:
+    """The whole Hugging Face tensors of parameters that all tensor-parallel ``ranks`` hold
+    shards of.
+    """
     tensors: dict[str, Tensor] = {}
     for i, mapped in enumerate(mapped_list):
         rule = mapped.rule
         parts = zip(*(rule.split(rank[i], shape) for rank in ranks), strict=True)
         for name, shards in zip(mapped.names, parts, strict=True):
-            is_whole = len(shards) == 1 or rule.shard is Shard.NONE  # an expert's bias is on all of its ranks
+            is_whole = (
+                len(shards) == 1 or rule.shard is Shard.NONE
+            )  # an expert's bias is on all of its ranks
             whole = shards[0] if is_whole else _joined(shards, rule, name, shape)
             tensors[name] = whole[: shape.vocab_size] if rule.is_vocabulary else whole
     return tensors
@@ -323,20 +440,29 @@ def join_shards(mapped_list: list[MappedParameter], ranks: Sequence[list[Tensor]
 def _joined(shards: Sequence[Tensor], rule: Rule, name: str, shape: ModelShape) -> Tensor:
     """One tensor from its shards by tensor-parallel rank."""
     dim = rule.shard.value or 0
-    sizes = [size // len(shards) for size in rule.blocks_of(name, shards[0].shape[dim] * len(shards), shape)]
+    sizes = [
+        size // len(shards)
+        for size in rule.blocks_of(name, shards[0].shape[dim] * len(shards), shape)
+    ]
     if len(sizes) == 1:
         return torch.cat(list(shards), dim=dim)
-    return torch.cat([part for block in zip(*(x.split(sizes) for x in shards), strict=True) for part in block])
+    return torch.cat(
+        [part for block in zip(*(x.split(sizes) for x in shards), strict=True) for part in block]
+    )
 
 
-def _broadcast(tensors: dict[str, Tensor], metadata: list[Any], stage: int, groups: ProcessGroups) -> dict[str, Tensor]:
+def _broadcast(
+    tensors: dict[str, Tensor], metadata: list[Any], stage: int, groups: ProcessGroups
+) -> dict[str, Tensor]:
     """One section's tensors from pipeline stage ``stage`` to all stages, as one flat buffer."""
     dtype = metadata[0][2]
     names, sizes = [row[0] for row in metadata], [torch.Size(row[1]) for row in metadata]
     if groups.pp.rank() == stage:
         flat = torch.cat([tensors[name].flatten() for name in names])
     else:
-        flat = torch.empty(sum(size.numel() for size in sizes), dtype=dtype, device=compute_device())
+        flat = torch.empty(
+            sum(size.numel() for size in sizes), dtype=dtype, device=compute_device()
+        )
     dist.broadcast(flat, src=dist.get_global_rank(groups.pp, stage), group=groups.pp)
     parts = flat.split([size.numel() for size in sizes])
     return {name: part.view(size) for name, part, size in zip(names, parts, sizes, strict=True)}

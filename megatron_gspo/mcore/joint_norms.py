@@ -17,10 +17,12 @@ from megatron_gspo.mcore.norms import device_of
 
 
 def joint_rms_norm(x: Tensor, weight: Tensor, eps: float, group: Any) -> Tensor:
-    """``x / sqrt(mean(x ** 2) + eps) * weight``, the mean over the last dimension of all ranks' ``x``.
+    """``x / sqrt(mean(x ** 2) + eps) * weight``, the mean over the last dimension of all ranks'
+    ``x``.
 
-    ``x`` [t, n] and ``weight`` [n] are this rank's of ``group``. Two sums of a number per token are exchanged, one in
-    the forward and one in the backward pass. Computed in float32, float64 for such an ``x``.
+    ``x`` [t, n] and ``weight`` [n] are this rank's of ``group``. Two sums of a number per token are
+    exchanged, one in the forward and one in the backward pass. Computed in float32, float64 for
+    such an ``x``.
     """
     return _JointRMSNorm.apply(x, weight, eps, group)
 
@@ -38,7 +40,8 @@ class _JointRMSNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        # y_j = x_j r w_j with r = (mean(x^2) + eps)^-1/2 of all ranks' x, so dr/dx_i = -r^3 x_i / width
+        # y_j = x_j r w_j with r = (mean(x^2) + eps)^-1/2 of all ranks' x, so dr/dx_i = -r^3 x_i /
+        # width
         x, weight, inverse = ctx.saved_tensors
         wide, scale, grad = _wide(x), _wide(weight), _wide(grad)
         product = grad * wide
@@ -62,26 +65,34 @@ def _summed(x: Tensor, group: Any) -> Tensor:
 class JointNorm(torch.nn.Module):
     """`joint_rms_norm` of heads [..., heads, d]; the weight [heads * d] is this rank's part.
 
-    Each rank's gradient of its part is whole: unlike those of norms of one head, Megatron must not sum it over the
-    ranks. It does so by the names of such norms' parameters where its ``qk_layernorm`` is on.
+    Each rank's gradient of its part is whole: unlike those of norms of one head, Megatron must not
+    sum it over the ranks. It does so by the names of such norms' parameters where its
+    ``qk_layernorm`` is on.
     """
 
     def __init__(self, config: Any, heads: int, size: int, group: Any) -> None:
         super().__init__()
         self.eps, self.group = config.layernorm_epsilon, group
-        weight: Any = torch.nn.Parameter(torch.ones(heads * size, dtype=config.params_dtype, device=device_of(config)))
+        weight: Any = torch.nn.Parameter(
+            torch.ones(heads * size, dtype=config.params_dtype, device=device_of(config))
+        )
         weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride = True, 0, 1
         self.weight = weight
 
     def forward(self, x: Tensor) -> Tensor:
-        return joint_rms_norm(x.reshape(-1, len(self.weight)), self.weight, self.eps, self.group).view(x.shape)
+        return joint_rms_norm(
+            x.reshape(-1, len(self.weight)), self.weight, self.eps, self.group
+        ).view(x.shape)
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None,
-                           **_: Any) -> dict[str, Any]:  # fmt: skip
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None, **_: Any
+    ) -> dict[str, Any]:
         """The weight for Megatron's distributed checkpoints."""
         groups = dict(tp_group=self.group, dp_cp_group=metadata["dp_cp_group"])
         state = {"weight": self.weight}
-        return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets, **groups)
+        return make_sharded_tensors_for_checkpoint(
+            state, prefix, {"weight": 0}, sharded_offsets, **groups
+        )
 
 
 class JointNormAttention(SelfAttention):
@@ -90,5 +101,7 @@ class JointNormAttention(SelfAttention):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         size, group = self.hidden_size_per_attention_head, self.pg_collection.tp
-        self.q_layernorm = JointNorm(self.config, self.num_attention_heads_per_partition, size, group)
+        self.q_layernorm = JointNorm(
+            self.config, self.num_attention_heads_per_partition, size, group
+        )
         self.k_layernorm = JointNorm(self.config, self.num_query_groups_per_partition, size, group)

@@ -1,9 +1,10 @@
-"""Multi-head latent attention in plain torch (DeepSeek-V2, arXiv:2405.04434, section 2.1), over packed sequences.
+"""Multi-head latent attention in plain torch (DeepSeek-V2, arXiv:2405.04434, section 2.1), over
+packed sequences.
 
-Megatron's ``MLASelfAttention`` can't be built without Transformer Engine (megatron-core 0.16.1), rotates sequence by
-sequence, for which the host waits, and knows interleaved pairs only. Parameters and their names are those that it has
-with Transformer Engine: the projections to latents are whole on every tensor-parallel rank and work on the rank's own
-tokens.
+Megatron's ``MLASelfAttention`` can't be built without Transformer Engine (megatron-core 0.16.1),
+rotates sequence by sequence, for which the host waits, and knows interleaved pairs only. Parameters
+and their names are those that it has with Transformer Engine: the projections to latents are whole
+on every tensor-parallel rank and work on the rank's own tokens.
 """
 
 from __future__ import annotations
@@ -43,31 +44,48 @@ class LatentProjection(torch.nn.Linear):
 
 @dataclass
 class LatentAttentionSubmodules:
-    """Megatron's classes of projections whose rows, and whose columns, are cut over the tensor-parallel ranks."""
+    """Megatron's classes of projections whose rows, and whose columns, are cut over the
+    tensor-parallel ranks.
+    """
 
     by_rows: Any
     by_columns: Any
 
 
 class LatentAttention(MegatronModule):
-    """The self-attention of a Megatron layer, with the signature that ``TransformerLayer`` builds and calls.
+    """The self-attention of a Megatron layer, with the signature that ``TransformerLayer`` builds
+    and calls.
 
     ``shape``: of the model, whose ``latent`` and ``rotary`` have the sizes.
     """
 
-    def __init__(self, config: Any, submodules: LatentAttentionSubmodules, layer_number: int, *, shape: ModelShape,
-                 pg_collection: Any, **kwargs: Any) -> None:  # fmt: skip
+    def __init__(
+        self,
+        config: Any,
+        submodules: LatentAttentionSubmodules,
+        layer_number: int,
+        *,
+        shape: ModelShape,
+        pg_collection: Any,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(config=config)
         assert shape.latent is not None
         if pg_collection.tp.size() > 1 and not config.sequence_parallel:
-            raise ValueError("multi-head latent attention with tensor parallelism needs sequence parallelism")
+            raise ValueError(
+                "multi-head latent attention with tensor parallelism needs sequence parallelism"
+            )
         self.sizes, self.rotary, self.tp_group = shape.latent, shape.rotary, pg_collection.tp
         sizes, heads, hidden = self.sizes, config.num_attention_heads, config.hidden_size
         self.query_dim = sizes.plain_dim + self.rotary.dim
         self.core_attention = PackedAttention(
-            config, softmax_scale=self.rotary.score_scale / math.sqrt(self.query_dim), pg_collection=pg_collection
+            config,
+            softmax_scale=self.rotary.score_scale / math.sqrt(self.query_dim),
+            pg_collection=pg_collection,
         )
-        self.recomputes_core = config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
+        self.recomputes_core = (
+            config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
+        )
         rows = submodules.by_rows
         if sizes.query_rank is None:
             self.linear_q_proj = self._by_heads(rows, hidden, heads * self.query_dim)
@@ -75,28 +93,55 @@ class LatentAttention(MegatronModule):
             self.linear_q_down_proj = LatentProjection(hidden, sizes.query_rank, config)
             self.q_layernorm = RMSNorm(config, sizes.query_rank, sizes.norm_eps)
             self.linear_q_up_proj = self._by_heads(rows, sizes.query_rank, heads * self.query_dim)
-        self.linear_kv_down_proj = LatentProjection(hidden, sizes.key_value_rank + self.rotary.dim, config)
+        self.linear_kv_down_proj = LatentProjection(
+            hidden, sizes.key_value_rank + self.rotary.dim, config
+        )
         self.kv_layernorm = RMSNorm(config, sizes.key_value_rank, sizes.norm_eps)
         self.linear_kv_up_proj = self._by_heads(
             rows, sizes.key_value_rank, heads * (sizes.plain_dim + sizes.value_dim)
         )
         self.linear_proj = build_module(
-            submodules.by_columns, heads * sizes.value_dim, hidden, config=config,
-            init_method=config.output_layer_init_method, bias=False, input_is_parallel=True, skip_bias_add=True,
-            is_expert=False, tp_group=self.tp_group,
-        )  # fmt: skip
+            submodules.by_columns,
+            heads * sizes.value_dim,
+            hidden,
+            config=config,
+            init_method=config.output_layer_init_method,
+            bias=False,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            is_expert=False,
+            tp_group=self.tp_group,
+        )
 
     def _by_heads(self, linear: Any, inputs: int, outputs: int) -> Any:
         return build_module(
-            linear, inputs, outputs, config=self.config, init_method=self.config.init_method, gather_output=False,
-            bias=False, skip_bias_add=False, is_expert=False, tp_group=self.tp_group,
-        )  # fmt: skip
+            linear,
+            inputs,
+            outputs,
+            config=self.config,
+            init_method=self.config.init_method,
+            gather_output=False,
+            bias=False,
+            skip_bias_add=False,
+            is_expert=False,
+            tp_group=self.tp_group,
+        )
 
-    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, *,
-                packed_seq_params: PackedSequences | None = None, **kwargs: Any) -> tuple[Tensor, None]:  # fmt: skip
-        """``hidden_states`` [s, 1, h], under sequence parallelism this rank's part of the tokens; returns the same."""
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        packed_seq_params: PackedSequences | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """``hidden_states`` [s, 1, h], under sequence parallelism this rank's part of the
+        tokens; returns the same.
+        """
         if not isinstance(packed_seq_params, PackedSequences):
-            raise TypeError("LatentAttention needs packed_seq_params of mcore.attention.packed_sequences()")
+            raise TypeError(
+                "LatentAttention needs packed_seq_params of mcore.attention.packed_sequences()"
+            )
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             return self.core_attention(query, key, value, packed_seq_params=packed_seq_params)
@@ -108,24 +153,36 @@ class LatentAttention(MegatronModule):
             out = attend(*heads)
         return self.linear_proj(out[:, None])[0], None
 
-    def queries_keys_values(self, hidden_states: Tensor, sequences: PackedSequences) -> tuple[Tensor, Tensor, Tensor]:
-        """Of all ``t`` tokens: query and key [t, heads, plain_dim + rotary.dim], value [t, heads, value_dim]."""
+    def queries_keys_values(
+        self, hidden_states: Tensor, sequences: PackedSequences
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Of all ``t`` tokens: query and key [t, heads, plain_dim + rotary.dim], value [t,
+        heads, value_dim].
+        """
         sizes = self.sizes
         if sizes.query_rank is None:
             query, _ = self.linear_q_proj(hidden_states)
         else:
-            query, _ = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(hidden_states)))
+            query, _ = self.linear_q_up_proj(
+                self.q_layernorm(self.linear_q_down_proj(hidden_states))
+            )
         both = self.linear_kv_down_proj(hidden_states)
         latent, turned = both.split((sizes.key_value_rank, self.rotary.dim), dim=-1)
         if self.config.sequence_parallel:  # all heads share it
-            turned = tensor_parallel.gather_from_sequence_parallel_region(turned, group=self.tp_group)
+            turned = tensor_parallel.gather_from_sequence_parallel_region(
+                turned, group=self.tp_group
+            )
         up, _ = self.linear_kv_up_proj(self.kv_layernorm(latent))
 
         tokens = up.shape[0]
         cos, sin = sequences.rotation(self.rotary, up.dtype)
         query = query.view(tokens, -1, self.query_dim)
         plain, rotated = query.split((sizes.plain_dim, self.rotary.dim), dim=-1)
-        query = torch.cat((plain, rotate(rotated, cos, sin, interleaved=self.rotary.interleaved)), dim=-1)
-        plain, value = up.view(tokens, query.shape[1], -1).split((sizes.plain_dim, sizes.value_dim), dim=-1)
+        query = torch.cat(
+            (plain, rotate(rotated, cos, sin, interleaved=self.rotary.interleaved)), dim=-1
+        )
+        plain, value = up.view(tokens, query.shape[1], -1).split(
+            (sizes.plain_dim, sizes.value_dim), dim=-1
+        )
         turned = rotate(turned, cos, sin, interleaved=self.rotary.interleaved)
         return query, torch.cat((plain, turned.expand(-1, query.shape[1], -1)), dim=-1), value

@@ -1,4 +1,6 @@
-"""Layer specs: Transformer Engine's where installed, else torch modules with packing and every parallelism."""
+"""Layer specs: Transformer Engine's where installed, else torch modules with packing and every
+parallelism.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,10 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
-from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    get_transformer_layer_offset,
+)
 from torch import Tensor
 
 from megatron_gspo.mcore.gated_units import SWIGLU, ClampedGLU, GatedUnit
@@ -33,46 +38,68 @@ from megatron_gspo.models.model_shape import ModelShape
 
 
 class FusedSequentialMLP(SequentialMLP):
-    """Megatron's ``SequentialMLP`` as one autograd node; see ``gated_experts``. Under expert-tensor parallelism too it
-    adds the experts' biases once."""
+    """Megatron's ``SequentialMLP`` as one autograd node; see ``gated_experts``. Under expert-tensor
+    parallelism too it adds the experts' biases once."""
 
-    def forward(self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor,
-                permuted_probs: Tensor) -> tuple[Tensor, None]:
-        up, down = ([getattr(expert, name) for expert in self.local_experts] for name in ("linear_fc1", "linear_fc2"))
+    def forward(
+        self,
+        permuted_local_hidden_states: Tensor,
+        tokens_per_expert: Tensor,
+        permuted_probs: Tensor,
+    ) -> tuple[Tensor, None]:
+        up, down = (
+            [getattr(expert, name) for expert in self.local_experts]
+            for name in ("linear_fc1", "linear_fc2")
+        )
         for linear in up + down:
             _run_pre_hooks(linear)
             if hasattr(linear, "lora"):
                 _run_pre_hooks(linear.lora)
         biases = {}
         if self.config.add_bias_linear:
-            biases = dict(up_bias=[linear.bias for linear in up], down_bias=[linear.bias for linear in down])
-        weights = ExpertWeights([linear.weight for linear in up], [linear.weight for linear in down],
-                                up_adapter=expert_adapters(up), down_adapter=expert_adapters(down),
-                                down_bias_share=1 / self.tp_group.size(), **biases)  # fmt: skip
+            biases = dict(
+                up_bias=[linear.bias for linear in up], down_bias=[linear.bias for linear in down]
+            )
+        weights = ExpertWeights(
+            [linear.weight for linear in up],
+            [linear.weight for linear in down],
+            up_adapter=expert_adapters(up),
+            down_adapter=expert_adapters(down),
+            down_bias_share=1 / self.tp_group.size(),
+            **biases,
+        )
         unit = _unit_of(self.config)
         assert unit is not None
-        return gated_experts(permuted_local_hidden_states, permuted_probs, tokens_per_expert, weights, unit), None
+        return (
+            gated_experts(
+                permuted_local_hidden_states, permuted_probs, tokens_per_expert, weights, unit
+            ),
+            None,
+        )
 
 
 def _run_pre_hooks(module: torch.nn.Module) -> None:
-    """Run the forward pre-hooks of a module whose weight is used without calling it. With ``overlap_param_gather`` one
-    of them waits for the all-gather of the weights."""
+    """Run the forward pre-hooks of a module whose weight is used without calling it. With
+    ``overlap_param_gather`` one of them waits for the all-gather of the weights."""
     for hook in module._forward_pre_hooks.values():
         hook(module, ())
 
 
 class MoEStaticTokenDispatcher(MoEAlltoAllTokenDispatcher):
-    """Megatron's dispatcher with a permutation of known size: each token has ``moe_router_topk`` experts.
+    """Megatron's dispatcher with a permutation of known size: each token has ``moe_router_topk``
+    experts.
 
-    Megatron's own selects by a mask, for which the host waits twice per pass, and adds up a token's experts in the
-    dtype of the activations.
+    Megatron's own selects by a mask, for which the host waits twice per pass, and adds up a token's
+    experts in the dtype of the activations.
     """
 
     permutation: Permutation | None = None  # between dispatch and combine
     probs: Tensor | None = None
     tokens_per_expert: Tensor | None = None
 
-    def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+    def dispatch_preprocess(
+        self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor
+    ) -> tuple[Tensor, Tensor]:
         counts = self.preprocess(routing_map)
         self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_1", counts)
         self.probs = probs.detach()  # combine_preprocess reads its dtype
@@ -85,24 +112,33 @@ class MoEStaticTokenDispatcher(MoEAlltoAllTokenDispatcher):
     def combine_postprocess(self, permutated_local_input_tokens: Tensor) -> Tensor:
         assert self.permutation is not None, "dispatch_preprocess comes first"
         output = unpermute(permutated_local_input_tokens, self.permutation).view(self.hidden_shape)
-        self.permutation = self.probs = self.tokens_per_expert = None  # nothing of a finished pass stays
+        self.permutation = self.probs = self.tokens_per_expert = (
+            None  # nothing of a finished pass stays
+        )
         return output
 
 
 class MoELocalTokenDispatcher(MoEStaticTokenDispatcher):
-    """Megatron's dispatcher for experts that are all on this rank: sorts tokens by expert, without communication."""
+    """Megatron's dispatcher for experts that are all on this rank: sorts tokens by expert,
+    without communication.
+    """
 
     def preprocess(self, routing_map: Tensor) -> Tensor:
         return routing_map.sum(0)
 
-    def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert: Tensor | None = None) -> Tensor | None:
+    def _maybe_dtoh_and_synchronize(
+        self, point: str, tokens_per_expert: Tensor | None = None
+    ) -> Tensor | None:
         return tokens_per_expert  # no collective needs sizes on the host
 
-    def token_dispatch(self, permutated_local_input_tokens: Tensor, permuted_probs: Tensor) -> tuple[Tensor, Tensor]:
+    def token_dispatch(
+        self, permutated_local_input_tokens: Tensor, permuted_probs: Tensor
+    ) -> tuple[Tensor, Tensor]:
         return permutated_local_input_tokens, permuted_probs
 
-    def dispatch_postprocess(self, global_input_tokens: Tensor,
-                             global_probs: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+    def dispatch_postprocess(
+        self, global_input_tokens: Tensor, global_probs: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
         return global_input_tokens, self.tokens_per_expert, global_probs
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
@@ -121,16 +157,18 @@ def _is_static(dispatcher: Any) -> bool:
         and config.moe_expert_capacity_factor is None
         and not config.moe_permute_fusion
         and not getattr(config, "moe_router_padding_for_quantization", False)
-        and getattr(config, "cuda_graph_impl", "none") in (None, "none")  # a graph reads upstream's attributes
+        and getattr(config, "cuda_graph_impl", "none")
+        in (None, "none")  # a graph reads upstream's attributes
     )
 
 
 def use_own_operators(model: torch.nn.Module, shape: ModelShape) -> None:
-    """Finish a model built from ``block_spec`` without Transformer Engine and with ``position_embedding_type="none"``.
+    """Finish a model built from ``block_spec`` without Transformer Engine and with
+    ``position_embedding_type="none"``.
 
-    Attention applies the rotary embedding and its layer's window; expert layers become ``FusedSequentialMLP``;
-    parameters and their names stay. The classes are replaced here and not in the spec, which the supported versions of
-    Megatron nest differently.
+    Attention applies the rotary embedding and its layer's window; expert layers become
+    ``FusedSequentialMLP``; parameters and their names stay. The classes are replaced here and not
+    in the spec, which the supported versions of Megatron nest differently.
     """
     for module in model.modules():
         if isinstance(module, SelfAttention):
@@ -143,8 +181,8 @@ def use_own_operators(model: torch.nn.Module, shape: ModelShape) -> None:
 
 
 def use_own_dispatchers(model: torch.nn.Module) -> None:
-    """Replace Megatron's token dispatchers where each token has as many experts as any other. Their scatter-add in the
-    dtype of the activations gives other sums in every pass on a GPU."""
+    """Replace Megatron's token dispatchers where each token has as many experts as any other. Their
+    scatter-add in the dtype of the activations gives other sums in every pass on a GPU."""
     for module in model.modules():
         if isinstance(module, MoELayer) and _is_static(module.token_dispatcher):
             dispatcher = module.token_dispatcher
@@ -155,8 +193,8 @@ def use_own_dispatchers(model: torch.nn.Module) -> None:
 def _name_as_transformer_engine(layer: TransformerLayer) -> None:
     """Store the norm before a layer's experts under the name that it has with Transformer Engine.
 
-    Megatron's torch spec stores it as the norm that Transformer Engine fuses into a dense layer's MLP, so that
-    checkpoints could not be exchanged between the two implementations.
+    Megatron's torch spec stores it as the norm that Transformer Engine fuses into a dense layer's
+    MLP, so that checkpoints could not be exchanged between the two implementations.
     """
     submodules = layer.submodules_config
     names = submodules.sharded_state_dict_keys_map
@@ -167,7 +205,10 @@ def _name_as_transformer_engine(layer: TransformerLayer) -> None:
 def _unit_of(config: Any) -> GatedUnit | None:
     """The gated unit of the experts; None where ours don't compute as the config has it."""
     others = (
-        not config.gated_linear_unit or config.moe_apply_probs_on_input or config.fp8 or getattr(config, "fp4", None)
+        not config.gated_linear_unit
+        or config.moe_apply_probs_on_input
+        or config.fp8
+        or getattr(config, "fp4", None)
     )
     limit, offset = config.activation_func_clamp_value, config.glu_linear_offset
     if others:
@@ -185,21 +226,29 @@ def transformer_engine_available() -> bool:
 
 
 def block_spec(
-    config: Any, shape: ModelShape | None = None, *, transformer_engine: bool, vp_stage: int | None = None
+    config: Any,
+    shape: ModelShape | None = None,
+    *,
+    transformer_engine: bool,
+    vp_stage: int | None = None,
 ) -> Any:
     """The layers that this pipeline stage builds, as Megatron's ``TransformerBlockSubmodules``.
 
     ``shape``: what mixes the tokens of each layer; None: attention as ``config`` has it.
     """
     block = get_gpt_decoder_block_spec(
-        config, use_transformer_engine=transformer_engine, normalization="RMSNorm", vp_stage=vp_stage
+        config,
+        use_transformer_engine=transformer_engine,
+        normalization="RMSNorm",
+        vp_stage=vp_stage,
     )
     if transformer_engine:
         return block
     block.layer_norm = RMSNorm
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     block.layer_specs = [
-        _torch_layer(copy.deepcopy(spec), config, shape, first + i) for i, spec in enumerate(block.layer_specs)
+        _torch_layer(copy.deepcopy(spec), config, shape, first + i)
+        for i, spec in enumerate(block.layer_specs)
     ]
     return block
 

@@ -1,8 +1,9 @@
 """The config's ``megatron`` section: options passed through to Megatron's own config classes.
 
-An option goes to each of ``TransformerConfig``, ``OptimizerConfig`` and ``DistributedDataParallelConfig`` that has it.
-Refused are unknown options, those that another config key sets, and those that would break what this package assumes
-(``megatron_refusals``). Keywords of our own go through `construct` too: none is dropped where Megatron lacks it.
+An option goes to each of ``TransformerConfig``, ``OptimizerConfig`` and
+``DistributedDataParallelConfig`` that has it. Refused are unknown options, those that another
+config key sets, and those that would break what this package assumes (``megatron_refusals``).
+Keywords of our own go through `construct` too: none is dropped where Megatron lacks it.
 """
 
 from __future__ import annotations
@@ -48,20 +49,30 @@ class MegatronOptions:
     ddp: dict[str, Any] = field(default_factory=dict)
 
 
-def resolve_options(options: Mapping[str, Any], *, uses_routes: bool = True, fused: bool = True) -> MegatronOptions:
-    """The options of the ``megatron`` section, each for the classes of the installed Megatron that have it.
+def resolve_options(
+    options: Mapping[str, Any], *, uses_routes: bool = True, fused: bool = True
+) -> MegatronOptions:
+    """The options of the ``megatron`` section, each for the classes of the installed Megatron that
+    have it.
 
-    uses_routes: whether the run replays or measures routes, so that options that bypass the router hooks are refused.
-    fused: whether Transformer Engine's kernels can be used.
-    Raises ``ConfigError`` for an unknown option, one that another key sets, one that is refused, and a wrong type.
+    uses_routes: whether the run replays or measures routes, so that options that bypass the router
+    hooks are refused. fused: whether Transformer Engine's kernels can be used. Raises
+    ``ConfigError`` for an unknown option, one that another key sets, one that is refused, and a
+    wrong type.
     """
     found: tuple[dict[str, Any], ...] = ({}, {}, {})
     for name, value in options.items():
-        owners = [(cls, values) for cls, values in zip(CLASSES, found, strict=True) if name in _fields(cls)]
+        owners = [
+            (cls, values)
+            for cls, values in zip(CLASSES, found, strict=True)
+            if name in _fields(cls)
+        ]
         if not owners:
             raise _unknown(name, value)
         if key := key_that_sets(name):
-            raise ConfigError(f"megatron.{name}", value, f"is set by {key}", f"remove it and set {key}")
+            raise ConfigError(
+                f"megatron.{name}", value, f"is set by {key}", f"remove it and set {key}"
+            )
         if reason := reason_to_refuse(name, value):
             raise ConfigError(f"megatron.{name}", value, reason, "remove it")
         if uses_routes and bypasses_router_hooks(name, value):
@@ -69,8 +80,13 @@ def resolve_options(options: Mapping[str, Any], *, uses_routes: bool = True, fus
             fix = "remove it, or set routing.replay: none and routing.metrics: false"
             raise ConfigError(f"megatron.{name}", value, problem, fix)
         if not fused and needs_transformer_engine(name, value):
-            problem = "uses kernels of Transformer Engine, which is not installed here or finds no CUDA device"
-            raise ConfigError(f"megatron.{name}", value, problem, "install Transformer Engine, or remove it")
+            problem = (
+                "uses kernels of Transformer Engine, which is not installed here or finds no CUDA"
+                " device"
+            )
+            raise ConfigError(
+                f"megatron.{name}", value, problem, "install Transformer Engine, or remove it"
+            )
         for cls, values in owners:
             values[name] = _converted(name, value, _fields(cls)[name])
     return MegatronOptions(*found)
@@ -79,14 +95,14 @@ def resolve_options(options: Mapping[str, Any], *, uses_routes: bool = True, fus
 def construct(cls: Callable[..., T], keywords: Mapping[str, Any], options: Mapping[str, Any]) -> T:
     """``cls(**keywords)`` with the user's options, which win.
 
-    Raises ``RunError`` for a keyword of ours that the installed class lacks, and ``ConfigError`` with Megatron's own
-    message for options that it rejects.
+    Raises ``RunError`` for a keyword of ours that the installed class lacks, and ``ConfigError``
+    with Megatron's own message for options that it rejects.
     """
     name = getattr(cls, "__name__", str(cls))
     if lacking := sorted(set(keywords) - set(_fields(cls))):
         raise RunError(
-            f"{name} of megatron-core {version()} has no option {lacking[0]}, which this package sets; "
-            "install a supported version (0.16.1 to 0.19)"
+            f"{name} of megatron-core {version()} has no option {lacking[0]}, which this package"
+            " sets; install a supported version (0.16.1 to 0.19)"
         )
     with rejections(name, options):
         return cls(**{**keywords, **options})
@@ -94,7 +110,8 @@ def construct(cls: Callable[..., T], keywords: Mapping[str, Any], options: Mappi
 
 @contextmanager
 def rejections(name: str, options: Mapping[str, Any]) -> Iterator[None]:
-    """Raise ``ConfigError`` with Megatron's message where it fails within the context, if the user gave options.
+    """Raise ``ConfigError`` with Megatron's message where it fails within the context, if the user
+    gave options.
 
     name: what is built within the context.
     """
@@ -102,11 +119,20 @@ def rejections(name: str, options: Mapping[str, Any]) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError:
         raise
-    except (ValueError, AssertionError, TypeError, NotImplementedError, ImportError, RuntimeError) as error:
+    except (
+        ValueError,
+        AssertionError,
+        TypeError,
+        NotImplementedError,
+        ImportError,
+        RuntimeError,
+    ) as error:
         if not options or isinstance(error, RunError):
             raise
         problem = f"{name} of megatron-core {version()} rejects the options: {first_line(error)}"
-        raise ConfigError("megatron", dict(options), problem, "correct or remove the option") from error
+        raise ConfigError(
+            "megatron", dict(options), problem, "correct or remove the option"
+        ) from error
 
 
 def version() -> str:
@@ -119,7 +145,9 @@ def _unknown(name: str, value: Any) -> ConfigError:
     close = difflib.get_close_matches(name, known, n=1)
     names = ", ".join(cls.__name__ for cls in CLASSES)
     fix = f"did you mean {close[0]}?" if close else "remove it"
-    return ConfigError(f"megatron.{name}", value, f"is not an option of {names} of megatron-core {version()}", fix)
+    return ConfigError(
+        f"megatron.{name}", value, f"is not an option of {names} of megatron-core {version()}", fix
+    )
 
 
 @functools.cache
@@ -137,7 +165,11 @@ def _converted(name: str, value: Any, annotation: Any) -> Any:
     for option in _alternatives(annotation):
         if option is torch.dtype and isinstance(value, str) and value in _DTYPES:
             return _DTYPES[value]
-        if isinstance(option, enum.EnumMeta) and isinstance(value, str) and value in option.__members__:
+        if (
+            isinstance(option, enum.EnumMeta)
+            and isinstance(value, str)
+            and value in option.__members__
+        ):
             return option[value]
     if any(_fits(option, value) for option in _alternatives(annotation)):
         return value
@@ -164,13 +196,19 @@ def _fits(option: Any, value: Any) -> bool:
         return value in typing.get_args(option)
     if option in (list, tuple) or origin in (list, tuple):
         return isinstance(value, (list, tuple))
-    return not _is_code(option) and option is not torch.dtype and not isinstance(option, enum.EnumMeta)
+    return (
+        not _is_code(option) and option is not torch.dtype and not isinstance(option, enum.EnumMeta)
+    )
 
 
 def _is_code(option: Any) -> bool:
     """Whether an option is a function or a context manager, which a config file can't hold."""
     origin = typing.get_origin(option)
-    return origin in (Callable, typing.get_origin(typing.Callable[..., Any]), typing.get_origin(typing.ContextManager))
+    return origin in (
+        Callable,
+        typing.get_origin(typing.Callable[..., Any]),
+        typing.get_origin(typing.ContextManager),
+    )
 
 
 def _describe(option: Any) -> str:

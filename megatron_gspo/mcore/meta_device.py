@@ -1,7 +1,9 @@
-"""One rank of any world, simulated: Megatron's process groups without other processes, its model without memory.
+"""One rank of any world, simulated: Megatron's process groups without other processes, its model
+without memory.
 
-Torch's fake process group completes every collective immediately without data, and parameters are on the meta device,
-which stores sizes only. So one process can build the model of any rank of a large world.
+Torch's fake process group completes every collective immediately without data, and parameters are
+on the meta device, which stores sizes only. So one process can build the model of any rank of a
+large world.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ def smallest_world(parallel: ParallelConfig) -> int:
 
 @contextmanager
 def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
-    """Within the context ``torch.distributed`` runs as ``rank`` of ``world_size``, without other processes.
+    """Within the context ``torch.distributed`` runs as ``rank`` of ``world_size``, without other
+    processes.
 
     Raises ``RuntimeError`` where it is initialised already.
     """
@@ -50,7 +53,8 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
 
 @contextmanager
 def simulated_rank(parallel: ParallelConfig, world_size: int, rank: int) -> Iterator[ProcessGroups]:
-    """Within the context this process is rank `rank` of `world_size`. Data from other ranks is undefined.
+    """Within the context this process is rank `rank` of `world_size`. Data from other ranks is
+    undefined.
 
     Raises ``RuntimeError`` where ``torch.distributed`` is initialised already.
     """
@@ -61,8 +65,15 @@ def simulated_rank(parallel: ParallelConfig, world_size: int, rank: int) -> Iter
             shutdown(keep_distributed=True)
 
 
-def meta_model(shape: ModelShape, parallel: ParallelConfig, model: ModelConfig, groups: ProcessGroups,
-               options: MegatronOptions = MegatronOptions()) -> list[GPTModel]:  # noqa: B008
-    """This rank's model chunks on the meta device, of torch layers; Transformer Engine's have the same sizes."""
+def meta_model(
+    shape: ModelShape,
+    parallel: ParallelConfig,
+    model: ModelConfig,
+    groups: ProcessGroups,
+    options: MegatronOptions = MegatronOptions(),
+) -> list[GPTModel]:
+    """This rank's model chunks on the meta device, of torch layers; Transformer Engine's have
+    the same sizes.
+    """
     with torch.device("meta"):
         return build_model(shape, parallel, replace(model, implementation="torch"), groups, options)

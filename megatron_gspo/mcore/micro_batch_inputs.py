@@ -1,7 +1,9 @@
-"""The inputs of the forward step: each micro-batch's shard, copied to the device one micro-batch ahead.
+"""The inputs of the forward step: each micro-batch's shard, copied to the device one micro-batch
+ahead.
 
-A pipeline stage gets what it reads: the first one tokens, the last one labels and what the loss needs. The bounds of
-the sequences stay on the host, where they are used: reading them back would synchronise the device.
+A pipeline stage gets what it reads: the first one tokens, the last one labels and what the loss
+needs. The bounds of the sequences stay on the host, where they are used: reading them back would
+synchronise the device.
 """
 
 from __future__ import annotations
@@ -22,7 +24,14 @@ from megatron_gspo.parallel.scored_rows import ScoredRows
 
 _FIRST_STAGE = ("tokens", "position_ids")
 _LAST_STAGE = ("labels",)
-POLICY_LOSS = ("segment_ids", "loss_mask", "advantages", "old_log_probs", "ref_log_probs", "rollout_log_probs")
+POLICY_LOSS = (
+    "segment_ids",
+    "loss_mask",
+    "advantages",
+    "old_log_probs",
+    "ref_log_probs",
+    "rollout_log_probs",
+)
 VALUE_LOSS = ("loss_mask", "values", "returns")
 
 
@@ -30,8 +39,9 @@ VALUE_LOSS = ("loss_mask", "values", "returns")
 class MicroBatchInputs:
     """A micro-batch as one model chunk takes it.
 
-    batch: the context-parallel shard; what the chunk's stage reads is on the device, with int32 in place of int64.
-    routes: of the micro-batch, or None. scored: on the last stage, the positions that the log-prob head works on.
+    batch: the context-parallel shard; what the chunk's stage reads is on the device, with int32 in
+    place of int64. routes: of the micro-batch, or None. scored: on the last stage, the positions
+    that the log-prob head works on.
     """
 
     batch: PackedBatch
@@ -40,21 +50,33 @@ class MicroBatchInputs:
 
 
 class InputReader:
-    """Reads the micro-batches of passes over ``num_microbatches`` each, for every model chunk from its own iterator.
+    """Reads the micro-batches of passes over ``num_microbatches`` each, for every model chunk from
+    its own iterator.
 
-    loss: fields that a loss reads; the trained positions are scored. Without any, all response tokens are scored.
-    routing: of the pass; None without routes.
+    loss: fields that a loss reads; the trained positions are scored. Without any, all response
+    tokens are scored. routing: of the pass; None without routes.
     """
 
-    def __init__(self, groups: ProcessGroups, *, num_microbatches: int, loss: Sequence[str] = (),
-                 routing: Sequence[MicroBatchRoutes] | None = None) -> None:  # fmt: skip
-        self._groups, self._count, self._loss, self._routing = groups, num_microbatches, tuple(loss), routing
+    def __init__(
+        self,
+        groups: ProcessGroups,
+        *,
+        num_microbatches: int,
+        loss: Sequence[str] = (),
+        routing: Sequence[MicroBatchRoutes] | None = None,
+    ) -> None:
+        self._groups, self._count, self._loss, self._routing = (
+            groups,
+            num_microbatches,
+            tuple(loss),
+            routing,
+        )
         self._ready: dict[int, MicroBatchInputs] = {}
         self._taken: Counter[int] = Counter()
 
     def take(self, batches: Iterator[PackedBatch], model: Any) -> MicroBatchInputs:
-        """The next micro-batch of ``model``, an unwrapped chunk. The copy of the one after it has been started too,
-        unless that belongs to another pass."""
+        """The next micro-batch of ``model``, an unwrapped chunk. The copy of the one after it has
+        been started too, unless that belongs to another pass."""
         chunk = id(model)
         inputs = self._ready.pop(chunk, None)
         if inputs is None:
@@ -71,10 +93,17 @@ class InputReader:
         if routes is not None:
             routes.begin_chunk(shard, [hook.layer for hook in router_hooks(model)])
         rows = self._scored_rows(shard, model)
-        read = [*(_FIRST_STAGE if model.pre_process else ()), *(_LAST_STAGE if model.post_process else ())]
+        read = [
+            *(_FIRST_STAGE if model.pre_process else ()),
+            *(_LAST_STAGE if model.post_process else ()),
+        ]
         read += self._loss if model.post_process else ()
-        tensors: dict[str, Tensor] = {name: value for name in read if (value := getattr(shard, name)) is not None}
-        moved = copy_to_device(tensors | (rows.tensors() if rows is not None else {}), compute_device())
+        tensors: dict[str, Tensor] = {
+            name: value for name in read if (value := getattr(shard, name)) is not None
+        }
+        moved = copy_to_device(
+            tensors | (rows.tensors() if rows is not None else {}), compute_device()
+        )
         changed: dict[str, Any] = {name: moved[name] for name in tensors}
         return MicroBatchInputs(
             batch=replace(shard, routed_experts=None, missing_routes=None, **changed),

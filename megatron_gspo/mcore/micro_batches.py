@@ -1,4 +1,5 @@
-"""This rank's packed micro-batches of a mini-batch, and per-token results back to the samples of its replica.
+"""This rank's packed micro-batches of a mini-batch, and per-token results back to the samples of
+its replica.
 
 A replica is the ranks of one model: those that differ in tensor, context and pipeline rank alone.
 """
@@ -28,8 +29,8 @@ from megatron_gspo.routing_replay.routes import RouteShape
 def packing_rules(training: TrainingConfig, config: Any, groups: ProcessGroups) -> PackingRules:
     """How a model with the ``TransformerConfig`` ``config`` packs.
 
-    Micro-batches have one length where their sizes must agree between ranks: pipeline stages and the allgather
-    dispatcher.
+    Micro-batches have one length where their sizes must agree between ranks: pipeline stages and
+    the allgather dispatcher.
     """
     cp = groups.cp.size()
     sequence_multiple = 2 * cp if cp > 1 else 1
@@ -47,12 +48,21 @@ def packing_rules(training: TrainingConfig, config: Any, groups: ProcessGroups) 
 class PackedBatches(Sequence[PackedBatch]):
     """Micro-batches that are packed on access, so that routes are held once and not packed too."""
 
-    def __init__(self, batch: SampleBatch, plan: MicroBatchPlan, replica: int, optional: Sequence[str] | None,
-                 routes: RouteShape | None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        batch: SampleBatch,
+        plan: MicroBatchPlan,
+        replica: int,
+        optional: Sequence[str] | None,
+        routes: RouteShape | None,
+    ) -> None:
         self._batch, self._plan, self._rows = batch, plan, plan.rows[replica]
         self._optional, self._routes = optional, routes
         trained = batch.table["trained"]
-        self._counts = max(int(np.count_nonzero(trained)), 1), max(int(trained.sum(dtype=np.int64)), 1)
+        self._counts = (
+            max(int(np.count_nonzero(trained)), 1),
+            max(int(trained.sum(dtype=np.int64)), 1),
+        )
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -71,21 +81,26 @@ class PackedBatches(Sequence[PackedBatch]):
             return [self[i] for i in range(*index.indices(len(self)))]
         index = range(len(self))[index]
         packed = pack(
-            [self._batch.packed[i] for i in self._rows[index]], num_sequences=self._counts[0],
-            num_tokens=self._counts[1], sequence_multiple=self._plan.sequence_multiple,
-            total_multiple=self._plan.total_multiple, optional=self._optional, routes=self._routes,
-        )  # fmt: skip
+            [self._batch.packed[i] for i in self._rows[index]],
+            num_sequences=self._counts[0],
+            num_tokens=self._counts[1],
+            sequence_multiple=self._plan.sequence_multiple,
+            total_multiple=self._plan.total_multiple,
+            optional=self._optional,
+            routes=self._routes,
+        )
         packed.micro_batch, packed.sample_ids = index, tuple(self._rows[index])
         return packed
 
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """One rank's share of a mini-batch. Every data-parallel rank has the same number of micro-batches.
+    """One rank's share of a mini-batch. Every data-parallel rank has the same number of
+    micro-batches.
 
-    ``seq_length``: tokens of the longest micro-batch of any rank, for Megatron's pipeline
-    schedule. ``real_tokens`` and ``packed_tokens`` count the whole mini-batch over all ranks, without and with padding.
-    ``layouts``: of ``batches``.
+    ``seq_length``: tokens of the longest micro-batch of any rank, for Megatron's pipeline schedule.
+    ``real_tokens`` and ``packed_tokens`` count the whole mini-batch over all ranks, without and
+    with padding. ``layouts``: of ``batches``.
     """
 
     batches: Sequence[PackedBatch]
@@ -95,46 +110,74 @@ class MicroBatches:
     layouts: Sequence[PackLayout] = ()
 
 
-def planned_micro_batches(batch: SampleBatch, plan: MicroBatchPlan, groups: ProcessGroups, *,
-                          optional: Sequence[str] | None = None, routes: RouteShape | None = None) -> MicroBatches:
-    """This rank's micro-batches of a global mini-batch. ``optional``, ``routes``: as in ``pack``; only samples that are
-    held have optional fields."""
+def planned_micro_batches(
+    batch: SampleBatch,
+    plan: MicroBatchPlan,
+    groups: ProcessGroups,
+    *,
+    optional: Sequence[str] | None = None,
+    routes: RouteShape | None = None,
+) -> MicroBatches:
+    """This rank's micro-batches of a global mini-batch. ``optional``, ``routes``: as in ``pack``;
+    only samples that are held have optional fields."""
     replica, lengths = groups.dp.rank(), batch.lengths
     layouts = []
     for number, rows in enumerate(plan.rows[replica]):
         bounds = packed_bounds(lengths[rows].tolist(), plan.sequence_multiple, plan.total_multiple)
         layouts.append(PackLayout(torch.from_numpy(bounds.astype(np.int32)), tuple(rows), number))
-    packed = PackedBatches(batch, plan, replica, optional if batch.packed is batch.held else (), routes)
+    packed = PackedBatches(
+        batch, plan, replica, optional if batch.packed is batch.held else (), routes
+    )
     return MicroBatches(packed, plan.seq_length, plan.real_tokens, plan.packed_tokens, layouts)
 
 
-def micro_batches(samples: Sequence[Sample], config: Any, groups: ProcessGroups, *, max_tokens: int,
-                  micro_batch_size: int | None = None, optional: Sequence[str] | None = None,
-                  routes: RouteShape | None = None) -> MicroBatches:
-    """This rank's micro-batches of a global mini-batch that every rank passes: for loops of your own.
+def micro_batches(
+    samples: Sequence[Sample],
+    config: Any,
+    groups: ProcessGroups,
+    *,
+    max_tokens: int,
+    micro_batch_size: int | None = None,
+    optional: Sequence[str] | None = None,
+    routes: RouteShape | None = None,
+) -> MicroBatches:
+    """This rank's micro-batches of a global mini-batch that every rank passes: for loops of your
+    own.
 
-    ``config`` is the model's ``TransformerConfig``. ``max_tokens`` bounds a packed micro-batch, ``micro_batch_size``
-    fixes the number of its sequences instead. ``optional``, ``routes``: as in ``pack``.
+    ``config`` is the model's ``TransformerConfig``. ``max_tokens`` bounds a packed micro-batch,
+    ``micro_batch_size`` fixes the number of its sequences instead. ``optional``, ``routes``: as in
+    ``pack``.
     """
-    training = TrainingConfig(steps=1, global_batch_size=1, max_tokens_per_micro_batch=max_tokens,
-                              micro_batch_size=micro_batch_size)  # fmt: skip
+    training = TrainingConfig(
+        steps=1,
+        global_batch_size=1,
+        max_tokens_per_micro_batch=max_tokens,
+        micro_batch_size=micro_batch_size,
+    )
     batch = SampleBatch.of(samples)
     plan = plan_of(batch, training, config, groups)
     return planned_micro_batches(batch, plan, groups, optional=optional, routes=routes)
 
 
-def plan_of(batch: SampleBatch, training: TrainingConfig, config: Any, groups: ProcessGroups) -> MicroBatchPlan:
+def plan_of(
+    batch: SampleBatch, training: TrainingConfig, config: Any, groups: ProcessGroups
+) -> MicroBatchPlan:
     """The plan of samples that every rank holds."""
     return plan_micro_batches(batch.lengths, packing_rules(training, config, groups))
 
 
-def values_of_replica(values: Sequence[Tensor], layouts: Sequence[PackLayout], batch: SampleBatch,
-                      groups: ProcessGroups) -> dict[int, np.ndarray]:
-    """Per-token results of this replica: by position in the batch ``[R]`` float32, on the ranks that hold its samples.
+def values_of_replica(
+    values: Sequence[Tensor],
+    layouts: Sequence[PackLayout],
+    batch: SampleBatch,
+    groups: ProcessGroups,
+) -> dict[int, np.ndarray]:
+    """Per-token results of this replica: by position in the batch ``[R]`` float32, on the ranks
+    that hold its samples.
 
-    ``values``: one ``[t]`` tensor per micro-batch, of this rank's shards, on the last pipeline stage; empty elsewhere.
-    One sum over the context ranks, each token being set by exactly one, and one broadcast to the other stages if those
-    hold the samples too.
+    ``values``: one ``[t]`` tensor per micro-batch, of this rank's shards, on the last pipeline
+    stage; empty elsewhere. One sum over the context ranks, each token being set by exactly one, and
+    one broadcast to the other stages if those hold the samples too.
     """
     if batch.packed is not batch.held:
         return {}
@@ -143,8 +186,16 @@ def values_of_replica(values: Sequence[Tensor], layouts: Sequence[PackLayout], b
     ends = np.cumsum([0, *sizes])
     if values:
         none = torch.zeros(0, device=compute_device())  # of a replica without samples
-        flat = torch.cat([none, *(part for one, layout in zip(values, layouts, strict=True)
-                                  for part in _label_parts(one.float(), layout, batch.table, groups))])  # fmt: skip
+        flat = torch.cat(
+            [
+                none,
+                *(
+                    part
+                    for one, layout in zip(values, layouts, strict=True)
+                    for part in _label_parts(one.float(), layout, batch.table, groups)
+                ),
+            ]
+        )
         if groups.cp.size() > 1 and len(flat):
             dist.all_reduce(flat, group=groups.cp)
     else:
@@ -155,8 +206,12 @@ def values_of_replica(values: Sequence[Tensor], layouts: Sequence[PackLayout], b
     return dict(zip(own, np.split(everything, ends[:-1])[1:], strict=True))
 
 
-def _label_parts(values: Tensor, layout: PackLayout, table: np.ndarray, groups: ProcessGroups) -> list[Tensor]:
-    """The values ``[t]`` of a shard where each sequence's response is predicted, 0 at what other shards have."""
+def _label_parts(
+    values: Tensor, layout: PackLayout, table: np.ndarray, groups: ProcessGroups
+) -> list[Tensor]:
+    """The values ``[t]`` of a shard where each sequence's response is predicted, 0 at what
+    other shards have.
+    """
     packed = values
     if groups.cp.size() > 1:
         owned = zigzag_indices(layout.cu_seqlens, groups.cp.rank(), groups.cp.size())
@@ -169,8 +224,12 @@ def _label_parts(values: Tensor, layout: PackLayout, table: np.ndarray, groups: 
     return parts
 
 
-def values_everywhere(found: Mapping[int, np.ndarray], batch: SampleBatch, groups: ProcessGroups) -> list[np.ndarray]:
-    """`values_of_replica` of every sample, on every rank: one sum over the replicas. For few samples."""
+def values_everywhere(
+    found: Mapping[int, np.ndarray], batch: SampleBatch, groups: ProcessGroups
+) -> list[np.ndarray]:
+    """`values_of_replica` of every sample, on every rank: one sum over the replicas. For few
+    samples.
+    """
     ends = np.cumsum([0, *batch.table["response_length"].tolist()])
     flat = torch.zeros(int(ends[-1]), device=compute_device())
     for index, values in found.items():

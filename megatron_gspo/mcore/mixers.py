@@ -1,5 +1,5 @@
-"""What mixes the tokens of a layer, by its kind in ``ModelShape.mixers``: how Megatron is configured for it and which
-torch modules take the place of Megatron's."""
+"""What mixes the tokens of a layer, by its kind in ``ModelShape.mixers``: how Megatron is
+configured for it and which torch modules take the place of Megatron's."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from megatron_gspo.models.model_shape import ModelShape
 
 @dataclass(frozen=True)
 class Mixer:
-    """options: of Megatron's config. place: takes ``self_attention`` of a spec of Megatron's torch layers, which it may
-    change, since it is the layer's own, Megatron's config and the shape; returns what takes its place.
-    transformer_engine: whether Transformer Engine's layers
-    can be built. stored_names: starts of a layer's parameter names, and those under which checkpoints have them, as
-    with Transformer Engine; None: Megatron's torch spec has them right."""
+    """options: of Megatron's config. place: takes ``self_attention`` of a spec of Megatron's torch
+    layers, which it may change, since it is the layer's own, Megatron's config and the shape;
+    returns what takes its place. transformer_engine: whether Transformer Engine's layers can be
+    built. stored_names: starts of a layer's parameter names, and those under which checkpoints have
+    them, as with Transformer Engine; None: Megatron's torch spec has them right."""
 
     options: Callable[[ModelShape], dict[str, Any]]
     place: Callable[[Any, Any, ModelShape | None], Any]
@@ -56,7 +56,9 @@ def _sink_attention(spec: Any, config: Any, shape: ModelShape | None) -> Any:
 
 
 def _joint_norm_options(shape: ModelShape) -> dict[str, Any]:
-    return _attention_options(shape) | dict(qk_layernorm=False)  # Megatron's name for norms of one head
+    return _attention_options(shape) | dict(
+        qk_layernorm=False
+    )  # Megatron's name for norms of one head
 
 
 def _joint_norm_attention(spec: Any, config: Any, shape: ModelShape | None) -> Any:
@@ -67,7 +69,10 @@ def _joint_norm_attention(spec: Any, config: Any, shape: ModelShape | None) -> A
 
 def _latent_options(shape: ModelShape) -> dict[str, Any]:
     assert shape.latent is not None
-    return dict(num_query_groups=shape.num_attention_heads, kv_channels=shape.latent.plain_dim + shape.rotary.dim)
+    return dict(
+        num_query_groups=shape.num_attention_heads,
+        kv_channels=shape.latent.plain_dim + shape.rotary.dim,
+    )
 
 
 def _latent_attention(spec: Any, config: Any, shape: ModelShape | None) -> Any:
@@ -76,7 +81,9 @@ def _latent_attention(spec: Any, config: Any, shape: ModelShape | None) -> Any:
 
 
 def _delta_net_options(shape: ModelShape) -> dict[str, Any]:
-    """Checkpoints name each layer's parameters: they aren't those of every layer, so that they can't be stacked."""
+    """Checkpoints name each layer's parameters: they aren't those of every layer, so that they
+    can't be stacked.
+    """
     return dict(hetereogenous_dist_checkpoint=True)  # Megatron's spelling
 
 
@@ -89,9 +96,13 @@ MIXERS = {
     "attention": Mixer(_attention_options, _attention),
     "windowed_attention": Mixer(_attention_options, _attention, transformer_engine=False),
     "sink_attention": Mixer(_attention_options, _sink_attention, transformer_engine=False),
-    "joint_norm_attention": Mixer(_joint_norm_options, _joint_norm_attention, transformer_engine=False),
+    "joint_norm_attention": Mixer(
+        _joint_norm_options, _joint_norm_attention, transformer_engine=False
+    ),
     "latent_attention": Mixer(
-        _latent_options, _latent_attention, transformer_engine=False,
+        _latent_options,
+        _latent_attention,
+        transformer_engine=False,
         stored_names={
             "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
             "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
@@ -99,10 +110,12 @@ MIXERS = {
         },
     ),
     "gated_delta_net": Mixer(
-        _delta_net_options, _delta_net, transformer_engine=False,
+        _delta_net_options,
+        _delta_net,
+        transformer_engine=False,
         stored_names={"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"},
     ),
-}  # fmt: skip
+}
 
 
 def mixers_of(shape: ModelShape) -> list[Mixer]:
@@ -112,5 +125,6 @@ def mixers_of(shape: ModelShape) -> list[Mixer]:
 
 def mixer_options(shape: ModelShape) -> dict[str, Any]:
     """The options of all kinds of mixers that the model has."""
-    return {name: value for mixer in mixers_of(shape) for name, value in mixer.options(shape).items()}
-
+    return {
+        name: value for mixer in mixers_of(shape) for name, value in mixer.options(shape).items()
+    }

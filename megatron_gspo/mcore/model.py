@@ -11,7 +11,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_gspo.config import ModelConfig, ParallelConfig
 from megatron_gspo.mcore.expert_bias import set_up_expert_bias
-from megatron_gspo.mcore.layers import block_spec, transformer_engine_available, use_own_dispatchers, use_own_operators
+from megatron_gspo.mcore.layers import (
+    block_spec,
+    transformer_engine_available,
+    use_own_dispatchers,
+    use_own_operators,
+)
 from megatron_gspo.mcore.megatron_options import MegatronOptions, construct, rejections
 from megatron_gspo.mcore.mixers import mixer_options, mixers_of
 from megatron_gspo.mcore.process_groups import ProcessGroups
@@ -21,14 +26,17 @@ from megatron_gspo.models.model_shape import ModelShape, padded_vocab_size
 from megatron_gspo.patches import expert_gradients
 
 
-def _moe(shape: ModelShape, parallel: ParallelConfig, engine: bool, update_rate: float) -> dict[str, Any]:
+def _moe(
+    shape: ModelShape, parallel: ParallelConfig, engine: bool, update_rate: float
+) -> dict[str, Any]:
     router = shape.router
     return dict(
         num_moe_experts=shape.num_experts,
         moe_router_topk=shape.experts_per_token,
         moe_ffn_hidden_size=shape.moe_ffn_hidden_size,
         moe_layer_freq=[int(is_moe) for is_moe in shape.moe_layers],
-        # softmax over the chosen experts equals softmax over all, then normalised; without normalisation it comes first
+        # softmax over the chosen experts equals softmax over all, then normalised; without
+        # normalisation it comes first
         moe_router_pre_softmax=router.score == "softmax" and not router.normalize,
         moe_router_score_function=router.score,
         moe_router_enable_expert_bias=router.expert_bias,
@@ -48,9 +56,16 @@ def _moe(shape: ModelShape, parallel: ParallelConfig, engine: bool, update_rate:
     )
 
 
-def transformer_config(shape: ModelShape, parallel: ParallelConfig, model: ModelConfig,
-                       options: MegatronOptions = MegatronOptions()) -> TransformerConfig:  # noqa: B008
-    """Megatron's config of this model. ``options`` of the user win over values that no config key sets."""
+def transformer_config(
+    shape: ModelShape,
+    parallel: ParallelConfig,
+    model: ModelConfig,
+    options: MegatronOptions = MegatronOptions(),
+) -> TransformerConfig:
+    """Megatron's config of this model.
+
+    ``options`` of the user win over values that no config key sets.
+    """
     engine = use_transformer_engine(model, shape)
     keywords = _layers(shape, engine) | mixer_options(shape) | _layout(parallel) | _precision(model)
     if shape.is_moe:
@@ -58,10 +73,15 @@ def transformer_config(shape: ModelShape, parallel: ParallelConfig, model: Model
     if model.recompute_granularity == "selective":
         keywords |= dict(recompute_granularity="selective")
     elif model.recompute_granularity == "full":
-        keywords |= dict(recompute_granularity="full", recompute_method="uniform",
-                         recompute_num_layers=model.recompute_num_layers or 1)
+        keywords |= dict(
+            recompute_granularity="full",
+            recompute_method="uniform",
+            recompute_num_layers=model.recompute_num_layers or 1,
+        )
     config = construct(TransformerConfig, keywords, options.transformer)
-    if shape.linear_bias:  # refused with expert-tensor parallelism: Megatron's own experts would add it on every rank
+    if (
+        shape.linear_bias
+    ):  # refused with expert-tensor parallelism: Megatron's own experts would add it on every rank
         config.add_bias_linear = True
     if _on_meta_device():  # no values to draw: most of the time that a build takes
         config.init_method = config.output_layer_init_method = lambda weight: weight
@@ -110,10 +130,11 @@ def _layout(parallel: ParallelConfig) -> dict[str, Any]:
         account_for_loss_in_pipeline_split=parallel.account_for_loss_in_pipeline_split,
         context_parallel_size=parallel.context_parallel_size,
         sequence_parallel=parallel.use_sequence_parallel,
-        # a tensor may be freed only after its send has completed; gloo, and the interleaved schedule before
-        # megatron-core 0.18, do not wait for that
+        # a tensor may be freed only after its send has completed; gloo, and the interleaved
+        # schedule before megatron-core 0.18, do not wait for that
         deallocate_pipeline_outputs=torch.cuda.is_available() and not is_interleaved,
-        # a batched exchange mixes up the two directions when both neighbours are the same rank (2 interleaved stages)
+        # a batched exchange mixes up the two directions when both neighbours are the same rank (2
+        # interleaved stages)
         overlap_p2p_comm=is_interleaved,
         batch_p2p_comm=not is_interleaved,
     )
@@ -125,15 +146,20 @@ def torch_dtype(model: ModelConfig) -> torch.dtype:
 
 
 def use_transformer_engine(model: ModelConfig, shape: ModelShape) -> bool:
-    """Resolve ``model.implementation``; raises ``ValueError`` where Transformer Engine is required and absent, or where
-    a mixer of the model has torch layers only."""
+    """Resolve ``model.implementation``; raises ``ValueError`` where Transformer Engine is required
+    and absent, or where a mixer of the model has torch layers only."""
     if not all(mixer.transformer_engine for mixer in mixers_of(shape)):
         if model.implementation == "transformer_engine":
             kinds = ", ".join(dict.fromkeys(shape.mixers))
-            raise ValueError(f"model.implementation=transformer_engine: {kinds} has torch layers only; use 'torch'")
+            raise ValueError(
+                f"model.implementation=transformer_engine: {kinds} has torch layers only; use"
+                " 'torch'"
+            )
         return False
     if model.implementation == "transformer_engine" and not transformer_engine_available():
-        raise ValueError("model.implementation=transformer_engine: not installed, or no CUDA device; use 'torch'")
+        raise ValueError(
+            "model.implementation=transformer_engine: not installed, or no CUDA device; use 'torch'"
+        )
     return model.implementation != "torch" and transformer_engine_available()
 
 
@@ -142,8 +168,13 @@ def _on_meta_device() -> bool:
     return torch.get_default_device().type == "meta"
 
 
-def build_model(shape: ModelShape, parallel: ParallelConfig, model: ModelConfig, groups: ProcessGroups,
-                options: MegatronOptions = MegatronOptions()) -> list[GPTModel]:  # noqa: B008
+def build_model(
+    shape: ModelShape,
+    parallel: ParallelConfig,
+    model: ModelConfig,
+    groups: ProcessGroups,
+    options: MegatronOptions = MegatronOptions(),
+) -> list[GPTModel]:
     """This rank's model chunks: one, or several under the interleaved pipeline schedule."""
     config = transformer_config(shape, parallel, model, options)
     engine = use_transformer_engine(model, shape)

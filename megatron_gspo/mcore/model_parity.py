@@ -1,4 +1,6 @@
-"""Compare a Megatron checkpoint with its Hugging Face model by the log-probs of a text under both."""
+"""Compare a Megatron checkpoint with its Hugging Face model by the log-probs of a text under
+both.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,14 @@ TOLERANCE = 1e-4  # nats, in float32: wrong weights are off by whole nats, round
 def compare_log_probs(hugging_face: Path, megatron: Path, text: str) -> tuple[float, int]:
     """(Largest difference of two log-probs in nats, tokens compared), in float32 and one process.
 
-    Raises ``InputError`` for a text that cannot be tokenized, or models that differ by more than ``TOLERANCE``.
+    Raises ``InputError`` for a text that cannot be tokenized, or models that differ by more than
+    ``TOLERANCE``.
     """
     tokens = _tokens(hugging_face, text)
-    ours, theirs = _by_megatron(hugging_face, megatron, tokens), _by_transformers(hugging_face, tokens)
+    ours, theirs = (
+        _by_megatron(hugging_face, megatron, tokens),
+        _by_transformers(hugging_face, tokens),
+    )
     difference = float(np.abs(ours - theirs).max())
     if not difference <= TOLERANCE:
         both = f"{hugging_face} and {megatron}"
@@ -54,11 +60,17 @@ def _by_megatron(hugging_face: Path, checkpoint: Path, tokens: np.ndarray) -> np
     groups = initialize(parallel, seed=0)
     try:
         [chunk] = build_model(shape, parallel, model, groups)
-        chunk.load_state_dict(dist_checkpointing.load({"model": chunk.sharded_state_dict()}, str(checkpoint))["model"])
+        chunk.load_state_dict(
+            dist_checkpointing.load({"model": chunk.sharded_state_dict()}, str(checkpoint))["model"]
+        )
         policy = Policy([chunk], groups, family, shape, str(hugging_face))
         sample = Sample(0, 0, tokens, 1, np.ones(len(tokens) - 1, dtype=bool), None, "stop")
-        training = TrainingConfig(steps=1, global_batch_size=1, max_tokens_per_micro_batch=len(tokens))
-        return compute_log_probs(policy, SampleBatch.of([sample]), training, temperature=1.0).log_probs[0]
+        training = TrainingConfig(
+            steps=1, global_batch_size=1, max_tokens_per_micro_batch=len(tokens)
+        )
+        return compute_log_probs(
+            policy, SampleBatch.of([sample]), training, temperature=1.0
+        ).log_probs[0]
     finally:
         shutdown()
 

@@ -13,8 +13,9 @@ from megatron_gspo.mcore.operators import rms_norm
 class RMSNorm(torch.nn.RMSNorm):
     """Torch's RMSNorm, marked so that Megatron sums its gradient under sequence parallelism.
 
-    Megatron's own torch norm doesn't support sequence parallelism, which MoE with tensor parallelism requires. With
-    ``layernorm_zero_centered_gamma`` it multiplies by 1 + weight, a sum that low precision would round off.
+    Megatron's own torch norm doesn't support sequence parallelism, which MoE with tensor
+    parallelism requires. With ``layernorm_zero_centered_gamma`` it multiplies by 1 + weight, a sum
+    that low precision would round off.
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
@@ -32,5 +33,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 def device_of(config: Any) -> int | None:
-    """Where a module's parameters are built; None is the default device: the CPU, or the meta device."""
+    """Where a module's parameters are built; None is the default device: the CPU, or the meta
+    device.
+    """
     return None if config.use_cpu_initialization else torch.cuda.current_device()

@@ -1,8 +1,9 @@
 """Moves what a policy keeps on its device between steps to host memory, and back, bit for bit.
 
-Memory is released by storage: a storage is resized to 0 bytes and later back, so that parameters, their views into
-Megatron's buffers, main parameters and Adam's moments stay the objects that they are. Gradients are not copied: the
-next forward-backward pass zeroes them. On a CPU the same code copies to other host memory.
+Memory is released by storage: a storage is resized to 0 bytes and later back, so that parameters,
+their views into Megatron's buffers, main parameters and Adam's moments stay the objects that they
+are. Gradients are not copied: the next forward-backward pass zeroes them. On a CPU the same code
+copies to other host memory.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ _BLOCK = 1 << 26  # bytes; torch rounds pinned allocations up to a power of two
 
 
 class HostBlocks:
-    """Host memory in blocks of one size that begin with a page, allocated once and used again. Pinned if there is
-    CUDA."""
+    """Host memory in blocks of one size that begin with a page, allocated once and used again.
+    Pinned if there is CUDA."""
 
     def __init__(self, block_bytes: int = _BLOCK) -> None:
         self._block_bytes = block_bytes
@@ -49,7 +50,11 @@ class HostBlocks:
     def used(self) -> list[Tensor]:
         """What was taken, block by block: [n] uint8 each."""
         size = self._block_bytes
-        return [block[: self._used - at * size] for at, block in enumerate(self._blocks) if at * size < self._used]
+        return [
+            block[: self._used - at * size]
+            for at, block in enumerate(self._blocks)
+            if at * size < self._used
+        ]
 
     def reset(self) -> None:
         """All of it is free again."""
@@ -60,7 +65,10 @@ class DeviceMemory:
     """The device memory of some tensors. While it is released the tensors must not be used."""
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]], *, keeps: bool) -> None:
-        """tensors: those of now, on one device. keeps: whether `restore` brings their values back, or zeros."""
+        """tensors: those of now, on one device.
+
+        keeps: whether `restore` brings their values back, or zeros.
+        """
         self._tensors, self._keeps = tensors, keeps
         self._host = HostBlocks()
         self._moved: list[tuple[Tensor, list[Tensor]]] = []
@@ -96,8 +104,9 @@ class DeviceMemory:
 class PolicyMemory:
     """What a policy holds on its device between steps: weights, gradients and optimizer state.
 
-    The passes of `mcore/train_step.py`, the weight export and checkpoints take back what they need. make_room: called
-    before gradients and optimizer state are restored, to free what an engine holds on the same device.
+    The passes of `mcore/train_step.py`, the weight export and checkpoints take back what they need.
+    make_room: called before gradients and optimizer state are restored, to free what an engine
+    holds on the same device.
     """
 
     def __init__(self, chunks: Sequence[Any], optimizer: Any) -> None:
@@ -114,7 +123,9 @@ class PolicyMemory:
         return self._weights.released or self._states.released
 
     def release(self, *, keep_weights: bool = False) -> None:
-        """Move it to host memory; does nothing for what is released already. Gradients are dropped."""
+        """Move it to host memory; does nothing for what is released already. Gradients are
+        dropped.
+        """
         if self._optimizer is not None:
             self._optimizer.zero_grad()  # main parameters may have gradients of their own
         for memory in (self._gradients, self._states, *(() if keep_weights else (self._weights,))):
@@ -137,17 +148,24 @@ class PolicyMemory:
 def _allocate(size: int) -> Tensor:
     """[size] uint8 from the beginning of a page on."""
     pinned = torch.cuda.is_available()
-    block = torch.empty(size if pinned else size + PAGE, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+    block = torch.empty(
+        size if pinned else size + PAGE, dtype=torch.uint8, device="cpu", pin_memory=pinned
+    )
     start = -block.data_ptr() % PAGE
     return block[start : start + size]
 
 
 def whole_storages(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """The storages of some tensors, each once, in their order, as [bytes] uint8; empty ones left out."""
+    """The storages of some tensors, each once, in their order, as [bytes] uint8; empty ones
+    left out.
+    """
     found = {tensor.untyped_storage()._cdata: tensor.detach() for tensor in tensors}
     with torch.no_grad():
-        return [tensor.new_empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
-                for tensor in found.values() if tensor.untyped_storage().nbytes()]  # fmt: skip
+        return [
+            tensor.new_empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+            for tensor in found.values()
+            if tensor.untyped_storage().nbytes()
+        ]
 
 
 def _split(whole: Tensor, pieces: Sequence[Tensor]) -> list[Tensor]:

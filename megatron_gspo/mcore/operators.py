@@ -1,7 +1,7 @@
 """The element-wise parts of a layer as autograd functions with hand-written backwards.
 
-Op-by-op autograd of these took a sixth of a small model's training step on a CPU. Plain torch, any device. Each equals
-its composite form up to rounding.
+Op-by-op autograd of these took a sixth of a small model's training step on a CPU. Plain torch, any
+device. Each equals its composite form up to rounding.
 """
 
 from __future__ import annotations
@@ -16,12 +16,18 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_gspo.mcore.device_copies import copy_to_device
-from megatron_gspo.mcore.expert_products import STRIDE, ExpertProducts, GroupedProducts, LoopedProducts
+from megatron_gspo.mcore.expert_products import (
+    STRIDE,
+    ExpertProducts,
+    GroupedProducts,
+    LoopedProducts,
+)
 from megatron_gspo.mcore.gated_units import SWIGLU, GatedUnit
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``x / sqrt(mean(x ** 2) + eps) * weight`` over the last dimension; ``x`` [..., h], ``weight`` [h].
+    """``x / sqrt(mean(x ** 2) + eps) * weight`` over the last dimension; ``x`` [..., h], ``weight``
+    [h].
 
     Low precision and GPUs use torch's own, which sums in float32 and is fused there.
     """
@@ -33,7 +39,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        squares = torch.linalg.vecdot(x, x).unsqueeze(-1)  # a little closer than the square of vector_norm
+        squares = torch.linalg.vecdot(x, x).unsqueeze(
+            -1
+        )  # a little closer than the square of vector_norm
         inverse = squares.mul_(1.0 / x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, inverse)
         return (x * inverse).mul_(weight)
@@ -53,8 +61,8 @@ class _RMSNorm(torch.autograd.Function):
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
     """Rotary embedding: ``x * cos + (second half, first half of x) * sin``.
 
-    ``x`` [t, heads, d]; ``cos`` [t, 1, d]; ``sin`` [t, 1, d], its first half negated. interleaved: the pairs of ``x``
-    are neighbours; the result has their first elements in its first half.
+    ``x`` [t, heads, d]; ``cos`` [t, 1, d]; ``sin`` [t, 1, d], its first half negated. interleaved:
+    the pairs of ``x`` are neighbours; the result has their first elements in its first half.
     """
     if interleaved:
         x = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
@@ -80,9 +88,11 @@ def _swapped(x: Tensor) -> Tensor:
 
 
 def pad_rows(x: Tensor, source: Tensor, slot: Tensor) -> Tensor:
-    """Rows of ``x`` [n, ...] laid out in padded slots, [slots, ...]: slot s holds row ``source[s]``.
+    """Rows of ``x`` [n, ...] laid out in padded slots, [slots, ...]: slot s holds row
+    ``source[s]``.
 
-    Row i is in slot ``slot[i]``. All other slots are padding; their gradient must be zero and is not read.
+    Row i is in slot ``slot[i]``. All other slots are padding; their gradient must be zero and is
+    not read.
     """
     return _PadRows.apply(x, source, slot)
 
@@ -91,7 +101,9 @@ class _PadRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, source: Tensor, slot: Tensor) -> Tensor:
         ctx.save_for_backward(slot)
-        return x.contiguous().index_select(0, source)  # torch selects row by row from a strided tensor
+        return x.contiguous().index_select(
+            0, source
+        )  # torch selects row by row from a strided tensor
 
     @staticmethod
     @once_differentiable
@@ -101,7 +113,8 @@ class _PadRows(torch.autograd.Function):
 
 
 def unpad_rows(x: Tensor, slot: Tensor) -> Tensor:
-    """The inverse of ``pad_rows``: row i of the result is slot ``slot[i]`` of ``x`` [slots, ...]; slots are distinct.
+    """The inverse of ``pad_rows``: row i of the result is slot ``slot[i]`` of ``x`` [slots, ...];
+    slots are distinct.
 
     ``slot`` is int64.
     """
@@ -126,7 +139,8 @@ class _UnpadRows(torch.autograd.Function):
 class Permutation:
     """Copies of rows in another order, as tokens sorted by expert.
 
-    source: [copies], the row that each copy is of. The copies of row i are ``order[first[i] : first[i + 1]]``.
+    source: [copies], the row that each copy is of. The copies of row i are ``order[first[i] :
+    first[i + 1]]``.
     """
 
     source: Tensor
@@ -143,7 +157,9 @@ class Permutation:
         return x.index_select(0, self.source)
 
     def sum(self, x: Tensor) -> Tensor:
-        """Copies [copies, d] to the sums over each row's copies, [n, d]; in a fixed order, unlike a scatter."""
+        """Copies [copies, d] to the sums over each row's copies, [n, d]; in a fixed order,
+        unlike a scatter.
+        """
         return torch.nn.functional.embedding_bag(self.order, x, self.first, mode="sum")
 
 
@@ -182,9 +198,11 @@ class _Unpermute(torch.autograd.Function):
 
 
 def masked_entries(mask: Tensor, per_row: int) -> tuple[Tensor, Tensor]:
-    """Row and column of each true entry of ``mask`` [n, m], sorted by column, then row; two of [n * per_row], int64.
+    """Row and column of each true entry of ``mask`` [n, m], sorted by column, then row; two of [n *
+    per_row], int64.
 
-    ``per_row`` entries of each row are true. So their number is known on the host, which doesn't wait for the device.
+    ``per_row`` entries of each row are true. So their number is known on the host, which doesn't
+    wait for the device.
     """
     by_column = mask.t().contiguous()
     column, row = torch.nonzero_static(by_column, size=mask.shape[0] * per_row).unbind(1)
@@ -193,7 +211,9 @@ def masked_entries(mask: Tensor, per_row: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class LowRank:
-    """What is added to each expert's weight: ``b[e] @ a[e]``, with ``a`` [r, in] and ``b`` [out, r], scaled."""
+    """What is added to each expert's weight: ``b[e] @ a[e]``, with ``a`` [r, in] and ``b``
+    [out, r], scaled.
+    """
 
     a: Sequence[Any]
     b: Sequence[Any]
@@ -201,10 +221,11 @@ class LowRank:
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """``up[e]`` [2 f, h], gate over linear; ``down[e]`` [h, f]; their biases [2 f] and [h], and adapters, or none.
+    """``up[e]`` [2 f, h], gate over linear; ``down[e]`` [h, f]; their biases [2 f] and [h], and
+    adapters, or none.
 
-    down_bias_share: the part of ``down_bias`` that is added here, where tensor-parallel ranks' outputs are summed. Each
-    rank's gradient is that of the whole bias.
+    down_bias_share: the part of ``down_bias`` that is added here, where tensor-parallel ranks'
+    outputs are summed. Each rank's gradient is that of the whole bias.
     """
 
     up: Sequence[Any]
@@ -216,7 +237,9 @@ class ExpertWeights:
     down_bias_share: float = 1.0
 
     def _parts(self) -> list[Sequence[Any]]:
-        adapters = [(each.a, each.b) if each else ((), ()) for each in (self.up_adapter, self.down_adapter)]
+        adapters = [
+            (each.a, each.b) if each else ((), ()) for each in (self.up_adapter, self.down_adapter)
+        ]
         return [self.up, self.down, self.up_bias, self.down_bias, *adapters[0], *adapters[1]]
 
     def tensors(self) -> list[Any]:
@@ -228,8 +251,12 @@ class ExpertWeights:
         rest = iter(tensors)
         parts = [list(islice(rest, len(part))) for part in self._parts()]
         up, down, up_bias, down_bias = parts[:4]
-        up_adapter, down_adapter = (LowRank(*parts[i : i + 2]) if parts[i] else None for i in (4, 6))
-        return ExpertWeights(up, down, up_bias, down_bias, up_adapter, down_adapter, self.down_bias_share)
+        up_adapter, down_adapter = (
+            LowRank(*parts[i : i + 2]) if parts[i] else None for i in (4, 6)
+        )
+        return ExpertWeights(
+            up, down, up_bias, down_bias, up_adapter, down_adapter, self.down_bias_share
+        )
 
     def sizes(self) -> ExpertWeights:
         """The same without the tensors, which a graph must not keep besides those that it saves."""
@@ -242,12 +269,14 @@ class ExpertWeights:
         return [self.down[0].shape[1], *(each.a[0].shape[0] for each in adapters)]
 
 
-def gated_experts(x: Tensor, probs: Tensor, counts: Tensor, weights: ExpertWeights,
-                  unit: GatedUnit = SWIGLU) -> Tensor:  # fmt: skip
-    """Gated experts over rows sorted by expert, each row's output times its routing probability; [n, h].
+def gated_experts(
+    x: Tensor, probs: Tensor, counts: Tensor, weights: ExpertWeights, unit: GatedUnit = SWIGLU
+) -> Tensor:
+    """Gated experts over rows sorted by expert, each row's output times its routing probability;
+    [n, h].
 
-    ``x`` [n, h]; ``probs`` [n]; ``counts`` [experts]: rows of each expert. On a GPU in bfloat16 the host doesn't read
-    ``counts``.
+    ``x`` [n, h]; ``probs`` [n]; ``counts`` [experts]: rows of each expert. On a GPU in bfloat16 the
+    host doesn't read ``counts``.
     """
     if grouped_products_apply(x, *weights.widths):
         if counts.device != x.device:  # expert parallelism has them on the host
@@ -259,8 +288,8 @@ def gated_experts(x: Tensor, probs: Tensor, counts: Tensor, weights: ExpertWeigh
 
 
 def grouped_products_apply(x: Tensor, *widths: int) -> bool:
-    """Whether torch has a grouped kernel for rows ``x`` [n, h] and rows of ``widths``: of bfloat16 on a GPU, in strides
-    of 16 bytes.
+    """Whether torch has a grouped kernel for rows ``x`` [n, h] and rows of ``widths``: of bfloat16
+    on a GPU, in strides of 16 bytes.
 
     On a CPU torch's grouped product is a loop too, and the weights would be copied for nothing.
     """
@@ -274,8 +303,13 @@ def grouped_products_apply(x: Tensor, *widths: int) -> bool:
 
 class _GatedExperts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, probs: Tensor, kind: tuple[ExpertProducts, GatedUnit, ExpertWeights],
-                *tensors: Tensor) -> Tensor:  # fmt: skip
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        probs: Tensor,
+        kind: tuple[ExpertProducts, GatedUnit, ExpertWeights],
+        *tensors: Tensor,
+    ) -> Tensor:
         products, unit, like = kind
         weights = like.replaced(tensors)
         hidden = _linear(products, x, weights.up, weights.up_adapter)
@@ -286,7 +320,9 @@ class _GatedExperts(torch.autograd.Function):
         ctx.save_for_backward(x, probs, hidden, *tensors)
         out = _linear(products, scaled, weights.down, weights.down_adapter)
         if weights.down_bias:
-            out += _scaled(products.rows_of(weights.down_bias, len(x)), probs * weights.down_bias_share)
+            out += _scaled(
+                products.rows_of(weights.down_bias, len(x)), probs * weights.down_bias_share
+            )
         return out
 
     @staticmethod
@@ -308,7 +344,9 @@ class _GatedExperts(torch.autograd.Function):
             down_bias = products.sums(_scaled(grad, probs))
         grad_hidden = torch.empty_like(hidden)
         unit.backward(_scaled(grad_scaled, probs), gate, linear, grad_hidden.chunk(2, dim=1))
-        grad_x, up = _linear_backward(products, grad_hidden, x, weights.up, weights.up_adapter, wanted.up)
+        grad_x, up = _linear_backward(
+            products, grad_hidden, x, weights.up, weights.up_adapter, wanted.up
+        )
         up_bias = products.sums(grad_hidden) if weights.up_bias else ()
         found = ExpertWeights(up.weight, down.weight, up_bias, down_bias, up.adapter, down.adapter)
         return grad_x, grad_probs.to(probs.dtype), None, *found.tensors()
@@ -322,8 +360,12 @@ class _LinearGradients:
     adapter: LowRank | None
 
 
-def _linear(products: ExpertProducts, x: Tensor, weight: Sequence[Tensor], adapter: LowRank | None) -> Tensor:
-    """Each expert's rows times its weight, and by way of ``adapter`` times ``b @ a`` without forming that."""
+def _linear(
+    products: ExpertProducts, x: Tensor, weight: Sequence[Tensor], adapter: LowRank | None
+) -> Tensor:
+    """Each expert's rows times its weight, and by way of ``adapter`` times ``b @ a`` without
+    forming that.
+    """
     out = products.rows_by_weights(x, weight, transpose=True)
     if adapter is not None:
         low = products.rows_by_weights(x, adapter.a, transpose=True)
@@ -331,8 +373,14 @@ def _linear(products: ExpertProducts, x: Tensor, weight: Sequence[Tensor], adapt
     return out
 
 
-def _linear_backward(products: ExpertProducts, grad: Tensor, x: Tensor, weight: Sequence[Tensor],
-                     adapter: LowRank | None, wanted: Sequence[Any]) -> tuple[Tensor, _LinearGradients]:
+def _linear_backward(
+    products: ExpertProducts,
+    grad: Tensor,
+    x: Tensor,
+    weight: Sequence[Tensor],
+    adapter: LowRank | None,
+    wanted: Sequence[Any],
+) -> tuple[Tensor, _LinearGradients]:
     """The gradient of ``x``, and those of what is trained. wanted: whether the weights' are."""
     trained = any(wanted)
     grad_weight = products.weight_gradients(grad, x) if trained else [None] * len(weight)
@@ -347,7 +395,7 @@ def _linear_backward(products: ExpertProducts, grad: Tensor, x: Tensor, weight: 
 
 
 def _scaled(rows: Tensor, probs: Tensor) -> Tensor:
-    """Times each row's probability, in ``rows``' dtype; multiplied in the wider of the two, as Megatron does. Without
-    gradient."""
+    """Times each row's probability, in ``rows``' dtype; multiplied in the wider of the two, as
+    Megatron does. Without gradient."""
     # ``out``: no second kernel that converts the product
     return torch.mul(rows, probs[:, None], out=torch.empty_like(rows))

@@ -15,11 +15,22 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
-from megatron_gspo.config import LoRAConfig, ModelConfig, OptimizerConfig, ParallelConfig, RoutingConfig
+from megatron_gspo.config import (
+    LoRAConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RoutingConfig,
+)
 from megatron_gspo.mcore.forward_step import unwrap
 from megatron_gspo.mcore.hf_weights import export_layers, export_weights, load_weights
 from megatron_gspo.mcore.layers import transformer_engine_available
-from megatron_gspo.mcore.lora.adapter_weights import AdapterSource, adapter_layers, fill_adapters, first_values
+from megatron_gspo.mcore.lora.adapter_weights import (
+    AdapterSource,
+    adapter_layers,
+    fill_adapters,
+    first_values,
+)
 from megatron_gspo.mcore.lora.attach import adapters_off, attach_adapters
 from megatron_gspo.mcore.lora.base_checksum import base_checksum
 from megatron_gspo.mcore.lora.reduction import finalize_gradients
@@ -38,11 +49,13 @@ from megatron_gspo.weight_transport.weight_source import WeightSource
 
 @dataclass
 class Policy:
-    """``chunks`` are wrapped by DistributedDataParallel; ``path`` is the Hugging Face directory that it came from.
+    """``chunks`` are wrapped by DistributedDataParallel; ``path`` is the Hugging Face directory
+    that it came from.
 
-    ``critic``: the value model that is trained with it (PPO), which is a ``Policy`` with a value head. ``memory`` moves
-    what the policy holds between steps to host memory and back; the critic has its own. ``trained_lora``: of the
-    adapters, if they are what is trained; ``is_base``: passes leave them out.
+    ``critic``: the value model that is trained with it (PPO), which is a ``Policy`` with a value
+    head. ``memory`` moves what the policy holds between steps to host memory and back; the critic
+    has its own. ``trained_lora``: of the adapters, if they are what is trained; ``is_base``: passes
+    leave them out.
     """
 
     chunks: list[Any]
@@ -67,12 +80,14 @@ class Policy:
 
     @property
     def routes(self) -> RouteShape | None:
-        """Sizes of the samples' routes on this rank, which holds those of its own chunks' layers; None without
-        experts."""
+        """Sizes of the samples' routes on this rank, which holds those of its own chunks' layers;
+        None without experts."""
         shape = RouteShape.of_model(self.shape)
         if shape is None:
             return None
-        return replace(shape, held=tuple(n for chunk in self.chunks for n in moe_layer_numbers(unwrap(chunk))))
+        return replace(
+            shape, held=tuple(n for chunk in self.chunks for n in moe_layer_numbers(unwrap(chunk)))
+        )
 
     @property
     def sources(self) -> tuple[WeightSource, ...]:
@@ -97,19 +112,22 @@ class Policy:
     def gather_weights(self, *, always: bool = False) -> None:
         """Gather the updated weights on every rank, to read them without a forward pass.
 
-        Needed with ``overlap_param_gather``: the optimizer step then leaves each rank with its own part of the new
-        weights, and the next forward pass gathers the rest. always: also without it, where each rank has new values of
-        its own part. A collective of all ranks.
+        Needed with ``overlap_param_gather``: the optimizer step then leaves each rank with its own
+        part of the new weights, and the next forward pass gathers the rest. always: also without
+        it, where each rank has new values of its own part. A collective of all ranks.
         """
         for chunk in self.chunks:
-            if getattr(chunk, "use_forward_hook", False) or (always and chunk.ddp_config.use_distributed_optimizer):
+            if getattr(chunk, "use_forward_hook", False) or (
+                always and chunk.ddp_config.use_distributed_optimizer
+            ):
                 chunk.start_param_sync(force_sync=True)
 
     def weights(self, source: WeightSource | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Stream the weights under their Hugging Face names, merged with their adapters; a collective of all ranks.
+        """Stream the weights under their Hugging Face names, merged with their adapters; a
+        collective of all ranks.
 
-        ``source``: only what it sends (`mcore/weight_sources.py`), to its rank alone; those of an update begin with
-        number 0. None: all, to every rank.
+        ``source``: only what it sends (`mcore/weight_sources.py`), to its rank alone; those of an
+        update begin with number 0. None: all, to every rank.
         """
         chunks = self._chunks_to_send(source)
         if source is None:
@@ -117,7 +135,10 @@ class Policy:
         return export_source(source, chunks, self.family, self.shape, self.groups)
 
     def adapters(self, source: WeightSource | None = None) -> Iterator[tuple[str, Tensor]]:
-        """As `weights`, the adapters alone under PEFT's names (without its prefix). Needs ``trained_lora``."""
+        """As `weights`, the adapters alone under PEFT's names (without its prefix).
+
+        Needs ``trained_lora``.
+        """
         chunks = self._chunks_to_send(source)
         assert self.trained_lora is not None
         layers = adapter_layers(chunks, self.trained_lora, self.family, self.shape, self.groups)
@@ -126,8 +147,8 @@ class Policy:
         return export_source(source, chunks, self.family, self.shape, self.groups, layers=layers)
 
     def set_adapters(self, source: AdapterSource) -> None:
-        """Give the adapters and the optimizer's copies of them the values of ``source``, of which each rank takes its
-        own slices."""
+        """Give the adapters and the optimizer's copies of them the values of ``source``, of which
+        each rank takes its own slices."""
         assert self.trained_lora is not None
         chunks = [unwrap(chunk) for chunk in self.chunks]
         fill_adapters(source, chunks, self.trained_lora, self.family, self.shape, self.groups)
@@ -135,8 +156,8 @@ class Policy:
             self.optimizer.reload_model_params()
 
     def base_checksum(self) -> str:
-        """Of the frozen weights that adapters belong to; "" without adapters. A collective of all ranks the first
-        time."""
+        """Of the frozen weights that adapters belong to; "" without adapters. A collective of all
+        ranks the first time."""
         if self.trained_lora is not None and not self._checksum:
             chunks = [unwrap(chunk) for chunk in self.chunks]
             self._checksum = base_checksum(chunks, self.family, self.shape, self.groups)
@@ -144,7 +165,9 @@ class Policy:
 
     def _chunks_to_send(self, source: WeightSource | None) -> list[Any]:
         self.memory.restore_weights()
-        if source is None or source.number == 0:  # a collective: the sources after it send at the same time
+        if (
+            source is None or source.number == 0
+        ):  # a collective: the sources after it send at the same time
             self.gather_weights()
         return [unwrap(chunk) for chunk in self.chunks]
 
@@ -161,15 +184,23 @@ class TrainedParts:
     seed: int = 0
 
 
-def build_policy(model: ModelConfig, parallel: ParallelConfig, groups: ProcessGroups, *,
-                 optimizer: OptimizerConfig | None, total_steps: int = 1, parts: TrainedParts = TrainedParts(),  # noqa: B008
-                 options: MegatronOptions = MegatronOptions()) -> Policy:  # noqa: B008
+def build_policy(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    groups: ProcessGroups,
+    *,
+    optimizer: OptimizerConfig | None,
+    total_steps: int = 1,
+    parts: TrainedParts = TrainedParts(),
+    options: MegatronOptions = MegatronOptions(),
+) -> Policy:
     """Build the model of a Hugging Face directory, load its weights and create its optimizer.
 
-    With ``model.init: random`` only ``config.json`` is read, and Megatron initializes the weights. Without
-    ``optimizer`` (a frozen reference policy) there are no gradient buffers. ``total_steps``: optimizer steps of the
-    learning-rate schedule. ``parts``: with a value head it is a value model of the same sizes; with adapters, which
-    torch layers alone can have, the weights are frozen. ``options``: passed through to Megatron's config classes.
+    With ``model.init: random`` only ``config.json`` is read, and Megatron initializes the weights.
+    Without ``optimizer`` (a frozen reference policy) there are no gradient buffers.
+    ``total_steps``: optimizer steps of the learning-rate schedule. ``parts``: with a value head it
+    is a value model of the same sizes; with adapters, which torch layers alone can have, the
+    weights are frozen. ``options``: passed through to Megatron's config classes.
     """
     path, is_pretrained, lora = model.path, model.init == "pretrained", parts.lora
     family, shape = family_of(read_config(path))
@@ -187,7 +218,10 @@ def build_policy(model: ModelConfig, parallel: ParallelConfig, groups: ProcessGr
         return Policy(chunks, groups, family, shape, path)
     config = chunks[0].config
     ddp = ddp_config(parallel, options)
-    wrapped = [DistributedDataParallel(config, ddp, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)]
+    wrapped = [
+        DistributedDataParallel(config, ddp, chunk, disable_bucketing=i > 0)
+        for i, chunk in enumerate(chunks)
+    ]
     if not is_pretrained:
         for chunk in wrapped:
             chunk.broadcast_params()
@@ -200,14 +234,23 @@ def build_policy(model: ModelConfig, parallel: ParallelConfig, groups: ProcessGr
     return Policy(wrapped, groups, family, shape, path, adam, schedule, trained_lora=lora)
 
 
-def check_megatron_options(given: Mapping[str, Any], shape: ModelShape, parallel: ParallelConfig, model: ModelConfig,
-                           optimizer: OptimizerConfig, routing: RoutingConfig) -> MegatronOptions:
-    """Resolve the ``megatron`` section and let Megatron's own config classes check it; nothing is allocated.
+def check_megatron_options(
+    given: Mapping[str, Any],
+    shape: ModelShape,
+    parallel: ParallelConfig,
+    model: ModelConfig,
+    optimizer: OptimizerConfig,
+    routing: RoutingConfig,
+) -> MegatronOptions:
+    """Resolve the ``megatron`` section and let Megatron's own config classes check it; nothing is
+    allocated.
 
     Raises ``ConfigError`` naming the option, or with Megatron's message.
     """
     options = resolve_options(
-        given, uses_routes=shape.is_moe and routing.uses_routes, fused=transformer_engine_available()
+        given,
+        uses_routes=shape.is_moe and routing.uses_routes,
+        fused=transformer_engine_available(),
     )
     if given:
         transformer_config(shape, parallel, model, options)
@@ -216,8 +259,10 @@ def check_megatron_options(given: Mapping[str, Any], shape: ModelShape, parallel
     return options
 
 
-def ddp_config(parallel: ParallelConfig, options: MegatronOptions = MegatronOptions()  # noqa: B008
-               ) -> DistributedDataParallelConfig:  # fmt: skip
+def ddp_config(
+    parallel: ParallelConfig,
+    options: MegatronOptions = MegatronOptions(),
+) -> DistributedDataParallelConfig:
     """Megatron's config of gradient buffers and their reduction."""
     keywords = dict(
         use_distributed_optimizer=parallel.use_distributed_optimizer,
@@ -230,7 +275,9 @@ def ddp_config(parallel: ParallelConfig, options: MegatronOptions = MegatronOpti
 
 
 def _connect(config: Any, chunks: list[Any], parallel: ParallelConfig) -> None:
-    """Set the functions that Megatron's schedule calls to reduce gradients and gather parameters."""
+    """Set the functions that Megatron's schedule calls to reduce gradients and gather
+    parameters.
+    """
     config.finalize_model_grads_func = finalize_gradients
     if parallel.overlap_grad_reduce:
         config.no_sync_func = [chunk.no_sync for chunk in chunks]
@@ -243,22 +290,35 @@ def _connect(config: Any, chunks: list[Any], parallel: ParallelConfig) -> None:
                     setattr(config, name, getattr(config, name)[0])
 
 
-def optimizer_config(optimizer: OptimizerConfig, model: ModelConfig, parallel: ParallelConfig,
-                     options: MegatronOptions = MegatronOptions()) -> MegatronOptimizerConfig:  # noqa: B008
+def optimizer_config(
+    optimizer: OptimizerConfig,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    options: MegatronOptions = MegatronOptions(),
+) -> MegatronOptimizerConfig:
     """Megatron's config of Adam."""
     dtype = torch_dtype(model)
     keywords = dict(
-        optimizer="adam", lr=optimizer.lr, min_lr=optimizer.min_lr, weight_decay=optimizer.weight_decay,
-        adam_beta1=optimizer.adam_beta1, adam_beta2=optimizer.adam_beta2, adam_eps=optimizer.adam_eps,
-        clip_grad=optimizer.clip_grad, params_dtype=dtype, bf16=dtype == torch.bfloat16,
+        optimizer="adam",
+        lr=optimizer.lr,
+        min_lr=optimizer.min_lr,
+        weight_decay=optimizer.weight_decay,
+        adam_beta1=optimizer.adam_beta1,
+        adam_beta2=optimizer.adam_beta2,
+        adam_eps=optimizer.adam_eps,
+        clip_grad=optimizer.clip_grad,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
         use_distributed_optimizer=parallel.use_distributed_optimizer,
         overlap_param_gather=parallel.overlap_param_gather,
-    )  # fmt: skip
+    )
     return construct(MegatronOptimizerConfig, keywords, options.optimizer)
 
 
 def _fuse(adam: Any) -> None:
-    """Let torch's Adam, Megatron's choice without Transformer Engine and Apex, run as one kernel a group."""
+    """Let torch's Adam, Megatron's choice without Transformer Engine and Apex, run as one
+    kernel a group.
+    """
     for inner in torch_optimizers(adam):
         if isinstance(inner, torch.optim.Adam):  # AdamW is one of it
             for group in inner.param_groups:
@@ -266,7 +326,9 @@ def _fuse(adam: Any) -> None:
 
 
 def _check_gradient_norm(adam: Any) -> None:
-    """Stop before a step into NaN weights: once a step and, because the norm is that of all ranks, on every rank."""
+    """Stop before a step into NaN weights: once a step and, because the norm is that of all
+    ranks, on every rank.
+    """
     gradient_norm = adam.get_grad_norm
 
     def checked() -> Any:
@@ -282,8 +344,15 @@ def _schedule(adam: Any, optimizer: OptimizerConfig, total_steps: int) -> Optimi
     warmup = optimizer.lr_warmup_steps
     return OptimizerParamScheduler(
         adam,
-        init_lr=optimizer.lr / (warmup + 1),  # not 0, so that the first update of a warm-up has an effect
-        max_lr=optimizer.lr, min_lr=optimizer.min_lr, lr_warmup_steps=warmup,
-        lr_decay_steps=max(total_steps, warmup + 1), lr_decay_style=optimizer.lr_decay_style,
-        start_wd=optimizer.weight_decay, end_wd=optimizer.weight_decay, wd_incr_steps=0, wd_incr_style="constant",
-    )  # fmt: skip
+        init_lr=optimizer.lr
+        / (warmup + 1),  # not 0, so that the first update of a warm-up has an effect
+        max_lr=optimizer.lr,
+        min_lr=optimizer.min_lr,
+        lr_warmup_steps=warmup,
+        lr_decay_steps=max(total_steps, warmup + 1),
+        lr_decay_style=optimizer.lr_decay_style,
+        start_wd=optimizer.weight_decay,
+        end_wd=optimizer.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+    )

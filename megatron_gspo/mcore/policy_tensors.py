@@ -1,6 +1,7 @@
 """The tensors that a policy holds between steps: weights, gradients and optimizer state.
 
-``chunks``: of the model, wrapped by DistributedDataParallel or not; ``optimizer``: Megatron's, or None.
+``chunks``: of the model, wrapped by DistributedDataParallel or not; ``optimizer``: Megatron's, or
+None.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ def gradients(chunks: Sequence[Any]) -> Iterator[Tensor]:
 
 
 def torch_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
-    """The torch optimizers within Megatron's, without those of parts of which this rank has no parameter."""
+    """The torch optimizers within Megatron's, without those of parts of which this rank has no
+    parameter.
+    """
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         inner = getattr(part, "optimizer", None)
         if inner is not None:
@@ -36,12 +39,19 @@ def torch_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
 
 
 def optimizer_states(chunks: Sequence[Any], optimizer: Any) -> Iterator[Tensor]:
-    """Main parameters and moments on the parameters' device; without those that are views of the parameters."""
+    """Main parameters and moments on the parameters' device; without those that are views of
+    the parameters.
+    """
     owned = {parameter.untyped_storage()._cdata for parameter in weights(chunks)}
     device = next(weights(chunks)).device
     for inner in torch_optimizers(optimizer):
         tensors = [parameter for group in inner.param_groups for parameter in group["params"]]
-        tensors += [value for state in inner.state.values() for value in state.values() if torch.is_tensor(value)]
+        tensors += [
+            value
+            for state in inner.state.values()
+            for value in state.values()
+            if torch.is_tensor(value)
+        ]
         for tensor in tensors:
             if tensor.device == device and tensor.untyped_storage()._cdata not in owned:
                 yield tensor

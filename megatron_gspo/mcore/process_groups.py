@@ -23,7 +23,10 @@ _TELLS_AFTER = 20.0  # seconds of waiting for the other processes
 
 @dataclass(frozen=True)
 class ProcessGroups:
-    """The process groups that the plugin uses, as values to be passed on. ``dp`` leaves context parallelism out."""
+    """The process groups that the plugin uses, as values to be passed on.
+
+    ``dp`` leaves context parallelism out.
+    """
 
     tp: dist.ProcessGroup
     pp: dist.ProcessGroup
@@ -59,8 +62,8 @@ def current_groups() -> ProcessGroups:
 
 
 def every_group() -> dict[str, dist.ProcessGroup]:
-    """Every kind of group that training communicates in, by name, in one order on all ranks; Megatron's parallel state
-    must be initialised."""
+    """Every kind of group that training communicates in, by name, in one order on all ranks;
+    Megatron's parallel state must be initialised."""
     groups = current_groups()
     return {
         "world": dist.group.WORLD,
@@ -72,20 +75,30 @@ def every_group() -> dict[str, dist.ProcessGroup]:
 
 def compute_device() -> torch.device:
     """This process's GPU, or the CPU where there is none."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
 
 
 def start(*, backend: str = "auto", timeout_minutes: float = 30.0) -> dist.Store:
-    """Start ``torch.distributed`` from torchrun's environment, or as a world of one; returns the store of all ranks.
+    """Start ``torch.distributed`` from torchrun's environment, or as a world of one; returns the
+    store of all ranks.
 
-    ``backend`` is ``auto`` (nccl with CUDA, else gloo), ``gloo`` or ``nccl``. A collective that takes longer than
-    ``timeout_minutes`` raises. Raises ``ConfigError`` for a backend that this machine lacks, ``RunError`` where the
-    ranks don't find each other.
+    ``backend`` is ``auto`` (nccl with CUDA, else gloo), ``gloo`` or ``nccl``. A collective that
+    takes longer than ``timeout_minutes`` raises. Raises ``ConfigError`` for a backend that this
+    machine lacks, ``RunError`` where the ranks don't find each other.
     """
     cuda = torch.cuda.is_available()
     if backend == "nccl" and not (cuda and dist.is_nccl_available()):
         problem = f"needs a GPU, and torch {torch.__version__} finds none here"
-        raise ConfigError("parallel.backend", backend, problem, "set it to auto or gloo, or install torch for CUDA")
+        raise ConfigError(
+            "parallel.backend",
+            backend,
+            problem,
+            "set it to auto or gloo, or install torch for CUDA",
+        )
     world = world_size()
     if cuda:
         torch.cuda.set_device(_local_gpu())
@@ -97,8 +110,11 @@ def start(*, backend: str = "auto", timeout_minutes: float = 30.0) -> dist.Store
             with _told_of_waiting(world):
                 store, rank, world = next(iter(dist.rendezvous("env://", timeout=limit)))
             store.set_timeout(limit)
-            # torchrun keeps one store over its restarts, with the addresses of processes that ended: hence the prefix
-            store = dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+            # torchrun keeps one store over its restarts, with the addresses of processes that
+            # ended: hence the prefix
+            store = dist.PrefixStore(
+                f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store
+            )
         chosen = ("nccl" if cuda else "gloo") if backend == "auto" else backend
         own = dist.PrefixStore("process_groups", store)
         dist.init_process_group(chosen, timeout=limit, store=own, rank=rank, world_size=world)
@@ -106,12 +122,16 @@ def start(*, backend: str = "auto", timeout_minutes: float = 30.0) -> dist.Store
         if "EADDRINUSE" in str(error):
             port = os.environ.get("MASTER_PORT")
             raise RunError(
-                f"MASTER_PORT={port} is in use on this machine; end the process that listens there, or set another "
-                "port for all processes (torchrun --master-port, or --standalone)"
+                f"MASTER_PORT={port} is in use on this machine; end the process that listens there,"
+                " or set another port for all processes (torchrun --master-port, or --standalone)"
             ) from error
-        fix = "start all of them with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for all"
+        fix = (
+            "start all of them with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+            " for all"
+        )
         raise RunError(
-            f"the {world} processes did not find each other in {timeout_minutes:g} minutes ({first_line(error)}); {fix}"
+            f"the {world} processes did not find each other in {timeout_minutes:g} minutes"
+            f" ({first_line(error)}); {fix}"
         ) from error
     return store
 
@@ -121,8 +141,8 @@ def _local_gpu() -> int:
     index, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
     if index >= count:
         raise RunError(
-            f"LOCAL_RANK={index}: this node has {count} visible GPUs, one for each process; start fewer processes here "
-            "(torchrun --nproc-per-node) or correct CUDA_VISIBLE_DEVICES"
+            f"LOCAL_RANK={index}: this node has {count} visible GPUs, one for each process; start"
+            " fewer processes here (torchrun --nproc-per-node) or correct CUDA_VISIBLE_DEVICES"
         )
     return index
 
@@ -134,8 +154,8 @@ def _told_of_waiting(world: int) -> Iterator[None]:
     def tell() -> None:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         print(
-            f"rank {os.environ.get('RANK')} waits at {address} for the {world} processes that WORLD_SIZE names; "
-            "to train in one process use megatron-gspo train",
+            f"rank {os.environ.get('RANK')} waits at {address} for the {world} processes that"
+            " WORLD_SIZE names; to train in one process use megatron-gspo train",
             file=sys.stderr,
             flush=True,
         )
@@ -150,9 +170,11 @@ def _told_of_waiting(world: int) -> Iterator[None]:
 
 
 def initialize(parallel: ParallelConfig, *, seed: int, gloo_groups: bool = True) -> ProcessGroups:
-    """`start` ``torch.distributed`` unless it is initialized, then Megatron's process groups and random states.
+    """`start` ``torch.distributed`` unless it is initialized, then Megatron's process groups and
+    random states.
 
-    gloo_groups: create Megatron's second set of data-parallel groups, for communication between CPUs.
+    gloo_groups: create Megatron's second set of data-parallel groups, for communication between
+    CPUs.
     """
     minutes = parallel.distributed_timeout_minutes
     if not dist.is_initialized():
@@ -172,7 +194,9 @@ def initialize(parallel: ParallelConfig, *, seed: int, gloo_groups: bool = True)
 
 
 def shutdown(*, keep_distributed: bool = False) -> None:
-    """Destroy Megatron's groups and, unless it is to be kept, ``torch.distributed``; safe to call twice."""
+    """Destroy Megatron's groups and, unless it is to be kept, ``torch.distributed``; safe to
+    call twice.
+    """
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     if dist.is_initialized() and not keep_distributed:

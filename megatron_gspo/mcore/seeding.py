@@ -9,19 +9,24 @@ import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
 
-ROLLOUT, UPDATE, EVALUATION = range(3)  # phases of a step; a resumed run may begin with either of the first two
+ROLLOUT, UPDATE, EVALUATION = range(
+    3
+)  # phases of a step; a resumed run may begin with either of the first two
 
 
 def seed_generators(seed: int, step: int, phase: int) -> None:
     """Seed Python's, numpy's and torch's global generators on this rank, and Megatron's.
 
-    Nothing in this package draws from them after the weights; engines, verifiers and modules of one's own may. Seeded
-    before every phase they are a function of what a checkpoint holds, so that a resumed run, in any layout,
-    needs no stored state. Python's, numpy's and torch's differ by rank; Megatron derives its own from the layout.
+    Nothing in this package draws from them after the weights; engines, verifiers and modules of
+    one's own may. Seeded before every phase they are a function of what a checkpoint holds, so that
+    a resumed run, in any layout, needs no stored state. Python's, numpy's and torch's differ by
+    rank; Megatron derives its own from the layout.
     """
     mine = np.random.SeedSequence([seed, step, phase, dist.get_rank()]).generate_state(3)
     shared = int(np.random.SeedSequence([seed, step, phase]).generate_state(1)[0])
     tensor_parallel.model_parallel_cuda_manual_seed(shared)
-    torch.default_generator.manual_seed(int(mine[2]))  # the CPU's alone: the GPU's default one is Megatron's to seed
+    torch.default_generator.manual_seed(
+        int(mine[2])
+    )  # the CPU's alone: the GPU's default one is Megatron's to seed
     np.random.seed(mine[1])
     random.seed(int(mine[0]))

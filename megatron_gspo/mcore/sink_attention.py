@@ -14,7 +14,9 @@ from megatron_gspo.mcore.norms import device_of
 
 
 class SinkAttention(PackedAttention):
-    """``PackedAttention`` with sinks under the name that Megatron gives them, ``softmax_offset``; sharded by heads."""
+    """``PackedAttention`` with sinks under the name that Megatron gives them,
+    ``softmax_offset``; sharded by heads.
+    """
 
     def __init__(self, config: Any, *args: Any, pg_collection: Any = None, **kwargs: Any) -> None:
         super().__init__(config, *args, pg_collection=pg_collection, **kwargs)
@@ -29,8 +31,14 @@ class SinkAttention(PackedAttention):
     def sinks(self) -> Tensor:  # type: ignore[override]
         return self.softmax_offset
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (),
-                           metadata: dict[str, Any] | None = None) -> dict[str, Any]:  # fmt: skip
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[Any, ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
         """The sinks as a tensor that is cut over the tensor-parallel ranks."""
         state = self.state_dict(prefix="", keep_vars=True)
-        return make_sharded_tensors_for_checkpoint(state, prefix, {"softmax_offset": 0}, sharded_offsets)
+        return make_sharded_tensors_for_checkpoint(
+            state, prefix, {"softmax_offset": 0}, sharded_offsets
+        )

@@ -1,7 +1,8 @@
-"""Attention sinks: one more column in each head's softmax, with a learned score and no value (gpt-oss).
+"""Attention sinks: one more column in each head's softmax, with a learned score and no value
+(gpt-oss).
 
-``softmax([scores, sink])`` without its last column. With ``lse`` the log-sum-exp of the scores, that is the attention
-without sinks times ``exp(lse - logaddexp(lse, sink))``.
+``softmax([scores, sink])`` without its last column. With ``lse`` the log-sum-exp of the scores,
+that is the attention without sinks times ``exp(lse - logaddexp(lse, sink))``.
 """
 
 from __future__ import annotations
@@ -16,14 +17,22 @@ from torch.autograd.function import once_differentiable
 
 
 def with_sink_dimension(query: Tensor, key: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """``query`` [t, heads, d] with its head's sink, divided by the softmax's scale, as dimension d + 1, and ``key``
-    [t, groups, d] with 0 there: the scores stay, and a key of 1 in this dimension (`with_sink_key`) has the sink's."""
-    return torch.cat((query, sinks.to(query.dtype).expand(query.shape[0], -1)[..., None]), -1), F.pad(key, (0, 1))
+    """``query`` [t, heads, d] with its head's sink, divided by the softmax's scale, as dimension d
+    + 1, and ``key`` [t, groups, d] with 0 there: the scores stay, and a key of 1 in this dimension
+    (`with_sink_key`) has the sink's.
+    """
+    return torch.cat(
+        (query, sinks.to(query.dtype).expand(query.shape[0], -1)[..., None]), -1
+    ), F.pad(key, (0, 1))
 
 
-def with_sink_key(key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """``key``, ``value`` [rows, groups, keys, d] and ``mask`` [rows, 1, queries, keys] with the sinks as a first key,
-    which every query attends and which has no value. The sinks' dimension is the last that queries have, d - 1."""
+def with_sink_key(
+    key: Tensor, value: Tensor, mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """``key``, ``value`` [rows, groups, keys, d] and ``mask`` [rows, 1, queries, keys] with the
+    sinks as a first key, which every query attends and which has no value. The sinks' dimension is
+    the last that queries have, d - 1.
+    """
     sink = key.new_zeros(*key.shape[:2], 1, key.shape[3])
     sink[..., -1] = 1.0
     mask = None if mask is None else F.pad(mask, (1, 0), value=True)
@@ -36,14 +45,25 @@ class AttentionKernel(Protocol):
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Any]:
         """The output [t, heads, d], ``lse``, and what the backward needs besides."""
 
-    def backward(self, grad: Tensor, inputs: tuple[Tensor, Tensor, Tensor], out: Tensor, lse: Tensor,
-                 state: Any) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """Gradients of the inputs by the probabilities ``exp(score - lse)`` and the output ``out``."""
+    def backward(
+        self,
+        grad: Tensor,
+        inputs: tuple[Tensor, Tensor, Tensor],
+        out: Tensor,
+        lse: Tensor,
+        state: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of the inputs by the probabilities ``exp(score - lse)`` and the output
+        ``out``.
+        """
 
 
 @dataclass(frozen=True)
 class VarlenKernel:
-    """Torch's variable-length kernel for CUDA. window: keys before and after a query's own, -1: all."""
+    """Torch's variable-length kernel for CUDA.
+
+    window: keys before and after a query's own, -1: all.
+    """
 
     cu_seq_q: Tensor
     cu_seq_k: Tensor
@@ -54,15 +74,36 @@ class VarlenKernel:
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Any]:
         return torch.ops.torch_attn._varlen_attn(
-            query, key, value, *self._lengths, scale=self.scale, window_size=list(self.window),
+            query,
+            key,
+            value,
+            *self._lengths,
+            scale=self.scale,
+            window_size=list(self.window),
             enable_gqa=query.shape[1] != key.shape[1],
         )
 
-    def backward(self, grad: Tensor, inputs: tuple[Tensor, Tensor, Tensor], out: Tensor, lse: Tensor,
-                 state: Any) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    def backward(
+        self,
+        grad: Tensor,
+        inputs: tuple[Tensor, Tensor, Tensor],
+        out: Tensor,
+        lse: Tensor,
+        state: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         cu_seq_q, cu_seq_k, max_q, max_k, is_causal = self._lengths
         return torch.ops.torch_attn._varlen_attn_backward(
-            grad, *inputs, out, lse, cu_seq_q, cu_seq_k, max_q, max_k, is_causal, state, scale=self.scale,
+            grad,
+            *inputs,
+            out,
+            lse,
+            cu_seq_q,
+            cu_seq_k,
+            max_q,
+            max_k,
+            is_causal,
+            state,
+            scale=self.scale,
             window_size=list(self.window),
         )
 
@@ -71,18 +112,23 @@ class VarlenKernel:
         return self.cu_seq_q, self.cu_seq_k, self.max_q, self.max_k, self.window == (-1, 0)
 
 
-def sink_attention(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, kernel: AttentionKernel) -> Tensor:
+def sink_attention(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, kernel: AttentionKernel
+) -> Tensor:
     """The kernel's attention with ``sinks`` [heads]; [t, heads, d].
 
-    Kernels have no gradient for their log-sum-exp. None is needed: their backward forms the probabilities from the
-    log-sum-exp and the softmax's inner product from the output. Given both with the sink, it is the one with the sink.
+    Kernels have no gradient for their log-sum-exp. None is needed: their backward forms the
+    probabilities from the log-sum-exp and the softmax's inner product from the output. Given both
+    with the sink, it is the one with the sink.
     """
     return _SinkAttention.apply(query, key, value, sinks, kernel)
 
 
 class _SinkAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, kernel: AttentionKernel) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, kernel: AttentionKernel
+    ) -> Tensor:
         out, lse, state = kernel.forward(query, key, value)
         total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
         out = (out * (lse - total).exp().t()[..., None]).to(out.dtype)

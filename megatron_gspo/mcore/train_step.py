@@ -1,4 +1,6 @@
-"""The two passes over a rollout batch: log-probs without a loss, and one optimizer step on a mini-batch."""
+"""The two passes over a rollout batch: log-probs without a loss, and one optimizer step on a
+mini-batch.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,12 @@ from megatron_gspo.data.packing import OPTIONAL_FIELDS
 from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.mcore.forward_step import ForwardStep, log_prob_forward_step, policy_forward_step
 from megatron_gspo.mcore.micro_batch_inputs import POLICY_LOSS
-from megatron_gspo.mcore.micro_batches import MicroBatches, plan_of, planned_micro_batches, values_of_replica
+from megatron_gspo.mcore.micro_batches import (
+    MicroBatches,
+    plan_of,
+    planned_micro_batches,
+    values_of_replica,
+)
 from megatron_gspo.mcore.policy import Policy
 from megatron_gspo.mcore.routing_replay.micro_batch_routes import (
     MicroBatchRoutes,
@@ -31,8 +38,9 @@ from megatron_gspo.parallel.metric_reduction import reduce_metrics
 
 @dataclass(frozen=True)
 class StepResult:
-    """One optimizer step: final ``metrics``, the same on every rank, the ``log_probs`` of the policy before it, ``[R]``
-    of each sample of this replica with 0 at untrained tokens, and what the routers did."""
+    """One optimizer step: final ``metrics``, the same on every rank, the ``log_probs`` of the
+    policy before it, ``[R]`` of each sample of this replica with 0 at untrained tokens, and what
+    the routers did."""
 
     metrics: dict[str, float]
     log_probs: dict[int, np.ndarray]
@@ -40,8 +48,12 @@ class StepResult:
     routing: list[MicroBatchRoutes] | None = None
 
 
-def run_schedule(policy: Policy, forward_step: ForwardStep, batches: MicroBatches, *, forward_only: bool) -> list[Any]:
-    """Run Megatron's forward-backward schedule over this rank's micro-batches; returns the last stage's outputs."""
+def run_schedule(
+    policy: Policy, forward_step: ForwardStep, batches: MicroBatches, *, forward_only: bool
+) -> list[Any]:
+    """Run Megatron's forward-backward schedule over this rank's micro-batches; returns the last
+    stage's outputs.
+    """
     iterators = [iter(batches.batches) for _ in policy.chunks]
     several = len(policy.chunks) > 1
     return get_forward_backward_func()(
@@ -58,61 +70,99 @@ def run_schedule(policy: Policy, forward_step: ForwardStep, batches: MicroBatche
 
 @dataclass(frozen=True)
 class LogProbOutput:
-    """Of every response token of this replica's samples, ``[R]`` float32 by position in the batch. ``routing``: this
-    rank's routes."""
+    """Of every response token of this replica's samples, ``[R]`` float32 by position in the batch.
+    ``routing``: this rank's routes."""
 
     log_probs: dict[int, np.ndarray]
     entropy: dict[int, np.ndarray] | None
     routing: list[MicroBatchRoutes] | None
 
 
-def compute_log_probs(policy: Policy, batch: SampleBatch, training: TrainingConfig, *, temperature: float,
-                      with_entropy: bool = False, routing: ReplayOptions | None = None,
-                      plan: MicroBatchPlan | None = None) -> LogProbOutput:
-    """Log-probs (and entropies) of every response token under the policy's weights, without a gradient.
+def compute_log_probs(
+    policy: Policy,
+    batch: SampleBatch,
+    training: TrainingConfig,
+    *,
+    temperature: float,
+    with_entropy: bool = False,
+    routing: ReplayOptions | None = None,
+    plan: MicroBatchPlan | None = None,
+) -> LogProbOutput:
+    """Log-probs (and entropies) of every response token under the policy's weights, without a
+    gradient.
 
-    ``routing``: what the routers record or replay. ``plan``: of the batch; None if every rank holds all its samples.
+    ``routing``: what the routers record or replay. ``plan``: of the batch; None if every rank holds
+    all its samples.
     """
     batches = pack_mini_batch(policy, batch, training, optional=(), routing=routing, plan=plan)
     routes = mini_batch_routes(policy, batches, routing)
-    step = log_prob_forward_step(policy.groups, num_microbatches=len(batches.batches), temperature=temperature,
-                                 vocab_size=policy.shape.vocab_size, with_entropy=with_entropy, routing=routes)
+    step = log_prob_forward_step(
+        policy.groups,
+        num_microbatches=len(batches.batches),
+        temperature=temperature,
+        vocab_size=policy.shape.vocab_size,
+        with_entropy=with_entropy,
+        routing=routes,
+    )
     policy.memory.restore_weights()
     with torch.no_grad(), policy.active_adapters():
         outputs = run_schedule(policy, step, batches, forward_only=True)
     for micro_batch in routes or ():
         micro_batch.check_uses(forward_only=True)
-    log_probs = values_of_replica([output[0] for output in outputs], batches.layouts, batch, policy.groups)
+    log_probs = values_of_replica(
+        [output[0] for output in outputs], batches.layouts, batch, policy.groups
+    )
     if not with_entropy:
         return LogProbOutput(log_probs, None, routes)
-    entropy = values_of_replica([output[1] for output in outputs], batches.layouts, batch, policy.groups)
+    entropy = values_of_replica(
+        [output[1] for output in outputs], batches.layouts, batch, policy.groups
+    )
     return LogProbOutput(log_probs, entropy, routes)
 
 
-def pack_mini_batch(policy: Policy, batch: SampleBatch, training: TrainingConfig, *, optional: Sequence[str],
-                    routing: ReplayOptions | None, plan: MicroBatchPlan | None = None) -> MicroBatches:
+def pack_mini_batch(
+    policy: Policy,
+    batch: SampleBatch,
+    training: TrainingConfig,
+    *,
+    optional: Sequence[str],
+    routing: ReplayOptions | None,
+    plan: MicroBatchPlan | None = None,
+) -> MicroBatches:
     """This rank's packed micro-batches of a mini-batch, with routes where the options need them.
 
     optional: which of ``OPTIONAL_FIELDS`` the batches carry. plan: as in ``compute_log_probs``.
     """
     return planned_micro_batches(
-        batch, plan or plan_of(batch, training, policy.config, policy.groups), policy.groups, optional=optional,
+        batch,
+        plan or plan_of(batch, training, policy.config, policy.groups),
+        policy.groups,
+        optional=optional,
         routes=routing.shape if routing is not None and routing.needs_routes else None,
-    )  # fmt: skip
+    )
 
 
-def mini_batch_routes(policy: Policy, batches: MicroBatches,
-                      options: ReplayOptions | None) -> list[MicroBatchRoutes] | None:
+def mini_batch_routes(
+    policy: Policy, batches: MicroBatches, options: ReplayOptions | None
+) -> list[MicroBatchRoutes] | None:
     """The routes of this rank's micro-batches, new for each pass; None without options."""
     return routes_of_mini_batch(
         options, batches.layouts, policy.groups, sequence_parallel=policy.config.sequence_parallel
     )
 
 
-def train_mini_batch(policy: Policy, batch: SampleBatch, objective: Objective, training: TrainingConfig, *,
-                     temperature: float, routing: ReplayOptions | None = None,
-                     plan: MicroBatchPlan | None = None) -> StepResult:
-    """One optimizer step on a global mini-batch: forward, backward, gradient reduction, clipping, Adam, schedule.
+def train_mini_batch(
+    policy: Policy,
+    batch: SampleBatch,
+    objective: Objective,
+    training: TrainingConfig,
+    *,
+    temperature: float,
+    routing: ReplayOptions | None = None,
+    plan: MicroBatchPlan | None = None,
+) -> StepResult:
+    """One optimizer step on a global mini-batch: forward, backward, gradient reduction, clipping,
+    Adam, schedule.
 
     ``plan``: as in ``compute_log_probs``.
     """
@@ -126,7 +176,7 @@ def train_mini_batch(policy: Policy, batch: SampleBatch, objective: Objective, t
     metrics |= finish_metrics(summed_metrics([output["metrics"] for output in outputs], policy))
     log_probs = values_of_replica(
         [output["log_probs"] for output in outputs], batches.layouts, batch, policy.groups
-    )  # fmt: skip
+    )
     return StepResult(metrics, log_probs, batches, routes)
 
 
@@ -135,7 +185,9 @@ def _all_have(name: str, batch: SampleBatch) -> bool:
 
 
 def optimizer_step(policy: Policy) -> dict[str, float]:
-    """One step of the optimizer and the learning rate's schedule: the gradient norm, and the rate that was used."""
+    """One step of the optimizer and the learning rate's schedule: the gradient norm, and the
+    rate that was used.
+    """
     with _timed(policy, "optimizer"):
         _, grad_norm, _ = policy.optimizer.step()
     metrics = {"grad_norm": float(grad_norm), "lr": float(policy.optimizer.param_groups[0]["lr"])}
@@ -154,15 +206,28 @@ def _timed(policy: Policy, name: str) -> Iterator[None]:
         clock(name).stop()
 
 
-def forward_backward(policy: Policy, objective: Objective, batches: MicroBatches, *, temperature: float,
-                     routing: Sequence[MicroBatchRoutes] | None = None) -> list[Any]:
-    """Zero the gradients, run the schedule and reduce the gradients; returns the last stage's output per micro-batch.
+def forward_backward(
+    policy: Policy,
+    objective: Objective,
+    batches: MicroBatches,
+    *,
+    temperature: float,
+    routing: Sequence[MicroBatchRoutes] | None = None,
+) -> list[Any]:
+    """Zero the gradients, run the schedule and reduce the gradients; returns the last stage's
+    output per micro-batch.
 
     Raises ``RoutingError`` where a router did not use its routes exactly once.
     """
     zero_gradients(policy)
-    step = policy_forward_step(objective, num_microbatches=len(batches.batches), temperature=temperature,
-                               vocab_size=policy.shape.vocab_size, groups=policy.groups, routing=routing)
+    step = policy_forward_step(
+        objective,
+        num_microbatches=len(batches.batches),
+        temperature=temperature,
+        vocab_size=policy.shape.vocab_size,
+        groups=policy.groups,
+        routing=routing,
+    )
     outputs = run_schedule(policy, step, batches, forward_only=False)
     for micro_batch in routing or ():
         micro_batch.check_uses(forward_only=False)
@@ -178,7 +243,9 @@ def zero_gradients(policy: Policy) -> None:
 
 
 def summed_metrics(per_micro_batch: Sequence[dict[str, Any]], policy: Policy) -> dict[str, Any]:
-    """Sum the metrics of all micro-batches and data-parallel ranks, and broadcast them to every pipeline stage."""
+    """Sum the metrics of all micro-batches and data-parallel ranks, and broadcast them to every
+    pipeline stage.
+    """
     groups = policy.groups
     summed: list[Any] = [None]
     if groups.is_last_stage:
@@ -187,7 +254,9 @@ def summed_metrics(per_micro_batch: Sequence[dict[str, Any]], policy: Policy) ->
             for name, value in metrics.items():
                 total[name] = _combine(name, total[name], value) if name in total else value
         reduced = reduce_metrics(total, groups.dp_cp)
-        values = torch.stack(list(reduced.values())).cpu().tolist() if reduced else []  # one transfer
+        values = (
+            torch.stack(list(reduced.values())).cpu().tolist() if reduced else []
+        )  # one transfer
         summed = [dict(zip(reduced, values, strict=True))]
     if groups.pp.size() > 1:
         dist.broadcast_object_list(summed, src=groups.last_stage_rank, group=groups.pp)

@@ -1,4 +1,6 @@
-"""The two passes of a value model over a rollout batch: values without a loss, and one optimizer step (PPO)."""
+"""The two passes of a value model over a rollout batch: values without a loss, and one
+optimizer step (PPO).
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,13 @@ from megatron_gspo.config import TrainingConfig
 from megatron_gspo.data.micro_batch_plan import MicroBatchPlan
 from megatron_gspo.data.packing import PackedBatch
 from megatron_gspo.data.sample_batch import SampleBatch
-from megatron_gspo.mcore.forward_step import ForwardStep, LossFunction, hidden_states, undo_averaging, unwrap
+from megatron_gspo.mcore.forward_step import (
+    ForwardStep,
+    LossFunction,
+    hidden_states,
+    undo_averaging,
+    unwrap,
+)
 from megatron_gspo.mcore.micro_batch_inputs import VALUE_LOSS, InputReader, MicroBatchInputs
 from megatron_gspo.mcore.micro_batches import values_of_replica
 from megatron_gspo.mcore.policy import Policy
@@ -30,43 +38,69 @@ from megatron_gspo.mcore.train_step import (
 from megatron_gspo.mcore.value_head import token_values
 
 
-def compute_values(critic: Policy, batch: SampleBatch, training: TrainingConfig, *,
-                   plan: MicroBatchPlan | None = None) -> dict[int, np.ndarray]:  # fmt: skip
-    """The value before every response token, ``[R]`` float32 of this replica's samples by position in the batch.
+def compute_values(
+    critic: Policy,
+    batch: SampleBatch,
+    training: TrainingConfig,
+    *,
+    plan: MicroBatchPlan | None = None,
+) -> dict[int, np.ndarray]:
+    """The value before every response token, ``[R]`` float32 of this replica's samples by position
+    in the batch.
 
     ``plan``: of the batch; None if every rank holds all its samples.
     """
     batches = pack_mini_batch(critic, batch, training, optional=(), routing=None, plan=plan)
     reader = InputReader(critic.groups, num_microbatches=len(batches.batches))
 
-    def collect(inputs: MicroBatchInputs, model: Any, hidden: Tensor, non_loss_data: bool = True) -> Tensor:
+    def collect(
+        inputs: MicroBatchInputs, model: Any, hidden: Tensor, non_loss_data: bool = True
+    ) -> Tensor:
         return _values(inputs, model, hidden, critic.groups)
 
     critic.memory.restore_weights()
     with torch.no_grad():
-        outputs = run_schedule(critic, _forward_step(reader, critic.groups, collect), batches, forward_only=True)
+        outputs = run_schedule(
+            critic, _forward_step(reader, critic.groups, collect), batches, forward_only=True
+        )
     return values_of_replica(outputs, batches.layouts, batch, critic.groups)
 
 
-def train_critic_mini_batch(critic: Policy, batch: SampleBatch, training: TrainingConfig, *, value_clip: float | None,
-                            plan: MicroBatchPlan | None = None) -> dict[str, float]:  # fmt: skip
-    """One optimizer step on a global mini-batch whose samples have ``values`` and ``returns``; ``critic/*`` metrics,
-    the same on every rank."""
-    batches = pack_mini_batch(critic, batch, training, optional=("values", "returns"), routing=None, plan=plan)
+def train_critic_mini_batch(
+    critic: Policy,
+    batch: SampleBatch,
+    training: TrainingConfig,
+    *,
+    value_clip: float | None,
+    plan: MicroBatchPlan | None = None,
+) -> dict[str, float]:
+    """One optimizer step on a global mini-batch whose samples have ``values`` and ``returns``;
+    ``critic/*`` metrics, the same on every rank."""
+    batches = pack_mini_batch(
+        critic, batch, training, optional=("values", "returns"), routing=None, plan=plan
+    )
     count = len(batches.batches)
     reader = InputReader(critic.groups, num_microbatches=count, loss=VALUE_LOSS)
 
-    def loss_function(inputs: MicroBatchInputs, model: Any, hidden: Tensor) -> tuple[Tensor, dict[str, Any]]:
+    def loss_function(
+        inputs: MicroBatchInputs, model: Any, hidden: Tensor
+    ) -> tuple[Tensor, dict[str, Any]]:
         packed = inputs.batch
         assert packed.values is not None and packed.returns is not None
         loss, metrics = value_loss(
-            _values(inputs, model, hidden, critic.groups), old_values=packed.values, returns=packed.returns,
-            loss_mask=packed.loss_mask, num_tokens=packed.num_tokens, value_clip=value_clip,
-        )  # fmt: skip
+            _values(inputs, model, hidden, critic.groups),
+            old_values=packed.values,
+            returns=packed.returns,
+            loss_mask=packed.loss_mask,
+            num_tokens=packed.num_tokens,
+            value_clip=value_clip,
+        )
         return undo_averaging(loss, count, critic.groups), {"metrics": metrics}
 
     zero_gradients(critic)
-    outputs = run_schedule(critic, _forward_step(reader, critic.groups, loss_function), batches, forward_only=False)
+    outputs = run_schedule(
+        critic, _forward_step(reader, critic.groups, loss_function), batches, forward_only=False
+    )
     stepped = optimizer_step(critic)
     found = finish_metrics(summed_metrics([output["metrics"] for output in outputs], critic))
     return found | {f"critic/{name}": value for name, value in stepped.items()}
@@ -84,6 +118,9 @@ def _values(inputs: MicroBatchInputs, model: Any, hidden: Tensor, groups: Proces
     inner = unwrap(model)
     assert inputs.scored is not None, "the last stage"
     return token_values(
-        inner.output_layer, hidden.squeeze(0), inputs.scored, groups,
+        inner.output_layer,
+        hidden.squeeze(0),
+        inputs.scored,
+        groups,
         sequence_parallel=inner.config.sequence_parallel,
-    )  # fmt: skip
+    )

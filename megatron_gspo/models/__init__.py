@@ -1,4 +1,6 @@
-"""Hugging Face <-> Megatron as one table per model family; every rule is written once for both directions."""
+"""Hugging Face <-> Megatron as one table per model family; every rule is written once for both
+directions.
+"""
 
 from megatron_gspo.models.families import FAMILIES, check_names, family_of, hugging_face_names
 from megatron_gspo.models.family import Family

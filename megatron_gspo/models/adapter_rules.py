@@ -1,7 +1,8 @@
-"""Which linear layers of a model can have a low-rank adapter, and the names of its tensors, as PEFT has them.
+"""Which linear layers of a model can have a low-rank adapter, and the names of its tensors, as PEFT
+has them.
 
-The adapter of a Megatron parameter that is made of several Hugging Face tensors has a matrix A for each of them, one
-below the other, and one B with the rows of the parameter.
+The adapter of a Megatron parameter that is made of several Hugging Face tensors has a matrix A for
+each of them, one below the other, and one B with the rows of the parameter.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ def linear_name(hugging_face: str) -> str:
 
 
 def is_linear(rule: Rule) -> bool:
-    """Whether a parameter is the weight of a linear layer that has an adapter unless targets are named: not the
-    router's, the output layer's or the embedding's, nor one whose rows are cut in blocks or stored for all experts at
-    once, nor one that its family excludes."""
+    """Whether a parameter is the weight of a linear layer that has an adapter unless targets are
+    named: not the router's, the output layer's or the embedding's, nor one whose rows are cut in
+    blocks or stored for all experts at once, nor one that its family excludes."""
     stored_whole = all(name.endswith(".weight") for name in rule.hugging_face)
     is_layer = _LINEAR.fullmatch(rule.megatron[0]) is not None
     return rule.takes_adapter and rule.blocks is None and stored_whole and is_layer
@@ -42,7 +43,9 @@ def is_router(rule: Rule) -> bool:
 
 
 def linear_names(family: Family, shape: ModelShape) -> list[str]:
-    """The names of a model's linear layers that have adapters by default, in the order of a layer, each once."""
+    """The names of a model's linear layers that have adapters by default, in the order of a
+    layer, each once.
+    """
     return _names(is_linear, family, shape)
 
 
@@ -53,11 +56,18 @@ def router_names(family: Family, shape: ModelShape) -> list[str]:
 
 def _names(chosen: Callable[[Rule], bool], family: Family, shape: ModelShape) -> list[str]:
     rules = (rule for layer in range(shape.num_layers) for rule in family.layer_rules(shape, layer))
-    return list(dict.fromkeys(linear_name(name) for rule in rules if chosen(rule) for name in rule.hugging_face))
+    return list(
+        dict.fromkeys(
+            linear_name(name) for rule in rules if chosen(rule) for name in rule.hugging_face
+        )
+    )
 
 
 def adapted_parts(rule: Rule, targets: Collection[str] | None) -> tuple[int, ...]:
-    """The places of a rule's Hugging Face tensors that have an adapter. targets: names; None: all but the router's."""
+    """The places of a rule's Hugging Face tensors that have an adapter.
+
+    targets: names; None: all but the router's.
+    """
     if not (is_linear(rule) or (is_router(rule) and targets is not None)):
         return ()
     names = [linear_name(name) for name in rule.hugging_face]
@@ -65,7 +75,9 @@ def adapted_parts(rule: Rule, targets: Collection[str] | None) -> tuple[int, ...
 
 
 def rows_of_parts(rule: Rule, parts: tuple[int, ...], rows: int, shape: ModelShape) -> list[Tensor]:
-    """For each of ``parts`` the rows of the parameter [rows, in] that are its tensor's, in that order, int64."""
+    """For each of ``parts`` the rows of the parameter [rows, in] that are its tensor's, in that
+    order, int64.
+    """
     places = torch.arange(rows, device="cpu")[:, None]
     split = rule.split(places, shape)
     return [split[part].flatten() for part in parts]
@@ -77,14 +89,16 @@ def adapter_scale(rank: int, alpha: float, rslora: bool) -> float:
 
 
 def add_product(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """``weight`` [out, in] + ``scale * b @ a``, a new tensor: the product is of float32 or wider, rounded to the type
-    of the weight before it is added, as in PEFT."""
+    """``weight`` [out, in] + ``scale * b @ a``, a new tensor: the product is of float32 or wider,
+    rounded to the type of the weight before it is added, as in PEFT."""
     dtype = torch.promote_types(weight.dtype, torch.float32)
     return weight + ((b.to(dtype) @ a.to(dtype)) * scale).to(weight.dtype)
 
 
 def adapter_rules(rule: Rule, parts: tuple[int, ...]) -> tuple[Rule, Rule]:
-    """The rules of A [parts * rank, in] and B [out, rank] of a parameter's adapter, for the way out."""
+    """The rules of A [parts * rank, in] and B [out, rank] of a parameter's adapter, for the way
+    out.
+    """
     names = [rule.hugging_face[part].removesuffix(".weight") for part in parts]
 
     def split_a(tensor: Tensor, shape: ModelShape) -> list[Tensor]:
@@ -97,5 +111,7 @@ def adapter_rules(rule: Rule, parts: tuple[int, ...]) -> tuple[Rule, Rule]:
     a, b = (tuple(f"{name}.lora_{which}.weight" for name in names) for which in "AB")
     columns = rule.shard if rule.shard is Shard.COLUMNS else Shard.NONE
     rows = rule.shard if rule.shard is Shard.ROWS else Shard.NONE
-    return (replace(rule, hugging_face=a, shard=columns, split=split_a),
-            replace(rule, hugging_face=b, shard=rows, split=split_b))  # fmt: skip
+    return (
+        replace(rule, hugging_face=a, shard=columns, split=split_a),
+        replace(rule, hugging_face=b, shard=rows, split=split_b),
+    )

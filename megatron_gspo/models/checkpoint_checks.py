@@ -1,4 +1,5 @@
-"""Whether a Hugging Face checkpoint is the model of its config.json, whole and as Transformers would load it.
+"""Whether a Hugging Face checkpoint is the model of its config.json, whole and as Transformers
+would load it.
 
 Only the headers of its files are read, and of tied embeddings both tensors.
 """
@@ -38,8 +39,8 @@ _PART_BYTES = 64 << 20  # of the embedding and of the output weight, compared at
 
 
 def check_checkpoint(reader: CheckpointReader, family: Family, shape: ModelShape) -> None:
-    """Raise ``ModelError`` for a checkpoint that is quantised, incomplete, damaged or not this model's, naming the file
-    or tensor; and for one that Transformers would load otherwise."""
+    """Raise ``ModelError`` for a checkpoint that is quantised, incomplete, damaged or not this
+    model's, naming the file or tensor; and for one that Transformers would load otherwise."""
     config = read_config(reader.path)
     _check_sources(reader.path, config)
     check_quantization(config, reader.stored_names)
@@ -57,14 +58,20 @@ def _check_sources(folder: Path, config: dict[str, Any]) -> None:
         problem = f"transformers_weights={shown(explicit)} in config.json names other weights"
         raise ModelError(f"{problem}; remove it, and store them as model.safetensors")
     if (folder / "adapter_config.json").is_file():
-        problem = f"{folder}: has adapter_config.json, whose adapters Transformers would add to the weights"
+        problem = (
+            f"{folder}: has adapter_config.json, whose adapters Transformers would add to the"
+            " weights"
+        )
         raise ModelError(
-            f"{problem}; megatron-gspo convert merge adds them; or put them in a directory of their own"
+            f"{problem}; megatron-gspo convert merge adds them; or put them in a directory of"
+            " their own"
         )
 
 
 def check_quantization(config: dict[str, Any], names: Collection[str]) -> None:
-    """Raise ``ModelError`` for weights in a format that is not read, by the config or by the names of the tensors."""
+    """Raise ``ModelError`` for weights in a format that is not read, by the config or by the
+    names of the tensors.
+    """
     settings: Any = next((config[key] for key in QUANTIZATION_KEYS if config.get(key)), {})
     if not isinstance(settings, dict):
         raise ModelError(
@@ -96,7 +103,8 @@ def _check_sizes(reader: CheckpointReader, family: Family, shape: ModelShape) ->
             count = reader.shape(whole)[0]
             if count != shape.num_experts:
                 raise ModelError(
-                    f"{whole} has {count} experts in the checkpoint; config.json has {shape.num_experts}"
+                    f"{whole} has {count} experts in the checkpoint; config.json has"
+                    f" {shape.num_experts}"
                 )
             _compare(name, reader.shape(name), wanted)
 
@@ -107,8 +115,8 @@ def _compare(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None
 
 
 def _check_tied(reader: CheckpointReader, family: Family, shape: ModelShape) -> None:
-    """An output weight beside tied embeddings is the embedding. Transformers 5 would use another one all the same, and
-    servers would not."""
+    """An output weight beside tied embeddings is the embedding. Transformers 5 would use another
+    one all the same, and servers would not."""
     if _HEAD not in reader.names:
         return
     embedding = next(rule for rule in family.outer if rule.is_vocabulary).names()[0]

@@ -1,7 +1,9 @@
-"""The files of a model directory beside its weights: config, tokenizer, chat templates, processors and their code.
+"""The files of a model directory beside its weights: config, tokenizer, chat templates, processors
+and their code.
 
-They go into exports unchanged, so that a directory that a stranger made must not name other files of this machine:
-a link may lead to a file of the same directory, or of a Hugging Face cache into the cache's blobs.
+They go into exports unchanged, so that a directory that a stranger made must not name other files
+of this machine: a link may lead to a file of the same directory, or of a Hugging Face cache into
+the cache's blobs.
 """
 
 from __future__ import annotations
@@ -43,10 +45,11 @@ _WITH_CODE = (
 
 
 def companions(folder: str | Path) -> list[Path]:
-    """The files of a model directory beside its weights, each once; of code those beside a config that names some.
+    """The files of a model directory beside its weights, each once; of code those beside a config
+    that names some.
 
-    What is no file, such as a folder or a link to nothing, is left out. Raises ``ModelError`` for a file that can't be
-    read and for a link that leaves the directory.
+    What is no file, such as a folder or a link to nothing, is left out. Raises ``ModelError`` for a
+    file that can't be read and for a link that leaves the directory.
     """
     folder = Path(folder)
     within = _allowed(folder)
@@ -61,8 +64,9 @@ def copy_companions(
     dtype: torch.dtype | None = None,
     quantization: dict[str, Any] | None = None,
 ) -> None:
-    """Copy the `companions` of one model directory to another, whose config then names ``dtype``, which what loads the
-    weights casts them to, and ``quantization`` or none. dtype None: the config is unchanged.
+    """Copy the `companions` of one model directory to another, whose config then names ``dtype``,
+    which what loads the weights casts them to, and ``quantization`` or none. dtype None: the config
+    is unchanged.
 
     An ``auto_map`` loses the classes whose code the source lacks.
     """
@@ -102,7 +106,8 @@ def _is_companion(file: Path, within: list[Path]) -> bool:
         ) from None
     if not any(target.is_relative_to(folder) for folder in within):
         raise ModelError(
-            f"{file}: is a link to {target}, outside of the model directory; put the file itself there"
+            f"{file}: is a link to {target}, outside of the model directory; put the file itself"
+            " there"
         )
     if not os.access(target, os.R_OK):
         raise ModelError(f"{file}: can't be read; remove it, or make it readable")
@@ -129,7 +134,9 @@ def _auto_map(file: Path) -> dict[str, Any]:
 
 
 def _modules(classes: object) -> list[str]:
-    """The modules of an entry of an ``auto_map``, one class or several; those of another repository have ``--``."""
+    """The modules of an entry of an ``auto_map``, one class or several; those of another
+    repository have ``--``.
+    """
     listed = classes if isinstance(classes, list) else [classes]
     names = [name for name in listed if isinstance(name, str) and "--" not in name]
     return [name.partition(".")[0] for name in names]
@@ -148,7 +155,9 @@ def _forget_missing_code(file: Path) -> None:
 
 
 def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """The config with this type where it names the language model's, at its top or in ``text_config``."""
+    """The config with this type where it names the language model's, at its top or in
+    ``text_config``.
+    """
     text = config.get("text_config")
     keys = {"torch_dtype", "dtype"}
     changed = config | dict.fromkeys(keys & config.keys(), dtype)
@@ -158,7 +167,9 @@ def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
 
 
 def _without_quantization(config: dict[str, Any]) -> dict[str, Any]:
-    """The config of weights in their own type, also where ``text_config`` names how the source's were quantised."""
+    """The config of weights in their own type, also where ``text_config`` names how the
+    source's were quantised.
+    """
     kept = {key: value for key, value in config.items() if key not in QUANTIZATION_KEYS}
     text = kept.get("text_config")
     if isinstance(text, dict):

@@ -1,10 +1,12 @@
-"""What a key means that a ``config.json`` leaves out: the default of Transformers' config class of its model type.
+"""What a key means that a ``config.json`` leaves out: the default of Transformers' config class of
+its model type.
 
-Transformers writes a flat config.json with every key of its class, so that one without a size is damaged: most sizes
-have no default here. In a ``text_config`` it leaves out what has the default, sizes too (``TEXT_SIZES``).
+Transformers writes a flat config.json with every key of its class, so that one without a size is
+damaged: most sizes have no default here. In a ``text_config`` it leaves out what has the default,
+sizes too (``TEXT_SIZES``).
 
-Source: transformers ``configuration_*.py`` of each model type, version 5; ``tests/models/test_config_defaults.py``
-compares them.
+Source: transformers ``configuration_*.py`` of each model type, version 5;
+``tests/models/test_config_defaults.py`` compares them.
 """
 
 from __future__ import annotations
@@ -164,8 +166,9 @@ _ALIASES: dict[str, dict[str, str]] = {
         {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
     ),
 }
-# Keys that may be null beside those without a default: null key-value heads are as many as heads, a null rank means
-# queries without a latent, a null window none, a null head_dim hidden_size / heads, null shared experts none.
+# Keys that may be null beside those without a default: null key-value heads are as many as heads, a
+# null rank means queries without a latent, a null window none, a null head_dim hidden_size / heads,
+# null shared experts none.
 _NULLABLE = (
     "head_dim",
     "n_shared_experts",
@@ -184,10 +187,12 @@ _SHOWN = 60  # characters of a value in a message
 def with_defaults(
     model_type: object, given: Mapping[str, Any], *, is_text_config: bool = False
 ) -> dict[str, Any]:
-    """The language model's keys of a config.json with those that it leaves out; unchanged for an unknown model type.
+    """The language model's keys of a config.json with those that it leaves out; unchanged for an
+    unknown model type.
 
-    A key without a default that is null is left out. Raises ``ModelError`` for null where Transformers has no meaning
-    for it, for a value of another type than the default's, and for two names of one key that disagree.
+    A key without a default that is null is left out. Raises ``ModelError`` for null where
+    Transformers has no meaning for it, for a value of another type than the default's, and for two
+    names of one key that disagree.
     """
     if not isinstance(model_type, str) or model_type not in DEFAULTS:
         return dict(given)

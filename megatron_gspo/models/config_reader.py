@@ -13,13 +13,18 @@ from megatron_gspo.models.rotary import Rotary, Yarn
 
 
 def decoder(config: dict[str, Any], *, rope_types: tuple[str, ...] = ("default",)) -> ModelShape:
-    """What all families have: a dense decoder with grouped queries and SwiGLU; ``rope_types``: see `rotary_of`.
+    """What all families have: a dense decoder with grouped queries and SwiGLU; ``rope_types``: see
+    `rotary_of`.
 
     A family with other kinds of layers reads their ``layer_types`` and gives None in its place.
     """
     heads = config["num_attention_heads"]
     layers = config["num_hidden_layers"]
-    for key, known in (("hidden_act", "silu"), ("layer_types", ["full_attention"] * layers), ("index_topk", None)):
+    for key, known in (
+        ("hidden_act", "silu"),
+        ("layer_types", ["full_attention"] * layers),
+        ("index_topk", None),
+    ):
         only(config, key, known)
     if config.get("use_sliding_window"):
         raise ModelError("use_sliding_window=true in config.json is not supported; set it to false")
@@ -42,21 +47,26 @@ def decoder(config: dict[str, Any], *, rope_types: tuple[str, ...] = ("default",
 
 
 def windows_of(config: dict[str, Any], kinds: Sequence[str]) -> tuple[int | None, ...]:
-    """The window of each layer, by its kind in ``layer_types``: ``full_attention`` or ``sliding_attention``."""
+    """The window of each layer, by its kind in ``layer_types``: ``full_attention`` or
+    ``sliding_attention``.
+    """
     layers, window = config["num_hidden_layers"], config.get("sliding_window")
     if len(kinds) != layers or set(kinds) - {"full_attention", "sliding_attention"}:
         raise ModelError(
-            f"layer_types={shown(list(kinds))} in config.json is not supported; give full_attention or "
-            f"sliding_attention for each of {layers} layers"
+            f"layer_types={shown(list(kinds))} in config.json is not supported; give full_attention"
+            f" or sliding_attention for each of {layers} layers"
         )
     if "sliding_attention" in kinds and (not isinstance(window, int) or window < 1):
-        raise ModelError(f"sliding_window={window} in config.json has layers of sliding_attention; give the window")
+        raise ModelError(
+            f"sliding_window={window} in config.json has layers of sliding_attention; give the"
+            " window"
+        )
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 def only(config: dict[str, Any], key: str, known: Any) -> None:
-    """Raise ``ModelError`` where the config.json has another value of a key than the one that the family's layers have;
-    an absent key or null passes."""
+    """Raise ``ModelError`` where the config.json has another value of a key than the one that the
+    family's layers have; an absent key or null passes."""
     value = config.get(key)
     if value is not None and value != known:
         problem = f"{key}={shown(value)} in a {config['model_type']} config.json is not supported"
@@ -77,23 +87,28 @@ def without_groups(config: dict[str, Any]) -> None:
 
 
 def sigmoid_experts(config: dict[str, Any]) -> dict[str, Any]:
-    """The experts of DeepSeek-V3 and of what followed it: sigmoid scores, a bias for the choice, groups, a scaling
-    factor and shared experts without a gate, as fields of ``ModelShape``."""
-    for key, known in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("norm_topk_prob", True)):
+    """The experts of DeepSeek-V3 and of what followed it: sigmoid scores, a bias for the choice,
+    groups, a scaling factor and shared experts without a gate, as fields of ``ModelShape``."""
+    for key, known in (
+        ("scoring_func", "sigmoid"),
+        ("topk_method", "noaux_tc"),
+        ("norm_topk_prob", True),
+    ):
         only(config, key, known)
     experts, chosen = config["n_routed_experts"], config["num_experts_per_tok"]
     groups = config["n_group"]
     chosen_groups = config["topk_group"]
     if experts % groups or chosen_groups > groups or chosen > experts // groups * chosen_groups:
         raise ModelError(
-            f"n_group={groups}, topk_group={chosen_groups} in config.json: {chosen} of {experts} experts can't be "
-            "chosen from these groups"
+            f"n_group={groups}, topk_group={chosen_groups} in config.json: {chosen} of {experts}"
+            " experts can't be chosen from these groups"
         )
-    # Megatron rates a group by its best experts, experts / groups of the chosen ones; these models by the best two.
+    # Megatron rates a group by its best experts, experts / groups of the chosen ones; these models
+    # by the best two.
     if chosen_groups < groups and chosen // chosen_groups != 2:
         raise ModelError(
-            f"topk_group={chosen_groups} in config.json is not supported with num_experts_per_tok={chosen}; known: "
-            "two experts to a chosen group"
+            f"topk_group={chosen_groups} in config.json is not supported with"
+            f" num_experts_per_tok={chosen}; known: two experts to a chosen group"
         )
     router = Router("sigmoid", scaling=float(config["routed_scaling_factor"]), expert_bias=True)
     if chosen_groups < groups:
@@ -111,15 +126,20 @@ def sigmoid_experts(config: dict[str, Any]) -> dict[str, Any]:
 def layers_behind(config: dict[str, Any]) -> tuple[str, ...]:
     """Multi-token prediction, stored as layers behind the last."""
     first = config["num_hidden_layers"]
-    number = next((config[key] for key in ("num_nextn_predict_layers", "num_mtp_modules") if config.get(key)), 0)
+    number = next(
+        (config[key] for key in ("num_nextn_predict_layers", "num_mtp_modules") if config.get(key)),
+        0,
+    )
     return tuple(f"model.layers.{layer}." for layer in range(first, first + number))
 
 
 # Why a kind of rotary embedding is no function of a token and those before it.
 _UNDEFINED = {
-    "dynamic": "beyond max_position_embeddings its frequencies depend on the longest sequence so far, so that the "
-    "log-probs of a response while it is generated are not those of one pass over it; set it to default: up to there "
-    "they are the same",
+    "dynamic": (
+        "beyond max_position_embeddings its frequencies depend on the longest sequence so far, so"
+        " that the log-probs of a response while it is generated are not those of one pass over it;"
+        " set it to default: up to there they are the same"
+    ),
 }
 
 
@@ -135,11 +155,12 @@ _YARN_NUMBERS = {
 
 
 def rotary_parameters(config: dict[str, Any]) -> dict[str, Any]:
-    """What a config.json says of the rotary embedding, by the keys of ``rope_parameters``, with ``rope_type``,
-    ``rope_theta`` and ``partial_rotary_factor``.
+    """What a config.json says of the rotary embedding, by the keys of ``rope_parameters``, with
+    ``rope_type``, ``rope_theta`` and ``partial_rotary_factor``.
 
-    Transformers 5 keeps it in ``rope_parameters``; an older ``rope_scaling`` comes before it, and keys beside the two
-    fill in what they leave out. Raises ``ModelError`` for parameters of each kind of layer.
+    Transformers 5 keeps it in ``rope_parameters``; an older ``rope_scaling`` comes before it, and
+    keys beside the two fill in what they leave out. Raises ``ModelError`` for parameters of each
+    kind of layer.
     """
     given = config.get("rope_scaling") or config.get("rope_parameters") or {}
     for key, value in given.items():
@@ -161,17 +182,24 @@ def rotated_dims(config: dict[str, Any], head_dim: int) -> int:
     return int(head_dim * rotary_parameters(config).get("partial_rotary_factor", 1.0))
 
 
-def rotary_of(config: dict[str, Any], dim: int, *, interleaved: bool = False,
-              types: tuple[str, ...] = ("default",)) -> Rotary:
+def rotary_of(
+    config: dict[str, Any],
+    dim: int,
+    *,
+    interleaved: bool = False,
+    types: tuple[str, ...] = ("default",),
+) -> Rotary:
     """The rotary embedding of a config.json, of ``dim`` dimensions.
 
-    types: the values of ``rope_type`` that the family takes, ``default`` and perhaps ``yarn``. Raises ``ModelError``
-    for another one.
+    types: the values of ``rope_type`` that the family takes, ``default`` and perhaps ``yarn``.
+    Raises ``ModelError`` for another one.
     """
     parameters = rotary_parameters({"rope_theta": 10000.0, **config})
     kind = parameters["rope_type"]
     if not isinstance(kind, str):
-        raise ModelError(f"rope_type={shown(kind)} in config.json is not supported; known: {', '.join(types)}")
+        raise ModelError(
+            f"rope_type={shown(kind)} in config.json is not supported; known: {', '.join(types)}"
+        )
     if kind in _UNDEFINED and kind not in types:
         raise ModelError(f"rope_type={kind!r} in config.json is not supported: {_UNDEFINED[kind]}")
     if kind not in types:
@@ -193,10 +221,14 @@ def _yarn(config: dict[str, Any], parameters: dict[str, Any]) -> Yarn:
     )
     check_number("original_max_position_embeddings", trained)
     if "factor" not in parameters:
-        raise ModelError("rope_type='yarn' in config.json has no factor; give how much longer sequences are")
+        raise ModelError(
+            "rope_type='yarn' in config.json has no factor; give how much longer sequences are"
+        )
     base = parameters["rope_theta"]
     if base <= 1:
-        raise ModelError(f"rope_theta={base} in config.json is not supported with yarn; give more than 1")
+        raise ModelError(
+            f"rope_theta={base} in config.json is not supported with yarn; give more than 1"
+        )
     factor = parameters["factor"] or config["max_position_embeddings"] / trained
     numerator = parameters.get("mscale")
     denominator = parameters.get("mscale_all_dim")
@@ -206,10 +238,14 @@ def _yarn(config: dict[str, Any], parameters: dict[str, Any]) -> Yarn:
         if numerator and denominator:
             cosine = _magnitude(factor, numerator) / _magnitude(factor, denominator)
     return Yarn(
-        factor=factor, trained_length=trained, fast=parameters.get("beta_fast") or 32.0,
-        slow=parameters.get("beta_slow") or 1.0, rounds=parameters.get("truncate", True), cosine_scale=cosine,
+        factor=factor,
+        trained_length=trained,
+        fast=parameters.get("beta_fast") or 32.0,
+        slow=parameters.get("beta_slow") or 1.0,
+        rounds=parameters.get("truncate", True),
+        cosine_scale=cosine,
         score_scale=_magnitude(factor, denominator) ** 2 if denominator else 1.0,
-    )  # fmt: skip
+    )
 
 
 def _magnitude(factor: float, weight: float) -> float:

@@ -1,7 +1,8 @@
-"""Multi-head latent attention with sigmoid routers: DeepSeek-V3 (also Moonlight), Kimi-K2 and GLM-4.7-Flash.
+"""Multi-head latent attention with sigmoid routers: DeepSeek-V3 (also Moonlight), Kimi-K2 and
+GLM-4.7-Flash.
 
-Sources: transformers ``modeling_deepseek_v3.py`` and ``modeling_glm4_moe_lite.py``, and the files of the published
-models.
+Sources: transformers ``modeling_deepseek_v3.py`` and ``modeling_glm4_moe_lite.py``, and the files
+of the published models.
 """
 
 from __future__ import annotations
@@ -10,10 +11,21 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_gspo.models.config_defaults import shown
-from megatron_gspo.models.config_reader import decoder, only, rotary_of, rotary_parameters, sigmoid_experts
+from megatron_gspo.models.config_reader import (
+    decoder,
+    only,
+    rotary_of,
+    rotary_parameters,
+    sigmoid_experts,
+)
 from megatron_gspo.models.family import Family
 from megatron_gspo.models.model_shape import LatentSizes, ModelError, ModelShape
-from megatron_gspo.models.rule_tables import DENSE, EXPERTS, LATENT_ATTENTION, UNGATED_SHARED_EXPERTS
+from megatron_gspo.models.rule_tables import (
+    DENSE,
+    EXPERTS,
+    LATENT_ATTENTION,
+    UNGATED_SHARED_EXPERTS,
+)
 
 
 def _deepseek(config: dict[str, Any]) -> ModelShape:
@@ -52,8 +64,17 @@ def _latent(config: dict[str, Any], moe_layers: tuple[bool, ...]) -> ModelShape:
         value_dim=config["v_head_dim"],
     )
     return replace(
-        decoder({**config, "head_dim": sizes.plain_dim + dim, "rope_parameters": None, "rope_scaling": None}),
-        rotary=rotary_of(config, dim, interleaved=config["rope_interleave"], types=("default", "yarn")),
+        decoder(
+            {
+                **config,
+                "head_dim": sizes.plain_dim + dim,
+                "rope_parameters": None,
+                "rope_scaling": None,
+            }
+        ),
+        rotary=rotary_of(
+            config, dim, interleaved=config["rope_interleave"], types=("default", "yarn")
+        ),
         mixers=("latent_attention",) * len(moe_layers),
         latent=sizes,
         query_key_norms=False,

@@ -1,4 +1,6 @@
-"""The model families by ``model_type``; each is stated in a file of its group, such as ``qwen.py``."""
+"""The model families by ``model_type``; each is stated in a file of its group, such as
+``qwen.py``.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,15 @@ FAMILIES = {family.model_type: family for family in _ALL}
 
 
 def family_of(config: dict[str, Any]) -> tuple[Family, ModelShape]:
-    """The family and sizes of a Hugging Face config; ``ModelError`` for an unknown ``model_type``."""
+    """The family and sizes of a Hugging Face config; ``ModelError`` for an unknown
+    ``model_type``.
+    """
     config = language_config(config)
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ModelError(
-            f"model_type={shown(model_type)} in config.json is not supported; known: {', '.join(sorted(FAMILIES))}"
+            f"model_type={shown(model_type)} in config.json is not supported; known:"
+            f" {', '.join(sorted(FAMILIES))}"
         )
     family = FAMILIES[model_type]
     check_sizes(config)
@@ -39,13 +44,15 @@ def family_of(config: dict[str, Any]) -> tuple[Family, ModelShape]:
         raise ModelError(f"config.json of a {model_type} model lacks the key {error}") from None
     rotated = shape.rotary.dim
     if rotated < 2 or rotated % 2:
-        raise ModelError(f"config.json rotates {rotated} dimensions of a head; give an even number above 0")
+        raise ModelError(
+            f"config.json rotates {rotated} dimensions of a head; give an even number above 0"
+        )
     return family, shape
 
 
 def hugging_face_names(family: Family, shape: ModelShape) -> Iterator[str]:
-    """Every tensor that a checkpoint of this model holds by name, in the order of the layers; tensors of all experts
-    slice by slice (``stacked_experts.py``)."""
+    """Every tensor that a checkpoint of this model holds by name, in the order of the layers;
+    tensors of all experts slice by slice (``stacked_experts.py``)."""
     embedding, *rest = family.outer_rules(shape)
     yield from embedding.names()
     for layer in range(shape.num_layers):
@@ -57,7 +64,9 @@ def hugging_face_names(family: Family, shape: ModelShape) -> Iterator[str]:
 
 
 def names_of_own_type(names: Iterable[str], family: Family, shape: ModelShape) -> set[str]:
-    """Names of the tensors that keep a type of their own in checkpoints of any type: float32, or carried."""
+    """Names of the tensors that keep a type of their own in checkpoints of any type: float32,
+    or carried.
+    """
     return carried_names(names, shape) | {
         name
         for layer in range(shape.num_layers)
@@ -68,8 +77,8 @@ def names_of_own_type(names: Iterable[str], family: Family, shape: ModelShape) -
 
 
 def carried_names(names: Iterable[str], shape: ModelShape) -> set[str]:
-    """Those of the tensors of a checkpoint that are not trained, such as multi-token prediction's. They are converted
-    and exported as they are."""
+    """Those of the tensors of a checkpoint that are not trained, such as multi-token prediction's.
+    They are converted and exported as they are."""
     return {name for name in names if name.startswith(shape.carried)}
 
 
@@ -79,7 +88,8 @@ def with_value_head(shape: ModelShape) -> ModelShape:
 
 
 def check_names(names: set[str], family: Family, shape: ModelShape) -> None:
-    """Compare a checkpoint's tensor names with what the model needs; ``ModelError`` names one missing or extra.
+    """Compare a checkpoint's tensor names with what the model needs; ``ModelError`` names one
+    missing or extra.
 
     A value model takes a language model's checkpoint too.
     """
@@ -90,6 +100,11 @@ def check_names(names: set[str], family: Family, shape: ModelShape) -> None:
     if shape.value_head:
         names = names | set(VALUE_HEAD.hugging_face)
     if missing := sorted(expected - names):
-        raise ModelError(f"checkpoint lacks {missing[0]} ({len(missing)} missing); config.json and weights disagree")
+        raise ModelError(
+            f"checkpoint lacks {missing[0]} ({len(missing)} missing); config.json and weights"
+            " disagree"
+        )
     if extra := sorted(names - expected):
-        raise ModelError(f"checkpoint has {extra[0]}, which the model does not use ({len(extra)} extra)")
+        raise ModelError(
+            f"checkpoint has {extra[0]}, which the model does not use ({len(extra)} extra)"
+        )

@@ -14,11 +14,13 @@ from megatron_gspo.models.stacked_experts import tensor_of
 
 @dataclass(frozen=True)
 class Family:
-    """A model type: how to read its sizes and layer facts, and the rules of its layers (names relative to the layer).
+    """A model type: how to read its sizes and layer facts, and the rules of its layers (names
+    relative to the layer).
 
-    ``mixers``: the rules of what mixes the tokens, by its kind in ``ModelShape.mixers``. ``in_transformers``: parts of
-    names in checkpoints, each with what Transformers' own models have in its place. ``type_in_transformers``: the type
-    under which Transformers has the model, where it does not know this one.
+    ``mixers``: the rules of what mixes the tokens, by its kind in ``ModelShape.mixers``.
+    ``in_transformers``: parts of names in checkpoints, each with what Transformers' own models have
+    in its place. ``type_in_transformers``: the type under which Transformers has the model, where
+    it does not know this one.
     """
 
     model_type: str
@@ -37,7 +39,9 @@ class Family:
 
     def layer_rules(self, shape: ModelShape, layer: int) -> tuple[Rule, ...]:
         """The rules of layer ``layer``, its mixer's first."""
-        rules = self.mixers[shape.mixers[layer]] + (self.experts if shape.moe_layers[layer] else self.dense)
+        rules = self.mixers[shape.mixers[layer]] + (
+            self.experts if shape.moe_layers[layer] else self.dense
+        )
         return tuple(rule for rule in rules if rule.applies(shape))
 
     def name_in_transformers(self, name: str) -> str:

@@ -8,7 +8,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megatron_gspo.models.config_reader import decoder, only, rotary_of, rotated_dims, sigmoid_experts
+from megatron_gspo.models.config_reader import (
+    decoder,
+    only,
+    rotary_of,
+    rotated_dims,
+    sigmoid_experts,
+)
 from megatron_gspo.models.family import Family
 from megatron_gspo.models.model_shape import ModelShape
 from megatron_gspo.models.rule_tables import (
@@ -37,7 +43,10 @@ def _glm4_moe(config: dict[str, Any]) -> ModelShape:
 
 GLM = (
     Family(
-        "glm4_moe", _glm4_moe, {"attention": ATTENTION + ATTENTION_BIAS + QUERY_KEY_NORMS}, DENSE,
+        "glm4_moe",
+        _glm4_moe,
+        {"attention": ATTENTION + ATTENTION_BIAS + QUERY_KEY_NORMS},
+        DENSE,
         EXPERTS + UNGATED_SHARED_EXPERTS,
     ),
-)  # fmt: skip
+)

@@ -1,4 +1,5 @@
-"""gpt-oss: attention with sinks, every other layer with a window, and experts with biases and a clamped gated unit.
+"""gpt-oss: attention with sinks, every other layer with a window, and experts with biases and a
+clamped gated unit.
 
 Sources: transformers ``modeling_gpt_oss.py`` and the files of the published models.
 """
@@ -8,7 +9,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megatron_gspo.models.config_reader import decoder, only, rotary_of, rotary_parameters, softmax_router, windows_of
+from megatron_gspo.models.config_reader import (
+    decoder,
+    only,
+    rotary_of,
+    rotary_parameters,
+    softmax_router,
+    windows_of,
+)
 from megatron_gspo.models.family import Family
 from megatron_gspo.models.model_shape import ModelShape
 from megatron_gspo.models.rule_tables import (
@@ -21,8 +29,14 @@ from megatron_gspo.models.rule_tables import (
 )
 
 # What published configs leave out is what all models of the family have.
-_ROPE = dict(rope_type="yarn", factor=32.0, beta_fast=32.0, beta_slow=1.0, truncate=False,
-             original_max_position_embeddings=4096)  # fmt: skip
+_ROPE = dict(
+    rope_type="yarn",
+    factor=32.0,
+    beta_fast=32.0,
+    beta_slow=1.0,
+    truncate=False,
+    original_max_position_embeddings=4096,
+)
 
 
 def _gpt_oss(config: dict[str, Any]) -> ModelShape:
@@ -30,16 +44,26 @@ def _gpt_oss(config: dict[str, Any]) -> ModelShape:
         only(config, key, known)
     only({**config, **rotary_parameters(config)}, "partial_rotary_factor", 1.0)
     layers = config["num_hidden_layers"]
-    kinds = config.get("layer_types") or [("sliding_attention", "full_attention")[i % 2] for i in range(layers)]
+    kinds = config.get("layer_types") or [
+        ("sliding_attention", "full_attention")[i % 2] for i in range(layers)
+    ]
     scaling = config.get("rope_scaling")
     if not scaling and config.get("rope_parameters") is None:
         scaling = _ROPE
     shape = decoder(
-        {**config, "rope_parameters": None, "rope_scaling": None, "layer_types": None, "use_sliding_window": None}
+        {
+            **config,
+            "rope_parameters": None,
+            "rope_scaling": None,
+            "layer_types": None,
+            "use_sliding_window": None,
+        }
     )
     return replace(
         shape,
-        rotary=rotary_of({**config, "rope_scaling": scaling}, shape.head_dim, types=("yarn", "default")),
+        rotary=rotary_of(
+            {**config, "rope_scaling": scaling}, shape.head_dim, types=("yarn", "default")
+        ),
         mixers=("sink_attention",) * layers,
         windows=windows_of(config, kinds),
         query_key_norms=False,
@@ -56,7 +80,10 @@ def _gpt_oss(config: dict[str, Any]) -> ModelShape:
 
 GPT_OSS = (
     Family(
-        "gpt_oss", _gpt_oss, {"sink_attention": ATTENTION + ATTENTION_BIAS + OUTPUT_BIAS + SINKS}, DENSE,
+        "gpt_oss",
+        _gpt_oss,
+        {"sink_attention": ATTENTION + ATTENTION_BIAS + OUTPUT_BIAS + SINKS},
+        DENSE,
         BIASED_EXPERTS,
     ),
-)  # fmt: skip
+)

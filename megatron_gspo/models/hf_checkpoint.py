@@ -1,4 +1,6 @@
-"""Hugging Face checkpoint files: read slices of safetensors shards, write shards and index atomically."""
+"""Hugging Face checkpoint files: read slices of safetensors shards, write shards and index
+atomically.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +42,9 @@ _UNREAD = re.compile(r"(.+\.)?rotary_emb\.inv_freq")  # a buffer of older files 
 class CheckpointReader:
     """The tensors of a Hugging Face directory by name, read lazily and by slice; a context manager.
 
-    Tensors in 8 bits with a scale for each block (DeepSeek-V3's ``weight_scale_inv``) and in MXFP4 (gpt-oss) are read
-    as bfloat16; the scales have no names of their own. ``name[i]`` is slice i of a tensor (``stacked_experts.py``).
+    Tensors in 8 bits with a scale for each block (DeepSeek-V3's ``weight_scale_inv``) and in MXFP4
+    (gpt-oss) are read as bfloat16; the scales have no names of their own. ``name[i]`` is slice i of
+    a tensor (``stacked_experts.py``).
 
     Raises ``ModelError`` naming the file that is missing or damaged, or the tensor.
     """
@@ -55,18 +58,22 @@ class CheckpointReader:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._open.clear()
 
     def _find_files(self) -> dict[str, str]:
-        """Tensor -> file. A single file comes before an index of others, as in Transformers; servers read the files of
-        the index, so that both may not be there."""
+        """Tensor -> file. A single file comes before an index of others, as in Transformers;
+        servers read the files of the index, so that both may not be there."""
         single = self.path / SINGLE
         if not (self.path / INDEX).is_file():
             if not single.is_file():
                 raise ModelError(
-                    f"model.path={self.path}: neither {SINGLE} nor {INDEX} there; give a safetensors checkpoint"
+                    f"model.path={self.path}: neither {SINGLE} nor {INDEX} there; give a"
+                    " safetensors checkpoint"
                 )
             return dict.fromkeys(self._shard(SINGLE, "all tensors").keys(), SINGLE)
         index = read_index(self.path)
@@ -74,8 +81,13 @@ class CheckpointReader:
             return index
         others = sorted(file for file in set(index.values()) if (self.path / file).is_file())
         if others:
-            problem = f"has {SINGLE}, and {INDEX} places the weights in {others[0]}, which is there too"
-            raise ModelError(f"{self.path}: {problem}; remove {SINGLE} or the index, whichever is of another model")
+            problem = (
+                f"has {SINGLE}, and {INDEX} places the weights in {others[0]}, which is there too"
+            )
+            raise ModelError(
+                f"{self.path}: {problem}; remove {SINGLE} or the index, whichever is of another"
+                " model"
+            )
         return dict.fromkeys(self._shard(SINGLE, "all tensors").keys(), SINGLE)
 
     @property
@@ -95,8 +107,14 @@ class CheckpointReader:
 
     @property
     def names(self) -> set[str]:
-        found = {name for name in self._files if name.removesuffix(_SCALE) not in self._files or not _is_scale(name)}
-        quantized = {name.removesuffix(BLOCKS) for name in found if self._is_mxfp4(name.removesuffix(BLOCKS))}
+        found = {
+            name
+            for name in self._files
+            if name.removesuffix(_SCALE) not in self._files or not _is_scale(name)
+        }
+        quantized = {
+            name.removesuffix(BLOCKS) for name in found if self._is_mxfp4(name.removesuffix(BLOCKS))
+        }
         stored = {name + end for name in quantized for end in (BLOCKS, SCALES)}
         return {name for name in quantized | found - stored if _UNREAD.fullmatch(name) is None}
 
@@ -109,8 +127,14 @@ class CheckpointReader:
         settings = read_config(self.path).get("quantization_config")
         given = settings.get("weight_block_size") if isinstance(settings, dict) else None
         size = given or [128, 128]
-        if not isinstance(size, list) or len(size) != 2 or not all(type(each) is int and each > 0 for each in size):
-            raise ModelError(f"weight_block_size={shown(size)} in config.json is not supported; give two sizes")
+        if (
+            not isinstance(size, list)
+            or len(size) != 2
+            or not all(type(each) is int and each > 0 for each in size)
+        ):
+            raise ModelError(
+                f"weight_block_size={shown(size)} in config.json is not supported; give two sizes"
+            )
         return size[0], size[1]
 
     def _kind(self, name: str) -> str:
@@ -129,30 +153,46 @@ class CheckpointReader:
         if shard not in self._open:
             file = self.path / shard
             if not file.is_file():
-                raise ModelError(f"{file}: this shard is missing; it holds {holds}; download it again")
+                raise ModelError(
+                    f"{file}: this shard is missing; it holds {holds}; download it again"
+                )
             try:
                 self._open[shard] = safe_open(file, framework="pt")
             except (SafetensorError, OSError) as error:
-                raise ModelError(f"{file}: damaged or cut short ({first_line(error)}); download it again") from None
+                raise ModelError(
+                    f"{file}: damaged or cut short ({first_line(error)}); download it again"
+                ) from None
         return self._open[shard]
 
     def check(self) -> None:
-        """Open every shard and read its header: all there, whole, with the tensors of the index, in a float type."""
+        """Open every shard and read its header: all there, whole, with the tensors of the
+        index, in a float type.
+        """
         held = {shard: set(self._shard(shard, name).keys()) for name, shard in self._files.items()}
         for name, shard in self._files.items():
             if name not in held[shard]:
-                raise ModelError(f"{self.path / shard}: lacks {name}, which {INDEX} places there; download it again")
+                raise ModelError(
+                    f"{self.path / shard}: lacks {name}, which {INDEX} places there; download it"
+                    " again"
+                )
         for shard, names in held.items():
             for name in sorted(names):
                 if self._files.get(name) != shard and _UNREAD.fullmatch(name) is None:
-                    place = f"places in {self._files[name]}" if name in self._files else "does not list"
+                    place = (
+                        f"places in {self._files[name]}" if name in self._files else "does not list"
+                    )
                     problem = f"holds {name}, which {INDEX} {place}"
-                    raise ModelError(f"{self.path / shard}: {problem}, and Transformers reads it; download both again")
+                    raise ModelError(
+                        f"{self.path / shard}: {problem}, and Transformers reads it; download both"
+                        " again"
+                    )
         for name in self.names:
             kind = self._kind(name)
             if kind not in _DTYPES:
                 known = ", ".join(_DTYPES)
-                raise ModelError(f"{name} is stored as {kind}; use a checkpoint that isn't quantised ({known})")
+                raise ModelError(
+                    f"{name} is stored as {kind}; use a checkpoint that isn't quantised ({known})"
+                )
             self._check_scales(name)
 
     def _check_scales(self, name: str) -> None:
@@ -163,7 +203,10 @@ class CheckpointReader:
         found = self._file(name + _SCALE).get_slice(name + _SCALE).get_shape()
         blocks = [-(-size // block) for size, block in zip(sizes, self._block, strict=False)]
         if len(sizes) != 2 or found != blocks:
-            problem = f"is {tuple(found)} in the checkpoint; {name} of {tuple(sizes)} in blocks of {self._block}"
+            problem = (
+                f"is {tuple(found)} in the checkpoint; {name} of {tuple(sizes)} in blocks of"
+                f" {self._block}"
+            )
             raise ModelError(f"{name + _SCALE} {problem} has scales of {tuple(blocks)}")
 
     def common_dtype(self, but: Collection[str] = ()) -> torch.dtype:
@@ -173,28 +216,38 @@ class CheckpointReader:
             kinds.setdefault(self._kind(name), name)
         if len(kinds) > 1:
             (a, first), (b, second) = list(kinds.items())[:2]
-            raise ModelError(f"{first} is {a} and {second} {b} in {self.path}; choose one with --dtype")
+            raise ModelError(
+                f"{first} is {a} and {second} {b} in {self.path}; choose one with --dtype"
+            )
         return _DTYPES[next(iter(kinds))]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The whole tensor's sizes."""
         name, index = tensor_of(name)
         if self._is_mxfp4(name):
-            *outer, rows, blocks, size = self._file(name + BLOCKS).get_slice(name + BLOCKS).get_shape()
+            *outer, rows, blocks, size = (
+                self._file(name + BLOCKS).get_slice(name + BLOCKS).get_shape()
+            )
             found = [*outer, blocks * size * 2, rows]
         else:
             found = self._file(name).get_slice(name).get_shape()
         return tuple(found if index is None else found[1:])
 
-    def read(self, name: str, dim: int | None = None, start: int = 0, stop: int | None = None) -> Tensor:
-        """The tensor, or its part ``[start, stop)`` along ``dim`` (0 or 1); only that part is read."""
+    def read(
+        self, name: str, dim: int | None = None, start: int = 0, stop: int | None = None
+    ) -> Tensor:
+        """The tensor, or its part ``[start, stop)`` along ``dim`` (0 or 1); only that part is
+        read.
+        """
         name, index = tensor_of(name)
         if self._is_mxfp4(name):
             return self._read_mxfp4(name, index, (dim, start, stop))
         part = self._file(name).get_slice(name)
         if index is not None:
             own = slice(start, stop)
-            found = part[index, own] if dim == 0 else part[index, :, own] if dim == 1 else part[index]
+            found = (
+                part[index, own] if dim == 0 else part[index, :, own] if dim == 1 else part[index]
+            )
         elif dim is None:
             found = part[:]
         else:
@@ -205,8 +258,12 @@ class CheckpointReader:
         firsts = (start if dim == 0 else 0, start if dim == 1 else 0)
         return dequantize_blocks(found, scales, firsts=firsts, block=self._block).bfloat16()
 
-    def _read_mxfp4(self, name: str, index: int | None, part: tuple[int | None, int, int | None]) -> Tensor:
-        """Published models store its transpose: the rows of the blocks are the last dimension here."""
+    def _read_mxfp4(
+        self, name: str, index: int | None, part: tuple[int | None, int, int | None]
+    ) -> Tensor:
+        """Published models store its transpose: the rows of the blocks are the last dimension
+        here.
+        """
         dim, start, stop = part
         own = slice(start, stop) if dim == 1 else slice(None)
         both = []
@@ -224,12 +281,16 @@ def _is_scale(name: str) -> bool:
 def read_index(folder: Path) -> dict[str, str]:
     """Tensor -> file, of a directory that has an index.
 
-    Raises ``ModelError`` where it names anything but files in its directory: an index is downloaded, and a conversion
-    back writes files of these names.
+    Raises ``ModelError`` where it names anything but files in its directory: an index is
+    downloaded, and a conversion back writes files of these names.
     """
     weight_map = read_json(folder / INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise ModelError(f"{folder / INDEX}: has no weight_map of tensors to files; download it again")
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(file, str) for file in weight_map.values()
+    ):
+        raise ModelError(
+            f"{folder / INDEX}: has no weight_map of tensors to files; download it again"
+        )
     for name, file in weight_map.items():
         if Path(file).name != file or not file.endswith(".safetensors"):
             problem = f"places {name} in {file!r}, no safetensors file there"
@@ -246,11 +307,12 @@ def write_checkpoint(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     quantization: dict[str, Any] | None = None,
 ) -> Path:
-    """Write a Hugging Face checkpoint from a stream of (name, tensor); config and tokenizer come from ``source``.
+    """Write a Hugging Face checkpoint from a stream of (name, tensor); config and tokenizer come
+    from ``source``.
 
-    quantization: the config's ``quantization_config``. Memory: one shard. Atomic: everything is written to a temporary
-    directory, which is renamed at the end; an existing ``path`` is replaced. Returns ``path``. Raises ``DiskError``
-    where it cannot be written.
+    quantization: the config's ``quantization_config``. Memory: one shard. Atomic: everything is
+    written to a temporary directory, which is renamed at the end; an existing ``path`` is replaced.
+    Returns ``path``. Raises ``DiskError`` where it cannot be written.
     """
     begin_checkpoint(path)
     write_part(path, tensors, dtype=dtype, max_shard_bytes=max_shard_bytes)
@@ -258,7 +320,9 @@ def write_checkpoint(
 
 
 def begin_checkpoint(path: str | Path) -> None:
-    """Make the temporary directory of `write_part`; what an interrupted writer has left there is removed."""
+    """Make the temporary directory of `write_part`; what an interrupted writer has left there
+    is removed.
+    """
     with writing(path):
         for left in folders_named(Path(path).parent, _replaced_name(path, RANDOM_END)):
             shutil.rmtree(left, ignore_errors=True)
@@ -274,7 +338,8 @@ def write_part(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Write one process's tensors of a checkpoint. Parts are written at the same time, after `begin_checkpoint`.
+    """Write one process's tensors of a checkpoint. Parts are written at the same time, after
+    `begin_checkpoint`.
 
     part: its number. Memory: one shard. Raises ``DiskError``.
     """
@@ -292,7 +357,9 @@ def write_part(
     with writing(path):
         for name, tensor in tensors:
             value = tensor.detach().to("cpu", dtype).contiguous().clone()
-            written[value.dtype] += value.nbytes if value.element_size() > 1 else 0  # of weights that aren't quantised
+            written[value.dtype] += (
+                value.nbytes if value.element_size() > 1 else 0
+            )  # of weights that aren't quantised
             if size + value.nbytes > max_shard_bytes:
                 take()
                 size = 0
@@ -305,9 +372,15 @@ def write_part(
         (folder / _part_name(part)).write_text(json.dumps(found))
 
 
-def publish_checkpoint(path: str | Path, *, source: str | Path, parts: int = 1,
-                       quantization: dict[str, Any] | None = None) -> Path:  # fmt: skip
-    """Complete a checkpoint of so many parts, all of which are written, and rename it. Returns ``path``.
+def publish_checkpoint(
+    path: str | Path,
+    *,
+    source: str | Path,
+    parts: int = 1,
+    quantization: dict[str, Any] | None = None,
+) -> Path:
+    """Complete a checkpoint of so many parts, all of which are written, and rename it. Returns
+    ``path``.
 
     quantization: see `write_checkpoint`.
 
@@ -318,12 +391,17 @@ def publish_checkpoint(path: str | Path, *, source: str | Path, parts: int = 1,
         found = []
         for part in range(parts):
             if not (partial / _part_name(part)).is_file():
-                raise DiskError(f"{path}: part {part + 1} of {parts} is not there; ranks on all nodes write to it: "
-                                "choose a run_dir on a shared file system")  # fmt: skip
+                raise DiskError(
+                    f"{path}: part {part + 1} of {parts} is not there; ranks on all nodes write to"
+                    " it: choose a run_dir on a shared file system"
+                )
             found.append(json.loads((partial / _part_name(part)).read_text()))
             (partial / _part_name(part)).unlink()
-        shards = [(_shard_name(part, number), names) for part, each in enumerate(found)
-                  for number, names in enumerate(each["shards"])]  # fmt: skip
+        shards = [
+            (_shard_name(part, number), names)
+            for part, each in enumerate(found)
+            for number, names in enumerate(each["shards"])
+        ]
         _finish_names(partial, shards, sum(each["bytes"] for each in found))
         written = next((each["dtype"] for each in found if each["dtype"]), None)
         copy_companions(source, partial, written and getattr(torch, written), quantization)
@@ -342,7 +420,9 @@ def _partial(path: str | Path) -> Path:
 
 
 def _replaced_name(path: str | Path, end: str) -> str:
-    """Of the directory that a new one replaces, while it is removed; its user may have an `hf.old`."""
+    """Of the directory that a new one replaces, while it is removed; its user may have an
+    `hf.old`.
+    """
     return f".replaced_{Path(path).name}_{end}"
 
 
@@ -362,7 +442,9 @@ def _write_shard(file: Path, tensors: dict[str, Tensor]) -> None:
     except SafetensorError as error:  # the system's error as text: "... (os error 28)"
         number_of = re.search(r"os error (\d+)", str(error))
         code = int(number_of[1]) if number_of else errno.EIO
-        raise DiskError(describe_disk(file, OSError(code, os.strerror(code)), needed=needed)) from error
+        raise DiskError(
+            describe_disk(file, OSError(code, os.strerror(code)), needed=needed)
+        ) from error
 
 
 def _finish_names(folder: Path, shards: list[tuple[str, list[str]]], total: int) -> None:
@@ -375,4 +457,6 @@ def _finish_names(folder: Path, shards: list[tuple[str, list[str]]], total: int)
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         os.replace(folder / shard, folder / file)
         weight_map |= dict.fromkeys(names, file)
-    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2))
+    (folder / INDEX).write_text(
+        json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
+    )

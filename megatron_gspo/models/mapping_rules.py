@@ -1,8 +1,8 @@
 """How one Megatron parameter is made of Hugging Face tensors, for both directions.
 
-A tensor-parallel rank's shard is made of slices of each Hugging Face tensor along one dimension (``Shard``); ``merge``
-puts these slices together, ``split`` takes them apart. So a rank reads only what it needs, and the way back
-concatenates the ranks' slices along the same dimension.
+A tensor-parallel rank's shard is made of slices of each Hugging Face tensor along one dimension
+(``Shard``); ``merge`` puts these slices together, ``split`` takes them apart. So a rank reads only
+what it needs, and the way back concatenates the ranks' slices along the same dimension.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from megatron_gspo.models.stacked_experts import tensor_of
 
 
 class Shard(Enum):
-    """The dimension of the Hugging Face tensors that tensor parallelism cuts; None: every rank holds all of it."""
+    """The dimension of the Hugging Face tensors that tensor parallelism cuts; None: every rank
+    holds all of it.
+    """
 
     NONE = None
     ROWS = 0
@@ -49,7 +51,9 @@ def split_two(tensor: Tensor, shape: ModelShape) -> list[Tensor]:
 
 
 def merge_qkv(parts: Sequence[Tensor], shape: ModelShape) -> Tensor:
-    """Query, key and value rows interleaved per query group: ``[q ... q k v]`` for each group of this shard."""
+    """Query, key and value rows interleaved per query group: ``[q ... q k v]`` for each group
+    of this shard.
+    """
     query, key, value = parts
     groups = key.shape[0] // shape.head_dim
     blocks = [part.reshape(groups, -1, *part.shape[1:]) for part in (query, key, value)]
@@ -75,7 +79,9 @@ def split_transposed(tensor: Tensor, shape: ModelShape) -> list[Tensor]:
 
 
 def merge_alternating(parts: Sequence[Tensor], shape: ModelShape) -> Tensor:
-    """Gate and up projection whose outputs alternate in the last dimension, as Megatron's gated ``linear_fc1``."""
+    """Gate and up projection whose outputs alternate in the last dimension, as Megatron's gated
+    ``linear_fc1``.
+    """
     return torch.cat([parts[0][..., i::2].t() for i in range(2)], dim=0)
 
 
@@ -89,13 +95,14 @@ def split_alternating(tensor: Tensor, shape: ModelShape) -> list[Tensor]:
 class Rule:
     """One row of a family's table.
 
-    ``megatron`` lists the names that a parameter has in the Transformer Engine and torch layer specs; ``hugging_face``
-    the tensors that it is made of, in the order of ``merge``. ``{layer}`` and ``{expert}`` stand for global numbers;
-    ``name[{expert}]`` is a slice of a tensor of all experts (``stacked_experts.py``).
-    ``applies``: whether a model of the family has the parameter. ``keeps_float32``: it is stored and sent in float32
-    whatever the type of the others. ``blocks``: sizes of row blocks of the first Hugging Face tensor, each of which
-    tensor parallelism cuts; None: it cuts the tensor as a whole. ``prefix``: of the names of a layer.
-    ``takes_adapter``: False for a linear layer that can't have one.
+    ``megatron`` lists the names that a parameter has in the Transformer Engine and torch layer
+    specs; ``hugging_face`` the tensors that it is made of, in the order of ``merge``. ``{layer}``
+    and ``{expert}`` stand for global numbers; ``name[{expert}]`` is a slice of a tensor of all
+    experts (``stacked_experts.py``). ``applies``: whether a model of the family has the parameter.
+    ``keeps_float32``: it is stored and sent in float32 whatever the type of the others. ``blocks``:
+    sizes of row blocks of the first Hugging Face tensor, each of which tensor parallelism cuts;
+    None: it cuts the tensor as a whole. ``prefix``: of the names of a layer. ``takes_adapter``:
+    False for a linear layer that can't have one.
     """
 
     megatron: tuple[str, ...]
@@ -120,8 +127,8 @@ class Rule:
         return self.megatron[0] in names and self.shard is Shard.ROWS
 
     def blocks_of(self, name: str, size: int, shape: ModelShape) -> tuple[int, ...]:
-        """The sizes of the parts of a tensor [size, ...] that tensor parallelism cuts one by one; ``name``: any of the
-        rule's, with or without a prefix."""
+        """The sizes of the parts of a tensor [size, ...] that tensor parallelism cuts one by one;
+        ``name``: any of the rule's, with or without a prefix."""
         first = self.hugging_face[0].removesuffix("[{expert}]")
         if self.blocks is None or not tensor_of(name)[0].endswith(first):
             return (size,)

@@ -1,4 +1,5 @@
-"""MiniMax-M2: grouped queries, rotary embedding of a part of each head, norms of all heads together, sigmoid routers.
+"""MiniMax-M2: grouped queries, rotary embedding of a part of each head, norms of all heads
+together, sigmoid routers.
 
 Source: transformers ``modeling_minimax_m2.py``, and the files of the published models.
 """
@@ -23,17 +24,28 @@ from megatron_gspo.models.model_shape import ModelError, ModelShape, Router
 from megatron_gspo.models.rule_tables import ATTENTION, DENSE, EXPERTS, JOINT_NORMS
 
 _ONLY = (
-    ("scoring_func", "sigmoid"), ("use_routing_bias", True), ("use_qk_norm", True), ("qk_norm_type", "per_layer"),
-    ("shared_intermediate_size", 0), ("attention_bias", False), ("router_jitter_noise", 0.0), ("sliding_window", None),
-)  # fmt: skip
+    ("scoring_func", "sigmoid"),
+    ("use_routing_bias", True),
+    ("use_qk_norm", True),
+    ("qk_norm_type", "per_layer"),
+    ("shared_intermediate_size", 0),
+    ("attention_bias", False),
+    ("router_jitter_noise", 0.0),
+    ("sliding_window", None),
+)
 # Parts of names in the published files, and what Transformers has in their place.
 _IN_TRANSFORMERS = (
-    (".block_sparse_moe.", ".mlp."), (".w1.", ".gate_proj."), (".w3.", ".up_proj."), (".w2.", ".down_proj."),
-)  # fmt: skip
+    (".block_sparse_moe.", ".mlp."),
+    (".w1.", ".gate_proj."),
+    (".w3.", ".up_proj."),
+    (".w2.", ".down_proj."),
+)
 
 
 def _stored(name: str) -> str:
-    """The name in published files of a tensor that other families have under ``name``, relative to the layer."""
+    """The name in published files of a tensor that other families have under ``name``, relative
+    to the layer.
+    """
     name = name.replace("mlp.gate.e_score", "mlp.e_score")
     for stored, usual in _IN_TRANSFORMERS:
         name = f".{name}".replace(usual, stored)[1:]
@@ -41,18 +53,22 @@ def _stored(name: str) -> str:
 
 
 def _renamed(rule: Rule) -> Rule:
-    """The rule under the names of published files; PEFT's adapters have those of Transformers' models."""
+    """The rule under the names of published files; PEFT's adapters have those of Transformers'
+    models.
+    """
     return replace(rule, hugging_face=tuple(map(_stored, rule.hugging_face)), takes_adapter=False)
 
 
 def _rotated(config: dict[str, Any], head_dim: int) -> int:
-    """The rotated dimensions of a head. Published configs have ``rotary_dim``; ``partial_rotary_factor``, which
-    Transformers writes, comes before it."""
+    """The rotated dimensions of a head. Published configs have ``rotary_dim``;
+    ``partial_rotary_factor``, which Transformers writes, comes before it."""
     width = config.get("rotary_dim")
     if width is None or "partial_rotary_factor" in rotary_parameters(config):
         return rotated_dims(config, head_dim)
     if width > head_dim:
-        problem = f"rotary_dim={width} in config.json is more than the {head_dim} dimensions of a head"
+        problem = (
+            f"rotary_dim={width} in config.json is more than the {head_dim} dimensions of a head"
+        )
         raise ModelError(f"{problem}; lower it")
     return int(width)
 
@@ -78,7 +94,11 @@ def _minimax_m2(config: dict[str, Any]) -> ModelShape:
 
 MINIMAX = (
     Family(
-        "minimax_m2", _minimax_m2, {"joint_norm_attention": ATTENTION + JOINT_NORMS}, DENSE,
-        tuple(map(_renamed, EXPERTS)), in_transformers=_IN_TRANSFORMERS,
+        "minimax_m2",
+        _minimax_m2,
+        {"joint_norm_attention": ATTENTION + JOINT_NORMS},
+        DENSE,
+        tuple(map(_renamed, EXPERTS)),
+        in_transformers=_IN_TRANSFORMERS,
     ),
-)  # fmt: skip
+)

@@ -50,7 +50,8 @@ _COUNTS = (  # may be 0
     "num_nextn_predict_layers",
     "shared_expert_intermediate_size",
 )
-# No model is larger. Beyond, memory would be full before a weight's size is compared with its file's.
+# No model is larger. Beyond, memory would be full before a weight's size is compared with its
+# file's.
 _LARGEST = {"max_position_embeddings": 1 << 30, "num_hidden_layers": 1 << 12}
 _LARGEST_SIZE = 1 << 22
 _MOST_EXPERTS = 1 << 18  # of all layers together
@@ -61,10 +62,10 @@ _MOST_JSON_BYTES = 64 << 20  # the largest published index has 20 MB
 class Router:
     """How the tokens of a layer choose among its experts.
 
-    score: of an expert, ``softmax`` or ``sigmoid`` of the logits. normalize: the weights of the chosen ones sum to 1;
-    they are then multiplied by ``scaling``. expert_bias: a bias in float32 is added to the scores by which experts are
-    chosen, not to their weights. groups, chosen_groups: experts are chosen from the groups with the largest sums of two
-    scores.
+    score: of an expert, ``softmax`` or ``sigmoid`` of the logits. normalize: the weights of the
+    chosen ones sum to 1; they are then multiplied by ``scaling``. expert_bias: a bias in float32 is
+    added to the scores by which experts are chosen, not to their weights. groups, chosen_groups:
+    experts are chosen from the groups with the largest sums of two scores.
     """
 
     score: str = "softmax"
@@ -77,8 +78,10 @@ class Router:
 
 @dataclass(frozen=True)
 class LatentSizes:
-    """Multi-head latent attention: ranks of the latents (no query_rank: queries come from the hidden state), and of a
-    head the dimensions of queries and keys without position, and of values. norm_eps: of the latents' norms."""
+    """Multi-head latent attention: ranks of the latents (no query_rank: queries come from the
+    hidden state), and of a head the dimensions of queries and keys without position, and of values.
+    norm_eps: of the latents' norms.
+    """
 
     query_rank: int | None
     key_value_rank: int
@@ -89,8 +92,8 @@ class LatentSizes:
 
 @dataclass(frozen=True)
 class DeltaNetSizes:
-    """Gated delta net: key_heads; value_heads, a multiple of key_heads; sizes of a head of both; kernel: tokens of the
-    convolution."""
+    """Gated delta net: key_heads; value_heads, a multiple of key_heads; sizes of a head of both;
+    kernel: tokens of the convolution."""
 
     key_heads: int
     value_heads: int
@@ -115,24 +118,28 @@ class DeltaNetSizes:
 
     @property
     def projected(self) -> int:
-        """Channels of a key head that the projection makes: the exchanged ones and the output's gate."""
+        """Channels of a key head that the projection makes: the exchanged ones and the output's
+        gate.
+        """
         return self.exchanged + self.values_per_key * self.value_size
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes and layer facts of a decoder-only transformer: all that tells its family from another, as data.
+    """Sizes and layer facts of a decoder-only transformer: all that tells its family from another,
+    as data.
 
-    ``mixers[i]``: what mixes the tokens of layer ``i``, a key of ``MIXERS`` in ``mcore/mixers.py``; by default
-    attention everywhere. ``windows[i]``: the keys that a query attends in layer ``i``, its own the last; None: all
-    before it. ``moe_layers[i]``: whether it has experts. ``attention_bias``: of query, key and value. ``linear_bias``:
-    of attention's output, router and experts. ``glu_limit``: of the experts' clamped gated unit
-    (``mcore/gated_units.py``), None: it is SwiGLU. ``shared_expert_size``: width of the expert that every token goes
-    to, 0: there is none; ``shared_expert_gate``: it has a gate of its own. ``latent``: sizes of the mixer
-    ``latent_attention``; ``delta_net``: of ``gated_delta_net``. ``attention_gate``: the output of attention is
-    multiplied by a sigmoid of the layer's input. ``zero_centred_norms``: a norm multiplies by 1 + weight. ``carried``:
-    starts of the names of tensors in the checkpoint that are not trained. ``value_head``: the output is one value a
-    position (PPO's value model).
+    ``mixers[i]``: what mixes the tokens of layer ``i``, a key of ``MIXERS`` in ``mcore/mixers.py``;
+    by default attention everywhere. ``windows[i]``: the keys that a query attends in layer ``i``,
+    its own the last; None: all before it. ``moe_layers[i]``: whether it has experts.
+    ``attention_bias``: of query, key and value. ``linear_bias``: of attention's output, router and
+    experts. ``glu_limit``: of the experts' clamped gated unit (``mcore/gated_units.py``), None: it
+    is SwiGLU. ``shared_expert_size``: width of the expert that every token goes to, 0: there is
+    none; ``shared_expert_gate``: it has a gate of its own. ``latent``: sizes of the mixer
+    ``latent_attention``; ``delta_net``: of ``gated_delta_net``. ``attention_gate``: the output of
+    attention is multiplied by a sigmoid of the layer's input. ``zero_centred_norms``: a norm
+    multiplies by 1 + weight. ``carried``: starts of the names of tensors in the checkpoint that are
+    not trained. ``value_head``: the output is one value a position (PPO's value model).
     """
 
     model_type: str
@@ -179,7 +186,9 @@ class ModelShape:
 
 
 def padded_vocab_size(shape: ModelShape, tensor_size: int) -> int:
-    """Rows of the embedding: the vocabulary rounded up to a multiple of the tensor-parallel size."""
+    """Rows of the embedding: the vocabulary rounded up to a multiple of the tensor-parallel
+    size.
+    """
     return -(-shape.vocab_size // tensor_size) * tensor_size
 
 
@@ -190,16 +199,19 @@ def read_config(path: str | Path) -> dict[str, Any]:
     """
     file = Path(path) / "config.json"
     if not file.is_file():
-        raise ModelError(f"model.path={path}: no config.json there; give a Hugging Face model directory")
+        raise ModelError(
+            f"model.path={path}: no config.json there; give a Hugging Face model directory"
+        )
     return language_config(read_json(file))
 
 
 def language_config(config: dict[str, Any]) -> dict[str, Any]:
-    """A ``config.json`` with the keys of its language model, those that it leaves out included (`with_defaults`).
+    """A ``config.json`` with the keys of its language model, those that it leaves out included
+    (`with_defaults`).
 
-    Models that read images too keep their language model's keys in ``text_config``; the others stay beside them.
-    ``model_type`` stays the whole model's. Raises ``ModelError`` where the two disagree on tied embeddings, and for a
-    value that a key can't have.
+    Models that read images too keep their language model's keys in ``text_config``; the others stay
+    beside them. ``model_type`` stays the whole model's. Raises ``ModelError`` where the two
+    disagree on tied embeddings, and for a value that a key can't have.
     """
     model_type = config.get("model_type")
     text = config.get("text_config")
@@ -207,23 +219,39 @@ def language_config(config: dict[str, Any]) -> dict[str, Any]:
         return with_defaults(model_type, config)
     tied = config.get("tie_word_embeddings")
     if tied is not None and text.get("tie_word_embeddings", tied) != tied:
-        raise ModelError(f"tie_word_embeddings={tied} in config.json and {not tied} in its text_config")
+        raise ModelError(
+            f"tie_word_embeddings={tied} in config.json and {not tied} in its text_config"
+        )
     inner = {} if tied is None else {"tie_word_embeddings": tied}
-    return {**config, **with_defaults(model_type, inner | text, is_text_config=True), "model_type": model_type}
+    return {
+        **config,
+        **with_defaults(model_type, inner | text, is_text_config=True),
+        "model_type": model_type,
+    }
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object in a file; ``ModelError`` naming the file for anything else, also for a key with two values."""
+    """A JSON object in a file; ``ModelError`` naming the file for anything else, also for a key
+    with two values.
+    """
     try:
         if file.stat().st_size > _MOST_JSON_BYTES:
             raise ValueError(f"more than {_MOST_JSON_BYTES >> 20} MiB")
-        content = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_with_each_key_once)
+        content = json.loads(
+            file.read_text(encoding="utf-8"), object_pairs_hook=_with_each_key_once
+        )
     except (ValueError, OSError) as error:
-        raise ModelError(f"{file}: not valid JSON ({first_line(error)}); download it again") from None
+        raise ModelError(
+            f"{file}: not valid JSON ({first_line(error)}); download it again"
+        ) from None
     except RecursionError:
-        raise ModelError(f"{file}: not valid JSON (too many brackets inside each other); download it again") from None
+        raise ModelError(
+            f"{file}: not valid JSON (too many brackets inside each other); download it again"
+        ) from None
     if not isinstance(content, dict):
-        raise ModelError(f"{file}: not valid JSON (a {type(content).__name__}, no object); download it again")
+        raise ModelError(
+            f"{file}: not valid JSON (a {type(content).__name__}, no object); download it again"
+        )
     return content
 
 
@@ -237,13 +265,17 @@ def _with_each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def experts_of(config: Mapping[str, Any]) -> int | None:
-    """Experts of a layer in a ``config.json``, whose key differs by family; None in a dense model's."""
+    """Experts of a layer in a ``config.json``, whose key differs by family; None in a dense
+    model's.
+    """
     keys = ("num_experts", "num_local_experts", "n_routed_experts")
     return next((config[key] for key in keys if config.get(key)), None)
 
 
 def check_sizes(config: dict[str, Any]) -> None:
-    """Sizes in a ``config.json`` are integers above 0 that a model can have, where present; else ``ModelError``."""
+    """Sizes in a ``config.json`` are integers above 0 that a model can have, where present;
+    else ``ModelError``.
+    """
     for key in (*_SIZES, *_COUNTS):
         value = config.get(key)
         least = 0 if key in _COUNTS else 1
@@ -254,17 +286,27 @@ def check_sizes(config: dict[str, Any]) -> None:
             raise ModelError(f"{key}={shown(value)} in config.json is not a size; {fix}")
         largest = _LARGEST.get(key, _LARGEST_SIZE)
         if value > largest:
-            raise ModelError(f"{key}={shown(value)} in config.json is no model's size; give at most {largest}")
+            raise ModelError(
+                f"{key}={shown(value)} in config.json is no model's size; give at most {largest}"
+            )
     chosen, experts = config.get("num_experts_per_tok"), experts_of(config)
     if experts and (layers := config.get("num_hidden_layers")) and experts * layers > _MOST_EXPERTS:
-        raise ModelError(f"config.json has {experts} experts in each of {layers} layers; no model has so many")
+        raise ModelError(
+            f"config.json has {experts} experts in each of {layers} layers; no model has so many"
+        )
     heads, groups = config.get("num_attention_heads"), config.get("num_key_value_heads")
     if heads and groups and heads % groups:
-        raise ModelError(f"num_attention_heads={heads} in config.json is no multiple of num_key_value_heads={groups}")
+        raise ModelError(
+            f"num_attention_heads={heads} in config.json is no multiple of"
+            f" num_key_value_heads={groups}"
+        )
     if chosen and experts and chosen > experts:
-        raise ModelError(f"num_experts_per_tok={chosen} in config.json is more than the {experts} experts; lower it")
+        raise ModelError(
+            f"num_experts_per_tok={chosen} in config.json is more than the {experts} experts;"
+            " lower it"
+        )
     if chosen == 1 and config.get("norm_topk_prob"):
         raise ModelError(
-            "num_experts_per_tok=1 with norm_topk_prob=true in config.json makes every weight of an expert 1, so that "
-            "no router could learn; set norm_topk_prob to false"
+            "num_experts_per_tok=1 with norm_topk_prob=true in config.json makes every weight of an"
+            " expert 1, so that no router could learn; set norm_topk_prob to false"
         )

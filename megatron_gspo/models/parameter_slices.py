@@ -1,8 +1,8 @@
 """Megatron's parameters and checkpoint chunks as plain data, without a model.
 
-A `ParameterSlice` is one tensor-parallel rank's parameter. A `CheckpointChunk` is a region of a tensor in a Megatron
-checkpoint, and the elements of a parameter slice that are stored there. `mcore/checkpoint/checkpoint_metadata.py`
-creates them.
+A `ParameterSlice` is one tensor-parallel rank's parameter. A `CheckpointChunk` is a region of a
+tensor in a Megatron checkpoint, and the elements of a parameter slice that are stored there.
+`mcore/checkpoint/checkpoint_metadata.py` creates them.
 """
 
 from __future__ import annotations
@@ -21,17 +21,21 @@ from megatron_gspo.models.stacked_experts import tensor_of
 
 
 class TensorSource(Protocol):
-    """Tensors by Hugging Face name, whole or a slice along one dimension: `hf_checkpoint.CheckpointReader`."""
+    """Tensors by Hugging Face name, whole or a slice along one dimension:
+    `hf_checkpoint.CheckpointReader`.
+    """
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 
-    def read(self, name: str, dim: int | None = None, start: int = 0, stop: int | None = None) -> Tensor: ...
+    def read(
+        self, name: str, dim: int | None = None, start: int = 0, stop: int | None = None
+    ) -> Tensor: ...
 
 
 @dataclass(frozen=True)
 class ParameterSlice:
-    """The parameter of `rank` of `ranks` tensor-parallel ranks. layer: -1 outside of the layers. sizes: of the
-    parameter, the padding of a vocabulary included."""
+    """The parameter of `rank` of `ranks` tensor-parallel ranks. layer: -1 outside of the layers.
+    sizes: of the parameter, the padding of a vocabulary included."""
 
     rule: Rule
     layer: int
@@ -50,7 +54,10 @@ class ParameterSlice:
         return torch.float32 if self.rule.keeps_float32 else dtype
 
     def read(self, source: TensorSource, shape: ModelShape) -> Tensor:
-        """Read only the slices that the parameter needs, and merge them. A vocabulary is padded with 0."""
+        """Read only the slices that the parameter needs, and merge them.
+
+        A vocabulary is padded with 0.
+        """
         value = self.rule.merge([self._slice(source, name, shape) for name in self.names], shape)
         if self.rule.is_vocabulary and value.shape[0] < self.sizes[0]:
             value = torch.nn.functional.pad(value, (0, 0, 0, self.sizes[0] - value.shape[0]))
@@ -72,10 +79,15 @@ class ParameterSlice:
         """Raise ``ModelError`` naming a tensor whose sizes in `source` don't match config.json."""
         for name, wanted in self.whole_sizes(shape).items():
             if (found := source.shape(name)) != wanted:
-                raise ModelError(f"{name} is {found} in the checkpoint; config.json makes it {wanted}")
+                raise ModelError(
+                    f"{name} is {found} in the checkpoint; config.json makes it {wanted}"
+                )
             whole, expert = tensor_of(name)
             if expert is not None and (count := source.shape(whole)[0]) != shape.num_experts:
-                raise ModelError(f"{whole} has {count} experts in the checkpoint; config.json has {shape.num_experts}")
+                raise ModelError(
+                    f"{whole} has {count} experts in the checkpoint; config.json has"
+                    f" {shape.num_experts}"
+                )
 
     def _slice(self, source: TensorSource, name: str, shape: ModelShape) -> Tensor:
         dim = self.rule.shard.value
@@ -90,7 +102,9 @@ class ParameterSlice:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def split(self, value: Tensor, shape: ModelShape) -> dict[str, Tensor]:
-        """The Hugging Face tensors (this rank's slices of them) in the parameter `value`; views where possible."""
+        """The Hugging Face tensors (this rank's slices of them) in the parameter `value`; views
+        where possible.
+        """
         tensors = dict(zip(self.names, self.rule.split(value, shape), strict=True))
         if self.rule.is_vocabulary and self.ranks == 1:
             return {name: tensor[: shape.vocab_size] for name, tensor in tensors.items()}
@@ -101,8 +115,9 @@ class ParameterSlice:
 class CheckpointChunk:
     """A region of the tensor `key` of a checkpoint, and where its elements are in `part`.
 
-    whole: sizes of the whole tensor. offsets, sizes: of the region, with the axes that Megatron puts before the
-    parameter's own (layers, experts). strides, start: of the elements in the part, in elements.
+    whole: sizes of the whole tensor. offsets, sizes: of the region, with the axes that Megatron
+    puts before the parameter's own (layers, experts). strides, start: of the elements in the part,
+    in elements.
     """
 
     key: str
@@ -118,7 +133,9 @@ class CheckpointChunk:
         return math.prod(self.sizes)
 
     def pieces(self, most: int) -> Iterator[CheckpointChunk]:
-        """The chunk in regions of at most `most` elements, cut between rows; itself where it is no larger."""
+        """The chunk in regions of at most `most` elements, cut between rows; itself where it is
+        no larger.
+        """
         axis = len(self.sizes) - len(self.strides)
         rows, row = self.sizes[axis], self.numel // self.sizes[axis]
         step = max(most // row, 1)
@@ -133,6 +150,10 @@ class CheckpointChunk:
             yield replace(self, offsets=tuple(offsets), sizes=tuple(sizes), start=start)
 
     def of(self, value: Tensor) -> Tensor:
-        """The chunk's elements as a view of the part's (contiguous) `value`, with the chunk's sizes."""
+        """The chunk's elements as a view of the part's (contiguous) `value`, with the chunk's
+        sizes.
+        """
         own = self.sizes[len(self.sizes) - len(self.strides) :]
-        return value.as_strided(own, self.strides, value.storage_offset() + self.start).view(self.sizes)
+        return value.as_strided(own, self.strides, value.storage_offset() + self.start).view(
+            self.sizes
+        )

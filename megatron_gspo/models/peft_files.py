@@ -1,9 +1,11 @@
-"""Adapters in PEFT's format: a directory with ``adapter_config.json`` and ``adapter_model.safetensors``.
+"""Adapters in PEFT's format: a directory with ``adapter_config.json`` and
+``adapter_model.safetensors``.
 
-Servers take the experts one by one. Transformers holds a layer's experts in two tensors, ``gate_up_proj`` [experts,
-2 f, h] and ``down_proj``, and PEFT their adapters in one A and one B each: A [experts * r, in] expert after expert, B
-[out, r * experts] with the experts fastest. There the adapters of gate and up are one of twice the rank, with 0 off the
-diagonal of B, and twice the alpha.
+Servers take the experts one by one. Transformers holds a layer's experts in two tensors,
+``gate_up_proj`` [experts, 2 f, h] and ``down_proj``, and PEFT their adapters in one A and one B
+each: A [experts * r, in] expert after expert, B [out, r * experts] with the experts fastest. There
+the adapters of gate and up are one of twice the rank, with 0 off the diagonal of B, and twice the
+alpha.
 """
 
 from __future__ import annotations
@@ -30,13 +32,18 @@ from megatron_gspo.models.config_defaults import shown
 from megatron_gspo.models.model_shape import ModelError, read_json
 
 NAME_PREFIX = "base_model.model."  # of every tensor in a file
-_EXPERT = re.compile(r"(.+\.mlp\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.lora_([AB])\.weight")
+_EXPERT = re.compile(
+    r"(.+\.mlp\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.lora_([AB])\.weight"
+)
 _FUSED = re.compile(r"(.+\.mlp\.experts)\.(base_layer\.)?lora_([AB])\.weight")
-_ROUTER = re.compile(r".+\.mlp\.(gate|router)")  # in Transformers no linear layer, but a module with a parameter
+_ROUTER = re.compile(
+    r".+\.mlp\.(gate|router)"
+)  # in Transformers no linear layer, but a module with a parameter
 _LOW_RANK = re.compile(r".+\.lora_([AB])\.weight")
 _LARGEST_RANK = 1 << 16
 _LARGEST_ALPHA = 1e9
-# What adapter_config.json may say, where it says it; and what it may not have: all of it changes what is added.
+# What adapter_config.json may say, where it says it; and what it may not have: all of it changes
+# what is added.
 _KNOWN = {"peft_type": "LORA", "bias": "none", "fan_in_fan_out": False}
 _ABSENT = (
     "use_dora",
@@ -53,7 +60,10 @@ _GATE_UP, _DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 
 @dataclass(frozen=True)
 class AdapterFacts:
-    """Of all adapters of a directory. base: the model's directory; checksum: of its weights, or ""."""
+    """Of all adapters of a directory.
+
+    base: the model's directory; checksum: of its weights, or "".
+    """
 
     rank: int
     alpha: float
@@ -67,8 +77,11 @@ class AdapterFacts:
         return adapter_scale(self.rank, self.alpha, self.rslora)
 
 
-def write_adapters(folder: Path, tensors: Mapping[str, Tensor], facts: AdapterFacts, *, fused: bool) -> None:
-    """Write adapters, whole tensors by name (`Policy.adapters`), atomically. fused: for Transformers, else for servers.
+def write_adapters(
+    folder: Path, tensors: Mapping[str, Tensor], facts: AdapterFacts, *, fused: bool
+) -> None:
+    """Write adapters, whole tensors by name (`Policy.adapters`), atomically. fused: for
+    Transformers, else for servers.
 
     Raises ``ModelError`` where only a part of a layer's experts has adapters.
     """
@@ -76,8 +89,15 @@ def write_adapters(folder: Path, tensors: Mapping[str, Tensor], facts: AdapterFa
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     stored = _fuse(tensors, facts.rank) if fused else dict(tensors)
-    stored = {f"{NAME_PREFIX}{name}": tensor.detach().cpu().contiguous().clone() for name, tensor in stored.items()}
-    save_file(stored, partial / "adapter_model.safetensors", {"format": "pt", "base_checksum": facts.checksum})
+    stored = {
+        f"{NAME_PREFIX}{name}": tensor.detach().cpu().contiguous().clone()
+        for name, tensor in stored.items()
+    }
+    save_file(
+        stored,
+        partial / "adapter_model.safetensors",
+        {"format": "pt", "base_checksum": facts.checksum},
+    )
     config = json.dumps(adapter_config(tensors, facts, fused=fused), indent=2)
     (partial / "adapter_config.json").write_text(config)
     if is_real_folder(folder):
@@ -90,26 +110,35 @@ def write_adapters(folder: Path, tensors: Mapping[str, Tensor], facts: AdapterFa
 def read_adapters(folder: str | Path) -> tuple[dict[str, Tensor], AdapterFacts]:
     """The adapters of a directory of either kind, experts one by one, and what they have in common.
 
-    Raises ``ModelError`` naming the file where it is not one, is damaged, or holds adapters that add something else to
-    the weights than ``scale * B A``.
+    Raises ``ModelError`` naming the file where it is not one, is damaged, or holds adapters that
+    add something else to the weights than ``scale * B A``.
     """
     folder = Path(folder)
     config_file = folder / "adapter_config.json"
     weights = folder / "adapter_model.safetensors"
     if not config_file.is_file() or not weights.is_file():
-        raise ModelError(f"{folder} holds no adapters in PEFT's format ({config_file.name} and {weights.name})")
+        raise ModelError(
+            f"{folder} holds no adapters in PEFT's format ({config_file.name} and {weights.name})"
+        )
     config = read_json(config_file)
     _check_config(config_file, config)
     try:
         with safe_open(weights, framework="pt") as file:
             metadata = file.metadata() or {}
-            stored = {name.removeprefix(NAME_PREFIX): file.get_tensor(name) for name in list(file.keys())}
+            stored = {
+                name.removeprefix(NAME_PREFIX): file.get_tensor(name) for name in list(file.keys())
+            }
     except (SafetensorError, OSError) as error:
-        raise ModelError(f"{weights}: damaged or cut short ({first_line(error)}); save or download it again") from None
+        raise ModelError(
+            f"{weights}: damaged or cut short ({first_line(error)}); save or download it again"
+        ) from None
     facts = AdapterFacts(
-        config["r"], float(config["lora_alpha"]), config.get("use_rslora") is True,
-        config.get("base_model_name_or_path") or "", metadata.get("base_checksum", ""),
-    )  # fmt: skip
+        config["r"],
+        float(config["lora_alpha"]),
+        config.get("use_rslora") is True,
+        config.get("base_model_name_or_path") or "",
+        metadata.get("base_checksum", ""),
+    )
     for name, tensor in stored.items():
         _check_tensor(weights, name, tensor, facts.rank)
     return _split(stored, facts.rank), facts
@@ -120,23 +149,39 @@ def _check_config(file: Path, config: Mapping[str, Any]) -> None:
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if isinstance(rank, bool) or not isinstance(rank, int) or not 0 < rank <= _LARGEST_RANK:
         raise ModelError(f"{file}: r={shown(rank)} is no rank; give an integer above 0")
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < _LARGEST_ALPHA:
-        raise ModelError(f"{file}: lora_alpha={shown(alpha)} is not supported; give a number above 0")
+    if (
+        isinstance(alpha, bool)
+        or not isinstance(alpha, int | float)
+        or not 0 < alpha < _LARGEST_ALPHA
+    ):
+        raise ModelError(
+            f"{file}: lora_alpha={shown(alpha)} is not supported; give a number above 0"
+        )
     for key, known in _KNOWN.items():
         value = config.get(key)
         if value is not None and value != known:
-            raise ModelError(f"{file}: {key}={shown(value)} is not supported; known: {shown(known)}")
+            raise ModelError(
+                f"{file}: {key}={shown(value)} is not supported; known: {shown(known)}"
+            )
     for key in _ABSENT:
         if config.get(key):
             problem = f"{key}={shown(config[key])} is not supported"
             raise ModelError(f"{file}: {problem}; megatron-gspo takes adapters without it")
-    for key, factor in (("rank_pattern", 2), ("alpha_pattern", math.sqrt(2) if config.get("use_rslora") else 2)):
+    for key, factor in (
+        ("rank_pattern", 2),
+        ("alpha_pattern", math.sqrt(2) if config.get("use_rslora") else 2),
+    ):
         pattern = config.get(key) or {}
         own = {_GATE_UP: (rank if key == "rank_pattern" else alpha) * factor}
         if pattern not in ({}, own):
-            raise ModelError(f"{file}: {key}={shown(pattern)} is not supported; give all layers one rank and alpha")
+            raise ModelError(
+                f"{file}: {key}={shown(pattern)} is not supported; give all layers one rank and"
+                " alpha"
+            )
     if not isinstance(config.get("base_model_name_or_path") or "", str):
-        raise ModelError(f"{file}: base_model_name_or_path is no text; give the directory of their base")
+        raise ModelError(
+            f"{file}: base_model_name_or_path is no text; give the directory of their base"
+        )
 
 
 def _check_tensor(file: Path, name: str, tensor: Tensor, rank: int) -> None:
@@ -146,18 +191,25 @@ def _check_tensor(file: Path, name: str, tensor: Tensor, rank: int) -> None:
         return  # whoever reads the adapters names it
     if not tensor.is_floating_point() or tensor.element_size() < 2:
         dtype = str(tensor.dtype).removeprefix("torch.")
-        raise ModelError(f"{file}: {name} is stored as {dtype}; save the adapters in float32 or bfloat16")
+        raise ModelError(
+            f"{file}: {name} is stored as {dtype}; save the adapters in float32 or bfloat16"
+        )
     fused = _FUSED.fullmatch(name)
     width = rank if fused is None else rank * (2 if fused[2] else 1)
     size = tensor.shape[0 if match[1] == "A" else -1] if tensor.ndim == 2 else 0
     if size == 0 or (size % width if fused else size != width):
-        raise ModelError(f"{file}: {name} is {tuple(tensor.shape)}, which does not go with r={rank}; save it again")
+        raise ModelError(
+            f"{file}: {name} is {tuple(tensor.shape)}, which does not go with r={rank}; save it"
+            " again"
+        )
     if not torch.isfinite(tensor).all():
         raise ModelError(f"{file}: {name} holds NaN or infinity; use earlier adapters")
 
 
 def can_fuse(names: Iterable[str]) -> bool:
-    """Whether adapters can be written for Transformers: all of the experts' projections have one, or none."""
+    """Whether adapters can be written for Transformers: all of the experts' projections have
+    one, or none.
+    """
     found = {match[3] for name in names if (match := _EXPERT.fullmatch(name))}
     return len(found) in (0, len(_OF_EXPERTS))
 
@@ -167,13 +219,18 @@ def _fuse(tensors: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
     layers: dict[str, dict[tuple[str, str], dict[int, Tensor]]] = {}
     for name, tensor in tensors.items():
         if match := _EXPERT.fullmatch(name):
-            layers.setdefault(match[1], {}).setdefault((match[3], match[4]), {})[int(match[2])] = tensor
+            layers.setdefault(match[1], {}).setdefault((match[3], match[4]), {})[int(match[2])] = (
+                tensor
+            )
         else:
             found[name] = tensor
     for prefix, experts in layers.items():
         stacks = {key: torch.stack([of[e] for e in range(len(of))]) for key, of in experts.items()}
         if missing := [name for name in _OF_EXPERTS if (name, "A") not in stacks]:
-            raise ModelError(f"{prefix} has no adapters of {missing[0]}: write it for servers, experts one by one")
+            raise ModelError(
+                f"{prefix} has no adapters of {missing[0]}: write it for servers, experts one"
+                " by one"
+            )
         a = torch.cat([stacks["gate_proj", "A"], stacks["up_proj", "A"]], dim=1)
         gate, up = stacks["gate_proj", "B"], stacks["up_proj", "B"]
         b = gate.new_zeros(len(gate), 2 * gate.shape[1], 2 * rank)
@@ -198,8 +255,13 @@ def _split(stored: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
             parts = [part.chunk(len(names)) for part in tensor.view(-1, width, tensor.shape[1])]
         else:
             by_expert = tensor.view(len(tensor), width, -1).permute(2, 0, 1)
-            parts = [tuple(half[:, i * rank : (i + 1) * rank] for i, half in enumerate(own.chunk(len(names))))
-                     for own in by_expert]  # fmt: skip
+            parts = [
+                tuple(
+                    half[:, i * rank : (i + 1) * rank]
+                    for i, half in enumerate(own.chunk(len(names)))
+                )
+                for own in by_expert
+            ]
         for expert, own in enumerate(parts):
             for part, value in zip(names, own, strict=True):
                 found[f"{prefix}.{expert}.{part}.lora_{which}.weight"] = value
@@ -209,8 +271,8 @@ def _split(stored: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
 def adapter_config(names: Iterable[str], facts: AdapterFacts, *, fused: bool) -> dict[str, Any]:
     """The content of ``adapter_config.json`` of adapters of these names (`Policy.adapters`).
 
-    PEFT takes the names of experts' projections for the fused parameters, so that other linear layers of these names
-    are targeted as parameters, which is the same adapter.
+    PEFT takes the names of experts' projections for the fused parameters, so that other linear
+    layers of these names are targeted as parameters, which is the same adapter.
     """
     names = list(names)
     of_experts = [name for name in names if _EXPERT.fullmatch(name)]
@@ -218,12 +280,23 @@ def adapter_config(names: Iterable[str], facts: AdapterFacts, *, fused: bool) ->
     parameters = {f"{_in_layer(name)}.weight" for name in layers if _ROUTER.fullmatch(name)}
     leaves = {name.rpartition(".")[2] for name in layers if not _ROUTER.fullmatch(name)}
     config: dict[str, Any] = dict(
-        peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=facts.base, r=facts.rank,
-        lora_alpha=facts.alpha, use_rslora=facts.rslora, lora_dropout=0.0, bias="none", fan_in_fan_out=False,
-        inference_mode=True, init_lora_weights=True, target_modules=sorted(leaves),
-    )  # fmt: skip
+        peft_type="LORA",
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=facts.base,
+        r=facts.rank,
+        lora_alpha=facts.alpha,
+        use_rslora=facts.rslora,
+        lora_dropout=0.0,
+        bias="none",
+        fan_in_fan_out=False,
+        inference_mode=True,
+        init_lora_weights=True,
+        target_modules=sorted(leaves),
+    )
     if fused and of_experts:
-        dense = {_in_layer(layer) for layer in layers if ".mlp." in layer and ".experts." not in layer}
+        dense = {
+            _in_layer(layer) for layer in layers if ".mlp." in layer and ".experts." not in layer
+        }
         parameters |= {_GATE_UP, _DOWN} | {f"{name}.weight" for name in dense}
         config |= dict(
             target_modules=sorted(leaves - set(_OF_EXPERTS)),

@@ -1,6 +1,7 @@
 """Qwen3, Qwen3-MoE and Qwen2-MoE.
 
-Sources: transformers ``modeling_qwen3.py``, ``modeling_qwen3_moe.py`` and ``modeling_qwen2_moe.py``.
+Sources: transformers ``modeling_qwen3.py``, ``modeling_qwen3_moe.py`` and
+``modeling_qwen2_moe.py``.
 """
 
 from __future__ import annotations
@@ -9,7 +10,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from megatron_gspo.models.config_reader import decoder, only, rotary_parameters, softmax_router, windows_of
+from megatron_gspo.models.config_reader import (
+    decoder,
+    only,
+    rotary_parameters,
+    softmax_router,
+    windows_of,
+)
 from megatron_gspo.models.family import Family
 from megatron_gspo.models.model_shape import ModelError, ModelShape
 from megatron_gspo.models.rule_tables import (
@@ -33,10 +40,13 @@ def _decoder(config: dict[str, Any], slides: Callable[[int], bool]) -> ModelShap
     ]
     windows = windows_of(own, kinds)
     return replace(
-        decoder({**config, "use_sliding_window": None, "layer_types": None}, rope_types=("default", "yarn")),
+        decoder(
+            {**config, "use_sliding_window": None, "layer_types": None},
+            rope_types=("default", "yarn"),
+        ),
         windows=windows,
         mixers=tuple("attention" if window is None else "windowed_attention" for window in windows),
-    )  # fmt: skip
+    )
 
 
 def _qwen3(config: dict[str, Any]) -> ModelShape:
@@ -46,7 +56,8 @@ def _qwen3(config: dict[str, Any]) -> ModelShape:
 def _without_bias(config: dict[str, Any], slides: Callable[[int], bool]) -> ModelShape:
     if config["attention_bias"]:
         raise ModelError(
-            "attention_bias=true in config.json is not supported for Qwen3; its published models have none"
+            "attention_bias=true in config.json is not supported for Qwen3; its published models"
+            " have none"
         )
     return _decoder(config, slides)
 
@@ -59,13 +70,18 @@ def _qwen3_moe(config: dict[str, Any]) -> ModelShape:
         ("qkv_bias", False),
         ("use_qk_norm", True),
     ):
-        only(config, key, known)  # Transformers doesn't read them; Qwen3-Coder's config.json has the last three
+        only(
+            config, key, known
+        )  # Transformers doesn't read them; Qwen3-Coder's config.json has the last three
     return replace(_without_bias(config, lambda layer: True), **softmax_experts(config))
 
 
 def _qwen2_moe(config: dict[str, Any]) -> ModelShape:
     if not config["qkv_bias"]:
-        raise ModelError("qkv_bias=false in config.json is not supported for Qwen2-MoE; its published models have it")
+        raise ModelError(
+            "qkv_bias=false in config.json is not supported for Qwen2-MoE; its published models"
+            " have it"
+        )
     most = config["max_window_layers"]
     return replace(
         _decoder(config, lambda layer: layer % 2 == 0 and layer < most),
@@ -81,7 +97,10 @@ def shared_size(config: dict[str, Any]) -> int:
     """Width of the expert that every token goes to, of a family in which all have it."""
     size = config["shared_expert_intermediate_size"]
     if not size:
-        raise ModelError("shared_expert_intermediate_size=0 in config.json is not a size; give an integer above 0")
+        raise ModelError(
+            "shared_expert_intermediate_size=0 in config.json is not a size; give an integer"
+            " above 0"
+        )
     return int(size)
 
 

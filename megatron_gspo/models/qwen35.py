@@ -1,10 +1,12 @@
-"""Qwen3.5 and Qwen3.6, the language model: gated delta nets and gated attention as Qwen3-Next, dense or with experts.
+"""Qwen3.5 and Qwen3.6, the language model: gated delta nets and gated attention as Qwen3-Next,
+dense or with experts.
 
-The published models read images too. Their vision tower and their multi-token prediction are carried, not trained. The
-three sections of their rotary embedding have one position in text, so that it is the plain one.
+The published models read images too. Their vision tower and their multi-token prediction are
+carried, not trained. The three sections of their rotary embedding have one position in text, so
+that it is the plain one.
 
-Sources: transformers ``modeling_qwen3_5.py``, ``modeling_qwen3_5_moe.py`` and ``conversion_mapping.py``, and the files
-of the published models.
+Sources: transformers ``modeling_qwen3_5.py``, ``modeling_qwen3_5_moe.py`` and
+``conversion_mapping.py``, and the files of the published models.
 """
 
 from __future__ import annotations
@@ -41,13 +43,16 @@ from megatron_gspo.models.rule_tables import (
 
 # Keys of published configs that Transformers does not read, with what it computes.
 _FIXED: tuple[tuple[str, Any], ...] = (
-    ("mamba_ssm_dtype", "float32"), ("mlp_only_layers", []), ("decoder_sparse_step", 1), ("norm_topk_prob", True),
-)  # fmt: skip
+    ("mamba_ssm_dtype", "float32"),
+    ("mlp_only_layers", []),
+    ("decoder_sparse_step", 1),
+    ("norm_topk_prob", True),
+)
 
 
 def merge_separate(parts: Sequence[Tensor], shape: ModelShape) -> Tensor:
-    """``[q k v b a z]`` for each key head of this shard from all its queries, keys and values one above the other, all
-    z, all b and all a."""
+    """``[q k v b a z]`` for each key head of this shard from all its queries, keys and values one
+    above the other, all z, all b and all a."""
     qkv, z, b, a = parts
     sizes, blocks = delta_sizes(shape), convolved_blocks(shape)
     heads = qkv.shape[0] * sizes.key_heads // sum(blocks)
@@ -59,7 +64,14 @@ def split_separate(tensor: Tensor, shape: ModelShape) -> list[Tensor]:
     """The inverse of ``merge_separate``."""
     sizes = delta_sizes(shape)
     values = sizes.values_per_key * sizes.value_size
-    runs = (sizes.key_size, sizes.key_size, values, sizes.values_per_key, sizes.values_per_key, values)
+    runs = (
+        sizes.key_size,
+        sizes.key_size,
+        values,
+        sizes.values_per_key,
+        sizes.values_per_key,
+        values,
+    )
     query, key, value, b, a, z = ungrouped(tensor, runs)
     return [torch.cat((query, key, value)), z, b, a]
 
@@ -78,9 +90,11 @@ def _qwen3_5_moe(config: dict[str, Any]) -> ModelShape:
     return with_experts(gated_decoder(whole), whole)
 
 
-# The published Qwen3.5 has decay rates and the norm behind the delta rule in float32, Qwen3.6 in bfloat16.
+# The published Qwen3.5 has decay rates and the norm behind the delta rule in float32, Qwen3.6 in
+# bfloat16.
 _DELTA_NET = tuple(
-    replace(rule, keeps_float32=rule.megatron[0].endswith((".A_log", ".out_norm.weight"))) for rule in DELTA_NET
+    replace(rule, keeps_float32=rule.megatron[0].endswith((".A_log", ".out_norm.weight")))
+    for rule in DELTA_NET
 ) + (
     Rule(
         ("self_attention.in_proj.weight",),
@@ -92,30 +106,50 @@ _DELTA_NET = tuple(
     ),
 )
 _MIXERS = {"attention": GATED_ATTENTION, "gated_delta_net": _DELTA_NET}
-_ALONE = (("model.language_model.", "model."),)  # names in a whole model's files and in the language model alone
+_ALONE = (
+    ("model.language_model.", "model."),
+)  # names in a whole model's files and in the language model alone
 _DENSE_TEXT = Family("qwen3_5_text", _qwen3_5, _MIXERS, DENSE, in_transformers=_ALONE)
-_MOE_TEXT = Family("qwen3_5_moe_text", _qwen3_5_moe, _MIXERS, DENSE, EXPERTS + SHARED_EXPERT, in_transformers=_ALONE)
+_MOE_TEXT = Family(
+    "qwen3_5_moe_text",
+    _qwen3_5_moe,
+    _MIXERS,
+    DENSE,
+    EXPERTS + SHARED_EXPERT,
+    in_transformers=_ALONE,
+)
 
 
 def _with_vision(text: Family, experts: tuple[Rule, ...] = ()) -> Family:
-    """The family of the published models, of whose language models ``text`` is. ``experts``: their rules."""
+    """The family of the published models, of whose language models ``text`` is.
+
+    ``experts``: their rules.
+    """
 
     def shape(config: dict[str, Any]) -> ModelShape:
         part = config["text_config"]
         kind = part.get("model_type", text.model_type) if isinstance(part, dict) else part
         if kind != text.model_type:
             raise ModelError(
-                f"model_type={kind!r} in the text_config of a {config['model_type']} config.json is not supported; "
-                f"known: {text.model_type!r}"
+                f"model_type={kind!r} in the text_config of a {config['model_type']} config.json is"
+                f" not supported; known: {text.model_type!r}"
             )
         found = text.shape(config)
         return replace(found, carried=(*found.carried, "model.visual."))
 
     return Family(
-        text.model_type.removesuffix("_text"), shape,
+        text.model_type.removesuffix("_text"),
+        shape,
         {kind: in_language_model(rules) for kind, rules in text.mixers.items()},
-        in_language_model(text.dense), in_language_model(experts), in_language_model(OUTER),
-    )  # fmt: skip
+        in_language_model(text.dense),
+        in_language_model(experts),
+        in_language_model(OUTER),
+    )
 
 
-QWEN35 = (_DENSE_TEXT, _with_vision(_DENSE_TEXT), _MOE_TEXT, _with_vision(_MOE_TEXT, STACKED_EXPERTS + SHARED_EXPERT))
+QWEN35 = (
+    _DENSE_TEXT,
+    _with_vision(_DENSE_TEXT),
+    _MOE_TEXT,
+    _with_vision(_MOE_TEXT, STACKED_EXPERTS + SHARED_EXPERT),
+)

@@ -18,7 +18,13 @@ from megatron_gspo.models.family import Family
 from megatron_gspo.models.mapping_rules import Rule, Shard
 from megatron_gspo.models.model_shape import DeltaNetSizes, ModelError, ModelShape
 from megatron_gspo.models.qwen import shared_size, softmax_experts
-from megatron_gspo.models.rule_tables import ATTENTION, DENSE, EXPERTS, QUERY_KEY_NORMS, SHARED_EXPERT
+from megatron_gspo.models.rule_tables import (
+    ATTENTION,
+    DENSE,
+    EXPERTS,
+    QUERY_KEY_NORMS,
+    SHARED_EXPERT,
+)
 
 _MIXERS = {"linear_attention": "gated_delta_net", "full_attention": "attention"}
 
@@ -30,7 +36,9 @@ def delta_sizes(shape: ModelShape) -> DeltaNetSizes:
 
 
 def grouped(parts: Sequence[Tensor], heads: int) -> Tensor:
-    """The rows of each part cut into ``heads`` equal runs, and all parts' runs of one head next to each other."""
+    """The rows of each part cut into ``heads`` equal runs, and all parts' runs of one head next
+    to each other.
+    """
     runs = [part.reshape(heads, -1, *part.shape[1:]) for part in parts]
     return torch.cat(runs, dim=1).flatten(0, 1)
 
@@ -42,8 +50,8 @@ def ungrouped(tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
 
 
 def merge_gated_qkv(parts: Sequence[Tensor], shape: ModelShape) -> Tensor:
-    """``[q ... q gate ... gate k v]`` for each query group of this shard; query rows alternate with their gate's, head
-    by head."""
+    """``[q ... q gate ... gate k v]`` for each query group of this shard; query rows alternate with
+    their gate's, head by head."""
     both, key, value = parts
     query, gate = ungrouped(both, (shape.head_dim, shape.head_dim))
     return grouped((query, gate, key, value), key.shape[0] // shape.head_dim)
@@ -57,7 +65,9 @@ def split_gated_qkv(tensor: Tensor, shape: ModelShape) -> list[Tensor]:
 
 
 def merge_projection(parts: Sequence[Tensor], shape: ModelShape) -> Tensor:
-    """``[q k v b a z]`` for each key head of this shard from ``[q k v z]`` and ``[b a]`` for each."""
+    """``[q k v b a z]`` for each key head of this shard from ``[q k v z]`` and ``[b a]`` for
+    each.
+    """
     sizes = delta_sizes(shape)
     gate = sizes.projected - sizes.exchanged
     inputs, z = ungrouped(parts[0], (sizes.convolved, gate))
@@ -94,7 +104,11 @@ def split_filters(tensor: Tensor, shape: ModelShape) -> list[Tensor]:
 
 
 GATED_ATTENTION = tuple(
-    replace(rule, merge=merge_gated_qkv, split=split_gated_qkv) if "linear_qkv.weight" in rule.megatron[0] else rule
+    (
+        replace(rule, merge=merge_gated_qkv, split=split_gated_qkv)
+        if "linear_qkv.weight" in rule.megatron[0]
+        else rule
+    )
     for rule in ATTENTION + QUERY_KEY_NORMS
 )
 _PROJECTION = Rule(
@@ -140,7 +154,9 @@ def gated_decoder(config: dict[str, Any]) -> ModelShape:
 def with_experts(shape: ModelShape, config: dict[str, Any]) -> ModelShape:
     """The decoder with experts, and an expert that every token goes to, which has a gate."""
     shared = shared_size(config)
-    return replace(shape, shared_expert_gate=True, shared_expert_size=shared, **softmax_experts(config))
+    return replace(
+        shape, shared_expert_gate=True, shared_expert_size=shared, **softmax_experts(config)
+    )
 
 
 def _qwen3_next(config: dict[str, Any]) -> ModelShape:
@@ -151,7 +167,10 @@ def _qwen3_next(config: dict[str, Any]) -> ModelShape:
 def _mixers(config: dict[str, Any]) -> tuple[str, ...]:
     layers = config["num_hidden_layers"]
     interval = config.get("full_attention_interval", 4)
-    every = [("linear_attention", "full_attention")[(layer + 1) % interval == 0] for layer in range(layers)]
+    every = [
+        ("linear_attention", "full_attention")[(layer + 1) % interval == 0]
+        for layer in range(layers)
+    ]
     kinds = config.get("layer_types") or every
     if len(kinds) != layers or set(kinds) - _MIXERS.keys():
         problem = f"layer_types={shown(kinds)} in config.json"
@@ -177,7 +196,10 @@ def _delta_net(config: dict[str, Any]) -> DeltaNetSizes:
 
 QWEN_NEXT = (
     Family(
-        "qwen3_next", _qwen3_next, {"attention": GATED_ATTENTION, "gated_delta_net": (*DELTA_NET, _PROJECTION)}, DENSE,
+        "qwen3_next",
+        _qwen3_next,
+        {"attention": GATED_ATTENTION, "gated_delta_net": (*DELTA_NET, _PROJECTION)},
+        DENSE,
         EXPERTS + SHARED_EXPERT,
     ),
-)  # fmt: skip
+)

@@ -13,9 +13,10 @@ from torch import Tensor
 class Yarn:
     """Frequencies stretched for longer sequences (Peng et al., arXiv:2309.00071, section 3).
 
-    factor: how much longer. trained_length: positions before the stretch. fast, slow: rotations over these positions
-    above which a frequency stays, and below which it is divided by the factor. rounds: the dimensions between the two
-    are rounded to integers. cosine_scale: of cosines and sines. score_scale: of the attention scores.
+    factor: how much longer. trained_length: positions before the stretch. fast, slow: rotations
+    over these positions above which a frequency stays, and below which it is divided by the factor.
+    rounds: the dimensions between the two are rounded to integers. cosine_scale: of cosines and
+    sines. score_scale: of the attention scores.
     """
 
     factor: float
@@ -29,8 +30,9 @@ class Yarn:
 
 @dataclass(frozen=True)
 class Rotary:
-    """dim: how many dimensions of a head are rotated, its first ones. interleaved: pairs are (2 i, 2 i + 1) and not
-    (i, i + dim / 2); the rotated ones have all first elements before all second ones."""
+    """dim: how many dimensions of a head are rotated, its first ones. interleaved: pairs are (2 i,
+    2 i + 1) and not (i, i + dim / 2); the rotated ones have all first elements before all second
+    ones."""
 
     base: float
     dim: int
@@ -46,20 +48,31 @@ class Rotary:
         return 1.0 if self.yarn is None else self.yarn.score_scale
 
     def frequencies(self) -> Tensor:
-        """Radians per position of each pair, float32 [dim / 2]. In float32 like those of Transformers."""
+        """Radians per position of each pair, float32 [dim / 2].
+
+        In float32 like those of Transformers.
+        """
         plain = 1.0 / self.base ** (torch.arange(0, self.dim, 2, dtype=torch.float32) / self.dim)
         if self.yarn is None:
             return plain
         low, high = self._ramp(self.yarn)
-        share = ((torch.arange(self.dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+        share = ((torch.arange(self.dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(
+            0, 1
+        )
         return plain / self.yarn.factor * share + plain * (1 - share)
 
     def _ramp(self, yarn: Yarn) -> tuple[float, float]:
-        """The pairs at which frequencies begin to be divided by the factor, and from which all are."""
+        """The pairs at which frequencies begin to be divided by the factor, and from which all
+        are.
+        """
 
         def pair(rotations: float) -> float:
             """The pair that makes so many rotations over the trained positions."""
-            return self.dim * math.log(yarn.trained_length / (rotations * 2 * math.pi)) / (2 * math.log(self.base))
+            return (
+                self.dim
+                * math.log(yarn.trained_length / (rotations * 2 * math.pi))
+                / (2 * math.log(self.base))
+            )
 
         low, high = pair(yarn.fast), pair(yarn.slow)
         if yarn.rounds:

@@ -1,6 +1,8 @@
-"""Rules of mapping that families share, a table for each part of a layer. Names are relative to the layer.
+"""Rules of mapping that families share, a table for each part of a layer. Names are relative to the
+layer.
 
-Sources: the checkpoints of each family and Megatron-Core's parameter names, with Transformer Engine and without.
+Sources: the checkpoints of each family and Megatron-Core's parameter names, with Transformer Engine
+and without.
 """
 
 from __future__ import annotations
@@ -45,7 +47,10 @@ OUTER = (
 # As in Transformers' `...ForSequenceClassification` with one label.
 VALUE_HEAD = Rule(("output_layer.weight",), ("score.weight",))
 ATTENTION = (
-    Rule(("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"), ("input_layernorm.weight",)),
+    Rule(
+        ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
+        ("input_layernorm.weight",),
+    ),
     Rule(
         ("self_attention.linear_qkv.weight",),
         ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
@@ -75,7 +80,10 @@ ATTENTION_BIAS = (
     ),
 )
 DENSE = (
-    Rule(("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"), ("post_attention_layernorm.weight",)),
+    Rule(
+        ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
+        ("post_attention_layernorm.weight",),
+    ),
     Rule(
         ("mlp.linear_fc1.weight",),
         ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
@@ -95,14 +103,20 @@ EXPERTS = (
         keeps_float32=True,
     ),
     Rule(
-        ("mlp.experts.linear_fc1.weight{expert}", "mlp.experts.local_experts.{expert}.linear_fc1.weight"),
+        (
+            "mlp.experts.linear_fc1.weight{expert}",
+            "mlp.experts.local_experts.{expert}.linear_fc1.weight",
+        ),
         ("mlp.experts.{expert}.gate_proj.weight", "mlp.experts.{expert}.up_proj.weight"),
         Shard.ROWS,
         merge_rows,
         split_two,
     ),
     Rule(
-        ("mlp.experts.linear_fc2.weight{expert}", "mlp.experts.local_experts.{expert}.linear_fc2.weight"),
+        (
+            "mlp.experts.linear_fc2.weight{expert}",
+            "mlp.experts.local_experts.{expert}.linear_fc2.weight",
+        ),
         ("mlp.experts.{expert}.down_proj.weight",),
         Shard.COLUMNS,
     ),
@@ -120,10 +134,28 @@ STACKED_EXPERTS = (
 )
 LATENT_ATTENTION = (
     Rule(("input_layernorm.weight",), ("input_layernorm.weight",)),
-    Rule(("self_attention.linear_q_proj.weight",), ("self_attn.q_proj.weight",), Shard.ROWS, applies=_without_latent),
-    Rule(("self_attention.linear_q_down_proj.weight",), ("self_attn.q_a_proj.weight",), applies=_with_latent),
-    Rule(("self_attention.q_layernorm.weight",), ("self_attn.q_a_layernorm.weight",), applies=_with_latent),
-    Rule(("self_attention.linear_q_up_proj.weight",), ("self_attn.q_b_proj.weight",), Shard.ROWS, applies=_with_latent),
+    Rule(
+        ("self_attention.linear_q_proj.weight",),
+        ("self_attn.q_proj.weight",),
+        Shard.ROWS,
+        applies=_without_latent,
+    ),
+    Rule(
+        ("self_attention.linear_q_down_proj.weight",),
+        ("self_attn.q_a_proj.weight",),
+        applies=_with_latent,
+    ),
+    Rule(
+        ("self_attention.q_layernorm.weight",),
+        ("self_attn.q_a_layernorm.weight",),
+        applies=_with_latent,
+    ),
+    Rule(
+        ("self_attention.linear_q_up_proj.weight",),
+        ("self_attn.q_b_proj.weight",),
+        Shard.ROWS,
+        applies=_with_latent,
+    ),
     Rule(("self_attention.linear_kv_down_proj.weight",), ("self_attn.kv_a_proj_with_mqa.weight",)),
     Rule(("self_attention.kv_layernorm.weight",), ("self_attn.kv_a_layernorm.weight",)),
     Rule(("self_attention.linear_kv_up_proj.weight",), ("self_attn.kv_b_proj.weight",), Shard.ROWS),
@@ -153,7 +185,11 @@ SHARED_EXPERT = (
         merge_rows,
         split_two,
     ),
-    Rule(("mlp.shared_experts.linear_fc2.weight",), ("mlp.shared_expert.down_proj.weight",), Shard.COLUMNS),
+    Rule(
+        ("mlp.shared_experts.linear_fc2.weight",),
+        ("mlp.shared_expert.down_proj.weight",),
+        Shard.COLUMNS,
+    ),
     Rule(("mlp.shared_experts.gate_weight",), ("mlp.shared_expert_gate.weight",)),
 )
 OUTPUT_BIAS = (Rule(("self_attention.linear_proj.bias",), ("self_attn.o_proj.bias",)),)
@@ -164,28 +200,41 @@ BIASED_EXPERTS = (
     Rule(("mlp.router.weight",), ("mlp.router.weight",)),
     Rule(("mlp.router.bias",), ("mlp.router.bias",)),
     Rule(
-        (_EXPERT + "linear_fc1.weight",), ("mlp.experts.gate_up_proj[{expert}]",), Shard.COLUMNS, merge_alternating,
+        (_EXPERT + "linear_fc1.weight",),
+        ("mlp.experts.gate_up_proj[{expert}]",),
+        Shard.COLUMNS,
+        merge_alternating,
         split_alternating,
     ),
     Rule(
-        (_EXPERT + "linear_fc1.bias",), ("mlp.experts.gate_up_proj_bias[{expert}]",), Shard.ROWS, merge_alternating,
+        (_EXPERT + "linear_fc1.bias",),
+        ("mlp.experts.gate_up_proj_bias[{expert}]",),
+        Shard.ROWS,
+        merge_alternating,
         split_alternating,
     ),
     Rule(
-        (_EXPERT + "linear_fc2.weight",), ("mlp.experts.down_proj[{expert}]",), Shard.ROWS, merge_transposed,
+        (_EXPERT + "linear_fc2.weight",),
+        ("mlp.experts.down_proj[{expert}]",),
+        Shard.ROWS,
+        merge_transposed,
         split_transposed,
     ),
     Rule((_EXPERT + "linear_fc2.bias",), ("mlp.experts.down_proj_bias[{expert}]",)),
-)  # fmt: skip
+)
 
 
 def in_language_model(rules: Iterable[Rule]) -> tuple[Rule, ...]:
-    """The same rules for the checkpoint of a model that reads images too, whose language model is a part of it."""
+    """The same rules for the checkpoint of a model that reads images too, whose language model
+    is a part of it.
+    """
     return tuple(
         replace(
             rule,
             prefix=rule.prefix.replace("model.", "model.language_model.", 1),
-            hugging_face=tuple(re.sub(r"^model\.", "model.language_model.", name) for name in rule.hugging_face),
+            hugging_face=tuple(
+                re.sub(r"^model\.", "model.language_model.", name) for name in rule.hugging_face
+            ),
         )
         for rule in rules
     )

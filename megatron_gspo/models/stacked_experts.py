@@ -1,7 +1,7 @@
 """Checkpoints that hold all experts of a layer in one tensor, experts first (gpt-oss).
 
-A rule names an expert's slice of it: ``mlp.experts.down_proj[{expert}]``. Readers read slices by these names; streams
-of slices are put together here.
+A rule names an expert's slice of it: ``mlp.experts.down_proj[{expert}]``. Readers read slices by
+these names; streams of slices are put together here.
 """
 
 from __future__ import annotations
@@ -34,10 +34,14 @@ def stacked_sizes(sizes: Mapping[str, tuple[int, ...]], experts: int) -> dict[st
     return found
 
 
-def stack_experts(tensors: Iterable[tuple[str, Tensor]], experts: int) -> Iterator[tuple[str, Tensor]]:
-    """A stream of tensors and slices as one of whole tensors, each sent when its last slice has come.
+def stack_experts(
+    tensors: Iterable[tuple[str, Tensor]], experts: int
+) -> Iterator[tuple[str, Tensor]]:
+    """A stream of tensors and slices as one of whole tensors, each sent when its last slice has
+    come.
 
-    Memory: the experts of the layers that are begun, of streams in the order of the layers one layer's.
+    Memory: the experts of the layers that are begun, of streams in the order of the layers one
+    layer's.
     """
     begun: dict[str, tuple[Tensor, set[int]]] = {}
     for name, tensor in tensors:

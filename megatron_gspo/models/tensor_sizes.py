@@ -1,7 +1,7 @@
 """The sizes of every tensor of a checkpoint, by its name, from the sizes of its model.
 
-They are compared with the headers of the files before a model is built: a config.json that is not of these weights
-fails before it takes memory.
+They are compared with the headers of the files before a model is built: a config.json that is not
+of these weights fails before it takes memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ Sizes = tuple[int, ...]
 
 
 def tensor_sizes(family: Family, shape: ModelShape) -> Iterator[tuple[str, Sizes]]:
-    """Name and sizes of every tensor that a checkpoint of this model holds; of a tensor of all experts, its slices."""
+    """Name and sizes of every tensor that a checkpoint of this model holds; of a tensor of all
+    experts, its slices.
+    """
     hidden = shape.hidden_size
     outer = {
         "embed_tokens": (shape.vocab_size, hidden),
@@ -122,9 +124,9 @@ def _mlp(shape: ModelShape) -> dict[str, Sizes]:
         "mlp.gate.e_score_correction_bias": (experts,),
         "mlp.router.weight": (experts, hidden),
         "mlp.router.bias": (experts,),
-        "mlp.experts.gate_up_proj[{expert}]": (hidden, 2 * width)
-        if is_transposed
-        else (2 * width, hidden),
+        "mlp.experts.gate_up_proj[{expert}]": (
+            (hidden, 2 * width) if is_transposed else (2 * width, hidden)
+        ),
         "mlp.experts.gate_up_proj_bias[{expert}]": (2 * width,),
         "mlp.experts.down_proj[{expert}]": (width, hidden) if is_transposed else (hidden, width),
         "mlp.experts.down_proj_bias[{expert}]": (hidden,),

@@ -1,6 +1,8 @@
-"""Vocabulary-parallel log-probabilities, context-parallel ownership of tokens, reduction of metrics.
+"""Vocabulary-parallel log-probabilities, context-parallel ownership of tokens, reduction of
+metrics.
 
-Imports torch and torch.distributed only. Process groups are arguments; ``None`` is a group of one process.
+Imports torch and torch.distributed only. Process groups are arguments; ``None`` is a group of one
+process.
 """
 
 from megatron_gspo.parallel.context_parallel import all_gather_tokens, sum_over, zigzag_indices

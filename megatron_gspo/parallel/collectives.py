@@ -20,7 +20,9 @@ def group_rank(group: ProcessGroup | None) -> int:
 
 
 def gather_rows(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Concatenate every rank's ``x`` [n, ...] along dimension 0 in the order of ranks: [n * size, ...]."""
+    """Concatenate every rank's ``x`` [n, ...] along dimension 0 in the order of ranks: [n *
+    size, ...].
+    """
     size = group_size(group)
     if size == 1:
         return x

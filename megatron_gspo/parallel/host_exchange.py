@@ -34,7 +34,9 @@ def max_over_ranks(values: np.ndarray, group: ProcessGroup | None) -> np.ndarray
     return _reduce(values, group, dist.ReduceOp.MAX)
 
 
-def _reduce(values: np.ndarray, group: ProcessGroup | None, op: dist.ReduceOp.RedOpType) -> np.ndarray:
+def _reduce(
+    values: np.ndarray, group: ProcessGroup | None, op: dist.ReduceOp.RedOpType
+) -> np.ndarray:
     if group_size(group) == 1 or not values.size:
         return values
     moved = torch.from_numpy(np.array(values)).to(group_device(group))
@@ -52,7 +54,9 @@ def gather_rows_of_ranks(rows: np.ndarray, group: ProcessGroup | None) -> list[n
     counts = sum_over_ranks(counts, group)
     width = int(counts.max()) * rows.dtype.itemsize
     mine = torch.zeros(width, dtype=torch.uint8)
-    mine[: rows.nbytes] = torch.frombuffer(bytearray(rows.tobytes()), dtype=torch.uint8) if rows.nbytes else 0
+    mine[: rows.nbytes] = (
+        torch.frombuffer(bytearray(rows.tobytes()), dtype=torch.uint8) if rows.nbytes else 0
+    )
     everyone = [torch.empty_like(mine, device=group_device(group)) for _ in range(size)]
     if width:
         dist.all_gather(everyone, mine.to(group_device(group)), group=group)
@@ -62,11 +66,14 @@ def gather_rows_of_ranks(rows: np.ndarray, group: ProcessGroup | None) -> list[n
     ]
 
 
-def rows_in_place(rows: np.ndarray, places: Sequence[int], group: ProcessGroup | None) -> np.ndarray:
+def rows_in_place(
+    rows: np.ndarray, places: Sequence[int], group: ProcessGroup | None
+) -> np.ndarray:
     """[n] the rows of all ranks in their places, on every rank, of a dtype of whole 8-byte words.
 
-    rows: this rank's. places: theirs, of 0 to n - 1. Raises ValueError on every rank unless each place has one row. The
-    ranks sum zeros but for their own rows: n rows and 8 bytes for each, whatever the size of the group.
+    rows: this rank's. places: theirs, of 0 to n - 1. Raises ValueError on every rank unless each
+    place has one row. The ranks sum zeros but for their own rows: n rows and 8 bytes for each,
+    whatever the size of the group.
     """
     [count] = sum_over_ranks(np.array([len(rows)], dtype=np.int64), group).tolist()
     own = np.asarray(places, dtype=np.int64)
@@ -80,8 +87,13 @@ def rows_in_place(rows: np.ndarray, places: Sequence[int], group: ProcessGroup |
     return np.ascontiguousarray(words[:, 1:]).view(rows.dtype).reshape(count)
 
 
-def broadcast_bytes(payload: Bytes | np.ndarray | None, group: ProcessGroup | None, source: int = 0) -> np.ndarray:
-    """The payload of the group's rank `source` as a writable uint8 array, on every rank. The others pass None."""
+def broadcast_bytes(
+    payload: Bytes | np.ndarray | None, group: ProcessGroup | None, source: int = 0
+) -> np.ndarray:
+    """The payload of the group's rank `source` as a writable uint8 array, on every rank.
+
+    The others pass None.
+    """
     mine = _as_array(payload)
     if group_size(group) == 1:
         return mine
@@ -100,7 +112,10 @@ def broadcast_bytes(payload: Bytes | np.ndarray | None, group: ProcessGroup | No
 
 
 def broadcast_array(values: np.ndarray, group: ProcessGroup, source: int) -> np.ndarray:
-    """The array of the group's rank `source`, on every rank. The others pass one of the same shape and dtype."""
+    """The array of the group's rank `source`, on every rank.
+
+    The others pass one of the same shape and dtype.
+    """
     if group_size(group) == 1 or not values.size:
         return values
     moved = torch.from_numpy(np.array(values)).to(group_device(group))
@@ -109,13 +124,16 @@ def broadcast_array(values: np.ndarray, group: ProcessGroup, source: int) -> np.
 
 
 def exchange_bytes(
-    parts: Mapping[int, Bytes], links: np.ndarray | Sequence[tuple[int, int]], group: ProcessGroup | None
+    parts: Mapping[int, Bytes],
+    links: np.ndarray | Sequence[tuple[int, int]],
+    group: ProcessGroup | None,
 ) -> dict[int, np.ndarray]:
-    """parts[r] goes to rank r; returns what came here by sender, ascending, as writable uint8 arrays.
+    """parts[r] goes to rank r; returns what came here by sender, ascending, as writable uint8
+    arrays.
 
-    links: [n, 2] every (sender, receiver) of a part of any rank, the same on every rank; without a part its bytes are
-    empty. A part of this rank for itself is not sent. The ranks learn the sizes by a sum of 8 bytes per link, so that
-    no rank connects to others than those of its own parts.
+    links: [n, 2] every (sender, receiver) of a part of any rank, the same on every rank; without a
+    part its bytes are empty. A part of this rank for itself is not sent. The ranks learn the sizes
+    by a sum of 8 bytes per link, so that no rank connects to others than those of its own parts.
     """
     me, size = group_rank(group), group_size(group)
     pairs = np.unique(np.asarray(links, dtype=np.int64).reshape(-1, 2), axis=0)
@@ -127,7 +145,9 @@ def exchange_bytes(
     lengths[leaves] = [len(parts.get(to, b"")) for to in pairs[leaves, 1].tolist()]
     lengths = sum_over_ranks(lengths, group)
     if not lengths.any():
-        return dict(sorted((found | {rank: _as_array(None) for rank in pairs[comes, 0].tolist()}).items()))
+        return dict(
+            sorted((found | {rank: _as_array(None) for rank in pairs[comes, 0].tolist()}).items())
+        )
     sent, received = np.zeros(size, dtype=np.int64), np.zeros(size, dtype=np.int64)
     sent[pairs[leaves, 1]], received[pairs[comes, 0]] = lengths[leaves], lengths[comes]
     outgoing = np.empty(int(sent.sum()), dtype=np.uint8)
@@ -141,12 +161,16 @@ def exchange_bytes(
     moved = torch.from_numpy(outgoing).to(device)
     dist.all_to_all_single(incoming, moved, received.tolist(), sent.tolist(), group=group)
     ends = np.cumsum(lengths[comes])
-    found |= zip(pairs[comes, 0].tolist(), np.split(incoming.cpu().numpy(), ends[:-1]), strict=False)
+    found |= zip(
+        pairs[comes, 0].tolist(), np.split(incoming.cpu().numpy(), ends[:-1]), strict=False
+    )
     return dict(sorted(found.items()))
 
 
 def gather_bytes(payload: Bytes, group: ProcessGroup | None) -> list[np.ndarray] | None:
-    """Every rank's payload by rank, on the world's rank 0; None elsewhere. Groups without that rank do nothing."""
+    """Every rank's payload by rank, on the world's rank 0; None elsewhere. Groups without that
+    rank do nothing.
+    """
     if group_size(group) == 1:
         return [_as_array(payload)] if not dist.is_initialized() or dist.get_rank() == 0 else None
     ranks = dist.get_process_group_ranks(group)
@@ -162,4 +186,6 @@ def _as_array(payload: Bytes | np.ndarray | None) -> np.ndarray:
         return np.empty(0, dtype=np.uint8)
     if isinstance(payload, np.ndarray):
         return payload
-    return np.frombuffer(payload if isinstance(payload, bytearray) else bytearray(payload), dtype=np.uint8)
+    return np.frombuffer(
+        payload if isinstance(payload, bytearray) else bytearray(payload), dtype=np.uint8
+    )

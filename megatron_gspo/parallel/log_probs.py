@@ -1,14 +1,16 @@
-"""Log-probabilities and entropy of tokens from hidden states and a vocabulary-parallel output weight.
+"""Log-probabilities and entropy of tokens from hidden states and a vocabulary-parallel output
+weight.
 
 For logits ``x = hidden @ weight.T / temperature`` of one token, over the true vocabulary:
 
     log_prob = x_label - logsumexp(x)            d log_prob / d x_j = [j = label] - p_j
     entropy  = -sum_j p_j log p_j                d entropy  / d x_j = -p_j (log p_j + entropy)
 
-No [tokens, vocabulary] tensor is allocated. The forward collects, tile by tile, a few numbers per token over this
-rank's rows. One all-gather per call combines the tensor-parallel ranks, and every rank does the same arithmetic on the
-same numbers, so that results are bitwise equal. The backward recomputes the logits of each tile. The entropy is summed
-relative to the maximum: logsumexp(x) - sum p x would lose its digits for large logits.
+No [tokens, vocabulary] tensor is allocated. The forward collects, tile by tile, a few numbers per
+token over this rank's rows. One all-gather per call combines the tensor-parallel ranks, and every
+rank does the same arithmetic on the same numbers, so that results are bitwise equal. The backward
+recomputes the logits of each tile. The entropy is summed relative to the maximum: logsumexp(x) -
+sum p x would lose its digits for large logits.
 
 With ``ScoredRows`` all of this, communication included, is done for the scored positions alone.
 """
@@ -44,20 +46,20 @@ from megatron_gspo.parallel.vocabulary_tiles import (
 T = TypeVar("T")
 
 CHUNK_BYTES = {"cpu": 32 * 2**20, "cuda": 256 * 2**20}
-"""Default budget in bytes of tensors that scale with tokens x vocabulary: tiles, and all logits if they fit."""
+"""Default budget in bytes of tensors that scale with tokens x vocabulary: tiles, and all logits
+if they fit.
+"""
 
 
 @dataclass(frozen=True)
 class LogProbOptions:
     """Options of `log_probs_from_hidden`.
 
-    Attributes:
-        temperature: divides the logits; above 0.
-        vocab_size: true size of the vocabulary. Rows beyond it are padding: probability 0, gradient 0. None: the rows
-            of all ranks.
-        with_entropy: compute the entropy too.
-        chunk_bytes: budget in bytes of temporaries that scale with tokens x vocabulary; None: CHUNK_BYTES. If the
-            local logits fit in it and a gradient is needed, they are kept: the backward has a third less work.
+    Attributes: temperature: divides the logits; above 0. vocab_size: true size of the vocabulary.
+        Rows beyond it are padding: probability 0, gradient 0. None: the rows of all ranks.
+        with_entropy: compute the entropy too. chunk_bytes: budget in bytes of temporaries that
+        scale with tokens x vocabulary; None: CHUNK_BYTES. If the local logits fit in it and a
+        gradient is needed, they are kept: the backward has a third less work.
     """
 
     temperature: float = 1.0
@@ -76,26 +78,25 @@ def log_probs_from_hidden(
     sequence_parallel: bool = False,
     scored: ScoredRows | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probability of ``labels`` and, on request, the entropy of each position's distribution, in nats.
+    """Log-probability of ``labels`` and, on request, the entropy of each position's distribution,
+    in nats.
 
-    Args:
-        hidden: [T, h]; with ``sequence_parallel`` this rank's rows [T / tp, h], gathered in the forward and again in
-            the backward.
-        weight: [V / tp, h], this tensor-parallel rank's rows.
-        labels: [T] integers, global ids in [0, vocab_size), equal on all ranks.
-        options: temperature, true vocabulary size, entropy, memory budget.
-        scored: the positions to work on, on hidden's device and for the rank's place in tp_group. At all others the
-            results are 0, and hidden and labels are not read. None: all positions.
+    Args: hidden: [T, h]; with ``sequence_parallel`` this rank's rows [T / tp, h], gathered in the
+        forward and again in the backward. weight: [V / tp, h], this tensor-parallel rank's rows.
+        labels: [T] integers, global ids in [0, vocab_size), equal on all ranks. options:
+        temperature, true vocabulary size, entropy, memory budget. scored: the positions to work on,
+        on hidden's device and for the rank's place in tp_group. At all others the results are 0,
+        and hidden and labels are not read. None: all positions.
 
-    Returns:
-        (log_probs [T], entropy [T] | None), float32 (float64 for float64 inputs), equal on all ranks of tp_group.
-        bfloat16 inputs are multiplied into float32. Both are differentiable, and the gradients are complete: hidden's
-        is summed over tp_group (and scattered under sequence_parallel). All ranks of tp_group must use the results in
-        the same way, because each computes its part from its own incoming gradients.
+    Returns: (log_probs [T], entropy [T] | None), float32 (float64 for float64 inputs), equal on all
+        ranks of tp_group. bfloat16 inputs are multiplied into float32. Both are differentiable, and
+        the gradients are complete: hidden's is summed over tp_group (and scattered under
+        sequence_parallel). All ranks of tp_group must use the results in the same way, because each
+        computes its part from its own incoming gradients.
 
-    Raises:
-        ValueError: shapes that do not match, a temperature that is not positive, a vocab_size outside the rows, or
-            labels outside the vocabulary (checked on a CPU only, because the check would synchronise a GPU).
+    Raises: ValueError: shapes that do not match, a temperature that is not positive, a vocab_size
+        outside the rows, or labels outside the vocabulary (checked on a CPU only, because the check
+        would synchronise a GPU).
     """
     call = _resolve(options or LogProbOptions(), hidden, weight, tp_group, sequence_parallel)
     _check_shapes(hidden, weight, labels, call)
@@ -105,7 +106,9 @@ def log_probs_from_hidden(
         log_probs, entropy = _LogProbs.apply(hidden, weight, chosen, scored, call)
     else:
         with torch.no_grad():
-            log_probs, entropy, _ = _forward(_own_rows(hidden, scored), weight, chosen, scored, call, False)
+            log_probs, entropy, _ = _forward(
+                _own_rows(hidden, scored), weight, chosen, scored, call, False
+            )
     if scored is None:
         return log_probs, entropy
     at_positions = partial(_at_positions, scored.positions, len(labels))
@@ -130,7 +133,11 @@ class _Resolved:
 
 
 def _resolve(
-    options: LogProbOptions, hidden: Tensor, weight: Tensor, tp_group: ProcessGroup | None, sequence_parallel: bool
+    options: LogProbOptions,
+    hidden: Tensor,
+    weight: Tensor,
+    tp_group: ProcessGroup | None,
+    sequence_parallel: bool,
 ) -> _Resolved:
     size = group_size(tp_group)
     rows, budget = weight.shape[0] * size, _default(CHUNK_BYTES, hidden.device)
@@ -146,11 +153,15 @@ def _resolve(
 
 @dataclass(frozen=True)
 class _Saved:
-    """Tensors that the backward needs besides the inputs: per token [T], and the logits if they were kept."""
+    """Tensors that the backward needs besides the inputs: per token [T], and the logits if they
+    were kept.
+    """
 
     maximum: Tensor
     log_total: Tensor  # log sum exp(x - maximum) over the whole vocabulary
-    tile_probabilities: Tensor  # [tiles, T], the probability of each of this rank's tiles of the vocabulary
+    tile_probabilities: (
+        Tensor  # [tiles, T], the probability of each of this rank's tiles of the vocabulary
+    )
     kept: Tensor | None
 
 
@@ -167,12 +178,18 @@ def _check_shapes(hidden: Tensor, weight: Tensor, labels: Tensor, options: _Reso
     tp_size = group_size(options.tp_group)
     tokens = hidden.shape[0] * (tp_size if options.sequence_parallel else 1)
     if labels.shape != (tokens,):
-        raise ValueError(f"labels {tuple(labels.shape)} must be [{tokens}]: one per token of all ranks")
+        raise ValueError(
+            f"labels {tuple(labels.shape)} must be [{tokens}]: one per token of all ranks"
+        )
     if not options.temperature > 0.0:
-        raise ValueError(f"temperature={options.temperature} must be > 0; score greedy samples with 1.0")
+        raise ValueError(
+            f"temperature={options.temperature} must be > 0; score greedy samples with 1.0"
+        )
     rows = weight.shape[0] * tp_size
     if not 0 < options.vocab_size <= rows:
-        raise ValueError(f"vocab_size={options.vocab_size} is not in [1, {rows}]: the rows of all ranks")
+        raise ValueError(
+            f"vocab_size={options.vocab_size} is not in [1, {rows}]: the rows of all ranks"
+        )
 
 
 def _check_labels(labels: Tensor, vocab_size: int) -> None:
@@ -180,11 +197,14 @@ def _check_labels(labels: Tensor, vocab_size: int) -> None:
         low, high = int(labels.min()), int(labels.max())
         if low < 0 or high >= vocab_size:
             raise ValueError(
-                f"labels reach from {low} to {high}, outside vocab_size={vocab_size}; give masked positions label 0"
+                f"labels reach from {low} to {high}, outside vocab_size={vocab_size}; give masked"
+                " positions label 0"
             )
 
 
-def _tiling(hidden: Tensor, weight: Tensor, tokens: int, options: _Resolved, differentiable: bool) -> Tiling:
+def _tiling(
+    hidden: Tensor, weight: Tensor, tokens: int, options: _Resolved, differentiable: bool
+) -> Tiling:
     dtype = torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)
     local_rows, width = weight.shape
     first = group_rank(options.tp_group) * local_rows
@@ -257,10 +277,17 @@ def _joined_gradient(grad: Tensor, scored: ScoredRows | None, options: _Resolved
 class _LogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, scored: ScoredRows | None, options: _Resolved
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        scored: ScoredRows | None,
+        options: _Resolved,
     ) -> tuple[Tensor, Tensor | None]:
         own = _own_rows(hidden, scored)
-        log_probs, entropy, saved = _forward(own, weight, labels, scored, options, differentiable=True)
+        log_probs, entropy, saved = _forward(
+            own, weight, labels, scored, options, differentiable=True
+        )
         assert saved is not None
         ctx.scored, ctx.options, ctx.rows = scored, options, len(hidden)
         ctx.set_materialize_grads(False)
@@ -296,10 +323,12 @@ def _row_factors(
 ) -> RowFactors:
     """The gradient of a token's logits as factors of p_j.
 
-    With log p_j = (x_j - maximum) - log total:
-    d loss / d x_j = -p_j (grad_log_prob + grad_entropy (log p_j + entropy)) + [j = label] grad_log_prob.
+    With log p_j = (x_j - maximum) - log total: d loss / d x_j = -p_j (grad_log_prob + grad_entropy
+    (log p_j + entropy)) + [j = label] grad_log_prob.
     """
-    constant = torch.zeros_like(saved.log_total) if grad_log_probs is None else grad_log_probs * -scale
+    constant = (
+        torch.zeros_like(saved.log_total) if grad_log_probs is None else grad_log_probs * -scale
+    )
     label = None if grad_log_probs is None else grad_log_probs * scale
     if grad_entropy is None or entropy is None:
         return RowFactors(saved.maximum, saved.tile_probabilities, None, constant, label)

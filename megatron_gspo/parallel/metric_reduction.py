@@ -1,4 +1,6 @@
-"""Reduce a dict of scalar metrics over a process group with a fixed, small number of collectives."""
+"""Reduce a dict of scalar metrics over a process group with a fixed, small number of
+collectives.
+"""
 
 import hashlib
 import json
@@ -20,15 +22,17 @@ def reduce_metrics(
     *,
     names: Sequence[str] | None = None,
 ) -> dict[str, Tensor]:
-    """Sum every scalar over the ranks; a name ending in ``_max`` / ``_min`` takes the maximum / minimum.
+    """Sum every scalar over the ranks; a name ending in ``_max`` / ``_min`` takes the maximum /
+    minimum.
 
-    The inputs are shares that add up to the whole. Returns float32 scalars with sorted keys, equal on every rank. A
-    rank may lack keys (all its micro-batches were empty): it adds nothing to a sum and does not change an extreme. NaN
-    on any rank gives NaN. One collective for all sums, one for all extremes; every rank of ``group`` must call.
+    The inputs are shares that add up to the whole. Returns float32 scalars with sorted keys, equal
+    on every rank. A rank may lack keys (all its micro-batches were empty): it adds nothing to a sum
+    and does not change an extreme. NaN on any rank gives NaN. One collective for all sums, one for
+    all extremes; every rank of ``group`` must call.
 
-    names: all names of all ranks, the same on every rank. Without it they are compared first, which takes one more
-        collective and synchronises a GPU, and exchanged where they differ. Raises ValueError for a metric that is not
-        in names.
+    names: all names of all ranks, the same on every rank. Without it they are compared first, which
+        takes one more collective and synchronises a GPU, and exchanged where they differ. Raises
+        ValueError for a metric that is not in names.
     """
     device = next((x.device for x in metrics.values() if isinstance(x, Tensor)), _device_of(group))
     local = {
@@ -53,23 +57,29 @@ def _device_of(group: ProcessGroup | None) -> torch.device:
     return torch.device("cpu")
 
 
-def _all_names(local: Mapping[str, Tensor], device: torch.device, group: ProcessGroup | None) -> list[str]:
+def _all_names(
+    local: Mapping[str, Tensor], device: torch.device, group: ProcessGroup | None
+) -> list[str]:
     """The names of all ranks. They are usually the same, which the extremes of a digest show."""
     names = sorted(local)
     digest = int.from_bytes(hashlib.sha256(json.dumps(names).encode()).digest()[:7], "little")
-    extremes = torch.stack([torch.full((), value, dtype=torch.int64, device=device) for value in (digest, -digest)])
+    extremes = torch.stack(
+        [torch.full((), value, dtype=torch.int64, device=device) for value in (digest, -digest)]
+    )
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
     largest, smallest = extremes.cpu().tolist()
     return names if largest == -smallest else _joined_names(local, group)
 
 
 def _joined_names(local: Mapping[str, Tensor], group: ProcessGroup | None) -> list[str]:
-    """The names of all ranks: the rank with the most missing ones broadcasts them, until none is missing. Usually once:
-    ranks lack names where they had no sequences."""
+    """The names of all ranks: the rank with the most missing ones broadcasts them, until none is
+    missing. Usually once: ranks lack names where they had no sequences."""
     found: set[str] = set()
     while True:
         missing = sorted(local.keys() - found)
-        most = max_over_ranks(np.array([len(missing) * group_size(group) + group_rank(group)]), group)
+        most = max_over_ranks(
+            np.array([len(missing) * group_size(group) + group_rank(group)]), group
+        )
         count, source = divmod(int(most[0]), group_size(group))
         if not count:
             return sorted(found)
@@ -91,16 +101,22 @@ def _sum(
 def _extremes(
     names: list[str], local: Mapping[str, Tensor], device: torch.device, group: ProcessGroup | None
 ) -> dict[str, Tensor]:
-    """A minimum is sent as the maximum of the negative, a NaN as a flag because backends differ in its maximum."""
+    """A minimum is sent as the maximum of the negative, a NaN as a flag because backends differ
+    in its maximum.
+    """
     if not names:
         return {}
     absent = torch.full((), -torch.inf, device=device)
-    values = torch.stack([_as_maximum(name, local[name]) if name in local else absent for name in names])
+    values = torch.stack(
+        [_as_maximum(name, local[name]) if name in local else absent for name in names]
+    )
     is_nan = values.isnan()
     packed = torch.stack([values.masked_fill(is_nan, -torch.inf), is_nan.float()])
     dist.all_reduce(packed, op=dist.ReduceOp.MAX, group=group)
     values = packed[0].masked_fill(packed[1] > 0, torch.nan)
-    return {name: _as_maximum(name, value) for name, value in zip(names, values.unbind(), strict=True)}
+    return {
+        name: _as_maximum(name, value) for name, value in zip(names, values.unbind(), strict=True)
+    }
 
 
 def _as_maximum(name: str, value: Tensor) -> Tensor:

@@ -1,6 +1,8 @@
-"""Work of one rank or of several: its error is raised on every rank, and rank 0's result is returned on every rank.
+"""Work of one rank or of several: its error is raised on every rank, and rank 0's result is
+returned on every rank.
 
-Without this a rank that fails alone leaves the others waiting in their next collective until it times out.
+Without this a rank that fails alone leaves the others waiting in their next collective until it
+times out.
 """
 
 from __future__ import annotations
@@ -35,14 +37,17 @@ def run_on_rank_zero(
     error: type[UserError] = RunError,
     what: str = "rank 0 failed",
 ) -> T:
-    """Run ``action`` on rank 0 and return its value on every rank. A collective of the world; ``action`` isn't one.
+    """Run ``action`` on rank 0 and return its value on every rank. A collective of the world;
+    ``action`` isn't one.
 
-    returns: the type of its value, as `typed_messages` reads it; by default plain data without tuples. error, what:
-    class and first words of the error for a failure that isn't a ``UserError``.
+    returns: the type of its value, as `typed_messages` reads it; by default plain data without
+    tuples. error, what: class and first words of the error for a failure that isn't a
+    ``UserError``.
 
-    If ``action`` raises, every rank raises. A ``UserError`` has the same class and message on all ranks. An ``OSError``
-    or ``ValueError`` becomes ``error("what: type: message")``. Any other exception is a bug: rank 0 raises it
-    unchanged, with its traceback, and the other ranks raise ``error``.
+    If ``action`` raises, every rank raises. A ``UserError`` has the same class and message on all
+    ranks. An ``OSError`` or ``ValueError`` becomes ``error("what: type: message")``. Any other
+    exception is a bug: rank 0 raises it unchanged, with its traceback, and the other ranks raise
+    ``error``.
     """
     if dist.get_rank() != 0:
         outcome = decode(broadcast_bytes(None, dist.group.WORLD).tobytes(), _Outcome)
@@ -66,10 +71,14 @@ def run_on_rank_zero(
     raise outcome.error from raised if raised is not outcome.error else None
 
 
-def run_on_every_rank(action: Callable[[], T], *, error: type[UserError] = RunError, what: str = "a rank failed") -> T:
-    """Run each rank's own ``action`` and return its own value. A collective of the world; the actions aren't.
+def run_on_every_rank(
+    action: Callable[[], T], *, error: type[UserError] = RunError, what: str = "a rank failed"
+) -> T:
+    """Run each rank's own ``action`` and return its own value. A collective of the world; the
+    actions aren't.
 
-    If an action raises, every rank raises the failure of the lowest such rank; for the rest see `run_on_rank_zero`.
+    If an action raises, every rank raises the failure of the lowest such rank; for the rest see
+    `run_on_rank_zero`.
     """
     value: T | None = None
     raised: Exception | None = None
@@ -79,19 +88,24 @@ def run_on_every_rank(action: Callable[[], T], *, error: type[UserError] = RunEr
     except Exception as caught:
         raised, failure = caught, _as_user_error(caught, error, what)
     size = dist.get_world_size()
-    first = -int(max_over_ranks(np.array([-dist.get_rank() if failure else -size]), dist.group.WORLD)[0])
+    first = -int(
+        max_over_ranks(np.array([-dist.get_rank() if failure else -size]), dist.group.WORLD)[0]
+    )
     if first < size:
         sent = encode(failure) if dist.get_rank() == first else None
         received = broadcast_bytes(sent, dist.group.WORLD, first).tobytes()
         if raised is not None and not isinstance(raised, (UserError, OSError, ValueError)):
             raise raised
-        shared: UserError = failure if sent is not None and failure is not None else decode(received, UserError)
+        shared: UserError = (
+            failure if sent is not None and failure is not None else decode(received, UserError)
+        )
         raise shared from (raised if raised is not shared else None)
     return value  # type: ignore[return-value]  # of the action
 
 
 def raise_on_every_rank(failure: str, error: type[UserError]) -> None:
-    """Raise ``error`` on every rank with the ``failure`` of the lowest rank whose own isn't empty; else return.
+    """Raise ``error`` on every rank with the ``failure`` of the lowest rank whose own isn't empty;
+    else return.
 
     A collective of the world.
     """
@@ -100,7 +114,9 @@ def raise_on_every_rank(failure: str, error: type[UserError]) -> None:
 
 
 def first_failure(failure: str, group: dist.ProcessGroup | None) -> tuple[int, str] | None:
-    """The lowest rank of the group whose ``failure`` isn't empty, and its failure, on every rank; None without one."""
+    """The lowest rank of the group whose ``failure`` isn't empty, and its failure, on every
+    rank; None without one.
+    """
     size = group_size(group)
     mine = np.array([-group_rank(group) if failure else -size], dtype=np.int64)
     rank = -int(max_over_ranks(mine, group)[0])

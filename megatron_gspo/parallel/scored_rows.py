@@ -1,7 +1,9 @@
-"""The rows of hidden states whose labels are scored, and how tensor-parallel ranks exchange only these.
+"""The rows of hidden states whose labels are scored, and how tensor-parallel ranks exchange only
+these.
 
-Under sequence parallelism a rank holds the hidden states of consecutive tokens. Every rank has the list of tokens that
-all ranks score, so each gathers its own scored rows, padded to the largest number of any rank, without communication.
+Under sequence parallelism a rank holds the hidden states of consecutive tokens. Every rank has the
+list of tokens that all ranks score, so each gathers its own scored rows, padded to the largest
+number of any rank, without communication.
 """
 
 from __future__ import annotations
@@ -19,10 +21,10 @@ from torch import Tensor
 class ScoredRows:
     """Which of t positions are scored. All tensors are int64 and ascending.
 
-    positions: [n], the scored positions.
-    own: [c], the rows of this rank's hidden states that are scored; ``positions`` without sequence parallelism.
-    padded: rows that each rank passes to the all-gather: its own and padding.
-    gathered: [n], the scored rows among the gathered ones, ``padded`` of each rank; None without sequence parallelism.
+    positions: [n], the scored positions. own: [c], the rows of this rank's hidden states that are
+    scored; ``positions`` without sequence parallelism. padded: rows that each rank passes to the
+    all-gather: its own and padding. gathered: [n], the scored rows among the gathered ones,
+    ``padded`` of each rank; None without sequence parallelism.
     """
 
     positions: Tensor
@@ -34,7 +36,8 @@ class ScoredRows:
     def of(cls, mask: Tensor, rank: int = 0, size: int = 1) -> ScoredRows:
         """Those of ``mask`` [t], nonzero where a position is scored, on the host.
 
-        rank, size: in the tensor-parallel group under sequence parallelism, where each rank holds t / size rows.
+        rank, size: in the tensor-parallel group under sequence parallelism, where each rank holds t
+        / size rows.
         """
         positions = np.flatnonzero(mask.numpy())
         if size == 1:
@@ -57,7 +60,9 @@ class ScoredRows:
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> ScoredRows:
-        """The same rows with those of ``tensors``, of any integer type, that ``self.tensors`` names."""
+        """The same rows with those of ``tensors``, of any integer type, that ``self.tensors``
+        names.
+        """
         changed: dict[str, Any] = {name: tensors[name].long() for name in self.tensors()}
         return replace(self, **changed)
 
@@ -66,12 +71,16 @@ class ScoredRows:
         return self.with_tensors({name: value.to(device) for name, value in self.tensors().items()})
 
     def select_own(self, hidden: Tensor) -> Tensor:
-        """This rank's scored rows of ``hidden`` [t / size, h], with rows of zeros up to [padded, h]."""
+        """This rank's scored rows of ``hidden`` [t / size, h], with rows of zeros up to
+        [padded, h].
+        """
         rows, missing = hidden.index_select(0, self.own), self.padded - len(self.own)
         return torch.cat([rows, rows.new_zeros(missing, rows.shape[1])]) if missing else rows
 
     def spread_own(self, rows: Tensor, count: int) -> Tensor:
-        """The reverse of ``select_own``: ``rows`` [padded, h] in their places among ``count`` rows, zeros elsewhere."""
+        """The reverse of ``select_own``: ``rows`` [padded, h] in their places among ``count``
+        rows, zeros elsewhere.
+        """
         return _spread(rows[: len(self.own)], self.own, count)
 
     def select_gathered(self, rows: Tensor) -> Tensor:
@@ -79,7 +88,9 @@ class ScoredRows:
         return rows if self.gathered is None else rows.index_select(0, self.gathered)
 
     def spread_gathered(self, rows: Tensor, size: int) -> Tensor:
-        """The reverse of ``select_gathered``: ``rows`` [n, h] among those of ``size`` ranks, zeros elsewhere."""
+        """The reverse of ``select_gathered``: ``rows`` [n, h] among those of ``size`` ranks,
+        zeros elsewhere.
+        """
         return rows if self.gathered is None else _spread(rows, self.gathered, size * self.padded)
 
 

@@ -1,5 +1,6 @@
-"""Values between ranks as bytes. A reader names the type that it expects, and nothing is unpickled: whoever reaches the
-ports of torch.distributed may write to its store and connections, and a pickle would run code in the trainer.
+"""Values between ranks as bytes. A reader names the type that it expects, and nothing is unpickled:
+whoever reaches the ports of torch.distributed may write to its store and connections, and a pickle
+would run code in the trainer.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ def encode(value: object) -> bytes:
 
 
 def decode(message: bytes, expected: Type = Any) -> Any:
-    """A message of `encode` as a value of the expected type; ``Any`` is plain data: tuples come as lists.
+    """A message of `encode` as a value of the expected type; ``Any`` is plain data: tuples come as
+    lists.
 
     Raises ``RunError`` for another message, which no rank of the run has sent.
     """
@@ -30,8 +32,8 @@ def decode(message: bytes, expected: Type = Any) -> Any:
         return msgspec.msgpack.decode(message, type=expected, dec_hook=_restored)
     except (msgspec.MsgspecError, TypeError, ValueError, LookupError, AttributeError) as error:
         raise RunError(
-            f"a message between ranks is damaged ({error}); another process writes to the run's ports: "
-            "close the network between the nodes to others (SECURITY.md)"
+            f"a message between ranks is damaged ({error}); another process writes to the run's"
+            " ports: close the network between the nodes to others (SECURITY.md)"
         ) from None
 
 
@@ -74,7 +76,9 @@ def _restored(expected: type, plain: Any) -> object:
 
 
 def _restored_error(expected: type[UserError], plain: Any) -> UserError:
-    """The error with its class, or as the expected class where this rank has not imported that one."""
+    """The error with its class, or as the expected class where this rank has not imported that
+    one.
+    """
     known = {_name_of(each): each for each in _with_subclasses(expected)}
     error_class = known.get(plain["class"], expected)
     error = error_class.__new__(error_class)  # constructors differ

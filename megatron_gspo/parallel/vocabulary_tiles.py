@@ -1,8 +1,8 @@
 """One rank's part of the log-probabilities and of their gradient, tile by tile; no communication.
 
-A tile is a block [tokens, vocabulary] of the logits. The outer loop is over the vocabulary, so that a tile of the
-weight (and of its gradient) is converted once. On a CPU a tile is small enough to stay in cache through all
-element-wise steps.
+A tile is a block [tokens, vocabulary] of the logits. The outer loop is over the vocabulary, so that
+a tile of the weight (and of its gradient) is converted once. On a CPU a tile is small enough to
+stay in cache through all element-wise steps.
 """
 
 from dataclasses import dataclass
@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 TILE = {"cpu": (1024, 384), "cuda": (8192, 8192)}
-"""Preferred (tokens, vocabulary) of a tile: one that fits in a CPU core's cache, one that fills a GPU. On a CPU the
-width is not a power of two, because rows on the same cache lines slow the weight gradient's product by a sixth."""
+"""Preferred (tokens, vocabulary) of a tile: one that fits in a CPU core's cache, one that fills a
+GPU. On a CPU the width is not a power of two, because rows on the same cache lines slow the weight
+gradient's product by a sixth."""
 
 
 @dataclass(frozen=True)
@@ -24,15 +25,21 @@ class Tiling:
     first: int  # global id of the local weight's first row
     scale: float  # factor on the logits, 1 / temperature
     dtype: torch.dtype  # of logits, statistics and accumulated gradients
-    keep_logits: bool  # keep [tokens, rows] from the forward, so that the backward needs no product for them
+    keep_logits: (
+        bool  # keep [tokens, rows] from the forward, so that the backward needs no product for them
+    )
 
 
 @dataclass(frozen=True)
 class RowFactors:
-    """Per token [T]: d loss / d x_j = p_j * (slope * (x_j - m) + constant) + [j = label] * label."""
+    """Per token [T]: d loss / d x_j = p_j * (slope * (x_j - m) + constant) + [j = label] *
+    label.
+    """
 
     maximum: Tensor  # m
-    tile_probabilities: Tensor  # [tiles, T], the probability of each of the rank's tiles of the vocabulary
+    tile_probabilities: (
+        Tensor  # [tiles, T], the probability of each of the rank's tiles of the vocabulary
+    )
     slope: Tensor | None  # None: no gradient comes through the entropy
     constant: Tensor
     label: Tensor | None  # None: no gradient comes through the log-probabilities
@@ -49,12 +56,18 @@ class RowFactors:
 
 
 def tile_elements(tokens: int, vocabulary: int, width: int) -> int:
-    """Elements allocated for one tile: logits, exponentials, a low-precision copy; weight and its gradient."""
+    """Elements allocated for one tile: logits, exponentials, a low-precision copy; weight and
+    its gradient.
+    """
     return vocabulary * (3 * tokens + 2 * width)
 
 
-def tile_shape(tokens: int, rows: int, width: int, budget: int, preferred: tuple[int, int]) -> tuple[int, int]:
-    """(tokens, vocabulary) of a tile: the preferred area, or a smaller one that fits in ``budget`` elements."""
+def tile_shape(
+    tokens: int, rows: int, width: int, budget: int, preferred: tuple[int, int]
+) -> tuple[int, int]:
+    """(tokens, vocabulary) of a tile: the preferred area, or a smaller one that fits in
+    ``budget`` elements.
+    """
     chunk = max(1, min(tokens, preferred[0]))
     vocabulary = max(1, min(rows, preferred[0] * preferred[1] // chunk))
     while chunk * vocabulary > 1 and tile_elements(chunk, vocabulary, width) > budget:
@@ -66,7 +79,8 @@ def tile_shape(tokens: int, rows: int, width: int, budget: int, preferred: tuple
 
 
 def operand(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """``hidden`` in the dtype of the matrix products, to which tiles of ``weight`` are converted too.
+    """``hidden`` in the dtype of the matrix products, to which tiles of ``weight`` are converted
+    too.
 
     This is ``dtype``, except where the device multiplies bfloat16 or float16 into float32.
     """
@@ -99,18 +113,26 @@ def local_statistics(
 ) -> LocalStatistics:
     """Per-token statistics over this rank's rows. hidden: [T, h] from ``operand``.
 
-    The softmax of a tile also gives its sum: its largest entry is exp(0) / sum. One fused pass is cheaper than
-    exponentials and their sum, and the tiles need no running maximum.
+    The softmax of a tile also gives its sum: its largest entry is exp(0) / sum. One fused pass is
+    cheaper than exponentials and their sum, and the tiles need no running maximum.
     """
     tokens, spans = hidden.shape[0], _spans(tiling.rows, tiling.tile[1])
     # At least one tile: a rank of padding rows only has none. Not -inf, because -inf * 0 is NaN.
-    tiles = hidden.new_zeros((3 if with_entropy else 2, max(1, len(spans)), tokens), dtype=tiling.dtype)
+    tiles = hidden.new_zeros(
+        (3 if with_entropy else 2, max(1, len(spans)), tokens), dtype=tiling.dtype
+    )
     tiles[0].fill_(torch.finfo(tiling.dtype).min)
     label = hidden.new_zeros((tokens, 1), dtype=tiling.dtype)
-    kept = hidden.new_empty(tokens * tiling.rows, dtype=tiling.dtype) if tiling.keep_logits else None
-    scratch, positions = _Scratch.of(hidden, tiling, 2 if with_entropy else 1), _label_positions(labels, tiling)
+    kept = (
+        hidden.new_empty(tokens * tiling.rows, dtype=tiling.dtype) if tiling.keep_logits else None
+    )
+    scratch, positions = (
+        _Scratch.of(hidden, tiling, 2 if with_entropy else 1),
+        _label_positions(labels, tiling),
+    )
     chunks = [
-        (t0, t1, hidden[t0:t1], positions.cut(t0, t1), label[t0:t1]) for t0, t1 in _spans(tokens, tiling.tile[0])
+        (t0, t1, hidden[t0:t1], positions.cut(t0, t1), label[t0:t1])
+        for t0, t1 in _spans(tokens, tiling.tile[0])
     ]
     for i, (v0, v1) in enumerate(spans):
         columns = weight[v0:v1].to(hidden.dtype).t()
@@ -127,7 +149,9 @@ def local_statistics(
     shift = tiles[0] - maximum
     weights = tiles[1] * shift.exp()
     moment = (weights * shift.add_(tiles[2])).sum(0) if with_entropy else None
-    return LocalStatistics(maximum, weights.sum(0), label.squeeze(1), moment, tiles[0], tiles[1], kept)
+    return LocalStatistics(
+        maximum, weights.sum(0), label.squeeze(1), moment, tiles[0], tiles[1], kept
+    )
 
 
 def local_gradients(
@@ -139,10 +163,11 @@ def local_gradients(
     tiling: Tiling,
     needed: tuple[bool, bool],
 ) -> tuple[Tensor | None, Tensor | None]:
-    """This rank's part of hidden's gradient, [T, h] in tiling.dtype, and the weight's, in its own dtype.
+    """This rank's part of hidden's gradient, [T, h] in tiling.dtype, and the weight's, in its own
+    dtype.
 
-    Both are summed in tiling.dtype; one that is not needed is None. hidden: [T, h] from ``operand``; kept:
-    the logits of the forward, or None.
+    Both are summed in tiling.dtype; one that is not needed is None. hidden: [T, h] from
+    ``operand``; kept: the logits of the forward, or None.
     """
     tokens = hidden.shape[0]
     grad_hidden = hidden.new_zeros(hidden.shape, dtype=tiling.dtype) if needed[0] else None
@@ -152,10 +177,16 @@ def local_gradients(
     scratch = _Scratch.of(hidden, tiling, 1 if factors.slope is None else 2)
     positions = _label_positions(labels, tiling)
     chunks = [
-        (t0, t1, hidden[t0:t1], positions.cut(t0, t1), factors.cut(t0, t1),
-         None if grad_hidden is None else grad_hidden[t0:t1])
+        (
+            t0,
+            t1,
+            hidden[t0:t1],
+            positions.cut(t0, t1),
+            factors.cut(t0, t1),
+            None if grad_hidden is None else grad_hidden[t0:t1],
+        )
         for t0, t1 in _spans(tokens, tiling.tile[0])
-    ]  # fmt: skip
+    ]
     for i, (v0, v1) in enumerate(_spans(tiling.rows, tiling.tile[1])):
         rows = weight[v0:v1].to(hidden.dtype)
         # A view where the dtype is the weight's, else a buffer that is written back below.
@@ -167,13 +198,20 @@ def local_gradients(
             logits = buffers[0] if kept is None else _kept_tile(kept, tokens, t0, t1, v0, v1)
             if kept is None:
                 _logits(own_hidden, rows.t(), tiling.scale, logits)
-            grad_logits = _grad_logits(logits, own_positions.in_tile(i, v1 - v0), own_factors, i, buffers)
+            grad_logits = _grad_logits(
+                logits, own_positions.in_tile(i, v1 - v0), own_factors, i, buffers
+            )
             grad_logits = grad_logits.to(hidden.dtype)
             if grad_rows is not None:
                 _add_product(grad_rows, grad_logits.t(), own_hidden, first=t0 == 0)
             if own_grad is not None:
                 _add_product(own_grad, grad_logits, rows)
-        if grad_weight is not None and grad_rows is not None and grad_weight.dtype != tiling.dtype and tokens:
+        if (
+            grad_weight is not None
+            and grad_rows is not None
+            and grad_weight.dtype != tiling.dtype
+            and tokens
+        ):
             grad_weight[v0:v1] = grad_rows
     return grad_hidden, grad_weight
 
@@ -184,20 +222,32 @@ def _spans(total: int, step: int) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class _Scratch:
-    """Buffers reused by every tile, and their views by shape: a call has few shapes and many tiles."""
+    """Buffers reused by every tile, and their views by shape: a call has few shapes and many
+    tiles.
+    """
 
     buffers: list[Tensor]
     made: dict[tuple[int, int], list[Tensor]]
 
     @classmethod
     def of(cls, like: Tensor, tiling: Tiling, count: int) -> "_Scratch":
-        return cls([like.new_empty(tiling.tile[0] * tiling.tile[1], dtype=tiling.dtype) for _ in range(count)], {})
+        return cls(
+            [
+                like.new_empty(tiling.tile[0] * tiling.tile[1], dtype=tiling.dtype)
+                for _ in range(count)
+            ],
+            {},
+        )
 
     def views(self, tokens: int, vocabulary: int) -> list[Tensor]:
-        """The start of each buffer as a contiguous [tokens, vocabulary], so that smaller tiles are compact too."""
+        """The start of each buffer as a contiguous [tokens, vocabulary], so that smaller tiles
+        are compact too.
+        """
         shape = tokens, vocabulary
         if shape not in self.made:
-            self.made[shape] = [buffer[: tokens * vocabulary].view(shape) for buffer in self.buffers]
+            self.made[shape] = [
+                buffer[: tokens * vocabulary].view(shape) for buffer in self.buffers
+            ]
         return self.made[shape]
 
 
@@ -229,8 +279,8 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, *, first: bool = False) ->
 
 @dataclass(frozen=True)
 class _LabelPositions:
-    """Position of each label, [T, 1] each: its tile of the vocabulary (-1 if another rank has it) and the column in the
-    tile; ``width`` of a tile."""
+    """Position of each label, [T, 1] each: its tile of the vocabulary (-1 if another rank has it)
+    and the column in the tile; ``width`` of a tile."""
 
     tile: Tensor
     column: Tensor
@@ -241,8 +291,12 @@ class _LabelPositions:
         return _LabelPositions(self.tile[start:end], self.column[start:end], self.width)
 
     def in_tile(self, i: int, count: int) -> tuple[Tensor, Tensor]:
-        """A column [T, 1] that is valid in tile ``i`` of ``count`` ids, and whether the label is in that tile."""
-        return self.column if count == self.width else self.column.clamp(max=count - 1), self.tile == i
+        """A column [T, 1] that is valid in tile ``i`` of ``count`` ids, and whether the label
+        is in that tile.
+        """
+        return (
+            self.column if count == self.width else self.column.clamp(max=count - 1)
+        ), self.tile == i
 
 
 def _label_positions(labels: Tensor, tiling: Tiling) -> _LabelPositions:
@@ -252,8 +306,8 @@ def _label_positions(labels: Tensor, tiling: Tiling) -> _LabelPositions:
 
 
 def _summarize(stats: Tensor, logits: Tensor, scratch: list[Tensor]) -> None:
-    """Write the statistics of a tile of logits into ``stats`` [2 or 3, t]: maximum m, 1 / sum exp(x - m) and
-    sum p (x - m), with p the softmax of the tile. Overwrites scratch."""
+    """Write the statistics of a tile of logits into ``stats`` [2 or 3, t]: maximum m, 1 / sum exp(x
+    - m) and sum p (x - m), with p the softmax of the tile. Overwrites scratch."""
     maximum = torch.amax(logits, 1, out=stats[0])
     softmax = torch.softmax(logits, 1, out=scratch[-1])
     torch.amax(softmax, 1, out=stats[1])
@@ -263,10 +317,14 @@ def _summarize(stats: Tensor, logits: Tensor, scratch: list[Tensor]) -> None:
 
 
 def _grad_logits(
-    logits: Tensor, position: tuple[Tensor, Tensor], factors: RowFactors, tile: int, scratch: list[Tensor]
+    logits: Tensor,
+    position: tuple[Tensor, Tensor],
+    factors: RowFactors,
+    tile: int,
+    scratch: list[Tensor],
 ) -> Tensor:
-    """The loss's gradient for one tile of logits; p is the tile's softmax times the tile's probability. Overwrites
-    scratch, and ``logits`` only where they are in it."""
+    """The loss's gradient for one tile of logits; p is the tile's softmax times the tile's
+    probability. Overwrites scratch, and ``logits`` only where they are in it."""
     probability = factors.tile_probabilities[tile]
     softmax = torch.softmax(logits, 1, out=scratch[-1])
     if factors.slope is None:
@@ -277,6 +335,7 @@ def _grad_logits(
     if factors.label is not None:
         column, inside = position
         own = grad.gather(1, column)
-        # Assigned, not added: one column a row needs no sum, and CUDA's scatter_add_ is not deterministic.
+        # Assigned, not added: one column a row needs no sum, and CUDA's scatter_add_ is not
+        # deterministic.
         grad.scatter_(1, column, torch.where(inside, own + factors.label, own))
     return grad

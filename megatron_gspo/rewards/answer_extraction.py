@@ -20,8 +20,9 @@ _NUMBER = re.compile(
 def extract_answer(text: str, style: str = "whole") -> str | None:
     """The answer, stripped, or None if the response has none in that style.
 
-    style: "whole" (all of the text), "tag" (last <answer>...</answer>), "boxed" (last \\boxed{...} or \\fbox{...} that
-        is not empty, braces balanced; also \\boxed 5), "hash" (what follows the last ####, on its line).
+    style: "whole" (all of the text), "tag" (last <answer>...</answer>), "boxed" (last \\boxed{...}
+        or \\fbox{...} that is not empty, braces balanced; also \\boxed 5), "hash" (what follows the
+        last ####, on its line).
     Raises ValueError for another style.
     """
     if style == "whole":
@@ -38,10 +39,11 @@ def extract_answer(text: str, style: str = "whole") -> str | None:
 
 
 def equal_answers(answer: str, reference: str, style: str = "whole") -> bool:
-    """Whether two answers are the same number ("72" and "72.0", "1,234" and "1234"), the same of true and false in any
-    case, or the same text.
+    """Whether two answers are the same number ("72" and "72.0", "1,234" and "1234"), the same of
+    true and false in any case, or the same text.
 
-    style: "hash" compares a number with the start of the answer, as GSM8K's own scorer does: "$1,234 in all" is 1234.
+    style: "hash" compares a number with the start of the answer, as GSM8K's own scorer does:
+    "$1,234 in all" is 1234.
     """
     if answer == reference:
         return True
@@ -75,7 +77,10 @@ def _last_boxed(text: str) -> str | None:
 
 
 def _braced(text: str, start: int) -> str | None:
-    """What is between the brace at `start` and its closing one. Escaped braces are characters of the answer."""
+    """What is between the brace at `start` and its closing one.
+
+    Escaped braces are characters of the answer.
+    """
     depth = 0
     for token in re.finditer(r"\\.|[{}]", text[start:], flags=re.DOTALL):
         depth += {"{": 1, "}": -1}.get(token[0], 0)

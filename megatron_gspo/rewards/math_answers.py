@@ -1,8 +1,8 @@
 """Whether a response's answer equals a reference answer, by `math-verify` and as text.
 
-What a response boxes last is its answer; a response without a box is read by math-verify as it is. Three things are
-ours: math-verify joins boxes that are near each other to one set, multiplies the groups of numbers such as `1\\,000`,
-and finds no words outside of a box.
+What a response boxes last is its answer; a response without a box is read by math-verify as it is.
+Three things are ours: math-verify joins boxes that are near each other to one set, multiplies the
+groups of numbers such as `1\\,000`, and finds no words outside of a box.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ def _parse_latex(answer: str) -> list[Any]:
 
 
 def _parse(text: str) -> list[Any]:
-    # its time limits use an alarm, which works in the main thread only; `RewardScorer(timeout=...)` limits the time
+    # its time limits use an alarm, which works in the main thread only; `RewardScorer(timeout=...)`
+    # limits the time
     return math_verify.parse(text, parsing_timeout=None)
 
 
@@ -93,7 +94,9 @@ def _equal(gold: list[Any], answer: list[Any]) -> bool:
 
 
 def _says(text: str, boxed: str | None, reference: str) -> bool:
-    """Whether the answer is the reference as text: words, choices such as (A), or the same characters."""
+    """Whether the answer is the reference as text: words, choices such as (A), or the same
+    characters.
+    """
     wanted = _plain(reference)
     if not wanted:
         return False
@@ -111,7 +114,9 @@ def _says(text: str, boxed: str | None, reference: str) -> bool:
 
 
 def _plain(text: str) -> str:
-    """Without markup and final punctuation; words in lower case, a choice without its parentheses."""
+    """Without markup and final punctuation; words in lower case, a choice without its
+    parentheses.
+    """
     text = _without_markup(text).strip(" .,;:!")
     if _CHOICE.fullmatch(text):
         text = text.strip("()")

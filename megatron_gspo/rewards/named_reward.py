@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-VERDICTS = {"code": (
-    "passed", "wrong_answer", "runtime_error", "time_limit", "output_limit", "compile_error", "no_program",
-)}  # fmt: skip
+VERDICTS = {
+    "code": (
+        "passed",
+        "wrong_answer",
+        "runtime_error",
+        "time_limit",
+        "output_limit",
+        "compile_error",
+        "no_program",
+    )
+}
 """Names of `NamedReward`s by verifier: why a response has its reward. Counted as metrics."""
 
 

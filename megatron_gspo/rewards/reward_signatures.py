@@ -23,8 +23,8 @@ RewardFunction = Callable[..., Any]
 Parameters = Mapping[str, inspect.Parameter]
 
 _TAKEN = (
-    "a verifier takes (response, prompt), verl's (data_source, solution_str, ground_truth, extra_info) "
-    "or TRL's (prompts, completions, **kwargs)"
+    "a verifier takes (response, prompt), verl's (data_source, solution_str, ground_truth,"
+    " extra_info) or TRL's (prompts, completions, **kwargs)"
 )
 _VERL_ARGUMENTS = {"data_source", "solution_str", "ground_truth", "extra_info"}
 _TRL_ARGUMENTS = {
@@ -37,7 +37,9 @@ _ANSWER_NAMES = {"answer", "ground_truth", "label", "reference", "solution"}
 
 
 class SignatureError(Exception):
-    """A function that can't be called as a verifier: what is wrong with it, in one line without its name."""
+    """A function that can't be called as a verifier: what is wrong with it, in one line without
+    its name.
+    """
 
 
 def as_verifier(function: RewardFunction, options: Mapping[str, Any]) -> RewardFunction:
@@ -86,7 +88,8 @@ def _from_ours(
             )
         if len(names) > 1 and names[1] in _ANSWER_NAMES:
             raise SignatureError(
-                f"its parameter {names[1]!r} would be the Prompt: call it prompt and read prompt.answer"
+                f"its parameter {names[1]!r} would be the Prompt: call it prompt and read"
+                " prompt.answer"
             )
     return lambda text, prompt: function(text, prompt, **options)
 

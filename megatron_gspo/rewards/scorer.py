@@ -16,9 +16,13 @@ from megatron_gspo.rewards.verifiers import Verifier, load_verifier
 from megatron_gspo.rewards.worker import Reply, run_verifier
 from megatron_gspo.rewards.worker_pool import RewardPool, say
 
-_NOTICE_SECONDS = 10.0  # of one response in this process until a line tells of it, and between such lines
+_NOTICE_SECONDS = (
+    10.0  # of one response in this process until a line tells of it, and between such lines
+)
 FAILURES = ("error", "timeout", "invalid")
-FAILURE = "verifier_failure"  # the key of `Sample.metadata` with the reason why a response has no score: "error: ..."
+FAILURE = (  # the key of `Sample.metadata` with the reason why a response has no score: "error: ..."
+    "verifier_failure"
+)
 
 
 @dataclass(frozen=True)
@@ -44,10 +48,10 @@ class Scores:
 class RewardScorer:
     """Scores samples with one verifier.
 
-    With a time limit the verifier runs in worker processes (`RewardPool`), which run until `close`, are killed when a
-    response takes too long, and may crash. timeout=None runs it in this process: faster for cheap verifiers; exceptions
-    are counted, but a hang or a crash affects the training process. description: what the verifier says of itself in
-    one line, None for nothing.
+    With a time limit the verifier runs in worker processes (`RewardPool`), which run until `close`,
+    are killed when a response takes too long, and may crash. timeout=None runs it in this process:
+    faster for cheap verifiers; exceptions are counted, but a hang or a crash affects the training
+    process. description: what the verifier says of itself in one line, None for nothing.
     """
 
     def __init__(
@@ -79,7 +83,8 @@ class RewardScorer:
             self.description = self._pool.description
 
     def score(self, samples: Sequence[Sample], prompts: Iterable[Prompt]) -> Scores:
-        """Rewards of the samples; each gets the prompt whose index is its prompt_index. Changes no sample.
+        """Rewards of the samples; each gets the prompt whose index is its prompt_index. Changes no
+        sample.
 
         Raises ValueError for a sample without its prompt.
         """
@@ -89,7 +94,9 @@ class RewardScorer:
                 raise ValueError(
                     f"sample {sample.prompt_index}/{sample.sample_index}: its prompt was not given"
                 )
-        return self.score_texts([(sample.text, by_index[sample.prompt_index]) for sample in samples])
+        return self.score_texts(
+            [(sample.text, by_index[sample.prompt_index]) for sample in samples]
+        )
 
     def score_texts(self, requests: Sequence[tuple[str, Prompt]]) -> Scores:
         """Rewards of responses, each with its prompt."""
@@ -100,7 +107,10 @@ class RewardScorer:
         return self._summarise(replies)
 
     def _run_here(self, requests: Sequence[tuple[str, Prompt]]) -> list[Reply]:
-        """Score in this process. A thread tells of a response that takes long, if the verifier lets it run."""
+        """Score in this process.
+
+        A thread tells of a response that takes long, if the verifier lets it run.
+        """
         assert self._verifier is not None
         replies: list[Reply] = []
         began = time.monotonic()
@@ -112,8 +122,9 @@ class RewardScorer:
                 if seconds >= _NOTICE_SECONDS and len(replies) < len(requests):
                     index = requests[len(replies)][1].index
                     say(
-                        f"verifier {self._name!r}: a response to prompt {index} takes {seconds:.0f} s so far, without "
-                        f"a time limit; {len(replies)} of {len(requests)} are done"
+                        f"verifier {self._name!r}: a response to prompt {index} takes {seconds:.0f}"
+                        f" s so far, without a time limit; {len(replies)} of {len(requests)} are"
+                        " done"
                     )
 
         watcher = threading.Thread(target=watch, daemon=True)
@@ -128,7 +139,10 @@ class RewardScorer:
         return replies
 
     def close(self) -> None:
-        """End the worker processes. Also done when the scorer is garbage-collected and at interpreter exit."""
+        """End the worker processes.
+
+        Also done when the scorer is garbage-collected and at interpreter exit.
+        """
         if self._pool is not None:
             self._pool.close()
 
@@ -140,7 +154,9 @@ class RewardScorer:
 
     def _summarise(self, replies: Sequence[Reply]) -> Scores:
         failed = np.nan if self._failure_reward is None else self._failure_reward
-        rewards = np.array([failed if value is None else value for _, value, _ in replies], dtype=np.float32)
+        rewards = np.array(
+            [failed if value is None else value for _, value, _ in replies], dtype=np.float32
+        )
         first_messages: dict[str, str] = {}
         for status, _, message in replies:
             if status != "ok":

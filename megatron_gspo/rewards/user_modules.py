@@ -22,8 +22,8 @@ _NEIGHBOURS: dict[
 def load_function(name: str, what: str, refusal: type[InputError]) -> Callable[..., Any]:
     """A user's function, "path/to/file.py:function" or "package.module:function".
 
-    A file may import modules of its folder and, in a package, of its package. what: begins the message of a `refusal`,
-    which is raised in one line if it can't be found or loaded.
+    A file may import modules of its folder and, in a package, of its package. what: begins the
+    message of a `refusal`, which is raised in one line if it can't be found or loaded.
     """
     location, _, function_name = name.rpartition(":")
     label = f"{what} {name!r}"
@@ -99,8 +99,8 @@ def _folders_of(path: Path) -> tuple[Path, ...]:
 
 @contextlib.contextmanager
 def _importing_from(folders: tuple[Path, ...]) -> Iterator[None]:
-    """Import from these folders first. The modules of other users' files are not found in the meantime, so that two
-    files may have neighbours of the same name."""
+    """Import from these folders first. The modules of other users' files are not found in the
+    meantime, so that two files may have neighbours of the same name."""
     neighbours = _NEIGHBOURS.setdefault(folders, {})
     others = {name for other in _NEIGHBOURS.values() if other is not neighbours for name in other}
     hidden = {name: sys.modules.pop(name) for name in others if name in sys.modules}
@@ -123,8 +123,8 @@ def _importing_from(folders: tuple[Path, ...]) -> Iterator[None]:
 
 
 def _is_in(folders: tuple[Path, ...], name: str) -> bool:
-    """Whether a module is a file of these folders by its name, not one of a virtual environment below them. Modules of
-    this package do not count."""
+    """Whether a module is a file of these folders by its name, not one of a virtual environment
+    below them. Modules of this package do not count."""
     file = getattr(sys.modules[name], "__file__", None)
     paths = [folder.joinpath(*name.split(".")) for folder in folders]
     candidates = [

@@ -13,7 +13,8 @@ from megatron_gspo.rewards.reward_signatures import SignatureError, as_verifier
 from megatron_gspo.rewards.user_modules import load_function, with_neighbours
 
 Verifier = Callable[[str, Prompt], float]
-"""verifier(response_text, prompt) -> reward, a finite number. It may raise; `RewardScorer` counts it.
+"""verifier(response_text, prompt) -> reward, a finite number. It may raise; `RewardScorer` counts
+it.
 
 Its attribute `description`, if it has one, is a line that a run prints at its start."""
 
@@ -25,10 +26,12 @@ class VerifierError(InputError):
 def load_verifier(name: str, options: dict[str, Any] | None = None) -> Verifier:
     """The verifier of that name.
 
-    name: exact_match, math_verify, reasoning_gym, code, "path/to/file.py:function" or "package.module:function".
-    options: for built-in ones the keyword arguments of the `make_...` function below; for others keyword arguments of
-        every call.
-    Raises VerifierError in one line if it can't be found, loaded or called; ImportError for a missing package.
+    name: exact_match, math_verify, reasoning_gym, code, "path/to/file.py:function" or
+        "package.module:function".
+    options: for built-in ones the keyword arguments of the `make_...` function below; for others
+        keyword arguments of every call.
+    Raises VerifierError in one line if it can't be found, loaded or called; ImportError for a
+        missing package.
     """
     options = options or {}
     if name in BUILT_IN:
@@ -41,7 +44,9 @@ def load_verifier(name: str, options: dict[str, Any] | None = None) -> Verifier:
     location, colon, function_name = name.rpartition(":")
     if not colon or not location or not function_name:
         known = ", ".join(BUILT_IN)
-        raise VerifierError(f"verifier {name!r} is unknown; use {known}, file.py:function or module:function")
+        raise VerifierError(
+            f"verifier {name!r} is unknown; use {known}, file.py:function or module:function"
+        )
     function = load_function(name, "verifier", VerifierError)
     try:
         verifier = as_verifier(function, options)
@@ -55,9 +60,11 @@ def load_verifier(name: str, options: dict[str, Any] | None = None) -> Verifier:
 
 
 def make_exact_match(style: str = "whole") -> Verifier:
-    """1 if the response's answer (`extract_answer` style) equals prompt.answer (`equal_answers`); else 0.
+    """1 if the response's answer (`extract_answer` style) equals prompt.answer (`equal_answers`);
+    else 0.
 
-    The reference may be a whole solution: what is in the style's tags, box or after its #### is taken of it.
+    The reference may be a whole solution: what is in the style's tags, box or after its #### is
+    taken of it.
     """
     _check_style(style)
 
@@ -71,7 +78,9 @@ def make_exact_match(style: str = "whole") -> Verifier:
 
 
 def make_math_verify() -> Verifier:
-    """1 if `math-verify` finds the response's answer equal to prompt.answer; else 0. See `math_answers`."""
+    """1 if `math-verify` finds the response's answer equal to prompt.answer; else 0. See
+    `math_answers`.
+    """
     optional_module("math_verify", "math-verify", "tasks", "verifier math_verify")
     from megatron_gspo.rewards.math_answers import equal_to_reference
 
@@ -79,7 +88,8 @@ def make_math_verify() -> Verifier:
 
 
 def make_reasoning_gym(style: str = "whole", partial_credit: bool = True) -> Verifier:
-    """The task's own score (`score_answer`) of the response's answer, usually in [0, 1]; no answer scores 0.
+    """The task's own score (`score_answer`) of the response's answer, usually in [0, 1]; no answer
+    scores 0.
 
     style: see `extract_answer`. partial_credit=False: 1 for a full score, else 0.
     """
@@ -90,7 +100,9 @@ def make_reasoning_gym(style: str = "whole", partial_credit: bool = True) -> Ver
 
     def reasoning_gym(text: str, prompt: Prompt) -> float:
         if METADATA_KEY not in prompt.metadata:
-            raise ValueError(f"prompt {prompt.index} is not from a reasoning-gym task; use another verifier")
+            raise ValueError(
+                f"prompt {prompt.index} is not from a reasoning-gym task; use another verifier"
+            )
         task = prompt.metadata[METADATA_KEY]
         key = f"{task['name']} {task['kwargs']}"
         if key not in datasets:
@@ -105,7 +117,9 @@ def make_reasoning_gym(style: str = "whole", partial_credit: bool = True) -> Ver
 
 
 def make_code(**options: Any) -> Verifier:
-    """Runs the response's program on the prompt's test cases in a sandbox; see `sandbox.code_verifier`."""
+    """Runs the response's program on the prompt's test cases in a sandbox; see
+    `sandbox.code_verifier`.
+    """
     from megatron_gspo.rewards.sandbox.code_verifier import CodeVerifier, SandboxError
 
     try:
@@ -129,5 +143,7 @@ def _check_style(style: str) -> None:
 
 def _reference(prompt: Prompt) -> str:
     if prompt.answer is None:
-        raise ValueError(f"prompt {prompt.index} has no answer; set answer_key or use another verifier")
+        raise ValueError(
+            f"prompt {prompt.index} has no answer; set answer_key or use another verifier"
+        )
     return prompt.answer

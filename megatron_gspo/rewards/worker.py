@@ -1,13 +1,13 @@
 """A reward worker: a process of its own that runs one verifier on what its parent sends.
 
-Started by worker_pool.py as `python -m megatron_gspo.rewards.worker FD PARENT_PID MAX_GROWTH`, not through
-`multiprocessing`, whose spawned children would import the training script, and torch with it, again. `worker_keeper`
-ends it with all processes that it started.
+Started by worker_pool.py as `python -m megatron_gspo.rewards.worker FD PARENT_PID MAX_GROWTH`, not
+through `multiprocessing`, whose spawned children would import the training script, and torch with
+it, again. `worker_keeper` ends it with all processes that it started.
 
-Protocol: the parent sends (verifier name, options), then pickled (text, prompt) pairs; each is answered by one JSON
-object {"status": ..., "value": number or null, "message": text or null}; the message of the first reply is what the
-verifier says of itself, its `description`. "last" is in a reply after which the worker ends. `serve` also runs
-environments.
+Protocol: the parent sends (verifier name, options), then pickled (text, prompt) pairs; each is
+answered by one JSON object {"status": ..., "value": number or null, "message": text or null}; the
+message of the first reply is what the verifier says of itself, its `description`. "last" is in a
+reply after which the worker ends. `serve` also runs environments.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _MAX_REWARD = float(np.finfo(np.float32).max)
 
 
 def run_verifier(verifier: Verifier, text: str, prompt: Prompt) -> Reply:
-    """Call a verifier: ("ok", reward, its name or None), or ("invalid" or "error", None, why). Never raises, but for
-    Ctrl-C."""
+    """Call a verifier: ("ok", reward, its name or None), or ("invalid" or "error", None, why).
+    Never raises, but for Ctrl-C."""
     try:
         value: object = verifier(text, prompt)
         if isinstance(value, dict) and "score" in value:  # as verl's functions return
@@ -111,8 +111,9 @@ def serve(
 ) -> None:
     """Answer requests until the parent closes the connection.
 
-    arguments: of the command line. load(name, options): loads what is served. answer(served, request): a reply; must
-    not raise. A process that has grown by MAX_GROWTH bytes since its first answer ends after a reply.
+    arguments: of the command line. load(name, options): loads what is served. answer(served,
+    request): a reply; must not raise. A process that has grown by MAX_GROWTH bytes since its first
+    answer ends after a reply.
     """
     outlive_terminal()  # a verifier that prints must not fail where nobody reads it
     descriptor = int(arguments[0])

@@ -1,7 +1,9 @@
-"""Ends a worker with every process that it started, whatever groups, sessions and parents they have made themselves.
+"""Ends a worker with every process that it started, whatever groups, sessions and parents they have
+made themselves.
 
-A process of its own between the trainer and the worker, because neither can do it: the trainer may be killed, and the
-worker runs what it would have to end. Orphans of the worker become the keeper's children (`PR_SET_CHILD_SUBREAPER`).
+A process of its own between the trainer and the worker, because neither can do it: the trainer may
+be killed, and the worker runs what it would have to end. Orphans of the worker become the keeper's
+children (`PR_SET_CHILD_SUBREAPER`).
 """
 
 from __future__ import annotations
@@ -21,10 +23,12 @@ _POLL_SECONDS = 1.0  # between looks at the parent
 
 
 def fork_worker(parent: int, connection: int) -> None:
-    """Returns in a new process, the worker's. The calling process becomes its keeper and ends with the worker's status.
+    """Returns in a new process, the worker's. The calling process becomes its keeper and ends with
+    the worker's status.
 
-    The worker and all that it started end when it ends, when the keeper gets SIGTERM, and within a second after the
-    process `parent` has died. connection: a file descriptor of the worker, which the keeper closes.
+    The worker and all that it started end when it ends, when the keeper gets SIGTERM, and within a
+    second after the process `parent` has died. connection: a file descriptor of the worker, which
+    the keeper closes.
     """
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     watched = {signal.SIGCHLD, signal.SIGTERM}

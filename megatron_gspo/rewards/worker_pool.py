@@ -1,7 +1,8 @@
 """A pool of reward workers: processes that can hang or die without affecting the training process.
 
-Not pebble's ProcessPool: its spawned workers import the training script, a timeout leaves the processes that a verifier
-started, and a worker in a long regular expression outlives a trainer that is killed.
+Not pebble's ProcessPool: its spawned workers import the training script, a timeout leaves the
+processes that a verifier started, and a worker in a long regular expression outlives a trainer that
+is killed.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ from megatron_gspo.rewards.worker import Reply
 
 @dataclass(frozen=True)
 class Served:
-    """What the workers of a pool run. module: started with `python -m`, see `worker.serve`. what: its name in messages.
-    refusal: the error if it can't be loaded. prompt_of: the prompt of a request."""
+    """What the workers of a pool run. module: started with `python -m`, see `worker.serve`. what:
+    its name in messages. refusal: the error if it can't be loaded. prompt_of: the prompt of a
+    request."""
 
     module: str = "megatron_gspo.rewards.worker"
     what: str = "verifier"
@@ -39,7 +41,9 @@ class Served:
     prompt_of: Callable[[Any], Prompt] = lambda request: request[1]
 
 
-_NOTICE_SECONDS = 10.0  # of one response until a line tells of it; half of the time limit if that is less
+_NOTICE_SECONDS = (
+    10.0  # of one response until a line tells of it; half of the time limit if that is less
+)
 _NOTICE_INTERVAL = 30.0  # seconds between such lines
 _MAX_GROWTH = 4 << 30  # bytes of memory that a worker may gain before it is replaced
 _END_SECONDS = 15.0  # for a keeper to end its worker with all processes
@@ -58,7 +62,9 @@ class _Worker:
 
 
 class _Output:
-    """What the workers print: whole lines on our stderr, so that they don't run into the progress line."""
+    """What the workers print: whole lines on our stderr, so that they don't run into the
+    progress line.
+    """
 
     def __init__(self, source: str) -> None:
         self._source = source
@@ -102,9 +108,10 @@ def say(line: str) -> None:
 class RewardPool:
     """Long-lived worker processes, each with its own pipe and the verifier loaded.
 
-    A worker that exceeds the time limit is killed with all processes that it started, and replaced; so is one that
-    dies. If replacements can't start, the remaining requests are errors: `run` never raises for what a verifier does.
-    description: what the verifier says of itself in one line, None for nothing.
+    A worker that exceeds the time limit is killed with all processes that it started, and replaced;
+    so is one that dies. If replacements can't start, the remaining requests are errors: `run` never
+    raises for what a verifier does. description: what the verifier says of itself in one line, None
+    for nothing.
     """
 
     def __init__(
@@ -119,9 +126,9 @@ class RewardPool:
     ):
         """Start the workers and wait until the verifier is loaded.
 
-        timeout: seconds per response. start_timeout: seconds to start a worker and load the verifier.
-        served: what the workers run; default a verifier.
-        Raises VerifierError (or `served.refusal`) in one line if it can't be loaded.
+        timeout: seconds per response. start_timeout: seconds to start a worker and load the
+        verifier. served: what the workers run; default a verifier. Raises VerifierError (or
+        `served.refusal`) in one line if it can't be loaded.
         """
         if timeout <= 0:
             raise ValueError(f"timeout is {timeout}; it must be above 0 seconds")
@@ -135,7 +142,9 @@ class RewardPool:
         self._name = f"{self._served.what} {verifier!r}"
         self._output = _Output(self._served.what)
         self._workers: list[_Worker] = []
-        self._finalizer = weakref.finalize(self, _stop_all, self._workers, self._output, os.getpid())
+        self._finalizer = weakref.finalize(
+            self, _stop_all, self._workers, self._output, os.getpid()
+        )
         self._last_failure = "no reward worker could be started"
         for _ in range(workers):
             self._workers.append(self._start())
@@ -169,7 +178,10 @@ class RewardPool:
         return [lost if reply is None else reply for reply in replies]
 
     def close(self) -> None:
-        """Kill and reap the workers. Also done when the pool is garbage-collected and at interpreter exit."""
+        """Kill and reap the workers.
+
+        Also done when the pool is garbage-collected and at interpreter exit.
+        """
         self._finalizer()
 
     def _start(self, failed_starts: int = 0) -> _Worker:
@@ -216,10 +228,16 @@ class RewardPool:
             worker.began = time.monotonic()
             worker.deadline = worker.began + self._timeout
 
-    def _notice(self, requests: Sequence[Any], replies: Sequence[Reply | None], due: float) -> float:
+    def _notice(
+        self, requests: Sequence[Any], replies: Sequence[Reply | None], due: float
+    ) -> float:
         """Tell of a response that takes long, if that is due; returns when the next line is due."""
         now = time.monotonic()
-        busy = [worker for worker in self._workers if worker.task is not None and worker.deadline is not None]
+        busy = [
+            worker
+            for worker in self._workers
+            if worker.task is not None and worker.deadline is not None
+        ]
         if not busy:
             return 0.0
         longest = min(busy, key=lambda worker: worker.began)
@@ -230,16 +248,17 @@ class RewardPool:
         index = self._served.prompt_of(requests[longest.task]).index
         done = sum(reply is not None for reply in replies)
         say(
-            f"{self._name}: a response to prompt {index} takes {now - longest.began:.0f} s so far and is ended in "
-            f"{max(longest.deadline - now, 0.0):.0f} s; {done} of {len(requests)} are done"
+            f"{self._name}: a response to prompt {index} takes {now - longest.began:.0f} s so far"
+            f" and is ended in {max(longest.deadline - now, 0.0):.0f} s; {done} of {len(requests)}"
+            " are done"
         )
         return now + _NOTICE_INTERVAL
 
     def _collect(
         self, replies: list[Reply | None], *, starting: bool = False, until: float = 0.0
     ) -> None:
-        """Wait for the next reply, death, deadline or output, and handle all that are due. until: monotonic seconds at
-        which a wait ends in any case; 0 for none."""
+        """Wait for the next reply, death, deadline or output, and handle all that are due. until:
+        monotonic seconds at which a wait ends in any case; 0 for none."""
         deadlines = [worker.deadline for worker in self._workers if worker.deadline is not None]
         if until:
             deadlines.append(until)
@@ -252,7 +271,9 @@ class RewardPool:
                 self._receive(worker, replies, starting)
             elif worker.deadline is not None and time.monotonic() >= worker.deadline:
                 limit = self._timeout if worker.ready else self._start_timeout
-                self._fail(worker, replies, ("timeout", None, f"no result after {limit:g} s"), starting)
+                self._fail(
+                    worker, replies, ("timeout", None, f"no result after {limit:g} s"), starting
+                )
 
     def _receive(self, worker: _Worker, replies: list[Reply | None], starting: bool) -> None:
         try:
@@ -278,8 +299,13 @@ class RewardPool:
         else:
             self._fail(worker, replies, (status, None, message), starting)
 
-    def _fail(self, worker: _Worker, replies: list[Reply | None], reply: Reply, starting: bool) -> None:
-        """Kill a worker; its response gets `reply`. It is replaced unless replacements fail to start too."""
+    def _fail(
+        self, worker: _Worker, replies: list[Reply | None], reply: Reply, starting: bool
+    ) -> None:
+        """Kill a worker; its response gets `reply`.
+
+        It is replaced unless replacements fail to start too.
+        """
         if worker.task is not None:
             replies[worker.task] = reply
         if worker.ready:

@@ -15,22 +15,25 @@ from megatron_gspo.data.sample import Prompt, Sample
 class RolloutEngine(Protocol):
     """An inference engine as the training loop sees it."""
 
-    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, seed: int) -> list[Sample]:
-        """`sampling.n_samples_per_prompt` samples per prompt, prompt-major: all samples of prompts[0], then of
-        prompts[1], ...
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams, *, seed: int
+    ) -> list[Sample]:
+        """`sampling.n_samples_per_prompt` samples per prompt, prompt-major: all samples of
+        prompts[0], then of prompts[1], ...
 
         The draw of response token t of (prompt_index, sample_index) depends on (seed, prompt_index,
         sample_index, t) alone, not on the batch, the rank or the order of the prompts.
 
-        Of each sample: `rollout_log_probs[j]` is the natural log of the probability of response token j given
-        all tokens before it, under softmax(logits / scoring_temperature) over the whole vocabulary: after
-        temperature, before top-k and top-p (so that it compares with a training engine's log-probs). None
-        where the engine has none. The end token is part of the response. `loss_mask` is True for every token
-        of a single-turn response. `finish_reason` is "stop" (end token), "length" (max_response_length
-        reached) or "abort". `weight_version` is that of the last `update_weights`. `routed_experts` where the
-        engine reports them, else None: row p holds the experts that input position p was sent to when it was fed, as
-        `routing_replay.routes.as_routes` makes them (with `missing_routes`) of an array of any integer type. `reward`
-        stays NaN.
+        Of each sample: `rollout_log_probs[j]` is the natural log of the probability of response
+        token j given all tokens before it, under softmax(logits / scoring_temperature) over the
+        whole vocabulary: after temperature, before top-k and top-p (so that it compares with a
+        training engine's log-probs). None where the engine has none. The end token is part of the
+        response. `loss_mask` is True for every token of a single-turn response. `finish_reason` is
+        "stop" (end token), "length" (max_response_length reached) or "abort". `weight_version` is
+        that of the last `update_weights`. `routed_experts` where the engine reports them, else
+        None: row p holds the experts that input position p was sent to when it was fed, as
+        `routing_replay.routes.as_routes` makes them (with `missing_routes`) of an array of any
+        integer type. `reward` stays NaN.
 
         Raises ValueError (one line) for a prompt or parameters that the engine can't serve.
         """
@@ -42,7 +45,8 @@ class RolloutEngine(Protocol):
         Every engine reads the stream to its end, also if it has no use for it: producing it may be
         collective.
 
-        Raises ValueError (one line, naming the tensor) for a missing, repeated, unknown or wrong-shape one.
+        Raises ValueError (one line, naming the tensor) for a missing, repeated, unknown or
+        wrong-shape one.
         """
         ...
 
@@ -60,12 +64,17 @@ class RolloutEngine(Protocol):
 
 
 def end_tokens(
-    configured: int | Sequence[int] | None, tokenizer: Any, vocab_size: int, *, given: Sequence[int] | None = None
+    configured: int | Sequence[int] | None,
+    tokenizer: Any,
+    vocab_size: int,
+    *,
+    given: Sequence[int] | None = None,
 ) -> tuple[int, ...]:
-    """The tokens that end a response, ascending: `given`, or the model's configured ones and the tokenizer's together.
+    """The tokens that end a response, ascending: `given`, or the model's configured ones and the
+    tokenizer's together.
 
-    configured: eos_token_id of the generation config, else of the config. Raises ValueError where there is none, or one
-    outside of the vocabulary.
+    configured: eos_token_id of the generation config, else of the config. Raises ValueError where
+    there is none, or one outside of the vocabulary.
     """
     found: set[int] = set(given or ())
     if given is None:
@@ -74,5 +83,7 @@ def end_tokens(
     if not found:
         raise ValueError("no end token in the configs or the tokenizer: pass eos_token_ids")
     if not 0 <= min(found) <= max(found) < vocab_size:
-        raise ValueError(f"eos_token_ids={sorted(found)}: ids must lie in the vocabulary of {vocab_size}")
+        raise ValueError(
+            f"eos_token_ids={sorted(found)}: ids must lie in the vocabulary of {vocab_size}"
+        )
     return tuple(sorted(found))

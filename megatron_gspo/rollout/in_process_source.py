@@ -18,20 +18,34 @@ from megatron_gspo.rollout.sample_exchange import generate_on_ranks
 class InProcessSource(GenerateOnCollect):
     """`GroupSource` over any `RolloutEngine`; generates in `collect`."""
 
-    def __init__(self, engine: RolloutEngine, *, vocab_size: int, group: dist.ProcessGroup | None = None,
-                 name: str | None = None) -> None:  # fmt: skip
-        """group: ranks that share the prompts; None: this process alone. vocab_size: bound of the token ids. name: of
-        an engine that `engine` wraps.
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        *,
+        vocab_size: int,
+        group: dist.ProcessGroup | None = None,
+        name: str | None = None,
+    ) -> None:
+        """group: ranks that share the prompts; None: this process alone. vocab_size: bound of the
+        token ids. name: of an engine that `engine` wraps.
         """
         super().__init__()
         self.engine_name = name or engine_name(type(engine))
         self._engine, self._vocab_size = engine, vocab_size
         self._group = group
 
-    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, seed: int) -> SampleBatch:
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams, *, seed: int
+    ) -> SampleBatch:
         """See `GroupSource.generate`."""
-        return generate_on_ranks(self._engine, prompts, sampling, seed=seed, group=self._group,
-                               vocab_size=self._vocab_size)  # fmt: skip
+        return generate_on_ranks(
+            self._engine,
+            prompts,
+            sampling,
+            seed=seed,
+            group=self._group,
+            vocab_size=self._vocab_size,
+        )
 
     def update_weights(self, weights: Weights, *, version: int) -> None:
         """See `GroupSource.update_weights`."""

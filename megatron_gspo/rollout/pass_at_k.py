@@ -11,7 +11,8 @@ from numpy.typing import ArrayLike
 def mean_at_k(rewards: ArrayLike, k: int | None = None) -> float:
     """Mean reward of the first k samples (default: all) of every prompt, averaged over prompts.
 
-    rewards: [prompts, n]. Raises ValueError for a wrong shape, a non-finite reward or a k outside 1..n.
+    rewards: [prompts, n]. Raises ValueError for a wrong shape, a non-finite reward or a k outside
+    1..n.
     """
     table = _table(rewards, k)
     return float(table[:, :k].mean())
@@ -21,8 +22,8 @@ def pass_at_k(rewards: ArrayLike, k: int, *, threshold: float = 1.0) -> float:
     """The probability that at least one of k samples succeeds, averaged over prompts.
 
     Unbiased from n >= k samples, c of which succeed (reward >= threshold): 1 - C(n-c, k) / C(n, k)
-    (Chen et al. 2021, "Evaluating large language models trained on code", equation 1).
-    rewards: [prompts, n]. Raises ValueError for a wrong shape, a non-finite reward or a k outside 1..n.
+    (Chen et al. 2021, "Evaluating large language models trained on code", equation 1). rewards:
+    [prompts, n]. Raises ValueError for a wrong shape, a non-finite reward or a k outside 1..n.
     """
     return float(prompt_pass_at_k(rewards, k, threshold=threshold).mean())
 
@@ -43,7 +44,9 @@ def _table(rewards: ArrayLike, k: int | None) -> np.ndarray:
         )
     if not np.isfinite(table).all():
         prompt = int(np.argwhere(~np.isfinite(table))[0, 0])
-        raise ValueError(f"prompt {prompt} has a non-finite reward: score every sample before the evaluation")
+        raise ValueError(
+            f"prompt {prompt} has a non-finite reward: score every sample before the evaluation"
+        )
     if k is not None and not 1 <= k <= table.shape[1]:
         raise ValueError(f"k={k}: use 1 to {table.shape[1]}, the number of samples a prompt")
     return table

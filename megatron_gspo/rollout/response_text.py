@@ -1,4 +1,6 @@
-"""The text of a response: what verifiers and environments get, and what the files of samples show."""
+"""The text of a response: what verifiers and environments get, and what the files of samples
+show.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,9 @@ class Tokenizer(Protocol):
 class ResponseDecoder:
     """Token ids of responses to their texts, the same for every engine.
 
-    Tags such as <answer> and the marks of channels are special tokens of some tokenizers. They are a part of the
-    response and stay, unless `keep_special_tokens` is False. The tokens that end a response are removed, and those that
-    have a name (padding, begin, end, ...).
+    Tags such as <answer> and the marks of channels are special tokens of some tokenizers. They are
+    a part of the response and stay, unless `keep_special_tokens` is False. The tokens that end a
+    response are removed, and those that have a name (padding, begin, end, ...).
     """
 
     def __init__(

@@ -13,42 +13,62 @@ from megatron_gspo.errors import EngineError
 
 
 def check_samples(
-    samples: Any, prompts: Sequence[Prompt], sampling: SamplingParams, *, vocab_size: int | None = None
+    samples: Any,
+    prompts: Sequence[Prompt],
+    sampling: SamplingParams,
+    *,
+    vocab_size: int | None = None,
 ) -> None:
-    """Raise EngineError unless `samples` are what `RolloutEngine.generate` promises for these prompts.
+    """Raise EngineError unless `samples` are what `RolloutEngine.generate` promises for these
+    prompts.
 
-    Number, order, shapes, dtypes and lengths; the prompt as it was given; ids below vocab_size (None: not
-    checked); log-probs of trained tokens finite and at most 0. A response of no token is accepted: it has
-    nothing to train on and is counted later. About 20 us a sample.
+    Number, order, shapes, dtypes and lengths; the prompt as it was given; ids below vocab_size
+    (None: not checked); log-probs of trained tokens finite and at most 0. A response of no token is
+    accepted: it has nothing to train on and is counted later. About 20 us a sample.
     """
     n = sampling.n_samples_per_prompt
     wanted = len(prompts) * n
     count = len(samples) if isinstance(samples, Sequence) else type(samples).__name__
     if count != wanted:
-        raise EngineError(f"the engine gave {count} samples for {len(prompts)} prompts x {n}; give {wanted}")
+        raise EngineError(
+            f"the engine gave {count} samples for {len(prompts)} prompts x {n}; give {wanted}"
+        )
     for place, sample in enumerate(samples):
         fault = _fault(sample, prompts[place // n], place % n, sampling, vocab_size)
         if fault:
             raise EngineError(f"the engine's {fault}")
 
 
-def _fault(sample: Any, prompt: Prompt, number: int, sampling: SamplingParams, vocab_size: int | None) -> str:
+def _fault(
+    sample: Any, prompt: Prompt, number: int, sampling: SamplingParams, vocab_size: int | None
+) -> str:
     where = f"sample {prompt.index}/{number}"
     if not isinstance(sample, Sample):
         return f"{where} is a {type(sample).__name__}; give a Sample"
     if (sample.prompt_index, sample.sample_index) != (prompt.index, number):
         found = f"{sample.prompt_index}/{sample.sample_index}"
-        return f"{where} is {found}; give all samples of a prompt together, in the order of the prompts"
+        return (
+            f"{where} is {found}; give all samples of a prompt together, in the order of the"
+            " prompts"
+        )
     try:
         sample.check()
     except (ValueError, TypeError) as error:
         return str(error)
     if not np.array_equal(sample.tokens[: sample.prompt_length], prompt.token_ids):
-        return f"{where}: tokens does not begin with the prompt's {prompt.length} token ids; give them as they are"
+        return (
+            f"{where}: tokens does not begin with the prompt's {prompt.length} token ids; give them"
+            " as they are"
+        )
     if sample.response_length > sampling.max_response_length:
         limit = sampling.max_response_length
-        return f"{where}: tokens has {sample.response_length} of the response; max_response_length is {limit}"
+        return (
+            f"{where}: tokens has {sample.response_length} of the response; max_response_length is"
+            f" {limit}"
+        )
     if vocab_size is not None and sample.tokens.max() >= vocab_size:
         largest = sample.tokens.max()
-        return f"{where}: tokens has the id {largest}; the model's vocabulary ends at {vocab_size - 1}"
+        return (
+            f"{where}: tokens has the id {largest}; the model's vocabulary ends at {vocab_size - 1}"
+        )
     return ""

@@ -1,4 +1,6 @@
-"""Samples as bytes: a table of numbers, then the concatenated tokens, masks and per-token numbers."""
+"""Samples as bytes: a table of numbers, then the concatenated tokens, masks and per-token
+numbers.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +13,33 @@ import numpy as np
 from megatron_gspo.data.sample import FINISH_REASONS, Sample
 
 _PER_TOKEN = ("rollout_log_probs", "advantages", "old_log_probs", "ref_log_probs")
-_COLUMNS = ("place", "prompt_index", "sample_index", "length", "prompt_length", "finish", "weight_version",
-            "text_bytes", *_PER_TOKEN, "route_layers", "route_k", "route_bytes", "missing_routes",
-            "token_versions", "tokens")  # fmt: skip
-_FORMAT = int.from_bytes(b"samples4", "little")  # at the start of the bytes; another version's are refused
+_COLUMNS = (
+    "place",
+    "prompt_index",
+    "sample_index",
+    "length",
+    "prompt_length",
+    "finish",
+    "weight_version",
+    "text_bytes",
+    *_PER_TOKEN,
+    "route_layers",
+    "route_k",
+    "route_bytes",
+    "missing_routes",
+    "token_versions",
+    "tokens",
+)
+_FORMAT = int.from_bytes(
+    b"samples4", "little"
+)  # at the start of the bytes; another version's are refused
 _COLUMN = {name: i for i, name in enumerate(_COLUMNS)}
 
 
 def encode_samples(samples: Sequence[Sample], places: Sequence[int]) -> bytes:
-    """Samples and their places as bytes, a multiple of 8, by a constant number of numpy concatenations."""
+    """Samples and their places as bytes, a multiple of 8, by a constant number of numpy
+    concatenations.
+    """
     table = np.zeros((len(samples), len(_COLUMNS)), dtype=np.int64)
     texts = [sample.text.encode() for sample in samples]
     for row, sample, place, text in zip(table, samples, places, texts, strict=True):
@@ -34,10 +54,16 @@ def encode_samples(samples: Sequence[Sample], places: Sequence[int]) -> bytes:
         given = missing, versions, sample.has_tokens
         row[:] = (*ids, *sizes, finish, sample.weight_version, len(text), *present, *shape, *given)
     metadata = (
-        b"" if not any(s.metadata for s in samples) else json.dumps([s.metadata for s in samples]).encode()
+        b""
+        if not any(s.metadata for s in samples)
+        else json.dumps([s.metadata for s in samples]).encode()
     )
-    floats = [getattr(s, name) for s in samples for name in _PER_TOKEN if getattr(s, name) is not None]
-    all_routes = [np.ascontiguousarray(s.routed_experts) for s in samples if s.routed_experts is not None]
+    floats = [
+        getattr(s, name) for s in samples for name in _PER_TOKEN if getattr(s, name) is not None
+    ]
+    all_routes = [
+        np.ascontiguousarray(s.routed_experts) for s in samples if s.routed_experts is not None
+    ]
     all_missing = [s.missing_routes for s in samples if s.missing_routes is not None]
     parts = [
         np.array([_FORMAT, len(samples), len(metadata)], dtype=np.int64),
@@ -55,8 +81,8 @@ def encode_samples(samples: Sequence[Sample], places: Sequence[int]) -> bytes:
 
 
 def decode_samples(buffer: np.ndarray) -> list[tuple[int, Sample]]:
-    """The inverse of `encode_samples` over a writable uint8 array: (place, sample), arrays being views into
-    it. Raises ValueError for bytes of another version."""
+    """The inverse of `encode_samples` over a writable uint8 array: (place, sample), arrays being
+    views into it. Raises ValueError for bytes of another version."""
     reader = _Reader(buffer)
     version, count, metadata_bytes = reader.take(np.int64, 3).tolist()
     if version != _FORMAT:
@@ -72,16 +98,22 @@ def decode_samples(buffer: np.ndarray) -> list[tuple[int, Sample]]:
     known = table[:, _COLUMN["token_versions"]] != 0
     versions = _Reader(reader.take(np.uint8, 4 * int(responses[known].sum())))
     routes = _read_routes(reader, table)
-    masks = np.split(reader.take(np.uint8, int(responses.sum())).view(bool), np.cumsum(responses)[:-1])
+    masks = np.split(
+        reader.take(np.uint8, int(responses.sum())).view(bool), np.cumsum(responses)[:-1]
+    )
     samples = []
     for i, row in enumerate(table.tolist()):
         record = dict(zip(_COLUMNS, row, strict=True))
         response = record["length"] - record["prompt_length"]
-        arrays: dict[str, Any] = {n: floats.take(np.float32, response) if record[n] else None for n in _PER_TOKEN}
+        arrays: dict[str, Any] = {
+            n: floats.take(np.float32, response) if record[n] else None for n in _PER_TOKEN
+        }
         sample = Sample(
             prompt_index=record["prompt_index"],
             sample_index=record["sample_index"],
-            tokens=tokens[i] if record["tokens"] else np.broadcast_to(np.int64(0), (record["length"],)),
+            tokens=(
+                tokens[i] if record["tokens"] else np.broadcast_to(np.int64(0), (record["length"],))
+            ),
             prompt_length=record["prompt_length"],
             loss_mask=masks[i],
             finish_reason=FINISH_REASONS[record["finish"]],
@@ -103,15 +135,22 @@ def decode_samples(buffer: np.ndarray) -> list[tuple[int, Sample]]:
     return samples
 
 
-def _read_routes(reader: _Reader, table: np.ndarray) -> list[tuple[np.ndarray | None, np.ndarray | None]]:
+def _read_routes(
+    reader: _Reader, table: np.ndarray
+) -> list[tuple[np.ndarray | None, np.ndarray | None]]:
     """(routed_experts, missing_routes) of every sample."""
-    columns = [_COLUMN[name] for name in ("length", "route_layers", "route_k", "route_bytes", "missing_routes")]
+    columns = [
+        _COLUMN[name]
+        for name in ("length", "route_layers", "route_k", "route_bytes", "missing_routes")
+    ]
     sizes = table[:, columns].tolist()
     routes: list[np.ndarray | None] = []
     for length, layers, k, itemsize, _ in sizes:
         ids = None
         if itemsize:
-            ids = reader.take(np.dtype(f"u{itemsize}"), (length - 1) * layers * k).reshape(length - 1, layers, k)
+            ids = reader.take(np.dtype(f"u{itemsize}"), (length - 1) * layers * k).reshape(
+                length - 1, layers, k
+            )
             ids = np.require(ids, requirements="A")
         routes.append(ids)
     missing = [reader.take(np.bool_, length - 1) if known else None for length, *_, known in sizes]

@@ -1,4 +1,6 @@
-"""Samples between ranks: generation of a share on each rank, and each sample to the replica that trains it."""
+"""Samples between ranks: generation of a share on each rank, and each sample to the replica
+that trains it.
+"""
 
 from __future__ import annotations
 
@@ -14,22 +16,30 @@ from megatron_gspo.data.sample import Prompt, Sample, stage_input
 from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.errors import EngineError, UserError, first_line
 from megatron_gspo.parallel.collectives import group_rank, group_size
-from megatron_gspo.parallel.host_exchange import broadcast_bytes, exchange_bytes, gather_rows_of_ranks, sum_over_ranks
+from megatron_gspo.parallel.host_exchange import (
+    broadcast_bytes,
+    exchange_bytes,
+    gather_rows_of_ranks,
+    sum_over_ranks,
+)
 from megatron_gspo.parallel.rank_zero import first_failure
 from megatron_gspo.rollout.engine_protocol import RolloutEngine
 from megatron_gspo.rollout.sample_checks import check_samples
 from megatron_gspo.rollout.sample_codec import decode_samples, encode_samples
 from megatron_gspo.routing_replay.routes import RouteShape
 
-BUCKET_BYTES = 64 << 20  # that a rank sends, or receives, in one round; a longer sample is a round of its own
+BUCKET_BYTES = (
+    64 << 20
+)  # that a rank sends, or receives, in one round; a longer sample is a round of its own
 _TOKEN_BYTES = 32  # of a token without routes, about: id, mask, log-probs, versions, text
 
 
 def split_prompts(prompts: Sequence[Prompt], num_ranks: int) -> list[list[int]]:
-    """[rank] -> positions in `prompts`, ascending. Each position occurs once; counts differ by at most 1.
+    """[rank] -> positions in `prompts`, ascending. Each position occurs once; counts differ by at
+    most 1.
 
-    Prompts are assigned in order of length, alternating the direction over the ranks, which balances the lengths.
-    Deterministic.
+    Prompts are assigned in order of length, alternating the direction over the ranks, which
+    balances the lengths. Deterministic.
     """
     lengths = [prompt.length for prompt in prompts]  # each is read once
     order = sorted(range(len(prompts)), key=lambda i: (-lengths[i], i))
@@ -51,11 +61,12 @@ def generate_on_ranks(
     group: dist.ProcessGroup | None = None,
     vocab_size: int | None = None,
 ) -> SampleBatch:
-    """`engine.generate` with the prompts distributed over `group`: each rank holds its own, prompt-major positions.
+    """`engine.generate` with the prompts distributed over `group`: each rank holds its own,
+    prompt-major positions.
 
-    Every rank passes the same prompts. group None: this process alone. vocab_size: bound of the token ids. The samples
-    are checked (`check_samples`). An exception of one rank is raised on all; on the others it is an EngineError with
-    the rank. So no rank waits for one that failed.
+    Every rank passes the same prompts. group None: this process alone. vocab_size: bound of the
+    token ids. The samples are checked (`check_samples`). An exception of one rank is raised on all;
+    on the others it is an EngineError with the rank. So no rank waits for one that failed.
     """
     size = group_size(group)
     share = split_prompts(prompts, size)[group_rank(group)]
@@ -90,14 +101,16 @@ def _generate(
         raise
     except (ValueError, OSError) as error:
         name = type(engine).__name__
-        raise EngineError(f"the engine {name} failed: {type(error).__name__}: {first_line(error)}") from error
+        raise EngineError(
+            f"the engine {name} failed: {type(error).__name__}: {first_line(error)}"
+        ) from error
     check_samples(samples, prompts, sampling, vocab_size=vocab_size)
     return samples
 
 
 def replica_homes(batch: SampleBatch, dp: dist.ProcessGroup) -> np.ndarray | None:
-    """[N] the replica that has each sample, as a rank in `dp`; None where every rank has all. A collective of
-    `batch.group`."""
+    """[N] the replica that has each sample, as a rank in `dp`; None where every rank has all. A
+    collective of `batch.group`."""
     if batch.group is None:
         return None
     replicas = np.zeros(group_size(batch.group), dtype=np.int64)
@@ -106,41 +119,57 @@ def replica_homes(batch: SampleBatch, dp: dist.ProcessGroup) -> np.ndarray | Non
 
 
 def move_samples(
-    batch: SampleBatch, replica: np.ndarray, dp: dist.ProcessGroup, shared: Sequence[dist.ProcessGroup],
+    batch: SampleBatch,
+    replica: np.ndarray,
+    dp: dist.ProcessGroup,
+    shared: Sequence[dist.ProcessGroup],
     routes: RouteShape | None = None,
 ) -> SampleBatch:
-    """Each sample to the replica that trains it: on every rank of its last pipeline stage, with what they read of it on
-    the other stages; returns the batch with `group` dp.
+    """Each sample to the replica that trains it: on every rank of its last pipeline stage, with
+    what they read of it on the other stages; returns the batch with `group` dp.
 
-    replica: [N] rank in `dp`, the group of this rank's counterparts in the replicas. shared: groups whose product is a
-    replica, the pipeline first: its first rank receives the samples and passes them on. routes: the layers whose routes
-    this rank keeps; None, on every rank: all. Samples go in rounds of `BUCKET_BYTES`, from the ranks of `batch.group`
-    that hold them, and `batch.held` is emptied as they leave. What its replica's first rank holds is not sent between
-    replicas and keeps its memory, nor is a round in which nothing moves. A collective of the world.
-    """  # fmt: skip
+    replica: [N] rank in `dp`, the group of this rank's counterparts in the replicas. shared: groups
+    whose product is a replica, the pipeline first: its first rank receives the samples and passes
+    them on. routes: the layers whose routes this rank keeps; None, on every rank: all. Samples go
+    in rounds of `BUCKET_BYTES`, from the ranks of `batch.group` that hold them, and `batch.held` is
+    emptied as they leave. What its replica's first rank holds is not sent between replicas and
+    keeps its memory, nor is a round in which nothing moves. A collective of the world.
+    """
     table, me = batch.table.copy(), group_rank(dp)
     table["holder"] = replica
     alone = all(group_size(group) == 1 for group in shared)
     if batch.group is None or (alone and group_size(dp) == 1):  # all are here
         layers = None if routes is None else routes.held_layers
-        return SampleBatch(table, {i: _of_layers(s, layers) for i, s in batch.held.items() if replica[i] == me}, dp)
+        return SampleBatch(
+            table, {i: _of_layers(s, layers) for i, s in batch.held.items() if replica[i] == me}, dp
+        )
     target, here = _first_ranks(dp, shared, batch.group)[replica], group_rank(batch.group)
     stays = (batch.table["holder"] == target) & alone
     rounds = np.full(len(batch), -1)
-    rounds[~stays] = exchange_rounds(_sizes(batch)[~stays], batch.table["holder"][~stays], target[~stays], BUCKET_BYTES)
+    rounds[~stays] = exchange_rounds(
+        _sizes(batch)[~stays], batch.table["holder"][~stays], target[~stays], BUCKET_BYTES
+    )
     stages = _layers_of_stages(routes if batch.table["has_routes"].any() else None, shared)
     leaving = dict(batch.held)
     batch.held.clear()  # so that a sample's memory is free once it has left
     held = {i: leaving.pop(i) for i in np.flatnonzero(stays).tolist() if i in leaving}
     for number in range(int(rounds.max(initial=-1)) + 1):
         moving = rounds == number
-        mine = {i: leaving[i] for i in np.flatnonzero(moving & (target == here)).tolist() if i in leaving}
-        received = _send_round(leaving, np.flatnonzero(moving), batch.table["holder"], target, batch.group)
+        mine = {
+            i: leaving[i]
+            for i in np.flatnonzero(moving & (target == here)).tolist()
+            if i in leaving
+        }
+        received = _send_round(
+            leaving, np.flatnonzero(moving), batch.table["holder"], target, batch.group
+        )
         senders = np.unique(batch.table["holder"][moving & (replica == me)]).tolist()
         arrived = {sender: part for sender, part in received.items() if len(part)}
         for sender, part in (arrived or dict.fromkeys(senders)).items():
             passed = _passed_on(part, shared, stages)
-            if arrived and sender == here:  # the memory of copies would come beside theirs, in holes of the heap
+            if (
+                arrived and sender == here
+            ):  # the memory of copies would come beside theirs, in holes of the heap
                 held |= {i: _on_stage(sample, 0, stages) for i, sample in mine.items()}
             else:
                 held |= dict(decode_samples(passed))
@@ -154,18 +183,26 @@ def move_samples(
     return SampleBatch(table, found if is_last else {}, dp, shared[0], {} if is_last else found)
 
 
-def exchange_rounds(sizes: np.ndarray, source: np.ndarray, target: np.ndarray, bucket: int) -> np.ndarray:
-    """[N] int64: the round in which each sample moves, such that no rank sends or receives more than about `bucket`
-    bytes in one.
+def exchange_rounds(
+    sizes: np.ndarray, source: np.ndarray, target: np.ndarray, bucket: int
+) -> np.ndarray:
+    """[N] int64: the round in which each sample moves, such that no rank sends or receives more
+    than about `bucket` bytes in one.
 
     sizes: [N] bytes. source, target: [N] ranks.
     """
     sent: defaultdict[int, list[int]] = defaultdict(list)  # by round
     received: defaultdict[int, list[int]] = defaultdict(list)
     rounds = np.empty(len(sizes), dtype=np.int64)
-    for i, (size, a, b) in enumerate(zip(sizes.tolist(), source.tolist(), target.tolist(), strict=True)):
+    for i, (size, a, b) in enumerate(
+        zip(sizes.tolist(), source.tolist(), target.tolist(), strict=True)
+    ):
         first = 0  # the first with room at both ends: they need not wait for other ranks' rounds
-        while any(used and used + size > bucket for one in (sent[a], received[b]) for used in one[first : first + 1]):
+        while any(
+            used and used + size > bucket
+            for one in (sent[a], received[b])
+            for used in one[first : first + 1]
+        ):
             first += 1
         for one in (sent[a], received[b]):
             one += [0] * (first + 1 - len(one))
@@ -177,7 +214,9 @@ def exchange_rounds(sizes: np.ndarray, source: np.ndarray, target: np.ndarray, b
 def _sizes(batch: SampleBatch) -> np.ndarray:
     """[N] int64: bytes of each sample, about, the same on every rank."""
     routed = [s.routed_experts for s in batch.samples if s.routed_experts is not None]
-    of_route = batch.max(float(np.prod(routed[0].shape[1:]) * routed[0].itemsize) if routed else 0.0)[0]
+    of_route = batch.max(
+        float(np.prod(routed[0].shape[1:]) * routed[0].itemsize) if routed else 0.0
+    )[0]
     return (batch.lengths * (_TOKEN_BYTES + of_route * batch.table["has_routes"])).astype(np.int64)
 
 
@@ -198,8 +237,8 @@ def _send_round(
     target: np.ndarray,
     group: dist.ProcessGroup | None,
 ) -> dict[int, np.ndarray]:
-    """This rank's samples of a round to their targets; what came here, or was here, by sender. Sent samples are
-    dropped."""
+    """This rank's samples of a round to their targets; what came here, or was here, by sender. Sent
+    samples are dropped."""
     parts: dict[int, bytes] = {}
     own = [i for i in positions.tolist() if i in leaving]
     for rank in np.unique(target[own]).tolist():
@@ -214,8 +253,8 @@ def _send_round(
 def _layers_of_stages(
     routes: RouteShape | None, shared: Sequence[dist.ProcessGroup]
 ) -> Sequence[np.ndarray | None]:
-    """The layers whose routes each stage of a pipeline keeps, None: all; empty without a pipeline. A collective of
-    it."""
+    """The layers whose routes each stage of a pipeline keeps, None: all; empty without a pipeline.
+    A collective of it."""
     if not shared or group_size(shared[0]) == 1:
         return []
     if routes is None:
@@ -224,12 +263,20 @@ def _layers_of_stages(
 
 
 def _passed_on(
-    part: np.ndarray | None, shared: Sequence[dist.ProcessGroup], stages: Sequence[np.ndarray | None]
+    part: np.ndarray | None,
+    shared: Sequence[dist.ProcessGroup],
+    stages: Sequence[np.ndarray | None],
 ) -> np.ndarray:
-    """What a replica's first rank received, on all of its ranks: along one group after the other."""
+    """What a replica's first rank received, on all of its ranks: along one group after the
+    other.
+    """
     for i, group in enumerate(shared):
         if all(group_rank(later) == 0 for later in shared[i + 1 :]):
-            part = _to_stages(part, group, stages) if stages and i == 0 else broadcast_bytes(part, group)
+            part = (
+                _to_stages(part, group, stages)
+                if stages and i == 0
+                else broadcast_bytes(part, group)
+            )
     assert part is not None
     return part
 
@@ -237,13 +284,17 @@ def _passed_on(
 def _to_stages(
     part: np.ndarray | None, pipeline: dist.ProcessGroup, stages: Sequence[np.ndarray | None]
 ) -> np.ndarray:
-    """The first stage's samples, on each stage what it reads of them, with the routes of its own layers."""
+    """The first stage's samples, on each stage what it reads of them, with the routes of its
+    own layers.
+    """
     parts: dict[int, bytes] = {}
     if part is not None:
         placed = decode_samples(part)
         places = [place for place, _ in placed]
         for stage in range(len(stages)):
-            parts[stage] = encode_samples([_on_stage(sample, stage, stages) for _, sample in placed], places)
+            parts[stage] = encode_samples(
+                [_on_stage(sample, stage, stages) for _, sample in placed], places
+            )
     return exchange_bytes(parts, [(0, stage) for stage in range(len(stages))], pipeline)[0]
 
 

@@ -1,8 +1,10 @@
-"""Groups from inference servers. Some ranks are clients: each requests, checks and holds its share of the samples.
+"""Groups from inference servers. Some ranks are clients: each requests, checks and holds its share
+of the samples.
 
-Rank 0 is one of them. It alone updates the servers and sends their states to the other clients. While groups are
-awaited the ranks meet in rounds: the clients report how far their groups are, and every rank selects the same ones. A
-round takes `_ROUND_SECONDS` at most, so that no rank waits long in a collective.
+Rank 0 is one of them. It alone updates the servers and sends their states to the other clients.
+While groups are awaited the ranks meet in rounds: the clients report how far their groups are, and
+every rank selects the same ones. A round takes `_ROUND_SECONDS` at most, so that no rank waits long
+in a collective.
 """
 
 from __future__ import annotations
@@ -26,8 +28,17 @@ from megatron_gspo.parallel.typed_messages import Type
 from megatron_gspo.rollout.group_source import Weights, check_count, engine_name
 from megatron_gspo.rollout.sample_checks import check_samples
 from megatron_gspo.rollout.sample_exchange import split_prompts
-from megatron_gspo.rollout.server_engine.request_stream import RequestStream, WeightsNeeded, select_groups
-from megatron_gspo.rollout.server_engine.rollout_client import COUNTS, PoolState, RolloutClient, server_metrics
+from megatron_gspo.rollout.server_engine.request_stream import (
+    RequestStream,
+    WeightsNeeded,
+    select_groups,
+)
+from megatron_gspo.rollout.server_engine.rollout_client import (
+    COUNTS,
+    PoolState,
+    RolloutClient,
+    server_metrics,
+)
 from megatron_gspo.rollout.server_engine.server_engine import ServerEngine
 from megatron_gspo.rollout.server_engine.server_pool import NoServerError
 from megatron_gspo.rollout.weight_distribution import WeightDistribution
@@ -40,19 +51,33 @@ _RETRY_SECONDS = 1.0  # before an update that no server took is tried again
 
 
 class ServerSource:
-    """`GroupSource` on servers. Requests are in flight from `submit` on, over weight updates too."""
+    """`GroupSource` on servers.
 
-    def __init__(self, engine: ServerEngine | None, client: RolloutClient | None, clients: Sequence[int],
-                 config: ServerConfig, *, groups_per_step: int, log: Callable[[str], None] = print,
-                 distribution: WeightDistribution | None = None) -> None:  # fmt: skip
-        """engine: on rank 0, None on the others. client: on the ranks `clients`, of which 0 is the first and has the
-        engine's. groups_per_step: groups that a step trains on, from which `collect` computes which groups become too
-        old. log: takes lines about the servers, on rank 0. distribution: of the weights; None: rank 0 sends all.
+    Requests are in flight from `submit` on, over weight updates too.
+    """
+
+    def __init__(
+        self,
+        engine: ServerEngine | None,
+        client: RolloutClient | None,
+        clients: Sequence[int],
+        config: ServerConfig,
+        *,
+        groups_per_step: int,
+        log: Callable[[str], None] = print,
+        distribution: WeightDistribution | None = None,
+    ) -> None:
+        """engine: on rank 0, None on the others. client: on the ranks `clients`, of which 0 is the
+        first and has the engine's. groups_per_step: groups that a step trains on, from which
+        `collect` computes which groups become too old. log: takes lines about the servers, on rank
+        0. distribution: of the weights; None: rank 0 sends all.
         """
         self.engine_name = engine_name(ServerEngine)
         self.groups_per_step = groups_per_step
         self._engine, self._client, self._clients = engine, client, tuple(clients)
-        self._distribution = distribution or WeightDistribution(engine, None if engine is None else engine.sender)
+        self._distribution = distribution or WeightDistribution(
+            engine, None if engine is None else engine.sender
+        )
         self._config, self._log = config, log
         self._training = _Requests(self)
         self._weights: Weights | None = None
@@ -73,7 +98,9 @@ class ServerSource:
         """See `GroupSource.pending`."""
         return [group.prompt.index for group in self._training.pending.values()]
 
-    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, seed: int) -> SampleBatch:
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams, *, seed: int
+    ) -> SampleBatch:
         """See `GroupSource.generate`."""
         self.restore_memory()
         requests = _Requests(self)
@@ -81,7 +108,10 @@ class ServerSource:
         return requests.collect(len(prompts), None)
 
     def update_weights(self, weights: Weights, *, version: int) -> None:
-        """See `GroupSource.update_weights`. Retries until a server has the weights, `recovery_timeout` at most."""
+        """See `GroupSource.update_weights`.
+
+        Retries until a server has the weights, `recovery_timeout` at most.
+        """
         self._weights, self._version = weights, version
         self._send_weights()
 
@@ -99,7 +129,9 @@ class ServerSource:
     def score(self, sequences: Sequence[np.ndarray]) -> dict[str, list[np.ndarray]]:
         """See `GroupSource.score`."""
         self.restore_memory()
-        return self.on_rank_zero(lambda engine: engine.score(sequences), dict[str, list[np.ndarray]])
+        return self.on_rank_zero(
+            lambda engine: engine.score(sequences), dict[str, list[np.ndarray]]
+        )
 
     def metrics(self) -> dict[str, float]:
         """See `GroupSource.metrics`; the sums over the clients."""
@@ -122,8 +154,8 @@ class ServerSource:
             self._send_weights()
 
     def own_share(self, prompts: Sequence[Prompt], seed: int = 0) -> list[int]:
-        """The positions of the prompts that this rank requests. seed: of the requests; the first client depends on it
-        alone, so that a resumed run has the same shares."""
+        """The positions of the prompts that this rank requests. seed: of the requests; the first
+        client depends on it alone, so that a resumed run has the same shares."""
         if self._client is None:
             return []
         shares = split_prompts(prompts, len(self._clients))
@@ -136,19 +168,29 @@ class ServerSource:
             return action(self._engine)  # type: ignore[arg-type]  # rank 0 has one
 
         return _shared(
-            lambda: run_on_rank_zero(with_engine, returns=returns, error=EngineError, what="the engine failed")
+            lambda: run_on_rank_zero(
+                with_engine, returns=returns, error=EngineError, what="the engine failed"
+            )
         )
 
     def on_clients(self, action: Callable[[RolloutClient], T]) -> T | None:
-        """An action of every client; its value there. An error of any is raised on every rank as by `on_rank_zero`."""
-        return _shared(lambda: run_on_every_rank(lambda: None if self._client is None else action(self._client),
-                                                 error=EngineError, what="the engine failed"))  # fmt: skip
+        """An action of every client; its value there. An error of any is raised on every rank
+        as by `on_rank_zero`.
+        """
+        return _shared(
+            lambda: run_on_every_rank(
+                lambda: None if self._client is None else action(self._client),
+                error=EngineError,
+                what="the engine failed",
+            )
+        )
 
     def round(self, action: Callable[[float], int]) -> int:
-        """An action of every client that takes the given seconds at most; the largest value, on every rank.
+        """An action of every client that takes the given seconds at most; the largest value, on
+        every rank.
 
-        In the same round rank 0 learns what requests found at the servers, and the others its states. If no server has
-        the current weights, they are sent, and the value is at least 1.
+        In the same round rank 0 learns what requests found at the servers, and the others its
+        states. If no server has the current weights, they are sent, and the value is at least 1.
         """
 
         def attempt(client: RolloutClient) -> list[int]:
@@ -159,20 +201,31 @@ class ServerSource:
             return [value, needs_weights, *client.reports().ravel().tolist()]
 
         own = self.on_clients(attempt) or [0, 0] + [0] * (2 * self._num_servers)
-        value, needs_weights, *reports = max_over_ranks(np.array(own, dtype=np.int64), dist.group.WORLD).tolist()
+        value, needs_weights, *reports = max_over_ranks(
+            np.array(own, dtype=np.int64), dist.group.WORLD
+        ).tolist()
         self._share_states(np.array(reports).reshape(2, -1))
         if needs_weights:
             self._send_weights()
         return value
 
-    def checked(self, samples: Sequence[Sample], share: Sequence[int], prompts: Sequence[Prompt],
-                sampling: SamplingParams) -> SampleBatch:  # fmt: skip
-        """The samples of all clients, once they are checked, in the order of the prompts. share: positions of the
-        prompts whose samples are this rank's."""
+    def checked(
+        self,
+        samples: Sequence[Sample],
+        share: Sequence[int],
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+    ) -> SampleBatch:
+        """The samples of all clients, once they are checked, in the order of the prompts. share:
+        positions of the prompts whose samples are this rank's."""
         own = [prompts[i] for i in share]
-        self.on_clients(lambda client: check_samples(samples, own, sampling, vocab_size=client.model.vocab_size))
+        self.on_clients(
+            lambda client: check_samples(samples, own, sampling, vocab_size=client.model.vocab_size)
+        )
         n = sampling.n_samples_per_prompt
-        return SampleBatch.gathered(samples, [i * n + j for i in share for j in range(n)], dist.group.WORLD)
+        return SampleBatch.gathered(
+            samples, [i * n + j for i in share for j in range(n)], dist.group.WORLD
+        )
 
     @property
     def _num_servers(self) -> int:
@@ -193,16 +246,22 @@ class ServerSource:
         deadline, reported = time.monotonic() + self._config.recovery_timeout, ""
         while True:
             if self.on_rank_zero(lambda engine: engine.interrupts(self._version)):
-                self.on_clients(lambda client: client.pause())  # all of them, before one aborts at the servers
+                self.on_clients(
+                    lambda client: client.pause()
+                )  # all of them, before one aborts at the servers
                 self.on_clients(lambda client: client.interrupt())
             failure = self._distribution.run(self._weights, self._version)
             self._share_states()
             refusal = str(failure or "")
-            if not self.on_rank_zero(lambda _, f=failure, new=refusal != reported: self._must_retry(f, deadline, new)):
+            if not self.on_rank_zero(
+                lambda _, f=failure, new=refusal != reported: self._must_retry(f, deadline, new)
+            ):
                 self._memory_released = False
                 return
             reported = refusal
-            while not self.on_rank_zero(lambda engine, r=refusal: _server_is_back(engine, r, deadline)):
+            while not self.on_rank_zero(
+                lambda engine, r=refusal: _server_is_back(engine, r, deadline)
+            ):
                 pass
 
     def _must_retry(self, failure: Exception | None, deadline: float, is_new: bool) -> bool:
@@ -245,7 +304,9 @@ class _Group:
 
 
 class _Requests:
-    """Groups in flight. Every rank has all of them and their progress; each client has its own stream."""
+    """Groups in flight. Every rank has all of them and their progress; each client has its own
+    stream.
+    """
 
     def __init__(self, source: ServerSource) -> None:
         self._source = source
@@ -274,8 +335,13 @@ class _Requests:
             self._source.round(self._wait)
         taken = [self.pending.pop(ticket) for ticket in sorted(group.ticket for group in chosen)]
         share = [i for i, group in enumerate(taken) if group.ticket in self._own]
-        samples = self._source.on_clients(lambda client: self._take([taken[i].ticket for i in share])) or []
-        return self._source.checked(samples, share, ChosenPrompts(group.prompt for group in taken), taken[0].sampling)
+        samples = (
+            self._source.on_clients(lambda client: self._take([taken[i].ticket for i in share]))
+            or []
+        )
+        return self._source.checked(
+            samples, share, ChosenPrompts(group.prompt for group in taken), taken[0].sampling
+        )
 
     def stop(self, *, keep: bool) -> None:
         if self._stream is not None:
@@ -284,8 +350,14 @@ class _Requests:
             self._own.clear()
 
     def _select(self, count: int, oldest: int | None) -> list[_Group]:
-        """The groups to take, the same on every rank; fewer than `count` if others must be waited for."""
-        own = {} if self._stream is None else {ticket: facts for ticket, *facts in self._stream.progress()}
+        """The groups to take, the same on every rank; fewer than `count` if others must be
+        waited for.
+        """
+        own = (
+            {}
+            if self._stream is None
+            else {ticket: facts for ticket, *facts in self._stream.progress()}
+        )
         progress = np.zeros((len(self.pending), 2), dtype=np.int64)
         for place, ticket in enumerate(self.pending):
             if ticket in self._own:
@@ -293,8 +365,13 @@ class _Requests:
                 progress[place] = finished, 0 if version is None else version + 1
         everyone = max_over_ranks(progress, dist.group.WORLD).tolist()
         for group, (is_finished, version) in zip(self.pending.values(), everyone, strict=True):
-            group.finished, group.oldest_version = bool(is_finished), version - 1 if version else None
-        return select_groups(list(self.pending.values()), count, oldest, self._source.groups_per_step)
+            group.finished, group.oldest_version = (
+                bool(is_finished),
+                version - 1 if version else None,
+            )
+        return select_groups(
+            list(self.pending.values()), count, oldest, self._source.groups_per_step
+        )
 
     def _wait(self, seconds: float) -> int:
         if self._stream is not None:

@@ -14,9 +14,9 @@ from megatron_gspo.data.sample import Prompt, Sample
 class DemonstrationEngine:
     """`RolloutEngine` whose response to a prompt is its reference answer and the end token.
 
-    One sample a prompt, reward 1, no `rollout_log_probs`. An answer longer than `max_response_length` is cut
-    there, without an end token, and finishes with "length", so that the filter for truncated responses sees
-    it.
+    One sample a prompt, reward 1, no `rollout_log_probs`. An answer longer than
+    `max_response_length` is cut there, without an end token, and finishes with "length", so that
+    the filter for truncated responses sees it.
     """
 
     def __init__(self, encode: Callable[[str], list[int]], eos_token_id: int) -> None:
@@ -25,11 +25,18 @@ class DemonstrationEngine:
         self.eos_token_id = eos_token_id
         self.weight_version = 0
 
-    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, seed: int) -> list[Sample]:
-        """The reference answers. Raises ValueError for n other than 1 or a prompt without an answer."""
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams, *, seed: int
+    ) -> list[Sample]:
+        """The reference answers.
+
+        Raises ValueError for n other than 1 or a prompt without an answer.
+        """
         if sampling.n_samples_per_prompt != 1:
             n = sampling.n_samples_per_prompt
-            raise ValueError(f"n_samples_per_prompt={n}: a prompt has one reference answer; set it to 1")
+            raise ValueError(
+                f"n_samples_per_prompt={n}: a prompt has one reference answer; set it to 1"
+            )
         return [self._sample(prompt, sampling.max_response_length) for prompt in prompts]
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
@@ -50,7 +57,8 @@ class DemonstrationEngine:
     def _sample(self, prompt: Prompt, limit: int) -> Sample:
         if prompt.answer is None:
             raise ValueError(
-                f"prompt {prompt.index} has no reference answer: give one to train on demonstrations"
+                f"prompt {prompt.index} has no reference answer: give one to train on"
+                " demonstrations"
             )
         response = np.asarray([*self.encode(prompt.answer), self.eos_token_id], dtype=np.int64)
         finish_reason = "stop" if len(response) <= limit else "length"

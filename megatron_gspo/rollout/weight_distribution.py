@@ -1,6 +1,8 @@
-"""The weights of all sources to the servers: rank 0 is the servers' client, every source sends its own tensors.
+"""The weights of all sources to the servers: rank 0 is the servers' client, every source sends its
+own tensors.
 
-A source may have relays, ranks of other nodes that send the same tensors to the servers of their nodes.
+A source may have relays, ranks of other nodes that send the same tensors to the servers of their
+nodes.
 """
 
 from __future__ import annotations
@@ -49,12 +51,18 @@ class _FailedError(Exception):
 
 
 class WeightDistribution:
-    """Updates the servers from `sources`, in one turn or one after the other; a collective of all ranks."""
+    """Updates the servers from `sources`, in one turn or one after the other; a collective of
+    all ranks.
+    """
 
-    def __init__(self, engine: ServerEngine | None, sender: WeightSender | None,
-                 sources: Sequence[Source] = WHOLE) -> None:  # fmt: skip
-        """engine: on rank 0. sender: on each rank that sends (`senders_of`). sources: see `mcore/weight_sources.py`. A
-        collective of all ranks."""
+    def __init__(
+        self,
+        engine: ServerEngine | None,
+        sender: WeightSender | None,
+        sources: Sequence[Source] = WHOLE,
+    ) -> None:
+        """engine: on rank 0. sender: on each rank that sends (`senders_of`). sources: see
+        `mcore/weight_sources.py`. A collective of all ranks."""
         self._engine, self._sender, self._sources = engine, sender, tuple(sources)
         self._relay_groups = relay_groups(self._sources)
         self._attempts = itertools.count()
@@ -65,9 +73,15 @@ class WeightDistribution:
         self._failure = None
         try:
             plan = self._on_rank_zero(lambda engine: engine.begin_update(version), UpdatePlan)
-            turns = [self._sources] if plan.all_sources_at_once else [(source,) for source in self._sources]
+            turns = (
+                [self._sources]
+                if plan.all_sources_at_once
+                else [(source,) for source in self._sources]
+            )
             for turn in turns:
-                while (infos := self._on_rank_zero(_next_transfer, list[ServerInfo] | None)) is not None:
+                while (
+                    infos := self._on_rank_zero(_next_transfer, list[ServerInfo] | None)
+                ) is not None:
                     self._transfer(turn, weights, plan, infos)
             self._on_rank_zero(lambda engine: engine.finish_update(parts=len(self._sources)))
         except _FailedError:
@@ -79,15 +93,24 @@ class WeightDistribution:
         if self._sender is not None:
             self._sender.close()
 
-    def _transfer(self, turn: Sequence[Source], weights: Weights, plan: UpdatePlan,
-                  infos: Sequence[ServerInfo]) -> None:  # fmt: skip
-        """The sources of a turn send at the same time; rank 0 gets their reports through the store of all ranks."""
+    def _transfer(
+        self,
+        turn: Sequence[Source],
+        weights: Weights,
+        plan: UpdatePlan,
+        infos: Sequence[ServerInfo],
+    ) -> None:
+        """The sources of a turn send at the same time; rank 0 gets their reports through the
+        store of all ranks.
+        """
         attempt, rank = next(self._attempts), dist.get_rank()
         senders = [(source, *sender) for source in turn for sender in senders_of(source).items()]
         served = [servers for *_, servers in senders]
         unserved = {info.url for info in infos}.difference(*(servers or () for servers in served))
         assert None in served or not unserved, f"no source sends to {sorted(unserved)}"
-        mine = {source: number for number, (source, sender, _) in enumerate(senders) if sender == rank}
+        mine = {
+            source: number for number, (source, sender, _) in enumerate(senders) if sender == rank
+        }
         if plan.with_offers:
             transfer = f"{plan.version}/{attempt}"
             offers = {number: self._own_sender.offer(infos, transfer) for number in mine.values()}
@@ -102,8 +125,12 @@ class WeightDistribution:
         for source in turn:
             stream = self._stream(source, weights)
             if source in mine:
-                targets, part = (source.targets(infos, rank), source.number) if source else (infos, 0)
-                results[mine[source]] = self._own_sender.send(targets, stream, version=plan.version, part=part)
+                targets, part = (
+                    (source.targets(infos, rank), source.number) if source else (infos, 0)
+                )
+                results[mine[source]] = self._own_sender.send(
+                    targets, stream, version=plan.version, part=part
+                )
             for _ in stream:  # producing it is a collective
                 pass
         self._report(
@@ -118,7 +145,9 @@ class WeightDistribution:
         """What a source sends, on each of the ranks that send it."""
         stream = weights(source)
         group = self._relay_groups.get(source.number) if source else None
-        return iter(stream) if source is None or group is None else relayed(stream, source.rank, group)
+        return (
+            iter(stream) if source is None or group is None else relayed(stream, source.rank, group)
+        )
 
     @property
     def _own_sender(self) -> WeightSender:
@@ -135,8 +164,8 @@ class WeightDistribution:
     ) -> None:
         """Values of the senders of a turn to rank 0, in their order.
 
-        own: of this rank, by place; a `UserError` in place of a value that a sender could not make. expected: the type
-        of the others.
+        own: of this rank, by place; a `UserError` in place of a value that a sender could not make.
+        expected: the type of the others.
         """
         store = dist.distributed_c10d._get_default_store()
         for number, value in own.items():
@@ -155,7 +184,9 @@ class WeightDistribution:
         self._on_rank_zero(collect)
 
     def _on_rank_zero(self, action: Callable[[Any], T], returns: Type = Any) -> T:
-        """`action` with the engine on rank 0, its value on every rank; `_FailedError` on every rank if it raises."""
+        """`action` with the engine on rank 0, its value on every rank; `_FailedError` on every
+        rank if it raises.
+        """
 
         def guarded() -> tuple[bool, T | None]:
             try:

@@ -1,12 +1,15 @@
-"""Routes that are valid but of another token, another sample or another model, found by the live routers' choices.
+"""Routes that are valid but of another token, another sample or another model, found by the live
+routers' choices.
 
-Every choice of a live router is compared with the given route of its token (*own*) and with those of the tokens after
-and before it. The last two show how much unrelated routes agree in this model and pass (*chance*). Own routes should
-agree as well as routes do in this pass, or fully, where both routers have the same weights and no noise (*expected*).
+Every choice of a live router is compared with the given route of its token (*own*) and with those
+of the tokens after and before it. The last two show how much unrelated routes agree in this model
+and pass (*chance*). Own routes should agree as well as routes do in this pass, or fully, where both
+routers have the same weights and no noise (*expected*).
 
-A run of rows is refused where it agrees less than halfway between the two. The certainty comes from a likelihood ratio:
-for values in [0, 1] with a mean of at least ``middle``, ``exp(score)`` below has a mean of at most 1, so that the
-largest sum over consecutive rows exceeds ``log(rows / p)`` with a probability of at most p.
+A run of rows is refused where it agrees less than halfway between the two. The certainty comes from
+a likelihood ratio: for values in [0, 1] with a mean of at least ``middle``, ``exp(score)`` below
+has a mean of at most 1, so that the largest sum over consecutive rows exceeds ``log(rows / p)``
+with a probability of at most p.
 """
 
 from __future__ import annotations
@@ -21,7 +24,8 @@ FALSE_ALARM = 1e-6  # probability per pass that rows which agree halfway are ref
 
 @dataclass(frozen=True)
 class Levels:
-    """Shares of the experts in which a live choice agrees with its own token's route and with another token's.
+    """Shares of the experts in which a live choice agrees with its own token's route and with
+    another token's.
 
     expected, chance: see the module. rows: how many were compared.
     """
@@ -32,8 +36,9 @@ class Levels:
 
     @classmethod
     def of(cls, sums: np.ndarray, *, same_routers: bool) -> Levels | None:
-        """From sums ``[3, 2]``: share and count of own, following and preceding routes; None where nothing tells
-        them apart. same_routers: the given routes are of the same weights, without noise."""
+        """From sums ``[3, 2]``: share and count of own, following and preceding routes; None where
+        nothing tells them apart. same_routers: the given routes are of the same weights, without
+        noise."""
         if not sums[:, 1].all():
             return None
         means = sums[:, 0] / sums[:, 1]
@@ -49,14 +54,19 @@ class Levels:
         return (self.expected + self.chance) / 2
 
     def scores(self, own: np.ndarray) -> np.ndarray:
-        """Log-likelihood ratio of agreeing by chance to agreeing halfway, float64 ``[rows]`` from shares ``[rows]``."""
-        agreed, differed = np.log(self.chance / self.middle), np.log((1 - self.chance) / (1 - self.middle))
+        """Log-likelihood ratio of agreeing by chance to agreeing halfway, float64 ``[rows]``
+        from shares ``[rows]``.
+        """
+        agreed, differed = (
+            np.log(self.chance / self.middle),
+            np.log((1 - self.chance) / (1 - self.middle)),
+        )
         return own * agreed + (1 - own) * differed
 
 
 def level_sums(shares: np.ndarray) -> np.ndarray:
-    """Sum and count of shares ``[rows, n]`` where they aren't NaN, ``[n, 2]``: `Levels.of` takes those of own,
-    following and preceding routes."""
+    """Sum and count of shares ``[rows, n]`` where they aren't NaN, ``[n, 2]``: `Levels.of` takes
+    those of own, following and preceding routes."""
     compared = ~np.isnan(shares)
     return np.stack([np.where(compared, shares, 0.0).sum(0), compared.sum(0)], axis=1)
 
@@ -78,8 +88,8 @@ def route_mismatch(
 ) -> str:
     """What is wrong with the routes of some samples; empty where they may be those of the routers.
 
-    shares: float64 ``[rows, 3]`` as in `level_sums`, of samples end to end. starts: ``[N + 1]`` their bounds, a row for
-    each input token. names: (prompt_index, sample_index) of each.
+    shares: float64 ``[rows, 3]`` as in `level_sums`, of samples end to end. starts: ``[N + 1]``
+    their bounds, a row for each input token. names: (prompt_index, sample_index) of each.
     """
     compared = np.flatnonzero(~np.isnan(shares[:, 0]))
     found = disagreeing_rows(shares[compared, 0], levels)
@@ -96,16 +106,22 @@ def route_mismatch(
     tokens = f"token {first}" if first == last else f"tokens {first} to {last}"
     more = f" (and {others} more)" if others else ""
     return (
-        f"sample {prompt}/{number}{more}: routed_experts of {tokens} agree with {shares[rows, 0].mean():.0%} of the "
-        f"live routers' experts; {levels.expected:.0%} was expected, and another token's agree with "
-        f"{levels.chance:.0%}{_shift(shares[rows, 1:], levels)}"
+        f"sample {prompt}/{number}{more}: routed_experts of {tokens} agree with"
+        f" {shares[rows, 0].mean():.0%} of the live routers' experts; {levels.expected:.0%} was"
+        " expected, and another token's agree with"
+        f" {levels.chance:.0%}{_shift(shares[rows, 1:], levels)}"
     )
 
 
 def _shift(shares: np.ndarray, levels: Levels) -> str:
-    """Whether rows fit the token beside theirs, from shares ``[rows, 2]`` of the following and preceding routes."""
+    """Whether rows fit the token beside theirs, from shares ``[rows, 2]`` of the following and
+    preceding routes.
+    """
     (following, after), (preceding, before) = level_sums(shares)
     means = following / max(after, 1.0), preceding / max(before, 1.0)
     if max(means) <= levels.middle:
         return ""
-    return f"; rows of the token {'after' if means[0] > means[1] else 'before'} fit, so they are shifted by one"
+    return (
+        f"; rows of the token {'after' if means[0] > means[1] else 'before'} fit, so they are"
+        " shifted by one"
+    )

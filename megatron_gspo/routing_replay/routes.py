@@ -1,8 +1,10 @@
-"""Routes: which experts each token of a sample went to, in every MoE layer. Plain arrays, stored with the sample.
+"""Routes: which experts each token of a sample went to, in every MoE layer. Plain arrays, stored
+with the sample.
 
-`Sample.routed_experts` is [L-1, layers, k]: row p holds the experts of input position p, for the MoE layers only, in
-model order. An engine never feeds the last token, so it has no row. `Sample.missing_routes` marks unknown rows. An
-engine gives the routes of all layers; a pipeline stage keeps those of its own (`RouteShape.held`).
+`Sample.routed_experts` is [L-1, layers, k]: row p holds the experts of input position p, for the
+MoE layers only, in model order. An engine never feeds the last token, so it has no row.
+`Sample.missing_routes` marks unknown rows. An engine gives the routes of all layers; a pipeline
+stage keeps those of its own (`RouteShape.held`).
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ MISSING_POLICIES = ("error", "live")
 
 
 class RouteError(RunError):
-    """Routes that don't fit their sample or the model; one line that names the sample, what was found and the fix."""
+    """Routes that don't fit their sample or the model; one line that names the sample, what was
+    found and the fix.
+    """
 
 
 class RoutedSample(Protocol):
@@ -44,9 +48,10 @@ class RoutedSample(Protocol):
 class RouteShape:
     """Sizes of a model's routes.
 
-    layers: MoE layers of the whole model. k: experts that a token uses in each. num_experts: experts of a layer.
-    moe_layers: for each layer of the model whether it has experts; empty: all have. held: the MoE layers, ascending and
-    numbered among those of the whole model, whose routes the samples carry; None: all.
+    layers: MoE layers of the whole model. k: experts that a token uses in each. num_experts:
+    experts of a layer. moe_layers: for each layer of the model whether it has experts; empty: all
+    have. held: the MoE layers, ascending and numbered among those of the whole model, whose routes
+    the samples carry; None: all.
 
     Raises ValueError for impossible sizes (k above num_experts, more than 65536 experts).
     """
@@ -63,7 +68,9 @@ class RouteShape:
             raise ValueError(f"{self}: give at least 1 layer and k from 1 to num_experts")
         if self.moe_layers and sum(self.moe_layers) != self.layers:
             raise ValueError(f"{self}: moe_layers has {sum(self.moe_layers)} layers with experts")
-        if not set(self.held_layers) <= set(range(self.layers)) or sorted(set(self.held_layers)) != [*self.held_layers]:
+        if not set(self.held_layers) <= set(range(self.layers)) or sorted(
+            set(self.held_layers)
+        ) != [*self.held_layers]:
             raise ValueError(f"{self}: held must be ascending numbers from 0 to {self.layers - 1}")
 
     @classmethod
@@ -71,7 +78,9 @@ class RouteShape:
         """Of a model; None for one without experts."""
         if not model.is_moe:
             return None
-        return cls(sum(model.moe_layers), model.experts_per_token, model.num_experts, model.moe_layers)
+        return cls(
+            sum(model.moe_layers), model.experts_per_token, model.num_experts, model.moe_layers
+        )
 
     @property
     def moe_layer_indices(self) -> tuple[int, ...]:
@@ -108,7 +117,8 @@ class RouteShape:
 
 
 def expert_id_dtype(num_experts: int) -> np.dtype:
-    """The smallest unsigned type that holds the ids 0 .. num_experts - 1: uint8 up to 256 experts, else uint16.
+    """The smallest unsigned type that holds the ids 0 .. num_experts - 1: uint8 up to 256 experts,
+    else uint16.
 
     Raises ValueError outside 1 to 65536.
     """
@@ -118,13 +128,18 @@ def expert_id_dtype(num_experts: int) -> np.dtype:
 
 
 def balanced_routes(positions: np.ndarray, shape: RouteShape) -> np.ndarray:
-    """Routes that balance the experts' load, for positions without a row: [n, held layers, k] of `shape.dtype`,
-    read-only.
+    """Routes that balance the experts' load, for positions without a row: [n, held layers, k] of
+    `shape.dtype`, read-only.
 
-    positions: [n] integers, within their sequence. Every layer gets (position * k + arange(k)) % num_experts.
+    positions: [n] integers, within their sequence. Every layer gets (position * k + arange(k)) %
+    num_experts.
     """
-    ids = (np.asarray(positions, dtype=np.int64)[:, None] * shape.k + np.arange(shape.k)) % shape.num_experts
-    return np.broadcast_to(ids.astype(shape.dtype)[:, None], (len(ids), len(shape.held_layers), shape.k))
+    ids = (
+        np.asarray(positions, dtype=np.int64)[:, None] * shape.k + np.arange(shape.k)
+    ) % shape.num_experts
+    return np.broadcast_to(
+        ids.astype(shape.dtype)[:, None], (len(ids), len(shape.held_layers), shape.k)
+    )
 
 
 def as_routes(
@@ -132,23 +147,28 @@ def as_routes(
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """An engine's expert ids as (`Sample.routed_experts`, `Sample.missing_routes`).
 
-    array: [rows, layers, k] of any integer type. A token with MISSING (-1) in any layer has no known route; its ids
-    become 0.
-    where: begins the error; names the sample.
+    array: [rows, layers, k] of any integer type. A token with MISSING (-1) in any layer has no
+    known route; its ids become 0. where: begins the error; names the sample.
 
-    Returns [rows, layers, k] of `expert_id_dtype(num_experts)`, not copied where it has that type, and the missing
-    rows, [rows] bool, or None where there are none.
+    Returns [rows, layers, k] of `expert_id_dtype(num_experts)`, not copied where it has that type,
+    and the missing rows, [rows] bool, or None where there are none.
 
     Raises RouteError for ids outside of 0 to num_experts - 1.
     """
     ids = np.asarray(array)
     if ids.ndim != 3 or ids.dtype.kind not in "iu":
-        raise RouteError(f"{where}: expert ids are a {ids.ndim}-d {ids.dtype} array; give integers [rows, layers, k]")
+        raise RouteError(
+            f"{where}: expert ids are a {ids.ndim}-d {ids.dtype} array; give integers [rows,"
+            " layers, k]"
+        )
     missing = None
     if ids.dtype.kind == "i" and ids.size and ids.min() < 0:
         if ids.min() < MISSING:
             found = f"the negative expert {ids.min()}"
-            raise RouteError(f"{where}: routes have {found}; ids start at 0, and -1 says that a route isn't known")
+            raise RouteError(
+                f"{where}: routes have {found}; ids start at 0, and -1 says that a route isn't"
+                " known"
+            )
         missing = (ids == MISSING).any((1, 2))
         ids = np.where(missing[:, None, None], 0, ids)
     if ids.size and ids.max() >= num_experts:
@@ -157,14 +177,26 @@ def as_routes(
 
 
 def route_fault(sample: RoutedSample) -> str:
-    """Why routed_experts and missing_routes aren't what `Sample` documents; empty where they are, or are None."""
+    """Why routed_experts and missing_routes aren't what `Sample` documents; empty where they
+    are, or are None.
+    """
     experts, missing = sample.routed_experts, sample.missing_routes
     if experts is None:
-        return "" if missing is None else "missing_routes is given without routed_experts; give both or neither"
+        return (
+            ""
+            if missing is None
+            else "missing_routes is given without routed_experts; give both or neither"
+        )
     if not isinstance(experts, np.ndarray) or experts.ndim != 3:
-        return f"routed_experts is {describe_value(experts)}; it must be a [tokens - 1, layers, k] numpy array"
+        return (
+            f"routed_experts is {describe_value(experts)}; it must be a [tokens - 1, layers, k]"
+            " numpy array"
+        )
     if experts.dtype.kind != "u":
-        return f"routed_experts is {describe_value(experts)}; make it unsigned with routing_replay.routes.as_routes"
+        return (
+            f"routed_experts is {describe_value(experts)}; make it unsigned with"
+            " routing_replay.routes.as_routes"
+        )
     rows = sample.length - 1
     if experts.shape[0] != rows:
         fix = f"give {rows}, one for each token but the last, of this very tokenisation"
@@ -173,25 +205,37 @@ def route_fault(sample: RoutedSample) -> str:
         return ""
     if not isinstance(missing, np.ndarray) or missing.dtype != np.bool_ or missing.shape != (rows,):
         found = f"{describe_value(missing)} of shape {list(np.shape(missing))}"
-        return f"missing_routes is {found}; it must be a [{rows}] bool numpy array, one for each row of routed_experts"
+        return (
+            f"missing_routes is {found}; it must be a [{rows}] bool numpy array, one for each row"
+            " of routed_experts"
+        )
     return ""
 
 
-def check_routes(samples: Sequence[RoutedSample], shape: RouteShape, *, missing: str = "error") -> int:
-    """Check that the samples' routes, of all layers, fit the model; returns how many tokens have no known route.
+def check_routes(
+    samples: Sequence[RoutedSample], shape: RouteShape, *, missing: str = "error"
+) -> int:
+    """Check that the samples' routes, of all layers, fit the model; returns how many tokens have no
+    known route.
 
-    missing: "error" refuses tokens without a route, "live" counts them (the live router routes them).
+    missing: "error" refuses tokens without a route, "live" counts them (the live router routes
+    them).
 
-    Raises RouteError for a sample without routes, rows for another number of tokens, another number of layers or of
-    experts per token, an id out of range, an expert twice in a row, and a missing row where that is refused.
-    ValueError for another `missing`. About 1.6 ms for 2000 tokens of 48 layers x 8 of 128 experts.
+    Raises RouteError for a sample without routes, rows for another number of tokens, another number
+    of layers or of experts per token, an id out of range, an expert twice in a row, and a missing
+    row where that is refused. ValueError for another `missing`. About 1.6 ms for 2000 tokens of 48
+    layers x 8 of 128 experts.
     """
     if missing not in MISSING_POLICIES:
         raise ValueError(f"missing={missing!r}; use one of {', '.join(MISSING_POLICIES)}")
     total = 0
     for sample in samples:
         fault = route_fault(sample) or _fault_in_model(sample, shape)
-        count = 0 if fault or sample.missing_routes is None else int(np.count_nonzero(sample.missing_routes))
+        count = (
+            0
+            if fault or sample.missing_routes is None
+            else int(np.count_nonzero(sample.missing_routes))
+        )
         if count and missing == "error":
             assert sample.missing_routes is not None
             first = int(sample.missing_routes.argmax())
@@ -204,13 +248,18 @@ def check_routes(samples: Sequence[RoutedSample], shape: RouteShape, *, missing:
 
 
 def _fault_in_model(sample: RoutedSample, shape: RouteShape) -> str:
-    """Why the routes of a sample (of a right shape and type) can't be this model's; empty where they can."""
+    """Why the routes of a sample (of a right shape and type) can't be this model's; empty where
+    they can.
+    """
     ids = sample.routed_experts
     if ids is None:
         return "routed_experts is missing; let the engine return the experts of every token"
     layers, k = ids.shape[1:]
     if (layers, k) != (shape.layers, shape.k):
-        wanted = f"this model's have {shape.layers} MoE layers x {shape.k}; give those of the model that is trained"
+        wanted = (
+            f"this model's have {shape.layers} MoE layers x {shape.k}; give those of the model that"
+            " is trained"
+        )
         return f"routed_experts has {layers} layers x {k} experts a token; {wanted}"
     if not ids.size:
         return ""
@@ -229,7 +278,10 @@ def _fault_in_model(sample: RoutedSample, shape: RouteShape) -> str:
         return ""
     token, layer = np.argwhere(repeated)[0]
     row = ids[token, layer].tolist()
-    return f"token {token}, MoE layer {layer}: routed_experts has an expert twice: {row}; give {k} different ones"
+    return (
+        f"token {token}, MoE layer {layer}: routed_experts has an expert twice: {row}; give {k}"
+        " different ones"
+    )
 
 
 def _in_range(ids: np.ndarray, shape: RouteShape) -> bool:
@@ -240,7 +292,9 @@ def _in_range(ids: np.ndarray, shape: RouteShape) -> bool:
 def _repeats(ids: np.ndarray) -> np.ndarray:
     """[rows, layers] bool: whether the k experts [rows, layers, k] hold one twice."""
     rows, layers, k = ids.shape
-    columns = np.ascontiguousarray(ids.reshape(-1, k).T)  # comparing whole columns is several times faster than sorting
+    columns = np.ascontiguousarray(
+        ids.reshape(-1, k).T
+    )  # comparing whole columns is several times faster than sorting
     found = np.zeros(rows * layers, dtype=bool)
     for gap in range(1, k):
         found |= (columns[gap:] == columns[:-gap]).any(0)
@@ -248,4 +302,7 @@ def _repeats(ids: np.ndarray) -> np.ndarray:
 
 
 def _out_of_range(start: str, expert: int, num_experts: int) -> str:
-    return f"{start} the expert {expert}; the model has experts 0 to {num_experts - 1}: give its own routes"
+    return (
+        f"{start} the expert {expert}; the model has experts 0 to {num_experts - 1}: give its own"
+        " routes"
+    )

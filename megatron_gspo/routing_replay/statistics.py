@@ -1,4 +1,6 @@
-"""Statistics of the routers of a mixture of experts: how far two choices differ, entropy and load."""
+"""Statistics of the routers of a mixture of experts: how far two choices differ, entropy and
+load.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RoutingStats:
-    """Statistics of one pass over all its trained tokens and all ranks; float64 arrays by MoE layer.
+    """Statistics of one pass over all its trained tokens and all ranks; float64 arrays by MoE
+    layer.
 
-    flip_rate: ``[layers]`` fraction of chosen experts that differ from the given routes. entropy: ``[layers]`` nats.
-    load: ``[layers, experts]`` fractions that sum to 1. None where it wasn't measured, NaN where there was no token.
-    flipped_tokens: fraction of tokens that differ in at least one layer. compared: number of compared tokens.
+    flip_rate: ``[layers]`` fraction of chosen experts that differ from the given routes. entropy:
+    ``[layers]`` nats. load: ``[layers, experts]`` fractions that sum to 1. None where it wasn't
+    measured, NaN where there was no token. flipped_tokens: fraction of tokens that differ in at
+    least one layer. compared: number of compared tokens.
     """
 
     flip_rate: np.ndarray | None
@@ -26,18 +30,21 @@ class RoutingStats:
 
 
 def expert_overlap(chosen: Tensor, other: Tensor) -> Tensor:
-    """``|S ∩ S'|`` for each row of two choices: int64 ``[...]`` from expert ids ``[..., k]`` of any integer type.
+    """``|S ∩ S'|`` for each row of two choices: int64 ``[...]`` from expert ids ``[..., k]`` of any
+    integer type.
 
-    The order within a row doesn't matter; the experts of a row are distinct. The *flip rate* is ``1 - overlap / k``
-    averaged over tokens.
+    The order within a row doesn't matter; the experts of a row are distinct. The *flip rate* is ``1
+    - overlap / k`` averaged over tokens.
     """
     return (chosen[..., :, None] == other[..., None, :]).sum((-1, -2))
 
 
 def router_entropy(probabilities: Tensor) -> Tensor:
-    """Entropy in nats of each token's distribution over the experts: float32 ``[T]`` from ``[T, experts]``.
+    """Entropy in nats of each token's distribution over the experts: float32 ``[T]`` from ``[T,
+    experts]``.
 
-    Rows are normalised first, so that the independent scores of a sigmoid router are taken as weights.
+    Rows are normalised first, so that the independent scores of a sigmoid router are taken as
+    weights.
     """
     p = probabilities.float()
     p = p / p.sum(-1, keepdim=True)
@@ -45,7 +52,9 @@ def router_entropy(probabilities: Tensor) -> Tensor:
 
 
 def expert_load(chosen: Tensor, weight: Tensor, num_experts: int) -> Tensor:
-    """The weight that each expert got: float32 ``[layers, experts]`` from ids ``[T, layers, k]`` and weight ``[T]``."""
+    """The weight that each expert got: float32 ``[layers, experts]`` from ids ``[T, layers,
+    k]`` and weight ``[T]``.
+    """
     tokens, layers, k = chosen.shape
     flat = chosen.long() + num_experts * torch.arange(layers, device=chosen.device)[:, None]
     load = torch.zeros(layers * num_experts, device=chosen.device)

@@ -13,12 +13,14 @@ from megatron_gspo.routing_replay.statistics import RoutingStats
 
 @dataclass
 class StepRouting:
-    """What a step measured about routes; the same on every rank except for ``bytes_moved`` and ``flips``.
+    """What a step measured about routes; the same on every rank except for ``bytes_moved`` and
+    ``flips``.
 
-    old: statistics of the old policy's pass, in which choices are compared with the rollout engine's. updates: of each
-    update, compared with the routes that the samples carry. flips: of the last update, of this replica's samples by
-    response token, where measured. missing_routes: tokens whose route the rollout engine doesn't return. bytes_stored:
-    size of the samples' routes on all pipeline stages. bytes_moved: sent or copied by this rank.
+    old: statistics of the old policy's pass, in which choices are compared with the rollout
+    engine's. updates: of each update, compared with the routes that the samples carry. flips: of
+    the last update, of this replica's samples by response token, where measured. missing_routes:
+    tokens whose route the rollout engine doesn't return. bytes_stored: size of the samples' routes
+    on all pipeline stages. bytes_moved: sent or copied by this rank.
     """
 
     old: RoutingStats | None = None
@@ -43,7 +45,9 @@ class StepRouting:
             if self.old.entropy is not None:
                 found["routing/entropy"] = float(self.old.entropy.mean())
             if self.old.load is not None:
-                found["routing/load_imbalance"] = float((self.old.load.max(1) / self.old.load.mean(1)).mean())
+                found["routing/load_imbalance"] = float(
+                    (self.old.load.max(1) / self.old.load.mean(1)).mean()
+                )
         if found or self.bytes_stored:
             found["routing/replay_bytes"] = float(self.bytes_stored)
             found["routing/bytes_moved"] = float(self.bytes_moved)
@@ -58,7 +62,9 @@ class StepRouting:
         return {
             "flip_rate": np.mean(updates, axis=0).tolist() if updates else None,
             "rollout_flip_rate": rollout[0].tolist() if rollout else None,
-            "entropy": old.entropy.tolist() if old is not None and old.entropy is not None else None,
+            "entropy": (
+                old.entropy.tolist() if old is not None and old.entropy is not None else None
+            ),
             "load": old.load.tolist() if old is not None and old.load is not None else None,
         }
 

@@ -10,18 +10,26 @@ PORT_IN_USE = "its port is in use"  # in the reason of a server that could not l
 _ADDRESS_IN_USE = r"address already in use|\[Errno 98\]"
 
 
-def exit_reason(log: str, code: int | None, causes: Sequence[tuple[str, str]] = (), *, section: str) -> str:
+def exit_reason(
+    log: str, code: int | None, causes: Sequence[tuple[str, str]] = (), *, section: str
+) -> str:
     """One line: why a server ended.
 
-    log: the end of its log. code: exit code; None if it does not respond. causes: (pattern in the log, meaning and fix)
-    of the engine, the first match counts. section: of the config, for the keys to change.
+    log: the end of its log. code: exit code; None if it does not respond. causes: (pattern in the
+    log, meaning and fix) of the engine, the first match counts. section: of the config, for the
+    keys to change.
     """
     lines = [line.strip() for line in log.splitlines() if line.strip()]
-    for pattern, meaning in ((_ADDRESS_IN_USE, f"{PORT_IN_USE}; choose another {section}.port"), *causes):
+    for pattern, meaning in (
+        (_ADDRESS_IN_USE, f"{PORT_IN_USE}; choose another {section}.port"),
+        *causes,
+    ):
         for line in reversed(lines):
             if re.search(pattern, line, re.IGNORECASE):
                 return f"{meaning} ({shorten(line)!r})"
-    raised = next((line for line in reversed(lines) if re.match(r"[\w.]*(Error|Exception)(: |$)", line)), "")
+    raised = next(
+        (line for line in reversed(lines) if re.match(r"[\w.]*(Error|Exception)(: |$)", line)), ""
+    )
     if code is None:
         ended = f"it did not answer within {section}.start_timeout"
     elif code in (137, -9) and raised:  # a server whose scheduler failed kills its own processes
@@ -32,7 +40,10 @@ def exit_reason(log: str, code: int | None, causes: Sequence[tuple[str, str]] = 
         ended = f"it was ended by signal {code - 128 if code > 0 else -code}"
     else:
         ended = f"it exited with code {code}"
-    return f"{ended}; the end of its log: {' | '.join(shorten(line) for line in lines[-3:]) or 'empty'}"
+    return (
+        f"{ended}; the end of its log:"
+        f" {' | '.join(shorten(line) for line in lines[-3:]) or 'empty'}"
+    )
 
 
 def shorten(line: str, limit: int = 240) -> str:

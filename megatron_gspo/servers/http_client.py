@@ -1,4 +1,6 @@
-"""JSON over HTTP with one inference server: keep-alive, timeouts, bounded responses, one kind of error."""
+"""JSON over HTTP with one inference server: keep-alive, timeouts, bounded responses, one kind
+of error.
+"""
 
 from __future__ import annotations
 
@@ -21,28 +23,37 @@ T = TypeVar("T")
 
 CONNECT_SECONDS = 10.0  # timeout of a connection; a server that is alive accepts one sooner
 MAX_RESPONSE_BYTES = 64 * 2**20  # default; the bound of a generation is computed from its request
-# Seconds that our servers keep a connection; with their default of 5 a busy one closes what is about to be used
+# Seconds that our servers keep a connection; with their default of 5 a busy one closes what is
+# about to be used
 SERVER_KEEP_ALIVE = 60
-_IDLE_SECONDS = 4.0  # a connection is kept: servers close theirs after 5, and a request could then be lost
+_IDLE_SECONDS = (
+    4.0  # a connection is kept: servers close theirs after 5, and a request could then be lost
+)
 _MAX_QUOTED = 200  # characters of a server's error in ours
 _CHUNK = 1 << 16
 
 
 class ServerError(EngineError):
-    """A failed request to a server: one line with the server, the path and the reason, never the API key.
+    """A failed request to a server: one line with the server, the path and the reason, never the
+    API key.
 
-    status: HTTP status, None without a complete response. retry: whether the same request may succeed later or at
-    another server; False if the request itself was refused. sent: False if the server can't have seen it.
+    status: HTTP status, None without a complete response. retry: whether the same request may
+    succeed later or at another server; False if the request itself was refused. sent: False if the
+    server can't have seen it.
     """
 
-    def __init__(self, message: str, *, status: int | None = None, retry: bool, sent: bool = True) -> None:
+    def __init__(
+        self, message: str, *, status: int | None = None, retry: bool, sent: bool = True
+    ) -> None:
         super().__init__(message)
         self.status, self.retry, self.sent = status, retry, sent
 
 
 async def open_session() -> aiohttp.ClientSession:
-    """The connections that all `ServerClient`s of an event loop share: kept alive, unlimited in number (callers limit
-    the requests in flight). Proxies of the environment are the client's matter. Close it in the loop that opened it."""
+    """The connections that all `ServerClient`s of an event loop share: kept alive, unlimited in
+    number (callers limit the requests in flight). Proxies of the environment are the client's
+    matter. Close it in the loop that opened it.
+    """
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_SECONDS)
     return aiohttp.ClientSession(connector=connector, trust_env=False, auto_decompress=False)
 
@@ -50,33 +61,50 @@ async def open_session() -> aiohttp.ClientSession:
 class ServerClient:
     """Client of one server, or of a router in front of several.
 
-    url: `http://host:port` or https, without path. api_key: sent as a bearer token to this server alone. A server on
-    this machine is reached directly, another one through the proxy that the environment names for it, if any.
+    url: `http://host:port` or https, without path. api_key: sent as a bearer token to this server
+    alone. A server on this machine is reached directly, another one through the proxy that the
+    environment names for it, if any.
     """
 
-    def __init__(self, url: str, session: aiohttp.ClientSession, *, api_key: str | None = None) -> None:
+    def __init__(
+        self, url: str, session: aiohttp.ClientSession, *, api_key: str | None = None
+    ) -> None:
         self.url = check_url(url)
         self._session = session
         self._key = api_key
         self._proxy = proxy_for(self.url)
-        # a compressed response can't be bounded while it is read: one chunk may expand a thousandfold
-        self._headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {api_key}"} if api_key else {})
+        # a compressed response can't be bounded while it is read: one chunk may expand a
+        # thousandfold
+        self._headers = {"Accept-Encoding": "identity"} | (
+            {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        )
 
     def __repr__(self) -> str:
         return f"ServerClient({self.url})"
 
-    async def post(self, path: str, body: Mapping[str, Any] | AsyncIterable[bytes] | None = None, *, timeout: float,
-                   max_bytes: int = MAX_RESPONSE_BYTES) -> Any:
-        """POST `body`: an object, or JSON in pieces, which are streamed. Returns the parsed JSON (or other text).
+    async def post(
+        self,
+        path: str,
+        body: Mapping[str, Any] | AsyncIterable[bytes] | None = None,
+        *,
+        timeout: float,
+        max_bytes: int = MAX_RESPONSE_BYTES,
+    ) -> Any:
+        """POST `body`: an object, or JSON in pieces, which are streamed. Returns the parsed JSON
+        (or other text).
 
-        timeout: seconds for the whole exchange. max_bytes: a longer response is refused while it is read. Raises
-        `ServerError` for a status other than 200, an invalid or no response, and the timeout. Redirects are not
-        followed.
+        timeout: seconds for the whole exchange. max_bytes: a longer response is refused while it is
+        read. Raises `ServerError` for a status other than 200, an invalid or no response, and the
+        timeout. Redirects are not followed.
         """
-        payload, content_type = await self._exchange("POST", path, {} if body is None else body, timeout, max_bytes)
+        payload, content_type = await self._exchange(
+            "POST", path, {} if body is None else body, timeout, max_bytes
+        )
         return self._parsed(payload, content_type, path)
 
-    async def post_for_bytes(self, path: str, body: Mapping[str, Any], *, timeout: float, max_bytes: int) -> bytearray:
+    async def post_for_bytes(
+        self, path: str, body: Mapping[str, Any], *, timeout: float, max_bytes: int
+    ) -> bytearray:
         """As `post`, but returns the body of the response as it came, in one buffer."""
         return (await self._exchange("POST", path, body, timeout, max_bytes))[0]
 
@@ -101,22 +129,39 @@ class ServerClient:
         if isinstance(body, AsyncIterable):
             content, headers = {"data": body}, {"Content-Type": "application/json", **self._headers}
         try:
-            async with self._session.request(method, self.url + path, **content, headers=headers,
-                                             timeout=limits, allow_redirects=False, proxy=self._proxy) as response:
+            async with self._session.request(
+                method,
+                self.url + path,
+                **content,
+                headers=headers,
+                timeout=limits,
+                allow_redirects=False,
+                proxy=self._proxy,
+            ) as response:
                 payload = await _read(response, max_bytes, where)
         except aiohttp.ConnectionTimeoutError:
-            raise ServerError(f"{where}: no connection (not accepted)", retry=True, sent=False) from None
+            raise ServerError(
+                f"{where}: no connection (not accepted)", retry=True, sent=False
+            ) from None
         except aiohttp.ClientConnectorError as error:
             number = error.errno or 0  # negative: of the name resolution
-            reason = (os.strerror(number) if number > 0 else error.strerror or first_line(error)).lower()
-            raise ServerError(f"{where}: no connection ({reason})", retry=True, sent=False) from None
+            reason = (
+                os.strerror(number) if number > 0 else error.strerror or first_line(error)
+            ).lower()
+            raise ServerError(
+                f"{where}: no connection ({reason})", retry=True, sent=False
+            ) from None
         except TimeoutError:
             raise ServerError(f"{where}: no answer within {timeout:g} s", retry=True) from None
         except (aiohttp.ClientError, OSError) as error:
-            raise ServerError(f"{where}: the connection broke ({_name(error)})", retry=True) from None
+            raise ServerError(
+                f"{where}: the connection broke ({_name(error)})", retry=True
+            ) from None
         if response.status != 200:
             by_proxy = self._proxy is not None and response.status in (403, 407)
-            raise _status_error(where, response.status, self.redact(bytes(payload)), by_proxy=by_proxy)
+            raise _status_error(
+                where, response.status, self.redact(bytes(payload)), by_proxy=by_proxy
+            )
         return payload, response.content_type
 
     def _parsed(self, payload: bytearray, content_type: str, path: str) -> Any:
@@ -126,7 +171,9 @@ class ServerClient:
             return msgspec.json.decode(payload)
         except (msgspec.DecodeError, ValueError, RecursionError):  # ValueError: not UTF-8
             where = f"server {self.url}{path}"
-            raise ServerError(f"{where}: the answer is not JSON ({len(payload)} bytes)", retry=True) from None
+            raise ServerError(
+                f"{where}: the answer is not JSON ({len(payload)} bytes)", retry=True
+            ) from None
 
 
 async def _read(response: aiohttp.ClientResponse, max_bytes: int, where: str) -> bytearray:
@@ -134,12 +181,20 @@ async def _read(response: aiohttp.ClientResponse, max_bytes: int, where: str) ->
         raise ServerError(f"{where}: the answer is compressed, which was not requested", retry=True)
     declared = response.content_length
     if declared is not None and declared > max_bytes:
-        raise ServerError(f"{where}: the answer has {declared} bytes, at most {max_bytes} are expected", retry=True)
-    payload, size = bytearray(declared or 0), 0  # of its final size at once; joining parts would hold it twice
+        raise ServerError(
+            f"{where}: the answer has {declared} bytes, at most {max_bytes} are expected",
+            retry=True,
+        )
+    payload, size = (
+        bytearray(declared or 0),
+        0,
+    )  # of its final size at once; joining parts would hold it twice
     async for part in response.content.iter_chunked(_CHUNK):
         if size + len(part) > max_bytes:
             response.close()
-            raise ServerError(f"{where}: the answer has more than the expected {max_bytes} bytes", retry=True)
+            raise ServerError(
+                f"{where}: the answer has more than the expected {max_bytes} bytes", retry=True
+            )
         payload[size : size + len(part)] = part
         size += len(part)
     return payload
@@ -149,27 +204,43 @@ def _status_error(where: str, status: int, payload: bytes, *, by_proxy: bool) ->
     """by_proxy: a proxy refused the request."""
     words = " ".join(payload[: 4 * _MAX_QUOTED].decode(errors="replace").split())[:_MAX_QUOTED]
     if status in (401, 403) and not by_proxy:
-        return ServerError(f"{where}: refused with {status}; set sglang.api_key_file (or vllm.api_key_file) to its key",
-                           status=status, retry=False)
+        return ServerError(
+            f"{where}: refused with {status}; set sglang.api_key_file (or vllm.api_key_file) to"
+            " its key",
+            status=status,
+            retry=False,
+        )
     retry = status in (408, 425, 429) or status >= 500
-    return ServerError(f"{where}: answered {status}" + (f": {words}" if words else ""), status=status, retry=retry)
+    return ServerError(
+        f"{where}: answered {status}" + (f": {words}" if words else ""), status=status, retry=retry
+    )
 
 
 def _name(error: BaseException) -> str:
-    return {"ServerDisconnectedError": "closed without an answer", "ClientPayloadError": "ended within the answer",
-            "ConnectionResetError": "reset by the server"}.get(type(error).__name__, first_line(error))
+    return {
+        "ServerDisconnectedError": "closed without an answer",
+        "ClientPayloadError": "ended within the answer",
+        "ConnectionResetError": "reset by the server",
+    }.get(type(error).__name__, first_line(error))
 
 
 class EventLoop:
-    """An asyncio loop in a daemon thread, so that requests continue while the training thread works."""
+    """An asyncio loop in a daemon thread, so that requests continue while the training thread
+    works.
+    """
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="rollout-requests", daemon=True)
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="rollout-requests", daemon=True
+        )
         self._thread.start()
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
-        """The coroutine's result, awaited from another thread. An interrupt or the timeout (seconds) cancels it."""
+        """The coroutine's result, awaited from another thread.
+
+        An interrupt or the timeout (seconds) cancels it.
+        """
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result(timeout)

@@ -1,4 +1,6 @@
-"""`ServerLaunch` of servers of a Python package, which has an environment of its own and is never imported here."""
+"""`ServerLaunch` of servers of a Python package, which has an environment of its own and is
+never imported here.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,14 @@ from megatron_gspo.servers.server_args import option
 class PackageLaunch:
     """Base of the launches; a subclass adds `command` and `environment`.
 
-    config: number, interpreter, ports, API key and arguments. The arguments follow ours, so they override them:
-    `--host` to listen on another address than loopback. model: Hugging Face directory. dtype: the servers' `--dtype`.
-    routed_experts: whether servers return them. log_dir: directory of `server_<i>.log`. first_gpu: the first server's
-    first GPU, from which on the servers take consecutive ones; None: 0, or what the arguments say.
+    config: number, interpreter, ports, API key and arguments. The arguments follow ours, so they
+    override them: `--host` to listen on another address than loopback. model: Hugging Face
+    directory. dtype: the servers' `--dtype`. routed_experts: whether servers return them. log_dir:
+    directory of `server_<i>.log`. first_gpu: the first server's first GPU, from which on the
+    servers take consecutive ones; None: 0, or what the arguments say.
 
-    packages: names under which the package is published. reserved: options that the client decides about, and
-    their keys.
+    packages: names under which the package is published. reserved: options that the client decides
+    about, and their keys.
 
     Raises InputError for reserved arguments, and if no server is to be started.
     """
@@ -52,8 +55,10 @@ class PackageLaunch:
                 name = argument.split("=", 1)[0]
                 raise InputError(f"{section}.server_args: {name} is reserved; set {key} instead")
         if self.config.api_key_file is not None and option(self.args, "--config"):
-            raise InputError(f"{section}.server_args: --config can't be combined with an API key, which is passed by "
-                             "it; give its contents as arguments")  # fmt: skip
+            raise InputError(
+                f"{section}.server_args: --config can't be combined with an API key, which is"
+                " passed by it; give its contents as arguments"
+            )
         if self.config.num_servers < 1:
             raise InputError(f"{section}.num_servers={self.config.num_servers}: must be at least 1")
 
@@ -107,14 +112,22 @@ class PackageLaunch:
 
 
 def package_version(python: str, packages: tuple[str, ...], section: str) -> tuple[int, ...]:
-    """The version of an interpreter's package, such as (0, 5, 15) for 0.5.15.post1. packages: its published names.
+    """The version of an interpreter's package, such as (0, 5, 15) for 0.5.15.post1. packages: its
+    published names.
 
     Raises InputError if there is no such interpreter or it does not have it.
     """
-    lookup = f"print(next(d.version for d in m.distributions() if (d.metadata['Name'] or '').lower() in {packages!r}))"
+    lookup = (
+        "print(next(d.version for d in m.distributions() if (d.metadata['Name'] or '').lower() in"
+        f" {packages!r}))"
+    )
     try:
-        done = subprocess.run([python, "-c", f"import importlib.metadata as m; {lookup}"], capture_output=True,
-                              text=True, timeout=60)  # fmt: skip
+        done = subprocess.run(
+            [python, "-c", f"import importlib.metadata as m; {lookup}"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         problem = f"{first_line(error)}; name an interpreter that has {section}"
         raise InputError(f"{section}.python={python}: {problem}") from error
@@ -131,7 +144,13 @@ def release(version: str) -> tuple[int, ...]:
 
 
 def check_model(model: str, section: str) -> None:
-    """Raise InputError for a local path without a model. A name on the Hugging Face hub is left to the server."""
+    """Raise InputError for a local path without a model.
+
+    A name on the Hugging Face hub is left to the server.
+    """
     local = os.path.exists(model) or model.startswith(("/", ".", "~")) or model.count("/") > 1
     if local and not os.path.isfile(os.path.join(model, "config.json")):
-        raise InputError(f"{section}: model path {model}: no config.json there; name a Hugging Face model directory")
+        raise InputError(
+            f"{section}: model path {model}: no config.json there; name a Hugging Face model"
+            " directory"
+        )

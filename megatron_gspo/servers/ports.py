@@ -25,8 +25,11 @@ def is_free(host: str, port: int) -> bool:
     return True
 
 
-def choose_ports(config: ServerConfig, host: str, *, count: int | None = None, avoid: Sequence[int] = ()) -> list[int]:
-    """A port for each server: config.port + i, which must be free, or free ones, searched from a random port on.
+def choose_ports(
+    config: ServerConfig, host: str, *, count: int | None = None, avoid: Sequence[int] = ()
+) -> list[int]:
+    """A port for each server: config.port + i, which must be free, or free ones, searched from a
+    random port on.
 
     count: servers, None: config.num_servers. Raises InputError.
     """
@@ -35,8 +38,10 @@ def choose_ports(config: ServerConfig, host: str, *, count: int | None = None, a
         ports = [config.port + index for index in range(count)]
         for port in ports:
             if not is_free(host, port):
-                raise InputError(f"{config.section}.port={config.port}: port {port} is in use on {host}; "
-                                 "choose another or end the process that listens there")  # fmt: skip
+                raise InputError(
+                    f"{config.section}.port={config.port}: port {port} is in use on {host}; "
+                    "choose another or end the process that listens there"
+                )
         return ports
     start = random.SystemRandom().randrange(len(_PORTS))
     found: list[int] = []
@@ -47,4 +52,6 @@ def choose_ports(config: ServerConfig, host: str, *, count: int | None = None, a
             if len(found) == count:
                 return found
     searched = f"{_PORTS.start}..{_PORTS.stop - 1}"
-    raise InputError(f"{config.section}.port: no {count} free ports in {searched}; set it to a free one")
+    raise InputError(
+        f"{config.section}.port: no {count} free ports in {searched}; set it to a free one"
+    )

@@ -1,4 +1,6 @@
-"""Proxies of the environment (`http_proxy`, `no_proxy`): none between a run and the servers on its machine."""
+"""Proxies of the environment (`http_proxy`, `no_proxy`): none between a run and the servers on
+its machine.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,11 @@ def own_hosts() -> list[str]:
 
 
 def around_the_proxy(environment: Mapping[str, str], host: str = "") -> dict[str, str]:
-    """The environment of a server that reaches itself without a proxy: its `no_proxy` also names this machine.
+    """The environment of a server that reaches itself without a proxy: its `no_proxy` also names
+    this machine.
 
-    host: where the server listens, as it names it. Without a proxy in the environment nothing changes.
+    host: where the server listens, as it names it. Without a proxy in the environment nothing
+    changes.
     """
     names = {name.lower() for name, value in environment.items() if value}
     if not names.intersection(_PROXIES):
@@ -51,8 +55,8 @@ def around_the_proxy(environment: Mapping[str, str], host: str = "") -> dict[str
 
 
 def proxy_for(url: str, environment: Mapping[str, str] = os.environ) -> str | None:
-    """The HTTP proxy that the environment names for a server; None: it is reached directly, as every server on this
-    machine is."""
+    """The HTTP proxy that the environment names for a server; None: it is reached directly, as
+    every server on this machine is."""
     parts = urlsplit(url)
     host = parts.hostname or ""
     proxy = _variable(environment, f"{parts.scheme}_proxy") or _variable(environment, "all_proxy")

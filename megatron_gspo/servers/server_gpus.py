@@ -9,8 +9,11 @@ from megatron_gspo.errors import InputError
 from megatron_gspo.servers.server_args import option
 
 
-def product_of_sizes(server_args: Sequence[str], sizes: Sequence[Sequence[str]], section: str) -> int:
-    """The product of parallel sizes in a server's arguments. sizes: the names of each option, the full one first.
+def product_of_sizes(
+    server_args: Sequence[str], sizes: Sequence[Sequence[str]], section: str
+) -> int:
+    """The product of parallel sizes in a server's arguments. sizes: the names of each option, the
+    full one first.
 
     Raises InputError for an invalid size.
     """
@@ -18,20 +21,29 @@ def product_of_sizes(server_args: Sequence[str], sizes: Sequence[Sequence[str]],
     for names in sizes:
         value = next((value for name in names if (value := option(server_args, name))), "1")
         if not value.isdecimal() or not int(value):
-            raise InputError(f"{section}.server_args: {names[0]} {value}: must be a positive number")
+            raise InputError(
+                f"{section}.server_args: {names[0]} {value}: must be a positive number"
+            )
         count *= int(value)
     return count
 
 
 def first_server_gpu(
-    servers: ServerConfig, gpus_per_server: int, *, trainer_gpus: int, visible_gpus: int, option_name: str | None
+    servers: ServerConfig,
+    gpus_per_server: int,
+    *,
+    trainer_gpus: int,
+    visible_gpus: int,
+    option_name: str | None,
 ) -> int:
     """Index of the first server's first GPU; the servers take consecutive GPUs from it on.
 
-    option_name: of the servers, which sets it; else it is the first GPU that no rank of this node uses, or 0 if
-    colocated. trainer_gpus: ranks on this node, which use the GPUs 0 .. trainer_gpus-1. visible_gpus: of this node.
+    option_name: of the servers, which sets it; else it is the first GPU that no rank of this node
+    uses, or 0 if colocated. trainer_gpus: ranks on this node, which use the GPUs 0 ..
+    trainer_gpus-1. visible_gpus: of this node.
 
-    Raises InputError if a server would share a GPU with the trainer and is not colocated, or if there are too few.
+    Raises InputError if a server would share a GPU with the trainer and is not colocated, or if
+    there are too few.
     """
     section = servers.section
     default = 0 if servers.colocated else trainer_gpus
@@ -42,13 +54,14 @@ def first_server_gpu(
     end = first + servers.num_servers * gpus_per_server
     if first < trainer_gpus and not servers.colocated:
         raise InputError(
-            f"{section}.server_args: {option_name} {first}: the trainer uses the GPUs 0 to {trainer_gpus - 1}; "
-            f"set {option_name} to {trainer_gpus} or more, or {section}.colocated=true"
+            f"{section}.server_args: {option_name} {first}: the trainer uses the GPUs 0 to"
+            f" {trainer_gpus - 1}; set {option_name} to {trainer_gpus} or more, or"
+            f" {section}.colocated=true"
         )
     if end > visible_gpus:
         raise InputError(
-            f"{section}.num_servers={servers.num_servers}: the servers need the GPUs {first} to {end - 1}, this node "
-            f"has {visible_gpus}; use fewer ranks or servers, {section}.urls of other nodes, or "
-            f"{section}.colocated=true"
+            f"{section}.num_servers={servers.num_servers}: the servers need the GPUs {first} to"
+            f" {end - 1}, this node has {visible_gpus}; use fewer ranks or servers, {section}.urls"
+            f" of other nodes, or {section}.colocated=true"
         )
     return first

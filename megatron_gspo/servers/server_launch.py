@@ -1,4 +1,7 @@
-"""What `LocalServers` needs of an engine to start its servers. Each engine's is in its folder of `rollout/`."""
+"""What `LocalServers` needs of an engine to start its servers.
+
+Each engine's is in its folder of `rollout/`.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,9 @@ from megatron_gspo.servers.proxies import around_the_proxy
 class ServerLaunch(Protocol):
     """How the servers of one engine are started on this node.
 
-    engine: its name in log lines. host: address that the servers listen on. log_dir: directory of `server_<i>.log`.
-    exit_causes: (pattern in a server's log, meaning and fix), the first match counts; see `exit_reason`.
+    engine: its name in log lines. host: address that the servers listen on. log_dir: directory of
+    `server_<i>.log`. exit_causes: (pattern in a server's log, meaning and fix), the first match
+    counts; see `exit_reason`.
     """
 
     @property
@@ -40,7 +44,10 @@ class ServerLaunch(Protocol):
         ...
 
     def command(self, index: int, port: int, *, key_file: str | None) -> list[str]:
-        """The command line of server `index`. key_file: from `write_key`; None without an API key."""
+        """The command line of server `index`.
+
+        key_file: from `write_key`; None without an API key.
+        """
         ...
 
     def environment(self, index: int) -> dict[str, str]:
@@ -48,7 +55,9 @@ class ServerLaunch(Protocol):
         ...
 
     def write_key(self, api_key: str) -> str:
-        """Write the API key to a new file that only this user can read; returns its path. Deleted once it is read."""
+        """Write the API key to a new file that only this user can read; returns its path.
+        Deleted once it is read.
+        """
         ...
 
     def after_start(self, url: str, api_key: str | None) -> None:
@@ -63,13 +72,23 @@ def read_api_key(config: ServerConfig) -> str | None:
     return Path(config.api_key_file).read_text(encoding="utf-8").splitlines()[0].strip()
 
 
-def server_environment(python: str, base: Mapping[str, str] = os.environ, *, host: str = "") -> dict[str, str]:
-    """The trainer's environment without torchrun's variables and, for another interpreter, without Python's paths.
+def server_environment(
+    python: str, base: Mapping[str, str] = os.environ, *, host: str = ""
+) -> dict[str, str]:
+    """The trainer's environment without torchrun's variables and, for another interpreter, without
+    Python's paths.
 
-    host: where the server listens, which it reaches without a proxy: SGLang warms up with a request to itself.
+    host: where the server listens, which it reaches without a proxy: SGLang warms up with a request
+    to itself.
     """
-    environment = without_launch_variables(base)  # with them it would wait for other ranks at torchrun's store
+    environment = without_launch_variables(
+        base
+    )  # with them it would wait for other ranks at torchrun's store
     environment["PYTHONSAFEPATH"] = "1"  # `python -m` would search the working directory first
     if python != sys.executable:
-        environment = {name: value for name, value in environment.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+        environment = {
+            name: value
+            for name, value in environment.items()
+            if name not in ("PYTHONPATH", "PYTHONHOME")
+        }
     return around_the_proxy(environment, host)

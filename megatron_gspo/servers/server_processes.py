@@ -1,7 +1,9 @@
-"""Servers on this node: started together, monitored, restarted when they die, and ended with the trainer.
+"""Servers on this node: started together, monitored, restarted when they die, and ended with the
+trainer.
 
-Each server is a process group of its own under a supervisor (`supervisor.py`) that ends the group with the trainer. A
-server has no state to save, so it is ended by SIGKILL: a regular shutdown takes nine seconds.
+Each server is a process group of its own under a supervisor (`supervisor.py`) that ends the group
+with the trainer. A server has no state to save, so it is ended by SIGKILL: a regular shutdown takes
+nine seconds.
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ _PORT_TRIES = 3  # of a start on free ports, which another process may take firs
 
 @dataclass
 class Changes:
-    """URLs of servers that, since the last poll, died, answer again (with the weights of the model's directory), or
-    died too often to be restarted."""
+    """URLs of servers that, since the last poll, died, answer again (with the weights of the
+    model's directory), or died too often to be restarted."""
 
     died: list[str] = field(default_factory=list)
     restarted: list[str] = field(default_factory=list)
@@ -68,13 +70,19 @@ class _ServerProcess:
 
 
 class LocalServers:
-    """The servers of a `ServerLaunch`. Also a context manager: `with LocalServers(launch) as servers`.
+    """The servers of a `ServerLaunch`. Also a context manager: `with LocalServers(launch) as
+    servers`.
 
-    max_restarts: of one server in a row. log: takes a line for each event: that they are up, why one ended.
+    max_restarts: of one server in a row. log: takes a line for each event: that they are up, why
+    one ended.
     """
 
     def __init__(
-        self, launch: ServerLaunch, *, max_restarts: int = 3, log: Callable[[str], None] = logger.warning
+        self,
+        launch: ServerLaunch,
+        *,
+        max_restarts: int = 3,
+        log: Callable[[str], None] = logger.warning,
     ) -> None:
         self.launch, self.max_restarts = launch, max_restarts
         self._log = log
@@ -104,10 +112,11 @@ class LocalServers:
         return [process.log for process in self._processes]
 
     def start(self) -> list[str]:
-        """Start all servers concurrently, wait until each answers, and monitor them from then on; returns their URLs.
+        """Start all servers concurrently, wait until each answers, and monitor them from then on;
+        returns their URLs.
 
-        Raises InputError (interpreter, model, arguments, ports) or EngineError (a server ends or does not answer within
-        `start_timeout`); all servers are stopped before.
+        Raises InputError (interpreter, model, arguments, ports) or EngineError (a server ends or
+        does not answer within `start_timeout`); all servers are stopped before.
         """
         launch = self.launch
         launch.check()
@@ -128,7 +137,9 @@ class LocalServers:
         seconds = time.monotonic() - began
         self._log(f"{', '.join(self.urls)} answer after {seconds:.0f} s")
         self._stopping.clear()
-        self._monitor_thread = threading.Thread(target=self._monitor, name="local-servers", daemon=True)
+        self._monitor_thread = threading.Thread(
+            target=self._monitor, name="local-servers", daemon=True
+        )
         self._monitor_thread.start()
         return self.urls
 
@@ -165,13 +176,16 @@ class LocalServers:
                 _wait_until_gone(process)
             self._processes = []
 
-    # -- one server ----------------------------------------------------------------------------------------------
+    # -- one server
+    # ----------------------------------------------------------------------------------------------
 
     def _start_process(self, process: _ServerProcess) -> None:
         launch = self.launch
         process.key_file = launch.write_key(self._api_key) if self._api_key else None
         command = launch.command(process.index, process.port, key_file=process.key_file)
-        hide = ["--hide"] if self._api_key else []  # a server may log its settings, the key among them
+        hide = (
+            ["--hide"] if self._api_key else []
+        )  # a server may log its settings, the key among them
         program = [sys.executable, "-I", "-S", str(Path(__file__).with_name("supervisor.py"))]
         with writing(process.log), open(process.log, "ab", opener=_open_private) as log:
             process.log_start = os.fstat(log.fileno()).st_size
@@ -214,13 +228,16 @@ class LocalServers:
             text = file.read().decode(errors="replace")
         if self._api_key:
             text = text.replace(self._api_key, "***")
-        reason = exit_reason(text, code, self.launch.exit_causes, section=self.launch.config.section)
+        reason = exit_reason(
+            text, code, self.launch.exit_causes, section=self.launch.config.section
+        )
         return f"{self._name(process)}: {reason}; see {process.log}"
 
     def _name(self, process: _ServerProcess) -> str:
         return f"{self.launch.engine} server {process.index} ({process.url})"
 
-    # -- start ---------------------------------------------------------------------------------------------------
+    # -- start
+    # ---------------------------------------------------------------------------------------------------
 
     def _wait_until_all_up(self) -> None:
         tries = 1
@@ -233,7 +250,11 @@ class LocalServers:
                     process.state, process.state_since = "up", time.monotonic()
                 elif code is not None or late:
                     reason = self._exit_line(process, code)
-                    if PORT_IN_USE not in reason or self.launch.config.port is not None or tries >= _PORT_TRIES:
+                    if (
+                        PORT_IN_USE not in reason
+                        or self.launch.config.port is not None
+                        or tries >= _PORT_TRIES
+                    ):
                         raise EngineError(reason)
                     tries += 1
                     self._change_port(process)
@@ -244,12 +265,16 @@ class LocalServers:
         self._kill(process)
         _wait_until_gone(process)
         process.port = choose_ports(
-            self.launch.config, self.launch.host, count=1, avoid=[other.port for other in self._processes]
+            self.launch.config,
+            self.launch.host,
+            count=1,
+            avoid=[other.port for other in self._processes],
         )[0]
         process.url = _url(self.launch.host, process.port)
         self._start_process(process)
 
-    # -- monitor ---------------------------------------------------------------------------------------------------
+    # -- monitor
+    # ---------------------------------------------------------------------------------------------------
 
     def _monitor(self) -> None:
         while not self._stopping.wait(POLL_SECONDS):
@@ -269,7 +294,10 @@ class LocalServers:
         elif process.state in ("up", "starting"):
             assert process.supervisor is not None
             code = process.supervisor.poll()
-            late = process.state == "starting" and now - process.state_since > self.launch.config.start_timeout
+            late = (
+                process.state == "starting"
+                and now - process.state_since > self.launch.config.start_timeout
+            )
             if code is not None or late:
                 self._handle_exit(process, code)
             elif process.state == "starting" and self._answers(process):
@@ -300,7 +328,9 @@ class LocalServers:
             self._changes.given_up.append(process.url)
             return
         process.state = "down"
-        process.restart_at = process.state_since + min(_RESTART_SECONDS * 2**process.restarts, _MAX_RESTART_SECONDS)
+        process.restart_at = process.state_since + min(
+            _RESTART_SECONDS * 2**process.restarts, _MAX_RESTART_SECONDS
+        )
         process.restarts += 1
 
 
@@ -338,7 +368,9 @@ def _wait_until_gone(process: _ServerProcess) -> None:
 
 
 def _group(group: int) -> list[int]:
-    """Ids of the processes of a group that run: one that has ended and waits for its parent holds nothing."""
+    """Ids of the processes of a group that run: one that has ended and waits for its parent
+    holds nothing.
+    """
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, ProcessLookupError):

@@ -2,12 +2,12 @@
 
     python -I -S supervisor.py [--hide] TRAINER_PID COMMAND [ARGUMENT ...]
 
-The supervisor leads a session of its own, so that one signal to the process group reaches the server and its children.
-It polls its parent; the kernel's signal at the parent's death would come when the thread that started the server ends.
-Its exit code is the server's (128 + n for signal n).
+The supervisor leads a session of its own, so that one signal to the process group reaches the
+server and its children. It polls its parent; the kernel's signal at the parent's death would come
+when the thread that started the server ends. Its exit code is the server's (128 + n for signal n).
 
---hide: standard input is a secret, which is removed from the server's output: sglang logs its settings, the API key
-among them.
+--hide: standard input is a secret, which is removed from the server's output: sglang logs its
+settings, the API key among them.
 
 Run as a program by any Python: standard library only.
 """
@@ -30,7 +30,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_supervisor() -> None:
-    """Called in the server before it starts: SIGKILL when the supervisor, which has one thread, is killed."""
+    """Called in the server before it starts: SIGKILL when the supervisor, which has one thread,
+    is killed.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -86,7 +88,9 @@ def main(trainer: int, command: list[str], secret: str | None = None) -> int:
         return 1
     pipes = {} if secret is None else {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     try:
-        server = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=die_with_supervisor, **pipes)  # type: ignore[call-overload]
+        server = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, preexec_fn=die_with_supervisor, **pipes
+        )  # type: ignore[call-overload]
     except OSError as error:
         print(f"{command[0]}: {error.strerror}", file=sys.stderr, flush=True)
         return 127

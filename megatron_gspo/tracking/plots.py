@@ -43,8 +43,8 @@ PANELS = (
 )
 COLOURS = ("#2563eb", "#d97706", "#059669", "#dc2626", "#7c3aed", "#475569")
 COLUMNS = 2
-# Sizes in inches and points: a picture of 6.6 inches is read at 400 pixels (a page on a phone, where 9 points are 8
-# pixels) and, at 190 dots an inch, at 1,200.
+# Sizes in inches and points: a picture of 6.6 inches is read at 400 pixels (a page on a phone,
+# where 9 points are 8 pixels) and, at 190 dots an inch, at 1,200.
 _WIDTH, _PANEL_HEIGHT, _DPI = 6.6, 2.25, 190
 _TITLE, _LABEL = 10.5, 9.0
 _LONGEST_LABEL = 40  # characters of a run's name in the legend
@@ -78,7 +78,9 @@ def _draw(panels: Sequence[Panel], runs: Mapping[str, Records], output: str | Pa
     columns = min(COLUMNS, len(panels))
     rows = -(-len(panels) // columns)
     figure = Figure(
-        figsize=(_WIDTH * columns / COLUMNS, _PANEL_HEIGHT * rows + 0.4), dpi=_DPI, layout="constrained"
+        figsize=(_WIDTH * columns / COLUMNS, _PANEL_HEIGHT * rows + 0.4),
+        dpi=_DPI,
+        layout="constrained",
     )
     FigureCanvasAgg(figure)
     axes = figure.subplots(rows, columns, squeeze=False).flatten()
@@ -93,7 +95,8 @@ def _draw(panels: Sequence[Panel], runs: Mapping[str, Records], output: str | Pa
         figure.suptitle(names[0], fontsize=_TITLE + 1, color="#0f172a")
     else:
         handles = [
-            axes[0].plot([], [], color=colour, lw=2)[0] for colour, _ in zip(_colours(), runs, strict=False)
+            axes[0].plot([], [], color=colour, lw=2)[0]
+            for colour, _ in zip(_colours(), runs, strict=False)
         ]
         longest = max(map(len, names))
         figure.legend(
@@ -108,7 +111,9 @@ def _draw(panels: Sequence[Panel], runs: Mapping[str, Records], output: str | Pa
 
 
 def _short_name(name: str) -> str:
-    """A name for the legend: of a long path, its end. Matplotlib leaves out one that begins with an underscore."""
+    """A name for the legend: of a long path, its end. Matplotlib leaves out one that begins
+    with an underscore.
+    """
     name = name if len(name) <= _LONGEST_LABEL else "…" + name[1 - _LONGEST_LABEL :]
     return f"\u200b{name}" if name.startswith("_") else name
 
@@ -116,24 +121,33 @@ def _short_name(name: str) -> str:
 def draw_run(run_dir: str | Path, output: str | Path | None = None) -> Path:
     """Draw run_dir/curves.png (or output) from run_dir/metrics.jsonl."""
     run_dir = Path(run_dir)
-    return draw_curves({run_dir.resolve().name: read_metrics(run_dir)}, output or run_dir / "curves.png")
+    return draw_curves(
+        {run_dir.resolve().name: read_metrics(run_dir)}, output or run_dir / "curves.png"
+    )
 
 
 def series(records: Records, metric: str) -> tuple[list[float], list[float]]:
     """Steps and values of the records that hold the metric."""
-    points = [(record["step"], record[metric]) for record in records if record.get(metric) is not None]
+    points = [
+        (record["step"], record[metric]) for record in records if record.get(metric) is not None
+    ]
     return [step for step, _ in points], [value for _, value in points]
 
 
 def smooth(values: Sequence[float], window: int) -> list[float]:
     """Mean of the last window values at each point (fewer at the start)."""
-    return [sum(values[max(0, i + 1 - window) : i + 1]) / (min(i + 1, window)) for i in range(len(values))]
+    return [
+        sum(values[max(0, i + 1 - window) : i + 1]) / (min(i + 1, window))
+        for i in range(len(values))
+    ]
 
 
 def _has_data(panel: Panel, runs: Mapping[str, Records]) -> bool:
     if panel.unless and any(series(records, panel.unless)[0] for records in runs.values()):
         return False
-    return any(series(records, metric)[0] for records in runs.values() for metric, _ in panel.curves)
+    return any(
+        series(records, metric)[0] for records in runs.values() for metric, _ in panel.curves
+    )
 
 
 def _colours() -> list[str]:
@@ -151,7 +165,14 @@ def _draw_panel(axis: Axes, panel: Panel, runs: Mapping[str, Records]) -> None:
             shade = COLOURS[position] if alone else colour
             style = "-" if alone or position == 0 else "--"
             look = (shade, style, "" if label in labelled else label)
-            _draw_curve(axis, steps, [panel.scale * v for v in values], look, panel.sparse, ends_labelled=alone)
+            _draw_curve(
+                axis,
+                steps,
+                [panel.scale * v for v in values],
+                look,
+                panel.sparse,
+                ends_labelled=alone,
+            )
             labelled.add(label)
     axis.set_title(panel.title, fontsize=_TITLE, loc="left", color="#0f172a")
     axis.locator_params(nbins=5)
@@ -180,11 +201,17 @@ def _draw_curve(
 ) -> None:
     colour, style, label = look
     if sparse:
-        axis.plot(steps, values, color=colour, ls=style, lw=1.8, marker="o", ms=4, label=label or None)
+        axis.plot(
+            steps, values, color=colour, ls=style, lw=1.8, marker="o", ms=4, label=label or None
+        )
         text: dict[str, Any] = {"textcoords": "offset points", "fontsize": _LABEL, "color": colour}
-        below = len(values) > 1 and values[1] > values[0]  # the label of the first point does not cover the curve
+        below = (
+            len(values) > 1 and values[1] > values[0]
+        )  # the label of the first point does not cover the curve
         if ends_labelled:
-            axis.annotate(f"{values[0]:.1f}", (steps[0], values[0]), (7, -5 if below else 3), **text)
+            axis.annotate(
+                f"{values[0]:.1f}", (steps[0], values[0]), (7, -5 if below else 3), **text
+            )
         if ends_labelled and len(values) > 1:
             axis.annotate(f"{values[-1]:.1f}", (steps[-1], values[-1]), (0, 7), ha="center", **text)
         axis.margins(x=0.08, y=0.18)
@@ -194,5 +221,11 @@ def _draw_curve(
         axis.plot(steps, values, color=colour, lw=0.8, alpha=0.25)
     marker = "o" if len(steps) == 1 else None
     axis.plot(
-        steps, smooth(values, window), color=colour, ls=style, lw=1.8, marker=marker, label=label or None
+        steps,
+        smooth(values, window),
+        color=colour,
+        ls=style,
+        lw=1.8,
+        marker=marker,
+        label=label or None,
     )

@@ -67,17 +67,22 @@ class Progress:
         if self._stream.isatty():
             widest = len(f"step {total}/{total}")
             columns = (
-                TextColumn("step {task.completed}/{task.total}", table_column=Column(min_width=widest, no_wrap=True)),
+                TextColumn(
+                    "step {task.completed}/{task.total}",
+                    table_column=Column(min_width=widest, no_wrap=True),
+                ),
                 BarColumn(10, table_column=Column(min_width=10)),
-                TextColumn("{task.fields[line]}", table_column=Column(no_wrap=True)),  # cut in a narrow terminal
+                TextColumn(
+                    "{task.fields[line]}", table_column=Column(no_wrap=True)
+                ),  # cut in a narrow terminal
             )
             self._bar = RichProgress(*columns, console=Console(file=self._stream))
             self._task = self._bar.add_task("", total=total, completed=start, line="")
             self._bar.start()
 
     def update(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """Show step (counted from 1) as done. The bar, of which the newest line alone is seen, keeps the last accuracy
-        with its step."""
+        """Show step (counted from 1) as done. The bar, of which the newest line alone is seen,
+        keeps the last accuracy with its step."""
         left = f"left {self._time_left(step)}"
         if self._bar is not None:
             accuracy = metrics.get("eval/accuracy")
@@ -104,7 +109,11 @@ class Progress:
 
     def _time_left(self, step: int) -> str:
         done = step - self._start
-        return format_time((self._clock() - self._began) / done * (self._total - step)) if done > 0 else "?"
+        return (
+            format_time((self._clock() - self._began) / done * (self._total - step))
+            if done > 0
+            else "?"
+        )
 
     def __enter__(self) -> Progress:
         return self

@@ -1,7 +1,8 @@
-"""The directory of a run: metrics.jsonl, routing.jsonl, config.yaml, samples/, ratios/, checkpoints/, summary.json.
+"""The directory of a run: metrics.jsonl, routing.jsonl, config.yaml, samples/, ratios/,
+checkpoints/, summary.json.
 
-Only rank 0 opens it. Tools that compare or plot runs read only these files. Other files in it are the user's
-(``given_names.py``).
+Only rank 0 opens it. Tools that compare or plot runs read only these files. Other files in it are
+the user's (``given_names.py``).
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ import yaml
 
 from megatron_gspo.given_names import RATIOS, SAMPLES, files_named
 
-# What belongs to one run, and is kept together when another one begins. Checkpoints are not among it: where there is a
-# complete one, the run continues.
+# What belongs to one run, and is kept together when another one begins. Checkpoints are not among
+# it: where there is a complete one, the run continues.
 FILES_OF_A_RUN = (
     "config.yaml",
     "metrics.jsonl",
@@ -47,18 +48,19 @@ _EARLIER = "earlier_"
 class RunDirectory:
     """Writes one run's files.
 
-    Args:
-        path: created with its parents.
-        resume_step: last step that the loaded checkpoint contains; None for a new run.
-            Records and samples of later steps are removed, so that a repeated step is not counted
-            twice. None moves all that an earlier run has left to ``earlier_1/``, ``earlier_2/`` and so on.
-        reuse: whether there may be an earlier run; False raises FileExistsError if there is one.
+    Args: path: created with its parents. resume_step: last step that the loaded checkpoint
+        contains; None for a new run. Records and samples of later steps are removed, so that a
+        repeated step is not counted twice. None moves all that an earlier run has left to
+        ``earlier_1/``, ``earlier_2/`` and so on. reuse: whether there may be an earlier run; False
+        raises FileExistsError if there is one.
 
-    Attributes:
-        earlier: where the files of an earlier run are now; None if there were none, or if it continues.
+    Attributes: earlier: where the files of an earlier run are now; None if there were none, or if
+        it continues.
     """
 
-    def __init__(self, path: str | Path, *, resume_step: int | None = None, reuse: bool = True) -> None:
+    def __init__(
+        self, path: str | Path, *, resume_step: int | None = None, reuse: bool = True
+    ) -> None:
         self.path = Path(path)
         self.checkpoints = self.path / "checkpoints"
         self.samples = self.path / "samples"
@@ -81,8 +83,8 @@ class RunDirectory:
         self._file = self.metrics.open("a", encoding="utf-8")
 
     def _set_aside(self) -> Path | None:
-        """Move the files of an earlier run to a folder of their own: its path, or None where there is nothing to keep,
-        which is all that a start without a step leaves."""
+        """Move the files of an earlier run to a folder of their own: its path, or None where there
+        is nothing to keep, which is all that a start without a step leaves."""
         files = [self.path / name for name in FILES_OF_A_RUN if os.path.lexists(self.path / name)]
         if not any(_holds_something(file) for file in files if file.name != "config.yaml"):
             return None
@@ -139,21 +141,29 @@ class RunDirectory:
     def write_samples(self, step: int, rows: Iterable[Mapping[str, Any]]) -> Path:
         """samples/step_000012.jsonl, one JSON object a row."""
         file = self.samples / SAMPLES.of(step)
-        write_atomically(file, "".join(json.dumps(dict(row), ensure_ascii=False) + "\n" for row in rows))
+        write_atomically(
+            file, "".join(json.dumps(dict(row), ensure_ascii=False) + "\n" for row in rows)
+        )
         return file
 
     def write_routing(self, step: int, record: Mapping[str, Any]) -> None:
-        """One line of routing.jsonl: the step's figures by MoE layer and expert (lists of numbers)."""
+        """One line of routing.jsonl: the step's figures by MoE layer and expert (lists of
+        numbers).
+        """
         with self.routing.open("a", encoding="utf-8") as file:
             file.write(json.dumps(_finite({"step": step, **record}), allow_nan=False) + "\n")
 
     def write_rollouts(self, step: int, record: Mapping[str, Any]) -> None:
-        """One line of rollouts.jsonl: the samples that the step trained on, and their weight versions."""
+        """One line of rollouts.jsonl: the samples that the step trained on, and their weight
+        versions.
+        """
         with self.rollouts.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **record}, allow_nan=False) + "\n")
 
     def write_ratios(self, step: int, arrays: Mapping[str, np.ndarray]) -> Path:
-        """ratios/step_000012.npz, written atomically; ``numpy.load`` reads it without unpickling."""
+        """ratios/step_000012.npz, written atomically; ``numpy.load`` reads it without
+        unpickling.
+        """
         self.ratios.mkdir(exist_ok=True)
         file = self.ratios / RATIOS.of(step)
         temporary = file.with_name(file.name + ".tmp")
@@ -180,7 +190,8 @@ class RunDirectory:
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """Records of a metrics.jsonl (or of the run directory that holds it), in order.
 
-    Reading stops at the first invalid line: a killed process may leave an incomplete one at the end.
+    Reading stops at the first invalid line: a killed process may leave an incomplete one at the
+    end.
     """
     path = Path(path)
     file = path / "metrics.jsonl" if path.is_dir() else path
@@ -197,7 +208,9 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
 
 def evenly_spaced(items: Sequence[Any], count: int) -> list[Any]:
-    """At most count items, evenly spaced over the sequence; the first and the last are included if count > 1."""
+    """At most count items, evenly spaced over the sequence; the first and the last are included
+    if count > 1.
+    """
     if count >= len(items):
         return list(items)
     if count < 2:

@@ -35,8 +35,8 @@ def describe_environment(*, world_size: int) -> dict[str, Any]:
 
 
 def program() -> str:
-    """How this environment's ``megatron-gspo`` is called from the working directory: by its name where the shell finds
-    it, else by its path."""
+    """How this environment's ``megatron-gspo`` is called from the working directory: by its name
+    where the shell finds it, else by its path."""
     script = Path(sys.executable).with_name(PROGRAM)
     if not script.is_file():
         return f"{sys.executable} -m megatron_gspo"
@@ -47,7 +47,8 @@ def program() -> str:
 
 
 def git_revision(folder: Path) -> str | None:
-    """Commit of the checkout whose root is folder, "+changes" where tracked files differ from it; else None.
+    """Commit of the checkout whose root is folder, "+changes" where tracked files differ from it;
+    else None.
 
     For a package installed inside another checkout it is None.
     """
@@ -62,9 +63,12 @@ def git_revision(folder: Path) -> str | None:
 
 
 def _git(folder: Path, *arguments: str) -> str:
-    # without locks: a run killed meanwhile would leave one in the checkout, and git would fail there
+    # without locks: a run killed meanwhile would leave one in the checkout, and git would fail
+    # there
     command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    return subprocess.run(
+        command, capture_output=True, text=True, check=True, timeout=10
+    ).stdout.strip()
 
 
 def _version(name: str) -> str | None:

@@ -1,11 +1,12 @@
 """The process of one tracker, which ``trackers.RemoteTracker`` starts.
 
-A tracker's package may wait for its server for minutes, also at the end of the interpreter, and print, log and raise
-where nobody catches it. Here it does all of that to nobody but itself.
+A tracker's package may wait for its server for minutes, also at the end of the interpreter, and
+print, log and raise where nobody catches it. Here it does all of that to nobody but itself.
 
-Protocol: one JSON object a line. Requests come on standard input: the tracker, then steps, then {"close": true};
-without that the trainer has died, and the tracked run is left as it is. Each request has one reply, on the descriptor
-that standard output was: {"error": null}, or why it failed.
+Protocol: one JSON object a line. Requests come on standard input: the tracker, then steps, then
+{"close": true}; without that the trainer has died, and the tracked run is left as it is. Each
+request has one reply, on the descriptor that standard output was: {"error": null}, or why it
+failed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Thin adapters to TensorBoard, Weights & Biases and MLflow. metrics.jsonl is written in any case."""
+"""Thin adapters to TensorBoard, Weights & Biases and MLflow.
+
+metrics.jsonl is written in any case.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +34,7 @@ _MOST_METRICS, _MOST_PARAMS = 1000, 100  # of one request to MLflow
 
 T = TypeVar("T")
 
+
 class Tracker(Protocol):
     """A destination of metrics in addition to metrics.jsonl."""
 
@@ -43,10 +47,9 @@ class Tracker(Protocol):
 class RunInfo:
     """A run, for trackers.
 
-    Attributes:
-        path: run directory; trackers keep their ids in it, so that a resumed run continues the same tracked run.
-        config: the resolved config as plain data.
-        resume_step: last step of the loaded checkpoint, None for a new run.
+    Attributes: path: run directory; trackers keep their ids in it, so that a resumed run continues
+        the same tracked run. config: the resolved config as plain data. resume_step: last step of
+        the loaded checkpoint, None for a new run.
     """
 
     path: Path
@@ -55,7 +58,9 @@ class RunInfo:
 
 
 class RemoteTracker:
-    """A tracker in a process of its own (`tracker_process.py`), which can be killed where its package hangs."""
+    """A tracker in a process of its own (`tracker_process.py`), which can be killed where its
+    package hangs.
+    """
 
     def __init__(self, kind: str, run: RunInfo, project: str) -> None:
         """kind: tensorboard, wandb or mlflow."""
@@ -70,12 +75,18 @@ class RemoteTracker:
         }
 
     def start(self) -> None:
-        """Start the process, and the tracker in it. Raises RuntimeError where it fails, as the other methods do."""
+        """Start the process, and the tracker in it.
+
+        Raises RuntimeError where it fails, as the other methods do.
+        """
         self._process = subprocess.Popen(
             [sys.executable, "-m", "megatron_gspo.tracking.tracker_process"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**without_launch_variables(os.environ), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            env={
+                **without_launch_variables(os.environ),
+                "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            },
             start_new_session=True,  # killed with its children; not interrupted by Ctrl-C
         )
         self._ask(self._settings)
@@ -110,7 +121,11 @@ class RemoteTracker:
             process.stdin.write(json.dumps(request, default=str).encode() + b"\n")
             process.stdin.flush()
             line = process.stdout.readline()
-        error = json.loads(line)["error"] if line else f"its process ended with exit code {process.wait()}"
+        error = (
+            json.loads(line)["error"]
+            if line
+            else f"its process ended with exit code {process.wait()}"
+        )
         if error is not None:
             raise RuntimeError(error)
 
@@ -165,7 +180,9 @@ class MLflow:
         found = client.get_experiment_by_name(experiment)
         identity = found.experiment_id if found else client.create_experiment(experiment)
         self._id = _stored_id(
-            run, "mlflow_id", lambda: client.create_run(identity, run_name=run.path.name).info.run_id
+            run,
+            "mlflow_id",
+            lambda: client.create_run(identity, run_name=run.path.name).info.run_id,
         )
         self._client = client
         self._metric = Metric
@@ -184,10 +201,12 @@ class MLflow:
 
 
 class TrackerSet:
-    """Several trackers as one. A thread of each hands it the metrics, so that a slow or unreachable service delays no
-    step; a tracker that fails is reported in one line and left out."""
+    """Several trackers as one. A thread of each hands it the metrics, so that a slow or unreachable
+    service delays no step; a tracker that fails is reported in one line and left out."""
 
-    def __init__(self, trackers: Sequence[Tracker] = (), *, say: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self, trackers: Sequence[Tracker] = (), *, say: Callable[[str], None] | None = None
+    ) -> None:
         """say: takes the lines for the user; None prints them on stderr."""
         self._say = say or _print
         self._feeds = [_Feed(type(tracker).__name__, tracker, self._say) for tracker in trackers]
@@ -203,7 +222,9 @@ class TrackerSet:
             feed.put(step, numbers)
 
     def close(self, seconds: float = 30.0) -> None:
-        """Let the trackers take what is left and end them; those that need longer than so many seconds are left out."""
+        """Let the trackers take what is left and end them; those that need longer than so many
+        seconds are left out.
+        """
         deadline = time.monotonic() + seconds
         for feed in self._feeds:
             feed.begin_close()
@@ -233,7 +254,10 @@ class _Feed:
         elif time.monotonic() - self._up_to_date > _LATE_SECONDS and not self._is_late:
             self._is_late = True
             behind = f"{self._waiting.qsize()} steps behind"
-            self._say(f"{self._name} is {behind}; the run does not wait for it, and metrics.jsonl has every step")
+            self._say(
+                f"{self._name} is {behind}; the run does not wait for it, and metrics.jsonl has"
+                " every step"
+            )
         try:
             self._waiting.put_nowait((step, numbers))
         except queue.Full:
@@ -257,7 +281,10 @@ class _Feed:
                 self._tracker.log(*item)
             if not self._is_over:
                 self._tracker.close()
-        except (Exception, SystemExit) as error:  # an error of a remote service must not end the training
+        except (
+            Exception,
+            SystemExit,
+        ) as error:  # an error of a remote service must not end the training
             self._give_up(first_line(error))
 
     def _give_up(self, reason: str) -> None:
@@ -285,8 +312,8 @@ def make_trackers(
 ) -> TrackerSet:
     """The enabled trackers.
 
-    A string is the name of the project (W&B) or experiment (MLflow); True takes "megatron-gspo". say: see `TrackerSet`.
-    Raises ImportError, one line, if a package is missing.
+    A string is the name of the project (W&B) or experiment (MLflow); True takes "megatron-gspo".
+    say: see `TrackerSet`. Raises ImportError, one line, if a package is missing.
     """
     trackers = TrackerSet(say=say)
     for kind, name, given in (

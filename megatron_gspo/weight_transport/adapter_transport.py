@@ -1,4 +1,6 @@
-"""LoRA adapters alone, in PEFT's format, to servers that add them to the base model that they have loaded."""
+"""LoRA adapters alone, in PEFT's format, to servers that add them to the base model that they
+have loaded.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_gspo.given_names import files_named
-from megatron_gspo.models.peft_files import NAME_PREFIX, AdapterFacts, adapter_config, write_adapters
+from megatron_gspo.models.peft_files import (
+    NAME_PREFIX,
+    AdapterFacts,
+    adapter_config,
+    write_adapters,
+)
 from megatron_gspo.servers.http_client import ServerClient
 from megatron_gspo.weight_transport.buckets import Bucket, buckets
 from megatron_gspo.weight_transport.disk_transport import INDEX, DiskTransport
@@ -18,14 +25,16 @@ from megatron_gspo.weight_transport.sglang_payload import by_value
 from megatron_gspo.weight_transport.transport import Sent, WeightTransport
 
 _FOLDER = "adapters"  # within what is published
-_TAKES_NONE = "takes no LoRA adapters; start it with --enable-lora, or set lora.weight_updates to merged"
+_TAKES_NONE = (
+    "takes no LoRA adapters; start it with --enable-lora, or set lora.weight_updates to merged"
+)
 
 
 class AdapterFileTransport(DiskTransport):
     """As `DiskTransport`, with the adapters in place of the weights.
 
-    Every source writes its own; rank 0 joins them into the one file that servers read. Memory of rank 0: all adapters,
-    twice.
+    Every source writes its own; rank 0 joins them into the one file that servers read. Memory of
+    rank 0: all adapters, twice.
     """
 
     def __init__(self, endpoints: WeightEndpoints, directory: Path, facts: AdapterFacts) -> None:
@@ -51,9 +60,11 @@ class AdapterFileTransport(DiskTransport):
 
 
 class AdapterTensorTransport(WeightTransport):
-    """Adapters by value in one request, which is how servers take them: rank 0 sends those of all ranks.
+    """Adapters by value in one request, which is how servers take them: rank 0 sends those of all
+    ranks.
 
-    The request has one copy for each of a server's tensor-parallel ranks. Memory of rank 0: all adapters, twice.
+    The request has one copy for each of a server's tensor-parallel ranks. Memory of rank 0: all
+    adapters, twice.
     """
 
     needs_session = False
@@ -69,8 +80,10 @@ class AdapterTensorTransport(WeightTransport):
             return _TAKES_NONE
         if not info.adapter_tensors:
             engine = self.endpoints.engine
-            return (f"is {engine} {info.version}, which takes no adapters in a request; set "
-                    f"{engine}.weight_transport to disk")  # fmt: skip
+            return (
+                f"is {engine} {info.version}, which takes no adapters in a request; set "
+                f"{engine}.weight_transport to disk"
+            )
         return super().unsupported(info)
 
     def begin(self, version: str, part: int) -> None:
@@ -86,10 +99,15 @@ class AdapterTensorTransport(WeightTransport):
         if self.targets:
             config = adapter_config(self._tensors, self._facts, fused=False)
             whole = sum(tensor.nbytes for tensor in self._tensors.values())
-            [bucket] = buckets(self._named(), whole)  # all have one type, so none begins another bucket
+            [bucket] = buckets(
+                self._named(), whole
+            )  # all have one type, so none begins another bucket
             payload = by_value(bucket)
-            await self.on_each(lambda target: self.endpoints.load_adapter_payloads(
-                target.client, config, [payload] * target.info.tp_size, timeout=timeout))  # fmt: skip
+            await self.on_each(
+                lambda target: self.endpoints.load_adapter_payloads(
+                    target.client, config, [payload] * target.info.tp_size, timeout=timeout
+                )
+            )
         return await super().finish(timeout)
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:

@@ -1,4 +1,6 @@
-"""Packs a stream of tensors into buckets of bounded size, one after the other in one buffer of bytes."""
+"""Packs a stream of tensors into buckets of bounded size, one after the other in one buffer of
+bytes.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of a bucket: its name and sizes, and the bytes `[start, stop)` of the bucket that it takes."""
+    """A tensor of a bucket: its name and sizes, and the bytes `[start, stop)` of the bucket
+    that it takes.
+    """
 
     name: str
     dtype: torch.dtype
@@ -24,8 +28,8 @@ class Entry:
 class Bucket:
     """Tensors that travel together.
 
-    entries: in the order of the stream, without gaps; every one begins at a multiple of its element size.
-    data: [bytes] uint8, contiguous; how long it is valid: see `buckets`.
+    entries: in the order of the stream, without gaps; every one begins at a multiple of its element
+    size. data: [bytes] uint8, contiguous; how long it is valid: see `buckets`.
     """
 
     entries: tuple[Entry, ...]
@@ -37,7 +41,9 @@ class Bucket:
 
     def tensors(self) -> list[tuple[str, Tensor]]:
         """(name, tensor) of each entry; views of `data`."""
-        return [(e.name, self.data[e.start : e.stop].view(e.dtype).view(e.shape)) for e in self.entries]
+        return [
+            (e.name, self.data[e.start : e.stop].view(e.dtype).view(e.shape)) for e in self.entries
+        ]
 
 
 def buckets(
@@ -51,14 +57,17 @@ def buckets(
 ) -> Iterator[Bucket]:
     """Pack a stream into buckets of at most `bucket_bytes // in_flight` bytes.
 
-    `in_flight` buffers of that size serve all buckets in turn, so a bucket is valid until so many more are asked for,
-    and these buffers are the memory that the packing costs. A larger tensor is sent alone: as it is stored, without
-    a copy, or in a buffer of its own size where `allocate` is given. The order of the stream is kept.
+    `in_flight` buffers of that size serve all buckets in turn, so a bucket is valid until so many
+    more are asked for, and these buffers are the memory that the packing costs. A larger tensor is
+    sent alone: as it is stored, without a copy, or in a buffer of its own size where `allocate` is
+    given. The order of the stream is kept.
 
-    dtype: cast floating-point tensors to it; None leaves each as it is. allocate: (bytes, device of the stream's
-    first tensor) -> uint8 tensor on the device that the bytes are wanted on; None: the stream's own device.
+    dtype: cast floating-point tensors to it; None leaves each as it is. allocate: (bytes, device of
+    the stream's first tensor) -> uint8 tensor on the device that the bytes are wanted on; None: the
+    stream's own device.
 
-    Raises ValueError naming the tensor for a repeated name, before it is packed; ValueError for a size below 1.
+    Raises ValueError naming the tensor for a repeated name, before it is packed; ValueError for a
+    size below 1.
     """
     if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes={bucket_bytes}: give at least 1")
@@ -79,10 +88,17 @@ def buckets(
 class _Packer:
     """The buffers, and what has been packed into the last of them since it was taken."""
 
-    def __init__(self, size: int, count: int, device: torch.device | None,
-                 allocate: Callable[[int, torch.device], Tensor] | None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        size: int,
+        count: int,
+        device: torch.device | None,
+        allocate: Callable[[int, torch.device], Tensor] | None,
+    ) -> None:
         self._size, self._device, self._allocate = size, device, allocate
-        self._buffers: list[Tensor | None] = [None] * count  # the first is the next to be packed into
+        self._buffers: list[Tensor | None] = [
+            None
+        ] * count  # the first is the next to be packed into
         self._buffer: Tensor | None = None
         self._entries: list[Entry] = []
         self._used = 0

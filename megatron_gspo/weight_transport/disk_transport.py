@@ -24,28 +24,50 @@ INDEX = "model.safetensors.index.json"
 _PREFIX, _UNFINISHED = "weights-", ".unfinished-"
 _VERSION = f"{RANDOM_END}-[0-9]+"  # of a folder's name: the run that wrote it, and the step
 # https://github.com/huggingface/safetensors: names of element types in a file's header
-_TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64",
-          torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.int64: "I64", torch.int32: "I32",
-          torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"}  # fmt: skip
+_TYPES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float64: "F64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 
 
 class DiskTransport(WeightTransport):
-    """Every bucket becomes a safetensors file of a checkpoint in `directory`, which the servers load when it is whole.
+    """Every bucket becomes a safetensors file of a checkpoint in `directory`, which the servers
+    load when it is whole.
 
-    All sources write at the same time. Servers generate meanwhile and pause only to load. A checkpoint is renamed to
-    its name when it is complete, with its index and the other files of `source`, and is kept until the next one is
-    complete: a server that returns can be started from `checkpoint`, and the disk needs space for two. Memory: the
-    buffer.
+    All sources write at the same time. Servers generate meanwhile and pause only to load. A
+    checkpoint is renamed to its name when it is complete, with its index and the other files of
+    `source`, and is kept until the next one is complete: a server that returns can be started from
+    `checkpoint`, and the disk needs space for two. Memory: the buffer.
     """
 
     stores = True
     needs_session = False
 
-    def __init__(self, endpoints: WeightEndpoints, directory: Path, *, source: Path | None = None,
-                 quantization: dict[str, Any] | None = None, checksums: bool = False) -> None:  # fmt: skip
+    def __init__(
+        self,
+        endpoints: WeightEndpoints,
+        directory: Path,
+        *,
+        source: Path | None = None,
+        quantization: dict[str, Any] | None = None,
+        checksums: bool = False,
+    ) -> None:
         """quantization: the config's `quantization_config`; None: that of `source`."""
         super().__init__(endpoints, checksums=checksums)
-        self._directory, self._source = directory.absolute(), source  # a server has another working directory
+        self._directory, self._source = (
+            directory.absolute(),
+            source,
+        )  # a server has another working directory
         self._quantization = quantization
         self.checkpoint: Path | None = None  # the newest complete one, where it was published
         self._unfinished = self._directory
@@ -87,20 +109,27 @@ class DiskTransport(WeightTransport):
         return Sent()
 
     def publish(self, parts: int) -> None:
-        """Write the index, rename the checkpoint, remove the one before. Raises DiskError for a part that lacks."""
+        """Write the index, rename the checkpoint, remove the one before.
+
+        Raises DiskError for a part that lacks.
+        """
         weight_map: dict[str, str] = {}
         total = 0
         whole = self._directory / self._unfinished.name.replace(_UNFINISHED, _PREFIX, 1)
         with writing(whole):
             for part in (self._unfinished / _part_name(number) for number in range(parts)):
                 if not part.is_file():
-                    raise DiskError(f"{part}: not there; ranks on all nodes write to this directory: set "
-                                    f"{self.endpoints.engine}.weight_dir to one that all nodes share")  # fmt: skip
+                    raise DiskError(
+                        f"{part}: not there; ranks on all nodes write to this directory: set "
+                        f"{self.endpoints.engine}.weight_dir to one that all nodes share"
+                    )
                 found = json.loads(part.read_text())
                 weight_map |= found["weight_map"]
                 total += found["metadata"]["total_size"]
                 part.unlink()
-            (self._unfinished / INDEX).write_text(json.dumps(_index(weight_map, total), indent=2) + "\n")
+            (self._unfinished / INDEX).write_text(
+                json.dumps(_index(weight_map, total), indent=2) + "\n"
+            )
             self.complete(self._unfinished)
             self._rename(whole)
         self.checkpoint = whole
@@ -110,7 +139,9 @@ class DiskTransport(WeightTransport):
         if self._source is not None:
             copy_companions(self._source, folder)
             if self._quantization is not None:
-                config = read_json(self._source / "config.json") | {"quantization_config": self._quantization}
+                config = read_json(self._source / "config.json") | {
+                    "quantization_config": self._quantization
+                }
                 (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
     def _rename(self, whole: Path) -> None:
@@ -141,13 +172,19 @@ def _index(weight_map: dict[str, str], total: int) -> dict[str, Any]:
 
 
 def _write(file: Path, bucket: Bucket) -> None:
-    """A safetensors file of a CPU bucket: 8 bytes with the header's size, the header (JSON), the bucket's bytes."""
+    """A safetensors file of a CPU bucket: 8 bytes with the header's size, the header (JSON),
+    the bucket's bytes.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     for entry in bucket.entries:
         if entry.dtype not in _TYPES:
             raise ValueError(f"{entry.name} has {entry.dtype}; safetensors files can't hold it")
         offsets = [entry.start, entry.stop]
-        header[entry.name] = {"dtype": _TYPES[entry.dtype], "shape": list(entry.shape), "data_offsets": offsets}
+        header[entry.name] = {
+            "dtype": _TYPES[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": offsets,
+        }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with open(file, "wb") as out:

@@ -15,35 +15,57 @@ from megatron_gspo.servers.http_client import ServerError
 from megatron_gspo.weight_transport.buckets import Bucket, Entry
 from megatron_gspo.weight_transport.server_endpoints import ServerInfo, WeightEndpoints
 from megatron_gspo.weight_transport.transport import Sent, Target, WeightTransport
-from megatron_gspo.weight_transport.update_group import GroupError, UpdateGroup, default_backend, local_address
+from megatron_gspo.weight_transport.update_group import (
+    GroupError,
+    UpdateGroup,
+    default_backend,
+    local_address,
+)
 
-PROBE_SECONDS = 10.0  # a server whose group broke may take to leave it; one that does not has failed
+PROBE_SECONDS = (
+    10.0  # a server whose group broke may take to leave it; one that does not has failed
+)
 _IN_FLIGHT = 4
 
 
 class DistributedTransport(WeightTransport):
-    """One process group with all servers, kept between updates; a bucket is one broadcast to all of them.
+    """One process group with all servers, kept between updates; a bucket is one broadcast to all of
+    them.
 
-    Several buckets are in flight, so that a server passes one on while the next is sent: gloo's broadcast is a tree. A
-    server gets the requests of its buckets one after the other. One that answers with an error goes on receiving, so
-    that the others finish. One that dies or hangs breaks the group: the source leaves it, the servers that answer then
-    are `Sent.again`, and their next group is without it.
+    Several buckets are in flight, so that a server passes one on while the next is sent: gloo's
+    broadcast is a tree. A server gets the requests of its buckets one after the other. One that
+    answers with an error goes on receiving, so that the others finish. One that dies or hangs
+    breaks the group: the source leaves it, the servers that answer then are `Sent.again`, and their
+    next group is without it.
 
-    Memory: the buffers; a server allocates a bucket of its own. NCCL if both sides have GPUs, else gloo over TCP.
+    Memory: the buffers; a server allocates a bucket of its own. NCCL if both sides have GPUs, else
+    gloo over TCP.
     """
 
     in_flight = _IN_FLIGHT
 
-    def __init__(self, endpoints: WeightEndpoints, *, address: str | None = None, backend: str | None = None,
-                 checksums: bool = False) -> None:  # fmt: skip
-        """address: this machine's, as the servers reach it; None: that of the route to the first server."""
+    def __init__(
+        self,
+        endpoints: WeightEndpoints,
+        *,
+        address: str | None = None,
+        backend: str | None = None,
+        checksums: bool = False,
+    ) -> None:
+        """address: this machine's, as the servers reach it; None: that of the route to the
+        first server.
+        """
         super().__init__(endpoints, checksums=checksums)
         self._address, self._backend = address, backend
-        self._gpu = torch.cuda.current_device() if torch.cuda.is_available() else 0  # the event loop's thread has GPU 0
+        self._gpu = (
+            torch.cuda.current_device() if torch.cuda.is_available() else 0
+        )  # the event loop's thread has GPU 0
         self._run_id, self._group_numbers = uuid.uuid4().hex[:8], itertools.count()
         self._group: UpdateGroup | None = None
         self._members: dict[str, str] = {}  # start_id of each server of the group
-        self._version = self._completed = ""  # of this transfer, and of the last one that all of its servers took
+        self._version = self._completed = (
+            ""  # of this transfer, and of the last one that all of its servers took
+        )
         self._requests: dict[str, asyncio.Task[None]] = {}  # the last one of each server
         self._broadcasts: deque[asyncio.Task[None]] = deque()
         self._joined = False
@@ -53,8 +75,10 @@ class DistributedTransport(WeightTransport):
     def unsupported(self, info: ServerInfo) -> str:
         """See `WeightTransport.unsupported`: pipeline-parallel servers."""
         if info.pp_size > 1:
-            return (f"has pp_size {info.pp_size}, and a process group reaches no pipeline stages; "
-                    "start it without, or use another weight_transport")  # fmt: skip
+            return (
+                f"has pp_size {info.pp_size}, and a process group reaches no pipeline stages; "
+                "start it without, or use another weight_transport"
+            )
         return super().unsupported(info)
 
     def begin(self, version: str, part: int) -> None:
@@ -62,7 +86,9 @@ class DistributedTransport(WeightTransport):
         self._version = version
 
     async def open(self, targets: Mapping[str, Target], timeout: float) -> None:
-        """Keep the group if its servers are unchanged since the last update; else make a new one."""
+        """Keep the group if its servers are unchanged since the last update; else make a new
+        one.
+        """
         self._start(targets)
         if not targets or self._is_current(targets):
             return
@@ -71,17 +97,28 @@ class DistributedTransport(WeightTransport):
             await self._join(timeout)
         except GroupError as error:
             path = self.endpoints.init_group_path
-            self.failures = {url: ServerError(f"server {url}{path}: {error}", retry=False) for url in targets}
+            self.failures = {
+                url: ServerError(f"server {url}{path}: {error}", retry=False) for url in targets
+            }
             self.targets = {}
 
     def _start(self, targets: Mapping[str, Target]) -> None:
         self.targets, self.failures = dict(targets), {}
-        self._requests, self._broadcasts, self._broken, self._stop = {}, deque(), "", asyncio.Event()
+        self._requests, self._broadcasts, self._broken, self._stop = (
+            {},
+            deque(),
+            "",
+            asyncio.Event(),
+        )
 
     def _is_current(self, targets: Mapping[str, Target]) -> bool:
-        """Whether the group is that of these servers, and their weights have not changed since the last update."""
+        """Whether the group is that of these servers, and their weights have not changed since
+        the last update.
+        """
         members = {url: target.info.start_id for url, target in targets.items()}
-        unchanged = all(target.info.weight_version == self._completed for target in targets.values())
+        unchanged = all(
+            target.info.weight_version == self._completed for target in targets.values()
+        )
         return self._group is not None and members == self._members and unchanged
 
     def _new_group(self, infos: list[ServerInfo], timeout: float) -> UpdateGroup:
@@ -91,7 +128,9 @@ class DistributedTransport(WeightTransport):
         name = f"weights-{self._run_id}-{next(self._group_numbers)}"
         address = self._address or local_address(infos[0].url)
         size = 1 + sum(info.tp_size for info in infos)
-        return UpdateGroup(name, size, address=address, backend=backend, timeout=timeout, in_flight=self.in_flight)
+        return UpdateGroup(
+            name, size, address=address, backend=backend, timeout=timeout, in_flight=self.in_flight
+        )
 
     async def _join(self, timeout: float) -> None:
         """Make the group; a server that does not join breaks it."""
@@ -147,8 +186,14 @@ class DistributedTransport(WeightTransport):
             self._group.drop()
         self._group, self._joined = None, False
 
-    async def _load(self, target: Target, group: str, entries: tuple[Entry, ...], before: asyncio.Task[None] | None,
-                    timeout: float) -> None:  # fmt: skip
+    async def _load(
+        self,
+        target: Target,
+        group: str,
+        entries: tuple[Entry, ...],
+        before: asyncio.Task[None] | None,
+        timeout: float,
+    ) -> None:
         """A server's request for one bucket, after the one before."""
         if before is not None:
             await asyncio.wait([before])
@@ -194,16 +239,28 @@ class DistributedTransport(WeightTransport):
         await self._wait(timeout, 0)
         for request in self._requests.values():
             if not self._broken:
-                await self._until(request, _IN_FLIGHT * timeout)  # each request has a timeout of its own
+                await self._until(
+                    request, _IN_FLIGHT * timeout
+                )  # each request has a timeout of its own
 
     async def _break_up(self) -> Sent:
-        """Leave the broken group. The servers that leave it too can be updated again; the others have failed."""
+        """Leave the broken group.
+
+        The servers that leave it too can be updated again; the others have failed.
+        """
         path = self.endpoints.broadcast_path if self._joined else self.endpoints.init_group_path
-        refused = {} if self._joined else {url: e for url, e in self.failures.items() if e.status is not None}
+        refused = (
+            {}
+            if self._joined
+            else {url: e for url, e in self.failures.items() if e.status is not None}
+        )
         await self._cancel()
         left = await self._leave(PROBE_SECONDS)
         failures = {
-            url: self.failures.get(url) or ServerError(f"server {url}{path}: {self._broken}", retry=True)
+            url: (
+                self.failures.get(url)
+                or ServerError(f"server {url}{path}: {self._broken}", retry=True)
+            )
             for url in self.targets
             if url not in left or url in refused
         }

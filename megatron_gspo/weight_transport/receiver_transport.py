@@ -1,4 +1,6 @@
-"""Weights by broadcast from all sources at the same time, to servers that the run has started with our receiver."""
+"""Weights by broadcast from all sources at the same time, to servers that the run has started
+with our receiver.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ _WATCH_SECONDS = 0.5  # between two looks at what ends a transfer
 
 @dataclass(frozen=True)
 class Offer:
-    """What a server needs to join a source's process group; see `receiver/megatron_gspo_receiver.py`."""
+    """What a server needs to join a source's process group; see
+    `receiver/megatron_gspo_receiver.py`.
+    """
 
     name: str
     address: str
@@ -41,28 +45,41 @@ class Offer:
 
 
 class ReceiverTransport(DistributedTransport):
-    """As `DistributedTransport`, without requests: a server gets one for all sources (`receive_request`).
+    """As `DistributedTransport`, without requests: a server gets one for all sources
+    (`receive_request`).
 
-    A source describes each bucket in the store of its group, and reads there what the servers answer. An error of a
-    server does not end a transfer; a broken group does, for all of its servers, and whoever sent the requests knows
-    which servers have failed.
+    A source describes each bucket in the store of its group, and reads there what the servers
+    answer. An error of a server does not end a transfer; a broken group does, for all of its
+    servers, and whoever sent the requests knows which servers have failed.
 
-    changes_only: tensors whose bytes are those of the last update are not sent. checksums: the servers compare the
-    checksum of every tensor, sent or not, with that of what they loaded.
+    changes_only: tensors whose bytes are those of the last update are not sent. checksums: the
+    servers compare the checksum of every tensor, sent or not, with that of what they loaded.
     """
 
-    def __init__(self, endpoints: WeightEndpoints, *, address: str | None = None, backend: str | None = None,
-                 changes_only: bool = False, checksums: bool = False) -> None:  # fmt: skip
+    def __init__(
+        self,
+        endpoints: WeightEndpoints,
+        *,
+        address: str | None = None,
+        backend: str | None = None,
+        changes_only: bool = False,
+        checksums: bool = False,
+    ) -> None:
         super().__init__(endpoints, address=address, backend=backend, checksums=checksums)
         self._changes_only = changes_only
         self._transfer, self._number = "", 0
         self._sums: dict[str, int] = {}  # of this transfer
-        self._known: dict[str, int] = {}  # of the last one, if all servers of the group completed it
+        self._known: dict[
+            str, int
+        ] = {}  # of the last one, if all servers of the group completed it
 
     def unsupported(self, info: ServerInfo) -> str:
         """See `WeightTransport.unsupported`: servers without the receiver, too."""
         if info.receiver is False:
-            return "has no receiver of weights; start it with megatron-gspo serve, or use weight_transport=disk"
+            return (
+                "has no receiver of weights; start it with megatron-gspo serve, or use"
+                " weight_transport=disk"
+            )
         return super().unsupported(info)
 
     def takes_all_sources(self, infos: list[ServerInfo]) -> bool:
@@ -70,7 +87,9 @@ class ReceiverTransport(DistributedTransport):
         return True
 
     def offer(self, targets: Mapping[str, Target], transfer: str, timeout: float) -> Offer:
-        """The group that the servers are to join for a transfer: the last one if they are unchanged since."""
+        """The group that the servers are to join for a transfer: the last one if they are
+        unchanged since.
+        """
         self._transfer = transfer
         if not self._is_current(targets):
             self.close()
@@ -106,7 +125,10 @@ class ReceiverTransport(DistributedTransport):
         """See `WeightTransport.send`."""
         if self.is_over or self._group is None:
             return
-        entries = [(e.name, str(e.dtype).removeprefix("torch."), e.shape, e.start, e.stop) for e in bucket.entries]
+        entries = [
+            (e.name, str(e.dtype).removeprefix("torch."), e.shape, e.start, e.stop)
+            for e in bucket.entries
+        ]
         self._write_entry(self._number, {"entries": entries, "nbytes": bucket.nbytes})
         self._number += 1
         self._broadcasts.append(asyncio.create_task(self._group.broadcast(bucket.data)))
@@ -129,7 +151,9 @@ class ReceiverTransport(DistributedTransport):
             said = next(filter(None, answers[rank - 1 : rank - 1 + target.info.tp_size]), "")
             rank += target.info.tp_size
             if said:
-                self.failures[url] = ServerError(f"server {url}: {said[:200]}", status=200, retry=False)
+                self.failures[url] = ServerError(
+                    f"server {url}: {said[:200]}", status=200, retry=False
+                )
         self._completed = "" if self.failures else self._version
         self._known = {} if self.failures else self._sums
         return Sent(self.failures)
@@ -149,7 +173,9 @@ class ReceiverTransport(DistributedTransport):
         self._group.put(f"{self._transfer}/{number}", json.dumps(entry))
 
     async def _watch(self) -> None:
-        """Break the group where the sender of the requests or a server reports that it is broken."""
+        """Break the group where the sender of the requests or a server reports that it is
+        broken.
+        """
         group = self._group
         assert group is not None
         ranks = [f"{self._transfer}/done/{rank}" for rank in range(1, group.size)]
@@ -177,10 +203,18 @@ class ReceiverTransport(DistributedTransport):
         return answers
 
 
-def receive_requests(offers: list[Offer], transfer: str, infos: list[ServerInfo], *, timeout: float,
-                     checksums: bool) -> dict[str, list[dict[str, Any]]]:  # fmt: skip
-    """URL -> the request for each tensor-parallel rank of that server; they are numbered in the order of `infos`."""
-    common = {"transfer": transfer, "timeout": timeout, "checksums": checksums, "sources": [asdict(o) for o in offers]}
+def receive_requests(
+    offers: list[Offer], transfer: str, infos: list[ServerInfo], *, timeout: float, checksums: bool
+) -> dict[str, list[dict[str, Any]]]:
+    """URL -> the request for each tensor-parallel rank of that server; they are numbered in the
+    order of `infos`.
+    """
+    common = {
+        "transfer": transfer,
+        "timeout": timeout,
+        "checksums": checksums,
+        "sources": [asdict(o) for o in offers],
+    }
     requests: dict[str, list[dict[str, Any]]] = {}
     first = 1
     for info in infos:
@@ -192,5 +226,7 @@ def receive_requests(offers: list[Offer], transfer: str, infos: list[ServerInfo]
 def abort_transfer(offer: Offer, transfer: str) -> None:
     """Report to a source of a transfer that a server has failed."""
     with contextlib.suppress(RuntimeError):  # it has ended already
-        store = dist.TCPStore(offer.address, offer.port, None, False, _CONNECT, wait_for_workers=False)
+        store = dist.TCPStore(
+            offer.address, offer.port, None, False, _CONNECT, wait_for_workers=False
+        )
         dist.PrefixStore(f"{offer.name}/transfers", store).set(f"{transfer}/abort", "1")

@@ -1,4 +1,6 @@
-"""The requests of a weight update, which each kind of inference server defines, in its folder of `rollout/`."""
+"""The requests of a weight update, which each kind of inference server defines, in its folder
+of `rollout/`.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,15 @@ ADAPTERS = "policy"  # the name of the adapters that are trained, on a server
 class ServerInfo:
     """Properties of one server, as it reports them.
 
-    version: of the server's software, for messages only. start_id: differs after a restart. weight_version: of its
-    weights. model_path: the directory that it loaded last. device: "cuda" or "cpu". tp_size, pp_size, dp_size:
-    parallel ranks. max_input_tokens: longest prompt; max_total_tokens: longest sequence that it can hold, in tokens;
-    None if not reported. routed_experts: whether it returns them. update_session: whether a weight update must be
-    opened and closed by requests of its own (SGLang since 0.5.23). speculative: whether it decodes speculatively.
-    receiver: whether it has our receiver of weights; None if it does not say. adapters: whether it takes LoRA adapters;
-    adapter_tensors: also in a request.
-    keeps_memory: why it can't free its GPU memory while it is idle, with the fix; "" if it can or does not say.
+    version: of the server's software, for messages only. start_id: differs after a restart.
+    weight_version: of its weights. model_path: the directory that it loaded last. device: "cuda" or
+    "cpu". tp_size, pp_size, dp_size: parallel ranks. max_input_tokens: longest prompt;
+    max_total_tokens: longest sequence that it can hold, in tokens; None if not reported.
+    routed_experts: whether it returns them. update_session: whether a weight update must be opened
+    and closed by requests of its own (SGLang since 0.5.23). speculative: whether it decodes
+    speculatively. receiver: whether it has our receiver of weights; None if it does not say.
+    adapters: whether it takes LoRA adapters; adapter_tensors: also in a request. keeps_memory: why
+    it can't free its GPU memory while it is idle, with the fix; "" if it can or does not say.
     refusal: why its responses can't be used, with the fix; "" if they can.
     """
 
@@ -50,8 +53,8 @@ class ServerInfo:
     refusal: str = ""
 
     def unusable(self, *, routes: bool, colocated: bool = False) -> str:
-        """Why a run can't use it, with the fix; "" if it can. routes: whether the run needs them. colocated: whether it
-        must free its memory while the run trains."""
+        """Why a run can't use it, with the fix; "" if it can. routes: whether the run needs them.
+        colocated: whether it must free its memory while the run trains."""
         if self.refusal:
             return self.refusal
         if colocated and self.keeps_memory:
@@ -59,25 +62,29 @@ class ServerInfo:
         if routes and not self.routed_experts:
             return "it returns no routed experts; start it with --enable-return-routed-experts"
         if routes and self.speculative:
-            return "it decodes speculatively, which mixes up routed experts; start it without, or use routing.replay=r2"
+            return (
+                "it decodes speculatively, which mixes up routed experts; start it without, or use"
+                " routing.replay=r2"
+            )
         return ""
 
 
 @dataclass(frozen=True)
 class ClearedWeights:
-    """The parameters of a server that were set to zero before an update. digests: of those whose digest changed with
-    it, by name; only these can be proven. total: number of all."""
+    """The parameters of a server that were set to zero before an update. digests: of those whose
+    digest changed with it, by name; only these can be proven. total: number of all."""
 
     digests: Mapping[str, str] = field(default_factory=dict)
     total: int = 0
 
 
 class WeightEndpoints:
-    """One kind of server. Stateless. Every method raises `ServerError`; timeout: seconds of each request.
+    """One kind of server. Stateless. Every method raises `ServerError`; timeout: seconds of each
+    request.
 
-    A kind that lacks a transport does not define its methods, and its config section does not accept it. engine: its
-    name, which is also that of the config section. init_group_path, broadcast_path: of `init_group` and
-    `load_broadcast`, for error messages.
+    A kind that lacks a transport does not define its methods, and its config section does not
+    accept it. engine: its name, which is also that of the config section. init_group_path,
+    broadcast_path: of `init_group` and `load_broadcast`, for error messages.
     """
 
     engine: str
@@ -109,15 +116,23 @@ class WeightEndpoints:
         raise NotImplementedError
 
     async def clear_weights(self, server: ServerClient, *, timeout: float) -> ClearedWeights:
-        """Set all parameters of a paused server to zero, for `unwritten`. A kind without such a check does nothing."""
+        """Set all parameters of a paused server to zero, for `unwritten`.
+
+        A kind without such a check does nothing.
+        """
         return ClearedWeights()
 
-    async def unwritten(self, server: ServerClient, cleared: ClearedWeights, *, timeout: float) -> list[str]:
+    async def unwritten(
+        self, server: ServerClient, cleared: ClearedWeights, *, timeout: float
+    ) -> list[str]:
         """Names of parameters that no update has written since `clear_weights`, sorted."""
         return []
 
     async def begin_update(self, server: ServerClient, *, timeout: float) -> None:
-        """Open an update, on a server whose `ServerInfo.update_session` is set. One left open is closed first."""
+        """Open an update, on a server whose `ServerInfo.update_session` is set.
+
+        One left open is closed first.
+        """
         raise NotImplementedError
 
     async def end_update(self, server: ServerClient, *, timeout: float) -> None:
@@ -133,24 +148,41 @@ class WeightEndpoints:
         raise NotImplementedError
 
     async def load_adapter_payloads(
-        self, server: ServerClient, config: Mapping[str, Any], payloads: Sequence[Iterable[bytes | memoryview]], *,
+        self,
+        server: ServerClient,
+        config: Mapping[str, Any],
+        payloads: Sequence[Iterable[bytes | memoryview]],
+        *,
         timeout: float,
     ) -> None:
-        """`load_adapters` of adapters in the request, encoded as for `load_payloads`; config: PEFT's."""
+        """`load_adapters` of adapters in the request, encoded as for `load_payloads`; config:
+        PEFT's.
+        """
         raise NotImplementedError
 
     async def load_payloads(
-        self, server: ServerClient, payloads: Sequence[Iterable[bytes | memoryview]], *, timeout: float
+        self,
+        server: ServerClient,
+        payloads: Sequence[Iterable[bytes | memoryview]],
+        *,
+        timeout: float,
     ) -> None:
-        """Load a bucket, encoded (`sglang_payload`), one payload for each tensor-parallel rank of the server."""
+        """Load a bucket, encoded (`sglang_payload`), one payload for each tensor-parallel rank
+        of the server.
+        """
         raise NotImplementedError
 
-    async def receive(self, server: ServerClient, requests: Sequence[dict[str, Any]], *, timeout: float) -> None:
-        """Receive the weights of all sources, on a server with our receiver; a request for each tensor-parallel rank
-        (`receiver/megatron_gspo_receiver.py`). Returns when the transfer has ended in any way."""
+    async def receive(
+        self, server: ServerClient, requests: Sequence[dict[str, Any]], *, timeout: float
+    ) -> None:
+        """Receive the weights of all sources, on a server with our receiver; a request for each
+        tensor-parallel rank (`receiver/megatron_gspo_receiver.py`). Returns when the transfer has
+        ended in any way."""
         raise NotImplementedError
 
-    async def init_group(self, server: ServerClient, group: UpdateGroup, first_rank: int, *, timeout: float) -> None:
+    async def init_group(
+        self, server: ServerClient, group: UpdateGroup, first_rank: int, *, timeout: float
+    ) -> None:
         """Join a process group, with consecutive ranks from `first_rank` on."""
         raise NotImplementedError
 

@@ -1,8 +1,10 @@
-"""A bucket in SGLang's "flattened_bucket" format, as /update_weights_from_tensor takes it; SGLang's code is not used.
+"""A bucket in SGLang's "flattened_bucket" format, as /update_weights_from_tensor takes it; SGLang's
+code is not used.
 
-The server unpickles a dictionary of one flat byte tensor and, for each tensor in it, an object with name, sizes, dtype
-and place; it reads attributes only, so `types.SimpleNamespace` serves, which its list of allowed names holds in every
-supported version. The tensor is either in the pickle, by value, or a handle to memory that both processes map.
+The server unpickles a dictionary of one flat byte tensor and, for each tensor in it, an object with
+name, sizes, dtype and place; it reads attributes only, so `types.SimpleNamespace` serves, which its
+list of allowed names holds in every supported version. The tensor is either in the pickle, by
+value, or a handle to memory that both processes map.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ def by_value(bucket: Bucket) -> list[bytes | memoryview]:
     memory = bucket.data.numpy()
     exact = torch.from_numpy(memory)  # a storage of just these bytes: torch saves whole storages
     saved = _Pieces(memory)
-    storage = torch.storage.TypedStorage(wrap_storage=exact.untyped_storage(), dtype=torch.uint8, _internal=True)
+    storage = torch.storage.TypedStorage(
+        wrap_storage=exact.untyped_storage(), dtype=torch.uint8, _internal=True
+    )
     torch.save(storage, saved, _use_new_zipfile_serialization=False)  # type: ignore[arg-type] # it only writes
     size = sum(len(piece) for piece in saved.pieces)
     # the pickler would copy the bytes: it gets a stand-in, whose place they take below
@@ -52,15 +56,19 @@ def by_value(bucket: Bucket) -> list[bytes | memoryview]:
 
 
 def by_handle(bucket: Bucket) -> bytes:
-    """The pickle with a handle to the bucket's memory: CUDA IPC for a CUDA bucket, else POSIX shared memory.
+    """The pickle with a handle to the bucket's memory: CUDA IPC for a CUDA bucket, else POSIX
+    shared memory.
 
-    The receiver maps the memory while it copies; every handle is for one receiver, since it counts the references.
-    Raises ValueError for a CPU bucket that isn't packed into a `shared_buffer`: to share it would copy it first.
+    The receiver maps the memory while it copies; every handle is for one receiver, since it counts
+    the references. Raises ValueError for a CPU bucket that isn't packed into a `shared_buffer`: to
+    share it would copy it first.
     """
     data = bucket.data
     if data.is_cuda:
         rebuild, arguments = reductions.reduce_tensor(data)
-        device = str(torch.cuda.get_device_properties(data.device).uuid)  # indices differ between the processes
+        device = str(
+            torch.cuda.get_device_properties(data.device).uuid
+        )  # indices differ between the processes
         arguments = (*arguments[:_DEVICE], device, *arguments[_DEVICE + 1 :])
         return _pickle(bucket, None, (rebuild, arguments))
     storage = data.untyped_storage()
@@ -73,16 +81,28 @@ def by_handle(bucket: Bucket) -> bytes:
 
 
 def shared_buffer(size: int, device: torch.device) -> Tensor:
-    """[size] uint8 in memory that another process can map by a handle: on `device` if that is CUDA, else shared."""
+    """[size] uint8 in memory that another process can map by a handle: on `device` if that is
+    CUDA, else shared.
+    """
     if device.type == "cuda":
         return torch.empty(size, dtype=torch.uint8, device=device)
-    return torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_using_filename_cpu(size))
+    return torch.empty(0, dtype=torch.uint8).set_(
+        torch.UntypedStorage._new_using_filename_cpu(size)
+    )
 
 
-def json_with_base64(fields: dict[str, Any], key: str, payloads: Iterable[Iterable[bytes | memoryview]]
-                     ) -> Iterator[bytes]:  # fmt: skip
-    """The JSON object `fields` plus `key`: a list of the payloads in base64; in pieces of about a megabyte."""
-    yield json.dumps(fields)[:-1].encode() + (b"," if fields else b"") + json.dumps(key).encode() + b":["
+def json_with_base64(
+    fields: dict[str, Any], key: str, payloads: Iterable[Iterable[bytes | memoryview]]
+) -> Iterator[bytes]:
+    """The JSON object `fields` plus `key`: a list of the payloads in base64; in pieces of about
+    a megabyte.
+    """
+    yield (
+        json.dumps(fields)[:-1].encode()
+        + (b"," if fields else b"")
+        + json.dumps(key).encode()
+        + b":["
+    )
     for number, payload in enumerate(payloads):
         yield b'"' if number == 0 else b',"'
         yield from base64_pieces(payload)
@@ -122,7 +142,9 @@ def is_this_machine(host: str) -> bool:
 
 
 class _Pieces:
-    """A file that keeps what is written to it: parts of `memory` [bytes] as views that keep it, all else copied."""
+    """A file that keeps what is written to it: parts of `memory` [bytes] as views that keep it,
+    all else copied.
+    """
 
     def __init__(self, memory: np.ndarray) -> None:
         self.pieces: list[bytes | memoryview] = []
@@ -130,7 +152,11 @@ class _Pieces:
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")  # of torch's own, which keep nothing
-        start = np.frombuffer(view, np.uint8).ctypes.data - self._memory.ctypes.data if len(view) else -1
+        start = (
+            np.frombuffer(view, np.uint8).ctypes.data - self._memory.ctypes.data
+            if len(view)
+            else -1
+        )
         if 0 <= start < len(self._memory):
             self.pieces.append(self._memory.data[start : start + len(view)])
         else:
@@ -159,15 +185,25 @@ class _Pickler(pickle.Pickler):
 
 
 def _pickle(bucket: Bucket, storage: Callable[[], Any] | None, tensor: Any = None) -> bytes:
-    """storage: what rebuilds the flat tensor's storage; tensor: what rebuilds it whole, in its place."""
+    """storage: what rebuilds the flat tensor's storage; tensor: what rebuilds it whole, in its
+    place.
+    """
     if tensor is None:
-        tensor = (torch._utils._rebuild_tensor_v2,
-                  (_Storage(), 0, (bucket.nbytes,), (1,), False, collections.OrderedDict()))  # fmt: skip
+        tensor = (
+            torch._utils._rebuild_tensor_v2,
+            (_Storage(), 0, (bucket.nbytes,), (1,), False, collections.OrderedDict()),
+        )
     metadata = [
-        SimpleNamespace(name=e.name, shape=e.shape, dtype=e.dtype, start_idx=e.start, end_idx=e.stop,
-                        numel=e.stop - e.start)
+        SimpleNamespace(
+            name=e.name,
+            shape=e.shape,
+            dtype=e.dtype,
+            start_idx=e.start,
+            end_idx=e.stop,
+            numel=e.stop - e.start,
+        )
         for e in bucket.entries
-    ]  # fmt: skip
+    ]
     file = io.BytesIO()
     reduced: dict[type, Any] = {_Flat: tensor} | ({_Storage: storage()} if storage else {})
     _Pickler(file, reduced).dump({"flattened_tensor": _Flat(), "metadata": metadata})

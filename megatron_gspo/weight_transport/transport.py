@@ -25,23 +25,24 @@ class Target:
 
 @dataclass(frozen=True)
 class Sent:
-    """The result of a transfer. failures: of servers, by URL. again: URLs of servers that work and lack tensors of this
-    source, because another server's failure broke the group with them."""
+    """The result of a transfer. failures: of servers, by URL. again: URLs of servers that work and
+    lack tensors of this source, because another server's failure broke the group with them."""
 
     failures: dict[str, ServerError] = field(default_factory=dict)
     again: tuple[str, ...] = ()
 
 
 class WeightTransport:
-    """Base class. Each source has one, kept between updates; in a transfer it sends its own tensors to all servers.
+    """Base class. Each source has one, kept between updates; in a transfer it sends its own tensors
+    to all servers.
 
-    The first source's `prepare`, `publish` and `load` enclose the transfers of all sources. Coroutines run in the event
-    loop, the other methods in the caller's thread.
+    The first source's `prepare`, `publish` and `load` enclose the transfers of all sources.
+    Coroutines run in the event loop, the other methods in the caller's thread.
 
-    stores: the weights of all sources are taken before any server is paused; else servers are paused first.
-    needs_session: servers with `ServerInfo.update_session` need it around this transport's requests.
-    device, allocate: of the buffers, as `buckets` takes them; read when the servers have been opened.
-    in_flight: buckets that are sent at the same time.
+    stores: the weights of all sources are taken before any server is paused; else servers are
+    paused first. needs_session: servers with `ServerInfo.update_session` need it around this
+    transport's requests. device, allocate: of the buffers, as `buckets` takes them; read when the
+    servers have been opened. in_flight: buckets that are sent at the same time.
     """
 
     stores = False
@@ -51,7 +52,9 @@ class WeightTransport:
     allocate: Callable[[int, torch.device], Tensor] | None = None
 
     def __init__(self, endpoints: WeightEndpoints, *, checksums: bool = False) -> None:
-        """checksums: whether the servers prove an update by checksums (`WeightEndpoints.clear_weights`)."""
+        """checksums: whether the servers prove an update by checksums
+        (`WeightEndpoints.clear_weights`).
+        """
         self.endpoints, self.checksums = endpoints, checksums
         self.targets: dict[str, Target] = {}
         self.failures: dict[str, ServerError] = {}
@@ -59,8 +62,10 @@ class WeightTransport:
     def unsupported(self, info: ServerInfo) -> str:
         """Why this server can't be updated this way, with the fix; "" if it can."""
         if info.dp_size > 1:
-            return (f"has dp_size {info.dp_size}, and data-parallel ranks take weights from files only; start one "
-                    "server for each, or use weight_transport=disk")  # fmt: skip
+            return (
+                f"has dp_size {info.dp_size}, and data-parallel ranks take weights from files only;"
+                " start one server for each, or use weight_transport=disk"
+            )
         return ""
 
     def takes_all_sources(self, infos: list[ServerInfo]) -> bool:

@@ -1,9 +1,11 @@
-"""A process group of this process and the ranks of servers, outside of torch.distributed's registry.
+"""A process group of this process and the ranks of servers, outside of torch.distributed's
+registry.
 
-The other side is SGLang's /init_weights_update_group, which joins with `init_custom_process_group`: a TCPStore at an
-address and port, prefixed with the group's name; then `_new_process_group_helper`, which prefixes it again with
-name and device. Building the same prefixes around public classes keeps the group out of torch.distributed's global
-registry, gives it deadlines of its own, and lets it be dropped when its server dies.
+The other side is SGLang's /init_weights_update_group, which joins with `init_custom_process_group`:
+a TCPStore at an address and port, prefixed with the group's name; then `_new_process_group_helper`,
+which prefixes it again with name and device. Building the same prefixes around public classes keeps
+the group out of torch.distributed's global registry, gives it deadlines of its own, and lets it be
+dropped when its server dies.
 """
 
 from __future__ import annotations
@@ -23,7 +25,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 T = TypeVar("T")
-_DEVICES = {"gloo": "cpu", "nccl": "cuda"}  # the device whose prefix torch gives the backend's store
+_DEVICES = {
+    "gloo": "cpu",
+    "nccl": "cuda",
+}  # the device whose prefix torch gives the backend's store
 _POLL = 0.002  # seconds between two checks of a broadcast
 _SLACK = 5.0  # the backend's own timeout comes later than ours, whose message is better
 
@@ -33,12 +38,22 @@ class GroupError(RuntimeError):
 
 
 class UpdateGroup:
-    """Rank 0 is this process, the tensor-parallel ranks of the servers follow. Made in two steps, since all connect at
-    the same time: the constructor listens, so that `port` is known; `join` connects."""
+    """Rank 0 is this process, the tensor-parallel ranks of the servers follow. Made in two steps,
+    since all connect at the same time: the constructor listens, so that `port` is known; `join`
+    connects."""
 
-    def __init__(self, name: str, size: int, *, address: str, backend: str, timeout: float, in_flight: int = 1) -> None:
-        """address: this machine's, as the servers reach it; the store listens there and nowhere else. in_flight:
-        broadcasts at the same time.
+    def __init__(
+        self,
+        name: str,
+        size: int,
+        *,
+        address: str,
+        backend: str,
+        timeout: float,
+        in_flight: int = 1,
+    ) -> None:
+        """address: this machine's, as the servers reach it; the store listens there and nowhere
+        else. in_flight: broadcasts at the same time.
 
         Raises GroupError if it can't listen there.
         """
@@ -48,16 +63,26 @@ class UpdateGroup:
         self._group: Any = None
         self._works: list[Any] = []
         try:
-            family, kind, protocol, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+            family, kind, protocol, _, place = socket.getaddrinfo(
+                address, 0, type=socket.SOCK_STREAM
+            )[0]
             listener = socket.socket(family, kind, protocol)
             listener.bind(place)
             listener.listen()
         except OSError as error:
-            raise GroupError(f"master_address={address}: cannot listen there ({error.strerror or error}); "
-                             "give an address of this machine") from None  # fmt: skip
+            raise GroupError(
+                f"master_address={address}: cannot listen there ({error.strerror or error}); "
+                "give an address of this machine"
+            ) from None
         self.port = listener.getsockname()[1]
         self._store: dist.TCPStore | None = dist.TCPStore(
-            address, self.port, size, True, self._timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+            address,
+            self.port,
+            size,
+            True,
+            self._timeout,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
         )
 
     async def join(self) -> None:
@@ -69,7 +94,9 @@ class UpdateGroup:
 
     def _connect(self) -> Any:
         # a client, so that this ends when `drop` ends the store
-        client = dist.TCPStore(self.address, self.port, None, False, self._timeout, wait_for_workers=False)
+        client = dist.TCPStore(
+            self.address, self.port, None, False, self._timeout, wait_for_workers=False
+        )
         store = dist.PrefixStore(self.name, client)
         store = dist.PrefixStore(f"{self.name}/", store)
         store = dist.PrefixStore(f"{_DEVICES[self.backend]}/", store)
@@ -88,7 +115,12 @@ class UpdateGroup:
         Raises GroupError.
         """
         options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor, options.timeout, options.asyncOp = 0, 0, self._timeout, True
+        options.rootRank, options.rootTensor, options.timeout, options.asyncOp = (
+            0,
+            0,
+            self._timeout,
+            True,
+        )
         work = None
         try:
             work = self._group.broadcast([data], options)
@@ -125,7 +157,9 @@ class UpdateGroup:
         return dist.PrefixStore(f"{self.name}/transfers", self._store)
 
     def drop(self) -> None:
-        """Drop the group without waiting for the servers; in the background if an operation is running."""
+        """Drop the group without waiting for the servers; in the background if an operation is
+        running.
+        """
         group, works = self._group, self._works
         self._group, self._works, self._store = None, [], None
         if group is not None:
@@ -133,7 +167,9 @@ class UpdateGroup:
 
 
 def _release(held: list[Any], works: list[Any]) -> None:
-    """End a group: torch waits in its destructor for running operations, so these have to end before."""
+    """End a group: torch waits in its destructor for running operations, so these have to end
+    before.
+    """
     if works:
         held[0].abort()
     while any(not work.is_completed() for work in works):
@@ -146,7 +182,9 @@ def local_address(url: str) -> str:
     """This machine's address on the route to a server."""
     parts = urlsplit(url)
     try:
-        family, _, _, _, place = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]
+        family, _, _, _, place = socket.getaddrinfo(
+            parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM
+        )[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(place)  # sends nothing
             return str(probe.getsockname()[0])
@@ -155,7 +193,9 @@ def local_address(url: str) -> str:
 
 
 async def in_thread(function: Callable[[], T]) -> T:
-    """The function's result, from a daemon thread: unlike an executor's, one that hangs doesn't keep the program."""
+    """The function's result, from a daemon thread: unlike an executor's, one that hangs doesn't
+    keep the program.
+    """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 

@@ -1,4 +1,6 @@
-"""One source's tensors from its rank to ranks of other nodes, which hand them to the servers beside them."""
+"""One source's tensors from its rank to ranks of other nodes, which hand them to the servers
+beside them.
+"""
 
 from __future__ import annotations
 
@@ -18,22 +20,30 @@ PIECE = 48 * 2**20  # bytes of a broadcast; a larger tensor goes alone
 
 
 def relay_groups(sources: Sequence[WeightSource | None]) -> dict[int, ProcessGroup]:
-    """A process group of each source that has relays, by the source's number: its rank and those of its relays.
+    """A process group of each source that has relays, by the source's number: its rank and those of
+    its relays.
 
     A collective of all ranks.
     """
-    made = {source.number: dist.new_group([source.rank, *(relay.rank for relay in source.relays)])
-            for source in sources if source is not None and source.relays}  # fmt: skip
-    return {number: group for number, group in made.items() if isinstance(group, ProcessGroup)}  # those of this rank
+    made = {
+        source.number: dist.new_group([source.rank, *(relay.rank for relay in source.relays)])
+        for source in sources
+        if source is not None and source.relays
+    }
+    return {
+        number: group for number, group in made.items() if isinstance(group, ProcessGroup)
+    }  # those of this rank
 
 
-def relayed(stream: Iterable[tuple[str, Tensor]], rank: int, group: ProcessGroup,
-            piece: int = PIECE) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
-    """The source's stream on every rank of the group; each tensor is broadcast once, whatever the number of ranks.
+def relayed(
+    stream: Iterable[tuple[str, Tensor]], rank: int, group: ProcessGroup, piece: int = PIECE
+) -> Iterator[tuple[str, Tensor]]:
+    """The source's stream on every rank of the group; each tensor is broadcast once, whatever the
+    number of ranks.
 
-    stream: of the source, which the other ranks read too, since producing it may be collective. rank: the source's in
-    the world. Tensors are valid until the next is asked for. A collective of the group; memory: `piece`, or the largest
-    tensor if that is larger.
+    stream: of the source, which the other ranks read too, since producing it may be collective.
+    rank: the source's in the world. Tensors are valid until the next is asked for. A collective of
+    the group; memory: `piece`, or the largest tensor if that is larger.
     """
     device = group_device(group)
     if dist.get_rank() != rank:

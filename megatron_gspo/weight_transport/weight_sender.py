@@ -16,7 +16,9 @@ from megatron_gspo.weight_transport.weight_update import Stream, send_weights
 
 
 class WeightSender:
-    """Sends one source's tensors; an event loop and HTTP session of its own, from the first transfer on."""
+    """Sends one source's tensors; an event loop and HTTP session of its own, from the first
+    transfer on.
+    """
 
     def __init__(self, config: ServerConfig, transport: WeightTransport) -> None:
         self.transport = transport
@@ -31,8 +33,11 @@ class WeightSender:
         except GroupError as error:
             return EngineError(f"{self._config.section}.{error}")
 
-    def send(self, infos: Sequence[ServerInfo], stream: Stream, *, version: str, part: int = 0) -> Sent | UserError:
-        """Send to the servers that another rank has paused; or why this source can't, for all of them.
+    def send(
+        self, infos: Sequence[ServerInfo], stream: Stream, *, version: str, part: int = 0
+    ) -> Sent | UserError:
+        """Send to the servers that another rank has paused; or why this source can't, for all of
+        them.
 
         The stream is read to its end. part: number of this source.
         """
@@ -40,8 +45,14 @@ class WeightSender:
         assert self._loop is not None
         self.transport.begin(version, part)
         try:
-            return send_weights(self._loop, self.transport, targets, stream, timeout=self._config.update_timeout,
-                                bucket_bytes=int(self._config.weight_bucket_mb * 2**20))  # fmt: skip
+            return send_weights(
+                self._loop,
+                self.transport,
+                targets,
+                stream,
+                timeout=self._config.update_timeout,
+                bucket_bytes=int(self._config.weight_bucket_mb * 2**20),
+            )
         except DiskError as error:
             return error
         except ValueError as error:
@@ -52,7 +63,10 @@ class WeightSender:
             self._loop = EventLoop()
             self._session = self._loop.run(open_session())
             self._key = read_api_key(self._config)
-        return {info.url: Target(ServerClient(info.url, self._session, api_key=self._key), info) for info in infos}
+        return {
+            info.url: Target(ServerClient(info.url, self._session, api_key=self._key), info)
+            for info in infos
+        }
 
     def close(self) -> None:
         """Close the connections. May be called again."""

@@ -1,4 +1,6 @@
-"""The ranks that send weights to servers and files, as plain data; which rank hands which tensors to which server."""
+"""The ranks that send weights to servers and files, as plain data; which rank hands which
+tensors to which server.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,11 @@ class Relay:
 
 @dataclass(frozen=True)
 class WeightSource:
-    """A rank and what it sends: of its pipeline stage, what is not an expert's (`shared`), and its own `experts`.
+    """A rank and what it sends: of its pipeline stage, what is not an expert's (`shared`), and its
+    own `experts`.
 
-    servers: URLs of those that it sends to; None: all. relays: ranks of other nodes that send its tensors to other
-    servers. number: place among the `count` sources of an update.
+    servers: URLs of those that it sends to; None: all. relays: ranks of other nodes that send its
+    tensors to other servers. number: place among the `count` sources of an update.
     """
 
     rank: int
@@ -52,8 +55,8 @@ class WeightSource:
 
 @dataclass(frozen=True)
 class ServerPlace:
-    """Where a server runs. node: whose ranks are `node * ranks_per_node` and the following; None: a machine without
-    ranks. gpus: those of its ranks, as local ranks of the node."""
+    """Where a server runs. node: whose ranks are `node * ranks_per_node` and the following; None: a
+    machine without ranks. gpus: those of its ranks, as local ranks of the node."""
 
     url: str
     node: int | None
@@ -62,17 +65,22 @@ class ServerPlace:
 
 def numbered(sources: Sequence[WeightSource]) -> tuple[WeightSource, ...]:
     """The sources of an update, in the order in which the ranks read their streams."""
-    return tuple(replace(source, number=number, count=len(sources)) for number, source in enumerate(sources))
+    return tuple(
+        replace(source, number=number, count=len(sources)) for number, source in enumerate(sources)
+    )
 
 
-def hand_over(parallel: ParallelConfig, world: int, ranks_per_node: int,
-              places: Sequence[ServerPlace]) -> tuple[WeightSource, ...]:  # fmt: skip
-    """The sources of an update by memory handles, which work within a node: every server gets each stage's shared
-    tensors and each expert-parallel rank's experts from the nearest rank of its node that has them.
+def hand_over(
+    parallel: ParallelConfig, world: int, ranks_per_node: int, places: Sequence[ServerPlace]
+) -> tuple[WeightSource, ...]:
+    """The sources of an update by memory handles, which work within a node: every server gets each
+    stage's shared tensors and each expert-parallel rank's experts from the nearest rank of its node
+    that has them.
 
-    A server's tensor-parallel ranks all get handles to the same whole tensors and copy their slices. Nearest: on one of
-    the server's GPUs, else by the difference of the GPUs' numbers, then the lowest rank. Where no rank of the node has
-    a part, one of another node sends it to one relay on each such node; the parts take a node's ranks in turn.
+    A server's tensor-parallel ranks all get handles to the same whole tensors and copy their
+    slices. Nearest: on one of the server's GPUs, else by the difference of the GPUs' numbers, then
+    the lowest rank. Where no rank of the node has a part, one of another node sends it to one relay
+    on each such node; the parts take a node's ranks in turn.
 
     Raises ConfigError for a server on no rank's node.
     """
@@ -80,7 +88,10 @@ def hand_over(parallel: ParallelConfig, world: int, ranks_per_node: int,
     lacking: dict[_Part, dict[int, list[str]]] = {}  # part -> relay -> servers
     for place in places:
         if place.node is None:
-            problem = f"server {place.url} is not on a machine of the ranks, and memory handles work within one"
+            problem = (
+                f"server {place.url} is not on a machine of the ranks, and memory handles work"
+                " within one"
+            )
             raise ConfigError("sglang.weight_transport", "ipc", problem, "set it to disk or tensor")
         first = place.node * ranks_per_node
         ranks = range(first, min(first + ranks_per_node, world))
@@ -96,29 +107,47 @@ def hand_over(parallel: ParallelConfig, world: int, ranks_per_node: int,
     everywhere = _holders(parallel, world, range(world)) if lacking else {}
     for part, found in lacking.items():
         keys = [(rank, part.expert is not None) for rank in everywhere[part]]
-        origin = next((key for key in keys if key in taken), keys[0])  # one that exports it anyway, if there is one
+        origin = next(
+            (key for key in keys if key in taken), keys[0]
+        )  # one that exports it anyway, if there is one
         taken.setdefault(origin, [])
         relays[origin] = tuple(Relay(rank, tuple(servers)) for rank, servers in found.items())
-    return numbered([WeightSource(rank, not experts, experts, tuple(taken[rank, experts]),
-                                  relays.get((rank, experts), ()))
-                     for rank, experts in sorted(taken)])  # fmt: skip
+    return numbered(
+        [
+            WeightSource(
+                rank,
+                not experts,
+                experts,
+                tuple(taken[rank, experts]),
+                relays.get((rank, experts), ()),
+            )
+            for rank, experts in sorted(taken)
+        ]
+    )
 
 
 @dataclass(frozen=True)
 class _Part:
-    """What one source of a stage sends: the experts of an expert-parallel rank; None: what is not an expert's."""
+    """What one source of a stage sends: the experts of an expert-parallel rank; None: what is
+    not an expert's.
+    """
 
     stage: int
     expert: int | None
 
 
 def _holders(parallel: ParallelConfig, world: int, ranks: range) -> dict[_Part, list[int]]:
-    """The ranks among `ranks` that can send each part: the first of the tensor-parallel group that holds it.
+    """The ranks among `ranks` that can send each part: the first of the tensor-parallel group that
+    holds it.
 
-    Megatron's order: tensor-parallel rank fastest, then context and data, the stages slowest; of experts: the
-    expert-tensor rank fastest, then the expert-parallel rank, the replicas, the stages.
+    Megatron's order: tensor-parallel rank fastest, then context and data, the stages slowest; of
+    experts: the expert-tensor rank fastest, then the expert-parallel rank, the replicas, the
+    stages.
     """
-    tensor, per_stage = parallel.tensor_model_parallel_size, world // parallel.pipeline_model_parallel_size
+    tensor, per_stage = (
+        parallel.tensor_model_parallel_size,
+        world // parallel.pipeline_model_parallel_size,
+    )
     expert_tensor, expert = parallel.expert_tensor_size, parallel.expert_model_parallel_size
     found: dict[_Part, list[int]] = {}
     for stage in range(parallel.pipeline_model_parallel_size):
@@ -126,7 +155,9 @@ def _holders(parallel: ParallelConfig, world: int, ranks: range) -> dict[_Part, 
         found[_Part(stage, None)] = [rank for rank in held if rank % tensor == 0]
         for number in range(expert):
             found[_Part(stage, number)] = [
-                rank for rank in held if rank % expert_tensor == 0 and rank // expert_tensor % expert == number
+                rank
+                for rank in held
+                if rank % expert_tensor == 0 and rank // expert_tensor % expert == number
             ]
     return found
 

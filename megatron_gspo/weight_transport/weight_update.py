@@ -1,15 +1,18 @@
-"""Weight updates of servers: pause, send bucket by bucket, flush the cache, set the version, resume.
+"""Weight updates of servers: pause, send bucket by bucket, flush the cache, set the version,
+resume.
 
-How the bytes travel is a `WeightTransport`. The steps around it are here, so that a server either serves the complete
-new version or serves nothing:
+How the bytes travel is a `WeightTransport`. The steps around it are here, so that a server either
+serves the complete new version or serves nothing:
 
-1. the server stops generating (running requests return what they have, "abort") and gets a weight version that no
-   client accepts;
+1. the server stops generating (running requests return what they have, "abort") and gets a weight
+   version that no client accepts;
 2. every source sends its tensors (`send_weights`), all at once or one after the other;
-3. the server's prefix cache is flushed, it gets the new version, reports it on request, and generates again.
+3. the server's prefix cache is flushed, it gets the new version, reports it on request, and
+    generates again.
 
-A server that fails keeps the version that no client accepts until an update succeeds. It is resumed if it responds: a
-paused server does not answer health checks either and would be taken for one that hangs.
+A server that fails keeps the version that no client accepts until an update succeeds. It is resumed
+if it responds: a paused server does not answer health checks either and would be taken for one that
+hangs.
 """
 
 from __future__ import annotations
@@ -39,7 +42,11 @@ from megatron_gspo.weight_transport.receiver_transport import (
     abort_transfer,
     receive_requests,
 )
-from megatron_gspo.weight_transport.server_endpoints import ClearedWeights, ServerInfo, WeightEndpoints
+from megatron_gspo.weight_transport.server_endpoints import (
+    ClearedWeights,
+    ServerInfo,
+    WeightEndpoints,
+)
 from megatron_gspo.weight_transport.tensor_transport import SharedMemoryTransport, TensorTransport
 from megatron_gspo.weight_transport.transport import Sent, Target, WeightTransport
 
@@ -62,11 +69,11 @@ def update_servers(
 ) -> dict[str, str]:
     """Update all `servers` from one source to weight version `version`.
 
-    weights: starts a stream of (Hugging Face name, full tensor); called again where a group of servers broke. The other
-    arguments: see `ServerUpdate` and `send_weights`.
+    weights: starts a stream of (Hugging Face name, full tensor); called again where a group of
+    servers broke. The other arguments: see `ServerUpdate` and `send_weights`.
 
-    Returns url -> one line, naming server and endpoint, for each server that failed. Raises ValueError for a repeated
-    name, DiskError if weights can't be written.
+    Returns url -> one line, naming server and endpoint, for each server that failed. Raises
+    ValueError for a repeated name, DiskError if weights can't be written.
     """
     update = ServerUpdate(loop, servers, transport, version=version, timeout=timeout)
     try:
@@ -76,7 +83,14 @@ def update_servers(
             if isinstance(transport, ReceiverTransport):
                 transfer = secrets.token_hex(6)
                 update.receive([transport.offer(update.pending, transfer, timeout)], transfer)
-            sent = send_weights(loop, transport, update.pending, weights(), bucket_bytes=bucket_bytes, timeout=timeout)
+            sent = send_weights(
+                loop,
+                transport,
+                update.pending,
+                weights(),
+                bucket_bytes=bucket_bytes,
+                timeout=timeout,
+            )
             update.record([sent])
         update.finish(parts=1)
     except Exception:
@@ -85,23 +99,38 @@ def update_servers(
     return {url: first_line(error) for url, error in update.failures.items()}
 
 
-def send_weights(loop: EventLoop, transport: WeightTransport, targets: Mapping[str, Target], stream: Stream, *,
-                 bucket_bytes: int, timeout: float) -> Sent:  # fmt: skip
-    """Send one source's tensors to the servers; called on the source, from any thread but the loop's.
+def send_weights(
+    loop: EventLoop,
+    transport: WeightTransport,
+    targets: Mapping[str, Target],
+    stream: Stream,
+    *,
+    bucket_bytes: int,
+    timeout: float,
+) -> Sent:
+    """Send one source's tensors to the servers; called on the source, from any thread but the
+    loop's.
 
-    The stream is always read to its end, since producing it may be collective. Memory: `bucket_bytes` bytes and what
-    the transport adds. timeout: seconds of a server to load one bucket. Raises ValueError for a repeated name,
-    DiskError if weights can't be written.
+    The stream is always read to its end, since producing it may be collective. Memory:
+    `bucket_bytes` bytes and what the transport adds. timeout: seconds of a server to load one
+    bucket. Raises ValueError for a repeated name, DiskError if weights can't be written.
     """
     tensors = iter(stream)
     try:
         loop.run(transport.open(targets, timeout))
-        for bucket in buckets(transport.select(tensors), bucket_bytes, device=transport.device,
-                              allocate=transport.allocate, in_flight=transport.in_flight):  # fmt: skip
+        for bucket in buckets(
+            transport.select(tensors),
+            bucket_bytes,
+            device=transport.device,
+            allocate=transport.allocate,
+            in_flight=transport.in_flight,
+        ):
             if transport.is_over:
                 break
             if bucket.data.is_cuda:
-                torch.cuda.current_stream(bucket.data.device).synchronize()  # other threads and processes read it
+                torch.cuda.current_stream(
+                    bucket.data.device
+                ).synchronize()  # other threads and processes read it
             transport.take(bucket)
             loop.run(transport.send(bucket, timeout))
             if bucket.nbytes > bucket_bytes // transport.in_flight:  # it is the stream's own memory
@@ -117,8 +146,9 @@ def send_weights(loop: EventLoop, transport: WeightTransport, targets: Mapping[s
 
 @dataclass(frozen=True)
 class UpdatePlan:
-    """What every source of an update needs. all_sources_at_once: else they send one after the other. with_offers:
-    each transfer begins with `WeightSender.offer` and `ServerUpdate.receive`."""
+    """What every source of an update needs. all_sources_at_once: else they send one after the
+    other. with_offers: each transfer begins with `WeightSender.offer` and `ServerUpdate.receive`.
+    """
 
     version: str
     all_sources_at_once: bool
@@ -128,15 +158,27 @@ class UpdatePlan:
 class ServerUpdate:
     """The steps of an update around the transfers of its sources, on one rank.
 
-    pending: servers of the current transfer, by URL. failures: url -> reason; such a server may be half updated, and
-    what it generates has no valid version until an update succeeds. cleared: url -> the parameters that the server was
-    asked to prove, with a transport's `checksums`.
+    pending: servers of the current transfer, by URL. failures: url -> reason; such a server may be
+    half updated, and what it generates has no valid version until an update succeeds. cleared: url
+    -> the parameters that the server was asked to prove, with a transport's `checksums`.
     """
 
-    def __init__(self, loop: EventLoop, servers: Sequence[ServerClient], transport: WeightTransport, *, version: str,
-                 timeout: float) -> None:  # fmt: skip
+    def __init__(
+        self,
+        loop: EventLoop,
+        servers: Sequence[ServerClient],
+        transport: WeightTransport,
+        *,
+        version: str,
+        timeout: float,
+    ) -> None:
         """timeout: seconds of each step of a server: to pause, to load from disk."""
-        self._loop, self._transport, self._version, self._timeout = loop, transport, version, timeout
+        self._loop, self._transport, self._version, self._timeout = (
+            loop,
+            transport,
+            version,
+            timeout,
+        )
         self._servers, self._endpoints = servers, transport.endpoints
         self._active = {server.url: server for server in servers}
         self._infos: dict[str, ServerInfo] = {}
@@ -147,7 +189,9 @@ class ServerUpdate:
         self.cleared: dict[str, ClearedWeights] = {}
 
     def begin(self) -> None:
-        """Pause the servers; if the transport stores the weights, they are paused when all are stored."""
+        """Pause the servers; if the transport stores the weights, they are paused when all are
+        stored.
+        """
         if not self._active:
             return
         self._transport.prepare(self._version)
@@ -158,12 +202,15 @@ class ServerUpdate:
     def plan(self) -> UpdatePlan:
         """What every source needs."""
         infos = [self._infos[url] for url in self._active if url in self._infos]
-        return UpdatePlan(self._version, self._transport.takes_all_sources(infos),
-                          isinstance(self._transport, ReceiverTransport))  # fmt: skip
+        return UpdatePlan(
+            self._version,
+            self._transport.takes_all_sources(infos),
+            isinstance(self._transport, ReceiverTransport),
+        )
 
     def next_transfer(self) -> list[ServerInfo] | None:
-        """The servers that a transfer is to send to, which are then `pending`; None when it is complete. Their order,
-        which gives the ranks of process groups, is the constructor's.
+        """The servers that a transfer is to send to, which are then `pending`; None when it is
+        complete. Their order, which gives the ranks of process groups, is the constructor's.
 
         Called before each attempt; the first call after a complete transfer begins the next.
         """
@@ -171,8 +218,11 @@ class ServerUpdate:
             self._attempts = 0
             return None
         if not self._attempts:
-            self.pending = {url: Target(server, self._infos[url]) for url, server in self._active.items()
-                            if url in self._infos}  # fmt: skip
+            self.pending = {
+                url: Target(server, self._infos[url])
+                for url, server in self._active.items()
+                if url in self._infos
+            }
         self._attempts += 1
         return [target.info for target in self.pending.values()]
 
@@ -180,18 +230,29 @@ class ServerUpdate:
         """Let the pending servers receive from the sources of these offers, until `record`."""
         assert isinstance(self._transport, ReceiverTransport)
         infos = [target.info for target in self.pending.values()]
-        requests = receive_requests(list(offers), transfer, infos, timeout=self._timeout,
-                                    checksums=self._transport.checksums)  # fmt: skip
+        requests = receive_requests(
+            list(offers),
+            transfer,
+            infos,
+            timeout=self._timeout,
+            checksums=self._transport.checksums,
+        )
 
         async def receive(target: Target) -> None:
             try:
-                await self._endpoints.receive(target.client, requests[target.info.url], timeout=_TRANSFER_SECONDS)
+                await self._endpoints.receive(
+                    target.client, requests[target.info.url], timeout=_TRANSFER_SECONDS
+                )
             except ServerError:
                 for offer in offers:
-                    threading.Thread(target=abort_transfer, args=(offer, transfer), daemon=True).start()
+                    threading.Thread(
+                        target=abort_transfer, args=(offer, transfer), daemon=True
+                    ).start()
                 raise
 
-        self._receiving = {url: self._loop.spawn(receive(target)) for url, target in self.pending.items()}
+        self._receiving = {
+            url: self._loop.spawn(receive(target)) for url, target in self.pending.items()
+        }
 
     def _end_receiving(self, seconds: float) -> dict[str, ServerError]:
         """The servers that have failed to answer within so many seconds, or with an error."""
@@ -209,14 +270,21 @@ class ServerUpdate:
         return failures
 
     def record(self, results: Sequence[Sent]) -> None:
-        """What the sources of an attempt report. Servers that lack tensors of one are `pending` again."""
+        """What the sources of an attempt report.
+
+        Servers that lack tensors of one are `pending` again.
+        """
         failures = {url: error for sent in results for url, error in sent.failures.items()}
         again = {url for sent in results for url in sent.again}
         failures |= self._end_receiving(PROBE_SECONDS if again else self._timeout)
         again -= failures.keys()
         if self._attempts >= _ATTEMPTS:
-            failures |= {url: ServerError(f"server {url}: its process group broke {_ATTEMPTS} times", retry=True)
-                         for url in again}  # fmt: skip
+            failures |= {
+                url: ServerError(
+                    f"server {url}: its process group broke {_ATTEMPTS} times", retry=True
+                )
+                for url in again
+            }
             again = set()
         self.pending = {url: target for url, target in self.pending.items() if url in again}
         self._fail(failures)
@@ -232,8 +300,12 @@ class ServerUpdate:
 
     def abandon(self) -> None:
         """Fail every active server; it keeps the version that no client accepts."""
-        self._fail({url: ServerError(f"server {url}: the weight update was cancelled", retry=True)
-                    for url in self._active})  # fmt: skip
+        self._fail(
+            {
+                url: ServerError(f"server {url}: the weight update was cancelled", retry=True)
+                for url in self._active
+            }
+        )
 
     def _on_each(self, step: Callable[[ServerClient], Awaitable[Any]]) -> None:
         """One step of all active servers concurrently; those that fail are no longer active."""
@@ -276,14 +348,20 @@ class ServerUpdate:
             await endpoints.end_update(server, timeout=timeout)
         if cleared := self.cleared.get(server.url):
             if missed := await endpoints.unwritten(server, cleared, timeout=timeout):
-                raise ServerError(f"server {server.url}: the update did not write {len(missed)} of its parameters, "
-                                  f"the first: {missed[0][:120]}", retry=False)  # fmt: skip
+                raise ServerError(
+                    f"server {server.url}: the update did not write {len(missed)} of its"
+                    f" parameters, the first: {missed[0][:120]}",
+                    retry=False,
+                )
         await endpoints.flush_cache(server, timeout=timeout)
         await endpoints.set_version(server, self._version, timeout=timeout)
         reported = await endpoints.weight_version(server, timeout=timeout)
         if reported != self._version:
-            raise ServerError(f"server {server.url}: weight version {reported[:80]!r} after the update to "
-                              f"{self._version!r}; does another process update it?", retry=False)  # fmt: skip
+            raise ServerError(
+                f"server {server.url}: weight version {reported[:80]!r} after the update to "
+                f"{self._version!r}; does another process update it?",
+                retry=False,
+            )
         await endpoints.resume(server, timeout=timeout)
 
     async def _abandon(self, server: ServerClient, error: ServerError) -> None:
@@ -305,10 +383,15 @@ class ServerUpdate:
 
 
 def weight_directory(config: ServerConfig, run_dir: str | Path | None) -> Path:
-    """Where "disk" writes: `run_dir`/weights if `config.weight_dir` is not set. Raises ValueError without either."""
+    """Where "disk" writes: `run_dir`/weights if `config.weight_dir` is not set.
+
+    Raises ValueError without either.
+    """
     if config.weight_dir is None and run_dir is None:
-        raise ValueError(f"{config.section}.weight_transport=disk: set {config.section}.weight_dir, which servers read "
-                         "checkpoints from")  # fmt: skip
+        raise ValueError(
+            f"{config.section}.weight_transport=disk: set {config.section}.weight_dir, which"
+            " servers read checkpoints from"
+        )
     return Path(config.weight_dir) if config.weight_dir else Path(str(run_dir)) / "weights"
 
 
@@ -324,10 +407,11 @@ def make_transport(
 ) -> WeightTransport:
     """The transport of `config.weight_transport`, for one source.
 
-    run_dir: see `weight_directory`. Servers must read the directory under the same path, and no other run may use it.
-    source: the Hugging Face directory whose config and tokenizer are copied. backend: "gloo" or "nccl"; None: by the
-    server's device. address: this node's as the servers reach it; None: that of the route to them. quantization: the
-    `quantization_config` of checkpoints of the weights.
+    run_dir: see `weight_directory`. Servers must read the directory under the same path, and no
+    other run may use it. source: the Hugging Face directory whose config and tokenizer are copied.
+    backend: "gloo" or "nccl"; None: by the server's device. address: this node's as the servers
+    reach it; None: that of the route to them. quantization: the `quantization_config` of
+    checkpoints of the weights.
 
     Raises ValueError for an unknown name or a missing directory.
     """
@@ -335,13 +419,20 @@ def make_transport(
     if name == "disk":
         directory = weight_directory(config, run_dir)
         companions = None if source is None else Path(source)
-        return DiskTransport(endpoints, directory, source=companions, quantization=quantization, checksums=checksums)
+        return DiskTransport(
+            endpoints, directory, source=companions, quantization=quantization, checksums=checksums
+        )
     if name == "tensor":
         return TensorTransport(endpoints)
     if name == "distributed":
         if config.uses_receiver:
-            return ReceiverTransport(endpoints, address=address, backend=backend,
-                                     changes_only=config.weight_changes_only, checksums=checksums)  # fmt: skip
+            return ReceiverTransport(
+                endpoints,
+                address=address,
+                backend=backend,
+                changes_only=config.weight_changes_only,
+                checksums=checksums,
+            )
         return DistributedTransport(endpoints, address=address, backend=backend)
     if name == "ipc":
         return SharedMemoryTransport(endpoints)

@@ -1,21 +1,26 @@
 """Let the registry's sglang wheel serve on a machine without a GPU.
 
-Python imports a module of this name at its start, in every process, so this folder on ``PYTHONPATH`` together with
-``SGLANG_USE_CPU_ENGINE=1`` (sglang's own switch) is all that a server and its children need;
-``rollout/sglang/sglang_launch.py`` sets both where there is no GPU. It runs inside sglang's environment, where nothing
-of this project is installed: standard library only, and torch where it's loaded anyway.
+Python imports a module of this name at its start, in every process, so this folder on
+``PYTHONPATH`` together with ``SGLANG_USE_CPU_ENGINE=1`` (sglang's own switch) is all that a server
+and its children need; ``rollout/sglang/sglang_launch.py`` sets both where there is no GPU. It runs
+inside sglang's environment, where nothing of this project is installed: standard library only, and
+torch where it's loaded anyway.
 
 Upstream, sglang 0.5.15.post1 to 0.5.23, whose CPU build is on no index:
 
-1. ``sglang.srt`` imports names of ``sgl_kernel`` while it's being imported, though without Intel AMX its torch-native
-   code runs and calls none of them. The package for CPUs is only built from source.
+1. ``sglang.srt`` imports names of ``sgl_kernel`` while it's being imported, though without Intel
+   AMX its torch-native code runs and calls none of them. The package for CPUs is only built from
+   source.
 2. ``--enable-return-routed-experts`` pins its host buffer through CUDA on every device
    (``sglang/srt/state_capturer/base.py``, ``BaseHostCache``).
-3. torchvision, which sglang imports, describes two operators of its C++ library that failed to load because
-   it was built for CUDA (``torchvision/_meta_registrations.py``: ``operator torchvision::nms does not exist``).
-4. The layers and batches of LoRA adapters (``sglang/srt/lora``, its torch backend too) are pinned on every device.
+3. torchvision, which sglang imports, describes two operators of its C++ library that failed to load
+   because it was built for CUDA (``torchvision/_meta_registrations.py``: ``operator
+   torchvision::nms does not exist``).
+4. The layers and batches of LoRA adapters (``sglang/srt/lora``, its torch backend too) are pinned
+    on every device.
 
-Delete when: the wheel serves a mixture of experts with ``--device cpu --enable-return-routed-experts`` by itself.
+Delete when: the wheel serves a mixture of experts with ``--device cpu
+--enable-return-routed-experts`` by itself.
 """
 
 from __future__ import annotations
@@ -37,7 +42,9 @@ MARK = "_megatron_gspo_patch"  # on a replacement: the original (patches/mark.py
 class KernelStandIn(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """An ``sgl_kernel`` whose functions can be imported; a call raises an error that names it."""
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Any = None, target: Any = None
+    ) -> importlib.machinery.ModuleSpec | None:
         return importlib.machinery.ModuleSpec(name, self) if name == "sgl_kernel" else None
 
     def exec_module(self, module: ModuleType) -> None:
@@ -46,7 +53,9 @@ class KernelStandIn(importlib.abc.MetaPathFinder, importlib.abc.Loader):
                 raise AttributeError(name)
 
             def call(*args: Any, **kwargs: Any) -> Any:
-                raise NotImplementedError(f"sgl_kernel.{name}: a stand-in; there are no kernels without a GPU")
+                raise NotImplementedError(
+                    f"sgl_kernel.{name}: a stand-in; there are no kernels without a GPU"
+                )
 
             return call
 
@@ -84,15 +93,19 @@ def unpin_host_cache(base: ModuleType) -> None:
         if hasattr(pinned, MARK):
             return
 
-        def unpinned(dims: Any, dtype: Any, device: str, pin_memory: bool, allocator: Any, *rest: Any) -> Any:
+        def unpinned(
+            dims: Any, dtype: Any, device: str, pin_memory: bool, allocator: Any, *rest: Any
+        ) -> Any:
             return pinned(dims, dtype, device, False, allocator, *rest)
 
         setattr(unpinned, MARK, pinned)
         base.ALLOC_MEMORY_FUNCS["cpu"] = unpinned
         return
     if not hasattr(base, "BaseHostCache"):
-        raise ImportError("cannot patch sglang.srt.state_capturer.base.BaseHostCache: no such symbol; "
-                          "this upstream version is unknown")  # fmt: skip
+        raise ImportError(
+            "cannot patch sglang.srt.state_capturer.base.BaseHostCache: no such symbol; "
+            "this upstream version is unknown"
+        )
     init = base.BaseHostCache.__init__
     if hasattr(init, MARK):
         return
@@ -141,7 +154,9 @@ def unpin_adapters(module: ModuleType) -> None:
 
 
 def define_vision_operators(extension: ModuleType) -> None:
-    """Declare the operators that torchvision describes, where its library didn't load; nothing implements them."""
+    """Declare the operators that torchvision describes, where its library didn't load; nothing
+    implements them.
+    """
     if extension._has_ops():
         return
     import torch
@@ -168,7 +183,9 @@ def install() -> None:
             }
         ),
     )
-    sys.meta_path.append(KernelStandIn())  # last: a kernel package that is installed is found before it
+    sys.meta_path.append(
+        KernelStandIn()
+    )  # last: a kernel package that is installed is found before it
 
 
 def run_shadowed(name: str) -> None:

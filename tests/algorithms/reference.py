@@ -1,4 +1,6 @@
-"""Packed random batches, and the objectives written once more: loops over sequences in double precision."""
+"""Packed random batches, and the objectives written once more: loops over sequences in double
+precision.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,15 @@ LONGEST = 1024  # dr_grpo's loss_scale_factor where a test gives none
 
 
 # Standard deviation of log-ratios by which each preset clips some tokens or sequences and not all.
-DRIFTS = {"gspo": 5e-4, "gspo_token": 5e-4, "luspo": 5e-4, "gmpo": 0.3, "cispo": 1.5, "dppo_tv": 0.3, "dppo_kl": 0.5}
+DRIFTS = {
+    "gspo": 5e-4,
+    "gspo_token": 5e-4,
+    "luspo": 5e-4,
+    "gmpo": 0.3,
+    "cispo": 1.5,
+    "dppo_tv": 0.3,
+    "dppo_kl": 0.5,
+}
 
 
 def drift_of(name: str) -> float:
@@ -30,11 +40,16 @@ def has_token_advantages(objective: Objective) -> bool:
 
 def complete_preset(name: str, **overrides: Any) -> Objective:
     """A preset whose loss can be computed: dr_grpo alone needs one more field."""
-    return preset(name, **{**({"loss_scale_factor": LONGEST} if name == "dr_grpo" else {}), **overrides})
+    return preset(
+        name, **{**({"loss_scale_factor": LONGEST} if name == "dr_grpo" else {}), **overrides}
+    )
 
 
 def call_policy_loss(objective: Objective, **arguments: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """policy_loss with the fields of LossExtras as keywords too. Without rollout_log_probs they are the old ones."""
+    """policy_loss with the fields of LossExtras as keywords too.
+
+    Without rollout_log_probs they are the old ones.
+    """
     if objective.needs_rollout_log_probs:
         arguments.setdefault("rollout_log_probs", arguments.get("old_log_probs"))
     extras = LossExtras(**{f.name: arguments.pop(f.name, None) for f in fields(LossExtras)})
@@ -72,7 +87,14 @@ class Batch:
         """Tensors for policy_loss; fresh, so that each call has its own gradients."""
         floats = {
             name: getattr(self, name).to(dtype).clone()
-            for name in ("log_probs", "old_log_probs", "rollout_log_probs", "ref_log_probs", "entropy", "advantages")
+            for name in (
+                "log_probs",
+                "old_log_probs",
+                "rollout_log_probs",
+                "ref_log_probs",
+                "entropy",
+                "advantages",
+            )
         }
         floats["log_probs"].requires_grad_()
         floats["entropy"].requires_grad_()
@@ -85,9 +107,9 @@ class Batch:
 
 
 def random_batch(seed: int, *, drift: float, per_token: bool = False, poison: bool = True) -> Batch:
-    """Nine sequences of 1 to 40 positions: masks with gaps, two sequences without a trained token, extreme
-    values at untrained positions. `drift` is the standard deviation of a sequence's mean log-ratio and of its
-    tokens' own.
+    """Nine sequences of 1 to 40 positions: masks with gaps, two sequences without a trained token,
+    extreme values at untrained positions. `drift` is the standard deviation of a sequence's mean
+    log-ratio and of its tokens' own.
     """
     g = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, 41, (9,), generator=g).tolist()
@@ -104,24 +126,39 @@ def random_batch(seed: int, *, drift: float, per_token: bool = False, poison: bo
     old = -normal().abs() - 0.05
     log_probs = old + drift * (normal(9)[ids] + normal())
     advantages = normal() if per_token else normal(9)[ids]
-    batch = Batch(log_probs, old, old, log_probs + 0.5 * normal(), normal().abs(), advantages, mask, ids, 9)
-    batch = replace(batch, rollout_log_probs=old - 1.0 + 2 * torch.rand(total, generator=g, dtype=torch.float64))
+    batch = Batch(
+        log_probs, old, old, log_probs + 0.5 * normal(), normal().abs(), advantages, mask, ids, 9
+    )
+    batch = replace(
+        batch, rollout_log_probs=old - 1.0 + 2 * torch.rand(total, generator=g, dtype=torch.float64)
+    )
     if poison:
-        for name in ("log_probs", "old_log_probs", "rollout_log_probs", "ref_log_probs", "entropy", "advantages"):
+        for name in (
+            "log_probs",
+            "old_log_probs",
+            "rollout_log_probs",
+            "ref_log_probs",
+            "entropy",
+            "advantages",
+        ):
             values = getattr(batch, name)
             holes = (mask == 0).nonzero().flatten()
-            extreme = torch.tensor([float("nan"), float("inf"), -float("inf"), 1e30], dtype=torch.float64)
+            extreme = torch.tensor(
+                [float("nan"), float("inf"), -float("inf"), 1e30], dtype=torch.float64
+            )
             values[holes] = extreme.repeat(total)[: holes.numel()]
     return batch
 
 
 def naive_loss(objective: Objective, batch: Batch, log_probs: Tensor, entropy: Tensor) -> Tensor:
-    """The loss of the whole mini-batch, straight from the formulas, differentiated by autograd through
-    everything.
+    """The loss of the whole mini-batch, straight from the formulas, differentiated by autograd
+    through everything.
     """
     o, total = objective, torch.zeros((), dtype=torch.float64)
     for i in range(batch.num_segments):
-        tokens = [t for t in range(len(log_probs)) if batch.segment_ids[t] == i and batch.loss_mask[t] > 0]
+        tokens = [
+            t for t in range(len(log_probs)) if batch.segment_ids[t] == i and batch.loss_mask[t] > 0
+        ]
         if not tokens:
             continue
         length = len(tokens)
@@ -138,7 +175,10 @@ def naive_loss(objective: Objective, batch: Batch, log_probs: Tensor, entropy: T
                 if o.surrogate == "minirl":
                     value = _minirl(o, ratio, advantage, log_probs[t], batch.rollout_log_probs[t])
             if o.log_ratio_coef:
-                value = value - o.log_ratio_coef * log_ratios[t].clamp(-o.max_log_ratio, o.max_log_ratio) ** 2
+                value = (
+                    value
+                    - o.log_ratio_coef * log_ratios[t].clamp(-o.max_log_ratio, o.max_log_ratio) ** 2
+                )
             if o.kl_loss_coef:
                 d = log_probs[t] - batch.ref_log_probs[t]
                 if o.kl_loss_type != "k1":
@@ -165,7 +205,9 @@ def _is_off_policy(o: Objective, advantage: Tensor, log_ratios: dict[int, Tensor
     return bool(advantage < 0) and divergence > o.off_policy_mask_threshold
 
 
-def _ratio(o: Objective, batch: Batch, log_probs: Tensor, t: int, log_ratios: dict[int, Tensor]) -> Tensor:
+def _ratio(
+    o: Objective, batch: Batch, log_probs: Tensor, t: int, log_ratios: dict[int, Tensor]
+) -> Tensor:
     limit = o.max_log_ratio
     if o.importance_sampling_level == "token":
         return torch.exp(log_ratios[t].clamp(-limit, limit))
@@ -173,7 +215,9 @@ def _ratio(o: Objective, batch: Batch, log_probs: Tensor, t: int, log_ratios: di
         bounded = []
         for u, d in log_ratios.items():
             sign = torch.sign(batch.advantages[u])
-            bounded.append(sign * torch.minimum(sign * d, sign * d.clamp(-o.epsilon_low, o.epsilon_high)))
+            bounded.append(
+                sign * torch.minimum(sign * d, sign * d.clamp(-o.epsilon_low, o.epsilon_high))
+            )
         return torch.exp((sum(bounded) / len(bounded)).clamp(-limit, limit))
     mean = sum(log_ratios.values()) / len(log_ratios)
     clamped = mean.clamp(-limit, limit)
@@ -184,13 +228,23 @@ def _ratio(o: Objective, batch: Batch, log_probs: Tensor, t: int, log_ratios: di
     return torch.exp(clamped).detach() * torch.exp(log_probs[t] - log_probs[t].detach())
 
 
-def _minirl(o: Objective, ratio: Tensor, advantage: Tensor, log_prob: Tensor, rollout_log_prob: Tensor) -> Tensor:
-    if (advantage > 0 and ratio > 1 + o.epsilon_high) or (advantage < 0 and ratio < 1 - o.epsilon_low):
+def _minirl(
+    o: Objective, ratio: Tensor, advantage: Tensor, log_prob: Tensor, rollout_log_prob: Tensor
+) -> Tensor:
+    if (advantage > 0 and ratio > 1 + o.epsilon_high) or (
+        advantage < 0 and ratio < 1 - o.epsilon_low
+    ):
         return log_prob * 0
-    return min(math.exp(float(log_prob) - float(rollout_log_prob)), o.max_weight) * advantage * log_prob
+    return (
+        min(math.exp(float(log_prob) - float(rollout_log_prob)), o.max_weight)
+        * advantage
+        * log_prob
+    )
 
 
-def _surrogate(o: Objective, ratio: Tensor, advantage: Tensor, log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
+def _surrogate(
+    o: Objective, ratio: Tensor, advantage: Tensor, log_prob: Tensor, old_log_prob: Tensor
+) -> Tensor:
     if o.importance_sampling_level == "geometric_mean":
         return ratio * advantage
     if o.surrogate == "cispo":
@@ -209,7 +263,9 @@ def _surrogate(o: Objective, ratio: Tensor, advantage: Tensor, log_prob: Tensor,
     return value
 
 
-def _leaves_trust_region(o: Objective, advantage: float, log_prob: float, old_log_prob: float) -> bool:
+def _leaves_trust_region(
+    o: Objective, advantage: float, log_prob: float, old_log_prob: float
+) -> bool:
     p, q = math.exp(log_prob), math.exp(old_log_prob)
     if advantage * (p - q) <= 0:
         return False
@@ -220,7 +276,9 @@ def _leaves_trust_region(o: Objective, advantage: float, log_prob: float, old_lo
     return q * (old_log_prob - log_prob) + others > o.divergence_threshold
 
 
-def _cut(o: Objective, advantage: float, ratio: float, log_prob: float, old_log_prob: float) -> tuple[bool, bool]:
+def _cut(
+    o: Objective, advantage: float, ratio: float, log_prob: float, old_log_prob: float
+) -> tuple[bool, bool]:
     """Whether a token is clipped at the lower and at the upper bound."""
     if o.surrogate == "sapo":
         return False, False
@@ -242,16 +300,30 @@ def naive_metrics(objective: Objective, batch: Batch) -> dict[str, float]:
     ratios, clamped = [], []
     k3_old = k3_ref = entropy = 0.0
     for i in range(batch.num_segments):
-        tokens = [t for t in range(len(batch.log_probs)) if batch.segment_ids[t] == i and batch.loss_mask[t] > 0]
+        tokens = [
+            t
+            for t in range(len(batch.log_probs))
+            if batch.segment_ids[t] == i and batch.loss_mask[t] > 0
+        ]
         if not tokens:
             continue
         log_ratios = [float(batch.log_probs[t] - batch.old_log_probs[t]) for t in tokens]
         mean = sum(log_ratios) / len(tokens)
         if o.importance_sampling_level == "geometric_mean":
-            bounds = [_cut(o, float(batch.advantages[t]), 1, float(batch.log_probs[t]), float(batch.old_log_probs[t]))
-                      for t in tokens]  # fmt: skip
-            mean = sum(-o.epsilon_low if low else o.epsilon_high if high else d
-                       for d, (low, high) in zip(log_ratios, bounds, strict=True)) / len(tokens)  # fmt: skip
+            bounds = [
+                _cut(
+                    o,
+                    float(batch.advantages[t]),
+                    1,
+                    float(batch.log_probs[t]),
+                    float(batch.old_log_probs[t]),
+                )
+                for t in tokens
+            ]
+            mean = sum(
+                -o.epsilon_low if low else o.epsilon_high if high else d
+                for d, (low, high) in zip(log_ratios, bounds, strict=True)
+            ) / len(tokens)
         log_weights = [mean if o.sequence_level else log_ratio for log_ratio in log_ratios]
         cut = masked = 0
         for t, log_ratio, log_weight in zip(tokens, log_ratios, log_weights, strict=True):
@@ -260,7 +332,9 @@ def naive_metrics(objective: Objective, batch: Batch) -> dict[str, float]:
             scores = float(batch.log_probs[t]), float(batch.old_log_probs[t])
             is_lower, is_upper = _cut(o, advantage, ratio, *scores)
             upper, lower, cut = upper + is_upper, lower + is_lower, cut + (is_upper or is_lower)
-            masked += _is_off_policy(o, batch.advantages[t], dict(enumerate(map(torch.tensor, log_ratios))))
+            masked += _is_off_policy(
+                o, batch.advantages[t], dict(enumerate(map(torch.tensor, log_ratios)))
+            )
             dual += o.dual_clip is not None and advantage < 0 and ratio > o.dual_clip
             if not o.sequence_level:
                 ratios.append(ratio)

@@ -1,4 +1,6 @@
-"""A mini-batch computed whole and in pieces: micro-batches (or data ranks) by sequence, context ranks by token."""
+"""A mini-batch computed whole and in pieces: micro-batches (or data ranks) by sequence, context
+ranks by token.
+"""
 
 from __future__ import annotations
 
@@ -55,8 +57,8 @@ def evaluate_on_ranks(
     ranks: int,
     dtype: torch.dtype = torch.float64,
 ) -> list[Outcome]:
-    """One outcome a context rank; `owner` [T] is the rank of each token. A first pass collects what each
-    rank would bring to the collective, a second one gets the total.
+    """One outcome a context rank; `owner` [T] is the rank of each token. A first pass collects what
+    each rank would bring to the collective, a second one gets the total.
     """
     shards = [batch.take((owner == rank).nonzero().flatten()) for rank in range(ranks)]
     brought: list[Tensor] = []
@@ -73,16 +75,22 @@ def evaluate_on_ranks(
 def evaluate_in_pieces(
     objective: Objective, batch: Batch, piece: list[int], owner: Tensor, ranks: int
 ) -> Outcome:
-    """Sequence i goes to micro-batch piece[i], token t to context rank owner[t]; everything is added up."""
+    """Sequence i goes to micro-batch piece[i], token t to context rank owner[t]; everything is
+    added up.
+    """
     grad, entropy_grad = (torch.full_like(batch.log_probs, float("nan")) for _ in range(2))
     outcomes = []
-    for members in ([i for i, p in enumerate(piece) if p == chosen] for chosen in sorted(set(piece))):
+    for members in (
+        [i for i, p in enumerate(piece) if p == chosen] for chosen in sorted(set(piece))
+    ):
         renumber = torch.full((batch.num_segments,), -1)
         renumber[torch.tensor(members)] = torch.arange(len(members))
         where = (renumber[batch.segment_ids] >= 0).nonzero().flatten()
         part = batch.take(where)
         part = replace(part, segment_ids=renumber[part.segment_ids], num_segments=len(members))
-        for rank, outcome in enumerate(evaluate_on_ranks(objective, part, batch, owner[where], ranks)):
+        for rank, outcome in enumerate(
+            evaluate_on_ranks(objective, part, batch, owner[where], ranks)
+        ):
             held = where[owner[where] == rank]
             grad[held], entropy_grad[held] = outcome.grad, outcome.entropy_grad
             outcomes.append(outcome)
@@ -93,7 +101,10 @@ def evaluate_in_pieces(
 def add_up(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Metric shares of all pieces to the mini-batch's."""
     reduce = {"_max": torch.amax, "_min": torch.amin}
-    return {n: reduce.get(n[-4:], torch.sum)(torch.stack([p[n] for p in parts]), dim=0) for n in parts[0]}
+    return {
+        n: reduce.get(n[-4:], torch.sum)(torch.stack([p[n] for p in parts]), dim=0)
+        for n in parts[0]
+    }
 
 
 def assert_same(got: Outcome, expected: Outcome) -> None:
@@ -102,4 +113,6 @@ def assert_same(got: Outcome, expected: Outcome) -> None:
     torch.testing.assert_close(got.loss, expected.loss, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(got.grad, expected.grad, rtol=1e-10, atol=1e-14 + 1e-13 * scale)
     torch.testing.assert_close(got.entropy_grad, expected.entropy_grad, rtol=1e-10, atol=1e-14)
-    assert finish_metrics(got.metrics) == pytest.approx(finish_metrics(expected.metrics), rel=1e-6, abs=1e-7)
+    assert finish_metrics(got.metrics) == pytest.approx(
+        finish_metrics(expected.metrics), rel=1e-6, abs=1e-7
+    )

@@ -5,7 +5,9 @@ from megatron_gspo.algorithms import group_advantages
 
 
 def test_population_std_worked_case():
-    got = group_advantages(torch.tensor([1.0, 0, 1, 0]), torch.zeros(4, dtype=torch.long), std="population")
+    got = group_advantages(
+        torch.tensor([1.0, 0, 1, 0]), torch.zeros(4, dtype=torch.long), std="population"
+    )
     assert got.dtype == torch.float32
     assert got.tolist() == [1, -1, 1, -1]
 
@@ -20,10 +22,15 @@ def test_sample_std_worked_case_is_the_default():
 
 
 def test_groups_of_two_by_hand():
-    rewards, ids = torch.tensor([1, 0, 5, 1]), torch.tensor([0, 0, 1, 1])  # integers are rewards too
+    rewards, ids = (
+        torch.tensor([1, 0, 5, 1]),
+        torch.tensor([0, 0, 1, 1]),
+    )  # integers are rewards too
     # sample std: 1 / sqrt(2) and 4 / sqrt(2), n - 1 = 1
     half = 0.5**0.5
-    torch.testing.assert_close(group_advantages(rewards, ids), torch.tensor([half, -half, half, -half]))
+    torch.testing.assert_close(
+        group_advantages(rewards, ids), torch.tensor([half, -half, half, -half])
+    )
     assert group_advantages(rewards, ids, std="population").tolist() == [1, -1, 1, -1]
     # the others' mean is the other one
     got = group_advantages(rewards, ids, std="none", baseline="leave_one_out")
@@ -35,7 +42,11 @@ def test_std_off_and_leave_one_out_by_hand():
     rewards, ids = torch.tensor([3.0, 0, 0]), torch.zeros(3, dtype=torch.long)
     assert group_advantages(rewards, ids, std="none").tolist() == [2, -1, -1]
     # others' means: 0, 1.5, 1.5
-    assert group_advantages(rewards, ids, std="none", baseline="leave_one_out").tolist() == [3, -1.5, -1.5]
+    assert group_advantages(rewards, ids, std="none", baseline="leave_one_out").tolist() == [
+        3,
+        -1.5,
+        -1.5,
+    ]
     both = group_advantages(rewards, ids, std="sample", baseline="leave_one_out")
     torch.testing.assert_close(both, torch.tensor([3.0, -1.5, -1.5]) / 3**0.5)
 
@@ -53,8 +64,13 @@ def test_against_a_loop_with_scattered_group_ids(std, baseline):
         mean = sum(group) / len(group)
         base = mean if baseline == "mean" else sum(others) / len(others)
         spread = sum((r - mean) ** 2 for r in group)
-        scale = {"sample": (spread / (len(group) - 1)) ** 0.5, "population": (spread / len(group)) ** 0.5}
-        assert got[i].item() == pytest.approx((float(rewards[i]) - base) / scale.get(std, 1.0), abs=1e-6)
+        scale = {
+            "sample": (spread / (len(group) - 1)) ** 0.5,
+            "population": (spread / len(group)) ** 0.5,
+        }
+        assert got[i].item() == pytest.approx(
+            (float(rewards[i]) - base) / scale.get(std, 1.0), abs=1e-6
+        )
 
 
 @pytest.mark.parametrize("value", [0.1, 0.7, 1e8])

@@ -1,7 +1,7 @@
 """All temporaries are on the inputs' device, and nothing is read back.
 
-The meta device holds shapes without values: mixing it with the CPU or reading a number raises, as on a GPU it
-would raise or wait.
+The meta device holds shapes without values: mixing it with the CPU or reading a number raises, as
+on a GPU it would raise or wait.
 """
 
 import pytest
@@ -54,7 +54,9 @@ def test_policy_loss(name, coefficient):
 def test_corrections_and_sums():
     assert segment_sums(values(), IDS, 2).device == META
     assert token_importance_weights(values(), values(), values()).device == META
-    assert sequence_importance_weights(values(), values(), Segments(values(), IDS, 2)).device == META
+    assert (
+        sequence_importance_weights(values(), values(), Segments(values(), IDS, 2)).device == META
+    )
     metrics = mismatch_metrics(values(), values(), values(), num_tokens=2)
     assert {x.device for x in metrics.values()} == {META}
     none = mismatch_metrics(*(torch.empty(0, device=META) for _ in range(3)), num_tokens=1)

@@ -40,7 +40,9 @@ def test_against_a_naive_loop(length, gamma, lam):
     g = torch.Generator().manual_seed(length)
     rewards, values = (torch.randn(length, generator=g, dtype=torch.float64) for _ in range(2))
     advantages, returns = gae_advantages(rewards, values, gamma=gamma, lam=lam)
-    expected = torch.tensor(naive(rewards.tolist(), values.tolist(), gamma, lam), dtype=torch.float64)
+    expected = torch.tensor(
+        naive(rewards.tolist(), values.tolist(), gamma, lam), dtype=torch.float64
+    )
     torch.testing.assert_close(advantages, expected, rtol=0, atol=1e-12)
     torch.testing.assert_close(returns, expected + values, rtol=0, atol=1e-12)
 
@@ -49,11 +51,15 @@ def test_against_a_naive_loop(length, gamma, lam):
 def test_trajectories_end_to_end_are_those_alone(gamma, lam):
     lengths = [3, 64, 0, 1, 130, 63, 65]
     g = torch.Generator().manual_seed(0)
-    rewards, values = (torch.randn(sum(lengths), generator=g, dtype=torch.float64) for _ in range(2))
+    rewards, values = (
+        torch.randn(sum(lengths), generator=g, dtype=torch.float64) for _ in range(2)
+    )
     together = gae_advantages(rewards, values, gamma=gamma, lam=lam, lengths=lengths)[0]
     pairs = zip(rewards.split(lengths), values.split(lengths), strict=True)
     alone = [naive(r.tolist(), v.tolist(), gamma, lam) for r, v in pairs]
-    torch.testing.assert_close(together, torch.tensor(sum(alone, []), dtype=torch.float64), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        together, torch.tensor(sum(alone, []), dtype=torch.float64), rtol=0, atol=1e-12
+    )
     with pytest.raises(ValueError, match="lengths add up to 325; there are 326 steps"):
         gae_advantages(rewards, values, lengths=lengths[:-1] + [64])
 

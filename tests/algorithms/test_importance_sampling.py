@@ -24,7 +24,9 @@ IDS = torch.tensor([0, 0, 0, 1, 1, 2])
 def test_mismatch_by_hand():
     got = mismatch_metrics(ROLLOUT + D, ROLLOUT, MASK, num_tokens=5)
     d = [0.0, math.log(3), -math.log(4), 0.5, -0.1]
-    assert got["mismatch/k3"].item() == pytest.approx(sum(math.exp(x) - 1 - x for x in d) / 5, rel=1e-5)
+    assert got["mismatch/k3"].item() == pytest.approx(
+        sum(math.exp(x) - 1 - x for x in d) / 5, rel=1e-5
+    )
     assert got["mismatch/abs_diff"].item() == pytest.approx(sum(map(abs, d)) / 5, rel=1e-6)
     assert got["mismatch/abs_diff_max"].item() == pytest.approx(math.log(4))
     assert got["mismatch/outside_band"].item() == pytest.approx(2 / 5)  # 3 and 1/4; e^0.5 is inside
@@ -48,7 +50,9 @@ def test_sequence_weights_are_length_normalised():
 def test_no_gradient_passes():
     """Metrics and weights are constants, also for inputs with a gradient."""
     live = (ROLLOUT + 0.1).requires_grad_()
-    assert not any(x.requires_grad for x in mismatch_metrics(live, ROLLOUT, MASK, num_tokens=5).values())
+    assert not any(
+        x.requires_grad for x in mismatch_metrics(live, ROLLOUT, MASK, num_tokens=5).values()
+    )
     assert not token_importance_weights(live, ROLLOUT, MASK).requires_grad
     assert not sequence_importance_weights(live, ROLLOUT, Segments(MASK, IDS, 3)).requires_grad
 
@@ -58,7 +62,9 @@ def test_a_double_precision_rollout_does_not_change_the_dtype():
         got = token_importance_weights((ROLLOUT + 0.1).to(dtype), ROLLOUT.double(), MASK)
         assert got.dtype == dtype
         assert (
-            sequence_importance_weights((ROLLOUT + 0.1).to(dtype), ROLLOUT.double(), Segments(MASK, IDS, 3)).dtype
+            sequence_importance_weights(
+                (ROLLOUT + 0.1).to(dtype), ROLLOUT.double(), Segments(MASK, IDS, 3)
+            ).dtype
             == dtype
         )
     got = token_importance_weights(ROLLOUT + 0.1, ROLLOUT.bfloat16(), MASK)
@@ -73,18 +79,28 @@ def test_metrics_of_no_tokens():
 
 
 def test_the_band_and_the_default_threshold():
-    """A ratio of 2 is on the edge and still inside; the threshold of 2 is reached just beyond it."""
+    """A ratio of 2 is on the edge and still inside; the threshold of 2 is reached just beyond
+    it.
+    """
     inside, outside = math.log(2) - 1e-4, math.log(2) + 1e-4
     for d, share in ((inside, 0.0), (-inside, 0.0), (outside, 1.0), (-outside, 1.0)):
-        got = mismatch_metrics(torch.tensor([d - 1]), torch.tensor([-1.0]), torch.ones(1), num_tokens=1)
+        got = mismatch_metrics(
+            torch.tensor([d - 1]), torch.tensor([-1.0]), torch.ones(1), num_tokens=1
+        )
         assert got["mismatch/outside_band"] == share
-    edge = mismatch_metrics(torch.tensor([math.log(2)]), torch.zeros(1), torch.ones(1), num_tokens=1)
+    edge = mismatch_metrics(
+        torch.tensor([math.log(2)]), torch.zeros(1), torch.ones(1), num_tokens=1
+    )
     assert edge["mismatch/outside_band"] == 0
     wide = torch.full((6,), 3.0) + ROLLOUT
-    assert token_importance_weights(wide, ROLLOUT, torch.ones(6)).tolist() == pytest.approx([2.0] * 6)
+    assert token_importance_weights(wide, ROLLOUT, torch.ones(6)).tolist() == pytest.approx(
+        [2.0] * 6
+    )
     got = sequence_importance_weights(wide, ROLLOUT, Segments(torch.ones(6), IDS, 3))
     assert got.tolist() == pytest.approx([2.0] * 6)
-    assert token_importance_weights(wide, ROLLOUT, torch.ones(6), threshold=1.0).tolist() == [1.0] * 6
+    assert (
+        token_importance_weights(wide, ROLLOUT, torch.ones(6), threshold=1.0).tolist() == [1.0] * 6
+    )
     for cap in (float("nan"), 0.0, -1.0):
         with pytest.raises(ValueError, match="threshold = "):
             token_importance_weights(wide, ROLLOUT, torch.ones(6), threshold=cap)
@@ -103,7 +119,9 @@ def naive(train, rollout, mask, ids, level):
         weights.append(max(min(ratio, CAP), LOWER))
         inside.append(bool(chosen) and BAND[0] <= ratio <= BAND[1])
         if level == "token":
-            divergence = max(naive_binary_kl(train[t], rollout[t]), naive_binary_kl(rollout[t], train[t]))
+            divergence = max(
+                naive_binary_kl(train[t], rollout[t]), naive_binary_kl(rollout[t], train[t])
+            )
         else:
             divergence = sum(math.exp(x) - 1 - x for x in d) / max(len(d), 1)
         close.append(bool(chosen) and divergence <= (KPOP if level == "token" else K3))
@@ -111,31 +129,48 @@ def naive(train, rollout, mask, ids, level):
 
 
 def naive_binary_kl(log_p, log_q):
-    """Of "this token or another"; 1e-8 as in verl, since the others may have no probability left."""
+    """Of "this token or another"; 1e-8 as in verl, since the others may have no probability
+    left.
+    """
     p, q = math.exp(log_p), math.exp(log_q)
     return p * math.log(p / q) + (1 - p) * math.log((1 - p + 1e-8) / (1 - q + 1e-8))
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_weights_and_masks_against_a_naive_loop(level):
-    """Of 8 batches: truncated and raised weights, the band of the ratio, KPop's binary KL by token, the mean of k3 by
-    sequence."""
+    """Of 8 batches: truncated and raised weights, the band of the ratio, KPop's binary KL by token,
+    the mean of k3 by sequence."""
     trained = left = close = 0
     for seed in range(8):
         g = torch.Generator().manual_seed(seed)
         ids = torch.randint(0, 6, (80,), generator=g).sort().values
-        mask = (torch.rand(80, generator=g) < 0.7) & (ids != 3)  # a sequence without a trained token
+        mask = (torch.rand(80, generator=g) < 0.7) & (
+            ids != 3
+        )  # a sequence without a trained token
         rollout = -0.1 - 3 * torch.rand(80, generator=g, dtype=torch.float64)
         scale = 0.05 + 0.15 * torch.rand(6, generator=g)[ids]
-        train = rollout + 0.1 * torch.randn(6, generator=g)[ids] + scale * torch.randn(80, generator=g).double()
+        train = (
+            rollout
+            + 0.1 * torch.randn(6, generator=g)[ids]
+            + scale * torch.randn(80, generator=g).double()
+        )
         train = train.clamp(max=-1e-3)
-        weights, inside, within = naive(train.tolist(), rollout.tolist(), mask.tolist(), ids.tolist(), level)
+        weights, inside, within = naive(
+            train.tolist(), rollout.tolist(), mask.tolist(), ids.tolist(), level
+        )
         if level == "sequence":
             of_weights, of_masks, of_divergence = (
-                sequence_importance_weights, sequence_rejection_mask, sequence_divergence_mask)  # fmt: skip
+                sequence_importance_weights,
+                sequence_rejection_mask,
+                sequence_divergence_mask,
+            )
             where, largest = Segments(mask, ids, 6), K3
         else:
-            of_weights, of_masks, of_divergence = token_importance_weights, token_rejection_mask, token_divergence_mask
+            of_weights, of_masks, of_divergence = (
+                token_importance_weights,
+                token_rejection_mask,
+                token_divergence_mask,
+            )
             where, largest = mask, KPOP
         got = of_weights(train, rollout, where, threshold=CAP, lower=LOWER)
         torch.testing.assert_close(got[mask], torch.tensor(weights, dtype=torch.float64)[mask])
@@ -147,19 +182,25 @@ def test_weights_and_masks_against_a_naive_loop(level):
 
 
 def test_rejection_masks_over_context_ranks():
-    whole = sequence_rejection_mask(ROLLOUT + D, ROLLOUT, Segments(MASK, IDS, 3), lower=0.907, upper=1.1)
+    whole = sequence_rejection_mask(
+        ROLLOUT + D, ROLLOUT, Segments(MASK, IDS, 3), lower=0.907, upper=1.1
+    )
     sums = []
 
     def shard(positions, sum_over_context):
         p = torch.tensor(positions)
         segments = Segments(MASK[p], IDS[p], 3, sum_over_context)
-        return sequence_rejection_mask((ROLLOUT + D)[p], ROLLOUT[p], segments, lower=0.907, upper=1.1)
+        return sequence_rejection_mask(
+            (ROLLOUT + D)[p], ROLLOUT[p], segments, lower=0.907, upper=1.1
+        )
 
     halves = [0, 3, 5], [1, 2, 4]
     for half in halves:
         shard(half, lambda x: sums.append(x) or x)
     for half in halves:
-        assert shard(half, lambda x: sums[0] + sums[1]).tolist() == whole[torch.tensor(half)].tolist()
+        assert (
+            shard(half, lambda x: sums[0] + sums[1]).tolist() == whole[torch.tensor(half)].tolist()
+        )
 
 
 def test_a_ratio_on_a_bound_is_inside():
@@ -186,13 +227,19 @@ def test_a_divergence_on_the_threshold_is_kept():
     largest = max(float(binary_kl(ours, theirs)), float(binary_kl(theirs, ours)))
     assert token_divergence_mask(ours, theirs, mask, largest=largest).tolist() == [True]
     one = Segments(mask, torch.tensor([0]), 1)
-    assert sequence_divergence_mask(ours, theirs, one, largest=float(k3(ours - theirs))).tolist() == [True]
+    assert sequence_divergence_mask(
+        ours, theirs, one, largest=float(k3(ours - theirs))
+    ).tolist() == [True]
 
 
 def test_sequence_divergence_over_context_ranks():
     sums = []
     halves = torch.tensor([0, 3, 5]), torch.tensor([1, 2, 4])
     for add in (lambda x: sums.append(x) or x, lambda x: sums[0] + sums[1]):
-        got = [sequence_divergence_mask((ROLLOUT + D)[p], ROLLOUT[p], Segments(MASK[p], IDS[p], 3, add), largest=0.51)
-               for p in halves]  # fmt: skip
+        got = [
+            sequence_divergence_mask(
+                (ROLLOUT + D)[p], ROLLOUT[p], Segments(MASK[p], IDS[p], 3, add), largest=0.51
+            )
+            for p in halves
+        ]
     assert [x.tolist() for x in got] == [[False, True, True], [False, False, False]]

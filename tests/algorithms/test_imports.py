@@ -62,4 +62,6 @@ def test_source_imports_only_torch_the_standard_library_and_itself():
                 continue
             for name in names:
                 top = name.partition(".")[0]
-                assert top == "torch" or top in sys.stdlib_module_names, f"{file.name} imports {name}"
+                assert top == "torch" or top in sys.stdlib_module_names, (
+                    f"{file.name} imports {name}"
+                )

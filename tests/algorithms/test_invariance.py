@@ -70,7 +70,9 @@ def test_one_collective_with_and_without_trained_tokens(name):
 
 
 class NoHostRead(TorchDispatchMode):
-    """Fails on operations that wait for the device: reading a scalar, or shapes that depend on data."""
+    """Fails on operations that wait for the device: reading a scalar, or shapes that depend on
+    data.
+    """
 
     READS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "item"}
 
@@ -97,4 +99,6 @@ def test_no_device_synchronisation(name):
             loss.backward()
     with NoHostRead(), pytest.raises(AssertionError):  # the mode detects a read
         nothing = {**arguments, "num_segments": None}
-        call_policy_loss(objective_of(name), **nothing, num_sequences=counts[0], num_tokens=counts[1])
+        call_policy_loss(
+            objective_of(name), **nothing, num_sequences=counts[0], num_tokens=counts[1]
+        )

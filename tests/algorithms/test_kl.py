@@ -19,8 +19,12 @@ def test_estimators_of_a_known_kl():
 
 
 def test_k2_has_the_gradient_of_the_kl_and_k1_none():
-    logits = torch.randn(5, generator=torch.Generator().manual_seed(1), dtype=torch.float64).requires_grad_()
-    q = torch.randn(5, generator=torch.Generator().manual_seed(2), dtype=torch.float64).log_softmax(0)
+    logits = torch.randn(
+        5, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    ).requires_grad_()
+    q = torch.randn(5, generator=torch.Generator().manual_seed(2), dtype=torch.float64).log_softmax(
+        0
+    )
     p = logits.log_softmax(0)
     (exact,) = torch.autograd.grad((p.exp() * (p - q)).sum(), logits, retain_graph=True)
     expected = {"k1": torch.zeros(5, dtype=torch.float64), "k2": exact}
@@ -56,8 +60,8 @@ def test_the_reference_gets_no_gradient():
 
 
 def test_binary_kl_of_a_certain_token():
-    """p = 1 and q = 1/2: log 2, with no probability left for other tokens; and the other way round, where the 1e-8 of
-    verl keeps it finite."""
+    """p = 1 and q = 1/2: log 2, with no probability left for other tokens; and the other way round,
+    where the 1e-8 of verl keeps it finite."""
     certain, half = torch.tensor([0.0]), torch.tensor([0.5]).log()
     assert binary_kl(certain, half).tolist() == pytest.approx([math.log(2)])
     other = -0.5 * math.log(2) + 0.5 * math.log((0.5 + 1e-8) / 1e-8)

@@ -27,18 +27,26 @@ CLIP_WORDS = {
     "entropy_coef": "0 or above",
     "max_log_ratio": "above 0 and at most 80 (exp overflows float32 at 88)",
 }
-NAMES = "gspo, gspo_token, grpo, dr_grpo, dapo, gmpo, luspo, cispo, sapo, dppo_tv, dppo_kl, minirl, ppo, sft"
+NAMES = (
+    "gspo, gspo_token, grpo, dr_grpo, dapo, gmpo, luspo, cispo, sapo, dppo_tv, dppo_kl, minirl,"
+    " ppo, sft"
+)
 FIELDS = (
-    "importance_sampling_level, loss_agg_mode, loss_scale_factor, surrogate, epsilon_low, epsilon_high, max_weight, "
-    "min_weight, tau_pos, tau_neg, divergence_threshold, dual_clip, off_policy_mask_threshold, log_ratio_coef, "
-    "kl_loss_coef, kl_loss_type, unbiased_kl, entropy_coef, max_log_ratio, advantage_estimator, gamma, lam, "
-    "advantage_std, advantage_baseline, allow_nonstandard"
+    "importance_sampling_level, loss_agg_mode, loss_scale_factor, surrogate, epsilon_low,"
+    " epsilon_high, max_weight, min_weight, tau_pos, tau_neg, divergence_threshold, dual_clip,"
+    " off_policy_mask_threshold, log_ratio_coef, kl_loss_coef, kl_loss_type, unbiased_kl,"
+    " entropy_coef, max_log_ratio, advantage_estimator, gamma, lam, advantage_std,"
+    " advantage_baseline, allow_nonstandard"
 )
 
 
 def loss(name="gspo", fields=None, **changes):
-    inputs = dict(log_probs=ZEROS, old_log_probs=ZEROS, advantages=ZEROS, loss_mask=ZEROS, segment_ids=IDS)
-    return call_policy_loss(preset(name, **(fields or {})), **{**inputs, "num_sequences": 1, **changes})
+    inputs = dict(
+        log_probs=ZEROS, old_log_probs=ZEROS, advantages=ZEROS, loss_mask=ZEROS, segment_ids=IDS
+    )
+    return call_policy_loss(
+        preset(name, **(fields or {})), **{**inputs, "num_sequences": 1, **changes}
+    )
 
 
 CASES = [
@@ -107,11 +115,17 @@ CASES = [
     (lambda: preset("gspo", allow_nonstandard=1), "allow_nonstandard = 1: must be True or False"),
     (
         lambda: Objective("x", "word", "token-mean"),
-        "importance_sampling_level = 'word': must be one of token, sequence, sequence_token, geometric_mean, none",
+        (
+            "importance_sampling_level = 'word': must be one of token, sequence, sequence_token,"
+            " geometric_mean, none"
+        ),
     ),
     (
         lambda: Objective("x", "none", "sum"),
-        "loss_agg_mode = 'sum': must be one of seq-mean-token-mean, token-mean, seq-mean-token-sum-norm",
+        (
+            "loss_agg_mode = 'sum': must be one of seq-mean-token-mean, token-mean,"
+            " seq-mean-token-sum-norm"
+        ),
     ),
     (lambda: preset("gspo", kl_loss_type="k4"), "kl_loss_type = 'k4': must be one of k1, k2, k3"),
     (
@@ -141,13 +155,19 @@ CASES = [
     ],
     (
         lambda: preset("gmpo", dual_clip=3.0),
-        "dual_clip = 3.0 does not go with importance_sampling_level = 'geometric_mean', which clips token ratios in "
-        "the mean: remove it",
+        (
+            "dual_clip = 3.0 does not go with importance_sampling_level = 'geometric_mean', which"
+            " clips token ratios in the mean: remove it"
+        ),
     ),
     (
-        lambda: preset("dppo_kl", importance_sampling_level="sequence_token", allow_nonstandard=True),
-        "importance_sampling_level = 'sequence_token' with surrogate = 'dppo_kl', which compares probabilities of "
-        "tokens: use 'token'",
+        lambda: preset(
+            "dppo_kl", importance_sampling_level="sequence_token", allow_nonstandard=True
+        ),
+        (
+            "importance_sampling_level = 'sequence_token' with surrogate = 'dppo_kl', which"
+            " compares probabilities of tokens: use 'token'"
+        ),
     ),
     *[
         (lambda key=key: preset("grpo", **{key: -1}), f"{key} = -1: must be {words}")
@@ -155,12 +175,17 @@ CASES = [
     ],
     (
         lambda: loss("dr_grpo"),
-        "loss_scale_factor = None with loss_agg_mode = 'seq-mean-token-sum-norm': set the longest response in tokens",
+        (
+            "loss_scale_factor = None with loss_agg_mode = 'seq-mean-token-sum-norm': set the"
+            " longest response in tokens"
+        ),
     ),
     (
         lambda: preset("gspo", loss_scale_factor=7),
-        "loss_scale_factor = 7 has no effect with loss_agg_mode = 'seq-mean-token-mean': remove it, or use "
-        "'seq-mean-token-sum-norm'",
+        (
+            "loss_scale_factor = 7 has no effect with loss_agg_mode = 'seq-mean-token-mean': remove"
+            " it, or use 'seq-mean-token-sum-norm'"
+        ),
     ),
     (
         lambda: preset("grpo", epsilon_low=None),
@@ -173,30 +198,40 @@ CASES = [
     *[
         (
             lambda key=key: preset("sft", **{key: 1.5 if key == "dual_clip" else 0.2}),
-            f"{key} = {1.5 if key == 'dual_clip' else 0.2} has no effect with importance_sampling_level = 'none': "
-            "remove it",
+            (
+                f"{key} = {1.5 if key == 'dual_clip' else 0.2} has no effect with"
+                " importance_sampling_level = 'none': remove it"
+            ),
         )
         for key in ("epsilon_low", "epsilon_high", "dual_clip")
     ],
     (
         lambda: Objective("x", "sequence", "token-mean", epsilon_low=3e-4, epsilon_high=4e-4),
-        "loss_agg_mode = 'token-mean' weights a sequence ratio by response length, which is not GSPO: use "
-        f"'seq-mean-token-mean', {OVERRIDE}",
+        (
+            "loss_agg_mode = 'token-mean' weights a sequence ratio by response length, which is"
+            f" not GSPO: use 'seq-mean-token-mean', {OVERRIDE}"
+        ),
     ),
     (
         lambda: preset("gspo", epsilon_low=0.2),
-        f"epsilon_low = 0.2 is outside the clip range of a sequence ratio (gspo, 1e-06 to 0.1): "
-        f"use about 3e-4, {OVERRIDE}",
+        (
+            "epsilon_low = 0.2 is outside the clip range of a sequence ratio (gspo, 1e-06 to 0.1):"
+            f" use about 3e-4, {OVERRIDE}"
+        ),
     ),
     (
         lambda: preset("gspo_token", epsilon_high=0.2),
-        f"epsilon_high = 0.2 is outside the clip range of a sequence ratio (gspo_token, 1e-06 to 0.1): use about 4e-4, "
-        f"{OVERRIDE}",
+        (
+            "epsilon_high = 0.2 is outside the clip range of a sequence ratio (gspo_token, 1e-06"
+            f" to 0.1): use about 4e-4, {OVERRIDE}"
+        ),
     ),
     (
         lambda: preset("grpo", epsilon_low=3e-4),
-        f"epsilon_low = 0.0003 is outside the clip range of a token ratio (grpo, 0.01 or more): use "
-        f"about 0.2, {OVERRIDE}",
+        (
+            "epsilon_low = 0.0003 is outside the clip range of a token ratio (grpo, 0.01 or more):"
+            f" use about 0.2, {OVERRIDE}"
+        ),
     ),
     (
         lambda: preset("sft").clip_range,
@@ -224,7 +259,14 @@ CASES = [
             lambda key=key: loss(**{key: torch.zeros(3)}),
             f"{key} is (3,), log_probs (2,): all must be [T], packed",
         )
-        for key in ("old_log_probs", "ref_log_probs", "entropy", "advantages", "loss_mask", "segment_ids")
+        for key in (
+            "old_log_probs",
+            "ref_log_probs",
+            "entropy",
+            "advantages",
+            "loss_mask",
+            "segment_ids",
+        )
     ],
     (
         lambda: loss(log_probs=ZEROS[None]),
@@ -233,8 +275,10 @@ CASES = [
     *[
         (
             lambda key=key: loss(**{key: ZEROS.bfloat16()}),
-            f"{key} is torch.bfloat16, wrong by up to 0.045 where the clip may be 3e-4: compute it in float32 "
-            "(casting it afterwards does not help)",
+            (
+                f"{key} is torch.bfloat16, wrong by up to 0.045 where the clip may be 3e-4: compute"
+                " it in float32 (casting it afterwards does not help)"
+            ),
         )
         for key in ("log_probs", "old_log_probs", "ref_log_probs")
     ],
@@ -245,8 +289,10 @@ CASES = [
     *[
         (
             lambda name=name: loss(name),
-            "num_tokens = None with loss_agg_mode = 'token-mean': give the trained tokens of the whole mini-batch, "
-            "over all micro-batches and ranks",
+            (
+                "num_tokens = None with loss_agg_mode = 'token-mean': give the trained tokens of"
+                " the whole mini-batch, over all micro-batches and ranks"
+            ),
         )
         for name in ("dapo", "sft")
     ],

@@ -52,6 +52,8 @@ def test_every_field_has_a_docstring():
     documented = [
         field.target.id
         for field, doc in itertools.pairwise(body)
-        if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr) and isinstance(doc.value.value, str)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(doc, ast.Expr)
+        and isinstance(doc.value.value, str)
     ]
     assert documented == [f.name for f in dataclasses.fields(Objective)]

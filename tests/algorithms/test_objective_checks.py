@@ -34,21 +34,36 @@ def test_the_ends_of_each_range():
         with pytest.raises(ValueError):
             Objective(**{**mine, "epsilon_low": 0.2, "epsilon_high": 0.2, **fields})
     for name, fields in (
-        ("cispo", {"max_weight": 1, "min_weight": 1}), ("cispo", {"min_weight": 0}), ("sapo", {"tau_pos": 1e-3}),
-        ("sapo", {"tau_neg": 1e-3}), ("dppo_tv", {"divergence_threshold": 1e-3}), ("gmpo", {"epsilon_low": 0.01}),
-        ("grpo", {"off_policy_mask_threshold": 0}), ("grpo", {"log_ratio_coef": 0}),
-        ("ppo", {"gamma": 0, "lam": 0}), ("ppo", {"gamma": 1, "lam": 1}),
-    ):  # fmt: skip
+        ("cispo", {"max_weight": 1, "min_weight": 1}),
+        ("cispo", {"min_weight": 0}),
+        ("sapo", {"tau_pos": 1e-3}),
+        ("sapo", {"tau_neg": 1e-3}),
+        ("dppo_tv", {"divergence_threshold": 1e-3}),
+        ("gmpo", {"epsilon_low": 0.01}),
+        ("grpo", {"off_policy_mask_threshold": 0}),
+        ("grpo", {"log_ratio_coef": 0}),
+        ("ppo", {"gamma": 0, "lam": 0}),
+        ("ppo", {"gamma": 1, "lam": 1}),
+    ):
         preset(name, **fields)
     for name, fields in (
-        ("cispo", {"max_weight": 0.999}), ("cispo", {"max_weight": float("inf")}), ("cispo", {"min_weight": 1.001}),
-        ("cispo", {"min_weight": -0.001}), ("sapo", {"tau_pos": 0}), ("sapo", {"tau_neg": 0}),
-        ("sapo", {"tau_pos": float("inf")}), ("sapo", {"tau_neg": float("inf")}),
-        ("dppo_tv", {"divergence_threshold": 0}), ("dppo_kl", {"divergence_threshold": float("inf")}),
-        ("gmpo", {"epsilon_low": 0.0099}), ("gmpo", {"epsilon_high": 0.0099}),
-        ("grpo", {"off_policy_mask_threshold": -1e-6}), ("grpo", {"off_policy_mask_threshold": float("inf")}),
-        ("grpo", {"log_ratio_coef": -1e-6}), ("grpo", {"log_ratio_coef": float("inf")}),
-    ):  # fmt: skip
+        ("cispo", {"max_weight": 0.999}),
+        ("cispo", {"max_weight": float("inf")}),
+        ("cispo", {"min_weight": 1.001}),
+        ("cispo", {"min_weight": -0.001}),
+        ("sapo", {"tau_pos": 0}),
+        ("sapo", {"tau_neg": 0}),
+        ("sapo", {"tau_pos": float("inf")}),
+        ("sapo", {"tau_neg": float("inf")}),
+        ("dppo_tv", {"divergence_threshold": 0}),
+        ("dppo_kl", {"divergence_threshold": float("inf")}),
+        ("gmpo", {"epsilon_low": 0.0099}),
+        ("gmpo", {"epsilon_high": 0.0099}),
+        ("grpo", {"off_policy_mask_threshold": -1e-6}),
+        ("grpo", {"off_policy_mask_threshold": float("inf")}),
+        ("grpo", {"log_ratio_coef": -1e-6}),
+        ("grpo", {"log_ratio_coef": float("inf")}),
+    ):
         with pytest.raises(ValueError):
             preset(name, **fields)
     for value in (1e-6, 0.1):
@@ -59,14 +74,19 @@ def test_the_ends_of_each_range():
     preset("dr_grpo", loss_scale_factor=1e-3)
     with pytest.raises(ValueError):
         preset("dr_grpo", loss_scale_factor=float("inf"))
-    assert preset("gspo", epsilon_high=float("inf"), allow_nonstandard=True).clip_range[1] == float("inf")
+    assert preset("gspo", epsilon_high=float("inf"), allow_nonstandard=True).clip_range[1] == float(
+        "inf"
+    )
 
 
 ANOTHER_ALGORITHM = [
     ("gspo", {"loss_agg_mode": "token-mean"}, "loss_agg_mode = 'token-mean'"),
     ("gspo_token", {"loss_agg_mode": "token-mean"}, "loss_agg_mode = 'token-mean'"),
-    ("gspo", {"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": 8},
-     "loss_agg_mode = 'seq-mean-token-sum-norm'"),
+    (
+        "gspo",
+        {"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": 8},
+        "loss_agg_mode = 'seq-mean-token-sum-norm'",
+    ),
     ("gspo", {"epsilon_low": 0.2}, "epsilon_low = 0.2"),
     ("gspo", {"epsilon_low": 0.2, "epsilon_high": 0.2}, "epsilon_low = 0.2"),
     ("gspo", {"epsilon_high": 0.2}, "epsilon_high = 0.2"),
@@ -80,29 +100,59 @@ ANOTHER_ALGORITHM = [
     ("dr_grpo", {"epsilon_high": 3e-4}, "epsilon_high = 0.0003"),
     ("minirl", {"epsilon_low": 3e-4}, "epsilon_low = 0.0003"),
     ("gspo", {"importance_sampling_level": "token"}, "importance_sampling_level = 'token'"),
-    ("gspo", {"importance_sampling_level": "sequence_token"}, "importance_sampling_level = 'sequence_token'"),
-    ("gspo_token", {"importance_sampling_level": "sequence"}, "importance_sampling_level = 'sequence'"),
+    (
+        "gspo",
+        {"importance_sampling_level": "sequence_token"},
+        "importance_sampling_level = 'sequence_token'",
+    ),
+    (
+        "gspo_token",
+        {"importance_sampling_level": "sequence"},
+        "importance_sampling_level = 'sequence'",
+    ),
     ("grpo", {"importance_sampling_level": "sequence"}, "importance_sampling_level = 'sequence'"),
     ("grpo", {"loss_agg_mode": "token-mean"}, "loss_agg_mode = 'token-mean'"),
     ("dapo", {"loss_agg_mode": "seq-mean-token-mean"}, "loss_agg_mode = 'seq-mean-token-mean'"),
     ("dr_grpo", {"advantage_std": "sample"}, "advantage_std = 'sample'"),
-    ("luspo", {"loss_agg_mode": "seq-mean-token-mean", "loss_scale_factor": None},
-     "loss_agg_mode = 'seq-mean-token-mean'"),
+    (
+        "luspo",
+        {"loss_agg_mode": "seq-mean-token-mean", "loss_scale_factor": None},
+        "loss_agg_mode = 'seq-mean-token-mean'",
+    ),
     ("luspo", {"epsilon_low": 0.2}, "epsilon_low = 0.2"),
-    ("gmpo", {"importance_sampling_level": "sequence", "epsilon_low": 3e-4, "epsilon_high": 4e-4},
-     "importance_sampling_level = 'sequence'"),
+    (
+        "gmpo",
+        {"importance_sampling_level": "sequence", "epsilon_low": 3e-4, "epsilon_high": 4e-4},
+        "importance_sampling_level = 'sequence'",
+    ),
     ("gmpo", {"loss_agg_mode": "token-mean"}, "loss_agg_mode = 'token-mean'"),
     ("gmpo", {"epsilon_high": 3e-4}, "epsilon_high = 0.0003"),
     ("cispo", {"loss_agg_mode": "seq-mean-token-mean"}, "loss_agg_mode = 'seq-mean-token-mean'"),
-    ("cispo", {"importance_sampling_level": "sequence_token"}, "importance_sampling_level = 'sequence_token'"),
+    (
+        "cispo",
+        {"importance_sampling_level": "sequence_token"},
+        "importance_sampling_level = 'sequence_token'",
+    ),
     ("cispo", {"surrogate": "dppo_tv", "divergence_threshold": 0.1}, "surrogate = 'dppo_tv'"),
     ("sapo", {"loss_agg_mode": "token-mean"}, "loss_agg_mode = 'token-mean'"),
     ("dppo_tv", {"surrogate": "dppo_kl"}, "surrogate = 'dppo_kl'"),
     ("ppo", {"advantage_estimator": "group", "lam": 1}, "advantage_estimator = 'group'"),
     ("grpo", {"advantage_estimator": "gae"}, "advantage_estimator = 'gae'"),
     ("dppo_tv", {"advantage_estimator": "gae"}, "advantage_estimator = 'gae'"),
-    *((name, {"surrogate": "sapo", "tau_pos": 1.0, "tau_neg": 1.0, "epsilon_low": None, "epsilon_high": None},
-       "surrogate = 'sapo'") for name in ("gspo", "gspo_token", "grpo", "dr_grpo", "dapo", "luspo")),
+    *(
+        (
+            name,
+            {
+                "surrogate": "sapo",
+                "tau_pos": 1.0,
+                "tau_neg": 1.0,
+                "epsilon_low": None,
+                "epsilon_high": None,
+            },
+            "surrogate = 'sapo'",
+        )
+        for name in ("gspo", "gspo_token", "grpo", "dr_grpo", "dapo", "luspo")
+    ),
 ]
 
 
@@ -145,32 +195,99 @@ def test_refusals_follow_the_ratio_level_whatever_the_name():
         ("grpo", {"advantage_baseline": "critic"}, "mean, leave_one_out"),
         ("grpo", {"loss_scale_factor": 100}, "loss_scale_factor = 100"),
         ("dr_grpo", {"loss_scale_factor": 0}, "loss_scale_factor = 0"),
-        ("cispo", {"epsilon_low": 1.0}, "epsilon_low = 1.0 has no effect with surrogate = 'cispo': remove it"),
+        (
+            "cispo",
+            {"epsilon_low": 1.0},
+            "epsilon_low = 1.0 has no effect with surrogate = 'cispo': remove it",
+        ),
         ("cispo", {"max_weight": None}, "max_weight = None with surrogate = 'cispo': set it"),
         ("cispo", {"dual_clip": 3.0}, "dual_clip = 3.0 has no effect with surrogate = 'cispo'"),
         ("cispo", {"max_weight": True}, "max_weight = True: must be 1 or above"),
         ("sapo", {"tau_pos": None}, "tau_pos = None with surrogate = 'sapo': set it"),
         ("sapo", {"max_weight": 2.0}, "max_weight = 2.0 has no effect with surrogate = 'sapo'"),
-        ("dppo_tv", {"divergence_threshold": None}, "divergence_threshold = None with surrogate = 'dppo_tv'"),
-        ("dppo_kl", {"min_weight": 0.5}, "min_weight = 0.5 has no effect with surrogate = 'dppo_kl'"),
+        (
+            "dppo_tv",
+            {"divergence_threshold": None},
+            "divergence_threshold = None with surrogate = 'dppo_tv'",
+        ),
+        (
+            "dppo_kl",
+            {"min_weight": 0.5},
+            "min_weight = 0.5 has no effect with surrogate = 'dppo_kl'",
+        ),
         ("grpo", {"max_weight": 2.0}, "max_weight = 2.0 has no effect with surrogate = 'clip'"),
-        ("gmpo", {"dual_clip": 3.0}, "dual_clip = 3.0 does not go with importance_sampling_level = 'geometric_mean'"),
-        ("gmpo", {"surrogate": "sapo", "tau_pos": 1.0, "tau_neg": 1.0, "epsilon_low": None, "epsilon_high": None},
-         "surrogate = 'sapo'"),
-        ("dppo_tv", {"importance_sampling_level": "sequence_token"}, "importance_sampling_level = 'sequence_token'"),
-        ("minirl", {"importance_sampling_level": "sequence_token"}, "importance_sampling_level = 'sequence_token'"),
-        ("grpo", {"unbiased_kl": True, "kl_loss_type": "k2"}, "kl_loss_type = 'k2' does not go with unbiased"),
+        (
+            "gmpo",
+            {"dual_clip": 3.0},
+            "dual_clip = 3.0 does not go with importance_sampling_level = 'geometric_mean'",
+        ),
+        (
+            "gmpo",
+            {
+                "surrogate": "sapo",
+                "tau_pos": 1.0,
+                "tau_neg": 1.0,
+                "epsilon_low": None,
+                "epsilon_high": None,
+            },
+            "surrogate = 'sapo'",
+        ),
+        (
+            "dppo_tv",
+            {"importance_sampling_level": "sequence_token"},
+            "importance_sampling_level = 'sequence_token'",
+        ),
+        (
+            "minirl",
+            {"importance_sampling_level": "sequence_token"},
+            "importance_sampling_level = 'sequence_token'",
+        ),
+        (
+            "grpo",
+            {"unbiased_kl": True, "kl_loss_type": "k2"},
+            "kl_loss_type = 'k2' does not go with unbiased",
+        ),
         ("grpo", {"unbiased_kl": 1}, "unbiased_kl = 1: must be True or False"),
-        ("grpo", {"surrogate": "ppo"}, "surrogate = 'ppo': must be one of clip, cispo, sapo, dppo_tv, dppo_kl"),
-        ("sft", {"surrogate": "cispo"}, "surrogate = 'cispo' has no effect with importance_sampling_level = 'none'"),
-        ("sft", {"max_weight": 2.0}, "max_weight = 2.0 has no effect with importance_sampling_level = 'none'"),
-        ("sft", {"off_policy_mask_threshold": 0.1}, "off_policy_mask_threshold = 0.1 has no effect"),
+        (
+            "grpo",
+            {"surrogate": "ppo"},
+            "surrogate = 'ppo': must be one of clip, cispo, sapo, dppo_tv, dppo_kl",
+        ),
+        (
+            "sft",
+            {"surrogate": "cispo"},
+            "surrogate = 'cispo' has no effect with importance_sampling_level = 'none'",
+        ),
+        (
+            "sft",
+            {"max_weight": 2.0},
+            "max_weight = 2.0 has no effect with importance_sampling_level = 'none'",
+        ),
+        (
+            "sft",
+            {"off_policy_mask_threshold": 0.1},
+            "off_policy_mask_threshold = 0.1 has no effect",
+        ),
         ("sft", {"log_ratio_coef": 0.1}, "log_ratio_coef = 0.1 has no effect"),
         ("sft", {"unbiased_kl": True, "kl_loss_coef": 0.1}, "unbiased_kl = True has no effect"),
-        ("grpo", {"gamma": 0.9}, "gamma = 0.9 has no effect with advantage_estimator = 'group': remove it"),
-        ("grpo", {"lam": 0.9}, "lam = 0.9 has no effect with advantage_estimator = 'group': remove it"),
-        ("ppo", {"advantage_baseline": "leave_one_out"},
-         "advantage_baseline = 'leave_one_out' has no effect with advantage_estimator = 'gae': remove it"),
+        (
+            "grpo",
+            {"gamma": 0.9},
+            "gamma = 0.9 has no effect with advantage_estimator = 'group': remove it",
+        ),
+        (
+            "grpo",
+            {"lam": 0.9},
+            "lam = 0.9 has no effect with advantage_estimator = 'group': remove it",
+        ),
+        (
+            "ppo",
+            {"advantage_baseline": "leave_one_out"},
+            (
+                "advantage_baseline = 'leave_one_out' has no effect with advantage_estimator ="
+                " 'gae': remove it"
+            ),
+        ),
         ("ppo", {"lam": 1.01}, "lam = 1.01: must be 0 to 1"),
         ("ppo", {"gamma": -0.01}, "gamma = -0.01: must be 0 to 1"),
         ("ppo", {"gamma": 1.01}, "gamma = 1.01: must be 0 to 1"),
@@ -189,7 +306,8 @@ def test_impossible_values_are_refused_even_for_researchers(name, fields, words)
 def test_a_clip_range_of_cispo_is_refused_because_it_means_two_things():
     with pytest.raises(ValueError) as error:
         preset("cispo", epsilon_high=5.0)
-    assert str(error.value) == (
-        "epsilon_high = 5.0 is 1 + epsilon_high as the largest weight in verl and slime, and the largest weight itself "
-        "in TRL and ms-swift: set max_weight to the largest weight"
+    assert (
+        str(error.value)
+        == "epsilon_high = 5.0 is 1 + epsilon_high as the largest weight in verl and slime, and the"
+        " largest weight itself in TRL and ms-swift: set max_weight to the largest weight"
     )

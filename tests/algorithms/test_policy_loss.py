@@ -22,7 +22,10 @@ CASES = {
     **{name: (complete_preset(name), drift_of(name)) for name in PRESETS},
     "sft_sequence_mean": (preset("sft", loss_agg_mode="seq-mean-token-mean"), 0.2),
     "gspo_wide": (preset("gspo", epsilon_low=0.05, epsilon_high=0.08), 0.1),
-    "gspo_kl_entropy": (preset("gspo", kl_loss_coef=0.1, kl_loss_type="k3", entropy_coef=0.01), 5e-4),
+    "gspo_kl_entropy": (
+        preset("gspo", kl_loss_coef=0.1, kl_loss_type="k3", entropy_coef=0.01),
+        5e-4,
+    ),
     "gspo_dual": (preset("gspo", epsilon_low=0.05, epsilon_high=0.08, dual_clip=1.1), 0.2),
     "grpo_k1": (preset("grpo", kl_loss_coef=0.1, kl_loss_type="k1"), 0.2),
     "grpo_k2": (preset("grpo", kl_loss_coef=0.1, kl_loss_type="k2"), 0.2),
@@ -31,17 +34,33 @@ CASES = {
     "grpo_dual": (preset("grpo", dual_clip=1.5), 0.5),
     "gspo_token_mean": (preset("gspo", loss_agg_mode="token-mean", allow_nonstandard=True), 5e-4),
     "cispo_bounded": (preset("cispo", max_weight=1.2, min_weight=0.8), 0.2),
-    "cispo_sequence": (Objective("own", "sequence_token", "seq-mean-token-mean", surrogate="cispo",
-                                 max_weight=1.05), 0.1),
-    "sapo_sequence": (Objective("own", "sequence_token", "seq-mean-token-mean", surrogate="sapo", tau_pos=1.0,
-                                tau_neg=2.0), 0.2),
+    "cispo_sequence": (
+        Objective(
+            "own", "sequence_token", "seq-mean-token-mean", surrogate="cispo", max_weight=1.05
+        ),
+        0.1,
+    ),
+    "sapo_sequence": (
+        Objective(
+            "own",
+            "sequence_token",
+            "seq-mean-token-mean",
+            surrogate="sapo",
+            tau_pos=1.0,
+            tau_neg=2.0,
+        ),
+        0.2,
+    ),
     "dppo_tv_truncated": (preset("dppo_tv", max_weight=1.1), 0.3),
     "gspo_off_policy": (preset("gspo", off_policy_mask_threshold=1e-4), 5e-4),
     "grpo_off_policy": (preset("grpo", off_policy_mask_threshold=0.05), 0.2),
     "gmpo_off_policy": (preset("gmpo", off_policy_mask_threshold=0.05), 0.3),
     "grpo_log_ratio": (preset("grpo", log_ratio_coef=0.1), 0.2),
     "dapo_unbiased_kl": (preset("dapo", kl_loss_coef=0.1, unbiased_kl=True), 0.2),
-    "own_ppo": (Objective("own_ppo", "token", "token-mean", epsilon_low=0.2, epsilon_high=0.2), 0.2),
+    "own_ppo": (
+        Objective("own_ppo", "token", "token-mean", epsilon_low=0.2, epsilon_high=0.2),
+        0.2,
+    ),
 }
 
 
@@ -71,7 +90,9 @@ def test_value_and_gradient_in_float64(name, seed):
     torch.testing.assert_close(loss, expected, rtol=1e-11, atol=1e-13)
     torch.testing.assert_close(arguments["log_probs"].grad, grad, rtol=1e-10, atol=1e-14)
     got = zeros_where_none(arguments["entropy"].grad, batch.entropy)
-    torch.testing.assert_close(got, zeros_where_none(entropy_grad, batch.entropy), rtol=1e-10, atol=1e-14)
+    torch.testing.assert_close(
+        got, zeros_where_none(entropy_grad, batch.entropy), rtol=1e-10, atol=1e-14
+    )
     assert grad.abs().max() > 0 and (grad[batch.loss_mask > 0] == 0).float().mean() < 1
 
 
@@ -81,7 +102,10 @@ def test_float32_stays_within_its_rounding(name):
     batch = random_batch(2, drift=drift)
     # the inputs rounded to float32, so that only the arithmetic is compared
     batch = type(batch)(
-        **{k: v.float().double() if torch.is_tensor(v) and v.is_floating_point() else v for k, v in vars(batch).items()}
+        **{
+            k: v.float().double() if torch.is_tensor(v) and v.is_floating_point() else v
+            for k, v in vars(batch).items()
+        }
     )
     loss, arguments, _, expected, grad, _ = both(objective, batch, torch.float32)
     assert loss.dtype == torch.float32
@@ -101,7 +125,13 @@ def test_metrics_against_counting(name, seed):
     if not objective.sequence_level and objective.surrogate != "sapo":
         assert 0 < got["clip_fraction/tokens"] < 1
     rest = set(got) - set(expected)
-    assert rest <= {"loss/policy", "loss/kl", "loss/entropy", "loss/log_ratio", "clip_fraction/dual"}
+    assert rest <= {
+        "loss/policy",
+        "loss/kl",
+        "loss/entropy",
+        "loss/log_ratio",
+        "clip_fraction/dual",
+    }
 
 
 def test_cases_clip_on_both_sides_and_not_everywhere():
@@ -121,7 +151,9 @@ def test_cases_clip_on_both_sides_and_not_everywhere():
 def test_losses_add_up_from_their_terms():
     batch = random_batch(0, drift=0.2)
     objective = preset("grpo", kl_loss_coef=0.1, entropy_coef=0.05)
-    loss, metrics = call_policy_loss(objective, **batch.arguments(), num_sequences=batch.num_sequences)
+    loss, metrics = call_policy_loss(
+        objective, **batch.arguments(), num_sequences=batch.num_sequences
+    )
     terms = sum(metrics[f"loss/{term}"] for term in ("policy", "kl", "entropy"))
     torch.testing.assert_close(loss.detach(), terms)
 
@@ -145,24 +177,36 @@ def micro_batches(batch):
         yield part, {**part.arguments(), "num_sequences": batch.num_sequences}
 
 
-@pytest.mark.parametrize("objective", [preset("dapo"), preset("sft"), CASES["gspo_token_mean"][0]], ids=str)
+@pytest.mark.parametrize(
+    "objective", [preset("dapo"), preset("sft"), CASES["gspo_token_mean"][0]], ids=str
+)
 def test_a_token_mean_is_never_normalised_by_one_micro_batch(objective):
-    """Without the global count two micro-batches would each divide by their own tokens: refused, not computed."""
+    """Without the global count two micro-batches would each divide by their own tokens:
+    refused, not computed.
+    """
     batch = random_batch(0, drift=0.2)
     for part, arguments in micro_batches(batch):
         with pytest.raises(ValueError, match="num_tokens = None with loss_agg_mode = 'token-mean'"):
             call_policy_loss(objective, **arguments)
         assert 0 < part.num_tokens < batch.num_tokens
     whole, _ = call_policy_loss(
-        objective, **batch.arguments(), num_sequences=batch.num_sequences, num_tokens=batch.num_tokens
+        objective,
+        **batch.arguments(),
+        num_sequences=batch.num_sequences,
+        num_tokens=batch.num_tokens,
     )
-    parts = [call_policy_loss(objective, **a, num_tokens=batch.num_tokens)[0] for _, a in micro_batches(batch)]
+    parts = [
+        call_policy_loss(objective, **a, num_tokens=batch.num_tokens)[0]
+        for _, a in micro_batches(batch)
+    ]
     if not objective.sequence_level:
         torch.testing.assert_close(sum(parts), whole, rtol=1e-12, atol=0)
 
 
 def test_default_counts_by_hand():
-    """One trained token in all: the token mean is that token's. Segments are counted to the highest id."""
+    """One trained token in all: the token mean is that token's. Segments are counted to the
+    highest id.
+    """
     arguments = dict(
         log_probs=torch.tensor([-1.0, -2.0, -3.0]),
         old_log_probs=torch.tensor([-1.0, -3.0, -3.0]),
@@ -178,7 +222,9 @@ def test_default_counts_by_hand():
         sum_over_context=lambda x: shapes.append(tuple(x.shape)) or x,
     )
     assert loss.item() == pytest.approx(5 * math.e) and shapes == [(2, 3)]
-    assert metrics["kl/old_policy"].item() == pytest.approx(math.e - 2)  # exp(d) - 1 - d at d = 1, over one token
+    assert metrics["kl/old_policy"].item() == pytest.approx(
+        math.e - 2
+    )  # exp(d) - 1 - d at d = 1, over one token
     nothing = {key: value[:0] for key, value in arguments.items() if torch.is_tensor(value)}
     call_policy_loss(
         preset("grpo"),
@@ -192,15 +238,29 @@ def test_default_counts_by_hand():
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_which_metrics_there_are(name):
-    """Those of a term only where it is in the loss, KL and entropy themselves wherever they can be had."""
+    """Those of a term only where it is in the loss, KL and entropy themselves wherever they can
+    be had.
+    """
     batch = random_batch(0, drift=0.01, per_token=False)
-    always = {"loss/policy"} | {f"clip_fraction/{what}" for what in ("tokens", "sequences", "lower", "upper")}
+    always = {"loss/policy"} | {
+        f"clip_fraction/{what}" for what in ("tokens", "sequences", "lower", "upper")
+    }
     if name != "sft":
-        always |= {"ratio/mean", "ratio/square_deviation", "ratio_max", "ratio_min", "log_ratio_clamped"}
+        always |= {
+            "ratio/mean",
+            "ratio/square_deviation",
+            "ratio_max",
+            "ratio_min",
+            "log_ratio_clamped",
+        }
         always |= {"kl/old_policy", "ratio_token/outside_band"}
 
     def names(objective, **changes):
-        return set(call_policy_loss(objective, **{**batch.arguments(), **changes}, num_sequences=7, num_tokens=50)[1])
+        return set(
+            call_policy_loss(
+                objective, **{**batch.arguments(), **changes}, num_sequences=7, num_tokens=50
+            )[1]
+        )
 
     both = {"kl/ref", "entropy"}
     assert names(complete_preset(name), ref_log_probs=None, entropy=None) == always
@@ -210,14 +270,18 @@ def test_which_metrics_there_are(name):
     if name != "sft":
         masked = complete_preset(name, off_policy_mask_threshold=0.1)
         assert names(masked) == always | both | {"off_policy_mask/sequences"}
-        assert names(complete_preset(name, log_ratio_coef=0.1)) == always | both | {"loss/log_ratio"}
+        assert names(complete_preset(name, log_ratio_coef=0.1)) == always | both | {
+            "loss/log_ratio"
+        }
     if name in ("gspo", "gspo_token", "grpo", "dr_grpo", "dapo", "luspo"):
         assert names(complete_preset(name, dual_clip=3.0)) == always | both | {"clip_fraction/dual"}
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_log_probs_decide_the_dtype(name):
-    """Advantages may be integers or float64, the other log-probs float64: loss and metrics stay float32."""
+    """Advantages may be integers or float64, the other log-probs float64: loss and metrics stay
+    float32.
+    """
     batch = random_batch(0, drift=0.01)
     arguments = batch.arguments()
     arguments["log_probs"] = batch.log_probs.float().requires_grad_()

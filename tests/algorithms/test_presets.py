@@ -31,7 +31,9 @@ def test_published_settings():
         assert (o.importance_sampling_level, o.loss_agg_mode, o.epsilon_low, o.epsilon_high) == row
         assert (o.kl_loss_coef, o.entropy_coef, o.dual_clip) == (0, 0, None)
         assert (o.log_ratio_coef, o.off_policy_mask_threshold, o.unbiased_kl) == (0, None, False)
-        assert o.surrogate == (name if name in ("cispo", "sapo", "dppo_tv", "dppo_kl", "minirl") else "clip")
+        assert o.surrogate == (
+            name if name in ("cispo", "sapo", "dppo_tv", "dppo_kl", "minirl") else "clip"
+        )
     assert preset("luspo").loss_scale_factor == preset("minirl").loss_scale_factor == 1
     assert preset("minirl").max_weight == 5
     assert (preset("cispo").min_weight, preset("cispo").max_weight) == (None, 5)
@@ -42,16 +44,27 @@ def test_published_settings():
     for name in rows:
         estimator = (preset(name).advantage_estimator, preset(name).gamma, preset(name).lam)
         assert estimator == (("gae", 1, 0.95) if name == "ppo" else ("group", 1, 1))
-    assert {preset(name).advantage_std for name in rows if name not in ("dr_grpo", "minirl")} == {"sample"}
+    assert {preset(name).advantage_std for name in rows if name not in ("dr_grpo", "minirl")} == {
+        "sample"
+    }
 
 
 def test_any_field_may_be_overridden_and_the_value_is_frozen():
-    o = preset("grpo", epsilon_high=0.3, kl_loss_coef=0.01, kl_loss_type="k2", dual_clip=3, advantage_std="none")
+    o = preset(
+        "grpo",
+        epsilon_high=0.3,
+        kl_loss_coef=0.01,
+        kl_loss_type="k2",
+        dual_clip=3,
+        advantage_std="none",
+    )
     assert (o.epsilon_high, o.kl_loss_coef, o.kl_loss_type, o.dual_clip) == (0.3, 0.01, "k2", 3)
     with pytest.raises(dataclasses.FrozenInstanceError):
         o.epsilon_low = 0.1
     for name in ("sft", "dppo_tv", "dppo_kl"):
-        assert preset(name, loss_agg_mode="seq-mean-token-mean").loss_agg_mode == "seq-mean-token-mean"
+        assert (
+            preset(name, loss_agg_mode="seq-mean-token-mean").loss_agg_mode == "seq-mean-token-mean"
+        )
     # a range justified by measured ratios of short answers
     assert preset("gspo", epsilon_low=0.02, epsilon_high=0.03).clip_range == (0.98, 1.03)
 
@@ -71,14 +84,22 @@ def test_published_settings_of_the_correction():
         "none": {},
         "token_tis": {"rollout_is": "token", "rollout_is_threshold": 2.0},
         "bounded_token_tis": {
-            "rollout_is": "token", "rollout_is_threshold": 2.0, "rollout_is_threshold_lower": 0.5,
+            "rollout_is": "token",
+            "rollout_is_threshold": 2.0,
+            "rollout_is_threshold_lower": 0.5,
         },
         "icepop": {
-            "rollout_is": "token", "rollout_is_threshold": 5.0, "rollout_rs": "token", "rollout_rs_threshold": 5.0,
-            "rollout_rs_threshold_lower": 0.5, "rollout_rs_denominator": "all",
+            "rollout_is": "token",
+            "rollout_is_threshold": 5.0,
+            "rollout_rs": "token",
+            "rollout_rs_threshold": 5.0,
+            "rollout_rs_threshold_lower": 0.5,
+            "rollout_rs_denominator": "all",
         },
         "k3_rejection_token_tis": {
-            "rollout_is": "token", "rollout_is_threshold": 2.0, "rollout_rs": "sequence_k3",
+            "rollout_is": "token",
+            "rollout_is_threshold": 2.0,
+            "rollout_rs": "sequence_k3",
             "rollout_rs_divergence": 0.001,
         },
-    }  # fmt: skip
+    }

@@ -23,7 +23,9 @@ from tests.support.distributed import run_distributed
 def exact(log_ratio: torch.Tensor) -> dict[str, float]:
     """Sorted and interpolated in float64."""
     ratios = log_ratio.double().exp()
-    found = torch.quantile(ratios, torch.tensor(list(QUANTILES.values()), dtype=torch.float64)).tolist()
+    found = torch.quantile(
+        ratios, torch.tensor(list(QUANTILES.values()), dtype=torch.float64)
+    ).tolist()
     return dict(zip(QUANTILES, found, strict=True))
 
 
@@ -36,7 +38,10 @@ def check(found: dict[str, float], expected: dict[str, float]) -> None:
 
 
 LOG_RATIOS = st.one_of(
-    st.floats(-30, 30), st.floats(-1e-3, 1e-3), st.floats(-1e-9, 1e-9), st.sampled_from([0.0, 0.1, -0.1, 1e-8, 32.0])
+    st.floats(-30, 30),
+    st.floats(-1e-3, 1e-3),
+    st.floats(-1e-9, 1e-9),
+    st.sampled_from([0.0, 0.1, -0.1, 1e-8, 32.0]),
 )
 
 
@@ -44,14 +49,18 @@ LOG_RATIOS = st.one_of(
 @given(st.lists(LOG_RATIOS, min_size=1, max_size=60), st.integers(1, 4))
 def test_against_sorted_values_however_they_are_split(values, parts):
     d = torch.tensor(values, dtype=torch.float64)
-    total = sum((RatioHistogram.of(d[i::parts]) for i in range(1, parts)), RatioHistogram.of(d[::parts]))
+    total = sum(
+        (RatioHistogram.of(d[i::parts]) for i in range(1, parts)), RatioHistogram.of(d[::parts])
+    )
     assert int(total.counts.sum()) == len(values)
     check(total.quantiles(), exact(d))
 
 
 @pytest.mark.parametrize("scale", [2e-4, 3e-2, 0.7, 8.0])
 def test_the_log_of_a_ratio_near_1_is_known_within_1_percent(scale):
-    d = scale * torch.randn(200_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    d = scale * torch.randn(
+        200_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
     found, expected = RatioHistogram.of(d).quantiles(), exact(d)
     check(found, expected)
     for name in ("p01", "p99"):
@@ -76,19 +85,25 @@ def test_every_bin_by_its_borders():
 
 def test_pieces_are_counted_once():
     """Each of three values is in one piece, two or all."""
-    values = torch.cat([torch.full((_PIECE,), -0.5), torch.full((_PIECE + 1,), 0.25), torch.zeros(3)])
+    values = torch.cat(
+        [torch.full((_PIECE,), -0.5), torch.full((_PIECE + 1,), 0.25), torch.zeros(3)]
+    )
     counts = RatioHistogram.of(values).counts
     assert counts[counts > 0].tolist() == [_PIECE, 3, _PIECE + 1]
 
 
 def test_extremes_beyond_the_range_are_exact():
     found = RatioHistogram.of(torch.tensor([-50.0, 0.0, 0.0, 40.0])).quantiles()
-    assert found["min"] == pytest.approx(math.exp(-50)) and found["max"] == pytest.approx(math.exp(40))
+    assert found["min"] == pytest.approx(math.exp(-50)) and found["max"] == pytest.approx(
+        math.exp(40)
+    )
     assert found["p50"] == 1.0
     assert RatioHistogram.of(torch.zeros(0)).quantiles() == {}
     for nan in (math.nan, -math.nan):
         found = RatioHistogram.of(torch.tensor([0.0, 0.0, nan]))
-        assert found.counts.nonzero()[-1] == _bins_of(torch.tensor([_LARGEST])), "NaN counts as the largest"
+        assert found.counts.nonzero()[-1] == _bins_of(torch.tensor([_LARGEST])), (
+            "NaN counts as the largest"
+        )
         broken = found.quantiles()
         assert math.isnan(broken["max"]) and broken["p50"] == 1.0
 
@@ -97,7 +112,14 @@ def test_a_quantile_is_not_beyond_the_extremes():
     """The centre of the bin of -0.03 is below it, that of 0.03 above."""
     for d in (-0.03, 0.03):
         found = RatioHistogram.of(torch.full((9,), d, dtype=torch.float64)).quantiles()
-        assert found["min"] == found["p01"] == found["p50"] == found["p99"] == found["max"] == math.exp(d)
+        assert (
+            found["min"]
+            == found["p01"]
+            == found["p50"]
+            == found["p99"]
+            == found["max"]
+            == math.exp(d)
+        )
 
 
 def test_the_largest_ratios():

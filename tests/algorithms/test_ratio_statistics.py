@@ -16,7 +16,9 @@ def test_ratio_quantiles_by_hand():
     assert got["ratio_token/p50"] == pytest.approx((1 + math.exp(0.1)) / 2, rel=1e-3)
     assert got["ratio_sequence/min"] == pytest.approx(math.exp(-0.1))
     # sequence 1 has no trained token: two ratios, not a third one of 1
-    assert got["ratio_sequence/p50"] == pytest.approx((math.exp(-0.1) + math.exp(0.2)) / 2, rel=1e-3)
+    assert got["ratio_sequence/p50"] == pytest.approx(
+        (math.exp(-0.1) + math.exp(0.2)) / 2, rel=1e-3
+    )
     assert got["ratio_sequence/max"] == pytest.approx(math.exp(0.2))
     assert len(got) == 10
     assert ratio_quantiles(old, old, torch.zeros(6), torch.zeros(6, dtype=torch.long)) == {}

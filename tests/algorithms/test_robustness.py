@@ -67,17 +67,23 @@ def test_ratio_next_to_the_clamp_keeps_its_gradient():
     log_probs[:3] += 4.9
     log_probs.requires_grad_()
     objective = preset("gspo", max_log_ratio=5.0)
-    loss, metrics = call_policy_loss(objective, **inputs(log_probs=log_probs, advantages=-torch.ones(6)))
+    loss, metrics = call_policy_loss(
+        objective, **inputs(log_probs=log_probs, advantages=-torch.ones(6))
+    )
     loss.backward()
     assert metrics["log_ratio_clamped"] == 0
-    torch.testing.assert_close(log_probs.grad[:3], torch.full((3,), math.exp(4.9) / 6), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        log_probs.grad[:3], torch.full((3,), math.exp(4.9) / 6), rtol=1e-5, atol=0
+    )
 
 
 def test_nan_of_a_trained_token_shows():
     for name in ("gspo", "grpo"):
         log_probs = torch.full((6,), -1.0)
         log_probs[1] = math.nan
-        loss, _ = call_policy_loss(complete_preset(name), **inputs(log_probs=log_probs.requires_grad_()))
+        loss, _ = call_policy_loss(
+            complete_preset(name), **inputs(log_probs=log_probs.requires_grad_())
+        )
         assert loss.isnan()
 
 
@@ -106,11 +112,15 @@ def test_only_log_probs_and_entropy_receive_gradient():
     for key in ("old_log_probs", "ref_log_probs", "advantages"):
         arguments[key].requires_grad_()
     loss, _ = call_policy_loss(
-        preset("gspo", kl_loss_coef=0.1, entropy_coef=0.1), **arguments, num_sequences=batch.num_sequences
+        preset("gspo", kl_loss_coef=0.1, entropy_coef=0.1),
+        **arguments,
+        num_sequences=batch.num_sequences,
     )
     loss.backward()
     assert arguments["log_probs"].grad is not None and arguments["entropy"].grad is not None
-    assert all(arguments[key].grad is None for key in ("old_log_probs", "ref_log_probs", "advantages"))
+    assert all(
+        arguments[key].grad is None for key in ("old_log_probs", "ref_log_probs", "advantages")
+    )
 
 
 @pytest.mark.parametrize("key", ["log_probs", "old_log_probs", "ref_log_probs"])
@@ -143,7 +153,9 @@ def test_inputs_that_can_not_be_right_are_refused(fields, changes, words):
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_the_kl_figure_is_clamped_whatever_the_estimator(estimator):
-    """One token ten nats below its reference, limit 5: k3 = e^5 - 1 - 5, a sixth of it in the mean."""
+    """One token ten nats below its reference, limit 5: k3 = e^5 - 1 - 5, a sixth of it in the
+    mean.
+    """
     objective = preset("gspo", kl_loss_type=estimator, max_log_ratio=5.0)
     reference = torch.tensor([9.0, -1, -1, -1, -1, -1])
     _, metrics = call_policy_loss(objective, **inputs(ref_log_probs=reference))

@@ -1,4 +1,6 @@
-"""The clipped surrogate by hand: a ratio on a bound is inside, an advantage of 0 is never clipped."""
+"""The clipped surrogate by hand: a ratio on a bound is inside, an advantage of 0 is never
+clipped.
+"""
 
 import pytest
 import torch
@@ -6,7 +8,9 @@ import torch
 from megatron_gspo.algorithms import preset
 from megatron_gspo.algorithms.surrogate import SURROGATES, clipped_surrogate
 
-cispo_surrogate, sapo_surrogate, dppo_surrogate = (SURROGATES[name] for name in ("cispo", "sapo", "dppo_tv"))
+cispo_surrogate, sapo_surrogate, dppo_surrogate = (
+    SURROGATES[name] for name in ("cispo", "sapo", "dppo_tv")
+)
 
 
 def test_clip_at_its_bounds():
@@ -28,7 +32,9 @@ def test_clip_at_its_bounds():
 
 @pytest.mark.parametrize("dual_clip", [None, 1.5])
 def test_value_and_gradient_are_those_of_the_formula(dual_clip):
-    """min(ratio A, clip(ratio) A), with dual clip at least c A where A < 0, differentiated by autograd."""
+    """min(ratio A, clip(ratio) A), with dual clip at least c A where A < 0, differentiated by
+    autograd.
+    """
     g = torch.Generator().manual_seed(0)
     ratio = (torch.randn(400, generator=g, dtype=torch.float64) / 2).exp().requires_grad_()
     advantages = torch.randn(400, generator=g, dtype=torch.float64)
@@ -36,7 +42,9 @@ def test_value_and_gradient_are_those_of_the_formula(dual_clip):
     value, clip = clipped_surrogate(objective, ratio, advantages)
     expected = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.3) * advantages)
     if dual_clip is not None:
-        expected = torch.where(advantages < 0, torch.maximum(expected, dual_clip * advantages), expected)
+        expected = torch.where(
+            advantages < 0, torch.maximum(expected, dual_clip * advantages), expected
+        )
     torch.testing.assert_close(value, expected, rtol=1e-14, atol=0)
     (got,), (grad,) = (torch.autograd.grad(x.sum(), ratio) for x in (value, expected))
     torch.testing.assert_close(got, grad, rtol=1e-14, atol=0)
@@ -47,7 +55,10 @@ def test_value_and_gradient_are_those_of_the_formula(dual_clip):
 
 def test_a_weight_on_a_bound_is_not_truncated():
     objective = preset("cispo", min_weight=0.5, max_weight=2.0)
-    ratio, advantages = torch.tensor([0.25, 0.5, 2.0, 4.0, 4.0]), torch.tensor([1.0, 1.0, -1.0, -1.0, 0.0])
+    ratio, advantages = (
+        torch.tensor([0.25, 0.5, 2.0, 4.0, 4.0]),
+        torch.tensor([1.0, 1.0, -1.0, -1.0, 0.0]),
+    )
     value, clip = cispo_surrogate(objective, ratio, advantages, ratio.log(), -torch.ones(5))
     assert clip.lower.tolist() == [True, False, False, False, False]
     assert clip.cut.tolist() == [True, False, False, True, False]  # A = 0: not counted
@@ -56,9 +67,14 @@ def test_a_weight_on_a_bound_is_not_truncated():
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
 def test_a_probability_on_the_threshold_still_trains(advantage):
-    """Probabilities from 1/2 to 1/4, 3/4, 1/2 and 7/8; the total variation is 1/4, 1/4, 0 and 3/8."""
+    """Probabilities from 1/2 to 1/4, 3/4, 1/2 and 7/8; the total variation is 1/4, 1/4, 0 and
+    3/8.
+    """
     objective = preset("dppo_tv", divergence_threshold=0.25, max_weight=20.0)
-    new, old = torch.tensor([0.25, 0.75, 0.5, 0.875]).double().log(), torch.full((4,), 0.5).double().log()
+    new, old = (
+        torch.tensor([0.25, 0.75, 0.5, 0.875]).double().log(),
+        torch.full((4,), 0.5).double().log(),
+    )
     given = [torch.full((4,), advantage).double(), new - old, new]
     _, clip = dppo_surrogate(objective, (new - old).exp(), *given)
     assert clip.cut.tolist() == [False, False, False, advantage > 0] and not clip.lower.any()

@@ -1,4 +1,6 @@
-"""Advantages of turns: by hand, against a naive loop, and where they must equal group advantages."""
+"""Advantages of turns: by hand, against a naive loop, and where they must equal group
+advantages.
+"""
 
 import math
 
@@ -18,22 +20,33 @@ def test_returns_by_hand():
     assert turn_returns(REWARDS, EPISODES, 1.0).tolist() == [1, 1, 1, 0, 0]
     assert turn_returns(REWARDS, EPISODES, 0.0).tolist() == REWARDS.tolist()
     three = torch.tensor([1.0, 2.0, 4.0])
-    assert turn_returns(three, torch.zeros(3, dtype=torch.long), 0.5).tolist() == [3, 4, 4]  # 1 + 2/2 + 4/4
+    assert turn_returns(three, torch.zeros(3, dtype=torch.long), 0.5).tolist() == [
+        3,
+        4,
+        4,
+    ]  # 1 + 2/2 + 4/4
     # the same id again is another episode's turn only where it stands apart
     assert turn_returns(three, torch.tensor([0, 1, 0]), 1.0).tolist() == [1, 2, 4]
 
 
 def test_advantages_by_hand():
-    """First turns: returns 1/2, 1, 0, mean 1/2, sample std 1/2. Second turns: 1, 0, mean 1/2, std sqrt(1/2)."""
+    """First turns: returns 1/2, 1, 0, mean 1/2, sample std 1/2.
+
+    Second turns: 1, 0, mean 1/2, std sqrt(1/2).
+    """
     got = turn_advantages(REWARDS, EPISODES, GROUP, discount=0.5)
     second = math.sqrt(0.5)
     torch.testing.assert_close(got, torch.tensor([0, second, 1, -1, -second]))
-    got = turn_advantages(REWARDS, EPISODES, GROUP, discount=0.5, std="none", baseline="leave_one_out")
+    got = turn_advantages(
+        REWARDS, EPISODES, GROUP, discount=0.5, std="none", baseline="leave_one_out"
+    )
     torch.testing.assert_close(got, torch.tensor([0, 1, 0.75, -0.75, -1]))
 
 
 def test_a_turn_that_no_other_episode_reached_gets_nothing():
-    got = turn_advantages(torch.tensor([1.0, 5.0, 0.0]), torch.tensor([0, 0, 1]), torch.zeros(3, dtype=torch.long))
+    got = turn_advantages(
+        torch.tensor([1.0, 5.0, 0.0]), torch.tensor([0, 0, 1]), torch.zeros(3, dtype=torch.long)
+    )
     assert got[1] == 0 and got[0] > 0 > got[2]
 
 
@@ -49,7 +62,11 @@ def random_episodes(seed: int, longest: int) -> tuple[torch.Tensor, torch.Tensor
     counts = torch.randint(1, longest + 1, (24,), generator=g)
     episodes = torch.repeat_interleave(torch.randperm(100, generator=g)[:24], counts)
     groups = torch.repeat_interleave(torch.randint(0, 5, (24,), generator=g), counts)
-    return torch.randn(len(episodes), generator=g, dtype=torch.float64).round(decimals=1), episodes, groups
+    return (
+        torch.randn(len(episodes), generator=g, dtype=torch.float64).round(decimals=1),
+        episodes,
+        groups,
+    )
 
 
 def naive(rewards, episodes, groups, discount, std):
@@ -64,11 +81,17 @@ def naive(rewards, episodes, groups, discount, std):
     values = [0.0] * len(rewards)
     for places in found.values():
         for k, place in enumerate(places):
-            peers = [returns[p[k]] for p in found.values() if len(p) > k and groups[p[k]] == groups[place]]
+            peers = [
+                returns[p[k]]
+                for p in found.values()
+                if len(p) > k and groups[p[k]] == groups[place]
+            ]
             mean = sum(peers) / len(peers)
             if max(peers) > min(peers):
                 freedom = len(peers) - (1 if std == "sample" else 0)
-                values[place] = (returns[place] - mean) / math.sqrt(sum((x - mean) ** 2 for x in peers) / freedom)
+                values[place] = (returns[place] - mean) / math.sqrt(
+                    sum((x - mean) ** 2 for x in peers) / freedom
+                )
     return values
 
 
@@ -89,14 +112,18 @@ def test_one_turn_is_a_group_advantage(std, baseline):
     rewards, episodes, groups = random_episodes(1, 1)
     wanted = group_advantages(rewards, groups, std=std, baseline=baseline)
     for discount in (0.0, 0.3, 1.0):
-        got = turn_advantages(rewards, episodes, groups, discount=discount, std=std, baseline=baseline)
+        got = turn_advantages(
+            rewards, episodes, groups, discount=discount, std=std, baseline=baseline
+        )
         assert torch.equal(got, wanted)
 
 
 def test_without_a_discount_first_turns_have_the_episodes_advantage():
     rewards, episodes, groups = random_episodes(2, 4)
     first = torch.cat([torch.tensor([True]), episodes[1:] != episodes[:-1]])
-    totals = torch.zeros(int(first.sum()), dtype=torch.float64).index_add(0, first.cumsum(0) - 1, rewards)
+    totals = torch.zeros(int(first.sum()), dtype=torch.float64).index_add(
+        0, first.cumsum(0) - 1, rewards
+    )
     got = turn_advantages(rewards, episodes, groups)[first]
     torch.testing.assert_close(got, group_advantages(totals, groups[first]))
 

@@ -12,7 +12,8 @@ def tensors(*rows):
     return [torch.tensor(row, dtype=torch.float64) for row in rows]
 
 
-# What moved towards its return by more than the clip, what moved away by more, and what is within it.
+# What moved towards its return by more than the clip, what moved away by more, and what is within
+# it.
 VALUES, OLD, RETURNS = [1.0, -1.0, 0.25, 9.0], [0.0, 0.0, 0.0, 9.0], [2.0, 2.0, 2.0, 9.0]
 MASK = [1.0, 1.0, 1.0, 0.0]
 
@@ -20,7 +21,9 @@ MASK = [1.0, 1.0, 1.0, 0.0]
 def test_by_hand():
     values, old, returns, mask = tensors(VALUES, OLD, RETURNS, MASK)
     values.requires_grad_()
-    loss, metrics = value_loss(values, old_values=old, returns=returns, loss_mask=mask, num_tokens=3, value_clip=0.5)
+    loss, metrics = value_loss(
+        values, old_values=old, returns=returns, loss_mask=mask, num_tokens=3, value_clip=0.5
+    )
     # clipped at 0.5: (0.5 - 2)^2; further away than at -0.5: (-1 - 2)^2; (0.25 - 2)^2
     assert loss.item() == pytest.approx((1.5**2 + 3.0**2 + 1.75**2) / 6)
     loss.backward()
@@ -34,23 +37,33 @@ def test_by_hand():
 def test_a_value_is_clipped_on_both_sides_of_the_old_one(value, bound):
     """From 3 towards returns of 9 and of -3."""
     values, old, returns, mask = tensors([value], [3.0], [9.0 if value > 3 else -3.0], [1.0])
-    loss, metrics = value_loss(values, old_values=old, returns=returns, loss_mask=mask, num_tokens=1, value_clip=0.5)
+    loss, metrics = value_loss(
+        values, old_values=old, returns=returns, loss_mask=mask, num_tokens=1, value_clip=0.5
+    )
     assert loss.item() == (bound - returns.item()) ** 2 / 2 and metrics["critic/clip_fraction"] == 1
 
 
 def test_without_a_clip_it_is_half_the_squared_error():
     values, old, returns, mask = tensors(VALUES, OLD, RETURNS, MASK)
-    loss, metrics = value_loss(values, old_values=old, returns=returns, loss_mask=mask, num_tokens=3)
-    assert loss.item() == pytest.approx((1 + 9 + 1.75**2) / 6) and metrics["critic/clip_fraction"] == 0
+    loss, metrics = value_loss(
+        values, old_values=old, returns=returns, loss_mask=mask, num_tokens=3
+    )
+    assert (
+        loss.item() == pytest.approx((1 + 9 + 1.75**2) / 6) and metrics["critic/clip_fraction"] == 0
+    )
 
 
 def test_what_is_masked_is_never_read():
     values, old, returns, mask = tensors(VALUES, OLD, RETURNS, MASK)
-    clean, _ = value_loss(values, old_values=old, returns=returns, loss_mask=mask, num_tokens=3, value_clip=0.5)
+    clean, _ = value_loss(
+        values, old_values=old, returns=returns, loss_mask=mask, num_tokens=3, value_clip=0.5
+    )
     for tensor in (values, old, returns):
         tensor[3] = math.nan
     values.requires_grad_()
-    loss, metrics = value_loss(values, old_values=old, returns=returns, loss_mask=mask, num_tokens=3, value_clip=0.5)
+    loss, metrics = value_loss(
+        values, old_values=old, returns=returns, loss_mask=mask, num_tokens=3, value_clip=0.5
+    )
     loss.backward()
     assert loss == clean and values.grad.isfinite().all() and metrics["critic/value"].isfinite()
 
@@ -74,7 +87,9 @@ def test_shares_of_any_cut_add_up():
 
 @pytest.mark.parametrize("name", ["old_values", "returns", "loss_mask"])
 def test_shapes_are_checked(name):
-    inputs = dict.fromkeys(("old_values", "returns", "loss_mask"), torch.zeros(3)) | {name: torch.zeros(2)}
+    inputs = dict.fromkeys(("old_values", "returns", "loss_mask"), torch.zeros(3)) | {
+        name: torch.zeros(2)
+    }
     with pytest.raises(ValueError) as error:
         value_loss(torch.zeros(3), **inputs, num_tokens=1)
     assert str(error.value) == f"{name} has shape (2,), values (3,): all must be [T]"

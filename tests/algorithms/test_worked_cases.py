@@ -92,12 +92,16 @@ def test_dual_clip_bounds_a_bad_response():
     loss, grad, metrics = one_sequence(torch.full((4,), 2.0), -1.0, "grpo", dual_clip=3.0)
     assert loss == pytest.approx(3) and grad.abs().max() == 0
     assert metrics["clip_fraction/dual"] == 1 and metrics["clip_fraction/tokens"] == 0
-    loss, _, _ = one_sequence(torch.full((4,), 2.0), 1.0, "grpo", dual_clip=3.0)  # A > 0: not concerned
+    loss, _, _ = one_sequence(
+        torch.full((4,), 2.0), 1.0, "grpo", dual_clip=3.0
+    )  # A > 0: not concerned
     assert loss == pytest.approx(-1.27)
 
 
 def test_length_weighting_tells_the_algorithms_apart():
-    """Two responses of 2 and 6 tokens, advantage 1, on policy: each token's share of the objective."""
+    """Two responses of 2 and 6 tokens, advantage 1, on policy: each token's share of the
+    objective.
+    """
     ids = torch.tensor([0, 0, 1, 1, 1, 1, 1, 1])
     expected = {
         "gspo": [1 / 4] * 2 + [1 / 12] * 6,  # 1/N 1/|y|
@@ -130,7 +134,9 @@ def test_length_weighting_tells_the_algorithms_apart():
 
 
 def test_off_policy_grpo_follows_tokens_where_gspo_follows_the_response():
-    """One response, per-token ratios e^0.1 and e^-0.1: GSPO weighs both tokens 1, GRPO by their own ratio."""
+    """One response, per-token ratios e^0.1 and e^-0.1: GSPO weighs both tokens 1, GRPO by their
+    own ratio.
+    """
     _, gspo, _ = one_sequence([0.1, -0.1], 1.0, "gspo")
     _, grpo, _ = one_sequence([0.1, -0.1], 1.0, "grpo")
     torch.testing.assert_close(gspo, torch.tensor([-0.5, -0.5]))
@@ -138,7 +144,8 @@ def test_off_policy_grpo_follows_tokens_where_gspo_follows_the_response():
 
 
 def test_kl_terms_by_hand():
-    # d = log_probs - ref = ln 2: k1 = ln 2, k2 = ln(2)^2 / 2, k3 = 1/2 - 1 + ln 2; gradients 1, ln 2, 1 - 1/2
+    # d = log_probs - ref = ln 2: k1 = ln 2, k2 = ln(2)^2 / 2, k3 = 1/2 - 1 + ln 2; gradients 1, ln
+    # 2, 1 - 1/2
     ln2 = math.log(2)
     rows = {"k1": (ln2, 1.0), "k2": (ln2**2 / 2, ln2), "k3": (ln2 - 0.5, 0.5)}
     for estimator, (value, slope) in rows.items():
@@ -180,7 +187,9 @@ def test_sft_needs_neither_old_policy_nor_advantages():
 
 
 def test_the_limit_of_log_ratios_is_the_objectives():
-    """max_log_ratio = 1: log-ratio 2 counts as 1 in the ratio and both KL figures, and the token is frozen."""
+    """max_log_ratio = 1: log-ratio 2 counts as 1 in the ratio and both KL figures, and the
+    token is frozen.
+    """
     log_probs = torch.tensor([-1.0, -1.0], requires_grad=True)
     loss, metrics = call_policy_loss(
         preset("grpo", max_log_ratio=1.0, epsilon_high=5.0, kl_loss_coef=0.1),
@@ -200,14 +209,25 @@ def test_the_limit_of_log_ratios_is_the_objectives():
     assert final["loss/kl"] == pytest.approx(0.1 * k3_ref / 2)
     assert final["loss/policy"] == pytest.approx(-(math.e + 1) / 2)
     assert loss.item() == pytest.approx(final["loss/policy"] + final["loss/kl"])
-    assert final["log_ratio_clamped"] == pytest.approx(1 / 2) and final["ratio_max"] == pytest.approx(math.e)
+    assert final["log_ratio_clamped"] == pytest.approx(1 / 2) and final[
+        "ratio_max"
+    ] == pytest.approx(math.e)
     assert log_probs.grad[0] == 0 and log_probs.grad[1] == pytest.approx(-1 / 2)
 
 
 def test_finished_metrics_by_hand():
-    """Ratios 1 and 3: mean 2, mean square deviation from 1 is 2, variance 1, sample size 16 / 10 / 2."""
-    final = finish_metrics({"ratio/mean": torch.tensor(2.0), "ratio/square_deviation": 2.0, "loss/policy": 1})
-    assert final == {"ratio/mean": 2.0, "loss/policy": 1.0, "ratio/std": 1.0, "effective_sample_size": 0.8}
+    """Ratios 1 and 3: mean 2, mean square deviation from 1 is 2, variance 1, sample size 16 /
+    10 / 2.
+    """
+    final = finish_metrics(
+        {"ratio/mean": torch.tensor(2.0), "ratio/square_deviation": 2.0, "loss/policy": 1}
+    )
+    assert final == {
+        "ratio/mean": 2.0,
+        "loss/policy": 1.0,
+        "ratio/std": 1.0,
+        "effective_sample_size": 0.8,
+    }
     assert all(type(value) is float for value in final.values())
     nothing = finish_metrics({"ratio/mean": 0.0, "ratio/square_deviation": 0.0})
     assert nothing == {"ratio/mean": 0.0, "ratio/std": 0.0, "effective_sample_size": 0.0}
@@ -229,35 +249,52 @@ def test_finished_metrics_by_hand():
     assert finish_metrics({"entropy": 2}) == {"entropy": 2.0}
 
 
-# One response of two tokens, A = 1 or -1: old probabilities 0.5 and 0.4, current ones 0.7 and 0.1, so the ratios are
-# 1.4 and 0.25 and the log-probs -0.3567 and -2.3026.
+# One response of two tokens, A = 1 or -1: old probabilities 0.5 and 0.4, current ones 0.7 and 0.1,
+# so the ratios are 1.4 and 0.25 and the log-probs -0.3567 and -2.3026.
 OLD, NEW = (0.5, 0.4), (0.7, 0.1)
 RATIOS, SCORES = (1.4, 0.25), (math.log(0.7), math.log(0.1))
 
 
 def two_tokens(name, advantage, rollout=OLD, **fields):
-    """Loss, gradient to both log-probs and metrics. advantage: one, or two. rollout: probabilities in the engine."""
+    """Loss, gradient to both log-probs and metrics.
+
+    advantage: one, or two. rollout: probabilities in the engine.
+    """
     old = torch.tensor(OLD, dtype=torch.float64).log()
     log_probs = torch.tensor(NEW, dtype=torch.float64).log().requires_grad_()
     loss, metrics = call_policy_loss(
-        complete_preset(name, **fields), log_probs=log_probs, old_log_probs=old, num_sequences=1, num_tokens=2,
-        advantages=torch.tensor(advantage, dtype=torch.float64).expand(2), loss_mask=torch.ones(2),
+        complete_preset(name, **fields),
+        log_probs=log_probs,
+        old_log_probs=old,
+        num_sequences=1,
+        num_tokens=2,
+        advantages=torch.tensor(advantage, dtype=torch.float64).expand(2),
+        loss_mask=torch.ones(2),
         segment_ids=torch.zeros(2, dtype=torch.long),
         rollout_log_probs=torch.tensor(rollout, dtype=torch.float64).log(),
-    )  # fmt: skip
+    )
     loss.backward()
     return loss.item(), log_probs.grad.tolist(), finish_metrics(metrics)
 
 
-@pytest.mark.parametrize(("name", "high", "divisor"), [("dr_grpo", 1.2, 8), ("dapo", 1.28, 2), ("ppo", 1.2, 2)])
+@pytest.mark.parametrize(
+    ("name", "high", "divisor"), [("dr_grpo", 1.2, 8), ("dapo", 1.28, 2), ("ppo", 1.2, 2)]
+)
 def test_clipped_token_ratios_and_their_divisors(name, high, divisor):
-    """A > 0 clips 1.4 and A < 0 clips 0.25 at 0.8. A sum over N * 8, over the tokens, over the tokens."""
+    """A > 0 clips 1.4 and A < 0 clips 0.25 at 0.8.
+
+    A sum over N * 8, over the tokens, over the tokens.
+    """
     fields = {"loss_scale_factor": 8.0} if name == "dr_grpo" else {}
     loss, grad, metrics = two_tokens(name, 1.0, **fields)
-    assert loss == pytest.approx(-(high + 0.25) / divisor) and grad == pytest.approx([0, -0.25 / divisor])
+    assert loss == pytest.approx(-(high + 0.25) / divisor) and grad == pytest.approx(
+        [0, -0.25 / divisor]
+    )
     assert (metrics["clip_fraction/upper"], metrics["clip_fraction/lower"]) == (0.5, 0)
     loss, grad, metrics = two_tokens(name, -1.0, **fields)
-    assert loss == pytest.approx((1.4 + 0.8) / divisor) and grad == pytest.approx([1.4 / divisor, 0])
+    assert loss == pytest.approx((1.4 + 0.8) / divisor) and grad == pytest.approx(
+        [1.4 / divisor, 0]
+    )
     assert (metrics["clip_fraction/upper"], metrics["clip_fraction/lower"]) == (0, 0.5)
 
 
@@ -274,18 +311,24 @@ def test_cispo_truncates_the_weight_and_keeps_every_gradient():
     assert loss == pytest.approx(-(1.2 * SCORES[0] + 0.25 * SCORES[1]) / 2)
     assert grad == pytest.approx([-1.2 / 2, -0.25 / 2])
     assert (metrics["clip_fraction/upper"], metrics["clip_fraction/lower"]) == (0.5, 0)
-    loss, grad, metrics = two_tokens("cispo", -1.0, max_weight=1.2, min_weight=0.8)  # either sign of the advantage
+    loss, grad, metrics = two_tokens(
+        "cispo", -1.0, max_weight=1.2, min_weight=0.8
+    )  # either sign of the advantage
     assert grad == pytest.approx([1.2 / 2, 0.8 / 2])
     assert (metrics["clip_fraction/upper"], metrics["clip_fraction/lower"]) == (0.5, 0.5)
 
 
 @pytest.mark.parametrize(("advantage", "tau"), [(1.0, 1.0), (-1.0, 1.05)])
 def test_sapo_gates_softly(advantage, tau):
-    """Slope 4 s (1 - s) w with s = sigmoid(tau (w - 1)): of w = 1.4 it is 1.345, not 0 as behind a clip."""
+    """Slope 4 s (1 - s) w with s = sigmoid(tau (w - 1)): of w = 1.4 it is 1.345, not 0 as
+    behind a clip.
+    """
     loss, grad, metrics = two_tokens("sapo", advantage)
     gates = [1 / (1 + math.exp(-tau * (w - 1))) for w in RATIOS]
     assert loss == pytest.approx(-advantage * sum(4 / tau * s for s in gates) / 2)
-    assert grad == pytest.approx([-advantage * 4 * s * (1 - s) * w / 2 for s, w in zip(gates, RATIOS, strict=True)])
+    assert grad == pytest.approx(
+        [-advantage * 4 * s * (1 - s) * w / 2 for s, w in zip(gates, RATIOS, strict=True)]
+    )
     assert metrics["clip_fraction/tokens"] == 0
     if advantage > 0:
         assert -2 * grad[0] == pytest.approx(1.345, abs=5e-4)
@@ -314,36 +357,47 @@ def test_dppo_kl_measures_this_token_against_all_others():
 
 
 def test_minirl_clips_by_the_old_policy_and_weighs_by_the_rollout_engine():
-    """The engine gave both tokens 0.1: their weights are 7, truncated to 5, and 1. Ratios to the old policy: 1.4 is
-    clipped for A > 0, 0.25 for A < 0. The response is a sum of its tokens."""
+    """The engine gave both tokens 0.1: their weights are 7, truncated to 5, and 1. Ratios to the
+    old policy: 1.4 is clipped for A > 0, 0.25 for A < 0. The response is a sum of its tokens."""
     loss, grad, metrics = two_tokens("minirl", 1.0, (0.1, 0.1))
     assert loss == pytest.approx(-SCORES[1]) and grad == pytest.approx([0, -1])
     assert (metrics["clip_fraction/upper"], metrics["clip_fraction/lower"]) == (0.5, 0)
     loss, grad, metrics = two_tokens("minirl", -1.0, (0.1, 0.1))
     assert loss == pytest.approx(5 * SCORES[0]) and grad == pytest.approx([5, 0])
     assert (metrics["clip_fraction/upper"], metrics["clip_fraction/lower"]) == (0, 0.5)
-    assert metrics["ratio_max"] == pytest.approx(1.4), "the ratio of the metrics is that to the old policy"
+    assert metrics["ratio_max"] == pytest.approx(1.4), (
+        "the ratio of the metrics is that to the old policy"
+    )
     _, grad, _ = two_tokens("minirl", 1.0, (0.1, 0.4), epsilon_high=0.5, max_weight=8.0)
     assert grad == pytest.approx([-7, -0.25])
 
 
 def test_gmpo_clips_inside_the_mean():
-    """Log-ratios 0.336 and -1.386, bounds of 0.3: with A > 0 the first counts as 0.3, with A < 0 the second as -0.3."""
+    """Log-ratios 0.336 and -1.386, bounds of 0.3: with A > 0 the first counts as 0.3, with A <
+    0 the second as -0.3.
+    """
     logs = [math.log(w) for w in RATIOS]
     up, down = math.exp((0.3 + logs[1]) / 2), math.exp((logs[0] - 0.3) / 2)
     loss, grad, metrics = two_tokens("gmpo", 1.0, epsilon_low=0.3, epsilon_high=0.3)
     assert loss == pytest.approx(-up) and grad == pytest.approx([0, -up / 2])
-    assert (metrics["clip_fraction/upper"], metrics["clip_fraction/lower"], metrics["ratio_max"]) == (
-        0.5, 0, pytest.approx(up))  # fmt: skip
+    assert (
+        metrics["clip_fraction/upper"],
+        metrics["clip_fraction/lower"],
+        metrics["ratio_max"],
+    ) == (0.5, 0, pytest.approx(up))
     loss, grad, metrics = two_tokens("gmpo", -1.0, epsilon_low=0.3, epsilon_high=0.3)
     assert loss == pytest.approx(down) and grad == pytest.approx([down / 2, 0])
     assert (metrics["clip_fraction/upper"], metrics["clip_fraction/lower"]) == (0, 0.5)
 
 
 def test_luspo_is_gspo_times_the_length():
-    gspo, luspo = (two_tokens(name, 1.0, epsilon_low=0.1, epsilon_high=0.1, **more) for name, more in
-                   (("gspo", {}), ("luspo", {})))  # fmt: skip
-    assert luspo[0] == pytest.approx(2 * gspo[0]) and luspo[1] == pytest.approx([2 * g for g in gspo[1]])
+    gspo, luspo = (
+        two_tokens(name, 1.0, epsilon_low=0.1, epsilon_high=0.1, **more)
+        for name, more in (("gspo", {}), ("luspo", {}))
+    )
+    assert luspo[0] == pytest.approx(2 * gspo[0]) and luspo[1] == pytest.approx(
+        [2 * g for g in gspo[1]]
+    )
 
 
 def test_the_off_policy_mask_drops_bad_responses_that_became_unlikely():
@@ -354,8 +408,12 @@ def test_the_off_policy_mask_drops_bad_responses_that_became_unlikely():
             loss, grad, metrics = two_tokens(name, -1.0, off_policy_mask_threshold=threshold)
             assert metrics["off_policy_mask/sequences"] == masked
             assert (loss, grad) == ((0, [0, 0]) if masked else plain[:2])
-        loss, grad, metrics = two_tokens(name, 1.0, off_policy_mask_threshold=0.1)  # A > 0: not concerned
-        assert (loss, grad) == two_tokens(name, 1.0)[:2] and metrics["off_policy_mask/sequences"] == 0
+        loss, grad, metrics = two_tokens(
+            name, 1.0, off_policy_mask_threshold=0.1
+        )  # A > 0: not concerned
+        assert (loss, grad) == two_tokens(name, 1.0)[:2] and metrics[
+            "off_policy_mask/sequences"
+        ] == 0
 
 
 def test_the_squared_log_ratio_by_hand():
@@ -363,5 +421,7 @@ def test_the_squared_log_ratio_by_hand():
     logs = [math.log(w) for w in RATIOS]
     plain, found = (two_tokens("dapo", 1.0, log_ratio_coef=c) for c in (0.0, 0.1))
     assert found[0] - plain[0] == pytest.approx(0.1 * sum(d * d for d in logs) / 2)
-    assert [a - b for a, b in zip(found[1], plain[1], strict=True)] == pytest.approx([0.1 * d for d in logs])
+    assert [a - b for a, b in zip(found[1], plain[1], strict=True)] == pytest.approx(
+        [0.1 * d for d in logs]
+    )
     assert found[2]["loss/log_ratio"] == pytest.approx(found[0] - plain[0])

@@ -1,1 +1,3 @@
-"""The catalogue of bad inputs: what each one prints. A case is a row: its name, how it is broken, the message."""
+"""The catalogue of bad inputs: what each one prints. A case is a row: its name, how it is
+broken, the message.
+"""

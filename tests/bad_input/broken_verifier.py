@@ -16,5 +16,7 @@ def score(response: str, prompt, *, rank: int, how: str) -> float:
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(600)
         if how == "full disk":
-            resource.setrlimit(resource.RLIMIT_FSIZE, (3000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+            resource.setrlimit(
+                resource.RLIMIT_FSIZE, (3000, resource.getrlimit(resource.RLIMIT_FSIZE)[1])
+            )
     return (sum(map(ord, response)) % 7) / 6

@@ -1,9 +1,10 @@
-"""Write the messages that need an explanation into docs/troubleshooting.md, from the cases of this folder:
+"""Write the messages that need an explanation into docs/troubleshooting.md, from the cases of this
+folder:
 
     python -m tests.bad_input.page
 
-The messages of a group stand between two comments, `<!-- messages: Config -->` and `<!-- /messages -->`. A message
-that is not in FIXES names its fix itself.
+The messages of a group stand between two comments, `<!-- messages: Config -->` and `<!-- /messages
+-->`. A message that is not in FIXES names its fix itself.
 """
 
 from __future__ import annotations
@@ -27,8 +28,14 @@ from tests.support.command_line import Case
 PAGE = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
 BLOCK = re.compile(r"<!-- messages: (.+) -->\n(?:.*\n)*?<!-- /messages -->")
 GROUPS: dict[str, tuple[Case, ...]] = {
-    "Config": (*test_config.CASES, *(case for case, _ in test_config.FILES), test_config.ALONE,
-               test_config.NO_GPU, test_config.NO_NUMBER, test_config.PORT_IN_USE),
+    "Config": (
+        *test_config.CASES,
+        *(case for case, _ in test_config.FILES),
+        test_config.ALONE,
+        test_config.NO_GPU,
+        test_config.NO_NUMBER,
+        test_config.PORT_IN_USE,
+    ),
     "Prompts": (*test_prompts.CASES,),
     "Model": (*test_model.CASES,),
     "Engines": (*test_rollouts.CASES, *test_rollouts.DIVERGED, test_rollouts.OTHER_MODEL),
@@ -42,9 +49,15 @@ CASES = tuple(case for cases in GROUPS.values() for case in cases)
 # The cause or fix, by the name of a case, where the message does not name it or a page says more.
 FIXES = {
     "token clip under GSPO": "use about 3e-4, or [measure](algorithms.md#choosing-the-clip-range)",
-    "GSPO averaged over tokens": "another algorithm than its name: [what is refused](algorithms.md#what-is-refused)",
-    "TP doesn't fit the world": "change `--nproc-per-node` or a size; without torchrun there is 1 process",
-    "unknown model type": "supported: [models](models.md); [add a family](extending.md#a-model-family)",
+    "GSPO averaged over tokens": (
+        "another algorithm than its name: [what is refused](algorithms.md#what-is-refused)"
+    ),
+    "TP doesn't fit the world": (
+        "change `--nproc-per-node` or a size; without torchrun there is 1 process"
+    ),
+    "unknown model type": (
+        "supported: [models](models.md); [add a family](extending.md#a-model-family)"
+    ),
     "missing weight": "weights of another model, or an incomplete download",
     "no end token": "set `eos_token_id` in the model's `generation_config.json`",
     "tokenizer of another model": "tokenizer and `config.json` are of different models",
@@ -52,19 +65,25 @@ FIXES = {
     "positive log-prob": "probabilities or logits instead of log-probs",
     "token outside the vocabulary": "another tokenizer, or padding that was not removed",
     "another prompt": "the server tokenised the text again",
-    "server of another model": "the config.json or the arguments of the server are of another model, or the engine "
-    "ignores a key, as [SGLang tied embeddings](sglang.md#agreement-of-the-engines)",
+    "server of another model": (
+        "the config.json or the arguments of the server are of another model, or the engine "
+        "ignores a key, as [SGLang tied embeddings](sglang.md#agreement-of-the-engines)"
+    ),
     "engine that refuses": "the engine's own error; a server is gone or refuses a request",
     "weights that diverged": "resume from an earlier checkpoint: move the newest away",
     "routes with a row too few": "the text was tokenised again, or the prompt's routes are missing",
     "routes of no sample": "enable routes in the engine; SGLang: `--enable-return-routed-experts`",
     "expert twice": "padded rows, or another `k`",
-    "verifier that raises": "no response was scored: exception, exit, hang, no finite number or missing answers. Call "
-    "the verifier on a line of `samples/`",
+    "verifier that raises": (
+        "no response was scored: exception, exit, hang, no finite number or missing answers. Call "
+        "the verifier on a line of `samples/`"
+    ),
     "config on a full disk": "disk full, or `ulimit -f`",
     "checkpoint on a full disk": "free space, or lower `checkpoint.keep`",
-    "rank killed": "a rank died (out of memory, hardware), or hangs: the others wait "
-    "`parallel.distributed_timeout_minutes`",
+    "rank killed": (
+        "a rank died (out of memory, hardware), or hangs: the others wait "
+        "`parallel.distributed_timeout_minutes`"
+    ),
     "stopped by a scheduler": "torchrun's report names the rank that ended first",
 }
 
@@ -81,8 +100,14 @@ def messages(cases: tuple[Case, ...]) -> str:
 
 
 def filled(text: str) -> str:
-    """The page's text with the messages of each group. Raises ``KeyError`` for a comment that names no group."""
-    return BLOCK.sub(lambda m: f"<!-- messages: {m[1]} -->\n\n{messages(GROUPS[m[1]])}\n\n<!-- /messages -->", text)
+    """The page's text with the messages of each group.
+
+    Raises ``KeyError`` for a comment that names no group.
+    """
+    return BLOCK.sub(
+        lambda m: f"<!-- messages: {m[1]} -->\n\n{messages(GROUPS[m[1]])}\n\n<!-- /messages -->",
+        text,
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Several ranks of the command line without torchrun, as on several machines: each has an error stream of its own."""
+"""Several ranks of the command line without torchrun, as on several machines: each has an error
+stream of its own.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from tests.support.ports import free_port
 
 @dataclass(frozen=True)
 class Ended:
-    """A rank that has ended: its exit code (minus the signal that killed it), its error stream, and when."""
+    """A rank that has ended: its exit code (minus the signal that killed it), its error stream,
+    and when.
+    """
 
     code: int | None
     text: str
@@ -27,9 +31,15 @@ class Ended:
 
 
 def run_ranks(
-    config: dict[str, Any], count: int, folder: Path, *, limit: float = 60.0, patience: float | None = None
+    config: dict[str, Any],
+    count: int,
+    folder: Path,
+    *,
+    limit: float = 60.0,
+    patience: float | None = None,
 ) -> list[Ended]:
-    """Run ``count`` ranks until they end; one that is left after ``limit`` seconds has the code None.
+    """Run ``count`` ranks until they end; one that is left after ``limit`` seconds has the code
+    None.
 
     patience: seconds for the last one, after all others have ended. No process outlives the call.
     """
@@ -58,7 +68,8 @@ def run_ranks(
         for child in children:
             end_process(child)
     return [
-        Ended(codes[rank], logs[rank].read_text(), ended.get(rank, monotonic() - begin)) for rank in range(count)
+        Ended(codes[rank], logs[rank].read_text(), ended.get(rank, monotonic() - begin))
+        for rank in range(count)
     ]
 
 

@@ -30,6 +30,8 @@ def test_the_messages_of_servers_are_those_of_the_code() -> None:
     section = page.split("Messages when a server does not start:", 1)[1].split("\n## ", 1)[0]
     messages = re.findall(r"^\| `([^`]+)` \|", section, flags=re.MULTILINE)
     folders = [ROOT / "megatron_gspo" / name for name in ("servers", "rollout/sglang")]
-    source = "".join(file.read_text(encoding="utf-8") for folder in folders for file in folder.glob("*.py"))
+    source = "".join(
+        file.read_text(encoding="utf-8") for folder in folders for file in folder.glob("*.py")
+    )
     source = source.replace("{section}", SGLangConfig.section)
     assert len(messages) >= 8 and [message for message in messages if message not in source] == []

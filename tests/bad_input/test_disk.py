@@ -1,4 +1,6 @@
-"""Files that can't be written: the run ends with the reason, and the last good checkpoint is as it was."""
+"""Files that can't be written: the run ends with the reason, and the last good checkpoint is as
+it was.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from tests.support.command_line import Case, check, small_config, start, with_en
 
 @contextlib.contextmanager
 def largest_file(size: int) -> Iterator[None]:
-    """No file of this process grows beyond ``size`` bytes: a full disk that needs no privilege and spares the rest."""
+    """No file of this process grows beyond ``size`` bytes: a full disk that needs no privilege
+    and spares the rest.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -29,19 +33,50 @@ def largest_file(size: int) -> Iterator[None]:
 
 
 def digest(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
 CASES = (
-    (Case("config on a full disk", "cannot be written: file too large", code=1, shows=("/run: ", " free)")), 100, {}),
-    (Case("export on a full disk", "cannot be written: file too large", code=1, shows=("hf.partial", " needed, ")),
-     12_000, {"export_hf": True}),
-    (Case("checkpoint on a full disk", "checkpoint not written; the last one is untouched", code=1,
-          shows=("File too large", " free)")), 12_000, {"save_interval": 1}),
-)  # fmt: skip
+    (
+        Case(
+            "config on a full disk",
+            "cannot be written: file too large",
+            code=1,
+            shows=("/run: ", " free)"),
+        ),
+        100,
+        {},
+    ),
+    (
+        Case(
+            "export on a full disk",
+            "cannot be written: file too large",
+            code=1,
+            shows=("hf.partial", " needed, "),
+        ),
+        12_000,
+        {"export_hf": True},
+    ),
+    (
+        Case(
+            "checkpoint on a full disk",
+            "checkpoint not written; the last one is untouched",
+            code=1,
+            shows=("File too large", " free)"),
+        ),
+        12_000,
+        {"save_interval": 1},
+    ),
+)
 
 
-@pytest.mark.parametrize(("case", "size", "checkpoint"), CASES, ids=lambda value: getattr(value, "name", ""))
+@pytest.mark.parametrize(
+    ("case", "size", "checkpoint"), CASES, ids=lambda value: getattr(value, "name", "")
+)
 def test_full_disk(case, size, checkpoint, model, tmp_path):
     config = small_config(model, tmp_path, checkpoint=checkpoint)
     with largest_file(size):
@@ -49,8 +84,12 @@ def test_full_disk(case, size, checkpoint, model, tmp_path):
     check(case, outcome)
 
 
-FULL_AGAIN = Case("a later checkpoint on a full disk", "checkpoint not written; the last one is untouched", code=1,
-                  shows=(" free, the last one takes ",))  # fmt: skip
+FULL_AGAIN = Case(
+    "a later checkpoint on a full disk",
+    "checkpoint not written; the last one is untouched",
+    code=1,
+    shows=(" free, the last one takes ",),
+)
 
 
 def test_the_last_checkpoint_survives_a_full_disk(model, tmp_path):
@@ -72,7 +111,12 @@ def test_metrics_on_a_full_disk(model, tmp_path):
     """Rank 0 alone meets it, in the middle of a run: the records grow by about 2 kB a step."""
     config = small_config(model, tmp_path, training={"steps": 4})
     config["tracking"]["samples_per_step"] = 0
-    case = Case("metrics on a full disk", "cannot be written: file too large", code=1, shows=("metrics.jsonl",))
+    case = Case(
+        "metrics on a full disk",
+        "cannot be written: file too large",
+        code=1,
+        shows=("metrics.jsonl",),
+    )
     with largest_file(7_000):
         check(case, with_engine(config, MyEngine()))
 
@@ -93,7 +137,12 @@ class Removing(MyEngine):
 
 def test_run_directory_removed_under_the_run(model, tmp_path):
     config = small_config(model, tmp_path, training={"steps": 3})
-    case = Case("run directory removed", "don't remove a run's directory while it runs", code=1, shows=("samples",))
+    case = Case(
+        "run directory removed",
+        "don't remove a run's directory while it runs",
+        code=1,
+        shows=("samples",),
+    )
     check(case, with_engine(config, Removing(tmp_path / "run")))
 
 
@@ -101,4 +150,6 @@ def test_run_directory_removed_under_the_run(model, tmp_path):
 def test_run_dir_without_permission(model, tmp_path):
     (tmp_path / "locked").mkdir(mode=0o555)
     config = small_config(model, tmp_path) | {"run_dir": str(tmp_path / "locked" / "run")}
-    check(Case("run_dir without permission", "can't be written by this user"), start(config, tmp_path))
+    check(
+        Case("run_dir without permission", "can't be written by this user"), start(config, tmp_path)
+    )

@@ -25,28 +25,85 @@ def other_responses(config, folder):
 
 LIVECODEBENCH = {"question_content": "a", "public_test_cases": "[]"}
 CASES = (
-    Case("evaluation of nothing", "is no Hugging Face directory, run directory or server", ("absent", *TASK[1:])),
-    Case("evaluation without a task", "--tasks: names no file", ("MODEL",), shows=("give --tasks FILE",)),
-    Case("evaluated URL with a password", "give http://host:port, without user, path or query",
-         ("http://user:secret@a:1", *TASK[1:])),
-    Case("evaluated servers without a tokenizer", "servers do not send their tokenizer", ("http://a:1", *TASK[1:]),
-         shows=("give model.path=DIR",)),
-    Case("steps of a model directory", "is no run directory", (*TASK, "--steps", "all"), shows=("leave --steps out",)),
+    Case(
+        "evaluation of nothing",
+        "is no Hugging Face directory, run directory or server",
+        ("absent", *TASK[1:]),
+    ),
+    Case(
+        "evaluation without a task",
+        "--tasks: names no file",
+        ("MODEL",),
+        shows=("give --tasks FILE",),
+    ),
+    Case(
+        "evaluated URL with a password",
+        "give http://host:port, without user, path or query",
+        ("http://user:secret@a:1", *TASK[1:]),
+    ),
+    Case(
+        "evaluated servers without a tokenizer",
+        "servers do not send their tokenizer",
+        ("http://a:1", *TASK[1:]),
+        shows=("give model.path=DIR",),
+    ),
+    Case(
+        "steps of a model directory",
+        "is no run directory",
+        (*TASK, "--steps", "all"),
+        shows=("leave --steps out",),
+    ),
     Case("task file missing", "no such file; check the path", ("MODEL", "--tasks", "absent.jsonl")),
-    Case("two tasks of one name", "two files have the name 'task'", ("MODEL", "--tasks", "task.jsonl", "b/task.jsonl"),
-         shows=("rename one",)),
-    Case("task without its fields", "key 'prompt' is missing (found: text)", TASK, written({"text": "a"})),
-    Case("dates of a task without any", "has no date (contest_date)", (*TASK, "--from", "2024-01-01"),
-         shows=("line 1", "leave out --from and --to")),
-    Case("date that is none", "its date can't be read", (*TASK, "--to", "2024-01-01"),
-         written({**ROWS[0], "contest_date": "soon"})),
-    Case("no problem in the dates", "all rows are left out (1 outside of the dates)", (*TASK, "--from", "2024-01-01"),
-         written({**ROWS[0], "contest_date": "2023-01-01"}), shows=("a wider window",)),
-    Case("programs with too little time", "ends a verification before two programs at the time limit end", TASK,
-         written(LIVECODEBENCH), shows=("set at least 39",)),
-    Case("long prompt of a task", "but max_prompt_length is 2; raise it", (*TASK, "data.max_prompt_length=2")),
-    Case("responses of another evaluation", "give another --output, or delete the file", TASK, other_responses),
-)  # fmt: skip
+    Case(
+        "two tasks of one name",
+        "two files have the name 'task'",
+        ("MODEL", "--tasks", "task.jsonl", "b/task.jsonl"),
+        shows=("rename one",),
+    ),
+    Case(
+        "task without its fields",
+        "key 'prompt' is missing (found: text)",
+        TASK,
+        written({"text": "a"}),
+    ),
+    Case(
+        "dates of a task without any",
+        "has no date (contest_date)",
+        (*TASK, "--from", "2024-01-01"),
+        shows=("line 1", "leave out --from and --to"),
+    ),
+    Case(
+        "date that is none",
+        "its date can't be read",
+        (*TASK, "--to", "2024-01-01"),
+        written({**ROWS[0], "contest_date": "soon"}),
+    ),
+    Case(
+        "no problem in the dates",
+        "all rows are left out (1 outside of the dates)",
+        (*TASK, "--from", "2024-01-01"),
+        written({**ROWS[0], "contest_date": "2023-01-01"}),
+        shows=("a wider window",),
+    ),
+    Case(
+        "programs with too little time",
+        "ends a verification before two programs at the time limit end",
+        TASK,
+        written(LIVECODEBENCH),
+        shows=("set at least 39",),
+    ),
+    Case(
+        "long prompt of a task",
+        "but max_prompt_length is 2; raise it",
+        (*TASK, "data.max_prompt_length=2"),
+    ),
+    Case(
+        "responses of another evaluation",
+        "give another --output, or delete the file",
+        TASK,
+        other_responses,
+    ),
+)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -1,4 +1,6 @@
-"""Ranks that die, hang or fail alone: the others end soon with the reason, and no process is left."""
+"""Ranks that die, hang or fail alone: the others end soon with the reason, and no process is
+left.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,31 @@ from tests.support.waiting import wait_for
 VERIFIER = Path(__file__).with_name("broken_verifier.py")
 LOST = "lost contact with another rank ("
 CASES = (
-    Case("rank killed", LOST, code=1, shows=("it died or hung, its log has the reason; ", "start again")),
+    Case(
+        "rank killed",
+        LOST,
+        code=1,
+        shows=("it died or hung, its log has the reason; ", "start again"),
+    ),
     Case("rank that hangs", LOST, code=1, shows=("Timed out waiting 10000ms",)),
-    Case("disk full on one rank", "cannot be written: file too large", code=1, shows=("rank 0: ", "metrics.jsonl")),
-    Case("verifier that fails on one node", "); fix it", shows=("rank 1: ", "this node lacks a package")),
-    Case("stopped by a scheduler", "stopped by SIGTERM, as a scheduler does", code=143, shows=("start again",)),
-)  # fmt: skip
+    Case(
+        "disk full on one rank",
+        "cannot be written: file too large",
+        code=1,
+        shows=("rank 0: ", "metrics.jsonl"),
+    ),
+    Case(
+        "verifier that fails on one node",
+        "); fix it",
+        shows=("rank 1: ", "this node lacks a package"),
+    ),
+    Case(
+        "stopped by a scheduler",
+        "stopped by SIGTERM, as a scheduler does",
+        code=143,
+        shows=("start again",),
+    ),
+)
 KILLED, HANGS, FULL, LACKS, STOPPED = CASES
 
 
@@ -42,7 +63,11 @@ def broken(model: str, folder: Path, rank: int, how: str, **sections: Any) -> di
 def say(case: Case, text: str) -> bool:
     """Whether exactly one line reports a case, without a traceback."""
     lines = [line for line in text.splitlines() if re.match("(config )?error: ", line)]
-    return len(lines) == 1 and all(part in lines[0] for part in (case.phrase, *case.shows)) and "Traceback" not in text
+    return (
+        len(lines) == 1
+        and all(part in lines[0] for part in (case.phrase, *case.shows))
+        and "Traceback" not in text
+    )
 
 
 def test_a_rank_that_is_killed(model, tmp_path):
@@ -68,10 +93,18 @@ def test_a_client_that_is_killed_while_it_waits_for_responses(model, tmp_path):
     """Each of two ranks waits for its group; no server answers any more."""
     with Generator() as server, ThreadPoolExecutor(1) as pool:
         server.gate = False
-        config = small_config(model, tmp_path, rollout={"engine": "sglang"}, training={"steps": 3},
-                              sglang={"urls": [server.url], "weight_transport": "tensor",
-                                      "log_prob_check_at_start": False},
-                              parallel={"distributed_timeout_minutes": 5.0})  # fmt: skip
+        config = small_config(
+            model,
+            tmp_path,
+            rollout={"engine": "sglang"},
+            training={"steps": 3},
+            sglang={
+                "urls": [server.url],
+                "weight_transport": "tensor",
+                "log_prob_check_at_start": False,
+            },
+            parallel={"distributed_timeout_minutes": 5.0},
+        )
         waits = pool.submit(kill_when, lambda: len(server.bodies) == 8, tmp_path / "rank_1.txt")
         first, killed = run_ranks(config, 2, tmp_path, limit=120)
         waits.result()
@@ -107,7 +140,14 @@ def test_one_rank_fails_and_all_say_its_reason(case, model, tmp_path):
 
 def torchrun(config: dict[str, Any], folder: Path, processes: int) -> subprocess.Popen[str]:
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(processes),
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     return subprocess.Popen(
         [*command, "-m", "megatron_gspo.train", str(folder / "config.yaml")],
@@ -165,7 +205,9 @@ sys.exit(3 + watching._thread.is_alive())
 
 
 def test_no_thread_is_left_to_look_into_the_store_as_a_rank_ends():
-    """torch ends a process with SIGABRT where the interpreter ends while a thread waits for the store."""
+    """torch ends a process with SIGABRT where the interpreter ends while a thread waits for the
+    store.
+    """
     program = [sys.executable, "-c", RESTS]
     done = subprocess.run(program, capture_output=True, text=True, timeout=120)
     assert done.returncode == 3, done.stderr

@@ -1,4 +1,6 @@
-"""Verifiers that can't be loaded, fail on everything, or fail on some responses: named, or counted and left out."""
+"""Verifiers that can't be loaded, fail on everything, or fail on some responses: named, or
+counted and left out.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def returns(value: str):
 
 
 def in_a_process(write, seconds: float = 1.0):
-    """The same in a worker process with a time limit, for one prompt's two responses: a worker's start takes time."""
+    """The same in a worker process with a time limit, for one prompt's two responses: a
+    worker's start takes time.
+    """
 
     def change(config, folder):
         write(config, folder)
@@ -52,82 +56,190 @@ def in_a_process(write, seconds: float = 1.0):
 
 
 def fails_on_all(name, first, overrides=(), *, breaks, shows=()):
-    """A case in which no response of the batch gets a score; ``first`` is the first one's reason."""
+    """A case in which no response of the batch gets a score; ``first`` is the first one's
+    reason.
+    """
     return Case(name, ALL, overrides, breaks, (ALL + first, *shows))
 
 
 CASES = (
     Case("unknown verifier", "is not a verifier; set one of exact_match", ("data.verifier=regex",)),
-    Case("verifier file missing", "no such file: absent.py; give its path, then :function",
-         ("data.verifier=absent.py:score",)),
-    Case("verifier without the function", "define it or correct the name", breaks=body("x = 1\n"),
-         shows=("has no 'score'",)),
-    Case("verifier that is no function", "it must be a function", breaks=body("score = 1\n"),
-         shows=("'score' is a int",)),
-    Case("verifier file that fails", "); fix it",
-         breaks=body("import absent\n"),
-         shows=("verify.py failed (ModuleNotFoundError: No module named 'absent'", "running ")),
-    Case("verifier file of no Python", "); fix it", breaks=body("def score(:\n"), shows=("failed (SyntaxError: ",)),
-    Case("verifier module missing", "); fix it", ("data.verifier=absent.module:score",),
-         shows=("importing absent.module failed (ModuleNotFoundError",)),
-    Case("verifier file that fails in a worker", "the verifier could not be loaded: ",
-         shows=("No module named 'absent'",),
-         breaks=in_a_process(body("import absent\n"))),
-    Case("unknown option of a verifier", "don't fit (",
-         ("data.verifier=exact_match", "data.verifier_options={tolerance: 1}")),
-    Case("too little time for programs", "ends a verification before two programs at the time limit end",
-         ("data.verifier=code",), shows=("set at least 39, or a lower data.code.time_limit",)),
-    Case("options of the verifier code", "is not read by the verifier code; set the keys of data.code",
-         ("data.verifier=code", "data.verifier_options={time_limit: 1}")),
-    Case("address of the sandbox server", "is not the address of a server; give http://host:port, without user",
-         ("data.verifier=code", "data.verifier_timeout=60", "data.code.sandbox_url='http://me:secret@host/run'"),
-         shows=("data.code.sandbox_url = \"host/run\"",)),
-    Case("interpreter of programs missing", "; set data.code.python",
-         ("data.verifier=code", "data.verifier_timeout=60", "data.code.python=/no/python"),
-         shows=("/no/python does not run as a Python interpreter",)),
-    Case("prompts that programs can read",
-         ", and this with it; move it, or give another interpreter as data.code.python",
-         ("data.verifier=code", "data.verifier_timeout=60"), breaks=beside_an_interpreter,
-         shows=("data.prompts = ", "the programs of the verifier code can read ")),
-    Case("verifier of another signature", "a verifier takes (response, prompt), verl's (data_source, solution_str, ",
-         breaks=body("def score(text): return 1.0\n"),
-         shows=("verify.py:score': it takes (text) (too many positional arguments); a verifier takes",
-                "ground_truth, extra_info) or TRL's (prompts, completions, **kwargs)")),
-    Case("verifier of slime", "it is slime's custom_rm, whose arguments do not exist here; a verifier takes (resp",
-         breaks=body("async def score(args, sample, **kwargs): return 1.0\n")),
-    Case("verifier that takes the answer", "would be the Prompt: call it prompt and read prompt.answer",
-         breaks=body("def score(response, answer): return float(response == answer)\n")),
-    Case("option that a verifier does not take", "it has no parameter 'scale', which verifier_options set",
-         ("data.verifier_options={scale: 2}",),
-         breaks=body("def score(solution_str, ground_truth): return 1.0\n")),
+    Case(
+        "verifier file missing",
+        "no such file: absent.py; give its path, then :function",
+        ("data.verifier=absent.py:score",),
+    ),
+    Case(
+        "verifier without the function",
+        "define it or correct the name",
+        breaks=body("x = 1\n"),
+        shows=("has no 'score'",),
+    ),
+    Case(
+        "verifier that is no function",
+        "it must be a function",
+        breaks=body("score = 1\n"),
+        shows=("'score' is a int",),
+    ),
+    Case(
+        "verifier file that fails",
+        "); fix it",
+        breaks=body("import absent\n"),
+        shows=("verify.py failed (ModuleNotFoundError: No module named 'absent'", "running "),
+    ),
+    Case(
+        "verifier file of no Python",
+        "); fix it",
+        breaks=body("def score(:\n"),
+        shows=("failed (SyntaxError: ",),
+    ),
+    Case(
+        "verifier module missing",
+        "); fix it",
+        ("data.verifier=absent.module:score",),
+        shows=("importing absent.module failed (ModuleNotFoundError",),
+    ),
+    Case(
+        "verifier file that fails in a worker",
+        "the verifier could not be loaded: ",
+        shows=("No module named 'absent'",),
+        breaks=in_a_process(body("import absent\n")),
+    ),
+    Case(
+        "unknown option of a verifier",
+        "don't fit (",
+        ("data.verifier=exact_match", "data.verifier_options={tolerance: 1}"),
+    ),
+    Case(
+        "too little time for programs",
+        "ends a verification before two programs at the time limit end",
+        ("data.verifier=code",),
+        shows=("set at least 39, or a lower data.code.time_limit",),
+    ),
+    Case(
+        "options of the verifier code",
+        "is not read by the verifier code; set the keys of data.code",
+        ("data.verifier=code", "data.verifier_options={time_limit: 1}"),
+    ),
+    Case(
+        "address of the sandbox server",
+        "is not the address of a server; give http://host:port, without user",
+        (
+            "data.verifier=code",
+            "data.verifier_timeout=60",
+            "data.code.sandbox_url='http://me:secret@host/run'",
+        ),
+        shows=('data.code.sandbox_url = "host/run"',),
+    ),
+    Case(
+        "interpreter of programs missing",
+        "; set data.code.python",
+        ("data.verifier=code", "data.verifier_timeout=60", "data.code.python=/no/python"),
+        shows=("/no/python does not run as a Python interpreter",),
+    ),
+    Case(
+        "prompts that programs can read",
+        ", and this with it; move it, or give another interpreter as data.code.python",
+        ("data.verifier=code", "data.verifier_timeout=60"),
+        breaks=beside_an_interpreter,
+        shows=("data.prompts = ", "the programs of the verifier code can read "),
+    ),
+    Case(
+        "verifier of another signature",
+        "a verifier takes (response, prompt), verl's (data_source, solution_str, ",
+        breaks=body("def score(text): return 1.0\n"),
+        shows=(
+            "verify.py:score': it takes (text) (too many positional arguments); a verifier takes",
+            "ground_truth, extra_info) or TRL's (prompts, completions, **kwargs)",
+        ),
+    ),
+    Case(
+        "verifier of slime",
+        "it is slime's custom_rm, whose arguments do not exist here; a verifier takes (resp",
+        breaks=body("async def score(args, sample, **kwargs): return 1.0\n"),
+    ),
+    Case(
+        "verifier that takes the answer",
+        "would be the Prompt: call it prompt and read prompt.answer",
+        breaks=body("def score(response, answer): return float(response == answer)\n"),
+    ),
+    Case(
+        "option that a verifier does not take",
+        "it has no parameter 'scale', which verifier_options set",
+        ("data.verifier_options={scale: 2}",),
+        breaks=body("def score(solution_str, ground_truth): return 1.0\n"),
+    ),
     fails_on_all("verifier that raises", "error: ZeroDivisionError", breaks=returns("1 / 0")),
-    fails_on_all("verifier that raises in a worker", "error: ZeroDivisionError", breaks=in_a_process(returns("1 / 0"))),
-    fails_on_all("verifier that exits", "error: SystemExit: 3", breaks=body("def score(t, p): raise SystemExit(3)\n")),
-    fails_on_all("reward of NaN", "invalid: the verifier returned nan; return a finite number",
-         breaks=returns("float('nan')")),
-    fails_on_all("infinite reward", "invalid: the verifier returned inf; return a finite number",
-         breaks=returns("float('inf')")),
-    fails_on_all("reward beyond float32", "invalid: the verifier returned 1e+300; return a finite number",
-         breaks=returns("1e300")),
-    fails_on_all("reward of None", "invalid: the verifier returned the NoneType None; return a number",
-         breaks=returns("None")),
-    fails_on_all("reward of text", "invalid: the verifier returned the str '1.0'; return a number",
-         breaks=returns("'1.0'")),
-    fails_on_all("reward without a score", "invalid: the verifier returned the dict {'acc': True}; return a number, ",
-         breaks=returns("{'acc': True}")),
-    fails_on_all("list of rewards", "invalid: the verifier returned the list [1.0, 0.0]; return a number",
-         breaks=returns("[1.0, 0.0]")),
-    fails_on_all("process that ends", "error: the verifier's process ended (exit code 7)",
-         breaks=in_a_process(body("import os\ndef score(t, p): os._exit(7)\n"))),
-    fails_on_all("process that crashes", "error: the verifier's process ended (Segmentation fault)",
-         breaks=in_a_process(body("import ctypes\ndef score(t, p): ctypes.string_at(0)\n"))),
-    fails_on_all("verifier that hangs", "timeout: no result after 0.1 s",
-         breaks=in_a_process(body("import time\ndef score(t, p): time.sleep(600)\n"), 0.1)),
-    fails_on_all("answers missing for exact_match", "error: ValueError: prompt",
-         ("data.verifier=exact_match", "data.answer_key=other"), shows=("has no answer",),
-         breaks=lambda config, folder: (folder / "prompts.jsonl").write_text(
-             "".join(json.dumps({"prompt": f"Spell {i}", "other": None}) + "\n" for i in range(4)))),
-)  # fmt: skip
+    fails_on_all(
+        "verifier that raises in a worker",
+        "error: ZeroDivisionError",
+        breaks=in_a_process(returns("1 / 0")),
+    ),
+    fails_on_all(
+        "verifier that exits",
+        "error: SystemExit: 3",
+        breaks=body("def score(t, p): raise SystemExit(3)\n"),
+    ),
+    fails_on_all(
+        "reward of NaN",
+        "invalid: the verifier returned nan; return a finite number",
+        breaks=returns("float('nan')"),
+    ),
+    fails_on_all(
+        "infinite reward",
+        "invalid: the verifier returned inf; return a finite number",
+        breaks=returns("float('inf')"),
+    ),
+    fails_on_all(
+        "reward beyond float32",
+        "invalid: the verifier returned 1e+300; return a finite number",
+        breaks=returns("1e300"),
+    ),
+    fails_on_all(
+        "reward of None",
+        "invalid: the verifier returned the NoneType None; return a number",
+        breaks=returns("None"),
+    ),
+    fails_on_all(
+        "reward of text",
+        "invalid: the verifier returned the str '1.0'; return a number",
+        breaks=returns("'1.0'"),
+    ),
+    fails_on_all(
+        "reward without a score",
+        "invalid: the verifier returned the dict {'acc': True}; return a number, ",
+        breaks=returns("{'acc': True}"),
+    ),
+    fails_on_all(
+        "list of rewards",
+        "invalid: the verifier returned the list [1.0, 0.0]; return a number",
+        breaks=returns("[1.0, 0.0]"),
+    ),
+    fails_on_all(
+        "process that ends",
+        "error: the verifier's process ended (exit code 7)",
+        breaks=in_a_process(body("import os\ndef score(t, p): os._exit(7)\n")),
+    ),
+    fails_on_all(
+        "process that crashes",
+        "error: the verifier's process ended (Segmentation fault)",
+        breaks=in_a_process(body("import ctypes\ndef score(t, p): ctypes.string_at(0)\n")),
+    ),
+    fails_on_all(
+        "verifier that hangs",
+        "timeout: no result after 0.1 s",
+        breaks=in_a_process(body("import time\ndef score(t, p): time.sleep(600)\n"), 0.1),
+    ),
+    fails_on_all(
+        "answers missing for exact_match",
+        "error: ValueError: prompt",
+        ("data.verifier=exact_match", "data.answer_key=other"),
+        shows=("has no answer",),
+        breaks=lambda config, folder: (folder / "prompts.jsonl").write_text(
+            "".join(json.dumps({"prompt": f"Spell {i}", "other": None}) + "\n" for i in range(4))
+        ),
+    ),
+)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -153,7 +265,9 @@ def samples_of(config: dict) -> list[dict]:
 
 @pytest.mark.parametrize(("fails", "kind"), [("1 / 0", "error"), ("return math.nan", "invalid")])
 def test_some_failures_are_counted_and_move_no_baseline(fails, kind, model, tmp_path):
-    """Rewards 1, 0 and two failures a group: the mean is 0.5 and not 0.25, and the failures aren't trained on."""
+    """Rewards 1, 0 and two failures a group: the mean is 0.5 and not 0.25, and the failures
+    aren't trained on.
+    """
     config = small_config(model, tmp_path, tracking={"samples_per_step": 8, "plot": False})
     body(SOME.format(fails=fails))(config, tmp_path)
     done = with_engine(config, MyEngine())
@@ -163,7 +277,8 @@ def test_some_failures_are_counted_and_move_no_baseline(fails, kind, model, tmp_
     assert row["reward/mean"] == 0.5
     rewards = [sample["reward"] for sample in samples_of(config)]
     assert rewards == [1.0, 0.0, None, None] * 2
-    # on-policy, A = (1, 0) - 0.5 over 0.7071: their mean is 0; N is 4, so that the loss isn't halved
+    # on-policy, A = (1, 0) - 0.5 over 0.7071: their mean is 0; N is 4, so that the loss isn't
+    # halved
     assert row["loss/policy"] == pytest.approx(0.0, abs=1e-6)
     assert samples_of(config)[2]["metadata"]["verifier_failure"].startswith(kind + ": ")
 
@@ -182,7 +297,10 @@ def test_a_failure_can_be_given_a_reward(model, tmp_path):
 def test_a_verifier_may_print_and_fork(model, tmp_path):
     """What it prints is not part of the protocol; a forked copy of it sends no results."""
     config = small_config(model, tmp_path, tracking={"samples_per_step": 8, "plot": False})
-    code = "import os, sys\ndef score(text, prompt):\n    print('x' * 100000)\n    os.fork()\n    return len(text)\n"
+    code = (
+        "import os, sys\ndef score(text, prompt):\n    print('x' * 100000)\n    os.fork()\n   "
+        " return len(text)\n"
+    )
     body(code)(config, tmp_path)
     config["data"]["verifier_timeout"] = 20.0
     assert with_engine(config, MyEngine()).code == 0

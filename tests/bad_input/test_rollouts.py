@@ -37,7 +37,10 @@ def second(**changes):
 
     def change(samples):
         old = samples[1]
-        new = {name: value(getattr(old, name)) if callable(value) else value for name, value in changes.items()}
+        new = {
+            name: value(getattr(old, name)) if callable(value) else value
+            for name, value in changes.items()
+        }
         return [samples[0], replace(old, **new), *samples[2:]]
 
     return change
@@ -68,41 +71,107 @@ def failure(name: str, phrase: str, breaks: Any, *shows: str) -> tuple[Case, Any
 
 
 BROKEN = (
-    failure("too few samples", "samples for 2 prompts x 4; give 8", lambda samples: samples[:-1], "gave 7"),
-    failure("no samples", "samples for 2 prompts x 4; give 8", lambda samples: None, "gave NoneType"),
+    failure(
+        "too few samples",
+        "samples for 2 prompts x 4; give 8",
+        lambda samples: samples[:-1],
+        "gave 7",
+    ),
+    failure(
+        "no samples", "samples for 2 prompts x 4; give 8", lambda samples: None, "gave NoneType"
+    ),
     failure("not a sample", "is a dict; give a Sample", lambda samples: [{}, *samples[1:]]),
-    failure("wrong order", "give all samples of a prompt together, in the order of the prompts",
-            lambda samples: samples[::-1]),
-    failure("log-probs of another length", "the response has 5 tokens",
-            second(rollout_log_probs=lambda values: values[:-1]), "/1: rollout_log_probs has shape (4,)"),
-    failure("log-probs of another type", "it must be a float32 numpy array",
-            second(rollout_log_probs=lambda values: values.astype(np.float64)), "rollout_log_probs"),
-    failure("mask of another length", "the response has 5 tokens",
-            second(loss_mask=lambda values: values[:-1]), "/1: loss_mask has shape (4,)"),
-    failure("NaN among the log-probs", "non-finite trained values; check the weights",
-            second(rollout_log_probs=put(2, np.nan)), "rollout_log_probs has 1"),
-    failure("infinity among the log-probs", "non-finite trained values; check the weights",
-            second(rollout_log_probs=put(2, -np.inf))),
-    failure("positive log-prob", "a log-probability is at most 0", second(rollout_log_probs=put(2, 0.5)), "has 0.5"),
-    failure("token outside the vocabulary", "the model's vocabulary ends at",
-            second(tokens=put(-1, 10**6)), "tokens has the id 1000000"),
-    failure("negative token", "token ids start at 0", second(tokens=put(-1, -1)), "tokens has the negative id -1"),
-    failure("tokens of another type", "it must be a 1-d int64 numpy array", second(tokens=lambda t: t.tolist())),
+    failure(
+        "wrong order",
+        "give all samples of a prompt together, in the order of the prompts",
+        lambda samples: samples[::-1],
+    ),
+    failure(
+        "log-probs of another length",
+        "the response has 5 tokens",
+        second(rollout_log_probs=lambda values: values[:-1]),
+        "/1: rollout_log_probs has shape (4,)",
+    ),
+    failure(
+        "log-probs of another type",
+        "it must be a float32 numpy array",
+        second(rollout_log_probs=lambda values: values.astype(np.float64)),
+        "rollout_log_probs",
+    ),
+    failure(
+        "mask of another length",
+        "the response has 5 tokens",
+        second(loss_mask=lambda values: values[:-1]),
+        "/1: loss_mask has shape (4,)",
+    ),
+    failure(
+        "NaN among the log-probs",
+        "non-finite trained values; check the weights",
+        second(rollout_log_probs=put(2, np.nan)),
+        "rollout_log_probs has 1",
+    ),
+    failure(
+        "infinity among the log-probs",
+        "non-finite trained values; check the weights",
+        second(rollout_log_probs=put(2, -np.inf)),
+    ),
+    failure(
+        "positive log-prob",
+        "a log-probability is at most 0",
+        second(rollout_log_probs=put(2, 0.5)),
+        "has 0.5",
+    ),
+    failure(
+        "token outside the vocabulary",
+        "the model's vocabulary ends at",
+        second(tokens=put(-1, 10**6)),
+        "tokens has the id 1000000",
+    ),
+    failure(
+        "negative token",
+        "token ids start at 0",
+        second(tokens=put(-1, -1)),
+        "tokens has the negative id -1",
+    ),
+    failure(
+        "tokens of another type",
+        "it must be a 1-d int64 numpy array",
+        second(tokens=lambda t: t.tolist()),
+    ),
     failure("another prompt", "does not begin with the prompt's", second(tokens=put(0, 3))),
-    failure("prompt length beyond the tokens", "prompt_length is 99; use 1 to", second(prompt_length=99)),
-    failure("response beyond the limit", "max_response_length is 6",
-            second(tokens=lambda t: np.concatenate([t, t[-3:]]), loss_mask=np.ones(8, bool), rollout_log_probs=None),
-            "tokens has 8 of the response"),
+    failure(
+        "prompt length beyond the tokens", "prompt_length is 99; use 1 to", second(prompt_length=99)
+    ),
+    failure(
+        "response beyond the limit",
+        "max_response_length is 6",
+        second(
+            tokens=lambda t: np.concatenate([t, t[-3:]]),
+            loss_mask=np.ones(8, bool),
+            rollout_log_probs=None,
+        ),
+        "tokens has 8 of the response",
+    ),
     failure("unknown finish reason", "use one of stop, length, abort", second(finish_reason="eos")),
-    failure("engine that refuses", "the engine MyEngine failed: ",
-            fails(ValueError("prompt 3 is cursed")), "ValueError: prompt 3 is cursed"),
-    failure("server that is gone", "the engine MyEngine failed: ",
-            fails(ConnectionRefusedError(111, "Connection refused")), "ConnectionRefusedError"),
-)  # fmt: skip
+    failure(
+        "engine that refuses",
+        "the engine MyEngine failed: ",
+        fails(ValueError("prompt 3 is cursed")),
+        "ValueError: prompt 3 is cursed",
+    ),
+    failure(
+        "server that is gone",
+        "the engine MyEngine failed: ",
+        fails(ConnectionRefusedError(111, "Connection refused")),
+        "ConnectionRefusedError",
+    ),
+)
 CASES = tuple(case for case, _ in BROKEN)
 
 
-def run(breaks: Any, model: str, tmp_path: Any, **sections: Any) -> tuple[Outcome, dict[str, Any] | None]:
+def run(
+    breaks: Any, model: str, tmp_path: Any, **sections: Any
+) -> tuple[Outcome, dict[str, Any] | None]:
     """The outcome and the record of the one step, where it was made."""
     config = small_config(model, tmp_path, **sections)
     done = with_engine(config, MyEngine(breaks=breaks))
@@ -122,8 +191,12 @@ def test_an_engine_with_a_defect_keeps_its_traceback(model, tmp_path):
 
 
 def test_no_log_probs_where_they_are_the_old_ones(model, tmp_path):
-    done, _ = run(every(rollout_log_probs=None), model, tmp_path, algorithm={"old_log_probs": "rollout"})
-    phrase = 'algorithm.old_log_probs = "rollout": the engine gives no log-probs; set it to recompute'
+    done, _ = run(
+        every(rollout_log_probs=None), model, tmp_path, algorithm={"old_log_probs": "rollout"}
+    )
+    phrase = (
+        'algorithm.old_log_probs = "rollout": the engine gives no log-probs; set it to recompute'
+    )
     check(Case("old log-probs that aren't there", phrase), done)
 
 
@@ -135,7 +208,9 @@ def test_all_rewards_equal_is_said_and_changes_no_weight_by_the_objective(model,
 
 def test_all_aborted_is_skipped_and_counted(model, tmp_path):
     done, row = run(every(finish_reason="abort"), model, tmp_path)
-    assert done.code == 0 and "step 1: every response is masked, so nothing was updated" in done.text
+    assert (
+        done.code == 0 and "step 1: every response is masked, so nothing was updated" in done.text
+    )
     assert row["masked/truncated"] == 8 and row["updates"] == 0 and row["updates/skipped"] == 1
 
 
@@ -156,7 +231,10 @@ def test_a_response_of_no_token_is_counted(model, tmp_path):
 def test_only_responses_of_no_token(model, tmp_path):
     def empty(samples: list[Sample]) -> list[Sample]:
         nothing = {"loss_mask": np.zeros(0, bool), "rollout_log_probs": np.zeros(0, np.float32)}
-        return [replace(sample, tokens=sample.tokens[: sample.prompt_length], **nothing) for sample in samples]
+        return [
+            replace(sample, tokens=sample.tokens[: sample.prompt_length], **nothing)
+            for sample in samples
+        ]
 
     done, row = run(empty, model, tmp_path)
     assert done.code == 0 and row["masked/empty"] == 8 and row["updates/skipped"] == 1
@@ -170,14 +248,24 @@ def broken_weights(config: dict[str, Any], lr: float) -> dict[str, Any]:
 
 
 DIVERGED = (
-    Case("weights that diverged", "so its weights are broken; look at grad_norm before", code=1,
-         shows=("step 2: no response has finite log-probs", "lower optimizer.lr")),
-    Case("gradient that isn't finite", "so the weights were not updated; lower optimizer.lr", code=1,
-         shows=("step 2: the gradient is not finite",)),
-)  # fmt: skip
+    Case(
+        "weights that diverged",
+        "so its weights are broken; look at grad_norm before",
+        code=1,
+        shows=("step 2: no response has finite log-probs", "lower optimizer.lr"),
+    ),
+    Case(
+        "gradient that isn't finite",
+        "so the weights were not updated; lower optimizer.lr",
+        code=1,
+        shows=("step 2: the gradient is not finite",),
+    ),
+)
 
 
-@pytest.mark.parametrize(("case", "lr"), zip(DIVERGED, (1e38, 1e30), strict=True), ids=lambda v: getattr(v, "name", ""))
+@pytest.mark.parametrize(
+    ("case", "lr"), zip(DIVERGED, (1e38, 1e30), strict=True), ids=lambda v: getattr(v, "name", "")
+)
 def test_a_run_that_diverged_ends(case, lr, model, tmp_path):
     config = broken_weights(small_config(model, tmp_path), lr)
     check(case, with_engine(config, MyEngine()))
@@ -192,13 +280,23 @@ OTHER_MODEL = Case(
     "server of another model",
     "computes another model than the trainer",
     code=1,
-    shows=("error: weights 0: server http://127.0.0.1", "SGLang ignores tie_word_embeddings of qwen3_moe"),
+    shows=(
+        "error: weights 0: server http://127.0.0.1",
+        "SGLang ignores tie_word_embeddings of qwen3_moe",
+    ),
 )
 
 
 def test_a_server_that_computes_another_model(tmp_path):
-    """With an output layer of its own, in place of the embeddings; found before the first response."""
+    """With an output layer of its own, in place of the embeddings; found before the first
+    response.
+    """
     model = tied_model(tmp_path / "model", tied=True)
     with ModelServer(model, ignores_ties=True) as server:
         sglang = {"urls": [server.url], "weight_transport": "disk"}
-        check(OTHER_MODEL, start(small_config(model, tmp_path, rollout={"engine": "sglang"}, sglang=sglang), tmp_path))
+        check(
+            OTHER_MODEL,
+            start(
+                small_config(model, tmp_path, rollout={"engine": "sglang"}, sglang=sglang), tmp_path
+            ),
+        )

@@ -1,4 +1,6 @@
-"""Routes that can't be used: a line that names the sample. Missing routes: only where allowed, and counted."""
+"""Routes that can't be used: a line that names the sample. Missing routes: only where allowed,
+and counted.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ LAYERS, K, EXPERTS = 2, 2, 4  # of tests.support.training_runs.tiny_model
 def routed(samples: list[Sample]) -> list[Sample]:
     """Routes that the model could have taken, for every sample."""
     return [
-        replace(sample, routed_experts=make_routes(sample.length - 1, LAYERS, K, EXPERTS, seed=place))
+        replace(
+            sample, routed_experts=make_routes(sample.length - 1, LAYERS, K, EXPERTS, seed=place)
+        )
         for place, sample in enumerate(samples)
     ]
 
@@ -71,54 +75,145 @@ def fault(name: str, phrase: str, breaks: Any, *shows: str) -> tuple[Case, Any]:
 
 
 BROKEN = (
-    fault("routes of two dimensions", "it must be a [tokens - 1, layers, k] numpy array",
-          experts(lambda ids: ids.reshape(len(ids), -1)), "routed_experts is a 2-d uint8 array"),
-    fault("routes in a list", "it must be a [tokens - 1, layers, k] numpy array",
-          experts(lambda ids: ids.tolist()), "routed_experts is list"),
-    fault("routes of a signed type", "make it unsigned with routing_replay.routes.as_routes",
-          experts(lambda ids: ids.astype(np.int32)), "routed_experts is a 3-d int32 array"),
-    fault("routes of a float type", "make it unsigned with routing_replay.routes.as_routes",
-          experts(lambda ids: ids.astype(np.float32)), "routed_experts is a 3-d float32 array"),
-    fault("routes with a row too few", "one for each token but the last, of this very tokenisation",
-          experts(lambda ids: ids[:-1]), "routed_experts has", "rows for"),
-    fault("routes with a row too many", "one for each token but the last, of this very tokenisation",
-          experts(lambda ids: np.concatenate([ids, ids[:1]])), "routed_experts has"),
-    fault("routes of a deeper model", "give those of the model that is trained",
-          experts(lambda ids: ids.repeat(2, axis=1)), "has 4 layers x 2 experts a token", "have 2 MoE layers x 2"),
-    fault("routes of a model with another k", "give those of the model that is trained",
-          experts(lambda ids: ids[:, :, :1]), "has 2 layers x 1 experts a token"),
-    fault("expert that the model hasn't", "the model has experts 0 to",
-          experts(put((3, 1, 0), EXPERTS)), "token 3, MoE layer 1: routed_experts has the expert 4", "0 to 3"),
-    fault("routes of a model with more experts", "the model has experts 0 to",
-          experts(lambda ids: ids.astype(np.uint16) + 300), "token 0, MoE layer 0: routed_experts has the expert 30"),
-    fault("expert twice", "routed_experts has an expert twice",
-          experts(put((3, 1), [2, 2])), "token 3, MoE layer 1", "[2, 2]; give 2 different ones"),
-    fault("routes of no sample", "routed_experts is missing; let the engine return the experts of every token",
-          lambda samples: routed(samples[:1]) + samples[1:]),
-    fault("routes of one sample missing", "routed_experts is missing; let the engine return the experts of every token",
-          experts(lambda ids: None)),
-    fault("token without a route", "set routing.missing_routes to live to leave them to the live router",
-          holes(2, 5), "routed_experts has no route for 2 tokens (first: token 2)"),
-    fault("holes of another length", "one for each row of routed_experts",
-          then(second(missing_routes=np.zeros(2, bool))), "missing_routes is a 1-d bool array of shape [2]"),
-    fault("holes of another type", "one for each row of routed_experts",
-          then(second(missing_routes=[False])), "missing_routes is list"),
-    fault("holes of nothing", "missing_routes is given without routed_experts; give both or neither",
-          second(missing_routes=np.zeros(4, bool))),
-    fault("negative expert of a server", "ids start at 0, and -1 says that a route isn't known",
-          narrowed(put((1, 0, 0), -2)), "routes have the negative expert -2"),
-    fault("expert of a server that would wrap around", "the model has experts 0 to",
-          narrowed(put((1, 0, 0), 256 + 1)), "routes have the expert 257"),
-    fault("routes of a server that are no integers", "give integers [rows, layers, k]",
-          narrowed(lambda ids: ids / 1), "expert ids are a 3-d float64 array"),
-    fault("hole of a server", "set routing.missing_routes to live to leave them to the live router",
-          narrowed(put(4, -1)), "routed_experts has no route for 1 tokens (first: token 4)"),
-)  # fmt: skip
-DENSE = Case("replay with a dense model", "the model has no experts; set it to none", shows=('routing.replay = "r3"',))
+    fault(
+        "routes of two dimensions",
+        "it must be a [tokens - 1, layers, k] numpy array",
+        experts(lambda ids: ids.reshape(len(ids), -1)),
+        "routed_experts is a 2-d uint8 array",
+    ),
+    fault(
+        "routes in a list",
+        "it must be a [tokens - 1, layers, k] numpy array",
+        experts(lambda ids: ids.tolist()),
+        "routed_experts is list",
+    ),
+    fault(
+        "routes of a signed type",
+        "make it unsigned with routing_replay.routes.as_routes",
+        experts(lambda ids: ids.astype(np.int32)),
+        "routed_experts is a 3-d int32 array",
+    ),
+    fault(
+        "routes of a float type",
+        "make it unsigned with routing_replay.routes.as_routes",
+        experts(lambda ids: ids.astype(np.float32)),
+        "routed_experts is a 3-d float32 array",
+    ),
+    fault(
+        "routes with a row too few",
+        "one for each token but the last, of this very tokenisation",
+        experts(lambda ids: ids[:-1]),
+        "routed_experts has",
+        "rows for",
+    ),
+    fault(
+        "routes with a row too many",
+        "one for each token but the last, of this very tokenisation",
+        experts(lambda ids: np.concatenate([ids, ids[:1]])),
+        "routed_experts has",
+    ),
+    fault(
+        "routes of a deeper model",
+        "give those of the model that is trained",
+        experts(lambda ids: ids.repeat(2, axis=1)),
+        "has 4 layers x 2 experts a token",
+        "have 2 MoE layers x 2",
+    ),
+    fault(
+        "routes of a model with another k",
+        "give those of the model that is trained",
+        experts(lambda ids: ids[:, :, :1]),
+        "has 2 layers x 1 experts a token",
+    ),
+    fault(
+        "expert that the model hasn't",
+        "the model has experts 0 to",
+        experts(put((3, 1, 0), EXPERTS)),
+        "token 3, MoE layer 1: routed_experts has the expert 4",
+        "0 to 3",
+    ),
+    fault(
+        "routes of a model with more experts",
+        "the model has experts 0 to",
+        experts(lambda ids: ids.astype(np.uint16) + 300),
+        "token 0, MoE layer 0: routed_experts has the expert 30",
+    ),
+    fault(
+        "expert twice",
+        "routed_experts has an expert twice",
+        experts(put((3, 1), [2, 2])),
+        "token 3, MoE layer 1",
+        "[2, 2]; give 2 different ones",
+    ),
+    fault(
+        "routes of no sample",
+        "routed_experts is missing; let the engine return the experts of every token",
+        lambda samples: routed(samples[:1]) + samples[1:],
+    ),
+    fault(
+        "routes of one sample missing",
+        "routed_experts is missing; let the engine return the experts of every token",
+        experts(lambda ids: None),
+    ),
+    fault(
+        "token without a route",
+        "set routing.missing_routes to live to leave them to the live router",
+        holes(2, 5),
+        "routed_experts has no route for 2 tokens (first: token 2)",
+    ),
+    fault(
+        "holes of another length",
+        "one for each row of routed_experts",
+        then(second(missing_routes=np.zeros(2, bool))),
+        "missing_routes is a 1-d bool array of shape [2]",
+    ),
+    fault(
+        "holes of another type",
+        "one for each row of routed_experts",
+        then(second(missing_routes=[False])),
+        "missing_routes is list",
+    ),
+    fault(
+        "holes of nothing",
+        "missing_routes is given without routed_experts; give both or neither",
+        second(missing_routes=np.zeros(4, bool)),
+    ),
+    fault(
+        "negative expert of a server",
+        "ids start at 0, and -1 says that a route isn't known",
+        narrowed(put((1, 0, 0), -2)),
+        "routes have the negative expert -2",
+    ),
+    fault(
+        "expert of a server that would wrap around",
+        "the model has experts 0 to",
+        narrowed(put((1, 0, 0), 256 + 1)),
+        "routes have the expert 257",
+    ),
+    fault(
+        "routes of a server that are no integers",
+        "give integers [rows, layers, k]",
+        narrowed(lambda ids: ids / 1),
+        "expert ids are a 3-d float64 array",
+    ),
+    fault(
+        "hole of a server",
+        "set routing.missing_routes to live to leave them to the live router",
+        narrowed(put(4, -1)),
+        "routed_experts has no route for 1 tokens (first: token 4)",
+    ),
+)
+DENSE = Case(
+    "replay with a dense model",
+    "the model has no experts; set it to none",
+    shows=('routing.replay = "r3"',),
+)
 CASES = (*(case for case, _ in BROKEN), DENSE)
 
 
-def run(breaks: Any, model: str, tmp_path: Any, **routing: Any) -> tuple[Outcome, dict[str, Any] | None]:
+def run(
+    breaks: Any, model: str, tmp_path: Any, **routing: Any
+) -> tuple[Outcome, dict[str, Any] | None]:
     """The outcome of a step with R3 and the step's record, where it was made."""
     config = small_config(model, tmp_path, routing={"replay": "r3", **routing})
     done = with_engine(config, MyEngine(breaks=breaks))
@@ -145,16 +240,24 @@ def test_good_routes_are_used_without_a_hole(model, tmp_path):
     ],
     ids=["two tokens", "one token of a server", "a whole sample"],
 )
-def test_missing_routes_use_the_live_router_only_where_asked_and_are_counted(breaks, count, model, tmp_path):
+def test_missing_routes_use_the_live_router_only_where_asked_and_are_counted(
+    breaks, count, model, tmp_path
+):
     done, row = run(breaks, model, tmp_path, missing_routes="live")
     assert done.code == 0, done.text
-    assert row["routing/missing_routes"] == count and row["updates"] == 1 and np.isfinite(row["loss"])
+    assert (
+        row["routing/missing_routes"] == count and row["updates"] == 1 and np.isfinite(row["loss"])
+    )
 
 
 def test_other_faults_are_errors_with_missing_routes_live(model, tmp_path):
     wrong = Case("expert that the model hasn't", "the model has experts 0 to", code=1)
     check(wrong, run(experts(put((3, 1, 0), EXPERTS)), model, tmp_path, missing_routes="live")[0])
-    missing = Case("no routes", "routed_experts is missing; let the engine return the experts of every token", code=1)
+    missing = Case(
+        "no routes",
+        "routed_experts is missing; let the engine return the experts of every token",
+        code=1,
+    )
     check(missing, run(every(text="x"), model, tmp_path, missing_routes="live", storage="host")[0])
 
 

@@ -25,7 +25,9 @@ def test_spread_is_median_and_quartiles():
 
 
 def test_ratios_are_taken_turn_by_turn():
-    """A machine twice as slow in the second and third turn: medians over all turns would give 2, the turns give 1."""
+    """A machine twice as slow in the second and third turn: medians over all turns would give
+    2, the turns give 1.
+    """
     assert ratios([1.0, 2.0, 2.0], [1.0, 2.0, 2.0]).median == 1.0
     assert ratios([2.0, 20.0, 3.0], [1.0, 10.0, 1.0]) == Spread(2.0, 2.0, 2.5, 3)
 
@@ -33,18 +35,30 @@ def test_ratios_are_taken_turn_by_turn():
 def test_time_rows_want_to_be_low_and_rates_high():
     slow, fast = [Seconds(2.0, 1.0)] * 3, [Seconds(1.0, 1.0)] * 3
     row = time_row("step", "a", slow, fast, peer_name="p", target=1.5)
-    assert (row.ratio.median, row.cpu_ratio.median, row.ours.median, row.met) == (2.0, 1.0, 2000.0, False)
+    assert (row.ratio.median, row.cpu_ratio.median, row.ours.median, row.met) == (
+        2.0,
+        1.0,
+        2000.0,
+        False,
+    )
     assert time_row("step", "a", fast, slow, peer_name="p", target=0.5).met is True
     turn = {"amount": 100.0, "seconds": 4.0, "cpu_seconds": 2.0}
-    row = rate_row("loop", "b", [turn], [turn | {"seconds": 5.0}], unit="tokens/s", peer_name="p", target=1.3)
-    assert (row.ours.median, row.ratio.median, row.cpu_ratio.median, row.met) == (25.0, 1.25, 1.0, False)
-
-
+    row = rate_row(
+        "loop", "b", [turn], [turn | {"seconds": 5.0}], unit="tokens/s", peer_name="p", target=1.3
+    )
+    assert (row.ours.median, row.ratio.median, row.cpu_ratio.median, row.met) == (
+        25.0,
+        1.25,
+        1.0,
+        False,
+    )
 
 
 def test_contestants_run_in_turns_in_alternating_order():
     calls = []
-    taken = interleave({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, repeats=3, warmup=1)
+    taken = interleave(
+        {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, repeats=3, warmup=1
+    )
     assert calls == ["a", "b", "a", "b", "b", "a", "a", "b"]
     assert {name: len(turns) for name, turns in taken.items()} == {"a": 3, "b": 3}
 
@@ -73,11 +87,17 @@ def test_programs_take_turns():
 
 def test_a_program_that_dies_is_told_with_its_last_words():
     command = [sys.executable, "-c", "import sys; sys.exit('out of luck')"]
-    with Worker("peer", command, limit=30) as worker, pytest.raises(RuntimeError, match="(?s)peer ended early.*luck"):
+    with (
+        Worker("peer", command, limit=30) as worker,
+        pytest.raises(RuntimeError, match="(?s)peer ended early.*luck"),
+    ):
         worker.report()
 
 
 def test_a_program_that_hangs_is_given_up():
     command = [sys.executable, "-c", "input()"]
-    with Worker("peer", command, limit=0.2) as worker, pytest.raises(RuntimeError, match="longer than"):
+    with (
+        Worker("peer", command, limit=0.2) as worker,
+        pytest.raises(RuntimeError, match="longer than"),
+    ):
         worker.report()

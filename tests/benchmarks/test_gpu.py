@@ -1,4 +1,6 @@
-"""The GPU benchmark: its rows at tiny sizes on a CPU, its operations by hand, its config, the names of GPUs."""
+"""The GPU benchmark: its rows at tiny sizes on a CPU, its operations by hand, its config, the
+names of GPUs.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +33,19 @@ from megatron_gspo.models import family_of, read_config
 def test_every_row_is_measured():
     rows = list(measure(TINY, peak=0.5, rehearsed=123))
     assert [(row.name, row.implementation) for row in rows] == [
-        ("matrix product", "torch"), ("head", "torch"), ("layer", "torch"), ("training step", "torch"),
-    ]  # fmt: skip
+        ("matrix product", "torch"),
+        ("head", "torch"),
+        ("layer", "torch"),
+        ("training step", "torch"),
+    ]
     assert [row.tokens for row in rows] == [64, 32, 32, 64]
-    assert all(row.milliseconds.count == TINY.repeats and row.milliseconds.median > 0 for row in rows)
-    assert all(row.share_of_peak == pytest.approx(row.tflops / 0.5) and row.peak_bytes is None for row in rows)
+    assert all(
+        row.milliseconds.count == TINY.repeats and row.milliseconds.median > 0 for row in rows
+    )
+    assert all(
+        row.share_of_peak == pytest.approx(row.tflops / 0.5) and row.peak_bytes is None
+        for row in rows
+    )
     assert [row.rehearsed_bytes for row in rows] == [None, None, None, 123]
 
 
@@ -61,7 +71,8 @@ def test_operations_by_hand(tmp_path):
     write_config(tmp_path, TINY)
     _, shape = family_of(read_config(tmp_path / "model"))
     products = 32 * 16 * 4 + 2 * 32 * 16 * 2 + 16 * 4 * 32 + 32 * 8 + 2 * 3 * 32 * 16
-    # a causal sequence of 10 tokens has 50 scores a head (half of the square), of 16 products, and as many for values
+    # a causal sequence of 10 tokens has 50 scores a head (half of the square), of 16 products, and
+    # as many for values
     assert layer_flops(shape, [10, 6]) == 2 * 16 * products + 4 * 4 * 16 * (50 + 18)
     assert head_flops(shape, 5) == 2 * 5 * 32 * 96
 
@@ -81,9 +92,16 @@ def test_the_real_sizes_are_those_of_the_model(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("NVIDIA H100 80GB HBM3", 989.4), ("NVIDIA H200", 989.4), ("NVIDIA H20", 148), ("NVIDIA A100-SXM4-80GB", 312),
-     ("NVIDIA B200", 2250), ("NVIDIA GeForce RTX 4090", None), (None, None)],
-)  # fmt: skip
+    [
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA H200", 989.4),
+        ("NVIDIA H20", 148),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA GeForce RTX 4090", None),
+        (None, None),
+    ],
+)
 def test_peak_by_the_drivers_name(name, expected):
     assert peak_tflops(name) == expected
 

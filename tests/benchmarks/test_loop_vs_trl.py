@@ -9,12 +9,24 @@ from benchmarks.loop_vs_trl import PHASES, TARGETS, check_equal_work, rows_of
 
 def test_rows_from_the_reports_of_the_turns():
     def report(seconds: float) -> dict:
-        return {phase: {"seconds": seconds, "cpu_seconds": seconds} for phase in PHASES} | {"tokens": 600, "steps": 4}
+        return {phase: {"seconds": seconds, "cpu_seconds": seconds} for phase in PHASES} | {
+            "tokens": 600,
+            "steps": 4,
+        }
 
     rows = rows_of("equal", [report(2.0), report(2.0)], [report(3.0), report(3.0)])
     assert [row.name for row in rows] == [f"{name}, equal lengths" for name in PHASES.values()]
-    assert (rows[0].ours.median, rows[0].peer.median, rows[0].ratio.median, rows[0].met) == (300, 200, 1.5, True)
-    assert rows_of("sampled", [report(2.0)], [report(3.0)])[0].target == TARGETS["sampled"]["loop"] > rows[0].target
+    assert (rows[0].ours.median, rows[0].peer.median, rows[0].ratio.median, rows[0].met) == (
+        300,
+        200,
+        1.5,
+        True,
+    )
+    assert (
+        rows_of("sampled", [report(2.0)], [report(3.0)])[0].target
+        == TARGETS["sampled"]["loop"]
+        > rows[0].target
+    )
 
 
 def work(tokens: int, steps: int = 4) -> dict[str, int]:

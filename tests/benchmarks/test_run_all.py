@@ -10,7 +10,9 @@ from benchmarks.run_all import command_of, run_benchmark
 def test_commands_name_the_peers_interpreter_only_where_it_is_used() -> None:
     command = command_of("loop_vs_trl", quick=True, peers_python="/p")
     assert command == ["benchmarks/loop_vs_trl.py", "--quick", "--peers-python", "/p"]
-    assert command_of("step_vs_megatron", quick=False, peers_python="/p") == ["benchmarks/step_vs_megatron.py"]
+    assert command_of("step_vs_megatron", quick=False, peers_python="/p") == [
+        "benchmarks/step_vs_megatron.py"
+    ]
 
 
 def test_a_result_is_read_and_a_failure_told(tmp_path) -> None:

@@ -11,8 +11,12 @@ import pytest
 from megatron_gspo.config import Config, ConfigError, load_config
 from megatron_gspo.config.load import apply_overrides
 
-SFT = ("algorithm.name=sft", "rollout.engine=sft", "rollout.n_samples_per_prompt=1",
-       "training.global_batch_size=16")  # fmt: skip
+SFT = (
+    "algorithm.name=sft",
+    "rollout.engine=sft",
+    "rollout.n_samples_per_prompt=1",
+    "training.global_batch_size=16",
+)
 PPO = ("algorithm.name=ppo", "algorithm.epsilon_low=0.2", "algorithm.epsilon_high=0.2")
 ENVIRONMENT = "rollout.environment=examples/environments/spell_backward.py:spell_backward"
 

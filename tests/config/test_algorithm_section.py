@@ -20,7 +20,9 @@ def test_the_section_is_the_presets_objective(name: str) -> None:
 
 def test_given_fields_win_and_nulls_keep_the_preset() -> None:
     assert AlgorithmConfig.preset("grpo", epsilon_low=0.1).epsilon_low == 0.1
-    filled = with_preset({"name": "grpo", "epsilon_low": None, "unknown": None}, max_response_length=None)
+    filled = with_preset(
+        {"name": "grpo", "epsilon_low": None, "unknown": None}, max_response_length=None
+    )
     assert filled["epsilon_low"] == 0.2 and filled["unknown"] is None
 
 
@@ -41,19 +43,33 @@ def test_the_default_length_counts_where_none_is_given(plain: dict) -> None:
 @pytest.mark.parametrize(
     ("overrides", "key", "fix"),
     [
-        (["algorithm.epsilon_low=0.2"], "algorithm.epsilon_low = 0.2: is outside the clip",
-         "allow_nonstandard: true"),
+        (
+            ["algorithm.epsilon_low=0.2"],
+            "algorithm.epsilon_low = 0.2: is outside the clip",
+            "allow_nonstandard: true",
+        ),
         (
             ["algorithm.name=grpo", "algorithm.epsilon_high=4e-4"],
-            "algorithm.epsilon_high = 0.0004:", "about 0.2"
+            "algorithm.epsilon_high = 0.0004:",
+            "about 0.2",
         ),
-        (["algorithm.loss_agg_mode=token-mean"], 'algorithm.loss_agg_mode = "token-mean":', "seq-mean-token-mean"),
+        (
+            ["algorithm.loss_agg_mode=token-mean"],
+            'algorithm.loss_agg_mode = "token-mean":',
+            "seq-mean-token-mean",
+        ),
         (["algorithm.rollout_is_threshold=0.5"], "algorithm.rollout_is_threshold = 0.5:", ">= 1"),
-        (["algorithm.rollout_rs_threshold_lower=1.5"], "algorithm.rollout_rs_threshold_lower = 1.5:", "<= 1"),
+        (
+            ["algorithm.rollout_rs_threshold_lower=1.5"],
+            "algorithm.rollout_rs_threshold_lower = 1.5:",
+            "<= 1",
+        ),
         (["algorithm.rollout_rs_threshold=0.5"], "algorithm.rollout_rs_threshold = 0.5:", ">= 1"),
     ],
-)  # fmt: skip
-def test_contradictions_are_refused_at_load(plain: dict, overrides: list[str], key: str, fix: str) -> None:
+)
+def test_contradictions_are_refused_at_load(
+    plain: dict, overrides: list[str], key: str, fix: str
+) -> None:
     assert_refused(plain, overrides, key, fix)
 
 
@@ -71,7 +87,12 @@ def test_a_published_correction_fills_keys_that_are_not_given(plain: dict) -> No
     given = ["algorithm.rollout_correction_preset=icepop", "algorithm.rollout_rs_threshold=4.0"]
     section = build(plain, *given).algorithm
     assert (section.rollout_rs_band, section.rollout_is_threshold) == ((0.5, 4.0), 5.0)
-    assert_refused(plain, ["algorithm.rollout_correction_preset=tis"], "algorithm.rollout_correction_preset", "icepop")
+    assert_refused(
+        plain,
+        ["algorithm.rollout_correction_preset=tis"],
+        "algorithm.rollout_correction_preset",
+        "icepop",
+    )
 
 
 def test_overrides_reach_the_objective(plain: dict) -> None:
@@ -92,7 +113,9 @@ def test_allow_nonstandard_lets_it_pass(plain: dict) -> None:
 
 def test_thresholds_of_rejection_sampling(plain: dict) -> None:
     def band(*overrides: str) -> tuple[float, float]:
-        return build(plain, *(f"algorithm.rollout_rs{o}" for o in overrides)).algorithm.rollout_rs_band
+        return build(
+            plain, *(f"algorithm.rollout_rs{o}" for o in overrides)
+        ).algorithm.rollout_rs_band
 
     assert band("=token") == (0.5, 2.0)
     assert band("=token", "_threshold=4.0") == (0.25, 4.0)

@@ -37,5 +37,7 @@ def test_help_needs_neither_megatron_nor_transformers() -> None:
         "try: c.from_command_line(['--help'], 'usage')\n"
         "except SystemExit: print({'megatron', 'transformers'} & set(sys.modules))"
     )
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    answer = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert answer.stdout.splitlines()[-1] == "set()"

@@ -1,4 +1,6 @@
-"""Prompts, their format and the verifier: choices that contradict each other, and files that are missing."""
+"""Prompts, their format and the verifier: choices that contradict each other, and files that
+are missing.
+"""
 
 from __future__ import annotations
 
@@ -14,30 +16,57 @@ from tests.config.building import assert_refused, build, refused
     [
         (["data.task=null"], "data.prompts = null:", "set one"),
         (["data.prompts=x.jsonl"], 'data.prompts = "x.jsonl":', "set one"),
-        (["data.task=null", "data.prompts=x", "data.verifier=reasoning_gym"], "data.verifier =", "data.task"),
+        (
+            ["data.task=null", "data.prompts=x", "data.verifier=reasoning_gym"],
+            "data.verifier =",
+            "data.task",
+        ),
         (["data.verifier=regex"], 'data.verifier = "regex":', "path/to/file.py:function"),
         (["data.verifier=rewards.py:2x"], "data.verifier =", "path/to/file.py:function"),
         (["data.verifier=a-b:c"], "data.verifier =", "package.module:function"),
-        (["data.task=null", "data.prompts=x", "data.answer_key=null"], "data.answer_key = null:", "name"),
+        (
+            ["data.task=null", "data.prompts=x", "data.answer_key=null"],
+            "data.answer_key = null:",
+            "name",
+        ),
         (["data.verifier=code"], "data.verifier_timeout = 10.0:", "set at least 39,"),
-        (["data.verifier=code", "data.verifier_timeout=null"], "data.verifier_timeout = null:", "set at least 39,"),
-        (["data.verifier=code", "data.verifier_timeout=98", "data.code.language=cpp"], "data.verifier_timeout", "99"),
-        (["data.verifier=code", "data.verifier_options={a: 1}"], "data.verifier_options", "the keys of data.code"),
+        (
+            ["data.verifier=code", "data.verifier_timeout=null"],
+            "data.verifier_timeout = null:",
+            "set at least 39,",
+        ),
+        (
+            ["data.verifier=code", "data.verifier_timeout=98", "data.code.language=cpp"],
+            "data.verifier_timeout",
+            "99",
+        ),
+        (
+            ["data.verifier=code", "data.verifier_options={a: 1}"],
+            "data.verifier_options",
+            "the keys of data.code",
+        ),
         (
             ["data.verifier=code", "data.verifier_timeout=39", "data.code.sandbox_url=x"],
-            "data.code.sandbox_url", "http://host:port",
+            "data.code.sandbox_url",
+            "http://host:port",
         ),
         (["data.prompt_template='Q:'"], "data.prompt_template =", "{question}"),
         (["data.system_prompt=Hi"], "data.system_prompt =", "data.chat_template: true"),
     ],
-)  # fmt: skip
-def test_contradictions_are_refused_at_load(plain: dict, overrides: list[str], key: str, fix: str) -> None:
+)
+def test_contradictions_are_refused_at_load(
+    plain: dict, overrides: list[str], key: str, fix: str
+) -> None:
     assert_refused(plain, overrides, key, fix)
 
 
 def test_files_must_exist(plain: dict, tmp_path: Path) -> None:
-    assert refused(plain, "data.eval_prompts=absent.jsonl", world_size=1).startswith("data.eval_prompts = ")
-    assert "no such file" in refused(plain, f"data.verifier={tmp_path}/absent.py:score", world_size=1)
+    assert refused(plain, "data.eval_prompts=absent.jsonl", world_size=1).startswith(
+        "data.eval_prompts = "
+    )
+    assert "no such file" in refused(
+        plain, f"data.verifier={tmp_path}/absent.py:score", world_size=1
+    )
     (tmp_path / "rewards.py").write_text("def score(response, answer): return 1.0\n")
     build(plain, "data.verifier=package.rewards:score").check(1)  # found, or not, when it is loaded
     config = build(plain, f"data.verifier={tmp_path}/rewards.py:score")

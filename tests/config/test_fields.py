@@ -1,4 +1,6 @@
-"""Types, defaults and docstrings that are read from section dataclasses; every default has one home."""
+"""Types, defaults and docstrings that are read from section dataclasses; every default has one
+home.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def sections(section: type = Config) -> list[type]:
 
 @pytest.mark.parametrize("section", sections(), ids=lambda section: section.__name__)
 def test_every_field_has_a_docstring(section: type) -> None:
-    leaves = [name for name, annotation in field_types(section).items() if section_of(annotation) is None]
+    leaves = [
+        name for name, annotation in field_types(section).items() if section_of(annotation) is None
+    ]
     texts = docstrings(section)
     assert [name for name in leaves if not texts.get(name, "").rstrip().endswith(".")] == []
     assert dataclasses.is_dataclass(section) and section.__dataclass_params__.frozen
@@ -67,7 +71,10 @@ def test_inherited_fields_keep_their_docstrings() -> None:
 
 
 def test_defaults_and_required_fields() -> None:
-    assert default_of(RolloutConfig, "environment_options") == {} and default_of(RolloutConfig, "top_p") == 1.0
+    assert (
+        default_of(RolloutConfig, "environment_options") == {}
+        and default_of(RolloutConfig, "top_p") == 1.0
+    )
     assert required(RolloutConfig) == ["rollout_batch_size"]
     with pytest.raises(KeyError):
         default_of(RolloutConfig, "rollout_batch_size")
@@ -83,15 +90,25 @@ def dataclass_fields(file: Path) -> list[tuple[str, dict[str, str]]]:
     """(class, its fields with a default) of every dataclass in a file."""
     found = []
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ClassDef) and any("dataclass" in ast.dump(d) for d in node.decorator_list):
-            body = [part for part in node.body if isinstance(part, ast.AnnAssign) and part.value is not None]
-            found.append((node.name, {ast.unparse(part.target): ast.unparse(part.value) for part in body}))  # type: ignore[arg-type]
+        if isinstance(node, ast.ClassDef) and any(
+            "dataclass" in ast.dump(d) for d in node.decorator_list
+        ):
+            body = [
+                part
+                for part in node.body
+                if isinstance(part, ast.AnnAssign) and part.value is not None
+            ]
+            found.append(
+                (node.name, {ast.unparse(part.target): ast.unparse(part.value) for part in body})
+            )  # type: ignore[arg-type]
     return found
 
 
 def test_no_dataclass_of_the_package_repeats_a_section() -> None:
     """Two equal names with equal defaults may be a coincidence; three are a copy of a section."""
-    own = {(name, dataclass.__name__) for dataclass in sections() for name in field_types(dataclass)}
+    own = {
+        (name, dataclass.__name__) for dataclass in sections() for name in field_types(dataclass)
+    }
     names = {name for name, _ in own}
     copies = []
     for file in PACKAGE.rglob("*.py"):
@@ -105,5 +122,9 @@ def test_no_dataclass_of_the_package_repeats_a_section() -> None:
 
 
 def test_only_the_validation_uses_pydantic() -> None:
-    users = [file.name for file in (PACKAGE / "config").glob("*.py") if "pydantic import" in file.read_text()]
+    users = [
+        file.name
+        for file in (PACKAGE / "config").glob("*.py")
+        if "pydantic import" in file.read_text()
+    ]
     assert users == [PYDANTIC]

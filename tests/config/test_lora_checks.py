@@ -27,7 +27,9 @@ def test_refused_choices(plain: dict, override: str, key: str, fix: str) -> None
 def test_without_adapters_dropout_and_a_start_are_refused(plain: dict) -> None:
     assert build(plain, "model.init=random").trained_lora is None
     assert refused(plain, "lora.dropout=0.1").startswith("lora.dropout")
-    assert refused(plain, "lora.adapter_path=somewhere").startswith("lora.rank = 0: lora.adapter_path has adapters")
+    assert refused(plain, "lora.adapter_path=somewhere").startswith(
+        "lora.rank = 0: lora.adapter_path has adapters"
+    )
 
 
 @pytest.mark.parametrize("targets", ["[q_proj, gates]", "[]", "[lm_head]"])
@@ -36,12 +38,19 @@ def test_targets_are_linear_layers_of_the_model(plain: dict, tmp_path: Path, tar
     on = ("lora.rank=8", "model.init=pretrained", f"model.path={tmp_path / 'tiny'}")
     build(plain, *on, "lora.targets=[q_proj, up_proj]").check_sizes(1)
     message = refused(plain, *on, f"lora.targets={targets}", world_size=1)
-    assert message.startswith("lora.targets") and message.endswith("gate_proj, up_proj, down_proj, gate"), message
+    assert message.startswith("lora.targets") and message.endswith(
+        "gate_proj, up_proj, down_proj, gate"
+    ), message
 
 
 def test_servers_have_no_adapters_of_routers(plain: dict, tmp_path: Path) -> None:
     write_tiny_model(tmp_path / "tiny", TinyModel(layers=1, experts=2))
-    on = ("lora.rank=8", "model.init=pretrained", f"model.path={tmp_path / 'tiny'}", "lora.targets=[q_proj, gate]")
+    on = (
+        "lora.rank=8",
+        "model.init=pretrained",
+        f"model.path={tmp_path / 'tiny'}",
+        "lora.targets=[q_proj, gate]",
+    )
     build(plain, *on, *SGLANG).check_sizes(1)
     message = refused(plain, *on, *SGLANG, "lora.weight_updates=adapters", world_size=1)
     assert "can't add an adapter to gate, the router" in message, message
@@ -57,18 +66,37 @@ VLLM = ("rollout.engine=vllm", "vllm.urls=[http://a:1]", "vllm.weight_transport=
     [
         ((*SGLANG, "lora.rank=0"), "there are no adapters", "set it to merged"),
         ((), "the embedded engine has no adapters", "set it to merged"),
-        ((*SGLANG, "sglang.weight_transport=distributed"), "which adapters alone don't have",
-         "set sglang.weight_transport to disk or tensor"),
-        ((*VLLM, "vllm.weight_transport=distributed"), "which adapters alone don't have",
-         "set vllm.weight_transport to disk"),
-        ((*SGLANG, "rollout.quantization.format=int8", "rollout.quantization.modules=[lm_head]"),
-         "the base is not sent", "set it to merged"),
-        ((*VLLM, "vllm.weight_checksums=true"), "sets the weights to zero", "set vllm.weight_checksums to false"),
+        (
+            (*SGLANG, "sglang.weight_transport=distributed"),
+            "which adapters alone don't have",
+            "set sglang.weight_transport to disk or tensor",
+        ),
+        (
+            (*VLLM, "vllm.weight_transport=distributed"),
+            "which adapters alone don't have",
+            "set vllm.weight_transport to disk",
+        ),
+        (
+            (*SGLANG, "rollout.quantization.format=int8", "rollout.quantization.modules=[lm_head]"),
+            "the base is not sent",
+            "set it to merged",
+        ),
+        (
+            (*VLLM, "vllm.weight_checksums=true"),
+            "sets the weights to zero",
+            "set vllm.weight_checksums to false",
+        ),
     ],
-)  # fmt: skip
-def test_what_updates_of_adapters_alone_need(plain: dict, overrides: tuple[str, ...], problem: str, fix: str) -> None:
+)
+def test_what_updates_of_adapters_alone_need(
+    plain: dict, overrides: tuple[str, ...], problem: str, fix: str
+) -> None:
     given = ("lora.rank=8", "model.init=pretrained", "lora.weight_updates=adapters")
     for servers in (SGLANG, (*SGLANG, "sglang.weight_transport=tensor"), VLLM):
         assert build(plain, *given, *servers).lora.weight_updates == "adapters"
     message = refused(plain, *given, *overrides)
-    assert message.startswith('lora.weight_updates = "adapters"') and problem in message and message.endswith(fix)
+    assert (
+        message.startswith('lora.weight_updates = "adapters"')
+        and problem in message
+        and message.endswith(fix)
+    )

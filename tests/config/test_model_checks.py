@@ -26,7 +26,9 @@ from tests.config.building import PPO, build, refused
         ),
     ],
 )
-def test_a_dense_model_has_no_routes(plain: dict, tmp_path: Path, override: str, message: str) -> None:
+def test_a_dense_model_has_no_routes(
+    plain: dict, tmp_path: Path, override: str, message: str
+) -> None:
     file = tmp_path / "model" / "config.json"
     build(plain, override).check(1)
     hf = json.loads(file.read_text())
@@ -38,16 +40,23 @@ def test_a_dense_model_has_no_routes(plain: dict, tmp_path: Path, override: str,
 def test_a_target_beyond_random_choices(plain: dict, tmp_path: Path) -> None:
     """Of 16 experts, a random choice of 2 differs in 14 / 16 on average."""
     file = tmp_path / "model" / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "num_experts": 16, "num_experts_per_tok": 2}))
+    file.write_text(
+        json.dumps({**json.loads(file.read_text()), "num_experts": 16, "num_experts_per_tok": 2})
+    )
     noise = "router_noise={engines: both, target_flip_rate: %s, stress_test: true}"
     build(plain, noise % 0.87).check(1)
-    expected = "router_noise.target_flip_rate = 0.875: a random choice of the experts reaches 0.875; set it below that"
+    expected = (
+        "router_noise.target_flip_rate = 0.875: a random choice of the experts reaches 0.875; set"
+        " it below that"
+    )
     assert refused(plain, noise % 0.875, world_size=1) == expected
 
 
 def test_positions_of_the_model(plain: dict) -> None:
     build(plain, "rollout.max_response_length=96").check(1)
-    assert "the model has 128 positions" in refused(plain, "rollout.max_response_length=97", world_size=1)
+    assert "the model has 128 positions" in refused(
+        plain, "rollout.max_response_length=97", world_size=1
+    )
 
 
 def test_model_directories(plain: dict, tmp_path: Path) -> None:
@@ -72,8 +81,10 @@ def test_the_value_models_directory(plain: dict, tmp_path: Path) -> None:
     shutil.copytree(own, critic)
     build(plain, *PPO, path).check(1)
     file = critic / "config.json"
-    for key, message in (("vocab_size", "has a vocabulary of 1, the policy of"),
-                         ("max_position_embeddings", "has positions of 1, the policy of")):  # fmt: skip
+    for key, message in (
+        ("vocab_size", "has a vocabulary of 1, the policy of"),
+        ("max_position_embeddings", "has positions of 1, the policy of"),
+    ):
         file.write_text(json.dumps({**hf, key: 1}))
         assert message in refused(plain, *PPO, path, world_size=1)
     file.write_text(json.dumps({**hf, "model_type": "gpt2"}))

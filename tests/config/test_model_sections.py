@@ -17,7 +17,9 @@ def test_sizes_derived_from_a_layout() -> None:
 
 def test_extra_layers_of_the_pipeline_split() -> None:
     assert ParallelConfig().extra_pipeline_layers == 0
-    counted = ParallelConfig(account_for_embedding_in_pipeline_split=True, account_for_loss_in_pipeline_split=True)
+    counted = ParallelConfig(
+        account_for_embedding_in_pipeline_split=True, account_for_loss_in_pipeline_split=True
+    )
     assert counted.extra_pipeline_layers == 2
 
 

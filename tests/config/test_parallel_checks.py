@@ -16,11 +16,14 @@ from tests.config.building import assert_refused, build, refused
         (["parallel.sequence_parallel=true"], "parallel.sequence_parallel = true:", "null"),
         (
             ["parallel.overlap_param_gather=true"],
-            "parallel.overlap_param_gather = true:", "overlap_grad_reduce: true"
+            "parallel.overlap_param_gather = true:",
+            "overlap_grad_reduce: true",
         ),
     ],
-)  # fmt: skip
-def test_contradictions_are_refused_at_load(plain: dict, overrides: list[str], key: str, fix: str) -> None:
+)
+def test_contradictions_are_refused_at_load(
+    plain: dict, overrides: list[str], key: str, fix: str
+) -> None:
     assert_refused(plain, overrides, key, fix)
 
 
@@ -39,11 +42,15 @@ def test_contradictions_are_refused_at_load(plain: dict, overrides: list[str], k
 )
 def test_layout(plain: dict, world_size: int, sizes: tuple[int, ...], good: bool) -> None:
     names = ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
-    overrides = [f"parallel.{name}_parallel_size={size}" for name, size in zip(names, sizes, strict=True)]
+    overrides = [
+        f"parallel.{name}_parallel_size={size}" for name, size in zip(names, sizes, strict=True)
+    ]
     if good:
         build(plain, *overrides).check(world_size)
     else:
-        assert f"does not divide {world_size} processes" in refused(plain, *overrides, world_size=world_size)
+        assert f"does not divide {world_size} processes" in refused(
+            plain, *overrides, world_size=world_size
+        )
 
 
 def divisible(hf: dict, **sizes: int | bool) -> str | None:
@@ -59,9 +66,17 @@ def test_model_must_divide(hf_config: dict) -> None:
     assert (
         divisible(hf_config, tensor_model_parallel_size=8) == "parallel.tensor_model_parallel_size"
     )  # 4 kv heads
-    assert divisible(hf_config, pipeline_model_parallel_size=3) == "parallel.pipeline_model_parallel_size"
-    assert divisible(hf_config, expert_model_parallel_size=3) == "parallel.expert_model_parallel_size"
-    assert divisible(hf_config, expert_tensor_parallel_size=3) == "parallel.expert_tensor_parallel_size"
+    assert (
+        divisible(hf_config, pipeline_model_parallel_size=3)
+        == "parallel.pipeline_model_parallel_size"
+    )
+    assert (
+        divisible(hf_config, expert_model_parallel_size=3) == "parallel.expert_model_parallel_size"
+    )
+    assert (
+        divisible(hf_config, expert_tensor_parallel_size=3)
+        == "parallel.expert_tensor_parallel_size"
+    )
     virtual = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
     assert divisible(hf_config, **virtual) is None
     assert (
@@ -77,21 +92,34 @@ def test_dense_models(hf_config: dict) -> None:
     hf_config["intermediate_size"] = 100
     assert divisible(hf_config, tensor_model_parallel_size=4, sequence_parallel=False) is None
     hf_config["intermediate_size"] = 102
-    assert divisible(hf_config, tensor_model_parallel_size=4) == "parallel.tensor_model_parallel_size"
-    assert divisible(hf_config, expert_model_parallel_size=2) == "parallel.expert_model_parallel_size"
-    assert divisible(hf_config, expert_tensor_parallel_size=2) == "parallel.expert_tensor_parallel_size"
+    assert (
+        divisible(hf_config, tensor_model_parallel_size=4) == "parallel.tensor_model_parallel_size"
+    )
+    assert (
+        divisible(hf_config, expert_model_parallel_size=2) == "parallel.expert_model_parallel_size"
+    )
+    assert (
+        divisible(hf_config, expert_tensor_parallel_size=2)
+        == "parallel.expert_tensor_parallel_size"
+    )
 
 
 def test_experts_under_the_name_that_transformers_5_writes(hf_config: dict) -> None:
     hf_config["num_local_experts"] = hf_config.pop("num_experts")
     assert divisible(hf_config, expert_model_parallel_size=2) is None
-    assert divisible(hf_config, expert_model_parallel_size=3) == "parallel.expert_model_parallel_size"
+    assert (
+        divisible(hf_config, expert_model_parallel_size=3) == "parallel.expert_model_parallel_size"
+    )
 
 
-def test_heads_of_a_gated_delta_net_are_cut_by_tensor_and_context_parallelism(hf_config: dict) -> None:
+def test_heads_of_a_gated_delta_net_are_cut_by_tensor_and_context_parallelism(
+    hf_config: dict,
+) -> None:
     hf_config["linear_num_key_heads"] = 2
     assert divisible(hf_config, tensor_model_parallel_size=2) is None
     assert divisible(hf_config, context_parallel_size=2) is None
-    assert divisible(hf_config, tensor_model_parallel_size=4) == "parallel.tensor_model_parallel_size"
+    assert (
+        divisible(hf_config, tensor_model_parallel_size=4) == "parallel.tensor_model_parallel_size"
+    )
     both = {"tensor_model_parallel_size": 2, "context_parallel_size": 2}
     assert divisible(hf_config, **both) == "parallel.context_parallel_size"

@@ -8,7 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron_gspo.config import Config, DataConfig, LoRAConfig, RolloutConfig, SGLangConfig, load_config
+from megatron_gspo.config import (
+    Config,
+    DataConfig,
+    LoRAConfig,
+    RolloutConfig,
+    SGLangConfig,
+    load_config,
+)
 from megatron_gspo.config.paths import expand_paths
 from megatron_gspo.paths import PathError, expand_path, path_argument
 from tests.config.building import fault
@@ -16,7 +23,12 @@ from tests.config.building import fault
 
 @pytest.fixture(autouse=True)
 def variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"HOME": "/home/user", "SCRATCH": "/scratch", "LATER": "~/later", "EMPTY": ""}.items():
+    for name, value in {
+        "HOME": "/home/user",
+        "SCRATCH": "/scratch",
+        "LATER": "~/later",
+        "EMPTY": "",
+    }.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("ABSENT", raising=False)
 
@@ -104,7 +116,9 @@ def test_paths_of_servers_and_lists() -> None:
 
 
 def test_what_is_no_path_stays() -> None:
-    data = DataConfig(prompts="a", system_prompt="~ $SCRATCH ${x}", prompt_template="$HOME {question}")
+    data = DataConfig(
+        prompts="a", system_prompt="~ $SCRATCH ${x}", prompt_template="$HOME {question}"
+    )
     assert expand_paths(data) == data
 
 
@@ -112,11 +126,17 @@ def test_files_and_overrides(file: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("FOLDER", str(file.parent))
     config = load_config(f"$FOLDER/{file.name}", ["run_dir=~/runs/x", "model.path=$SCRATCH/model"])
     assert (config.run_dir, config.model.path) == ("/home/user/runs/x", "/scratch/model")
-    assert Config.from_dict(config.dump() | {"run_dir": "/r"}) == dataclasses.replace(config, run_dir="/r")
+    assert Config.from_dict(config.dump() | {"run_dir": "/r"}) == dataclasses.replace(
+        config, run_dir="/r"
+    )
 
 
 def test_a_fault_names_key_and_value(file: Path) -> None:
-    assert fault(file, "model.path=$ABSENT/model") == (
-        'model.path = "$ABSENT/model": the environment has no variable ABSENT; set it, or write the whole path'
+    assert (
+        fault(file, "model.path=$ABSENT/model")
+        == 'model.path = "$ABSENT/model": the environment has no variable ABSENT; set it, or write'
+        " the whole path"
     )
-    assert fault(Path("$ABSENT/run.yaml")).startswith("$ABSENT/run.yaml: the environment has no variable ABSENT; ")
+    assert fault(Path("$ABSENT/run.yaml")).startswith(
+        "$ABSENT/run.yaml: the environment has no variable ABSENT; "
+    )

@@ -1,4 +1,6 @@
-"""`rollout.quantization`: what has no effect, and what does not go with a model. Commands are in `tests/bad_input`."""
+"""`rollout.quantization`: what has no effect, and what does not go with a model. Commands are
+in `tests/bad_input`.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def test_config_json_is_read_once(tmp_path):
     """A plan holds for a whole run, whatever becomes of the model's directory."""
     model = Path(save_tiny_model(tmp_path / "model"))
     quantization = {"format": "int8", "modules": list(ALL), "exclude": list(REST)}
-    config = Config.from_dict(base_config(str(model), tmp_path / "run", rollout={"quantization": quantization}))
+    config = Config.from_dict(
+        base_config(str(model), tmp_path / "run", rollout={"quantization": quantization})
+    )
     plan = config.quantization_plan
     assert plan is not None and config.quantization_plan is plan
     (model / "config.json").unlink()
@@ -55,7 +59,9 @@ def test_a_plan_of_the_section():
 def test_choices_that_contradict_each_other(quantization, text):
     sft = {"engine": "sft", "n_samples_per_prompt": 1} if quantization.pop("engine", "") else {}
     sections = {"algorithm": {"name": "sft"}, "training": {"global_batch_size": 4}} if sft else {}
-    plain = base_config("model", Path("run"), rollout={**sft, "quantization": quantization}, **sections)
+    plain = base_config(
+        "model", Path("run"), rollout={**sft, "quantization": quantization}, **sections
+    )
     with pytest.raises(ConfigError, match=text):
         Config.from_dict(plain)
 

@@ -24,7 +24,9 @@ def test_help_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:
         names = []
         for name, field in schema["properties"].items():
             options = [field, *field.get("anyOf", [])]
-            references = [option["$ref"].rpartition("/")[2] for option in options if "$ref" in option]
+            references = [
+                option["$ref"].rpartition("/")[2] for option in options if "$ref" in option
+            ]
             inner = [whole["$defs"][reference] for reference in references]
             names += leaves(inner[0], f"{prefix}{name}.") if inner else [prefix + name]
         return names
@@ -32,7 +34,9 @@ def test_help_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:
     whole = TypeAdapter(Config).json_schema()
     names = leaves(whole)
     assert len(names) > 80
-    listed = [line.split()[0] for line in shown.splitlines() if line.startswith("  ") and line[2] != " "]
+    listed = [
+        line.split()[0] for line in shown.splitlines() if line.startswith("  ") and line[2] != " "
+    ]
     assert sorted(listed) == sorted(names)
 
 

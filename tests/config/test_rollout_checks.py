@@ -14,45 +14,115 @@ SERVERS = ["rollout.engine=sglang", "sglang.num_servers=1"]
 @pytest.mark.parametrize(
     ("overrides", "key", "fix"),
     [
-        (["rollout.top_p=0.9"], "rollout.top_p = 0.9: training log-probs are", "set 1, or evaluation.top_p"),
-        (["rollout.top_k=20"], "rollout.top_k = 20: training log-probs are", "set 0, or evaluation.top_k"),
+        (
+            ["rollout.top_p=0.9"],
+            "rollout.top_p = 0.9: training log-probs are",
+            "set 1, or evaluation.top_p",
+        ),
+        (
+            ["rollout.top_k=20"],
+            "rollout.top_k = 20: training log-probs are",
+            "set 0, or evaluation.top_k",
+        ),
         (["rollout.min_p=0.1"], "rollout.min_p = 0.1: is not a key", ""),
-        (["rollout.temperature=0"], "rollout.temperature = 0.0: greedy responses", "set it above 0"),
-        (["evaluation.temperature=0", "evaluation.top_k=3"], "evaluation.top_k = 3: has no effect", "remove it"),
-        (["evaluation.temperature=0", "evaluation.top_p=0.5"], "evaluation.top_p = 0.5: has no effect", "remove it"),
-        (["rollout.offload_trainer=true", *SFT], "rollout.offload_trainer = true: trains on reference", "remove it"),
-        (["rollout.offload_trainer=true", *SERVERS], "rollout.offload_trainer = true: the servers have GPUs of their",
-         "set sglang.colocated: true"),
-        (["rollout.offload_trainer=true", *SERVERS, "rollout.overlap=true", "rollout.max_staleness=1"],
-         "rollout.offload_trainer = true: the trainer works meanwhile", "set one of the two to false"),
-        (["rollout.max_turns=2"], "rollout.max_turns = 2: has no effect without rollout.environment", "set that"),
-        (["rollout.max_turn_length=9"], "rollout.max_turn_length = 9: has no effect without", "remove this"),
+        (
+            ["rollout.temperature=0"],
+            "rollout.temperature = 0.0: greedy responses",
+            "set it above 0",
+        ),
+        (
+            ["evaluation.temperature=0", "evaluation.top_k=3"],
+            "evaluation.top_k = 3: has no effect",
+            "remove it",
+        ),
+        (
+            ["evaluation.temperature=0", "evaluation.top_p=0.5"],
+            "evaluation.top_p = 0.5: has no effect",
+            "remove it",
+        ),
+        (
+            ["rollout.offload_trainer=true", *SFT],
+            "rollout.offload_trainer = true: trains on reference",
+            "remove it",
+        ),
+        (
+            ["rollout.offload_trainer=true", *SERVERS],
+            "rollout.offload_trainer = true: the servers have GPUs of their",
+            "set sglang.colocated: true",
+        ),
+        (
+            [
+                "rollout.offload_trainer=true",
+                *SERVERS,
+                "rollout.overlap=true",
+                "rollout.max_staleness=1",
+            ],
+            "rollout.offload_trainer = true: the trainer works meanwhile",
+            "set one of the two to false",
+        ),
+        (
+            ["rollout.max_turns=2"],
+            "rollout.max_turns = 2: has no effect without rollout.environment",
+            "set that",
+        ),
+        (
+            ["rollout.max_turn_length=9"],
+            "rollout.max_turn_length = 9: has no effect without",
+            "remove this",
+        ),
         (["rollout.environment_options={a: 1}"], "rollout.environment_options = ", "remove this"),
-        (["algorithm.turn_discount=0.5"], "algorithm.turn_discount = 0.5: has no effect without", "set that"),
-        (["rollout.environment=shell"], 'rollout.environment = "shell": is not an environment', "file.py:factory"),
-        (["rollout.environment=a-b:c"], 'rollout.environment = "a-b:c": is not an environment', "module:factory"),
+        (
+            ["algorithm.turn_discount=0.5"],
+            "algorithm.turn_discount = 0.5: has no effect without",
+            "set that",
+        ),
+        (
+            ["rollout.environment=shell"],
+            'rollout.environment = "shell": is not an environment',
+            "file.py:factory",
+        ),
+        (
+            ["rollout.environment=a-b:c"],
+            'rollout.environment = "a-b:c": is not an environment',
+            "module:factory",
+        ),
         ([ENVIRONMENT, *SFT], "rollout.environment = ", "remove the key"),
-        ([ENVIRONMENT, "data.verifier=exact_match"], 'data.verifier = "exact_match": has no effect', "remove one"),
+        (
+            [ENVIRONMENT, "data.verifier=exact_match"],
+            'data.verifier = "exact_match": has no effect',
+            "remove one",
+        ),
         ([ENVIRONMENT, "rollout.oversampling=1.5"], "rollout.oversampling = 1.5:", "set it to 1"),
         (
             [ENVIRONMENT, "algorithm.turn_discount=0.5"],
-            "algorithm.turn_discount = 0.5: gspo has one ratio and one advantage", "algorithm.name: gspo_token",
+            "algorithm.turn_discount = 0.5: gspo has one ratio and one advantage",
+            "algorithm.name: gspo_token",
         ),
         (
             [ENVIRONMENT, "algorithm.name=gspo_token", "algorithm.turn_discount=1.5"],
-            "algorithm.turn_discount = 1.5: is not allowed", "<= 1",
+            "algorithm.turn_discount = 1.5: is not allowed",
+            "<= 1",
         ),
     ],
-)  # fmt: skip
-def test_contradictions_are_refused_at_load(plain: dict, overrides: list[str], key: str, fix: str) -> None:
+)
+def test_contradictions_are_refused_at_load(
+    plain: dict, overrides: list[str], key: str, fix: str
+) -> None:
     assert_refused(plain, overrides, key, fix)
 
 
 def test_the_trainer_is_offloaded_for_servers_on_its_gpus_unless_that_is_off(plain: dict) -> None:
     shared = [*SERVERS, "sglang.colocated=true", "sglang.weight_transport=ipc"]
-    assert [build(plain, *overrides).offloads_trainer for overrides in (
-        [], ["rollout.offload_trainer=true"], SERVERS, shared, [*shared, "rollout.offload_trainer=false"]
-    )] == [False, True, False, True, False]  # fmt: skip
+    assert [
+        build(plain, *overrides).offloads_trainer
+        for overrides in (
+            [],
+            ["rollout.offload_trainer=true"],
+            SERVERS,
+            shared,
+            [*shared, "rollout.offload_trainer=false"],
+        )
+    ] == [False, True, False, True, False]
 
 
 def test_evaluation_samples_from_the_likeliest_tokens(plain: dict) -> None:
@@ -66,5 +136,7 @@ def test_turns_of_an_environment(plain: dict) -> None:
         assert (config.algorithm.turn_discount, config.rollout.max_turns) == (0.9, 8)
     build(plain, ENVIRONMENT, "rollout.max_turns=2", "rollout.environment_options={tries: 2}")
     check_environment_file(build(plain, "rollout.environment=some.module:factory").rollout)
-    with pytest.raises(ConfigError, match="rollout.environment = .*: no such file: missing.py; give its path"):
+    with pytest.raises(
+        ConfigError, match="rollout.environment = .*: no such file: missing.py; give its path"
+    ):
         check_environment_file(build(plain, "rollout.environment=missing.py:factory").rollout)

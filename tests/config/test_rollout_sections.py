@@ -30,8 +30,14 @@ def test_parameters_that_no_engine_supports(fields: dict[str, Any]) -> None:
 
 
 def test_greedy_decoding_scores_at_temperature_1() -> None:
-    assert SamplingParams(temperature=0.0).greedy and SamplingParams(temperature=0.0).scoring_temperature == 1.0
-    assert not SamplingParams(temperature=0.5).greedy and SamplingParams(temperature=0.5).scoring_temperature == 0.5
+    assert (
+        SamplingParams(temperature=0.0).greedy
+        and SamplingParams(temperature=0.0).scoring_temperature == 1.0
+    )
+    assert (
+        not SamplingParams(temperature=0.5).greedy
+        and SamplingParams(temperature=0.5).scoring_temperature == 0.5
+    )
 
 
 def test_a_batch_has_all_samples_of_its_prompts() -> None:
@@ -46,4 +52,6 @@ def test_groups_outlive_a_step_with_staleness_or_oversampling() -> None:
 
 def test_who_needs_the_rollouts_routes() -> None:
     needs = [RoutingConfig(replay=replay).needs_rollout_routes for replay in ("none", "r2", "r3")]
-    assert needs == [False, False, True] and RoutingConfig(compare_rollout=True).needs_rollout_routes
+    assert (
+        needs == [False, False, True] and RoutingConfig(compare_rollout=True).needs_rollout_routes
+    )

@@ -18,69 +18,156 @@ AHEAD = (*ON_SERVERS, "rollout.overlap=true")
 ON_VLLM = ("rollout.engine=vllm", "vllm.urls=['http://a:1']")
 
 REFUSED = {
-    "vLLM without a server": (["rollout.engine=vllm"], "vllm.urls = []: names no server", "set vllm.urls"),
-    "servers of both engines": ([*ON_VLLM, "sglang.num_servers=1"],
-                                'sglang: describes servers, and rollout.engine = "vllm" has none of them',
-                                "set rollout.engine: sglang, or remove the section"),
-    "tensors to vLLM": ([*ON_VLLM, "vllm.weight_transport=tensor"], 'vllm.weight_transport = "tensor"',
-                        "distributed, disk"),
-    "changes to vLLM": ([*ON_VLLM, "vllm.weight_changes_only=true"],
-                        "vllm.weight_changes_only = true: these servers load a layer from all", "remove it"),
-    "a group with vLLM on shared GPUs": ([*ON_VLLM, "vllm.colocated=true"],
-                                         "vllm.weight_transport = \"distributed\": servers on the trainer's GPUs",
-                                         "set it to disk"),
-    "port of other vLLM servers": ([*ON_VLLM, "vllm.port=30000"], "vllm.port = 30000", "set vllm.num_servers"),
-    "no server": (["rollout.engine=sglang"], "sglang.urls = []: names no server", "set sglang.urls"),
-    "both": ([*ON_SERVERS, "sglang.num_servers=2"], 'sglang.urls = ["http://127.0.0.1:30000"]: both name',
-             "one of them"),
-    "servers of another engine": (["sglang.num_servers=1"],
-                                  'sglang: describes servers, and rollout.engine = "embedded"',
-                                  "set rollout.engine: sglang"),
-    "staleness of another engine": (["rollout.max_staleness=1"], "rollout.max_staleness = 1: the engine embedded",
-                                    "set rollout.engine: sglang"),
-    "overlap of another engine": (["rollout.overlap=true"], "rollout.overlap = true: the engine embedded", "remove"),
-    "oversampling of another engine": (["rollout.oversampling=2"], "rollout.oversampling = 2", "remove it"),
-    "no scheme": (["rollout.engine=sglang", "sglang.urls=['127.0.0.1:30000']"],
-                  'sglang.urls = "127.0.0.1:30000": is not the URL', "write http://host:port"),
-    "twice": (["rollout.engine=sglang", "sglang.urls=['http://a:1', 'http://b:1', 'http://a:1/']"],
-              'sglang.urls = "http://a:1/": is listed twice', "list every server once"),
-    "python of others": ([*ON_SERVERS, "sglang.python=/bin/python"], 'sglang.python = "/bin/python": is for servers',
-                         "remove it, or set sglang.num_servers"),
+    "vLLM without a server": (
+        ["rollout.engine=vllm"],
+        "vllm.urls = []: names no server",
+        "set vllm.urls",
+    ),
+    "servers of both engines": (
+        [*ON_VLLM, "sglang.num_servers=1"],
+        'sglang: describes servers, and rollout.engine = "vllm" has none of them',
+        "set rollout.engine: sglang, or remove the section",
+    ),
+    "tensors to vLLM": (
+        [*ON_VLLM, "vllm.weight_transport=tensor"],
+        'vllm.weight_transport = "tensor"',
+        "distributed, disk",
+    ),
+    "changes to vLLM": (
+        [*ON_VLLM, "vllm.weight_changes_only=true"],
+        "vllm.weight_changes_only = true: these servers load a layer from all",
+        "remove it",
+    ),
+    "a group with vLLM on shared GPUs": (
+        [*ON_VLLM, "vllm.colocated=true"],
+        'vllm.weight_transport = "distributed": servers on the trainer\'s GPUs',
+        "set it to disk",
+    ),
+    "port of other vLLM servers": (
+        [*ON_VLLM, "vllm.port=30000"],
+        "vllm.port = 30000",
+        "set vllm.num_servers",
+    ),
+    "no server": (
+        ["rollout.engine=sglang"],
+        "sglang.urls = []: names no server",
+        "set sglang.urls",
+    ),
+    "both": (
+        [*ON_SERVERS, "sglang.num_servers=2"],
+        'sglang.urls = ["http://127.0.0.1:30000"]: both name',
+        "one of them",
+    ),
+    "servers of another engine": (
+        ["sglang.num_servers=1"],
+        'sglang: describes servers, and rollout.engine = "embedded"',
+        "set rollout.engine: sglang",
+    ),
+    "staleness of another engine": (
+        ["rollout.max_staleness=1"],
+        "rollout.max_staleness = 1: the engine embedded",
+        "set rollout.engine: sglang",
+    ),
+    "overlap of another engine": (
+        ["rollout.overlap=true"],
+        "rollout.overlap = true: the engine embedded",
+        "remove",
+    ),
+    "oversampling of another engine": (
+        ["rollout.oversampling=2"],
+        "rollout.oversampling = 2",
+        "remove it",
+    ),
+    "no scheme": (
+        ["rollout.engine=sglang", "sglang.urls=['127.0.0.1:30000']"],
+        'sglang.urls = "127.0.0.1:30000": is not the URL',
+        "write http://host:port",
+    ),
+    "twice": (
+        ["rollout.engine=sglang", "sglang.urls=['http://a:1', 'http://b:1', 'http://a:1/']"],
+        'sglang.urls = "http://a:1/": is listed twice',
+        "list every server once",
+    ),
+    "python of others": (
+        [*ON_SERVERS, "sglang.python=/bin/python"],
+        'sglang.python = "/bin/python": is for servers',
+        "remove it, or set sglang.num_servers",
+    ),
     "port of others": ([*ON_SERVERS, "sglang.port=30000"], "sglang.port = 30000", "remove it"),
-    "arguments of others": ([*ON_SERVERS, "sglang.server_args=[--x]"], 'sglang.server_args = ["--x"]', "remove it"),
-    "too high a port": (["rollout.engine=sglang", "sglang.num_servers=3", "sglang.port=65534"],
-                        "sglang.port = 65534: leaves no room for 3 servers", "lower it"),
-    "no port number": (["rollout.engine=sglang", "sglang.num_servers=1", "sglang.port=70000"], "sglang.port = 70000",
-                       "65535"),
-    "no disk": ([*ON_SERVERS, "sglang.weight_dir=/tmp/w"], 'sglang.weight_dir = "/tmp/w": has no effect',
-                "set sglang.weight_transport: disk"),
-    "a group on shared GPUs": ([*ON_SERVERS, "sglang.colocated=true"],
-                               "sglang.weight_transport = \"distributed\": servers on the trainer's GPUs",
-                               "set it to ipc"),
-    "no such route": ([*ON_SERVERS, "sglang.weight_transport=pigeon"], 'sglang.weight_transport = "pigeon"',
-                      "distributed"),
-    "overlap alone": ([*ON_SERVERS, "rollout.overlap=true"], "rollout.overlap = true", "max_staleness to 1 or more"),
-    "overlap on shared GPUs": ([*AHEAD, "rollout.max_staleness=1", "sglang.colocated=true"],
-                               "rollout.overlap = true: the servers release their memory", "to false"),
-    "staleness alone": ([*ON_SERVERS, "rollout.max_staleness=1"], "rollout.max_staleness = 1: without rollout.overlap",
-                        "set rollout.overlap: true or rollout.oversampling above 1"),
-    "too many begun": ([*ON_SERVERS, "rollout.max_staleness=1", "rollout.oversampling=2.5"],
-                       "rollout.oversampling = 2.5: the last groups would be 1.5 updates behind",
-                       "set it to 2 at most, or raise rollout.max_staleness"),
-    "too many begun ahead": ([*AHEAD, "rollout.max_staleness=2", "rollout.oversampling=3.5"],
-                             "rollout.oversampling = 3.5", "set it to 3 at most"),
+    "arguments of others": (
+        [*ON_SERVERS, "sglang.server_args=[--x]"],
+        'sglang.server_args = ["--x"]',
+        "remove it",
+    ),
+    "too high a port": (
+        ["rollout.engine=sglang", "sglang.num_servers=3", "sglang.port=65534"],
+        "sglang.port = 65534: leaves no room for 3 servers",
+        "lower it",
+    ),
+    "no port number": (
+        ["rollout.engine=sglang", "sglang.num_servers=1", "sglang.port=70000"],
+        "sglang.port = 70000",
+        "65535",
+    ),
+    "no disk": (
+        [*ON_SERVERS, "sglang.weight_dir=/tmp/w"],
+        'sglang.weight_dir = "/tmp/w": has no effect',
+        "set sglang.weight_transport: disk",
+    ),
+    "a group on shared GPUs": (
+        [*ON_SERVERS, "sglang.colocated=true"],
+        'sglang.weight_transport = "distributed": servers on the trainer\'s GPUs',
+        "set it to ipc",
+    ),
+    "no such route": (
+        [*ON_SERVERS, "sglang.weight_transport=pigeon"],
+        'sglang.weight_transport = "pigeon"',
+        "distributed",
+    ),
+    "overlap alone": (
+        [*ON_SERVERS, "rollout.overlap=true"],
+        "rollout.overlap = true",
+        "max_staleness to 1 or more",
+    ),
+    "overlap on shared GPUs": (
+        [*AHEAD, "rollout.max_staleness=1", "sglang.colocated=true"],
+        "rollout.overlap = true: the servers release their memory",
+        "to false",
+    ),
+    "staleness alone": (
+        [*ON_SERVERS, "rollout.max_staleness=1"],
+        "rollout.max_staleness = 1: without rollout.overlap",
+        "set rollout.overlap: true or rollout.oversampling above 1",
+    ),
+    "too many begun": (
+        [*ON_SERVERS, "rollout.max_staleness=1", "rollout.oversampling=2.5"],
+        "rollout.oversampling = 2.5: the last groups would be 1.5 updates behind",
+        "set it to 2 at most, or raise rollout.max_staleness",
+    ),
+    "too many begun ahead": (
+        [*AHEAD, "rollout.max_staleness=2", "rollout.oversampling=3.5"],
+        "rollout.oversampling = 3.5",
+        "set it to 3 at most",
+    ),
     "negative": ([*ON_SERVERS, "sglang.retries=-1"], "sglang.retries = -1", "0"),
     "no time": ([*ON_SERVERS, "sglang.recovery_timeout=0"], "sglang.recovery_timeout = 0", "0"),
-    "no time for a response": ([*ON_SERVERS, "sglang.request_timeout=900", "sglang.response_timeout=600"],
-                               "sglang.response_timeout = 600.0: is less than the 900 s that one request may take",
-                               "raise it, or lower sglang.request_timeout"),
-    "time for health": ([*ON_SERVERS, "sglang.health_timeout=1"],
-                        "sglang.health_timeout = 1.0: a health check takes a second",
-                        "set it to 2 or more"),
+    "no time for a response": (
+        [*ON_SERVERS, "sglang.request_timeout=900", "sglang.response_timeout=600"],
+        "sglang.response_timeout = 600.0: is less than the 900 s that one request may take",
+        "raise it, or lower sglang.request_timeout",
+    ),
+    "time for health": (
+        [*ON_SERVERS, "sglang.health_timeout=1"],
+        "sglang.health_timeout = 1.0: a health check takes a second",
+        "set it to 2 or more",
+    ),
     "a typo": ([*ON_SERVERS, "sglang.retrys=1"], "sglang.retrys", "retries"),
-    "text for a number": ([*ON_SERVERS, "sglang.max_concurrent_requests=many"],
-                          'sglang.max_concurrent_requests = "many"', ""),
-}  # fmt: skip
+    "text for a number": (
+        [*ON_SERVERS, "sglang.max_concurrent_requests=many"],
+        'sglang.max_concurrent_requests = "many"',
+        "",
+    ),
+}
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -93,15 +180,23 @@ def test_what_cannot_work_is_refused(plain, case):
 
 def test_a_password_in_a_url_is_not_shown(plain):
     message = refused(plain, "rollout.engine=sglang", "sglang.urls=['http://me:s3cret@a:1']")
-    assert "s3cret" not in message and 'sglang.urls = "a:1"' in message and "api_key_file" in message
+    assert (
+        "s3cret" not in message and 'sglang.urls = "a:1"' in message and "api_key_file" in message
+    )
 
 
-@pytest.mark.parametrize("overrides", [
-    [], ["rollout.overlap=true", "rollout.max_staleness=1"], ["rollout.oversampling=1.5"],
-    ["rollout.oversampling=2", "rollout.max_staleness=1"], ["rollout.oversampling=3", "rollout.max_staleness=2"],
-    ["sglang.weight_transport=disk", "sglang.weight_dir=/tmp/w"],
-    ["sglang.colocated=true", "sglang.weight_transport=ipc"],
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["rollout.overlap=true", "rollout.max_staleness=1"],
+        ["rollout.oversampling=1.5"],
+        ["rollout.oversampling=2", "rollout.max_staleness=1"],
+        ["rollout.oversampling=3", "rollout.max_staleness=2"],
+        ["sglang.weight_transport=disk", "sglang.weight_dir=/tmp/w"],
+        ["sglang.colocated=true", "sglang.weight_transport=ipc"],
+    ],
+)
 def test_what_can_work_is_not(plain, overrides):
     assert build(plain, *ON_SERVERS, *overrides).rollout.engine == "sglang"
 
@@ -116,15 +211,22 @@ def test_servers_that_the_run_starts_have_our_receiver(plain):
     started = ("rollout.engine=sglang", "sglang.num_servers=1")
     assert build(plain, *started).sglang.uses_receiver
     assert not build(plain, *started, "sglang.weight_transport=disk").sglang.uses_receiver
-    assert not build(plain, "rollout.engine=sglang", "sglang.urls=[http://a:1]").sglang.uses_receiver
+    assert not build(
+        plain, "rollout.engine=sglang", "sglang.urls=[http://a:1]"
+    ).sglang.uses_receiver
 
 
 @pytest.mark.parametrize("key", ["weight_changes_only", "weight_checksums"])
 def test_keys_of_our_receiver(plain, key):
     started = ("rollout.engine=sglang", "sglang.num_servers=1", f"sglang.{key}=true")
     assert getattr(build(plain, *started).sglang, key)
-    for others in (("sglang.weight_transport=tensor",), ("sglang.num_servers=0", "sglang.urls=[http://a:1]")):
-        with pytest.raises(ConfigError, match=f"sglang.{key} = true: needs the receiver of servers that"):
+    for others in (
+        ("sglang.weight_transport=tensor",),
+        ("sglang.num_servers=0", "sglang.urls=[http://a:1]"),
+    ):
+        with pytest.raises(
+            ConfigError, match=f"sglang.{key} = true: needs the receiver of servers that"
+        ):
             build(plain, *started, *others)
 
 
@@ -142,7 +244,10 @@ def test_nothing_listens_beyond_this_machine_unless_told_to():
 
 FILES = {
     "no python": ({"python": "/no/such/python"}, 'sglang.python = "/no/such/python": no such file'),
-    "no key": ({"api_key_file": "/no/such/key"}, 'sglang.api_key_file = "/no/such/key": cannot be read'),
+    "no key": (
+        {"api_key_file": "/no/such/key"},
+        'sglang.api_key_file = "/no/such/key": cannot be read',
+    ),
 }
 
 

@@ -10,7 +10,9 @@ from megatron_gspo.config.fields import choices, field_types
 
 def test_a_response_has_the_time_of_three_requests_unless_it_is_set() -> None:
     assert ServerConfig(request_timeout=20.0).resolved_response_timeout == 60.0
-    assert ServerConfig(request_timeout=20.0, response_timeout=25.0).resolved_response_timeout == 25.0
+    assert (
+        ServerConfig(request_timeout=20.0, response_timeout=25.0).resolved_response_timeout == 25.0
+    )
 
 
 @pytest.mark.parametrize("engine", [SGLangConfig, VLLMConfig])

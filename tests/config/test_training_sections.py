@@ -34,10 +34,18 @@ def test_values_out_of_bounds_are_refused(plain: dict, override: str, fix: str) 
 
 
 def test_values_at_their_bounds_are_not(plain: dict) -> None:
-    config = build(plain, "optimizer.clip_grad=0", "optimizer.adam_beta1=0", "checkpoint.save_interval=0",
-                   "evaluation.top_p=1", "tracking.wandb=project")  # fmt: skip
+    config = build(
+        plain,
+        "optimizer.clip_grad=0",
+        "optimizer.adam_beta1=0",
+        "checkpoint.save_interval=0",
+        "evaluation.top_p=1",
+        "tracking.wandb=project",
+    )
     assert config.optimizer.clip_grad == 0 and config.tracking.wandb == "project"
 
 
 def test_the_optimizer_steps_of_a_run(plain: dict) -> None:
-    assert build(plain, "training.steps=5", "training.ppo_epochs=2").optimizer_steps == 5 * 2 * (16 * 8 // 32)
+    assert build(plain, "training.steps=5", "training.ppo_epochs=2").optimizer_steps == 5 * 2 * (
+        16 * 8 // 32
+    )

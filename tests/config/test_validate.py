@@ -23,21 +23,35 @@ from tests.config.building import fault
         ("lr=1", "lr = 1: is not a key; did you mean optimizer.lr?"),
         ("trainig.steps=3", 'trainig = {"steps": 3}: is not a key; did you mean training?'),
         ("zzz=1", "zzz = 1: is not a key; remove it, or see docs/config.md for the keys"),
-        ("training.steps='8'", 'training.steps = "8": is not allowed; set integer >= 1, without quotes'),
+        (
+            "training.steps='8'",
+            'training.steps = "8": is not allowed; set integer >= 1, without quotes',
+        ),
         ("training.steps=8.0", "training.steps = 8.0: is not allowed; set integer >= 1"),
         ("training.steps=true", "training.steps = true: is not allowed; set integer >= 1"),
         ("training.steps=0", "training.steps = 0: is not allowed; set integer >= 1"),
         ("model.dtype=fp32", 'model.dtype = "fp32": is not allowed; set one of float32, bfloat16'),
-        ("rollout.engine=embeded", 'rollout.engine = "embeded": is not allowed; set one of embedded, '
-         "sglang, vllm, sft, perhaps embedded"),
-        ("data.overlong_prompts=cut", 'data.overlong_prompts = "cut": is not allowed; set one of drop, error'),
+        (
+            "rollout.engine=embeded",
+            (
+                'rollout.engine = "embeded": is not allowed; set one of embedded, '
+                "sglang, vllm, sft, perhaps embedded"
+            ),
+        ),
+        (
+            "data.overlong_prompts=cut",
+            'data.overlong_prompts = "cut": is not allowed; set one of drop, error',
+        ),
         ("optimizer.lr=.nan", "optimizer.lr = NaN: is not allowed; set number > 0"),
         ("tracking.wandb=3", "tracking.wandb = 3: is not allowed; set true or false or string"),
         ("model.path=", "model.path = null: is not allowed; set string"),
         ("parallel=3", "parallel = 3: is not allowed; set a section"),
-        ("evaluation.pass_at_k=[0]", "evaluation.pass_at_k = 0: is not allowed; set list of integers"),
+        (
+            "evaluation.pass_at_k=[0]",
+            "evaluation.pass_at_k = 0: is not allowed; set list of integers",
+        ),
     ],
-)  # fmt: skip
+)
 def test_faults_name_key_value_and_fix(file: Path, override: str, expected: str) -> None:
     assert fault(file, override) == expected
 
@@ -51,7 +65,10 @@ def test_missing_key(file: Path, plain: dict) -> None:
 def test_missing_section(file: Path, plain: dict) -> None:
     del plain["training"]
     file.write_text(yaml.safe_dump(plain))
-    assert fault(file) == "training: is missing; set it: a section with at least steps, global_batch_size"
+    assert (
+        fault(file)
+        == "training: is missing; set it: a section with at least steps, global_batch_size"
+    )
 
 
 def test_an_integer_is_a_float(file: Path) -> None:
@@ -100,9 +117,18 @@ class Group:
 @pytest.mark.parametrize(
     "data, expected",
     [
-        ({"members": [{"size": 1}, {"size": 0}]}, "members.1.size = 0: is not allowed; set integer >= 1"),
-        ({"members": [{"size": 1, "sise": 2}]}, "members.0.sise = 2: is not a key; did you mean members.size?"),
-        ({"members": [{"zzz": 2}]}, "members.0.zzz = 2: is not a key; remove it, or see docs/groups.md for the keys"),
+        (
+            {"members": [{"size": 1}, {"size": 0}]},
+            "members.1.size = 0: is not allowed; set integer >= 1",
+        ),
+        (
+            {"members": [{"size": 1, "sise": 2}]},
+            "members.0.sise = 2: is not a key; did you mean members.size?",
+        ),
+        (
+            {"members": [{"zzz": 2}]},
+            "members.0.zzz = 2: is not a key; remove it, or see docs/groups.md for the keys",
+        ),
         ({"members": [{}]}, "members.0.size: is missing; set it: integer >= 1"),
         ({"members": [3]}, "members.0 = 3: is not allowed; set a section with at least size"),
         ({"members": 3}, "members = 3: is not allowed; set a list of sections with at least size"),
@@ -119,4 +145,6 @@ def test_an_error_of_a_section_has_the_config_s_spelling() -> None:
     """As the objective's errors, which also occur without a config."""
     with pytest.raises(ConfigError) as caught:
         validate(Outer, {"inner": {"size": 9}})
-    assert str(caught.value) == "inner.size = 9: is above the limit; lower it or set inner.exact: true"
+    assert (
+        str(caught.value) == "inner.size = 9: is above the limit; lower it or set inner.exact: true"
+    )

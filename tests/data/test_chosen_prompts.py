@@ -9,7 +9,11 @@ def test_prompts_are_read_when_they_are_accessed():
     chosen = ChosenPrompts.by_index(data, [3, 1, 4])
     part = chosen[1:]
     assert (len(chosen), chosen.indices, part.indices, data.read) == (3, [3, 1, 4], [1, 4], [])
-    assert ChosenPrompts.of(chosen) is chosen and ChosenPrompts(part.refs).indices == [1, 4] and not data.read
+    assert (
+        ChosenPrompts.of(chosen) is chosen
+        and ChosenPrompts(part.refs).indices == [1, 4]
+        and not data.read
+    )
     assert part[1] is list.__getitem__(data, 4) and data.read == [4]
     assert [prompt.index for prompt in chosen] == [3, 1, 4] and data.read == [4, 3, 1, 4]
 

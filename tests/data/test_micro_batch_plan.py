@@ -7,12 +7,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_gspo.data.micro_batch_plan import PackingRules, _fixed, plan_micro_batches, plan_passes
+from megatron_gspo.data.micro_batch_plan import (
+    PackingRules,
+    _fixed,
+    plan_micro_batches,
+    plan_passes,
+)
 
 
 def epochs_of(count: int, size: int, passes: int, seed: int = 0) -> list[list[list[int]]]:
     orders = [np.random.default_rng([seed, epoch]).permutation(count) for epoch in range(passes)]
-    return [[order[start : start + size].tolist() for start in range(0, count, size)] for order in orders]
+    return [
+        [order[start : start + size].tolist() for start in range(0, count, size)]
+        for order in orders
+    ]
 
 
 RULES = st.builds(
@@ -29,24 +37,41 @@ LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=60).map(np.array)
 
 
 @settings(deadline=None, max_examples=200)
-@given(lengths=LENGTHS, rules=RULES, size=st.integers(1, 30), passes=st.integers(1, 3), at_home=st.booleans())
+@given(
+    lengths=LENGTHS,
+    rules=RULES,
+    size=st.integers(1, 30),
+    passes=st.integers(1, 3),
+    at_home=st.booleans(),
+)
 def test_every_sequence_is_once_on_its_replica(lengths, rules, size, passes, at_home):
     epochs = epochs_of(len(lengths), size, passes)
     homes = np.arange(len(lengths)) // 4 % rules.replicas if at_home else None
     replica, plans = plan_passes(lengths, epochs, rules, homes)
-    assert replica.shape == (len(lengths),) and 0 <= replica.min() and replica.max() < rules.replicas
+    assert (
+        replica.shape == (len(lengths),) and 0 <= replica.min() and replica.max() < rules.replicas
+    )
     whole = np.arange(len(lengths))
-    found = [(np.array(rows), plan) for batches, packed in zip(epochs, plans, strict=True)
-             for rows, plan in zip(batches, packed, strict=True)]  # fmt: skip
+    found = [
+        (np.array(rows), plan)
+        for batches, packed in zip(epochs, plans, strict=True)
+        for rows, plan in zip(batches, packed, strict=True)
+    ]
     for rows, plan in [*found, (whole, plan_micro_batches(lengths, rules, replica))]:
         assert len(plan.rows) == rules.replicas
-        assert len({len(mine) for mine in plan.rows}) == 1 and len(plan.rows[0]) % rules.count_multiple == 0
+        assert (
+            len({len(mine) for mine in plan.rows}) == 1
+            and len(plan.rows[0]) % rules.count_multiple == 0
+        )
         for owner, mine in enumerate(plan.rows):
             placed = sorted(i for batch in mine for i in batch)
             assert placed == np.flatnonzero(replica[rows] == owner).tolist()
         batches = [batch for mine in plan.rows for batch in mine]
         if rules.micro_batch_size is None:
-            assert max(rules.padded(lengths[rows])[batch].sum() for batch in batches) <= rules.max_tokens
+            assert (
+                max(rules.padded(lengths[rows])[batch].sum() for batch in batches)
+                <= rules.max_tokens
+            )
         else:
             assert max(map(len, batches)) <= rules.micro_batch_size
         assert plan.real_tokens == lengths[rows].sum() <= plan.packed_tokens
@@ -56,8 +81,12 @@ def test_every_sequence_is_once_on_its_replica(lengths, rules, size, passes, at_
 @settings(deadline=None, max_examples=100)
 @given(lengths=LENGTHS, rules=RULES)
 def test_one_replica_packs_as_without_an_assignment(lengths, rules):
-    rules = PackingRules(1, rules.max_tokens, rules.micro_batch_size, count_multiple=rules.count_multiple)
-    assert plan_micro_batches(lengths, rules, np.zeros(len(lengths), dtype=int)) == plan_micro_batches(lengths, rules)
+    rules = PackingRules(
+        1, rules.max_tokens, rules.micro_batch_size, count_multiple=rules.count_multiple
+    )
+    assert plan_micro_batches(
+        lengths, rules, np.zeros(len(lengths), dtype=int)
+    ) == plan_micro_batches(lengths, rules)
 
 
 def met_lengths(count: int) -> np.ndarray:
@@ -87,12 +116,16 @@ def test_sequences_move_only_where_balance_requires_it():
     assert 0 < moved < 0.08, moved
     for rows, plan in zip(map(np.array, epochs[0]), plans[0], strict=True):
         assert plan.step_tokens <= 1.02 * plan_micro_batches(lengths[rows], rules).step_tokens
-    equal, plans = plan_passes(np.full(64, 100), epochs_of(64, 64, 1), PackingRules(8, 800), np.arange(64) // 8)
+    equal, plans = plan_passes(
+        np.full(64, 100), epochs_of(64, 64, 1), PackingRules(8, 800), np.arange(64) // 8
+    )
     assert equal.tolist() == (np.arange(64) // 8).tolist(), "level as they are: none moves"
 
 
 def test_a_mini_batch_that_homes_would_slow_down_is_scheduled_without_them():
-    """At home, replica 1 would need two micro-batches for its three sequences of 6, and so would the others."""
+    """At home, replica 1 would need two micro-batches for its three sequences of 6, and so
+    would the others.
+    """
     lengths, homes = np.array([6, 6, 6, 4, 4, 4]), np.array([1, 1, 1, 0, 0, 0])
     rules, epochs = PackingRules(3, 10), [[list(range(6))]]
     replica, [[plan]] = plan_passes(lengths, epochs, rules, homes)
@@ -103,7 +136,9 @@ def test_a_mini_batch_that_homes_would_slow_down_is_scheduled_without_them():
 def test_the_tokens_of_the_steps_are_those_of_the_slowest_replica():
     lengths, replica = np.array([8, 5, 7, 2]), np.array([0, 0, 1, 1])
     plan = plan_micro_batches(lengths, PackingRules(2, 8, total_multiple=4), replica)
-    assert plan.rows == [[[0], [1]], [[2], [3]]] and plan.step_tokens == 8 + 8, "5 and 2 are padded to 8 and 4"
+    assert plan.rows == [[[0], [1]], [[2], [3]]] and plan.step_tokens == 8 + 8, (
+        "5 and 2 are padded to 8 and 4"
+    )
     same = plan_micro_batches(lengths, PackingRules(2, 8, same_length=True), replica)
     assert same.step_tokens == 8 + 8
 
@@ -124,12 +159,19 @@ def test_a_sequence_that_fits_nowhere_is_named():
 
 
 @settings(deadline=None, max_examples=200)
-@given(count=st.integers(0, 40), ranks=st.integers(1, 5), size=st.integers(1, 6), step=st.integers(1, 3))
+@given(
+    count=st.integers(0, 40),
+    ranks=st.integers(1, 5),
+    size=st.integers(1, 6),
+    step=st.integers(1, 3),
+)
 def test_a_fixed_size_deals_every_sample_once(count, ranks, size, step):
     plan = _fixed(count, ranks, size, step)
     assert sorted(i for rank in plan for rows in rank for i in rows) == list(range(count))
     lengths = {len(rank) for rank in plan}
-    assert len(plan) == ranks and len(lengths) == 1 and lengths.pop() % step == 0 and len(plan[0]) >= 1
+    assert (
+        len(plan) == ranks and len(lengths) == 1 and lengths.pop() % step == 0 and len(plan[0]) >= 1
+    )
     rows = [rows for rank in plan for rows in rank]
     assert all(len(row) <= size for row in rows)
     assert sum(0 < len(row) < size for row in rows) <= 1, "at most the last one isn't full"

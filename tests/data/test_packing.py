@@ -6,13 +6,27 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_gspo.data.packing import OPTIONAL_FIELDS, context_parallel_shard, count_trained, pack, unpack
+from megatron_gspo.data.packing import (
+    OPTIONAL_FIELDS,
+    context_parallel_shard,
+    count_trained,
+    pack,
+    unpack,
+)
 from megatron_gspo.parallel.context_parallel import zigzag_indices
 from megatron_gspo.routing_replay.routes import RouteShape
 from tests.support.samples import make_routes, make_sample
 
-PER_TOKEN = ("tokens", "labels", "position_ids", "segment_ids", "loss_mask", "response_mask",
-             "advantages", *OPTIONAL_FIELDS)  # fmt: skip
+PER_TOKEN = (
+    "tokens",
+    "labels",
+    "position_ids",
+    "segment_ids",
+    "loss_mask",
+    "response_mask",
+    "advantages",
+    *OPTIONAL_FIELDS,
+)
 shapes = st.lists(st.tuples(st.integers(1, 6), st.integers(0, 7)), min_size=1, max_size=6)
 
 
@@ -25,7 +39,9 @@ def two_samples():
 
 
 def test_by_hand():
-    batch = pack(two_samples(), sequence_multiple=4, total_multiple=3, num_sequences=5, num_tokens=9)
+    batch = pack(
+        two_samples(), sequence_multiple=4, total_multiple=3, num_sequences=5, num_tokens=9
+    )
     # second sequence: 3 tokens, padded to 4 by its multiple, to 8 by the total (12 = lcm(4, 3))
     assert batch.tokens.tolist() == [11, 12, 13, 14, 21, 22, 23, 0, 0, 0, 0, 0]
     assert batch.labels.tolist() == [12, 13, 14, 0, 22, 23, 0, 0, 0, 0, 0, 0]
@@ -33,13 +49,28 @@ def test_by_hand():
     assert batch.segment_ids.tolist() == [0] * 4 + [1] * 8
     assert batch.loss_mask.tolist() == [0, 1, 1, 0, 1, 0, 0, 0, 0, 0, 0, 0]
     assert batch.response_mask.tolist() == [False, True, True, False, True, True] + [False] * 6
-    assert batch.advantages.tolist() == [0, 1, 2, 0, 3, 0, 0, 0, 0, 0, 0, 0]  # the masked NaN is gone
+    assert batch.advantages.tolist() == [
+        0,
+        1,
+        2,
+        0,
+        3,
+        0,
+        0,
+        0,
+        0,
+        0,
+        0,
+        0,
+    ]  # the masked NaN is gone
     assert batch.cu_seqlens.tolist() == [0, 4, 12] and batch.max_seqlen == 8
     assert (batch.num_segments, batch.num_sequences, batch.num_tokens) == (2, 5, 9)
     assert batch.sample_ids == (0, 1)
     assert {batch.tokens.dtype, batch.labels.dtype, batch.position_ids.dtype} == {torch.int64}
     assert batch.segment_ids.dtype == torch.int64 and batch.cu_seqlens.dtype == torch.int32
-    assert {batch.loss_mask.dtype, batch.advantages.dtype, batch.old_log_probs.dtype} == {torch.float32}
+    assert {batch.loss_mask.dtype, batch.advantages.dtype, batch.old_log_probs.dtype} == {
+        torch.float32
+    }
 
 
 def test_counts_leave_out_sequences_without_a_trained_token():
@@ -48,7 +79,12 @@ def test_counts_leave_out_sequences_without_a_trained_token():
 
 
 @settings(max_examples=100, deadline=None)
-@given(shapes=shapes, sequence_multiple=st.integers(1, 8), total_multiple=st.integers(1, 8), data=st.data())
+@given(
+    shapes=shapes,
+    sequence_multiple=st.integers(1, 8),
+    total_multiple=st.integers(1, 8),
+    data=st.data(),
+)
 def test_every_position_against_a_naive_loop(shapes, sequence_multiple, total_multiple, data):
     samples = []
     for seed, (prompt, response) in enumerate(shapes):
@@ -63,8 +99,13 @@ def test_every_position_against_a_naive_loop(shapes, sequence_multiple, total_mu
     )
     bounds = batch.cu_seqlens.tolist()
     assert len(batch.tokens) == bounds[-1] and bounds[-1] % total_multiple == 0
-    assert all((end - start) % sequence_multiple == 0 for start, end in zip(bounds, bounds[1:], strict=False))
-    assert batch.max_seqlen == max(end - start for start, end in zip(bounds, bounds[1:], strict=False))
+    assert all(
+        (end - start) % sequence_multiple == 0
+        for start, end in zip(bounds, bounds[1:], strict=False)
+    )
+    assert batch.max_seqlen == max(
+        end - start for start, end in zip(bounds, bounds[1:], strict=False)
+    )
     for s, sample in enumerate(samples):
         for t in range(bounds[s + 1] - bounds[s]):
             at = bounds[s] + t
@@ -129,14 +170,20 @@ def test_shard_refuses_uneven_sequences_and_shards():
 def test_dummy_batch_of_no_samples():
     batch = pack([], sequence_multiple=4, total_multiple=6, num_sequences=3, num_tokens=7)
     assert batch.tokens.tolist() == [0] * 12 and batch.cu_seqlens.tolist() == [0, 12]
-    assert not batch.loss_mask.any() and not batch.response_mask.any() and not batch.advantages.any()
+    assert (
+        not batch.loss_mask.any() and not batch.response_mask.any() and not batch.advantages.any()
+    )
     assert (batch.num_segments, batch.max_seqlen, batch.sample_ids) == (1, 12, ())
     assert (batch.num_sequences, batch.num_tokens) == (3, 7)
     assert all(torch.equal(getattr(batch, name), torch.zeros(12)) for name in OPTIONAL_FIELDS)
     assert unpack(batch.loss_mask, batch, []) == []
     assert len(context_parallel_shard(batch, 1, 2).tokens) == 6
     only = pack([], num_sequences=3, num_tokens=7, optional=["old_log_probs"])
-    assert only.old_log_probs is not None and only.ref_log_probs is None and only.rollout_log_probs is None
+    assert (
+        only.old_log_probs is not None
+        and only.ref_log_probs is None
+        and only.rollout_log_probs is None
+    )
 
 
 def test_fields_are_carried_by_all_samples_or_by_none():
@@ -166,18 +213,35 @@ def routed(prompt, response, shape, seed=0, missing=None):
 
 def test_routes_by_hand():
     shape = RouteShape(layers=2, k=2, num_experts=5)
-    first = make_sample(2, 1, routed_experts=np.array([[[4, 0], [1, 3]], [[2, 1], [0, 4]]], np.uint8))
+    first = make_sample(
+        2, 1, routed_experts=np.array([[[4, 0], [1, 3]], [[2, 1], [0, 4]]], np.uint8)
+    )
     second = make_sample(1, 1, routed_experts=np.array([[[3, 4], [3, 0]]], np.uint8))
     batch = pack([first, second], sequence_multiple=4, num_sequences=2, num_tokens=2, routes=shape)
     # rows that no sample has, by their position: 1 -> (2, 3), 2 -> (4, 5), 3 -> (6, 7), modulo 5
     assert batch.routed_experts.tolist() == [
-        [[4, 0], [1, 3]], [[2, 1], [0, 4]], [[4, 0], [4, 0]], [[1, 2], [1, 2]],
-        [[3, 4], [3, 0]], [[2, 3], [2, 3]], [[4, 0], [4, 0]], [[1, 2], [1, 2]],
-    ]  # fmt: skip
+        [[4, 0], [1, 3]],
+        [[2, 1], [0, 4]],
+        [[4, 0], [4, 0]],
+        [[1, 2], [1, 2]],
+        [[3, 4], [3, 0]],
+        [[2, 3], [2, 3]],
+        [[4, 0], [4, 0]],
+        [[1, 2], [1, 2]],
+    ]
     assert batch.routed_experts.dtype == torch.uint8 and batch.missing_routes is None
     for held in ((1,), ()):  # on a pipeline stage
-        own = [replace(sample, routed_experts=sample.routed_experts[:, list(held)]) for sample in (first, second)]
-        part = pack(own, sequence_multiple=4, num_sequences=2, num_tokens=2, routes=replace(shape, held=held))
+        own = [
+            replace(sample, routed_experts=sample.routed_experts[:, list(held)])
+            for sample in (first, second)
+        ]
+        part = pack(
+            own,
+            sequence_multiple=4,
+            num_sequences=2,
+            num_tokens=2,
+            routes=replace(shape, held=held),
+        )
         assert part.routed_experts.tolist() == batch.routed_experts[:, list(held)].tolist()
 
 
@@ -194,7 +258,9 @@ def test_routes_of_every_position_against_a_naive_loop(shapes, multiple, sizes, 
     for seed, (prompt, response) in enumerate(shapes):
         rows = prompt + response - 1
         drawn = data.draw(st.none() | st.lists(st.booleans(), min_size=rows, max_size=rows))
-        samples.append(routed(prompt, response, shape, seed, None if drawn is None else np.array(drawn, bool)))
+        samples.append(
+            routed(prompt, response, shape, seed, None if drawn is None else np.array(drawn, bool))
+        )
     batch = pack(samples, sequence_multiple=multiple, num_sequences=1, num_tokens=1, routes=shape)
     ids = batch.routed_experts.numpy()
     assert ids.dtype == shape.dtype and ids.shape == (len(batch.tokens), shape.layers, shape.k)
@@ -203,9 +269,13 @@ def test_routes_of_every_position_against_a_naive_loop(shapes, multiple, sizes, 
     for s, sample in enumerate(samples):
         for t in range(bounds[s + 1] - bounds[s]):
             real = t < sample.length - 1
-            is_missing = real and sample.missing_routes is not None and bool(sample.missing_routes[t])
+            is_missing = (
+                real and sample.missing_routes is not None and bool(sample.missing_routes[t])
+            )
             missing += is_missing
-            assert (batch.missing_routes is not None and bool(batch.missing_routes[bounds[s] + t])) == is_missing
+            assert (
+                batch.missing_routes is not None and bool(batch.missing_routes[bounds[s] + t])
+            ) == is_missing
             for layer in range(shape.layers):
                 spread = [(t * shape.k + j) % shape.num_experts for j in range(shape.k)]
                 known = real and not is_missing
@@ -216,7 +286,9 @@ def test_routes_of_every_position_against_a_naive_loop(shapes, multiple, sizes, 
 
 def test_padding_loads_the_experts_alike():
     shape = RouteShape(layers=2, k=3, num_experts=8)
-    batch = pack([routed(1, 1, shape)], sequence_multiple=65, num_sequences=1, num_tokens=1, routes=shape)
+    batch = pack(
+        [routed(1, 1, shape)], sequence_multiple=65, num_sequences=1, num_tokens=1, routes=shape
+    )
     for layer in range(2):
         load = np.bincount(batch.routed_experts[1:, layer].flatten().numpy(), minlength=8)
         assert load.tolist() == [24] * 8
@@ -225,7 +297,9 @@ def test_padding_loads_the_experts_alike():
 @pytest.mark.parametrize("num_experts", [8, 300])
 def test_a_dummy_batch_carries_routes_and_shards_and_moves(num_experts):
     shape = RouteShape(layers=2, k=3, num_experts=num_experts)
-    dummy = pack([], sequence_multiple=4, total_multiple=6, num_sequences=1, num_tokens=1, routes=shape)
+    dummy = pack(
+        [], sequence_multiple=4, total_multiple=6, num_sequences=1, num_tokens=1, routes=shape
+    )
     assert dummy.routed_experts.dtype == shape.torch_dtype and dummy.missing_routes is None
     for t in range(12):
         wanted = [(3 * t + j) % num_experts for j in range(3)]
@@ -249,9 +323,18 @@ def test_routes_are_carried_only_where_asked_for():
     assert pack([routed(2, 2, shape)], num_sequences=1, num_tokens=2).routed_experts is None
     for sample, message in (
         (make_sample(2, 2), "sample 0/0: routed_experts is missing; give routes to all samples"),
-        (routed(2, 2, RouteShape(3, 2, 8)), r"0/0: routed_experts has shape \[3, 3, 2\]; it must be \[3, 2, 2\]"),
-        (make_sample(2, 2, routed_experts=np.zeros((2, 2, 2), np.uint8)), "has 2 rows for 4 tokens; give 3"),
-        (make_sample(2, 2, routed_experts=np.full((3, 2, 2), 256, np.uint16)), "has the expert 256; the model has"),
+        (
+            routed(2, 2, RouteShape(3, 2, 8)),
+            r"0/0: routed_experts has shape \[3, 3, 2\]; it must be \[3, 2, 2\]",
+        ),
+        (
+            make_sample(2, 2, routed_experts=np.zeros((2, 2, 2), np.uint8)),
+            "has 2 rows for 4 tokens; give 3",
+        ),
+        (
+            make_sample(2, 2, routed_experts=np.full((3, 2, 2), 256, np.uint16)),
+            "has the expert 256; the model has",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             pack([sample], num_sequences=1, num_tokens=2, routes=shape)

@@ -15,7 +15,13 @@ import pytest
 
 from megatron_gspo.config import DataConfig
 from megatron_gspo.data import prompt_cache
-from megatron_gspo.data.prompt_cache import MappedPrompts, PromptCache, cache_key, digests_of, read_cache
+from megatron_gspo.data.prompt_cache import (
+    MappedPrompts,
+    PromptCache,
+    cache_key,
+    digests_of,
+    read_cache,
+)
 from megatron_gspo.data.prompt_files import HELD_OUT, PromptError
 from megatron_gspo.data.prompts import PromptSet, load_prompts
 from tests.support.prompt_rows import write_jsonl
@@ -23,7 +29,12 @@ from tests.support.samples import CharTokenizer
 from tests.support.waiting import wait_for
 
 ROWS = [
-    {"prompt": "a b", "answer": "c", "level": 1, "more": {"x": [1.5, None, 10**30, "é"], "y": True}},
+    {
+        "prompt": "a b",
+        "answer": "c",
+        "level": 1,
+        "more": {"x": [1.5, None, 10**30, "é"], "y": True},
+    },
     {"prompt": "too long", "answer": ""},
     {"prompt": "dé", "answer": None},
     {"prompt": "\ud800\n", "answer": 7, "text": 'q"\\'},
@@ -114,7 +125,9 @@ def test_positions_and_slices(file):
     with pytest.raises(IndexError):
         prompts[3]
     part = prompts[1:]
-    assert [(prompt.index, prompt.text) for prompt in part] == [(1, "dé"), (2, "\ufffd\n")] and len(part) == 2
+    assert [(prompt.index, prompt.text) for prompt in part] == [(1, "dé"), (2, "\ufffd\n")] and len(
+        part
+    ) == 2
     assert len(prompts[:None]) == 3 and len(prompts[:2][:1]) == 1
     first = prompts[0]
     first.token_ids[0] = first.metadata["level"] = 5  # a copy: the file stays
@@ -138,16 +151,25 @@ def test_other_kinds_of_files(kind, file):
 
 def test_several_files_and_splits(file):
     datasets = pytest.importorskip("datasets")
-    parts = {name: datasets.Dataset.from_list([{"prompt": name, "answer": "c"}]) for name in ("train", "test")}
+    parts = {
+        name: datasets.Dataset.from_list([{"prompt": name, "answer": "c"}])
+        for name in ("train", "test")
+    }
     datasets.DatasetDict(parts).save_to_disk(file.parent / "saved")
     cache = cache_of(file)
 
     def texts(paths, split="train"):
-        loaded = cache.load(paths, CharTokenizer(), replace(DATA, max_prompt_length=20), split=split)
+        loaded = cache.load(
+            paths, CharTokenizer(), replace(DATA, max_prompt_length=20), split=split
+        )
         return [prompt.text for prompt in loaded.prompts]
 
     saved = str(file.parent / "saved")
-    assert (texts(saved), texts(saved, HELD_OUT), texts(f"{saved}:test")) == (["train"], ["test"], ["test"])
+    assert (texts(saved), texts(saved, HELD_OUT), texts(f"{saved}:test")) == (
+        ["train"],
+        ["test"],
+        ["test"],
+    )
     assert texts((str(file), saved)) == ["a b", "too long", "dé", "\ufffd\n", "train"]
     assert texts((saved, str(file)))[:2] == ["train", "a b"]
 
@@ -179,9 +201,21 @@ def test_what_the_key_depends_on(file):
 
 
 def test_every_setting_of_the_format_is_in_the_key():
-    others = {"prompts", "task", "eval_prompts", "cache_dir", "shuffle", "code", "keep_special_tokens"}
+    others = {
+        "prompts",
+        "task",
+        "eval_prompts",
+        "cache_dir",
+        "shuffle",
+        "code",
+        "keep_special_tokens",
+    }
     names = {field.name for field in fields(DataConfig)} - others
-    assert {name for name in names if not name.startswith("verifier")} == set(CHANGES) == set(prompt_cache._SETTINGS)
+    assert (
+        {name for name in names if not name.startswith("verifier")}
+        == set(CHANGES)
+        == set(prompt_cache._SETTINGS)
+    )
 
 
 @pytest.mark.parametrize(
@@ -202,14 +236,25 @@ def test_a_damaged_cache_is_written_again(name, damage, file):
     content = part.read_bytes()
     part.unlink()
     if damage != "gone":
-        part.write_bytes({"truncated": content[:-1], "longer": content + b"}", "empty": b""}[damage])
+        part.write_bytes(
+            {"truncated": content[:-1], "longer": content + b"}", "empty": b""}[damage]
+        )
     assert read_cache(part.parent) is None
     assert_same(cache_of(file).load(file, CharTokenizer(), DATA), file)
     assert part.read_bytes() == content
 
 
-@pytest.mark.parametrize("text", ["[]", "3", "{}", '{"sizes": []}', '{"sizes": {}}',
-                                  '{"sizes": {}, "count": null, "dropped": 0, "largest_token": 0}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[]",
+        "3",
+        "{}",
+        '{"sizes": []}',
+        '{"sizes": {}}',
+        '{"sizes": {}, "count": null, "dropped": 0, "largest_token": 0}',
+    ],
+)
 def test_a_manifest_of_another_form(text, file):
     cache_of(file).load(file, CharTokenizer(), DATA)
     (folder_of(file) / "manifest.json").write_text(text)
@@ -276,8 +321,11 @@ def test_no_space(file):
 
 
 def test_invalid_prompts_are_refused_as_without_a_cache(file):
-    for rows, words in (([{"prompt": "a"}], "line 1: key 'answer' is missing"), ([], "holds no prompts"),
-                        ([{"prompt": "abcdefgh", "answer": ""}], "all 1 prompts are longer")):
+    for rows, words in (
+        ([{"prompt": "a"}], "line 1: key 'answer' is missing"),
+        ([], "holds no prompts"),
+        ([{"prompt": "abcdefgh", "answer": ""}], "all 1 prompts are longer"),
+    ):
         write_jsonl(file, rows)
         with pytest.raises(PromptError, match=words):
             cache_of(file).load(file, CharTokenizer(), DATA)

@@ -1,4 +1,5 @@
 """Files of prompts: formats, and errors that name the place."""
+
 import bz2
 import gzip
 import json
@@ -41,7 +42,12 @@ def test_every_kind_of_file_gives_the_same_prompts(kind, tmp_path):
     first.check()
     assert first.token_ids.tolist() == [1, ord("a"), ord(" "), ord("b")]
     assert (first.index, first.text, first.answer, first.metadata) == (0, "a b", "c", {"level": 1})
-    assert (second.index, second.text, second.answer, second.metadata) == (1, "dé", "7", {"level": 2})
+    assert (second.index, second.text, second.answer, second.metadata) == (
+        1,
+        "dé",
+        "7",
+        {"level": 2},
+    )
 
 
 def test_blank_lines_numbers_and_nulls(tmp_path):
@@ -58,15 +64,26 @@ def test_blank_lines_numbers_and_nulls(tmp_path):
     [
         ("", {}, "data.jsonl: holds no prompts; give it at least one row"),
         ("\n\n", {}, "data.jsonl: holds no prompts; give it at least one row"),
-        ('{"prompt": "a", "answer": "b"}\n{"prompt": ', {}, "data.jsonl line 2: not JSON (Expecting value"),
+        (
+            '{"prompt": "a", "answer": "b"}\n{"prompt": ',
+            {},
+            "data.jsonl line 2: not JSON (Expecting value",
+        ),
         (b"\xff\xfe{}", {}, "data.jsonl line 1: not JSON ("),
         ("[1, 2]", {}, "data.jsonl line 1: a JSON list; write one JSON object a line"),
         (
             '{"question": "a", "answer": "b"}',
             {},
-            "line 1: key 'prompt' is missing (found: answer, question); set prompt_key to the right one",
+            (
+                "line 1: key 'prompt' is missing (found: answer, question); set prompt_key to the"
+                " right one"
+            ),
         ),
-        ('{"prompt": "a"}', {}, "line 1: key 'answer' is missing (found: prompt); set answer_key to"),
+        (
+            '{"prompt": "a"}',
+            {},
+            "line 1: key 'answer' is missing (found: prompt); set answer_key to",
+        ),
         (
             '{"prompt": 3, "answer": ""}',
             {},
@@ -78,8 +95,16 @@ def test_blank_lines_numbers_and_nulls(tmp_path):
             "line 1: key 'prompt' is a list; it must be text or a list of chat",
         ),
         ('{"prompt": " ", "answer": ""}', {}, "line 1: key 'prompt' is empty; remove the row"),
-        ('{"prompt": "a", "answer": [1]}', {}, "line 1: key 'answer' is a list; it must be text or a number"),
-        (json.dumps({"prompt": CHAT, "answer": ""}), {}, "holds chat messages; set chat_template to true"),
+        (
+            '{"prompt": "a", "answer": [1]}',
+            {},
+            "line 1: key 'answer' is a list; it must be text or a number",
+        ),
+        (
+            json.dumps({"prompt": CHAT, "answer": ""}),
+            {},
+            "holds chat messages; set chat_template to true",
+        ),
         ("{}", {"system_prompt": "s"}, 'data.system_prompt = "s": needs the chat template'),
         ("{}", {"prompt_template": "Q"}, 'data.prompt_template = "Q": would drop the question'),
         (
@@ -108,10 +133,14 @@ def test_bad_paths(tmp_path):
 def test_unreadable_parquet_and_datasets(tmp_path):
     pytest.importorskip("datasets")
     (tmp_path / "data.parquet").write_text("not parquet")
-    with pytest.raises(PromptError, match=r"data.parquet: not Parquet \(.*\); write the file again"):
+    with pytest.raises(
+        PromptError, match=r"data.parquet: not Parquet \(.*\); write the file again"
+    ):
         read_rows(tmp_path / "data.parquet")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(PromptError, match=r"empty: not a saved dataset \(.*\); write it with save_to_disk"):
+    with pytest.raises(
+        PromptError, match=r"empty: not a saved dataset \(.*\); write it with save_to_disk"
+    ):
         read_rows(tmp_path / "empty")
     with pytest.raises(PromptError, match="has no split 'test'; it has train"):
         read_rows(write_kind("splits", tmp_path), split="test")
@@ -137,7 +166,7 @@ TEXTS = {
     "packed.jsonl.gz": gzip.compress(JSON_LINES),
     "packed.jsonl.bz2": bz2.compress(JSON_LINES),
     "packed.json.xz": lzma.compress(json.dumps(QA).encode()),
-    "table.csv": "prompt,answer\r\na b,c\r\n\"dé\",7\r\n".encode(),
+    "table.csv": 'prompt,answer\r\na b,c\r\n"dé",7\r\n'.encode(),
     "mark.csv": b"\xef\xbb\xbf" + "prompt,answer\na b,c\ndé,7".encode(),
     "table.tsv": "prompt\tanswer\na b\tc\ndé\t7\n".encode(),
     "table.csv.gz": gzip.compress("prompt,answer\na b,c\ndé,7\n".encode()),
@@ -171,12 +200,20 @@ def test_csv_has_text_and_missing_values(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.csv", b"prompt,answer\na,b,c\n", "a.csv line 2: has more fields than the first line; quote"),
+        (
+            "a.csv",
+            b"prompt,answer\na,b,c\n",
+            "a.csv line 2: has more fields than the first line; quote",
+        ),
         ("a.csv", b'prompt,answer\n"a,b\n', "a.csv after line 1: not CSV (unexpected end of data)"),
         ("a.csv", b"prompt,answer\n\xff,b\n", "not CSV ('utf-8' codec can't decode"),
         ("a.csv", b"", "a.csv: holds no prompts"),
         ("a.jsonl.gz", b"no gzip", "a.jsonl.gz line 1: cannot be read (Not a gzipped file"),
-        ("a.jsonl.gz", gzip.compress(JSON_LINES * 99, mtime=0)[:-20], "cannot be read (Compressed file ended before"),
+        (
+            "a.jsonl.gz",
+            gzip.compress(JSON_LINES * 99, mtime=0)[:-20],
+            "cannot be read (Compressed file ended before",
+        ),
         ("a.json", b'[{"prompt": "a"}, 3]', "a.json row 2: a JSON int"),
         ("a.json", b"[1, ", "a.json: not JSON (Expecting value"),
         ("a.arrow", b"no arrow", "a.arrow: not Arrow ("),
@@ -184,9 +221,17 @@ def test_csv_has_text_and_missing_values(tmp_path):
         ("a.parquet", b"", "a.parquet: not Parquet ("),
         ("a.parquet.gz", b"", "unknown kind '.gz'; use"),
         ("a.zip", b"", "unknown kind '.zip'; use"),
-        ("a.jsonl", b'{"prompt": "a", "answer": ' + b"9" * 5000 + b"}", "line 1: has a number of more digits than"),
+        (
+            "a.jsonl",
+            b'{"prompt": "a", "answer": ' + b"9" * 5000 + b"}",
+            "line 1: has a number of more digits than",
+        ),
         ("a.jsonl", b'{"a": ' + b"[" * 100_000, "a.jsonl line 1: is nested too deeply"),
-        ("a.jsonl", b'{"prompt": "a", "answer": "", "x": ' + b"[" * 700 + b"]" * 700 + b"}", "is nested too deeply"),
+        (
+            "a.jsonl",
+            b'{"prompt": "a", "answer": "", "x": ' + b"[" * 700 + b"]" * 700 + b"}",
+            "is nested too deeply",
+        ),
         ("a.jsonl", JSON_LINES.decode().encode("utf-16"), "a.jsonl line 1: not JSON ('utf-16"),
     ],
 )
@@ -194,7 +239,9 @@ def test_damaged_files_end_in_one_line(name, content, message, tmp_path):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(PromptError) as error:
         load_prompts(tmp_path / name, CharTokenizer())
-    assert message in str(error.value) and "\n" not in str(error.value) and len(str(error.value)) < 400
+    assert (
+        message in str(error.value) and "\n" not in str(error.value) and len(str(error.value)) < 400
+    )
 
 
 def write_files(folder, names):
@@ -219,7 +266,9 @@ def test_folders_lists_and_globs(tmp_path):
     with pytest.raises(PromptError, match=r"/\*.parquet: no such file; check the path"):
         read(f"{tmp_path}/*.parquet")
     (tmp_path / "x.csv").write_text("prompt\n")
-    with pytest.raises(PromptError, match=r"has files of several formats \(.csv, .jsonl\); give a glob of one"):
+    with pytest.raises(
+        PromptError, match=r"has files of several formats \(.csv, .jsonl\); give a glob of one"
+    ):
         read(tmp_path)
 
 
@@ -230,22 +279,34 @@ def test_a_name_with_the_characters_of_a_glob_or_split_is_a_file(tmp_path):
 
 
 def test_splits_of_a_folder_as_the_hub_has_it(tmp_path):
-    names = ["data/train-00000-of-00002.jsonl", "data/train-00001-of-00002.jsonl", "data/test-00000-of-00001.jsonl"]
+    names = [
+        "data/train-00000-of-00002.jsonl",
+        "data/train-00001-of-00002.jsonl",
+        "data/test-00000-of-00001.jsonl",
+    ]
     write_files(tmp_path, names)
     assert prompts_of(tmp_path) == names[:2]
     assert prompts_of(tmp_path, split=HELD_OUT) == prompts_of(f"{tmp_path}:test") == names[2:]
-    assert split_notes(tmp_path, split=HELD_OUT) == [f"{tmp_path}: the split test is read (of test, train)"]
+    assert split_notes(tmp_path, split=HELD_OUT) == [
+        f"{tmp_path}: the split test is read (of test, train)"
+    ]
     assert split_notes(tmp_path) == split_notes(f"{tmp_path}:test", split=HELD_OUT) == []
-    with pytest.raises(PromptError, match=r"has no split 'dev'; it has test, train; name one, as .*:test"):
+    with pytest.raises(
+        PromptError, match=r"has no split 'dev'; it has test, train; name one, as .*:test"
+    ):
         read(f"{tmp_path}:dev")
     write_files(tmp_path, ["data/extra.jsonl"])
-    with pytest.raises(PromptError, match=r"has files of the splits test, train, and others \(extra.jsonl\)"):
+    with pytest.raises(
+        PromptError, match=r"has files of the splits test, train, and others \(extra.jsonl\)"
+    ):
         read(tmp_path)
 
 
 def test_several_configurations_of_a_data_set_are_not_mixed(tmp_path):
     write_files(tmp_path, ["main/train-0.jsonl", "main/test-0.jsonl", "socratic/train-0.jsonl"])
-    with pytest.raises(PromptError, match=r"has one split in several folders \(main, socratic\); give one of them"):
+    with pytest.raises(
+        PromptError, match=r"has one split in several folders \(main, socratic\); give one of them"
+    ):
         read(tmp_path)
     assert prompts_of(tmp_path / "main") == ["main/train-0.jsonl"]
 
@@ -262,9 +323,13 @@ def test_splits_of_a_saved_data_set(tmp_path):
     assert prompts_of(save("train", "test")) == ["train"]
     assert prompts_of(save("train", "validation"), split=HELD_OUT) == ["validation"]
     both = save("train", "validation", "test")
-    assert prompts_of(both, split=HELD_OUT) == ["test"] and prompts_of(f"{both}:validation") == ["validation"]
+    assert prompts_of(both, split=HELD_OUT) == ["test"] and prompts_of(f"{both}:validation") == [
+        "validation"
+    ]
     for name in ("train", "train_sft"):
-        with pytest.raises(PromptError, match=f"has no split test or validation; it has {name}; name one, as"):
+        with pytest.raises(
+            PromptError, match=f"has no split test or validation; it has {name}; name one, as"
+        ):
             read(save(name), split=HELD_OUT)
     with pytest.raises(PromptError, match="has no split 'train'; it has train_sft; name one"):
         read(tmp_path / "train_sft")

@@ -10,9 +10,21 @@ import numpy as np
 import pytest
 
 from megatron_gspo.data.prompt_files import PromptError
-from megatron_gspo.data.prompt_rows import Remarks, answer_of, field_of, has_field, mended, messages_of, tools_of
+from megatron_gspo.data.prompt_rows import (
+    Remarks,
+    answer_of,
+    field_of,
+    has_field,
+    mended,
+    messages_of,
+    tools_of,
+)
 
-VERL = {"prompt": "q", "reward_model": {"style": "rule", "ground_truth": "4"}, "extra_info": {"index": 0}}
+VERL = {
+    "prompt": "q",
+    "reward_model": {"style": "rule", "ground_truth": "4"},
+    "extra_info": {"index": 0},
+}
 
 
 @pytest.mark.parametrize(
@@ -32,7 +44,9 @@ def test_keys_with_dots(row, key, value):
     assert field_of("f line 1", row, key, "answer_key") == value and has_field(row, key)
 
 
-@pytest.mark.parametrize("key", ["reward_model.x", "prompt.x", "extra_info.index.x", "a.b", "", ".", "reward_model."])
+@pytest.mark.parametrize(
+    "key", ["reward_model.x", "prompt.x", "extra_info.index.x", "a.b", "", ".", "reward_model."]
+)
 def test_keys_that_lead_nowhere(key):
     assert not has_field(VERL, key)
 
@@ -41,23 +55,43 @@ def test_keys_that_lead_nowhere(key):
     ("row", "setting", "key", "guess"),
     [
         (VERL, "answer_key", "answer", "to the right one, perhaps reward_model.ground_truth"),
-        ({"problem": "p", "solution": "s"}, "prompt_key", "prompt", "to the right one, perhaps problem"),
-        ({"problem": "p", "solution": "s"}, "answer_key", "answer", "to the right one, perhaps solution"),
-        ({"question": "p", "answer": "s"}, "prompt_key", "prompt", "(found: answer, question); set prompt_key to the "
-                                                                   "right one, perhaps question"),
+        (
+            {"problem": "p", "solution": "s"},
+            "prompt_key",
+            "prompt",
+            "to the right one, perhaps problem",
+        ),
+        (
+            {"problem": "p", "solution": "s"},
+            "answer_key",
+            "answer",
+            "to the right one, perhaps solution",
+        ),
+        (
+            {"question": "p", "answer": "s"},
+            "prompt_key",
+            "prompt",
+            "(found: answer, question); set prompt_key to the right one, perhaps question",
+        ),
         ({"messages": []}, "prompt_key", "prompt", "perhaps messages"),
         ({"x": 1}, "prompt_key", "prompt", "set prompt_key to the right one"),
         ({}, "prompt_key", "prompt", "(found: nothing); set prompt_key to the right one"),
     ],
-)  # fmt: skip
+)
 def test_a_missing_key_names_the_one_that_is_meant(row, setting, key, guess):
     with pytest.raises(PromptError) as error:
         field_of("f line 1", row, key, setting)
-    assert str(error.value).startswith(f"f line 1: key '{key}' is missing") and str(error.value).endswith(guess)
+    assert str(error.value).startswith(f"f line 1: key '{key}' is missing") and str(
+        error.value
+    ).endswith(guess)
 
 
 USER = {"role": "user", "content": "hi"}
-CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}}]}
+CALL = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}}],
+}
 
 
 @pytest.mark.parametrize(
@@ -68,22 +102,39 @@ CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name
         (USER, [USER]),
         (json.dumps([USER]), [USER]),
         (" " + json.dumps(USER), [USER]),
-        ([{"role": "user", "content": [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]}],
-         [{"role": "user", "content": "a b"}]),
-        ([{"role": "user", "content": [{"type": "text", "text": "a", "image_url": None}, "b"]}],
-         [{"role": "user", "content": "ab"}]),
-        ([{"from": "system", "value": "s"}, {"from": "human", "value": "hi"}, {"from": "gpt", "value": "x"}],
-         [{"role": "system", "content": "s"}, USER, {"role": "assistant", "content": "x"}]),
+        (
+            [
+                {
+                    "role": "user",
+                    "content": [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}],
+                }
+            ],
+            [{"role": "user", "content": "a b"}],
+        ),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": "a", "image_url": None}, "b"]}],
+            [{"role": "user", "content": "ab"}],
+        ),
+        (
+            [
+                {"from": "system", "value": "s"},
+                {"from": "human", "value": "hi"},
+                {"from": "gpt", "value": "x"},
+            ],
+            [{"role": "system", "content": "s"}, USER, {"role": "assistant", "content": "x"}],
+        ),
         ([USER | {"tool_calls": None, "name": None}], [USER]),
-        ([USER, CALL, {"role": "tool", "content": "2", "tool_call_id": "1"}],
-         [USER, CALL, {"role": "tool", "content": "2", "tool_call_id": "1"}]),
+        (
+            [USER, CALL, {"role": "tool", "content": "2", "tool_call_id": "1"}],
+            [USER, CALL, {"role": "tool", "content": "2", "tool_call_id": "1"}],
+        ),
         ([USER, {"role": "assistant", "tool_calls": CALL["tool_calls"]}], [USER, CALL]),
         ("hi", None),
         ("[1, 2] is a list", None),
         ('["a", "b"]', None),
         ('{"role": "user"}', None),
     ],
-)  # fmt: skip
+)
 def test_messages_in_every_form(value, messages):
     assert messages_of("f line 1", "prompt", value) == messages
 
@@ -91,11 +142,23 @@ def test_messages_in_every_form(value, messages):
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "a part of type 'image_url'"),
-        ([{"role": "user", "content": [{"type": "text"}]}], "a part of type 'text'; only text is trained"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
+            "a part of type 'image_url'",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "text"}]}],
+            "a part of type 'text'; only text is trained",
+        ),
         ([{"role": "user", "content": [3]}], "a part of type 'int'"),
-        ([USER, {"role": "user", "content": None}], "message 2 (of role 'user') has no content; give it text"),
-        ([{"role": "user", "content": {"a": 1}}], "message 1 (of role 'user') has a dict as content"),
+        (
+            [USER, {"role": "user", "content": None}],
+            "message 2 (of role 'user') has no content; give it text",
+        ),
+        (
+            [{"role": "user", "content": {"a": 1}}],
+            "message 1 (of role 'user') has a dict as content",
+        ),
         ([{"content": "x"}], "is a list; it must be text or a list of chat messages"),
         ([USER, "x"], "is a list; it must be text"),
         ({"x": 1}, "is a dict; it must be text"),
@@ -108,11 +171,22 @@ def test_what_is_no_message(value, message):
     assert str(error.value).startswith("f line 1: ") and message in str(error.value)
 
 
-TOOL = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": {"type": "int"}}}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"properties": {"x": {"type": "int"}}}},
+}
 
 
 @pytest.mark.parametrize(
-    "value", [[TOOL], TOOL, json.dumps([TOOL]), json.dumps(TOOL), [json.dumps(TOOL)], [TOOL | {"strict": None}]]
+    "value",
+    [
+        [TOOL],
+        TOOL,
+        json.dumps([TOOL]),
+        json.dumps(TOOL),
+        [json.dumps(TOOL)],
+        [TOOL | {"strict": None}],
+    ],
 )
 def test_tools_in_every_form(value):
     assert tools_of(value) == [TOOL]
@@ -120,7 +194,10 @@ def test_tools_in_every_form(value):
 
 def test_keys_that_parquet_adds_to_tools_are_left_out():
     pyarrow = pytest.importorskip("pyarrow")
-    other = {"type": "function", "function": {"name": "g", "parameters": {"properties": {"y": {"type": "int"}}}}}
+    other = {
+        "type": "function",
+        "function": {"name": "g", "parameters": {"properties": {"y": {"type": "int"}}}},
+    }
     stored = pyarrow.Table.from_pylist([{"tools": [TOOL, other]}]).to_pylist()[0]["tools"]
     assert stored != [TOOL, other] and tools_of(stored) == [TOOL, other]
 
@@ -133,24 +210,47 @@ def test_what_is_no_tool(value):
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        ("x", "x"), ("", ""), ("NaN", "NaN"), (True, "true"), (4, "4"), (4.0, "4.0"), (-0.5, "-0.5"),
-        (10**30, "1" + "0" * 30), (1e300, "1e+300"),
-        (Decimal("3.50"), "3.50"), (Decimal("1E+3"), "1000"), (Decimal("-0.001"), "-0.001"),
+        ("x", "x"),
+        ("", ""),
+        ("NaN", "NaN"),
+        (True, "true"),
+        (4, "4"),
+        (4.0, "4.0"),
+        (-0.5, "-0.5"),
+        (10**30, "1" + "0" * 30),
+        (1e300, "1e+300"),
+        (Decimal("3.50"), "3.50"),
+        (Decimal("1E+3"), "1000"),
+        (Decimal("-0.001"), "-0.001"),
         (Decimal("1E+999"), "1E+999"),
-        (datetime.date(2026, 1, 31), "2026-01-31"), (datetime.datetime(2026, 1, 31, 12), "2026-01-31T12:00:00"),
-        (datetime.time(12, 30), "12:30:00"), (b"72", "72"), ("é".encode(), "é"),
-        (np.int64(7), "7"), (np.float32(0.5), "0.5"), (np.bool_(True), "true"), (np.str_("x"), "x"), (np.array(3), "3"),
-        (None, None), (float("nan"), None), (np.float64("nan"), None), (Decimal("NaN"), None), (Decimal("sNaN"), None),
+        (datetime.date(2026, 1, 31), "2026-01-31"),
+        (datetime.datetime(2026, 1, 31, 12), "2026-01-31T12:00:00"),
+        (datetime.time(12, 30), "12:30:00"),
+        (b"72", "72"),
+        ("é".encode(), "é"),
+        (np.int64(7), "7"),
+        (np.float32(0.5), "0.5"),
+        (np.bool_(True), "true"),
+        (np.str_("x"), "x"),
+        (np.array(3), "3"),
+        (None, None),
+        (float("nan"), None),
+        (np.float64("nan"), None),
+        (Decimal("NaN"), None),
+        (Decimal("sNaN"), None),
         (np.datetime64("2026-01-31"), "2026-01-31"),
     ],
-)  # fmt: skip
+)
 def test_answers_as_files_have_them(value, text):
     assert answer_of("f line 1", "answer", value) == text
 
 
 def test_missing_values_of_pandas():
     pandas = pytest.importorskip("pandas")
-    assert [answer_of("f line 1", "answer", value) for value in (pandas.NaT, pandas.NA)] == [None, None]
+    assert [answer_of("f line 1", "answer", value) for value in (pandas.NaT, pandas.NA)] == [
+        None,
+        None,
+    ]
     assert answer_of("f line 1", "answer", pandas.Timestamp("2026-01-31")) == "2026-01-31T00:00:00"
 
 
@@ -173,7 +273,9 @@ def test_what_is_no_answer(value, message):
 def test_halves_of_surrogate_pairs():
     whole = {"a": ["x", ("é😀", 1)], 3: None}
     assert mended(whole) == whole
-    assert mended({"\ud83d": ["a\ud83d", "\ude00b", "\ud83d\ude00"]}) == {"\ufffd": ["a\ufffd", "\ufffdb", "😀"]}
+    assert mended({"\ud83d": ["a\ud83d", "\ude00b", "\ud83d\ude00"]}) == {
+        "\ufffd": ["a\ufffd", "\ufffdb", "😀"]
+    }
 
 
 def test_remarks_count_rows_and_name_the_first():
@@ -181,4 +283,7 @@ def test_remarks_count_rows_and_name_the_first():
     for line in (3, 5, 9):
         remarks.add("has no answer", f"f line {line}")
     remarks.add("has tools", "f line 4")
-    assert remarks.lines() == ("f line 3: has no answer (and in 2 other rows)", "f line 4: has tools")
+    assert remarks.lines() == (
+        "f line 3: has no answer (and in 2 other rows)",
+        "f line 4: has tools",
+    )

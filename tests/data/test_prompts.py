@@ -23,17 +23,27 @@ def test_chat_template_system_prompt_and_template(tmp_path):
     ids = load_prompts(path, CharTokenizer(), chat).prompts[0].token_ids
     assert ids[0] == ord("<")  # no start token besides the template's own
     path = write_jsonl(path, [{"prompt": "2{}", "answer": ""}])
-    prompts = load_prompts(path, CharTokenizer(), DataConfig(prompt_template="Q: {question} A:")).prompts
+    prompts = load_prompts(
+        path, CharTokenizer(), DataConfig(prompt_template="Q: {question} A:")
+    ).prompts
     assert prompts[0].text == "Q: 2{} A:"
 
 
 def test_long_prompts_are_dropped_and_counted_or_refused(tmp_path):
-    path = write_jsonl(tmp_path / "data.jsonl", [{"prompt": "x" * n, "answer": ""} for n in (2, 9, 3, 4)])
-    loaded = load_prompts(path, CharTokenizer(), DataConfig(max_prompt_length=4))  # start token included
+    path = write_jsonl(
+        tmp_path / "data.jsonl", [{"prompt": "x" * n, "answer": ""} for n in (2, 9, 3, 4)]
+    )
+    loaded = load_prompts(
+        path, CharTokenizer(), DataConfig(max_prompt_length=4)
+    )  # start token included
     assert (loaded.dropped, [p.text for p in loaded.prompts]) == (2, ["xx", "xxx"])
     assert [p.index for p in loaded.prompts] == [0, 1]
-    with pytest.raises(PromptError, match="line 2: prompt has 10 tokens but max_prompt_length is 4"):
-        load_prompts(path, CharTokenizer(), DataConfig(max_prompt_length=4, overlong_prompts="error"))
+    with pytest.raises(
+        PromptError, match="line 2: prompt has 10 tokens but max_prompt_length is 4"
+    ):
+        load_prompts(
+            path, CharTokenizer(), DataConfig(max_prompt_length=4, overlong_prompts="error")
+        )
     with pytest.raises(PromptError, match="all 4 prompts are longer than max_prompt_length 1"):
         load_prompts(path, CharTokenizer(), DataConfig(max_prompt_length=1))
 
@@ -43,14 +53,17 @@ def test_tokenizer_without_chat_template(tmp_path):
         encode = CharTokenizer.encode
 
     path = write_jsonl(tmp_path / "data.jsonl", ROWS)
-    with pytest.raises(PromptError, match="the tokenizer has no chat template; set chat_template to false"):
+    with pytest.raises(
+        PromptError, match="the tokenizer has no chat template; set chat_template to false"
+    ):
         load_prompts(path, Bare(), DataConfig(chat_template=True))
 
 
 TEMPLATE = (
-    "{% if tools %}[tools]{% for t in tools %} {{ t.function.name }}{% endfor %}\n{% endif %}"
-    "{% for m in messages %}{% if m.role != 'function' %}[{{ m.role }}] {{ m.content }}\n{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}[assistant] {% if enable_thinking is false %}<think></think>{% endif %}{% endif %}"
+    "{% if tools %}[tools]{% for t in tools %} {{ t.function.name }}{% endfor %}\n{% endif %}{% for"
+    " m in messages %}{% if m.role != 'function' %}[{{ m.role }}] {{ m.content }}\n{% endif %}{%"
+    " endfor %}{% if add_generation_prompt %}[assistant] {% if enable_thinking is false"
+    " %}<think></think>{% endif %}{% endif %}"
 )
 TURN = {"role": "user", "content": "hi"}
 REPLY = {"role": "assistant", "content": "ho"}
@@ -58,13 +71,20 @@ TOOLS = [{"type": "function", "function": {"name": "adder", "parameters": {}}}]
 
 
 def real_tokenizer(template=TEMPLATE, start=0, end=0):
-    """A tokenizer of Transformers with a token per character. start, end: how many <s> and </s> it adds."""
-    vocabulary = {token: i for i, token in enumerate(["<s>", "</s>", "<unk>", *map(chr, range(32, 127)), "\n"])}
+    """A tokenizer of Transformers with a token per character.
+
+    start, end: how many <s> and </s> it adds.
+    """
+    vocabulary = {
+        token: i
+        for i, token in enumerate(["<s>", "</s>", "<unk>", *map(chr, range(32, 127)), "\n"])
+    }
     inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
     inner.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
     if start or end:
         inner.post_processor = tokenizers.processors.TemplateProcessing(
-            single=" ".join(["<s>"] * start + ["$A"] + ["</s>"] * end), special_tokens=[("<s>", 0), ("</s>", 1)]
+            single=" ".join(["<s>"] * start + ["$A"] + ["</s>"] * end),
+            special_tokens=[("<s>", 0), ("</s>", 1)],
         )
     made = transformers.PreTrainedTokenizerFast(
         tokenizer_object=inner, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
@@ -76,7 +96,9 @@ def real_tokenizer(template=TEMPLATE, start=0, end=0):
 def read(rows, tokenizer=None, **settings):
     """(prompts, notes) of rows."""
     located = [(f"f line {number}", row) for number, row in enumerate(rows, start=1)]
-    loaded = build_prompts(located, tokenizer or real_tokenizer(), DataConfig(**settings), source="f")
+    loaded = build_prompts(
+        located, tokenizer or real_tokenizer(), DataConfig(**settings), source="f"
+    )
     return loaded.prompts, "\n".join(loaded.notes)
 
 
@@ -87,7 +109,10 @@ def read_one(row, tokenizer=None, **settings):
 
 def test_messages_that_end_with_the_assistants():
     row = {"prompt": [TURN, REPLY]}
-    with pytest.raises(PromptError, match="line 1: key 'prompt' ends with a message of the assistant; set data.last_"):
+    with pytest.raises(
+        PromptError,
+        match="line 1: key 'prompt' ends with a message of the assistant; set data.last_",
+    ):
         read_one(row)
     dropped, notes = read_one(row, last_assistant_message="drop")
     assert (dropped.text, dropped.answer, notes) == ("[user] hi\n[assistant] ", "1", "")
@@ -97,9 +122,13 @@ def test_messages_that_end_with_the_assistants():
     assert (continued.text, continued.answer) == ("[user] hi\n[assistant] ho", "1")
     for action in ("drop", "answer", "continue"):
         alone = [REPLY] if action != "continue" else [REPLY | {"content": ""}]
-        with pytest.raises(PromptError, match="line 1: key 'prompt' (has no message before|is empty)"):
+        with pytest.raises(
+            PromptError, match="line 1: key 'prompt' (has no message before|is empty)"
+        ):
             read_one({"prompt": alone}, last_assistant_message=action)
-    with pytest.raises(PromptError, match="ends with a message of role 'user', and data.last_assistant_message is"):
+    with pytest.raises(
+        PromptError, match="ends with a message of role 'user', and data.last_assistant_message is"
+    ):
         read_one({"prompt": [TURN]}, last_assistant_message="answer")
     with pytest.raises(PromptError, match="the assistant's last message has no text"):
         read_one({"prompt": [TURN, REPLY | {"content": None}]}, last_assistant_message="answer")
@@ -112,22 +141,36 @@ def test_tools_reach_the_template():
     for tools in ([], None, ""):
         assert read_one({"prompt": "hi", "tools": tools})[0].text == "[user] hi\n[assistant] "
     bare = real_tokenizer(TEMPLATE.replace("tools", "absent"))
-    assert "f line 1: the chat template writes no tools" in read_one({"prompt": "hi", "tools": TOOLS}, bare)[1]
-    assert "the field tools is no list of tool definitions" in read_one({"prompt": "hi", "tools": ["adder"]})[1]
-    assert "only a chat template writes it" in read_one({"prompt": "hi", "tools": TOOLS}, chat_template=False)[1]
+    assert (
+        "f line 1: the chat template writes no tools"
+        in read_one({"prompt": "hi", "tools": TOOLS}, bare)[1]
+    )
+    assert (
+        "the field tools is no list of tool definitions"
+        in read_one({"prompt": "hi", "tools": ["adder"]})[1]
+    )
+    assert (
+        "only a chat template writes it"
+        in read_one({"prompt": "hi", "tools": TOOLS}, chat_template=False)[1]
+    )
 
 
 def test_options_reach_the_template():
     prompt, _ = read_one({"prompt": "hi"}, chat_template_options={"enable_thinking": False})
     assert prompt.text == "[user] hi\n[assistant] <think></think>"
-    with pytest.raises(PromptError, match="data.chat_template_options.enable_thinkin: the tokenizer's chat template"):
+    with pytest.raises(
+        PromptError,
+        match="data.chat_template_options.enable_thinkin: the tokenizer's chat template",
+    ):
         read_one({"prompt": "hi"}, chat_template_options={"enable_thinkin": False})
 
 
 @pytest.mark.parametrize("start, end", [(1, 0), (0, 1), (1, 1), (2, 1)])
 @pytest.mark.parametrize("chat", [False, True])
 def test_a_prompt_never_ends_with_an_end_token_of_the_tokenizer(chat, start, end):
-    prompt, notes = read_one({"prompt": "hi"}, real_tokenizer(start=start, end=end), chat_template=chat)
+    prompt, notes = read_one(
+        {"prompt": "hi"}, real_tokenizer(start=start, end=end), chat_template=chat
+    )
     plain = real_tokenizer().encode(prompt.text)
     assert prompt.token_ids.tolist() == [0] * (start > 0 and not chat) + plain
     assert ("ends the prompt with </s>, which is removed" in notes) == (end > 0 and not chat)
@@ -158,14 +201,24 @@ def test_a_tokenizer_that_adds_its_tokens_to_rendered_prompts_too():
 def test_system_messages_of_a_column():
     row = {"prompt": "hi", "system": "be brief"}
     prompt, notes = read_one(row)
-    assert prompt.text == "[user] hi\n[assistant] " and "data.system_prompt_key=system takes it" in notes
+    assert (
+        prompt.text == "[user] hi\n[assistant] "
+        and "data.system_prompt_key=system takes it" in notes
+    )
     prompt, notes = read_one(row, system_prompt_key="system")
     assert prompt.text == "[system] be brief\n[user] hi\n[assistant] " and notes == ""
-    assert read_one(row | {"system": None}, system_prompt_key="system")[0].text == "[user] hi\n[assistant] "
-    with pytest.raises(PromptError, match="key 'sytem' is missing .* set system_prompt_key to the right one"):
+    assert (
+        read_one(row | {"system": None}, system_prompt_key="system")[0].text
+        == "[user] hi\n[assistant] "
+    )
+    with pytest.raises(
+        PromptError, match="key 'sytem' is missing .* set system_prompt_key to the right one"
+    ):
         read_one(row, system_prompt_key="sytem")
     with pytest.raises(PromptError, match="has a system message and system_prompt_key is set"):
-        read_one(row | {"prompt": [{"role": "system", "content": "x"}, TURN]}, system_prompt_key="system")
+        read_one(
+            row | {"prompt": [{"role": "system", "content": "x"}, TURN]}, system_prompt_key="system"
+        )
 
 
 def test_nested_keys_and_metadata():
@@ -188,17 +241,25 @@ def test_halves_of_surrogate_pairs_become_text_that_can_be_written():
         {"prompt": json.dumps([{"role": "user", "content": "\ud83d"}]), "answer": "c"},
     ]
     prompts, notes = read(rows, chat_template=True)
-    assert [prompt.text for prompt in prompts] == ["[user] a\ufffd\n[assistant] ", "[user] \ufffd\n[assistant] "]
+    assert [prompt.text for prompt in prompts] == [
+        "[user] a\ufffd\n[assistant] ",
+        "[user] \ufffd\n[assistant] ",
+    ]
     assert (prompts[0].answer, prompts[0].metadata) == ("b\ufffd", {"x": {"\ufffd": ["\ufffd"]}})
     assert "f line 1: has half of a surrogate pair" in notes and "(and in 1 other rows)" in notes
 
 
 def test_what_is_doubtful_is_said():
     function = [TURN, {"role": "function", "content": "secret"}]
-    assert "leaves out or changes the message of role 'function'" in read_one({"prompt": function})[1]
+    assert (
+        "leaves out or changes the message of role 'function'" in read_one({"prompt": function})[1]
+    )
     assert "special token '</s>'; if it is formatted already" in read_one({"prompt": "hi</s>"})[1]
     assert "the field images is not in the prompt" in read_one({"prompt": "hi", "images": ["x"]})[1]
-    assert "prompt_template is not applied" in read_one({"prompt": [TURN]}, prompt_template="{question}!")[1]
+    assert (
+        "prompt_template is not applied"
+        in read_one({"prompt": [TURN]}, prompt_template="{question}!")[1]
+    )
     ends = real_tokenizer("{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}")
     assert "does not begin the assistant's turn" in read_one({"prompt": "hi"}, ends)[1]
     assert read_one({"prompt": "hi"})[1] == ""
@@ -207,7 +268,10 @@ def test_what_is_doubtful_is_said():
 def test_copies_are_counted():
     prompts, notes = read([{"prompt": text, "answer": "1"} for text in "aabac"])
     assert len(prompts) == 5
-    assert notes == "f: 2 of 5 prompts repeat another one (3 are distinct); each copy is a prompt of its own"
+    assert (
+        notes
+        == "f: 2 of 5 prompts repeat another one (3 are distinct); each copy is a prompt of its own"
+    )
 
 
 def test_deep_rows_end_in_one_line():
@@ -223,7 +287,11 @@ def source(count=10, **options):
 
 
 def test_order_is_a_permutation_that_depends_on_seed_and_epoch_alone():
-    orders = {(seed, epoch): tuple(source(seed=seed).order(epoch)) for seed in range(3) for epoch in range(3)}
+    orders = {
+        (seed, epoch): tuple(source(seed=seed).order(epoch))
+        for seed in range(3)
+        for epoch in range(3)
+    }
     assert all(sorted(order) == list(range(10)) for order in orders.values())
     assert len(set(orders.values())) == 9
     # pinned: a resumed run must draw the same prompts on any machine and numpy version
@@ -257,7 +325,9 @@ def test_other_batch_sizes_go_on_from_the_same_cursor():
 def test_a_batch_larger_than_the_source_is_refused():
     batch, cursor = source().batch(0, 10)
     assert sorted(prompt.index for prompt in batch) == list(range(10)) and cursor == 10
-    with pytest.raises(PromptError, match="a batch needs 11 prompts and there are 10; lower rollout_batch_size"):
+    with pytest.raises(
+        PromptError, match="a batch needs 11 prompts and there are 10; lower rollout_batch_size"
+    ):
         source().batch(0, 11)
     with pytest.raises(PromptError, match="cursor is -1"):
         source().batch(-1, 2)

@@ -13,7 +13,9 @@ def test_lengths_and_views():
     assert sample.response_ids.tolist() == sample.tokens[2:].tolist()
     sample.check()
     make_sample(1, 0).check()
-    make_sample(1, 0, routed_experts=np.zeros((0, 2, 8), np.uint8), missing_routes=np.zeros(0, bool)).check()
+    make_sample(
+        1, 0, routed_experts=np.zeros((0, 2, 8), np.uint8), missing_routes=np.zeros(0, bool)
+    ).check()
     make_sample(2, 3, routed_experts=np.zeros((4, 2, 8), np.uint16)).check()
 
 
@@ -35,21 +37,45 @@ def test_lengths_and_views():
             "ref_log_probs has 0.5; a log-probability is at",
         ),
         ({"advantages": np.array([0, np.inf, 0], np.float32)}, "advantages has 1 non-finite"),
-        ({"routed_experts": np.zeros((5, 2, 8), np.uint8)}, "routed_experts has 5 rows for 5 tokens; give 4"),
-        ({"routed_experts": np.zeros((4, 2, 8), np.int32)}, "routed_experts is a 3-d int32 array; make it unsigned"),
-        ({"routed_experts": np.zeros((4, 16), np.uint8)}, "a 2-d uint8 array; it must be a [tokens - 1, layers, k]"),
-        ({"routed_experts": [[[1]]] * 4}, "routed_experts is list; it must be a [tokens - 1, layers, k]"),
-        ({"missing_routes": np.zeros(4, bool)}, "missing_routes is given without routed_experts; give both or neither"),
+        (
+            {"routed_experts": np.zeros((5, 2, 8), np.uint8)},
+            "routed_experts has 5 rows for 5 tokens; give 4",
+        ),
+        (
+            {"routed_experts": np.zeros((4, 2, 8), np.int32)},
+            "routed_experts is a 3-d int32 array; make it unsigned",
+        ),
+        (
+            {"routed_experts": np.zeros((4, 16), np.uint8)},
+            "a 2-d uint8 array; it must be a [tokens - 1, layers, k]",
+        ),
+        (
+            {"routed_experts": [[[1]]] * 4},
+            "routed_experts is list; it must be a [tokens - 1, layers, k]",
+        ),
+        (
+            {"missing_routes": np.zeros(4, bool)},
+            "missing_routes is given without routed_experts; give both or neither",
+        ),
         (
             {"routed_experts": np.zeros((4, 2, 8), np.uint16), "missing_routes": np.zeros(5, bool)},
             "missing_routes is a 1-d bool array of shape [5]; it must be a [4] bool numpy array",
         ),
         (
-            {"routed_experts": np.zeros((4, 2, 8), np.uint16), "missing_routes": np.zeros(4, np.int8)},
+            {
+                "routed_experts": np.zeros((4, 2, 8), np.uint16),
+                "missing_routes": np.zeros(4, np.int8),
+            },
             "missing_routes is a 1-d int8 array of shape [4]; it must be a [4] bool numpy array",
         ),
-        ({"token_versions": np.array([0, 1, 1])}, "token_versions is a 1-d int64 array; it must be a int32"),
-        ({"token_versions": np.zeros(4, np.int32)}, "token_versions has shape (4,); the response has 3 tokens"),
+        (
+            {"token_versions": np.array([0, 1, 1])},
+            "token_versions is a 1-d int64 array; it must be a int32",
+        ),
+        (
+            {"token_versions": np.zeros(4, np.int32)},
+            "token_versions has shape (4,); the response has 3 tokens",
+        ),
         (
             {"token_versions": np.array([5, 4, 5], np.int32), "weight_version": 5},
             "the oldest of token_versions is 4, weight_version is 5; weight_version is the oldest",
@@ -106,10 +132,15 @@ def test_record_is_json_and_holds_no_nan():
 
 def test_versions_of_tokens():
     sample = make_sample(2, 5, mask=[True, True, False, True, True], weight_version=3)
-    assert sample.trained_versions.tolist() == [3] * 4 and "token_versions" not in sample.to_record()
+    assert (
+        sample.trained_versions.tolist() == [3] * 4 and "token_versions" not in sample.to_record()
+    )
     sample.token_versions = np.array([4, 3, 3, 3, 5], np.int32)
     sample.check()
-    assert sample.trained_versions.tolist() == [4, 3, 3, 5] and sample.trained_versions.dtype == np.int32
+    assert (
+        sample.trained_versions.tolist() == [4, 3, 3, 5]
+        and sample.trained_versions.dtype == np.int32
+    )
     assert sample.to_record()["token_versions"] == [[4, 1], [3, 3], [5, 1]]
     assert version_spans(np.zeros(0, np.int32)) == []
     assert version_spans(np.array([2, 2, 1, 2], np.int32)) == [[2, 2], [1, 1], [2, 1]]
@@ -124,4 +155,10 @@ def test_json_able_covers_odd_values():
         "y": np.bool_(True),
         "z": complex(1, 2),
     }
-    assert json_able(value) == {"1": [1, 2], "t": (1, [None]), "x": [0, 1], "y": True, "z": "(1+2j)"}
+    assert json_able(value) == {
+        "1": [1, 2],
+        "t": (1, [None]),
+        "x": [0, 1],
+        "y": True,
+        "z": "(1+2j)",
+    }

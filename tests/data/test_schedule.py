@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_gspo.data.schedule import _best_swap, _exchange, padded_length, schedule, schedule_report
+from megatron_gspo.data.schedule import (
+    _best_swap,
+    _exchange,
+    padded_length,
+    schedule,
+    schedule_report,
+)
 
 
 def loads(plan, lengths):
@@ -24,7 +30,9 @@ def test_invariants(lengths, num_ranks, slack, multiple_of):
     max_tokens = max(lengths, default=1) + slack
     arguments = {"num_ranks": num_ranks, "max_tokens": max_tokens, "multiple_of": multiple_of}
     plan = schedule(lengths, **arguments)
-    assert sorted(i for rank in plan for indices in rank for i in indices) == list(range(len(lengths)))
+    assert sorted(i for rank in plan for indices in rank for i in indices) == list(
+        range(len(lengths))
+    )
     assert len(plan) == num_ranks
     (count,) = {len(rank) for rank in plan}
     assert count >= 1 and count % multiple_of == 0
@@ -73,7 +81,8 @@ def test_worked_case():
 
 
 def test_a_long_sequence_has_its_like_on_the_other_ranks():
-    # mean micro-batch 6.5, but one sequence has 10: the other rank's first micro-batch fills up to 10 as well
+    # mean micro-batch 6.5, but one sequence has 10: the other rank's first micro-batch fills up to
+    # 10 as well
     lengths = [10, 5, 5, 3, 3]
     plan = schedule(lengths, num_ranks=2, max_tokens=10)
     assert sorted(loads(plan, lengths)) == [[10, 3], [10, 3]]
@@ -104,12 +113,17 @@ def test_exchange_keeps_every_sequence_and_never_widens_the_loads(bins):
     before = [list(range(a, b)) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
     after = _exchange(before, sizes)
     assert sorted(i for members in after for i in members) == list(range(len(sizes)))
-    old, new = (sorted(sum(sizes[i] for i in members) for members in found) for found in (before, after))
+    old, new = (
+        sorted(sum(sizes[i] for i in members) for members in found) for found in (before, after)
+    )
     assert old[0] <= new[0] and new[-1] <= old[-1]
 
 
 @settings(max_examples=300, deadline=None)
-@given(heavy=st.lists(st.integers(1, 30), min_size=1, max_size=6), light=st.lists(st.integers(1, 30), max_size=6))
+@given(
+    heavy=st.lists(st.integers(1, 30), min_size=1, max_size=6),
+    light=st.lists(st.integers(1, 30), max_size=6),
+)
 def test_the_best_swap_is_the_best_of_all(heavy, light):
     heavy, light = (sorted((size, i) for i, size in enumerate(sizes)) for sizes in (heavy, light))
     gap = sum(size for size, _ in heavy) - sum(size for size, _ in light)
@@ -165,7 +179,9 @@ def test_heavy_tails_stay_level_with_little_padding(count, num_ranks, median, ma
     started = time.process_time()
     plan = schedule(padded, num_ranks=num_ranks, max_tokens=max_tokens)
     assert time.process_time() - started < 1  # seconds of processor time
-    report = schedule_report(plan, lengths, sequence_multiple=4, total_multiple=8, max_tokens=max_tokens)
+    report = schedule_report(
+        plan, lengths, sequence_multiple=4, total_multiple=8, max_tokens=max_tokens
+    )
     assert report.num_microbatches == math.ceil(sum(padded) / (num_ranks * max_tokens))
     assert report.padding_share < 0.01
     assert report.rank_imbalance < limit and report.step_imbalance < limit
@@ -173,7 +189,9 @@ def test_heavy_tails_stay_level_with_little_padding(count, num_ranks, median, ma
 
 def test_report_by_hand():
     # rank 0: (3 -> 4) + (5 -> 8) = 12; rank 1: (7 -> 8) and nothing. 15 tokens on 20 positions.
-    report = schedule_report([[[0, 1], []], [[2], []]], [3, 5, 7], sequence_multiple=4, max_tokens=16)
+    report = schedule_report(
+        [[[0, 1], []], [[2], []]], [3, 5, 7], sequence_multiple=4, max_tokens=16
+    )
     assert report.num_microbatches == 2
     assert report.padding_share == pytest.approx(5 / 20)
     assert report.rank_imbalance == pytest.approx(12 / 10 - 1)

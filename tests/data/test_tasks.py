@@ -57,15 +57,17 @@ def test_answer_styles_and_partial_credit():
     boxed = load_verifier("reasoning_gym", {"style": "boxed"})
     assert boxed(f"so \\boxed{{{prompt.answer}}}", prompt) == 1.0
     assert boxed(f"so {prompt.answer}", prompt) == 0.0
-    wordy = (
-        f"{prompt.answer} it is"  # reasoning-gym gives a part of the score for an answer inside other text
+    wordy = (  # reasoning-gym gives a part of the score for an answer inside other text
+        f"{prompt.answer} it is"
     )
     assert 0 < load_verifier("reasoning_gym")(wordy, prompt) < 1
     assert load_verifier("reasoning_gym", {"partial_credit": False})(wordy, prompt) == 0.0
 
 
 def test_prompt_format_applies():
-    prompt_format = DataConfig(prompt_template="{question}?", max_prompt_length=500, prompt_key="ignored")
+    prompt_format = DataConfig(
+        prompt_template="{question}?", max_prompt_length=500, prompt_key="ignored"
+    )
     spec = TaskConfig(name="chain_sum", kwargs=SMALL, size=2, eval_size=1)
     task = load_task(spec, CharTokenizer(), prompt_format)
     assert all(text.endswith("=?") for text in texts(task.train) + texts(task.evaluation))
@@ -74,10 +76,22 @@ def test_prompt_format_applies():
 @pytest.mark.parametrize(
     ("chosen", "message"),
     [
-        ({"name": "chain_sums"}, "task 'chain_sums' is unknown to reasoning-gym; use one of chain_sum"),
-        ({"kwargs": {"min_termz": 2}}, "task chain_sum: kwargs .* refused .*min_termz.*; correct them"),
-        ({"kwargs": {"min_terms": -1}}, "task chain_sum: kwargs .* refused .min_terms must be positive"),
-        ({"eval_size": 2000}, "eval_size is 2000 but only [0-9]+ distinct questions were drawn; lower it"),
+        (
+            {"name": "chain_sums"},
+            "task 'chain_sums' is unknown to reasoning-gym; use one of chain_sum",
+        ),
+        (
+            {"kwargs": {"min_termz": 2}},
+            "task chain_sum: kwargs .* refused .*min_termz.*; correct them",
+        ),
+        (
+            {"kwargs": {"min_terms": -1}},
+            "task chain_sum: kwargs .* refused .min_terms must be positive",
+        ),
+        (
+            {"eval_size": 2000},
+            "eval_size is 2000 but only [0-9]+ distinct questions were drawn; lower it",
+        ),
         ({"size": 1, "eval_size": 150}, "all 1 training questions are held out; lower eval_size"),
     ],
 )

@@ -1,6 +1,5 @@
 """Environments behind the pool: steps, replays, and failures that stay with their episode."""
 
-
 import pytest
 
 from megatron_gspo.environments import environment
@@ -18,7 +17,9 @@ def test_environments_are_let_go(tmp_path, monkeypatch):
     assert log.read_text().splitlines().count("closed") == 1  # of sample 0, left alone longest
     assert live.answer(request("a", "b", sample=0))[1]["reward"] == 2.0  # played back
     assert live.answer(request("a", "b", "c", sample=0))[1]["done"] is True
-    assert log.read_text().splitlines().count("closed") == 3  # of sample 1 for room; of sample 0, whose episode is over
+    assert (
+        log.read_text().splitlines().count("closed") == 3
+    )  # of sample 1 for room; of sample 0, whose episode is over
     live.answer(request("raise", sample=5))
     assert log.read_text().splitlines().count("closed") == 4
 
@@ -26,7 +27,13 @@ def test_environments_are_let_go(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("response", "fault"),
     [
-        ("none", "the environment returned a NoneType; return megatron_gspo.environments.environment.Turn"),
+        (
+            "none",
+            (
+                "the environment returned a NoneType; return"
+                " megatron_gspo.environments.environment.Turn"
+            ),
+        ),
         ("text", "the environment returned a str; return"),
         ("word", "the environment's observation is a int; give text"),
         ("done", "the environment's done is 'yes'; give True or False"),
@@ -58,6 +65,8 @@ def test_the_worker_loads_no_torch():
     import subprocess
     import sys
 
-    code = "import sys, megatron_gspo.environments.environment_worker; print('torch' in sys.modules)"
+    code = (
+        "import sys, megatron_gspo.environments.environment_worker; print('torch' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

@@ -1,6 +1,5 @@
 """Environments in worker processes."""
 
-
 import pytest
 
 from megatron_gspo.environments.environment_pool import EnvironmentPool
@@ -9,7 +8,9 @@ from tests.support.environment_requests import COUNTDOWN, request
 
 @pytest.fixture(params=["here", "in processes"])
 def pool(request):
-    pool = EnvironmentPool(COUNTDOWN, {"turns": 2}, timeout=None if request.param == "here" else 20.0)
+    pool = EnvironmentPool(
+        COUNTDOWN, {"turns": 2}, timeout=None if request.param == "here" else 20.0
+    )
     yield pool
     pool.close()
 
@@ -28,12 +29,18 @@ def test_failures_stay_with_their_episode(pool):
     bad, good = pool.step([request("raise"), request("fine", sample=1)])
     assert bad == ("error", None, "ValueError: a bad answer") and good[0] == "ok"
     [invalid] = pool.step([request("wrong", sample=2)])
-    assert invalid == ("invalid", None, "the environment's reward is nan; give a finite number (float32)")
+    assert invalid == (
+        "invalid",
+        None,
+        "the environment's reward is nan; give a finite number (float32)",
+    )
     assert pool.step([request("fine", "too", sample=1)])[0][1]["reward"] == 2.0
 
 
 def test_a_step_that_hangs_or_dies_costs_its_episode_alone(tmp_path):
-    """The other episode's environment was in the same process: it is built again and its responses are played back."""
+    """The other episode's environment was in the same process: it is built again and its
+    responses are played back.
+    """
     log = tmp_path / "log"
     pool = EnvironmentPool(COUNTDOWN, {"log": str(log)}, timeout=1.0)
     try:
@@ -45,6 +52,14 @@ def test_a_step_that_hangs_or_dies_costs_its_episode_alone(tmp_path):
         assert died == ("error", None, "the environment's process ended (exit code 3)")
     finally:
         pool.close()
-    assert [line for line in log.read_text().splitlines() if "hang" not in line and "die" not in line] == [
-        "made 7/1", "step 1 a", "made 7/0", "made 7/1", "step 1 a", "step 2 b", "made 7/2",
-    ]  # fmt: skip
+    assert [
+        line for line in log.read_text().splitlines() if "hang" not in line and "die" not in line
+    ] == [
+        "made 7/1",
+        "step 1 a",
+        "made 7/0",
+        "made 7/1",
+        "step 1 a",
+        "step 2 b",
+        "made 7/2",
+    ]

@@ -26,7 +26,9 @@ def test_episodes_on_a_model_are_those_of_one_plain_pass():
     assert isinstance(playing, RolloutEngine)
     questions, sampling = prompts(8), SamplingParams(3, 40, temperature=0.8)
     samples = playing.generate(questions, sampling, seed=5)
-    assert [(s.prompt_index, s.sample_index) for s in samples] == [(q.index, i) for q in questions for i in range(3)]
+    assert [(s.prompt_index, s.sample_index) for s in samples] == [
+        (q.index, i) for q in questions for i in range(3)
+    ]
     assert {len(spans(s)) for s in samples} == {1, 2, 3}
     for sample in samples:
         sample.check()
@@ -36,7 +38,9 @@ def test_episodes_on_a_model_are_those_of_one_plain_pass():
         assert not sample.rollout_log_probs[~mine].any() and (~mine).sum() == sum(
             b.start - a.end for a, b in zip(spans(sample), spans(sample)[1:], strict=False)
         )
-        np.testing.assert_array_equal(np.sort(sample.routed_experts, -1), naive_routes(reference, sample.tokens))
+        np.testing.assert_array_equal(
+            np.sort(sample.routed_experts, -1), naive_routes(reference, sample.tokens)
+        )
 
 
 def over_ranks(rank, world_size):
@@ -44,7 +48,9 @@ def over_ranks(rank, world_size):
     playing = EpisodeEngine(engine, Depends(), encode, EpisodeRules(3, 60, max_turn_length=8))
     questions, sampling = prompts(5), SamplingParams(2, 40)
     whole = playing.generate(questions, sampling, seed=1)
-    found = generate_on_ranks(playing, questions, sampling, seed=1, group=dist.group.WORLD, vocab_size=40)
+    found = generate_on_ranks(
+        playing, questions, sampling, seed=1, group=dist.group.WORLD, vocab_size=40
+    )
     for a, b in zip(all_samples(found), whole, strict=True):
         np.testing.assert_allclose(a.rollout_log_probs, b.rollout_log_probs, atol=1e-5)
         assert_same(replace(a, rollout_log_probs=b.rollout_log_probs), b)

@@ -15,7 +15,12 @@ from tests.support.distributed import run_distributed
 from tests.support.random_samples import all_samples, assert_same
 from tests.support.scripted_engine import ScriptedEngine, ScriptedResponse
 from tests.support.scripted_episodes import Depends, encode
-from tests.support.scripted_servers import PROMPTS, ScriptedServers, collective_weights, server_source
+from tests.support.scripted_servers import (
+    PROMPTS,
+    ScriptedServers,
+    collective_weights,
+    server_source,
+)
 
 RULES = EpisodeRules(max_turns=3, max_length=60, max_turn_length=6)
 SAMPLING = SamplingParams(n_samples_per_prompt=2, max_response_length=30)
@@ -23,7 +28,9 @@ SAMPLING = SamplingParams(n_samples_per_prompt=2, max_response_length=30)
 
 def response(prompt: Prompt, number: int, seed: int) -> ScriptedResponse:
     """Depends on the episode so far and the turn."""
-    return ScriptedResponse([5 + prompt.index % 7, 6 + prompt.length % 11, 7 + seed, 1], [-0.5] * 4, text="word")
+    return ScriptedResponse(
+        [5 + prompt.index % 7, 6 + prompt.length % 11, 7 + seed, 1], [-0.5] * 4, text="word"
+    )
 
 
 class Broken:
@@ -42,13 +49,17 @@ def collected(rank: int, world: int, lost: bool) -> tuple[list, list[int]]:
     if servers is not None:
         servers.lost_weights = lost
     source.submit(PROMPTS[:3], SAMPLING, seed=4)
-    return all_samples(source.collect(3)), [version for version, _ in servers.updates] if servers else []
+    return all_samples(source.collect(3)), (
+        [version for version, _ in servers.updates] if servers else []
+    )
 
 
 @pytest.mark.parametrize("lost", [False, True])
 def test_episodes_on_servers_are_those_of_an_engine_on_every_rank(lost):
     engine = ScriptedEngine(response, updates=[(2, {})])
-    expected = EpisodeEngine(engine, Depends(), encode, RULES).generate(PROMPTS[:3], SAMPLING, seed=4)
+    expected = EpisodeEngine(engine, Depends(), encode, RULES).generate(
+        PROMPTS[:3], SAMPLING, seed=4
+    )
     (samples, versions), (others, _) = run_distributed(collected, 2, lost)
     assert versions == ([2, 2] if lost else [2]), "a server that lost the weights gets them again"
     for one, other, wanted in zip(samples, others, expected, strict=True):

@@ -44,11 +44,17 @@ def response(request: Request, ids, *, finish="stop", text="", version=0, **more
     """An engine's answer to a request; log-probs -1, -2, ..."""
     ids = np.asarray(ids, dtype=np.int64)
     return Sample(
-        prompt_index=request.prompt.index, sample_index=0,
-        tokens=np.concatenate([request.prompt.token_ids, ids]), prompt_length=request.prompt.length,
-        loss_mask=np.ones(len(ids), bool), rollout_log_probs=-np.arange(1, len(ids) + 1, dtype=np.float32),
-        finish_reason=finish, text=text, weight_version=version, **more,
-    )  # fmt: skip
+        prompt_index=request.prompt.index,
+        sample_index=0,
+        tokens=np.concatenate([request.prompt.token_ids, ids]),
+        prompt_length=request.prompt.length,
+        loss_mask=np.ones(len(ids), bool),
+        rollout_log_probs=-np.arange(1, len(ids) + 1, dtype=np.float32),
+        finish_reason=finish,
+        text=text,
+        weight_version=version,
+        **more,
+    )
 
 
 def episode(limit=20, rules=RULES, sample_index=0):
@@ -58,7 +64,11 @@ def episode(limit=20, rules=RULES, sample_index=0):
 def test_an_episode_by_hand():
     made = episode()
     first = made.next_request()
-    assert first.prompt.token_ids.tolist() == [2, 3] and first.limit == 20 and made.step_request is None
+    assert (
+        first.prompt.token_ids.tolist() == [2, 3]
+        and first.limit == 20
+        and made.step_request is None
+    )
     made.add_response(response(first, [5, 6, 1], text="one"))
     assert made.next_request() is None and made.step_request.responses == ("one",)
     made.add_reply(ok("ab", reward=0.25))
@@ -97,7 +107,13 @@ def test_draws_are_a_function_of_prompt_sample_and_turn():
         (4, None, [ok("a")], "length", 3),  # no token would be left after the observation
         (5, None, [ok("a"), ok("a")], "length", 3 + 1 + 1),  # one is
         (20, 2, [ok("a"), ok(done=True)], "length", 2 + 1 + 2),  # each response is cut
-        (2, None, [ok(done=True)], "length", 2),  # the environment is content with a cut response: still cut
+        (
+            2,
+            None,
+            [ok(done=True)],
+            "length",
+            2,
+        ),  # the environment is content with a cut response: still cut
         (3, None, [ok(done=True)], "stop", 3),
         (20, None, [ok("")] * 3, "length", 9),  # an observation of no token
     ],
@@ -121,7 +137,11 @@ def test_a_failed_environment_leaves_no_reward():
     made.add_response(response(made.next_request(), [6, 1]))
     made.add_reply(("timeout", None, "no result after 1 s"))
     sample = made.sample()
-    assert made.over and np.isnan(sample.reward) and sample.metadata[FAILURE] == "timeout: no result after 1 s"
+    assert (
+        made.over
+        and np.isnan(sample.reward)
+        and sample.metadata[FAILURE] == "timeout: no result after 1 s"
+    )
     assert sample.response_length == 5 and [span.reward for span in spans(sample)] == [1.0, 0.0]
 
 
@@ -130,7 +150,11 @@ def test_an_aborted_response_ends_the_episode():
     made.add_response(response(made.next_request(), [5], finish="abort"))
     assert made.over and made.step_request is None
     sample = made.sample()
-    assert sample.finish_reason == "abort" and np.isnan(sample.reward) and FAILURE not in sample.metadata
+    assert (
+        sample.finish_reason == "abort"
+        and np.isnan(sample.reward)
+        and FAILURE not in sample.metadata
+    )
 
 
 def test_versions_are_merged():
@@ -155,17 +179,23 @@ def rows(start, count):
 
 def test_routes_are_those_of_the_call_that_fed_a_token_first():
     made = episode()
-    made.add_response(response(made.next_request(), [5, 6, 1], routed_experts=rows(0, 4)))  # 2 + 3 - 1 positions
+    made.add_response(
+        response(made.next_request(), [5, 6, 1], routed_experts=rows(0, 4))
+    )  # 2 + 3 - 1 positions
     made.add_reply(ok("ab"))
     missing = np.zeros(8, bool)
     missing[[0, 5]] = True
-    second = response(made.next_request(), [7, 1], routed_experts=rows(100, 8), missing_routes=missing)
+    second = response(
+        made.next_request(), [7, 1], routed_experts=rows(100, 8), missing_routes=missing
+    )
     made.add_response(second)
     made.add_reply(ok(done=True))
     sample = made.sample()
     sample.check()
     assert sample.routed_experts[:, 0, 0].tolist() == [0, 1, 2, 3, 104, 105, 106, 107]
-    assert sample.missing_routes.tolist() == [False] * 5 + [True] + [False] * 2  # row 0 was known already
+    assert (
+        sample.missing_routes.tolist() == [False] * 5 + [True] + [False] * 2
+    )  # row 0 was known already
 
 
 def test_without_log_probs_there_are_none():
@@ -195,7 +225,11 @@ def test_episodes_do_not_depend_on_their_company_or_their_driver():
     whole = playing.generate(questions, sampling, seed=5)
     for other in (
         cut.generate(questions, sampling, seed=5),
-        [sample for question in questions for sample in playing.generate([question], sampling, seed=5)],
+        [
+            sample
+            for question in questions
+            for sample in playing.generate([question], sampling, seed=5)
+        ],
         overlapping(engine, questions, sampling, rules),
     ):
         for a, b in zip(other, whole, strict=True):
@@ -228,7 +262,9 @@ def overlapping(engine, questions, sampling, rules):
 
 
 def test_the_text_of_a_response_that_is_cut_off_is_that_of_its_tokens():
-    """A round generates up to the largest limit of its episodes; an environment gets what the sample holds."""
+    """A round generates up to the largest limit of its episodes; an environment gets what the
+    sample holds.
+    """
     rules = EpisodeRules(max_turns=3, max_length=60, max_turn_length=2)
 
     def decode(ids):
@@ -238,7 +274,9 @@ def test_the_text_of_a_response_that_is_cut_off_is_that_of_its_tokens():
     made.add_response(response(made.next_request(), [10, 11, 12], text="abc"))
     assert made.step_request.responses == ("ab",)
     made.add_reply(ok("d"))
-    made.add_response(response(made.next_request(), [13, 1], text="d"))  # not cut: the engine's text, without its end
+    made.add_response(
+        response(made.next_request(), [13, 1], text="d")
+    )  # not cut: the engine's text, without its end
     made.add_reply(ok(done=True))
     assert made.sample().text == "abdd" and made.sample().response_length == 5
 
@@ -253,10 +291,14 @@ def test_one_round_asks_all_environments_at_once():
             calls.append((len(questions), sampling.n_samples_per_prompt))
             return engine.generate(questions, sampling, seed=seed)
 
-    made = make_episodes(prompts(4), SamplingParams(2, 40), replace(RULES, max_turn_length=8), encode, seed=0)
+    made = make_episodes(
+        prompts(4), SamplingParams(2, 40), replace(RULES, max_turn_length=8), encode, seed=0
+    )
     run_in_rounds(made, Counting(), replies, SamplingParams(2, 40), seed=0, max_length=60)
     assert calls == [(8, 1), (4, 1)]  # the first sample of each prompt is done after one response
-    assert [len(set(responses)) for _, _, responses in replies.asked[:8]] == [1] * 8 and len(replies.asked) == 12
+    assert [len(set(responses)) for _, _, responses in replies.asked[:8]] == [1] * 8 and len(
+        replies.asked
+    ) == 12
 
 
 def test_an_engine_that_breaks_its_promise_is_named():
@@ -265,4 +307,6 @@ def test_an_engine_that_breaks_its_promise_is_named():
             return []
 
     with pytest.raises(EngineError, match="the engine gave 0 samples for 4 prompts x 1"):
-        EpisodeEngine(Short(), Depends(), encode, RULES).generate(prompts(2), SamplingParams(2, 9), seed=0)
+        EpisodeEngine(Short(), Depends(), encode, RULES).generate(
+            prompts(2), SamplingParams(2, 9), seed=0
+        )

@@ -1,4 +1,6 @@
-"""What is compared: mini-batches with edge cases, objectives with every metric non-zero, cuts, optimizers."""
+"""What is compared: mini-batches with edge cases, objectives with every metric non-zero, cuts,
+optimizers.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,8 @@ from tests.support.configs import adam, micro_batches_of
 class Scenario:
     """An objective with a mini-batch to suit it.
 
-    ``spread``: how far, in nats, the old log-probs are from the current ones: by sequence and again by token.
-    ``replay``: the samples carry random routes, which every pass uses.
+    ``spread``: how far, in nats, the old log-probs are from the current ones: by sequence and again
+    by token. ``replay``: the samples carry random routes, which every pass uses.
     """
 
     objective: Objective
@@ -33,54 +35,82 @@ class Scenario:
     replay: bool = False
 
 
-# With these every metric takes a value that is neither 0 nor 1 (see test_truth.py): one sequence lies beyond
-# max_log_ratio, some are clipped on either side, some by the dual clip.
+# With these every metric takes a value that is neither 0 nor 1 (see test_truth.py): one sequence
+# lies beyond max_log_ratio, some are clipped on either side, some by the dual clip.
 SCENARIOS = {
     "gspo": Scenario(preset("gspo", max_log_ratio=0.5), 4e-4),
     "gspo_token": Scenario(
-        preset("gspo_token", epsilon_low=0.02, epsilon_high=0.03, dual_clip=1.04, kl_loss_coef=0.05, kl_loss_type="k2",
-               max_log_ratio=0.5), 0.05, per_token=True,
+        preset(
+            "gspo_token",
+            epsilon_low=0.02,
+            epsilon_high=0.03,
+            dual_clip=1.04,
+            kl_loss_coef=0.05,
+            kl_loss_type="k2",
+            max_log_ratio=0.5,
+        ),
+        0.05,
+        per_token=True,
     ),
     "grpo": Scenario(
-        preset("grpo", kl_loss_coef=0.1, entropy_coef=0.01, dual_clip=1.3, max_log_ratio=0.5), 0.2, per_token=True,
+        preset("grpo", kl_loss_coef=0.1, entropy_coef=0.01, dual_clip=1.3, max_log_ratio=0.5),
+        0.2,
+        per_token=True,
         temperature=0.8,
     ),
-}  # fmt: skip
-# Routes that have nothing to do with the router's own choice: any token that went elsewhere would be far off.
+}
+# Routes that have nothing to do with the router's own choice: any token that went elsewhere would
+# be far off.
 REPLAYED = {
     "grpo, replayed": Scenario(
-        preset("grpo", kl_loss_coef=0.1, dual_clip=1.3, max_log_ratio=0.5), 0.2, per_token=True, replay=True
+        preset("grpo", kl_loss_coef=0.1, dual_clip=1.3, max_log_ratio=0.5),
+        0.2,
+        per_token=True,
+        replay=True,
     ),
 }
 OTHERS = {
     "dapo": Scenario(preset("dapo"), 0.2, per_token=True),
     "dr_grpo": Scenario(preset("dr_grpo", loss_scale_factor=16), 0.2),
     "sft": Scenario(preset("sft"), 0.2),
-    "gmpo": Scenario(preset("gmpo", epsilon_low=0.1, epsilon_high=0.15, off_policy_mask_threshold=0.05), 0.2),
+    "gmpo": Scenario(
+        preset("gmpo", epsilon_low=0.1, epsilon_high=0.15, off_policy_mask_threshold=0.05), 0.2
+    ),
     "luspo": Scenario(preset("luspo", epsilon_low=0.02, epsilon_high=0.03), 0.05),
     "cispo": Scenario(preset("cispo", max_weight=1.2, log_ratio_coef=0.1), 0.2, per_token=True),
     "sapo": Scenario(preset("sapo", off_policy_mask_threshold=0.05), 0.2, per_token=True),
-    "dppo_tv": Scenario(preset("dppo_tv", divergence_threshold=0.001, max_weight=1.3), 0.2, per_token=True),
-    "dppo_kl": Scenario(preset("dppo_kl", divergence_threshold=1e-4, kl_loss_coef=0.1, unbiased_kl=True), 0.2,
-                        per_token=True),
+    "dppo_tv": Scenario(
+        preset("dppo_tv", divergence_threshold=0.001, max_weight=1.3), 0.2, per_token=True
+    ),
+    "dppo_kl": Scenario(
+        preset("dppo_kl", divergence_threshold=1e-4, kl_loss_coef=0.1, unbiased_kl=True),
+        0.2,
+        per_token=True,
+    ),
     "minirl": Scenario(preset("minirl", max_weight=1.2), 0.2, per_token=True),
     "ppo": Scenario(preset("ppo"), 0.2, per_token=True),
-}  # fmt: skip
+}
 ALL = SCENARIOS | REPLAYED | OTHERS
-NOISE = RouterNoise(0.5, seed=6)  # while routes are recorded: each token's choice must not depend on the layout
+NOISE = RouterNoise(
+    0.5, seed=6
+)  # while routes are recorded: each token's choice must not depend on the layout
 CUTS = {"packed": micro_batches_of(80), "one by one": micro_batches_of(80, micro_batch_size=1)}
-OTHER_CUTS = {"all in one": micro_batches_of(400), "threes": micro_batches_of(80, micro_batch_size=3)}
+OTHER_CUTS = {
+    "all in one": micro_batches_of(400),
+    "threes": micro_batches_of(80, micro_batch_size=3),
+}
 
 
 @dataclass(frozen=True)
 class Case:
     """One launch: an arrangement of processes and what they run.
 
-    ``model``: ``recompute`` (`recompute_granularity`), else fields of ``ParallelConfig``. ``runs``: (scenario, cut).
-    ``scored``: the scenario whose log-probs and entropies are also computed without a loss, in every cut of ``runs``.
-    ``distributed_optimizers``: one training each.
-    ``overlap``: gradients are reduced during the backward pass, weights gathered during the next forward pass.
-    ``replays``: routes are recorded and replayed too. ``lora``: what is trained are adapters.
+    ``model``: ``recompute`` (`recompute_granularity`), else fields of ``ParallelConfig``. ``runs``:
+    (scenario, cut). ``scored``: the scenario whose log-probs and entropies are also computed
+    without a loss, in every cut of ``runs``. ``distributed_optimizers``: one training each.
+    ``overlap``: gradients are reduced during the backward pass, weights gathered during the next
+    forward pass. ``replays``: routes are recorded and replayed too. ``lora``: what is trained are
+    adapters.
     """
 
     arrangement: Arrangement
@@ -94,38 +124,70 @@ class Case:
 
 
 def case_of(arrangement: Arrangement, among: Sequence[Arrangement] | None = None) -> Case:
-    """All weights in an arrangement: every scenario, routing replay with experts, and training. ``among``: the model's
-    layouts, by default all."""
+    """All weights in an arrangement: every scenario, routing replay with experts, and training.
+    ``among``: the model's layouts, by default all."""
     turn = turn_of(arrangement, among or (MOE if arrangement.moe else DENSE))
     runs = tuple((name, "packed") for name in SCENARIOS) + ((turn.one_by_one, "one by one"),)
     if arrangement.moe:
         runs += tuple((name, "packed") for name in REPLAYED)
-    return Case(arrangement, dict(recompute=turn.recompute), runs, turn.one_by_one, turn.distributed_optimizers,
-                replays=arrangement.moe)
+    return Case(
+        arrangement,
+        dict(recompute=turn.recompute),
+        runs,
+        turn.one_by_one,
+        turn.distributed_optimizers,
+        replays=arrangement.moe,
+    )
 
 
 def lora_case(arrangement: Arrangement, among: Sequence[Arrangement], lora: LoRAConfig) -> Case:
-    """Adapters in an arrangement: one sequence-level and one token-level objective, replayed routes, and training."""
+    """Adapters in an arrangement: one sequence-level and one token-level objective, replayed
+    routes, and training.
+    """
     turn = turn_of(arrangement, among)
-    runs = (("gspo", "packed"), ("grpo", "one by one")) + (("grpo, replayed", "packed"),) * arrangement.moe
-    return Case(arrangement, dict(recompute=turn.recompute), runs, "gspo", turn.distributed_optimizers, lora=lora)
+    runs = (("gspo", "packed"), ("grpo", "one by one")) + (
+        ("grpo, replayed", "packed"),
+    ) * arrangement.moe
+    return Case(
+        arrangement,
+        dict(recompute=turn.recompute),
+        runs,
+        "gspo",
+        turn.distributed_optimizers,
+        lora=lora,
+    )
 
 
-TRAINING = Scenario(preset("gspo", epsilon_low=0.08, epsilon_high=0.09, kl_loss_coef=0.1, entropy_coef=0.01), 0.05)
-# adam_eps is about the size of a clipped gradient's entries, so that a step is a smooth function of the gradient: with
-# the usual 1e-8 the sign of a gradient of rounding noise would decide on a step of a whole lr.
+TRAINING = Scenario(
+    preset("gspo", epsilon_low=0.08, epsilon_high=0.09, kl_loss_coef=0.1, entropy_coef=0.01), 0.05
+)
+# adam_eps is about the size of a clipped gradient's entries, so that a step is a smooth function of
+# the gradient: with the usual 1e-8 the sign of a gradient of rounding noise would decide on a step
+# of a whole lr.
 OPTIMIZER_STEPS = 4  # of the learning-rate schedule
 OPTIMIZER = adam(
-    lr=1e-2, min_lr=1e-3, lr_decay_style="cosine", lr_warmup_steps=1, weight_decay=0.1, adam_beta1=0.8,
-    adam_beta2=0.9, adam_eps=2e-4, clip_grad=0.2,
-)  # fmt: skip
+    lr=1e-2,
+    min_lr=1e-3,
+    lr_decay_style="cosine",
+    lr_warmup_steps=1,
+    weight_decay=0.1,
+    adam_beta1=0.8,
+    adam_beta2=0.9,
+    adam_eps=2e-4,
+    clip_grad=0.2,
+)
 
 
 def make_samples(
-    seed: int = 0, count: int = 10, vocab_size: int = 96, per_token: bool = False, mean_advantage: float = 0.0,
+    seed: int = 0,
+    count: int = 10,
+    vocab_size: int = 96,
+    per_token: bool = False,
+    mean_advantage: float = 0.0,
     scale: int = 1,
 ) -> list[Sample]:
-    """A mini-batch of unequal lengths, masks with gaps, a response of one token and one without a trained token.
+    """A mini-batch of unequal lengths, masks with gaps, a response of one token and one without a
+    trained token.
 
     ``scale``: on the lengths, which are 2 to 8 tokens of a prompt and 2 to 13 of a response.
     """
@@ -154,17 +216,23 @@ def make_samples(
 
 
 def with_old_log_probs(
-    samples: list[Sample], log_probs: list[np.ndarray], spread: float, seed: int = 1, outlier: int | None = None
+    samples: list[Sample],
+    log_probs: list[np.ndarray],
+    spread: float,
+    seed: int = 1,
+    outlier: int | None = None,
 ) -> list[Sample]:
-    """Old log-probs a little off the current ones, so that some sequences are clipped and some not; likewise ref and
-    the rollout engine's.
+    """Old log-probs a little off the current ones, so that some sequences are clipped and some not;
+    likewise ref and the rollout engine's.
 
     ``outlier``: a sample that the current policy likes better by 0.8 nats a token.
     """
     g = np.random.default_rng(seed)
     for i, (sample, value) in enumerate(zip(samples, log_probs, strict=True)):
         shift = g.normal() * spread - 0.8 * (i == outlier)
-        sample.old_log_probs = (value + shift + g.normal(size=value.shape) * spread).astype(np.float32)
+        sample.old_log_probs = (value + shift + g.normal(size=value.shape) * spread).astype(
+            np.float32
+        )
         sample.ref_log_probs = (value + g.normal(size=value.shape) * 0.3).astype(np.float32)
     for sample in samples:
         engine = sample.old_log_probs + g.normal(size=sample.old_log_probs.shape) * 0.3

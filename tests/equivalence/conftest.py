@@ -1,4 +1,6 @@
-"""`--every N` runs one in N of the layouts, spread over their list; the cases of their own all run."""
+"""`--every N` runs one in N of the layouts, spread over their list; the cases of their own all
+run.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     every, here = config.getoption("--every"), Path(__file__).parent
     names = ("test_moe[", "test_dense[", "test_family[", "test_lora[")
     layouts = [item for item in items if here in item.path.parents and item.name.startswith(names)]
-    # another position in each group of N: a fixed one would always select the same of three rotating choices
-    left_out = {id(item) for place, item in enumerate(layouts) if place % every != place // every % every}
+    # another position in each group of N: a fixed one would always select the same of three
+    # rotating choices
+    left_out = {
+        id(item) for place, item in enumerate(layouts) if place % every != place // every % every
+    }
     config.hook.pytest_deselected(items=[item for item in items if id(item) in left_out])
     items[:] = [item for item in items if id(item) not in left_out]

@@ -1,7 +1,7 @@
 """Errors of small defects in the reference, for comparison with the tolerances.
 
-Each is computed like the truth, in float64 by Transformers and the loops, with one thing wrong; so the distance is
-the defect's alone.
+Each is computed like the truth, in float64 by Transformers and the loops, with one thing wrong; so
+the distance is the defect's alone.
 """
 
 from __future__ import annotations
@@ -14,7 +14,12 @@ import torch
 from tests.algorithms import reference as loops
 from tests.equivalence.cases import SCENARIOS
 from tests.equivalence.truth import expect
-from tests.support.transformers_reference import checkpoint_gradients, load_reference, whole_batch, worst_error
+from tests.support.transformers_reference import (
+    checkpoint_gradients,
+    load_reference,
+    whole_batch,
+    worst_error,
+)
 
 Defect = Callable[[loops.Batch], loops.Batch]
 
@@ -54,7 +59,9 @@ DEFECTS: dict[str, tuple[str, Defect]] = {
 
 
 def measure_defects(path: str) -> dict[str, float]:
-    """For each defect the gradient error of the parameter that shows it best, as ``worst_error`` measures it."""
+    """For each defect the gradient error of the parameter that shows it best, as
+    ``worst_error`` measures it.
+    """
     model = load_reference(path)
     found = {}
     for words, (name, defect) in DEFECTS.items():

@@ -12,7 +12,9 @@ from tests.equivalence.truth import save_truth
 from tests.support.distributed import run_distributed
 from tests.support.tiny_models import YARN, save_tiny_model
 
-_WINDOWS = dict(use_sliding_window=True, sliding_window=4, max_window_layers=2, rope_parameters=YARN)
+_WINDOWS = dict(
+    use_sliding_window=True, sliding_window=4, max_window_layers=2, rope_parameters=YARN
+)
 MODELS = {
     "moe": dict(kind="moe"),
     "dense": dict(kind="dense"),
@@ -26,10 +28,14 @@ MODELS = {
     "gpt_oss": dict(kind="gpt_oss"),
     "next": dict(kind="next", seed=24, initializer_range=0.1),
     "qwen35_moe": dict(kind="qwen35_moe", seed=2, initializer_range=0.1),
-    "qwen35": dict(kind="qwen35", seed=40, initializer_range=0.1, tie_word_embeddings=True, vocab_size=95),
+    "qwen35": dict(
+        kind="qwen35", seed=40, initializer_range=0.1, tie_word_embeddings=True, vocab_size=95
+    ),
     "windows": dict(kind="dense", **_WINDOWS),
     "moe_windows": dict(kind="moe", seed=39, **_WINDOWS),
-    "shared": dict(kind="shared", seed=7),  # one in which no expert's gradient is too small to compare
+    "shared": dict(
+        kind="shared", seed=7
+    ),  # one in which no expert's gradient is too small to compare
 }
 
 DENSE_MODELS = {name for name, facts in MODELS.items() if facts["kind"] in ("dense", "qwen35")}
@@ -52,7 +58,13 @@ class Models:
             self._made[name] = path, save_lora_truth(path, kind, self._folder / f"{name}.pt")
         else:
             path = save_tiny_model(self._folder / name, **MODELS[name])
-            scenarios = SCENARIOS if name in DENSE_MODELS else ALL if name == "moe" else SCENARIOS | REPLAYED
+            scenarios = (
+                SCENARIOS
+                if name in DENSE_MODELS
+                else ALL
+                if name == "moe"
+                else SCENARIOS | REPLAYED
+            )
             self._made[name] = path, save_truth(path, self._folder / f"{name}.pt", tuple(scenarios))
         return self._made[name]
 
@@ -60,7 +72,11 @@ class Models:
 def case_for(name: str, arrangement: Arrangement) -> Case:
     """What the suite and the page run of a model, or of one with adapters, in an arrangement."""
     among = MEASURED[name]
-    return lora_case(arrangement, among, ADAPTERS[name].lora) if name in ADAPTERS else case_of(arrangement, among)
+    return (
+        lora_case(arrangement, among, ADAPTERS[name].lora)
+        if name in ADAPTERS
+        else case_of(arrangement, among)
+    )
 
 
 def launch(model: tuple[str, str], case: Case) -> list[Errors]:

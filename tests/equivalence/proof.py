@@ -2,8 +2,9 @@
 
     python -m tests.equivalence.proof [--models NAME ...]
 
-runs what ``test_layouts.py`` runs, keeps every error as ``benchmarks/results/equivalence-<version>.json``,
-and prints the largest of each kind beside its tolerance. The exit code is 1 if one is beyond it.
+runs what ``test_layouts.py`` runs, keeps every error as
+``benchmarks/results/equivalence-<version>.json``, and prints the largest of each kind beside its
+tolerance. The exit code is 1 if one is beyond it.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ Record = dict[str, Any]
 
 
 def measure(arrangements: dict[str, list[Arrangement]], console: Console) -> Iterator[Record]:
-    """Launch them all. Yields, after each model, the record so far, which becomes the result file."""
+    """Launch them all. Yields, after each model, the record so far, which becomes the result
+    file.
+    """
     started = time.monotonic()
     layouts: dict[str, Record] = {}
     defects: Record = {}
@@ -53,12 +56,16 @@ def measure(arrangements: dict[str, list[Arrangement]], console: Console) -> Ite
                 result = result_of(case, worst_of(launch(models(model), case)))
                 layouts[model][arrangement.name] = result
                 figures = [f"{name} {error:.1e}" for name, (error, _) in result["errors"].items()]
-                progress.console.print(f"{model} {arrangement.name}: {', '.join(figures)}", highlight=False)
+                progress.console.print(
+                    f"{model} {arrangement.name}: {', '.join(figures)}", highlight=False
+                )
                 progress.advance(task)
             if model not in ADAPTERS:
                 defects[model] = measure_defects(models(model)[0])
             yield {
-                "versions": {name: version(name) for name in ("megatron-core", "torch", "transformers")},
+                "versions": {
+                    name: version(name) for name in ("megatron-core", "torch", "transformers")
+                },
                 "python": platform.python_version(),
                 "machine": machine(),
                 "date": date.today().isoformat(),

@@ -1,4 +1,6 @@
-"""Routing replay in a layout: the routes that routers got and used, against the reference and themselves."""
+"""Routing replay in a layout: the routes that routers got and used, against the reference and
+themselves.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,12 @@ from megatron_gspo.mcore.policy import Policy
 from megatron_gspo.mcore.routing_replay.gather_results import routing_stats
 from megatron_gspo.mcore.routing_replay.micro_batch_routes import MicroBatchRoutes, ReplayOptions
 from megatron_gspo.mcore.routing_replay.router_hooks import RouterHook, moe_layers
-from megatron_gspo.mcore.train_step import compute_log_probs, forward_backward, mini_batch_routes, pack_mini_batch
+from megatron_gspo.mcore.train_step import (
+    compute_log_probs,
+    forward_backward,
+    mini_batch_routes,
+    pack_mini_batch,
+)
 from megatron_gspo.routing_replay.routes import RouteShape
 from tests.equivalence.cases import CUTS, NOISE, OTHER_CUTS, SCENARIOS, stack
 from tests.support.gathered import all_routes, everywhere, values_of
@@ -39,13 +46,20 @@ def held_by(policy: Policy, samples: list[Sample]) -> list[Sample]:
     return [replace(sample, routed_experts=sample.routed_experts[:, layers]) for sample in samples]
 
 
-def compare_recorded(policy: Policy, cut_name: str, samples: list[Sample], truth: Routers, errors: Any) -> None:
-    """Record the routes of a pass, replay them in a training pass, and take both passes' stats. Softmax routers have
-    noise.
+def compare_recorded(
+    policy: Policy, cut_name: str, samples: list[Sample], truth: Routers, errors: Any
+) -> None:
+    """Record the routes of a pass, replay them in a training pass, and take both passes' stats.
+    Softmax routers have noise.
 
-    ``route``: tokens whose routes differ from those of the reference, or from those that were to be replayed.
+    ``route``: tokens whose routes differ from those of the reference, or from those that were to be
+    replayed.
     """
-    scenario, batching, shape = SCENARIOS["gspo"], (CUTS | OTHER_CUTS)[cut_name], route_shape(policy)
+    scenario, batching, shape = (
+        SCENARIOS["gspo"],
+        (CUTS | OTHER_CUTS)[cut_name],
+        route_shape(policy),
+    )
     noise = NOISE if policy.shape.router.score == "softmax" else None
     options = ReplayOptions(shape, record=True, entropy=True, noise=noise)
     scores = compute_log_probs(
@@ -58,32 +72,58 @@ def compare_recorded(policy: Policy, cut_name: str, samples: list[Sample], truth
     stats = routing_stats(scores.routing)
     errors.add("router figure", float(np.abs(stats.entropy - truth.entropy).max()), "entropy")
     errors.add("router figure", float(np.abs(stats.load - truth.load).max()), "load")
-    replayed = [replace(sample, routed_experts=ids) for sample, ids in zip(samples, routes, strict=True)]
+    replayed = [
+        replace(sample, routed_experts=ids) for sample, ids in zip(samples, routes, strict=True)
+    ]
     options = ReplayOptions(shape, replay=True, compare=True, storage="host", noise=noise)
-    log_probs, done = train_pass(policy, held_by(policy, replayed), scenario, batching, options, errors)
+    log_probs, done = train_pass(
+        policy, held_by(policy, replayed), scenario, batching, options, errors
+    )
     expected = stack(trained_only(everywhere(scores.log_probs, samples, policy.groups), samples))
     errors.add("replayed log-prob", float((stack(log_probs) - expected).abs().max()), "gspo")
     stats = routing_stats(done)
     trained = sum(int(sample.loss_mask.sum()) for sample in samples)
     errors.add("route", abs(stats.compared - trained), "compared tokens")
-    errors.add("route", float(stats.flip_rate.sum()) + stats.flipped_tokens, "flips between equal weights")
+    errors.add(
+        "route", float(stats.flip_rate.sum()) + stats.flipped_tokens, "flips between equal weights"
+    )
 
 
-def train_pass(policy: Policy, samples: list[Sample], scenario: Any, batching: Any, options: ReplayOptions | None,
-               errors: Any) -> tuple[list[np.ndarray], list[MicroBatchRoutes]]:
-    """Forward and backward with the samples' routes; the log-probs, and a check of every router's choice."""
-    carried = [name for name in OPTIONAL_FIELDS if all(getattr(sample, name) is not None for sample in samples)]
-    batches = pack_mini_batch(policy, SampleBatch.of(samples), batching, optional=carried, routing=options)
+def train_pass(
+    policy: Policy,
+    samples: list[Sample],
+    scenario: Any,
+    batching: Any,
+    options: ReplayOptions | None,
+    errors: Any,
+) -> tuple[list[np.ndarray], list[MicroBatchRoutes]]:
+    """Forward and backward with the samples' routes; the log-probs, and a check of every
+    router's choice.
+    """
+    carried = [
+        name
+        for name in OPTIONAL_FIELDS
+        if all(getattr(sample, name) is not None for sample in samples)
+    ]
+    batches = pack_mini_batch(
+        policy, SampleBatch.of(samples), batching, optional=carried, routing=options
+    )
     done = mini_batch_routes(policy, batches, options)
     with watched(policy, errors):
-        outputs = forward_backward(policy, scenario.objective, batches, temperature=scenario.temperature, routing=done)
-    log_probs = values_of([output["log_probs"] for output in outputs], batches, samples, policy.groups)
+        outputs = forward_backward(
+            policy, scenario.objective, batches, temperature=scenario.temperature, routing=done
+        )
+    log_probs = values_of(
+        [output["log_probs"] for output in outputs], batches, samples, policy.groups
+    )
     return log_probs, done
 
 
 @contextmanager
 def watched(policy: Policy, errors: Any) -> Iterator[None]:
-    """Compare what every router returns, in every pass and recomputation, with the routes of its micro-batch."""
+    """Compare what every router returns, in every pass and recomputation, with the routes of
+    its micro-batch.
+    """
     given: dict[RouterHook, Tensor] = {}
     hooks = []
 
@@ -94,8 +134,14 @@ def watched(policy: Policy, errors: Any) -> Iterator[None]:
     def after(router: torch.nn.Module, args: Any, output: tuple[Tensor, Tensor]) -> None:
         ids = given.pop(router.router_replay).long()
         wanted = torch.zeros_like(output[1]).scatter_(1, ids, True)
-        errors.add("route", float((output[1] != wanted).any(1).sum()), f"used by {router.layer_number}")
-        errors.add("route", float((output[0].ne(0) & ~output[1]).sum()), "weights of experts that weren't chosen")
+        errors.add(
+            "route", float((output[1] != wanted).any(1).sum()), f"used by {router.layer_number}"
+        )
+        errors.add(
+            "route",
+            float((output[0].ne(0) & ~output[1]).sum()),
+            "weights of experts that weren't chosen",
+        )
 
     routers = [layer.mlp.router for chunk in policy.chunks for layer in moe_layers(unwrap(chunk))]
     for router in routers:

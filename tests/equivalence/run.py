@@ -1,4 +1,6 @@
-"""What every rank runs: each scenario in each cut, then optimizer steps, all compared with the reference at once."""
+"""What every rank runs: each scenario in each cut, then optimizer steps, all compared with the
+reference at once.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ class Errors:
         if kind not in self.worst or not error <= self.worst[kind][0]:  # a NaN stays
             self.worst[kind] = (math.inf if math.isnan(error) else error, where)
 
-    def add_metrics(self, found: dict[str, float], expected: dict[str, float], where: str, kind: str) -> None:
+    def add_metrics(
+        self, found: dict[str, float], expected: dict[str, float], where: str, kind: str
+    ) -> None:
         """Each relative to its own value; a metric that only one side has is an infinite error."""
         for name in sorted(found.keys() ^ expected.keys()):
             self.add(kind, math.inf, f"{where}: {name} has no counterpart")
@@ -90,19 +94,29 @@ def run_case(rank: int, world_size: int, path: str, case: Case, truth_file: str)
     for distributed in case.distributed_optimizers:
         if distributed:
             policy = _build(path, case, groups, truth, distributed_optimizer=True)
-        compare_training(policy, truth, errors, f"distributed optimizer {'on' if distributed else 'off'}")
+        compare_training(
+            policy, truth, errors, f"distributed optimizer {'on' if distributed else 'off'}"
+        )
     return errors
 
 
-def _build(path: str, case: Case, groups: Any, truth: Truth, *, distributed_optimizer: bool) -> Policy:
+def _build(
+    path: str, case: Case, groups: Any, truth: Truth, *, distributed_optimizer: bool
+) -> Policy:
     layout = replace(
-        case.arrangement.layout(), use_distributed_optimizer=distributed_optimizer, overlap_grad_reduce=case.overlap,
+        case.arrangement.layout(),
+        use_distributed_optimizer=distributed_optimizer,
+        overlap_grad_reduce=case.overlap,
         overlap_param_gather=case.overlap and distributed_optimizer,
         **{name: value for name, value in case.model.items() if name != "recompute"},
-    )  # fmt: skip
-    model = model_config(path, recompute_granularity=case.model.get("recompute", "none"), implementation="torch")
+    )
+    model = model_config(
+        path, recompute_granularity=case.model.get("recompute", "none"), implementation="torch"
+    )
     parts = TrainedParts(lora=case.lora)
-    policy = build_policy(model, layout, groups, optimizer=OPTIMIZER, total_steps=OPTIMIZER_STEPS, parts=parts)
+    policy = build_policy(
+        model, layout, groups, optimizer=OPTIMIZER, total_steps=OPTIMIZER_STEPS, parts=parts
+    )
     if truth.adapters is not None:
         policy.set_adapters(lambda name, sizes: truth.adapters[name])
     return policy
@@ -111,7 +125,9 @@ def _build(path: str, case: Case, groups: Any, truth: Truth, *, distributed_opti
 def compare_base(policy: Policy, truth: Truth, errors: Errors) -> None:
     """Log-probs with the adapters off, as of a reference policy."""
     samples = truth.scenarios["gspo"].samples
-    scores = compute_log_probs(policy.base(), SampleBatch.of(samples), CUTS["packed"], temperature=1.0)
+    scores = compute_log_probs(
+        policy.base(), SampleBatch.of(samples), CUTS["packed"], temperature=1.0
+    )
     every = everywhere(scores.log_probs, samples, policy.groups)
     errors.add("base log-prob", _distance(every, truth.base_log_probs), "gspo")
 
@@ -123,7 +139,9 @@ def frozen_weights(policy: Policy) -> list[Tensor]:
 
 
 def compare_scores(policy: Policy, name: str, cut: str, expected: Expected, errors: Errors) -> None:
-    """Log-probs and entropies without a loss, as the old and the reference policy's are computed."""
+    """Log-probs and entropies without a loss, as the old and the reference policy's are
+    computed.
+    """
     scores = compute_log_probs(
         policy,
         SampleBatch.of(expected.samples),
@@ -131,8 +149,10 @@ def compare_scores(policy: Policy, name: str, cut: str, expected: Expected, erro
         temperature=ALL[name].temperature,
         with_entropy=True,
     )
-    for kind, found, wanted in (("log-prob", scores.log_probs, expected.batch.log_probs),
-                                ("entropy", scores.entropy, expected.batch.entropy)):  # fmt: skip
+    for kind, found, wanted in (
+        ("log-prob", scores.log_probs, expected.batch.log_probs),
+        ("entropy", scores.entropy, expected.batch.entropy),
+    ):
         every = everywhere(found, expected.samples, policy.groups)
         errors.add(kind, _distance(every, wanted), f"{name}, {cut}, without a loss")
 
@@ -141,7 +161,9 @@ def _distance(found: Any, expected: Tensor) -> float:
     return float((stack(found).double() - expected).abs().max())
 
 
-def compare_gradients(policy: Policy, name: str, cut: str, expected: Expected, errors: Errors) -> None:
+def compare_gradients(
+    policy: Policy, name: str, cut: str, expected: Expected, errors: Errors
+) -> None:
     """Loss, log-probs, metrics and every gradient of the mini-batch."""
     where = f"{name}, {cut}"
     found = run_pass(policy, ALL[name], (CUTS | OTHER_CUTS)[cut], expected.samples)
@@ -161,14 +183,22 @@ class Pass:
     gradients: dict[str, Tensor]
 
 
-def run_pass(policy: Policy, scenario: Scenario, batching: TrainingConfig, samples: list[Sample]) -> Pass:
+def run_pass(
+    policy: Policy, scenario: Scenario, batching: TrainingConfig, samples: list[Sample]
+) -> Pass:
     """Forward and backward of a mini-batch."""
     options = ReplayOptions(route_shape(policy), replay=True) if scenario.replay else None
     samples = held_by(policy, samples) if scenario.replay else samples
-    batches = pack_mini_batch(policy, SampleBatch.of(samples), batching, optional=_carried(samples), routing=options)
+    batches = pack_mini_batch(
+        policy, SampleBatch.of(samples), batching, optional=_carried(samples), routing=options
+    )
     routing = mini_batch_routes(policy, batches, options)
-    outputs = forward_backward(policy, scenario.objective, batches, temperature=scenario.temperature, routing=routing)
-    log_probs = values_of([output["log_probs"] for output in outputs], batches, samples, policy.groups)
+    outputs = forward_backward(
+        policy, scenario.objective, batches, temperature=scenario.temperature, routing=routing
+    )
+    log_probs = values_of(
+        [output["log_probs"] for output in outputs], batches, samples, policy.groups
+    )
     metrics = finish_metrics(summed_metrics([output["metrics"] for output in outputs], policy))
     gradients = {name: value.clone().cpu() for name, value in exported_gradients(policy)}
     return Pass(log_probs, metrics, gradients)
@@ -178,27 +208,43 @@ def exported_gradients(policy: Policy) -> Iterator[tuple[str, Tensor]]:
     """Every gradient, whole, by Hugging Face name; a frozen weight has none."""
     chunks = [unwrap(chunk) for chunk in policy.chunks]
     shape, groups = policy.shape, policy.groups
-    yield from export_weights(chunks, policy.family, shape, groups, value=lambda p: getattr(p, "main_grad", None))
+    yield from export_weights(
+        chunks, policy.family, shape, groups, value=lambda p: getattr(p, "main_grad", None)
+    )
     if policy.trained_lora is not None:
-        layers = adapter_layers(chunks, policy.trained_lora, policy.family, shape, groups, "main_grad")
+        layers = adapter_layers(
+            chunks, policy.trained_lora, policy.family, shape, groups, "main_grad"
+        )
         yield from export_layers(layers, shape, groups)
 
 
 def _carried(samples: list[Any]) -> list[str]:
-    return [name for name in OPTIONAL_FIELDS if all(getattr(sample, name) is not None for sample in samples)]
+    return [
+        name
+        for name in OPTIONAL_FIELDS
+        if all(getattr(sample, name) is not None for sample in samples)
+    ]
 
 
 def compare_training(policy: Policy, truth: Truth, errors: Errors, where: str) -> None:
-    """An optimizer step on each of the mini-batches, then what has become of the weights, or of the adapters alone."""
+    """An optimizer step on each of the mini-batches, then what has become of the weights, or of
+    the adapters alone.
+    """
     frozen = frozen_weights(policy)
     for index, samples in enumerate(truth.mini_batches):
-        result = train_mini_batch(policy, SampleBatch.of(samples), TRAINING.objective, CUTS["packed"], temperature=1.0)
-        errors.add_metrics(result.metrics, truth.training.steps[index], f"{where}, step {index}", "step metric")
+        result = train_mini_batch(
+            policy, SampleBatch.of(samples), TRAINING.objective, CUTS["packed"], temperature=1.0
+        )
+        errors.add_metrics(
+            result.metrics, truth.training.steps[index], f"{where}, step {index}", "step metric"
+        )
     before = truth.training.before
     stream = policy.weights() if policy.trained_lora is None else policy.adapters()
     update = {name: value.double().cpu() - before[name] for name, value in stream}
     if policy.trained_lora is not None:
-        changed = sum(int((a != b).sum()) for a, b in zip(frozen, frozen_weights(policy), strict=True))
+        changed = sum(
+            int((a != b).sum()) for a, b in zip(frozen, frozen_weights(policy), strict=True)
+        )
         errors.add("frozen weight", changed, where)
     parameter, error = worst_error(update, truth.training.update)
     errors.add("update", error, f"{where}: {parameter}")

@@ -25,11 +25,13 @@ from tests.equivalence.layouts import (
 
 
 def test_counts_by_hand():
-    # A stage of TP * CP * DP = 1, 2, 4, 8 ranks can be chosen in 1, 3, 3, 1 ways and takes experts in 1, 3, 4, 4 ways:
-    # 1 + 9 + 12 + 4 without a pipeline, and twice (plain, interleaved) the first three with one.
+    # A stage of TP * CP * DP = 1, 2, 4, 8 ranks can be chosen in 1, 3, 3, 1 ways and takes experts
+    # in 1, 3, 4, 4 ways: 1 + 9 + 12 + 4 without a pipeline, and twice (plain, interleaved) the
+    # first three with one.
     assert len(MOE) == 26 + 2 * 22
     assert Counter(a.world_size for a in MOE) == {1: 1, 2: 9 + 2, 4: 12 + 2 * 9, 8: 4 + 2 * 12}
-    # TP 1: 4 ways of CP and DP; TP 2: twice, with and without sequence parallelism. With a pipeline all but TP=CP=DP=2.
+    # TP 1: 4 ways of CP and DP; TP 2: twice, with and without sequence parallelism. With a pipeline
+    # all but TP=CP=DP=2.
     assert len(DENSE) == 12 + 2 * 10
     assert len({a.name for a in MOE + DENSE}) == len(MOE) + len(DENSE)
 
@@ -40,7 +42,12 @@ def test_nothing_is_impossible_and_nothing_possible_is_missing():
         if a.moe:
             assert a.world_size % (a.expert * a.expert_tensor * a.pipeline) == 0
             assert a.sequence_parallel == (a.tensor == 2)
-    assert Arrangement(tensor=2, sequence_parallel=True, pipeline=2, context=2, expert=2, expert_tensor=2) in MOE
+    assert (
+        Arrangement(
+            tensor=2, sequence_parallel=True, pipeline=2, context=2, expert=2, expert_tensor=2
+        )
+        in MOE
+    )
     assert Arrangement(data=2, expert=2, expert_tensor=2) not in MOE, "four expert ranks on two"
     assert Arrangement(tensor=2) not in MOE and Arrangement(tensor=2, moe=False) in DENSE
     assert layouts(1) == [Arrangement()]
@@ -49,7 +56,10 @@ def test_nothing_is_impossible_and_nothing_possible_is_missing():
 def turns_by_size(found: list[Arrangement]) -> Iterator[tuple[tuple[str, int], list[Turn]]]:
     for field in fields(Arrangement):
         for value in {getattr(a, field.name) for a in found}:
-            yield (field.name, value), [turn_of(a, found) for a in found if getattr(a, field.name) == value]
+            yield (
+                (field.name, value),
+                [turn_of(a, found) for a in found if getattr(a, field.name) == value],
+            )
 
 
 @pytest.mark.parametrize("found", [MOE, DENSE], ids=["moe", "dense"])
@@ -78,12 +88,18 @@ def test_every_model_meets_every_choice(name):
 def test_other_models_meet_every_size_in_at_least_twenty_layouts(name):
     chosen = MEASURED[name]
     assert len(set(chosen)) == len(chosen) >= (12 if name == "lora_shared" else 20)
-    assert max(a.world_size for a in chosen) == max(a.world_size for a in (MOE if chosen[0].moe else DENSE))
+    assert max(a.world_size for a in chosen) == max(
+        a.world_size for a in (MOE if chosen[0].moe else DENSE)
+    )
     for size in ("tensor", "pipeline", "interleaved", "context", "data", "expert", "expert_tensor"):
-        assert len({getattr(a, size) for a in chosen}) == (2 if chosen[0].moe or "expert" not in size else 1), size
+        assert len({getattr(a, size) for a in chosen}) == (
+            2 if chosen[0].moe or "expert" not in size else 1
+        ), size
 
 
 def test_names_say_it_all():
-    a = Arrangement(tensor=2, sequence_parallel=True, pipeline=2, interleaved=True, data=2, expert=2)
+    a = Arrangement(
+        tensor=2, sequence_parallel=True, pipeline=2, interleaved=True, data=2, expert=2
+    )
     assert a.name == "tp2-pp2i-cp1-dp2-ep2-etp1"
     assert Arrangement(tensor=2, context=2, moe=False).name == "tp2nosp-pp1-cp2-dp1"

@@ -1,4 +1,5 @@
-"""Every valid layout against Transformers in float64: log-probs, loss, metrics, gradients, and three optimizer steps.
+"""Every valid layout against Transformers in float64: log-probs, loss, metrics, gradients, and
+three optimizer steps.
 
 One launch a layout; every rank compares what it holds. Run one of them with, for example,
 ``pytest "tests/equivalence/test_layouts.py::test_moe[tp2-pp1-cp2-dp1-ep2-etp1]"``.
@@ -52,11 +53,17 @@ def test_dense(models, arrangement):
 
 @pytest.mark.parametrize(
     ("family", "arrangement"),
-    [(family, arrangement) for family, chosen in (FAMILIES | LANGUAGE_MODELS).items() for arrangement in chosen],
+    [
+        (family, arrangement)
+        for family, chosen in (FAMILIES | LANGUAGE_MODELS).items()
+        for arrangement in chosen
+    ],
     ids=lambda value: getattr(value, "name", value),
 )
 def test_family(models, family, arrangement):
-    """The other families; those of `LANGUAGE_MODELS` are a part of a model that reads images too."""
+    """The other families; those of `LANGUAGE_MODELS` are a part of a model that reads images
+    too.
+    """
     check(models(family), case_for(family, arrangement))
 
 
@@ -83,7 +90,11 @@ def test_other_objectives_and_cuts(models, arrangement):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "arrangement",
-    [Arrangement(pipeline=2), Arrangement(data=2, expert=2), Arrangement(pipeline=2, context=2, expert=2)],
+    [
+        Arrangement(pipeline=2),
+        Arrangement(data=2, expert=2),
+        Arrangement(pipeline=2, context=2, expert=2),
+    ],
     ids=lambda a: a.name,
 )
 def test_other_objectives_in_every_cut(models, arrangement):
@@ -96,7 +107,10 @@ def test_other_objectives_in_every_cut(models, arrangement):
     ids=lambda a: a.name,
 )
 def test_allgather_dispatcher(models, arrangement):
-    check(models("moe"), special(arrangement, ("gspo", "packed"), moe_token_dispatcher_type="allgather"))
+    check(
+        models("moe"),
+        special(arrangement, ("gspo", "packed"), moe_token_dispatcher_type="allgather"),
+    )
 
 
 @pytest.mark.parametrize(
@@ -129,7 +143,9 @@ def test_tied_embeddings_and_padded_vocabulary(models, arrangement):
 
 
 @pytest.mark.parametrize(
-    "arrangement", [SINGLE, Arrangement(pipeline=2), Arrangement(data=2, expert=2)], ids=lambda a: a.name
+    "arrangement",
+    [SINGLE, Arrangement(pipeline=2), Arrangement(data=2, expert=2)],
+    ids=lambda a: a.name,
 )
 def test_dense_layers_between_experts_and_unnormalised_top_k(models, arrangement):
     check(models("mixed"), case_of(arrangement))
@@ -151,6 +167,11 @@ def test_shared_experts_and_attention_biases(models, arrangement):
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_embedding_and_loss_count_as_layers(models, recompute):
-    """The first chunk of the first stage and the last of the last have no layer, and every other chunk has one."""
+    """The first chunk of the first stage and the last of the last have no layer, and every
+    other chunk has one.
+    """
     arrangement = Arrangement(pipeline=2, interleaved=True, outer=True)
-    check(models("moe"), Case(arrangement, {"recompute": recompute}, (("gspo", "packed"),), "gspo", (False, True)))
+    check(
+        models("moe"),
+        Case(arrangement, {"recompute": recompute}, (("gspo", "packed"),), "gspo", (False, True)),
+    )

@@ -33,7 +33,12 @@ def test_an_error_beyond_its_tolerance_is_reported() -> None:
 
 
 def test_models_that_are_measured_alone_replace_their_previous_results() -> None:
-    previous = {"layouts": {"moe": 1, "dense": 2}, "defects": {"moe": 3}, "seconds": 10, "date": "2026-11-01"}
+    previous = {
+        "layouts": {"moe": 1, "dense": 2},
+        "defects": {"moe": 3},
+        "seconds": 10,
+        "date": "2026-11-01",
+    }
     record = {"layouts": {"dense": 4}, "defects": {"dense": 5}, "seconds": 2, "date": "2026-12-01"}
     assert merged(previous, record) == {
         "layouts": {"moe": 1, "dense": 4},

@@ -26,12 +26,16 @@ from tests.support.transformers_reference import gates_of, is_sigmoid, learning_
 MARGIN = 2e-5
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("shared", *FAMILIES, *LANGUAGE_MODELS)]
+SLOW = [
+    pytest.param(name, marks=pytest.mark.slow) for name in ("shared", *FAMILIES, *LANGUAGE_MODELS)
+]
 
 
 @pytest.fixture(scope="module", params=["moe", "dense", *SLOW])
 def path(request, tmp_path_factory):
-    return save_tiny_model(tmp_path_factory.mktemp("models") / request.param, **MODELS[request.param])
+    return save_tiny_model(
+        tmp_path_factory.mktemp("models") / request.param, **MODELS[request.param]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +81,9 @@ def test_every_adapter_has_a_gradient_that_an_error_can_be_measured_by(name, tmp
     truth: Truth = torch.load(Models(tmp_path)(name)[1], weights_only=False)
     for scenario, expected in truth.scenarios.items():
         norms = torch.stack([gradient.norm() for gradient in expected.gradients.values()])
-        assert norms.min() > 0.009 * norms.median(), scenario  # of many small matrices some have few tokens
+        assert norms.min() > 0.009 * norms.median(), (
+            scenario
+        )  # of many small matrices some have few tokens
 
 
 def decisions(objective: Objective, batch: Batch) -> Iterator[float]:
@@ -105,7 +111,9 @@ def test_no_clip_hangs_on_rounding(truth):
 def test_training_clips_gradients_and_changes_every_parameter(truth):
     assert all(step["grad_norm"] > OPTIMIZER.clip_grad for step in truth.training.steps)
     assert len({step["lr"] for step in truth.training.steps}) == 3
-    still = [name for name, update in truth.training.update.items() if float(update.abs().max()) < 1e-4]
+    still = [
+        name for name, update in truth.training.update.items() if float(update.abs().max()) < 1e-4
+    ]
     assert all(name.endswith("e_score_correction_bias") for name in still), still
 
 
@@ -115,7 +123,9 @@ def gap(values: torch.Tensor, k: int) -> float:
     return float((found[:, k - 1] - found[:, k]).min()) if k < values.shape[1] else math.inf
 
 
-@pytest.mark.parametrize("name", ["moe", *(name for name in SLOW if name.values[0] not in DENSE_MODELS)])
+@pytest.mark.parametrize(
+    "name", ["moe", *(name for name in SLOW if name.values[0] not in DENSE_MODELS)]
+)
 def test_no_choice_of_experts_hangs_on_rounding(name, tmp_path):
     model = load_reference(save_tiny_model(tmp_path, **MODELS[name]))
     gaps: list[float] = []
@@ -123,7 +133,9 @@ def test_no_choice_of_experts_hangs_on_rounding(name, tmp_path):
     def look(module: Any, inputs: Any, output: tuple[torch.Tensor, ...]) -> None:
         scores, k = output[0].detach(), model.config.num_experts_per_tok
         if is_sigmoid(module):
-            scores = scores.sigmoid() + (inputs[1] if len(inputs) > 1 else module.e_score_correction_bias)
+            scores = scores.sigmoid() + (
+                inputs[1] if len(inputs) > 1 else module.e_score_correction_bias
+            )
             if getattr(module, "num_group", 1) > getattr(module, "topk_group", 1):
                 groups = scores.view(len(scores), module.num_group, -1)
                 best = groups.topk(2).values.sum(-1)
@@ -141,7 +153,9 @@ def test_no_choice_of_experts_hangs_on_rounding(name, tmp_path):
 
 def test_learning_rate_by_hand():
     settings = adam(lr=0.4, min_lr=0.1, lr_decay_style="cosine", lr_warmup_steps=1)
-    assert [learning_rate(settings, step, 3) for step in range(4)] == pytest.approx([0.2, 0.4, 0.25, 0.1])
+    assert [learning_rate(settings, step, 3) for step in range(4)] == pytest.approx(
+        [0.2, 0.4, 0.25, 0.1]
+    )
 
 
 def test_small_defects_are_far_beyond_the_tolerance(path):

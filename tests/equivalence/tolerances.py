@@ -1,15 +1,16 @@
 """Tolerances of the comparison with the float64 reference, and their reason.
 
-Megatron computes in float32: one rounding is off by up to 6e-8, and a log-prob or gradient sums thousands of them
-through four layers. A layout only changes the order of summation. A weight
-change is a difference of two float32 weights, so rounding of a weight near 1 is 1e-5 of a change of 1e-2. Adam's `eps`
-is 2e-4, the size of a gradient's entries: with 1e-8 the sign of an entry of rounding noise would decide a whole step.
+Megatron computes in float32: one rounding is off by up to 6e-8, and a log-prob or gradient sums
+thousands of them through four layers. A layout only changes the order of summation. A weight change
+is a difference of two float32 weights, so rounding of a weight near 1 is 1e-5 of a change of 1e-2.
+Adam's `eps` is 2e-4, the size of a gradient's entries: with 1e-8 the sign of an entry of rounding
+noise would decide a whole step.
 
-The passes that record and replay routes pack different micro-batches; their log-probs differ by at most four of
-float32's steps of 4.8e-7 between 4 and 8 nats.
+The passes that record and replay routes pack different micro-batches; their log-probs differ by at
+most four of float32's steps of 4.8e-7 between 4 and 8 nats.
 
-Tests check that the comparison does not depend on rounding: no ratio within 2e-5 of a clip, no two experts' logits
-within 2e-5 of each other, and every gradient at least 2 % of the typical norm.
+Tests check that the comparison does not depend on rounding: no ratio within 2e-5 of a clip, no two
+experts' logits within 2e-5 of each other, and every gradient at least 2 % of the typical norm.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ TOLERANCES = {
     "gradient": 1e-5,  # of the worst parameter
     "step metric": 1e-5,  # with grad_norm and lr
     "update": 5e-5,  # of the worst parameter, over three optimizer steps
-    "replayed log-prob": 2e-6,  # nats, between the pass that recorded the routes and the one that replays them
+    "replayed log-prob": (
+        2e-6
+    ),  # nats, between the pass that recorded the routes and the one that replays them
     "router figure": 1e-5,  # entropy in nats, load as a share
     "route": 1e-9,  # tokens with another expert than they should have: none
 }

@@ -1,4 +1,6 @@
-"""Reference results of every scenario, by Transformers and naive loops in float64, computed once and kept in a file."""
+"""Reference results of every scenario, by Transformers and naive loops in float64, computed
+once and kept in a file.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,10 @@ MEAN_ADVANTAGE = 0.3  # the loss of advantages around 0 is a small difference of
 
 @dataclass(frozen=True)
 class Expected:
-    """One scenario: its samples, and what comes of them. ``batch``: all response tokens with log-probs and entropy."""
+    """One scenario: its samples, and what comes of them.
+
+    ``batch``: all response tokens with log-probs and entropy.
+    """
 
     samples: list[Sample]
     metrics: dict[str, float]
@@ -54,8 +59,9 @@ class Expected:
 
 @dataclass(frozen=True)
 class Truth:
-    """All that a model's launches are compared with. ``routers``: what they do with the samples of ``gspo`` under
-    ``NOISE``. ``adapters``: the first values, and ``base_log_probs`` of ``gspo``'s samples without them.
+    """All that a model's launches are compared with. ``routers``: what they do with the samples of
+    ``gspo`` under ``NOISE``. ``adapters``: the first values, and ``base_log_probs`` of ``gspo``'s
+    samples without them.
     """
 
     scenarios: dict[str, Expected]
@@ -66,25 +72,41 @@ class Truth:
     base_log_probs: Tensor | None = None
 
 
-def scenario_samples(model: torch.nn.Module, scenario: Scenario, seed: int = SEED, scale: int = 1) -> list[Sample]:
-    samples = make_samples(seed, 8, vocab_size=model.config.vocab_size, per_token=scenario.per_token,
-                           mean_advantage=MEAN_ADVANTAGE, scale=scale)  # fmt: skip
+def scenario_samples(
+    model: torch.nn.Module, scenario: Scenario, seed: int = SEED, scale: int = 1
+) -> list[Sample]:
+    samples = make_samples(
+        seed,
+        8,
+        vocab_size=model.config.vocab_size,
+        per_token=scenario.per_token,
+        mean_advantage=MEAN_ADVANTAGE,
+        scale=scale,
+    )
     if scenario.replay:
         give_random_routes(model, samples, seed)
     with torch.no_grad():
-        log_probs = [response_log_probs(model, sample, scenario.temperature)[0].numpy() for sample in samples]
+        log_probs = [
+            response_log_probs(model, sample, scenario.temperature)[0].numpy() for sample in samples
+        ]
     return with_old_log_probs(samples, log_probs, scenario.spread, seed + 1, outlier=3)
 
 
-def expect(model: torch.nn.Module, scenario: Scenario, scale: int = 1,
-           gradients_of: Callable[..., dict[str, Tensor]] = checkpoint_gradients) -> Expected:  # fmt: skip
+def expect(
+    model: torch.nn.Module,
+    scenario: Scenario,
+    scale: int = 1,
+    gradients_of: Callable[..., dict[str, Tensor]] = checkpoint_gradients,
+) -> Expected:
     """The truth of one scenario; ``scale``: of `make_samples`."""
     samples = scenario_samples(model, scenario, scale=scale)
     model.zero_grad()
     batch = whole_batch(model, samples, scenario.temperature)
     loops.naive_loss(scenario.objective, batch, batch.log_probs, batch.entropy).backward()
     gradients = {name: gradient.clone() for name, gradient in gradients_of(model).items()}
-    return Expected(samples, naive_metrics(scenario.objective, batch), gradients, without_gradient(batch))
+    return Expected(
+        samples, naive_metrics(scenario.objective, batch), gradients, without_gradient(batch)
+    )
 
 
 def find_truth(path: str, names: Sequence[str] = tuple(SCENARIOS)) -> Truth:

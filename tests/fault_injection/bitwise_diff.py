@@ -1,4 +1,6 @@
-"""Whether two runs ended bitwise the same: exported weights, checkpoints with Adam's moments, metrics and samples."""
+"""Whether two runs ended bitwise the same: exported weights, checkpoints with Adam's moments,
+metrics and samples.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +20,26 @@ from megatron_gspo.tracking import read_metrics
 _CLOCK = ("time/", "perf/")  # metrics that differ between any two runs
 _OWN = ("wall_seconds", "exported")  # and entries of summary and state
 _EXPORTS = ("hf", "critic_hf", "adapters")  # where a run has them
-_LEFT = ("*.tmp", "*.partial", "*.old", ".partial_*", ".removed_*")  # names of what is being written or removed
+_LEFT = (
+    "*.tmp",
+    "*.partial",
+    "*.old",
+    ".partial_*",
+    ".removed_*",
+)  # names of what is being written or removed
 
 
 def first_difference(run: Path, other: Path) -> str:
-    """The first thing in which two finished run directories differ, with its file; "" where nothing does."""
+    """The first thing in which two finished run directories differ, with its file; "" where
+    nothing does.
+    """
     return next(_differences(run, other), "")
 
 
 def _differences(run: Path, other: Path) -> Iterator[str]:
-    yield from (f"{path.relative_to(run)} was left behind" for name in _LEFT for path in run.rglob(name))
+    yield from (
+        f"{path.relative_to(run)} was left behind" for name in _LEFT for path in run.rglob(name)
+    )
     for folder in (*_EXPORTS, "samples", "checkpoints"):
         names, wanted = _names(run / folder), _names(other / folder)
         if names != wanted:
@@ -36,12 +48,16 @@ def _differences(run: Path, other: Path) -> Iterator[str]:
     for file in sorted((other / "samples").iterdir()):
         if file.read_bytes() != (run / "samples" / file.name).read_bytes():
             yield f"samples/{file.name}"
-    for file in sorted(file for folder in _EXPORTS for file in (other / folder).glob("*.safetensors")):
+    for file in sorted(
+        file for folder in _EXPORTS for file in (other / folder).glob("*.safetensors")
+    ):
         name = file.relative_to(other)
         yield from _tensors(str(name), load_file(run / name), load_file(file))
     for path in sorted((other / "checkpoints").iterdir()):
         mine = run / "checkpoints" / path.name
-        yield from _tensors(f"checkpoints/{path.name}", read_checkpoint(mine), read_checkpoint(path))
+        yield from _tensors(
+            f"checkpoints/{path.name}", read_checkpoint(mine), read_checkpoint(path)
+        )
         for part in ("state", "steps"):
             mine_of, other_of = (dict(_json(at / "state.json")[part]) for at in (mine, path))
             yield from _entries(f"checkpoints/{path.name}/state.json", mine_of, other_of)
@@ -49,7 +65,9 @@ def _differences(run: Path, other: Path) -> Iterator[str]:
 
 
 def read_checkpoint(checkpoint: Path) -> dict[str, Any]:
-    """Every entry of a distributed checkpoint by name, tensors whole; read without Megatron and in one process."""
+    """Every entry of a distributed checkpoint by name, tensors whole; read without Megatron and
+    in one process.
+    """
     stored = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     entries: dict[str, Any] = dict.fromkeys(stored)
     for name, entry in stored.items():

@@ -1,7 +1,9 @@
-"""Kill a process of a run with SIGKILL at a chosen place: before its k-th file operation or call of some kind.
+"""Kill a process of a run with SIGKILL at a chosen place: before its k-th file operation or call of
+some kind.
 
-File operations under the run directory are seen through Python's audit events, so every one of them is a place to be
-killed at: each file opened to be written, each rename, each removal. Calls are seen by wrapping functions by name.
+File operations under the run directory are seen through Python's audit events, so every one of them
+is a place to be killed at: each file opened to be written, each rename, each removal. Calls are
+seen by wrapping functions by name.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-# what happens -> the function whose calls are counted; "update" is one optimizer of several, or one mini-batch's only
+# what happens -> the function whose calls are counted; "update" is one optimizer of several, or one
+# mini-batch's only
 CALLS = {
     "generation": "megatron_gspo.rollout.embedded.embedded_engine:EmbeddedEngine._decode_batch",
     "verification": "megatron_gspo.rewards.scorer:RewardScorer.score_texts",
@@ -62,7 +65,9 @@ class Tripwire:
     victims: process ids to kill along with this one, read when it comes to it.
     """
 
-    def __init__(self, run_dir: Path, target: Target | None, victims: Callable[[], list[int]]) -> None:
+    def __init__(
+        self, run_dir: Path, target: Target | None, victims: Callable[[], list[int]]
+    ) -> None:
         self._root = str(run_dir.resolve()) + os.sep
         self._target, self._victims = target, victims
         self._counts = [0] * len(KINDS)
@@ -116,7 +121,9 @@ class Tripwire:
 
 
 def _path(event: str, arguments: tuple[Any, ...]) -> str:
-    """The absolute path of an event; what a tree's removal deletes is named relative to an open directory."""
+    """The absolute path of an event; what a tree's removal deletes is named relative to an open
+    directory.
+    """
     path = os.fsdecode(arguments[0]) if isinstance(arguments[0], (str, bytes, os.PathLike)) else ""
     if event in ("os.remove", "os.rmdir") and arguments[1] >= 0:
         path = os.path.join(os.readlink(f"/proc/self/fd/{arguments[1]}"), path)

@@ -1,7 +1,9 @@
-"""Process runs of a training run: its ranks as real processes, ended by SIGKILL or by themselves, without orphans.
+"""Process runs of a training run: its ranks as real processes, ended by SIGKILL or by themselves,
+without orphans.
 
-Ranks are forked from a server that has imported everything, so that a life costs a second or two and not ten; each has
-a process group of its own, by which it and all that it starts can be found and ended.
+Ranks are forked from a server that has imported everything, so that a life costs a second or two
+and not ten; each has a process group of its own, by which it and all that it starts can be found
+and ended.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ class RandomKill:
 
 @dataclass
 class Life:
-    """How a life ended. codes: exit codes by rank, -9 for SIGKILL. counts: events by rank (``tripwire``), if whole."""
+    """How a life ended. codes: exit codes by rank, -9 for SIGKILL. counts: events by rank
+    (``tripwire``), if whole.
+    """
 
     codes: list[int]
     seconds: float
@@ -61,18 +65,29 @@ class Life:
 
 
 def warm_up() -> None:
-    """Start the server, which imports everything, so that it isn't part of the first life's time."""
+    """Start the server, which imports everything, so that it isn't part of the first life's
+    time.
+    """
     process = fork_server().Process(target=int)
     process.start()
     process.join()
 
 
-def live(config: Path, folder: Path, processes: int, kill: RandomKill | Target | None, *, grace: float,
-         overrides: Sequence[str] = ()) -> Life:  # fmt: skip
-    """Start the run of ``config`` on ``processes`` ranks, kill it as configured and return when no process is left.
+def live(
+    config: Path,
+    folder: Path,
+    processes: int,
+    kill: RandomKill | Target | None,
+    *,
+    grace: float,
+    overrides: Sequence[str] = (),
+) -> Life:
+    """Start the run of ``config`` on ``processes`` ranks, kill it as configured and return when no
+    process is left.
 
-    grace: seconds that the other ranks of a killed one continue before they are killed too, as torchrun would.
-    folder: for logs and process ids; created empty. overrides: further arguments of the command.
+    grace: seconds that the other ranks of a killed one continue before they are killed too, as
+    torchrun would. folder: for logs and process ids; created empty. overrides: further arguments of
+    the command.
     """
     folder.mkdir(parents=True)
     target = kill if isinstance(kill, Target) else None
@@ -84,7 +99,9 @@ def live(config: Path, folder: Path, processes: int, kill: RandomKill | Target |
     }
     context = fork_server()
     ranks = [
-        context.Process(target=_rank, args=([str(config), *overrides], str(folder), rank, environment, target))
+        context.Process(
+            target=_rank, args=([str(config), *overrides], str(folder), rank, environment, target)
+        )
         for rank in range(processes)
     ]
     started = time.monotonic()
@@ -92,7 +109,10 @@ def live(config: Path, folder: Path, processes: int, kill: RandomKill | Target |
         for process in ranks:
             process.start()
         if isinstance(kill, RandomKill):
-            wait([process.sentinel for process in ranks], timeout=max(0.0, started + kill.after - time.monotonic()))
+            wait(
+                [process.sentinel for process in ranks],
+                timeout=max(0.0, started + kill.after - time.monotonic()),
+            )
             for rank, process in enumerate(ranks):
                 if kill.rank in (rank, None) and process.is_alive():
                     _kill(process.pid)
@@ -114,12 +134,21 @@ def live(config: Path, folder: Path, processes: int, kill: RandomKill | Target |
 def live_under_torchrun(
     config: Path, folder: Path, processes: int, kill: RandomKill, *, after: Callable[[], bool]
 ) -> Life:
-    """One ``torchrun --max-restarts 1``: a rank is killed, torchrun ends the others and starts all of them again.
+    """One ``torchrun --max-restarts 1``: a rank is killed, torchrun ends the others and starts all
+    of them again.
 
     The time to the kill counts from when ``after`` is first true.
     """
     folder.mkdir(parents=True)
-    arguments = ["--standalone", "--max-restarts", "1", "--nproc-per-node", str(processes), "-m", "megatron_gspo.train"]
+    arguments = [
+        "--standalone",
+        "--max-restarts",
+        "1",
+        "--nproc-per-node",
+        str(processes),
+        "-m",
+        "megatron_gspo.train",
+    ]
     command = [sys.executable, "-m", "torch.distributed.run", *arguments, str(config)]
     started = time.monotonic()
     with (folder / "log_0").open("w") as log:
@@ -139,14 +168,19 @@ def live_under_torchrun(
                     process.kill()
             agent.wait()
     seconds = time.monotonic() - started
-    return Life([agent.returncode or 0], seconds, _logs(folder), orphans=_sweep(lambda: _running(config)))
+    return Life(
+        [agent.returncode or 0], seconds, _logs(folder), orphans=_sweep(lambda: _running(config))
+    )
 
 
 def _worker(agent: subprocess.Popen[Any], rank: int) -> int | None:
     """The process of a rank under torchrun."""
     for process in _tree(agent.pid)[1:]:
         with contextlib.suppress(psutil.Error):
-            if process.environ().get("RANK") == str(rank) and "megatron_gspo.train" in process.cmdline():
+            if (
+                process.environ().get("RANK") == str(rank)
+                and "megatron_gspo.train" in process.cmdline()
+            ):
                 return process.pid
     return None
 
@@ -159,7 +193,9 @@ def _tree(pid: int) -> list[psutil.Process]:
         return []
 
 
-def _rank(arguments: list[str], folder: str, rank: int, environment: dict[str, str], target: Target | None) -> None:
+def _rank(
+    arguments: list[str], folder: str, rank: int, environment: dict[str, str], target: Target | None
+) -> None:
     """One rank, in a process of its own: the command line's ``main`` under a tripwire."""
     gc.freeze()  # what the server has imported: a collection, as before a save, would copy all its memory
     os.setpgid(0, 0)
@@ -226,7 +262,9 @@ def _in_group(group: int) -> list[int]:
 
 def _running(config: Path) -> list[int]:
     """The processes that were started with this config."""
-    return [p.pid for p in psutil.process_iter(["cmdline"]) if str(config) in (p.info["cmdline"] or [])]
+    return [
+        p.pid for p in psutil.process_iter(["cmdline"]) if str(config) in (p.info["cmdline"] or [])
+    ]
 
 
 def _logs(folder: Path) -> str:

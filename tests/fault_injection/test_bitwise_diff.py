@@ -18,7 +18,11 @@ from tests.fault_injection.bitwise_diff import first_difference, read_checkpoint
 def write_checkpoint(folder: Path, moment: torch.Tensor) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is one process
-        save({"weight": torch.ones(2, 3), "moment": moment, "rest": {"steps": 4}}, checkpoint_id=folder, no_dist=True)
+        save(
+            {"weight": torch.ones(2, 3), "moment": moment, "rest": {"steps": 4}},
+            checkpoint_id=folder,
+            no_dist=True,
+        )
     state = {"state": {"step": 4, "cursor": 8, "wall_seconds": 1.0}, "steps": {"weight": 4}}
     (folder / "state.json").write_text(json.dumps(state))
 
@@ -29,7 +33,9 @@ def write_run(folder: Path) -> Path:
     for name in ("hf", "critic_hf"):
         save_file({"a": torch.tensor([0.0, float("nan")])}, folder / name / "model.safetensors")
     (folder / "samples" / "step_000004.jsonl").write_text('{"reward": 1.0}\n')
-    (folder / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1, "loss": 0.1, "time/step": 1.5}\n')
+    (folder / "metrics.jsonl").write_text(
+        '{"step": 0}\n{"step": 1, "loss": 0.1, "time/step": 1.5}\n'
+    )
     (folder / "summary.json").write_text('{"step": 4, "wall_seconds": 2.5}')
     write_checkpoint(folder / "checkpoints" / "step_000004", torch.zeros(2))
     return folder
@@ -58,12 +64,18 @@ CHANGES = {
         {"a": torch.tensor([0.0, 1.0])}, run / "critic_hf" / "model.safetensors"
     ),
     "hf/ holds more in one run only": lambda run: (run / "hf" / "more").touch(),
-    "samples/step_000004.jsonl": lambda run: (run / "samples" / "step_000004.jsonl").write_text('{"reward": 1}\n'),
+    "samples/step_000004.jsonl": (
+        lambda run: (run / "samples" / "step_000004.jsonl").write_text('{"reward": 1}\n')
+    ),
     "checkpoints/step_000004: moment": change_checkpoint,
     "metrics.jsonl, step 1: loss = 0.10000000000000002, not 0.1": change_metric,
-    "metrics.jsonl has the steps [0], not [0, 1]": lambda run: (run / "metrics.jsonl").write_text('{"step": 0}\n'),
+    "metrics.jsonl has the steps [0], not [0, 1]": (
+        lambda run: (run / "metrics.jsonl").write_text('{"step": 0}\n')
+    ),
     "summary.json: step = 5, not 4": lambda run: (run / "summary.json").write_text('{"step": 5}'),
-    "checkpoints/.partial_000006_0 was left behind": lambda run: (run / "checkpoints" / ".partial_000006_0").mkdir(),
+    "checkpoints/.partial_000006_0 was left behind": (
+        lambda run: (run / "checkpoints" / ".partial_000006_0").mkdir()
+    ),
 }
 
 
@@ -87,5 +99,7 @@ def test_times_are_not_compared(run, tmp_path):
 
 def test_a_checkpoint_is_read_whole(run):
     found = read_checkpoint(run / "checkpoints" / "step_000004")
-    assert torch.equal(found["weight"], torch.ones(2, 3)) and torch.equal(found["moment"], torch.zeros(2))
+    assert torch.equal(found["weight"], torch.ones(2, 3)) and torch.equal(
+        found["moment"], torch.zeros(2)
+    )
     assert found["rest.steps"] == 4

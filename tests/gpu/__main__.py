@@ -1,10 +1,11 @@
-"""The GPU lane: the tests of this folder on the GPUs of this machine, then ``benchmarks/gpu.py``, beside the memory
-that a rehearsal of its step predicts.
+"""The GPU lane: the tests of this folder on the GPUs of this machine, then ``benchmarks/gpu.py``,
+beside the memory that a rehearsal of its step predicts.
 
     python -m tests.gpu [--wheels FOLDER] [arguments for pytest]
 
-Runs from a checkout, without a network. ``--wheels``: install what is missing from a folder of wheels
-(`tests/gpu/wheels.py`) into build/gpu, beside the machine's own packages. Without a GPU it exits with 0.
+Runs from a checkout, without a network. ``--wheels``: install what is missing from a folder of
+wheels (`tests/gpu/wheels.py`) into build/gpu, beside the machine's own packages. Without a GPU it
+exits with 0.
 """
 
 from __future__ import annotations
@@ -24,11 +25,15 @@ REHEARSED = STEP / "rehearsed.json"
 
 
 def reason_to_skip(devices: Path = Path("/dev")) -> str | None:
-    """Why there is nothing to run; None with a GPU. Raises ``SystemExit`` for a GPU without torch that can use it."""
+    """Why there is nothing to run; None with a GPU. Raises ``SystemExit`` for a GPU without
+    torch that can use it.
+    """
     nodes = list(devices.glob("nvidia[0-9]*")) + list(devices.glob("dxg"))
     if find_spec("torch") is None:
         if nodes:
-            raise SystemExit("there is a GPU and no torch: install a CUDA build, or name the Python that has it")
+            raise SystemExit(
+                "there is a GPU and no torch: install a CUDA build, or name the Python that has it"
+            )
         return "no CUDA GPU, no torch"
     import torch
 
@@ -43,15 +48,32 @@ def install(wheels: Path) -> None:
     """Install the wheels of a folder into ``PACKAGES``."""
     files = sorted(map(str, wheels.glob("*.whl")))
     if not files:
-        raise SystemExit(f"--wheels {wheels}: no wheels there; python -m tests.gpu.wheels {wheels} downloads them")
-    command = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-compile",
-               "--upgrade", "--target"]  # fmt: skip
+        raise SystemExit(
+            f"--wheels {wheels}: no wheels there; python -m tests.gpu.wheels {wheels} downloads"
+            " them"
+        )
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-index",
+        "--no-deps",
+        "--no-compile",
+        "--upgrade",
+        "--target",
+    ]
     subprocess.run([*command, str(PACKAGES), *files], check=True)
 
 
 def environment() -> dict[str, str]:
     """Of the tests and the benchmark: the checkout and the installed wheels come first."""
-    paths = [str(ROOT), *([str(PACKAGES)] if PACKAGES.is_dir() else []), os.environ.get("PYTHONPATH", "")]
+    paths = [
+        str(ROOT),
+        *([str(PACKAGES)] if PACKAGES.is_dir() else []),
+        os.environ.get("PYTHONPATH", ""),
+    ]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
@@ -59,13 +81,34 @@ def commands(pytest_arguments: list[str]) -> dict[str, list[str]]:
     """What the lane runs, in this order."""
     python, benchmark = sys.executable, "benchmarks/gpu.py"
     return {
-        "tests": [python, "-m", "pytest", "tests/gpu", "-k", "not cpu", "-v", "-rs", "--durations=10",
-                  "-o", "faulthandler_timeout=120", *pytest_arguments],
+        "tests": [
+            python,
+            "-m",
+            "pytest",
+            "tests/gpu",
+            "-k",
+            "not cpu",
+            "-v",
+            "-rs",
+            "--durations=10",
+            "-o",
+            "faulthandler_timeout=120",
+            *pytest_arguments,
+        ],
         "config": [python, benchmark, "--config", str(STEP)],
-        "rehearsal": [python, "-m", "megatron_gspo", "rehearse", str(STEP / "config.yaml"), "--world", "1",
-                      "--json", str(REHEARSED)],
+        "rehearsal": [
+            python,
+            "-m",
+            "megatron_gspo",
+            "rehearse",
+            str(STEP / "config.yaml"),
+            "--world",
+            "1",
+            "--json",
+            str(REHEARSED),
+        ],
         "benchmark": [python, benchmark, "--rehearsed", str(REHEARSED)],
-    }  # fmt: skip
+    }
 
 
 def run(steps: dict[str, list[str]]) -> list[str]:
@@ -80,7 +123,9 @@ def run(steps: dict[str, list[str]]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--wheels", type=Path, help="folder of wheels to install first")
     arguments, others = parser.parse_known_args()
     began = time.monotonic()

@@ -1,4 +1,6 @@
-"""The device of a test: the GPU, or the CPU at tiny sizes where there is none, so that the tests themselves are run."""
+"""The device of a test: the GPU, or the CPU at tiny sizes where there is none, so that the
+tests themselves are run.
+"""
 
 from __future__ import annotations
 
@@ -51,9 +53,15 @@ def groups(device: str) -> Iterator[ProcessGroups]:
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """How close the results of each test were to their tolerances."""
-    reports = [report for kind in ("passed", "failed") for report in terminalreporter.stats.get(kind, ())]
-    lines = [f"{value}  {report.nodeid}" for report in reports for name, value in report.user_properties
-             if name == MEASURED]  # fmt: skip
+    reports = [
+        report for kind in ("passed", "failed") for report in terminalreporter.stats.get(kind, ())
+    ]
+    lines = [
+        f"{value}  {report.nodeid}"
+        for report in reports
+        for name, value in report.user_properties
+        if name == MEASURED
+    ]
     if lines:
         terminalreporter.write_sep("=", MEASURED)
         terminalreporter.write("\n".join(lines) + "\n")

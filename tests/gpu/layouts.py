@@ -2,8 +2,9 @@
 
     torchrun --nproc-per-node 2 -m tests.gpu.layouts MODELS OUT
 
-MODELS is a JSON file: by name of ``MEASURED`` in tests/equivalence/layouts.py, the model and the file of its truth.
-Writes this rank's errors as OUT/RANK.json: by model, layout and kind, the error and where it was met.
+MODELS is a JSON file: by name of ``MEASURED`` in tests/equivalence/layouts.py, the model and the
+file of its truth. Writes this rank's errors as OUT/RANK.json: by model, layout and kind, the error
+and where it was met.
 """
 
 from __future__ import annotations
@@ -68,11 +69,20 @@ def case_of(name: str, arrangement: Arrangement) -> Case:
     """Log-probs, gradients, routing replay and optimizer steps of a model."""
     experts, lora = has_experts(name), ADAPTERS[name].lora if name in ADAPTERS else None
     runs = tuple((scenario, "packed") for scenario in scenarios_of(name))
-    return Case(replace(arrangement, moe=experts), {"recompute": "full"}, runs, "gspo", (True,),
-                replays=experts and lora is None, lora=lora)  # fmt: skip
+    return Case(
+        replace(arrangement, moe=experts),
+        {"recompute": "full"},
+        runs,
+        "gspo",
+        (True,),
+        replays=experts and lora is None,
+        lora=lora,
+    )
 
 
-def errors_of(rank: int, world_size: int, name: str, files: Files, layouts: Sequence[str]) -> LayoutErrors:
+def errors_of(
+    rank: int, world_size: int, name: str, files: Files, layouts: Sequence[str]
+) -> LayoutErrors:
     """Of this rank, with a model in some layouts of as many processes."""
     path, truth = files
     found = {}
@@ -89,7 +99,11 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     arguments = parser.parse_args()
     start(timeout_minutes=2.0)
-    rank, world, models = dist.get_rank(), dist.get_world_size(), json.loads(arguments.models.read_text())
+    rank, world, models = (
+        dist.get_rank(),
+        dist.get_world_size(),
+        json.loads(arguments.models.read_text()),
+    )
     errors = {}
     for name, files in models.items():
         began = time.monotonic()

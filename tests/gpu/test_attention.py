@@ -29,11 +29,18 @@ class Heads:
     sinks: bool = False
 
 
-CASES = [Heads(8, 2, 64), Heads(4, 4, 128), Heads(4, 2, 64, window=33), Heads(8, 2, 64, sinks=True),
-         Heads(8, 2, 64, window=128, sinks=True)]  # fmt: skip
+CASES = [
+    Heads(8, 2, 64),
+    Heads(4, 4, 128),
+    Heads(4, 2, 64, window=33),
+    Heads(8, 2, 64, sinks=True),
+    Heads(8, 2, 64, window=128, sinks=True),
+]
 
 
-def attend(case: Heads, lengths: tuple[int, ...], groups: ProcessGroups, tensors: list[Tensor]) -> Tensor:
+def attend(
+    case: Heads, lengths: tuple[int, ...], groups: ProcessGroups, tensors: list[Tensor]
+) -> Tensor:
     config = SimpleNamespace(attention_dropout=0.0, kv_channels=case.dim)
     attention = PackedAttention(config, 1, None, "self", pg_collection=groups)
     attention.window, attention.sinks = case.window, tensors[3] if case.sinks else None
@@ -54,14 +61,18 @@ def naive(case: Heads, lengths: tuple[int, ...], tensors: list[Tensor]) -> Tenso
     """Every sequence alone, with all scores."""
     rows = []
     for part in zip(*(tensor.split(lengths) for tensor in tensors[:3]), strict=True):
-        query, key, value = (x.transpose(0, 1).repeat_interleave(case.heads // x.shape[1], 0) for x in part)
+        query, key, value = (
+            x.transpose(0, 1).repeat_interleave(case.heads // x.shape[1], 0) for x in part
+        )
         scores = query @ key.transpose(1, 2) / case.dim**0.5
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         if case.window is not None:
             later |= torch.ones_like(later).tril(-case.window)
         scores = scores.masked_fill(later, -torch.inf)
         if case.sinks:
-            scores = torch.cat((scores, tensors[3][:, None, None].expand(-1, scores.shape[1], 1)), -1)
+            scores = torch.cat(
+                (scores, tensors[3][:, None, None].expand(-1, scores.shape[1], 1)), -1
+            )
         weights = scores.softmax(-1)[..., : key.shape[1]]
         rows.append((weights @ value).transpose(0, 1).flatten(1))
     return torch.cat(rows)

@@ -1,4 +1,6 @@
-"""Memory of checkpoints on a GPU: a save stages in pinned buffers that are allocated once, a load reads in pieces."""
+"""Memory of checkpoints on a GPU: a save stages in pinned buffers that are allocated once, a
+load reads in pieces.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,19 @@ MOST = 1.2  # times what the rank owns of weights and optimizer
 
 @pytest.fixture(scope="module")
 def policy(groups, sizes, tmp_path_factory) -> Policy:
-    """In bfloat16, with main weights and moments in float32; the wider the layers, the less weighs a load's buffer."""
-    path = save_tiny_model(tmp_path_factory.mktemp("models") / "model", dtype=torch.bfloat16, **sizes.model)
-    made = build_policy(model_config(path, dtype="bfloat16", implementation="torch"), parallel(), groups,
-                        optimizer=adam(1e-3), total_steps=10)  # fmt: skip
+    """In bfloat16, with main weights and moments in float32; the wider the layers, the less
+    weighs a load's buffer.
+    """
+    path = save_tiny_model(
+        tmp_path_factory.mktemp("models") / "model", dtype=torch.bfloat16, **sizes.model
+    )
+    made = build_policy(
+        model_config(path, dtype="bfloat16", implementation="torch"),
+        parallel(),
+        groups,
+        optimizer=adam(1e-3),
+        total_steps=10,
+    )
     start_optimizer(made)
     return made
 
@@ -33,7 +44,9 @@ def test_memory_of_saves_and_a_load(device: str, policy: Policy, tmp_path: Path)
     begin_save(policy, tmp_path, 1, {}, keep=1, image=image).finish()
     blocks = image._blocks.used()
     places = [block.data_ptr() for block in blocks]
-    assert sum(block.numel() for block in blocks) == image.nbytes <= MOST * owned + 2**20  # frames of small tensors
+    assert (
+        sum(block.numel() for block in blocks) == image.nbytes <= MOST * owned + 2**20
+    )  # frames of small tensors
     assert all(block.is_pinned() == (device == "cuda") for block in blocks)
     saved = begin_save(policy, tmp_path, 2, {}, keep=1, image=image).finish()
     assert [block.data_ptr() for block in image._blocks.used()] == places

@@ -1,4 +1,6 @@
-"""One layer of experts, its router and its permutation against a loop over tokens' experts in float64."""
+"""One layer of experts, its router and its permutation against a loop over tokens' experts in
+float64.
+"""
 
 from __future__ import annotations
 
@@ -27,32 +29,46 @@ def naive_experts(x: Tensor, weights: dict[str, Tensor], k: int) -> Tensor:
     probs, rows = values.softmax(-1), torch.zeros_like(x)
     for expert in range(len(weights["gate.weight"])):
         tokens, places = (ids == expert).nonzero(as_tuple=True)
-        gate, up, down = (weights[f"experts.{expert}.{name}_proj.weight"] for name in ("gate", "up", "down"))
+        gate, up, down = (
+            weights[f"experts.{expert}.{name}_proj.weight"] for name in ("gate", "up", "down")
+        )
         inner = torch.nn.functional.silu(x[tokens] @ gate.t()) * (x[tokens] @ up.t())
         rows = rows.index_add(0, tokens, probs[tokens, places, None] * (inner @ down.t()))
     return rows
 
 
 def gaps(x: Tensor, router: Tensor, k: int) -> Tensor:
-    """[t]: by how much a token's k-th best expert is better than the next one; rounding swaps those that are equal."""
+    """[t]: by how much a token's k-th best expert is better than the next one; rounding swaps
+    those that are equal.
+    """
     values = (x.double() @ router.detach().double().cpu().t()).topk(k + 1).values
     return values[:, k - 1] - values[:, k]
 
 
 def tensors_of(chunk: Any, path: str, groups: Any, value: Any) -> dict[str, Tensor]:
-    """``value`` of each parameter of the first layer's experts and router, by the end of its Hugging Face name."""
+    """``value`` of each parameter of the first layer's experts and router, by the end of its
+    Hugging Face name.
+    """
     family, shape = family_of(read_config(path))
     prefix = "model.layers.0.mlp."
     exported = export_weights([chunk], family, shape, groups, value=value)
-    return {name.removeprefix(prefix): v.double().cpu() for name, v in exported if name.startswith(prefix)}
+    return {
+        name.removeprefix(prefix): v.double().cpu()
+        for name, v in exported
+        if name.startswith(prefix)
+    }
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_output_and_gradients(device, groups, sizes, implementation, dtype, tmp_path, record_property):
+def test_output_and_gradients(
+    device, groups, sizes, implementation, dtype, tmp_path, record_property
+):
     tiny_config(**{**sizes.model, "num_hidden_layers": 1}).save_pretrained(tmp_path)
     _, shape = family_of(read_config(tmp_path))
     torch.manual_seed(0)
-    [chunk] = build_model(shape, parallel(), model_config(dtype=dtype, implementation=implementation), groups)
+    [chunk] = build_model(
+        shape, parallel(), model_config(dtype=dtype, implementation=implementation), groups
+    )
     layer = chunk.decoder.layers[0].mlp
     with torch.no_grad():
         layer.router.weight[UNUSED, 0] = -50.0
@@ -67,7 +83,10 @@ def test_output_and_gradients(device, groups, sizes, implementation, dtype, tmp_
     weights = torch.randn(output.shape, generator=g)
     (output.float() * weights.to(device)).sum().backward()
 
-    leaves = {name: v.requires_grad_() for name, v in tensors_of(chunk, tmp_path, groups, lambda p: p.detach()).items()}
+    leaves = {
+        name: v.requires_grad_()
+        for name, v in tensors_of(chunk, tmp_path, groups, lambda p: p.detach()).items()
+    }
     exact = x.double().requires_grad_()
     expected = naive_experts(exact, leaves, shape.experts_per_token)
     (expected * weights[:, 0].double()).sum().backward()
@@ -75,10 +94,16 @@ def test_output_and_gradients(device, groups, sizes, implementation, dtype, tmp_
     terms = PRODUCTS * max(shape.hidden_size, sizes.tokens) if dtype == "float32" else 0
     allowed = tolerance(unit_roundoff(dtype, device, implementation), ROUNDINGS + terms)
     assert relative(output[:, 0], expected) < allowed
-    found = tensors_of(chunk, tmp_path, groups, lambda p: torch.zeros_like(p) if p.grad is None else p.grad)
+    found = tensors_of(
+        chunk, tmp_path, groups, lambda p: torch.zeros_like(p) if p.grad is None else p.grad
+    )
     unused = {name for name, leaf in leaves.items() if not leaf.grad.norm()}
     assert unused == {name for name in leaves if f"experts.{UNUSED}." in name}
     assert not any(found[name].any() for name in unused)
-    errors = {name: relative(found[name], leaf.grad) for name, leaf in leaves.items() if name not in unused}
+    errors = {
+        name: relative(found[name], leaf.grad)
+        for name, leaf in leaves.items()
+        if name not in unused
+    }
     errors["inputs"] = relative(inputs.grad[:, 0], exact.grad)
     check(record_property, errors, math.sqrt(BACKWARD) * allowed)

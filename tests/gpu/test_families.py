@@ -1,7 +1,8 @@
-"""Every model family of the equivalence proof in bfloat16 against Transformers in float64, on given routes.
+"""Every model family of the equivalence proof in bfloat16 against Transformers in float64, on given
+routes.
 
-The models are tiny: what is tested is that each module runs on the device and rounds where it should.
-`test_layouts.py` has them in float32.
+The models are tiny: what is tested is that each module runs on the device and rounds where it
+should. `test_layouts.py` has them in float32.
 """
 
 from __future__ import annotations

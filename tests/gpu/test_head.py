@@ -16,11 +16,17 @@ from tests.gpu.tolerances import BITS, tolerance
 WIDTH, TEMPERATURE, PADDING = 256, 0.7, 5
 
 
-def make_inputs(device: str, dtype: str, tokens: int, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states, the output weight with rows of padding, labels; logits of standard deviation 1.6."""
+def make_inputs(
+    device: str, dtype: str, tokens: int, vocabulary: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states, the output weight with rows of padding, labels; logits of standard
+    deviation 1.6.
+    """
     g = torch.Generator().manual_seed(0)
     hidden = torch.randn(tokens, WIDTH, generator=g).to(getattr(torch, dtype))
-    weight = torch.randn(vocabulary + PADDING, WIDTH, generator=g).mul_(0.1).to(getattr(torch, dtype))
+    weight = (
+        torch.randn(vocabulary + PADDING, WIDTH, generator=g).mul_(0.1).to(getattr(torch, dtype))
+    )
     labels = torch.randint(vocabulary, (tokens,), generator=g)
     return hidden.to(device), weight.to(device), labels.to(device)
 
@@ -48,13 +54,16 @@ def test_log_probs_entropies_and_gradients(device, sizes, dtype, record_property
 
     # Both dtypes are multiplied into float32: sums of WIDTH products, then over the vocabulary.
     single = tolerance(2.0 ** -BITS["float32"], WIDTH + sizes.vocabulary)
-    # d loss / d logits is rounded to bfloat16 before its products, and so is the gradient that they give.
+    # d loss / d logits is rounded to bfloat16 before its products, and so is the gradient that they
+    # give.
     low = tolerance(2.0 ** -BITS["bfloat16"], 2) if dtype == "bfloat16" else 0.0
     assert {value.dtype for value in found} == {torch.float32}
     assert relative_to_spread(found[0], wanted[0]) < single
     assert relative_to_spread(found[1], wanted[1]) < single
-    errors = {name: relative(leaf.grad, reference.grad)
-              for name, leaf, reference in zip(("hidden", "weight"), leaves, exact, strict=True)}  # fmt: skip
+    errors = {
+        name: relative(leaf.grad, reference.grad)
+        for name, leaf, reference in zip(("hidden", "weight"), leaves, exact, strict=True)
+    }
     check(record_property, errors, single * math.sqrt(2) + low)
     assert not leaves[1].grad[-PADDING:].any(), "rows of padding"
 
@@ -71,7 +80,8 @@ def test_memory_is_that_of_a_tile_and_the_gradients(device, sizes):
         loss_of(*log_probs_from_hidden(*leaves, labels, options)).backward()
 
     peak, _ = peak_bytes(run, device)
-    # gradients in their own dtype and in float32; two dozen numbers a token besides statistics of each tile
+    # gradients in their own dtype and in float32; two dozen numbers a token besides statistics of
+    # each tile
     gradients = sum(tensor.numel() * (tensor.element_size() + 4) for tensor in (hidden, weight))
     copies = sum(tensor.numel() * 4 for tensor in (hidden, weight)) if device == "cpu" else 0
     assert peak < budget + gradients + copies + 4 * tokens * 64

@@ -1,7 +1,8 @@
-"""Whole models of our torch layers and of Transformer Engine's against Transformers in float64, on given routes.
+"""Whole models of our torch layers and of Transformer Engine's against Transformers in float64, on
+given routes.
 
-The routes are random and replayed on both sides: in bfloat16 the routers would choose other experts than in float64,
-and the difference would not measure the layers.
+The routes are random and replayed on both sides: in bfloat16 the routers would choose other experts
+than in float64, and the difference would not measure the layers.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from tests.support.transformers_reference import load_reference, worst_error
 # No ratio is near a clip: there a rounding would decide on a whole token's gradient.
 OBJECTIVE = preset("grpo", epsilon_low=0.9, epsilon_high=9.0, entropy_coef=0.01, kl_loss_coef=0.1)
 SCENARIO = Scenario(OBJECTIVE, spread=0.1, per_token=True, temperature=0.8, replay=True)
-NO_ATTENTION = "No dot product attention"  # Transformer Engine's message where no kernel takes the inputs
+NO_ATTENTION = (  # Transformer Engine's message where no kernel takes the inputs
+    "No dot product attention"
+)
 
 Truths = dict[str, tuple[str, Expected]]
 
@@ -37,7 +40,9 @@ def truths(sizes: Sizes, tmp_path_factory: pytest.TempPathFactory) -> Truths:
     """By dtype: a model whose weights that dtype holds exactly, and what is expected of it."""
     found = {}
     for dtype in ("float32", "bfloat16"):
-        path = save_tiny_model(tmp_path_factory.mktemp("models") / dtype, dtype=getattr(torch, dtype), **sizes.model)
+        path = save_tiny_model(
+            tmp_path_factory.mktemp("models") / dtype, dtype=getattr(torch, dtype), **sizes.model
+        )
         found[dtype] = path, expect(load_reference(path), SCENARIO, scale=sizes.scale)
     return found
 
@@ -48,7 +53,9 @@ def policy_of(path: str, groups: ProcessGroups, dtype: str, implementation: str)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_log_probs_and_gradients(device, groups, sizes, truths, implementation, dtype, record_property):
+def test_log_probs_and_gradients(
+    device, groups, sizes, truths, implementation, dtype, record_property
+):
     path, expected = truths[dtype]
     policy = policy_of(path, groups, dtype, implementation)
     batching = micro_batches_of(80 * sizes.scale)
@@ -56,7 +63,9 @@ def test_log_probs_and_gradients(device, groups, sizes, truths, implementation, 
         found = run_pass(policy, SCENARIO, batching, expected.samples)
     except Exception as error:
         if implementation == "transformer_engine" and NO_ATTENTION in str(error):
-            pytest.skip(f"Transformer Engine has no {dtype} attention for packed sequences: {error}")
+            pytest.skip(
+                f"Transformer Engine has no {dtype} attention for packed sequences: {error}"
+            )
         raise
     unit = unit_roundoff(dtype, device, implementation)
     terms = max(policy.config.hidden_size, sum(sample.length for sample in expected.samples))

@@ -1,4 +1,5 @@
-"""Layouts of one and two GPUs with NCCL against Transformers in float64; on a CPU one of them, with gloo.
+"""Layouts of one and two GPUs with NCCL against Transformers in float64; on a CPU one of them, with
+gloo.
 
 tests/equivalence has all layouts on a CPU.
 """
@@ -18,7 +19,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_gspo.mcore.model import build_model  # noqa: F401  before the fork server starts, which then has it
+# Before the fork server starts, which then has it.
+from megatron_gspo.mcore.model import build_model  # noqa: F401
 from tests.equivalence.layouts import MEASURED
 from tests.equivalence.tolerances import OF_LORA, TOLERANCES
 from tests.gpu.layouts import LAYOUTS, Files, LayoutErrors, errors_of, save_files
@@ -41,7 +43,9 @@ def moe(folder: Path) -> Files:
 
 def all_files(folder: Path) -> dict[str, Files]:
     """Of every model of the proof, made in as many processes as there are cores."""
-    one = partial(torch.set_num_threads, 1)  # each; with a thread per core each, they would wait for each other
+    one = partial(
+        torch.set_num_threads, 1
+    )  # each; with a thread per core each, they would wait for each other
     with ProcessPoolExecutor(os.cpu_count(), get_context("spawn"), initializer=one) as pool:
         return dict(zip(MEASURED, pool.map(save_files, MEASURED, repeat(folder)), strict=True))
 
@@ -50,10 +54,26 @@ def torchrun(world: int, models: dict[str, Files], out: Path) -> list[dict[str, 
     """Each rank's errors of each model."""
     listed = out / "models.json"
     listed.write_text(json.dumps(models))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world), "-m",
-               "tests.gpu.layouts", str(listed), str(out)]  # fmt: skip
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True,
-                          text=True, timeout=300)  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(world),
+        "-m",
+        "tests.gpu.layouts",
+        str(listed),
+        str(out),
+    ]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"[-5000:]
     return [json.loads((out / f"{rank}.json").read_text()) for rank in range(world)]
 
@@ -81,7 +101,9 @@ def test_layouts(device, folder, moe, world, tmp_path):
         pytest.skip(f"needs {world} GPUs, there are {torch.cuda.device_count()}")
     else:  # a process that uses CUDA cannot fork
         ranks = torchrun(world, all_files(folder) if world == 1 else {"moe": moe}, tmp_path)
-    assert [list(found["moe"]) for found in ranks] == [names if device == "cpu" else list(LAYOUTS[world])] * world
+    assert [list(found["moe"]) for found in ranks] == [
+        names if device == "cpu" else list(LAYOUTS[world])
+    ] * world
     assert not too_large(ranks, device)
 
 
@@ -96,7 +118,12 @@ def test_the_launch_that_gpus_take(folder, tmp_path):
 
 
 def test_an_error_beyond_the_tolerance_is_reported_with_its_place():
-    ranks = [{"moe": {"tp2": {"gradient": (9e-6, "x"), "route": (0.0, "y")}}},
-             {"moe": {"tp2": {"gradient": (3e-4, "x")}}}]  # fmt: skip
+    ranks = [
+        {"moe": {"tp2": {"gradient": (9e-6, "x"), "route": (0.0, "y")}}},
+        {"moe": {"tp2": {"gradient": (3e-4, "x")}}},
+    ]
     assert too_large(ranks, "cuda") == ["rank 1, moe tp2: gradient is off by 3.0e-04 (x)"]
-    assert too_large([{"glm": {"tp2": {"route": (1.0, "y"), "loss": (float("nan"), "z")}}}], "cuda") != []
+    assert (
+        too_large([{"glm": {"tp2": {"route": (1.0, "y"), "loss": (float("nan"), "z")}}}], "cuda")
+        != []
+    )

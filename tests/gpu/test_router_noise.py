@@ -13,7 +13,9 @@ def test_the_noise_is_that_of_the_cpu(device):
     positions = torch.cat([torch.arange(int(count)) for count in counts])
     found = []
     for place in ("cpu", device):
-        seeds = token_seeds(pass_seed(1, 2, "rollout"), names, segments.to(place), positions.to(place))
+        seeds = token_seeds(
+            pass_seed(1, 2, "rollout"), names, segments.to(place), positions.to(place)
+        )
         found.append([seeds.cpu(), *(gaussian_noise(seeds, layer, 128).cpu() for layer in (0, 47))])
     for expected, noise in zip(*found, strict=True):
         assert torch.equal(expected, noise)

@@ -21,7 +21,12 @@ from megatron_gspo.mcore.offload import whole_storages
 from megatron_gspo.mcore.policy import Policy, build_policy
 from megatron_gspo.mcore.routing_replay.gather_results import flips_of_replica, routes_of_replica
 from megatron_gspo.mcore.routing_replay.micro_batch_routes import ReplayOptions
-from megatron_gspo.mcore.train_step import compute_log_probs, forward_backward, pack_mini_batch, train_mini_batch
+from megatron_gspo.mcore.train_step import (
+    compute_log_probs,
+    forward_backward,
+    pack_mini_batch,
+    train_mini_batch,
+)
 from tests.equivalence.cases import make_samples
 from tests.equivalence.replay import route_shape
 from tests.gpu.tolerances import BITS
@@ -35,7 +40,9 @@ ROUNDOFF = 2.0 ** -BITS["bfloat16"]
 
 @pytest.fixture(scope="module")
 def path(sizes, tmp_path_factory) -> str:
-    return save_tiny_model(tmp_path_factory.mktemp("models") / "model", dtype=torch.bfloat16, **sizes.model)
+    return save_tiny_model(
+        tmp_path_factory.mktemp("models") / "model", dtype=torch.bfloat16, **sizes.model
+    )
 
 
 @pytest.fixture
@@ -53,15 +60,22 @@ def weights(policy: Policy) -> dict[str, Tensor]:
 def samples_of(policy: Policy, scale: int, seed: int) -> list[Sample]:
     """With old log-probs that are the policy's own."""
     samples = make_samples(seed, 8, policy.shape.vocab_size, scale=scale)
-    scores = compute_log_probs(policy, SampleBatch.of(samples), micro_batches_of(80 * scale), temperature=1.0)
-    return [replace(s, old_log_probs=value) for s, value in zip(samples, in_order(scores.log_probs), strict=True)]
+    scores = compute_log_probs(
+        policy, SampleBatch.of(samples), micro_batches_of(80 * scale), temperature=1.0
+    )
+    return [
+        replace(s, old_log_probs=value)
+        for s, value in zip(samples, in_order(scores.log_probs), strict=True)
+    ]
 
 
 def test_a_step_raises_the_objective_and_a_resumed_run_takes_the_same(new_policy, sizes, tmp_path):
     policy, batching = new_policy(), micro_batches_of(80 * sizes.scale)
     samples = samples_of(policy, sizes.scale, seed=0)
     losses = [
-        train_mini_batch(policy, SampleBatch.of(samples), GRPO, batching, temperature=1.0).metrics["loss"]
+        train_mini_batch(policy, SampleBatch.of(samples), GRPO, batching, temperature=1.0).metrics[
+            "loss"
+        ]
         for _ in range(3)
     ]
     assert losses[2] < losses[1] < losses[0]
@@ -74,13 +88,18 @@ def test_a_step_raises_the_objective_and_a_resumed_run_takes_the_same(new_policy
     resumed = new_policy()
     assert load_checkpoint(resumed, at) == {"step": 3, **state}
     loaded = weights(resumed)
-    assert loaded.keys() == before.keys() and all(torch.equal(loaded[name], before[name]) for name in before)
+    assert loaded.keys() == before.keys() and all(
+        torch.equal(loaded[name], before[name]) for name in before
+    )
     again = train_mini_batch(resumed, SampleBatch.of(samples), GRPO, batching, temperature=1.0)
     assert again.metrics["lr"] == result.metrics["lr"]
-    # Some GPU kernels add in an order of their own; a gradient's sign may differ where it is rounding noise.
+    # Some GPU kernels add in an order of their own; a gradient's sign may differ where it is
+    # rounding noise.
     for name in ("loss", "grad_norm"):
         assert again.metrics[name] == pytest.approx(result.metrics[name], rel=4 * ROUNDOFF), name
-    different = [name for name, value in weights(resumed).items() if distance(value, after[name]) > ROUNDOFF]
+    different = [
+        name for name, value in weights(resumed).items() if distance(value, after[name]) > ROUNDOFF
+    ]
     assert not different
     assert any(not torch.equal(after[name], before[name]) for name in after)
 
@@ -101,7 +120,9 @@ def test_memory_is_released_for_generation_and_taken_back(device, new_policy, si
         assert allocated - torch.cuda.memory_allocated() >= released
     policy.memory.restore()
     assert all(torch.equal(now.cpu(), was) for now, was in zip(kept(policy), before, strict=True))
-    assert train_mini_batch(policy, samples, GRPO, batching, temperature=1.0).metrics["grad_norm"] > 0
+    assert (
+        train_mini_batch(policy, samples, GRPO, batching, temperature=1.0).metrics["grad_norm"] > 0
+    )
 
 
 def kept(policy: Policy) -> list[Tensor]:
@@ -115,25 +136,37 @@ def kept(policy: Policy) -> list[Tensor]:
 
 @pytest.mark.parametrize("storage", ["device", "host"])
 def test_recorded_routes_are_replayed(new_policy, sizes, storage):
-    """A pass with the routes that it took itself gives the same log-probs, and other routes give other ones."""
+    """A pass with the routes that it took itself gives the same log-probs, and other routes
+    give other ones.
+    """
     policy, batching = new_policy(), micro_batches_of(80 * sizes.scale)
-    shape, samples = route_shape(policy), make_samples(1, 8, policy.shape.vocab_size, scale=sizes.scale)
+    shape, samples = (
+        route_shape(policy),
+        make_samples(1, 8, policy.shape.vocab_size, scale=sizes.scale),
+    )
     record = ReplayOptions(shape, record=True, entropy=True, storage=storage)
-    recorded = compute_log_probs(policy, SampleBatch.of(samples), batching, temperature=1.0, routing=record)
+    recorded = compute_log_probs(
+        policy, SampleBatch.of(samples), batching, temperature=1.0, routing=record
+    )
     found, _ = routes_of_replica(recorded.routing, SampleBatch.of(samples), range(len(samples)))
     routes = in_order(found)
     replay = ReplayOptions(shape, replay=True, compare=True, storage=storage)
 
     def scores(given: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        batch = [replace(sample, routed_experts=ids) for sample, ids in zip(samples, given, strict=True)]
-        found = compute_log_probs(policy, SampleBatch.of(batch), batching, temperature=1.0, routing=replay)
+        batch = [
+            replace(sample, routed_experts=ids) for sample, ids in zip(samples, given, strict=True)
+        ]
+        found = compute_log_probs(
+            policy, SampleBatch.of(batch), batching, temperature=1.0, routing=replay
+        )
         return np.concatenate(in_order(found.log_probs)), np.concatenate(
             in_order(flips_of_replica(found.routing, SampleBatch.of(batch)))
         )
 
     own, flips = scores(routes)
     spread = np.concatenate(in_order(recorded.log_probs)).std()
-    # A few tokens whose best experts are equally good may choose the other one in the second pass: they are replayed.
+    # A few tokens whose best experts are equally good may choose the other one in the second pass:
+    # they are replayed.
     assert (flips > 0).mean() < 0.01
     assert np.abs(own - np.concatenate(in_order(recorded.log_probs))).max() < ROUNDOFF * spread
     other, flips = scores([(ids + 1) % shape.num_experts for ids in routes])
@@ -141,13 +174,20 @@ def test_recorded_routes_are_replayed(new_policy, sizes, storage):
 
 
 def test_our_code_does_not_wait_for_the_gpu(device, new_policy, sizes):
-    """Within the forward and backward of a mini-batch. Megatron's own synchronisations are printed."""
+    """Within the forward and backward of a mini-batch.
+
+    Megatron's own synchronisations are printed.
+    """
     if device == "cpu":
         pytest.skip("needs a GPU; tests/mcore/test_no_synchronisation.py has the CPU's test")
     policy, batching = new_policy(), micro_batches_of(40 * sizes.scale)
     samples = samples_of(policy, sizes.scale, seed=2)
-    batches = pack_mini_batch(policy, SampleBatch.of(samples), batching, optional=("old_log_probs",), routing=None)
-    forward_backward(policy, GRPO, batches, temperature=1.0)  # kernels are compiled and buffers allocated
+    batches = pack_mini_batch(
+        policy, SampleBatch.of(samples), batching, optional=("old_log_probs",), routing=None
+    )
+    forward_backward(
+        policy, GRPO, batches, temperature=1.0
+    )  # kernels are compiled and buffers allocated
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as caught:

@@ -3,8 +3,9 @@
     python -m tests.gpu.wheels FOLDER     # where there is a network: downloads them
     python -m tests.gpu.wheels            # prints them, one requirement a line
 
-They are what setup.py requires, pytest and hypothesis, and what these require in turn, in the versions of the
-environment that runs this. torch and numpy, with what they require, are the GPU machine's own.
+They are what setup.py requires, pytest and hypothesis, and what these require in turn, in the
+versions of the environment that runs this. torch and numpy, with what they require, are the GPU
+machine's own.
 """
 
 from __future__ import annotations
@@ -58,13 +59,25 @@ def needed() -> list[str]:
 
 def download_command(folder: str) -> list[str]:
     """pip's command for wheels of Linux and the GPU machine's Python."""
-    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", folder]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "-q",
+        "--no-deps",
+        "--only-binary=:all:",
+        "-d",
+        folder,
+    ]
     command += ["--python-version", PYTHON, "--implementation", "cp"]
     return [*command, *(f"--platform={name}" for name in PLATFORMS), *needed()]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", nargs="?", help="download the wheels into it")
     folder = parser.parse_args().folder
     if folder is None:

@@ -1,4 +1,6 @@
-"""Every config of examples/ can start on the processes that its header names; variants differ in declared keys only."""
+"""Every config of examples/ can start on the processes that its header names; variants differ
+in declared keys only.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,11 @@ from megatron_gspo.tools.rehearse.build_only import Stage, build_stages
 from tests.support.training_runs import tiny_model
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-CONFIGS = sorted(file for file in EXAMPLES.rglob("*.yaml") if re.search("^model:", file.read_text(), re.MULTILINE))
+CONFIGS = sorted(
+    file
+    for file in EXAMPLES.rglob("*.yaml")
+    if re.search("^model:", file.read_text(), re.MULTILINE)
+)
 GRPO = [file for file in CONFIGS if file.stem.endswith("_grpo_r2")]
 GIB = 2**30
 
@@ -36,10 +42,12 @@ def tiny(tmp_path_factory) -> str:
 
 
 def load(file: Path, tiny: str, folder: Path) -> Config:
-    """The config with this machine's paths: sizes as shipped, six prompts, random weights. Adapters refuse these: their
-    model directory has a file of weights that nothing reads."""
+    """The config with this machine's paths: sizes as shipped, six prompts, random weights. Adapters
+    refuse these: their model directory has a file of weights that nothing reads."""
     prompts = folder / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": f"{i} + 1", "answer": str(i + 1)}) + "\n" for i in range(6)))
+    prompts.write_text(
+        "".join(json.dumps({"prompt": f"{i} + 1", "answer": str(i + 1)}) + "\n" for i in range(6))
+    )
     data = yaml.safe_load(file.read_text())
     shipped = next(EXAMPLES.glob(f"*/models/{Path(data['model']['path']).name}"), tiny)
     if "lora" in data:
@@ -47,7 +55,9 @@ def load(file: Path, tiny: str, folder: Path) -> Config:
         (shipped / "model.safetensors").touch()
     overrides = [f"model.path={shipped}", f"run_dir={folder}/run"]
     overrides += [] if "lora" in data else ["model.init=random"]
-    overrides += [f"data.{key}={prompts}" for key in ("prompts", "eval_prompts") if key in data["data"]]
+    overrides += [
+        f"data.{key}={prompts}" for key in ("prompts", "eval_prompts") if key in data["data"]
+    ]
     if "python" in data.get("sglang", {}):
         overrides.append(f"sglang.python={sys.executable}")
     return load_config(file, overrides)
@@ -74,7 +84,9 @@ def test_the_config_of_the_readme_can_start(tiny, tmp_path, monkeypatch):
 def flat(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     found = {}
     for key, value in data.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        found |= (
+            flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        )
     return found
 
 
@@ -83,24 +95,42 @@ def test_variants_differ_only_where_the_algorithms_do(file):
     gspo = file.with_name(file.name.replace("_grpo_r2", "_gspo"))
     ours, theirs = flat(load_config(file).dump()), flat(load_config(gspo).dump())
     different = {key for key in ours | theirs if ours.get(key) != theirs.get(key)}
-    clip = {"algorithm.epsilon_low", "algorithm.epsilon_high", "algorithm.importance_sampling_level"}
+    clip = {
+        "algorithm.epsilon_low",
+        "algorithm.epsilon_high",
+        "algorithm.importance_sampling_level",
+    }
     assert different == {"run_dir", "algorithm.name", "routing.replay"} | clip
     assert processes(file) == processes(gspo)
-    assert (ours["algorithm.epsilon_low"], ours["algorithm.epsilon_high"]) == (0.2, 0.27)  # as published
+    assert (ours["algorithm.epsilon_low"], ours["algorithm.epsilon_high"]) == (
+        0.2,
+        0.27,
+    )  # as published
     if "tiny" not in file.name:
         assert (theirs["algorithm.epsilon_low"], theirs["algorithm.epsilon_high"]) == (3e-4, 4e-4)
-        assert load_config(gspo).rollout.sequences == 4 * load_config(gspo).training.global_batch_size
+        assert (
+            load_config(gspo).rollout.sequences == 4 * load_config(gspo).training.global_batch_size
+        )
 
 
 def test_the_example_of_vllm_differs_in_the_servers_only():
-    ours, theirs = (flat(load_config(EXAMPLES / "qwen3_moe" / f"{name}_30b_a3b_4x8_gspo.yaml").dump())
-                    for name in ("vllm", "qwen3"))  # fmt: skip
+    ours, theirs = (
+        flat(load_config(EXAMPLES / "qwen3_moe" / f"{name}_30b_a3b_4x8_gspo.yaml").dump())
+        for name in ("vllm", "qwen3")
+    )
     different = {key for key in ours | theirs if ours.get(key) != theirs.get(key)}
-    assert {key for key in different if not key.startswith(("vllm.", "sglang."))} == {"run_dir", "rollout.engine"}
+    assert {key for key in different if not key.startswith(("vllm.", "sglang."))} == {
+        "run_dir",
+        "rollout.engine",
+    }
 
 
 def test_there_is_a_variant_of_each():
-    large = {file.stem for file in CONFIGS if file.parent.name == "qwen3_moe" and file.stem.startswith("qwen3_")}
+    large = {
+        file.stem
+        for file in CONFIGS
+        if file.parent.name == "qwen3_moe" and file.stem.startswith("qwen3_")
+    }
     assert len(large) == 10 and {stem.replace("_grpo_r2", "_gspo") for stem in large} <= large
     assert len(GRPO) == 5
 
@@ -110,19 +140,29 @@ WITH_MEMORY = [file for file in CONFIGS if "GiB weights" in file.read_text() and
 
 def told_memory(file: Path) -> list[float]:
     """GiB of weights, gradients, optimizer, their sum, and activations, in a config's header."""
-    header = " ".join(line.lstrip("# ") for line in file.read_text().splitlines() if line.startswith("#"))
-    states = re.search(r"([\d.]+) GiB weights, ([\d.]+) gradients .*, ([\d.]+) optimizer \([^)]*\): ([\d.]+)\.", header)
+    header = " ".join(
+        line.lstrip("# ") for line in file.read_text().splitlines() if line.startswith("#")
+    )
+    states = re.search(
+        r"([\d.]+) GiB weights, ([\d.]+) gradients .*, ([\d.]+) optimizer \([^)]*\): ([\d.]+)\.",
+        header,
+    )
     activations = re.search(r"([\d.]+) of activations", header)
     return [float(word) for word in (*states.groups(), activations[1])]
 
 
 @pytest.mark.parametrize("file", WITH_MEMORY, ids=lambda file: file.stem)
 def test_the_header_has_the_memory_of_the_layout(file, tiny, tmp_path):
-    """As the plan's coarse formulas have it; adapters' gradients and optimizer, below 2 GiB, they leave out."""
+    """As the plan's coarse formulas have it; adapters' gradients and optimizer, below 2 GiB,
+    they leave out.
+    """
     config = load(file, tiny, tmp_path)
     _, shape = family_of(read_config(config.model.path))
     estimator = Estimator(shape, config, Hardware(find_gpu("h100"), processes(file), 1.0, 1.0))
-    recompute, tokens = config.model.recompute_granularity, config.training.max_tokens_per_micro_batch
+    recompute, tokens = (
+        config.model.recompute_granularity,
+        config.training.max_tokens_per_micro_batch,
+    )
     estimate = estimator.estimate(Choice(config.parallel, recompute, tokens))
     weights, gradients, optimizer, total, activations = told_memory(file)
     assert total == pytest.approx(weights + gradients + optimizer, abs=0.11)
@@ -131,7 +171,9 @@ def test_the_header_has_the_memory_of_the_layout(file, tiny, tmp_path):
     assert optimizer == pytest.approx(estimate.optimizer / GIB, rel=0.05, abs=1.3)
     assert activations == pytest.approx(estimate.activations / GIB, rel=0.25)
     page = (EXAMPLES.parent / "docs" / "launch.md").read_text()
-    assert f"| {total} GiB |" in next(line for line in page.splitlines() if file.name in line and "|" in line)
+    assert f"| {total} GiB |" in next(
+        line for line in page.splitlines() if file.name in line and "|" in line
+    )
 
 
 def check_header(file: Path, config: Config, stages: list[Stage]) -> None:
@@ -156,14 +198,21 @@ def test_a_variant_has_the_model_and_the_layout_of_the_other(file):
     assert found[0] == found[1] and processes(file) == processes(other)
 
 
-@pytest.mark.parametrize("file", [file for file in CONFIGS if file not in GRPO], ids=lambda file: file.stem)
+@pytest.mark.parametrize(
+    "file", [file for file in CONFIGS if file not in GRPO], ids=lambda file: file.stem
+)
 def test_every_stage_is_built(file, tiny, tmp_path):
-    """Every stage's model is built on the meta device in the full world; all stages together hold the whole model."""
+    """Every stage's model is built on the meta device in the full world; all stages together
+    hold the whole model.
+    """
     config = load(file, tiny, tmp_path)
     stages = build_stages(config, processes(file))
     _, shape = family_of(read_config(config.model.path))
     assert sum(stage.layers for stage in stages) == shape.num_layers
-    experts = sum(stage.expert_parameters for stage in stages) * config.parallel.expert_model_parallel_size
+    experts = (
+        sum(stage.expert_parameters for stage in stages)
+        * config.parallel.expert_model_parallel_size
+    )
     moe_layers = sum(shape.moe_layers)
     hidden, width = shape.hidden_size, shape.moe_ffn_hidden_size
     biases = (2 * width + hidden) * shape.linear_bias

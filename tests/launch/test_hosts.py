@@ -1,5 +1,5 @@
-"""Training over two hosts with the launch scripts: they find each other, one loses power and restarts, and the run
-ends bitwise as one on a single machine that was left alone."""
+"""Training over two hosts with the launch scripts: they find each other, one loses power and
+restarts, and the run ends bitwise as one on a single machine that was left alone."""
 
 from __future__ import annotations
 
@@ -45,7 +45,11 @@ def configure(model: str, run_dir: Path, steps: int = 5) -> Path:
     config = base_config(
         model,
         run_dir,
-        parallel={"tensor_model_parallel_size": 2, "expert_model_parallel_size": 4, "distributed_timeout_minutes": 1.0},
+        parallel={
+            "tensor_model_parallel_size": 2,
+            "expert_model_parallel_size": 4,
+            "distributed_timeout_minutes": 1.0,
+        },
         training={"steps": steps},
         evaluation={"at_start": False},
         checkpoint={"save_interval": 2, "async_save": False},  # whole before the next step begins
@@ -71,7 +75,9 @@ def start():
             process.wait(60)
 
 
-def launch(script: str, log: Path, arguments: list[str], on: Host | None = None, **settings: Any) -> subprocess.Popen:
+def launch(
+    script: str, log: Path, arguments: list[str], on: Host | None = None, **settings: Any
+) -> subprocess.Popen:
     """A launch script, on a host or here; its output goes to ``log``."""
     environment = {
         **os.environ,
@@ -85,13 +91,19 @@ def launch(script: str, log: Path, arguments: list[str], on: Host | None = None,
     command = [str(SCRIPTS / script), *arguments]
     with log.open("a") as output:
         return subprocess.Popen(
-            command if on is None else on.command(command), env=environment, stdout=output, stderr=output, cwd=ROOT,
+            command if on is None else on.command(command),
+            env=environment,
+            stdout=output,
+            stderr=output,
+            cwd=ROOT,
             preexec_fn=hear_interrupts,
         )
 
 
 def hear_interrupts() -> None:
-    """A shell that starts the tests in the background has them ignore SIGINT; inherited, that can't be trapped."""
+    """A shell that starts the tests in the background has them ignore SIGINT; inherited, that
+    can't be trapped.
+    """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -106,7 +118,9 @@ def lines(file: Path) -> int:
 
 @pytest.mark.slow  # .ci/run runs it
 def test_a_host_loses_power_and_comes_back(machines, model, start, tmp_path):
-    left_alone = run_ranks(yaml.safe_load(configure(model, tmp_path / "alone").read_text()), 4, tmp_path, limit=LIMIT)
+    left_alone = run_ranks(
+        yaml.safe_load(configure(model, tmp_path / "alone").read_text()), 4, tmp_path, limit=LIMIT
+    )
     assert [rank.code for rank in left_alone] == [0] * 4
 
     config, run_dir = configure(model, tmp_path / "run"), tmp_path / "run"
@@ -124,7 +138,10 @@ def test_a_host_loses_power_and_comes_back(machines, model, start, tmp_path):
 
     text = logs[0].read_text()
     assert codes == [0, 0], text[-3000:]
-    assert "lost contact with another rank" in text and f"resumed from {run_dir}/checkpoints/step_000002" in text
+    assert (
+        "lost contact with another rank" in text
+        and f"resumed from {run_dir}/checkpoints/step_000002" in text
+    )
     for host in machines:  # a log for each rank, in a folder of its host
         assert len(list((tmp_path / "logs" / host.name).glob("*/attempt_0/[01]/stderr.log"))) >= 2
     assert first_difference(run_dir, tmp_path / "alone") == ""
@@ -132,15 +149,19 @@ def test_a_host_loses_power_and_comes_back(machines, model, start, tmp_path):
 
 def configure_one(model: str, run_dir: Path) -> list[str]:
     """Many steps without a checkpoint, and no parallelism but data's."""
-    one = ["parallel.tensor_model_parallel_size=1", "parallel.expert_model_parallel_size=1",
-           "checkpoint.save_interval=0"]
+    one = [
+        "parallel.tensor_model_parallel_size=1",
+        "parallel.expert_model_parallel_size=1",
+        "checkpoint.save_interval=0",
+    ]
     return [str(configure(model, run_dir, steps=60)), *one]
 
 
 @pytest.mark.slow
 def test_one_script_is_asked_and_both_say_that_the_run_has_stopped(model, start, tmp_path):
-    """Static rendezvous of two nodes, here and without namespaces; a scheduler's SIGTERM reaches the second. The first
-    is told by our variables where to meet, the second by those of Kubeflow's operator."""
+    """Static rendezvous of two nodes, here and without namespaces; a scheduler's SIGTERM reaches
+    the second. The first is told by our variables where to meet, the second by those of Kubeflow's
+    operator."""
     run_dir, arguments = tmp_path / "run", configure_one(model, tmp_path / "run")
     port, logs = free_port(), [tmp_path / f"node_{number}.txt" for number in (0, 1)]
     ours = dict(NODE_RANK=0, HEAD="127.0.0.1", PORT=port)
@@ -164,7 +185,9 @@ def test_an_interrupt_ends_the_run_at_once(model, start, tmp_path):
     wait_in_run(lambda: lines(tmp_path / "run" / "metrics.jsonl") >= 1, running, log)
     running.send_signal(signal.SIGINT)
     assert running.wait(60) not in (0, 75)
-    assert "stopped by SIGTERM" in log.read_text() and not list(tmp_path.glob("run/checkpoints/step_*"))
+    assert "stopped by SIGTERM" in log.read_text() and not list(
+        tmp_path.glob("run/checkpoints/step_*")
+    )
 
 
 def test_a_misspelt_key_ends_before_torchrun(start, tmp_path):

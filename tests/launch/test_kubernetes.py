@@ -1,4 +1,6 @@
-"""The Kubernetes example: it parses, and what its pods run is valid for the script, the config and the server tool."""
+"""The Kubernetes example: it parses, and what its pods run is valid for the script, the config
+and the server tool.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,11 @@ def test_the_servers_are_those_that_the_run_is_told(parts):
     assert program == PROGRAM and COMMANDS[command].module == serve.__name__
     ours, theirs = split_server_arguments(container["args"])
     options = serve._parser().parse_args(ours)
-    assert (options.servers, options.port, theirs) == (2, 31000, {"sglang": ["--host=0.0.0.0", "--tp-size=4"]})
+    assert (options.servers, options.port, theirs) == (
+        2,
+        31000,
+        {"sglang": ["--host=0.0.0.0", "--tp-size=4"]},
+    )
     labels = parts["StatefulSet"]["spec"]["template"]["metadata"]["labels"]
     assert parts["Service"]["spec"]["selector"] == labels
     assert parts["StatefulSet"]["spec"]["selector"]["matchLabels"] == labels

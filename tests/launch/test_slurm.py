@@ -1,4 +1,6 @@
-"""The Slurm job script with stand-ins for srun and scontrol (tests/launch/slurm): Slurm itself isn't here."""
+"""The Slurm job script with stand-ins for srun and scontrol (tests/launch/slurm): Slurm itself
+isn't here.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ SHIPPED = ROOT / "examples" / "qwen3_moe" / "qwen3_235b_a22b_32x8_gspo.yaml"
 LIMIT = 240.0  # seconds, on a busy machine
 
 
-def submit(folder: Path, nodes: list[str], arguments: list[str], **settings: Any) -> subprocess.Popen:
+def submit(
+    folder: Path, nodes: list[str], arguments: list[str], **settings: Any
+) -> subprocess.Popen:
     """The job script as sbatch starts it."""
     environment = {
         **os.environ,
@@ -58,7 +62,9 @@ def lines(file: Path) -> int:
 
 def said(folder: Path, node: str) -> str:
     """What a node's rank wrote."""
-    return "".join(file.read_text() for file in (folder / "logs" / node).glob("*/attempt_0/0/std*.log"))
+    return "".join(
+        file.read_text() for file in (folder / "logs" / node).glob("*/attempt_0/0/std*.log")
+    )
 
 
 @pytest.fixture
@@ -72,14 +78,19 @@ def nodes():
 
 @pytest.mark.slow
 def test_before_its_time_limit_a_job_saves_and_is_queued_again(nodes, tmp_path):
-    """TP 2 over two nodes; the job's second life ends the run, bitwise as one that was left alone."""
+    """TP 2 over two nodes; the job's second life ends the run, bitwise as one that was left
+    alone.
+    """
     configs = {}
     for name in ("alone", "run"):
         configs[name] = base_config(
             tiny_model(tmp_path / "model"),
             tmp_path / name,
-            parallel={"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2,
-                      "distributed_timeout_minutes": 1.0},  # fmt: skip
+            parallel={
+                "tensor_model_parallel_size": 2,
+                "expert_model_parallel_size": 2,
+                "distributed_timeout_minutes": 1.0,
+            },
             training={"steps": 8},
             evaluation={"at_start": False},
             checkpoint={"save_interval": 8, "keep": 1},
@@ -96,18 +107,25 @@ def test_before_its_time_limit_a_job_saves_and_is_queued_again(nodes, tmp_path):
     assert 1 <= done < 8 and not (run_dir / "summary.json").exists()
     assert calls(tmp_path)[-1] == ["requeue", "17"]
 
-    assert ["step 1/8" in said(tmp_path, node) for node in nodes] == [True, False]  # rank 0 is on the first
+    assert ["step 1/8" in said(tmp_path, node) for node in nodes] == [
+        True,
+        False,
+    ]  # rank 0 is on the first
 
     again = submit(tmp_path, nodes, [str(file)], PROCESSES=1, SLURM_RESTART_COUNT=1)
     assert again.wait(LIMIT) == 0, (tmp_path / "job.txt").read_text()[-3000:]
-    assert f"resumed from {run_dir}/checkpoints/step_{done:06d}" in (tmp_path / "job.txt").read_text()
+    assert (
+        f"resumed from {run_dir}/checkpoints/step_{done:06d}" in (tmp_path / "job.txt").read_text()
+    )
     assert [call[0] for call in calls(tmp_path)].count("requeue") == 1
     assert first_difference(run_dir, tmp_path / "alone") == ""
 
 
 def test_without_sbatch_it_says_so():
     script = ROOT / "examples" / "launch" / "slurm.sh"
-    done = subprocess.run([script, "run.yaml"], env={"PATH": os.environ["PATH"]}, capture_output=True, text=True)
+    done = subprocess.run(
+        [script, "run.yaml"], env={"PATH": os.environ["PATH"]}, capture_output=True, text=True
+    )
     assert done.returncode != 0 and done.stderr.endswith("start this script with sbatch\n")
 
 
@@ -143,8 +161,14 @@ def test_the_last_nodes_serve_and_the_run_knows_them(tmp_path):
     """The script passes srun a valid command of the server tool and a valid set of overrides."""
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump(base_config(str(tmp_path), tmp_path / "run")))
-    settings = dict(SERVER_NODES=1, SERVERS_PER_NODE=2, SERVER_GPUS=4, MODEL="/models/m", SGLANG_PYTHON="/s/python",
-                    SERVER_ARGS="--routed-experts --sglang.mem-fraction-static 0.9")  # fmt: skip
+    settings = dict(
+        SERVER_NODES=1,
+        SERVERS_PER_NODE=2,
+        SERVER_GPUS=4,
+        MODEL="/models/m",
+        SGLANG_PYTHON="/s/python",
+        SERVER_ARGS="--routed-experts --sglang.mem-fraction-static 0.9",
+    )
     nodes = ["node1", "node2", "node3"]
     job = submit(tmp_path, nodes, [str(file), "seed=3"], SHIM_ONLY_RECORD=1, **settings)
     assert job.wait(LIMIT) == 0, (tmp_path / "job.txt").read_text()
@@ -158,8 +182,15 @@ def test_the_last_nodes_serve_and_the_run_knows_them(tmp_path):
     ours, theirs = split_server_arguments(words)
     tool = serve._launch(serve._parser().parse_args(ours), theirs)
     servers = tool.config
-    assert (tool.model, servers.num_servers, servers.port, servers.python) == ("/models/m", 2, 31000, "/s/python")
-    assert servers.start_timeout == load_config(SHIPPED).sglang.recovery_timeout  # a slow start is no failure to either
+    assert (tool.model, servers.num_servers, servers.port, servers.python) == (
+        "/models/m",
+        2,
+        31000,
+        "/s/python",
+    )
+    assert (
+        servers.start_timeout == load_config(SHIPPED).sglang.recovery_timeout
+    )  # a slow start is no failure to either
     assert tool.routed_experts and servers.server_args == (
         *("--host", "0.0.0.0", "--tp-size", "4"),
         *("--mem-fraction-static", "0.9"),
@@ -170,7 +201,11 @@ def test_the_last_nodes_serve_and_the_run_knows_them(tmp_path):
     assert training[12].endswith("/examples/launch/static.sh") and training[13] == str(file)
     config = load_config(file, training[14:])
     assert config.sglang.urls == ("http://node3:31000", "http://node3:31001")
-    assert (config.sglang.master_address, config.model.path, config.seed) == ("node1", "/models/m", 3)
+    assert (config.sglang.master_address, config.model.path, config.seed) == (
+        "node1",
+        "/models/m",
+        3,
+    )
     key = Path(config.sglang.api_key_file)
     assert key.stat().st_mode & 0o777 == 0o600 and len(key.read_text().strip()) == 48
     assert servers.api_key_file == str(key)

@@ -1,4 +1,6 @@
-"""A policy that starts from adapters in PEFT's format, in another layout than they come from; what is refused."""
+"""A policy that starts from adapters in PEFT's format, in another layout than they come from;
+what is refused.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,13 @@ GATE = ".mlp.experts.1.gate_proj.lora_B.weight"
 
 def _policy(path: str, **sizes: int) -> Policy:
     layout = parallel(**sizes)
-    return build_policy(model_config(path), layout, groups_of(layout), optimizer=adam(1e-3),
-                        parts=TrainedParts(lora=LORA, seed=len(sizes)))  # fmt: skip
+    return build_policy(
+        model_config(path),
+        layout,
+        groups_of(layout),
+        optimizer=adam(1e-3),
+        parts=TrainedParts(lora=LORA, seed=len(sizes)),
+    )
 
 
 def _random(name: str, sizes: tuple[int, int]) -> Tensor:
@@ -35,7 +42,9 @@ def _random(name: str, sizes: tuple[int, int]) -> Tensor:
 
 
 def starts(rank: int, world: int, path: str, folder: Path) -> list[Any]:
-    """Whether the new policy exports the adapters of the first, and the messages of what is refused."""
+    """Whether the new policy exports the adapters of the first, and the messages of what is
+    refused.
+    """
     first = _policy(path, tensor=2)
     first.set_adapters(_random)
     tensors = {name: tensor.clone() for name, tensor in first.adapters()}
@@ -72,11 +81,17 @@ def test_a_policy_starts_from_adapters(tmp_path: Path) -> None:
     ranks = run_distributed(starts, 2, path, tmp_path, timeout=300)
     for same, *messages in ranks:
         assert same and all(same.values())
-        assert messages[0].startswith("lora.rank = 4: the adapters of lora.adapter_path have 3; set it to 3")
+        assert messages[0].startswith(
+            "lora.rank = 4: the adapters of lora.adapter_path have 3; set it to 3"
+        )
         assert messages[1].startswith("lora.alpha = 6.0: ") and "set it to 5.0" in messages[1]
         assert messages[2].startswith("lora.targets") and "use some of" in messages[2]
         assert messages[3].startswith("lora.experts") and messages[3].endswith("set it to each")
-        assert "model.path has" in messages[4] and messages[4].endswith("set model.path to their base")
+        assert "model.path has" in messages[4] and messages[4].endswith(
+            "set model.path to their base"
+        )
         assert messages[6].startswith(path) and "holds no adapters in PEFT's format" in messages[6]
     # the rank that holds expert 1 has no use for it
-    assert [GATE in messages[5] and "no such tensor" in messages[5] for _, *messages in ranks].count(True) >= 1
+    assert [
+        GATE in messages[5] and "no such tensor" in messages[5] for _, *messages in ranks
+    ].count(True) >= 1

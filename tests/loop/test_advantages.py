@@ -12,7 +12,9 @@ from tests.support.samples import make_sample
 
 
 def test_penalties_are_charged_to_the_last_turn():
-    batch = SampleBatch.of([episode(0.0, 1.0), episode(1.0, 0.0), episode(0.5, 0.0, reward=float("nan"))])
+    batch = SampleBatch.of(
+        [episode(0.0, 1.0), episode(1.0, 0.0), episode(0.5, 0.0, reward=float("nan"))]
+    )
     shaped = np.array([1.0, 0.0, np.nan])  # one off the second
     algorithm = AlgorithmConfig.preset(name="gspo_token", turn_discount=0.5, advantage_std="none")
     samples = with_turn_advantages(batch, shaped, algorithm).samples
@@ -24,7 +26,10 @@ def test_penalties_are_charged_to_the_last_turn():
 
 def scored(*rewards: float, **fields) -> list:
     """Samples of one group, responses of three tokens."""
-    return [make_sample(1, 3, seed=i, prompt_index=0, reward=reward, **fields) for i, reward in enumerate(rewards)]
+    return [
+        make_sample(1, 3, seed=i, prompt_index=0, reward=reward, **fields)
+        for i, reward in enumerate(rewards)
+    ]
 
 
 def test_a_response_has_one_advantage():
@@ -32,9 +37,13 @@ def test_a_response_has_one_advantage():
     found = with_advantages(
         SampleBatch.of(samples), AlgorithmConfig.preset(advantage_std="none"), max_response_length=9
     ).samples
-    assert [sample.advantages.tolist() for sample in found] == [[v] * 3 for v in (0.5, -0.5, -0.5, 0.5)]
+    assert [sample.advantages.tolist() for sample in found] == [
+        [v] * 3 for v in (0.5, -0.5, -0.5, 0.5)
+    ]
     assert all(sample.advantages.dtype == np.float32 for sample in found)
-    assert samples[0].advantages.tolist() != found[0].advantages.tolist(), "the given samples do not change"
+    assert samples[0].advantages.tolist() != found[0].advantages.tolist(), (
+        "the given samples do not change"
+    )
 
 
 def test_a_reward_that_is_not_known_moves_no_baseline():
@@ -55,9 +64,15 @@ def test_supervised_training_weights_every_token_by_one():
 
 def test_the_reward_is_reduced_by_length_and_kl():
     samples = scored(1.0, 1.0)
-    samples[1] = make_sample(1, 8, seed=1, prompt_index=0, reward=1.0, mask=[True] * 4 + [False] * 4)
-    algorithm = AlgorithmConfig.preset(truncated="penalize", overlong_buffer_len=4, overlong_penalty_factor=2.0)
-    np.testing.assert_allclose(shaped_rewards(SampleBatch.of(samples), algorithm, max_response_length=8), [1.0, -1.0])
+    samples[1] = make_sample(
+        1, 8, seed=1, prompt_index=0, reward=1.0, mask=[True] * 4 + [False] * 4
+    )
+    algorithm = AlgorithmConfig.preset(
+        truncated="penalize", overlong_buffer_len=4, overlong_penalty_factor=2.0
+    )
+    np.testing.assert_allclose(
+        shaped_rewards(SampleBatch.of(samples), algorithm, max_response_length=8), [1.0, -1.0]
+    )
     algorithm = AlgorithmConfig.preset(kl_reward_coef=0.5, kl_loss_type="k1", advantage_std="none")
     kl = [float((s.old_log_probs - s.ref_log_probs)[s.loss_mask].sum()) for s in samples]
     found = with_advantages(SampleBatch.of(samples), algorithm, max_response_length=8).samples

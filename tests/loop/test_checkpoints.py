@@ -1,4 +1,6 @@
-"""The state of a run, and checkpoints that are saved one at a time; the saves themselves are stubs."""
+"""The state of a run, and checkpoints that are saved one at a time; the saves themselves are
+stubs.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,12 @@ class Save:
     """Written once ``written`` is set."""
 
     def __init__(self, folder: Path, step: int, events: list[str]) -> None:
-        self.path, self._final, self.step, self.events = folder / f".partial_{step}", folder / f"{step}", step, events
+        self.path, self._final, self.step, self.events = (
+            folder / f".partial_{step}",
+            folder / f"{step}",
+            step,
+            events,
+        )
         self.image = "its memory"
         self.written = False
 
@@ -84,7 +91,9 @@ def test_a_save_that_outlives_its_weights_is_not_the_current_one(made):
 def test_without_async_save_it_is_complete_on_return(made):
     manager = made.make(async_save=False)
     manager.begin(LoopState(step=2))
-    assert made.events == ["began 2 with None", "finished 2"] and manager.current == made.folder / "2"
+    assert (
+        made.events == ["began 2 with None", "finished 2"] and manager.current == made.folder / "2"
+    )
 
 
 def test_an_unfinished_save_is_discarded_at_the_end(made):
@@ -104,13 +113,17 @@ def test_failing_servers_leave_a_checkpoint(made, begun, saved):
     manager = made.make()
     if begun:
         manager.begin(LoopState(step=2))
-    with pytest.raises(SharedEngineError, match=f"^no server; {saved}start again to resume from {made.folder}/2$"):
+    with pytest.raises(
+        SharedEngineError, match=f"^no server; {saved}start again to resume from {made.folder}/2$"
+    ):
         with manager.saved_on_engine_failure(LoopState(step=2)):
             raise SharedEngineError("no server")
     assert made.events == ["began 2 with None", "finished 2"]
 
 
-@pytest.mark.parametrize(("step", "error"), [(0, SharedEngineError("no server")), (2, EngineError("one rank's"))])
+@pytest.mark.parametrize(
+    ("step", "error"), [(0, SharedEngineError("no server")), (2, EngineError("one rank's"))]
+)
 def test_other_failures_save_nothing(made, step, error):
     with pytest.raises(EngineError) as raised:
         with made.make().saved_on_engine_failure(LoopState(step=step)):
@@ -121,7 +134,9 @@ def test_other_failures_save_nothing(made, step, error):
 def test_the_state_after_a_step():
     state = LoopState(step=3, cursor=5, samples=2, tokens=9, accuracy_before=0.25)
     after = state.after_step(DataCursor(8, (6, 7)), samples=2, tokens=10)
-    assert after == LoopState(step=4, cursor=8, pending=(6, 7), samples=4, tokens=19, accuracy_before=0.25)
+    assert after == LoopState(
+        step=4, cursor=8, pending=(6, 7), samples=4, tokens=19, accuracy_before=0.25
+    )
     assert LoopState(**json.loads(json.dumps(asdict(after)))).data_cursor == DataCursor(8, (6, 7))
 
 
@@ -129,6 +144,8 @@ def test_a_state_of_another_version_is_refused():
     state = asdict(LoopState())
     checkpoints._check_state(Path("at"), state)
     with pytest.raises(CheckpointError, match="at/state.json lacks step: it is of another version"):
-        checkpoints._check_state(Path("at"), {name: value for name, value in state.items() if name != "step"})
+        checkpoints._check_state(
+            Path("at"), {name: value for name, value in state.items() if name != "step"}
+        )
     with pytest.raises(CheckpointError, match="has the unknown key more"):
         checkpoints._check_state(Path("at"), state | {"more": 1})

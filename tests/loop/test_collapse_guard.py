@@ -12,7 +12,9 @@ GUARD = GuardConfig(effective_sample_size=0.5, mismatch_k3=0.1, steps=3)
 
 
 def alarms(
-    values: list[float | None], guard: GuardConfig = GUARD, mismatch: list[float | None] | None = None
+    values: list[float | None],
+    guard: GuardConfig = GUARD,
+    mismatch: list[float | None] | None = None,
 ) -> list[float | None]:
     """`guard/alarm` by step; None stands for a step without the metric."""
     low, found = 0, []
@@ -61,7 +63,10 @@ def test_one_step_may_be_enough_and_off_measures_nothing():
     [
         ({"name": "grpo"}, 0.5),
         ({"name": "gspo"}, 0.5),
-        ({"name": "grpo", "rollout_is": "geometric"}, 0.5),  # a weight per sequence leaves token ratios as they are
+        (
+            {"name": "grpo", "rollout_is": "geometric"},
+            0.5,
+        ),  # a weight per sequence leaves token ratios as they are
         ({"name": "grpo", "rollout_rs": "token"}, 0.5),
         ({"name": "grpo", "rollout_correction_preset": "token_tis"}, None),
         ({"name": "grpo", "dual_clip": 3.0}, None),
@@ -73,22 +78,29 @@ def test_ratios_of_bounded_weights_do_not_count(algorithm, threshold):
     guard = GuardConfig(steps=1).for_algorithm(section)
     assert guard.effective_sample_size == threshold
     assert alarms([0.1], guard) == [threshold is not None]
-    assert alarms([0.1], guard, mismatch=[0.2]) == [1]  # engines that are apart count for every objective
+    assert alarms([0.1], guard, mismatch=[0.2]) == [
+        1
+    ]  # engines that are apart count for every objective
     given = GuardConfig(effective_sample_size=0.3, steps=1)
     assert given.for_algorithm(section) == given
 
 
 def test_the_line_says_what_is_low_and_what_to_try():
     low = {"effective_sample_size": 0.1234}
-    assert alarm_text(GUARD, 12, low | {"mismatch/k3": 0.1}) == (
-        "step 12: effective_sample_size = 0.12 is below 0.5 for the last 3 steps, which announces a collapse; "
-        "try routing.replay: r3, algorithm.name: gspo or a smaller optimizer.lr"
+    assert (
+        alarm_text(GUARD, 12, low | {"mismatch/k3": 0.1})
+        == "step 12: effective_sample_size = 0.12 is below 0.5 for the last 3 steps, which"
+        " announces a collapse; try routing.replay: r3, algorithm.name: gspo or a smaller"
+        " optimizer.lr"
     )
-    assert "below 0.5 for this step, " in alarm_text(GuardConfig(effective_sample_size=0.5, steps=1), 1, low)
+    assert "below 0.5 for this step, " in alarm_text(
+        GuardConfig(effective_sample_size=0.5, steps=1), 1, low
+    )
     apart = {"effective_sample_size": 0.9, "mismatch/k3": 0.25}
-    assert alarm_text(GUARD, 12, apart) == (
-        "step 12: mismatch/k3 = 0.25 is above 0.1 for the last 3 steps, which announces a collapse; "
-        "try routing.replay: r3 or engines with the trainer's dtype"
+    assert (
+        alarm_text(GUARD, 12, apart)
+        == "step 12: mismatch/k3 = 0.25 is above 0.1 for the last 3 steps, which announces a"
+        " collapse; try routing.replay: r3 or engines with the trainer's dtype"
     )
     both = alarm_text(GUARD, 12, apart | low)
     assert "0.12 is below 0.5 and mismatch/k3 = 0.25 is above 0.1 for" in both and "gspo" in both

@@ -1,5 +1,5 @@
-"""How well values predict returns; the value model's steps are in `tests/mcore/test_value_steps.py` and whole runs in
-`tests/train/test_ppo.py`."""
+"""How well values predict returns; the value model's steps are in `tests/mcore/test_value_steps.py`
+and whole runs in `tests/train/test_ppo.py`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from tests.support.samples import make_sample
 
 
 def sample(values: list[float], returns: list[float], **fields: object) -> Sample:
-    given = dict(values=np.array(values, dtype=np.float32), returns=np.array(returns, dtype=np.float32), reward=1.0)
+    given = dict(
+        values=np.array(values, dtype=np.float32),
+        returns=np.array(returns, dtype=np.float32),
+        reward=1.0,
+    )
     return make_sample(1, len(values), **{**given, **fields})
 
 
@@ -31,7 +35,9 @@ def test_its_ends():
     assert measured(sample([0.0, 2.0], [0.0, 2.0]))["critic/explained_variance"] == 1
     assert measured(sample([1.0, 1.0], [0.0, 2.0]))["critic/explained_variance"] == 0
     assert measured(sample([2.0, 0.0], [0.0, 2.0]))["critic/explained_variance"] < 0
-    assert measured(sample([0.1, 0.2], [0.7, 0.7])) == {"critic/return": pytest.approx(0.7)}  # equal returns
+    assert measured(sample([0.1, 0.2], [0.7, 0.7])) == {
+        "critic/return": pytest.approx(0.7)
+    }  # equal returns
 
 
 def test_what_does_not_count():

@@ -1,4 +1,6 @@
-"""What is said of a run directory that was used before: changed settings, another model, inputs within it."""
+"""What is said of a run directory that was used before: changed settings, another model, inputs
+within it.
+"""
 
 from __future__ import annotations
 
@@ -84,8 +86,9 @@ def test_another_model_is_refused(begun, model, tmp_path):
     changed_weights(other)
     with pytest.raises(CheckpointError) as raised:
         continued_settings(begun(path=str(other)))
-    assert str(raised.value) == (
-        f"model.path = {other}: the run in {tmp_path}/run began with another model, {model}; "
+    assert (
+        str(raised.value)
+        == f"model.path = {other}: the run in {tmp_path}/run began with another model, {model}; "
         "choose another run_dir, or set model.path back"
     )
 

@@ -1,4 +1,6 @@
-"""The source of groups of a config, in one process; servers are in `tests/rollout` and `tests/sglang`."""
+"""The source of groups of a config, in one process; servers are in `tests/rollout` and
+`tests/sglang`.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,11 @@ from tests.support.scripted_engine import ScriptedEngine
 from tests.support.scripted_servers import scripted_response
 from tests.support.training_runs import base_config, tiny_model
 
-SFT = {"algorithm": {"name": "sft"}, "rollout": {"engine": "sft", "n_samples_per_prompt": 1},
-       "training": {"global_batch_size": 4}}  # fmt: skip
+SFT = {
+    "algorithm": {"name": "sft"},
+    "rollout": {"engine": "sft", "n_samples_per_prompt": 1},
+    "training": {"global_batch_size": 4},
+}
 SHAPE = dense_shape(vocab_size=1000)
 NO_ENVIRONMENTS: Any = None
 
@@ -45,7 +50,9 @@ def config(model: str | Path = "model", /, **sections: Any) -> Config:
     return Config.from_dict(base_config(str(model), Path("run"), **sections))
 
 
-def sources(made: Config, *, evaluates: bool, given: Any = None, environments: Any = NO_ENVIRONMENTS) -> Any:
+def sources(
+    made: Config, *, evaluates: bool, given: Any = None, environments: Any = NO_ENVIRONMENTS
+) -> Any:
     return build_sources(made, SHAPE, Tokenizer(), environments, evaluates=evaluates, given=given)
 
 
@@ -75,8 +82,12 @@ def test_supervised_training_has_a_source_of_its_own_for_held_out_samples() -> N
 def test_environments_play_on_the_engine() -> None:
     given = ScriptedEngine({})
     made = config(data={"verifier": None}, rollout={"environment": "mine.py:make"})
-    training, _ = sources(made, evaluates=False, given=given, environments=SimpleNamespace(close=lambda: None))
-    assert isinstance(engine_of(training), EpisodeEngine) and training.engine_name.endswith("ScriptedEngine")
+    training, _ = sources(
+        made, evaluates=False, given=given, environments=SimpleNamespace(close=lambda: None)
+    )
+    assert isinstance(engine_of(training), EpisodeEngine) and training.engine_name.endswith(
+        "ScriptedEngine"
+    )
 
 
 def test_the_limits_of_an_episode() -> None:
@@ -90,19 +101,30 @@ def test_the_embedded_engine_is_both_sources(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(made.model.path, local_files_only=True)
     engine = embedded_engine(made, SHAPE, tokenizer)
     training, held_out = sources(made, evaluates=True, given=engine)
-    assert training is held_out and engine_of(training) is engine and isinstance(engine, EmbeddedEngine)
+    assert (
+        training is held_out
+        and engine_of(training) is engine
+        and isinstance(engine, EmbeddedEngine)
+    )
 
 
 def test_routers_that_cannot_be_perturbed_are_a_config_error(tmp_path: Path) -> None:
     made = config(router_noise={"engines": "rollout", "strength": 0.5, "stress_test": True})
-    with pytest.raises(ConfigError, match='^router_noise.engines = "rollout": the routers of ScriptedEngine cannot be'):
+    with pytest.raises(
+        ConfigError,
+        match='^router_noise.engines = "rollout": the routers of ScriptedEngine cannot be',
+    ):
         perturb_rollout(ScriptedEngine({}), made.router_noise, None)
     dense = loaded_engine(dense_config(), checkpoint(reference_model(dense_config())))
-    with pytest.raises(ConfigError, match="model type qwen3 has no softmax router .*; set it to trainer or none"):
+    with pytest.raises(
+        ConfigError, match="model type qwen3 has no softmax router .*; set it to trainer or none"
+    ):
         perturb_rollout(dense, made.router_noise, None)
 
 
-def test_the_embedded_engine_reads_no_weights_and_ends_at_the_end_tokens_of_the_model(tmp_path: Path) -> None:
+def test_the_embedded_engine_reads_no_weights_and_ends_at_the_end_tokens_of_the_model(
+    tmp_path: Path,
+) -> None:
     """Its weights come with the first update, so that they are not read twice."""
     made = config(tiny_model(tmp_path / "model"))
     (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": [3, 5]}')
@@ -113,12 +135,16 @@ def test_the_embedded_engine_reads_no_weights_and_ends_at_the_end_tokens_of_the_
     assert engine.weight_version is None and engine.eos_token_ids == (3, 4, 5)
 
 
-def test_a_model_that_the_engine_refuses_is_a_config_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_model_that_the_engine_refuses_is_a_config_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise ValueError("no such layer\nmore")
 
     monkeypatch.setattr("megatron_gspo.loop.engines.EmbeddedEngine", refuse)
-    with pytest.raises(ConfigError, match="^model.path = .*the embedded engine refuses it: no such layer; fix it"):
+    with pytest.raises(
+        ConfigError, match="^model.path = .*the embedded engine refuses it: no such layer; fix it"
+    ):
         embedded_engine(config(tiny_model(tmp_path / "model")), SHAPE, Tokenizer())
 
 
@@ -142,31 +168,60 @@ def test_a_model_without_an_end_token_is_a_config_error(tmp_path: Path) -> None:
 
 
 def test_servers_of_quantised_weights_start_without_any(tmp_path):
-    """Their own arguments come last, so that they win; a config without quantization is unchanged."""
+    """Their own arguments come last, so that they win; a config without quantization is
+    unchanged.
+    """
     model = tiny_model(tmp_path / "model")
-    lists = {"modules": ["model.layers.*.mlp.experts.*.*"],
-             "exclude": ["model.layers.*.self_attn.*", "model.layers.*.mlp.gate", "lm_head"]}  # fmt: skip
+    lists = {
+        "modules": ["model.layers.*.mlp.experts.*.*"],
+        "exclude": ["model.layers.*.self_attn.*", "model.layers.*.mlp.gate", "lm_head"],
+    }
     servers = {"num_servers": 1, "server_args": ["--tp", "2"]}
     rollout = {"engine": "sglang", "quantization": {"format": "fp8_block", **lists}}
     made = with_update_arguments(config(model, rollout=rollout, sglang=servers))
     option, text, *rest = made.sglang.server_args
-    assert option == "--json-model-override-args" and rest == ["--load-format", "dummy", "--tp", "2"]
+    assert option == "--json-model-override-args" and rest == [
+        "--load-format",
+        "dummy",
+        "--tp",
+        "2",
+    ]
     found = json.loads(text)["quantization_config"]
-    assert found["quant_method"] == "fp8" and "model.layers.0.self_attn.q_proj" in found["modules_to_not_convert"]
+    assert (
+        found["quant_method"] == "fp8"
+        and "model.layers.0.self_attn.q_proj" in found["modules_to_not_convert"]
+    )
     plain = config(model, rollout={"engine": "sglang"}, sglang=servers)
     assert with_update_arguments(plain) is plain
 
 
-@pytest.mark.parametrize(("engine", "expected"), [
-    ("sglang", ["--max-loras-per-batch", "1", "--max-lora-rank", "12", "--lora-backend", "torch_native"]),
-    ("vllm", ["--max-loras", "1", "--max-lora-rank", "16"]),  # the next that vLLM takes
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("engine", "expected"),
+    [
+        (
+            "sglang",
+            [
+                "--max-loras-per-batch",
+                "1",
+                "--max-lora-rank",
+                "12",
+                "--lora-backend",
+                "torch_native",
+            ],
+        ),
+        ("vllm", ["--max-loras", "1", "--max-lora-rank", "16"]),  # the next that vLLM takes
+    ],
+)
 def test_servers_that_get_adapters_alone_start_with_room_for_them(engine, expected, tmp_path):
     model, targets = tiny_model(tmp_path / "model"), ["q_proj", "o_proj"]
     servers = {"num_servers": 1, "weight_transport": "disk", "server_args": ["--tp", "2"]}
-    for given, found in ((targets, targets), (None, ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj",
-                                                     "down_proj"])):  # fmt: skip
+    for given, found in (
+        (targets, targets),
+        (None, ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]),
+    ):
         lora = {"rank": 12, "targets": given, "weight_updates": "adapters"}
-        made = with_update_arguments(config(model, rollout={"engine": engine}, lora=lora, **{engine: servers}))
+        made = with_update_arguments(
+            config(model, rollout={"engine": engine}, lora=lora, **{engine: servers})
+        )
         args = ["--enable-lora", *expected, "--lora-target-modules", *found, "--tp", "2"]
         assert list(made.servers.server_args) == args

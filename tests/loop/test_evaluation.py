@@ -33,7 +33,11 @@ class Rewards:
 
     def __call__(self, samples, prompts, timers):
         with timers("verify"):
-            keys = zip(samples.table["prompt_index"].tolist(), samples.table["sample_index"].tolist(), strict=True)
+            keys = zip(
+                samples.table["prompt_index"].tolist(),
+                samples.table["sample_index"].tolist(),
+                strict=True,
+            )
             rewards = np.array([self.values[key] for key in keys])
         return samples.with_columns(reward=rewards), Counter(timeout=1)
 
@@ -47,10 +51,18 @@ def test_accuracy_by_hand():
     source, timers = InProcessSource(ScriptedEngine(response), vocab_size=1000), Timers()
     source.submit(PROMPTS[:1], config().rollout, seed=0)
     found = evaluate(source, Rewards(), PROMPTS, config(), timers)
-    assert found == {"eval/accuracy": 0.25, "eval/response_length": 4.0, "eval/verifier_failures": 1.0,
-                     "eval/pass@1": 0.25, "eval/pass@2": 0.5}  # fmt: skip
+    assert found == {
+        "eval/accuracy": 0.25,
+        "eval/response_length": 4.0,
+        "eval/verifier_failures": 1.0,
+        "eval/pass@1": 0.25,
+        "eval/pass@2": 0.5,
+    }
     assert source.pending() == [0], "training groups stay in flight"
-    assert set(timers.take()) == {"time/evaluate", "time/step"}, "verification is part of the evaluation's time"
+    assert set(timers.take()) == {
+        "time/evaluate",
+        "time/step",
+    }, "verification is part of the evaluation's time"
 
 
 def test_two_evaluations_draw_the_same():

@@ -1,4 +1,6 @@
-"""How a failing rank ends the others is tested on whole runs in ``bad_input/test_ranks.py``; here its parts."""
+"""How a failing rank ends the others is tested on whole runs in ``bad_input/test_ranks.py``;
+here its parts.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def test_errors_of_communication_are_known(error, lost):
 
 
 def test_an_error_of_communication_is_one_sentence():
-    error = RuntimeError("[/pytorch/gloo/pair.cc:12] [a.cc:3] Connection closed. More words\nand lines")
+    error = RuntimeError(
+        "[/pytorch/gloo/pair.cc:12] [a.cc:3] Connection closed. More words\nand lines"
+    )
     assert _summary(error) == "Connection closed"
 
 
@@ -43,7 +47,10 @@ def guarded(error: BaseException | None, tmp_path):
 def test_the_exit_code_and_the_line(tmp_path):
     assert guarded(None, tmp_path).code == 0
     failed = guarded(RunError("it broke"), tmp_path)
-    assert (failed.code, failed.messages) == (1, ["error: it broke"]) and "Traceback" not in failed.text
+    assert (failed.code, failed.messages) == (
+        1,
+        ["error: it broke"],
+    ) and "Traceback" not in failed.text
     bug = guarded(KeyError("x"), tmp_path)
     assert bug.code == 1 and "Traceback" in bug.text
     assert bug.messages == ["error: KeyError: 'x' (the traceback is in its log)"]

@@ -1,4 +1,6 @@
-"""Advantages from a value model: where rewards are earned, by hand, and their normalisation over all samples."""
+"""Advantages from a value model: where rewards are earned, by hand, and their normalisation
+over all samples.
+"""
 
 from __future__ import annotations
 
@@ -58,11 +60,15 @@ def test_turns_earn_their_rewards_at_their_last_token():
     given = valued((2.0, 1.0), [0.0] * 5)
     (found,) = estimated([given], ppo())
     first, second = [list(range(turn["start"], turn["end"])) for turn in given.metadata["turns"]]
-    assert found.returns[first].tolist() == [3.0] * len(first) and found.returns[second].tolist() == [1.0] * len(second)
+    assert found.returns[first].tolist() == [3.0] * len(first) and found.returns[
+        second
+    ].tolist() == [1.0] * len(second)
 
 
 def test_an_advantage_for_each_turn():
-    """Values at the turns' first tokens 0.5 and 0.25; deltas 2 + 0.5 * 0.25 - 0.5 and 1 - 0.25; lam 1."""
+    """Values at the turns' first tokens 0.5 and 0.25; deltas 2 + 0.5 * 0.25 - 0.5 and 1 - 0.25;
+    lam 1.
+    """
     given = valued((2.0, 1.0), [0.0] * 5)
     first, second = [range(turn["start"], turn["end"]) for turn in given.metadata["turns"]]
     given.values[first[0]], given.values[second[0]] = 0.5, 0.25
@@ -76,21 +82,33 @@ def test_penalties_are_charged_at_the_end():
     algorithm = ppo(truncated="penalize", overlong_buffer_len=4, overlong_penalty_factor=2.0)
     (found,) = estimated([sample([0.0] * 9)], algorithm)
     assert found.returns.tolist() == [-1.0] * 9
-    penalised = with_gae(SampleBatch.of([valued((2.0, 1.0), [0.0] * 5)]), np.array([2.0]), ppo())  # one off 3
+    penalised = with_gae(
+        SampleBatch.of([valued((2.0, 1.0), [0.0] * 5)]), np.array([2.0]), ppo()
+    )  # one off 3
     assert penalised.samples[0].returns[-1] == 0.0
 
 
 def test_a_reward_that_is_not_known_trains_neither_model():
-    given = [sample([0.5, 0.25], reward=float("nan")), sample([0.0, 0.0], seed=1, finish_reason="abort")]
+    given = [
+        sample([0.5, 0.25], reward=float("nan")),
+        sample([0.0, 0.0], seed=1, finish_reason="abort"),
+    ]
     for found in estimated([*given, sample([0.0, 0.5], seed=2)], ppo(advantage_std="sample"))[:2]:
-        assert found.advantages.tolist() == [0, 0] and found.returns.tolist() == found.values.tolist()
+        assert (
+            found.advantages.tolist() == [0, 0] and found.returns.tolist() == found.values.tolist()
+        )
 
 
 @pytest.mark.parametrize(("std", "freedom"), [("sample", 1), ("population", 0)])
 def test_advantages_are_normalised_over_all_trained_tokens(std, freedom):
-    given = [sample([0.0, 0.5], mask=[True, True]), sample([3.0, 1.0], seed=1, mask=[True, False], reward=0.0),
-             sample([9.0], seed=2, reward=float("nan"))]  # fmt: skip
-    raw = np.concatenate([found.advantages[found.loss_mask] for found in estimated(given[:2], ppo())])
+    given = [
+        sample([0.0, 0.5], mask=[True, True]),
+        sample([3.0, 1.0], seed=1, mask=[True, False], reward=0.0),
+        sample([9.0], seed=2, reward=float("nan")),
+    ]
+    raw = np.concatenate(
+        [found.advantages[found.loss_mask] for found in estimated(given[:2], ppo())]
+    )
     assert raw.tolist() == [1.0, 0.5, -3.0]
     found = estimated(given, ppo(advantage_std=std))
     expected = (raw - raw.mean()) / raw.std(ddof=freedom)
@@ -100,8 +118,13 @@ def test_advantages_are_normalised_over_all_trained_tokens(std, freedom):
 
 
 def test_equal_advantages_and_a_batch_without_any_are_zero():
-    assert estimated([sample([0.0, 0.0])], ppo(advantage_std="sample"))[0].advantages.tolist() == [0, 0]
-    assert estimated([sample([1.0], mask=[False])], ppo(advantage_std="sample"))[0].advantages.tolist() == [0]
+    assert estimated([sample([0.0, 0.0])], ppo(advantage_std="sample"))[0].advantages.tolist() == [
+        0,
+        0,
+    ]
+    assert estimated([sample([1.0], mask=[False])], ppo(advantage_std="sample"))[
+        0
+    ].advantages.tolist() == [0]
 
 
 def test_samples_together_are_estimated_as_alone(monkeypatch):
@@ -109,7 +132,14 @@ def test_samples_together_are_estimated_as_alone(monkeypatch):
     monkeypatch.setattr("megatron_gspo.data.sample_batch._PIECE", 12)
     rng = np.random.default_rng(0)
     given = [
-        make_sample(1, n, seed=i, values=rng.normal(size=n).astype(np.float32), reward=float(i), prompt_index=0)
+        make_sample(
+            1,
+            n,
+            seed=i,
+            values=rng.normal(size=n).astype(np.float32),
+            reward=float(i),
+            prompt_index=0,
+        )
         for i, n in enumerate((3, 70, 1, 5, 2))
     ]
     given[2].reward = float("nan")
@@ -119,6 +149,12 @@ def test_samples_together_are_estimated_as_alone(monkeypatch):
         (alone,) = estimated([sample], ppo(gamma=0.9, lam=0.5))
         np.testing.assert_allclose(found.advantages, alone.advantages, rtol=0, atol=1e-6)
         np.testing.assert_allclose(found.returns, alone.returns, rtol=0, atol=1e-6)
-    assert not together[2].advantages.any() and together[2].returns.tolist() == given[2].values.tolist()
-    assert not together[3].advantages.any() and together[3].returns.tolist() == given[3].values.tolist()
+    assert (
+        not together[2].advantages.any()
+        and together[2].returns.tolist() == given[2].values.tolist()
+    )
+    assert (
+        not together[3].advantages.any()
+        and together[3].returns.tolist() == given[3].values.tolist()
+    )
     assert together[1].advantages.any() and together[4].returns[-1] == 4.0

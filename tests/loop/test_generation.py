@@ -1,4 +1,6 @@
-"""Prompts to groups: seeds, the data cursor, dynamic sampling, and what is in flight while training."""
+"""Prompts to groups: seeds, the data cursor, dynamic sampling, and what is in flight while
+training.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,12 @@ from tests.support import spelling_verifier
 from tests.support.distributed import run_distributed
 from tests.support.samples import ReadItems, make_prompt, make_sample
 from tests.support.scripted_engine import ScriptedEngine, ScriptedResponse
-from tests.support.scripted_servers import ScriptedServers, collective_weights, scripted_response, server_source
+from tests.support.scripted_servers import (
+    ScriptedServers,
+    collective_weights,
+    scripted_response,
+    server_source,
+)
 from tests.support.training_runs import base_config
 
 PROMPTS = PromptSource([make_prompt(i) for i in range(10)], shuffle=False)
@@ -56,7 +63,9 @@ class Source(InProcessSource):
 
 @dataclass
 class Rewards:
-    """1 for one sample of a group; 1 for all of those whose prompt is in ``equal``; NaN for all if it fails."""
+    """1 for one sample of a group; 1 for all of those whose prompt is in ``equal``; NaN for all
+    if it fails.
+    """
 
     equal: set[int] = field(default_factory=set)
     fails: bool = False
@@ -65,8 +74,12 @@ class Rewards:
     def __call__(self, batch: SampleBatch, prompts: Sequence[Prompt], timers: Timers) -> Any:
         samples = batch.samples
         assert all(prompts[sample.prompt_index].index == sample.prompt_index for sample in samples)
-        rewards = [float("nan") if self.fails else float(self._solved(sample)) for sample in samples]
-        return batch.with_columns(reward=np.array(rewards)), Counter(error=len(samples) if self.fails else 0)
+        rewards = [
+            float("nan") if self.fails else float(self._solved(sample)) for sample in samples
+        ]
+        return batch.with_columns(reward=np.array(rewards)), Counter(
+            error=len(samples) if self.fails else 0
+        )
 
     def _solved(self, sample: Sample) -> bool:
         return sample.prompt_index in self.equal or sample.sample_index == 0
@@ -74,9 +87,13 @@ class Rewards:
     def close(self) -> None: ...
 
 
-def generator(rewards: Rewards | None = None, *, prompts: PromptSource = PROMPTS, **sections: Any) -> RolloutGenerator:
+def generator(
+    rewards: Rewards | None = None, *, prompts: PromptSource = PROMPTS, **sections: Any
+) -> RolloutGenerator:
     rollout = {"rollout_batch_size": 3, "n_samples_per_prompt": 2, **sections.pop("rollout", {})}
-    config = base_config("model", "run", rollout=rollout, training={"global_batch_size": 6}, **sections)
+    config = base_config(
+        "model", "run", rollout=rollout, training={"global_batch_size": 6}, **sections
+    )
     return RolloutGenerator(Source(), prompts, rewards or Rewards(), Config.from_dict(config))
 
 
@@ -96,9 +113,13 @@ def test_a_step_draws_the_next_prompts():
     made = generator()
     rollout = made.draw(4, DataCursor(2), Timers())
     assert indices(rollout.batch) == [2, 2, 3, 3, 4, 4] and rollout.cursor == DataCursor(5)
-    assert made.groups.submitted == [([2, 3, 4], rollout_seed(7, 4))] and made.groups.oldest == [None]
+    assert made.groups.submitted == [([2, 3, 4], rollout_seed(7, 4))] and made.groups.oldest == [
+        None
+    ]
     assert rollout.metrics == {"verifier/error": 0.0, "groups/generated": 3.0}
-    assert made.prepare_for_training(4, rollout.cursor) == DataCursor(5) and made.groups.paused == [False]
+    assert made.prepare_for_training(4, rollout.cursor) == DataCursor(5) and made.groups.paused == [
+        False
+    ]
 
 
 class Idle(Source):
@@ -116,19 +137,25 @@ class Idle(Source):
 
     def collect(self, count: int, *, oldest_version: int | None = None) -> SampleBatch:
         indices, self.waiting = self.waiting[:count], self.waiting[count:]
-        batch = SampleBatch.of([make_sample(1, 2, prompt_index=i, sample_index=j) for i in indices for j in (0, 1)])
+        batch = SampleBatch.of(
+            [make_sample(1, 2, prompt_index=i, sample_index=j) for i in indices for j in (0, 1)]
+        )
         return replace(batch, held={})
 
 
 class Known(Rewards):
     def __call__(self, batch: SampleBatch, prompts: Sequence[Prompt], timers: Timers) -> Any:
-        return batch.with_columns(reward=batch.table["sample_index"].astype(float)), Counter(error=0)
+        return batch.with_columns(reward=batch.table["sample_index"].astype(float)), Counter(
+            error=0
+        )
 
 
 def test_a_rank_without_requests_reads_no_prompt():
     data = ReadItems(PROMPTS.prompts)
     for sections in ({}, {"rollout": {**SERVERS, "oversampling": 1.5}, "sglang": SGLANG}):
-        made = replace(generator(Known(), prompts=PromptSource(data, shuffle=False), **sections), groups=Idle())
+        made = replace(
+            generator(Known(), prompts=PromptSource(data, shuffle=False), **sections), groups=Idle()
+        )
         drawn = made.draw(0, DataCursor(), Timers())
         made.prepare_for_training(0, drawn.cursor)
         assert drawn.batch.table["prompt_index"].tolist() == [0, 0, 1, 1, 2, 2]
@@ -136,20 +163,31 @@ def test_a_rank_without_requests_reads_no_prompt():
 
 
 def test_dynamic_sampling_replaces_groups_of_equal_rewards():
-    made = generator(Rewards(equal={0, 2, 3}), algorithm={"dynamic_sampling": True, "max_num_gen_batches": 3})
+    made = generator(
+        Rewards(equal={0, 2, 3}), algorithm={"dynamic_sampling": True, "max_num_gen_batches": 3}
+    )
     rollout = made.draw(5, DataCursor(), Timers())
     assert [taken for taken, _ in made.groups.submitted] == [[0, 1, 2], [3, 4], [5]]
-    assert [seed for _, seed in made.groups.submitted] == [rollout_seed(7, 15 + attempt) for attempt in range(3)]
+    assert [seed for _, seed in made.groups.submitted] == [
+        rollout_seed(7, 15 + attempt) for attempt in range(3)
+    ]
     assert indices(rollout.batch) == [1, 1, 4, 4, 5, 5] and rollout.cursor == DataCursor(6)
     assert rollout.metrics["groups/generated"] == 6.0
 
 
 def test_groups_of_equal_rewards_stay_after_the_last_generation():
-    made = generator(Rewards(equal={0, 2, 3}), algorithm={"dynamic_sampling": True, "max_num_gen_batches": 1})
+    made = generator(
+        Rewards(equal={0, 2, 3}), algorithm={"dynamic_sampling": True, "max_num_gen_batches": 1}
+    )
     assert indices(made.draw(0, DataCursor(), Timers()).batch) == [0, 0, 1, 1, 2, 2]
-    made = generator(Rewards(equal=set(range(10))), algorithm={"dynamic_sampling": True, "max_num_gen_batches": 2})
+    made = generator(
+        Rewards(equal=set(range(10))),
+        algorithm={"dynamic_sampling": True, "max_num_gen_batches": 2},
+    )
     rollout = made.draw(0, DataCursor(), Timers())
-    assert indices(rollout.batch) == [0, 0, 1, 1, 2, 2] and rollout.metrics["groups/generated"] == 6.0
+    assert (
+        indices(rollout.batch) == [0, 0, 1, 1, 2, 2] and rollout.metrics["groups/generated"] == 6.0
+    )
 
 
 def test_a_small_data_set_is_not_used_twice_in_a_step():
@@ -162,7 +200,9 @@ def test_a_small_data_set_is_not_used_twice_in_a_step():
 
 
 def test_no_score_at_all_ends_the_run():
-    with pytest.raises(VerifierError, match=r"verifier 'mine' failed on all 6 responses of a batch .*; fix it"):
+    with pytest.raises(
+        VerifierError, match=r"verifier 'mine' failed on all 6 responses of a batch .*; fix it"
+    ):
         generator(Rewards(fails=True)).draw(0, DataCursor(), Timers())
 
 
@@ -171,8 +211,8 @@ SGLANG = {"urls": ["http://a:1"]}
 
 
 class LastFirst(Source):
-    """Servers that finish the group first that was submitted last. waiting: groups that were not collected when a part
-    was scored."""
+    """Servers that finish the group first that was submitted last. waiting: groups that were not
+    collected when a part was scored."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,27 +234,39 @@ class LastFirst(Source):
 
 
 @pytest.mark.parametrize(
-    ("workers", "waiting"), [(1, [7, 5, 3, 1, 0]), (7, [5, 1, 0]), (99, [0])], ids=["parts", "workers", "one"]
+    ("workers", "waiting"),
+    [(1, [7, 5, 3, 1, 0]), (7, [5, 1, 0]), (99, [0])],
+    ids=["parts", "workers", "one"],
 )
 def test_servers_generate_while_the_first_groups_are_scored(workers, waiting, monkeypatch):
     monkeypatch.setattr("megatron_gspo.loop.generation._PARTS", 5)
     size = {"rollout_batch_size": 9}
-    sections = {"rollout": {**SERVERS, **size}, "sglang": SGLANG, "data": {"verifier_workers": workers}}
+    sections = {
+        "rollout": {**SERVERS, **size},
+        "sglang": SGLANG,
+        "data": {"verifier_workers": workers},
+    }
     served, source = generator(**sections), LastFirst()
-    found = replace(served, groups=source, rewards=source.scores(Rewards())).draw(1, DataCursor(), Timers())
+    found = replace(served, groups=source, rewards=source.scores(Rewards())).draw(
+        1, DataCursor(), Timers()
+    )
     assert source.waiting == waiting
     at_once = generator(rollout=size).draw(1, DataCursor(), Timers())
     assert found.cursor == at_once.cursor and found.metrics == at_once.metrics
-    assert np.array_equal(found.batch.table, at_once.batch.table) and indices(found.batch) == indices(at_once.batch)
+    assert np.array_equal(found.batch.table, at_once.batch.table) and indices(
+        found.batch
+    ) == indices(at_once.batch)
 
 
 def numbered(prompt: Prompt, number: int, seed: int) -> ScriptedResponse:
-    return ScriptedResponse([5 + number, 6 + prompt.index, 1], [-1.0] * 3, text=f"{prompt.index} {number}")
+    return ScriptedResponse(
+        [5 + number, 6 + prompt.index, 1], [-1.0] * 3, text=f"{prompt.index} {number}"
+    )
 
 
 def drawn_from_servers(rank: int, world: int) -> list[tuple[list, list]]:
-    """A step in parts and one at once: its rows, and this rank's texts with their rewards. The servers finish the last
-    group first; both ranks are clients and score."""
+    """A step in parts and one at once: its rows, and this rank's texts with their rewards. The
+    servers finish the last group first; both ranks are clients and score."""
     found = []
     with RewardScorer(f"{spelling_verifier.__file__}:score", timeout=None) as scorer:
         for parts in (4, 1):
@@ -225,7 +277,9 @@ def drawn_from_servers(rank: int, world: int) -> list[tuple[list, list]]:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr("megatron_gspo.loop.generation._PARTS", parts)
                 batch = made.draw(1, DataCursor(), Timers()).batch
-            found.append((batch.table.tolist(), [(i, sample.text) for i, sample in batch.held.items()]))
+            found.append(
+                (batch.table.tolist(), [(i, sample.text) for i, sample in batch.held.items()])
+            )
     return found
 
 
@@ -234,13 +288,21 @@ def test_parts_of_several_ranks_are_the_batch_that_is_collected_at_once():
     first, second = run_distributed(drawn_from_servers, 2)
     assert first[0] == first[1] and second[0] == second[1], "in parts and at once"
     table, texts = first[0][0], dict([*first[0][1], *second[0][1]])
-    assert table == second[0][0] and [texts[i] for i in range(18)] == [f"{i} {j}" for i in range(9) for j in (0, 1)]
-    assert [row[1] for row in table] == pytest.approx([spelling_verifier.score(texts[i], None) for i in range(18)])
+    assert table == second[0][0] and [texts[i] for i in range(18)] == [
+        f"{i} {j}" for i in range(9) for j in (0, 1)
+    ]
+    assert [row[1] for row in table] == pytest.approx(
+        [spelling_verifier.score(texts[i], None) for i in range(18)]
+    )
 
 
 def test_what_is_generated_at_once_is_scored_at_once():
     source = LastFirst()
-    made = replace(generator(rollout={"rollout_batch_size": 9}), groups=source, rewards=source.scores(Rewards()))
+    made = replace(
+        generator(rollout={"rollout_batch_size": 9}),
+        groups=source,
+        rewards=source.scores(Rewards()),
+    )
     made.draw(0, DataCursor(), Timers())
     assert source.waiting == [0]
 
@@ -266,7 +328,9 @@ def test_stale_groups_continue_and_a_resumed_run_begins_them_again():
     resumed = replace(made, groups=Source())
     resumed.draw(7, rollout.cursor, Timers())
     made.draw(7, rollout.cursor, Timers())
-    assert made.groups.submitted[1:] == [([5, 6, 7], rollout_seed(7, 7))], "two of the five were in flight"
+    assert made.groups.submitted[1:] == [([5, 6, 7], rollout_seed(7, 7))], (
+        "two of the five were in flight"
+    )
     assert resumed.groups.submitted == [([3, 4, 5, 6, 7], rollout_seed(7, 7))]
 
 
@@ -275,12 +339,18 @@ def test_with_overlap_the_next_steps_groups_are_submitted_before_training():
     rollout = made.draw(0, DataCursor(), Timers())
     cursor = made.prepare_for_training(0, rollout.cursor)
     assert made.groups.paused == [] and cursor == DataCursor(9, (3, 4, 5, 6, 7, 8))
-    assert made.groups.submitted == [([0, 1, 2], rollout_seed(7, 0)), ([3, 4, 5, 6, 7, 8], rollout_seed(7, 1))]
+    assert made.groups.submitted == [
+        ([0, 1, 2], rollout_seed(7, 0)),
+        ([3, 4, 5, 6, 7, 8], rollout_seed(7, 1)),
+    ]
 
 
 def test_supervised_training_has_no_rewards():
-    made = generator(Rewards(fails=True), algorithm={"name": "sft"},
-                     rollout={"engine": "sft", "rollout_batch_size": 6, "n_samples_per_prompt": 1})  # fmt: skip
+    made = generator(
+        Rewards(fails=True),
+        algorithm={"name": "sft"},
+        rollout={"engine": "sft", "rollout_batch_size": 6, "n_samples_per_prompt": 1},
+    )
     rollout = made.draw(3, DataCursor(1), Timers())
     assert rollout.metrics == {} and len(rollout.batch) == 6 and rollout.cursor.pending == ()
 
@@ -293,6 +363,10 @@ def test_the_cursor_is_filled_with_prompts_that_are_not_used():
 
 
 def test_the_rollout_log_has_the_versions_of_every_sample():
-    mixed = make_sample(1, 3, seed=4, sample_index=1, weight_version=2, token_versions=np.array([2, 5, 3], np.int32))
-    record = rollout_record(rows_of([make_sample(1, 2, seed=7, weight_version=6), mixed]), DataCursor(9, (8, 5)))
+    mixed = make_sample(
+        1, 3, seed=4, sample_index=1, weight_version=2, token_versions=np.array([2, 5, 3], np.int32)
+    )
+    record = rollout_record(
+        rows_of([make_sample(1, 2, seed=7, weight_version=6), mixed]), DataCursor(9, (8, 5))
+    )
     assert record == {"samples": [[7, 0, 6, 6], [4, 1, 2, 5]], "cursor": 9, "pending": [8, 5]}

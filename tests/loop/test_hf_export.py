@@ -1,4 +1,6 @@
-"""The export of a run: every source writes its part, one rank publishes, an error is every rank's."""
+"""The export of a run: every source writes its part, one rank publishes, an error is every
+rank's.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from tests.support.tiny_models import save_tiny_model
 def exports(rank: int, world_size: int, path: str, folder: str) -> tuple[list[str], list[str]]:
     """The published folders, and the errors of two exports in which a rank fails."""
     published, errors = [], []
-    for number, layout in enumerate((parallel(tensor=2, pipeline=2), parallel(pipeline=2, expert=2))):
+    for number, layout in enumerate(
+        (parallel(tensor=2, pipeline=2), parallel(pipeline=2, expert=2))
+    ):
         policy = build_policy(model_config(path), layout, groups_of(layout), optimizer=None)
         target = Path(folder) / str(number)
         published.append(str(hf_export.export(policy, target)))

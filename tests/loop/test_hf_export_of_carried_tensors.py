@@ -1,4 +1,6 @@
-"""A run's exported model has the tensors of its source that are not trained, and the routers' biases in float32."""
+"""A run's exported model has the tensors of its source that are not trained, and the routers'
+biases in float32.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ def write(rank: int, world_size: int, path: str, folder: str) -> None:
 
 def test_multi_token_prediction_is_exported_as_it_was(tmp_path):
     path = save_tiny_model(tmp_path / "model", "deepseek", dtype=torch.bfloat16)
-    extra = {"model.layers.4.enorm.weight": torch.randn(32).bfloat16(), "model.layers.4.bias": torch.randn(3)}
+    extra = {
+        "model.layers.4.enorm.weight": torch.randn(32).bfloat16(),
+        "model.layers.4.bias": torch.randn(3),
+    }
     expected = load_file(Path(path) / SINGLE) | extra
     save_file(expected, Path(path) / SINGLE, metadata={"format": "pt"})
     run_distributed(write, 1, path, str(tmp_path / "out"))

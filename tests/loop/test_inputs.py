@@ -42,7 +42,10 @@ def config(model: Path, /, **sections: Any) -> Config:
 def test_a_batch_has_enough_prompts() -> None:
     made = config(Path("model"))
     check_prompts(made, [make_prompt(i) for i in range(4)], [], vocab_size=200)
-    with pytest.raises(PromptError, match="there are 3 training prompts and rollout.rollout_batch_size is 4; lower it"):
+    with pytest.raises(
+        PromptError,
+        match="there are 3 training prompts and rollout.rollout_batch_size is 4; lower it",
+    ):
         check_prompts(made, [make_prompt(i) for i in range(3)], [], vocab_size=200)
 
 
@@ -51,7 +54,9 @@ def test_the_model_has_every_token_id(held_out: bool) -> None:
     train, other = [make_prompt(i, text="ab") for i in range(4)], [make_prompt(9, text="az")]
     largest = ord("z") if held_out else ord("b")
     check_prompts(config(Path("model")), train, other if held_out else [], vocab_size=largest + 1)
-    with pytest.raises(PromptError, match=f"has the token id {largest}, .* vocabulary ends at {largest - 1};"):
+    with pytest.raises(
+        PromptError, match=f"has the token id {largest}, .* vocabulary ends at {largest - 1};"
+    ):
         check_prompts(config(Path("model")), train, other if held_out else [], vocab_size=largest)
 
 
@@ -59,10 +64,14 @@ def test_the_checkpoint_is_complete(model: Path) -> None:
     assert check_weights(config(model)).num_layers == 2
     (file,) = model.glob("*.safetensors")
     file.write_bytes(file.read_bytes()[:-8])
-    with pytest.raises(ConfigError, match="^model.path = .*: cannot be trained: .*; give a complete safetensors"):
+    with pytest.raises(
+        ConfigError, match="^model.path = .*: cannot be trained: .*; give a complete safetensors"
+    ):
         check_weights(config(model))
     file.unlink()
-    assert check_weights(config(model, model={"init": "random"})).num_layers == 2, "then it needs no weights"
+    assert check_weights(config(model, model={"init": "random"})).num_layers == 2, (
+        "then it needs no weights"
+    )
 
 
 def test_a_tensor_of_another_model_is_refused(model: Path) -> None:
@@ -84,12 +93,20 @@ def test_the_tokenizer(model: Path) -> None:
         load_tokenizer(config(model))
 
 
-def test_supervised_training_needs_an_end_token(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_supervised_training_needs_an_end_token(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     endless = SimpleNamespace(eos_token_id=None)
-    monkeypatch.setattr("megatron_gspo.loop.inputs.AutoTokenizer.from_pretrained", lambda *_, **__: endless)
+    monkeypatch.setattr(
+        "megatron_gspo.loop.inputs.AutoTokenizer.from_pretrained", lambda *_, **__: endless
+    )
     assert load_tokenizer(config(model)) is endless
-    sft = config(model, algorithm={"name": "sft"}, rollout={"engine": "sft", "n_samples_per_prompt": 1},
-                 training={"global_batch_size": 4})  # fmt: skip
+    sft = config(
+        model,
+        algorithm={"name": "sft"},
+        rollout={"engine": "sft", "n_samples_per_prompt": 1},
+        training={"global_batch_size": 4},
+    )
     with pytest.raises(ConfigError, match="no end token"):
         load_tokenizer(sft)
 
@@ -99,69 +116,107 @@ def test_prompts_of_files_and_of_a_task(model: Path) -> None:
     for name, words in (("train", ("sun", "moon" * 12, "star")), ("held_out", ("sky", "sea"))):
         rows = [{"prompt": f"{WORD} {word}", "answer": word[::-1]} for word in words]
         (model / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    files = {"task": None, "prompts": str(model / "train.jsonl"), "eval_prompts": str(model / "held_out.jsonl")}
+    files = {
+        "task": None,
+        "prompts": str(model / "train.jsonl"),
+        "eval_prompts": str(model / "held_out.jsonl"),
+    }
     train, held_out, dropped = load_data(config(model, data=files), tokenizer)
-    assert [prompt.answer for prompt in train] == ["nus", "rats"] and dropped == 1, "the longest is dropped"
+    assert [prompt.answer for prompt in train] == [
+        "nus",
+        "rats",
+    ] and dropped == 1, "the longest is dropped"
     assert [prompt.answer for prompt in held_out] == ["yks", "aes"]
     _, held_out, _ = load_data(config(model, data=files, evaluation={"max_prompts": 1}), tokenizer)
     assert [prompt.answer for prompt in held_out] == ["yks"]
     train, held_out, dropped = load_data(config(model), tokenizer)
-    assert 190 < len(train) + dropped <= 200 and len(held_out) == 8, "questions that are held out are not trained on"
+    assert 190 < len(train) + dropped <= 200 and len(held_out) == 8, (
+        "questions that are held out are not trained on"
+    )
     assert not {prompt.text for prompt in train} & {prompt.text for prompt in held_out}
 
 
 def test_held_out_prompts_that_are_trained_on_are_said(
     model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files = {"task": None, "prompts": str(model / "a.jsonl"), "eval_prompts": str(model / "b.jsonl")}
+    files = {
+        "task": None,
+        "prompts": str(model / "a.jsonl"),
+        "eval_prompts": str(model / "b.jsonl"),
+    }
     for name, numbers in (("a", [1, 2, 2, 3]), ("b", [9, 3, 1])):
-        write_jsonl(model / f"{name}.jsonl", [{"prompt": f"{WORD} {i}", "answer": str(i)} for i in numbers])
+        write_jsonl(
+            model / f"{name}.jsonl", [{"prompt": f"{WORD} {i}", "answer": str(i)} for i in numbers]
+        )
     made = config(model, data=files)
     tokenizer = load_tokenizer(made)
     for cache in (None, prompt_cache(made), prompt_cache(made)):  # also when it is read again
         load_data(made, tokenizer, cache)
         notes = capsys.readouterr().err
-        assert f"warning: 2 of 3 held-out prompts are training prompts too, the first is \"{WORD} 3\"; " in notes
+        assert (
+            f'warning: 2 of 3 held-out prompts are training prompts too, the first is "{WORD} 3"; '
+            in notes
+        )
         assert "a.jsonl: 1 of 4 prompts repeat another one (3 are distinct)" in notes
     monkeypatch.setenv("RANK", "1")
     load_data(made, tokenizer)
     assert capsys.readouterr().err == ""
 
 
-def test_held_out_prompts_are_of_the_held_out_split(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_held_out_prompts_are_of_the_held_out_split(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in ("train", "test"):
         (model / "data").mkdir(exist_ok=True)
         write_jsonl(model / "data" / f"{name}.jsonl", [{"prompt": name, "answer": name}])
-    made = config(model, data={"task": None, "prompts": f"{model}/data", "eval_prompts": f"{model}/data"})
+    made = config(
+        model, data={"task": None, "prompts": f"{model}/data", "eval_prompts": f"{model}/data"}
+    )
     train, held_out, _ = load_data(made, load_tokenizer(made))
-    assert ([prompt.answer for prompt in train], [prompt.answer for prompt in held_out]) == (["train"], ["test"])
+    assert ([prompt.answer for prompt in train], [prompt.answer for prompt in held_out]) == (
+        ["train"],
+        ["test"],
+    )
     assert "the split test is read (of test, train)" in capsys.readouterr().err
 
 
 def test_prompts_of_a_cache(model: Path, tmp_path: Path) -> None:
-    files = {"task": None, "prompts": str(model / "a.jsonl"), "eval_prompts": str(model / "b.jsonl")}
+    files = {
+        "task": None,
+        "prompts": str(model / "a.jsonl"),
+        "eval_prompts": str(model / "b.jsonl"),
+    }
     for name, count in (("a", 5), ("b", 3)):
-        write_jsonl(model / f"{name}.jsonl", [{"prompt": f"{WORD} {i}", "answer": str(i)} for i in range(count)])
+        write_jsonl(
+            model / f"{name}.jsonl",
+            [{"prompt": f"{WORD} {i}", "answer": str(i)} for i in range(count)],
+        )
     made = config(model, data=files, evaluation={"max_prompts": 2})
     tokenizer = load_tokenizer(made)
     plain = load_data(made, tokenizer)
     for _ in range(2):
         train, held_out, dropped = load_data(made, tokenizer, prompt_cache(made))
         for found, wanted in ((train, plain[0]), (held_out, plain[1])):
-            assert [prompt.token_ids.tolist() for prompt in found] == [prompt.token_ids.tolist() for prompt in wanted]
+            assert [prompt.token_ids.tolist() for prompt in found] == [
+                prompt.token_ids.tolist() for prompt in wanted
+            ]
             assert [prompt.answer for prompt in found] == [prompt.answer for prompt in wanted]
         assert (len(train), len(held_out), dropped) == (5, 2, 0)
     assert len(list((tmp_path / "run" / "prompts").glob("*/manifest.json"))) == 2
     largest = max(int(prompt.token_ids.max()) for prompt in train)
     check_prompts(made, train, held_out, vocab_size=largest + 1)
-    with pytest.raises(PromptError, match=f"has the token id {largest}, .* vocabulary ends at {largest - 1};"):
+    with pytest.raises(
+        PromptError, match=f"has the token id {largest}, .* vocabulary ends at {largest - 1};"
+    ):
         check_prompts(made, train, held_out, vocab_size=largest)
     other = config(model, data=files | {"cache_dir": str(tmp_path / "shared")})
     load_data(other, tokenizer, prompt_cache(other))
     assert len(list((tmp_path / "shared").glob("*/manifest.json"))) == 2
 
 
-def test_a_cache_that_cannot_be_written_is_reported_once_a_node(model: Path, capsys, monkeypatch) -> None:
+def test_a_cache_that_cannot_be_written_is_reported_once_a_node(
+    model: Path, capsys, monkeypatch
+) -> None:
     for rank, count in (("0", 1), ("1", 0)):
         monkeypatch.setenv("LOCAL_RANK", rank)
         prompt_cache(config(model)).warn("data.cache_dir = here: no space")

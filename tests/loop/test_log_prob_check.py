@@ -39,11 +39,15 @@ def test_a_nan_is_the_worst():
     assert math.isnan(mean) and math.isnan(largest) and server == "a"
 
 
-def checked(monkeypatch, difference: float, version: int = 4, servers: int = 1, **sglang: Any) -> dict[str, float]:
+def checked(
+    monkeypatch, difference: float, version: int = 4, servers: int = 1, **sglang: Any
+) -> dict[str, float]:
     """The metrics of a check every 2 updates, with servers that differ by so much."""
     ours = SimpleNamespace(log_probs={i: array(-1, -1) for i in range(4)})
     monkeypatch.setattr(log_prob_check, "compute_log_probs", lambda *args, **options: ours)
-    monkeypatch.setattr(log_prob_check, "values_everywhere", lambda found, batch, groups: list(found.values()))
+    monkeypatch.setattr(
+        log_prob_check, "values_everywhere", lambda found, batch, groups: list(found.values())
+    )
     monkeypatch.setattr(log_prob_check.dist, "get_rank", lambda: 0)
     asked = []
 
@@ -51,18 +55,27 @@ def checked(monkeypatch, difference: float, version: int = 4, servers: int = 1, 
         asked.append(len(sequences))
         return {f"http://{i}": [array(-1, -1 - difference)] * 4 for i in range(servers)}
 
-    config = base_config("model", "run", rollout={"engine": "sglang"},
-                         sglang={"urls": ["http://a:1"], "log_prob_check_interval": 2, **sglang})  # fmt: skip
+    config = base_config(
+        "model",
+        "run",
+        rollout={"engine": "sglang"},
+        sglang={"urls": ["http://a:1"], "log_prob_check_interval": 2, **sglang},
+    )
     timers = Timers()
     source = SimpleNamespace(score=score)
-    found = check_log_probs(source, SimpleNamespace(groups=None), PROMPTS, Config.from_dict(config), version, timers)
+    found = check_log_probs(
+        source, SimpleNamespace(groups=None), PROMPTS, Config.from_dict(config), version, timers
+    )
     assert asked == ([4] if version % 2 == 0 else [])
     assert ("time/log_prob_check" in timers.take()) == (version % 2 == 0)
     return found
 
 
 def test_every_so_many_updates(monkeypatch):
-    assert checked(monkeypatch, 0.25) == {"log_prob_check/abs_diff": 0.125, "log_prob_check/abs_diff_max": 0.25}
+    assert checked(monkeypatch, 0.25) == {
+        "log_prob_check/abs_diff": 0.125,
+        "log_prob_check/abs_diff_max": 0.25,
+    }
     assert checked(monkeypatch, 0.25, version=3) == {}
     assert checked(monkeypatch, 0.25, servers=0) == {}
 
@@ -73,10 +86,15 @@ def test_above_the_tolerance(monkeypatch, capsys, difference):
     with pytest.raises(SharedEngineError, match=shown):
         checked(monkeypatch, difference)
     found = checked(monkeypatch, difference, log_prob_check_action="warn")
-    assert shown in capsys.readouterr().err and set(found) == {"log_prob_check/abs_diff", "log_prob_check/abs_diff_max"}
+    assert shown in capsys.readouterr().err and set(found) == {
+        "log_prob_check/abs_diff",
+        "log_prob_check/abs_diff_max",
+    }
 
 
-def other(ours: list[np.ndarray], theirs: list[np.ndarray], dtype: str = "bfloat16", **sections: Any) -> str | None:
+def other(
+    ours: list[np.ndarray], theirs: list[np.ndarray], dtype: str = "bfloat16", **sections: Any
+) -> str | None:
     sections = {"rollout": {"engine": "sglang"}, "sglang": {"urls": ["http://a:1"]}, **sections}
     config = base_config(str(sections.pop("model", "model")), "run", **sections)
     config["model"]["dtype"] = dtype
@@ -89,7 +107,11 @@ def other(ours: list[np.ndarray], theirs: list[np.ndarray], dtype: str = "bfloat
         ("float32", 2e-5, {}),  # the most that the engines' tests allow
         ("float32", 0.03, {}),  # its servers compute in bfloat16
         ("bfloat16", 0.032, {}),  # the largest means that were measured
-        ("bfloat16", 0.17, {"rollout": {"engine": "sglang", "quantization": {"format": "fp8_block"}}}),
+        (
+            "bfloat16",
+            0.17,
+            {"rollout": {"engine": "sglang", "quantization": {"format": "fp8_block"}}},
+        ),
     ],
 )
 def test_rounding_is_not_another_model(tmp_path, dtype, difference, sections):
@@ -120,48 +142,71 @@ def test_a_random_or_zero_output_layer_is_another_model(tmp_path, dtype):
         [np.full(30, -np.inf, np.float32) for _ in ours],
     ):
         line = other(ours, theirs, dtype, model=tiny_model(tmp_path))
-        assert line is not None and line.startswith("server http://a:1 computes another model than the trainer")
+        assert line is not None and line.startswith(
+            "server http://a:1 computes another model than the trainer"
+        )
         assert "sglang.log_prob_check_at_start: false" in line
 
 
 @pytest.mark.parametrize(
     ("model_type", "tied", "advice"),
     [
-        ("qwen3_moe", True, "SGLang ignores tie_word_embeddings of qwen3_moe (sgl-project/sglang#19908)"),
+        (
+            "qwen3_moe",
+            True,
+            "SGLang ignores tie_word_embeddings of qwen3_moe (sgl-project/sglang#19908)",
+        ),
         ("qwen3_next", True, "SGLang ignores tie_word_embeddings of qwen3_next"),
         ("qwen3_moe", False, "compare config.json and arguments of the servers with model.path"),
         ("qwen3", True, "compare config.json"),
     ],
 )
 def test_the_advice_fits_the_model(tmp_path, model_type, tied, advice):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "tie_word_embeddings": tied}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": model_type, "tie_word_embeddings": tied})
+    )
     line = other([array(-1, -2, -3)], [array(-12, -12, -12)], model=tmp_path)
     assert line is not None and advice in line and "\n" not in line
 
 
 @pytest.mark.parametrize(("tied", "ignores_ties"), [(True, True), (True, False), (False, True)])
 def test_a_run_on_a_server_that_ignores_ties(tmp_path, capfd, tied, ignores_ties):
-    """Stopped before the first response where the model has ties; else trained, and compared twice."""
+    """Stopped before the first response where the model has ties; else trained, and compared
+    twice.
+    """
     model = tied_model(tmp_path / "model", tied=tied)
     with ModelServer(model, ignores_ties=ignores_ties) as server:
-        config = base_config(model, tmp_path / "run", rollout={"engine": "sglang"}, training={"steps": 2},
-                             sglang={"urls": [server.url], "weight_transport": "disk"})  # fmt: skip
+        config = base_config(
+            model,
+            tmp_path / "run",
+            rollout={"engine": "sglang"},
+            training={"steps": 2},
+            sglang={"urls": [server.url], "weight_transport": "disk"},
+        )
         life = launch(config, check=not (tied and ignores_ties))
         assert life.finished == (not (tied and ignores_ties))
         if life.finished:
-            found = [record.get("log_prob_check/abs_diff_max") for record in records(tmp_path / "run")]
+            found = [
+                record.get("log_prob_check/abs_diff_max") for record in records(tmp_path / "run")
+            ]
             assert found[-2] < 2e-5 and found[-1] is None and server.scored == 8
             return
     assert server.updates == 1 and server.scored == 4
     lines = [line for line in life.log.splitlines() if "error: " in line]
-    assert len(lines) == 1 and "weights 0: server http://127.0.0.1" in lines[0] and "Traceback" not in life.log
+    assert (
+        len(lines) == 1
+        and "weights 0: server http://127.0.0.1" in lines[0]
+        and "Traceback" not in life.log
+    )
     assert "SGLang ignores tie_word_embeddings of qwen3_moe" in lines[0]
 
 
 def test_the_check_at_the_start_can_be_turned_off(monkeypatch):
     ours = SimpleNamespace(log_probs={i: array(-1, -1) for i in range(4)})
     monkeypatch.setattr(log_prob_check, "compute_log_probs", lambda *args, **options: ours)
-    monkeypatch.setattr(log_prob_check, "values_everywhere", lambda found, batch, groups: list(found.values()))
+    monkeypatch.setattr(
+        log_prob_check, "values_everywhere", lambda found, batch, groups: list(found.values())
+    )
     source = SimpleNamespace(score=lambda sequences: {"http://a:1": [array(-1, -1)] * 4})
     policy = SimpleNamespace(groups=None)
     for on, version, at_start, due in [
@@ -173,16 +218,25 @@ def test_the_check_at_the_start_can_be_turned_off(monkeypatch):
         (False, 1, False, False),
     ]:
         sglang = {"urls": ["http://a:1"], "log_prob_check_at_start": on}
-        config = Config.from_dict(base_config("model", "run", rollout={"engine": "sglang"}, sglang=sglang))
-        metrics = check_log_probs(source, policy, PROMPTS, config, version, Timers(), at_start=at_start)
+        config = Config.from_dict(
+            base_config("model", "run", rollout={"engine": "sglang"}, sglang=sglang)
+        )
+        metrics = check_log_probs(
+            source, policy, PROMPTS, config, version, Timers(), at_start=at_start
+        )
         assert bool(metrics) == due, (on, version, at_start)
 
 
 def test_prompts_of_one_token_are_not_compared():
-    config = Config.from_dict(base_config("model", "run", rollout={"engine": "sglang"}, sglang={"urls": ["http://a:1"]}))
+    config = Config.from_dict(
+        base_config("model", "run", rollout={"engine": "sglang"}, sglang={"urls": ["http://a:1"]})
+    )
     prompts = [make_prompt(i, text="a") for i in range(3)]
     source = SimpleNamespace(score=None)
-    assert check_log_probs(source, SimpleNamespace(), prompts, config, 0, Timers(), at_start=True) == {}
+    assert (
+        check_log_probs(source, SimpleNamespace(), prompts, config, 0, Timers(), at_start=True)
+        == {}
+    )
 
 
 def test_long_prompts_are_cut():
@@ -198,9 +252,17 @@ def test_the_page_s_way_to_untie_a_model(tmp_path, monkeypatch):
     exec(compile(code, str(page), "exec"), {})
     weights = load_file(tmp_path / "untied" / "model.safetensors")
     assert weights["lm_head.weight"].equal(weights["model.embed_tokens.weight"])
-    assert json.loads((tmp_path / "untied" / "config.json").read_text())["tie_word_embeddings"] is False
+    assert (
+        json.loads((tmp_path / "untied" / "config.json").read_text())["tie_word_embeddings"]
+        is False
+    )
     with ModelServer(str(tmp_path / "untied"), ignores_ties=True) as server:
-        config = base_config("untied", tmp_path / "run", rollout={"engine": "sglang"}, training={"steps": 1},
-                             sglang={"urls": [server.url], "weight_transport": "disk"})  # fmt: skip
+        config = base_config(
+            "untied",
+            tmp_path / "run",
+            rollout={"engine": "sglang"},
+            training={"steps": 1},
+            sglang={"urls": [server.url], "weight_transport": "disk"},
+        )
         launch(config)
     assert server.scored == 8

@@ -38,8 +38,10 @@ def test_the_first_reason_counts(made, reason):
     batch, counts = mask_samples(SampleBatch.of([made, sample(1)]), step=0, truncated=False)
     samples = batch.samples
     assert batch.table["trained"].tolist() == [int(s.loss_mask.sum()) for s in samples]
-    assert counts == {f"masked/{name}": float(name == reason) for name in
-                      ("empty", "truncated", "unscored", "non_finite")}  # fmt: skip
+    assert counts == {
+        f"masked/{name}": float(name == reason)
+        for name in ("empty", "truncated", "unscored", "non_finite")
+    }
     assert samples[1] is not made and samples[1].loss_mask.all()
     if reason is None:
         assert samples[0] is made
@@ -50,7 +52,9 @@ def test_the_first_reason_counts(made, reason):
 
 def test_cut_off_responses_are_masked_on_request():
     cut = sample(0, finish_reason="length")
-    assert mask_samples(SampleBatch.of([cut]), step=0, truncated=False)[1]["masked/truncated"] == 0.0
+    assert (
+        mask_samples(SampleBatch.of([cut]), step=0, truncated=False)[1]["masked/truncated"] == 0.0
+    )
     batch, counts = mask_samples(SampleBatch.of([cut]), step=0, truncated=True)
     [masked] = batch.samples
     assert counts["masked/truncated"] == 1.0 and not masked.loss_mask.any()
@@ -58,5 +62,7 @@ def test_cut_off_responses_are_masked_on_request():
 
 def test_no_finite_log_prob_at_all_ends_the_run():
     with pytest.raises(RunError, match="step 3: no response has finite log-probs"):
-        mask_samples(SampleBatch.of([non_finite(NAN), sample(1, reward=NAN)]), step=2, truncated=False)
+        mask_samples(
+            SampleBatch.of([non_finite(NAN), sample(1, reward=NAN)]), step=2, truncated=False
+        )
     mask_samples(SampleBatch.of([non_finite(NAN), sample(1)]), step=2, truncated=False)

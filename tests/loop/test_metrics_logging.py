@@ -44,7 +44,10 @@ def logger(folder: Path, *, resume_step: int = 0, **sections: Any) -> MetricsLog
 
 
 def samples(count: int = 6) -> list[Any]:
-    return [make_sample(2, 3, seed=i, prompt_index=i, reward=float(i), text=f"text {i}") for i in range(count)]
+    return [
+        make_sample(2, 3, seed=i, prompt_index=i, reward=float(i), text=f"text {i}")
+        for i in range(count)
+    ]
 
 
 def update_of(batch: list[Any]) -> Update:
@@ -56,14 +59,21 @@ def test_a_run_directory(rank: Any, tmp_path: Path) -> None:
     with logger(tmp_path / "run", tracking={"samples_per_step": 3, "ratio_interval": 2}) as made:
         for step in (1, 2):
             made.log(step, {"reward/mean": step / 4})
-            made.write_step(step, SampleBatch.of(samples()), ROUTING, update_of(samples(2)), DataCursor(6))
+            made.write_step(
+                step, SampleBatch.of(samples()), ROUTING, update_of(samples(2)), DataCursor(6)
+            )
         made.finish({"step": 2})
     run = tmp_path / "run"
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert rows == [{"step": 1, "reward/mean": 0.25}, {"step": 2, "reward/mean": 0.5}]
     assert load_config(run / "config.yaml") == made._config
-    written = [json.loads(line) for line in (run / "samples" / "step_000001.jsonl").read_text().splitlines()]
-    assert len(written) == 3 and [row["reward"] for row in written] == sorted(row["reward"] for row in written)
+    written = [
+        json.loads(line)
+        for line in (run / "samples" / "step_000001.jsonl").read_text().splitlines()
+    ]
+    assert len(written) == 3 and [row["reward"] for row in written] == sorted(
+        row["reward"] for row in written
+    )
     assert [file.name for file in (run / "ratios").iterdir()] == ["step_000002.npz"]
     assert json.loads((run / "summary.json").read_text()) == {"step": 2, "exit": "finished"}
     assert not (run / "rollouts.jsonl").exists() and not (run / "routing.jsonl").exists()
@@ -73,22 +83,37 @@ def test_a_stress_test_says_so(rank: Any, tmp_path: Path, capsys: pytest.Capture
     noise = {"engines": "both", "strength": 0.5, "stress_test": True}
     with logger(tmp_path / "run", router_noise=noise) as made:
         made.finish({"step": 2})
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["router_noise"].items() >= noise.items()
-    assert "stress test: router_noise perturbs routers of both engines, strength 0.5" in capsys.readouterr().err
-    logger(tmp_path / "other", router_noise={**noise, "strength": None, "target_flip_rate": 0.1}).__exit__()
-    assert "stress test: router_noise perturbs routers of both engines, 10 % of the experts" in capsys.readouterr().err
+    assert (
+        json.loads((tmp_path / "run" / "summary.json").read_text())["router_noise"].items()
+        >= noise.items()
+    )
+    assert (
+        "stress test: router_noise perturbs routers of both engines, strength 0.5"
+        in capsys.readouterr().err
+    )
+    logger(
+        tmp_path / "other", router_noise={**noise, "strength": None, "target_flip_rate": 0.1}
+    ).__exit__()
+    assert (
+        "stress test: router_noise perturbs routers of both engines, 10 % of the experts"
+        in capsys.readouterr().err
+    )
 
 
 def test_servers_samples_are_in_the_rollout_log(rank: Any, tmp_path: Path) -> None:
     sections = {"rollout": {"engine": "sglang"}, "sglang": {"urls": ["http://a:1"]}}
     with logger(tmp_path / "run", tracking={"samples_per_step": 0}, **sections) as made:
-        made.write_step(1, SampleBatch.of(samples(2)), ROUTING, update_of([]), DataCursor(6, (3, 5)))
+        made.write_step(
+            1, SampleBatch.of(samples(2)), ROUTING, update_of([]), DataCursor(6, (3, 5))
+        )
     (row,) = map(json.loads, (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines())
     assert row["step"] == 1 and row["pending"] == [3, 5] and len(row["samples"]) == 2
     assert list((tmp_path / "run" / "samples").iterdir()) == []
 
 
-def test_another_rank_writes_nothing(rank: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_rank_writes_nothing(
+    rank: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rank(1)
     with logger(tmp_path / "run") as made:
         made.note_dropped_prompts(3)
@@ -98,8 +123,12 @@ def test_another_rank_writes_nothing(rank: Any, tmp_path: Path, capsys: pytest.C
     assert not (tmp_path / "run").exists() and capsys.readouterr() == ("", "")
 
 
-def test_each_warning_is_printed_once(rank: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    unscored = [replace(sample, metadata={FAILURE: "timeout: 2 s"}) for sample in samples(2)] + samples(2)
+def test_each_warning_is_printed_once(
+    rank: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unscored = [
+        replace(sample, metadata={FAILURE: "timeout: 2 s"}) for sample in samples(2)
+    ] + samples(2)
     with logger(tmp_path / "run") as made:
         made.note_dropped_prompts(0)
         made.note_dropped_prompts(3)
@@ -133,18 +162,25 @@ def test_a_resumed_run_replaces_the_steps_after_its_checkpoint(rank: Any, tmp_pa
             made.log(step, {"x": float(step)})
     with logger(tmp_path / "run", resume_step=2) as made:
         made.log(3, {"x": 9.0})
-    rows = [json.loads(line)["x"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)["x"]
+        for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert rows == [1.0, 2.0, 9.0]
 
 
 def test_a_file_that_cannot_be_written_is_a_disk_error(rank: Any, tmp_path: Path) -> None:
     with logger(tmp_path / "run") as made:
         (tmp_path / "run" / "samples").rmdir()
-        with pytest.raises(DiskError, match="samples.*cannot be written: .*don't remove a run's directory"):
+        with pytest.raises(
+            DiskError, match="samples.*cannot be written: .*don't remove a run's directory"
+        ):
             made.write_step(1, SampleBatch.of(samples()), ROUTING, update_of([]), DataCursor(6))
 
 
-def test_ratios_of_a_large_mini_batch_are_of_some_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ratios_of_a_large_mini_batch_are_of_some_sequences(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     whole = ratio_arrays(update_of(samples()), TOKENIZER)
     for tokens, chosen in ((18, range(6)), (9, [0, 2, 5]), (2, [0])):
         monkeypatch.setattr("megatron_gspo.loop.metrics_logging._RATIO_TOKENS", tokens)
@@ -161,7 +197,9 @@ def test_ratios_are_of_the_trained_tokens_in_order() -> None:
     np.testing.assert_allclose(found["log_ratio"], 0.5, atol=1e-6)
     assert found["sequence"].tolist() == [0, 0, 1, 1] and found["flipped"].tolist() == [1, -1, 0, 1]
     ids = [*batch[0].response_ids[[0, 2]], *batch[1].response_ids]
-    assert found["token_ids"].tolist() == ids and found["token_text"].tolist() == [f"<{i}>" for i in ids]
+    assert found["token_ids"].tolist() == ids and found["token_text"].tolist() == [
+        f"<{i}>" for i in ids
+    ]
     advantages = np.concatenate([batch[0].advantages[[0, 2]], batch[1].advantages])
     np.testing.assert_array_equal(found["advantage"], advantages)
     assert "flipped" not in ratio_arrays(update_of(batch), TOKENIZER)
@@ -169,7 +207,10 @@ def test_ratios_are_of_the_trained_tokens_in_order() -> None:
 
 def test_a_run_without_checkpoints_says_so(rank: Any, tmp_path: Path, capsys: Any) -> None:
     logger(tmp_path / "a").__exit__()
-    said = "checkpoint.save_interval is 0: no checkpoint is written, a run that is killed starts again from"
+    said = (
+        "checkpoint.save_interval is 0: no checkpoint is written, a run that is killed starts again"
+        " from"
+    )
     assert capsys.readouterr().err == f"{said} the beginning\n"
     logger(tmp_path / "b", resume_step=4, checkpoint={"export_hf": False}).__exit__()
     kept = "checkpoint.export_hf is false: the trained weights are not kept"
@@ -178,7 +219,9 @@ def test_a_run_without_checkpoints_says_so(rank: Any, tmp_path: Path, capsys: An
     assert capsys.readouterr().err == ""
 
 
-def test_where_the_files_of_an_earlier_run_are_is_said(rank: Any, tmp_path: Path, capsys: Any) -> None:
+def test_where_the_files_of_an_earlier_run_are_is_said(
+    rank: Any, tmp_path: Path, capsys: Any
+) -> None:
     for _ in range(2):
         with logger(tmp_path, checkpoint={"save_interval": 5}) as made:
             made.log(1, {"reward/mean": 0.5})

@@ -1,4 +1,6 @@
-"""The strength of noise that reaches a target: bisection on known functions, and a tiny model in several layouts."""
+"""The strength of noise that reaches a target: bisection on known functions, and a tiny model
+in several layouts.
+"""
 
 from __future__ import annotations
 
@@ -38,13 +40,20 @@ def test_a_rate_that_grows_with_the_strength(target: float) -> None:
 
 
 def test_a_target_that_no_strength_reaches() -> None:
-    with pytest.raises(ConfigError, match="target_flip_rate = 0.8: the strongest noise reaches 0.75; set it below"):
+    with pytest.raises(
+        ConfigError, match="target_flip_rate = 0.8: the strongest noise reaches 0.75; set it below"
+    ):
         bisect(lambda s: 0.75 * (1 - math.exp(-s)), 0.8)
-    with pytest.raises(ConfigError, match="= 0.1: the measured rate jumps from below it to 0.5; raise routing.metric"):
+    with pytest.raises(
+        ConfigError,
+        match="= 0.1: the measured rate jumps from below it to 0.5; raise routing.metric",
+    ):
         bisect(lambda s: 0.5 * (s >= 0.3), 0.1)
 
 
-def calibrated_step(rank: int, world: int, plain: dict[str, Any]) -> tuple[float, float, dict[str, float]]:
+def calibrated_step(
+    rank: int, world: int, plain: dict[str, Any]
+) -> tuple[float, float, dict[str, float]]:
     """(strength, rate measured for it) and the metrics of a first step with this noise."""
     config = Config.from_dict(plain)
     with build_components(config) as run:
@@ -65,13 +74,19 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def plain_config(model: str, folder: Path, engines: str, parallel: dict[str, Any]) -> dict[str, Any]:
+def plain_config(
+    model: str, folder: Path, engines: str, parallel: dict[str, Any]
+) -> dict[str, Any]:
     return base_config(
-        model, folder / "run", parallel=parallel, algorithm={"name": "grpo"},
-        rollout={"rollout_batch_size": 32}, training={"steps": 1, "global_batch_size": 128},
+        model,
+        folder / "run",
+        parallel=parallel,
+        algorithm={"name": "grpo"},
+        rollout={"rollout_batch_size": 32},
+        training={"steps": 1, "global_batch_size": 128},
         routing={"metric_sequences": 32, "compare_rollout": True},
         router_noise={"engines": engines, "target_flip_rate": TARGET, "stress_test": True},
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture(scope="module")
@@ -81,14 +96,18 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     def measure(layout: str, engines: str) -> list[tuple[float, float, dict[str, float]]]:
         processes, parallel = LAYOUTS[layout]
-        return run_distributed(calibrated_step, processes, plain_config(model, folder, engines, parallel))
+        return run_distributed(
+            calibrated_step, processes, plain_config(model, folder, engines, parallel)
+        )
 
     return measure
 
 
 @pytest.mark.parametrize("engines", ["rollout", "trainer", "both"])
 def test_engine_and_trainer_differ_by_the_target(measured: Any, engines: str) -> None:
-    """As a training step measures it, on 128 responses of which 32 are of the calibration's prompts."""
+    """As a training step measures it, on 128 responses of which 32 are of the calibration's
+    prompts.
+    """
     ((strength, rate, metrics),) = measured("one process", engines)
     assert rate == pytest.approx(TARGET, rel=TOLERANCE)
     assert metrics["routing/noise_strength"] == strength > 0

@@ -1,4 +1,6 @@
-"""When the trainer's memory is released and taken back, and that whole runs are the same with it."""
+"""When the trainer's memory is released and taken back, and that whole runs are the same with
+it.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,9 @@ class Source:
 def build() -> tuple[OffloadingSource, Source, Any, list[str]]:
     events: list[str] = []
     critic: Any = SimpleNamespace(memory=Memory(events, "critic"))
-    policy: Any = SimpleNamespace(memory=Memory(events, "policy"), critic=critic, trained={"": None, "critic.": critic})
+    policy: Any = SimpleNamespace(
+        memory=Memory(events, "policy"), critic=critic, trained={"": None, "critic.": critic}
+    )
     policy.trained[""] = policy
     reference: Any = SimpleNamespace(memory=Memory(events, "reference"))
     inner = Source(events)
@@ -80,14 +84,21 @@ def test_the_devices_are_the_engines_from_a_weight_update_to_a_pause() -> None:
     source.update_weights(stream, version=3)
     whole = ["policy released", "reference released", "critic released"]
     assert events == ["policy released but weights", *whole[1:], "version 3", *whole, "cache"]
-    for call in (lambda: source.submit([], None, seed=0), lambda: source.collect(0), lambda: source.score([]),
-                 lambda: source.generate([], None, seed=0)):  # fmt: skip
+    for call in (
+        lambda: source.submit([], None, seed=0),
+        lambda: source.collect(0),
+        lambda: source.score([]),
+        lambda: source.generate([], None, seed=0),
+    ):
         events.clear()
         call()
         assert events[:3] == whole and len(events) == 4
     events.clear()
     source.pause(keep=True)
-    assert events == ["pause keep=True", "policy restored"]  # the reference's weights are restored in its next pass
+    assert events == [
+        "pause keep=True",
+        "policy restored",
+    ]  # the reference's weights are restored in its next pass
     events.clear()
     list(inner.weights())  # for a server that has lost them
     assert events == whole
@@ -130,9 +141,16 @@ def run(rank: int, world_size: int, model: str, folder: str) -> list[int]:
     for name, offloads in (("plain", False), ("offloaded", True)):
         counts.append(0)
         rollout = {"offload_trainer": offloads}
-        config = base_config(model, Path(folder) / name, rollout=rollout, training={"steps": 2},
-                             algorithm={"kl_loss_coef": 0.01}, checkpoint={"save_interval": 1},
-                             parallel={"expert_model_parallel_size": 2}, evaluation={"eval_interval": 1})  # fmt: skip
+        config = base_config(
+            model,
+            Path(folder) / name,
+            rollout=rollout,
+            training={"steps": 2},
+            algorithm={"kl_loss_coef": 0.01},
+            checkpoint={"save_interval": 1},
+            parallel={"expert_model_parallel_size": 2},
+            evaluation={"eval_interval": 1},
+        )
         train(Config.from_dict(config))
     return counts
 
@@ -142,5 +160,9 @@ def test_a_run_is_the_same_bits(tmp_path: Path) -> None:
     assert counts[0] == counts[1] and counts[0][0] == 0 < counts[0][1]
     plain, offloaded = records(tmp_path / "plain"), records(tmp_path / "offloaded")
     assert len(plain) == 3 and plain == offloaded
-    files = [sorted((tmp_path / name / "hf").glob("*.safetensors")) for name in ("plain", "offloaded")]
-    assert files[0] and [file.read_bytes() for file in files[0]] == [file.read_bytes() for file in files[1]]
+    files = [
+        sorted((tmp_path / name / "hf").glob("*.safetensors")) for name in ("plain", "offloaded")
+    ]
+    assert files[0] and [file.read_bytes() for file in files[0]] == [
+        file.read_bytes() for file in files[1]
+    ]

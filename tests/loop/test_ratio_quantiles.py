@@ -22,7 +22,9 @@ def test_sums_begin_with_nothing():
         total = added_histograms(total, histograms(*part))
     found = quantiles_over_ranks(total, SampleBatch.of([]))
     assert found == quantiles_over_ranks(histograms(0.0, 0.5, -1.0), SampleBatch.of([]))
-    np.testing.assert_allclose([found["ratio_token/min"], found["ratio_token/max"]], np.exp([-1.0, 0.5]))
+    np.testing.assert_allclose(
+        [found["ratio_token/min"], found["ratio_token/max"]], np.exp([-1.0, 0.5])
+    )
     assert found["ratio_token/p50"] == 1.0
 
 

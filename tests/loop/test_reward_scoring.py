@@ -37,7 +37,9 @@ def test_a_failure_is_worth_what_the_config_says():
 
 
 def scored_on_ranks(rank: int, world: int, first: list[int]) -> tuple[list, dict, dict, list]:
-    """Five samples on two ranks, of which rank 0 holds `first`; the verifier fails on every third text."""
+    """Five samples on two ranks, of which rank 0 holds `first`; the verifier fails on every
+    third text.
+    """
     scored_here = []
 
     def verifier(response, prompt):
@@ -57,17 +59,25 @@ def scored_on_ranks(rank: int, world: int, first: list[int]) -> tuple[list, dict
     prompts, so_far = ReadItems([make_prompt(i) for i in range(5)]), collectives_so_far()
     scored, failures = rewards(batch, prompts, Timers())
     exchanges = collectives_so_far() - so_far - 2  # without the rewards and the counts
-    assert sorted(prompts.read) == sorted(scored_here), "a prompt is read where its response is scored"
+    assert sorted(prompts.read) == sorted(scored_here), (
+        "a prompt is read where its response is scored"
+    )
     assert all(np.isnan(sample.reward) for sample in samples), "the given samples do not change"
     assert sorted(scored.held) == mine
-    np.testing.assert_equal([sample.reward for sample in scored.samples], scored.table["reward"][mine])
+    np.testing.assert_equal(
+        [sample.reward for sample in scored.samples], scored.table["reward"][mine]
+    )
     metadata = {i: s.metadata for i, s in scored.held.items()}
     return scored.table["reward"].tolist(), dict(failures), metadata, sorted(scored_here), exchanges
 
 
 @pytest.mark.parametrize(
     ("held", "scored", "exchanges"),
-    [([0, 2, 3], [[0, 2, 3], [1, 4]], 0), ([0, 1, 2, 3], [[0, 1, 2], [3, 4]], 4), ([], [[3, 4], [0, 1, 2]], 4)],
+    [
+        ([0, 2, 3], [[0, 2, 3], [1, 4]], 0),
+        ([0, 1, 2, 3], [[0, 1, 2], [3, 4]], 4),
+        ([], [[3, 4], [0, 1, 2]], 4),
+    ],
 )
 def test_each_rank_scores_a_share_and_all_get_the_rewards(held, scored, exchanges):
     """exchanges: the sizes and bytes of the texts that move, and of the reasons back."""
@@ -78,15 +88,20 @@ def test_each_rank_scores_a_share_and_all_get_the_rewards(held, scored, exchange
     np.testing.assert_equal(rewards, [np.nan, 1.0, 2.0, np.nan, 4.0])
     assert failures == {"error": 2, "invalid": 0, "timeout": 0, "even": 2, "odd": 1, "none": 0}
     assert metadata[1] == {"kept": 1} and metadata[3] == {
-        "kept": 3, FAILURE: "error: ValueError: no multiple of three",
-    }  # fmt: skip
+        "kept": 3,
+        FAILURE: "error: ValueError: no multiple of three",
+    }
 
 
 @pytest.mark.parametrize(
     ("holders", "scorers"),
-    [([1, 0, 1, 0], [1, 0, 1, 0]), ([1, 1, 1, 1, 1, 1, 0], [1, 1, 1, 2, 2, 2, 0]),
-     ([2, 2, 2, 2, 0], [2, 2, 0, 1, 0]), ([], [])],
-)  # fmt: skip
+    [
+        ([1, 0, 1, 0], [1, 0, 1, 0]),
+        ([1, 1, 1, 1, 1, 1, 0], [1, 1, 1, 2, 2, 2, 0]),
+        ([2, 2, 2, 2, 0], [2, 2, 0, 1, 0]),
+        ([], []),
+    ],
+)
 def test_responses_are_scored_where_they_are_unless_a_rank_holds_too_many(holders, scorers):
     assert balanced_scorers(np.array(holders, dtype=np.int32), 3).tolist() == scorers
 
@@ -104,7 +119,11 @@ def test_scorers_are_balanced_and_no_more_than_needed_moves():
 
 def test_groups_of_equal_rewards_are_found():
     rewards = {0: (1.0, 0.0), 1: (1.0, 1.0), 2: (0.0, float("nan")), 3: (0.0, 1.0)}
-    samples = [make_sample(1, 1, prompt_index=i, reward=value) for i, values in rewards.items() for value in values]
+    samples = [
+        make_sample(1, 1, prompt_index=i, reward=value)
+        for i, values in rewards.items()
+        for value in values
+    ]
     samples[-1].finish_reason = "abort"
     assert in_varied_group(rows_of(samples)).tolist() == [True, True] + [False] * 6
     assert counts_in_group(rows_of(samples))[4:].tolist() == [True, False, True, False]
@@ -112,7 +131,9 @@ def test_groups_of_equal_rewards_are_found():
 
 def test_a_batch_without_any_score_is_the_verifiers_fault():
     samples = [make_sample(1, 1, metadata={FAILURE: "timeout: 2 s"}), make_sample(1, 1)]
-    with pytest.raises(VerifierError, match=r"environment 'e' failed on all 2 responses .*timeout: 2 s\); fix it"):
+    with pytest.raises(
+        VerifierError, match=r"environment 'e' failed on all 2 responses .*timeout: 2 s\); fix it"
+    ):
         require_scores(SampleBatch.of(samples), "environment 'e'")
     samples[1].reward = 0.0
     require_scores(SampleBatch.of(samples), "environment 'e'")

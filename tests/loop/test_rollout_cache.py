@@ -1,4 +1,6 @@
-"""Rollouts kept in a checkpoint: used only if this run would draw the same ones, and by all ranks or none."""
+"""Rollouts kept in a checkpoint: used only if this run would draw the same ones, and by all
+ranks or none.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def cache(engine: str = "mine.Engine", prompts=PROMPTS, **sections: Any) -> Roll
 
 
 def drawn() -> Rollout:
-    samples = [make_sample(2, 3, seed=i, prompt_index=i, reward=float(i), text=f"{i}") for i in range(3)]
+    samples = [
+        make_sample(2, 3, seed=i, prompt_index=i, reward=float(i), text=f"{i}") for i in range(3)
+    ]
     rank, world = dist.get_rank(), dist.get_world_size()
     mine = range(rank, len(samples), world)
     batch = SampleBatch.gathered([samples[i] for i in mine], mine, dist.group.WORLD)
@@ -41,7 +45,10 @@ def same(a: Rollout, b: Rollout) -> bool:
         (a.cursor, a.metrics) == (b.cursor, b.metrics)
         and np.array_equal(a.batch.table, b.batch.table)
         and list(a.batch.held) == list(b.batch.held)
-        and all(np.array_equal(x.tokens, y.tokens) and (x.reward, x.text) == (y.reward, y.text) for x, y in samples)
+        and all(
+            np.array_equal(x.tokens, y.tokens) and (x.reward, x.text) == (y.reward, y.text)
+            for x, y in samples
+        )
     )
 
 
@@ -76,7 +83,14 @@ def damaged(rank: int, world: int, folder: str) -> list[bool]:
     whole = (at / _FILE).read_bytes()
     found = []
     changed = whole.replace(b'"parts": [[', b'"parts": [[1')
-    for content in (whole[:-3], bytes([*whole[:-9], whole[-9] ^ 1, *whole[-8:]]), changed, b"", b"{}\n", b"\xff\n"):
+    for content in (
+        whole[:-3],
+        bytes([*whole[:-9], whole[-9] ^ 1, *whole[-8:]]),
+        changed,
+        b"",
+        b"{}\n",
+        b"\xff\n",
+    ):
         (at / _FILE).write_bytes(content)
         found.append(cache().read(at) is None)
     return found
@@ -89,11 +103,15 @@ def test_a_damaged_file_is_not_used(tmp_path):
 def without_a_checkpoint(rank: int, world: int, folder: str) -> None:
     assert same(cache().read_or_draw(None, drawn), drawn())
     missing = Path(folder) / "nowhere"
-    assert same(cache().read_or_draw(missing, drawn), drawn()), "that they can't be kept has no other effect"
+    assert same(cache().read_or_draw(missing, drawn), drawn()), (
+        "that they can't be kept has no other effect"
+    )
     rollout = {"engine": "sft", "rollout_batch_size": 8, "n_samples_per_prompt": 1}
     sft = cache(algorithm={"name": "sft"}, rollout=rollout)
     sft.read_or_draw(Path(folder), drawn)
-    unwritable = Rollout(SampleBatch.of([make_sample(1, 1, metadata={"x": {1, 2}})]), DataCursor(), {})
+    unwritable = Rollout(
+        SampleBatch.of([make_sample(1, 1, metadata={"x": {1, 2}})]), DataCursor(), {}
+    )
     cache().write(Path(folder), unwritable)
     assert list(Path(folder).iterdir()) == []
 
@@ -105,4 +123,8 @@ def test_nothing_is_kept_without_a_checkpoint(tmp_path):
 def test_the_conditions_are_plain_values():
     found = cache().conditions(rows_of([make_sample(2, 3, prompt_index=i) for i in range(3)]))
     assert json.loads(json.dumps(found)) == found
-    assert found["engine"] == "mine.Engine" and found["rollout.temperature"] == 1.0 and found["seed"] == 7
+    assert (
+        found["engine"] == "mine.Engine"
+        and found["rollout.temperature"] == 1.0
+        and found["seed"] == 7
+    )

@@ -14,7 +14,9 @@ from megatron_gspo.loop.rollout_correction import correct_mismatch, mismatch
 from tests.support.samples import make_sample
 
 
-def corrected(samples: list[Sample], algorithm: AlgorithmConfig) -> tuple[list[Sample], dict[str, float]]:
+def corrected(
+    samples: list[Sample], algorithm: AlgorithmConfig
+) -> tuple[list[Sample], dict[str, float]]:
     batch, found = correct_mismatch(SampleBatch.of(samples), algorithm)
     return batch.samples, found
 
@@ -35,18 +37,25 @@ def test_weights_by_hand():
     np.testing.assert_allclose(first.advantages, [-4, -0.5, -2])
     np.testing.assert_allclose(second.advantages, [-3, -3], rtol=1e-6)
     total, squares = 2 + 0.25 + 3, 4 + 0.0625 + 4.5
-    assert found == pytest.approx({
-        "rollout_is/weight_mean": total / 4,
-        "rollout_is/weight_min": 0.25,
-        "rollout_is/weight_max": 2.0,
-        "rollout_is/effective_sample_size": total**2 / squares / 4,
-        "rollout_is/truncated": 0.25,
-    })  # fmt: skip
+    assert found == pytest.approx(
+        {
+            "rollout_is/weight_mean": total / 4,
+            "rollout_is/weight_min": 0.25,
+            "rollout_is/weight_max": 2.0,
+            "rollout_is/effective_sample_size": total**2 / squares / 4,
+            "rollout_is/truncated": 0.25,
+        }
+    )
 
 
 def test_the_weight_of_a_sequence_is_that_of_the_tokens_left():
-    algorithm = AlgorithmConfig.preset(rollout_rs="token", rollout_rs_threshold=4.0, rollout_rs_threshold_lower=0.5,
-                                rollout_is="geometric", rollout_is_threshold=5.0)  # fmt: skip
+    algorithm = AlgorithmConfig.preset(
+        rollout_rs="token",
+        rollout_rs_threshold=4.0,
+        rollout_rs_threshold_lower=0.5,
+        rollout_is="geometric",
+        rollout_is_threshold=5.0,
+    )
     (first, second), found = corrected(two_samples(), algorithm)
     assert first.loss_mask.tolist() == [True, False, False] and second.loss_mask.all()
     np.testing.assert_allclose(first.advantages, [-6, -6, -6], rtol=1e-6)
@@ -54,8 +63,12 @@ def test_the_weight_of_a_sequence_is_that_of_the_tokens_left():
 
 
 def test_excluded_tokens_may_stay_in_the_denominators():
-    """IcePop: the weight inside the band and 0 outside; loss_mask, |y_i|, N and M are as they were."""
-    (first, second), found = corrected(two_samples(), AlgorithmConfig.preset(rollout_correction_preset="icepop"))
+    """IcePop: the weight inside the band and 0 outside; loss_mask, |y_i|, N and M are as they
+    were.
+    """
+    (first, second), found = corrected(
+        two_samples(), AlgorithmConfig.preset(rollout_correction_preset="icepop")
+    )
     np.testing.assert_allclose(first.advantages, [-6, 0, -2], rtol=1e-6)  # ratios 3, 1/4, untrained
     np.testing.assert_allclose(second.advantages, [-3, -3], rtol=1e-6)
     assert first.loss_mask.tolist() == [True, True, False] and second.loss_mask.all()
@@ -64,7 +77,9 @@ def test_excluded_tokens_may_stay_in_the_denominators():
 
 
 def test_nothing_left_has_no_weights():
-    algorithm = AlgorithmConfig.preset(rollout_rs="token", rollout_rs_threshold=1.0, rollout_is="token")
+    algorithm = AlgorithmConfig.preset(
+        rollout_rs="token", rollout_rs_threshold=1.0, rollout_is="token"
+    )
     samples, found = corrected(two_samples(), algorithm)
     assert found == {"rollout_rs/tokens": 1.0, "rollout_rs/sequences": 1.0}
     samples, found = corrected(samples, algorithm)
@@ -93,7 +108,9 @@ def test_without_log_probs_it_is_refused():
 
 def test_mismatch_quantiles_of_both_ratios():
     samples = two_samples()
-    found = mismatch(SampleBatch.of(samples), {i: sample.old_log_probs for i, sample in enumerate(samples)})
+    found = mismatch(
+        SampleBatch.of(samples), {i: sample.old_log_probs for i, sample in enumerate(samples)}
+    )
     assert found["mismatch/ratio_token/max"] == pytest.approx(3)
     assert found["mismatch/ratio_token/min"] == pytest.approx(0.25)
     assert found["mismatch/ratio_sequence/min"] == pytest.approx(math.sqrt(3 / 4))
@@ -104,7 +121,10 @@ def test_mismatch_quantiles_of_both_ratios():
 
 def test_mismatch_does_not_depend_on_the_pieces(monkeypatch):
     samples = [make_sample(2, n, seed=n, mask=[n != 4] * n) for n in range(1, 7)]
-    batch, log_probs = SampleBatch.of(samples), {i: sample.old_log_probs for i, sample in enumerate(samples)}
+    batch, log_probs = (
+        SampleBatch.of(samples),
+        {i: sample.old_log_probs for i, sample in enumerate(samples)},
+    )
     whole = mismatch(batch, log_probs)
     monkeypatch.setattr("megatron_gspo.data.sample_batch._PIECE", 7)
     assert len(list(batch.pieces())) > 3
@@ -118,5 +138,7 @@ def test_minirl_needs_the_engines_log_probs_and_changes_no_advantage():
     left, metrics = corrected(samples, AlgorithmConfig.preset("minirl"))
     assert left == samples and metrics == {}
     without = [make_sample(1, 2, log_probs=False)]
-    with pytest.raises(ConfigError, match='algorithm.name = "minirl": the engine gives no log-probs'):
+    with pytest.raises(
+        ConfigError, match='algorithm.name = "minirl": the engine gives no log-probs'
+    ):
         corrected(without, AlgorithmConfig.preset("minirl"))

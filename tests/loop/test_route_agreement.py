@@ -1,4 +1,6 @@
-"""Tiny models generate, their routes are changed as faulty engines change them, and the next pass says so or not."""
+"""Tiny models generate, their routes are changed as faulty engines change them, and the next
+pass says so or not.
+"""
 
 from __future__ import annotations
 
@@ -31,46 +33,65 @@ from tests.support.faulty_routes import (
 )
 from tests.support.training_runs import WORD, base_config
 
-NAMED = re.compile(r"sample (\d+)/(\d+)( \(and \d+ more\))?: routed_experts of tokens? (\d+)( to \d+)? agree with ")
+NAMED = re.compile(
+    r"sample (\d+)/(\d+)( \(and \d+ more\))?: routed_experts of tokens? (\d+)( to \d+)? agree with "
+)
 SIZE = TinyModel(hidden=32, layers=2, experts=16, expert_width=16)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """``model``, ``other`` with other weights, and ``uniform``, whose routers hardly prefer any expert."""
+    """``model``, ``other`` with other weights, and ``uniform``, whose routers hardly prefer any
+    expert.
+    """
     folder = tmp_path_factory.mktemp("models")
     for name, seed in (("model", 0), ("other", 1), ("uniform", 0)):
         write_tiny_model(folder / name, SIZE, seed=seed, words=[WORD])
     file = folder / "uniform" / "model.safetensors"
     weights = load_file(file)
-    flat = {name: value * 1e-3 if name.endswith("mlp.gate.weight") else value for name, value in weights.items()}
+    flat = {
+        name: value * 1e-3 if name.endswith("mlp.gate.weight") else value
+        for name, value in weights.items()
+    }
     save_file(flat, file, metadata={"format": "pt"})
     return folder
 
 
 def config(folder: Path, path: str = "model", /, **sections: dict[str, Any]) -> dict[str, Any]:
     defaults: dict[str, dict[str, Any]] = {
-        "algorithm": {"name": "grpo"}, "routing": {"replay": "r3"},
+        "algorithm": {"name": "grpo"},
+        "routing": {"replay": "r3"},
         "rollout": {"rollout_batch_size": 2, "n_samples_per_prompt": 4, "max_response_length": 160},
         "training": {"steps": 1, "global_batch_size": 8, "max_tokens_per_micro_batch": 512},
-    }  # fmt: skip
-    merged = {key: {**defaults.get(key, {}), **sections.get(key, {})} for key in {**defaults, **sections}}
+    }
+    merged = {
+        key: {**defaults.get(key, {}), **sections.get(key, {})} for key in {**defaults, **sections}
+    }
     return base_config(str(folder / path), folder / "run", **merged)
 
 
 def test_each_fault_is_found_and_named(folder):
-    faults = {"shifted": shifted, "shifted back": shifted_back, "repeated": repeated, "another": of_another,
-              "weights": partial(of_weights, str(folder / "other"))}  # fmt: skip
+    faults = {
+        "shifted": shifted,
+        "shifted back": shifted_back,
+        "repeated": repeated,
+        "another": of_another,
+        "weights": partial(of_weights, str(folder / "other")),
+    }
     cases = {f"{name}, longest": (fault, "longest") for name, fault in faults.items()}
     cases |= {f"{name}, all": (faults[name], "all") for name in ("shifted", "another", "weights")}
-    ((found, longest),) = run_distributed(outcomes, 1, config(folder), {"none": (unchanged, "all"), **cases})
+    ((found, longest),) = run_distributed(
+        outcomes, 1, config(folder), {"none": (unchanged, "all"), **cases}
+    )
     assert found.pop("none") == ""
     for case, error in found.items():
         match = NAMED.match(error)
         assert match, (case, error)
         assert "longest" not in case or (match[1], match[2], match[3]) == (*longest, None), error
         assert ("shifted by one" in error) == case.startswith("shifted"), error
-        assert int(match[4]) <= 10 or case.startswith("repeated"), "the fault begins with the first row"
+        assert int(match[4]) <= 10 or case.startswith("repeated"), (
+            "the fault begins with the first row"
+        )
 
 
 BF16 = {"model": {"dtype": "bfloat16"}}
@@ -94,9 +115,11 @@ def noise(engines: str, strength: float) -> dict[str, dict[str, Any]]:
         ("uniform", noise("trainer", 8.0)),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_no_alarm_in_a_healthy_run(folder, path, sections):
-    ((found, _),) = run_distributed(outcomes, 1, config(folder, path, **sections), {"none": (unchanged, "all")})
+    ((found, _),) = run_distributed(
+        outcomes, 1, config(folder, path, **sections), {"none": (unchanged, "all")}
+    )
     assert found == {"none": ""}
 
 
@@ -117,8 +140,14 @@ LAYOUTS = {
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_each_rank_of_a_layout_raises_the_same(folder, name):
     """Also where only the last stage's layers are wrong."""
-    cases = {"none": (unchanged, "all"), "shifted": (shifted, "longest"), "upper layers": (shifted_above, "all")}
-    (found, longest), (other, _) = run_distributed(outcomes, 2, config(folder, parallel=LAYOUTS[name]), cases)
+    cases = {
+        "none": (unchanged, "all"),
+        "shifted": (shifted, "longest"),
+        "upper layers": (shifted_above, "all"),
+    }
+    (found, longest), (other, _) = run_distributed(
+        outcomes, 2, config(folder, parallel=LAYOUTS[name]), cases
+    )
     assert found == other and found["none"] == ""
     assert NAMED.match(found["shifted"]).group(1, 2, 3) == (*longest, None)
     assert ("shifted by one" in found["upper layers"]) == (name == "pp2")
@@ -128,7 +157,10 @@ class Shifts(EmbeddedEngine):
     """Returns the routes one row late."""
 
     def generate(self, prompts, sampling, *, seed):
-        return [replace(s, routed_experts=shifted(s, [])) for s in super().generate(prompts, sampling, seed=seed)]
+        return [
+            replace(s, routed_experts=shifted(s, []))
+            for s in super().generate(prompts, sampling, seed=seed)
+        ]
 
 
 def stopped(rank: int, world: int, plain: dict[str, Any]) -> str:
@@ -143,5 +175,9 @@ def stopped(rank: int, world: int, plain: dict[str, Any]) -> str:
 def test_a_run_stops_on_every_rank_before_its_first_update(folder, tmp_path):
     plain = config(folder, evaluation={"at_start": False}) | {"run_dir": str(tmp_path / "run")}
     first, second = run_distributed(stopped, 2, plain)
-    assert first == second and NAMED.match(first) and "shifted by one; correct the engine, or train without" in first
+    assert (
+        first == second
+        and NAMED.match(first)
+        and "shifted by one; correct the engine, or train without" in first
+    )
     assert read_metrics(tmp_path / "run") == []

@@ -20,7 +20,9 @@ from tests.support.samples import make_routes, make_sample
 SHAPE = RouteShape(layers=2, k=2, num_experts=8)
 
 
-def replay(*, shape: RouteShape | None = SHAPE, has_ratio: bool = True, **config: Any) -> RoutingReplay:
+def replay(
+    *, shape: RouteShape | None = SHAPE, has_ratio: bool = True, **config: Any
+) -> RoutingReplay:
     return RoutingReplay(RoutingConfig(**config), shape, has_ratio)
 
 
@@ -35,10 +37,22 @@ def sample_with_routes(missing: tuple[int, ...] = ()) -> Sample:
     [
         ({}, dict(replay=False, record=True), dict(replay=False, compare=True)),
         ({"replay": "r2"}, dict(replay=False, record=True), dict(replay=True, compare=True)),
-        ({"replay": "r2", "metrics": False}, dict(replay=False, record=True), dict(replay=True, compare=False)),
+        (
+            {"replay": "r2", "metrics": False},
+            dict(replay=False, record=True),
+            dict(replay=True, compare=False),
+        ),
         ({"replay": "r3"}, dict(replay=True, compare=True), dict(replay=True, compare=True)),
-        ({"replay": "r3", "replay_old_log_probs": False}, dict(replay=False, compare=True), dict(replay=True)),
-        ({"replay": "r3", "metrics": False}, dict(replay=True, record=False, compare=False), dict(compare=False)),
+        (
+            {"replay": "r3", "replay_old_log_probs": False},
+            dict(replay=False, compare=True),
+            dict(replay=True),
+        ),
+        (
+            {"replay": "r3", "metrics": False},
+            dict(replay=True, record=False, compare=False),
+            dict(compare=False),
+        ),
         ({"compare_rollout": True}, dict(replay=False, compare=True), dict(replay=False)),
     ],
     ids=str,
@@ -52,7 +66,11 @@ def test_what_the_routers_do_in_each_pass(config: dict, old: dict, update: dict)
 
 @pytest.mark.parametrize(
     "made",
-    [replay(shape=None, replay="r2"), replay(has_ratio=False, replay="none"), replay(metrics=False)],
+    [
+        replay(shape=None, replay="r2"),
+        replay(has_ratio=False, replay="none"),
+        replay(metrics=False),
+    ],
     ids=["no experts", "no ratio", "nothing requested"],
 )
 def test_the_routers_are_left_alone(made: RoutingReplay) -> None:
@@ -64,10 +82,19 @@ def test_each_pass_has_noise_of_its_own() -> None:
     for made in (replay(), replay(replay="r3"), replay(metrics=False), replay(has_ratio=False)):
         assert made.update_options(0) is None or made.update_options(0).noise is None
         made.noise = noise
-        passes = [made.old_policy_options(), made.reference_options(), made.update_options(0), made.update_options(1)]
-        assert all(options.noise.strength == 0.5 and options.noise.perturb_weights for options in passes)
+        passes = [
+            made.old_policy_options(),
+            made.reference_options(),
+            made.update_options(0),
+            made.update_options(1),
+        ]
+        assert all(
+            options.noise.strength == 0.5 and options.noise.perturb_weights for options in passes
+        )
         assert len({options.noise.seed for options in passes}) == 4
-        assert passes[0] == made.old_policy_options(), "the same when a resumed run repeats the step"
+        assert passes[0] == made.old_policy_options(), (
+            "the same when a resumed run repeats the step"
+        )
     assert replay(shape=None).reference_options() is None
 
 
@@ -81,10 +108,14 @@ def test_routes_of_the_rollout_are_checked_only_if_they_are_needed() -> None:
         replay(replay="r3").check_rollout_routes(SampleBatch.of([sample_with_routes(missing=(1,))]))
 
 
-@pytest.mark.parametrize("config", [{"replay": "r3", "missing_routes": "live"}, {"compare_rollout": True}], ids=str)
+@pytest.mark.parametrize(
+    "config", [{"replay": "r3", "missing_routes": "live"}, {"compare_rollout": True}], ids=str
+)
 def test_missing_routes_are_counted_where_they_are_allowed(config: dict) -> None:
     made = replay(**config)
-    made.check_rollout_routes(SampleBatch.of([sample_with_routes(missing=(1,)), sample_with_routes()]))
+    made.check_rollout_routes(
+        SampleBatch.of([sample_with_routes(missing=(1,)), sample_with_routes()])
+    )
     assert made.measured.missing_routes == 1
 
 

@@ -1,4 +1,6 @@
-"""What a run prints of itself at its start and at its end, from whole runs as a user starts them."""
+"""What a run prints of itself at its start and at its end, from whole runs as a user starts
+them.
+"""
 
 from __future__ import annotations
 

@@ -25,7 +25,9 @@ def test_a_run_directory_has_one_writer(tmp_path):
     holder = context.Process(target=hold, args=(tmp_path, ready))
     holder.start()
     assert ready.wait(60)
-    with pytest.raises(CheckpointError, match=f"process {holder.pid} on .* is still writing it; end that run first"):
+    with pytest.raises(
+        CheckpointError, match=f"process {holder.pid} on .* is still writing it; end that run first"
+    ):
         lock_directory(tmp_path, patience=0.2)
     holder.kill()
     holder.join()

@@ -13,8 +13,12 @@ def versions(*values):
 
 
 def test_staleness_by_hand():
-    partial = make_sample(2, 4, mask=[1, 1, 0, 1], weight_version=3, token_versions=versions(3, 5, 3, 6))
-    whole = make_sample(1, 2, weight_version=5)  # no versions of its own: both tokens are of version 5
+    partial = make_sample(
+        2, 4, mask=[1, 1, 0, 1], weight_version=3, token_versions=versions(3, 5, 3, 6)
+    )
+    whole = make_sample(
+        1, 2, weight_version=5
+    )  # no versions of its own: both tokens are of version 5
     assert staleness(SampleBatch.of([partial, whole]), 6) == {
         "staleness/mean": (3 + 1 + 0 + 1 + 1) / 5,
         "staleness/max": 3.0,
@@ -24,12 +28,17 @@ def test_staleness_by_hand():
 def test_masked_tokens_do_not_count():
     masked = make_sample(2, 2, mask=[0, 0], weight_version=0, token_versions=versions(0, 0))
     fresh = make_sample(1, 2, weight_version=8, token_versions=versions(8, 8))
-    assert staleness(SampleBatch.of([masked, fresh]), 8) == {"staleness/mean": 0.0, "staleness/max": 0.0}
+    assert staleness(SampleBatch.of([masked, fresh]), 8) == {
+        "staleness/mean": 0.0,
+        "staleness/max": 0.0,
+    }
     assert staleness(SampleBatch.of([masked]), 8) == {}
 
 
 def test_an_engine_without_versions_is_told_nothing():
-    assert staleness(SampleBatch.of([make_sample(1, 2), make_sample(1, 2, weight_version=4)]), 9) == {}
+    assert (
+        staleness(SampleBatch.of([make_sample(1, 2), make_sample(1, 2, weight_version=4)]), 9) == {}
+    )
 
 
 def test_turn_metrics_by_hand():

@@ -1,4 +1,7 @@
-"""What a run is built of, by its config, and what closing it ends. Whole set-ups are in `tests/train`."""
+"""What a run is built of, by its config, and what closing it ends.
+
+Whole set-ups are in `tests/train`.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,11 @@ from megatron_gspo.loop.reward_scoring import EpisodeRewards, VerifierRewards
 from megatron_gspo.loop.setup import Components, build_rewards
 from tests.support.training_runs import base_config
 
-SFT = {"algorithm": {"name": "sft"}, "rollout": {"engine": "sft", "n_samples_per_prompt": 1},
-       "training": {"global_batch_size": 4}}  # fmt: skip
+SFT = {
+    "algorithm": {"name": "sft"},
+    "rollout": {"engine": "sft", "n_samples_per_prompt": 1},
+    "training": {"global_batch_size": 4},
+}
 
 
 def config(**sections: Any) -> Config:
@@ -31,11 +37,22 @@ class Closes:
         self.ended.append(self.name)
 
 
-def components(groups: Any, eval_groups: Any, rewards: Any, made: Config | None = None) -> Components:
+def components(
+    groups: Any, eval_groups: Any, rewards: Any, made: Config | None = None
+) -> Components:
     return Components(
-        config=made or config(), policy=None, reference=None, engine=None, groups=groups, eval_groups=eval_groups,
-        rewards=rewards, prompts=None, eval_prompts=[], dropped_prompts=0, tokenizer=None,
-    )  # fmt: skip
+        config=made or config(),
+        policy=None,
+        reference=None,
+        engine=None,
+        groups=groups,
+        eval_groups=eval_groups,
+        rewards=rewards,
+        prompts=None,
+        eval_prompts=[],
+        dropped_prompts=0,
+        tokenizer=None,
+    )
 
 
 @pytest.mark.parametrize("held_out", ["none", "the same", "others"])
@@ -55,9 +72,14 @@ def test_supervised_training_samples_are_not_the_policys() -> None:
 
 def test_environments_score_in_place_of_the_verifier() -> None:
     pool = SimpleNamespace(close=lambda: None)
-    made = config(data={"verifier": None, "verifier_failure_reward": -1.0}, rollout={"environment": "mine.py:make"})
+    made = config(
+        data={"verifier": None, "verifier_failure_reward": -1.0},
+        rollout={"environment": "mine.py:make"},
+    )
     rewards = build_rewards(made, pool)
     assert rewards == EpisodeRewards(pool, "environment 'mine.py:make'", -1.0)
     rewards = build_rewards(config(), None)
-    assert isinstance(rewards, VerifierRewards) and rewards.name.endswith("spelling_verifier.py:score'")
+    assert isinstance(rewards, VerifierRewards) and rewards.name.endswith(
+        "spelling_verifier.py:score'"
+    )
     rewards.close()

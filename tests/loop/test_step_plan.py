@@ -11,8 +11,10 @@ from tests.support.training_runs import base_config
 def test_mini_batches_are_a_partition_drawn_anew_each_step_and_epoch():
     found = {
         (seed, step, epoch): mini_batches(50, 16, seed=seed, step=step, epoch=epoch)
-        for seed in range(2) for step in range(2) for epoch in range(2)
-    }  # fmt: skip
+        for seed in range(2)
+        for step in range(2)
+        for epoch in range(2)
+    }
     for rows in found.values():
         assert [len(row) for row in rows] == [16, 16, 16, 2]
         assert sorted(sum(rows, [])) == list(range(50))
@@ -27,7 +29,9 @@ def test_replicas_stay_through_all_passes_over_the_data():
         config = Config.from_dict(base_config("model", "run", training={"ppo_epochs": epochs}))
         plan = plan_step(lengths, homes, config, rules, 3)
         assert len(plan.updates) == 4 * epochs
-        assert sorted(i for rows, _ in plan.updates for i in rows) == sorted(list(range(32)) * epochs)
+        assert sorted(i for rows, _ in plan.updates for i in rows) == sorted(
+            list(range(32)) * epochs
+        )
         for rows, packing in plan.updates:
             assert np.array_equal(packing.replica_of(), plan.replica[rows])
         assert np.array_equal(plan.whole.replica_of(), plan.replica)

@@ -38,7 +38,12 @@ def test_phases_add_up_until_they_are_taken():
 def test_a_clock_keeps_the_parts_of_an_update_and_nothing_else():
     clock = UpdateClock()
     assert clock.take() == {}
-    for name, level in (("forward-backward", 1), ("forward-compute", 2), ("all-grads-sync", 1), ("forward-compute", 2)):
+    for name, level in (
+        ("forward-backward", 1),
+        ("forward-compute", 2),
+        ("all-grads-sync", 1),
+        ("forward-compute", 2),
+    ):
         stopwatch = clock(name, log_level=level)
         stopwatch.start(barrier=False)
         time.sleep(NAP)
@@ -67,17 +72,25 @@ def slow_down(module: Any, args: Any, output: Any) -> Any:
 
 
 def time_an_update(rank: int, world_size: int, path: str) -> dict[str, Any]:
-    """An update of one sequence a micro-batch, each slowed down by one nap forward and two backward."""
+    """An update of one sequence a micro-batch, each slowed down by one nap forward and two
+    backward.
+    """
     policy = policy_of(path, parallel(pipeline=world_size))
     samples, batching = scored_samples(3), micro_batches_of(80, micro_batch_size=1)
     clock = policy.config.timers = UpdateClock()
-    train_mini_batch(policy, SampleBatch.of(samples), GRPO, batching, temperature=1.0)  # the first is slower
+    train_mini_batch(
+        policy, SampleBatch.of(samples), GRPO, batching, temperature=1.0
+    )  # the first is slower
     clock.take()
     layers = unwrap(policy.chunks[0]).decoder.layers
     hook = layers[-1].self_attention.core_attention.register_forward_hook(slow_down)
     begin = time.perf_counter()
     result = train_mini_batch(policy, SampleBatch.of(samples), GRPO, batching, temperature=1.0)
-    found: dict[str, Any] = {"wall": time.perf_counter() - begin, "update": clock.take(), "metrics": result.metrics}
+    found: dict[str, Any] = {
+        "wall": time.perf_counter() - begin,
+        "update": clock.take(),
+        "metrics": result.metrics,
+    }
     compute_log_probs(policy, SampleBatch.of(samples), batching, temperature=1.0)
     found["scored"] = clock.take()
     hook.remove()
@@ -95,6 +108,9 @@ def test_a_clock_in_megatrons_schedule(stages, tmp_path):
         assert update.keys() == PARTS and min(update.values()) > 0
         assert 3 * NAP <= update["time/forward"] and 6 * NAP <= update["time/backward"]
         assert sum(update.values()) <= found["wall"]
-        assert found["scored"].keys() == {"time/forward"} and found["scored"]["time/forward"] >= 3 * NAP
+        assert (
+            found["scored"].keys() == {"time/forward"}
+            and found["scored"]["time/forward"] >= 3 * NAP
+        )
         assert found["off"] == {}, "without a clock nothing is timed"
         assert not PARTS & found["metrics"].keys()

@@ -110,12 +110,24 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
     """`train` with scripted parts: (its state or exception, what happened in order, its logger)."""
 
     def start(
-        *, steps: int = 3, resumed: int = 0, strength: float | None = None, fails_at: int | None = None,
+        *,
+        steps: int = 3,
+        resumed: int = 0,
+        strength: float | None = None,
+        fails_at: int | None = None,
         stop_after: int | None = None,
-        low_steps: int = 0, sample_size: float = 1.0, **sections: Any,
-    ) -> tuple[Any, list[str], Logger]:  # fmt: skip
-        sections = {"checkpoint": {"export_hf": True}, "evaluation": {"eval_interval": 2}, **sections}
-        config = Config.from_dict(base_config("model", tmp_path / "run", training={"steps": steps}, **sections))
+        low_steps: int = 0,
+        sample_size: float = 1.0,
+        **sections: Any,
+    ) -> tuple[Any, list[str], Logger]:
+        sections = {
+            "checkpoint": {"export_hf": True},
+            "evaluation": {"eval_interval": 2},
+            **sections,
+        }
+        config = Config.from_dict(
+            base_config("model", tmp_path / "run", training={"steps": steps}, **sections)
+        )
         events: list[str] = []
         logger, checkpoints = Logger(events), Checkpoints(events)
         prompts = [make_prompt(i) for i in range(4)]
@@ -123,15 +135,26 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
         closes = SimpleNamespace(close=lambda: None, description=None)
         groups: Any = Groups(events, fails_at)
         parts = Components(
-            config=config, policy=policy, reference=None, engine=None, groups=groups, eval_groups=groups,
-            rewards=closes, prompts=PromptSource(prompts), eval_prompts=prompts[:1], dropped_prompts=0, tokenizer=None,
-        )  # fmt: skip
+            config=config,
+            policy=policy,
+            reference=None,
+            engine=None,
+            groups=groups,
+            eval_groups=groups,
+            rewards=closes,
+            prompts=PromptSource(prompts),
+            eval_prompts=prompts[:1],
+            dropped_prompts=0,
+            tokenizer=None,
+        )
 
         def train_step(run: Components, state: LoopState, *_: object) -> TrainedStep:
             events.append(f"step {state.step}")
             update, batch = SimpleNamespace(metrics={}), SampleBatch.of([make_sample(2, 3)])
             metrics = {"entropy": 0.5, "effective_sample_size": sample_size}
-            return TrainedStep(batch, DataCursor(state.cursor + 4), SimpleNamespace(), update, metrics)
+            return TrainedStep(
+                batch, DataCursor(state.cursor + 4), SimpleNamespace(), update, metrics
+            )
 
         def evaluate(*_: object) -> dict[str, float]:
             events.append("evaluate")
@@ -142,15 +165,22 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
 
         for name, part in {
             "build_components": lambda config, engine: parts,
-            "resume": lambda *_: (LoopState(step=resumed, noise_strength=strength, low_steps=low_steps), None),
+            "resume": lambda *_: (
+                LoopState(step=resumed, noise_strength=strength, low_steps=low_steps),
+                None,
+            ),
             "MetricsLogger": lambda *_, **__: logger,
             "CheckpointManager": lambda *_: checkpoints,
             "train_step": train_step,
             "evaluate": evaluate,
             "check_log_probs": lambda *_, **__: {"log_prob_check/abs_diff": 0.0},
-            "calibrated_strength": lambda run, step: events.append(f"calibrate {step}") or (0.25, 0.1),
+            "calibrated_strength": lambda run, step: (
+                events.append(f"calibrate {step}") or (0.25, 0.1)
+            ),
             "perturb_rollout": lambda engine, section, found: events.append(f"perturb {found}"),
-            "unperturbed_rollout": lambda engine: events.append("unperturbed") or contextlib.nullcontext(),
+            "unperturbed_rollout": lambda engine: (
+                events.append("unperturbed") or contextlib.nullcontext()
+            ),
             "sole_writer": lambda _: contextlib.nullcontext(),
             "stop_on_signal": lambda: contextlib.nullcontext(requested),
             "shutdown": lambda **_: None,
@@ -158,7 +188,9 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
             "export": lambda policy, folder: events.append("export") or folder,
         }.items():
             monkeypatch.setattr(training_loop, name, part)
-        monkeypatch.setattr(Config, "check", lambda self, world_size: events.append(f"check {world_size}"))
+        monkeypatch.setattr(
+            Config, "check", lambda self, world_size: events.append(f"check {world_size}")
+        )
         try:
             return train(config), events, logger
         except (SharedEngineError, CollapseError) as error:
@@ -172,14 +204,28 @@ def test_the_phases_of_a_run_in_order(run: Callable[..., Any]) -> None:
     assert events == [
         *("check 1", "weights 0", "seed 0", "evaluate", "log 0"),
         *("step 0", "weights 1", "log 1"),
-        *("step 1", "weights 2", "seed 2", "evaluate", "log 2", "save 2"),  # logged before it is saved
+        *(
+            "step 1",
+            "weights 2",
+            "seed 2",
+            "evaluate",
+            "log 2",
+            "save 2",
+        ),  # logged before it is saved
         *("step 2", "weights 3", "seed 3", "evaluate", "log 3"),
         *("saved", "export", "summary", "closed"),
     ]
     assert (state.step, state.cursor, state.samples, state.tokens) == (3, 12, 3, 15)
     assert (state.accuracy_before, state.accuracy_after) == (0.25, 0.75)
     assert logger.summary["step"] == 3 and logger.summary["exported"].endswith("run/hf")
-    assert logger.logged[1].items() >= {"entropy": 0.5, "servers/up": 1.0, "log_prob_check/abs_diff": 0.0}.items()
+    assert (
+        logger.logged[1].items()
+        >= {
+            "entropy": 0.5,
+            "servers/up": 1.0,
+            "log_prob_check/abs_diff": 0.0,
+        }.items()
+    )
     assert logger.logged[1].keys() >= {"time/step", "time/weight_sync", "perf/tokens"}
     assert json.dumps(logger.summary)
 
@@ -188,18 +234,28 @@ def test_a_perturbed_engine_is_evaluated_without_noise_too(run: Callable[..., An
     noise = {"engines": "both", "strength": 0.5, "stress_test": True}
     state, events, logger = run(steps=1, router_noise=noise)
     assert events[3:7] == ["seed 0", "evaluate", "unperturbed", "evaluate"]
-    accuracies = [(logger.logged[step]["eval/accuracy"], logger.logged[step]["eval/accuracy_without_noise"])
-                  for step in (0, 1)]  # fmt: skip
-    assert accuracies == [(0.25, 0.5), (0.75, 1.0)] and (state.accuracy_before, state.accuracy_after) == (0.25, 0.75)
+    accuracies = [
+        (logger.logged[step]["eval/accuracy"], logger.logged[step]["eval/accuracy_without_noise"])
+        for step in (0, 1)
+    ]
+    assert accuracies == [(0.25, 0.5), (0.75, 1.0)] and (
+        state.accuracy_before,
+        state.accuracy_after,
+    ) == (0.25, 0.75)
     _, events, logger = run(steps=1, router_noise={**noise, "engines": "trainer"})
     assert "unperturbed" not in events and "eval/accuracy_without_noise" not in logger.logged[1]
 
 
-def test_a_resumed_run_sends_its_weights_and_does_not_evaluate_again(run: Callable[..., Any]) -> None:
+def test_a_resumed_run_sends_its_weights_and_does_not_evaluate_again(
+    run: Callable[..., Any],
+) -> None:
     state, events, _ = run(steps=3, resumed=2)
     assert events[:4] == ["check 1", "weights 2", "step 2", "weights 3"] and state.step == 3
     _, events, logger = run(steps=3, resumed=3)
-    assert events == ["check 1", "weights 3", "saved", "export", "summary", "closed"] and logger.logged == {}
+    assert (
+        events == ["check 1", "weights 3", "saved", "export", "summary", "closed"]
+        and logger.logged == {}
+    )
 
 
 def test_noise_is_calibrated_once_and_before_the_first_samples(run: Callable[..., Any]) -> None:
@@ -209,7 +265,10 @@ def test_noise_is_calibrated_once_and_before_the_first_samples(run: Callable[...
     assert state.noise_strength == logger.summary["noise_strength"] == 0.25
     assert logger.said == ["router_noise: strength 0.25 makes 10.0 % of the experts differ"]
     state, events, logger = run(steps=3, resumed=2, strength=0.5, router_noise=noise)
-    assert events[:4] == ["check 1", "weights 2", "perturb 0.5", "step 2"] and state.noise_strength == 0.5
+    assert (
+        events[:4] == ["check 1", "weights 2", "perturb 0.5", "step 2"]
+        and state.noise_strength == 0.5
+    )
     assert logger.said == []
     _, events, _ = run(steps=1, router_noise={**noise, "engines": "trainer"})
     assert "calibrate 0" in events and "perturb 0.25" not in events
@@ -226,7 +285,11 @@ def test_a_step_whose_engine_fails_afterwards_is_logged_and_saved(run: Callable[
 
 def test_a_signal_stops_the_run_after_the_step_with_a_checkpoint(run: Callable[..., Any]) -> None:
     state, events, logger = run(steps=3, stop_after=1)
-    assert state.step == 1 and events[-4:] == ["log 1", "save 1", "saved", "closed"] and logger.summary is None
+    assert (
+        state.step == 1
+        and events[-4:] == ["log 1", "save 1", "saved", "closed"]
+        and logger.summary is None
+    )
     assert logger.said == ["stopped by SIGUSR1 after step 1; start again to resume from at"]
     state, events, logger = run(steps=1, stop_after=1)
     assert state.step == 1 and events[-5:] == ["save 1", "saved", "export", "summary", "closed"]
@@ -238,14 +301,25 @@ def test_the_guard_warns_and_only_stops_on_request(run: Callable[..., Any]) -> N
     assert [logger.logged[step]["guard/alarm"] for step in (1, 2, 3)] == [0, 1, 1]
     assert state.low_steps == logger.summary["low_steps"] == 3 and "summary" in events
     error, events, logger = run(steps=3, sample_size=0.25, guard={**guard, "action": "stop"})
-    assert isinstance(error, CollapseError) and events[-4:] == ["log 2", "save 2", "saved", "closed"]
-    assert str(error).startswith("step 2: effective_sample_size = 0.25 is below 0.5 for the last 2 steps")
-    assert str(error).endswith("; start again to resume from at, with guard.action: warn to go on without a change")
+    assert isinstance(error, CollapseError) and events[-4:] == [
+        "log 2",
+        "save 2",
+        "saved",
+        "closed",
+    ]
+    assert str(error).startswith(
+        "step 2: effective_sample_size = 0.25 is below 0.5 for the last 2 steps"
+    )
+    assert str(error).endswith(
+        "; start again to resume from at, with guard.action: warn to go on without a change"
+    )
     assert logger.summary is None
     state, _, logger = run(steps=3, sample_size=0.5, guard={**guard, "action": "stop"})
     assert state.step == 3 and logger.logged[3]["guard/alarm"] == 0
     bounded = {"name": "grpo", "rollout_is": "token"}  # has no threshold for the sample size
-    state, _, logger = run(steps=3, sample_size=0.25, guard={**guard, "action": "stop"}, algorithm=bounded)
+    state, _, logger = run(
+        steps=3, sample_size=0.25, guard={**guard, "action": "stop"}, algorithm=bounded
+    )
     assert state.step == 3 and logger.logged[3]["guard/alarm"] == 0
 
 
@@ -257,7 +331,24 @@ def test_a_resumed_run_counts_the_low_steps_of_before(run: Callable[..., Any]) -
 
 def test_supervised_training_sends_weights_for_evaluation_only(run: Callable[..., Any]) -> None:
     rollout = {"engine": "sft", "n_samples_per_prompt": 1, "rollout_batch_size": 8}
-    _, events, _ = run(steps=2, algorithm={"name": "sft"}, rollout=rollout, evaluation={"at_start": False},
-                       checkpoint={"export_hf": False})  # fmt: skip
-    assert events == ["check 1", "step 0", "log 1", "step 1", "seed 2", "weights 2", "evaluate", "log 2", "save 2",
-                      "saved", "summary", "closed"]  # fmt: skip
+    _, events, _ = run(
+        steps=2,
+        algorithm={"name": "sft"},
+        rollout=rollout,
+        evaluation={"at_start": False},
+        checkpoint={"export_hf": False},
+    )
+    assert events == [
+        "check 1",
+        "step 0",
+        "log 1",
+        "step 1",
+        "seed 2",
+        "weights 2",
+        "evaluate",
+        "log 2",
+        "save 2",
+        "saved",
+        "summary",
+        "closed",
+    ]

@@ -28,14 +28,27 @@ def test_other_servers_share_the_gpus_of_their_node_in_their_order() -> None:
     config = ServerConfig(urls=("a", "b", "c", "d"))
     found = server_places(config, config.urls, [1, 0, 1, None], 8)
     assert [(place.url, place.gpus) for place in found] == [
-        ("a", range(4)), ("b", range(8)), ("c", range(4, 8)), ("d", range(8))]  # fmt: skip
+        ("a", range(4)),
+        ("b", range(8)),
+        ("c", range(4, 8)),
+        ("d", range(8)),
+    ]
 
 
-def sources_of(rank: int, world: int, cases: list[tuple[dict[str, int], list[str], int]]) -> list[Any]:
+def sources_of(
+    rank: int, world: int, cases: list[tuple[dict[str, int], list[str], int]]
+) -> list[Any]:
     found: list[Any] = []
     for layout, urls, ranks_per_node in cases:
-        made = Config.from_dict(base_config("model", Path("run"), parallel=layout, rollout={"engine": "sglang"},
-                                            sglang={"urls": urls, "weight_transport": "ipc"}))  # fmt: skip
+        made = Config.from_dict(
+            base_config(
+                "model",
+                Path("run"),
+                parallel=layout,
+                rollout={"engine": "sglang"},
+                sglang={"urls": urls, "weight_transport": "ipc"},
+            )
+        )
         try:
             found.append(handle_sources(made, urls, ranks_per_node))
         except ConfigError as error:
@@ -46,13 +59,25 @@ def sources_of(rank: int, world: int, cases: list[tuple[dict[str, int], list[str
 def test_every_rank_finds_the_same_sources_and_a_server_elsewhere_is_refused() -> None:
     """Two nodes of two ranks; a server at a loopback address is on the first."""
     stages = {"pipeline_model_parallel_size": 2}
-    cases = [({}, [HERE + "/", ALSO_HERE], 2), ({}, [HERE, FAR], 2), (stages, [HERE], 2), (stages, [HERE], 4)]
+    cases = [
+        ({}, [HERE + "/", ALSO_HERE], 2),
+        ({}, [HERE, FAR], 2),
+        (stages, [HERE], 2),
+        (stages, [HERE], 4),
+    ]
     by_rank = run_distributed(sources_of, 4, cases)
     assert all(found == by_rank[0] for found in by_rank)
     near, far, split, whole = by_rank[0]
     assert [(s.rank, s.shared, s.servers) for s in near] == [
-        (0, True, (HERE,)), (0, False, (HERE,)), (1, True, (ALSO_HERE,)), (1, False, (ALSO_HERE,))]  # fmt: skip
-    assert far.startswith(f'sglang.weight_transport = "ipc": server {FAR} is not on a machine of the ranks')
-    assert [(s.rank, s.servers, [(relay.rank, relay.servers) for relay in s.relays]) for s in split] == [
-        (0, (HERE,), []), (0, (HERE,), []), (2, (), [(0, (HERE,))]), (2, (), [(1, (HERE,))])]  # fmt: skip
+        (0, True, (HERE,)),
+        (0, False, (HERE,)),
+        (1, True, (ALSO_HERE,)),
+        (1, False, (ALSO_HERE,)),
+    ]
+    assert far.startswith(
+        f'sglang.weight_transport = "ipc": server {FAR} is not on a machine of the ranks'
+    )
+    assert [
+        (s.rank, s.servers, [(relay.rank, relay.servers) for relay in s.relays]) for s in split
+    ] == [(0, (HERE,), []), (0, (HERE,), []), (2, (), [(0, (HERE,))]), (2, (), [(1, (HERE,))])]
     assert [s.rank for s in whole] == [0, 0, 2, 2]

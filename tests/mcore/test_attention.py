@@ -1,7 +1,8 @@
-"""Packed attention against one sequence at a time in float64: values and gradients, alone and context-parallel.
+"""Packed attention against one sequence at a time in float64: values and gradients, alone and
+context-parallel.
 
-Each way to compute it is tried: padded batches, masks in blocks, and the variable-length kernel, which is emulated by
-loops here (``tests/gpu`` has the real one).
+Each way to compute it is tried: padded batches, masks in blocks, and the variable-length kernel,
+which is emulated by loops here (``tests/gpu`` has the real one).
 """
 
 from __future__ import annotations
@@ -20,7 +21,12 @@ from torch import Tensor
 
 import megatron_gspo.mcore.train_step  # noqa: F401  the fork server of the tests imports it once
 from megatron_gspo.mcore import attention as module
-from megatron_gspo.mcore.attention import PackedAttention, packed_sequences, segments_of, takes_varlen
+from megatron_gspo.mcore.attention import (
+    PackedAttention,
+    packed_sequences,
+    segments_of,
+    takes_varlen,
+)
 from megatron_gspo.models.rotary import Rotary
 from megatron_gspo.parallel.context_parallel import zigzag_indices
 from tests.support.distributed import run_distributed
@@ -54,8 +60,13 @@ EVEN = [
     Case((4, 20, 24, 8, 36), 4, 2, sinks=True, rotary_base=100.0),
     Case((40, 8, 44), 4, 2, dim=12, value_dim=4, window=3, sinks=True, scale=0.3),
 ]
-UNEVEN = [Case((1, 3, 7, 2, 5, 5, 1, 30), 4, 2, rotary_base=100.0), Case((9,), 3, 3), Case((1,), 2, 1),
-          Case((1, 3, 9, 30, 2), 4, 2, window=1), Case((1, 70, 75, 2), 2, 1, window=4, sinks=True)]
+UNEVEN = [
+    Case((1, 3, 7, 2, 5, 5, 1, 30), 4, 2, rotary_base=100.0),
+    Case((9,), 3, 3),
+    Case((1,), 2, 1),
+    Case((1, 3, 9, 30, 2), 4, 2, window=1),
+    Case((1, 70, 75, 2), 2, 1, window=4, sinks=True),
+]
 PATHS = ("padded", "blocks", "varlen")
 
 
@@ -67,8 +78,13 @@ def inputs(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     def draw(*sizes: int) -> Tensor:
         return torch.randn(*sizes, generator=g, dtype=torch.float64)
 
-    return (draw(total, case.heads, case.dim), draw(total, case.groups, case.dim),
-            draw(total, case.groups, case.value_dim), draw(total, case.heads * case.value_dim), bounds_of(case.lengths))
+    return (
+        draw(total, case.heads, case.dim),
+        draw(total, case.groups, case.dim),
+        draw(total, case.groups, case.value_dim),
+        draw(total, case.heads * case.value_dim),
+        bounds_of(case.lengths),
+    )
 
 
 def bounds_of(lengths: tuple[int, ...]) -> Tensor:
@@ -80,7 +96,9 @@ def turned(x: Tensor, position: int, base: float | None) -> Tensor:
     if base is None:
         return x
     half = x.shape[-1] // 2
-    angles = torch.tensor([position / base ** (2 * i / x.shape[-1]) for i in range(half)], dtype=torch.float64)
+    angles = torch.tensor(
+        [position / base ** (2 * i / x.shape[-1]) for i in range(half)], dtype=torch.float64
+    )
     cos, sin = angles.cos(), angles.sin()
     first, second = x[..., :half], x[..., half:]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
@@ -91,19 +109,26 @@ def sinks_of(case: Case) -> Tensor | None:
     return torch.linspace(-1.0, 2.0, case.heads, dtype=torch.float64) if case.sinks else None
 
 
-def naive(case: Case, query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, sinks: Tensor | None) -> Tensor:
+def naive(
+    case: Case, query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, sinks: Tensor | None
+) -> Tensor:
     """Causal attention as loops over sequences, heads and positions; ``[T, heads * value_dim]``."""
     scale = case.scale or 1 / math.sqrt(case.dim)
     rows = []
     for start, end in zip(bounds.tolist(), bounds.tolist()[1:], strict=False):
-        q, k = (torch.stack([turned(x[t], t - start, case.rotary_base) for t in range(start, end)])
-                for x in (query, key))
+        q, k = (
+            torch.stack([turned(x[t], t - start, case.rotary_base) for t in range(start, end)])
+            for x in (query, key)
+        )
         for position in range(end - start):
             heads = []
             for head in range(case.heads):
                 group = head // (case.heads // case.groups)
                 first = 0 if case.window is None else max(position + 1 - case.window, 0)
-                keys, values = k[first : position + 1, group], value[start + first : start + position + 1, group]
+                keys, values = (
+                    k[first : position + 1, group],
+                    value[start + first : start + position + 1, group],
+                )
                 exponentials = (scale * (keys @ q[position, head])).exp()
                 total = exponentials.sum() + (0.0 if sinks is None else sinks[head].exp())
                 heads.append(exponentials / total @ values)
@@ -113,7 +138,10 @@ def naive(case: Case, query: Tensor, key: Tensor, value: Tensor, bounds: Tensor,
 
 @dataclass(frozen=True)
 class NaiveKernel:
-    """Torch's variable-length kernel as loops. Its causal mask, and its window, end at the last query and key."""
+    """Torch's variable-length kernel as loops.
+
+    Its causal mask, and its window, end at the last query and key.
+    """
 
     cu_seq_q: Tensor
     cu_seq_k: Tensor
@@ -126,7 +154,10 @@ class NaiveKernel:
         """Of each segment: its rows, its keys, and the scores [heads, queries, keys]."""
         assert (self.cu_seq_q.dtype, self.cu_seq_k.dtype) == (torch.int32, torch.int32)
         assert query.shape[2] == key.shape[2] and query.shape[2] % 8 == 0
-        assert (int(self.cu_seq_q.diff().max()), int(self.cu_seq_k.diff().max())) == (self.max_q, self.max_k)
+        assert (int(self.cu_seq_q.diff().max()), int(self.cu_seq_k.diff().max())) == (
+            self.max_q,
+            self.max_k,
+        )
         assert (int(self.cu_seq_q[-1]), int(self.cu_seq_k[-1])) == (len(query), len(key))
         key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
         before, after = self.window
@@ -153,24 +184,42 @@ class NaiveKernel:
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, None]:
         return *self.attention(query, key, value), None
 
-    def backward(self, grad: Tensor, inputs: Any, out: Tensor, lse: Tensor, state: Any) -> tuple[Tensor, ...]:
-        """As in FlashAttention (Dao et al., arXiv:2205.14135, algorithm 4): from the output and the log-sum-exps."""
+    def backward(
+        self, grad: Tensor, inputs: Any, out: Tensor, lse: Tensor, state: Any
+    ) -> tuple[Tensor, ...]:
+        """As in FlashAttention (Dao et al., arXiv:2205.14135, algorithm 4): from the output and
+        the log-sum-exps.
+        """
         query, key, value = inputs
         ratio = query.shape[1] // key.shape[1]
-        grad_query, grads = torch.zeros_like(query), [x.repeat_interleave(ratio, 1).zero_() for x in (key, value)]
+        grad_query, grads = (
+            torch.zeros_like(query),
+            [x.repeat_interleave(ratio, 1).zero_() for x in (key, value)],
+        )
         wide_key, wide_value = (x.repeat_interleave(ratio, 1) for x in (key, value))
         for rows, columns, scores in self.scores(query, key):
             weights = (scores - lse[:, rows, None]).exp()
             grads[1][columns] += torch.einsum("hqk,qhd->khd", weights, grad[rows])
             inner = (grad[rows] * out[rows]).sum(-1).t()[..., None]
-            of_scores = weights * (torch.einsum("qhd,khd->hqk", grad[rows], wide_value[columns]) - inner) * self.scale
+            of_scores = (
+                weights
+                * (torch.einsum("qhd,khd->hqk", grad[rows], wide_value[columns]) - inner)
+                * self.scale
+            )
             grad_query[rows] += torch.einsum("hqk,khd->qhd", of_scores, wide_key[columns])
             grads[0][columns] += torch.einsum("hqk,qhd->khd", of_scores, query[rows])
         return grad_query, *(x.unflatten(1, (-1, ratio)).sum(2) for x in grads)
 
 
-def naive_varlen(query: Tensor, key: Tensor, value: Tensor, *lengths: Any, scale: float, window_size: tuple[int, int],
-                 enable_gqa: bool) -> Tensor:  # fmt: skip
+def naive_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *lengths: Any,
+    scale: float,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+) -> Tensor:
     """``torch.nn.attention.varlen.varlen_attn`` as loops."""
     assert query.shape[2] == value.shape[2]
     assert enable_gqa == (query.shape[1] != key.shape[1])
@@ -179,8 +228,9 @@ def naive_varlen(query: Tensor, key: Tensor, value: Tensor, *lengths: Any, scale
 
 def attention_of(case: Case, group: Any) -> PackedAttention:
     config = SimpleNamespace(attention_dropout=0.0, kv_channels=case.dim)
-    attention = PackedAttention(config, 1, None, "self", softmax_scale=case.scale,
-                                pg_collection=SimpleNamespace(cp=group))  # fmt: skip
+    attention = PackedAttention(
+        config, 1, None, "self", softmax_scale=case.scale, pg_collection=SimpleNamespace(cp=group)
+    )
     attention.window = case.window
     attention.rotary = None if case.rotary_base is None else Rotary(case.rotary_base, case.dim)
     return attention
@@ -216,7 +266,9 @@ def run_path(path: str, case: Case, group: Any) -> dict[str, float]:
     kernel = mock.Mock(side_effect=naive_varlen)
     with (
         mock.patch.object(module, "takes_varlen", lambda *kinds: path == "varlen"),
-        mock.patch.object(module, "_MASK_ELEMENTS", 64 if path == "blocks" else module._MASK_ELEMENTS),
+        mock.patch.object(
+            module, "_MASK_ELEMENTS", 64 if path == "blocks" else module._MASK_ELEMENTS
+        ),
         mock.patch.object(module, "varlen", SimpleNamespace(varlen_attn=kernel)),
         mock.patch.object(module, "VarlenKernel", NaiveKernel),
     ):
@@ -227,8 +279,12 @@ def run_path(path: str, case: Case, group: Any) -> dict[str, float]:
 
 def run_all(rank: int, world_size: int) -> dict[tuple[str, Case, int], dict[str, float]]:
     alone = [dist.new_group([r]) for r in range(world_size)][rank]
-    found = {(path, case, 2): run_path(path, case, dist.group.WORLD) for path in PATHS for case in EVEN}
-    return found | {(path, case, 1): run_path(path, case, alone) for path in PATHS for case in EVEN + UNEVEN}
+    found = {
+        (path, case, 2): run_path(path, case, dist.group.WORLD) for path in PATHS for case in EVEN
+    }
+    return found | {
+        (path, case, 1): run_path(path, case, alone) for path in PATHS for case in EVEN + UNEVEN
+    }
 
 
 def test_equals_attention_of_each_sequence_alone():
@@ -238,7 +294,9 @@ def test_equals_attention_of_each_sequence_alone():
             for name, error in errors.items():
                 # rotary angles are float32
                 bound = 1e-12 if case.rotary_base is None else 1e-5
-                assert error < bound, f"{name} of {case}, {path}, context parallelism {cp}: off by {error:.1e}"
+                assert error < bound, (
+                    f"{name} of {case}, {path}, context parallelism {cp}: off by {error:.1e}"
+                )
 
 
 def run_part(rank: int, world_size: int) -> float:
@@ -248,8 +306,10 @@ def run_part(rank: int, world_size: int) -> float:
     positions = torch.cat([torch.arange(n) for n in case.lengths])
     both = []
     for x in (query, key):
-        rows = [torch.cat((turned(row[..., :4], int(p), 10.0), row[..., 4:]), -1)
-                for row, p in zip(x, positions, strict=True)]  # fmt: skip
+        rows = [
+            torch.cat((turned(row[..., :4], int(p), 10.0), row[..., 4:]), -1)
+            for row, p in zip(x, positions, strict=True)
+        ]
         both.append(torch.stack(rows))
     sequences = packed_sequences(bounds, max(case.lengths), dist.group.WORLD, CPU)
     attention = attention_of(case, dist.group.WORLD)
@@ -284,16 +344,21 @@ def test_a_length_that_the_context_ranks_do_not_divide_is_refused():
         segments_of(bounds_of((8, 6)), 0, 2)
 
 
-@pytest.mark.parametrize("device, dtype, head_size, capability, expected", [
-    ("cuda", torch.bfloat16, 128, (8, 0), True),
-    ("cuda", torch.float16, 256, (9, 0), True),
-    ("cuda", torch.bfloat16, 264, (9, 0), False),
-    ("cuda", torch.float32, 128, (9, 0), False),
-    ("cuda", torch.float64, 128, (9, 0), False),
-    ("cuda", torch.float16, 128, (7, 5), False),
-    ("cpu", torch.bfloat16, 128, None, False),
-])  # fmt: skip
-def test_the_variable_length_kernel_is_chosen_where_it_exists(device, dtype, head_size, capability, expected):
+@pytest.mark.parametrize(
+    "device, dtype, head_size, capability, expected",
+    [
+        ("cuda", torch.bfloat16, 128, (8, 0), True),
+        ("cuda", torch.float16, 256, (9, 0), True),
+        ("cuda", torch.bfloat16, 264, (9, 0), False),
+        ("cuda", torch.float32, 128, (9, 0), False),
+        ("cuda", torch.float64, 128, (9, 0), False),
+        ("cuda", torch.float16, 128, (7, 5), False),
+        ("cpu", torch.bfloat16, 128, None, False),
+    ],
+)
+def test_the_variable_length_kernel_is_chosen_where_it_exists(
+    device, dtype, head_size, capability, expected
+):
     with mock.patch("torch.cuda.get_device_capability", return_value=capability):
         with mock.patch.object(module, "_HAS_VARLEN", True):
             assert takes_varlen(torch.device(device), dtype, head_size) == expected
@@ -326,7 +391,9 @@ def test_plans_are_linear_in_tokens(cp_size, plan):
 def test_layers_that_need_no_plan_do_not_pay_for_one():
     """Transformer Engine takes ``cu_seqlens_q`` and ``cu_seqlens_kv``."""
     assert plan_bytes((2**15,), 2, ()) < 2**10
-    sequences = packed_sequences(bounds_of((2**15,)), 2**15, SimpleNamespace(rank=lambda: 0, size=lambda: 2), CPU)
+    sequences = packed_sequences(
+        bounds_of((2**15,)), 2**15, SimpleNamespace(rank=lambda: 0, size=lambda: 2), CPU
+    )
     assert sequences.cu_seqlens_q.tolist() == sequences.cu_seqlens_kv.tolist() == [0, 2**15]
 
 
@@ -336,7 +403,9 @@ def peak_of_blocks(length: int, **facts: Any) -> int:
     sequences = packed_sequences(bounds_of((length,)), length, group, CPU)
     attention = attention_of(Case((length,), 2, 1, **facts), group)
     query = torch.randn(length // 2, 2, 8, requires_grad=True)
-    key, value = (torch.randn(len(sequences.segments.key_source), 1, 8, requires_grad=True) for _ in range(2))
+    key, value = (
+        torch.randn(len(sequences.segments.key_source), 1, 8, requires_grad=True) for _ in range(2)
+    )
     with mock.patch.object(module, "_MASK_ELEMENTS", 2**14), LiveStorages() as watch:
         attention._padded(sequences, query, key, value).sum().backward()
     return watch.peak
@@ -357,4 +426,6 @@ def test_wrong_use_is_refused():
     config.attention_dropout = 0.0
     attention = PackedAttention(config, 1, None, "self", pg_collection=SimpleNamespace(cp=None))
     with pytest.raises(TypeError, match="packed_sequences"):
-        attention(torch.zeros(2, 1, 8), torch.zeros(2, 1, 8), torch.zeros(2, 1, 8), packed_seq_params=None)
+        attention(
+            torch.zeros(2, 1, 8), torch.zeros(2, 1, 8), torch.zeros(2, 1, 8), packed_seq_params=None
+        )

@@ -31,7 +31,11 @@ class Transfers(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         source = args[0] if args else None
-        if isinstance(out, torch.Tensor) and isinstance(source, torch.Tensor) and source.device != out.device:
+        if (
+            isinstance(out, torch.Tensor)
+            and isinstance(source, torch.Tensor)
+            and source.device != out.device
+        ):
             self.flags.append((kwargs or {}).get("non_blocking"))
         return out
 
@@ -65,4 +69,6 @@ def test_the_copy_to_a_gpu_is_right_while_the_host_goes_on():
     expected = {name: value.clone() for name, value in TENSORS.items()}
     found = [copy_to_device(TENSORS, "cuda") for _ in range(100)][-1]
     for name, value in expected.items():
-        assert torch.equal(found[name].cpu(), value.int() if value.dtype == torch.int64 else value), name
+        assert torch.equal(
+            found[name].cpu(), value.int() if value.dtype == torch.int64 else value
+        ), name

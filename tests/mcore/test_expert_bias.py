@@ -1,4 +1,6 @@
-"""The routers' bias: float32, part of the weights, in the choice of experts and not in their weights."""
+"""The routers' bias: float32, part of the weights, in the choice of experts and not in their
+weights.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,14 @@ from megatron_gspo.mcore.routing_replay.micro_batch_routes import ReplayOptions
 from megatron_gspo.models.hf_checkpoint import CheckpointReader
 from tests.support.configs import parallel
 from tests.support.distributed import run_distributed
-from tests.support.routing_cases import policy_of, routers, run_pass, scored_samples, shape_of, with_random_routes
+from tests.support.routing_cases import (
+    policy_of,
+    routers,
+    run_pass,
+    scored_samples,
+    shape_of,
+    with_random_routes,
+)
 from tests.support.tiny_models import save_tiny_model
 
 NAME = "mlp.gate.e_score_correction_bias"
@@ -32,8 +41,12 @@ def biases(path: str) -> dict[str, Tensor]:
         return {name: reader.read(name) for name in sorted(reader.names) if name.endswith(NAME)}
 
 
-def train_and_send(rank: int, world_size: int, path: str, folder: str, layout: Any) -> dict[str, Any]:
-    """What is sent after a step of training in bfloat16, and after a checkpoint of it was loaded."""
+def train_and_send(
+    rank: int, world_size: int, path: str, folder: str, layout: Any
+) -> dict[str, Any]:
+    """What is sent after a step of training in bfloat16, and after a checkpoint of it was
+    loaded.
+    """
     policy = policy_of(path, layout, dtype="bfloat16")
     before = {name: value.clone() for name, value in policy.weights()}
     run_pass(policy, scored_samples(), ReplayOptions(shape_of(policy)))
@@ -44,13 +57,24 @@ def train_and_send(rank: int, world_size: int, path: str, folder: str, layout: A
         router.expert_bias.zero_()
     load_checkpoint(policy, saved)
     again = {name: value.clone() for name, value in policy.weights()}
-    moved = sum(not torch.equal(before[name], after[name]) for name in before if not name.endswith(NAME))
-    return {"sent": [{name: sent[name] for name in sent if name.endswith(NAME)} for sent in (before, after, again)],
-            "moved": moved / (len(before) - 3)}  # fmt: skip
+    moved = sum(
+        not torch.equal(before[name], after[name]) for name in before if not name.endswith(NAME)
+    )
+    return {
+        "sent": [
+            {name: sent[name] for name in sent if name.endswith(NAME)}
+            for sent in (before, after, again)
+        ],
+        "moved": moved / (len(before) - 3),
+    }
 
 
-@pytest.mark.parametrize("layout", [parallel(), parallel(pipeline=2), parallel(tensor=2, expert=2)], ids=str)
-def test_it_is_frozen_and_keeps_its_bits_in_training_checkpoints_and_streams(layout, path, tmp_path):
+@pytest.mark.parametrize(
+    "layout", [parallel(), parallel(pipeline=2), parallel(tensor=2, expert=2)], ids=str
+)
+def test_it_is_frozen_and_keeps_its_bits_in_training_checkpoints_and_streams(
+    layout, path, tmp_path
+):
     expected = biases(path)
     assert len(expected) == 3 and {value.dtype for value in expected.values()} == {torch.float32}
     assert any(not torch.equal(value, value.bfloat16().float()) for value in expected.values())
@@ -68,17 +92,23 @@ def choices(rank: int, world_size: int, path: str) -> list[tuple[Tensor, ...]]:
     policy, found = policy_of(path), []
     for router in routers(policy):
         router.register_forward_hook(
-            lambda module, args, out: found.append((module.gating(args[0]).flatten(0, 1), *out, module.expert_bias))
+            lambda module, args, out: found.append(
+                (module.gating(args[0]).flatten(0, 1), *out, module.expert_bias)
+            )
         )
     run_pass(policy, scored_samples(), ReplayOptions(shape_of(policy)))
     return [tuple(value.detach() for value in row) for row in found]
 
 
 def best(scores: Tensor) -> set[int]:
-    """The four best experts of the two groups, of three each, with the largest sums of their two best scores."""
+    """The four best experts of the two groups, of three each, with the largest sums of their
+    two best scores.
+    """
     values = scores.tolist()
     groups = sorted(range(4), key=lambda g: -sum(sorted(values[3 * g : 3 * g + 3])[1:]))[:2]
-    return set(sorted((3 * group + i for group in groups for i in range(3)), key=lambda e: -values[e])[:4])
+    return set(
+        sorted((3 * group + i for group in groups for i in range(3)), key=lambda e: -values[e])[:4]
+    )
 
 
 def test_it_takes_part_in_the_choice_and_not_in_the_weights(path):
@@ -99,12 +129,18 @@ def test_it_takes_part_in_the_choice_and_not_in_the_weights(path):
 
 
 def recorded(rank: int, world_size: int, path: str) -> list[Any]:
-    """Of each router in the first micro-batch: sum of the entropies, logits, weight of each token."""
+    """Of each router in the first micro-batch: sum of the entropies, logits, weight of each
+    token.
+    """
     policy = policy_of(path)
     logits: list[Any] = []
     for router in routers(policy):
-        router.register_forward_hook(lambda module, args, output: logits.append(module.gating(args[0]).flatten(0, 1)))
-    _, _, done = run_pass(policy, scored_samples(), ReplayOptions(shape_of(policy), record=True, entropy=True))
+        router.register_forward_hook(
+            lambda module, args, output: logits.append(module.gating(args[0]).flatten(0, 1))
+        )
+    _, _, done = run_pass(
+        policy, scored_samples(), ReplayOptions(shape_of(policy), record=True, entropy=True)
+    )
     return [(float(done[0].entropy[i]), logits[i].detach(), done[0].weight) for i in range(3)]
 
 
@@ -120,9 +156,11 @@ def test_entropy_is_that_of_the_scores_without_the_bias(path):
 RATE = 0.25
 
 
-def updated(rank: int, world_size: int, path: str, layout: Any, replay: bool) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Bias before and after a mini-batch with an update rate, and tokens of each expert on this rank. Replayed routes
-    are among the first six experts."""
+def updated(
+    rank: int, world_size: int, path: str, layout: Any, replay: bool
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Bias before and after a mini-batch with an update rate, and tokens of each expert on this
+    rank. Replayed routes are among the first six experts."""
     policy = policy_of(path, layout, expert_bias_update_rate=RATE)
     counts: dict[int, Tensor] = {}
     before = [router.expert_bias.clone() for router in routers(policy)]
@@ -148,8 +186,11 @@ def towards_even(load: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("replay", [False, True], ids=["live", "replayed"])
-@pytest.mark.parametrize("world, layout", [(1, parallel()), (2, parallel()), (2, parallel(tensor=2, expert=2))],
-                         ids=["one rank", "data 2", "tensor 2, expert 2"])  # fmt: skip
+@pytest.mark.parametrize(
+    "world, layout",
+    [(1, parallel()), (2, parallel()), (2, parallel(tensor=2, expert=2))],
+    ids=["one rank", "data 2", "tensor 2, expert 2"],
+)
 def test_an_update_rate_moves_it_towards_an_even_load(world, layout, replay, path):
     """Of all ranks together: each has its own tokens."""
     ranks = run_distributed(updated, world, path, layout, replay)
@@ -163,15 +204,22 @@ def test_an_update_rate_moves_it_towards_an_even_load(world, layout, replay, pat
         assert step.abs().sum() > 1
         if replay:
             assert torch.equal(step, torch.tensor([-RATE] * 6 + [RATE] * 6))
-    assert replay or (alone > 0) == (world > 1), "the load of one rank alone would move it elsewhere"
+    assert replay or (alone > 0) == (world > 1), (
+        "the load of one rank alone would move it elsewhere"
+    )
 
 
 def mapped(rank: int, world_size: int, path: str) -> list[str]:
     policy = policy_of(path)
-    return [item.names[0] for chunk in policy.chunks
-            for item in map_parameters(unwrap(chunk), policy.family, policy.shape, policy.groups)]  # fmt: skip
+    return [
+        item.names[0]
+        for chunk in policy.chunks
+        for item in map_parameters(unwrap(chunk), policy.family, policy.shape, policy.groups)
+    ]
 
 
 def test_every_layer_with_experts_has_one_in_the_mapping(path):
     [names] = run_distributed(mapped, 1, path)
-    assert [name for name in names if name.endswith(NAME)] == [f"model.layers.{layer}.{NAME}" for layer in (1, 2, 3)]
+    assert [name for name in names if name.endswith(NAME)] == [
+        f"model.layers.{layer}.{NAME}" for layer in (1, 2, 3)
+    ]

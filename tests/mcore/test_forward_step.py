@@ -1,4 +1,6 @@
-"""The forward step around a tensor-parallel model: hidden states, log-probs, the scaled loss, and refusals."""
+"""The forward step around a tensor-parallel model: hidden states, log-probs, the scaled loss,
+and refusals.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,12 @@ from megatron_gspo.algorithms import preset
 from megatron_gspo.config import ModelConfig, ParallelConfig
 from megatron_gspo.data.packing import PackedBatch, count_trained, pack
 from megatron_gspo.mcore.attention import packed_sequences
-from megatron_gspo.mcore.forward_step import hidden_states, log_prob_forward_step, policy_forward_step, token_log_probs
+from megatron_gspo.mcore.forward_step import (
+    hidden_states,
+    log_prob_forward_step,
+    policy_forward_step,
+    token_log_probs,
+)
 from megatron_gspo.mcore.hf_weights import load_weights
 from megatron_gspo.mcore.model import build_model
 from megatron_gspo.mcore.process_groups import ProcessGroups
@@ -26,7 +33,9 @@ from tests.support.parallel_groups import groups_of
 from tests.support.tiny_models import save_tiny_model
 
 
-def loaded(path: str, layout: ParallelConfig, settings: ModelConfig | None = None) -> tuple[Any, ProcessGroups]:
+def loaded(
+    path: str, layout: ParallelConfig, settings: ModelConfig | None = None
+) -> tuple[Any, ProcessGroups]:
     groups = groups_of(layout)
     family, shape = family_of(read_config(path))
     chunks = build_model(shape, layout, settings or model_config(), groups)
@@ -44,8 +53,12 @@ def batch_of(multiple: int) -> PackedBatch:
 
 def logits_of(model: Any, batch: PackedBatch, groups: ProcessGroups) -> Tensor:
     sequences = packed_sequences(batch.cu_seqlens, batch.max_seqlen, groups.cp, torch.device("cpu"))
-    return model(input_ids=batch.tokens[None], position_ids=batch.position_ids[None], attention_mask=None,
-                 packed_seq_params=sequences)
+    return model(
+        input_ids=batch.tokens[None],
+        position_ids=batch.position_ids[None],
+        attention_mask=None,
+        packed_seq_params=sequences,
+    )
 
 
 def fail(*_: Any) -> None:
@@ -53,14 +66,21 @@ def fail(*_: Any) -> None:
 
 
 def around_the_model(rank: int, world_size: int, path: str) -> dict[str, Any]:
-    """Marks and output layer of a tensor-parallel model, what it returns, and the refusals of its forward step."""
+    """Marks and output layer of a tensor-parallel model, what it returns, and the refusals of
+    its forward step.
+    """
     model, groups = loaded(path, parallel(tensor=2))
-    unmarked = [name for name, parameter in model.named_parameters()
-                if "norm" in name and not getattr(parameter, "sequence_parallel", False)]
+    unmarked = [
+        name
+        for name, parameter in model.named_parameters()
+        if "norm" in name and not getattr(parameter, "sequence_parallel", False)
+    ]
     batch = batch_of(2)
     whole = logits_of(model, batch, groups)
     hidden = hidden_states(model, batch, groups)
-    log_probs, _ = token_log_probs(model, hidden, batch, groups, LogProbOptions(vocab_size=95), None)
+    log_probs, _ = token_log_probs(
+        model, hidden, batch, groups, LogProbOptions(vocab_size=95), None
+    )
     restored = "forward" not in vars(model.output_layer)
     hook = model.decoder.register_forward_pre_hook(fail)
     with pytest.raises(RuntimeError, match="out of memory"):
@@ -75,33 +95,54 @@ def around_the_model(rank: int, world_size: int, path: str) -> dict[str, Any]:
         policy_forward_step(preset("gspo"), num_microbatches=1, groups=groups)(iter([batch]), model)
     messages.append(str(caught.value))
     model.config.calculate_per_token_loss = False
-    for step in (policy_forward_step(preset("gspo"), num_microbatches=3, groups=groups, vocab_size=95),
-                 policy_forward_step(preset("gspo"), num_microbatches=3, vocab_size=95)):  # groups of Megatron's state
+    for step in (
+        policy_forward_step(preset("gspo"), num_microbatches=3, groups=groups, vocab_size=95),
+        policy_forward_step(preset("gspo"), num_microbatches=3, vocab_size=95),
+    ):  # groups of Megatron's state
         output, loss_function = step(iter([batch]), model)
         scaled, reported = loss_function(output)
         messages.append(float(scaled / reported["metrics"]["loss"]))
         trained.append(reported["log_probs"])
-    step = log_prob_forward_step(groups, num_microbatches=1, temperature=1.0, vocab_size=95, with_entropy=True)
+    step = log_prob_forward_step(
+        groups, num_microbatches=1, temperature=1.0, vocab_size=95, with_entropy=True
+    )
     output, collect = step(iter([batch]), model)
     found, entropy = collect(output)
-    return {"unmarked": unmarked, "hidden": hidden.shape, "logits": whole, "log_probs": log_probs,
-            "batch": batch, "restored": (restored, restored_after_error, same),
-            "messages": messages, "collected": (found, entropy), "trained": trained}
+    return {
+        "unmarked": unmarked,
+        "hidden": hidden.shape,
+        "logits": whole,
+        "log_probs": log_probs,
+        "batch": batch,
+        "restored": (restored, restored_after_error, same),
+        "messages": messages,
+        "collected": (found, entropy),
+        "trained": trained,
+    }
 
 
 def outside_of_sequence_parallelism(rank: int, world_size: int, path: str) -> list[str]:
     model, _ = loaded(path, parallel(tensor=2, sequence_parallel=False), model_config())
-    return [name for name, parameter in model.named_parameters() if getattr(parameter, "sequence_parallel", False)]
+    return [
+        name
+        for name, parameter in model.named_parameters()
+        if getattr(parameter, "sequence_parallel", False)
+    ]
 
 
 def both(rank: int, world_size: int, moe: str, dense: str) -> tuple[dict[str, Any], list[str]]:
-    return around_the_model(rank, world_size, moe), outside_of_sequence_parallelism(rank, world_size, dense)
+    return around_the_model(rank, world_size, moe), outside_of_sequence_parallelism(
+        rank, world_size, dense
+    )
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> Iterator[list[tuple[dict[str, Any], list[str]]]]:
     folder = tmp_path_factory.mktemp("models")
-    moe, dense = save_tiny_model(folder / "moe", vocab_size=95), save_tiny_model(folder / "dense", "dense")
+    moe, dense = (
+        save_tiny_model(folder / "moe", vocab_size=95),
+        save_tiny_model(folder / "dense", "dense"),
+    )
     yield run_distributed(both, 2, moe, dense, timeout=60)
 
 
@@ -123,14 +164,23 @@ def test_log_probs_from_hidden_states_are_those_of_the_logits(ranks):
     entropies = -(expected.exp() * expected).sum(-1)
     for found, _ in ranks:
         tokens, batch = expected.shape[0], found["batch"]
-        assert found["hidden"] == (1, tokens // 2, 32), "split over the ranks by sequence parallelism"
+        assert found["hidden"] == (
+            1,
+            tokens // 2,
+            32,
+        ), "split over the ranks by sequence parallelism"
         chosen = expected[torch.arange(tokens), batch.labels]
         responses, trained = batch.response_mask.double(), batch.loss_mask.double()
         assert trained.sum() < responses.sum() < tokens
         collected, entropy = found["collected"]
         first, second = found["trained"]
-        pairs = [(found["log_probs"], chosen), (collected, chosen * responses), (entropy, entropies * responses),
-                 (first, chosen * trained), (second, chosen * trained)]  # fmt: skip
+        pairs = [
+            (found["log_probs"], chosen),
+            (collected, chosen * responses),
+            (entropy, entropies * responses),
+            (first, chosen * trained),
+            (second, chosen * trained),
+        ]
         for value, wanted in pairs:
             assert torch.allclose(value.double(), wanted, atol=1e-5, rtol=0)
             assert not value[wanted == 0].any()
@@ -139,4 +189,6 @@ def test_log_probs_from_hidden_states_are_those_of_the_logits(ranks):
 def test_per_token_loss_is_refused_and_the_share_is_scaled_once(ranks):
     for found, _ in ranks:
         assert "calculate_per_token_loss=True" in found["messages"][0]
-        assert found["messages"][1:] == pytest.approx([3.0, 3.0]), "num_microbatches * data-parallel size (1)"
+        assert found["messages"][1:] == pytest.approx([3.0, 3.0]), (
+            "num_microbatches * data-parallel size (1)"
+        )

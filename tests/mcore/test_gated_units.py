@@ -41,4 +41,6 @@ def test_products_and_gradients(unit):
     unit.backward(grad.clone(), gate, linear, out)
     wanted = torch.autograd.grad((expected * grad).sum(), inputs)
     assert all(torch.allclose(a, b, atol=1e-14, rtol=0) for a, b in zip(out, wanted, strict=True))
-    assert torch.equal(gate, before[0]) and torch.equal(linear, before[1]), "read again in the backward"
+    assert torch.equal(gate, before[0]) and torch.equal(linear, before[1]), (
+        "read again in the backward"
+    )

@@ -1,4 +1,6 @@
-"""Weights into Megatron's shards and out again, bit for bit, in every layout and under both layer specs' names."""
+"""Weights into Megatron's shards and out again, bit for bit, in every layout and under both
+layer specs' names.
+"""
 
 from __future__ import annotations
 
@@ -66,8 +68,13 @@ def models(tmp_path_factory) -> dict[str, str]:
 def differences(path: str, exported: dict[str, torch.Tensor]) -> list[str]:
     """Names that one side lacks or whose tensors aren't bit-equal."""
     expected = stored_tensors(path)
-    return [n for n in {*expected, *exported} if n not in expected or n not in exported
-            or not torch.equal(expected[n].to(exported[n].dtype), exported[n])]
+    return [
+        n
+        for n in {*expected, *exported}
+        if n not in expected
+        or n not in exported
+        or not torch.equal(expected[n].to(exported[n].dtype), exported[n])
+    ]
 
 
 def round_trips(rank: int, world_size: int, models: dict[str, str]) -> dict[str, list[str]]:
@@ -96,19 +103,26 @@ def test_export_is_what_was_loaded_on_every_rank(models):
             assert different == [], f"{case}: {different[:3]}"
 
 
-def memory_of_the_stream(rank: int, world_size: int, path: str, layout: ParallelConfig) -> tuple[int, int, int]:
+def memory_of_the_stream(
+    rank: int, world_size: int, path: str, layout: ParallelConfig
+) -> tuple[int, int, int]:
     """Bytes: the most that the stream holds at once, the largest parameter's whole ones, all."""
     groups = groups_of(layout)
     family, shape = family_of(read_config(path))
     chunks = build_model(shape, layout, model_config(), groups)
-    total, largest = 0, 2 * max(parameter.nbytes for chunk in chunks for parameter in chunk.parameters())
+    total, largest = (
+        0,
+        2 * max(parameter.nbytes for chunk in chunks for parameter in chunk.parameters()),
+    )
     with LiveStorages() as live:
         for _, tensor in export_weights(chunks, family, shape, groups, piece=8192):
             total += tensor.nbytes
     return live.peak, largest, total
 
 
-@pytest.mark.parametrize("layout", [parallel(tensor=2, expert=2), parallel(pipeline=2)], ids=["tp2 ep2", "pp2"])
+@pytest.mark.parametrize(
+    "layout", [parallel(tensor=2, expert=2), parallel(pipeline=2)], ids=["tp2 ep2", "pp2"]
+)
 def test_a_stream_holds_little(models, layout):
     for peak, largest, total in run_distributed(memory_of_the_stream, 2, models["moe"], layout):
         bound = 3 * max(8192, largest)
@@ -116,7 +130,9 @@ def test_a_stream_holds_little(models, layout):
 
 
 def _with_engine_names(chunk: Any, family: Any, shape: Any, groups: Any) -> torch.nn.Module:
-    """The chunk's parameters under the names of Transformer Engine's layer spec, each rule's first."""
+    """The chunk's parameters under the names of Transformer Engine's layer spec, each rule's
+    first.
+    """
     root = torch.nn.Module()
     root.decoder = torch.nn.Module()
     root.decoder.layers = torch.nn.ModuleList(torch.nn.Module() for _ in chunk.decoder.layers)
@@ -140,10 +156,17 @@ def engine_names(rank: int, world_size: int, models: dict[str, str]) -> dict[str
     groups = groups_of(layout)
     for kind in ("moe", "mixed"):
         family, shape = family_of(read_config(models[kind]))
-        chunk = _with_engine_names(build_model(shape, layout, model_config(), groups)[0], family, shape, groups)
+        chunk = _with_engine_names(
+            build_model(shape, layout, model_config(), groups)[0], family, shape, groups
+        )
         load_weights([chunk], models[kind], family, shape, groups)
-        exported = {name: tensor.clone() for name, tensor in export_weights([chunk], family, shape, groups)}
-        found[kind] = differences(models[kind], exported), sorted(name for name, _ in chunk.named_parameters())
+        exported = {
+            name: tensor.clone() for name, tensor in export_weights([chunk], family, shape, groups)
+        }
+        found[kind] = (
+            differences(models[kind], exported),
+            sorted(name for name, _ in chunk.named_parameters()),
+        )
     return found
 
 
@@ -152,8 +175,12 @@ def test_names_of_the_transformer_engine_spec(models):
     for kind in ("moe", "mixed"):
         assert found[kind][0] == []
     names = found["mixed"][1]
-    for name in ("0.self_attention.linear_qkv.layer_norm_weight", "1.mlp.linear_fc1.layer_norm_weight",
-                 "0.pre_mlp_layernorm.weight", "0.mlp.experts.linear_fc1.weight3"):
+    for name in (
+        "0.self_attention.linear_qkv.layer_norm_weight",
+        "1.mlp.linear_fc1.layer_norm_weight",
+        "0.pre_mlp_layernorm.weight",
+        "0.mlp.experts.linear_fc1.weight3",
+    ):
         assert f"decoder.layers.{name}" in names
 
 
@@ -176,7 +203,10 @@ def failures(rank: int, world_size: int, paths: dict[str, str]) -> dict[str, str
 
 def test_broken_checkpoints_name_the_tensor(models, tmp_path):
     whole = load_file(Path(models["moe"]) / "model.safetensors")
-    query, expert = "model.layers.2.self_attn.q_proj.weight", "model.layers.1.mlp.experts.3.down_proj.weight"
+    query, expert = (
+        "model.layers.2.self_attn.q_proj.weight",
+        "model.layers.1.mlp.experts.3.down_proj.weight",
+    )
     variants = {
         "missing": {name: tensor for name, tensor in whole.items() if name != expert},
         "extra": {**whole, "model.layers.7.mlp.gate.weight": torch.zeros(1)},
@@ -194,11 +224,15 @@ def test_broken_checkpoints_name_the_tensor(models, tmp_path):
         "extra": "has model.layers.7.mlp.gate.weight",
         "short query": f"{query} is (32, 32) in the checkpoint; config.json makes it (64, 32)",
         "expert": f"{expert} is (32, 8)",
-        "small vocabulary": "lm_head.weight is (90, 32) in the checkpoint; config.json makes it (95, 32)",
+        "small vocabulary": (
+            "lm_head.weight is (90, 32) in the checkpoint; config.json makes it (95, 32)"
+        ),
         "large vocabulary": "model.embed_tokens.weight is (200, 32)",
         "norm": "model.norm.weight is (16,)",
         "unknown parameter": "no rule of family qwen3_moe matches the Megatron parameter extra",
     }
-    for found in run_distributed(failures, 2, {key: str(tmp_path / key) for key in variants}, timeout=60):
+    for found in run_distributed(
+        failures, 2, {key: str(tmp_path / key) for key in variants}, timeout=60
+    ):
         for key, message in expected.items():
             assert message in found[key]

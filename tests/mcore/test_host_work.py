@@ -1,4 +1,6 @@
-"""The host's work for a micro-batch of one long sequence: linear in its tokens, and within a few MiB."""
+"""The host's work for a micro-batch of one long sequence: linear in its tokens, and within a
+few MiB.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         self.calls += 1
-        self.elements += sum(leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor))
+        self.elements += sum(
+            leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)
+        )
         return out
 
 

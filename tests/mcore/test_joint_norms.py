@@ -18,13 +18,17 @@ ALONE = SimpleNamespace(size=lambda: 1)
 
 
 def drawn(*sizes: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*sizes, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        *sizes, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(dtype)
 
 
 def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
     """x, weight and the gradient of the output."""
-    return tuple(drawn(*size, seed=seed, dtype=dtype) for seed, size in enumerate(((TOKENS, WIDTH), (WIDTH,),
-                                                                                  (TOKENS, WIDTH))))  # fmt: skip
+    return tuple(
+        drawn(*size, seed=seed, dtype=dtype)
+        for seed, size in enumerate(((TOKENS, WIDTH), (WIDTH,), (TOKENS, WIDTH)))
+    )
 
 
 def naive() -> tuple[Tensor, Tensor, Tensor]:
@@ -46,7 +50,9 @@ def found(dtype: torch.dtype, rows: slice = slice(None), group: Any = ALONE) -> 
     return out.detach(), x.grad, weight.grad
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.1)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.1)]
+)
 def test_one_rank(dtype: torch.dtype, tolerance: float) -> None:
     for tensor, expected in zip(found(dtype), naive(), strict=True):
         assert tensor.dtype is dtype
@@ -75,7 +81,9 @@ def test_ranks_have_parts_of_one_norm() -> None:
 
 
 def test_heads_share_a_mean_and_the_weight_counts_as_a_part() -> None:
-    config = SimpleNamespace(params_dtype=torch.float64, use_cpu_initialization=True, layernorm_epsilon=EPS)
+    config = SimpleNamespace(
+        params_dtype=torch.float64, use_cpu_initialization=True, layernorm_epsilon=EPS
+    )
     norm = JointNorm(config, 3, 4, ALONE)
     assert norm.weight.tensor_model_parallel and norm.weight.partition_dim == 0
     assert not getattr(norm.weight, "sequence_parallel", False)

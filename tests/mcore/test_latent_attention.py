@@ -1,4 +1,6 @@
-"""Latent attention over packed sequences against Transformers' module, sequence by sequence in float64."""
+"""Latent attention over packed sequences against Transformers' module, sequence by sequence in
+float64.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,9 @@ def compare(rank: int, world_size: int, name: str, layout: ParallelConfig) -> di
         for own, parameter in attention.named_parameters():
             parameter.copy_(local(theirs.get_parameter(NAMES[own]), parameter, part))
     g = torch.Generator().manual_seed(5)
-    hidden = torch.randn(sum(LENGTHS), config.hidden_size, generator=g, dtype=torch.float64, requires_grad=True)
+    hidden = torch.randn(
+        sum(LENGTHS), config.hidden_size, generator=g, dtype=torch.float64, requires_grad=True
+    )
     weight = torch.randn(hidden.shape, generator=g, dtype=torch.float64)
     wanted = expected(model, hidden)
     (wanted * weight).sum().backward()
@@ -79,12 +83,17 @@ def compare(rank: int, world_size: int, name: str, layout: ParallelConfig) -> di
     sequences = packed_sequences(bounds, max(LENGTHS), groups.cp, torch.device("cpu"))
     output, _ = attention(inputs, packed_seq_params=sequences)
     (output[:, 0] * weight[rows]).sum().backward()
-    errors = {"output": relative(output[:, 0], wanted[rows]), "input": relative(inputs.grad[:, 0], hidden.grad[rows])}
+    errors = {
+        "output": relative(output[:, 0], wanted[rows]),
+        "input": relative(inputs.grad[:, 0], hidden.grad[rows]),
+    }
     for own, parameter in attention.named_parameters():
         gradient = parameter.grad
         if getattr(parameter, "sequence_parallel", False):  # as Megatron does after the backward
             torch.distributed.all_reduce(gradient, group=groups.tp)
-        errors[own] = relative(gradient, local(theirs.get_parameter(NAMES[own]).grad, parameter, part))
+        errors[own] = relative(
+            gradient, local(theirs.get_parameter(NAMES[own]).grad, parameter, part)
+        )
     return errors
 
 
@@ -107,7 +116,9 @@ def test_equals_transformers_module(name):
 
 
 def test_tensor_parallel_ranks_share_latents_and_the_rotated_key():
-    for errors in run_distributed(compare, 2, "YaRN, interleaved, queries from a latent", parallel(tensor=2)):
+    for errors in run_distributed(
+        compare, 2, "YaRN, interleaved, queries from a latent", parallel(tensor=2)
+    ):
         assert len(errors) == 9 and max(errors.values()) < 1e-6, errors
 
 

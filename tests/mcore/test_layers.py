@@ -23,13 +23,17 @@ LAYOUTS = {
     "one": (parallel(), MoELocalTokenDispatcher, "moe"),
     "expert": (parallel(expert=2), MoEStaticTokenDispatcher, "moe"),
     "expert tensor": (parallel(tensor=2, expert_tensor=2), MoEStaticTokenDispatcher, "moe"),
-    "biases": (parallel(expert=2), MoEStaticTokenDispatcher, "gpt_oss"),  # which Megatron refuses under expert-TP
+    "biases": (
+        parallel(expert=2),
+        MoEStaticTokenDispatcher,
+        "gpt_oss",
+    ),  # which Megatron refuses under expert-TP
 }
 
 
 def experts_both_ways(rank: int, world_size: int, name: str) -> dict[str, float]:
-    """Outputs and gradients of one MoE layer with our experts and dispatcher, with our dispatcher alone, as under
-    Transformer Engine, and with Megatron's."""
+    """Outputs and gradients of one MoE layer with our experts and dispatcher, with our dispatcher
+    alone, as under Transformer Engine, and with Megatron's."""
     layout, dispatcher, kind = LAYOUTS[name]
     [chunk] = build_model(shape_of(kind), layout, model_config(), groups_of(layout))
     layer = chunk.decoder.layers[0].mlp
@@ -39,8 +43,11 @@ def experts_both_ways(rank: int, world_size: int, name: str) -> dict[str, float]
             parameter.data.uniform_(-0.5, 0.5)
     x = torch.randn(7, 1, 32, generator=torch.Generator().manual_seed(1 + rank))
     found = []
-    for experts, of_tokens in ((FusedSequentialMLP, dispatcher), (SequentialMLP, dispatcher),
-                               (SequentialMLP, MoEAlltoAllTokenDispatcher)):  # fmt: skip
+    for experts, of_tokens in (
+        (FusedSequentialMLP, dispatcher),
+        (SequentialMLP, dispatcher),
+        (SequentialMLP, MoEAlltoAllTokenDispatcher),
+    ):
         if experts is SequentialMLP and kind == "gpt_oss":  # Megatron's is compiled
             layer.experts.config.activation_func = lambda gate: gate * torch.sigmoid(1.702 * gate)
         layer.experts.__class__, layer.token_dispatcher.__class__ = experts, of_tokens
@@ -51,7 +58,9 @@ def experts_both_ways(rank: int, world_size: int, name: str) -> dict[str, float]
         gradients = [p.grad.clone() for p in layer.parameters() if p.grad is not None]
         found.append([output.detach(), inputs.grad, *gradients])
     *ours, expected = found
-    errors = [float((a - b).abs().max()) for own in ours for a, b in zip(own, expected, strict=True)]
+    errors = [
+        float((a - b).abs().max()) for own in ours for a, b in zip(own, expected, strict=True)
+    ]
     return {"errors": max(errors), "tensors": len(expected)}
 
 

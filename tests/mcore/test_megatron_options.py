@@ -1,4 +1,6 @@
-"""The `megatron` section under the installed version: what is passed through, and what is refused with which words."""
+"""The `megatron` section under the installed version: what is passed through, and what is
+refused with which words.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,21 @@ from megatron_gspo.config import ConfigError, RoutingConfig
 from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.errors import RunError
 from megatron_gspo.mcore.forward_step import unwrap
-from megatron_gspo.mcore.megatron_options import CLASSES, construct, rejections, resolve_options, version
+from megatron_gspo.mcore.megatron_options import (
+    CLASSES,
+    construct,
+    rejections,
+    resolve_options,
+    version,
+)
 from megatron_gspo.mcore.megatron_refusals import refused_names
 from megatron_gspo.mcore.model import transformer_config
-from megatron_gspo.mcore.policy import build_policy, check_megatron_options, ddp_config, optimizer_config
+from megatron_gspo.mcore.policy import (
+    build_policy,
+    check_megatron_options,
+    ddp_config,
+    optimizer_config,
+)
 from megatron_gspo.mcore.train_step import train_mini_batch
 from tests.equivalence.cases import make_samples
 from tests.mcore.test_model import shape_of
@@ -40,9 +53,14 @@ def refused(name: str, value: Any) -> ConfigError:
 
 
 def test_an_option_goes_to_every_class_that_has_it():
-    found = resolve_options({
-        "moe_permute_fusion": False, "bucket_size": 4096, "log_num_zeros_in_grad": True, "barrier_with_L1_time": False,
-    })  # fmt: skip
+    found = resolve_options(
+        {
+            "moe_permute_fusion": False,
+            "bucket_size": 4096,
+            "log_num_zeros_in_grad": True,
+            "barrier_with_L1_time": False,
+        }
+    )
     assert found.transformer == {"moe_permute_fusion": False, "barrier_with_L1_time": False}
     assert found.optimizer == {"log_num_zeros_in_grad": True, "barrier_with_L1_time": False}
     assert found.ddp == {"bucket_size": 4096}
@@ -95,15 +113,21 @@ def test_an_option_that_another_key_sets_is_refused_with_that_key(name, key):
         ("optimizer", "sgd", "adam", "implemented for Adam"),
     ],
 )
-def test_an_option_that_breaks_an_assumption_is_refused_with_the_reason(name, value, harmless, reason):
+def test_an_option_that_breaks_an_assumption_is_refused_with_the_reason(
+    name, value, harmless, reason
+):
     error = refused(name, value)
     assert reason in error.problem and error.fix == "remove it"
     resolve_options({name: harmless})
 
 
-@pytest.mark.parametrize("name", ["overlap_p2p_comm", "use_cpu_initialization", "mamba_head_dim", "fsdp_double_buffer"])
+@pytest.mark.parametrize(
+    "name", ["overlap_p2p_comm", "use_cpu_initialization", "mamba_head_dim", "fsdp_double_buffer"]
+)
 def test_options_without_a_harmless_value_are_refused(name):
-    default = {field.name: field.default for cls in CLASSES for field in dataclasses.fields(cls)}[name]
+    default = {field.name: field.default for cls in CLASSES for field in dataclasses.fields(cls)}[
+        name
+    ]
     refused(name, default)
 
 
@@ -145,7 +169,9 @@ def test_an_option_that_bypasses_router_hooks_is_refused_where_they_are_used(nam
 @pytest.mark.parametrize("name", ["moe_permute_fusion", "moe_router_fusion"])
 def test_kernels_of_transformer_engine_are_refused_where_it_cannot_be_used(name):
     sections = shape_of(), parallel(), model_config(), adam(1e-3), RoutingConfig(metrics=False)
-    with pytest.raises(ConfigError, match=f"megatron.{name} = true: uses kernels of Transformer Engine.*; install"):
+    with pytest.raises(
+        ConfigError, match=f"megatron.{name} = true: uses kernels of Transformer Engine.*; install"
+    ):
         check_megatron_options({name: True}, *sections)
     assert check_megatron_options({name: False}, *sections).transformer == {name: False}
     assert resolve_options({name: True}, uses_routes=False, fused=True).transformer == {name: True}
@@ -160,7 +186,9 @@ def test_kernels_of_transformer_engine_are_refused_where_it_cannot_be_used(name)
         (RoutingConfig(), False, False),
     ],
 )
-def test_router_hooks_are_used_by_replay_and_metrics_of_a_mixture_of_experts(routing, experts, is_refused):
+def test_router_hooks_are_used_by_replay_and_metrics_of_a_mixture_of_experts(
+    routing, experts, is_refused
+):
     given = {"recompute_modules": ["moe"]}
     shape = shape_of() if experts else shape_of("dense")
     sections = shape, parallel(), model_config(), adam(1e-3), routing
@@ -172,26 +200,44 @@ def test_router_hooks_are_used_by_replay_and_metrics_of_a_mixture_of_experts(rou
 
 
 def test_names_of_dtypes_and_enum_members_are_looked_up():
-    found = resolve_options({"exp_avg_dtype": "bfloat16", "attention_backend": "flash", "init_method_std": 1})
+    found = resolve_options(
+        {"exp_avg_dtype": "bfloat16", "attention_backend": "flash", "init_method_std": 1}
+    )
     assert found.optimizer == {"exp_avg_dtype": torch.bfloat16}
-    assert found.transformer["attention_backend"].name == "flash" and found.transformer["init_method_std"] == 1
+    assert (
+        found.transformer["attention_backend"].name == "flash"
+        and found.transformer["init_method_std"] == 1
+    )
 
 
 def test_every_name_in_the_tables_is_an_option_of_a_supported_version():
     """Those that only the other end of the supported range has are listed here."""
     known = {field.name for cls in CLASSES for field in dataclasses.fields(cls)}
     only_elsewhere = {
-        "moe_expert_rank_capacity_factor", "moe_router_force_biased", "moe_single_grouped_weight",
-        "moe_single_grouped_bias", "moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size",
-        "tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards", "gtp_weight_remat_size",
-        "expert_gtp_weight_remat_size", "use_mup", "cuda_graph_modules", "optimizer_cuda_graph",
-        "overlap_dispatch_backward_with_experts_wgrad", "moe_use_legacy_grouped_gemm", "fp4_param_gather",
-    }  # fmt: skip
+        "moe_expert_rank_capacity_factor",
+        "moe_router_force_biased",
+        "moe_single_grouped_weight",
+        "moe_single_grouped_bias",
+        "moe_mlp_glu_interleave_size",
+        "moe_shared_expert_glu_interleave_size",
+        "tensor_parallel_num_weight_shards",
+        "expert_tensor_parallel_num_weight_shards",
+        "gtp_weight_remat_size",
+        "expert_gtp_weight_remat_size",
+        "use_mup",
+        "cuda_graph_modules",
+        "optimizer_cuda_graph",
+        "overlap_dispatch_backward_with_experts_wgrad",
+        "moe_use_legacy_grouped_gemm",
+        "fp4_param_gather",
+    }
     assert refused_names() - known <= only_elsewhere
 
 
 def test_a_keyword_of_ours_that_megatron_lacks_is_an_error_and_not_dropped():
-    with pytest.raises(RunError, match=f"OptimizerConfig of megatron-core {version()} has no option no_such"):
+    with pytest.raises(
+        RunError, match=f"OptimizerConfig of megatron-core {version()} has no option no_such"
+    ):
         construct(OptimizerConfig, {"lr": 1.0, "no_such": 2}, {})
 
 
@@ -211,28 +257,47 @@ def test_every_keyword_of_ours_exists_in_this_version(make: Callable[[], Any]):
 def test_what_megatron_itself_rejects_is_a_config_error_before_anything_is_built():
     given = {"cpu_offloading": True, "cpu_offloading_num_layers": 1}
     layout, model = parallel(pipeline=2), model_config()
-    with pytest.raises(ConfigError, match="megatron = .*TransformerConfig of megatron-core .* rejects the options"):
+    with pytest.raises(
+        ConfigError, match="megatron = .*TransformerConfig of megatron-core .* rejects the options"
+    ):
         check_megatron_options(given, shape_of(), layout, model, adam(1e-3), RoutingConfig())
-    assert check_megatron_options({}, shape_of(), layout, model, adam(1e-3), RoutingConfig()).transformer == {}
+    assert (
+        check_megatron_options(
+            {}, shape_of(), layout, model, adam(1e-3), RoutingConfig()
+        ).transformer
+        == {}
+    )
 
 
 def test_what_the_model_rejects_is_a_config_error():
-    with pytest.raises(ConfigError, match="GPTModel of megatron-core .* rejects the options: no extension"):
+    with pytest.raises(
+        ConfigError, match="GPTModel of megatron-core .* rejects the options: no extension"
+    ):
         with rejections("GPTModel", {"gradient_accumulation_fusion": True}):
             raise RuntimeError("no extension\nTo install it, ...")
-    with pytest.raises(torch.OutOfMemoryError), rejections("GPTModel", {"gradient_accumulation_fusion": True}):
+    with (
+        pytest.raises(torch.OutOfMemoryError),
+        rejections("GPTModel", {"gradient_accumulation_fusion": True}),
+    ):
         raise torch.OutOfMemoryError("not the options")
     with pytest.raises(RuntimeError, match="no options were given"), rejections("GPTModel", {}):
         raise RuntimeError("no options were given")
 
 
 def arrive(rank: int, world_size: int, path: str) -> dict[str, Any]:
-    given = {"moe_permute_fusion": False, "init_method_std": 0.5, "bucket_size": 1000, "log_num_zeros_in_grad": True}
+    given = {
+        "moe_permute_fusion": False,
+        "init_method_std": 0.5,
+        "bucket_size": 1000,
+        "log_num_zeros_in_grad": True,
+    }
     model, layout, optimizer = model_config(path), parallel(overlap_grad_reduce=True), adam(1e-3)
     groups = groups_of(layout)
     built = []
     for chosen in (given, {}):
-        options = check_megatron_options(chosen, shape_of(), layout, model, optimizer, RoutingConfig())
+        options = check_megatron_options(
+            chosen, shape_of(), layout, model, optimizer, RoutingConfig()
+        )
         built.append(build_policy(model, layout, groups, optimizer=optimizer, options=options))
     policy, plain = built
     return {
@@ -246,7 +311,11 @@ def arrive(rank: int, world_size: int, path: str) -> dict[str, Any]:
 
 def test_options_arrive_in_megatrons_objects(tmp_path):
     for found in run_distributed(arrive, 2, save_tiny_model(tmp_path / "model")):
-        assert found["transformer"] == (False, 0.5) and found["ddp"] == 1000 and found["optimizer"] is True
+        assert (
+            found["transformer"] == (False, 0.5)
+            and found["ddp"] == 1000
+            and found["optimizer"] is True
+        )
         assert found["buckets"][0] > found["buckets"][1], "a smaller bucket_size makes more buckets"
         assert found["plain"] == (0.02, False)
 
@@ -267,8 +336,16 @@ def train_with(rank: int, world_size: int, path: str) -> dict[str, Any]:
         options = check_megatron_options(given, shape_of(), *sections)
         policy = build_policy(model, layout, groups, optimizer=adam(1e-2), options=options)
         exported = {name: weight.clone() for name, weight in policy.weights()}
-        steps = [train_mini_batch(policy, SampleBatch.of(samples), preset("sft"), micro_batches_of(64), temperature=1.0)
-                 for _ in range(2)]  # fmt: skip
+        steps = [
+            train_mini_batch(
+                policy,
+                SampleBatch.of(samples),
+                preset("sft"),
+                micro_batches_of(64),
+                temperature=1.0,
+            )
+            for _ in range(2)
+        ]
         found[name] = {
             "log_probs": [np.concatenate(in_order(step.log_probs)) for step in steps],
             "grad_norm": [step.metrics["grad_norm"] for step in steps],
@@ -277,8 +354,13 @@ def train_with(rank: int, world_size: int, path: str) -> dict[str, Any]:
             "gradients": next(policy.chunks[0].parameters()).main_grad.dtype,
         }
     with pytest.raises(ConfigError, match="GPTModel of megatron-core .* rejects the options: "):
-        build_policy(model, layout, groups, optimizer=None,
-                     options=resolve_options({"gradient_accumulation_fusion": True}))  # needs a CUDA extension
+        build_policy(
+            model,
+            layout,
+            groups,
+            optimizer=None,
+            options=resolve_options({"gradient_accumulation_fusion": True}),
+        )  # needs a CUDA extension
     return found
 
 
@@ -287,14 +369,20 @@ def test_options_that_change_how_and_not_what_is_computed(tmp_path):
     first, last = run_distributed(train_with, 2, save_tiny_model(tmp_path / "model"))
     plain = last["plain"]
     for name in ("uneven stages", "experts recomputed"):
-        np.testing.assert_allclose(last[name]["log_probs"], plain["log_probs"], atol=2e-5, err_msg=name)
-        np.testing.assert_allclose(last[name]["grad_norm"], plain["grad_norm"], rtol=1e-5, err_msg=name)
+        np.testing.assert_allclose(
+            last[name]["log_probs"], plain["log_probs"], atol=2e-5, err_msg=name
+        )
+        np.testing.assert_allclose(
+            last[name]["grad_norm"], plain["grad_norm"], rtol=1e-5, err_msg=name
+        )
     exported = last["uneven stages"]["exported"]
     assert exported.keys() == plain["exported"].keys()
     assert all(torch.equal(weight, plain["exported"][name]) for name, weight in exported.items())
     assert (first["uneven stages"]["layers"], last["uneven stages"]["layers"]) == (1, 3)
     assert (first["plain"]["layers"], last["plain"]["layers"]) == (2, 2)
     bfloat16 = last["bfloat16 gradients"]
-    assert bfloat16["gradients"] == torch.bfloat16 and last["bfloat16"]["gradients"] == torch.float32
+    assert (
+        bfloat16["gradients"] == torch.bfloat16 and last["bfloat16"]["gradients"] == torch.float32
+    )
     np.testing.assert_array_equal(bfloat16["log_probs"][0], last["bfloat16"]["log_probs"][0])
     np.testing.assert_allclose(bfloat16["grad_norm"], last["bfloat16"]["grad_norm"], rtol=0.1)

@@ -1,4 +1,6 @@
-"""The tables of refused Megatron options: against the keywords that the package sets, and against the docs."""
+"""The tables of refused Megatron options: against the keywords that the package sets, and
+against the docs.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,13 @@ from tests.support.configs import adam, model_config, parallel
 PAGE = Path(__file__).parents[2] / "docs" / "scaling.md"
 # Defaults of ours that a user may override.
 DEFAULTS = {
-    "bias_activation_fusion", "bias_dropout_fusion", "apply_rope_fusion", "gradient_accumulation_fusion",
-    "grad_reduce_in_fp32", "check_for_nan_in_grad",
-}  # fmt: skip
+    "bias_activation_fusion",
+    "bias_dropout_fusion",
+    "apply_rope_fusion",
+    "gradient_accumulation_fusion",
+    "grad_reduce_in_fp32",
+    "check_for_nan_in_grad",
+}
 
 
 @pytest.fixture
@@ -42,7 +48,9 @@ def our_keywords(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     for module in (model, policy):
         monkeypatch.setattr(module, "construct", construct)
     for granularity in (None, "full", "selective"):
-        model.transformer_config(shape_of(), parallel(), model_config(recompute_granularity=granularity))
+        model.transformer_config(
+            shape_of(), parallel(), model_config(recompute_granularity=granularity)
+        )
     policy.optimizer_config(adam(1e-3), model_config(), parallel())
     policy.ddp_config(parallel())
     return found
@@ -67,18 +75,24 @@ def test_the_keys_that_set_options_exist():
 
 
 def section() -> str:
-    return PAGE.read_text(encoding="utf-8").partition("## Megatron options\n")[2].partition("\n## ")[0]
+    return (
+        PAGE.read_text(encoding="utf-8").partition("## Megatron options\n")[2].partition("\n## ")[0]
+    )
 
 
 def test_the_docs_show_options_that_are_passed_through():
-    example = yaml.safe_load(re.findall(r"```yaml\n(.*?)```", section(), flags=re.DOTALL)[0])["megatron"]
+    example = yaml.safe_load(re.findall(r"```yaml\n(.*?)```", section(), flags=re.DOTALL)[0])[
+        "megatron"
+    ]
     found = resolve_options(example)
     assert found.transformer | found.optimizer | found.ddp == example
 
 
 def test_the_docs_list_options_that_are_refused():
     rows = dict(re.findall(r"^\| (`.*?) \| (.*) \|$", section(), flags=re.MULTILINE))
-    names = {name: reason for options, reason in rows.items() for name in re.findall(r"`(\w+)`", options)}
+    names = {
+        name: reason for options, reason in rows.items() for name in re.findall(r"`(\w+)`", options)
+    }
     assert len(names) >= 12 and set(names) <= refused_names()
     for name, reason in names.items():
         assert (key_that_sets(name) is not None) == (reason == "another key sets it"), name

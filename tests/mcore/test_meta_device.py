@@ -29,7 +29,9 @@ def sizes(chunks) -> list[dict[str, tuple[int, ...]]]:
     return [{name: tuple(p.shape) for name, p in chunk.named_parameters()} for chunk in chunks]
 
 
-def real(rank: int, world_size: int, path: str, layout: ParallelConfig) -> list[dict[str, tuple[int, ...]]]:
+def real(
+    rank: int, world_size: int, path: str, layout: ParallelConfig
+) -> list[dict[str, tuple[int, ...]]]:
     _, shape = family_of(read_config(path))
     groups = initialize(replace(layout, backend="gloo"), seed=1)
     try:
@@ -62,12 +64,20 @@ def test_each_rank_of_a_world_of_1024_can_be_built(tmp_path):
     _, shape = family_of(read_config(save_tiny_model(tmp_path / "model")))
     layout = parallel(tensor=2, pipeline=2, expert=8)
     with simulated_rank(layout, 1024, 1023) as groups:
-        assert (groups.tp.size(), groups.pp.rank(), groups.ep.size(), groups.dp.size()) == (2, 1, 8, 256)
+        assert (groups.tp.size(), groups.pp.rank(), groups.ep.size(), groups.dp.size()) == (
+            2,
+            1,
+            8,
+            256,
+        )
         [chunk] = meta_model(shape, layout, model_config(dtype="bfloat16"), groups)
         assert {p.dtype for p in chunk.parameters()} == {torch.bfloat16}
 
 
 def test_a_second_world_is_refused():
-    with simulated_rank(parallel(), 4, 3), pytest.raises(RuntimeError, match="without torch.distributed"):
+    with (
+        simulated_rank(parallel(), 4, 3),
+        pytest.raises(RuntimeError, match="without torch.distributed"),
+    ):
         with simulated_rank(parallel(), 4, 2):
             pass

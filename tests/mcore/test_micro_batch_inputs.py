@@ -1,4 +1,6 @@
-"""The inputs of the forward step: what each stage gets, which positions are scored, and how far ahead is read."""
+"""The inputs of the forward step: what each stage gets, which positions are scored, and how far
+ahead is read.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,18 @@ from megatron_gspo.mcore import micro_batch_inputs
 from megatron_gspo.mcore.micro_batch_inputs import POLICY_LOSS, InputReader
 from tests.support.samples import make_sample
 
-COPIED = ("tokens", "position_ids", "labels", "segment_ids", "loss_mask", "advantages", "old_log_probs",
-          "ref_log_probs", "rollout_log_probs", "response_mask")  # fmt: skip
+COPIED = (
+    "tokens",
+    "position_ids",
+    "labels",
+    "segment_ids",
+    "loss_mask",
+    "advantages",
+    "old_log_probs",
+    "ref_log_probs",
+    "rollout_log_probs",
+    "response_mask",
+)
 
 
 def group(rank: int = 0, size: int = 1) -> Any:
@@ -29,12 +41,18 @@ def groups(**given: Any) -> Any:
 
 def chunk(first: bool = True, last: bool = True, sequence_parallel: bool = False) -> Any:
     """Stands for a model chunk."""
-    return SimpleNamespace(pre_process=first, post_process=last,
-                           config=SimpleNamespace(sequence_parallel=sequence_parallel))  # fmt: skip
+    return SimpleNamespace(
+        pre_process=first,
+        post_process=last,
+        config=SimpleNamespace(sequence_parallel=sequence_parallel),
+    )
 
 
 def batch(number: int = 0) -> PackedBatch:
-    samples = [make_sample(3, 4, seed=number, mask=[True, False, True, True]), make_sample(2, 3, seed=number + 10)]
+    samples = [
+        make_sample(3, 4, seed=number, mask=[True, False, True, True]),
+        make_sample(2, 3, seed=number + 10),
+    ]
     packed = pack(samples, num_sequences=2, num_tokens=6, sequence_multiple=4)
     return replace(packed, micro_batch=number)
 
@@ -61,7 +79,9 @@ def counted(batches: list[PackedBatch], read: list[int]) -> Iterator[PackedBatch
     ],
 )
 def test_a_stage_gets_what_it_reads(first, last, trains, expected, monkeypatch):
-    monkeypatch.setattr(micro_batch_inputs, "compute_device", lambda: torch.device("meta"))  # stands for the GPU
+    monkeypatch.setattr(
+        micro_batch_inputs, "compute_device", lambda: torch.device("meta")
+    )  # stands for the GPU
     given = batch()
     inputs = reader(trains=trains).take(iter([given]), chunk(first, last))
     there = {name for name in COPIED if getattr(inputs.batch, name).device.type == "meta"}
@@ -70,7 +90,10 @@ def test_a_stage_gets_what_it_reads(first, last, trains, expected, monkeypatch):
     assert not [name for name in there if getattr(inputs.batch, name).dtype == torch.int64]
     assert (inputs.scored is not None) == last
     if inputs.scored is not None:
-        assert inputs.scored.positions.device.type == "meta" and inputs.scored.positions.dtype == torch.int64
+        assert (
+            inputs.scored.positions.device.type == "meta"
+            and inputs.scored.positions.dtype == torch.int64
+        )
 
 
 def test_values_are_those_of_the_shard():
@@ -95,7 +118,11 @@ def test_training_scores_trained_positions_and_a_pass_without_loss_all_responses
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_rows_are_split_under_sequence_parallelism_alone(sequence_parallel):
     given = batch()
-    rows = reader(tp=group(1, 2)).take(iter([given]), chunk(sequence_parallel=sequence_parallel)).scored
+    rows = (
+        reader(tp=group(1, 2))
+        .take(iter([given]), chunk(sequence_parallel=sequence_parallel))
+        .scored
+    )
     half = len(given.tokens) // 2
     own = given.loss_mask[half:] if sequence_parallel else given.loss_mask
     assert rows.own.tolist() == own.nonzero().flatten().tolist()

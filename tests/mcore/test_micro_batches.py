@@ -1,4 +1,6 @@
-"""Micro-batches of a mini-batch: every response token exactly once, ranks in step, values back to their samples."""
+"""Micro-batches of a mini-batch: every response token exactly once, ranks in step, values back
+to their samples.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,12 @@ from megatron_gspo.config import ParallelConfig
 from megatron_gspo.data.packing import context_parallel_shard
 from megatron_gspo.data.sample import Sample
 from megatron_gspo.data.sample_batch import SampleBatch
-from megatron_gspo.mcore.micro_batches import plan_of, planned_micro_batches, values_everywhere, values_of_replica
+from megatron_gspo.mcore.micro_batches import (
+    plan_of,
+    planned_micro_batches,
+    values_everywhere,
+    values_of_replica,
+)
 from tests.support.configs import micro_batches_of, parallel
 from tests.support.distributed import run_distributed
 from tests.support.parallel_groups import groups_of
@@ -37,16 +44,25 @@ CASES: list[tuple[ParallelConfig, dict[str, Any]]] = [
 
 
 def numbered_samples(count: int) -> list[Sample]:
-    """Uneven samples whose tokens are all different numbers, so that a value identifies its position."""
+    """Uneven samples whose tokens are all different numbers, so that a value identifies its
+    position.
+    """
     g = np.random.default_rng(count)
     samples, start = [], 1
     for i in range(count):
         prompt, response = int(g.integers(1, 9)), int(g.integers(1, 20))
-        samples.append(Sample(
-            prompt_index=i, sample_index=0, tokens=np.arange(start, start + prompt + response), prompt_length=prompt,
-            loss_mask=np.arange(response) % 3 != 1, rollout_log_probs=None, finish_reason="stop",
-            advantages=np.ones(response, dtype=np.float32),
-        ))
+        samples.append(
+            Sample(
+                prompt_index=i,
+                sample_index=0,
+                tokens=np.arange(start, start + prompt + response),
+                prompt_length=prompt,
+                loss_mask=np.arange(response) % 3 != 1,
+                rollout_log_probs=None,
+                finish_reason="stop",
+                advantages=np.ones(response, dtype=np.float32),
+            )
+        )
         start += prompt + response
     return samples
 
@@ -66,10 +82,17 @@ def check_layouts(rank: int, world_size: int) -> None:
             micro_batches_of(limits["max_tokens"] or 1, limits.get("micro_batch_size")),
         )
         plan = plan_of(batch, training, config, groups)
-        mine = {i: samples[i] for i in np.flatnonzero(plan.replica_of() == groups.dp.rank()).tolist()}
-        found = planned_micro_batches(replace(batch, held=mine), plan, groups)  # the others' payload is not here
+        mine = {
+            i: samples[i] for i in np.flatnonzero(plan.replica_of() == groups.dp.rank()).tolist()
+        }
+        found = planned_micro_batches(
+            replace(batch, held=mine), plan, groups
+        )  # the others' payload is not here
         check_shapes(found, samples, groups, config, limits)
-        shards = [context_parallel_shard(batch, groups.cp.rank(), groups.cp.size()) for batch in found.batches]
+        shards = [
+            context_parallel_shard(batch, groups.cp.rank(), groups.cp.size())
+            for batch in found.batches
+        ]
         values = [shard.labels.float() for shard in shards] if groups.is_last_stage else []
         back = values_of_replica(values, found.layouts, batch, groups)
         assert sorted(back) == list(mine)
@@ -81,14 +104,18 @@ def check_layouts(rank: int, world_size: int) -> None:
             assert value.tolist() == sample.response_ids.tolist(), (layout, options)
 
 
-def check_shapes(found: Any, samples: list[Sample], groups: Any, config: Any, limits: dict[str, int]) -> None:
+def check_shapes(
+    found: Any, samples: list[Sample], groups: Any, config: Any, limits: dict[str, int]
+) -> None:
     everyone: list[Any] = [None] * dist.get_world_size()
     mine = [batch.sample_ids for batch in found.batches]
     dist.all_gather_object(everyone, (mine, groups.dp.rank(), found.seq_length))
     assert len({len(ids) for ids, _, _ in everyone}) == 1, "ranks have unequally many micro-batches"
     assert len({length for _, _, length in everyone}) == 1
     by_rank = {dp: ids for ids, dp, _ in everyone}
-    assert sorted(i for ids in by_rank.values() for row in ids for i in row) == list(range(len(samples)))
+    assert sorted(i for ids in by_rank.values() for row in ids for i in row) == list(
+        range(len(samples))
+    )
     totals = [len(batch.tokens) for batch in found.batches]
     for layout, packed in zip(found.layouts, found.batches, strict=True):
         assert layout.cu_seqlens.tolist() == packed.cu_seqlens.tolist()
@@ -104,7 +131,9 @@ def check_shapes(found: Any, samples: list[Sample], groups: Any, config: Any, li
     else:
         assert max(len(batch.sample_ids) for batch in found.batches) <= limits["micro_batch_size"]
     assert all(batch.num_sequences == len(samples) for batch in found.batches)
-    assert {batch.num_tokens for batch in found.batches} == {sum(int(s.loss_mask.sum()) for s in samples)}
+    assert {batch.num_tokens for batch in found.batches} == {
+        sum(int(s.loss_mask.sum()) for s in samples)
+    }
     assert found.real_tokens == sum(sample.length for sample in samples)
     packed = torch.tensor(sum(totals))
     dist.all_reduce(packed, group=groups.dp)

@@ -16,10 +16,16 @@ from tests.support.model_shapes import dense_shape
 
 def test_attention():
     assert mixer_options(dense_shape(attention_bias=True)) == dict(
-        num_query_groups=1, kv_channels=4, qk_layernorm=True, add_qkv_bias=True, attention_output_gate=False
+        num_query_groups=1,
+        kv_channels=4,
+        qk_layernorm=True,
+        add_qkv_bias=True,
+        attention_output_gate=False,
     )
     for norms in (True, False):
-        spec = SimpleNamespace(submodules=SimpleNamespace(core_attention=None, q_layernorm=None, k_layernorm=None))
+        spec = SimpleNamespace(
+            submodules=SimpleNamespace(core_attention=None, q_layernorm=None, k_layernorm=None)
+        )
         config, shape = SimpleNamespace(qk_layernorm=norms), dense_shape(query_key_norms=norms)
         found = MIXERS["attention"].place(spec, config, shape).submodules
         assert found.core_attention is PackedAttention
@@ -30,11 +36,18 @@ def test_attention():
 
 def test_joint_norms_are_not_megatrons_norms_of_one_head():
     shape = dense_shape(mixers=("joint_norm_attention",) * 2)
-    assert mixer_options(shape)["qk_layernorm"] is False  # with it Megatron would sum their gradients over the ranks
-    spec = SimpleNamespace(module=None, submodules=SimpleNamespace(core_attention=None, q_layernorm=None))
+    assert (
+        mixer_options(shape)["qk_layernorm"] is False
+    )  # with it Megatron would sum their gradients over the ranks
+    spec = SimpleNamespace(
+        module=None, submodules=SimpleNamespace(core_attention=None, q_layernorm=None)
+    )
     found = MIXERS["joint_norm_attention"].place(spec, SimpleNamespace(qk_layernorm=False), shape)
     assert found.module is JointNormAttention and found.submodules.core_attention is PackedAttention
-    assert found.submodules.q_layernorm is None and not MIXERS["joint_norm_attention"].transformer_engine
+    assert (
+        found.submodules.q_layernorm is None
+        and not MIXERS["joint_norm_attention"].transformer_engine
+    )
 
 
 def test_gated_delta_net():

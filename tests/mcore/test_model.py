@@ -23,7 +23,11 @@ def test_reinforcement_learning_sets_the_router():
     assert config.moe_router_load_balancing_type == "none" and config.moe_aux_loss_coeff == 0.0
     assert config.moe_router_dtype == "fp32" and config.moe_router_score_function == "softmax"
     assert config.moe_expert_capacity_factor is None, "dropless"
-    assert (config.num_moe_experts, config.moe_router_topk, config.moe_ffn_hidden_size) == (8, 2, 16)
+    assert (config.num_moe_experts, config.moe_router_topk, config.moe_ffn_hidden_size) == (
+        8,
+        2,
+        16,
+    )
     assert not config.calculate_per_token_loss
     assert config.hidden_dropout == config.attention_dropout == 0.0
 
@@ -35,7 +39,9 @@ def test_softmax_comes_before_the_choice_where_its_values_are_not_normalised(nor
 
 
 def test_layers_without_experts_are_dense():
-    config = transformer_config(shape_of(mlp_only_layers=[1], decoder_sparse_step=1), parallel(), model_config())
+    config = transformer_config(
+        shape_of(mlp_only_layers=[1], decoder_sparse_step=1), parallel(), model_config()
+    )
     assert config.moe_layer_freq == [1, 0, 1, 1]
     assert transformer_config(shape_of("dense"), parallel(), model_config()).num_moe_experts is None
 
@@ -47,14 +53,20 @@ def test_recompute_settings():
     assert config().recompute_granularity is None
     assert config(recompute_granularity="selective").recompute_granularity == "selective"
     full = config(recompute_granularity="full", recompute_num_layers=2)
-    assert (full.recompute_granularity, full.recompute_method, full.recompute_num_layers) == ("full", "uniform", 2)
+    assert (full.recompute_granularity, full.recompute_method, full.recompute_num_layers) == (
+        "full",
+        "uniform",
+        2,
+    )
 
 
 def test_sequence_parallelism_follows_tensor_parallelism_unless_told():
     dense = shape_of("dense")
     assert transformer_config(dense, parallel(tensor=2), model_config()).sequence_parallel
     assert not transformer_config(dense, parallel(), model_config()).sequence_parallel
-    assert not transformer_config(dense, parallel(tensor=2, sequence_parallel=False), model_config()).sequence_parallel
+    assert not transformer_config(
+        dense, parallel(tensor=2, sequence_parallel=False), model_config()
+    ).sequence_parallel
 
 
 def test_precision():
@@ -66,16 +78,30 @@ def test_precision():
 def test_sent_tensors_are_freed_only_where_the_schedule_waits_for_the_send(monkeypatch):
     settings = model_config(implementation="torch")
     plain, interleaved = parallel(pipeline=2), parallel(pipeline=2, virtual_pipeline=2)
-    for cuda, layout, freed in [(False, plain, False), (True, plain, True), (True, interleaved, False)]:
+    for cuda, layout, freed in [
+        (False, plain, False),
+        (True, plain, True),
+        (True, interleaved, False),
+    ]:
         monkeypatch.setattr(torch.cuda, "is_available", lambda cuda=cuda: cuda)
-        assert transformer_config(shape_of("dense"), layout, settings).deallocate_pipeline_outputs is freed
+        assert (
+            transformer_config(shape_of("dense"), layout, settings).deallocate_pipeline_outputs
+            is freed
+        )
 
 
 def test_vocabulary_is_padded_to_the_tensor_parallel_size():
-    assert [padded_vocab_size(shape_of(vocab_size=95), size) for size in (1, 2, 3, 8)] == [95, 96, 96, 96]
+    assert [padded_vocab_size(shape_of(vocab_size=95), size) for size in (1, 2, 3, 8)] == [
+        95,
+        96,
+        96,
+        96,
+    ]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with CUDA the setting may be possible")
 def test_transformer_engine_is_refused_where_it_is_absent():
     with pytest.raises(ValueError, match="model.implementation=transformer_engine"):
-        transformer_config(shape_of(), parallel(), model_config(implementation="transformer_engine"))
+        transformer_config(
+            shape_of(), parallel(), model_config(implementation="transformer_engine")
+        )

@@ -1,4 +1,6 @@
-"""A Megatron checkpoint against its Hugging Face model by log-probs: agreement, wrong weights, and invalid texts."""
+"""A Megatron checkpoint against its Hugging Face model by log-probs: agreement, wrong weights,
+and invalid texts.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,15 @@ TEXT = "some words"  # a token for each character
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A Hugging Face model, its Megatron checkpoint, and a model of the same shape with other weights."""
+    """A Hugging Face model, its Megatron checkpoint, and a model of the same shape with other
+    weights.
+    """
     folder, tokenizer = tmp_path_factory.mktemp("models"), character_tokenizer()
     found = {}
     for name, seed in (("model", 0), ("other", 1)):
-        found[name] = Path(save_tiny_model(folder / name, "shared", seed, vocab_size=len(tokenizer)))
+        found[name] = Path(
+            save_tiny_model(folder / name, "shared", seed, vocab_size=len(tokenizer))
+        )
         tokenizer.save_pretrained(found[name])
     found["megatron"] = folder / "megatron"
     convert.main(["to-megatron", str(found["model"]), str(found["megatron"]), "--processes", "1"])
@@ -54,9 +60,14 @@ def test_the_largest_difference_decides_and_nan_is_one(off, models, monkeypatch)
     """off: in units of the tolerance, at one token."""
     ours = np.full(3, -1.0)
     monkeypatch.setattr(model_parity, "_by_megatron", lambda *_: ours)
-    monkeypatch.setattr(model_parity, "_by_transformers", lambda *_: ours - np.array([0.0, off * TOLERANCE, 0.0]))
+    monkeypatch.setattr(
+        model_parity, "_by_transformers", lambda *_: ours - np.array([0.0, off * TOLERANCE, 0.0])
+    )
     if off < 1.0:
-        assert compare_log_probs(models["model"], models["megatron"], TEXT) == (pytest.approx(off * TOLERANCE), 3)
+        assert compare_log_probs(models["model"], models["megatron"], TEXT) == (
+            pytest.approx(off * TOLERANCE),
+            3,
+        )
     else:
         with pytest.raises(InputError, match="differ by"):
             compare_log_probs(models["model"], models["megatron"], TEXT)
@@ -91,5 +102,7 @@ def test_a_model_without_a_tokenizer_is_refused(models, tmp_path):
     """Transformers gives an empty tokenizer for it."""
     folder = tmp_path / "model"
     shutil.copytree(models["model"], folder, ignore=shutil.ignore_patterns("token*", "special*"))
-    with pytest.raises(InputError, match=f"no tokenizer can be loaded|is 0 tokens of the tokenizer in {folder}"):
+    with pytest.raises(
+        InputError, match=f"no tokenizer can be loaded|is 0 tokens of the tokenizer in {folder}"
+    ):
         compare_log_probs(folder, models["megatron"], TEXT)

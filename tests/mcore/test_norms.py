@@ -10,8 +10,12 @@ from megatron_gspo.mcore.norms import RMSNorm
 
 
 def config(**changes: object) -> SimpleNamespace:
-    plain = dict(params_dtype=torch.float32, use_cpu_initialization=True, sequence_parallel=False,
-                 layernorm_zero_centered_gamma=False)  # fmt: skip
+    plain = dict(
+        params_dtype=torch.float32,
+        use_cpu_initialization=True,
+        sequence_parallel=False,
+        layernorm_zero_centered_gamma=False,
+    )
     return SimpleNamespace(**{**plain, **changes})
 
 
@@ -30,9 +34,15 @@ def test_a_zero_centred_norm_multiplies_by_one_more_than_its_weight():
 
 
 def test_a_small_weight_of_a_zero_centred_norm_is_not_rounded_off():
-    """1 + 2**-8 - 2**-10 is 1 in bfloat16, and 3 / 12.5**0.5 has another nearest bfloat16 with it than alone."""
-    norm = RMSNorm(config(layernorm_zero_centered_gamma=True, params_dtype=torch.bfloat16), 2, eps=0.0)
+    """1 + 2**-8 - 2**-10 is 1 in bfloat16, and 3 / 12.5**0.5 has another nearest bfloat16 with
+    it than alone.
+    """
+    norm = RMSNorm(
+        config(layernorm_zero_centered_gamma=True, params_dtype=torch.bfloat16), 2, eps=0.0
+    )
     norm.weight.data = torch.tensor([2**-8 - 2**-10, 0.0], dtype=torch.bfloat16)
     found = norm(torch.tensor([[3.0, 4.0]], dtype=torch.bfloat16))
-    exact, rounded = (torch.tensor(one * 3 / 12.5**0.5).bfloat16() for one in (1 + 2**-8 - 2**-10, 1.0))
+    exact, rounded = (
+        torch.tensor(one * 3 / 12.5**0.5).bfloat16() for one in (1 + 2**-8 - 2**-10, 1.0)
+    )
     assert found.dtype is torch.bfloat16 and found[0, 0] == exact != rounded

@@ -21,8 +21,14 @@ from tests.support.live_storages import LiveStorages
 from tests.support.parallel_groups import groups_of
 from tests.support.tiny_models import save_tiny_model
 
-LAYOUTS = {"one": parallel(), "expert": parallel(expert=2), "expert tensor": parallel(tensor=2, expert_tensor=2)}
-SPLIT_SIZES = 2 * 8 * 8  # bytes: a dispatcher keeps how many tokens each expert gets from each rank, int64
+LAYOUTS = {
+    "one": parallel(),
+    "expert": parallel(expert=2),
+    "expert tensor": parallel(tensor=2, expert_tensor=2),
+}
+SPLIT_SIZES = (
+    2 * 8 * 8
+)  # bytes: a dispatcher keeps how many tokens each expert gets from each rank, int64
 ROUTES = RouteShape(layers=4, k=2, num_experts=8)
 
 
@@ -35,12 +41,24 @@ def routed(sample: Sample) -> Sample:
 
 def one_step(policy: Policy, samples: list[Sample], replay: ReplayOptions) -> None:
     training = micro_batches_of(80)
-    compute_log_probs(policy, SampleBatch.of(samples), training, temperature=1.0, with_entropy=True, routing=replay)
-    train_mini_batch(policy, SampleBatch.of(samples), preset("sft"), training, temperature=1.0, routing=replay)
+    compute_log_probs(
+        policy,
+        SampleBatch.of(samples),
+        training,
+        temperature=1.0,
+        with_entropy=True,
+        routing=replay,
+    )
+    train_mini_batch(
+        policy, SampleBatch.of(samples), preset("sft"), training, temperature=1.0, routing=replay
+    )
 
 
-def left_over(rank: int, world_size: int, path: str, name: str) -> list[tuple[list[tuple[int, str]], int]]:
-    """Without and with recomputation: the storages that a step leaves allocated, and the bytes that it allocated.
+def left_over(
+    rank: int, world_size: int, path: str, name: str
+) -> list[tuple[list[tuple[int, str]], int]]:
+    """Without and with recomputation: the storages that a step leaves allocated, and the bytes that
+    it allocated.
 
     A first step makes the optimizer's state.
     """
@@ -48,8 +66,12 @@ def left_over(rank: int, world_size: int, path: str, name: str) -> list[tuple[li
     samples = [routed(sample) for sample in make_samples(count=6)]
     replay = ReplayOptions(ROUTES, replay=True, record=True, compare=True, entropy=True)
     for recompute in ("none", "full"):
-        policy = build_policy(model_config(path, recompute_granularity=recompute), layout, groups_of(layout),
-                              optimizer=adam(lr=1e-3))  # fmt: skip
+        policy = build_policy(
+            model_config(path, recompute_granularity=recompute),
+            layout,
+            groups_of(layout),
+            optimizer=adam(lr=1e-3),
+        )
         one_step(policy, samples, replay)
         with LiveStorages() as storages:
             one_step(policy, samples, replay)

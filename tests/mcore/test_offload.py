@@ -29,7 +29,11 @@ CUT = micro_batches_of(64)
 def test_host_memory_is_allocated_once_and_handed_out_in_order() -> None:
     host = HostBlocks(block_bytes=8)
     first, second = host.take(5), host.take(13)
-    assert [piece.numel() for piece in first] == [5] and [piece.numel() for piece in second] == [3, 8, 2]
+    assert [piece.numel() for piece in first] == [5] and [piece.numel() for piece in second] == [
+        3,
+        8,
+        2,
+    ]
     for number, piece in enumerate((*first, *second)):
         piece.fill_(number)
     assert host.nbytes == 24 and [int(piece[0]) for piece in (*first, *second)] == [0, 1, 2, 3]
@@ -85,11 +89,16 @@ def kinds(memory: PolicyMemory) -> dict[str, int]:
 def state_of(policy: Policy) -> list[Tensor]:
     """Weights and optimizer state of this rank, by value."""
     policy.memory.restore()
-    return [tensor.detach().clone() for part in (policy.memory._weights, policy.memory._states)
-            for tensor in part._tensors()]  # fmt: skip
+    return [
+        tensor.detach().clone()
+        for part in (policy.memory._weights, policy.memory._states)
+        for tensor in part._tensors()
+    ]
 
 
-def train_both(rank: int, world_size: int, path: str, layout: ParallelConfig, dtype: str) -> dict[str, Any]:
+def train_both(
+    rank: int, world_size: int, path: str, layout: ParallelConfig, dtype: str
+) -> dict[str, Any]:
     """Three updates, with all released before each, and without; and what is held in between."""
     model, found = model_config(path, dtype=dtype), {}
     for name in ("plain", "offloaded"):
@@ -99,11 +108,15 @@ def train_both(rank: int, world_size: int, path: str, layout: ParallelConfig, dt
             if name == "offloaded":
                 policy.memory.release()
                 between.append(kinds(policy.memory))
-                scored = compute_log_probs(policy, SampleBatch.of(make_samples(step, count=6)), CUT, temperature=1.0)
+                scored = compute_log_probs(
+                    policy, SampleBatch.of(make_samples(step, count=6)), CUT, temperature=1.0
+                )
                 assert kinds(policy.memory) == {**between[0], "weights": before["weights"]}
                 policy.memory.release()
             else:
-                scored = compute_log_probs(policy, SampleBatch.of(make_samples(step, count=6)), CUT, temperature=1.0)
+                scored = compute_log_probs(
+                    policy, SampleBatch.of(make_samples(step, count=6)), CUT, temperature=1.0
+                )
             results.append(np.concatenate(list(scored.log_probs.values())))
             batch = SampleBatch.of(make_samples(step, count=6))
             done = train_mini_batch(policy, batch, preset("sft"), CUT, temperature=1.0)
@@ -111,19 +124,33 @@ def train_both(rank: int, world_size: int, path: str, layout: ParallelConfig, dt
         if name == "offloaded":
             policy.memory.release()
         streamed = {key: weight.clone() for key, weight in policy.weights()}
-        found[name] = {"results": results, "state": state_of(policy), "before": before, "between": between,
-                       "after": kinds(policy.memory), "streamed": streamed}  # fmt: skip
+        found[name] = {
+            "results": results,
+            "state": state_of(policy),
+            "before": before,
+            "between": between,
+            "after": kinds(policy.memory),
+            "streamed": streamed,
+        }
     return found
 
 
 LAYOUTS = {
     "float32, expert parallel": (parallel(expert=2), "float32"),
     "bfloat16, expert parallel": (parallel(expert=2), "bfloat16"),
-    "bfloat16, interleaved pipeline": (parallel(pipeline=2, virtual_pipeline_model_parallel_size=2), "bfloat16"),
+    "bfloat16, interleaved pipeline": (
+        parallel(pipeline=2, virtual_pipeline_model_parallel_size=2),
+        "bfloat16",
+    ),
     "bfloat16, gathered in the next pass": (
-        parallel(overlap_grad_reduce=True, overlap_param_gather=True), "bfloat16"),
-    "bfloat16, whole optimizer on every rank": (parallel(use_distributed_optimizer=False), "bfloat16"),
-}  # fmt: skip
+        parallel(overlap_grad_reduce=True, overlap_param_gather=True),
+        "bfloat16",
+    ),
+    "bfloat16, whole optimizer on every rank": (
+        parallel(use_distributed_optimizer=False),
+        "bfloat16",
+    ),
+}
 
 
 @pytest.fixture(scope="module")
@@ -138,18 +165,34 @@ def test_training_is_the_same_bits_and_nothing_is_held_in_between(model: str, la
         for one, other in zip(plain["results"], offloaded["results"], strict=True):
             np.testing.assert_equal(one, other)
         assert len(plain["state"]) == len(offloaded["state"]) > 10
-        assert all(torch.equal(bits(a), bits(b)) for a, b in zip(plain["state"], offloaded["state"], strict=True))
+        assert all(
+            torch.equal(bits(a), bits(b))
+            for a, b in zip(plain["state"], offloaded["state"], strict=True)
+        )
         assert plain["streamed"].keys() == offloaded["streamed"].keys()
-        assert all(torch.equal(weight, offloaded["streamed"][name]) for name, weight in plain["streamed"].items())
+        assert all(
+            torch.equal(weight, offloaded["streamed"][name])
+            for name, weight in plain["streamed"].items()
+        )
         assert all(sum(held_then.values()) == 0 for held_then in offloaded["between"])
-        assert offloaded["after"] == plain["after"] and offloaded["before"]["weights"] == plain["after"]["weights"] > 0
-        assert plain["after"]["states"] > offloaded["before"]["states"], "Adam's moments come with the first update"
+        assert (
+            offloaded["after"] == plain["after"]
+            and offloaded["before"]["weights"] == plain["after"]["weights"] > 0
+        )
+        assert plain["after"]["states"] > offloaded["before"]["states"], (
+            "Adam's moments come with the first update"
+        )
 
 
 def save_while_released(rank: int, world_size: int, path: str, folder: str) -> dict[str, Any]:
     layout = parallel()
-    policies = [build_policy(model_config(path), layout, groups_of(layout), optimizer=adam(lr=1e-2)) for _ in "ab"]
-    train_mini_batch(policies[0], SampleBatch.of(make_samples(count=6)), preset("sft"), CUT, temperature=1.0)
+    policies = [
+        build_policy(model_config(path), layout, groups_of(layout), optimizer=adam(lr=1e-2))
+        for _ in "ab"
+    ]
+    train_mini_batch(
+        policies[0], SampleBatch.of(make_samples(count=6)), preset("sft"), CUT, temperature=1.0
+    )
     expected, calls = state_of(policies[0]), []
     for policy in policies:
         policy.memory.release()
@@ -165,5 +208,11 @@ def save_while_released(rank: int, world_size: int, path: str, folder: str) -> d
 
 
 def test_a_checkpoint_takes_everything_back_first(model: str, tmp_path: Path) -> None:
-    [found] = run_distributed(save_while_released, 1, model, str(tmp_path / "checkpoints"), timeout=240)
-    assert found == {"same": True, "calls": ["room"] * 2, "frozen": {"weights": 0, "gradients": 0, "states": 0}}
+    [found] = run_distributed(
+        save_while_released, 1, model, str(tmp_path / "checkpoints"), timeout=240
+    )
+    assert found == {
+        "same": True,
+        "calls": ["room"] * 2,
+        "frozen": {"weights": 0, "gradients": 0, "states": 0},
+    }

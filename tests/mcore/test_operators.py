@@ -1,4 +1,6 @@
-"""Our operators against their composite forms: values, and gradients by autograd of the composite, in float64."""
+"""Our operators against their composite forms: values, and gradients by autograd of the
+composite, in float64.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +30,19 @@ from megatron_gspo.mcore.operators import (
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+    return torch.randn(
+        *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    ).requires_grad_()
 
 
 def assert_same(ours: Tensor, expected: Tensor, inputs: list[Tensor]) -> None:
     """Equal values, and equal gradients of a weighted sum (weights that no symmetry hides)."""
     assert torch.allclose(ours, expected, atol=1e-12, rtol=0)
     weights = draw(*expected.shape, seed=9).detach()
-    pairs = zip(*(torch.autograd.grad((out * weights).sum(), inputs) for out in (ours, expected)), strict=True)
+    pairs = zip(
+        *(torch.autograd.grad((out * weights).sum(), inputs) for out in (ours, expected)),
+        strict=True,
+    )
     for found, wanted in pairs:
         assert torch.allclose(found, wanted, atol=1e-11, rtol=0)
 
@@ -49,20 +56,26 @@ def test_rms_norm(shape):
 
 def test_rms_norm_of_low_precision_is_torchs():
     x, weight = draw(4, 8).bfloat16(), draw(8, seed=1).bfloat16()
-    assert torch.equal(rms_norm(x, weight, 1e-6), torch.nn.functional.rms_norm(x, (8,), weight, 1e-6))
+    assert torch.equal(
+        rms_norm(x, weight, 1e-6), torch.nn.functional.rms_norm(x, (8,), weight, 1e-6)
+    )
 
 
 def test_rotation_turns_each_pair_by_its_angle():
     x, angle = draw(6, 3, 8), draw(6, 1, 4, seed=1).detach()
     first, second = x.chunk(2, dim=-1)
-    expected = torch.cat((first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()), -1)
+    expected = torch.cat(
+        (first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()), -1
+    )
     cos = torch.cat((angle.cos(), angle.cos()), -1)
     sin = torch.cat((-angle.sin(), angle.sin()), -1)
     assert_same(rotate(x, cos, sin), expected, [x])
 
 
 def test_padding_and_back():
-    """Three rows of 2, 3 and 1 tokens, padded to 3: slot 2 repeats token 1, slots 7 and 8 token 5."""
+    """Three rows of 2, 3 and 1 tokens, padded to 3: slot 2 repeats token 1, slots 7 and 8 token
+    5.
+    """
     x = draw(6, 4)
     source, place = torch.tensor([0, 1, 1, 2, 3, 4, 5, 5, 5]), torch.tensor([0, 1, 3, 4, 5, 6])
     slots = pad_rows(x, source, place)
@@ -98,14 +111,21 @@ COUNTS = [[4, 3, 5], [0, 12, 0], [12, 0, 0], [5, 0, 7], [12], [0, 1, 0], [0, 0]]
 CLAMPED = ClampedGLU(limit=0.7)
 
 
-def experts_of(counts: list[int], h: int = 6, f: int = 4, *, biases: bool = False, rank: int = 0) -> list[Tensor]:
-    """Rows, probabilities and, expert after expert, the weights up and down, their biases, and adapters of ``rank``, in
-    float64."""
+def experts_of(
+    counts: list[int], h: int = 6, f: int = 4, *, biases: bool = False, rank: int = 0
+) -> list[Tensor]:
+    """Rows, probabilities and, expert after expert, the weights up and down, their biases, and
+    adapters of ``rank``, in float64."""
     n, sizes = sum(counts), [(2 * f, h), (h, f)] + [(2 * f,), (h,)] * biases
     sizes += [(rank, h), (2 * f, rank), (rank, f), (h, rank)] * (rank > 0)
-    scale = [1.0] * (len(sizes) - 4 * (rank > 0)) + [0.3] * 4  # what adapters add is smaller than the weights
-    weights = [(draw(*size, seed=2 + 10 * kind + i).detach() * scale[kind]).requires_grad_()
-               for kind, size in enumerate(sizes) for i in range(len(counts))]  # fmt: skip
+    scale = [1.0] * (len(sizes) - 4 * (rank > 0)) + [
+        0.3
+    ] * 4  # what adapters add is smaller than the weights
+    weights = [
+        (draw(*size, seed=2 + 10 * kind + i).detach() * scale[kind]).requires_grad_()
+        for kind, size in enumerate(sizes)
+        for i in range(len(counts))
+    ]
     return [draw(n, h), draw(n, seed=1), *weights]
 
 
@@ -124,7 +144,10 @@ def experts_one_by_one(
     for e, (rows, p) in enumerate(zip(x.split(counts), probs.split(counts), strict=True)):
         up, down = (
             weight[e] if low is None else weight[e] + low.b[e] @ low.a[e]
-            for weight, low in ((weights.up, weights.up_adapter), (weights.down, weights.down_adapter))
+            for weight, low in (
+                (weights.up, weights.up_adapter),
+                (weights.down, weights.down_adapter),
+            )
         )
         hidden = rows @ up.t() + (weights.up_bias[e] if weights.up_bias else 0)
         gate, linear = hidden.chunk(2, dim=1)
@@ -139,10 +162,16 @@ def experts_one_by_one(
     return torch.cat(parts)
 
 
-KINDS = {"swiglu": (SWIGLU, False, 0), "clamped, biases": (CLAMPED, True, 0), "adapters": (SWIGLU, False, 3)}
+KINDS = {
+    "swiglu": (SWIGLU, False, 0),
+    "clamped, biases": (CLAMPED, True, 0),
+    "adapters": (SWIGLU, False, 3),
+}
 
 
-@pytest.mark.parametrize("unit, biases, rank", [*KINDS.values(), (CLAMPED, True, 3)], ids=[*KINDS, "all"])
+@pytest.mark.parametrize(
+    "unit, biases, rank", [*KINDS.values(), (CLAMPED, True, 3)], ids=[*KINDS, "all"]
+)
 @pytest.mark.parametrize("counts", COUNTS)
 def test_experts(counts, unit, biases, rank):
     tensors = experts_of(counts, biases=biases, rank=rank)
@@ -157,8 +186,14 @@ def test_frozen_weights_get_no_gradient_and_cost_no_product(monkeypatch):
     weights = weights_of(tensors, counts)
     for weight in (*weights.up, *weights.down):
         weight.requires_grad_(False)
-    monkeypatch.setattr(LoopedProducts, "weight_gradients", lambda self, g, x: made.append(g) or [
-        a.t() @ b for a, b in zip(g.split(self.counts), x.split(self.counts), strict=True)])  # fmt: skip
+    monkeypatch.setattr(
+        LoopedProducts,
+        "weight_gradients",
+        lambda self, g, x: (
+            made.append(g)
+            or [a.t() @ b for a, b in zip(g.split(self.counts), x.split(self.counts), strict=True)]
+        ),
+    )
     trained = [tensor for tensor in tensors if tensor.requires_grad]
     found = gated_experts(*tensors[:2], torch.tensor(counts), weights)
     assert_same(found, experts_one_by_one(tensors, counts), trained)
@@ -166,18 +201,25 @@ def test_frozen_weights_get_no_gradient_and_cost_no_product(monkeypatch):
 
 
 def test_tensor_parallel_ranks_add_a_bias_once_and_have_its_whole_gradient():
-    """A half of the value each; the outputs are added up, and so are the gradients of the probabilities."""
+    """A half of the value each; the outputs are added up, and so are the gradients of the
+    probabilities.
+    """
     counts = [4, 3, 5]
     tensors = experts_of(counts, biases=True)
     whole, half = (
-        gated_experts(*tensors[:2], torch.tensor(counts), weights_of(tensors, counts, share)) for share in (1.0, 0.5)
+        gated_experts(*tensors[:2], torch.tensor(counts), weights_of(tensors, counts, share))
+        for share in (1.0, 0.5)
     )
     expected = experts_one_by_one(tensors, counts, share=0.5)
     assert torch.allclose(half, expected, atol=1e-12, rtol=0)
     weights, biases = draw(*whole.shape, seed=9).detach(), tensors[-3:]
-    one, other = (torch.autograd.grad((y * weights).sum(), biases, retain_graph=True) for y in (whole, half))
+    one, other = (
+        torch.autograd.grad((y * weights).sum(), biases, retain_graph=True) for y in (whole, half)
+    )
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-    [found], [wanted] = (torch.autograd.grad((y * weights).sum(), tensors[1:2]) for y in (half, expected))
+    [found], [wanted] = (
+        torch.autograd.grad((y * weights).sum(), tensors[1:2]) for y in (half, expected)
+    )
     assert torch.allclose(found, wanted, atol=1e-11, rtol=0)
 
 
@@ -199,7 +241,10 @@ def test_grouped_products_are_those_of_the_loop(counts, unit, biases, rank):
     grouped = GroupedProducts(sizes.cumsum(0, dtype=torch.int32), sizes == 0)
     looped, weights = LoopedProducts(counts), weights_of(low, counts)
     grouped_found, looped_found = (
-        results(_GatedExperts.apply(*low[:2], (products, unit, weights.sizes()), *weights.tensors()), low)
+        results(
+            _GatedExperts.apply(*low[:2], (products, unit, weights.sizes()), *weights.tensors()),
+            low,
+        )
         for products in (grouped, looped)
     )
     for a, b, truth in zip(grouped_found, looped_found, expected, strict=True):

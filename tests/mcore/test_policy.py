@@ -23,15 +23,23 @@ from tests.support.tiny_models import save_tiny_model
 def build(rank: int, world_size: int, path: str) -> dict[str, Any]:
     groups = groups_of(parallel())
     optimizer = adam(1e-2, min_lr=1e-3, lr_decay_style="linear", lr_warmup_steps=1)
-    policy = build_policy(model_config(path), parallel(), groups, optimizer=optimizer, total_steps=4)
+    policy = build_policy(
+        model_config(path), parallel(), groups, optimizer=optimizer, total_steps=4
+    )
     samples, cut = make_samples(count=4), micro_batches_of(64)
     rates = [
-        train_mini_batch(policy, SampleBatch.of(samples), preset("sft"), cut, temperature=1.0).metrics["lr"]
+        train_mini_batch(
+            policy, SampleBatch.of(samples), preset("sft"), cut, temperature=1.0
+        ).metrics["lr"]
         for _ in range(5)
     ]
     reference = build_policy(model_config(path), parallel(), groups, optimizer=None)
-    random = [build_policy(model_config(path, init="random"), parallel(), groups_of(parallel()), optimizer=None)
-              for _ in range(2)]  # fmt: skip
+    random = [
+        build_policy(
+            model_config(path, init="random"), parallel(), groups_of(parallel()), optimizer=None
+        )
+        for _ in range(2)
+    ]
     weights = [torch.cat([w.flatten() for _, w in one.weights()]) for one in (reference, *random)]
     parts = getattr(policy.optimizer, "chained_optimizers", [policy.optimizer])
     return {
@@ -46,16 +54,26 @@ def build(rank: int, world_size: int, path: str) -> dict[str, Any]:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Adam's kernels are others on a GPU")
 def test_a_policy_and_its_reference(tmp_path):
     found = run_distributed(build, 1, save_tiny_model(tmp_path / "model"))[0]
-    assert found["rates"] == pytest.approx([5e-3, 1e-2, 7e-3, 4e-3, 1e-3]), "warm-up above 0, then down to min_lr"
+    assert found["rates"] == pytest.approx([5e-3, 1e-2, 7e-3, 4e-3, 1e-3]), (
+        "warm-up above 0, then down to min_lr"
+    )
     assert found["fused"] and all(found["fused"])
     assert found["frozen"] and found["reference optimizer"] is None
     assert found["random"] == (True, False), "the seed decides on random weights"
 
 
-def step_on(rank: int, world_size: int, path: str, value: float, clip_grad: float) -> tuple[str, bool]:
-    """What a step raises of which the data of the second rank has an advantage ``value``; whether the weights moved."""
-    policy = build_policy(model_config(path), parallel(), groups_of(parallel()),
-                          optimizer=replace(adam(1e-2), clip_grad=clip_grad))  # fmt: skip
+def step_on(
+    rank: int, world_size: int, path: str, value: float, clip_grad: float
+) -> tuple[str, bool]:
+    """What a step raises of which the data of the second rank has an advantage ``value``;
+    whether the weights moved.
+    """
+    policy = build_policy(
+        model_config(path),
+        parallel(),
+        groups_of(parallel()),
+        optimizer=replace(adam(1e-2), clip_grad=clip_grad),
+    )
     before = [parameter.clone() for parameter in policy.chunks[0].parameters()]
     samples = make_samples(count=4)
     for sample in samples:
@@ -64,7 +82,11 @@ def step_on(rank: int, world_size: int, path: str, value: float, clip_grad: floa
     message = ""
     try:
         train_mini_batch(
-            policy, SampleBatch.of(samples), preset("grpo"), micro_batches_of(64, micro_batch_size=1), temperature=1.0
+            policy,
+            SampleBatch.of(samples),
+            preset("grpo"),
+            micro_batches_of(64, micro_batch_size=1),
+            temperature=1.0,
         )
     except RuntimeError as error:
         message = str(error)
@@ -76,4 +98,7 @@ def test_a_gradient_that_is_not_finite_stops_every_rank_before_the_step(tmp_path
     """The sample is on one data-parallel rank alone: the other must not wait for it, nor step."""
     path = save_tiny_model(tmp_path / "model")
     assert run_distributed(step_on, 2, path, 1.0, clip_grad) == [("", True)] * 2
-    assert run_distributed(step_on, 2, path, float("nan"), clip_grad) == [("the grad norm is nan", False)] * 2
+    assert (
+        run_distributed(step_on, 2, path, float("nan"), clip_grad)
+        == [("the grad norm is nan", False)] * 2
+    )

@@ -3,7 +3,12 @@
 import torch
 
 from megatron_gspo.mcore.policy import build_policy
-from megatron_gspo.mcore.policy_tensors import gradients, optimizer_states, torch_optimizers, weights
+from megatron_gspo.mcore.policy_tensors import (
+    gradients,
+    optimizer_states,
+    torch_optimizers,
+    weights,
+)
 from tests.support.configs import adam, model_config, parallel
 from tests.support.distributed import run_distributed
 from tests.support.parallel_groups import groups_of

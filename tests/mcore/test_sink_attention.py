@@ -11,9 +11,14 @@ from megatron_gspo.mcore.sink_attention import SinkAttention
 
 def test_each_tensor_parallel_rank_has_the_sinks_of_its_heads():
     config = SimpleNamespace(
-        attention_dropout=0.0, kv_channels=8, num_attention_heads=6, params_dtype=torch.float64,
-        use_cpu_initialization=True, perform_initialization=True, init_method=lambda x: x.data.fill_(2.0),
-    )  # fmt: skip
+        attention_dropout=0.0,
+        kv_channels=8,
+        num_attention_heads=6,
+        params_dtype=torch.float64,
+        use_cpu_initialization=True,
+        perform_initialization=True,
+        init_method=lambda x: x.data.fill_(2.0),
+    )
     groups = SimpleNamespace(cp=None, tp=SimpleNamespace(size=lambda: 2))
     attention = SinkAttention(config, 1, None, "self", pg_collection=groups)
     assert [name for name, _ in attention.named_parameters()] == ["softmax_offset"]

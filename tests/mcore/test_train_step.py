@@ -1,4 +1,6 @@
-"""The two passes over a rollout batch: what they return on every rank, and what they leave unchanged."""
+"""The two passes over a rollout batch: what they return on every rank, and what they leave
+unchanged.
+"""
 
 from __future__ import annotations
 
@@ -56,11 +58,15 @@ class Clock:
 
 def policy_of(path: str, layout: ParallelConfig) -> Policy:
     optimizer = adam(1e-2, min_lr=1e-3, lr_decay_style="linear")
-    return build_policy(model_config(path), layout, groups_of(layout), optimizer=optimizer, total_steps=4)
+    return build_policy(
+        model_config(path), layout, groups_of(layout), optimizer=optimizer, total_steps=4
+    )
 
 
 def gradients(policy: Policy) -> torch.Tensor:
-    return torch.cat([p.main_grad.flatten() for chunk in policy.chunks for p in chunk.parameters()]).clone()
+    return torch.cat(
+        [p.main_grad.flatten() for chunk in policy.chunks for p in chunk.parameters()]
+    ).clone()
 
 
 def weights(policy: Policy) -> torch.Tensor:
@@ -68,7 +74,9 @@ def weights(policy: Policy) -> torch.Tensor:
 
 
 def backward(policy: Policy, samples: list[Sample], objective: Objective) -> torch.Tensor:
-    batches = pack_mini_batch(policy, SampleBatch.of(samples), CUT, optional=["old_log_probs"], routing=None)
+    batches = pack_mini_batch(
+        policy, SampleBatch.of(samples), CUT, optional=["old_log_probs"], routing=None
+    )
     forward_backward(policy, objective, batches, temperature=1.0)
     return gradients(policy)
 
@@ -84,17 +92,23 @@ def values_of(result: StepResult, samples: list[Sample], policy: Policy) -> dict
 def both_passes(rank: int, world_size: int, path: str, layout: ParallelConfig) -> dict[str, Any]:
     policy, samples = policy_of(path, layout), make_samples(count=6)
     before = weights(policy), gradients(policy)
-    scored = compute_log_probs(policy, SampleBatch.of(samples), CUT, temperature=1.0, with_entropy=True)
+    scored = compute_log_probs(
+        policy, SampleBatch.of(samples), CUT, temperature=1.0, with_entropy=True
+    )
     cooler = compute_log_probs(policy, SampleBatch.of(samples), CUT, temperature=0.5)
-    log_probs, entropy, cold = (everywhere(values, samples, policy.groups)
-                                for values in (scored.log_probs, scored.entropy, cooler.log_probs))  # fmt: skip
+    log_probs, entropy, cold = (
+        everywhere(values, samples, policy.groups)
+        for values in (scored.log_probs, scored.entropy, cooler.log_probs)
+    )
     found: dict[str, Any] = {
         "log_probs": log_probs,
         "trained": trained_only(log_probs, samples),
         "entropy": entropy,
         "cooler": cold,
         "without": (cooler.entropy, cooler.routing),
-        "unchanged": torch.equal(before[0], weights(policy)) and torch.equal(before[1], gradients(policy)),
+        "unchanged": (
+            torch.equal(before[0], weights(policy)) and torch.equal(before[1], gradients(policy))
+        ),
         "lengths": [sample.length - sample.prompt_length for sample in samples],
         # on a pipeline only the last stage would fail, and the first wait for it
         "refused": missing_old_log_probs(policy, samples) if policy.groups.pp.size() == 1 else None,
@@ -110,7 +124,9 @@ def both_passes(rank: int, world_size: int, path: str, layout: ParallelConfig) -
     trained = train_mini_batch(policy, batch, GRPO, CUT, temperature=1.0)
     found["calls"] = policy.config.timers.calls
     policy.config.timers = None
-    found["carried"] = [(b.old_log_probs is not None, b.ref_log_probs is not None) for b in trained.batches.batches]
+    found["carried"] = [
+        (b.old_log_probs is not None, b.ref_log_probs is not None) for b in trained.batches.batches
+    ]
     found["steps"] = [
         values_of(trained, samples, policy),
         values_of(train_mini_batch(policy, batch, GRPO, CUT, temperature=1.0), samples, policy),
@@ -132,8 +148,13 @@ def missing_old_log_probs(policy: Policy, samples: list[Sample]) -> str:
 
 
 def shares(rank: int) -> list[dict[str, torch.Tensor]]:
-    values = ({"a": 1 + rank, "b_max": 2 - rank, "c_min": rank}, {"a": 10, "b_max": -1, "c_min": 5, "d": 7})
-    return [{name: torch.tensor(float(value)) for name, value in shared.items()} for shared in values]
+    values = (
+        {"a": 1 + rank, "b_max": 2 - rank, "c_min": rank},
+        {"a": 10, "b_max": -1, "c_min": 5, "d": 7},
+    )
+    return [
+        {name: torch.tensor(float(value)) for name, value in shared.items()} for shared in values
+    ]
 
 
 def in_every_layout(rank: int, world_size: int, path: str) -> dict[str, dict[str, Any]]:
@@ -142,7 +163,9 @@ def in_every_layout(rank: int, world_size: int, path: str) -> dict[str, dict[str
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str, dict[str, Any]]]]:
-    yield run_distributed(in_every_layout, 2, save_tiny_model(tmp_path_factory.mktemp("models") / "model"))
+    yield run_distributed(
+        in_every_layout, 2, save_tiny_model(tmp_path_factory.mktemp("models") / "model")
+    )
 
 
 def each(ranks: list[dict[str, dict[str, Any]]]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -159,8 +182,12 @@ def test_every_rank_has_the_values_of_every_response_token(ranks):
             assert {value.dtype for value in found[key]} == {np.dtype(np.float32)}, name
             for ours, theirs in zip(found[key], expected[key], strict=True):
                 np.testing.assert_allclose(ours, theirs, atol=2e-5, err_msg=f"{name}, {key}")
-        assert (np.concatenate(found["log_probs"]) < 0).all() and (np.concatenate(found["entropy"]) > 0).all()
-        assert not np.allclose(np.concatenate(found["cooler"]), np.concatenate(found["log_probs"])), name
+        assert (np.concatenate(found["log_probs"]) < 0).all() and (
+            np.concatenate(found["entropy"]) > 0
+        ).all()
+        assert not np.allclose(
+            np.concatenate(found["cooler"]), np.concatenate(found["log_probs"])
+        ), name
 
 
 def test_entropy_and_routes_are_returned_on_request_only(ranks):
@@ -189,9 +216,13 @@ def test_a_step_reports_the_log_probs_of_the_policy_before_it(ranks):
 def test_metrics_are_the_same_on_every_rank_and_in_every_layout(ranks):
     expected = [step["metrics"] for step in ranks[0]["data"]["steps"]]
     for name, found in each(ranks):
-        for ours, theirs in zip((step["metrics"] for step in found["steps"]), expected, strict=True):
+        for ours, theirs in zip(
+            (step["metrics"] for step in found["steps"]), expected, strict=True
+        ):
             assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-5), name
-        for own, other in zip(ranks[0][name.partition(",")[0]]["steps"], found["steps"], strict=True):
+        for own, other in zip(
+            ranks[0][name.partition(",")[0]]["steps"], found["steps"], strict=True
+        ):
             assert own["metrics"] == other["metrics"], name
 
 
@@ -213,11 +244,17 @@ def test_an_objective_with_a_ratio_needs_old_log_probs_of_every_sample(ranks):
 
 def test_the_optimizer_is_timed_by_the_clock_of_the_config(ranks):
     for name, found in each(ranks):
-        assert found["calls"].count(("optimizer", "start")) == found["calls"].count(("optimizer", "stop")) == 1, name
+        assert (
+            found["calls"].count(("optimizer", "start"))
+            == found["calls"].count(("optimizer", "stop"))
+            == 1
+        ), name
 
 
 def test_shares_add_up_and_extremes_stay_extremes(ranks):
-    """Over micro-batches and data-parallel ranks; a micro-batch may lack a metric. Every pipeline stage has the sum."""
+    """Over micro-batches and data-parallel ranks; a micro-batch may lack a metric. Every
+    pipeline stage has the sum.
+    """
     for found in ranks:
         assert found["data"]["summed"] == {"a": 23.0, "b_max": 2.0, "c_min": 0.0, "d": 14.0}
         assert found["pipeline"]["summed"] == {"a": 12.0, "b_max": 1.0, "c_min": 1.0, "d": 7.0}

@@ -1,4 +1,6 @@
-"""The value model in every kind of layout against Transformers in float64: values, loss, metrics, gradients, a step."""
+"""The value model in every kind of layout against Transformers in float64: values, loss,
+metrics, gradients, a step.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = Path(save_tiny_model(tmp_path_factory.mktemp("moe")))
     weights = load_file(folder / "model.safetensors")
     hidden = weights["model.norm.weight"].shape[0]
-    weights["score.weight"] = torch.randn(1, hidden, generator=torch.Generator().manual_seed(1)) / hidden**0.5
+    weights["score.weight"] = (
+        torch.randn(1, hidden, generator=torch.Generator().manual_seed(1)) / hidden**0.5
+    )
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return str(folder)
 
@@ -63,10 +67,17 @@ def with_targets(samples: list[Sample], values: list[np.ndarray]) -> list[Sample
 
 
 def critic_of(path: str, layout: Any) -> Policy:
-    layout = replace(layout, use_distributed_optimizer=False)  # which keeps a part of the gradients on each rank
-    return build_policy(model_config(path, implementation="torch"), layout, groups_of(layout),
-                        parts=TrainedParts(value_head=True), total_steps=4,
-                        optimizer=adam(1e-2, clip_grad=0.0, adam_eps=2e-4))  # fmt: skip
+    layout = replace(
+        layout, use_distributed_optimizer=False
+    )  # which keeps a part of the gradients on each rank
+    return build_policy(
+        model_config(path, implementation="torch"),
+        layout,
+        groups_of(layout),
+        parts=TrainedParts(value_head=True),
+        total_steps=4,
+        optimizer=adam(1e-2, clip_grad=0.0, adam_eps=2e-4),
+    )
 
 
 def export(critic: Policy, value: Any) -> dict[str, Tensor]:
@@ -81,21 +92,34 @@ def passes(rank: int, world_size: int, path: str, samples: list[Sample]) -> dict
         for cut in CUTS if world_size != 2 else ("packed",):
             batching = CUTS[cut]
             critic = critic_of(path, layout)
-            before = everywhere(compute_values(critic, SampleBatch.of(samples), batching), samples, critic.groups)
-            metrics = train_critic_mini_batch(critic, SampleBatch.of(samples), batching, value_clip=CLIP)
+            before = everywhere(
+                compute_values(critic, SampleBatch.of(samples), batching), samples, critic.groups
+            )
+            metrics = train_critic_mini_batch(
+                critic, SampleBatch.of(samples), batching, value_clip=CLIP
+            )
             gradients = export(critic, lambda p: p.main_grad)
             critic.gather_weights()
-            found[f"{name}, {cut}"] = before, metrics, gradients, export(critic, torch.Tensor.detach)
+            found[f"{name}, {cut}"] = (
+                before,
+                metrics,
+                gradients,
+                export(critic, torch.Tensor.detach),
+            )
     return found
 
 
-def reference_values(path: str, samples: list[Sample]) -> tuple[torch.nn.Module, Tensor, list[Tensor]]:
+def reference_values(
+    path: str, samples: list[Sample]
+) -> tuple[torch.nn.Module, Tensor, list[Tensor]]:
     """The model, its head, and the values of each response, with gradient, in float64."""
     model = load_reference(path)
     head = load_file(Path(path) / "model.safetensors")["score.weight"].double().requires_grad_()
     values = []
     for sample in samples:
-        hidden = model.model(input_ids=torch.from_numpy(sample.tokens)[None], use_cache=False).last_hidden_state[0]
+        hidden = model.model(
+            input_ids=torch.from_numpy(sample.tokens)[None], use_cache=False
+        ).last_hidden_state[0]
         values.append((hidden[sample.prompt_length - 1 : -1] @ head.T)[:, 0])
     return model, head, values
 
@@ -121,7 +145,9 @@ def test_values_loss_and_gradients_in_every_layout(path: str) -> None:
     with_targets(samples, [value.detach().numpy() for value in values])
     loss, metrics = naive_loss(values, samples)
     loss.backward()
-    expected = {name: g for name, g in checkpoint_gradients(model).items() if name != "lm_head.weight"}
+    expected = {
+        name: g for name, g in checkpoint_gradients(model).items() if name != "lm_head.weight"
+    }
     expected["score.weight"] = head.grad
     assert 0.05 < metrics["critic/clip_fraction"] < 0.95
     stepped = None
@@ -129,12 +155,19 @@ def test_values_loss_and_gradients_in_every_layout(path: str) -> None:
         for ranks in run_distributed(passes, world, path, samples, timeout=300):
             for where, (before, found, gradients, weights) in ranks.items():
                 for value, wanted in zip(before, values, strict=True):
-                    np.testing.assert_allclose(value, wanted.detach().numpy(), atol=2e-5, err_msg=where)
-                assert {name: found[name] for name in metrics} == pytest.approx(metrics, abs=1e-5), where
+                    np.testing.assert_allclose(
+                        value, wanted.detach().numpy(), atol=2e-5, err_msg=where
+                    )
+                assert {name: found[name] for name in metrics} == pytest.approx(
+                    metrics, abs=1e-5
+                ), where
                 name, error = worst_error(gradients, expected)
                 assert error < 1e-4, f"{where}: {name} {error}"
                 norm = float(sum(g.square().sum() for g in expected.values())) ** 0.5
-                assert found["critic/grad_norm"] == pytest.approx(norm, rel=1e-4) and found["critic/lr"] == 1e-2
+                assert (
+                    found["critic/grad_norm"] == pytest.approx(norm, rel=1e-4)
+                    and found["critic/lr"] == 1e-2
+                )
                 stepped = stepped or weights
                 for key, weight in weights.items():
                     assert (weight - stepped[key]).abs().max() < 1e-4, f"{where}: {key}"

@@ -1,4 +1,6 @@
-"""What each rank sends: together the model, every tensor once; a rank receives only what it sends."""
+"""What each rank sends: together the model, every tensor once; a rank receives only what it
+sends.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ def models(tmp_path_factory) -> dict[str, str]:
 
 
 class OnlyGathers:
-    """`torch.distributed` in place of the module's, with the bytes that this rank received from others."""
+    """`torch.distributed` in place of the module's, with the bytes that this rank received from
+    others.
+    """
 
     def __init__(self) -> None:
         self.received = 0
@@ -64,7 +68,9 @@ class OnlyGathers:
 
     def gather(self, tensor: torch.Tensor, gather_list: Any = None, **given: Any) -> None:
         dist.gather(tensor, gather_list, **given)
-        self.received += sum(part.nbytes for part in gather_list or []) - (tensor.nbytes if gather_list else 0)
+        self.received += sum(part.nbytes for part in gather_list or []) - (
+            tensor.nbytes if gather_list else 0
+        )
 
 
 def sent(rank: int, world_size: int, models: dict[str, str]) -> list[Any]:
@@ -83,7 +89,13 @@ def sent(rank: int, world_size: int, models: dict[str, str]) -> list[Any]:
                 tensors = [(name, tensor.clone()) for name, tensor in stream]
                 assert not tensors or source.rank == rank
                 mine += tensors
-            found.append((tuple(source.rank for source in default_sources(groups, family)), mine, spy.received))
+            found.append(
+                (
+                    tuple(source.rank for source in default_sources(groups, family)),
+                    mine,
+                    spy.received,
+                )
+            )
             weight_sources.dist = dist
     return found
 
@@ -100,19 +112,28 @@ def test_the_sources_send_every_tensor_once_and_receive_no_other(models):
             assert found == sources and bool(mine) == (rank in sources), layout
             whole = sum(tensor.nbytes for _, tensor in mine)
             padding = 2 * 4 * 64 * 64  # of a vocabulary
-            shards = layout.tensor_model_parallel_size * (layout.expert_model_parallel_size if kind == "gpt_oss" else 1)
+            shards = layout.tensor_model_parallel_size * (
+                layout.expert_model_parallel_size if kind == "gpt_oss" else 1
+            )
             assert received <= whole * (1 - 1 / shards) + padding, (layout, rank)
 
 
-def memory_of_a_stream(rank: int, world_size: int, path: str, layout: ParallelConfig) -> tuple[int, int, int]:
-    """Bytes: the most that a source's stream holds at once, the largest parameter's whole ones, all that it sends.
+def memory_of_a_stream(
+    rank: int, world_size: int, path: str, layout: ParallelConfig
+) -> tuple[int, int, int]:
+    """Bytes: the most that a source's stream holds at once, the largest parameter's whole ones, all
+    that it sends.
 
-    The least of three streams: a busy machine lets gloo's threads hold a tensor for longer, and nothing holds less.
+    The least of three streams: a busy machine lets gloo's threads hold a tensor for longer, and
+    nothing holds less.
     """
     groups = groups_of(layout)
     family, shape = family_of(read_config(path))
     chunks = build_model(shape, layout, model_config(), groups)
-    largest, peaks = 2 * max(parameter.nbytes for chunk in chunks for parameter in chunk.parameters()), []
+    largest, peaks = (
+        2 * max(parameter.nbytes for chunk in chunks for parameter in chunk.parameters()),
+        [],
+    )
     for _ in range(3):
         total = 0
         with LiveStorages() as live:
@@ -124,7 +145,9 @@ def memory_of_a_stream(rank: int, world_size: int, path: str, layout: ParallelCo
 
 
 def test_a_stream_holds_little(models):
-    found = run_distributed(memory_of_a_stream, 2, models["moe"], parallel(tensor=2, expert_tensor=2))
+    found = run_distributed(
+        memory_of_a_stream, 2, models["moe"], parallel(tensor=2, expert_tensor=2)
+    )
     peak, largest, total = found[0]
     assert 0 < peak <= 3 * max(8192, largest) < total / 2
     assert found[1][2] == 0

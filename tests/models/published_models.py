@@ -1,4 +1,5 @@
-"""What published models have: the full config.json, and the tensor names of the files of those that a table lists.
+"""What published models have: the full config.json, and the tensor names of the files of those that
+a table lists.
 
 Data, no weights: ``{a..b}`` stands for each number from a to b, ``{x,y}`` for each of the two.
 """
@@ -418,26 +419,30 @@ _QWEN35_DENSE_TEXT = {
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "Qwen3-30B-A3B": _QWEN3_MOE,
-    "Qwen3-235B-A22B": _QWEN3_MOE
-    | dict(
-        hidden_size=4096,
-        intermediate_size=12288,
-        max_window_layers=94,
-        moe_intermediate_size=1536,
-        num_attention_heads=64,
-        num_hidden_layers=94,
+    "Qwen3-235B-A22B": (
+        _QWEN3_MOE
+        | dict(
+            hidden_size=4096,
+            intermediate_size=12288,
+            max_window_layers=94,
+            moe_intermediate_size=1536,
+            num_attention_heads=64,
+            num_hidden_layers=94,
+        )
     ),
     "Qwen3-Coder-30B-A3B": _CODER,
-    "Qwen3-Coder-480B-A35B": _CODER
-    | dict(
-        hidden_size=6144,
-        intermediate_size=8192,
-        max_window_layers=62,
-        moe_intermediate_size=2560,
-        num_attention_heads=96,
-        num_experts=160,
-        num_hidden_layers=62,
-        num_key_value_heads=8,
+    "Qwen3-Coder-480B-A35B": (
+        _CODER
+        | dict(
+            hidden_size=6144,
+            intermediate_size=8192,
+            max_window_layers=62,
+            moe_intermediate_size=2560,
+            num_attention_heads=96,
+            num_experts=160,
+            num_hidden_layers=62,
+            num_key_value_heads=8,
+        )
     ),
     "Qwen3-1.7B": dict(
         architectures=["Qwen3ForCausalLM"],
@@ -571,88 +576,99 @@ CONFIGS: dict[str, dict[str, Any]] = {
         vocab_size=151936,
     ),
     "Qwen3.5-35B-A3B": _QWEN35,
-    "Qwen3.5-27B": _QWEN35
-    | dict(
-        architectures=["Qwen3_5ForConditionalGeneration"],
-        model_type="qwen3_5",
-        text_config=_QWEN35_DENSE_TEXT
+    "Qwen3.5-27B": (
+        _QWEN35
         | dict(
-            hidden_size=5120,
-            intermediate_size=17408,
-            linear_num_value_heads=48,
-            model_type="qwen3_5_text",
-            num_attention_heads=24,
-            num_hidden_layers=64,
-            num_key_value_heads=4,
-        ),
+            architectures=["Qwen3_5ForConditionalGeneration"],
+            model_type="qwen3_5",
+            text_config=_QWEN35_DENSE_TEXT
+            | dict(
+                hidden_size=5120,
+                intermediate_size=17408,
+                linear_num_value_heads=48,
+                model_type="qwen3_5_text",
+                num_attention_heads=24,
+                num_hidden_layers=64,
+                num_key_value_heads=4,
+            ),
+        )
     ),
     "DeepSeek-V3": _DEEPSEEK,
-    "Kimi-K2": _DEEPSEEK
-    | dict(
-        bos_token_id=163584,
-        eos_token_id=163585,
-        first_k_dense_replace=1,
-        max_position_embeddings=131072,
-        model_type="kimi_k2",
-        n_group=1,
-        n_routed_experts=384,
-        num_attention_heads=64,
-        num_key_value_heads=64,
-        num_nextn_predict_layers=0,
-        rope_scaling=_DEEPSEEK["rope_scaling"] | dict(beta_fast=1.0, beta_slow=1.0, factor=32.0),
-        rope_theta=50000.0,
-        routed_scaling_factor=2.827,
-        topk_group=1,
-        transformers_version="4.48.3",
-        vocab_size=163840,
+    "Kimi-K2": (
+        _DEEPSEEK
+        | dict(
+            bos_token_id=163584,
+            eos_token_id=163585,
+            first_k_dense_replace=1,
+            max_position_embeddings=131072,
+            model_type="kimi_k2",
+            n_group=1,
+            n_routed_experts=384,
+            num_attention_heads=64,
+            num_key_value_heads=64,
+            num_nextn_predict_layers=0,
+            rope_scaling=_DEEPSEEK["rope_scaling"]
+            | dict(beta_fast=1.0, beta_slow=1.0, factor=32.0),
+            rope_theta=50000.0,
+            routed_scaling_factor=2.827,
+            topk_group=1,
+            transformers_version="4.48.3",
+            vocab_size=163840,
+        )
     ),
-    "Moonlight-16B-A3B": {
-        key: value
-        for key, value in _DEEPSEEK.items()
-        if key not in ("quantization_config", "rope_scaling")
-    }
-    | dict(
-        bos_token_id=163584,
-        eos_token_id=163586,
-        first_k_dense_replace=1,
-        hidden_size=2048,
-        intermediate_size=11264,
-        max_position_embeddings=8192,
-        moe_intermediate_size=1408,
-        n_group=1,
-        n_routed_experts=64,
-        n_shared_experts=2,
-        num_attention_heads=16,
-        num_experts_per_tok=6,
-        num_hidden_layers=27,
-        num_key_value_heads=16,
-        num_nextn_predict_layers=0,
-        q_lora_rank=None,
-        rms_norm_eps=1e-05,
-        rope_theta=50000.0,
-        routed_scaling_factor=2.446,
-        topk_group=1,
-        transformers_version="4.46.3",
-        vocab_size=163840,
+    "Moonlight-16B-A3B": (
+        {
+            key: value
+            for key, value in _DEEPSEEK.items()
+            if key not in ("quantization_config", "rope_scaling")
+        }
+        | dict(
+            bos_token_id=163584,
+            eos_token_id=163586,
+            first_k_dense_replace=1,
+            hidden_size=2048,
+            intermediate_size=11264,
+            max_position_embeddings=8192,
+            moe_intermediate_size=1408,
+            n_group=1,
+            n_routed_experts=64,
+            n_shared_experts=2,
+            num_attention_heads=16,
+            num_experts_per_tok=6,
+            num_hidden_layers=27,
+            num_key_value_heads=16,
+            num_nextn_predict_layers=0,
+            q_lora_rank=None,
+            rms_norm_eps=1e-05,
+            rope_theta=50000.0,
+            routed_scaling_factor=2.446,
+            topk_group=1,
+            transformers_version="4.46.3",
+            vocab_size=163840,
+        )
     ),
-    "GLM-4.7-Flash": example("glm4_moe_lite/GLM-4.7-Flash")
-    | dict(
-        attention_dropout=0.0,
-        eos_token_id=[154820, 154827, 154829],
-        pad_token_id=154820,
-        use_cache=True,
+    "GLM-4.7-Flash": (
+        example("glm4_moe_lite/GLM-4.7-Flash")
+        | dict(
+            attention_dropout=0.0,
+            eos_token_id=[154820, 154827, 154829],
+            pad_token_id=154820,
+            use_cache=True,
+        )
     ),
     "GLM-4.5-Air": _GLM,
-    "GLM-4.5": _GLM
-    | dict(
-        first_k_dense_replace=3,
-        hidden_size=5120,
-        intermediate_size=12288,
-        moe_intermediate_size=1536,
-        n_routed_experts=160,
-        num_hidden_layers=92,
-        routed_scaling_factor=2.5,
-        use_qk_norm=True,
+    "GLM-4.5": (
+        _GLM
+        | dict(
+            first_k_dense_replace=3,
+            hidden_size=5120,
+            intermediate_size=12288,
+            moe_intermediate_size=1536,
+            n_routed_experts=160,
+            num_hidden_layers=92,
+            routed_scaling_factor=2.5,
+            use_qk_norm=True,
+        )
     ),
     "MiniMax-M2": dict(
         architectures=["MiniMaxM2ForCausalLM"],
@@ -708,18 +724,22 @@ CONFIGS: dict[str, dict[str, Any]] = {
         use_routing_bias=True,
         vocab_size=200064,
     ),
-    "gpt-oss-20b": example("gpt_oss/gpt-oss-20b")
-    | dict(
-        experts_per_token=4,
-        initial_context_length=4096,
-        output_router_logits=False,
-        router_aux_loss_coef=0.9,
-        use_cache=True,
+    "gpt-oss-20b": (
+        example("gpt_oss/gpt-oss-20b")
+        | dict(
+            experts_per_token=4,
+            initial_context_length=4096,
+            output_router_logits=False,
+            router_aux_loss_coef=0.9,
+            use_cache=True,
+        )
     ),
-    "gpt-oss-120b": example("gpt_oss/gpt-oss-20b")
-    | dict(
-        layer_types=["sliding_attention", "full_attention"] * 18,
-        num_hidden_layers=36,
-        num_local_experts=128,
+    "gpt-oss-120b": (
+        example("gpt_oss/gpt-oss-20b")
+        | dict(
+            layer_types=["sliding_attention", "full_attention"] * 18,
+            num_hidden_layers=36,
+            num_local_experts=128,
+        )
     ),
 }

@@ -1,4 +1,6 @@
-"""Checkpoints that Transformers would load otherwise, and those of published models that it loads."""
+"""Checkpoints that Transformers would load otherwise, and those of published models that it
+loads.
+"""
 
 from __future__ import annotations
 

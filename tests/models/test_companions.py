@@ -1,4 +1,6 @@
-"""The files beside a model's weights that exports hold: all that a tokenizer or processor reads, and no others."""
+"""The files beside a model's weights that exports hold: all that a tokenizer or processor
+reads, and no others.
+"""
 
 from __future__ import annotations
 
@@ -141,7 +143,9 @@ def test_so_is_a_relative_one_and_one_by_a_linked_folder(target: str, tmp_path: 
 
 
 def test_links_of_the_hugging_face_cache_are_followed(tmp_path: Path) -> None:
-    """snapshots/<revision>/x -> ../../blobs/<hash>; and the directory itself may be a link to it."""
+    """snapshots/<revision>/x -> ../../blobs/<hash>; and the directory itself may be a link to
+    it.
+    """
     cache = tmp_path / "models--org--name"
     snapshot = cache / "snapshots" / "0123"
     (snapshot / "additional_chat_templates").mkdir(parents=True)

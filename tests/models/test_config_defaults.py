@@ -1,4 +1,6 @@
-"""What a config.json leaves out, or sets to null, means what it does in Transformers, or is refused."""
+"""What a config.json leaves out, or sets to null, means what it does in Transformers, or is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,9 @@ def language_keys(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def variants(kind: str, change: str) -> list[tuple[str, dict[str, Any]]]:
-    """The config with each key, and each of its rotary embedding's, removed or null; in the new and the old form."""
+    """The config with each key, and each of its rotary embedding's, removed or null; in the new
+    and the old form.
+    """
     new = tiny_config(kind).to_dict()
     old = copy.deepcopy(new)
     keys = language_keys(old)

@@ -1,4 +1,6 @@
-"""The tables of names against checkpoints that Transformers itself wrote, and the configs that are refused."""
+"""The tables of names against checkpoints that Transformers itself wrote, and the configs that
+are refused.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,25 @@ from tests.support.tiny_models import tiny_config
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(model_type="llama"), r"model_type='llama' .* known: deepseek_v3, .*, qwen3, qwen3_5, .*, qwen3_next$"),
-        (dict(model_type="minimax"), "model_type='minimax' in config.json is not supported; known: "),
+        (
+            dict(model_type="llama"),
+            r"model_type='llama' .* known: deepseek_v3, .*, qwen3, qwen3_5, .*, qwen3_next$",
+        ),
+        (
+            dict(model_type="minimax"),
+            "model_type='minimax' in config.json is not supported; known: ",
+        ),
         (dict(model_type=None), "model_type=None"),
         (dict(attention_bias=True), "attention_bias=true"),
         (dict(layer_types=["linear_attention"] * 4), "layer_types=.*linear_attention"),
-        (dict(rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e6}), "rope_type='dynamic'"),
-        (dict(rope_parameters=None, rope_scaling={"type": "linear", "factor": 2.0}), "rope_type='linear'"),
+        (
+            dict(rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e6}),
+            "rope_type='dynamic'",
+        ),
+        (
+            dict(rope_parameters=None, rope_scaling={"type": "linear", "factor": 2.0}),
+            "rope_type='linear'",
+        ),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -26,7 +40,9 @@ def test_unsupported_configs_are_refused(change, message):
         family_of({**tiny_config("moe").to_dict(), **change})
 
 
-@pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "num_experts_per_tok", "moe_intermediate_size"])
+@pytest.mark.parametrize(
+    "key", ["hidden_size", "num_hidden_layers", "num_experts_per_tok", "moe_intermediate_size"]
+)
 def test_a_missing_key_is_named(key):
     config = tiny_config("moe").to_dict()
     del config[key]
@@ -35,7 +51,11 @@ def test_a_missing_key_is_named(key):
 
 
 def test_a_config_without_a_number_of_experts_is_refused():
-    config = {k: v for k, v in tiny_config("moe").to_dict().items() if k not in ("num_experts", "num_local_experts")}
+    config = {
+        k: v
+        for k, v in tiny_config("moe").to_dict().items()
+        if k not in ("num_experts", "num_local_experts")
+    }
     with pytest.raises(ValueError, match="lacks the key 'num_experts'"):
         family_of(config)
 
@@ -46,7 +66,9 @@ def test_missing_and_extra_names_are_told():
     missing = "model.layers.2.mlp.experts.5.up_proj.weight"
     with pytest.raises(ValueError, match=rf"lacks {missing} \(1 missing\)"):
         check_names(names - {missing}, family, shape)
-    with pytest.raises(ValueError, match=r"has model.layers.9.extra, which the model does not use \(1 extra\)"):
+    with pytest.raises(
+        ValueError, match=r"has model.layers.9.extra, which the model does not use \(1 extra\)"
+    ):
         check_names(names | {"model.layers.9.extra"}, family, shape)
 
 

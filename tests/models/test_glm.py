@@ -10,7 +10,11 @@ def test_facts_by_hand():
     _, shape = family_of(tiny_config("glm").to_dict())
     assert (shape.rotary.dim, shape.head_dim, shape.rotary.interleaved) == (8, 16, False)
     assert shape.attention_bias and shape.query_key_norms and shape.latent is None
-    assert shape.router.expert_bias and shape.router.scaling == 1.7 and shape.moe_layers == (False, True, True, True)
+    assert (
+        shape.router.expert_bias
+        and shape.router.scaling == 1.7
+        and shape.moe_layers == (False, True, True, True)
+    )
 
 
 def test_biases_and_norms_are_options_and_the_rotated_share_has_two_places():

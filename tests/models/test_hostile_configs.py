@@ -52,13 +52,13 @@ IN_ROPE = (
 
 def ends_well(config: dict[str, Any]) -> None:
     """The config is taken or refused in one line, without much memory or time."""
-    started = time.monotonic()
+    started = time.process_time()
     try:
         family_of(config)
     except ModelError as error:
         text = str(error)
         assert "\n" not in text and len(text) < 1000, text
-    assert time.monotonic() - started < 5
+    assert time.process_time() - started < 5
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -174,10 +174,10 @@ def test_sizes_are_compared_with_the_headers(
     if "num_experts" in changes:
         del content["num_local_experts"]
     (folder / "config.json").write_text(json.dumps(content))
-    started = time.monotonic()
+    started = time.process_time()
     with pytest.raises(ModelError, match=message), CheckpointReader(folder) as reader:
         check_checkpoint(reader, *family_of(read_config(folder)))
-    assert time.monotonic() - started < 5
+    assert time.process_time() - started < 5
 
 
 def header(folder: Path, text: bytes, length: int | None = None, data: bytes = b"") -> None:

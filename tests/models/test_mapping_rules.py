@@ -1,4 +1,6 @@
-"""The rules of a family: merge and split undo each other, and sharded slices merge to the shard of the whole."""
+"""The rules of a family: merge and split undo each other, and sharded slices merge to the shard
+of the whole.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from megatron_gspo.models.mapping_rules import (
 from tests.support.tiny_models import tiny_config
 
 _, SHAPE = family_of(tiny_config("moe").to_dict())
-SIZES = dict(groups=st.integers(1, 6), heads_per_group=st.integers(1, 5), head_dim=st.integers(1, 6))
+SIZES = dict(
+    groups=st.integers(1, 6), heads_per_group=st.integers(1, 5), head_dim=st.integers(1, 6)
+)
 
 
 def numbered(*sizes: int, start: int = 0) -> torch.Tensor:
@@ -40,7 +44,10 @@ def test_qkv_rows_lie_group_by_group():
 
 
 def test_gate_lies_above_up():
-    assert merge_rows((torch.tensor([[1.0]]), torch.tensor([[2.0]])), SHAPE).flatten().tolist() == [1, 2]
+    assert merge_rows((torch.tensor([[1.0]]), torch.tensor([[2.0]])), SHAPE).flatten().tolist() == [
+        1,
+        2,
+    ]
 
 
 def test_alternating_outputs_become_gate_above_up():
@@ -50,9 +57,14 @@ def test_alternating_outputs_become_gate_above_up():
     assert merged.tolist() == [[1, 3, 5], [2, 4, 6], [10, 30, 50], [20, 40, 60]]
     assert torch.equal(split_alternating(merged, SHAPE)[0], stored)
     bias = merge_alternating((stored[0],), SHAPE)
-    assert bias.tolist() == [1, 2, 10, 20] and torch.equal(split_alternating(bias, SHAPE)[0], stored[0])
+    assert bias.tolist() == [1, 2, 10, 20] and torch.equal(
+        split_alternating(bias, SHAPE)[0], stored[0]
+    )
     halves = [merge_alternating((stored[:, half],), SHAPE) for half in (slice(0, 2), slice(2, 4))]
-    assert [half.tolist() for half in halves] == [[[1, 3, 5], [10, 30, 50]], [[2, 4, 6], [20, 40, 60]]]
+    assert [half.tolist() for half in halves] == [
+        [[1, 3, 5], [10, 30, 50]],
+        [[2, 4, 6], [20, 40, 60]],
+    ]
 
 
 def test_a_transposed_matrix_has_its_inputs_as_rows():
@@ -75,14 +87,24 @@ def test_qkv_split_undoes_merge_and_merge_split(groups, heads_per_group, head_di
 
 
 @settings(deadline=None, max_examples=40)
-@given(tensor=st.sampled_from([1, 2, 3]), groups_per_rank=st.integers(1, 3), heads_per_group=st.integers(1, 4))
+@given(
+    tensor=st.sampled_from([1, 2, 3]),
+    groups_per_rank=st.integers(1, 3),
+    heads_per_group=st.integers(1, 4),
+)
 def test_shards_of_qkv_are_consecutive_rows_of_the_whole(tensor, groups_per_rank, heads_per_group):
-    """What lets a rank read slices of q, k and v alone: merging its slices gives its rows of the merged whole."""
+    """What lets a rank read slices of q, k and v alone: merging its slices gives its rows of
+    the merged whole.
+    """
     groups = tensor * groups_per_rank
     heads, dim = groups * heads_per_group, 2
     shape = replace(SHAPE, num_attention_heads=heads, num_query_groups=groups, head_dim=dim)
-    parts = [numbered(count * dim, 3, start=1000 * i) for i, count in enumerate((heads, groups, groups))]
-    shards = [merge_qkv([part.chunk(tensor)[rank] for part in parts], shape) for rank in range(tensor)]
+    parts = [
+        numbered(count * dim, 3, start=1000 * i) for i, count in enumerate((heads, groups, groups))
+    ]
+    shards = [
+        merge_qkv([part.chunk(tensor)[rank] for part in parts], shape) for rank in range(tensor)
+    ]
     assert torch.equal(torch.cat(shards), merge_qkv(parts, shape))
 
 
@@ -90,4 +112,7 @@ def test_shards_of_qkv_are_consecutive_rows_of_the_whole(tensor, groups_per_rank
 @given(rows=st.integers(1, 8), columns=st.integers(1, 4))
 def test_gate_up_split_undoes_merge(rows, columns):
     parts = [numbered(rows, columns), numbered(rows, columns, start=1000)]
-    assert all(torch.equal(a, b) for a, b in zip(split_two(merge_rows(parts, SHAPE), SHAPE), parts, strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(split_two(merge_rows(parts, SHAPE), SHAPE), parts, strict=True)
+    )

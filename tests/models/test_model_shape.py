@@ -5,12 +5,23 @@ from contextlib import nullcontext
 
 import pytest
 
-from megatron_gspo.models.model_shape import ModelError, check_sizes, language_config, padded_vocab_size, read_config
+from megatron_gspo.models.model_shape import (
+    ModelError,
+    check_sizes,
+    language_config,
+    padded_vocab_size,
+    read_config,
+)
 from tests.support.model_shapes import dense_shape
 
 
 def test_the_vocabulary_is_rounded_up():
-    assert [padded_vocab_size(dense_shape(vocab_size=10), size) for size in (1, 2, 4, 8)] == [10, 10, 12, 16]
+    assert [padded_vocab_size(dense_shape(vocab_size=10), size) for size in (1, 2, 4, 8)] == [
+        10,
+        10,
+        12,
+        16,
+    ]
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "8"])
@@ -39,16 +50,34 @@ def test_a_config_is_a_json_object(text, tmp_path):
 
 
 def test_keys_of_a_language_model_take_the_place_of_the_whole_models():
-    whole = dict(model_type="both", eos_token_id=1, text_config=dict(model_type="text", eos_token_id=2, vocab_size=3))
+    whole = dict(
+        model_type="both",
+        eos_token_id=1,
+        text_config=dict(model_type="text", eos_token_id=2, vocab_size=3),
+    )
     found = language_config(whole)
     assert (found["model_type"], found["eos_token_id"], found["vocab_size"]) == ("both", 2, 3)
-    assert language_config(found) == found and language_config({"vocab_size": 5}) == {"vocab_size": 5}
+    assert language_config(found) == found and language_config({"vocab_size": 5}) == {
+        "vocab_size": 5
+    }
 
 
-@pytest.mark.parametrize(("outer", "inner", "refused"), [(True, True, False), (None, True, False), (False, True, True),
-                                                         (True, False, True), (True, None, False)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("outer", "inner", "refused"),
+    [
+        (True, True, False),
+        (None, True, False),
+        (False, True, True),
+        (True, False, True),
+        (True, None, False),
+    ],
+)
 def test_whole_and_language_model_agree_on_tied_embeddings(outer, inner, refused):
     whole, text = ({} if tied is None else {"tie_word_embeddings": tied} for tied in (outer, inner))
     config = {"model_type": "both", **whole, "text_config": text}
-    with pytest.raises(ModelError, match=f"tie_word_embeddings={outer} in") if refused else nullcontext():
+    with (
+        pytest.raises(ModelError, match=f"tie_word_embeddings={outer} in")
+        if refused
+        else nullcontext()
+    ):
         assert language_config(config)["tie_word_embeddings"] is True

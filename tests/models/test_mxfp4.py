@@ -9,7 +9,9 @@ from megatron_gspo.models.mxfp4 import dequantized
 
 
 def test_values_by_hand():
-    """Byte 0x1a: the low half first, 0b1010 = -1.0, then 0b0001 = 0.5; the block is multiplied by 2 ** (128 - 127)."""
+    """Byte 0x1a: the low half first, 0b1010 = -1.0, then 0b0001 = 0.5; the block is multiplied
+    by 2 ** (128 - 127).
+    """
     blocks = torch.zeros(1, 1, 16, dtype=torch.uint8)
     blocks[0, 0, 0], blocks[0, 0, 15] = 0x1A, 0x7F
     found = dequantized(blocks, torch.tensor([[128]], dtype=torch.uint8))

@@ -40,6 +40,7 @@ def test_fused_experts_add_what_each_adds(tmp_path: Path) -> None:
     stored = load_file(tmp_path / "a" / "adapter_model.safetensors")
     prefix = f"base_model.model.{LAYER}.mlp.experts"
     for e in range(3):
+
         def one(name: str, e: int = e) -> Tensor:
             low, high = (tensors[f"{LAYER}.mlp.experts.{e}.{name}.lora_{w}.weight"] for w in "AB")
             return high @ low
@@ -48,7 +49,9 @@ def test_fused_experts_add_what_each_adds(tmp_path: Path) -> None:
         found = b.reshape(10, 4, 3)[:, :, e] @ a.reshape(3, 4, 4)[e]  # as PEFT takes them apart
         assert torch.allclose(found, torch.cat([one("gate_proj"), one("up_proj")]), atol=1e-6)
         a, b = (stored[f"{prefix}.lora_{w}.weight"] for w in "AB")
-        assert torch.allclose(b.reshape(4, 2, 3)[:, :, e] @ a.reshape(3, 2, 5)[e], one("down_proj"), atol=1e-6)
+        assert torch.allclose(
+            b.reshape(4, 2, 3)[:, :, e] @ a.reshape(3, 2, 5)[e], one("down_proj"), atol=1e-6
+        )
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -83,11 +86,15 @@ def test_a_link_where_adapters_go_is_kept(tmp_path: Path) -> None:
     for _ in range(2):
         write_adapters(tmp_path / "adapters", tensors, AdapterFacts(rank=2, alpha=4.0), fused=False)
     assert read_adapters(tmp_path / "adapters")[0].keys() == tensors.keys()
-    assert (tmp_path / "adapters.kept").is_symlink() and list((tmp_path / "elsewhere").iterdir()) == []
+    assert (tmp_path / "adapters.kept").is_symlink() and list(
+        (tmp_path / "elsewhere").iterdir()
+    ) == []
 
 
 def save_one(folder: Path, tensors: dict[str, Tensor], **config: object) -> Path:
-    """A directory with adapters of rank 2 and these tensors; config: changes of adapter_config.json."""
+    """A directory with adapters of rank 2 and these tensors; config: changes of
+    adapter_config.json.
+    """
     write_adapters(folder, adapters(), FACTS, fused=False)
     named = {f"base_model.model.{LAYER}.{name}": tensor for name, tensor in tensors.items()}
     save_file(load_file(folder / WEIGHTS) | named, folder / WEIGHTS, {"format": "pt"})
@@ -112,7 +119,10 @@ def save_one(folder: Path, tensors: dict[str, Tensor], **config: object) -> Path
         (dict(fan_in_fan_out=True), "fan_in_fan_out=True is not supported"),
         (dict(use_dora=True), "use_dora=True is not supported"),
         (dict(modules_to_save=["lm_head"]), "modules_to_save=.* is not supported"),
-        (dict(rank_pattern={"q_proj": 4}), "rank_pattern=.* is not supported; give all layers one rank and alpha"),
+        (
+            dict(rank_pattern={"q_proj": 4}),
+            "rank_pattern=.* is not supported; give all layers one rank and alpha",
+        ),
         (dict(alpha_pattern={"q_proj": 4}), "alpha_pattern=.* is not supported"),
         (dict(base_model_name_or_path=[1]), "base_model_name_or_path is no text"),
         (dict(r=4), r"is \(2, 5\), which does not go with r=4"),
@@ -135,13 +145,17 @@ def test_adapters_that_add_something_else_are_refused(
         (torch.zeros(2, 4, dtype=torch.int8), "is stored as int8"),
     ],
 )
-def test_tensors_that_are_no_adapters_are_named(tensor: Tensor, message: str, tmp_path: Path) -> None:
+def test_tensors_that_are_no_adapters_are_named(
+    tensor: Tensor, message: str, tmp_path: Path
+) -> None:
     name = "self_attn.q_proj.lora_A.weight"
     with pytest.raises(ModelError, match=f"{name} {message}" if message[0] != "d" else message):
         read_adapters(save_one(tmp_path / "a", {name: tensor}))
 
 
-@pytest.mark.parametrize("content", [b"[1]", b"{", b'{"r": 1, "r": 2}', b"\xff", b"[" * 100_000, b"null"])
+@pytest.mark.parametrize(
+    "content", [b"[1]", b"{", b'{"r": 1, "r": 2}', b"\xff", b"[" * 100_000, b"null"]
+)
 def test_a_config_of_another_form_is_refused(content: bytes, tmp_path: Path) -> None:
     folder = save_one(tmp_path / "a", {})
     (folder / "adapter_config.json").write_bytes(content)
@@ -149,10 +163,14 @@ def test_a_config_of_another_form_is_refused(content: bytes, tmp_path: Path) -> 
         read_adapters(folder)
 
 
-@pytest.mark.parametrize("change", [lambda data: data[: len(data) // 2], lambda data: b"\xff" * 100, lambda data: b""])
+@pytest.mark.parametrize(
+    "change", [lambda data: data[: len(data) // 2], lambda data: b"\xff" * 100, lambda data: b""]
+)
 def test_a_damaged_file_is_refused(change: Callable[[bytes], bytes], tmp_path: Path) -> None:
     folder = save_one(tmp_path / "a", {})
     (folder / WEIGHTS).write_bytes(change((folder / WEIGHTS).read_bytes()))
-    with pytest.raises(ModelError, match="adapter_model.safetensors: damaged or cut short") as caught:
+    with pytest.raises(
+        ModelError, match="adapter_model.safetensors: damaged or cut short"
+    ) as caught:
         read_adapters(folder)
     assert "\n" not in str(caught.value)

@@ -1,4 +1,6 @@
-"""Published config.json files and indexes of every model of the README: taken, and read as Transformers does."""
+"""Published config.json files and indexes of every model of the README: taken, and read as
+Transformers does.
+"""
 
 from __future__ import annotations
 

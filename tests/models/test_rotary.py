@@ -10,7 +10,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from megatron_gspo.models.config_reader import rotary_of
 
 TYPES = ("default", "yarn")
-YARN = dict(rope_type="yarn", rope_theta=50000.0, factor=32.0, original_max_position_embeddings=4096)
+YARN = dict(
+    rope_type="yarn", rope_theta=50000.0, factor=32.0, original_max_position_embeddings=4096
+)
 
 
 @pytest.mark.parametrize(
@@ -27,7 +29,9 @@ YARN = dict(rope_type="yarn", rope_theta=50000.0, factor=32.0, original_max_posi
     ids=str,
 )
 def test_frequencies_and_scales_are_those_of_transformers(parameters):
-    config = DeepseekV3Config(qk_rope_head_dim=64, max_position_embeddings=131072, rope_parameters=parameters)
+    config = DeepseekV3Config(
+        qk_rope_head_dim=64, max_position_embeddings=131072, rope_parameters=parameters
+    )
     rotary = rotary_of(config.to_dict(), 64, types=TYPES)
     if parameters["rope_type"] == "default":
         expected, scale = 1.0 / 50000.0 ** (torch.arange(0, 64, 2).float() / 64), 1.0
@@ -37,8 +41,12 @@ def test_frequencies_and_scales_are_those_of_transformers(parameters):
     assert rotary.cosine_scale == pytest.approx(scale, rel=1e-12)
 
 
-@pytest.mark.parametrize(("all_dims", "by_hand"), [(1.0, 1.3465735902799727**2), (0.5, 1.1732867951399863**2), (0, 1)])
+@pytest.mark.parametrize(
+    ("all_dims", "by_hand"), [(1.0, 1.3465735902799727**2), (0.5, 1.1732867951399863**2), (0, 1)]
+)
 def test_the_scale_of_scores_by_hand(all_dims, by_hand):
     """0.1 ln 32 = 0.34657359."""
     parameters = YARN | dict(mscale=1.0, mscale_all_dim=all_dims)
-    assert rotary_of({"rope_parameters": parameters}, 64, types=TYPES).score_scale == pytest.approx(by_hand, rel=1e-12)
+    assert rotary_of({"rope_parameters": parameters}, 64, types=TYPES).score_scale == pytest.approx(
+        by_hand, rel=1e-12
+    )

@@ -19,12 +19,23 @@ def test_every_rule_gives_back_what_it_was_given(family):
     """Over the whole table, at the sizes of a small model and under its own sharding dimension."""
     sizes = DeltaNetSizes(key_heads=2, value_heads=4, key_size=2, value_size=3, kernel=4)
     shape = replace(SHAPE, num_attention_heads=4, num_query_groups=2, head_dim=2, delta_net=sizes)
-    rows = {"k_proj": 4, "v_proj": 4, "in_proj_qkvz": 32, "in_proj_ba": 8, "conv1d": 20, "in_proj_qkv.": 20,
-            "in_proj_z": 12, "in_proj_b.": 4, "in_proj_a": 4}  # fmt: skip
+    rows = {
+        "k_proj": 4,
+        "v_proj": 4,
+        "in_proj_qkvz": 32,
+        "in_proj_ba": 8,
+        "conv1d": 20,
+        "in_proj_qkv.": 20,
+        "in_proj_z": 12,
+        "in_proj_b.": 4,
+        "in_proj_a": 4,
+    }
     for rule in (*family.outer, *chain(*family.mixers.values()), *family.dense, *family.experts):
         rows["q_proj"] = 16 if rule.merge is merge_gated_qkv else 8
         parts = [
-            numbered(next((count for key, count in rows.items() if key in name), 6), 4, start=1000 * i)
+            numbered(
+                next((count for key, count in rows.items() if key in name), 6), 4, start=1000 * i
+            )
             for i, name in enumerate(rule.hugging_face)
         ]
         back = rule.split(rule.merge(parts, shape), shape)

@@ -23,5 +23,11 @@ def call_log_probs(
 ) -> tuple[Tensor, Tensor | None]:
     chosen = LogProbOptions(**options) if options else None
     return log_probs_from_hidden(
-        hidden, weight, labels, chosen, tp_group=tp_group, sequence_parallel=sequence_parallel, scored=scored
+        hidden,
+        weight,
+        labels,
+        chosen,
+        tp_group=tp_group,
+        sequence_parallel=sequence_parallel,
+        scored=scored,
     )

@@ -1,23 +1,37 @@
-"""Each collective by hand: over all ranks, over one, and over none. Subgroups are in test_subgroups.py."""
+"""Each collective by hand: over all ranks, over one, and over none. Subgroups are in
+test_subgroups.py.
+"""
 
 import torch
 import torch.distributed as dist
 
-from megatron_gspo.parallel.collectives import gather_rows, group_rank, group_size, scatter_summed_rows, sum_in_place
+from megatron_gspo.parallel.collectives import (
+    gather_rows,
+    group_rank,
+    group_size,
+    scatter_summed_rows,
+    sum_in_place,
+)
 from tests.support.distributed import run_distributed
 
 
 def test_without_a_group_the_input_comes_back():
     x = torch.arange(6.0).view(3, 2)
     assert (group_size(None), group_rank(None)) == (1, 0)
-    assert gather_rows(x, None) is x and scatter_summed_rows(x, None) is x and sum_in_place(x, None) is x
+    assert (
+        gather_rows(x, None) is x
+        and scatter_summed_rows(x, None) is x
+        and sum_in_place(x, None) is x
+    )
 
 
 def over_three(rank, world_size):
     group = dist.group.WORLD
     x = torch.tensor([[1.0, 10.0], [2.0, 20.0]]) * (rank + 1)
     wide = torch.arange(6.0).view(6, 1) * 10**rank
-    strided = torch.stack([torch.full((2,), float(rank)), torch.zeros(2)], 1)[:, 0]  # not contiguous
+    strided = torch.stack([torch.full((2,), float(rank)), torch.zeros(2)], 1)[
+        :, 0
+    ]  # not contiguous
     summed = x.clone()
     returned = sum_in_place(summed, group)
     untouched = x.clone()

@@ -11,7 +11,9 @@ BOUNDS = [0, 16, 16, 24, 64]  # lengths 16, 0, 8, 40: all multiples of 2 * 4
 
 
 def test_worked_case():
-    """Lengths 8 and 4 on two ranks: chunks of two and of one position; rank 0 has the first and the last."""
+    """Lengths 8 and 4 on two ranks: chunks of two and of one position; rank 0 has the first and
+    the last.
+    """
     assert zigzag_indices([0, 8, 12], 0, 2).tolist() == [0, 1, 6, 7, 8, 11]
     assert zigzag_indices([0, 8, 12], 1, 2).tolist() == [2, 3, 4, 5, 9, 10]
 
@@ -48,8 +50,10 @@ def test_causal_work_is_equal():
         (
             [0, 8, 14],
             0,
-            "sequence 1 has 6 positions, not a multiple of 2 * cp_size = 4; pad every sequence to one "
-            "(pack with sequence_multiple=4)",
+            (
+                "sequence 1 has 6 positions, not a multiple of 2 * cp_size = 4; pad every sequence"
+                " to one (pack with sequence_multiple=4)"
+            ),
         ),
         ([0, 8], 2, "cp_rank=2 is not in [0, cp_size=2)"),
         ([0, 8], -1, "cp_rank=-1 is not in [0, cp_size=2)"),
@@ -67,7 +71,9 @@ def test_no_group_is_one_process():
 
 
 def _whole_from_shards(rank, world_size):
-    """Gathered shards are in rank order: the indices of all ranks give the position of each entry."""
+    """Gathered shards are in rank order: the indices of all ranks give the position of each
+    entry.
+    """
     full = torch.arange(BOUNDS[-1] * 3).reshape(-1, 3)
     order = torch.cat([zigzag_indices(BOUNDS, other, world_size) for other in range(world_size)])
     gathered = all_gather_tokens(full[zigzag_indices(BOUNDS, rank, world_size)], dist.group.WORLD)
@@ -79,9 +85,13 @@ def test_shards_make_the_whole_again():
 
 
 def _all_gather_tokens(rank, world_size):
-    """Each rank's loss weighs the gathered tensor by its own weights; compare with the sum of all losses."""
+    """Each rank's loss weighs the gathered tensor by its own weights; compare with the sum of
+    all losses.
+    """
     generator = torch.Generator().manual_seed(0)
-    full = torch.randn(4 * world_size, 3, generator=generator, dtype=torch.float64, requires_grad=True)
+    full = torch.randn(
+        4 * world_size, 3, generator=generator, dtype=torch.float64, requires_grad=True
+    )
     weights = torch.randn(world_size, 4 * world_size, 3, generator=generator, dtype=torch.float64)
     part = full.detach().chunk(world_size)[rank].clone().requires_grad_()
     gathered = all_gather_tokens(part, dist.group.WORLD)

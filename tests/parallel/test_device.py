@@ -1,4 +1,6 @@
-"""All temporaries are on the inputs' device, and nothing is read back: on the meta device both would raise."""
+"""All temporaries are on the inputs' device, and nothing is read back: on the meta device both
+would raise.
+"""
 
 import pytest
 import torch
@@ -16,7 +18,9 @@ META = torch.device("meta")
 @pytest.mark.parametrize("with_entropy", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_log_probs_and_gradients(dtype, with_entropy, chunk_bytes):
-    hidden, weight = (torch.empty(n, 4, device=META, dtype=dtype, requires_grad=True) for n in (6, 9))
+    hidden, weight = (
+        torch.empty(n, 4, device=META, dtype=dtype, requires_grad=True) for n in (6, 9)
+    )
     labels = torch.empty(6, dtype=torch.long, device=META)
     results = call_log_probs(
         hidden, weight, labels, with_entropy=with_entropy, chunk_bytes=chunk_bytes, vocab_size=8
@@ -29,7 +33,9 @@ def test_log_probs_and_gradients(dtype, with_entropy, chunk_bytes):
 
 
 def test_metrics_go_where_the_first_tensor_is():
-    reduced = reduce_metrics({"loss": 1.0, "kl": torch.empty((), device=META), "n": torch.ones(())}, None)
+    reduced = reduce_metrics(
+        {"loss": 1.0, "kl": torch.empty((), device=META), "n": torch.ones(())}, None
+    )
     assert {x.device for x in reduced.values()} == {META}
 
 

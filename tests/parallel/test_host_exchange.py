@@ -24,12 +24,18 @@ def exchanges(rank: int, world: int) -> dict:
     values = np.array([rank, -1.5 * rank, np.inf if rank == 1 else 0.0])
     rows = np.array([(10 * rank + i, i % 2) for i in range(2 * rank)], dtype=ROW)  # rank 0 has none
     links = [(a, b) for a in range(world) for b in range(world) if (a, b) != (2, 1)]
-    sent = {to: f"{rank} to {to}".encode() * (to + rank) for to in range(world) if (rank, to) != (2, 1)}
+    sent = {
+        to: f"{rank} to {to}".encode() * (to + rank) for to in range(world) if (rank, to) != (2, 1)
+    }
     received = exchange_bytes(sent, links[::-1], group)  # nothing from 0 to 0
     assert all(part.flags.writeable for part in received.values())
     so_far = collectives_so_far()
     kept = exchange_bytes({rank: b"own"}, [(0, 0), (1, 1), (2, 2)], group)
-    assert kept[rank].tobytes() == b"own" and kept[rank].flags.writeable and exchange_bytes({}, [], group) == {}
+    assert (
+        kept[rank].tobytes() == b"own"
+        and kept[rank].flags.writeable
+        and exchange_bytes({}, [], group) == {}
+    )
     assert collectives_so_far() == so_far, "what stays on its rank is not sent"
     nothing = exchange_bytes({}, [(0, 1), (1, 1)], group)
     assert {i: len(part) for i, part in nothing.items()} == [{}, {0: 0, 1: 0}, {}][rank]
@@ -54,25 +60,44 @@ def exchanges(rank: int, world: int) -> dict:
 def in_place(rank: int, group: dist.ProcessGroup) -> list:
     """Rows of 16 bytes, whose bits are kept; then positions that are missing or too large."""
     words = np.dtype([("number", np.float64), ("id", np.int32), ("low", np.int32)])
-    rows = np.array([(-0.0, -1, 7), (np.nan, 2**31 - 1, -(2**31))][: 3 - rank if rank else 0], dtype=words)
+    rows = np.array(
+        [(-0.0, -1, 7), (np.nan, 2**31 - 1, -(2**31))][: 3 - rank if rank else 0], dtype=words
+    )
     found = rows_in_place(rows, [2, 0][: len(rows)] if rank == 1 else [1][: len(rows)], group)
     for places in ([rank, 0] if rank else [0, 1], [rank + 1], [rank - 1]):
         with pytest.raises(ValueError, match="samples do not have the positions 0 to"):
             rows_in_place(np.zeros(len(places), dtype=words), places, group)
-    return [np.signbit(found["number"]).tolist(), np.isnan(found["number"]).tolist(), found[["id", "low"]].tolist()]
+    return [
+        np.signbit(found["number"]).tolist(),
+        np.isnan(found["number"]).tolist(),
+        found[["id", "low"]].tolist(),
+    ]
 
 
 def test_what_ranks_exchange():
     found = run_distributed(exchanges, 3)
     for rank, one in enumerate(found):
         assert one["sum"] == [3, -4.5, np.inf] and one["max"] == [2, 5]
-        assert one["rows"] == [[], [(10, False), (11, True)], [(20 + i, bool(i % 2)) for i in range(4)]]
+        assert one["rows"] == [
+            [],
+            [(10, False), (11, True)],
+            [(20 + i, bool(i % 2)) for i in range(4)],
+        ]
         assert one["received"] == {
-            sender: f"{sender} to {rank}" * (sender + rank) for sender in range(3) if (sender, rank) != (2, 1)
+            sender: f"{sender} to {rank}" * (sender + rank)
+            for sender in range(3)
+            if (sender, rank) != (2, 1)
         }
-        assert one["in place"] == [[False, True, True], [True, False, False],
-                                   [(2**31 - 1, -(2**31)), (-1, 7), (-1, 7)]]  # fmt: skip
-        assert one["told"] == b"hello" and one["first"] == b"hi" and one["nothing"] == one["none"] == b""
+        assert one["in place"] == [
+            [False, True, True],
+            [True, False, False],
+            [(2**31 - 1, -(2**31)), (-1, 7), (-1, 7)],
+        ]
+        assert (
+            one["told"] == b"hello"
+            and one["first"] == b"hi"
+            and one["nothing"] == one["none"] == b""
+        )
         assert one["array"] == [2, -3, 0] and one["empty"] == []
         assert one["gathered"] == ([b"", b"1", b"22"] if rank == 0 else None)
 
@@ -84,4 +109,7 @@ def test_one_process_needs_no_group():
     assert exchange_bytes({0: b"ab"}, [(0, 0)], None)[0].tobytes() == b"ab"
     assert rows_in_place(values[::-1], [2, 1, 0], None).tolist() == [0, 1, 2]
     assert broadcast_bytes(b"ab", None).tobytes() == b"ab"
-    assert gather_rows_of_ranks(values, None)[0] is values and gather_bytes(b"x", None)[0].tobytes() == b"x"
+    assert (
+        gather_rows_of_ranks(values, None)[0] is values
+        and gather_bytes(b"x", None)[0].tobytes() == b"x"
+    )

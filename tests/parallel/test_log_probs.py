@@ -19,7 +19,10 @@ ONE_TILE, MANY_TILES, DEFAULT = 2**30, 2_000, None
 
 
 def inputs(tokens, vocabulary, width, *, padded=None, dtype=torch.float32, seed=0, size=1.0):
-    """hidden, weight, labels, gradients of both results. Padding rows are large, so that a leak shows."""
+    """hidden, weight, labels, gradients of both results.
+
+    Padding rows are large, so that a leak shows.
+    """
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(tokens, width, generator=generator) * size
     weight = torch.randn(padded or vocabulary, width, generator=generator)
@@ -29,7 +32,9 @@ def inputs(tokens, vocabulary, width, *, padded=None, dtype=torch.float32, seed=
     return hidden.to(dtype), weight.to(dtype), labels, grads[0], grads[1]
 
 
-def reference(hidden, weight, labels, grad_log_probs, grad_entropy, *, temperature=1.0, vocab_size=None):
+def reference(
+    hidden, weight, labels, grad_log_probs, grad_entropy, *, temperature=1.0, vocab_size=None
+):
     """log_probs, entropy, hidden.grad, weight.grad in float64, from the whole logits."""
     hidden, weight = (x.detach().double().requires_grad_() for x in (hidden, weight))
     logits = hidden @ weight[:vocab_size].T / temperature
@@ -71,7 +76,9 @@ def test_worked_case():
     )
     probabilities = [1 / 8, 2 / 8, 5 / 8]
     assert log_probs.tolist() == pytest.approx([math.log(p) for p in probabilities], abs=1e-6)
-    assert entropy.tolist() == pytest.approx([-sum(p * math.log(p) for p in probabilities)] * 3, abs=1e-6)
+    assert entropy.tolist() == pytest.approx(
+        [-sum(p * math.log(p) for p in probabilities)] * 3, abs=1e-6
+    )
 
 
 @pytest.mark.parametrize("chunk_bytes", [ONE_TILE, MANY_TILES, DEFAULT])
@@ -113,9 +120,9 @@ def test_gradcheck(chunk_bytes):
 
 @pytest.mark.parametrize("chunk_bytes", [ONE_TILE, MANY_TILES])
 def test_bfloat16_inputs_give_float32_values(chunk_bytes):
-    """The reference multiplies the same bfloat16 numbers exactly, so only float32 rounding may show in the
-    values (a bfloat16 logit would be off by up to 0.03 here). Gradients return in bfloat16: half a unit of 8
-    bits, 2**-9.
+    """The reference multiplies the same bfloat16 numbers exactly, so only float32 rounding may show
+    in the values (a bfloat16 logit would be off by up to 0.03 here). Gradients return in bfloat16:
+    half a unit of 8 bits, 2**-9.
     """
     case = inputs(40, 300, 32, dtype=torch.bfloat16)
     actual = ours(*case, chunk_bytes=chunk_bytes)
@@ -135,7 +142,9 @@ def test_weight_gradient_of_bfloat16_is_summed_in_float32():
 
 @pytest.mark.parametrize("chunk_bytes", [ONE_TILE, MANY_TILES])
 def test_logits_of_ten_thousand(chunk_bytes):
-    """A float32 logit of 1e4 is known to 1e-3, hence the tolerance on values; nothing may overflow."""
+    """A float32 logit of 1e4 is known to 1e-3, hence the tolerance on values; nothing may
+    overflow.
+    """
     case = inputs(30, 50, 4, size=5e3)
     assert (case[0] @ case[1].T).abs().max() > 1e4
     actual = ours(*case, chunk_bytes=chunk_bytes)
@@ -145,7 +154,9 @@ def test_logits_of_ten_thousand(chunk_bytes):
 
 @pytest.mark.parametrize("chunk_bytes", [ONE_TILE, MANY_TILES])
 def test_uniform_logits_at_an_offset(chunk_bytes):
-    """All logits 3e4: the entropy is ln V exactly; computed as logsumexp - E[x] it would be off by 1e-3."""
+    """All logits 3e4: the entropy is ln V exactly; computed as logsumexp - E[x] it would be off
+    by 1e-3.
+    """
     hidden, weight = torch.full((3, 1), 3e4), torch.ones(64, 1)
     log_probs, entropy = call_log_probs(
         hidden, weight, torch.tensor([0, 1, 63]), with_entropy=True, chunk_bytes=chunk_bytes
@@ -201,7 +212,9 @@ def test_without_gradient_nothing_is_recorded():
     assert expected[0].grad_fn is not None
     with torch.no_grad():
         actual = call_log_probs(hidden, weight, labels, with_entropy=True)
-    assert all(torch.equal(a, b) and a.grad_fn is None for a, b in zip(actual, expected, strict=True))
+    assert all(
+        torch.equal(a, b) and a.grad_fn is None for a, b in zip(actual, expected, strict=True)
+    )
 
 
 def test_autocast_and_deterministic_mode_change_nothing():
@@ -291,8 +304,15 @@ def _check_tensor_parallel(rank, world_size):
         group = _group_of(rank, world_size, size)
         for sequence_parallel in (False, True):
             for chunk_bytes in (ONE_TILE, MANY_TILES):
-                for dtype, values, grads in ((torch.float32, 1e-5, 1e-5), (torch.bfloat16, 2e-5, 2**-8)):
-                    for vocabulary in (120, 85, 25):  # of 120 rows: none padded, some, all rows of two ranks
+                for dtype, values, grads in (
+                    (torch.float32, 1e-5, 1e-5),
+                    (torch.bfloat16, 2e-5, 2**-8),
+                ):
+                    for vocabulary in (
+                        120,
+                        85,
+                        25,
+                    ):  # of 120 rows: none padded, some, all rows of two ranks
                         case = inputs(36, vocabulary, 12, padded=120, dtype=dtype)
                         options = {"temperature": 0.8, "vocab_size": vocabulary}
                         actual = _call_on_shard(
@@ -314,15 +334,21 @@ def test_tensor_parallel_matches_log_softmax():
 
 
 def _check_label_owner(rank, world_size):
-    """All labels on one shard, each shard in turn: gradients are right on every rank, also where the shard before ends
-    with a tile of 10 rows, smaller than its others, and would have room for one more."""
+    """All labels on one shard, each shard in turn: gradients are right on every rank, also where
+    the shard before ends with a tile of 10 rows, smaller than its others, and would have room for
+    one more."""
     results = []
     for owner, chunk_bytes in itertools.product(range(world_size), (ONE_TILE, MANY_TILES)):
         hidden, weight, _, *grads = inputs(24, 84, 8)
         labels = torch.arange(24) % 21 + 21 * owner
         case = (hidden, weight, labels, *grads)
         actual = _call_on_shard(
-            case, dist.group.WORLD, world_size, rank, sequence_parallel=False, chunk_bytes=chunk_bytes
+            case,
+            dist.group.WORLD,
+            world_size,
+            rank,
+            sequence_parallel=False,
+            chunk_bytes=chunk_bytes,
         )
         assert_same(actual, reference(*case))
         results.append(actual[:3])
@@ -358,5 +384,7 @@ def _count_collectives(rank, world_size):
 
 
 def test_one_collective_per_pass_whatever_the_number_of_tiles():
-    """Forward: the statistics; backward: hidden's gradient. Sequence parallelism gathers hidden in each."""
+    """Forward: the statistics; backward: hidden's gradient. Sequence parallelism gathers hidden
+    in each.
+    """
     assert run_distributed(_count_collectives, 2) == [[0, 1, 2, 2, 4, 6]] * 2

@@ -81,7 +81,9 @@ def test_sequence_parallel_without_a_group_is_one_process():
 
 
 def test_logits_are_kept_where_they_and_a_tile_fit_and_a_gradient_is_wanted():
-    """6 tokens, 60 rows, width 8: 360 elements of logits and one tile of 60 * (3 * 6 + 2 * 8) = 2,040."""
+    """6 tokens, 60 rows, width 8: 360 elements of logits and one tile of 60 * (3 * 6 + 2 * 8) =
+    2,040.
+    """
     hidden, weight, labels, *_ = inputs(6, 60, 8)
     for dtype, size in ((torch.float32, 4), (torch.float64, 8)):
         for elements, kept in ((2400, True), (2399, False)):
@@ -126,7 +128,9 @@ UNIT = 4 * TOKENS * VOCABULARY  # bytes of the logits; the default tile holds al
 
 @pytest.mark.parametrize(("with_entropy", "buffers"), [(False, 1), (True, 2)])
 def test_scoring_holds_no_more_than_its_buffers(with_entropy, buffers):
-    """One tile of logits, another for the entropy; logits are not kept where no gradient is wanted."""
+    """One tile of logits, another for the entropy; logits are not kept where no gradient is
+    wanted.
+    """
     hidden, weight, labels, *_ = inputs(TOKENS, VOCABULARY, 2)
 
     def score():
@@ -141,10 +145,12 @@ def test_scoring_holds_no_more_than_its_buffers(with_entropy, buffers):
         assert buffers * UNIT <= peak_bytes(call) <= (buffers + 0.2) * UNIT
 
 
-@pytest.mark.parametrize(("with_entropy", "use_entropy"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(
+    ("with_entropy", "use_entropy"), [(False, False), (True, False), (True, True)]
+)
 def test_training_holds_no_more_than_its_buffers(with_entropy, use_entropy):
-    """The logits are too many to keep: forward and backward come one after the other, and each needs a second
-    buffer only for an entropy, the backward only where a gradient comes through it.
+    """The logits are too many to keep: forward and backward come one after the other, and each
+    needs a second buffer only for an entropy, the backward only where a gradient comes through it.
     """
     hidden, weight, labels, *_ = inputs(TOKENS, VOCABULARY, 2)
     peaks = []

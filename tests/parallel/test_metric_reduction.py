@@ -10,7 +10,12 @@ from megatron_gspo.parallel import reduce_metrics
 from tests.support.distributed import collectives_so_far, run_distributed
 
 LOCAL = [
-    {"loss": torch.tensor(1.0), "ratio_max": torch.tensor(1.5), "ratio_min": torch.tensor(0.5), "late": 3.0},
+    {
+        "loss": torch.tensor(1.0),
+        "ratio_max": torch.tensor(1.5),
+        "ratio_min": torch.tensor(0.5),
+        "late": 3.0,
+    },
     {"ratio_min": torch.tensor(0.25), "loss": torch.tensor(2.0), "ratio_max": torch.tensor(-2.0)},
     {},
 ]
@@ -41,7 +46,11 @@ def test_names_that_all_ranks_have_take_one_more_collective():
 
 
 def _nan_and_infinity(rank, world_size):
-    values = {"a_max": math.nan if rank == 0 else 1.0, "b_min": 1.0 if rank == 0 else math.nan, "c": math.nan}
+    values = {
+        "a_max": math.nan if rank == 0 else 1.0,
+        "b_min": 1.0 if rank == 0 else math.nan,
+        "c": math.nan,
+    }
     values |= {"d_max": -5.0 - rank, "e_min": -math.inf if rank else 2.0}
     return reduce_metrics(values, dist.group.WORLD)
 
@@ -53,12 +62,18 @@ def test_nan_survives_and_negative_extremes_are_right():
 
 
 def _names_of_one_rank_each(rank, world_size):
-    return reduce_metrics({f"of_{rank}": 1.0 + rank, "of_all": 1.0} if rank else {}, dist.group.WORLD)
+    return reduce_metrics(
+        {f"of_{rank}": 1.0 + rank, "of_all": 1.0} if rank else {}, dist.group.WORLD
+    )
 
 
 def test_names_that_no_rank_has_together():
     for reduced in run_distributed(_names_of_one_rank_each, 3):
-        assert {name: value.item() for name, value in reduced.items()} == {"of_1": 2.0, "of_2": 3.0, "of_all": 2.0}
+        assert {name: value.item() for name, value in reduced.items()} == {
+            "of_1": 2.0,
+            "of_2": 3.0,
+            "of_all": 2.0,
+        }
 
 
 def _all_empty(rank, world_size):
@@ -71,7 +86,9 @@ def test_no_metrics_anywhere():
 
 def test_one_process_sorts_and_detaches():
     loss = torch.tensor([2.0], requires_grad=True)
-    reduced = reduce_metrics({"loss": loss, "entropy": 1, "kl": torch.tensor(0.5, dtype=torch.float64)}, None)
+    reduced = reduce_metrics(
+        {"loss": loss, "entropy": 1, "kl": torch.tensor(0.5, dtype=torch.float64)}, None
+    )
     assert list(reduced) == ["entropy", "kl", "loss"]
     assert {value.dtype for value in reduced.values()} == {torch.float32}
     assert reduced["loss"].shape == () and not reduced["loss"].requires_grad
@@ -80,4 +97,6 @@ def test_one_process_sorts_and_detaches():
 def test_refuses_a_metric_that_names_lack():
     with pytest.raises(ValueError) as error:
         reduce_metrics({"loss": 1.0, "kl": 2.0, "entropy": 0.0}, None, names=["entropy"])
-    assert str(error.value) == "metrics ['kl', 'loss'] are missing from names; add them on every rank"
+    assert (
+        str(error.value) == "metrics ['kl', 'loss'] are missing from names; add them on every rank"
+    )

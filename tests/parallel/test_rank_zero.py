@@ -4,7 +4,11 @@ import pytest
 import torch.distributed as dist
 
 from megatron_gspo.errors import EngineError, RunError, UserError
-from megatron_gspo.parallel.rank_zero import raise_on_every_rank, run_on_every_rank, run_on_rank_zero
+from megatron_gspo.parallel.rank_zero import (
+    raise_on_every_rank,
+    run_on_every_rank,
+    run_on_rank_zero,
+)
 from tests.support.distributed import run_distributed
 
 
@@ -32,7 +36,9 @@ def message(failure: Exception, **options) -> tuple[str, str]:
 
 
 def cause(failure: Exception) -> str:
-    """The class of the cause of what this rank raises where the action raises ``failure`` on rank 0."""
+    """The class of the cause of what this rank raises where the action raises ``failure`` on
+    rank 0.
+    """
     try:
         run_on_rank_zero(raising(failure))
     except UserError as error:
@@ -65,7 +71,10 @@ def test_every_rank_gets_rank_zeros_value_or_its_error():
         assert found["disk"] == ("RunError", "not saved: OSError: disk full")
     assert first["causes"] == ["OSError", "NoneType"], "no error is its own cause"
     assert second["causes"] == third["causes"] == ["NoneType", "NoneType"]
-    assert first["bug"] == ("TypeError", "a bug\nof two lines"), "rank 0 keeps the traceback of a bug"
+    assert first["bug"] == (
+        "TypeError",
+        "a bug\nof two lines",
+    ), "rank 0 keeps the traceback of a bug"
     assert second["bug"] == third["bug"] == ("EngineError", "rank 0 failed: TypeError: a bug")
 
 

@@ -1,4 +1,6 @@
-"""Scored rows against naive indexing, and log-probs of scored positions alone, with and without tensor parallelism."""
+"""Scored rows against naive indexing, and log-probs of scored positions alone, with and without
+tensor parallelism.
+"""
 
 import itertools
 
@@ -31,8 +33,12 @@ def test_rows_of_every_rank_against_naive_indexing(mask, size):
     hidden, mask = torch.arange(1.0, 25.0).view(12, 2), torch.tensor(mask)
     ranks = [ScoredRows.of(mask, rank, size) for rank in range(size)]
     shares = hidden.chunk(size)
-    gathered = torch.cat([rows.select_own(share) for rows, share in zip(ranks, shares, strict=True)])
-    assert len(gathered) == size * max(int(part.sum()) for part in mask.chunk(size)), "no more than the largest share"
+    gathered = torch.cat(
+        [rows.select_own(share) for rows, share in zip(ranks, shares, strict=True)]
+    )
+    assert len(gathered) == size * max(int(part.sum()) for part in mask.chunk(size)), (
+        "no more than the largest share"
+    )
     for rows, share, part in zip(ranks, shares, mask.chunk(size), strict=True):
         assert rows.positions.tolist() == mask.nonzero().flatten().tolist()
         assert torch.equal(rows.select_gathered(gathered), hidden[mask])
@@ -52,9 +58,13 @@ def ours(hidden, weight, labels, grad_log_probs, grad_entropy, **options):
 
 
 def expected_of(case, mask, **options):
-    """Of the reference on all positions: the gradients of the scored ones, and their values with 0 elsewhere."""
+    """Of the reference on all positions: the gradients of the scored ones, and their values
+    with 0 elsewhere.
+    """
     hidden, weight, labels, *grads = case
-    log_probs, entropy, *gradients = reference(hidden, weight, labels, *(grad * mask for grad in grads), **options)
+    log_probs, entropy, *gradients = reference(
+        hidden, weight, labels, *(grad * mask for grad in grads), **options
+    )
     return log_probs * mask, entropy * mask, *gradients
 
 
@@ -68,7 +78,15 @@ def test_scored_positions_have_their_log_probs_and_the_others_nothing(name, chun
     elsewhere = mask == 0
     hidden, labels = hidden.clone(), labels.clone().to(dtype)
     hidden[elsewhere], labels[elsewhere] = torch.nan, 1000  # never read
-    actual = ours(hidden, weight, labels, *grads, scored=ScoredRows.of(mask), chunk_bytes=chunk_bytes, **options)
+    actual = ours(
+        hidden,
+        weight,
+        labels,
+        *grads,
+        scored=ScoredRows.of(mask),
+        chunk_bytes=chunk_bytes,
+        **options,
+    )
     if mask.any():
         assert_same(actual, expected_of(case, mask, **options))
     assert not any(value[elsewhere].any() for value in actual[:3])
@@ -88,13 +106,19 @@ def test_a_frozen_weight_and_a_pass_without_gradient():
 
 
 def test_products_and_saved_rows_are_those_of_the_scored_positions():
-    """A quarter of the positions: a quarter of the work and of the memory that waits for the backward."""
+    """A quarter of the positions: a quarter of the work and of the memory that waits for the
+    backward.
+    """
     work, saved = [], []
     for scored in (None, ScoredRows.of(torch.arange(64) % 4 == 1)):
         hidden, weight, labels, *_ = inputs(64, 60, 8)
         kept = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda x, kept=kept: kept.append(x.shape) or x, lambda x: x), \
-             FlopCounterMode(display=False) as counter:  # fmt: skip
+        with (
+            torch.autograd.graph.saved_tensors_hooks(
+                lambda x, kept=kept: kept.append(x.shape) or x, lambda x: x
+            ),
+            FlopCounterMode(display=False) as counter,
+        ):
             live = hidden.requires_grad_() * 1.0
             kept.clear()
             log_probs, _ = call_log_probs(
@@ -108,7 +132,9 @@ def test_products_and_saved_rows_are_those_of_the_scored_positions():
 
 
 def _on_shards(rank, world_size):
-    """Every mask, on all ranks of one group; the bytes that went through its all-gathers of hidden states."""
+    """Every mask, on all ranks of one group; the bytes that went through its all-gathers of
+    hidden states.
+    """
     group, cases = dist.group.WORLD, 0
     for (name, mask), sequence_parallel in itertools.product(MASKS.items(), (False, True)):
         for dtype, values, grads in ((torch.float32, 1e-5, 1e-5), (torch.bfloat16, 2e-5, 2**-8)):
@@ -118,19 +144,36 @@ def _on_shards(rank, world_size):
             hidden = hidden.chunk(world_size)[rank] if sequence_parallel else hidden
             before = collectives_so_far()
             shard = weight.chunk(world_size)[rank]
-            options = dict(tp_group=group, temperature=0.8, vocab_size=85, sequence_parallel=sequence_parallel,
-                           chunk_bytes=MANY_TILES, scored=ScoredRows.of(mask, *place))  # fmt: skip
+            options = dict(
+                tp_group=group,
+                temperature=0.8,
+                vocab_size=85,
+                sequence_parallel=sequence_parallel,
+                chunk_bytes=MANY_TILES,
+                scored=ScoredRows.of(mask, *place),
+            )
             actual = ours(hidden, shard, labels, *gradients, **options)
             with torch.no_grad():
-                assert torch.equal(call_log_probs(hidden, shard, labels, **options)[0].double(), actual[0].double())
-            assert collectives_so_far() - before == (6 if sequence_parallel else 3), f"{name}: ranks would wait"
-            log_probs, entropy, grad_hidden, grad_weight = expected_of(case, mask, temperature=0.8, vocab_size=85)
+                assert torch.equal(
+                    call_log_probs(hidden, shard, labels, **options)[0].double(), actual[0].double()
+                )
+            assert collectives_so_far() - before == (6 if sequence_parallel else 3), (
+                f"{name}: ranks would wait"
+            )
+            log_probs, entropy, grad_hidden, grad_weight = expected_of(
+                case, mask, temperature=0.8, vocab_size=85
+            )
             grad_hidden = grad_hidden.chunk(world_size)[rank] if sequence_parallel else grad_hidden
             for found, wanted, scale in zip(
-                actual, (log_probs, entropy, grad_hidden, grad_weight.chunk(world_size)[rank]),
-                (values, values, *(grads * float(whole.abs().max()) for whole in (grad_hidden, grad_weight))),
+                actual,
+                (log_probs, entropy, grad_hidden, grad_weight.chunk(world_size)[rank]),
+                (
+                    values,
+                    values,
+                    *(grads * float(whole.abs().max()) for whole in (grad_hidden, grad_weight)),
+                ),
                 strict=True,
-            ):  # fmt: skip
+            ):
                 torch.testing.assert_close(found.double(), wanted, rtol=0, atol=scale + 1e-12)
             cases += 1
     return cases

@@ -1,11 +1,19 @@
-"""Everything stays within the group that was given: ranks 0 and 2 apart from ranks 1 and 3, by hand."""
+"""Everything stays within the group that was given: ranks 0 and 2 apart from ranks 1 and 3, by
+hand.
+"""
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from megatron_gspo.parallel import reduce_metrics
-from megatron_gspo.parallel.collectives import gather_rows, group_rank, group_size, scatter_summed_rows, sum_in_place
+from megatron_gspo.parallel.collectives import (
+    gather_rows,
+    group_rank,
+    group_size,
+    scatter_summed_rows,
+    sum_in_place,
+)
 from megatron_gspo.parallel.context_parallel import all_gather_tokens, sum_over
 from megatron_gspo.parallel.host_exchange import (
     broadcast_array,
@@ -31,7 +39,9 @@ def _in_pairs(rank, world_size):
     assert sum_in_place(x.clone(), mine).squeeze(1).tolist() == [first + second] * 2
     assert sum_over(mine)(x).squeeze(1).tolist() == [first + second] * 2
     part = x.clone().requires_grad_()
-    (all_gather_tokens(part, mine).squeeze(1) * torch.tensor([1.0, 2.0, 3.0, 4.0]) * (rank + 1)).sum().backward()
+    (
+        all_gather_tokens(part, mine).squeeze(1) * torch.tensor([1.0, 2.0, 3.0, 4.0]) * (rank + 1)
+    ).sum().backward()
     weights = [1.0, 2.0] if rank == first else [3.0, 4.0]
     assert part.grad.squeeze(1).tolist() == [weight * (first + second + 2) for weight in weights]
     metrics = reduce_metrics({f"of_{rank}": float(rank), "largest_max": float(rank)}, mine)
@@ -49,12 +59,18 @@ def _host_values_in_pairs(rank, mine, first, second):
     found = gather_rows_of_ranks(np.arange(rank + 1), mine)
     assert rows_in_place(np.array([rank]), [rank // 2], mine).tolist() == [first, second]
     assert [rows.tolist() for rows in found] == [list(range(first + 1)), list(range(second + 1))]
-    assert broadcast_bytes(b"%d" % rank if rank == second else None, mine, 1).tobytes() == b"%d" % second
+    assert (
+        broadcast_bytes(b"%d" % rank if rank == second else None, mine, 1).tobytes()
+        == b"%d" % second
+    )
     assert broadcast_array(np.array([rank, rank]), mine, 1).tolist() == [second, second]
     parts = {0: b"%d to 0" % rank, 1: b"%d to 1, longer" % rank}
     found = exchange_bytes(parts, [(0, 0), (0, 1), (1, 0), (1, 1)], mine)
     wanted = "to 0" if rank == first else "to 1, longer"
-    assert [part.tobytes().decode() for part in found.values()] == [f"{first} {wanted}", f"{second} {wanted}"]
+    assert [part.tobytes().decode() for part in found.values()] == [
+        f"{first} {wanted}",
+        f"{second} {wanted}",
+    ]
     gathered = gather_bytes(b"%d" % rank, mine)  # on the world's rank 0
     assert gathered is None if rank else [part.tobytes() for part in gathered] == [b"0", b"2"]
     alone = gather_bytes(b"x", None)  # each rank's own group; the world's rank 0 gets it

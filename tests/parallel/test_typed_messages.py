@@ -75,9 +75,16 @@ class Evil:
     "expected", [Any, Tensors, UserError, Path, np.ndarray, torch.dtype, list[InputError]]
 )
 def test_foreign_bytes_are_one_line_and_run_nothing(expected, tmp_path):
-    for message in (pickle.dumps(Evil(tmp_path / "ran")), b"", b"\xc1", b'{"class": 3}', encode({"dtype": "O8"}),
-                    encode("system"), encode({"class": 1, "message": 2}),
-                    encode({"dtype": "O", "shape": [1], "data": b"12345678"})):  # fmt: skip
+    for message in (
+        pickle.dumps(Evil(tmp_path / "ran")),
+        b"",
+        b"\xc1",
+        b'{"class": 3}',
+        encode({"dtype": "O8"}),
+        encode("system"),
+        encode({"class": 1, "message": 2}),
+        encode({"dtype": "O", "shape": [1], "data": b"12345678"}),
+    ):
         try:
             value = decode(message, expected)
         except RunError as error:

@@ -15,7 +15,9 @@ from tests.support.patched_policies import MCORE, gradients, policy_in
 
 
 def grad_norms(rank: int, world_size: int, path: str) -> dict[str, float]:
-    """Gradient norms with data parallelism alone, and of experts marked as Transformer Engine's grouped ones are."""
+    """Gradient norms with data parallelism alone, and of experts marked as Transformer Engine's
+    grouped ones are.
+    """
 
     def norm(layout: ParallelConfig) -> float:
         policy = policy_in(path, layout, distributed_optimizer=True)

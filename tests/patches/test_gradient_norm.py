@@ -59,7 +59,8 @@ def steps(rank: int, world_size: int, path: str) -> dict[str, Any]:
 
 
 @pytest.mark.skipif(
-    clip_grads.l2_norm_impl is not foreach_l2_norm, reason="Transformer Engine or Apex computes the norm"
+    clip_grads.l2_norm_impl is not foreach_l2_norm,
+    reason="Transformer Engine or Apex computes the norm",
 )
 def test_an_optimizer_step_reads_one_norm(path):
     found = run_distributed(steps, 1, path)[0]
@@ -69,8 +70,15 @@ def test_an_optimizer_step_reads_one_norm(path):
 
 
 def test_the_norm_stays_on_the_device_and_upstreams_does_not():
-    """On the meta device nothing can be read. Upstream reads within ``torch.tensor``, which no mode intercepts."""
-    arguments = 65536, torch.zeros(1, device="meta"), [[torch.empty(3, device="meta"), torch.empty(2, device="meta")]]
+    """On the meta device nothing can be read.
+
+    Upstream reads within ``torch.tensor``, which no mode intercepts.
+    """
+    arguments = (
+        65536,
+        torch.zeros(1, device="meta"),
+        [[torch.empty(3, device="meta"), torch.empty(2, device="meta")]],
+    )
     assert foreach_l2_norm(*arguments, False)[0].device.type == "meta"
     with pytest.raises((RuntimeError, NotImplementedError)):
         local_multi_tensor_l2_norm(*arguments, False)

@@ -1,4 +1,6 @@
-"""Which known issues apply to a situation: versions, layout and model, and the patches of this process."""
+"""Which known issues apply to a situation: versions, layout and model, and the patches of this
+process.
+"""
 
 from __future__ import annotations
 
@@ -33,16 +35,20 @@ def test_ranges_are_read_from_the_table():
     [
         (dict(tensor=2), "expert_gradients.py (1)"),
         (dict(tensor=2, expert=2, transformer_engine=True), "expert_gradients.py (2)"),
-        (dict(virtual_pipeline=2, pipeline=2),
-         "mcore/model.py: overlap_p2p_comm on, batch_p2p_comm off under interleaving"),
-        (dict(pipeline=2),
-         "mcore/model.py: deallocate_pipeline_outputs off under interleaving and on gloo"),
+        (
+            dict(virtual_pipeline=2, pipeline=2),
+            "mcore/model.py: overlap_p2p_comm on, batch_p2p_comm off under interleaving",
+        ),
+        (
+            dict(pipeline=2),
+            "mcore/model.py: deallocate_pipeline_outputs off under interleaving and on gloo",
+        ),
         (dict(tensor=2), "mcore/layers.py: RMSNorm"),
         (dict(replay=True), "mcore/routing_replay/router_hooks.py: RouterHook, refuse_bypasses"),
         (dict(world_size=8), "moe_uneven_collectives.py"),
         (dict(starts_servers=True), "servers/server_launch.py: server_environment"),
     ],
-)  # fmt: skip
+)
 def test_a_layout_is_affected_and_a_single_process_is_not(change, place):
     assert place in places(replace(MOE, **change))
     assert place not in places(replace(MOE, world_size=1))
@@ -70,24 +76,47 @@ def test_a_gpu_with_transformer_engine_has_no_issue_of_cpus():
 
 
 def test_every_issue_applies_somewhere():
-    wide = replace(MOE, tensor=2, pipeline=2, virtual_pipeline=2, expert=2, replay=True, starts_servers=True,
-                   servers_on_cpu=True, sglang=(0, 5, 23))
+    wide = replace(
+        MOE,
+        tensor=2,
+        pipeline=2,
+        virtual_pipeline=2,
+        expert=2,
+        replay=True,
+        starts_servers=True,
+        servers_on_cpu=True,
+        sglang=(0, 5, 23),
+    )
     situations = [
-        wide, replace(wide, expert=1), replace(wide, transformer_engine=True), replace(wide, sglang=(0, 5, 15)),
+        wide,
+        replace(wide, expert=1),
+        replace(wide, transformer_engine=True),
+        replace(wide, sglang=(0, 5, 15)),
         replace(wide, megatron=(0, 19, 2)),
-    ]  # fmt: skip
+    ]
     applied = {issue.handled_by for situation in situations for issue in applicable(situation)}
     assert applied == {issue.handled_by for issue in KNOWN_ISSUES if issue.is_issue}
 
 
 def test_the_patches_are_in_place_in_this_process():
     situation = replace(MOE, tensor=2, pipeline=2)
-    assert {issue.handled_by: issue.unpatched() for issue in applicable(situation) if issue.unpatched()} == {}
+    assert {
+        issue.handled_by: issue.unpatched() for issue in applicable(situation) if issue.unpatched()
+    } == {}
 
 
 @pytest.mark.parametrize("issue", KNOWN_ISSUES, ids=lambda issue: issue.handled_by)
 def test_every_row_is_complete_and_its_version_range_is_readable(issue):
-    assert all((issue.handled_by, issue.versions, issue.problem, issue.upstream, issue.tests, issue.delete_when))
+    assert all(
+        (
+            issue.handled_by,
+            issue.versions,
+            issue.problem,
+            issue.upstream,
+            issue.tests,
+            issue.delete_when,
+        )
+    )
     assert issue.range is not None or issue.all_versions or issue.versions.startswith("all")
     assert issue.range is None or issue.range[1] <= issue.range[2]
 

@@ -19,12 +19,23 @@ from tests.support.patched_policies import MCORE, on_cpu
 @on_cpu
 def test_device_literals_mean_the_cpu():
     for make in (torch.zeros, torch.ones, torch.empty, torch.rand, torch.randn):
-        assert make(2, 3, device="cuda").device.type == make(2, device=torch.device("cuda", 0)).device.type == "cpu"
+        assert (
+            make(2, 3, device="cuda").device.type
+            == make(2, device=torch.device("cuda", 0)).device.type
+            == "cpu"
+        )
     assert torch.tensor([1, 2], device="cuda:3").tolist() == [1, 2]
     assert torch.arange(3, device=torch.cuda.current_device()).tolist() == [0, 1, 2]
-    assert torch.full((2,), 7, device="meta").device.type == "meta", "other devices stay what they are"
-    assert torch.ones(1).cuda().device.type == torch.nn.Linear(1, 1).cuda().weight.device.type == "cpu"
-    assert torch.ones(1).type() == "torch.cuda.FloatTensor" and torch.ones(1).type(torch.float64).dtype == torch.float64
+    assert torch.full((2,), 7, device="meta").device.type == "meta", (
+        "other devices stay what they are"
+    )
+    assert (
+        torch.ones(1).cuda().device.type == torch.nn.Linear(1, 1).cuda().weight.device.type == "cpu"
+    )
+    assert (
+        torch.ones(1).type() == "torch.cuda.FloatTensor"
+        and torch.ones(1).type(torch.float64).dtype == torch.float64
+    )
     with torch.cuda.stream(torch.cuda.Stream()):
         torch.cuda.current_stream().wait_stream(torch.cuda.Stream())
     state = torch.cuda.get_rng_state()
@@ -63,19 +74,32 @@ print("done")
 
 @on_cpu
 def test_literals_fail_without_the_patch_and_where_cuda_is_available_it_changes_nothing():
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run([sys.executable, "-c", WITHOUT], env=environment, capture_output=True, text=True)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "PYTHONWARNINGS": "ignore",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT], env=environment, capture_output=True, text=True
+    )
     assert done.stdout.split()[-1:] == ["done"], done.stdout + done.stderr
 
 
 @on_cpu
 @pytest.mark.parametrize("patched", [False, True])
 def test_transformer_engine_is_not_imported_without_a_gpu(tmp_path, patched):
-    (tmp_path / "transformer_engine.py").write_text("raise OSError('libcuda.so.1: cannot open shared object file')")
-    code = "import megatron_gspo.mcore\n" * patched + "from megatron.core.optimizer import clip_grads as found"
+    (tmp_path / "transformer_engine.py").write_text(
+        "raise OSError('libcuda.so.1: cannot open shared object file')"
+    )
+    code = (
+        "import megatron_gspo.mcore\n" * patched
+        + "from megatron.core.optimizer import clip_grads as found"
+    )
     code += "\nprint(found.multi_tensor_applier.__module__)"
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+    )
     if patched:
         assert done.stdout.split() == ["megatron.core.utils"], done.stderr
     else:

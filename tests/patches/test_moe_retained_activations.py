@@ -1,4 +1,6 @@
-"""Memory that MoE dispatchers keep after the backward pass of recomputed layers, on real tensors."""
+"""Memory that MoE dispatchers keep after the backward pass of recomputed layers, on real
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -28,17 +30,27 @@ LAYERS = (2, 4)
 LAYOUTS = {
     "alltoall": parallel(),
     "allgather": parallel(moe_token_dispatcher_type="allgather"),
-    "expert tensor": parallel(tensor=2, expert_tensor=2),  # combine_preprocess reads the dtype of the probabilities
+    "expert tensor": parallel(
+        tensor=2, expert_tensor=2
+    ),  # combine_preprocess reads the dtype of the probabilities
 }
 UPSTREAM = {"alltoall": "MoEAlltoAllTokenDispatcher", "allgather": "MoEAllGatherTokenDispatcher"}
 
 
 def retained_bytes(path: str, layout: ParallelConfig) -> tuple[int, int]:
-    """What a forward and backward pass with upstream's dispatchers leaves allocated, and one residual stream."""
-    policy = build_policy(model_config(path, recompute_granularity="full"), layout, groups_of(layout),
-                          optimizer=adam(lr=1e-3))  # fmt: skip
+    """What a forward and backward pass with upstream's dispatchers leaves allocated, and one
+    residual stream.
+    """
+    policy = build_policy(
+        model_config(path, recompute_granularity="full"),
+        layout,
+        groups_of(layout),
+        optimizer=adam(lr=1e-3),
+    )
     for layer in unwrap(policy.chunks[0]).decoder.layers:
-        layer.mlp.token_dispatcher.__class__ = getattr(token_dispatcher, UPSTREAM[layout.moe_token_dispatcher_type])
+        layer.mlp.token_dispatcher.__class__ = getattr(
+            token_dispatcher, UPSTREAM[layout.moe_token_dispatcher_type]
+        )
     batch = SampleBatch.of(make_samples(count=4))
     batches = pack_mini_batch(policy, batch, micro_batches_of(400), optional=(), routing=None)
     with LiveStorages() as storages:
@@ -49,8 +61,12 @@ def retained_bytes(path: str, layout: ParallelConfig) -> tuple[int, int]:
 
 def by_layers(rank: int, world_size: int, paths: dict[int, str], name: str) -> dict[str, Any]:
     """Retained bytes at each depth, with the patch and with upstream's code."""
-    found: dict[str, Any] = {"patched": {n: retained_bytes(path, LAYOUTS[name]) for n, path in paths.items()}}
-    for dispatcher in (getattr(token_dispatcher, name) for name in moe_retained_activations.DISPATCHERS):
+    found: dict[str, Any] = {
+        "patched": {n: retained_bytes(path, LAYOUTS[name]) for n, path in paths.items()}
+    }
+    for dispatcher in (
+        getattr(token_dispatcher, name) for name in moe_retained_activations.DISPATCHERS
+    ):
         dispatcher.combine_postprocess = getattr(dispatcher.combine_postprocess, MARK)
     found["upstream"] = {n: retained_bytes(path, LAYOUTS[name]) for n, path in paths.items()}
     return found
@@ -64,7 +80,9 @@ def paths(tmp_path_factory) -> dict[int, str]:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_no_recomputed_layer_keeps_its_input_and_gradient(paths, name):
-    found = run_distributed(by_layers, LAYOUTS[name].tensor_model_parallel_size, paths, name, timeout=90)[0]
+    found = run_distributed(
+        by_layers, LAYOUTS[name].tensor_model_parallel_size, paths, name, timeout=90
+    )[0]
     (few, residual), (many, _) = (found["patched"][n] for n in LAYERS)
     assert many - few < 0.1 * residual
     (few, _), (many, _) = (found["upstream"][n] for n in LAYERS)

@@ -15,7 +15,9 @@ from tests.support.patched_policies import on_cpu
 
 
 def exchange(rank: int, world_size: int) -> dict[str, Any]:
-    """Rank r has r + 1 rows for everyone; what upstream's and the corrected collectives make of it."""
+    """Rank r has r + 1 rows for everyone; what upstream's and the corrected collectives make of
+    it.
+    """
     rows = torch.arange(3 * (rank + 1), dtype=torch.float32).view(-1, 3) + 100 * rank
     sizes = [1, 2]
     found: dict[str, Any] = {"errors": []}

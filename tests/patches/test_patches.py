@@ -1,4 +1,6 @@
-"""Every correction of an upstream package: the defect without it, the right result with it, where it does nothing."""
+"""Every correction of an upstream package: the defect without it, the right result with it,
+where it does nothing.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ import torch.distributed as dist
 import megatron_gspo.mcore.train_step  # noqa: F401  applies the patches; the fork server of the tests imports it once
 from megatron_gspo.patches.mark import MARK, replace
 
-# --- the mark -----------------------------------------------------------------------------------------------
+# --- the mark
+# -----------------------------------------------------------------------------------------------
 
 
 def test_replace_works_once_and_keeps_the_original():
@@ -29,26 +32,35 @@ def test_replace_works_once_and_keeps_the_original():
 
 
 def test_a_missing_symbol_is_an_import_error_that_names_it():
-    with pytest.raises(ImportError, match=r"cannot patch torch.distributed.no_such_function: .* version is unknown"):
+    with pytest.raises(
+        ImportError, match=r"cannot patch torch.distributed.no_such_function: .* version is unknown"
+    ):
         replace(dist, "no_such_function", lambda original: original)
 
 
-# --- Megatron on a CPU --------------------------------------------------------------------------------------
+# --- Megatron on a CPU
+# --------------------------------------------------------------------------------------
 
 
-# --- a name that is defined only with Transformer Engine ----------------------------------------------------
+# --- a name that is defined only with Transformer Engine
+# ----------------------------------------------------
 
 
-# --- collectives with parts of unequal size -----------------------------------------------------------------
+# --- collectives with parts of unequal size
+# -----------------------------------------------------------------
 
 
-# --- expert gradients and the interleaved pipeline ----------------------------------------------------------
+# --- expert gradients and the interleaved pipeline
+# ----------------------------------------------------------
 
 
 def test_two_interleaved_stages_exchange_unbatched(defects):
     assert defects["settings"] == (True, False)
     assert defects["errors"]["p2p guarded"][1] < 1e-5
-    assert defects["errors"]["p2p unguarded"][1] > 0.1, "upstream distinguishes the directions: delete the guard"
+    assert defects["errors"]["p2p unguarded"][1] > 0.1, (
+        "upstream distinguishes the directions: delete the guard"
+    )
 
 
-# --- the step count of torch's Adam -------------------------------------------------------------------------
+# --- the step count of torch's Adam
+# -------------------------------------------------------------------------

@@ -19,6 +19,8 @@ import megatron.core.optimizer.clip_grads
 
 def test_only_the_named_messages_are_left_out():
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=True
+    )
     assert "your loss is wrong" in done.stderr and "your own deprecation" in done.stderr
     assert "Apex" not in done.stderr

@@ -1,4 +1,6 @@
-"""patches/README.md has the tables of known_issues.py: every patch, its upstream place and a test that exists."""
+"""patches/README.md has the tables of known_issues.py: every patch, its upstream place and a
+test that exists.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +24,23 @@ def test_the_tables_are_up_to_date():
 
 
 def test_every_file_is_in_the_table():
-    listed = {found[1] for issue in PATCHES if (found := re.match(r"`([\w/]+\.py)`", issue.handled_by))}
+    listed = {
+        found[1] for issue in PATCHES if (found := re.match(r"`([\w/]+\.py)`", issue.handled_by))
+    }
     folder = ROOT / "patches"
-    assert listed == {path.relative_to(folder).as_posix() for path in folder.rglob("*.py")} - HELPERS
+    assert (
+        listed == {path.relative_to(folder).as_posix() for path in folder.rglob("*.py")} - HELPERS
+    )
 
 
 def test_short_links_are_written_out():
-    issue = replace(PATCHES[0], upstream="[a](mcore:x.py#L1), [b](https://c.org/d), [e](sglang-pull:3)")
-    assert cells(issue)[3] == (
-        "[a](https://github.com/NVIDIA/Megatron-LM/blob/core_v0.16.1/megatron/core/x.py#L1), [b](https://c.org/d), "
-        "[e](https://github.com/sgl-project/sglang/pull/3)"
+    issue = replace(
+        PATCHES[0], upstream="[a](mcore:x.py#L1), [b](https://c.org/d), [e](sglang-pull:3)"
+    )
+    assert (
+        cells(issue)[3]
+        == "[a](https://github.com/NVIDIA/Megatron-LM/blob/core_v0.16.1/megatron/core/x.py#L1),"
+        " [b](https://c.org/d), [e](https://github.com/sgl-project/sglang/pull/3)"
     )
 
 
@@ -49,6 +58,9 @@ def test_every_entry_has_versions_a_place_and_tests(row):
     named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", tests)
     assert named, "no test"
     for path, function in named:
-        functions = {node.name for node in ast.parse((ROOT / path).read_text()).body
-                     if isinstance(node, ast.FunctionDef)}  # fmt: skip
+        functions = {
+            node.name
+            for node in ast.parse((ROOT / path).read_text()).body
+            if isinstance(node, ast.FunctionDef)
+        }
         assert not function or function in functions, f"{path}::{function}"

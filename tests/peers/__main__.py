@@ -1,4 +1,6 @@
-"""Run this folder's tests and fail if any of them was skipped: `python -m tests.peers [pytest arguments]`."""
+"""Run this folder's tests and fail if any of them was skipped: `python -m tests.peers [pytest
+arguments]`.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ def main() -> int:
     watch = NoSkips()
     code = pytest.main([str(Path(__file__).parent), *sys.argv[1:]], plugins=[watch])
     if watch.skipped:
-        print(f"skipped where nothing may be: {', '.join(watch.skipped)}; install what is missing", file=sys.stderr)
+        print(
+            f"skipped where nothing may be: {', '.join(watch.skipped)}; install what is missing",
+            file=sys.stderr,
+        )
     return int(code) or int(bool(watch.skipped))
 
 

@@ -14,7 +14,9 @@ from megatron_gspo.algorithms import LossExtras, Objective, finish_metrics, poli
 
 @dataclass(frozen=True)
 class Padded:
-    """log-probs and `mask` (float32, 1 where trained) [B, R]; `advantages` [B], one a response, or [B, R]."""
+    """log-probs and `mask` (float32, 1 where trained) [B, R]; `advantages` [B], one a response,
+    or [B, R].
+    """
 
     log_probs: Tensor
     old_log_probs: Tensor
@@ -51,9 +53,14 @@ LENGTHS = (1, 7, 12, 3, 9, 2, 12, 5)
 
 
 def make_batch(
-    *, drift: float, seed: int = 0, lengths: Sequence[int] = LENGTHS, dtype: torch.dtype = torch.float64
+    *,
+    drift: float,
+    seed: int = 0,
+    lengths: Sequence[int] = LENGTHS,
+    dtype: torch.dtype = torch.float64,
 ) -> Padded:
-    """Responses of `lengths` tokens (0: none trained), some masked inside, advantages of both signs.
+    """Responses of `lengths` tokens (0: none trained), some masked inside, advantages of both
+    signs.
 
     `drift`: standard deviation of the log-ratios, of the sequences' means and of the tokens.
     """
@@ -79,7 +86,9 @@ def cuts(batch: Padded, size: int) -> list[slice]:
     return [slice(start, start + size) for start in range(0, len(batch), size)]
 
 
-def ours(objective: Objective, batch: Padded, *, micro_batch: int | None = None, with_ref: bool = False) -> Result:
+def ours(
+    objective: Objective, batch: Padded, *, micro_batch: int | None = None, with_ref: bool = False
+) -> Result:
     """Our loss of the whole mini-batch, summed over micro-batches of `micro_batch` rows."""
     losses, gradients, summed = [], [], {}
     for cut in cuts(batch, micro_batch or len(batch)):
@@ -108,7 +117,11 @@ def ours(objective: Objective, batch: Padded, *, micro_batch: int | None = None,
 
 def assert_same(peer: Result, our: Result, *, tolerance: float = 1e-12) -> None:
     """Loss within `tolerance` relative, gradient within `tolerance` of its largest entry."""
-    assert abs(peer.loss - our.loss) <= tolerance * abs(our.loss), f"loss {peer.loss!r}, ours {our.loss!r}"
+    assert abs(peer.loss - our.loss) <= tolerance * abs(our.loss), (
+        f"loss {peer.loss!r}, ours {our.loss!r}"
+    )
     largest = our.gradient.abs().max()
     worst = (peer.gradient.to(our.gradient.dtype) - our.gradient).abs().max()
-    assert largest > 0 and worst <= tolerance * largest, f"gradient off by {worst:.3e}, largest {largest:.3e}"
+    assert largest > 0 and worst <= tolerance * largest, (
+        f"gradient off by {worst:.3e}, largest {largest:.3e}"
+    )

@@ -1,7 +1,8 @@
 """prime-rl and slime are on no registry: their formulas, in loops over tokens, against our loss.
 
-Written from their sources at these commits, links that docs/peers.md has too. Both take a mini-batch in one call here;
-`sum_of_sample_mean / step_global_batch_size` of slime is the mean over responses of the mean over tokens.
+Written from their sources at these commits, links that docs/peers.md has too. Both take a
+mini-batch in one call here; `sum_of_sample_mean / step_global_batch_size` of slime is the mean over
+responses of the mean over tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from megatron_gspo.algorithms.segments import Segments
 from .batch import Padded, Result, assert_same, make_batch, ours
 
 SLIME = "https://github.com/THUDM/slime/blob/624b824a898ab0ec1fcb4d373004c7f3852bf515/"
-PRIME_RL = "https://github.com/PrimeIntellect-ai/prime-rl/blob/559b44772e471d1538537b8805cc77f3824a5e64/"
+PRIME_RL = (
+    "https://github.com/PrimeIntellect-ai/prime-rl/blob/559b44772e471d1538537b8805cc77f3824a5e64/"
+)
 SOURCES = (
     PRIME_RL + "src/prime_rl/trainer/rl/loss.py",
     SLIME + "slime/utils/ppo_utils.py",
@@ -45,11 +48,15 @@ def trained(batch: Padded, i: int) -> list[int]:
 
 
 def result(batch: Padded, losses_of: Callable[[Tensor], TokenLosses], *, by_token: bool) -> Result:
-    """Sum of the token losses over all tokens of the mini-batch, or slime's mean over responses of their means."""
+    """Sum of the token losses over all tokens of the mini-batch, or slime's mean over responses
+    of their means.
+    """
     leaf = batch.log_probs.clone().requires_grad_()
     total = torch.zeros((), dtype=leaf.dtype)
     for (i, _), loss in losses_of(leaf).items():
-        total = total + loss / (batch.num_tokens if by_token else len(trained(batch, i)) * len(batch))
+        total = total + loss / (
+            batch.num_tokens if by_token else len(trained(batch, i)) * len(batch)
+        )
     (gradient,) = torch.autograd.grad(total, leaf)
     return Result(total.item(), gradient, {})
 
@@ -58,14 +65,18 @@ def each(batch: Padded, loss: Callable[[int, int], Tensor]) -> TokenLosses:
     return {(i, t): loss(i, t) for i in range(len(batch)) for t in trained(batch, i)}
 
 
-# prime-rl, default_loss_fn: old_log_probs is the rollout engine's, as with `old_log_probs: rollout`.
+# prime-rl, default_loss_fn: old_log_probs is the rollout engine's, as with `old_log_probs:
+# rollout`.
 
 
 def prime_rl(batch: Padded, *, low: float = 0.2, high: float = 0.2, kl_tau: float = 1e-3) -> Result:
     def losses(log_probs: Tensor) -> TokenLosses:
         def loss(i: int, t: int) -> Tensor:
             d = log_probs[i, t] - batch.old_log_probs[i, t]
-            moved, a = batch.log_probs[i, t].exp() - batch.old_log_probs[i, t].exp(), batch.advantages[i]
+            moved, a = (
+                batch.log_probs[i, t].exp() - batch.old_log_probs[i, t].exp(),
+                batch.advantages[i],
+            )
             leaves = moved > high if a > 0 else moved < -low
             return kl_tau * d**2 - (0 if leaves else 1) * a * d.exp()
 
@@ -84,7 +95,11 @@ def test_prime_rls_default_has_the_gradient_of_dppo_with_the_log_ratio_penalty()
     counted = 0.0  # the value that ours has with log_prob + 1 - log_prob for log_prob
     for i in range(len(batch)):
         for t in trained(batch, i):
-            p, q, a = float(batch.log_probs[i, t]), float(batch.old_log_probs[i, t]), float(batch.advantages[i])
+            p, q, a = (
+                float(batch.log_probs[i, t]),
+                float(batch.old_log_probs[i, t]),
+                float(batch.advantages[i]),
+            )
             if (math.exp(p) - math.exp(q)) * math.copysign(1, a) <= 0.2:
                 counted += a * math.exp(p - q) * (1 - p) / batch.num_tokens
     assert theirs.loss == pytest.approx(our.loss - counted, rel=1e-12) and abs(counted) > 0.01
@@ -93,7 +108,9 @@ def test_prime_rls_default_has_the_gradient_of_dppo_with_the_log_ratio_penalty()
 def one_token(p: float, q: float) -> Padded:
     """Probabilities of the policy and of the engine; advantage 1."""
     one = torch.ones(1, 1, dtype=torch.float64)
-    return Padded(one * math.log(p), one * math.log(q), one, torch.ones(1, dtype=torch.float64), one.float())
+    return Padded(
+        one * math.log(p), one * math.log(q), one, torch.ones(1, dtype=torch.float64), one.float()
+    )
 
 
 def test_prime_rl_does_not_truncate_the_weight() -> None:
@@ -115,16 +132,29 @@ def test_prime_rls_threshold_is_0_2_and_ours_0_15() -> None:
 
 
 def slime(
-    batch: Padded, *, estimator: str = "grpo", eps: tuple[float, float] = (0.2, 0.2), opsm_delta: float | None = None,
-    weights: Tensor | None = None, by_token: bool = False,
-) -> Result:  # fmt: skip
-    """--advantage-estimator, --eps-clip and --eps-clip-high, --use-opsm; `weights` [B, R] of a TIS function."""
+    batch: Padded,
+    *,
+    estimator: str = "grpo",
+    eps: tuple[float, float] = (0.2, 0.2),
+    opsm_delta: float | None = None,
+    weights: Tensor | None = None,
+    by_token: bool = False,
+) -> Result:
+    """--advantage-estimator, --eps-clip and --eps-clip-high, --use-opsm; `weights` [B, R] of a
+    TIS function.
+    """
     low, high = 1 - eps[0], 1 + eps[1]
 
     def losses(log_probs: Tensor) -> TokenLosses:
         difference = batch.old_log_probs - log_probs
-        mean_kl = [sum(difference[i, t] for t in of) / len(of) if (of := trained(batch, i)) else 0 * difference[i, 0]
-                   for i in range(len(batch))]  # fmt: skip
+        mean_kl = [
+            (
+                sum(difference[i, t] for t in of) / len(of)
+                if (of := trained(batch, i))
+                else 0 * difference[i, 0]
+            )
+            for i in range(len(batch))
+        ]
 
         def loss(i: int, t: int) -> Tensor:
             a, old = batch.advantages[i], batch.old_log_probs[i, t]
@@ -171,14 +201,20 @@ def test_slimes_grpo(opsm_delta: float | None) -> None:
 
 
 @pytest.mark.parametrize(("eps", "bounds"), [((1.0, 4.0), (None, 5.0)), ((0.2, 0.28), (0.8, 1.28))])
-def test_slimes_cispo_has_epsilons_for_bounds(eps: tuple[float, float], bounds: tuple[float | None, float]) -> None:
-    """With --calculate-per-token-loss; without it the mean is that over responses, another objective."""
+def test_slimes_cispo_has_epsilons_for_bounds(
+    eps: tuple[float, float], bounds: tuple[float | None, float]
+) -> None:
+    """With --calculate-per-token-loss; without it the mean is that over responses, another
+    objective.
+    """
     batch = make_batch(drift=1.0)
     objective = preset("cispo", min_weight=bounds[0], max_weight=bounds[1])
     our = ours(objective, batch)
     assert our.metrics["clip_fraction/tokens"] > 0
     assert_same(slime(batch, estimator="cispo", eps=eps, by_token=True), our)
-    by_response = Objective(**{**vars(objective), "name": "own", "loss_agg_mode": "seq-mean-token-mean"})
+    by_response = Objective(
+        **{**vars(objective), "name": "own", "loss_agg_mode": "seq-mean-token-mean"}
+    )
     default = slime(batch, estimator="cispo", eps=eps)
     assert_same(default, ours(by_response, batch))
     assert abs(default.loss - our.loss) > 0.01 * abs(our.loss)
@@ -193,7 +229,10 @@ def test_a_response_without_a_trained_token_counts_in_slimes_mean() -> None:
 
 
 def slime_kl(batch: Padded, *, unbiased: bool, cast: bool, limit: float | None = None) -> Result:
-    """--kl-loss-type k3, or low_var_kl with a `limit`; --use-unbiased-kl. compute_approx_kl casts to float32."""
+    """--kl-loss-type k3, or low_var_kl with a `limit`; --use-unbiased-kl.
+
+    compute_approx_kl casts to float32.
+    """
 
     def losses(log_probs: Tensor) -> TokenLosses:
         def loss(i: int, t: int) -> Tensor:
@@ -210,8 +249,11 @@ def slime_kl(batch: Padded, *, unbiased: bool, cast: bool, limit: float | None =
 
 
 def our_kl(batch: Padded, **fields: bool) -> Result:
-    return ours(preset("grpo", kl_loss_coef=0.04, **fields), replace(batch, advantages=0 * batch.advantages),
-                with_ref=True)  # fmt: skip
+    return ours(
+        preset("grpo", kl_loss_coef=0.04, **fields),
+        replace(batch, advantages=0 * batch.advantages),
+        with_ref=True,
+    )
 
 
 @pytest.mark.parametrize("unbiased", [False, True])
@@ -238,7 +280,9 @@ def test_slimes_low_var_kl_is_cut_at_10() -> None:
 def engines(drift: float = 0.7) -> tuple[Padded, Tensor, Tensor]:
     """A batch, the rollout engine's log-probs, and exp(old - rollout), [B, R]."""
     batch = make_batch(drift=0.2)
-    noise = torch.randn(batch.mask.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    noise = torch.randn(
+        batch.mask.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64
+    )
     rollout = batch.old_log_probs + drift * noise
     return batch, rollout, (batch.old_log_probs - rollout).exp()
 
@@ -256,15 +300,18 @@ def test_slimes_tis(name: str, low: float) -> None:
     assert (weights == 2).any() and (low == 0 or (weights == low).any())
     fields = CORRECTIONS[name]
     our = token_importance_weights(
-        batch.old_log_probs.flatten(), rollout.flatten(), batch.mask.flatten(),
-        threshold=fields["rollout_is_threshold"], lower=fields.get("rollout_is_threshold_lower", 0.0),
-    ).view_as(rho)  # fmt: skip
+        batch.old_log_probs.flatten(),
+        rollout.flatten(),
+        batch.mask.flatten(),
+        threshold=fields["rollout_is_threshold"],
+        lower=fields.get("rollout_is_threshold_lower", 0.0),
+    ).view_as(rho)
     assert_same(slime(batch, eps=(0.2, 0.27), weights=weights), weighted(batch, our))
 
 
 def test_slimes_icepop_keeps_its_denominators() -> None:
-    """icepop_function with the paper's 0.5 and 5: ours with `rollout_rs_denominator: all`. The default bounds of its
-    flags are 0 and 2."""
+    """icepop_function with the paper's 0.5 and 5: ours with `rollout_rs_denominator: all`. The
+    default bounds of its flags are 0 and 2."""
     batch, rollout, rho = engines(drift=1.2)
     inside = (rho >= 0.5) & (rho <= 5)
     kept = batch.mask.bool() & inside
@@ -290,7 +337,10 @@ def test_slimes_geometric_level_is_our_sequence_weight_and_its_sequence_level_is
     count, width = batch.mask.shape
     ids = torch.arange(count).repeat_interleave(width)
     our = sequence_importance_weights(
-        batch.old_log_probs.flatten(), rollout.flatten(), Segments(batch.mask.flatten(), ids, count), threshold=5.0
+        batch.old_log_probs.flatten(),
+        rollout.flatten(),
+        Segments(batch.mask.flatten(), ids, count),
+        threshold=5.0,
     ).view(count, width)
     for i in range(count):
         d = [float(batch.old_log_probs[i, t] - rollout[i, t]) for t in trained(batch, i)]

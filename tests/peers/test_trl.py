@@ -1,6 +1,8 @@
-"""TRL's GRPOTrainer on the same batch: its own `_compute_loss` and advantages, on a real trainer of a tiny model.
+"""TRL's GRPOTrainer on the same batch: its own `_compute_loss` and advantages, on a real trainer of
+a tiny model.
 
-Only the method that runs the model is replaced: it returns the given log-probs, so that both losses have the same leaf.
+Only the method that runs the model is replaced: it returns the given log-probs, so that both losses
+have the same leaf.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ from megatron_gspo.algorithms import (
 
 from .batch import Padded, Result, assert_same, cuts, make_batch, ours
 
-trl = pytest.importorskip("trl", reason="TRL is not installed: make test-peers brings it", exc_type=ImportError)
+trl = pytest.importorskip(
+    "trl", reason="TRL is not installed: make test-peers brings it", exc_type=ImportError
+)
 from datasets import Dataset  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
@@ -40,7 +44,9 @@ class FedTrainer(trl.GRPOTrainer):
 
     fed: Tensor
 
-    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, None]:
+    def _get_per_token_logps_and_entropies(
+        self, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor, None]:
         return self.fed, torch.zeros_like(self.fed), None
 
 
@@ -54,7 +60,9 @@ Make = Callable[..., trl.GRPOTrainer]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    write_tiny_model(folder, TinyModel(hidden=16, layers=1, experts=2, experts_per_token=1, expert_width=8))
+    write_tiny_model(
+        folder, TinyModel(hidden=16, layers=1, experts=2, experts_per_token=1, expert_width=8)
+    )
     return folder
 
 
@@ -62,16 +70,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make(folder: Path, tmp_path: Path) -> Iterator[Make]:
     """A trainer of `kind` whose generation batch is 8 rows unless the options set more."""
 
-    def build(kind: type[trl.GRPOTrainer] = FedTrainer, micro_batch: int = 8, **options: Any) -> trl.GRPOTrainer:
+    def build(
+        kind: type[trl.GRPOTrainer] = FedTrainer, micro_batch: int = 8, **options: Any
+    ) -> trl.GRPOTrainer:
         config = trl.GRPOConfig(
-            output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", disable_tqdm=True,
-            per_device_train_batch_size=micro_batch, gradient_accumulation_steps=8 // micro_batch, num_generations=4,
-            max_completion_length=LENGTH, **{"router_aux_loss_coef": 0.0, **options},
-        )  # fmt: skip
+            output_dir=str(tmp_path),
+            use_cpu=True,
+            bf16=False,
+            report_to="none",
+            disable_tqdm=True,
+            per_device_train_batch_size=micro_batch,
+            gradient_accumulation_steps=8 // micro_batch,
+            num_generations=4,
+            max_completion_length=LENGTH,
+            **{"router_aux_loss_coef": 0.0, **options},
+        )
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         data = Dataset.from_list([{"prompt": "1+1="}, {"prompt": "2+2="}])
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        trainer = kind(model, rewards_in_order, config, train_dataset=data, processing_class=tokenizer)
+        trainer = kind(
+            model, rewards_in_order, config, train_dataset=data, processing_class=tokenizer
+        )
         trainer.model.train()
         return trainer
 
@@ -88,23 +107,35 @@ def run(trainer: trl.GRPOTrainer, batch: Padded, num_items: int | None = None) -
         trainer.fed = part.log_probs.clone().requires_grad_()
         ids = torch.ones(part.mask.shape, dtype=torch.long)
         inputs = {
-            "prompt_ids": ids[:, :1], "prompt_mask": ids[:, :1], "completion_ids": ids, "completion_mask": ids,
-            "tool_mask": part.mask.long(), "advantages": part.advantages,
-            "old_per_token_logps": part.old_log_probs, "ref_per_token_logps": part.ref_log_probs,
+            "prompt_ids": ids[:, :1],
+            "prompt_mask": ids[:, :1],
+            "completion_ids": ids,
+            "completion_mask": ids,
+            "tool_mask": part.mask.long(),
+            "advantages": part.advantages,
+            "old_per_token_logps": part.old_log_probs,
+            "ref_per_token_logps": part.ref_log_probs,
             "num_items_in_batch": torch.tensor(num_items or batch.num_tokens),
-        }  # fmt: skip
+        }
         loss = trainer._compute_loss(trainer.model, inputs)
         losses.append(loss.item())
         gradients.append(torch.autograd.grad(loss, trainer.fed)[0])
     # Of the one micro-batch, or the mean over them: TRL logs the latter.
-    metrics = {name: math.fsum(values) / len(values) for name, values in trainer._metrics["train"].items()}
+    metrics = {
+        name: math.fsum(values) / len(values) for name, values in trainer._metrics["train"].items()
+    }
     return Result(math.fsum(losses), torch.cat(gradients), metrics)
 
 
 def settings(objective: Objective, loss_type: str) -> dict[str, Any]:
     level = "sequence" if objective.sequence_level else "token"
     clip = {"epsilon": objective.epsilon_low, "epsilon_high": objective.epsilon_high}
-    return {"importance_sampling_level": level, "loss_type": loss_type, "beta": objective.kl_loss_coef, **clip}
+    return {
+        "importance_sampling_level": level,
+        "loss_type": loss_type,
+        "beta": objective.kl_loss_coef,
+        **clip,
+    }
 
 
 PAIRS = {
@@ -137,7 +168,9 @@ def test_kl_is_equal_without_the_bias_correction(make: Make, pair: str) -> None:
 
 
 def test_clip_fractions_are_equal(make: Make) -> None:
-    """By token for a token ratio; for a sequence ratio TRL counts sequences, as our clip_fraction/sequences does."""
+    """By token for a token ratio; for a sequence ratio TRL counts sequences, as our
+    clip_fraction/sequences does.
+    """
     for pair, names in {
         "grpo": {"low_mean": "lower", "high_mean": "upper", "region_mean": "tokens"},
         "gspo": {"region_mean": "sequences"},
@@ -147,7 +180,10 @@ def test_clip_fractions_are_equal(make: Make) -> None:
         theirs, our = run(make(**settings(objective, loss_type)), batch), ours(objective, batch)
         for trl_name, our_name in names.items():
             value = our.metrics[f"clip_fraction/{our_name}"]
-            assert theirs.metrics[f"clip_ratio/{trl_name}"] == pytest.approx(value, rel=1e-6) and value > 0
+            assert (
+                theirs.metrics[f"clip_ratio/{trl_name}"] == pytest.approx(value, rel=1e-6)
+                and value > 0
+            )
 
 
 def test_delta_is_the_dual_clip(make: Make) -> None:
@@ -162,21 +198,36 @@ def test_delta_is_the_dual_clip(make: Make) -> None:
 NEWER: dict[str, tuple[Objective, str, str, float, dict[str, Any]]] = {
     "cispo": (preset("cispo"), "cispo", "token", 1.0, {"epsilon_high": 5.0}),
     # TRL rounds the temperatures to float32: one that float32 has
-    "sapo": (preset("sapo", tau_neg=1.0625), "sapo", "token", 0.5, {"sapo_temperature_neg": 1.0625}),
+    "sapo": (
+        preset("sapo", tau_neg=1.0625),
+        "sapo",
+        "token",
+        0.5,
+        {"sapo_temperature_neg": 1.0625},
+    ),
     "luspo": (preset("luspo"), "luspo", "sequence", 6e-4, {"epsilon": 3e-4, "epsilon_high": 4e-4}),
     "grpo_off_policy": (
-        preset("grpo", off_policy_mask_threshold=0.05), "grpo", "token", 0.2,
+        preset("grpo", off_policy_mask_threshold=0.05),
+        "grpo",
+        "token",
+        0.2,
         {"epsilon": 0.2, "epsilon_high": 0.27, "off_policy_mask_threshold": 0.05},
     ),
     "gspo_off_policy": (
-        preset("gspo", off_policy_mask_threshold=2e-4), "grpo", "sequence", 6e-4,
+        preset("gspo", off_policy_mask_threshold=2e-4),
+        "grpo",
+        "sequence",
+        6e-4,
         {"epsilon": 3e-4, "epsilon_high": 4e-4, "off_policy_mask_threshold": 2e-4},
     ),
     "unbiased_kl": (
-        preset("grpo", kl_loss_coef=0.04, unbiased_kl=True), "grpo", "token", 0.2,
+        preset("grpo", kl_loss_coef=0.04, unbiased_kl=True),
+        "grpo",
+        "token",
+        0.2,
         {"epsilon": 0.2, "epsilon_high": 0.27, "beta": 0.04, "use_bias_correction_kl": True},
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("micro_batch", [8, 2])
@@ -198,10 +249,14 @@ def test_gmpo_is_equal(make: Make) -> None:
         pass
 
     batch = make_batch(drift=0.5)
-    assert_same(run(make(FedGMPO, epsilon=0.4, epsilon_high=0.4, beta=0.0), batch), ours(preset("gmpo"), batch))
+    assert_same(
+        run(make(FedGMPO, epsilon=0.4, epsilon_high=0.4, beta=0.0), batch),
+        ours(preset("gmpo"), batch),
+    )
 
 
-# Corrections for the rollout engine, of real rollouts: completions, log-probs of both engines and rewards are given.
+# Corrections for the rollout engine, of real rollouts: completions, log-probs of both engines and
+# rewards are given.
 
 
 class Sampled(FedTrainer):
@@ -211,21 +266,42 @@ class Sampled(FedTrainer):
     tool_mask: Tensor
 
     def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
-        ids = torch.randint(4, 20, self.rollout.shape, generator=torch.Generator().manual_seed(0)).tolist()
-        return ([[4]] * len(prompts), ids, self.tool_mask.long().tolist(), ["."] * len(prompts), self.rollout.tolist(),
-                {}, None, None)  # fmt: skip
+        ids = torch.randint(
+            4, 20, self.rollout.shape, generator=torch.Generator().manual_seed(0)
+        ).tolist()
+        return (
+            [[4]] * len(prompts),
+            ids,
+            self.tool_mask.long().tolist(),
+            ["."] * len(prompts),
+            self.rollout.tolist(),
+            {},
+            None,
+            None,
+        )
 
 
-def corrected(make: Make, batch: Padded, rollout: Tensor, **options: Any) -> tuple[Result, Tensor, Tensor]:
+def corrected(
+    make: Make, batch: Padded, rollout: Tensor, **options: Any
+) -> tuple[Result, Tensor, Tensor]:
     """TRL's loss with `importance_sampling_ratio`, its ratio [B, R] and its advantages."""
-    trainer = make(Sampled, beta=0.0, loss_type="grpo", epsilon=0.2, epsilon_high=0.27, scale_rewards="none",
-                   **{f"vllm_importance_sampling_{name}": value for name, value in options.items()})  # fmt: skip
+    trainer = make(
+        Sampled,
+        beta=0.0,
+        loss_type="grpo",
+        epsilon=0.2,
+        epsilon_high=0.27,
+        scale_rewards="none",
+        **{f"vllm_importance_sampling_{name}": value for name, value in options.items()},
+    )
     trainer.use_vllm = True  # only after the constructor, which would start one
     trainer.rollout, trainer.tool_mask, trainer.fed = rollout, batch.mask, batch.old_log_probs
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)  # of the tensor that it makes of the engine's log-probs
     try:
-        inputs = trainer._generate_and_score_completions([{"prompt": "1+1="} for _ in range(len(batch))])
+        inputs = trainer._generate_and_score_completions(
+            [{"prompt": "1+1="} for _ in range(len(batch))]
+        )
     finally:
         torch.set_default_dtype(default)
     trainer.current_gradient_accumulation_steps = 1
@@ -237,11 +313,17 @@ def corrected(make: Make, batch: Padded, rollout: Tensor, **options: Any) -> tup
 
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask"])
 def test_token_corrections_are_equal(make: Make, mode: str) -> None:
-    """`rollout_is: token` with both bounds, and IcePop: TRL's masked tokens stay in the denominators."""
+    """`rollout_is: token` with both bounds, and IcePop: TRL's masked tokens stay in the
+    denominators.
+    """
     batch = make_batch(drift=0.2)
-    noise = torch.randn(batch.mask.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    noise = torch.randn(
+        batch.mask.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64
+    )
     rollout = batch.old_log_probs + 0.7 * noise
-    theirs, ratio, advantages = corrected(make, batch, rollout, mode=mode, clip_min=0.5, clip_max=2.0)
+    theirs, ratio, advantages = corrected(
+        make, batch, rollout, mode=mode, clip_min=0.5, clip_max=2.0
+    )
     flat = batch.old_log_probs.flatten(), rollout.flatten(), batch.mask.flatten()
     if mode == "token_truncate":
         weights = token_importance_weights(*flat, threshold=2.0, lower=0.5)
@@ -287,14 +369,21 @@ def test_sapos_temperatures_are_rounded_to_float32(make: Make) -> None:
 
 def test_neither_gspo_nor_grpo_is_the_default() -> None:
     default = trl.GRPOConfig(output_dir="unused", use_cpu=True, bf16=False)
-    assert (default.loss_type, default.importance_sampling_level, default.scale_rewards) == ("dapo", "token", "group")
+    assert (default.loss_type, default.importance_sampling_level, default.scale_rewards) == (
+        "dapo",
+        "token",
+        "group",
+    )
 
 
 def test_the_kl_is_multiplied_by_the_ratio_by_default(make: Make) -> None:
     """arXiv:2512.02556; GRPO's own KL term (arXiv:2402.03300, eq. 3) has no ratio before it."""
     objective = replace(preset("grpo"), kl_loss_coef=0.04)
     batch = make_batch(drift=0.2)
-    theirs, our = run(make(**settings(objective, "grpo")), batch), ours(objective, batch, with_ref=True)
+    theirs, our = (
+        run(make(**settings(objective, "grpo")), batch),
+        ours(objective, batch, with_ref=True),
+    )
     difference = 0.0
     for row in range(len(batch)):
         trained = [t for t in range(LENGTH) if batch.mask[row, t]]
@@ -306,12 +395,16 @@ def test_the_kl_is_multiplied_by_the_ratio_by_default(make: Make) -> None:
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "bnpo"])
-def test_a_sequence_ratio_with_a_token_mean_weighs_sequences_by_their_tokens(make: Make, loss_type: str) -> None:
+def test_a_sequence_ratio_with_a_token_mean_weighs_sequences_by_their_tokens(
+    make: Make, loss_type: str
+) -> None:
     batch = make_batch(drift=6e-4)
     theirs = run(make(**settings(preset("gspo"), loss_type)), batch)
     published = ours(preset("gspo"), batch)
     assert abs(theirs.loss - published.loss) > 0.1 * abs(published.loss)
-    assert_same(theirs, ours(preset("gspo", loss_agg_mode="token-mean", allow_nonstandard=True), batch))
+    assert_same(
+        theirs, ours(preset("gspo", loss_agg_mode="token-mean", allow_nonstandard=True), batch)
+    )
 
 
 def test_bnpo_depends_on_the_micro_batch(make: Make) -> None:
@@ -326,18 +419,25 @@ def test_bnpo_depends_on_the_micro_batch(make: Make) -> None:
 
 
 def test_dapo_divides_by_the_mean_tokens_of_the_generation_batch(make: Make) -> None:
-    """With two optimizer steps a generation batch, a step of long responses weighs more than one of short ones."""
+    """With two optimizer steps a generation batch, a step of long responses weighs more than
+    one of short ones.
+    """
     objective, batch = preset("dapo"), make_batch(drift=0.2)
     of_other_step = 3 * batch.num_tokens
     trainer = make(**settings(objective, "dapo"), steps_per_generation=2)
-    theirs, our = run(trainer, batch, num_items=batch.num_tokens + of_other_step), ours(objective, batch)
+    theirs, our = (
+        run(trainer, batch, num_items=batch.num_tokens + of_other_step),
+        ours(objective, batch),
+    )
     assert theirs.loss == pytest.approx(our.loss / 2, rel=1e-12)
     torch.testing.assert_close(theirs.gradient, our.gradient / 2, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("pair", ["gspo", "grpo", "dr_grpo"])
 def test_a_masked_response_still_counts_in_the_mean(make: Make, pair: str) -> None:
-    """TRL's mask_truncated_completions leaves the row in; ours divides by the responses that are trained."""
+    """TRL's mask_truncated_completions leaves the row in; ours divides by the responses that
+    are trained.
+    """
     objective, loss_type, drift = PAIRS[pair]
     batch = make_batch(drift=drift)
     batch.mask[4] = 0
@@ -347,7 +447,9 @@ def test_a_masked_response_still_counts_in_the_mean(make: Make, pair: str) -> No
 
 
 def test_an_overflowing_ratio_gives_nan_there_and_no_gradient_here(make: Make) -> None:
-    """TRL has no limit on the log-ratio: the clip hides inf in the loss, and its gradient is 0 * inf."""
+    """TRL has no limit on the log-ratio: the clip hides inf in the loss, and its gradient is 0
+    * inf.
+    """
     batch = make_batch(drift=0.2, dtype=torch.float32)
     batch.log_probs[0, 0], batch.old_log_probs[0, 0] = -1.0, -101.0
     theirs, our = run(make(**settings(preset("grpo"), "grpo")), batch), ours(preset("grpo"), batch)
@@ -385,4 +487,6 @@ def test_group_advantages_differ_by_an_epsilon_in_the_std(make: Make, scale_rewa
     std = rewards.view(2, 4).std(dim=1).repeat_interleave(4)
     torch.testing.assert_close(theirs, deviation / (std + 1e-4), rtol=1e-6, atol=1e-6)
     difference = (theirs / group_advantages(rewards, groups).double() - 1)[deviation != 0]
-    torch.testing.assert_close(difference, (-1e-4 / (std + 1e-4))[deviation != 0], rtol=0.05, atol=0)
+    torch.testing.assert_close(
+        difference, (-1e-4 / (std + 1e-4))[deviation != 0], rtol=0.05, atol=0
+    )

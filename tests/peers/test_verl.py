@@ -1,4 +1,6 @@
-"""verl's policy losses, advantages and KL (verl.trainer.ppo.core_algos) on the same batch as ours."""
+"""verl's policy losses, advantages and KL (verl.trainer.ppo.core_algos) on the same batch as
+ours.
+"""
 
 from __future__ import annotations
 
@@ -11,30 +13,57 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_gspo.algorithms import Objective, gae_advantages, group_advantages, kl_penalty, preset, value_loss
+from megatron_gspo.algorithms import (
+    Objective,
+    gae_advantages,
+    group_advantages,
+    kl_penalty,
+    preset,
+    value_loss,
+)
 
 from .batch import Padded, Result, assert_same, cuts, make_batch, ours
 
 core_algos = pytest.importorskip(
-    "verl.trainer.ppo.core_algos", reason="verl is not installed: make test-peers brings it", exc_type=ImportError
+    "verl.trainer.ppo.core_algos",
+    reason="verl is not installed: make test-peers brings it",
+    exc_type=ImportError,
 )
 from verl.workers.config import ActorConfig  # noqa: E402
 
 SEQUENCE_MEAN, TOKEN_MEAN, CONSTANT = "seq-mean-token-mean", "token-mean", "seq-mean-token-sum-norm"
 FAR = 1e9  # a dual clip that no ratio reaches: verl can't turn it off
-DRIFT = {"gspo": 6e-4, "vanilla": 0.2}  # so that the published clip binds for some and not for others
+DRIFT = {
+    "gspo": 6e-4,
+    "vanilla": 0.2,
+}  # so that the published clip binds for some and not for others
 LENGTH = 100  # of dr_grpo
 
 
 def verl(
-    name: str, batch: Padded, *, mode: str, clip: tuple[float, float], dual_clip: float = FAR,
-    micro_batch: int | None = None, global_batch_info: dict[str, Any] | None = None, **settings: Any,
-) -> Result:  # fmt: skip
-    """verl's loss, summed over micro-batches, its gradient, and its metrics of the last micro-batch."""
+    name: str,
+    batch: Padded,
+    *,
+    mode: str,
+    clip: tuple[float, float],
+    dual_clip: float = FAR,
+    micro_batch: int | None = None,
+    global_batch_info: dict[str, Any] | None = None,
+    **settings: Any,
+) -> Result:
+    """verl's loss, summed over micro-batches, its gradient, and its metrics of the last
+    micro-batch.
+    """
     config = ActorConfig(
-        strategy="megatron", rollout_n=4, ppo_micro_batch_size_per_gpu=1, clip_ratio_low=clip[0],
-        clip_ratio_high=clip[1], clip_ratio_c=dual_clip, global_batch_info=global_batch_info or {}, **settings,
-    )  # fmt: skip
+        strategy="megatron",
+        rollout_n=4,
+        ppo_micro_batch_size_per_gpu=1,
+        clip_ratio_low=clip[0],
+        clip_ratio_high=clip[1],
+        clip_ratio_c=dual_clip,
+        global_batch_info=global_batch_info or {},
+        **settings,
+    )
     losses, gradients, metrics = [], [], {}
     for cut in cuts(batch, micro_batch or len(batch)):
         part = batch.rows(cut)
@@ -75,7 +104,12 @@ def test_equal_where_the_global_counts_are_given(pair: str, micro_batch: int) ->
     objective, name, mode = PAIRS[pair]
     batch = make_batch(drift=DRIFT[name])
     theirs = verl(
-        name, batch, mode=mode, clip=clip_of(objective), micro_batch=micro_batch, global_batch_info=global_batch(batch)
+        name,
+        batch,
+        mode=mode,
+        clip=clip_of(objective),
+        micro_batch=micro_batch,
+        global_batch_info=global_batch(batch),
     )
     our = ours(objective, batch, micro_batch=micro_batch)
     assert our.metrics["clip_fraction/lower"] > 0 < our.metrics["clip_fraction/upper"]
@@ -97,7 +131,13 @@ def test_equal_with_a_response_of_no_trained_token(pair: str) -> None:
 def test_clip_fraction_is_equal(pair: str) -> None:
     objective, name, mode = PAIRS[pair]
     batch = make_batch(drift=DRIFT[name])
-    theirs = verl(name, batch, mode=mode, clip=clip_of(objective), global_batch_info={"loss_scale_factor": LENGTH})
+    theirs = verl(
+        name,
+        batch,
+        mode=mode,
+        clip=clip_of(objective),
+        global_batch_info={"loss_scale_factor": LENGTH},
+    )
     assert theirs.metrics["actor/pg_clipfrac"] == pytest.approx(
         ours(objective, batch).metrics["clip_fraction/tokens"], rel=1e-6
     )
@@ -108,14 +148,26 @@ NONE = (0.2, 0.2)  # a clip range that the loss does not read
 NEWER = {
     "cispo": (preset("cispo"), "cispo", TOKEN_MEAN, (1.0, 4.0), FAR, 1.0),
     "cispo_with_both_bounds": (
-        preset("cispo", min_weight=0.8, max_weight=1.28), "cispo", TOKEN_MEAN, (0.2, 0.28), FAR, 0.2,
+        preset("cispo", min_weight=0.8, max_weight=1.28),
+        "cispo",
+        TOKEN_MEAN,
+        (0.2, 0.28),
+        FAR,
+        0.2,
     ),
     "sapo": (preset("sapo"), "sapo", SEQUENCE_MEAN, NONE, FAR, 0.5),
     "dppo_tv": (preset("dppo_tv"), "dppo_tv", TOKEN_MEAN, (0.15, 0.15), 20.0, 0.5),
-    "dppo_tv_truncated": (preset("dppo_tv", max_weight=1.5), "dppo_tv", TOKEN_MEAN, (0.15, 0.15), 1.5, 0.5),
+    "dppo_tv_truncated": (
+        preset("dppo_tv", max_weight=1.5),
+        "dppo_tv",
+        TOKEN_MEAN,
+        (0.15, 0.15),
+        1.5,
+        0.5,
+    ),
     "dppo_kl": (preset("dppo_kl"), "dppo_kl", TOKEN_MEAN, (0.05, 0.05), 20.0, 0.5),
     "gmpo": (preset("gmpo"), "geo_mean", TOKEN_MEAN, (0.4, 0.4), FAR, 0.5),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("pair", NEWER)
@@ -123,7 +175,9 @@ def test_newer_objectives_are_equal(pair: str) -> None:
     objective, name, mode, clip, dual_clip, drift = NEWER[pair]
     batch = make_batch(drift=drift)
     our = ours(objective, batch)
-    assert_same(verl(name, batch, mode=mode, clip=clip, dual_clip=dual_clip, tau_pos=1.0, tau_neg=1.05), our)
+    assert_same(
+        verl(name, batch, mode=mode, clip=clip, dual_clip=dual_clip, tau_pos=1.0, tau_neg=1.05), our
+    )
     if pair != "sapo":
         assert our.metrics["clip_fraction/tokens"] > 0
     if pair.startswith(("cispo", "dppo")):
@@ -133,8 +187,8 @@ def test_newer_objectives_are_equal(pair: str) -> None:
 
 
 def test_the_geometric_mean_has_1e_8_in_its_length_where_the_mask_is_in_float64() -> None:
-    """In float32, as verl's masks are, a length plus 1e-8 is the length. Each response: mean and advantage both
-    divided by it."""
+    """In float32, as verl's masks are, a length plus 1e-8 is the length. Each response: mean and
+    advantage both divided by it."""
     batch = make_batch(drift=0.5)
     wide = replace(batch, mask=batch.mask.double())
     theirs = verl("geo_mean", wide, mode=TOKEN_MEAN, clip=(0.4, 0.4))
@@ -154,7 +208,9 @@ def test_the_geometric_mean_is_divided_by_the_rows_of_a_micro_batch() -> None:
     """Whatever the global counts: a micro-batch of 2 rows weighs as much as one of 3."""
     batch = make_batch(drift=0.5)
     info = global_batch(batch)
-    cut = verl("geo_mean", batch, mode=TOKEN_MEAN, clip=(0.4, 0.4), micro_batch=3, global_batch_info=info)
+    cut = verl(
+        "geo_mean", batch, mode=TOKEN_MEAN, clip=(0.4, 0.4), micro_batch=3, global_batch_info=info
+    )
     parts = [ours(preset("gmpo"), batch.rows(rows)).loss for rows in cuts(batch, 3)]
     assert cut.loss == pytest.approx(math.fsum(parts), rel=1e-6)
     assert abs(cut.loss / 3 - ours(preset("gmpo"), batch).loss) > 1e-3
@@ -162,20 +218,30 @@ def test_the_geometric_mean_is_divided_by_the_rows_of_a_micro_batch() -> None:
 
 @pytest.mark.parametrize("pair", ["gspo", "grpo", "dapo"])
 def test_differs_by_micro_batch_without_the_global_counts(pair: str) -> None:
-    """verl then means over each micro-batch: summing them, divided by their number, is another objective."""
+    """verl then means over each micro-batch: summing them, divided by their number, is another
+    objective.
+    """
     objective, name, mode = PAIRS[pair]
     batch = make_batch(drift=DRIFT[name])
-    whole, by_three = (verl(name, batch, mode=mode, clip=clip_of(objective), micro_batch=n) for n in (8, 3))
+    whole, by_three = (
+        verl(name, batch, mode=mode, clip=clip_of(objective), micro_batch=n) for n in (8, 3)
+    )
     assert_same(whole, ours(objective, batch))  # one call is right
-    assert_same(ours(objective, batch, micro_batch=3), ours(objective, batch))  # ours doesn't depend on the cut
+    assert_same(
+        ours(objective, batch, micro_batch=3), ours(objective, batch)
+    )  # ours doesn't depend on the cut
     # Each of the 3 micro-batches counts the same, the last one of 2 rows as well.
     parts = [batch.rows(cut) for cut in cuts(batch, 3)]
-    assert by_three.loss == pytest.approx(sum(ours(objective, part).loss for part in parts), rel=1e-12)
+    assert by_three.loss == pytest.approx(
+        sum(ours(objective, part).loss for part in parts), rel=1e-12
+    )
     assert abs(by_three.loss / 3 - whole.loss) > 1e-3 * abs(whole.loss)
 
 
 def test_gspo_by_default_weighs_sequences_by_their_tokens() -> None:
-    """The actor's loss_agg_mode is token-mean unless set; ours refuses that for a sequence ratio."""
+    """The actor's loss_agg_mode is token-mean unless set; ours refuses that for a sequence
+    ratio.
+    """
     assert ActorConfig.loss_agg_mode == TOKEN_MEAN
     with pytest.raises(ValueError, match="not gspo"):
         preset("gspo", loss_agg_mode="token-mean")
@@ -183,14 +249,22 @@ def test_gspo_by_default_weighs_sequences_by_their_tokens() -> None:
     theirs = verl("gspo", batch, mode=ActorConfig.loss_agg_mode, clip=(3e-4, 4e-4))
     published = ours(preset("gspo"), batch)
     assert abs(theirs.loss - published.loss) > 0.1 * abs(published.loss)
-    assert_same(theirs, ours(preset("gspo", loss_agg_mode="token-mean", allow_nonstandard=True), batch))
+    assert_same(
+        theirs, ours(preset("gspo", loss_agg_mode="token-mean", allow_nonstandard=True), batch)
+    )
 
 
 def test_vanilla_has_a_dual_clip_that_the_published_objective_lacks() -> None:
     assert ActorConfig.clip_ratio_c == 3.0
     batch = make_batch(drift=1.5)
     objective = preset("grpo")
-    default = verl("vanilla", batch, mode=SEQUENCE_MEAN, clip=clip_of(objective), dual_clip=ActorConfig.clip_ratio_c)
+    default = verl(
+        "vanilla",
+        batch,
+        mode=SEQUENCE_MEAN,
+        clip=clip_of(objective),
+        dual_clip=ActorConfig.clip_ratio_c,
+    )
     with_dual_clip = ours(replace(objective, dual_clip=3.0), batch)
     assert with_dual_clip.metrics["clip_fraction/dual"] > 0
     assert default.metrics["actor/pg_clipfrac_lower"] == pytest.approx(
@@ -198,22 +272,36 @@ def test_vanilla_has_a_dual_clip_that_the_published_objective_lacks() -> None:
     )
     assert_same(default, with_dual_clip)
     assert abs(default.loss - ours(objective, batch).loss) > 0.1 * abs(default.loss)
-    assert_same(verl("vanilla", batch, mode=SEQUENCE_MEAN, clip=clip_of(objective)), ours(objective, batch))
+    assert_same(
+        verl("vanilla", batch, mode=SEQUENCE_MEAN, clip=clip_of(objective)), ours(objective, batch)
+    )
 
 
 def one_response(log_ratio: float, advantage: float) -> Padded:
     old = torch.full((1, 4), -30.0, dtype=torch.float64)
-    return Padded(old + log_ratio, old, old, torch.tensor([advantage], dtype=torch.float64), torch.ones(1, 4))
+    return Padded(
+        old + log_ratio, old, old, torch.tensor([advantage], dtype=torch.float64), torch.ones(1, 4)
+    )
 
 
 def test_gspo_stops_a_log_ratio_at_10_and_ours_at_20() -> None:
-    """Only A < 0 gets there unclipped. Past its limit either has a constant value and no gradient."""
+    """Only A < 0 gets there unclipped.
+
+    Past its limit either has a constant value and no gradient.
+    """
     batch = one_response(15.0, -1.0)
-    theirs, our = verl("gspo", batch, mode=SEQUENCE_MEAN, clip=(3e-4, 4e-4)), ours(preset("gspo"), batch)
+    theirs, our = (
+        verl("gspo", batch, mode=SEQUENCE_MEAN, clip=(3e-4, 4e-4)),
+        ours(preset("gspo"), batch),
+    )
     assert theirs.loss == pytest.approx(math.exp(10)) and not theirs.gradient.any()
-    assert our.loss == pytest.approx(math.exp(15)) and our.gradient.sum().item() == pytest.approx(math.exp(15))
-    assert_same(theirs_at_9 := verl("gspo", one_response(9.0, -1.0), mode=SEQUENCE_MEAN, clip=(3e-4, 4e-4)),
-                ours(preset("gspo"), one_response(9.0, -1.0)))  # fmt: skip
+    assert our.loss == pytest.approx(math.exp(15)) and our.gradient.sum().item() == pytest.approx(
+        math.exp(15)
+    )
+    assert_same(
+        theirs_at_9 := verl("gspo", one_response(9.0, -1.0), mode=SEQUENCE_MEAN, clip=(3e-4, 4e-4)),
+        ours(preset("gspo"), one_response(9.0, -1.0)),
+    )
     assert theirs_at_9.loss == pytest.approx(math.exp(9))
 
 
@@ -259,12 +347,16 @@ def test_group_advantages_differ_by_an_epsilon_in_the_std() -> None:
 
 def test_group_advantages_without_std_are_equal() -> None:
     theirs = verl_advantages(REWARDS.double(), GROUPS, norm_adv_by_std_in_grpo=False)
-    torch.testing.assert_close(theirs.float(), group_advantages(REWARDS, GROUPS, std="none"), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(
+        theirs.float(), group_advantages(REWARDS, GROUPS, std="none"), rtol=1e-6, atol=1e-7
+    )
 
 
 def test_leave_one_out_is_equal_to_rloo() -> None:
     by_token = REWARDS.double()[:, None]
-    theirs, _ = core_algos.compute_rloo_outcome_advantage(by_token, torch.ones_like(by_token), np.asarray(GROUPS))
+    theirs, _ = core_algos.compute_rloo_outcome_advantage(
+        by_token, torch.ones_like(by_token), np.asarray(GROUPS)
+    )
     our = group_advantages(REWARDS, GROUPS, std="none", baseline="leave_one_out")
     torch.testing.assert_close(theirs[:, 0].float(), our, rtol=1e-6, atol=1e-7)
 
@@ -276,7 +368,9 @@ def test_a_group_of_one_gets_its_reward_there_and_nothing_here() -> None:
 
 
 def test_equal_rewards_get_rounding_errors_there_and_zero_here() -> None:
-    """In float32 the mean of eight 0.9 is not 0.9, and 1e-6 doesn't hide it: all eight get the same push."""
+    """In float32 the mean of eight 0.9 is not 0.9, and 1e-6 doesn't hide it: all eight get the
+    same push.
+    """
     equal, groups = torch.full((8,), 0.9), torch.zeros(8, dtype=torch.long)
     assert verl_advantages(equal.clone(), groups).abs().min() > 0.05
     assert (group_advantages(equal, groups) == 0).all()
@@ -314,7 +408,10 @@ def test_kl_in_the_loss_is_equal() -> None:
 
 
 def test_k3_is_cut_at_10_there_and_grows_here() -> None:
-    log_probs, ref = torch.tensor([-5.0], dtype=torch.float64), torch.tensor([-1.0], dtype=torch.float64)
+    log_probs, ref = (
+        torch.tensor([-5.0], dtype=torch.float64),
+        torch.tensor([-1.0], dtype=torch.float64),
+    )
     assert core_algos.kl_penalty(log_probs, ref, "k3").item() == 10
     assert kl_penalty(log_probs, ref, "k3").item() == pytest.approx(math.exp(4) - 5)
 
@@ -340,7 +437,9 @@ def test_gae_with_observations_inside(gamma: float, lam: float) -> None:
         gae_advantages(row[kept], value[kept], gamma=gamma, lam=lam)
         for row, value, kept in zip(rewards, values, mask.bool(), strict=True)
     ]
-    torch.testing.assert_close(torch.cat([r for _, r in found]), returns[mask.bool()], rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        torch.cat([r for _, r in found]), returns[mask.bool()], rtol=0, atol=1e-12
+    )
     flat = torch.cat([a for a, _ in found])
     count, added = len(flat), 1e-8  # verl adds it to the count and to the variance
     mean = flat.sum() / (count + added)
@@ -348,7 +447,9 @@ def test_gae_with_observations_inside(gamma: float, lam: float) -> None:
     torch.testing.assert_close(
         (flat - mean) / (variance + added).sqrt(), advantages[mask.bool()], rtol=0, atol=1e-12
     )
-    torch.testing.assert_close((flat - flat.mean()) / flat.std(), advantages[mask.bool()], rtol=0, atol=1e-7)
+    torch.testing.assert_close(
+        (flat - flat.mean()) / flat.std(), advantages[mask.bool()], rtol=0, atol=1e-7
+    )
 
 
 def test_the_value_loss_and_its_gradient() -> None:
@@ -356,12 +457,20 @@ def test_the_value_loss_and_its_gradient() -> None:
     mask = (torch.rand(5, 12, generator=g) < 0.7).double()
     values, old, returns = (torch.randn(5, 12, generator=g, dtype=torch.float64) for _ in range(3))
     values.requires_grad_()
-    expected, clipped = core_algos.compute_value_loss(values, returns, old, mask, cliprange_value=0.3)
+    expected, clipped = core_algos.compute_value_loss(
+        values, returns, old, mask, cliprange_value=0.3
+    )
     loss, metrics = value_loss(
-        values.flatten(), old_values=old.flatten(), returns=returns.flatten(), loss_mask=mask.flatten(),
-        num_tokens=int(mask.sum()), value_clip=0.3,
-    )  # fmt: skip
+        values.flatten(),
+        old_values=old.flatten(),
+        returns=returns.flatten(),
+        loss_mask=mask.flatten(),
+        num_tokens=int(mask.sum()),
+        value_clip=0.3,
+    )
     assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
     assert float(metrics["critic/clip_fraction"]) == pytest.approx(float(clipped), rel=1e-6)
-    ours_gradient, verls = (torch.autograd.grad(x, values, retain_graph=True)[0] for x in (loss, expected))
+    ours_gradient, verls = (
+        torch.autograd.grad(x, values, retain_graph=True)[0] for x in (loss, expected)
+    )
     torch.testing.assert_close(ours_gradient, verls, rtol=1e-12, atol=0)

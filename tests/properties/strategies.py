@@ -1,4 +1,6 @@
-"""What the properties draw: structure by hypothesis (so that it shrinks), numbers from a seed that it draws."""
+"""What the properties draw: structure by hypothesis (so that it shrinks), numbers from a seed
+that it draws.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +10,24 @@ from hypothesis import strategies as st
 from megatron_gspo.algorithms import PRESETS, Objective, preset
 from tests.algorithms.reference import Batch, complete_preset
 
-EXTREME = torch.tensor([float("nan"), float("inf"), -float("inf"), 1e30, -1e30], dtype=torch.float64)
-VALUES = ("log_probs", "old_log_probs", "rollout_log_probs", "ref_log_probs", "entropy", "advantages")
+EXTREME = torch.tensor(
+    [float("nan"), float("inf"), -float("inf"), 1e30, -1e30], dtype=torch.float64
+)
+VALUES = (
+    "log_probs",
+    "old_log_probs",
+    "rollout_log_probs",
+    "ref_log_probs",
+    "entropy",
+    "advantages",
+)
 
 OBJECTIVES: dict[str, Objective] = {
     **{name: complete_preset(name) for name in PRESETS},
-    **{f"{name}_all_terms": complete_preset(name, kl_loss_coef=0.05, entropy_coef=0.01) for name in PRESETS},
+    **{
+        f"{name}_all_terms": complete_preset(name, kl_loss_coef=0.05, entropy_coef=0.01)
+        for name in PRESETS
+    },
     "gspo_wide": preset("gspo", epsilon_low=0.05, epsilon_high=0.08),
     "gspo_dual": preset("gspo", epsilon_low=0.05, epsilon_high=0.08, dual_clip=1.1),
     "grpo_dual": preset("grpo", dual_clip=1.5),
@@ -21,10 +35,15 @@ OBJECTIVES: dict[str, Objective] = {
     "sft_by_sequence": preset("sft", loss_agg_mode="seq-mean-token-mean"),
     "gspo_by_token": preset("gspo", loss_agg_mode="token-mean", allow_nonstandard=True),
     "gspo_token_constant": preset(
-        "gspo_token", loss_agg_mode="seq-mean-token-sum-norm", loss_scale_factor=7, allow_nonstandard=True
+        "gspo_token",
+        loss_agg_mode="seq-mean-token-sum-norm",
+        loss_scale_factor=7,
+        allow_nonstandard=True,
     ),
-    **{f"{name}_off_policy": preset(name, off_policy_mask_threshold=limit)
-       for name, limit in (("grpo", 0.02), ("gspo", 2e-4), ("gmpo", 0.02))},
+    **{
+        f"{name}_off_policy": preset(name, off_policy_mask_threshold=limit)
+        for name, limit in (("grpo", 0.02), ("gspo", 2e-4), ("gmpo", 0.02))
+    },
     "grpo_log_ratio": preset("grpo", log_ratio_coef=0.1),
     "dapo_unbiased_kl": preset("dapo", kl_loss_coef=0.1, unbiased_kl=True),
     "clamped_early": preset("grpo", max_log_ratio=0.5),
@@ -35,15 +54,17 @@ objectives = st.sampled_from(sorted(OBJECTIVES)).map(OBJECTIVES.__getitem__)
 
 @st.composite
 def batches(draw, *, per_token: bool | None = None, drifts=(0.0, 5e-4, 0.2, 3.0)) -> Batch:
-    """One to seven sequences of 0 to 9 positions, in pieces that need not be contiguous; any mask, also all zero;
-    NaN and infinity at untrained positions. Advantages by token or by sequence.
+    """One to seven sequences of 0 to 9 positions, in pieces that need not be contiguous; any mask,
+    also all zero; NaN and infinity at untrained positions. Advantages by token or by sequence.
     """
     lengths = draw(st.lists(st.integers(0, 9), min_size=1, max_size=7))
     ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     if draw(st.booleans()):
         ids = ids[torch.tensor(draw(st.permutations(range(len(ids)))), dtype=torch.long)]
     total = len(ids)
-    mask = torch.tensor(draw(st.lists(st.booleans(), min_size=total, max_size=total)), dtype=torch.float32)
+    mask = torch.tensor(
+        draw(st.lists(st.booleans(), min_size=total, max_size=total)), dtype=torch.float32
+    )
     g = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
 
     def normal(n: int = total) -> torch.Tensor:
@@ -67,7 +88,10 @@ def poisoned(batch: Batch, *, shift: int) -> Batch:
     for i, value in enumerate(values.values()):
         value[holes] = EXTREME[(torch.arange(len(holes)) + i + shift) % len(EXTREME)]
     return Batch(
-        **values, loss_mask=batch.loss_mask, segment_ids=batch.segment_ids, num_segments=batch.num_segments
+        **values,
+        loss_mask=batch.loss_mask,
+        segment_ids=batch.segment_ids,
+        num_segments=batch.num_segments,
     )
 
 

@@ -1,12 +1,26 @@
-"""The objective is a function of the mini-batch alone: cut, order, padding and masked values have no effect."""
+"""The objective is a function of the mini-batch alone: cut, order, padding and masked values
+have no effect.
+"""
 
 import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from megatron_gspo.algorithms import PRESETS, Segments, finish_metrics, kl_penalty, sequence_importance_weights
-from tests.algorithms.reference import LONGEST, Batch, complete_preset, has_token_advantages, naive_loss
+from megatron_gspo.algorithms import (
+    PRESETS,
+    Segments,
+    finish_metrics,
+    kl_penalty,
+    sequence_importance_weights,
+)
+from tests.algorithms.reference import (
+    LONGEST,
+    Batch,
+    complete_preset,
+    has_token_advantages,
+    naive_loss,
+)
 from tests.algorithms.splits import Outcome, assert_same, evaluate, evaluate_in_pieces
 
 from .strategies import VALUES, batches, integers_each, objectives, poisoned
@@ -19,7 +33,9 @@ def test_any_cut_adds_up_to_the_whole(objective, batch, ranks, data):
     owner = torch.tensor(
         data.draw(integers_each(len(batch.segment_ids), ranks - 1), label="rank"), dtype=torch.long
     )
-    assert_same(evaluate_in_pieces(objective, batch, piece, owner, ranks), evaluate(objective, batch))
+    assert_same(
+        evaluate_in_pieces(objective, batch, piece, owner, ranks), evaluate(objective, batch)
+    )
 
 
 @given(objective=objectives, batch=batches(drifts=(5e-4, 0.2)))
@@ -44,7 +60,9 @@ def _equal_within_sequences(batch: Batch) -> bool:
 @given(objective=objectives, batch=batches(), data=st.data())
 def test_order_does_not_matter(objective, batch, data):
     """Positions in any order, sequences under any number."""
-    order = torch.tensor(data.draw(st.permutations(range(len(batch.segment_ids)))), dtype=torch.long)
+    order = torch.tensor(
+        data.draw(st.permutations(range(len(batch.segment_ids)))), dtype=torch.long
+    )
     number = torch.tensor(data.draw(st.permutations(range(batch.num_segments))))
     moved = batch.take(order)
     moved = Batch(**{**vars(moved), "segment_ids": number[moved.segment_ids]})
@@ -61,7 +79,9 @@ def test_padding_does_not_matter(objective, batch, data):
     """Untrained positions of any content anywhere, and sequences of nothing else."""
     total = len(batch.segment_ids)
     places = torch.tensor(data.draw(st.lists(st.integers(0, total), max_size=6)), dtype=torch.long)
-    owners = torch.tensor(data.draw(integers_each(len(places), batch.num_segments + 1)), dtype=torch.long)
+    owners = torch.tensor(
+        data.draw(integers_each(len(places), batch.num_segments + 1)), dtype=torch.long
+    )
     order = torch.cat([torch.arange(total), places]).argsort(stable=True)
     holes = torch.zeros(len(places), dtype=torch.float64)
     fields = {name: torch.cat([getattr(batch, name), holes])[order] for name in VALUES}
@@ -80,25 +100,38 @@ def test_padding_does_not_matter(objective, batch, data):
 
 @given(objective=objectives, batch=batches(), shift=st.integers(1, 4))
 def test_what_is_masked_is_never_read(objective, batch, shift):
-    """Bit for bit the same with other NaN, infinity and numbers under the mask, and with another mask value."""
+    """Bit for bit the same with other NaN, infinity and numbers under the mask, and with
+    another mask value.
+    """
     expected, other = evaluate(objective, batch), poisoned(batch, shift=shift)
     got = evaluate(objective, Batch(**{**vars(other), "loss_mask": 3.0 * other.loss_mask}))
     assert got.loss == expected.loss and got.metrics == expected.metrics
-    assert torch.equal(got.grad, expected.grad) and torch.equal(got.entropy_grad, expected.entropy_grad)
+    assert torch.equal(got.grad, expected.grad) and torch.equal(
+        got.entropy_grad, expected.entropy_grad
+    )
     assert not got.grad[batch.loss_mask == 0].any()
 
 
-@given(name=st.sampled_from(["gspo", "gspo_token", "grpo", "dapo", "dr_grpo"]), batch=batches(drifts=(0.0,)))
+@given(
+    name=st.sampled_from(["gspo", "gspo_token", "grpo", "dapo", "dr_grpo"]),
+    batch=batches(drifts=(0.0,)),
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_ratio_of_equal_policies_is_exactly_one(dtype, name, batch):
     got = evaluate(complete_preset(name), batch, dtype=dtype)
     final = finish_metrics(got.metrics)
     if batch.num_tokens:
         assert final["ratio_max"] == final["ratio_min"] == 1
-        assert final["ratio/mean"] == pytest.approx(1) and final["ratio/std"] == pytest.approx(0, abs=1e-3)
+        assert final["ratio/mean"] == pytest.approx(1) and final["ratio/std"] == pytest.approx(
+            0, abs=1e-3
+        )
         assert final["effective_sample_size"] == pytest.approx(1)
     clip = [value for key, value in final.items() if key.startswith("clip_fraction")]
-    assert len(clip) == 4 and not any(clip) and final["kl/old_policy"] == final["log_ratio_clamped"] == 0
+    assert (
+        len(clip) == 4
+        and not any(clip)
+        and final["kl/old_policy"] == final["log_ratio_clamped"] == 0
+    )
 
 
 @given(batch=batches(per_token=False))
@@ -120,8 +153,12 @@ def test_weights_of_all_tokens_add_up_to_one(name, batch):
     assert weights.sum().item() == pytest.approx(total, rel=1e-12)
     assert ((weights > 0) == (batch.loss_mask > 0)).all()
     if name in ("gspo", "gspo_token", "grpo"):  # and every sequence has the same weight
-        sums = torch.zeros(batch.num_segments, dtype=torch.float64).index_add(0, batch.segment_ids, weights)
-        assert sums[sums > 0].tolist() == pytest.approx([1 / batch.num_sequences] * batch.num_sequences)
+        sums = torch.zeros(batch.num_segments, dtype=torch.float64).index_add(
+            0, batch.segment_ids, weights
+        )
+        assert sums[sums > 0].tolist() == pytest.approx(
+            [1 / batch.num_sequences] * batch.num_sequences
+        )
 
 
 @given(objective=objectives, batch=batches(), factor=st.sampled_from([0.25, 0.5, 4.0, 1024.0]))
@@ -160,7 +197,9 @@ def test_importance_weights_over_any_split(batch, cap, data):
 
     def weights(part, sum_over_context=None):
         segments = Segments(part.loss_mask, part.segment_ids, part.num_segments, sum_over_context)
-        return sequence_importance_weights(part.log_probs, part.old_log_probs, segments, threshold=cap)
+        return sequence_importance_weights(
+            part.log_probs, part.old_log_probs, segments, threshold=cap
+        )
 
     whole, brought = weights(batch), []
     shards = [(owner == rank).nonzero().flatten() for rank in (0, 1)]

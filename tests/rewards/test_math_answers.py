@@ -1,4 +1,6 @@
-r"""`math_verify` against Math-Verify itself, called as in its README: `verify(parse("$reference$"), parse(text))`."""
+r"""`math_verify` against Math-Verify itself, called as in its README:
+`verify(parse("$reference$"), parse(text))`.
+"""
 
 import logging
 

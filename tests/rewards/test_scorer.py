@@ -45,7 +45,10 @@ def test_any_number_will_do_and_workers_do_without_torch(scorer, text, reward):
         (
             "no score",
             "invalid",
-            "the verifier returned the dict {'acc': True}; return a number, or a dictionary with \"score\"",
+            (
+                "the verifier returned the dict {'acc': True}; return a number, or a dictionary"
+                ' with "score"'
+            ),
         ),
         ("base", "error", "BaseException: rare"),
         ("no text", "error", "Mute"),
@@ -82,8 +85,9 @@ def test_a_verifier_that_hangs_in_this_process_is_named(tmp_path, monkeypatch, c
     with RewardScorer(f"{path}:score", timeout=None) as scorer:
         assert run(scorer, ["4"]).rewards.tolist() == [1.0]
     line = capsys.readouterr().err.splitlines()[0]
-    assert line == (
-        f"verifier '{path}:score': a response to prompt 0 takes 0 s so far, without a time limit; 0 of 1 are done"
+    assert (
+        line == f"verifier '{path}:score': a response to prompt 0 takes 0 s so far, without a time"
+        " limit; 0 of 1 are done"
     )
 
 
@@ -92,7 +96,9 @@ def test_a_failure_has_no_reward_unless_it_is_given_one(verifier):
         scores = run(scorer, ["4", "raise", "nan"])
     assert scores.rewards[0] == 1.0 and np.isnan(scores.rewards[1:]).all()
     assert scores.messages == (
-        "", "ValueError: no such thing", "the verifier returned nan; return a finite number (float32)"
+        "",
+        "ValueError: no such thing",
+        "the verifier returned nan; return a finite number (float32)",
     )
 
 

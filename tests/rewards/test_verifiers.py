@@ -217,12 +217,18 @@ def test_verls_ground_truth_of_a_row_without_an_answer_key(foreign):
         (
             "custom_rm",
             {},
-            "it is slime's custom_rm, whose arguments do not exist here; a verifier takes (response, p",
+            (
+                "it is slime's custom_rm, whose arguments do not exist here; a verifier takes"
+                " (response, p"
+            ),
         ),
         (
             "three",
             {},
-            "it takes (response, answer, other) (missing a required argument: 'other'); a verifier takes",
+            (
+                "it takes (response, answer, other) (missing a required argument: 'other'); a"
+                " verifier takes"
+            ),
         ),
         (
             "silent_zero",
@@ -239,7 +245,10 @@ def test_verls_ground_truth_of_a_row_without_an_answer_key(foreign):
         (
             "Judge",
             {},
-            "it is a class and must be a function; a verifier takes (response, prompt), verl's (data_source",
+            (
+                "it is a class and must be a function; a verifier takes (response, prompt), verl's"
+                " (data_source"
+            ),
         ),
         (
             "asynchronous",
@@ -268,7 +277,10 @@ def test_a_trl_function_returns_one_reward_for_one_completion(foreign):
         (
             "exact",
             {},
-            "verifier 'exact' is unknown; use exact_match, math_verify, reasoning_gym, code, file.py:function",
+            (
+                "verifier 'exact' is unknown; use exact_match, math_verify, reasoning_gym, code,"
+                " file.py:function"
+            ),
         ),
         ("exact_match", {"styl": "tag"}, "verifier exact_match: options {'styl': 'tag'} don't fit"),
         (

@@ -1,6 +1,5 @@
 """What a worker returns for one response."""
 
-
 from megatron_gspo.rewards.worker import run_verifier
 from tests.support.samples import make_prompt
 

@@ -63,7 +63,8 @@ def test_a_verifier_that_hangs_is_named_with_its_prompt_and_the_seconds_left(ver
         assert run(scorer, ["4", "sleep"]).statuses == ("ok", "timeout")
     lines = [line for line in capfd.readouterr().err.splitlines() if "so far" in line]
     assert len(lines) == 1 and re.fullmatch(
-        r"verifier '.*judge.py:judge': a response to prompt 0 takes \d s so far and is ended in \d s; "
+        r"verifier '.*judge.py:judge': a response to prompt 0 takes \d s so far and is ended in"
+        r" \d s; "
         r"1 of 2 are done",
         lines[0],
     )
@@ -155,7 +156,9 @@ def test_a_daemon_ends_after_sigkill_of_the_trainer(verifier, tmp_path):
 
 
 def test_replacements_that_cannot_start_make_errors(tmp_path):
-    """A verifier file that disappears, with the worker that had loaded it, costs rewards and not the run."""
+    """A verifier file that disappears, with the worker that had loaded it, costs rewards and
+    not the run.
+    """
     path = tmp_path / "judge.py"
     path.write_text(VERIFIER)
     with RewardScorer(f"{path}:judge", timeout=5.0, workers=1) as scorer:

@@ -28,9 +28,13 @@ def test_configured_and_tokenizer_are_joined(configured, tokenizer, given, found
 
 
 def test_none_and_one_outside_of_the_vocabulary():
-    with pytest.raises(ValueError, match="no end token in the configs or the tokenizer: pass eos_token_ids"):
+    with pytest.raises(
+        ValueError, match="no end token in the configs or the tokenizer: pass eos_token_ids"
+    ):
         end_tokens(None, None, 10)
-    with pytest.raises(ValueError, match=r"eos_token_ids=\[7\]: ids must lie in the vocabulary of 7"):
+    with pytest.raises(
+        ValueError, match=r"eos_token_ids=\[7\]: ids must lie in the vocabulary of 7"
+    ):
         end_tokens(None, TOKENIZER, 7)
     with pytest.raises(ValueError, match=r"eos_token_ids=\[-1\]"):
         end_tokens(-1, None, 7)

@@ -38,7 +38,9 @@ def contract(rank: int, world: int, kind: str) -> list:
     other = source.generate(PROMPTS[4:], SAMPLING, seed=9)  # apart from what is pending
     batch = source.collect(4)
     seen += [source.pending(), keys(all_samples(other)), keys(all_samples(batch))]
-    seen += [batch.table[["prompt_index", "sample_index", "prompt_length", "response_length"]].tolist()]
+    seen += [
+        batch.table[["prompt_index", "sample_index", "prompt_length", "response_length"]].tolist()
+    ]
     source.submit(PROMPTS[:2], SAMPLING, seed=1)
     source.pause(keep=True)
     seen += [source.pending()]
@@ -58,13 +60,17 @@ def test_the_contract(kind):
     assert pending == [0, 1, 2, 3] and left == [] and paused == [0, 1] and dropped == []
     assert other == [(4, 0, 9), (4, 1, 9)]
     assert samples == [(i, j, seed) for i, seed in ((0, 1), (1, 1), (2, 1), (3, 2)) for j in (0, 1)]
-    assert rows == [(i, j, PROMPTS[i].length, 4) for i in range(4) for j in (0, 1)], "the groups' samples are together"
+    assert rows == [(i, j, PROMPTS[i].length, 4) for i in range(4) for j in (0, 1)], (
+        "the groups' samples are together"
+    )
 
 
 def test_no_more_groups_can_be_collected_than_are_pending():
     check_count(2, 2)
     for count in (0, 3):
-        with pytest.raises(ValueError, match=rf"collect\({count}\): 2 groups were submitted; collect 1 to 2"):
+        with pytest.raises(
+            ValueError, match=rf"collect\({count}\): 2 groups were submitted; collect 1 to 2"
+        ):
             check_count(count, 2)
 
 

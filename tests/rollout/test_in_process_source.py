@@ -23,21 +23,32 @@ from tests.support.scripted_servers import (
 def in_process_shares(rank: int, world: int, shared: bool) -> tuple[list, list, dict, dict, str]:
     engine, asked = ScriptedEngine(scripted_response), []
     generate = engine.generate
-    engine.generate = lambda prompts, *rest, **more: asked.extend(p.index for p in prompts) or generate(
-        prompts, *rest, **more
+    engine.generate = lambda prompts, *rest, **more: (
+        asked.extend(p.index for p in prompts) or generate(prompts, *rest, **more)
     )
     source = InProcessSource(engine, vocab_size=1000, group=dist.group.WORLD if shared else None)
     source.submit(PROMPTS, SAMPLING, seed=1)
     batch = source.collect(5)
-    assert sorted({s.prompt_index for s in batch.samples}) == sorted(asked), "each rank holds what it generated"
+    assert sorted({s.prompt_index for s in batch.samples}) == sorted(asked), (
+        "each rank holds what it generated"
+    )
     source.update_weights(collective_weights, version=4)
     assert [version for version, _ in engine.updates] == [4]
     assert float(engine.updates[0][1]["a"].sum()) == 2.0 * world
-    return asked, keys(all_samples(batch)), source.score([np.arange(4)]), source.metrics(), source.engine_name
+    return (
+        asked,
+        keys(all_samples(batch)),
+        source.score([np.arange(4)]),
+        source.metrics(),
+        source.engine_name,
+    )
 
 
 def test_ranks_share_the_prompts_or_generate_all():
-    shared, alone = run_distributed(in_process_shares, 2, True), run_distributed(in_process_shares, 2, False)
+    shared, alone = (
+        run_distributed(in_process_shares, 2, True),
+        run_distributed(in_process_shares, 2, False),
+    )
     assert sorted(shared[0][0] + shared[1][0]) == [0, 1, 2, 3, 4]
     assert alone[0][0] == alone[1][0] == [0, 1, 2, 3, 4]
     assert shared[0][1:] == shared[1][1:] == alone[0][1:] == alone[1][1:]

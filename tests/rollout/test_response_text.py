@@ -1,4 +1,6 @@
-"""The text of a response that verifiers and environments get, for tokenizers as models have them."""
+"""The text of a response that verifiers and environments get, for tokenizers as models have
+them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Samples that an engine may not return are refused in one line that names the sample and the field."""
+"""Samples that an engine may not return are refused in one line that names the sample and the
+field.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,17 @@ def good() -> list[Sample]:
     """Two samples of three tokens for each prompt."""
     return [
         Sample(
-            prompt.index, number, np.concatenate([prompt.token_ids, [6, 7, 1]]), prompt.length, np.ones(3, dtype=bool),
-            np.full(3, -0.5, dtype=np.float32), "stop",
+            prompt.index,
+            number,
+            np.concatenate([prompt.token_ids, [6, 7, 1]]),
+            prompt.length,
+            np.ones(3, dtype=bool),
+            np.full(3, -0.5, dtype=np.float32),
+            "stop",
         )
         for prompt in PROMPTS
         for number in range(2)
-    ]  # fmt: skip
+    ]
 
 
 def changed(**values: object) -> list[Sample]:
@@ -35,7 +42,9 @@ def changed(**values: object) -> list[Sample]:
 def test_what_is_promised_is_accepted():
     check_samples(good(), PROMPTS, SAMPLING, vocab_size=8)
     empty = changed(
-        tokens=np.array([5]), loss_mask=np.zeros(0, dtype=bool), rollout_log_probs=np.zeros(0, dtype=np.float32)
+        tokens=np.array([5]),
+        loss_mask=np.zeros(0, dtype=bool),
+        rollout_log_probs=np.zeros(0, dtype=np.float32),
     )
     check_samples(empty, PROMPTS, SAMPLING, vocab_size=8)
 
@@ -46,11 +55,23 @@ def test_what_is_promised_is_accepted():
         (good()[:3], "the engine gave 3 samples for 2 prompts x 2; give 4"),
         (iter(good()), "the engine gave (list_iterator|generator) samples"),
         ([*good()[:2], None, good()[3]], "the engine's sample 9/0 is a NoneType; give a Sample"),
-        ([good()[i] for i in (0, 1, 3, 2)], "the engine's sample 9/0 is 9/1; give all samples of a prompt together"),
-        (changed(tokens=np.array([4, 6, 7, 1])), "sample 9/0: tokens does not begin with the prompt's 1 token ids"),
-        (changed(tokens=np.array([5, 6, 7, 8])), "sample 9/0: tokens has the id 8; the model's vocabulary ends at 7"),
+        (
+            [good()[i] for i in (0, 1, 3, 2)],
+            "the engine's sample 9/0 is 9/1; give all samples of a prompt together",
+        ),
+        (
+            changed(tokens=np.array([4, 6, 7, 1])),
+            "sample 9/0: tokens does not begin with the prompt's 1 token ids",
+        ),
+        (
+            changed(tokens=np.array([5, 6, 7, 8])),
+            "sample 9/0: tokens has the id 8; the model's vocabulary ends at 7",
+        ),
         (changed(loss_mask=np.ones(2, dtype=bool)), "sample 9/0: loss_mask has shape"),
-        (changed(rollout_log_probs=np.full(3, np.nan, dtype=np.float32)), "rollout_log_probs has 3 non-finite"),
+        (
+            changed(rollout_log_probs=np.full(3, np.nan, dtype=np.float32)),
+            "rollout_log_probs has 3 non-finite",
+        ),
     ],
 )
 def test_what_is_refused(samples, problem):
@@ -61,5 +82,7 @@ def test_what_is_refused(samples, problem):
 
 def test_a_response_that_is_too_long():
     short = replace(SAMPLING, max_response_length=2)
-    with pytest.raises(EngineError, match="sample 4/0: tokens has 3 of the response; max_response_length is 2"):
+    with pytest.raises(
+        EngineError, match="sample 4/0: tokens has 3 of the response; max_response_length is 2"
+    ):
         check_samples(good(), PROMPTS, short)

@@ -29,8 +29,12 @@ def test_a_pipeline_stages_input_takes_no_bytes_for_what_it_lacks():
     for i, ((_, after), before) in enumerate(zip(decode_samples(wire), samples, strict=True)):
         assert_same(after, before)
         assert after.has_tokens == (i % 2 == 0)
-    whole = encode_samples([replace(sample, tokens=np.array(sample.tokens)) for sample in samples], range(8))
-    assert len(whole) - len(wire) == pytest.approx(8 * sum(sample.length for sample in samples[1::2]), abs=8)
+    whole = encode_samples(
+        [replace(sample, tokens=np.array(sample.tokens)) for sample in samples], range(8)
+    )
+    assert len(whole) - len(wire) == pytest.approx(
+        8 * sum(sample.length for sample in samples[1::2]), abs=8
+    )
 
 
 def test_bytes_of_another_version_are_refused():
@@ -43,11 +47,21 @@ def test_bytes_of_another_version_are_refused():
 
 def test_routes_are_not_copied_on_arrival():
     routes = np.arange(24, dtype=np.uint8).reshape(4, 3, 2)
-    sample = replace(random_sample(np.random.default_rng(0), 0), tokens=np.arange(5), routed_experts=routes)
-    sample = replace(sample, prompt_length=3, loss_mask=np.ones(2, bool), missing_routes=None, token_versions=None)
+    sample = replace(
+        random_sample(np.random.default_rng(0), 0), tokens=np.arange(5), routed_experts=routes
+    )
+    sample = replace(
+        sample,
+        prompt_length=3,
+        loss_mask=np.ones(2, bool),
+        missing_routes=None,
+        token_versions=None,
+    )
     for name in ("rollout_log_probs", "advantages", "old_log_probs", "ref_log_probs"):
         setattr(sample, name, None)
     wire = np.frombuffer(bytearray(encode_samples([sample], [0])), dtype=np.uint8)
     [(_, after)] = decode_samples(wire)
-    assert after.routed_experts.tolist() == routes.tolist() and np.shares_memory(after.routed_experts, wire)
+    assert after.routed_experts.tolist() == routes.tolist() and np.shares_memory(
+        after.routed_experts, wire
+    )
     after.routed_experts[0] = 9  # writable

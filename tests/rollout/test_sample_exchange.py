@@ -26,7 +26,13 @@ from megatron_gspo.rollout.sample_exchange import (
 from megatron_gspo.routing_replay.routes import RouteShape
 from tests.support.distributed import collectives_so_far, run_distributed
 from tests.support.random_samples import all_samples, assert_same, random_sample
-from tests.support.reference_models import checkpoint, loaded_engine, moe_config, prompts, reference_model
+from tests.support.reference_models import (
+    checkpoint,
+    loaded_engine,
+    moe_config,
+    prompts,
+    reference_model,
+)
 from tests.support.scripted_engine import ScriptedEngine, ScriptedResponse
 from tests.support.training_runs import base_config
 
@@ -34,7 +40,9 @@ from tests.support.training_runs import base_config
 @pytest.mark.parametrize("count, ranks", [(0, 3), (2, 3), (16, 4), (17, 4), (101, 8)])
 def test_a_split_is_complete_and_balanced(count, ranks):
     rng = np.random.default_rng(0)
-    questions = [Prompt(i, np.ones(n, dtype=np.int64), "") for i, n in enumerate(rng.integers(1, 50, count))]
+    questions = [
+        Prompt(i, np.ones(n, dtype=np.int64), "") for i, n in enumerate(rng.integers(1, 50, count))
+    ]
     shares = split_prompts(questions, ranks)
     assert sorted(i for share in shares for i in share) == list(range(count))
     sizes = [len(share) for share in shares]
@@ -44,7 +52,9 @@ def test_a_split_is_complete_and_balanced(count, ranks):
 
 
 def spread_over_ranks(rank, world_size):
-    """Embedded engines on every rank against one engine over all prompts; arbitrary samples; a failure."""
+    """Embedded engines on every rank against one engine over all prompts; arbitrary samples; a
+    failure.
+    """
     group = dist.group.WORLD
     reference = reference_model(moe_config())
     engine = loaded_engine(moe_config(), checkpoint(reference), return_routed_experts=True)
@@ -57,7 +67,9 @@ def spread_over_ranks(rank, world_size):
         np.testing.assert_allclose(a.rollout_log_probs, b.rollout_log_probs, atol=1e-5)
         a.rollout_log_probs = b.rollout_log_probs
         assert_same(a, b)
-    assert len(generate_on_ranks(engine, questions[:1], sampling, seed=3, group=group)) == 3  # idle ranks
+    assert (
+        len(generate_on_ranks(engine, questions[:1], sampling, seed=3, group=group)) == 3
+    )  # idle ranks
 
     return [s.response_ids.tolist() for s in spread], fail_on_one_rank(rank)
 
@@ -97,26 +109,42 @@ def test_without_a_group_the_engine_works_alone():
 
 
 def moved(rank, world, layout, stages):
-    """Random samples, held by some ranks, each to a replica, a sample a round and all in one: (replica, positions).
+    """Random samples, held by some ranks, each to a replica, a sample a round and all in one:
+    (replica, positions).
 
     stages: the layers whose routes each pipeline stage keeps.
     """
     mesh = init_device_mesh("cpu", tuple(layout.values()), mesh_dim_names=tuple(layout))
     groups = {name: mesh.get_group(name) for name in layout}
-    everything = [sample for i in range(17) if (sample := random_sample(np.random.default_rng(i), i)).response_length]
+    everything = [
+        sample
+        for i in range(17)
+        if (sample := random_sample(np.random.default_rng(i), i)).response_length
+    ]
     replica = np.random.default_rng(5).integers(0, layout["dp"], len(everything))
     replica[:3] = layout["dp"] - 1
     for holders in ([0], [0, 1, 2, 3], [3, 1]):
         for sample_exchange.BUCKET_BYTES in (1, 64 << 20):
-            held = move(rank, groups, everything, replica, holders, stages[dist.get_rank(groups["pp"])])
+            held = move(
+                rank, groups, everything, replica, holders, stages[dist.get_rank(groups["pp"])]
+            )
     sample_exchange.BUCKET_BYTES = 1
     firsts, homes = mesh.mesh[0, :, 0, 0].tolist(), np.arange(len(everything)) % layout["dp"]
     passes_on = max(layout["pp"], layout["cp"], layout["tp"]) == world  # over the same group
-    move(rank, groups, everything, homes, [firsts[home] for home in homes], stages[dist.get_rank(groups["pp"])],
-         sends=passes_on)  # fmt: skip
+    move(
+        rank,
+        groups,
+        everything,
+        homes,
+        [firsts[home] for home in homes],
+        stages[dist.get_rank(groups["pp"])],
+        sends=passes_on,
+    )
     whole = SampleBatch.of(everything)  # every rank holds all
     assert replica_homes(whole, groups["dp"]) is None
-    there = move_samples(whole, replica, groups["dp"], (groups["pp"],), shape_of(stages[dist.get_rank(groups["pp"])]))
+    there = move_samples(
+        whole, replica, groups["dp"], (groups["pp"],), shape_of(stages[dist.get_rank(groups["pp"])])
+    )
     check_held(there, everything, stages[dist.get_rank(groups["pp"])])
     return held
 
@@ -126,20 +154,32 @@ def shape_of(layers):
 
 
 def check_held(there, everything, layers):
-    """The samples are right, with the routes of these layers, whose bytes are their share; on other than the last stage
-    of a pipeline no more than a stage reads."""
+    """The samples are right, with the routes of these layers, whose bytes are their share; on other
+    than the last stage of a pipeline no more than a stage reads."""
     stage = None if there.pipeline is None else dist.get_rank(there.pipeline)
     is_last = stage is None or stage == dist.get_world_size(there.pipeline) - 1
-    assert there.packed is (there.held if is_last else there.stage_inputs) and (is_last or not there.held)
+    assert there.packed is (there.held if is_last else there.stage_inputs) and (
+        is_last or not there.held
+    )
     for i, sample in there.packed.items():
         wanted = everything[i].routed_experts
         if wanted is not None and layers is not None:
-            wanted = np.stack([wanted[:, layer] for layer in layers], 1) if layers else wanted[:, :0]
+            wanted = (
+                np.stack([wanted[:, layer] for layer in layers], 1) if layers else wanted[:, :0]
+            )
         given = replace(everything[i], routed_experts=wanted)
         assert_same(sample, given if is_last else stage_input(given, tokens=stage == 0))
         assert sample.tokens.flags.aligned and sample.has_tokens == (is_last or stage == 0)
-    whole = sum(everything[i].routed_experts.nbytes for i in there.packed if everything[i].routed_experts is not None)
-    routes = [sample.routed_experts for sample in there.packed.values() if sample.routed_experts is not None]
+    whole = sum(
+        everything[i].routed_experts.nbytes
+        for i in there.packed
+        if everything[i].routed_experts is not None
+    )
+    routes = [
+        sample.routed_experts
+        for sample in there.packed.values()
+        if sample.routed_experts is not None
+    ]
     assert sum(ids.nbytes for ids in routes) * 3 == whole * (3 if layers is None else len(layers))
 
 
@@ -153,7 +193,10 @@ def bases(sample):
 
 
 def move(rank, groups, everything, replica, holders, layers, sends=True):
-    """Checks that what arrives is right and complete. sends: whether anything may go over the world."""
+    """Checks that what arrives is right and complete.
+
+    sends: whether anything may go over the world.
+    """
     mine = [i for i in range(len(everything)) if holders[i % len(holders)] == rank]
     batch = SampleBatch.gathered([everything[i] for i in mine], mine, dist.group.WORLD)
     shared = groups["pp"], groups["cp"], groups["tp"]
@@ -164,19 +207,28 @@ def move(rank, groups, everything, replica, holders, layers, sends=True):
     assert replica_homes(batch, groups["dp"]).tolist() == homes
     so_far = collectives_so_far()
     there = move_samples(batch, replica, groups["dp"], shared, shape_of(layers))
-    assert sends or collectives_so_far() == so_far + 2, "the ranks learn sizes and first ranks; what stays is not sent"
+    assert sends or collectives_so_far() == so_far + 2, (
+        "the ranks learn sizes and first ranks; what stays is not sent"
+    )
     own = dist.get_rank(groups["dp"])
-    assert list(there.packed) == np.flatnonzero(replica == own).tolist() and there.group is groups["dp"]
+    assert (
+        list(there.packed) == np.flatnonzero(replica == own).tolist()
+        and there.group is groups["dp"]
+    )
     check_held(there, everything, layers)
     if dist.get_world_size(groups["pp"]) > 1:
         assert there.pipeline is groups["pp"]
         samples = list(there.packed.values())
         buffers = {id(base): base.nbytes for sample in samples for base in bases(sample)}
-        assert sum(buffers.values()) <= sum(len(encode_samples([sample], [0])) + 8 for sample in samples)
+        assert sum(buffers.values()) <= sum(
+            len(encode_samples([sample], [0])) + 8 for sample in samples
+        )
     assert len(batch.held) == 0, "a sample's memory is free once it has left"
     if all(dist.get_rank(group) == 0 for group in shared):
         for i in {*there.packed}.intersection(mine):
-            assert there.packed[i].loss_mask is everything[i].loss_mask, "what a replica's first rank has is not copied"
+            assert there.packed[i].loss_mask is everything[i].loss_mask, (
+                "what a replica's first rank has is not copied"
+            )
     assert there.table["holder"].tolist() == replica.tolist()
     for name in set(there.table.dtype.names) - {"holder"}:
         np.testing.assert_array_equal(there.table[name], batch.table[name])
@@ -187,32 +239,56 @@ def move(rank, groups, everything, replica, holders, layers, sends=True):
 
 @pytest.mark.parametrize(
     ("layout", "stages"),
-    [({"pp": 1, "dp": 4, "cp": 1, "tp": 1}, [(0, 1, 2)]), ({"pp": 1, "dp": 2, "cp": 1, "tp": 2}, [None]),
-     ({"pp": 2, "dp": 2, "cp": 1, "tp": 1}, [(0, 2), (1,)]), ({"pp": 1, "dp": 1, "cp": 2, "tp": 2}, [(0, 1, 2)]),
-     ({"pp": 2, "dp": 1, "cp": 1, "tp": 2}, [(), (0, 1, 2)]), ({"pp": 2, "dp": 1, "cp": 2, "tp": 1}, [None, None]),
-     ({"pp": 4, "dp": 1, "cp": 1, "tp": 1}, [(0,), (), (1, 2), ()])],
+    [
+        ({"pp": 1, "dp": 4, "cp": 1, "tp": 1}, [(0, 1, 2)]),
+        ({"pp": 1, "dp": 2, "cp": 1, "tp": 2}, [None]),
+        ({"pp": 2, "dp": 2, "cp": 1, "tp": 1}, [(0, 2), (1,)]),
+        ({"pp": 1, "dp": 1, "cp": 2, "tp": 2}, [(0, 1, 2)]),
+        ({"pp": 2, "dp": 1, "cp": 1, "tp": 2}, [(), (0, 1, 2)]),
+        ({"pp": 2, "dp": 1, "cp": 2, "tp": 1}, [None, None]),
+        ({"pp": 4, "dp": 1, "cp": 1, "tp": 1}, [(0,), (), (1, 2), ()]),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_every_sample_is_on_each_rank_of_its_replica_and_nowhere_else(layout, stages):
     found = run_distributed(moved, 4, layout, stages)
     replicas = dict(found)
-    assert all(replicas[own] == held for own, held in found), "the ranks of a replica have the same samples"
-    assert sorted(i for held in replicas.values() for i in held) == list(range(sum(map(len, replicas.values()))))
+    assert all(replicas[own] == held for own, held in found), (
+        "the ranks of a replica have the same samples"
+    )
+    assert sorted(i for held in replicas.values() for i in held) == list(
+        range(sum(map(len, replicas.values())))
+    )
 
 
 def stage_bytes(rank: int, world: int) -> int:
-    """Bytes that a stage of a pipeline of three holds of 5 prompt and 900 response tokens with routes of 6 layers x 8,
-    two layers a stage, and with what the loop adds to them."""
+    """Bytes that a stage of a pipeline of three holds of 5 prompt and 900 response tokens with
+    routes of 6 layers x 8, two layers a stage, and with what the loop adds to them."""
     mesh = init_device_mesh("cpu", (3, 1), mesh_dim_names=("pp", "dp"))
     rng = np.random.default_rng(0)
     routes = rng.integers(0, 128, (904, 6, 8)).astype(np.uint8)
-    sample = Sample(0, 0, np.arange(905), 5, np.arange(900) % 3 > 0, -rng.random(900).astype(np.float32), "stop",
-                    "two words", routed_experts=routes)  # fmt: skip
-    batch = SampleBatch.gathered([sample] if rank == 1 else [], [0] if rank == 1 else [], dist.group.WORLD)
+    sample = Sample(
+        0,
+        0,
+        np.arange(905),
+        5,
+        np.arange(900) % 3 > 0,
+        -rng.random(900).astype(np.float32),
+        "stop",
+        "two words",
+        routed_experts=routes,
+    )
+    batch = SampleBatch.gathered(
+        [sample] if rank == 1 else [], [0] if rank == 1 else [], dist.group.WORLD
+    )
     shape = RouteShape(6, 8, 128, held=(2 * rank, 2 * rank + 1))
-    there = move_samples(batch, np.zeros(1, dtype=np.int32), mesh.get_group("dp"), (mesh.get_group("pp"),), shape)
+    there = move_samples(
+        batch, np.zeros(1, dtype=np.int32), mesh.get_group("dp"), (mesh.get_group("pp"),), shape
+    )
     there = there.map(lambda i, s: replace(s, old_log_probs=s.rollout_log_probs.copy()))
-    there = with_advantages(there, Config.from_dict(base_config("model", "run")).algorithm, max_response_length=900)
+    there = with_advantages(
+        there, Config.from_dict(base_config("model", "run")).algorithm, max_response_length=900
+    )
     arrays = [array for array in vars(there.packed[0]).values() if isinstance(array, np.ndarray)]
     return sum(0 if 0 in array.strides else array.nbytes for array in arrays)
 
@@ -221,12 +297,18 @@ def test_a_pipeline_stage_holds_what_it_reads():
     routes_and_mask = 904 * 2 * 8 + 900
     tokens, floats = 8 * 905, 4 * 900
     found = run_distributed(stage_bytes, 3)
-    assert found == [routes_and_mask + tokens, routes_and_mask, routes_and_mask + tokens + 3 * floats]
+    assert found == [
+        routes_and_mask + tokens,
+        routes_and_mask,
+        routes_and_mask + tokens + 3 * floats,
+    ]
 
 
 @settings(deadline=None, max_examples=200)
 @given(
-    st.lists(st.tuples(st.integers(1, 50), st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=60),
+    st.lists(
+        st.tuples(st.integers(1, 50), st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=60
+    ),
     st.integers(1, 200),
 )
 def test_no_rank_sends_or_receives_more_than_a_bucket_in_a_round(moves, bucket):
@@ -237,5 +319,7 @@ def test_no_rank_sends_or_receives_more_than_a_bucket_in_a_round(moves, bucket):
             for rank in np.unique(ranks):
                 inside = sizes[(rounds == number) & (ranks == rank)]
                 assert inside.sum() <= bucket or len(inside) == 1
-    least = max(sizes[ranks == rank].sum() for ranks in (source, target) for rank in np.unique(ranks))
+    least = max(
+        sizes[ranks == rank].sum() for ranks in (source, target) for rank in np.unique(ranks)
+    )
     assert rounds.max() <= 4 * (least // bucket + 1) + len(sizes) * (sizes.max() > bucket / 2)

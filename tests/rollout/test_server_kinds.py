@@ -22,4 +22,9 @@ def test_gpus_of_a_server():
 def test_a_server_of_quantised_weights_starts_without_any():
     for kind, option in (("sglang", "--json-model-override-args"), ("vllm", "--hf-overrides")):
         args = SERVER_KINDS[kind].quantized_args({"quant_method": "fp8"})
-        assert args == [option, '{"quantization_config": {"quant_method": "fp8"}}', "--load-format", "dummy"]
+        assert args == [
+            option,
+            '{"quantization_config": {"quant_method": "fp8"}}',
+            "--load-format",
+            "dummy",
+        ]

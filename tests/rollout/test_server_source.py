@@ -1,4 +1,5 @@
-"""Groups from servers: one or several ranks are clients, every rank gets the rows of the samples or the error.
+"""Groups from servers: one or several ranks are clients, every rank gets the rows of the samples or
+the error.
 
 With servers that speak their protocol: `server_engine/test_rollout_client.py`.
 """
@@ -27,14 +28,27 @@ from tests.support.scripted_servers import (
 )
 from tests.support.served_models import served_model
 
-METRICS = {"rollout/requests": 3.0, "rollout/retries": 0.0, "rollout/refused": 0.0, "rollout/stale_responses": 0.0,
-           "rollout/continued": 0.0, "rollout/discarded_tokens": 0.0, "rollout/cached_share": 0.25,
-           "rollout/servers": 1.0}  # fmt: skip
+METRICS = {
+    "rollout/requests": 3.0,
+    "rollout/retries": 0.0,
+    "rollout/refused": 0.0,
+    "rollout/stale_responses": 0.0,
+    "rollout/continued": 0.0,
+    "rollout/discarded_tokens": 0.0,
+    "rollout/cached_share": 0.25,
+    "rollout/servers": 1.0,
+}
 
 
 def resends(rank: int, world: int) -> tuple[list, list]:
-    """Servers that lose their weights between an update and a collect, and one update that all refuse."""
-    servers = ScriptedServers(scripted_response, failures=[NoServerError("none is up")]) if rank == 0 else None
+    """Servers that lose their weights between an update and a collect, and one update that all
+    refuse.
+    """
+    servers = (
+        ScriptedServers(scripted_response, failures=[NoServerError("none is up")])
+        if rank == 0
+        else None
+    )
     lines: list[str] = []
     source = server_source(servers, log=lines.append)
     source.update_weights(collective_weights, version=3)
@@ -106,8 +120,15 @@ def test_an_error_of_one_rank_is_raised_on_every_rank(where, message, clients):
 
 
 def shared(rank: int, world: int, clients: tuple[int, ...], slow: float) -> tuple:
-    """Groups of several calls, taken in others. slow: seconds that each group of the last client takes."""
-    servers = ScriptedServers(scripted_response, slow=slow * (rank == clients[-1])) if rank in clients else None
+    """Groups of several calls, taken in others.
+
+    slow: seconds that each group of the last client takes.
+    """
+    servers = (
+        ScriptedServers(scripted_response, slow=slow * (rank == clients[-1]))
+        if rank in clients
+        else None
+    )
     source = server_source(servers, clients=clients)
     source.update_weights(collective_weights, version=3)
     read = ReadItems(PROMPTS)
@@ -122,7 +143,10 @@ def shared(rank: int, world: int, clients: tuple[int, ...], slow: float) -> tupl
     assert bool(read.read) == (rank in clients), "the clients alone read prompts"
     batches = (first, second, third)
     versions = {state.training_version for state in servers.followed} if servers else set()
-    found = [keys(all_samples(batch)) for batch in batches], [batch.table.tolist() for batch in batches]
+    found = (
+        [keys(all_samples(batch)) for batch in batches],
+        [batch.table.tolist() for batch in batches],
+    )
     requested = servers.requested if servers else []
     return *found, requested, [len(batch.held) for batch in batches], versions, source.metrics()
 
@@ -130,26 +154,47 @@ def shared(rank: int, world: int, clients: tuple[int, ...], slow: float) -> tupl
 @pytest.mark.parametrize("slow", [0.0, 0.15])
 def test_the_samples_do_not_depend_on_the_clients(slow):
     one, *idle = run_distributed(shared, 3, (0,), 0.0)
-    assert one[0] == [[(i, j, seed) for i, seed in groups for j in (0, 1)] for groups in (
-        ((0, 1), (1, 1), (2, 1), (3, 1), (4, 2)), ((3, 7), (4, 7)), ((0, 6), (1, 6), (2, 6)))]  # fmt: skip
+    assert one[0] == [
+        [(i, j, seed) for i, seed in groups for j in (0, 1)]
+        for groups in (
+            ((0, 1), (1, 1), (2, 1), (3, 1), (4, 2)),
+            ((3, 7), (4, 7)),
+            ((0, 6), (1, 6), (2, 6)),
+        )
+    ]
     assert len(one[2]) == 10 and [rank[2] for rank in idle] == [[], []]
     for clients in ((0, 2), (0, 1, 2)):
         found = run_distributed(shared, 3, clients, slow)
-        assert all(rank[0] == one[0] for rank in found), "each sample once, in the order of its prompts"
-        rows = [[(row[0], *row[2:10], *row[11:]) for table in rank[1] for row in table] for rank in (one, *found)]
-        assert all(each == rows[0] for each in rows), "without the reward, which is NaN, and the holder"
+        assert all(rank[0] == one[0] for rank in found), (
+            "each sample once, in the order of its prompts"
+        )
+        rows = [
+            [(row[0], *row[2:10], *row[11:]) for table in rank[1] for row in table]
+            for rank in (one, *found)
+        ]
+        assert all(each == rows[0] for each in rows), (
+            "without the reward, which is NaN, and the holder"
+        )
         requested = [rank[2] for rank in found]
         assert sorted(sum(requested, [])) == sorted(one[2]), "each group is requested by one client"
         share = 10 // len(clients)
-        assert all(abs(len(each) - share) <= 2 for rank, each in enumerate(requested) if rank in clients)
-        assert [sum(rank[3]) for rank in found] == [2 * len(each) for each in requested], "who requests holds"
+        assert all(
+            abs(len(each) - share) <= 2 for rank, each in enumerate(requested) if rank in clients
+        )
+        assert [sum(rank[3]) for rank in found] == [2 * len(each) for each in requested], (
+            "who requests holds"
+        )
         assert all(rank[4] == {3} for rank in found[1:] if rank[2]), "rank 0 told its version"
         assert found[0][5]["rollout/requests"] == 3.0 * len(clients) and found[1][5] == {}
 
 
 def shares(rank: int, world: int) -> list[list[int]]:
-    """Of a source that has served requests, and of a new one, as after a resume; then of another seed."""
-    used, new = (server_source(ScriptedServers(scripted_response), clients=(0, 1, 2)) for _ in range(2))
+    """Of a source that has served requests, and of a new one, as after a resume; then of
+    another seed.
+    """
+    used, new = (
+        server_source(ScriptedServers(scripted_response), clients=(0, 1, 2)) for _ in range(2)
+    )
     used.update_weights(collective_weights, version=3)
     used.generate(PROMPTS[:3], SAMPLING, seed=4)
     used.submit(PROMPTS[:2], SAMPLING, seed=5)
@@ -171,8 +216,11 @@ def colocated(rank: int, world: int) -> list[str]:
     source.update_weights(collective_weights, version=2)
     source.submit(PROMPTS[:1], SAMPLING, seed=1)
     source.pause(keep=True)
-    for request in (lambda: source.collect(1), lambda: source.generate(PROMPTS[:1], SAMPLING, seed=1),
-                    lambda: source.score([np.arange(4)])):  # fmt: skip
+    for request in (
+        lambda: source.collect(1),
+        lambda: source.generate(PROMPTS[:1], SAMPLING, seed=1),
+        lambda: source.score([np.arange(4)]),
+    ):
         request()  # sends the weights again, which the servers have released
         source.pause(keep=True)
     source.close()
@@ -182,5 +230,16 @@ def colocated(rank: int, world: int) -> list[str]:
 def test_servers_on_the_trainers_gpus_release_their_memory_with_the_weights():
     update, pause = ["pause", "interrupt"], ["pause"]
     again = [*update, *pause]
-    expected = [*update, *pause, *update, "pause", "stop keep=True", *pause, *again, *again, *again, "close"]
+    expected = [
+        *update,
+        *pause,
+        *update,
+        "pause",
+        "stop keep=True",
+        *pause,
+        *again,
+        *again,
+        *again,
+        "close",
+    ]
     assert run_distributed(colocated, 1) == [[*expected, "version 1", *["version 2"] * 4]]

@@ -37,7 +37,9 @@ def test_a_long_answer_is_cut_without_an_end_token(engine):
 
 
 def test_what_it_refuses(engine):
-    with pytest.raises(ValueError, match="^n_samples_per_prompt=2: a prompt has one reference answer"):
+    with pytest.raises(
+        ValueError, match="^n_samples_per_prompt=2: a prompt has one reference answer"
+    ):
         engine.generate([PROMPT], sampling(4, n=2), seed=0)
     with pytest.raises(ValueError, match="^prompt 3 has no reference answer"):
         engine.generate([Prompt(3, np.array([5]), "a")], sampling(4), seed=0)

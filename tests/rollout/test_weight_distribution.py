@@ -22,9 +22,16 @@ from megatron_gspo.rollout.server_engine.rollout_client import RolloutClient
 from megatron_gspo.rollout.server_engine.server_engine import ServerEngine
 from megatron_gspo.rollout.sglang.sglang_api import SGLangAPI
 from megatron_gspo.rollout.sglang.sglang_weight_endpoints import SGLangWeightEndpoints
-from megatron_gspo.rollout.weight_distribution import WHOLE, WeightDistribution, _FailedError, senders_of
+from megatron_gspo.rollout.weight_distribution import (
+    WHOLE,
+    WeightDistribution,
+    _FailedError,
+    senders_of,
+)
 from megatron_gspo.servers.http_client import ServerClient
-from megatron_gspo.weight_transport.receiver.megatron_gspo_receiver import checksum as receiver_checksum
+from megatron_gspo.weight_transport.receiver.megatron_gspo_receiver import (
+    checksum as receiver_checksum,
+)
 from megatron_gspo.weight_transport.weight_sender import WeightSender
 from megatron_gspo.weight_transport.weight_source import Relay, WeightSource, numbered
 from megatron_gspo.weight_transport.weight_update import make_transport
@@ -43,11 +50,24 @@ def tensor(source: int, number: int, version: int) -> torch.Tensor:
 class Rank:
     """What a rank of a run has for weight updates; the engine on rank 0."""
 
-    def __init__(self, urls: list[str], transport: str, folder: str = "", sources: Any = SOURCES,
-                 **given: Any) -> None:  # fmt: skip
+    def __init__(
+        self,
+        urls: list[str],
+        transport: str,
+        folder: str = "",
+        sources: Any = SOURCES,
+        **given: Any,
+    ) -> None:
         """given: with `num_servers=1` the servers have our receiver."""
-        config = ServerConfig(urls=tuple(urls), weight_transport=transport, weight_dir=folder or None,  # type: ignore[arg-type]
-                              weight_bucket_mb=0.004, update_timeout=20.0, health_interval=60.0, **given)  # fmt: skip
+        config = ServerConfig(
+            urls=tuple(urls),
+            weight_transport=transport,
+            weight_dir=folder or None,  # type: ignore[arg-type]
+            weight_bucket_mb=0.004,
+            update_timeout=20.0,
+            health_interval=60.0,
+            **given,
+        )
         made = make_transport(config, SGLangWeightEndpoints())
         self.rank, self.version = dist.get_rank(), 0
         self.engine = None
@@ -88,10 +108,14 @@ def held(rank: Rank, url: str) -> dict[str, Any]:
 
 
 def truth(version: int, ranks: tuple[int, ...] = (0, 1, 3)) -> dict[str, int]:
-    return {f"{rank}.{n}": checksum(tensor(rank, n, version)) for rank in ranks for n in range(COUNT)}
+    return {
+        f"{rank}.{n}": checksum(tensor(rank, n, version)) for rank in ranks for n in range(COUNT)
+    }
 
 
-def two_updates(number: int, world: int, servers: list[tuple[str, int]], sources: Any, receiver: int) -> Any:
+def two_updates(
+    number: int, world: int, servers: list[tuple[str, int]], sources: Any, receiver: int
+) -> Any:
     urls = [url for url, _ in servers]
     rank = Rank(urls, "distributed", "", sources, num_servers=receiver)
     assert rank.update(1) is None and rank.update(2) is None
@@ -101,16 +125,23 @@ def two_updates(number: int, world: int, servers: list[tuple[str, int]], sources
     return found, serving, rank.streams
 
 
-@pytest.mark.parametrize(("sources", "receiver"), [(SOURCES, 0), (WHOLE, 0), (SOURCES, 1)],
-                         ids=["one after the other", "rank 0 alone", "at the same time"])  # fmt: skip
-def test_every_source_sends_its_own_tensors_once_to_all_servers(sources: Any, receiver: int) -> None:
+@pytest.mark.parametrize(
+    ("sources", "receiver"),
+    [(SOURCES, 0), (WHOLE, 0), (SOURCES, 1)],
+    ids=["one after the other", "rank 0 alone", "at the same time"],
+)
+def test_every_source_sends_its_own_tensors_once_to_all_servers(
+    sources: Any, receiver: int
+) -> None:
     with weight_servers(2) as servers:
         found = run_distributed(two_updates, 4, servers, sources, receiver)
     for server in found[0][0]:
         assert server["held"] == truth(2)
         assert server["buckets"] == 2 * len(SOURCES) * COUNT
     assert found[0][1] == 2
-    assert [streams for _, _, streams in found] == ([2, 2, 0, 2] if sources == SOURCES else [2, 2, 2, 2])
+    assert [streams for _, _, streams in found] == (
+        [2, 2, 0, 2] if sources == SOURCES else [2, 2, 2, 2]
+    )
 
 
 def a_server_dies(number: int, world: int, servers: list[tuple[str, int]], receiver: int) -> Any:
@@ -141,14 +172,24 @@ def test_a_server_that_dies_is_dropped(receiver: int) -> None:
 def by_handles(number: int, world: int, servers: list[tuple[str, int]]) -> Any:
     """Each source waits in the middle of its tensors until the others are there."""
     first, second = [url for url, _ in servers]
-    sources = numbered([WeightSource(0, servers=(first,)), WeightSource(1, servers=(first, second)),
-                        WeightSource(3, servers=(second,))])  # fmt: skip
-    rank, store = Rank([first, second], "ipc", "", sources), dist.distributed_c10d._get_default_store()
+    sources = numbered(
+        [
+            WeightSource(0, servers=(first,)),
+            WeightSource(1, servers=(first, second)),
+            WeightSource(3, servers=(second,)),
+        ]
+    )
+    rank, store = (
+        Rank([first, second], "ipc", "", sources),
+        dist.distributed_c10d._get_default_store(),
+    )
 
     def meet(at: int) -> None:
         if at == COUNT // 2:
             store.set(f"half/{rank.version}/{number}", "")
-            store.wait([f"half/{rank.version}/{other}" for other in (0, 1, 3)], timedelta(seconds=20))
+            store.wait(
+                [f"half/{rank.version}/{other}" for other in (0, 1, 3)], timedelta(seconds=20)
+            )
 
     rank.at = meet
     assert rank.update(1) is None and rank.update(2) is None
@@ -161,15 +202,21 @@ def test_sources_hand_their_tensors_to_the_servers_beside_them_at_the_same_time(
     with weight_servers(2) as servers:
         first, second = run_distributed(by_handles, 4, servers)[0]
     assert first["held"] == truth(2, (0, 1)) and second["held"] == truth(2, (1, 3))
-    assert first["buckets"] == second["buckets"] == 2 * 2 * 2, "two updates of two sources, with two buckets each"
+    assert first["buckets"] == second["buckets"] == 2 * 2 * 2, (
+        "two updates of two sources, with two buckets each"
+    )
 
 
 def by_relays(number: int, world: int, servers: list[tuple[str, int]]) -> Any:
     """Ranks 0 and 1 are on one node, 2 and 3 on the other; each node lacks a source's tensors."""
     first, second = [url for url, _ in servers]
-    sources = numbered([WeightSource(0, servers=(first,), relays=(Relay(2, (second,)),)),
-                        WeightSource(1, servers=(), relays=(Relay(3, (second,)), Relay(0, (first,)))),
-                        WeightSource(3, servers=(second,), relays=(Relay(1, (first,)),))])  # fmt: skip
+    sources = numbered(
+        [
+            WeightSource(0, servers=(first,), relays=(Relay(2, (second,)),)),
+            WeightSource(1, servers=(), relays=(Relay(3, (second,)), Relay(0, (first,)))),
+            WeightSource(3, servers=(second,), relays=(Relay(1, (first,)),)),
+        ]
+    )
     rank = Rank([first, second], "ipc", "", sources)
     assert rank.update(1) is None and rank.update(2) is None
     found = [held(rank, url) for url in (first, second)] if number == 0 else []
@@ -181,7 +228,12 @@ def test_a_node_that_lacks_tensors_gets_them_by_a_relay() -> None:
     with weight_servers(2) as servers:
         found = run_distributed(by_relays, 4, servers)
     assert [server["held"] for server in found[0][0]] == [truth(2)] * 2
-    assert [streams for _, streams in found] == [2, 2, 0, 2], "each source reads its tensors once an update"
+    assert [streams for _, streams in found] == [
+        2,
+        2,
+        0,
+        2,
+    ], "each source reads its tensors once an update"
 
 
 def a_relays_server_dies(number: int, world: int, servers: list[tuple[str, int]]) -> Any:
@@ -208,8 +260,12 @@ def test_a_server_that_dies_behind_a_relay_is_dropped() -> None:
 
 
 def only_changes(number: int, world: int, url: str) -> Any:
-    """Buckets of four updates: the first, one without changes, one in which a source forgets a change, the next."""
-    rank = Rank([url], "distributed", num_servers=1, weight_changes_only=True, weight_checksums=True)
+    """Buckets of four updates: the first, one without changes, one in which a source forgets a
+    change, the next.
+    """
+    rank = Rank(
+        [url], "distributed", num_servers=1, weight_changes_only=True, weight_checksums=True
+    )
     lines: list[str] = []
     if rank.engine:
         rank.engine._log = lines.append
@@ -231,8 +287,12 @@ def test_unchanged_tensors_are_not_sent_and_a_stale_one_is_caught() -> None:
     with weight_servers(1) as [(url, _)]:
         buckets, lines, found = run_distributed(only_changes, 4, url, timeout=150.0)[0]
     count = len(SOURCES) * COUNT
-    assert buckets == [(count, "NoneType"), (count, "NoneType"), (2 * count - 1, "NoServerError"),
-                       (3 * count - 1, "NoneType")]  # fmt: skip
+    assert buckets == [
+        (count, "NoneType"),
+        (count, "NoneType"),
+        (2 * count - 1, "NoServerError"),
+        (3 * count - 1, "NoneType"),
+    ]
     assert lines == [f"weights 3: server {url}: 1.4 is stale"] and found == truth(2)
 
 
@@ -275,7 +335,9 @@ class TouchesAFile:
 
 def a_foreign_report(number: int, world: int, file: str) -> list[str]:
     received: list[Any] = []
-    distribution = WeightDistribution(object() if number == 0 else None, None, numbered([WeightSource(0)]))  # type: ignore[arg-type]
+    distribution = WeightDistribution(
+        object() if number == 0 else None, None, numbered([WeightSource(0)])
+    )  # type: ignore[arg-type]
     results = {0: ["sent"]} if number == 0 else {}
     distribution._report("0/results", 1, results, lambda _, values: received.append(values))
     store = dist.distributed_c10d._get_default_store()

@@ -30,13 +30,16 @@ def test_the_levels_by_hand():
 
 def test_shifted_routes_show_the_levels_of_a_healthy_pass():
     """The next row is the token's; its own row is another's."""
-    assert Levels.of(np.array([[20.0, 100], [98, 100], [30, 100]]), same_routers=False) == Levels(0.98, 0.2, 100)
+    assert Levels.of(np.array([[20.0, 100], [98, 100], [30, 100]]), same_routers=False) == Levels(
+        0.98, 0.2, 100
+    )
 
 
 @pytest.mark.parametrize(
-    "sums", [[[0.0, 0], [0, 0], [0, 0]], [[5, 5], [0, 0], [5, 5]], [[5, 5], [4, 4], [4, 4]]],
+    "sums",
+    [[[0.0, 0], [0, 0], [0, 0]], [[5, 5], [0, 0], [5, 5]], [[5, 5], [4, 4], [4, 4]]],
     ids=["no rows", "no neighbours", "all rows are equal"],
-)  # fmt: skip
+)
 def test_nothing_is_said_where_rows_cannot_be_told_apart(sums):
     assert Levels.of(np.array(sums), same_routers=True) is None
 
@@ -44,16 +47,21 @@ def test_nothing_is_said_where_rows_cannot_be_told_apart(sums):
 def test_the_score_by_hand():
     """chance 0.5, middle 0.75: a row that agrees has log(2/3), one that does not log(2)."""
     found = HALF.scores(np.array([1.0, 0.0, 0.5]))
-    assert found == pytest.approx([math.log(2 / 3), math.log(2), (math.log(2 / 3) + math.log(2)) / 2], rel=1e-12)
+    assert found == pytest.approx(
+        [math.log(2 / 3), math.log(2), (math.log(2 / 3) + math.log(2)) / 2], rel=1e-12
+    )
 
 
 def naive(own: np.ndarray, levels: Levels) -> tuple[float, int, int]:
     """(largest sum of consecutive scores, its bounds), by trying all."""
     scores = [
-        x * math.log(levels.chance / levels.middle) + (1 - x) * math.log((1 - levels.chance) / (1 - levels.middle))
+        x * math.log(levels.chance / levels.middle)
+        + (1 - x) * math.log((1 - levels.chance) / (1 - levels.middle))
         for x in own.tolist()
     ]
-    every = [(math.fsum(scores[a:b]), a, b) for a in range(len(own)) for b in range(a + 1, len(own) + 1)]
+    every = [
+        (math.fsum(scores[a:b]), a, b) for a in range(len(own)) for b in range(a + 1, len(own) + 1)
+    ]
     return max(every, key=lambda one: (round(one[0], 9), -one[2], one[1]))
 
 
@@ -98,9 +106,11 @@ def test_the_message_names_sample_tokens_and_shift():
     assert route_mismatch(shares, starts, names, levels) == ""
     shares[40:110, :2] = shares[40:110, 1::-1]  # the next row is the token's
     shares[109, 0] = 0.2
-    assert route_mismatch(shares, starts, names, levels) == (
-        "sample 4/1: routed_experts of tokens 10 to 79 agree with 20% of the live routers' experts; 100% was expected, "
-        "and another token's agree with 20%; rows of the token after fit, so they are shifted by one"
+    assert (
+        route_mismatch(shares, starts, names, levels)
+        == "sample 4/1: routed_experts of tokens 10 to 79 agree with 20% of the live routers'"
+        " experts; 100% was expected, and another token's agree with 20%; rows of the token"
+        " after fit, so they are shifted by one"
     )
     shares[110:130, 0] = 0.1
     found = route_mismatch(shares, starts, names, levels)

@@ -7,7 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_gspo.routing_replay.router_noise import gaussian_noise, pass_seed, perturb, token_seeds
+from megatron_gspo.routing_replay.router_noise import (
+    gaussian_noise,
+    pass_seed,
+    perturb,
+    token_seeds,
+)
 
 SEQUENCES = [(3, 0), (3, 1), (2**40 + 3, 0)]
 
@@ -31,7 +36,10 @@ def naive(seed: int, sequence: tuple[int, int], position: int, layer: int, exper
 def test_each_number_is_that_of_a_naive_loop():
     seeds = token_seeds(77, SEQUENCES, torch.tensor([0, 1, 2, 2]), torch.tensor([0, 5, 5, 6]))
     noise = gaussian_noise(seeds, layer=3, num_experts=4)
-    wanted = [[naive(77, SEQUENCES[s], p, 3, e) for e in range(4)] for s, p in [(0, 0), (1, 5), (2, 5), (2, 6)]]
+    wanted = [
+        [naive(77, SEQUENCES[s], p, 3, e) for e in range(4)]
+        for s, p in [(0, 0), (1, 5), (2, 5), (2, 6)]
+    ]
     np.testing.assert_allclose(noise.numpy(), wanted, rtol=1e-6, atol=1e-6)
 
 
@@ -39,7 +47,9 @@ def test_a_token_has_the_same_noise_in_any_packing():
     segments, positions = torch.tensor([0, 0, 1, 1, 1, 2]), torch.tensor([0, 1, 0, 1, 2, 0])
     whole = gaussian_noise(token_seeds(5, SEQUENCES, segments, positions), 0, 8)
     order = torch.tensor([4, 0, 5])
-    part = gaussian_noise(token_seeds(5, SEQUENCES[::-1], 2 - segments[order], positions[order]), 0, 8)
+    part = gaussian_noise(
+        token_seeds(5, SEQUENCES[::-1], 2 - segments[order], positions[order]), 0, 8
+    )
     torch.testing.assert_close(part, whole[order], rtol=0, atol=0)
 
 
@@ -73,17 +83,24 @@ def test_the_noise_is_standard_normal():
 
 
 def test_the_noise_scales_with_the_spread_of_a_tokens_logits():
-    logits = torch.tensor([[1.0, 2.0, 3.0], [10.0, 20.0, 30.0]], dtype=torch.bfloat16, requires_grad=True)
+    logits = torch.tensor(
+        [[1.0, 2.0, 3.0], [10.0, 20.0, 30.0]], dtype=torch.bfloat16, requires_grad=True
+    )
     seeds = torch.tensor([11, 11])
     changed = perturb(logits, seeds, 0, strength=0.5)
     change = (changed - logits.float()).detach()
     gaussian = gaussian_noise(seeds, 0, 3)
-    torch.testing.assert_close(change, 0.5 * torch.tensor([[1.0], [10.0]]) * gaussian, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        change, 0.5 * torch.tensor([[1.0], [10.0]]) * gaussian, rtol=1e-5, atol=1e-5
+    )
     changed.sum().backward()
     assert (logits.grad == 1).all(), "no gradient through the spread"
 
 
 def test_the_seed_of_a_pass():
     assert pass_seed(1, 2, "update 0") == pass_seed(1, 2, "update 0")
-    found = {pass_seed(*parts) for parts in [(1, 2, "old"), (2, 1, "old"), (1, 2, "rollout"), (1, 3, "old")]}
+    found = {
+        pass_seed(*parts)
+        for parts in [(1, 2, "old"), (2, 1, "old"), (1, 2, "rollout"), (1, 3, "old")]
+    }
     assert len(found) == 4 and all(0 <= seed < 2**32 for seed in found)

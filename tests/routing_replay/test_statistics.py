@@ -22,7 +22,9 @@ def test_overlap_is_the_size_of_the_intersection(dtype):
     assert found.shape == (5, 3)
     for t in range(5):
         for layer in range(3):
-            assert found[t, layer] == len(set(a[0, t, layer].tolist()) & set(b[0, t, layer].tolist()))
+            assert found[t, layer] == len(
+                set(a[0, t, layer].tolist()) & set(b[0, t, layer].tolist())
+            )
 
 
 def test_entropy_by_hand():

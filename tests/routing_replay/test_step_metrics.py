@@ -20,19 +20,40 @@ def test_a_step_without_routes_has_no_metrics():
 
 def test_updates_are_averaged_and_those_without_a_compared_token_left_out():
     step = StepRouting()
-    step.updates = [stats([0.1, 0.3], 0.5, 10.0), stats([0.3, 0.5], 0.7, 5.0), stats(None, float("nan"), 0.0)]
+    step.updates = [
+        stats([0.1, 0.3], 0.5, 10.0),
+        stats([0.3, 0.5], 0.7, 5.0),
+        stats(None, float("nan"), 0.0),
+    ]
     found = step.metrics()
-    assert found["routing/flip_rate"] == pytest.approx(0.3) and found["routing/flipped_tokens"] == pytest.approx(0.6)
+    assert found["routing/flip_rate"] == pytest.approx(0.3) and found[
+        "routing/flipped_tokens"
+    ] == pytest.approx(0.6)
     assert step.by_layer()["flip_rate"] == pytest.approx([0.2, 0.4])
     assert "routing/rollout_flip_rate" not in found
 
 
 def test_the_old_policys_pass_gives_entropy_load_and_the_rollouts_flips():
-    old = stats([0.2, 0.0], 0.25, 8.0, entropy=np.array([1.0, 3.0]), load=np.array([[0.75, 0.25], [0.5, 0.5]]))
+    old = stats(
+        [0.2, 0.0],
+        0.25,
+        8.0,
+        entropy=np.array([1.0, 3.0]),
+        load=np.array([[0.75, 0.25], [0.5, 0.5]]),
+    )
     step = StepRouting(old=old, missing_routes=3, bytes_stored=96, bytes_moved=12)
-    assert step.metrics() == pytest.approx({
-        "routing/rollout_flip_rate": 0.1, "routing/rollout_flipped_tokens": 0.25, "routing/entropy": 2.0,
-        "routing/load_imbalance": 1.25, "routing/replay_bytes": 96.0, "routing/bytes_moved": 12.0,
-        "routing/missing_routes": 3.0,
-    })  # fmt: skip
-    assert step.by_layer()["load"] == [[0.75, 0.25], [0.5, 0.5]] and step.by_layer()["entropy"] == [1.0, 3.0]
+    assert step.metrics() == pytest.approx(
+        {
+            "routing/rollout_flip_rate": 0.1,
+            "routing/rollout_flipped_tokens": 0.25,
+            "routing/entropy": 2.0,
+            "routing/load_imbalance": 1.25,
+            "routing/replay_bytes": 96.0,
+            "routing/bytes_moved": 12.0,
+            "routing/missing_routes": 3.0,
+        }
+    )
+    assert step.by_layer()["load"] == [[0.75, 0.25], [0.5, 0.5]] and step.by_layer()["entropy"] == [
+        1.0,
+        3.0,
+    ]

@@ -1,4 +1,6 @@
-"""Bugs of low-rank adapters (LoRA): their scale, their cut over ranks, their sums, and what stays frozen."""
+"""Bugs of low-rank adapters (LoRA): their scale, their cut over ranks, their sums, and what
+stays frozen.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ ADAPTERS = (
         file="megatron_gspo/mcore/hf_weights.py",
         before="self.parameter if self.adapter is None else self.adapter.merged(self.parameter)",
         after="self.parameter",
-        test="tests/mcore/lora/test_adapter_weights.py::test_merged_weights_are_those_of_peft[each]",
+        test=(
+            "tests/mcore/lora/test_adapter_weights.py::test_merged_weights_are_those_of_peft[each]"
+        ),
     ),
     SeededBug(
         name="an adapter's gradient not summed over the ranks that hold it",

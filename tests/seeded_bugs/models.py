@@ -1,4 +1,6 @@
-"""Bugs of the models' layers: attention, norms, routers' biases, gated delta nets and experts with biases."""
+"""Bugs of the models' layers: attention, norms, routers' biases, gated delta nets and experts
+with biases.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,10 @@ MODELS = (
     SeededBug(
         name="latent attention: each tensor-parallel rank with its own tokens' rotated key",
         file="megatron_gspo/mcore/latent_attention.py",
-        before="turned = tensor_parallel.gather_from_sequence_parallel_region(turned, group=self.tp_group)",
+        before=(
+            "turned = tensor_parallel.gather_from_sequence_parallel_region(turned,"
+            " group=self.tp_group)"
+        ),
         after="turned = turned.repeat(self.tp_group.size(), 1, 1)",
         test="tests/mcore/test_latent_attention.py::test_tensor_parallel_ranks_share_latents_and_the_rotated_key",
     ),
@@ -16,7 +21,10 @@ MODELS = (
         name="bias left at 0 when weights are loaded",
         file="megatron_gspo/mcore/hf_weights.py",
         before="mapped.rule is VALUE_HEAD and mapped.names[0] not in reader.names",
-        after="mapped.rule.keeps_float32 or (mapped.rule is VALUE_HEAD and mapped.names[0] not in reader.names)",
+        after=(
+            "mapped.rule.keeps_float32 or (mapped.rule is VALUE_HEAD and mapped.names[0] not in"
+            " reader.names)"
+        ),
         test="tests/mcore/test_expert_bias.py::test_it_is_frozen_and_keeps_its_bits_in_training_checkpoints_and_streams",
     ),
     SeededBug(
@@ -30,7 +38,10 @@ MODELS = (
         name="weights of experts from the scores with the bias",
         file="megatron_gspo/mcore/expert_bias.py",
         before="router.expert_bias.data = router.expert_bias.data.float()",
-        after="router.register_forward_hook(lambda module, args, out: (out[0] + out[1] * module.expert_bias, out[1]))",
+        after=(
+            "router.register_forward_hook(lambda module, args, out: (out[0] + out[1] *"
+            " module.expert_bias, out[1]))"
+        ),
         test="tests/mcore/test_expert_bias.py::test_it_takes_part_in_the_choice_and_not_in_the_weights",
     ),
     SeededBug(
@@ -128,7 +139,13 @@ MODELS = (
         name="the update of the bias by the load of one rank",
         file="megatron_gspo/mcore/expert_bias.py",
         before="router.local_tokens_per_expert += routing_map.sum(0)",
-        after="router.local_tokens_per_expert += routing_map.sum(0) * (torch.distributed.get_rank() == 0)",
-        test="tests/mcore/test_expert_bias.py::test_an_update_rate_moves_it_towards_an_even_load[data 2-live]",
+        after=(
+            "router.local_tokens_per_expert += routing_map.sum(0) * (torch.distributed.get_rank()"
+            " == 0)"
+        ),
+        test=(
+            "tests/mcore/test_expert_bias.py::test_an_update_rate_moves_it_towards_an_even_load[data"
+            " 2-live]"
+        ),
     ),
 )

@@ -15,9 +15,13 @@ PARALLELISM = (
     SeededBug(
         name="no sum over the context ranks",
         file="megatron_gspo/parallel/context_parallel.py",
-        before="lambda x: sum_in_place(x.detach().clone(memory_format=torch.contiguous_format), group)",
+        before=(
+            "lambda x: sum_in_place(x.detach().clone(memory_format=torch.contiguous_format), group)"
+        ),
         after="lambda x: x.detach().clone(memory_format=torch.contiguous_format)",
-        test="tests/parallel/test_context_parallel.py::test_sum_over_adds_without_touching_its_input",
+        test=(
+            "tests/parallel/test_context_parallel.py::test_sum_over_adds_without_touching_its_input"
+        ),
     ),
     SeededBug(
         name="gathered keys: gradient counted once for each rank",
@@ -37,7 +41,10 @@ PARALLELISM = (
         name="log-probs: no gradient on shards that don't own the label",
         file="megatron_gspo/parallel/log_probs.py",
         before="_row_factors(grad_log_probs, ",
-        after="_row_factors(grad_log_probs * ((labels >= tiling.first) & (labels < tiling.first + tiling.rows)), ",
+        after=(
+            "_row_factors(grad_log_probs * ((labels >= tiling.first) & (labels < tiling.first +"
+            " tiling.rows)), "
+        ),
         test="tests/parallel/test_log_probs.py::test_tensor_parallel_matches_log_softmax",
     ),
     SeededBug(
@@ -50,7 +57,9 @@ PARALLELISM = (
     SeededBug(
         name="log-probs in bfloat16",
         file="megatron_gspo/parallel/log_probs.py",
-        before="torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)",
+        before=(
+            "torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)"
+        ),
         after="torch.promote_types(hidden.dtype, weight.dtype)",
         test="tests/parallel/test_log_probs.py::test_bfloat16_inputs_give_float32_values",
     ),
@@ -87,7 +96,9 @@ PARALLELISM = (
         file="patches/expert_gradients.py",
         before="parameter.tensor_model_parallel = True",
         after="pass",
-        test="tests/patches/test_expert_gradients.py::test_every_expert_counts_in_the_gradient_norm",
+        test=(
+            "tests/patches/test_expert_gradients.py::test_every_expert_counts_in_the_gradient_norm"
+        ),
     ),
     SeededBug(
         name="norm gradients not reduced under sequence parallelism",
@@ -141,7 +152,10 @@ PARALLELISM = (
     SeededBug(
         name="every expert-parallel rank loads the first experts",
         file="megatron_gspo/mcore/hf_weights.py",
-        before="expert = int(is_expert[2]) + groups.ep.rank() * (shape.num_experts // groups.ep.size())",
+        before=(
+            "expert = int(is_expert[2]) + groups.ep.rank() * (shape.num_experts //"
+            " groups.ep.size())"
+        ),
         after="expert = int(is_expert[2])",
         test="tests/equivalence/test_layouts.py::test_moe[tp1-pp1-cp1-dp2-ep2-etp1]",
     ),

@@ -80,6 +80,8 @@ REWARDS = (
         file="megatron_gspo/rewards/sandbox/sandboxes.py",
         before="if config.require_isolation and isolation.missing:",
         after="if False:",
-        test="tests/rewards/sandbox/test_sandboxes.py::test_less_isolation_than_required_is_refused",
+        test=(
+            "tests/rewards/sandbox/test_sandboxes.py::test_less_isolation_than_required_is_refused"
+        ),
     ),
 )

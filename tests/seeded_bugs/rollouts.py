@@ -68,6 +68,8 @@ ROLLOUTS = (
         file="megatron_gspo/loop/generation.py",
         before="batch.select(np.argsort([submitted[index] for index in indices], kind='stable'))",
         after="batch",
-        test="tests/loop/test_generation.py::test_servers_generate_while_the_first_groups_are_scored",
+        test=(
+            "tests/loop/test_generation.py::test_servers_generate_while_the_first_groups_are_scored"
+        ),
     ),
 )

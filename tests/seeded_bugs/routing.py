@@ -1,4 +1,6 @@
-"""Bugs of routing replay: routes of the wrong token, layer or micro-batch, and weights without a gradient."""
+"""Bugs of routing replay: routes of the wrong token, layer or micro-batch, and weights without
+a gradient.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ ROUTING = (
         name="routes cut in order where tokens are cut in zigzag",
         file="megatron_gspo/data/packing.py",
         before="name: value[indices] for",
-        after="name: value.chunk(cp_size)[cp_rank] if name == 'routed_experts' else value[indices] for",
+        after=(
+            "name: value.chunk(cp_size)[cp_rank] if name == 'routed_experts' else"
+            " value[indices] for"
+        ),
         test="tests/mcore/routing_replay/test_gather_results.py::test_expert_ids_of_one_and_of_two_bytes[256-uint8]",
     ),
     SeededBug(
@@ -48,8 +53,9 @@ ROUTING = (
         file="megatron_gspo/mcore/micro_batch_inputs.py",
         before="routes.begin_chunk(shard,",
         after=(
-            "first = self.__dict__.setdefault('first', shard.routed_experts); "
-            "routes.begin_chunk(shard if first is None else replace(shard, routed_experts=first[:len(shard.tokens)]),"
+            "first = self.__dict__.setdefault('first', shard.routed_experts);"
+            " routes.begin_chunk(shard if first is None else replace(shard,"
+            " routed_experts=first[:len(shard.tokens)]),"
         ),
         test="tests/mcore/routing_replay/test_router_hooks.py::test_several_epochs_over_the_same_samples_use_the_same_routes",
     ),

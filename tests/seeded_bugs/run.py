@@ -2,8 +2,9 @@
 
     python -m tests.seeded_bugs.run [words of a name ...] [--slots 2]
 
-First the tests must pass on the unchanged copy. Then each bug (all_bugs.py) is written into a copy, and its test must
-fail with an assertion: a crash, an import that fails or a timeout does not count. The exit code is 1 if a bug survives.
+First the tests must pass on the unchanged copy. Then each bug (all_bugs.py) is written into a copy,
+and its test must fail with an assertion: a crash, an import that fails or a timeout does not count.
+The exit code is 1 if a bug survives.
 """
 
 from __future__ import annotations
@@ -92,7 +93,8 @@ class ProjectCopy:
             )
         else:
             print(
-                f"SURVIVED {bug.name} ({seconds:.0f} s), pytest {code}: {bug.test}\n{output[-2000:]}",
+                f"SURVIVED {bug.name} ({seconds:.0f} s), pytest {code}:"
+                f" {bug.test}\n{output[-2000:]}",
                 flush=True,
             )
         return assertion is not None

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 class SeededBug:
     """One wrong version of the code.
 
-    file: relative to the project. before: code that occurs in it once; after: what takes its place. Both are written as
-    `ast.unparse` writes code, so that the formatting and the comments of the file do not matter. test: the pytest id
-    of a test that must fail with an assertion.
+    file: relative to the project. before: code that occurs in it once; after: what takes its place.
+    Both are written as `ast.unparse` writes code, so that the formatting and the comments of the
+    file do not matter. test: the pytest id of a test that must fail with an assertion.
     """
 
     name: str

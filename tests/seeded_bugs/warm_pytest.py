@@ -1,9 +1,10 @@
-"""Runs tests in forks of a process that has imported torch, Transformers and Megatron, which takes most of their time:
+"""Runs tests in forks of a process that has imported torch, Transformers and Megatron, which takes
+most of their time:
 
     python -m tests.seeded_bugs.warm_pytest     # in a copy of the project
 
-Reads JSON lines, `[seconds, test, ...]`, and answers each with pytest's exit code, which is negative where the tests
-took longer than that. What pytest printed is in OUTPUT.
+Reads JSON lines, `[seconds, test, ...]`, and answers each with pytest's exit code, which is
+negative where the tests took longer than that. What pytest printed is in OUTPUT.
 """
 
 from __future__ import annotations

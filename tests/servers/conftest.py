@@ -1,4 +1,6 @@
-"""A program in sglang's place, for tests of what surrounds a server's process; tests/sglang has real ones."""
+"""A program in sglang's place, for tests of what surrounds a server's process; tests/sglang has
+real ones.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ import pytest
 from megatron_gspo.config import ServerConfig
 from megatron_gspo.rollout.sglang.sglang_launch import SGLangLaunch
 
-# Answers on its port, with a child, as sglang does. What it does instead stands in the file that it's given as model.
+# Answers on its port, with a child, as sglang does. What it does instead stands in the file that
+# it's given as model.
 PROGRAM = """
 import http.server, os, pathlib, subprocess, sys, time
 
@@ -50,7 +53,9 @@ def stand_in(tmp_path: Path) -> SGLangLaunch:
     (packages / "sglang" / "__init__.py").touch()
     (packages / "sglang" / "launch_server.py").write_text(PROGRAM)
     (packages / "sglang-0.5.23.dist-info").mkdir()
-    (packages / "sglang-0.5.23.dist-info" / "METADATA").write_text("Name: sglang\nVersion: 0.5.23\n")
+    (packages / "sglang-0.5.23.dist-info" / "METADATA").write_text(
+        "Name: sglang\nVersion: 0.5.23\n"
+    )
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nPYTHONPATH={packages} exec {sys.executable} "$@"\n')
     python.chmod(0o755)

@@ -1,4 +1,6 @@
-"""One request to one server: the result is JSON within its bound and deadline, or one kind of error."""
+"""One request to one server: the result is JSON within its bound and deadline, or one kind of
+error.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,13 @@ from megatron_gspo.errors import EngineError
 from megatron_gspo.parallel.typed_messages import decode, encode
 from megatron_gspo.rollout.sglang.sglang_weight_endpoints import _post_checked
 from megatron_gspo.servers import http_client as http
-from megatron_gspo.servers.http_client import EventLoop, ServerClient, ServerError, check_url, open_session
+from megatron_gspo.servers.http_client import (
+    EventLoop,
+    ServerClient,
+    ServerError,
+    check_url,
+    open_session,
+)
 from tests.servers.web_server import WebServer
 
 KEY = "a-key-that-nobody-may-see"
@@ -42,7 +50,9 @@ async def handle(request: web.Request) -> web.StreamResponse:
     if path == "/redirect":
         raise web.HTTPTemporaryRedirect("/echo")
     if path == "/parts":
-        response = web.StreamResponse(headers={"content-type": "application/json"})  # without a content length
+        response = web.StreamResponse(
+            headers={"content-type": "application/json"}
+        )  # without a content length
         await response.prepare(request)
         for part in (b"[1, ", b"2" * 10**5, b"]"):
             await response.write(part)
@@ -59,10 +69,15 @@ async def handle(request: web.Request) -> web.StreamResponse:
         await asyncio.sleep(1.0)
         return web.json_response({})
     if path == "/bomb":
-        return web.Response(body=BOMB, content_type="application/json", headers={"Content-Encoding": "gzip"})
+        return web.Response(
+            body=BOMB, content_type="application/json", headers={"Content-Encoding": "gzip"}
+        )
     if path == "/deflated":
-        return web.Response(body=zlib.compress(b"{}"), content_type="application/json",
-                            headers={"Content-Encoding": "deflate"})
+        return web.Response(
+            body=zlib.compress(b"{}"),
+            content_type="application/json",
+            headers={"Content-Encoding": "deflate"},
+        )
     if path == "/hang":
         await server_of(request).hang()
     return await pour(request)
@@ -123,14 +138,19 @@ def fails(loop: EventLoop, exchange) -> ServerError:
 
 
 def test_json_both_ways(loop, server, upstream):
-    assert loop.run(server.post("/echo", {"ids": [1, 2]}, timeout=5)) == {"method": "POST", "body": {"ids": [1, 2]}}
+    assert loop.run(server.post("/echo", {"ids": [1, 2]}, timeout=5)) == {
+        "method": "POST",
+        "body": {"ids": [1, 2]},
+    }
     assert loop.run(server.post("/echo", timeout=5)) == {"method": "POST", "body": {}}
     assert loop.run(server.get("/echo", timeout=5))["method"] == "GET"
     assert loop.run(server.get("/text", timeout=5)) == "fine"
     assert upstream.requests[-1][1]["Authorization"] == f"Bearer {KEY}"
 
 
-@pytest.mark.parametrize("path, words", [("/text", b"fine"), ("/parts", b"[1, " + b"2" * 10**5 + b"]")])
+@pytest.mark.parametrize(
+    "path, words", [("/text", b"fine"), ("/parts", b"[1, " + b"2" * 10**5 + b"]")]
+)
 def test_a_body_as_it_came(loop, server, path, words):
     """Of a length that the server declares, and of one that it doesn't."""
     assert loop.run(server.post_for_bytes(path, {}, timeout=5, max_bytes=len(words))) == words
@@ -151,17 +171,34 @@ def test_without_a_key_none_is_sent(loop, session, upstream):
     assert "Authorization" not in upstream.requests[-1][1]
 
 
-@pytest.mark.parametrize("status, retry", [(400, False), (404, False), (408, True), (422, False), (425, True),
-                                           (429, True), (500, True), (502, True), (503, True), (504, True)])
+@pytest.mark.parametrize(
+    "status, retry",
+    [
+        (400, False),
+        (404, False),
+        (408, True),
+        (422, False),
+        (425, True),
+        (429, True),
+        (500, True),
+        (502, True),
+        (503, True),
+        (504, True),
+    ],
+)
 def test_a_status_but_200(loop, server, status, retry):
     error = fails(loop, server.post(f"/status/{status}", timeout=5))
     assert (error.status, error.retry, error.sent) == (status, retry, True)
-    assert str(error).startswith(f"server {server.url}/status/{status}: answered {status}: line one headers were")
+    assert str(error).startswith(
+        f"server {server.url}/status/{status}: answered {status}: line one headers were"
+    )
 
 
 def test_a_failure_that_is_said_with_status_200(loop, server):
     error = fails(loop, _post_checked(server, "/fails", {}, 5))
-    assert str(error).startswith(f"server {server.url}/fails: did not succeed: no: {{") and "Bearer ***" in str(error)
+    assert str(error).startswith(
+        f"server {server.url}/fails: did not succeed: no: {{"
+    ) and "Bearer ***" in str(error)
 
 
 @pytest.mark.parametrize("status", [401, 403])
@@ -190,7 +227,9 @@ def test_the_deadline_is_of_the_whole_exchange(loop, server):
         error = fails(loop, server.post(path, timeout=0.2))
         assert time.monotonic() - began < 5.0
         assert "no answer within 0.2 s" in str(error) and error.retry and error.sent
-    error = fails(loop, server.get("/pour", timeout=0.2, max_bytes=2**40))  # it answers at once and continues
+    error = fails(
+        loop, server.get("/pour", timeout=0.2, max_bytes=2**40)
+    )  # it answers at once and continues
     assert "no answer within 0.2 s" in str(error)
 
 
@@ -200,7 +239,9 @@ def test_an_answer_is_refused_as_it_exceeds_its_bound(loop, server):
     error = fails(loop, server.get("/text", timeout=30, max_bytes=3))
     assert "the answer has 4 bytes, at most 3 are expected" in str(error)
     assert loop.run(server.get("/text", timeout=30, max_bytes=4)) == "fine"
-    error = fails(loop, server.get("/status/500", timeout=30, max_bytes=100))  # an error's words too
+    error = fails(
+        loop, server.get("/status/500", timeout=30, max_bytes=100)
+    )  # an error's words too
     assert "at most 100 are expected" in str(error)
 
 
@@ -226,7 +267,9 @@ def test_no_connection(loop, session):
 
 
 def test_a_host_that_nobody_knows(loop, session):
-    error = fails(loop, ServerClient("http://no-such-host.invalid:1", session).get("/health", timeout=30))
+    error = fails(
+        loop, ServerClient("http://no-such-host.invalid:1", session).get("/health", timeout=30)
+    )
     assert "no connection (" in str(error) and "unknown error" not in str(error) and not error.sent
 
 
@@ -242,17 +285,25 @@ def test_a_host_that_takes_no_connection(loop, session, monkeypatch):
             waiting.append(socket.socket())
             waiting[-1].setblocking(False)
             waiting[-1].connect_ex(("127.0.0.1", port))
-        error = fails(loop, ServerClient(f"http://127.0.0.1:{port}", session).get("/health", timeout=30))
+        error = fails(
+            loop, ServerClient(f"http://127.0.0.1:{port}", session).get("/health", timeout=30)
+        )
         for each in waiting:
             each.close()
     assert "no connection" in str(error) and error.retry and not error.sent
 
 
-@pytest.mark.parametrize("said, words", [(b"", "closed without an answer"),
-                                         (b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n{", "ended within the answer"),
-                                         (b"\x00\x01 no HTTP\r\n\r\n", "the connection broke")])
+@pytest.mark.parametrize(
+    "said, words",
+    [
+        (b"", "closed without an answer"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n{", "ended within the answer"),
+        (b"\x00\x01 no HTTP\r\n\r\n", "the connection broke"),
+    ],
+)
 def test_a_broken_connection(loop, session, said, words):
     with socket.create_server(("127.0.0.1", 0)) as listener:
+
         def answer() -> None:
             connection, _ = listener.accept()
             connection.recv(2**16)
@@ -261,8 +312,12 @@ def test_a_broken_connection(loop, session, said, words):
 
         thread = threading.Thread(target=answer)
         thread.start()
-        error = fails(loop, ServerClient(f"http://127.0.0.1:{listener.getsockname()[1]}", session, api_key=KEY).post(
-            "/generate", timeout=5))
+        error = fails(
+            loop,
+            ServerClient(
+                f"http://127.0.0.1:{listener.getsockname()[1]}", session, api_key=KEY
+            ).post("/generate", timeout=5),
+        )
         thread.join()
     assert words in str(error) and error.retry and error.sent
 
@@ -274,10 +329,27 @@ def test_the_key_is_in_no_log_and_no_repr(loop, server, caplog):
     assert KEY not in caplog.text and KEY not in repr(server) and KEY not in str(server)
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:30000", "ftp://host:1", "http://", "http://host:0", "http://host:99999",
-                                 "http://host:port", "http://host:1/v1", "http://host:1/?a=b", "http://host:1/#x", "",
-                                 "http://[::1:80", "http://[zz]:80", f"http://{'a' * 64}:80", "http://a..b",
-                                 "http://a b", "http://a\t:80"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "127.0.0.1:30000",
+        "ftp://host:1",
+        "http://",
+        "http://host:0",
+        "http://host:99999",
+        "http://host:port",
+        "http://host:1/v1",
+        "http://host:1/?a=b",
+        "http://host:1/#x",
+        "",
+        "http://[::1:80",
+        "http://[zz]:80",
+        f"http://{'a' * 64}:80",
+        "http://a..b",
+        "http://a b",
+        "http://a\t:80",
+    ],
+)
 def test_what_is_no_url(url):
     with pytest.raises(ValueError, match="http://host:port"):
         check_url(url)
@@ -316,6 +388,13 @@ def test_a_loop_gives_results_errors_and_ends():
 
 
 def test_an_error_reaches_the_other_ranks_whole():
-    error = decode(encode(ServerError("server a: gone", status=503, retry=True, sent=False)), EngineError)
+    error = decode(
+        encode(ServerError("server a: gone", status=503, retry=True, sent=False)), EngineError
+    )
     assert type(error) is ServerError
-    assert (str(error), error.status, error.retry, error.sent) == ("server a: gone", 503, True, False)
+    assert (str(error), error.status, error.retry, error.sent) == (
+        "server a: gone",
+        503,
+        True,
+        False,
+    )

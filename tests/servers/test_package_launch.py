@@ -28,5 +28,6 @@ def test_a_path_without_a_model_is_named_and_a_hub_name_is_left_to_sglang(tmp_pa
 
 
 def test_the_numbers_of_a_version():
-    assert [release(version) for version in ("0.5.15.post1", "0.5.23", "0.32.0rc1", "unknown", "")] == [
-        (0, 5, 15), (0, 5, 23), (0, 32, 0), (), ()]  # fmt: skip
+    assert [
+        release(version) for version in ("0.5.15.post1", "0.5.23", "0.32.0rc1", "unknown", "")
+    ] == [(0, 5, 15), (0, 5, 23), (0, 32, 0), (), ()]

@@ -16,7 +16,9 @@ def test_ports_are_those_asked_for_or_free_ones():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(InputError, match=rf"sglang.port={port - 1}: port {port} is in use on 127.0.0.1"):
+        with pytest.raises(
+            InputError, match=rf"sglang.port={port - 1}: port {port} is in use on 127.0.0.1"
+        ):
             choose_ports(ServerConfig(port=port - 1, num_servers=2), LOOPBACK)
     config = ServerConfig(num_servers=3)
     first = choose_ports(config, LOOPBACK)

@@ -12,8 +12,13 @@ from megatron_gspo.servers.server_gpus import first_server_gpu
 
 def first(args=(), servers=1, *, trainer=2, visible=8, colocated=False) -> int:
     config = SGLangConfig(num_servers=servers, server_args=args, colocated=colocated)
-    return first_server_gpu(config, gpus_per_server(args), trainer_gpus=trainer, visible_gpus=visible,
-                            option_name=BASE_GPU)  # fmt: skip
+    return first_server_gpu(
+        config,
+        gpus_per_server(args),
+        trainer_gpus=trainer,
+        visible_gpus=visible,
+        option_name=BASE_GPU,
+    )
 
 
 def test_servers_get_gpus_that_no_rank_uses():
@@ -29,15 +34,23 @@ def test_colocated_servers_share_the_trainers_gpus():
 
 
 def test_a_gpu_of_the_trainer_is_refused():
-    problem = "--base-gpu-id 1: the trainer uses the GPUs 0 to 1; set --base-gpu-id to 2 or more, or sglang.colocated"
+    problem = (
+        "--base-gpu-id 1: the trainer uses the GPUs 0 to 1; set --base-gpu-id to 2 or more, or"
+        " sglang.colocated"
+    )
     with pytest.raises(InputError, match=problem):
         first(("--base-gpu-id", "1"))
 
 
 def test_one_gpu_is_too_few_for_trainer_and_server():
-    with pytest.raises(InputError, match="num_servers=1: the servers need the GPUs 1 to 1, this node has 1; use fewer"):
+    with pytest.raises(
+        InputError,
+        match="num_servers=1: the servers need the GPUs 1 to 1, this node has 1; use fewer",
+    ):
         first(trainer=1, visible=1)
-    with pytest.raises(InputError, match="num_servers=2: the servers need the GPUs 2 to 9, this node has 8"):
+    with pytest.raises(
+        InputError, match="num_servers=2: the servers need the GPUs 2 to 9, this node has 8"
+    ):
         first(("--tp", "4"), servers=2)
     assert first(trainer=1, visible=1, colocated=True) == 0
 

@@ -1,6 +1,8 @@
-"""How local servers are watched, with a program in sglang's place (conftest.py) that ends, hangs or answers.
+"""How local servers are watched, with a program in sglang's place (conftest.py) that ends, hangs or
+answers.
 
-What matters here is the process and its end, not what it serves; tests/sglang does the same with real servers.
+What matters here is the process and its end, not what it serves; tests/sglang does the same with
+real servers.
 """
 
 from __future__ import annotations
@@ -40,7 +42,11 @@ def started(stand_in: SGLangLaunch, quick: None) -> Iterator[LocalServers]:
 
 def group_of(url: str) -> list[psutil.Process]:
     port = url.rsplit(":", 1)[1]
-    guards = [p for p in psutil.process_iter(["cmdline"]) if "supervisor.py" in " ".join(p.info["cmdline"] or [])]
+    guards = [
+        p
+        for p in psutil.process_iter(["cmdline"])
+        if "supervisor.py" in " ".join(p.info["cmdline"] or [])
+    ]
     mine = [process for process in guards if port in process.info["cmdline"]]
     return [member for process in mine for member in (process, *process.children(recursive=True))]
 
@@ -110,13 +116,17 @@ def test_nothing_is_started_while_paused(started):
     assert wait_for(started.poll).restarted == [url]
 
 
-def test_a_server_that_ends_at_once_is_named_with_its_words_and_ends_the_others(stand_in, quick, tmp_path):
+def test_a_server_that_ends_at_once_is_named_with_its_words_and_ends_the_others(
+    stand_in, quick, tmp_path
+):
     plan(stand_in, "exit")
     many = with_config(stand_in, num_servers=2)
     launcher = LocalServers(many)
     with pytest.raises(EngineError) as error:
         launcher.start()
-    assert "exited with code 1; the end of its log: could not begin: no reason given; see " in str(error.value)
+    assert "exited with code 1; the end of its log: could not begin: no reason given; see " in str(
+        error.value
+    )
     assert str(tmp_path / "logs" / "server_") in str(error.value) and "\n" not in str(error.value)
     assert launcher.urls == []
 
@@ -128,7 +138,9 @@ def test_a_server_that_never_answers_is_given_start_timeout(stand_in, quick, sta
         LocalServers(with_config(stand_in, start_timeout=0.5)).start()
 
 
-def test_a_port_that_is_taken_in_between_is_left_for_another_unless_it_was_asked_for(stand_in, quick):
+def test_a_port_that_is_taken_in_between_is_left_for_another_unless_it_was_asked_for(
+    stand_in, quick
+):
     plan(stand_in, "port")
     with LocalServers(stand_in) as running_servers:
         text = running_servers.logs[0].read_text()
@@ -146,8 +158,10 @@ def test_the_key_goes_by_a_file_that_is_removed_when_read(stand_in, quick, monke
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     (tmp_path / "key").write_text("k-secret\n")
     with LocalServers(with_config(stand_in, api_key_file=str(tmp_path / "key"))) as launcher:
-        wait_for(lambda: "--config True\nsettings api-key: \"***\"\n" in launcher.logs[0].read_text())
-        assert not any("k-secret" in " ".join(process.cmdline()) for process in group_of(launcher.urls[0]))
+        wait_for(lambda: '--config True\nsettings api-key: "***"\n' in launcher.logs[0].read_text())
+        assert not any(
+            "k-secret" in " ".join(process.cmdline()) for process in group_of(launcher.urls[0])
+        )
         assert not list(tmp_path.glob("sglang-*.yaml"))
         assert launcher.logs[0].stat().st_mode & 0o077 == 0
         launcher.logs[0].write_text("server_args: api_key='k-secret'")

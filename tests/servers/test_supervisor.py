@@ -1,4 +1,6 @@
-"""The supervisor of a server: it ends with either of the two and removes a secret from the output."""
+"""The supervisor of a server: it ends with either of the two and removes a secret from the
+output.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,13 @@ from megatron_gspo.servers import supervisor
 from tests.servers.conftest import running
 from tests.support.waiting import wait_for
 
-KEY = "it's \\ \"secret\" \u00e9"
+KEY = 'it\'s \\ "secret" \u00e9'
 
 
 def test_the_supervisor_hides_a_key_however_it_is_written():
-    """Whole, in pieces, as Python and JSON spell it, in lines longer than what is kept back; all else passes."""
+    """Whole, in pieces, as Python and JSON spell it, in lines longer than what is kept back;
+    all else passes.
+    """
     program = (
         f"import json, os, sys, time\nkey = {KEY!r}\n"
         "long = 'x' * 200_000 + key + 'y' * 70_000 + '\\n'\n"
@@ -27,10 +31,12 @@ def test_the_supervisor_hides_a_key_however_it_is_written():
         "        while piece: piece = piece[os.write(1, piece):]\n"
         "        time.sleep(0.02)\n"
         "sys.exit(5)\n"
-    )  # fmt: skip
+    )
     server = [sys.executable, "-S", "-c", program]
     command = [sys.executable, "-I", "-S", supervisor.__file__, "--hide", str(os.getpid()), *server]
-    done = subprocess.run(command, start_new_session=True, timeout=30, input=KEY.encode(), capture_output=True)
+    done = subprocess.run(
+        command, start_new_session=True, timeout=30, input=KEY.encode(), capture_output=True
+    )
     wanted = f"***'***'****** {'x' * 200_000}***{'y' * 70_000}\nbar\r***\"***\""
     assert (done.returncode, done.stdout.decode(), done.stderr) == (5, wanted, b"")
 
@@ -50,7 +56,17 @@ def test_a_server_ends_with_its_supervisor():
     "program, code", [("import sys; sys.exit(3)", 3), ("import os; os.kill(os.getpid(), 9)", 137)]
 )
 def test_the_supervisor_ends_as_its_server_does(program, code):
-    command = [sys.executable, "-I", "-S", supervisor.__file__, str(os.getpid()), sys.executable, "-S", "-c", program]
+    command = [
+        sys.executable,
+        "-I",
+        "-S",
+        supervisor.__file__,
+        str(os.getpid()),
+        sys.executable,
+        "-S",
+        "-c",
+        program,
+    ]
     assert subprocess.run(command, start_new_session=True, timeout=30).returncode == code
 
 

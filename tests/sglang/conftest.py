@@ -1,4 +1,6 @@
-"""Real SGLang servers for tests: `make test-sglang` passes the interpreter that has it; without, they're skipped."""
+"""Real SGLang servers for tests: `make test-sglang` passes the interpreter that has it;
+without, they're skipped.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def sglang_python(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session")
 def sglang_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Directory of a random float32 Qwen3-MoE: 4 layers, 8 experts, 2 active, and a character tokenizer."""
+    """Directory of a random float32 Qwen3-MoE: 4 layers, 8 experts, 2 active, and a character
+    tokenizer.
+    """
     return save_character_model(tmp_path_factory.mktemp("sglang") / "model")
 
 
@@ -36,15 +40,21 @@ def sglang_model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def start_servers(
     sglang_python: str, sglang_model: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[StartServers]:
-    """`start_servers(count=2, **settings)` gives `LocalServers` that are up; all are stopped at the end of the session.
+    """`start_servers(count=2, **settings)` gives `LocalServers` that are up; all are stopped at the
+    end of the session.
 
-    settings: of the config. They serve `model`, default `sglang_model`, in float32 and return routed experts.
+    settings: of the config. They serve `model`, default `sglang_model`, in float32 and return
+    routed experts.
     """
     started: list[LocalServers] = []
 
     def start(*, count: int, model: str = sglang_model, **settings: object) -> LocalServers:
-        config = SGLangConfig(num_servers=count, python=sglang_python, start_timeout=300.0, **settings)
-        servers = LocalServers(SGLangLaunch(config, model, "float32", True, str(tmp_path_factory.mktemp("logs"))))
+        config = SGLangConfig(
+            num_servers=count, python=sglang_python, start_timeout=300.0, **settings
+        )
+        servers = LocalServers(
+            SGLangLaunch(config, model, "float32", True, str(tmp_path_factory.mktemp("logs")))
+        )
         started.append(servers)
         servers.start()
         return servers
@@ -56,7 +66,9 @@ def start_servers(
 
 @pytest.fixture(scope="session")
 def sglang_server(start_servers: StartServers) -> LocalServers:
-    """One server that the whole session shares: a test leaves it running, unpaused, and with any weights."""
+    """One server that the whole session shares: a test leaves it running, unpaused, and with
+    any weights.
+    """
     return start_servers(count=1)
 
 

@@ -1,4 +1,6 @@
-"""The server, Transformers in float64 and our Megatron model give the same log-probs and routes for the same tokens."""
+"""The server, Transformers in float64 and our Megatron model give the same log-probs and routes
+for the same tokens.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,13 @@ from tests.support.distributed import run_distributed
 from tests.support.gathered import all_routes, everywhere
 from tests.support.routing_cases import policy_of, shape_of
 from tests.support.server_agreement import TOLERANCE, assert_agrees, bare
-from tests.support.server_clients import VOCABULARY, checkpoint_stream, counts_of, engine_on, prompts_of
+from tests.support.server_clients import (
+    VOCABULARY,
+    checkpoint_stream,
+    counts_of,
+    engine_on,
+    prompts_of,
+)
 from tests.support.ties import without_ties
 from tests.support.transformers_reference import load_reference, response_log_probs
 
@@ -36,9 +44,14 @@ def engine(sglang_server: LocalServers, sglang_model: str) -> Iterator[ServerEng
 
 @pytest.fixture(scope="module")
 def samples(engine: ServerEngine, sglang_model: str) -> list[Sample]:
-    """Short and long prompts, some with a prefix that the server has in its cache, several samples of each."""
+    """Short and long prompts, some with a prefix that the server has in its cache, several
+    samples of each.
+    """
     prompts = prompts_of([3, 7, 80, 80, 120, 90], VOCABULARY, shared=3)
-    prompts += [replace(p, index=p.index + 10) for p in prompts_of([100, 110, 64], VOCABULARY, seed=1, shared=60)]
+    prompts += [
+        replace(p, index=p.index + 10)
+        for p in prompts_of([100, 110, 64], VOCABULARY, seed=1, shared=60)
+    ]
     sampling = SamplingParams(n_samples_per_prompt=4, max_response_length=24, temperature=0.8)
     found = engine.generate(prompts, sampling, seed=5) + engine.generate(prompts, sampling, seed=6)
     check_samples(found, prompts + prompts, sampling, vocab_size=engine._client.model.vocab_size)
@@ -46,22 +59,31 @@ def samples(engine: ServerEngine, sglang_model: str) -> list[Sample]:
     return without_ties(load_reference(sglang_model), found)
 
 
-def test_transformers_scores_them_alike_and_takes_the_same_routes(samples: list[Sample], sglang_model: str) -> None:
+def test_transformers_scores_them_alike_and_takes_the_same_routes(
+    samples: list[Sample], sglang_model: str
+) -> None:
     assert all(sample.missing_routes is None for sample in samples)
     assert sum(np.prod(sample.routed_experts.shape[:2]) for sample in samples) > 15_000
     assert_agrees(samples, load_reference(sglang_model), temperature=0.8)
 
 
-def megatron(rank: int, world: int, path: str, samples: list[Sample]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+def megatron(
+    rank: int, world: int, path: str, samples: list[Sample]
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
     policy = policy_of(path, parallel(tensor=2, expert=2))
     options = ReplayOptions(shape_of(policy), record=True)
-    scores = compute_log_probs(policy, SampleBatch.of(samples), micro_batches_of(400), temperature=0.8, routing=options)
-    return everywhere(scores.log_probs, samples, policy.groups), all_routes(
-        scores.routing, samples, range(len(samples))
-    )[0]
+    scores = compute_log_probs(
+        policy, SampleBatch.of(samples), micro_batches_of(400), temperature=0.8, routing=options
+    )
+    return (
+        everywhere(scores.log_probs, samples, policy.groups),
+        all_routes(scores.routing, samples, range(len(samples)))[0],
+    )
 
 
-def test_megatron_scores_them_alike_and_takes_the_same_routes(samples: list[Sample], sglang_model: str) -> None:
+def test_megatron_scores_them_alike_and_takes_the_same_routes(
+    samples: list[Sample], sglang_model: str
+) -> None:
     plain = [bare(sample) for sample in samples]
     log_probs, routes = run_distributed(megatron, 2, sglang_model, plain)[0]
     for sample, values, chosen in zip(samples, log_probs, routes, strict=True):
@@ -69,13 +91,18 @@ def test_megatron_scores_them_alike_and_takes_the_same_routes(samples: list[Samp
         np.testing.assert_array_equal(np.sort(sample.routed_experts, -1), np.sort(chosen, -1))
 
 
-@pytest.mark.parametrize("sampling", [
-    SamplingParams(n_samples_per_prompt=2, max_response_length=12, temperature=0.0),
-    SamplingParams(n_samples_per_prompt=2, max_response_length=12, temperature=1.3, top_p=0.7),
-    SamplingParams(n_samples_per_prompt=2, max_response_length=12, top_k=5),
-], ids=["greedy", "top_p", "top_k"])  # fmt: skip
-def test_log_probs_are_those_of_the_whole_vocabulary(engine: ServerEngine, sglang_model: str,
-                                                     sampling: SamplingParams) -> None:
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(n_samples_per_prompt=2, max_response_length=12, temperature=0.0),
+        SamplingParams(n_samples_per_prompt=2, max_response_length=12, temperature=1.3, top_p=0.7),
+        SamplingParams(n_samples_per_prompt=2, max_response_length=12, top_k=5),
+    ],
+    ids=["greedy", "top_p", "top_k"],
+)
+def test_log_probs_are_those_of_the_whole_vocabulary(
+    engine: ServerEngine, sglang_model: str, sampling: SamplingParams
+) -> None:
     model = load_reference(sglang_model)
     found = engine.generate(prompts_of([5, 70], VOCABULARY, seed=3), sampling, seed=2)
     assert_agrees(without_ties(model, found), model, temperature=sampling.scoring_temperature)
@@ -88,6 +115,8 @@ def test_scores_of_given_tokens(engine: ServerEngine, sglang_model: str) -> None
     (found,) = engine.score([prompt.token_ids for prompt in prompts]).values()
     for prompt, values in zip(prompts, found, strict=True):
         size = prompt.length - 1
-        as_sample = Sample(prompt.index, 0, prompt.token_ids, 1, np.ones(size, dtype=bool), None, "stop")
+        as_sample = Sample(
+            prompt.index, 0, prompt.token_ids, 1, np.ones(size, dtype=bool), None, "stop"
+        )
         expected = response_log_probs(model, as_sample)[0].detach().numpy()
         np.testing.assert_allclose(values, expected, rtol=0, atol=TOLERANCE)

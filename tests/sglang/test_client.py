@@ -1,4 +1,6 @@
-"""The client of real servers, with faults between the two: every sample is returned once, as the model sampled it."""
+"""The client of real servers, with faults between the two: every sample is returned once, as
+the model sampled it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,14 @@ from megatron_gspo.servers.server_processes import LocalServers
 from tests.sglang.conftest import StartServers
 from tests.support import faulty_requests
 from tests.support.fault_proxy import PASSING_FAULTS, Fault, FaultProxy
-from tests.support.server_clients import VOCABULARY, checkpoint_stream, counts_of, draw, engine_on, prompts_of
+from tests.support.server_clients import (
+    VOCABULARY,
+    checkpoint_stream,
+    counts_of,
+    draw,
+    engine_on,
+    prompts_of,
+)
 from tests.support.trainer_process import KEY
 
 
@@ -40,7 +49,10 @@ def proxy(sglang_server: LocalServers) -> Iterator[FaultProxy]:
 
 @pytest.fixture(scope="module")
 def behind(proxy: FaultProxy, sglang_model: str) -> Iterator[ServerEngine]:
-    """An engine whose one server is behind the proxy. A hang in a request isn't taken for one of the server."""
+    """An engine whose one server is behind the proxy.
+
+    A hang in a request isn't taken for one of the server.
+    """
     engine = engine_on([proxy.url], sglang_model, health_timeout=20.0)
     engine.update_weights(checkpoint_stream(sglang_model), version=0)
     yield engine
@@ -61,7 +73,9 @@ def test_a_fault_that_passes_is_survived_and_told(engine, proxy, sglang_model, n
     times = fault.times
     waits = name in ("hang", "late")
     if waits:
-        draw(engine, sglang_model, prompts_of([5], VOCABULARY))  # the server's first one may take seconds
+        draw(
+            engine, sglang_model, prompts_of([5], VOCABULARY)
+        )  # the server's first one may take seconds
         impatient = replace(engine._client._config, request_timeout=4.0)
         monkeypatch.setattr(engine._client, "_config", impatient)
         counts_of(engine)
@@ -71,7 +85,9 @@ def test_a_fault_that_passes_is_survived_and_told(engine, proxy, sglang_model, n
     assert proxy.pending == 0
     assert all(sample.weight_version == 0 for sample in samples)
     counts = counts_of(engine)
-    assert counts["rollout/retries"] == times or (waits and counts["rollout/retries"] > times), "a slow machine's own"
+    assert counts["rollout/retries"] == times or (waits and counts["rollout/retries"] > times), (
+        "a slow machine's own"
+    )
     # an update interrupts the others, which then continue: these may have two parts
     assert counts["rollout/requests"] == 6 + counts["rollout/continued"]
     assert counts["rollout/continued"] == 0 or counted == "stale_responses"
@@ -83,10 +99,14 @@ def test_a_fault_that_passes_is_survived_and_told(engine, proxy, sglang_model, n
 
 
 @pytest.mark.parametrize("kind", ["few_routes", "half"])
-def test_a_fault_that_lasts_ends_with_one_line_that_names_the_request(engine, proxy, sglang_model, kind, monkeypatch):
+def test_a_fault_that_lasts_ends_with_one_line_that_names_the_request(
+    engine, proxy, sglang_model, kind, monkeypatch
+):
     monkeypatch.setattr(generation_client, "_BACKOFF_SECONDS", 0.02)
     proxy.add(Fault(kind, times=10**6))
-    with pytest.raises(EngineError, match=r"^sample 0/[01]: given up after 5 tries in \d+ s; the last: ") as caught:
+    with pytest.raises(
+        EngineError, match=r"^sample 0/[01]: given up after 5 tries in \d+ s; the last: "
+    ) as caught:
         draw(engine, sglang_model, prompts_of([5], VOCABULARY))
     assert "\n" not in str(caught.value)
     proxy.clear()
@@ -96,13 +116,20 @@ def test_a_fault_that_lasts_ends_with_one_line_that_names_the_request(engine, pr
 def test_an_update_that_fails_leaves_a_server_out_until_one_succeeds(engine, proxy, sglang_model):
     version = engine.weight_version
     proxy.add(Fault("error", path="/update_weights_from_tensor"))
-    with pytest.raises(EngineError, match=f"no server took weights {version}: .*update_weights_from_tensor.*500"):
-        engine._loop.run(engine._pool.mark_stale(engine._pool.servers[0], "so that it needs an update"))
+    with pytest.raises(
+        EngineError, match=f"no server took weights {version}: .*update_weights_from_tensor.*500"
+    ):
+        engine._loop.run(
+            engine._pool.mark_stale(engine._pool.servers[0], "so that it needs an update")
+        )
         engine.update_weights(checkpoint_stream(sglang_model), version=version)
     assert not engine._pool.serving
     assert engine.wait_for_server(20)
     samples = draw(engine, sglang_model, prompts_of([5], VOCABULARY))  # updates it on the way
-    assert all(sample.weight_version == version for sample in samples) and counts_of(engine)["rollout/servers"] == 1
+    assert (
+        all(sample.weight_version == version for sample in samples)
+        and counts_of(engine)["rollout/servers"] == 1
+    )
 
 
 def test_an_interrupted_response_goes_on_under_new_weights(engine, sglang_model):
@@ -123,14 +150,23 @@ def test_priming_a_prompt_raises_what_is_cached(engine, sglang_model, monkeypatc
 
 
 def test_seeds_repeat_draws_where_the_server_heeds_them(engine, sglang_model):
-    """This server doesn't (it needs --enable-deterministic-inference): sampled draws differ, greedy ones don't."""
+    """This server doesn't (it needs --enable-deterministic-inference): sampled draws differ,
+    greedy ones don't.
+    """
     prompts = prompts_of([20, 30], VOCABULARY, seed=5)
     greedy = SamplingParams(n_samples_per_prompt=2, max_response_length=16, temperature=0.0)
     first, again = (draw(engine, sglang_model, prompts, greedy) for _ in range(2))
     assert [s.tokens.tolist() for s in first] == [s.tokens.tolist() for s in again]
     assert first[0].tokens.tolist() == first[1].tokens.tolist()
-    sampled = draw(engine, sglang_model, prompts, SamplingParams(n_samples_per_prompt=4, max_response_length=16))
-    assert len({tuple(sample.tokens.tolist()) for sample in sampled}) > 4, "two may be equal if they end at once"
+    sampled = draw(
+        engine,
+        sglang_model,
+        prompts,
+        SamplingParams(n_samples_per_prompt=4, max_response_length=16),
+    )
+    assert len({tuple(sample.tokens.tolist()) for sample in sampled}) > 4, (
+        "two may be equal if they end at once"
+    )
 
 
 def test_a_key_is_needed_and_shown_nowhere(keyed, key_file, sglang_model, capfd, tmp_path):
@@ -144,7 +180,10 @@ def test_a_key_is_needed_and_shown_nowhere(keyed, key_file, sglang_model, capfd,
     for file in (str(tmp_path / "wrong"), None):
         without = engine_on(keyed.urls, sglang_model, api_key_file=file)
         try:
-            with pytest.raises(EngineError, match=r"^server \S+: refused with 401; set sglang.api_key_file \(or vllm"):
+            with pytest.raises(
+                EngineError,
+                match=r"^server \S+: refused with 401; set sglang.api_key_file \(or vllm",
+            ):
                 without.update_weights(checkpoint_stream(sglang_model), version=0)
         finally:
             without.close()
@@ -154,9 +193,11 @@ def test_a_key_is_needed_and_shown_nowhere(keyed, key_file, sglang_model, capfd,
 
 
 @pytest.fixture(scope="module")
-def pair(proxy: FaultProxy, keyed: LocalServers, key_file: str, sglang_model: str) -> Iterator[ServerEngine]:
-    """Two servers: the first, behind the proxy, accepts any key; the second requires one. From now on it has the
-    weights of this engine."""
+def pair(
+    proxy: FaultProxy, keyed: LocalServers, key_file: str, sglang_model: str
+) -> Iterator[ServerEngine]:
+    """Two servers: the first, behind the proxy, accepts any key; the second requires one. From now
+    on it has the weights of this engine."""
     engine = engine_on([proxy.url, keyed.urls[0]], sglang_model, api_key_file=key_file)
     engine.update_weights(checkpoint_stream(sglang_model), version=0)
     yield engine

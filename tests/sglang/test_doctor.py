@@ -15,15 +15,23 @@ from tests.support.command_line import small_config
 def config_of(model: str, folder: Path, **sglang: Any) -> Config:
     sections = {"rollout": {"engine": "sglang"}, "sglang": sglang, "routing": {"replay": "r3"}}
     content = small_config(model, folder)
-    return Config.from_dict(content | {name: {**content.get(name, {}), **more} for name, more in sections.items()})
+    return Config.from_dict(
+        content | {name: {**content.get(name, {}), **more} for name, more in sections.items()}
+    )
 
 
 def test_a_real_server_can_serve(sglang_model, sglang_url, sglang_python, tmp_path):
     config = config_of(sglang_model, tmp_path, urls=[sglang_url])
     found = judge_servers(config, query_servers(config))
-    version, cpu, startable = check_startable(config_of(sglang_model, tmp_path, num_servers=1, python=sglang_python))
+    version, cpu, startable = check_startable(
+        config_of(sglang_model, tmp_path, num_servers=1, python=sglang_python)
+    )
     assert cpu and [f.level for f in startable] == ["ok"]
-    overlaps = version < (0, 5, 23)  # and then returns wrong routes on a CPU, unless an argument prevents it
+    overlaps = version < (
+        0,
+        5,
+        23,
+    )  # and then returns wrong routes on a CPU, unless an argument prevents it
     second = ("warning", "servers.routes") if overlaps else ("ok", "servers.answer")
     assert [(f.level, f.check) for f in found] == [("ok", "versions.sglang"), second]
     assert overlaps or "cpu, TP 1, PP 1, DP 1" in found[1].what
@@ -34,4 +42,6 @@ def test_a_real_server_can_serve(sglang_model, sglang_url, sglang_python, tmp_pa
 def test_a_real_server_that_is_too_small(sglang_model, sglang_url, tmp_path):
     config = config_of(sglang_model, tmp_path, urls=[sglang_url])
     long = replace(config, rollout=replace(config.rollout, max_response_length=9000))
-    assert [f.check for f in judge_servers(long, query_servers(long)) if f.level == "error"] == ["servers.length"]
+    assert [f.check for f in judge_servers(long, query_servers(long)) if f.level == "error"] == [
+        "servers.length"
+    ]

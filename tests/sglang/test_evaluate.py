@@ -1,4 +1,6 @@
-"""A model that `megatron-gspo serve` serves, evaluated by us and by lm-eval: the same accuracy, from real requests."""
+"""A model that `megatron-gspo serve` serves, evaluated by us and by lm-eval: the same accuracy,
+from real requests.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +38,23 @@ def model(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def served(model, sglang_python, tmp_path_factory) -> Iterator[str]:
     """The URL that `megatron-gspo serve` prints."""
-    command = [sys.executable, "-m", "megatron_gspo", "serve", "--model", str(model), "--python", sglang_python,
-               "--dtype", "float32", "--log-dir", str(tmp_path_factory.mktemp("logs"))]  # fmt: skip
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    command = [
+        sys.executable,
+        "-m",
+        "megatron_gspo",
+        "serve",
+        "--model",
+        str(model),
+        "--python",
+        sglang_python,
+        "--dtype",
+        "float32",
+        "--log-dir",
+        str(tmp_path_factory.mktemp("logs")),
+    ]
+    server = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
     try:
         line = server.stdout.readline().strip()
         assert line.startswith("sglang.urls=["), line
@@ -54,20 +70,43 @@ def task(model, tmp_path_factory) -> Path:
     tokenizer = character_tokenizer()
     engine = EmbeddedEngine(model, tokenizer=tokenizer)
     texts = [f"{word}{i}" for i, word in enumerate(["ab", "cde", "f", "ghij"] * 100)]
-    asked = [Prompt(i, tokenizer(text, return_tensors="np").input_ids[0], text) for i, text in enumerate(texts)]
+    asked = [
+        Prompt(i, tokenizer(text, return_tensors="np").input_ids[0], text)
+        for i, text in enumerate(texts)
+    ]
     said = engine.generate(asked, SamplingParams(1, LENGTH, temperature=0.0), seed=0)
-    plain = [(text, sample.text) for text, sample in zip(texts, said, strict=True) if sample.text.isalnum()]
+    plain = [
+        (text, sample.text)
+        for text, sample in zip(texts, said, strict=True)
+        if sample.text.isalnum()
+    ]
     chosen = plain[: SOLVED + OTHERS]
     assert len(chosen) == SOLVED + OTHERS
-    rows = [{"prompt": text, "answer": answer if i < SOLVED else answer[::-1] + "?"}
-            for i, (text, answer) in enumerate(chosen)]  # fmt: skip
+    rows = [
+        {"prompt": text, "answer": answer if i < SOLVED else answer[::-1] + "?"}
+        for i, (text, answer) in enumerate(chosen)
+    ]
     return write_rows(tmp_path_factory.mktemp("task") / "echo.jsonl", rows)
 
 
 def test_our_evaluation(served, model, task, tmp_path):
-    assert main([served, "--tasks", str(task), "--output", str(tmp_path), f"model.path={model}",
-                 "data.verifier=exact_match", "data.verifier_timeout=null", "evaluation.temperature=0",
-                 f"rollout.max_response_length={LENGTH}"]) == 0  # fmt: skip
+    assert (
+        main(
+            [
+                served,
+                "--tasks",
+                str(task),
+                "--output",
+                str(tmp_path),
+                f"model.path={model}",
+                "data.verifier=exact_match",
+                "data.verifier_timeout=null",
+                "evaluation.temperature=0",
+                f"rollout.max_response_length={LENGTH}",
+            ]
+        )
+        == 0
+    )
     (found,) = json.loads((tmp_path / "evaluation.json").read_text())["scores"]
     assert (found["label"], found["prompts"]) == ("served", SOLVED + OTHERS)
     assert found["accuracy"]["mean"] == pytest.approx(SOLVED / (SOLVED + OTHERS))
@@ -76,18 +115,44 @@ def test_our_evaluation(served, model, task, tmp_path):
 @pytest.mark.slow
 def test_lm_eval(served, model, task, tmp_path):
     config = {
-        "task": "echo", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(task)}},
-        "test_split": "test", "output_type": "generate_until", "doc_to_text": "{{prompt}}",
-        "doc_to_target": "{{answer}}", "metric_list": [{"metric": "exact_match"}],
-        "generation_kwargs": {"until": ["<eos>"], "max_gen_toks": LENGTH, "temperature": 0.0, "do_sample": False},
-    }  # fmt: skip
+        "task": "echo",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(task)}},
+        "test_split": "test",
+        "output_type": "generate_until",
+        "doc_to_text": "{{prompt}}",
+        "doc_to_target": "{{answer}}",
+        "metric_list": [{"metric": "exact_match"}],
+        "generation_kwargs": {
+            "until": ["<eos>"],
+            "max_gen_toks": LENGTH,
+            "temperature": 0.0,
+            "do_sample": False,
+        },
+    }
     (tmp_path / "echo.yaml").write_text(yaml.safe_dump(config))
     arguments = f"model={model},base_url={served}/v1/completions,tokenizer_backend=none,tokenized_requests=False"
-    command = [str(Path(harness_python()).with_name("lm_eval")), "--model", "local-completions",
-               "--model_args", arguments, "--tasks", "echo", "--include_path", str(tmp_path),
-               "--output_path", str(tmp_path / "results")]  # fmt: skip
-    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache")}
-    done = subprocess.run(command, env=os.environ | offline, capture_output=True, text=True, timeout=300)
+    command = [
+        str(Path(harness_python()).with_name("lm_eval")),
+        "--model",
+        "local-completions",
+        "--model_args",
+        arguments,
+        "--tasks",
+        "echo",
+        "--include_path",
+        str(tmp_path),
+        "--output_path",
+        str(tmp_path / "results"),
+    ]
+    offline = {
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
+        "HF_HOME": str(tmp_path / "cache"),
+    }
+    done = subprocess.run(
+        command, env=os.environ | offline, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     (file,) = (tmp_path / "results").rglob("results_*.json")
     found = json.loads(file.read_text())["results"]["echo"]

@@ -19,7 +19,9 @@ HAS_EXPERTS = {"dense": False, "glm": True}
 
 
 @pytest.mark.parametrize("kind", HAS_EXPERTS)
-def test_log_probs_and_routes_are_those_of_transformers(kind: str, sglang_python: str, tmp_path: Path) -> None:
+def test_log_probs_and_routes_are_those_of_transformers(
+    kind: str, sglang_python: str, tmp_path: Path
+) -> None:
     model, sent = two_models(tmp_path, kind)
     config = SGLangConfig(num_servers=1, python=sglang_python, start_timeout=300.0)
     servers = LocalServers(SGLangLaunch(config, model, "float32", HAS_EXPERTS[kind], str(tmp_path)))

@@ -1,4 +1,6 @@
-"""SGLang servers that die, hang and are restarted while a run trains on them; see `tests/support/faulty_runs.py`."""
+"""SGLang servers that die, hang and are restarted while a run trains on them; see
+`tests/support/faulty_runs.py`.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,28 @@ from tests.support.training_runs import tiny_model
 
 LOG_EVERY_BATCH = ("--decode-log-interval", "1")
 DECODES = re.compile(rb"Decode batch.*#running-req: (\d+)")
-QUICK = {"health_interval": 0.5, "health_timeout": 4.0, "request_timeout": 60.0, "weight_transport": "tensor"}
+QUICK = {
+    "health_interval": 0.5,
+    "health_timeout": 4.0,
+    "request_timeout": 60.0,
+    "weight_transport": "tensor",
+}
 
 
 @pytest.fixture(scope="module")
 def kind(tmp_path_factory: pytest.TempPathFactory) -> FaultyServers:
     model = tiny_model(tmp_path_factory.mktemp("faulty") / "model")
-    return FaultyServers("sglang", model, MODULE, QUICK, "/generate", CHANGES, "/update_weights_from_tensor",
-                         "/model_info", decoding)  # fmt: skip
+    return FaultyServers(
+        "sglang",
+        model,
+        MODULE,
+        QUICK,
+        "/generate",
+        CHANGES,
+        "/update_weights_from_tensor",
+        "/model_info",
+        decoding,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -35,11 +51,20 @@ def servers(start_servers: StartServers, kind: FaultyServers) -> LocalServers:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def own_server(kind: FaultyServers, sglang_python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Future]:
-    """`kill_and_stop_own_server` runs beside the other tests, because it mostly waits for a server to start."""
+def own_server(
+    kind: FaultyServers, sglang_python: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Future]:
+    """`kill_and_stop_own_server` runs beside the other tests, because it mostly waits for a
+    server to start.
+    """
     servers = {"num_servers": 1, "python": sglang_python, "server_args": list(LOG_EVERY_BATCH)}
-    run = TrainingRun(kind, tmp_path_factory.mktemp("own") / "run", steps=4, servers=servers,
-                      processes=faulty_runs.CLIENTS)  # fmt: skip
+    run = TrainingRun(
+        kind,
+        tmp_path_factory.mktemp("own") / "run",
+        steps=4,
+        servers=servers,
+        processes=faulty_runs.CLIENTS,
+    )
     with ThreadPoolExecutor(1) as pool:
         yield pool.submit(faulty_runs.kill_and_stop_own_server, run)
         run.kill()
@@ -58,7 +83,9 @@ def decoding(url: str, log: Path) -> Watch:
     def is_decoding() -> bool:
         with open(log, "rb") as file:
             file.seek(size)
-            return any(int(count) >= faulty_runs.MIN_DECODING for count in DECODES.findall(file.read()))
+            return any(
+                int(count) >= faulty_runs.MIN_DECODING for count in DECODES.findall(file.read())
+            )
 
     return is_decoding
 

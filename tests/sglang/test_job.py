@@ -1,5 +1,5 @@
-"""A Slurm job of two nodes, one that trains and one that serves: its script starts both and tells the run where the
-servers are. The nodes are network namespaces, srun and scontrol stand-ins."""
+"""A Slurm job of two nodes, one that trains and one that serves: its script starts both and tells
+the run where the servers are. The nodes are network namespaces, srun and scontrol stand-ins."""
 
 from __future__ import annotations
 
@@ -19,13 +19,23 @@ def test_one_node_trains_and_one_serves(sglang_python, tmp_path):
     if reason := why_not():
         pytest.skip(f"a job with servers on a node of their own was not tested: {reason}")
     model, run_dir, file = tmp_path / "model", tmp_path / "run", tmp_path / "run.yaml"
-    write_tiny_model(model, TinyModel(hidden=32, layers=2, experts=4, expert_width=16), words=[WORD])
+    write_tiny_model(
+        model, TinyModel(hidden=32, layers=2, experts=4, expert_width=16), words=[WORD]
+    )
     file.write_text(yaml.safe_dump(base_config(str(model), run_dir, training={"steps": 3})))
-    servers = dict(SERVER_NODES=1, SERVERS_PER_NODE=1, SERVER_GPUS=1, MODEL=model, SGLANG_PYTHON=sglang_python,
-                   SERVER_ARGS="--dtype float32")  # fmt: skip
+    servers = dict(
+        SERVER_NODES=1,
+        SERVERS_PER_NODE=1,
+        SERVER_GPUS=1,
+        MODEL=model,
+        SGLANG_PYTHON=sglang_python,
+        SERVER_ARGS="--dtype float32",
+    )
     with hosts(2) as nodes:
         names = [node.name for node in nodes]
-        job = submit(tmp_path, names, [str(file), "sglang.health_interval=0.5"], PROCESSES=1, **servers)
+        job = submit(
+            tmp_path, names, [str(file), "sglang.health_interval=0.5"], PROCESSES=1, **servers
+        )
         assert job.wait(240) == 0, (tmp_path / "job.txt").read_text()[-3000:] + log(tmp_path)
     found = [record for record in records(run_dir) if record["step"] > 0]
     assert [record["step"] for record in found] == [1, 2, 3]

@@ -1,4 +1,6 @@
-"""Episodes on a real server: the contexts of later turns are in its cache, and what they yield must still be exact."""
+"""Episodes on a real server: the contexts of later turns are in its cache, and what they yield
+must still be exact.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from tests.train.test_multi_turn import FAILING, ROLLOUT
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("episodes") / "model"
-    write_tiny_model(folder, TinyModel(hidden=32, layers=2, experts=4, expert_width=16), words=[WORD])
+    write_tiny_model(
+        folder, TinyModel(hidden=32, layers=2, experts=4, expert_width=16), words=[WORD]
+    )
     return str(folder)
 
 
@@ -27,17 +31,35 @@ def urls(start_servers: StartServers, model: str) -> list[str]:
 
 
 def test_episodes_on_two_ranks(urls: list[str], model: str, tmp_path: Path) -> None:
-    """Log-probs and experts of every generated token are those of the trainer's one pass over the whole episode."""
-    found = run(model, tmp_path / "run", urls, 2, parallel={"expert_model_parallel_size": 2},
-                rollout=ROLLOUT, data={"verifier": None, "verifier_timeout": 20.0}, routing={"replay": "r3"},
-                algorithm={"name": "gspo_token", "turn_discount": 0.5}, training={"steps": 3},
-                evaluation={"at_start": False})  # fmt: skip
+    """Log-probs and experts of every generated token are those of the trainer's one pass over
+    the whole episode.
+    """
+    found = run(
+        model,
+        tmp_path / "run",
+        urls,
+        2,
+        parallel={"expert_model_parallel_size": 2},
+        rollout=ROLLOUT,
+        data={"verifier": None, "verifier_timeout": 20.0},
+        routing={"replay": "r3"},
+        algorithm={"name": "gspo_token", "turn_discount": 0.5},
+        training={"steps": 3},
+        evaluation={"at_start": False},
+    )
     assert len(found) == 3
     for record in found:
-        assert 1 < record["turns/mean"] <= record["turns/max"] <= 3 and record["turns/observation_tokens"] > 10
-        assert record["mismatch/abs_diff_max"] < AGREEMENT and record["routing/rollout_flip_rate"] < FLIPS
+        assert (
+            1 < record["turns/mean"] <= record["turns/max"] <= 3
+            and record["turns/observation_tokens"] > 10
+        )
+        assert (
+            record["mismatch/abs_diff_max"] < AGREEMENT
+            and record["routing/rollout_flip_rate"] < FLIPS
+        )
         assert record["staleness/max"] == 0.0
-        # this server's draws aren't seeded: a step in which no episode earned anything has nothing to learn from
+        # this server's draws aren't seeded: a step in which no episode earned anything has nothing
+        # to learn from
         assert record["grad_norm"] > 0 or record["groups/zero_variance"] == 1.0
         assert record["rollout/requests"] > 16, "one a turn"
     check_ledger(tmp_path / "run", batch=4, n=4, staleness=0)
@@ -45,7 +67,17 @@ def test_episodes_on_two_ranks(urls: list[str], model: str, tmp_path: Path) -> N
 
 def test_environments_that_fail_are_counted(urls: list[str], model: str, tmp_path: Path) -> None:
     failing = {**ROLLOUT, "environment": FAILING, "environment_options": {}}
-    [record] = run(model, tmp_path / "run", urls, rollout=failing,
-                   data={"verifier": None, "verifier_timeout": 2.0}, training={"steps": 1},
-                   evaluation={"at_start": False, "at_end": False})  # fmt: skip
-    assert (record["verifier/error"], record["verifier/timeout"], record["masked/unscored"]) == (4, 4, 8)
+    [record] = run(
+        model,
+        tmp_path / "run",
+        urls,
+        rollout=failing,
+        data={"verifier": None, "verifier_timeout": 2.0},
+        training={"steps": 1},
+        evaluation={"at_start": False, "at_end": False},
+    )
+    assert (record["verifier/error"], record["verifier/timeout"], record["masked/unscored"]) == (
+        4,
+        4,
+        8,
+    )

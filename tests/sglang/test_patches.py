@@ -1,4 +1,6 @@
-"""What the start-up hook for servers without a GPU bridges: upstream's own code fails without it and works with it."""
+"""What the start-up hook for servers without a GPU bridges: upstream's own code fails without
+it and works with it.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,9 @@ import pytest
 from megatron_gspo.rollout.sglang.sglang_launch import SGLangLaunch, patch_folder
 from megatron_gspo.servers.package_launch import package_version
 
-# Run by the server's interpreter, with the hook: each part is tried, then taken away and tried again, in one process
-# since importing sglang takes seconds. torchvision comes first, in a fork: what is declared can't be taken back.
+# Run by the server's interpreter, with the hook: each part is tried, then taken away and tried
+# again, in one process since importing sglang takes seconds. torchvision comes first, in a fork:
+# what is declared can't be taken back.
 PROGRAM = """
 import importlib, inspect, json, os, sys
 import sitecustomize as hook
@@ -73,9 +76,18 @@ attempt("kernels without", kernels)
 @pytest.fixture(scope="module")
 def attempts(sglang_python: str) -> dict[str, str]:
     """What became of each part: "works" or an error."""
-    environment = {**os.environ, "PYTHONPATH": patch_folder(), "SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": patch_folder(),
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
     done = subprocess.run(
-        [sglang_python, "-W", "ignore", "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=300
+        [sglang_python, "-W", "ignore", "-c", PROGRAM],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith('["'))
@@ -91,8 +103,14 @@ PARTS = {
 
 @pytest.mark.parametrize("part", PARTS)
 def test_upstream_works_with_the_hook_and_fails_without(attempts, sglang_python, part):
-    if part == "kernels" and package_version(sglang_python, SGLangLaunch.packages, "sglang") < (0, 5, 23):
+    if part == "kernels" and package_version(sglang_python, SGLangLaunch.packages, "sglang") < (
+        0,
+        5,
+        23,
+    ):
         pytest.skip("this version imports no kernels on a CPU")
     assert attempts[part] == "works"
     without = attempts[f"{part} without"]
-    assert re.search(PARTS[part], without), f"upstream, without this part of the hook: {without}; delete it if it works"
+    assert re.search(PARTS[part], without), (
+        f"upstream, without this part of the hook: {without}; delete it if it works"
+    )

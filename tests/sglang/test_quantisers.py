@@ -1,4 +1,6 @@
-"""Our formats against SGLang's own functions, in its interpreter: bytes of one scale, values of blocks."""
+"""Our formats against SGLang's own functions, in its interpreter: bytes of one scale, values of
+blocks.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,11 @@ def test_bytes_and_values_are_those_of_sglang(sglang_python: str, tmp_path: Path
     weights = [torch.randn(576, 200).bfloat16(), torch.randn(256, 384)]
     blocks = [quantize_blocks(weight) for weight in weights]
     torch.save((weights, blocks), tmp_path / "weights.pt")
-    subprocess.run([sglang_python, "-c", SCRIPT, tmp_path / "weights.pt", tmp_path / "found.pt"], check=True,
-                   env=sglang_environment(sglang_python, cpu=True))  # fmt: skip
+    subprocess.run(
+        [sglang_python, "-c", SCRIPT, tmp_path / "weights.pt", tmp_path / "found.pt"],
+        check=True,
+        env=sglang_environment(sglang_python, cpu=True),
+    )
     found, whole = torch.load(tmp_path / "found.pt")
     for weight, (values, scales) in zip(weights, found, strict=True):
         ours = FORMATS["fp8_tensor"].quantize(weight)

@@ -1,5 +1,7 @@
-"""Whole runs on a real server. `mismatch/abs_diff_max` compares its log-probs of every trained token with those
-of the policy that the weights came from: an update that is missed, late or half done shows there at once."""
+"""Whole runs on a real server. `mismatch/abs_diff_max` compares its log-probs of every trained
+token with those of the policy that the weights came from: an update that is missed, late or half
+done shows there at once.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,13 @@ AGREEMENT = 2e-5  # nats
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Larger weights than the other tests' model, so that an update moves log-probs far beyond the tolerance."""
+    """Larger weights than the other tests' model, so that an update moves log-probs far beyond
+    the tolerance.
+    """
     folder = tmp_path_factory.mktemp("trained") / "model"
-    write_tiny_model(folder, TinyModel(hidden=32, layers=2, experts=4, expert_width=16), words=[WORD])
+    write_tiny_model(
+        folder, TinyModel(hidden=32, layers=2, experts=4, expert_width=16), words=[WORD]
+    )
     return str(folder)
 
 
@@ -35,8 +41,14 @@ def servers(start_servers: StartServers, model: str) -> LocalServers:
     return start_servers(count=2, model=model)
 
 
-def run(model: str, run_dir: Path, urls: list[str], processes: int = 1, nodes: int = 1,
-        **sections: dict[str, Any]) -> list[dict]:  # fmt: skip
+def run(
+    model: str,
+    run_dir: Path,
+    urls: list[str],
+    processes: int = 1,
+    nodes: int = 1,
+    **sections: dict[str, Any],
+) -> list[dict]:
     """nodes: what the processes take themselves to be spread over."""
     rollout = {"engine": "sglang", **sections.pop("rollout", {})}
     sglang = {"urls": urls, "health_interval": 0.5, **sections.pop("sglang", {})}
@@ -46,17 +58,31 @@ def run(model: str, run_dir: Path, urls: list[str], processes: int = 1, nodes: i
 
 
 def train_here(rank: int, world_size: int, config: dict[str, Any], nodes: int) -> None:
-    os.environ |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size // nodes)}  # as torchrun sets them
+    os.environ |= {
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size // nodes),
+    }  # as torchrun sets them
     train(Config.from_dict(config))
 
 
 @pytest.mark.parametrize("route", ["disk", "tensor", "distributed"])
-def test_each_way_of_the_weights(servers: LocalServers, model: str, tmp_path: Path, route: str) -> None:
-    found = run(model, tmp_path / "run", servers.urls, sglang={"weight_transport": route, "log_prob_check_interval": 1},
-                routing={"replay": "r3"}, training={"steps": 4})  # fmt: skip
+def test_each_way_of_the_weights(
+    servers: LocalServers, model: str, tmp_path: Path, route: str
+) -> None:
+    found = run(
+        model,
+        tmp_path / "run",
+        servers.urls,
+        sglang={"weight_transport": route, "log_prob_check_interval": 1},
+        routing={"replay": "r3"},
+        training={"steps": 4},
+    )
     assert len(found) == 4
     for record in found:
-        assert record["mismatch/abs_diff_max"] < AGREEMENT and record["log_prob_check/abs_diff_max"] < AGREEMENT
+        assert (
+            record["mismatch/abs_diff_max"] < AGREEMENT
+            and record["log_prob_check/abs_diff_max"] < AGREEMENT
+        )
         assert record["routing/rollout_flip_rate"] < FLIPS and record["staleness/max"] == 0.0
         assert record["rollout/servers"] == 2.0
         assert record["ratio_token/max"] > 1.001, "the updates must move what is compared"
@@ -72,67 +98,138 @@ def test_adapters_alone_are_sent_and_added_to_the_base(
     args = sglang_launch.adapter_args(4, targets, ["--device", "cpu"])
     server = start_servers(count=1, model=model, server_args=tuple(args))
     lora = {"rank": 4, "alpha": 32.0, "targets": targets, "weight_updates": "adapters"}
-    found = run(model, tmp_path / "run", server.urls, processes=2, parallel={"tensor_model_parallel_size": 2},
-                sglang={"weight_transport": route, "log_prob_check_interval": 1}, lora=lora,
-                optimizer={"lr": 2e-2}, training={"steps": 4})  # fmt: skip
+    found = run(
+        model,
+        tmp_path / "run",
+        server.urls,
+        processes=2,
+        parallel={"tensor_model_parallel_size": 2},
+        sglang={"weight_transport": route, "log_prob_check_interval": 1},
+        lora=lora,
+        optimizer={"lr": 2e-2},
+        training={"steps": 4},
+    )
     assert len(found) == 4
     for record in found:
-        assert record["mismatch/abs_diff_max"] < AGREEMENT and record["log_prob_check/abs_diff_max"] < AGREEMENT
+        assert (
+            record["mismatch/abs_diff_max"] < AGREEMENT
+            and record["log_prob_check/abs_diff_max"] < AGREEMENT
+        )
         assert record["ratio_token/max"] > 1.001, "the updates must move what is compared"
-    folders = [path.name for folder in (tmp_path / "run").glob("weights/*") for path in folder.iterdir()]
+    folders = [
+        path.name for folder in (tmp_path / "run").glob("weights/*") for path in folder.iterdir()
+    ]
     assert folders == (["adapters"] if route == "disk" else [])
 
 
-@pytest.mark.parametrize(("layout", "nodes"), [
-    ("expert_model_parallel_size", 1), ("pipeline_model_parallel_size", 1), ("pipeline_model_parallel_size", 2),
-])  # fmt: skip
-def test_two_ranks_hand_over_their_own_tensors(servers: LocalServers, model: str, tmp_path: Path, layout: str,
-                                               nodes: int) -> None:  # fmt: skip
-    """Half of the experts, or of the layers, are on each rank; the servers get handles to the memory of both, or where
-    the second rank is another node, of the first rank, which then relays the second's."""
-    found = run(model, tmp_path / "run", servers.urls, processes=2, nodes=nodes, parallel={layout: 2},
-                sglang={"weight_transport": "ipc", "log_prob_check_interval": 1}, training={"steps": 3})  # fmt: skip
+@pytest.mark.parametrize(
+    ("layout", "nodes"),
+    [
+        ("expert_model_parallel_size", 1),
+        ("pipeline_model_parallel_size", 1),
+        ("pipeline_model_parallel_size", 2),
+    ],
+)
+def test_two_ranks_hand_over_their_own_tensors(
+    servers: LocalServers, model: str, tmp_path: Path, layout: str, nodes: int
+) -> None:
+    """Half of the experts, or of the layers, are on each rank; the servers get handles to the
+    memory of both, or where the second rank is another node, of the first rank, which then relays
+    the second's."""
+    found = run(
+        model,
+        tmp_path / "run",
+        servers.urls,
+        processes=2,
+        nodes=nodes,
+        parallel={layout: 2},
+        sglang={"weight_transport": "ipc", "log_prob_check_interval": 1},
+        training={"steps": 3},
+    )
     assert len(found) == 3
     for record in found:
-        assert record["mismatch/abs_diff_max"] < AGREEMENT and record["log_prob_check/abs_diff_max"] < AGREEMENT
+        assert (
+            record["mismatch/abs_diff_max"] < AGREEMENT
+            and record["log_prob_check/abs_diff_max"] < AGREEMENT
+        )
         assert record["rollout/servers"] == 2.0 and record["ratio_token/max"] > 1.001
 
 
 def test_one_step_ahead_on_two_ranks(servers: LocalServers, model: str, tmp_path: Path) -> None:
-    found = run(model, tmp_path / "run", servers.urls, 2, parallel={"expert_model_parallel_size": 2},
-                rollout={"max_staleness": 1, "overlap": True}, training={"steps": 5})  # fmt: skip
+    found = run(
+        model,
+        tmp_path / "run",
+        servers.urls,
+        2,
+        parallel={"expert_model_parallel_size": 2},
+        rollout={"max_staleness": 1, "overlap": True},
+        training={"steps": 5},
+    )
     assert [record["staleness/max"] for record in found] == [0.0] + [1.0] * 4
     assert found[0]["mismatch/abs_diff_max"] < AGREEMENT < found[1]["mismatch/abs_diff_max"]
     check_ledger(tmp_path / "run", batch=4, n=4, staleness=1)
 
 
-def test_unfinished_responses_go_on_after_the_update(servers: LocalServers, model: str, tmp_path: Path) -> None:
-    found = run(model, tmp_path / "run", servers.urls, routing={"replay": "r3"},
-                rollout={"max_staleness": 2, "oversampling": 3.0, "max_response_length": 200},
-                training={"steps": 6, "max_tokens_per_micro_batch": 400},
-                evaluation={"at_start": False, "at_end": False})  # fmt: skip
+def test_unfinished_responses_go_on_after_the_update(
+    servers: LocalServers, model: str, tmp_path: Path
+) -> None:
+    found = run(
+        model,
+        tmp_path / "run",
+        servers.urls,
+        routing={"replay": "r3"},
+        rollout={"max_staleness": 2, "oversampling": 3.0, "max_response_length": 200},
+        training={"steps": 6, "max_tokens_per_micro_batch": 400},
+        evaluation={"at_start": False, "at_end": False},
+    )
     assert sum(record["rollout/continued"] for record in found) > 0
     assert all(record["rollout/discarded_tokens"] == 0 for record in found)
     assert 0 < max(record["staleness/max"] for record in found) <= 2
     check_ledger(tmp_path / "run", batch=4, n=4, staleness=2)
 
 
-def test_without_staleness_the_tail_starts_over(servers: LocalServers, model: str, tmp_path: Path) -> None:
-    found = run(model, tmp_path / "run", servers.urls, training={"steps": 4, "max_tokens_per_micro_batch": 400},
-                routing={"replay": "r3"}, rollout={"oversampling": 2.0, "max_response_length": 200},
-                evaluation={"at_start": False, "at_end": False})  # fmt: skip
+def test_without_staleness_the_tail_starts_over(
+    servers: LocalServers, model: str, tmp_path: Path
+) -> None:
+    found = run(
+        model,
+        tmp_path / "run",
+        servers.urls,
+        training={"steps": 4, "max_tokens_per_micro_batch": 400},
+        routing={"replay": "r3"},
+        rollout={"oversampling": 2.0, "max_response_length": 200},
+        evaluation={"at_start": False, "at_end": False},
+    )
     assert sum(record["rollout/discarded_tokens"] for record in found) > 0
-    assert all(record["staleness/max"] == 0 and record["mismatch/abs_diff_max"] < AGREEMENT for record in found)
+    assert all(
+        record["staleness/max"] == 0 and record["mismatch/abs_diff_max"] < AGREEMENT
+        for record in found
+    )
     check_ledger(tmp_path / "run", batch=4, n=4, staleness=0)
 
 
-def test_a_resumed_run_begins_with_what_was_pending(servers: LocalServers, model: str, tmp_path: Path) -> None:
+def test_a_resumed_run_begins_with_what_was_pending(
+    servers: LocalServers, model: str, tmp_path: Path
+) -> None:
     ahead = {"max_staleness": 1, "overlap": True}
-    run(model, tmp_path / "run", servers.urls, rollout=ahead, training={"steps": 2}, checkpoint={"save_interval": 2})
+    run(
+        model,
+        tmp_path / "run",
+        servers.urls,
+        rollout=ahead,
+        training={"steps": 2},
+        checkpoint={"save_interval": 2},
+    )
     pending = ledger(tmp_path / "run")[-1]["pending"]
     assert len(pending) == 4
-    found = run(model, tmp_path / "run", servers.urls, rollout=ahead, training={"steps": 4},
-                checkpoint={"save_interval": 2})  # fmt: skip
+    found = run(
+        model,
+        tmp_path / "run",
+        servers.urls,
+        rollout=ahead,
+        training={"steps": 4},
+        checkpoint={"save_interval": 2},
+    )
     assert {row[0] for row in ledger(tmp_path / "run")[2]["samples"]} == set(pending)
     assert [record["step"] for record in found] == [1, 2, 3, 4]
     check_ledger(tmp_path / "run", batch=4, n=4, staleness=1)

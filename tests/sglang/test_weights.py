@@ -1,4 +1,6 @@
-"""Every weight transport to a real server, which then computes what Transformers does with the same weights."""
+"""Every weight transport to a real server, which then computes what Transformers does with the
+same weights.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def transport_of(name: str, folder: Path | None = None, **given: str) -> WeightT
 
 
 class Weights:
-    """Random weights of the served model, and the log-probs that Transformers computes with them."""
+    """Random weights of the served model, and the log-probs that Transformers computes with
+    them.
+    """
 
     def __init__(self, folder: Path, seed: int, vocab_size: int) -> None:
         save_tiny_model(folder, seed=seed, vocab_size=vocab_size)
@@ -72,8 +76,13 @@ class Client:
 
     def score(self, url: str) -> dict:
         """`meta_info` of an answer with the log-probs of PROMPT."""
-        body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1, "temperature": 0},
-                "return_logprob": True, "logprob_start_len": 0, "return_routed_experts": True}  # fmt: skip
+        body = {
+            "input_ids": PROMPT,
+            "sampling_params": {"max_new_tokens": 1, "temperature": 0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "return_routed_experts": True,
+        }
         return self.post(url, "/generate", body)["meta_info"]
 
     def cache(self, url: str) -> None:
@@ -82,10 +91,24 @@ class Client:
         self.post(url, "/generate", body)
         assert self.post(url, "/generate", body)["meta_info"]["cached_tokens"] >= len(PROMPT) - 1
 
-    def update(self, urls: list[str], weights: Callable[[], Iterator[tuple[str, Tensor]]],
-               transport: WeightTransport, version: str, *, timeout: float = 30.0) -> dict[str, str]:  # fmt: skip
-        return update_servers(self.loop, [self.server(url) for url in urls], weights, transport, version=version,
-                              bucket_bytes=BUCKET * transport.in_flight, timeout=timeout)  # fmt: skip
+    def update(
+        self,
+        urls: list[str],
+        weights: Callable[[], Iterator[tuple[str, Tensor]]],
+        transport: WeightTransport,
+        version: str,
+        *,
+        timeout: float = 30.0,
+    ) -> dict[str, str]:
+        return update_servers(
+            self.loop,
+            [self.server(url) for url in urls],
+            weights,
+            transport,
+            version=version,
+            bucket_bytes=BUCKET * transport.in_flight,
+            timeout=timeout,
+        )
 
     def version(self, url: str) -> str:
         return self.loop.run(SGLangWeightEndpoints().weight_version(self.server(url), timeout=10))
@@ -101,7 +124,9 @@ def client() -> Iterator[Client]:
 
 @pytest.fixture(scope="module")
 def weights(sglang_model: str, tmp_path_factory: pytest.TempPathFactory) -> list[Weights]:
-    """Two sets, neither the one that servers start with, in which every expert gets tokens of PROMPT."""
+    """Two sets, neither the one that servers start with, in which every expert gets tokens of
+    PROMPT.
+    """
     size = AutoModelForCausalLM.from_pretrained(sglang_model).config.vocab_size
     return [Weights(tmp_path_factory.mktemp(f"weights{seed}"), seed, size) for seed in (3, 4)]
 
@@ -123,10 +148,14 @@ every_route = pytest.mark.parametrize("transport", [*TRANSPORTS, "receiver"], in
 
 
 def assert_serves(client: Client, url: str, weights: Weights, version: str) -> None:
-    """All of them: every expert of every layer is in use, and nothing comes from the cache of older weights."""
+    """All of them: every expert of every layer is in use, and nothing comes from the cache of
+    older weights.
+    """
     meta = client.score(url)
     assert meta["cached_tokens"] == 0 and meta["weight_version"] == version
-    routes = np.frombuffer(base64.b64decode(meta["routed_experts"]), np.int32).reshape(len(PROMPT), LAYERS, -1)
+    routes = np.frombuffer(base64.b64decode(meta["routed_experts"]), np.int32).reshape(
+        len(PROMPT), LAYERS, -1
+    )
     assert all(len(set(routes[:, layer].ravel().tolist())) == EXPERTS for layer in range(LAYERS))
     found = torch.tensor([row[0] for row in meta["input_token_logprobs"][1:]])
     assert (found - weights.log_probs).abs().max() < TOLERANCE
@@ -146,9 +175,15 @@ def test_two_updates_in_a_row(
 
 @pytest.mark.parametrize("transport", ["disk", "distributed", "ipc", "receiver"], indirect=True)
 def test_a_server_that_hangs_is_named_and_the_other_served(
-    transport: WeightTransport, client: Client, weights: list[Weights], sglang_url: str, victims: LocalServers
+    transport: WeightTransport,
+    client: Client,
+    weights: list[Weights],
+    sglang_url: str,
+    victims: LocalServers,
 ) -> None:
-    """It stops in mid-stream; the stream is still read to its end. Running again, it takes the next update."""
+    """It stops in mid-stream; the stream is still read to its end. Running again, it takes the
+    next update.
+    """
     url = victims.urls[0]
     assert client.update([sglang_url, url], weights[0].stream, transport, "a:1") == {}
 
@@ -166,8 +201,9 @@ def test_a_server_that_hangs_is_named_and_the_other_served(
         assert_serves(client, place, weights[1], "a:3")
 
 
-def test_a_checkpoint_that_is_not_there(client: Client, weights: list[Weights], sglang_url: str,
-                                        tmp_path: Path) -> None:  # fmt: skip
+def test_a_checkpoint_that_is_not_there(
+    client: Client, weights: list[Weights], sglang_url: str, tmp_path: Path
+) -> None:
     vanishing = VanishingTransport(SGLangWeightEndpoints(), tmp_path)
     failures = client.update([sglang_url], weights[0].stream, vanishing, "b:1")
     assert f"server {sglang_url}/update_weights_from_disk: answered 400" in failures[sglang_url]
@@ -181,9 +217,12 @@ by_broadcast = pytest.mark.parametrize("transport", ["distributed", "receiver"],
 
 
 @by_broadcast
-def test_half_updated_by_a_wrong_shape(transport: WeightTransport, client: Client, weights: list[Weights],
-                                       sglang_url: str) -> None:  # fmt: skip
-    """A whole update mends it. (In a request by value or handle, upstream dies of a wrong shape.)"""
+def test_half_updated_by_a_wrong_shape(
+    transport: WeightTransport, client: Client, weights: list[Weights], sglang_url: str
+) -> None:
+    """A whole update mends it. (In a request by value or handle, upstream dies of a wrong
+    shape.)
+    """
     wrong = weights[1].named | {"model.layers.2.self_attn.q_proj.weight": torch.zeros(3, 5)}
     failures = client.update([sglang_url], lambda: iter(wrong.items()), transport, "c:1")
     assert f"server {sglang_url}" in failures[sglang_url] and "[3, 5]" in failures[sglang_url]
@@ -193,7 +232,9 @@ def test_half_updated_by_a_wrong_shape(transport: WeightTransport, client: Clien
     assert_serves(client, sglang_url, weights[1], "c:2")
 
 
-def test_a_stream_that_breaks_is_read_to_its_end(client: Client, weights: list[Weights], sglang_url: str) -> None:
+def test_a_stream_that_breaks_is_read_to_its_end(
+    client: Client, weights: list[Weights], sglang_url: str
+) -> None:
     first = next(iter(weights[0].named.items()))
     given = iter([*weights[0].named.items(), first, *weights[0].named.items()])
     with pytest.raises(ValueError, match=f"^{first[0]} comes twice"):
@@ -204,9 +245,13 @@ def test_a_stream_that_breaks_is_read_to_its_end(client: Client, weights: list[W
     assert_serves(client, sglang_url, weights[0], "d:2")
 
 
-def test_a_client_that_died_in_its_update(client: Client, weights: list[Weights], sglang_url: str) -> None:
+def test_a_client_that_died_in_its_update(
+    client: Client, weights: list[Weights], sglang_url: str
+) -> None:
     """It has left the server paused, with an open session where the version has sessions."""
-    found = client.loop.run(SGLangWeightEndpoints().server_info(client.server(sglang_url), timeout=10))
+    found = client.loop.run(
+        SGLangWeightEndpoints().server_info(client.server(sglang_url), timeout=10)
+    )
     assert (found.tp_size, found.device, found.routed_experts) == (1, "cpu", True)
     assert found.max_input_tokens > 100
     client.post(sglang_url, "/pause_generation", {"mode": "abort"})
@@ -216,12 +261,16 @@ def test_a_client_that_died_in_its_update(client: Client, weights: list[Weights]
     assert_serves(client, sglang_url, weights[1], "e:1")
 
 
-def test_a_request_under_way_is_answered_with_what_it_has(client: Client, weights: list[Weights],
-                                                          sglang_url: str) -> None:  # fmt: skip
+def test_a_request_under_way_is_answered_with_what_it_has(
+    client: Client, weights: list[Weights], sglang_url: str
+) -> None:
     """When to strike is found by trying: too early it has no token, too late it is done."""
     server, delay = client.server(sglang_url), 0.2
-    body = {"input_ids": PROMPT[:100], "sampling_params": {"max_new_tokens": 350, "ignore_eos": True},
-            "return_logprob": True}  # fmt: skip
+    body = {
+        "input_ids": PROMPT[:100],
+        "sampling_params": {"max_new_tokens": 350, "ignore_eos": True},
+        "return_logprob": True,
+    }
 
     async def begin() -> asyncio.Task:
         task = asyncio.create_task(server.post("/generate", body, timeout=60))
@@ -232,9 +281,17 @@ def test_a_request_under_way_is_answered_with_what_it_has(client: Client, weight
         return await task
 
     for number in range(1, 16, 2):
-        assert client.update([sglang_url], weights[0].stream, transport_of("tensor"), f"f:{number}") == {}
+        assert (
+            client.update([sglang_url], weights[0].stream, transport_of("tensor"), f"f:{number}")
+            == {}
+        )
         task = client.loop.run(begin())
-        assert client.update([sglang_url], weights[1].stream, transport_of("tensor"), f"f:{number + 1}") == {}
+        assert (
+            client.update(
+                [sglang_url], weights[1].stream, transport_of("tensor"), f"f:{number + 1}"
+            )
+            == {}
+        )
         answer = client.loop.run(end(task))
         meta, drawn = answer["meta_info"], len(answer["output_ids"])
         assert drawn == len(meta["output_token_logprobs"])
@@ -249,9 +306,15 @@ def test_a_request_under_way_is_answered_with_what_it_has(client: Client, weight
 
 @by_broadcast
 def test_killed_in_mid_update(
-    transport: WeightTransport, client: Client, weights: list[Weights], sglang_url: str, victims: LocalServers
+    transport: WeightTransport,
+    client: Client,
+    weights: list[Weights],
+    sglang_url: str,
+    victims: LocalServers,
 ) -> None:
-    """By broadcast, where both sides wait for each other: named at once, and the other server has it all."""
+    """By broadcast, where both sides wait for each other: named at once, and the other server
+    has it all.
+    """
     url = victims.urls[0]
     assert client.update([sglang_url, url], weights[0].stream, transport, "g:1") == {}
 

@@ -1,13 +1,17 @@
-"""What a page cites: paths, symbols, commands, config keys and metric names. Finds those that do not exist.
+"""What a page cites: paths, symbols, commands, config keys and metric names. Finds those that do
+not exist.
 
 Cited is what stands in backticks and in code blocks:
 
-- ``folder/file.py``, ``file.py``, ``file.py:function``: from the root of the checkout or of the package.
-- ``megatron_gspo.a.b`` and other dotted names of modules; ``identifier_with_underscore``, ``ClassName``, ``call()``:
-  the name must occur in the source.
-- ``section.key`` and ``section.key=value`` of the config, and the keys of YAML blocks: docs/config.md lists all keys.
+- ``folder/file.py``, ``file.py``, ``file.py:function``: from the root of the checkout or of the
+  package.
+- ``megatron_gspo.a.b`` and other dotted names of modules; ``identifier_with_underscore``,
+  ``ClassName``, ``call()``: the name must occur in the source.
+- ``section.key`` and ``section.key=value`` of the config, and the keys of YAML blocks:
+  docs/config.md lists all keys.
 - ``prefix/name`` of a metric: docs/metrics.md lists all metrics.
-- ``make target``, ``megatron-gspo command``, ``python -m module``, ``python file.py``, ``--option``.
+- ``make target``, ``megatron-gspo command``, ``python -m module``, ``python file.py``,
+  ``--option``.
 
 docs/config.md and docs/metrics.md are compared with the code by tests of their own.
 """
@@ -32,9 +36,22 @@ SUFFIXES = "py|md|yaml|yml|json|jsonl|sh|toml|html|csv|txt|cfg|cff"
 NAMES_WHAT_IS_MISSING = ("tests/structure/", "tests/test_docs.py")
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^ *```$", flags=re.MULTILINE | re.DOTALL)
 FOREIGN_OPTIONS = frozenset(
-    {"--help", "--version", "--standalone", "--nproc-per-node", "--nnodes", "--node-rank", "--rdzv-backend",
-     "--rdzv-endpoint", "--rdzv-id", "--master-addr", "--master-port", "--max-restarts", "--gpus-all"}
-)  # fmt: skip
+    {
+        "--help",
+        "--version",
+        "--standalone",
+        "--nproc-per-node",
+        "--nnodes",
+        "--node-rank",
+        "--rdzv-backend",
+        "--rdzv-endpoint",
+        "--rdzv-id",
+        "--master-addr",
+        "--master-port",
+        "--max-restarts",
+        "--gpus-all",
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -47,7 +64,9 @@ class Project:
     def files(self) -> set[str]:
         """Every file that git tracks or would track, relative to the root."""
         command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-        listed = subprocess.run(command, cwd=self.root, capture_output=True, text=True, check=True).stdout
+        listed = subprocess.run(
+            command, cwd=self.root, capture_output=True, text=True, check=True
+        ).stdout
         return {name for name in listed.splitlines() if (self.root / name).is_file()}
 
     @cached_property
@@ -57,7 +76,11 @@ class Project:
     @cached_property
     def source(self) -> str:
         """All text but the Markdown pages and data."""
-        wanted = [n for n in self.files if n.endswith((".py", ".sh", ".yaml", ".toml", "Makefile", ".ci/run", ".html"))]
+        wanted = [
+            n
+            for n in self.files
+            if n.endswith((".py", ".sh", ".yaml", ".toml", "Makefile", ".ci/run", ".html"))
+        ]
         wanted = [name for name in wanted if not name.startswith(NAMES_WHAT_IS_MISSING)]
         return "\n".join((self.root / name).read_text(encoding="utf-8") for name in sorted(wanted))
 
@@ -68,7 +91,9 @@ class Project:
     @cached_property
     def targets(self) -> set[str]:
         """Targets of the Makefile."""
-        rules = re.findall(r"^([\w -]+):", (self.root / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+        rules = re.findall(
+            r"^([\w -]+):", (self.root / "Makefile").read_text(encoding="utf-8"), re.MULTILINE
+        )
         return {name for rule in rules for name in rule.split()}
 
     @cached_property
@@ -94,7 +119,9 @@ class Project:
     def tracks(self, name: str) -> bool:
         """Whether a file or folder (a glob pattern too) is in the checkout."""
         starts = [f"{base}/{name}" if base else name for base in BASES]
-        return any(fnmatchcase(known, start) for start in starts for known in (self.files | self.folders))
+        return any(
+            fnmatchcase(known, start) for start in starts for known in self.files | self.folders
+        )
 
     def has_path(self, name: str) -> bool:
         """The same, or a file's name, or a path that the program writes."""
@@ -104,12 +131,16 @@ class Project:
         if "/" not in name and any(Path(file).name == name for file in self.files):
             return True
         # A file that the program writes or reads, or one with a placeholder in its name.
-        return not name.endswith(".py") and (Path(name).name in self.source or bool(re.search(r"[A-Z]{3}|\.{3}", name)))
+        return not name.endswith(".py") and (
+            Path(name).name in self.source or bool(re.search(r"[A-Z]{3}|\.{3}", name))
+        )
 
     def has_symbol(self, file: str, symbol: str) -> bool:
         """Whether a module defines ``function``, ``Class`` or ``Class.method`` at its top level."""
         found = [name for name in self.files if name == file or name.endswith(f"/{file}")]
-        return any(symbol in defined_names(self.root / name) for name in found if name.endswith(".py"))
+        return any(
+            symbol in defined_names(self.root / name) for name in found if name.endswith(".py")
+        )
 
     def has_module(self, name: str) -> bool:
         """Whether a dotted name is a module of the checkout, or a symbol of one."""
@@ -159,7 +190,11 @@ def _table_names(page: Path, *, dotted: bool) -> Iterator[str]:
             section = ""
         elif line.startswith("| `"):
             for name in re.findall(r"`([^`]+)`", line.split("|")[1]):
-                yield f"{section}.{name}" if dotted and section and not name.startswith(f"{section}.") else name
+                yield (
+                    f"{section}.{name}"
+                    if dotted and section and not name.startswith(f"{section}.")
+                    else name
+                )
 
 
 def missing(project: Project, page: Path) -> list[str]:
@@ -203,9 +238,18 @@ def span_faults(project: Project, span: str) -> list[str]:
 
 def dotted_faults(project: Project, name: str, first: str) -> list[str]:
     if first in project.sections:
-        known = any(key == name or key.startswith(f"{name}.") or fnmatchcase(key, name) for key in project.keys)
-        free = any(name.startswith(f"{key}.") for key in project.keys)  # below a key that takes any mapping
-        return [] if known or free or project.has_module(f"{PACKAGE}.{name}") else [f"no config key {name}"]
+        known = any(
+            key == name or key.startswith(f"{name}.") or fnmatchcase(key, name)
+            for key in project.keys
+        )
+        free = any(
+            name.startswith(f"{key}.") for key in project.keys
+        )  # below a key that takes any mapping
+        return (
+            []
+            if known or free or project.has_module(f"{PACKAGE}.{name}")
+            else [f"no config key {name}"]
+        )
     if first in (PACKAGE, "tests", "benchmarks"):
         name = name.removesuffix(".*")
         return [] if project.has_module(name) else [f"no module or symbol {name}"]
@@ -217,7 +261,9 @@ def command_faults(project: Project, text: str) -> list[str]:
     found = []
     text = re.sub(r"(^|\s)#.*", "", text, flags=re.MULTILINE)
     for target in re.findall(r"^\s*(?:\w+=\S+ )*make ((?:[\w-]+ ?)+)", text, re.MULTILINE):
-        found += [f"no target make {name}" for name in target.split()[:1] if name not in project.targets]
+        found += [
+            f"no target make {name}" for name in target.split()[:1] if name not in project.targets
+        ]
     for name in re.findall(r"\bmegatron-gspo ([a-z]+)\b", text):
         found += [f"no subcommand megatron-gspo {name}"] if name not in project.subcommands else []
     for name in re.findall(r"\s-m ((?:megatron_gspo|tests|benchmarks)[\w.]*)", text):

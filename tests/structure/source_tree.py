@@ -36,14 +36,18 @@ def part_of(name: str) -> str:
 
 
 def read_modules(root: Path, folders: tuple[str, ...] = (PACKAGE, *MAPPED)) -> list[Module]:
-    """The modules below some folders of a checkout; ``patches`` and ``tools`` under the names they are installed by."""
+    """The modules below some folders of a checkout; ``patches`` and ``tools`` under the names
+    they are installed by.
+    """
     found = []
     for folder in folders:
         prefix = f"{PACKAGE}.{folder}" if folder in MAPPED else folder
         for file in sorted((root / folder).rglob("*.py")):
             parts = file.relative_to(root / folder).with_suffix("").parts
             name = ".".join((prefix, *parts)).removesuffix(".__init__")
-            found.append(Module(name, file.relative_to(root).as_posix(), file.read_text(encoding="utf-8")))
+            found.append(
+                Module(name, file.relative_to(root).as_posix(), file.read_text(encoding="utf-8"))
+            )
     return found
 
 
@@ -83,7 +87,9 @@ def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def import_graph(modules: list[Module], *, late: bool) -> dict[str, set[str]]:
-    """Which modules each module imports; a name imported from a package's ``__init__`` counts as that package."""
+    """Which modules each module imports; a name imported from a package's ``__init__`` counts
+    as that package.
+    """
     names = {module.name for module in modules}
     graph: dict[str, set[str]] = {name: set() for name in names}
     for module in modules:
@@ -98,7 +104,9 @@ def import_graph(modules: list[Module], *, late: bool) -> dict[str, set[str]]:
 def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
     """The groups of two or more nodes that reach each other."""
     reach = {node: _reachable(graph, node) for node in graph}
-    groups = {tuple(sorted({node} | {o for o in reach[node] if node in reach[o]})) for node in graph}
+    groups = {
+        tuple(sorted({node} | {o for o in reach[node] if node in reach[o]})) for node in graph
+    }
     return [list(group) for group in sorted(groups) if len(group) > 1]
 
 

@@ -1,4 +1,6 @@
-"""The files of the repository agree with each other: paths in scripts exist, versions are the same."""
+"""The files of the repository agree with each other: paths in scripts exist, versions are the
+same.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +14,30 @@ from megatron_gspo import __version__
 from tests.structure.citations import Project
 
 PROJECT = Project(Path(__file__).resolve().parents[2])
-SCRIPTS = ("Makefile", ".ci/run", ".pre-commit-config.yaml", ".github/workflows/ci.yml", "pyproject.toml", "setup.py")
+SCRIPTS = (
+    "Makefile",
+    ".ci/run",
+    ".pre-commit-config.yaml",
+    ".github/workflows/ci.yml",
+    "pyproject.toml",
+    "setup.py",
+)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_paths_and_modules_of_a_script_exist(script: str):
     text = (PROJECT.root / script).read_text(encoding="utf-8")
-    paths = re.findall(r"(?<![\w./-])((?:tests|tools|benchmarks|docs|examples|megatron_gspo|\.ci)/[\w./-]+)", text)
+    paths = re.findall(
+        r"(?<![\w./-])((?:tests|tools|benchmarks|docs|examples|megatron_gspo|\.ci)/[\w./-]+)", text
+    )
     modules = re.findall(r"-m ((?:tests|megatron_gspo)\.[\w.]+)", text)
     assert [path for path in paths if not (PROJECT.root / path.rstrip(".")).exists()] == []
     assert [module for module in modules if not PROJECT.has_module(module)] == []
 
 
-@pytest.mark.parametrize("target", re.findall(r"tests/[\w/]+\.py::\w+", (PROJECT.root / ".ci/run").read_text()))
+@pytest.mark.parametrize(
+    "target", re.findall(r"tests/[\w/]+\.py::\w+", (PROJECT.root / ".ci/run").read_text())
+)
 def test_tests_that_ci_names_exist(target: str):
     file, _, function = target.partition("::")
     assert f"def {function}(" in (PROJECT.root / file).read_text(encoding="utf-8")
@@ -78,7 +91,9 @@ def test_the_local_script_tests_both_ends_of_the_range(end: str):
 
 
 def test_the_workflow_has_a_job_for_each_part_of_the_local_script():
-    workflow = yaml.safe_load((PROJECT.root / ".github/workflows/ci.yml").read_text(encoding="utf-8"))
+    workflow = yaml.safe_load(
+        (PROJECT.root / ".github/workflows/ci.yml").read_text(encoding="utf-8")
+    )
     script = (PROJECT.root / ".ci/run").read_text(encoding="utf-8")
     [parts] = re.findall(r"^PARTS=\(([\w ]+)\)$", script, re.MULTILINE)
     assert workflow["jobs"]["part"]["strategy"]["matrix"]["part"] == parts.split()

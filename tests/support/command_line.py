@@ -23,16 +23,20 @@ from tests.support.training_runs import WORD, base_config
 
 LIMIT = 120.0  # seconds
 VERIFIER = Path(__file__).with_name("spelling_verifier.py")
-ROWS = [{"prompt": f"{WORD} {word}", "answer": word[::-1]} for word in ("dog", "cat", "sun", "map", "tin", "ore")]
+ROWS = [
+    {"prompt": f"{WORD} {word}", "answer": word[::-1]}
+    for word in ("dog", "cat", "sun", "map", "tin", "ore")
+]
 
 
 @dataclass(frozen=True)
 class Case:
     """One bad input.
 
-    name: what is wrong. phrase: the message without its values. overrides: of the
-    command line. breaks: changes the config and the files of the case, in its folder. shows: values, files and fixes
-    that the message names as well. code: the exit code. world: check the config for so many processes, without a run.
+    name: what is wrong. phrase: the message without its values. overrides: of the command line.
+    breaks: changes the config and the files of the case, in its folder. shows: values, files and
+    fixes that the message names as well. code: the exit code. world: check the config for so many
+    processes, without a run.
     """
 
     name: str
@@ -52,7 +56,11 @@ class Outcome:
     @property
     def messages(self) -> list[str]:
         """The error messages for the user."""
-        return [line for line in self.text.splitlines() if line.startswith(("error: ", "config error: "))]
+        return [
+            line
+            for line in self.text.splitlines()
+            if line.startswith(("error: ", "config error: "))
+        ]
 
 
 def small_config(model: str, folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:
@@ -104,8 +112,8 @@ def with_engine(config: dict[str, Any], engine: RolloutEngine) -> Outcome:
 def in_fork(action: Callable[[], None]) -> Outcome:
     """What ``action`` does in a fork of this process.
 
-    torch keeps threads and files of every process group that a process has destroyed: a hundred runs in one process
-    would slow down all tests after them.
+    torch keeps threads and files of every process group that a process has destroyed: a hundred
+    runs in one process would slow down all tests after them.
     """
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)

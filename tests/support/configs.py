@@ -1,4 +1,6 @@
-"""Config sections for tests of `mcore`: short names for the parallel sizes, float32, no weight decay."""
+"""Config sections for tests of `mcore`: short names for the parallel sizes, float32, no weight
+decay.
+"""
 
 from __future__ import annotations
 
@@ -33,5 +35,9 @@ def adam(lr: float, *, weight_decay: float = 0.0, **fields: Any) -> OptimizerCon
 
 def micro_batches_of(max_tokens: int, micro_batch_size: int | None = None) -> TrainingConfig:
     """Micro-batches of at most `max_tokens` tokens, or of `micro_batch_size` sequences."""
-    return TrainingConfig(steps=1, global_batch_size=1, max_tokens_per_micro_batch=max_tokens,
-                          micro_batch_size=micro_batch_size)  # fmt: skip
+    return TrainingConfig(
+        steps=1,
+        global_batch_size=1,
+        max_tokens_per_micro_batch=max_tokens,
+        micro_batch_size=micro_batch_size,
+    )

@@ -9,8 +9,9 @@
 
     results = run_distributed(check, 4, 10)      # [check's return value on rank 0, 1, 2, 3]
 
-Children come from a fork server that has imported torch (and any slow package that the tests have imported)
-once, so a call costs tenths of a second, not one import of torch per process. Still check many cases a call.
+Children come from a fork server that has imported torch (and any slow package that the tests have
+imported) once, so a call costs tenths of a second, not one import of torch per process. Still check
+many cases a call.
 """
 
 import faulthandler
@@ -42,23 +43,31 @@ SLOW_IMPORTS = (
 
 
 def collectives_so_far(group: Any = None) -> int:
-    """How many collectives this process has started on ``group`` (None: the world). Take differences."""
+    """How many collectives this process has started on ``group`` (None: the world). Take
+    differences.
+    """
     return (group or dist.group.WORLD)._get_sequence_number_for_group()
 
 
 def run_distributed(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0, backend: str = "gloo"
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 60.0,
+    backend: str = "gloo",
 ) -> list[Any]:
     """Call ``fn(rank, world_size, *args)`` in processes of one group; return its values by rank.
 
-    ``fn`` is a module-level function; arguments and return values are pickled (tensors come back on the CPU).
-    Raises RuntimeError with the traceback of the rank that failed first, or TimeoutError with every rank's
-    stack after ``timeout`` seconds. No process outlives the call.
+    ``fn`` is a module-level function; arguments and return values are pickled (tensors come back on
+    the CPU). Raises RuntimeError with the traceback of the rank that failed first, or TimeoutError
+    with every rank's stack after ``timeout`` seconds. No process outlives the call.
     """
     with tempfile.TemporaryDirectory(prefix="run_distributed_") as folder:
         context = fork_server()
         processes = [
-            context.Process(target=_child, args=(fn, rank, world_size, args, folder, timeout, backend))
+            context.Process(
+                target=_child, args=(fn, rank, world_size, args, folder, timeout, backend)
+            )
             for rank in range(world_size)
         ]
         try:
@@ -88,48 +97,80 @@ def end_process(process: Any) -> None:
 
 @functools.cache
 def fork_server() -> Any:
-    """A multiprocessing context whose children start from a process that has the slow packages loaded."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # the server and its children read it when they load torch
+    """A multiprocessing context whose children start from a process that has the slow packages
+    loaded.
+    """
+    os.environ.setdefault(
+        "OMP_NUM_THREADS", "1"
+    )  # the server and its children read it when they load torch
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     context = multiprocessing.get_context("forkserver")
     preloaded = [name for name in SLOW_IMPORTS if name in sys.modules]
     if "megatron_gspo.mcore" in sys.modules:
-        preloaded.append("megatron_gspo.mcore.process_groups")  # imports Megatron, as all of mcore does
+        preloaded.append(
+            "megatron_gspo.mcore.process_groups"
+        )  # imports Megatron, as all of mcore does
     context.set_forkserver_preload(preloaded)
     return context
 
 
 def _join(processes: list[Any], folder: Path, timeout: float) -> None:
-    """Wait for all processes; the first failure ends the wait, for its peers may hang in a collective."""
-    deadline = time.monotonic() + timeout + 15.0  # children end themselves at the timeout; 15 s to start
+    """Wait for all processes; the first failure ends the wait, for its peers may hang in a
+    collective.
+    """
+    deadline = (
+        time.monotonic() + timeout + 15.0
+    )  # children end themselves at the timeout; 15 s to start
     running = list(processes)
     while running:
-        wait([process.sentinel for process in running], timeout=max(0.0, deadline - time.monotonic()))
+        wait(
+            [process.sentinel for process in running], timeout=max(0.0, deadline - time.monotonic())
+        )
         running = [process for process in running if process.is_alive()]
         failed = [process for process in processes if process.exitcode not in (None, 0)]
         if failed and running:
-            wait([process.sentinel for process in running], timeout=0.5)  # a cause may be about to be written
+            wait(
+                [process.sentinel for process in running], timeout=0.5
+            )  # a cause may be about to be written
         if failed or (running and time.monotonic() >= deadline):
             raise _failure(processes, folder, timeout)
 
 
 def _failure(processes: list[Any], folder: Path, timeout: float) -> Exception:
-    """The cause. A rank that timed out or was killed makes its peers' collectives fail: look there first."""
+    """The cause. A rank that timed out or was killed makes its peers' collectives fail: look
+    there first.
+    """
     stacks = [path for path in sorted(folder.glob("stack_*")) if path.stat().st_size]
     codes = {rank: process.exitcode for rank, process in enumerate(processes)}
     if stacks or not any(codes.values()):
-        text = "\n".join(f"--- {path.name.removeprefix('stack_')}\n{path.read_text()}" for path in stacks)
-        return TimeoutError(f"{len(processes)} processes, not done in {timeout:g} s; stacks by rank:\n{text}")
+        text = "\n".join(
+            f"--- {path.name.removeprefix('stack_')}\n{path.read_text()}" for path in stacks
+        )
+        return TimeoutError(
+            f"{len(processes)} processes, not done in {timeout:g} s; stacks by rank:\n{text}"
+        )
     killed = {rank: code for rank, code in codes.items() if code is not None and code < 0}
-    errors = sorted(path.read_text().split("\n", 1) + [path.name] for path in folder.glob("error_*"))
+    errors = sorted(
+        path.read_text().split("\n", 1) + [path.name] for path in folder.glob("error_*")
+    )
     if killed or not errors:
-        return RuntimeError(f"processes ended without a traceback (rank: exit code): {killed or codes}")
+        return RuntimeError(
+            f"processes ended without a traceback (rank: exit code): {killed or codes}"
+        )
     _, text, name = errors[0]
-    return RuntimeError(f"rank {name.removeprefix('error_')} of {len(processes)} failed first:\n{text}")
+    return RuntimeError(
+        f"rank {name.removeprefix('error_')} of {len(processes)} failed first:\n{text}"
+    )
 
 
 def _child(
-    fn: Callable[..., Any], rank: int, world_size: int, args: tuple, folder: str, timeout: float, backend: str
+    fn: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    args: tuple,
+    folder: str,
+    timeout: float,
+    backend: str,
 ) -> None:
     os.setsid()  # so that what it starts can be killed with it
     stack = open(Path(folder) / f"stack_{rank}", "w")
@@ -139,7 +180,9 @@ def _child(
     try:
         store = dist.FileStore(str(Path(folder) / "store"), world_size)
         limit = timedelta(seconds=timeout + 10.0)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world_size, timeout=limit
+        )
         result = fn(rank, world_size, *args)
         dist.barrier()  # ranks connect at their own pace: one that left now would cut off those that still do
         torch.save(result, Path(folder) / f"result_{rank}")
@@ -147,7 +190,9 @@ def _child(
     except BaseException:
         error = Path(folder) / f"error_{rank}"
         error.with_name(f"writing_{rank}").write_text(f"{time.time()}\n{traceback.format_exc()}")
-        os.replace(error.with_name(f"writing_{rank}"), error)  # the parent never reads half a traceback
+        os.replace(
+            error.with_name(f"writing_{rank}"), error
+        )  # the parent never reads half a traceback
         stack.flush()
         os._exit(1)
     faulthandler.cancel_dump_traceback_later()

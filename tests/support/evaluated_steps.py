@@ -1,4 +1,6 @@
-"""`megatron-gspo evaluate RUN --steps all` on servers that it starts itself, one after the other."""
+"""`megatron-gspo evaluate RUN --steps all` on servers that it starts itself, one after the
+other.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +16,27 @@ from tests.support.training_runs import base_config, launch, tiny_model
 
 
 def evaluate_on_own_servers(engine: str, python: str, module: str, folder: Path) -> None:
-    """Each step's greedy responses and accuracy are those of the embedded engine, and no server is left.
+    """Each step's greedy responses and accuracy are those of the embedded engine, and no server is
+    left.
 
     engine: "sglang" or "vllm". python: an interpreter that has it. module: that its servers run.
     """
     model = tiny_model(folder / "model")
-    launch(base_config(model, folder / "run", training={"steps": 2}, optimizer={"lr": 2e-2},
-                       evaluation={"at_start": False, "at_end": False},
-                       checkpoint={"save_interval": 1, "keep": 9}))  # fmt: skip
+    launch(
+        base_config(
+            model,
+            folder / "run",
+            training={"steps": 2},
+            optimizer={"lr": 2e-2},
+            evaluation={"at_start": False, "at_end": False},
+            checkpoint={"save_interval": 1, "keep": 9},
+        )
+    )
     before = _servers(module)
     embedded = _evaluate(folder / "run", folder / "embedded")
-    served = _evaluate(folder / "run", folder / engine, f"rollout.engine={engine}", f"{engine}.python={python}")
+    served = _evaluate(
+        folder / "run", folder / engine, f"rollout.engine={engine}", f"{engine}.python={python}"
+    )
     assert _servers(module) == before
     assert list(embedded) == list(served) == [1, 2]
     assert embedded[1][0] != embedded[2][0], "the steps must differ"
@@ -35,7 +47,20 @@ def evaluate_on_own_servers(engine: str, python: str, module: str, folder: Path)
 
 def _evaluate(run: Path, output: Path, *settings: str) -> dict[int, tuple[list[str], float]]:
     """By step: the greedy response to each prompt, and the accuracy."""
-    assert main([str(run), "--steps", "all", "--output", str(output), "evaluation.temperature=0", *settings]) == 0
+    assert (
+        main(
+            [
+                str(run),
+                "--steps",
+                "all",
+                "--output",
+                str(output),
+                "evaluation.temperature=0",
+                *settings,
+            ]
+        )
+        == 0
+    )
     scores = json.loads((output / "evaluation.json").read_text())["scores"]
     return {each["step"]: (_responses(output, each), each["accuracy"]["mean"]) for each in scores}
 
@@ -43,7 +68,9 @@ def _evaluate(run: Path, output: Path, *settings: str) -> dict[int, tuple[list[s
 def _responses(output: Path, score: dict[str, Any]) -> list[str]:
     (file,) = (output / "responses" / score["label"]).glob("*.jsonl")
     records = [json.loads(line) for line in file.read_text().splitlines()[1:]]
-    return [record["response"] for record in sorted(records, key=lambda record: record["prompt_index"])]
+    return [
+        record["response"] for record in sorted(records, key=lambda record: record["prompt_index"])
+    ]
 
 
 def _servers(module: str) -> set[int]:

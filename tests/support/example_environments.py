@@ -10,7 +10,9 @@ from megatron_gspo.environments.environment import Turn
 
 
 class Countdown:
-    """Ends after so many responses; worth the number of responses so far. Observes the length of the last response."""
+    """Ends after so many responses; worth the number of responses so far. Observes the length
+    of the last response.
+    """
 
     def __init__(self, turns: int, log: str | None) -> None:
         self.turns, self.taken, self.log = turns, 0, log
@@ -47,7 +49,12 @@ def countdown(prompt, *, sample_index, seed, turns=3, log=None):
 def stranger(prompt, *, sample_index, seed):
     class Stranger:
         def step(self, response):
-            return {"none": None, "text": "no", "word": Turn(observation=3), "done": Turn(done="yes")}[response]
+            return {
+                "none": None,
+                "text": "no",
+                "word": Turn(observation=3),
+                "done": Turn(done="yes"),
+            }[response]
 
     return Stranger()
 

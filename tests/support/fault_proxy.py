@@ -5,7 +5,8 @@
         proxy.add(Fault("late", path="/update_weights", seconds=3, times=2))
         ...  # the client under test is given proxy.url
 
-Everything else passes through unchanged, so what is injected is the only thing that isn't the server's own.
+Everything else passes through unchanged, so what is injected is the only thing that isn't the
+server's own.
 """
 
 from __future__ import annotations
@@ -80,7 +81,9 @@ def _set_vllm_log_prob(value: float) -> Callable[[dict[str, Any]], None]:
 
 
 def _foreign_vllm_token(answer: dict[str, Any]) -> None:
-    _choice(answer)["token_ids"][-1] = _choice(answer)["logprobs"]["content"][-1]["token_id"] = 10**6
+    _choice(answer)["token_ids"][-1] = _choice(answer)["logprobs"]["content"][-1]["token_id"] = (
+        10**6
+    )
 
 
 def _old_vllm_version(answer: dict[str, Any]) -> None:
@@ -100,8 +103,9 @@ VLLM_CHANGES: Changes = {
 
 
 def _has_tokens(answer: dict[str, Any]) -> bool:
-    """Whether tokens came with log-probs. They did not from a request that was aborted at its start, nor from vLLM's
-    health check, whose path is that of generations: a change would go unnoticed."""
+    """Whether tokens came with log-probs. They did not from a request that was aborted at its
+    start, nor from vLLM's health check, whose path is that of generations: a change would go
+    unnoticed."""
     if "meta_info" in answer:
         return bool(_meta(answer).get("output_token_logprobs"))
     return bool((_choice(answer)["logprobs"] or {}).get("content"))
@@ -116,15 +120,18 @@ EXCHANGES = {
     "half": "the connection is closed after half of the answer",
     "late": "the answer comes `seconds` after the server gave it",
     "huge": "an answer of `size` bytes",
-    "call": "`action` is called `seconds` after the request went to the server, such as one that kills it",
+    "call": (
+        "`action` is called `seconds` after the request went to the server, such as one that"
+        " kills it"
+    ),
 }
 
 
 @dataclass
 class Fault:
-    """kind: a name in CHANGES or EXCHANGES. path: what the request's path begins with; None: that of generations.
-    times: how many requests it befalls; skip: how many of them it spares before. A change waits for an answer that has
-    tokens."""
+    """kind: a name in CHANGES or EXCHANGES. path: what the request's path begins with; None: that
+    of generations. times: how many requests it befalls; skip: how many of them it spares before. A
+    change waits for an answer that has tokens."""
 
     kind: str
     path: str | None = None
@@ -136,7 +143,9 @@ class Fault:
 
     def __post_init__(self) -> None:
         if self.kind not in CHANGES and self.kind not in EXCHANGES:
-            raise ValueError(f"no fault {self.kind!r}; there are {', '.join((*CHANGES, *EXCHANGES))}")
+            raise ValueError(
+                f"no fault {self.kind!r}; there are {', '.join((*CHANGES, *EXCHANGES))}"
+            )
 
 
 # Faults after which a request succeeds, and how each is counted besides as a retry
@@ -159,10 +168,12 @@ PASSING_FAULTS = {
 
 
 class FaultProxy(ThreadedServer):
-    """The proxy of a server at `upstream`. requests: the path of each request that came. generate: path of generations.
-    changes: of their answers, by name."""
+    """The proxy of a server at `upstream`. requests: the path of each request that came. generate:
+    path of generations. changes: of their answers, by name."""
 
-    def __init__(self, upstream: str, *, generate: str = "/generate", changes: Changes = CHANGES) -> None:
+    def __init__(
+        self, upstream: str, *, generate: str = "/generate", changes: Changes = CHANGES
+    ) -> None:
         super().__init__()
         self.generate, self.changes = generate, changes
         self.upstream = upstream
@@ -188,7 +199,9 @@ class FaultProxy(ThreadedServer):
 
     async def _start(self) -> None:
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None), trust_env=False
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=None),
+            trust_env=False,
         )
         await self._serve(self._handle, max_bytes=_BIGGEST)
 
@@ -237,7 +250,9 @@ class FaultProxy(ThreadedServer):
         if kind == "late":
             await asyncio.sleep(fault.seconds)
         if kind == "half":
-            response = web.StreamResponse(status=answer.status, headers={"content-length": str(len(body))})
+            response = web.StreamResponse(
+                status=answer.status, headers={"content-length": str(len(body))}
+            )
             await response.prepare(request)
             await response.write(body[: len(body) // 2])
             return self._close(request, response)
@@ -249,11 +264,21 @@ class FaultProxy(ThreadedServer):
                 body = json.dumps(answers).encode()
             else:
                 self._put_back(fault)
-        headers = {name: value for name, value in answer.headers.items() if name.lower() not in _NOT_PASSED_ON}
+        headers = {
+            name: value
+            for name, value in answer.headers.items()
+            if name.lower() not in _NOT_PASSED_ON
+        }
         return web.Response(status=answer.status, headers=headers, body=body)
 
-    async def _ask(self, request: web.Request, fault: Fault | None) -> tuple[aiohttp.ClientResponse, bytes]:
-        headers = {name: value for name, value in request.headers.items() if name.lower() not in _NOT_PASSED_ON}
+    async def _ask(
+        self, request: web.Request, fault: Fault | None
+    ) -> tuple[aiohttp.ClientResponse, bytes]:
+        headers = {
+            name: value
+            for name, value in request.headers.items()
+            if name.lower() not in _NOT_PASSED_ON
+        }
         data = await request.read()
         if fault is not None and fault.kind == "call":
             assert fault.action is not None
@@ -263,7 +288,9 @@ class FaultProxy(ThreadedServer):
         ) as answer:
             return answer, await answer.read()
 
-    def _close(self, request: web.Request, response: web.StreamResponse | None = None) -> web.StreamResponse:
+    def _close(
+        self, request: web.Request, response: web.StreamResponse | None = None
+    ) -> web.StreamResponse:
         if request.transport is not None:
             request.transport.close()
         return response or web.Response()

@@ -1,4 +1,5 @@
-"""What every kind of server must survive: faults between the client and the servers, and updates in mid-response.
+"""What every kind of server must survive: faults between the client and the servers, and updates in
+mid-response.
 
 The engine's one server, or the first of two, is behind a `FaultProxy`.
 """
@@ -35,8 +36,9 @@ from tests.support.weight_updates import changed_model
 
 
 def continue_under_new_weights(engine: ServerEngine, path: str, *, length: int) -> None:
-    """Responses of `length` tokens at most are interrupted twice. Each token has the version that drew it and its
-    log-prob; each row of routes, where the server gives them, is of the version that fed it."""
+    """Responses of `length` tokens at most are interrupted twice. Each token has the version that
+    drew it and its log-prob; each row of routes, where the server gives them, is of the version
+    that fed it."""
     sampling = SamplingParams(n_samples_per_prompt=3, max_response_length=length, temperature=1.0)
     prompts = prompts_of([70, 70, 90, 40], VOCABULARY, seed=8, shared=30)
     models = {version: changed_model(path, version) for version in (1, 2, 3)}
@@ -69,26 +71,37 @@ def _interrupt_midway(stream: RequestStream) -> list[int]:
         found = [response for group in stream._groups.values() for response in group.responses]
         if any(response.num_tokens and not response.finished for response in found):
             return [response.num_tokens for response in found]
-        assert time.monotonic() < deadline and not all(each.finished for each in found), "too short to be interrupted"
+        assert time.monotonic() < deadline and not all(each.finished for each in found), (
+            "too short to be interrupted"
+        )
         stream._loop.run(stream._client.pool.resume())
         time.sleep(0.1)
 
 
 def _agrees_by_version(sample: Sample, models: dict[int, torch.nn.Module]) -> bool:
-    """Whether there was something to check: what each version has fed and drawn is what that model gives."""
+    """Whether there was something to check: what each version has fed and drawn is what that
+    model gives.
+    """
     plain, versions = bare(sample), sample.token_versions
-    if any(smallest_margin(models[version], sample.tokens) < TIE for version in set(versions.tolist())):
+    if any(
+        smallest_margin(models[version], sample.tokens) < TIE for version in set(versions.tolist())
+    ):
         return False
-    # a position is fed by the request that draws the token after it; those of the prompt by the first one
+    # a position is fed by the request that draws the token after it; those of the prompt by the
+    # first one
     fed_by = np.concatenate([np.full(sample.prompt_length - 1, versions[0]), versions])
     for version in set(versions.tolist()):
         log_probs = response_log_probs(models[version], plain)[0].detach().numpy()
         mine = versions == version
-        np.testing.assert_allclose(sample.rollout_log_probs[mine], log_probs[mine], rtol=0, atol=TOLERANCE)
+        np.testing.assert_allclose(
+            sample.rollout_log_probs[mine], log_probs[mine], rtol=0, atol=TOLERANCE
+        )
         if sample.routed_experts is not None:
             [routes] = observe_routers(models[version], [plain]).routes
             rows = fed_by == version
-            np.testing.assert_array_equal(np.sort(sample.routed_experts[rows], -1), np.sort(routes[rows], -1))
+            np.testing.assert_array_equal(
+                np.sort(sample.routed_experts[rows], -1), np.sort(routes[rows], -1)
+            )
     return True
 
 
@@ -110,8 +123,8 @@ def leave_out_old_weights(pair: ServerEngine, proxy: FaultProxy, model: str) -> 
 
 
 def return_with_the_same_weights(pair: ServerEngine, proxy: FaultProxy, model: str) -> None:
-    """The connections of one of two servers are refused for a while: its requests go to the other, and it serves again
-    by itself."""
+    """The connections of one of two servers are refused for a while: its requests go to the other,
+    and it serves again by itself."""
     counts_of(pair)
     proxy.add(Fault("refuse", path="/", times=12))
     draw(pair, model, prompts_of([10] * 6, VOCABULARY, seed=2))

@@ -1,4 +1,6 @@
-"""Routes that are valid but wrong, as faulty engines return them, and passes of a tiny model over such samples."""
+"""Routes that are valid but wrong, as faulty engines return them, and passes of a tiny model
+over such samples.
+"""
 
 from __future__ import annotations
 
@@ -74,10 +76,14 @@ def unchanged(sample: Sample, everyone: list[Sample]) -> np.ndarray:
     return sample.routed_experts
 
 
-def outcomes(rank: int, world: int, plain: dict[str, Any], faults: Mapping[str, tuple[Fault, str]],
-             ) -> tuple[dict[str, str], tuple[str, str]]:  # fmt: skip
-    """What a pass over the same samples says with each fault: "" or the error; and the name of the longest sample. A
-    fault is of that one ("longest") or of "all"."""
+def outcomes(
+    rank: int,
+    world: int,
+    plain: dict[str, Any],
+    faults: Mapping[str, tuple[Fault, str]],
+) -> tuple[dict[str, str], tuple[str, str]]:
+    """What a pass over the same samples says with each fault: "" or the error; and the name of the
+    longest sample. A fault is of that one ("longest") or of "all"."""
     config = Config.from_dict(plain)
     with build_components(config) as run:
         run.groups.update_weights(run.policy.weights, version=0)
@@ -89,10 +95,16 @@ def outcomes(rank: int, world: int, plain: dict[str, Any], faults: Mapping[str, 
         longest = int(batch.lengths.argmax())
         found = {}
         for name, (fault, extent) in faults.items():
-            found[name] = outcome(run, batch.map(
-                lambda i, s, fault=fault, extent=extent:
-                s if i != longest and extent == "longest" else replace(s, routed_experts=fault(s, everyone))
-            ))  # fmt: skip
+            found[name] = outcome(
+                run,
+                batch.map(
+                    lambda i, s, fault=fault, extent=extent: (
+                        s
+                        if i != longest and extent == "longest"
+                        else replace(s, routed_experts=fault(s, everyone))
+                    )
+                ),
+            )
     row = batch.table[longest]
     return found, (str(row["prompt_index"]), str(row["sample_index"]))
 
@@ -100,10 +112,16 @@ def outcomes(rank: int, world: int, plain: dict[str, Any], faults: Mapping[str, 
 def outcome(run: Components, batch: SampleBatch) -> str:
     """The error of the pass for old log-probs, or ""."""
     config, policy, groups = run.config, run.policy, run.policy.groups
-    plan = plan_step(batch.lengths, None, config, packing_rules(config.training, policy.config, groups), 0)
-    routing = RoutingReplay(config.routing, policy.routes, True, trainer_noise(config, None, 0), same_routers(config))
+    plan = plan_step(
+        batch.lengths, None, config, packing_rules(config.training, policy.config, groups), 0
+    )
+    routing = RoutingReplay(
+        config.routing, policy.routes, True, trainer_noise(config, None, 0), same_routers(config)
+    )
     routing.check_rollout_routes(batch)
-    batch = move_samples(batch, plan.replica, groups.dp, (groups.pp, groups.cp, groups.tp), routing.shape)
+    batch = move_samples(
+        batch, plan.replica, groups.dp, (groups.pp, groups.cp, groups.tp), routing.shape
+    )
     try:
         with_log_probs(batch, (policy, None), config, plan, routing, Timers())
     except RouteError as error:

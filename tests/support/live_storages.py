@@ -1,4 +1,6 @@
-"""What a block of code allocates, holds at most and leaves alive, held by Python or by a graph in C++."""
+"""What a block of code allocates, holds at most and leaves alive, held by Python or by a graph
+in C++.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,14 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveStorages(TorchDispatchMode):
-    """Follows every storage that an operator makes inside the block, in forward and backward, until it is freed.
+    """Follows every storage that an operator makes inside the block, in forward and backward, until
+    it is freed.
 
     allocated: bytes of all storages. peak: the most bytes alive at once.
 
-    By storages and not by the allocator's records: a gloo thread may be the last to let go of a tensor, and torch's
-    profiler sees the allocations and frees of its own threads only. Working memory inside of an operation isn't seen.
+    By storages and not by the allocator's records: a gloo thread may be the last to let go of a
+    tensor, and torch's profiler sees the allocations and frees of its own threads only. Working
+    memory inside of an operation isn't seen.
     """
 
     def __init__(self) -> None:
@@ -29,10 +33,16 @@ class LiveStorages(TorchDispatchMode):
         self._known: dict[int, tuple[Any, int, str]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        inputs = {_address(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        inputs = {
+            _address(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)
+        }
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor) and _address(leaf) not in inputs and _address(leaf) not in self._known:
+            if (
+                isinstance(leaf, Tensor)
+                and _address(leaf) not in inputs
+                and _address(leaf) not in self._known
+            ):
                 name = f"{func.overloadpacket.__name__} {list(leaf.shape)} {leaf.dtype}"
                 self._follow(leaf.untyped_storage(), name)
         return out

@@ -1,4 +1,6 @@
-"""A server that answers as SGLang does, with the log-probs of a Hugging Face model that it loads from disk."""
+"""A server that answers as SGLang does, with the log-probs of a Hugging Face model that it
+loads from disk.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ from tests.support.training_runs import tiny_model
 class ModelServer(WebServer):
     """Serves `model`, and after an update the weights of the update's directory, in float32.
 
-    ignores_ties: its output layer is random where config.json ties it to the embeddings, as SGLang's of Qwen3-MoE.
-    Responses are the likeliest tokens. updates, scored: numbers of requests.
+    ignores_ties: its output layer is random where config.json ties it to the embeddings, as
+    SGLang's of Qwen3-MoE. Responses are the likeliest tokens. updates, scored: numbers of requests.
     """
 
     def __init__(self, model: str, *, ignores_ties: bool = False) -> None:

@@ -1,6 +1,7 @@
 """The gated delta net token by token in double precision, written from its recurrence.
 
-Transformers computes it in float32 whatever the dtype, so that its own module can't be the oracle of a float64 one.
+Transformers computes it in float32 whatever the dtype, so that its own module can't be the oracle
+of a float64 one.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class DeltaNetWeights:
-    """Of one layer, Hugging Face layout of Qwen3.5: ``in_qkv`` [2 keys + values, h], ``in_z`` [values, h],
-    ``in_b`` and ``in_a`` [value heads, h], ``filters`` [2 keys + values, kernel], ``dt_bias`` and ``log_rate``
-    [value heads], ``norm`` [value size], ``out`` [h, values]."""
+    """Of one layer, Hugging Face layout of Qwen3.5: ``in_qkv`` [2 keys + values, h], ``in_z``
+    [values, h], ``in_b`` and ``in_a`` [value heads, h], ``filters`` [2 keys + values, kernel],
+    ``dt_bias`` and ``log_rate`` [value heads], ``norm`` [value size], ``out`` [h, values]."""
 
     in_qkv: Tensor
     in_z: Tensor
@@ -36,9 +37,11 @@ def silu(x: Tensor) -> Tensor:
     return x / (1 + torch.exp(-x))
 
 
-def naive_delta_rule(query: Tensor, key: Tensor, value: Tensor, gate: Tensor, beta: Tensor) -> Tensor:
-    """Outputs [t, heads, e] of one sequence: ``query`` and ``key`` [t, heads, d] as they enter the rule, ``value``
-    [t, heads, e], ``gate`` and ``beta`` [t, heads]."""
+def naive_delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, gate: Tensor, beta: Tensor
+) -> Tensor:
+    """Outputs [t, heads, e] of one sequence: ``query`` and ``key`` [t, heads, d] as they enter the
+    rule, ``value`` [t, heads, e], ``gate`` and ``beta`` [t, heads]."""
     state = query.new_zeros(key.shape[1], key.shape[2], value.shape[2])
     rows = []
     for q, k, v, g, b in zip(query, key, value, gate, beta, strict=True):
@@ -56,9 +59,15 @@ def naive_delta_net(hidden: Tensor, weights: DeltaNetWeights) -> Tensor:
     kernel = w.filters.shape[1]
     rows = []
     for t in range(len(mixed)):
-        taps = [mixed[t - kernel + 1 + j] * w.filters[:, j] for j in range(kernel) if t - kernel + 1 + j >= 0]
+        taps = [
+            mixed[t - kernel + 1 + j] * w.filters[:, j]
+            for j in range(kernel)
+            if t - kernel + 1 + j >= 0
+        ]
         rows.append(silu(torch.stack(taps).sum(0)))
-    query, key, value = torch.stack(rows).split((w.key_heads * w.key_size,) * 2 + (len(w.in_z),), dim=1)
+    query, key, value = torch.stack(rows).split(
+        (w.key_heads * w.key_size,) * 2 + (len(w.in_z),), dim=1
+    )
     beta = 1 / (1 + torch.exp(-(hidden @ w.in_b.T)))
     gate = -torch.exp(w.log_rate) * torch.log1p(torch.exp(hidden @ w.in_a.T + w.dt_bias))
     z = hidden @ w.in_z.T

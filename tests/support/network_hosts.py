@@ -1,7 +1,8 @@
-"""Several hosts on one machine: network namespaces with addresses and host names of their own, on one switch.
+"""Several hosts on one machine: network namespaces with addresses and host names of their own, on
+one switch.
 
-What runs on a host has its network, its host name and its /etc/hosts, and nothing else: the disk is that of all, as a
-cluster's shared file system is. For root on Linux, with Debian's iproute2.
+What runs on a host has its network, its host name and its /etc/hosts, and nothing else: the disk is
+that of all, as a cluster's shared file system is. For root on Linux, with Debian's iproute2.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-CONFIGURATION = Path("/etc/netns")  # where `ip netns exec` looks for a namespace's own files of /etc
+CONFIGURATION = Path(
+    "/etc/netns"
+)  # where `ip netns exec` looks for a namespace's own files of /etc
 
 
 @dataclass(frozen=True)
@@ -30,13 +33,27 @@ class Host:
     def command(self, arguments: Sequence[str]) -> list[str]:
         """The command that runs ``arguments`` there."""
         named = f'echo {self.name} > /proc/sys/kernel/hostname && exec "$@"'
-        return ["ip", "netns", "exec", self.name, "unshare", "--uts", "bash", "-c", named, "bash", *arguments]
+        return [
+            "ip",
+            "netns",
+            "exec",
+            self.name,
+            "unshare",
+            "--uts",
+            "bash",
+            "-c",
+            named,
+            "bash",
+            *arguments,
+        ]
 
     def processes(self) -> list[int]:
         return [int(process) for process in ip("netns", "pids", self.name).split()]
 
     def kill(self) -> int:
-        """SIGKILL all that runs there, as a power failure does; returns how many processes that were."""
+        """SIGKILL all that runs there, as a power failure does; returns how many processes that
+        were.
+        """
         count = 0
         deadline = time.monotonic() + 10
         while found := self.processes():
@@ -72,7 +89,9 @@ def why_not() -> str:
 
 @contextlib.contextmanager
 def hosts(count: int, *, prefix: str = "") -> Iterator[list[Host]]:
-    """``count`` hosts on a switch of their own; what runs on them is killed at the end. OSError where that can't be."""
+    """``count`` hosts on a switch of their own; what runs on them is killed at the end. OSError
+    where that can't be.
+    """
     remove_those_of_the_dead()
     prefix = prefix or f"gspo{os.getpid()}"
     switch = f"{prefix}-switch"
@@ -85,7 +104,20 @@ def hosts(count: int, *, prefix: str = "") -> Iterator[list[Host]]:
         for number, host in enumerate(found):
             ip("netns", "add", host.name)
             port = f"port{number}"
-            ip("-n", switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", host.name)
+            ip(
+                "-n",
+                switch,
+                "link",
+                "add",
+                port,
+                "type",
+                "veth",
+                "peer",
+                "name",
+                "eth0",
+                "netns",
+                host.name,
+            )
             ip("-n", switch, "link", "set", port, "master", "bridge", "up")
             ip("-n", host.name, "addr", "add", f"{host.address}/24", "dev", "eth0")
             for device in ("lo", "eth0"):
@@ -98,7 +130,9 @@ def hosts(count: int, *, prefix: str = "") -> Iterator[list[Host]]:
 
 def _write_names(folder: Path, names: str) -> None:
     for _ in range(3):
-        with contextlib.suppress(FileNotFoundError):  # another test process has just removed the parent
+        with contextlib.suppress(
+            FileNotFoundError
+        ):  # another test process has just removed the parent
             folder.mkdir(parents=True)
             break
     (folder / "hosts").write_text(names)

@@ -33,15 +33,21 @@ def policy_in(path: str, layout: ParallelConfig, *, distributed_optimizer: bool 
 
 def gradients(policy: Policy) -> dict[str, Tensor]:
     training = micro_batches_of(64, micro_batch_size=2)
-    batches = pack_mini_batch(policy, SampleBatch.of(make_samples(count=8)), training, optional=(), routing=None)
+    batches = pack_mini_batch(
+        policy, SampleBatch.of(make_samples(count=8)), training, optional=(), routing=None
+    )
     forward_backward(policy, preset("sft"), batches, temperature=1.0)
     chunks = [unwrap(chunk) for chunk in policy.chunks]
-    stream = export_weights(chunks, policy.family, policy.shape, policy.groups, value=lambda p: p.main_grad)
+    stream = export_weights(
+        chunks, policy.family, policy.shape, policy.groups, value=lambda p: p.main_grad
+    )
     return {name: value.clone() for name, value in stream}
 
 
 def guarded_and_not(rank: int, world_size: int, path: str) -> dict[str, Any]:
-    """Gradients with data parallelism alone, and in two layouts that upstream gets wrong, without and with our part."""
+    """Gradients with data parallelism alone, and in two layouts that upstream gets wrong,
+    without and with our part.
+    """
     policy = policy_in(path, parallel())
     truth = gradients(policy)
     interleaved = policy_in(path, parallel(pipeline=2, virtual_pipeline=2))
@@ -62,11 +68,19 @@ def guarded_and_not(rank: int, world_size: int, path: str) -> dict[str, Any]:
     finally:
         expert_gradients.apply = apply
     changed = apply(bare, bare.config)
-    errors = {key: worst_error(found, truth) for key, found in [
-        ("p2p guarded", with_guard), ("p2p unguarded", without_guard),
-        ("experts patched", with_patch), ("experts unpatched", without_patch)]}
+    errors = {
+        key: worst_error(found, truth)
+        for key, found in [
+            ("p2p guarded", with_guard),
+            ("p2p unguarded", without_guard),
+            ("experts patched", with_patch),
+            ("experts unpatched", without_patch),
+        ]
+    }
     return {"errors": errors, "settings": settings, "changed": changed, "again": again}
 
 
 MCORE = tuple(int(part) for part in version("megatron-core").split(".")[:2])
-on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the patch does nothing where CUDA is available")
+on_cpu = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the patch does nothing where CUDA is available"
+)

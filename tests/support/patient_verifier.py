@@ -1,4 +1,6 @@
-"""Scores a response by its characters, and waits while the file that `GATE` names exists, to stop a run's progress."""
+"""Scores a response by its characters, and waits while the file that `GATE` names exists, to
+stop a run's progress.
+"""
 
 import os
 import time

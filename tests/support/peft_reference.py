@@ -20,16 +20,23 @@ FUSED = "mlp.experts.gate_up_proj"
 
 
 def adapted(model: torch.nn.Module, path: str, lora: LoRAConfig, seed: int = 0) -> torch.nn.Module:
-    """The model with random adapters, neither of whose matrices is 0; its own weights are frozen."""
+    """The model with random adapters, neither of whose matrices is 0; its own weights are
+    frozen.
+    """
     family, shape = family_of(read_config(path))
     names = list(lora.targets or linear_names(family, shape))
     config = dict(r=lora.rank, lora_alpha=lora.alpha, use_rslora=lora.rslora)
     if shape.is_moe:  # PEFT takes the names of experts' projections for the fused parameters alone
-        parameters = {f"{name.split('.', 3)[-1]}.weight" for name, module in model.named_modules()
-                      if isinstance(module, torch.nn.Linear) and name.endswith(EXPERTS)}  # fmt: skip
+        parameters = {
+            f"{name.split('.', 3)[-1]}.weight"
+            for name, module in model.named_modules()
+            if isinstance(module, torch.nn.Linear) and name.endswith(EXPERTS)
+        }
         if lora.experts == "each":
             parameters |= {FUSED, "mlp.experts.down_proj"}
-            config |= dict(rank_pattern={FUSED: 2 * lora.rank}, alpha_pattern={FUSED: 2 * lora.alpha})
+            config |= dict(
+                rank_pattern={FUSED: 2 * lora.rank}, alpha_pattern={FUSED: 2 * lora.alpha}
+            )
         routers = router_names(family, shape)  # parameters of a module that is no linear layer
         parameters |= {f"mlp.{name}.weight" for name in names if name in routers}
         names = [name for name in names if name not in (*EXPERTS, *routers)]
@@ -45,7 +52,9 @@ def adapted(model: torch.nn.Module, path: str, lora: LoRAConfig, seed: int = 0) 
             continue
         with torch.no_grad():
             parameter.normal_(0.0, 0.2, generator=generator)
-            if ".experts.base_layer.lora_B" in name:  # two adapters as one of twice the rank: 0 off the diagonal
+            if (
+                ".experts.base_layer.lora_B" in name
+            ):  # two adapters as one of twice the rank: 0 off the diagonal
                 mask = _diagonal(parameter, lora.rank)
                 parameter.mul_(mask)
                 parameter.register_hook(partial(torch.mul, mask))
@@ -61,7 +70,9 @@ def _diagonal(b: Tensor, rank: int) -> Tensor:
 
 
 class _Shared(torch.nn.Module):
-    """One adapter for every expert's matrix [out, in], of ``parts`` blocks of rows with matrices of their own."""
+    """One adapter for every expert's matrix [out, in], of ``parts`` blocks of rows with
+    matrices of their own.
+    """
 
     def __init__(self, weight: Tensor, parts: int, lora: LoRAConfig) -> None:
         super().__init__()
@@ -82,18 +93,26 @@ def _share(experts: Any, lora: LoRAConfig) -> None:
         experts.parametrizations[name].original.requires_grad_(False)
 
 
-def adapter_tensors(model: torch.nn.Module, value: Callable[[Tensor], Tensor], *, rank: int) -> dict[str, Tensor]:
+def adapter_tensors(
+    model: torch.nn.Module, value: Callable[[Tensor], Tensor], *, rank: int
+) -> dict[str, Tensor]:
     """``value`` of every adapter under its name in a checkpoint of adapters, experts one by one."""
-    experts = getattr(model.config, "num_experts", None) or getattr(model.config, "n_routed_experts", 0)
+    experts = getattr(model.config, "num_experts", None) or getattr(
+        model.config, "n_routed_experts", 0
+    )
     found: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            found.update(_split(name.removeprefix("base_model.model."), value(parameter), rank, experts))
+            found.update(
+                _split(name.removeprefix("base_model.model."), value(parameter), rank, experts)
+            )
     return found
 
 
 def adapter_gradients(model: torch.nn.Module, *, rank: int) -> dict[str, Tensor]:
-    return adapter_tensors(model, lambda p: torch.zeros_like(p) if p.grad is None else p.grad, rank=rank)
+    return adapter_tensors(
+        model, lambda p: torch.zeros_like(p) if p.grad is None else p.grad, rank=rank
+    )
 
 
 def _split(name: str, tensor: Tensor, rank: int, experts: int) -> Iterator[tuple[str, Tensor]]:
@@ -111,6 +130,8 @@ def _split(name: str, tensor: Tensor, rank: int, experts: int) -> Iterator[tuple
             parts = list(tensor.chunk(experts)[expert].chunk(len(names)))
         else:
             own = tensor.view(len(tensor), -1, experts)[:, :, expert]
-            parts = [own.chunk(len(names))[i][:, i * rank : (i + 1) * rank] for i in range(len(names))]
+            parts = [
+                own.chunk(len(names))[i][:, i * rank : (i + 1) * rank] for i in range(len(names))
+            ]
         for part, tensors in zip(names, parts, strict=True):
             yield f"{prefix}.mlp.experts.{expert}.{part}.lora_{which}.weight", tensors

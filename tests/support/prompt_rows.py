@@ -1,4 +1,5 @@
 """Rows of prompts and their files."""
+
 import json
 
 ROWS = [{"prompt": "a b", "answer": "c", "level": 1}, {"prompt": "dé", "answer": 7, "level": 2}]

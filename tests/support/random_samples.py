@@ -56,7 +56,9 @@ def random_sample(rng: np.random.Generator, i: int) -> Sample:
 
 
 def all_samples(batch: SampleBatch) -> list[Sample]:
-    """The samples of all ranks, by position, if each is held once; none on a pipeline stage that holds none."""
+    """The samples of all ranks, by position, if each is held once; none on a pipeline stage
+    that holds none.
+    """
     if batch.packed is not batch.held:
         return []
     if batch.group is None:
@@ -64,5 +66,7 @@ def all_samples(batch: SampleBatch) -> list[Sample]:
     everyone: list[Any] = [None] * dist.get_world_size(batch.group)
     dist.all_gather_object(everyone, dict(batch.held), group=batch.group)
     found = {i: sample for held in everyone for i, sample in held.items()}
-    assert sum(map(len, everyone)) == len(found) == len(batch), "a sample is held twice, or not at all"
+    assert sum(map(len, everyone)) == len(found) == len(batch), (
+        "a sample is held twice, or not at all"
+    )
     return [found[i] for i in range(len(batch))]

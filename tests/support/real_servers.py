@@ -1,4 +1,6 @@
-"""What the tests with real servers share: they are skipped without an engine's interpreter, and serve a tiny model."""
+"""What the tests with real servers share: they are skipped without an engine's interpreter, and
+serve a tiny model.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,12 @@ from megatron_gspo.tools.make_tiny_model import character_tokenizer
 from tests.support.tiny_models import save_tiny_model
 
 
-def skip_without_python(config: pytest.Config, items: Sequence[pytest.Item], folder: Path, engine: str) -> None:
-    """Skip the tests of ``folder`` unless pytest was given ``--ENGINE-python``; engine: in lower case."""
+def skip_without_python(
+    config: pytest.Config, items: Sequence[pytest.Item], folder: Path, engine: str
+) -> None:
+    """Skip the tests of ``folder`` unless pytest was given ``--ENGINE-python``; engine: in
+    lower case.
+    """
     if config.getoption(f"--{engine}-python") is None:
         skip = pytest.mark.skip(reason=f"needs a real server: make test-{engine}")
         for item in items:
@@ -29,8 +35,8 @@ def python_of(config: pytest.Config, engine: str) -> str:
 
 
 def save_character_model(folder: Path, kind: str = "moe", seed: int = 0, **sizes: int) -> str:
-    """Write a random float32 model, as a rule a Qwen3-MoE of 4 layers with 8 experts, 2 active, and a character
-    tokenizer."""
+    """Write a random float32 model, as a rule a Qwen3-MoE of 4 layers with 8 experts, 2 active, and
+    a character tokenizer."""
     tokenizer = character_tokenizer()
     save_tiny_model(folder, kind, seed, vocab_size=-(-len(tokenizer) // 8) * 8, **sizes)
     tokenizer.save_pretrained(folder)
@@ -38,7 +44,9 @@ def save_character_model(folder: Path, kind: str = "moe", seed: int = 0, **sizes
 
 
 def processes_of(url: str, module: str) -> list[psutil.Process]:
-    """The server at a URL, which runs ``python -m module``, its children, and the supervisor that started it."""
+    """The server at a URL, which runs ``python -m module``, its children, and the supervisor
+    that started it.
+    """
     port = url.rsplit(":", 1)[1]
     found = []
     for process in psutil.process_iter(["cmdline"]):
@@ -50,7 +58,9 @@ def processes_of(url: str, module: str) -> list[psutil.Process]:
 
 def main_process(url: str, module: str) -> psutil.Process:
     """The process of the server at a URL, child of its supervisor."""
-    return next(process for process in processes_of(url, module) if process.cmdline()[1:3] == ["-m", module])
+    return next(
+        process for process in processes_of(url, module) if process.cmdline()[1:3] == ["-m", module]
+    )
 
 
 def signal_server(url: str, module: str, number: signal.Signals) -> None:

@@ -15,7 +15,11 @@ from tests.support.transformers_reference import stored_name
 VOCABULARY = 40
 EOS = 1  # of tiny_config
 _SIZES = dict(
-    vocab_size=VOCABULARY, num_hidden_layers=2, head_dim=8, max_position_embeddings=64, initializer_range=0.02
+    vocab_size=VOCABULARY,
+    num_hidden_layers=2,
+    head_dim=8,
+    max_position_embeddings=64,
+    initializer_range=0.02,
 )
 
 
@@ -64,9 +68,14 @@ def checkpoint(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     tensors = {}
     for name, tensor in model.state_dict().items():
         prefix, _, kind = name.rpartition(".")
-        if model.config.model_type in ("gpt_oss", "qwen3_5_moe_text"):  # as in memory, the latter as part of a model
+        if model.config.model_type in (
+            "gpt_oss",
+            "qwen3_5_moe_text",
+        ):  # as in memory, the latter as part of a model
             is_part = model.config.model_type != "gpt_oss"
-            tensors[name.replace("model.", "model.language_model.", 1) if is_part else name] = tensor.clone()
+            tensors[name.replace("model.", "model.language_model.", 1) if is_part else name] = (
+                tensor.clone()
+            )
             continue
         for expert in range(tensor.shape[0] if kind in ("gate_up_proj", "down_proj") else 0):
             weight = tensor[expert]
@@ -81,7 +90,9 @@ def checkpoint(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {stored_name(name, model.config.model_type): tensor for name, tensor in tensors.items()}
 
 
-def loaded_engine(config: PretrainedConfig, weights: Mapping[str, torch.Tensor], **settings: Any) -> EmbeddedEngine:
+def loaded_engine(
+    config: PretrainedConfig, weights: Mapping[str, torch.Tensor], **settings: Any
+) -> EmbeddedEngine:
     """An engine that serves the weights (checkpoint names) as version 0."""
     engine = EmbeddedEngine(config, **settings)
     engine.update_weights(weights.items(), version=0)
@@ -92,12 +103,15 @@ def prompts(count: int, seed: int = 0, shortest: int = 2, longest: int = 11) -> 
     rng = np.random.default_rng(seed)
     lengths = rng.integers(shortest, longest + 1, count)
     return [
-        Prompt(100 + i, rng.integers(2, VOCABULARY, n), text="", answer=None) for i, n in enumerate(lengths)
+        Prompt(100 + i, rng.integers(2, VOCABULARY, n), text="", answer=None)
+        for i, n in enumerate(lengths)
     ]
 
 
 def teacher_forced(model: PreTrainedModel, sample: Sample, temperature: float = 1.0) -> np.ndarray:
     """[R] log-probs of the response tokens from one forward pass of the library's model."""
     logits = model(torch.from_numpy(sample.tokens)[None]).logits[0].double() / temperature
-    log_probs = logits.log_softmax(-1)[torch.arange(sample.length - 1), torch.from_numpy(sample.tokens[1:])]
+    log_probs = logits.log_softmax(-1)[
+        torch.arange(sample.length - 1), torch.from_numpy(sample.tokens[1:])
+    ]
     return log_probs[sample.prompt_length - 1 :].numpy()

@@ -28,7 +28,9 @@ from tests.support.parallel_groups import groups_of
 GRPO = preset("grpo")
 
 
-def policy_of(path: str, layout: ParallelConfig = parallel(), *, lr: float = 1e-2, **model: Any) -> Policy:  # noqa: B008
+def policy_of(
+    path: str, layout: ParallelConfig = parallel(), *, lr: float = 1e-2, **model: Any
+) -> Policy:
     layout = replace(layout, use_distributed_optimizer=False)
     return build_policy(model_config(path, **model), layout, groups_of(layout), optimizer=adam(lr))
 
@@ -52,29 +54,54 @@ def scored_samples(count: int = 6, seed: int = 4) -> list[Sample]:
     return samples
 
 
-def with_random_routes(samples: Sequence[Sample], shape: RouteShape, seed: int = 0, among: int | None = None,
-                       missing: float = 0.0) -> list[Sample]:
-    """A different set of experts for every token and layer, of the first ``among``; ``missing``: the fraction of rows
-    whose route isn't known."""
+def with_random_routes(
+    samples: Sequence[Sample],
+    shape: RouteShape,
+    seed: int = 0,
+    among: int | None = None,
+    missing: float = 0.0,
+) -> list[Sample]:
+    """A different set of experts for every token and layer, of the first ``among``; ``missing``:
+    the fraction of rows whose route isn't known."""
     g, found = np.random.default_rng(seed), []
     for sample in samples:
         order = g.random((sample.length - 1, shape.layers, among or shape.num_experts)).argsort(-1)
         unknown = g.random(sample.length - 1) < missing if missing else None
-        found.append(replace(sample, routed_experts=order[..., : shape.k].astype(shape.dtype), missing_routes=unknown))
+        found.append(
+            replace(
+                sample,
+                routed_experts=order[..., : shape.k].astype(shape.dtype),
+                missing_routes=unknown,
+            )
+        )
     return found
 
 
-def run_pass(policy: Policy, samples: Sequence[Sample], options: ReplayOptions, objective: Objective = GRPO,
-             batching: TrainingConfig = micro_batches_of(80), routes: list[MicroBatchRoutes] | None = None,  # noqa: B008
-             ) -> tuple[MicroBatches, list[Any], list[MicroBatchRoutes]]:  # fmt: skip
-    """Forward and backward without an optimizer step; ``routes``: those of an earlier pass, to misuse them."""
-    batches = pack_mini_batch(policy, SampleBatch.of(samples), batching, optional=("old_log_probs",), routing=options)
+def run_pass(
+    policy: Policy,
+    samples: Sequence[Sample],
+    options: ReplayOptions,
+    objective: Objective = GRPO,
+    batching: TrainingConfig = micro_batches_of(80),
+    routes: list[MicroBatchRoutes] | None = None,
+) -> tuple[MicroBatches, list[Any], list[MicroBatchRoutes]]:
+    """Forward and backward without an optimizer step; ``routes``: those of an earlier pass, to
+    misuse them.
+    """
+    batches = pack_mini_batch(
+        policy, SampleBatch.of(samples), batching, optional=("old_log_probs",), routing=options
+    )
     done = routes or mini_batch_routes(policy, batches, options)
-    return batches, forward_backward(policy, objective, batches, temperature=1.0, routing=done), done
+    return (
+        batches,
+        forward_backward(policy, objective, batches, temperature=1.0, routing=done),
+        done,
+    )
 
 
-def train_pass(policy: Policy, samples: Sequence[Sample], options: ReplayOptions,
-               objective: Objective = GRPO) -> tuple[list[np.ndarray], list[MicroBatchRoutes]]:
+def train_pass(
+    policy: Policy, samples: Sequence[Sample], options: ReplayOptions, objective: Objective = GRPO
+) -> tuple[list[np.ndarray], list[MicroBatchRoutes]]:
     """The log-probs and the routes of a training pass; a collective of the world."""
     batches, outputs, done = run_pass(policy, samples, options, objective)
     values = [output["log_probs"] for output in outputs]
@@ -89,4 +116,7 @@ def around_routing(router: Any, change: Callable[[Callable[..., Any]], Callable[
 def distance(found: Sequence[Any], expected: Sequence[Any]) -> float:
     """Largest difference of two lists of arrays or tensors."""
     pairs = zip(found, expected, strict=True)
-    return max(float((torch.as_tensor(a).double() - torch.as_tensor(b).double()).abs().max()) for a, b in pairs)
+    return max(
+        float((torch.as_tensor(a).double() - torch.as_tensor(b).double()).abs().max())
+        for a, b in pairs
+    )

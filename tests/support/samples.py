@@ -6,7 +6,9 @@ from megatron_gspo.data.sample import Prompt, Sample
 
 
 class CharTokenizer:
-    """One id per character (its code point) after a start id 1; the chat template spells out the roles."""
+    """One id per character (its code point) after a start id 1; the chat template spells out
+    the roles.
+    """
 
     def encode(self, text, add_special_tokens=True):
         return [1] * add_special_tokens + [ord(letter) for letter in text]
@@ -45,18 +47,31 @@ def make_sample(prompt_length, response_length, *, seed=0, mask=None, log_probs=
         "finish_reason": "stop",
     }
     if log_probs:
-        for name in ("rollout_log_probs", "old_log_probs", "ref_log_probs", "advantages", "values", "returns"):
+        for name in (
+            "rollout_log_probs",
+            "old_log_probs",
+            "ref_log_probs",
+            "advantages",
+            "values",
+            "returns",
+        ):
             values[name] = (-1 - rng.random(response_length)).astype(np.float32)
     return Sample(**(values | extra))
 
 
 def trained_only(values, samples):
-    """What a training pass reports of per-token ``values``, [R] of each sample: 0 at untrained tokens."""
-    return [np.where(sample.loss_mask, value, 0) for value, sample in zip(values, samples, strict=True)]
+    """What a training pass reports of per-token ``values``, [R] of each sample: 0 at untrained
+    tokens.
+    """
+    return [
+        np.where(sample.loss_mask, value, 0) for value, sample in zip(values, samples, strict=True)
+    ]
 
 
 def make_routes(rows, layers, k, num_experts, *, seed=0):
-    """[rows, layers, k] in the smallest unsigned type: k different experts in every row, in any order."""
+    """[rows, layers, k] in the smallest unsigned type: k different experts in every row, in any
+    order.
+    """
     rng = np.random.default_rng(seed)
     ids = rng.random((rows, layers, num_experts)).argsort(-1)[..., :k]
     return ids.astype(np.uint8 if num_experts <= 256 else np.uint16)

@@ -22,11 +22,15 @@ STATE = {"prompts": {"position": 7, "order": [2, 0, 1]}, "best": 0.25}
 
 def policy_in(path: str, layout: ParallelConfig, *, distributed_optimizer: bool = True) -> Policy:
     layout = dataclasses.replace(layout, use_distributed_optimizer=distributed_optimizer)
-    return build_policy(model_config(path), layout, groups_of(layout), optimizer=OPTIMIZER, total_steps=6)
+    return build_policy(
+        model_config(path), layout, groups_of(layout), optimizer=OPTIMIZER, total_steps=6
+    )
 
 
 def hold_writers() -> Callable[[], None]:
-    """Opening a rank's file of a checkpoint for writing blocks until the function that this returns is called."""
+    """Opening a rank's file of a checkpoint for writing blocks until the function that this
+    returns is called.
+    """
     released = threading.Event()
     writing = os.O_WRONLY | os.O_RDWR
 

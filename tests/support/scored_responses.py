@@ -1,6 +1,5 @@
 """A verifier whose action the response selects, and a call that scores responses with it."""
 
-
 from tests.support.samples import make_prompt, make_sample
 
 

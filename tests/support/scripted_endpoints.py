@@ -12,16 +12,23 @@ from tests.servers.web_server import run_command
 
 
 class Server:
-    """Answers by path, in turn: an object, or a status; `default` elsewhere. requests: (path with query, body)."""
+    """Answers by path, in turn: an object, or a status; `default` elsewhere. requests: (path
+    with query, body).
+    """
 
     default: Any = {"success": True}
 
     def __init__(self, **answers: Any) -> None:
-        self.answers = {"/" + path: given if isinstance(given, list) else [given] for path, given in answers.items()}
+        self.answers = {
+            "/" + path: given if isinstance(given, list) else [given]
+            for path, given in answers.items()
+        }
         self.requests: list[tuple[str, Any]] = []
 
     async def handle(self, request: web.Request) -> web.Response:
-        self.requests.append((request.path_qs, await request.json() if request.method == "POST" else None))
+        self.requests.append(
+            (request.path_qs, await request.json() if request.method == "POST" else None)
+        )
         given = self.answers.get(request.path, [self.default])
         answer = given.pop(0) if len(given) > 1 else given[0]
         return web.Response(status=answer) if isinstance(answer, int) else web.json_response(answer)

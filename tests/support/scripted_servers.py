@@ -28,9 +28,9 @@ from tests.support.served_models import served_model
 class ScriptedServers(ScriptedEngine):
     """`ScriptedEngine` with the methods of `ServerEngine` and of its `RolloutClient`.
 
-    lost_weights: the next wait raises `WeightsNeeded`. failures: errors of the next updates. fails: error of every
-    wait. waits: of streams. slow: seconds that each takes. requested: prompts of all groups. followed: states that
-    another rank told.
+    lost_weights: the next wait raises `WeightsNeeded`. failures: errors of the next updates. fails:
+    error of every wait. waits: of streams. slow: seconds that each takes. requested: prompts of all
+    groups. followed: states that another rank told.
     """
 
     lost_weights: bool = False
@@ -154,7 +154,9 @@ class ScriptedStream:
 
 def scripted_response(prompt: Prompt, number: int, seed: int) -> ScriptedResponse:
     """Depends on prompt, sample and seed."""
-    return ScriptedResponse([5 + number, 6 + prompt.index, 7 + seed, 1], [-1.0] * 4, text="x" * number)
+    return ScriptedResponse(
+        [5 + number, 6 + prompt.index, 7 + seed, 1], [-1.0] * 4, text="x" * number
+    )
 
 
 SAMPLING = SamplingParams(n_samples_per_prompt=2, max_response_length=8)
@@ -169,7 +171,9 @@ def collective_weights(source: WeightSource | None = None, /) -> Iterator[tuple[
         yield name, value
 
 
-def server_source(servers: ScriptedServers | None, *, clients: Sequence[int] = (0,), **options) -> ServerSource:
+def server_source(
+    servers: ScriptedServers | None, *, clients: Sequence[int] = (0,), **options
+) -> ServerSource:
     """servers: on the clients."""
     log = options.pop("log", print)
     config = ServerConfig(urls=("http://a:1",), **{"recovery_timeout": 5.0, **options})
@@ -179,4 +183,6 @@ def server_source(servers: ScriptedServers | None, *, clients: Sequence[int] = (
 
 def keys(samples) -> list[tuple[int, int, int]]:
     """(prompt, sample, seed) of each, as the response has them."""
-    return [(s.prompt_index, int(s.response_ids[0]) - 5, int(s.response_ids[2]) - 7) for s in samples]
+    return [
+        (s.prompt_index, int(s.response_ids[0]) - 5, int(s.response_ids[2]) - 7) for s in samples
+    ]

@@ -1,4 +1,6 @@
-"""What a real server of a family must give: Transformers' log-probs and routes, also of weights that it is sent."""
+"""What a real server of a family must give: Transformers' log-probs and routes, also of weights
+that it is sent.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,16 @@ SAMPLING = SamplingParams(n_samples_per_prompt=2, max_response_length=12, temper
 
 def two_models(folder: Path, kind: str, **sizes: int) -> tuple[str, str]:
     """The model that a server loads and one of other weights, which it is sent."""
-    return (save_character_model(folder / "served", kind=kind, **sizes),
-            save_character_model(folder / "sent", kind=kind, seed=1, **sizes))  # fmt: skip
+    return (
+        save_character_model(folder / "served", kind=kind, **sizes),
+        save_character_model(folder / "sent", kind=kind, seed=1, **sizes),
+    )
 
 
 def assert_served(engine: ServerEngine, model: str, sent: str) -> None:
-    """The server scores as Transformers does and takes the same routes, with its own weights and with others."""
+    """The server scores as Transformers does and takes the same routes, with its own weights
+    and with others.
+    """
     for version, weights in enumerate((model, sent)):
         engine.update_weights(checkpoint_stream(weights), version=version)
         _assert_agrees(engine, weights)

@@ -1,4 +1,6 @@
-"""What a real server's samples must agree with: Transformers' log-probs in float64, and its routes."""
+"""What a real server's samples must agree with: Transformers' log-probs in float64, and its
+routes.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,19 @@ def bare(sample: Sample) -> Sample:
     return replace(sample, routed_experts=None, missing_routes=None)
 
 
-def assert_agrees(samples: Sequence[Sample], reference: torch.nn.Module, *, temperature: float) -> None:
-    """The reference gives each sample's log-probs at ``temperature``, and takes its routes where it has some.
+def assert_agrees(
+    samples: Sequence[Sample], reference: torch.nn.Module, *, temperature: float
+) -> None:
+    """The reference gives each sample's log-probs at ``temperature``, and takes its routes where it
+    has some.
 
     No two experts' logits may be as close as rounding (see `ties.without_ties`).
     """
     plain = [bare(sample) for sample in samples]
     for sample, without in zip(samples, plain, strict=True):
-        log_probs = response_log_probs(reference, without, temperature=temperature)[0].detach().numpy()
+        log_probs = (
+            response_log_probs(reference, without, temperature=temperature)[0].detach().numpy()
+        )
         np.testing.assert_allclose(sample.rollout_log_probs, log_probs, rtol=0, atol=TOLERANCE)
     if any(sample.routed_experts is not None for sample in samples):
         for sample, routes in zip(samples, observe_routers(reference, plain).routes, strict=True):

@@ -31,22 +31,44 @@ SHORT = SamplingParams(n_samples_per_prompt=2, max_response_length=8)
 
 
 def engine_on(
-    urls: Sequence[str], model: str, *, kind: str = "sglang", routes: bool = True, weight_transport: str = "tensor",
-    folder: Path | None = None, **settings: object,
-) -> ServerEngine:  # fmt: skip
-    """An engine of servers that serve `model`. kind: "sglang" or "vllm". settings: of the config. Close it."""
+    urls: Sequence[str],
+    model: str,
+    *,
+    kind: str = "sglang",
+    routes: bool = True,
+    weight_transport: str = "tensor",
+    folder: Path | None = None,
+    **settings: object,
+) -> ServerEngine:
+    """An engine of servers that serve `model`.
+
+    kind: "sglang" or "vllm". settings: of the config. Close it.
+    """
     shape = family_of(read_config(model))[1]
     tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
     served = ServedModel(shape, stop_ids(model, tokenizer, shape.vocab_size), return_routes=routes)
-    given = dict(request_timeout=60.0, response_timeout=1800.0, retries=4, recovery_timeout=30.0, update_timeout=60.0,
-                 health_interval=0.5, weight_bucket_mb=1.0)  # fmt: skip
-    config = CONFIGS[kind](urls=tuple(urls), weight_transport=weight_transport, **{**given, **settings})
+    given = dict(
+        request_timeout=60.0,
+        response_timeout=1800.0,
+        retries=4,
+        recovery_timeout=30.0,
+        update_timeout=60.0,
+        health_interval=0.5,
+        weight_bucket_mb=1.0,
+    )
+    config = CONFIGS[kind](
+        urls=tuple(urls), weight_transport=weight_transport, **{**given, **settings}
+    )
     transport = make_transport(config, SERVER_KINDS[kind].endpoints, run_dir=folder, source=model)
-    client = RolloutClient(config.urls, config, served, tokenizer.decode, api=SERVER_KINDS[kind].api)
+    client = RolloutClient(
+        config.urls, config, served, tokenizer.decode, api=SERVER_KINDS[kind].api
+    )
     return ServerEngine(config, client, transport)
 
 
-def set_update_timeout(engine: ServerEngine, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def set_update_timeout(
+    engine: ServerEngine, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of the engine's next updates."""
     config = replace(engine._config, update_timeout=seconds)
     for part in (engine, engine.sender):
@@ -64,7 +86,9 @@ def checkpoint_stream(model: str) -> Iterator[tuple[str, Tensor]]:
     yield from checkpoint(reference).items()
 
 
-def prompts_of(lengths: Sequence[int], vocabulary: int, seed: int = 0, shared: int = 0) -> list[Prompt]:
+def prompts_of(
+    lengths: Sequence[int], vocabulary: int, seed: int = 0, shared: int = 0
+) -> list[Prompt]:
     """Random prompts of these lengths whose first `shared` tokens are the same."""
     rng = np.random.default_rng(seed)
     start = rng.integers(3, vocabulary, shared)
@@ -81,12 +105,17 @@ def everything(stream: RequestStream, count: int, update: Callable[[], None]) ->
             update()
 
 
-def draw(engine: ServerEngine, model: str, prompts: Sequence[Prompt], sampling: SamplingParams = SHORT) -> list[Sample]:
+def draw(
+    engine: ServerEngine, model: str, prompts: Sequence[Prompt], sampling: SamplingParams = SHORT
+) -> list[Sample]:
     """All samples of the prompts, checked; each is returned once."""
     stream = engine.client.stream()
     stream.start(prompts, sampling, seed=3)
-    samples = everything(stream, len(prompts),
-                         lambda: engine.update_weights(checkpoint_stream(model), version=engine.weight_version))
+    samples = everything(
+        stream,
+        len(prompts),
+        lambda: engine.update_weights(checkpoint_stream(model), version=engine.weight_version),
+    )
     check_samples(samples, prompts, sampling, vocab_size=engine._client.model.vocab_size)
     with pytest.raises(ValueError, match="only 0 groups"):
         stream.take(1)

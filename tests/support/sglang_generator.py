@@ -1,4 +1,6 @@
-"""A server with a token rule and faults on request: token j of a response is 10 + (input length + j) % 50."""
+"""A server with a token rule and faults on request: token j of a response is 10 + (input length
++ j) % 50.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,10 @@ Break = Callable[[dict[str, Any]], Any]  # of a right answer: another answer, or
 
 
 class Generator:
-    """breaks: what befalls the next answers, in turn; breaks_of: those to one sender. gate: closed, answers wait for it
-    or for an abort. It takes weights and keeps their version; updates: their number. senders: API key of each request
-    in `bodies`. refuses: senders whose connections it closes. hangs: senders, or paths, that wait for ever.
+    """breaks: what befalls the next answers, in turn; breaks_of: those to one sender. gate: closed,
+    answers wait for it or for an abort. It takes weights and keeps their version; updates: their
+    number. senders: API key of each request in `bodies`. refuses: senders whose connections it
+    closes. hangs: senders, or paths, that wait for ever.
     """
 
     def __init__(self) -> None:
@@ -101,8 +104,17 @@ def respond(body: dict[str, Any], version: str, cut: int | None = None) -> dict[
     tokens = [10 + (context + j) % 50 for j in range(count)]
     log_probs = [-float(token) / 8 for token in tokens]
     if cut is not None and cut < count:
-        return answer(tokens[:cut], log_probs[:cut], "abort", context, weight_version=version, weight_versions=None)
-    return answer(tokens, log_probs, "length", context, weight_version=version, weight_versions=None)
+        return answer(
+            tokens[:cut],
+            log_probs[:cut],
+            "abort",
+            context,
+            weight_version=version,
+            weight_versions=None,
+        )
+    return answer(
+        tokens, log_probs, "length", context, weight_version=version, weight_versions=None
+    )
 
 
 def expected(prompt: Prompt) -> list[int]:
@@ -122,10 +134,14 @@ class Setup:
         self._session = self.loop.run(open_session())
         given = dict(retries=3, request_timeout=10.0, response_timeout=60.0, recovery_timeout=30.0)
         config = ServerConfig(**{**given, **settings})
-        self.pool = ServerPool([ServerClient(url, self._session) for url in urls], config, SGLangAPI())
+        self.pool = ServerPool(
+            [ServerClient(url, self._session) for url in urls], config, SGLangAPI()
+        )
         self.client = GenerationClient(self.pool, MODEL, config, SGLangAPI())
         self.serve()
-        self.stream = RequestStream(self.loop, self.client, str, recovery_timeout=config.recovery_timeout)
+        self.stream = RequestStream(
+            self.loop, self.client, str, recovery_timeout=config.recovery_timeout
+        )
 
     def serve(self, version: str = VERSION) -> None:
         """All servers hold this version."""

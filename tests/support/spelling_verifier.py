@@ -1,4 +1,6 @@
-"""A custom verifier that gives random responses different rewards, so that every group has an advantage."""
+"""A custom verifier that gives random responses different rewards, so that every group has an
+advantage.
+"""
 
 
 def score(response: str, prompt) -> float:

@@ -17,7 +17,9 @@ def test_norms_are_not_rounded_to_float32(kind, tmp_path):
     def compare(norm, inputs, output):
         [x] = inputs
         weight = norm.weight + (0.0 if kind in ("moe", "deepseek") else 1.0)
-        expected = x / (x.square().mean(-1, keepdim=True) + model.config.rms_norm_eps).sqrt() * weight
+        expected = (
+            x / (x.square().mean(-1, keepdim=True) + model.config.rms_norm_eps).sqrt() * weight
+        )
         errors.append(float((output - expected).abs().max()))
 
     for name, module in model.named_modules():

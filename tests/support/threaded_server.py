@@ -11,7 +11,10 @@ from aiohttp.typedefs import Handler
 
 
 class ThreadedServer:
-    """Serves on a free port of the loopback while its context is open. A subclass implements `_start` and `_stop`."""
+    """Serves on a free port of the loopback while its context is open.
+
+    A subclass implements `_start` and `_stop`.
+    """
 
     def __init__(self) -> None:
         self.url = ""

@@ -1,7 +1,8 @@
 """Which samples can be compared with a reference.
 
-Where the router's next best expert is a rounding away, float32 and float64 may both be right with different experts,
-and everything after such a position differs. Servers draw without a seed, so that some sample in a hundred has one.
+Where the router's next best expert is a rounding away, float32 and float64 may both be right with
+different experts, and everything after such a position differs. Servers draw without a seed, so
+that some sample in a hundred has one.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ FLIPS = 1e-3  # share of experts; one position of a batch of these tests at a ti
 
 
 def smallest_margin(model: torch.nn.Module, tokens: np.ndarray) -> float:
-    """The smallest distance from the last chosen expert's logit to the next: all layers, all positions but the last."""
+    """The smallest distance from the last chosen expert's logit to the next: all layers, all
+    positions but the last.
+    """
     k, margins = model.config.num_experts_per_tok, []
 
     def note(gate: torch.nn.Module, arguments: object, output: tuple[torch.Tensor, ...]) -> None:

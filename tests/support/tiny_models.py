@@ -27,52 +27,101 @@ from transformers import (
 )
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-# Routers with all that DeepSeek-V3's have: two of four groups, scaling, a shared expert; a dense layer first.
+# Routers with all that DeepSeek-V3's have: two of four groups, scaling, a shared expert; a dense
+# layer first.
 _SIGMOID: dict[str, object] = dict(
-    moe_intermediate_size=16, n_routed_experts=12, num_experts_per_tok=4, n_group=4, topk_group=2, n_shared_experts=1,
-    routed_scaling_factor=1.7, first_k_dense_replace=1,
-)  # fmt: skip
+    moe_intermediate_size=16,
+    n_routed_experts=12,
+    num_experts_per_tok=4,
+    n_group=4,
+    topk_group=2,
+    n_shared_experts=1,
+    routed_scaling_factor=1.7,
+    first_k_dense_replace=1,
+)
 # Another epsilon than that of the latents' norms; heads of 12 + 8 and, of values, 16 dimensions.
 _LATENT: dict[str, object] = dict(
-    kv_lora_rank=16, q_lora_rank=24, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=16, num_key_value_heads=4,
+    kv_lora_rank=16,
+    q_lora_rank=24,
+    qk_nope_head_dim=12,
+    qk_rope_head_dim=8,
+    v_head_dim=16,
+    num_key_value_heads=4,
     rms_norm_eps=1e-3,
-)  # fmt: skip
+)
 YARN = dict(
-    rope_type="yarn", rope_theta=100.0, factor=8.0, original_max_position_embeddings=8, beta_fast=2.0, beta_slow=0.5
+    rope_type="yarn",
+    rope_theta=100.0,
+    factor=8.0,
+    original_max_position_embeddings=8,
+    beta_fast=2.0,
+    beta_slow=0.5,
 )
 _SCALED = YARN | dict(mscale=0.7, mscale_all_dim=1.2)
 # Windows shorter than the samples, and activations beyond the clamp on both sides.
 _GPT_OSS: dict[str, object] = dict(
-    intermediate_size=16, num_local_experts=8, num_experts_per_tok=2, sliding_window=5, swiglu_limit=0.8,
+    intermediate_size=16,
+    num_local_experts=8,
+    num_experts_per_tok=2,
+    sliding_window=5,
+    swiglu_limit=0.8,
     rope_parameters=YARN | dict(truncate=False),
-)  # fmt: skip
+)
 # Two layers of each kind; two value heads to a key head; half of each attention head is rotated.
 _DELTA: dict[str, object] = dict(
-    layer_types=["linear_attention", "full_attention"] * 2, linear_num_key_heads=4, linear_num_value_heads=8,
-    linear_key_head_dim=6, linear_value_head_dim=8, linear_conv_kernel_dim=4, rms_norm_eps=1e-3,
-)  # fmt: skip
+    layer_types=["linear_attention", "full_attention"] * 2,
+    linear_num_key_heads=4,
+    linear_num_value_heads=8,
+    linear_key_head_dim=6,
+    linear_value_head_dim=8,
+    linear_conv_kernel_dim=4,
+    rms_norm_eps=1e-3,
+)
 # Half of each head is rotated; another epsilon than the default.
 _MINIMAX: dict[str, object] = dict(
-    intermediate_size=16, num_local_experts=4, num_experts_per_tok=2, rms_norm_eps=1e-3,
+    intermediate_size=16,
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    rms_norm_eps=1e-3,
     rope_parameters=dict(rope_type="default", rope_theta=100.0, partial_rotary_factor=0.5),
-)  # fmt: skip
+)
 _HALF = dict(rope_type="default", rope_theta=100.0, partial_rotary_factor=0.5)
 _FEW: dict[str, object] = dict(
-    moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2, shared_expert_intermediate_size=24
+    moe_intermediate_size=16,
+    num_experts=4,
+    num_experts_per_tok=2,
+    shared_expert_intermediate_size=24,
 )
 _NEXT = _DELTA | _FEW | dict(mlp_only_layers=[2], rope_parameters=_HALF)
-# The sections of the rotated half would move its frequencies about if they had positions of their own.
-_QWEN35 = _DELTA | dict(rope_parameters=_HALF | dict(mrope_section=[2, 1, 1], mrope_interleaved=True))
+# The sections of the rotated half would move its frequencies about if they had positions of their
+# own.
+_QWEN35 = _DELTA | dict(
+    rope_parameters=_HALF | dict(mrope_section=[2, 1, 1], mrope_interleaved=True)
+)
 _VISION = dict(
-    depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=32, num_position_embeddings=16
+    depth=1,
+    hidden_size=16,
+    intermediate_size=16,
+    num_heads=2,
+    out_hidden_size=32,
+    num_position_embeddings=16,
 )
 # As the published models are, with a vision tower.
-_PUBLISHED: dict[str, type[PretrainedConfig]] = {"qwen35": Qwen3_5Config, "qwen35_moe": Qwen3_5MoeConfig}
+_PUBLISHED: dict[str, type[PretrainedConfig]] = {
+    "qwen35": Qwen3_5Config,
+    "qwen35_moe": Qwen3_5MoeConfig,
+}
 _ZERO_CENTRED = {"next", "qwen35", "qwen35_text", "qwen35_moe", "qwen35_moe_text"}
 _FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, object]]] = {
     "deepseek": (DeepseekV3Config, _SIGMOID | _LATENT | dict(rope_parameters=_SCALED)),
-    "moonlight": (DeepseekV3Config, _SIGMOID | _LATENT | dict(q_lora_rank=None, n_group=1, topk_group=1)),
-    "glm_lite": (Glm4MoeLiteConfig, _SIGMOID | _LATENT | dict(rope_interleave=False, n_shared_experts=2)),
+    "moonlight": (
+        DeepseekV3Config,
+        _SIGMOID | _LATENT | dict(q_lora_rank=None, n_group=1, topk_group=1),
+    ),
+    "glm_lite": (
+        Glm4MoeLiteConfig,
+        _SIGMOID | _LATENT | dict(rope_interleave=False, n_shared_experts=2),
+    ),
     "gpt_oss": (GptOssConfig, _GPT_OSS),
     "next": (Qwen3NextConfig, _NEXT),
     "minimax": (MiniMaxM2Config, _MINIMAX),
@@ -83,8 +132,8 @@ _FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, object]]] = {
 
 
 def tiny_config(kind: str = "moe", **overrides: object) -> PretrainedConfig:
-    """A Qwen3 (``dense``), Qwen3-MoE (``moe``) or Qwen2-MoE (``shared``, for its shared expert) config, or one of
-    ``_FAMILIES``.
+    """A Qwen3 (``dense``), Qwen3-MoE (``moe``) or Qwen2-MoE (``shared``, for its shared expert)
+    config, or one of ``_FAMILIES``.
 
     It has a few thousand parameters, which every layout divides.
     """
@@ -138,7 +187,9 @@ def save_tiny_model(
     dtype: torch.dtype = torch.float32,
     **overrides: object,
 ) -> str:
-    """Write a random model; returns the directory. Norms and biases are drawn too, so that a swap of two shows."""
+    """Write a random model; returns the directory. Norms and biases are drawn too, so that a
+    swap of two shows.
+    """
     torch.manual_seed(seed)
     auto = AutoModelForImageTextToText if kind in _PUBLISHED else AutoModelForCausalLM
     model = auto.from_config(tiny_config(kind, **overrides)).to(dtype)
@@ -155,15 +206,18 @@ def save_tiny_model(
                 parameter.uniform_(0.0, 2.0)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
-                buffer.data = torch.empty(buffer.shape).uniform_(-0.12, 0.12)  # float32, as published
+                buffer.data = torch.empty(buffer.shape).uniform_(
+                    -0.12, 0.12
+                )  # float32, as published
     # the published files have the experts of a layer in one tensor, as Transformers has in memory
     model.save_pretrained(path, save_original_format=kind not in _PUBLISHED)
     return str(path)
 
 
 def save_mxfp4_model(path: str | Path, seed: int = 0) -> str:
-    """A random gpt-oss model stored as the published ones are: bfloat16, and the experts' matrices in MXFP4. Hidden
-    and expert sizes are 64 and 32, since a block has 32 numbers. Returns the directory."""
+    """A random gpt-oss model stored as the published ones are: bfloat16, and the experts' matrices
+    in MXFP4. Hidden and expert sizes are 64 and 32, since a block has 32 numbers. Returns the
+    directory."""
     save_tiny_model(path, "gpt_oss", seed, torch.bfloat16, hidden_size=64, intermediate_size=32)
     file = Path(path) / "model.safetensors"
     tensors, g = load_file(file), torch.Generator().manual_seed(seed)
@@ -180,9 +234,13 @@ def save_mxfp4_model(path: str | Path, seed: int = 0) -> str:
 
 
 def stored_tensors(path: str | Path) -> dict[str, torch.Tensor]:
-    """The tensors of a model directory of one file, those in MXFP4 as Transformers' own conversion has them."""
+    """The tensors of a model directory of one file, those in MXFP4 as Transformers' own
+    conversion has them.
+    """
     tensors = load_file(Path(path) / "model.safetensors")
     for name in [name for name in tensors if name.endswith("_blocks")]:
         scales = tensors.pop(name.replace("_blocks", "_scales"))
-        tensors[name.removesuffix("_blocks")] = convert_moe_packed_tensors(tensors.pop(name), scales)
+        tensors[name.removesuffix("_blocks")] = convert_moe_packed_tensors(
+            tensors.pop(name), scales
+        )
     return tensors

@@ -1,4 +1,6 @@
-"""A trainer in a process of its own, with a server that it started and whose API key nobody may see."""
+"""A trainer in a process of its own, with a server that it started and whose API key nobody may
+see.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,14 @@ print(LocalServers(SERVER_KINDS[kind].launch(config, model, "float32", log_dir=l
 time.sleep(3600)
 """
 # By torchrun: the server must not take the trainer's place in the process group for its own.
-_TORCHRUN = dict(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29500",
-                 TORCHELASTIC_USE_AGENT_STORE="True")  # fmt: skip
+_TORCHRUN = dict(
+    RANK="0",
+    WORLD_SIZE="2",
+    LOCAL_RANK="0",
+    MASTER_ADDR="127.0.0.1",
+    MASTER_PORT="29500",
+    TORCHELASTIC_USE_AGENT_STORE="True",
+)
 
 
 @dataclass
@@ -60,12 +68,18 @@ class TrainerProcess:
 
 
 @contextmanager
-def trainer_process(kind: str, module: str, model: str, python: str, folder: Path) -> Iterator[TrainerProcess]:
+def trainer_process(
+    kind: str, module: str, model: str, python: str, folder: Path
+) -> Iterator[TrainerProcess]:
     """Begins to start the server, and kills the trainer at the end. kind: "sglang" or "vllm"."""
     (folder / "key").write_text(KEY + "\n")
     arguments = [kind, CONFIGS[kind].__name__, model, python, str(folder), str(folder / "key")]
-    process = subprocess.Popen([sys.executable, "-c", _SCRIPT, *arguments], stdout=subprocess.PIPE, text=True,
-                               env={**os.environ, **_TORCHRUN})  # fmt: skip
+    process = subprocess.Popen(
+        [sys.executable, "-c", _SCRIPT, *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **_TORCHRUN},
+    )
     try:
         yield TrainerProcess(process, module, folder)
     finally:
@@ -73,18 +87,24 @@ def trainer_process(kind: str, module: str, model: str, python: str, folder: Pat
         process.communicate()
 
 
-def require_and_hide_the_key(trainer: TrainerProcess, generate: Callable[[str, str], object]) -> None:
-    """The server wants the key, and no command line, log or file that is left shows it. generate: of a URL and a key,
-    one request."""
+def require_and_hide_the_key(
+    trainer: TrainerProcess, generate: Callable[[str, str], object]
+) -> None:
+    """The server wants the key, and no command line, log or file that is left shows it. generate:
+    of a URL and a key, one request."""
     with pytest.raises(urllib.error.HTTPError, match="401"):
         generate(trainer.url, "")
     generate(trainer.url, KEY)
-    commands = [" ".join(process.cmdline()) for process in processes_of(trainer.url, trainer.module)]
+    commands = [
+        " ".join(process.cmdline()) for process in processes_of(trainer.url, trainer.module)
+    ]
     assert len(commands) >= 2 and not any(KEY in command for command in commands)
     log = trainer.folder / "server_0.log"
     assert log.stat().st_mode & 0o077 == 0
     text = log.read_text()
-    assert KEY not in text and re.search(r"\bapi_key\W+'\*\*\*'", text), "the server's own list of settings has it"
+    assert KEY not in text and re.search(r"\bapi_key\W+'\*\*\*'", text), (
+        "the server's own list of settings has it"
+    )
     secret = commands[0].split("--config ")[1].split()[0]
     assert not Path(secret).exists(), "the file with the key is removed when it has been read"
 
@@ -94,4 +114,6 @@ def end_with_the_trainer(trainer: TrainerProcess) -> None:
     left = processes_of(trainer.url, trainer.module)
     assert len(left) >= 2
     trainer.process.kill()
-    wait_for(lambda: not [p for p in left if p.is_running() and p.status() != psutil.STATUS_ZOMBIE], 30)
+    wait_for(
+        lambda: not [p for p in left if p.is_running() and p.status() != psutil.STATUS_ZOMBIE], 30
+    )

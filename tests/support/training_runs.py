@@ -27,7 +27,9 @@ WORD = "Spell this word backward (example: sun -> nus):"
 
 def tiny_model(folder: Path) -> str:
     """A random Qwen3-MoE of a few thousand parameters."""
-    write_tiny_model(folder, TinyModel(hidden=32, layers=2, experts=4, expert_width=16), words=[WORD])
+    write_tiny_model(
+        folder, TinyModel(hidden=32, layers=2, experts=4, expert_width=16), words=[WORD]
+    )
     return str(folder)
 
 
@@ -68,8 +70,12 @@ def launch(config: dict[str, Any], processes: int = 1, *overrides: str, check: b
     return life
 
 
-def first_step(config: Config, *, engine: RolloutEngine | None = None) -> tuple[list[Sample], dict[str, float]]:
-    """The samples as they are trained on and the metrics of a run's first step, in this process's world."""
+def first_step(
+    config: Config, *, engine: RolloutEngine | None = None
+) -> tuple[list[Sample], dict[str, float]]:
+    """The samples as they are trained on and the metrics of a run's first step, in this
+    process's world.
+    """
     with build_components(config, engine=engine) as run:
         run.groups.update_weights(run.weights, version=0)
         checkpoints = CheckpointManager(run.policy, config.checkpoint, config.run_dir, None)
@@ -86,7 +92,10 @@ def exported(run_dir: str | Path) -> dict[str, Tensor]:
 def records(run_dir: str | Path) -> list[dict[str, Any]]:
     """The run's metrics, without what depends on the clock."""
     lines = (Path(run_dir) / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if not k.startswith(("time/", "perf/"))} for line in lines]
+    return [
+        {k: v for k, v in json.loads(line).items() if not k.startswith(("time/", "perf/"))}
+        for line in lines
+    ]
 
 
 def ledger(run_dir: Path) -> list[dict[str, Any]]:
@@ -95,13 +104,18 @@ def ledger(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def check_ledger(run_dir: Path, *, batch: int, n: int, staleness: int) -> None:
-    """Every sample once, no prompt in two steps, what was drawn is trained on or pending, versions as bounded."""
+    """Every sample once, no prompt in two steps, what was drawn is trained on or pending,
+    versions as bounded.
+    """
     trained: list[int] = []
     for row in ledger(run_dir):
         pairs = [(prompt, sample) for prompt, sample, _, _ in row["samples"]]
         assert len(pairs) == len(set(pairs)) == batch * n
         assert {sample for _, sample in pairs} == set(range(n))
-        assert all(row["step"] - 1 - staleness <= old <= new <= row["step"] - 1 for *_, old, new in row["samples"])
+        assert all(
+            row["step"] - 1 - staleness <= old <= new <= row["step"] - 1
+            for *_, old, new in row["samples"]
+        )
         trained += sorted({prompt for prompt, _ in pairs})
         assert not set(trained) & set(row["pending"])
         assert len(trained) + len(row["pending"]) == row["cursor"]

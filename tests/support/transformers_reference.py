@@ -1,4 +1,6 @@
-"""The reference: Transformers in float64, one sequence at a time, objectives as loops, torch's AdamW."""
+"""The reference: Transformers in float64, one sequence at a time, objectives as loops, torch's
+AdamW.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,12 @@ from tests.algorithms import reference as loops
 
 
 class DoublePrecision(TorchFunctionMode):
-    """Within this context no float64 tensor is converted to float32, as Transformers does in norms, softmaxes and the
-    delta rule whatever the model's type."""
+    """Within this context no float64 tensor is converted to float32, as Transformers does in norms,
+    softmaxes and the delta rule whatever the model's type."""
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if any(isinstance(x, Tensor) and x.dtype is torch.float64 for x in args[:1]):
             if func is Tensor.float:
@@ -49,7 +53,9 @@ def load_reference(path: str) -> torch.nn.Module:
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")
-    model.is_part = "text_config" in json.loads((Path(path) / "config.json").read_text())  # of a model with images
+    model.is_part = "text_config" in json.loads(
+        (Path(path) / "config.json").read_text()
+    )  # of a model with images
     for parameter in model.parameters():  # some routers are kept in float32
         parameter.data = parameter.data.double()
     forward = model.forward
@@ -62,28 +68,41 @@ def load_reference(path: str) -> torch.nn.Module:
     return model.train()
 
 
-def response_log_probs(model: torch.nn.Module, sample: Sample, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+def response_log_probs(
+    model: torch.nn.Module, sample: Sample, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies of the response tokens, float64 ``[R]``."""
     tokens = torch.from_numpy(sample.tokens)[None]
     with replayed(model, sample.routed_experts, sample.missing_routes):
-        logits = model(input_ids=tokens, use_cache=False).logits[0, sample.prompt_length - 1 : -1] / temperature
+        logits = (
+            model(input_ids=tokens, use_cache=False).logits[0, sample.prompt_length - 1 : -1]
+            / temperature
+        )
     log_softmax = torch.log_softmax(logits, dim=-1)
     entropy = -(log_softmax.exp() * log_softmax).sum(-1)
     return log_softmax.gather(1, tokens[0, sample.prompt_length :, None])[:, 0], entropy
 
 
-def whole_batch(model: torch.nn.Module, samples: Sequence[Sample], temperature: float = 1.0) -> loops.Batch:
-    """All responses of a mini-batch end to end; ``log_probs`` and ``entropy`` carry their gradient to the model."""
+def whole_batch(
+    model: torch.nn.Module, samples: Sequence[Sample], temperature: float = 1.0
+) -> loops.Batch:
+    """All responses of a mini-batch end to end; ``log_probs`` and ``entropy`` carry their
+    gradient to the model.
+    """
     scored = [response_log_probs(model, sample, temperature) for sample in samples]
 
     def joined(name: str) -> Tensor:
-        return torch.from_numpy(np.concatenate([getattr(sample, name) for sample in samples]).astype(np.float64))
+        return torch.from_numpy(
+            np.concatenate([getattr(sample, name) for sample in samples]).astype(np.float64)
+        )
 
     lengths = torch.tensor([sample.response_length for sample in samples])
     return loops.Batch(
         log_probs=torch.cat([log_probs for log_probs, _ in scored]),
         old_log_probs=joined("old_log_probs"),
-        rollout_log_probs=joined("old_log_probs" if samples[0].rollout_log_probs is None else "rollout_log_probs"),
+        rollout_log_probs=joined(
+            "old_log_probs" if samples[0].rollout_log_probs is None else "rollout_log_probs"
+        ),
         ref_log_probs=joined("ref_log_probs"),
         entropy=torch.cat([entropy for _, entropy in scored]),
         advantages=joined("advantages"),
@@ -95,7 +114,9 @@ def whole_batch(model: torch.nn.Module, samples: Sequence[Sample], temperature: 
 
 def gates_of(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The routers, in the order of their layers."""
-    return [module for module in model.modules() if type(module).__name__.lower().endswith("topkrouter")]
+    return [
+        module for module in model.modules() if type(module).__name__.lower().endswith("topkrouter")
+    ]
 
 
 def is_sigmoid(gate: Any) -> bool:
@@ -111,18 +132,24 @@ def shares_of(gate: Any, logits: Tensor) -> Tensor:
 
 
 @contextmanager
-def replayed(model: torch.nn.Module, routes: np.ndarray | None, missing: np.ndarray | None = None) -> Iterator[None]:
-    """Within the context the routers weigh the experts of ``routes`` ``[L - 1, layers, k]``, for one sequence of L, but
-    for the rows of ``missing`` ``[L - 1]``, where they choose themselves."""
+def replayed(
+    model: torch.nn.Module, routes: np.ndarray | None, missing: np.ndarray | None = None
+) -> Iterator[None]:
+    """Within the context the routers weigh the experts of ``routes`` ``[L - 1, layers, k]``, for
+    one sequence of L, but for the rows of ``missing`` ``[L - 1]``, where they choose themselves."""
     if routes is None:
         yield
         return
-    rows = torch.from_numpy(np.concatenate([routes, routes[:1]]).astype(np.int64))  # the last token's doesn't matter
+    rows = torch.from_numpy(
+        np.concatenate([routes, routes[:1]]).astype(np.int64)
+    )  # the last token's doesn't matter
     live = torch.zeros(len(rows), dtype=torch.bool)
     if missing is not None:
         live[:-1] = torch.from_numpy(missing)
 
-    def weigh(layer: int, gate: Any, args: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    def weigh(
+        layer: int, gate: Any, args: Any, output: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor, Tensor]:
         logits, ids = output[0], torch.where(live[:, None], output[2], rows[:, layer])
         scores = logits.sigmoid() if is_sigmoid(gate) else torch.softmax(logits, dim=-1)
         weights = scores.gather(1, ids)
@@ -130,14 +157,19 @@ def replayed(model: torch.nn.Module, routes: np.ndarray | None, missing: np.ndar
             weights = weights / weights.sum(-1, keepdim=True)
         return logits, weights * getattr(gate, "routed_scaling_factor", 1.0), ids
 
-    hooks = [gate.register_forward_hook(partial(weigh, layer)) for layer, gate in enumerate(gates_of(model))]
+    hooks = [
+        gate.register_forward_hook(partial(weigh, layer))
+        for layer, gate in enumerate(gates_of(model))
+    ]
     yield
     for hook in hooks:
         hook.remove()
 
 
 def give_random_routes(model: torch.nn.Module, samples: Sequence[Sample], seed: int) -> None:
-    """Routes that any model of these sizes could have taken, a different set of experts for every token and layer."""
+    """Routes that any model of these sizes could have taken, a different set of experts for
+    every token and layer.
+    """
     g, layers = np.random.default_rng(seed), len(gates_of(model))
     experts, k = gates_of(model)[0].num_experts, model.config.num_experts_per_tok
     for sample in samples:
@@ -147,8 +179,9 @@ def give_random_routes(model: torch.nn.Module, samples: Sequence[Sample], seed: 
 
 @dataclass(frozen=True)
 class Routers:
-    """What the routers do with samples: ``routes`` ``[L - 1, layers, k]`` of each; over trained tokens the mean
-    ``entropy`` ``[layers]`` and the ``load`` ``[layers, experts]``, shares that sum to 1."""
+    """What the routers do with samples: ``routes`` ``[L - 1, layers, k]`` of each; over trained
+    tokens the mean ``entropy`` ``[layers]`` and the ``load`` ``[layers, experts]``, shares that sum
+    to 1."""
 
     routes: list[np.ndarray]
     entropy: np.ndarray
@@ -158,22 +191,33 @@ class Routers:
 def observe_routers(
     model: torch.nn.Module, samples: Sequence[Sample], noise: RouterNoise | None = None
 ) -> Routers:
-    """Run the model on each sample and count, token by token; with noise in its routers, if given."""
+    """Run the model on each sample and count, token by token; with noise in its routers, if
+    given.
+    """
     noisy = None if noise is None else NoisyRouters(model)
     gates = gates_of(model)
     experts = gates[0].num_experts
     routes, entropy, load, trained = [], np.zeros(len(gates)), np.zeros((len(gates), experts)), 0
     seen: list[tuple[Tensor, ...]] = []
-    hooks = [gate.register_forward_hook(lambda gate, args, output: seen.append(output)) for gate in gates]
+    hooks = [
+        gate.register_forward_hook(lambda gate, args, output: seen.append(output)) for gate in gates
+    ]
     for sample in samples:
         seen.clear()
         if noisy is not None and noise is not None:
             noisy.start(noise)
-            name, positions = (sample.prompt_index, sample.sample_index), torch.arange(sample.length)
+            name, positions = (
+                (sample.prompt_index, sample.sample_index),
+                torch.arange(sample.length),
+            )
             noisy.set_tokens(torch.tensor([name]), torch.zeros_like(positions), positions)
         with torch.no_grad():
             model(input_ids=torch.from_numpy(sample.tokens)[None], use_cache=False)
-        routes.append(np.stack([ids.numpy()[:-1] for _, _, ids in seen], axis=1).astype(expert_id_dtype(experts)))
+        routes.append(
+            np.stack([ids.numpy()[:-1] for _, _, ids in seen], axis=1).astype(
+                expert_id_dtype(experts)
+            )
+        )
         for place in np.flatnonzero(sample.loss_mask) + sample.prompt_length - 1:
             trained += 1
             for layer, (logits, _, ids) in enumerate(seen):
@@ -191,9 +235,14 @@ def without_gradient(batch: loops.Batch) -> loops.Batch:
 
 
 def naive_loss(
-    objective: Objective, model: torch.nn.Module, samples: Sequence[Sample], temperature: float = 1.0
+    objective: Objective,
+    model: torch.nn.Module,
+    samples: Sequence[Sample],
+    temperature: float = 1.0,
 ) -> Tensor:
-    """The negative objective of a whole mini-batch, as the papers write it: a loop over sequences and tokens."""
+    """The negative objective of a whole mini-batch, as the papers write it: a loop over
+    sequences and tokens.
+    """
     batch = whole_batch(model, samples, temperature)
     return loops.naive_loss(objective, batch, batch.log_probs, batch.entropy)
 
@@ -201,41 +250,61 @@ def naive_loss(
 def naive_metrics(objective: Objective, batch: loops.Batch) -> dict[str, float]:
     """Every figure that a training step reports of its loss, counted one by one."""
     batch = without_gradient(batch)
-    terms = {key: getattr(objective, key) for key in ("kl_loss_coef", "entropy_coef", "log_ratio_coef")}
+    terms = {
+        key: getattr(objective, key) for key in ("kl_loss_coef", "entropy_coef", "log_ratio_coef")
+    }
 
     def loss(**coefficients: float) -> float:
         chosen = replace(objective, **{**dict.fromkeys(terms, 0.0), **coefficients})
         return float(loops.naive_loss(chosen, batch, batch.log_probs, batch.entropy))
 
     metrics = {"loss": loss(**terms), "loss/policy": loss()}
-    names = {"kl_loss_coef": "loss/kl", "entropy_coef": "loss/entropy", "log_ratio_coef": "loss/log_ratio"}
+    names = {
+        "kl_loss_coef": "loss/kl",
+        "entropy_coef": "loss/entropy",
+        "log_ratio_coef": "loss/log_ratio",
+    }
     metrics |= {names[key]: loss(**{key: value}) - loss() for key, value in terms.items() if value}
     if objective.has_ratio:
         metrics |= loops.naive_metrics(objective, batch)
     else:
-        metrics |= {f"clip_fraction/{what}": 0.0 for what in ("tokens", "sequences", "lower", "upper")}
+        metrics |= {
+            f"clip_fraction/{what}": 0.0 for what in ("tokens", "sequences", "lower", "upper")
+        }
         metrics["kl/ref"] = loops.naive_metrics(_with_a_ratio(objective), batch)["kl/ref"]
     if not objective.entropy_coef:
-        metrics.pop("entropy", None)  # costs a pass over the vocabulary: computed only where the objective needs it
+        metrics.pop(
+            "entropy", None
+        )  # costs a pass over the vocabulary: computed only where the objective needs it
     return metrics
 
 
 def _with_a_ratio(objective: Objective) -> Objective:
-    return replace(objective, name="any", importance_sampling_level="token", epsilon_low=0.2, epsilon_high=0.2)
+    return replace(
+        objective, name="any", importance_sampling_level="token", epsilon_low=0.2, epsilon_high=0.2
+    )
 
 
-def checkpoint_tensors(model: torch.nn.Module, value: Callable[[Tensor], Tensor], *,
-                       with_buffers: bool = True) -> dict[str, Tensor]:  # fmt: skip
-    """``value`` of every parameter, and of the routers' biases, under the names of a Hugging Face checkpoint, ``[whole
-    tensor]`` each.
+def checkpoint_tensors(
+    model: torch.nn.Module, value: Callable[[Tensor], Tensor], *, with_buffers: bool = True
+) -> dict[str, Tensor]:
+    """``value`` of every parameter, and of the routers' biases, under the names of a Hugging Face
+    checkpoint, ``[whole tensor]`` each.
 
-    Transformers fuses the experts in memory; here they are split as they are on disk. gpt-oss and the language model of
-    a model with images have them fused there too; the latter's names say of what it is a part.
+    Transformers fuses the experts in memory; here they are split as they are on disk. gpt-oss and
+    the language model of a model with images have them fused there too; the latter's names say of
+    what it is a part.
     """
     tensors: dict[str, Tensor] = {}
     is_part = getattr(model, "is_part", False)
-    fused = is_part or any(name.endswith("gate_up_proj_bias") for name, _ in model.named_parameters())
-    biases = [(name, tensor) for name, tensor in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    fused = is_part or any(
+        name.endswith("gate_up_proj_bias") for name, _ in model.named_parameters()
+    )
+    biases = [
+        (name, tensor)
+        for name, tensor in model.named_buffers()
+        if name.endswith("e_score_correction_bias")
+    ]
     for name, parameter in [*model.named_parameters(), *(biases if with_buffers else ())]:
         whole = value(parameter)
         if fused:
@@ -244,7 +313,10 @@ def checkpoint_tensors(model: torch.nn.Module, value: Callable[[Tensor], Tensor]
             prefix = name.removesuffix("gate_up_proj")
             for e, both in enumerate(whole):
                 gate, up = both.chunk(2, dim=0)
-                tensors[f"{prefix}{e}.gate_proj.weight"], tensors[f"{prefix}{e}.up_proj.weight"] = gate, up
+                tensors[f"{prefix}{e}.gate_proj.weight"], tensors[f"{prefix}{e}.up_proj.weight"] = (
+                    gate,
+                    up,
+                )
         elif name.endswith("experts.down_proj"):
             for e, down in enumerate(whole):
                 tensors[f"{name.removesuffix('down_proj')}{e}.down_proj.weight"] = down
@@ -256,28 +328,35 @@ def checkpoint_tensors(model: torch.nn.Module, value: Callable[[Tensor], Tensor]
 def stored_name(name: str, model_type: str) -> str:
     """The name in files; Transformers renames MiniMax-M2's tensors."""
     if model_type == "minimax_m2":
-        for own, stored in ((".mlp.", ".block_sparse_moe."), (".gate_proj.", ".w1."), (".up_proj.", ".w3."),
-                            (".down_proj.", ".w2.")):  # fmt: skip
+        for own, stored in (
+            (".mlp.", ".block_sparse_moe."),
+            (".gate_proj.", ".w1."),
+            (".up_proj.", ".w3."),
+            (".down_proj.", ".w2."),
+        ):
             name = name.replace(own, stored)
     return name
 
 
 def checkpoint_gradients(model: torch.nn.Module) -> dict[str, Tensor]:
     """Gradients under the names of a Hugging Face checkpoint; 0 where a parameter has none."""
-    return checkpoint_tensors(model, lambda p: torch.zeros_like(p) if p.grad is None else p.grad, with_buffers=False)
+    return checkpoint_tensors(
+        model, lambda p: torch.zeros_like(p) if p.grad is None else p.grad, with_buffers=False
+    )
 
 
 def worst_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[str, float]:
     """The parameter that is furthest off, and its error relative to the parameter's own norm.
 
-    A parameter with (nearly) no gradient is measured against the typical norm, so that rounding noise isn't divided
-    by zero.
+    A parameter with (nearly) no gradient is measured against the typical norm, so that rounding
+    noise isn't divided by zero.
     """
     assert set(found) == set(expected), sorted(set(found) ^ set(expected))[:3]
     norms = {name: float(value.norm()) for name, value in expected.items()}
     floor = 1e-3 * math.sqrt(sum(norm**2 for norm in norms.values()) / len(norms))
     errors = {
-        name: float((found[name].double() - expected[name]).norm()) / max(norms[name], floor) for name in expected
+        name: float((found[name].double() - expected[name]).norm()) / max(norms[name], floor)
+        for name in expected
     }
     name = max(errors, key=lambda key: math.inf if math.isnan(errors[key]) else errors[key])
     return name, errors[name]
@@ -285,7 +364,9 @@ def worst_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[
 
 @dataclass(frozen=True)
 class Training:
-    """What single-process training came to: each step's metrics and tokens; weights before, and after less before."""
+    """What single-process training came to: each step's metrics and tokens; weights before, and
+    after less before.
+    """
 
     steps: list[dict[str, float]]
     before: dict[str, Tensor]
@@ -294,22 +375,35 @@ class Training:
 
 
 def naive_training(
-    model: torch.nn.Module, objective: Objective, mini_batches: Sequence[Sequence[Sample]], settings: OptimizerConfig,
-    total_steps: int, tensors: Callable[..., dict[str, Tensor]] = checkpoint_tensors,
+    model: torch.nn.Module,
+    objective: Objective,
+    mini_batches: Sequence[Sequence[Sample]],
+    settings: OptimizerConfig,
+    total_steps: int,
+    tensors: Callable[..., dict[str, Tensor]] = checkpoint_tensors,
 ) -> Training:
-    """One AdamW step a mini-batch in float64, as Megatron defines it; the model is changed in place.
+    """One AdamW step a mini-batch in float64, as Megatron defines it; the model is changed in
+    place.
 
-    Weight decay for matrices and the embedding, none for vectors (norms, biases); gradients scaled down to the global
-    norm ``clip_grad``; the learning rate of `learning_rate`. ``tensors``: those that are compared.
+    Weight decay for matrices and the embedding, none for vectors (norms, biases); gradients scaled
+    down to the global norm ``clip_grad``; the learning rate of `learning_rate`. ``tensors``: those
+    that are compared.
     """
     before = tensors(model, lambda p: p.detach().clone())
     named = list(model.named_parameters())
-    vectors = [p for name, p in named if p.dim() == 1 or name.endswith("_bias")]  # of all experts in one tensor
+    vectors = [
+        p for name, p in named if p.dim() == 1 or name.endswith("_bias")
+    ]  # of all experts in one tensor
     matrices = [p for name, p in named if p.dim() > 1 and not name.endswith("_bias")]
     adam = torch.optim.AdamW(
-        [dict(params=matrices, weight_decay=settings.weight_decay), dict(params=vectors, weight_decay=0.0)],
-        lr=settings.lr, betas=(settings.adam_beta1, settings.adam_beta2), eps=settings.adam_eps,
-    )  # fmt: skip
+        [
+            dict(params=matrices, weight_decay=settings.weight_decay),
+            dict(params=vectors, weight_decay=0.0),
+        ],
+        lr=settings.lr,
+        betas=(settings.adam_beta1, settings.adam_beta2),
+        eps=settings.adam_eps,
+    )
     steps, batches = [], []
     for index, samples in enumerate(mini_batches):
         batch = whole_batch(model, samples)
@@ -320,13 +414,21 @@ def naive_training(
             group["lr"] = learning_rate(settings, index, total_steps)
         adam.step()
         batches.append(without_gradient(batch))
-        steps.append({**naive_metrics(objective, batch), "grad_norm": float(norm), "lr": adam.param_groups[0]["lr"]})
+        steps.append(
+            {
+                **naive_metrics(objective, batch),
+                "grad_norm": float(norm),
+                "lr": adam.param_groups[0]["lr"],
+            }
+        )
     after = tensors(model, lambda p: p.detach().clone())
     return Training(steps, before, {name: after[name] - before[name] for name in after}, batches)
 
 
 def learning_rate(settings: OptimizerConfig, step: int, total_steps: int) -> float:
-    """Of optimizer step 0, 1, ...: a linear warm-up that starts above 0, then a cosine down to ``min_lr``."""
+    """Of optimizer step 0, 1, ...: a linear warm-up that starts above 0, then a cosine down to
+    ``min_lr``.
+    """
     assert settings.lr_decay_style == "cosine"
     warmup = settings.lr_warmup_steps
     if step <= warmup:

@@ -9,11 +9,18 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def wait_for(condition: Callable[[], T], seconds: float = 60.0, *, pause: float = 0.02,
-             alive: Callable[[], object] = lambda: True, said: Callable[[], str] = str) -> T:  # fmt: skip
+def wait_for(
+    condition: Callable[[], T],
+    seconds: float = 60.0,
+    *,
+    pause: float = 0.02,
+    alive: Callable[[], object] = lambda: True,
+    said: Callable[[], str] = str,
+) -> T:
     """The first true value of `condition`, which is asked every `pause` seconds.
 
-    AssertionError with the end of `said()`, for example a log, after `seconds`, or where `alive()` is false before.
+    AssertionError with the end of `said()`, for example a log, after `seconds`, or where `alive()`
+    is false before.
     """
     deadline = time.monotonic() + seconds
     while not (value := condition()):

@@ -1,6 +1,8 @@
-"""Servers that take weights as SGLang's do: its endpoints, its process groups, one request at a time, without a model.
+"""Servers that take weights as SGLang's do: its endpoints, its process groups, one request at a
+time, without a model.
 
-They keep a checksum of each tensor. Forked from one process, so that a machine can hold many of them.
+They keep a checksum of each tensor. Forked from one process, so that a machine can hold many of
+them.
 
     python -m tests.support.weight_server 8
 
@@ -28,7 +30,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from aiohttp import web
-from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world, rendezvous
+from torch.distributed.distributed_c10d import (
+    Backend,
+    PrefixStore,
+    _new_process_group_helper,
+    _world,
+    rendezvous,
+)
 
 from megatron_gspo.weight_transport.receiver import megatron_gspo_receiver
 from megatron_gspo.weight_transport.receiver_transport import RECEIVER
@@ -58,10 +66,19 @@ class Scheduler:
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         name, limit = body["group_name"], timedelta(minutes=30)
         place = f"tcp://{body['master_address']}:{body['master_port']}"
-        store, rank, size = next(rendezvous(place, body["rank_offset"], body["world_size"], timeout=limit))
+        store, rank, size = next(
+            rendezvous(place, body["rank_offset"], body["world_size"], timeout=limit)
+        )
         store.set_timeout(limit)
-        group, _ = _new_process_group_helper(size, rank, [], Backend(body["backend"]), PrefixStore(name, store),
-                                             group_name=name, timeout=limit)  # fmt: skip
+        group, _ = _new_process_group_helper(
+            size,
+            rank,
+            [],
+            Backend(body["backend"]),
+            PrefixStore(name, store),
+            group_name=name,
+            timeout=limit,
+        )
         _world.pg_group_ranks[group] = {i: i for i in range(size)}
         self.groups[name] = group
 
@@ -69,7 +86,8 @@ class Scheduler:
         """A bucket in the format "flattened_bucket"."""
         dtypes = [getattr(torch, name) for name in body["dtypes"]]
         sizes = [
-            dtype.itemsize * torch.Size(shape).numel() for dtype, shape in zip(dtypes, body["shapes"], strict=True)
+            dtype.itemsize * torch.Size(shape).numel()
+            for dtype, shape in zip(dtypes, body["shapes"], strict=True)
         ]
         data = torch.empty(sum(sizes), dtype=torch.uint8)
         dist.broadcast(data, src=0, group=self.groups[body["group_name"]])
@@ -82,7 +100,9 @@ class Scheduler:
             megatron_gspo_receiver.load(self, payload)
             return
         flat = payload["flattened_tensor"]
-        self.load_weights([(each.name, flat[each.start_idx : each.end_idx]) for each in payload["metadata"]])
+        self.load_weights(
+            [(each.name, flat[each.start_idx : each.end_idx]) for each in payload["metadata"]]
+        )
 
     def load_weights(self, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
         """As a model's."""
@@ -116,8 +136,15 @@ class Scheduler:
 def application() -> web.Application:
     """All endpoints; those of the scheduler answer 400 with the error's text."""
     scheduler, thread = Scheduler(), ThreadPoolExecutor(1)
-    info = {"version": "0.5.23", "random_seed": os.getpid(), "startup_time": time.time(), "device": "cpu", "tp_size": 1,
-            "pp_size": 1, "dp_size": 1}  # fmt: skip
+    info = {
+        "version": "0.5.23",
+        "random_seed": os.getpid(),
+        "startup_time": time.time(),
+        "device": "cpu",
+        "tp_size": 1,
+        "pp_size": 1,
+        "dp_size": 1,
+    }
 
     async def do(request: web.Request) -> web.Response:
         step = getattr(scheduler, request.path.strip("/"), None)
@@ -129,8 +156,11 @@ def application() -> web.Application:
         return web.json_response({"success": True})
 
     async def tell(request: web.Request) -> web.Response:
-        known = {"/server_info": info, "/model_info": {"weight_version": scheduler.version, "model_path": "m"},
-                 "/held": {"held": scheduler.held, "buckets": scheduler.buckets}}  # fmt: skip
+        known = {
+            "/server_info": info,
+            "/model_info": {"weight_version": scheduler.version, "model_path": "m"},
+            "/held": {"held": scheduler.held, "buckets": scheduler.buckets},
+        }
         return web.json_response(known[request.path])
 
     app = web.Application()

@@ -13,8 +13,8 @@ from tests.support.transformers_reference import load_reference
 
 
 def changed_model(path: str, version: int) -> torch.nn.Module:
-    """The model as an update leaves it, in float64: every version has other weights, rounded to float32 as they
-    travel."""
+    """The model as an update leaves it, in float64: every version has other weights, rounded to
+    float32 as they travel."""
     model = load_reference(path)
     generator = torch.Generator().manual_seed(version)
     with torch.no_grad():
@@ -25,13 +25,19 @@ def changed_model(path: str, version: int) -> torch.nn.Module:
 
 
 class HarmedWeights:
-    """Weights whose first transfer calls `harm` before the tensor `at`, which is in the middle of the tests' models.
+    """Weights whose first transfer calls `harm` before the tensor `at`, which is in the middle of
+    the tests' models.
 
-    Iterated again for each further transfer, such as one to the servers that are left when a group broke.
+    Iterated again for each further transfer, such as one to the servers that are left when a group
+    broke.
     """
 
-    def __init__(self, weights: Callable[[], Iterator[tuple[str, Tensor]]], harm: Callable[[], object],
-                 at: int = 60) -> None:  # fmt: skip
+    def __init__(
+        self,
+        weights: Callable[[], Iterator[tuple[str, Tensor]]],
+        harm: Callable[[], object],
+        at: int = 60,
+    ) -> None:
         self._weights, self._harm, self._at = weights, harm, at
         self._begun = self._read = 0  # transfers
 
@@ -46,7 +52,9 @@ class HarmedWeights:
 
     @property
     def all_read(self) -> bool:
-        """Whether every transfer was read to its end, as it must be where producing it is collective."""
+        """Whether every transfer was read to its end, as it must be where producing it is
+        collective.
+        """
         return self._begun == self._read > 0
 
 

@@ -19,7 +19,9 @@ def test_every_file_is_copied_with_its_mode(tmp_path):
     assert not [file for file in files if "__pycache__" in file.parts]
 
 
-def test_copying_again_is_fine_and_a_changed_file_stops_it_before_anything_is_written(tmp_path, capsys):
+def test_copying_again_is_fine_and_a_changed_file_stops_it_before_anything_is_written(
+    tmp_path, capsys
+):
     files = copy_examples(tmp_path)
     assert copy_examples(tmp_path) == files
     kept, lost = files[-1], files[0]

@@ -19,7 +19,10 @@ def test_characters_and_words_are_tokens():
 def test_the_model_loads_and_the_seed_decides_its_weights(tmp_path: Path):
     size = TinyModel(hidden=32, layers=2, experts=4, expert_width=16)
     seeds = {"a": 0, "b": 0, "c": 1}
-    counts = [write_tiny_model(tmp_path / name, size, words=[WORD], seed=seed) for name, seed in seeds.items()]
+    counts = [
+        write_tiny_model(tmp_path / name, size, words=[WORD], seed=seed)
+        for name, seed in seeds.items()
+    ]
     models = [AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in "abc"]
     assert counts == [sum(p.numel() for p in model.parameters()) for model in models]
     states = [model.state_dict() for model in models]

@@ -10,7 +10,10 @@ def test_two_runs_make_one_picture(tmp_path, capsys):
         (tmp_path / name).mkdir()
         lines = [json.dumps({"step": step, "reward/mean": step / 4}) for step in range(1, 5)]
         (tmp_path / name / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    assert main([str(tmp_path / "a"), str(tmp_path / "b"), "--output", str(tmp_path / "both.png")]) == 0
+    assert (
+        main([str(tmp_path / "a"), str(tmp_path / "b"), "--output", str(tmp_path / "both.png")])
+        == 0
+    )
     assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
     assert "both.png" in capsys.readouterr().out
 
@@ -35,8 +38,12 @@ def test_no_run_s_picture_is_replaced_by_that_of_others(tmp_path, capsys, monkey
     assert main([first, "--output", "b/curves.png"]) == 2
     monkeypatch.chdir(tmp_path / "a")
     assert main([".", second]) == 0 and main([first, second, "--output", "curves.png"]) == 2
-    assert all((tmp_path / name / "curves.png").read_bytes() == b"of its own run" for name in ("a", "b"))
-    assert main([first]) == 0 and (tmp_path / "a" / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert all(
+        (tmp_path / name / "curves.png").read_bytes() == b"of its own run" for name in ("a", "b")
+    )
+    assert main([first]) == 0 and (tmp_path / "a" / "curves.png").read_bytes().startswith(
+        b"\x89PNG"
+    )
 
 
 def test_names_that_matplotlib_would_read_as_formulas(tmp_path):

@@ -24,9 +24,22 @@ def _hear_interrupts() -> None:
 @contextmanager
 def serving(launch: SGLangLaunch, *more: str) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "megatron_gspo.tools.serve", "--model", launch.model]
-    command += ["--python", launch.python, "--log-dir", launch.log_dir, "--sglang.device", "cpu", *more]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                               preexec_fn=_hear_interrupts)  # fmt: skip
+    command += [
+        "--python",
+        launch.python,
+        "--log-dir",
+        launch.log_dir,
+        "--sglang.device",
+        "cpu",
+        *more,
+    ]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=_hear_interrupts,
+    )
     try:
         yield process
     finally:
@@ -36,7 +49,15 @@ def serving(launch: SGLangLaunch, *more: str) -> Iterator[subprocess.Popen[str]]
 
 @pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGINT])
 def test_it_prints_the_urls_passes_arguments_on_and_leaves_nothing(stand_in, ending):
-    extra = ("--servers", "2", "--sglang.host", "0.0.0.0", "--sglang.mem-fraction-static=0.7", "--advertise", "node7")
+    extra = (
+        "--servers",
+        "2",
+        "--sglang.host",
+        "0.0.0.0",
+        "--sglang.mem-fraction-static=0.7",
+        "--advertise",
+        "node7",
+    )
     with serving(stand_in, *extra) as process:
         line = process.stdout.readline().strip()
         assert line.startswith("sglang.urls=[http://node7:") and line.count("http://node7:") == 2
@@ -44,12 +65,22 @@ def test_it_prints_the_urls_passes_arguments_on_and_leaves_nothing(stand_in, end
         servers = [child.cmdline() for child in children if "-m" in child.cmdline()[:3]]
         assert len(servers) == 2
         for command in servers:
-            assert command[-5:] == ["--device", "cpu", "--host", "0.0.0.0", "--mem-fraction-static=0.7"]
+            assert command[-5:] == [
+                "--device",
+                "cpu",
+                "--host",
+                "0.0.0.0",
+                "--mem-fraction-static=0.7",
+            ]
         process.send_signal(ending)
         _, said = process.communicate(timeout=20)
     assert process.returncode == 0
     assert "open to other machines without a key" in said and "Traceback" not in said
-    assert not [child.pid for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+    assert not [
+        child.pid
+        for child in children
+        if child.is_running() and child.status() != psutil.STATUS_ZOMBIE
+    ]
 
 
 def test_a_server_that_cannot_start_is_told_in_a_line(stand_in):

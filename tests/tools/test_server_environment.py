@@ -1,4 +1,6 @@
-"""The pins of the environments that `tools/server_environment.py` makes; making one is part of `make test-sglang`."""
+"""The pins of the environments that `tools/server_environment.py` makes; making one is part of
+`make test-sglang`.
+"""
 
 from __future__ import annotations
 
@@ -33,5 +35,7 @@ def test_the_older_version_shares_all_but_a_few_packages():
 
 
 def test_a_version_without_pins_is_refused():
-    with pytest.raises(ValueError, match="no pins for sglang '0.4.0'; there are some for 0.5.23, 0.5.15.post1"):
+    with pytest.raises(
+        ValueError, match="no pins for sglang '0.4.0'; there are some for 0.5.23, 0.5.15.post1"
+    ):
         server_python("sglang", "0.4.0")

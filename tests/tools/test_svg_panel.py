@@ -15,7 +15,9 @@ def test_colours_become_the_pages_variables():
     (drawing,) = output
     ElementTree.fromstring(drawing)
     assert 'aria-label="0.12345 &amp; more"' in drawing and 'class="v-1"' in drawing
-    assert {"var(--v1)", "var(--p2)", "var(--text)", "var(--grid)"} <= set(re.findall(r"var\(--\w+\)", drawing))
+    assert {"var(--v1)", "var(--p2)", "var(--text)", "var(--grid)"} <= set(
+        re.findall(r"var\(--\w+\)", drawing)
+    )
     assert not re.search(r"#a1b[234]", drawing)
     assert not re.search(r' d="[^"]*\d\.\d\d', drawing)
 
@@ -29,4 +31,10 @@ def test_every_variant_of_the_largest_comparison_has_a_colour_of_its_own_in_both
 
 
 def test_short_numbers():
-    assert [short(value) for value in (0.5, 999.0, 12_000.0, 1_500_000.0, 2e9)] == ["0.5", "999", "12k", "1.5M", "2G"]
+    assert [short(value) for value in (0.5, 999.0, 12_000.0, 1_500_000.0, 2e9)] == [
+        "0.5",
+        "999",
+        "12k",
+        "1.5M",
+        "2G",
+    ]

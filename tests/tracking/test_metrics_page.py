@@ -33,13 +33,26 @@ PAGE = ROOT / "docs" / "metrics.md"
 PACKAGE = ROOT / "megatron_gspo"
 KEEPS_OTHER_RECORDS = {"rollout_cache"}  # its dict is the head of a file
 SOURCES = (
-    *(file for file in sorted((PACKAGE / "loop").glob("*.py")) if file.stem not in KEEPS_OTHER_RECORDS),
+    *(
+        file
+        for file in sorted((PACKAGE / "loop").glob("*.py"))
+        if file.stem not in KEEPS_OTHER_RECORDS
+    ),
     *(PACKAGE / "mcore" / f"{name}.py" for name in ("train_step", "forward_step")),
     PACKAGE / "rollout" / "server_engine" / "rollout_client.py",
     PACKAGE / "routing_replay" / "step_metrics.py",
 )
 # what a forward step returns; keys of summary.json; of a request; dtypes
-NOT_METRICS = {"metrics", "log_probs", "exit", "exported", "router_noise", "tags", "float32", "bfloat16"}
+NOT_METRICS = {
+    "metrics",
+    "log_probs",
+    "exit",
+    "exported",
+    "router_noise",
+    "tags",
+    "float32",
+    "bfloat16",
+}
 # functions that make a line of routing.jsonl or of rollouts.jsonl, and the arrays of ratios/
 OTHER_RECORDS = {"by_layer", "rollout_record", "ratio_arrays"}
 
@@ -62,11 +75,15 @@ def pattern(node: ast.expr) -> str | None:
 
 
 def written_names(source: str) -> set[str]:
-    """Keys of dict displays and comprehensions, and of assignments to an item (not `+=`), as patterns."""
+    """Keys of dict displays and comprehensions, and of assignments to an item (not `+=`), as
+    patterns.
+    """
     keys: list[ast.expr | None] = []
     tree = ast.parse(source)
     nodes = list(ast.walk(tree))
-    elsewhere = [node for node in nodes if isinstance(node, ast.FunctionDef) and node.name in OTHER_RECORDS]
+    elsewhere = [
+        node for node in nodes if isinstance(node, ast.FunctionDef) and node.name in OTHER_RECORDS
+    ]
     left_out = {id(inner) for function in elsewhere for inner in ast.walk(function)}
     nodes = [node for node in nodes if id(node) not in left_out]
     counted = {id(node.target) for node in nodes if isinstance(node, ast.AugAssign)}
@@ -89,20 +106,34 @@ def timer_names(source: str) -> set[str]:
 
 
 def computed_names() -> set[str]:
-    """What the functions of the algorithms return, for every preset and option that adds a figure."""
+    """What the functions of the algorithms return, for every preset and option that adds a
+    figure.
+    """
     zeros, mask, ids = torch.zeros(4), torch.ones(4), torch.tensor([0, 0, 1, 1])
     names: set[str] = set()
     for name in PRESETS:
         options = {"kl_loss_coef": 0.1, "entropy_coef": 0.1}
-        options |= {} if name == "sft" else {"log_ratio_coef": 0.1, "off_policy_mask_threshold": 0.1}
+        options |= (
+            {} if name == "sft" else {"log_ratio_coef": 0.1, "off_policy_mask_threshold": 0.1}
+        )
         options |= {"dual_clip": 3.0} if name == "grpo" else {}
         _, metrics = call_policy_loss(
-            complete_preset(name, **options), log_probs=zeros, old_log_probs=zeros, advantages=mask, loss_mask=mask,
-            segment_ids=ids, num_sequences=2, num_tokens=4, ref_log_probs=zeros, entropy=mask,
-        )  # fmt: skip
+            complete_preset(name, **options),
+            log_probs=zeros,
+            old_log_probs=zeros,
+            advantages=mask,
+            loss_mask=mask,
+            segment_ids=ids,
+            num_sequences=2,
+            num_tokens=4,
+            ref_log_probs=zeros,
+            entropy=mask,
+        )
         names |= set(finish_metrics(metrics))
     mismatch = mismatch_metrics(zeros, zeros, mask, num_tokens=4)
-    names |= set(value_loss(zeros, old_values=zeros, returns=zeros, loss_mask=mask, num_tokens=4)[1])
+    names |= set(
+        value_loss(zeros, old_values=zeros, returns=zeros, loss_mask=mask, num_tokens=4)[1]
+    )
     return names | set(ratio_quantiles(zeros, zeros, mask, ids)) | set(mismatch)
 
 
@@ -111,7 +142,14 @@ def produced() -> set[str]:
     written = set().union(*map(written_names, sources)) - NOT_METRICS - set(_PARTS)
     timed = set().union(*map(timer_names, sources))
     critic = {f"critic/{name}" for name in ("grad_norm", "lr")}  # of its optimizer step
-    return {"step"} | critic | written | timed | {f"time/{part}" for part in _PARTS.values()} | computed_names()
+    return (
+        {"step"}
+        | critic
+        | written
+        | timed
+        | {f"time/{part}" for part in _PARTS.values()}
+        | computed_names()
+    )
 
 
 def unmatched(names: set[str], patterns: set[str]) -> set[str]:
@@ -119,7 +157,15 @@ def unmatched(names: set[str], patterns: set[str]) -> set[str]:
 
 
 def test_the_sources_are_read() -> None:
-    some = {"grad_norm", "loss", "reward/mean", "eval/pass@*", "verifier/*", "time/weight_sync", "ratio/std"}
+    some = {
+        "grad_norm",
+        "loss",
+        "reward/mean",
+        "eval/pass@*",
+        "verifier/*",
+        "time/weight_sync",
+        "ratio/std",
+    }
     assert some <= produced()
 
 
@@ -139,14 +185,18 @@ def test_every_row_is_produced() -> None:
 
 def test_summary_is_documented() -> None:
     tree = ast.parse((PACKAGE / "loop" / "checkpoints.py").read_text(encoding="utf-8"))
-    [state] = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "LoopState"]
+    [state] = [
+        node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "LoopState"
+    ]
     fields = {item.target.id for item in state.body if isinstance(item, ast.AnnAssign)}
     assert documented("summary.json") == fields | {"exported", "exit", "router_noise"}
 
 
 def test_other_records_are_documented() -> None:
     page = PAGE.read_text(encoding="utf-8")
-    [lines] = [line for line in page.splitlines() if "`routing.jsonl`" in line and line.startswith("|")]
+    [lines] = [
+        line for line in page.splitlines() if "`routing.jsonl`" in line and line.startswith("|")
+    ]
     [arrays] = [line for line in page.splitlines() if line.startswith("| `ratios/")]
     [rollouts] = [line for line in page.splitlines() if line.startswith("| `rollouts.jsonl`")]
     record = rollout_record(SampleBatch.of([]).table, DataCursor())
@@ -154,17 +204,31 @@ def test_other_records_are_documented() -> None:
     assert {key for key in StepRouting().by_layer() if f"`{key}`" not in lines} == set()
     tokenizer = SimpleNamespace(decode=str)
     sample = Sample(
-        prompt_index=0, sample_index=0, tokens=np.arange(4), prompt_length=2, loss_mask=np.array([True, False]),
-        rollout_log_probs=None, finish_reason="stop", advantages=np.ones(2), old_log_probs=np.ones(2),
-    )  # fmt: skip
+        prompt_index=0,
+        sample_index=0,
+        tokens=np.arange(4),
+        prompt_length=2,
+        loss_mask=np.array([True, False]),
+        rollout_log_probs=None,
+        finish_reason="stop",
+        advantages=np.ones(2),
+        old_log_probs=np.ones(2),
+    )
     found = ratio_arrays(Update({}, SampleBatch.of([sample]), {0: np.zeros(2)}), tokenizer)
     assert {key for key in found if f"`{key}`" not in arrays} == set()
     assert {key: value.tolist() for key, value in found.items()} == {
-        "log_ratio": [-1.0], "sequence": [0], "advantage": [1.0], "token_ids": [2], "token_text": ["[2]"],
-    }  # fmt: skip
+        "log_ratio": [-1.0],
+        "sequence": [0],
+        "advantage": [1.0],
+        "token_ids": [2],
+        "token_text": ["[2]"],
+    }
 
 
 def test_a_missing_row_is_found() -> None:
     assert unmatched({"reward/mean", "reward/new"}, {"reward/mean"}) == {"reward/new"}
-    source = "metrics |= {'a/b': 1}\nmetrics[f'c/{x}'] = 2\n{f'd/{k}': v for k, v in y}\ncounts['e'] += 1"
+    source = (
+        "metrics |= {'a/b': 1}\nmetrics[f'c/{x}'] = 2\n{f'd/{k}': v for k, v in y}\ncounts['e']"
+        " += 1"
+    )
     assert written_names(source) == {"a/b", "c/*", "d/*"}

@@ -39,7 +39,9 @@ def test_panels_of_a_run() -> None:
         "Training reward (mean)",
         "Held-out accuracy, %",
     ]
-    assert [p.title for p in PANELS if _has_data(p, {"sft": [{"step": 1, "loss": 2.0}]})] == ["Training loss"]
+    assert [p.title for p in PANELS if _has_data(p, {"sft": [{"step": 1, "loss": 2.0}]})] == [
+        "Training loss"
+    ]
 
 
 def colours(file: Path) -> set[tuple[int, int, int]]:

@@ -24,7 +24,10 @@ METRICS = {"reward/mean": 0.51234, "clip_fraction/tokens": 0.153, "perf/tokens_p
 
 def test_figures_that_are_there() -> None:
     assert format_metrics(METRICS) == "reward 0.512  clip 15.3%  3,412 tok/s"
-    assert format_metrics({"eval/accuracy": 0.615, "reward/mean": None, "other": 1.0}) == "accuracy 61.5%"
+    assert (
+        format_metrics({"eval/accuracy": 0.615, "reward/mean": None, "other": 1.0})
+        == "accuracy 61.5%"
+    )
     assert format_metrics({}) == ""
 
 
@@ -36,7 +39,9 @@ def test_plain_lines_and_time_left() -> None:
     stream, clock = io.StringIO(), Clock()
     with Progress(10, start=4, stream=stream, clock=clock) as progress:
         clock.now += 20
-        progress.update(5, METRICS)  # 20 s a step, 5 steps left; the steps before the resume don't count
+        progress.update(
+            5, METRICS
+        )  # 20 s a step, 5 steps left; the steps before the resume don't count
         clock.now += 10
         progress.say("evaluating")
         progress.update(6, {"eval/accuracy": 0.5})  # 30 s for two steps, 4 left

@@ -31,7 +31,14 @@ def test_one_object_a_step_is_on_disk_at_once(tmp_path: Path) -> None:
     assert run.log(1, values) == {"reward/mean": 0.5, "n": 3, "x": 0.25, "bad": None, "worse": None}
     text = (tmp_path / "a" / "run" / "metrics.jsonl").read_text()  # not closed yet
     assert text.count("\n") == 1
-    assert json.loads(text) == {"step": 1, "reward/mean": 0.5, "n": 3, "x": 0.25, "bad": None, "worse": None}
+    assert json.loads(text) == {
+        "step": 1,
+        "reward/mean": 0.5,
+        "n": 3,
+        "x": 0.25,
+        "bad": None,
+        "worse": None,
+    }
 
 
 def test_a_step_is_logged_once_and_in_order(tmp_path: Path) -> None:
@@ -74,7 +81,9 @@ def test_half_a_line_at_the_end_is_dropped(tmp_path: Path) -> None:
 def test_a_run_from_nothing_starts_empty_or_is_refused(tmp_path: Path) -> None:
     with RunDirectory(tmp_path) as run:
         run.log(1, {})
-    with pytest.raises(FileExistsError, match="run_dir = .*: holds another run; choose another run_dir"):
+    with pytest.raises(
+        FileExistsError, match="run_dir = .*: holds another run; choose another run_dir"
+    ):
         RunDirectory(tmp_path, reuse=False)
     assert steps(tmp_path) == [1]
     with RunDirectory(tmp_path):
@@ -112,7 +121,9 @@ def test_what_people_keep_beside_samples_stays(tmp_path: Path, folder: str, end:
         leftover.write_text("half of it")
     RunDirectory(tmp_path, resume_step=1).close()
     theirs = [*names, "lost+found", f"step_000008.{end}", f"step_000009.{end}"]
-    assert sorted(path.name for path in (tmp_path / folder).iterdir()) == sorted([*theirs, f"step_000001.{end}"])
+    assert sorted(path.name for path in (tmp_path / folder).iterdir()) == sorted(
+        [*theirs, f"step_000001.{end}"]
+    )
     assert (tmp_path / "my notes.tmp").exists() and not (tmp_path / "summary.json.tmp").exists()
 
 
@@ -148,7 +159,9 @@ def test_a_new_run_keeps_the_files_of_an_earlier_one(tmp_path: Path) -> None:
     for number, reward in ((1, 0.25), (2, 0.5)):
         earlier = tmp_path / f"earlier_{number}"
         assert [record["reward/mean"] for record in read_metrics(earlier)] == [reward]
-        assert json.loads((earlier / "samples" / "step_000001.jsonl").read_text()) == {"reward": reward}
+        assert json.loads((earlier / "samples" / "step_000001.jsonl").read_text()) == {
+            "reward": reward
+        }
         assert (earlier / "hf" / "config.json").read_text() == str(reward)
         assert (earlier / "summary.json").is_file() and (earlier / "config.yaml").is_file()
     assert sorted(path.name for path in tmp_path.iterdir()) == [
@@ -180,7 +193,9 @@ def test_an_earlier_run_on_another_disk_stays_there(tmp_path: Path) -> None:
     finished_run(tmp_path / "run", 0.5)
     RunDirectory(tmp_path / "run").close()
     file = tmp_path / "run" / "earlier_1" / "samples" / "step_000001.jsonl"
-    assert json.loads(file.read_text()) == {"reward": 0.5} and (tmp_path / "disk" / file.name).exists()
+    assert (
+        json.loads(file.read_text()) == {"reward": 0.5} and (tmp_path / "disk" / file.name).exists()
+    )
 
 
 def test_an_earlier_run_is_numbered_after_the_last(tmp_path: Path) -> None:
@@ -201,7 +216,9 @@ def test_a_killed_process_loses_no_finished_step(tmp_path: Path) -> None:
 
 
 def test_samples_keep_their_text(tmp_path: Path) -> None:
-    file = RunDirectory(tmp_path).write_samples(12, [{"prompt": "2 × 3\n=", "reward": 1.0}, {"prompt": "ß"}])
+    file = RunDirectory(tmp_path).write_samples(
+        12, [{"prompt": "2 × 3\n=", "reward": 1.0}, {"prompt": "ß"}]
+    )
     assert file.name == "step_000012.jsonl"
     rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     assert rows == [{"prompt": "2 × 3\n=", "reward": 1.0}, {"prompt": "ß"}]
@@ -221,7 +238,9 @@ def test_summary_is_whole_or_absent(tmp_path: Path) -> None:
     }
     with pytest.raises(TypeError):
         run.write_summary({"x": object()})
-    assert json.loads(run.summary.read_text())["accuracy_after"] == 0.5  # the old one is still there
+    assert (
+        json.loads(run.summary.read_text())["accuracy_after"] == 0.5
+    )  # the old one is still there
     assert not list(tmp_path.glob("*.tmp"))
 
 

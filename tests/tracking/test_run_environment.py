@@ -10,7 +10,12 @@ from megatron_gspo.tracking.run_environment import PACKAGES, describe_environmen
 
 def git(folder, *arguments):
     identity = ("-c", "user.name=a", "-c", "user.email=a@b")
-    return subprocess.run(["git", "-C", str(folder), *identity, *arguments], check=True, capture_output=True, text=True)
+    return subprocess.run(
+        ["git", "-C", str(folder), *identity, *arguments],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
 
 
 def test_the_revision_of_a_checkout(tmp_path):

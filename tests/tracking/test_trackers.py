@@ -1,4 +1,6 @@
-"""The adapters write to the real packages, offline; a missing or failing one is reported in one line."""
+"""The adapters write to the real packages, offline; a missing or failing one is reported in one
+line.
+"""
 
 import re
 import socket
@@ -19,7 +21,9 @@ def read_events(folder: Path) -> dict[str, list[tuple[int, float]]]:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     events = accumulator.EventAccumulator(str(folder))
     events.Reload()
-    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    return {
+        tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]
+    }
 
 
 def test_tensorboard_counts_no_step_twice(tmp_path: Path) -> None:
@@ -39,7 +43,9 @@ def test_mlflow_goes_on_with_the_same_run(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "store").as_uri())
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     for resume, step in ((None, 1), (1, 2)):
-        trackers = make_trackers(RunInfo(tmp_path, {"optimizer": {"lr": 0.5}}, resume), mlflow="experiment")
+        trackers = make_trackers(
+            RunInfo(tmp_path, {"optimizer": {"lr": 0.5}}, resume), mlflow="experiment"
+        )
         trackers.log(step, {"reward/mean": float(step)})
         trackers.close()
     client = mlflow.MlflowClient()
@@ -60,16 +66,20 @@ def test_wandb_writes_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     identity = (tmp_path / "wandb_id").read_text().strip()
     files = list((tmp_path / "wandb").glob(f"offline-run-*-{identity}/*.wandb"))
     assert len(files) == 1
-    wait_for(lambda: b"reward/mean" in files[0].read_bytes())  # its own process writes the file, when it gets a turn
+    wait_for(
+        lambda: b"reward/mean" in files[0].read_bytes()
+    )  # its own process writes the file, when it gets a turn
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
-def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_missing_package_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     monkeypatch.setitem(sys.modules, name, None)  # what Python puts there to make an import fail
     with pytest.raises(ImportError) as caught:
         make_trackers(RunInfo(tmp_path, {}), **{name: True})
-    assert str(caught.value) == (
-        f"tracking.{name} is set: {name} is not installed; "
+    assert (
+        str(caught.value) == f"tracking.{name} is set: {name} is not installed; "
         "pip install 'megatron-gspo[tracking]' or set the key to false"
     )
 
@@ -108,26 +118,38 @@ def lines_of(tracker: dict, run: Path, *, seconds: float = 60.0) -> tuple[list[s
     return lines, took
 
 
-def test_a_server_that_never_answers_delays_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_never_answers_delays_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{silent.getsockname()[1]}")
         lines, took = lines_of({"mlflow": True}, tmp_path, seconds=1.0)
     late = "it did not take the last metrics in time; metrics.jsonl has them"
     assert lines == [f"MLflow failed and is not used any more: {late}"] and took < 1.0
-    assert not [child for child in psutil.Process().children() if "tracker_process" in " ".join(child.cmdline())]
+    assert not [
+        child
+        for child in psutil.Process().children()
+        if "tracker_process" in " ".join(child.cmdline())
+    ]
 
 
 def test_a_wrong_key_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "wrong")
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     [line], _ = lines_of({"wandb": True}, tmp_path)
-    assert line.startswith("W&B failed and is not used any more: ") and "API key" in line and "\n" not in line
+    assert (
+        line.startswith("W&B failed and is not used any more: ")
+        and "API key" in line
+        and "\n" not in line
+    )
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "tensorboard").write_text("a file in the folder's place")
     [line], _ = lines_of({"tensorboard": True}, tmp_path)
-    assert line.startswith("TensorBoard failed and is not used any more: ") and "tensorboard" in line
+    assert (
+        line.startswith("TensorBoard failed and is not used any more: ") and "tensorboard" in line
+    )
 
 
 def test_a_server_that_refuses_connections_is_one_line_and_does_not_end_the_others(
@@ -136,7 +158,10 @@ def test_a_server_that_refuses_connections_is_one_line_and_does_not_end_the_othe
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     [line], _ = lines_of({"mlflow": True, "tensorboard": True}, tmp_path)
-    assert re.match(r"MLflow failed and is not used any more: .*127\.0\.0\.1", line) and "\n" not in line
+    assert (
+        re.match(r"MLflow failed and is not used any more: .*127\.0\.0\.1", line)
+        and "\n" not in line
+    )
     assert read_events(tmp_path / "tensorboard") == {"reward/mean": [(1, 0.5), (2, 0.5)]}
 
 
@@ -144,11 +169,15 @@ def test_a_process_that_dies_is_one_line(tmp_path: Path) -> None:
     lines: list[str] = []
     trackers = make_trackers(RunInfo(tmp_path, {}), tensorboard=True, say=lines.append)
     mine = psutil.Process()
-    [child] = wait_for(lambda: [c for c in mine.children() if "tracker_process" in " ".join(c.cmdline())])
+    [child] = wait_for(
+        lambda: [c for c in mine.children() if "tracker_process" in " ".join(c.cmdline())]
+    )
     child.kill()
     trackers.log(1, {})
     trackers.close()
-    assert lines == ["TensorBoard failed and is not used any more: its process ended with exit code -9"]
+    assert lines == [
+        "TensorBoard failed and is not used any more: its process ended with exit code -9"
+    ]
 
 
 class Slow:

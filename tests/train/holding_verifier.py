@@ -1,4 +1,6 @@
-"""A verifier that delays the writer of a checkpoint, as a slow disk does, until the run has continued."""
+"""A verifier that delays the writer of a checkpoint, as a slow disk does, until the run has
+continued.
+"""
 
 import os
 import sys

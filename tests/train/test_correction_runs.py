@@ -1,5 +1,5 @@
-"""What the loop does about an engine that scores tokens differently: against loops in double precision, whatever the
-cut into batches and ranks."""
+"""What the loop does about an engine that scores tokens differently: against loops in double
+precision, whatever the cut into batches and ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ from tests.support.training_runs import base_config, first_step, tiny_model
 
 
 class OtherKernels(EmbeddedEngine):
-    """Returns other log-probs than it sampled with: a shift of each response, and noise of each token."""
+    """Returns other log-probs than it sampled with: a shift of each response, and noise of each
+    token.
+    """
 
     def generate(self, prompts, sampling, *, seed):
         return [self.disturbed(sample) for sample in super().generate(prompts, sampling, seed=seed)]
@@ -63,7 +65,9 @@ def ratio_of(sample: Sample, tokens: np.ndarray) -> float:
 
 
 def binary_kl(log_p: float, log_q: float) -> float:
-    """Of "this token or another"; 1e-8 as in verl, since the others may have no probability left."""
+    """Of "this token or another"; 1e-8 as in verl, since the others may have no probability
+    left.
+    """
     p, q = math.exp(log_p), math.exp(log_q)
     return p * (log_p - log_q) + (1 - p) * math.log((1 - p + 1e-8) / (1 - q + 1e-8))
 
@@ -73,7 +77,10 @@ def kept_of(sample: Sample, algorithm: AlgorithmConfig) -> list[bool]:
     low, high = algorithm.rollout_rs_band
     largest = algorithm.rollout_rs_divergence or math.nan
     places = np.arange(sample.response_length)
-    pairs = [(float(a), float(b)) for a, b in zip(sample.old_log_probs, sample.rollout_log_probs, strict=True)]
+    pairs = [
+        (float(a), float(b))
+        for a, b in zip(sample.old_log_probs, sample.rollout_log_probs, strict=True)
+    ]
     if algorithm.rollout_rs == "token":
         return [low <= math.exp(a - b) <= high for a, b in pairs]
     if algorithm.rollout_rs == "geometric":
@@ -86,7 +93,9 @@ def kept_of(sample: Sample, algorithm: AlgorithmConfig) -> list[bool]:
     return [True] * len(places)
 
 
-def expected(plain: list[Sample], algorithm: AlgorithmConfig) -> tuple[list[list[bool]], list[list[float]]]:
+def expected(
+    plain: list[Sample], algorithm: AlgorithmConfig
+) -> tuple[list[list[bool]], list[list[float]]]:
     """(masks, advantages) of samples whose advantages are still the group's."""
     masks, advantages = [], []
     for sample in plain:
@@ -98,7 +107,10 @@ def expected(plain: list[Sample], algorithm: AlgorithmConfig) -> tuple[list[list
         elif algorithm.rollout_is == "geometric" and any(counts):
             weights = [ratio_of(sample, np.flatnonzero(counts))] * len(kept)
         low, high = algorithm.rollout_is_threshold_lower, algorithm.rollout_is_threshold
-        weights = [max(min(w, high), low) * (k or counts is kept) for w, k in zip(weights, kept, strict=True)]
+        weights = [
+            max(min(w, high), low) * (k or counts is kept)
+            for w, k in zip(weights, kept, strict=True)
+        ]
         masks.append(counts)
         advantages.append([float(a) * w for a, w in zip(sample.advantages, weights, strict=True)])
     return masks, advantages
@@ -115,24 +127,37 @@ def objective(masks: list[list[bool]], advantages: list[list[float]]) -> float:
 
 
 SETTINGS = {
-    "weights by token": {"rollout_is": "token", "rollout_is_threshold": 1.5, "rollout_is_threshold_lower": 0.8},
+    "weights by token": {
+        "rollout_is": "token",
+        "rollout_is_threshold": 1.5,
+        "rollout_is_threshold_lower": 0.8,
+    },
     "weights by sequence": {"rollout_is": "geometric", "rollout_is_threshold": 1.1},
     "mask by token, weights by sequence": {"rollout_rs": "token", "rollout_is": "geometric"},
     "mask by sequence, weights by token": {
-        "rollout_rs": "geometric", "rollout_rs_threshold_lower": 0.75, "rollout_rs_threshold": 1.35,
+        "rollout_rs": "geometric",
+        "rollout_rs_threshold_lower": 0.75,
+        "rollout_rs_threshold": 1.35,
         "rollout_is": "token",
     },
     "icepop": {"rollout_correction_preset": "icepop"},
     "kpop, all in the denominators": {
-        "rollout_rs": "token_binary_kl", "rollout_rs_divergence": 0.01, "rollout_rs_denominator": "all",
+        "rollout_rs": "token_binary_kl",
+        "rollout_rs_divergence": 0.01,
+        "rollout_rs_denominator": "all",
         "rollout_is": "geometric",
     },
     # the published 0.001 would leave nothing of this noise
-    "k3 rejection": {"rollout_correction_preset": "k3_rejection_token_tis", "rollout_rs_divergence": 0.15},
-}  # fmt: skip
+    "k3 rejection": {
+        "rollout_correction_preset": "k3_rejection_token_tis",
+        "rollout_rs_divergence": 0.15,
+    },
+}
 
 
-def steps(rank: int, world: int, plains: list[dict[str, Any]]) -> list[tuple[list[Sample], dict[str, float]]]:
+def steps(
+    rank: int, world: int, plains: list[dict[str, Any]]
+) -> list[tuple[list[Sample], dict[str, float]]]:
     """One after another in a process, which costs a fraction of a process each."""
     found = []
     for plain in plains:
@@ -145,8 +170,12 @@ def steps(rank: int, world: int, plains: list[dict[str, Any]]) -> list[tuple[lis
 def results(request, folder) -> tuple[str, dict[str, tuple[list[Sample], dict[str, float]]]]:
     """The objective; (samples, metrics) of a step without correction, "", and of each setting."""
     chosen = {"": {}, **SETTINGS}
-    plains = [small(folder, algorithm={"name": request.param, **setting}) for setting in chosen.values()]
-    return request.param, dict(zip(chosen, run_distributed(steps, 1, plains, timeout=240)[0], strict=True))
+    plains = [
+        small(folder, algorithm={"name": request.param, **setting}) for setting in chosen.values()
+    ]
+    return request.param, dict(
+        zip(chosen, run_distributed(steps, 1, plains, timeout=240)[0], strict=True)
+    )
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -159,7 +188,9 @@ def test_a_step_against_a_naive_loop(setting, results):
     assert [sample.loss_mask.tolist() for sample in samples] == masks
     for sample, values in zip(samples, advantages, strict=True):
         kept = sample.loss_mask
-        np.testing.assert_allclose(sample.advantages[kept], np.array(values)[kept], rtol=1e-5, atol=1e-7)
+        np.testing.assert_allclose(
+            sample.advantages[kept], np.array(values)[kept], rtol=1e-5, atol=1e-7
+        )
     assert metrics["loss"] == pytest.approx(-objective(masks, advantages), rel=1e-4, abs=1e-6)
     assert abs(metrics["loss"] - before["loss"]) > 1e-3
     if algorithm.rollout_rs != "none":
@@ -170,7 +201,9 @@ def test_a_step_against_a_naive_loop(setting, results):
 
 
 def test_a_minirl_step_against_a_naive_loop(folder):
-    """The engine's log-probs reach the loss: some weights are truncated at 1.5, and the policy is still the old one."""
+    """The engine's log-probs reach the loss: some weights are truncated at 1.5, and the policy
+    is still the old one.
+    """
     plain = small(folder, algorithm={"name": "minirl", "max_weight": 1.5})
     [(samples, metrics)] = run_distributed(one_step, 1, plain)
     terms, truncated = [], 0
@@ -178,7 +211,9 @@ def test_a_minirl_step_against_a_naive_loop(folder):
         for t in np.flatnonzero(sample.loss_mask):
             ratio = math.exp(float(sample.old_log_probs[t]) - float(sample.rollout_log_probs[t]))
             truncated += ratio > 1.5
-            terms.append(min(ratio, 1.5) * float(sample.advantages[t]) * float(sample.old_log_probs[t]))
+            terms.append(
+                min(ratio, 1.5) * float(sample.advantages[t]) * float(sample.old_log_probs[t])
+            )
     assert 0 < truncated < len(terms)
     assert metrics["loss"] == pytest.approx(-math.fsum(terms) / len(samples), rel=1e-4)
 
@@ -190,7 +225,9 @@ def test_the_cut_does_not_matter(folder, chosen):
     algorithm = {"name": "gspo_token", **chosen}
     training = {"steps": 1, "global_batch_size": 16}
     wide = small(folder, algorithm=algorithm)
-    narrow = small(folder, algorithm=algorithm, training={**training, "max_tokens_per_micro_batch": 40})
+    narrow = small(
+        folder, algorithm=algorithm, training={**training, "max_tokens_per_micro_batch": 40}
+    )
     [whole], [cut] = run_distributed(one_step, 1, wide), run_distributed(one_step, 1, narrow)
     spread = run_distributed(one_step, 2, narrow)
     context = run_distributed(one_step, 2, {**narrow, "parallel": {"context_parallel_size": 2}})
@@ -208,7 +245,9 @@ def test_the_rollouts_own_log_probs_are_compared_in_the_first_update(folder):
     own = small(folder, algorithm={"name": "gspo", "old_log_probs": "rollout"}, training=training)
     [(samples, metrics)] = run_distributed(one_step, 1, own)
     [(scored, _)] = run_distributed(one_step, 1, small(folder))
-    rows = np.random.default_rng([7, 0, 0]).permutation(16)[:4]  # update.mini_batches of seed 7, step 0, epoch 0
+    rows = np.random.default_rng([7, 0, 0]).permutation(16)[
+        :4
+    ]  # update.mini_batches of seed 7, step 0, epoch 0
     first = SampleBatch.of([scored[i] for i in rows])
     wanted = mismatch(first, {i: sample.old_log_probs for i, sample in first.held.items()})
     assert wanted["mismatch/abs_diff"] > 0.1

@@ -1,4 +1,6 @@
-"""Whole runs whose samples are episodes: on the example's environment, and with environments that fail."""
+"""Whole runs whose samples are episodes: on the example's environment, and with environments
+that fail.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,14 @@ from megatron_gspo.data.sample import Sample
 from megatron_gspo.data.turn_spans import spans
 from megatron_gspo.loop import training_loop
 from tests.support.distributed import run_distributed
-from tests.support.training_runs import base_config, exported, first_step, launch, records, tiny_model
+from tests.support.training_runs import (
+    base_config,
+    exported,
+    first_step,
+    launch,
+    records,
+    tiny_model,
+)
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = f"{ROOT}/examples/environments/spell_backward.py:spell_backward"
@@ -87,8 +96,12 @@ def test_a_resumed_run_ends_the_same(finished, tmp_path):
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-def one_step(rank: int, world: int, plain: dict[str, Any], disturb: bool) -> tuple[list[Sample], dict[str, float]]:
-    """The samples as they are trained on and the metrics of a step; disturb: nonsense at every observation token."""
+def one_step(
+    rank: int, world: int, plain: dict[str, Any], disturb: bool
+) -> tuple[list[Sample], dict[str, float]]:
+    """The samples as they are trained on and the metrics of a step; disturb: nonsense at every
+    observation token.
+    """
     if disturb:
         optimizer_steps = training_loop.run_optimizer_steps
         training_loop.run_optimizer_steps = lambda policy, batch, *rest: optimizer_steps(
@@ -122,32 +135,51 @@ def test_observations_have_no_gradient(step):
     assert metrics["grad_norm"] > 1e-3
     for name in ("loss", "grad_norm", "ratio_max", "kl/old_policy"):
         assert disturbed[name] == metrics[name], name
-    batch = pack(samples, num_sequences=len(samples), num_tokens=sum(int(s.loss_mask.sum()) for s in samples))
+    batch = pack(
+        samples, num_sequences=len(samples), num_tokens=sum(int(s.loss_mask.sum()) for s in samples)
+    )
     log_probs = batch.old_log_probs.clone().requires_grad_()
     loss, _ = policy_loss(
-        preset("gspo_token"), log_probs=log_probs, old_log_probs=batch.old_log_probs, advantages=batch.advantages + 1,
-        loss_mask=batch.loss_mask, segment_ids=batch.segment_ids, num_sequences=batch.num_sequences,
-    )  # fmt: skip
+        preset("gspo_token"),
+        log_probs=log_probs,
+        old_log_probs=batch.old_log_probs,
+        advantages=batch.advantages + 1,
+        loss_mask=batch.loss_mask,
+        segment_ids=batch.segment_ids,
+        num_sequences=batch.num_sequences,
+    )
     loss.backward()
     trained = batch.loss_mask > 0
-    assert not log_probs.grad[~trained].any() and (log_probs.grad[trained] != 0).float().mean() > 0.9
+    assert (
+        not log_probs.grad[~trained].any() and (log_probs.grad[trained] != 0).float().mean() > 0.9
+    )
 
 
 def test_the_layout_does_not_matter(step):
     config, samples, metrics = step
-    narrow = {**config, "training": {"steps": 1, "global_batch_size": 16, "max_tokens_per_micro_batch": 100}}
+    narrow = {
+        **config,
+        "training": {"steps": 1, "global_batch_size": 16, "max_tokens_per_micro_batch": 100},
+    }
     runs = run_distributed(one_step, 2, narrow, False)
-    runs += run_distributed(one_step, 2, {**narrow, "parallel": {"context_parallel_size": 2}}, False)
+    runs += run_distributed(
+        one_step, 2, {**narrow, "parallel": {"context_parallel_size": 2}}, False
+    )
     for others, found in runs:
         for a, b in zip(samples, others, strict=True):
-            assert a.tokens.tolist() == b.tokens.tolist() and a.loss_mask.tolist() == b.loss_mask.tolist()
+            assert (
+                a.tokens.tolist() == b.tokens.tolist()
+                and a.loss_mask.tolist() == b.loss_mask.tolist()
+            )
             np.testing.assert_allclose(a.advantages, b.advantages, rtol=1e-5)
         for name in ("loss", "grad_norm", "reward/mean", "turns/mean"):
             assert found[name] == pytest.approx(metrics[name], rel=2e-4, abs=1e-6), name
 
 
 def test_turns_have_advantages_of_their_own(step):
-    """First turns and second turns are compared with their like; the loss is the mean over an episode's tokens."""
+    """First turns and second turns are compared with their like; the loss is the mean over an
+    episode's tokens.
+    """
     _, samples, metrics = step
     returns = [[span.reward for span in spans(sample)] for sample in samples]
     for values in returns:
@@ -157,8 +189,11 @@ def test_turns_have_advantages_of_their_own(step):
     for sample, own in zip(samples, returns, strict=True):
         tokens = []
         for k, span in enumerate(spans(sample)):
-            peers = [r[k] for s, r in zip(samples, returns, strict=True)
-                     if s.prompt_index == sample.prompt_index and len(r) > k]  # fmt: skip
+            peers = [
+                r[k]
+                for s, r in zip(samples, returns, strict=True)
+                if s.prompt_index == sample.prompt_index and len(r) > k
+            ]
             spread = np.std(peers, ddof=1) if len(peers) > 1 else 0.0
             wanted = (own[k] - np.mean(peers)) / spread if max(peers) > min(peers) else 0.0
             np.testing.assert_allclose(sample.advantages[span.start : span.end], wanted, atol=1e-5)
@@ -171,7 +206,10 @@ def test_turns_have_advantages_of_their_own(step):
 def test_one_advantage_an_episode_without_a_discount(model, tmp_path):
     config = multi_turn(model, tmp_path / "run", algorithm={"name": "gspo", "turn_discount": None})
     [(samples, metrics)] = run_distributed(one_step, 1, config, False)
-    assert all(len(set(sample.advantages.tolist())) == 1 for sample in samples) and metrics["turns/mean"] > 1
+    assert (
+        all(len(set(sample.advantages.tolist())) == 1 for sample in samples)
+        and metrics["turns/mean"] > 1
+    )
 
 
 FAILING = f"{Path(__file__).parent}/failing_environment.py:failing"
@@ -180,13 +218,20 @@ FAILING = f"{Path(__file__).parent}/failing_environment.py:failing"
 @pytest.mark.parametrize("worth", [None, pytest.param(-1.0, marks=pytest.mark.slow)])
 def test_environments_that_fail_are_counted(model, tmp_path, worth):
     config = multi_turn(
-        model, tmp_path / "run", data={"verifier_failure_reward": worth, "verifier_timeout": 2.0},
+        model,
+        tmp_path / "run",
+        data={"verifier_failure_reward": worth, "verifier_timeout": 2.0},
         rollout={"environment": FAILING, "environment_options": {}},
-        training={"steps": 1}, evaluation={"at_start": False, "at_end": False},
-    )  # fmt: skip
+        training={"steps": 1},
+        evaluation={"at_start": False, "at_end": False},
+    )
     done = launch(config)
     [row] = records(config["run_dir"])
-    assert (row["verifier/error"], row["verifier/timeout"], row.get("verifier/invalid", 0)) == (4, 4, 0)
+    assert (row["verifier/error"], row["verifier/timeout"], row.get("verifier/invalid", 0)) == (
+        4,
+        4,
+        0,
+    )
     assert row["masked/unscored"] == (8 if worth is None else 0)
     assert "8 of 16 responses could not be scored" in done.log
     assert row["reward/mean"] == pytest.approx(0.5 if worth is None else (8 * 0.5 - 8) / 16)
@@ -196,7 +241,10 @@ def test_environments_that_always_fail_end_the_run(model, tmp_path):
     rollout = {"environment": FAILING, "environment_options": {"always": True}}
     done = launch(multi_turn(model, tmp_path / "run", rollout=rollout), check=False)
     assert not done.finished
-    assert f"environment '{FAILING}' failed on all" in done.log and "ValueError: no such tool" in done.log
+    assert (
+        f"environment '{FAILING}' failed on all" in done.log
+        and "ValueError: no such tool" in done.log
+    )
 
 
 def test_the_example_config_is_valid():

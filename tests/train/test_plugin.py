@@ -17,10 +17,15 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "plugin" / "train_o
 def run_example(rank: int, world_size: int) -> list[tuple[float, float]]:
     """The loss and the gradient norm of each step; of rank 0, which prints them."""
     printed = io.StringIO()
-    begin, end = (mock.patch(f"torch.distributed.{name}_process_group") for name in ("init", "destroy"))  # done outside
+    begin, end = (
+        mock.patch(f"torch.distributed.{name}_process_group") for name in ("init", "destroy")
+    )  # done outside
     with contextlib.redirect_stdout(printed), begin, end:
         runpy.run_path(str(EXAMPLE), run_name="__main__")
-    return [(float(a), float(b)) for a, b in re.findall(r"loss (\S+), gradient norm (\S+)", printed.getvalue())]
+    return [
+        (float(a), float(b))
+        for a, b in re.findall(r"loss (\S+), gradient norm (\S+)", printed.getvalue())
+    ]
 
 
 def test_the_example_trains_and_does_not_depend_on_the_layout():

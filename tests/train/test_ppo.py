@@ -19,9 +19,16 @@ from tests.fault_injection.bitwise_diff import first_difference
 from tests.support.training_runs import WORD, base_config, exported, launch, tiny_model
 
 CRITIC = {
-    "critic/loss", "critic/clip_fraction", "critic/value", "critic/return", "critic/explained_variance",
-    "critic/grad_norm", "critic/lr", "time/values", "time/train_critic",
-}  # fmt: skip
+    "critic/loss",
+    "critic/clip_fraction",
+    "critic/value",
+    "critic/return",
+    "critic/explained_variance",
+    "critic/grad_norm",
+    "critic/lr",
+    "time/values",
+    "time/train_critic",
+}
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +44,11 @@ def config_of(model: str, run_dir: Path, **sections: dict[str, Any]) -> dict[str
         "checkpoint": {"save_interval": 1, "keep": 3},
         "tracking": {"plot": False, "samples_per_step": 2},
     }
-    return base_config(model, run_dir, **{name: {**given.get(name, {}), **sections.get(name, {})}
-                                          for name in given | sections})  # fmt: skip
+    return base_config(
+        model,
+        run_dir,
+        **{name: {**given.get(name, {}), **sections.get(name, {})} for name in given | sections},
+    )
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +64,9 @@ def test_a_run_trains_both_models(run: Path, model: str) -> None:
     assert rows[0]["critic/explained_variance"] == 0  # it begins with the value 0 everywhere
     assert rows[0]["critic/lr"] < rows[-1]["critic/lr"] == 1e-3
     assert len({row["critic/value"] for row in rows}) == 3
-    assert not torch.equal(*(files["model.norm.weight"] for files in (exported(run), load_file(weights_of(model)))))
+    assert not torch.equal(
+        *(files["model.norm.weight"] for files in (exported(run), load_file(weights_of(model))))
+    )
     names = json.loads((run / "checkpoints" / "step_000003" / "state.json").read_text())["steps"]
     assert set(names) == {"optimizer", "schedule", "critic.optimizer", "critic.schedule"}
 
@@ -85,7 +97,9 @@ def test_a_resumed_run_ends_the_same(run: Path, model: str, tmp_path: Path) -> N
         shutil.rmtree(resumed / name)
     launch(config_of(model, resumed))
     assert first_difference(resumed, run) == ""
-    mine, other = (load_file(next((folder / "critic_hf").glob("*.safetensors"))) for folder in (resumed, run))
+    mine, other = (
+        load_file(next((folder / "critic_hf").glob("*.safetensors"))) for folder in (resumed, run)
+    )
     assert all(torch.equal(mine[name], other[name]) for name in other)
 
 
@@ -94,17 +108,30 @@ def test_it_goes_on_in_another_layout(run: Path, model: str, tmp_path: Path) -> 
     resumed = tmp_path / "run"
     shutil.copytree(run, resumed)
     shutil.rmtree(resumed / "checkpoints" / "step_000003")
-    launch(config_of(model, resumed, parallel={"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2}), 2)
+    launch(
+        config_of(
+            model,
+            resumed,
+            parallel={"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2},
+        ),
+        2,
+    )
     last, whole = (read_metrics(folder)[-1] for folder in (resumed, run))
     for name in ("critic/loss", "critic/value", "critic/grad_norm", "grad_norm"):
         assert last[name] == pytest.approx(whole[name], rel=1e-3), name
 
 
 def test_the_value_model_can_begin_alone_and_have_other_sizes(model: str, tmp_path: Path) -> None:
-    write_tiny_model(tmp_path / "critic", TinyModel(hidden=16, layers=1, experts=2, expert_width=8), words=[WORD])
+    write_tiny_model(
+        tmp_path / "critic", TinyModel(hidden=16, layers=1, experts=2, expert_width=8), words=[WORD]
+    )
     critic = {"path": str(tmp_path / "critic"), "warmup_steps": 2}
     launch(config_of(model, tmp_path / "run", critic=critic, checkpoint={"save_interval": 0}))
     rows = [row for row in read_metrics(tmp_path / "run") if row["step"]]
-    assert [row["updates"] for row in rows] == [0, 0, 2] and all("critic/loss" in row for row in rows)
+    assert [row["updates"] for row in rows] == [0, 0, 2] and all(
+        "critic/loss" in row for row in rows
+    )
     assert "grad_norm" not in rows[0] and rows[0]["entropy"] > 0
-    assert load_file(next((tmp_path / "run/critic_hf").glob("*.safetensors")))["score.weight"].shape == (1, 16)
+    assert load_file(next((tmp_path / "run/critic_hf").glob("*.safetensors")))[
+        "score.weight"
+    ].shape == (1, 16)

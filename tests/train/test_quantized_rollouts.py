@@ -1,4 +1,6 @@
-"""Rollouts in eight bits: the engine samples from the dequantised weights, the trainer trains its own."""
+"""Rollouts in eight bits: the engine samples from the dequantised weights, the trainer trains
+its own.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,20 @@ EXCLUDE = ["lm_head", "model.layers.*.mlp.gate"]
 
 
 def plain(folder: Any, name: str, **sections: dict[str, Any]) -> dict[str, Any]:
-    rollout: dict[str, Any] = {"rollout_batch_size": 4, "n_samples_per_prompt": 4, "max_response_length": 6}
+    rollout: dict[str, Any] = {
+        "rollout_batch_size": 4,
+        "n_samples_per_prompt": 4,
+        "max_response_length": 6,
+    }
     lists = {} if name == "none" else {"modules": MODULES, "exclude": EXCLUDE}
     rollout["quantization"] = {"format": name, **lists}
-    return base_config(str(folder / "model"), folder / "run", rollout=rollout, routing={"metrics": False}, **sections)
+    return base_config(
+        str(folder / "model"),
+        folder / "run",
+        rollout=rollout,
+        routing={"metrics": False},
+        **sections,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +47,9 @@ def folder(tmp_path_factory):
     return folder
 
 
-def one_step(rank: int, world: int, config: dict[str, Any]) -> tuple[list[Sample], dict[str, float]]:
+def one_step(
+    rank: int, world: int, config: dict[str, Any]
+) -> tuple[list[Sample], dict[str, float]]:
     return first_step(Config.from_dict(config))
 
 
@@ -54,9 +68,12 @@ def test_samples_are_scored_by_the_dequantised_weights_and_trained_by_the_others
     plan = Config.from_dict(config).quantization_plan
     with CheckpointReader(folder / "model") as reader:
         tensors = [(name, reader.read(name)) for name in sorted(reader.names)]
-    write_checkpoint(folder / "fp8", plan.quantize(tensors), source=folder / "model", quantization=plan.config)
+    write_checkpoint(
+        folder / "fp8", plan.quantize(tensors), source=folder / "model", quantization=plan.config
+    )
     quantised, exact = (
-        AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32) for name in ("fp8", "model")
+        AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32)
+        for name in ("fp8", "model")
     )
     gap = 0.0
     for sample in samples:
@@ -74,7 +91,9 @@ def test_the_mismatch_is_that_of_the_format(folder, name):
     assert (metrics["mismatch/abs_diff_max"] > 1e-4) == (name != "none")
 
 
-def export_and_streams(rank: int, world: int, config: dict[str, Any], out: str) -> list[dict[str, torch.Tensor]]:
+def export_and_streams(
+    rank: int, world: int, config: dict[str, Any], out: str
+) -> list[dict[str, torch.Tensor]]:
     """What each source sends, and all ranks get, and the exported model, which is not quantised."""
     with build_components(Config.from_dict(config)) as run:
         streams = [dict(run.weights(source)) for source in run.policy.sources]
@@ -89,7 +108,12 @@ def test_every_layout_sends_the_same_bytes(folder, tmp_path):
     with CheckpointReader(folder / "model") as reader:
         exact = {name: reader.read(name) for name in reader.names}
     expected = dict(Config.from_dict(config).quantization_plan.quantize(exact.items()))
-    sent = {name: tensor for streams in found for stream in streams[:-1] for name, tensor in stream.items()}
+    sent = {
+        name: tensor
+        for streams in found
+        for stream in streams[:-1]
+        for name, tensor in stream.items()
+    }
     for stream in (sent, *(streams[-1] for streams in found)):
         assert stream.keys() == expected.keys()
         for name, tensor in stream.items():

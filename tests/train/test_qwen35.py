@@ -18,7 +18,9 @@ from tests.support.training_runs import base_config, exported, launch, records, 
 def test_engine_and_trainer_agree_and_the_language_model_alone_is_trained(kind, tmp_path):
     tokenizer = Path(tiny_model(tmp_path / "tokenizer"))
     words = json.loads((tokenizer / "config.json").read_text())["vocab_size"]
-    folder = Path(save_tiny_model(tmp_path / "model", kind, seed=24, initializer_range=0.1, vocab_size=words))
+    folder = Path(
+        save_tiny_model(tmp_path / "model", kind, seed=24, initializer_range=0.1, vocab_size=words)
+    )
     for file in tokenizer.glob("token*.json"):
         (folder / file.name).write_bytes(file.read_bytes())
     layout = {"tensor_model_parallel_size": 2, "context_parallel_size": 1}

@@ -18,7 +18,9 @@ def model(tmp_path) -> str:
     """A random Qwen3-Next with the tokenizer of the other tests."""
     tokenizer = Path(tiny_model(tmp_path / "tokenizer"))
     words = json.loads((tokenizer / "config.json").read_text())["vocab_size"]
-    folder = save_tiny_model(tmp_path / "model", "next", seed=24, initializer_range=0.1, vocab_size=words)
+    folder = save_tiny_model(
+        tmp_path / "model", "next", seed=24, initializer_range=0.1, vocab_size=words
+    )
     for file in tokenizer.glob("token*.json"):
         (Path(folder) / file.name).write_bytes(file.read_bytes())
     return folder

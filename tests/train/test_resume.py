@@ -1,4 +1,6 @@
-"""Stopping a run by SIGKILL and starting it again: the result is bitwise that of an undisturbed run."""
+"""Stopping a run by SIGKILL and starting it again: the result is bitwise that of an undisturbed
+run.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,19 @@ from megatron_gspo.tracking import read_metrics
 from tests.fault_injection.bitwise_diff import first_difference
 from tests.fault_injection.kill_and_resume import Reference, _has_reached
 from tests.fault_injection.kill_points import Target
-from tests.fault_injection.process_harness import Life, RandomKill, live, live_under_torchrun, warm_up
+from tests.fault_injection.process_harness import (
+    Life,
+    RandomKill,
+    live,
+    live_under_torchrun,
+    warm_up,
+)
 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory) -> Reference:
-    """Six steps on two processes, TP 2 and EP 2, left alone: checkpoints after 2, 4 and 6, of which two are kept.
+    """Six steps on two processes, TP 2 and EP 2, left alone: checkpoints after 2, 4 and 6, of which
+    two are kept.
 
     Its verifier draws from Python's, numpy's and torch's global generators.
     """
@@ -65,7 +74,11 @@ def test_killed_at_its_worst_moments(reference, tmp_path, name):
 
 def holding(run_dir: Path, records: int) -> list[str]:
     """Overrides: the writers of checkpoints are held up until metrics.jsonl has so many records."""
-    options = {"metrics": str(run_dir / "metrics.jsonl"), "go": str(run_dir.with_suffix(".go")), "records": records}
+    options = {
+        "metrics": str(run_dir / "metrics.jsonl"),
+        "go": str(run_dir.with_suffix(".go")),
+        "records": records,
+    }
     return [
         f"data.verifier={Path(__file__).with_name('holding_verifier.py')}:score",
         f"data.verifier_options={json.dumps(options)}",
@@ -73,12 +86,16 @@ def holding(run_dir: Path, records: int) -> list[str]:
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(reference, tmp_path):
-    """The checkpoint of step 2 can't be written before step 4: a run that waited for it would wait forever."""
+    """The checkpoint of step 2 can't be written before step 4: a run that waited for it would
+    wait forever.
+    """
     run_dir = tmp_path / "run"
     life = resume(reference, run_dir, *holding(run_dir, records=4))  # of the steps 0 to 3
     assert first_difference(run_dir, reference.run_dir) == ""
     # the rollouts of the third step waited with it
-    assert (run_dir / "checkpoints" / "step_000004" / "rollout.bin").is_file() and "not kept" not in life.log
+    assert (
+        run_dir / "checkpoints" / "step_000004" / "rollout.bin"
+    ).is_file() and "not kept" not in life.log
 
 
 def test_a_kill_while_training_and_writing_loses_that_checkpoint_only(reference, tmp_path):
@@ -94,7 +111,9 @@ def test_a_kill_while_training_and_writing_loses_that_checkpoint_only(reference,
     assert first_difference(run_dir, reference.run_dir) == ""
 
 
-def test_a_broken_checkpoint_is_passed_over_and_rollouts_are_not_generated_again(reference, tmp_path):
+def test_a_broken_checkpoint_is_passed_over_and_rollouts_are_not_generated_again(
+    reference, tmp_path
+):
     run_dir = tmp_path / "run"
     shutil.copytree(reference.run_dir, run_dir)
     broken = run_dir / "checkpoints" / "step_000006"
@@ -102,7 +121,10 @@ def test_a_broken_checkpoint_is_passed_over_and_rollouts_are_not_generated_again
     size = file.stat().st_size
     os.truncate(file, size // 2)
     life = resume(reference, run_dir)
-    fault = f"{broken} is incomplete ({file.name}: {size // 2} of {size} bytes): resuming from step_000004"
+    fault = (
+        f"{broken} is incomplete ({file.name}: {size // 2} of {size} bytes): resuming from"
+        " step_000004"
+    )
     assert life.log.count(fault) == 1  # one rank prints it
     assert f"rollouts kept in {broken.parent}/step_000004: used" in life.log
     # of the steps 5 and 6 and the last evaluation, step 5 needs no engine and no verifier
@@ -124,7 +146,10 @@ def test_damaged_rollouts_are_generated_again(reference, tmp_path):
 
 def test_rollouts_of_another_config_are_generated_again(reference, tmp_path):
     life = resume(reference, stopped_after_four(reference, tmp_path), "rollout.temperature=0.9")
-    assert "not used: rollout.temperature has changed" in life.log and life.counts[0]["generation"] == 3
+    assert (
+        "not used: rollout.temperature has changed" in life.log
+        and life.counts[0]["generation"] == 3
+    )
 
 
 @pytest.mark.parametrize(
@@ -138,15 +163,21 @@ def test_rollouts_of_another_config_are_generated_again(reference, tmp_path):
 def test_goes_on_in_another_layout(reference, tmp_path, processes, layout):
     """Up to rounding: the kept rollouts are the same, and so is their update."""
     run_dir = stopped_after_four(reference, tmp_path)
-    life = resume(reference, run_dir, *layout, "parallel.expert_model_parallel_size=1", processes=processes)
+    life = resume(
+        reference, run_dir, *layout, "parallel.expert_model_parallel_size=1", processes=processes
+    )
     assert "resumed from" in life.log
     ours, theirs = read_metrics(run_dir), read_metrics(reference.run_dir)
     assert ours[:5] == theirs[:5]
     for name, value in theirs[5].items():
-        if not name.startswith(("time/", "perf/", "routing/bytes_moved")):  # another layout moves other bytes
+        if not name.startswith(
+            ("time/", "perf/", "routing/bytes_moved")
+        ):  # another layout moves other bytes
             assert ours[5][name] == pytest.approx(value, rel=2e-3, abs=1e-4), name
     assert ours[6]["entropy"] == pytest.approx(theirs[6]["entropy"], rel=2e-3)
-    assert ours[6]["eval/accuracy"] == pytest.approx(theirs[6]["eval/accuracy"], abs=2e-3)  # the verifier's noise
+    assert ours[6]["eval/accuracy"] == pytest.approx(
+        theirs[6]["eval/accuracy"], abs=2e-3
+    )  # the verifier's noise
 
 
 def test_a_state_of_another_version_is_one_line(reference, tmp_path):
@@ -164,7 +195,9 @@ def test_a_state_of_another_version_is_one_line(reference, tmp_path):
 @pytest.mark.slow  # .ci/run runs it
 def test_torchrun_restarts_a_run_whose_rank_was_killed(reference, tmp_path):
     run_dir = tmp_path / "run"
-    config = reference.config(run_dir, "checkpoint.async_save=false")  # whole before the third step begins
+    config = reference.config(
+        run_dir, "checkpoint.async_save=false"
+    )  # whole before the third step begins
     due = partial(_has_reached, run_dir, 3)
     life = live_under_torchrun(config, tmp_path / "life", 2, RandomKill(0.0, 1), after=due)
     assert life.finished and not life.orphans and "exitcode: -9" in life.log, life.log[-3000:]

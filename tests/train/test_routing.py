@@ -1,4 +1,6 @@
-"""Whole runs with routing replay: what they log and write, and that a killed run resumes with its routes."""
+"""Whole runs with routing replay: what they log and write, and that a killed run resumes with
+its routes.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,11 @@ UPDATED = ("routing/flip_rate", "routing/flipped_tokens")
 FROM_ROLLOUT = ("routing/rollout_flip_rate", "routing/rollout_flipped_tokens")
 OF_THE_ROUTER = ("routing/entropy", "routing/load_imbalance")
 BYTES = ("routing/replay_bytes", "routing/bytes_moved")
-QUANTILES = tuple(f"ratio_{level}/{q}" for level in ("token", "sequence") for q in ("min", "p01", "p50", "p99", "max"))
+QUANTILES = tuple(
+    f"ratio_{level}/{q}"
+    for level in ("token", "sequence")
+    for q in ("min", "p01", "p50", "p99", "max")
+)
 
 
 @pytest.fixture(scope="module")
@@ -57,14 +63,23 @@ def run_here(config: dict[str, Any], processes: int = 1) -> tuple[list[dict[str,
 def check_lines(lines: list[dict[str, Any]], *, rollout: bool) -> None:
     for line in lines:
         assert len(line["flip_rate"]) == len(line["entropy"]) == LAYERS
-        assert np.shape(line["load"]) == (LAYERS, EXPERTS) and np.sum(line["load"], axis=1) == pytest.approx([1.0] * 2)
+        assert np.shape(line["load"]) == (LAYERS, EXPERTS) and np.sum(
+            line["load"], axis=1
+        ) == pytest.approx([1.0] * 2)
         assert all(0.0 < value <= np.log(EXPERTS) for value in line["entropy"])
-        assert len(line["rollout_flip_rate"]) == LAYERS if rollout else line["rollout_flip_rate"] is None
+        assert (
+            len(line["rollout_flip_rate"]) == LAYERS
+            if rollout
+            else line["rollout_flip_rate"] is None
+        )
 
 
 def check_ratios(file: Path) -> None:
     with np.load(file, allow_pickle=False) as arrays:
-        found = {name: (value.dtype.kind, value.dtype.itemsize, len(value)) for name, value in arrays.items()}
+        found = {
+            name: (value.dtype.kind, value.dtype.itemsize, len(value))
+            for name, value in arrays.items()
+        }
         rows = found["log_ratio"][2]
         assert found == {
             "log_ratio": ("f", 4, rows),
@@ -76,14 +91,19 @@ def check_ratios(file: Path) -> None:
         }
         assert set(arrays["flipped"].tolist()) <= {-1, 0, 1} and (arrays["flipped"] >= 0).any()
         assert rows > 8 and np.abs(arrays["log_ratio"]).max() < 1e-5
-        assert (np.diff(arrays["sequence"]) >= 0).all() and set(arrays["sequence"].tolist()) <= set(range(8))
-        assert sum(arrays["token_text"] != "") > rows / 2  # the padded vocabulary has ids without a text
+        assert (np.diff(arrays["sequence"]) >= 0).all() and set(arrays["sequence"].tolist()) <= set(
+            range(8)
+        )
+        assert (
+            sum(arrays["token_text"] != "") > rows / 2
+        )  # the padded vocabulary has ids without a text
 
 
 def test_r2_on_four_processes(model, tmp_path):
     """With a learning rate of nearly nothing every ratio stays 1 and no route flips."""
     config = base_config(
-        model, tmp_path / "r2",
+        model,
+        tmp_path / "r2",
         algorithm={"name": "grpo"},
         routing={"replay": "r2"},
         optimizer={"lr": 1e-12},
@@ -92,14 +112,19 @@ def test_r2_on_four_processes(model, tmp_path):
         evaluation={"at_start": False, "at_end": False},
         tracking={"ratio_interval": 2, "detailed_timers": True, "plot": False},
         checkpoint={"save_interval": 2},
-    )  # fmt: skip
+    )
     rows, _ = run_here(config, 4)
     assert len(rows) == 2
     for row in rows:
         assert {*UPDATED, *OF_THE_ROUTER, *BYTES, *QUANTILES, "time/routing"} <= set(row)
         assert not {*FROM_ROLLOUT, "routing/missing_routes"} & set(row)
         assert all(row[name] == pytest.approx(1.0, abs=1e-5) for name in QUANTILES)
-        assert row["routing/flip_rate"] == row["routing/flipped_tokens"] == row["clip_fraction/tokens"] == 0.0
+        assert (
+            row["routing/flip_rate"]
+            == row["routing/flipped_tokens"]
+            == row["clip_fraction/tokens"]
+            == 0.0
+        )
         tokens = row["perf/tokens"] - 16  # of 16 samples the last token has no route
         assert row["routing/replay_bytes"] == tokens * LAYERS * K and row["routing/bytes_moved"] > 0
         parts = [row[f"time/{part}"] for part in ("forward", "backward", "optimizer")]
@@ -114,21 +139,32 @@ def test_r2_on_four_processes(model, tmp_path):
 
 def test_without_replay_flips_are_measured_on_a_sample(model, tmp_path):
     config = base_config(
-        model, tmp_path / "none",
+        model,
+        tmp_path / "none",
         algorithm={"name": "grpo"},
         routing={"metric_sequences": 3},
         optimizer={"lr": 5e-2},
         training={"steps": 2, "ppo_epochs": 2},
         evaluation={"at_start": False, "at_end": False},
         checkpoint={"save_interval": 1},
-    )  # fmt: skip
+    )
     rows, _ = run_here(config)
-    assert rows[0]["routing/flipped_tokens"] >= rows[0]["routing/flip_rate"] > 0, "routers that moved flip"
+    assert rows[0]["routing/flipped_tokens"] >= rows[0]["routing/flip_rate"] > 0, (
+        "routers that moved flip"
+    )
     for row in rows:
         assert {*UPDATED, *OF_THE_ROUTER, *BYTES, *QUANTILES, "time/routing"} <= set(row)
-        absent = {*FROM_ROLLOUT, "routing/missing_routes", "time/forward", "time/backward", "time/optimizer"}
+        absent = {
+            *FROM_ROLLOUT,
+            "routing/missing_routes",
+            "time/forward",
+            "time/backward",
+            "time/optimizer",
+        }
         assert not absent & set(row)
-        assert 0 < row["routing/replay_bytes"] < (row["perf/tokens"] - 16) * LAYERS * K / 2, "3 of 16 sequences"
+        assert 0 < row["routing/replay_bytes"] < (row["perf/tokens"] - 16) * LAYERS * K / 2, (
+            "3 of 16 sequences"
+        )
     check_lines(routing_lines(config["run_dir"]), rollout=False)
     # rollouts that were kept without routes are of no use to R3
     shutil.rmtree(Path(config["run_dir"]) / "checkpoints" / "step_000002")
@@ -140,23 +176,39 @@ def test_without_replay_flips_are_measured_on_a_sample(model, tmp_path):
 def still_config(model: str, run_dir: Path, old: str, **sections: Any) -> dict[str, Any]:
     """One step in which the weights hardly move."""
     return base_config(
-        model, run_dir, algorithm={"name": "grpo", "old_log_probs": old}, optimizer={"lr": 1e-12},
-        training={"steps": 1}, evaluation={"at_start": False, "at_end": False},
-        tracking={"ratio_interval": 1, "plot": False}, **sections,
-    )  # fmt: skip
+        model,
+        run_dir,
+        algorithm={"name": "grpo", "old_log_probs": old},
+        optimizer={"lr": 1e-12},
+        training={"steps": 1},
+        evaluation={"at_start": False, "at_end": False},
+        tracking={"ratio_interval": 1, "plot": False},
+        **sections,
+    )
 
 
 @pytest.mark.parametrize(
     ("old", "more"),
-    [("recompute", {"storage": "host"}), ("recompute", {"replay_old_log_probs": False}), ("rollout", {})],
+    [
+        ("recompute", {"storage": "host"}),
+        ("recompute", {"replay_old_log_probs": False}),
+        ("rollout", {}),
+    ],
 )
 def test_r3(model, tmp_path, old, more):
-    """The engine computes what the training engine does, so that routes are the same, replayed or not."""
+    """The engine computes what the training engine does, so that routes are the same, replayed
+    or not.
+    """
     config = still_config(model, tmp_path / "run", old, routing={"replay": "r3", **more})
     (row,), _ = run_here(config)
     assert {*UPDATED, *FROM_ROLLOUT, *OF_THE_ROUTER, *BYTES, *QUANTILES} <= set(row)
     assert all(row[name] == pytest.approx(1.0, abs=1e-5) for name in QUANTILES)
-    assert row["routing/rollout_flip_rate"] == row["routing/flip_rate"] == row["clip_fraction/tokens"] == 0.0
+    assert (
+        row["routing/rollout_flip_rate"]
+        == row["routing/flip_rate"]
+        == row["clip_fraction/tokens"]
+        == 0.0
+    )
     assert row["routing/replay_bytes"] == (row["perf/tokens"] - 16) * LAYERS * K
     check_lines(routing_lines(config["run_dir"]), rollout=True)
     check_ratios(tmp_path / "run" / "ratios" / "step_000001.npz")
@@ -166,7 +218,9 @@ def test_without_an_old_policys_pass_a_few_sequences_are_enough(model, tmp_path)
     """Of two data-parallel ranks one has nothing to look at."""
     config = still_config(model, tmp_path / "run", "rollout", routing={"metric_sequences": 1})
     (row,), _ = run_here(config, 2)
-    assert {*UPDATED, *OF_THE_ROUTER, *BYTES, "time/routing"} <= set(row) and "time/log_probs" not in row
+    assert {*UPDATED, *OF_THE_ROUTER, *BYTES, "time/routing"} <= set(
+        row
+    ) and "time/log_probs" not in row
     assert row["routing/flip_rate"] == 0.0
     assert 0 < row["routing/replay_bytes"] <= 38 * LAYERS * K, "of one prompt and response"
     check_lines(routing_lines(config["run_dir"]), rollout=False)
@@ -175,12 +229,20 @@ def test_without_an_old_policys_pass_a_few_sequences_are_enough(model, tmp_path)
 def test_calibrated_noise_is_the_same_in_a_resumed_run(model, tmp_path):
     """The weights move so far that another calibration would find another strength."""
     config = base_config(
-        model, tmp_path / "run", algorithm={"name": "grpo"}, optimizer={"lr": 5e-2}, training={"steps": 3},
+        model,
+        tmp_path / "run",
+        algorithm={"name": "grpo"},
+        optimizer={"lr": 5e-2},
+        training={"steps": 3},
         router_noise={"engines": "both", "target_flip_rate": 0.2, "stress_test": True},
-        evaluation={"at_start": False}, checkpoint={"save_interval": 1, "keep": 3},
-    )  # fmt: skip
+        evaluation={"at_start": False},
+        checkpoint={"save_interval": 1, "keep": 3},
+    )
     rows, log = run_here(config)
-    assert log.count("of the experts differ") == 1 and len({row["routing/noise_strength"] for row in rows}) == 1
+    assert (
+        log.count("of the experts differ") == 1
+        and len({row["routing/noise_strength"] for row in rows}) == 1
+    )
     whole = tmp_path / "whole"
     shutil.copytree(tmp_path / "run", whole)
     for step in (2, 3):
@@ -194,25 +256,40 @@ def test_calibrated_noise_is_the_same_in_a_resumed_run(model, tmp_path):
 
 
 def test_replay_without_its_metrics(model, tmp_path):
-    config = still_config(model, tmp_path / "run", "recompute", routing={"replay": "r2", "metrics": False})
+    config = still_config(
+        model, tmp_path / "run", "recompute", routing={"replay": "r2", "metrics": False}
+    )
     (row,), _ = run_here(config)
     assert {name for name in row if name.startswith("routing/")} == set(BYTES)
     assert all(row[name] == pytest.approx(1.0, abs=1e-5) for name in QUANTILES)
     assert not (tmp_path / "run" / "routing.jsonl").exists()
 
 
-# --- resuming ----------------------------------------------------------------------------------------------------
+# --- resuming
+# ----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def reference(model, tmp_path_factory) -> Reference:
-    """Four steps with R3 on two processes (TP 2, EP 2), checkpoints after the second and the last."""
-    return Reference(tmp_path_factory.mktemp("runs"), 2, [
-        "algorithm.name=grpo", "routing.replay=r3", "training.steps=4", "training.ppo_epochs=2", "optimizer.lr=1e-2",
-        "evaluation.eval_interval=0", "evaluation.at_start=false", "evaluation.at_end=false",
-        "tracking.ratio_interval=1",
-        "checkpoint.async_save=false",  # the second step's is whole before the third begins, on a slow disk as well
-    ])  # fmt: skip
+    """Four steps with R3 on two processes (TP 2, EP 2), checkpoints after the second and the
+    last.
+    """
+    return Reference(
+        tmp_path_factory.mktemp("runs"),
+        2,
+        [
+            "algorithm.name=grpo",
+            "routing.replay=r3",
+            "training.steps=4",
+            "training.ppo_epochs=2",
+            "optimizer.lr=1e-2",
+            "evaluation.eval_interval=0",
+            "evaluation.at_start=false",
+            "evaluation.at_end=false",
+            "tracking.ratio_interval=1",
+            "checkpoint.async_save=false",  # the second step's is whole before the third begins, on a slow disk as well
+        ],
+    )
 
 
 def same_routing(run_dir: Path, other: Path) -> bool:
@@ -229,7 +306,9 @@ def same_routing(run_dir: Path, other: Path) -> bool:
 
 
 def test_a_killed_run_goes_on_with_the_routes_it_had(reference, tmp_path):
-    """Killed in the third step's updates, after the second step's checkpoint had taken that step's rollouts."""
+    """Killed in the third step's updates, after the second step's checkpoint had taken that
+    step's rollouts.
+    """
     run_dir = tmp_path / "run"
     target = Target("update", round(0.7 * reference.life.counts[0]["update"]), 0, True)
     assert live(reference.config(run_dir), tmp_path / "killed", 2, target, grace=0.5).was_killed
@@ -237,12 +316,16 @@ def test_a_killed_run_goes_on_with_the_routes_it_had(reference, tmp_path):
     with kept.open("rb") as file:
         head = json.loads(file.readline())
         head["start"] = file.tell() + head["rows"][0] * head["rows"][1]
-    samples = [s for part in range(len(head["parts"])) for s in _read_part(kept, head, part).values()]
+    samples = [
+        s for part in range(len(head["parts"])) for s in _read_part(kept, head, part).values()
+    ]
     assert len(samples) == 16
     assert all(sample.routed_experts.shape == (sample.length - 1, LAYERS, K) for sample in samples)
     life = live(reference.config(run_dir), tmp_path / "life", 2, None, grace=1.0)
     assert life.finished and "used; they are not generated again" in life.log, life.log[-3000:]
-    assert first_difference(run_dir, reference.run_dir) == "" and same_routing(run_dir, reference.run_dir)
+    assert first_difference(run_dir, reference.run_dir) == "" and same_routing(
+        run_dir, reference.run_dir
+    )
 
 
 def test_a_resumed_run_forgets_what_came_after_its_checkpoint(reference, tmp_path):
@@ -255,10 +338,13 @@ def test_a_resumed_run_forgets_what_came_after_its_checkpoint(reference, tmp_pat
         file.write('{"step": 9, "flip_rate": null}\n')
     life = live(reference.config(run_dir), tmp_path / "life", 2, None, grace=1.0)
     assert life.finished and not stale.exists(), life.log[-3000:]
-    assert first_difference(run_dir, reference.run_dir) == "" and same_routing(run_dir, reference.run_dir)
+    assert first_difference(run_dir, reference.run_dir) == "" and same_routing(
+        run_dir, reference.run_dir
+    )
 
 
-# --- pipeline stages --------------------------------------------------------------------------------------------
+# --- pipeline stages
+# --------------------------------------------------------------------------------------------
 
 
 def one_step(rank: int, world: int, plain: dict[str, Any]) -> tuple[int, dict[str, float]]:
@@ -280,9 +366,13 @@ def test_a_pipeline_stage_holds_the_routes_of_its_layers(replay, tmp_path):
     for name, virtual in (("alone", None), ("pp2", None), ("pp2 vp2", 2)):
         sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": virtual}
         config = base_config(
-            str(tmp_path / "model"), tmp_path / "run", algorithm={"name": "grpo"}, routing={"replay": replay},
-            optimizer={"lr": 1e-6}, parallel={} if name == "alone" else sizes,
-        )  # fmt: skip
+            str(tmp_path / "model"),
+            tmp_path / "run",
+            algorithm={"name": "grpo"},
+            routing={"replay": replay},
+            optimizer={"lr": 1e-6},
+            parallel={} if name == "alone" else sizes,
+        )
         found[name] = run_distributed(one_step, 1 if name == "alone" else 2, config, timeout=240.0)
     ((whole, alone),) = found.pop("alone")
     assert whole == alone["routing/replay_bytes"] > 0
@@ -290,5 +380,7 @@ def test_a_pipeline_stage_holds_the_routes_of_its_layers(replay, tmp_path):
         for held, metrics in stages:
             assert held == whole / 2
             assert metrics["routing/replay_bytes"] == whole
-            assert metrics["routing/flip_rate"] == pytest.approx(alone["routing/flip_rate"], abs=0.02)
+            assert metrics["routing/flip_rate"] == pytest.approx(
+                alone["routing/flip_rate"], abs=0.02
+            )
             assert metrics["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-3)

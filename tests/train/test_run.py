@@ -1,4 +1,6 @@
-"""Whole runs from the command line: what they write, and that a resumed run ends like one that wasn't interrupted."""
+"""Whole runs from the command line: what they write, and that a resumed run ends like one that
+wasn't interrupted.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def finished(model, tmp_path_factory):
-    """A GSPO run of four steps on four processes, TP 2 and EP 2, with a checkpoint after the second."""
+    """A GSPO run of four steps on four processes, TP 2 and EP 2, with a checkpoint after the
+    second.
+    """
     config = base_config(
         model,
         tmp_path_factory.mktemp("runs") / "gspo",
@@ -52,13 +56,18 @@ def test_a_run_writes_its_directory(finished):
         assert rows[-1][name] is not None, name
     assert {"eval/accuracy", "eval/pass@2"} <= set(rows[0]) & set(rows[2]) & set(rows[4])
     assert rows[1]["updates"] == 2 and rows[1]["mismatch/abs_diff_max"] < 1e-4
-    assert done.log.count("verifier spelling: the sum of the letters\n") == 1, "what the verifier says, of one rank"
+    assert done.log.count("verifier spelling: the sum of the letters\n") == 1, (
+        "what the verifier says, of one rank"
+    )
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["exit"] == "finished" and summary["step"] == 4 and summary["wall_seconds"] > 0
     assert summary["accuracy_before"] == rows[0]["eval/accuracy"]
     assert summary["accuracy_after"] == rows[-1]["eval/accuracy"]
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step_000004"]
-    samples = [json.loads(line) for line in (folder / "samples" / "step_000004.jsonl").read_text().splitlines()]
+    samples = [
+        json.loads(line)
+        for line in (folder / "samples" / "step_000004.jsonl").read_text().splitlines()
+    ]
     assert len(samples) == 4 and all("Spell this word" in sample["prompt"] for sample in samples)
     assert "step 4/4" in done.log
 
@@ -67,14 +76,20 @@ def test_the_export_is_the_trained_model(finished):
     config, folder, _ = finished
     before = load_file(Path(config["model"]["path"]) / "model.safetensors")
     after = exported(folder)
-    assert {name: value.shape for name, value in before.items()} == {name: value.shape for name, value in after.items()}
+    assert {name: value.shape for name, value in before.items()} == {
+        name: value.shape for name, value in after.items()
+    }
     assert not [name for name in before if torch.equal(before[name], after[name])]
-    assert (folder / "hf" / "tokenizer.json").is_file() and (folder / "hf" / "config.json").is_file()
+    assert (folder / "hf" / "tokenizer.json").is_file() and (
+        folder / "hf" / "config.json"
+    ).is_file()
 
 
 @pytest.mark.slow
 def test_a_resumed_run_ends_the_same(finished, tmp_path):
-    """Stopped after two of four steps and started again: bitwise the same weights, and the same metrics."""
+    """Stopped after two of four steps and started again: bitwise the same weights, and the same
+    metrics.
+    """
     config, folder, _ = finished
     again = {**config, "run_dir": str(tmp_path / "again")}
     launch(again, 4, "training.steps=2")
@@ -93,15 +108,28 @@ def test_layouts_agree(finished, tmp_path):
     launch(single, 1)
     for ours, theirs in zip(records(tmp_path / "single")[:3], records(folder), strict=False):
         assert ours["step"] == theirs["step"]
-        for name in ("reward/mean", "response_length/mean", "entropy", "loss", "grad_norm", "eval/accuracy"):
+        for name in (
+            "reward/mean",
+            "response_length/mean",
+            "entropy",
+            "loss",
+            "grad_norm",
+            "eval/accuracy",
+        ):
             if name in theirs:
-                assert ours[name] == pytest.approx(theirs[name], rel=2e-3, abs=1e-5), (ours["step"], name)
+                assert ours[name] == pytest.approx(theirs[name], rel=2e-3, abs=1e-5), (
+                    ours["step"],
+                    name,
+                )
 
 
 def test_a_run_that_is_at_its_end_says_so(finished):
     config, folder, _ = finished
     done = launch(config, 4)
-    assert f"{folder} is trained: it is at step 4, training.steps is 4; more steps continue it" in done.log
+    assert (
+        f"{folder} is trained: it is at step 4, training.steps is 4; more steps continue it"
+        in done.log
+    )
     assert [row["step"] for row in records(folder)] == [0, 1, 2, 3, 4]
 
 
@@ -123,13 +151,20 @@ def test_supervised_cold_start(model, tmp_path):
 
 def test_prompts_of_a_file_are_tokenised_once(model, tmp_path):
     """By two ranks, and not again by a second run with the same cache."""
-    file = write_jsonl(tmp_path / "data.jsonl", [{"prompt": f"{WORD} {word}", "answer": word} for word in "abcdef"])
+    file = write_jsonl(
+        tmp_path / "data.jsonl", [{"prompt": f"{WORD} {word}", "answer": word} for word in "abcdef"]
+    )
     data = {"task": None, "prompts": str(file), "cache_dir": str(tmp_path / "cache")}
     written = []
     for name in ("first", "second"):
         config = base_config(model, tmp_path / name, data=data, training={"steps": 1})
         launch(config, 2)
-        written.append([(path.parent.name, path.stat().st_mtime_ns) for path in tmp_path.glob("cache/*/manifest.json")])
+        written.append(
+            [
+                (path.parent.name, path.stat().st_mtime_ns)
+                for path in tmp_path.glob("cache/*/manifest.json")
+            ]
+        )
     assert len(written[0]) == 1 and written[0] == written[1]
     assert records(tmp_path / "first")[-1]["loss"] == records(tmp_path / "second")[-1]["loss"]
 
@@ -149,16 +184,26 @@ def test_prompts_of_a_file_are_tokenised_once(model, tmp_path):
             {},
         ),
         (
-            {"name": "gspo_token", "old_log_probs": "rollout", "kl_reward_coef": 0.01, "truncated": "mask"},
+            {
+                "name": "gspo_token",
+                "old_log_probs": "rollout",
+                "kl_reward_coef": 0.01,
+                "truncated": "mask",
+            },
             {"ppo_epochs": 2},
         ),
     ],
 )
 def test_other_objectives(model, tmp_path, algorithm, extra):
-    config = base_config(model, tmp_path / "run", algorithm=algorithm, training={"steps": 2, **extra})
+    config = base_config(
+        model, tmp_path / "run", algorithm=algorithm, training={"steps": 2, **extra}
+    )
     launch(config)
     rows = records(config["run_dir"])
-    assert rows[-1]["updates"] in (2.0 * extra.get("ppo_epochs", 1), rows[-1]["updates"]) and rows[-1]["step"] == 2
+    assert (
+        rows[-1]["updates"] in (2.0 * extra.get("ppo_epochs", 1), rows[-1]["updates"])
+        and rows[-1]["step"] == 2
+    )
     if algorithm.get("kl_loss_coef"):
         assert rows[0].get("kl/ref", rows[1]["kl/ref"]) >= 0
     if algorithm["name"] == "dapo":

@@ -1,4 +1,6 @@
-"""SIGUSR1 to one rank: all end after the step, with a checkpoint, and the resumed run ends as an undisturbed one."""
+"""SIGUSR1 to one rank: all end after the step, with a checkpoint, and the resumed run ends as
+an undisturbed one.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The server, Transformers in float64 and our Megatron model give the same log-probs for the same tokens."""
+"""The server, Transformers in float64 and our Megatron model give the same log-probs for the
+same tokens.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +22,27 @@ from tests.support.distributed import run_distributed
 from tests.support.gathered import everywhere
 from tests.support.routing_cases import policy_of
 from tests.support.server_agreement import TOLERANCE, assert_agrees
-from tests.support.server_clients import VOCABULARY, checkpoint_stream, counts_of, engine_on, prompts_of
+from tests.support.server_clients import (
+    VOCABULARY,
+    checkpoint_stream,
+    counts_of,
+    engine_on,
+    prompts_of,
+)
 from tests.support.ties import without_ties
 from tests.support.transformers_reference import load_reference, response_log_probs
 
 
 @pytest.fixture(scope="module")
 def engine(vllm_server: LocalServers, vllm_model: str) -> Iterator[ServerEngine]:
-    engine = engine_on(vllm_server.urls, vllm_model, kind="vllm", routes=False, weight_transport="distributed",
-                       health_timeout=60.0)  # fmt: skip
+    engine = engine_on(
+        vllm_server.urls,
+        vllm_model,
+        kind="vllm",
+        routes=False,
+        weight_transport="distributed",
+        health_timeout=60.0,
+    )
     engine.check_servers()
     engine.update_weights(checkpoint_stream(vllm_model), version=0)
     yield engine
@@ -37,9 +51,14 @@ def engine(vllm_server: LocalServers, vllm_model: str) -> Iterator[ServerEngine]
 
 @pytest.fixture(scope="module")
 def samples(engine: ServerEngine, vllm_model: str) -> list[Sample]:
-    """Short and long prompts, some with a prefix that the server has in its cache, several samples of each."""
+    """Short and long prompts, some with a prefix that the server has in its cache, several
+    samples of each.
+    """
     prompts = prompts_of([3, 7, 80, 300, 300], VOCABULARY, shared=3)
-    prompts += [replace(p, index=p.index + 10) for p in prompts_of([290, 310], VOCABULARY, seed=1, shared=260)]
+    prompts += [
+        replace(p, index=p.index + 10)
+        for p in prompts_of([290, 310], VOCABULARY, seed=1, shared=260)
+    ]
     sampling = SamplingParams(n_samples_per_prompt=3, max_response_length=16, temperature=0.8)
     found = engine.generate(prompts, sampling, seed=5)
     check_samples(found, prompts, sampling, vocab_size=engine._client.model.vocab_size)
@@ -54,12 +73,16 @@ def test_transformers_scores_them_alike(samples: list[Sample], vllm_model: str) 
 
 def megatron(rank: int, world: int, path: str, samples: list[Sample]) -> list[np.ndarray]:
     policy = policy_of(path, parallel(tensor=2, expert=2))
-    scores = compute_log_probs(policy, SampleBatch.of(samples), micro_batches_of(800), temperature=0.8)
+    scores = compute_log_probs(
+        policy, SampleBatch.of(samples), micro_batches_of(800), temperature=0.8
+    )
     return everywhere(scores.log_probs, samples, policy.groups)
 
 
 def test_megatron_scores_them_alike(samples: list[Sample], vllm_model: str) -> None:
-    for sample, values in zip(samples, run_distributed(megatron, 2, vllm_model, samples)[0], strict=True):
+    for sample, values in zip(
+        samples, run_distributed(megatron, 2, vllm_model, samples)[0], strict=True
+    ):
         np.testing.assert_allclose(sample.rollout_log_probs, values, rtol=0, atol=TOLERANCE)
 
 
@@ -82,7 +105,9 @@ def test_an_end_token_ends_a_response(engine: ServerEngine) -> None:
     sampling = SamplingParams(n_samples_per_prompt=32, max_response_length=24, temperature=2.0)
     found = engine.generate(prompts_of([5, 6], VOCABULARY, seed=9), sampling, seed=2)
     stopped = [sample for sample in found if sample.finish_reason == "stop"]
-    assert stopped and all(sample.response_ids[-1] == 1 and 1 not in sample.response_ids[:-1] for sample in stopped)
+    assert stopped and all(
+        sample.response_ids[-1] == 1 and 1 not in sample.response_ids[:-1] for sample in stopped
+    )
     assert all(1 not in sample.response_ids for sample in found if sample.finish_reason != "stop")
 
 
@@ -103,6 +128,8 @@ def test_scores_of_given_tokens(engine: ServerEngine, vllm_model: str) -> None:
     (found,) = engine.score([prompt.token_ids for prompt in prompts]).values()
     for prompt, values in zip(prompts, found, strict=True):
         size = prompt.length - 1
-        as_sample = Sample(prompt.index, 0, prompt.token_ids, 1, np.ones(size, dtype=bool), None, "stop")
+        as_sample = Sample(
+            prompt.index, 0, prompt.token_ids, 1, np.ones(size, dtype=bool), None, "stop"
+        )
         expected = response_log_probs(model, as_sample)[0].detach().numpy()
         np.testing.assert_allclose(values, expected, rtol=0, atol=TOLERANCE)

@@ -1,4 +1,6 @@
-"""`megatron-gspo evaluate` on a real vLLM server: the answers and the accuracy of the model itself, and a kill."""
+"""`megatron-gspo evaluate` on a real vLLM server: the answers and the accuracy of the model
+itself, and a kill.
+"""
 
 from __future__ import annotations
 
@@ -32,15 +34,27 @@ TEMPERATURE, SAMPLES = 0.05, 64  # a random model's probabilities are nearly equ
 MARGIN = 1e-4  # between the two best logits: float32 is off by 2e-6
 TOKENIZER = character_tokenizer()
 EXACT = "def score(response, prompt):\n    return float(response == prompt.answer)\n"
-ONE_OF = "def score(response, prompt):\n    return float(len(response) == 1 and response in prompt.answer)\n"
+ONE_OF = (
+    "def score(response, prompt):\n    return float(len(response) == 1 and response in"
+    " prompt.answer)\n"
+)
 
 
 @pytest.fixture(scope="module")
-def served(vllm_server: LocalServers, vllm_model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+def served(
+    vllm_server: LocalServers, vllm_model: str, tmp_path_factory: pytest.TempPathFactory
+) -> str:
     """The URL of the server, which has the weights of the model's directory."""
     limits = {"health_timeout": 60.0, "update_timeout": 300.0}  # of a busy machine
-    engine = engine_on(vllm_server.urls, vllm_model, kind="vllm", routes=False, weight_transport="disk",
-                       folder=tmp_path_factory.mktemp("weights"), **limits)  # fmt: skip
+    engine = engine_on(
+        vllm_server.urls,
+        vllm_model,
+        kind="vllm",
+        routes=False,
+        weight_transport="disk",
+        folder=tmp_path_factory.mktemp("weights"),
+        **limits,
+    )
     engine.update_weights(checkpoint_stream(vllm_model), version=0)
     engine.close()
     return vllm_server.urls[0]
@@ -78,17 +92,38 @@ def said(model: torch.nn.Module) -> dict[str, str]:
         answer, margin = greedy(model, text)
         if margin > MARGIN and len(found) < SOLVED + OTHERS:
             found[text] = answer
-    assert len(found) == SOLVED + OTHERS and len(set(found.values())) > OTHERS, "prompts must matter"
+    assert len(found) == SOLVED + OTHERS and len(set(found.values())) > OTHERS, (
+        "prompts must matter"
+    )
     return found
 
 
-def evaluation(where: str, model: str, tasks: Path, output: Path, verifier: str, *more: str) -> list[str]:
-    """The arguments of an evaluation. where: a server's URL, or the model's directory. verifier: its text."""
+def evaluation(
+    where: str, model: str, tasks: Path, output: Path, verifier: str, *more: str
+) -> list[str]:
+    """The arguments of an evaluation.
+
+    where: a server's URL, or the model's directory. verifier: its text.
+    """
     file = output.with_suffix(".py")
     file.write_text(verifier)
-    engine = ["rollout.engine=vllm", "vllm.health_interval=60", f"model.path={model}"] if where != model else []
-    return [where, "--tasks", str(tasks), "--output", str(output), *engine, "model.dtype=float32",
-            "data.verifier_timeout=null", f"data.verifier={file}:score", *more]  # fmt: skip
+    engine = (
+        ["rollout.engine=vllm", "vllm.health_interval=60", f"model.path={model}"]
+        if where != model
+        else []
+    )
+    return [
+        where,
+        "--tasks",
+        str(tasks),
+        "--output",
+        str(output),
+        *engine,
+        "model.dtype=float32",
+        "data.verifier_timeout=null",
+        f"data.verifier={file}:score",
+        *more,
+    ]
 
 
 def accuracy(output: Path) -> float:
@@ -104,8 +139,10 @@ def responses(output: Path) -> list[dict[str, Any]]:
 
 
 def test_greedy_answers_are_those_of_transformers(served, vllm_model, said, tmp_path):
-    rows = [{"prompt": text, "answer": answer if i < SOLVED else f"not {answer}"}
-            for i, (text, answer) in enumerate(said.items())]  # fmt: skip
+    rows = [
+        {"prompt": text, "answer": answer if i < SOLVED else f"not {answer}"}
+        for i, (text, answer) in enumerate(said.items())
+    ]
     tasks = write_rows(tmp_path / "echo.jsonl", rows)
     settings = ["evaluation.temperature=0", f"rollout.max_response_length={LENGTH}"]
     for where in (served, vllm_model):
@@ -116,9 +153,15 @@ def test_greedy_answers_are_those_of_transformers(served, vllm_model, said, tmp_
 
 
 @torch.no_grad()
-def test_sampled_accuracy_is_that_of_the_models_probabilities(served, vllm_model, model, said, tmp_path):
-    """A prompt's answers are the first characters that have half of the probability, or a little more."""
-    characters = TOKENIZER.batch_decode([[i] for i in range(model.config.vocab_size)], skip_special_tokens=True)
+def test_sampled_accuracy_is_that_of_the_models_probabilities(
+    served, vllm_model, model, said, tmp_path
+):
+    """A prompt's answers are the first characters that have half of the probability, or a
+    little more.
+    """
+    characters = TOKENIZER.batch_decode(
+        [[i] for i in range(model.config.vocab_size)], skip_special_tokens=True
+    )
     rows, exact, at_one = [], [], []
     for text in said:
         logits = model(input_ids=encode(text), use_cache=False).logits[0, -1]
@@ -129,8 +172,11 @@ def test_sampled_accuracy_is_that_of_the_models_probabilities(served, vllm_model
         exact.append(float(shares[chosen].sum()))
         at_one.append(float(torch.softmax(logits, 0)[chosen].sum()))
     tasks = write_rows(tmp_path / "first.jsonl", rows)
-    settings = [f"evaluation.temperature={TEMPERATURE}", f"evaluation.n_samples={SAMPLES}",
-                "rollout.max_response_length=1"]  # fmt: skip
+    settings = [
+        f"evaluation.temperature={TEMPERATURE}",
+        f"evaluation.n_samples={SAMPLES}",
+        "rollout.max_response_length=1",
+    ]
     deviation = math.sqrt(sum(p * (1 - p) for p in exact) / SAMPLES) / len(exact)
     assert abs(np.mean(at_one) - np.mean(exact)) > 10 * deviation, "the temperature must matter"
     for where in (served, vllm_model):
@@ -140,18 +186,27 @@ def test_sampled_accuracy_is_that_of_the_models_probabilities(served, vllm_model
 
 
 def test_a_killed_evaluation_is_continued(served, vllm_model, said, tmp_path):
-    """Of 24 requests 16 are answered before the kill: at least 4 of 12 prompts are finished. What is finished is not
-    asked for again, and in the end all responses are those of an evaluation that was never interrupted."""
+    """Of 24 requests 16 are answered before the kill: at least 4 of 12 prompts are finished. What
+    is finished is not asked for again, and in the end all responses are those of an evaluation that
+    was never interrupted.
+    """
     tasks = write_rows(tmp_path / "echo.jsonl", [{"prompt": text, "answer": "?"} for text in said])
-    settings = ["evaluation.temperature=1", "evaluation.n_samples=2", f"rollout.max_response_length={LENGTH}"]
+    settings = [
+        "evaluation.temperature=1",
+        "evaluation.n_samples=2",
+        f"rollout.max_response_length={LENGTH}",
+    ]
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert main(evaluation(served, vllm_model, tasks, whole, EXACT, *settings)) == 0
     with FaultProxy(served, generate=PATH, changes=VLLM_CHANGES) as proxy:
         proxy.add(Fault("hang", skip=16, times=1000))
         arguments = evaluation(proxy.url, vllm_model, tasks, killed, EXACT, *settings)
         process = subprocess.Popen([sys.executable, "-m", "megatron_gspo", "evaluate", *arguments])
-        wait_for(lambda: list(killed.rglob("*.jsonl")) and len(responses(killed)) // 2 >= 4, 300,
-                 alive=lambda: process.poll() is None)  # fmt: skip
+        wait_for(
+            lambda: list(killed.rglob("*.jsonl")) and len(responses(killed)) // 2 >= 4,
+            300,
+            alive=lambda: process.poll() is None,
+        )
         process.kill()
         process.wait()
         finished = len(responses(killed)) // 2

@@ -26,8 +26,16 @@ def test_log_probs_are_those_of_transformers(kind: str, vllm_python: str, tmp_pa
     servers = LocalServers(VLLMLaunch(config, model, "float32", log_dir=str(tmp_path)))
     try:
         servers.start()
-        with closing(engine_on(servers.urls, model, kind="vllm", routes=False,
-                               weight_transport="distributed", health_timeout=60.0)) as engine:  # fmt: skip
+        with closing(
+            engine_on(
+                servers.urls,
+                model,
+                kind="vllm",
+                routes=False,
+                weight_transport="distributed",
+                health_timeout=60.0,
+            )
+        ) as engine:
             assert_served(engine, model, sent)
     finally:
         servers.stop()

@@ -1,4 +1,6 @@
-"""Faults between the client and a real vLLM server: every sample is returned once, as the server sampled it."""
+"""Faults between the client and a real vLLM server: every sample is returned once, as the
+server sampled it.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +35,22 @@ def proxy(vllm_server: LocalServers) -> Iterator[FaultProxy]:
 
 
 @pytest.fixture(scope="module")
-def behind(proxy: FaultProxy, vllm_model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerEngine]:
-    """An engine whose one server is behind the proxy. A hang in a request isn't taken for one of the server. The limits
-    are of a busy machine."""
+def behind(
+    proxy: FaultProxy, vllm_model: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServerEngine]:
+    """An engine whose one server is behind the proxy. A hang in a request isn't taken for one of
+    the server. The limits are of a busy machine."""
     folder = tmp_path_factory.mktemp("weights")
-    engine = engine_on([proxy.url], vllm_model, kind="vllm", routes=False, weight_transport="disk", folder=folder,
-                       health_timeout=60.0, update_timeout=120.0)  # fmt: skip
+    engine = engine_on(
+        [proxy.url],
+        vllm_model,
+        kind="vllm",
+        routes=False,
+        weight_transport="disk",
+        folder=folder,
+        health_timeout=60.0,
+        update_timeout=120.0,
+    )
     engine.update_weights(checkpoint_stream(vllm_model), version=0)
     draw(engine, vllm_model, prompts_of([5], VOCABULARY))  # the server's first one may take seconds
     yield engine
@@ -58,12 +70,16 @@ def test_a_fault_that_passes_is_survived_and_told(engine, proxy, vllm_model, nam
     fault, counted = PASSING_FAULTS[name]
     times, waits = fault.times, name in ("hang", "late")
     if waits:
-        monkeypatch.setattr(engine._client, "_config", replace(engine._client._config, request_timeout=4.0))
+        monkeypatch.setattr(
+            engine._client, "_config", replace(engine._client._config, request_timeout=4.0)
+        )
     proxy.add(replace(fault))
     samples = draw(engine, vllm_model, prompts_of([5, 9, 12], VOCABULARY))
     assert proxy.pending == 0 and all(sample.weight_version == 0 for sample in samples)
     counts = counts_of(engine)
-    assert counts["rollout/retries"] == times or (waits and counts["rollout/retries"] > times), "a slow machine's own"
+    assert counts["rollout/retries"] == times or (waits and counts["rollout/retries"] > times), (
+        "a slow machine's own"
+    )
     assert counts["rollout/refused"] == (counted == "refused")
     assert counts["rollout/stale_responses"] == (counted == "stale_responses")
     assert counts["rollout/discarded_tokens"] == 0 and counts["rollout/servers"] == 1
@@ -71,31 +87,46 @@ def test_a_fault_that_passes_is_survived_and_told(engine, proxy, vllm_model, nam
     assert updates == (counted == "stale_responses"), "only other weights need an update"
 
 
-def test_a_fault_that_lasts_ends_with_one_line_that_names_the_request(engine, proxy, vllm_model, monkeypatch):
-    """vLLM's health check is a request for a token, so that the fault befalls it too and the server counts as gone."""
+def test_a_fault_that_lasts_ends_with_one_line_that_names_the_request(
+    engine, proxy, vllm_model, monkeypatch
+):
+    """vLLM's health check is a request for a token, so that the fault befalls it too and the
+    server counts as gone.
+    """
     monkeypatch.setattr(engine.client, "_recovery_timeout", 2.0)
     proxy.add(Fault("half", times=10**6))
     reason = rf"server {proxy.url}{PATH}: the connection broke \(ended within the answer\)"
-    with pytest.raises(EngineError, match=rf"^no server has answered for 2 s: {proxy.url}: .*{reason}$"):
+    with pytest.raises(
+        EngineError, match=rf"^no server has answered for 2 s: {proxy.url}: .*{reason}$"
+    ):
         draw(engine, vllm_model, prompts_of([5], VOCABULARY))
     proxy.clear()
     assert engine.wait_for_server(120)
     draw(engine, vllm_model, prompts_of([5], VOCABULARY))  # the engine is as good as before
 
 
-def test_an_update_whose_request_fails_leaves_a_server_out_until_one_succeeds(engine, proxy, vllm_model):
+def test_an_update_whose_request_fails_leaves_a_server_out_until_one_succeeds(
+    engine, proxy, vllm_model
+):
     version = engine.weight_version
     proxy.add(Fault("error", path="/collective_rpc"))
     engine._loop.run(engine._pool.mark_stale(engine._pool.servers[0], "so that it needs an update"))
-    with pytest.raises(EngineError, match=f"no server took weights {version}: .*collective_rpc.*500"):
+    with pytest.raises(
+        EngineError, match=f"no server took weights {version}: .*collective_rpc.*500"
+    ):
         engine.update_weights(checkpoint_stream(vllm_model), version=version)
     assert not engine._pool.serving
     assert engine.wait_for_server(120)
     samples = draw(engine, vllm_model, prompts_of([5], VOCABULARY))  # updates it on the way
-    assert all(sample.weight_version == version for sample in samples) and counts_of(engine)["rollout/servers"] == 1
+    assert (
+        all(sample.weight_version == version for sample in samples)
+        and counts_of(engine)["rollout/servers"] == 1
+    )
 
 
-def test_a_server_that_does_not_answer_an_update_is_dropped_within_the_deadline(engine, proxy, vllm_model, monkeypatch):
+def test_a_server_that_does_not_answer_an_update_is_dropped_within_the_deadline(
+    engine, proxy, vllm_model, monkeypatch
+):
     version = engine.weight_version
     set_update_timeout(engine, 15.0, monkeypatch)
     proxy.add(Fault("hang", path="/pause"))

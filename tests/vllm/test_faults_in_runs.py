@@ -1,6 +1,8 @@
-"""vLLM servers that die, hang and are restarted while a run trains on them; see `tests/support/faulty_runs.py`.
+"""vLLM servers that die, hang and are restarted while a run trains on them; see
+`tests/support/faulty_runs.py`.
 
-Servers start nine times in all, a minute or two each: `make test-vllm` runs these tests, `.ci/run` does not.
+Servers start nine times in all, a minute or two each: `make test-vllm` runs these tests, `.ci/run`
+does not.
 """
 
 from __future__ import annotations
@@ -25,13 +27,28 @@ pytestmark = pytest.mark.slow
 MODULE = "vllm.entrypoints.openai.api_server"
 RUNNING = re.compile(r"^vllm:num_requests_running\{[^}]*\} (\S+)", re.MULTILINE)
 # a first response takes vLLM some seconds, and on a busy machine many
-QUICK = {"health_interval": 0.5, "health_timeout": 20.0, "request_timeout": 120.0, "weight_transport": "distributed"}
+QUICK = {
+    "health_interval": 0.5,
+    "health_timeout": 20.0,
+    "request_timeout": 120.0,
+    "weight_transport": "distributed",
+}
 
 
 @pytest.fixture(scope="module")
 def kind(tmp_path_factory: pytest.TempPathFactory) -> FaultyServers:
     model = tiny_model(tmp_path_factory.mktemp("faulty") / "model")
-    return FaultyServers("vllm", model, MODULE, QUICK, PATH, VLLM_CHANGES, "/collective_rpc", "/weight_info", decoding)
+    return FaultyServers(
+        "vllm",
+        model,
+        MODULE,
+        QUICK,
+        PATH,
+        VLLM_CHANGES,
+        "/collective_rpc",
+        "/weight_info",
+        decoding,
+    )
 
 
 @pytest.fixture(scope="module")

@@ -31,12 +31,19 @@ torch.save(found, sys.argv[2])
 
 
 def test_bytes_are_those_of_vllm(vllm_python: str, tmp_path: Path) -> None:
-    """Its integers in float32; where the weight is bfloat16, vLLM rounds their scales to bfloat16."""
+    """Its integers in float32; where the weight is bfloat16, vLLM rounds their scales to
+    bfloat16.
+    """
     generator = torch.Generator().manual_seed(0)
     spread = torch.exp(torch.randn(256, 384, generator=generator))
-    weights = [(torch.randn(256, 384, generator=generator) * spread).bfloat16(), torch.randn(128, 128)]
+    weights = [
+        (torch.randn(256, 384, generator=generator) * spread).bfloat16(),
+        torch.randn(128, 128),
+    ]
     torch.save(weights, tmp_path / "weights.pt")
-    subprocess.run([vllm_python, "-c", SCRIPT, tmp_path / "weights.pt", tmp_path / "found.pt"], check=True)
+    subprocess.run(
+        [vllm_python, "-c", SCRIPT, tmp_path / "weights.pt", tmp_path / "found.pt"], check=True
+    )
     found = torch.load(tmp_path / "found.pt")
     assert len(found) == 6
     for (name, number), (values, scales) in found.items():

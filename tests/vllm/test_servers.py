@@ -1,7 +1,8 @@
-"""vLLM's servers as processes, and two of them as one engine's: a key, a trainer that ends, a server that is gone.
+"""vLLM's servers as processes, and two of them as one engine's: a key, a trainer that ends, a
+server that is gone.
 
-A server that is killed, restarts and gets the weights again is in `test_faults_in_runs.py`. A second server starts for
-this file: `make test-vllm` runs it, `.ci/run` does not.
+A server that is killed, restarts and gets the weights again is in `test_faults_in_runs.py`. A
+second server starts for this file: `make test-vllm` runs it, `.ci/run` does not.
 """
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ def generate(url: str, key: str) -> dict:
 
 
 @pytest.fixture(scope="module")
-def trainer(vllm_model: str, vllm_python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TrainerProcess]:
+def trainer(
+    vllm_model: str, vllm_python: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[TrainerProcess]:
     """Its server requires a key."""
     folder = tmp_path_factory.mktemp("trainer")
     with trainer_process("vllm", MODULE, vllm_model, vllm_python, folder) as trainer:
@@ -75,10 +78,22 @@ def proxy(vllm_server: LocalServers) -> Iterator[FaultProxy]:
 
 @pytest.fixture(scope="module")
 def pair(proxy: FaultProxy, trainer: TrainerProcess, vllm_model: str) -> Iterator[ServerEngine]:
-    """Two servers: the first, behind the proxy, accepts any key; the second requires one. Updates have many buckets."""
+    """Two servers: the first, behind the proxy, accepts any key; the second requires one.
+    Updates have many buckets.
+    """
     urls, key = [proxy.url, trainer.url], trainer.key_file
-    with closing(engine_on(urls, vllm_model, kind="vllm", routes=False, weight_transport="distributed",
-                           api_key_file=key, weight_bucket_mb=0.05, **LIMITS)) as engine:  # fmt: skip
+    with closing(
+        engine_on(
+            urls,
+            vllm_model,
+            kind="vllm",
+            routes=False,
+            weight_transport="distributed",
+            api_key_file=key,
+            weight_bucket_mb=0.05,
+            **LIMITS,
+        )
+    ) as engine:
         engine.update_weights(checkpoint_stream(vllm_model), version=0)
         yield engine
 
@@ -98,9 +113,20 @@ def test_the_api_key_is_asked_for_and_nobody_sees_it(trainer):
 def test_without_the_key_a_run_ends_at_its_start(trainer, vllm_model, tmp_path, capfd, key):
     """vLLM guards the generations alone: its other endpoints answer without a key."""
     (tmp_path / "key").write_text(f"{key}\n")
-    with closing(engine_on([trainer.url], vllm_model, kind="vllm", routes=False, weight_transport="distributed",
-                           api_key_file=str(tmp_path / "key") if key else None, **LIMITS)) as engine:  # fmt: skip
-        with pytest.raises(EngineError, match=rf"^server \S+{PATH}: refused with 401; set .*vllm.api_key_file"):
+    with closing(
+        engine_on(
+            [trainer.url],
+            vllm_model,
+            kind="vllm",
+            routes=False,
+            weight_transport="distributed",
+            api_key_file=str(tmp_path / "key") if key else None,
+            **LIMITS,
+        )
+    ) as engine:
+        with pytest.raises(
+            EngineError, match=rf"^server \S+{PATH}: refused with 401; set .*vllm.api_key_file"
+        ):
             engine.check_servers()
         assert KEY not in repr(vars(engine)) + repr(vars(engine._pool))
     said = capfd.readouterr()
@@ -127,14 +153,20 @@ def test_a_probe_leaves_out_a_server_that_fails_at_it(pair, proxy, trainer):
     faulty_requests.leave_out_of_a_probe(pair, proxy, trainer.url)
 
 
-def test_a_server_that_hangs_in_an_update_is_named_and_the_other_served(pair, trainer, vllm_model, monkeypatch):
-    """It stops in mid-stream; the stream is still read to its end. Running again, it takes the weights."""
+def test_a_server_that_hangs_in_an_update_is_named_and_the_other_served(
+    pair, trainer, vllm_model, monkeypatch
+):
+    """It stops in mid-stream; the stream is still read to its end. Running again, it takes the
+    weights.
+    """
     lines: list[str] = []
     monkeypatch.setattr(pair, "_log", lines.append)
     set_update_timeout(pair, 15.0, monkeypatch)
     model, version = changed_model(vllm_model, 8), 8
     sent = {name: tensor.float() for name, tensor in checkpoint(model).items()}
-    weights = HarmedWeights(lambda: iter(sent.items()), lambda: signal_server(trainer.url, MODULE, signal.SIGSTOP))
+    weights = HarmedWeights(
+        lambda: iter(sent.items()), lambda: signal_server(trainer.url, MODULE, signal.SIGSTOP)
+    )
     try:
         pair.update_weights(weights, version=version)
         assert weights.all_read
@@ -147,7 +179,9 @@ def test_a_server_that_hangs_in_an_update_is_named_and_the_other_served(pair, tr
     monkeypatch.undo()
     wait_for(lambda: all(server.alive for server in pair._pool.servers), 120)
     pair.update_weights(sent.items(), version=version)
-    first, second = pair.score([prompt.token_ids for prompt in prompts_of([40], VOCABULARY, seed=4)]).values()
+    first, second = pair.score(
+        [prompt.token_ids for prompt in prompts_of([40], VOCABULARY, seed=4)]
+    ).values()
     np.testing.assert_allclose(first[0], second[0], rtol=0, atol=TOLERANCE)
     check(pair, model, version)
 

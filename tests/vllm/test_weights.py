@@ -1,4 +1,6 @@
-"""Weight updates of a real server: it computes what Transformers does with the same weights, and nothing in between."""
+"""Weight updates of a real server: it computes what Transformers does with the same weights,
+and nothing in between.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,18 @@ TRANSPORTS = ("disk", "distributed")
 
 
 @pytest.fixture(scope="module", params=TRANSPORTS)
-def engine(request, vllm_server: LocalServers, vllm_model: str, tmp_path_factory) -> Iterator[ServerEngine]:
-    engine = engine_on(vllm_server.urls, vllm_model, kind="vllm", routes=False, weight_transport=request.param,
-                       folder=tmp_path_factory.mktemp("weights"), weight_checksums=True)
+def engine(
+    request, vllm_server: LocalServers, vllm_model: str, tmp_path_factory
+) -> Iterator[ServerEngine]:
+    engine = engine_on(
+        vllm_server.urls,
+        vllm_model,
+        kind="vllm",
+        routes=False,
+        weight_transport=request.param,
+        folder=tmp_path_factory.mktemp("weights"),
+        weight_checksums=True,
+    )
     yield engine
     engine.close()
 
@@ -44,7 +55,9 @@ def update(engine: ServerEngine, model: torch.nn.Module, version: int) -> None:
 def all_digests(engine: ServerEngine) -> dict[str, str]:
     """SHA-256 of the server's parameters, by vLLM's own check."""
     server = engine._pool.servers[0].client
-    return engine._loop.run(server.post("/weight_checker", {"action": "checksum"}, timeout=60))["checksums"]
+    return engine._loop.run(server.post("/weight_checker", {"action": "checksum"}, timeout=60))[
+        "checksums"
+    ]
 
 
 def digests(engine: ServerEngine) -> dict[str, str]:
@@ -53,7 +66,9 @@ def digests(engine: ServerEngine) -> dict[str, str]:
 
 
 def check(engine: ServerEngine, model: torch.nn.Module, version: int) -> list[Sample]:
-    found = engine.generate(prompts_of([4, 30, 150], VOCABULARY, seed=version), SAMPLING, seed=version)
+    found = engine.generate(
+        prompts_of([4, 30, 150], VOCABULARY, seed=version), SAMPLING, seed=version
+    )
     clear = without_ties(model, found)
     for sample in clear:
         assert set(sample.token_versions.tolist()) == {version}
@@ -68,23 +83,31 @@ def seen() -> dict[int, dict[str, str]]:
     return {}
 
 
-def test_an_update_gives_the_weights_of_its_version(engine: ServerEngine, vllm_model: str, seen) -> None:
+def test_an_update_gives_the_weights_of_its_version(
+    engine: ServerEngine, vllm_model: str, seen
+) -> None:
     found = {}
     for version in (1, 2):
         model = changed_model(vllm_model, version)
         update(engine, model, version)
         samples = check(engine, model, version)
         other = response_log_probs(changed_model(vllm_model, 3), samples[0])[0].detach().numpy()
-        assert np.abs(samples[0].rollout_log_probs - other).max() > 100 * TOLERANCE, "versions must differ"
+        assert np.abs(samples[0].rollout_log_probs - other).max() > 100 * TOLERANCE, (
+            "versions must differ"
+        )
         found[version] = digests(engine)
     assert len(found[1]) >= 10 and all(found[1][name] != found[2][name] for name in found[1])
     for version, each in found.items():
         assert seen.setdefault(version, each) == each, "both transports give the same parameters"
 
 
-def test_an_update_that_leaves_a_parameter_out_is_found(engine: ServerEngine, vllm_model: str) -> None:
+def test_an_update_that_leaves_a_parameter_out_is_found(
+    engine: ServerEngine, vllm_model: str
+) -> None:
     """By /weight_checker: what was sent arrived, and the layers are complete."""
-    weights = {name: tensor.float() for name, tensor in checkpoint(changed_model(vllm_model, 3)).items()}
+    weights = {
+        name: tensor.float() for name, tensor in checkpoint(changed_model(vllm_model, 3)).items()
+    }
     del weights["model.norm.weight"]
     reason = r"the update did not write 1 of its parameters, the first: \S*:model.norm.weight"
     with pytest.raises(EngineError, match=f"no server took weights 3: http://.*{reason}"):
@@ -94,24 +117,39 @@ def test_an_update_that_leaves_a_parameter_out_is_found(engine: ServerEngine, vl
     check(engine, changed_model(vllm_model, 3), 3)
 
 
-def test_what_a_cpu_cannot_prove_is_told_once(engine: ServerEngine, vllm_model: str, monkeypatch) -> None:
+def test_what_a_cpu_cannot_prove_is_told_once(
+    engine: ServerEngine, vllm_model: str, monkeypatch
+) -> None:
     lines: list[str] = []
     monkeypatch.setattr(engine, "_log", lines.append)
     engine._told.clear()
     for _ in range(2):
-        engine._loop.run(engine._pool.mark_stale(engine._pool.servers[0], "so that it needs an update"))
+        engine._loop.run(
+            engine._pool.mark_stale(engine._pool.servers[0], "so that it needs an update")
+        )
         update(engine, changed_model(vllm_model, 3), 3)
     proven, total = len(digests(engine)), len(all_digests(engine))
     assert 10 <= proven < total, "vLLM packs experts and projections for its CPU kernels"
     assert [f"prove {proven} of {total} parameters" in line for line in lines] == [True]
 
 
-def test_a_server_that_frees_no_memory_is_refused_where_it_is_colocated(vllm_server, vllm_model, tmp_path) -> None:
+def test_a_server_that_frees_no_memory_is_refused_where_it_is_colocated(
+    vllm_server, vllm_model, tmp_path
+) -> None:
     """On a CPU it answers to /sleep and /wake_up, and has its weights in between."""
-    colocated = engine_on(vllm_server.urls, vllm_model, kind="vllm", routes=False, weight_transport="disk",
-                          folder=tmp_path, colocated=True)  # fmt: skip
+    colocated = engine_on(
+        vllm_server.urls,
+        vllm_model,
+        kind="vllm",
+        routes=False,
+        weight_transport="disk",
+        folder=tmp_path,
+        colocated=True,
+    )
     try:
-        with pytest.raises(EngineError, match=r"^server http://\S+: it can't free its memory .*--enable-sleep-mode"):
+        with pytest.raises(
+            EngineError, match=r"^server http://\S+: it can't free its memory .*--enable-sleep-mode"
+        ):
             colocated.check_servers()
         server, api = colocated._pool.servers[0].client, colocated._api
         before = all_digests(colocated)
@@ -124,7 +162,9 @@ def test_a_server_that_frees_no_memory_is_refused_where_it_is_colocated(vllm_ser
         colocated.close()
 
 
-def test_a_failed_update_leaves_the_server_out_until_one_succeeds(engine: ServerEngine, vllm_model: str) -> None:
+def test_a_failed_update_leaves_the_server_out_until_one_succeeds(
+    engine: ServerEngine, vllm_model: str
+) -> None:
     good, version = changed_model(vllm_model, 4), 4
     broken = {name: tensor.float() for name, tensor in checkpoint(good).items()}
     name = "model.layers.1.self_attn.q_proj.weight"
@@ -139,11 +179,23 @@ def test_a_failed_update_leaves_the_server_out_until_one_succeeds(engine: Server
 
 
 def test_a_checkpoint_that_is_not_there(engine: ServerEngine, vllm_model: str, tmp_path) -> None:
-    """It leaves the server without a valid version, and with its layers ready for the next update of any transport."""
-    server, weights = engine._pool.servers[0].client, checkpoint(changed_model(vllm_model, 6).float())
+    """It leaves the server without a valid version, and with its layers ready for the next
+    update of any transport.
+    """
+    server, weights = (
+        engine._pool.servers[0].client,
+        checkpoint(changed_model(vllm_model, 6).float()),
+    )
     vanishing = VanishingTransport(engine._endpoints, tmp_path, source=vllm_model)
-    failures = update_servers(engine._loop, [server], weights.items, vanishing, version="gone:6", bucket_bytes=2**20,
-                              timeout=60.0)  # fmt: skip
+    failures = update_servers(
+        engine._loop,
+        [server],
+        weights.items,
+        vanishing,
+        version="gone:6",
+        bucket_bytes=2**20,
+        timeout=60.0,
+    )
     assert failures[server.url].startswith(f"server {server.url}/collective_rpc: answered 500")
     assert engine._loop.run(engine._api.weight_version(server, timeout=10)) == "gone:6:incomplete"
     update(engine, changed_model(vllm_model, 6), 6)
@@ -151,13 +203,22 @@ def test_a_checkpoint_that_is_not_there(engine: ServerEngine, vllm_model: str, t
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_client_that_died_in_its_update(vllm_server: LocalServers, vllm_model: str, tmp_path, transport: str) -> None:
-    """It has left the server paused, without a valid version, and with parameters that are zero. The next run, which
-    knows nothing of this, finds it so."""
+def test_a_client_that_died_in_its_update(
+    vllm_server: LocalServers, vllm_model: str, tmp_path, transport: str
+) -> None:
+    """It has left the server paused, without a valid version, and with parameters that are zero.
+    The next run, which knows nothing of this, finds it so."""
 
     def begin() -> ServerEngine:
-        return engine_on(vllm_server.urls, vllm_model, kind="vllm", routes=False, weight_transport=transport,
-                         folder=tmp_path, weight_checksums=True)  # fmt: skip
+        return engine_on(
+            vllm_server.urls,
+            vllm_model,
+            kind="vllm",
+            routes=False,
+            weight_transport=transport,
+            folder=tmp_path,
+            weight_checksums=True,
+        )
 
     with closing(begin()) as died:
         server = died._pool.servers[0].client
@@ -171,7 +232,9 @@ def test_a_client_that_died_in_its_update(vllm_server: LocalServers, vllm_model:
 
 
 def test_no_reply_of_a_foreign_version_is_accepted(engine: ServerEngine, vllm_model: str) -> None:
-    """Another process changes the server's version: its replies are refused, and an update brings it back."""
+    """Another process changes the server's version: its replies are refused, and an update
+    brings it back.
+    """
     model = changed_model(vllm_model, 5)
     update(engine, model, 5)
     server = engine._pool.servers[0].client

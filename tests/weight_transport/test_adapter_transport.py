@@ -1,4 +1,6 @@
-"""Adapters alone: what the sources wrote is one directory in PEFT's format, which the servers load by name."""
+"""Adapters alone: what the sources wrote is one directory in PEFT's format, which the servers
+load by name.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ from megatron_gspo.models.peft_files import AdapterFacts, read_adapters
 from megatron_gspo.rollout.sglang.sglang_weight_endpoints import SGLangWeightEndpoints
 from megatron_gspo.rollout.vllm.vllm_weight_endpoints import VLLMWeightEndpoints
 from megatron_gspo.servers.http_client import ServerError
-from megatron_gspo.weight_transport.adapter_transport import AdapterFileTransport, AdapterTensorTransport
+from megatron_gspo.weight_transport.adapter_transport import (
+    AdapterFileTransport,
+    AdapterTensorTransport,
+)
 from megatron_gspo.weight_transport.buckets import buckets
 from megatron_gspo.weight_transport.transport import Sent, Target
 from tests.servers.web_server import run_command
@@ -30,9 +35,12 @@ LAYER = "model.layers.0.self_attn.q_proj.lora_"
 EXPERT = "model.layers.0.mlp.experts.{}.down_proj.lora_"
 PARTS = [
     {f"{LAYER}A.weight": torch.randn(2, 6), f"{LAYER}B.weight": torch.randn(8, 2)},
-    {f"{EXPERT.format(e)}{m}.weight": torch.randn(2, 4) if m == "A" else torch.randn(6, 2)
-     for e in range(3) for m in "AB"},
-]  # fmt: skip
+    {
+        f"{EXPERT.format(e)}{m}.weight": torch.randn(2, 4) if m == "A" else torch.randn(6, 2)
+        for e in range(3)
+        for m in "AB"
+    },
+]
 
 
 def written(folder: Path, versions: tuple[str, ...] = ("0a:1",)) -> AdapterFileTransport:
@@ -52,12 +60,16 @@ def written(folder: Path, versions: tuple[str, ...] = ("0a:1",)) -> AdapterFileT
 
 def test_the_sources_files_become_one_in_peft_format(tmp_path: Path) -> None:
     checkpoint = written(tmp_path, ("0a:1", "0a:2")).checkpoint
-    assert checkpoint is not None and [path.name for path in tmp_path.iterdir()] == [checkpoint.name]
+    assert checkpoint is not None and [path.name for path in tmp_path.iterdir()] == [
+        checkpoint.name
+    ]
     assert [path.name for path in checkpoint.iterdir()] == ["adapters"]
     tensors, facts = read_adapters(checkpoint / "adapters")
     assert facts == FACTS
     expected = PARTS[0] | PARTS[1]
-    assert tensors.keys() == expected.keys() and all(torch.equal(tensors[name], expected[name]) for name in expected)
+    assert tensors.keys() == expected.keys() and all(
+        torch.equal(tensors[name], expected[name]) for name in expected
+    )
     config = json.loads((checkpoint / "adapters" / "adapter_config.json").read_text())
     assert config["target_modules"] == ["down_proj", "q_proj"]
 
@@ -69,7 +81,9 @@ def test_a_server_without_adapters_is_refused(tmp_path: Path) -> None:
     assert "--enable-lora" in transport.unsupported(other)  # type: ignore[arg-type]
 
 
-def loaded(endpoints: Any, answers: dict[str, tuple[int, dict[str, Any]]]) -> list[tuple[str, dict[str, Any]]]:
+def loaded(
+    endpoints: Any, answers: dict[str, tuple[int, dict[str, Any]]]
+) -> list[tuple[str, dict[str, Any]]]:
     """The requests of one load to a server with these answers."""
     seen: list[tuple[str, dict[str, Any]]] = []
 
@@ -84,20 +98,32 @@ def loaded(endpoints: Any, answers: dict[str, tuple[int, dict[str, Any]]]) -> li
 
 @pytest.mark.parametrize("status", [200, 400])
 def test_sglang_loads_them_in_place_of_the_last_ones(status: int) -> None:
-    seen = loaded(SGLangWeightEndpoints(), {"/unload_lora_adapter": (status, {"success": status == 200})})
-    assert seen == [("/unload_lora_adapter", {"lora_name": "policy"}),
-                    ("/load_lora_adapter", {"lora_name": "policy", "lora_path": "/a/b"})]  # fmt: skip
+    seen = loaded(
+        SGLangWeightEndpoints(), {"/unload_lora_adapter": (status, {"success": status == 200})}
+    )
+    assert seen == [
+        ("/unload_lora_adapter", {"lora_name": "policy"}),
+        ("/load_lora_adapter", {"lora_name": "policy", "lora_path": "/a/b"}),
+    ]
 
 
 def test_vllm_loads_them_in_place_of_the_last_ones() -> None:
     assert loaded(VLLMWeightEndpoints(), {}) == [
-        ("/v1/load_lora_adapter", {"lora_name": "policy", "lora_path": "/a/b", "load_inplace": True})]  # fmt: skip
+        (
+            "/v1/load_lora_adapter",
+            {"lora_name": "policy", "lora_path": "/a/b", "load_inplace": True},
+        )
+    ]
 
 
-@pytest.mark.parametrize(("path", "status"), [("/unload_lora_adapter", 500), ("/load_lora_adapter", 200)])
+@pytest.mark.parametrize(
+    ("path", "status"), [("/unload_lora_adapter", 500), ("/load_lora_adapter", 200)]
+)
 def test_a_server_that_did_not_load_them_has_failed(path: str, status: int) -> None:
     answer = {"success": False, "error_message": "rank too high"}
-    with pytest.raises(ServerError, match=f"{path}.*" + ("rank too high" if status == 200 else "500")):
+    with pytest.raises(
+        ServerError, match=f"{path}.*" + ("rank too high" if status == 200 else "500")
+    ):
         loaded(SGLangWeightEndpoints(), {path: (status, answer)})
 
 
@@ -113,7 +139,9 @@ def sent_in_a_request(tp_size: int) -> dict[str, Any]:
         transport = AdapterTensorTransport(SGLangWeightEndpoints(), FACTS)
         for _ in range(2):  # the second update does not have the first one's tensors
             transport.begin("0a:1", 0)
-            await transport.open({server.url: Target(server, replace(INFO, url=server.url, tp_size=tp_size))}, 5.0)
+            await transport.open(
+                {server.url: Target(server, replace(INFO, url=server.url, tp_size=tp_size))}, 5.0
+            )
             for bucket in buckets((PARTS[0] | PARTS[1]).items(), 100):
                 transport.take(bucket)
                 if len(bucket.entries) > 1:
@@ -133,12 +161,18 @@ def test_sglang_gets_all_adapters_in_one_request(tp_size: int) -> None:
     expected = PARTS[0] | PARTS[1]
     body = sent_in_a_request(tp_size)
     assert body["lora_name"] == "policy" and body["load_format"] == "flattened_bucket"
-    assert body["config_dict"]["target_modules"] == ["down_proj", "q_proj"] and body["config_dict"]["r"] == 2
+    assert (
+        body["config_dict"]["target_modules"] == ["down_proj", "q_proj"]
+        and body["config_dict"]["r"] == 2
+    )
     payloads = body["serialized_named_tensors"]
     assert len(payloads) == tp_size and len(set(payloads)) == 1
     content = pickle.loads(base64.b64decode(payloads[0]))
     flat = content["flattened_tensor"]
-    found = {e.name: flat[e.start_idx : e.end_idx].view(e.dtype).view(e.shape) for e in content["metadata"]}
+    found = {
+        e.name: flat[e.start_idx : e.end_idx].view(e.dtype).view(e.shape)
+        for e in content["metadata"]
+    }
     assert found.keys() == {f"base_model.model.{name}" for name in expected}
     assert all(torch.equal(found[f"base_model.model.{name}"], expected[name]) for name in expected)
 
@@ -148,5 +182,7 @@ def test_a_server_that_takes_no_adapters_in_a_request_is_refused() -> None:
     able = replace(INFO, adapters=True, adapter_tensors=True)
     assert transport.unsupported(able) == ""
     assert "--enable-lora" in transport.unsupported(replace(able, adapters=False))
-    assert "sglang.weight_transport to disk" in transport.unsupported(replace(able, adapter_tensors=False))
+    assert "sglang.weight_transport to disk" in transport.unsupported(
+        replace(able, adapter_tensors=False)
+    )
     assert "dp_size 2" in transport.unsupported(replace(able, dp_size=2))

@@ -17,30 +17,53 @@ from megatron_gspo.weight_transport.sglang_payload import shared_buffer
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.uint8)
 
 
-def unpacked(stream: list[tuple[str, Tensor]], size: int, **more: object) -> list[list[tuple[str, Tensor]]]:
+def unpacked(
+    stream: list[tuple[str, Tensor]], size: int, **more: object
+) -> list[list[tuple[str, Tensor]]]:
     """The tensors of each bucket, copied while the bucket is valid."""
-    return [[(name, tensor.clone()) for name, tensor in bucket.tensors()] for bucket in buckets(stream, size, **more)]
+    return [
+        [(name, tensor.clone()) for name, tensor in bucket.tensors()]
+        for bucket in buckets(stream, size, **more)
+    ]
 
 
 def test_worked_case() -> None:
     # 8 + 8 bytes fill a bucket of 16; 4 + 2 leave 10, too few for 12; 20 is larger than any bucket
-    stream = [("a", torch.arange(2.0)), ("b", torch.arange(2.0)), ("c", torch.arange(1.0)),
-              ("d", torch.ones(1).bfloat16()), ("e", torch.arange(3.0)), ("f", torch.arange(5.0)),
-              ("g", torch.arange(1.0))]  # fmt: skip
-    found = [(describe(b), b.nbytes, [(e.start, e.stop) for e in b.entries]) for b in buckets(stream, 16)]
-    assert found == [("a and 1 more", 16, [(0, 8), (8, 16)]), ("c and 1 more", 6, [(0, 4), (4, 6)]),
-                     ("e", 12, [(0, 12)]), ("f", 20, [(0, 20)]), ("g", 4, [(0, 4)])]  # fmt: skip
+    stream = [
+        ("a", torch.arange(2.0)),
+        ("b", torch.arange(2.0)),
+        ("c", torch.arange(1.0)),
+        ("d", torch.ones(1).bfloat16()),
+        ("e", torch.arange(3.0)),
+        ("f", torch.arange(5.0)),
+        ("g", torch.arange(1.0)),
+    ]
+    found = [
+        (describe(b), b.nbytes, [(e.start, e.stop) for e in b.entries]) for b in buckets(stream, 16)
+    ]
+    assert found == [
+        ("a and 1 more", 16, [(0, 8), (8, 16)]),
+        ("c and 1 more", 6, [(0, 4), (4, 6)]),
+        ("e", 12, [(0, 12)]),
+        ("f", 20, [(0, 20)]),
+        ("g", 4, [(0, 4)]),
+    ]
 
 
 def test_a_tensor_begins_at_a_multiple_of_its_elements() -> None:
     # SGLang views its bytes as elements, and refuses a bucket with gaps
-    stream = [("a", torch.ones(1).bfloat16()), ("b", torch.ones(1)), ("c", torch.ones(1).bfloat16())]
+    stream = [
+        ("a", torch.ones(1).bfloat16()),
+        ("b", torch.ones(1)),
+        ("c", torch.ones(1).bfloat16()),
+    ]
     assert [[e.name for e in b.entries] for b in buckets(stream, 100)] == [["a"], ["b", "c"]]
 
 
 @given(
     st.lists(
-        st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 5), max_size=3), st.booleans()), max_size=12
+        st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 5), max_size=3), st.booleans()),
+        max_size=12,
     ),
     st.integers(1, 300),
     st.booleans(),
@@ -55,7 +78,9 @@ def test_nothing_is_lost_or_larger_than_allowed(parts: list, size: int, shared: 
     together = [pair for bucket in found for pair in bucket]
     assert [name for name, _ in together] == [name for name, _ in stream]
     for (_, ours), (_, given_) in zip(together, stream, strict=True):
-        assert ours.dtype == given_.dtype and ours.shape == given_.shape and torch.equal(ours, given_)
+        assert (
+            ours.dtype == given_.dtype and ours.shape == given_.shape and torch.equal(ours, given_)
+        )
     for bucket in found:
         nbytes = sum(tensor.numel() * tensor.element_size() for _, tensor in bucket)
         assert nbytes <= size or len([tensor for _, tensor in bucket if tensor.numel()]) == 1
@@ -78,7 +103,9 @@ def test_a_size_of_nothing_is_refused() -> None:
 
 
 def test_extra_memory_is_one_bucket() -> None:
-    """40 tensors of 1 KiB, each made when it is read: one buffer for all buckets, and no tensor is kept."""
+    """40 tensors of 1 KiB, each made when it is read: one buffer for all buckets, and no tensor
+    is kept.
+    """
     made: list[int] = []
     alive: list[weakref.ref] = []
     most = 0

@@ -16,7 +16,12 @@ from megatron_gspo.rollout.sglang.sglang_weight_endpoints import SGLangWeightEnd
 from megatron_gspo.weight_transport.buckets import buckets
 from megatron_gspo.weight_transport.disk_transport import INDEX, DiskTransport
 
-STREAM = [("a", torch.randn(3, 5)), ("b", torch.randn(60).bfloat16()), ("c", torch.arange(4)), ("d", torch.randn(()))]
+STREAM = [
+    ("a", torch.randn(3, 5)),
+    ("b", torch.randn(60).bfloat16()),
+    ("c", torch.arange(4)),
+    ("d", torch.randn(())),
+]
 
 
 def write(transport: DiskTransport, version: str, parts: Sequence[list] = (STREAM,)) -> None:
@@ -37,24 +42,35 @@ def test_files_are_what_safetensors_reads(tmp_path: Path) -> None:
     index = json.loads((transport.checkpoint / INDEX).read_text())
     assert index["weight_map"].keys() == {"a", "b", "c", "d"}
     assert index["metadata"]["total_size"] == 60 + 120 + 32 + 4
-    assert len(set(index["weight_map"].values())) == 3  # a; b alone, being larger than a bucket; c and d
+    assert (
+        len(set(index["weight_map"].values())) == 3
+    )  # a; b alone, being larger than a bucket; c and d
     for name, wanted in STREAM:
         with safe_open(transport.checkpoint / index["weight_map"][name], framework="pt") as file:
-            assert torch.equal(file.get_tensor(name), wanted) and file.metadata() == {"format": "pt"}
+            assert torch.equal(file.get_tensor(name), wanted) and file.metadata() == {
+                "format": "pt"
+            }
 
 
 def test_the_config_of_quantised_weights_names_their_format(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "qwen3", "quantization_config": {"quant_method": "other"}}')
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "qwen3", "quantization_config": {"quant_method": "other"}}'
+    )
     for given, wanted in ((None, "other"), ({"quant_method": "fp8"}, "fp8")):
-        transport = DiskTransport(SGLangWeightEndpoints(), tmp_path / "weights", source=tmp_path, quantization=given)
+        transport = DiskTransport(
+            SGLangWeightEndpoints(), tmp_path / "weights", source=tmp_path, quantization=given
+        )
         write(transport, "0a:1")
         found = json.loads((transport.checkpoint / "config.json").read_text())
         assert found == {"model_type": "qwen3", "quantization_config": {"quant_method": wanted}}
 
 
 def test_eight_bits_are_what_safetensors_reads(tmp_path: Path) -> None:
-    stream = [("w", torch.randn(3, 5).to(torch.float8_e4m3fn)), ("w_scale_inv", torch.randn(1, 1)),
-              ("v", torch.arange(6).to(torch.int8).view(2, 3))]  # fmt: skip
+    stream = [
+        ("w", torch.randn(3, 5).to(torch.float8_e4m3fn)),
+        ("w_scale_inv", torch.randn(1, 1)),
+        ("v", torch.arange(6).to(torch.int8).view(2, 3)),
+    ]
     transport = DiskTransport(SGLangWeightEndpoints(), tmp_path / "weights")
     write(transport, "0a:1", [stream])
     index = json.loads((transport.checkpoint / INDEX).read_text())
@@ -90,10 +106,16 @@ def test_sources_write_parts_of_one_checkpoint(tmp_path: Path) -> None:
     transport = DiskTransport(SGLangWeightEndpoints(), tmp_path / "weights")
     write(transport, "0a:1", [STREAM[:2], [], STREAM[2:]])
     index = json.loads((transport.checkpoint / INDEX).read_text())
-    assert index["weight_map"].keys() == {"a", "b", "c", "d"} and index["metadata"]["total_size"] == 60 + 120 + 32 + 4
+    assert (
+        index["weight_map"].keys() == {"a", "b", "c", "d"}
+        and index["metadata"]["total_size"] == 60 + 120 + 32 + 4
+    )
     assert sorted(file.name for file in transport.checkpoint.iterdir()) == [
-        "model-00000-00001.safetensors", "model-00000-00002.safetensors", "model-00002-00001.safetensors", INDEX
-    ]  # fmt: skip
+        "model-00000-00001.safetensors",
+        "model-00000-00002.safetensors",
+        "model-00002-00001.safetensors",
+        INDEX,
+    ]
     for name, wanted in STREAM:
         with safe_open(transport.checkpoint / index["weight_map"][name], framework="pt") as file:
             assert torch.equal(file.get_tensor(name), wanted)
@@ -104,14 +126,22 @@ def test_a_source_that_wrote_elsewhere_is_an_error(tmp_path: Path) -> None:
     transport.prepare("0a:1")
     transport.begin("0a:1", 1)
     asyncio.run(transport.finish(1.0))
-    with pytest.raises(DiskError, match="part-00000.json: not there.*set sglang.weight_dir to one that all"):
+    with pytest.raises(
+        DiskError, match="part-00000.json: not there.*set sglang.weight_dir to one that all"
+    ):
         transport.publish(2)
     assert transport.checkpoint is None
 
 
 def test_what_people_keep_beside_the_weights_stays(tmp_path: Path) -> None:
     folder = tmp_path / "weights"
-    theirs = ("weights-best", "weights-0a-1 (copy)", "weights-old", ".unfinished-work", "lost+found")
+    theirs = (
+        "weights-best",
+        "weights-0a-1 (copy)",
+        "weights-old",
+        ".unfinished-work",
+        "lost+found",
+    )
     for name in theirs:
         (folder / name).mkdir(parents=True)
     (tmp_path / "elsewhere").mkdir()
@@ -123,4 +153,6 @@ def test_what_people_keep_beside_the_weights_stays(tmp_path: Path) -> None:
         write(transport, version)
     names = (*theirs, "weights-0a-2", "weights-0a-2.kept", "weights-0b-7")
     assert sorted(path.name for path in folder.iterdir()) == sorted(names)
-    assert (folder / "weights-0a-2" / INDEX).is_file() and list((tmp_path / "elsewhere").iterdir()) == []
+    assert (folder / "weights-0a-2" / INDEX).is_file() and list(
+        (tmp_path / "elsewhere").iterdir()
+    ) == []

@@ -1,4 +1,7 @@
-"""One broadcast for all servers, kept groups, and servers that fail. The servers implement SGLang's protocol."""
+"""One broadcast for all servers, kept groups, and servers that fail.
+
+The servers implement SGLang's protocol.
+"""
 
 from __future__ import annotations
 
@@ -42,25 +45,40 @@ class Client:
         self.loop.run(self.session.close())
         self.loop.close()
 
-    def weights(self, version: int, at: Callable[[int], None] = lambda number: None) -> Iterator[tuple[str, Tensor]]:
+    def weights(
+        self, version: int, at: Callable[[int], None] = lambda number: None
+    ) -> Iterator[tuple[str, Tensor]]:
         """at: called with the number of each tensor before it is read."""
         self.read += 1
         for number in range(COUNT):
             at(number)
             yield f"t{number}", torch.full((SIZE // 4,), float(version * 100 + number))
 
-    def update(self, version: int, at: Callable[[int], None] = lambda number: None, timeout: float = 20.0,
-               more: tuple[tuple[str, Tensor], ...] = ()) -> dict[str, str]:  # fmt: skip
+    def update(
+        self,
+        version: int,
+        at: Callable[[int], None] = lambda number: None,
+        timeout: float = 20.0,
+        more: tuple[tuple[str, Tensor], ...] = (),
+    ) -> dict[str, str]:
         servers = [ServerClient(url, self.session) for url in self.urls]
-        return update_servers(self.loop, servers, lambda: chain(more, self.weights(version, at)), self.transport,
-                              version=f"v:{version}", bucket_bytes=SIZE * self.transport.in_flight,
-                              timeout=timeout)  # fmt: skip
+        return update_servers(
+            self.loop,
+            servers,
+            lambda: chain(more, self.weights(version, at)),
+            self.transport,
+            version=f"v:{version}",
+            bucket_bytes=SIZE * self.transport.in_flight,
+            timeout=timeout,
+        )
 
     def get(self, url: str, path: str) -> dict:
         return self.loop.run(ServerClient(url, self.session).get(path, timeout=20.0))
 
     def assert_holds(self, url: str, version: int) -> int:
-        """The server has these weights and this version; the number of buckets that it has received."""
+        """The server has these weights and this version; the number of buckets that it has
+        received.
+        """
         found = self.get(url, "/held")
         truth = {name: checksum(tensor) for name, tensor in self.weights(version)}
         assert {name: found["held"].get(name) for name in truth} == truth
@@ -79,7 +97,9 @@ def client() -> Iterator[Client]:
         client.close()
 
 
-def test_one_broadcast_of_a_bucket_in_one_group(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_broadcast_of_a_bucket_in_one_group(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     groups: list[UpdateGroup] = []
     sent: list[int] = []
 
@@ -97,7 +117,11 @@ def test_one_broadcast_of_a_bucket_in_one_group(client: Client, monkeypatch: pyt
     assert [client.assert_holds(url, 2) for url in client.urls] == [2 * COUNT] * 4
     assert sent == [SIZE] * 2 * COUNT and [group.size for group in groups] == [5]
     # another client has changed a server's weights: it may have left the group
-    client.loop.run(SGLangWeightEndpoints().set_version(ServerClient(client.urls[2], client.session), "x", timeout=9.0))
+    client.loop.run(
+        SGLangWeightEndpoints().set_version(
+            ServerClient(client.urls[2], client.session), "x", timeout=9.0
+        )
+    )
     assert client.update(3) == {} and len(groups) == 2
     client.urls = client.urls[:2]
     assert client.update(4) == {} and [group.size for group in groups] == [5, 5, 3]
@@ -157,8 +181,10 @@ def test_a_server_that_hangs_is_dropped_within_the_deadline(client: Client) -> N
 def test_a_server_that_refuses_a_tensor_goes_on_receiving(client: Client) -> None:
     failures = client.update(1, more=(("refused", torch.zeros(SIZE // 4)),))
     assert sorted(failures) == sorted(client.urls) and client.read == 1
-    assert all("/update_weights_from_distributed: answered 400" in line and "wrong shape" in line
-               for line in failures.values())  # fmt: skip
+    assert all(
+        "/update_weights_from_distributed: answered 400" in line and "wrong shape" in line
+        for line in failures.values()
+    )
     assert client.update(2) == {}
 
 
@@ -167,4 +193,6 @@ def test_an_address_of_another_machine(client: Client) -> None:
     failures = client.update(1)
     assert len(failures) == 4
     for url, line in failures.items():
-        assert line.startswith(f"server {url}/init_weights_update_group: master_address=192.0.2.1: cannot listen there")
+        assert line.startswith(
+            f"server {url}/init_weights_update_group: master_address=192.0.2.1: cannot listen there"
+        )

@@ -1,4 +1,7 @@
-"""Requests to our receiver, and which tensors are sent. Transfers: tests/rollout/test_weight_distribution.py."""
+"""Requests to our receiver, and which tensors are sent.
+
+Transfers: tests/rollout/test_weight_distribution.py.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,11 @@ NONE: Any = None
 
 
 def test_only_tensors_whose_bytes_differ_are_selected() -> None:
-    stream = [("a", torch.arange(3.0)), ("b", torch.ones(2, 2).t()), ("c", torch.tensor([0.0, -0.0]))]
+    stream = [
+        ("a", torch.arange(3.0)),
+        ("b", torch.ones(2, 2).t()),
+        ("c", torch.tensor([0.0, -0.0])),
+    ]
     plain, sparse = ReceiverTransport(NONE), ReceiverTransport(NONE, changes_only=True)
     assert [name for name, _ in plain.select(iter(stream))] == ["a", "b", "c"] and plain._sums == {}
     assert [name for name, _ in sparse.select(iter(stream))] == ["a", "b", "c"]

@@ -1,4 +1,6 @@
-"""What a server unpickles: by SGLang's own rules for a flattened bucket, and with nothing that those rules forbid."""
+"""What a server unpickles: by SGLang's own rules for a flattened bucket, and with nothing that
+those rules forbid.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +27,27 @@ from megatron_gspo.weight_transport.sglang_payload import (
     shared_buffer,
 )
 
-# Of what SafeUnpickler in sglang 0.5.23 allows (srt/utils/common.py): the names that a bucket needs.
+# Of what SafeUnpickler in sglang 0.5.23 allows (srt/utils/common.py): the names that a bucket
+# needs.
 ALLOWED = {
-    ("types", "SimpleNamespace"), ("collections", "OrderedDict"), ("torch._utils", "_rebuild_tensor_v2"),
-    ("torch.storage", "_load_from_bytes"), ("torch.storage", "TypedStorage"), ("torch", "float32"),
-    ("torch", "bfloat16"), ("torch", "int64"), ("torch", "uint8"),
+    ("types", "SimpleNamespace"),
+    ("collections", "OrderedDict"),
+    ("torch._utils", "_rebuild_tensor_v2"),
+    ("torch.storage", "_load_from_bytes"),
+    ("torch.storage", "TypedStorage"),
+    ("torch", "float32"),
+    ("torch", "bfloat16"),
+    ("torch", "int64"),
+    ("torch", "uint8"),
     ("torch.multiprocessing.reductions", "rebuild_storage_filename"),
-}  # fmt: skip
-STREAM = [("a.weight", torch.randn(3, 5)), ("b", torch.randn(6).bfloat16()), ("c", torch.arange(4)),
-          ("empty", torch.empty(0, 2)), ("d", torch.randn(()))]  # fmt: skip
+}
+STREAM = [
+    ("a.weight", torch.randn(3, 5)),
+    ("b", torch.randn(6).bfloat16()),
+    ("c", torch.arange(4)),
+    ("empty", torch.empty(0, 2)),
+    ("d", torch.randn(())),
+]
 
 
 class Unpickler(pickle.Unpickler):
@@ -49,7 +63,10 @@ class Unpickler(pickle.Unpickler):
 def reconstruct(payload: dict) -> list[tuple[str, Tensor]]:
     """As FlattenedTensorBucket.reconstruct_tensors."""
     flat = payload["flattened_tensor"]
-    return [(m.name, flat[m.start_idx : m.end_idx].view(m.dtype).reshape(m.shape)) for m in payload["metadata"]]
+    return [
+        (m.name, flat[m.start_idx : m.end_idx].view(m.dtype).reshape(m.shape))
+        for m in payload["metadata"]
+    ]
 
 
 def one_bucket(**more: object) -> Bucket:
@@ -86,7 +103,9 @@ def test_by_value_of_the_front_of_a_buffer_holds_only_that() -> None:
 def test_by_handle_in_another_process(tmp_path: Path) -> None:
     bucket = one_bucket(allocate=shared_buffer)
     payload = by_handle(bucket)
-    names = {argument for opcode, argument, _ in pickletools.genops(payload) if opcode.name == "GLOBAL"}
+    names = {
+        argument for opcode, argument, _ in pickletools.genops(payload) if opcode.name == "GLOBAL"
+    }
     assert "torch.multiprocessing.reductions rebuild_storage_filename" in names
     (tmp_path / "payload").write_bytes(payload)
     script = (
@@ -110,7 +129,9 @@ def test_by_handle_leaves_other_memory_alone() -> None:
     assert not parameter.is_shared()
 
 
-@pytest.mark.parametrize("sizes", [[0], [1], [2, 2], [3, 1, 1], [1, 1, 1, 1, 5], [10**6, 1, 2**20 + 1]])
+@pytest.mark.parametrize(
+    "sizes", [[0], [1], [2, 2], [3, 1, 1], [1, 1, 1, 1, 5], [10**6, 1, 2**20 + 1]]
+)
 def test_base64_of_pieces_is_that_of_the_whole(sizes: list[int]) -> None:
     pieces = [bytes(torch.randint(0, 256, (size,), dtype=torch.uint8).tolist()) for size in sizes]
     assert b"".join(base64_pieces(pieces)) == base64.b64encode(b"".join(pieces))

@@ -34,8 +34,13 @@ def test_the_steps_do_nothing_unless_they_are_defined():
     transport.begin("v:1", 0)
     transport.take(bucket)
     transport.publish(1)
-    steps = (transport.open({}, 1.0), transport.send(bucket, 1.0), transport.flush(1.0), transport.abort(),
-             transport.load(NONE, 1.0))  # fmt: skip
+    steps = (
+        transport.open({}, 1.0),
+        transport.send(bucket, 1.0),
+        transport.flush(1.0),
+        transport.abort(),
+        transport.load(NONE, 1.0),
+    )
     for step in steps:
         assert asyncio.run(step) is None  # type: ignore[func-returns-value]
     assert asyncio.run(transport.finish(1.0)) == Sent() and transport.is_over
@@ -59,14 +64,20 @@ def test_a_server_that_fails_gets_no_further_steps():
 
     asyncio.run(run())
     assert seen == ["http://a:1", "http://b:1", "http://b:1"] and not transport.is_over
-    assert {url: str(error) for url, error in transport.failures.items()} == {"http://a:1": "refused"}
+    assert {url: str(error) for url, error in transport.failures.items()} == {
+        "http://a:1": "refused"
+    }
 
 
 @pytest.mark.parametrize(
     ("kind", "stores", "needs_session", "device"),
-    [(DiskTransport, True, False, "cpu"), (TensorTransport, False, True, "cpu"),
-     (DistributedTransport, False, True, "cpu"), (SharedMemoryTransport, False, True, None)],
-)  # fmt: skip
+    [
+        (DiskTransport, True, False, "cpu"),
+        (TensorTransport, False, True, "cpu"),
+        (DistributedTransport, False, True, "cpu"),
+        (SharedMemoryTransport, False, True, None),
+    ],
+)
 def test_when_servers_pause_and_where_the_buffer_is(kind, stores, needs_session, device):
     assert (kind.stores, kind.needs_session) == (stores, needs_session)
     assert kind.device == (None if device is None else torch.device(device))

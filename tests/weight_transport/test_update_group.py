@@ -1,4 +1,7 @@
-"""The process group with a server's ranks. The other side here joins as SGLang's `init_custom_process_group` does."""
+"""The process group with a server's ranks.
+
+The other side here joins as SGLang's `init_custom_process_group` does.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_gspo.weight_transport.update_group import GroupError, UpdateGroup, default_backend, local_address
+from megatron_gspo.weight_transport.update_group import (
+    GroupError,
+    UpdateGroup,
+    default_backend,
+    local_address,
+)
 
 # Ranks 1 .. n - 1, each with a default group of its own; prints what each broadcast brings.
 OTHER_SIDE = """
@@ -39,10 +47,23 @@ os._exit(0)
 
 def others(group: UpdateGroup, *, count: int, nbytes: int) -> list[subprocess.Popen]:
     return [
-        subprocess.Popen([sys.executable, "-c", OTHER_SIDE, str(group.port), group.name, str(rank), str(group.size),
-                          str(count), str(nbytes)], stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [
+                sys.executable,
+                "-c",
+                OTHER_SIDE,
+                str(group.port),
+                group.name,
+                str(rank),
+                str(group.size),
+                str(count),
+                str(nbytes),
+            ],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         for rank in range(1, group.size)
-    ]  # fmt: skip
+    ]
 
 
 def within(seconds: float, work: Coroutine[Any, Any, Any]) -> Any:
@@ -78,7 +99,9 @@ def test_every_rank_gets_every_broadcast_and_a_dead_one_is_an_error() -> None:
 
 
 def test_the_others_leave_a_broken_group_while_its_error_is_kept() -> None:
-    """Their connections close when it is dropped, so that those who wait for the next broadcast get an error."""
+    """Their connections close when it is dropped, so that those who wait for the next broadcast
+    get an error.
+    """
     group = UpdateGroup("weights-kept", 3, address="127.0.0.1", backend="gloo", timeout=30.0)
     waiting, dying = processes = others(group, count=9, nbytes=1000)
 
@@ -134,7 +157,9 @@ def test_it_listens_on_the_given_address_alone() -> None:
     with open("/proc/net/tcp") as table:
         listening = [fields[1] for line in table if (fields := line.split())[3] == "0A"]
     assert wanted in listening
-    assert not [place for place in listening if place.endswith(f":{group.port:04X}") and place != wanted]
+    assert not [
+        place for place in listening if place.endswith(f":{group.port:04X}") and place != wanted
+    ]
     group.drop()
 
 

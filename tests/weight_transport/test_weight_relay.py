@@ -1,4 +1,6 @@
-"""One source's stream on the ranks of its relays: every tensor to the bit, each byte broadcast once."""
+"""One source's stream on the ranks of its relays: every tensor to the bit, each byte broadcast
+once.
+"""
 
 from __future__ import annotations
 
@@ -16,31 +18,41 @@ from megatron_gspo.weight_transport.weight_relay import relay_groups, relayed
 from megatron_gspo.weight_transport.weight_source import Relay, WeightSource, numbered
 from tests.support.distributed import collectives_so_far, run_distributed
 
-SOURCES = numbered([WeightSource(0), WeightSource(1, servers=(), relays=(Relay(3, ("a",)), Relay(2, ("b",))))])
+SOURCES = numbered(
+    [WeightSource(0), WeightSource(1, servers=(), relays=(Relay(3, ("a",)), Relay(2, ("b",))))]
+)
 
 
 def tensors(kind: str) -> dict[str, torch.Tensor]:
-    """kind: "none"; "mixed": sizes of elements that do not divide each other's offsets, one tensor larger than a piece
-    of 64 bytes, and an empty one."""
+    """kind: "none"; "mixed": sizes of elements that do not divide each other's offsets, one tensor
+    larger than a piece of 64 bytes, and an empty one."""
     if kind == "none":
         return {}
     drawn = torch.Generator().manual_seed(0)
     return {
-        "bfloat16": torch.randn(3, 5, generator=drawn).bfloat16(), "float32": torch.randn(2, 3, generator=drawn),
-        "bytes": torch.arange(7, dtype=torch.uint8), "float64": torch.randn(4, generator=drawn, dtype=torch.float64),
-        "empty": torch.empty(0, 4), "large": torch.randn(9, 9, generator=drawn).t(), "scalar": torch.tensor(3.0),
-    }  # fmt: skip
+        "bfloat16": torch.randn(3, 5, generator=drawn).bfloat16(),
+        "float32": torch.randn(2, 3, generator=drawn),
+        "bytes": torch.arange(7, dtype=torch.uint8),
+        "float64": torch.randn(4, generator=drawn, dtype=torch.float64),
+        "empty": torch.empty(0, 4),
+        "large": torch.randn(9, 9, generator=drawn).t(),
+        "scalar": torch.tensor(3.0),
+    }
 
 
 def received(rank: int, world: int, kinds: list[str]) -> Any:
-    """What each rank reads of each stream: (tensors, whether the rank's own stream was read to its end, broadcasts)."""
+    """What each rank reads of each stream: (tensors, whether the rank's own stream was read to
+    its end, broadcasts).
+    """
     (group,) = relay_groups(SOURCES).values() if rank else (None,)
     assert list(relay_groups(SOURCES)) == ([1] if rank else [])
     found = []
     for kind in kinds:
         ended = []
 
-        def stream(kind: str = kind, ended: list[bool] = ended) -> Iterator[tuple[str, torch.Tensor]]:
+        def stream(
+            kind: str = kind, ended: list[bool] = ended
+        ) -> Iterator[tuple[str, torch.Tensor]]:
             if rank == 1:
                 yield from tensors(kind).items()
             ended.append(True)
@@ -62,7 +74,9 @@ def test_relays_get_every_tensor_to_the_bit() -> None:
             assert list(got) == list(expected) and ended == [True]
             for name, tensor in expected.items():
                 assert got[name].dtype == tensor.dtype and torch.equal(got[name], tensor), name
-        assert [count for *_, count in found] == [count for *_, count in by_rank[1]], "all ranks of the group take part"
+        assert [count for *_, count in found] == [count for *_, count in by_rank[1]], (
+            "all ranks of the group take part"
+        )
 
 
 @pytest.mark.parametrize("count", [1, 3])

@@ -1,4 +1,7 @@
-"""What an update does where there is no server to take it. With servers: tests/sglang/test_weights.py."""
+"""What an update does where there is no server to take it.
+
+With servers: tests/sglang/test_weights.py.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +24,20 @@ from megatron_gspo.weight_transport.transport import WeightTransport
 from megatron_gspo.weight_transport.weight_update import TRANSPORTS, make_transport, update_servers
 
 INFO = ServerInfo(
-    url="http://127.0.0.1:30000", version="0.5.23", start_id="1", weight_version="default", model_path="m",
-    device="cpu", tp_size=1, pp_size=1, dp_size=1, max_input_tokens=None, max_total_tokens=None, routed_experts=True,
+    url="http://127.0.0.1:30000",
+    version="0.5.23",
+    start_id="1",
+    weight_version="default",
+    model_path="m",
+    device="cpu",
+    tp_size=1,
+    pp_size=1,
+    dp_size=1,
+    max_input_tokens=None,
+    max_total_tokens=None,
+    routed_experts=True,
     update_session=True,
-)  # fmt: skip
+)
 
 
 def transport_of(name: str, folder: Path) -> WeightTransport:
@@ -34,7 +47,9 @@ def transport_of(name: str, folder: Path) -> WeightTransport:
 
 @pytest.mark.parametrize("checksums", [False, True])
 @pytest.mark.parametrize("name", ["disk", "distributed"])
-def test_every_transport_to_vllm_is_told_of_checksums(name: str, checksums: bool, tmp_path: Path) -> None:
+def test_every_transport_to_vllm_is_told_of_checksums(
+    name: str, checksums: bool, tmp_path: Path
+) -> None:
     config = VLLMConfig(weight_transport=name, weight_dir=str(tmp_path), weight_checksums=checksums)  # type: ignore[arg-type]
     assert make_transport(config, VLLMWeightEndpoints()).checksums is checksums
 
@@ -60,8 +75,15 @@ def test_nobody_listens(name: str, loop: EventLoop, tmp_path: Path) -> None:
     session = loop.run(open_session())
     read: list[str] = []
     transport = transport_of(name, tmp_path)
-    failures = update_servers(loop, [ServerClient(url, session)], lambda: stream(read), transport, version="v:1",
-                              bucket_bytes=16, timeout=5.0)  # fmt: skip
+    failures = update_servers(
+        loop,
+        [ServerClient(url, session)],
+        lambda: stream(read),
+        transport,
+        version="v:1",
+        bucket_bytes=16,
+        timeout=5.0,
+    )
     assert list(failures) == [url] and f"server {url}/server_info: no connection" in failures[url]
     assert read == (["a", "b", "c"] if name == "disk" else [])
     loop.run(session.close())
@@ -71,8 +93,12 @@ def test_nobody_listens(name: str, loop: EventLoop, tmp_path: Path) -> None:
 def test_no_servers_at_all(name: str, loop: EventLoop, tmp_path: Path) -> None:
     read: list[str] = []
     transport = transport_of(name, tmp_path / "weights")
-    assert update_servers(loop, [], lambda: stream(read), transport, version="v:1", bucket_bytes=16,
-                          timeout=5.0) == {}  # fmt: skip
+    assert (
+        update_servers(
+            loop, [], lambda: stream(read), transport, version="v:1", bucket_bytes=16, timeout=5.0
+        )
+        == {}
+    )
     assert read == [] and not (tmp_path / "weights").exists()
 
 
@@ -90,16 +116,24 @@ def test_what_a_transport_does_not_support(tmp_path: Path) -> None:
 
 
 def test_transports_by_name() -> None:
-    with pytest.raises(ValueError, match="^sglang.weight_transport=carrier-pigeon: choose one of disk, tensor"):
+    with pytest.raises(
+        ValueError, match="^sglang.weight_transport=carrier-pigeon: choose one of disk, tensor"
+    ):
         make_transport(ServerConfig(weight_transport="carrier-pigeon"), SGLangWeightEndpoints())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="set sglang.weight_dir"):
         make_transport(ServerConfig(weight_transport="disk"), SGLangWeightEndpoints())
 
 
 def test_checkpoints_are_written_to_the_run_directory_unless_another_is_set(tmp_path: Path) -> None:
-    for weight_dir, expected in ((None, tmp_path / "weights"), (str(tmp_path / "shared"), tmp_path / "shared")):
+    for weight_dir, expected in (
+        (None, tmp_path / "weights"),
+        (str(tmp_path / "shared"), tmp_path / "shared"),
+    ):
         config = ServerConfig(weight_transport="disk", weight_dir=weight_dir)
         transport = make_transport(config, SGLangWeightEndpoints(), run_dir=tmp_path)
         transport.prepare("run:1")
         transport.publish(0)
-        assert isinstance(transport, DiskTransport) and transport.checkpoint == expected / "weights-run-1"
+        assert (
+            isinstance(transport, DiskTransport)
+            and transport.checkpoint == expected / "weights-run-1"
+        )

@@ -1,1 +1,3 @@
-"""Several algorithms from one cold start, side by side: running them, their statistics, and the report."""
+"""Several algorithms from one cold start, side by side: running them, their statistics, and the
+report.
+"""

@@ -3,7 +3,8 @@
     megatron-gspo compare COMPARISON.yaml [key=value ...] [--slots N] [--report-only]
     megatron-gspo compare --runs RUN_DIR RUN_DIR ... [--output FOLDER] [--baseline NAME]
 
-A finished run is not run again; an interrupted one is resumed. docs/comparison.md describes the file and the report.
+A finished run is not run again; an interrupted one is resumed. docs/comparison.md describes the
+file and the report.
 
 example: megatron-gspo compare --runs runs/grpo runs/gspo --baseline grpo --output comparison
 """

@@ -1,4 +1,7 @@
-"""The report's charts as inline SVG. A variant's marks carry the class `v-N`, which the page's legend switches."""
+"""The report's charts as inline SVG.
+
+A variant's marks carry the class `v-N`, which the page's legend switches.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +31,9 @@ _SMALL_DIFFERENCE = 0.12  # of the largest value
 class Metric:
     """A metric that has a chart.
 
-    window: steps of the trailing mean. log_floor: a log scale that draws smaller values, 0 too, at this height.
-    geometric: means are of the logarithms, so that a single step with a norm of a thousand doesn't hide all others.
+    window: steps of the trailing mean. log_floor: a log scale that draws smaller values, 0 too, at
+    this height. geometric: means are of the logarithms, so that a single step with a norm of a
+    thousand doesn't hide all others.
     """
 
     name: str
@@ -42,7 +46,10 @@ class Metric:
 
 @dataclass(frozen=True)
 class Line:
-    """One variant's band in a chart. number: its colour; ends: where single runs stopped with an error."""
+    """One variant's band in a chart.
+
+    number: its colour; ends: where single runs stopped with an error.
+    """
 
     number: int
     band: Band
@@ -68,7 +75,9 @@ BY_STEP = (
 
 
 def interval_charts(study: Study, colours: Mapping[str, int]) -> list[str]:
-    """Accuracy at the end of each variant, and its difference from the baseline; the highest first."""
+    """Accuracy at the end of each variant, and its difference from the baseline; the highest
+    first.
+    """
     ends = {variant.name: mean_value(study, variant.name, PRIMARY) for variant in study.variants}
     charts = [
         interval_chart(study, colours, ends, "Accuracy at the end", "%, mean and 95 % t-interval")
@@ -217,7 +226,8 @@ def _draw_band(axis: Axes, line: Line, scale: float, floor: float | None) -> Non
 
 
 def _set_height(axis: Axes, lines: Sequence[Line], scale: float, *, shares: bool) -> None:
-    """The axis shows every mean, and at most half as much again of the bands: with few seeds they are wide.
+    """The axis shows every mean, and at most half as much again of the bands: with few seeds they
+    are wide.
 
     shares: that differ little are drawn from 0, which does not exaggerate the differences.
     """

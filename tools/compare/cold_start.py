@@ -1,4 +1,6 @@
-"""Starting weights of the demo and the comparison: a small random Qwen3-MoE trained on demonstrations with mistakes."""
+"""Starting weights of the demo and the comparison: a small random Qwen3-MoE trained on
+demonstrations with mistakes.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ from megatron_gspo.tools.compare.study_runner import StaleRun, run_one, torchrun
 from megatron_gspo.tools.make_tiny_model import TinyModel, write_tiny_model
 from megatron_gspo.tracking.run_directory import write_atomically
 
-INSTRUCTION = (
-    "Spell this word backward (example: sun -> nus):"  # of the task; one token of the model
+INSTRUCTION = (  # of the task; one token of the model
+    "Spell this word backward (example: sun -> nus):"
 )
 MISTAKES = 0.12  # share of the demonstrations' characters
 
@@ -77,10 +79,11 @@ def held_out_and_training(model: Path, config: Config) -> tuple[Sequence[Prompt]
 def write_demonstrations(
     files: ColdStartFiles, config: Config, *, mistakes: float = MISTAKES, copies: int = 1
 ) -> None:
-    """demonstrations.jsonl (the training questions, answers with mistakes) and held_out.jsonl (correct answers).
+    """demonstrations.jsonl (the training questions, answers with mistakes) and held_out.jsonl
+    (correct answers).
 
-    config: of the runs, for its prompts. mistakes: share of characters replaced by another of the answers'
-    characters. copies: demonstrations per question, each with mistakes of its own.
+    config: of the runs, for its prompts. mistakes: share of characters replaced by another of the
+    answers' characters. copies: demonstrations per question, each with mistakes of its own.
     """
     held_out, training = held_out_and_training(files.model, config)
     random = Random(0)

@@ -1,4 +1,6 @@
-"""Run directories that no comparison file describes: which of them are one variant, and what to call it."""
+"""Run directories that no comparison file describes: which of them are one variant, and what to
+call it.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ from megatron_gspo.tools.compare.study_plan import Variant
 
 Settings = dict[str, Any]  # dotted keys of a config
 
-# Starts of keys that change no result: where a run writes, what it logs and keeps, how its servers are reached. Runs
-# that differ in these alone are one variant.
+# Starts of keys that change no result: where a run writes, what it logs and keeps, how its servers
+# are reached. Runs that differ in these alone are one variant.
 _WITHOUT_EFFECT = (
     "run_dir",
     "seed",
@@ -59,8 +61,9 @@ _SAME_TASK = (
 def study_of(run_dirs: Sequence[str | Path], command: str, *, baseline: str | None = None) -> Study:
     """Run directories alone: runs that differ only in seed form a variant.
 
-    baseline: a variant's name, `grpo` by default where there is one, else the first. Raises ReportError for a
-    directory without a run, a seed that a variant has twice, and an unknown baseline.
+    baseline: a variant's name, `grpo` by default where there is one, else the first. Raises
+    ReportError for a directory without a run, a seed that a variant has twice, and an unknown
+    baseline.
     """
     runs = _read(run_dirs)
     settings = [_settings_of(run.config) for run in runs]
@@ -126,8 +129,8 @@ def _settings_of(config: Mapping[str, Any]) -> Settings:
 def _unfinished(runs: Sequence[Run]) -> list[str]:
     """A sentence for each run that isn't over."""
     return [
-        f"{run.run_dir} is not finished (step {run.last_step} of {run.setting('training.steps', '?')}): "
-        "its curve is shown, it is not compared."
+        f"{run.run_dir} is not finished (step {run.last_step} of"
+        f" {run.setting('training.steps', '?')}): its curve is shown, it is not compared."
         for run in runs
         if run.status == "partial"
     ]
@@ -143,7 +146,8 @@ def _incomparable(variants: Sequence[Settings]) -> list[str]:
     )
     more = f" and {len(differing) - 3} more keys" if len(differing) > 3 else ""
     return [
-        f"The variants differ in {shown}{more}: differences of their accuracies are not of the algorithm alone."
+        f"The variants differ in {shown}{more}: differences of their accuracies are not of the"
+        " algorithm alone."
     ]
 
 
@@ -161,8 +165,9 @@ def _varying(variants: Sequence[Settings]) -> list[str]:
 
 
 def _names(variants: Sequence[Settings]) -> list[str]:
-    """A name for each variant from algorithm, replay and old log-probs; where these are equal, with as many of the keys
-    that differ as tell them apart, the most telling first. The report lists all keys."""
+    """A name for each variant from algorithm, replay and old log-probs; where these are equal, with
+    as many of the keys that differ as tell them apart, the most telling first. The report lists all
+    keys."""
     short_names = [_short_name(settings) for settings in variants]
     names = []
     for name, settings in zip(short_names, variants, strict=True):
@@ -188,7 +193,10 @@ def _short_name(settings: Settings) -> str:
 
 
 def _telling_keys(alike: Sequence[Settings]) -> list[str]:
-    """As few of the keys that differ as tell all variants apart. A key that adds nothing is left out."""
+    """As few of the keys that differ as tell all variants apart.
+
+    A key that adds nothing is left out.
+    """
     chosen: list[str] = []
     for key in sorted(_varying(alike), key=_rank):
         told_apart = _count_distinct(alike, chosen)

@@ -30,9 +30,9 @@ class ReportError(InputError):
 class Run:
     """One run, read from its directory.
 
-    status: finished, failed (it ended with an error), partial (killed, or still running) or missing.
-    config: resolved training config as plain data; environment: where and with what it ran.
-    records: those of metrics.jsonl.
+    status: finished, failed (it ended with an error), partial (killed, or still running) or
+    missing. config: resolved training config as plain data; environment: where and with what it
+    ran. records: those of metrics.jsonl.
     """
 
     variant: str
@@ -64,8 +64,8 @@ class Run:
 
 
 def read_run(run_dir: str | Path, *, variant: str, seed: int | None = None) -> Run:
-    """A run directory in any state. seed None takes the config's. Raises ReportError for a config that can't be read,
-    and for files that are not a run's."""
+    """A run directory in any state. seed None takes the config's. Raises ReportError for a config
+    that can't be read, and for files that are not a run's."""
     path = Path(run_dir)
     config, environment = _config(path)
     records = _records(path / "metrics.jsonl")
@@ -105,14 +105,18 @@ def against(run: Run, metric: str, axis: str) -> tuple[list[float], list[float]]
 
 
 def mean_of(run: Run, metric: str, *, tail: float = 1.0, first: int = 1) -> float | None:
-    """Mean over the steps from `first` on, or over their last part; None where the run has no such value."""
+    """Mean over the steps from `first` on, or over their last part; None where the run has no
+    such value.
+    """
     values = [value for step, value in zip(*series(run, metric), strict=True) if step >= first]
     count = max(1, round(tail * len(values)))
     return sum(values[-count:]) / count if values else None
 
 
 def seconds_per_step(run: Run) -> float | None:
-    """Mean over all steps but the first, which has one-time costs; without evaluations and checkpoints."""
+    """Mean over all steps but the first, which has one-time costs; without evaluations and
+    checkpoints.
+    """
     seconds = positions(run, "seconds")
     steps = [step for step in seconds if step >= 1]
     if len(steps) < 2:
@@ -125,8 +129,8 @@ class Figures:
     """One run in numbers, None where the run doesn't have them.
 
     final_accuracy: last held-out accuracy that was measured, also of a run that failed later.
-    mean_accuracy: area under the accuracy against steps over the span, by trapezia: how soon and how steadily.
-    reward: mean training reward over the last tenth of the steps.
+    mean_accuracy: area under the accuracy against steps over the span, by trapezia: how soon and
+    how steadily. reward: mean training reward over the last tenth of the steps.
     """
 
     start_accuracy: float | None
@@ -159,7 +163,9 @@ def figures(run: Run) -> Figures:
 
 
 def area(x: Sequence[float], y: Sequence[float]) -> float | None:
-    """Mean height of a piecewise linear curve; its only value where there is one, None where there is none."""
+    """Mean height of a piecewise linear curve; its only value where there is one, None where
+    there is none.
+    """
     if len(x) < 2:
         return y[0] if y else None
     total = sum((x[i + 1] - x[i]) * (y[i] + y[i + 1]) / 2 for i in range(len(x) - 1))
@@ -167,7 +173,10 @@ def area(x: Sequence[float], y: Sequence[float]) -> float | None:
 
 
 def positions(run: Run, axis: str) -> dict[float, float]:
-    """Where each recorded step lies on `samples`, `tokens` or `seconds`. Raises ValueError for another axis."""
+    """Where each recorded step lies on `samples`, `tokens` or `seconds`.
+
+    Raises ValueError for another axis.
+    """
     prompts = run.setting("rollout.rollout_batch_size", 1)
     sequences = prompts * run.setting("rollout.n_samples_per_prompt", 1)
     by_step: dict[float, float] = {}
@@ -222,7 +231,10 @@ def _check_sections(file: Path, content: Mapping[str, Any]) -> None:
 
 
 def _records(file: Path) -> list[dict[str, Any]]:
-    """The records of a run, none without the file. Raises ReportError for those of another program."""
+    """The records of a run, none without the file.
+
+    Raises ReportError for those of another program.
+    """
     if not file.is_file():
         return []
     records = read_metrics(file)

@@ -1,7 +1,9 @@
-"""Intervals, paired tests and bands over a few seeds or many prompts, by scipy.stats. Reports state the methods.
+"""Intervals, paired tests and bands over a few seeds or many prompts, by scipy.stats. Reports state
+the methods.
 
-Typically five seeds: Student's t for intervals and tests, the exact sign-flip permutation test in addition, and Holm's
-correction where several variants are compared with one baseline. Prompts: the bootstrap.
+Typically five seeds: Student's t for intervals and tests, the exact sign-flip permutation test in
+addition, and Holm's correction where several variants are compared with one baseline. Prompts: the
+bootstrap.
 """
 
 from __future__ import annotations
@@ -33,10 +35,12 @@ class Interval:
 
 @dataclass(frozen=True)
 class Difference:
-    """Mean of the paired differences (variant less baseline), its t-interval, and the tests that it is 0.
+    """Mean of the paired differences (variant less baseline), its t-interval, and the tests that it
+    is 0.
 
-    p_t: paired t-test, two-sided. p_flip: exact sign-flip permutation test; with n pairs it can't go below 2 / 2^n.
-    p_holm: p_t after Holm's correction within the family; None before `holm` was applied or without a p_t.
+    p_t: paired t-test, two-sided. p_flip: exact sign-flip permutation test; with n pairs it can't
+    go below 2 / 2^n. p_holm: p_t after Holm's correction within the family; None before `holm` was
+    applied or without a p_t.
     """
 
     mean: float
@@ -67,7 +71,10 @@ def interval(values: Sequence[float], confidence: float = CONFIDENCE) -> Interva
 def interval_text(
     values: Interval | Difference | None, scale: float = 100.0, digits: int = 1, sign: str = ""
 ) -> str:
-    """`61.2 [58.0, 64.4]`; without an interval the mean alone. sign: `+` shows that of positive means too."""
+    """`61.2 [58.0, 64.4]`; without an interval the mean alone.
+
+    sign: `+` shows that of positive means too.
+    """
     if values is None:
         return "-"
     text = f"{scale * values.mean:{sign}.{digits}f}"
@@ -77,8 +84,8 @@ def interval_text(
 
 
 def bootstrap_interval(values: ArrayLike, confidence: float = CONFIDENCE) -> Interval:
-    """Mean of independent values and its percentile bootstrap interval (Efron & Tibshirani 1993, chapter 13), from
-    10,000 resamples of a fixed seed. Raises ValueError without values."""
+    """Mean of independent values and its percentile bootstrap interval (Efron & Tibshirani 1993,
+    chapter 13), from 10,000 resamples of a fixed seed. Raises ValueError without values."""
     from scipy import stats  # of the extra "plot"
 
     array = np.asarray(values, dtype=np.float64)
@@ -141,7 +148,8 @@ def _t_test(values: np.ndarray) -> Any:
 
 
 def sign_flip(differences: Sequence[float]) -> float | None:
-    """Two-sided p of the sign-flip permutation test on the mean; exact up to 16 values, otherwise from random flips.
+    """Two-sided p of the sign-flip permutation test on the mean; exact up to 16 values, otherwise
+    from random flips.
 
     None for fewer than two values.
     """
@@ -163,7 +171,8 @@ def sign_flip(differences: Sequence[float]) -> float | None:
 
 
 def holm(values: Sequence[float | None]) -> list[float | None]:
-    """Holm's step-down adjusted p values, in the order given; None (no test was possible) stays None.
+    """Holm's step-down adjusted p values, in the order given; None (no test was possible) stays
+    None.
 
     scipy has no Holm correction, and statsmodels would be a dependency for these lines alone.
     """
@@ -178,7 +187,9 @@ def holm(values: Sequence[float | None]) -> list[float | None]:
 
 @dataclass(frozen=True)
 class Band:
-    """Mean over seeds at each x and the edges around it; `count` is how many seeds are there at each x."""
+    """Mean over seeds at each x and the edges around it; `count` is how many seeds are there at
+    each x.
+    """
 
     x: list[float]
     mean: list[float]
@@ -190,10 +201,11 @@ class Band:
 def band(curves: Sequence[tuple[Sequence[float], Sequence[float]]], points: int = 80) -> Band:
     """One band of several curves, each (x rising, y), on a common grid.
 
-    Curves that share their x exactly are averaged there; else each is interpolated linearly on an even grid and never
-    beyond its own first and last x, so a run that ended early drops out of the count. The grid ends where the first of
-    the curves ends that reach 95 % of the longest. Below 3 seeds a t-interval has little meaning (its factor is 12.7
-    with 2), so there the band is the range of the seeds.
+    Curves that share their x exactly are averaged there; else each is interpolated linearly on an
+    even grid and never beyond its own first and last x, so a run that ended early drops out of the
+    count. The grid ends where the first of the curves ends that reach 95 % of the longest. Below 3
+    seeds a t-interval has little meaning (its factor is 12.7 with 2), so there the band is the
+    range of the seeds.
     """
     chosen = [(np.asarray(x, np.float64), np.asarray(y, np.float64)) for x, y in curves if len(x)]
     if not chosen:

@@ -33,8 +33,9 @@ UNTESTED = "not tested here"
 class Study:
     """All that a report is made of.
 
-    runs: missing ones included. overrides: keys that every run sets beyond the base config. command: makes the report
-    again. expected: of the file. notes: what a reader must know before the results, one sentence each.
+    runs: missing ones included. overrides: keys that every run sets beyond the base config.
+    command: makes the report again. expected: of the file. notes: what a reader must know before
+    the results, one sentence each.
     """
 
     title: str
@@ -84,7 +85,9 @@ def read_study(comparison: Comparison, command: str) -> Study:
 
 
 def values(study: Study, variant: str, measure: str) -> dict[int, float]:
-    """A figure by seed. A failed run counts with what it had last; one that isn't over doesn't count."""
+    """A figure by seed. A failed run counts with what it had last; one that isn't over doesn't
+    count.
+    """
     by_seed = {}
     for run in study.runs_of(variant):
         value = getattr(figures(run), measure) if run.is_over else None
@@ -127,7 +130,9 @@ def verdict_of(difference: Difference | None) -> str:
 
 
 def expectations(study: Study) -> list[Verdict]:
-    """Whether the differences that the comparison file expects came about: by the means, without a test."""
+    """Whether the differences that the comparison file expects came about: by the means,
+    without a test.
+    """
     return [_decided(study, expectation) for expectation in study.expected]
 
 

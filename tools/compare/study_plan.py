@@ -44,7 +44,9 @@ class Expectation:
     lower: str
     """Variant that is expected to end lower."""
     points: Annotated[float, Gt(0)]
-    """Least difference of the held-out accuracy at the end, mean over the seeds that both have, in points."""
+    """Least difference of the held-out accuracy at the end, mean over the seeds that both have,
+    in points.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,7 +219,9 @@ def arguments_of(overrides: Overrides) -> list[str]:
 
 
 def argument(value: Any) -> str:
-    """A value as an override: YAML on one line; a string that YAML would read as another type is quoted."""
+    """A value as an override: YAML on one line; a string that YAML would read as another type
+    is quoted.
+    """
     if isinstance(value, str):
         try:
             return value if parse_yaml(value, "value") == value else json.dumps(value)

@@ -1,4 +1,6 @@
-"""Progress of all runs: a bar for each running one in a terminal, otherwise one line for each that ends."""
+"""Progress of all runs: a bar for each running one in a terminal, otherwise one line for each
+that ends.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,10 @@ class Display:
                 self._bar.update(task, total=total, completed=run.last_step, line=line)
 
     def ended(self, spec: RunSpec, seconds: float | None) -> None:
-        """Print the result of a run. seconds: its duration, None for a run that was finished before."""
+        """Print the result of a run.
+
+        seconds: its duration, None for a run that was finished before.
+        """
         self._done += 1
         if seconds is None:
             if self._bar is not None:

@@ -1,8 +1,9 @@
 """Run the runs of a comparison, several at a time, and skip those that are finished.
 
-A run is `torchrun -m megatron_gspo.train` in its own process group. Its output goes to run_dir/log.txt. If it fails,
-run_dir/failure.json has the reason, so that a failure is a result like any other. Processes are managed here, not by
-concurrent.futures: an interrupt must end each run with all of its ranks.
+A run is `torchrun -m megatron_gspo.train` in its own process group. Its output goes to
+run_dir/log.txt. If it fails, run_dir/failure.json has the reason, so that a failure is a result
+like any other. Processes are managed here, not by concurrent.futures: an interrupt must end each
+run with all of its ranks.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class StaleRun(InputError):
 
 
 class Interrupted(RunError):
-    """The comparison was interrupted; finished runs are kept, the others resume at the next start."""
+    """The comparison was interrupted; finished runs are kept, the others resume at the next
+    start.
+    """
 
     exit_code = 130
 
@@ -72,7 +75,9 @@ def torchrun(processes: int, config: Path, arguments: Sequence[str]) -> list[str
 
 
 def child_environment() -> dict[str, str]:
-    """One thread a process: two processes that each take all cores are many times slower than one after the other."""
+    """One thread a process: two processes that each take all cores are many times slower than
+    one after the other.
+    """
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 
 
@@ -98,8 +103,8 @@ def execute(
 ) -> None:
     """Bring every run to its end, `slots` at once, in the given order.
 
-    A run that fails is recorded and doesn't stop the others. Raises StaleRun before anything starts, Interrupted after
-    Ctrl-C or SIGTERM, with every process ended.
+    A run that fails is recorded and doesn't stop the others. Raises StaleRun before anything
+    starts, Interrupted after Ctrl-C or SIGTERM, with every process ended.
     """
     make = command or command_of
     waiting = []
@@ -126,7 +131,9 @@ def execute(
 
 
 def run_one(command: Sequence[str]) -> int:
-    """Run a command in the foreground; its exit code. A stop ends all its processes and raises Interrupted."""
+    """Run a command in the foreground; its exit code. A stop ends all its processes and raises
+    Interrupted.
+    """
     started: list[subprocess.Popen[bytes]] = []
     with stoppable():
         try:
@@ -153,7 +160,9 @@ def stoppable() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signals_deferred() -> Iterator[None]:
-    """Deliver Ctrl-C and SIGTERM at the end of the block: raised inside Popen they would leave an unknown process."""
+    """Deliver Ctrl-C and SIGTERM at the end of the block: raised inside Popen they would leave
+    an unknown process.
+    """
     received: list[int] = []
     before = {
         number: signal.signal(number, lambda number, _: received.append(number))
@@ -207,7 +216,9 @@ def _settle(job: _Job) -> None:
 
 
 def last_words(log: Path) -> str:
-    """The run's line with the reason of its end, else the log's last line that torchrun didn't write."""
+    """The run's line with the reason of its end, else the log's last line that torchrun didn't
+    write.
+    """
     lines = [
         line.strip()
         for line in log.read_text(encoding="utf-8", errors="replace").splitlines()

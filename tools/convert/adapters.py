@@ -1,5 +1,5 @@
-"""Adapters out of a Megatron checkpoint: to PEFT's format, and merged into their base. All of them are in host memory,
-the base is streamed."""
+"""Adapters out of a Megatron checkpoint: to PEFT's format, and merged into their base. All of them
+are in host memory, the base is streamed."""
 
 from __future__ import annotations
 
@@ -30,14 +30,19 @@ from megatron_gspo.tools.convert.work_directory import check_output
 
 @dataclass(frozen=True)
 class Adapters:
-    """Whole tensors by PEFT's names without its prefix, experts one by one, and what they have in common."""
+    """Whole tensors by PEFT's names without its prefix, experts one by one, and what they have
+    in common.
+    """
 
     tensors: Mapping[str, Tensor]
     facts: AdapterFacts
 
 
 def adapters_of_run(path: Path, checkpoint: Path) -> LoRAConfig | None:
-    """The `lora` section of the run that has the checkpoint, if it trains adapters. path: of the run or checkpoint."""
+    """The `lora` section of the run that has the checkpoint, if it trains adapters.
+
+    path: of the run or checkpoint.
+    """
     run = path if (path / "config.yaml").is_file() else checkpoint.parent.parent
     if not (run / "config.yaml").is_file():
         return None
@@ -58,32 +63,49 @@ def read_megatron(checkpoint: Path, lora: LoRAConfig, source: Path) -> Adapters:
     for of_part in by_part(chunks).values():
         tensors |= of_part[0].part.split(read_part(reader, of_part), shape)
     state = checkpoint / STATE
-    checksum = json.loads(state.read_text(encoding="utf-8")).get("base", "") if state.is_file() else ""
-    return Adapters(tensors, AdapterFacts(lora.rank, lora.alpha, lora.rslora, str(source), checksum))
+    checksum = (
+        json.loads(state.read_text(encoding="utf-8")).get("base", "") if state.is_file() else ""
+    )
+    return Adapters(
+        tensors, AdapterFacts(lora.rank, lora.alpha, lora.rslora, str(source), checksum)
+    )
 
 
 def write_peft(adapters: Adapters, out: Path, *, by_expert: bool) -> Path:
-    """Write a PEFT directory, for Transformers, or with ``by_expert`` for servers. Returns ``out``."""
+    """Write a PEFT directory, for Transformers, or with ``by_expert`` for servers.
+
+    Returns ``out``.
+    """
     check_output(out)
-    write_adapters(out, adapters.tensors, adapters.facts, fused=not by_expert and can_fuse(adapters.tensors))
+    write_adapters(
+        out, adapters.tensors, adapters.facts, fused=not by_expert and can_fuse(adapters.tensors)
+    )
     return out
 
 
 def compare(adapters: Adapters, folder: Path) -> int:
-    """The number of tensors, which the PEFT directory has bit for bit; ``ModelError`` names one that it hasn't."""
+    """The number of tensors, which the PEFT directory has bit for bit; ``ModelError`` names one
+    that it hasn't.
+    """
     found, facts = read_adapters(folder)
     if facts != adapters.facts:
         raise ModelError(f"{folder} has {facts}, the checkpoint {adapters.facts}")
     for name in sorted(found.keys() | adapters.tensors.keys()):
-        if name not in found or name not in adapters.tensors or not torch.equal(found[name], adapters.tensors[name]):
+        if (
+            name not in found
+            or name not in adapters.tensors
+            or not torch.equal(found[name], adapters.tensors[name])
+        ):
             raise ModelError(f"{folder}: {name} is not the checkpoint's")
     return len(found)
 
 
 def merge(adapters: Adapters, source: Path, out: Path, *, dtype: torch.dtype | None = None) -> Path:
-    """Write the Hugging Face directory of ``source`` with the adapters merged into it. Returns ``out``.
+    """Write the Hugging Face directory of ``source`` with the adapters merged into it. Returns
+    ``out``.
 
-    dtype: to which the base is cast first; None: as it is. Raises ``ModelError`` for an adapter of no tensor of it.
+    dtype: to which the base is cast first; None: as it is. Raises ``ModelError`` for an adapter of
+    no tensor of it.
     """
     check_output(out)
     companions(source)
@@ -94,7 +116,9 @@ def merge(adapters: Adapters, source: Path, out: Path, *, dtype: torch.dtype | N
         carried = carried_names(reader.names, shape)
         targets = {name.rpartition(".lora_")[0] + ".weight" for name in adapters.tensors}
         if missing := sorted(targets - set(names)):
-            raise ModelError(f"{source} has no {missing[0]}, which has an adapter ({len(missing)} missing)")
+            raise ModelError(
+                f"{source} has no {missing[0]}, which has an adapter ({len(missing)} missing)"
+            )
 
         def stream() -> Iterator[tuple[str, Tensor]]:
             for name in names:

@@ -1,5 +1,5 @@
-"""Tensors of a checkpoint that are not trained, multi-token prediction: kept beside a Megatron checkpoint, and written
-back. They are copied one at a time."""
+"""Tensors of a checkpoint that are not trained, multi-token prediction: kept beside a Megatron
+checkpoint, and written back. They are copied one at a time."""
 
 from __future__ import annotations
 
@@ -28,19 +28,27 @@ class _Kept:
         try:
             self._file = safe_open(file, framework="pt")
         except (SafetensorError, OSError) as error:
-            raise ModelError(f"{file}: damaged or cut short ({first_line(error)}); convert it again") from None
+            raise ModelError(
+                f"{file}: damaged or cut short ({first_line(error)}); convert it again"
+            ) from None
         self.names = set(self._file.keys())
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._file.get_slice(name).get_shape())
 
-    def read(self, name: str, dim: int | None = None, start: int = 0, stop: int | None = None) -> Tensor:
+    def read(
+        self, name: str, dim: int | None = None, start: int = 0, stop: int | None = None
+    ) -> Tensor:
         return self._file.get_tensor(name)
 
 
 @contextmanager
-def open_carried(folder: Path, shape: ModelShape) -> Iterator[tuple[TensorSource | None, list[str]]]:
-    """Carried tensors and their names, in a Hugging Face directory or in the folder beside a Megatron checkpoint."""
+def open_carried(
+    folder: Path, shape: ModelShape
+) -> Iterator[tuple[TensorSource | None, list[str]]]:
+    """Carried tensors and their names, in a Hugging Face directory or in the folder beside a
+    Megatron checkpoint.
+    """
     if (folder / SINGLE).is_file() or _has_weights(folder):
         with CheckpointReader(folder) as reader:
             yield reader, sorted(carried_names(reader.names, shape))
@@ -52,12 +60,17 @@ def open_carried(folder: Path, shape: ModelShape) -> Iterator[tuple[TensorSource
 
 
 def _has_weights(folder: Path) -> bool:
-    """Whether an index of files is there with the files: a copy of it is beside a Megatron checkpoint."""
-    return (folder / INDEX).is_file() and any(file.name != CARRIED for file in folder.glob("*.safetensors"))
+    """Whether an index of files is there with the files: a copy of it is beside a Megatron
+    checkpoint.
+    """
+    return (folder / INDEX).is_file() and any(
+        file.name != CARRIED for file in folder.glob("*.safetensors")
+    )
 
 
 def copy_carried(source: Path, target: Path, shape: ModelShape) -> dict[str, int]:
-    """Write the carried tensors of ``source`` to ``target``'s file; name -> bytes of each, empty where there are none.
+    """Write the carried tensors of ``source`` to ``target``'s file; name -> bytes of each, empty
+    where there are none.
 
     Raises ``DiskError``.
     """
@@ -70,12 +83,16 @@ def copy_carried(source: Path, target: Path, shape: ModelShape) -> dict[str, int
         dtypes = {name: _dtype(reader, name, sizes[name]) for name in names}
         layout = file_layout(sizes, dtypes)
         begin_file(target / CARRIED, layout)
-        write_tensors(target / CARRIED, ((layout.offsets[name], reader.read(name)) for name in names))
+        write_tensors(
+            target / CARRIED, ((layout.offsets[name], reader.read(name)) for name in names)
+        )
         return {name: torch.Size(sizes[name]).numel() * dtypes[name].itemsize for name in names}
 
 
 def compare_carried(one: Path, other: Path, shape: ModelShape) -> int:
-    """Compare the carried tensors of two folders bit by bit; their number. ``ModelError`` names one that differs."""
+    """Compare the carried tensors of two folders bit by bit; their number. ``ModelError`` names
+    one that differs.
+    """
     if not shape.carried:
         return 0
     with open_carried(one, shape) as (first, names), open_carried(other, shape) as (second, others):

@@ -11,14 +11,24 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 from megatron_gspo.config import ParallelConfig
 from megatron_gspo.config.load import read_file
 from megatron_gspo.config.parallel_checks import check_divisibility
 from megatron_gspo.errors import InputError
 from megatron_gspo.mcore.checkpoint.checkpoint_files import newest_checkpoint
-from megatron_gspo.mcore.checkpoint.checkpoint_metadata import checkpoint_metadata, write_metadata_files
+from megatron_gspo.mcore.checkpoint.checkpoint_metadata import (
+    checkpoint_metadata,
+    write_metadata_files,
+)
 from megatron_gspo.mcore.checkpoint.metadata_file import METADATA
 from megatron_gspo.models import family_of, read_config
 from megatron_gspo.models.families import names_of_own_type
@@ -48,8 +58,13 @@ def run_to_megatron(options: argparse.Namespace) -> None:
     metadata = checkpoint_metadata(family, shape, parallel)
     with _progress("to Megatron") as report:
         out = to_megatron(
-            options.source, options.out, metadata.chunks, metadata.objects, write_metadata_files,
-            dtype=_dtype(options), workers=_workers(options, report),
+            options.source,
+            options.out,
+            metadata.chunks,
+            metadata.objects,
+            write_metadata_files,
+            dtype=_dtype(options),
+            workers=_workers(options, report),
         )
     if options.verify:
         _compare(options.source, out, chunks_of(options.source), options, result=out)
@@ -65,8 +80,13 @@ def run_to_hugging_face(options: argparse.Namespace) -> None:
     chunks = chunks_of(source)
     with _progress("to Hugging Face") as report:
         out = to_hugging_face(
-            checkpoint, options.out, chunks, source, dtype=_dtype(options),
-            max_shard_bytes=int(options.max_shard_gib * 2**30), workers=_workers(options, report),
+            checkpoint,
+            options.out,
+            chunks,
+            source,
+            dtype=_dtype(options),
+            max_shard_bytes=int(options.max_shard_gib * 2**30),
+            workers=_workers(options, report),
         )
     if options.verify:
         _compare(out, checkpoint, chunks, options, result=out)
@@ -75,7 +95,11 @@ def run_to_hugging_face(options: argparse.Namespace) -> None:
 
 def run_quantize(options: argparse.Namespace) -> None:
     """``convert quantize``: raises the errors of ``quantize_checkpoint``."""
-    print(quantize_checkpoint(options.source, options.out, options.format, options.modules, options.exclude))
+    print(
+        quantize_checkpoint(
+            options.source, options.out, options.format, options.modules, options.exclude
+        )
+    )
 
 
 def run_to_peft(options: argparse.Namespace) -> None:
@@ -93,7 +117,9 @@ def run_merge(options: argparse.Namespace) -> None:
         found = adapters.Adapters(*read_adapters(options.adapters))
         source = options.source or Path(found.facts.base)
         if not (source / "config.json").is_file():
-            raise InputError(f"{options.adapters}: their base {source} is not there; pass --source DIR")
+            raise InputError(
+                f"{options.adapters}: their base {source} is not there; pass --source DIR"
+            )
     else:
         found, source = _trained_adapters(options.adapters, options.source)
     print(adapters.merge(found, source, options.out, dtype=_dtype(options)))
@@ -104,7 +130,10 @@ def _trained_adapters(path: Path, source: Path | None) -> tuple[adapters.Adapter
     checkpoint = find_checkpoint(path)
     lora = adapters.adapters_of_run(path, checkpoint)
     if lora is None:
-        raise InputError(f"{path}: no run with lora.rank in its config.yaml; give a run directory, or its checkpoint")
+        raise InputError(
+            f"{path}: no run with lora.rank in its config.yaml; give a run directory, or its"
+            " checkpoint"
+        )
     source = source or find_source(path, checkpoint)
     return adapters.read_megatron(checkpoint, lora, source), source
 
@@ -120,7 +149,9 @@ def _workers(options: argparse.Namespace, report: Callable[[int, int], None]) ->
 def run_verify(options: argparse.Namespace) -> None:
     """``convert verify``: raises ``ModelError`` for a difference."""
     checkpoint = find_checkpoint(options.checkpoint)
-    _compare(options.hugging_face, checkpoint, chunks_of(options.hugging_face), options, result=None)
+    _compare(
+        options.hugging_face, checkpoint, chunks_of(options.hugging_face), options, result=None
+    )
     if options.probe is not None:
         from megatron_gspo.mcore.model_parity import compare_log_probs  # imports Transformers
 
@@ -141,21 +172,30 @@ def _compare(
     *,
     result: Path | None,
 ) -> None:
-    """Compare the two in the type of the converted one (None: of the Hugging Face one), and write its checksums."""
+    """Compare the two in the type of the converted one (None: of the Hugging Face one), and
+    write its checksums.
+    """
     if result == megatron:
-        dtype = DistributedReader(megatron).dtype(next(c.key for c in chunks if not c.part.rule.keeps_float32))
+        dtype = DistributedReader(megatron).dtype(
+            next(c.key for c in chunks if not c.part.rule.keeps_float32)
+        )
     else:
         with CheckpointReader(hugging_face) as reader:
-            dtype = reader.common_dtype(names_of_own_type(reader.names, *family_of(read_config(hugging_face))))
+            dtype = reader.common_dtype(
+                names_of_own_type(reader.names, *family_of(read_config(hugging_face)))
+            )
     with _progress("comparing") as report:
-        count = verify(hugging_face, megatron, chunks, dtype=dtype, workers=_workers(options, report))
+        count = verify(
+            hugging_face, megatron, chunks, dtype=dtype, workers=_workers(options, report)
+        )
     print(f"{count} tensors are equal, bit for bit", file=sys.stderr)
     if result is not None:
         print(f"checksums: {write_checksums(result)}", file=sys.stderr)
 
 
 def find_checkpoint(path: Path) -> Path:
-    """``path`` if it is a distributed checkpoint, else the newest complete checkpoint of the run directory ``path``.
+    """``path`` if it is a distributed checkpoint, else the newest complete checkpoint of the run
+    directory ``path``.
 
     Raises ``InputError`` if it is neither.
     """
@@ -164,12 +204,17 @@ def find_checkpoint(path: Path) -> Path:
     newest, faults = newest_checkpoint(path / "checkpoints")
     if newest is None:
         why = f" ({faults[0]})" if faults else ""
-        raise InputError(f"{path} is neither a distributed checkpoint nor a run directory with one{why}; give either")
+        raise InputError(
+            f"{path} is neither a distributed checkpoint nor a run directory with one{why}; give"
+            " either"
+        )
     return newest
 
 
 def find_source(path: Path, checkpoint: Path) -> Path:
-    """The Hugging Face directory of a checkpoint's model: its copy of the config, or the run's ``model.path``."""
+    """The Hugging Face directory of a checkpoint's model: its copy of the config, or the run's
+    ``model.path``.
+    """
     if (checkpoint / COMPANIONS / "config.json").is_file():
         return checkpoint / COMPANIONS
     run = path if (path / "config.yaml").is_file() else checkpoint.parent.parent
@@ -177,7 +222,9 @@ def find_source(path: Path, checkpoint: Path) -> Path:
         source = Path(str(read_file(run / "config.yaml").get("model", {}).get("path")))
         if (source / "config.json").is_file():
             return source
-        raise InputError(f"{run / 'config.yaml'}: model.path={source} does not exist; pass --source DIR")
+        raise InputError(
+            f"{run / 'config.yaml'}: model.path={source} does not exist; pass --source DIR"
+        )
     raise InputError(f"{checkpoint} has no copy of its model's config.json; pass --source DIR")
 
 
@@ -188,7 +235,10 @@ def _progress(title: str) -> Iterator[Any]:
     It starts with the first update, so that a conversion with nothing left to do shows none.
     """
     columns = (
-        TextColumn("{task.description}"), BarColumn(30), DownloadColumn(binary_units=True), TransferSpeedColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(30),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
     bar = Progress(*columns, console=Console(file=sys.stderr))

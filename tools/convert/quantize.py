@@ -19,12 +19,15 @@ from megatron_gspo.models.quantization.plan import quantization_plan
 from megatron_gspo.tools.convert.work_directory import check_output
 
 
-def quantize_checkpoint(source: Path, out: Path, name: str, modules: Sequence[str], exclude: Sequence[str]) -> Path:
-    """Write ``source`` to ``out`` with the weights of these modules in format ``name`` (`models/quantization`) and the
-    others unchanged; its config.json has the ``quantization_config``. Returns ``out``.
+def quantize_checkpoint(
+    source: Path, out: Path, name: str, modules: Sequence[str], exclude: Sequence[str]
+) -> Path:
+    """Write ``source`` to ``out`` with the weights of these modules in format ``name``
+    (`models/quantization`) and the others unchanged; its config.json has the
+    ``quantization_config``. Returns ``out``.
 
-    Memory: one shard. Raises ``InputError`` for an existing ``out`` and for lists that do not go with the model,
-    ``ModelError`` for a checkpoint that is not this model's, ``DiskError``.
+    Memory: one shard. Raises ``InputError`` for an existing ``out`` and for lists that do not go
+    with the model, ``ModelError`` for a checkpoint that is not this model's, ``DiskError``.
     """
     check_output(out)
     companions(source)
@@ -43,4 +46,6 @@ def quantize_checkpoint(source: Path, out: Path, name: str, modules: Sequence[st
         def tensors() -> Iterator[tuple[str, Tensor]]:
             yield from ((each, reader.read(each)) for each in (*own, *carried))
 
-        return write_checkpoint(out, plan.quantize(tensors()), source=source, quantization=plan.config)
+        return write_checkpoint(
+            out, plan.quantize(tensors()), source=source, quantization=plan.config
+        )

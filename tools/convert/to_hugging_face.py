@@ -1,4 +1,7 @@
-"""From a Megatron distributed checkpoint to a Hugging Face one. A process holds a few tensors at a time."""
+"""From a Megatron distributed checkpoint to a Hugging Face one.
+
+A process holds a few tensors at a time.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +22,35 @@ from megatron_gspo.models.model_shape import ModelError, ModelShape, read_config
 from megatron_gspo.models.parameter_slices import CheckpointChunk, ParameterSlice
 from megatron_gspo.models.stacked_experts import stacked_sizes, tensor_of
 from megatron_gspo.tools.convert.carried_tensors import CARRIED, copy_carried, open_carried
-from megatron_gspo.tools.convert.safetensors_pieces import FileLayout, begin_file, file_layout, is_begun, write_tensors
+from megatron_gspo.tools.convert.safetensors_pieces import (
+    FileLayout,
+    begin_file,
+    file_layout,
+    is_begun,
+    write_tensors,
+)
 from megatron_gspo.tools.convert.torch_dcp_files import DistributedReader, open_checkpoint
 from megatron_gspo.tools.convert.work_directory import Workspace, file_stamps
 from megatron_gspo.tools.convert.work_units import Unit, Workers, cut, run_units
 
 _FIRST_FILE = "model-00001-of-00001.safetensors"
-_KEPT_BYTES = 64 << 20  # cache of parameters: query, key and value are one parameter, but not consecutive tensors
-_OTHERS = ("optimizer", "critic.", "rng_state", "rerun_state_machine_state")  # other content of a training checkpoint
+_KEPT_BYTES = (
+    64 << 20
+)  # cache of parameters: query, key and value are one parameter, but not consecutive tensors
+_OTHERS = (
+    "optimizer",
+    "critic.",
+    "rng_state",
+    "rerun_state_machine_state",
+)  # other content of a training checkpoint
 
 
 @dataclass(frozen=True)
 class _Work:
-    """names: consecutive tensors of one file. offsets: theirs in the file. chunks: of the parameters that hold them."""
+    """names: consecutive tensors of one file.
+
+    offsets: theirs in the file. chunks: of the parameters that hold them.
+    """
 
     checkpoint: Path
     file: Path
@@ -50,13 +69,14 @@ def to_hugging_face(
     *,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 4 << 30,
-    workers: Workers = Workers(),  # noqa: B008 (frozen)
+    workers: Workers = Workers(),
 ) -> Path:
     """Convert the distributed checkpoint to the Hugging Face directory `out`; returns `out`.
 
-    chunks: the content of Megatron's checkpoint of the model (``checkpoint_metadata`` of one rank). source: config,
-    tokenizer and, if it has an index, the assignment of tensors to files; otherwise files have at most
-    ``max_shard_bytes``. dtype: of the result; None is the checkpoint's. Optimizer and random states are left out.
+    chunks: the content of Megatron's checkpoint of the model (``checkpoint_metadata`` of one rank).
+    source: config, tokenizer and, if it has an index, the assignment of tensors to files; otherwise
+    files have at most ``max_shard_bytes``. dtype: of the result; None is the checkpoint's.
+    Optimizer and random states are left out.
 
     An interrupted conversion continues when called again. Raises the errors of ``to_megatron``.
     """
@@ -73,19 +93,38 @@ def to_hugging_face(
     with open_carried(source, shape) as (_, carried):
         if carried and list(files) == [SINGLE]:  # of which Transformers would read that file alone
             files = {_FIRST_FILE: files[SINGLE]}
-    job = {"from": str(checkpoint.resolve()), "files": file_stamps(checkpoint), "dtype": str(dtype),
-           "unit_bytes": workers.unit_bytes, "to": {file: sorted(names) for file, names in files.items()}}
-    dtypes = {tensor_of(name)[0]: chunk.part.stored_as(dtype) for chunk in chunks for name in chunk.part.names}
+    job = {
+        "from": str(checkpoint.resolve()),
+        "files": file_stamps(checkpoint),
+        "dtype": str(dtype),
+        "unit_bytes": workers.unit_bytes,
+        "to": {file: sorted(names) for file, names in files.items()},
+    }
+    dtypes = {
+        tensor_of(name)[0]: chunk.part.stored_as(dtype)
+        for chunk in chunks
+        for name in chunk.part.names
+    }
     layouts = {
-        file: _with_slices(file_layout({name: whole[name] for name in held}, dtypes), names, sizes, dtype)
+        file: _with_slices(
+            file_layout({name: whole[name] for name in held}, dtypes), names, sizes, dtype
+        )
         for file, held in files.items()
     }
     with Workspace(out, job) as workspace:
         first = _Work(checkpoint, workspace.result, (), (), (), dtype, shape)
         units = _units(first, layouts, chunks, sizes, workers.unit_bytes)
-        begun = {file for file, layout in layouts.items() if is_begun(workspace.result / file, layout)}
-        finished = {unit.number for unit in units if unit.number in workspace.done and unit.work.file.name in begun}
-        workspace.check_room(sum(layout.size for file, layout in layouts.items() if file not in begun))
+        begun = {
+            file for file, layout in layouts.items() if is_begun(workspace.result / file, layout)
+        }
+        finished = {
+            unit.number
+            for unit in units
+            if unit.number in workspace.done and unit.work.file.name in begun
+        }
+        workspace.check_room(
+            sum(layout.size for file, layout in layouts.items() if file not in begun)
+        )
         for file in layouts.keys() - begun:
             begin_file(workspace.result / file, layouts[file])
         run_units(_write, units, workers, finished=finished, record=workspace.record)
@@ -95,30 +134,44 @@ def to_hugging_face(
         return workspace.publish()
 
 
-def as_stored(reader: DistributedReader, chunks: Sequence[CheckpointChunk]) -> list[CheckpointChunk]:
+def as_stored(
+    reader: DistributedReader, chunks: Sequence[CheckpointChunk]
+) -> list[CheckpointChunk]:
     """The chunks with the keys that the checkpoint uses.
 
     Raises ``ModelError`` that names a weight which is missing, extra or of the wrong shape.
     """
     found = reader.tensors
-    chunks = [chunk if chunk.key in found else replace(chunk, key=_torch_key(chunk.key)) for chunk in chunks]
+    chunks = [
+        chunk if chunk.key in found else replace(chunk, key=_torch_key(chunk.key))
+        for chunk in chunks
+    ]
     wanted = {chunk.key: chunk for chunk in chunks}
     if missing := sorted(wanted.keys() - found.keys()):
-        raise ModelError(f"{reader.path} lacks {missing[0]} ({len(missing)} missing); it is not of config.json's model")
+        raise ModelError(
+            f"{reader.path} lacks {missing[0]} ({len(missing)} missing); it is not of config.json's"
+            " model"
+        )
     extra = sorted(key for key in found.keys() - wanted.keys() if not key.startswith(_OTHERS))
     if extra:
-        raise ModelError(f"{reader.path} has {extra[0]}, which the model does not use ({len(extra)} extra)")
+        raise ModelError(
+            f"{reader.path} has {extra[0]}, which the model does not use ({len(extra)} extra)"
+        )
     for key, chunk in wanted.items():
         same = found[key] == chunk.whole
         if chunk.part.rule.is_vocabulary:  # padded for the layout in which it was saved
             same = found[key][0] >= chunk.whole[0] and found[key][1:] == chunk.whole[1:]
         if not same:
-            raise ModelError(f"{key} is {found[key]} in {reader.path}; config.json makes it {chunk.whole}")
+            raise ModelError(
+                f"{key} is {found[key]} in {reader.path}; config.json makes it {chunk.whole}"
+            )
     return chunks
 
 
 def _torch_key(key: str) -> str:
-    """The key of the norm before the experts in Megatron's own torch layers; ``mcore/layers.py`` renames it."""
+    """The key of the norm before the experts in Megatron's own torch layers;
+    ``mcore/layers.py`` renames it.
+    """
     return key.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")
 
 
@@ -139,10 +192,14 @@ def by_part(chunks: Sequence[CheckpointChunk]) -> dict[str, tuple[CheckpointChun
 
 
 def _common_dtype(reader: DistributedReader, chunks: Sequence[CheckpointChunk]) -> torch.dtype:
-    kinds = {reader.dtype(chunk.key): chunk.key for chunk in chunks if not chunk.part.rule.keeps_float32}
+    kinds = {
+        reader.dtype(chunk.key): chunk.key for chunk in chunks if not chunk.part.rule.keeps_float32
+    }
     if len(kinds) > 1:
         (a, first), (b, second) = list(kinds.items())[:2]
-        raise ModelError(f"{first} is {a} and {second} {b} in {reader.path}; choose one with --dtype")
+        raise ModelError(
+            f"{first} is {a} and {second} {b} in {reader.path}; choose one with --dtype"
+        )
     return next(iter(kinds))
 
 
@@ -165,9 +222,14 @@ def _files(
 
 
 def _with_slices(
-    layout: FileLayout, names: Sequence[str], sizes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
+    layout: FileLayout,
+    names: Sequence[str],
+    sizes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
 ) -> FileLayout:
-    """The layout with the offset of each expert's slice in the place of a tensor's of all experts."""
+    """The layout with the offset of each expert's slice in the place of a tensor's of all
+    experts.
+    """
     slices: dict[str, list[str]] = {}
     for name in names:
         slices.setdefault(tensor_of(name)[0], []).append(name)
@@ -180,18 +242,31 @@ def _with_slices(
 
 
 def _units(
-    first: _Work, layouts: Mapping[str, FileLayout], chunks: Sequence[CheckpointChunk],
-    sizes: Mapping[str, tuple[int, ...]], unit_bytes: int,
+    first: _Work,
+    layouts: Mapping[str, FileLayout],
+    chunks: Sequence[CheckpointChunk],
+    sizes: Mapping[str, tuple[int, ...]],
+    unit_bytes: int,
 ) -> list[Unit]:
-    """Units of consecutive tensors of one file; the other fields are those of ``first``, whose file is the folder."""
+    """Units of consecutive tensors of one file; the other fields are those of ``first``, whose
+    file is the folder.
+    """
     parts = by_part(chunks)
     part_of = {name: key for key, of_part in parts.items() for name in of_part[0].part.names}
     units: list[Unit] = []
     for file, layout in layouts.items():
-        for names in cut(layout.offsets, lambda name: math.prod(sizes[name]) * first.dtype.itemsize, unit_bytes):
-            needed = tuple(chunk for key in dict.fromkeys(part_of[name] for name in names) for chunk in parts[key])
+        for names in cut(
+            layout.offsets, lambda name: math.prod(sizes[name]) * first.dtype.itemsize, unit_bytes
+        ):
+            needed = tuple(
+                chunk
+                for key in dict.fromkeys(part_of[name] for name in names)
+                for chunk in parts[key]
+            )
             offsets = tuple(layout.offsets[name] for name in names)
-            work = replace(first, file=first.file / file, names=tuple(names), offsets=offsets, chunks=needed)
+            work = replace(
+                first, file=first.file / file, names=tuple(names), offsets=offsets, chunks=needed
+            )
             size = sum(math.prod(sizes[name]) for name in names) * first.dtype.itemsize
             units.append(Unit(len(units), size, work))
     return units
@@ -204,7 +279,9 @@ def _write(work: _Work) -> None:
 def _tensors(work: _Work) -> Iterator[tuple[int, Tensor]]:
     reader = open_checkpoint(work.checkpoint)
     parts = by_part(work.chunks)
-    part_of: dict[str, ParameterSlice] = {name: chunk.part for chunk in work.chunks for name in chunk.part.names}
+    part_of: dict[str, ParameterSlice] = {
+        name: chunk.part for chunk in work.chunks for name in chunk.part.names
+    }
     kept: dict[str, Tensor] = {}
     for name, offset in zip(work.names, work.offsets, strict=True):
         part = part_of[name]
@@ -222,14 +299,27 @@ def _values(layout: FileLayout) -> int:
 
 
 def _finish(
-    folder: Path, files: Mapping[str, list[str]], total: int, source: Path, dtype: torch.dtype, shape: ModelShape
+    folder: Path,
+    files: Mapping[str, list[str]],
+    total: int,
+    source: Path,
+    dtype: torch.dtype,
+    shape: ModelShape,
 ) -> None:
-    """Config with the type of the weights, tokenizer, carried tensors and index. total: bytes of all other tensors."""
+    """Config with the type of the weights, tokenizer, carried tensors and index.
+
+    total: bytes of all other tensors.
+    """
     copy_companions(source, folder, dtype)
     carried = copy_carried(source, folder, shape)
     if list(files) == [SINGLE] and not carried:
         return
-    weight_map = {name: file for file, names in files.items() for name in names} | dict.fromkeys(carried, CARRIED)
+    weight_map = {name: file for file, names in files.items() for name in names} | dict.fromkeys(
+        carried, CARRIED
+    )
     total += sum(carried.values())
-    text = json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}, indent=2)
+    text = json.dumps(
+        {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))},
+        indent=2,
+    )
     (folder / INDEX).write_text(text + "\n")

@@ -1,4 +1,6 @@
-"""From a Hugging Face checkpoint to a Megatron distributed checkpoint, streamed: no process holds more than a unit."""
+"""From a Hugging Face checkpoint to a Megatron distributed checkpoint, streamed: no process
+holds more than a unit.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from megatron_gspo.tools.convert.torch_dcp_files import Placement, write_file, w
 from megatron_gspo.tools.convert.work_directory import Workspace, file_stamps
 from megatron_gspo.tools.convert.work_units import Unit, Workers, cut, run_units
 
-_PIECE_BYTES = 64 << 20  # of a larger tensor, such as an embedding, that are written at a time: torch copies them twice
+_PIECE_BYTES = (
+    64 << 20
+)  # of a larger tensor, such as an embedding, that are written at a time: torch copies them twice
 COMPANIONS = "hf"  # the folder of config, tokenizer and index in a converted checkpoint
 
 
@@ -46,15 +50,17 @@ def to_megatron(
     finish: Callable[[Path], None],
     *,
     dtype: torch.dtype | None = None,
-    workers: Workers = Workers(),  # noqa: B008 (frozen)
+    workers: Workers = Workers(),
 ) -> Path:
-    """Convert the Hugging Face directory `source` to the distributed checkpoint `out`; returns `out`.
+    """Convert the Hugging Face directory `source` to the distributed checkpoint `out`; returns
+    `out`.
 
-    chunks, objects: what Megatron's checkpoint holds, by `mcore.checkpoint_metadata`. finish: writes the files by which
-    Megatron knows it. dtype: of the result; None is the source's.
+    chunks, objects: what Megatron's checkpoint holds, by `mcore.checkpoint_metadata`. finish:
+    writes the files by which Megatron knows it. dtype: of the result; None is the source's.
 
-    An interrupted conversion continues when called again. Raises ``ModelError`` for a source that is incomplete or not
-    the model of its config.json; ``InputError`` and ``DiskError``, before any work, for an invalid output.
+    An interrupted conversion continues when called again. Raises ``ModelError`` for a source that
+    is incomplete or not the model of its config.json; ``InputError`` and ``DiskError``, before any
+    work, for an invalid output.
     """
     family, shape = family_of(read_config(source))
     companions(source)
@@ -62,10 +68,17 @@ def to_megatron(
         check_checkpoint(reader, family, shape)
         has_index = reader.has_index
         dtype = dtype or reader.common_dtype(names_of_own_type(reader.names, family, shape))
-    ordered = sorted(chunks, key=lambda chunk: (chunk.part.layer, chunk.part.names, chunk.part.rank, chunk.start))
+    ordered = sorted(
+        chunks, key=lambda chunk: (chunk.part.layer, chunk.part.names, chunk.part.rank, chunk.start)
+    )
     ordered = [piece for chunk in ordered for piece in chunk.pieces(_PIECE_BYTES // dtype.itemsize)]
-    job = {"from": str(source.resolve()), "files": file_stamps(source), "dtype": str(dtype),
-           "unit_bytes": workers.unit_bytes, "chunks": _places(ordered)}
+    job = {
+        "from": str(source.resolve()),
+        "files": file_stamps(source),
+        "dtype": str(dtype),
+        "unit_bytes": workers.unit_bytes,
+        "chunks": _places(ordered),
+    }
     with Workspace(out, job) as workspace:
         first = _Work(source, workspace.result, 0, (), dict(objects), dtype, shape)
         units = _units(first, ordered, workers.unit_bytes)
@@ -93,9 +106,13 @@ def _places(chunks: Iterable[CheckpointChunk]) -> list[str]:
 def _units(first: _Work, chunks: Sequence[CheckpointChunk], unit_bytes: int) -> list[Unit]:
     """The chunks in files of one unit each, like `first`, which has the objects."""
     units = []
-    for number, run in enumerate(cut(chunks, lambda chunk: chunk.numel * first.dtype.itemsize, unit_bytes)):
+    for number, run in enumerate(
+        cut(chunks, lambda chunk: chunk.numel * first.dtype.itemsize, unit_bytes)
+    ):
         size = sum(chunk.numel for chunk in run) * first.dtype.itemsize
-        work = replace(first, number=number, chunks=tuple(run), objects={} if number else first.objects)
+        work = replace(
+            first, number=number, chunks=tuple(run), objects={} if number else first.objects
+        )
         units.append(Unit(number, size, work))
     return units
 
@@ -107,12 +124,16 @@ def _is_there(workspace: Workspace, unit: Unit) -> bool:
     for _, _, file, start, length in placements:
         sizes[file] = max(sizes.get(file, 0), start + length)
     files = {file: workspace.result / file for file in sizes}
-    return bool(sizes) and all(path.is_file() and path.stat().st_size == sizes[file] for file, path in files.items())
+    return bool(sizes) and all(
+        path.is_file() and path.stat().st_size == sizes[file] for file, path in files.items()
+    )
 
 
 def _write(work: _Work) -> list[Placement]:
     with CheckpointReader(work.source) as reader:
-        last: tuple[ParameterSlice, Tensor] | None = None  # the chunks of one part follow each other
+        last: tuple[ParameterSlice, Tensor] | None = (
+            None  # the chunks of one part follow each other
+        )
 
         def make(chunk: CheckpointChunk) -> Tensor:
             nonlocal last

@@ -1,7 +1,8 @@
-"""Megatron's distributed checkpoints on disk, in the format of torch.distributed.checkpoint, chunk by chunk.
+"""Megatron's distributed checkpoints on disk, in the format of torch.distributed.checkpoint, chunk
+by chunk.
 
-Torch's own writer and reader are used. In addition, tensors are created one at a time while a file is written, and
-only the format's own classes are unpickled.
+Torch's own writer and reader are used. In addition, tensors are created one at a time while a file
+is written, and only the format's own classes are unpickled.
 """
 
 from __future__ import annotations
@@ -16,7 +17,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    FileSystemReader,
+    FileSystemWriter,
+)
 from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -24,7 +30,14 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -45,7 +58,8 @@ def write_file(
     dtype: torch.dtype,
     objects: dict[str, bytes] | None = None,
 ) -> list[Placement]:
-    """Write file ``number`` of a checkpoint with these chunks and objects, and flush it to the disk.
+    """Write file ``number`` of a checkpoint with these chunks and objects, and flush it to the
+    disk.
 
     make: called for each chunk when it is written; the result is cast to ``dtype``, or what its
     parameter is stored as instead. Returns the positions. Raises
@@ -65,7 +79,9 @@ def write_file(
             return make(chunk).to(chunk.part.stored_as(dtype))
 
     # no copying ahead: on a GPU machine it would initialise CUDA in a forked process
-    writer = FileSystemWriter(folder, single_file_per_rank=True, thread_count=1, per_thread_copy_ahead=0)
+    writer = FileSystemWriter(
+        folder, single_file_per_rank=True, thread_count=1, per_thread_copy_ahead=0
+    )
     plan = SavePlan(items, storage_data=_StoragePrefix(f"__{number}_"))
     results = _written(writer, plan, Planner(), folder / f"__{number}_0.distcp")
     return [
@@ -80,7 +96,9 @@ def write_file(
     ]
 
 
-def _written(writer: FileSystemWriter, plan: SavePlan, planner: DefaultSavePlanner, file: Path) -> list[WriteResult]:
+def _written(
+    writer: FileSystemWriter, plan: SavePlan, planner: DefaultSavePlanner, file: Path
+) -> list[WriteResult]:
     try:
         with writing(file):
             return writer.write_data(plan, planner).wait()
@@ -99,14 +117,17 @@ def write_metadata(
 ) -> None:
     """Complete a checkpoint of files written by ``write_file``.
 
-    Raises ``ValueError`` if the chunks of a tensor leave a gap or overlap, or if one was never written.
+    Raises ``ValueError`` if the chunks of a tensor leave a gap or overlap, or if one was never
+    written.
     """
     chunks = list(chunks)
     stored = Counter[str]()
     for chunk in chunks:
         stored[chunk.key] += chunk.numel
     # torch checks for overlaps, and in some versions for gaps only with several plans
-    if incomplete := sorted(chunk.key for chunk in chunks if stored[chunk.key] != math.prod(chunk.whole)):
+    if incomplete := sorted(
+        chunk.key for chunk in chunks if stored[chunk.key] != math.prod(chunk.whole)
+    ):
         raise ValueError(f"the chunks of {incomplete[0]} leave a gap or overlap")
     items = [_item(chunk, dtype) for chunk in chunks]
     items += [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in objects]
@@ -116,14 +137,19 @@ def write_metadata(
         index = MetadataIndex(key, None if offsets is None else torch.Size(offsets))
         results.append(WriteResult(index, length, _StorageInfo(file, start, length)))
     if unwritten := {item.index for item in items} - {result.index for result in results}:
-        raise ValueError(f"{len(unwritten)} chunks were never written, {min(index.fqn for index in unwritten)} first")
+        raise ValueError(
+            f"{len(unwritten)} chunks were never written, {min(index.fqn for index in unwritten)}"
+            " first"
+        )
     FileSystemWriter(folder).finish(metadata, [results])
 
 
 def _item(chunk: CheckpointChunk, dtype: torch.dtype) -> WriteItem:
     offsets, sizes = torch.Size(chunk.offsets), torch.Size(chunk.sizes)
     properties = TensorProperties(chunk.part.stored_as(dtype))
-    data = TensorWriteData(ChunkStorageMetadata(offsets, sizes), properties, torch.Size(chunk.whole))
+    data = TensorWriteData(
+        ChunkStorageMetadata(offsets, sizes), properties, torch.Size(chunk.whole)
+    )
     return WriteItem(MetadataIndex(chunk.key, offsets), WriteItemType.SHARD, tensor_data=data)
 
 
@@ -136,12 +162,16 @@ class DistributedReader:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         if not (self.path / METADATA).is_file():
-            raise ModelError(f"{path}: no {METADATA} there; give a distributed checkpoint, or a run that has one")
+            raise ModelError(
+                f"{path}: no {METADATA} there; give a distributed checkpoint, or a run that has one"
+            )
         self._reader = FileSystemReader(self.path)
         metadata = read_metadata(self.path / METADATA)
         self._reader.set_up_storage_reader(metadata, is_coordinator=True)
         entries = metadata.state_dict_metadata.items()
-        self._tensors = {key: value for key, value in entries if isinstance(value, TensorStorageMetadata)}
+        self._tensors = {
+            key: value for key, value in entries if isinstance(value, TensorStorageMetadata)
+        }
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
@@ -152,7 +182,9 @@ class DistributedReader:
         return self._tensors[key].properties.dtype
 
     def check(self, keys: Collection[str]) -> None:
-        """Raise ``ModelError`` unless the files of these tensors exist and have at least the size in the metadata."""
+        """Raise ``ModelError`` unless the files of these tensors exist and have at least the
+        size in the metadata.
+        """
         needed: dict[str, int] = {}
         for index, position in self._reader.storage_data.items():
             if index.fqn in keys:
@@ -161,12 +193,19 @@ class DistributedReader:
         for name, size in sorted(needed.items()):
             file = self.path / name
             if not file.is_file():
-                raise ModelError(f"{file}: this file of the checkpoint is missing; copy or save it again")
+                raise ModelError(
+                    f"{file}: this file of the checkpoint is missing; copy or save it again"
+                )
             if (found := file.stat().st_size) < size:
-                raise ModelError(f"{file}: cut short, {found} of {size} bytes or more; copy or save it again")
+                raise ModelError(
+                    f"{file}: cut short, {found} of {size} bytes or more; copy or save it again"
+                )
 
     def read_into(self, target: Tensor, chunk: CheckpointChunk) -> None:
-        """Read the chunk's region into its elements of ``target``, a parameter. It may be saved in other chunks."""
+        """Read the chunk's region into its elements of ``target``, a parameter.
+
+        It may be saved in other chunks.
+        """
         region = ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
         items = create_read_items_for_chunk_list(chunk.key, self._tensors[chunk.key], [region])
         if sum(item.lengths.numel() for item in items) != chunk.numel:
@@ -179,9 +218,18 @@ class DistributedReader:
 
         try:
             self._reader.read_data(LoadPlan(items), Planner()).wait()
-        except (OSError, RuntimeError, EOFError, KeyError, pickle.UnpicklingError, AssertionError) as error:
+        except (
+            OSError,
+            RuntimeError,
+            EOFError,
+            KeyError,
+            pickle.UnpicklingError,
+            AssertionError,
+        ) as error:
             files = ", ".join(sorted({self._file(item) for item in items}))
-            raise ModelError(f"{self.path}: {chunk.key} can't be read from {files} ({first_line(error)})") from None
+            raise ModelError(
+                f"{self.path}: {chunk.key} can't be read from {files} ({first_line(error)})"
+            ) from None
 
     def _file(self, item: ReadItem) -> str:
         return str(self._reader.storage_data[item.storage_index].relative_path)

@@ -1,4 +1,6 @@
-"""Proof that a Hugging Face checkpoint and a Megatron one hold the same weights, bit for bit; and checksums."""
+"""Proof that a Hugging Face checkpoint and a Megatron one hold the same weights, bit for bit;
+and checksums.
+"""
 
 from __future__ import annotations
 
@@ -41,12 +43,14 @@ def verify(
     chunks: Sequence[CheckpointChunk],
     *,
     dtype: torch.dtype,
-    workers: Workers = Workers(),  # noqa: B008 (frozen)
+    workers: Workers = Workers(),
 ) -> int:
-    """Compare every tensor of the two, rebuilt from the Megatron checkpoint's chunks; returns their number.
+    """Compare every tensor of the two, rebuilt from the Megatron checkpoint's chunks; returns their
+    number.
 
-    chunks: as for `to_hugging_face`. dtype: of the converted one, to which the other is cast. Raises ``ModelError``
-    naming a tensor that differs, is missing, or belongs to neither or both of two parameters.
+    chunks: as for `to_hugging_face`. dtype: of the converted one, to which the other is cast.
+    Raises ``ModelError`` naming a tensor that differs, is missing, or belongs to neither or both of
+    two parameters.
     """
     family, shape = family_of(read_config(hugging_face))
     with CheckpointReader(hugging_face) as reader:
@@ -54,7 +58,9 @@ def verify(
     parts = by_part(as_stored(open_checkpoint(megatron), chunks))
     made = sorted(name for of_part in parts.values() for name in of_part[0].part.names)
     if made != sorted(hugging_face_names(family, shape)):
-        raise ModelError(f"{megatron}: its parameters are not made of each tensor of {hugging_face} exactly once")
+        raise ModelError(
+            f"{megatron}: its parameters are not made of each tensor of {hugging_face} exactly once"
+        )
 
     def size(of_part: tuple[CheckpointChunk, ...]) -> int:
         return sum(chunk.numel for chunk in of_part) * dtype.itemsize
@@ -94,7 +100,9 @@ def write_checksums(folder: Path) -> Path:
     lines = []
     for file in files:
         with file.open("rb") as stream:
-            lines.append(f"{hashlib.file_digest(stream, 'sha256').hexdigest()}  {file.relative_to(folder)}\n")
+            lines.append(
+                f"{hashlib.file_digest(stream, 'sha256').hexdigest()}  {file.relative_to(folder)}\n"
+            )
     with writing(folder / CHECKSUMS):
         (folder / CHECKSUMS).write_text("".join(lines))
     return folder / CHECKSUMS

@@ -1,7 +1,8 @@
 """The work directory of a conversion: it records finished units and becomes the output at the end.
 
-`OUT.partial/` holds `job.json` (sources and settings; only the same conversion can resume in it), `journal.jsonl` (one
-line for each finished unit) and `result/`, which is renamed to `OUT` when it is complete.
+`OUT.partial/` holds `job.json` (sources and settings; only the same conversion can resume in it),
+`journal.jsonl` (one line for each finished unit) and `result/`, which is renamed to `OUT` when it
+is complete.
 """
 
 from __future__ import annotations
@@ -18,14 +19,17 @@ from typing import Any
 from megatron_gspo.errors import DiskError, InputError, existing_part, show_bytes, writing
 from megatron_gspo.mcore.checkpoint.checkpoint_files import ROLLOUTS
 
-_NOT_OF_A_MODEL = re.compile(rf"{re.escape(ROLLOUTS)}(\.tmp)?|\.DS_Store|\..*\.sw[op]|.*~|.*\.(bak|tmp)")
+_NOT_OF_A_MODEL = re.compile(
+    rf"{re.escape(ROLLOUTS)}(\.tmp)?|\.DS_Store|\..*\.sw[op]|.*~|.*\.(bak|tmp)"
+)
 
 
 class Workspace:
     """A context manager that locks the work directory for this process.
 
-    job: JSON-able sources and settings; a work directory with the same job is resumed. Raises ``InputError`` if the
-    output exists, or if its work directory belongs to another job or is in use.
+    job: JSON-able sources and settings; a work directory with the same job is resumed. Raises
+    ``InputError`` if the output exists, or if its work directory belongs to another job or is in
+    use.
     """
 
     def __init__(self, out: str | Path, job: dict[str, Any]) -> None:
@@ -44,7 +48,9 @@ class Workspace:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             self._lock.close()
-            raise InputError(f"{self.folder} is in use by another conversion; wait for it or stop it") from None
+            raise InputError(
+                f"{self.folder} is in use by another conversion; wait for it or stop it"
+            ) from None
         try:
             self._resume()
             self._journal = (self.folder / "journal.jsonl").open("a")
@@ -54,7 +60,10 @@ class Workspace:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._journal.close()
         if error is not None and not self.done:  # nothing to resume
@@ -80,10 +89,15 @@ class Workspace:
                 continue
             self.done[unit] = result
         if lines:
-            journal.write_text("".join(json.dumps([unit, result]) + "\n" for unit, result in self.done.items()))
+            journal.write_text(
+                "".join(json.dumps([unit, result]) + "\n" for unit, result in self.done.items())
+            )
 
     def record(self, unit: int, result: Any) -> None:
-        """Record a finished unit and its JSON-able result. Its files must be flushed to the disk before."""
+        """Record a finished unit and its JSON-able result.
+
+        Its files must be flushed to the disk before.
+        """
         with writing(self.folder / "journal.jsonl"):
             self._journal.write(json.dumps([unit, result]) + "\n")
             self._journal.flush()
@@ -98,7 +112,10 @@ class Workspace:
             raise DiskError(f"{self.out}: {room}; free some space or choose another disk")
 
     def publish(self) -> Path:
-        """Flush the result, rename it to the output and remove the work directory. Returns the output."""
+        """Flush the result, rename it to the output and remove the work directory.
+
+        Returns the output.
+        """
         with writing(self.out):
             for file in (*(f for f in self.result.rglob("*") if f.is_file()), self.result):
                 descriptor = os.open(file, os.O_RDONLY)
@@ -112,7 +129,9 @@ class Workspace:
 
 
 def check_output(out: str | Path) -> None:
-    """Raise ``InputError`` unless a directory can be written to ``out``: nothing is there, or an empty directory."""
+    """Raise ``InputError`` unless a directory can be written to ``out``: nothing is there, or
+    an empty directory.
+    """
     out = Path(os.path.abspath(out))
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise InputError(f"{out} exists; remove it or choose another output")
@@ -121,9 +140,11 @@ def check_output(out: str | Path) -> None:
 
 
 def file_stamps(folder: Path) -> dict[str, list[int]]:
-    """Name -> [bytes, modification time in ns] of a directory's files, to detect that a source has changed.
+    """Name -> [bytes, modification time in ns] of a directory's files, to detect that a source has
+    changed.
 
-    Not of rollouts, which a run adds to a checkpoint later, nor of what editors and file managers leave.
+    Not of rollouts, which a run adds to a checkpoint later, nor of what editors and file managers
+    leave.
     """
     found = {}
     for file in sorted(folder.iterdir()):

@@ -1,4 +1,6 @@
-"""Units of work in several processes (``concurrent.futures``), each recorded when it is finished."""
+"""Units of work in several processes (``concurrent.futures``), each recorded when it is
+finished.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from typing import Any, TypeVar
 
 from megatron_gspo.errors import RunError
 
-UNIT_BYTES = 256 << 20  # of one unit: a process holds it at most twice, and an interruption loses it
+UNIT_BYTES = (
+    256 << 20
+)  # of one unit: a process holds it at most twice, and an interruption loses it
 
 T = TypeVar("T")
 
@@ -22,8 +26,8 @@ T = TypeVar("T")
 class Workers:
     """How a conversion runs.
 
-    processes: 1 runs in this process. unit_bytes: size of a unit. report: called with the bytes done, including
-    those of an interrupted conversion, and the total.
+    processes: 1 runs in this process. unit_bytes: size of a unit. report: called with the bytes
+    done, including those of an interrupted conversion, and the total.
     """
 
     processes: int = 1
@@ -33,7 +37,10 @@ class Workers:
 
 @dataclass(frozen=True)
 class Unit:
-    """number: its index in the job. size: bytes, for the progress bar. work: the argument of the job's function."""
+    """number: its index in the job.
+
+    size: bytes, for the progress bar. work: the argument of the job's function.
+    """
 
     number: int
     size: int
@@ -62,12 +69,13 @@ def run_units(
     finished: Collection[int] = (),
     record: Callable[[int, T], None] = lambda number, result: None,
 ) -> None:
-    """`do(unit.work)` for each unit that is not `finished` (numbers), in the processes of `workers`.
+    """`do(unit.work)` for each unit that is not `finished` (numbers), in the processes of
+    `workers`.
 
-    record: called in this process with each unit's number and result, which must be picklable, before
-    ``workers.report``. The first failure ends all units and is raised; a process that dies raises ``RunError``.
-    Processes end with this one, also when it is killed. As with any start method but fork, a script that uses several
-    has ``if __name__ == "__main__":``.
+    record: called in this process with each unit's number and result, which must be picklable,
+    before ``workers.report``. The first failure ends all units and is raised; a process that dies
+    raises ``RunError``. Processes end with this one, also when it is killed. As with any start
+    method but fork, a script that uses several has ``if __name__ == "__main__":``.
     """
     left = [unit for unit in units if unit.number not in finished]
     total = sum(unit.size for unit in units)
@@ -93,13 +101,15 @@ def _exit_with_parent() -> None:
     os._exit(1)
 
 
-def _results(do: Callable[[Any], T], units: Sequence[Unit], processes: int) -> Iterator[tuple[Unit, T]]:
+def _results(
+    do: Callable[[Any], T], units: Sequence[Unit], processes: int
+) -> Iterator[tuple[Unit, T]]:
     """Each unit with its result, in the order of completion."""
     if processes == 1 or len(units) < 2:
         yield from ((unit, do(unit.work)) for unit in units)
         return
-    # Forked from a server of one thread, which imports once: a fork of this process, with the progress bar's thread and
-    # those of libraries, can hang or crash.
+    # Forked from a server of one thread, which imports once: a fork of this process, with the
+    # progress bar's thread and those of libraries, can hang or crash.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([do.__module__])
     with ProcessPoolExecutor(min(processes, len(units)), context, _start_worker) as pool:
@@ -109,7 +119,9 @@ def _results(do: Callable[[Any], T], units: Sequence[Unit], processes: int) -> I
                 yield futures[future], future.result()
         except BrokenProcessPool:
             fix = "run the same command again to continue; fewer --processes take less memory"
-            raise RunError(f"a process of the conversion was killed (out of memory?); {fix}") from None
+            raise RunError(
+                f"a process of the conversion was killed (out of memory?); {fix}"
+            ) from None
         finally:
             for future in futures:
                 future.cancel()

@@ -95,8 +95,8 @@ def check(arguments: Sequence[str] | None = None) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """``check``, then end the process without joining threads: those of process groups with lost peers may never
-    end."""
+    """``check``, then end the process without joining threads: those of process groups with lost
+    peers may never end."""
     code = check(arguments)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(BrokenPipeError):

@@ -41,7 +41,10 @@ from megatron_gspo.tools.doctor.version_checks import (
 
 @dataclass
 class Checks:
-    """One rank's checks, and what they have found so far. config: None without one, or if it is invalid."""
+    """One rank's checks, and what they have found so far.
+
+    config: None without one, or if it is invalid.
+    """
 
     options: Options
     rank: int = 0
@@ -122,7 +125,9 @@ class Checks:
         return [ok("config.check", f"{self.options.config}: valid on {count}")]
 
     def _check_inputs(self, config: Config) -> dict[str, Any]:
-        """The model, the prompts and the run's directory; returns the model's config.json, {} if it can't be read."""
+        """The model, the prompts and the run's directory; returns the model's config.json, {}
+        if it can't be read.
+        """
         shapes: list[ModelShape] = []
 
         def weights() -> list[Finding]:
@@ -145,8 +150,8 @@ class Checks:
 
 
 def run_checks(options: Options, output: TextIO) -> int:
-    """All checks of this rank. Rank 0 prints the report of all; every rank returns its exit code. Raises
-    ``InputError`` for a launch without numbers."""
+    """All checks of this rank. Rank 0 prints the report of all; every rank returns its exit code.
+    Raises ``InputError`` for a launch without numbers."""
     processes = _number("WORLD_SIZE", 1)
     checks = Checks(options, _number("RANK", 0), _number("LOCAL_RANK", 0), processes)
     if options.config:
@@ -198,7 +203,10 @@ def _accelerator() -> list[Finding]:
 
 
 def _check_servers(config: Config, versions: dict[str, Any], *, with_ranks: bool) -> list[Finding]:
-    """Adds version and device of the servers to ``versions``, for the known issues. with_ranks: under a launcher."""
+    """Adds version and device of the servers to ``versions``, for the known issues.
+
+    with_ranks: under a launcher.
+    """
     from megatron_gspo.tools.doctor import server_checks  # aiohttp may be missing
 
     known = versions if config.rollout.engine == "sglang" else {}  # the known issues are sglang's

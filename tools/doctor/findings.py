@@ -32,8 +32,9 @@ EXIT_CODES = {"ok": 0, "note": 0, "warning": 1, "error": 2}
 class Finding:
     """One line of the report.
 
-    check: `theme.name`, stable for scripts. what: the fact, with its figures. why: its consequence. fix: what to do.
-    Both are empty if nothing is wrong. ranks: the ranks that found it, () with one process.
+    check: `theme.name`, stable for scripts. what: the fact, with its figures. why: its consequence.
+    fix: what to do. Both are empty if nothing is wrong. ranks: the ranks that found it, () with one
+    process.
     """
 
     level: Level
@@ -72,8 +73,8 @@ def error(check: str, what: str, why: str, fix: str) -> Finding:
 def examine(
     check: str, action: Callable[[], Iterable[Finding]], *, why: str = "the run would stop there"
 ) -> list[Finding]:
-    """The findings of a check. A ``UserError`` that it raises is an error finding; so is any other exception, as a
-    crashed check: the doctor never ends in a traceback."""
+    """The findings of a check. A ``UserError`` that it raises is an error finding; so is any other
+    exception, as a crashed check: the doctor never ends in a traceback."""
     try:
         return list(action())
     except UserError as failure:
@@ -106,14 +107,17 @@ def exit_code(findings: Iterable[Finding], *, allow_warnings: bool = False) -> i
 
 
 def merge(by_rank: dict[int, Sequence[Finding]]) -> list[Finding]:
-    """The findings of all ranks, sorted by ``in_order``; equal findings are one, with all its ranks."""
+    """The findings of all ranks, sorted by ``in_order``; equal findings are one, with all its
+    ranks.
+    """
     ranks: dict[Finding, list[int]] = {}
     for rank in sorted(by_rank):
         for finding in by_rank[rank]:
             ranks.setdefault(Finding(**{**asdict(finding), "ranks": ()}), []).append(rank)
     several = len(by_rank) > 1
     merged = [
-        Finding(**{**asdict(f), "ranks": tuple(sorted(set(where))) if several else ()}) for f, where in ranks.items()
+        Finding(**{**asdict(f), "ranks": tuple(sorted(set(where))) if several else ()})
+        for f, where in ranks.items()
     ]
     return in_order(merged)
 
@@ -121,7 +125,10 @@ def merge(by_rank: dict[int, Sequence[Finding]]) -> list[Finding]:
 def in_order(findings: Iterable[Finding]) -> list[Finding]:
     """Sorted by level, the worst last, next to the summary; then by theme. Stable."""
     order = {theme: index for index, theme in enumerate(THEMES)}
-    return sorted(findings, key=lambda finding: (LEVELS.index(finding.level), order.get(finding.theme, len(order))))
+    return sorted(
+        findings,
+        key=lambda finding: (LEVELS.index(finding.level), order.get(finding.theme, len(order))),
+    )
 
 
 def describe_ranks(ranks: Sequence[int]) -> str:

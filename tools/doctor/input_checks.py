@@ -1,4 +1,6 @@
-"""The files that a config names: model, tokenizer, prompts, and what is in the run's directory. Writes nothing."""
+"""The files that a config names: model, tokenizer, prompts, and what is in the run's directory.
+Writes nothing.
+"""
 
 from __future__ import annotations
 
@@ -14,28 +16,38 @@ from megatron_gspo.tools.plan.parameters import total_parameters
 
 
 def check_weights(config: Config) -> tuple[ModelShape, list[Finding]]:
-    """The model's sizes and a finding. Raises ConfigError for a checkpoint that can't be trained."""
+    """The model's sizes and a finding.
+
+    Raises ConfigError for a checkpoint that can't be trained.
+    """
     from megatron_gspo.loop import inputs
 
     shape = inputs.check_weights(config)
     count = total_parameters(shape)
     path = Path(config.model.path)
     if config.model.init == "random":
-        return shape, [ok("model.weights", f"{path}: {count:,} parameters, drawn at random (model.init)")]
+        return shape, [
+            ok("model.weights", f"{path}: {count:,} parameters, drawn at random (model.init)")
+        ]
     size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
     text = f"{path}: {count:,} parameters, {show_bytes(size)}, every tensor there"
     return shape, [ok("model.weights", text)]
 
 
 def check_tokenizer_and_prompts(config: Config, shape: ModelShape) -> list[Finding]:
-    """Loads both, as every rank of a run does at its start. Raises UserError for what can't be used."""
+    """Loads both, as every rank of a run does at its start.
+
+    Raises UserError for what can't be used.
+    """
     from megatron_gspo.data.prompts import PromptError
     from megatron_gspo.loop import inputs
 
     tokenizer = inputs.load_tokenizer(config)
     try:
         train, held_out, dropped = inputs.load_data(config, tokenizer)
-    except ImportError as failure:  # an optional package; the message names it and how to install it
+    except (
+        ImportError
+    ) as failure:  # an optional package; the message names it and how to install it
         raise PromptError(str(failure)) from None
     inputs.check_prompts(config, train, held_out, shape.vocab_size)
     found = [
@@ -53,7 +65,8 @@ def check_tokenizer_and_prompts(config: Config, shape: ModelShape) -> list[Findi
         found.append(
             note(
                 "run.prompts",
-                f"{dropped:,} prompts are longer than data.max_prompt_length = {config.data.max_prompt_length}",
+                f"{dropped:,} prompts are longer than data.max_prompt_length ="
+                f" {config.data.max_prompt_length}",
                 "they are left out",
                 "raise it if they matter",
             )
@@ -62,14 +75,20 @@ def check_tokenizer_and_prompts(config: Config, shape: ModelShape) -> list[Findi
 
 
 def check_checkpoints(config: Config) -> list[Finding]:
-    """Where a run of this config begins: its newest whole checkpoint, those passed over, and who else writes there."""
-    from megatron_gspo.mcore.checkpoint.checkpoint_files import newest_checkpoint, read_state  # Megatron may be missing
+    """Where a run of this config begins: its newest whole checkpoint, those passed over, and
+    who else writes there.
+    """
+    from megatron_gspo.mcore.checkpoint.checkpoint_files import (
+        newest_checkpoint,
+        read_state,
+    )  # Megatron may be missing
 
     run_dir = Path(config.run_dir)
     found = judge_lock(run_dir, writer_of(run_dir))
     newest, faults = newest_checkpoint(run_dir / "checkpoints")
     found += [
-        warning("run.checkpoints", fault, "it is passed over", "remove it, or keep it to look into") for fault in faults
+        warning("run.checkpoints", fault, "it is passed over", "remove it, or keep it to look into")
+        for fault in faults
     ]
     if config.checkpoint.resume == "never":
         return found
@@ -93,7 +112,8 @@ def check_checkpoints(config: Config) -> list[Finding]:
             warning(
                 "run.start",
                 f"{run_dir} holds the records of a run and no whole checkpoint",
-                "a new run starts over and moves them to a folder of their own, earlier_1 and so on",
+                "a new run starts over and moves them to a folder of their own, earlier_1 and"
+                " so on",
                 "choose another run_dir to leave them where they are",
             ),
         ]

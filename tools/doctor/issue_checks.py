@@ -1,4 +1,6 @@
-"""Known issues of the installed packages that apply to this machine, layout and config, and what handles each."""
+"""Known issues of the installed packages that apply to this machine, layout and config, and
+what handles each.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ def situation(
 
 
 def check_issues(found: Situation) -> list[Finding]:
-    """A note for each issue that applies and is handled; an error if its patch is not active in this process."""
+    """A note for each issue that applies and is handled; an error if its patch is not active in
+    this process.
+    """
     import megatron_gspo.mcore  # noqa: F401 (applies the patches)
 
     issues = applicable(found)
@@ -72,9 +76,15 @@ def judge_issue(issue: KnownIssue, unpatched: list[str]) -> Finding:
     """unpatched: the upstream functions that the patch should have replaced."""
     handled_by = issue.handled_by.replace("`", "")
     file = handled_by.partition(":")[0].partition(" ")[0]
-    folder = "patches/" if "/" not in file and file != "setup.py" or file.startswith("sglang_on_cpu") else ""
+    folder = (
+        "patches/"
+        if "/" not in file and file != "setup.py" or file.startswith("sglang_on_cpu")
+        else ""
+    )
     check = f"known_issues.{file.rpartition('/')[2].removesuffix('.py')}"
-    package = "" if issue.range is None else re.split(" without | with | on a ", issue.versions)[0] + ": "
+    package = (
+        "" if issue.range is None else re.split(" without | with | on a ", issue.versions)[0] + ": "
+    )
     what = package + issue.problem.replace("`", "")
     if unpatched:
         return error(

@@ -1,4 +1,6 @@
-"""The ranks of a launch: they meet, compare config and versions, and make an all-reduce on each process group."""
+"""The ranks of a launch: they meet, compare config and versions, and make an all-reduce on each
+process group.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,8 @@ LOCAL_MINUTES = 10.0  # that a rank may take for what it checks alone, such as r
 
 @dataclass(frozen=True)
 class Exchange:
-    """An all-reduce on one group. seconds: of 1 MiB, after a first one that connects the ranks. wrong: numbers that
-    are not the sum."""
+    """An all-reduce on one group. seconds: of 1 MiB, after a first one that connects the ranks.
+    wrong: numbers that are not the sum."""
 
     kind: str
     ranks: tuple[int, ...]
@@ -40,7 +42,9 @@ class Exchange:
 
 
 def meet(parallel: ParallelConfig, seconds: float) -> list[Finding]:
-    """Start ``torch.distributed`` from the launcher's environment; an error finding where ranks are missing."""
+    """Start ``torch.distributed`` from the launcher's environment; an error finding where ranks
+    are missing.
+    """
     why = "a run would wait for them and then stop"
     try:
         start(backend=parallel.backend, timeout_minutes=seconds / 60)
@@ -130,13 +134,22 @@ def judge_groups(exchanges: Sequence[Exchange]) -> list[Finding]:
         of_kind = [each for each in exchanges if each.kind == kind]
         wrong = [each for each in of_kind if each.wrong]
         for each in wrong[:3]:
-            what = f"{kind} group of {describe_ranks(each.ranks)}: {each.wrong:,} of {COUNT:,} sums are wrong"
-            fix = "test these nodes' memory, GPUs and network cards, and leave the broken one out of the run"
+            what = (
+                f"{kind} group of {describe_ranks(each.ranks)}: {each.wrong:,} of {COUNT:,} sums"
+                " are wrong"
+            )
+            fix = (
+                "test these nodes' memory, GPUs and network cards, and leave the broken one out of"
+                " the run"
+            )
             findings.append(error(f"groups.{kind}", what, "training would be silently wrong", fix))
         size, groups = len(of_kind[0].ranks), len({each.ranks for each in of_kind})
         if not wrong and size > 1:
             slowest = max(of_kind, key=lambda each: each.seconds)
-            what = f"{kind}: {groups} group{'s' if groups > 1 else ''} of {size} over {slowest.backend}, exact; "
+            what = (
+                f"{kind}: {groups} group{'s' if groups > 1 else ''} of {size} over"
+                f" {slowest.backend}, exact; "
+            )
             what += f"1 MiB takes {1000 * slowest.seconds:.2f} ms"
             what += f" in that of {describe_ranks(slowest.ranks)}" if groups > 1 else ""
             findings.append(ok(f"groups.{kind}", what))

@@ -31,15 +31,19 @@ def lines(findings: Sequence[Finding]) -> list[str]:
     for finding in findings:
         looked[finding.check] |= set(finding.ranks)
     return [
-        f"{describe_ranks(finding.ranks)}: {finding.line}"
-        if finding.ranks and set(finding.ranks) != looked[finding.check]
-        else finding.line
+        (
+            f"{describe_ranks(finding.ranks)}: {finding.line}"
+            if finding.ranks and set(finding.ranks) != looked[finding.check]
+            else finding.line
+        )
         for finding in findings
     ]
 
 
 def write_text(findings: Sequence[Finding], stream: TextIO) -> None:
-    """A line for each finding, by theme; folded and coloured in a terminal, whole and plain in a pipe."""
+    """A line for each finding, by theme; folded and coloured in a terminal, whole and plain in
+    a pipe.
+    """
     console = Console(file=stream, highlight=False)
     width = max((len(finding.check) for finding in findings), default=0)
     if console.is_terminal:
@@ -49,7 +53,9 @@ def write_text(findings: Sequence[Finding], stream: TextIO) -> None:
         table.add_column(overflow="fold")
         for finding, line in zip(findings, lines(findings), strict=True):
             style = _STYLES[finding.level]
-            table.add_row(Text(finding.level, style), Text(finding.check, "dim"), Text(printable(line)))
+            table.add_row(
+                Text(finding.level, style), Text(finding.check, "dim"), Text(printable(line))
+            )
         console.print(table)
         console.print(Text(summary(findings), _STYLES[worst(findings)]))
     else:
@@ -61,12 +67,20 @@ def write_text(findings: Sequence[Finding], stream: TextIO) -> None:
 
 def summary(findings: Sequence[Finding]) -> str:
     """`2 errors, 1 warning, 3 notes, 12 ok: it can't work as it is`."""
-    counts = [(level, sum(finding.level == level for finding in findings)) for level in reversed(LEVELS)]
-    words = [f"{count} {level}{'s' if count != 1 and level != 'ok' else ''}" for level, count in counts if count]
+    counts = [
+        (level, sum(finding.level == level for finding in findings)) for level in reversed(LEVELS)
+    ]
+    words = [
+        f"{count} {level}{'s' if count != 1 and level != 'ok' else ''}"
+        for level, count in counts
+        if count
+    ]
     return f"{', '.join(words) or 'nothing was checked'}: {_VERDICTS[worst(findings)]}"
 
 
-def document(findings: Sequence[Finding], *, world_size: int, config: str | None, code: int) -> dict[str, Any]:
+def document(
+    findings: Sequence[Finding], *, world_size: int, config: str | None, code: int
+) -> dict[str, Any]:
     """The JSON document of `--json`; `format` changes when a key changes its meaning or goes."""
     return {
         "format": 1,

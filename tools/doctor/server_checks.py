@@ -1,4 +1,6 @@
-"""Checks of the servers of a config: the info of running ones, the version of those that the run starts."""
+"""Checks of the servers of a config: the info of running ones, the version of those that the
+run starts.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,16 @@ def query_servers(config: Config) -> dict[str, ServerInfo | str]:
     return asyncio.run(_query(config.servers.urls, read_api_key(config.servers), endpoints))
 
 
-async def _query(urls: Sequence[str], key: str | None, endpoints: WeightEndpoints) -> dict[str, ServerInfo | str]:
+async def _query(
+    urls: Sequence[str], key: str | None, endpoints: WeightEndpoints
+) -> dict[str, ServerInfo | str]:
     session = await open_session()
 
     async def one(url: str) -> ServerInfo | str:
         try:
-            return await endpoints.server_info(ServerClient(url, session, api_key=key), timeout=_SECONDS)
+            return await endpoints.server_info(
+                ServerClient(url, session, api_key=key), timeout=_SECONDS
+            )
         except ServerError as failure:
             return str(failure)
 
@@ -46,7 +52,10 @@ async def _query(urls: Sequence[str], key: str | None, endpoints: WeightEndpoint
 
 
 def judge_servers(config: Config, found: dict[str, ServerInfo | str]) -> list[Finding]:
-    """One finding for each usable server, else one for each of its problems. found: as of ``query_servers``."""
+    """One finding for each usable server, else one for each of its problems.
+
+    found: as of ``query_servers``.
+    """
     findings: list[Finding] = []
     for answer in found.values():
         if isinstance(answer, str):
@@ -54,31 +63,45 @@ def judge_servers(config: Config, found: dict[str, ServerInfo | str]) -> list[Fi
                 error(
                     "servers.answer",
                     answer,
-                    f"the run waits {config.servers.section}.recovery_timeout for it, then stops if no other answers",
+                    f"the run waits {config.servers.section}.recovery_timeout for it, then stops if"
+                    " no other answers",
                     f"start it, or fix {config.servers.section}.urls",
                 )
             )
         else:
             findings += judge_server(config, answer)
-    findings += _judge_together([answer for answer in found.values() if not isinstance(answer, str)])
+    findings += _judge_together(
+        [answer for answer in found.values() if not isinstance(answer, str)]
+    )
     return findings + _judge_address(config)
 
 
 def judge_server(config: Config, server: ServerInfo) -> list[Finding]:
     """Version, routed experts, lengths and weight transport of one server."""
-    version = judge_version(SERVERS[config.rollout.engine], server.version, gpu=True, where=f" at {server.url}")
-    text = (
-        f"{server.url}: {server.device}, TP {server.tp_size}, PP {server.pp_size}, DP {server.dp_size}, "
-        f"serves {server.model_path}"
+    version = judge_version(
+        SERVERS[config.rollout.engine], server.version, gpu=True, where=f" at {server.url}"
     )
-    faults = [*_judge_responses(server), *_judge_memory(config, server), *_judge_routes(config, server),
-              *_judge_length(config, server), *_judge_weight_transport(config, server)]  # fmt: skip
+    text = (
+        f"{server.url}: {server.device}, TP {server.tp_size}, PP {server.pp_size}, DP"
+        f" {server.dp_size}, serves {server.model_path}"
+    )
+    faults = [
+        *_judge_responses(server),
+        *_judge_memory(config, server),
+        *_judge_routes(config, server),
+        *_judge_length(config, server),
+        *_judge_weight_transport(config, server),
+    ]
     return [version, *(faults or [ok("servers.answer", text)])]
 
 
 def _judge_responses(server: ServerInfo) -> list[Finding]:
     head, _, fix = server.refusal.partition("; ")
-    return [error("servers.log_probs", f"{server.url}: {head}", "the run refuses it", fix)] if head else []
+    return (
+        [error("servers.log_probs", f"{server.url}: {head}", "the run refuses it", fix)]
+        if head
+        else []
+    )
 
 
 def _judge_memory(config: Config, server: ServerInfo) -> list[Finding]:
@@ -102,7 +125,14 @@ def _judge_routes(config: Config, server: ServerInfo) -> list[Finding]:
         ]
     if reason := server.unusable(routes=True):
         head, _, fix = reason.partition("; ")
-        return [error("servers.routes", f"{server.url}: {head}", "replay would train on wrong experts", fix)]
+        return [
+            error(
+                "servers.routes",
+                f"{server.url}: {head}",
+                "replay would train on wrong experts",
+                fix,
+            )
+        ]
     of_sglang = config.rollout.engine == "sglang"
     if of_sglang and server.device == "cpu" and numbers(server.version) < _ROUTES_ARE_RIGHT_ON_CPU:
         return [
@@ -118,12 +148,17 @@ def _judge_routes(config: Config, server: ServerInfo) -> list[Finding]:
 
 
 def _judge_length(config: Config, server: ServerInfo) -> list[Finding]:
-    prompt, limit, kind = config.data.max_prompt_length, server.max_input_tokens, SERVER_KINDS[config.rollout.engine]
+    prompt, limit, kind = (
+        config.data.max_prompt_length,
+        server.max_input_tokens,
+        SERVER_KINDS[config.rollout.engine],
+    )
     if limit is not None and prompt > limit:
         return [
             error(
                 "servers.length",
-                f"{server.url} takes prompts of at most {limit} tokens, data.max_prompt_length = {prompt}",
+                f"{server.url} takes prompts of at most {limit} tokens, data.max_prompt_length ="
+                f" {prompt}",
                 "it refuses longer ones",
                 f"start it with a larger {kind.length_options}, or lower data.max_prompt_length",
             )
@@ -133,7 +168,8 @@ def _judge_length(config: Config, server: ServerInfo) -> list[Finding]:
         return [
             error(
                 "servers.length",
-                f"{server.url} holds sequences of at most {capacity} tokens, prompt and response may take {longest}",
+                f"{server.url} holds sequences of at most {capacity} tokens, prompt and response"
+                f" may take {longest}",
                 "it aborts the longest responses",
                 f"start it with more {kind.memory_options}, or lower rollout.max_response_length",
             )
@@ -177,7 +213,8 @@ def _judge_address(config: Config) -> list[Finding]:
         return [
             error(
                 "servers.address",
-                f"{config.servers.section}.master_address = {address}, and {elsewhere[0]} may be on another machine",
+                f"{config.servers.section}.master_address = {address}, and {elsewhere[0]} may be on"
+                " another machine",
                 "at a weight update it would connect to itself instead of the trainer",
                 "set an address of the first training node that the servers can reach",
             )
@@ -191,7 +228,9 @@ def judge_own_address(config: Config) -> list[Finding]:
     if config.servers.weight_transport != "distributed" or address is None:
         return []
     try:
-        family, kind, protocol, _, endpoint = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, endpoint = socket.getaddrinfo(
+            address, 0, type=socket.SOCK_STREAM
+        )[0]
         with socket.socket(family, kind, protocol) as listener:
             listener.bind(endpoint)
     except OSError as failure:
@@ -199,8 +238,8 @@ def judge_own_address(config: Config) -> list[Finding]:
         return [
             error(
                 "servers.address",
-                f"{config.servers.section}.master_address = {address}: rank 0 on {platform.node()} can't listen there "
-                f"({reason})",
+                f"{config.servers.section}.master_address = {address}: rank 0 on {platform.node()}"
+                f" can't listen there ({reason})",
                 "the servers connect there for the weights, and the run would stop",
                 "set an address of rank 0's node; static.sh keeps rank 0 on a given node",
             )
@@ -209,9 +248,14 @@ def judge_own_address(config: Config) -> list[Finding]:
 
 
 def check_startable(config: Config) -> tuple[tuple[int, ...], bool, list[Finding]]:
-    """(version, whether on a CPU, findings) of the servers that the run starts. Raises InputError."""
+    """(version, whether on a CPU, findings) of the servers that the run starts.
+
+    Raises InputError.
+    """
     servers, kind = config.servers, SERVER_KINDS[config.rollout.engine]
     python = servers.python or sys.executable
     version = package_version(python, kind.launch.packages, servers.section)
-    found = judge_version(SERVERS[servers.section], ".".join(map(str, version)), gpu=True, where=f" of {python}")
+    found = judge_version(
+        SERVERS[servers.section], ".".join(map(str, version)), gpu=True, where=f" of {python}"
+    )
     return version, kind.on_cpu(servers.server_args), [found]

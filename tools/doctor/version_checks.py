@@ -16,8 +16,10 @@ from megatron_gspo.tools.doctor.findings import Finding, error, note, ok, warnin
 
 @dataclass(frozen=True)
 class Support:
-    """name: of the distribution. needs: versions that work, as in setup.py. tested: the newest that the
-    tests have run on; "" where none has. optional: works without it; what: what it is used for then."""
+    """name: of the distribution. needs: versions that work, as in setup.py. tested: the newest that
+    the tests have run on; "" where none has. optional: works without it; what: what it is used for
+    then.
+    """
 
     name: str
     needs: str
@@ -64,7 +66,10 @@ def numbers(version: str | None) -> tuple[int, ...]:
 
 
 def judge_versions(found: Mapping[str, str | None], *, gpu: bool) -> list[Finding]:
-    """A finding for each package. gpu: whether this machine has one, else the optional ones aren't missed."""
+    """A finding for each package.
+
+    gpu: whether this machine has one, else the optional ones aren't missed.
+    """
     return [judge_version(support, found.get(support.name), gpu=gpu) for support in SUPPORTED]
 
 
@@ -83,20 +88,27 @@ def judge_version(support: Support, version: str | None, *, gpu: bool, where: st
         return ok(check, f"{name}: not installed, not needed without a GPU ({support.what})")
     if version is None:
         return error(
-            check, f"{name}: not installed", "nothing runs without it", f"pip install '{support.name}{support.needs}'"
+            check,
+            f"{name}: not installed",
+            "nothing runs without it",
+            f"pip install '{support.name}{support.needs}'",
         )
     try:
         parsed = Version(version)
     except InvalidVersion:
         return warning(
-            check, f"{name} {version}: no version that can be compared", f"{wanted} is supported", "install a release"
+            check,
+            f"{name} {version}: no version that can be compared",
+            f"{wanted} is supported",
+            "install a release",
         )
     if support.needs and not SpecifierSet(support.needs).contains(parsed, prereleases=True):
         level = warning if support.optional else error
         return level(
             check,
             f"{name} {version}: not supported",
-            "it may fail, or be silently wrong where a known defect is corrected for other versions only",
+            "it may fail, or be silently wrong where a known defect is corrected for other versions"
+            " only",
             f"install {support.name}{support.needs}",
         )
     newest = numbers(support.tested)
@@ -110,8 +122,12 @@ def judge_version(support: Support, version: str | None, *, gpu: bool, where: st
     return ok(check, f"{name} {version} ({wanted})")
 
 
-def judge_accelerator(cuda_build: str | None, devices: list[str], nccl: str | None) -> list[Finding]:
-    """CUDA and NCCL. cuda_build: torch's CUDA version, None for a CPU build. devices: names of the visible GPUs."""
+def judge_accelerator(
+    cuda_build: str | None, devices: list[str], nccl: str | None
+) -> list[Finding]:
+    """CUDA and NCCL. cuda_build: torch's CUDA version, None for a CPU build. devices: names of
+    the visible GPUs.
+    """
     if devices:
         names = ", ".join(f"{devices.count(name)} x {name}" for name in dict.fromkeys(devices))
         found = [ok("versions.cuda", f"CUDA {cuda_build}: {names}")]
@@ -140,7 +156,8 @@ def judge_accelerator(cuda_build: str | None, devices: list[str], nccl: str | No
         note(
             "versions.cuda",
             "torch is a CPU build",
-            "everything runs on the CPU, over gloo with torch's layers: right for tests and tiny models",
+            "everything runs on the CPU, over gloo with torch's layers: right for tests and tiny"
+            " models",
             "on a GPU node install torch's CUDA build",
         )
     ]

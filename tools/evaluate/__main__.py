@@ -1,13 +1,16 @@
-"""Evaluate a model on task files: accuracy, pass@k and ratings with intervals, on a page and as JSON.
+"""Evaluate a model on task files: accuracy, pass@k and ratings with intervals, on a page and as
+JSON.
 
     megatron-gspo evaluate MODEL [--tasks FILE ...] [key=value ...]
 
-MODEL is a Hugging Face directory, a run directory, or the URLs of servers (http://host:port,...; then model.path=DIR
-names the directory of their model). Without --tasks, a run's own held-out prompts are evaluated. `key=value` sets keys
-of docs/config.md: sampling (evaluation.n_samples, rollout.max_response_length), prompts (data.chat_template), verifier,
-engine (rollout.engine). The same command continues an interrupted evaluation. docs/evaluate.md describes the layouts.
+MODEL is a Hugging Face directory, a run directory, or the URLs of servers (http://host:port,...;
+then model.path=DIR names the directory of their model). Without --tasks, a run's own held-out
+prompts are evaluated. `key=value` sets keys of docs/config.md: sampling (evaluation.n_samples,
+rollout.max_response_length), prompts (data.chat_template), verifier, engine (rollout.engine). The
+same command continues an interrupted evaluation. docs/evaluate.md describes the layouts.
 
-example: megatron-gspo evaluate /models/Qwen3-30B-A3B --tasks aime_2024.jsonl evaluation.n_samples=16
+example: megatron-gspo evaluate /models/Qwen3-30B-A3B --tasks aime_2024.jsonl
+evaluation.n_samples=16
 """
 
 from __future__ import annotations
@@ -46,23 +49,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def evaluate(options: argparse.Namespace, overrides: Sequence[str], server_args: Mapping[str, Sequence[str]],
-             command: str) -> list[Path]:  # fmt: skip
-    """Run the evaluation of the parsed arguments; returns the written files. Raises UserError or ImportError."""
+def evaluate(
+    options: argparse.Namespace,
+    overrides: Sequence[str],
+    server_args: Mapping[str, Sequence[str]],
+    command: str,
+) -> list[Path]:
+    """Run the evaluation of the parsed arguments; returns the written files. Raises UserError
+    or ImportError.
+    """
     # imported here because Megatron takes seconds, and --help and wrong arguments don't need it
     from transformers.utils.logging import disable_progress_bar
 
     from megatron_gspo.tools.evaluate.evaluation_page import print_scores, write_results
-    from megatron_gspo.tools.evaluate.run_tasks import Evaluation, load_tasks, run_evaluation, with_model
+    from megatron_gspo.tools.evaluate.run_tasks import (
+        Evaluation,
+        load_tasks,
+        run_evaluation,
+        with_model,
+    )
     from megatron_gspo.tools.evaluate.settings import evaluation_config, given_keys
-    from megatron_gspo.tools.evaluate.targets import default_output, find_targets, is_run, server_urls
+    from megatron_gspo.tools.evaluate.targets import (
+        default_output,
+        find_targets,
+        is_run,
+        server_urls,
+    )
 
     disable_progress_bar()
     target, given = options.model, given_keys(overrides)
     if not options.tasks and not is_run(target):
-        raise InputError("--tasks: names no file, and MODEL is no run with held-out prompts; give --tasks FILE")
+        raise InputError(
+            "--tasks: names no file, and MODEL is no run with held-out prompts; give --tasks FILE"
+        )
     if server_urls(target) and "model.path" not in given:
-        raise InputError("model.path: servers do not send their tokenizer; give model.path=DIR of their model")
+        raise InputError(
+            "model.path: servers do not send their tokenizer; give model.path=DIR of their model"
+        )
     model_path = apply_overrides({}, overrides).get("model", {}).get("path", target)
     output = options.output or default_output(target, str(model_path))
     config = evaluation_config(target, options.tasks, output, overrides, server_args)
@@ -77,17 +100,28 @@ def evaluate(options: argparse.Namespace, overrides: Sequence[str], server_args:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="megatron-gspo evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="megatron-gspo evaluate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     target = "Hugging Face directory, run directory or server URLs"
     parser.add_argument("model", type=path_text_argument, metavar="MODEL", help=target)
     files = "file, folder or saved data set, as data.eval_prompts"
-    parser.add_argument("--tasks", nargs="+", type=path_argument, default=[], metavar="FILE", help=files)
-    parser.add_argument("--steps", help="of a run: `all`, or steps separated by commas (default: the trained model)")
+    parser.add_argument(
+        "--tasks", nargs="+", type=path_argument, default=[], metavar="FILE", help=files
+    )
+    parser.add_argument(
+        "--steps", help="of a run: `all`, or steps separated by commas (default: the trained model)"
+    )
     date = "of contest_date, inclusive; YYYY-MM-DD or with a time (a date is its midnight)"
-    parser.add_argument("--from", dest="first_date", type=_date, metavar="DATE", help=f"first {date}")
+    parser.add_argument(
+        "--from", dest="first_date", type=_date, metavar="DATE", help=f"first {date}"
+    )
     parser.add_argument("--to", dest="last_date", type=_date, metavar="DATE", help=f"last {date}")
-    folder = "of the results (default: evaluation/ in the run, or a folder of the model's own in runs/evaluation/)"
+    folder = (
+        "of the results (default: evaluation/ in the run, or a folder of the model's own in"
+        " runs/evaluation/)"
+    )
     parser.add_argument("--output", type=path_argument, metavar="DIR", help=folder)
     return parser
 

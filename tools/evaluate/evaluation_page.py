@@ -18,23 +18,48 @@ from megatron_gspo.tools.svg_panel import panel, variant_colour
 from megatron_gspo.tracking.run_directory import write_atomically
 
 TEMPLATE = "evaluate/report.html"
-HEADS = ("model", "prompts", "responses", "accuracy, %", "against the first, points", "pass@k, %", "rating",
-         "tokens", "truncated, %", "without a score")  # fmt: skip
+HEADS = (
+    "model",
+    "prompts",
+    "responses",
+    "accuracy, %",
+    "against the first, points",
+    "pass@k, %",
+    "rating",
+    "tokens",
+    "truncated, %",
+    "without a score",
+)
 
 
 def print_scores(scores: Sequence[TaskScores]) -> None:
     """A line per task and model on stdout."""
     for each in scores:
-        passes = ", ".join(f"pass@{k} {interval_text(found)}" for k, found in each.pass_at_k.items() if k > 1)
+        passes = ", ".join(
+            f"pass@{k} {interval_text(found)}" for k, found in each.pass_at_k.items() if k > 1
+        )
         rating = "" if each.rating is None else f", rating {rating_text(each.rating)}"
         failed = f", {each.failures} responses without a score" if each.failures else ""
         accuracy = f"mean@{each.samples} {interval_text(each.accuracy)} %"
-        print(printable(f"{each.task}, {each.label}: {accuracy}{', ' if passes else ''}{passes}{rating}{failed}"))
+        print(
+            printable(
+                f"{each.task}, {each.label}:"
+                f" {accuracy}{', ' if passes else ''}{passes}{rating}{failed}"
+            )
+        )
 
 
-def write_results(scores: Sequence[TaskScores], output: Path, *, command: str, config: Config) -> list[Path]:
-    """Write evaluation.json and evaluation.html; returns them. Raises ImportError without matplotlib or jinja2."""
-    record = {"command": command, "config": _used(config), "scores": [asdict(each) for each in scores]}
+def write_results(
+    scores: Sequence[TaskScores], output: Path, *, command: str, config: Config
+) -> list[Path]:
+    """Write evaluation.json and evaluation.html; returns them. Raises ImportError without
+    matplotlib or jinja2.
+    """
+    record = {
+        "command": command,
+        "config": _used(config),
+        "scores": [asdict(each) for each in scores],
+    }
     write_atomically(output / "evaluation.json", json.dumps(record, indent=1) + "\n")
     page = render_page(TEMPLATE, page_context(scores, command, config))
     write_atomically(output / "evaluation.html", page)
@@ -73,7 +98,11 @@ def _section(scores: Sequence[TaskScores]) -> dict[str, Any]:
 def _row(each: TaskScores) -> list[str]:
     passes = ", ".join(f"@{k} {interval_text(found)}" for k, found in each.pass_at_k.items())
     difference = "" if each.difference is None else interval_text(each.difference)
-    rating = "" if each.rating is None else f"{rating_text(each.rating)} ({each.rating.problems} problems)"
+    rating = (
+        ""
+        if each.rating is None
+        else f"{rating_text(each.rating)} ({each.rating.problems} problems)"
+    )
     counts = [str(each.prompts), str(each.prompts * each.samples)]
     lengths = [f"{each.response_length:.0f}", f"{100 * each.truncated:.1f}", str(each.failures)]
     return [each.label, *counts, interval_text(each.accuracy), difference, passes, rating, *lengths]
@@ -82,11 +111,21 @@ def _row(each: TaskScores) -> list[str]:
 def steps_chart(scores: Sequence[TaskScores]) -> str:
     """Accuracy over the steps of a run, or by model; an SVG."""
     is_run = all(each.step is not None for each in scores)
-    x = [float(each.step if is_run and each.step is not None else place) for place, each in enumerate(scores)]
+    x = [
+        float(each.step if is_run and each.step is not None else place)
+        for place, each in enumerate(scores)
+    ]
     with panel(f"{scores[0].task}: mean@{scores[0].samples}, %") as (axis, output):
         mean = [100 * each.accuracy.mean for each in scores]
-        axis.errorbar(x, mean, yerr=_bars([each.accuracy for each in scores]), marker="o", capsize=3,
-                      color=variant_colour(0), linestyle="-" if is_run else "none")  # fmt: skip
+        axis.errorbar(
+            x,
+            mean,
+            yerr=_bars([each.accuracy for each in scores]),
+            marker="o",
+            capsize=3,
+            color=variant_colour(0),
+            linestyle="-" if is_run else "none",
+        )
         if not is_run:
             axis.set_xticks(x, [each.label for each in scores])
             axis.set_xlim(-0.5, len(scores) - 0.5)
@@ -101,8 +140,15 @@ def pass_chart(scores: Sequence[TaskScores]) -> str:
     with panel(f"{scores[0].task}: pass@k, %") as (axis, output):
         for number, each in enumerate(scores):
             found = list(each.pass_at_k.values())
-            axis.errorbar(list(each.pass_at_k), [100 * f.mean for f in found], yerr=_bars(found), marker="o", capsize=3,
-                          color=variant_colour(number), label=each.label)  # fmt: skip
+            axis.errorbar(
+                list(each.pass_at_k),
+                [100 * f.mean for f in found],
+                yerr=_bars(found),
+                marker="o",
+                capsize=3,
+                color=variant_colour(number),
+                label=each.label,
+            )
         axis.set_xscale("log", base=2)
         ks = list(scores[0].pass_at_k)
         axis.set_xticks(ks, [str(k) for k in ks])

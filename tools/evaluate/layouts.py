@@ -26,9 +26,11 @@ class LeftOut(Exception):
 
 @dataclass(frozen=True)
 class Layout:
-    """fields: a row that has them all has this layout. verifier: None is the config's. has_answer: whether rows have a
-    reference answer. read: the row (and the language of programs) as a row with `prompt`, `answer` and what the
-    verifier reads; raises `LeftOut`. None: the row as it is. date: of the problem, if it has one."""
+    """fields: a row that has them all has this layout. verifier: None is the config's. has_answer:
+    whether rows have a reference answer. read: the row (and the language of programs) as a row with
+    `prompt`, `answer` and what the verifier reads; raises `LeftOut`. None: the row as it is. date:
+    of the problem, if it has one.
+    """
 
     name: str
     fields: tuple[str, ...]
@@ -46,7 +48,8 @@ def layout_of(fields: Iterable[str], prompt_key: str) -> Layout:
 
 
 def parse_date(value: Any) -> datetime | None:
-    """An ISO date or time, seconds since 1970, or a `datetime`; without its time zone. None for None.
+    """An ISO date or time, seconds since 1970, or a `datetime`; without its time zone. None for
+    None.
 
     Raises ValueError for another value.
     """
@@ -60,21 +63,28 @@ def parse_date(value: Any) -> datetime | None:
 def rating_of(row: Row) -> float | None:
     """The problem's rating; None where it has none."""
     value = row.get("rating")
-    known = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    known = (
+        isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and math.isfinite(value)
+        and value > 0
+    )
     return float(value) if known and value is not None else None
 
 
 def _livecodebench(row: Row, language: str) -> dict[str, Any]:
     starter = str(row.get("starter_code") or "").strip()
     if starter:
-        question = f"{row['question_content']}\n\nComplete this code:\n\n```{language}\n{starter}\n```"
+        question = (
+            f"{row['question_content']}\n\nComplete this code:\n\n```{language}\n{starter}\n```"
+        )
         return dict(row, prompt=f"{question}\n\n{_reply(language)}")
     return dict(row, prompt=f"{row['question_content']}\n\n{_reply(language)} {_STDIO}")
 
 
 def _codeforces(row: Row, language: str) -> dict[str, Any]:
-    """Problems that are interactive, accept several outputs or read files can't be scored by comparing outputs, and a
-    wrong program may pass tests of which the file lacks some."""
+    """Problems that are interactive, accept several outputs or read files can't be scored by
+    comparing outputs, and a wrong program may pass tests of which the file lacks some."""
     if row.get("interaction_format"):
         raise LeftOut("interactive")
     if row.get("generated_checker"):
@@ -87,7 +97,10 @@ def _codeforces(row: Row, language: str) -> dict[str, Any]:
         raise LeftOut("incomplete tests")
     parts = [row.get("title"), row["description"]]
     parts += [f"{head}\n{row[key]}" for head, key in _SECTIONS if row.get(key)]
-    parts += [f"Example\nInput:\n{each['input']}\nOutput:\n{each['output']}" for each in row.get("examples") or ()]
+    parts += [
+        f"Example\nInput:\n{each['input']}\nOutput:\n{each['output']}"
+        for each in row.get("examples") or ()
+    ]
     question = "\n\n".join(str(part).strip() for part in parts if part)
     limits = f"Limits: {row['time_limit']:g} s. " if row.get("time_limit") else ""
     return dict(row, prompt=f"{question}\n\n{limits}{_reply(language)} {_STDIO}")
@@ -108,8 +121,20 @@ def _math(question: str, answer: str) -> Layout:
     return Layout("math", (question, answer), "math_verify", True, read)
 
 
-_LIVECODEBENCH = Layout("livecodebench", ("question_content", "public_test_cases"), "code", False, _livecodebench)
-_CODEFORCES = Layout("codeforces", ("contest_id", "index", "description", "official_tests"), "code", False, _codeforces,
-                     lambda row: parse_date(row.get("contest_start")))  # fmt: skip
-_MATH = (_math("problem", "answer"), _math("question", "answer"), _math("Problem", "Answer"),
-         _math("Question", "Answer"))  # fmt: skip
+_LIVECODEBENCH = Layout(
+    "livecodebench", ("question_content", "public_test_cases"), "code", False, _livecodebench
+)
+_CODEFORCES = Layout(
+    "codeforces",
+    ("contest_id", "index", "description", "official_tests"),
+    "code",
+    False,
+    _codeforces,
+    lambda row: parse_date(row.get("contest_start")),
+)
+_MATH = (
+    _math("problem", "answer"),
+    _math("question", "answer"),
+    _math("Problem", "Answer"),
+    _math("Question", "Answer"),
+)

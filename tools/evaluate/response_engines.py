@@ -1,4 +1,6 @@
-"""Where responses come from: the embedded engine in this process, or inference servers that hold the weights."""
+"""Where responses come from: the embedded engine in this process, or inference servers that
+hold the weights.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,16 @@ _VERSION_SECONDS = 30.0  # until a server has told its weights
 class ResponseEngine(Protocol):
     """One set of weights that answers prompts."""
 
-    def groups(self, prompts: Sequence[Prompt], done: Collection[int], sampling: SamplingParams, *,
-               seed: int) -> Iterator[Groups]:  # fmt: skip
-        """The samples of every prompt whose index is not in `done`, some prompts at a time, as they are finished.
+    def groups(
+        self,
+        prompts: Sequence[Prompt],
+        done: Collection[int],
+        sampling: SamplingParams,
+        *,
+        seed: int,
+    ) -> Iterator[Groups]:
+        """The samples of every prompt whose index is not in `done`, some prompts at a time, as they
+        are finished.
 
         Raises InputError for a prompt that the model can't take.
         """
@@ -41,18 +50,27 @@ class ResponseEngine(Protocol):
 class EmbeddedResponses:
     """`ResponseEngine` on an `EmbeddedEngine`.
 
-    A prompt is decoded with the same others whatever is done, so that an evaluation that is continued repeats the bits
-    of one that was never interrupted.
+    A prompt is decoded with the same others whatever is done, so that an evaluation that is
+    continued repeats the bits of one that was never interrupted.
     """
 
     def __init__(self, engine: EmbeddedEngine) -> None:
         self._engine = engine
 
-    def groups(self, prompts: Sequence[Prompt], done: Collection[int], sampling: SamplingParams, *,
-               seed: int) -> Iterator[Groups]:  # fmt: skip
+    def groups(
+        self,
+        prompts: Sequence[Prompt],
+        done: Collection[int],
+        sampling: SamplingParams,
+        *,
+        seed: int,
+    ) -> Iterator[Groups]:
         """See `ResponseEngine.groups`."""
         ordered = sorted(prompts, key=lambda prompt: (prompt.length, prompt.index))
-        size, n = max(self._engine.max_batch // sampling.n_samples_per_prompt, 1), sampling.n_samples_per_prompt
+        size, n = (
+            max(self._engine.max_batch // sampling.n_samples_per_prompt, 1),
+            sampling.n_samples_per_prompt,
+        )
         for start in range(0, len(ordered), size):
             chunk = ordered[start : start + size]
             if all(prompt.index in done for prompt in chunk):
@@ -71,12 +89,22 @@ class ServedResponses:
     def __init__(self, client: RolloutClient) -> None:
         self._client = client
 
-    def groups(self, prompts: Sequence[Prompt], done: Collection[int], sampling: SamplingParams, *,
-               seed: int) -> Iterator[Groups]:  # fmt: skip
+    def groups(
+        self,
+        prompts: Sequence[Prompt],
+        done: Collection[int],
+        sampling: SamplingParams,
+        *,
+        seed: int,
+    ) -> Iterator[Groups]:
         """See `ResponseEngine.groups`; the order is that in which the servers finish."""
         stream = self._client.stream()
         try:
-            left = len(stream.start([prompt for prompt in prompts if prompt.index not in done], sampling, seed=seed))
+            left = len(
+                stream.start(
+                    [prompt for prompt in prompts if prompt.index not in done], sampling, seed=seed
+                )
+            )
         except ValueError as error:
             raise InputError(first_line(error)) from None
         while left:
@@ -87,15 +115,21 @@ class ServedResponses:
 
 
 @contextmanager
-def open_engine(config: Config, tokenizer: Any, urls: Sequence[str] = ()) -> Iterator[ResponseEngine]:
+def open_engine(
+    config: Config, tokenizer: Any, urls: Sequence[str] = ()
+) -> Iterator[ResponseEngine]:
     """The engine of `rollout.engine` with the weights of `model.path`, closed at the end.
 
-    urls: of running servers that hold these weights; else servers are started, `sglang.num_servers` at least one.
-    Raises ConfigError, EngineError or the errors of starting a server.
+    urls: of running servers that hold these weights; else servers are started, `sglang.num_servers`
+    at least one. Raises ConfigError, EngineError or the errors of starting a server.
     """
     if config.rollout.engine not in ("embedded", *SERVER_KINDS):
-        raise ConfigError("rollout.engine", config.rollout.engine, "does not sample responses",
-                          f"set one of embedded, {', '.join(SERVER_KINDS)}")  # fmt: skip
+        raise ConfigError(
+            "rollout.engine",
+            config.rollout.engine,
+            "does not sample responses",
+            f"set one of embedded, {', '.join(SERVER_KINDS)}",
+        )
     if config.rollout.engine == "embedded":
         engine = _embedded(config, tokenizer)
         try:
@@ -123,7 +157,10 @@ def _embedded(config: Config, tokenizer: Any) -> EmbeddedEngine:
             max_batch=config.rollout.max_batch_size,
         )
     except (ValueError, OSError) as error:
-        problem, fix = f"the embedded engine refuses it: {first_line(error)}", "fix it or use a server engine"
+        problem, fix = (
+            f"the embedded engine refuses it: {first_line(error)}",
+            "fix it or use a server engine",
+        )
         raise ConfigError("model.path", path, problem, fix) from error
 
 
@@ -141,13 +178,19 @@ def _client(config: Config, tokenizer: Any, urls: Sequence[str], stack: ExitStac
 
 
 def common_version(client: RolloutClient) -> str:
-    """The version of the weights that the servers report. Raises EngineError if they do not report the same one."""
+    """The version of the weights that the servers report.
+
+    Raises EngineError if they do not report the same one.
+    """
     found = client.loop.run(_versions(client))
     versions = set(found.values())
     version = versions.pop()
     if versions or version is None:
         shown = ", ".join(f"{url}: {each}" for url, each in found.items())
-        raise EngineError(f"the servers do not report one version of the weights ({shown}); give servers of one model")
+        raise EngineError(
+            f"the servers do not report one version of the weights ({shown}); give servers of one"
+            " model"
+        )
     return version
 
 
@@ -158,7 +201,9 @@ async def _versions(client: RolloutClient) -> dict[str, str | None]:
         try:
             return await client.requests.api.weight_version(server, timeout=_VERSION_SECONDS)
         except ServerError as error:
-            raise EngineError(f"{server.url} gives no version ({first_line(error)}); check the URL") from None
+            raise EngineError(
+                f"{server.url} gives no version ({first_line(error)}); check the URL"
+            ) from None
 
     servers = [server.client for server in client.pool.servers]
     found = await asyncio.gather(*(ask(server) for server in servers))

@@ -1,7 +1,8 @@
-"""The responses of one model to one task: a line of settings, then a line per response, appended as they come.
+"""The responses of one model to one task: a line of settings, then a line per response, appended as
+they come.
 
-The lines of a prompt are consecutive and written at once. A killed evaluation leaves at most one incomplete prompt at
-the end of the file, which is removed when the file is opened again.
+The lines of a prompt are consecutive and written at once. A killed evaluation leaves at most one
+incomplete prompt at the end of the file, which is removed when the file is opened again.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ Record = Mapping[str, Any]
 
 
 class ResponseFile:
-    """Responses of `num_samples` per prompt. `records`: by prompt index, those of complete prompts, in their order.
+    """Responses of `num_samples` per prompt. `records`: by prompt index, those of complete prompts,
+    in their order.
 
-    settings: what the responses depend on, JSON-able. Raises InputError for a file of other settings, DiskError where
-    it can't be written.
+    settings: what the responses depend on, JSON-able. Raises InputError for a file of other
+    settings, DiskError where it can't be written.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any], num_samples: int) -> None:
@@ -55,12 +57,16 @@ class ResponseFile:
         self.close()
 
     def _append(self, lines: Iterable[Record]) -> None:
-        self._file.write("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode())
+        self._file.write(
+            "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode()
+        )
         self._file.flush()
         os.fsync(self._file.fileno())
 
     def _read(self, settings: Record) -> int:
-        """Read the complete prompts; returns the position after the last of them, 0 if there is no line of settings."""
+        """Read the complete prompts; returns the position after the last of them, 0 if there is
+        no line of settings.
+        """
         end, open_group = 0, list[Record]()
         with self.path.open("rb") as file:
             for number, line in enumerate(file):
@@ -80,5 +86,7 @@ class ResponseFile:
         for key in [*settings, *(key for key in found if key not in settings)]:
             if found.get(key) != settings.get(key):
                 was, is_now = (json.dumps(each.get(key))[:80] for each in (found, settings))
-                raise InputError(f"{self.path}: its responses are of {key} {was}, and this evaluation has {is_now}; "
-                                 "give another --output, or delete the file")  # fmt: skip
+                raise InputError(
+                    f"{self.path}: its responses are of {key} {was}, and this evaluation has"
+                    f" {is_now}; give another --output, or delete the file"
+                )

@@ -25,10 +25,24 @@ from megatron_gspo.rewards.verifiers import VerifierError
 from megatron_gspo.tools.evaluate.response_engines import ResponseEngine, open_engine
 from megatron_gspo.tools.evaluate.response_file import ResponseFile
 from megatron_gspo.tools.evaluate.targets import Target, hugging_face_folder
-from megatron_gspo.tools.evaluate.task_files import Task, Window, held_out_task, load_task, task_names
-from megatron_gspo.tools.evaluate.task_scores import TaskScores, prompt_accuracy, reward_table, score_task
+from megatron_gspo.tools.evaluate.task_files import (
+    Task,
+    Window,
+    held_out_task,
+    load_task,
+    task_names,
+)
+from megatron_gspo.tools.evaluate.task_scores import (
+    TaskScores,
+    prompt_accuracy,
+    reward_table,
+    score_task,
+)
 
-RESPONSES, CONVERTED = "responses", ".converted"  # folders of the output; the second while a checkpoint is evaluated
+RESPONSES, CONVERTED = (
+    "responses",
+    ".converted",
+)  # folders of the output; the second while a checkpoint is evaluated
 
 
 @dataclass(frozen=True)
@@ -46,14 +60,20 @@ def with_model(config: Config, path: Path) -> Config:
     return replace(config, model=replace(config.model, path=str(path)))
 
 
-def load_tasks(config: Config, files: Sequence[Path], given: set[str], window: Window) -> tuple[Task, ...]:
+def load_tasks(
+    config: Config, files: Sequence[Path], given: set[str], window: Window
+) -> tuple[Task, ...]:
     """The tasks of the files, else the run's own held-out prompts, tokenised for `model.path`.
 
     given: the config's keys that the user has set for this evaluation. Raises InputError.
     """
     if config.rollout.environment is not None:
-        raise ConfigError("rollout.environment", config.rollout.environment, "episodes are not evaluated here",
-                          "the training loop evaluates them (evaluation.eval_interval)")  # fmt: skip
+        raise ConfigError(
+            "rollout.environment",
+            config.rollout.environment,
+            "episodes are not evaluated here",
+            "the training loop evaluates them (evaluation.eval_interval)",
+        )
     tokenizer, limit = load_tokenizer(config), config.evaluation.max_prompts
     if not files:
         refuse_visible_run(config)
@@ -67,7 +87,8 @@ def load_tasks(config: Config, files: Sequence[Path], given: set[str], window: W
 
 
 def run_evaluation(evaluation: Evaluation) -> list[TaskScores]:
-    """Answer and score what is missing, then summarise everything: each task's models in the order of the targets.
+    """Answer and score what is missing, then summarise everything: each task's models in the order
+    of the targets.
 
     Raises the errors of engines, verifiers and files; every response so far is kept.
     """
@@ -76,13 +97,22 @@ def run_evaluation(evaluation: Evaluation) -> list[TaskScores]:
     with _progress() as bar:
         for target in evaluation.targets:
             with ExitStack() as stack:
-                kept = {task.name: stack.enter_context(_open(evaluation, target, task)) for task in evaluation.tasks}
+                kept = {
+                    task.name: stack.enter_context(_open(evaluation, target, task))
+                    for task in evaluation.tasks
+                }
                 _answer(evaluation, target, kept, bar)
                 for task in evaluation.tasks:
                     records = kept[task.name].records
-                    own = prompt_accuracy(reward_table([records[prompt.index] for prompt in task.prompts]))
+                    own = prompt_accuracy(
+                        reward_table([records[prompt.index] for prompt in task.prompts])
+                    )
                     ks = evaluation.config.evaluation.pass_at_k
-                    found.append(score_task(task, target.label, target.step, records, ks, first.get(task.name)))
+                    found.append(
+                        score_task(
+                            task, target.label, target.step, records, ks, first.get(task.name)
+                        )
+                    )
                     first.setdefault(task.name, own)
     return found
 
@@ -105,16 +135,24 @@ def _open(evaluation: Evaluation, target: Target, task: Task) -> ResponseFile:
 def sampling_of(config: Config) -> SamplingParams:
     """How responses are sampled: as in the training loop's evaluation."""
     section = evaluation_sampling(config)
-    return SamplingParams(**{field.name: getattr(section, field.name) for field in fields(SamplingParams)})
+    return SamplingParams(
+        **{field.name: getattr(section, field.name) for field in fields(SamplingParams)}
+    )
 
 
-def _answer(evaluation: Evaluation, target: Target, kept: dict[str, ResponseFile], bar: Progress) -> None:
+def _answer(
+    evaluation: Evaluation, target: Target, kept: dict[str, ResponseFile], bar: Progress
+) -> None:
     """Generate and score the responses that are missing; opens no engine if none is."""
-    missing = [task for task in evaluation.tasks if len(kept[task.name].records) < len(task.prompts)]
+    missing = [
+        task for task in evaluation.tasks if len(kept[task.name].records) < len(task.prompts)
+    ]
     if not missing:
         return
     scratch = evaluation.output / CONVERTED
-    convert = bar.add_task(f"{target.label}: to Hugging Face", total=None, visible=target.is_checkpoint, note="")
+    convert = bar.add_task(
+        f"{target.label}: to Hugging Face", total=None, visible=target.is_checkpoint, note=""
+    )
 
     def report(done: int, total: int) -> None:
         bar.update(convert, completed=done >> 20, total=total >> 20)
@@ -125,19 +163,32 @@ def _answer(evaluation: Evaluation, target: Target, kept: dict[str, ResponseFile
         config = with_model(evaluation.config, path)
         with open_engine(config, load_tokenizer(config), target.urls) as engine:
             for task in missing:
-                answer_task(engine, task, kept[task.name], config, bar, f"{target.label}: {task.name}")
+                answer_task(
+                    engine, task, kept[task.name], config, bar, f"{target.label}: {task.name}"
+                )
 
 
-def answer_task(engine: ResponseEngine, task: Task, kept: ResponseFile, config: Config, bar: Progress,
-                title: str) -> None:  # fmt: skip
+def answer_task(
+    engine: ResponseEngine,
+    task: Task,
+    kept: ResponseFile,
+    config: Config,
+    bar: Progress,
+    title: str,
+) -> None:
     """Generate the responses that `kept` lacks, score them and add them to it as they are finished.
 
     Raises VerifierError if the verifier fails on all responses so far.
     """
     sampling, data = sampling_of(config), task.data
     row = bar.add_task(title, total=len(task.prompts), completed=len(kept.records), note="")
-    scorer = RewardScorer(data.resolved_verifier, data.resolved_verifier_options, timeout=data.verifier_timeout,
-                          workers=data.verifier_workers, failure_reward=data.verifier_failure_reward)  # fmt: skip
+    scorer = RewardScorer(
+        data.resolved_verifier,
+        data.resolved_verifier_options,
+        timeout=data.verifier_timeout,
+        workers=data.verifier_workers,
+        failure_reward=data.verifier_failure_reward,
+    )
     if scorer.description is not None:
         line = printable(f"{title}: {scorer.description}")
         bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -148,12 +199,20 @@ def answer_task(engine: ResponseEngine, task: Task, kept: ResponseFile, config: 
         total = reward_table(list(kept.records.values())).sum()
         for groups in engine.groups(task.prompts, set(kept.records), sampling, seed=seed):
             samples = [sample for group in groups for sample in group]
-            scores = scorer.score_texts([(sample.text, by_index[sample.prompt_index]) for sample in samples])
+            scores = scorer.score_texts(
+                [(sample.text, by_index[sample.prompt_index]) for sample in samples]
+            )
             if not kept.records and all(status != "ok" for status in scores.statuses):
-                raise VerifierError(f"verifier {data.resolved_verifier!r} failed on all {len(samples)} responses of a "
-                                    f"batch (the first: {scores.messages[0]}); fix it")  # fmt: skip
-            scored = [_scored(*each) for each in zip(samples, scores.rewards.tolist(), scores.statuses, scores.messages,
-                                                     strict=True)]  # fmt: skip
+                raise VerifierError(
+                    f"verifier {data.resolved_verifier!r} failed on all {len(samples)} responses of"
+                    f" a batch (the first: {scores.messages[0]}); fix it"
+                )
+            scored = [
+                _scored(*each)
+                for each in zip(
+                    samples, scores.rewards.tolist(), scores.statuses, scores.messages, strict=True
+                )
+            ]
             kept.write([scored[i : i + n] for i in range(0, len(scored), n)])
             total += reward_table([kept.records[group[0].prompt_index] for group in groups]).sum()
             accuracy = total / (len(kept.records) * n)
@@ -168,7 +227,12 @@ def _scored(sample: Sample, reward: float, status: str, message: str) -> Sample:
 @contextmanager
 def _progress() -> Iterator[Progress]:
     """A bar on stderr for each model and task."""
-    columns = (TextColumn("{task.description}"), BarColumn(30), MofNCompleteColumn(), TextColumn("{task.fields[note]}"),
-               TimeRemainingColumn())  # fmt: skip
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(30),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[note]}"),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=Console(file=sys.stderr)) as bar:
         yield bar

@@ -1,4 +1,6 @@
-"""The config of an evaluation: a run's own, or defaults for a model directory, with the user's overrides."""
+"""The config of an evaluation: a run's own, or defaults for a model directory, with the user's
+overrides.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +14,28 @@ from megatron_gspo.rollout.server_kinds import SERVER_KINDS
 from megatron_gspo.tools.evaluate.targets import is_run, server_urls
 
 _ROLLOUT = ("engine", "max_response_length", "max_batch_size", "environment", "environment_options")
-_CLIENT = ("api_key_file", "max_concurrent_requests", "request_timeout", "retries", "response_timeout",
-           "recovery_timeout")  # fmt: skip
+_CLIENT = (
+    "api_key_file",
+    "max_concurrent_requests",
+    "request_timeout",
+    "retries",
+    "response_timeout",
+    "recovery_timeout",
+)
 _STARTED = ("num_servers", "python", "port", "server_args", "start_timeout")
 
 
-def evaluation_config(target: str, tasks: Sequence[Path], output: Path, overrides: Sequence[str] = (),
-                      server_args: Mapping[str, Sequence[str]] | None = None) -> Config:  # fmt: skip
+def evaluation_config(
+    target: str,
+    tasks: Sequence[Path],
+    output: Path,
+    overrides: Sequence[str] = (),
+    server_args: Mapping[str, Sequence[str]] | None = None,
+) -> Config:
     """The config of evaluating `target`. tasks: files in place of a run's own held-out prompts.
 
-    Of a run's config it has what generation, verifier and servers need; servers of the run itself are never used, they
-    may hold other weights. Raises ConfigError.
+    Of a run's config it has what generation, verifier and servers need; servers of the run itself
+    are never used, they may hold other weights. Raises ConfigError.
     """
     run = read_file(Path(target) / "config.yaml") if is_run(target) else {}
     urls = server_urls(target)
@@ -37,11 +50,17 @@ def evaluation_config(target: str, tasks: Sequence[Path], output: Path, override
     }
     if engine in SERVER_KINDS:
         section = _part(run, engine, _CLIENT if urls else (*_CLIENT, *_STARTED))
-        own = {"num_servers": section.get("num_servers") or 1,
-               "server_args": [*section.get("server_args", []), *(server_args or {}).get(engine, ())]}  # fmt: skip
+        own = {
+            "num_servers": section.get("num_servers") or 1,
+            "server_args": [*section.get("server_args", []), *(server_args or {}).get(engine, ())],
+        }
         data[engine] = section | ({"urls": list(urls)} if urls else own)
     if tasks:
-        data["data"] = data.get("data", {}) | {"task": None, "prompts": str(tasks[0]), "eval_prompts": str(tasks[0])}
+        data["data"] = data.get("data", {}) | {
+            "task": None,
+            "prompts": str(tasks[0]),
+            "eval_prompts": str(tasks[0]),
+        }
         if data["data"].get("verifier") == "reasoning_gym":  # of the run's task
             data["data"]["verifier"] = None
     return Config.from_dict(apply_overrides(data, overrides))
@@ -53,7 +72,9 @@ def given_keys(overrides: Sequence[str]) -> set[str]:
 
 
 def _engine(run: dict[str, Any], served: bool) -> str:
-    """Default of `rollout.engine`: the run's; `sft` samples held-out responses from the embedded engine."""
+    """Default of `rollout.engine`: the run's; `sft` samples held-out responses from the
+    embedded engine.
+    """
     engine = run.get("rollout", {}).get("engine", "embedded")
     if served and engine not in SERVER_KINDS:
         return next(iter(SERVER_KINDS))

@@ -29,9 +29,10 @@ EXPORT = "hf"  # of a run's directory: the trained model
 class Target:
     """One set of weights.
 
-    label: name of its results. step: of its run, None for others. folder: Hugging Face directory, or the run's
-    checkpoint, which must be converted. source: Hugging Face directory with its config and tokenizer: `folder`, or
-    where the checkpoint's are. urls: of servers that hold the weights; `folder` is the directory of their model.
+    label: name of its results. step: of its run, None for others. folder: Hugging Face directory,
+    or the run's checkpoint, which must be converted. source: Hugging Face directory with its config
+    and tokenizer: `folder`, or where the checkpoint's are. urls: of servers that hold the weights;
+    `folder` is the directory of their model.
     """
 
     label: str
@@ -52,12 +53,16 @@ class Target:
 
 
 def is_run(target: str) -> bool:
-    """Whether it is the directory of a run; published models may have a config.yaml too, beside their config.json."""
+    """Whether it is the directory of a run; published models may have a config.yaml too, beside
+    their config.json.
+    """
     return (Path(target) / "config.yaml").is_file() and not (Path(target) / "config.json").is_file()
 
 
 def server_urls(target: str) -> tuple[str, ...]:
-    """The URLs of `http://host:port,http://host:port`; empty for a directory. Raises InputError for an invalid one."""
+    """The URLs of `http://host:port,http://host:port`; empty for a directory. Raises InputError
+    for an invalid one.
+    """
     if not target.startswith(("http://", "https://")):
         return ()
     try:
@@ -67,7 +72,8 @@ def server_urls(target: str) -> tuple[str, ...]:
 
 
 def default_output(target: str, model_path: str) -> Path:
-    """Where results go without ``--output``: into the run, else into a folder that other models do not share.
+    """Where results go without ``--output``: into the run, else into a folder that other models do
+    not share.
 
     target: the argument MODEL. model_path: `model.path`, which is the model of servers.
     """
@@ -83,34 +89,45 @@ def default_output(target: str, model_path: str) -> Path:
 def find_targets(target: str, model_path: str, steps: str | None) -> list[Target]:
     """The weights to evaluate, in the order of their steps.
 
-    target: the argument MODEL. model_path: `model.path`. steps: of a run, `all` or comma-separated; None: its exported
-    model, else its newest checkpoint. Raises InputError if there is none, or for a step that is not there.
+    target: the argument MODEL. model_path: `model.path`. steps: of a run, `all` or comma-separated;
+    None: its exported model, else its newest checkpoint. Raises InputError if there is none, or for
+    a step that is not there.
     """
     if steps is not None and not is_run(target):
-        raise InputError(f"--steps {steps}: {target} is no run directory (it has no config.yaml); leave --steps out")
+        raise InputError(
+            f"--steps {steps}: {target} is no run directory (it has no config.yaml); leave"
+            " --steps out"
+        )
     if urls := server_urls(target):
         return [Target("served", Path(model_path), Path(model_path), urls=urls)]
     if not is_run(target):
         if not (Path(target) / "config.json").is_file():
-            raise InputError(f"{target}: is no Hugging Face directory, run directory or server; "
-                             "give a directory with config.json or config.yaml, or http://host:port")  # fmt: skip
+            raise InputError(
+                f"{target}: is no Hugging Face directory, run directory or server; "
+                "give a directory with config.json or config.yaml, or http://host:port"
+            )
         return [Target(Path(target).absolute().name, Path(target), Path(target))]
     found = _of_run(Path(target))
     if not found:
-        raise InputError(f"{target}: the run has neither an exported model nor a complete checkpoint; "
-                         "set checkpoint.export_hf or checkpoint.save_interval in its config")  # fmt: skip
+        raise InputError(
+            f"{target}: the run has neither an exported model nor a complete checkpoint; "
+            "set checkpoint.export_hf or checkpoint.save_interval in its config"
+        )
     if steps is None:
         exported = [each for each in found.values() if not each.is_checkpoint]
         return exported or [found[max(found)]]
-    chosen = sorted(found) if steps == "all" else [_number(step, found) for step in steps.split(",")]
+    chosen = (
+        sorted(found) if steps == "all" else [_number(step, found) for step in steps.split(",")]
+    )
     return [found[step] for step in sorted(set(chosen))]
 
 
 def _of_run(run: Path) -> dict[int, Target]:
-    """By step: the complete checkpoints, and the exported model in place of the checkpoint of its step.
+    """By step: the complete checkpoints, and the exported model in place of the checkpoint of its
+    step.
 
-    A run that continues has no summary yet, which tells the step of the exported model: it is then that of an earlier
-    end, and counts only where there is no checkpoint.
+    A run that continues has no summary yet, which tells the step of the exported model: it is then
+    that of an earlier end, and counts only where there is no checkpoint.
     """
     found = {}
     for path in complete_checkpoints(run / "checkpoints"):
@@ -127,15 +144,19 @@ def _of_run(run: Path) -> dict[int, Target]:
 def _number(text: str, found: dict[int, Target]) -> int:
     if not text.strip().isdecimal() or int(text) not in found:
         known = ", ".join(map(str, sorted(found)))
-        raise InputError(f"--steps: the run has no step {text.strip()!r}; it has {known} (checkpoint.keep limits them)")
+        raise InputError(
+            f"--steps: the run has no step {text.strip()!r}; it has {known} (checkpoint.keep limits"
+            " them)"
+        )
     return int(text)
 
 
 @contextmanager
-def hugging_face_folder(target: Target, scratch: Path, *, processes: int,
-                        report: Callable[[int, int], None]) -> Iterator[Path]:  # fmt: skip
-    """The target as a Hugging Face directory. A checkpoint is converted into `scratch`, and the result removed at the
-    end, or at the next start after a kill.
+def hugging_face_folder(
+    target: Target, scratch: Path, *, processes: int, report: Callable[[int, int], None]
+) -> Iterator[Path]:
+    """The target as a Hugging Face directory. A checkpoint is converted into `scratch`, and the
+    result removed at the end, or at the next start after a kill.
 
     report: called with the bytes done and the total. Raises the errors of ``to_hugging_face``.
     """
@@ -151,5 +172,7 @@ def hugging_face_folder(target: Target, scratch: Path, *, processes: int,
     finally:
         if is_real_folder(out):
             shutil.rmtree(out)
-        with contextlib.suppress(OSError):  # not empty: an interrupted conversion, which the next start continues
+        with contextlib.suppress(
+            OSError
+        ):  # not empty: an interrupted conversion, which the next start continues
             scratch.rmdir()

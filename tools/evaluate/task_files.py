@@ -27,8 +27,8 @@ Window = tuple[datetime | None, datetime | None]
 class Task:
     """Prompts of one file, and how their responses are scored.
 
-    name: of its results. data: format and verifier. left_out: rows that are not evaluated, by reason. ratings: of the
-    problems, one per prompt; None where a prompt has none.
+    name: of its results. data: format and verifier. left_out: rows that are not evaluated, by
+    reason. ratings: of the problems, one per prompt; None where a prompt has none.
     """
 
     name: str
@@ -44,8 +44,12 @@ class Task:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of everything that a response and its score depend on besides model and sampling."""
-        digest = hashlib.sha256(json.dumps([self.data.resolved_verifier, self.data.resolved_verifier_options]).encode())
+        """SHA-256 of everything that a response and its score depend on besides model and
+        sampling.
+        """
+        digest = hashlib.sha256(
+            json.dumps([self.data.resolved_verifier, self.data.resolved_verifier_options]).encode()
+        )
         for prompt in self.prompts:
             content = [prompt.index, prompt.token_ids.tolist(), prompt.answer, prompt.metadata]
             digest.update(json.dumps(content, sort_keys=True).encode())
@@ -53,23 +57,34 @@ class Task:
 
 
 def task_names(files: Sequence[Path]) -> list[str]:
-    """The names of the files' tasks: without folder and suffix. Raises ``PromptError`` for two of one name."""
+    """The names of the files' tasks: without folder and suffix. Raises ``PromptError`` for two
+    of one name.
+    """
     names = [file.stem for file in files]
     if doubled := [name for name, count in Counter(names).items() if count > 1]:
-        raise PromptError(f"--tasks: two files have the name {doubled[0]!r}, which names their results; rename one")
+        raise PromptError(
+            f"--tasks: two files have the name {doubled[0]!r}, which names their results;"
+            " rename one"
+        )
     return names
 
 
-def load_task(file: Path, tokenizer: Tokenizer, data: DataConfig, given: Collection[str] = (),
-              window: Window = (None, None), limit: int | None = None) -> Task:  # fmt: skip
+def load_task(
+    file: Path,
+    tokenizer: Tokenizer,
+    data: DataConfig,
+    given: Collection[str] = (),
+    window: Window = (None, None),
+    limit: int | None = None,
+) -> Task:
     """Read a task file (kinds: ``read_rows``); of a data set with splits, the held-out one.
 
-    data: format and verifier. given: the keys of it that the user has set for this evaluation, ``data.verifier`` for
-    example; they win over those of the file's layout. window: first and last time of the problems' dates; a date is its
-    midnight. limit: most prompts.
+    data: format and verifier. given: the keys of it that the user has set for this evaluation,
+    ``data.verifier`` for example; they win over those of the file's layout. window: first and last
+    time of the problems' dates; a date is its midnight. limit: most prompts.
 
-    A prompt that is too long is an error unless ``data.overlong_prompts`` is given: dropped prompts would change the
-    accuracy. Raises ``PromptError`` or ``ConfigError``.
+    A prompt that is too long is an error unless ``data.overlong_prompts`` is given: dropped prompts
+    would change the accuracy. Raises ``PromptError`` or ``ConfigError``.
     """
     rows = list(read_rows(file, split=HELD_OUT))
     fields = set(rows[0][1]) if rows else set()
@@ -77,7 +92,9 @@ def load_task(file: Path, tokenizer: Tokenizer, data: DataConfig, given: Collect
         fields.add(data.prompt_key)  # also one inside of another field
     layout = layout_of(fields, data.prompt_key)
     if layout.read is not None:
-        data = replace(data, prompt_key="prompt", answer_key="answer" if layout.has_answer else None)
+        data = replace(
+            data, prompt_key="prompt", answer_key="answer" if layout.has_answer else None
+        )
     if layout.verifier is not None and "data.verifier" not in given:
         data = replace(data, verifier=layout.verifier, verifier_options={})
     if "data.overlong_prompts" not in given:
@@ -88,7 +105,9 @@ def load_task(file: Path, tokenizer: Tokenizer, data: DataConfig, given: Collect
     kept = list(_read(rows, layout, data.code.language, window, left_out))
     if not kept and left_out:
         reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
-        raise PromptError(f"{file}: all rows are left out ({reasons}); give others or a wider window")
+        raise PromptError(
+            f"{file}: all rows are left out ({reasons}); give others or a wider window"
+        )
     notes = split_notes(file, split=HELD_OUT)
     found = build_prompts(kept[:limit], tokenizer, data, source=str(file), notes=notes)
     for note in found.notes:
@@ -98,12 +117,22 @@ def load_task(file: Path, tokenizer: Tokenizer, data: DataConfig, given: Collect
     return Task(file.stem, data, tuple(found.prompts), dict(left_out), layout.name)
 
 
-def _read(rows: list[tuple[str, dict[str, Any]]], layout: Layout, language: str, window: Window,
-          left_out: Counter[str]) -> Iterator[tuple[str, dict[str, Any]]]:  # fmt: skip
+def _read(
+    rows: list[tuple[str, dict[str, Any]]],
+    layout: Layout,
+    language: str,
+    window: Window,
+    left_out: Counter[str],
+) -> Iterator[tuple[str, dict[str, Any]]]:
     first, last = window
     for location, row in rows:
-        if missing := [field for field in layout.fields if field not in row and layout.read is not None]:
-            raise PromptError(f"{location}: key {missing[0]!r} is missing, which the rows before it have; correct it")
+        if missing := [
+            field for field in layout.fields if field not in row and layout.read is not None
+        ]:
+            raise PromptError(
+                f"{location}: key {missing[0]!r} is missing, which the rows before it have;"
+                " correct it"
+            )
         if first is not None or last is not None:
             date = _date(layout, location, row)
             if (first is not None and date < first) or (last is not None and date > last):
@@ -121,12 +150,17 @@ def _date(layout: Layout, location: str, row: dict[str, Any]) -> datetime:
     except ValueError as error:
         raise PromptError(f"{location}: its date can't be read ({error}); correct it") from None
     if date is None:
-        raise PromptError(f"{location}: has no date (contest_date); leave out --from and --to, or the row")
+        raise PromptError(
+            f"{location}: has no date (contest_date); leave out --from and --to, or the row"
+        )
     return date
 
 
 def held_out_task(prompts: Sequence[Prompt], data: DataConfig, key: str) -> Task:
-    """A run's own held-out prompts. key: of the config that would give them. Raises ``ConfigError`` without any."""
+    """A run's own held-out prompts.
+
+    key: of the config that would give them. Raises ``ConfigError`` without any.
+    """
     if not prompts:
         raise ConfigError(key, None, "the run has no held-out prompts", "give --tasks FILE")
     return Task("held_out", data, tuple(prompts))

@@ -19,11 +19,11 @@ from megatron_gspo.tools.evaluate.task_files import Task
 class TaskScores:
     """Scores of `prompts` x `samples` responses.
 
-    label, step: of the model. accuracy: mean@n, the mean reward. pass_at_k: by k. rating: None for a task without
-    ratings. response_length: mean, tokens. truncated: share that reached the maximum length. failures: responses
-    without a score, which count as not solved. left_out: rows of the file that were not evaluated, by reason.
-    difference: accuracy less that of the first model, paired by prompt; None for the first. Intervals are 95 %, of the
-    bootstrap over prompts.
+    label, step: of the model. accuracy: mean@n, the mean reward. pass_at_k: by k. rating: None for
+    a task without ratings. response_length: mean, tokens. truncated: share that reached the maximum
+    length. failures: responses without a score, which count as not solved. left_out: rows of the
+    file that were not evaluated, by reason. difference: accuracy less that of the first model,
+    paired by prompt; None for the first. Intervals are 95 %, of the bootstrap over prompts.
     """
 
     task: str
@@ -47,10 +47,16 @@ def default_k(samples: int) -> tuple[int, ...]:
     return tuple(sorted({2**i for i in range(samples.bit_length())} | {samples}))
 
 
-def score_task(task: Task, label: str, step: int | None, records: Mapping[int, Sequence[Mapping[str, Any]]],
-               ks: Sequence[int] = (), first: np.ndarray | None = None) -> TaskScores:  # fmt: skip
-    """Scores from the records of all prompts. ks: of pass@k; empty: `default_k`. first: `prompt_accuracy` of the first
-    model, None for itself."""
+def score_task(
+    task: Task,
+    label: str,
+    step: int | None,
+    records: Mapping[int, Sequence[Mapping[str, Any]]],
+    ks: Sequence[int] = (),
+    first: np.ndarray | None = None,
+) -> TaskScores:
+    """Scores from the records of all prompts. ks: of pass@k; empty: `default_k`. first:
+    `prompt_accuracy` of the first model, None for itself."""
     groups = [records[prompt.index] for prompt in task.prompts]
     rewards, flat = reward_table(groups), [record for group in groups for record in group]
     own = prompt_accuracy(rewards)
@@ -62,7 +68,10 @@ def score_task(task: Task, label: str, step: int | None, records: Mapping[int, S
         prompts=len(rewards),
         samples=rewards.shape[1],
         accuracy=bootstrap_interval(own),
-        pass_at_k={k: bootstrap_interval(prompt_pass_at_k(rewards, k)) for k in ks or default_k(rewards.shape[1])},
+        pass_at_k={
+            k: bootstrap_interval(prompt_pass_at_k(rewards, k))
+            for k in ks or default_k(rewards.shape[1])
+        },
         rating=_rating(task, prompt_pass_at_k(rewards, 1)),
         response_length=float(np.mean([record["response_length"] for record in flat])),
         truncated=float(np.mean([record["finish_reason"] == "length" for record in flat])),
@@ -73,7 +82,9 @@ def score_task(task: Task, label: str, step: int | None, records: Mapping[int, S
 
 
 def reward_table(groups: Sequence[Sequence[Mapping[str, Any]]]) -> np.ndarray:
-    """[prompts, samples] float64 rewards of the groups; a response without a score counts as not solved, 0."""
+    """[prompts, samples] float64 rewards of the groups; a response without a score counts as
+    not solved, 0.
+    """
     found = np.array([[record["reward"] for record in group] for group in groups], dtype=np.float64)
     return np.nan_to_num(found, nan=0.0)
 
@@ -85,7 +96,11 @@ def prompt_accuracy(rewards: np.ndarray) -> np.ndarray:
 
 def _rating(task: Task, solved: np.ndarray) -> Rating | None:
     """From the problems that have a rating."""
-    rated = [(share, rating) for share, rating in zip(solved, task.ratings, strict=True) if rating is not None]
+    rated = [
+        (share, rating)
+        for share, rating in zip(solved, task.ratings, strict=True)
+        if rating is not None
+    ]
     if not rated:
         return None
     return estimate_rating(*np.array(rated).T)

@@ -83,14 +83,19 @@ def parser() -> argparse.ArgumentParser:
         type=float,
         default=6.0,
         metavar="GIB",
-        help="memory of a GPU to leave free: CUDA and NCCL take about 3, a paused colocated server 2 "
-        "(default: %(default)s)",
+        help=(
+            "memory of a GPU to leave free: CUDA and NCCL take about 3, a paused colocated server 2"
+            " (default: %(default)s)"
+        ),
     )
     made.add_argument(
         "--efficiency",
         type=float,
         default=0.22,
-        help="share of a GPU's peak that is reached (default: %(default)s, as measured on an H100, docs/gpu.md)",
+        help=(
+            "share of a GPU's peak that is reached (default: %(default)s, as measured on an H100,"
+            " docs/gpu.md)"
+        ),
     )
     made.add_argument(
         "--link-efficiency",
@@ -112,7 +117,8 @@ def check_arguments(args: argparse.Namespace) -> None:
     for name in ("efficiency", "link_efficiency"):
         if not 0 < (share := getattr(args, name)) <= 1:
             raise InputError(
-                f"--{name.replace('_', '-')} {share:g}: is not a share; give a number above 0, at most 1"
+                f"--{name.replace('_', '-')} {share:g}: is not a share; give a number above 0, at"
+                " most 1"
             )
     if not 0 <= args.reserve < math.inf:
         raise InputError(
@@ -145,7 +151,10 @@ def model_directory(path: str) -> Path:
 
 
 def write_config(args: argparse.Namespace, folder: Path) -> Path:
-    """The config of a run of the options, without a layout. Rehearsals read no weights, prompts or servers."""
+    """The config of a run of the options, without a layout.
+
+    Rehearsals read no weights, prompts or servers.
+    """
     batch = args.global_batch_size
     samples = next((count for count in (8, 4, 2) if batch % count == 0), batch)
     config = {
@@ -184,8 +193,9 @@ def plan(args: argparse.Namespace, folder: Path) -> str:
     check_targets(config.lora, hf)
     if (longest := args.prompt_length + args.response_length) > shape.max_position_embeddings:
         raise InputError(
-            f"--response-length {args.response_length}: with --prompt-length it makes {longest} tokens and the model "
-            f"has {shape.max_position_embeddings} positions; keep the sum within them"
+            f"--response-length {args.response_length}: with --prompt-length it makes {longest}"
+            f" tokens and the model has {shape.max_position_embeddings} positions; keep the sum"
+            " within them"
         )
     hardware = Hardware(find_gpu(args.gpu), args.gpus, args.efficiency, args.link_efficiency)
     room = hardware.gpu.memory - args.reserve * GIB
@@ -213,8 +223,10 @@ def plan(args: argparse.Namespace, folder: Path) -> str:
         chosen = found.estimates[0]
     parts = [
         plan_report.describe(estimator, room),
-        f"{found.fit} of {found.considered} layouts fit by the formulas; the fastest, "
-        "each with its fastest VP and ETP:",
+        (
+            f"{found.fit} of {found.considered} layouts fit by the formulas; the fastest, "
+            "each with its fastest VP and ETP:"
+        ),
         plan_report.ranking(found, args.top),
         plan_report.rehearsed_table(rehearsed, room) if rehearsed else "",
         plan_report.assumed(hardware),

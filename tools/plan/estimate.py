@@ -1,9 +1,11 @@
-"""Coarse memory and time of a layout, by a few formulas that rank layouts before the best are rehearsed.
+"""Coarse memory and time of a layout, by a few formulas that rank layouts before the best are
+rehearsed.
 
-Memory is that of the fuller of the first and the last pipeline stage. Activations follow Korthikanti et al. (arXiv:
-2205.05198): a product with a weight keeps its input and its output, so that the numbers that a layer keeps of a token
-grow with the weights that the token uses, over the hidden size. Time is that of FLOPs over the share of the GPU's peak
-that is reached, bytes over links, and the pipeline's bubble. Every response is as long as the longest.
+Memory is that of the fuller of the first and the last pipeline stage. Activations follow
+Korthikanti et al. (arXiv: 2205.05198): a product with a weight keeps its input and its output, so
+that the numbers that a layer keeps of a token grow with the weights that the token uses, over the
+hidden size. Time is that of FLOPs over the share of the GPU's peak that is reached, bytes over
+links, and the pipeline's bubble. Every response is as long as the longest.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from megatron_gspo.tools.plan.parameters import (
 GRADIENT_BYTES = 4  # accumulated and reduced in float32
 MOMENT_BYTES = 8  # Adam's two moments, float32
 MASTER_BYTES = 4  # float32 copies of bfloat16 weights
-DELTA_NET = 7  # what a gated delta net keeps over what its products would: its rule computes in float32
+DELTA_NET = (
+    7  # what a gated delta net keeps over what its products would: its rule computes in float32
+)
 HALF_ROWS = (
     256  # of an expert in a micro-batch, with which its products reach half of their speed; assumed
 )
@@ -32,7 +36,9 @@ HALF_ROWS = (
 
 @dataclass(frozen=True)
 class Hardware:
-    """gpus: that train. efficiency, link_efficiency: reached shares of a GPU's peak FLOPs and of its links."""
+    """gpus: that train. efficiency, link_efficiency: reached shares of a GPU's peak FLOPs and
+    of its links.
+    """
 
     gpu: Gpu
     gpus: int
@@ -44,8 +50,8 @@ class Hardware:
         return self.gpu.flops * self.efficiency
 
     def rate(self, span: float) -> float:
-        """Bytes a second that a rank gets in a group whose ranks lie within ``span`` consecutive ones: over NVLink
-        within a node, else over the network."""
+        """Bytes a second that a rank gets in a group whose ranks lie within ``span`` consecutive
+        ones: over NVLink within a node, else over the network."""
         return self.link_efficiency * (
             self.gpu.nvlink if span <= self.gpu.node else self.gpu.network
         )
@@ -53,7 +59,9 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Choice:
-    """What a plan chooses: a layout, ``model.recompute_granularity`` and ``training.max_tokens_per_micro_batch``."""
+    """What a plan chooses: a layout, ``model.recompute_granularity`` and
+    ``training.max_tokens_per_micro_batch``.
+    """
 
     parallel: ParallelConfig
     recompute: str
@@ -62,7 +70,9 @@ class Choice:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of one choice: bytes of the fuller stage, and seconds of an optimizer step with the log-probs before it."""
+    """Of one choice: bytes of the fuller stage, and seconds of an optimizer step with the
+    log-probs before it.
+    """
 
     choice: Choice
     micro_batches: int
@@ -133,7 +143,9 @@ class Estimator:
 
     @cached_property
     def _layers(self) -> tuple[float, float, float]:
-        """Parameters of a layer on average: dense ones, routed experts', and those that a token uses."""
+        """Parameters of a layer on average: dense ones, routed experts', and those that a token
+        uses.
+        """
         layers = [layer_parameters(self.shape, layer) for layer in range(self.shape.num_layers)]
         dense = sum(layer.dense for layer in layers) / len(layers)
         experts = sum(layer.experts for layer in layers) / len(layers)
@@ -142,7 +154,9 @@ class Estimator:
 
     @cached_property
     def _kept_weights(self) -> float:
-        """Weights that a token uses in a layer on average, by what their products keep for the backward."""
+        """Weights that a token uses in a layer on average, by what their products keep for the
+        backward.
+        """
         mixers = self.shape.mixers
         delta_nets = sum(
             layer_parameters(self.shape, layer).attention
@@ -178,8 +192,8 @@ class Estimator:
         return 2 if self.config.model.dtype == "bfloat16" else 4
 
     def states(self, parallel: ParallelConfig) -> tuple[float, float, float]:
-        """Bytes of weights, gradients and optimizer. Of adapters only the frozen weights count; a value model is as
-        large as the policy."""
+        """Bytes of weights, gradients and optimizer. Of adapters only the frozen weights count; a
+        value model is as large as the policy."""
         parameters = self.parameters_of_rank(parallel)
         weights = self._weight_bytes * sum(parameters)
         if self.config.lora.is_on:
@@ -195,13 +209,15 @@ class Estimator:
         return copies * weights, policies * gradients, policies * optimizer
 
     def activation_bytes(self, choice: Choice, tokens: int, micro_batches: int) -> float:
-        """What a stage keeps for the backward passes, and the most that one of them adds: a layer's gradients with
-        those of its experts' weights, and the output layer's."""
+        """What a stage keeps for the backward passes, and the most that one of them adds: a layer's
+        gradients with those of its experts' weights, and the output layer's."""
         parallel, shape, hidden = choice.parallel, self.shape, self.shape.hidden_size
         tensor, split = parallel.tensor_model_parallel_size, parallel.context_parallel_size
         own = tokens / split / tensor
         chosen = shape.experts_per_token if shape.is_moe else 0
-        layer = own * self._weight_bytes * ((4 + chosen) * hidden + 1.5 * self._kept_weights / hidden)
+        layer = (
+            own * self._weight_bytes * ((4 + chosen) * hidden + 1.5 * self._kept_weights / hidden)
+        )
         kept = own * self._weight_bytes * hidden if choice.recompute == "full" else layer
         stages, chunks = (
             parallel.pipeline_model_parallel_size,
@@ -224,7 +240,9 @@ class Estimator:
         return max(first, last if stages > 1 else first - working + max(working, head))
 
     def passes(self, recompute: str) -> tuple[float, float]:
-        """Of a token through the model in a step, as forward passes: products, and exchanges between ranks."""
+        """Of a token through the model in a step, as forward passes: products, and exchanges
+        between ranks.
+        """
         algorithm, full = self.config.algorithm, recompute == "full"
         scored = 1 + algorithm.needs_reference + algorithm.needs_critic
         trained = 2 if algorithm.needs_critic else 1
@@ -232,8 +250,8 @@ class Estimator:
         return scored + trained * (products + full), scored + trained * (2 + full)
 
     def compute_seconds(self, choice: Choice, tokens: int) -> float:
-        """Matrix products and the causal half of attention. tokens: of a replica's micro-batch; experts that get few
-        of them are slow."""
+        """Matrix products and the causal half of attention. tokens: of a replica's micro-batch;
+        experts that get few of them are slow."""
         shape, length, parallel = self.shape, self.longest, choice.parallel
         weights = active_parameters(shape) - (
             0 if shape.tied_embeddings else embedding_parameters(shape)
@@ -255,7 +273,10 @@ class Estimator:
         return flops / (self.hardware.gpus * self.hardware.flops)
 
     def communication_seconds(self, choice: Choice, tokens: float) -> float:
-        """Of a rank whose replica has so many tokens of the step. Nothing is hidden behind products."""
+        """Of a rank whose replica has so many tokens of the step.
+
+        Nothing is hidden behind products.
+        """
         parallel, shape, hardware = choice.parallel, self.shape, self.hardware
         tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
         experts = parallel.expert_model_parallel_size * parallel.expert_tensor_size

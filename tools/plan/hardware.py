@@ -1,8 +1,10 @@
-"""GPUs as data. Figures are the vendor's for the SXM board in a node of eight; memory is what the driver reports.
+"""GPUs as data. Figures are the vendor's for the SXM board in a node of eight; memory is what the
+driver reports.
 
-Sources: NVIDIA A100, H100, H200, H20 and HGX B200 data sheets (dense bfloat16, that is without sparsity; NVLink is sold
-as the sum of both directions, half of it is used here); DGX A100, H100, H200 and B200 user guides (one network adapter
-a GPU: 200 or 400 Gbit/s); memory from ``nvidia-smi`` on such machines, MiB.
+Sources: NVIDIA A100, H100, H200, H20 and HGX B200 data sheets (dense bfloat16, that is without
+sparsity; NVLink is sold as the sum of both directions, half of it is used here); DGX A100, H100,
+H200 and B200 user guides (one network adapter a GPU: 200 or 400 Gbit/s); memory from ``nvidia-smi``
+on such machines, MiB.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ RUNTIME_BYTES = 3 * GIB  # of a GPU, that CUDA, NCCL and cuBLAS take; assumed
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU of a node. Memory in bytes; flops: dense bfloat16 products a second; bandwidths in bytes a second, of
-    NVLink in one direction, and of this GPU's network adapter."""
+    """One GPU of a node. Memory in bytes; flops: dense bfloat16 products a second; bandwidths in
+    bytes a second, of NVLink in one direction, and of this GPU's network adapter."""
 
     name: str
     memory: int

@@ -1,4 +1,6 @@
-"""Every valid layout with its best recomputation and token budget, ranked by the estimated time of a step."""
+"""Every valid layout with its best recomputation and token budget, ranked by the estimated time
+of a step.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,8 @@ SEQUENCES = (1, 2, 4, 8)  # of the longest length, in a micro-batch
 
 @dataclass(frozen=True)
 class Search:
-    """estimates: of the layouts that fit, the fastest first, and of those which differ in VP and ETP alone the fastest
-    only. considered, fit: numbers of layouts."""
+    """estimates: of the layouts that fit, the fastest first, and of those which differ in VP and
+    ETP alone the fastest only. considered, fit: numbers of layouts."""
 
     estimates: list[Estimate]
     considered: int
@@ -32,15 +34,16 @@ def search(
     layout: ParallelConfig | None = None,
     given: Collection[str] = (),
 ) -> Search:
-    """Estimate every valid layout, or the one that is named, for ranks with ``room`` bytes. given: config keys whose
-    value is kept. Raises ``InputError`` where nothing fits."""
+    """Estimate every valid layout, or the one that is named, for ranks with ``room`` bytes. given:
+    config keys whose value is kept. Raises ``InputError`` where nothing fits."""
     config, gpus = estimator.config, estimator.hardware.gpus
     hf, batch = read_config(config.model.path), config.training.global_batch_size
     layouts = feasible(hf, gpus, estimator.hardware.gpu.node, batch) if layout is None else [layout]
     if not layouts:
         raise InputError(
-            f"--gpus {gpus}: no layout divides the model and the GPUs with at most {batch} data-parallel ranks "
-            "(--global-batch-size); raise the batch or take a power of two of GPUs"
+            f"--gpus {gpus}: no layout divides the model and the GPUs with at most {batch}"
+            " data-parallel ranks (--global-batch-size); raise the batch or take a power of two of"
+            " GPUs"
         )
     estimates: list[Estimate] = []
     smallest: Estimate | None = None
@@ -55,9 +58,10 @@ def search(
     if not estimates:
         assert smallest is not None
         raise InputError(
-            f"--gpus {gpus}: none of {len(layouts)} layouts fits into {show_bytes(room)} of each "
-            f"{estimator.hardware.gpu.name}; {name_of(smallest.choice.parallel)} comes closest and needs "
-            f"{show_bytes(smallest.memory)}; use more or larger GPUs, or a shorter --response-length"
+            f"--gpus {gpus}: none of {len(layouts)} layouts fits into {show_bytes(room)} of each"
+            f" {estimator.hardware.gpu.name}; {name_of(smallest.choice.parallel)} comes closest and"
+            f" needs {show_bytes(smallest.memory)}; use more or larger GPUs, or a shorter"
+            " --response-length"
         )
     best: dict[tuple[int, ...], Estimate] = {}
     for estimate in sorted(

@@ -1,4 +1,6 @@
-"""Layouts that a model and a number of GPUs allow, by the checks of the config (``config/parallel_checks.py``)."""
+"""Layouts that a model and a number of GPUs allow, by the checks of the config
+(``config/parallel_checks.py``).
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def divisors(number: int, most: int) -> list[int]:
 
 
 def candidates(hf: dict[str, Any], gpus: int, node: int) -> Iterator[dict[str, Any]]:
-    """Sizes to try: TP within a node, EP over powers of two, as keys of the ``parallel`` section."""
+    """Sizes to try: TP within a node, EP over powers of two, as keys of the ``parallel``
+    section.
+    """
     experts = experts_of(hf) or 0
     powers = [2**i for i in range(13) if 2**i <= gpus]
     tensors = [d for d in powers if d <= node]
@@ -33,11 +37,17 @@ def candidates(hf: dict[str, Any], gpus: int, node: int) -> Iterator[dict[str, A
     pipelines = [(size, 0) for size in divisors(count, gpus)]
     pipelines += [(size, 2) for size in divisors(count + 2, gpus) if count % size]
     experts_over = [d for d in powers if experts and experts % d == 0] or [1]
-    for tensor, (pipeline, extra), context, expert in product(tensors, pipelines, contexts, experts_over):
+    for tensor, (pipeline, extra), context, expert in product(
+        tensors, pipelines, contexts, experts_over
+    ):
         if gpus % (tensor * pipeline * context):
             continue
         layers = (count + extra) // pipeline
-        virtual = [None, *(d for d in divisors(layers, MOST_VIRTUAL) if d > 1)] if pipeline > 1 else [None]
+        virtual = (
+            [None, *(d for d in divisors(layers, MOST_VIRTUAL) if d > 1)]
+            if pipeline > 1
+            else [None]
+        )
         for chunks, expert_tensor in product(virtual, {1, tensor} if experts else {1}):
             yield dict(
                 tensor_model_parallel_size=tensor,
@@ -51,7 +61,9 @@ def candidates(hf: dict[str, Any], gpus: int, node: int) -> Iterator[dict[str, A
             )
 
 
-def feasible(hf: dict[str, Any], gpus: int, node: int, global_batch_size: int) -> list[ParallelConfig]:
+def feasible(
+    hf: dict[str, Any], gpus: int, node: int, global_batch_size: int
+) -> list[ParallelConfig]:
     """The valid layouts with at least one sequence of a mini-batch for each data-parallel rank."""
     layouts = []
     for sizes in candidates(hf, gpus, node):
@@ -77,7 +89,8 @@ _KEYS = {
 
 
 def parse_layout(text: str, hf: dict[str, Any], gpus: int) -> ParallelConfig:
-    """The layout of a name such as ``TP4 EP8``; ``InputError`` if it is invalid or does not fit the model and the GPUs.
+    """The layout of a name such as ``TP4 EP8``; ``InputError`` if it is invalid or does not fit the
+    model and the GPUs.
 
     ``PP8+2``: embedding and loss count as layers.
     """
@@ -89,7 +102,10 @@ def parse_layout(text: str, hf: dict[str, Any], gpus: int) -> ParallelConfig:
             raise InputError(f"--layout {text}: {word} is not a size; write some of {known}")
         sizes[_KEYS[found[1]]] = int(found[2])
         if found[3]:
-            sizes |= dict(account_for_embedding_in_pipeline_split=True, account_for_loss_in_pipeline_split=True)
+            sizes |= dict(
+                account_for_embedding_in_pipeline_split=True,
+                account_for_loss_in_pipeline_split=True,
+            )
     if sizes.get(_KEYS["VP"]) == 1:
         del sizes[_KEYS["VP"]]
     parallel = ParallelConfig(**sizes)
@@ -102,9 +118,11 @@ def parse_layout(text: str, hf: dict[str, Any], gpus: int) -> ParallelConfig:
 
 
 def name_of(parallel: ParallelConfig) -> str:
-    """A name such as ``TP2 PP4 EP8``: sizes above 1, or ``DP only``; ``PP8+2`` if embedding and loss count as
-    layers."""
+    """A name such as ``TP2 PP4 EP8``: sizes above 1, or ``DP only``; ``PP8+2`` if embedding and
+    loss count as layers."""
     sizes = {name: getattr(parallel, key) or 1 for name, key in _KEYS.items()}
     extra = f"+{parallel.extra_pipeline_layers}" if parallel.extra_pipeline_layers else ""
-    words = [f"{name}{size}{extra if name == 'PP' else ''}" for name, size in sizes.items() if size > 1]
+    words = [
+        f"{name}{size}{extra if name == 'PP' else ''}" for name, size in sizes.items() if size > 1
+    ]
     return " ".join(words) or "DP only"

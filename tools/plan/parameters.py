@@ -9,8 +9,9 @@ from megatron_gspo.models.model_shape import ModelShape
 
 @dataclass(frozen=True)
 class LayerParameters:
-    """Of one transformer layer. attention: of what mixes its tokens. mlp: of its dense MLP, or the router and the
-    shared expert. experts: of all routed experts together. norms: of the two norms before them."""
+    """Of one transformer layer. attention: of what mixes its tokens. mlp: of its dense MLP, or the
+    router and the shared expert. experts: of all routed experts together. norms: of the two norms
+    before them."""
 
     attention: int
     mlp: int

@@ -1,4 +1,6 @@
-"""The text of a plan: Markdown tables of the layouts, of those rehearsed, and the config keys of the best."""
+"""The text of a plan: Markdown tables of the layouts, of those rehearsed, and the config keys
+of the best.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,11 @@ def describe(estimator: Estimator, room: float) -> str:
     """The model, what it is trained on, and the GPUs."""
     shape, config, hardware = estimator.shape, estimator.config, estimator.hardware
     return (
-        f"{shape.model_type}, {total_parameters(shape) / 1e9:.1f} billion parameters, "
-        f"{active_parameters(shape) / 1e9:.1f} active per token, {config.model.dtype}; "
-        f"{config.training.global_batch_size} sequences of {estimator.longest:,} tokens in an optimizer step; "
-        f"{hardware.gpus} x {hardware.gpu.name}, of {hardware.gpu.memory / GIB:.1f} GiB {room / GIB:.1f} to fill."
+        f"{shape.model_type}, {total_parameters(shape) / 1e9:.1f} billion parameters,"
+        f" {active_parameters(shape) / 1e9:.1f} active per token, {config.model.dtype};"
+        f" {config.training.global_batch_size} sequences of {estimator.longest:,} tokens in an"
+        f" optimizer step; {hardware.gpus} x {hardware.gpu.name}, of"
+        f" {hardware.gpu.memory / GIB:.1f} GiB {room / GIB:.1f} to fill."
     )
 
 
@@ -51,15 +54,29 @@ def ranking(search: Search, top: int) -> str:
         choice = estimate.choice
         states = estimate.memory - estimate.activations
         sizes = [f"{size / GIB:.1f}" for size in (states, estimate.activations, estimate.memory)]
-        rows.append([name_of(choice.parallel), choice.recompute, f"{choice.max_tokens:,}"]
-                    + [str(estimate.micro_batches), *sizes, f"{estimate.seconds:.1f}"])  # fmt: skip
+        rows.append(
+            [name_of(choice.parallel), choice.recompute, f"{choice.max_tokens:,}"]
+            + [str(estimate.micro_batches), *sizes, f"{estimate.seconds:.1f}"]
+        )
     return table(rows)
 
 
 def rehearsed_table(layouts: Sequence[RehearsedLayout], room: float) -> str:
     """One row per rehearsed layout, and a line for each that failed or does not fit."""
-    rows = [["rehearsed", "weights, GiB", "gradients", "optimizer", "activations", "peak", "seconds", "compute",
-             "communication", "bubble"]]  # fmt: skip
+    rows = [
+        [
+            "rehearsed",
+            "weights, GiB",
+            "gradients",
+            "optimizer",
+            "activations",
+            "peak",
+            "seconds",
+            "compute",
+            "communication",
+            "bubble",
+        ]
+    ]
     problems = []
     for layout in layouts:
         name = name_of(layout.estimate.choice.parallel)
@@ -78,7 +95,8 @@ def rehearsed_table(layouts: Sequence[RehearsedLayout], room: float) -> str:
 
 def assumed(hardware: Hardware) -> str:
     return (
-        f"Seconds assume that a GPU reaches {100 * hardware.efficiency:g} % of its peak (--efficiency) and links "
-        f"{100 * hardware.link_efficiency:g} % of theirs (--link-efficiency), that nothing overlaps, and that every "
-        "response is as long as the longest. Generation is not counted."
+        f"Seconds assume that a GPU reaches {100 * hardware.efficiency:g} % of its peak"
+        f" (--efficiency) and links {100 * hardware.link_efficiency:g} % of theirs"
+        " (--link-efficiency), that nothing overlaps, and that every response is as long as the"
+        " longest. Generation is not counted."
     )

@@ -1,4 +1,5 @@
-"""Layouts of a plan, rehearsed: memory, FLOPs and bytes of the real training step (docs/rehearse.md).
+"""Layouts of a plan, rehearsed: memory, FLOPs and bytes of the real training step
+(docs/rehearse.md).
 
 One rank of the first and one of the last pipeline stage is rehearsed; the others are like them.
 """
@@ -36,9 +37,9 @@ _DATA_GROUPS = (
 class RehearsedLayout:
     """A layout with the figures of its fullest and of its slowest rehearsed rank.
 
-    states: bytes of weights, gradients and optimizer; activations: their peak in forward and backward; peak: of all
-    live tensors. compute, communication, bubble: seconds of an optimizer step with the log-probs before it. failure:
-    why there are no figures; "" where there are.
+    states: bytes of weights, gradients and optimizer; activations: their peak in forward and
+    backward; peak: of all live tensors. compute, communication, bubble: seconds of an optimizer
+    step with the log-probs before it. failure: why there are no figures; "" where there are.
     """
 
     estimate: Estimate
@@ -76,8 +77,8 @@ def rehearse_layouts(
     hardware: Hardware,
     estimates: Sequence[Estimate],
 ) -> list[RehearsedLayout]:
-    """Rehearse each layout of the config in ``file`` with these overrides; those without a failure first, the fastest
-    before others."""
+    """Rehearse each layout of the config in ``file`` with these overrides; those without a failure
+    first, the fastest before others."""
     jobs = [
         (estimate, rank)
         for estimate in estimates
@@ -147,8 +148,8 @@ def _figures(
 
 
 def compute_seconds(record: RankRecord, repeated: float, hardware: Hardware) -> float:
-    """Of a rank's step. repeated: real micro-batches for each rehearsed one. The rehearsal counts causal attention in
-    full; half of it is computed."""
+    """Of a rank's step. repeated: real micro-batches for each rehearsed one. The rehearsal counts
+    causal attention in full; half of it is computed."""
     flops = 0.0
     for phase, operations in record.flops.items():
         if phase not in _ONCE:
@@ -171,8 +172,8 @@ def communication_seconds(record: RankRecord, repeated: float, hardware: Hardwar
 
 
 def collective_seconds(call: Collective, rank: int, hardware: Hardware) -> float:
-    """Of one call: the other ranks' part of its bytes over the links. A ring is as slow as its slowest link; an
-    all-to-all and a message take the link to each rank."""
+    """Of one call: the other ranks' part of its bytes over the links. A ring is as slow as its
+    slowest link; an all-to-all and a message take the link to each rank."""
     node = hardware.gpu.node
     others = [
         other for other in (call.ranks if call.peer is None else (call.peer,)) if other != rank

@@ -1,4 +1,6 @@
-"""``megatron-gspo rehearse CONFIG --world N``: a training step of each role of a cluster, on a CPU."""
+"""``megatron-gspo rehearse CONFIG --world N``: a training step of each role of a cluster, on a
+CPU.
+"""
 
 from __future__ import annotations
 
@@ -43,23 +45,51 @@ class _Parser(argparse.ArgumentParser):
 def parser() -> argparse.ArgumentParser:
     """Every option with its default."""
     made = _Parser(
-        prog="megatron-gspo rehearse", description=ABOUT, epilog=EXAMPLE,
+        prog="megatron-gspo rehearse",
+        description=ABOUT,
+        epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     made.add_argument("config", metavar="CONFIG", help="config file of the run")
     made.add_argument("overrides", nargs="*", metavar="key=value", help="changes of the config")
-    made.add_argument("--world", type=int, required=True, metavar="N", help="number of GPUs that train")
-    made.add_argument("--ranks", default="all-roles", help="all-roles (default), all, or a list such as 0,5")
-    made.add_argument("--layers", type=int, metavar="L", help="rehearse a model of so many layers (default: its own)")
-    made.add_argument("--imbalance", type=float, default=1.0, metavar="X",
-                      help="tokens of the first expert rank, by its fair share (default: %(default)s)")  # fmt: skip
-    made.add_argument("--gpu", default="h100",
-                      help=f"the GPU whose memory must suffice: {', '.join(GPUS)} (default: %(default)s)")  # fmt: skip
-    made.add_argument("--jobs", type=int, metavar="J", help="ranks at a time (default: by cores and memory)")
-    made.add_argument("--build-only", action="store_true",
-                      help="only check the config and its files, and build the model of each stage")  # fmt: skip
-    made.add_argument("--json", type=path_argument, metavar="FILE", help="write all that was recorded")
-    made.add_argument("--png", type=path_argument, metavar="FILE", help="write charts of the memory")
+    made.add_argument(
+        "--world", type=int, required=True, metavar="N", help="number of GPUs that train"
+    )
+    made.add_argument(
+        "--ranks", default="all-roles", help="all-roles (default), all, or a list such as 0,5"
+    )
+    made.add_argument(
+        "--layers",
+        type=int,
+        metavar="L",
+        help="rehearse a model of so many layers (default: its own)",
+    )
+    made.add_argument(
+        "--imbalance",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="tokens of the first expert rank, by its fair share (default: %(default)s)",
+    )
+    made.add_argument(
+        "--gpu",
+        default="h100",
+        help=f"the GPU whose memory must suffice: {', '.join(GPUS)} (default: %(default)s)",
+    )
+    made.add_argument(
+        "--jobs", type=int, metavar="J", help="ranks at a time (default: by cores and memory)"
+    )
+    made.add_argument(
+        "--build-only",
+        action="store_true",
+        help="only check the config and its files, and build the model of each stage",
+    )
+    made.add_argument(
+        "--json", type=path_argument, metavar="FILE", help="write all that was recorded"
+    )
+    made.add_argument(
+        "--png", type=path_argument, metavar="FILE", help="write charts of the memory"
+    )
     return made
 
 
@@ -95,22 +125,36 @@ def rehearse(args: argparse.Namespace) -> Rehearsal:
     name = Path(args.config).stem + ("" if args.layers is None else f" with {args.layers} layers")
     layout = name_of(config.parallel)
     comparison = compare_ranks(records)
-    return Rehearsal(name, args.world, layout, gpu, RUNTIME_BYTES, tuple(records), tuple(failed), comparison)
+    return Rehearsal(
+        name, args.world, layout, gpu, RUNTIME_BYTES, tuple(records), tuple(failed), comparison
+    )
 
 
 class RankProgress:
-    """A bar over the ranks in a terminal, otherwise one line for each that ends, on standard error."""
+    """A bar over the ranks in a terminal, otherwise one line for each that ends, on standard
+    error.
+    """
 
     def __init__(self, total: int) -> None:
         self._total, self._done, self._start = total, 0, time.monotonic()
-        self._bar = Progress(TextColumn("{task.description}"), BarColumn(20), TextColumn("{task.fields[line]}"),
-                             console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True)  # fmt: skip
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(20),
+            TextColumn("{task.fields[line]}"),
+            console=Console(stderr=True),
+            disable=not sys.stderr.isatty(),
+            transient=True,
+        )
         self._task = self._bar.add_task("rehearsing", total=total, line=f"0/{total} ranks")
 
     def ended(self, played: PlayedRank, result: RankRecord | FailedRank) -> None:
         """A rank has its record, or failed."""
         self._done += 1
-        outcome = "failed" if isinstance(result, FailedRank) else format_time(sum(result.seconds.values()))
+        outcome = (
+            "failed"
+            if isinstance(result, FailedRank)
+            else format_time(sum(result.seconds.values()))
+        )
         line = f"{self._done}/{self._total} ranks"
         if self._bar.disable:
             print(f"{line}: rank {played.rank} {outcome}", file=sys.stderr, flush=True)
@@ -140,7 +184,9 @@ def write_files(rehearsal: Rehearsal, args: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the report; 0, 1 where a run would stop or go wrong, 2 with one line for invalid input."""
+    """Print the report; 0, 1 where a run would stop or go wrong, 2 with one line for invalid
+    input.
+    """
     try:
         args = parser().parse_intermixed_args(arguments)
         if args.build_only:

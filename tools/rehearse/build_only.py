@@ -1,4 +1,5 @@
-"""``--build-only``: every check of a run's start, and Megatron's model of each pipeline stage on the meta device.
+"""``--build-only``: every check of a run's start, and Megatron's model of each pipeline stage on
+the meta device.
 
 In seconds, in this process, for a world of any size; no step is rehearsed.
 """
@@ -15,7 +16,9 @@ from megatron_gspo.models import ModelError, family_of, read_config
 
 @dataclass(frozen=True)
 class Stage:
-    """What one rank of a pipeline stage holds; the other ranks of the stage hold as much. rank: the first one."""
+    """What one rank of a pipeline stage holds; the other ranks of the stage hold as much. rank:
+    the first one.
+    """
 
     stage: int
     rank: int
@@ -25,7 +28,8 @@ class Stage:
 
 
 def build_stages(config: Config, world_size: int) -> list[Stage]:
-    """Check all that training checks before it allocates, and build each pipeline stage's model without memory.
+    """Check all that training checks before it allocates, and build each pipeline stage's model
+    without memory.
 
     Raises ``ConfigError``, also for what only Megatron refuses.
     """
@@ -33,7 +37,9 @@ def build_stages(config: Config, world_size: int) -> list[Stage]:
     try:
         family, shape = family_of(read_config(config.model.path))
     except ModelError as error:
-        raise ConfigError("model.path", config.model.path, str(error), "give another model") from None
+        raise ConfigError(
+            "model.path", config.model.path, str(error), "give another model"
+        ) from None
     parallel, stages = config.parallel, []
     options = check_megatron_options(
         config.megatron, shape, parallel, config.model, config.optimizer, config.routing
@@ -47,7 +53,9 @@ def build_stages(config: Config, world_size: int) -> list[Stage]:
                 chunks = meta_model(shape, parallel, config.model, groups, options)
             except (ValueError, AssertionError) as error:
                 fix = "change the section parallel or model"
-                raise ConfigError("parallel", asdict(parallel), f"Megatron refuses it: {error}", fix) from None
+                raise ConfigError(
+                    "parallel", asdict(parallel), f"Megatron refuses it: {error}", fix
+                ) from None
             sizes = [(name, p.numel()) for chunk in chunks for name, p in chunk.named_parameters()]
             experts = sum(size for name, size in sizes if ".mlp.experts." in name)
             layers = sum(len(chunk.decoder.layers) for chunk in chunks)
@@ -66,11 +74,16 @@ def describe_stages(config: Config, world_size: int, stages: list[Stage]) -> str
         "ETP": parallel.expert_tensor_size,
         "DP": parallel.data_parallel_size(world_size),
     }
-    lines = [f"{world_size} processes: " + " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)]
+    lines = [
+        f"{world_size} processes: "
+        + " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+    ]
     for stage in stages:
         rest = stage.parameters - stage.expert_parameters
-        lines.append(f"stage {stage.stage} (rank {stage.rank} and its peers): {stage.layers} layers, "
-                     f"{stage.parameters / 1e9:.3f} billion parameters per rank "
-                     f"({stage.expert_parameters / 1e9:.3f} of experts, {rest / 1e9:.3f} others)")
+        lines.append(
+            f"stage {stage.stage} (rank {stage.rank} and its peers): {stage.layers} layers, "
+            f"{stage.parameters / 1e9:.3f} billion parameters per rank "
+            f"({stage.expert_parameters / 1e9:.3f} of experts, {rest / 1e9:.3f} others)"
+        )
     lines.append(f"{config.optimizer_steps:,} optimizer steps; the config can start")
     return "\n".join(lines)

@@ -21,7 +21,9 @@ _labels: dict[CodeType, str] = {}  # "" for code that is no call site of its own
 
 
 def frames_above(level: int = 1) -> Frames:
-    """Code and line of the innermost frames that are call sites, innermost first; cheaper than `call_site`."""
+    """Code and line of the innermost frames that are call sites, innermost first; cheaper than
+    `call_site`.
+    """
     frame = sys._getframe(level)
     found: list[tuple[CodeType, int]] = []
     while frame is not None and len(found) < _DEPTH:

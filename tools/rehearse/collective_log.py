@@ -1,8 +1,10 @@
-"""Collectives of one rank without its peers: recorded in order, completed as if all ranks held what it holds.
+"""Collectives of one rank without its peers: recorded in order, completed as if all ranks held what
+it holds.
 
-That is right for what decides shapes: counts of tokens per expert under balanced routing, and equal flags. Two kinds of
-tensors are treated otherwise. What is received from one other rank is unknown afterwards. And bytes that are summed
-come from one rank at a time (the trainer exchanges routes like this), so that the others add nothing.
+That is right for what decides shapes: counts of tokens per expert under balanced routing, and equal
+flags. Two kinds of tensors are treated otherwise. What is received from one other rank is unknown
+afterwards. And bytes that are summed come from one rank at a time (the trainer exchanges routes
+like this), so that the others add nothing.
 """
 
 from __future__ import annotations
@@ -41,9 +43,10 @@ Rows = list[Tensor]
 
 @dataclass
 class CollectiveLog:
-    """find: where findings go. values: the known values of device tensors. gpu_only: whether the job's backend takes
-    tensors of the GPU alone. gloo_groups: names of groups that are for the CPU. groups_of_world, groups_of_rank:
-    process groups that were made, and those of them that this rank is in."""
+    """find: where findings go. values: the known values of device tensors. gpu_only: whether the
+    job's backend takes tensors of the GPU alone. gloo_groups: names of groups that are for the CPU.
+    groups_of_world, groups_of_rank: process groups that were made, and those of them that this rank
+    is in."""
 
     host: HostLog
     values: KnownValues
@@ -75,32 +78,54 @@ class CollectiveLog:
             return work
         return args[0], work
 
-    def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-               ) -> tuple[str, Rows, Rows, dict[str, Any], Any]:  # fmt: skip
-        """Record one of torch's ``c10d`` operations; its name, what goes in and comes out, all arguments by name, and
-        the group."""
-        given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+    def record(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[str, Rows, Rows, dict[str, Any], Any]:
+        """Record one of torch's ``c10d`` operations; its name, what goes in and comes out, all
+        arguments by name, and the group."""
+        given = {
+            argument.name: value
+            for argument, value in zip(func._schema.arguments, args, strict=False)
+        } | kwargs
         group = ProcessGroup.unbox(given["process_group"])
         name = func._schema.name.split("::")[1].strip("_")
         if name not in _EFFECTS:
-            raise NotImplementedError(f"the rehearsal has no rule for the collective {func._schema.name}")
+            raise NotImplementedError(
+                f"the rehearsal has no rule for the collective {func._schema.name}"
+            )
         sent, received = _tensors(given)
         self._check(name, sent, received, given, group)
         self._record(name, sent, received, given, group)
         return name, sent, received, given, group
 
     def call_with_objects(self, name: str, group: Any) -> None:
-        """Record a collective of pickled objects; their size is that of the largest of any rank, which isn't known."""
+        """Record a collective of pickled objects; their size is that of the largest of any
+        rank, which isn't known.
+        """
         group = group or dist.group.WORLD
-        self._append(Collective(name, self.name_of(group), self.ranks_of(group), "object", 0, (), self.host.phase,
-                                device="cpu"))  # fmt: skip
+        self._append(
+            Collective(
+                name,
+                self.name_of(group),
+                self.ranks_of(group),
+                "object",
+                0,
+                (),
+                self.host.phase,
+                device="cpu",
+            )
+        )
 
     def name_of(self, group: Any) -> str:
-        """The short name of a group's kind, such as ``tp``; ``_gloo`` at its end for one of the CPU."""
+        """The short name of a group's kind, such as ``tp``; ``_gloo`` at its end for one of the
+        CPU.
+        """
         name = str(group.group_desc or "").lower()
         is_gloo = name.endswith("_gloo")
         name = name.removesuffix("_gloo")
-        short = _SHORT_NAMES.get(name) or _SHORT_NAMES.get(name.removesuffix("_group"), name.removesuffix("_group"))
+        short = _SHORT_NAMES.get(name) or _SHORT_NAMES.get(
+            name.removesuffix("_group"), name.removesuffix("_group")
+        )
         return (short or "unnamed") + ("_gloo" if is_gloo else "")
 
     def ranks_of(self, group: Any) -> tuple[int, ...]:
@@ -113,24 +138,45 @@ class CollectiveLog:
     def _append(self, call: Collective) -> None:
         self._calls.append((call, frames_above(3)))
 
-    def _check(self, name: str, sent: Rows, received: Rows, given: dict[str, Any], group: Any) -> None:
+    def _check(
+        self, name: str, sent: Rows, received: Rows, given: dict[str, Any], group: Any
+    ) -> None:
         tensors = [*sent, *received]
         devices = {tensor.device.type for tensor in tensors}
         if len(devices) > 1:
-            self.host.find("collective_device_mix", f"{name} on tensors of {' and '.join(sorted(devices))}")
-        elif self.gpu_only and name != "barrier" and devices == {"cpu"} and group.group_name not in self.gloo_groups:
-            self.host.find("collective_on_cpu", f"{name} of a CPU tensor in group {self.name_of(group)}")
+            self.host.find(
+                "collective_device_mix", f"{name} on tensors of {' and '.join(sorted(devices))}"
+            )
+        elif (
+            self.gpu_only
+            and name != "barrier"
+            and devices == {"cpu"}
+            and group.group_name not in self.gloo_groups
+        ):
+            self.host.find(
+                "collective_on_cpu", f"{name} of a CPU tensor in group {self.name_of(group)}"
+            )
         if len({tensor.dtype for tensor in tensors}) > 1:
-            self.host.find("dtype_mix", f"{name} of {' and '.join(sorted({str(t.dtype) for t in tensors}))}")
+            self.host.find(
+                "dtype_mix", f"{name} of {' and '.join(sorted({str(t.dtype) for t in tensors}))}"
+            )
         fault = _shape_fault(name, sent, received, given, group.size())
         if fault:
-            self.host.find("collective_shape", f"{name} in group {self.name_of(group)} of {group.size()}: {fault}")
+            self.host.find(
+                "collective_shape",
+                f"{name} in group {self.name_of(group)} of {group.size()}: {fault}",
+            )
 
-    def _record(self, name: str, sent: Rows, received: Rows, given: dict[str, Any], group: Any) -> None:
+    def _record(
+        self, name: str, sent: Rows, received: Rows, given: dict[str, Any], group: Any
+    ) -> None:
         tensors = [*sent, *received]
         peer = given.get("dst", given.get("src"))
         parts = [given.get("input_split_sizes") or (), given.get("output_split_sizes") or ()]
-        widths = [_row_bytes(rows[0]) if part else 0 for part, rows in zip(parts, (sent, received), strict=True)]
+        widths = [
+            _row_bytes(rows[0]) if part else 0
+            for part, rows in zip(parts, (sent, received), strict=True)
+        ]
         self._append(
             Collective(
                 op=name,
@@ -176,17 +222,24 @@ class CollectiveLog:
         for out, source in zip(received, sent, strict=False):
             value = self.values.get(source)
             factor = group.size() if _reduction(given) == "sum" else 1
-            self.values.put(out, None if value is None else value.reshape(group.size(), -1)[group.rank()] * factor)
+            self.values.put(
+                out,
+                None if value is None else value.reshape(group.size(), -1)[group.rank()] * factor,
+            )
 
     def _exchange(self, sent: Rows, received: Rows, given: dict[str, Any], group: Any) -> None:
         for out, source in zip(received, sent, strict=True):
             value = self.values.get(source)
             is_even = not (given.get("input_split_sizes") or given.get("output_split_sizes"))
-            if value is not None and is_even and value.numel():  # every rank sends me what I send to my own place
+            if (
+                value is not None and is_even and value.numel()
+            ):  # every rank sends me what I send to my own place
                 own = value.reshape(group.size(), -1)[group.rank()]
                 self.values.put(out, own.repeat(group.size()))
             elif value is not None and not self.values.is_on_device(out) and value.numel():
-                self.values.put(out, value.reshape(-1).repeat(-(-out.numel() // value.numel()))[: out.numel()])
+                self.values.put(
+                    out, value.reshape(-1).repeat(-(-out.numel() // value.numel()))[: out.numel()]
+                )
             else:
                 self.values.forget(out)
 
@@ -246,8 +299,14 @@ def _reduction(given: dict[str, Any]) -> str:
     if op is None:
         return ""
     kind = op.op() if hasattr(op, "op") else op
-    return next((name.lower() for name in ("SUM", "AVG", "MAX", "MIN", "PRODUCT") if kind == getattr(ReduceOp, name)),
-                "other")  # fmt: skip
+    return next(
+        (
+            name.lower()
+            for name in ("SUM", "AVG", "MAX", "MIN", "PRODUCT")
+            if kind == getattr(ReduceOp, name)
+        ),
+        "other",
+    )
 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:

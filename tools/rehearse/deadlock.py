@@ -1,8 +1,9 @@
-"""Do the rehearsed ranks' collectives fit together? A deadlock or corrupt data, found from the ranks' records.
+"""Do the rehearsed ranks' collectives fit together? A deadlock or corrupt data, found from the
+ranks' records.
 
-Three comparisons: the calls of each group in order, member by member; the sends to each rank with its receives; and,
-where these agree, whether all members reach each collective (two groups that two ranks enter in opposite order agree
-call by call and still deadlock).
+Three comparisons: the calls of each group in order, member by member; the sends to each rank with
+its receives; and, where these agree, whether all members reach each collective (two groups that two
+ranks enter in opposite order agree call by call and still deadlock).
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ _Group = tuple[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Side:
-    """One rank of a disagreement. does: what it calls, with its size; where: the call site, innermost first."""
+    """One rank of a disagreement.
+
+    does: what it calls, with its size; where: the call site, innermost first.
+    """
 
     rank: int
     does: str
@@ -37,9 +41,9 @@ class Side:
 class Disagreement:
     """Two ranks that do not fit together.
 
-    kind: ``missing`` (a call that one rank makes and the other skips), ``swapped``, ``deadlock`` (ranks that wait for
-    each other in a circle), or the fields that differ, such as ``bytes`` or ``op, dtype``.
-    group: name and ranks; agreed: how many calls fit before.
+    kind: ``missing`` (a call that one rank makes and the other skips), ``swapped``, ``deadlock``
+    (ranks that wait for each other in a circle), or the fields that differ, such as ``bytes`` or
+    ``op, dtype``. group: name and ranks; agreed: how many calls fit before.
     """
 
     kind: str
@@ -49,12 +53,17 @@ class Disagreement:
     second: Side
 
     def __str__(self) -> str:
-        return f"{self.kind}: {self.group}, after {self.agreed:,} calls that agree: {self.first}; {self.second}"
+        return (
+            f"{self.kind}: {self.group}, after {self.agreed:,} calls that agree: {self.first};"
+            f" {self.second}"
+        )
 
 
 @dataclass(frozen=True)
 class ComparedGroup:
-    """What was compared of all groups of one name: how many groups, their rehearsed members and calls."""
+    """What was compared of all groups of one name: how many groups, their rehearsed members and
+    calls.
+    """
 
     groups: int
     members: int
@@ -63,7 +72,10 @@ class ComparedGroup:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result of `compare_ranks`. alone: names of the groups that have more members, of which one was rehearsed."""
+    """The result of `compare_ranks`.
+
+    alone: names of the groups that have more members, of which one was rehearsed.
+    """
 
     disagreements: tuple[Disagreement, ...]
     groups: Mapping[str, ComparedGroup]
@@ -73,7 +85,8 @@ class Comparison:
 def compare_ranks(records: Sequence[RankRecord]) -> Comparison:
     """Compare the collectives of all rehearsed ranks of one world.
 
-    A send or receive of which the other rank was not rehearsed is compared with the rank that stands for it.
+    A send or receive of which the other rank was not rehearsed is compared with the rank that
+    stands for it.
     """
     programs = {record.rank: record.collectives for record in records}
     calls = _calls(programs)
@@ -83,13 +96,19 @@ def compare_ranks(records: Sequence[RankRecord]) -> Comparison:
         if len(members) > 1:
             old = compared.get(name, ComparedGroup(0, 0, 0))
             count = sum(map(len, members.values()))
-            compared[name] = ComparedGroup(old.groups + 1, old.members + len(members), old.calls + count)
+            compared[name] = ComparedGroup(
+                old.groups + 1, old.members + len(members), old.calls + count
+            )
     alone = sorted({name for name, ranks in calls if len(ranks) > 1} - set(compared))
-    return Comparison(tuple(found or find_circle(programs)), dict(sorted(compared.items())), tuple(alone))
+    return Comparison(
+        tuple(found or find_circle(programs)), dict(sorted(compared.items())), tuple(alone)
+    )
 
 
 def compare_groups(programs: Programs) -> list[Disagreement]:
-    """The first disagreement of each rehearsed member of each group with the first rehearsed member."""
+    """The first disagreement of each rehearsed member of each group with the first rehearsed
+    member.
+    """
     found = []
     for group, members in _calls(programs).items():
         first, *others = members
@@ -102,10 +121,11 @@ def compare_groups(programs: Programs) -> list[Disagreement]:
 
 
 def compare_point_to_point(programs: Programs, peer_of: Peer) -> list[Disagreement]:
-    """Each rank's sends to each other rank against the receives there, in order, and the receives likewise.
+    """Each rank's sends to each other rank against the receives there, in order, and the receives
+    likewise.
 
-    peer_of: for a rank and a peer that was not rehearsed, the rehearsed rank that stands for the peer, and its own peer
-    in the place of the rank; None if there is none.
+    peer_of: for a rank and a peer that was not rehearsed, the rehearsed rank that stands for the
+    peer, and its own peer in the place of the rank; None if there is none.
     """
     traffic: dict[tuple[str, int, int], list[Collective]] = defaultdict(list)
     for rank, program in programs.items():
@@ -124,13 +144,17 @@ def compare_point_to_point(programs: Programs, peer_of: Peer) -> list[Disagreeme
         if at < max(len(ours), len(theirs)):
             kind = ", ".join(fields[at]) if at < len(fields) else "missing"
             name = f"{op} of rank {rank} {'to' if op == 'send' else 'from'} {peer}"
-            found.append(Disagreement(kind, name, at, _side_at(rank, ours, at), _side_at(back[0], theirs, at)))
+            found.append(
+                Disagreement(
+                    kind, name, at, _side_at(rank, ours, at), _side_at(back[0], theirs, at)
+                )
+            )
     return found
 
 
 def stand_ins(records: Sequence[RankRecord]) -> Peer:
-    """``peer_of`` of `compare_point_to_point`, by pipeline stages: a rank of a stage in the middle stands for its peer,
-    with the stages before and after it in the same order."""
+    """``peer_of`` of `compare_point_to_point`, by pipeline stages: a rank of a stage in the middle
+    stands for its peer, with the stages before and after it in the same order."""
     represented = {rank: record for record in records for rank in record.stands_for}
 
     def peer_of(rank: int, peer: int) -> tuple[int, int] | None:
@@ -148,10 +172,17 @@ def stand_ins(records: Sequence[RankRecord]) -> Peer:
 def find_circle(programs: Programs) -> list[Disagreement]:
     """Let the ranks run: at each collective a rank waits until all rehearsed members are at it.
 
-    Returns two ranks of a circle that wait for each other, or nothing. Sends and receives don't wait here.
+    Returns two ranks of a circle that wait for each other, or nothing. Sends and receives don't
+    wait here.
     """
-    queues = {rank: [call for call in program if call.op not in POINT_TO_POINT] for rank, program in programs.items()}
-    members, at = {group: list(calls) for group, calls in _calls(programs).items()}, dict.fromkeys(programs, 0)
+    queues = {
+        rank: [call for call in program if call.op not in POINT_TO_POINT]
+        for rank, program in programs.items()
+    }
+    members, at = (
+        {group: list(calls) for group, calls in _calls(programs).items()},
+        dict.fromkeys(programs, 0),
+    )
 
     def head(rank: int) -> _Group | None:
         return _group(queues[rank][at[rank]]) if at[rank] < len(queues[rank]) else None
@@ -169,7 +200,9 @@ def find_circle(programs: Programs) -> list[Disagreement]:
     rank, path = next(iter(waiting)), [-1]
     while rank not in path and rank in waiting:
         path.append(rank)
-        rank = next(member for member in members[waiting[rank]] if head(member) != waiting[path[-1]])
+        rank = next(
+            member for member in members[waiting[rank]] if head(member) != waiting[path[-1]]
+        )
     pair = sorted((path[-1], rank))
     sides = [_side_at(one, queues[one], at[one]) for one in pair]
     return [Disagreement("deadlock", _name(waiting[path[-1]]), at[path[-1]], *sides)]
@@ -185,7 +218,9 @@ class _Pair:
     theirs: Sequence[Collective]
 
     def misfit(self, i: int, j: int) -> tuple[str, ...]:
-        """The names of the fields in which our call i and their call j disagree as calls of one collective."""
+        """The names of the fields in which our call i and their call j disagree as calls of one
+        collective.
+        """
         a, b = self.ours[i], self.theirs[j]
         names = _differing(a, b, ("op", "dtype", "device", "reduction"))
         if a.op != b.op or a.op in ROOTED:
@@ -205,8 +240,8 @@ class _Pair:
     def parting(self) -> int | None:
         """The index of the first call that does not fit; None where all fit.
 
-        Where like calls follow each other, the first difference in size or number comes late. The call sites show which
-        call is the one too many.
+        Where like calls follow each other, the first difference in size or number comes late. The
+        call sites show which call is the one too many.
         """
         count = min(len(self.ours), len(self.theirs))
         end = next((i for i in range(count) if self.misfit(i, i)), count)
@@ -237,8 +272,12 @@ def _differing(a: Collective, b: Collective, names: Sequence[str]) -> tuple[str,
 
 
 def _side(rank: int, call: Collective) -> Side:
-    peer = {"send": f" to {call.peer}", "recv": f" from {call.peer}"}.get(call.op, f" of {call.group}")
-    return Side(rank, f"calls {call.op}{peer} with {call.bytes:,} bytes of {call.dtype}", call.where)
+    peer = {"send": f" to {call.peer}", "recv": f" from {call.peer}"}.get(
+        call.op, f" of {call.group}"
+    )
+    return Side(
+        rank, f"calls {call.op}{peer} with {call.bytes:,} bytes of {call.dtype}", call.where
+    )
 
 
 def _side_at(rank: int, calls: Sequence[Collective], at: int) -> Side:

@@ -1,8 +1,10 @@
-"""A fake GPU of one rank: every operation on device tensors is computed in shapes only, and recorded.
+"""A fake GPU of one rank: every operation on device tensors is computed in shapes only, and
+recorded.
 
-Host tensors are real. Device tensors are fake: they have a shape, a dtype and a device, but no memory. What a kernel
-would have to compute on the GPU is unknown, except for the small integers that `known_values` follows; what the host
-reads of them it gets, and each such read is recorded. An operation whose result is unknown is an error.
+Host tensors are real. Device tensors are fake: they have a shape, a dtype and a device, but no
+memory. What a kernel would have to compute on the GPU is unknown, except for the small integers
+that `known_values` follows; what the host reads of them it gets, and each such read is recorded. An
+operation whose result is unknown is an error.
 """
 
 from __future__ import annotations
@@ -23,11 +25,18 @@ from megatron_gspo.tools.rehearse.rehearsal_error import RehearsalError
 from megatron_gspo.tools.rehearse.shape_cache import ShapeCache
 
 DEVICE = torch.device("cuda", 0)
-_FACTORIES = frozenset({
-    torch.ops.aten.empty.memory_format, torch.ops.aten.zeros.default, torch.ops.aten.full.default,
-    torch.ops.aten.ones.default, torch.ops.aten.empty_like.default, torch.ops.aten.zeros_like.default,
-    torch.ops.aten.new_zeros.default, torch.ops.aten.new_empty.default,
-})  # fmt: skip
+_FACTORIES = frozenset(
+    {
+        torch.ops.aten.empty.memory_format,
+        torch.ops.aten.zeros.default,
+        torch.ops.aten.full.default,
+        torch.ops.aten.ones.default,
+        torch.ops.aten.empty_like.default,
+        torch.ops.aten.zeros_like.default,
+        torch.ops.aten.new_zeros.default,
+        torch.ops.aten.new_empty.default,
+    }
+)
 _MISMATCH = ("same device", "two different devices", "Device Propagation")
 
 
@@ -41,7 +50,9 @@ class _Shapes(FakeTensorMode):
 
 
 class FakeGpu(Recorder):
-    """The mode in which a rank is rehearsed: results have shapes, and values where `known_values` follows them."""
+    """The mode in which a rank is rehearsed: results have shapes, and values where
+    `known_values` follows them.
+    """
 
     def __init__(self, *, expert_parallel: int = 1, imbalance: float = 1.0) -> None:
         super().__init__(expert_parallel=expert_parallel, imbalance=imbalance)
@@ -79,7 +90,10 @@ class FakeGpu(Recorder):
         return out
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """The shapes of an operation's results. Host tensors that a GPU would refuse are recorded and moved."""
+        """The shapes of an operation's results.
+
+        Host tensors that a GPU would refuse are recorded and moved.
+        """
         uses_host_indices(self, func, args)
         try:
             return self._cache.run(func, args, kwargs)
@@ -89,8 +103,14 @@ class FakeGpu(Recorder):
                 self.host.find("device_mix", f"{func} on tensors of cuda and cpu")
                 return self.run(func, *tree_map(self._moved, (args, kwargs)))
             name = type(error).__name__
-            if name in ("UnsupportedOperatorException", "DynamicOutputShapeException", "DataDependentOutputException"):
-                raise RehearsalError(f"{func} has a result that the rehearsal can't compute ({name})") from error
+            if name in (
+                "UnsupportedOperatorException",
+                "DynamicOutputShapeException",
+                "DataDependentOutputException",
+            ):
+                raise RehearsalError(
+                    f"{func} has a result that the rehearsal can't compute ({name})"
+                ) from error
             raise
 
     def upload(self, value: Tensor, **kwargs: Any) -> Tensor:
@@ -116,6 +136,10 @@ class FakeGpu(Recorder):
         return leaf
 
     def _check_dtypes(self, func: Any, tensors: list[Tensor]) -> None:
-        found = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors if tensor.dtype.is_floating_point}
+        found = {
+            str(tensor.dtype).removeprefix("torch.")
+            for tensor in tensors
+            if tensor.dtype.is_floating_point
+        }
         if len(found) > 1:
             self.host.find("dtype_mix", f"{func} of {' and '.join(sorted(found))}")

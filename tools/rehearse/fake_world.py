@@ -17,11 +17,19 @@ ObjectsOf = Callable[[Any, Any], list[Any] | None]
 
 
 @contextlib.contextmanager
-def fake_world(rank: int, size: int, log: CollectiveLog, *, backend: str = "nccl",
-               objects: ObjectsOf = lambda obj, group: None) -> Iterator[None]:  # fmt: skip
-    """Within the context this process is ``rank`` of ``size``, and its groups report ``backend`` as theirs.
+def fake_world(
+    rank: int,
+    size: int,
+    log: CollectiveLog,
+    *,
+    backend: str = "nccl",
+    objects: ObjectsOf = lambda obj, group: None,
+) -> Iterator[None]:
+    """Within the context this process is ``rank`` of ``size``, and its groups report ``backend`` as
+    theirs.
 
-    objects: what the ranks of a group gather, from this rank's object and the group; None where all have the same.
+    objects: what the ranks of a group gather, from this rank's object and the group; None where all
+    have the same.
     """
     new_group = dist.new_group
 
@@ -50,21 +58,33 @@ def fake_world(rank: int, size: int, log: CollectiveLog, *, backend: str = "nccl
 
 
 def _object_collectives(log: CollectiveLog, objects: ObjectsOf) -> dict[str, Any]:
-    """Torch sends pickled objects as tensors, whose sizes the receivers read; here there are no senders."""
+    """Torch sends pickled objects as tensors, whose sizes the receivers read; here there are no
+    senders.
+    """
 
     def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
         group = group or dist.group.WORLD
         log.call_with_objects("all_gather_object", group)
         object_list[:] = objects(obj, group) or [obj] * group.size()
 
-    def gather_object(obj: Any, object_gather_list: list[Any] | None = None, dst: int | None = None,
-                      group: Any = None, group_dst: int | None = None) -> None:  # fmt: skip
+    def gather_object(
+        obj: Any,
+        object_gather_list: list[Any] | None = None,
+        dst: int | None = None,
+        group: Any = None,
+        group_dst: int | None = None,
+    ) -> None:
         log.call_with_objects("gather_object", group or dist.group.WORLD)
         if object_gather_list is not None:
             object_gather_list[:] = [obj] * len(object_gather_list)
 
-    def broadcast_object_list(object_list: list[Any], src: int | None = None, group: Any = None, device: Any = None,
-                              group_src: int | None = None) -> None:  # fmt: skip
+    def broadcast_object_list(
+        object_list: list[Any],
+        src: int | None = None,
+        group: Any = None,
+        device: Any = None,
+        group_src: int | None = None,
+    ) -> None:
         group = group or dist.group.WORLD
         log.call_with_objects("broadcast_object_list", group)
         source = dist.get_group_rank(group, src or 0) if group_src is None else group_src

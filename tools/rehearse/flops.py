@@ -1,4 +1,6 @@
-"""Floating-point operations of matrix products and attention, by torch's own formulas and those of `_FORMULAS`."""
+"""Floating-point operations of matrix products and attention, by torch's own formulas and those
+of `_FORMULAS`.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ from torch.utils.flop_counter import flop_registry
 from megatron_gspo.tools.rehearse.known_values import KnownValues
 from megatron_gspo.tools.rehearse.rehearsal_error import RehearsalError
 
-# Words of an operation's name that multiply matrices or solve systems of equations. All others read or write each
-# element a fixed number of times and count 0.
+# Words of an operation's name that multiply matrices or solve systems of equations. All others read
+# or write each element a fixed number of times and count 0.
 _PRODUCTS = re.compile(
     r"(^|_)((add|badd|sparse)?b?mm|gemm|addmv|mv|matmul|dot|vdot|inner|ger|addr|addbmm|baddbmm|einsum|tensordot|linear"
     r"|bilinear|trilinear|conv(olution)?(\dd)?|attention|attn|cdist|lstm|gru|rnn|solve|cholesky|qr|svd|eigh?|inv(erse)?"
@@ -26,7 +28,8 @@ _PRODUCTS = re.compile(
 
 
 class FlopLog:
-    """Counts by phase and operation. Causal attention counts as full attention, as in torch's counter.
+    """Counts by phase and operation. Causal attention counts as full attention, as in torch's
+    counter.
 
     Raises ``RehearsalError`` for a product without a formula, and for attention of unknown lengths.
     """
@@ -53,7 +56,10 @@ Formula = Callable[[KnownValues, Any, dict[str, Any], Any], int]
 
 @functools.cache
 def _formula(packet: Any) -> Formula | None:
-    """Of an operation; one in place has that of the operation which returns a new tensor. None: it counts 0."""
+    """Of an operation; one in place has that of the operation which returns a new tensor.
+
+    None: it counts 0.
+    """
     name = packet._qualified_op_name
     namespace, _, word = name.removesuffix("_").partition("::")
     plain = getattr(getattr(torch.ops, namespace), word, packet)
@@ -62,12 +68,16 @@ def _formula(packet: Any) -> Formula | None:
     if (torchs := flop_registry.get(plain)) is not None:
         return lambda values, args, kwargs, out: torchs(*args, **kwargs, out_val=out)
     if _PRODUCTS.search(word):
-        raise RehearsalError(f"the rehearsal has no formula for the floating-point operations of {name}")
+        raise RehearsalError(
+            f"the rehearsal has no formula for the floating-point operations of {name}"
+        )
     return None
 
 
 def _grouped_mm(values: KnownValues, a: Tensor, b: Tensor, *rest: Any) -> int:
-    """Rows of one side are divided over the groups, unless both sides have a matrix for each group."""
+    """Rows of one side are divided over the groups, unless both sides have a matrix for each
+    group.
+    """
     if a.dim() == 2 and b.dim() == 2:  # [m, rows] x [rows, n] -> [groups, m, n]
         return 2 * a.shape[0] * a.shape[1] * b.shape[1]
     if a.dim() == 2:
@@ -77,23 +87,37 @@ def _grouped_mm(values: KnownValues, a: Tensor, b: Tensor, *rest: Any) -> int:
     return 2 * math.prod(a.shape) * b.shape[-1]
 
 
-def _varlen_attention(values: KnownValues, query: Tensor, key: Tensor, value: Tensor, bounds_q: Tensor,
-                      bounds_k: Tensor | None, *rest: Any) -> int:  # fmt: skip
+def _varlen_attention(
+    values: KnownValues,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds_q: Tensor,
+    bounds_k: Tensor | None,
+    *rest: Any,
+) -> int:
     known_q, known_k = values.get(bounds_q), values.get(bounds_q if bounds_k is None else bounds_k)
     if known_q is None or known_k is None:
-        raise RehearsalError("the floating-point operations of attention depend on lengths that only a GPU computes")
+        raise RehearsalError(
+            "the floating-point operations of attention depend on lengths that only a GPU computes"
+        )
     pairs = int((known_q.diff().long() * known_k.diff().long()).sum())
     return 2 * pairs * query.shape[1] * (query.shape[-1] + value.shape[-1])
 
 
-def _varlen_attention_backward(values: KnownValues, grad: Tensor, query: Tensor, key: Tensor, value: Tensor,
-                               *rest: Any) -> int:  # fmt: skip
-    """Scores once more and four products: 5 in place of 2. rest: output, its sums, bounds of queries and keys."""
+def _varlen_attention_backward(
+    values: KnownValues, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any
+) -> int:
+    """Scores once more and four products: 5 in place of 2. rest: output, its sums, bounds of
+    queries and keys.
+    """
     return _varlen_attention(values, query, key, value, *rest[2:4]) * 5 // 2
 
 
 def _solve_triangular(values: KnownValues, system: Tensor, right: Tensor, *rest: Any) -> int:
-    """Each row of the solution, or column if the system is on the right, takes those before it: half of a product."""
+    """Each row of the solution, or column if the system is on the right, takes those before it:
+    half of a product.
+    """
     batch = torch.broadcast_shapes(system.shape[:-2], right.shape[:-2])
     return math.prod(batch) * system.shape[-1] * right.shape[-2] * right.shape[-1]
 

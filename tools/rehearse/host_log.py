@@ -1,4 +1,6 @@
-"""Where the host waits for the device, what it copies to it, and what is wrong: counted by call site."""
+"""Where the host waits for the device, what it copies to it, and what is wrong: counted by call
+site.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ class HostLog:
     @property
     def syncs(self) -> tuple[HostSync, ...]:
         return tuple(
-            HostSync(kind, call_site(frames), phase, count) for (phase, kind, frames), count in self._syncs.items()
+            HostSync(kind, call_site(frames), phase, count)
+            for (phase, kind, frames), count in self._syncs.items()
         )
 
     @property

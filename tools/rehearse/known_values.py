@@ -1,9 +1,9 @@
 """Values of fake device tensors that are known, as real tensors on the host.
 
-Shapes of a step depend on a few integers that are on the device: tokens per expert, lengths, positions. They come from
-the host or from constants, and each operation on them is repeated on the host copies, so that ``.tolist()`` and split
-sizes are computed by the program's own code. Views of a known tensor share its copy, as on the device. Values that
-depend on weights are unknown.
+Shapes of a step depend on a few integers that are on the device: tokens per expert, lengths,
+positions. They come from the host or from constants, and each operation on them is repeated on the
+host copies, so that ``.tolist()`` and split sizes are computed by the program's own code. Views of
+a known tensor share its copy, as on the device. Values that depend on weights are unknown.
 """
 
 from __future__ import annotations
@@ -22,15 +22,25 @@ _MOST_COLUMNS = 1024  # of a float matrix: the experts of a routing map
 
 aten = torch.ops.aten
 _CONSTANTS = {
-    aten.zeros_like.default: 0, aten.new_zeros.default: 0, aten.ones_like.default: 1, aten.new_ones.default: 1,
-}  # fmt: skip
-_EMPTY = {aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default, aten.empty_strided.default,
-          aten.new_empty_strided.default}  # fmt: skip
+    aten.zeros_like.default: 0,
+    aten.new_zeros.default: 0,
+    aten.ones_like.default: 1,
+    aten.new_ones.default: 1,
+}
+_EMPTY = {
+    aten.empty.memory_format,
+    aten.empty_like.default,
+    aten.new_empty.default,
+    aten.empty_strided.default,
+    aten.new_empty_strided.default,
+}
 _OVERWRITES = {aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default, aten.copy_.default}
 
 
 def tensors_in(values: Iterable[Any]) -> list[Tensor]:
-    """The tensors of an operation's arguments or results: `tree_leaves` for the few kinds that operations have."""
+    """The tensors of an operation's arguments or results: `tree_leaves` for the few kinds that
+    operations have.
+    """
     found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
@@ -41,7 +51,9 @@ def tensors_in(values: Iterable[Any]) -> list[Tensor]:
 
 
 class _Known:
-    """A host copy; ``alive`` is shared by all views of its memory and is true while the copy is right."""
+    """A host copy; ``alive`` is shared by all views of its memory and is true while the copy is
+    right.
+    """
 
     __slots__ = ("alive", "value")
 
@@ -54,7 +66,9 @@ class KnownValues:
     """The host copies are attributes of the fake tensors and end with them."""
 
     def get(self, tensor: Any) -> Tensor | None:
-        """A tensor's values: its host copy, which may be written to; a host tensor itself; None if unknown."""
+        """A tensor's values: its host copy, which may be written to; a host tensor itself; None
+        if unknown.
+        """
         if not isinstance(tensor, FakeTensor):
             return tensor
         known = getattr(tensor, "_rehearsal_known", None)
@@ -90,12 +104,17 @@ class KnownValues:
             known.alive[0] = False
 
     def follow(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> str:
-        """Repeat on the host what an operation did on the device. Returns why a known value was lost, or nothing."""
+        """Repeat on the host what an operation did on the device.
+
+        Returns why a known value was lost, or nothing.
+        """
         outputs = [leaf for leaf in tensors_in((out,)) if isinstance(leaf, FakeTensor)]
         if func in _CONSTANTS or func in _EMPTY:
             for leaf in outputs:
                 if _is_small(leaf) and (func in _CONSTANTS or not leaf.dtype.is_floating_point):
-                    self.set(leaf, torch.full(leaf.shape, _CONSTANTS.get(func, 0), dtype=leaf.dtype))
+                    self.set(
+                        leaf, torch.full(leaf.shape, _CONSTANTS.get(func, 0), dtype=leaf.dtype)
+                    )
             return ""
         if not any(map(_is_small, outputs)):
             self._forget_written(func, args, kwargs)
@@ -109,7 +128,9 @@ class KnownValues:
             return ""
         return self._repeat(func, args, kwargs, inputs, out)
 
-    def _repeat(self, func: Any, args: Any, kwargs: dict[str, Any], inputs: list[Tensor], out: Any) -> str:
+    def _repeat(
+        self, func: Any, args: Any, kwargs: dict[str, Any], inputs: list[Tensor], out: Any
+    ) -> str:
         kwargs = {key: value for key, value in kwargs.items() if key != "pin_memory"}
         if "device" in kwargs:
             kwargs["device"] = torch.device("cpu")
@@ -120,8 +141,9 @@ class KnownValues:
             return f"{func}: {type(error).__name__} {str(error).splitlines()[0]}"
         alive = {
             leaf._rehearsal_known.value.untyped_storage()._cdata: leaf._rehearsal_known.alive  # type: ignore[attr-defined]
-            for leaf in inputs if isinstance(leaf, FakeTensor)
-        }  # fmt: skip
+            for leaf in inputs
+            if isinstance(leaf, FakeTensor)
+        }
         for fake, value in zip(tensors_in((out,)), tensors_in((real,)), strict=True):
             if isinstance(fake, FakeTensor) and _is_small(fake):
                 fake._rehearsal_known = _Known(  # type: ignore[attr-defined]

@@ -18,9 +18,15 @@ COLUMNS = 2
 _COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b79a20", "#e45756", "#9ecae9")  # by kind
 _TEXT = "#0f172a"
 _FAINT = "#475569"
-_PHASE_NAMES = {"old_log_probs": "old log-probs", "ref_log_probs": "reference",
-                "values": "values", "critic": "value model", "forward_backward": "forward, backward",
-                "weight_export": "export", "checkpoint_plan": "checkpoint"}  # fmt: skip
+_PHASE_NAMES = {
+    "old_log_probs": "old log-probs",
+    "ref_log_probs": "reference",
+    "values": "values",
+    "critic": "value model",
+    "forward_backward": "forward, backward",
+    "weight_export": "export",
+    "checkpoint_plan": "checkpoint",
+}
 _LEAST_LABEL = 0.07  # of the width: a narrower phase has no name
 _SIZE = (6.4, 3.3)  # inches
 
@@ -37,7 +43,9 @@ def draw_png(records: Sequence[RankRecord], output: Path) -> Path:
 
     columns = min(COLUMNS, len(records))
     rows = -(-len(records) // columns)
-    figure = Figure(figsize=(_SIZE[0] * columns, _SIZE[1] * rows + 0.4), dpi=130, layout="constrained")
+    figure = Figure(
+        figsize=(_SIZE[0] * columns, _SIZE[1] * rows + 0.4), dpi=130, layout="constrained"
+    )
     FigureCanvasAgg(figure)
     axes = figure.subplots(rows, columns, squeeze=False).flatten()
     for axis, record in zip(axes, records, strict=False):
@@ -56,7 +64,9 @@ def draw_png(records: Sequence[RankRecord], output: Path) -> Path:
 
 
 def draw_memory(axis: Axes, record: RankRecord) -> None:
-    """Stacked areas by kind over the operations; phases are separated by lines, and the peak is marked."""
+    """Stacked areas by kind over the operations; phases are separated by lines, and the peak is
+    marked.
+    """
     peak = record.memory.peak
     points = sorted([*record.memory.timeline, peak], key=lambda point: point.index)
     x = [point.index for point in points]
@@ -70,18 +80,36 @@ def draw_memory(axis: Axes, record: RankRecord) -> None:
             axis.axvline(start, color=_FAINT, lw=0.7, ls=":")
         if end - start >= _LEAST_LABEL * (x[-1] - x[0]):
             name = _PHASE_NAMES.get(phase, phase)
-            axis.text((start + end) / 2, 1.2 * top, name, ha="center", va="top", fontsize=8, color=_FAINT, wrap=True)
+            axis.text(
+                (start + end) / 2,
+                1.2 * top,
+                name,
+                ha="center",
+                va="top",
+                fontsize=8,
+                color=_FAINT,
+                wrap=True,
+            )
     axis.plot([peak.index], [peak.total / GIB], "o", color=_TEXT, ms=3.5)
     late = peak.index > (x[0] + x[-1]) / 2
-    axis.annotate(f"{peak.total / GIB:.2f} GiB", (peak.index, peak.total / GIB), (-5 if late else 5, 4),
-                  textcoords="offset points", ha="right" if late else "left", fontsize=8.5, color=_TEXT)  # fmt: skip
+    axis.annotate(
+        f"{peak.total / GIB:.2f} GiB",
+        (peak.index, peak.total / GIB),
+        (-5 if late else 5, 4),
+        textcoords="offset points",
+        ha="right" if late else "left",
+        fontsize=8.5,
+        color=_TEXT,
+    )
     axis.xaxis.set_major_formatter(short)
     axis.set_xlabel("operations", fontsize=8.5)
     axis.set_ylabel("GiB", fontsize=8.5)
 
 
 def phase_spans(points: Sequence[MemoryPoint]) -> list[tuple[str, int, int]]:
-    """Each phase with the index at which it starts and that at which the next does, the last with its own last."""
+    """Each phase with the index at which it starts and that at which the next does, the last
+    with its own last.
+    """
     starts: list[tuple[str, int]] = []
     for point in points:
         if not starts or starts[-1][0] != point.phase:

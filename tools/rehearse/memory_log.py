@@ -1,4 +1,6 @@
-"""Device memory by kind, operation by operation: live storages, their peak, and what was alive at it."""
+"""Device memory by kind, operation by operation: live storages, their peak, and what was alive
+at it.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,8 @@ class _Point:
 class MemoryLog:
     """Watches storages from their first tensor to their end.
 
-    kind: what new storages count as. A storage is identified by its address, which torch reuses only after its end.
+    kind: what new storages count as. A storage is identified by its address, which torch reuses
+    only after its end.
     """
 
     def __init__(self) -> None:
@@ -73,7 +76,16 @@ class MemoryLog:
         if key in self.live or not size:
             return
         kind = kind or self.kind
-        entry = LiveStorage(size, kind, self.phase, op, frames_above(2), tuple(tensor.shape), tensor.dtype, self.index)
+        entry = LiveStorage(
+            size,
+            kind,
+            self.phase,
+            op,
+            frames_above(2),
+            tuple(tensor.shape),
+            tensor.dtype,
+            self.index,
+        )
         entry.reference = weakref.ref(storage, lambda _, key=key: self._remove(key))  # type: ignore[misc]
         self.live[key] = entry
         self._change(kind, size)
@@ -93,7 +105,9 @@ class MemoryLog:
 
     @contextlib.contextmanager
     def watch_resizes(self) -> Iterator[None]:
-        """Within the context storages that get another size are seen, such as 0 to free them early."""
+        """Within the context storages that get another size are seen, such as 0 to free them
+        early.
+        """
         original = torch.UntypedStorage.resize_
 
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
@@ -163,5 +177,7 @@ class MemoryLog:
             peak_activations=self._activation_peak.public(),
             peaks={phase: point.public() for phase, point in self._phase_peaks.items()},
             timeline=tuple(point.public() for point in self._timeline),
-            largest=tuple(Allocation(*key, counts[key], size) for key, size in sizes.most_common(most)),
+            largest=tuple(
+                Allocation(*key, counts[key], size) for key, size in sizes.most_common(most)
+            ),
         )

@@ -16,8 +16,9 @@ from megatron_gspo.tools.rehearse.routing import expert_ids
 class MiniBatchPlan:
     """Sizes of the rehearsed mini-batch.
 
-    samples: of all ranks. micro_batches: of each data-parallel rank; the real mini-batch has ``of_all``. sequences: of
-    a micro-batch. is_fixed: whether each micro-batch gets so many, and not what its token budget holds.
+    samples: of all ranks. micro_batches: of each data-parallel rank; the real mini-batch has
+    ``of_all``. sequences: of a micro-batch. is_fixed: whether each micro-batch gets so many, and
+    not what its token budget holds.
     """
 
     samples: int
@@ -28,14 +29,18 @@ class MiniBatchPlan:
 
 
 def plan_mini_batch(config: Config, world_size: int) -> MiniBatchPlan:
-    """The fewest micro-batches with the schedule's steady state: two without pipeline stages, otherwise one more than
-    there are stages, and two rounds of the stages where they are interleaved; at most those of the config, but two."""
+    """The fewest micro-batches with the schedule's steady state: two without pipeline stages,
+    otherwise one more than there are stages, and two rounds of the stages where they are
+    interleaved; at most those of the config, but two.
+    """
     parallel, training = config.parallel, config.training
     ranks = parallel.data_parallel_size(world_size)
     length = config.data.max_prompt_length + config.rollout.max_response_length
     padded = -(-length // parallel.sequence_multiple) * parallel.sequence_multiple
     budget = training.max_tokens_per_micro_batch
-    sequences = training.micro_batch_size or max((budget - budget % parallel.total_multiple) // padded, 1)
+    sequences = training.micro_batch_size or max(
+        (budget - budget % parallel.total_multiple) // padded, 1
+    )
     sequences = min(sequences, -(-training.global_batch_size // ranks))
     stages = parallel.pipeline_model_parallel_size
     is_interleaved = parallel.virtual_pipeline_model_parallel_size is not None
@@ -58,30 +63,45 @@ def with_plan(config: Config, plan: MiniBatchPlan) -> Config:
     return replace(config, training=replace(config.training, micro_batch_size=plan.sequences))
 
 
-def synthetic_samples(config: Config, plan: MiniBatchPlan, vocab_size: int, sizes: RouteShape | None, *,
-                      imbalance: float = 1.0) -> list[Sample]:  # fmt: skip
-    """Samples of the longest prompts and responses of the config, all equal; with routes of these sizes where the
-    trainer takes those of the rollout. They share their arrays."""
+def synthetic_samples(
+    config: Config,
+    plan: MiniBatchPlan,
+    vocab_size: int,
+    sizes: RouteShape | None,
+    *,
+    imbalance: float = 1.0,
+) -> list[Sample]:
+    """Samples of the longest prompts and responses of the config, all equal; with routes of these
+    sizes where the trainer takes those of the rollout. They share their arrays."""
     prompt, response = config.data.max_prompt_length, config.rollout.max_response_length
     tokens = np.arange(prompt + response, dtype=np.int64) % min(vocab_size, 1000)
     log_probs = np.full(response, -2.0, dtype=np.float32)
     routes = None
     if config.routing.needs_rollout_routes and sizes is not None:
-        routes = _routes(len(tokens) - 1, sizes, config.parallel.expert_model_parallel_size, imbalance)
+        routes = _routes(
+            len(tokens) - 1, sizes, config.parallel.expert_model_parallel_size, imbalance
+        )
     return [
         Sample(
             prompt_index=i // config.rollout.n_samples_per_prompt,
             sample_index=i % config.rollout.n_samples_per_prompt,
-            tokens=tokens, prompt_length=prompt, loss_mask=np.ones(response, dtype=np.bool_),
-            rollout_log_probs=log_probs, finish_reason="length", reward=float(i % 2),
-            advantages=np.full(response, 1.0 - 2.0 * (i % 2), dtype=np.float32), routed_experts=routes,
+            tokens=tokens,
+            prompt_length=prompt,
+            loss_mask=np.ones(response, dtype=np.bool_),
+            rollout_log_probs=log_probs,
+            finish_reason="length",
+            reward=float(i % 2),
+            advantages=np.full(response, 1.0 - 2.0 * (i % 2), dtype=np.float32),
+            routed_experts=routes,
         )
         for i in range(plan.samples)
-    ]  # fmt: skip
+    ]
 
 
 def _routes(rows: int, sizes: RouteShape, expert_parallel: int, imbalance: float) -> np.ndarray:
     """Routes ``[rows, held layers, k]``, the same in each layer."""
-    ids = expert_ids(rows, sizes.num_experts, sizes.k, expert_parallel=expert_parallel, imbalance=imbalance)
+    ids = expert_ids(
+        rows, sizes.num_experts, sizes.k, expert_parallel=expert_parallel, imbalance=imbalance
+    )
     layer = ids.numpy().astype(sizes.dtype)[:, None, :]
     return np.broadcast_to(layer, (rows, len(sizes.held_layers), sizes.k))

@@ -1,4 +1,5 @@
-"""Rehearse one rank in this process and write its record: ``python -m megatron_gspo.tools.rehearse.one_rank``.
+"""Rehearse one rank in this process and write its record: ``python -m
+megatron_gspo.tools.rehearse.one_rank``.
 
 A process can play one rank only: torch looks for its GPU once.
 """
@@ -18,12 +19,19 @@ from megatron_gspo.tools.rehearse.fake_device.library import import_torch_with_f
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="python -m megatron_gspo.tools.rehearse.one_rank", description=__doc__)
+    made = argparse.ArgumentParser(
+        prog="python -m megatron_gspo.tools.rehearse.one_rank", description=__doc__
+    )
     made.add_argument("config", help="config file of the run")
     made.add_argument("overrides", nargs="*", metavar="key=value", help="changes of the config")
     made.add_argument("--rank", type=int, default=0)
     made.add_argument("--world", type=int, required=True, help="number of GPUs")
-    made.add_argument("--imbalance", type=float, default=1.0, help="tokens of the first expert rank, by its fair share")
+    made.add_argument(
+        "--imbalance",
+        type=float,
+        default=1.0,
+        help="tokens of the first expert rank, by its fair share",
+    )
     made.add_argument("--layers", type=int, help="rehearse only so many layers")
     made.add_argument("--output", type=Path, required=True, help="the record, as JSON")
     return made
@@ -46,7 +54,9 @@ def run(args: argparse.Namespace) -> None:
             given = load_config(args.config, overrides).model.path
             overrides.append(f"model.path={shortened_model(given, args.layers, Path(folder))}")
         config = load_config(args.config, overrides)
-        gpu = FakeGpu(expert_parallel=config.parallel.expert_model_parallel_size, imbalance=args.imbalance)
+        gpu = FakeGpu(
+            expert_parallel=config.parallel.expert_model_parallel_size, imbalance=args.imbalance
+        )
         with fake_cuda(gpu.host):
             from megatron_gspo.tools.rehearse.rehearse_rank import rehearse_rank
 
@@ -54,8 +64,8 @@ def run(args: argparse.Namespace) -> None:
 
 
 def shortened_model(path: str, layers: int, folder: Path) -> Path:
-    """A model directory with the config.json of another, and its first layers only; a list with an entry for each
-    layer, such as ``layer_types``, is cut with them."""
+    """A model directory with the config.json of another, and its first layers only; a list with an
+    entry for each layer, such as ``layer_types``, is cut with them."""
     data: dict[str, Any] = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
     keys = data["text_config"] if isinstance(data.get("text_config"), dict) else data
     for key, value in keys.items():

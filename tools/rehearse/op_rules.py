@@ -1,7 +1,7 @@
 """What device operations do that fake tensors don't: one row of ``RULES`` for each.
 
-A rule gets the mode, the operation and its arguments, and returns the result, or ``NotImplemented`` after it recorded
-something and the shapes are to be told as for any other operation.
+A rule gets the mode, the operation and its arguments, and returns the result, or ``NotImplemented``
+after it recorded something and the shapes are to be told as for any other operation.
 """
 
 from __future__ import annotations
@@ -81,7 +81,11 @@ def _copy_into(gpu: Gpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def _record_copy(gpu: Gpu, source: Tensor, non_blocking: bool) -> None:
     pinned = is_pinned(source)
-    gpu.host.copy(source.numel() * source.element_size(), pinned=pinned, blocking=not (pinned and non_blocking))
+    gpu.host.copy(
+        source.numel() * source.element_size(),
+        pinned=pinned,
+        blocking=not (pinned and non_blocking),
+    )
 
 
 def _to_host(gpu: Gpu, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -96,8 +100,8 @@ def _to_host(gpu: Gpu, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def _neutral(gpu: Gpu, tensor: Tensor, verb: str) -> Tensor:
-    """In place of what only a GPU computes: ones for floating point, false for flags; integers decide shapes, so that
-    none can be made up."""
+    """In place of what only a GPU computes: ones for floating point, false for flags; integers
+    decide shapes, so that none can be made up."""
     kind = str(tensor.dtype).removeprefix("torch.")
     if tensor.dtype is torch.bool:
         value = torch.zeros(tensor.shape, dtype=torch.bool)
@@ -155,7 +159,9 @@ def _index(gpu: Gpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def _index_put(gpu: Gpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """A mask and one value are a masked fill; a mask and several values are counted on the host."""
-    if args[2].numel() > 1 and any(_is_mask(index) and index.device.type == "cuda" for index in args[1]):
+    if args[2].numel() > 1 and any(
+        _is_mask(index) and index.device.type == "cuda" for index in args[1]
+    ):
         gpu.host.sync(str(func))
     return NotImplemented
 
@@ -168,7 +174,9 @@ def _needed(gpu: Gpu, func: Any, tensor: Tensor) -> Tensor:
     """The values that decide the shape of the result; the host reads their number."""
     value = gpu.values.get(tensor)
     if value is None:
-        raise RehearsalError(f"the size of the result of {func} depends on what only a GPU computes, at {_here()}")
+        raise RehearsalError(
+            f"the size of the result of {func} depends on what only a GPU computes, at {_here()}"
+        )
     gpu.host.sync(str(func))
     return value
 
@@ -180,7 +188,12 @@ def _top_k(gpu: Gpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return NotImplemented
     values, ids = gpu.run(func, args, kwargs)
     tokens, experts = scores.shape
-    gpu.values.set(ids, expert_ids(tokens, experts, k, expert_parallel=gpu.expert_parallel, imbalance=gpu.imbalance))
+    gpu.values.set(
+        ids,
+        expert_ids(
+            tokens, experts, k, expert_parallel=gpu.expert_parallel, imbalance=gpu.imbalance
+        ),
+    )
     return values, ids
 
 
@@ -220,11 +233,23 @@ RULES: dict[Any, Rule] = {
     aten.topk.default: _top_k,
 }
 
-PRODUCTS = frozenset({
-    aten.mm.default, aten.mm.out, aten.addmm.default, aten.addmm.out, aten.addmm_.default, aten.bmm.default,
-    aten.bmm.out, aten.baddbmm.default, aten.baddbmm.out, aten.baddbmm_.default, aten.mv.default, aten.dot.default,
-    aten._grouped_mm.default,
-})  # fmt: skip
+PRODUCTS = frozenset(
+    {
+        aten.mm.default,
+        aten.mm.out,
+        aten.addmm.default,
+        aten.addmm.out,
+        aten.addmm_.default,
+        aten.bmm.default,
+        aten.bmm.out,
+        aten.baddbmm.default,
+        aten.baddbmm.out,
+        aten.baddbmm_.default,
+        aten.mv.default,
+        aten.dot.default,
+        aten._grouped_mm.default,
+    }
+)
 """Products whose kernels take one dtype."""
 
 
@@ -237,7 +262,12 @@ def uses_host_indices(gpu: Gpu, func: Any, args: Any) -> None:
             _record_copy(gpu, index, non_blocking=False)
 
 
-_INDEXING = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default}
+_INDEXING = {
+    aten.index.Tensor,
+    aten.index_put_.default,
+    aten.index_put.default,
+    aten._index_put_impl_.default,
+}
 
 
 def _here() -> str:

@@ -1,4 +1,6 @@
-"""What is recorded of a rank's step, operation by operation, whether its tensors are fake or real."""
+"""What is recorded of a rank's step, operation by operation, whether its tensors are fake or
+real.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ from megatron_gspo.tools.rehearse.memory_log import MemoryLog
 class Recorder(TorchDispatchMode):
     """A mode with the logs of one rank; a subclass defines what an operation returns.
 
-    expert_parallel, imbalance: of the made-up routes, see `routing.expert_ids`. fake_host_bytes: host tensors of
-    unknown device values above this size may be fake too; None is never.
+    expert_parallel, imbalance: of the made-up routes, see `routing.expert_ids`. fake_host_bytes:
+    host tensors of unknown device values above this size may be fake too; None is never.
     """
 
     def __init__(self, *, expert_parallel: int = 1, imbalance: float = 1.0) -> None:
@@ -34,7 +36,9 @@ class Recorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def phase(self, name: str, kind: str) -> Iterator[None]:
-        """Within the context everything is recorded under this phase; new device memory is of ``kind``."""
+        """Within the context everything is recorded under this phase; new device memory is of
+        ``kind``.
+        """
         before = self.host.phase, self.memory.kind
         self.host.phase = self.memory.phase = self.flops.phase = name
         self.memory.kind = kind

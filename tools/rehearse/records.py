@@ -1,7 +1,7 @@
 """What one rank's rehearsal recorded: plain data.
 
-Sizes are in bytes, times in seconds. Call sites are tuples of ``file:line function``, innermost first, of the
-project's and Megatron's code.
+Sizes are in bytes, times in seconds. Call sites are tuples of ``file:line function``, innermost
+first, of the project's and Megatron's code.
 """
 
 from __future__ import annotations
@@ -12,14 +12,25 @@ from pathlib import Path
 
 CallSite = tuple[str, ...]
 
-PHASES = ("build", "old_log_probs", "ref_log_probs", "values", "critic", "forward_backward", "optimizer",
-          "weight_export", "checkpoint_plan")  # fmt: skip
-"""The phases of a rehearsal, in order. A rank without a reference policy skips ``ref_log_probs``, one without a value
-model ``values`` and ``critic``, the value model's forward and backward pass with its optimizer step."""
+PHASES = (
+    "build",
+    "old_log_probs",
+    "ref_log_probs",
+    "values",
+    "critic",
+    "forward_backward",
+    "optimizer",
+    "weight_export",
+    "checkpoint_plan",
+)
+"""The phases of a rehearsal, in order. A rank without a reference policy skips ``ref_log_probs``,
+one without a value model ``values`` and ``critic``, the value model's forward and backward pass
+with its optimizer step."""
 
 KINDS = ("weights", "gradients", "optimizer", "buffers", "inputs", "activations")
-"""Kinds of device memory. ``optimizer`` includes the float32 main weights, ``buffers`` the modules' and
-communication buffers, ``inputs`` the micro-batches, ``activations`` all that a step allocates otherwise."""
+"""Kinds of device memory. ``optimizer`` includes the float32 main weights, ``buffers`` the modules'
+and communication buffers, ``inputs`` the micro-batches, ``activations`` all that a step allocates
+otherwise."""
 
 FINDINGS = {
     "device_mix": "tensors of the CPU and of the GPU meet in one operation",
@@ -37,12 +48,12 @@ FINDINGS = {
 class Collective:
     """One collective or point-to-point operation, in the order of calls.
 
-    op: torch's name without underscores at the ends, such as ``allreduce``, ``allgather_base``, ``alltoall_base``,
-    ``send``, ``recv``.
-    group: such as ``tp``, ``ep``, ``expert_dp``, ``dp_cp``; ``ranks``: its global ranks, in the group's order.
-    bytes: the larger of what the rank puts in and gets out.
-    peer: global rank of the other side of a send or receive. sent, received: bytes to and from each rank of an
-    all-to-all with uneven parts. reduction: such as ``sum``, where there is one.
+    op: torch's name without underscores at the ends, such as ``allreduce``, ``allgather_base``,
+    ``alltoall_base``, ``send``, ``recv``. group: such as ``tp``, ``ep``, ``expert_dp``, ``dp_cp``;
+    ``ranks``: its global ranks, in the group's order. bytes: the larger of what the rank puts in
+    and gets out. peer: global rank of the other side of a send or receive. sent, received: bytes to
+    and from each rank of an all-to-all with uneven parts. reduction: such as ``sum``, where there
+    is one.
     """
 
     op: str
@@ -61,7 +72,9 @@ class Collective:
 
 @dataclass(frozen=True)
 class HostSync:
-    """A place where the host waits for the GPU: ``count`` times in the phase. kind: the operation."""
+    """A place where the host waits for the GPU: ``count`` times in the phase. kind: the
+    operation.
+    """
 
     kind: str
     where: CallSite
@@ -71,8 +84,8 @@ class HostSync:
 
 @dataclass(frozen=True)
 class HostCopy:
-    """Copies from host to device from one place; ``bytes`` is their sum. blocking: the host waits for them, as with
-    any unpinned source."""
+    """Copies from host to device from one place; ``bytes`` is their sum. blocking: the host waits
+    for them, as with any unpinned source."""
 
     bytes: int
     pinned: bool
@@ -99,8 +112,8 @@ class Finding:
 
 @dataclass(frozen=True)
 class MemoryPoint:
-    """Device memory at one operation, ``bytes`` by kind. op: the operation that allocated last; index: its position
-    among all operations of the rehearsal."""
+    """Device memory at one operation, ``bytes`` by kind. op: the operation that allocated last;
+    index: its position among all operations of the rehearsal."""
 
     phase: str
     index: int
@@ -115,7 +128,9 @@ class MemoryPoint:
 
 @dataclass(frozen=True)
 class Allocation:
-    """Device memory of one kind, operation, shape and dtype: ``count`` tensors of together ``bytes``."""
+    """Device memory of one kind, operation, shape and dtype: ``count`` tensors of together
+    ``bytes``.
+    """
 
     kind: str
     op: str
@@ -127,11 +142,13 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Memory:
-    """Device memory over the rehearsal: live tensors, without the allocator's rounding and fragmentation.
+    """Device memory over the rehearsal: live tensors, without the allocator's rounding and
+    fragmentation.
 
-    states: ``weights``, ``gradients`` and ``optimizer`` after the optimizer step. peak: the largest total.
-    peak_activations: the largest ``activations`` of forward_backward. peaks: the largest total of each phase.
-    timeline: thinned, in order. largest: what was alive at the peak, the largest first.
+    states: ``weights``, ``gradients`` and ``optimizer`` after the optimizer step. peak: the largest
+    total. peak_activations: the largest ``activations`` of forward_backward. peaks: the largest
+    total of each phase. timeline: thinned, in order. largest: what was alive at the peak, the
+    largest first.
     """
 
     states: dict[str, int]
@@ -144,8 +161,8 @@ class Memory:
 
 @dataclass(frozen=True)
 class Retained:
-    """A tensor of the step that was alive after it. ``where_allocated``: its operation's call site. owner: attribute
-    path or type of what holds it."""
+    """A tensor of the step that was alive after it. ``where_allocated``: its operation's call site.
+    owner: attribute path or type of what holds it."""
 
     bytes: int
     shape: tuple[int, ...]
@@ -156,8 +173,8 @@ class Retained:
 
 @dataclass(frozen=True)
 class CheckpointPlan:
-    """This rank's part of a checkpoint. tensors: that it writes, or parts of them; written: their bytes. bytes: that it
-    reads."""
+    """This rank's part of a checkpoint. tensors: that it writes, or parts of them; written: their
+    bytes. bytes: that it reads."""
 
     tensors: int
     bytes: int
@@ -168,12 +185,14 @@ class CheckpointPlan:
 class RankRecord:
     """The rehearsal of one rank.
 
-    coordinates: the rank's place in each dimension, such as ``{"pp": 0, "tp": 1}``, and ``groups``: global ranks of
-    each named group. roles: names of what the rank plays, such as ``stage 0``; stands_for: the ranks it was rehearsed
-    for, itself included. micro_batches: run, and tokens of each. flops: of one rank by phase and operation. seconds: of
-    the rehearsal, by phase. host_peak_bytes: of the rehearsal's process. notes: what is extrapolated or left out.
-    sent_weights: bytes that this rank sends in an export of the weights. groups_of_world, groups_of_rank: process
-    groups that are made at the start, and those of them that the rank is in.
+    coordinates: the rank's place in each dimension, such as ``{"pp": 0, "tp": 1}``, and ``groups``:
+    global ranks of each named group. roles: names of what the rank plays, such as ``stage 0``;
+    stands_for: the ranks it was rehearsed for, itself included. micro_batches: run, and tokens of
+    each. flops: of one rank by phase and operation. seconds: of the rehearsal, by phase.
+    host_peak_bytes: of the rehearsal's process. notes: what is extrapolated or left out.
+    sent_weights: bytes that this rank sends in an export of the weights. groups_of_world,
+    groups_of_rank: process groups that are made at the start, and those of them that the rank is
+    in.
     """
 
     rank: int

@@ -18,22 +18,43 @@ _ONCE = ("build", "weight_export", "checkpoint_plan")  # not in each optimizer s
 
 def overview(records: Sequence[RankRecord]) -> Rows:
     """One row a rank; GiB."""
-    rows = [["rank", "role", "stands for", *STATES, "activations", "peak, GiB", "peak in", "collectives", "host syncs",
-             "seconds"]]  # fmt: skip
+    rows = [
+        [
+            "rank",
+            "role",
+            "stands for",
+            *STATES,
+            "activations",
+            "peak, GiB",
+            "peak in",
+            "collectives",
+            "host syncs",
+            "seconds",
+        ]
+    ]
     for record in records:
         memory = record.memory
-        rows.append([
-            str(record.rank), short_roles(record.roles), ranges(record.stands_for),
-            *(gib(memory.states.get(kind, 0)) for kind in STATES),
-            gib(memory.peak_activations.bytes.get("activations", 0)), gib(memory.peak.total), memory.peak.phase,
-            f"{len(record.collectives):,}", f"{sum(sync.count for sync in record.host_syncs):,}",
-            f"{sum(record.seconds.values()):.0f}",
-        ])  # fmt: skip
+        rows.append(
+            [
+                str(record.rank),
+                short_roles(record.roles),
+                ranges(record.stands_for),
+                *(gib(memory.states.get(kind, 0)) for kind in STATES),
+                gib(memory.peak_activations.bytes.get("activations", 0)),
+                gib(memory.peak.total),
+                memory.peak.phase,
+                f"{len(record.collectives):,}",
+                f"{sum(sync.count for sync in record.host_syncs):,}",
+                f"{sum(record.seconds.values()):.0f}",
+            ]
+        )
     return rows
 
 
 def short_roles(roles: Sequence[str]) -> str:
-    """Roles with equal words joined: ``first stage; last tensor rank`` as ``first stage, last tensor``."""
+    """Roles with equal words joined: ``first stage; last tensor rank`` as ``first stage, last
+    tensor``.
+    """
     words: dict[str, list[str]] = {}
     for role in roles:
         end, _, name = role.partition(" ")
@@ -43,8 +64,14 @@ def short_roles(roles: Sequence[str]) -> str:
 
 def role_tables(record: RankRecord) -> list[Rows]:
     """What one rank does, without its number; tables without rows are left out."""
-    tables = (memory_rows(record), collective_rows(record), sync_rows(record), copy_rows(record), flop_rows(record),
-              retained_rows(record))  # fmt: skip
+    tables = (
+        memory_rows(record),
+        collective_rows(record),
+        sync_rows(record),
+        copy_rows(record),
+        flop_rows(record),
+        retained_rows(record),
+    )
     return [rows for rows in tables if len(rows) > 1]
 
 
@@ -59,13 +86,19 @@ def same_roles(records: Sequence[RankRecord]) -> list[list[RankRecord]]:
     """The ranks that do the same, together."""
     found: dict[str, list[RankRecord]] = {}
     for record in records:
-        found.setdefault(repr((role_tables(record), micro_batches(record), record.notes)), []).append(record)
+        found.setdefault(
+            repr((role_tables(record), micro_batches(record), record.notes)), []
+        ).append(record)
     return list(found.values())
 
 
 def memory_rows(record: RankRecord) -> Rows:
     """GiB by kind at the peak of each phase, and the operation that reaches it."""
-    kinds = [kind for kind in KINDS if any(point.bytes.get(kind) for point in record.memory.peaks.values())]
+    kinds = [
+        kind
+        for kind in KINDS
+        if any(point.bytes.get(kind) for point in record.memory.peaks.values())
+    ]
     rows = [["peak of", *kinds, "total, GiB", "operation", "at"]]
     for phase, point in record.memory.peaks.items():
         values = [gib(point.bytes.get(kind, 0)) for kind in kinds]
@@ -77,7 +110,16 @@ def collective_rows(record: RankRecord) -> Rows:
     """Calls by phase, group and operation; bytes of all together."""
     rows = [["collectives of", "group", "operation", "dtype", "calls", "bytes"]]
     for total in collective_totals(record.collectives):
-        rows.append([total.phase, total.group, total.op, total.dtype, f"{total.count:,}", show_bytes(total.bytes)])
+        rows.append(
+            [
+                total.phase,
+                total.group,
+                total.op,
+                total.dtype,
+                f"{total.count:,}",
+                show_bytes(total.bytes),
+            ]
+        )
     return rows
 
 
@@ -87,7 +129,9 @@ def sync_rows(record: RankRecord) -> Rows:
     for one in record.host_syncs:
         counts[one.phase, one.kind, innermost(one.where)] += one.count
     rows = [["host syncs in", "count", "by", "at"]]
-    for (phase, kind, place), count in sorted(counts.items(), key=lambda item: (item[0][0] in _ONCE, -item[1])):
+    for (phase, kind, place), count in sorted(
+        counts.items(), key=lambda item: (item[0][0] in _ONCE, -item[1])
+    ):
         rows.append([phase, f"{count:,}", kind, place])
     return rows
 
@@ -102,7 +146,9 @@ def copy_rows(record: RankRecord) -> Rows:
     rows = [["copies to the device in", "count", "bytes", "blocking", "at"]]
     for key in sorted(counts, key=lambda key: (key[0] in _ONCE, -counts[key])):
         phase, blocking, place = key
-        rows.append([phase, f"{counts[key]:,}", show_bytes(sizes[key]), "yes" if blocking else "no", place])
+        rows.append(
+            [phase, f"{counts[key]:,}", show_bytes(sizes[key]), "yes" if blocking else "no", place]
+        )
     return rows
 
 
@@ -120,7 +166,9 @@ def retained_rows(record: RankRecord) -> Rows:
     rows = [["retained", "shape", "dtype", "held by", "allocated at"]]
     for one in sorted(record.retained, key=lambda one: -one.bytes):
         shape = "x".join(map(str, one.shape))
-        rows.append([show_bytes(one.bytes), shape, one.dtype, one.owner, innermost(one.where_allocated)])
+        rows.append(
+            [show_bytes(one.bytes), shape, one.dtype, one.owner, innermost(one.where_allocated)]
+        )
     return rows
 
 

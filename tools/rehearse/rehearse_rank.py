@@ -1,4 +1,5 @@
-"""One rank's training step on a fake GPU: the program's own code from the model to the plan of a checkpoint.
+"""One rank's training step on a fake GPU: the program's own code from the model to the plan of a
+checkpoint.
 
 Import within ``fake_cuda``: Megatron looks for a GPU while it is imported.
 """
@@ -39,7 +40,12 @@ from megatron_gspo.tools.rehearse.checkpoint_plan import plan_checkpoint
 from megatron_gspo.tools.rehearse.fake_device.fused_functions import fused_functions
 from megatron_gspo.tools.rehearse.fake_gpu import FakeGpu
 from megatron_gspo.tools.rehearse.fake_world import fake_world
-from megatron_gspo.tools.rehearse.mini_batch import MiniBatchPlan, plan_mini_batch, synthetic_samples, with_plan
+from megatron_gspo.tools.rehearse.mini_batch import (
+    MiniBatchPlan,
+    plan_mini_batch,
+    synthetic_samples,
+    with_plan,
+)
 from megatron_gspo.tools.rehearse.recorder import Recorder
 from megatron_gspo.tools.rehearse.records import CheckpointPlan, RankRecord, Retained
 from megatron_gspo.tools.rehearse.retained import find_retained
@@ -72,28 +78,45 @@ class _Run:
 
 
 def rehearse_rank(config: Config, rank: int, world: int, gpu: FakeGpu) -> RankRecord:
-    """Play ``rank`` of ``world``: build the policy and its critic, score and train one mini-batch, export the weights,
-    plan a checkpoint. The weights are never loaded.
+    """Play ``rank`` of ``world``: build the policy and its critic, score and train one mini-batch,
+    export the weights, plan a checkpoint. The weights are never loaded.
 
-    Raises ``RehearsalError`` where a value or a result is unknown, and what the program itself raises.
+    Raises ``RehearsalError`` where a value or a result is unknown, and what the program itself
+    raises.
     """
     options = _megatron_options(config)
-    exports = exports_of_stages(config, options, rank, world) if config.rollout.engine == "embedded" else []
+    exports = (
+        exports_of_stages(config, options, rank, world)
+        if config.rollout.engine == "embedded"
+        else []
+    )
 
     def objects(obj: Any, group: Any) -> list[Any] | None:
-        """What others send. Metrics come from the last pipeline stage, as a dict in a list; their values don't
-        matter."""
-        return exports if exports and obj == exports[group.rank() % len(exports)] else [{}] if obj == [None] else None
+        """What others send. Metrics come from the last pipeline stage, as a dict in a list; their
+        values don't matter."""
+        return (
+            exports
+            if exports and obj == exports[group.rank() % len(exports)]
+            else [{}]
+            if obj == [None]
+            else None
+        )
 
     with fused_functions(gpu.host), fake_world(rank, world, gpu.collectives, objects=objects):
         return play_rank(config, rank, world, gpu)
 
 
 def play_rank(config: Config, rank: int, world: int, recorder: Recorder) -> RankRecord:
-    """The step of `rehearse_rank` as the rank that this process is in torch's process group, within ``recorder``."""
+    """The step of `rehearse_rank` as the rank that this process is in torch's process group,
+    within ``recorder``.
+    """
     plan = plan_mini_batch(config, world)
     run = _Run(with_plan(config, plan), family_of(read_config(config.model.path))[1], recorder)
-    with torch.autograd.set_multithreading_enabled(False), recorder.memory.watch_resizes(), recorder:
+    with (
+        torch.autograd.set_multithreading_enabled(False),
+        recorder.memory.watch_resizes(),
+        recorder,
+    ):
         policy, reference = _build(run, _megatron_options(config))
         gc.collect()
         gc.freeze()  # the collector need not look at the model again
@@ -123,24 +146,41 @@ def _build(run: _Run, options: MegatronOptions) -> tuple[Policy, Policy | None]:
     reference = None
     with run.phase("build", "buffers"):
         groups = initialize(config.parallel, seed=config.seed)
-        policy = build_policy(model, config.parallel, groups, optimizer=config.optimizer,
-                              total_steps=config.optimizer_steps, options=options,
-                              parts=TrainedParts(lora=config.trained_lora, seed=config.seed))  # fmt: skip
+        policy = build_policy(
+            model,
+            config.parallel,
+            groups,
+            optimizer=config.optimizer,
+            total_steps=config.optimizer_steps,
+            options=options,
+            parts=TrainedParts(lora=config.trained_lora, seed=config.seed),
+        )
         if config.algorithm.needs_reference and policy.trained_lora is not None:
             reference = policy.base()
         elif config.algorithm.needs_reference:
-            reference = build_policy(model, config.parallel, groups, optimizer=None, options=options)
+            reference = build_policy(
+                model, config.parallel, groups, optimizer=None, options=options
+            )
         if config.algorithm.needs_critic:
             of_critic = replace(model, path=config.critic_path)
-            policy.critic = build_policy(of_critic, config.parallel, groups, optimizer=config.critic,
-                                         parts=TrainedParts(value_head=True), total_steps=config.optimizer_steps,
-                                         options=options)  # fmt: skip
+            policy.critic = build_policy(
+                of_critic,
+                config.parallel,
+                groups,
+                optimizer=config.critic,
+                parts=TrainedParts(value_head=True),
+                total_steps=config.optimizer_steps,
+                options=options,
+            )
         for trained in policy.trained.values():
             start_optimizer(trained)  # so that the rehearsed step is like any later one
     sizes: dict[str, int] = {}
     for trained in policy.trained.values():
-        for kind, tensors in (("optimizer", optimizer_states(trained.chunks, trained.optimizer)),
-                              ("gradients", gradients(trained.chunks)), ("weights", weights(trained.chunks))):
+        for kind, tensors in (
+            ("optimizer", optimizer_states(trained.chunks, trained.optimizer)),
+            ("gradients", gradients(trained.chunks)),
+            ("weights", weights(trained.chunks)),
+        ):
             sizes[kind] = sizes.get(kind, 0) + memory.relabel(kind, tensors)
     if reference is not None and policy.trained_lora is None:
         sizes["reference"] = memory.relabel("weights", weights(reference.chunks))
@@ -148,10 +188,14 @@ def _build(run: _Run, options: MegatronOptions) -> tuple[Policy, Policy | None]:
     return policy, reference
 
 
-def _train(run: _Run, policy: Policy, reference: Policy | None, plan: MiniBatchPlan) -> tuple[int, ...]:
+def _train(
+    run: _Run, policy: Policy, reference: Policy | None, plan: MiniBatchPlan
+) -> tuple[int, ...]:
     """Log-probs, forward-backward and optimizer step; tokens of each micro-batch."""
     config, routes, imbalance = run.config, policy.routes, run.recorder.imbalance
-    batch = SampleBatch.of(synthetic_samples(config, plan, run.shape.vocab_size, routes, imbalance=imbalance))
+    batch = SampleBatch.of(
+        synthetic_samples(config, plan, run.shape.vocab_size, routes, imbalance=imbalance)
+    )
     rules = packing_rules(config.training, policy.config, policy.groups)
     whole = plan_micro_batches(batch.lengths, rules)
     steps = StepPlan(rules, whole.replica_of(), whole, [])
@@ -164,9 +208,14 @@ def _train(run: _Run, policy: Policy, reference: Policy | None, plan: MiniBatchP
         _train_critic(run, policy.critic, batch, steps)
     with _optimizer_phase(run, policy), run.phase("forward_backward", "activations"):
         result: StepResult = train_mini_batch(
-            policy, batch, config.algorithm, config.training, temperature=config.rollout.temperature,
-            routing=routing.update_options(0), plan=whole,
-        )  # fmt: skip
+            policy,
+            batch,
+            config.algorithm,
+            config.training,
+            temperature=config.rollout.temperature,
+            routing=routing.update_options(0),
+            plan=whole,
+        )
     tokens = tuple(int(batch.tokens.shape[0]) for batch in result.batches.batches)
     del result
     gc.collect()
@@ -180,8 +229,13 @@ def _train_critic(run: _Run, critic: Policy, batch: SampleBatch, steps: StepPlan
         batch = with_values(batch, critic, run.config, steps, Timers())
     batch = batch.map(lambda _, sample: replace(sample, returns=sample.values))
     with run.phase("critic", "activations"):
-        train_critic_mini_batch(critic, batch, run.config.training, value_clip=run.config.critic.value_clip,
-                                plan=steps.whole)  # fmt: skip
+        train_critic_mini_batch(
+            critic,
+            batch,
+            run.config.training,
+            value_clip=run.config.critic.value_clip,
+            plan=steps.whole,
+        )
 
 
 @contextlib.contextmanager
@@ -193,7 +247,9 @@ def _optimizer_phase(run: _Run, policy: Policy) -> Iterator[None]:
         start = time.perf_counter()
         with run.phase("optimizer", "optimizer"):
             result = original(*args, **kwargs)
-        run.seconds["forward_backward"] = run.seconds.get("forward_backward", 0.0) - (time.perf_counter() - start)
+        run.seconds["forward_backward"] = run.seconds.get("forward_backward", 0.0) - (
+            time.perf_counter() - start
+        )
         return result
 
     policy.optimizer.step = step
@@ -203,8 +259,14 @@ def _optimizer_phase(run: _Run, policy: Policy) -> Iterator[None]:
         del policy.optimizer.step
 
 
-def _record(run: _Run, groups: ProcessGroups, rank: int, world: int, plan: MiniBatchPlan,
-            tokens: tuple[int, ...]) -> RankRecord:  # fmt: skip
+def _record(
+    run: _Run,
+    groups: ProcessGroups,
+    rank: int,
+    world: int,
+    plan: MiniBatchPlan,
+    tokens: tuple[int, ...],
+) -> RankRecord:
     recorder = run.recorder
     names = ("pp", "tp", "cp", "dp", "ep", "expert_tp")
     versions = {name: importlib.metadata.version(name) for name in ("torch", "megatron-core")}
@@ -212,7 +274,11 @@ def _record(run: _Run, groups: ProcessGroups, rank: int, world: int, plan: MiniB
         rank=rank,
         world=world,
         coordinates={name: getattr(groups, name).rank() for name in names},
-        groups={name: recorder.collectives.ranks_of(group) for name, group in every_group().items() if name != "world"},
+        groups={
+            name: recorder.collectives.ranks_of(group)
+            for name, group in every_group().items()
+            if name != "world"
+        },
         phases=tuple(run.seconds),
         micro_batches=tokens,
         collectives=recorder.collectives.collectives,
@@ -241,5 +307,8 @@ def _notes(run: _Run, plan: MiniBatchPlan) -> tuple[str, ...]:
     if run.sent_weights:
         notes.append(f"sends {show_bytes(run.sent_weights)} of the weights")
     log = run.recorder.collectives
-    notes.append(f"{log.groups_of_world:,} process groups are made at the start; the rank is in {log.groups_of_rank}")
+    notes.append(
+        f"{log.groups_of_world:,} process groups are made at the start; the rank is in"
+        f" {log.groups_of_rank}"
+    )
     return tuple(notes)

@@ -17,17 +17,28 @@ _MOST = 200
 
 
 def find_retained(memory: MemoryLog, chunks: Sequence[Any], phase: str) -> tuple[Retained, ...]:
-    """The activations of a phase that are still alive, the largest first, each with the attribute that holds it."""
-    left = {key: entry for key, entry in memory.live.items() if entry.phase == phase and entry.kind == "activations"}
+    """The activations of a phase that are still alive, the largest first, each with the
+    attribute that holds it.
+    """
+    left = {
+        key: entry
+        for key, entry in memory.live.items()
+        if entry.phase == phase and entry.kind == "activations"
+    }
     if not left:
         return ()
     largest = sorted(left.items(), key=lambda item: -item[1].bytes)[:_MOST]
     owners = _owners({key for key, _ in largest}, chunks)
     return tuple(
-        Retained(entry.bytes, entry.shape, str(entry.dtype).removeprefix("torch."), call_site(entry.frames),
-                 owners[key])
+        Retained(
+            entry.bytes,
+            entry.shape,
+            str(entry.dtype).removeprefix("torch."),
+            call_site(entry.frames),
+            owners[key],
+        )
         for key, entry in largest
-    )  # fmt: skip
+    )
 
 
 def _owners(wanted: set[int], chunks: Sequence[Any]) -> dict[int, str]:
@@ -54,7 +65,9 @@ def _attributes(chunks: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
             name = ".".join(filter(None, (f"chunk{i}", path)))
             for key, value in vars(module).items():
                 yield from _tensors(f"{name}.{key}", value)
-                if hasattr(value, "__dict__") and not isinstance(value, (torch.nn.Module, Tensor, type)):
+                if hasattr(value, "__dict__") and not isinstance(
+                    value, (torch.nn.Module, Tensor, type)
+                ):
                     for inner, item in list(vars(value).items()):
                         yield from _tensors(f"{name}.{key}.{inner}", item)
 
@@ -77,10 +90,16 @@ def _saved(node: Any) -> Iterator[Tensor]:
             continue
         seen.add(node)
         todo += [parent for parent, _ in node.next_functions]
-        if hasattr(node, "variable"):  # a leaf: the detached input of recomputed layers, and its gradient
-            yield from (tensor for tensor in (node.variable, node.variable.grad) if tensor is not None)
+        if hasattr(
+            node, "variable"
+        ):  # a leaf: the detached input of recomputed layers, and its gradient
+            yield from (
+                tensor for tensor in (node.variable, node.variable.grad) if tensor is not None
+            )
         for name in dir(node):
-            if name == "saved_tensors" or (name.startswith("_saved_") and not name.startswith("_saved_self_sym")):
+            if name == "saved_tensors" or (
+                name.startswith("_saved_") and not name.startswith("_saved_self_sym")
+            ):
                 try:
                     value = getattr(node, name)
                 except RuntimeError:  # freed by the backward
@@ -95,11 +114,13 @@ def _key(tensor: Tensor) -> int:
 
 
 def _holders(wanted: set[int]) -> dict[int, str]:
-    """By storage: types of what refers to its tensors, where no attribute of the model does. The garbage collector's
-    objects are walked twice, for any number of storages."""
+    """By storage: types of what refers to its tensors, where no attribute of the model does. The
+    garbage collector's objects are walked twice, for any number of storages."""
     if not wanted:
         return {}
-    tensors = [item for item in gc.get_objects() if isinstance(item, Tensor) and _key(item) in wanted]
+    tensors = [
+        item for item in gc.get_objects() if isinstance(item, Tensor) and _key(item) in wanted
+    ]
     ids = {id(tensor) for tensor in tensors}
     names: dict[int, set[str]] = {key: set() for key in wanted}
     for referrer in gc.get_referrers(*tensors):
@@ -107,7 +128,9 @@ def _holders(wanted: set[int]) -> dict[int, str]:
             for held in gc.get_referents(referrer):
                 if id(held) in ids:
                     names[_key(held)].add(_describe(referrer, held))
-    return {key: "; ".join(sorted(found)[:3]) or "an autograd graph" for key, found in names.items()}
+    return {
+        key: "; ".join(sorted(found)[:3]) or "an autograd graph" for key, found in names.items()
+    }
 
 
 def _describe(referrer: Any, tensor: Tensor) -> str:

@@ -1,7 +1,9 @@
-"""Which ranks of a world are rehearsed: one of each role, and which other ranks each of them stands for.
+"""Which ranks of a world are rehearsed: one of each role, and which other ranks each of them stands
+for.
 
-Megatron orders ranks by ``tp-cp-dp-pp``, and for experts by ``etp-ep-edp-pp``: the first is the innermost. A role is a
-pipeline stage (first, middle, last) together with a place (first, last) in one of the other dimensions.
+Megatron orders ranks by ``tp-cp-dp-pp``, and for experts by ``etp-ep-edp-pp``: the first is the
+innermost. A role is a pipeline stage (first, middle, last) together with a place (first, last) in
+one of the other dimensions.
 """
 
 from __future__ import annotations
@@ -13,17 +15,31 @@ from functools import cached_property
 from megatron_gspo.config import ParallelConfig
 from megatron_gspo.errors import InputError
 
-DIMENSIONS = ("tp", "cp", "dp", "etp", "ep", "edp")  # within a pipeline stage; experts have their own three
+DIMENSIONS = (
+    "tp",
+    "cp",
+    "dp",
+    "etp",
+    "ep",
+    "edp",
+)  # within a pipeline stage; experts have their own three
 MOST_RANKS = 64  # of `--ranks all`
 _NAMES = {
-    "tp": "tensor rank", "cp": "context rank", "dp": "data rank",
-    "etp": "expert tensor rank", "ep": "expert rank", "edp": "expert data rank",
-}  # fmt: skip
+    "tp": "tensor rank",
+    "cp": "context rank",
+    "dp": "data rank",
+    "etp": "expert tensor rank",
+    "ep": "expert rank",
+    "edp": "expert data rank",
+}
 
 
 @dataclass(frozen=True)
 class RankGrid:
-    """The ranks of a world by their coordinates. sizes: of ``DIMENSIONS``; stages: pipeline stages."""
+    """The ranks of a world by their coordinates.
+
+    sizes: of ``DIMENSIONS``; stages: pipeline stages.
+    """
 
     world: int
     stages: int
@@ -36,7 +52,11 @@ class RankGrid:
         tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
         data = parallel.data_parallel_size(world)
         expert_data = world // (stages * experts * parallel.expert_tensor_size)
-        return cls(world, stages, (tensor, context, data, parallel.expert_tensor_size, experts, expert_data))
+        return cls(
+            world,
+            stages,
+            (tensor, context, data, parallel.expert_tensor_size, experts, expert_data),
+        )
 
     @property
     def stage_size(self) -> int:
@@ -54,10 +74,14 @@ class RankGrid:
     def coordinates(self, rank: int) -> tuple[int, ...]:
         """The rank's place in each of ``DIMENSIONS``."""
         offset = rank % self.stage_size
-        return tuple(offset // stride % size for stride, size in zip(self._strides, self.sizes, strict=True))
+        return tuple(
+            offset // stride % size for stride, size in zip(self._strides, self.sizes, strict=True)
+        )
 
     def group(self, rank: int, dimension: int) -> range:
-        """The ranks that differ from ``rank`` in this one of ``DIMENSIONS`` only, the rank itself among them."""
+        """The ranks that differ from ``rank`` in this one of ``DIMENSIONS`` only, the rank
+        itself among them.
+        """
         stride, size = self._strides[dimension], self.sizes[dimension]
         first = rank - self.coordinates(rank)[dimension] * stride
         return range(first, first + size * stride, stride)
@@ -65,29 +89,41 @@ class RankGrid:
 
 @dataclass(frozen=True)
 class PlayedRank:
-    """A rank to rehearse. roles: such as ``last stage``; stands_for: all ranks that it represents, itself included."""
+    """A rank to rehearse. roles: such as ``last stage``; stands_for: all ranks that it
+    represents, itself included.
+    """
 
     rank: int
     roles: tuple[str, ...]
     stands_for: tuple[int, ...]
 
 
-def choose_ranks(parallel: ParallelConfig, world: int, chosen: str = "all-roles") -> list[PlayedRank]:
+def choose_ranks(
+    parallel: ParallelConfig, world: int, chosen: str = "all-roles"
+) -> list[PlayedRank]:
     """The ranks to rehearse, ascending.
 
-    ``all-roles``: the fewest ranks such that in each rehearsed pipeline stage the first and the last rank of a group of
-    each dimension are among them. ``all``: every rank, in worlds of at most ``MOST_RANKS``. Otherwise a list such as
-    ``0,5``. Only ranks of ``all-roles`` stand for others. Raises ``InputError``.
+    ``all-roles``: the fewest ranks such that in each rehearsed pipeline stage the first and the
+    last rank of a group of each dimension are among them. ``all``: every rank, in worlds of at most
+    ``MOST_RANKS``. Otherwise a list such as ``0,5``. Only ranks of ``all-roles`` stand for others.
+    Raises ``InputError``.
     """
     grid = RankGrid.of(parallel, world)
     if chosen == "all-roles":
-        ranks = sorted({stage * grid.stage_size + offset for stage in stage_roles(grid.stages)
-                        for offset in _covering_offsets(grid)})  # fmt: skip
+        ranks = sorted(
+            {
+                stage * grid.stage_size + offset
+                for stage in stage_roles(grid.stages)
+                for offset in _covering_offsets(grid)
+            }
+        )
         represented = _representatives(grid, ranks)
         return [PlayedRank(rank, role_names(grid, rank), represented[rank]) for rank in ranks]
     if chosen == "all":
         if world > MOST_RANKS:
-            raise InputError(f"--ranks all: at most {MOST_RANKS} ranks, not {world:,}; use all-roles or a list")
+            raise InputError(
+                f"--ranks all: at most {MOST_RANKS} ranks, not {world:,}; use all-roles or a list"
+            )
         ranks = list(range(world))
     else:
         ranks = _parse_list(chosen, world)
@@ -95,7 +131,9 @@ def choose_ranks(parallel: ParallelConfig, world: int, chosen: str = "all-roles"
 
 
 def stage_roles(stages: int) -> dict[int, str]:
-    """The pipeline stages to rehearse: the first, the one after it in place of all in the middle, and the last."""
+    """The pipeline stages to rehearse: the first, the one after it in place of all in the
+    middle, and the last.
+    """
     if stages == 1:
         return {0: ""}
     middle = {1: "middle stage"} if stages > 2 else {}
@@ -103,7 +141,9 @@ def stage_roles(stages: int) -> dict[int, str]:
 
 
 def role_names(grid: RankGrid, rank: int) -> tuple[str, ...]:
-    """What the rank is first or last of, dimensions of size 1 left out; ``only rank`` where nothing is divided."""
+    """What the rank is first or last of, dimensions of size 1 left out; ``only rank`` where
+    nothing is divided.
+    """
     stage = stage_roles(grid.stages)[_stage_role(grid, rank)]
     names = [stage] if stage else []
     for dimension, at, size in zip(DIMENSIONS, grid.coordinates(rank), grid.sizes, strict=True):
@@ -128,15 +168,21 @@ def ranges(ranks: Sequence[int]) -> str:
 def _parse_list(chosen: str, world: int) -> list[int]:
     words = [word.strip() for word in chosen.split(",")]
     if not all(word.isdecimal() for word in words):
-        raise InputError(f"--ranks {chosen}: is not a list of ranks; write all-roles, all or ranks such as 0,5")
+        raise InputError(
+            f"--ranks {chosen}: is not a list of ranks; write all-roles, all or ranks such as 0,5"
+        )
     ranks = sorted({int(word) for word in words})
     if ranks[-1] >= world:
-        raise InputError(f"--ranks {chosen}: no rank {ranks[-1]} in a world of {world:,}; the last is {world - 1}")
+        raise InputError(
+            f"--ranks {chosen}: no rank {ranks[-1]} in a world of {world:,}; the last is"
+            f" {world - 1}"
+        )
     return ranks
 
 
 def _covering_offsets(grid: RankGrid) -> tuple[int, ...]:
-    """The fewest ranks of one stage such that each dimension has its first and last rank in one group among them.
+    """The fewest ranks of one stage such that each dimension has its first and last rank in one
+    group among them.
 
     Found by adding to rank 0, one after the other, ranks that complete a dimension, in all ways.
     """
@@ -155,7 +201,9 @@ def _covering_offsets(grid: RankGrid) -> tuple[int, ...]:
 
 
 def _ends(grid: RankGrid, rank: int) -> Iterator[tuple[int, int]]:
-    """For each dimension, the rank at the other end of the group; none where this rank is at neither end."""
+    """For each dimension, the rank at the other end of the group; none where this rank is at
+    neither end.
+    """
     for dimension, (at, size) in enumerate(zip(grid.coordinates(rank), grid.sizes, strict=True)):
         if size > 1 and at in (0, size - 1):
             yield dimension, grid.group(rank, dimension)[0 if at else -1]
@@ -168,16 +216,25 @@ def _stage_role(grid: RankGrid, rank: int) -> int:
 
 
 def _representatives(grid: RankGrid, played: Sequence[int]) -> dict[int, tuple[int, ...]]:
-    """Every rank of the world under the played rank of its stage's role that is last in the most equal dimensions."""
+    """Every rank of the world under the played rank of its stage's role that is last in the
+    most equal dimensions.
+    """
 
     def last_in(rank: int) -> tuple[bool, ...]:
-        return tuple(at == size - 1 for at, size in zip(grid.coordinates(rank), grid.sizes, strict=True))
+        return tuple(
+            at == size - 1 for at, size in zip(grid.coordinates(rank), grid.sizes, strict=True)
+        )
 
     ends = {rank: last_in(rank) for rank in played}
     found: dict[int, list[int]] = {rank: [] for rank in played}
     for rank in range(grid.world):
         like, own = _stage_role(grid, rank), last_in(rank)
         same_stage = [other for other in played if grid.stage(other) == like]
-        differences = {other: sum(a != b for a, b in zip(own, ends[other], strict=True)) for other in same_stage}
-        found[rank if rank in ends else min(same_stage, key=lambda other: (differences[other], other))].append(rank)
+        differences = {
+            other: sum(a != b for a, b in zip(own, ends[other], strict=True))
+            for other in same_stage
+        }
+        found[
+            rank if rank in ends else min(same_stage, key=lambda other: (differences[other], other))
+        ].append(rank)
     return {rank: tuple(others) for rank, others in found.items()}

@@ -1,6 +1,8 @@
-"""The shapes of results, remembered by operation and arguments: torch's fake tensors compute each of them once.
+"""The shapes of results, remembered by operation and arguments: torch's fake tensors compute each
+of them once.
 
-A step runs the same operations for every layer and micro-batch. Torch's own cache takes most of a rehearsal's time.
+A step runs the same operations for every layer and micro-batch. Torch's own cache takes most of a
+rehearsal's time.
 """
 
 from __future__ import annotations
@@ -13,15 +15,27 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
-_PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+_PLAIN = (
+    int,
+    float,
+    bool,
+    str,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
 # The result depends on values, or the operation gives its argument another shape.
-_UNCACHED_TAGS = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output, torch.Tag.inplace_view})
+_UNCACHED_TAGS = frozenset(
+    {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output, torch.Tag.inplace_view}
+)
 
 
 @dataclass(frozen=True)
 class _Spec:
-    """One tensor of a result. argument: the position, among the tensors of the arguments, of the one that the result
-    is (``is_view`` False) or is a view of; None for new memory."""
+    """One tensor of a result. argument: the position, among the tensors of the arguments, of the
+    one that the result is (``is_view`` False) or is a view of; None for new memory."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -74,7 +88,9 @@ class ShapeCache:
 
 
 def _key_of(value: Any, tensors: list[Tensor]) -> Any:
-    """What decides the shapes of a result, or None where a value is of another kind; fills ``tensors``."""
+    """What decides the shapes of a result, or None where a value is of another kind; fills
+    ``tensors``.
+    """
     if isinstance(value, FakeTensor):
         tensors.append(value)
         return value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device
@@ -109,8 +125,16 @@ def _spec(leaf: Any, tensors: list[Tensor]) -> Any:
         return leaf
     storage = leaf.untyped_storage()._cdata
     same = [i for i, tensor in enumerate(tensors) if tensor is leaf]
-    shared = same or [i for i, tensor in enumerate(tensors) if tensor.untyped_storage()._cdata == storage]
+    shared = same or [
+        i for i, tensor in enumerate(tensors) if tensor.untyped_storage()._cdata == storage
+    ]
     argument = shared[0] if shared else None
     return _Spec(
-        leaf.shape, leaf.stride(), int(leaf.storage_offset()), leaf.dtype, leaf.fake_device, argument, is_view=not same
+        leaf.shape,
+        leaf.stride(),
+        int(leaf.storage_offset()),
+        leaf.dtype,
+        leaf.fake_device,
+        argument,
+        is_view=not same,
     )

@@ -26,13 +26,16 @@ class _Sent(Exception):
 
 
 def exports_of_stages(config: Config, options: MegatronOptions, rank: int, world: int) -> list[Any]:
-    """What `export_weights` exchanges between the pipeline stages of ``rank``'s pipeline, stage by stage; nothing for
-    one stage. Process groups must not be initialized."""
+    """What `export_weights` exchanges between the pipeline stages of ``rank``'s pipeline, stage by
+    stage; nothing for one stage. Process groups must not be initialized."""
     stages = config.parallel.pipeline_model_parallel_size
     if stages == 1:
         return []
     per_stage = world // stages  # Megatron's order: pipeline stages are the outermost
-    return [_export_of(config, options, stage * per_stage + rank % per_stage, world) for stage in range(stages)]
+    return [
+        _export_of(config, options, stage * per_stage + rank % per_stage, world)
+        for stage in range(stages)
+    ]
 
 
 def _export_of(config: Config, options: MegatronOptions, rank: int, world: int) -> Any:

@@ -1,4 +1,6 @@
-"""All rehearsed ranks of a world together: totals, what would stop or corrupt a run, and the JSON document."""
+"""All rehearsed ranks of a world together: totals, what would stop or corrupt a run, and the
+JSON document.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,20 @@ CANNOT_PROVE = (
     "Transformer Engine's kernels: the model has torch layers here",
     "numerics: tensors have no data",
     "NCCL itself: its topology, buffers and time-outs",
-    "fragmentation: memory is that of live tensors, without what the allocator and the CUDA context take",
+    (
+        "fragmentation: memory is that of live tensors, without what the allocator and the CUDA"
+        " context take"
+    ),
     "speed: FLOPs and bytes are counted, not timed",
 )
 
 
 @dataclass(frozen=True)
 class FailedRank:
-    """A rank whose rehearsal stopped. message: one line; output: the end of what its process wrote."""
+    """A rank whose rehearsal stopped.
+
+    message: one line; output: the end of what its process wrote.
+    """
 
     rank: int
     message: str
@@ -33,8 +41,8 @@ class FailedRank:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """The rehearsed ranks of one config and world. layout: such as ``TP2 EP8``; runtime_bytes: of a GPU's memory, that
-    CUDA, NCCL and cuBLAS take."""
+    """The rehearsed ranks of one config and world. layout: such as ``TP2 EP8``; runtime_bytes: of a
+    GPU's memory, that CUDA, NCCL and cuBLAS take."""
 
     config: str
     world: int
@@ -74,7 +82,9 @@ def collective_totals(calls: Sequence[Collective]) -> list[CollectiveTotal]:
 
 
 def problems(rehearsal: Rehearsal) -> list[str]:
-    """What would stop or corrupt a run, one line each; none means that a run passes the rehearsed steps."""
+    """What would stop or corrupt a run, one line each; none means that a run passes the
+    rehearsed steps.
+    """
     found = [f"rank {failed.rank}: {failed.message}" for failed in rehearsal.failed]
     found += [str(disagreement) for disagreement in rehearsal.comparison.disagreements]
     for message, ranks in _defects(rehearsal.records).items():
@@ -84,38 +94,57 @@ def problems(rehearsal: Rehearsal) -> list[str]:
         peak = record.memory.peak
         if peak.total > room:
             found.append(
-                f"rank {record.rank}: out of memory: {show_bytes(peak.total)} at {peak.op} in {peak.phase}, of "
-                f"{show_bytes(room)} that {rehearsal.gpu.name} has beside "
-                f"{show_bytes(rehearsal.runtime_bytes)} of CUDA and NCCL"
+                f"rank {record.rank}: out of memory: {show_bytes(peak.total)} at {peak.op} in"
+                f" {peak.phase}, of {show_bytes(room)} that {rehearsal.gpu.name} has beside"
+                f" {show_bytes(rehearsal.runtime_bytes)} of CUDA and NCCL"
             )
     return found
 
 
 def to_json(rehearsal: Rehearsal) -> dict[str, Any]:
-    """The document of ``--json``; bytes and counts are integers, times seconds, call sites lists, innermost first."""
+    """The document of ``--json``; bytes and counts are integers, times seconds, call sites
+    lists, innermost first.
+    """
     comparison, found = rehearsal.comparison, problems(rehearsal)
     return {
-        "config": rehearsal.config, "world": rehearsal.world, "layout": rehearsal.layout, "passes": not found,
-        "problems": found, "roles": [_role(record) for record in rehearsal.records],
+        "config": rehearsal.config,
+        "world": rehearsal.world,
+        "layout": rehearsal.layout,
+        "passes": not found,
+        "problems": found,
+        "roles": [_role(record) for record in rehearsal.records],
         "failed": [dataclasses.asdict(failed) for failed in rehearsal.failed],
         "disagreements": [dataclasses.asdict(one) for one in comparison.disagreements],
-        "compared_groups": {name: dataclasses.asdict(group) for name, group in comparison.groups.items()},
+        "compared_groups": {
+            name: dataclasses.asdict(group) for name, group in comparison.groups.items()
+        },
         "groups_with_one_rehearsed_rank": list(comparison.alone),
-        "gpu": {"name": rehearsal.gpu.name, "memory": rehearsal.gpu.memory, "runtime": rehearsal.runtime_bytes},
+        "gpu": {
+            "name": rehearsal.gpu.name,
+            "memory": rehearsal.gpu.memory,
+            "runtime": rehearsal.runtime_bytes,
+        },
         "cannot_prove": list(CANNOT_PROVE),
-    }  # fmt: skip
+    }
 
 
 def _role(record: RankRecord) -> dict[str, Any]:
     memory = record.memory
     return {
-        "rank": record.rank, "roles": list(record.roles), "stands_for": list(record.stands_for),
-        "coordinates": record.coordinates, "micro_batches": list(record.micro_batches),
+        "rank": record.rank,
+        "roles": list(record.roles),
+        "stands_for": list(record.stands_for),
+        "coordinates": record.coordinates,
+        "micro_batches": list(record.micro_batches),
         "peak_bytes": memory.peak.total,
         "peak_activation_bytes": memory.peak_activations.bytes.get("activations", 0),
-        "peak": dataclasses.asdict(memory.peak), "states": memory.states,
+        "peak": dataclasses.asdict(memory.peak),
+        "states": memory.states,
         "phase_peaks": {phase: point.total for phase, point in memory.peaks.items()},
-        "timeline": [{"phase": point.phase, "index": point.index, "bytes": point.bytes} for point in memory.timeline],
+        "timeline": [
+            {"phase": point.phase, "index": point.index, "bytes": point.bytes}
+            for point in memory.timeline
+        ],
         "largest": [dataclasses.asdict(one) for one in memory.largest],
         "collectives": _collectives(record.collectives),
         "host_syncs": [dataclasses.asdict(one) for one in by_count(record.host_syncs)],
@@ -123,11 +152,16 @@ def _role(record: RankRecord) -> dict[str, Any]:
         "findings": [dataclasses.asdict(one) for one in record.findings],
         "retained": [dataclasses.asdict(one) for one in record.retained],
         "checkpoint": record.checkpoint and dataclasses.asdict(record.checkpoint),
-        "flops": record.flops, "seconds": sum(record.seconds.values()), "seconds_by_phase": record.seconds,
-        "host_peak_bytes": record.host_peak_bytes, "versions": record.versions, "notes": list(record.notes),
-        "sent_weights": record.sent_weights, "groups_of_world": record.groups_of_world,
+        "flops": record.flops,
+        "seconds": sum(record.seconds.values()),
+        "seconds_by_phase": record.seconds,
+        "host_peak_bytes": record.host_peak_bytes,
+        "versions": record.versions,
+        "notes": list(record.notes),
+        "sent_weights": record.sent_weights,
+        "groups_of_world": record.groups_of_world,
         "groups_of_rank": record.groups_of_rank,
-    }  # fmt: skip
+    }
 
 
 def by_count(items: Sequence[HostSync] | Sequence[HostCopy]) -> list[Any]:
@@ -139,10 +173,19 @@ def _collectives(calls: Sequence[Collective]) -> list[dict[str, Any]]:
     """By operation and group, with the counts of each phase."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for total in collective_totals(calls):
-        entry = found.setdefault((total.op, total.group), {
-            "op": total.op, "group": total.group, "count": 0, "bytes": 0, "phases": {},
-        })  # fmt: skip
-        counts = Counter(entry["phases"].get(total.phase, {})) + Counter(count=total.count, bytes=total.bytes)
+        entry = found.setdefault(
+            (total.op, total.group),
+            {
+                "op": total.op,
+                "group": total.group,
+                "count": 0,
+                "bytes": 0,
+                "phases": {},
+            },
+        )
+        counts = Counter(entry["phases"].get(total.phase, {})) + Counter(
+            count=total.count, bytes=total.bytes
+        )
         entry["phases"][total.phase] = dict(counts)
         entry["count"] += total.count
         entry["bytes"] += total.bytes

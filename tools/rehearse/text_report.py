@@ -7,7 +7,14 @@ from collections.abc import Iterable
 
 from megatron_gspo.errors import show_bytes
 from megatron_gspo.tools.plan.plan_report import table
-from megatron_gspo.tools.rehearse.rehearsal_tables import Rows, gib, micro_batches, overview, role_tables, same_roles
+from megatron_gspo.tools.rehearse.rehearsal_tables import (
+    Rows,
+    gib,
+    micro_batches,
+    overview,
+    role_tables,
+    same_roles,
+)
 from megatron_gspo.tools.rehearse.summary import CANNOT_PROVE, Rehearsal, problems
 
 _LAST_LINES = 12  # of a failed rank's output
@@ -17,9 +24,17 @@ _MOST_ROWS = 40  # of a table; the JSON document has all
 def whole_report(rehearsal: Rehearsal) -> str:
     """The rehearsal as printed."""
     found = problems(rehearsal)
-    parts = [described(rehearsal), failure_list(found) if found else verdict(rehearsal), agreement(rehearsal)]
+    parts = [
+        described(rehearsal),
+        failure_list(found) if found else verdict(rehearsal),
+        agreement(rehearsal),
+    ]
     for failed in rehearsal.failed:
-        parts.append(f"Rank {failed.rank} ended with:\n\n{_indented_end(failed.output)}" if failed.output else "")
+        parts.append(
+            f"Rank {failed.rank} ended with:\n\n{_indented_end(failed.output)}"
+            if failed.output
+            else ""
+        )
     if rehearsal.records:
         parts.append(table(overview(rehearsal.records)))
     for records in same_roles(rehearsal.records):
@@ -38,16 +53,20 @@ def described(rehearsal: Rehearsal) -> str:
 
 def failure_list(found: list[str]) -> str:
     """Each problem on a line."""
-    return f"{len(found)} problem{'s' if len(found) > 1 else ''} that would stop or corrupt a run:\n{_bullets(found)}"
+    return (
+        f"{len(found)} problem{'s' if len(found) > 1 else ''} that would stop or corrupt a"
+        f" run:\n{_bullets(found)}"
+    )
 
 
 def verdict(rehearsal: Rehearsal) -> str:
     """The sentence for a rehearsal without problems."""
     fullest, gpu = rehearsal.fullest, rehearsal.gpu
     return (
-        f"Nothing was found that would stop a run. Rank {fullest.rank} is the fullest: "
-        f"{gib(fullest.memory.peak.total)} GiB of live tensors at its peak. {gpu.name} has {gib(gpu.memory)} GiB, of "
-        f"which CUDA and NCCL take about {show_bytes(rehearsal.runtime_bytes)}."
+        f"Nothing was found that would stop a run. Rank {fullest.rank} is the fullest:"
+        f" {gib(fullest.memory.peak.total)} GiB of live tensors at its peak. {gpu.name} has"
+        f" {gib(gpu.memory)} GiB, of which CUDA and NCCL take about"
+        f" {show_bytes(rehearsal.runtime_bytes)}."
     )
 
 
@@ -58,11 +77,13 @@ def agreement(rehearsal: Rehearsal) -> str:
     sentences = []
     if names and not comparison.disagreements:
         sentences.append(
-            "The rehearsed members of each group make the same collectives in the same order, with the same dtypes and "
-            f"sizes: {', '.join(names)}."
+            "The rehearsed members of each group make the same collectives in the same order, with"
+            f" the same dtypes and sizes: {', '.join(names)}."
         )
     if comparison.alone:
-        sentences.append(f"Not compared, since one member only was rehearsed: {', '.join(comparison.alone)}.")
+        sentences.append(
+            f"Not compared, since one member only was rehearsed: {', '.join(comparison.alone)}."
+        )
     return " ".join(sentences)
 
 
@@ -76,4 +97,6 @@ def _bullets(lines: Iterable[str]) -> str:
 
 def _cut(rows: Rows) -> str:
     rest = len(rows) - 1 - _MOST_ROWS
-    return table(rows[: _MOST_ROWS + 1]) + (f"\n\n{rest} more rows are in the JSON document." if rest > 0 else "")
+    return table(rows[: _MOST_ROWS + 1]) + (
+        f"\n\n{rest} more rows are in the JSON document." if rest > 0 else ""
+    )

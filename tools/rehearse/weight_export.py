@@ -1,4 +1,6 @@
-"""The weights of a rehearsed rank on their way to the inference engine and to the files of an export."""
+"""The weights of a rehearsed rank on their way to the inference engine and to the files of an
+export.
+"""
 
 from __future__ import annotations
 
@@ -16,28 +18,44 @@ from megatron_gspo.weight_transport.tensor_transport import SharedMemoryTranspor
 from megatron_gspo.weight_transport.transport import WeightTransport
 
 # whose buckets are on the GPU
-_ON_GPU: dict[str, type[WeightTransport]] = {"distributed": DistributedTransport, "ipc": SharedMemoryTransport}
+_ON_GPU: dict[str, type[WeightTransport]] = {
+    "distributed": DistributedTransport,
+    "ipc": SharedMemoryTransport,
+}
 
 
 def export(policy: Policy, config: Config) -> int:
-    """Export the weights as a run does: every source its own tensors, one after the other; before that, to an embedded
-    engine, the whole model on every rank. A collective of all ranks.
+    """Export the weights as a run does: every source its own tensors, one after the other; before
+    that, to an embedded engine, the whole model on every rank. A collective of all ranks.
 
     Returns the bytes that this rank sends as a source.
     """
     if config.rollout.engine == "embedded":
         for _ in policy.weights():
             pass
-    return sum(part.nbytes for source in policy.sources for part in _sent(policy.weights(source), config))
+    return sum(
+        part.nbytes for source in policy.sources for part in _sent(policy.weights(source), config)
+    )
 
 
 def _sent(stream: Iterator[tuple[str, Tensor]], config: Config) -> Iterator[Tensor]:
-    """What leaves a source at a time: the buckets of a transport that sends from the GPU, else single tensors."""
-    transport = _ON_GPU.get(config.servers.weight_transport) if config.rollout.engine in SERVER_KINDS else None
+    """What leaves a source at a time: the buckets of a transport that sends from the GPU, else
+    single tensors.
+    """
+    transport = (
+        _ON_GPU.get(config.servers.weight_transport)
+        if config.rollout.engine in SERVER_KINDS
+        else None
+    )
     if transport is None:
         yield from (tensor for _, tensor in stream)
         return
     size = int(config.servers.weight_bucket_mb * 2**20)
-    for bucket in buckets(stream, size, device=compute_device(), allocate=transport.allocate,
-                          in_flight=transport.in_flight):  # fmt: skip
+    for bucket in buckets(
+        stream,
+        size,
+        device=compute_device(),
+        allocate=transport.allocate,
+        in_flight=transport.in_flight,
+    ):
         yield bucket.data

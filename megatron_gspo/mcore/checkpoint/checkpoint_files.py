@@ -1,9 +1,10 @@
-"""The files of training checkpoints: which are complete, and how one is published, replaced and removed.
+"""The files of training checkpoints: which are complete, and how one is published, replaced and
+removed.
 
-A checkpoint ``step_NNNNNN`` is written as ``.partial_NNNNNN_...`` and renamed. ``state.json``, its last file, lists
-every other file but the kept rollouts with its size; a directory that does not match its list is not a
-checkpoint. Neither is a link, a copy under another name, or one under the name of another step: such things are the
-user's (``given_names.py``).
+A checkpoint ``step_NNNNNN`` is written as ``.partial_NNNNNN_...`` and renamed. ``state.json``, its
+last file, lists every other file but the kept rollouts with its size; a directory that does not
+match its list is not a checkpoint. Neither is a link, a copy under another name, or one under the
+name of another step: such things are the user's (``given_names.py``).
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ ROLLOUTS = "rollout.bin"  # written before or after the rest is complete, so it 
 
 
 class CheckpointError(RunError):
-    """A checkpoint that can't be written or read: one line with the path, the problem and the fix."""
+    """A checkpoint that can't be written or read: one line with the path, the problem and the
+    fix.
+    """
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -44,14 +47,22 @@ def begin_checkpoint(folder: Path, step: int) -> Path:
     return partial
 
 
-def publish_checkpoint(partial: Path, final: Path, state: Mapping[str, Any], *, keep: int,
-                       steps: Mapping[str, int] | None = None, base: str = "") -> None:
-    """Complete ``partial`` with ``state`` (JSON-able) and the step counts of optimizer and schedule, rename it to
-    ``final`` and remove all but the newest ``keep``. base: checksum of the weights that its adapters belong to; "" for
-    whole weights. What stands at ``final`` and is no checkpoint of this step is kept under another name.
+def publish_checkpoint(
+    partial: Path,
+    final: Path,
+    state: Mapping[str, Any],
+    *,
+    keep: int,
+    steps: Mapping[str, int] | None = None,
+    base: str = "",
+) -> None:
+    """Complete ``partial`` with ``state`` (JSON-able) and the step counts of optimizer and
+    schedule, rename it to ``final`` and remove all but the newest ``keep``. base: checksum of the
+    weights that its adapters belong to; "" for whole weights. What stands at ``final`` and is no
+    checkpoint of this step is kept under another name.
 
-    Everything is on the disk before the rename, so that a power failure leaves no incomplete checkpoint; the ranks
-    have flushed their own files.
+    Everything is on the disk before the rename, so that a power failure leaves no incomplete
+    checkpoint; the ranks have flushed their own files.
     """
     files = [file for file in partial.rglob("*") if file.is_file() and file.name != ROLLOUTS]
     sizes = {str(file.relative_to(partial)): file.stat().st_size for file in files}
@@ -82,11 +93,17 @@ def remove_leftovers(folder: Path) -> None:
 
 def complete_checkpoints(folder: Path) -> list[Path]:
     """The complete checkpoints of a run, oldest first."""
-    return [path for path in CHECKPOINTS.entries(folder).values() if not _foreign(path) and not fault_of(path)]
+    return [
+        path
+        for path in CHECKPOINTS.entries(folder).values()
+        if not _foreign(path) and not fault_of(path)
+    ]
 
 
 def newest_checkpoint(folder: Path) -> tuple[Path | None, list[str]]:
-    """The newest complete checkpoint, if any, and why each entry with the name of a newer one is not one."""
+    """The newest complete checkpoint, if any, and why each entry with the name of a newer one
+    is not one.
+    """
     faults: list[str] = []
     for path in reversed(CHECKPOINTS.named(folder).values()):
         if foreign := _foreign(path):
@@ -109,8 +126,8 @@ def room_left(folder: Path) -> str:
 
 
 def _foreign(path: Path) -> str:
-    """What else than a checkpoint of this run has the name of one, in a few words; "" for a checkpoint, whole or not,
-    and for nothing."""
+    """What else than a checkpoint of this run has the name of one, in a few words; "" for a
+    checkpoint, whole or not, and for nothing."""
     if path.is_symlink():
         return "a link"
     if path.is_file():
@@ -132,7 +149,9 @@ def fault_of(path: Path) -> str:
         return f"{STATE} can't be read: {(error.strerror or type(error).__name__).lower()}"
     except ValueError:
         return f"{STATE} is not JSON"
-    if not isinstance(content, dict) or not all(isinstance(content.get(key), dict) for key in ("state", "files")):
+    if not isinstance(content, dict) or not all(
+        isinstance(content.get(key), dict) for key in ("state", "files")
+    ):
         return f"{STATE} has no list of files"
     for name, size in content["files"].items():
         file = path / name
@@ -149,16 +168,23 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def check_base(path: Path, base: str) -> None:
-    """Raise ``CheckpointError`` unless a checkpoint is of adapters to the weights with the checksum ``base``, or for ""
-    of whole weights."""
+    """Raise ``CheckpointError`` unless a checkpoint is of adapters to the weights with the checksum
+    ``base``, or for "" of whole weights."""
     found = json.loads((path / STATE).read_text(encoding="utf-8")).get("base", "")
     if found == base:
         return
     if not found or not base:
         kinds = ("adapters", "whole weights") if found else ("whole weights", "adapters")
-        problem = "{} holds {}, the run trains {}; set lora.rank as it was, or another run_dir".format(path, *kinds)
+        problem = (
+            "{} holds {}, the run trains {}; set lora.rank as it was, or another run_dir".format(
+                path, *kinds
+            )
+        )
     else:
-        problem = f"{path} holds adapters to weights with checksum {found}, model.path has {base}; set model.path back"
+        problem = (
+            f"{path} holds adapters to weights with checksum {found}, model.path has {base}; set"
+            " model.path back"
+        )
     raise CheckpointError(problem)
 
 

@@ -1,6 +1,8 @@
-"""The contents of Megatron's distributed checkpoint of a model in a parallel layout, from a model on the meta device.
+"""The contents of Megatron's distributed checkpoint of a model in a parallel layout, from a model
+on the meta device.
 
-The chunks are plain data, so that a conversion streams them without a model. Megatron's own loader reads the result.
+The chunks are plain data, so that a conversion streams them without a model. Megatron's own loader
+reads the result.
 """
 
 from __future__ import annotations
@@ -34,14 +36,22 @@ _CHECKPOINT_VERSION = 3.0  # Megatron-LM's: query, key and value interleaved by 
 
 @dataclass(frozen=True)
 class CheckpointMetadata:
-    """chunks: each region of each weight once. objects: key -> bytes of a layer's other stored objects."""
+    """chunks: each region of each weight once.
+
+    objects: key -> bytes of a layer's other stored objects.
+    """
 
     chunks: tuple[CheckpointChunk, ...]
     objects: dict[str, bytes]
 
 
-def checkpoint_metadata(family: Family, shape: ModelShape, parallel: ParallelConfig) -> CheckpointMetadata:
-    """What the ranks of a layout write together. Only in a process without ``torch.distributed`` (`simulated_rank`)."""
+def checkpoint_metadata(
+    family: Family, shape: ModelShape, parallel: ParallelConfig
+) -> CheckpointMetadata:
+    """What the ranks of a layout write together.
+
+    Only in a process without ``torch.distributed`` (`simulated_rank`).
+    """
     chunks: dict[tuple[str, tuple[int, ...]], CheckpointChunk] = {}
     objects: dict[str, bytes] = {}
     model_config = ModelConfig(path="", dtype="float32")  # stored chunks have no type
@@ -60,11 +70,18 @@ def checkpoint_metadata(family: Family, shape: ModelShape, parallel: ParallelCon
     return CheckpointMetadata(tuple(chunks.values()), objects)
 
 
-def adapter_chunks(family: Family, shape: ModelShape, lora: LoRAConfig) -> tuple[CheckpointChunk, ...]:
-    """The chunks of a checkpoint of adapters, each matrix whole. Only in a process without ``torch.distributed``."""
+def adapter_chunks(
+    family: Family, shape: ModelShape, lora: LoRAConfig
+) -> tuple[CheckpointChunk, ...]:
+    """The chunks of a checkpoint of adapters, each matrix whole.
+
+    Only in a process without ``torch.distributed``.
+    """
     found: list[CheckpointChunk] = []
     with simulated_rank(ParallelConfig(), 1, 0) as groups:
-        for model in meta_model(shape, ParallelConfig(), ModelConfig(path="", dtype="float32"), groups):
+        for model in meta_model(
+            shape, ParallelConfig(), ModelConfig(path="", dtype="float32"), groups
+        ):
             attach_adapters([model], lora, family, shape, groups)
             parameters = adapter_parameters(model, lora, family, shape, groups)
             for name, value in model.sharded_state_dict().items():
@@ -73,8 +90,9 @@ def adapter_chunks(family: Family, shape: ModelShape, lora: LoRAConfig) -> tuple
     return tuple(found)
 
 
-def _chunks(value: ShardedTensor | ShardedTensorFactory, parameter: MappedParameter,
-            groups: ProcessGroups) -> list[CheckpointChunk]:  # fmt: skip
+def _chunks(
+    value: ShardedTensor | ShardedTensorFactory, parameter: MappedParameter, groups: ProcessGroups
+) -> list[CheckpointChunk]:
     """The regions that this rank writes of one parameter: a gated `linear_fc1` has two."""
     sharded = nested_values(value.build()) if isinstance(value, ShardedTensorFactory) else [value]
     part = parameter.local_slice(groups)
@@ -102,5 +120,7 @@ def _stored(value: ShardedObject) -> bytes:
 
 def write_metadata_files(folder: Path) -> None:
     """Write the two files that mark a distributed checkpoint for Megatron."""
-    torch.save({"checkpoint_version": _CHECKPOINT_VERSION, "iteration": 0}, folder / COMMON_STATE_FNAME)
+    torch.save(
+        {"checkpoint_version": _CHECKPOINT_VERSION, "iteration": 0}, folder / COMMON_STATE_FNAME
+    )
     save_config(CheckpointingConfig("torch_dist"), str(folder))

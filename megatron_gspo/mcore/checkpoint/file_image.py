@@ -1,8 +1,10 @@
-"""This rank's file of a checkpoint, in host memory that is allocated once: copied there, then written as it is.
+"""This rank's file of a checkpoint, in host memory that is allocated once: copied there, then
+written as it is.
 
-The memory holds the file's content with the frames of all tensors. A save copies the values to their places; a thread
-writes them while training continues. On a GPU the memory is pinned. The file is written past the page cache where the
-file system allows it: that is faster, and takes neither memory nor cores from the training.
+The memory holds the file's content with the frames of all tensors. A save copies the values to
+their places; a thread writes them while training continues. On a GPU the memory is pinned. The file
+is written past the page cache where the file system allows it: that is faster, and takes neither
+memory nor cores from the training.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ class FileImage:
     """``parts``: what the file holds and where."""
 
     def __init__(self, name: str, pieces: Iterable[Piece], objects: Mapping[str, bytes]) -> None:
-        """pieces: their values are copied by each `copy`; the tensors must stay the same objects."""
+        """pieces: their values are copied by each `copy`; the tensors must stay the same
+        objects.
+        """
         self.name = name
         self.parts: list[StoredPart] = []
         self._blocks = HostBlocks(_BLOCK)
@@ -62,8 +66,8 @@ class FileImage:
             torch.cuda.synchronize()
 
     def write(self, folder: Path, stopped: Callable[[], bool]) -> None:
-        """Write the file into ``folder`` and flush it to the disk. Returns early, with an incomplete file, once
-        ``stopped`` is true."""
+        """Write the file into ``folder`` and flush it to the disk. Returns early, with an
+        incomplete file, once ``stopped`` is true."""
         file = _open_uncached(folder / self.name)
         try:
             at = 0
@@ -95,12 +99,18 @@ class FileImage:
             self._put(tail)
             places[piece.memory] = start, self._size - start
         start, length = places[piece.memory]
-        self.parts.append(StoredPart(piece.key, self.name, start, length, piece.box, piece.whole, dtype))
+        self.parts.append(
+            StoredPart(piece.key, self.name, start, length, piece.box, piece.whole, dtype)
+        )
 
     def _put(self, content: bytes) -> None:
         start = 0
         for place in self._take(len(content)):
-            place.copy_(torch.frombuffer(bytearray(content[start : start + place.numel()]), dtype=torch.uint8))
+            place.copy_(
+                torch.frombuffer(
+                    bytearray(content[start : start + place.numel()]), dtype=torch.uint8
+                )
+            )
             start += place.numel()
 
     def _take(self, size: int) -> list[Tensor]:
@@ -129,14 +139,18 @@ def _write_all(file: int, content: memoryview, at: int) -> int:
             flags = fcntl.fcntl(file, fcntl.F_GETFL)
             if error.errno != errno.EINVAL or not flags & _DIRECT:
                 raise
-            fcntl.fcntl(file, fcntl.F_SETFL, flags & ~_DIRECT)  # what is left is no multiple of the disk's blocks
+            fcntl.fcntl(
+                file, fcntl.F_SETFL, flags & ~_DIRECT
+            )  # what is left is no multiple of the disk's blocks
     return done
 
 
 class Job:
     """A function that runs in a thread. ``failure``: why it failed, in one line; "" otherwise."""
 
-    def __init__(self, function: Callable[[], None], describe: Callable[[BaseException], str]) -> None:
+    def __init__(
+        self, function: Callable[[], None], describe: Callable[[BaseException], str]
+    ) -> None:
         self.failure = ""
         self._function, self._describe = function, describe
         self._thread = threading.Thread(target=self._run, daemon=True)

@@ -33,27 +33,40 @@ from megatron_gspo.models.model_shape import ModelError
 METADATA = ".metadata"
 _INDEX = "__{}.index"
 
-# Classes that a `.metadata` file may contain: torch's metadata classes, and those of older Megatron versions.
+# Classes that a `.metadata` file may contain: torch's metadata classes, and those of older Megatron
+# versions.
 _SAFE = {
     "torch": ("Size",),
     "torch.serialization": ("_get_layout",),
     "torch.distributed.checkpoint.metadata": (
-        "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "TensorStorageMetadata", "BytesStorageMetadata",
-        "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
     ),
     "torch.distributed.checkpoint.planner": (
-        "SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData",
+        "SavePlan",
+        "WriteItem",
+        "WriteItemType",
+        "TensorWriteData",
+        "BytesIOWriteData",
     ),
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
     "pathlib": ("PosixPath",),
     "pathlib._local": ("PosixPath",),
     "megatron.core.dist_checkpointing.strategies.torch": ("MCoreMetadata", "MCoreSavePlan"),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
 class StoredPart:
-    """Where something is stored: a region of a tensor of the sizes ``whole``, or an object if ``box`` is None."""
+    """Where something is stored: a region of a tensor of the sizes ``whole``, or an object if
+    ``box`` is None.
+    """
 
     key: str
     file: str
@@ -65,7 +78,9 @@ class StoredPart:
 
 
 def write_metadata_file(folder: Path, parts: Iterable[StoredPart]) -> None:
-    """Write ``.metadata``. Raises ``ValueError`` unless the parts cover each element of each tensor once."""
+    """Write ``.metadata``. Raises ``ValueError`` unless the parts cover each element of each
+    tensor once.
+    """
     tensors: dict[str, list[StoredPart]] = {}
     entries: dict[str, Any] = {}
     results: dict[MetadataIndex, WriteResult] = {}
@@ -73,7 +88,9 @@ def write_metadata_file(folder: Path, parts: Iterable[StoredPart]) -> None:
         index = MetadataIndex(part.key, None if part.box is None else torch.Size(part.box.offsets))
         if index in results:
             raise ValueError(f"two ranks wrote {part.key} at {part.box and part.box.offsets}")
-        results[index] = WriteResult(index, part.length, _StorageInfo(part.file, part.start, part.length))
+        results[index] = WriteResult(
+            index, part.length, _StorageInfo(part.file, part.start, part.length)
+        )
         if part.box is None:
             entries[part.key] = BytesStorageMetadata()
         else:
@@ -82,9 +99,15 @@ def write_metadata_file(folder: Path, parts: Iterable[StoredPart]) -> None:
         wholes = {(part.whole, part.dtype) for part in found}
         stored = sum(part.box.numel for part in found if part.box is not None)
         if len(wholes) > 1 or stored != math.prod(found[0].whole):
-            raise ValueError(f"{key}: {stored} elements are written of {' and '.join(str(list(w)) for w, _ in wholes)}")
-        chunks = [ChunkStorageMetadata(torch.Size(part.box.offsets), torch.Size(part.box.sizes))
-                  for part in found if part.box is not None]  # fmt: skip
+            raise ValueError(
+                f"{key}: {stored} elements are written of"
+                f" {' and '.join(str(list(w)) for w, _ in wholes)}"
+            )
+        chunks = [
+            ChunkStorageMetadata(torch.Size(part.box.offsets), torch.Size(part.box.sizes))
+            for part in found
+            if part.box is not None
+        ]
         properties = TensorProperties(found[0].dtype or torch.float32)
         entries[key] = TensorStorageMetadata(properties, torch.Size(found[0].whole), chunks)
     FileSystemWriter(folder).finish(Metadata(entries), [list(results.values())])
@@ -92,8 +115,18 @@ def write_metadata_file(folder: Path, parts: Iterable[StoredPart]) -> None:
 
 def write_index(folder: Path, rank: int, parts: Iterable[StoredPart]) -> None:
     """Write what a rank's file holds, until `read_index` takes it."""
-    rows = [[part.key, part.file, part.start, part.length, part.box and [part.box.offsets, part.box.sizes], part.whole,
-             part.dtype and str(part.dtype)] for part in parts]  # fmt: skip
+    rows = [
+        [
+            part.key,
+            part.file,
+            part.start,
+            part.length,
+            part.box and [part.box.offsets, part.box.sizes],
+            part.whole,
+            part.dtype and str(part.dtype),
+        ]
+        for part in parts
+    ]
     (folder / _INDEX.format(rank)).write_text(json.dumps(rows))
 
 
@@ -115,13 +148,17 @@ def stored_parts(metadata: Metadata) -> dict[str, list[StoredPart]]:
     for index, info in metadata.storage_data.items():
         found.setdefault(index.fqn, [])
         if index.offset is None:
-            found[index.fqn].append(StoredPart(index.fqn, str(info.relative_path), info.offset, info.length))
+            found[index.fqn].append(
+                StoredPart(index.fqn, str(info.relative_path), info.offset, info.length)
+            )
     for key, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
             for chunk in entry.chunks:
                 info = metadata.storage_data[MetadataIndex(key, chunk.offsets)]
                 box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
-                part = StoredPart(key, str(info.relative_path), info.offset, info.length, box, tuple(entry.size))
+                part = StoredPart(
+                    key, str(info.relative_path), info.offset, info.length, box, tuple(entry.size)
+                )
                 found[key].append(part)
     return found
 
@@ -143,7 +180,9 @@ def read_metadata(file: Path) -> Metadata:
         with file.open("rb") as stream:
             metadata = _MetadataUnpickler(stream).load()
     except Exception as error:  # a damaged pickle can raise any exception
-        raise ModelError(f"{file}: not readable as a checkpoint's metadata ({first_line(error)})") from None
+        raise ModelError(
+            f"{file}: not readable as a checkpoint's metadata ({first_line(error)})"
+        ) from None
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
         raise ModelError(f"{file}: not a checkpoint's metadata, but a {type(metadata).__name__}")
     return metadata

@@ -1,9 +1,10 @@
 """Which values of weights and optimizer this rank owns, as regions of the checkpoint's tensors.
 
-With the distributed optimizer a rank owns a range of each flattened parameter: of the main weights and Adam's moments,
-and by the same range of the model's weights. What all data-parallel ranks replicate is divided among them evenly. A
-range is a few boxes of the parameter's tensor (`tensor_boxes`), so that it is stored under the tensor's own key and
-sizes, without gathering, and read in any parallel layout.
+With the distributed optimizer a rank owns a range of each flattened parameter: of the main weights
+and Adam's moments, and by the same range of the model's weights. What all data-parallel ranks
+replicate is divided among them evenly. A range is a few boxes of the parameter's tensor
+(`tensor_boxes`), so that it is stored under the tensor's own key and sizes, without gathering, and
+read in any parallel layout.
 """
 
 from __future__ import annotations
@@ -16,7 +17,12 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory, is_main_replica
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+    is_main_replica,
+)
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
@@ -30,8 +36,8 @@ _MAX_BYTES = 256 << 20  # of a piece
 
 @dataclass(frozen=True)
 class Piece:
-    """``values`` [n] of a ``box`` of the tensor ``key`` of the sizes ``whole``. is_padded: other layouts pad it to
-    another size."""
+    """``values`` [n] of a ``box`` of the tensor ``key`` of the sizes ``whole``. is_padded: other
+    layouts pad it to another size."""
 
     key: str
     whole: tuple[int, ...]
@@ -46,9 +52,16 @@ class Piece:
 
     @property
     def memory(self) -> tuple[object, ...]:
-        """The same for pieces with the same values: main weights in float32 are a view of the model's."""
+        """The same for pieces with the same values: main weights in float32 are a view of the
+        model's.
+        """
         values = self.values
-        return values.untyped_storage()._cdata, values.storage_offset(), values.dtype, self.box.sizes
+        return (
+            values.untyped_storage()._cdata,
+            values.storage_offset(),
+            values.dtype,
+            self.box.sizes,
+        )
 
 
 def bytes_of(pieces: Iterable[Piece]) -> int:
@@ -58,7 +71,9 @@ def bytes_of(pieces: Iterable[Piece]) -> int:
 
 @dataclass(frozen=True)
 class _State:
-    """The elements ``start`` to ``stop`` of a flattened parameter: main weights and moments by name, [stop - start]."""
+    """The elements ``start`` to ``stop`` of a flattened parameter: main weights and moments by
+    name, [stop - start].
+    """
 
     start: int
     stop: int
@@ -66,7 +81,9 @@ class _State:
 
 
 def pieces_to_write(policy: Policy) -> list[Piece]:
-    """What this rank owns of the policy and its critic; all ranks together own each element once."""
+    """What this rank owns of the policy and its critic; all ranks together own each element
+    once.
+    """
     return _of_all_models(policy, _pieces_to_write)
 
 
@@ -74,7 +91,9 @@ def _pieces_to_write(policy: Policy) -> list[Piece]:
     states, shared = _optimizer_states(policy)
     found: list[Piece] = []
     for parameter, part in _sharded_tensors(policy):
-        *replica, copy = part.replica_id if isinstance(part.replica_id, tuple) else (part.replica_id, 0)
+        *replica, copy = (
+            part.replica_id if isinstance(part.replica_id, tuple) else (part.replica_id, 0)
+        )
         if any(replica):
             continue
         state = _state_of(parameter, states, shared)
@@ -87,14 +106,17 @@ def _pieces_to_write(policy: Policy) -> list[Piece]:
 
 
 def pieces_to_read(policy: Policy) -> list[Piece]:
-    """What this rank holds of the policy and its critic, without the weights that `Policy.gather_weights` brings from
-    their owners."""
+    """What this rank holds of the policy and its critic, without the weights that
+    `Policy.gather_weights` brings from their owners."""
     return _of_all_models(policy, _pieces_to_read)
 
 
 def _of_all_models(policy: Policy, pieces_of: Callable[[Policy], list[Piece]]) -> list[Piece]:
-    return [replace(piece, key=prefix + piece.key)
-            for prefix, model in policy.trained.items() for piece in pieces_of(model)]  # fmt: skip
+    return [
+        replace(piece, key=prefix + piece.key)
+        for prefix, model in policy.trained.items()
+        for piece in pieces_of(model)
+    ]
 
 
 def _pieces_to_read(policy: Policy) -> list[Piece]:
@@ -107,8 +129,8 @@ def _pieces_to_read(policy: Policy) -> list[Piece]:
 
 
 def stored_objects(policy: Policy) -> dict[str, bytes]:
-    """Key -> what Megatron stores of a layer besides tensors, as its ``torch_dist`` format does; nothing of a frozen
-    base."""
+    """Key -> what Megatron stores of a layer besides tensors, as its ``torch_dist`` format does;
+    nothing of a frozen base."""
     found = {}
     for prefix, model in policy.trained.items():
         for chunk in model.chunks if model.trained_lora is None else ():
@@ -134,7 +156,9 @@ def start_optimizer(policy: Policy) -> None:
             for parameter in group["params"]:
                 if not inner.state[parameter]:
                     step = torch.zeros((), dtype=torch.float32, device=device or parameter.device)
-                    zeros = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                    zeros = {
+                        name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")
+                    }
                     inner.state[parameter].update(step=step, **zeros)
 
 
@@ -159,8 +183,8 @@ def set_optimizer_step(policy: Policy, step: int) -> None:
 
 
 def _sharded_tensors(policy: Policy) -> Iterator[tuple[Tensor, ShardedTensor]]:
-    """Each parameter (or buffer) with Megatron's description of it: two of a gated ``linear_fc1``. With adapters only
-    theirs: the rest is the base, which stays as it is."""
+    """Each parameter (or buffer) with Megatron's description of it: two of a gated ``linear_fc1``.
+    With adapters only theirs: the rest is the base, which stays as it is."""
     for chunk in policy.chunks:
         for value in unwrap(chunk).sharded_state_dict().values():
             if policy.trained_lora is not None and not getattr(value.data, "requires_grad", False):
@@ -172,26 +196,45 @@ def _sharded_tensors(policy: Policy) -> Iterator[tuple[Tensor, ShardedTensor]]:
                 yield value.data, value
 
 
-def _pieces(parameter: Tensor, part: ShardedTensor, state: _State, start: int, stop: int) -> Iterator[Piece]:
-    """The elements ``start`` to ``stop`` of ``parameter`` that are in ``part``, of the weights and of the state."""
+def _pieces(
+    parameter: Tensor, part: ShardedTensor, state: _State, start: int, stop: int
+) -> Iterator[Piece]:
+    """The elements ``start`` to ``stop`` of ``parameter`` that are in ``part``, of the weights
+    and of the state.
+    """
     assert part.data.is_contiguous(), f"{part.key} is not contiguous"
     first = part.data.storage_offset() - parameter.storage_offset()
     start, stop = max(start, first), min(stop, first + part.data.numel())
     sources = {part.key: (parameter.detach().view(-1), 0)}
-    sources |= {f"optimizer.state.{name}.{part.key}": (values, state.start) for name, values in state.tensors.items()}
+    sources |= {
+        f"optimizer.state.{name}.{part.key}": (values, state.start)
+        for name, values in state.tensors.items()
+    }
     for key, (values, base) in sources.items():
         limit = _MAX_BYTES // values.element_size()
         for begin in range(start, stop, limit):
             at = begin - base
-            for box in boxes_of_range(part.local_shape, begin - first, min(begin + limit, stop) - first):
-                there = Box((0,) * part.prepend_axis_num + box.offsets, (1,) * part.prepend_axis_num + box.sizes)
-                yield Piece(key, tuple(part.global_shape), there.moved(part.global_offset),
-                            values[at : at + box.numel], part.allow_shape_mismatch)  # fmt: skip
+            for box in boxes_of_range(
+                part.local_shape, begin - first, min(begin + limit, stop) - first
+            ):
+                there = Box(
+                    (0,) * part.prepend_axis_num + box.offsets,
+                    (1,) * part.prepend_axis_num + box.sizes,
+                )
+                yield Piece(
+                    key,
+                    tuple(part.global_shape),
+                    there.moved(part.global_offset),
+                    values[at : at + box.numel],
+                    part.allow_shape_mismatch,
+                )
                 at += box.numel
 
 
 def _optimizer_states(policy: Policy) -> tuple[dict[int, _State], set[int]]:
-    """Parameter id -> its state on this rank; and the ids of the parameters whose state the ranks divide."""
+    """Parameter id -> its state on this rank; and the ids of the parameters whose state the
+    ranks divide.
+    """
     states: dict[int, _State] = {}
     shared: set[int] = set()
     for part in _parts(policy):

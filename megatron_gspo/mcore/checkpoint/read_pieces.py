@@ -15,7 +15,12 @@ from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAM
 from torch import Tensor
 
 from megatron_gspo.mcore.checkpoint.checkpoint_files import STATE
-from megatron_gspo.mcore.checkpoint.metadata_file import METADATA, StoredPart, read_metadata, stored_parts
+from megatron_gspo.mcore.checkpoint.metadata_file import (
+    METADATA,
+    StoredPart,
+    read_metadata,
+    stored_parts,
+)
 from megatron_gspo.mcore.checkpoint.owned_state import Piece
 from megatron_gspo.mcore.checkpoint.stored_tensors import StoredTensor, read_header
 from megatron_gspo.mcore.checkpoint.tensor_boxes import Box
@@ -41,9 +46,9 @@ class _Read:
 def read_pieces(path: Path, pieces: Iterable[Piece]) -> None:
     """Fill the pieces' values from the checkpoint ``path``. What the checkpoint pads less is 0.
 
-    Raises ``MismatchError`` where a tensor is missing or of other sizes, ``ValueError`` where a part of one is missing
-    or stored in another way, and what `read_header` and the file system raise. Memory: 16 MiB, or the largest row of a
-    stored tensor.
+    Raises ``MismatchError`` where a tensor is missing or of other sizes, ``ValueError`` where a
+    part of one is missing or stored in another way, and what `read_header` and the file system
+    raise. Memory: 16 MiB, or the largest row of a stored tensor.
     """
     stored = stored_parts(read_metadata(path / METADATA))
     chosen: dict[tuple[object, ...], Piece] = {}
@@ -52,7 +57,9 @@ def read_pieces(path: Path, pieces: Iterable[Piece]) -> None:
             chosen[piece.memory] = piece
     reads = [read for piece in chosen.values() for read in _plan(piece, stored)]
     reads.sort(key=lambda read: (read.part.file, read.part.start))
-    buffer = torch.empty(_BUFFER, dtype=torch.uint8, device="cpu", pin_memory=torch.cuda.is_available())
+    buffer = torch.empty(
+        _BUFFER, dtype=torch.uint8, device="cpu", pin_memory=torch.cuda.is_available()
+    )
     file, name, part = -1, "", None
     try:
         for read in reads:
@@ -67,7 +74,10 @@ def read_pieces(path: Path, pieces: Iterable[Piece]) -> None:
 
 
 def read_steps(path: Path) -> dict[str, int]:
-    """The checkpoint's step counts of ``optimizer`` and ``schedule``. Earlier versions had Megatron store them."""
+    """The checkpoint's step counts of ``optimizer`` and ``schedule``.
+
+    Earlier versions had Megatron store them.
+    """
     steps = json.loads((path / STATE).read_text(encoding="utf-8")).get("steps")
     if steps:
         return dict(steps)
@@ -87,7 +97,9 @@ def _plan(piece: Piece, stored: dict[str, list[StoredPart]]) -> Iterator[_Read]:
         raise MismatchError(f"it has no {piece.key}")
     whole = parts[0].whole
     if whole != piece.whole and not (piece.is_padded and whole[1:] == piece.whole[1:]):
-        raise MismatchError(f"{piece.key} is {list(whole)} there and {list(piece.whole)} in the model")
+        raise MismatchError(
+            f"{piece.key} is {list(whole)} there and {list(piece.whole)} in the model"
+        )
     wanted = Box((0,) * len(whole), whole).within(piece.box)
     if wanted is None or wanted.numel < piece.box.numel:
         piece.values.zero_()
@@ -115,13 +127,18 @@ def _region(tensor: Tensor, box: Box, origin: Sequence[int]) -> Tensor:
 
 
 def _copy_region(file: int, header: StoredTensor, read: _Read, buffer: Tensor) -> None:
-    """Read whole rows of the stored tensor, as many at a time as the buffer holds, and copy the region's part. Rows
-    that the target has as they are stored are read into it."""
+    """Read whole rows of the stored tensor, as many at a time as the buffer holds, and copy the
+    region's part. Rows that the target has as they are stored are read into it."""
     assert read.part.box is not None
-    sizes, offsets = header.sizes, tuple(a - b for a, b in zip(read.box.offsets, read.part.box.offsets, strict=True))
+    sizes, offsets = (
+        header.sizes,
+        tuple(a - b for a, b in zip(read.box.offsets, read.part.box.offsets, strict=True)),
+    )
     if sizes != read.part.box.sizes or header.offset or not _is_contiguous(header):
         raise ValueError(f"{read.part.key} is stored as {header}")
-    rows = next((dim for dim, size in enumerate(sizes) if size > 1), len(sizes) - 1)  # along this dimension
+    rows = next(
+        (dim for dim, size in enumerate(sizes) if size > 1), len(sizes) - 1
+    )  # along this dimension
     row = math.prod(sizes[rows + 1 :])
     step = max(1, buffer.numel() // (row * header.dtype.itemsize))
     for first in range(0, read.box.sizes[rows], step):
@@ -136,19 +153,27 @@ def _copy_region(file: int, header: StoredTensor, read: _Read, buffer: Tensor) -
         _read_exactly(file, content.numpy().data, at)
         values = content.view(header.dtype).view(*sizes[:rows], count, *sizes[rows + 1 :])
         inner = Box(
-            (*offsets[:rows], 0, *offsets[rows + 1 :]), (*read.box.sizes[:rows], count, *read.box.sizes[rows + 1 :])
+            (*offsets[:rows], 0, *offsets[rows + 1 :]),
+            (*read.box.sizes[:rows], count, *read.box.sizes[rows + 1 :]),
         )
         place.copy_(_region(values, inner, [0] * len(sizes)))
 
 
 def _is_stored_alike(place: Tensor, header: StoredTensor, whole_rows: bool) -> bool:
-    return whole_rows and place.device.type == "cpu" and place.dtype == header.dtype and place.is_contiguous()
+    return (
+        whole_rows
+        and place.device.type == "cpu"
+        and place.dtype == header.dtype
+        and place.is_contiguous()
+    )
 
 
 def _is_contiguous(header: StoredTensor) -> bool:
     sizes = header.sizes
     expected = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
-    return all(size == 1 or a == b for size, a, b in zip(sizes, header.strides, expected, strict=True))
+    return all(
+        size == 1 or a == b for size, a, b in zip(sizes, header.strides, expected, strict=True)
+    )
 
 
 def _read_exactly(file: int, content: memoryview, at: int) -> None:

@@ -1,7 +1,9 @@
-"""Training checkpoints in Megatron's distributed format: atomic, and each rank writes and reads only what it owns.
+"""Training checkpoints in Megatron's distributed format: atomic, and each rank writes and reads
+only what it owns.
 
-A save copies this rank's values into host memory (`FileImage`), and a thread writes them as one file. Nothing is
-gathered: the file's index, a small file beside it, is joined to the checkpoint's by rank 0 when all ranks are done.
+A save copies this rank's values into host memory (`FileImage`), and a thread writes them as one
+file. Nothing is gathered: the file's index, a small file beside it, is joined to the checkpoint's
+by rank 0 when all ranks are done.
 """
 
 from __future__ import annotations
@@ -31,7 +33,11 @@ from megatron_gspo.mcore.checkpoint.checkpoint_files import (
 )
 from megatron_gspo.mcore.checkpoint.checkpoint_metadata import write_metadata_files
 from megatron_gspo.mcore.checkpoint.file_image import FileImage, Job
-from megatron_gspo.mcore.checkpoint.metadata_file import read_index, write_index, write_metadata_file
+from megatron_gspo.mcore.checkpoint.metadata_file import (
+    read_index,
+    write_index,
+    write_metadata_file,
+)
 from megatron_gspo.mcore.checkpoint.owned_state import (
     Piece,
     optimizer_step,
@@ -51,20 +57,24 @@ _PATIENCE = 10.0  # seconds until an abandoned save must have ended
 
 
 class AsyncSave:
-    """A checkpoint that is written while training continues. Every rank has one; see ``begin_save``.
+    """A checkpoint that is written while training continues. Every rank has one; see
+    ``begin_save``.
 
-    ``path``: its directory, temporary until the checkpoint is complete. ``image``: the memory it is staged in.
+    ``path``: its directory, temporary until the checkpoint is complete. ``image``: the memory it is
+    staged in.
     """
 
-    def __init__(self, image: FileImage, partial: Path, publish: functools.partial[None], final: Path) -> None:
+    def __init__(
+        self, image: FileImage, partial: Path, publish: functools.partial[None], final: Path
+    ) -> None:
         self.path, self.image, self._final, self._publish = partial, image, final, publish
         self._stop = threading.Event()
         self._job = Job(lambda: _write(image, partial, self._stop), _reason)
         self._is_publishing = False  # on every rank; only rank 0 has a job then
 
     def poll(self) -> bool:
-        """Whether the checkpoint is complete and has its final name. Once all ranks have written, this call lets rank 0
-        publish it; a later call returns True.
+        """Whether the checkpoint is complete and has its final name. Once all ranks have written,
+        this call lets rank 0 publish it; a later call returns True.
 
         A collective of all ranks; raises ``CheckpointError`` on all if one failed.
         """
@@ -89,41 +99,61 @@ class AsyncSave:
         return True
 
     def finish(self) -> Path:
-        """Wait for the checkpoint and return its path. A collective of all ranks; raises as ``poll``."""
+        """Wait for the checkpoint and return its path.
+
+        A collective of all ranks; raises as ``poll``.
+        """
         while self.path != self._final:
             self._job.is_over(timeout=None)
             self.poll()
         return self.path
 
     def end(self) -> None:
-        """Abandon the save, unless it is being published. The next save or start removes the temporary directory."""
+        """Abandon the save, unless it is being published.
+
+        The next save or start removes the temporary directory.
+        """
         self._stop.set()
         self._job.is_over(timeout=None if self._is_publishing else _PATIENCE)
 
 
 def make_image(policy: Policy) -> FileImage:
-    """The host memory in which this rank's saves are staged: of the size of what it owns of weights and optimizer."""
+    """The host memory in which this rank's saves are staged: of the size of what it owns of
+    weights and optimizer.
+    """
     for model in policy.trained.values():
         model.memory.restore()
         start_optimizer(model)
-    return FileImage(f"__{dist.get_rank()}_0.distcp", pieces_to_write(policy), stored_objects(policy))
+    return FileImage(
+        f"__{dist.get_rank()}_0.distcp", pieces_to_write(policy), stored_objects(policy)
+    )
 
 
 def begin_save(
-    policy: Policy, folder: Path, step: int, state: Mapping[str, Any], *, keep: int, image: FileImage | None = None
+    policy: Policy,
+    folder: Path,
+    step: int,
+    state: Mapping[str, Any],
+    *,
+    keep: int,
+    image: FileImage | None = None,
 ) -> AsyncSave:
-    """Begin to save models, optimizers, schedules and ``state`` (JSON-able, the same on every rank) as they are now.
+    """Begin to save models, optimizers, schedules and ``state`` (JSON-able, the same on every rank)
+    as they are now.
 
-    The ranks write to a temporary directory. It becomes ``folder/step_NNNNNN`` when the ``AsyncSave`` is polled or
-    finished; training may continue meanwhile. The newest ``keep`` checkpoints are kept. At most one save may be in
-    progress. ``image``: of an earlier save of this policy, whose memory is used again; by default a new one. A
-    collective of all ranks; raises ``CheckpointError`` on every rank if the disk is full or unavailable.
+    The ranks write to a temporary directory. It becomes ``folder/step_NNNNNN`` when the
+    ``AsyncSave`` is polled or finished; training may continue meanwhile. The newest ``keep``
+    checkpoints are kept. At most one save may be in progress. ``image``: of an earlier save of this
+    policy, whose memory is used again; by default a new one. A collective of all ranks; raises
+    ``CheckpointError`` on every rank if the disk is full or unavailable.
     """
     final = checkpoint_path(folder, step)
     text, partial = run_on_rank_zero(
-        lambda: (_encode({"step": step, **state}), begin_checkpoint(folder, step)), returns=tuple[str, Path],
-        error=CheckpointError, what=_NOT_WRITTEN,
-    )  # fmt: skip
+        lambda: (_encode({"step": step, **state}), begin_checkpoint(folder, step)),
+        returns=tuple[str, Path],
+        error=CheckpointError,
+        what=_NOT_WRITTEN,
+    )
     for model in policy.trained.values():
         model.memory.restore()
     failure = ""
@@ -136,24 +166,31 @@ def begin_save(
     assert image is not None
     steps: dict[str, int] = {}
     for prefix, model in policy.trained.items():
-        steps |= {f"{prefix}optimizer": optimizer_step(model), f"{prefix}schedule": model.scheduler.num_steps}
+        steps |= {
+            f"{prefix}optimizer": optimizer_step(model),
+            f"{prefix}schedule": model.scheduler.num_steps,
+        }
     rest = dict(keep=keep, steps=steps, base=policy.base_checksum())
     publish = functools.partial(_publish, partial, final, json.loads(text), **rest)
     return AsyncSave(image, partial, publish, final)
 
 
-def save_checkpoint(policy: Policy, folder: Path, step: int, state: Mapping[str, Any], *, keep: int) -> Path:
+def save_checkpoint(
+    policy: Policy, folder: Path, step: int, state: Mapping[str, Any], *, keep: int
+) -> Path:
     """``begin_save`` and wait; returns the checkpoint's path."""
     return begin_save(policy, folder, step, state, keep=keep).finish()
 
 
 def load_checkpoint(policy: Policy, path: Path) -> dict[str, Any]:
-    """Load models, optimizers and schedules, saved in any parallel layout; returns the saved ``state``.
+    """Load models, optimizers and schedules, saved in any parallel layout; returns the saved
+    ``state``.
 
-    From the optimizer's and schedule's state only Adam's moments and the two step counts are loaded. Learning rates,
-    decay and the length of the schedule are those that ``policy`` was built with. Each rank reads what it owns. While a
-    thread reads the moments, the weights are gathered from their owners. Memory: a buffer of 16 MiB. A collective of
-    all ranks; raises ``CheckpointError`` on every rank for a checkpoint that can't be read or is of another model.
+    From the optimizer's and schedule's state only Adam's moments and the two step counts are
+    loaded. Learning rates, decay and the length of the schedule are those that ``policy`` was built
+    with. Each rank reads what it owns. While a thread reads the moments, the weights are gathered
+    from their owners. Memory: a buffer of 16 MiB. A collective of all ranks; raises
+    ``CheckpointError`` on every rank for a checkpoint that can't be read or is of another model.
     """
     for model in policy.trained.values():
         model.memory.restore()
@@ -194,9 +231,15 @@ def _load_failure(path: Path, read: Callable[[], None]) -> str:
             read()
     except MismatchError as error:
         fix = "set model, algorithm and lora as they were, or choose another run_dir"
-        return f"{path} is of another model or algorithm than this config's ({first_line(error)}); {fix}"
+        return (
+            f"{path} is of another model or algorithm than this config's ({first_line(error)});"
+            f" {fix}"
+        )
     except Exception as error:
-        return f"{path} can't be loaded ({_reason(error)}); to resume from the one before, move it away"
+        return (
+            f"{path} can't be loaded ({_reason(error)}); to resume from the one before, move it"
+            " away"
+        )
     return ""
 
 
@@ -208,7 +251,9 @@ def _write(image: FileImage, folder: Path, stop: threading.Event) -> None:
 
 
 def _publish(partial: Path, final: Path, state: Mapping[str, Any], **rest: Any) -> None:
-    """Join the ranks' indices and give the directory its name: flushing it and removing an old one take long."""
+    """Join the ranks' indices and give the directory its name: flushing it and removing an old
+    one take long.
+    """
     parts = [part for rank in range(dist.get_world_size()) for part in read_index(partial, rank)]
     write_metadata_file(partial, parts)
     write_metadata_files(partial)
@@ -216,8 +261,13 @@ def _publish(partial: Path, final: Path, state: Mapping[str, Any], **rest: Any) 
 
 
 def _raise_failure(failure: str, folder: Path) -> None:
-    """Raise ``CheckpointError`` on every rank if any rank has a failure. A collective of all ranks."""
-    raise_on_every_rank(failure and f"{_NOT_WRITTEN}: {failure}{room_left(folder)}", CheckpointError)
+    """Raise ``CheckpointError`` on every rank if any rank has a failure.
+
+    A collective of all ranks.
+    """
+    raise_on_every_rank(
+        failure and f"{_NOT_WRITTEN}: {failure}{room_left(folder)}", CheckpointError
+    )
 
 
 def _raise_together(failure: str) -> None:

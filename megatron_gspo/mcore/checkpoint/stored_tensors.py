@@ -1,8 +1,9 @@
 """One tensor in a file as `torch.save` writes it, without its pickling and copying.
 
-A stored tensor is a zip archive without compression: a pickle with dtype, sizes and strides, and the values as they
-are in memory. `frame` is the archive around the values, so that they can be copied to their place in a buffer and
-written from there. `read_header` finds the values in an archive of anyone's, so that any part of them can be read.
+A stored tensor is a zip archive without compression: a pickle with dtype, sizes and strides, and
+the values as they are in memory. `frame` is the archive around the values, so that they can be
+copied to their place in a buffer and written from there. `read_header` finds the values in an
+archive of anyone's, so that any part of them can be read.
 """
 
 from __future__ import annotations
@@ -30,11 +31,16 @@ _DTYPES = torch.storage._storage_type_to_dtype_map()
 
 @lru_cache(maxsize=1024)
 def frame(dtype: torch.dtype, sizes: tuple[int, ...]) -> tuple[bytes, bytes]:
-    """What comes before and after the values of a contiguous tensor, of less than 4 GiB. The first part is a multiple
-    of ``ALIGNMENT`` bytes. There is no checksum of the values, as with ``set_crc32_options(False)``."""
+    """What comes before and after the values of a contiguous tensor, of less than 4 GiB. The first
+    part is a multiple of ``ALIGNMENT`` bytes. There is no checksum of the values, as with
+    ``set_crc32_options(False)``.
+    """
     size = math.prod(sizes) * dtype.itemsize
-    records = [("archive/data.pkl", _pickle(dtype, sizes)), ("archive/version", b"3\n"),
-               ("archive/byteorder", sys.byteorder.encode())]  # fmt: skip
+    records = [
+        ("archive/data.pkl", _pickle(dtype, sizes)),
+        ("archive/version", b"3\n"),
+        ("archive/byteorder", sys.byteorder.encode()),
+    ]
     head, entries = b"", b""
     for name, content in records:
         numbers = (zlib.crc32(content), len(content), len(content))
@@ -52,7 +58,9 @@ def frame(dtype: torch.dtype, sizes: tuple[int, ...]) -> tuple[bytes, bytes]:
 def _local(name: str, numbers: tuple[int, int, int], extra: bytes) -> bytes:
     """A record's header, before its content. numbers: checksum, size as stored, size."""
     return (
-        struct.pack("<4s5H3L2H", b"PK\3\4", 20, 0, 0, 0, _DATE, *numbers, len(name), len(extra)) + name.encode() + extra
+        struct.pack("<4s5H3L2H", b"PK\3\4", 20, 0, 0, 0, _DATE, *numbers, len(name), len(extra))
+        + name.encode()
+        + extra
     )
 
 
@@ -89,7 +97,10 @@ def _pickle(dtype: torch.dtype, sizes: tuple[int, ...]) -> bytes:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """start: of its storage in the file, in bytes. offset, strides: of its elements in the storage of ``numel``."""
+    """start: of its storage in the file, in bytes.
+
+    offset, strides: of its elements in the storage of ``numel``.
+    """
 
     dtype: torch.dtype
     start: int
@@ -102,21 +113,30 @@ class StoredTensor:
 def read_header(file: int, start: int, length: int) -> StoredTensor:
     """The tensor that `torch.save` wrote at ``start`` of an open file.
 
-    Raises ``OSError``, ``zipfile.BadZipFile`` or ``pickle.UnpicklingError`` where there is none. Nothing but the
-    tensor's description is unpickled.
+    Raises ``OSError``, ``zipfile.BadZipFile`` or ``pickle.UnpicklingError`` where there is none.
+    Nothing but the tensor's description is unpickled.
     """
     with zipfile.ZipFile(_Slice(file, start, length)) as archive:
         records = {record.filename.partition("/")[2]: record for record in archive.infolist()}
         description = records.get("data.pkl")
         if description is None:
             raise pickle.UnpicklingError("no tensor")
-        (dtype, key, numel), offset, sizes, strides = _Unpickler(io.BytesIO(archive.read(description))).load()
+        (dtype, key, numel), offset, sizes, strides = _Unpickler(
+            io.BytesIO(archive.read(description))
+        ).load()
     values = records[f"data/{key}"]
     if values.compress_type != zipfile.ZIP_STORED or values.file_size != numel * dtype.itemsize:
-        raise zipfile.BadZipFile(f"{values.file_size} bytes of values for {numel} elements of {dtype}")
+        raise zipfile.BadZipFile(
+            f"{values.file_size} bytes of values for {numel} elements of {dtype}"
+        )
     name, extra = struct.unpack("<2H", os.pread(file, 4, start + values.header_offset + 26))
     return StoredTensor(
-        dtype, start + values.header_offset + 30 + name + extra, numel, offset, tuple(sizes), tuple(strides)
+        dtype,
+        start + values.header_offset + 30 + name + extra,
+        numel,
+        offset,
+        tuple(sizes),
+        tuple(strides),
     )
 
 
@@ -159,6 +179,8 @@ class _Slice(io.RawIOBase):
 
     def read(self, size: int = -1) -> bytes:
         left = max(0, self._length - self._position)
-        found = os.pread(self._file, left if size < 0 else min(size, left), self._start + self._position)
+        found = os.pread(
+            self._file, left if size < 0 else min(size, left), self._start + self._position
+        )
         self._position += len(found)
         return found

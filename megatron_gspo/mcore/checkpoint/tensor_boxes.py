@@ -1,4 +1,6 @@
-"""Boxes: rectangular regions of a tensor, by which distributed checkpoints address what they store."""
+"""Boxes: rectangular regions of a tensor, by which distributed checkpoints address what they
+store.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +37,11 @@ class Box:
 
 
 def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """The elements ``start`` to ``stop`` of a row-major tensor as boxes, in order; each is contiguous in the tensor.
+    """The elements ``start`` to ``stop`` of a row-major tensor as boxes, in order; each is
+    contiguous in the tensor.
 
-    At most ``2 * len(shape) - 1``: the rest of a first row, whole rows, the beginning of a last row.
+    At most ``2 * len(shape) - 1``: the rest of a first row, whole rows, the beginning of a last
+    row.
     """
     if start >= stop:
         return
@@ -49,7 +53,9 @@ def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]
     if first > last:
         yield from _in_row(shape, last, start - last * row, stop - last * row)
         return
-    yield from _in_row(shape, first - 1, start - (first - 1) * row, row if start < first * row else 0)
+    yield from _in_row(
+        shape, first - 1, start - (first - 1) * row, row if start < first * row else 0
+    )
     if first < last:
         yield Box((first, *[0] * (len(shape) - 1)), (last - first, *shape[1:]))
     yield from _in_row(shape, last, 0, stop - last * row)

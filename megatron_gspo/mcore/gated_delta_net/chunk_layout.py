@@ -1,4 +1,6 @@
-"""Where the tokens of packed sequences are in the chunks of the delta rule and of its convolution."""
+"""Where the tokens of packed sequences are in the chunks of the delta rule and of its
+convolution.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +19,18 @@ CHUNK = 64  # tokens
 
 @dataclass(frozen=True)
 class ChunkLayout:
-    """Tokens in chunks of ``size`` slots, in the order of ``chunked_delta_rule``. No chunk holds two sequences.
+    """Tokens in chunks of ``size`` slots, in the order of ``chunked_delta_rule``. No chunk holds
+    two sequences.
 
-    For the convolution each chunk has ``before`` more slots at its start: the tokens before it. A row is a token in the
-    order of the layer: by context-parallel rank, then by position. Tensors are int32, or int64 where torch needs it.
+    For the convolution each chunk has ``before`` more slots at its start: the tokens before it. A
+    row is a token in the order of the layer: by context-parallel rank, then by position. Tensors
+    are int32, or int64 where torch needs it.
 
-    active: see ``chunked_delta_rule``.
-    rows: [chunks * size], the row in each slot; any where there is none. valid: [chunks, size] bool, whether there is.
-    slots: [rows] int64, the slot of each row.
-    wide_rows, wide_slots: the same with the ``before`` slots, and the slots of no row are in ``absent`` int64.
-    copied_rows, copied_slots: int64, the rows that are also before a chunk, and where.
+    active: see ``chunked_delta_rule``. rows: [chunks * size], the row in each slot; any where there
+    is none. valid: [chunks, size] bool, whether there is. slots: [rows] int64, the slot of each
+    row. wide_rows, wide_slots: the same with the ``before`` slots, and the slots of no row are in
+    ``absent`` int64. copied_rows, copied_slots: int64, the rows that are also before a chunk, and
+    where.
     """
 
     size: int
@@ -42,9 +46,16 @@ class ChunkLayout:
     copied_slots: Tensor
 
 
-def chunk_layout(cu_seqlens: Tensor, before: int, cp_size: int = 1, *, size: int = CHUNK,
-                 device: torch.device | str = "cpu") -> ChunkLayout:
-    """The layout of sequences with bounds ``cu_seqlens`` [n + 1] int32, on the host and before context parallelism.
+def chunk_layout(
+    cu_seqlens: Tensor,
+    before: int,
+    cp_size: int = 1,
+    *,
+    size: int = CHUNK,
+    device: torch.device | str = "cpu",
+) -> ChunkLayout:
+    """The layout of sequences with bounds ``cu_seqlens`` [n + 1] int32, on the host and before
+    context parallelism.
 
     Built on the host in time linear in tokens. Raises ValueError for ``before`` above ``size``.
     """
@@ -65,31 +76,51 @@ def chunk_layout(cu_seqlens: Tensor, before: int, cp_size: int = 1, *, size: int
 
     copied = (offset >= size - before) & (step + 1 < chunks[sequence])
     copied_rows = row[copied]
-    copied_slots = (starts[step[copied] + 1] + place[sequence[copied]]) * width + offset[copied] - (size - before)
+    copied_slots = (
+        (starts[step[copied] + 1] + place[sequence[copied]]) * width
+        + offset[copied]
+        - (size - before)
+    )
     slots, wide_slots = torch.empty_like(row), torch.empty_like(row)
     slots[row], wide_slots[row] = chunk * size + offset, chunk * width + before + offset
     wide_rows = torch.full((number * width,), -1)
     wide_rows[wide_slots] = torch.arange(len(row))
     wide_rows[copied_slots] = copied_rows
     rows = wide_rows.view(number, width)[:, before:]
-    moved = copy_to_device(dict(
-        rows=rows.clamp(min=0).flatten(), valid=rows >= 0, slots=slots, wide_rows=wide_rows.clamp(min=0),
-        wide_slots=wide_slots, absent=(wide_rows < 0).nonzero().flatten(), copied_rows=copied_rows,
-        copied_slots=copied_slots,
-    ), device)  # fmt: skip
-    for name in ("slots", "absent", "copied_rows"):  # torch adds, fills and copies at int64 indices only
+    moved = copy_to_device(
+        dict(
+            rows=rows.clamp(min=0).flatten(),
+            valid=rows >= 0,
+            slots=slots,
+            wide_rows=wide_rows.clamp(min=0),
+            wide_slots=wide_slots,
+            absent=(wide_rows < 0).nonzero().flatten(),
+            copied_rows=copied_rows,
+            copied_slots=copied_slots,
+        ),
+        device,
+    )
+    for name in (
+        "slots",
+        "absent",
+        "copied_rows",
+    ):  # torch adds, fills and copies at int64 indices only
         moved[name] = moved[name].long()
     return ChunkLayout(size=size, before=before, active=tuple(active.tolist()), **moved)
 
 
 def _active(chunks: Tensor) -> Tensor:
-    """How many of the sequences with ``chunks`` [n] chunks have an i-th one; [largest of chunks]."""
+    """How many of the sequences with ``chunks`` [n] chunks have an i-th one; [largest of
+    chunks].
+    """
     ends = torch.bincount(chunks)  # sequences of each number of chunks
     return len(chunks) - ends.cumsum(0)[:-1]
 
 
 def _row_of_token(cu_seqlens: Tensor, cp_size: int) -> Tensor:
-    """The row of each token: its place among the tokens of all context-parallel ranks, one rank after the other."""
+    """The row of each token: its place among the tokens of all context-parallel ranks, one rank
+    after the other.
+    """
     by_rank = torch.cat([zigzag_indices(cu_seqlens, rank, cp_size) for rank in range(cp_size)])
     row = torch.empty_like(by_rank)
     row[by_rank] = torch.arange(len(by_rank))
@@ -97,8 +128,8 @@ def _row_of_token(cu_seqlens: Tensor, cp_size: int) -> Tensor:
 
 
 def to_wide_chunks(x: Tensor, layout: ChunkLayout) -> Tensor:
-    """Rows ``x`` [rows, d] in the chunks with the tokens before them, [chunks, before + size, d]; 0 where there is
-    none."""
+    """Rows ``x`` [rows, d] in the chunks with the tokens before them, [chunks, before + size, d]; 0
+    where there is none."""
     return _ToWideChunks.apply(x, layout).view(-1, layout.before + layout.size, x.shape[1])
 
 
@@ -113,14 +144,17 @@ class _ToWideChunks(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         layout = ctx.layout
         grad_x = grad.index_select(0, layout.wide_slots)
-        return grad_x.index_add_(0, layout.copied_rows, grad.index_select(0, layout.copied_slots)), None
+        return (
+            grad_x.index_add_(0, layout.copied_rows, grad.index_select(0, layout.copied_slots)),
+            None,
+        )
 
 
 def causal_convolution(x: Tensor, weight: Tensor) -> Tensor:
     """One filter a channel: ``y[:, t, c] = sum over j of weight[c, j] * x[:, t + j, c]``.
 
-    ``x`` [chunks, k - 1 + size, c], each chunk after its k - 1 preceding tokens; ``weight`` [c, k]; returns
-    [chunks, size, c].
+    ``x`` [chunks, k - 1 + size, c], each chunk after its k - 1 preceding tokens; ``weight`` [c, k];
+    returns [chunks, size, c].
     """
     return _CausalConvolution.apply(x, weight)
 

@@ -1,11 +1,14 @@
-"""The gated delta net as the attention of a Megatron layer, with packed sequences and every parallelism.
+"""The gated delta net as the attention of a Megatron layer, with packed sequences and every
+parallelism.
 
-Megatron-Core's own refuses packed sequences before 0.18 and needs CUDA. Its parameters have the same names. Their rows
-are grouped by key head, so that each tensor- and context-parallel rank has whole heads and its own rows are contiguous:
-``in_proj`` has ``[q k v b a z]`` and ``conv1d`` ``[q k v]`` for each key head, with the value heads that read it.
+Megatron-Core's own refuses packed sequences before 0.18 and needs CUDA. Its parameters have the
+same names. Their rows are grouped by key head, so that each tensor- and context-parallel rank has
+whole heads and its own rows are contiguous: ``in_proj`` has ``[q k v b a z]`` and ``conv1d`` ``[q k
+v]`` for each key head, with the value heads that read it.
 
-Under context parallelism the ranks exchange heads for tokens (all-to-all) before the convolution and back after the
-delta rule: in between a rank has whole sequences, so that no state crosses ranks.
+Under context parallelism the ranks exchange heads for tokens (all-to-all) before the convolution
+and back after the delta rule: in between a rank has whole sequences, so that no state crosses
+ranks.
 """
 
 from __future__ import annotations
@@ -21,12 +24,19 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.tensor_parallel.mappings import all_to_all
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
+from megatron.core.transformer.utils import (
+    make_sharded_tensors_for_checkpoint,
+    sharded_state_dict_default,
+)
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megatron_gspo.mcore.attention import PackedSequences
-from megatron_gspo.mcore.gated_delta_net.chunk_layout import ChunkLayout, causal_convolution, to_wide_chunks
+from megatron_gspo.mcore.gated_delta_net.chunk_layout import (
+    ChunkLayout,
+    causal_convolution,
+    to_wide_chunks,
+)
 from megatron_gspo.mcore.gated_delta_net.delta_rule import chunked_delta_rule
 from megatron_gspo.mcore.operators import pad_rows, rms_norm, unpad_rows
 from megatron_gspo.models.model_shape import DeltaNetSizes
@@ -49,25 +59,34 @@ class GatedDeltaNet(MegatronModule):
 
     sizes: DeltaNetSizes
 
-    def __init__(self, config: Any, layer_number: int, *, sizes: DeltaNetSizes, pg_collection: Any,
-                 **_: Any) -> None:  # fmt: skip
+    def __init__(
+        self, config: Any, layer_number: int, *, sizes: DeltaNetSizes, pg_collection: Any, **_: Any
+    ) -> None:
         super().__init__(config)
         self.sizes, self.layer_number = sizes, layer_number
         self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
         ranks = self.tp_group.size() * self.cp_group.size()
         if sizes.key_heads % ranks:
             raise ValueError(
-                f"tensor- times context-parallel size = {ranks} does not divide the {sizes.key_heads} key heads of "
-                "the gated delta net (linear_num_key_heads); lower one of them"
+                f"tensor- times context-parallel size = {ranks} does not divide the"
+                f" {sizes.key_heads} key heads of the gated delta net (linear_num_key_heads); lower"
+                " one of them"
             )
-        heads, values = sizes.key_heads // self.tp_group.size(), sizes.value_heads // self.tp_group.size()
-        self.in_proj = self._linear(ColumnParallelLinear, sizes.key_heads * sizes.projected, gather_output=False)
+        heads, values = (
+            sizes.key_heads // self.tp_group.size(),
+            sizes.value_heads // self.tp_group.size(),
+        )
+        self.in_proj = self._linear(
+            ColumnParallelLinear, sizes.key_heads * sizes.projected, gather_output=False
+        )
         self.conv1d, self.out_norm = _Weight(), _Weight()
         self.conv1d.weight = self._sharded(heads * sizes.convolved, 1, sizes.kernel)
         self.dt_bias, self.A_log = self._sharded(values), self._sharded(values)
         self.out_norm.weight = torch.nn.Parameter(self._empty(sizes.value_size))
         self.out_norm.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        self.out_proj = self._linear(RowParallelLinear, sizes.value_heads * sizes.value_size, input_is_parallel=True)
+        self.out_proj = self._linear(
+            RowParallelLinear, sizes.value_heads * sizes.value_size, input_is_parallel=True
+        )
         if config.perform_initialization:
             self._initialize()
 
@@ -75,8 +94,16 @@ class GatedDeltaNet(MegatronModule):
         column = kind is ColumnParallelLinear
         sizes = (self.config.hidden_size, width) if column else (width, self.config.hidden_size)
         init = self.config.init_method if column else self.config.output_layer_init_method
-        return kind(*sizes, config=self.config, init_method=init, bias=False, skip_bias_add=not column,
-                    is_expert=False, tp_group=self.tp_group, **options)  # fmt: skip
+        return kind(
+            *sizes,
+            config=self.config,
+            init_method=init,
+            bias=False,
+            skip_bias_add=not column,
+            is_expert=False,
+            tp_group=self.tp_group,
+            **options,
+        )
 
     def _empty(self, *sizes: int) -> Tensor:
         device = None if self.config.use_cpu_initialization else torch.cuda.current_device()
@@ -84,11 +111,17 @@ class GatedDeltaNet(MegatronModule):
 
     def _sharded(self, *sizes: int) -> torch.nn.Parameter:
         parameter: Any = torch.nn.Parameter(self._empty(*sizes))
-        parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = True, 0, 1
+        parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = (
+            True,
+            0,
+            1,
+        )
         return parameter
 
     def _initialize(self) -> None:
-        """As the family's own: ``dt_bias`` 1, decay rates uniform in [0.01, 16], the filters as torch's."""
+        """As the family's own: ``dt_bias`` 1, decay rates uniform in [0.01, 16], the filters as
+        torch's.
+        """
         with torch.no_grad():
             self.dt_bias.fill_(1.0)
             self.out_norm.weight.fill_(1.0)
@@ -96,31 +129,46 @@ class GatedDeltaNet(MegatronModule):
             bound = self.sizes.kernel**-0.5
             self.conv1d.weight.uniform_(-bound, bound)
 
-    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, *,
-                packed_seq_params: PackedSequences, **_: Any) -> tuple[Tensor, None]:  # fmt: skip
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        packed_seq_params: PackedSequences,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
         """``hidden_states`` [t, 1, h], this rank's tokens; returns the same sizes and no bias."""
         if not isinstance(packed_seq_params, PackedSequences):
-            raise TypeError("GatedDeltaNet needs packed_seq_params of mcore.attention.packed_sequences()")
+            raise TypeError(
+                "GatedDeltaNet needs packed_seq_params of mcore.attention.packed_sequences()"
+            )
         layout = packed_seq_params.chunks(self.sizes.kernel - 1)
         projected, _bias = self.in_proj(hidden_states)
         grouped = projected.view(projected.shape[0], -1, self.sizes.projected)
-        inputs, gate = grouped.split((self.sizes.exchanged, self.sizes.projected - self.sizes.exchanged), dim=-1)
+        inputs, gate = grouped.split(
+            (self.sizes.exchanged, self.sizes.projected - self.sizes.exchanged), dim=-1
+        )
         out = self._tokens(self._attend(self._heads(inputs), layout))
-        out = gated_norm(out.view(out.shape[0], -1, self.sizes.value_size),
-                         gate.reshape(out.shape[0], -1, self.sizes.value_size), self._norm_weight(),
-                         self.config.layernorm_epsilon)  # fmt: skip
+        out = gated_norm(
+            out.view(out.shape[0], -1, self.sizes.value_size),
+            gate.reshape(out.shape[0], -1, self.sizes.value_size),
+            self._norm_weight(),
+            self.config.layernorm_epsilon,
+        )
         output, _bias = self.out_proj(out.flatten(1).unsqueeze(1))
         return output, None
 
     def _norm_weight(self) -> Tensor:
-        """Each tensor-parallel rank's gradient has its own heads only: Megatron sums them under sequence parallelism,
-        and here they are summed without."""
+        """Each tensor-parallel rank's gradient has its own heads only: Megatron sums them under
+        sequence parallelism, and here they are summed without."""
         if self.config.sequence_parallel:
             return self.out_norm.weight
         return copy_to_tensor_model_parallel_region(self.out_norm.weight, group=self.tp_group)
 
     def _heads(self, x: Tensor) -> Tensor:
-        """All heads of this rank's tokens [t, heads, w] to this rank's heads of all tokens [t * cp, heads / cp, w]."""
+        """All heads of this rank's tokens [t, heads, w] to this rank's heads of all tokens [t *
+        cp, heads / cp, w].
+        """
         size = self.cp_group.size()
         if size == 1:
             return x
@@ -141,49 +189,82 @@ class GatedDeltaNet(MegatronModule):
     def _attend(self, x: Tensor, layout: ChunkLayout) -> Tensor:
         """Convolution and delta rule of ``x`` [t, heads, exchanged]; [t, value heads * value size].
 
-        Nothing inside is kept for the backward, which computes it again, unless the whole layer does that already.
+        Nothing inside is kept for the backward, which computes it again, unless the whole layer
+        does that already.
         """
-        arguments = (x, self._own(self.conv1d.weight).squeeze(1), self._own(self.dt_bias), self._own(self.A_log),
-                     layout, self.sizes)  # fmt: skip
+        arguments = (
+            x,
+            self._own(self.conv1d.weight).squeeze(1),
+            self._own(self.dt_bias),
+            self._own(self.A_log),
+            layout,
+            self.sizes,
+        )
         if self.config.recompute_granularity == "full" or not torch.is_grad_enabled():
             return delta_net(*arguments)
         return checkpoint(delta_net, *arguments, use_reentrant=False, preserve_rng_state=False)
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None,
-                           **_: Any) -> dict[str, Any]:  # fmt: skip
-        """The parameters for Megatron's distributed checkpoints, each sharded along its rows but for the norm."""
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None, **_: Any
+    ) -> dict[str, Any]:
+        """The parameters for Megatron's distributed checkpoints, each sharded along its rows
+        but for the norm.
+        """
         groups = dict(tp_group=self.tp_group, dp_cp_group=metadata["dp_cp_group"])
         own = {name: value for name, value in self.named_parameters() if "proj" not in name}
-        state = make_sharded_tensors_for_checkpoint(own, prefix, _SHARDED, sharded_offsets, **groups)
+        state = make_sharded_tensors_for_checkpoint(
+            own, prefix, _SHARDED, sharded_offsets, **groups
+        )
         for name in ("in_proj", "out_proj"):
-            part = sharded_state_dict_default(getattr(self, name), f"{prefix}{name}.", sharded_offsets, metadata,
-                                              tp_group=self.tp_group)  # fmt: skip
+            part = sharded_state_dict_default(
+                getattr(self, name),
+                f"{prefix}{name}.",
+                sharded_offsets,
+                metadata,
+                tp_group=self.tp_group,
+            )
             state |= part
         return state
 
 
-def delta_net(x: Tensor, filters: Tensor, dt_bias: Tensor, log_rate: Tensor, layout: ChunkLayout,
-              sizes: DeltaNetSizes) -> Tensor:  # fmt: skip
-    """Convolution, gates and delta rule of packed sequences; [t, value heads * value size] in ``x``'s dtype.
+def delta_net(
+    x: Tensor,
+    filters: Tensor,
+    dt_bias: Tensor,
+    log_rate: Tensor,
+    layout: ChunkLayout,
+    sizes: DeltaNetSizes,
+) -> Tensor:
+    """Convolution, gates and delta rule of packed sequences; [t, value heads * value size] in
+    ``x``'s dtype.
 
-    ``x`` [t, heads, exchanged], in the layout's order of rows; ``filters`` [heads * convolved, kernel]; ``dt_bias`` and
-    ``log_rate`` [value heads]. Computed in float32, float64 for such an ``x``.
+    ``x`` [t, heads, exchanged], in the layout's order of rows; ``filters`` [heads * convolved,
+    kernel]; ``dt_bias`` and ``log_rate`` [value heads]. Computed in float32, float64 for such an
+    ``x``.
     """
     dtype = torch.promote_types(x.dtype, torch.float32)
     qkv, rates = x.split((sizes.convolved, 2 * sizes.values_per_key), dim=-1)
     wide = to_wide_chunks(qkv.reshape(len(x), -1), layout)
-    convolved = F.silu(causal_convolution(wide.to(dtype), filters.to(dtype))).unflatten(-1, (x.shape[1], -1))
+    convolved = F.silu(causal_convolution(wide.to(dtype), filters.to(dtype))).unflatten(
+        -1, (x.shape[1], -1)
+    )
     split = (sizes.key_size, sizes.key_size, sizes.values_per_key * sizes.value_size)
     query, key, value = (part.transpose(1, 2) for part in convolved.split(split, dim=-1))
     value = value.unflatten(-1, (sizes.values_per_key, -1)).transpose(2, 3)
     beta, gate = _gates(rates, dt_bias, log_rate, layout, dtype)
-    out = chunked_delta_rule(_unit(query) * sizes.key_size**-0.5, _unit(key), value, gate, beta, layout.active)
-    return unpad_rows(out.permute(0, 3, 1, 2, 4).reshape(len(layout.rows), -1).to(x.dtype), layout.slots)
+    out = chunked_delta_rule(
+        _unit(query) * sizes.key_size**-0.5, _unit(key), value, gate, beta, layout.active
+    )
+    return unpad_rows(
+        out.permute(0, 3, 1, 2, 4).reshape(len(layout.rows), -1).to(x.dtype), layout.slots
+    )
 
 
-def _gates(rates: Tensor, dt_bias: Tensor, log_rate: Tensor, layout: ChunkLayout,
-           dtype: torch.dtype) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """beta and the logarithm of the decay, both [chunks, heads, r, size] and 0 in slots without a token.
+def _gates(
+    rates: Tensor, dt_bias: Tensor, log_rate: Tensor, layout: ChunkLayout, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """beta and the logarithm of the decay, both [chunks, heads, r, size] and 0 in slots without a
+    token.
 
     ``rates`` [t, heads, 2 r]: what they are made of, beta's first.
     """
@@ -200,6 +281,8 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMS norm times ``silu(gate)``; all [..., e], ``weight`` [e]. Computed in float32, float64 for such an ``x``."""
+    """RMS norm times ``silu(gate)``; all [..., e], ``weight`` [e]. Computed in float32, float64
+    for such an ``x``.
+    """
     dtype = torch.promote_types(x.dtype, torch.float32)
     return (rms_norm(x.to(dtype), weight.to(dtype), eps) * F.silu(gate.to(dtype))).to(x.dtype)

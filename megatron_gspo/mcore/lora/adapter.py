@@ -1,7 +1,9 @@
-"""The adapter of one linear layer, and Megatron's linear layers with one (LoRA, arXiv:2106.09685, section 4.1).
+"""The adapter of one linear layer, and Megatron's linear layers with one (LoRA, arXiv:2106.09685,
+section 4.1).
 
-Column parallel: A is on every rank, B is cut by rows. Row parallel: A is cut by columns, B is on every rank. Only the
-product with A, of a few columns, is communicated. An expert's rank adds its part of the output to the other ranks'.
+Column parallel: A is on every rank, B is cut by rows. Row parallel: A is cut by columns, B is on
+every rank. Only the product with A, of a few columns, is communicated. An expert's rank adds its
+part of the output to the other ranks'.
 """
 
 from __future__ import annotations
@@ -33,8 +35,9 @@ from megatron_gspo.models.adapter_rules import add_product
 class Adapter(torch.nn.Module):
     """``scale * B @ A``, added to a weight [out, in] that is made of several Hugging Face tensors.
 
-    ``lora_A`` [parts * rank, in]: a matrix for each tensor that is adapted. ``lora_B`` [out, rank]: a tensor's rows are
-    multiplied with its own A; those of tensors without an adapter stay 0. ``rows``: of each part.
+    ``lora_A`` [parts * rank, in]: a matrix for each tensor that is adapted. ``lora_B`` [out, rank]:
+    a tensor's rows are multiplied with its own A; those of tensors without an adapter stay 0.
+    ``rows``: of each part.
     """
 
     rows_of_part: Tensor | None
@@ -57,7 +60,9 @@ class Adapter(torch.nn.Module):
         return self.lora_A, self.expanded(self.lora_B)
 
     def expanded(self, b: Tensor) -> Tensor:
-        """Scaled, with the rows of each part in its own columns: [..., out, rank] to [..., out, parts * rank]."""
+        """Scaled, with the rows of each part in its own columns: [..., out, rank] to [..., out,
+        parts * rank].
+        """
         b = b * self.scale
         if self.rows_of_part is None:
             return b
@@ -68,13 +73,18 @@ class Adapter(torch.nn.Module):
         """The weight with what the adapter adds, a new tensor; see `add_product`."""
         merged = weight.clone()
         for part, rows in enumerate(self.rows):
-            a, places = self.lora_A[part * self.rank : (part + 1) * self.rank], rows.to(weight.device)
+            a, places = (
+                self.lora_A[part * self.rank : (part + 1) * self.rank],
+                rows.to(weight.device),
+            )
             merged[places] = add_product(weight[places], a, self.lora_B[places], self.scale)
         return merged
 
 
 def expert_adapters(linears: Sequence[Any]) -> LowRank | None:
-    """The adapters of a layer's local experts, expert by expert; None where they have none, or while they are off."""
+    """The adapters of a layer's local experts, expert by expert; None where they have none, or
+    while they are off.
+    """
     first = getattr(linears[0], "lora", None)
     if first is None or not first.enabled:
         return None
@@ -99,11 +109,16 @@ class AdaptedColumnParallelLinear(ColumnParallelLinear):
             low = copy_to_tensor_model_parallel_region(low, group=self.tp_group)
         return output + linear(low, b), bias
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (),
-                           metadata: Any = None) -> dict[str, Any]:  # fmt: skip
-        stored = _stored(self, {"weight": 0, "bias": 0, "lora.lora_B": 0}, prefix, sharded_offsets, metadata)
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        stored = _stored(
+            self, {"weight": 0, "bias": 0, "lora.lora_B": 0}, prefix, sharded_offsets, metadata
+        )
         key = f"{prefix}lora.lora_B"
-        if getattr(self, "gated", False):  # each rank has rows of the gate and of the other half, as of the weight
+        if getattr(
+            self, "gated", False
+        ):  # each rank has rows of the gate and of the other half, as of the weight
             stored[key] = apply_swiglu_sharded_factory(stored[key], sharded_offsets)
         return stored
 
@@ -125,8 +140,9 @@ class AdaptedRowParallelLinear(RowParallelLinear):
             low = reduce_from_tensor_model_parallel_region(low, group=self.tp_group)
         return output + linear(low, b), bias
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (),
-                           metadata: Any = None) -> dict[str, Any]:  # fmt: skip
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
+    ) -> dict[str, Any]:
         return _stored(self, {"weight": 1, "lora.lora_A": 1}, prefix, sharded_offsets, metadata)
 
 
@@ -144,7 +160,9 @@ class AdaptedLatentProjection(LatentProjection):
 
 
 class AdaptedRouter(TopKRouter):
-    """Megatron's, with an adapter that all tensor-parallel ranks hold; its part of the logits is of their type."""
+    """Megatron's, with an adapter that all tensor-parallel ranks hold; its part of the logits
+    is of their type.
+    """
 
     lora: Adapter
 
@@ -153,7 +171,9 @@ class AdaptedRouter(TopKRouter):
         if not self.lora.enabled:
             return logits
         a, b = self.lora()
-        low = router_gating_linear(input, a, None, logits.dtype)  # keeps no copy of the input in that type
+        low = router_gating_linear(
+            input, a, None, logits.dtype
+        )  # keeps no copy of the input in that type
         return logits + linear(low, b.to(logits.dtype))
 
 
@@ -165,10 +185,18 @@ ADAPTED = {
 }
 
 
-def _stored(module: Any, axes: dict[str, int], prefix: str, sharded_offsets: tuple[Any, ...],
-            metadata: Any) -> dict[str, Any]:  # fmt: skip
-    """Megatron's description of a module's tensors in a checkpoint. axes: the dimension that is cut, by name."""
+def _stored(
+    module: Any, axes: dict[str, int], prefix: str, sharded_offsets: tuple[Any, ...], metadata: Any
+) -> dict[str, Any]:
+    """Megatron's description of a module's tensors in a checkpoint.
+
+    axes: the dimension that is cut, by name.
+    """
     return make_sharded_tensors_for_checkpoint(
-        module.state_dict(prefix="", keep_vars=True), prefix, axes, sharded_offsets, tp_group=module.tp_group,
+        module.state_dict(prefix="", keep_vars=True),
+        prefix,
+        axes,
+        sharded_offsets,
+        tp_group=module.tp_group,
         dp_cp_group=metadata["dp_cp_group"],
-    )  # fmt: skip
+    )

@@ -1,4 +1,6 @@
-"""The adapters' tensors under PEFT's names: which parameters they are, their first values, the way in and out."""
+"""The adapters' tensors under PEFT's names: which parameters they are, their first values, the
+way in and out.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from megatron_gspo.models.adapter_rules import adapted_parts, adapter_rules
 
 
 class AdapterSource(Protocol):
-    """Whole tensors of adapters by name, without a prefix: ``model.layers.0.self_attn.q_proj.lora_A.weight``."""
+    """Whole tensors of adapters by name, without a prefix:
+    ``model.layers.0.self_attn.q_proj.lora_A.weight``.
+    """
 
     def __call__(self, name: str, sizes: tuple[int, int]) -> Tensor: ...
 
@@ -34,21 +38,37 @@ class _Adapted:
     b: MappedParameter
 
 
-def _adapted(chunks: Sequence[Any], lora: LoRAConfig, family: Family, shape: ModelShape,
-             groups: ProcessGroups) -> Iterator[_Adapted]:  # fmt: skip
+def _adapted(
+    chunks: Sequence[Any],
+    lora: LoRAConfig,
+    family: Family,
+    shape: ModelShape,
+    groups: ProcessGroups,
+) -> Iterator[_Adapted]:
     for chunk in chunks:
         for base in map_parameters(chunk, family, shape, groups):
             if base.adapter is not None:
                 rules = adapter_rules(base.rule, adapted_parts(base.rule, lora.targets))
                 matrices = (base.adapter.lora_A, base.adapter.lora_B)
-                a, b = (replace(base, parameter=matrix, rule=rule, adapter=None)
-                        for matrix, rule in zip(matrices, rules, strict=True))  # fmt: skip
+                a, b = (
+                    replace(base, parameter=matrix, rule=rule, adapter=None)
+                    for matrix, rule in zip(matrices, rules, strict=True)
+                )
                 yield _Adapted(base, base.adapter, a, b)
 
 
-def adapter_layers(chunks: Sequence[Any], lora: LoRAConfig, family: Family, shape: ModelShape,
-                   groups: ProcessGroups, attribute: str = "data") -> dict[int, list[MappedParameter]]:  # fmt: skip
-    """The adapters of each layer of this stage, to be exported. attribute: ``data``, or ``main_grad``."""
+def adapter_layers(
+    chunks: Sequence[Any],
+    lora: LoRAConfig,
+    family: Family,
+    shape: ModelShape,
+    groups: ProcessGroups,
+    attribute: str = "data",
+) -> dict[int, list[MappedParameter]]:
+    """The adapters of each layer of this stage, to be exported.
+
+    attribute: ``data``, or ``main_grad``.
+    """
     layers: dict[int, list[MappedParameter]] = {}
     for found in _adapted(chunks, lora, family, shape, groups):
         for mapped in (found.a, found.b):
@@ -57,17 +77,29 @@ def adapter_layers(chunks: Sequence[Any], lora: LoRAConfig, family: Family, shap
     return layers
 
 
-def adapter_parameters(chunk: Any, lora: LoRAConfig, family: Family, shape: ModelShape,
-                       groups: ProcessGroups) -> dict[str, MappedParameter]:  # fmt: skip
-    """A and B of each weight of a model chunk, by their names in the chunk. Experts that share one have it each."""
-    return {f"{found.base.name.removesuffix('weight')}lora.lora_{which}": mapped
-            for found in _adapted([chunk], lora, family, shape, groups)
-            for which, mapped in (("A", found.a), ("B", found.b))}  # fmt: skip
+def adapter_parameters(
+    chunk: Any, lora: LoRAConfig, family: Family, shape: ModelShape, groups: ProcessGroups
+) -> dict[str, MappedParameter]:
+    """A and B of each weight of a model chunk, by their names in the chunk.
+
+    Experts that share one have it each.
+    """
+    return {
+        f"{found.base.name.removesuffix('weight')}lora.lora_{which}": mapped
+        for found in _adapted([chunk], lora, family, shape, groups)
+        for which, mapped in (("A", found.a), ("B", found.b))
+    }
 
 
 @torch.no_grad()
-def fill_adapters(source: AdapterSource, chunks: Sequence[Any], lora: LoRAConfig, family: Family, shape: ModelShape,
-                  groups: ProcessGroups) -> None:  # fmt: skip
+def fill_adapters(
+    source: AdapterSource,
+    chunks: Sequence[Any],
+    lora: LoRAConfig,
+    family: Family,
+    shape: ModelShape,
+    groups: ProcessGroups,
+) -> None:
     """Set this rank's slices of the adapters. Experts that share one take the first expert's."""
     done: set[int] = set()
     for found in _adapted(chunks, lora, family, shape, groups):
@@ -76,7 +108,9 @@ def fill_adapters(source: AdapterSource, chunks: Sequence[Any], lora: LoRAConfig
         done.add(id(found.adapter))
         adapter, rank = found.adapter, found.adapter.rank
         is_shared = found.base.rule.is_expert and lora.experts == "shared"
-        a, b = (replace(each, expert=0 if is_shared else each.expert) for each in (found.a, found.b))
+        a, b = (
+            replace(each, expert=0 if is_shared else each.expert) for each in (found.a, found.b)
+        )
         for part, rows in enumerate(adapter.rows):
             value = _slice(source, a, part, (rank, adapter.lora_A.shape[1]), groups)
             adapter.lora_A[part * rank : (part + 1) * rank] = value.to(adapter.lora_A)
@@ -84,8 +118,13 @@ def fill_adapters(source: AdapterSource, chunks: Sequence[Any], lora: LoRAConfig
             adapter.lora_B[rows.to(adapter.lora_B.device)] = value.to(adapter.lora_B)
 
 
-def _slice(source: AdapterSource, mapped: MappedParameter, part: int, sizes: tuple[int, int],
-           groups: ProcessGroups) -> Tensor:  # fmt: skip
+def _slice(
+    source: AdapterSource,
+    mapped: MappedParameter,
+    part: int,
+    sizes: tuple[int, int],
+    groups: ProcessGroups,
+) -> Tensor:
     """This rank's part, of ``sizes``, of a whole tensor."""
     if mapped.rule.shard is Shard.NONE:
         return source(mapped.names[part], sizes)
@@ -96,7 +135,10 @@ def _slice(source: AdapterSource, mapped: MappedParameter, part: int, sizes: tup
 
 
 def first_values(seed: int) -> AdapterSource:
-    """PEFT's: A is uniform within 1 / sqrt(in), B is 0. Drawn by name, so that they don't depend on the layout."""
+    """PEFT's: A is uniform within 1 / sqrt(in), B is 0.
+
+    Drawn by name, so that they don't depend on the layout.
+    """
 
     def draw(name: str, sizes: tuple[int, int]) -> Tensor:
         if name.endswith(".lora_B.weight"):

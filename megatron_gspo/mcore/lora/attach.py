@@ -1,4 +1,6 @@
-"""Give a built model adapters and freeze everything else, before Megatron's DistributedDataParallel wraps it."""
+"""Give a built model adapters and freeze everything else, before Megatron's
+DistributedDataParallel wraps it.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +37,15 @@ class _Target:
         return bool(getattr(self.linear, "sequence_parallel", own))
 
 
-def attach_adapters(chunks: Sequence[Any], lora: LoRAConfig, family: Family, shape: ModelShape,
-                    groups: ProcessGroups) -> None:  # fmt: skip
-    """Freeze the (unwrapped) chunks and add adapters that change nothing: A is 0 too until `fill_adapters`.
+def attach_adapters(
+    chunks: Sequence[Any],
+    lora: LoRAConfig,
+    family: Family,
+    shape: ModelShape,
+    groups: ProcessGroups,
+) -> None:
+    """Freeze the (unwrapped) chunks and add adapters that change nothing: A is 0 too until
+    `fill_adapters`.
 
     The chunks must consist of torch layers.
     """
@@ -56,15 +64,19 @@ def attach_adapters(chunks: Sequence[Any], lora: LoRAConfig, family: Family, sha
             chunk.embedding.register_forward_hook(_with_gradient)
 
 
-def _targets(chunk: Any, lora: LoRAConfig, family: Family, shape: ModelShape,
-             groups: ProcessGroups) -> Iterator[_Target]:  # fmt: skip
+def _targets(
+    chunk: Any, lora: LoRAConfig, family: Family, shape: ModelShape, groups: ProcessGroups
+) -> Iterator[_Target]:
     modules = dict(chunk.named_modules())
     for mapped in map_parameters(chunk, family, shape, groups):
         linear = modules.get(mapped.name.removesuffix(".weight"))
         parts = adapted_parts(mapped.rule, lora.targets)
         if parts and linear is not None:
             if type(linear) not in ADAPTED:
-                raise TypeError(f"{mapped.name} is of {type(linear).__name__}, which has no adapter; use torch layers")
+                raise TypeError(
+                    f"{mapped.name} is of {type(linear).__name__}, which has no adapter; use torch"
+                    " layers"
+                )
             yield _Target(linear, mapped, parts)
 
 
@@ -80,8 +92,10 @@ def _make(target: _Target, lora: LoRAConfig, shape: ModelShape, groups: ProcessG
     parameter: Any
     if rule.is_expert:
         is_shared = _is_shared(target, lora)
-        for parameter, is_cut in ((adapter.lora_A, rule.shard is Shard.COLUMNS),
-                                  (adapter.lora_B, rule.shard is Shard.ROWS)):  # fmt: skip
+        for parameter, is_cut in (
+            (adapter.lora_A, rule.shard is Shard.COLUMNS),
+            (adapter.lora_B, rule.shard is Shard.ROWS),
+        ):
             parameter.allreduce = getattr(weight, "allreduce", True)
             if is_shared:
                 _mark_replicas(parameter, groups.ep if is_cut else groups.expert_tp_ep)
@@ -97,8 +111,8 @@ def _make(target: _Target, lora: LoRAConfig, shape: ModelShape, groups: ProcessG
 
 
 def _mark_replicas(parameter: Any, group: dist.ProcessGroup | None) -> None:
-    """All ranks of ``group`` hold the parameter, each with a part of its gradient: they are summed (see
-    `reduction.py`), and one of them counts in the norm."""
+    """All ranks of ``group`` hold the parameter, each with a part of its gradient: they are summed
+    (see `reduction.py`), and one of them counts in the norm."""
     is_first = group is None or group.rank() == 0
     parameter.tensor_model_parallel, parameter.shared = is_first, not is_first
     if group is not None and group.size() > 1:
@@ -113,7 +127,9 @@ def _place(target: _Target, adapter: Adapter) -> None:
 
 
 def _with_gradient(module: Any, inputs: Any, output: Tensor) -> Tensor:
-    """The output of a frozen embedding as a leaf with a gradient: recomputed layers ignore what needs none."""
+    """The output of a frozen embedding as a leaf with a gradient: recomputed layers ignore what
+    needs none.
+    """
     if torch.is_grad_enabled() and not output.requires_grad:
         output.requires_grad_(True)
     return output

@@ -20,11 +20,14 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @torch.no_grad()
-def base_checksum(chunks: Sequence[Any], family: Family, shape: ModelShape, groups: ProcessGroups) -> str:
-    """16 hexadecimal digits of names, places and bits of all weights of the (unwrapped) chunks; adapters don't count.
+def base_checksum(
+    chunks: Sequence[Any], family: Family, shape: ModelShape, groups: ProcessGroups
+) -> str:
+    """16 hexadecimal digits of names, places and bits of all weights of the (unwrapped) chunks;
+    adapters don't count.
 
-    Each element's bits times a number for its tensor, row and column, summed modulo 2 ** 64, each element once. A
-    collective of all ranks.
+    Each element's bits times a number for its tensor, row and column, summed modulo 2 ** 64, each
+    element once. A collective of all ranks.
     """
     total = torch.zeros((), dtype=torch.int64, device=compute_device())
     for chunk in chunks:
@@ -46,10 +49,11 @@ def _counts(mapped: MappedParameter, shape: ModelShape, groups: ProcessGroups) -
     return replica == 0 and not is_copy and (tensor == 0 or mapped.rule.shard is not Shard.NONE)
 
 
-def _parts(mapped: MappedParameter, shape: ModelShape,
-           groups: ProcessGroups) -> Iterator[tuple[int, Tensor, list[Tensor]]]:  # fmt: skip
-    """For each Hugging Face tensor its factor, this rank's part [rows, columns], and the places of these in the whole
-    tensor. The padding of a vocabulary is left out."""
+def _parts(
+    mapped: MappedParameter, shape: ModelShape, groups: ProcessGroups
+) -> Iterator[tuple[int, Tensor, list[Tensor]]]:
+    """For each Hugging Face tensor its factor, this rank's part [rows, columns], and the places of
+    these in the whole tensor. The padding of a vocabulary is left out."""
     local, rule = mapped.local_slice(groups), mapped.rule
     for name, part in local.split(mapped.parameter.detach(), shape).items():
         part = part.reshape(len(part), -1)
@@ -76,11 +80,18 @@ def _places(blocks: Sequence[int], rank: int, ranks: int) -> Tensor:
 
 def _sum(part: Tensor, places: Sequence[Tensor]) -> Tensor:
     """The sum of bits * number of row * number of column, int64."""
-    rows, columns = (_mixed(numbers + offset) for numbers, offset in zip(places, (0, 1 << 40), strict=True))
+    rows, columns = (
+        _mixed(numbers + offset) for numbers, offset in zip(places, (0, 1 << 40), strict=True)
+    )
     total = rows.new_zeros(())
     step = max(_ELEMENTS // max(part.shape[1], 1), 1)
     for first in range(0, len(part), step):
-        bits = part[first : first + step].contiguous().view(_INTEGERS[part.element_size()]).to(torch.int64)
+        bits = (
+            part[first : first + step]
+            .contiguous()
+            .view(_INTEGERS[part.element_size()])
+            .to(torch.int64)
+        )
         total += ((bits * columns).sum(1) * rows[first : first + step]).sum()
     return total
 

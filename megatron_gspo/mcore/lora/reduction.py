@@ -1,8 +1,9 @@
-"""Sum the gradients of experts' adapters that several ranks hold, each a part of them: Megatron has no mark for that.
+"""Sum the gradients of experts' adapters that several ranks hold, each a part of them: Megatron has
+no mark for that.
 
-The matrices that expert-tensor parallelism does not cut are on all of its ranks, each of which has the gradient through
-its own part of the other matrix. Adapters that the experts share are on all expert-parallel ranks, whose experts have
-other tokens. Every other adapter is reduced by Megatron.
+The matrices that expert-tensor parallelism does not cut are on all of its ranks, each of which has
+the gradient through its own part of the other matrix. Adapters that the experts share are on all
+expert-parallel ranks, whose experts have other tokens. Every other adapter is reduced by Megatron.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from torch import Tensor
 def finalize_gradients(model: Sequence[Any], *args: Any, **kwargs: Any) -> None:
     """Megatron's ``finalize_model_grads``, then one all-reduce for each group that holds replicas.
 
-    After the data-parallel reduction, as Megatron's own sums over tensor-parallel ranks: with the distributed optimizer
-    a rank's part of the gradient is complete, and the ranks of these groups have the same part.
+    After the data-parallel reduction, as Megatron's own sums over tensor-parallel ranks: with the
+    distributed optimizer a rank's part of the gradient is complete, and the ranks of these groups
+    have the same part.
     """
     finalize_model_grads(model, *args, **kwargs)
     by_group: dict[dist.ProcessGroup, list[Tensor]] = {}
@@ -33,4 +35,6 @@ def finalize_gradients(model: Sequence[Any], *args: Any, **kwargs: Any) -> None:
         flat = torch.cat([gradient.flatten() for gradient in gradients])
         dist.all_reduce(flat, group=group)
         parts = flat.split([gradient.numel() for gradient in gradients])
-        torch._foreach_copy_(gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)])
+        torch._foreach_copy_(
+            gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)]
+        )

@@ -1,7 +1,8 @@
-"""What a pass recorded and measured: expert ids and flips of this replica's samples, statistics of all ranks.
+"""What a pass recorded and measured: expert ids and flips of this replica's samples, statistics of
+all ranks.
 
-Each function is a collective, of the replica's ranks or of the world, and takes the ``MicroBatchRoutes`` of this rank's
-micro-batches.
+Each function is a collective, of the replica's ranks or of the world, and takes the
+``MicroBatchRoutes`` of this rank's micro-batches.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from megatron_gspo.routing_replay.statistics import RoutingStats, expert_load
 _PART_BYTES = 64 << 20  # ids are exchanged in parts of this size, which bounds the device memory
 
 
-def routes_of_replica(micro_batches: Sequence[MicroBatchRoutes], batch: SampleBatch,
-                      wanted: Sequence[int]) -> tuple[dict[int, np.ndarray], int]:
-    """The recorded routes ``[L - 1, layers, k]`` in this rank's own layers of those of ``wanted`` (positions in
-    ``batch``) that this replica trains, and the bytes that were exchanged.
+def routes_of_replica(
+    micro_batches: Sequence[MicroBatchRoutes], batch: SampleBatch, wanted: Sequence[int]
+) -> tuple[dict[int, np.ndarray], int]:
+    """The recorded routes ``[L - 1, layers, k]`` in this rank's own layers of those of ``wanted``
+    (positions in ``batch``) that this replica trains, and the bytes that were exchanged.
 
     Exactly one rank of a pipeline stage has each id, so that a sum with zeros elsewhere is exact.
     """
@@ -40,21 +42,28 @@ def routes_of_replica(micro_batches: Sequence[MicroBatchRoutes], batch: SampleBa
         if routes.is_counted:
             targets, rows = _row_indices(routes, starts, lengths)
             if layers:
-                ids = torch.stack([routes.chosen[layer] for layer in layers], 1).cpu()  # [t, layers, k]
+                ids = torch.stack(
+                    [routes.chosen[layer] for layer in layers], 1
+                ).cpu()  # [t, layers, k]
                 flat[targets] = ids.view(torch.uint8)[rows]
     moved = _sum_bytes(flat, (groups.tp, groups.cp))
     everything = flat.numpy().view(shape.dtype)
     return {i: everything[starts[i] : starts[i] + lengths[i]] for i in own}, moved
 
 
-def flips_of_replica(micro_batches: Sequence[MicroBatchRoutes], batch: SampleBatch) -> dict[int, np.ndarray]:
-    """For each sample of this replica int8 ``[R]``, on each of its ranks: 1 where a response token's live choice
-    differs from the given routes in at least one layer, 0 where it doesn't, -1 where it was not compared.
+def flips_of_replica(
+    micro_batches: Sequence[MicroBatchRoutes], batch: SampleBatch
+) -> dict[int, np.ndarray]:
+    """For each sample of this replica int8 ``[R]``, on each of its ranks: 1 where a response
+    token's live choice differs from the given routes in at least one layer, 0 where it doesn't, -1
+    where it was not compared.
 
     Two bytes a token are exchanged.
     """
     own, lengths, starts = _rows_of(micro_batches, batch, None)
-    flat = torch.zeros(int(starts[-1]), 2, dtype=torch.uint8)  # compared, number of ranks with a layer that differs
+    flat = torch.zeros(
+        int(starts[-1]), 2, dtype=torch.uint8
+    )  # compared, number of ranks with a layer that differs
     for routes in micro_batches:
         if not routes.is_counted or routes.flipped is None:
             continue
@@ -70,11 +79,13 @@ def flips_of_replica(micro_batches: Sequence[MicroBatchRoutes], batch: SampleBat
     return {i: found[first[i] : first[i] + batch.table["response_length"][i]] for i in own}
 
 
-def shared_experts_of_replica(micro_batches: Sequence[MicroBatchRoutes],
-                              batch: SampleBatch) -> tuple[np.ndarray, np.ndarray]:
-    """(shares ``[rows, 3]``, starts ``[N + 1]``): for each input token of this replica's samples, end to end, the share
-    of the live choices in this rank's layers that are in the given routes of its own row, the next and the previous
-    one. NaN where they weren't compared, or are on different ranks. Six bytes a token are exchanged.
+def shared_experts_of_replica(
+    micro_batches: Sequence[MicroBatchRoutes], batch: SampleBatch
+) -> tuple[np.ndarray, np.ndarray]:
+    """(shares ``[rows, 3]``, starts ``[N + 1]``): for each input token of this replica's samples,
+    end to end, the share of the live choices in this rank's layers that are in the given routes of
+    its own row, the next and the previous one. NaN where they weren't compared, or are on different
+    ranks. Six bytes a token are exchanged.
     """
     groups, shape = micro_batches[0].groups, micro_batches[0].options.shape
     _, lengths, starts = _rows_of(micro_batches, batch, None)
@@ -83,9 +94,17 @@ def shared_experts_of_replica(micro_batches: Sequence[MicroBatchRoutes],
         if not routes.is_counted or routes.shared is None:
             continue
         targets, rows = _row_indices(routes, starts, lengths)
-        known = torch.ones(len(rows), dtype=torch.bool) if routes.missing is None else ~routes.missing.cpu()[rows]
-        after = (rows.diff() == 1) & (targets.diff() == 1)  # whether the next row is the next token's
-        beside = torch.stack([known, _shifted(after & known[1:], 0), _shifted(after & known[:-1], 1)])
+        known = (
+            torch.ones(len(rows), dtype=torch.bool)
+            if routes.missing is None
+            else ~routes.missing.cpu()[rows]
+        )
+        after = (rows.diff() == 1) & (
+            targets.diff() == 1
+        )  # whether the next row is the next token's
+        beside = torch.stack(
+            [known, _shifted(after & known[1:], 0), _shifted(after & known[:-1], 1)]
+        )
         flat[targets] = ((routes.shared.cpu()[:, rows] + 1) * (beside & known)).T
     _sum_bytes(flat.view(torch.uint8), (groups.tp, groups.cp))
     found = flat.numpy().astype(np.float64) - 1.0
@@ -94,36 +113,51 @@ def shared_experts_of_replica(micro_batches: Sequence[MicroBatchRoutes],
 
 
 def _shifted(flags: Tensor, rows: int) -> Tensor:
-    """``[n]`` from flags ``[n - 1]`` of neighbours: of the first of each pair, or with ``rows`` 1 of the second."""
+    """``[n]`` from flags ``[n - 1]`` of neighbours: of the first of each pair, or with ``rows``
+    1 of the second.
+    """
     return torch.nn.functional.pad(flags, (rows, 1 - rows))
 
 
-def _rows_of(micro_batches: Sequence[MicroBatchRoutes], batch: SampleBatch,
-             wanted: set[int] | None) -> tuple[list[int], np.ndarray, np.ndarray]:
-    """(this replica's samples, rows ``[N]`` of each, starts ``[N + 1]`` of them end to end); wanted: only these."""
-    own = [i for routes in micro_batches for i in routes.layout.sample_ids if wanted is None or i in wanted]
+def _rows_of(
+    micro_batches: Sequence[MicroBatchRoutes], batch: SampleBatch, wanted: set[int] | None
+) -> tuple[list[int], np.ndarray, np.ndarray]:
+    """(this replica's samples, rows ``[N]`` of each, starts ``[N + 1]`` of them end to end);
+    wanted: only these.
+    """
+    own = [
+        i
+        for routes in micro_batches
+        for i in routes.layout.sample_ids
+        if wanted is None or i in wanted
+    ]
     lengths = np.zeros(len(batch), dtype=np.int64)
     lengths[own] = batch.lengths[own] - 1
     return own, lengths, np.concatenate([[0], np.cumsum(lengths)])
 
 
-def _row_indices(routes: MicroBatchRoutes, starts: np.ndarray, lengths: np.ndarray) -> tuple[Tensor, Tensor]:
-    """(rows of all samples' routes end to end, rows of this rank's) of the tokens whose routes are wanted.
+def _row_indices(
+    routes: MicroBatchRoutes, starts: np.ndarray, lengths: np.ndarray
+) -> tuple[Tensor, Tensor]:
+    """(rows of all samples' routes end to end, rows of this rank's) of the tokens whose routes are
+    wanted.
 
     lengths: rows wanted of each sample, from ``starts`` on.
     """
     layout, cp = routes.layout, routes.groups.cp
     targets = torch.full((int(layout.cu_seqlens[-1]),), -1)
     for sample, first in zip(layout.sample_ids, layout.cu_seqlens.tolist(), strict=False):
-        targets[first : first + lengths[sample]] = torch.arange(starts[sample], starts[sample] + lengths[sample])
+        targets[first : first + lengths[sample]] = torch.arange(
+            starts[sample], starts[sample] + lengths[sample]
+        )
     local = targets[zigzag_indices(layout.cu_seqlens, cp.rank(), cp.size())][routes.rows]
     rows = (local >= 0).nonzero().squeeze(1)
     return local[rows], rows
 
 
 def _sum_bytes(flat: Tensor, groups: Sequence[dist.ProcessGroup]) -> int:
-    """All-reduce bytes over the groups in place (backends sum no wider unsigned integers); returns how many were
-    reduced."""
+    """All-reduce bytes over the groups in place (backends sum no wider unsigned integers); returns
+    how many were reduced."""
     shared = [group for group in groups if group.size() > 1]
     if not shared or not flat.numel():
         return 0
@@ -141,7 +175,9 @@ def routing_stats(micro_batches: Sequence[MicroBatchRoutes]) -> RoutingStats:
     shape = options.shape
     flips, entropy = torch.zeros(2, shape.layers, dtype=torch.float64, device=device)
     load = torch.zeros(shape.layers, shape.num_experts, dtype=torch.float64, device=device)
-    totals = torch.zeros(3, dtype=torch.float64, device=device)  # compared tokens, flipped ones, trained tokens
+    totals = torch.zeros(
+        3, dtype=torch.float64, device=device
+    )  # compared tokens, flipped ones, trained tokens
     for routes in micro_batches:
         if not routes.is_counted or not routes.layers:
             continue
@@ -150,7 +186,9 @@ def routing_stats(micro_batches: Sequence[MicroBatchRoutes]) -> RoutingStats:
             flips[layer] += routes.flips.get(layer, 0.0)
             entropy[layer] += routes.entropy.get(layer, 0.0)
         if options.entropy and routes.chosen:
-            chosen = torch.stack([routes.chosen[layer].to(device) for layer in routes.layers], dim=1)
+            chosen = torch.stack(
+                [routes.chosen[layer].to(device) for layer in routes.layers], dim=1
+            )
             load[routes.layers] += expert_load(chosen, routes.weight, shape.num_experts)
         if 0 in routes.layers:  # the other pipeline stages see the same tokens
             totals[0] += routes.known_weight.sum() * options.compare
@@ -159,7 +197,9 @@ def routing_stats(micro_batches: Sequence[MicroBatchRoutes]) -> RoutingStats:
         totals[1] = _flipped_tokens(micro_batches)
     everything = torch.cat([flips, entropy, load.view(-1), totals])
     dist.all_reduce(everything)
-    flips, entropy, load, totals = everything.cpu().split([shape.layers, shape.layers, load.numel(), 3])
+    flips, entropy, load, totals = everything.cpu().split(
+        [shape.layers, shape.layers, load.numel(), 3]
+    )
     compared, flipped, trained = totals.tolist()
     has_load = options.entropy and options.record
     return RoutingStats(
@@ -172,12 +212,25 @@ def routing_stats(micro_batches: Sequence[MicroBatchRoutes]) -> RoutingStats:
 
 
 def _flipped_tokens(micro_batches: Sequence[MicroBatchRoutes]) -> Tensor | float:
-    """This rank's tokens that differ in at least one layer of any pipeline stage; counted by the first stage."""
-    flipped = torch.cat([
-        torch.zeros(routes.rows.stop - routes.rows.start, dtype=torch.int32, device=compute_device())
-        if routes.flipped is None else routes.known_weight.int() * routes.flipped
-        for routes in micro_batches
-    ])  # fmt: skip
+    """This rank's tokens that differ in at least one layer of any pipeline stage; counted by
+    the first stage.
+    """
+    flipped = torch.cat(
+        [
+            (
+                torch.zeros(
+                    routes.rows.stop - routes.rows.start, dtype=torch.int32, device=compute_device()
+                )
+                if routes.flipped is None
+                else routes.known_weight.int() * routes.flipped
+            )
+            for routes in micro_batches
+        ]
+    )
     pipeline = micro_batches[0].groups.pp
     dist.all_reduce(flipped, group=pipeline)
-    return (flipped > 0).sum().double() if micro_batches[0].is_counted and pipeline.rank() == 0 else 0.0
+    return (
+        (flipped > 0).sum().double()
+        if micro_batches[0].is_counted and pipeline.rank() == 0
+        else 0.0
+    )

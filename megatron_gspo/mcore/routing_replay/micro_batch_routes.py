@@ -1,10 +1,12 @@
-"""The routes of one micro-batch: what its routers record, replay and compare in a pass over a mini-batch.
+"""The routes of one micro-batch: what its routers record, replay and compare in a pass over a
+mini-batch.
 
-Routes are data. A ``MicroBatchRoutes`` travels into the layers with the micro-batch's packed sequences, also when a
-layer runs again because its activations are recomputed. So nothing is queued, and the order in which a pipeline
-schedule runs micro-batches doesn't matter.
+Routes are data. A ``MicroBatchRoutes`` travels into the layers with the micro-batch's packed
+sequences, also when a layer runs again because its activations are recomputed. So nothing is
+queued, and the order in which a pipeline schedule runs micro-batches doesn't matter.
 
-Replay fixes *which* experts a token uses. Their weights come from the live router, which keeps its gradient.
+Replay fixes *which* experts a token uses. Their weights come from the live router, which keeps its
+gradient.
 """
 
 from __future__ import annotations
@@ -28,19 +30,21 @@ TopK = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 class RoutingError(RunError):
-    """Routes that can't be used, or that a router didn't use; one line naming the layer and the micro-batch."""
+    """Routes that can't be used, or that a router didn't use; one line naming the layer and the
+    micro-batch.
+    """
 
 
 @dataclass(frozen=True)
 class ReplayOptions:
     """What the routers do in a pass.
 
-    shape: sizes of the routes, and the layers that batches carry. replay: use the ``routed_experts`` of the batches.
-    record: keep the live choices. compare: count where a live choice differs from the batches' routes. neighbours: with
-    ``compare``, also count the experts that it shares with its token's route and those of the tokens beside it.
-    entropy: measure the routers' entropy. storage: where recorded ids are kept, ``device`` or ``host`` (pinned memory,
-    copied asynchronously).
-    noise: random changes of the live choices, None without.
+    shape: sizes of the routes, and the layers that batches carry. replay: use the
+    ``routed_experts`` of the batches. record: keep the live choices. compare: count where a live
+    choice differs from the batches' routes. neighbours: with ``compare``, also count the experts
+    that it shares with its token's route and those of the tokens beside it. entropy: measure the
+    routers' entropy. storage: where recorded ids are kept, ``device`` or ``host`` (pinned memory,
+    copied asynchronously). noise: random changes of the live choices, None without.
     """
 
     shape: RouteShape
@@ -59,30 +63,39 @@ class ReplayOptions:
 
 
 class MicroBatchRoutes:
-    """The routes of one micro-batch on this rank. Rows are the ``t`` tokens that this rank's routers see.
+    """The routes of one micro-batch on this rank. Rows are the ``t`` tokens that this rank's
+    routers see.
 
     Layers are numbered among the MoE layers of the whole model.
 
-    layout: of the whole micro-batch. rows: this rank's part of its context-parallel shard. layers: those that have been
-    given their routes. weight: ``[t]`` float32, 1 for a trained token and 0 for any other. given: by layer,
-    ``[t, k]`` expert ids to replay or compare with. missing: ``[t]`` bool, rows of ``given`` that are unknown and left
-    to the live router, or None. seeds: ``[t]`` of the tokens' noise, or None.
-    compare: whether choices are compared, that is whether the route of any trained token of the shard is known.
-    chosen: by layer, recorded ids ``[t, k]``. flips, entropy: by layer, sums over ``weight``. flipped: ``[t]`` int16,
-    layers in which the token's choice differs from ``given``. shared: ``[3, t]`` int16, experts that the token's
-    choices share with ``given`` of its own row, the next and the previous one, summed over the layers.
-    uses: how often (layer, with gradient) was routed.
-    bytes_moved: by this rank between host and device.
+    layout: of the whole micro-batch. rows: this rank's part of its context-parallel shard. layers:
+    those that have been given their routes. weight: ``[t]`` float32, 1 for a trained token and 0
+    for any other. given: by layer, ``[t, k]`` expert ids to replay or compare with. missing:
+    ``[t]`` bool, rows of ``given`` that are unknown and left to the live router, or None. seeds:
+    ``[t]`` of the tokens' noise, or None. compare: whether choices are compared, that is whether
+    the route of any trained token of the shard is known. chosen: by layer, recorded ids ``[t, k]``.
+    flips, entropy: by layer, sums over ``weight``. flipped: ``[t]`` int16, layers in which the
+    token's choice differs from ``given``. shared: ``[3, t]`` int16, experts that the token's
+    choices share with ``given`` of its own row, the next and the previous one, summed over the
+    layers. uses: how often (layer, with gradient) was routed. bytes_moved: by this rank between
+    host and device.
     """
 
-    def __init__(self, options: ReplayOptions, layout: PackLayout | PackedBatch, groups: ProcessGroups, *,
-                 sequence_parallel: bool) -> None:  # fmt: skip
+    def __init__(
+        self,
+        options: ReplayOptions,
+        layout: PackLayout | PackedBatch,
+        groups: ProcessGroups,
+        *,
+        sequence_parallel: bool,
+    ) -> None:
         self.options, self.groups = options, groups
         self.layout = PackLayout(layout.cu_seqlens, layout.sample_ids, layout.micro_batch)
         part, parts = (groups.tp.rank(), groups.tp.size()) if sequence_parallel else (0, 1)
         size = int(layout.cu_seqlens[-1]) // groups.cp.size() // parts
         self.rows = slice(part * size, (part + 1) * size)
-        # without sequence parallelism all tensor-parallel ranks see the same tokens, which count once
+        # without sequence parallelism all tensor-parallel ranks see the same tokens, which count
+        # once
         self.is_counted = sequence_parallel or groups.tp.rank() == 0
         self.compare = False
         self.layers: list[int] = []
@@ -99,15 +112,19 @@ class MicroBatchRoutes:
         self.bytes_moved = 0
 
     def begin_chunk(self, shard: PackedBatch, layers: Sequence[int]) -> None:
-        """Take the routes of a model chunk's MoE layers, contiguous, from the context-parallel shard of this batch.
+        """Take the routes of a model chunk's MoE layers, contiguous, from the context-parallel
+        shard of this batch.
 
-        Raises ``RoutingError`` for layers that were begun before, and for a batch without the routes that it needs.
+        Raises ``RoutingError`` for layers that were begun before, and for a batch without the
+        routes that it needs.
         """
         if not layers:
             return
         number = self.layout.micro_batch
         if layers[0] in self.layers:
-            raise RoutingError(f"micro-batch {number} went through the same layers twice in one pass")
+            raise RoutingError(
+                f"micro-batch {number} went through the same layers twice in one pass"
+            )
         given, missing = shard.routed_experts, shard.missing_routes
         if given is None and self.options.needs_routes:
             raise RoutingError(f"micro-batch {number} carries no routes; pack it with routes")
@@ -119,14 +136,19 @@ class MicroBatchRoutes:
                 wanted["missing"] = missing[self.rows]
             if self.options.noise is not None:
                 wanted["seeds"] = token_seeds(
-                    self.options.noise.seed, shard.sequences, shard.segment_ids[self.rows],
+                    self.options.noise.seed,
+                    shard.sequences,
+                    shard.segment_ids[self.rows],
                     shard.position_ids[self.rows],
-                )  # fmt: skip
+                )
         if given is not None:
             first = self.options.shape.held_layers.index(layers[0])
             wanted["given"] = given[self.rows][:, first : first + len(layers)]
         moved = self._to_device(wanted)
-        self.weight, self.missing = moved.get("weight", self.weight), moved.get("missing", self.missing)
+        self.weight, self.missing = (
+            moved.get("weight", self.weight),
+            moved.get("missing", self.missing),
+        )
         self.seeds = moved.get("seeds", self.seeds)
         self.layers += layers
         if given is not None:
@@ -138,19 +160,30 @@ class MicroBatchRoutes:
         assert self.weight is not None
         return self.weight if self.missing is None else self.weight * ~self.missing
 
-    def route(self, layer: int, scores: Tensor, top_k: TopK, *, are_logits: bool,
-              shares: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:  # fmt: skip
+    def route(
+        self,
+        layer: int,
+        scores: Tensor,
+        top_k: TopK,
+        *,
+        are_logits: bool,
+        shares: Callable[[Tensor], Tensor],
+    ) -> tuple[Tensor, Tensor]:
         """The values ``[t, k]`` (with gradient) and ids of the experts that ``layer`` uses.
 
-        scores: ``[t, experts]``, logits or probabilities. top_k: the live router's choice among scores. shares: scores
-        to the router's distribution over all experts.
+        scores: ``[t, experts]``, logits or probabilities. top_k: the live router's choice among
+        scores. shares: scores to the router's distribution over all experts.
         """
         options = self.options
         choose, weights = self._perturbed(layer, scores, are_logits)
         first = not any(self.uses[layer, grad] for grad in (False, True))
         self.uses[layer, torch.is_grad_enabled()] += 1
         values, ids = None, None
-        if not options.replay or self.missing is not None or (first and (options.record or self.compare)):
+        if (
+            not options.replay
+            or self.missing is not None
+            or (first and (options.record or self.compare))
+        ):
             values, ids = top_k(choose)
             if choose is not weights:
                 values = weights.gather(1, ids)
@@ -166,7 +199,9 @@ class MicroBatchRoutes:
         return weights.gather(1, replayed), replayed
 
     def _perturbed(self, layer: int, scores: Tensor, are_logits: bool) -> tuple[Tensor, Tensor]:
-        """The scores that experts are chosen by and those that they are weighed by; ``scores`` without noise."""
+        """The scores that experts are chosen by and those that they are weighed by; ``scores``
+        without noise.
+        """
         noise = self.options.noise
         if noise is None:
             return scores, scores
@@ -177,7 +212,9 @@ class MicroBatchRoutes:
         return choose, choose if noise.perturb_weights else scores
 
     @torch.no_grad()
-    def _measure(self, layer: int, scores: Tensor, ids: Tensor, shares: Callable[[Tensor], Tensor]) -> None:
+    def _measure(
+        self, layer: int, scores: Tensor, ids: Tensor, shares: Callable[[Tensor], Tensor]
+    ) -> None:
         """Record what the options select of a live choice, without a device synchronization."""
         assert self.weight is not None
         ids = ids.to(self.options.shape.torch_dtype)
@@ -198,34 +235,51 @@ class MicroBatchRoutes:
             self.entropy[layer] = (entropy * self.weight).sum()
 
     def check_uses(self, *, forward_only: bool) -> None:
-        """Raise ``RoutingError`` unless every layer took its routes exactly once: in a training pass with a gradient
-        (and again without, where activations are recomputed), else without."""
+        """Raise ``RoutingError`` unless every layer took its routes exactly once: in a training
+        pass with a gradient (and again without, where activations are recomputed), else without."""
         for layer in self.layers:
             without, with_gradient = self.uses[layer, False], self.uses[layer, True]
-            right = (without, with_gradient) == (1, 0) if forward_only else with_gradient == 1 and without <= 1
+            right = (
+                (without, with_gradient) == (1, 0)
+                if forward_only
+                else with_gradient == 1 and without <= 1
+            )
             if not right:
                 raise RoutingError(
-                    f"the router of MoE layer {layer} took its routes of micro-batch {self.layout.micro_batch} "
-                    f"{with_gradient} times with and {without} times without a gradient; expected once"
+                    f"the router of MoE layer {layer} took its routes of micro-batch"
+                    f" {self.layout.micro_batch} {with_gradient} times with and {without} times"
+                    " without a gradient; expected once"
                 )
 
     def _to_device(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         device = compute_device()
-        self.bytes_moved += 0 if device.type == "cpu" else sum(value.nbytes for value in tensors.values())
+        self.bytes_moved += (
+            0 if device.type == "cpu" else sum(value.nbytes for value in tensors.values())
+        )
         return copy_to_device(tensors, device)
 
 
-def routes_of_mini_batch(options: ReplayOptions | None, layouts: Sequence[PackLayout], groups: ProcessGroups, *,
-                         sequence_parallel: bool) -> list[MicroBatchRoutes] | None:
+def routes_of_mini_batch(
+    options: ReplayOptions | None,
+    layouts: Sequence[PackLayout],
+    groups: ProcessGroups,
+    *,
+    sequence_parallel: bool,
+) -> list[MicroBatchRoutes] | None:
     """A new ``MicroBatchRoutes`` for each micro-batch of this rank; None without options."""
     if options is None:
         return None
-    return [MicroBatchRoutes(options, layout, groups, sequence_parallel=sequence_parallel) for layout in layouts]
+    return [
+        MicroBatchRoutes(options, layout, groups, sequence_parallel=sequence_parallel)
+        for layout in layouts
+    ]
 
 
 def _has_known_route(batch: PackedBatch) -> bool:
     trained = batch.loss_mask > 0
-    return bool((trained if batch.missing_routes is None else trained & ~batch.missing_routes).any())
+    return bool(
+        (trained if batch.missing_routes is None else trained & ~batch.missing_routes).any()
+    )
 
 
 def _to_host(ids: Tensor) -> Tensor:

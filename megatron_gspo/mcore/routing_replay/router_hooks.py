@@ -1,7 +1,7 @@
 """The hook at each router through which the routes of a micro-batch are recorded or replayed.
 
-It takes the place of Megatron's ``RouterReplay``, which keeps routes in a process-wide list of routers and pops those
-of the backward pass from a queue.
+It takes the place of Megatron's ``RouterReplay``, which keeps routes in a process-wide list of
+routers and pops those of the backward pass from a queue.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from megatron_gspo.mcore.routing_replay.micro_batch_routes import MicroBatchRout
 # Options of TransformerConfig with which a router doesn't call the hook, or drops replayed experts.
 _BYPASSES: dict[str, Callable[[Any], bool]] = {
     "moe_router_fusion": bool,
-    "moe_router_load_balancing_type": lambda kind: bool({"sinkhorn", "quantile_balancing"} & set(_as_list(kind))),
+    "moe_router_load_balancing_type": lambda kind: bool(
+        {"sinkhorn", "quantile_balancing"} & set(_as_list(kind))
+    ),
     "moe_expert_capacity_factor": lambda factor: factor is not None,
     "moe_router_force_load_balancing": bool,
     "moe_router_force_biased": lambda bias: bias is not None,
@@ -30,7 +32,8 @@ _BYPASSES: dict[str, Callable[[Any], bool]] = {
 
 
 class RouterHook:
-    """A router's ``router_replay``: it routes with the ``MicroBatchRoutes`` of the current micro-batch, if it has one.
+    """A router's ``router_replay``: it routes with the ``MicroBatchRoutes`` of the current
+    micro-batch, if it has one.
 
     layer: position of the router among the MoE layers of the whole model.
     """
@@ -39,21 +42,35 @@ class RouterHook:
         self.layer, self._router = layer, router
         self._is_sigmoid = config.moe_router_score_function == "sigmoid"
         self.layer_number: int | None = None  # megatron-core 0.19 sets it
-        self._are_logits = config.moe_router_score_function == "softmax" and not config.moe_router_pre_softmax
+        self._are_logits = (
+            config.moe_router_score_function == "softmax" and not config.moe_router_pre_softmax
+        )
         self._routes: MicroBatchRoutes | None = None
 
     def enter(self, layer: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        """Forward pre-hook of the transformer layer: takes the routes from the packed-sequence parameters."""
+        """Forward pre-hook of the transformer layer: takes the routes from the packed-sequence
+        parameters.
+        """
         self._routes = getattr(kwargs.get("packed_seq_params"), "routes", None)
 
     def leave(self, layer: Any, args: Any, output: Any) -> None:
-        """Forward hook of the transformer layer. Until here a second call of the router is counted and then refused."""
+        """Forward hook of the transformer layer.
+
+        Until here a second call of the router is counted and then refused.
+        """
         self._routes = None
 
-    def get_replay_topk(self, scores: Tensor, topk: int, num_groups: int | None = None, group_topk: int | None = None,
-                        default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
-                        ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """What Megatron's routers call in place of their top-k; ``scores`` are logits or probabilities ``[t, E]``."""
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """What Megatron's routers call in place of their top-k; ``scores`` are logits or
+        probabilities ``[t, E]``.
+        """
         assert default_compute_topk is not None
 
         def live(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -62,7 +79,9 @@ class RouterHook:
         routes = self._routes
         if routes is None:
             return live(scores)
-        return routes.route(self.layer, scores, live, are_logits=self._are_logits, shares=self._shares)
+        return routes.route(
+            self.layer, scores, live, are_logits=self._are_logits, shares=self._shares
+        )
 
     def _shares(self, scores: Tensor) -> Tensor:
         """The router's distribution over all experts, [t, E], of which the entropy is taken."""
@@ -74,7 +93,10 @@ class RouterHook:
 
 
 def attach_router_hooks(chunk: torch.nn.Module) -> None:
-    """Put a hook at every router of a model chunk. A hook does nothing until a pass has routes (`router_hooks`)."""
+    """Put a hook at every router of a model chunk.
+
+    A hook does nothing until a pass has routes (`router_hooks`).
+    """
     for number, layer in zip(moe_layer_numbers(chunk), moe_layers(chunk), strict=True):
         router = layer.mlp.router
         router.router_replay = hook = RouterHook(number, chunk.config, router)
@@ -85,13 +107,15 @@ def attach_router_hooks(chunk: torch.nn.Module) -> None:
 def router_hooks(chunk: torch.nn.Module) -> list[RouterHook]:
     """The hooks of a model chunk, in the order of its MoE layers.
 
-    Raises ``RoutingError`` where a router has none, or an option of the model's config makes it choose without calling
-    its hook.
+    Raises ``RoutingError`` where a router has none, or an option of the model's config makes it
+    choose without calling its hook.
     """
     refuse_bypasses(chunk.config)
     found = [layer.mlp.router.router_replay for layer in moe_layers(chunk)]
     if not all(isinstance(hook, RouterHook) for hook in found):
-        raise RoutingError("a router of the model has no hook for routing replay; call attach_router_hooks first")
+        raise RoutingError(
+            "a router of the model has no hook for routing replay; call attach_router_hooks first"
+        )
     return found
 
 
@@ -107,7 +131,9 @@ def moe_layer_numbers(chunk: Any) -> list[int]:
 
 
 def refuse_bypasses(config: Any) -> None:
-    """Raise ``RoutingError`` for a ``TransformerConfig`` whose routers choose, or drop tokens, without the hook."""
+    """Raise ``RoutingError`` for a ``TransformerConfig`` whose routers choose, or drop tokens,
+    without the hook.
+    """
     for key, bypasses in _BYPASSES.items():
         value = getattr(config, key, None)
         if bypasses(value):

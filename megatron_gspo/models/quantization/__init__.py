@@ -1,1 +1,3 @@
-"""Weights in eight bits for rollouts: the formats, which modules have them, and streams of tensors in them."""
+"""Weights in eight bits for rollouts: the formats, which modules have them, and streams of
+tensors in them.
+"""

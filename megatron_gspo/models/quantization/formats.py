@@ -1,6 +1,7 @@
 """Formats of eight bits: a weight [out, in] is values of one byte times float32 scales.
 
-- ``fp8_block``: E4M3 with a scale for each block of 128 x 128, as DeepSeek-V3's and Qwen3's FP8 checkpoints.
+- ``fp8_block``: E4M3 with a scale for each block of 128 x 128, as DeepSeek-V3's and Qwen3's FP8
+  checkpoints.
 - ``fp8_tensor``: E4M3 with one scale.
 - ``int8``: integers in [-127, 127] with a scale for each row.
 
@@ -26,7 +27,8 @@ _SMALLEST = 1e-30  # magnitudes below it are 0: their scales would not be finite
 class Format:
     """scale: what the name of a scale has after that of its weight.
 
-    quantize: weight [out, in] -> (values [out, in] of one byte, scales float32). dequantize: the inverse, float32.
+    quantize: weight [out, in] -> (values [out, in] of one byte, scales float32). dequantize: the
+    inverse, float32.
     """
 
     name: str
@@ -36,21 +38,30 @@ class Format:
 
 
 def quantize_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Values [out, in] E4M3 and scales [blocks of rows, blocks of columns] float32: the largest magnitude of a block
-    becomes 448. The last blocks may be smaller. Memory: two float32 copies of the weight."""
+    """Values [out, in] E4M3 and scales [blocks of rows, blocks of columns] float32: the largest
+    magnitude of a block becomes 448. The last blocks may be smaller. Memory: two float32 copies of
+    the weight."""
     rows, columns = weight.shape
     padded = pad(weight.float(), (0, -columns % BLOCK[1], 0, -rows % BLOCK[0]))
-    blocks = padded.view(padded.shape[0] // BLOCK[0], BLOCK[0], padded.shape[1] // BLOCK[1], BLOCK[1])
+    blocks = padded.view(
+        padded.shape[0] // BLOCK[0], BLOCK[0], padded.shape[1] // BLOCK[1], BLOCK[1]
+    )
     factors, scales = _fp8_scales(blocks.abs().amax(dim=(1, 3)))
     values = _as_fp8(blocks * factors[:, None, :, None]).view(padded.shape)
     return values[:rows, :columns].contiguous(), scales
 
 
-def dequantize_blocks(values: Tensor, scales: Tensor, *, firsts: tuple[int, int] = (0, 0),
-                      block: tuple[int, int] = BLOCK) -> Tensor:  # fmt: skip
+def dequantize_blocks(
+    values: Tensor,
+    scales: Tensor,
+    *,
+    firsts: tuple[int, int] = (0, 0),
+    block: tuple[int, int] = BLOCK,
+) -> Tensor:
     """``values`` [n, m] times the scale of each one's block, float32.
 
-    ``scales`` [blocks of rows, blocks of columns] of a whole tensor, in which the values begin at ``firsts``.
+    ``scales`` [blocks of rows, blocks of columns] of a whole tensor, in which the values begin at
+    ``firsts``.
     """
     rows, columns = (
         torch.arange(first, first + size, device=scales.device) // length
@@ -67,7 +78,9 @@ def quantize_tensor(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Values [out, in] int8 and scales [out, 1] float32: the largest magnitude of a row becomes 127."""
+    """Values [out, in] int8 and scales [out, 1] float32: the largest magnitude of a row becomes
+    127.
+    """
     found = weight.float()
     largest = found.abs().amax(dim=1, keepdim=True)
     scales = torch.where(largest > _SMALLEST, largest / _INT8_MAX, 1.0)

@@ -1,6 +1,7 @@
 """Which linear modules of a model are quantised: two lists of names, checked against the model.
 
-A name is a module's in checkpoints, such as ``model.layers.0.self_attn.q_proj``; ``*`` stands for one whole component.
+A name is a module's in checkpoints, such as ``model.layers.0.self_attn.q_proj``; ``*`` stands for
+one whole component.
 """
 
 from __future__ import annotations
@@ -34,37 +35,54 @@ class ModuleListError(ValueError):
 
 
 def linear_modules(family: Family, shape: ModelShape) -> list[str]:
-    """The linear modules of a model in the order of its layers, router and output layer included. Empty where the
-    experts of a layer are one tensor, of which no format is."""
+    """The linear modules of a model in the order of its layers, router and output layer included.
+    Empty where the experts of a layer are one tensor, of which no format is."""
     if family.stacks_experts:
         return []
-    modules = (name.removesuffix(".weight") for name in hugging_face_names(family, shape) if name.endswith(".weight"))
-    return [module for module in modules if not (_last(module).endswith("norm") or _last(module) in _OTHERS)]
+    modules = (
+        name.removesuffix(".weight")
+        for name in hugging_face_names(family, shape)
+        if name.endswith(".weight")
+    )
+    return [
+        module
+        for module in modules
+        if not (_last(module).endswith("norm") or _last(module) in _OTHERS)
+    ]
 
 
-def chosen_modules(known: Sequence[str], modules: Sequence[str], exclude: Sequence[str]) -> frozenset[str]:
-    """Those of the linear modules ``known`` that match an entry of ``modules`` and none of ``exclude``.
+def chosen_modules(
+    known: Sequence[str], modules: Sequence[str], exclude: Sequence[str]
+) -> frozenset[str]:
+    """Those of the linear modules ``known`` that match an entry of ``modules`` and none of
+    ``exclude``.
 
-    Raises ``ModuleListError`` for an entry that matches no module, or excluded ones alone, for a module that is in
-    neither list, and for modules of one parameter of which some are quantised.
+    Raises ``ModuleListError`` for an entry that matches no module, or excluded ones alone, for a
+    module that is in neither list, and for modules of one parameter of which some are quantised.
     """
     kept = {module for entry in exclude for module in _matches(entry, known, "exclude")}
     chosen: set[str] = set()
     for entry in modules:
         found = _matches(entry, known, "modules")
         if kept.issuperset(found):
-            raise ModuleListError("modules", entry, "all modules of this name are excluded", "remove one of the two")
+            raise ModuleListError(
+                "modules", entry, "all modules of this name are excluded", "remove one of the two"
+            )
         chosen.update(found)
     chosen -= kept
     if not chosen:
-        raise ModuleListError("modules", list(modules), "names no module", f"use some of {_examples(known)}")
+        raise ModuleListError(
+            "modules", list(modules), "names no module", f"use some of {_examples(known)}"
+        )
     _check_complete(known, chosen | kept, modules)
     _check_fused(known, chosen, modules)
     return frozenset(chosen)
 
 
 def without_experts(modules: Iterable[str]) -> list[str]:
-    """The modules with the name of a layer's experts, ``...mlp.experts``, in place of each expert's."""
+    """The modules with the name of a layer's experts, ``...mlp.experts``, in place of each
+    expert's.
+    """
     return list(dict.fromkeys(_experts_of(module) or module for module in modules))
 
 
@@ -74,10 +92,14 @@ def _matches(entry: str, known: Sequence[str], key: str) -> list[str]:
     found = [module for module in known if pattern.fullmatch(module)]
     if not found:
         names = _generalised(known)
-        near = get_close_matches(entry, names, 1, 0.5) or get_close_matches(_last(entry), map(_last, names), 1, 0.5)
+        near = get_close_matches(entry, names, 1, 0.5) or get_close_matches(
+            _last(entry), map(_last, names), 1, 0.5
+        )
         hint = next((name for name in names if name.endswith(near[0])), "") if near else ""
         fix = f"did you mean {hint}?" if hint else f"use some of {_examples(known)}"
-        raise ModuleListError(key, entry, "matches no linear module; * stands for one component", fix)
+        raise ModuleListError(
+            key, entry, "matches no linear module; * stands for one component", fix
+        )
     return found
 
 
@@ -92,8 +114,12 @@ def _check_complete(known: Sequence[str], named: set[str], modules: Sequence[str
 def _check_fused(known: Sequence[str], chosen: set[str], modules: Sequence[str]) -> None:
     groups: dict[str, list[str]] = {}
     for module in known:
-        fused = next((name for names in _FUSED if _last(module) in names for name in names[:1]), None)
-        whole = _experts_of(module) or (module.rpartition(".")[0] + f".{fused}" if fused else module)
+        fused = next(
+            (name for names in _FUSED if _last(module) in names for name in names[:1]), None
+        )
+        whole = _experts_of(module) or (
+            module.rpartition(".")[0] + f".{fused}" if fused else module
+        )
         groups.setdefault(whole, []).append(module)
     for members in groups.values():
         inside = [module in chosen for module in members]

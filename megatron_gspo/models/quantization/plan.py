@@ -13,7 +13,11 @@ from torch import Tensor
 from megatron_gspo.models.family import Family
 from megatron_gspo.models.model_shape import ModelShape
 from megatron_gspo.models.quantization.formats import BLOCK, FORMATS, Format
-from megatron_gspo.models.quantization.module_list import chosen_modules, linear_modules, without_experts
+from megatron_gspo.models.quantization.module_list import (
+    chosen_modules,
+    linear_modules,
+    without_experts,
+)
 
 Stream = Iterable[tuple[str, Tensor]]
 _BYTES = (torch.float8_e4m3fn, torch.int8)
@@ -22,15 +26,18 @@ _ENDS = {each.scale: each.dequantize for each in FORMATS.values()}
 
 @dataclass(frozen=True)
 class QuantizationPlan:
-    """modules: names of the linear modules that are quantised. kept: of the others, experts as one."""
+    """modules: names of the linear modules that are quantised.
+
+    kept: of the others, experts as one.
+    """
 
     format: Format
     modules: frozenset[str]
     kept: tuple[str, ...]
 
     def quantize(self, tensors: Stream) -> Iterator[tuple[str, Tensor]]:
-        """The stream with values and, right after them, scales in place of the weights of the modules. Memory above
-        it: three float32 copies of one weight. Ends when the stream does."""
+        """The stream with values and, right after them, scales in place of the weights of the
+        modules. Memory above it: three float32 copies of one weight. Ends when the stream does."""
         for name, tensor in tensors:
             module, end = name.removesuffix(".weight"), name.endswith(".weight")
             if not end or module not in self.modules:
@@ -43,27 +50,42 @@ class QuantizationPlan:
 
     @property
     def config(self) -> dict[str, Any]:
-        """``quantization_config`` of a checkpoint's config.json, as Transformers, SGLang and vLLM read it."""
+        """``quantization_config`` of a checkpoint's config.json, as Transformers, SGLang and
+        vLLM read it.
+        """
         if self.format.name == "fp8_block":
-            return {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
-                    "weight_block_size": list(BLOCK), "modules_to_not_convert": list(self.kept)}  # fmt: skip
+            return {
+                "quant_method": "fp8",
+                "fmt": "e4m3",
+                "activation_scheme": "dynamic",
+                "weight_block_size": list(BLOCK),
+                "modules_to_not_convert": list(self.kept),
+            }
         is_float = self.format.name == "fp8_tensor"
         common = {"num_bits": 8, "type": "float" if is_float else "int", "symmetric": True}
         weights = common | {"strategy": "tensor" if is_float else "channel", "dynamic": False}
         inputs = common | {"strategy": "token", "dynamic": True}
-        experts = [rf"re:{re.escape(name)}(\..*)?" for name in self.kept if name.endswith(".experts")]
+        experts = [
+            rf"re:{re.escape(name)}(\..*)?" for name in self.kept if name.endswith(".experts")
+        ]
         return {
             "quant_method": "compressed-tensors",
             "format": "float-quantized" if is_float else "int-quantized",
             "quantization_status": "compressed",
-            "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}},
+            "config_groups": {
+                "group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+            },
             "ignore": [*self.kept, *experts],
         }
 
 
-def quantization_plan(name: str, modules: Sequence[str], exclude: Sequence[str], family: Family,
-                      shape: ModelShape) -> QuantizationPlan:  # fmt: skip
-    """The plan of two lists of modules. name: of the format. Raises ``ModuleListError``; see `chosen_modules`."""
+def quantization_plan(
+    name: str, modules: Sequence[str], exclude: Sequence[str], family: Family, shape: ModelShape
+) -> QuantizationPlan:
+    """The plan of two lists of modules.
+
+    name: of the format. Raises ``ModuleListError``; see `chosen_modules`.
+    """
     known = linear_modules(family, shape)
     chosen = chosen_modules(known, modules, exclude)
     kept = without_experts(module for module in known if module not in chosen)
@@ -71,7 +93,8 @@ def quantization_plan(name: str, modules: Sequence[str], exclude: Sequence[str],
 
 
 def dequantized(tensors: Stream) -> Iterator[tuple[str, Tensor]]:
-    """The stream of `QuantizationPlan.quantize` as one of whole weights, float32 where they were quantised.
+    """The stream of `QuantizationPlan.quantize` as one of whole weights, float32 where they were
+    quantised.
 
     Raises ``ValueError`` for values without their scales; the stream is still read to its end.
     """

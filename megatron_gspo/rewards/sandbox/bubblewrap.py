@@ -23,11 +23,13 @@ def bubblewrap_line(
 ) -> list[str]:
     """The command line of a confined program.
 
-    bubblewrap: the executable. folder: has `root`, which the program sees read-only, its directory `box`, and `fd` with
-    its streams. status: descriptor for bubblewrap's report. seccomp: descriptor of the filter.
-    uid: user of the program, if root sets the sandbox up. None: that of a user namespace.
+    bubblewrap: the executable. folder: has `root`, which the program sees read-only, its directory
+    `box`, and `fd` with its streams. status: descriptor for bubblewrap's report. seccomp:
+    descriptor of the filter. uid: user of the program, if root sets the sandbox up. None: that of a
+    user namespace.
 
-    The limits are set inside, by prlimit: that of processes counts those of the namespace alone there.
+    The limits are set inside, by prlimit: that of processes counts those of the namespace alone
+    there.
     """
     line = [bubblewrap, *_NAMESPACES, "--die-with-parent", "--new-session", "--clearenv"]
     line += ["--ro-bind", f"{folder}/root", "/", "--dev-bind", f"{folder}/root/dev", "/dev"]
@@ -56,8 +58,8 @@ def bubblewrap_line(
 def limits_line(command: Command, *, processes: int, root: bool, uid: int | None) -> list[str]:
     """The command line of a program that is limited and not confined.
 
-    processes: the limit, with those that the program's user has already. root: whether this process is root's.
-    uid: user of the program; None for the same user.
+    processes: the limit, with those that the program's user has already. root: whether this process
+    is root's. uid: user of the program; None for the same user.
     """
     line = [_SETPRIV, "--no-new-privs", "--pdeathsig", "KILL"]
     if root:

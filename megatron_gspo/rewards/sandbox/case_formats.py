@@ -40,8 +40,9 @@ class Case:
 class CodeTests:
     """The tests of a prompt.
 
-    function: the name that they call, None if the program reads stdin. harness: whether programs have the names and the
-    recursion limit of LiveCodeBench's harness, as its data set assumes; programs whose function is called always have.
+    function: the name that they call, None if the program reads stdin. harness: whether programs
+    have the names and the recursion limit of LiveCodeBench's harness, as its data set assumes;
+    programs whose function is called always have.
     """
 
     function: str | None
@@ -50,7 +51,10 @@ class CodeTests:
 
 
 def read_tests(row: Mapping[str, Any]) -> CodeTests:
-    """The tests of a row (`Prompt.metadata`). Raises ValueError if it has none or they can't be read."""
+    """The tests of a row (`Prompt.metadata`).
+
+    Raises ValueError if it has none or they can't be read.
+    """
     for field, read in _FORMATS.items():
         if row.get(field):
             try:
@@ -204,7 +208,10 @@ def _printing(given: Any, output: Any) -> Case:
 
 
 def _text(value: Any) -> str:
-    """A text, a list of lines, or a number, as data sets give what programs read and print. null is no text."""
+    """A text, a list of lines, or a number, as data sets give what programs read and print.
+
+    null is no text.
+    """
     if isinstance(value, list):
         return "\n".join(
             " ".join(map(_text, line)) if isinstance(line, list) else _text(line) for line in value
@@ -231,7 +238,8 @@ def _may_be_wrapped(outputs: Sequence[Any]) -> bool:
 
 
 def _arguments(value: Any, *, one_list: bool = False) -> list[Any]:
-    """Arguments of a call: a list of them, or the text of one JSON value after another, each on its line.
+    """Arguments of a call: a list of them, or the text of one JSON value after another, each on its
+    line.
 
     one_list: whether a text is the JSON of the list.
     """

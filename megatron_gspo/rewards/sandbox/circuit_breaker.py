@@ -12,12 +12,17 @@ class CircuitBreaker:
     clock: monotonic seconds.
     """
 
-    def __init__(self, threshold: int, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, threshold: int, seconds: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._threshold, self._seconds, self._clock = threshold, seconds, clock
         self._failures, self._opened = 0, 0.0
 
     def allows(self) -> bool:
-        """Whether a call may be made now. When the time is over, the first caller gets True and restarts it."""
+        """Whether a call may be made now.
+
+        When the time is over, the first caller gets True and restarts it.
+        """
         if self._failures < self._threshold:
             return True
         if self._clock() - self._opened < self._seconds:
@@ -28,5 +33,7 @@ class CircuitBreaker:
     def record(self, succeeded: bool) -> None:
         """The result of a call."""
         self._failures = 0 if succeeded else self._failures + 1
-        if self._failures == self._threshold or (not succeeded and self._failures > self._threshold):
+        if self._failures == self._threshold or (
+            not succeeded and self._failures > self._threshold
+        ):
             self._opened = self._clock()

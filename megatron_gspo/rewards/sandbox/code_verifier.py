@@ -13,18 +13,35 @@ from megatron_gspo.rewards.sandbox.command import Outcome, SandboxError
 from megatron_gspo.rewards.sandbox.fusion_client import FusionSandbox
 from megatron_gspo.rewards.sandbox.languages import calling, extract_code, with_harness
 from megatron_gspo.rewards.sandbox.output_comparison import same_text, same_value
-from megatron_gspo.rewards.sandbox.sandboxes import CompileError, Program, Sandbox, open_local_sandbox
+from megatron_gspo.rewards.sandbox.sandboxes import (
+    CompileError,
+    Program,
+    Sandbox,
+    open_local_sandbox,
+)
 
 Verdict = Literal[
-    "passed", "wrong_answer", "runtime_error", "time_limit", "output_limit", "compile_error", "no_program"
+    "passed",
+    "wrong_answer",
+    "runtime_error",
+    "time_limit",
+    "output_limit",
+    "compile_error",
+    "no_program",
 ]
 _LIMITS: dict[str, Verdict] = {
-    "cpu_time": "time_limit", "wall_time": "time_limit", "output": "output_limit", "compile_error": "compile_error",
-}  # fmt: skip
+    "cpu_time": "time_limit",
+    "wall_time": "time_limit",
+    "output": "output_limit",
+    "compile_error": "compile_error",
+}
 
 
 def open_sandbox(config: CodeConfig) -> Sandbox:
-    """The sandbox that the config selects. Raises SandboxError or ConfigError in one line if it can't be used."""
+    """The sandbox that the config selects.
+
+    Raises SandboxError or ConfigError in one line if it can't be used.
+    """
     return FusionSandbox(config) if config.sandbox_url is not None else open_local_sandbox(config)
 
 
@@ -45,7 +62,9 @@ class CodeVerifier:
 
     def __call__(self, text: str, prompt: Prompt) -> NamedReward:
         tests = read_tests(prompt.metadata)
-        verdicts = run_tests(self._sandbox, text, tests, self._config, time_budget=self._time_budget)
+        verdicts = run_tests(
+            self._sandbox, text, tests, self._config, time_budget=self._time_budget
+        )
         first = next((verdict for verdict in verdicts if verdict != "passed"), "passed")
         return NamedReward(score(verdicts, len(tests.cases), self._config.score), first)
 
@@ -57,12 +76,18 @@ def score(verdicts: list[Verdict], count: int, rule: Literal["all", "fraction"])
 
 
 def run_tests(
-    sandbox: Sandbox, text: str, tests: CodeTests, config: CodeConfig, *, time_budget: float | None = None
+    sandbox: Sandbox,
+    text: str,
+    tests: CodeTests,
+    config: CodeConfig,
+    *,
+    time_budget: float | None = None,
 ) -> list[Verdict]:
     """Verdicts of the tests in their order; up to the first that is not passed if all must pass.
 
     time_budget: seconds for all tests of the response; those left then are over their time limit.
-    Raises SandboxError if the sandbox failed, so that there is no verdict; ValueError for tests that can't be run.
+    Raises SandboxError if the sandbox failed, so that there is no verdict; ValueError for tests
+    that can't be run.
     """
     deadline = None if time_budget is None else time.monotonic() + time_budget
     source = extract_code(text, config.language)
@@ -70,7 +95,9 @@ def run_tests(
         return ["no_program"]
     if tests.function is not None:
         if config.language != "python":
-            raise ValueError(f"tests that call a function need data.code.language: python, not {config.language}")
+            raise ValueError(
+                f"tests that call a function need data.code.language: python, not {config.language}"
+            )
         source = calling(source, tests.function)
     elif tests.harness and config.language == "python":
         source = with_harness(source)
@@ -82,7 +109,11 @@ def run_tests(
     for case in tests.cases:
         late = deadline is not None and time.monotonic() > deadline
         verdicts.append("time_limit" if late else _judge(program, case, tests.function, config))
-        if verdicts[-1] == "compile_error" or late or (config.score == "all" and verdicts[-1] != "passed"):
+        if (
+            verdicts[-1] == "compile_error"
+            or late
+            or (config.score == "all" and verdicts[-1] != "passed")
+        ):
             break
     return verdicts
 
@@ -93,7 +124,9 @@ def _judge(program: Program, case: Case, function: str | None, config: CodeConfi
         return _LIMITS[outcome.ending]
     if outcome.code != 0:
         return "runtime_error"
-    return "passed" if _is_right(outcome, case, function, config.float_tolerance) else "wrong_answer"
+    return (
+        "passed" if _is_right(outcome, case, function, config.float_tolerance) else "wrong_answer"
+    )
 
 
 def _is_right(outcome: Outcome, case: Case, function: str | None, tolerance: float) -> bool:

@@ -18,7 +18,8 @@ class Limits(NamedTuple):
 
     cpu_seconds: of the program and its children. wall_seconds: until everything is killed.
     memory_bytes: address space of each process. processes: with threads. output_bytes: of stdout.
-    disk_bytes: of all files together and of each file; where programs are not confined, of each file alone.
+    disk_bytes: of all files together and of each file; where programs are not confined, of each
+    file alone.
     """
 
     cpu_seconds: float
@@ -30,7 +31,8 @@ class Limits(NamedTuple):
 
 
 class Command(NamedTuple):
-    """A program: argv and its files (name -> content), which are readable and executable, in its directory.
+    """A program: argv and its files (name -> content), which are readable and executable, in its
+    directory.
 
     environment: all variables; none are inherited.
     """
@@ -43,7 +45,8 @@ class Command(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """How a run ended. code: exit status, 128 + signal if a signal ended it; 137 if it was killed at a limit.
+    """How a run ended. code: exit status, 128 + signal if a signal ended it; 137 if it was killed
+    at a limit.
 
     stdout: at most `Limits.output_bytes`. stderr: its first 4 KiB. cpu_seconds: of all processes.
     """
@@ -59,8 +62,8 @@ class Outcome(NamedTuple):
 class Mechanism(NamedTuple):
     """How the launcher confines programs.
 
-    privileged: bubblewrap: whether root sets the sandbox up; False: an unprivileged user does (root becomes one first).
-    limits: whether programs run as root; False: as an unprivileged user.
+    privileged: bubblewrap: whether root sets the sandbox up; False: an unprivileged user does (root
+    becomes one first). limits: whether programs run as root; False: as an unprivileged user.
     """
 
     name: Literal["bubblewrap", "limits"]
@@ -70,8 +73,8 @@ class Mechanism(NamedTuple):
 class Setup(NamedTuple):
     """The first message to a launcher.
 
-    readable: paths of the host that programs may read, with all below. bubblewrap: its executable, or None.
-    system_call_filter: a BPF program, or None.
+    readable: paths of the host that programs may read, with all below. bubblewrap: its executable,
+    or None. system_call_filter: a BPF program, or None.
     """
 
     mechanism: Mechanism

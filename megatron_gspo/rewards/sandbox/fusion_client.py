@@ -28,7 +28,10 @@ class FusionSandbox:
     """Programs on a Sandbox Fusion server, which compiles them too."""
 
     def __init__(self, config: CodeConfig, *, backoff: float = BACKOFF_SECONDS) -> None:
-        """backoff: seconds before the first retry. Raises ConfigError for an invalid `sandbox_url`."""
+        """backoff: seconds before the first retry.
+
+        Raises ConfigError for an invalid `sandbox_url`.
+        """
         assert config.sandbox_url is not None
         self._url = check_url(config.sandbox_url) + "/run_code"
         self._config, self._backoff = config, backoff
@@ -97,7 +100,10 @@ class FusionSandbox:
         return content
 
     def _outcome(self, content: bytes) -> Outcome:
-        """The outcome in an answer. Raises SandboxError if the server failed, ValueError if it breaks its protocol."""
+        """The outcome in an answer.
+
+        Raises SandboxError if the server failed, ValueError if it breaks its protocol.
+        """
         if len(content) > self._answer_bytes:
             return Outcome("output", 0, b"")
         try:

@@ -1,4 +1,6 @@
-"""Finds the strongest isolation that works on this machine, by running a program that tries to look out of it."""
+"""Finds the strongest isolation that works on this machine, by running a program that tries to
+look out of it.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ MECHANISMS = (
     Mechanism("limits", False),
     Mechanism("limits", True),
 )
-# What interpreters, compilers and shells need. Not all of /usr: images keep applications in /usr/src and /usr/local.
+# What interpreters, compilers and shells need. Not all of /usr: images keep applications in
+# /usr/src and /usr/local.
 _SYSTEM = (
     "/usr/bin",
     "/usr/include",
@@ -157,7 +160,10 @@ def find_isolation(
 
 
 def probe(setup: Setup, interpreter: Interpreter) -> tuple[str, ...]:
-    """The guarantees that hold, tried from inside. Raises SandboxError if the probe does not run."""
+    """The guarantees that hold, tried from inside.
+
+    Raises SandboxError if the probe does not run.
+    """
     with tempfile.NamedTemporaryFile() as marker, socket.create_server(("127.0.0.1", 0)) as server:
         os.chmod(marker.name, 0o644)
         facts = json.dumps([marker.name, server.getsockname()[1], os.getpid()]).encode()

@@ -1,4 +1,7 @@
-"""System calls that Python 3.10 does not wrap, users and limits. Imported by the launcher: standard library only."""
+"""System calls that Python 3.10 does not wrap, users and limits.
+
+Imported by the launcher: standard library only.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +67,10 @@ def map_user_to_root(uid: int, gid: int) -> None:
 
 
 def signal_at_death_of_parent(number: int) -> None:
-    """Have the kernel send this process a signal when its parent dies. Lost when the user id changes."""
+    """Have the kernel send this process a signal when its parent dies.
+
+    Lost when the user id changes.
+    """
     _check(_libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0), "prctl")
 
 
@@ -103,7 +109,8 @@ def _integers(line: str) -> tuple[int, int, int]:
 
 
 def resource_limits(limits: Limits) -> dict[str, tuple[int, int]]:
-    """Soft and hard limit of each resource, by the names of prlimit(1), within what this process may set.
+    """Soft and hard limit of each resource, by the names of prlimit(1), within what this process
+    may set.
 
     The kernel's limit of CPU time has whole seconds and is per process.
     """

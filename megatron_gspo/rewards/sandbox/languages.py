@@ -21,14 +21,18 @@ _PROGRAM_LINES = {
     ),
     "cpp": re.compile(r"^\s*#\s*include\b|\bmain\s*\(", re.MULTILINE),
 }
-# A fence of CommonMark, at any indentation, also right after the mark of an item of a list. Its label has no backtick.
+# A fence of CommonMark, at any indentation, also right after the mark of an item of a list. Its
+# label has no backtick.
 _FENCE = re.compile(r"[ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)?(?P<fence>`{3,}|~{3,})(?P<info>[^`]*)")
 _END_OF_THOUGHT = "</think>"
 
 
 @dataclass(frozen=True)
 class _Block:
-    """A complete fenced block. label: the first word after the fence, in lower case; "" for none."""
+    """A complete fenced block.
+
+    label: the first word after the fence, in lower case; "" for none.
+    """
 
     label: str
     code: str
@@ -37,9 +41,10 @@ class _Block:
 def extract_code(response: str, language: str) -> str | None:
     """The program of a response; None if it has fences and no program in them.
 
-    It is the last complete fenced block that is labelled with the language. If there is none, it is the last one
-    without a label that looks like a program, or else the last one without a label. Without any fence it is the whole
-    response. What follows the end of a thought counts alone, if it has such a block.
+    It is the last complete fenced block that is labelled with the language. If there is none, it is
+    the last one without a label that looks like a program, or else the last one without a label.
+    Without any fence it is the whole response. What follows the end of a thought counts alone, if
+    it has such a block.
     """
     for text in dict.fromkeys((response.rpartition(_END_OF_THOUGHT)[2], response)):
         blocks = [block for block in _blocks(text, language) if block.code.strip()]
@@ -55,7 +60,8 @@ def extract_code(response: str, language: str) -> str | None:
 def _blocks(text: str, language: str) -> list[_Block]:
     """The complete fenced blocks.
 
-    A fence with another label ends a block like one without, but one with the language's label begins the next.
+    A fence with another label ends a block like one without, but one with the language's label
+    begins the next.
     """
     blocks: list[_Block] = []
     opening: re.Match[str] | None = None
@@ -84,15 +90,17 @@ def _label(match: re.Match[str]) -> str:
 
 
 def _without_margin(lines: list[str]) -> str:
-    """The lines without the indentation of the first one that is not blank: a program begins at the left."""
+    """The lines without the indentation of the first one that is not blank: a program begins at
+    the left.
+    """
     first = next((line for line in lines if line.strip()), "")
     margin = len(first) - len(first.lstrip(" \t"))
     cuts = (min(margin, len(line) - len(line.lstrip(" \t"))) for line in lines)
     return "".join(f"{line[cut:]}\n" for line, cut in zip(lines, cuts, strict=True))
 
 
-# The names that LiveCodeBench's harness gives every program, in its order: later ones replace earlier ones. The classes
-# of `collections` replace their aliases in `typing`.
+# The names that LiveCodeBench's harness gives every program, in its order: later ones replace
+# earlier ones. The classes of `collections` replace their aliases in `typing`.
 _HARNESS_MODULES = (
     "string",
     "re",
@@ -118,8 +126,8 @@ _HARNESS_NAMES = "\n".join(
         f"import os, {', '.join(_HARNESS_MODULES)}",
     )
 )
-# Runs in the sandbox. The imports take three times as long as the start of the interpreter: they are made where the
-# program uses a name that neither it nor the interpreter defines.
+# Runs in the sandbox. The imports take three times as long as the start of the interpreter: they
+# are made where the program uses a name that neither it nor the interpreter defines.
 _HARNESS = """\
 import sys
 sys.setrecursionlimit(50000)
@@ -162,13 +170,17 @@ os._exit(0)
 
 
 def with_harness(source: str) -> str:
-    """A Python program that runs this one with the names and the recursion limit of LiveCodeBench's harness."""
+    """A Python program that runs this one with the names and the recursion limit of
+    LiveCodeBench's harness.
+    """
     return _HARNESS.format(source=source, names=_HARNESS_NAMES) + _RUN
 
 
 def calling(source: str, function: str) -> str:
-    """A Python program that reads a JSON list of arguments and prints the JSON of what the function returns.
+    """A Python program that reads a JSON list of arguments and prints the JSON of what the function
+    returns.
 
-    function: of the program, or a method of its class Solution. The program has what `with_harness` gives it.
+    function: of the program, or a method of its class Solution. The program has what `with_harness`
+    gives it.
     """
     return _HARNESS.format(source=source, names=_HARNESS_NAMES) + _CALL.format(name=function)

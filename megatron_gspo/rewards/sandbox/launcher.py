@@ -1,11 +1,11 @@
 """The process that starts sandboxes, one program at a time.
 
-It runs in the bare interpreter with an empty environment, so that it has nothing to leak, in a mount and a network
-namespace of its own. It ends what it started when its worker dies, and counts the CPU time of all that a program
-leaves. It never sees an expected output.
+It runs in the bare interpreter with an empty environment, so that it has nothing to leak, in a
+mount and a network namespace of its own. It ends what it started when its worker dies, and counts
+the CPU time of all that a program leaves. It never sees an expected output.
 
-It receives a `Setup`, then `Command`s; each is answered by an `Outcome` or, if the sandbox failed, by the reason as
-text.
+It receives a `Setup`, then `Command`s; each is answered by an `Outcome` or, if the sandbox failed,
+by the reason as text.
 """
 
 from __future__ import annotations
@@ -82,7 +82,9 @@ def _serve(reader: Connection, writer: Connection, parent: int) -> None:
 
 
 class _Launcher:
-    """Runs programs as the setup says, in a folder with their directory `box` and their streams in `fd`."""
+    """Runs programs as the setup says, in a folder with their directory `box` and their streams
+    in `fd`.
+    """
 
     def __init__(self, setup: Setup, parent: int, stack: contextlib.ExitStack) -> None:
         """parent: process id of the other side. stack: closes what is opened here.
@@ -91,8 +93,8 @@ class _Launcher:
         """
         self._bubblewrap = setup.bubblewrap if setup.mechanism.name == "bubblewrap" else None
         self._root = os.geteuid() == 0
-        # The user that programs run as, in the namespace of this process; None: this process's, or one that bubblewrap
-        # makes.
+        # The user that programs run as, in the namespace of this process; None: this process's, or
+        # one that bubblewrap makes.
         self._uid = kernel.spare_user(os.getpid()) if self._root else None
         self._filter: int | None = None
         if self._bubblewrap is None:
@@ -129,7 +131,9 @@ class _Launcher:
             raise SystemExit
 
     def run(self, command: Command) -> Outcome | str:
-        """Run a program and kill what is left of it; the reason as text if the sandbox could not be set up."""
+        """Run a program and kill what is left of it; the reason as text if the sandbox could
+        not be set up.
+        """
         with contextlib.ExitStack() as stack:
             self._fill(command, stack)
             stdin, stdout, stderr = (
@@ -169,7 +173,9 @@ class _Launcher:
             )
 
     def _fill(self, command: Command, stack: contextlib.ExitStack) -> None:
-        """The program's directory and streams; in memory, and limited together, where the program is confined."""
+        """The program's directory and streams; in memory, and limited together, where the
+        program is confined.
+        """
         limits = command.limits
         box = f"{self._folder}/box"
         streams = f"{self._folder}/fd"
@@ -242,7 +248,10 @@ def _folder(stack: contextlib.ExitStack) -> str:
 
 
 def _make_root(root: str, readable: Sequence[str]) -> None:
-    """The file system of all programs, which bubblewrap makes read-only. Links such as /lib stay links."""
+    """The file system of all programs, which bubblewrap makes read-only.
+
+    Links such as /lib stay links.
+    """
     devices = f"{root}/dev"
     for path in (devices, f"{root}{BOX}"):
         os.makedirs(path)
@@ -280,9 +289,11 @@ def _ending(limits: Limits, *, size: int, cpu_seconds: float, code: int, in_time
 
 
 def _wait(pid: int, limits: Limits, deadline: float) -> tuple[bool, float]:
-    """Whether the process ends before the deadline and within its CPU time, and the CPU seconds seen. It is not reaped.
+    """Whether the process ends before the deadline and within its CPU time, and the CPU seconds
+    seen. It is not reaped.
 
-    The time of processes that are killed together with their namespace is not passed on to any parent.
+    The time of processes that are killed together with their namespace is not passed on to any
+    parent.
     """
     descriptor = os.pidfd_open(pid)
     seconds = 0.0
@@ -311,7 +322,9 @@ def _cpu_seconds(pid: int) -> float:
 
 
 def _end(pid: int) -> tuple[int, float]:
-    """Kill and reap a child and all of its descendants; its exit status and the CPU seconds of all."""
+    """Kill and reap a child and all of its descendants; its exit status and the CPU seconds of
+    all.
+    """
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
     _, status, usage = os.wait4(pid, 0)
@@ -322,7 +335,8 @@ def _end(pid: int) -> tuple[int, float]:
 def _end_children() -> float:
     """Kill and reap all children and what they leave; their CPU seconds.
 
-    In a process namespace all die with its first process. Those whose parents die become the launcher's.
+    In a process namespace all die with its first process. Those whose parents die become the
+    launcher's.
     """
     seconds = 0.0
     launcher = os.getpid()

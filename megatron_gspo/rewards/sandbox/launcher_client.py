@@ -28,7 +28,10 @@ class _Process(NamedTuple):
 
 
 class Launcher:
-    """Runs commands in sandboxes, one at a time. A launcher that dies or hangs is replaced for the next command."""
+    """Runs commands in sandboxes, one at a time.
+
+    A launcher that dies or hangs is replaced for the next command.
+    """
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
@@ -63,7 +66,10 @@ class Launcher:
 
 
 def _start(setup: Setup) -> _Process:
-    code = f"import sys; sys.path.insert(0, {str(_ROOT)!r}); from {_MODULE} import main; main(sys.argv[1:])"
+    code = (
+        f"import sys; sys.path.insert(0, {str(_ROOT)!r}); from {_MODULE} import main;"
+        " main(sys.argv[1:])"
+    )
     theirs_in, writer = os.pipe()
     reader, theirs_out = os.pipe()
     try:

@@ -1,7 +1,7 @@
 """Compares a program's output with the expected one.
 
-Runs outside the sandbox and its limits, on output that nobody trusts: no object is made for a part of the output where
-the expected one has no such part.
+Runs outside the sandbox and its limits, on output that nobody trusts: no object is made for a part
+of the output where the expected one has no such part.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ _STRUCTURE = (b"[", b"{", b",")
 
 
 def same_text(output: bytes, expected: str, tolerance: float) -> bool:
-    """Whether two outputs have the same lines of tokens, with blank lines at the end and the start left out.
+    """Whether two outputs have the same lines of tokens, with blank lines at the end and the start
+    left out.
 
-    Tokens are equal as text, or as numbers: exactly if the expected one is an integer, otherwise within `tolerance`,
-    absolute or relative. Blanks are those of ASCII.
+    Tokens are equal as text, or as numbers: exactly if the expected one is an integer, otherwise
+    within `tolerance`, absolute or relative. Blanks are those of ASCII.
     """
     given = output.strip()
     wanted = expected.encode(errors="surrogatepass").strip()
@@ -39,7 +40,9 @@ def same_text(output: bytes, expected: str, tolerance: float) -> bool:
 
 
 def same_value(output: bytes, accepted: tuple[Any, ...], tolerance: float) -> bool:
-    """Whether the output is the JSON of an accepted value; expected floats within `tolerance`, all else equal."""
+    """Whether the output is the JSON of an accepted value; expected floats within `tolerance`,
+    all else equal.
+    """
     if not any(_same_structure(output, other) for other in accepted):
         return False
     try:
@@ -53,7 +56,9 @@ def same_value(output: bytes, accepted: tuple[Any, ...], tolerance: float) -> bo
 
 
 def _same_structure(output: bytes, expected: Any) -> bool:
-    """Whether texts of equal values could be these: lists and items are counted before they are read into memory."""
+    """Whether texts of equal values could be these: lists and items are counted before they are
+    read into memory.
+    """
     wanted = json.dumps(expected, default=str).encode()
     return all(output.count(mark) == wanted.count(mark) for mark in _STRUCTURE)
 

@@ -20,8 +20,8 @@ from megatron_gspo.rewards.sandbox.launcher_client import Launcher
 Program = Callable[[str], Outcome]
 """Runs the program on a standard input. Raises SandboxError if the sandbox failed."""
 
-# The interpreter runs without `site`, because of its paths, and `site` has these functions. They are
-# added where a program has their names: that takes a quarter of the interpreter's start.
+# The interpreter runs without `site`, because of its paths, and `site` has these functions. They
+# are added where a program has their names: that takes a quarter of the interpreter's start.
 _NAMES_OF_SITE = (b"exit", b"quit", b"help", b"copyright", b"credits", b"license")
 _WITH_NAMES_OF_SITE = """\
 import site, sys
@@ -118,8 +118,8 @@ class LocalSandbox:
 
 
 def open_local_sandbox(config: CodeConfig) -> LocalSandbox:
-    """In the strongest isolation that works here. Raises SandboxError in one line if programs can't run, or not as
-    isolated as required."""
+    """In the strongest isolation that works here. Raises SandboxError in one line if programs can't
+    run, or not as isolated as required."""
     interpreter = find_interpreter(config.python)
     isolation = find_isolation(interpreter)
     if config.require_isolation and isolation.missing:
@@ -136,9 +136,12 @@ def describe_lack(isolation: Isolation) -> str:
         fix = "install pyseccomp and libseccomp (pip install 'megatron-gspo[code]')"
     else:
         fix = (
-            "install bubblewrap (apt-get install bubblewrap) and allow namespaces (docs/code_rewards.md), "
-            "give a Sandbox Fusion server as data.code.sandbox_url"
+            "install bubblewrap (apt-get install bubblewrap) and allow namespaces"
+            " (docs/code_rewards.md), give a Sandbox Fusion server as data.code.sandbox_url"
         )
     failures = [failure for failure in isolation.failures if not failure.startswith("limits")]
     reasons = f" ({', '.join(failures)})" if failures else ""
-    return f"data.code.require_isolation = true: no isolation of {missing}{reasons}; {fix}, or set it to false"
+    return (
+        f"data.code.require_isolation = true: no isolation of {missing}{reasons}; {fix}, or set it"
+        " to false"
+    )

@@ -1,4 +1,6 @@
-"""Refuses a run whose files the programs of a sandbox could read: its prompts have the expected outputs."""
+"""Refuses a run whose files the programs of a sandbox could read: its prompts have the expected
+outputs.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,11 @@ from megatron_gspo.rewards.sandbox.isolation import find_interpreter
 
 
 def refuse_visible_files(code: CodeConfig, paths: Mapping[str, object]) -> None:
-    """Raises ConfigError for a path in or below one that programs may read: libraries, commands, the interpreter.
+    """Raises ConfigError for a path in or below one that programs may read: libraries, commands,
+    the interpreter.
 
-    paths: by their key; a path, several, or None. The directory of the process and its user's are among them.
+    paths: by their key; a path, several, or None. The directory of the process and its user's are
+    among them.
     """
     if code.sandbox_url is not None:
         return

@@ -1,4 +1,6 @@
-"""The decoding loop: prefill a prompt once, repeat its cache for its samples, drop finished rows."""
+"""The decoding loop: prefill a prompt once, repeat its cache for its samples, drop finished
+rows.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,10 @@ _RESERVE = 128  # columns of cache allocated ahead of need
 
 @dataclass
 class Responses:
-    """tokens [B, R] int64 and log_probs [B, R] float32, valid up to lengths [B] int64; stopped [B] bool: by
-    an end token, which is then the last one. routes: of each row [P + length - 1, layers, k] expert ids."""
+    """tokens [B, R] int64 and log_probs [B, R] float32, valid up to lengths [B] int64; stopped [B]
+    bool: by an end token, which is then the last one. routes: of each row [P + length - 1, layers,
+    k] expert ids.
+    """
 
     tokens: np.ndarray
     log_probs: np.ndarray
@@ -39,9 +43,9 @@ class Responses:
 class DecodeBatch:
     """B responses to decode together.
 
-    prompts: token ids [P_i] int64 of each of N distinct prompts; rows: [B] int64, the prompt of each response.
-    prompt_index: [N] int64; sample_index: [B] int64 within its prompt. uniforms: [B, R] float32,
-    R = max_response_length (None when greedy).
+    prompts: token ids [P_i] int64 of each of N distinct prompts; rows: [B] int64, the prompt of
+    each response. prompt_index: [N] int64; sample_index: [B] int64 within its prompt. uniforms: [B,
+    R] float32, R = max_response_length (None when greedy).
     """
 
     prompts: list[np.ndarray]
@@ -62,8 +66,8 @@ def decode(
 ) -> Responses:
     """Generate one response per row.
 
-    stop_ids: [E] int64 on the model's device. recorder: on the model's hooks, to return routes; else None. noise: of
-    the model's routers, or None.
+    stop_ids: [E] int64 on the model's device. recorder: on the model's hooks, to return routes;
+    else None. noise: of the model's routers, or None.
     """
     device, limit, batch = model.device, sampling.max_response_length, len(requests.rows)
     logits, state = _prefill(model, requests, limit, noise)
@@ -98,8 +102,8 @@ def decode(
 
 @dataclass
 class _State:
-    """State of a decoding step: the cache, the next position of each row [B, 1], the columns without padding, and the
-    rows' names [B, 2] for the routers' noise."""
+    """State of a decoding step: the cache, the next position of each row [B, 1], the columns
+    without padding, and the rows' names [B, 2] for the routers' noise."""
 
     cache: BufferCache
     positions: Tensor
@@ -127,8 +131,10 @@ class _State:
 
 
 def _masks(config: Any, mask: Tensor | None, columns: int, device: torch.device) -> Any:
-    """What a step's layers attend, in the form that the model takes: ``mask`` [B, 1, 1, columns] bool, None: all; where
-    layers have a window, of its last columns only, for each kind of layer if the config has kinds."""
+    """What a step's layers attend, in the form that the model takes: ``mask`` [B, 1, 1, columns]
+    bool, None: all; where layers have a window, of its last columns only, for each kind of layer if
+    the config has kinds.
+    """
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     if not window or (kinds and "sliding_attention" not in kinds):
@@ -158,14 +164,26 @@ def _prefill(
         key_mask = torch.nn.functional.pad(mask.bool(), (0, limit), value=True)[rows, None, None]
     cache.select_rows(rows, columns + min(limit, _RESERVE))
     names = np.stack([requests.prompt_index[requests.rows], requests.sample_index], axis=1)
-    state = _State(cache, mask.sum(-1, keepdim=True)[rows], key_mask, torch.from_numpy(names).to(model.device), noise)
+    state = _State(
+        cache,
+        mask.sum(-1, keepdim=True)[rows],
+        key_mask,
+        torch.from_numpy(names).to(model.device),
+        noise,
+    )
     return logits.index_select(0, rows), state
 
 
-def _last_logits(model: PreTrainedModel, tokens: Tensor, mask: Any, positions: Tensor, cache: BufferCache) -> Tensor:
-    """Logits [B, V] after the last of the tokens [B, L], whose keys and values are added to the cache."""
+def _last_logits(
+    model: PreTrainedModel, tokens: Tensor, mask: Any, positions: Tensor, cache: BufferCache
+) -> Tensor:
+    """Logits [B, V] after the last of the tokens [B, L], whose keys and values are added to the
+    cache.
+    """
     options = {"use_cache": True, "logits_to_keep": 1, _cache_argument(type(model).forward): cache}
-    return model(input_ids=tokens, attention_mask=mask, position_ids=positions, **options).logits[:, -1]
+    return model(input_ids=tokens, attention_mask=mask, position_ids=positions, **options).logits[
+        :, -1
+    ]
 
 
 @functools.cache
@@ -176,7 +194,9 @@ def _cache_argument(forward: Callable[..., Any]) -> str:
 
 def _prompt_names(requests: DecodeBatch) -> Tensor:
     """[N, 2]: a prompt belongs to no sample, all of which read it."""
-    return torch.from_numpy(np.stack([requests.prompt_index, np.full(len(requests.prompts), -1)], axis=1))
+    return torch.from_numpy(
+        np.stack([requests.prompt_index, np.full(len(requests.prompts), -1)], axis=1)
+    )
 
 
 def left_pad(prompts: list[np.ndarray]) -> tuple[Tensor, Tensor]:
@@ -195,4 +215,6 @@ def _collect(tokens: Tensor, log_probs: Tensor, stop_ids: Tensor) -> Responses:
     ends = torch.isin(tokens, stop_ids)
     stopped = ends.any(-1)
     lengths = torch.where(stopped, ends.int().argmax(-1) + 1, tokens.shape[1])
-    return Responses(tokens.cpu().numpy(), log_probs.cpu().numpy(), lengths.cpu().numpy(), stopped.cpu().numpy())
+    return Responses(
+        tokens.cpu().numpy(), log_probs.cpu().numpy(), lengths.cpu().numpy(), stopped.cpu().numpy()
+    )

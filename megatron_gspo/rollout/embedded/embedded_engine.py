@@ -35,10 +35,12 @@ from megatron_gspo.routing_replay.router_noise import RouterNoise, pass_seed
 
 
 class EmbeddedEngine:
-    """`RolloutEngine` on a Transformers causal language model whose attention is full, has windows or is linear.
+    """`RolloutEngine` on a Transformers causal language model whose attention is full, has windows
+    or is linear.
 
-    Samples do not depend on how prompts are batched or distributed over engines, except for the rounding of matrix
-    products of different shapes: a draw within about 1e-7 of a boundary may select the other token.
+    Samples do not depend on how prompts are batched or distributed over engines, except for the
+    rounding of matrix products of different shapes: a draw within about 1e-7 of a boundary may
+    select the other token.
     """
 
     def __init__(
@@ -55,7 +57,8 @@ class EmbeddedEngine:
     ) -> None:
         """Build the model.
 
-        source: a local checkpoint folder, or a config: its weights come with the first `update_weights`.
+        source: a local checkpoint folder, or a config: its weights come with the first
+            `update_weights`.
         tokenizer: for `Sample.text` and an end token; without it the text is "".
         eos_token_ids: end tokens; default: those of the generation config, else the config, and the
             tokenizer's.
@@ -63,8 +66,8 @@ class EmbeddedEngine:
         max_batch: sequences decoded at once.
         return_routed_experts: set `Sample.routed_experts`; for models with MoE layers.
 
-        Raises ValueError (one line) for a missing folder, another attention, no end token, or routed experts of a dense
-        model.
+        Raises ValueError (one line) for a missing folder, another attention, no end token, or
+        routed experts of a dense model.
         """
         if max_batch < 1:
             raise ValueError(f"max_batch={max_batch}: decode at least 1 sequence at once")
@@ -72,10 +75,14 @@ class EmbeddedEngine:
         self.model: Any = _build(source, dtype, torch.device(device))
         configured = getattr(self.model.generation_config, "eos_token_id", None)
         configured = self.model.config.eos_token_id if configured is None else configured
-        self.eos_token_ids = end_tokens(configured, tokenizer, self.model.config.vocab_size, given=eos_token_ids)
+        self.eos_token_ids = end_tokens(
+            configured, tokenizer, self.model.config.vocab_size, given=eos_token_ids
+        )
         self.decoder: ResponseDecoder | None = None
         if tokenizer is not None:
-            self.decoder = ResponseDecoder(tokenizer, self.eos_token_ids, keep_special_tokens=keep_special_tokens)
+            self.decoder = ResponseDecoder(
+                tokenizer, self.eos_token_ids, keep_special_tokens=keep_special_tokens
+            )
         self._recorder = RouteRecorder(self.model) if return_routed_experts else None
         self._routers: NoisyRouters | None = None
         self._noise: RouterNoise | None = None
@@ -84,7 +91,8 @@ class EmbeddedEngine:
         self._paused = False
 
     def perturb_routers(self, noise: RouterNoise) -> None:
-        """Choose experts by perturbed logits from now on, for a stress test; other noise for each seed of `generate`.
+        """Choose experts by perturbed logits from now on, for a stress test; other noise for each
+        seed of `generate`.
 
         Raises ValueError for a model without softmax routers.
         """
@@ -103,7 +111,9 @@ class EmbeddedEngine:
             if noise is not None:
                 self.perturb_routers(noise)
 
-    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, seed: int) -> list[Sample]:
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams, *, seed: int
+    ) -> list[Sample]:
         """See `RolloutEngine.generate`. Prompts of similar length are decoded together."""
         self._check(prompts, sampling)
         if not prompts:
@@ -120,13 +130,15 @@ class EmbeddedEngine:
         ):
             chosen = [prompts[i] for i in places]
             decoded = self._decode_batch(chosen, indices, sampling, seed)
-            for place, sample in zip(places * sampling.n_samples_per_prompt + indices, decoded, strict=True):
+            for place, sample in zip(
+                places * sampling.n_samples_per_prompt + indices, decoded, strict=True
+            ):
                 samples[int(place)] = sample
         return [samples[place] for place in range(len(order))]
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
-        """See `RolloutEngine.update_weights`; weights in eight bits are dequantised. After an error `generate` refuses
-        until one succeeds."""
+        """See `RolloutEngine.update_weights`; weights in eight bits are dequantised. After an error
+        `generate` refuses until one succeeds."""
         if self._targets is None:
             raise RuntimeError("update_weights after close: build a new EmbeddedEngine")
         self.weight_version = None
@@ -149,44 +161,56 @@ class EmbeddedEngine:
         if self._paused:
             raise RuntimeError("generate while paused: call resume first")
         if self.weight_version is None:
-            raise RuntimeError("the engine has no complete weights: call update_weights before generate")
+            raise RuntimeError(
+                "the engine has no complete weights: call update_weights before generate"
+            )
         vocabulary = self.model.config.vocab_size
         longest = getattr(self.model.config, "max_position_embeddings", None)
         for prompt in prompts:
             prompt.check()
             if prompt.token_ids.max() >= vocabulary:
                 raise ValueError(
-                    f"prompt {prompt.index}: token id {prompt.token_ids.max()} is outside the vocabulary of "
-                    f"{vocabulary}: use the model's own tokenizer"
+                    f"prompt {prompt.index}: token id {prompt.token_ids.max()} is outside the"
+                    f" vocabulary of {vocabulary}: use the model's own tokenizer"
                 )
             total = len(prompt.token_ids) + sampling.max_response_length
             if longest is not None and total > longest:
                 raise ValueError(
-                    f"prompt {prompt.index}: {len(prompt.token_ids)} tokens + max_response_length="
-                    f"{sampling.max_response_length} exceed max_position_embeddings={longest}: shorten one"
+                    f"prompt {prompt.index}: {len(prompt.token_ids)} tokens +"
+                    f" max_response_length={sampling.max_response_length} exceed"
+                    f" max_position_embeddings={longest}: shorten one"
                 )
 
     def _decode_batch(
         self, prompts: list[Prompt], sample_index: np.ndarray, sampling: SamplingParams, seed: int
     ) -> list[Sample]:
-        """One sample for each (prompts[i], sample_index[i]); the samples of a prompt are consecutive."""
+        """One sample for each (prompts[i], sample_index[i]); the samples of a prompt are
+        consecutive.
+        """
         starts = [i for i, p in enumerate(prompts) if i == 0 or p is not prompts[i - 1]]
         rows = np.zeros(len(prompts), dtype=np.int64)
         rows[starts[1:]] = 1
         uniforms = None
         if not sampling.greedy:
             prompt_index = np.array([p.index for p in prompts])
-            uniforms = sequence_uniforms(seed, prompt_index, sample_index, sampling.max_response_length)
+            uniforms = sequence_uniforms(
+                seed, prompt_index, sample_index, sampling.max_response_length
+            )
         stop_ids = torch.tensor(self.eos_token_ids, device=self.model.device)
         distinct = [prompts[i] for i in starts]
         requests = DecodeBatch(
-            [prompt.token_ids for prompt in distinct], rows.cumsum(), np.array([prompt.index for prompt in distinct]),
-            sample_index, uniforms,
-        )  # fmt: skip
+            [prompt.token_ids for prompt in distinct],
+            rows.cumsum(),
+            np.array([prompt.index for prompt in distinct]),
+            sample_index,
+            uniforms,
+        )
         responses = decode(self.model, requests, sampling, stop_ids, self._recorder, self._routers)
         return self._samples(prompts, sample_index, responses)
 
-    def _samples(self, prompts: list[Prompt], sample_index: np.ndarray, responses: Responses) -> list[Sample]:
+    def _samples(
+        self, prompts: list[Prompt], sample_index: np.ndarray, responses: Responses
+    ) -> list[Sample]:
         assert self.weight_version is not None
         lengths = responses.lengths.tolist()
         ids = [row[:length] for row, length in zip(responses.tokens, lengths, strict=True)]
@@ -222,10 +246,15 @@ def _build(
     if isinstance(source, PretrainedConfig):
         source = source.get_text_config()  # of a model that reads images too
         _refuse_others(source)
-        if hasattr(source, "quantization_config"):  # of the published files; the weights come in the engine's dtype
+        if hasattr(
+            source, "quantization_config"
+        ):  # of the published files; the weights come in the engine's dtype
             source = copy.deepcopy(source)
             del source.quantization_config
-        with no_init_weights(), torch.random.fork_rng(devices=[]):  # gated delta nets draw decay rates all the same
+        with (
+            no_init_weights(),
+            torch.random.fork_rng(devices=[]),
+        ):  # gated delta nets draw decay rates all the same
             model = AutoModelForCausalLM.from_config(source, dtype=dtype)
         model.tie_weights()  # part of the initialization
     else:
@@ -234,20 +263,30 @@ def _build(
                 f"model folder {source} has no config.json: give a local Hugging Face checkpoint"
             )
         config = transformers_config(source)
-        model = AutoModelForCausalLM.from_pretrained(source, config=config, local_files_only=True, dtype=dtype)
+        model = AutoModelForCausalLM.from_pretrained(
+            source, config=config, local_files_only=True, dtype=dtype
+        )
         _refuse_others(model.config)
     _widen_bias(model, source)
     model = model.to(device).eval().requires_grad_(False)
     if device.type == "cpu":
         use_cpu_kernels(model)
-    elif any(hasattr(module, "sinks") for module in model.modules()):  # Transformers' own takes other masks
+    elif any(
+        hasattr(module, "sinks") for module in model.modules()
+    ):  # Transformers' own takes other masks
         use_decode_attention(model)
     return model
 
 
 def _widen_bias(model: PreTrainedModel, source: str | Path | PretrainedConfig) -> None:
-    """Keep the bias of sigmoid routers in float32, to the bit: Transformers gives MiniMax-M2's the model's type."""
-    biases = {name: each for name, each in model.named_buffers() if name.endswith(".e_score_correction_bias")}
+    """Keep the bias of sigmoid routers in float32, to the bit: Transformers gives MiniMax-M2's
+    the model's type.
+    """
+    biases = {
+        name: each
+        for name, each in model.named_buffers()
+        if name.endswith(".e_score_correction_bias")
+    }
     rounded = {name: bias for name, bias in biases.items() if bias.dtype != torch.float32}
     for bias in rounded.values():
         bias.data = bias.data.float()
@@ -262,6 +301,7 @@ def _widen_bias(model: PreTrainedModel, source: str | Path | PretrainedConfig) -
 def _refuse_others(config: PretrainedConfig) -> None:
     if not is_served(config):
         raise ValueError(
-            f"model type {config.model_type} has layers of {sorted(set(kinds_of(config)))}: the embedded engine serves "
-            "full attention, windows and linear attention beside them; use a server engine"
+            f"model type {config.model_type} has layers of {sorted(set(kinds_of(config)))}: the"
+            " embedded engine serves full attention, windows and linear attention beside them; use"
+            " a server engine"
         )

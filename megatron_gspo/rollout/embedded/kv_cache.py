@@ -1,5 +1,5 @@
-"""A key/value cache for decoding. It is written in place: a step copies one column, not the whole cache. Layers of
-linear attention keep their state instead."""
+"""A key/value cache for decoding. It is written in place: a step copies one column, not the whole
+cache. Layers of linear attention keep their state instead."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
 
 
 class _BufferLayer(DynamicLayer):
-    """Keys and values of one layer, [B, heads, capacity, dim], each with its own dim (latent attention keeps a latent
-    and a rotated part); the first `length` columns are in use."""
+    """Keys and values of one layer, [B, heads, capacity, dim], each with its own dim (latent
+    attention keeps a latent and a rotated part); the first `length` columns are in use."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__()
         self.capacity = capacity
         self.length = 0
 
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
         end = self.length + key_states.shape[2]
         if not self.is_initialized:
             self.dtype, self.device = key_states.dtype, key_states.device
@@ -49,11 +51,14 @@ class _BufferLayer(DynamicLayer):
     def get_seq_length(self) -> int:
         return self.length
 
-    def _allocate(self, keys: Tensor, values: Tensor, capacity: int, batch: int | None = None) -> None:
+    def _allocate(
+        self, keys: Tensor, values: Tensor, capacity: int, batch: int | None = None
+    ) -> None:
         """Buffers with the heads, dims and types of `keys` and `values`."""
         self.capacity = capacity
         self._key_buffer, self._value_buffer = (
-            like.new_empty(batch or like.shape[0], like.shape[1], capacity, like.shape[3]) for like in (keys, values)
+            like.new_empty(batch or like.shape[0], like.shape[1], capacity, like.shape[3])
+            for like in (keys, values)
         )
 
     def _views(self) -> tuple[Tensor, Tensor]:
@@ -61,7 +66,9 @@ class _BufferLayer(DynamicLayer):
 
 
 class _StateLayer(LinearAttentionLayer):
-    """The state of a gated delta net and the last tokens of its convolution, of the same size after any length."""
+    """The state of a gated delta net and the last tokens of its convolution, of the same size
+    after any length.
+    """
 
     def select_rows(self, rows: Tensor, capacity: int) -> None:
         """Batch row i becomes the old row rows[i]."""
@@ -89,7 +96,8 @@ def is_served(config: PretrainedConfig) -> bool:
 
 
 class BufferCache(Cache):
-    """Transformers' cache interface over one layer of the given kind (`layer_types` of a config) each.
+    """Transformers' cache interface over one layer of the given kind (`layer_types` of a config)
+    each.
 
     One of them must not be linear attention: it counts the tokens.
     """

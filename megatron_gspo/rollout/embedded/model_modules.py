@@ -9,7 +9,10 @@ from torch import nn
 
 
 def modules_of(model: nn.Module, is_wanted: Callable[[Any], bool], missing: str) -> list[Any]:
-    """The selected modules in model order. Without any, ValueError in one line: what is `missing`, and the fix."""
+    """The selected modules in model order.
+
+    Without any, ValueError in one line: what is `missing`, and the fix.
+    """
     found = [module for module in model.modules() if is_wanted(module)]
     if not found:
         kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)

@@ -1,4 +1,6 @@
-"""Noise in the routers of a Transformers model, for stress tests (`routing_replay.router_noise`)."""
+"""Noise in the routers of a Transformers model, for stress tests
+(`routing_replay.router_noise`).
+"""
 
 from __future__ import annotations
 
@@ -23,15 +25,17 @@ class NoisyRouters:
         routers = modules_of(model, _is_softmax_router, missing)
         self._noise: RouterNoise | None = None
         self._seeds: Tensor | None = None
-        self._hooks = [router.register_forward_hook(self._hook(layer)) for layer, router in enumerate(routers)]
+        self._hooks = [
+            router.register_forward_hook(self._hook(layer)) for layer, router in enumerate(routers)
+        ]
 
     def start(self, noise: RouterNoise) -> None:
         """Begin a pass with other noise."""
         self._noise, self._seeds = noise, None
 
     def set_tokens(self, sequences: Tensor, segments: Tensor, positions: Tensor) -> None:
-        """The tokens [t] of the next forward pass: int64 [n, 2] (prompt_index, sample_index) of the sequences, and
-        int64 [t] the sequence of each token and its position."""
+        """The tokens [t] of the next forward pass: int64 [n, 2] (prompt_index, sample_index) of the
+        sequences, and int64 [t] the sequence of each token and its position."""
         assert self._noise is not None
         self._seeds = token_seeds(self._noise.seed, sequences, segments, positions)
 
@@ -41,7 +45,9 @@ class NoisyRouters:
             hook.remove()
 
     def _hook(self, layer: int) -> Any:
-        def reroute(router: Any, args: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> Any:
+        def reroute(
+            router: Any, args: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]
+        ) -> Any:
             assert self._noise is not None and self._seeds is not None
             logits, weights, _ = output
             perturbed = perturb(logits, self._seeds, layer, self._noise.strength)
@@ -56,9 +62,13 @@ class NoisyRouters:
 
 
 def _is_softmax_router(module: Any) -> bool:
-    """Whether it returns (logits, weights, ids) of a softmax: over all experts, as in the Qwen families, or over the
-    chosen ones, as in gpt-oss, which is the same normalised."""
+    """Whether it returns (logits, weights, ids) of a softmax: over all experts, as in the Qwen
+    families, or over the chosen ones, as in gpt-oss, which is the same normalised."""
     name = type(module).__name__
     if hasattr(module, "e_score_correction_bias"):
         return False
-    return name in _ALWAYS_NORMALISED or name.endswith("TopKRouter") and hasattr(module, "norm_topk_prob")
+    return (
+        name in _ALWAYS_NORMALISED
+        or name.endswith("TopKRouter")
+        and hasattr(module, "norm_topk_prob")
+    )

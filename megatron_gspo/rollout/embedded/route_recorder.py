@@ -1,4 +1,6 @@
-"""The experts that a Transformers model uses while it decodes, recorded by a hook on each MoE layer's experts."""
+"""The experts that a Transformers model uses while it decodes, recorded by a hook on each MoE
+layer's experts.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,9 @@ _BLOCK = 128  # decoding steps allocated at once
 class RouteRecorder:
     """Records the top-k experts of every forward pass of `model`, MoE layers only, in model order.
 
-    The hooks are on the modules that compute experts. Transformers (5.0 and later) calls them with the chosen ids, so
-    the recorded ids are those that were used, for every family's router. `remove` removes the hooks.
+    The hooks are on the modules that compute experts. Transformers (5.0 and later) calls them with
+    the chosen ids, so the recorded ids are those that were used, for every family's router.
+    `remove` removes the hooks.
 
     Raises ValueError (one line) for a model without such modules.
     """
@@ -38,11 +41,13 @@ class RouteRecorder:
         ]
 
     def take(self) -> Tensor:
-        """The experts of the last forward pass, [tokens, layers, k] uint8 (int16 above 256 experts, to be read as
-        `dtype`). Raises EngineError if a layer did not run since the last call."""
+        """The experts of the last forward pass, [tokens, layers, k] uint8 (int16 above 256 experts,
+        to be read as `dtype`). Raises EngineError if a layer did not run since the last call."""
         silent = [layer for layer, ids in enumerate(self._recorded) if ids is None]
         if silent:
-            raise EngineError(f"MoE layer {silent[0]} chose no experts in a forward pass; its routes are unknown")
+            raise EngineError(
+                f"MoE layer {silent[0]} chose no experts in a forward pass; its routes are unknown"
+            )
         ids = torch.stack([ids for ids in self._recorded if ids is not None], dim=1)
         self._recorded = [None] * len(self._recorded)
         return ids
@@ -63,16 +68,21 @@ class RouteRecorder:
 class DecodedRoutes:
     """The routes of one decoded batch: those of the prompts, then a row for each decoded token.
 
-    prompts: token ids [P_i] of each distinct prompt; prefill: [N * P, layers, k], recorded when they
-    were processed as one left-padded batch [N, P]; rows: [B] int64, the prompt of each row of the batch.
+    prompts: token ids [P_i] of each distinct prompt; prefill: [N * P, layers, k], recorded when
+    they were processed as one left-padded batch [N, P]; rows: [B] int64, the prompt of each row of
+    the batch.
     """
 
-    def __init__(self, recorder: RouteRecorder, prompts: Sequence[np.ndarray], rows: np.ndarray) -> None:
+    def __init__(
+        self, recorder: RouteRecorder, prompts: Sequence[np.ndarray], rows: np.ndarray
+    ) -> None:
         self._recorder, self._rows = recorder, rows
         prefill = recorder.take()
         self._prompts = [
             self._numpy(ids[len(ids) - len(prompt) :])
-            for prompt, ids in zip(prompts, prefill.view(len(prompts), -1, *prefill.shape[1:]), strict=True)
+            for prompt, ids in zip(
+                prompts, prefill.view(len(prompts), -1, *prefill.shape[1:]), strict=True
+            )
         ]
         self._blocks: list[Tensor] = []  # [B, _BLOCK, layers, k] each
         self._steps = 0
@@ -87,12 +97,15 @@ class DecodedRoutes:
         self._steps += 1
 
     def of_rows(self, lengths: Sequence[int]) -> list[np.ndarray]:
-        """[P + R - 1, layers, k] of `recorder.dtype` for each row, whose response has R = lengths[i] tokens; the
-        last one is not an input."""
+        """[P + R - 1, layers, k] of `recorder.dtype` for each row, whose response has R =
+        lengths[i] tokens; the last one is not an input."""
         blocks = [self._numpy(block) for block in self._blocks]
         found = []
         for row, length in enumerate(lengths):
-            fed = [block[row, : max(length - 1 - start, 0)] for start, block in zip(self._starts, blocks, strict=True)]
+            fed = [
+                block[row, : max(length - 1 - start, 0)]
+                for start, block in zip(self._starts, blocks, strict=True)
+            ]
             found.append(np.concatenate([self._prompts[self._rows[row]], *fed]))
         return found
 
@@ -105,5 +118,11 @@ class DecodedRoutes:
 
 
 def _computes_experts(module: nn.Module) -> bool:
-    """Whether it implements Transformers' experts interface: called with (hidden states, expert ids, weights)."""
-    return hasattr(module, "is_transposed") and hasattr(module, "_apply_gate") and hasattr(module, "num_experts")
+    """Whether it implements Transformers' experts interface: called with (hidden states, expert
+    ids, weights).
+    """
+    return (
+        hasattr(module, "is_transposed")
+        and hasattr(module, "_apply_gate")
+        and hasattr(module, "num_experts")
+    )

@@ -1,4 +1,6 @@
-"""Sampling of tokens: counter-based random numbers and inverse-CDF sampling, independent of the batch layout."""
+"""Sampling of tokens: counter-based random numbers and inverse-CDF sampling, independent of the
+batch layout.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +38,9 @@ def sequence_uniforms(
 ) -> np.ndarray:
     """One uniform number per (sequence, position).
 
-    Each is a function of (seed, prompt_index, sample_index, position) alone; seed: its low 64 bits count.
-    prompt_index, sample_index: [N] int64 (the low 32 bits of sample_index count).
-    Returns [N, length] float32, multiples of 2^-24 in [0, 1).
+    Each is a function of (seed, prompt_index, sample_index, position) alone; seed: its low 64 bits
+    count. prompt_index, sample_index: [N] int64 (the low 32 bits of sample_index count). Returns
+    [N, length] float32, multiples of 2^-24 in [0, 1).
     """
     blocks = -(-length // 4)
     prompt = np.asarray(prompt_index, dtype=np.int64).astype(np.uint64)[:, None]
@@ -50,12 +52,14 @@ def sequence_uniforms(
     return (bits >> np.uint64(8)).astype(np.float32) * np.float32(2.0**-24)
 
 
-def choose_tokens(logits: Tensor, uniforms: Tensor | None, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
+def choose_tokens(
+    logits: Tensor, uniforms: Tensor | None, sampling: SamplingParams
+) -> tuple[Tensor, Tensor]:
     """The next token of every row and its log-probability.
 
-    logits: [B, V] any float dtype; uniforms: [B] float32 in [0, 1) (not read when greedy).
-    Returns tokens [B] int64 and log-probs [B] float32 under softmax(logits / temperature), untruncated.
-    A row with NaN logits gets some token and a NaN log-prob.
+    logits: [B, V] any float dtype; uniforms: [B] float32 in [0, 1) (not read when greedy). Returns
+    tokens [B] int64 and log-probs [B] float32 under softmax(logits / temperature), untruncated. A
+    row with NaN logits gets some token and a NaN log-prob.
     """
     scores = logits.float()
     if sampling.scoring_temperature != 1.0:
@@ -70,10 +74,12 @@ def choose_tokens(logits: Tensor, uniforms: Tensor | None, sampling: SamplingPar
 
 
 def _inverse_cdf(probs: Tensor, uniforms: Tensor, sampling: SamplingParams) -> Tensor:
-    """[B, V] probabilities and [B] uniforms -> [B, 1] tokens of the (truncated, renormalised) distribution.
+    """[B, V] probabilities and [B] uniforms -> [B, 1] tokens of the (truncated, renormalised)
+    distribution.
 
-    The token is the first whose cumulated probability exceeds u * total. In float64, u <= 1 - 2^-24 keeps
-    that threshold below the total, and a token of probability 0 is never the first to exceed anything.
+    The token is the first whose cumulated probability exceeds u * total. In float64, u <= 1 - 2^-24
+    keeps that threshold below the total, and a token of probability 0 is never the first to exceed
+    anything.
     """
     order = None
     if sampling.top_k or sampling.top_p < 1:

@@ -11,8 +11,8 @@ from megatron_gspo.models.model_shape import read_json
 
 
 def transformers_config(path: str | Path) -> PretrainedConfig:
-    """The config of a local model directory, under the type that Transformers has for its family. Code that comes with
-    the model is not run. Raises ValueError or OSError where there is none."""
+    """The config of a local model directory, under the type that Transformers has for its family.
+    Code that comes with the model is not run. Raises ValueError or OSError where there is none."""
     content = read_json(Path(path) / "config.json")
     family = FAMILIES.get(content.get("model_type", ""))
     if family is None or family.type_in_transformers is None:

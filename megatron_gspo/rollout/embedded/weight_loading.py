@@ -1,7 +1,7 @@
 """Writing a stream of Hugging Face checkpoint tensors into a live Transformers model, in place.
 
-Transformers 5.0 and later keep the experts of a layer in two 3-d parameters; checkpoints have one tensor per expert and
-projection. `WeightTargets` maps every checkpoint name to its slice.
+Transformers 5.0 and later keep the experts of a layer in two 3-d parameters; checkpoints have one
+tensor per expert and projection. `WeightTargets` maps every checkpoint name to its slice.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from megatron_gspo.models.families import FAMILIES
 class WeightTargets:
     """The destination of each checkpoint tensor of a model.
 
-    slices: checkpoint name -> view into the model's parameter or buffer.
-    fused: the model's own name of a fused parameter -> (parameter, the checkpoint names that it covers).
-    tied: name that may be absent -> name whose tensor it shares.
-    own_name: of a checkpoint's tensor, in the model.
+    slices: checkpoint name -> view into the model's parameter or buffer. fused: the model's own
+    name of a fused parameter -> (parameter, the checkpoint names that it covers). tied: name that
+    may be absent -> name whose tensor it shares. own_name: of a checkpoint's tensor, in the model.
     """
 
     slices: dict[str, Tensor]
@@ -55,12 +54,13 @@ class WeightTargets:
 
     @torch.no_grad()
     def write(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy every tensor to its place (dtype and device are converted); all of them, each exactly once.
+        """Copy every tensor to its place (dtype and device are converted); all of them, each
+        exactly once.
 
-        A tied tensor may be absent or must equal the one it is tied to. The model's own name of a fused
-        parameter is accepted instead of its per-expert names. Raises ValueError naming the tensor if one is
-        unknown, repeated, of the wrong shape or missing; the stream is still read to its end, and part of the
-        model may have changed.
+        A tied tensor may be absent or must equal the one it is tied to. The model's own name of a
+        fused parameter is accepted instead of its per-expert names. Raises ValueError naming the
+        tensor if one is unknown, repeated, of the wrong shape or missing; the stream is still read
+        to its end, and part of the model may have changed.
         """
         written: set[str] = set()
         extra: list[tuple[str, Tensor]] = []
@@ -86,14 +86,20 @@ class WeightTargets:
         if not missing:
             return ""
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        return f"weight {missing[0]}{more} missing from the stream: send every tensor of the checkpoint"
+        return (
+            f"weight {missing[0]}{more} missing from the stream: send every tensor of the"
+            " checkpoint"
+        )
 
     def _tie_fault(self, extra: list[tuple[str, Tensor]]) -> str:
         for name, tensor in extra:
             target = self.slices[self.tied[name]]
             error = _fault(name, tensor, target, set())
             if not error and not torch.equal(target, tensor.to(target)):
-                error = f"weight {name} differs from {self.tied[name]}, but the model ties them: leave it out"
+                error = (
+                    f"weight {name} differs from {self.tied[name]}, but the model ties them: leave"
+                    " it out"
+                )
             if error:
                 return error
         return ""
@@ -113,8 +119,8 @@ def _fault(name: str, tensor: Tensor, target: Tensor | None, repeated: set[str])
 def _expert_slices(model: PreTrainedModel, name: str, tensor: Tensor) -> dict[str, Tensor]:
     """Checkpoint name -> slice of a fused expert parameter; empty for any other tensor.
 
-    The layout of the library's `qwen2_moe` conversion, which Qwen3-MoE uses: gate_up_proj [E, 2i, h] is gate
-    over up, down_proj [E, h, i].
+    The layout of the library's `qwen2_moe` conversion, which Qwen3-MoE uses: gate_up_proj [E, 2i,
+    h] is gate over up, down_proj [E, h, i].
     """
     prefix, _, kind = name.rpartition(".")
     if kind not in ("gate_up_proj", "down_proj") or tensor.dim() != 3:

@@ -9,7 +9,9 @@ from megatron_gspo.servers.http_client import ServerClient, ServerError
 
 
 async def has_endpoint(server: ServerClient, path: str, *, timeout: float) -> bool:
-    """Whether the server has a POST endpoint: a GET of it is then answered "method not allowed" and has no effect."""
+    """Whether the server has a POST endpoint: a GET of it is then answered "method not allowed"
+    and has no effect.
+    """
     try:
         await server.get(path, timeout=timeout)
     except ServerError as error:
@@ -25,8 +27,11 @@ async def object_of(server: ServerClient, path: str, timeout: float, kind: str) 
     """The JSON object at a path. kind: of server, for the message. Raises `ServerError`."""
     answer = await server.get(path, timeout=timeout)
     if not isinstance(answer, dict):
-        raise ServerError(f"server {server.url}{path}: answered {first_line(type(answer).__name__)}, not an object; "
-                          f"is this {kind}?", retry=False)  # fmt: skip
+        raise ServerError(
+            f"server {server.url}{path}: answered {first_line(type(answer).__name__)}, not an"
+            f" object; is this {kind}?",
+            retry=False,
+        )
     return answer
 
 
@@ -34,7 +39,9 @@ def count(info: dict[str, Any], key: str, server: ServerClient) -> int:
     """A positive number, 1 where it is absent. Raises `ServerError`."""
     value = info.get(key, 1)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ServerError(f"server {server.url}/server_info: {key} is {str(value)[:40]}, not a count", retry=False)
+        raise ServerError(
+            f"server {server.url}/server_info: {key} is {str(value)[:40]}, not a count", retry=False
+        )
     return value
 
 

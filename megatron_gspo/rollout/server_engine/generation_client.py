@@ -1,7 +1,7 @@
 """Generates responses on a pool of servers: one request after another until a response is finished.
 
-A failed request is repeated, on another server if there is one; its tokens are discarded. Every response ends exactly
-once: as a sample, or with the run.
+A failed request is repeated, on another server if there is one; its tokens are discarded. Every
+response ends exactly once: as a sample, or with the run.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ class GenerationClient:
     `current_version`: training version of the pool's weight version.
     """
 
-    def __init__(self, pool: ServerPool, model: ServedModel, config: ServerConfig, api: ServerAPI) -> None:
+    def __init__(
+        self, pool: ServerPool, model: ServedModel, config: ServerConfig, api: ServerAPI
+    ) -> None:
         self.pool, self.model, self.api = pool, model, api
         self.current_version = 0
         self.counts: Counter[str] = Counter()
@@ -54,19 +56,28 @@ class GenerationClient:
         self._interruptions = 0
         self._text_only = replace(model, stop_ids=(), return_routes=False)
 
-    async def generate(self, response: PartialResponse, sampling: SamplingParams, seed: int,
-                       preferred: PooledServer | None) -> None:  # fmt: skip
-        """Generate until `response` is finished. preferred: the server that has its prompt in the prefix cache.
+    async def generate(
+        self,
+        response: PartialResponse,
+        sampling: SamplingParams,
+        seed: int,
+        preferred: PooledServer | None,
+    ) -> None:
+        """Generate until `response` is finished. preferred: the server that has its prompt in the
+        prefix cache.
 
-        Raises `EngineError` if the server rejects the request, after more than `config.retries` failures in a row, or
-        when the requests without a new token took longer than `config.resolved_response_timeout` seconds.
+        Raises `EngineError` if the server rejects the request, after more than `config.retries`
+        failures in a row, or when the requests without a new token took longer than
+        `config.resolved_response_timeout` seconds.
         """
         failures, spent, limit = 0, 0.0, self._config.resolved_response_timeout
         while not response.finished:
             num_tokens, interruptions = response.num_tokens, self._interruptions
             try:
                 cost = response.prompt.length + response.max_tokens
-                async with self.pool.acquire(cost, preferred=None if failures else preferred) as server:
+                async with self.pool.acquire(
+                    cost, preferred=None if failures else preferred
+                ) as server:
                     began = time.monotonic()  # the wait for a server is not counted
                     await self._request(response, server, sampling, seed, limit - spent)
                 if response.num_tokens > num_tokens:
@@ -90,13 +101,16 @@ class GenerationClient:
             self.counts["retries"] += 1
             if failures > self._config.retries or spent >= limit:
                 raise EngineError(
-                    f"{response.name}: given up after {failures} tries in {spent:.0f} s; the last: {fault}"
+                    f"{response.name}: given up after {failures} tries in {spent:.0f} s; the last:"
+                    f" {fault}"
                 )
             backoff = min(_BACKOFF_SECONDS * 2**failures, _MAX_BACKOFF_SECONDS)
             await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
 
     async def prefill(self, tokens: list[int]) -> PooledServer | None:
-        """Compute a prompt once, before the samples of its group; returns the server that has it. Ignores failures."""
+        """Compute a prompt once, before the samples of its group; returns the server that has
+        it. Ignores failures.
+        """
         if len(tokens) < _MIN_PREFILL_TOKENS:
             return None
         async with self.pool.acquire(len(tokens)) as server:
@@ -113,12 +127,17 @@ class GenerationClient:
         context = RequestContext(f"log-prob check at {server.url}", len(tokens), 1, self._text_only)
         request = self.api.score_request(list(tokens), context)
         body = await server.post_for_bytes(
-            request.path, request.body, timeout=self._config.request_timeout, max_bytes=request.max_bytes
+            request.path,
+            request.body,
+            timeout=self._config.request_timeout,
+            max_bytes=request.max_bytes,
         )
         return self.api.responses.parse_input_log_probs(body, context, tokens)
 
     async def pause(self) -> None:
-        """Start no request until `pool.resume()`; those in flight may come back without a token, by anyone's abort."""
+        """Start no request until `pool.resume()`; those in flight may come back without a
+        token, by anyone's abort.
+        """
         await self.pool.pause()
         self._interruptions += 1
 
@@ -143,14 +162,25 @@ class GenerationClient:
         except ServerError:
             pass  # health checks find a dead server; its requests end with their connections
 
-    async def _request(self, response: PartialResponse, server: PooledServer, sampling: SamplingParams, seed: int,
-                       time_left: float) -> None:  # fmt: skip
-        """One request for the rest of `response`. time_left: seconds that its requests may still take."""
+    async def _request(
+        self,
+        response: PartialResponse,
+        server: PooledServer,
+        sampling: SamplingParams,
+        seed: int,
+        time_left: float,
+    ) -> None:
+        """One request for the rest of `response`.
+
+        time_left: seconds that its requests may still take.
+        """
         version, training_version = self.pool.version, self.current_version
         context = self._context(response, version or "", self.api.gives_log_probs(sampling))
         request_seed = _request_seed(seed, response)
         request = self.api.generate_request(response.tokens, context, sampling, request_seed)
-        body = await self._post(server, request, context.name, min(self._config.request_timeout, time_left))
+        body = await self._post(
+            server, request, context.name, min(self._config.request_timeout, time_left)
+        )
         try:
             answer = self.api.responses.decode_response(body, context)
             if self.api.responses.is_empty(answer, context):
@@ -175,15 +205,24 @@ class GenerationClient:
         self.counts["cached_tokens"] += part.cached
         self.counts["continued"] += bool(response.parts)
 
-    async def _post(self, server: PooledServer, request: Request, name: str, timeout: float) -> bytearray:
-        """The body of the server's answer. A server that is marked down meanwhile is a `ServerError` too."""
-        posted = server.client.post_for_bytes(request.path, request.body, timeout=timeout, max_bytes=request.max_bytes)
+    async def _post(
+        self, server: PooledServer, request: Request, name: str, timeout: float
+    ) -> bytearray:
+        """The body of the server's answer.
+
+        A server that is marked down meanwhile is a `ServerError` too.
+        """
+        posted = server.client.post_for_bytes(
+            request.path, request.body, timeout=timeout, max_bytes=request.max_bytes
+        )
         task = asyncio.ensure_future(posted)
         server.tasks.add(task)
         try:
             await asyncio.wait({task})
             if task.cancelled():
-                raise ServerError(f"{name}: {server.reason or 'the server did not return it'}", retry=True)
+                raise ServerError(
+                    f"{name}: {server.reason or 'the server did not return it'}", retry=True
+                )
             return task.result()
         except ServerError as error:
             if not error.sent:
@@ -191,7 +230,9 @@ class GenerationClient:
             elif error.retry and server.alive:
                 await self.pool.mark_failed(server, str(error))
             message = f"{name}: {error}" if name not in str(error) else str(error)
-            raise ServerError(message, status=error.status, retry=error.retry, sent=error.sent) from None
+            raise ServerError(
+                message, status=error.status, retry=error.retry, sent=error.sent
+            ) from None
         finally:
             task.cancel()
             server.tasks.discard(task)

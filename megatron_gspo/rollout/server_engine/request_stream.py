@@ -1,7 +1,8 @@
-"""Groups of responses in flight: started in one call, taken in others as they finish, across weight updates.
+"""Groups of responses in flight: started in one call, taken in others as they finish, across weight
+updates.
 
-A started group is taken exactly once, or discarded by `stop`. Requests run in the event loop of the HTTP clients; the
-methods of `RequestStream` are called from the training thread.
+A started group is taken exactly once, or discarded by `stop`. Requests run in the event loop of the
+HTTP clients; the methods of `RequestStream` are called from the training thread.
 """
 
 from __future__ import annotations
@@ -25,12 +26,14 @@ _POLL_SECONDS = 0.5  # between two checks of the pool while no group finishes
 
 
 class WeightsNeeded(Exception):
-    """No server has the current weights, and at least one can take them: update the weights, then call again."""
+    """No server has the current weights, and at least one can take them: update the weights,
+    then call again.
+    """
 
 
 class GroupProgress(Protocol):
-    """How far a group is. ticket: its number in the order of the requests. oldest_version: the oldest weight version
-    among its tokens; None if it has no tokens."""
+    """How far a group is. ticket: its number in the order of the requests. oldest_version: the
+    oldest weight version among its tokens; None if it has no tokens."""
 
     @property
     def ticket(self) -> int: ...
@@ -65,11 +68,17 @@ class GroupRequest:
 
 
 class RequestStream:
-    """See the module. decode: token ids of a response to its text. recovery_timeout: seconds without a responding
-    server after which `take` raises."""
+    """See the module. decode: token ids of a response to its text. recovery_timeout: seconds
+    without a responding server after which `take` raises."""
 
-    def __init__(self, loop: EventLoop, client: GenerationClient, decode: Callable[[list[int]], str], *,
-                 recovery_timeout: float) -> None:  # fmt: skip
+    def __init__(
+        self,
+        loop: EventLoop,
+        client: GenerationClient,
+        decode: Callable[[list[int]], str],
+        *,
+        recovery_timeout: float,
+    ) -> None:
         self._loop, self._client, self._decode = loop, client, decode
         self._recovery_timeout = recovery_timeout
         self._groups: dict[int, GroupRequest] = {}
@@ -84,29 +93,43 @@ class RequestStream:
         return [group.prompt for group in list(self._groups.values())]
 
     def start(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, seed: int) -> list[int]:
-        """Start a group of responses to each prompt; returns at once, with the ticket of each group.
+        """Start a group of responses to each prompt; returns at once, with the ticket of each
+        group.
 
         Raises ValueError for a prompt that the model can't take; its ids are not sent.
         """
         check_prompts(prompts, sampling, self._client.model)
         return self._loop.run(self._start(prompts, sampling, seed))
 
-    def take(self, count: int, *, patience: float | None = None, oldest: int | None = None,
-             per_step: int | None = None) -> list[list[Sample]]:  # fmt: skip
+    def take(
+        self,
+        count: int,
+        *,
+        patience: float | None = None,
+        oldest: int | None = None,
+        per_step: int | None = None,
+    ) -> list[list[Sample]]:
         """`count` finished groups, those started first in front; each with its samples in order.
 
-        patience: seconds after which fewer are returned; None waits. oldest: groups with a token of this weight version
-        or an older one are waited for and returned first. per_step: groups that each later step takes (None: `count`);
-        groups beyond that number that would become too old are returned now (`select_groups`).
+        patience: seconds after which fewer are returned; None waits. oldest: groups with a token of
+        this weight version or an older one are waited for and returned first. per_step: groups that
+        each later step takes (None: `count`); groups beyond that number that would become too old
+        are returned now (`select_groups`).
 
-        Raises `WeightsNeeded`; `NoServerError` if no server responded for `recovery_timeout` seconds; `EngineError` for
-        a request that failed permanently.
+        Raises `WeightsNeeded`; `NoServerError` if no server responded for `recovery_timeout`
+        seconds; `EngineError` for a request that failed permanently.
         """
         found = self.take_tickets(count, patience=patience, oldest=oldest, per_step=per_step)
         return [samples for _, samples in found]
 
-    def take_tickets(self, count: int, *, patience: float | None = None, oldest: int | None = None,
-                     per_step: int | None = None) -> list[tuple[int, list[Sample]]]:  # fmt: skip
+    def take_tickets(
+        self,
+        count: int,
+        *,
+        patience: float | None = None,
+        oldest: int | None = None,
+        per_step: int | None = None,
+    ) -> list[tuple[int, list[Sample]]]:
         """As `take`, with the ticket of each group."""
         if count > len(self._groups):
             raise ValueError(f"take({count}): only {len(self._groups)} groups were started")
@@ -118,7 +141,8 @@ class RequestStream:
         return self._loop.run(self._progress())
 
     def wait(self, seconds: float) -> None:
-        """Wait until a group has finished since the last `progress`, at most `seconds`; not if none is unfinished.
+        """Wait until a group has finished since the last `progress`, at most `seconds`; not if none
+        is unfinished.
 
         Raises as `take`.
         """
@@ -130,14 +154,19 @@ class RequestStream:
         return [self._samples(self._groups.pop(ticket)) for ticket in tickets]
 
     def _samples(self, group: GroupRequest) -> list[Sample]:
-        return [response.to_sample(self._client.model, self._decode) for response in group.responses]
+        return [
+            response.to_sample(self._client.model, self._decode) for response in group.responses
+        ]
 
     def stop(self, *, keep: bool) -> list[Prompt]:
-        """Interrupt generation. keep: partial responses continue after the next update or `take`. Otherwise all groups
-        that were not taken, finished or not, are discarded, and their prompts are returned."""
+        """Interrupt generation. keep: partial responses continue after the next update or `take`.
+        Otherwise all groups that were not taken, finished or not, are discarded, and their prompts
+        are returned."""
         return self._loop.run(self._stop(keep))
 
-    async def _start(self, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int) -> list[int]:
+    async def _start(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int
+    ) -> list[int]:
         tickets = []
         for prompt in prompts:
             samples, length = range(sampling.n_samples_per_prompt), sampling.max_response_length
@@ -155,7 +184,10 @@ class RequestStream:
             if len(group.responses) > 1:
                 preferred = await self._client.prefill(group.prompt.token_ids.tolist())
             await asyncio.gather(
-                *(self._client.generate(each, group.sampling, group.seed, preferred) for each in group.responses)
+                *(
+                    self._client.generate(each, group.sampling, group.seed, preferred)
+                    for each in group.responses
+                )
             )
             group.finished = True
         except asyncio.CancelledError:
@@ -164,7 +196,9 @@ class RequestStream:
             self._failure = self._failure or error
         self._changed.set()
 
-    async def _take(self, count: int, patience: float | None, oldest: int | None, per_step: int) -> list[GroupRequest]:
+    async def _take(
+        self, count: int, patience: float | None, oldest: int | None, per_step: int
+    ) -> list[GroupRequest]:
         pool, end = self._client.pool, None if patience is None else time.monotonic() + patience
         if pool.paused:
             await pool.resume()
@@ -186,7 +220,9 @@ class RequestStream:
 
     async def _progress(self) -> list[tuple[int, bool, int | None]]:
         self._changed.clear()
-        return [(group.ticket, group.finished, group.oldest_version) for group in self._groups.values()]
+        return [
+            (group.ticket, group.finished, group.oldest_version) for group in self._groups.values()
+        ]
 
     async def _wait_for_change(self, seconds: float) -> None:
         if self._client.pool.paused:
@@ -198,7 +234,9 @@ class RequestStream:
             raise self._failure
 
     def _check_servers(self, now: float) -> None:
-        """Raise if the groups cannot finish without a weight update, or no server has responded for too long."""
+        """Raise if the groups cannot finish without a weight update, or no server has responded
+        for too long.
+        """
         pool = self._client.pool
         if pool.serving:
             self._no_server_since = None
@@ -208,7 +246,9 @@ class RequestStream:
             raise WeightsNeeded
         self._no_server_since = now if self._no_server_since is None else self._no_server_since
         if now - self._no_server_since > self._recovery_timeout:
-            raise NoServerError(f"no server has answered for {self._recovery_timeout:g} s: {pool.describe()}")
+            raise NoServerError(
+                f"no server has answered for {self._recovery_timeout:g} s: {pool.describe()}"
+            )
 
     async def _wait(self, seconds: float) -> None:
         """Wait until a group has finished since `_changed` was cleared, at most `seconds`."""
@@ -225,7 +265,9 @@ class RequestStream:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for group in dropped:
-            self._client.counts["discarded_tokens"] += sum(response.reset() for response in group.responses)
+            self._client.counts["discarded_tokens"] += sum(
+                response.reset() for response in group.responses
+            )
         self._groups.clear()
         await self._client.pool.resume()
         return [group.prompt for group in dropped]
@@ -234,22 +276,27 @@ class RequestStream:
 def select_groups(groups: Sequence[G], count: int, oldest: int | None, per_step: int) -> list[G]:
     """Finished groups to take, at most `count`; fewer if unfinished ones must be waited for.
 
-    A group whose oldest token is of version `oldest + k` must be taken within k steps. Of the groups with at most k
-    steps left, all but the `k * per_step` that later steps take must be taken now: they come first, and slots are
-    reserved for those that are not finished. The other slots go to the groups that were started first.
+    A group whose oldest token is of version `oldest + k` must be taken within k steps. Of the
+    groups with at most k steps left, all but the `k * per_step` that later steps take must be taken
+    now: they come first, and slots are reserved for those that are not finished. The other slots go
+    to the groups that were started first.
     """
     finished = [group for group in groups if group.finished]
     if oldest is None:
         return finished[:count]
     steps_left = {
-        group.ticket: max(group.oldest_version - oldest, 0) for group in groups if group.oldest_version is not None
+        group.ticket: max(group.oldest_version - oldest, 0)
+        for group in groups
+        if group.oldest_version is not None
     }
     chosen: dict[int, G] = {}
     reserved = 0
     for steps in sorted(set(steps_left.values())):
         within = [group for group in groups if steps_left.get(group.ticket, steps + 1) <= steps]
         missing = max(min(len(within) - steps * per_step, count) - len(chosen) - reserved, 0)
-        ready = [group for group in within if group.finished and group.ticket not in chosen][:missing]
+        ready = [group for group in within if group.finished and group.ticket not in chosen][
+            :missing
+        ]
         chosen |= {group.ticket: group for group in ready}
         reserved += missing - len(ready)
     others = [group for group in finished if group.ticket not in chosen]
@@ -262,8 +309,12 @@ def check_prompts(prompts: Sequence[Prompt], sampling: SamplingParams, model: Se
     for prompt in prompts:
         prompt.check()
         if (largest := int(prompt.token_ids.max())) >= model.vocab_size:
-            raise ValueError(f"prompt {prompt.index}: token id {largest} is outside the vocabulary of "
-                             f"{model.vocab_size}: use the model's own tokenizer")  # fmt: skip
+            raise ValueError(
+                f"prompt {prompt.index}: token id {largest} is outside the vocabulary of "
+                f"{model.vocab_size}: use the model's own tokenizer"
+            )
         if prompt.length + sampling.max_response_length > longest:
-            raise ValueError(f"prompt {prompt.index}: {prompt.length} tokens + max_response_length="
-                             f"{sampling.max_response_length} exceed the {longest} positions of the model")  # fmt: skip
+            raise ValueError(
+                f"prompt {prompt.index}: {prompt.length} tokens + max_response_length="
+                f"{sampling.max_response_length} exceed the {longest} positions of the model"
+            )

@@ -1,7 +1,7 @@
 """Checks that the responses of all kinds of servers share.
 
-A server is another program, perhaps of another version, perhaps behind a proxy: lengths, types and ranges are
-validated, and nothing that it sends is unpickled.
+A server is another program, perhaps of another version, perhaps behind a proxy: lengths, types and
+ranges are validated, and nothing that it sends is unpickled.
 """
 
 from __future__ import annotations
@@ -21,20 +21,29 @@ T = TypeVar("T")
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
-def decoded(decoder: msgspec.json.Decoder[T], body: bytes | bytearray, context: RequestContext) -> T:
-    """The body of a response. Raises `ResponseError` for what is not JSON and for values of other types."""
+def decoded(
+    decoder: msgspec.json.Decoder[T], body: bytes | bytearray, context: RequestContext
+) -> T:
+    """The body of a response.
+
+    Raises `ResponseError` for what is not JSON and for values of other types.
+    """
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
         raise ResponseError(f"{context.name}: the response has another form: {error}") from None
     except (msgspec.DecodeError, ValueError, RecursionError):  # ValueError: not UTF-8
-        raise ResponseError(f"{context.name}: the response is not JSON ({len(body)} bytes)") from None
+        raise ResponseError(
+            f"{context.name}: the response is not JSON ({len(body)} bytes)"
+        ) from None
 
 
 def checked_reason(kind: Any, found: Any, context: RequestContext) -> str:
     """A finish reason; `found` is what the message shows. Raises `ResponseError`."""
     if kind not in FINISH_REASONS:
-        raise ResponseError(f"{context.name}: finish_reason is {shown(found)}; expected one of {FINISH_REASONS}")
+        raise ResponseError(
+            f"{context.name}: finish_reason is {shown(found)}; expected one of {FINISH_REASONS}"
+        )
     return kind
 
 
@@ -43,7 +52,9 @@ def checked_tokens(ids: list[int], context: RequestContext) -> np.ndarray:
     tokens, vocab_size = np.frombuffer(array("q", ids), np.int64), context.model.vocab_size
     if len(tokens) and tokens.max() >= vocab_size:
         wrong = tokens[tokens >= vocab_size][0]
-        raise ResponseError(f"{context.name}: token id {wrong} came back; the vocabulary has {vocab_size}")
+        raise ResponseError(
+            f"{context.name}: token id {wrong} came back; the vocabulary has {vocab_size}"
+        )
     return tokens
 
 
@@ -53,20 +64,30 @@ def checked_log_probs(values: Sequence[Any], context: RequestContext) -> np.ndar
         log_probs = np.frombuffer(array("d", values), np.float64).astype(np.float32)
     if not np.isfinite(log_probs).all() or (log_probs > 0).any():
         wrong = log_probs[~np.isfinite(log_probs) | (log_probs > 0)][0]
-        raise ResponseError(f"{context.name}: the log-prob {wrong} came back; it must be finite and at most 0")
+        raise ResponseError(
+            f"{context.name}: the log-prob {wrong} came back; it must be finite and at most 0"
+        )
     return log_probs
 
 
 def check_end(tokens: np.ndarray, reason: str, context: RequestContext) -> None:
-    """Raise `ResponseError` unless the number of tokens and the last one agree with the finish reason."""
+    """Raise `ResponseError` unless the number of tokens and the last one agree with the finish
+    reason.
+    """
     count, limit, stop_ids = len(tokens), context.max_new_tokens, context.model.stop_ids
     if count > limit:
-        raise ResponseError(f"{context.name}: {count} tokens came back, at most {limit} were requested")
+        raise ResponseError(
+            f"{context.name}: {count} tokens came back, at most {limit} were requested"
+        )
     if reason == "length" and count != limit:
-        raise ResponseError(f"{context.name}: cut off for its length after {count} of {limit} tokens")
+        raise ResponseError(
+            f"{context.name}: cut off for its length after {count} of {limit} tokens"
+        )
     if reason == "stop" and (not count or (stop_ids and int(tokens[-1]) not in stop_ids)):
         last = int(tokens[-1]) if count else "nothing"
-        raise ResponseError(f"{context.name}: stopped on {last}, which is not an end token ({sorted(stop_ids)})")
+        raise ResponseError(
+            f"{context.name}: stopped on {last}, which is not an end token ({sorted(stop_ids)})"
+        )
 
 
 def cached_tokens(value: Any, context: RequestContext) -> int:
@@ -75,13 +96,15 @@ def cached_tokens(value: Any, context: RequestContext) -> int:
 
 
 def one_version(version: Any, spans: Any, context: RequestContext) -> str:
-    """The weight version of a response. spans: [{version, start, end}] of its tokens, or nothing; an empty span does
-    not count. Raises `ResponseError` for no version, or several."""
+    """The weight version of a response. spans: [{version, start, end}] of its tokens, or nothing;
+    an empty span does not count. Raises `ResponseError` for no version, or several."""
     if not isinstance(version, str):
         raise ResponseError(f"{context.name}: the response has no weight_version")
     spans = spans or []
     if not isinstance(spans, list) or not all(isinstance(span, dict) for span in spans):
-        raise ResponseError(f"{context.name}: weight_versions is {shown(spans)}, not a list of spans")
+        raise ResponseError(
+            f"{context.name}: weight_versions is {shown(spans)}, not a list of spans"
+        )
     for span in spans:
         if span.get("version") != version and span.get("start") != span.get("end"):
             change = f"from {shown(span.get('version'))} to {shown(version)}"

@@ -1,7 +1,9 @@
-"""A rank's client of all servers: its connections, its requests, and its view of the servers' states.
+"""A rank's client of all servers: its connections, its requests, and its view of the servers'
+states.
 
-Several ranks have one, each for its share of the prompts. Rank 0's owns the servers' states (`ServerPool`); the others
-learn them from it (`state`, `follow`) and report to it what their requests found (`reports`, `record`).
+Several ranks have one, each for its share of the prompts. Rank 0's owns the servers' states
+(`ServerPool`); the others learn them from it (`state`, `follow`) and report to it what their
+requests found (`reports`, `record`).
 """
 
 from __future__ import annotations
@@ -23,14 +25,25 @@ from megatron_gspo.rollout.server_engine.server_pool import ServerPool, ServerSt
 from megatron_gspo.servers.http_client import EventLoop, ServerClient, open_session
 from megatron_gspo.servers.server_launch import read_api_key
 
-COUNTS = ("requests", "retries", "refused", "stale_responses", "continued", "discarded_tokens", "input_tokens",
-          "cached_tokens")  # fmt: skip
+COUNTS = (
+    "requests",
+    "retries",
+    "refused",
+    "stale_responses",
+    "continued",
+    "discarded_tokens",
+    "input_tokens",
+    "cached_tokens",
+)
 """Events that `RolloutClient.take_counts` counts."""
 
 
 @dataclass(frozen=True)
 class PoolState:
-    """Sent by rank 0 to the other clients. version: as the servers report it; training_version: of the same weights."""
+    """Sent by rank 0 to the other clients.
+
+    version: as the servers report it; training_version: of the same weights.
+    """
 
     version: str | None
     training_version: int
@@ -38,14 +51,25 @@ class PoolState:
 
 
 class RolloutClient:
-    """See the module. The methods are called from the training thread; requests run in an event loop."""
+    """See the module. The methods are called from the training thread; requests run in an event
+    loop.
+    """
 
-    def __init__(self, urls: Sequence[str], config: ServerConfig, model: ServedModel,
-                 decode: Callable[[list[int]], str], *, api: ServerAPI, share: tuple[int, int] = (0, 1),
-                 log: Callable[[str], None] = print) -> None:  # fmt: skip
-        """decode: token ids of a response to its text. share: number of this client, and of clients; the first one owns
-        the servers' states, and each may use its part of `max_concurrent_requests`, at least one. log: takes a line for
-        each server that this client removes.
+    def __init__(
+        self,
+        urls: Sequence[str],
+        config: ServerConfig,
+        model: ServedModel,
+        decode: Callable[[list[int]], str],
+        *,
+        api: ServerAPI,
+        share: tuple[int, int] = (0, 1),
+        log: Callable[[str], None] = print,
+    ) -> None:
+        """decode: token ids of a response to its text. share: number of this client, and of
+        clients; the first one owns the servers' states, and each may use its part of
+        `max_concurrent_requests`, at least one. log: takes a line for each server that this client
+        removes.
 
         Raises ValueError for an invalid URL.
         """
@@ -57,7 +81,9 @@ class RolloutClient:
         self.loop = EventLoop()
         self.session = self.loop.run(open_session())
         key = read_api_key(config)
-        servers = [ServerClient(url, self.session, api_key=key) for url in [*urls[start:], *urls[:start]]]
+        servers = [
+            ServerClient(url, self.session, api_key=key) for url in [*urls[start:], *urls[:start]]
+        ]
         own = replace(config, max_concurrent_requests=limit)
         self.pool = ServerPool(servers, own, api, owner=self._owner, log=log)
         self.requests = GenerationClient(self.pool, model, own, api)
@@ -65,7 +91,9 @@ class RolloutClient:
 
     def stream(self) -> RequestStream:
         """A new stream of groups."""
-        return RequestStream(self.loop, self.requests, self._decode, recovery_timeout=self._recovery_timeout)
+        return RequestStream(
+            self.loop, self.requests, self._decode, recovery_timeout=self._recovery_timeout
+        )
 
     def pause(self) -> None:
         """See `GenerationClient.pause`."""
@@ -76,15 +104,18 @@ class RolloutClient:
         self.loop.run(self.requests.interrupt())
 
     def reports(self) -> np.ndarray:
-        """[2, servers] int64, by URL ascending: whether requests are in flight, and whether one found other weights
-        since the last call.
+        """[2, servers] int64, by URL ascending: whether requests are in flight, and whether one
+        found other weights since the last call.
 
-        Those of several clients are joined by their maximum. The owner's are zeros: its pool has the states.
+        Those of several clients are joined by their maximum. The owner's are zeros: its pool has
+        the states.
         """
 
         async def take() -> np.ndarray:
             servers = sorted(self.pool.servers, key=lambda server: server.url)
-            found = np.array([[bool(s.tasks) for s in servers], [s.found_stale for s in servers]], dtype=np.int64)
+            found = np.array(
+                [[bool(s.tasks) for s in servers], [s.found_stale for s in servers]], dtype=np.int64
+            )
             for server in servers:
                 server.found_stale = False
             return found * (not self._owner)
@@ -128,12 +159,18 @@ class RolloutClient:
         return [counts[name] for name in COUNTS]
 
     def watch(self, monitor: Coroutine[Any, Any, Any]) -> Future:
-        """Run a monitor until it is cancelled. An end by a bug, which would go unnoticed, is logged."""
+        """Run a monitor until it is cancelled.
+
+        An end by a bug, which would go unnoticed, is logged.
+        """
 
         def report(ended: Future) -> None:
             if not ended.cancelled() and (error := ended.exception()) is not None:
                 reason = f"{type(error).__name__}: {first_line(error)}"
-                self._log(f"the servers are no longer monitored ({reason}): stop the run and start it again")
+                self._log(
+                    f"the servers are no longer monitored ({reason}): stop the run and start it"
+                    " again"
+                )
 
         future = self.loop.spawn(monitor)
         future.add_done_callback(report)
@@ -148,7 +185,9 @@ class RolloutClient:
 
 
 def server_metrics(counts: Sequence[float], serving: int) -> dict[str, float]:
-    """The counts of all clients and the number of serving servers, by the names of docs/metrics.md."""
+    """The counts of all clients and the number of serving servers, by the names of
+    docs/metrics.md.
+    """
     found = dict(zip(COUNTS, map(float, counts), strict=True))
     sent, cached = found.pop("input_tokens"), found.pop("cached_tokens")
     return {f"rollout/{name}": value for name, value in found.items()} | {

@@ -1,4 +1,7 @@
-"""`RolloutEngine` on inference servers, which may fail and return during the run. Its rank owns the servers' states."""
+"""`RolloutEngine` on inference servers, which may fail and return during the run.
+
+Its rank owns the servers' states.
+"""
 
 from __future__ import annotations
 
@@ -31,15 +34,22 @@ _MEMORY_SECONDS = 120.0  # a server may take to release or restore its memory
 class ServerEngine:
     """See `RolloutEngine`; `client.stream()` returns groups in the order in which they finish.
 
-    Samples depend on (seed, prompt, sample, token) alone only if the servers are deterministic; with SGLang,
-    --enable-deterministic-inference.
+    Samples depend on (seed, prompt, sample, token) alone only if the servers are deterministic;
+    with SGLang, --enable-deterministic-inference.
     """
 
-    def __init__(self, config: ServerConfig, client: RolloutClient, transport: WeightTransport, *,
-                 processes: LocalServers | None = None, log: Callable[[str], None] = print) -> None:  # fmt: skip
-        """client: of this rank, on the servers of `urls` or of `processes`; owns their states, and `close` closes it.
-        transport: how weights reach the servers. processes: started servers, which `close` stops. log: takes a line for
-        each event at the servers.
+    def __init__(
+        self,
+        config: ServerConfig,
+        client: RolloutClient,
+        transport: WeightTransport,
+        *,
+        processes: LocalServers | None = None,
+        log: Callable[[str], None] = print,
+    ) -> None:
+        """client: of this rank, on the servers of `urls` or of `processes`; owns their states, and
+        `close` closes it. transport: how weights reach the servers. processes: started servers,
+        which `close` stops. log: takes a line for each event at the servers.
         """
         self.weight_version: int | None = None
         self.client = client
@@ -55,40 +65,60 @@ class ServerEngine:
         self._updating = 0  # its version
         self._told: set[str] = set()  # URLs of servers whose checksums prove only some parameters
         self._closed = False
-        self._monitor = client.watch(self._monitor_processes(processes)) if processes is not None else None
+        self._monitor = (
+            client.watch(self._monitor_processes(processes)) if processes is not None else None
+        )
 
     def check_servers(self) -> None:
-        """Before the first update, raise `EngineError` for a server whose responses the run can't use, or that refuses
-        the run, for example a wrong key. One that does not answer is waited for later."""
+        """Before the first update, raise `EngineError` for a server whose responses the run can't
+        use, or that refuses the run, for example a wrong key. One that does not answer is waited
+        for later."""
 
         async def reason(server: PooledServer) -> str:
             try:
-                info = await self._endpoints.server_info(server.client, timeout=self._config.update_timeout)
+                info = await self._endpoints.server_info(
+                    server.client, timeout=self._config.update_timeout
+                )
             except ServerError as error:
                 if not error.retry:
                     raise
                 return ""
-            return info.unusable(routes=self.client.model.return_routes, colocated=self._config.colocated)
+            return info.unusable(
+                routes=self.client.model.return_routes, colocated=self._config.colocated
+            )
 
         async def reasons() -> dict[str, str]:
             servers = self._pool.servers
-            return dict(zip((s.url for s in servers), await asyncio.gather(*map(reason, servers)), strict=True))
+            return dict(
+                zip(
+                    (s.url for s in servers),
+                    await asyncio.gather(*map(reason, servers)),
+                    strict=True,
+                )
+            )
 
         for url, found in self._loop.run(reasons()).items():
             if found:
                 raise EngineError(f"server {url}: {found}")
 
-    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, seed: int) -> list[Sample]:
-        """See `RolloutEngine.generate`. Raises `WeightsNeeded` if no server has the current weights."""
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams, *, seed: int
+    ) -> list[Sample]:
+        """See `RolloutEngine.generate`.
+
+        Raises `WeightsNeeded` if no server has the current weights.
+        """
         stream = self.client.stream()
         tickets = stream.start(prompts, sampling, seed=seed)
         groups = dict(stream.take_tickets(len(tickets)))
         return [sample for ticket in tickets for sample in groups[ticket]]
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
-        """See `RolloutEngine.update_weights`: an update from this process alone. See `begin_update`.
+        """See `RolloutEngine.update_weights`: an update from this process alone. See
+        `begin_update`.
 
-        An iterator can't be sent again to servers whose process group another one broke: they fail too.
+        An iterator can't be sent again to servers whose process group another one broke: they fail
+        too.
         """
         once = iter(named_tensors) is named_tensors
         try:
@@ -97,24 +127,29 @@ class ServerEngine:
             while (infos := self.next_transfer()) is not None:
                 attempts += 1
                 if once and attempts > 1:
-                    lost = ServerError("its process group broke, and the weights can't be read again", retry=True)
+                    lost = ServerError(
+                        "its process group broke, and the weights can't be read again", retry=True
+                    )
                     self.record_transfer([Sent({info.url: lost for info in infos})])
                 else:
                     if plan.with_offers:
                         transfer = secrets.token_hex(6)
                         self.receive([self.sender.offer(infos, transfer)], transfer)
-                    self.record_transfer([self.sender.send(infos, named_tensors, version=plan.version)])
+                    self.record_transfer(
+                        [self.sender.send(infos, named_tensors, version=plan.version)]
+                    )
             self.finish_update(parts=1)
         finally:
             for _ in named_tensors if once else ():  # producing it may be collective
                 pass
 
     def begin_update(self, version: int) -> UpdatePlan:
-        """Pause the servers for new weights. Requests are interrupted and continue under the new weights.
+        """Pause the servers for new weights. Requests are interrupted and continue under the new
+        weights.
 
-        Followed by `next_transfer` and `record_transfer` for each source (or for all at once), then by `finish_update`.
-        An exception of one of them ends the update. With the current version, only servers that lack it are updated,
-        and nothing is interrupted.
+        Followed by `next_transfer` and `record_transfer` for each source (or for all at once), then
+        by `finish_update`. An exception of one of them ends the update. With the current version,
+        only servers that lack it are updated, and nothing is interrupted.
         """
         pool, wire_version = self._pool, self._wire_version(version)
         repeated = not self.interrupts(version)
@@ -123,8 +158,13 @@ class ServerEngine:
             self._loop.run(pool.set_version(wire_version, ()))
             self._client.current_version = version
         targets = pool.stale if repeated else self._loop.run(self._responding())
-        update = ServerUpdate(self._loop, [server.client for server in targets], self._transport, version=wire_version,
-                              timeout=self._config.update_timeout)  # fmt: skip
+        update = ServerUpdate(
+            self._loop,
+            [server.client for server in targets],
+            self._transport,
+            version=wire_version,
+            timeout=self._config.update_timeout,
+        )
         self._update, self._targets, self._updating = update, targets, version
         with self._abandoned_on_error():
             if self._memory_released:
@@ -133,7 +173,10 @@ class ServerEngine:
             return update.plan
 
     def interrupts(self, version: int) -> bool:
-        """Whether an update to `version` interrupts the requests. Those of other clients are interrupted before it."""
+        """Whether an update to `version` interrupts the requests.
+
+        Those of other clients are interrupted before it.
+        """
         current = self._pool.version == self._wire_version(version)
         return not current or not self._pool.serving or self._memory_released
 
@@ -150,7 +193,9 @@ class ServerEngine:
         with self._abandoned_on_error():
             if errors := [offer for offer in offers if isinstance(offer, UserError)]:
                 raise errors[0]
-            self._running_update.receive([offer for offer in offers if isinstance(offer, Offer)], transfer)
+            self._running_update.receive(
+                [offer for offer in offers if isinstance(offer, Offer)], transfer
+            )
 
     def record_transfer(self, results: Sequence[Sent | UserError]) -> None:
         """See `ServerUpdate.record`. Raises the error of a source."""
@@ -160,7 +205,8 @@ class ServerEngine:
             self._running_update.record([result for result in results if isinstance(result, Sent)])
 
     def finish_update(self, *, parts: int) -> None:
-        """Serve the new weights. A server whose update failed gets no requests until an update succeeds.
+        """Serve the new weights. A server whose update failed gets no requests until an update
+        succeeds.
 
         parts: number of sources. Raises `NoServerError` if no server serves.
         """
@@ -183,8 +229,10 @@ class ServerEngine:
             proven = len(parameters.digests)
             if proven < parameters.total and url not in self._told:
                 total = parameters.total
-                self._log(f"{url}: its checksums prove {proven} of {total} parameters; the others were zero, or are "
-                          "packed for its kernel")  # fmt: skip
+                self._log(
+                    f"{url}: its checksums prove {proven} of {total} parameters; the others were"
+                    " zero, or are packed for its kernel"
+                )
                 self._told.add(url)
 
     @property
@@ -207,17 +255,22 @@ class ServerEngine:
     def wait_for_server(self, seconds: float) -> bool:
         """Whether a server responds within `seconds`."""
         end = time.monotonic() + seconds
-        while not (found := any(server.alive for server in self._pool.servers)) and time.monotonic() < end:
+        while (
+            not (found := any(server.alive for server in self._pool.servers))
+            and time.monotonic() < end
+        ):
             time.sleep(0.2)
         return found
 
     def score(self, sequences: Sequence[np.ndarray]) -> dict[str, list[np.ndarray]]:
-        """By URL of each serving server: its log-probs (temperature 1) [L-1] of the tokens [L] of each sequence but
-        the first. A server that fails is left out and counted as failed."""
+        """By URL of each serving server: its log-probs (temperature 1) [L-1] of the tokens [L] of
+        each sequence but the first. A server that fails is left out and counted as failed."""
 
         async def score_on(server: PooledServer) -> list[np.ndarray] | None:
             try:
-                return [await self._client.score(server.client, tokens.tolist()) for tokens in sequences]
+                return [
+                    await self._client.score(server.client, tokens.tolist()) for tokens in sequences
+                ]
             except EngineError as error:
                 await self._pool.mark_failed(server, str(error))
                 return None
@@ -225,7 +278,11 @@ class ServerEngine:
         async def score_on_all() -> dict[str, list[np.ndarray]]:
             servers = self._pool.serving
             found = await asyncio.gather(*(score_on(server) for server in servers))
-            return {server.url: each for server, each in zip(servers, found, strict=True) if each is not None}
+            return {
+                server.url: each
+                for server, each in zip(servers, found, strict=True)
+                if each is not None
+            }
 
         return self._loop.run(score_on_all())
 
@@ -235,15 +292,23 @@ class ServerEngine:
         return len(self._pool.serving)
 
     def pause(self) -> None:
-        """Interrupt generation, which continues later; where colocated, the servers release their GPU memory."""
+        """Interrupt generation, which continues later; where colocated, the servers release
+        their GPU memory.
+        """
         self._loop.run(self._client.interrupt())
         if self._config.colocated and not self._memory_released:
-            self._loop.run(self._pool.wait_for_checks())  # a server that is not idle fails on the release
-            self._on_all_servers(lambda client: self._api.release_memory(client, timeout=_MEMORY_SECONDS))
+            self._loop.run(
+                self._pool.wait_for_checks()
+            )  # a server that is not idle fails on the release
+            self._on_all_servers(
+                lambda client: self._api.release_memory(client, timeout=_MEMORY_SECONDS)
+            )
             self._memory_released = True
 
     def resume(self) -> None:
-        """Undo `pause`. Released memory is restored by the next update, which brings the weights."""
+        """Undo `pause`. Released memory is restored by the next update, which brings the
+        weights.
+        """
         if not self._memory_released:
             self._loop.run(self._pool.resume())
 
@@ -260,7 +325,8 @@ class ServerEngine:
             self._processes.stop()
 
     async def _responding(self) -> list[PooledServer]:
-        """Servers that can take weights now. One that does not respond would delay the update by its timeout.
+        """Servers that can take weights now. One that does not respond would delay the update by
+        its timeout.
 
         Raises `ServerError` if waiting cannot help: a wrong key, or no inference server.
         """
@@ -271,7 +337,9 @@ class ServerEngine:
             raise final[0]
         return [server for server, fault in zip(servers, faults, strict=True) if fault is None]
 
-    async def _apply_update(self, targets: Sequence[PooledServer], failures: Mapping[str, ServerError]) -> None:
+    async def _apply_update(
+        self, targets: Sequence[PooledServer], failures: Mapping[str, ServerError]
+    ) -> None:
         version = self._pool.version
         assert version is not None
         for server in targets:
@@ -284,7 +352,9 @@ class ServerEngine:
         await self._pool.set_version(version, updated)
 
     def _restore_memory(self, kind: str) -> None:
-        self._on_all_servers(lambda client: self._api.restore_memory(client, kind, timeout=_MEMORY_SECONDS))
+        self._on_all_servers(
+            lambda client: self._api.restore_memory(client, kind, timeout=_MEMORY_SECONDS)
+        )
 
     def _on_all_servers(self, command: Callable[[ServerClient], object]) -> None:
         async def run() -> None:
@@ -299,11 +369,17 @@ class ServerEngine:
     async def _monitor_processes(self, processes: LocalServers) -> None:
         by_url = {server.url: server for server in self._pool.servers}
         while True:
-            for url in processes.poll().died:  # `processes` reports the reason; health checks find who is back
+            for url in (
+                processes.poll().died
+            ):  # `processes` reports the reason; health checks find who is back
                 await self._pool.mark_down(by_url[url], "its process ended")
             for server in self._pool.servers:
                 if server.unresponsive:
                     server.unresponsive = False
-                    self._log(f"{server.url}: does not answer ({server.reason}); it is started again")
-                    await asyncio.get_running_loop().run_in_executor(None, processes.restart, server.url)
+                    self._log(
+                        f"{server.url}: does not answer ({server.reason}); it is started again"
+                    )
+                    await asyncio.get_running_loop().run_in_executor(
+                        None, processes.restart, server.url
+                    )
             await asyncio.sleep(_PROCESS_POLL_SECONDS)

@@ -1,10 +1,12 @@
-"""The servers of a run: which of them may get requests, their load, and which are removed and return.
+"""The servers of a run: which of them may get requests, their load, and which are removed and
+return.
 
-A server may get requests while it responds (`alive`) and has the current weights (`version`). Everything here runs in
-one event loop, so no locks are needed.
+A server may get requests while it responds (`alive`) and has the current weights (`version`).
+Everything here runs in one event loop, so no locks are needed.
 
-With several clients each has a pool. Rank 0's is the owner: it checks the servers' health and knows their weights; the
-others `follow` it. A follower checks only servers that it alone fails to reach, which then serve the other clients.
+With several clients each has a pool. Rank 0's is the owner: it checks the servers' health and knows
+their weights; the others `follow` it. A follower checks only servers that it alone fails to reach,
+which then serve the other clients.
 """
 
 from __future__ import annotations
@@ -21,12 +23,19 @@ from megatron_gspo.errors import EngineError, first_line
 from megatron_gspo.rollout.server_engine.server_api import ServerAPI
 from megatron_gspo.servers.http_client import ServerClient, ServerError
 
-INCOMPLETE = ":incomplete"  # ends the version of a server during an update, or after a failed one: it is paused
+INCOMPLETE = (  # ends the version of a server during an update, or after a failed one: it is paused
+    ":incomplete"
+)
 _MAX_MISSED_CHECKS = 3  # health checks in a row
 _MAX_FAILED_REQUESTS = 4  # in a row at one server
-_COOL_DOWN_SECONDS, _MAX_COOL_DOWN_SECONDS = 1.0, 60.0  # before a removed server is checked again, doubling
+_COOL_DOWN_SECONDS, _MAX_COOL_DOWN_SECONDS = (
+    1.0,
+    60.0,
+)  # before a removed server is checked again, doubling
 _MAX_DOUBLINGS = 6
-_REPORT_SECONDS = 2.0  # a report of another client holds so long; while groups are awaited they come more often
+_REPORT_SECONDS = (
+    2.0  # a report of another client holds so long; while groups are awaited they come more often
+)
 
 
 class NoServerError(EngineError):
@@ -46,12 +55,13 @@ class ServerState:
 class PooledServer:
     """A server and its state.
 
-    alive: it responded last. version: weight version, None while unknown or half updated. outstanding_tokens,
-    num_requests: of the requests in flight. missed_checks: health checks in a row. failed_requests: in a row.
-    times_down: since its last valid response. unresponsive: it is down, accepts connections and does not respond.
-    reason: why it is down. check_after: no health check before; last_response: of a request (both monotonic seconds).
-    tasks: requests in flight; busy_elsewhere_at: when another client last reported some (monotonic seconds).
-    found_stale: a response had other weights, which the owner does not know yet. down_for_all: down for the owner.
+    alive: it responded last. version: weight version, None while unknown or half updated.
+    outstanding_tokens, num_requests: of the requests in flight. missed_checks: health checks in a
+    row. failed_requests: in a row. times_down: since its last valid response. unresponsive: it is
+    down, accepts connections and does not respond. reason: why it is down. check_after: no health
+    check before; last_response: of a request (both monotonic seconds). tasks: requests in flight;
+    busy_elsewhere_at: when another client last reported some (monotonic seconds). found_stale: a
+    response had other weights, which the owner does not know yet. down_for_all: down for the owner.
     """
 
     client: ServerClient
@@ -77,10 +87,19 @@ class PooledServer:
 
 
 class ServerPool:
-    """See the module. `version`: weight version that responses must have; None before the first update."""
+    """See the module. `version`: weight version that responses must have; None before the first
+    update.
+    """
 
-    def __init__(self, clients: Sequence[ServerClient], config: ServerConfig, api: ServerAPI, *, owner: bool = True,
-                 log: Callable[[str], None] = lambda line: None) -> None:  # fmt: skip
+    def __init__(
+        self,
+        clients: Sequence[ServerClient],
+        config: ServerConfig,
+        api: ServerAPI,
+        *,
+        owner: bool = True,
+        log: Callable[[str], None] = lambda line: None,
+    ) -> None:
         """owner: else it follows. log: takes a line for each server that is removed or returns."""
         self.servers = [PooledServer(client) for client in clients]
         self.version: str | None = None
@@ -92,22 +111,32 @@ class ServerPool:
     @property
     def serving(self) -> list[PooledServer]:
         """Servers that may get requests."""
-        return [s for s in self.servers if s.alive and s.version is not None and s.version == self.version]
+        return [
+            s
+            for s in self.servers
+            if s.alive and s.version is not None and s.version == self.version
+        ]
 
     @property
     def stale(self) -> list[PooledServer]:
         """Servers that respond and do not have the current weights."""
-        return [s for s in self.servers if s.alive and (s.version is None or s.version != self.version)]
+        return [
+            s for s in self.servers if s.alive and (s.version is None or s.version != self.version)
+        ]
 
     def describe(self) -> str:
         """The state of each server, in one line."""
         return "; ".join(
-            f"{s.url}: {s.reason or ('lacks the weights' if s in self.stale else 'serves')}" for s in self.servers
+            f"{s.url}: {s.reason or ('lacks the weights' if s in self.stale else 'serves')}"
+            for s in self.servers
         )
 
     @asynccontextmanager
-    async def acquire(self, cost: int, *, preferred: PooledServer | None = None) -> AsyncIterator[PooledServer]:
-        """A server for a request of `cost` tokens: `preferred` if it serves, else the one with the least load.
+    async def acquire(
+        self, cost: int, *, preferred: PooledServer | None = None
+    ) -> AsyncIterator[PooledServer]:
+        """A server for a request of `cost` tokens: `preferred` if it serves, else the one with the
+        least load.
 
         Waits while none has capacity. Safe to cancel.
         """
@@ -125,7 +154,9 @@ class ServerPool:
     async def _select(self, preferred: PooledServer | None) -> PooledServer:
         async with self._changed:
             while True:
-                free = [s for s in self.serving if s.num_requests < self._config.max_concurrent_requests]
+                free = [
+                    s for s in self.serving if s.num_requests < self._config.max_concurrent_requests
+                ]
                 if not self.paused and preferred in free:
                     return preferred
                 if not self.paused and free:
@@ -162,8 +193,8 @@ class ServerPool:
     async def follow(self, version: str | None, states: Mapping[str, ServerState]) -> None:
         """Take over the owner's version and states.
 
-        A server that only this client can't reach stays down here. One whose other weights the owner does not know yet
-        stays excluded, until the version changes.
+        A server that only this client can't reach stays down here. One whose other weights the
+        owner does not know yet stays excluded, until the version changes.
         """
         changed, self.version = version != self.version, version
         for server in self.servers:
@@ -180,12 +211,17 @@ class ServerPool:
         await self.notify()
 
     async def mark_down(self, server: PooledServer, reason: str) -> None:
-        """Remove a server that does not respond. Its requests are cancelled, to be repeated elsewhere."""
+        """Remove a server that does not respond.
+
+        Its requests are cancelled, to be repeated elsewhere.
+        """
         if server.alive:
             self._log(f"{server.url} is down: {reason}")
             server.times_down += 1
             doublings = min(server.times_down - 1, _MAX_DOUBLINGS)
-            server.check_after = time.monotonic() + min(_COOL_DOWN_SECONDS * 2**doublings, _MAX_COOL_DOWN_SECONDS)
+            server.check_after = time.monotonic() + min(
+                _COOL_DOWN_SECONDS * 2**doublings, _MAX_COOL_DOWN_SECONDS
+            )
             server.missed_checks = 0
         server.alive, server.version, server.reason, server.failed_requests = False, None, reason, 0
         for task in list(server.tasks):
@@ -193,10 +229,15 @@ class ServerPool:
         await self.notify()
 
     async def mark_failed(self, server: PooledServer, reason: str) -> None:
-        """Count a failed request. After several in a row the server is removed: it would take work only to fail it."""
+        """Count a failed request.
+
+        After several in a row the server is removed: it would take work only to fail it.
+        """
         server.failed_requests += 1
         if server.failed_requests >= _MAX_FAILED_REQUESTS:
-            await self.mark_down(server, f"{_MAX_FAILED_REQUESTS} requests in a row failed, the last: {reason}")
+            await self.mark_down(
+                server, f"{_MAX_FAILED_REQUESTS} requests in a row failed, the last: {reason}"
+            )
 
     def mark_succeeded(self, server: PooledServer) -> None:
         """Note a valid response; earlier failures no longer count."""
@@ -211,7 +252,9 @@ class ServerPool:
         await self.notify()
 
     async def monitor(self) -> None:
-        """Check every server until cancelled: one that does not respond is removed, one that returns needs weights."""
+        """Check every server until cancelled: one that does not respond is removed, one that
+        returns needs weights.
+        """
         await asyncio.gather(*(self._monitor(server) for server in self.servers))
 
     async def _monitor(self, server: PooledServer) -> None:
@@ -220,7 +263,9 @@ class ServerPool:
             await asyncio.sleep(self._config.health_interval)
 
     async def ping(self, server: PooledServer) -> ServerError | None:
-        """Query a server once, at any time; if it does not respond it is removed, and the reason is returned."""
+        """Query a server once, at any time; if it does not respond it is removed, and the
+        reason is returned.
+        """
         try:
             await self._api.weight_version(server.client, timeout=self._config.health_timeout)
         except ServerError as error:
@@ -238,13 +283,17 @@ class ServerPool:
             await self.notify()
 
     async def wait_for_checks(self) -> None:
-        """Wait until no health check is running: a check is a request, and some commands need an idle server."""
+        """Wait until no health check is running: a check is a request, and some commands need
+        an idle server.
+        """
         async with self._changed:
             await self._changed.wait_for(lambda: self._checks_running == 0)
 
     async def _check(self, server: PooledServer) -> None:
         cooling_down = not server.alive and time.monotonic() < server.check_after
-        if self.paused or cooling_down:  # during a weight update a server may not respond; the update has timeouts
+        if (
+            self.paused or cooling_down
+        ):  # during a weight update a server may not respond; the update has timeouts
             return
         if not self._owner and (server.alive or server.down_for_all):
             return
@@ -259,15 +308,18 @@ class ServerPool:
         if not was_alive and not server.alive:
             server.alive, server.unresponsive, server.reason = True, False, ""
             server.version = version if version == self.version else None
-            self._log(f"{server.url} is back" + ("" if server.version else " and waits for weights"))
+            self._log(
+                f"{server.url} is back" + ("" if server.version else " and waits for weights")
+            )
             await self.notify()
 
     async def _query(self, server: PooledServer) -> str | None:
         """The weight version of a server that works.
 
-        Only the health endpoint proves that a server works: it generates a token. But this takes a second, which a
-        weight update would have to wait for, and a paused server does not answer it. So it is used for a busy server
-        that has not responded for a while, and for one that returns.
+        Only the health endpoint proves that a server works: it generates a token. But this takes a
+        second, which a weight update would have to wait for, and a paused server does not answer
+        it. So it is used for a busy server that has not responded for a while, and for one that
+        returns.
         """
         timeout = self._config.health_timeout
         now = time.monotonic()
@@ -286,5 +338,7 @@ class ServerPool:
         if server.alive and (too_many or not error.sent):
             await self.mark_down(server, first_line(error))
         no_response = error.sent and error.status is None
-        if too_many and no_response:  # also if it was removed for another reason; repeated after as many checks
+        if (
+            too_many and no_response
+        ):  # also if it was removed for another reason; repeated after as many checks
             server.unresponsive, server.missed_checks = True, 0

@@ -1,1 +1,4 @@
-"""SGLang's request and response formats and endpoints. sglang itself is not imported: servers have their own Python."""
+"""SGLang's request and response formats and endpoints.
+
+sglang itself is not imported: servers have their own Python.
+"""

@@ -1,8 +1,8 @@
 """Parses and validates SGLang's responses to /generate.
 
-A response of 32,768 tokens with routes of 48 layers x 8 has 65
-MiB, nearly all of it routes: they are decoded from the body that was received, in pieces, into an array of the smallest
-type, so that no second copy of them exists.
+A response of 32,768 tokens with routes of 48 layers x 8 has 65 MiB, nearly all of it routes: they
+are decoded from the body that was received, in pieces, into an array of the smallest type, so that
+no second copy of them exists.
 """
 
 from __future__ import annotations
@@ -25,7 +25,11 @@ from megatron_gspo.rollout.server_engine.response_checks import (
     decoded,
     one_version,
 )
-from megatron_gspo.rollout.server_engine.server_api import RequestContext, ResponseError, ResponsePart
+from megatron_gspo.rollout.server_engine.server_api import (
+    RequestContext,
+    ResponseError,
+    ResponsePart,
+)
 from megatron_gspo.routing_replay.routes import expert_id_dtype
 
 _TOKEN_BYTES = 512  # of one output token in a response: id, log-prob and its text, up to 128 characters in a vocabulary
@@ -113,38 +117,51 @@ def parse_response(response: GenerateResponse, context: RequestContext) -> Respo
     reason = _finish_reason(meta, context)
     tokens, log_probs = _tokens(meta.output_token_logprobs, response.output_ids, context)
     check_end(tokens, reason, context)
-    routes = _routes(meta.routed_experts, len(tokens), context) if context.model.return_routes else None
+    routes = (
+        _routes(meta.routed_experts, len(tokens), context) if context.model.return_routes else None
+    )
     cached = cached_tokens(meta.cached_tokens, context)
     return ResponsePart(tokens, log_probs, reason, routes, cached)
 
 
 def is_empty(response: GenerateResponse, context: RequestContext) -> bool:
-    """Whether a request was aborted before its first token, as in a server's queue. Such a response has nothing else.
+    """Whether a request was aborted before its first token, as in a server's queue. Such a response
+    has nothing else.
 
     Raises `ResponseError`.
     """
-    return _finish_reason(response.meta_info, context) == "abort" and not _output_ids(response.output_ids, context)
+    return _finish_reason(response.meta_info, context) == "abort" and not _output_ids(
+        response.output_ids, context
+    )
 
 
 def response_version(response: GenerateResponse, context: RequestContext) -> str:
     """The weight version of a response. Raises `ResponseError` for none or several."""
-    return one_version(response.meta_info.weight_version, response.meta_info.weight_versions, context)
+    return one_version(
+        response.meta_info.weight_version, response.meta_info.weight_versions, context
+    )
 
 
-def parse_input_log_probs(body: bytes | bytearray, context: RequestContext, tokens: Sequence[int]) -> np.ndarray:
-    """[len(tokens) - 1] float32: the server's log-probs of tokens[1:], from the body of a response to
-    logprob_start_len=0.
+def parse_input_log_probs(
+    body: bytes | bytearray, context: RequestContext, tokens: Sequence[int]
+) -> np.ndarray:
+    """[len(tokens) - 1] float32: the server's log-probs of tokens[1:], from the body of a response
+    to logprob_start_len=0.
 
     Raises `ResponseError`.
     """
     rows = decoded(_SCORE, body, context).meta_info.input_token_logprobs
     if len(rows) != len(tokens):
-        raise ResponseError(f"{context.name}: input_token_logprobs has {len(rows)} entries for {len(tokens)} tokens")
+        raise ResponseError(
+            f"{context.name}: input_token_logprobs has {len(rows)} entries for {len(tokens)} tokens"
+        )
     if any(row.log_prob is None for row in rows[1:]):
         raise ResponseError(f"{context.name}: a log-prob of input_token_logprobs is missing")
     ids, log_probs = _pairs(rows[1:], context)
     if ids != list(tokens[1:]):
-        raise ResponseError(f"{context.name}: input_token_logprobs is of other tokens than were sent")
+        raise ResponseError(
+            f"{context.name}: input_token_logprobs is of other tokens than were sent"
+        )
     return log_probs
 
 
@@ -157,15 +174,22 @@ def _finish_reason(meta: MetaInfo, context: RequestContext) -> str:
 def _tokens(
     rows: list[TokenLogProb] | None, output_ids: msgspec.Raw, context: RequestContext
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids [n] int64 and log-probs [n] float32. output_ids: the same ids once more, or nothing."""
+    """Token ids [n] int64 and log-probs [n] float32.
+
+    output_ids: the same ids once more, or nothing.
+    """
     if rows is None:
         raise ResponseError(f"{context.name}: no output_token_logprobs came back")
     listed, log_probs = _pairs(rows, context)
     ids = checked_tokens(listed, context)
-    if msgspec.json.encode(listed) != bytes(output_ids):  # compared as text; parsed where that differs
+    if msgspec.json.encode(listed) != bytes(
+        output_ids
+    ):  # compared as text; parsed where that differs
         again = _output_ids(output_ids, context)
         if again is not None and again != listed:
-            raise ResponseError(f"{context.name}: output_ids and output_token_logprobs disagree about the tokens")
+            raise ResponseError(
+                f"{context.name}: output_ids and output_token_logprobs disagree about the tokens"
+            )
     return ids, log_probs
 
 
@@ -182,13 +206,15 @@ def _pairs(
 
 
 def _routes(raw: msgspec.Raw, count: int, context: RequestContext) -> np.ndarray:
-    """[rows, MoE layers, k] of `expert_id_dtype`. SGLang sends [rows, num_layers, k] int32 in base64, dense layers
-    included."""
+    """[rows, MoE layers, k] of `expert_id_dtype`. SGLang sends [rows, num_layers, k] int32 in
+    base64, dense layers included."""
     shape = context.model.shape
     num_layers, k = len(shape.moe_layers), shape.experts_per_token
     text = memoryview(raw)
     if bytes(text[:1]) != b'"':
-        hint = "start the server with --enable-return-routed-experts; a router in front may drop them"
+        hint = (
+            "start the server with --enable-return-routed-experts; a router in front may drop them"
+        )
         raise ResponseError(f"{context.name}: no routed_experts came back; {hint}")
     text = text[1:-1]
     rows = max(context.context_length + count - 1 - context.routes_start, 0)
@@ -198,10 +224,14 @@ def _routes(raw: msgspec.Raw, count: int, context: RequestContext) -> np.ndarray
         raise ResponseError(f"{context.name}: routed_experts holds {found} ids, not {wanted}")
     moe = [layer for layer, is_moe in enumerate(shape.moe_layers) if is_moe]
     routes = np.empty((rows, len(moe), k), dtype=expert_id_dtype(shape.num_experts))
-    step = 3 * max(_PIECE_IDS // (3 * num_layers * k), 1)  # three rows are a whole number of base64's 3 bytes
+    step = 3 * max(
+        _PIECE_IDS // (3 * num_layers * k), 1
+    )  # three rows are a whole number of base64's 3 bytes
     for start in range(0, rows, step):
         piece = routes[start : start + step]
-        first, last = (_base64_length(4 * row * num_layers * k) for row in (start, start + len(piece)))
+        first, last = (
+            _base64_length(4 * row * num_layers * k) for row in (start, start + len(piece))
+        )
         ids = _base64_ids(text[first:last], context)
         if ids.size != len(piece) * num_layers * k:  # padding inside the text
             raise _not_base64(context)
@@ -215,7 +245,10 @@ def _in_range(ids: np.ndarray, context: RequestContext) -> np.ndarray:
     if ids.size and ids.max() >= num_experts:
         signed = ids.view(np.int32)
         wrong = signed.min() if signed.min() < 0 else signed.max()
-        raise ResponseError(f"{context.name}: routed_experts has expert {wrong}; the model has 0 to {num_experts - 1}")
+        raise ResponseError(
+            f"{context.name}: routed_experts has expert {wrong}; the model has 0 to"
+            f" {num_experts - 1}"
+        )
     return ids
 
 

@@ -30,7 +30,10 @@ class SGLangAPI:
     def generate_request(
         self, tokens: list[int], context: RequestContext, sampling: SamplingParams, seed: int
     ) -> Request:
-        """See `ServerAPI.generate_request`. The seed is used by servers with --enable-deterministic-inference only."""
+        """See `ServerAPI.generate_request`.
+
+        The seed is used by servers with --enable-deterministic-inference only.
+        """
         params = {
             "max_new_tokens": context.max_new_tokens,
             "temperature": 0.0 if sampling.greedy else sampling.temperature,
@@ -42,7 +45,10 @@ class SGLangAPI:
         }
         body = _body(tokens, params, context) | {"return_logprob": True}
         if context.model.return_routes:
-            body |= {"return_routed_experts": True, "routed_experts_start_len": context.routes_start}
+            body |= {
+                "return_routed_experts": True,
+                "routed_experts_start_len": context.routes_start,
+            }
         return Request(_PATH, body, response_parser.max_response_bytes(context))
 
     def prefill_request(self, tokens: list[int], context: RequestContext) -> Request:
@@ -54,7 +60,9 @@ class SGLangAPI:
         """See `ServerAPI.score_request`."""
         params = {"max_new_tokens": 1, "temperature": 0.0}
         body = _body(tokens, params, context) | {"return_logprob": True, "logprob_start_len": 0}
-        max_bytes = response_parser.max_response_bytes(context) + SCORE_BYTES_PER_TOKEN * len(tokens)
+        max_bytes = response_parser.max_response_bytes(context) + SCORE_BYTES_PER_TOKEN * len(
+            tokens
+        )
         return Request(_PATH, body, max_bytes)
 
     async def weight_version(self, server: ServerClient, *, timeout: float) -> str | None:
@@ -73,7 +81,9 @@ class SGLangAPI:
 
     async def release_memory(self, server: ServerClient, *, timeout: float) -> None:
         """See `ServerAPI.release_memory`."""
-        await server.post("/release_memory_occupation", {"tags": ["kv_cache", "weights"]}, timeout=timeout)
+        await server.post(
+            "/release_memory_occupation", {"tags": ["kv_cache", "weights"]}, timeout=timeout
+        )
 
     async def restore_memory(self, server: ServerClient, kind: str, *, timeout: float) -> None:
         """See `ServerAPI.restore_memory`."""

@@ -11,7 +11,12 @@ BASE_GPU = "--base-gpu-id"
 
 def gpus_per_server(server_args: Sequence[str]) -> int:
     """Number of GPUs of a server with these arguments. Raises InputError for an invalid size."""
-    sizes = [("--tp-size", "--tensor-parallel-size", "--tp"), ("--pp-size", "--pipeline-parallel-size", "--pp")]
-    if "--enable-dp-attention" not in server_args:  # with it, data-parallel ranks share the tensor-parallel GPUs
+    sizes = [
+        ("--tp-size", "--tensor-parallel-size", "--tp"),
+        ("--pp-size", "--pipeline-parallel-size", "--pp"),
+    ]
+    if (
+        "--enable-dp-attention" not in server_args
+    ):  # with it, data-parallel ranks share the tensor-parallel GPUs
         sizes.append(("--dp-size", "--data-parallel-size", "--dp"))
     return product_of_sizes(server_args, sizes, "sglang")

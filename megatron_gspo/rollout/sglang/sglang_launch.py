@@ -32,8 +32,10 @@ _EXIT_CAUSES = (
     ),
     (
         r"attention backends are supported for deterministic inference",
-        "sglang has no deterministic attention of this kind, and none without a GPU; take one of those with "
-        "--attention-backend, or leave out --enable-deterministic-inference",
+        (
+            "sglang has no deterministic attention of this kind, and none without a GPU; take one"
+            " of those with --attention-backend, or leave out --enable-deterministic-inference"
+        ),
     ),
     (
         r"^(ModuleNotFoundError|\S+): No module named",
@@ -44,7 +46,8 @@ _EXIT_CAUSES = (
         "it ran out of memory; lower --mem-fraction-static or --max-total-tokens",
     ),
     (
-        r"is not a local folder|does not appear to have a file|Unrecognized model in|Can't load.*config|"
+        r"is not a local folder|does not appear to have a file|Unrecognized model in|Can't"
+        r" load.*config|"
         r"Error no file named|Cannot find any model weights|Repo id must be|SafetensorError",
         "its model can't be loaded; check the model path",
     ),
@@ -53,14 +56,19 @@ _EXIT_CAUSES = (
 
 @dataclass(frozen=True)
 class SGLangLaunch(PackageLaunch):
-    """`ServerLaunch` of SGLang servers. `--device cpu` uses no GPU; `--base-gpu-id` is `first_gpu` if that is None."""
+    """`ServerLaunch` of SGLang servers.
+
+    `--device cpu` uses no GPU; `--base-gpu-id` is `first_gpu` if that is None.
+    """
 
     engine: ClassVar[str] = "sglang"
     packages: ClassVar[tuple[str, ...]] = ("sglang",)
     reserved: ClassVar[Mapping[str, str]] = {
-        "--port": "sglang.port", "--api-key": "sglang.api_key_file",
-        "--custom-weight-loader": "sglang.weight_transport", "--preferred-sampling-params": "rollout.temperature",
-    }  # fmt: skip
+        "--port": "sglang.port",
+        "--api-key": "sglang.api_key_file",
+        "--custom-weight-loader": "sglang.weight_transport",
+        "--preferred-sampling-params": "rollout.temperature",
+    }
     exit_causes: ClassVar[tuple[tuple[str, str], ...]] = _EXIT_CAUSES
 
     @cached_property
@@ -70,7 +78,9 @@ class SGLangLaunch(PackageLaunch):
 
     def command(self, index: int, port: int, *, key_file: str | None) -> list[str]:
         """See `ServerLaunch.command`."""
-        return server_command(self, index, port, cpu=self.cpu, version=self.version, config_file=key_file)
+        return server_command(
+            self, index, port, cpu=self.cpu, version=self.version, config_file=key_file
+        )
 
     def environment(self, index: int) -> dict[str, str]:
         """See `ServerLaunch.environment`: the same for all servers."""
@@ -79,15 +89,17 @@ class SGLangLaunch(PackageLaunch):
     def after_start(self, url: str, api_key: str | None) -> None:
         """Exclude what the server has loaded from its garbage collections.
 
-        SGLang does so itself after its warm-up, which servers on a CPU skip. Each flush of the cache, and so each
-        weight update, runs a collection, which takes 0.4 s otherwise.
+        SGLang does so itself after its warm-up, which servers on a CPU skip. Each flush of the
+        cache, and so each weight update, runs a collection, which takes 0.4 s otherwise.
         """
         if self.cpu:
             _freeze_gc(url, api_key)
 
 
 def on_cpu(args: Sequence[str]) -> bool:
-    """Whether servers with these arguments run without a GPU: by `--device`, else if torch finds none."""
+    """Whether servers with these arguments run without a GPU: by `--device`, else if torch
+    finds none.
+    """
     if device := option(args, "--device"):
         return device == "cpu"
     import torch
@@ -96,15 +108,30 @@ def on_cpu(args: Sequence[str]) -> bool:
 
 
 def adapter_args(rank: int, targets: Sequence[str], args: Sequence[str]) -> list[str]:
-    """Further arguments of a server with these that gets adapters alone. targets: the linear layers that have one."""
+    """Further arguments of a server with these that gets adapters alone.
+
+    targets: the linear layers that have one.
+    """
     found = ["--enable-lora", "--max-loras-per-batch", "1", "--max-lora-rank", str(rank)]
-    found += ["--lora-backend", "torch_native"] if on_cpu(args) else []  # the others are written in Triton
+    found += (
+        ["--lora-backend", "torch_native"] if on_cpu(args) else []
+    )  # the others are written in Triton
     return [*found, "--lora-target-modules", *targets]
 
 
-def server_command(launch: SGLangLaunch, index: int, port: int, *, cpu: bool, version: tuple[int, ...],
-                   config_file: str | None = None) -> list[str]:  # fmt: skip
-    """The command line of server `index`. version: of sglang. config_file: with the API key, which `ps` would show."""
+def server_command(
+    launch: SGLangLaunch,
+    index: int,
+    port: int,
+    *,
+    cpu: bool,
+    version: tuple[int, ...],
+    config_file: str | None = None,
+) -> list[str]:
+    """The command line of server `index`.
+
+    version: of sglang. config_file: with the API key, which `ps` would show.
+    """
     command = [launch.python, "-m", "sglang.launch_server", "--model-path", launch.model_path]
     command += ["--host", launch.host, "--port", str(port), "--dtype", launch.dtype]
     command += ["--log-level-http", "warning"]  # the default logs a line per request
@@ -112,8 +139,16 @@ def server_command(launch: SGLangLaunch, index: int, port: int, *, cpu: bool, ve
     if launch.routed_experts:
         command.append("--enable-return-routed-experts")
     if cpu:
-        # Without a limit on tokens the cache takes most of the memory; without sleep an idle server uses a core.
-        command += ["--device", "cpu", "--attention-backend", "torch_native", "--max-total-tokens", "8192"]
+        # Without a limit on tokens the cache takes most of the memory; without sleep an idle server
+        # uses a core.
+        command += [
+            "--device",
+            "cpu",
+            "--attention-backend",
+            "torch_native",
+            "--max-total-tokens",
+            "8192",
+        ]
         command += ["--sleep-on-idle", "--skip-server-warmup"]
         if version < _CPU_OVERLAP_VERSION:
             command.append("--disable-overlap-schedule")
@@ -138,22 +173,31 @@ def sglang_environment(
     if cpu:
         paths.insert(0, patch_folder())
         environment.update(SGLANG_USE_CPU_ENGINE="1", OMP_NUM_THREADS="1")
-    return environment | {"PYTHONPATH": os.pathsep.join(paths), "SGLANG_TIMEOUT_KEEP_ALIVE": str(SERVER_KEEP_ALIVE)}
+    return environment | {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "SGLANG_TIMEOUT_KEEP_ALIVE": str(SERVER_KEEP_ALIVE),
+    }
 
 
 def patch_folder() -> str:
-    """Directory of the start-up hook for servers without a GPU, in a checkout or an installation."""
+    """Directory of the start-up hook for servers without a GPU, in a checkout or an
+    installation.
+    """
     for root in megatron_gspo.__path__:
         folder = Path(root) / "patches" / "sglang_on_cpu"
         if (folder / "sitecustomize.py").is_file():
             return str(folder.resolve())
-    raise InputError("patches/sglang_on_cpu is missing from this installation of megatron-gspo: install it again")
+    raise InputError(
+        "patches/sglang_on_cpu is missing from this installation of megatron-gspo: install it again"
+    )
 
 
 def _freeze_gc(url: str, api_key: str | None) -> None:
     connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=_FREEZE_SECONDS)
     try:
-        connection.request("POST", "/freeze_gc", headers={"Authorization": f"Bearer {api_key}"} if api_key else {})
+        connection.request(
+            "POST", "/freeze_gc", headers={"Authorization": f"Bearer {api_key}"} if api_key else {}
+        )
         connection.getresponse().read()
     except (OSError, http.client.HTTPException):
         pass  # later collections take longer

@@ -11,7 +11,12 @@ from typing import Any
 
 import torch
 
-from megatron_gspo.rollout.server_engine.endpoint_answers import count, has_endpoint, object_of, positive
+from megatron_gspo.rollout.server_engine.endpoint_answers import (
+    count,
+    has_endpoint,
+    object_of,
+    positive,
+)
 from megatron_gspo.servers.http_client import ServerClient, ServerError
 from megatron_gspo.servers.package_launch import release
 from megatron_gspo.weight_transport.buckets import Entry
@@ -34,8 +39,8 @@ class SGLangWeightEndpoints(WeightEndpoints):
     async def server_info(self, server: ServerClient, *, timeout: float) -> ServerInfo:
         """See `WeightEndpoints.server_info`. Three requests.
 
-        /server_info returns every argument of the server, its API key included; only the fields of `ServerInfo` are
-        kept.
+        /server_info returns every argument of the server, its API key included; only the fields of
+        `ServerInfo` are kept.
         """
         info = await object_of(server, "/server_info", timeout, "an SGLang server")
         model = await object_of(server, "/model_info", timeout, "an SGLang server")
@@ -50,7 +55,8 @@ class SGLangWeightEndpoints(WeightEndpoints):
             pp_size=count(info, "pp_size", server),
             dp_size=count(info, "dp_size", server),
             max_input_tokens=positive(info.get("max_req_input_len")),
-            max_total_tokens=positive(info.get("max_total_num_tokens")) or positive(info.get("max_total_tokens")),
+            max_total_tokens=positive(info.get("max_total_num_tokens"))
+            or positive(info.get("max_total_tokens")),
             routed_experts=bool(info.get("enable_return_routed_experts", False)),
             speculative=bool(info.get("speculative_algorithm")),
             adapters=bool(info.get("enable_lora")),
@@ -60,7 +66,11 @@ class SGLangWeightEndpoints(WeightEndpoints):
 
     async def weight_version(self, server: ServerClient, *, timeout: float) -> str:
         """See `WeightEndpoints.weight_version`."""
-        return str((await object_of(server, "/model_info", timeout, "an SGLang server")).get("weight_version", ""))
+        return str(
+            (await object_of(server, "/model_info", timeout, "an SGLang server")).get(
+                "weight_version", ""
+            )
+        )
 
     async def pause(self, server: ServerClient, *, timeout: float) -> None:
         """See `WeightEndpoints.pause`."""
@@ -104,9 +114,14 @@ class SGLangWeightEndpoints(WeightEndpoints):
     async def load_checkpoint(self, server: ServerClient, path: Path, *, timeout: float) -> None:
         """See `WeightEndpoints.load_checkpoint`.
 
-        The format is given: a server started with `--load-format dummy` would load random weights again.
+        The format is given: a server started with `--load-format dummy` would load random weights
+        again.
         """
-        body: dict[str, Any] = {"model_path": str(path), "load_format": "auto", "flush_cache": False}
+        body: dict[str, Any] = {
+            "model_path": str(path),
+            "load_format": "auto",
+            "flush_cache": False,
+        }
         await _post_checked(server, "/update_weights_from_disk", body, timeout)
 
     async def load_adapters(self, server: ServerClient, path: Path, *, timeout: float) -> None:
@@ -116,30 +131,60 @@ class SGLangWeightEndpoints(WeightEndpoints):
         await _post_checked(server, "/load_lora_adapter", body, timeout)
 
     async def load_adapter_payloads(
-        self, server: ServerClient, config: Mapping[str, Any], payloads: Sequence[Iterable[bytes | memoryview]], *,
+        self,
+        server: ServerClient,
+        config: Mapping[str, Any],
+        payloads: Sequence[Iterable[bytes | memoryview]],
+        *,
         timeout: float,
     ) -> None:
         """See `WeightEndpoints.load_adapter_payloads`."""
         await _unload_adapters(server, timeout)
         fields = {"lora_name": ADAPTERS, "config_dict": config, "load_format": FORMAT}
-        await _post_checked(server, "/load_lora_adapter_from_tensors", _tensor_body(fields, payloads), timeout)
+        await _post_checked(
+            server, "/load_lora_adapter_from_tensors", _tensor_body(fields, payloads), timeout
+        )
 
     async def load_payloads(
-        self, server: ServerClient, payloads: Sequence[Iterable[bytes | memoryview]], *, timeout: float
+        self,
+        server: ServerClient,
+        payloads: Sequence[Iterable[bytes | memoryview]],
+        *,
+        timeout: float,
     ) -> None:
-        """See `WeightEndpoints.load_payloads`. The cache is flushed at the end: with ending requests, 0.5.15 fails."""
-        await _post_checked(server, "/update_weights_from_tensor", _weights_body(payloads, FORMAT), timeout)
+        """See `WeightEndpoints.load_payloads`.
 
-    async def receive(self, server: ServerClient, requests: Sequence[dict[str, Any]], *, timeout: float) -> None:
+        The cache is flushed at the end: with ending requests, 0.5.15 fails.
+        """
+        await _post_checked(
+            server, "/update_weights_from_tensor", _weights_body(payloads, FORMAT), timeout
+        )
+
+    async def receive(
+        self, server: ServerClient, requests: Sequence[dict[str, Any]], *, timeout: float
+    ) -> None:
         """See `WeightEndpoints.receive`."""
-        texts = [torch.tensor(list(json.dumps(request).encode()), dtype=torch.uint8) for request in requests]
+        texts = [
+            torch.tensor(list(json.dumps(request).encode()), dtype=torch.uint8)
+            for request in requests
+        ]
         payloads = [[pickle.dumps([("request", text)])] for text in texts]
-        await _post_checked(server, "/update_weights_from_tensor", _weights_body(payloads, RECEIVER), timeout)
+        await _post_checked(
+            server, "/update_weights_from_tensor", _weights_body(payloads, RECEIVER), timeout
+        )
 
-    async def init_group(self, server: ServerClient, group: UpdateGroup, first_rank: int, *, timeout: float) -> None:
+    async def init_group(
+        self, server: ServerClient, group: UpdateGroup, first_rank: int, *, timeout: float
+    ) -> None:
         """See `WeightEndpoints.init_group`."""
-        body = {"master_address": group.address, "master_port": group.port, "rank_offset": first_rank,
-                "world_size": group.size, "group_name": group.name, "backend": group.backend}  # fmt: skip
+        body = {
+            "master_address": group.address,
+            "master_port": group.port,
+            "rank_offset": first_rank,
+            "world_size": group.size,
+            "group_name": group.name,
+            "backend": group.backend,
+        }
         await _post_checked(server, self.init_group_path, body, timeout)
 
     async def load_broadcast(
@@ -158,7 +203,9 @@ class SGLangWeightEndpoints(WeightEndpoints):
 
     async def destroy_group(self, server: ServerClient, group_name: str, *, timeout: float) -> None:
         """See `WeightEndpoints.destroy_group`."""
-        await server.post("/destroy_weights_update_group", {"group_name": group_name}, timeout=timeout)
+        await server.post(
+            "/destroy_weights_update_group", {"group_name": group_name}, timeout=timeout
+        )
 
 
 async def _unload_adapters(server: ServerClient, timeout: float) -> None:
@@ -170,7 +217,9 @@ async def _unload_adapters(server: ServerClient, timeout: float) -> None:
             raise
 
 
-def _weights_body(payloads: Sequence[Iterable[bytes | memoryview]], load_format: str) -> AsyncIterator[bytes]:
+def _weights_body(
+    payloads: Sequence[Iterable[bytes | memoryview]], load_format: str
+) -> AsyncIterator[bytes]:
     return _tensor_body({"load_format": load_format, "flush_cache": False}, payloads)
 
 
@@ -190,4 +239,6 @@ async def _post_checked(
         found = answer if isinstance(answer, dict) else {}
         message = found.get("message") or found.get("error_message") or answer
         words = " ".join(server.redact(str(message).encode()).decode().split())[:200]
-        raise ServerError(f"server {server.url}{path}: did not succeed: {words}", status=200, retry=False)
+        raise ServerError(
+            f"server {server.url}{path}: did not succeed: {words}", status=200, retry=False
+        )

@@ -1,6 +1,7 @@
 """Parses and validates vLLM's responses to /inference/v1/generate.
 
-Its tokens come with their log-probs and spans of weight versions; its routes are a .npy file in base64.
+Its tokens come with their log-probs and spans of weight versions; its routes are a .npy file in
+base64.
 """
 
 from __future__ import annotations
@@ -24,7 +25,11 @@ from megatron_gspo.rollout.server_engine.response_checks import (
     decoded,
     one_version,
 )
-from megatron_gspo.rollout.server_engine.server_api import RequestContext, ResponseError, ResponsePart
+from megatron_gspo.rollout.server_engine.server_api import (
+    RequestContext,
+    ResponseError,
+    ResponsePart,
+)
 from megatron_gspo.routing_replay.routes import MISSING, expert_id_dtype
 
 _TOKEN_BYTES = 512  # of one output token in a response: its id, and twice its log-prob and rank
@@ -57,7 +62,10 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 class GenerateResponse(msgspec.Struct, frozen=True):
-    """A response to /inference/v1/generate, as far as it is read. prompt_routed_experts: rows that come apart."""
+    """A response to /inference/v1/generate, as far as it is read.
+
+    prompt_routed_experts: rows that come apart.
+    """
 
     choices: list[Choice]
     usage: Any = None
@@ -84,34 +92,57 @@ def max_response_bytes(context: RequestContext) -> int:
     routes = 0
     if context.model.return_routes:
         shape = context.model.shape
-        routes = context.route_rows * len(shape.moe_layers) * shape.experts_per_token * _MAX_ID_BYTES * 4 // 3
+        routes = (
+            context.route_rows
+            * len(shape.moe_layers)
+            * shape.experts_per_token
+            * _MAX_ID_BYTES
+            * 4
+            // 3
+        )
     return _FIXED_BYTES + context.max_new_tokens * _TOKEN_BYTES + routes
 
 
 def decode_response(body: bytes | bytearray, context: RequestContext) -> GenerateResponse:
-    """The body of a response. Raises `ResponseError` for what is not JSON, values of other types, several choices."""
+    """The body of a response.
+
+    Raises `ResponseError` for what is not JSON, values of other types, several choices.
+    """
     response = decoded(_GENERATE, body, context)
     if len(response.choices) != 1:
-        raise ResponseError(f"{context.name}: {len(response.choices)} choices came back for one request")
+        raise ResponseError(
+            f"{context.name}: {len(response.choices)} choices came back for one request"
+        )
     return response
 
 
 def is_empty(response: GenerateResponse, context: RequestContext) -> bool:
     """Whether a request was aborted before its first token. Raises `ResponseError`."""
     choice = response.choices[0]
-    return checked_reason(choice.finish_reason, choice.finish_reason, context) == "abort" and not choice.token_ids
+    return (
+        checked_reason(choice.finish_reason, choice.finish_reason, context) == "abort"
+        and not choice.token_ids
+    )
 
 
 def response_version(response: GenerateResponse, context: RequestContext) -> str:
-    """The weight version of a response. Raises `ResponseError` for none or several, and for tokens without one."""
+    """The weight version of a response.
+
+    Raises `ResponseError` for none or several, and for tokens without one.
+    """
     choice = response.choices[0]
     spans = choice.weight_versions
     first = spans[0] if isinstance(spans, list) and spans else None
     version = one_version(first.get("version") if isinstance(first, dict) else None, spans, context)
     places = [(span.get("start"), span.get("end")) for span in spans]
-    starts, ends = [0, *(end for _, end in places)], [*(start for start, _ in places), len(choice.token_ids or ())]
+    starts, ends = (
+        [0, *(end for _, end in places)],
+        [*(start for start, _ in places), len(choice.token_ids or ())],
+    )
     if starts != ends:
-        raise ResponseError(f"{context.name}: weight_versions is of the tokens {places}, not of all tokens")
+        raise ResponseError(
+            f"{context.name}: weight_versions is of the tokens {places}, not of all tokens"
+        )
     return version
 
 
@@ -133,19 +164,25 @@ def parse_response(response: GenerateResponse, context: RequestContext) -> Respo
     return ResponsePart(tokens, log_probs, reason, routes, cached_tokens(cached, context))
 
 
-def parse_input_log_probs(body: bytes | bytearray, context: RequestContext, tokens: Sequence[int]) -> np.ndarray:
-    """[len(tokens) - 1] float32: the server's log-probs of tokens[1:], from the body of a response to
-    prompt_logprobs=0.
+def parse_input_log_probs(
+    body: bytes | bytearray, context: RequestContext, tokens: Sequence[int]
+) -> np.ndarray:
+    """[len(tokens) - 1] float32: the server's log-probs of tokens[1:], from the body of a response
+    to prompt_logprobs=0.
 
     Raises `ResponseError`.
     """
     rows = decoded(_SCORE, body, context).prompt_logprobs
     if len(rows) != len(tokens):
-        raise ResponseError(f"{context.name}: prompt_logprobs has {len(rows)} entries for {len(tokens)} tokens")
+        raise ResponseError(
+            f"{context.name}: prompt_logprobs has {len(rows)} entries for {len(tokens)} tokens"
+        )
     found = [(row or {}).get(str(token)) for row, token in zip(rows[1:], tokens[1:], strict=True)]
     values = [each.logprob for each in found if each is not None]
     if len(values) != len(found):
-        raise ResponseError(f"{context.name}: prompt_logprobs lacks the log-prob of a token that was sent")
+        raise ResponseError(
+            f"{context.name}: prompt_logprobs lacks the log-prob of a token that was sent"
+        )
     return _finite(values, context)
 
 
@@ -160,31 +197,52 @@ def _log_probs(choice: Choice, context: RequestContext) -> np.ndarray:
 
 def _finite(values: list[float], context: RequestContext) -> np.ndarray:
     if _FLOOR in values:
-        raise ResponseError(f"{context.name}: the log-prob {_FLOOR:g} came back, which vLLM sends in place of NaN and "
-                            "minus infinity")  # fmt: skip
+        raise ResponseError(
+            f"{context.name}: the log-prob {_FLOOR:g} came back, which vLLM sends in place of NaN"
+            " and minus infinity"
+        )
     return checked_log_probs(values, context)
 
 
 def _routes(response: GenerateResponse, count: int, context: RequestContext) -> np.ndarray:
-    """[rows, MoE layers, k], rows without a route -1: signed if there are any, else of `expert_id_dtype`.
+    """[rows, MoE layers, k], rows without a route -1: signed if there are any, else of
+    `expert_id_dtype`.
 
-    The rows of the prompt may come apart, those of a cached prefix may be -1, and the last one may be missing.
+    The rows of the prompt may come apart, those of a cached prefix may be -1, and the last one may
+    be missing.
     """
     shape = context.model.shape
-    parts = [part for part in (response.prompt_routed_experts, response.choices[0].routed_experts) if part is not None]
+    parts = [
+        part
+        for part in (response.prompt_routed_experts, response.choices[0].routed_experts)
+        if part is not None
+    ]
     if not parts:
-        hint = "a preempted request has none; else start the server with --enable-return-routed-experts"
+        hint = (
+            "a preempted request has none; else start the server with"
+            " --enable-return-routed-experts"
+        )
         raise ResponseError(f"{context.name}: no routed_experts came back; {hint}")
     arrays = [_npy(part, context) for part in parts]
     moe = [layer for layer, is_moe in enumerate(shape.moe_layers) if is_moe]
-    rows, wanted = context.context_length + count - 1 - context.routes_start, (len(moe), shape.experts_per_token)
-    arrays = [a[:, moe] if a.ndim == 3 and a.shape[1] == len(shape.moe_layers) else a for a in arrays]
+    rows, wanted = (
+        context.context_length + count - 1 - context.routes_start,
+        (len(moe), shape.experts_per_token),
+    )
+    arrays = [
+        a[:, moe] if a.ndim == 3 and a.shape[1] == len(shape.moe_layers) else a for a in arrays
+    ]
     found = [array.shape for array in arrays]
     if any(array.ndim != 3 or array.shape[1:] != wanted for array in arrays):
-        raise ResponseError(f"{context.name}: routed_experts is {found}, not rows x {wanted[0]} layers x {wanted[1]}")
+        raise ResponseError(
+            f"{context.name}: routed_experts is {found}, not rows x {wanted[0]} layers x"
+            f" {wanted[1]}"
+        )
     missing = max(rows, 0) - sum(array.shape[0] for array in arrays)
     if missing not in (0, 1):
-        raise ResponseError(f"{context.name}: routed_experts has {sum(a.shape[0] for a in arrays)} rows, not {rows}")
+        raise ResponseError(
+            f"{context.name}: routed_experts has {sum(a.shape[0] for a in arrays)} rows, not {rows}"
+        )
     if missing:
         arrays.append(np.full((1, *wanted), MISSING, dtype=np.int32))
     return _in_range(arrays[0] if len(arrays) == 1 else np.concatenate(arrays), context)
@@ -194,8 +252,16 @@ def _npy(text: str, context: RequestContext) -> np.ndarray:
     """The integers of a .npy file in base64. Nothing is unpickled."""
     try:
         array = np.load(io.BytesIO(pybase64.b64decode(text, validate=True)), allow_pickle=False)
-    except (binascii.Error, ValueError, EOFError, OSError, MemoryError):  # of a header that claims any size
-        raise ResponseError(f"{context.name}: routed_experts is not a .npy file in base64") from None
+    except (
+        binascii.Error,
+        ValueError,
+        EOFError,
+        OSError,
+        MemoryError,
+    ):  # of a header that claims any size
+        raise ResponseError(
+            f"{context.name}: routed_experts is not a .npy file in base64"
+        ) from None
     if not isinstance(array, np.ndarray) or array.dtype.kind not in "iu":
         raise ResponseError(f"{context.name}: routed_experts has no integers")
     return array
@@ -206,5 +272,8 @@ def _in_range(ids: np.ndarray, context: RequestContext) -> np.ndarray:
     smallest, largest = (int(ids.min()), int(ids.max())) if ids.size else (0, 0)
     if smallest < MISSING or largest >= num_experts:
         wrong = smallest if smallest < MISSING else largest
-        raise ResponseError(f"{context.name}: routed_experts has expert {wrong}; the model has 0 to {num_experts - 1}")
+        raise ResponseError(
+            f"{context.name}: routed_experts has expert {wrong}; the model has 0 to"
+            f" {num_experts - 1}"
+        )
     return ids if smallest < 0 else ids.astype(expert_id_dtype(num_experts), copy=False)

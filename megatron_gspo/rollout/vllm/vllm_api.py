@@ -24,7 +24,9 @@ class VLLMAPI:
     responses: ResponseParser = response_parser
 
     def gives_log_probs(self, sampling: SamplingParams) -> bool:
-        """See `ServerAPI.gives_log_probs`: processed log-probs are over the tokens that top-p and top-k leave."""
+        """See `ServerAPI.gives_log_probs`: processed log-probs are over the tokens that top-p
+        and top-k leave.
+        """
         return sampling.greedy or (sampling.top_p == 1 and not sampling.top_k)
 
     def generate_request(
@@ -43,17 +45,24 @@ class VLLMAPI:
             "logprobs": 0 if context.log_probs else None,
             "routed_experts_prompt_start": context.routes_start,
         }
-        return _request(tokens, params, response_parser.max_response_bytes(context), context.model.adapters)
+        return _request(
+            tokens, params, response_parser.max_response_bytes(context), context.model.adapters
+        )
 
     def prefill_request(self, tokens: list[int], context: RequestContext) -> Request:
         """See `ServerAPI.prefill_request`. vLLM generates at least one token."""
-        params, max_bytes = {"max_tokens": 1, "temperature": 0.0}, response_parser.max_response_bytes(context)
+        params, max_bytes = (
+            {"max_tokens": 1, "temperature": 0.0},
+            response_parser.max_response_bytes(context),
+        )
         return _request(tokens, params, max_bytes, context.model.adapters)
 
     def score_request(self, tokens: list[int], context: RequestContext) -> Request:
         """See `ServerAPI.score_request`."""
         params = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
-        max_bytes = response_parser.max_response_bytes(context) + SCORE_BYTES_PER_TOKEN * len(tokens)
+        max_bytes = response_parser.max_response_bytes(context) + SCORE_BYTES_PER_TOKEN * len(
+            tokens
+        )
         return _request(tokens, params, max_bytes, context.model.adapters)
 
     async def weight_version(self, server: ServerClient, *, timeout: float) -> str | None:
@@ -80,6 +89,8 @@ class VLLMAPI:
         await server.post(f"/wake_up?tags={kind}", {}, timeout=timeout)
 
 
-def _request(tokens: list[int], params: dict[str, Any], max_bytes: int, adapters: str = "") -> Request:
+def _request(
+    tokens: list[int], params: dict[str, Any], max_bytes: int, adapters: str = ""
+) -> Request:
     body: dict[str, Any] = {"token_ids": tokens, "sampling_params": {**params, "detokenize": False}}
     return Request(PATH, body | {"model": adapters} if adapters else body, max_bytes)

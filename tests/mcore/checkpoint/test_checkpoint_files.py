@@ -1,4 +1,6 @@
-"""Which directories are complete checkpoints, beside those that a killed run or a broken disk left."""
+"""Which directories are complete checkpoints, beside those that a killed run or a broken disk
+left.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def write(folder: Path, step: int, *, keep: int = 9) -> Path:
     (partial / "sub").mkdir()
     (partial / "x.distcp").write_bytes(b"0123456789" * 2)
     (partial / "sub" / "y").write_bytes(b"abc")
-    publish_checkpoint(partial, checkpoint_path(folder, step), {"step": step, "cursor": 8 * step}, keep=keep)
+    publish_checkpoint(
+        partial, checkpoint_path(folder, step), {"step": step, "cursor": 8 * step}, keep=keep
+    )
     return checkpoint_path(folder, step)
 
 
@@ -76,7 +80,9 @@ def test_an_old_damaged_one_is_of_no_interest(tmp_path):
 
 
 def test_a_killed_save_leaves_nothing_that_counts(tmp_path):
-    """Two writers of the same step never share a directory; what they leave goes with the next save."""
+    """Two writers of the same step never share a directory; what they leave goes with the next
+    save.
+    """
     path = write(tmp_path, 2)
     first = begin_checkpoint(tmp_path, 4)
     (first / "x.distcp").write_bytes(b"0")
@@ -98,7 +104,15 @@ def test_old_checkpoints_that_a_killed_run_did_not_remove_go(tmp_path):
     assert [file.name for file in complete_checkpoints(tmp_path)] == ["step_000004"]
 
 
-COPIES = ("step_best", "step_000001_best", "step_000004 (copy)", "step_000004.bak", "step_000004~", "latest", "step_9")
+COPIES = (
+    "step_best",
+    "step_000001_best",
+    "step_000004 (copy)",
+    "step_000004.bak",
+    "step_000004~",
+    "latest",
+    "step_9",
+)
 
 
 @pytest.mark.parametrize("name", COPIES)
@@ -114,7 +128,9 @@ def test_copies_of_the_user_are_neither_read_counted_nor_removed(tmp_path, name)
 
 
 def test_a_copy_under_another_step_is_no_checkpoint(tmp_path):
-    """It would be taken for the newest for ever, and the real newest would be removed as an old one."""
+    """It would be taken for the newest for ever, and the real newest would be removed as an old
+    one.
+    """
     newest = write(tmp_path, 2)
     shutil.copytree(newest, tmp_path / "step_000123")
     said = f"{tmp_path}/step_000123 is a copy of step 2"
@@ -138,7 +154,11 @@ def test_links_are_not_the_runs(tmp_path):
     (folder / "step_000010").symlink_to(tmp_path / "nowhere")
     (folder / "step_000011").write_text("a note")
     (folder / "latest").symlink_to("step_000002")
-    faults = [f"{folder}/step_000011 is a file", f"{folder}/step_000010 is a link", f"{folder}/step_000009 is a link"]
+    faults = [
+        f"{folder}/step_000011 is a file",
+        f"{folder}/step_000010 is a link",
+        f"{folder}/step_000009 is a link",
+    ]
     assert newest_checkpoint(folder) == (newest, faults)
     write(folder, 4, keep=1)
     assert fault_of(elsewhere) == "" and (folder / "step_000009").is_symlink()
@@ -158,7 +178,10 @@ def test_what_stands_where_a_checkpoint_goes_is_kept(tmp_path, capsys, kind):
     path = write(folder, 3)
     assert fault_of(path) == "" and not path.is_symlink() and fault_of(elsewhere) == ""
     assert sorted(entry.name for entry in folder.iterdir()) == ["step_000003", "step_000003.kept"]
-    assert capsys.readouterr().err == f"{path} was there and is not this run's: it is now {path}.kept\n"
+    assert (
+        capsys.readouterr().err
+        == f"{path} was there and is not this run's: it is now {path}.kept\n"
+    )
     remove_leftovers(folder)
     assert sorted(entry.name for entry in folder.iterdir()) == ["step_000003", "step_000003.kept"]
 
@@ -168,7 +191,10 @@ def test_steps_are_ordered_as_numbers(tmp_path):
         write(tmp_path, step)
     assert newest_checkpoint(tmp_path)[0] == tmp_path / "step_10000010"
     remove_old(tmp_path, keep=2)
-    assert [path.name for path in complete_checkpoints(tmp_path)] == ["step_1000000", "step_10000010"]
+    assert [path.name for path in complete_checkpoints(tmp_path)] == [
+        "step_1000000",
+        "step_10000010",
+    ]
 
 
 def test_leftovers_are_only_what_a_save_names(tmp_path):

@@ -1,4 +1,6 @@
-"""The contents of Megatron's checkpoint from the meta device: each element once, the same keys in every layout."""
+"""The contents of Megatron's checkpoint from the meta device: each element once, the same keys
+in every layout.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,11 @@ def test_every_element_of_every_tensor_is_there_once(layout):
 
 def test_norms_over_all_heads_are_cut_like_their_heads():
     sizes = each_element_once(LAYOUTS[1], *family_and_shape("minimax"))
-    norms = {key: size for key, size in sizes.items() if key.startswith("decoder.layers.0.self_attention.q_layernorm")}
+    norms = {
+        key: size
+        for key, size in sizes.items()
+        if key.startswith("decoder.layers.0.self_attention.q_layernorm")
+    }
     assert list(norms.values()) == [(4 * 16,)]
 
 
@@ -42,7 +48,10 @@ def each_element_once(layout, family, shape) -> dict[str, tuple[int, ...]]:
     counts: dict[str, torch.Tensor] = {}
     for chunk in checkpoint_metadata(family, shape, layout).chunks:
         whole = counts.setdefault(chunk.key, torch.zeros(chunk.whole, dtype=torch.int8))
-        region = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+        region = tuple(
+            slice(start, start + size)
+            for start, size in zip(chunk.offsets, chunk.sizes, strict=True)
+        )
         whole[region] += 1
     assert counts and all(bool((count == 1).all()) for count in counts.values())
     return {key: tuple(count.shape) for key, count in counts.items()}
@@ -62,6 +71,9 @@ def test_the_norm_before_the_experts_has_transformer_engines_key():
     assert upstream["pre_mlp_layernorm."] == "mlp.linear_fc1.layer_norm_"
     family, shape = family_and_shape("moe", mlp_only_layers=[1])
     keys = {chunk.key for chunk in checkpoint_metadata(family, shape, parallel()).chunks}
-    experts, dense = "decoder.layers.0.pre_mlp_layernorm.weight", "decoder.layers.1.mlp.linear_fc1.layer_norm_weight"
+    experts, dense = (
+        "decoder.layers.0.pre_mlp_layernorm.weight",
+        "decoder.layers.1.mlp.linear_fc1.layer_norm_weight",
+    )
     assert {experts, dense} <= keys
     assert not {experts.replace(".0.", ".1."), dense.replace(".1.", ".0.")} & keys

@@ -27,7 +27,11 @@ def policy_at(path: str) -> Policy:
 
 def step(policy: Policy, seed: int) -> None:
     train_mini_batch(
-        policy, SampleBatch.of(make_samples(seed, count=4)), preset("sft"), micro_batches_of(64), temperature=1.0
+        policy,
+        SampleBatch.of(make_samples(seed, count=4)),
+        preset("sft"),
+        micro_batches_of(64),
+        temperature=1.0,
     )
 
 
@@ -36,7 +40,9 @@ def resume(rank: int, world_size: int, path: str, folder: str) -> dict[str, Any]
     through = policy_at(path)
     step(through, 1)
     parts = [part.optimizer for part in through.optimizer.chained_optimizers]
-    found: dict[str, Any] = {"parameters": [sum(len(g["params"]) for g in part.param_groups) for part in parts]}
+    found: dict[str, Any] = {
+        "parameters": [sum(len(g["params"]) for g in part.param_groups) for part in parts]
+    }
     at = save_checkpoint(through, Path(folder), 1, {}, keep=1)
     step(through, 2)
     resumed = policy_at(path)
@@ -48,7 +54,9 @@ def resume(rank: int, world_size: int, path: str, folder: str) -> dict[str, Any]
 
 
 def test_a_stage_without_experts_is_saved_and_resumed(tmp_path):
-    path = save_tiny_model(tmp_path / "model", mlp_only_layers=[0, 1])  # the first stage has dense layers only
+    path = save_tiny_model(
+        tmp_path / "model", mlp_only_layers=[0, 1]
+    )  # the first stage has dense layers only
     ranks = run_distributed(resume, 4, path, str(tmp_path / "checkpoints"), timeout=120)
     for rank, found in enumerate(ranks):
         assert found["equal"]

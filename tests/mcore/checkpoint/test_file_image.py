@@ -41,7 +41,9 @@ def stored(folder: Path, part: StoredPart) -> bytes:
 
 def loaded(folder: Path, image: FileImage) -> dict[str, Tensor]:
     parts = [part for part in image.parts if part.box is not None]
-    return {part.key: torch.load(io.BytesIO(stored(folder, part)), weights_only=True) for part in parts}
+    return {
+        part.key: torch.load(io.BytesIO(stored(folder, part)), weights_only=True) for part in parts
+    }
 
 
 @pytest.mark.parametrize("block", [PAGE, 16 << 20])
@@ -49,7 +51,9 @@ def test_the_file_holds_what_was_there_when_it_was_copied(tmp_path, monkeypatch,
     """Also where values lie across blocks; a second copy takes the same memory."""
     monkeypatch.setattr(file_image, "_BLOCK", block)
     values = torch.arange(3000.0)
-    image = FileImage("file", [*pieces(), piece("long", values, (3000,))], {"a": b"one", "b": b"one", "c": b"two"})
+    image = FileImage(
+        "file", [*pieces(), piece("long", values, (3000,))], {"a": b"one", "b": b"one", "c": b"two"}
+    )
     for number in range(2):
         values.fill_(number)
         image.copy()
@@ -69,7 +73,11 @@ def test_the_file_holds_what_was_there_when_it_was_copied(tmp_path, monkeypatch,
 
 def test_the_same_memory_is_stored_once():
     by_key = {part.key: (part.start, part.length) for part in FileImage("file", pieces(), {}).parts}
-    assert by_key["weight"] == by_key["optimizer.state.param.weight"] != by_key["optimizer.state.exp_avg.weight"]
+    assert (
+        by_key["weight"]
+        == by_key["optimizer.state.param.weight"]
+        != by_key["optimizer.state.exp_avg.weight"]
+    )
 
 
 def test_a_save_that_is_stopped_writes_no_more(tmp_path):

@@ -16,7 +16,11 @@ from torch import Tensor
 from megatron_gspo.algorithms import preset
 from megatron_gspo.config import ParallelConfig
 from megatron_gspo.data.sample_batch import SampleBatch
-from megatron_gspo.mcore.checkpoint.checkpoint_files import begin_checkpoint, checkpoint_path, publish_checkpoint
+from megatron_gspo.mcore.checkpoint.checkpoint_files import (
+    begin_checkpoint,
+    checkpoint_path,
+    publish_checkpoint,
+)
 from megatron_gspo.mcore.checkpoint.owned_state import optimizer_step
 from megatron_gspo.mcore.checkpoint.save_load import load_checkpoint, save_checkpoint
 from megatron_gspo.mcore.forward_step import unwrap
@@ -42,8 +46,12 @@ def train_step(policy: Policy, seed: int) -> dict[str, Tensor]:
 
 def save_as_before(policy: Policy, folder: Path) -> Path:
     """With Megatron, the optimizer gathered; the step counts beside it."""
-    models = {f"model{i}": unwrap(chunk).sharded_state_dict() for i, chunk in enumerate(policy.chunks)}
-    optimizer = policy.optimizer.sharded_state_dict(models["model0"], is_loading=False, metadata=FORMAT)
+    models = {
+        f"model{i}": unwrap(chunk).sharded_state_dict() for i, chunk in enumerate(policy.chunks)
+    }
+    optimizer = policy.optimizer.sharded_state_dict(
+        models["model0"], is_loading=False, metadata=FORMAT
+    )
     stored = (ShardedBase, LocalNonpersistentObject)
     moments, _ = extract_matching_values(optimizer, lambda value: isinstance(value, stored))
     steps = {"optimizer_step": optimizer_step(policy), "schedule_step": policy.scheduler.num_steps}
@@ -58,9 +66,18 @@ def save_as_before(policy: Policy, folder: Path) -> Path:
     return path
 
 
-def exchange(rank: int, world_size: int, path: str, folder: str, layout: ParallelConfig, sharded: bool,
-             others: list[tuple[ParallelConfig, bool]]) -> dict[str, Any]:  # fmt: skip
-    """A checkpoint as before, and what follows: without interruption, and loaded in each of the other layouts."""
+def exchange(
+    rank: int,
+    world_size: int,
+    path: str,
+    folder: str,
+    layout: ParallelConfig,
+    sharded: bool,
+    others: list[tuple[ParallelConfig, bool]],
+) -> dict[str, Any]:
+    """A checkpoint as before, and what follows: without interruption, and loaded in each of the
+    other layouts.
+    """
     policy = policy_in(path, layout, distributed_optimizer=sharded)
     saved = train_step(policy, 0)
     at = save_as_before(policy, Path(folder) / "old")
@@ -70,12 +87,19 @@ def exchange(rank: int, world_size: int, path: str, folder: str, layout: Paralle
         resumed = policy_in(path, other, distributed_optimizer=also)
         state = load_checkpoint(resumed, at)
         assert state == {"step": 1} and optimizer_step(resumed) == 1
-        found[number] = (max_difference(weights(resumed), saved), max_difference(train_step(resumed, 1), later))
+        found[number] = (
+            max_difference(weights(resumed), saved),
+            max_difference(train_step(resumed, 1), later),
+        )
     return found
 
 
 CASES = {
-    "sharded": (parallel(tensor=2), True, [(parallel(pipeline=2), True), (parallel(), True), (parallel(), False)]),
+    "sharded": (
+        parallel(tensor=2),
+        True,
+        [(parallel(pipeline=2), True), (parallel(), True), (parallel(), False)],
+    ),
     "whole": (parallel(tensor=2), False, [(parallel(), False), (parallel(), True)]),
 }
 
@@ -100,12 +124,16 @@ def load_with_megatron(rank: int, world_size: int, path: str, folder: str) -> tu
     moments, _ = extract_matching_values(optimizer, lambda value: isinstance(value, ShardedBase))
     loaded = dist_checkpointing.load({"model": model, "optimizer": moments}, str(at))
     unwrap(other.chunks[0]).load_state_dict(loaded["model"])
-    theirs = sum(float(value.double().square().sum()) for value in tensors(loaded["optimizer"], "exp_avg"))
+    theirs = sum(
+        float(value.double().square().sum()) for value in tensors(loaded["optimizer"], "exp_avg")
+    )
     ours = policy_in(path, parallel(tensor=2))
     load_checkpoint(ours, at)
     model = unwrap(ours.chunks[0]).sharded_state_dict()
     gathered = ours.optimizer.sharded_state_dict(model, is_loading=False, metadata=FORMAT)
-    expected = sum(float(value.data.double().square().sum()) for value in tensors(gathered, "exp_avg"))
+    expected = sum(
+        float(value.data.double().square().sum()) for value in tensors(gathered, "exp_avg")
+    )
     return max_difference(weights(other), saved), abs(theirs / expected - 1)
 
 
@@ -118,5 +146,7 @@ def tensors(value: Any, name: str) -> list[Any]:
 
 
 def test_megatron_loads_ours(path, tmp_path):
-    for weights_differ, moments_differ in run_distributed(load_with_megatron, 2, path, str(tmp_path), timeout=120):
+    for weights_differ, moments_differ in run_distributed(
+        load_with_megatron, 2, path, str(tmp_path), timeout=120
+    ):
         assert weights_differ == 0 and moments_differ < 1e-12

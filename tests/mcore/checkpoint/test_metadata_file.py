@@ -33,9 +33,16 @@ def test_ranks_indices_become_torchs_metadata(tmp_path):
     assert parts == [FIRST, SECOND, OBJECT] and list(tmp_path.iterdir()) == []
     write_metadata_file(tmp_path, parts)
     entry = FileSystemReader(tmp_path).read_metadata().state_dict_metadata["weight"]
-    assert tuple(entry.size) == (3, 4) and entry.properties.dtype == torch.bfloat16 and len(entry.chunks) == 2
+    assert (
+        tuple(entry.size) == (3, 4)
+        and entry.properties.dtype == torch.bfloat16
+        and len(entry.chunks) == 2
+    )
     found = stored_parts(read_metadata(tmp_path / METADATA))
-    assert found == {"weight": [replace(part, dtype=None) for part in (FIRST, SECOND)], "extra/shard_0_1": [OBJECT]}
+    assert found == {
+        "weight": [replace(part, dtype=None) for part in (FIRST, SECOND)],
+        "extra/shard_0_1": [OBJECT],
+    }
 
 
 def test_a_shard_that_is_missing_or_written_twice_is_refused(tmp_path):

@@ -1,4 +1,6 @@
-"""What each rank owns: all ranks together everything once, in even shares, and no more than that in host memory."""
+"""What each rank owns: all ranks together everything once, in even shares, and no more than
+that in host memory.
+"""
 
 from __future__ import annotations
 
@@ -28,16 +30,21 @@ def model(tmp_path_factory):
     return save_tiny_model(folder / "moe", num_experts=4, vocab_size=2048, hidden_size=64)
 
 
-def owned(rank: int, world_size: int, path: str, folder: str, layout: ParallelConfig, sharded: bool) -> dict[str, Any]:
+def owned(
+    rank: int, world_size: int, path: str, folder: str, layout: ParallelConfig, sharded: bool
+) -> dict[str, Any]:
     policy = policy_in(path, layout, distributed_optimizer=sharded)
     batch = SampleBatch.of(make_samples(0, count=4))
     train_mini_batch(policy, batch, preset("sft"), micro_batches_of(64), temperature=1.0)
     image = make_image(policy)
     pieces = pieces_to_write(policy)
     found: dict[str, Any] = {
-        "written": bytes_of(pieces), "read": bytes_of(pieces_to_read(policy)), "memory": image.nbytes,
-        "frames": 1024 * (len(pieces) + 4), "refused": "",
-    }  # fmt: skip
+        "written": bytes_of(pieces),
+        "read": bytes_of(pieces_to_read(policy)),
+        "memory": image.nbytes,
+        "frames": 1024 * (len(pieces) + 4),
+        "refused": "",
+    }
     try:
         at = save_checkpoint(policy, Path(folder), 1, {}, keep=1)
     except CheckpointError as error:  # a part is missing or there twice
@@ -47,7 +54,9 @@ def owned(rank: int, world_size: int, path: str, folder: str, layout: ParallelCo
 
 @pytest.mark.parametrize("sharded", [True, False], ids=["sharded", "whole"])
 @pytest.mark.parametrize(
-    "layout", [parallel(), parallel(tensor=2), parallel(expert=2), parallel(context=2), parallel(pipeline=2)], ids=str
+    "layout",
+    [parallel(), parallel(tensor=2), parallel(expert=2), parallel(context=2), parallel(pipeline=2)],
+    ids=str,
 )
 def test_the_ranks_divide_everything(model, tmp_path, layout, sharded):
     ranks = run_distributed(owned, 4, model, str(tmp_path), layout, sharded, timeout=120)
@@ -56,6 +65,11 @@ def test_the_ranks_divide_everything(model, tmp_path, layout, sharded):
     for found in ranks:
         assert found["refused"] == ""
         assert found["written"] == pytest.approx(whole / 4, rel=0.1 if stages == 1 else 0.3)
-        assert found["written"] <= found["memory"] == found["file"] <= found["written"] + found["frames"]
+        assert (
+            found["written"]
+            <= found["memory"]
+            == found["file"]
+            <= found["written"] + found["frames"]
+        )
         if sharded:
             assert found["read"] == pytest.approx(found["written"], rel=0.1)

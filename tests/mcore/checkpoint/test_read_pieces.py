@@ -37,14 +37,21 @@ def save(folder: Path, boxes: list[list[Box]], key: str = "weight") -> None:
     write_metadata_file(folder, parts)
 
 
-def wanted(box: Box, key: str = "weight", whole: tuple[int, ...] = SHAPE, is_padded: bool = False) -> Piece:
+def wanted(
+    box: Box, key: str = "weight", whole: tuple[int, ...] = SHAPE, is_padded: bool = False
+) -> Piece:
     return Piece(key, whole, box, torch.full((box.numel,), -1.0), is_padded)
 
 
 BY_RANGE = [list(boxes_of_range(SHAPE, 0, 37)), list(boxes_of_range(SHAPE, 37, 120))]
 BY_COLUMN = [[Box((0, 0, 0), (4, 6, 3))], [Box((0, 0, 3), (4, 6, 2))]]
 BY_ROW = [[Box((row, 0, 0), (1, 6, 5))] for row in range(4)]
-ODD = [Box((0, 0, 0), SHAPE), Box((1, 2, 3), (2, 3, 2)), Box((3, 0, 0), (1, 1, 5)), Box((0, 5, 4), (4, 1, 1))]
+ODD = [
+    Box((0, 0, 0), SHAPE),
+    Box((1, 2, 3), (2, 3, 2)),
+    Box((3, 0, 0), (1, 1, 5)),
+    Box((0, 5, 4), (4, 1, 1)),
+]
 
 
 @pytest.mark.parametrize("buffer", [20, 64, 1 << 20])
@@ -66,7 +73,9 @@ def test_another_type_is_converted(tmp_path):
 
 
 def test_a_padded_tensor_is_filled_with_zeros(tmp_path):
-    """A vocabulary of another size: rows that the checkpoint doesn't have are 0, those that it has more are left."""
+    """A vocabulary of another size: rows that the checkpoint doesn't have are 0, those that it
+    has more are left.
+    """
     save(tmp_path, BY_RANGE)
     longer = wanted(Box((2, 0, 0), (4, 6, 5)), whole=(6, 6, 5), is_padded=True)
     shorter = wanted(Box((1, 0, 0), (2, 6, 5)), whole=(3, 6, 5), is_padded=True)
@@ -80,7 +89,9 @@ def test_another_model_is_named(tmp_path):
     save(tmp_path, BY_ROW)
     with pytest.raises(MismatchError, match="^it has no bias$"):
         read_pieces(tmp_path, [wanted(ODD[0], key="bias")])
-    with pytest.raises(MismatchError, match=r"^weight is \[4, 6, 5\] there and \[5, 6, 5\] in the model$"):
+    with pytest.raises(
+        MismatchError, match=r"^weight is \[4, 6, 5\] there and \[5, 6, 5\] in the model$"
+    ):
         read_pieces(tmp_path, [wanted(ODD[0], whole=(5, 6, 5))])
     with pytest.raises(MismatchError, match=r"\[4, 6, 5\] there and \[4, 6, 6\]"):
         read_pieces(tmp_path, [wanted(ODD[0], whole=(4, 6, 6), is_padded=True)])
@@ -107,7 +118,9 @@ def test_one_memory_is_read_from_the_main_weights(tmp_path):
     exact = torch.linspace(0, 1, 6)
     box = Box((0,), (6,))
     stored = {"weight": exact.to(torch.bfloat16), "optimizer.state.param.weight": exact}
-    image = FileImage("__0_0.distcp", [Piece(key, (6,), box, value, False) for key, value in stored.items()], {})
+    image = FileImage(
+        "__0_0.distcp", [Piece(key, (6,), box, value, False) for key, value in stored.items()], {}
+    )
     image.copy()
     image.write(tmp_path, lambda: False)
     write_metadata_file(tmp_path, image.parts)
@@ -118,7 +131,9 @@ def test_one_memory_is_read_from_the_main_weights(tmp_path):
 
 
 def test_step_counts(tmp_path):
-    (tmp_path / STATE).write_text(json.dumps({"state": {}, "files": {}, "steps": {"optimizer": 3, "schedule": 4}}))
+    (tmp_path / STATE).write_text(
+        json.dumps({"state": {}, "files": {}, "steps": {"optimizer": 3, "schedule": 4}})
+    )
     assert read_steps(tmp_path) == {"optimizer": 3, "schedule": 4}
     (tmp_path / STATE).write_text(json.dumps({"state": {}, "files": {}}))
     torch.save({"optimizer_step": 5, "schedule_step": 6.0}, tmp_path / "common.pt")

@@ -1,4 +1,6 @@
-"""Training checkpoints: exact in the layout that saved them, the same training in another one, atomic."""
+"""Training checkpoints: exact in the layout that saved them, the same training in another one,
+atomic.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,18 @@ from torch import Tensor
 from megatron_gspo.algorithms import preset
 from megatron_gspo.config import ParallelConfig
 from megatron_gspo.data.sample_batch import SampleBatch
-from megatron_gspo.mcore.checkpoint.checkpoint_files import CheckpointError, complete_checkpoints, read_state
+from megatron_gspo.mcore.checkpoint.checkpoint_files import (
+    CheckpointError,
+    complete_checkpoints,
+    read_state,
+)
 from megatron_gspo.mcore.checkpoint.read_pieces import MismatchError
-from megatron_gspo.mcore.checkpoint.save_load import _load_failure, begin_save, load_checkpoint, save_checkpoint
+from megatron_gspo.mcore.checkpoint.save_load import (
+    _load_failure,
+    begin_save,
+    load_checkpoint,
+    save_checkpoint,
+)
 from megatron_gspo.mcore.policy import Policy
 from megatron_gspo.mcore.train_step import train_mini_batch
 from tests.equivalence.cases import make_samples, max_difference
@@ -40,7 +51,11 @@ def weights(policy: Policy) -> dict[str, Tensor]:
 def train_step(policy: Policy, seed: int) -> tuple[dict[str, Tensor], dict[str, float]]:
     """One optimizer step on a mini-batch of its own; weights and metrics after it."""
     result = train_mini_batch(
-        policy, SampleBatch.of(make_samples(seed, count=4)), preset("sft"), micro_batches_of(64), temperature=1.0
+        policy,
+        SampleBatch.of(make_samples(seed, count=4)),
+        preset("sft"),
+        micro_batches_of(64),
+        temperature=1.0,
     )
     return weights(policy), result.metrics
 
@@ -54,27 +69,48 @@ def resume(policy: Policy, at: Path, *, spoil: bool) -> dict[str, Any]:
                 for parameter in chunk.parameters():
                     parameter.mul_(-2.0)
     state = load_checkpoint(policy, at)
-    return {"state": state, "schedule": policy.scheduler.state_dict(), "weights": weights(policy),
-            "next": train_step(policy, seed=1)}
+    return {
+        "state": state,
+        "schedule": policy.scheduler.state_dict(),
+        "weights": weights(policy),
+        "next": train_step(policy, seed=1),
+    }
 
 
-def train_and_save(path: str, folder: str, layout: ParallelConfig,
-                   distributed_optimizer: bool) -> tuple[Policy, dict[str, Any]]:
+def train_and_save(
+    path: str, folder: str, layout: ParallelConfig, distributed_optimizer: bool
+) -> tuple[Policy, dict[str, Any]]:
     """One step, a checkpoint, and the step that follows without interruption."""
     policy = policy_in(path, layout, distributed_optimizer=distributed_optimizer)
     saved, _ = train_step(policy, seed=0)
     at = save_checkpoint(policy, Path(folder), 1, STATE, keep=2)
-    found = {"at": at, "weights": saved, "schedule": policy.scheduler.state_dict(), "next": train_step(policy, seed=1)}
+    found = {
+        "at": at,
+        "weights": saved,
+        "schedule": policy.scheduler.state_dict(),
+        "next": train_step(policy, seed=1),
+    }
     return policy, found
 
 
-def save_then_resume(rank: int, world_size: int, path: str, folder: str, layout: ParallelConfig,
-                     others: list[ParallelConfig], distributed_optimizer: bool) -> dict[str, Any]:
+def save_then_resume(
+    rank: int,
+    world_size: int,
+    path: str,
+    folder: str,
+    layout: ParallelConfig,
+    others: list[ParallelConfig],
+    distributed_optimizer: bool,
+) -> dict[str, Any]:
     """Save in ``layout``; resume in the same policy, then in a fresh one of each other layout."""
     policy, found = train_and_save(path, folder, layout, distributed_optimizer)
     found["in place"] = resume(policy, found["at"], spoil=True)
     found["others"] = [
-        resume(policy_in(path, other, distributed_optimizer=distributed_optimizer), found["at"], spoil=False)
+        resume(
+            policy_in(path, other, distributed_optimizer=distributed_optimizer),
+            found["at"],
+            spoil=False,
+        )
         for other in others
     ]
     fresh = policy_in(path, layout, distributed_optimizer=distributed_optimizer)
@@ -105,7 +141,9 @@ def check_exact(found: dict[str, Any], resumed: dict[str, Any]) -> None:
 
 
 def check_same_training(found: dict[str, Any], resumed: dict[str, Any]) -> None:
-    """Weights exactly; the next step up to the order of float32 sums (see tests/equivalence/tolerances.py)."""
+    """Weights exactly; the next step up to the order of float32 sums (see
+    tests/equivalence/tolerances.py).
+    """
     assert resumed["schedule"] == found["schedule"]
     assert max_difference(resumed["weights"], found["weights"]) == 0
     assert max_difference(resumed["next"][0], found["next"][0]) < LR / 2
@@ -114,26 +152,36 @@ def check_same_training(found: dict[str, Any], resumed: dict[str, Any]) -> None:
         assert resumed["next"][1][name] == pytest.approx(value, rel=1e-3, abs=1e-6), name
 
 
-@pytest.mark.parametrize("layout", [parallel(tensor=2), parallel(pipeline=2, virtual_pipeline=2)], ids=["tp2", "vpp2"])
+@pytest.mark.parametrize(
+    "layout", [parallel(tensor=2), parallel(pipeline=2, virtual_pipeline=2)], ids=["tp2", "vpp2"]
+)
 def test_resumes_exactly_and_in_other_layouts(path, tmp_path, layout):
     others = [other for other in LAYOUTS if other != layout]
-    found = run_distributed(save_then_resume, 2, path, str(tmp_path), layout, others, True, timeout=120)[0]
+    found = run_distributed(
+        save_then_resume, 2, path, str(tmp_path), layout, others, True, timeout=120
+    )[0]
     check_exact(found, found["in place"])
     for resumed in found["others"]:
         check_same_training(found, resumed)
     # the Adam state matters here: the same weights with a fresh one take a different step
     assert mean_difference(found["without optimizer state"], found["next"][0]) > 1e-4
     if layout == parallel(tensor=2):
-        check_same_training(found, run_distributed(resume_alone, 1, path, found["at"], timeout=60)[0])
+        check_same_training(
+            found, run_distributed(resume_alone, 1, path, found["at"], timeout=60)[0]
+        )
 
 
 def test_resumes_without_the_distributed_optimizer(path, tmp_path):
-    found = run_distributed(save_then_resume, 2, path, str(tmp_path), parallel(tensor=2), [], False, timeout=120)[0]
+    found = run_distributed(
+        save_then_resume, 2, path, str(tmp_path), parallel(tensor=2), [], False, timeout=120
+    )[0]
     check_exact(found, found["in place"])
 
 
 def save_often(rank: int, world_size: int, path: str, folder: str) -> dict[str, Any]:
-    """Three checkpoints of which two are kept, then one that cannot be encoded and one that the disk refuses."""
+    """Three checkpoints of which two are kept, then one that cannot be encoded and one that the
+    disk refuses.
+    """
     target = Path(folder)
     policy = policy_in(path, parallel(tensor=2))
     train_step(policy, seed=0)
@@ -145,7 +193,9 @@ def save_often(rank: int, world_size: int, path: str, folder: str) -> dict[str, 
         save_checkpoint(policy, target, 11, {"value": object()}, keep=2)
     errors.append(str(caught.value))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))  # as a full disk: writing fails with OSError
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (5000, hard)
+    )  # as a full disk: writing fails with OSError
     with pytest.raises(RuntimeError) as caught:
         save_checkpoint(policy, target, 12, {}, keep=2)
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -167,7 +217,10 @@ def test_keeps_the_newest_and_survives_failures(path, tmp_path):
     for found in results:  # a failure on one rank, the first, is every rank's
         assert "is not JSON serializable" in found["errors"][0]
         assert "File too large" in found["errors"][1] and "\n" not in found["errors"][1]
-        assert f"{tmp_path}/step_000012 can't be loaded (" in found["errors"][2] and "\n" not in found["errors"][2]
+        assert (
+            f"{tmp_path}/step_000012 can't be loaded (" in found["errors"][2]
+            and "\n" not in found["errors"][2]
+        )
         assert "to resume from the one before, move it away" in found["errors"][2]
         assert found["complete"] == ["step_000002", "step_000010"]
     assert results[0]["kept"] == ["step_000002", "step_000010"]
@@ -182,20 +235,30 @@ def test_a_checkpoint_of_another_model_is_not_called_damaged():
         raise MismatchError("decoder.weight is [64, 32] there and [32, 32] in the model")
 
     said = _load_failure(Path("checkpoints/step_000004"), misfit)
-    assert "is of another model or algorithm than this config's (decoder.weight is [64, 32] there" in said
+    assert (
+        "is of another model or algorithm than this config's (decoder.weight is [64, 32] there"
+        in said
+    )
     assert said.endswith("; set model, algorithm and lora as they were, or choose another run_dir")
 
 
-def train_while_saving(rank: int, world_size: int, path: str, folder: str,
-                       distributed_optimizer: bool) -> dict[str, Any]:
-    """Two steps while the writers of a checkpoint are held up; what a fresh policy then finds in it."""
+def train_while_saving(
+    rank: int, world_size: int, path: str, folder: str, distributed_optimizer: bool
+) -> dict[str, Any]:
+    """Two steps while the writers of a checkpoint are held up; what a fresh policy then finds
+    in it.
+    """
     policy = policy_in(path, parallel(tensor=2), distributed_optimizer=distributed_optimizer)
     saved, _ = train_step(policy, seed=0)
     release = hold_writers()
     state = {"list": [1]}
     save = begin_save(policy, Path(folder), 1, state, keep=2)
     state["list"].append(2)
-    found = {"weights": saved, "schedule": policy.scheduler.state_dict(), "next": train_step(policy, seed=1)}
+    found = {
+        "weights": saved,
+        "schedule": policy.scheduler.state_dict(),
+        "next": train_step(policy, seed=1),
+    }
     last = train_step(policy, seed=2)
     whole = save.poll()
     meanwhile = (whole, complete_checkpoints(Path(folder)), save.path.is_dir())
@@ -209,8 +272,12 @@ def train_while_saving(rank: int, world_size: int, path: str, folder: str,
 
 @pytest.mark.parametrize("distributed_optimizer", [True, False], ids=["sharded", "whole"])
 def test_a_save_holds_what_was_there_when_it_began(path, tmp_path, distributed_optimizer):
-    """Also of tensors that Megatron doesn't stage: without the distributed optimizer Adam's moments are their own."""
-    for found in run_distributed(train_while_saving, 2, path, str(tmp_path), distributed_optimizer, timeout=120):
+    """Also of tensors that Megatron doesn't stage: without the distributed optimizer Adam's
+    moments are their own.
+    """
+    for found in run_distributed(
+        train_while_saving, 2, path, str(tmp_path), distributed_optimizer, timeout=120
+    ):
         assert found["meanwhile"] == (False, [], True)
         assert found["at"] == tmp_path / "step_000001" and found["again"]
         resumed = found["resumed"]
@@ -245,8 +312,12 @@ def fail_on_one_rank(rank: int, world_size: int, path: str, folder: str) -> list
 
 
 def test_a_failure_of_one_rank_ends_the_save_on_every_rank(path, tmp_path):
-    for first, second, complete, name in run_distributed(fail_on_one_rank, 2, path, str(tmp_path), timeout=120):
-        assert first.startswith("checkpoint not written; the last one is untouched: OSError: [Errno 27] File too large")
+    for first, second, complete, name in run_distributed(
+        fail_on_one_rank, 2, path, str(tmp_path), timeout=120
+    ):
+        assert first.startswith(
+            "checkpoint not written; the last one is untouched: OSError: [Errno 27] File too large"
+        )
         assert " free, the last one takes " in first and "\n" not in first + second
         assert "Is a directory" in second
         assert complete == "['step_000003']" and name == "step_000006"

@@ -1,4 +1,6 @@
-"""Tensors in torch.save's format: torch reads what is framed, and the values are found in what torch wrote."""
+"""Tensors in torch.save's format: torch reads what is framed, and the values are found in what
+torch wrote.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def test_the_values_are_found(tmp_path, dtype, written_by):
     tensor = values_of(dtype, (3, 7))
     stream = io.BytesIO()
     torch.save(tensor, stream)
-    header, content = header_of(tmp_path, stream.getvalue() if written_by == "torch" else framed(tensor))
+    header, content = header_of(
+        tmp_path, stream.getvalue() if written_by == "torch" else framed(tensor)
+    )
     assert (header.dtype, header.sizes, header.strides) == (dtype, (3, 7), (7, 1))
     assert (header.numel, header.offset) == (21, 0)
     found = torch.frombuffer(bytearray(content[header.start :]), dtype=dtype, count=21)
@@ -73,7 +77,9 @@ class Harm:
 def test_nothing_else_is_unpickled(tmp_path):
     stream = io.BytesIO()
     torch.save([Harm()], stream)
-    with pytest.raises(pickle.UnpicklingError, match=r"it names (posix|os)\.system, which no tensor needs"):
+    with pytest.raises(
+        pickle.UnpicklingError, match=r"it names (posix|os)\.system, which no tensor needs"
+    ):
         header_of(tmp_path, stream.getvalue())
     with pytest.raises(zipfile.BadZipFile):
         header_of(tmp_path, bytes(500))

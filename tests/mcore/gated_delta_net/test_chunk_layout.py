@@ -5,14 +5,25 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_gspo.mcore.gated_delta_net.chunk_layout import causal_convolution, chunk_layout, to_wide_chunks
+from megatron_gspo.mcore.gated_delta_net.chunk_layout import (
+    causal_convolution,
+    chunk_layout,
+    to_wide_chunks,
+)
 from megatron_gspo.parallel.context_parallel import zigzag_indices
 
-CASES = [((1,), 4, 3, 1), ((9, 4, 1, 12, 5), 4, 3, 1), ((8, 24, 4, 12), 8, 2, 2), ((16, 8, 40), 8, 0, 4),
-         ((6, 6), 4, 4, 1)]  # fmt: skip
+CASES = [
+    ((1,), 4, 3, 1),
+    ((9, 4, 1, 12, 5), 4, 3, 1),
+    ((8, 24, 4, 12), 8, 2, 2),
+    ((16, 8, 40), 8, 0, 4),
+    ((6, 6), 4, 4, 1),
+]
 
 
-def tokens_in_slots(lengths: tuple[int, ...], size: int) -> tuple[list[list[int | None]], list[int]]:
+def tokens_in_slots(
+    lengths: tuple[int, ...], size: int
+) -> tuple[list[list[int | None]], list[int]]:
     """The tokens of each chunk, and the sequences of each step, by loops."""
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     chunks, active = [], []
@@ -44,7 +55,9 @@ def test_layout_equals_a_loop_over_tokens(lengths, size, before, cp):
             first = None if first is None or first in starts else first - 1
             history.insert(0, first)
         slots = [0.0 if token is None else row_of[token] + 1.0 for token in (*history, *tokens)]
-        assert wide[chunk, :, 0].tolist() == slots and wide[chunk, :, 1].tolist() == [10 * v for v in slots]
+        assert wide[chunk, :, 0].tolist() == slots and wide[chunk, :, 1].tolist() == [
+            10 * v for v in slots
+        ]
         for offset, token in enumerate(tokens):
             assert bool(layout.valid[chunk, offset]) == (token is not None)
             if token is not None:
@@ -60,7 +73,9 @@ def test_gradients_of_the_copies_add_up(lengths, size, before, cp):
     weight = torch.randn(to_wide_chunks(x, layout).shape, generator=g, dtype=torch.float64)
     [found] = torch.autograd.grad((to_wide_chunks(x, layout) * weight).sum(), x)
     expected = torch.zeros_like(x)
-    for row, slot, w in zip(layout.wide_rows.tolist(), range(len(layout.wide_rows)), weight.flatten(0, 1), strict=True):
+    for row, slot, w in zip(
+        layout.wide_rows.tolist(), range(len(layout.wide_rows)), weight.flatten(0, 1), strict=True
+    ):
         if slot not in layout.absent.tolist():
             expected[row] += w
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-14)
@@ -71,7 +86,9 @@ def test_convolution_equals_torch():
     x = torch.randn(3, 9, 5, generator=g, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(5, 4, generator=g, dtype=torch.float64, requires_grad=True)
     found = causal_convolution(x, weight)
-    expected = torch.nn.functional.conv1d(x.transpose(1, 2), weight[:, None], groups=5).transpose(1, 2)
+    expected = torch.nn.functional.conv1d(x.transpose(1, 2), weight[:, None], groups=5).transpose(
+        1, 2
+    )
     out = torch.randn(expected.shape, generator=g, dtype=torch.float64)
     ours = torch.autograd.grad((found * out).sum(), (x, weight))
     theirs = torch.autograd.grad((expected * out).sum(), (x, weight))

@@ -1,4 +1,6 @@
-"""The layer against the recurrence in float64 in several layouts, and against Transformers' module in float32."""
+"""The layer against the recurrence in float64 in several layouts, and against Transformers'
+module in float32.
+"""
 
 from __future__ import annotations
 
@@ -28,19 +30,24 @@ BOUNDS = torch.tensor([0, *LENGTHS]).cumsum(0).int()
 
 
 def draw(*sizes: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*sizes, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return torch.randn(
+        *sizes, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(dtype)
 
 
 def naive_weights(seed: int = 0) -> DeltaNetWeights:
     keys, values = SIZES.key_heads * SIZES.key_size, SIZES.value_heads * SIZES.value_size
     drawn = dict(
-        in_qkv=draw(2 * keys + values, HIDDEN, seed=seed) / 4, in_z=draw(values, HIDDEN, seed=seed + 1) / 4,
+        in_qkv=draw(2 * keys + values, HIDDEN, seed=seed) / 4,
+        in_z=draw(values, HIDDEN, seed=seed + 1) / 4,
         in_b=draw(SIZES.value_heads, HIDDEN, seed=seed + 2) / 4,
         in_a=draw(SIZES.value_heads, HIDDEN, seed=seed + 3) / 4,
-        filters=draw(2 * keys + values, SIZES.kernel, seed=seed + 4), dt_bias=draw(SIZES.value_heads, seed=seed + 5),
-        log_rate=draw(SIZES.value_heads, seed=seed + 6) - 1, norm=1 + draw(SIZES.value_size, seed=seed + 7) / 3,
+        filters=draw(2 * keys + values, SIZES.kernel, seed=seed + 4),
+        dt_bias=draw(SIZES.value_heads, seed=seed + 5),
+        log_rate=draw(SIZES.value_heads, seed=seed + 6) - 1,
+        norm=1 + draw(SIZES.value_size, seed=seed + 7) / 3,
         out=draw(HIDDEN, values, seed=seed + 8),
-    )  # fmt: skip
+    )
     return DeltaNetWeights(**drawn, key_size=SIZES.key_size, key_heads=SIZES.key_heads)
 
 
@@ -50,13 +57,28 @@ def grouped(weights: DeltaNetWeights) -> dict[str, Tensor]:
     query_taps, key_taps, value_taps = weights.filters.split((20, 20, 24))
     rows, taps = [], []
     for head in range(SIZES.key_heads):
-        keys, values, pair = slice(5 * head, 5 * head + 5), slice(6 * head, 6 * head + 6), slice(2 * head, 2 * head + 2)
-        rows += [query[keys], key[keys], value[values], weights.in_b[pair], weights.in_a[pair], weights.in_z[values]]
+        keys, values, pair = (
+            slice(5 * head, 5 * head + 5),
+            slice(6 * head, 6 * head + 6),
+            slice(2 * head, 2 * head + 2),
+        )
+        rows += [
+            query[keys],
+            key[keys],
+            value[values],
+            weights.in_b[pair],
+            weights.in_a[pair],
+            weights.in_z[values],
+        ]
         taps += [query_taps[keys], key_taps[keys], value_taps[values]]
     return {
-        "in_proj.weight": torch.cat(rows), "conv1d.weight": torch.cat(taps)[:, None], "dt_bias": weights.dt_bias,
-        "A_log": weights.log_rate, "out_norm.weight": weights.norm, "out_proj.weight": weights.out,
-    }  # fmt: skip
+        "in_proj.weight": torch.cat(rows),
+        "conv1d.weight": torch.cat(taps)[:, None],
+        "dt_bias": weights.dt_bias,
+        "A_log": weights.log_rate,
+        "out_norm.weight": weights.norm,
+        "out_proj.weight": weights.out,
+    }
 
 
 def layer_of(layout: Any, dtype: str = "float64", **model: Any) -> tuple[GatedDeltaNet, Any]:
@@ -89,16 +111,30 @@ def errors_in_layout(rank: int, world_size: int, name: str) -> dict[str, float]:
     weights = naive_weights()
     leaves = [x.requires_grad_() for x in vars(weights).values() if isinstance(x, Tensor)]
     whole = grouped(weights)
-    hidden, out_weight = draw(sum(LENGTHS), HIDDEN, seed=20).requires_grad_(), draw(sum(LENGTHS), HIDDEN, seed=21)
+    hidden, out_weight = (
+        draw(sum(LENGTHS), HIDDEN, seed=20).requires_grad_(),
+        draw(sum(LENGTHS), HIDDEN, seed=21),
+    )
     expected = naive_packed(hidden, weights, BOUNDS.tolist())
     for value in whole.values():
         value.retain_grad() if not value.is_leaf else None
     # the gradient with respect to the layer's own layout: through `grouped`
-    naive_gradients = dict(zip(map(id, leaves), torch.autograd.grad((expected * out_weight).sum(), leaves,
-                                                                    retain_graph=True), strict=True))  # fmt: skip
+    naive_gradients = dict(
+        zip(
+            map(id, leaves),
+            torch.autograd.grad((expected * out_weight).sum(), leaves, retain_graph=True),
+            strict=True,
+        )
+    )
     [hidden_gradient] = torch.autograd.grad((expected * out_weight).sum(), hidden)
-    by_name = {key: naive_gradients[id(value)] for key, value in vars(weights).items() if isinstance(value, Tensor)}
-    gradients = grouped(DeltaNetWeights(**by_name, key_size=SIZES.key_size, key_heads=SIZES.key_heads))
+    by_name = {
+        key: naive_gradients[id(value)]
+        for key, value in vars(weights).items()
+        if isinstance(value, Tensor)
+    }
+    gradients = grouped(
+        DeltaNetWeights(**by_name, key_size=SIZES.key_size, key_heads=SIZES.key_heads)
+    )
 
     tp, sp = groups.tp, layout.use_sequence_parallel
     with torch.no_grad():
@@ -111,13 +147,17 @@ def errors_in_layout(rank: int, world_size: int, name: str) -> dict[str, float]:
     sequences = packed_sequences(BOUNDS, max(LENGTHS), groups.cp, torch.device("cpu"))
     found, _ = layer(local, packed_seq_params=sequences)
     (found[:, 0] * out_weight[mine]).sum().backward()
-    errors = {"output": relative(found[:, 0], expected[mine]),
-              "hidden": relative(local.grad[:, 0], hidden_gradient[mine])}  # fmt: skip
+    errors = {
+        "output": relative(found[:, 0], expected[mine]),
+        "hidden": relative(local.grad[:, 0], hidden_gradient[mine]),
+    }
     for key, parameter in layer.named_parameters():
         total = parameter.grad.clone()
         if groups.cp.size() > 1:
             torch.distributed.all_reduce(total, group=groups.cp)
-        if sp and getattr(parameter, "sequence_parallel", False):  # as Megatron's finalize_model_grads
+        if sp and getattr(
+            parameter, "sequence_parallel", False
+        ):  # as Megatron's finalize_model_grads
             torch.distributed.all_reduce(total, group=tp)
         errors[key] = relative(total, shard(key, gradients[key], tp.rank(), tp.size()))
     return errors
@@ -140,9 +180,15 @@ def test_layer_equals_transformers_in_float32():
 def against_transformers(rank: int, world_size: int) -> None:
     layer, groups = layer_of(parallel(), "float32")
     config = Qwen3NextConfig(
-        hidden_size=HIDDEN, linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=5,
-        linear_value_head_dim=3, num_hidden_layers=1, layer_types=["linear_attention"], rms_norm_eps=1e-6,
-    )  # fmt: skip
+        hidden_size=HIDDEN,
+        linear_num_key_heads=4,
+        linear_num_value_heads=8,
+        linear_key_head_dim=5,
+        linear_value_head_dim=3,
+        num_hidden_layers=1,
+        layer_types=["linear_attention"],
+        rms_norm_eps=1e-6,
+    )
     theirs = Qwen3NextGatedDeltaNet(config, 0)
     weights = {key: value.float() for key, value in grouped(naive_weights()).items()}
     qkvz, ba = [], []
@@ -150,11 +196,17 @@ def against_transformers(rank: int, world_size: int) -> None:
         qkv, b_a, z = block.split((16, 4, 6))
         qkvz, ba = [*qkvz, qkv, z], [*ba, b_a]
     filters = naive_weights().filters.float()[:, None]
-    theirs.load_state_dict({
-        "in_proj_qkvz.weight": torch.cat(qkvz), "in_proj_ba.weight": torch.cat(ba), "conv1d.weight": filters,
-        "dt_bias": weights["dt_bias"], "A_log": weights["A_log"], "norm.weight": weights["out_norm.weight"],
-        "out_proj.weight": weights["out_proj.weight"],
-    })  # fmt: skip
+    theirs.load_state_dict(
+        {
+            "in_proj_qkvz.weight": torch.cat(qkvz),
+            "in_proj_ba.weight": torch.cat(ba),
+            "conv1d.weight": filters,
+            "dt_bias": weights["dt_bias"],
+            "A_log": weights["A_log"],
+            "norm.weight": weights["out_norm.weight"],
+            "out_proj.weight": weights["out_proj.weight"],
+        }
+    )
     layer.load_state_dict(weights, strict=False)
     hidden = draw(sum(LENGTHS), HIDDEN, seed=20, dtype=torch.float32)
     sequences = packed_sequences(BOUNDS, max(LENGTHS), groups.cp, torch.device("cpu"))

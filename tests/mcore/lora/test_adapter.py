@@ -8,7 +8,10 @@ import torch
 
 from megatron_gspo.mcore.lora.adapter import Adapter, expert_adapters
 
-ROWS = [torch.tensor([0, 3]), torch.tensor([4])]  # of a weight of 5 rows; 1 and 2 are another tensor's
+ROWS = [
+    torch.tensor([0, 3]),
+    torch.tensor([4]),
+]  # of a weight of 5 rows; 1 and 2 are another tensor's
 
 
 def make(scale: float = 0.5) -> tuple[torch.Tensor, Adapter]:
@@ -28,7 +31,9 @@ def by_loop(weight: torch.Tensor, adapter: Adapter, scale: float) -> torch.Tenso
         for row in rows.tolist():
             for column in range(3):
                 for r in range(2):
-                    merged[row, column] += scale * adapter.lora_B[row, r] * adapter.lora_A[2 * part + r, column]
+                    merged[row, column] += (
+                        scale * adapter.lora_B[row, r] * adapter.lora_A[2 * part + r, column]
+                    )
     return merged
 
 

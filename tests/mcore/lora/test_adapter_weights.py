@@ -1,4 +1,6 @@
-"""Adapters in and out: PEFT loads what is exported and scores the same, merged weights are PEFT's, in two layouts."""
+"""Adapters in and out: PEFT loads what is exported and scores the same, merged weights are
+PEFT's, in two layouts.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,18 @@ LAYOUTS = (parallel(tensor=2, expert=2), parallel(pipeline=2, expert_tensor=2, e
 
 
 def streams(rank: int, world_size: int, path: str, lora: LoRAConfig, file: Path) -> list[Any]:
-    """Of every layout the adapters to all ranks and to the sources, the merged weights, and the base's checksum."""
+    """Of every layout the adapters to all ranks and to the sources, the merged weights, and the
+    base's checksum.
+    """
     tensors, found = load_file(file), []
     for layout in LAYOUTS:
-        policy = build_policy(model_config(path), layout, groups_of(layout), optimizer=adam(1e-3),
-                              parts=TrainedParts(lora=lora, seed=3))  # fmt: skip
+        policy = build_policy(
+            model_config(path),
+            layout,
+            groups_of(layout),
+            optimizer=adam(1e-3),
+            parts=TrainedParts(lora=lora, seed=3),
+        )
         first = {name: tensor.clone() for name, tensor in policy.adapters()}
         policy.set_adapters(lambda name, sizes: tensors[name])
         own: dict[str, Tensor] = {}
@@ -50,11 +59,21 @@ def case(request, tmp_path_factory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp(request.param)
     path = save_tiny_model(folder / "model", **MODELS[name])
     model = adapted(load_reference(path).float(), path, lora)
-    tensors = {name: t.clone() for name, t in adapter_tensors(model, torch.Tensor.detach, rank=lora.rank).items()}
+    tensors = {
+        name: t.clone()
+        for name, t in adapter_tensors(model, torch.Tensor.detach, rank=lora.rank).items()
+    }
     file = folder / "tensors.safetensors"
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
-    return dict(kind=request.param, path=path, lora=lora, model=model, tensors=tensors, folder=folder,
-                ranks=run_distributed(streams, 4, path, lora, file, timeout=120))  # fmt: skip
+    return dict(
+        kind=request.param,
+        path=path,
+        lora=lora,
+        model=model,
+        tensors=tensors,
+        folder=folder,
+        ranks=run_distributed(streams, 4, path, lora, file, timeout=120),
+    )
 
 
 def test_streams_have_every_adapter_in_every_layout(case):
@@ -67,8 +86,12 @@ def test_streams_have_every_adapter_in_every_layout(case):
             assert not set(own) & set(sent), "sent twice"
             sent |= own
             one = case["ranks"][0][0][0]
-            assert all(torch.equal(first[name], one[name]) for name in one), "first values depend on the layout"
-        assert set(sent) == set(tensors) and all(torch.equal(sent[name], tensors[name]) for name in tensors)
+            assert all(torch.equal(first[name], one[name]) for name in one), (
+                "first values depend on the layout"
+            )
+        assert set(sent) == set(tensors) and all(
+            torch.equal(sent[name], tensors[name]) for name in tensors
+        )
     for name, tensor in case["ranks"][0][0][0].items():
         bound = tensor.shape[1] ** -0.5 if ".lora_A." in name else 0.0
         assert float(tensor.abs().max()) <= bound and bool(tensor.any()) == (bound > 0)
@@ -76,7 +99,10 @@ def test_streams_have_every_adapter_in_every_layout(case):
 
 def test_merged_weights_are_those_of_peft(case):
     if case["kind"] == "shared":  # which PEFT doesn't have
-        scale, base = case["lora"].scale, checkpoint_tensors(load_reference(case["path"]).float(), torch.Tensor.detach)
+        scale, base = (
+            case["lora"].scale,
+            checkpoint_tensors(load_reference(case["path"]).float(), torch.Tensor.detach),
+        )
         wanted = dict(base)
         for name in case["tensors"]:
             if ".lora_A." in name:
@@ -88,7 +114,9 @@ def test_merged_weights_are_those_of_peft(case):
     for merged in (rank[at][3] for rank in case["ranks"] for at in range(len(LAYOUTS))):
         assert set(merged) == set(wanted)
         for name, tensor in merged.items():
-            assert torch.allclose(tensor, wanted[name], rtol=0, atol=5e-7), name  # a product's last bits
+            assert torch.allclose(tensor, wanted[name], rtol=0, atol=5e-7), (
+                name
+            )  # a product's last bits
 
 
 def test_the_checksum_is_one_for_every_layout_and_another_for_other_weights(case):
@@ -113,7 +141,9 @@ def test_peft_loads_the_files_and_scores_the_same(case, fused):
     tokens = torch.arange(2, 40)[None]
     case_model = adapted(load_reference(case["path"]).float(), case["path"], lora).double()
     with torch.no_grad():
-        found, wanted = (model(input_ids=tokens, use_cache=False).logits for model in (loaded, case_model))
+        found, wanted = (
+            model(input_ids=tokens, use_cache=False).logits for model in (loaded, case_model)
+        )
         with loaded.disable_adapter():
             base = loaded(input_ids=tokens, use_cache=False).logits
     assert float((found - wanted).abs().max()) < 1e-5 < 1e-2 < float((found - base).abs().max())

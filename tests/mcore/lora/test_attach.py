@@ -1,4 +1,6 @@
-"""Training with adapters alone: what is frozen and saved, the base with adapters off, exact resume in any layout."""
+"""Training with adapters alone: what is frozen and saved, the base with adapters off, exact
+resume in any layout.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +28,31 @@ from tests.support.parallel_groups import groups_of
 from tests.support.tiny_models import save_tiny_model
 
 TRAINING = micro_batches_of(64)
-ALL_AND_ROUTER = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "gate")
-KINDS = {"each": LoRAConfig(rank=2, alpha=3.0),
-         "shared": LoRAConfig(rank=2, alpha=3.0, experts="shared", targets=ALL_AND_ROUTER)}  # fmt: skip
+ALL_AND_ROUTER = (
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+    "gate",
+)
+KINDS = {
+    "each": LoRAConfig(rank=2, alpha=3.0),
+    "shared": LoRAConfig(rank=2, alpha=3.0, experts="shared", targets=ALL_AND_ROUTER),
+}
 
 
 def policy_in(path: str, layout: ParallelConfig, lora: LoRAConfig | None) -> Policy:
-    return build_policy(model_config(path), layout, groups_of(layout), optimizer=adam(1e-2), total_steps=6,
-                        parts=TrainedParts(lora=lora, seed=1))  # fmt: skip
+    return build_policy(
+        model_config(path),
+        layout,
+        groups_of(layout),
+        optimizer=adam(1e-2),
+        total_steps=6,
+        parts=TrainedParts(lora=lora, seed=1),
+    )
 
 
 def step(policy: Policy, seed: int) -> dict[str, torch.Tensor]:
@@ -43,10 +62,14 @@ def step(policy: Policy, seed: int) -> dict[str, torch.Tensor]:
 
 
 def scores(policy: Policy) -> dict[int, Any]:
-    return compute_log_probs(policy, SampleBatch.of(make_samples(count=4)), TRAINING, temperature=1.0).log_probs
+    return compute_log_probs(
+        policy, SampleBatch.of(make_samples(count=4)), TRAINING, temperature=1.0
+    ).log_probs
 
 
-def life(rank: int, world_size: int, path: str, other: str, folder: str, kind: str) -> dict[str, Any]:
+def life(
+    rank: int, world_size: int, path: str, other: str, folder: str, kind: str
+) -> dict[str, Any]:
     """Two steps with a checkpoint between them; resumed here and in another layout."""
     lora = KINDS[kind]
     layout = parallel(tensor=2, expert_tensor=2)
@@ -54,20 +77,37 @@ def life(rank: int, world_size: int, path: str, other: str, folder: str, kind: s
     policy = policy_in(path, layout, lora)
     found: dict[str, Any] = {"unchanged at first": max_error(scores(policy), base)}
     found["saved"] = step(policy, 0)
-    found["trained"], found["base"] = max_error(scores(policy), base), max_error(scores(policy.base()), base)
+    found["trained"], found["base"] = (
+        max_error(scores(policy), base),
+        max_error(scores(policy.base()), base),
+    )
     found["back on"] = all(adapter.enabled for adapter in adapters_of(policy.chunks))
     at = save_checkpoint(policy, Path(folder), 1, {}, keep=1)
     found["keys"] = set(FileSystemReader(at).read_metadata().state_dict_metadata)
-    trained = sum(p.numel() for chunk in policy.chunks for p in chunk.parameters() if p.requires_grad)
-    found["trained elements"], found["buffers"] = trained, sum(t.numel() for t in gradients(policy.chunks))
+    trained = sum(
+        p.numel() for chunk in policy.chunks for p in chunk.parameters() if p.requires_grad
+    )
+    found["trained elements"], found["buffers"] = (
+        trained,
+        sum(t.numel() for t in gradients(policy.chunks)),
+    )
     found["next"] = step(policy, 1)
-    for name, other_layout in (("same", layout), ("pipeline", parallel(pipeline=2)), ("experts", parallel(expert=2))):
+    for name, other_layout in (
+        ("same", layout),
+        ("pipeline", parallel(pipeline=2)),
+        ("experts", parallel(expert=2)),
+    ):
         fresh = policy_in(path, other_layout, lora)
         load_checkpoint(fresh, at)
         loaded = {key: tensor.clone() for key, tensor in fresh.adapters()}
-        found[name] = max_difference(loaded, found["saved"]), max_difference(step(fresh, 1), found["next"])
-    for name, wrong in (("other base", policy_in(other, parallel(tensor=2), lora)),
-                        ("whole weights", policy_in(path, parallel(tensor=2), None))):  # fmt: skip
+        found[name] = (
+            max_difference(loaded, found["saved"]),
+            max_difference(step(fresh, 1), found["next"]),
+        )
+    for name, wrong in (
+        ("other base", policy_in(other, parallel(tensor=2), lora)),
+        ("whole weights", policy_in(path, parallel(tensor=2), None)),
+    ):
         with pytest.raises(CheckpointError) as caught:
             load_checkpoint(wrong, at)
         found[name] = str(caught.value)
@@ -81,8 +121,12 @@ def max_error(a: dict[int, Any], b: dict[int, Any]) -> float:
 @pytest.fixture(scope="module", params=list(KINDS))
 def ranks(request, tmp_path_factory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp(request.param)
-    path, other = (save_tiny_model(folder / str(seed), num_hidden_layers=2, seed=seed) for seed in (0, 1))
-    return run_distributed(life, 2, path, other, str(folder / "checkpoints"), request.param, timeout=150)
+    path, other = (
+        save_tiny_model(folder / str(seed), num_hidden_layers=2, seed=seed) for seed in (0, 1)
+    )
+    return run_distributed(
+        life, 2, path, other, str(folder / "checkpoints"), request.param, timeout=150
+    )
 
 
 def test_the_base_is_there_with_adapters_off(ranks):
@@ -122,7 +166,9 @@ def strides(rank: int, world_size: int, path: str) -> list[tuple[int, ...]]:
     policy, found = policy_in(path, parallel(), KINDS["each"]), []
     for layer in unwrap(policy.chunks[0]).decoder.layers:
         layer.self_attention.linear_proj.register_forward_hook(
-            lambda module, inputs, output: output[0].register_hook(lambda grad: found.append(grad.stride())) and None
+            lambda module, inputs, output: (
+                output[0].register_hook(lambda grad: found.append(grad.stride())) and None
+            )
         )
     step(policy, 0)
     return found

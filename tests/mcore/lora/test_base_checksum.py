@@ -14,8 +14,12 @@ def places(rows: int, columns: int) -> list[torch.Tensor]:
 def test_shards_add_up_to_the_whole():
     weight = torch.randn(8, 6)
     whole = _sum(weight, places(8, 6))
-    rows = sum(_sum(weight[4 * r : 4 * r + 4], [_places([8], r, 2), torch.arange(6)]) for r in range(2))
-    columns = sum(_sum(weight[:, 3 * r : 3 * r + 3], [torch.arange(8), _places([6], r, 2)]) for r in range(2))
+    rows = sum(
+        _sum(weight[4 * r : 4 * r + 4], [_places([8], r, 2), torch.arange(6)]) for r in range(2)
+    )
+    columns = sum(
+        _sum(weight[:, 3 * r : 3 * r + 3], [torch.arange(8), _places([6], r, 2)]) for r in range(2)
+    )
     assert whole == rows == columns
     assert _places([4, 8], 1, 2).tolist() == [2, 3, 8, 9, 10, 11], "each block is cut"
 
@@ -25,7 +29,11 @@ def test_one_bit_and_one_exchange_show():
     whole = _sum(weight, places(3, 4))
     changed = weight.clone()
     changed.view(torch.int32)[1, 2] ^= 1
-    exchanged = [weight.roll(1, 0), weight.roll(1, 1), torch.cat([weight[:, :2], weight[:, [3, 2]]], dim=1)]
+    exchanged = [
+        weight.roll(1, 0),
+        weight.roll(1, 1),
+        torch.cat([weight[:, :2], weight[:, [3, 2]]], dim=1),
+    ]
     for other in (changed, *exchanged):
         assert _sum(other, places(3, 4)) != whole
     assert _sum(weight.bfloat16(), places(3, 4)) != whole

@@ -1,4 +1,6 @@
-"""Adapters that several ranks hold: marked, summed over their group, and counted once in the gradient norm."""
+"""Adapters that several ranks hold: marked, summed over their group, and counted once in the
+gradient norm.
+"""
 
 from __future__ import annotations
 
@@ -21,31 +23,60 @@ from tests.support.tiny_models import save_tiny_model
 
 
 def marks(rank: int, world_size: int, path: str) -> dict[str, Any]:
-    """Of the first expert's adapters: group size, whether it counts in the norm, and the gradient."""
+    """Of the first expert's adapters: group size, whether it counts in the norm, and the
+    gradient.
+    """
     found = {}
-    for name, sizes, experts in (("etp", dict(expert_tensor=2), "each"), ("ep", dict(expert=2), "each"),
-                                 ("shared", dict(expert=2), "shared")):  # fmt: skip
+    for name, sizes, experts in (
+        ("etp", dict(expert_tensor=2), "each"),
+        ("ep", dict(expert=2), "each"),
+        ("shared", dict(expert=2), "shared"),
+    ):
         layout = parallel(use_distributed_optimizer=False, **sizes)
         lora = LoRAConfig(rank=2, experts=experts)
-        policy = build_policy(model_config(path), layout, groups_of(layout), optimizer=adam(1e-3),
-                              parts=TrainedParts(lora=lora))  # fmt: skip
-        batches = pack_mini_batch(policy, SampleBatch.of(make_samples(count=4)), micro_batches_of(64), optional=(),
-                                  routing=None)  # fmt: skip
+        policy = build_policy(
+            model_config(path),
+            layout,
+            groups_of(layout),
+            optimizer=adam(1e-3),
+            parts=TrainedParts(lora=lora),
+        )
+        batches = pack_mini_batch(
+            policy,
+            SampleBatch.of(make_samples(count=4)),
+            micro_batches_of(64),
+            optional=(),
+            routing=None,
+        )
         forward_backward(policy, preset("sft"), batches, temperature=1.0)
         expert = unwrap(policy.chunks[0]).decoder.layers[0].mlp.experts.local_experts[0]
-        for key in ("linear_fc1.lora.lora_A", "linear_fc1.lora.lora_B", "linear_fc2.lora.lora_A",
-                    "linear_fc2.lora.lora_B"):  # fmt: skip
+        for key in (
+            "linear_fc1.lora.lora_A",
+            "linear_fc1.lora.lora_B",
+            "linear_fc2.lora.lora_A",
+            "linear_fc2.lora.lora_B",
+        ):
             p: Any = expert.get_parameter(key)
             group = getattr(p, "summed_over", None)
-            found[name, key] = (group.size() if group else 1, p.tensor_model_parallel, p.main_grad.clone())
+            found[name, key] = (
+                group.size() if group else 1,
+                p.tensor_model_parallel,
+                p.main_grad.clone(),
+            )
         chunk = unwrap(policy.chunks[0])
-        found[name] = {key for key, p in chunk.named_parameters() if p.grad is not None or hasattr(p, "main_grad")}
+        found[name] = {
+            key
+            for key, p in chunk.named_parameters()
+            if p.grad is not None or hasattr(p, "main_grad")
+        }
     return found
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> list[dict[str, Any]]:
-    return run_distributed(marks, 2, save_tiny_model(tmp_path_factory.mktemp("model"), num_hidden_layers=1), timeout=90)
+    return run_distributed(
+        marks, 2, save_tiny_model(tmp_path_factory.mktemp("model"), num_hidden_layers=1), timeout=90
+    )
 
 
 def test_groups_and_norms(ranks):
@@ -61,7 +92,9 @@ def test_replicas_have_one_gradient(ranks):
     first, second = ranks
     for key in (("shared", "linear_fc1.lora.lora_B"), ("etp", "linear_fc2.lora.lora_B")):
         assert first[key][2].any() and torch.equal(first[key][2], second[key][2]), key
-    assert not torch.equal(first["ep", "linear_fc2.lora.lora_B"][2], second["ep", "linear_fc2.lora.lora_B"][2])
+    assert not torch.equal(
+        first["ep", "linear_fc2.lora.lora_B"][2], second["ep", "linear_fc2.lora.lora_B"][2]
+    )
 
 
 def test_nothing_else_has_a_gradient(ranks):

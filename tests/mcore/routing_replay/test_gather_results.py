@@ -20,9 +20,16 @@ from megatron_gspo.mcore.forward_step import hidden_states
 from megatron_gspo.mcore.layers import block_spec, use_own_dispatchers, use_own_operators
 from megatron_gspo.mcore.model import transformer_config
 from megatron_gspo.mcore.process_groups import ProcessGroups
-from megatron_gspo.mcore.routing_replay.gather_results import routing_stats, shared_experts_of_replica
+from megatron_gspo.mcore.routing_replay.gather_results import (
+    routing_stats,
+    shared_experts_of_replica,
+)
 from megatron_gspo.mcore.routing_replay.micro_batch_routes import MicroBatchRoutes, ReplayOptions
-from megatron_gspo.mcore.routing_replay.router_hooks import attach_router_hooks, moe_layers, router_hooks
+from megatron_gspo.mcore.routing_replay.router_hooks import (
+    attach_router_hooks,
+    moe_layers,
+    router_hooks,
+)
 from megatron_gspo.mcore.train_step import compute_log_probs
 from megatron_gspo.routing_replay.routes import RouteShape
 from megatron_gspo.routing_replay.statistics import RoutingStats
@@ -46,7 +53,8 @@ from tests.support.transformers_reference import load_reference, observe_routers
 
 BATCHING = micro_batches_of(48)
 
-# --- stats ----------------------------------------------------------------------------------------------------
+# --- stats
+# ----------------------------------------------------------------------------------------------------
 
 LAYOUTS = {
     "alone": parallel(),
@@ -58,17 +66,23 @@ LAYOUTS = {
 
 
 def scattered(samples: list[Sample], recorded: list[np.ndarray], shape: RouteShape) -> list[Sample]:
-    """Routes of which a quarter of all (row, layer) were resampled; an eighth of the rows is unknown."""
+    """Routes of which a quarter of all (row, layer) were resampled; an eighth of the rows is
+    unknown.
+    """
     g, found = np.random.default_rng(8), []
     for sample, routes in zip(with_random_routes(samples, shape, seed=2), recorded, strict=True):
         changed = g.random(routes.shape[:2]) < 0.25
         routes = np.where(changed[..., None], sample.routed_experts, routes)
-        found.append(replace(sample, routed_experts=routes, missing_routes=g.random(len(routes)) < 0.125))
+        found.append(
+            replace(sample, routed_experts=routes, missing_routes=g.random(len(routes)) < 0.125)
+        )
     return found
 
 
 def count(samples: list[Sample], used: list[np.ndarray], experts: int) -> dict[str, Any]:
-    """Token by token: how far ``used`` is from the samples' own routes, and which experts got how much."""
+    """Token by token: how far ``used`` is from the samples' own routes, and which experts got
+    how much.
+    """
     layers = used[0].shape[1]
     trained = compared = flipped = 0
     rate, load = np.zeros(layers), np.zeros((layers, experts))
@@ -88,8 +102,13 @@ def count(samples: list[Sample], used: list[np.ndarray], experts: int) -> dict[s
             shares = [len(set(a) - set(b)) / len(a) for a, b in pairs]
             rate += shares
             flipped += any(shares)
-    return {"rate": rate / compared, "flipped": flipped / compared, "compared": compared,
-            "load": load / load.sum(1, keepdims=True), "trained": trained}
+    return {
+        "rate": rate / compared,
+        "flipped": flipped / compared,
+        "compared": compared,
+        "load": load / load.sum(1, keepdims=True),
+        "trained": trained,
+    }
 
 
 def flips_of(sample: Any, used: np.ndarray) -> list[int]:
@@ -99,13 +118,17 @@ def flips_of(sample: Any, used: np.ndarray) -> list[int]:
         row = sample.prompt_length - 1 + j
         is_missing = sample.missing_routes is not None and sample.missing_routes[row]
         layers = zip(used[row].tolist(), sample.routed_experts[row].tolist(), strict=True)
-        found.append(-1 if is_missing or not sample.loss_mask[j] else int(any(set(a) != set(b) for a, b in layers)))
+        found.append(
+            -1
+            if is_missing or not sample.loss_mask[j]
+            else int(any(set(a) != set(b) for a, b in layers))
+        )
     return found
 
 
 def shares_of(sample: Any, used: np.ndarray, layers: list[int]) -> list[list[float]]:
-    """Of each row, one by one: the share of the used experts in its own given row, the next one and the previous one;
-    -1 where one of the two is unknown or absent."""
+    """Of each row, one by one: the share of the used experts in its own given row, the next one and
+    the previous one; -1 where one of the two is unknown or absent."""
     found = []
     for row in range(len(used)):
         values = []
@@ -115,7 +138,11 @@ def shares_of(sample: Any, used: np.ndarray, layers: list[int]) -> list[list[flo
                 values.append(-1.0)
                 continue
             given = sample.routed_experts[other]
-            values.append(np.mean([len(set(used[row, i].tolist()) & set(given[i].tolist())) / 2 for i in layers]))
+            values.append(
+                np.mean(
+                    [len(set(used[row, i].tolist()) & set(given[i].tolist())) / 2 for i in layers]
+                )
+            )
         found.append(values)
     return found
 
@@ -140,18 +167,30 @@ def compare_with_counts(rank: int, world_size: int, path: str, layout: ParallelC
     policy = policy_of(path, layout)
     shape, samples = shape_of(policy), scored_samples(8)
     record = ReplayOptions(shape, record=True)
-    first = compute_log_probs(policy, SampleBatch.of(samples), BATCHING, temperature=1.0, routing=record).routing
+    first = compute_log_probs(
+        policy, SampleBatch.of(samples), BATCHING, temperature=1.0, routing=record
+    ).routing
     given = scattered(samples, all_routes(first, samples, range(len(samples)))[0], shape)
     options = ReplayOptions(shape, record=True, compare=True, neighbours=True, entropy=True)
-    live = compute_log_probs(policy, SampleBatch.of(given), BATCHING, temperature=1.0, routing=options).routing
+    live = compute_log_probs(
+        policy, SampleBatch.of(given), BATCHING, temperature=1.0, routing=options
+    ).routing
     _, updated = train_pass(policy, given, replace(options, replay=True, entropy=False))
     for done in (live, updated):
         used, _ = all_routes(done, given, range(len(given)))
         expected, found = count(given, used, shape.num_experts), routing_stats(done)
-        assert 0 < expected["compared"] < expected["trained"] and 0.1 < expected["flipped"] < 1.0, expected
+        assert 0 < expected["compared"] < expected["trained"] and 0.1 < expected["flipped"] < 1.0, (
+            expected
+        )
         assert found.compared == expected["compared"]
-        assert np.abs(found.flip_rate - expected["rate"]).max() < 1e-6, (found.flip_rate, expected["rate"])
-        assert abs(found.flipped_tokens - expected["flipped"]) < 1e-9, (found.flipped_tokens, expected["flipped"])
+        assert np.abs(found.flip_rate - expected["rate"]).max() < 1e-6, (
+            found.flip_rate,
+            expected["rate"],
+        )
+        assert abs(found.flipped_tokens - expected["flipped"]) < 1e-9, (
+            found.flipped_tokens,
+            expected["flipped"],
+        )
         for sample, ids, flips in zip(given, used, all_flips(done, given), strict=True):
             assert flips.dtype == np.int8 and flips.tolist() == flips_of(sample, ids)
         parts = layout.context_parallel_size * layout.tensor_model_parallel_size
@@ -193,24 +232,34 @@ def odd_passes(rank: int, world_size: int, path: str) -> dict[str, Any]:
         )
         found[name] = ([routes.compare for routes in scores.routing], routing_stats(scores.routing))
     options = ReplayOptions(shape, record=True)
-    done = compute_log_probs(policy, SampleBatch.of(samples), BATCHING, temperature=1.0, routing=options).routing
+    done = compute_log_probs(
+        policy, SampleBatch.of(samples), BATCHING, temperature=1.0, routing=options
+    ).routing
     _, exchanged = all_routes(done, samples, [0])
     found["moved"] = exchanged + sum(routes.bytes_moved for routes in done)
     return found
 
 
 def test_only_micro_batches_with_a_known_route_of_a_trained_token_are_compared(model):
-    """``make_samples`` trains no token of the second sample. And one process on the CPU moves nothing."""
+    """``make_samples`` trains no token of the second sample.
+
+    And one process on the CPU moves nothing.
+    """
     found = run_distributed(odd_passes, 1, model)[0]
     for name in ("unknown", "known", "untrained"):
         compared, stats = found[name]
         assert compared == [False, False], name
-        assert stats.compared == 0 and np.isnan(stats.flipped_tokens) and np.isnan(stats.flip_rate).all()
+        assert (
+            stats.compared == 0
+            and np.isnan(stats.flipped_tokens)
+            and np.isnan(stats.flip_rate).all()
+        )
     if not torch.cuda.is_available():
         assert found["moved"] == 0
 
 
-# --- storage ----------------------------------------------------------------------------------------------------
+# --- storage
+# ----------------------------------------------------------------------------------------------------
 
 
 def store(rank: int, world_size: int, path: str) -> dict[str, Any]:
@@ -220,7 +269,9 @@ def store(rank: int, world_size: int, path: str) -> dict[str, Any]:
         samples, shape = scored_samples(), shape_of(policy)
         options = ReplayOptions(shape, record=True, compare=True, entropy=True, storage=place)
         given = with_random_routes(samples, shape, missing=0.2)
-        done = compute_log_probs(policy, SampleBatch.of(given), BATCHING, temperature=1.0, routing=options).routing
+        done = compute_log_probs(
+            policy, SampleBatch.of(given), BATCHING, temperature=1.0, routing=options
+        ).routing
         routes, _ = all_routes(done, samples, range(len(samples)))
         pinned = [ids.is_pinned() for one in done for ids in one.chosen.values()]
         replay = ReplayOptions(shape, replay=True, storage=place)
@@ -231,7 +282,10 @@ def store(rank: int, world_size: int, path: str) -> dict[str, Any]:
 
 def test_storage_on_the_host_changes_nothing_but_the_place(model):
     found = run_distributed(store, 1, model)[0]
-    (routes, stats, log_probs, _), (host_routes, host_stats, host_log_probs, _) = found["device"], found["host"]
+    (routes, stats, log_probs, _), (host_routes, host_stats, host_log_probs, _) = (
+        found["device"],
+        found["host"],
+    )
     assert all(np.array_equal(a, b) for a, b in zip(routes, host_routes, strict=True))
     assert distance(log_probs, host_log_probs) == 0.0
     same(stats, host_stats)
@@ -249,12 +303,15 @@ def test_routes_on_the_host_are_pinned(model):
     assert found["host"][3] and not found["device"][3]
 
 
-# --- many experts -----------------------------------------------------------------------------------------------
+# --- many experts
+# -----------------------------------------------------------------------------------------------
 
 
 def many_experts_model(folder: Path, experts: int) -> str:
     """A model whose routers like the last expert: it has the largest row."""
-    path = save_tiny_model(folder, num_experts=experts, num_hidden_layers=2, moe_intermediate_size=4)
+    path = save_tiny_model(
+        folder, num_experts=experts, num_hidden_layers=2, moe_intermediate_size=4
+    )
     file = folder / "model.safetensors"
     weights = load_file(file)
     for name in weights:
@@ -268,16 +325,29 @@ def many_experts(rank: int, world_size: int, path: str) -> dict[str, Any]:
     policy = policy_of(path, parallel(context=2))
     shape, samples = shape_of(policy), scored_samples(4)
     done = compute_log_probs(
-        policy, SampleBatch.of(samples), BATCHING, temperature=1.0, routing=ReplayOptions(shape, record=True)
+        policy,
+        SampleBatch.of(samples),
+        BATCHING,
+        temperature=1.0,
+        routing=ReplayOptions(shape, record=True),
     )
     routes, exchanged = all_routes(done.routing, samples, range(len(samples)))
     moved = exchanged + sum(one.bytes_moved for one in done.routing)
     chosen = {ids.dtype for one in done.routing for ids in one.chosen.values()}
-    replayed = [replace(sample, routed_experts=ids) for sample, ids in zip(samples, routes, strict=True)]
-    log_probs, again = train_pass(policy, replayed, ReplayOptions(shape, replay=True, compare=True, record=True))
+    replayed = [
+        replace(sample, routed_experts=ids) for sample, ids in zip(samples, routes, strict=True)
+    ]
+    log_probs, again = train_pass(
+        policy, replayed, ReplayOptions(shape, replay=True, compare=True, record=True)
+    )
     expected = trained_only(everywhere(done.log_probs, samples, policy.groups), samples)
-    return {"routes": routes, "chosen": chosen, "distance": distance(log_probs, expected),
-            "stats": routing_stats(again), "moved": moved}
+    return {
+        "routes": routes,
+        "chosen": chosen,
+        "distance": distance(log_probs, expected),
+        "stats": routing_stats(again),
+        "moved": moved,
+    }
 
 
 @pytest.mark.parametrize(("experts", "dtype"), [(256, np.uint8), (257, np.uint16)])
@@ -289,13 +359,16 @@ def test_expert_ids_of_one_and_of_two_bytes(experts, dtype, tmp_path):
             assert ids.dtype == wanted.dtype == dtype
             assert np.array_equal(np.sort(ids, -1), np.sort(wanted, -1))
         assert found["chosen"] == {torch.uint8 if dtype is np.uint8 else torch.uint16}
-        assert max(ids.max() for ids in found["routes"]) == experts - 1, "the last expert is never used"
+        assert max(ids.max() for ids in found["routes"]) == experts - 1, (
+            "the last expert is never used"
+        )
         assert found["distance"] <= 1e-6 and found["stats"].flipped_tokens == 0.0
         tokens = sum(sample.length - 1 for sample in samples)
         assert found["moved"] == tokens * 2 * 2 * np.dtype(dtype).itemsize
 
 
-# --- shared experts -----------------------------------------------------------------------------------------------
+# --- shared experts
+# -----------------------------------------------------------------------------------------------
 
 
 def shared_experts(rank: int, world_size: int) -> dict[str, Any]:
@@ -306,7 +379,9 @@ def shared_experts(rank: int, world_size: int) -> dict[str, Any]:
     config.moe_shared_expert_intermediate_size = 16
     torch.manual_seed(1)
     spec = block_spec(config, shape_of_model, transformer_engine=False)
-    chunk = GPTModel(config, spec, vocab_size=96, max_sequence_length=64, position_embedding_type="none")
+    chunk = GPTModel(
+        config, spec, vocab_size=96, max_sequence_length=64, position_embedding_type="none"
+    )
     use_own_dispatchers(chunk)
     use_own_operators(chunk, shape_of_model)
     attach_router_hooks(chunk)
@@ -314,27 +389,39 @@ def shared_experts(rank: int, world_size: int) -> dict[str, Any]:
     found["shared"] = [layer.mlp.shared_experts is not None for layer in moe_layers(chunk)]
     samples = with_random_routes(make_samples(count=3), shape)
     hidden = {}
-    for name, options in (("record", ReplayOptions(shape, record=True)), ("replay", ReplayOptions(shape, replay=True)),
-                       ("again", ReplayOptions(shape, replay=True, compare=True))):  # fmt: skip
+    for name, options in (
+        ("record", ReplayOptions(shape, record=True)),
+        ("replay", ReplayOptions(shape, replay=True)),
+        ("again", ReplayOptions(shape, replay=True, compare=True)),
+    ):
         hidden[name], done = run_chunk(chunk, samples, options, groups)
         if name == "record":
             routes, _ = all_routes(done, samples, range(len(samples)))
         if name == "replay":
-            samples = [replace(sample, routed_experts=ids) for sample, ids in zip(samples, routes, strict=True)]
+            samples = [
+                replace(sample, routed_experts=ids)
+                for sample, ids in zip(samples, routes, strict=True)
+            ]
     found["stats"] = routing_stats(done)
     found["random"] = float((hidden["replay"] - hidden["record"]).abs().max())
     rows = torch.ones(hidden["record"].shape[1], dtype=torch.bool)
-    rows[np.cumsum([sample.length for sample in samples]) - 1] = False  # the last tokens have no route of their own
+    rows[np.cumsum([sample.length for sample in samples]) - 1] = (
+        False  # the last tokens have no route of their own
+    )
     found["recorded"] = float((hidden["again"] - hidden["record"])[:, rows].abs().max())
     hidden["again"].square().sum().backward()
     layers = moe_layers(chunk)
-    found["gradients"] = [float(p.grad.abs().max()) for layer in layers
-                          for p in (layer.mlp.router.weight, *layer.mlp.shared_experts.parameters())]  # fmt: skip
+    found["gradients"] = [
+        float(p.grad.abs().max())
+        for layer in layers
+        for p in (layer.mlp.router.weight, *layer.mlp.shared_experts.parameters())
+    ]
     return found
 
 
-def run_chunk(chunk: Any, samples: list[Sample], options: ReplayOptions,
-              groups: ProcessGroups) -> tuple[Any, list[MicroBatchRoutes]]:
+def run_chunk(
+    chunk: Any, samples: list[Sample], options: ReplayOptions, groups: ProcessGroups
+) -> tuple[Any, list[MicroBatchRoutes]]:
     sequences, tokens = count_trained(samples)
     batch = pack(samples, num_sequences=sequences, num_tokens=tokens, routes=options.shape)
     routes = MicroBatchRoutes(options, batch, groups, sequence_parallel=False)
@@ -347,5 +434,7 @@ def run_chunk(chunk: Any, samples: list[Sample], options: ReplayOptions,
 def test_a_model_with_shared_experts(tmp_path):
     found = run_distributed(shared_experts, 1)[0]
     assert found["shared"] == [True] * 3
-    assert found["random"] > 1e-3 and found["recorded"] == 0.0 and found["stats"].flipped_tokens == 0.0
+    assert (
+        found["random"] > 1e-3 and found["recorded"] == 0.0 and found["stats"].flipped_tokens == 0.0
+    )
     assert min(found["gradients"]) > 0.0

@@ -1,4 +1,6 @@
-"""The routes of one micro-batch without a model: rows, replay, missing routes, measurements and counted uses."""
+"""The routes of one micro-batch without a model: rows, replay, missing routes, measurements and
+counted uses.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def batch_of(missing: float = 0.0) -> PackedBatch:
     return pack(samples, num_sequences=3, num_tokens=9, total_multiple=4, routes=SHAPE)
 
 
-def begun(options: ReplayOptions, batch: PackedBatch, layers: tuple[int, ...] = (0, 1)) -> MicroBatchRoutes:
+def begun(
+    options: ReplayOptions, batch: PackedBatch, layers: tuple[int, ...] = (0, 1)
+) -> MicroBatchRoutes:
     routes = MicroBatchRoutes(options, batch, groups(), sequence_parallel=False)
     routes.begin_chunk(batch, layers)
     return routes
@@ -53,7 +57,9 @@ def top_2(scores: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def scores_for(batch: PackedBatch) -> Tensor:
-    return torch.from_numpy(np.random.default_rng(5).normal(size=(len(batch.tokens), 8))).requires_grad_()
+    return torch.from_numpy(
+        np.random.default_rng(5).normal(size=(len(batch.tokens), 8))
+    ).requires_grad_()
 
 
 def test_a_layer_that_is_begun_or_used_twice_is_refused():
@@ -61,7 +67,10 @@ def test_a_layer_that_is_begun_or_used_twice_is_refused():
     routes = begun(ReplayOptions(SHAPE, replay=True), batch, (0,))
     with pytest.raises(RoutingError, match="went through the same layers twice"):
         routes.begin_chunk(batch, (0,))
-    with pytest.raises(RoutingError, match="MoE layer 0 .* 0 times with and 0 times without a gradient; expected once"):
+    with pytest.raises(
+        RoutingError,
+        match="MoE layer 0 .* 0 times with and 0 times without a gradient; expected once",
+    ):
         routes.check_uses(forward_only=False)
     with torch.no_grad():
         routes.route(0, scores_for(batch), top_2, are_logits=True, shares=softmax)
@@ -78,8 +87,12 @@ def test_a_batch_without_routes_is_refused_where_they_are_needed():
     assert routes_of_mini_batch(None, [bare], groups(), sequence_parallel=False) is None
 
 
-def noisy(batch: PackedBatch, strength: float = 1.0, *, replay: bool = False, **noise: Any) -> MicroBatchRoutes:
-    return begun(ReplayOptions(SHAPE, replay=replay, noise=RouterNoise(strength, seed=3, **noise)), batch)
+def noisy(
+    batch: PackedBatch, strength: float = 1.0, *, replay: bool = False, **noise: Any
+) -> MicroBatchRoutes:
+    return begun(
+        ReplayOptions(SHAPE, replay=replay, noise=RouterNoise(strength, seed=3, **noise)), batch
+    )
 
 
 def test_noise_changes_the_choice_and_not_the_weights():
@@ -88,19 +101,29 @@ def test_noise_changes_the_choice_and_not_the_weights():
     values, ids = noisy(batch).route(1, scores, top_2, are_logits=True, shares=softmax)
     seeds = token_seeds(3, batch.sequences, batch.segment_ids, batch.position_ids)
     assert torch.equal(ids, top_2(perturb(scores, seeds, 1, 1.0))[1])
-    assert (ids != top_2(scores)[1]).any() and torch.equal(values, scores.gather(1, ids)) and values.requires_grad
+    assert (
+        (ids != top_2(scores)[1]).any()
+        and torch.equal(values, scores.gather(1, ids))
+        and values.requires_grad
+    )
     probabilities = scores.detach().softmax(-1)
-    assert torch.equal(noisy(batch).route(1, probabilities, top_2, are_logits=False, shares=softmax)[1], ids)
+    assert torch.equal(
+        noisy(batch).route(1, probabilities, top_2, are_logits=False, shares=softmax)[1], ids
+    )
 
 
 def test_noise_changes_the_weights_where_asked():
     batch = batch_of()
     scores = scores_for(batch)
-    values, ids = noisy(batch, perturb_weights=True).route(0, scores, top_2, are_logits=True, shares=softmax)
+    values, ids = noisy(batch, perturb_weights=True).route(
+        0, scores, top_2, are_logits=True, shares=softmax
+    )
     seeds = token_seeds(3, batch.sequences, batch.segment_ids, batch.position_ids)
     changed = perturb(scores, seeds, 0, 1.0).to(scores.dtype)
     assert torch.equal(values, changed.gather(1, ids)) and values.requires_grad
-    values, _ = noisy(batch, perturb_weights=True, replay=True).route(0, scores, top_2, are_logits=True, shares=softmax)
+    values, _ = noisy(batch, perturb_weights=True, replay=True).route(
+        0, scores, top_2, are_logits=True, shares=softmax
+    )
     assert torch.equal(values, changed.gather(1, batch.routed_experts[:, 0].long()))
 
 

@@ -57,10 +57,13 @@ BATCHING = micro_batches_of(80)
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
-    return save_tiny_model(tmp_path_factory.mktemp("models") / "two", num_hidden_layers=3, mlp_only_layers=[1])
+    return save_tiny_model(
+        tmp_path_factory.mktemp("models") / "two", num_hidden_layers=3, mlp_only_layers=[1]
+    )
 
 
-# --- refusals ---------------------------------------------------------------------------------------------------
+# --- refusals
+# ---------------------------------------------------------------------------------------------------
 
 BYPASSED = [
     ("moe_router_fusion", True),
@@ -104,7 +107,9 @@ def test_settings_that_still_ask_are_allowed(key, value):
 
 def bypass(routing: Any) -> Any:
     """As a fused router: Megatron's own choice, no hook."""
-    return lambda logits, *args, **kwargs: topk_routing_with_score_function(logits.view(-1, logits.shape[-1]), 2)
+    return lambda logits, *args, **kwargs: topk_routing_with_score_function(
+        logits.view(-1, logits.shape[-1]), 2
+    )
 
 
 def twice(routing: Any) -> Any:
@@ -129,14 +134,21 @@ def ask_wrongly(rank: int, world_size: int, path: str) -> None:
     router, record = routers(policy)[1], ReplayOptions(shape_of(policy), record=True)
     one_by_one = micro_batches_of(80, micro_batch_size=1)
     expected = "expected once"
-    for change, with_gradient, without in ((bypass, "0 times with and 0", "0 times with and 0"),
-                                           (twice, "2 times with and 0", "0 times with and 2")):
+    for change, with_gradient, without in (
+        (bypass, "0 times with and 0", "0 times with and 0"),
+        (twice, "2 times with and 0", "0 times with and 2"),
+    ):
         around_routing(router, change)
         start = "the router of MoE layer 1 took its routes of micro-batch 0 "
         found = message_of(run_pass, policy, samples, options, batching=one_by_one)
         assert found == f"{start}{with_gradient} times without a gradient; {expected}", found
         found = message_of(
-            compute_log_probs, policy, SampleBatch.of(samples), one_by_one, temperature=1.0, routing=record
+            compute_log_probs,
+            policy,
+            SampleBatch.of(samples),
+            one_by_one,
+            temperature=1.0,
+            routing=record,
         )
         assert found == f"{start}{without} times without a gradient; {expected}", found
         del router.routing
@@ -152,8 +164,10 @@ def ask_wrongly(rank: int, world_size: int, path: str) -> None:
 
 def forget_routes(policy: Policy, samples: Any, options: ReplayOptions) -> None:
     shape = shape_of(policy)
-    first, second = (pack(samples[i : i + 3], num_sequences=6, num_tokens=30, routes=routes)
-                     for i, routes in ((0, shape), (3, None)))  # fmt: skip
+    first, second = (
+        pack(samples[i : i + 3], num_sequences=6, num_tokens=30, routes=routes)
+        for i, routes in ((0, shape), (3, None))
+    )
     second.micro_batch = 1
     batches = MicroBatches([first, second], 80, 0, 0)
     done = routes_of_mini_batch(options, batches.batches, policy.groups, sequence_parallel=False)
@@ -183,10 +197,13 @@ def ask_wrongly_on_a_later_stage(rank: int, world_size: int, path: str) -> str:
 def test_the_layer_is_named_by_its_place_in_the_whole_model(tmp_path):
     path = save_tiny_model(tmp_path / "model", num_hidden_layers=4, mlp_only_layers=[0])
     first, second = run_distributed(ask_wrongly_on_a_later_stage, 2, path)
-    assert first == "" and second.startswith("the router of MoE layer 1 took its routes of micro-batch 0 0 times with")
+    assert first == "" and second.startswith(
+        "the router of MoE layer 1 took its routes of micro-batch 0 0 times with"
+    )
 
 
-# --- what replay fixes, and what stays alive ------------------------------------------------------------------------
+# --- what replay fixes, and what stays alive
+# ------------------------------------------------------------------------
 
 
 def perturb(policy: Policy, model: Any = None, size: float = 3.0) -> None:
@@ -201,11 +218,15 @@ def perturb(policy: Policy, model: Any = None, size: float = 3.0) -> None:
 
 
 def shift_halves(policy: Policy) -> None:
-    """Add one vector to the first four rows of every router and another to the last four. The weights of two experts
-    of the same half, a softmax over the difference of their logits, don't see it; the choice between halves does."""
+    """Add one vector to the first four rows of every router and another to the last four. The
+    weights of two experts of the same half, a softmax over the difference of their logits, don't
+    see it; the choice between halves does.
+    """
     with torch.no_grad():
         for seed, router in enumerate(routers(policy)):
-            first, second = 0.5 * torch.randn(2, router.weight.shape[1], generator=torch.Generator().manual_seed(seed))
+            first, second = 0.5 * torch.randn(
+                2, router.weight.shape[1], generator=torch.Generator().manual_seed(seed)
+            )
             router.weight[:4] += first
             router.weight[4:] += second
 
@@ -215,7 +236,9 @@ def within_halves(samples: list[Any], shape: RouteShape) -> list[Any]:
     routed = with_random_routes(samples, shape, among=4)
     g = np.random.default_rng(3)
     for sample in routed:
-        sample.routed_experts += (4 * g.integers(0, 2, sample.routed_experts.shape[:2])[..., None]).astype(np.uint8)
+        sample.routed_experts += (
+            4 * g.integers(0, 2, sample.routed_experts.shape[:2])[..., None]
+        ).astype(np.uint8)
     return routed
 
 
@@ -227,11 +250,15 @@ def moved_routers(rank: int, world_size: int, path: str) -> dict[str, float]:
         shape = shape_of(policy)
         samples = within_halves(scored_samples(), shape)
         options = ReplayOptions(shape, replay=True) if name == "replayed" else None
-        old = compute_log_probs(policy, SampleBatch.of(samples), BATCHING, temperature=1.0, routing=options).log_probs
+        old = compute_log_probs(
+            policy, SampleBatch.of(samples), BATCHING, temperature=1.0, routing=options
+        ).log_probs
         for i, value in old.items():
             samples[i].old_log_probs = value.copy()
         shift_halves(policy)
-        result = train_mini_batch(policy, SampleBatch.of(samples), GRPO, BATCHING, temperature=1.0, routing=options)
+        result = train_mini_batch(
+            policy, SampleBatch.of(samples), GRPO, BATCHING, temperature=1.0, routing=options
+        )
         found[name] = distance(in_order(result.log_probs), trained_only(in_order(old), samples))
         found[f"{name}, clipped"] = result.metrics["clip_fraction/tokens"]
         found[f"{name}, ratio"] = result.metrics["ratio_max"] - 1.0
@@ -240,19 +267,23 @@ def moved_routers(rank: int, world_size: int, path: str) -> dict[str, float]:
 
 def test_a_moved_choice_moves_plain_ratios_and_no_replayed_one(model):
     found = run_distributed(moved_routers, 1, model)[0]
-    assert found["plain"] > 0.1 and found["plain, clipped"] > 0.1 and found["plain, ratio"] > 0.1, found
+    assert found["plain"] > 0.1 and found["plain, clipped"] > 0.1 and found["plain, ratio"] > 0.1, (
+        found
+    )
     assert found["replayed"] <= 2e-6 and found["replayed, clipped"] == 0.0, found
     assert abs(found["replayed, ratio"]) <= 2e-6, found
 
 
 def two_experts(rank: int, world_size: int, path: str) -> dict[str, float]:
-    """With two the weights still follow the router: as in the reference with the same routes. Of 8 experts the
-    routes use 4."""
+    """With two the weights still follow the router: as in the reference with the same routes. Of 8
+    experts the routes use 4."""
     policy, model = policy_of(path), load_reference(path)
     shape = shape_of(policy)
     samples = with_random_routes(scored_samples(), shape, among=4)
     options = ReplayOptions(shape, replay=True)
-    before = compute_log_probs(policy, SampleBatch.of(samples), BATCHING, temperature=1.0, routing=options).log_probs
+    before = compute_log_probs(
+        policy, SampleBatch.of(samples), BATCHING, temperature=1.0, routing=options
+    ).log_probs
     perturb(policy, model, size=0.5)
     log_probs, _ = train_pass(policy, samples, options)
     expected = trained_log_probs(model, samples)
@@ -261,7 +292,10 @@ def two_experts(rank: int, world_size: int, path: str) -> dict[str, float]:
         "error": distance(log_probs, expected),
     }
     gradients = torch.stack([router.weight.main_grad for router in routers(policy)])
-    found["used"], found["unused"] = float(gradients[:, :4].abs().amax(-1).min()), float(gradients[:, 4:].abs().max())
+    found["used"], found["unused"] = (
+        float(gradients[:, :4].abs().amax(-1).min()),
+        float(gradients[:, 4:].abs().max()),
+    )
     fill_in_unused_fields(samples)
     naive_loss(GRPO, model, samples).backward()
     wanted = {str(i): gate.weight.grad for i, gate in enumerate(gates_of(model))}
@@ -271,7 +305,9 @@ def two_experts(rank: int, world_size: int, path: str) -> dict[str, float]:
 
 def trained_log_probs(model: torch.nn.Module, samples: list[Any]) -> list[np.ndarray]:
     """Of the reference, 0 at untrained tokens."""
-    return trained_only([response_log_probs(model, sample)[0].detach().numpy() for sample in samples], samples)
+    return trained_only(
+        [response_log_probs(model, sample)[0].detach().numpy() for sample in samples], samples
+    )
 
 
 def fill_in_unused_fields(samples: list[Any]) -> None:
@@ -283,7 +319,9 @@ def fill_in_unused_fields(samples: list[Any]) -> None:
 def test_with_two_experts_ratios_move_through_the_weights_alone(model):
     found = run_distributed(two_experts, 1, model)[0]
     assert found["moved"] > 1e-2 and found["error"] < 1e-5, found
-    assert found["used"] > 1e-5 and found["unused"] == 0.0, "a router's row without a token has no gradient"
+    assert found["used"] > 1e-5 and found["unused"] == 0.0, (
+        "a router's row without a token has no gradient"
+    )
     assert found["gradient error"] < 1e-4, found
 
 
@@ -295,10 +333,15 @@ def replay_with_missing_routes(rank: int, world_size: int, path: str) -> dict[st
     samples[2].missing_routes[:] = True
     log_probs, done = train_pass(policy, samples, ReplayOptions(shape, replay=True, compare=True))
     expected = trained_log_probs(model, samples)
-    replayed = trained_log_probs(model, [replace(sample, missing_routes=None) for sample in samples])
+    replayed = trained_log_probs(
+        model, [replace(sample, missing_routes=None) for sample in samples]
+    )
     missing = sum(int(routes.missing.sum()) for routes in done)
-    return {"error": distance(log_probs, expected), "ignored": distance(log_probs, replayed),
-            "missing": missing - sum(int(sample.missing_routes.sum()) for sample in samples)}
+    return {
+        "error": distance(log_probs, expected),
+        "ignored": distance(log_probs, replayed),
+        "missing": missing - sum(int(sample.missing_routes.sum()) for sample in samples),
+    }
 
 
 def test_the_live_router_decides_where_a_route_is_unknown_and_nowhere_else(model):
@@ -311,7 +354,10 @@ def replay_again_and_again(rank: int, world_size: int, path: str) -> dict[str, A
     """Three updates on the same samples, cut in another way each time."""
     policy = policy_of(path)
     samples = with_random_routes(scored_samples(), shape_of(policy))
-    options, kept = ReplayOptions(shape_of(policy), replay=True), [sample.routed_experts.copy() for sample in samples]
+    options, kept = (
+        ReplayOptions(shape_of(policy), replay=True),
+        [sample.routed_experts.copy() for sample in samples],
+    )
     errors, last = [], None
     for i in range(3):
         order = np.random.default_rng(i).permutation(len(samples)).tolist()
@@ -321,9 +367,19 @@ def replay_again_and_again(rank: int, world_size: int, path: str) -> dict[str, A
         shuffled = [samples[j] for j in order]
         batch, cut = SampleBatch.of(shuffled), micro_batches_of(40 + 20 * i)
         result = train_mini_batch(policy, batch, GRPO, cut, temperature=1.0, routing=options)
-        errors.append(distance(in_order(result.log_probs), trained_only([expected[j] for j in order], shuffled)))
-        moved, last = (0.0 if last is None else distance(in_order(expected), in_order(last))), expected
-    same = all(np.array_equal(sample.routed_experts, ids) for sample, ids in zip(samples, kept, strict=True))
+        errors.append(
+            distance(
+                in_order(result.log_probs), trained_only([expected[j] for j in order], shuffled)
+            )
+        )
+        moved, last = (
+            (0.0 if last is None else distance(in_order(expected), in_order(last))),
+            expected,
+        )
+    same = all(
+        np.array_equal(sample.routed_experts, ids)
+        for sample, ids in zip(samples, kept, strict=True)
+    )
     return {"errors": errors, "moved": moved, "same": same}
 
 
@@ -333,17 +389,32 @@ def test_several_epochs_over_the_same_samples_use_the_same_routes(model):
 
 
 def padded_batch(rank: int, world_size: int, path: str) -> list[Tensor]:
-    """A sample of 3 tokens in a micro-batch of 64, and a rank's dummy: the load of the experts, by layer."""
+    """A sample of 3 tokens in a micro-batch of 64, and a rank's dummy: the load of the experts,
+    by layer.
+    """
     policy = policy_of(path)
     shape, loads = shape_of(policy), []
-    sample = min(with_random_routes(scored_samples(), shape, among=2), key=lambda sample: sample.length)
-    batches = [pack([sample] * i, num_sequences=1, num_tokens=1, total_multiple=64, routes=shape,
-                    optional=("old_log_probs",)) for i in (1, 0)]  # fmt: skip
+    sample = min(
+        with_random_routes(scored_samples(), shape, among=2), key=lambda sample: sample.length
+    )
+    batches = [
+        pack(
+            [sample] * i,
+            num_sequences=1,
+            num_tokens=1,
+            total_multiple=64,
+            routes=shape,
+            optional=("old_log_probs",),
+        )
+        for i in (1, 0)
+    ]
     batches[1].micro_batch = 1
     options = ReplayOptions(shape, replay=True)
     done = routes_of_mini_batch(options, batches, policy.groups, sequence_parallel=False)
-    hooks = [router.register_forward_hook(lambda router, args, output: loads.append(output[1].sum(0)))
-             for router in routers(policy)]  # fmt: skip
+    hooks = [
+        router.register_forward_hook(lambda router, args, output: loads.append(output[1].sum(0)))
+        for router in routers(policy)
+    ]
     forward_backward(policy, GRPO, MicroBatches(batches, 64, 0, 0), temperature=1.0, routing=done)
     for hook in hooks:
         hook.remove()
@@ -351,7 +422,9 @@ def padded_batch(rank: int, world_size: int, path: str) -> list[Tensor]:
 
 
 def test_padding_is_balanced_over_the_experts(model):
-    """64 rows of 2 experts each on 8 experts are 16 each; a padded sample's own rows all choose experts 0 and 1."""
+    """64 rows of 2 experts each on 8 experts are 16 each; a padded sample's own rows all choose
+    experts 0 and 1.
+    """
     rows, *loads = run_distributed(padded_batch, 1, model)[0]
     assert len(loads) == 4 and 1 <= rows < 8
     for load in loads[:2]:
@@ -362,8 +435,8 @@ def test_padding_is_balanced_over_the_experts(model):
 
 
 def take_once(rank: int, world_size: int, path: str) -> dict[str, Any]:
-    """How often routes were taken (without, with gradient) under full recomputation, and the routers' gradients
-    with and without it."""
+    """How often routes were taken (without, with gradient) under full recomputation, and the
+    routers' gradients with and without it."""
     gradients: dict[str, list[Tensor]] = {}
     for recompute in ("none", "full"):
         policy = policy_of(path, recompute_granularity=recompute)
@@ -371,13 +444,19 @@ def take_once(rank: int, world_size: int, path: str) -> dict[str, Any]:
         samples = with_random_routes(scored_samples(), shape)
         _, trained = train_pass(policy, samples, options)
         gradients[recompute] = [router.weight.main_grad.clone() for router in routers(policy)]
-    scored = compute_log_probs(policy, SampleBatch.of(samples), BATCHING, temperature=1.0, routing=options).routing
+    scored = compute_log_probs(
+        policy, SampleBatch.of(samples), BATCHING, temperature=1.0, routing=options
+    ).routing
     error = distance(gradients["full"], gradients["none"])
     return {"trained": uses_of(trained), "scored": uses_of(scored), "error": error}
 
 
 def uses_of(done: list[MicroBatchRoutes]) -> list[tuple[int, int]]:
-    return [(routes.uses[layer, False], routes.uses[layer, True]) for routes in done for layer in range(2)]
+    return [
+        (routes.uses[layer, False], routes.uses[layer, True])
+        for routes in done
+        for layer in range(2)
+    ]
 
 
 def test_recomputation_takes_the_same_routes_once_more(model):

@@ -10,15 +10,24 @@ import torch
 from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 
-from megatron_gspo.models.quantization.formats import FORMATS, dequantize_blocks, quantize_blocks, quantize_rows
+from megatron_gspo.models.quantization.formats import (
+    FORMATS,
+    dequantize_blocks,
+    quantize_blocks,
+    quantize_rows,
+)
 
 SIZES = ((128, 128), (256, 384), (576, 200), (1, 1), (130, 300), (64, 48))
 
 
 def weight(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Random numbers of very different magnitudes, with a block of zeros where there are two blocks of columns."""
+    """Random numbers of very different magnitudes, with a block of zeros where there are two
+    blocks of columns.
+    """
     generator = torch.Generator().manual_seed(rows * columns)
-    found = torch.randn(rows, columns, generator=generator) * torch.exp(torch.randn(rows, columns, generator=generator))
+    found = torch.randn(rows, columns, generator=generator) * torch.exp(
+        torch.randn(rows, columns, generator=generator)
+    )
     found[:128, 128:256] = 0.0
     return found.to(dtype)
 
@@ -30,7 +39,11 @@ def of_transformers(tensor: Tensor, block: tuple[int, int] | None) -> tuple[Tens
 
 
 def same_bytes(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    return (
+        a.shape == b.shape
+        and a.dtype == b.dtype
+        and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    )
 
 
 def test_a_block_by_hand():
@@ -38,13 +51,20 @@ def test_a_block_by_hand():
     values, scales = quantize_blocks(torch.tensor([[1.75, -0.25], [0.0, 0.0039]]))
     assert values.dtype == torch.float8_e4m3fn and scales.dtype == torch.float32
     assert scales.tolist() == [[2.0**-8]]
-    assert values.float().tolist() == [[448.0, -64.0], [0.0, 1.0]]  # 0.0039 * 256 = 0.9984, next to 1
+    assert values.float().tolist() == [
+        [448.0, -64.0],
+        [0.0, 1.0],
+    ]  # 0.0039 * 256 = 0.9984, next to 1
 
 
 def test_rows_by_hand():
     values, scales = quantize_rows(torch.tensor([[127.0, -63.5], [0.0, 0.0], [-2.54, 0.03]]))
     assert values.dtype == torch.int8 and scales.shape == (3, 1)
-    assert values.tolist() == [[127, -64], [0, 0], [-127, 2]]  # halves go to the even number; 0.03 / 0.02 = 1.5
+    assert values.tolist() == [
+        [127, -64],
+        [0, 0],
+        [-127, 2],
+    ]  # halves go to the even number; 0.03 / 0.02 = 1.5
     assert scales.flatten().tolist() == pytest.approx([1.0, 1.0, 0.02])
 
 
@@ -58,7 +78,9 @@ def test_blocks_are_those_of_transformers(size, dtype):
     padded[:rows, :columns] = tensor
     values, scales = of_transformers(padded, (128, 128))
     found = quantize_blocks(tensor)
-    assert same_bytes(found[0], values[:rows, :columns].contiguous()) and same_bytes(found[1], scales)
+    assert same_bytes(found[0], values[:rows, :columns].contiguous()) and same_bytes(
+        found[1], scales
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -69,22 +91,30 @@ def test_a_tensor_is_that_of_transformers(dtype):
     assert same_bytes(found[0], values) and same_bytes(found[1], scale.view(1))
 
 
-@pytest.mark.parametrize("size", [size for size in SIZES if all(n % 128 == 0 for n in size)], ids=str)
+@pytest.mark.parametrize(
+    "size", [size for size in SIZES if all(n % 128 == 0 for n in size)], ids=str
+)
 def test_dequantised_blocks_are_those_of_transformers(size):
     values, scales = quantize_blocks(weight(*size))
-    expected = Fp8Dequantize(SimpleNamespace(quantization_config=None))._dequantize_one(values, scales, torch.float32)
+    expected = Fp8Dequantize(SimpleNamespace(quantization_config=None))._dequantize_one(
+        values, scales, torch.float32
+    )
     assert torch.equal(dequantize_blocks(values, scales), expected)
 
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_the_error_is_half_a_step_of_a_naive_loop(name, size):
-    """Every number is within half a step of its format around it, by a loop over blocks in float64."""
+    """Every number is within half a step of its format around it, by a loop over blocks in
+    float64.
+    """
     tensor = weight(*size)
     each = FORMATS[name]
     found = each.dequantize(*each.quantize(tensor)).double()
     rows, columns = size
-    height, width = {"fp8_block": (128, 128), "fp8_tensor": (rows, columns), "int8": (1, columns)}[name]
+    height, width = {"fp8_block": (128, 128), "fp8_tensor": (rows, columns), "int8": (1, columns)}[
+        name
+    ]
     for top in range(0, rows, height):
         for left in range(0, columns, width):
             block = (slice(top, top + height), slice(left, left + width))

@@ -19,25 +19,48 @@ from megatron_gspo.models.qwen_next import QWEN_NEXT
 from tests.support.tiny_models import tiny_config
 from tests.support.transformers_reference import stored_name
 
-KNOWN = ["model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj", "model.layers.0.self_attn.v_proj",
-         "model.layers.1.self_attn.o_proj", "model.layers.1.mlp.gate", "model.layers.1.mlp.gate_proj",
-         "model.layers.1.mlp.up_proj", "model.layers.11.mlp.experts.0.down_proj",
-         "model.layers.11.mlp.experts.1.down_proj", "lm_head"]  # fmt: skip
-ALL = ("model.layers.*.self_attn.*", "model.layers.*.mlp.*", "model.layers.*.mlp.experts.*.*", "lm_head")
+KNOWN = [
+    "model.layers.0.self_attn.q_proj",
+    "model.layers.0.self_attn.k_proj",
+    "model.layers.0.self_attn.v_proj",
+    "model.layers.1.self_attn.o_proj",
+    "model.layers.1.mlp.gate",
+    "model.layers.1.mlp.gate_proj",
+    "model.layers.1.mlp.up_proj",
+    "model.layers.11.mlp.experts.0.down_proj",
+    "model.layers.11.mlp.experts.1.down_proj",
+    "lm_head",
+]
+ALL = (
+    "model.layers.*.self_attn.*",
+    "model.layers.*.mlp.*",
+    "model.layers.*.mlp.experts.*.*",
+    "lm_head",
+)
 
 
-@pytest.mark.parametrize("kind", ["dense", "moe", "shared", "deepseek", "moonlight", "glm", "glm_lite", "next",
-                                  "minimax"])
+@pytest.mark.parametrize(
+    "kind",
+    ["dense", "moe", "shared", "deepseek", "moonlight", "glm", "glm_lite", "next", "minimax"],
+)
 def test_linear_modules_are_those_of_transformers(kind):
-    """All `nn.Linear`, and the router and experts, which Transformers has as parameters of other modules."""
+    """All `nn.Linear`, and the router and experts, which Transformers has as parameters of
+    other modules.
+    """
     config = tiny_config(kind)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    expected = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    expected = {
+        name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)
+    }
     for name, module in model.named_modules():
         if name.endswith(".experts"):
             projections = ("gate_proj", "up_proj", "down_proj")
-            expected |= {f"{name}.{i}.{each}" for i in range(module.gate_up_proj.shape[0]) for each in projections}
+            expected |= {
+                f"{name}.{i}.{each}"
+                for i in range(module.gate_up_proj.shape[0])
+                for each in projections
+            }
         elif name.endswith("mlp.gate"):
             expected.add(name)
     expected = {stored_name(f"{name}.", config.model_type)[:-1] for name in expected}
@@ -58,8 +81,16 @@ def test_a_star_is_one_component():
 
 def test_a_name_is_no_part_of_another():
     """`mlp.gate` is not `mlp.gate_proj`, layer 1 is not layer 11, and a dot is no wildcard."""
-    for entry in ("mlp.gate", "layers.1.mlp.gate", "model.layers.1.mlp.gat", "model.layers.1.mlp",
-                  "modelXlayers.1.mlp.gate", "model.layers.1*.mlp.gate", "gate", "model.layers.*.gate"):  # fmt: skip
+    for entry in (
+        "mlp.gate",
+        "layers.1.mlp.gate",
+        "model.layers.1.mlp.gat",
+        "model.layers.1.mlp",
+        "modelXlayers.1.mlp.gate",
+        "model.layers.1*.mlp.gate",
+        "gate",
+        "model.layers.*.gate",
+    ):
         with pytest.raises(ModuleListError, match="matches no linear module"):
             chosen_modules(KNOWN, (*ALL, entry), ())
 
@@ -71,8 +102,18 @@ def test_a_name_is_no_part_of_another():
         ((), ("model.layers.*.mlp.gate",), "modules", "names no module"),
         (ALL, ("model.layers.*.mlp.gates",), "exclude", "did you mean model.layers.*.mlp.gate?"),
         (ALL, ("lm_head",), "modules", "all modules of this name are excluded"),
-        (ALL, ("model.layers.0.self_attn.k_proj",), "modules", "q_proj without model.layers.0.self_attn.k_proj"),
-        (ALL, ("model.layers.1.mlp.up_proj",), "modules", "gate_proj without model.layers.1.mlp.up_proj"),
+        (
+            ALL,
+            ("model.layers.0.self_attn.k_proj",),
+            "modules",
+            "q_proj without model.layers.0.self_attn.k_proj",
+        ),
+        (
+            ALL,
+            ("model.layers.1.mlp.up_proj",),
+            "modules",
+            "gate_proj without model.layers.1.mlp.up_proj",
+        ),
         (ALL, ("model.layers.*.mlp.experts.1.*",), "modules", "experts.0.down_proj without"),
         (("qproj",), (), "modules", "did you mean model.layers.*.self_attn.q_proj?"),
     ],

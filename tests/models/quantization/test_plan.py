@@ -21,9 +21,16 @@ EXCLUDE = ("lm_head", "model.layers.*.mlp.gate", "model.layers.3.mlp.experts.*.*
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """Directory of a Qwen3-MoE in bfloat16 whose weights are whole blocks."""
-    return save_tiny_model(tmp_path_factory.mktemp("model") / "hf", dtype=torch.bfloat16, hidden_size=256,
-                           moe_intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
-                           num_experts=2)  # fmt: skip
+    return save_tiny_model(
+        tmp_path_factory.mktemp("model") / "hf",
+        dtype=torch.bfloat16,
+        hidden_size=256,
+        moe_intermediate_size=128,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        num_experts=2,
+    )
 
 
 def plan_of(model: str, name: str = "fp8_block") -> QuantizationPlan:
@@ -43,15 +50,27 @@ def test_listed_weights_leave_in_eight_bits_and_the_others_as_they_are(model, na
     assert len(names) == len(set(names))
     values = dict(sent)
     for weight, tensor in tensors_of(model):
-        listed = ".self_attn." in weight and "norm" not in weight or ".experts." in weight and "layers.3." not in weight
+        listed = (
+            ".self_attn." in weight
+            and "norm" not in weight
+            or ".experts." in weight
+            and "layers.3." not in weight
+        )
         if not listed:
             assert values[weight] is not None and torch.equal(values[weight], tensor)
             continue
         expected = each.quantize(tensor)
         scale = values[weight + each.scale]
         assert torch.equal(values[weight].view(torch.uint8), expected[0].view(torch.uint8))
-        assert torch.equal(scale, expected[1]) and names[names.index(weight) + 1] == weight + each.scale
-    assert sum(tensor.element_size() == 1 for tensor in values.values()) == len(plan.modules) == 4 * 4 + 3 * 2 * 3
+        assert (
+            torch.equal(scale, expected[1])
+            and names[names.index(weight) + 1] == weight + each.scale
+        )
+    assert (
+        sum(tensor.element_size() == 1 for tensor in values.values())
+        == len(plan.modules)
+        == 4 * 4 + 3 * 2 * 3
+    )
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -85,7 +104,11 @@ def test_values_without_their_scales_are_refused_at_the_end_of_the_stream(follow
     read = []
 
     def stream():
-        for name, tensor in [("a.weight", torch.ones(1, 1, dtype=torch.int8)), *following, *following]:
+        for name, tensor in [
+            ("a.weight", torch.ones(1, 1, dtype=torch.int8)),
+            *following,
+            *following,
+        ]:
             read.append(name)
             yield name, tensor
 
@@ -95,22 +118,39 @@ def test_values_without_their_scales_are_refused_at_the_end_of_the_stream(follow
 
 
 def test_transformers_loads_block_fp8(model, tmp_path):
-    """`from_pretrained` dequantises what is listed, to the bfloat16 of our own formula, and nothing else."""
+    """`from_pretrained` dequantises what is listed, to the bfloat16 of our own formula, and
+    nothing else.
+    """
     plan = plan_of(model)
-    out = write_checkpoint(tmp_path / "fp8", plan.quantize(tensors_of(model)), source=model, quantization=plan.config)
+    out = write_checkpoint(
+        tmp_path / "fp8", plan.quantize(tensors_of(model)), source=model, quantization=plan.config
+    )
     config = json.loads((out / "config.json").read_text())
-    assert config["quantization_config"]["weight_block_size"] == [128, 128] and config["dtype"] == "bfloat16"
+    assert (
+        config["quantization_config"]["weight_block_size"] == [128, 128]
+        and config["dtype"] == "bfloat16"
+    )
     kept = config["quantization_config"]["modules_to_not_convert"]
-    assert kept == [*(f"model.layers.{layer}.mlp.gate" for layer in range(3)), "model.layers.3.mlp.gate",
-                    "model.layers.3.mlp.experts", "lm_head"]  # fmt: skip
+    assert kept == [
+        *(f"model.layers.{layer}.mlp.gate" for layer in range(3)),
+        "model.layers.3.mlp.gate",
+        "model.layers.3.mlp.experts",
+        "lm_head",
+    ]
     loaded = AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16).state_dict()
     exact = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).state_dict()
     assert loaded.keys() == exact.keys()
     for name, tensor in exact.items():
         kind = name.rpartition(".")[2]
         if "experts" in name and "layers.3." not in name:
-            parts = [part for each in tensor for part in (each.chunk(2) if kind == "gate_up_proj" else [each])]
-            expected = torch.cat([dequantize_blocks(*quantize_blocks(part)).bfloat16() for part in parts])
+            parts = [
+                part
+                for each in tensor
+                for part in (each.chunk(2) if kind == "gate_up_proj" else [each])
+            ]
+            expected = torch.cat(
+                [dequantize_blocks(*quantize_blocks(part)).bfloat16() for part in parts]
+            )
             expected = expected.view_as(tensor)
         elif "self_attn" in name and "norm" not in name:
             expected = dequantize_blocks(*quantize_blocks(tensor)).bfloat16()
@@ -121,7 +161,9 @@ def test_transformers_loads_block_fp8(model, tmp_path):
 
 def test_our_reader_reads_block_fp8(model, tmp_path):
     plan = plan_of(model)
-    out = write_checkpoint(tmp_path / "fp8", plan.quantize(tensors_of(model)), source=model, quantization=plan.config)
+    out = write_checkpoint(
+        tmp_path / "fp8", plan.quantize(tensors_of(model)), source=model, quantization=plan.config
+    )
     with CheckpointReader(out) as reader:
         reader.check()
         assert reader.names == {name for name, _ in tensors_of(model)}

@@ -1,4 +1,6 @@
-"""The start-up hook for servers without a GPU, on stand-ins of the upstream modules; upstream: tests/sglang."""
+"""The start-up hook for servers without a GPU, on stand-ins of the upstream modules; upstream:
+tests/sglang.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ def test_a_function_is_called_once_after_its_module_s_import(finders, monkeypatc
     (tmp_path / "imported_by_the_hook_test.py").write_text("value = 1\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     seen: list[int] = []
-    finders.insert(0, hook.AfterImport({"imported_by_the_hook_test": lambda module: seen.append(module.value)}))
+    finders.insert(
+        0, hook.AfterImport({"imported_by_the_hook_test": lambda module: seen.append(module.value)})
+    )
     importlib.import_module("imported_by_the_hook_test")
     del sys.modules["imported_by_the_hook_test"]
     importlib.import_module("imported_by_the_hook_test")
@@ -72,7 +76,9 @@ def test_install_puts_the_finders_in_place_once(finders):
 def test_newer_releases_allocate_unpinned(finders):
     pinned: list[bool] = []
     base = ModuleType("base")
-    base.ALLOC_MEMORY_FUNCS = {"cpu": lambda dims, dtype, device, pin_memory, allocator: pinned.append(pin_memory)}
+    base.ALLOC_MEMORY_FUNCS = {
+        "cpu": lambda dims, dtype, device, pin_memory, allocator: pinned.append(pin_memory)
+    }
     hook.unpin_host_cache(base)
     hook.unpin_host_cache(base)
     base.ALLOC_MEMORY_FUNCS["cpu"]((2,), "int32", "cpu", True, None)
@@ -96,7 +102,9 @@ def test_older_releases_build_the_cache_unpinned_and_torch_is_restored():
 
 
 def test_an_unknown_release_is_an_import_error_that_names_the_symbol():
-    with pytest.raises(ImportError, match="cannot patch sglang.srt.state_capturer.base.BaseHostCache"):
+    with pytest.raises(
+        ImportError, match="cannot patch sglang.srt.state_capturer.base.BaseHostCache"
+    ):
         hook.unpin_host_cache(ModuleType("base"))
 
 
@@ -107,13 +115,20 @@ def test_torchvision_with_its_library_is_left_alone():
 
 
 @pytest.mark.parametrize(("switch", "installed"), [("1", True), ("", False)])
-def test_a_process_with_the_folder_on_its_path_runs_the_hook_and_the_hidden_module(switch, installed, tmp_path):
+def test_a_process_with_the_folder_on_its_path_runs_the_hook_and_the_hidden_module(
+    switch, installed, tmp_path
+):
     (tmp_path / "sitecustomize.py").write_text("import builtins\nbuiltins.hidden_ran = True\n")
     code = (
-        "import builtins, sys\n"
-        "print(builtins.hidden_ran, any(type(finder).__name__ == 'KernelStandIn' for finder in sys.meta_path))"
+        "import builtins, sys\nprint(builtins.hidden_ran, any(type(finder).__name__ =="
+        " 'KernelStandIn' for finder in sys.meta_path))"
     )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(FOLDER), str(tmp_path))),
-                   "SGLANG_USE_CPU_ENGINE": switch}  # fmt: skip
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join((str(FOLDER), str(tmp_path))),
+        "SGLANG_USE_CPU_ENGINE": switch,
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
     assert done.stdout == f"True {installed}\n"

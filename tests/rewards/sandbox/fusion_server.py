@@ -1,4 +1,6 @@
-"""A server that speaks Sandbox Fusion's `POST /run_code`, without a sandbox: for programs of these tests alone."""
+"""A server that speaks Sandbox Fusion's `POST /run_code`, without a sandbox: for programs of
+these tests alone.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ FAILED = {
 
 
 class FusionServer(ThreadingHTTPServer):
-    """faults: what the next requests get in place of an answer: an HTTP status, JSON, bytes, a URL to
-    go to, or "close".
+    """faults: what the next requests get in place of an answer: an HTTP status, JSON, bytes, a URL
+    to go to, or "close".
 
     requests: the JSON of all requests so far.
     """
@@ -80,7 +82,9 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def run_code(request: dict) -> dict:
-    """The answer of RunCodeResponse: Success, or Failed for an exit status other than 0 or a time-out."""
+    """The answer of RunCodeResponse: Success, or Failed for an exit status other than 0 or a
+    time-out.
+    """
     compiled = None
     if request["language"] == "cpp" and "int main" not in request["code"]:
         compiled = {
@@ -100,8 +104,13 @@ def run_code(request: dict) -> dict:
     start = time.monotonic()
     command = [sys.executable, "-I", "-S", "-c", request["code"]]
     try:
-        ran = subprocess.run(command, input=request["stdin"], capture_output=True, text=True,
-                             timeout=request["run_timeout"])  # fmt: skip
+        ran = subprocess.run(
+            command,
+            input=request["stdin"],
+            capture_output=True,
+            text=True,
+            timeout=request["run_timeout"],
+        )
         result = {
             "status": "Finished",
             "return_code": ran.returncode,

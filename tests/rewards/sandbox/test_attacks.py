@@ -1,4 +1,6 @@
-"""Every attack under every isolation of this machine: contained, scored as it should be, and nothing left."""
+"""Every attack under every isolation of this machine: contained, scored as it should be, and
+nothing left.
+"""
 
 import os
 import socket
@@ -27,7 +29,10 @@ def sandboxes(request):
     """By time limit in seconds."""
     os.environ["API_KEY"] = "secret"
     limits = {*LIMITS.values(), OTHERS}
-    sandboxes = {seconds: local_sandbox(request.param, time_limit=seconds, memory_mib=128) for seconds in limits}
+    sandboxes = {
+        seconds: local_sandbox(request.param, time_limit=seconds, memory_mib=128)
+        for seconds in limits
+    }
     try:
         yield sandboxes
     finally:
@@ -38,7 +43,9 @@ def sandboxes(request):
 
 @pytest.fixture(scope="module")
 def host(tmp_path_factory):
-    """What the attacks look for: a file that all can read, a listening port and an abstract socket."""
+    """What the attacks look for: a file that all can read, a listening port and an abstract
+    socket.
+    """
     name = f"sandbox-test-{uuid.uuid4()}"
     marker = Path("/tmp") / name
     marker.write_text("the answer is 5")
@@ -46,7 +53,9 @@ def host(tmp_path_factory):
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as local:
         local.bind("\0" + name)
         local.listen()
-        yield SimpleNamespace(MARKER=marker, PORT=server.getsockname()[1], ABSTRACT=name, PID=os.getpid())
+        yield SimpleNamespace(
+            MARKER=marker, PORT=server.getsockname()[1], ABSTRACT=name, PID=os.getpid()
+        )
     marker.unlink()
 
 

@@ -32,7 +32,10 @@ def packed(content):
     return base64.b64encode(zlib.compress(pickle.dumps(content))).decode()
 
 
-STDIN = [{"input": "1\n", "output": "2\n", "testtype": "stdin"}, {"input": "3\n", "output": "4\n", "testtype": "stdin"}]
+STDIN = [
+    {"input": "1\n", "output": "2\n", "testtype": "stdin"},
+    {"input": "3\n", "output": "4\n", "testtype": "stdin"},
+]
 FUNCTION = [{"input": '[1, 2]\n"x"', "output": "[true]", "testtype": "functional"}]
 TWO = CodeTests(None, (Case("1\n", ("2\n",)), Case("3\n", ("4\n",))))
 TWO_IN_HARNESS = replace(TWO, harness=True)
@@ -46,9 +49,15 @@ TWO_IN_HARNESS = replace(TWO, harness=True)
             {"tests": [{"args": [1, "a"], "output": [2]}], "fn_name": "f"},
             CodeTests("f", (Case('[1, "a"]', ([2],)),)),
         ),
-        ({"public_test_cases": json.dumps(STDIN), "private_test_cases": "[]", "metadata": "{}"}, TWO_IN_HARNESS),
         (
-            {"public_test_cases": json.dumps(STDIN[:1]), "private_test_cases": packed(json.dumps(STDIN[1:]))},
+            {"public_test_cases": json.dumps(STDIN), "private_test_cases": "[]", "metadata": "{}"},
+            TWO_IN_HARNESS,
+        ),
+        (
+            {
+                "public_test_cases": json.dumps(STDIN[:1]),
+                "private_test_cases": packed(json.dumps(STDIN[1:])),
+            },
             TWO_IN_HARNESS,
         ),
         (
@@ -65,14 +74,26 @@ TWO_IN_HARNESS = replace(TWO, harness=True)
             CodeTests("f", (Case("[1]", ([3], 3)), Case("[2]", (4,)))),
         ),
         (
-            {"public_tests": {"input": ["1\n"], "output": ["2\n"]}, "private_tests": {"input": [], "output": []},
-             "generated_tests": {"input": ["3\n"], "output": ["4\n"]}},
+            {
+                "public_tests": {"input": ["1\n"], "output": ["2\n"]},
+                "private_tests": {"input": [], "output": []},
+                "generated_tests": {"input": ["3\n"], "output": ["4\n"]},
+            },
             TWO,
         ),
     ],
-    ids=["ours", "our calls", "LiveCodeBench", "packed", "LiveCodeBench calls", "APPS", "lines", "APPS calls",
-         "CodeContests"],
-)  # fmt: skip
+    ids=[
+        "ours",
+        "our calls",
+        "LiveCodeBench",
+        "packed",
+        "LiveCodeBench calls",
+        "APPS",
+        "lines",
+        "APPS calls",
+        "CodeContests",
+    ],
+)
 def test_formats(row, tests):
     assert read_tests(row) == tests
 
@@ -89,18 +110,32 @@ TEXT = {"input": "[1, 2]\n3\n", "output": "9"}
         {"tests": [{"input": "[1,\n 2]\n\n3", "output": " 9\n"}], "fn_name": "total"},
         {"tests": json.dumps([{"input": [[1, 2], 3], "output": 9}]), "fn_name": "total"},
         {"tests": [{"args": "[[1, 2], 3]", "output": "9"}], "fn_name": "total"},
-        {"tests": [{"input": [[1, 2], 3], "output": [9], "type": "function_call", "fn_name": "total"}]},
+        {
+            "tests": [
+                {"input": [[1, 2], 3], "output": [9], "type": "function_call", "fn_name": "total"}
+            ]
+        },
         {"tests": json.dumps({"fn_name": "total", "inputs": ["[1, 2]\n3"], "outputs": ["9"]})},
         {"tests": {"inputs": [[[1, 2], 3]], "outputs": [[9]]}, "fn_name": "total"},
         {"input_output": {"fn_name": "total", "inputs": ["[1, 2]\n3"], "outputs": ["9"]}},
-        {"input_output": json.dumps({"inputs": [[[1, 2], 3]], "outputs": [9]}), "metadata": '{"func_name": "total"}'},
-        {"public_test_cases": [{"input": "[1, 2]\n3", "output": "9", "testtype": "functional"}], "fn_name": "total"},
+        {
+            "input_output": json.dumps({"inputs": [[[1, 2], 3]], "outputs": [9]}),
+            "metadata": '{"func_name": "total"}',
+        },
+        {
+            "public_test_cases": [{"input": "[1, 2]\n3", "output": "9", "testtype": "functional"}],
+            "fn_name": "total",
+        },
     ],
     ids=str,
 )
 def test_calls_in_the_layouts_of_data_sets(sandbox, row):
     tests = read_tests(row)
-    assert tests.function == "total" and tests.cases[0].stdin == "[[1, 2], 3]" and 9 in tests.cases[0].accepted
+    assert (
+        tests.function == "total"
+        and tests.cases[0].stdin == "[[1, 2], 3]"
+        and 9 in tests.cases[0].accepted
+    )
     assert run_tests(sandbox, SUM_OF_LINES, tests, CodeConfig()) == ["passed"]
     wrong = SUM_OF_LINES.replace(" * k", "")
     assert run_tests(sandbox, wrong, tests, CodeConfig()) == ["wrong_answer"]
@@ -109,10 +144,18 @@ def test_calls_in_the_layouts_of_data_sets(sandbox, row):
 @pytest.mark.parametrize(
     ("value", "argument"),
     [
-        ('"abc"', "abc"), ("null", None), ("true", True), ("1.5", 1.5), ("[]", []), ('{"a": 1}', {"a": 1}),
-        ("None", None), ("'abc'", "abc"), ("(1, 2)", [1, 2]), ('"a\\nb"', "a\nb"),
+        ('"abc"', "abc"),
+        ("null", None),
+        ("true", True),
+        ("1.5", 1.5),
+        ("[]", []),
+        ('{"a": 1}', {"a": 1}),
+        ("None", None),
+        ("'abc'", "abc"),
+        ("(1, 2)", [1, 2]),
+        ('"a\\nb"', "a\nb"),
     ],
-)  # fmt: skip
+)
 def test_arguments_and_results_in_text(value, argument):
     row = {"fn_name": "f", "tests": [{"input": f"{value}\n7", "output": value}]}
     (case,) = read_tests(row).cases
@@ -123,12 +166,19 @@ def test_arguments_and_results_in_text(value, argument):
 @pytest.mark.parametrize(
     ("given", "printed", "stdin", "accepted"),
     [
-        (5, 9, "5", ("9",)), (1.5, -2, "1.5", ("-2",)), (None, "9", "", ("9",)), ("1", True, "1", ("True", "true")),
-        (["1 2", "3"], ["4", 5], "1 2\n3", ("4\n5",)), ([[1, 2], [3]], [[4, 5]], "1 2\n3", ("4 5",)),
-        ("", "", "", ("",)), (False, False, "False", ("False", "false")),
+        (5, 9, "5", ("9",)),
+        (1.5, -2, "1.5", ("-2",)),
+        (None, "9", "", ("9",)),
+        ("1", True, "1", ("True", "true")),
+        (["1 2", "3"], ["4", 5], "1 2\n3", ("4\n5",)),
+        ([[1, 2], [3]], [[4, 5]], "1 2\n3", ("4 5",)),
+        ("", "", "", ("",)),
+        (False, False, "False", ("False", "false")),
     ],
-)  # fmt: skip
-@pytest.mark.parametrize("layout", ["tests", "columns", "input_output", "public_tests", "public_test_cases"])
+)
+@pytest.mark.parametrize(
+    "layout", ["tests", "columns", "input_output", "public_tests", "public_test_cases"]
+)
 def test_what_programs_read_and_print_need_not_be_text(layout, given, printed, stdin, accepted):
     test = {"input": given, "output": printed}
     columns = {"inputs": [given], "outputs": [printed]}
@@ -143,11 +193,17 @@ def test_what_programs_read_and_print_need_not_be_text(layout, given, printed, s
 
 
 def test_a_row_s_other_fields_do_not_make_a_call():
-    row = {"tests": [{"input": "1\n", "output": "2\n", "type": "stdin_stdout"}], "metadata": "no JSON", "fn_name": None}
+    row = {
+        "tests": [{"input": "1\n", "output": "2\n", "type": "stdin_stdout"}],
+        "metadata": "no JSON",
+        "fn_name": None,
+    }
     assert read_tests(row) == replace(TWO, cases=TWO.cases[:1])
     row = {"public_test_cases": json.dumps(STDIN), "metadata": '{"func_name": "f"}'}
     assert read_tests(row) == TWO_IN_HARNESS
-    assert read_tests({"official_tests": [{"input": "1\n", "output": "2\n"}], "generated_tests": 17}).cases
+    assert read_tests(
+        {"official_tests": [{"input": "1\n", "output": "2\n"}], "generated_tests": 17}
+    ).cases
 
 
 @pytest.mark.parametrize(
@@ -164,29 +220,64 @@ def test_a_row_s_other_fields_do_not_make_a_call():
 )
 def test_a_list_of_one_value_may_be_the_value(outputs, accepted):
     both = {"fn_name": "f", "inputs": [[n] for n in range(len(outputs))], "outputs": outputs}
-    assert [case.accepted for case in read_tests({"input_output": json.dumps(both)}).cases] == accepted
+    assert [
+        case.accepted for case in read_tests({"input_output": json.dumps(both)}).cases
+    ] == accepted
 
 
 PUBLIC = {  # rows of the public files: the key of the prompt, and the fields that they have
-    "APPS": ("question", {
-        "problem_id": 0, "question": "Add one to n.", "solutions": "[]", "difficulty": "interview", "url": "",
-        "input_output": json.dumps({"inputs": ["1\n", "3\n"], "outputs": ["2\n", "4\n"]}), "starter_code": "",
-    }),
-    "TACO": ("question", {
-        "question": "Add one to n.", "solutions": "[]", "starter_code": "", "difficulty": "EASY", "raw_tags": "[]",
-        "input_output": json.dumps({"inputs": ["1\n", "3\n"], "outputs": ["2\n", "4\n"]}), "name": None,
-        "source": "codechef", "tags": "[]", "skill_types": "[]", "url": None, "Expected Auxiliary Space": None,
-        "time_limit": "1 seconds", "date": "2019-07-01", "picture_num": None, "memory_limit": None,
-        "Expected Time Complexity": None,
-    }),
-    "CodeContests": ("description", {
-        "name": "1_A. Next", "description": "Add one to n.", "source": 2, "difficulty": 7,
-        "public_tests": {"input": ["1\n"], "output": ["2\n"]}, "private_tests": {"input": [], "output": []},
-        "generated_tests": {"input": ["3\n"], "output": ["4\n"]},
-        "solutions": {"language": [3], "solution": ["print(int(input()) + 1)"]}, "cf_rating": 800,
-        "time_limit": {"seconds": 1, "nanos": 0}, "memory_limit_bytes": 256000000, "cf_tags": ["math"],
-    }),
-}  # fmt: skip
+    "APPS": (
+        "question",
+        {
+            "problem_id": 0,
+            "question": "Add one to n.",
+            "solutions": "[]",
+            "difficulty": "interview",
+            "url": "",
+            "input_output": json.dumps({"inputs": ["1\n", "3\n"], "outputs": ["2\n", "4\n"]}),
+            "starter_code": "",
+        },
+    ),
+    "TACO": (
+        "question",
+        {
+            "question": "Add one to n.",
+            "solutions": "[]",
+            "starter_code": "",
+            "difficulty": "EASY",
+            "raw_tags": "[]",
+            "input_output": json.dumps({"inputs": ["1\n", "3\n"], "outputs": ["2\n", "4\n"]}),
+            "name": None,
+            "source": "codechef",
+            "tags": "[]",
+            "skill_types": "[]",
+            "url": None,
+            "Expected Auxiliary Space": None,
+            "time_limit": "1 seconds",
+            "date": "2019-07-01",
+            "picture_num": None,
+            "memory_limit": None,
+            "Expected Time Complexity": None,
+        },
+    ),
+    "CodeContests": (
+        "description",
+        {
+            "name": "1_A. Next",
+            "description": "Add one to n.",
+            "source": 2,
+            "difficulty": 7,
+            "public_tests": {"input": ["1\n"], "output": ["2\n"]},
+            "private_tests": {"input": [], "output": []},
+            "generated_tests": {"input": ["3\n"], "output": ["4\n"]},
+            "solutions": {"language": [3], "solution": ["print(int(input()) + 1)"]},
+            "cf_rating": 800,
+            "time_limit": {"seconds": 1, "nanos": 0},
+            "memory_limit_bytes": 256000000,
+            "cf_tags": ["math"],
+        },
+    ),
+}
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
@@ -198,7 +289,10 @@ def test_rows_of_public_files_are_loaded_and_scored(sandbox, tmp_path, data_set,
     (prompt,) = load_prompts(path, character_tokenizer(), data).prompts
     assert prompt.text == "Add one to n." and read_tests(prompt.metadata) == TWO
     config = CodeConfig(time_limit=2.0)
-    for program, verdicts in (("print(int(input()) + 1)", ["passed"] * 2), ("print(2)", ["passed", "wrong_answer"])):
+    for program, verdicts in (
+        ("print(int(input()) + 1)", ["passed"] * 2),
+        ("print(2)", ["passed", "wrong_answer"]),
+    ):
         assert run_tests(sandbox, program, read_tests(prompt.metadata), config) == verdicts
 
 
@@ -214,11 +308,26 @@ def test_rows_of_public_files_are_loaded_and_scored(sandbox, tmp_path, data_set,
         ({"public_test_cases": "[]", "private_test_cases": "!"}, "can't be read"),
         ({"private_test_cases": packed(["a", "list"])}, "a pickled list, not text"),
         ({"tests": [{"input": "1", "output": None}]}, "no expected output: it is null"),
-        ({"tests": [{"input": {"a": 1}, "output": "1"}]}, "a dictionary where a program reads or prints text"),
-        ({"tests": [{"input": "1", "output": "1", "testtype": "functional"}]}, "a function that has no name"),
-        ({"tests": [{"args": 5, "output": "1"}], "fn_name": "f"}, "the arguments of a call are 5; give a list"),
-        ({"tests": [{"input": "1", "output": "one two"}], "fn_name": "f"}, "neither JSON nor Python's literals"),
-        ({"tests": [{"input": "1", "output": "1 2"}], "fn_name": "f"}, "'1 2' is not the JSON of one value"),
+        (
+            {"tests": [{"input": {"a": 1}, "output": "1"}]},
+            "a dictionary where a program reads or prints text",
+        ),
+        (
+            {"tests": [{"input": "1", "output": "1", "testtype": "functional"}]},
+            "a function that has no name",
+        ),
+        (
+            {"tests": [{"args": 5, "output": "1"}], "fn_name": "f"},
+            "the arguments of a call are 5; give a list",
+        ),
+        (
+            {"tests": [{"input": "1", "output": "one two"}], "fn_name": "f"},
+            "neither JSON nor Python's literals",
+        ),
+        (
+            {"tests": [{"input": "1", "output": "1 2"}], "fn_name": "f"},
+            "'1 2' is not the JSON of one value",
+        ),
         ({"tests": ["1"]}, "can't be read"),
         ({"tests": 5}, "can't be read"),
     ],

@@ -16,7 +16,9 @@ from tests.rewards.sandbox.fusion_server import fusion_server
 from tests.rewards.sandbox.mechanisms import any_sandbox
 from tests.support.samples import make_prompt
 
-THREE = {"tests": [{"input": f"{a} {b}\n", "output": str(a + b)} for a, b in ((2, 3), (4, 5), (10, -1))]}
+THREE = {
+    "tests": [{"input": f"{a} {b}\n", "output": str(a + b)} for a, b in ((2, 3), (4, 5), (10, -1))]
+}
 SUM = "print(sum(map(int, input().split())))"
 CPP = "#include <iostream>\nint main() { int a, b; std::cin >> a >> b; std::cout << a + b; }"
 
@@ -48,7 +50,10 @@ def test_scores(sandbox, program, rule, verdicts, reward):
 def test_a_response_out_of_time_is_over_its_limit(sandbox):
     config = CodeConfig(score="fraction", time_limit=2.0)
     program = "import time\ntime.sleep(0.5)\n" + SUM
-    assert run_tests(sandbox, program, read_tests(THREE), config, time_budget=0.3) == ["passed", "time_limit"]
+    assert run_tests(sandbox, program, read_tests(THREE), config, time_budget=0.3) == [
+        "passed",
+        "time_limit",
+    ]
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
@@ -57,18 +62,30 @@ def test_cpp():
     sandbox = any_sandbox(language="cpp", time_limit=2.0)
     try:
         assert run_tests(sandbox, CPP, read_tests(THREE), config) == ["passed"] * 3
-        for program in ("int main() {", '#include "/etc/passwd"\nint main() {}', '#include "main.cpp"\n', ""):
+        for program in (
+            "int main() {",
+            '#include "/etc/passwd"\nint main() {}',
+            '#include "main.cpp"\n',
+            "",
+        ):
             assert run_tests(sandbox, program, read_tests(THREE), config) == ["compile_error"]
         crash = "#include <cstdlib>\nint main() { std::abort(); }"
         assert run_tests(sandbox, crash, read_tests(THREE), config) == ["runtime_error"]
         with pytest.raises(ValueError, match="data.code.language: python"):
-            run_tests(sandbox, CPP, read_tests({"fn_name": "f", "tests": [{"args": [1], "output": 1}]}), config)
+            run_tests(
+                sandbox,
+                CPP,
+                read_tests({"fn_name": "f", "tests": [{"args": [1], "output": 1}]}),
+                config,
+            )
     finally:
         sandbox.close()
 
 
 def scorer(**options):
-    return RewardScorer("code", asdict(CodeConfig(require_isolation=False, **options)), timeout=60.0, workers=1)
+    return RewardScorer(
+        "code", asdict(CodeConfig(require_isolation=False, **options)), timeout=60.0, workers=1
+    )
 
 
 def scores(scorer, *responses, **metadata):
@@ -92,8 +109,14 @@ def test_failures_are_counted_and_have_no_reward():
         found = scores(scorer_, SUM, SUM, "print(5)", **THREE)
         assert found.statuses == ("error", "ok", "ok")
         assert str(found.rewards.tolist()) == "[nan, 1.0, 0.0]"
-        assert found.counts == {"error": 1, "timeout": 0, "invalid": 0} and "HTTP 404" in found.messages[0]
-        assert found.verdicts["passed"] == found.verdicts["wrong_answer"] == 1 and sum(found.verdicts.values()) == 2
+        assert (
+            found.counts == {"error": 1, "timeout": 0, "invalid": 0}
+            and "HTTP 404" in found.messages[0]
+        )
+        assert (
+            found.verdicts["passed"] == found.verdicts["wrong_answer"] == 1
+            and sum(found.verdicts.values()) == 2
+        )
         assert "no test cases" in scores(scorer_, SUM).messages[0]
 
 
@@ -108,6 +131,14 @@ def test_the_verifier_says_what_isolates_programs(sandbox):
     python = sandbox._python  # one that the sandbox's user can run
     with scorer(python=python) as scorer_:
         assert scorer_.description == f"verifier code: {sandbox.isolation.describe()}"
-        assert scorer_.description.endswith("isolates file system, network, processes, system calls")
-    with fusion_server() as server, RewardScorer("code", {"sandbox_url": server.url}, timeout=None) as scorer_:
-        assert scorer_.description == f"verifier code: {server.url}/run_code runs and isolates the programs"
+        assert scorer_.description.endswith(
+            "isolates file system, network, processes, system calls"
+        )
+    with (
+        fusion_server() as server,
+        RewardScorer("code", {"sandbox_url": server.url}, timeout=None) as scorer_,
+    ):
+        assert (
+            scorer_.description
+            == f"verifier code: {server.url}/run_code runs and isolates the programs"
+        )

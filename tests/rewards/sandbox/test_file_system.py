@@ -13,9 +13,20 @@ def sandbox(request):
 
 
 def test_the_root_has_what_programs_need_and_no_more(sandbox):
-    outcome = sandbox.prepare("import os\nprint(*sorted(os.listdir('/')))\nprint(*sorted(os.listdir('/dev')))")("")
+    outcome = sandbox.prepare(
+        "import os\nprint(*sorted(os.listdir('/')))\nprint(*sorted(os.listdir('/dev')))"
+    )("")
     root, devices = outcome.stdout.decode().splitlines()
-    assert set(root.split()) - {"root", "opt", "home"} == {"bin", "box", "dev", "etc", "lib", "lib64", "tmp", "usr"}
+    assert set(root.split()) - {"root", "opt", "home"} == {
+        "bin",
+        "box",
+        "dev",
+        "etc",
+        "lib",
+        "lib64",
+        "tmp",
+        "usr",
+    }
     assert devices == "fd null random stderr stdin stdout urandom zero"
 
 

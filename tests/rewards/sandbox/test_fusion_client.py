@@ -1,4 +1,6 @@
-"""The client against a server of the same protocol over loopback: verdicts, retries, and the circuit breaker."""
+"""The client against a server of the same protocol over loopback: verdicts, retries, and the
+circuit breaker.
+"""
 
 import pytest
 
@@ -55,16 +57,37 @@ def test_the_request_has_the_limits_and_no_expected_output(server):
     verdicts(server, SUM, tests, time_limit=2.0, memory_mib=512)
     request = server.requests[-1]
     assert request.pop("compile_timeout") == 60.0
-    assert request == {"code": SUM, "language": "python", "stdin": "2 3\n", "run_timeout": 7.0, "memory_limit_MB": 512}
+    assert request == {
+        "code": SUM,
+        "language": "python",
+        "stdin": "2 3\n",
+        "run_timeout": 7.0,
+        "memory_limit_MB": 512,
+    }
 
 
-ERROR = {"status": "Success", "message": "", "compile_result": None, "run_result": {"status": "Error"}}
+ERROR = {
+    "status": "Success",
+    "message": "",
+    "compile_result": None,
+    "run_result": {"status": "Error"},
+}
 
 
 FINISHED = {"status": "Finished", "return_code": 0, "stdout": "5", "stderr": ""}
 BROKEN = [
-    None, 5, "text", [], {}, True, b"", b"[" * 10**5, {"status": None}, {"status": "Success"},
-    {"status": "Success", "run_result": 5}, {"status": "Success", "run_result": []},
+    None,
+    5,
+    "text",
+    [],
+    {},
+    True,
+    b"",
+    b"[" * 10**5,
+    {"status": None},
+    {"status": "Success"},
+    {"status": "Success", "run_result": 5},
+    {"status": "Success", "run_result": []},
     {"status": "Success", "run_result": {**FINISHED, "status": "unknown"}},
     {"status": "Success", "run_result": {**FINISHED, "return_code": None}},
     {"status": "Success", "run_result": {**FINISHED, "return_code": "0"}},
@@ -73,7 +96,7 @@ BROKEN = [
     {"status": "Success", "compile_result": FINISHED, "run_result": None},
     {"status": "Failed", "compile_result": "no", "run_result": None},
     {"status": "Failed", "compile_result": {"status": "Error"}, "run_result": None},
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("answer", BROKEN, ids=lambda answer: str(answer)[:60])
@@ -87,21 +110,30 @@ def test_a_broken_answer_is_a_failure_of_the_server(server, answer):
 def test_a_redirect_is_not_followed(server):
     with fusion_server() as other:
         server.faults = [other.url + "/run_code"]
-        with pytest.raises(SandboxError, match="HTTP 302, a redirect; give the address that it leads to"):
+        with pytest.raises(
+            SandboxError, match="HTTP 302, a redirect; give the address that it leads to"
+        ):
             verdicts(server, "print(5)")
         assert other.requests == []
 
 
-@pytest.mark.parametrize("fault", [500, 503, 429, FAILED, ERROR, {}, [], b"not JSON", "close"], ids=str)
+@pytest.mark.parametrize(
+    "fault", [500, 503, 429, FAILED, ERROR, {}, [], b"not JSON", "close"], ids=str
+)
 def test_a_passing_fault_is_retried(server, fault):
     server.faults, before = [fault] * RETRIES, len(server.requests)
     assert verdicts(server, SUM) == ["passed"]
     assert len(server.requests) - before == RETRIES + 1
 
 
-@pytest.mark.parametrize(("fault", "requests", "reason"), [
-    (503, RETRIES + 1, "HTTP 503"), (FAILED, RETRIES + 1, "no space left"), (404, 1, "HTTP 404"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fault", "requests", "reason"),
+    [
+        (503, RETRIES + 1, "HTTP 503"),
+        (FAILED, RETRIES + 1, "no space left"),
+        (404, 1, "HTTP 404"),
+    ],
+)
 def test_a_lasting_fault_has_no_verdict(server, fault, requests, reason):
     server.faults, before = [fault] * requests, len(server.requests)
     with pytest.raises(SandboxError, match=reason):

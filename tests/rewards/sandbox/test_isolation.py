@@ -8,7 +8,12 @@ import sys
 import pytest
 
 from megatron_gspo.rewards.sandbox.command import Command, Limits, Mechanism, SandboxError, Setup
-from megatron_gspo.rewards.sandbox.isolation import GUARANTEES, find_interpreter, find_isolation, probe
+from megatron_gspo.rewards.sandbox.isolation import (
+    GUARANTEES,
+    find_interpreter,
+    find_isolation,
+    probe,
+)
 from megatron_gspo.rewards.sandbox.launcher_client import Launcher
 from tests.rewards.sandbox.mechanisms import PARAMETERS, isolation_of
 
@@ -42,7 +47,9 @@ def test_limits_alone_isolate_nothing():
     finally:
         launcher.close()
     assert (outcome.ending, outcome.code) == ("exit", 0)
-    assert not os.path.exists(f"/proc/{outcome.stdout.decode()}")  # killed, though it left its session and parent
+    assert not os.path.exists(
+        f"/proc/{outcome.stdout.decode()}"
+    )  # killed, though it left its session and parent
 
 
 DAEMON = b"""
@@ -76,7 +83,9 @@ def test_without_bubblewrap_programs_are_not_isolated(monkeypatch):
 
 
 def test_applications_below_usr_are_not_visible():
-    readable = find_interpreter("/usr/bin/python3" if os.path.exists("/usr/bin/python3") else None).readable
+    readable = find_interpreter(
+        "/usr/bin/python3" if os.path.exists("/usr/bin/python3") else None
+    ).readable
     assert not {"/usr", "/usr/src", "/usr/local", "/usr/share"} & set(readable)
 
 

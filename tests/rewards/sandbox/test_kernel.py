@@ -14,10 +14,13 @@ from megatron_gspo.rewards.sandbox.command import Limits
 def spare_user_in(uid_map):
     """In a user namespace with that map; None where the kernel allows none."""
     code = (
-        "import os, sys\nfrom megatron_gspo.rewards.sandbox import kernel\n"
-        "kernel.unshare(kernel.CLONE_NEWUSER)\nprint('ready', flush=True)\ninput()\nprint(kernel.spare_user(5))"
+        "import os, sys\nfrom megatron_gspo.rewards.sandbox import"
+        " kernel\nkernel.unshare(kernel.CLONE_NEWUSER)\nprint('ready',"
+        " flush=True)\ninput()\nprint(kernel.spare_user(5))"
     )
-    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     if process.stdout.readline() != "ready\n":
         pytest.skip("no user namespaces")
     with open(f"/proc/{process.pid}/uid_map", "w") as file:
@@ -28,7 +31,12 @@ def spare_user_in(uid_map):
 @pytest.mark.skipif(os.geteuid() != 0, reason="maps several ids, which root may")
 @pytest.mark.parametrize(
     ("uid_map", "user"),
-    [("0 100000 65536", "65530"), ("0 100000 1", "None"), ("0 0 1\n1 100000 65535", "65530"), ("0 0 1000", "None")],
+    [
+        ("0 100000 65536", "65530"),
+        ("0 100000 1", "None"),
+        ("0 0 1\n1 100000 65535", "65530"),
+        ("0 0 1000", "None"),
+    ],
 )
 def test_a_spare_user_is_mapped(uid_map, user):
     assert spare_user_in(uid_map) == user
@@ -38,7 +46,11 @@ def test_limits_stay_within_what_is_allowed():
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     found = kernel.resource_limits(Limits(2.5, 10.0, 2**30, 8, 2**20))
     assert found["cpu"] == (3, 4) and found["as"] == (2**30, 2**30) and found["core"] == (0, 0)
-    assert found["nofile"] == (min(64, hard), min(64, hard)) if hard != resource.RLIM_INFINITY else (64, 64)
+    assert (
+        found["nofile"] == (min(64, hard), min(64, hard))
+        if hard != resource.RLIM_INFINITY
+        else (64, 64)
+    )
 
 
 def test_a_failed_call_is_an_os_error_that_names_it():

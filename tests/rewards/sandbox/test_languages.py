@@ -27,8 +27,17 @@ from megatron_gspo.rewards.sandbox.languages import calling, extract_code, with_
         ("```\nprint(1)\n```\nIt prints:\n```\n1\n```", "print(1)\n"),
         ("```\nn = 5\n```\n```\nimport sys\n```\n```\nnums = [1, 2], k = 2\n```", "import sys\n"),
         ("```\nx = 1\n```\n```\n5\n```", "5\n"),
-        ("```\nUse a loop.\n```\n```py\nprint(1)\n```\n```output\n1\n```\n```text\nprint(9)\n```", "print(1)\n"),
-        ("```python\nprint(1)\n```\nCorrected:\n```python\nprint(2)\n```\n```\n2\n```", "print(2)\n"),
+        (
+            (
+                "```\nUse a"
+                " loop.\n```\n```py\nprint(1)\n```\n```output\n1\n```\n```text\nprint(9)\n```"
+            ),
+            "print(1)\n",
+        ),
+        (
+            "```python\nprint(1)\n```\nCorrected:\n```python\nprint(2)\n```\n```\n2\n```",
+            "print(2)\n",
+        ),
         ("```python\nprint(1)\n```\n```python\n\n```", "print(1)\n"),
         # labels
         ("```Python 3\nprint(1)\n```", "print(1)\n"),
@@ -49,9 +58,15 @@ from megatron_gspo.rewards.sandbox.languages import calling, extract_code, with_
         ("Use `x` and ```y```.\n```python\nprint(1)\n```", "print(1)\n"),
         ("~~~python\nprint(1)", None),
         # indentation
-        ("1. So:\n\n   ```python\n   for i in (1, 2):\n       f(i)\n   ```", "for i in (1, 2):\n    f(i)\n"),
+        (
+            "1. So:\n\n   ```python\n   for i in (1, 2):\n       f(i)\n   ```",
+            "for i in (1, 2):\n    f(i)\n",
+        ),
         ("- ```python\n  if 1:\n\n      print(1)\n  ```", "if 1:\n\n    print(1)\n"),
-        ("```python\n    print(1)\n    if 1:\n        print(2)\n```", "print(1)\nif 1:\n    print(2)\n"),
+        (
+            "```python\n    print(1)\n    if 1:\n        print(2)\n```",
+            "print(1)\nif 1:\n    print(2)\n",
+        ),
         ("  ```python\n  s = '''\na'''\n  print(s)\n  ```", "s = '''\na'''\nprint(s)\n"),
         ("\t```python\n\tif 1:\n\t\tprint(1)\n\t```", "if 1:\n\tprint(1)\n"),
         # thoughts
@@ -74,19 +89,36 @@ def test_blocks_of_another_language_do_not():
 
 
 def run(program, stdin=""):
-    return subprocess.run([sys.executable, "-I", "-S", "-c", program], input=stdin, capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, "-I", "-S", "-c", program], input=stdin, capture_output=True, text=True
+    )
 
 
 @pytest.mark.parametrize(
     "program",
     [
-        "print(sorted(Counter('aab').items()), gcd(4, 6), mean([1, 2]), ascii_lowercase[0], datetime.date(2020, 1, 1))",
-        "def f(x: List[int]) -> Optional[int]:\n    return reduce(add, x)\nprint(f([1, 2]), StringIO('x').read())",
-        "print(loads('[1]'), deepcopy([1]), pow(2, 3, 5), search('a', 'ba').start(), stdin.read() == '', choice([1]))",
-        "class A(defaultdict): pass\nprint(A(int)[0], isinstance(Counter(), dict), type(OrderedDict()).__module__)",
+        (
+            "print(sorted(Counter('aab').items()), gcd(4, 6), mean([1, 2]), ascii_lowercase[0],"
+            " datetime.date(2020, 1, 1))"
+        ),
+        (
+            "def f(x: List[int]) -> Optional[int]:\n    return reduce(add, x)\nprint(f([1, 2]),"
+            " StringIO('x').read())"
+        ),
+        (
+            "print(loads('[1]'), deepcopy([1]), pow(2, 3, 5), search('a', 'ba').start(),"
+            " stdin.read() == '', choice([1]))"
+        ),
+        (
+            "class A(defaultdict): pass\nprint(A(int)[0], isinstance(Counter(), dict),"
+            " type(OrderedDict()).__module__)"
+        ),
         "print(eval('comb(4, 2)'), sys.getrecursionlimit())",
         "def f(n): return n and 1 + f(n - 1)\nprint(f(20000))",
-        "from __future__ import annotations\nfrom math import *\nimport re\nprint(floor(1.5), re.I, heappop([1]))",
+        (
+            "from __future__ import annotations\nfrom math import *\nimport re\nprint(floor(1.5),"
+            " re.I, heappop([1]))"
+        ),
     ],
 )
 def test_programs_have_the_names_of_the_harness(program):
@@ -97,7 +129,9 @@ def test_programs_have_the_names_of_the_harness(program):
 def test_a_program_s_own_names_stay():
     program = "def add(*x): return 'mine'\nprint(add(1, 2))\nprint(mean([1, 3]))"
     assert run(with_harness(program)).stdout == "mine\n2\n"
-    assert run(with_harness("if __name__ == '__main__':\n    print(__name__)")).stdout == "__main__\n"
+    assert (
+        run(with_harness("if __name__ == '__main__':\n    print(__name__)")).stdout == "__main__\n"
+    )
     assert "NameError" in run(with_harness("print(no_such_name)")).stderr
     assert "SyntaxError" in run(with_harness("The sum is five.")).stderr
 

@@ -40,7 +40,9 @@ def test_it_has_no_environment_and_few_modules(ready):
         "print({'numpy', 'torch', 'yaml', 'megatron_gspo.config'} & set(sys.modules))"
     )
     path = f"import sys; sys.path.insert(0, {str(Path(__file__).parents[3])!r})\n"
-    printed = subprocess.run([sys.executable, "-I", "-S", "-c", path + code], capture_output=True, check=True)
+    printed = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", path + code], capture_output=True, check=True
+    )
     assert printed.stdout == b"set()\n"
     setup, python = ready
     launcher = Launcher(setup)
@@ -80,7 +82,9 @@ def test_its_programs_end_with_it(mechanism, started):
         "setup, command = pickle.loads(sys.stdin.buffer.read())\nlauncher = Launcher(setup)\n"
         "launcher.run(command)"
     )
-    worker = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    worker = subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
     worker.stdin.write(pickle.dumps((isolation.setup, command)))
     worker.stdin.close()
     wait_for(lambda: len(descendants(worker.pid)) >= started, pause=0.001)

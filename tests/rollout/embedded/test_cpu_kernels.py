@@ -38,19 +38,28 @@ def test_attention_of_one_query(kv_heads, masked):
 def test_attention_with_sinks(queries):
     """Against all scores with one more column."""
     g = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(3, heads, length, 8, generator=g)
-                         for heads, length in ((4, queries), (2, 6), (2, 6)))  # fmt: skip
-    sinks, mask = torch.tensor([-1.0, 0.0, 1.0, 3.0]), torch.ones(3, 1, queries, 6, dtype=torch.bool).tril(6 - queries)
+    query, key, value = (
+        torch.randn(3, heads, length, 8, generator=g)
+        for heads, length in ((4, queries), (2, 6), (2, 6))
+    )
+    sinks, mask = (
+        torch.tensor([-1.0, 0.0, 1.0, 3.0]),
+        torch.ones(3, 1, queries, 6, dtype=torch.bool).tril(6 - queries),
+    )
     mask[1, ..., :2] = False  # left padding, or keys before a window
     mask[1, :, range(queries), range(6 - queries, 6)] = True
-    found, _ = decode_attention(torch.nn.Module(), query, key, value, mask, s_aux=sinks, scaling=0.5)
+    found, _ = decode_attention(
+        torch.nn.Module(), query, key, value, mask, s_aux=sinks, scaling=0.5
+    )
     scores = 0.5 * query @ key.repeat_interleave(2, 1).transpose(2, 3)
     column = sinks.view(1, 4, 1, 1).expand(3, 4, queries, 1)
     weights = torch.cat((scores.masked_fill(~mask, -torch.inf), column), -1).softmax(-1)[..., :-1]
     expected = (weights @ value.repeat_interleave(2, 1)).transpose(1, 2)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     if queries > 1:
-        plain, _ = decode_attention(torch.nn.Module(), query, key, value, None, s_aux=sinks, scaling=0.5)
+        plain, _ = decode_attention(
+            torch.nn.Module(), query, key, value, None, s_aux=sinks, scaling=0.5
+        )
         torch.testing.assert_close(plain[0], expected[0], rtol=1e-5, atol=1e-6)
 
 

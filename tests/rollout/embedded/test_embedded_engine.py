@@ -23,8 +23,14 @@ from tests.support.reference_models import (
     window_config,
 )
 
-CONFIGS = {"moe": moe_config, "dense": dense_config, "sinks": sink_config, "windows": window_config,
-           "next": next_config, "part": part_config}  # fmt: skip
+CONFIGS = {
+    "moe": moe_config,
+    "dense": dense_config,
+    "sinks": sink_config,
+    "windows": window_config,
+    "next": next_config,
+    "part": part_config,
+}
 SEEDS = {"sinks": 2}  # one whose samples end early and late
 
 
@@ -44,7 +50,9 @@ def test_log_probs_equal_a_teacher_forced_pass(kind, temperature, top_k):
     sampling = SamplingParams(3, 20, temperature=temperature, top_k=top_k)
     samples = engine.generate(prompts(9), sampling, seed=1)
     lengths = [s.response_length for s in samples]
-    assert min(lengths) < 10 and max(lengths) == 20  # rows left the batch on the way, and some stayed
+    assert (
+        min(lengths) < 10 and max(lengths) == 20
+    )  # rows left the batch on the way, and some stayed
     for sample in samples:
         sample.check()
         np.testing.assert_allclose(
@@ -66,7 +74,9 @@ def test_samples_are_prompt_major_and_end_where_they_should():
     assert [(s.prompt_index, s.sample_index) for s in samples] == wanted
     reasons = {s.finish_reason for s in samples}
     assert reasons == {"stop", "length"}
-    for sample, prompt in zip(samples, np.repeat(np.array(questions, dtype=object), 4), strict=True):
+    for sample, prompt in zip(
+        samples, np.repeat(np.array(questions, dtype=object), 4), strict=True
+    ):
         np.testing.assert_array_equal(sample.tokens[: sample.prompt_length], prompt.token_ids)
         response = sample.response_ids.tolist()
         assert EOS not in response[:-1]
@@ -79,7 +89,9 @@ def test_samples_do_not_depend_on_batches_order_or_split():
     _, engine = build()
     questions, sampling = prompts(13), SamplingParams(3, 16)
     whole = key(engine.generate(questions, sampling, seed=5))
-    assert len({tuple(r) for r in whole.values()}) > 30  # samples of a prompt differ from one another
+    assert (
+        len({tuple(r) for r in whole.values()}) > 30
+    )  # samples of a prompt differ from one another
     _, small = build(max_batch=4)
     assert key(small.generate(questions[::-1], sampling, seed=5)) == whole
     halves = key(engine.generate(questions[::2], sampling, seed=5))
@@ -102,7 +114,9 @@ def test_greedy_equals_the_librarys_generate(kind):
         ids = torch.from_numpy(prompt.token_ids)[None]
         out = reference.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
         np.testing.assert_array_equal(sample.tokens, out[0].numpy())
-        np.testing.assert_allclose(sample.rollout_log_probs, teacher_forced(reference, sample), atol=1e-5)
+        np.testing.assert_allclose(
+            sample.rollout_log_probs, teacher_forced(reference, sample), atol=1e-5
+        )
 
 
 def test_first_tokens_follow_the_models_distribution():
@@ -117,13 +131,17 @@ def test_first_tokens_follow_the_models_distribution():
     assert often.sum() >= 5
     chi_square = ((counts - expected)[often] ** 2 / expected[often]).sum()
     assert chi_square < 73.4  # 40 degrees, 0.999
-    assert abs(counts[~often].sum() - expected[~often].sum()) < 5 * np.sqrt(expected[~often].sum() + 1)
+    assert abs(counts[~often].sum() - expected[~often].sum()) < 5 * np.sqrt(
+        expected[~often].sum() + 1
+    )
 
 
 def test_long_responses_outgrow_the_reserved_cache():
     reference = reference_model(moe_config(max_position_embeddings=400))
     engine = loaded_engine(
-        moe_config(max_position_embeddings=400), checkpoint(reference), eos_token_ids=[VOCABULARY - 1]
+        moe_config(max_position_embeddings=400),
+        checkpoint(reference),
+        eos_token_ids=[VOCABULARY - 1],
     )
     samples = engine.generate(prompts(3), SamplingParams(2, 300, temperature=0.5), seed=4)
     assert max(s.response_length for s in samples) > 200
@@ -159,7 +177,9 @@ def test_several_end_tokens_and_where_they_come_from(tmp_path):
 @pytest.mark.parametrize("kind", CONFIGS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_model_of_a_config_is_filled_by_the_first_update_alone(tmp_path, kind, dtype):
-    """No random weights are drawn, and nothing but the weights differs from a model read from its folder."""
+    """No random weights are drawn, and nothing but the weights differs from a model read from
+    its folder.
+    """
     reference_model(CONFIGS[kind]()).save_pretrained(tmp_path)
     from_folder = EmbeddedEngine(tmp_path, dtype=dtype)
     torch.manual_seed(5)
@@ -167,15 +187,22 @@ def test_a_model_of_a_config_is_filled_by_the_first_update_alone(tmp_path, kind,
     engine = EmbeddedEngine(CONFIGS[kind](), dtype=dtype)
     assert torch.equal(torch.get_rng_state(), before)
     engine.update_weights(checkpoint(from_folder.model).items(), version=0)
-    tensors = [dict((*e.model.named_parameters(), *e.model.named_buffers())) for e in (from_folder, engine)]
+    tensors = [
+        dict((*e.model.named_parameters(), *e.model.named_buffers())) for e in (from_folder, engine)
+    ]
     assert tensors[0].keys() == tensors[1].keys()
     for name, tensor in tensors[0].items():
-        assert tensor.dtype == tensors[1][name].dtype and torch.equal(tensor, tensors[1][name]), name
+        assert tensor.dtype == tensors[1][name].dtype and torch.equal(tensor, tensors[1][name]), (
+            name
+        )
     samples = [e.generate(prompts(5), SamplingParams(2, 10), seed=3) for e in (from_folder, engine)]
     assert key(samples[0]) == key(samples[1])
     for one, other in zip(*samples, strict=True):
-        # weights mapped from a file lie at other addresses, and products of unaligned rows round differently
-        np.testing.assert_allclose(one.rollout_log_probs, other.rollout_log_probs, rtol=0, atol=2e-6)
+        # weights mapped from a file lie at other addresses, and products of unaligned rows round
+        # differently
+        np.testing.assert_allclose(
+            one.rollout_log_probs, other.rollout_log_probs, rtol=0, atol=2e-6
+        )
 
 
 def test_an_engine_without_weights_or_closed_or_paused_refuses():
@@ -235,5 +262,7 @@ def test_broken_weights_are_named_not_sampled():
     tensors = checkpoint(reference)
     tensors["model.norm.weight"][:] = float("nan")
     engine.update_weights(tensors.items(), version=12)
-    with pytest.raises(RuntimeError, match="prompt 10., weight version 12: the log-probs are not finite"):
+    with pytest.raises(
+        RuntimeError, match="prompt 10., weight version 12: the log-probs are not finite"
+    ):
         engine.generate(prompts(2), SamplingParams(1, 4), seed=0)

@@ -1,4 +1,6 @@
-"""Families with experts in the embedded engine: log-probs, routes and biases, against Transformers' own passes."""
+"""Families with experts in the embedded engine: log-probs, routes and biases, against
+Transformers' own passes.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,11 @@ BIAS = ".e_score_correction_bias"
 def build(kind):
     """A reference with a bias in its sigmoid routers, and an engine that got its weights."""
     layers = 4 if kind in SOFTMAX else 3
-    config = tiny_config(kind, vocab_size=VOCABULARY, num_hidden_layers=layers, max_position_embeddings=64)
-    # the two forms of a delta rule, token by token and chunked, differ in the rounding of their sums
+    config = tiny_config(
+        kind, vocab_size=VOCABULARY, num_hidden_layers=layers, max_position_embeddings=64
+    )
+    # the two forms of a delta rule, token by token and chunked, differ in the rounding of their
+    # sums
     reference = reference_model(config, scale=0.6 if kind in DELTA else 1.5)
     for bias in biases(reference).values():
         bias.copy_(torch.linspace(-0.4, 0.4, len(bias)))
@@ -71,7 +76,9 @@ def check(samples, reference):
     """Log-probs and routes are those of plain passes; returns the routes."""
     routes = [routes_of(reference, sample.tokens) for sample in samples]
     for sample, expected in zip(samples, routes, strict=True):
-        np.testing.assert_allclose(sample.rollout_log_probs, teacher_forced(reference, sample), atol=1e-5)
+        np.testing.assert_allclose(
+            sample.rollout_log_probs, teacher_forced(reference, sample), atol=1e-5
+        )
         np.testing.assert_array_equal(np.sort(sample.routed_experts, -1), expected)
     return routes
 
@@ -82,12 +89,16 @@ def test_log_probs_and_routes_are_those_of_a_plain_pass(kind):
     samples = sampled(engine)
     routes = check(samples, reference)
     layers = np.unique(np.concatenate(routes), axis=0)
-    assert len(layers) > 10 and (layers[:, 0] != layers[:, -1]).any(), "tokens and layers differ in their routes"
+    assert len(layers) > 10 and (layers[:, 0] != layers[:, -1]).any(), (
+        "tokens and layers differ in their routes"
+    )
     if kind in SIGMOID:
         for bias in biases(reference).values():
             bias.zero_()
         without = [routes_of(reference, sample.tokens) for sample in samples]
-        assert any((a != b).any() for a, b in zip(routes, without, strict=True)), "the bias changes the choice"
+        assert any((a != b).any() for a, b in zip(routes, without, strict=True)), (
+            "the bias changes the choice"
+        )
 
 
 @pytest.mark.parametrize("kind", SIGMOID)
@@ -99,12 +110,18 @@ def test_a_bias_stays_in_float32_to_the_bit_in_a_bfloat16_engine(kind, tmp_path)
         tensors = {name: reader.read(name) for name in reader.names}
     read = EmbeddedEngine(folder, dtype=torch.bfloat16)
     sent = EmbeddedEngine(transformers_config(folder), dtype=torch.bfloat16)
-    for version, (engine, change) in enumerate(((read, 0.0), (sent, 0.0), (read, 1 / 3), (sent, 1 / 3))):
+    for version, (engine, change) in enumerate(
+        ((read, 0.0), (sent, 0.0), (read, 1 / 3), (sent, 1 / 3))
+    ):
         stream = {name: value + change * name.endswith(BIAS) for name, value in tensors.items()}
         if version:
             engine.update_weights(stream.items(), version=version)
         found = biases(engine.model)
-        expected = {family.name_in_transformers(name): stream[name] for name in stream if name.endswith(BIAS)}
+        expected = {
+            family.name_in_transformers(name): stream[name]
+            for name in stream
+            if name.endswith(BIAS)
+        }
         assert found.keys() == expected.keys() != set()
         for name, bias in found.items():
             assert bias.dtype == torch.float32 and torch.equal(bias, expected[name]), name
@@ -114,11 +131,18 @@ def test_a_bias_stays_in_float32_to_the_bit_in_a_bfloat16_engine(kind, tmp_path)
 
 
 def test_kimi_k2_is_served_as_deepseek_v3(tmp_path):
-    """A type that Transformers does not know, with a config of its own code: from files, and with weights sent."""
-    folder = Path(save_tiny_model(tmp_path, "deepseek", vocab_size=VOCABULARY, max_position_embeddings=64))
+    """A type that Transformers does not know, with a config of its own code: from files, and
+    with weights sent.
+    """
+    folder = Path(
+        save_tiny_model(tmp_path, "deepseek", vocab_size=VOCABULARY, max_position_embeddings=64)
+    )
     reference = AutoModelForCausalLM.from_pretrained(folder).eval().requires_grad_(False)
     content = json.loads((folder / "config.json").read_text())
-    content |= {"model_type": "kimi_k2", "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}}
+    content |= {
+        "model_type": "kimi_k2",
+        "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+    }
     (folder / "config.json").write_text(json.dumps(content))
     with CheckpointReader(folder) as reader:
         tensors = {name: reader.read(name) for name in reader.names}

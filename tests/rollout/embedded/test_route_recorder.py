@@ -1,4 +1,6 @@
-"""The embedded engine's routes are those of the library's own forward pass over the finished sequences."""
+"""The embedded engine's routes are those of the library's own forward pass over the finished
+sequences.
+"""
 
 import numpy as np
 import pytest
@@ -10,7 +12,14 @@ from megatron_gspo.errors import EngineError
 from megatron_gspo.rollout.embedded import route_recorder
 from megatron_gspo.rollout.embedded.embedded_engine import EmbeddedEngine
 from megatron_gspo.routing_replay.routes import RouteShape, check_routes
-from tests.support.reference_models import checkpoint, dense_config, loaded_engine, moe_config, prompts, reference_model
+from tests.support.reference_models import (
+    checkpoint,
+    dense_config,
+    loaded_engine,
+    moe_config,
+    prompts,
+    reference_model,
+)
 
 CONFIGS = {
     "8 experts, 2 active": dict(),
@@ -18,7 +27,9 @@ CONFIGS = {
     "256 experts": dict(num_experts=256, num_experts_per_tok=4, moe_intermediate_size=4),
     "257 experts": dict(num_experts=257, num_experts_per_tok=4, moe_intermediate_size=4),
     "1 active": dict(num_experts_per_tok=1),
-    "dense layers in between": dict(num_hidden_layers=6, decoder_sparse_step=2, mlp_only_layers=[1]),
+    "dense layers in between": dict(
+        num_hidden_layers=6, decoder_sparse_step=2, mlp_only_layers=[1]
+    ),
 }
 SAMPLED = SamplingParams(3, 20)
 GREEDY = SamplingParams(2, 15, temperature=0.0)
@@ -31,7 +42,9 @@ def build(changes, **settings):
 
 
 def naive_routes(model, tokens):
-    """[L-1, layers, k] sets of experts from one plain pass: the k largest router logits of each position."""
+    """[L-1, layers, k] sets of experts from one plain pass: the k largest router logits of each
+    position.
+    """
     logits = model(torch.from_numpy(tokens[:-1])[None], output_router_logits=True).router_logits
     k = model.config.num_experts_per_tok
     return np.stack([layer.topk(k, -1).indices.sort(-1).values.numpy() for layer in logits], axis=1)
@@ -41,7 +54,9 @@ def assert_routes(samples, reference):
     for sample in samples:
         sample.check()
         assert sample.missing_routes is None
-        np.testing.assert_array_equal(np.sort(sample.routed_experts, -1), naive_routes(reference, sample.tokens))
+        np.testing.assert_array_equal(
+            np.sort(sample.routed_experts, -1), naive_routes(reference, sample.tokens)
+        )
 
 
 @pytest.mark.parametrize("sampling", [SAMPLED, GREEDY], ids=["sampled", "greedy"])
@@ -50,7 +65,9 @@ def test_every_row_equals_that_of_a_plain_pass(name, sampling):
     reference, engine = build(CONFIGS[name], return_routed_experts=True, eos_token_ids=range(1, 5))
     samples = engine.generate(prompts(16), sampling, seed=1)
     lengths = {s.response_length for s in samples}
-    assert min(lengths) < 8 and max(lengths) == sampling.max_response_length  # early stops, and responses cut off
+    assert (
+        min(lengths) < 8 and max(lengths) == sampling.max_response_length
+    )  # early stops, and responses cut off
     assert len({s.prompt_length for s in samples}) > 4
     assert_routes(samples, reference)
     config = reference.config
@@ -72,7 +89,9 @@ def test_dense_layers_are_left_out():
 
 @pytest.mark.parametrize("max_batch", [1, 4, 7])
 def test_routes_do_not_depend_on_batches(max_batch):
-    reference, engine = build(CONFIGS["16 experts, 4 active"], return_routed_experts=True, max_batch=max_batch)
+    reference, engine = build(
+        CONFIGS["16 experts, 4 active"], return_routed_experts=True, max_batch=max_batch
+    )
     samples = engine.generate(prompts(8), SAMPLED, seed=3)
     assert_routes(samples, reference)
     _, whole = build(CONFIGS["16 experts, 4 active"], return_routed_experts=True)
@@ -103,7 +122,9 @@ def test_recording_changes_no_bit_and_nothing_is_recorded_when_off(sampling):
     _, with_routes = build({}, return_routed_experts=True)
     _, without = build({})
     for a, b in zip(
-        with_routes.generate(prompts(7), sampling, seed=2), without.generate(prompts(7), sampling, seed=2), strict=True
+        with_routes.generate(prompts(7), sampling, seed=2),
+        without.generate(prompts(7), sampling, seed=2),
+        strict=True,
     ):
         assert a.tokens.tolist() == b.tokens.tolist() and a.finish_reason == b.finish_reason
         assert a.rollout_log_probs.tobytes() == b.rollout_log_probs.tobytes()
@@ -122,7 +143,10 @@ def test_routes_follow_the_weights():
 
 
 def test_a_dense_model_has_no_routes():
-    with pytest.raises(ValueError, match="model type qwen3 has no MoE layer to return routed experts of: leave them"):
+    with pytest.raises(
+        ValueError,
+        match="model type qwen3 has no MoE layer to return routed experts of: leave them",
+    ):
         EmbeddedEngine(dense_config(), return_routed_experts=True)
 
 
@@ -135,14 +159,26 @@ def test_a_layer_that_is_passed_by_is_named():
         engine.generate(prompts(1), SamplingParams(1, 2), seed=0)
 
 
-@pytest.mark.parametrize("config", [MixtralConfig, Qwen2MoeConfig, OlmoeConfig], ids=lambda kind: kind.model_type)
+@pytest.mark.parametrize(
+    "config", [MixtralConfig, Qwen2MoeConfig, OlmoeConfig], ids=lambda kind: kind.model_type
+)
 def test_other_families(config):
     """Mixtral's name for the number of experts, Qwen2-MoE's shared expert and dense layers."""
     count = {"num_local_experts": 6} if config is MixtralConfig else {"num_experts": 6}
-    sizes = dict(vocab_size=40, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2)
-    widths = dict(intermediate_size=16, moe_intermediate_size=16, shared_expert_intermediate_size=16)
+    sizes = dict(
+        vocab_size=40,
+        hidden_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    widths = dict(
+        intermediate_size=16, moe_intermediate_size=16, shared_expert_intermediate_size=16
+    )
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config(**sizes, **widths, **count, num_experts_per_tok=2)).eval()
+    model = AutoModelForCausalLM.from_config(
+        config(**sizes, **widths, **count, num_experts_per_tok=2)
+    ).eval()
     recorder = route_recorder.RouteRecorder(model)
     tokens = prompts(1, shortest=11)[0].token_ids
     wanted = naive_routes(model, np.append(tokens, 0))

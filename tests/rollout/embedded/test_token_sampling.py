@@ -5,7 +5,11 @@ import pytest
 import torch
 
 from megatron_gspo.config import SamplingParams
-from megatron_gspo.rollout.embedded.token_sampling import choose_tokens, philox_4x32, sequence_uniforms
+from megatron_gspo.rollout.embedded.token_sampling import (
+    choose_tokens,
+    philox_4x32,
+    sequence_uniforms,
+)
 
 
 def words(*values):
@@ -32,7 +36,9 @@ def test_uniforms_depend_on_seed_prompt_sample_and_position_alone():
     table = sequence_uniforms(11, prompt, sample, 10)
     assert table.shape == (3, 10) and table.dtype == np.float32
     assert 0 <= table.min() and table.max() < 1
-    np.testing.assert_array_equal(sequence_uniforms(11, prompt[[2, 0]], sample[[2, 0]], 6), table[[2, 0], :6])
+    np.testing.assert_array_equal(
+        sequence_uniforms(11, prompt[[2, 0]], sample[[2, 0]], 6), table[[2, 0], :6]
+    )
     others = [
         sequence_uniforms(12, prompt[:1], sample[:1], 10),
         sequence_uniforms(11 + 2**32, prompt[:1], sample[:1], 10),
@@ -74,18 +80,23 @@ LOGITS = [0.3, -1.0, 2.0, 0.0, 1.4, -3.0, 0.9, -0.2]
 
 
 @pytest.mark.parametrize(
-    "temperature, top_k, top_p", [(1.0, 0, 1.0), (0.6, 0, 1.0), (2.0, 3, 1.0), (1.0, 0, 0.7), (1.3, 5, 0.8)]
+    "temperature, top_k, top_p",
+    [(1.0, 0, 1.0), (0.6, 0, 1.0), (2.0, 3, 1.0), (1.0, 0, 0.7), (1.3, 5, 0.8)],
 )
 def test_drawn_frequencies_match_the_exact_distribution(temperature, top_k, top_p):
     n = 40_000
     sampling = SamplingParams(1, 1, temperature=temperature, top_k=top_k, top_p=top_p)
-    draws = torch.from_numpy(sequence_uniforms(1, np.arange(n), np.zeros(n, dtype=np.int64), 1)[:, 0])
+    draws = torch.from_numpy(
+        sequence_uniforms(1, np.arange(n), np.zeros(n, dtype=np.int64), 1)[:, 0]
+    )
     tokens, log_probs = choose_tokens(torch.tensor(LOGITS).expand(n, -1), draws, sampling)
     expected, untruncated = exact_probs(LOGITS, temperature, top_k, top_p)
     counts = np.bincount(tokens.numpy(), minlength=len(LOGITS))
     support = np.array(expected) > 0
     assert counts[~support].sum() == 0
-    chi_square = ((counts - n * np.array(expected))[support] ** 2 / (n * np.array(expected)[support])).sum()
+    chi_square = (
+        (counts - n * np.array(expected))[support] ** 2 / (n * np.array(expected)[support])
+    ).sum()
     assert chi_square < 24.3  # 7 degrees, 0.999; fewer degrees have a lower bound
     np.testing.assert_allclose(log_probs.numpy(), np.log(untruncated)[tokens.numpy()], atol=1e-6)
 
@@ -95,7 +106,9 @@ def test_inverse_cdf_by_hand():
     draws = torch.tensor([0.0, 0.19, 0.21, 0.69, 0.71])
     assert choose_tokens(logits, draws, SamplingParams(1, 1))[0].tolist() == [0, 0, 1, 1, 2]
     ranked = SamplingParams(1, 1, top_k=2)  # order 1, 2 with 0.625 and 0.375
-    assert choose_tokens(logits, torch.tensor([0.0, 0.62, 0.63, 0.99, 0.5]), ranked)[0].tolist() == [
+    assert choose_tokens(logits, torch.tensor([0.0, 0.62, 0.63, 0.99, 0.5]), ranked)[
+        0
+    ].tolist() == [
         1,
         1,
         2,

@@ -7,7 +7,14 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from megatron_gspo.config import SamplingParams
 from megatron_gspo.rollout.embedded.weight_loading import WeightTargets
-from tests.support.reference_models import checkpoint, dense_config, loaded_engine, moe_config, prompts, reference_model
+from tests.support.reference_models import (
+    checkpoint,
+    dense_config,
+    loaded_engine,
+    moe_config,
+    prompts,
+    reference_model,
+)
 from tests.support.tiny_models import tiny_config
 
 EXPERT = "model.layers.1.mlp.experts.5.up_proj.weight"
@@ -117,7 +124,9 @@ def test_a_wrong_stream_is_read_to_its_end_and_named_in_one_line(kind, message):
         engine.update_weights(stream(), version=1)
     assert "\n" not in str(error.value)
     assert len(read) == len(broken(kind))
-    with pytest.raises(RuntimeError, match="no complete weights"):  # part of it may have been written
+    with pytest.raises(
+        RuntimeError, match="no complete weights"
+    ):  # part of it may have been written
         engine.generate(prompts(1), SamplingParams(1, 2), seed=0)
     engine.update_weights(broken("none"), version=2)
     assert engine.generate(prompts(1), SamplingParams(1, 2), seed=0)[0].weight_version == 2

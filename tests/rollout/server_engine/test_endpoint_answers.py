@@ -26,4 +26,11 @@ def test_an_object_of_another_form_is_named():
 
 
 def test_only_counts_are_positive():
-    assert [positive(value) for value in (3, 0, -1, True, "3", None)] == [3, None, None, None, None, None]
+    assert [positive(value) for value in (3, 0, -1, True, "3", None)] == [
+        3,
+        None,
+        None,
+        None,
+        None,
+        None,
+    ]

@@ -57,7 +57,10 @@ PASSING = {
     "lengths": (change_meta(output_token_logprobs=[[-1.0, 15, None]] * 3), "refused"),
     "no version": (change_meta(weight_version=None), "refused"),
     "huge": (lambda answer: answer | {"text": "x" * 10**6}, "retries"),
-    "nothing": (lambda answer: {"output_ids": [], "meta_info": {"finish_reason": {"type": "abort"}}}, "retries"),
+    "nothing": (
+        lambda answer: {"output_ids": [], "meta_info": {"finish_reason": {"type": "abort"}}},
+        "retries",
+    ),
 }
 
 
@@ -68,7 +71,9 @@ def check(groups: list[list], wanted: list[Prompt]) -> None:
     for prompt, group in zip(wanted, groups, strict=True):
         for sample in group:
             assert sample.response_ids.tolist() == expected(prompt)
-            np.testing.assert_array_equal(sample.rollout_log_probs, -np.array(expected(prompt), np.float32) / 8)
+            np.testing.assert_array_equal(
+                sample.rollout_log_probs, -np.array(expected(prompt), np.float32) / 8
+            )
 
 
 @pytest.mark.parametrize("name", PASSING)
@@ -89,9 +94,13 @@ def test_a_passing_fault_is_survived_and_counted_once(server, name):
 def test_a_lasting_fault_ends_with_one_line_that_names_the_request(server, name):
     server.always = PASSING[name][0]
     with Setup(server.url, health_interval=0.01) as setup:
-        watch = setup.loop.spawn(setup.pool.monitor())  # servers that were excluded for their faults return
+        watch = setup.loop.spawn(
+            setup.pool.monitor()
+        )  # servers that were excluded for their faults return
         setup.stream.start(prompts(1), SAMPLING, seed=1)
-        with pytest.raises(EngineError, match=r"^sample 0/[01]: given up after 4 tries in \d+ s; the last: ") as caught:
+        with pytest.raises(
+            EngineError, match=r"^sample 0/[01]: given up after 4 tries in \d+ s; the last: "
+        ) as caught:
             setup.stream.take(1)
         watch.cancel()
     assert "\n" not in str(caught.value) and setup.client.counts["requests"] == 0
@@ -101,8 +110,12 @@ def test_a_lasting_fault_ends_with_one_line_that_names_the_request(server, name)
 def test_a_request_that_is_refused_is_not_repeated(server, code):
     server.always = status(code)
     with Setup(server.url) as setup:
-        setup.stream.start(prompts(1), SamplingParams(n_samples_per_prompt=1, max_response_length=4), seed=1)
-        with pytest.raises(EngineError, match=rf"^sample 0/0: server {server.url}/generate: .*{code}"):
+        setup.stream.start(
+            prompts(1), SamplingParams(n_samples_per_prompt=1, max_response_length=4), seed=1
+        )
+        with pytest.raises(
+            EngineError, match=rf"^sample 0/0: server {server.url}/generate: .*{code}"
+        ):
             setup.stream.take(1)
     assert len(server.bodies) == 1
 
@@ -110,10 +123,20 @@ def test_a_request_that_is_refused_is_not_repeated(server, code):
 def test_retries_begin_anew_after_a_success(server):
     """Three are allowed; a response in parts may fail as often in each."""
     fails = [status(500)] * 3
-    server.breaks = [*fails, lambda answer: _cut(answer, 1), *fails, lambda answer: _cut(answer, 1), *fails]
+    server.breaks = [
+        *fails,
+        lambda answer: _cut(answer, 1),
+        *fails,
+        lambda answer: _cut(answer, 1),
+        *fails,
+    ]
     with Setup(server.url) as setup:
-        setup.pool.servers[0].failed_requests = -100  # that it isn't taken out is of no interest here
-        setup.stream.start(prompts(1), SamplingParams(n_samples_per_prompt=1, max_response_length=4), seed=1)
+        setup.pool.servers[
+            0
+        ].failed_requests = -100  # that it isn't taken out is of no interest here
+        setup.stream.start(
+            prompts(1), SamplingParams(n_samples_per_prompt=1, max_response_length=4), seed=1
+        )
         [[sample]] = setup.stream.take(1)
     assert sample.response_ids.tolist() == expected(prompts(1)[0])
     assert setup.client.counts["retries"] == 9 and setup.client.counts["continued"] == 2
@@ -124,8 +147,12 @@ def test_the_requests_of_a_response_have_a_deadline_together(server):
     server.gate = False
     with Setup(server.url, retries=100, request_timeout=1.0, response_timeout=2.5) as setup:
         setup.pool.servers[0].failed_requests = -100
-        setup.stream.start(prompts(1), SamplingParams(n_samples_per_prompt=1, max_response_length=4), seed=1)
-        with pytest.raises(EngineError, match=r"^sample 0/0: given up after [23] tries in [23] s; .*no answer"):
+        setup.stream.start(
+            prompts(1), SamplingParams(n_samples_per_prompt=1, max_response_length=4), seed=1
+        )
+        with pytest.raises(
+            EngineError, match=r"^sample 0/0: given up after [23] tries in [23] s; .*no answer"
+        ):
             setup.stream.take(1)
     assert 2 <= len(server.bodies) <= 3 and setup.client.counts["retries"] == len(server.bodies)
     server.gate = True
@@ -147,7 +174,10 @@ def test_waiting_for_a_server_does_not_count(server):
 def _cut(answer: dict[str, Any], count: int) -> dict[str, Any]:
     """The answer as it would be after an abort."""
     meta = answer["meta_info"]
-    meta |= {"finish_reason": {"type": "abort"}, "output_token_logprobs": meta["output_token_logprobs"][:count]}
+    meta |= {
+        "finish_reason": {"type": "abort"},
+        "output_token_logprobs": meta["output_token_logprobs"][:count],
+    }
     return {"output_ids": answer["output_ids"][:count], "meta_info": meta}
 
 
@@ -171,7 +201,10 @@ def test_old_weights_never_serve(server):
             setup.stream.start(wanted, SAMPLING, seed=1)
             check(setup.stream.take(3), wanted)
             assert 1 <= setup.client.counts["stale_responses"] <= 6
-            assert setup.pool.serving == setup.pool.servers[1:] and setup.pool.stale == setup.pool.servers[:1]
+            assert (
+                setup.pool.serving == setup.pool.servers[1:]
+                and setup.pool.stale == setup.pool.servers[:1]
+            )
             assert setup.client.counts["requests"] == 6
 
 
@@ -190,7 +223,9 @@ def test_where_all_have_old_weights_an_update_is_asked_for(server):
 def test_a_version_that_no_update_mends_ends_the_run(server):
     server.version = "another-life:9"
     with Setup(server.url) as setup:
-        setup.stream.start(prompts(1), SamplingParams(n_samples_per_prompt=1, max_response_length=4), seed=1)
+        setup.stream.start(
+            prompts(1), SamplingParams(n_samples_per_prompt=1, max_response_length=4), seed=1
+        )
         updates = 0
 
         def take_with_updates():
@@ -198,11 +233,15 @@ def test_a_version_that_no_update_mends_ends_the_run(server):
             while True:
                 try:
                     return setup.stream.take(1)
-                except WeightsNeeded:  # once more where `take` looks between the last answer and the request's end
+                except (
+                    WeightsNeeded
+                ):  # once more where `take` looks between the last answer and the request's end
                     updates += 1
                     setup.serve()
 
-        with pytest.raises(EngineError, match="sample 0/0: given up after 4 tries.*weights 'another-life:9'"):
+        with pytest.raises(
+            EngineError, match="sample 0/0: given up after 4 tries.*weights 'another-life:9'"
+        ):
             take_with_updates()
         assert 3 <= updates <= 4
 
@@ -212,7 +251,9 @@ def test_the_prompt_of_a_group_is_computed_once_and_its_samples_follow(server):
         setup.client.model = served_model(max_length=1000)
         wanted = prompts(2, length=64)
         wanted = [Prompt(p.index, p.token_ids % 90 + 2, "") for p in wanted]
-        setup.stream.start(wanted, SamplingParams(n_samples_per_prompt=3, max_response_length=4), seed=1)
+        setup.stream.start(
+            wanted, SamplingParams(n_samples_per_prompt=3, max_response_length=4), seed=1
+        )
         setup.stream.take(2)
         for bodies in (server.bodies, other.bodies):
             assert [body["sampling_params"]["max_new_tokens"] for body in bodies] == [0, 4, 4, 4]
@@ -246,9 +287,13 @@ def test_seeds_depend_on_seed_prompt_sample_and_token(server):
 
 def test_what_is_asked_for(server):
     with Setup(server.url) as setup:
-        sampling = SamplingParams(n_samples_per_prompt=1, max_response_length=4, temperature=0.7, top_p=0.9, top_k=5)
+        sampling = SamplingParams(
+            n_samples_per_prompt=1, max_response_length=4, temperature=0.7, top_p=0.9, top_k=5
+        )
         setup.stream.start(prompts(1), sampling, seed=1)
-        setup.stream.start(prompts(1), SamplingParams(1, max_response_length=4, temperature=0.0), seed=1)
+        setup.stream.start(
+            prompts(1), SamplingParams(1, max_response_length=4, temperature=0.0), seed=1
+        )
         setup.stream.take(2)
     sampled, greedy = (body["sampling_params"] for body in server.bodies)
     assert (sampled["temperature"], sampled["top_p"], sampled["top_k"]) == (0.7, 0.9, 5)

@@ -1,4 +1,6 @@
-"""Started groups are taken once, in order, or returned; old ones are waited for; failures don't hang."""
+"""Started groups are taken once, in order, or returned; old ones are waited for; failures don't
+hang.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,11 @@ from megatron_gspo.config import SamplingParams
 from megatron_gspo.data.sample import Prompt
 from megatron_gspo.errors import EngineError
 from megatron_gspo.rollout.server_engine.partial_response import PartialResponse
-from megatron_gspo.rollout.server_engine.request_stream import GroupRequest, WeightsNeeded, select_groups
+from megatron_gspo.rollout.server_engine.request_stream import (
+    GroupRequest,
+    WeightsNeeded,
+    select_groups,
+)
 from megatron_gspo.rollout.server_engine.server_pool import NoServerError
 from tests.support.sglang_generator import SAMPLING, Generator, Setup, expected, prompts
 from tests.support.waiting import wait_for
@@ -78,10 +84,15 @@ def test_what_is_kept_goes_on_where_it_was(server):
     for prompt, group in zip(wanted, groups, strict=True):
         for sample in group:
             assert sample.response_ids.tolist() == expected(prompt)
-            np.testing.assert_array_equal(sample.rollout_log_probs, -np.array(expected(prompt), np.float32) / 8)
+            np.testing.assert_array_equal(
+                sample.rollout_log_probs, -np.array(expected(prompt), np.float32) / 8
+            )
             assert sample.token_versions.tolist() == [3, 4, 6, 6] and sample.weight_version == 3
     assert counts["continued"] == 8 and counts["discarded_tokens"] == counts["retries"] == 0
-    sent = [(len(body["input_ids"]), body["sampling_params"]["max_new_tokens"]) for body in server.bodies]
+    sent = [
+        (len(body["input_ids"]), body["sampling_params"]["max_new_tokens"])
+        for body in server.bodies
+    ]
     assert sent == [(5, 4)] * 4 + [(6, 3)] * 4 + [(7, 2)] * 4
 
 
@@ -127,7 +138,9 @@ def hold_back(server: Generator, length: int) -> Callable[[], None]:
 
 
 def test_a_group_that_is_due_is_waited_for_and_comes_first(server):
-    """Group 0 has a token of version 3; while it is slow, others that are done don't pass it where 3 is the bound."""
+    """Group 0 has a token of version 3; while it is slow, others that are done don't pass it
+    where 3 is the bound.
+    """
     with Setup(server.url) as setup:
         server.gate = False
         slow = [Prompt(0, np.arange(9), "")]
@@ -155,7 +168,9 @@ def test_places_are_kept_for_groups_that_are_due(server):
         server.gate = True
         setup.stream.start([Prompt(i, np.arange(5), "") for i in (1, 2, 3)], SAMPLING, seed=1)
         wait_for(lambda: setup.client.counts["requests"] >= 8, pause=0.005)
-        assert indices(setup.stream.take(2, oldest=3, patience=0.1)) == [1]  # one place is group 0's
+        assert indices(setup.stream.take(2, oldest=3, patience=0.1)) == [
+            1
+        ]  # one place is group 0's
         go_on()
         assert indices(setup.stream.take(1, oldest=3)) == [0]
 
@@ -170,8 +185,11 @@ def test_no_server_at_all_ends_after_the_recovery_time():
         with pytest.raises(NoServerError) as caught:
             setup.stream.take(1)
         assert 0.3 <= time.monotonic() - began < 10
-        assert str(caught.value) == (f"no server has answered for 0.3 s: {url}: server {url}/generate: no connection "
-                                     "(connection refused)")
+        assert (
+            str(caught.value)
+            == f"no server has answered for 0.3 s: {url}: server {url}/generate: no connection "
+            "(connection refused)"
+        )
 
 
 def test_the_recovery_time_goes_on_from_one_take_to_the_next():
@@ -232,9 +250,14 @@ def test_a_token_outside_the_vocabulary_never_leaves(server, token):
 
 def test_a_prompt_that_leaves_no_room(server):
     with Setup(server.url) as setup:
-        with pytest.raises(ValueError, match=r"prompt 0: 61 tokens \+ max_response_length=4 exceed the 64 positions"):
+        with pytest.raises(
+            ValueError,
+            match=r"prompt 0: 61 tokens \+ max_response_length=4 exceed the 64 positions",
+        ):
             setup.stream.start([Prompt(0, np.zeros(61, dtype=np.int64), "")], SAMPLING, seed=1)
-        setup.stream.start([Prompt(0, np.zeros(60, dtype=np.int64), "")], SamplingParams(1, 4), seed=1)
+        setup.stream.start(
+            [Prompt(0, np.zeros(60, dtype=np.int64), "")], SamplingParams(1, 4), seed=1
+        )
         assert indices(setup.stream.take(1)) == [0]
 
 
@@ -254,17 +277,32 @@ def test_who_goes_now_so_that_nobody_is_too_old_later():
 
     assert taken(2, None) == [0, 1]
     assert taken(2, 0) == [0, 1], "four of version 4 have four steps"
-    assert taken(2, 3) == [0, 2], "of four that have one more step two go now, before the younger one"
+    assert taken(2, 3) == [
+        0,
+        2,
+    ], "of four that have one more step two go now, before the younger one"
     assert taken(3, 3) == [0, 2, 1]
     assert taken(3, 4) == [0, 2, 4]
     assert taken(4, 4) == [0, 2, 4], "the fourth place is kept"
 
 
-@pytest.mark.parametrize(("staleness", "oversampling", "overlap"),
-                         [(1, 2.0, False), (1, 1.0, True), (1, 2.0, True), (2, 3.0, False), (2, 2.5, True),
-                          (3, 1.0, True), (3, 4.0, False), (5, 1.7, True)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("staleness", "oversampling", "overlap"),
+    [
+        (1, 2.0, False),
+        (1, 1.0, True),
+        (1, 2.0, True),
+        (2, 3.0, False),
+        (2, 2.5, True),
+        (3, 1.0, True),
+        (3, 4.0, False),
+        (5, 1.7, True),
+    ],
+)
 def test_no_order_of_finishing_breaks_the_bound(staleness, oversampling, overlap):
-    """The steps of `loop/generation.py`; the last group that was started finishes first, or any group."""
+    """The steps of `loop/generation.py`; the last group that was started finishes first, or any
+    group.
+    """
     size = 3
     for seed in range(6):
         rng = np.random.default_rng(seed)
@@ -273,7 +311,9 @@ def test_no_order_of_finishing_breaks_the_bound(staleness, oversampling, overlap
 
         def begin(count: int, version: int, pending=pending, tickets=tickets, rng=rng) -> None:
             while len(pending) < count:
-                pending.append(group_of(next(tickets), version if rng.random() < 0.9 else None, done=False))
+                pending.append(
+                    group_of(next(tickets), version if rng.random() < 0.9 else None, done=False)
+                )
 
         for version in range(30):
             begin(math.ceil(size * oversampling), version)
@@ -283,7 +323,11 @@ def test_no_order_of_finishing_breaks_the_bound(staleness, oversampling, overlap
 
 
 def take_step(
-    pending: list[GroupRequest], size: int, version: int, oldest: int, rng: np.random.Generator | None
+    pending: list[GroupRequest],
+    size: int,
+    version: int,
+    oldest: int,
+    rng: np.random.Generator | None,
 ) -> None:
     """A step takes its groups; they finish one at a time until it has them."""
     missing = size

@@ -1,4 +1,6 @@
-"""Several ranks as clients of the same servers, which implement SGLang's protocol and run in rank 0's process."""
+"""Several ranks as clients of the same servers, which implement SGLang's protocol and run in
+rank 0's process.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,12 @@ from megatron_gspo.config import SamplingParams, ServerConfig
 from megatron_gspo.errors import SharedEngineError
 from megatron_gspo.parallel.rank_zero import run_on_rank_zero
 from megatron_gspo.rollout.server_engine import generation_client
-from megatron_gspo.rollout.server_engine.rollout_client import COUNTS, PoolState, RolloutClient, server_metrics
+from megatron_gspo.rollout.server_engine.rollout_client import (
+    COUNTS,
+    PoolState,
+    RolloutClient,
+    server_metrics,
+)
 from megatron_gspo.rollout.server_engine.server_engine import ServerEngine
 from megatron_gspo.rollout.server_engine.server_pool import ServerState
 from megatron_gspo.rollout.server_source import ServerSource
@@ -36,34 +43,55 @@ VERSION = 3
 class Rank:
     """A rank of a run. servers: on rank 0. lines: of its log."""
 
-    def __init__(self, folder: str, clients: Sequence[int], servers: Sequence[Generator], settings: Any) -> None:
+    def __init__(
+        self, folder: str, clients: Sequence[int], servers: Sequence[Generator], settings: Any
+    ) -> None:
         self.rank, self.servers, self.lines = dist.get_rank(), servers, list[str]()
         urls = run_on_rank_zero(lambda: [server.url for server in servers])
         key = Path(folder) / f"key_{self.rank}"
         key.write_text(f"rank{self.rank}")
-        given: dict[str, Any] = {"health_interval": 0.1, "health_timeout": 2.0, "recovery_timeout": 30.0}
-        given |= dict(urls=tuple(urls), weight_transport="tensor", api_key_file=str(key), **settings)
+        given: dict[str, Any] = {
+            "health_interval": 0.1,
+            "health_timeout": 2.0,
+            "recovery_timeout": 30.0,
+        }
+        given |= dict(
+            urls=tuple(urls), weight_transport="tensor", api_key_file=str(key), **settings
+        )
         config = ServerConfig(**given)
         self.client = self.engine = None
         if self.rank in clients:
             share = clients.index(self.rank), len(clients)
-            self.client = RolloutClient(urls, config, MODEL, str, api=SGLangAPI(), share=share, log=self.lines.append)
+            self.client = RolloutClient(
+                urls, config, MODEL, str, api=SGLangAPI(), share=share, log=self.lines.append
+            )
         if self.rank == 0:
             transport = make_transport(config, SGLangWeightEndpoints())
             self.engine = ServerEngine(config, self.client, transport, log=self.lines.append)
-        self.source = ServerSource(self.engine, self.client, clients, config, groups_per_step=2, log=self.lines.append)
+        self.source = ServerSource(
+            self.engine, self.client, clients, config, groups_per_step=2, log=self.lines.append
+        )
         self.source.update_weights(collective_weights, version=VERSION)
 
     def serving(self) -> list[int]:
         """The ports of the servers that this rank's client may use."""
-        return sorted(int(s.url.rpartition(":")[2]) for s in self.client.pool.serving) if self.client else []
+        return (
+            sorted(int(s.url.rpartition(":")[2]) for s in self.client.pool.serving)
+            if self.client
+            else []
+        )
 
     def requests(self) -> list[tuple[str, str]]:
         """(API key, body) of each request, on rank 0."""
-        return [(sender, json.dumps(body, sort_keys=True)) for server in self.servers
-                for sender, body in zip(server.senders, server.bodies, strict=True)]  # fmt: skip
+        return [
+            (sender, json.dumps(body, sort_keys=True))
+            for server in self.servers
+            for sender, body in zip(server.senders, server.bodies, strict=True)
+        ]
 
-    def change_servers(self, change: Callable[[Generator], Any], servers: slice = slice(None)) -> None:
+    def change_servers(
+        self, change: Callable[[Generator], Any], servers: slice = slice(None)
+    ) -> None:
         """On rank 0, before any rank goes on."""
         for server in self.servers[servers]:
             change(server)
@@ -71,12 +99,21 @@ class Rank:
 
     def wait_for_requests(self, count: int) -> None:
         """On every rank."""
-        wait_for(lambda: not self.servers or sum(len(server.bodies) for server in self.servers) >= count)
+        wait_for(
+            lambda: not self.servers or sum(len(server.bodies) for server in self.servers) >= count
+        )
         dist.barrier()
 
 
-def on_rank(number: int, world: int, case: Callable[[Rank], Any], folder: str, clients: Sequence[int], num_servers: int,
-            settings: Any) -> Any:  # fmt: skip
+def on_rank(
+    number: int,
+    world: int,
+    case: Callable[[Rank], Any],
+    folder: str,
+    clients: Sequence[int],
+    num_servers: int,
+    settings: Any,
+) -> Any:
     generation_client._BACKOFF_SECONDS = 0.0
     with ExitStack() as stack:
         servers = [stack.enter_context(Generator()) for _ in range(num_servers * (number == 0))]
@@ -87,10 +124,17 @@ def on_rank(number: int, world: int, case: Callable[[Rank], Any], folder: str, c
 
 @pytest.fixture
 def run(tmp_path: Path) -> Callable[..., list[Any]]:
-    """`run(case, world, clients, num_servers=..., **settings)`: the values of `case(Rank)` by rank."""
+    """`run(case, world, clients, num_servers=..., **settings)`: the values of `case(Rank)` by
+    rank.
+    """
 
-    def start(case: Callable[[Rank], Any], world: int, clients: Sequence[int], num_servers: int = 1,
-              **settings: Any) -> list[Any]:  # fmt: skip
+    def start(
+        case: Callable[[Rank], Any],
+        world: int,
+        clients: Sequence[int],
+        num_servers: int = 1,
+        **settings: Any,
+    ) -> list[Any]:
         return run_distributed(on_rank, world, case, str(tmp_path), clients, num_servers, settings)
 
     return start
@@ -105,14 +149,25 @@ def open_gate(server: Generator) -> None:
 
 
 def facts(batch: Any) -> list[tuple]:
-    return [(s.prompt_index, s.sample_index, s.response_ids.tolist(), s.rollout_log_probs.tolist(),
-             s.token_versions.tolist()) for s in all_samples(batch)]  # fmt: skip
+    return [
+        (
+            s.prompt_index,
+            s.sample_index,
+            s.response_ids.tolist(),
+            s.rollout_log_probs.tolist(),
+            s.token_versions.tolist(),
+        )
+        for s in all_samples(batch)
+    ]
 
 
 def right(versions: Sequence[int], count: int) -> list[tuple]:
     """The facts of `count` groups whose tokens have these versions."""
-    return [(prompt.index, i, tokens := expected(prompt), [-t / 8 for t in tokens], list(versions))
-            for prompt in prompts(count) for i in range(2)]  # fmt: skip
+    return [
+        (prompt.index, i, tokens := expected(prompt), [-t / 8 for t in tokens], list(versions))
+        for prompt in prompts(count)
+        for i in range(2)
+    ]
 
 
 def collects(rank: Rank) -> tuple:
@@ -123,21 +178,37 @@ def collects(rank: Rank) -> tuple:
 
 def test_each_client_requests_and_holds_its_share(run):
     one = run(collects, 3, (0,), 2)
-    assert one[0][0] == right([VERSION] * 4, 6) and [rank[1] for rank in one] == [list(range(12)), [], []]
+    assert one[0][0] == right([VERSION] * 4, 6) and [rank[1] for rank in one] == [
+        list(range(12)),
+        [],
+        [],
+    ]
     bodies = sorted(body for _, body in one[0][2])
     assert len(set(bodies)) == 12, "each with a seed of its own"
     for clients in ((0, 2), (0, 1, 2)):
         found = run(collects, 3, clients, 2)
         assert all(rank[0] == one[0][0] for rank in found), "the same samples in the same order"
         requests = found[0][2]
-        assert sorted(body for _, body in requests) == bodies, "the same requests with the same seeds"
-        assert Counter(sender for sender, _ in requests) == {f"rank{rank}": 12 // len(clients) for rank in clients}
-        assert [len(rank[1]) for rank in found] == [12 // len(clients) * (rank in clients) for rank in range(3)]
-        assert [rank[3].get("rollout/requests") for rank in found] == [12.0, None, None], "counted over the clients"
+        assert sorted(body for _, body in requests) == bodies, (
+            "the same requests with the same seeds"
+        )
+        assert Counter(sender for sender, _ in requests) == {
+            f"rank{rank}": 12 // len(clients) for rank in clients
+        }
+        assert [len(rank[1]) for rank in found] == [
+            12 // len(clients) * (rank in clients) for rank in range(3)
+        ]
+        assert [rank[3].get("rollout/requests") for rank in found] == [
+            12.0,
+            None,
+            None,
+        ], "counted over the clients"
 
 
 def sizes(rank: Rank) -> tuple[list[int], int]:
-    """Sizes in bytes of the collectives of a collect, of responses of 4 and of 40 tokens; samples held."""
+    """Sizes in bytes of the collectives of a collect, of responses of 4 and of 40 tokens;
+    samples held.
+    """
     seen: set[int] = set()
     for name in ("all_reduce", "all_gather", "broadcast"):
         real = getattr(dist, name)
@@ -151,7 +222,9 @@ def sizes(rank: Rank) -> tuple[list[int], int]:
     found, held = [], 0
     for length in (4, 40):
         seen.clear()
-        rank.source.submit(prompts(6), SamplingParams(n_samples_per_prompt=2, max_response_length=length), seed=5)
+        rank.source.submit(
+            prompts(6), SamplingParams(n_samples_per_prompt=2, max_response_length=length), seed=5
+        )
         batch = rank.source.collect(6)
         assert all(s.response_length == length for s in batch.samples)
         held = len(batch.held)
@@ -201,7 +274,10 @@ def test_a_pause_keeps_or_discards_the_requests_of_all_clients(run, keep):
     for samples, metrics in run(partial(discards, keep=keep), 2, (0, 1)):
         assert samples == right([VERSION] * 4, 4)
         if metrics:
-            assert metrics["rollout/discarded_tokens"] == (0 if keep else 8) and metrics["rollout/retries"] == 0
+            assert (
+                metrics["rollout/discarded_tokens"] == (0 if keep else 8)
+                and metrics["rollout/retries"] == 0
+            )
 
 
 def broken_connection(rank: Rank) -> tuple:
@@ -220,8 +296,13 @@ def test_a_server_that_one_client_does_not_reach_serves_the_others(run):
     first, second = run(broken_connection, 2, (0, 1), 2, max_concurrent_requests=2)
     assert first[0] == second[0] == right([VERSION] * 4, 6)
     assert len(first[1]) == 2 and len(second[1]) == 1 and set(second[1]) < set(first[1])
-    assert not any("down" in line for line in first[2]) and any("is down" in line for line in second[2])
-    assert Counter(sender for sender, _ in first[3]) == {"rank0": 6, "rank1": 6}, "nothing is lost or requested twice"
+    assert not any("down" in line for line in first[2]) and any(
+        "is down" in line for line in second[2]
+    )
+    assert Counter(sender for sender, _ in first[3]) == {
+        "rank0": 6,
+        "rank1": 6,
+    }, "nothing is lost or requested twice"
 
 
 def unreachable(rank: Rank) -> str:
@@ -236,7 +317,9 @@ def unreachable(rank: Rank) -> str:
 
 def test_a_client_that_reaches_no_server_ends_the_run_after_the_recovery_time(run):
     first, second = run(unreachable, 2, (0, 1), recovery_timeout=0.5)
-    assert first == second and first.startswith("no server has answered for 0.5 s: http://127.0.0.1:")
+    assert first == second and first.startswith(
+        "no server has answered for 0.5 s: http://127.0.0.1:"
+    )
 
 
 def other_weights(rank: Rank, sender: str) -> tuple:
@@ -280,18 +363,27 @@ def test_clients_begin_with_different_servers_and_share_their_limit(server):
     urls = [server.url, "http://127.0.0.1:9", "http://127.0.0.1:10"]
     config = ServerConfig(urls=tuple(urls), max_concurrent_requests=8)
     for share, first, limit in (((0, 3), 0, 2), ((1, 3), 1, 2), ((2, 3), 2, 2), ((4, 9), 1, 1)):
-        client = RolloutClient(urls, config, MODEL, str, api=SGLangAPI(), share=share, log=lambda line: None)
+        client = RolloutClient(
+            urls, config, MODEL, str, api=SGLangAPI(), share=share, log=lambda line: None
+        )
         found = [each.url for each in client.pool.servers]
-        assert found == urls[first:] + urls[:first] and client.pool._config.max_concurrent_requests == limit
+        assert (
+            found == urls[first:] + urls[:first]
+            and client.pool._config.max_concurrent_requests == limit
+        )
         client.close()
         client.close()
 
 
 @pytest.mark.parametrize("number, reported", [(0, [[0, 0], [0, 0]]), (1, [[1, 0], [0, 1]])])
 def test_the_owner_does_not_report_to_itself(number, reported):
-    """Its requests would count as those of others, and after the last round they would never end."""
+    """Its requests would count as those of others, and after the last round they would never
+    end.
+    """
     urls = ("http://127.0.0.1:9", "http://127.0.0.1:10")
-    client = RolloutClient(urls, ServerConfig(urls=urls), MODEL, str, api=SGLangAPI(), share=(number, 2))
+    client = RolloutClient(
+        urls, ServerConfig(urls=urls), MODEL, str, api=SGLangAPI(), share=(number, 2)
+    )
     by_url = {server.url: server for server in client.pool.servers}
     by_url[urls[1]].tasks.add(object())
     by_url[urls[0]].found_stale = number == 1
@@ -303,7 +395,9 @@ def test_the_owner_does_not_report_to_itself(number, reported):
 def test_other_weights_that_are_found_between_report_and_reply_are_reported_next():
     """The owner's reply does not know of them yet."""
     url, nothing, found = "http://127.0.0.1:9", [[0], [0]], [[0], [1]]
-    client = RolloutClient([url], ServerConfig(urls=(url,)), MODEL, str, api=SGLangAPI(), share=(1, 2))
+    client = RolloutClient(
+        [url], ServerConfig(urls=(url,)), MODEL, str, api=SGLangAPI(), share=(1, 2)
+    )
     [server] = client.pool.servers
     reply = PoolState("run:3", 3, {url: ServerState(alive=True, has_weights=True)})
     client.follow(reply)
@@ -317,13 +411,22 @@ def test_other_weights_that_are_found_between_report_and_reply_are_reported_next
     assert client.pool.serving == [server]
     client.loop.run(client.pool.mark_stale(server, "it answered with other weights"))
     client.follow(PoolState("run:4", 4, reply.servers))
-    assert client.pool.serving == [server] and client.reports().tolist() == nothing, "new weights have replaced them"
+    assert client.pool.serving == [server] and client.reports().tolist() == nothing, (
+        "new weights have replaced them"
+    )
     client.close()
 
 
 def test_metrics_are_sums_of_counts():
     found = server_metrics(range(1, len(COUNTS) + 1), 4)
-    assert found == {"rollout/requests": 1.0, "rollout/retries": 2.0, "rollout/refused": 3.0,
-                     "rollout/stale_responses": 4.0, "rollout/continued": 5.0, "rollout/discarded_tokens": 6.0,
-                     "rollout/cached_share": 8 / 7, "rollout/servers": 4.0}  # fmt: skip
+    assert found == {
+        "rollout/requests": 1.0,
+        "rollout/retries": 2.0,
+        "rollout/refused": 3.0,
+        "rollout/stale_responses": 4.0,
+        "rollout/continued": 5.0,
+        "rollout/discarded_tokens": 6.0,
+        "rollout/cached_share": 8 / 7,
+        "rollout/servers": 4.0,
+    }
     assert server_metrics([0] * len(COUNTS), 0)["rollout/cached_share"] == 0.0

@@ -28,6 +28,9 @@ def test_every_request_names_the_adapters(kind, field):
     api = SERVER_KINDS[kind].api
     for adapters in ("", "policy"):
         context = RequestContext("r", 2, 4, replace(served_model(), adapters=adapters))
-        requests = [api.generate_request([2, 3], context, SamplingParams(), 0), api.prefill_request([2, 3], context),
-                    api.score_request([2, 3], context)]  # fmt: skip
+        requests = [
+            api.generate_request([2, 3], context, SamplingParams(), 0),
+            api.prefill_request([2, 3], context),
+            api.score_request([2, 3], context),
+        ]
         assert [request.body.get(field, "") for request in requests] == [adapters] * 3

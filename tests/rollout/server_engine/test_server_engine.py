@@ -40,7 +40,9 @@ class Launcher:
         self.stopped += 1
 
 
-def engine_on(*urls: str, log: Callable[[str], None], colocated: bool = False, processes=None) -> ServerEngine:
+def engine_on(
+    *urls: str, log: Callable[[str], None], colocated: bool = False, processes=None
+) -> ServerEngine:
     config = ServerConfig(urls=urls, weight_transport="tensor", colocated=colocated)
     transport = make_transport(config, SGLangWeightEndpoints())
     client = RolloutClient(urls, config, MODEL, str, api=SGLangAPI(), log=log)
@@ -50,10 +52,17 @@ def engine_on(*urls: str, log: Callable[[str], None], colocated: bool = False, p
 def test_a_watch_that_breaks_is_told(server):
     said: list[str] = []
     heard = threading.Event()
-    engine = engine_on(server.url, processes=Launcher(server.url), log=lambda line: (said.append(line), heard.set()))
+    engine = engine_on(
+        server.url,
+        processes=Launcher(server.url),
+        log=lambda line: (said.append(line), heard.set()),
+    )
     assert heard.wait(10)
     engine.close()
-    assert said == ["the servers are no longer monitored (RuntimeError: a defect): stop the run and start it again"]
+    assert said == [
+        "the servers are no longer monitored (RuntimeError: a defect): stop the run and start it"
+        " again"
+    ]
 
 
 def test_an_end_is_no_news_and_ends_everything(server):
@@ -112,8 +121,12 @@ def test_released_memory_comes_back_with_the_weights_also_of_the_same_version():
         engine.update_weights(iter([("a", torch.ones(2))]), version=0)
         engine.update_weights(iter([("a", torch.ones(2))]), version=0)  # it has them
         engine.close()
-    again = ["/release_memory_occupation kv_cache weights", "/resume_memory_occupation weights",
-             "/update_weights_from_tensor", "/resume_memory_occupation kv_cache"]  # fmt: skip
+    again = [
+        "/release_memory_occupation kv_cache weights",
+        "/resume_memory_occupation weights",
+        "/update_weights_from_tensor",
+        "/resume_memory_occupation kv_cache",
+    ]
     assert calls == ["/update_weights_from_tensor", *again, *again]
 
 
@@ -124,9 +137,11 @@ def answering(status: int) -> Callable[[web.Request], object]:
     return answer
 
 
-@pytest.mark.parametrize("act", [
-    ServerEngine.check_servers, lambda engine: engine.update_weights(iter(()), version=0)
-], ids=["at the start", "in an update"])  # fmt: skip
+@pytest.mark.parametrize(
+    "act",
+    [ServerEngine.check_servers, lambda engine: engine.update_weights(iter(()), version=0)],
+    ids=["at the start", "in an update"],
+)
 def test_what_waiting_does_not_mend_ends_at_once(act):
     with WebServer(answering(403)) as server:
         engine = engine_on(server.url, log=lambda line: None)

@@ -22,8 +22,8 @@ NOW = "00c0ffee:3"
 
 
 class Health:
-    """A server with `version` of its weights; `silent`: it takes requests and answers none, `paused`: no /health,
-    `status`: of /health."""
+    """A server with `version` of its weights; `silent`: it takes requests and answers none,
+    `paused`: no /health, `status`: of /health."""
 
     def __init__(self) -> None:
         self.version, self.silent, self.paused, self.status = NOW, False, False, 200
@@ -58,10 +58,15 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def with_pool(action: Callable[[ServerPool], Awaitable[Any]], *urls: str, **settings: Any) -> Any:
-    """What `action` gives with a pool of these servers (without any: three that get no request), all of which serve."""
+    """What `action` gives with a pool of these servers (without any: three that get no
+    request), all of which serve.
+    """
+
     async def run() -> Any:
         session = await open_session()
-        servers = [ServerClient(url, session) for url in urls or [f"http://host:{i}" for i in (1, 2, 3)]]
+        servers = [
+            ServerClient(url, session) for url in urls or [f"http://host:{i}" for i in (1, 2, 3)]
+        ]
         given = dict(max_concurrent_requests=2, health_interval=0.01, health_timeout=20.0)
         pool = ServerPool(servers, ServerConfig(**{**given, **settings}), SGLangAPI())
         await pool.set_version(NOW, pool.servers)
@@ -81,12 +86,24 @@ async def settle() -> None:
 def test_requests_go_where_fewest_tokens_are_outstanding():
     async def action(pool: ServerPool) -> None:
         async with AsyncExitStack() as stack:
-            taken = [await stack.enter_async_context(pool.acquire(cost)) for cost in (100, 10, 50, 30, 5)]
+            taken = [
+                await stack.enter_async_context(pool.acquire(cost)) for cost in (100, 10, 50, 30, 5)
+            ]
             places = [pool.servers.index(member) for member in taken]
-            assert places == [0, 1, 2, 1, 2]  # the last finds two requests, the most, at the least loaded
+            assert places == [
+                0,
+                1,
+                2,
+                1,
+                2,
+            ]  # the last finds two requests, the most, at the least loaded
             assert [m.outstanding_tokens for m in pool.servers] == [100, 40, 55]
             assert [m.num_requests for m in pool.servers] == [1, 2, 2]
-        assert [m.outstanding_tokens for m in pool.servers] == [0, 0, 0] == [m.num_requests for m in pool.servers]
+        assert (
+            [m.outstanding_tokens for m in pool.servers]
+            == [0, 0, 0]
+            == [m.num_requests for m in pool.servers]
+        )
 
     with_pool(action)
 
@@ -104,7 +121,10 @@ def test_a_failure_within_gives_the_tokens_back():
 def test_affinity_holds_while_the_server_serves_and_has_room():
     async def action(pool: ServerPool) -> None:
         last = pool.servers[2]
-        async with pool.acquire(100, preferred=last) as first, pool.acquire(100, preferred=last) as second:
+        async with (
+            pool.acquire(100, preferred=last) as first,
+            pool.acquire(100, preferred=last) as second,
+        ):
             assert first is second is last
             async with pool.acquire(1, preferred=last) as third:  # two are the most
                 assert third is pool.servers[0]
@@ -135,7 +155,9 @@ def test_who_finds_no_room_waits():
         for event in release:
             event.set()
         await asyncio.gather(*tasks, return_exceptions=True)
-        assert len(order) == 7 and all(m.num_requests == m.outstanding_tokens == 0 for m in pool.servers)
+        assert len(order) == 7 and all(
+            m.num_requests == m.outstanding_tokens == 0 for m in pool.servers
+        )
 
     with_pool(action)
 
@@ -170,7 +192,9 @@ def test_a_lost_server_gives_its_requests_back():
         await settle()
         assert task.cancelled() and not member.alive and member.version is None
         assert member not in pool.serving + pool.stale
-        assert "http://host:1: gone" in pool.describe() and "http://host:2: serves" in pool.describe()
+        assert (
+            "http://host:1: gone" in pool.describe() and "http://host:2: serves" in pool.describe()
+        )
 
     with_pool(action)
 
@@ -186,7 +210,10 @@ def test_four_failures_in_a_row_lose_a_server():
             await pool.mark_failed(member, "wrong lengths")
         assert member.alive
         await pool.mark_failed(member, "wrong lengths")
-        assert not member.alive and member.reason == "4 requests in a row failed, the last: wrong lengths"
+        assert (
+            not member.alive
+            and member.reason == "4 requests in a row failed, the last: wrong lengths"
+        )
 
     with_pool(action)
 
@@ -245,13 +272,16 @@ def test_a_silent_server_is_lost_at_the_third_look_and_hangs(health):
         health.silent = True
         for _ in range(3):
             await pool.health_check(member)
-        assert not member.alive and member.unresponsive and "no answer within 0.4 s" in member.reason
+        assert (
+            not member.alive and member.unresponsive and "no answer within 0.4 s" in member.reason
+        )
 
     with_pool(action, health.server.url, health_timeout=0.4)
 
 
 def test_a_server_that_was_lost_for_its_requests_hangs_too_when_it_is_silent(health):
     """Its launcher is notified, whether a request or a health check found it first."""
+
     async def action(pool: ServerPool) -> None:
         member = pool.servers[0]
         health.silent = True
@@ -285,13 +315,16 @@ def test_a_server_that_says_it_starts_does_not_hang(health):
 
 def test_only_a_busy_server_is_asked_for_a_token(health):
     """/health generates one: it takes a second, and a paused server never answers it."""
+
     async def action(pool: ServerPool) -> None:
         member = pool.servers[0]
         health.paused = True
         for _ in range(4):
             await pool.health_check(member)
         assert member.alive and "/health" not in health.asked
-        member.tasks.add(asyncio.create_task(asyncio.sleep(60)))  # a request is under way: the scheduler may hang
+        member.tasks.add(
+            asyncio.create_task(asyncio.sleep(60))
+        )  # a request is under way: the scheduler may hang
         member.last_response = time.monotonic() + 60  # but it has just answered another
         await pool.health_check(member)
         assert member.alive and "/health" not in health.asked
@@ -310,13 +343,17 @@ def test_a_server_that_other_clients_use_must_generate_for_its_check_while_they_
             health.asked.clear()
             member.busy_elsewhere_at = time.monotonic() - age
             await pool.health_check(member)
-            assert ("/health" in health.asked) == generates and ("/model_info" in health.asked) != generates
+            assert ("/health" in health.asked) == generates and (
+                "/model_info" in health.asked
+            ) != generates
 
     with_pool(action, health.server.url)
 
 
-@pytest.mark.parametrize("said, serves", [(NOW, True), ("00c0ffee:2", False), ("default", False), (None, False),
-                                          ([NOW], False)])
+@pytest.mark.parametrize(
+    "said, serves",
+    [(NOW, True), ("00c0ffee:2", False), ("default", False), (None, False), ([NOW], False)],
+)
 def test_what_comes_back_serves_only_with_the_current_weights(health, said, serves):
     async def action(pool: ServerPool) -> None:
         await pool.mark_down(pool.servers[0], "gone")
@@ -343,6 +380,7 @@ def test_who_goes_and_who_comes_back_is_told_once(health):
 
 def test_a_server_left_in_an_update_comes_back_for_another(health):
     """It is paused: it has no /health until an update of it succeeds."""
+
     async def action(pool: ServerPool) -> None:
         await pool.mark_down(pool.servers[0], "gone")
         health.version, health.paused = NOW + INCOMPLETE, True
@@ -400,6 +438,7 @@ def test_one_question_tells_whether_a_server_can_take_weights(health):
 def test_a_watch_of_several_waits_for_none(health):
     """One that is silent doesn't keep another from being looked at."""
     with Health() as other:
+
         async def action(pool: ServerPool) -> None:
             health.silent = True
             watch = asyncio.create_task(pool.monitor())

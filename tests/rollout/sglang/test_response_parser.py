@@ -1,4 +1,6 @@
-"""Every reply that doesn't match its request is refused with one line that names it; the others are exact."""
+"""Every reply that doesn't match its request is refused with one line that names it; the others
+are exact.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,11 @@ def parse_input_log_probs(found: Any, request: RequestContext, tokens: Any) -> n
 
 def body(found: Any) -> bytes:
     """As it travels. Not ASCII alone: a server writes UTF-8."""
-    return found if isinstance(found, bytes) else json.dumps(found, ensure_ascii=False).encode(errors="surrogatepass")
+    return (
+        found
+        if isinstance(found, bytes)
+        else json.dumps(found, ensure_ascii=False).encode(errors="surrogatepass")
+    )
 
 
 def refusal(found: Any, parse: Callable[..., Any] = parse_response, **request: Any) -> str:
@@ -73,8 +79,12 @@ def test_a_good_answer_is_taken_as_it_is():
     assert part.tokens.dtype == np.int64 and part.tokens.tolist() == [9, 8, 1]
     assert part.log_probs.dtype == np.float32 and part.log_probs.tolist() == [-0.5, -1.25, 0.0]
     assert (part.finish_reason, part.cached) == ("stop", 2)
-    assert part.routes.dtype == np.uint8 and part.routes.base is None  # an array of its own, not a view of the body
-    np.testing.assert_array_equal(part.routes, route_ids(7)[:, [0, 2]])  # 5 + 3 - 1 fed tokens, without the dense layer
+    assert (
+        part.routes.dtype == np.uint8 and part.routes.base is None
+    )  # an array of its own, not a view of the body
+    np.testing.assert_array_equal(
+        part.routes, route_ids(7)[:, [0, 2]]
+    )  # 5 + 3 - 1 fed tokens, without the dense layer
 
 
 @pytest.mark.parametrize("separators", [(",", ":"), (" , ", " : ")])
@@ -83,11 +93,16 @@ def test_the_ids_are_compared_however_they_are_written(separators):
         return json.dumps(found, separators=separators).encode()
 
     assert parse_response(written(GOOD), asked()).tokens.tolist() == [9, 8, 1]
-    for absent in (changed(lambda a, m: a.pop("output_ids")), changed(lambda a, m: a.update(output_ids=None))):
+    for absent in (
+        changed(lambda a, m: a.pop("output_ids")),
+        changed(lambda a, m: a.update(output_ids=None)),
+    ):
         assert parse_response(written(absent), asked()).tokens.tolist() == [9, 8, 1]
     for case in ("short ids", "other ids", "ids of floats", "ids no list"):
         assert WRONG[case][1] in refusal(written(changed(WRONG[case][0])))
-    assert is_empty(written({"output_ids": [], "meta_info": {"finish_reason": {"type": "abort"}}}), asked())
+    assert is_empty(
+        written({"output_ids": [], "meta_info": {"finish_reason": {"type": "abort"}}}), asked()
+    )
     aborted = {"output_ids": [9, 8], "meta_info": {"finish_reason": {"type": "abort"}}}
     assert not is_empty(written(aborted), asked())
 
@@ -102,12 +117,24 @@ def test_routes_from_a_position_on():
 
 
 WRONG = {
-    "short log-probs": (lambda a, m: m["output_token_logprobs"].pop(), "output_ids and output_token_logprobs disagree"),
+    "short log-probs": (
+        lambda a, m: m["output_token_logprobs"].pop(),
+        "output_ids and output_token_logprobs disagree",
+    ),
     "short ids": (lambda a, m: a["output_ids"].pop(), "disagree"),
     "other ids": (lambda a, m: a["output_ids"].__setitem__(0, 10), "disagree"),
-    "ids of bools": (lambda a, m: a.update(output_ids=[9, 8, True]), "got `bool` - at `$.output_ids[2]`"),
-    "ids of floats": (lambda a, m: a.update(output_ids=[9.5, 8.0, 1.0]), "got `float` - at `$.output_ids[0]`"),
-    "ids no list": (lambda a, m: a.update(output_ids="981"), "Expected `array | null`, got `str` - at `$.output_ids`"),
+    "ids of bools": (
+        lambda a, m: a.update(output_ids=[9, 8, True]),
+        "got `bool` - at `$.output_ids[2]`",
+    ),
+    "ids of floats": (
+        lambda a, m: a.update(output_ids=[9.5, 8.0, 1.0]),
+        "got `float` - at `$.output_ids[0]`",
+    ),
+    "ids no list": (
+        lambda a, m: a.update(output_ids="981"),
+        "Expected `array | null`, got `str` - at `$.output_ids`",
+    ),
     "no log-probs": (set_meta(output_token_logprobs=None), "no output_token_logprobs came back"),
     "log-probs a dict": (set_meta(output_token_logprobs={"0": 1}), f"got `object` - at {ROWS}`"),
     "NaN": (set_row(1, [float("nan"), 8, None]), "the response is not JSON"),
@@ -118,7 +145,10 @@ WRONG = {
     "a bool": (set_row(1, [False, 8, None]), f"Expected `float`, got `bool` - at {ROWS}[1][0]`"),
     "text": (set_row(1, ["-0.5", 8, None]), f"Expected `float`, got `str` - at {ROWS}[1][0]`"),
     "a list": (set_meta(output_token_logprobs=[[[-1.0], 9]]), "Expected `float`, got `array`"),
-    "empty lists": (set_meta(output_token_logprobs=[[[], 9], [[], 8], [[], 1]]), "Expected `float`, got `array`"),
+    "empty lists": (
+        set_meta(output_token_logprobs=[[[], 9], [[], 8], [[], 1]]),
+        "Expected `float`, got `array`",
+    ),
     "huge number": (set_row(1, [-(10**400), 8, None]), f"Number out of range - at {ROWS}[1][0]`"),
     "no row": (set_row(1, None), f"Expected `array`, got `null` - at {ROWS}[1]`"),
     "a short row": (set_row(1, [-0.5]), "Expected `array` of at least length 2, got 1"),
@@ -128,29 +158,61 @@ WRONG = {
     "id a string": (set_row(2, [-0.5, "1", None]), "Expected `int`, got `str`"),
     "id negative": (set_row(2, [-0.5, -1, None]), "Expected `int` >= 0"),
     "id huge": (set_row(2, [-0.5, 10**30, None]), "Expected `int` <= 2147483647"),
-    "id of no vocabulary": (set_row(2, [-0.5, 96, None]), "token id 96 came back; the vocabulary has 96"),
-    "unknown reason": (set_meta(finish_reason={"type": "tired"}), "expected one of ('stop', 'length', 'abort')"),
+    "id of no vocabulary": (
+        set_row(2, [-0.5, 96, None]),
+        "token id 96 came back; the vocabulary has 96",
+    ),
+    "unknown reason": (
+        set_meta(finish_reason={"type": "tired"}),
+        "expected one of ('stop', 'length', 'abort')",
+    ),
     "reason a string": (set_meta(finish_reason="stop\nand more"), "expected one of"),
     "reason unhashable": (set_meta(finish_reason={"type": ["stop"]}), "expected one of"),
     "reason endless": (set_meta(finish_reason={"type": "x" * 10**6}), "expected one of"),
     "no reason": (set_meta(finish_reason=None), "expected one of"),
-    "stopped on no end token": (lambda a, m: (set_row(2, [-0.5, 5, None])(a, m), a.update(output_ids=[9, 8, 5])),
-                                "stopped on 5, which is not an end token ([1])"),
-    "cut off early": (set_meta(finish_reason={"type": "length"}), "cut off for its length after 3 of 4"),
-    "no routes": (set_meta(routed_experts=None), "no routed_experts came back; start the server with"),
+    "stopped on no end token": (
+        lambda a, m: (set_row(2, [-0.5, 5, None])(a, m), a.update(output_ids=[9, 8, 5])),
+        "stopped on 5, which is not an end token ([1])",
+    ),
+    "cut off early": (
+        set_meta(finish_reason={"type": "length"}),
+        "cut off for its length after 3 of 4",
+    ),
+    "no routes": (
+        set_meta(routed_experts=None),
+        "no routed_experts came back; start the server with",
+    ),
     "routes no base64": (set_meta(routed_experts="(=)" * 40), "not base64 of int32"),
     "routes not ASCII": (set_meta(routed_experts="é" * 40), "not base64 of int32"),
     "routes of 3 bytes": (set_meta(routed_experts="AAAA"), "not base64 of int32"),
-    "routes with an escape": (set_meta(routed_experts=encoded(route_ids(7))[:-2] + "\n="), "not base64 of int32"),
+    "routes with an escape": (
+        set_meta(routed_experts=encoded(route_ids(7))[:-2] + "\n="),
+        "not base64 of int32",
+    ),
     "routes of another alphabet": (set_meta(routed_experts="_" * 224), "not base64 of int32"),
-    "routes with padding inside": (set_meta(routed_experts="AA==" + encoded(route_ids(7))[4:]), "not base64 of int32"),
+    "routes with padding inside": (
+        set_meta(routed_experts="AA==" + encoded(route_ids(7))[4:]),
+        "not base64 of int32",
+    ),
     "routes a list": (set_meta(routed_experts=[[0, 1]]), "no routed_experts came back"),
-    "routes too few": (set_meta(routed_experts=encoded(route_ids(6))), "holds 36 ids, not 7 rows x 3 layers x 2"),
-    "routes too many": (set_meta(routed_experts=encoded(route_ids(8))), "holds 48 ids, not 7 rows x 3 layers x 2"),
+    "routes too few": (
+        set_meta(routed_experts=encoded(route_ids(6))),
+        "holds 36 ids, not 7 rows x 3 layers x 2",
+    ),
+    "routes too many": (
+        set_meta(routed_experts=encoded(route_ids(8))),
+        "holds 48 ids, not 7 rows x 3 layers x 2",
+    ),
     "no routes at all": (set_meta(routed_experts=""), "holds 0 ids"),
-    "expert too high": (set_meta(routed_experts=encoded(route_ids(7) + 1)), "has expert 8; the model has 0 to 7"),
-    "expert negative": (set_meta(routed_experts=encoded(route_ids(7) - 1)), "has expert -1; the model has 0 to 7"),
-}  # fmt: skip
+    "expert too high": (
+        set_meta(routed_experts=encoded(route_ids(7) + 1)),
+        "has expert 8; the model has 0 to 7",
+    ),
+    "expert negative": (
+        set_meta(routed_experts=encoded(route_ids(7) - 1)),
+        "has expert -1; the model has 0 to 7",
+    ),
+}
 
 
 @pytest.mark.parametrize("case", WRONG)
@@ -175,22 +237,44 @@ def test_a_stop_without_a_token():
 
 
 def test_any_end_is_right_where_no_end_token_is_known():
-    assert parse_response(answer([5], [-1.0]), asked(model=replace(MODEL, stop_ids=()))).tokens.tolist() == [5]
-
-
-@pytest.mark.parametrize("found", [None, 3, "text", [], [GOOD], {}, {"meta_info": None}, {"meta_info": [1]},
-                                   {"error": {"message": "no"}}])
-def test_what_is_no_answer(found):
-    for parse in (parse_response, response_version, is_empty):
-        assert "the response has another form: " in refusal(found, parse)
-    assert "the response has another form: " in refusal(found, lambda a, q: parse_input_log_probs(a, q, [4]))
+    assert parse_response(
+        answer([5], [-1.0]), asked(model=replace(MODEL, stop_ids=()))
+    ).tokens.tolist() == [5]
 
 
 @pytest.mark.parametrize(
-    "found", [b"", b"{", b"Internal Server Error", b'{"meta_info": {"weight_version": "\xff\xfe"}}',
-              b'{"meta_info": {"id": ' + b"[" * 10**5 + b"]" * 10**5 + b"}}"],
+    "found",
+    [
+        None,
+        3,
+        "text",
+        [],
+        [GOOD],
+        {},
+        {"meta_info": None},
+        {"meta_info": [1]},
+        {"error": {"message": "no"}},
+    ],
+)
+def test_what_is_no_answer(found):
+    for parse in (parse_response, response_version, is_empty):
+        assert "the response has another form: " in refusal(found, parse)
+    assert "the response has another form: " in refusal(
+        found, lambda a, q: parse_input_log_probs(a, q, [4])
+    )
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        b"",
+        b"{",
+        b"Internal Server Error",
+        b'{"meta_info": {"weight_version": "\xff\xfe"}}',
+        b'{"meta_info": {"id": ' + b"[" * 10**5 + b"]" * 10**5 + b"}}",
+    ],
     ids=["nothing", "half", "text", "not UTF-8", "deep"],
-)  # fmt: skip
+)
 def test_what_is_no_json(found):
     for parse in (parse_response, response_version, is_empty):
         assert f"({len(found)} bytes)" in refusal(found, parse)
@@ -203,21 +287,29 @@ def test_a_count_of_cached_tokens_that_means_nothing_counts_as_none(cached):
 
 def test_an_empty_answer_is_one_that_was_aborted_before_its_first_token():
     assert is_empty(answer([], [], "abort"), asked())
-    assert is_empty({"meta_info": {"finish_reason": {"type": "abort", "message": "Abort"}}}, asked())
+    assert is_empty(
+        {"meta_info": {"finish_reason": {"type": "abort", "message": "Abort"}}}, asked()
+    )
     assert not is_empty(answer([9], [-1.0], "abort"), asked())
     assert not is_empty(answer([], []), asked())
 
 
 def test_the_version_is_one_and_named():
     assert response_version(GOOD, asked()) == VERSION
-    assert "the response has no weight_version" in refusal(changed(set_meta(weight_version=None)), response_version)
-    assert "the response has no weight_version" in refusal(changed(set_meta(weight_version=3)), response_version)
+    assert "the response has no weight_version" in refusal(
+        changed(set_meta(weight_version=None)), response_version
+    )
+    assert "the response has no weight_version" in refusal(
+        changed(set_meta(weight_version=3)), response_version
+    )
     spans = [{"version": "old", "start": 0, "end": 1}, {"version": VERSION, "start": 1, "end": 3}]
     words = refusal(changed(set_meta(weight_versions=spans)), response_version)
     assert "the weights changed from" in words and "old" in words
     spans[0]["end"] = 0  # before its first token
     assert response_version(changed(set_meta(weight_versions=spans)), asked()) == VERSION
-    assert response_version(changed(set_meta(weight_versions=None)), asked()) == VERSION  # 0.5.15 has none
+    assert (
+        response_version(changed(set_meta(weight_versions=None)), asked()) == VERSION
+    )  # 0.5.15 has none
     for strange in (5, True, "spans", {"version": "old"}, [3, None, "x"]):
         message = refusal(changed(set_meta(weight_versions=strange)), response_version)
         assert "weight_versions" in message
@@ -233,10 +325,13 @@ def test_log_probs_of_the_input():
 
     found = parse(rows)
     assert found.dtype == np.float32 and found.tolist() == [-0.5, -2.0]
-    for wrong, words in ((rows[:2], "has 2 entries for 3 tokens"), (None, "Expected `array`, got `null`"),
-                         ([rows[0], rows[0], rows[2]], "a log-prob of input_token_logprobs is missing"),
-                         ([rows[0], rows[1], [-2.0, 7, None]], "of other tokens than were sent"),
-                         ([rows[0], rows[1], [0.5, 6, None]], "the log-prob 0.5")):
+    for wrong, words in (
+        (rows[:2], "has 2 entries for 3 tokens"),
+        (None, "Expected `array`, got `null`"),
+        ([rows[0], rows[0], rows[2]], "a log-prob of input_token_logprobs is missing"),
+        ([rows[0], rows[1], [-2.0, 7, None]], "of other tokens than were sent"),
+        ([rows[0], rows[1], [0.5, 6, None]], "the log-prob 0.5"),
+    ):
         with pytest.raises(ResponseError, match=re.escape(words)):
             parse(wrong)
 
@@ -244,16 +339,34 @@ def test_log_probs_of_the_input():
 NUMBERS = st.one_of(st.integers(), st.floats(), st.booleans(), st.none(), st.just(10**400))
 ANYTHING = st.recursive(
     NUMBERS | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(
-        st.sampled_from(["type", "version", "start", "end", "meta_info", "0"]), inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(
+            st.sampled_from(["type", "version", "start", "end", "meta_info", "0"]),
+            inner,
+            max_size=4,
+        )
+    ),
     max_leaves=12,
 )
-FIELDS = ["finish_reason", "output_token_logprobs", "routed_experts", "weight_version", "weight_versions",
-          "cached_tokens", "input_token_logprobs"]
+FIELDS = [
+    "finish_reason",
+    "output_token_logprobs",
+    "routed_experts",
+    "weight_version",
+    "weight_versions",
+    "cached_tokens",
+    "input_token_logprobs",
+]
 
 
 def only_answer_errors(found: Any) -> None:
-    for parse in (parse_response, response_version, is_empty, lambda a, q: parse_input_log_probs(a, q, [4, 5, 6])):
+    for parse in (
+        parse_response,
+        response_version,
+        is_empty,
+        lambda a, q: parse_input_log_probs(a, q, [4, 5, 6]),
+    ):
         try:
             parse(found, asked())
         except ResponseError as error:
@@ -279,14 +392,21 @@ def test_no_change_of_a_good_answer_raises_anything_else(meta, ids):
 @settings(max_examples=150)
 @given(st.lists(st.tuples(ANYTHING, ANYTHING) | ANYTHING, max_size=4))
 def test_no_rows_raise_anything_else(rows):
-    only_answer_errors(changed(set_meta(output_token_logprobs=[list(r) if isinstance(r, tuple) else r for r in rows])))
+    only_answer_errors(
+        changed(
+            set_meta(output_token_logprobs=[list(r) if isinstance(r, tuple) else r for r in rows])
+        )
+    )
 
 
 @pytest.mark.parametrize("key", FIELDS)
 def test_deep_nesting_raises_nothing_else(key):
     deep = b"[" * 900 + b"]" * 900  # about what the parser takes
-    for shape in ("deep", {"type": "deep", "version": "deep", "start": 0, "end": 1},
-                  [{"version": "deep", "start": 0, "end": 1}]):
+    for shape in (
+        "deep",
+        {"type": "deep", "version": "deep", "start": 0, "end": 1},
+        [{"version": "deep", "start": 0, "end": 1}],
+    ):
         only_answer_errors(body(changed(set_meta(**{key: shape}))).replace(b'"deep"', deep))
 
 
@@ -297,7 +417,9 @@ def test_what_a_server_says_is_what_comes_out(data):
     layers = data.draw(st.integers(1, 4))
     moe = tuple(sorted(data.draw(st.sets(st.integers(0, layers - 1), min_size=1))))
     k, num_experts = data.draw(st.integers(1, 3)), data.draw(st.sampled_from([4, 300]))
-    model = served_model(moe_layers=tuple(i in moe for i in range(layers)), k=k, num_experts=num_experts)
+    model = served_model(
+        moe_layers=tuple(i in moe for i in range(layers)), k=k, num_experts=num_experts
+    )
     tokens = data.draw(st.lists(st.integers(0, 95), min_size=count, max_size=count))
     log_probs = data.draw(st.lists(st.floats(-100, 0, width=32), min_size=count, max_size=count))
     reason = data.draw(st.sampled_from(["stop", "length", "abort"]))
@@ -307,8 +429,12 @@ def test_what_a_server_says_is_what_comes_out(data):
     seed = data.draw(st.integers(0, 99))
     ids = np.random.default_rng(seed).integers(num_experts, size=(rows, layers, k), dtype=np.int32)
     found = answer(tokens, log_probs, reason, context, start, routed_experts=encoded(ids))
-    request = asked(context_length=context, routes_start=start, model=model,
-                    max_new_tokens=count if reason == "length" else count + data.draw(st.integers(0, 2)))
+    request = asked(
+        context_length=context,
+        routes_start=start,
+        model=model,
+        max_new_tokens=count if reason == "length" else count + data.draw(st.integers(0, 2)),
+    )
     part = parse_response(found, request)
     assert part.tokens.tolist() == tokens and part.finish_reason == reason
     np.testing.assert_array_equal(part.log_probs, np.array(log_probs, dtype=np.float32))
@@ -325,10 +451,14 @@ def test_routes_that_are_decoded_in_pieces(monkeypatch, rows, layers, k):
     model = served_model(moe_layers=(True,) * layers, k=k, num_experts=90)
     ids = np.arange(rows * layers * k, dtype=np.int32).reshape(rows, layers, k)
     found = answer([1], [-1.0], context=rows, routed_experts=encoded(ids))
-    np.testing.assert_array_equal(parse_response(found, asked(context_length=rows, model=model)).routes, ids)
+    np.testing.assert_array_equal(
+        parse_response(found, asked(context_length=rows, model=model)).routes, ids
+    )
     ids[-1, -1, -1] = 90
     found["meta_info"]["routed_experts"] = encoded(ids)
-    assert "has expert 90; the model has 0 to 89" in refusal(found, context_length=rows, model=model)
+    assert "has expert 90; the model has 0 to 89" in refusal(
+        found, context_length=rows, model=model
+    )
 
 
 def test_the_bound_of_an_answer_grows_with_what_is_asked_for_and_no_further():

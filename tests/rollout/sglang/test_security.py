@@ -18,9 +18,22 @@ SOURCES = sorted(
     for source in (PACKAGE / folder).glob("*.py")
 )
 # (module, name) of what makes objects or code of bytes
-LOADERS = {("pickle", "load"), ("pickle", "loads"), ("pickle", "Unpickler"), ("torch", "load"), ("marshal", "load"),
-           ("marshal", "loads"), ("yaml", "load"), ("yaml", "unsafe_load"), ("np", "load"), ("numpy", "load"),
-           ("builtins", "eval"), ("builtins", "exec"), ("shelve", "open"), ("joblib", "load")}  # fmt: skip
+LOADERS = {
+    ("pickle", "load"),
+    ("pickle", "loads"),
+    ("pickle", "Unpickler"),
+    ("torch", "load"),
+    ("marshal", "load"),
+    ("marshal", "loads"),
+    ("yaml", "load"),
+    ("yaml", "unsafe_load"),
+    ("np", "load"),
+    ("numpy", "load"),
+    ("builtins", "eval"),
+    ("builtins", "exec"),
+    ("shelve", "open"),
+    ("joblib", "load"),
+}
 
 
 def loaders_in(text: str) -> set[tuple[str, str]]:
@@ -32,7 +45,10 @@ def loaders_in(text: str) -> set[tuple[str, str]]:
         elif isinstance(node, ast.ImportFrom):
             found |= {(node.module or "", alias.name) for alias in node.names}
         elif isinstance(node, ast.Import):
-            assert not any(alias.asname and alias.name in ("pickle", "torch", "marshal") for alias in node.names)
+            assert not any(
+                alias.asname and alias.name in ("pickle", "torch", "marshal")
+                for alias in node.names
+            )
         elif isinstance(node, ast.Name):
             found.add(("builtins", node.id))
     return found & LOADERS
@@ -43,15 +59,28 @@ def test_nothing_that_a_server_sends_is_unpickled(source):
     assert loaders_in(source.read_text()) == set()
 
 
-@pytest.mark.parametrize("text", ["import pickle\npickle.loads(b)", "from pickle import loads", "torch.load(f)",
-                                  "eval(text)", "from torch import load"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import pickle\npickle.loads(b)",
+        "from pickle import loads",
+        "torch.load(f)",
+        "eval(text)",
+        "from torch import load",
+    ],
+)
 def test_the_search_finds_what_it_looks_for(text):
     assert loaders_in(text)
 
 
 def test_the_sources_are_there():
     names = {source.name for source in SOURCES}
-    assert {"http_client.py", "response_parser.py", "generation_client.py", "sglang_payload.py"} <= names
+    assert {
+        "http_client.py",
+        "response_parser.py",
+        "generation_client.py",
+        "sglang_payload.py",
+    } <= names
 
 
 def test_servers_listen_here_alone():

@@ -25,22 +25,46 @@ from megatron_gspo.weight_transport.receiver_transport import RECEIVER_FOLDER
 NEW, OLD = (0, 5, 23), (0, 5, 15)
 
 
-def launch(*, count: int = 1, args: tuple[str, ...] = (), api_key_file: str | None = None,
-           **settings: object) -> SGLangLaunch:  # fmt: skip
-    config = ServerConfig(num_servers=count, python="/env/python", server_args=args, api_key_file=api_key_file)
+def launch(
+    *,
+    count: int = 1,
+    args: tuple[str, ...] = (),
+    api_key_file: str | None = None,
+    **settings: object,
+) -> SGLangLaunch:
+    config = ServerConfig(
+        num_servers=count, python="/env/python", server_args=args, api_key_file=api_key_file
+    )
     return SGLangLaunch(config, **{"model": "hub/model", **settings})
 
 
-def command(*, cpu: bool = False, version: tuple[int, ...] = NEW, index: int = 0, **settings: object) -> list[str]:
+def command(
+    *, cpu: bool = False, version: tuple[int, ...] = NEW, index: int = 0, **settings: object
+) -> list[str]:
     return server_command(launch(**settings), index, 31_000 + index, cpu=cpu, version=version)
 
 
 def test_the_command_on_a_gpu():
     assert command(routed_experts=True) == [
-        "/env/python", "-m", "sglang.launch_server", "--model-path", "hub/model", "--host", "127.0.0.1",
-        "--port", "31000", "--dtype", "auto", "--log-level-http", "warning",
-        "--custom-weight-loader", "megatron_gspo_receiver.load", "--enable-return-routed-experts", "--base-gpu-id", "0",
-    ]  # fmt: skip
+        "/env/python",
+        "-m",
+        "sglang.launch_server",
+        "--model-path",
+        "hub/model",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        "31000",
+        "--dtype",
+        "auto",
+        "--log-level-http",
+        "warning",
+        "--custom-weight-loader",
+        "megatron_gspo_receiver.load",
+        "--enable-return-routed-experts",
+        "--base-gpu-id",
+        "0",
+    ]
 
 
 def test_servers_on_the_trainers_gpus_can_release_their_memory():
@@ -63,13 +87,20 @@ def test_servers_on_the_trainers_gpus_can_release_their_memory():
 def test_the_third_server_begins_at_the_gpu_after_the_second(arguments, first):
     made = command(index=2, count=3, args=arguments)
     assert option(made, "--base-gpu-id") == first and made[-1] == first
-    assert option(command(index=2, count=3, args=arguments, cpu=True), "--base-gpu-id") in (None, "3")
+    assert option(command(index=2, count=3, args=arguments, cpu=True), "--base-gpu-id") in (
+        None,
+        "3",
+    )
     with pytest.raises(InputError, match="--tp-size many: must be a positive number"):
         command(count=2, args=("--tp", "many"))
 
 
 def test_a_cpu_gets_what_it_needs():
-    needed = {"--device": "cpu", "--attention-backend": "torch_native", "--max-total-tokens": "8192"}
+    needed = {
+        "--device": "cpu",
+        "--attention-backend": "torch_native",
+        "--max-total-tokens": "8192",
+    }
     for version in (NEW, OLD):
         made = command(cpu=True, version=version)
         assert {name: option(made, name) for name in needed} == needed
@@ -78,7 +109,14 @@ def test_a_cpu_gets_what_it_needs():
 
 
 def test_passed_arguments_come_last_and_as_they_are():
-    given = ("--dtype", "bfloat16", "--max-total-tokens=4096", '--json-model-override-args={"a": 1}', "--x", "")
+    given = (
+        "--dtype",
+        "bfloat16",
+        "--max-total-tokens=4096",
+        '--json-model-override-args={"a": 1}',
+        "--x",
+        "",
+    )
     made = command(cpu=True, dtype="float32", args=given)
     assert tuple(made[-len(given) :]) == given
     assert option(made, "--dtype") == "bfloat16" and option(made, "--max-total-tokens") == "4096"
@@ -86,12 +124,18 @@ def test_passed_arguments_come_last_and_as_they_are():
 
 @pytest.mark.parametrize(
     "argument, key",
-    [("--port", "sglang.port"), ("--port=1", "sglang.port"), ("--api-key", "sglang.api_key_file"),
-     ("--custom-weight-loader", "sglang.weight_transport"),
-     ("--preferred-sampling-params", "rollout.temperature")],  # fmt: skip
+    [
+        ("--port", "sglang.port"),
+        ("--port=1", "sglang.port"),
+        ("--api-key", "sglang.api_key_file"),
+        ("--custom-weight-loader", "sglang.weight_transport"),
+        ("--preferred-sampling-params", "rollout.temperature"),
+    ],
 )
 def test_arguments_that_the_client_must_know_have_keys_of_their_own(argument, key):
-    with pytest.raises(InputError, match=rf"{argument.split('=')[0]} is reserved; set {key} instead"):
+    with pytest.raises(
+        InputError, match=rf"{argument.split('=')[0]} is reserved; set {key} instead"
+    ):
         launch(args=(argument, "1"))
     with pytest.raises(InputError, match="--config can't be combined with an API key"):
         launch(api_key_file="key", args=("--config", "file.yaml"))
@@ -113,11 +157,20 @@ def test_servers_without_a_gpu_get_the_start_up_hook():
     on_a_gpu = sglang_environment(sys.executable, cpu=False, base=base)
     receiver, joined = str(RECEIVER_FOLDER), os.pathsep.join
     assert int(on_a_gpu.pop("SGLANG_TIMEOUT_KEEP_ALIVE")) > http_client._IDLE_SECONDS + 30
-    assert on_a_gpu == {"PATH": "/bin", "PYTHONPATH": joined([receiver, "/trainer"]), "PYTHONSAFEPATH": "1"}
+    assert on_a_gpu == {
+        "PATH": "/bin",
+        "PYTHONPATH": joined([receiver, "/trainer"]),
+        "PYTHONSAFEPATH": "1",
+    }
     on = sglang_environment(sys.executable, cpu=True, base=base)
-    assert on["PYTHONPATH"] == joined([patch_folder(), receiver, "/trainer"]) and on["SGLANG_USE_CPU_ENGINE"] == "1"
+    assert (
+        on["PYTHONPATH"] == joined([patch_folder(), receiver, "/trainer"])
+        and on["SGLANG_USE_CPU_ENGINE"] == "1"
+    )
     assert on["OMP_NUM_THREADS"] == "1"
-    assert sglang_environment("/other", cpu=True, base=base)["PYTHONPATH"] == joined([patch_folder(), receiver])
+    assert sglang_environment("/other", cpu=True, base=base)["PYTHONPATH"] == joined(
+        [patch_folder(), receiver]
+    )
 
 
 def test_a_device_that_is_asked_for_decides():

@@ -17,31 +17,66 @@ from tests.support.scripted_endpoints import Server
 
 ENDPOINTS = SGLangWeightEndpoints()
 SUCCESS = {"success": True}
-INFO = {"version": "0.5.23", "random_seed": 7, "startup_time": 8.5, "device": "cuda", "tp_size": 2, "pp_size": 1,
-        "dp_size": 1, "max_req_input_len": 100, "max_total_num_tokens": 4000, "enable_return_routed_experts": True,
-        "api_key": "a-key"}  # fmt: skip
+INFO = {
+    "version": "0.5.23",
+    "random_seed": 7,
+    "startup_time": 8.5,
+    "device": "cuda",
+    "tp_size": 2,
+    "pp_size": 1,
+    "dp_size": 1,
+    "max_req_input_len": 100,
+    "max_total_num_tokens": 4000,
+    "enable_return_routed_experts": True,
+    "api_key": "a-key",
+}
 
 
-METHODS = [name for name, value in vars(WeightEndpoints).items() if callable(value) and not name.startswith("_")]
+METHODS = [
+    name
+    for name, value in vars(WeightEndpoints).items()
+    if callable(value) and not name.startswith("_")
+]
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_it_follows_the_protocol(name):
-    assert inspect.signature(getattr(SGLangWeightEndpoints, name)) == inspect.signature(getattr(WeightEndpoints, name))
+    assert inspect.signature(getattr(SGLangWeightEndpoints, name)) == inspect.signature(
+        getattr(WeightEndpoints, name)
+    )
 
 
 def test_what_a_server_reports():
-    server = Server(server_info=INFO, model_info={"weight_version": "a:1", "model_path": "/m"}, begin_weight_update=405)
+    server = Server(
+        server_info=INFO,
+        model_info={"weight_version": "a:1", "model_path": "/m"},
+        begin_weight_update=405,
+    )
     info = server.run(lambda s: ENDPOINTS.server_info(s, timeout=5))
-    assert (info.version, info.device, info.weight_version, info.model_path) == ("0.5.23", "cuda", "a:1", "/m")
-    assert (info.tp_size, info.max_input_tokens, info.max_total_tokens, info.start_id) == (2, 100, 4000, "7 8.5")
+    assert (info.version, info.device, info.weight_version, info.model_path) == (
+        "0.5.23",
+        "cuda",
+        "a:1",
+        "/m",
+    )
+    assert (info.tp_size, info.max_input_tokens, info.max_total_tokens, info.start_id) == (
+        2,
+        100,
+        4000,
+        "7 8.5",
+    )
     assert info.routed_experts and info.update_session
     assert "a-key" not in repr(info)
 
 
-@pytest.mark.parametrize("info, problem", [("text", "not an object; is this an SGLang server?"),
-                                           ({"tp_size": "2"}, "tp_size is 2, not a count"),
-                                           ({"dp_size": True}, "dp_size is True, not a count")])  # fmt: skip
+@pytest.mark.parametrize(
+    "info, problem",
+    [
+        ("text", "not an object; is this an SGLang server?"),
+        ({"tp_size": "2"}, "tp_size is 2, not a count"),
+        ({"dp_size": True}, "dp_size is True, not a count"),
+    ],
+)
 def test_an_invalid_report(info, problem):
     with pytest.raises(ServerError, match=problem) as caught:
         Server(server_info=info, model_info={}).run(lambda s: ENDPOINTS.server_info(s, timeout=5))
@@ -84,8 +119,19 @@ def test_weights_by_each_way():
 
     server.run(all_ways)
     checkpoint, tensors, broadcast = (body for _, body in server.requests)
-    assert server.paths == ["/update_weights_from_disk", "/update_weights_from_tensor", ENDPOINTS.broadcast_path]
+    assert server.paths == [
+        "/update_weights_from_disk",
+        "/update_weights_from_tensor",
+        ENDPOINTS.broadcast_path,
+    ]
     assert checkpoint == {"model_path": "/w", "load_format": "auto", "flush_cache": False}
-    assert tensors["serialized_named_tensors"] == ["YWI=", "Yw=="] and tensors["load_format"] == "flattened_bucket"
-    assert (broadcast["names"], broadcast["dtypes"], broadcast["shapes"]) == (["a.weight"], ["bfloat16"], [[2, 3]])
+    assert (
+        tensors["serialized_named_tensors"] == ["YWI=", "Yw=="]
+        and tensors["load_format"] == "flattened_bucket"
+    )
+    assert (broadcast["names"], broadcast["dtypes"], broadcast["shapes"]) == (
+        ["a.weight"],
+        ["bfloat16"],
+        [[2, 3]],
+    )
     assert broadcast["group_name"] == "group" and not broadcast["flush_cache"]

@@ -36,26 +36,63 @@ def test_a_right_answer():
 
 
 REFUSED = {
-    "not a number": (vllm_answer(TOKENS, [-0.5, -9999.0, -1.0]), "the log-prob -9999 came back, which vLLM sends in"),
+    "not a number": (
+        vllm_answer(TOKENS, [-0.5, -9999.0, -1.0]),
+        "the log-prob -9999 came back, which vLLM sends in",
+    ),
     "positive": (vllm_answer(TOKENS, [-0.5, 0.5, -1.0]), "the log-prob 0.5 came back"),
-    "another token": (vllm_answer(TOKENS, LOG_PROBS, token_ids=[7, 8, 1]), "token_ids and logprobs disagree"),
-    "a token too many": (vllm_answer(TOKENS, LOG_PROBS, token_ids=[*TOKENS, 1],
-                                     weight_versions=[{"version": VERSION, "start": 0, "end": 4}]), "disagree"),
+    "another token": (
+        vllm_answer(TOKENS, LOG_PROBS, token_ids=[7, 8, 1]),
+        "token_ids and logprobs disagree",
+    ),
+    "a token too many": (
+        vllm_answer(
+            TOKENS,
+            LOG_PROBS,
+            token_ids=[*TOKENS, 1],
+            weight_versions=[{"version": VERSION, "start": 0, "end": 4}],
+        ),
+        "disagree",
+    ),
     "no log-probs": (vllm_answer(TOKENS, LOG_PROBS, logprobs=None), "no logprobs came back"),
     "no tokens": (vllm_answer([], [], "length", token_ids=None), "weight_version"),
-    "foreign token": (vllm_answer([7, 96, 1], LOG_PROBS), "token id 96 came back; the vocabulary has 96"),
+    "foreign token": (
+        vllm_answer([7, 96, 1], LOG_PROBS),
+        "token id 96 came back; the vocabulary has 96",
+    ),
     "too long": (vllm_answer([7] * 5, [-1.0] * 5, "length"), "5 tokens came back, at most 4"),
     "cut early": (vllm_answer([7], [-1.0], "length"), "cut off for its length after 1 of 4"),
-    "stopped elsewhere": (vllm_answer([7, 8], [-1.0] * 2), "stopped on 8, which is not an end token"),
-    "another reason": (vllm_answer(TOKENS, LOG_PROBS, "repetition"), "finish_reason is 'repetition'"),
-    "two choices": ({"choices": vllm_answer(TOKENS, LOG_PROBS)["choices"] * 2}, "2 choices came back"),
+    "stopped elsewhere": (
+        vllm_answer([7, 8], [-1.0] * 2),
+        "stopped on 8, which is not an end token",
+    ),
+    "another reason": (
+        vllm_answer(TOKENS, LOG_PROBS, "repetition"),
+        "finish_reason is 'repetition'",
+    ),
+    "two choices": (
+        {"choices": vllm_answer(TOKENS, LOG_PROBS)["choices"] * 2},
+        "2 choices came back",
+    ),
     "no version": (vllm_answer(TOKENS, LOG_PROBS, weight_versions=None), "no weight_version"),
-    "two versions": (vllm_answer(TOKENS, LOG_PROBS, weight_versions=[
-        {"version": VERSION, "start": 0, "end": 1}, {"version": "x:4", "start": 1, "end": 3}]),
-        f"the weights changed from 'x:4' to '{VERSION}' within it"),
-    "a version of some": (vllm_answer(TOKENS, LOG_PROBS, weight_versions=[{"version": VERSION, "start": 0, "end": 2}]),
-                          "not of all tokens"),
-}  # fmt: skip
+    "two versions": (
+        vllm_answer(
+            TOKENS,
+            LOG_PROBS,
+            weight_versions=[
+                {"version": VERSION, "start": 0, "end": 1},
+                {"version": "x:4", "start": 1, "end": 3},
+            ],
+        ),
+        f"the weights changed from 'x:4' to '{VERSION}' within it",
+    ),
+    "a version of some": (
+        vllm_answer(
+            TOKENS, LOG_PROBS, weight_versions=[{"version": VERSION, "start": 0, "end": 2}]
+        ),
+        "not of all tokens",
+    ),
+}
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -74,7 +111,9 @@ def test_a_request_that_was_aborted_before_its_first_token():
     assert parse(vllm_answer([7], [-1.0], "abort")).finish_reason == "abort"
 
 
-ROUTES = (np.arange(7 * 3 * 2) * 5 % 8).reshape(7, 3, 2)  # 5 + 3 - 1 rows, three layers of which the second is dense
+ROUTES = (np.arange(7 * 3 * 2) * 5 % 8).reshape(
+    7, 3, 2
+)  # 5 + 3 - 1 rows, three layers of which the second is dense
 MOE = ROUTES[:, [0, 2]]
 
 
@@ -93,7 +132,10 @@ def test_routes_of_all_layers_or_of_those_with_experts(dtype):
 def test_rows_that_come_apart_a_last_row_that_lacks_and_unknown_rows():
     apart = routed(npy(ROUTES[5:]), prompt_routed_experts=npy(ROUTES[:5])).routes
     np.testing.assert_array_equal(apart, MOE)
-    for ids, unknown in ((ROUTES[:-1], [6]), (np.where(np.arange(7)[:, None, None] < 2, MISSING, ROUTES), [0, 1])):
+    for ids, unknown in (
+        (ROUTES[:-1], [6]),
+        (np.where(np.arange(7)[:, None, None] < 2, MISSING, ROUTES), [0, 1]),
+    ):
         found, missing = as_routes(routed(npy(ids.astype(np.int32))).routes, 8)
         assert np.flatnonzero(missing).tolist() == unknown
         known = ~missing
@@ -105,7 +147,10 @@ WRONG_ROUTES = {
     "two rows too few": (npy(ROUTES[:-2]), "routed_experts has 5 rows, not 7"),
     "a row too many": (npy(np.concatenate([ROUTES, ROUTES[:1]])), "has 8 rows, not 7"),
     "another k": (npy(ROUTES[:, :, :1]), "not rows x 2 layers x 2"),
-    "an expert that is not there": (npy(ROUTES + 1), "routed_experts has expert 8; the model has 0 to 7"),
+    "an expert that is not there": (
+        npy(ROUTES + 1),
+        "routed_experts has expert 8; the model has 0 to 7",
+    ),
     "below -1": (npy(ROUTES - 2), "routed_experts has expert -2"),
     "floats": (npy(ROUTES.astype(float)), "has no integers"),
     "objects": (npy(ROUTES.astype(object)), "is not a .npy file in base64"),
@@ -123,11 +168,17 @@ def test_wrong_routes_are_refused_by_name(case):
 
 
 def scores(rows: Any) -> np.ndarray:
-    return response_parser.parse_input_log_probs(json.dumps({"prompt_logprobs": rows}).encode(), asked(), [5, 6, 7])
+    return response_parser.parse_input_log_probs(
+        json.dumps({"prompt_logprobs": rows}).encode(), asked(), [5, 6, 7]
+    )
 
 
 def test_scores_are_those_of_the_tokens_that_were_sent():
-    rows = [None, {"6": {"logprob": -1.5}}, {"9": {"logprob": -0.5, "rank": 1}, "7": {"logprob": -2.0, "rank": 5}}]
+    rows = [
+        None,
+        {"6": {"logprob": -1.5}},
+        {"9": {"logprob": -0.5, "rank": 1}, "7": {"logprob": -2.0, "rank": 5}},
+    ]
     assert scores(rows).tolist() == [-1.5, -2.0]
     for wrong, message in (
         (rows[:2], "2 entries for 3 tokens"),

@@ -26,19 +26,36 @@ def test_a_generation_names_every_parameter_that_a_server_could_default():
     assert request.body == {
         "token_ids": [5, 6, 7, 8, 9],
         "sampling_params": {
-            "max_tokens": 4, "temperature": 0.7, "top_p": 0.9, "top_k": 5, "stop_token_ids": [1], "ignore_eos": True,
-            "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
-            "seed": 2**62 + 1, "logprobs": 0, "routed_experts_prompt_start": 3, "detokenize": False,
+            "max_tokens": 4,
+            "temperature": 0.7,
+            "top_p": 0.9,
+            "top_k": 5,
+            "stop_token_ids": [1],
+            "ignore_eos": True,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "seed": 2**62 + 1,
+            "logprobs": 0,
+            "routed_experts_prompt_start": 3,
+            "detokenize": False,
         },
-    }  # fmt: skip
-    greedy = API.generate_request([5], asked(), SamplingParams(temperature=0.0, top_p=0.5, top_k=3), 1)
+    }
+    greedy = API.generate_request(
+        [5], asked(), SamplingParams(temperature=0.0, top_p=0.5, top_k=3), 1
+    )
     params = greedy.body["sampling_params"]
     assert (params["temperature"], params["top_p"], params["top_k"]) == (0.0, 1.0, 0)
 
 
 def test_log_probs_are_requested_where_they_are_over_the_whole_vocabulary():
-    given = [SamplingParams(), SamplingParams(temperature=0.0, top_p=0.5), SamplingParams(top_p=0.5),
-             SamplingParams(top_k=3)]  # fmt: skip
+    given = [
+        SamplingParams(),
+        SamplingParams(temperature=0.0, top_p=0.5),
+        SamplingParams(top_p=0.5),
+        SamplingParams(top_k=3),
+    ]
     assert [API.gives_log_probs(sampling) for sampling in given] == [True, True, False, False]
     request = API.generate_request([5], asked(log_probs=False), SamplingParams(top_p=0.5), 1)
     assert request.body["sampling_params"]["logprobs"] is None

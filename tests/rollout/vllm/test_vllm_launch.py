@@ -32,13 +32,26 @@ def test_the_command(gpu):
     given = ("--max-num-seqs", "64", "--logprobs-mode=raw_logprobs")
     made = launch(given, True, routed_experts=True).command(1, 31001, key_file="/key.yaml")
     assert made[:4] == ["/env/python", "-m", "vllm.entrypoints.openai.api_server", "--model"]
-    expected = {"--model": "hub/model", "--host": "127.0.0.1", "--port": "31001", "--dtype": "auto", "--config":
-                "/key.yaml", "--generation-config": "vllm", "--worker-extension-cls":
-                "megatron_gspo_worker.WeightReceiver"}  # fmt: skip
+    expected = {
+        "--model": "hub/model",
+        "--host": "127.0.0.1",
+        "--port": "31001",
+        "--dtype": "auto",
+        "--config": "/key.yaml",
+        "--generation-config": "vllm",
+        "--worker-extension-cls": "megatron_gspo_worker.WeightReceiver",
+    }
     assert {name: option(made, name) for name in expected} == expected
-    assert {"--enable-scale-out", "--enable-prompt-tokens-details", "--enable-return-routed-experts"} < set(made)
+    assert {
+        "--enable-scale-out",
+        "--enable-prompt-tokens-details",
+        "--enable-return-routed-experts",
+    } < set(made)
     assert ("--enforce-eager" in made, "--enable-sleep-mode" in made) == (not gpu, gpu)
-    assert option(made[: -len(given)], "--logprobs-mode") == "processed_logprobs" and tuple(made[-3:]) == given
+    assert (
+        option(made[: -len(given)], "--logprobs-mode") == "processed_logprobs"
+        and tuple(made[-3:]) == given
+    )
 
 
 def test_colocated_servers_are_refused_on_a_cpu_before_they_start(gpu, tmp_path):
@@ -49,7 +62,9 @@ def test_colocated_servers_are_refused_on_a_cpu_before_they_start(gpu, tmp_path)
     if gpu:
         made.check()
         return
-    with pytest.raises(InputError, match="^vllm.colocated=true: vLLM frees no memory on a CPU; set it to false$"):
+    with pytest.raises(
+        InputError, match="^vllm.colocated=true: vLLM frees no memory on a CPU; set it to false$"
+    ):
         made.check()
 
 
@@ -68,17 +83,32 @@ def test_the_environment(gpu, monkeypatch):
 
 def test_gpus_of_a_server():
     assert gpus_per_server(("--tensor-parallel-size", "4", "-dp=2")) == 8
-    with pytest.raises(InputError, match="vllm.server_args: --tensor-parallel-size many: must be a positive number"):
+    with pytest.raises(
+        InputError, match="vllm.server_args: --tensor-parallel-size many: must be a positive number"
+    ):
         gpus_per_server(("-tp", "many"))
 
 
-@pytest.mark.parametrize("argument, key", [("--port=1", "port"), ("--api-key", "api_key_file"),
-                                           ("--worker-extension-cls=x.Y", "weight_transport")])  # fmt: skip
+@pytest.mark.parametrize(
+    "argument, key",
+    [
+        ("--port=1", "port"),
+        ("--api-key", "api_key_file"),
+        ("--worker-extension-cls=x.Y", "weight_transport"),
+    ],
+)
 def test_what_the_client_needs_too_is_set_by_the_config(argument, key):
-    with pytest.raises(InputError, match=rf"vllm.server_args: \S+ is reserved; set vllm.{key} instead"):
+    with pytest.raises(
+        InputError, match=rf"vllm.server_args: \S+ is reserved; set vllm.{key} instead"
+    ):
         launch((argument, "1"))
 
 
 def test_the_reason_of_an_exit():
-    log = "RuntimeError: Unsupported CPU attention configuration: head_dim=16 isa=2 kv_cache_idx=0\nshutdown\n"
-    assert "does not support the model's head_dim" in exit_reason(log, 1, launch().exit_causes, section="vllm")
+    log = (
+        "RuntimeError: Unsupported CPU attention configuration: head_dim=16 isa=2"
+        " kv_cache_idx=0\nshutdown\n"
+    )
+    assert "does not support the model's head_dim" in exit_reason(
+        log, 1, launch().exit_causes, section="vllm"
+    )

@@ -1,4 +1,7 @@
-"""Run directories that look like real ones, made in milliseconds. Written through RunDirectory, like a run's own."""
+"""Run directories that look like real ones, made in milliseconds.
+
+Written through RunDirectory, like a run's own.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,10 @@ LAYERS, EXPERTS, TOP_K = 4, 16, 4
 
 @dataclass(frozen=True)
 class Course:
-    """How a made-up run goes. fails: after this step, with an error; level: accuracy that it tends to."""
+    """How a made-up run goes.
+
+    fails: after this step, with an error; level: accuracy that it tends to.
+    """
 
     level: float = 0.7
     speed: float = 0.08
@@ -90,8 +96,17 @@ def _record(step: int, course: Course, random: np.random.Generator, every: int) 
     if course.collapses is not None and step > course.collapses:
         height = 0.05
     tokens = 128 * 17 + int(random.integers(-50, 50))
-    times = {"generate": 0.14, "verify": 0.002, "log_probs": 0.15, "train": 0.42, "weight_sync": 0.005,
-             "forward": 0.13, "backward": 0.22, "optimizer": 0.05, "routing": 0.004}  # fmt: skip
+    times = {
+        "generate": 0.14,
+        "verify": 0.002,
+        "log_probs": 0.15,
+        "train": 0.42,
+        "weight_sync": 0.005,
+        "forward": 0.13,
+        "backward": 0.22,
+        "optimizer": 0.05,
+        "routing": 0.004,
+    }
     record = {f"time/{name}": value * (1 + 0.05 * random.random()) for name, value in times.items()}
     record |= {
         "reward/mean": height + 0.02 * random.normal(),
@@ -102,18 +117,22 @@ def _record(step: int, course: Course, random: np.random.Generator, every: int) 
         "routing/rollout_flip_rate": 0.0,
         "routing/entropy": 2.5 - 0.005 * step,
         "routing/load_imbalance": 1.6,
-        "routing/replay_bytes": float(tokens * LAYERS * TOP_K)
-        if course.overrides.get("routing.replay")
-        else 0.0,
+        "routing/replay_bytes": (
+            float(tokens * LAYERS * TOP_K) if course.overrides.get("routing.replay") else 0.0
+        ),
         "effective_sample_size": 0.99,
         "entropy": 0.9 * math.exp(-0.03 * step),
         "kl/old_policy": 0.001,
         "perf/tokens": float(tokens),
         "perf/peak_memory_gib": 0.8,
-        "time/step": sum(
-            v for k, v in record.items() if k[5:] in ("generate", "log_probs", "train", "routing")
-        )
-        + 0.03,
+        "time/step": (
+            sum(
+                v
+                for k, v in record.items()
+                if k[5:] in ("generate", "log_probs", "train", "routing")
+            )
+            + 0.03
+        ),
     }
     if not course.flips:
         record = {name: value for name, value in record.items() if not name.startswith("routing/")}
@@ -127,15 +146,35 @@ VARIANTS: dict[str, Course] = {
     "grpo": Course(level=0.62, flips=0.09),
     "grpo_r2": Course(level=0.66, overrides={"algorithm.name": "grpo", "routing.replay": "r2"}),
     "grpo_r3": Course(level=0.65, overrides={"algorithm.name": "grpo", "routing.replay": "r3"}),
-    "gspo": Course(level=0.72, clipped=0.3, overrides={"algorithm.name": "gspo", "algorithm.epsilon_low": 0.01,
-                                                       "algorithm.epsilon_high": 0.015}),
-    "gspo_token": Course(level=0.715, clipped=0.3, overrides={"algorithm.name": "gspo_token",
-                                                              "algorithm.epsilon_low": 0.01,
-                                                              "algorithm.epsilon_high": 0.015}),
-    "gspo_rollout": Course(level=0.71, clipped=0.3, overrides={"algorithm.name": "gspo", "algorithm.epsilon_low": 0.01,
-                                                               "algorithm.epsilon_high": 0.015,
-                                                               "algorithm.old_log_probs": "rollout"}),
-}  # fmt: skip
+    "gspo": Course(
+        level=0.72,
+        clipped=0.3,
+        overrides={
+            "algorithm.name": "gspo",
+            "algorithm.epsilon_low": 0.01,
+            "algorithm.epsilon_high": 0.015,
+        },
+    ),
+    "gspo_token": Course(
+        level=0.715,
+        clipped=0.3,
+        overrides={
+            "algorithm.name": "gspo_token",
+            "algorithm.epsilon_low": 0.01,
+            "algorithm.epsilon_high": 0.015,
+        },
+    ),
+    "gspo_rollout": Course(
+        level=0.71,
+        clipped=0.3,
+        overrides={
+            "algorithm.name": "gspo",
+            "algorithm.epsilon_low": 0.01,
+            "algorithm.epsilon_high": 0.015,
+            "algorithm.old_log_probs": "rollout",
+        },
+    ),
+}
 
 
 def write_comparison(

@@ -23,8 +23,11 @@ RUNS = load_config(CONFIG)
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> ColdStartFiles:
     files = ColdStartFiles(tmp_path_factory.mktemp("cold_start"))
-    write_tiny_model(files.model, TinyModel(hidden=16, layers=1, experts=2, expert_width=8),
-                     words=[cold_start.INSTRUCTION])  # fmt: skip
+    write_tiny_model(
+        files.model,
+        TinyModel(hidden=16, layers=1, experts=2, expert_width=8),
+        words=[cold_start.INSTRUCTION],
+    )
     cold_start.write_demonstrations(files, RUNS)
     return files
 
@@ -47,8 +50,11 @@ def test_held_out_answers_are_right_and_demonstrations_have_mistakes_in_some_let
     assert rows(files.held_out) == [{"prompt": p.text, "answer": p.answer} for p in held_out]
     demonstrated = rows(files.demonstrations)
     assert [row["prompt"] for row in demonstrated] == questions(training)
-    pairs = [(a, b) for row, p in zip(demonstrated, training, strict=True)
-             for a, b in zip(row["answer"], p.answer or "", strict=True)]  # fmt: skip
+    pairs = [
+        (a, b)
+        for row, p in zip(demonstrated, training, strict=True)
+        for a, b in zip(row["answer"], p.answer or "", strict=True)
+    ]
     wrong = sum(a != b for a, b in pairs) / len(pairs)
     expected = cold_start.MISTAKES * 25 / 26  # a random letter may be the right one
     deviation = (expected * (1 - expected) / len(pairs)) ** 0.5

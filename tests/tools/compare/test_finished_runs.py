@@ -40,7 +40,10 @@ def names_of(tmp_path, *overrides, seeds=(1,), **common):
     ("overrides", "names"),
     [
         (  # where a run writes and logs tells nothing
-            [{"optimizer.lr": 1e-4, "tracking.plot": False, "data.cache_dir": "/a"}, {"optimizer.lr": 2e-4}],
+            [
+                {"optimizer.lr": 1e-4, "tracking.plot": False, "data.cache_dir": "/a"},
+                {"optimizer.lr": 2e-4},
+            ],
             ["grpo lr=0.0001", "grpo lr=0.0002"],
         ),
         (  # what an algorithm brings along is in its name already
@@ -52,7 +55,11 @@ def names_of(tmp_path, *overrides, seeds=(1,), **common):
             ["grpo lr=0.0001", "grpo lr=0.0002"],
         ),
         (
-            [{"optimizer.lr": lr, "rollout.n_samples_per_prompt": n} for lr in (1e-4, 2e-4) for n in (4, 8)],
+            [
+                {"optimizer.lr": lr, "rollout.n_samples_per_prompt": n}
+                for lr in (1e-4, 2e-4)
+                for n in (4, 8)
+            ],
             [f"grpo lr={lr} n_samples_per_prompt={n}" for lr in (0.0001, 0.0002) for n in (4, 8)],
         ),
         (
@@ -65,7 +72,7 @@ def names_of(tmp_path, *overrides, seeds=(1,), **common):
         ),
         ([{}, {"lora.rank": 8}], ["grpo rank=None", "grpo rank=8"]),
     ],
-)  # fmt: skip
+)
 def test_names_come_from_what_changes_results(tmp_path, overrides, names):
     assert names_of(tmp_path, *overrides) == names
 
@@ -105,7 +112,10 @@ def test_unequal_runs_are_noted(tmp_path):
     assert [variant.name for variant in study.variants] == ["grpo steps=20", "grpo steps=10"]
     assert study.notes == [
         f"{open_run} is not finished (step 10 of 10): its curve is shown, it is not compared.",
-        "The variants differ in training.steps 20, 10: differences of their accuracies are not of the algorithm alone.",
+        (
+            "The variants differ in training.steps 20, 10: differences of their accuracies are not"
+            " of the algorithm alone."
+        ),
     ]
 
 

@@ -65,11 +65,24 @@ def test_the_cost_of_a_variant_by_hand(tmp_path):
     path = write_run(tmp_path / "run", 1, Course(), steps=3)
     records = [
         {"step": 1, "time/step": 99.0, "time/train": 99.0},
-        {"step": 2, "time/step": 2.0, "time/train": 1.0, "time/generate": 0.4,
-         "routing/replay_bytes": 640, "perf/peak_memory_gib": 1.0},
-        {"step": 3, "time/step": 3.0, "time/train": 2.0, "time/generate": 0.6, "time/evaluate": 1.0,
-         "routing/replay_bytes": 1408, "perf/peak_memory_gib": 1.5},
-    ]  # fmt: skip
+        {
+            "step": 2,
+            "time/step": 2.0,
+            "time/train": 1.0,
+            "time/generate": 0.4,
+            "routing/replay_bytes": 640,
+            "perf/peak_memory_gib": 1.0,
+        },
+        {
+            "step": 3,
+            "time/step": 3.0,
+            "time/train": 2.0,
+            "time/generate": 0.6,
+            "time/evaluate": 1.0,
+            "routing/replay_bytes": 1408,
+            "perf/peak_memory_gib": 1.5,
+        },
+    ]
     (path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     page, _ = write_report(study_of([path], COMMAND), tmp_path / "out")
     section = page.read_text().split('<section id="cost">')[1].split("</table>")[0]

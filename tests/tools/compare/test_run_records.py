@@ -30,8 +30,11 @@ def test_status_of_a_directory(tmp_path):
     write_run(tmp_path / "killed", 1, Course(), steps=5)
     (tmp_path / "killed" / "summary.json").unlink()
     assert [status(name) for name in ("whole", "failed", "killed", "nowhere")] == [
-        "finished", "failed", "partial", "missing",
-    ]  # fmt: skip
+        "finished",
+        "failed",
+        "partial",
+        "missing",
+    ]
     failed = read_run(tmp_path / "failed", variant="grpo")
     assert failed.message == "step 4: the gradient is not finite"
     assert failed.seed == 1  # from its config
@@ -72,9 +75,16 @@ def test_axes_by_hand():
     records = [
         {"step": 0, "eval/accuracy": 0.1, "time/step": 5.0, "time/evaluate": 4.5},
         {"step": 1, "perf/tokens": 100.0, "time/step": 2.0, "reward/mean": 1.0},
-        {"step": 2, "perf/tokens": 50.0, "time/step": 4.0, "time/evaluate": 1.0, "time/checkpoint": 0.5,
-         "eval/accuracy": 0.3, "reward/mean": None},
-    ]  # fmt: skip
+        {
+            "step": 2,
+            "perf/tokens": 50.0,
+            "time/step": 4.0,
+            "time/evaluate": 1.0,
+            "time/checkpoint": 0.5,
+            "eval/accuracy": 0.3,
+            "reward/mean": None,
+        },
+    ]
     run = Run("grpo", 1, None, "finished", config=CONFIG, records=records)
     assert against(run, "eval/accuracy", "samples") == ([0.0, 16.0], [0.1, 0.3])
     assert against(run, "eval/accuracy", "tokens")[0] == [0.0, 150.0]

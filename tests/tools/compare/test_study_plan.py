@@ -26,7 +26,9 @@ COLLAPSE = EXAMPLES.parent / "collapse"
 
 
 def test_the_collapse_example() -> None:
-    """Four variants with four seeds under the same noise; its prompts are right, and none is in both files."""
+    """Four variants with four seeds under the same noise; its prompts are right, and none is in
+    both files.
+    """
     comparison = load_comparison(COLLAPSE / "small.yaml")
     configs = [resolve(comparison, spec) for spec in planned_runs(comparison)]
     assert len(configs) == 16 and len({config.run_dir for config in configs}) == 16
@@ -171,9 +173,18 @@ def test_what_cannot_work_is_refused_in_one_line(file, change, message):
 
 @pytest.mark.parametrize(
     "value, text",
-    [("r2", "r2"), ("true", '"true"'), ("1e-3", '"1e-3"'), ("", '""'), ("a: b", '"a: b"'), (1e-6, "1e-06"),
-     (None, "null"), ([1, 2], "[1, 2]"), ({"a": "x"}, '{"a": "x"}')],
-)  # fmt: skip
+    [
+        ("r2", "r2"),
+        ("true", '"true"'),
+        ("1e-3", '"1e-3"'),
+        ("", '""'),
+        ("a: b", '"a: b"'),
+        (1e-6, "1e-06"),
+        (None, "null"),
+        ([1, 2], "[1, 2]"),
+        ({"a": "x"}, '{"a": "x"}'),
+    ],
+)
 def test_an_override_reads_back_as_the_value_that_it_was(value, text):
     assert argument(value) == text
     assert apply_overrides({}, [f"key={text}"]) == {"key": value}

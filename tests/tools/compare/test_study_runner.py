@@ -1,4 +1,6 @@
-"""Real processes, not training: what is started, what isn't, what a failure leaves; nothing outlives a stop."""
+"""Real processes, not training: what is started, what isn't, what a failure leaves; nothing
+outlives a stop.
+"""
 
 import json
 import os
@@ -25,7 +27,8 @@ from megatron_gspo.tools.compare.study_runner import (
 from tests.support.waiting import wait_for
 from tests.tools.compare.synthetic import write_comparison
 
-# Stands where a run's process stands: writes a run directory of the resolved config, or fails, or waits.
+# Stands where a run's process stands: writes a run directory of the resolved config, or fails, or
+# waits.
 PROGRAM = """
 import json, sys, time
 from pathlib import Path
@@ -192,8 +195,13 @@ def test_a_stop_ends_the_processes_and_leaves_no_failure(tmp_path):
             raise SystemExit(error.exit_code)
     """)
     root = Path(__file__).parents[3]
-    process = subprocess.Popen([sys.executable, "-c", script], cwd=root, stdout=subprocess.PIPE, text=True,
-                               env={**os.environ, "PYTHONPATH": str(root)})  # fmt: skip
+    process = subprocess.Popen(
+        [sys.executable, "-c", script],
+        cwd=root,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    )
     folder = tmp_path / "out" / "runs" / "base"
     wait_for(lambda: len(list(folder.glob("*/seed_1/started"))) == 2)
     process.send_signal(signal.SIGTERM)
@@ -205,7 +213,9 @@ def test_a_stop_ends_the_processes_and_leaves_no_failure(tmp_path):
 
 
 def test_a_signal_while_a_process_starts_ends_it_too(monkeypatch):
-    """It arrives inside Popen, after the fork: raised there, it would leave a process without an owner."""
+    """It arrives inside Popen, after the fork: raised there, it would leave a process without
+    an owner.
+    """
     real, started = subprocess.Popen, []
 
     def start_and_stop(*arguments, **options):

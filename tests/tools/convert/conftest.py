@@ -20,7 +20,10 @@ from tests.support.tiny_models import save_tiny_model
 
 @dataclass(frozen=True)
 class Converted:
-    """A model in both formats. metadata: what Megatron's checkpoint of it holds, in one piece each."""
+    """A model in both formats.
+
+    metadata: what Megatron's checkpoint of it holds, in one piece each.
+    """
 
     hugging_face: Path
     megatron: Path
@@ -32,5 +35,7 @@ def converted(tmp_path_factory) -> Converted:
     folder = tmp_path_factory.mktemp("converted")
     source = Path(save_tiny_model(folder / "hf", "dense", num_hidden_layers=1, vocab_size=95))
     metadata = checkpoint_metadata(*family_of(read_config(source)), ParallelConfig())
-    to_megatron(source, folder / "megatron", metadata.chunks, metadata.objects, write_metadata_files)
+    to_megatron(
+        source, folder / "megatron", metadata.chunks, metadata.objects, write_metadata_files
+    )
     return Converted(source, folder / "megatron", metadata)

@@ -1,4 +1,6 @@
-"""Conversions of checkpoints with a bias in float32, layers of multi-token prediction and weights in 8 bits."""
+"""Conversions of checkpoints with a bias in float32, layers of multi-token prediction and
+weights in 8 bits.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,11 @@ BIAS = "model.layers.2.mlp.gate.e_score_correction_bias"
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     """Weights in bfloat16, the routers' biases in float32."""
-    return Path(save_tiny_model(tmp_path_factory.mktemp("model") / "plain", "deepseek", dtype=torch.bfloat16))
+    return Path(
+        save_tiny_model(
+            tmp_path_factory.mktemp("model") / "plain", "deepseek", dtype=torch.bfloat16
+        )
+    )
 
 
 def changed(model: Path, folder: Path, tensors: dict[str, torch.Tensor], **config: object) -> Path:
@@ -63,7 +69,11 @@ def assert_holds(folder, expected):
 def mtp_layer() -> dict[str, torch.Tensor]:
     """Some tensors of a fifth layer, which the model does not have."""
     g = torch.Generator().manual_seed(1)
-    names = {"eh_proj.weight": (32, 64), "enorm.weight": (32,), "mlp.experts.3.up_proj.weight": (16, 32)}
+    names = {
+        "eh_proj.weight": (32, 64),
+        "enorm.weight": (32,),
+        "mlp.experts.3.up_proj.weight": (16, 32),
+    }
     tensors = {name: torch.randn(size, generator=g).bfloat16() for name, size in names.items()}
     tensors["mlp.gate.e_score_correction_bias"] = torch.randn(8, generator=g)
     return {f"model.layers.4.{name}": tensor for name, tensor in tensors.items()}
@@ -88,23 +98,36 @@ def test_layers_of_multi_token_prediction_come_back_unchanged(model, tmp_path):
 
 
 def test_names_of_further_layers_are_refused_without_multi_token_prediction(model, tmp_path):
-    source = changed(model, tmp_path / "source", load_file(model / SINGLE) | mtp_layer(), num_nextn_predict_layers=0)
-    with CheckpointReader(source) as reader, pytest.raises(ModelError, match="model.layers.4.* does not use"):
+    source = changed(
+        model,
+        tmp_path / "source",
+        load_file(model / SINGLE) | mtp_layer(),
+        num_nextn_predict_layers=0,
+    )
+    with (
+        CheckpointReader(source) as reader,
+        pytest.raises(ModelError, match="model.layers.4.* does not use"),
+    ):
         from megatron_gspo.models import check_names, family_of, read_config
 
         check_names(reader.names, *family_of(read_config(source)))
 
 
 def test_weights_in_8_bits_are_read_as_their_dequantized_values(model, tmp_path):
-    """Blocks of 16 x 8, which do not divide every tensor; scales of each by a loop over its elements. Those of
-    multi-token prediction are carried as these values."""
+    """Blocks of 16 x 8, which do not divide every tensor; scales of each by a loop over its
+    elements. Those of multi-token prediction are carried as these values."""
     quantized, expected = {}, {}
     carried = mtp_layer()
     for name, tensor in (load_file(model / SINGLE) | carried).items():
         quantized[name] = expected[name] = tensor
         if tensor.dim() == 2 and "_proj" in name:
             rows, columns = tensor.shape
-            scales = torch.rand(-(-rows // 16), -(-columns // 8), generator=torch.Generator().manual_seed(rows)) + 0.01
+            scales = (
+                torch.rand(
+                    -(-rows // 16), -(-columns // 8), generator=torch.Generator().manual_seed(rows)
+                )
+                + 0.01
+            )
             quantized[name] = (tensor.float() * 20).to(torch.float8_e4m3fn)
             quantized[f"{name}_scale_inv"] = scales
             values = quantized[name].float()
@@ -114,7 +137,13 @@ def test_weights_in_8_bits_are_read_as_their_dequantized_values(model, tmp_path)
             expected[name] = values.bfloat16()
     settings = {"quant_method": "fp8", "weight_block_size": [16, 8]}
     assert sum(f"{name}_scale_inv" in quantized for name in carried) == 2
-    source = changed(model, tmp_path / "source", quantized, quantization_config=settings, num_nextn_predict_layers=1)
+    source = changed(
+        model,
+        tmp_path / "source",
+        quantized,
+        quantization_config=settings,
+        num_nextn_predict_layers=1,
+    )
     with CheckpointReader(source) as reader:
         assert reader.names == set(expected)
         for name, value in expected.items():
@@ -137,7 +166,10 @@ def test_gated_delta_nets_and_their_multi_token_prediction_come_back_byte_by_byt
     run("to-megatron", plain, tmp_path / "one", "--tp", "2", "--pp", "2", "--verify")
     run("to-hf", tmp_path / "one", tmp_path / "same", "--verify")
     assert same_files(plain, tmp_path / "same")
-    tensors = load_file(plain / SINGLE) | {"mtp.fc.weight": torch.randn(32, 64).bfloat16(), "mtp.norm": torch.ones(3)}
+    tensors = load_file(plain / SINGLE) | {
+        "mtp.fc.weight": torch.randn(32, 64).bfloat16(),
+        "mtp.norm": torch.ones(3),
+    }
     source = changed(plain, tmp_path / "source", tensors)
     run("to-megatron", source, tmp_path / "megatron", *LAYOUT, "--verify")
     run("to-hf", tmp_path / "megatron", tmp_path / "back", "--verify")
@@ -150,13 +182,20 @@ def test_minimax_m2_in_8_bits_with_multi_token_prediction_comes_back_dequantized
     run("to-megatron", plain, tmp_path / "one", "--tp", "2", "--pp", "2", "--verify")
     run("to-hf", tmp_path / "one", tmp_path / "same", "--verify")
     assert same_files(plain, tmp_path / "same")
-    expected = load_file(plain / SINGLE) | {"model.layers.4.eh_proj.weight": torch.randn(32, 64).bfloat16()}
+    expected = load_file(plain / SINGLE) | {
+        "model.layers.4.eh_proj.weight": torch.randn(32, 64).bfloat16()
+    }
     name = "model.layers.1.block_sparse_moe.experts.3.w2.weight"
     values = (expected[name].float() * 20).to(torch.float8_e4m3fn)
     scales = torch.rand(2, 2) + 0.01  # of 32 x 16
     whole = scales.repeat_interleave(16, 0).repeat_interleave(8, 1)
-    source = changed(plain, tmp_path / "source", expected | {name: values, f"{name}_scale_inv": scales},
-                     num_mtp_modules=1, quantization_config={"quant_method": "fp8", "weight_block_size": [16, 8]})
+    source = changed(
+        plain,
+        tmp_path / "source",
+        expected | {name: values, f"{name}_scale_inv": scales},
+        num_mtp_modules=1,
+        quantization_config={"quant_method": "fp8", "weight_block_size": [16, 8]},
+    )
     expected[name] = (values.float() * whole).bfloat16()
     run("to-megatron", source, tmp_path / "megatron", *LAYOUT, "--verify")
     run("to-hf", tmp_path / "megatron", tmp_path / "back", "--verify")
@@ -164,7 +203,9 @@ def test_minimax_m2_in_8_bits_with_multi_token_prediction_comes_back_dequantized
 
 
 @pytest.mark.parametrize("kind", ["qwen35_moe", "qwen35", "qwen35_moe_text"])
-def test_a_language_model_comes_back_byte_by_byte_with_its_vision_and_multi_token_prediction(kind, tmp_path):
+def test_a_language_model_comes_back_byte_by_byte_with_its_vision_and_multi_token_prediction(
+    kind, tmp_path
+):
     """As Qwen3.5 is published: bfloat16, decay rates and the norm behind them in float32."""
     plain = Path(save_tiny_model(tmp_path / "plain", kind, dtype=torch.bfloat16))
     g = torch.Generator().manual_seed(2)
@@ -176,7 +217,10 @@ def test_a_language_model_comes_back_byte_by_byte_with_its_vision_and_multi_toke
     run("to-hf", tmp_path / "one", tmp_path / "same", "--verify")
     with CheckpointReader(tmp_path / "same") as reader:
         assert all(reader.read(name).dtype == tensor.dtype for name, tensor in tensors.items())
-    tensors |= {"mtp.fc.weight": torch.randn(32, 64, generator=g).bfloat16(), "mtp.norm.weight": torch.ones(3)}
+    tensors |= {
+        "mtp.fc.weight": torch.randn(32, 64, generator=g).bfloat16(),
+        "mtp.norm.weight": torch.ones(3),
+    }
     source = changed(plain, tmp_path / "with mtp", tensors)
     expert = ["--ep", "2", "--etp", "2"] if "moe" in kind else []
     run("to-megatron", source, tmp_path / "megatron", "--tp", "2", *expert, "--verify")

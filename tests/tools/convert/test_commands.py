@@ -21,7 +21,9 @@ def test_a_distributed_checkpoint_is_taken_as_given(converted):
 
 def test_a_folder_without_a_checkpoint_is_refused(tmp_path):
     (tmp_path / "checkpoints" / "step_000001").mkdir(parents=True)
-    with pytest.raises(InputError, match="is neither a distributed checkpoint nor a run directory with one"):
+    with pytest.raises(
+        InputError, match="is neither a distributed checkpoint nor a run directory with one"
+    ):
         find_checkpoint(tmp_path)
 
 
@@ -35,21 +37,32 @@ def test_a_run_s_checkpoint_has_the_run_s_model(given, converted, tmp_path: Path
     checkpoint.mkdir(parents=True)
     shutil.copy(converted.megatron / METADATA, checkpoint)
     (tmp_path / "config.yaml").write_text(f"model: {{path: {converted.hugging_face}}}\n")
-    assert find_source(tmp_path if given == "run" else checkpoint, checkpoint) == converted.hugging_face
+    assert (
+        find_source(tmp_path if given == "run" else checkpoint, checkpoint)
+        == converted.hugging_face
+    )
     (tmp_path / "config.yaml").write_text(f"model: {{path: {tmp_path / 'moved'}}}\n")
-    with pytest.raises(InputError, match="config.yaml: model.path=.*moved does not exist; pass --source DIR"):
+    with pytest.raises(
+        InputError, match="config.yaml: model.path=.*moved does not exist; pass --source DIR"
+    ):
         find_source(tmp_path, checkpoint)
 
 
 def test_without_a_config_the_source_must_be_given(tmp_path):
-    with pytest.raises(InputError, match="has no copy of its model's config.json; pass --source DIR"):
+    with pytest.raises(
+        InputError, match="has no copy of its model's config.json; pass --source DIR"
+    ):
         find_source(tmp_path / "a" / "b", tmp_path / "a" / "b")
 
 
 def test_chunks_hold_each_parameter_whole(converted):
     chunks = chunks_of(converted.hugging_face)
     assert chunks == converted.metadata.chunks
-    stored = {name: sum(c.numel for c in chunks if name in c.part.names) for c in chunks for name in c.part.names}
+    stored = {
+        name: sum(c.numel for c in chunks if name in c.part.names)
+        for c in chunks
+        for name in c.part.names
+    }
     parts = {name: c.part.sizes for c in chunks for name in c.part.names}
     assert all(count == torch.Size(parts[name]).numel() for name, count in stored.items())
 

@@ -1,4 +1,6 @@
-"""Conversions both ways: byte-equal files, Megatron's own loader, resume after a kill, and what is refused."""
+"""Conversions both ways: byte-equal files, Megatron's own loader, resume after a kill, and what
+is refused.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,12 @@ def models(tmp_path_factory) -> dict[str, Path]:
         "tied": save_tiny_model(folder / "tied", "dense", vocab_size=95, tie_word_embeddings=True),
     }
     sharded = folder / "sharded"
-    write_checkpoint(sharded, load_file(Path(kept["moe"]) / SINGLE).items(), source=kept["moe"], max_shard_bytes=50_000)
+    write_checkpoint(
+        sharded,
+        load_file(Path(kept["moe"]) / SINGLE).items(),
+        source=kept["moe"],
+        max_shard_bytes=50_000,
+    )
     (sharded / "tokenizer.json").write_text("{}")
     return {name: Path(path) for name, path in kept.items()} | {"sharded": sharded}
 
@@ -87,13 +94,17 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "flags", "other"), CASES)
-def test_there_and_back_is_the_same_to_the_byte_and_megatron_loads_it(models, name, flags, other, tmp_path):
+def test_there_and_back_is_the_same_to_the_byte_and_megatron_loads_it(
+    models, name, flags, other, tmp_path
+):
     source = models[name]
     run("to-megatron", source, tmp_path / "megatron", *flags, "--verify")
     run("to-hf", tmp_path / "megatron", tmp_path / "back", "--verify")
     assert same_files(source, tmp_path / "back")
     assert read_json(tmp_path / "back" / "config.json") == read_json(Path(source) / "config.json")
-    loaded = run_distributed(load_in_megatron, smallest_world(other), str(source), str(tmp_path / "megatron"), other)
+    loaded = run_distributed(
+        load_in_megatron, smallest_world(other), str(source), str(tmp_path / "megatron"), other
+    )
     expected = load_file(source / SINGLE)
     wanted = {key for _, keys in loaded for key in keys}
     metadata = read_metadata(tmp_path / "megatron" / METADATA).state_dict_metadata
@@ -106,20 +117,27 @@ def test_there_and_back_is_the_same_to_the_byte_and_megatron_loads_it(models, na
 def load_in_megatron(
     rank: int, world_size: int, source: str, checkpoint: str, layout: ParallelConfig
 ) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """The weights by Megatron's own `dist_checkpointing.load` in another layout, and the keys that it read.
+    """The weights by Megatron's own `dist_checkpointing.load` in another layout, and the keys that
+    it read.
 
-    Not with strict="raise_all", which megatron-core 0.19.2 can't do on torch 2.15 (patches/README.md)."""
+    Not with strict="raise_all", which megatron-core 0.19.2 can't do on torch 2.15
+    (patches/README.md).
+    """
     family, shape = family_of(read_config(source))
     groups = groups_of(layout)
     dtype = DistributedReader(checkpoint).dtype("decoder.final_layernorm.weight")
-    chunks = build_model(shape, layout, model_config(dtype=str(dtype).removeprefix("torch.")), groups)
+    chunks = build_model(
+        shape, layout, model_config(dtype=str(dtype).removeprefix("torch.")), groups
+    )
     content = {f"model{i}": chunk.sharded_state_dict() for i, chunk in enumerate(chunks)}
     asked = [value for part in content.values() for value in part.values()]
     keys = [value.unique_key if isinstance(value, ShardedObject) else value.key for value in asked]
     loaded = dist_checkpointing.load(content, checkpoint)
     for i, chunk in enumerate(chunks):
         chunk.load_state_dict(loaded[f"model{i}"])
-    return {name: tensor.clone() for name, tensor in export_weights(chunks, family, shape, groups)}, keys
+    return {
+        name: tensor.clone() for name, tensor in export_weights(chunks, family, shape, groups)
+    }, keys
 
 
 def test_shards_index_tokenizer_and_type_are_the_sources(models, tmp_path):
@@ -139,11 +157,15 @@ def test_shards_index_tokenizer_and_type_are_the_sources(models, tmp_path):
 
 def test_several_processes_write_the_same(models, tmp_path):
     several = ["--processes", "2", "--unit-mib", "0.02"]
-    convert.main(["to-megatron", str(models["moe"]), str(tmp_path / "megatron"), "--verify", *several])
+    convert.main(
+        ["to-megatron", str(models["moe"]), str(tmp_path / "megatron"), "--verify", *several]
+    )
     assert len(list((tmp_path / "megatron").glob("*.distcp"))) > 5
     convert.main(["to-hf", str(tmp_path / "megatron"), str(tmp_path / "back"), *several])
     assert same_files(models["moe"], tmp_path / "back")
-    sums = subprocess.run(["sha256sum", "--check", "--quiet", "SHA256SUMS"], cwd=tmp_path / "megatron", check=False)
+    sums = subprocess.run(
+        ["sha256sum", "--check", "--quiet", "SHA256SUMS"], cwd=tmp_path / "megatron", check=False
+    )
     assert sums.returncode == 0
 
 
@@ -151,10 +173,16 @@ def test_large_tensors_are_written_in_pieces(models, tmp_path, monkeypatch):
     monkeypatch.setattr("megatron_gspo.tools.convert.to_megatron._PIECE_BYTES", 1000)
     run("to-megatron", models["mixed"], tmp_path / "megatron", "--tp", 2, "--verify")
     [embedding] = [
-        value for key, value in read_metadata(tmp_path / "megatron" / METADATA).state_dict_metadata.items()
+        value
+        for key, value in read_metadata(
+            tmp_path / "megatron" / METADATA
+        ).state_dict_metadata.items()
         if key == "embedding.word_embeddings.weight"
     ]
-    assert max(chunk.sizes.numel() for chunk in embedding.chunks) * 4 <= 1000 and len(embedding.chunks) > 4
+    assert (
+        max(chunk.sizes.numel() for chunk in embedding.chunks) * 4 <= 1000
+        and len(embedding.chunks) > 4
+    )
     run("to-hf", tmp_path / "megatron", tmp_path / "back")
     assert same_files(models["mixed"], tmp_path / "back")
 
@@ -197,14 +225,20 @@ def test_a_killed_conversion_goes_on_and_never_looks_finished(models, way, tmp_p
     process.wait()
     assert not (tmp_path / "out").exists()
     assert "holds another conversion" in fails(capsys, *command, "--dtype", "float32")
-    kept = {file: file.stat().st_mtime_ns for file in (tmp_path / "out.partial" / "result").rglob("*")}
+    kept = {
+        file: file.stat().st_mtime_ns for file in (tmp_path / "out.partial" / "result").rglob("*")
+    }
     journal = (tmp_path / "out.partial" / "journal.jsonl").read_text()
-    (tmp_path / "out.partial" / "journal.jsonl").write_text(journal + '[3, [["half')  # what a power failure leaves
+    (tmp_path / "out.partial" / "journal.jsonl").write_text(
+        journal + '[3, [["half'
+    )  # what a power failure leaves
     time.sleep(0.01)
     run(*command, "--verify")
     assert not (tmp_path / "out.partial").exists()
     if way == "to-megatron":
-        unchanged = [f for f, t in kept.items() if (tmp_path / "out" / f.name).stat().st_mtime_ns == t]
+        unchanged = [
+            f for f, t in kept.items() if (tmp_path / "out" / f.name).stat().st_mtime_ns == t
+        ]
         assert len(unchanged) == 3
     else:
         assert same_files(models["sharded"], tmp_path / "out")
@@ -223,7 +257,9 @@ def test_a_lost_file_of_a_killed_conversion_is_written_again(models, tmp_path):
 
 
 def test_a_file_without_its_header_is_written_again(models, tmp_path):
-    """Killed, or without power, between the file's full size and its header; units of it count as done by then."""
+    """Killed, or without power, between the file's full size and its header; units of it count
+    as done by then.
+    """
     source, back = tmp_path / "from", tmp_path / "back"
     run("to-megatron", models["sharded"], source)
 
@@ -279,9 +315,12 @@ def test_megatrons_own_torch_layers_name_a_norm_otherwise(models, tmp_path):
     file = tmp_path / "megatron" / METADATA
     metadata = read_metadata(file)
     old, new = "layers.1.pre_mlp_layernorm.weight", "layers.1.mlp.linear_fc1.layer_norm_weight"
-    metadata.state_dict_metadata = {k.replace(old, new): v for k, v in metadata.state_dict_metadata.items()}
+    metadata.state_dict_metadata = {
+        k.replace(old, new): v for k, v in metadata.state_dict_metadata.items()
+    }
     metadata.storage_data = {
-        dataclasses.replace(k, fqn=k.fqn.replace(old, new)): v for k, v in metadata.storage_data.items()
+        dataclasses.replace(k, fqn=k.fqn.replace(old, new)): v
+        for k, v in metadata.storage_data.items()
     }
     file.write_bytes(pickle.dumps(metadata))
     run("to-hf", tmp_path / "megatron", tmp_path / "back", "--verify")
@@ -295,6 +334,8 @@ def test_log_probs_of_a_text_agree(kind, tmp_path, capsys):
     tokenizer.save_pretrained(source)
     run("to-megatron", source, tmp_path / "megatron", "--ep", 2)
     run("verify", source, tmp_path / "megatron", "--probe", "some words")
-    difference = float(re.search(r"log-probs of \d+ tokens differ by at most (\S+)", capsys.readouterr().err)[1])
+    difference = float(
+        re.search(r"log-probs of \d+ tokens differ by at most (\S+)", capsys.readouterr().err)[1]
+    )
     assert difference < 2e-5
     assert "at least two" in fails(capsys, "verify", source, tmp_path / "megatron", "--probe", "")

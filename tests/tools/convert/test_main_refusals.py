@@ -82,11 +82,27 @@ def truncated(pattern: str) -> Callable[[Path], None]:
 
 
 CASES = [
-    ("to-megatron", lambda f: shard_of(f, QUERY).unlink(), ["this shard is missing", "download it again"]),
+    (
+        "to-megatron",
+        lambda f: shard_of(f, QUERY).unlink(),
+        ["this shard is missing", "download it again"],
+    ),
     ("to-megatron", truncated("model-00002*"), ["model-00002", "damaged or cut short"]),
-    ("to-megatron", changed(lambda t: t.update({QUERY: t[QUERY].to(torch.int8)})), [QUERY, "I8", "quantised"]),
-    ("to-megatron", changed(lambda t: t.update({QUERY: t[QUERY].half()})), [QUERY, "F16", "F32", "--dtype"]),
-    ("to-megatron", changed(lambda t: t.update({QUERY: t[QUERY][:-1].clone()})), [QUERY, "(63, 32)", "(64, 32)"]),
+    (
+        "to-megatron",
+        changed(lambda t: t.update({QUERY: t[QUERY].to(torch.int8)})),
+        [QUERY, "I8", "quantised"],
+    ),
+    (
+        "to-megatron",
+        changed(lambda t: t.update({QUERY: t[QUERY].half()})),
+        [QUERY, "F16", "F32", "--dtype"],
+    ),
+    (
+        "to-megatron",
+        changed(lambda t: t.update({QUERY: t[QUERY][:-1].clone()})),
+        [QUERY, "(63, 32)", "(64, 32)"],
+    ),
     ("to-megatron", changed(lambda t: t.pop(QUERY)), [QUERY, "lacks", INDEX]),
     ("to-megatron", renamed, [QUERY, "config.json and weights disagree"]),
     ("to-megatron", edit_config(num_hidden_layers=3), ["lacks model.layers.2", "disagree"]),
@@ -95,11 +111,23 @@ CASES = [
     ("to-megatron", lambda f: (f / "config.json").unlink(), ["no config.json there"]),
     ("to-megatron", escaped, [INDEX, QUERY, "'../mine.safetensors'", "download it again"]),
     ("to-hf", escaped, [INDEX, QUERY, "'../mine.safetensors'", "download it again"]),
-    ("to-hf", lambda f: (f / "__0_0.distcp").unlink(), ["__0_0.distcp", "missing", "copy or save it again"]),
-    ("to-hf", truncated("*.distcp"), ["__0_0.distcp", "cut short", "bytes or more; copy or save it again"]),
+    (
+        "to-hf",
+        lambda f: (f / "__0_0.distcp").unlink(),
+        ["__0_0.distcp", "missing", "copy or save it again"],
+    ),
+    (
+        "to-hf",
+        truncated("*.distcp"),
+        ["__0_0.distcp", "cut short", "bytes or more; copy or save it again"],
+    ),
     ("to-hf", lambda f: (f / METADATA).unlink(), ["neither a distributed checkpoint"]),
     ("to-hf", truncated(METADATA), [METADATA, "not readable"]),
-    ("to-hf", lambda f: (f / METADATA).write_bytes(b"cposix\nsystem\n(S'true'\ntR."), ["posix.system", "no checkp"]),
+    (
+        "to-hf",
+        lambda f: (f / METADATA).write_bytes(b"cposix\nsystem\n(S'true'\ntR."),
+        ["posix.system", "no checkp"],
+    ),
     ("to-hf", edit_config(num_hidden_layers=3), ["lacks decoder.layers.2", "config.json's model"]),
     ("to-hf", edit_config(num_hidden_layers=1), ["decoder.layers.1", "does not use"]),
     ("to-hf", edit_config(hidden_size=48), ["config.json makes it"]),
@@ -108,13 +136,17 @@ CASES = [
 
 
 @pytest.mark.parametrize(("way", "damage", "says"), CASES, ids=lambda value: None)
-def test_a_source_that_cannot_be_converted_is_refused_before_any_work(way, damage, says, whole, tmp_path, capsys):
+def test_a_source_that_cannot_be_converted_is_refused_before_any_work(
+    way, damage, says, whole, tmp_path, capsys
+):
     source = tmp_path / "source"
     shutil.copytree(whole[way], source)
     damage(source)
     line = refused(capsys, way, source, tmp_path / "out")
     assert all(word in line for word in says), line
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]  # no output, no partial one
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "source"
+    ]  # no output, no partial one
 
 
 def refused(capsys, *arguments: Any) -> str:
@@ -141,7 +173,9 @@ def test_a_damaged_file_of_tensors_is_named_and_nothing_looks_finished(whole, tm
 def test_an_output_that_exists_stays_as_it_is(way, whole, tmp_path, capsys):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("precious")
-    assert "exists; remove it or choose another" in refused(capsys, way, whole[way], tmp_path / "out")
+    assert "exists; remove it or choose another" in refused(
+        capsys, way, whole[way], tmp_path / "out"
+    )
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "mine"]
 
 
@@ -170,7 +204,9 @@ def test_a_write_that_fails_under_way_is_one_line(whole, tmp_path, capsys):
         line = refused(capsys, "to-megatron", whole["to-megatron"], tmp_path / "out")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert "__0_0.distcp: cannot be written: file too large" in line and not list(tmp_path.iterdir())
+    assert "__0_0.distcp: cannot be written: file too large" in line and not list(
+        tmp_path.iterdir()
+    )
 
 
 @pytest.mark.parametrize("out", ["there/out", "."])
@@ -178,10 +214,16 @@ def test_an_output_that_cannot_be_made(out, whole, tmp_path, capsys, monkeypatch
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there").write_text("")
     line = refused(capsys, "to-hf", whole["to-hf"], out)
-    assert f"{tmp_path / 'there'} is not a directory" in line if out != "." else f"{tmp_path} exists" in line
+    assert (
+        f"{tmp_path / 'there'} is not a directory" in line
+        if out != "."
+        else f"{tmp_path} exists" in line
+    )
 
 
-@pytest.mark.parametrize("option", [["--unit-mib", "nan"], ["--max-shard-gib", "0"], ["--unit-mib", "-1"]])
+@pytest.mark.parametrize(
+    "option", [["--unit-mib", "nan"], ["--max-shard-gib", "0"], ["--unit-mib", "-1"]]
+)
 def test_a_size_that_is_none(option, whole, tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         convert.main(["to-hf", str(whole["to-hf"]), str(tmp_path / "out"), *option])

@@ -17,8 +17,12 @@ from megatron_gspo.tools.convert.__main__ import main
 from megatron_gspo.tools.convert.quantize import quantize_checkpoint
 from tests.support.tiny_models import save_tiny_model
 
-MODULES = ["model.layers.*.self_attn.*", "model.layers.*.mlp.*", "model.layers.*.mlp.experts.*.*",
-           "model.layers.*.mlp.shared_experts.*"]  # fmt: skip
+MODULES = [
+    "model.layers.*.self_attn.*",
+    "model.layers.*.mlp.*",
+    "model.layers.*.mlp.experts.*.*",
+    "model.layers.*.mlp.shared_experts.*",
+]
 EXCLUDE = ["lm_head", "model.layers.*.mlp.gate"]
 
 
@@ -27,7 +31,19 @@ def test_files_hold_values_and_scales_of_every_listed_weight(tmp_path: Path, nam
     """Of a DeepSeek-V3, whose router's bias stays float32; the other tensors stay bfloat16."""
     source = save_tiny_model(tmp_path / "model", "deepseek", dtype=torch.bfloat16)
     out = tmp_path / "out"
-    main(["quantize", source, str(out), "--format", name, "--modules", *MODULES, "--exclude", *EXCLUDE])
+    main(
+        [
+            "quantize",
+            source,
+            str(out),
+            "--format",
+            name,
+            "--modules",
+            *MODULES,
+            "--exclude",
+            *EXCLUDE,
+        ]
+    )
     found, each = load_file(out / SINGLE), FORMATS[name]
     with CheckpointReader(source) as reader:
         for weight in reader.names:

@@ -1,4 +1,6 @@
-"""gpt-oss in MXFP4 to Megatron and back: bfloat16 without quantization, bit for bit the dequantised source."""
+"""gpt-oss in MXFP4 to Megatron and back: bfloat16 without quantization, bit for bit the
+dequantised source.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_gspo.config import ParallelConfig
-from megatron_gspo.mcore.checkpoint.checkpoint_metadata import checkpoint_metadata, write_metadata_files
+from megatron_gspo.mcore.checkpoint.checkpoint_metadata import (
+    checkpoint_metadata,
+    write_metadata_files,
+)
 from megatron_gspo.models import ModelError, family_of, read_config
 from megatron_gspo.models.hf_checkpoint import SINGLE, CheckpointReader
 from megatron_gspo.tools.convert.to_hugging_face import to_hugging_face
@@ -34,7 +39,9 @@ def test_reader_slices_what_transformers_dequantises(source):
         reader.check()
         assert reader.names == truth.keys() and reader.common_dtype() == torch.bfloat16
         for name, whole in truth.items():
-            assert reader.shape(name) == tuple(whole.shape) and torch.equal(reader.read(name), whole), name
+            assert reader.shape(name) == tuple(whole.shape) and torch.equal(
+                reader.read(name), whole
+            ), name
             if ".experts." in name:
                 assert torch.equal(reader.read(f"{name}[3]"), whole[3])
                 assert torch.equal(reader.read(f"{name}[3]", 0, 5, 9), whole[3, 5:9])
@@ -46,15 +53,24 @@ def test_reader_slices_what_transformers_dequantises(source):
 def test_there_and_back(source, layout, tmp_path):
     family, shape = family_of(read_config(source))
     metadata = checkpoint_metadata(family, shape, layout)
-    megatron = to_megatron(source, tmp_path / "megatron", metadata.chunks, metadata.objects, write_metadata_files)
-    metadata = checkpoint_metadata(family, shape, ParallelConfig())  # as a reader of any layout has it
+    megatron = to_megatron(
+        source, tmp_path / "megatron", metadata.chunks, metadata.objects, write_metadata_files
+    )
+    metadata = checkpoint_metadata(
+        family, shape, ParallelConfig()
+    )  # as a reader of any layout has it
     count = verify(source, megatron, metadata.chunks, dtype=torch.bfloat16)
     assert count == sum(8 if ".experts." in name else 1 for name in stored_tensors(source))
     few = Workers(unit_bytes=1 << 14)  # slices of a tensor in several units
-    back = to_hugging_face(megatron, tmp_path / "back", metadata.chunks, source, workers=few, max_shard_bytes=1 << 20)
+    back = to_hugging_face(
+        megatron, tmp_path / "back", metadata.chunks, source, workers=few, max_shard_bytes=1 << 20
+    )
     found, truth = load_file(back / SINGLE), stored_tensors(source)
     assert found.keys() == truth.keys()
-    assert all(found[name].dtype == torch.bfloat16 and torch.equal(found[name], truth[name]) for name in truth)
+    assert all(
+        found[name].dtype == torch.bfloat16 and torch.equal(found[name], truth[name])
+        for name in truth
+    )
     config = json.loads((back / "config.json").read_text())
     assert "quantization_config" not in config and config["dtype"] == "bfloat16"
     assert verify(back, megatron, metadata.chunks, dtype=torch.bfloat16) == count
@@ -69,4 +85,6 @@ def test_another_number_of_experts_is_refused(source, tmp_path):
     (tmp_path / "config.json").write_bytes((source / "config.json").read_bytes())
     metadata = checkpoint_metadata(*family_of(read_config(source)), ParallelConfig())
     with pytest.raises(ModelError, match="has 9 experts in the checkpoint; config.json has 8"):
-        to_megatron(tmp_path, tmp_path / "out", metadata.chunks, metadata.objects, write_metadata_files)
+        to_megatron(
+            tmp_path, tmp_path / "out", metadata.chunks, metadata.objects, write_metadata_files
+        )

@@ -22,17 +22,27 @@ def reader(converted) -> DistributedReader:
     return DistributedReader(converted.megatron)
 
 
-def test_without_a_single_file_in_the_source_shards_are_at_most_as_large_as_asked(converted, tmp_path):
+def test_without_a_single_file_in_the_source_shards_are_at_most_as_large_as_asked(
+    converted, tmp_path
+):
     source = tmp_path / "source"
     source.mkdir()
     shutil.copy(converted.hugging_face / "config.json", source)
     limit = 15_000
-    out = to_hugging_face(converted.megatron, tmp_path / "out", converted.metadata.chunks, source,
-                          dtype=torch.bfloat16, max_shard_bytes=limit)  # fmt: skip
+    out = to_hugging_face(
+        converted.megatron,
+        tmp_path / "out",
+        converted.metadata.chunks,
+        source,
+        dtype=torch.bfloat16,
+        max_shard_bytes=limit,
+    )
     index = json.loads((out / INDEX).read_text())
     expected = load_file(converted.hugging_face / SINGLE)
     assert index["weight_map"].keys() == expected.keys()
-    assert index["metadata"]["total_size"] == sum(2 * tensor.numel() for tensor in expected.values())
+    assert index["metadata"]["total_size"] == sum(
+        2 * tensor.numel() for tensor in expected.values()
+    )
     files = {file.name: load_file(file) for file in out.glob("*.safetensors")}
     assert set(index["weight_map"].values()) == files.keys() and len(files) > 1
     for tensors in files.values():
@@ -46,11 +56,17 @@ def test_a_checkpoint_of_another_model_names_the_weight(converted, reader):
     unknown = replace(chunks[0], key="decoder.unknown")
     with pytest.raises(ModelError, match="lacks decoder.unknown .1 missing."):
         as_stored(reader, [unknown, *chunks[1:]])
-    with pytest.raises(ModelError, match=f"has {chunks[0].key}, which the model does not use .1 extra."):
+    with pytest.raises(
+        ModelError, match=f"has {chunks[0].key}, which the model does not use .1 extra."
+    ):
         as_stored(reader, [chunk for chunk in chunks if chunk.key != chunks[0].key])
-    norm = next(i for i, chunk in enumerate(chunks) if chunk.key == "decoder.final_layernorm.weight")
+    norm = next(
+        i for i, chunk in enumerate(chunks) if chunk.key == "decoder.final_layernorm.weight"
+    )
     other = replace(chunks[norm], whole=(48,))
-    with pytest.raises(ModelError, match=r"decoder.final_layernorm.weight is \(32,\) in .* makes it \(48,\)"):
+    with pytest.raises(
+        ModelError, match=r"decoder.final_layernorm.weight is \(32,\) in .* makes it \(48,\)"
+    ):
         as_stored(reader, [*chunks[:norm], other, *chunks[norm + 1 :]])
 
 
@@ -68,8 +84,13 @@ def test_a_vocabulary_may_be_stored_with_more_padding_but_not_with_less(converte
 def test_a_checkpoint_of_two_types_needs_a_choice(converted, monkeypatch, tmp_path: Path):
     first = converted.metadata.chunks[0].key
     true = DistributedReader.dtype
-    monkeypatch.setattr(DistributedReader, "dtype",
-                        lambda self, key: torch.bfloat16 if key == first else true(self, key))  # fmt: skip
+    monkeypatch.setattr(
+        DistributedReader,
+        "dtype",
+        lambda self, key: torch.bfloat16 if key == first else true(self, key),
+    )
     with pytest.raises(ModelError, match="choose one with --dtype"):
-        to_hugging_face(converted.megatron, tmp_path / "out", converted.metadata.chunks, converted.hugging_face)
+        to_hugging_face(
+            converted.megatron, tmp_path / "out", converted.metadata.chunks, converted.hugging_face
+        )
     assert not list(tmp_path.iterdir())

@@ -18,8 +18,14 @@ EMBEDDING = "embedding.word_embeddings.weight"
 
 def convert(converted: Converted, out: Path, chunks=None, **options) -> Path:
     metadata = converted.metadata
-    return to_megatron(converted.hugging_face, out, metadata.chunks if chunks is None else chunks, metadata.objects,
-                       write_metadata_files, **options)  # fmt: skip
+    return to_megatron(
+        converted.hugging_face,
+        out,
+        metadata.chunks if chunks is None else chunks,
+        metadata.objects,
+        write_metadata_files,
+        **options,
+    )
 
 
 def read(folder: Path, converted: Converted, key: str) -> torch.Tensor:
@@ -32,10 +38,18 @@ def read(folder: Path, converted: Converted, key: str) -> torch.Tensor:
 
 def test_every_unit_is_a_file_and_progress_ends_at_the_total(converted, tmp_path):
     reports: list[tuple[int, int]] = []
-    out = convert(converted, tmp_path / "out", workers=Workers(unit_bytes=4000, report=lambda *at: reports.append(at)))
+    out = convert(
+        converted,
+        tmp_path / "out",
+        workers=Workers(unit_bytes=4000, report=lambda *at: reports.append(at)),
+    )
     assert len(list(out.glob("*.distcp"))) == len(reports) > 3
-    assert reports[-1][0] == reports[-1][1] and [done for done, _ in reports] == sorted(done for done, _ in reports)
-    assert torch.equal(read(out, converted, EMBEDDING), read(converted.megatron, converted, EMBEDDING))
+    assert reports[-1][0] == reports[-1][1] and [done for done, _ in reports] == sorted(
+        done for done, _ in reports
+    )
+    assert torch.equal(
+        read(out, converted, EMBEDDING), read(converted.megatron, converted, EMBEDDING)
+    )
 
 
 def test_chunks_that_leave_a_gap_never_become_an_output(converted, tmp_path):

@@ -1,4 +1,6 @@
-"""Checkpoint files in torch.distributed.checkpoint's format: regions across chunks, gaps, unsafe pickles."""
+"""Checkpoint files in torch.distributed.checkpoint's format: regions across chunks, gaps,
+unsafe pickles.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,14 @@ def write(folder: Path, objects: dict[str, bytes] | None = None) -> Path:
     pieces = list(WHOLE.pieces(12))
     placements = []
     for number, run in enumerate((pieces[:2], pieces[2:])):
-        made = write_file(folder, number, run, lambda chunk: chunk.of(VALUE), torch.float32,
-                          {} if number else objects)  # fmt: skip
+        made = write_file(
+            folder,
+            number,
+            run,
+            lambda chunk: chunk.of(VALUE),
+            torch.float32,
+            {} if number else objects,
+        )
         placements += made
     write_metadata(folder, pieces, torch.float32, objects or {}, placements)
     return folder

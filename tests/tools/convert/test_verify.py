@@ -27,13 +27,20 @@ def changed(converted, folder, value: float):
 
 
 def compare(converted, hugging_face=None, dtype=torch.float32, **options) -> int:
-    return verify(hugging_face or converted.hugging_face, converted.megatron, converted.metadata.chunks, dtype=dtype,
-                  **options)  # fmt: skip
+    return verify(
+        hugging_face or converted.hugging_face,
+        converted.megatron,
+        converted.metadata.chunks,
+        dtype=dtype,
+        **options,
+    )
 
 
 @pytest.mark.parametrize("unit_bytes", [1, 1 << 20])
 def test_equal_checkpoints_count_their_tensors(unit_bytes, converted):
-    assert compare(converted, workers=Workers(unit_bytes=unit_bytes)) == len(load_file(converted.hugging_face / SINGLE))
+    assert compare(converted, workers=Workers(unit_bytes=unit_bytes)) == len(
+        load_file(converted.hugging_face / SINGLE)
+    )
 
 
 def test_one_bit_is_a_difference_that_names_the_tensor(converted, tmp_path):
@@ -42,7 +49,9 @@ def test_one_bit_is_a_difference_that_names_the_tensor(converted, tmp_path):
     other = changed(converted, tmp_path / "other", nearest)
     with pytest.raises(ModelError, match=f"{NORM} differs between"):
         compare(converted, other)
-    assert compare(converted, other, torch.bfloat16) > 0, "both are compared in the converted one's type"
+    assert compare(converted, other, torch.bfloat16) > 0, (
+        "both are compared in the converted one's type"
+    )
 
 
 def test_nan_differs_from_a_number(converted, tmp_path):
@@ -53,8 +62,12 @@ def test_nan_differs_from_a_number(converted, tmp_path):
 def test_a_tensor_that_belongs_to_no_parameter_is_an_error(converted):
     chunks = converted.metadata.chunks
     with pytest.raises(ModelError, match="decoder.final_layernorm.weight"):
-        verify(converted.hugging_face, converted.megatron,
-               [chunk for chunk in chunks if "final_layernorm" not in chunk.key], dtype=torch.float32)  # fmt: skip
+        verify(
+            converted.hugging_face,
+            converted.megatron,
+            [chunk for chunk in chunks if "final_layernorm" not in chunk.key],
+            dtype=torch.float32,
+        )
 
 
 def test_checksums_are_sha256sums(tmp_path):

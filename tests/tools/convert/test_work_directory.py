@@ -26,7 +26,10 @@ def test_the_same_job_goes_on_and_half_a_line_is_passed_over(tmp_path):
         journal.write("[4, ")
     with Workspace(tmp_path / "out", JOB) as work:
         assert work.done == {3: "done"}
-    with pytest.raises(InputError, match="holds another conversion"), Workspace(tmp_path / "out", {"source": "b"}):
+    with (
+        pytest.raises(InputError, match="holds another conversion"),
+        Workspace(tmp_path / "out", {"source": "b"}),
+    ):
         pass
 
 
@@ -38,15 +41,23 @@ def test_a_failure_before_anything_is_done_leaves_nothing(tmp_path):
 
 def test_a_second_process_and_an_existing_output_are_refused(tmp_path):
     with Workspace(tmp_path / "out", JOB):
-        with pytest.raises(InputError, match="in use by another conversion"), Workspace(tmp_path / "out", JOB):
+        with (
+            pytest.raises(InputError, match="in use by another conversion"),
+            Workspace(tmp_path / "out", JOB),
+        ):
             pass
     (tmp_path / "there").mkdir()
     check_output(tmp_path / "there")
     (tmp_path / "there" / "file").touch()
-    with pytest.raises(InputError, match="there exists; remove it"), Workspace(tmp_path / "there", JOB):
+    with (
+        pytest.raises(InputError, match="there exists; remove it"),
+        Workspace(tmp_path / "there", JOB),
+    ):
         pass
     for out in ("there/file", "there/file/out"):
-        with pytest.raises(InputError, match="exists; remove it|is not a directory; choose another output"):
+        with pytest.raises(
+            InputError, match="exists; remove it|is not a directory; choose another output"
+        ):
             check_output(tmp_path / out)
 
 

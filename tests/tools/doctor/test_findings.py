@@ -36,15 +36,21 @@ def test_the_worst_decides_the_exit_code(findings, allow, code):
 
 
 def test_equal_findings_of_ranks_are_one():
-    found = merge({1: [ok("run.start", "9 GiB"), WARNING], 0: [ok("run.start", "9 GiB")], 2: [ERROR]})
+    found = merge(
+        {1: [ok("run.start", "9 GiB"), WARNING], 0: [ok("run.start", "9 GiB")], 2: [ERROR]}
+    )
     assert [(f.check, f.level, f.ranks) for f in found] == [
-        ("run.start", "ok", (0, 1)), ("run.start", "warning", (1,)), ("config.check", "error", (2,)),
-    ]  # fmt: skip
+        ("run.start", "ok", (0, 1)),
+        ("run.start", "warning", (1,)),
+        ("config.check", "error", (2,)),
+    ]
     assert merge({0: [ERROR]})[0].ranks == ()  # a single process needs no rank
 
 
 def test_the_worst_stands_last_and_themes_stay_together():
-    found = merge({0: [ERROR, note("groups.tp", "x"), ok("groups.tp", "x"), note("versions.cuda", "x")]})
+    found = merge(
+        {0: [ERROR, note("groups.tp", "x"), ok("groups.tp", "x"), note("versions.cuda", "x")]}
+    )
     assert [f.level for f in found] == ["ok", "note", "note", "error"]
     assert [f.theme for f in found[1:3]] == ["versions", "groups"]
     assert worst(found) == "error"
@@ -69,7 +75,10 @@ def test_a_check_that_crashes_is_a_finding_that_names_it():
 
     [found] = examine("run.prompts", crash)
     assert (found.level, found.check) == ("error", "run.prompts")
-    assert "this check crashed: ZeroDivisionError: division by zero (doctor/test_findings.py:" in found.what
+    assert (
+        "this check crashed: ZeroDivisionError: division by zero (doctor/test_findings.py:"
+        in found.what
+    )
 
     def leave():
         raise SystemExit("no")

@@ -11,7 +11,11 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from megatron_gspo.config import Config
-from megatron_gspo.mcore.checkpoint.checkpoint_files import begin_checkpoint, checkpoint_path, publish_checkpoint
+from megatron_gspo.mcore.checkpoint.checkpoint_files import (
+    begin_checkpoint,
+    checkpoint_path,
+    publish_checkpoint,
+)
 from megatron_gspo.tools.doctor import input_checks
 from megatron_gspo.tools.doctor.findings import Finding, examine
 from tests.support.command_line import small_config
@@ -50,7 +54,8 @@ def cut_short(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage, says", [(lose_a_tensor, "lacks lm_head.weight (1 missing)"), (cut_short, "damaged or cut short")]
+    "damage, says",
+    [(lose_a_tensor, "lacks lm_head.weight (1 missing)"), (cut_short, "damaged or cut short")],
 )
 def test_a_broken_model(damage, says, tmp_path):
     model = tiny_model(tmp_path / "model")
@@ -63,10 +68,14 @@ def test_a_broken_model(damage, says, tmp_path):
 
 def test_prompts_that_do_not_fill_a_batch(model, tmp_path):
     config = Config.from_dict(
-        small_config(model, tmp_path, rollout={"rollout_batch_size": 7}, training={"global_batch_size": 4})
+        small_config(
+            model, tmp_path, rollout={"rollout_batch_size": 7}, training={"global_batch_size": 4}
+        )
     )
     shape, _ = input_checks.check_weights(config)
-    found = only(examine("run.prompts", lambda: input_checks.check_tokenizer_and_prompts(config, shape)))
+    found = only(
+        examine("run.prompts", lambda: input_checks.check_tokenizer_and_prompts(config, shape))
+    )
     assert found.level == "error"
     assert found.what == "there are 6 training prompts and rollout.rollout_batch_size is 7"
     assert found.fix == "lower it or add prompts"
@@ -89,7 +98,9 @@ def test_a_new_run_leaves_nothing_behind(config):
 def test_a_run_resumes_from_the_newest_whole_checkpoint(model, tmp_path):
     config = Config.from_dict(small_config(model, tmp_path, training={"steps": 9}))
     first, second = save(config, 2), save(config, 4)
-    assert only(input_checks.check_checkpoints(config)).what == f"resumes from {second}, step 4 of 9"
+    assert (
+        only(input_checks.check_checkpoints(config)).what == f"resumes from {second}, step 4 of 9"
+    )
     os.truncate(second / "weights", 10)
     faults = input_checks.check_checkpoints(config)
     assert [f.level for f in faults] == ["warning", "ok"]
@@ -123,13 +134,17 @@ def test_a_run_directory_that_another_process_writes(config, tmp_path):
     run_dir.mkdir()
     (run_dir / ".lock").touch()
     assert input_checks.writer_of(run_dir) is None
-    holder = fork_server().Process(target=hold, args=(str(run_dir), str(tmp_path / "ready"), str(tmp_path / "done")))
+    holder = fork_server().Process(
+        target=hold, args=(str(run_dir), str(tmp_path / "ready"), str(tmp_path / "done"))
+    )
     holder.start()
     try:
         while not (tmp_path / "ready").exists():
             assert holder.is_alive()
         found = input_checks.check_checkpoints(config)[0]
-        assert found.level == "error" and found.what == f"{run_dir}: process 17 on node3 is writing it"
+        assert (
+            found.level == "error" and found.what == f"{run_dir}: process 17 on node3 is writing it"
+        )
     finally:
         (tmp_path / "done").touch()
         holder.join()

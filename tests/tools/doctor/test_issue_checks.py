@@ -12,8 +12,17 @@ GPU = Situation(megatron=(0, 19, 2), gpu=True, gloo=False, transformer_engine=Tr
 
 
 def test_a_patch_that_is_not_active_is_an_error():
-    issue = KnownIssue("`a.py`", "megatron-core 0.16.1", "x", "", "", "", lambda s: True, marked=("torch:ones_like",),
-                       present=("torch:no_such_name",))  # fmt: skip
+    issue = KnownIssue(
+        "`a.py`",
+        "megatron-core 0.16.1",
+        "x",
+        "",
+        "",
+        "",
+        lambda s: True,
+        marked=("torch:ones_like",),
+        present=("torch:no_such_name",),
+    )
     assert issue.unpatched() == ["torch:ones_like", "torch:no_such_name"]
     found = judge_issue(issue, issue.unpatched())
     assert found.level == "error" and "torch:ones_like is upstream's" in found.why

@@ -28,5 +28,10 @@ def test_json_is_one_document():
     stream = io.StringIO()
     write_json(document([ERROR], world_size=2, config="a.yaml", code=2), stream)
     content = json.loads(stream.getvalue())
-    assert (content["format"], content["worst"], content["exit_code"], content["world_size"]) == (1, "error", 2, 2)
+    assert (content["format"], content["worst"], content["exit_code"], content["world_size"]) == (
+        1,
+        "error",
+        2,
+        2,
+    )
     assert Finding(**{**content["findings"][0], "ranks": ()}) == ERROR

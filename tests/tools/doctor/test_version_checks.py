@@ -61,14 +61,19 @@ def test_one_version(name, version, level, says):
 
 
 def test_servers_versions():
-    assert judge_version(SERVERS["sglang"], "0.5.15.post1", gpu=True, where=" at http://a:1").level == "ok"
+    assert (
+        judge_version(SERVERS["sglang"], "0.5.15.post1", gpu=True, where=" at http://a:1").level
+        == "ok"
+    )
     old = judge_version(SERVERS["sglang"], "0.5.9", gpu=True, where=" at http://a:1")
     assert old.level == "warning" and old.what.startswith("sglang at http://a:1 0.5.9")
     assert judge_version(SERVERS["sglang"], "0.6.0", gpu=True).level == "warning"
 
 
 def test_optional_packages_are_not_missed_without_a_gpu():
-    found = {f.check: f.level for f in judge_versions({"python": "3.11.1", "torch": "2.13.0"}, gpu=False)}
+    found = {
+        f.check: f.level for f in judge_versions({"python": "3.11.1", "torch": "2.13.0"}, gpu=False)
+    }
     assert found["versions.transformer-engine"] == found["versions.apex"] == "ok"
     assert found["versions.safetensors"] == "error"
 

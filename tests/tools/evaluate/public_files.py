@@ -10,8 +10,22 @@ from pathlib import Path
 from typing import Any
 
 AIME = [  # HuggingFaceH4/aime_2024
-    {"id": 60, "problem": "What is 12 + 13?", "solution": "Add.", "answer": "025", "url": "", "year": "2024"},
-    {"id": 61, "problem": "What is 200 + 4?", "solution": "Add.", "answer": "204", "url": "", "year": "2024"},
+    {
+        "id": 60,
+        "problem": "What is 12 + 13?",
+        "solution": "Add.",
+        "answer": "025",
+        "url": "",
+        "year": "2024",
+    },
+    {
+        "id": 61,
+        "problem": "What is 200 + 4?",
+        "solution": "Add.",
+        "answer": "204",
+        "url": "",
+        "year": "2024",
+    },
 ]
 AIME_2025 = [{"question": "What is 7 times 10?", "answer": "70"}]  # opencompass/AIME2025
 CAPITALISED = [{"ID": "2024-II-4", "Problem": "What is 30 + 3?", "Solution": "Add.", "Answer": 33}]
@@ -22,14 +36,23 @@ def packed(content: Any) -> str:
     return base64.b64encode(zlib.compress(pickle.dumps(json.dumps(content)))).decode()
 
 
-def livecodebench(date: str, private: list[dict[str, str]], starter: str = "", name: str = "") -> dict[str, Any]:
+def livecodebench(
+    date: str, private: list[dict[str, str]], starter: str = "", name: str = ""
+) -> dict[str, Any]:
     """A row of livecodebench/code_generation_lite; its first private test is its public one too."""
     return {
-        "question_title": "Double", "question_content": "Print twice the number.", "platform": "atcoder",
-        "question_id": f"q_{date}", "contest_id": "abc", "contest_date": date, "starter_code": starter,
-        "difficulty": "easy", "public_test_cases": json.dumps(private[:1]), "private_test_cases": packed(private),
+        "question_title": "Double",
+        "question_content": "Print twice the number.",
+        "platform": "atcoder",
+        "question_id": f"q_{date}",
+        "contest_id": "abc",
+        "contest_date": date,
+        "starter_code": starter,
+        "difficulty": "easy",
+        "public_test_cases": json.dumps(private[:1]),
+        "private_test_cases": packed(private),
         "metadata": json.dumps({"func_name": name} if name else {}),
-    }  # fmt: skip
+    }
 
 
 def stdin_tests(*numbers: int) -> list[dict[str, str]]:
@@ -41,7 +64,12 @@ FUNCTION = [{"input": "3", "output": "6", "testtype": "functional"}]
 LIVECODEBENCH = [
     livecodebench("2024-07-01T00:00:00", stdin_tests(2, 5)),
     livecodebench("2024-08-03T07:30:00", stdin_tests(1, 8)),
-    livecodebench("2025-01-04T00:00:00", FUNCTION, "class Solution:\n    def double(self, n: int) -> int:", "double"),
+    livecodebench(
+        "2025-01-04T00:00:00",
+        FUNCTION,
+        "class Solution:\n    def double(self, n: int) -> int:",
+        "double",
+    ),
     livecodebench("2025-01-04T18:30:00", stdin_tests(4)),
 ]
 DOUBLES = "Here:\n```python\nprint(2 * int(input()))\n```"
@@ -53,11 +81,25 @@ def codeforces(rating: int | None, **others: Any) -> dict[str, Any]:
     """A row of open-r1/codeforces."""
     tests = [{"input": test["input"], "output": test["output"]} for test in stdin_tests(1, 3)]
     return {
-        "id": f"1/{rating}", "contest_id": "1", "contest_start": 1704067200, "index": "A", "time_limit": 1.0,
-        "memory_limit": 256.0, "title": "Double", "description": "Double a number.", "input_format": "A number n.",
-        "output_format": "Twice n.", "interaction_format": None, "note": None, "examples": tests[:1], "rating": rating,
-        "official_tests": tests, "official_tests_complete": True, "input_mode": "stdio", "generated_checker": None,
-    } | others  # fmt: skip
+        "id": f"1/{rating}",
+        "contest_id": "1",
+        "contest_start": 1704067200,
+        "index": "A",
+        "time_limit": 1.0,
+        "memory_limit": 256.0,
+        "title": "Double",
+        "description": "Double a number.",
+        "input_format": "A number n.",
+        "output_format": "Twice n.",
+        "interaction_format": None,
+        "note": None,
+        "examples": tests[:1],
+        "rating": rating,
+        "official_tests": tests,
+        "official_tests_complete": True,
+        "input_mode": "stdio",
+        "generated_checker": None,
+    } | others
 
 
 CODEFORCES = [

@@ -12,7 +12,16 @@ from megatron_gspo.tools.evaluate.elo import PRIOR_MEAN, PRIOR_STD, estimate_rat
 
 @pytest.mark.parametrize(
     ("lead", "published"),  # Elo's expected scores as federations print them, to two places
-    [(0, 0.50), (50, 0.57), (100, 0.64), (200, 0.76), (300, 0.85), (400, 0.91), (-100, 0.36), (-400, 0.09)],
+    [
+        (0, 0.50),
+        (50, 0.57),
+        (100, 0.64),
+        (200, 0.76),
+        (300, 0.85),
+        (400, 0.91),
+        (-100, 0.36),
+        (-400, 0.09),
+    ],
 )
 def test_expected_scores_are_the_published_ones(lead, published):
     assert round(float(expected_score(1500 + lead, 1500)), 2) == published
@@ -35,9 +44,13 @@ def naive_log_posterior(rating: float, outcome: list[float], difficulty: list[fl
     return total
 
 
-def published_interval(rating: float, outcome: list[float], difficulty: list[float]) -> tuple[float, float]:
+def published_interval(
+    rating: float, outcome: list[float], difficulty: list[float]
+) -> tuple[float, float]:
     """By the paper's second difference with a step of 0.1."""
-    below, at, above = (naive_log_posterior(rating + step, outcome, difficulty) for step in (-0.1, 0.0, 0.1))
+    below, at, above = (
+        naive_log_posterior(rating + step, outcome, difficulty) for step in (-0.1, 0.0, 0.1)
+    )
     std = math.sqrt(-(0.1**2) / (above - 2 * at + below))
     return rating - 1.96 * std, rating + 1.96 * std
 
@@ -65,7 +78,9 @@ def test_the_published_formula_by_a_search_over_all_ratings(kind):
 def test_many_problems_of_one_rating_outweigh_the_prior(solved, problems):
     outcome = np.repeat([1.0, 0.0], [solved * 20_000, (problems - solved) * 20_000])
     found = estimate_rating(outcome, np.full(len(outcome), 1700.0))
-    assert found.rating == pytest.approx(1700 + 400 * math.log10(solved / (problems - solved)), abs=0.05)
+    assert found.rating == pytest.approx(
+        1700 + 400 * math.log10(solved / (problems - solved)), abs=0.05
+    )
 
 
 def test_a_problem_of_the_priors_mean_that_is_solved_every_second_time_changes_nothing():
@@ -76,13 +91,19 @@ def test_the_interval_has_the_true_rating_as_often_as_it_says():
     rng = np.random.default_rng(1)
     difficulty = rng.integers(8, 30, 60) * 100.0
     true = rng.normal(PRIOR_MEAN, PRIOR_STD, 400)
-    found = [estimate_rating(rng.random(60) < expected_score(rating, difficulty), difficulty) for rating in true]
-    covered = np.mean([each.low <= rating <= each.high for each, rating in zip(found, true, strict=True)])
+    found = [
+        estimate_rating(rng.random(60) < expected_score(rating, difficulty), difficulty)
+        for rating in true
+    ]
+    covered = np.mean(
+        [each.low <= rating <= each.high for each, rating in zip(found, true, strict=True)]
+    )
     assert 0.92 <= covered <= 0.98  # 0.95, and three standard errors of 400 trials
 
 
 @pytest.mark.parametrize(
-    ("solved", "difficulty"), [([], []), ([1.0], [1000.0, 1200.0]), ([1.5], [1000.0]), ([1.0], [math.nan])]
+    ("solved", "difficulty"),
+    [([], []), ([1.0], [1000.0, 1200.0]), ([1.5], [1000.0]), ([1.0], [math.nan])],
 )
 def test_other_values_are_refused(solved, difficulty):
     with pytest.raises(ValueError):

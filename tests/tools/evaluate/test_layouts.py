@@ -7,7 +7,13 @@ from datetime import datetime
 import pytest
 
 from megatron_gspo.tools.evaluate.layouts import LeftOut, layout_of, parse_date, rating_of
-from tests.tools.evaluate.public_files import AIME, AIME_2025, CAPITALISED, CODEFORCES, LIVECODEBENCH
+from tests.tools.evaluate.public_files import (
+    AIME,
+    AIME_2025,
+    CAPITALISED,
+    CODEFORCES,
+    LIVECODEBENCH,
+)
 
 
 @pytest.mark.parametrize(
@@ -20,7 +26,11 @@ from tests.tools.evaluate.public_files import AIME, AIME_2025, CAPITALISED, CODE
         (CODEFORCES[0], "codeforces", "code"),
         (CODEFORCES[0] | {"prompt": "ready-made"}, "codeforces", "code"),
         ({"prompt": "a", "answer": "b"}, "plain", None),
-        ({"problem": "p", "prompt": "a", "answer": "b"}, "plain", None),  # it has what the config names
+        (
+            {"problem": "p", "prompt": "a", "answer": "b"},
+            "plain",
+            None,
+        ),  # it has what the config names
         ({"text": "a"}, "plain", None),
     ],
 )
@@ -35,8 +45,11 @@ def test_the_configured_key_makes_a_row_plain():
 
 @pytest.mark.parametrize(
     ("row", "reason"),
-    zip(CODEFORCES[4:],
-        ["needs a checker", "interactive", "reads a file", "no tests", "incomplete tests"], strict=True),
+    zip(
+        CODEFORCES[4:],
+        ["needs a checker", "interactive", "reads a file", "no tests", "incomplete tests"],
+        strict=True,
+    ),
 )
 def test_what_outputs_cannot_decide_is_left_out(row, reason):
     with pytest.raises(LeftOut, match=reason):
@@ -44,12 +57,24 @@ def test_what_outputs_cannot_decide_is_left_out(row, reason):
 
 
 def test_dates_and_ratings():
-    assert parse_date("2024-08-03T07:30:00") == parse_date("2024-08-03T07:30:00Z") == datetime(2024, 8, 3, 7, 30)
+    assert (
+        parse_date("2024-08-03T07:30:00")
+        == parse_date("2024-08-03T07:30:00Z")
+        == datetime(2024, 8, 3, 7, 30)
+    )
     assert parse_date(1704067200) == datetime(2024, 1, 1)
     assert parse_date(datetime(2024, 1, 2)) == datetime(2024, 1, 2) and parse_date(None) is None
     with pytest.raises(ValueError):
         parse_date("soon")
     assert layout_of(CODEFORCES[0], "prompt").date(CODEFORCES[0]) == datetime(2024, 1, 1)
-    assert [rating_of({"rating": value}) for value in (800, 1500.0, None, 0, float("nan"), True, "800")] == [
-        800.0, 1500.0, None, None, None, None, None,
-    ]  # fmt: skip
+    assert [
+        rating_of({"rating": value}) for value in (800, 1500.0, None, 0, float("nan"), True, "800")
+    ] == [
+        800.0,
+        1500.0,
+        None,
+        None,
+        None,
+        None,
+        None,
+    ]

@@ -24,8 +24,13 @@ def run(tmp_path_factory) -> Path:
     """Three steps with an evaluation and a checkpoint after each."""
     folder = tmp_path_factory.mktemp("evaluated")
     model = tiny_model(folder / "model")
-    config = base_config(model, folder / "run", evaluation={"eval_interval": 1, "n_samples": 3, "pass_at_k": [1, 2]},
-                         checkpoint={"save_interval": 1, "keep": 9}, optimizer={"lr": 2e-2})  # fmt: skip
+    config = base_config(
+        model,
+        folder / "run",
+        evaluation={"eval_interval": 1, "n_samples": 3, "pass_at_k": [1, 2]},
+        checkpoint={"save_interval": 1, "keep": 9},
+        optimizer={"lr": 2e-2},
+    )
     launch(config)
     return folder / "run"
 
@@ -35,41 +40,72 @@ def test_every_step_has_the_training_loops_accuracy(run, tmp_path, capsys):
     found = json.loads((tmp_path / "evaluation.json").read_text())["scores"]
     assert [each["step"] for each in found] == [1, 2, 3]
     trained = {record["step"]: record for record in records(run)}
-    assert len({each["accuracy"]["mean"] for each in found}) == 3  # the steps differ, so the comparison says something
+    assert (
+        len({each["accuracy"]["mean"] for each in found}) == 3
+    )  # the steps differ, so the comparison says something
     for each in found:
         record = trained[each["step"]]
-        assert each["accuracy"]["mean"] == pytest.approx(record["eval/accuracy"], abs=1e-7)  # rewards are float32
+        assert each["accuracy"]["mean"] == pytest.approx(
+            record["eval/accuracy"], abs=1e-7
+        )  # rewards are float32
         assert each["pass_at_k"]["2"]["mean"] == pytest.approx(record["eval/pass@2"], abs=1e-12)
         assert each["response_length"] == record["eval/response_length"]
     assert [each["difference"] is None for each in found] == [True, False, False]
     page = (tmp_path / "evaluation.html").read_text()
     assert "step_000002" in page and page.count("<svg") == 2 and "held_out: mean@3" in page
     assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "evaluation.json")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["evaluation.html", "evaluation.json", "responses"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "evaluation.html",
+        "evaluation.json",
+        "responses",
+    ]
 
 
 def evaluate(model: str, folder: Path, tasks: Path, *more: str) -> int:
-    return main([model, "--tasks", str(tasks), "--output", str(folder), "model.dtype=float32", "seed=3",
-                 "data.verifier_timeout=null", f"data.verifier={VERIFIER}:score", "evaluation.n_samples=2",
-                 "rollout.max_response_length=24", "rollout.max_batch_size=4", *more])  # fmt: skip
+    return main(
+        [
+            model,
+            "--tasks",
+            str(tasks),
+            "--output",
+            str(folder),
+            "model.dtype=float32",
+            "seed=3",
+            "data.verifier_timeout=null",
+            f"data.verifier={VERIFIER}:score",
+            "evaluation.n_samples=2",
+            "rollout.max_response_length=24",
+            "rollout.max_batch_size=4",
+            *more,
+        ]
+    )
 
 
 def test_a_killed_evaluation_is_continued_to_the_same_bytes(run, tmp_path):
     model = str(run / "hf")
-    tasks = write_rows(tmp_path / "words.jsonl", [{**row, "prompt": row["prompt"] + "x" * i}
-                                                  for i, row in enumerate(ROWS * 5)])  # fmt: skip
+    tasks = write_rows(
+        tmp_path / "words.jsonl",
+        [{**row, "prompt": row["prompt"] + "x" * i} for i, row in enumerate(ROWS * 5)],
+    )
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert in_fork(lambda: evaluate(model, whole, tasks)).code in (0, None)
     name = Path("responses") / "hf" / "words.jsonl"
-    child = multiprocessing.get_context("fork").Process(target=evaluate, args=(model, killed, tasks))
+    child = multiprocessing.get_context("fork").Process(
+        target=evaluate, args=(model, killed, tasks)
+    )
     child.start()
     third = (whole / name).stat().st_size / 3
-    wait_for(lambda: (killed / name).is_file() and (killed / name).stat().st_size >= third, pause=0.002,
-             alive=child.is_alive)  # fmt: skip
+    wait_for(
+        lambda: (killed / name).is_file() and (killed / name).stat().st_size >= third,
+        pause=0.002,
+        alive=child.is_alive,
+    )
     os.kill(child.pid, signal.SIGKILL)
     child.join()
     part = (killed / name).read_bytes()
-    assert 0 < len(part) < (whole / name).stat().st_size and not (killed / "evaluation.json").exists()
+    assert (
+        0 < len(part) < (whole / name).stat().st_size and not (killed / "evaluation.json").exists()
+    )
     assert in_fork(lambda: evaluate(model, killed, tasks)).code in (0, None)
     assert (killed / name).read_bytes() == (whole / name).read_bytes()
     first, second = (json.loads((each / "evaluation.json").read_text()) for each in (whole, killed))
@@ -94,21 +130,39 @@ print(json.dumps([correct, of_lm_eval, [estimate_pass_at_k(total, correct, k).to
 @pytest.mark.slow
 def test_pass_at_k_is_that_of_other_harnesses_on_the_kept_responses(run, tmp_path):
     tasks = write_rows(tmp_path / "words.jsonl", ROWS * 5)
-    assert evaluate(str(run / "hf"), tmp_path, tasks, "evaluation.n_samples=8", "evaluation.temperature=1") == 0
+    assert (
+        evaluate(
+            str(run / "hf"), tmp_path, tasks, "evaluation.n_samples=8", "evaluation.temperature=1"
+        )
+        == 0
+    )
     kept = tmp_path / "responses" / "hf" / "words.jsonl"
-    printed = subprocess.check_output([harness_python(), "-c", OTHER_HARNESSES, str(kept)], text=True)
+    printed = subprocess.check_output(
+        [harness_python(), "-c", OTHER_HARNESSES, str(kept)], text=True
+    )
     correct, *harnesses = json.loads(printed)
-    assert len({min(c, 7) for c in correct} - {0}) > 1, "prompts of several difficulties, or any estimator agrees"
+    assert len({min(c, 7) for c in correct} - {0}) > 1, (
+        "prompts of several difficulties, or any estimator agrees"
+    )
     (found,) = json.loads((tmp_path / "evaluation.json").read_text())["scores"]
     for values in harnesses:
-        means = {str(k): sum(of_k) / len(of_k) for k, of_k in zip((1, 2, 4, 8), values, strict=True)}
-        assert {k: each["mean"] for k, each in found["pass_at_k"].items()} == pytest.approx(means, abs=1e-12)
+        means = {
+            str(k): sum(of_k) / len(of_k) for k, of_k in zip((1, 2, 4, 8), values, strict=True)
+        }
+        assert {k: each["mean"] for k, each in found["pass_at_k"].items()} == pytest.approx(
+            means, abs=1e-12
+        )
 
 
 def test_files_of_parquet_and_a_window(run, tmp_path, capsys):
     rows = [{**row, "contest_date": f"2024-0{1 + i}-01"} for i, row in enumerate(ROWS)]
     tasks = write_parquet(tmp_path / "words.parquet", rows)
-    assert evaluate(str(run / "hf"), tmp_path / "out", tasks, "--from", "2024-02-01", "--to", "2024-04-01") == 0
+    assert (
+        evaluate(
+            str(run / "hf"), tmp_path / "out", tasks, "--from", "2024-02-01", "--to", "2024-04-01"
+        )
+        == 0
+    )
     (found,) = json.loads((tmp_path / "out" / "evaluation.json").read_text())["scores"]
     assert (found["prompts"], found["left_out"]) == (3, {"outside of the dates": 3})
     assert "hf: words: verifier spelling: the sum of the letters\n" in capsys.readouterr().err

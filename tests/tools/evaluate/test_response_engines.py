@@ -38,32 +38,53 @@ def model(tmp_path_factory):
 
 
 def config(model, engine="sglang", **sections):
-    plain = {"run_dir": "unused", "model": {"path": model, "dtype": "float32"}, "data": {"prompts": "unused"},
-             "rollout": {"engine": engine, "rollout_batch_size": 1, "max_batch_size": 6},
-             "training": {"steps": 1, "global_batch_size": 1}}  # fmt: skip
+    plain = {
+        "run_dir": "unused",
+        "model": {"path": model, "dtype": "float32"},
+        "data": {"prompts": "unused"},
+        "rollout": {"engine": engine, "rollout_batch_size": 1, "max_batch_size": 6},
+        "training": {"steps": 1, "global_batch_size": 1},
+    }
     return Config.from_dict(plain | sections)
 
 
 def texts(groups):
-    return {sample.prompt_index * 10 + sample.sample_index: sample.response_ids.tolist()
-            for each in groups for group in each for sample in group}  # fmt: skip
+    return {
+        sample.prompt_index * 10 + sample.sample_index: sample.response_ids.tolist()
+        for each in groups
+        for group in each
+        for sample in group
+    }
 
 
 def test_chunks_give_what_one_call_gives(model):
     engine = EmbeddedEngine(model, tokenizer=character_tokenizer(), max_batch=6)
     asked = prompts(7)
-    whole = {s.prompt_index * 10 + s.sample_index: s.response_ids.tolist()
-             for s in engine.generate(asked, SAMPLING, seed=5)}  # fmt: skip
+    whole = {
+        s.prompt_index * 10 + s.sample_index: s.response_ids.tolist()
+        for s in engine.generate(asked, SAMPLING, seed=5)
+    }
     chunks = list(EmbeddedResponses(engine).groups(asked, set(), SAMPLING, seed=5))
     assert [len(chunk) for chunk in chunks] == [3, 3, 1] and texts(chunks) == whole
     # what is done is not returned, and decides nothing: the others are decoded in the same chunks
     batches, generate = [], engine.generate
-    engine.generate = lambda chunk, *a, **k: batches.append([p.index for p in chunk]) or generate(chunk, *a, **k)
+    engine.generate = lambda chunk, *a, **k: (
+        batches.append([p.index for p in chunk]) or generate(chunk, *a, **k)
+    )
     first = [group[0].prompt_index for group in chunks[0]]
-    rest = list(EmbeddedResponses(engine).groups(asked, {*first, chunks[1][0][0].prompt_index}, SAMPLING, seed=5))
-    assert texts(rest) == {key: ids for key, ids in whole.items() if key // 10 not in
-                           {*first, chunks[1][0][0].prompt_index}}  # fmt: skip
-    assert [sorted(batch) for batch in batches] == [sorted(g[0].prompt_index for g in chunk) for chunk in chunks[1:]]
+    rest = list(
+        EmbeddedResponses(engine).groups(
+            asked, {*first, chunks[1][0][0].prompt_index}, SAMPLING, seed=5
+        )
+    )
+    assert texts(rest) == {
+        key: ids
+        for key, ids in whole.items()
+        if key // 10 not in {*first, chunks[1][0][0].prompt_index}
+    }
+    assert [sorted(batch) for batch in batches] == [
+        sorted(g[0].prompt_index for g in chunk) for chunk in chunks[1:]
+    ]
 
 
 def test_more_samples_than_a_batch(model):
@@ -76,7 +97,13 @@ def test_more_samples_than_a_batch(model):
 def test_a_prompt_that_does_not_fit_is_one_line(model):
     with open_engine(config(model, "embedded"), character_tokenizer()) as engine:
         with pytest.raises(InputError, match="exceed max_position_embeddings=512: shorten one"):
-            next(iter(engine.groups(prompts(1), (), replace(SAMPLING, max_response_length=600), seed=0)))
+            next(
+                iter(
+                    engine.groups(
+                        prompts(1), (), replace(SAMPLING, max_response_length=600), seed=0
+                    )
+                )
+            )
 
 
 def test_servers_answer_with_their_own_weights(model):
@@ -90,7 +117,9 @@ def test_servers_answer_with_their_own_weights(model):
             found = [g for each in engine.groups(asked, {3}, SAMPLING, seed=0) for g in each]
         assert sorted(group[0].prompt_index for group in found) == [0, 1, 2, 4]
         for group in found:
-            assert [sample.response_ids.tolist() for sample in group] == [expected(asked[group[0].prompt_index])] * 2
+            assert [sample.response_ids.tolist() for sample in group] == [
+                expected(asked[group[0].prompt_index])
+            ] * 2
         assert one.updates == two.updates == 0 and one.bodies and two.bodies
         assert {body["sampling_params"]["temperature"] for body in one.bodies} == {1.0}
 
@@ -100,12 +129,16 @@ def test_servers_of_different_weights_are_refused(model):
         one.version, two.version = "default", "step-9"
         urls = (one.url, two.url)
         with pytest.raises(EngineError, match="do not report one version of the weights"):
-            with open_engine(config(model, sglang={"urls": list(urls)}), character_tokenizer(), urls):
+            with open_engine(
+                config(model, sglang={"urls": list(urls)}), character_tokenizer(), urls
+            ):
                 pass
 
 
 def test_servers_are_asked_for_their_version_at_the_same_time(model):
-    """Each tells it when both have been asked twice: by the client's monitor, which asks at once, and for this."""
+    """Each tells it when both have been asked twice: by the client's monitor, which asks at
+    once, and for this.
+    """
     asked = threading.Barrier(4)
 
     async def answer(request):

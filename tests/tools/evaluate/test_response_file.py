@@ -43,8 +43,18 @@ def test_a_file_that_is_cut_anywhere_is_continued(tmp_path):
         path.write_bytes(whole[:cut])
         with ResponseFile(path, SETTINGS, 2) as again:
             done = list(again.records)
-            assert done == [index for index, end in ((0, first), (1, _end(whole, 5)), (2, len(whole))) if cut >= end]
-            again.write([group(*each) for each in ((0, 1.0, 0.0), (1, 0.0, 0.0), (2, 1.0, 1.0)) if each[0] not in done])
+            assert done == [
+                index
+                for index, end in ((0, first), (1, _end(whole, 5)), (2, len(whole)))
+                if cut >= end
+            ]
+            again.write(
+                [
+                    group(*each)
+                    for each in ((0, 1.0, 0.0), (1, 0.0, 0.0), (2, 1.0, 1.0))
+                    if each[0] not in done
+                ]
+            )
         assert path.read_bytes() == whole, cut
     assert header < first
 
@@ -58,6 +68,8 @@ def test_responses_of_other_settings_are_refused(tmp_path, other):
     path = tmp_path / "task.jsonl"
     ResponseFile(path, SETTINGS, 2).close()
     before = path.read_bytes()
-    with pytest.raises(InputError, match=f"its responses are of {next(iter(other))} .* give another --output"):
+    with pytest.raises(
+        InputError, match=f"its responses are of {next(iter(other))} .* give another --output"
+    ):
         ResponseFile(path, SETTINGS | other, 2)
     assert path.read_bytes() == before

@@ -1,4 +1,6 @@
-"""Responses are scored by the real verifiers, kept, and summarised; the responses themselves are scripted."""
+"""Responses are scored by the real verifiers, kept, and summarised; the responses themselves
+are scripted.
+"""
 
 from __future__ import annotations
 
@@ -40,22 +42,40 @@ class Scripted:
     texts: dict[int, list[str]]
     seed: int | None = None
 
-    def groups(self, prompts: Sequence[Prompt], done: Collection[int], sampling: SamplingParams, *,
-               seed: int) -> Iterator[list[list[Sample]]]:  # fmt: skip
+    def groups(
+        self,
+        prompts: Sequence[Prompt],
+        done: Collection[int],
+        sampling: SamplingParams,
+        *,
+        seed: int,
+    ) -> Iterator[list[list[Sample]]]:
         self.seed = seed
         for prompt in prompts:
             if prompt.index not in done:
-                yield [[self._sample(prompt, i, text) for i, text in enumerate(self.texts[prompt.index])]]
+                yield [
+                    [
+                        self._sample(prompt, i, text)
+                        for i, text in enumerate(self.texts[prompt.index])
+                    ]
+                ]
 
     def _sample(self, prompt: Prompt, number: int, text: str) -> Sample:
         tokens = np.append(prompt.token_ids, 1)
-        return Sample(prompt.index, number, tokens, prompt.length, np.ones(1, bool), None, "stop", text)
+        return Sample(
+            prompt.index, number, tokens, prompt.length, np.ones(1, bool), None, "stop", text
+        )
 
 
 def config(n, **sections):
-    plain = {"run_dir": "unused", "model": {"path": "unused"}, "data": {"prompts": "unused"},
-             "rollout": {"rollout_batch_size": 1}, "training": {"steps": 1, "global_batch_size": 1},
-             "evaluation": {"n_samples": n}}  # fmt: skip
+    plain = {
+        "run_dir": "unused",
+        "model": {"path": "unused"},
+        "data": {"prompts": "unused"},
+        "rollout": {"rollout_batch_size": 1},
+        "training": {"steps": 1, "global_batch_size": 1},
+        "evaluation": {"n_samples": n},
+    }
     return Config.from_dict({**plain, **sections})
 
 
@@ -69,16 +89,32 @@ def answered(tmp_path, rows, texts, data=DATA, given=()):
 
 
 def test_livecodebench(tmp_path):
-    texts = {0: [DOUBLES, PRINTS_TWO], 1: [DOUBLES, PRINTS_TWO], 2: [DOUBLES, DOUBLES_CALLED], 3: ["no", "idea"]}
+    texts = {
+        0: [DOUBLES, PRINTS_TWO],
+        1: [DOUBLES, PRINTS_TWO],
+        2: [DOUBLES, DOUBLES_CALLED],
+        3: ["no", "idea"],
+    }
     task, kept, _ = answered(tmp_path, LIVECODEBENCH, texts)
     found = score_task(task, "model", None, kept.records)
     # PRINTS_TWO passes the visible test of the second problem and not the hidden one
-    assert [[record["reward"] for record in kept.records[i]] for i in range(4)] == [[1, 0], [1, 0], [0, 1], [0, 0]]
-    assert found.pass_at_k[1].mean == 3 / 8 and found.pass_at_k[2].mean == 3 / 4 and found.failures == 0
+    assert [[record["reward"] for record in kept.records[i]] for i in range(4)] == [
+        [1, 0],
+        [1, 0],
+        [0, 1],
+        [0, 0],
+    ]
+    assert (
+        found.pass_at_k[1].mean == 3 / 8
+        and found.pass_at_k[2].mean == 3 / 4
+        and found.failures == 0
+    )
 
 
 def test_codeforces(tmp_path):
-    task, kept, _ = answered(tmp_path, CODEFORCES, {0: [DOUBLES], 1: [DOUBLES], 2: [PRINTS_TWO], 3: [DOUBLES]})
+    task, kept, _ = answered(
+        tmp_path, CODEFORCES, {0: [DOUBLES], 1: [DOUBLES], 2: [PRINTS_TWO], 3: [DOUBLES]}
+    )
     found = score_task(task, "model", None, kept.records)
     assert found.accuracy.mean == 3 / 4
     assert found.rating == estimate_rating([1, 1, 0], [800, 1600, 2400])
@@ -98,7 +134,9 @@ def test_what_is_done_is_not_asked_again(tmp_path):
     texts = {0: ["\\boxed{25}"], 1: ["\\boxed{204}"]}
     answered(tmp_path, AIME, texts)
     before = (tmp_path / "responses.jsonl").read_bytes()
-    answered(tmp_path, AIME, {0: ["another"]})  # a prompt that is asked again would fail on its missing text
+    answered(
+        tmp_path, AIME, {0: ["another"]}
+    )  # a prompt that is asked again would fail on its missing text
     assert (tmp_path / "responses.jsonl").read_bytes() == before
 
 
@@ -111,18 +149,29 @@ def test_failures_of_the_verifier_are_kept_and_all_of_them_are_an_error(tmp_path
     assert kept.records[0][1]["metadata"]["verifier_failure"].startswith("error: ")
     assert score_task(task, "model", None, kept.records).failures == 1
     (tmp_path / "responses.jsonl").unlink()
-    with pytest.raises(VerifierError, match="failed on all 2 responses of a batch .the first: .*float"):
+    with pytest.raises(
+        VerifierError, match="failed on all 2 responses of a batch .the first: .*float"
+    ):
         answered(tmp_path, AIME, {0: ["a", "b"], 1: ["c", "d"]}, data, given)
 
 
 def test_the_sampling_is_that_of_the_training_loops_evaluation():
-    found = sampling_of(config(3, evaluation={"n_samples": 3, "temperature": 0.6, "top_p": 0.9, "top_k": 20},
-                               rollout={"rollout_batch_size": 1, "max_response_length": 7}))  # fmt: skip
+    found = sampling_of(
+        config(
+            3,
+            evaluation={"n_samples": 3, "temperature": 0.6, "top_p": 0.9, "top_k": 20},
+            rollout={"rollout_batch_size": 1, "max_response_length": 7},
+        )
+    )
     assert found == SamplingParams(3, 7, 0.6, 0.9, 20)
     assert with_model(config(1), "other").model.path == "other"
 
 
 def test_episodes_are_refused():
-    episodes = config(1, rollout={"rollout_batch_size": 1, "environment": "a.py:make"}, data={"prompts": "unused"})
-    with pytest.raises(ConfigError, match="rollout.environment = .*: episodes are not evaluated here"):
+    episodes = config(
+        1, rollout={"rollout_batch_size": 1, "environment": "a.py:make"}, data={"prompts": "unused"}
+    )
+    with pytest.raises(
+        ConfigError, match="rollout.environment = .*: episodes are not evaluated here"
+    ):
         load_tasks(episodes, [], set(), (None, None))

@@ -17,9 +17,23 @@ RUN = {
     "model": {"path": "start", "dtype": "float32", "recompute_granularity": "full"},
     "parallel": {"tensor_model_parallel_size": 8},
     "algorithm": {"name": "grpo"},
-    "data": {"task": {"name": "spell_backward"}, "verifier": "reasoning_gym", "max_prompt_length": 32},
-    "rollout": {"engine": "sglang", "rollout_batch_size": 64, "max_response_length": 99, "max_staleness": 2},
-    "sglang": {"urls": ["http://trainer:1"], "colocated": True, "weight_transport": "disk", "request_timeout": 5.0},
+    "data": {
+        "task": {"name": "spell_backward"},
+        "verifier": "reasoning_gym",
+        "max_prompt_length": 32,
+    },
+    "rollout": {
+        "engine": "sglang",
+        "rollout_batch_size": 64,
+        "max_response_length": 99,
+        "max_staleness": 2,
+    },
+    "sglang": {
+        "urls": ["http://trainer:1"],
+        "colocated": True,
+        "weight_transport": "disk",
+        "request_timeout": 5.0,
+    },
     "training": {"steps": 9, "global_batch_size": 512},
     "evaluation": {"n_samples": 4, "temperature": 0.5, "eval_interval": 3},
     "environment": {"python": "3.11"},
@@ -34,38 +48,64 @@ def run(tmp_path, **sections):
 
 
 def test_a_model_directory_has_the_defaults():
-    found = evaluation_config("models/a", [Path("t.jsonl")], OUT, ["evaluation.n_samples=8", "seed=3"])
-    assert (found.model.path, found.run_dir, found.seed, found.evaluation.n_samples) == ("models/a", "out", 3, 8)
+    found = evaluation_config(
+        "models/a", [Path("t.jsonl")], OUT, ["evaluation.n_samples=8", "seed=3"]
+    )
+    assert (found.model.path, found.run_dir, found.seed, found.evaluation.n_samples) == (
+        "models/a",
+        "out",
+        3,
+        8,
+    )
     assert found.rollout.engine == "embedded" and found.data.eval_prompts == "t.jsonl"
 
 
 def test_a_run_gives_data_sampling_and_servers_of_its_own(tmp_path):
-    found = evaluation_config(run(tmp_path), [], OUT, server_args={"sglang": ["--device", "cpu"], "vllm": ["--no"]})
-    assert (found.seed, found.rollout.max_response_length, found.evaluation.temperature) == (5, 99, 0.5)
+    found = evaluation_config(
+        run(tmp_path), [], OUT, server_args={"sglang": ["--device", "cpu"], "vllm": ["--no"]}
+    )
+    assert (found.seed, found.rollout.max_response_length, found.evaluation.temperature) == (
+        5,
+        99,
+        0.5,
+    )
     assert found.data.task.name == "spell_backward" and found.model.dtype == "float32"
     # servers are started: those of the run may hold other weights
-    assert (found.sglang.urls, found.sglang.num_servers, found.sglang.request_timeout) == ((), 1, 5.0)
+    assert (found.sglang.urls, found.sglang.num_servers, found.sglang.request_timeout) == (
+        (),
+        1,
+        5.0,
+    )
     assert found.sglang.server_args == ("--device", "cpu") and not found.sglang.colocated
     assert found.rollout.max_staleness == 0 and found.parallel.tensor_model_parallel_size == 1
 
 
 def test_tasks_replace_the_runs_own(tmp_path):
     found = evaluation_config(run(tmp_path), [Path("t.jsonl")], OUT)
-    assert (found.data.task, found.data.prompts, found.data.max_prompt_length) == (None, "t.jsonl", 32)
+    assert (found.data.task, found.data.prompts, found.data.max_prompt_length) == (
+        None,
+        "t.jsonl",
+        32,
+    )
     assert found.data.resolved_verifier == "exact_match"  # reasoning_gym is of the run's task
-    own = evaluation_config(run(tmp_path / "b", data={"prompts": "p", "verifier": "a.py:f"}), [Path("t.jsonl")], OUT)
+    own = evaluation_config(
+        run(tmp_path / "b", data={"prompts": "p", "verifier": "a.py:f"}), [Path("t.jsonl")], OUT
+    )
     assert own.data.resolved_verifier == "a.py:f"
 
 
 @pytest.mark.parametrize(
-    ("engine", "found"), [("embedded", "embedded"), ("sft", "embedded"), ("sglang", "sglang"), ("vllm", "vllm")]
+    ("engine", "found"),
+    [("embedded", "embedded"), ("sft", "embedded"), ("sglang", "sglang"), ("vllm", "vllm")],
 )
 def test_the_engine_is_the_runs_or_the_users(tmp_path, engine, found):
     rollout = {"engine": engine, "rollout_batch_size": 4}
     sections = {"algorithm": {"name": "sft"}} if engine == "sft" else {}
     folder = run(tmp_path, rollout=rollout, **sections)
     assert evaluation_config(folder, [], OUT).rollout.engine == found
-    assert evaluation_config(folder, [], OUT, ["rollout.engine=embedded"]).rollout.engine == "embedded"
+    assert (
+        evaluation_config(folder, [], OUT, ["rollout.engine=embedded"]).rollout.engine == "embedded"
+    )
     assert evaluation_config(folder, [], OUT, ["rollout.engine=sglang"]).sglang.num_servers == 1
 
 

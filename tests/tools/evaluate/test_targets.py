@@ -13,11 +13,18 @@ from megatron_gspo.tools.evaluate.targets import default_output, find_targets, i
 
 
 def test_urls():
-    assert server_urls("http://a:1/,https://b:2") == ("http://a:1", "https://b:2") and server_urls("models/a") == ()
+    assert (
+        server_urls("http://a:1/,https://b:2") == ("http://a:1", "https://b:2")
+        and server_urls("models/a") == ()
+    )
     with pytest.raises(InputError, match="MODEL: .*: give http://host:port"):
         server_urls("http://user:secret@a:1")
     (target,) = find_targets("http://a:1,http://b:1", "models/a", None)
-    assert target.urls == ("http://a:1", "http://b:1") and str(target.folder) == "models/a" and not target.is_checkpoint
+    assert (
+        target.urls == ("http://a:1", "http://b:1")
+        and str(target.folder) == "models/a"
+        and not target.is_checkpoint
+    )
 
 
 def model(folder):
@@ -51,25 +58,44 @@ def test_a_model_directory(tmp_path):
 def test_a_run_is_its_trained_model_or_its_newest_checkpoint(tmp_path):
     folder, source = run(tmp_path / "run", 20, 40, exported=50)
     (target,) = find_targets(str(folder), "unused", None)
-    assert (target.label, target.step, target.folder, target.is_checkpoint) == ("step_000050", 50, folder / "hf", False)
+    assert (target.label, target.step, target.folder, target.is_checkpoint) == (
+        "step_000050",
+        50,
+        folder / "hf",
+        False,
+    )
     (folder / "hf" / "config.json").unlink()
     (newest,) = find_targets(str(folder), "unused", None)
-    assert (newest.step, newest.folder.name, newest.source, newest.is_checkpoint) == (40, "step_000040", source, True)
+    assert (newest.step, newest.folder.name, newest.source, newest.is_checkpoint) == (
+        40,
+        "step_000040",
+        source,
+        True,
+    )
 
 
 def test_steps_of_a_run(tmp_path):
     folder, _ = run(tmp_path / "run", 20, 40, 50, exported=50)
     found = find_targets(str(folder), "unused", "all")
-    assert [(target.step, target.is_checkpoint) for target in found] == [(20, True), (40, True), (50, False)]
+    assert [(target.step, target.is_checkpoint) for target in found] == [
+        (20, True),
+        (40, True),
+        (50, False),
+    ]
     assert [target.step for target in find_targets(str(folder), "unused", "40, 20,40")] == [20, 40]
     (folder / "checkpoints" / "step_000020" / "state.json").unlink()  # incomplete
-    with pytest.raises(InputError, match="no step '20'; it has 40, 50 .checkpoint.keep limits them"):
+    with pytest.raises(
+        InputError, match="no step '20'; it has 40, 50 .checkpoint.keep limits them"
+    ):
         find_targets(str(folder), "unused", "20")
 
 
 @pytest.mark.parametrize(
     ("steps", "message"),
-    [(None, "is no Hugging Face directory, run directory or server"), ("all", "is no run directory .it has no config")],
+    [
+        (None, "is no Hugging Face directory, run directory or server"),
+        ("all", "is no run directory .it has no config"),
+    ],
 )
 def test_what_is_nothing(tmp_path, steps, message):
     with pytest.raises(InputError, match=message):
@@ -85,11 +111,22 @@ def test_an_empty_run(tmp_path):
 def test_each_model_has_an_output_of_its_own(tmp_path, monkeypatch):
     """Every trained model's directory is called hf."""
     monkeypatch.chdir(tmp_path)
-    folders = [model(tmp_path / name / "hf") for name in ("a/gspo", "b/gspo", "grpo")] + [model(tmp_path / "Qwen")]
+    folders = [model(tmp_path / name / "hf") for name in ("a/gspo", "b/gspo", "grpo")] + [
+        model(tmp_path / "Qwen")
+    ]
     outputs = [default_output(str(folder), str(folder)) for folder in folders]
-    assert len(set(outputs)) == 4 and {output.parent for output in outputs} == {Path("runs/evaluation")}
-    assert [output.name.rpartition("-")[0] for output in outputs] == ["gspo_hf", "gspo_hf", "grpo_hf", "Qwen"]
-    assert default_output("a/gspo/hf/", "unused") == outputs[0]  # the same model, so that it continues
+    assert len(set(outputs)) == 4 and {output.parent for output in outputs} == {
+        Path("runs/evaluation")
+    }
+    assert [output.name.rpartition("-")[0] for output in outputs] == [
+        "gspo_hf",
+        "gspo_hf",
+        "grpo_hf",
+        "Qwen",
+    ]
+    assert (
+        default_output("a/gspo/hf/", "unused") == outputs[0]
+    )  # the same model, so that it continues
     (tmp_path / "best").symlink_to(folders[1])
     assert default_output("best", "best") == outputs[1]
     folder, _ = run(tmp_path / "run", 20)
@@ -99,12 +136,16 @@ def test_each_model_has_an_output_of_its_own(tmp_path, monkeypatch):
 def test_servers_have_an_output_by_model_and_url():
     one, other = ("http://a:1", "m/Qwen"), ("http://b:1", "m/Qwen")
     assert default_output(*one) == default_output(*one) != default_output(*other)
-    assert default_output("http://a:1,http://b:1", "m/Qwen") == default_output("http://b:1,http://a:1", "m/Qwen")
+    assert default_output("http://a:1,http://b:1", "m/Qwen") == default_output(
+        "http://b:1,http://a:1", "m/Qwen"
+    )
     assert default_output("http://a:1", "m/other") != default_output(*one)
     assert default_output(*one).name.startswith("served_Qwen-")
 
 
-@pytest.mark.parametrize("copy", ["step_best", "step_000040_best", "step_000040 (copy)", "step_000040.bak"])
+@pytest.mark.parametrize(
+    "copy", ["step_best", "step_000040_best", "step_000040 (copy)", "step_000040.bak"]
+)
 def test_copies_beside_checkpoints_are_no_steps(tmp_path, copy):
     folder, _ = run(tmp_path / "run", 20, 40)
     shutil.copytree(folder / "checkpoints" / "step_000040", folder / "checkpoints" / copy)
@@ -115,7 +156,10 @@ def test_copies_beside_checkpoints_are_no_steps(tmp_path, copy):
 
 def test_steps_are_ordered_as_numbers(tmp_path):
     folder, _ = run(tmp_path / "run", 999_990, 1_000_000)
-    assert [target.step for target in find_targets(str(folder), "unused", "all")] == [999_990, 1_000_000]
+    assert [target.step for target in find_targets(str(folder), "unused", "all")] == [
+        999_990,
+        1_000_000,
+    ]
     (newest,) = find_targets(str(folder), "unused", None)
     assert newest.label == "step_1000000"
 
@@ -142,7 +186,14 @@ def test_rollouts_and_backups_do_not_make_other_weights(tmp_path):
     folder, _ = run(tmp_path / "run", 20)
     (target,) = find_targets(str(folder), "unused", None)
     before = target.identity
-    for name in ("rollout.bin", "rollout.bin.tmp", ".DS_Store", "state.json~", "state.json.bak", ".state.json.swp"):
+    for name in (
+        "rollout.bin",
+        "rollout.bin.tmp",
+        ".DS_Store",
+        "state.json~",
+        "state.json.bak",
+        ".state.json.swp",
+    ):
         (target.folder / name).write_text("x")
     assert target.identity == before
     (target.folder / "__0_0.distcp").write_text("x")

@@ -14,7 +14,13 @@ from megatron_gspo.data.sample import Prompt
 from megatron_gspo.rewards.sandbox.case_formats import read_tests
 from megatron_gspo.tools.evaluate.task_files import held_out_task, load_task, task_names
 from megatron_gspo.tools.make_tiny_model import character_tokenizer
-from tests.tools.evaluate.public_files import AIME, CODEFORCES, LIVECODEBENCH, write_jsonl, write_parquet
+from tests.tools.evaluate.public_files import (
+    AIME,
+    CODEFORCES,
+    LIVECODEBENCH,
+    write_jsonl,
+    write_parquet,
+)
 
 TOKENIZER = character_tokenizer()
 DATA = DataConfig(prompts="unused", verifier_timeout=60.0)
@@ -40,7 +46,11 @@ def test_private_tests_are_read(tmp_path):
     task = load_task(write_jsonl(tmp_path / "lcb.jsonl", LIVECODEBENCH), TOKENIZER, DATA)
     # a pickle that would run code is refused: tests/rewards/sandbox/test_case_formats.py
     tests = read_tests(task.prompts[0].metadata)
-    assert [case.stdin for case in tests.cases] == ["2\n", "2\n", "5\n"]  # one public and two private ones
+    assert [case.stdin for case in tests.cases] == [
+        "2\n",
+        "2\n",
+        "5\n",
+    ]  # one public and two private ones
     assert read_tests(task.prompts[2].metadata).function == "double"
 
 
@@ -58,21 +68,30 @@ def test_a_window_of_dates(tmp_path):
     dates = [prompt.metadata["contest_date"] for prompt in task.prompts]
     assert dates == ["2024-08-03T07:30:00", "2025-01-04T00:00:00"]  # a date is its midnight
     assert task.left_out == {"outside of the dates": 2}
-    with pytest.raises(PromptError, match="all rows are left out .4 outside of the dates.; give others or a wider"):
+    with pytest.raises(
+        PromptError, match="all rows are left out .4 outside of the dates.; give others or a wider"
+    ):
         load_task(file, TOKENIZER, DATA, window=(datetime(2026, 1, 1), None))
 
 
 def test_ratings_and_what_is_left_out(tmp_path):
     task = load_task(write_jsonl(tmp_path / "cf.jsonl", CODEFORCES), TOKENIZER, DATA)
     assert task.ratings == [800.0, 1600.0, 2400.0, None]
-    assert task.left_out == {"needs a checker": 1, "interactive": 1, "reads a file": 1, "no tests": 1,
-                             "incomplete tests": 1}  # fmt: skip
+    assert task.left_out == {
+        "needs a checker": 1,
+        "interactive": 1,
+        "reads a file": 1,
+        "no tests": 1,
+        "incomplete tests": 1,
+    }
 
 
 def test_long_prompts_are_an_error_or_counted(tmp_path):
     file = write_jsonl(tmp_path / "aime.jsonl", [*AIME, {**AIME[0], "problem": "x" * 50}])
     data = replace(DATA, max_prompt_length=20)
-    with pytest.raises(PromptError, match="line 3: prompt has 50 tokens but max_prompt_length is 20; raise it"):
+    with pytest.raises(
+        PromptError, match="line 3: prompt has 50 tokens but max_prompt_length is 20; raise it"
+    ):
         load_task(file, TOKENIZER, data)
     task = load_task(file, TOKENIZER, data, {"data.overlong_prompts"})
     assert len(task.prompts) == 2 and task.left_out == {"too long": 1}
@@ -84,7 +103,10 @@ def test_long_prompts_are_an_error_or_counted(tmp_path):
     [
         ([], "holds no prompts"),
         ([{"text": "a"}], "key 'prompt' is missing .found: text."),
-        ([AIME[0], {"problem": "p"}], "line 2: key 'answer' is missing, which the rows before it have"),
+        (
+            [AIME[0], {"problem": "p"}],
+            "line 2: key 'answer' is missing, which the rows before it have",
+        ),
     ],
 )
 def test_bad_files(tmp_path, rows, message):
@@ -102,8 +124,14 @@ def test_dates_that_are_missing_or_wrong(tmp_path):
 
 
 def test_programs_need_time(tmp_path):
-    with pytest.raises(ConfigError, match="data.verifier_timeout = 10.0: ends a verification before two programs"):
-        load_task(write_jsonl(tmp_path / "b.jsonl", LIVECODEBENCH), TOKENIZER, DataConfig(prompts="unused"))
+    with pytest.raises(
+        ConfigError, match="data.verifier_timeout = 10.0: ends a verification before two programs"
+    ):
+        load_task(
+            write_jsonl(tmp_path / "b.jsonl", LIVECODEBENCH),
+            TOKENIZER,
+            DataConfig(prompts="unused"),
+        )
 
 
 def test_names_are_those_of_the_files(tmp_path):
@@ -115,8 +143,12 @@ def test_names_are_those_of_the_files(tmp_path):
 def test_the_fingerprint_is_of_all_that_scores_depend_on(tmp_path):
     task = load_task(write_jsonl(tmp_path / "aime.jsonl", AIME), TOKENIZER, DATA)
     same = load_task(write_jsonl(tmp_path / "copy.jsonl", AIME), TOKENIZER, DATA)
-    answer = load_task(write_jsonl(tmp_path / "c.jsonl", [AIME[0] | {"answer": "26"}, AIME[1]]), TOKENIZER, DATA)
-    verifier = load_task(tmp_path / "aime.jsonl", TOKENIZER, replace(DATA, verifier="exact_match"), {"data.verifier"})
+    answer = load_task(
+        write_jsonl(tmp_path / "c.jsonl", [AIME[0] | {"answer": "26"}, AIME[1]]), TOKENIZER, DATA
+    )
+    verifier = load_task(
+        tmp_path / "aime.jsonl", TOKENIZER, replace(DATA, verifier="exact_match"), {"data.verifier"}
+    )
     assert task.fingerprint == same.fingerprint
     assert len({each.fingerprint for each in (task, answer, verifier)}) == 3
 

@@ -10,7 +10,12 @@ from megatron_gspo.data.sample import Prompt
 from megatron_gspo.tools.compare.statistics import bootstrap_interval
 from megatron_gspo.tools.evaluate.elo import estimate_rating
 from megatron_gspo.tools.evaluate.task_files import Task
-from megatron_gspo.tools.evaluate.task_scores import default_k, prompt_accuracy, reward_table, score_task
+from megatron_gspo.tools.evaluate.task_scores import (
+    default_k,
+    prompt_accuracy,
+    reward_table,
+    score_task,
+)
 
 REWARDS = {0: [1.0, 0.0, 0.0, 1.0], 1: [0.0, 0.0, 0.0, 0.0], 2: [0.0, 0.5, 1.0, None]}
 
@@ -18,20 +23,37 @@ REWARDS = {0: [1.0, 0.0, 0.0, 1.0], 1: [0.0, 0.0, 0.0, 0.0], 2: [0.0, 0.5, 1.0, 
 def records(rewards=REWARDS):
     def record(index, sample, reward):
         failed = {"verifier_failure": "timeout: 10 s"} if reward is None else {}
-        return {"prompt_index": index, "sample_index": sample, "reward": reward, "response_length": 10 * (index + 1),
-                "finish_reason": "length" if index == 1 else "stop", "metadata": failed}  # fmt: skip
+        return {
+            "prompt_index": index,
+            "sample_index": sample,
+            "reward": reward,
+            "response_length": 10 * (index + 1),
+            "finish_reason": "length" if index == 1 else "stop",
+            "metadata": failed,
+        }
 
-    return {index: [record(index, i, reward) for i, reward in enumerate(row)] for index, row in rewards.items()}
+    return {
+        index: [record(index, i, reward) for i, reward in enumerate(row)]
+        for index, row in rewards.items()
+    }
 
 
 def task(*ratings):
-    prompts = [Prompt(i, np.array([1]), "", None, {"rating": rating}) for i, rating in enumerate(ratings)]
+    prompts = [
+        Prompt(i, np.array([1]), "", None, {"rating": rating}) for i, rating in enumerate(ratings)
+    ]
     return Task("numbers", DataConfig(prompts="x"), tuple(prompts), {"no tests": 2})
 
 
 def test_scores_by_hand():
     found = score_task(task(None, None, None), "step_000002", 2, records(), (1, 2))
-    assert (found.task, found.label, found.step, found.prompts, found.samples) == ("numbers", "step_000002", 2, 3, 4)
+    assert (found.task, found.label, found.step, found.prompts, found.samples) == (
+        "numbers",
+        "step_000002",
+        2,
+        3,
+        4,
+    )
     # the response without a score counts as not solved
     assert found.accuracy.mean == pytest.approx((0.5 + 0 + 1.5 / 4) / 3)
     assert (found.failures, found.left_out, found.rating) == (1, {"no tests": 2}, None)
@@ -45,7 +67,9 @@ def test_scores_by_hand():
 def test_the_interval_is_over_prompts_not_responses():
     rewards = {i: [float(i % 2)] * 50 for i in range(20)}
     found = score_task(task(*[None] * 20), "m", None, records(rewards))
-    assert (found.accuracy.low, found.accuracy.high) == pytest.approx((0.3, 0.7), abs=0.051)  # of 20 values, not 1000
+    assert (found.accuracy.low, found.accuracy.high) == pytest.approx(
+        (0.3, 0.7), abs=0.051
+    )  # of 20 values, not 1000
     assert found.accuracy.count == 20
 
 
@@ -61,7 +85,10 @@ def test_differences_are_paired():
 
 def test_a_rating_from_the_rated_problems():
     found = score_task(task(1000, None, 1400), "m", None, records())
-    assert found.rating == estimate_rating([0.5, 0.25], [1000.0, 1400.0]) and found.rating.problems == 2
+    assert (
+        found.rating == estimate_rating([0.5, 0.25], [1000.0, 1400.0])
+        and found.rating.problems == 2
+    )
 
 
 def test_tables_and_defaults():

@@ -39,7 +39,9 @@ def dense(folder: Path, *overrides: str, gpus: int = 2) -> Estimator:
 
 
 def test_states_by_hand(tmp_path: Path) -> None:
-    """Of 2 x 360 + 2 x 80 parameters and two data-parallel ranks: 2 bytes of weights, 4 of gradients, half of 12."""
+    """Of 2 x 360 + 2 x 80 parameters and two data-parallel ranks: 2 bytes of weights, 4 of
+    gradients, half of 12.
+    """
     parameters = 2 * 360 + 2 * 80
     states = dense(tmp_path).states(ParallelConfig())
     assert states == (2 * parameters, 4 * parameters, 6 * parameters)
@@ -62,8 +64,8 @@ def test_adapters_a_reference_and_a_value_model(tmp_path: Path) -> None:
 
 
 def test_time_by_hand(tmp_path: Path) -> None:
-    """8 sequences of 8 tokens: 2 FLOPs a weight and 2 x 2 layers x 2 heads x 4 x 8 of attention's causal half; old
-    log-probs, forward, and twice that backward."""
+    """8 sequences of 8 tokens: 2 FLOPs a weight and 2 x 2 layers x 2 heads x 4 x 8 of attention's
+    causal half; old log-probs, forward, and twice that backward."""
     estimator = dense(tmp_path, gpus=1)
     estimate = estimator.estimate(Choice(ParallelConfig(), "none", 16))
     weights = 2 * 360 + 80 + 8  # without the embedding, with the last norm
@@ -75,8 +77,8 @@ def test_time_by_hand(tmp_path: Path) -> None:
 
 
 def test_communication_by_hand(tmp_path: Path) -> None:
-    """TP 2 gathers and scatters twice a layer, in three passes; gradients in float32 and weights go to the other
-    replica. 16 GPUs have two nodes, so that the replicas' ring takes the network."""
+    """TP 2 gathers and scatters twice a layer, in three passes; gradients in float32 and weights go
+    to the other replica. 16 GPUs have two nodes, so that the replicas' ring takes the network."""
     tensor = ParallelConfig(tensor_model_parallel_size=2)
     near = dense(tmp_path, gpus=2).estimate(Choice(tensor, "none", 16)).communication
     assert near == pytest.approx(3 * 2 * 4 * 2 * 64 * 8 / 2 / 1e11)
@@ -100,7 +102,9 @@ def test_a_pipeline_waits(tmp_path: Path) -> None:
 
 
 def test_experts_with_few_tokens_are_slow(tmp_path: Path) -> None:
-    """With as many rows of an expert as half of its speed needs, its products take twice as long."""
+    """With as many rows of an expert as half of its speed needs, its products take twice as
+    long.
+    """
     hardware, config = Hardware(ROUND, 8, 1.0, 1.0), config_of(tmp_path)
     estimator = Estimator(shape_of(SMALL), config, hardware)
     choice = Choice(ParallelConfig(), "none", 8)
@@ -141,7 +145,9 @@ def test_memory_beside_a_rehearsal(
     rehearsed: tuple[float, ...],
     tmp_path: Path,
 ) -> None:
-    """GiB of Qwen3-30B-A3B as megatron-gspo plan rehearsed them: states, and the peak of activations."""
+    """GiB of Qwen3-30B-A3B as megatron-gspo plan rehearsed them: states, and the peak of
+    activations.
+    """
     config = config_of(tmp_path, batch=256, prompt=1024, response=8192)
     estimator = Estimator(shape_of(SMALL), config, Hardware(find_gpu("h100"), gpus, 1.0, 1.0))
     estimate = estimator.estimate(Choice(layout, recompute, tokens))

@@ -26,8 +26,15 @@ def test_what_fits_is_ranked_and_within_memory(tmp_path: Path) -> None:
     assert times == sorted(times) and 10 < len(times) < found.fit <= found.considered
     assert all(estimate.memory <= 134 * GIB for estimate in found.estimates)
     layouts = [estimate.choice.parallel for estimate in found.estimates]
-    sizes = {(p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.context_parallel_size,
-              p.expert_model_parallel_size * p.expert_tensor_size) for p in layouts}  # fmt: skip
+    sizes = {
+        (
+            p.tensor_model_parallel_size,
+            p.pipeline_model_parallel_size,
+            p.context_parallel_size,
+            p.expert_model_parallel_size * p.expert_tensor_size,
+        )
+        for p in layouts
+    }
     assert len(sizes) == len(layouts)
     smaller = search(estimator(tmp_path), 75 * GIB)
     assert smaller.fit < found.fit and smaller.estimates[0].seconds > times[0]

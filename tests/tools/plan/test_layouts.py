@@ -30,7 +30,11 @@ def naive_layouts(hf: dict[str, Any], gpus: int, batch: int) -> set[tuple[int, .
                     continue
                 for ep in sizes:
                     for etp in {1, tp}:
-                        if gpus % (etp * ep * pp) or hf["num_experts"] % ep or hf["moe_intermediate_size"] % etp:
+                        if (
+                            gpus % (etp * ep * pp)
+                            or hf["num_experts"] % ep
+                            or hf["moe_intermediate_size"] % etp
+                        ):
                             continue
                         layers = (hf["num_hidden_layers"] + extra) // pp
                         for vp in [1, *(v for v in (2, 3, 4) if pp > 1 and layers % v == 0)]:
@@ -44,12 +48,16 @@ def test_layouts_are_all_that_the_rules_allow(model: Path, gpus: int, batch: int
     layouts = feasible(hf, gpus, 8, batch)
     ours = [
         (
-            p.tensor_model_parallel_size, p.pipeline_model_parallel_size, p.extra_pipeline_layers,
-            p.virtual_pipeline_model_parallel_size or 1, p.context_parallel_size, p.expert_model_parallel_size,
+            p.tensor_model_parallel_size,
+            p.pipeline_model_parallel_size,
+            p.extra_pipeline_layers,
+            p.virtual_pipeline_model_parallel_size or 1,
+            p.context_parallel_size,
+            p.expert_model_parallel_size,
             p.expert_tensor_size,
         )
         for p in layouts
-    ]  # fmt: skip
+    ]
     assert len(ours) == len(set(ours)) and set(ours) == naive_layouts(hf, gpus, batch)
 
 
@@ -62,7 +70,10 @@ def test_94_layers_have_few_stages_of_their_own() -> None:
 
 def test_names() -> None:
     assert name_of(ParallelConfig()) == "DP only"
-    assert name_of(ParallelConfig(tensor_model_parallel_size=2, expert_model_parallel_size=8)) == "TP2 EP8"
+    assert (
+        name_of(ParallelConfig(tensor_model_parallel_size=2, expert_model_parallel_size=8))
+        == "TP2 EP8"
+    )
 
 
 def test_a_named_layout() -> None:

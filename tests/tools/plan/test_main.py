@@ -128,9 +128,7 @@ def test_bad_input_is_one_line(name: str, capsys: pytest.CaptureFixture[str]) ->
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1
     assert (
-        name.split()[0] in captured.err
-        and name.split()[1] in captured.err
-        and fix in captured.err
+        name.split()[0] in captured.err and name.split()[1] in captured.err and fix in captured.err
     )
 
 

@@ -26,8 +26,8 @@ def call(
 
 
 def test_flops_of_a_step() -> None:
-    """Micro-batches count as often as a mini-batch has them, the optimizer once, the build never; of attention, which
-    is causal, half."""
+    """Micro-batches count as often as a mini-batch has them, the optimizer once, the build never;
+    of attention, which is causal, half."""
     flops = {
         "build": {"aten::mm": 7 * 10**13},
         "forward_backward": {"aten::mm": 10**13, "torch_attn::_varlen_attn": 2 * 10**13},

@@ -1,4 +1,6 @@
-"""The tests of `on_fake_gpu`: one process for all workers of pytest runs the selected ones from the start."""
+"""The tests of `on_fake_gpu`: one process for all workers of pytest runs the selected ones from
+the start.
+"""
 
 import contextlib
 import fcntl
@@ -49,7 +51,9 @@ def shared_folder(factory: pytest.TempPathFactory) -> Path:
 
 @contextlib.contextmanager
 def locked(folder: Path, seconds: float = 0.0) -> Iterator[IO[str]]:
-    """The lock that the process holds while it runs; BlockingIOError if it still does after these seconds."""
+    """The lock that the process holds while it runs; BlockingIOError if it still does after
+    these seconds.
+    """
     deadline = time.monotonic() + seconds
     with open(folder / "lock", "w") as lock:
         while True:
@@ -64,11 +68,18 @@ def locked(folder: Path, seconds: float = 0.0) -> Iterator[IO[str]]:
 
 
 def start(folder: Path, lock: IO[str], names: list[str]) -> None:
-    """Run these tests in the process, which inherits the lock and with it holds it until it ends."""
+    """Run these tests in the process, which inherits the lock and with it holds it until it
+    ends.
+    """
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     module = "tests.tools.rehearse.on_fake_gpu"
     command = [sys.executable, "-W", "ignore", "-m", module, str(folder / "outcomes.json"), *names]
     with open(folder / "log", "w") as log:
         subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, pass_fds=[lock.fileno()]
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            pass_fds=[lock.fileno()],
         )

@@ -1,7 +1,7 @@
 """Defects, put into the code of a training step while it is rehearsed.
 
-``with defect(SKIPPED):`` replaces one function of the project or of Megatron. Each entry is the name of the function
-and what makes the defective one of it.
+``with defect(SKIPPED):`` replaces one function of the project or of Megatron. Each entry is the
+name of the function and what makes the defective one of it.
 """
 
 from __future__ import annotations
@@ -84,7 +84,10 @@ def _gather_without_room(original: Any) -> Any:
 
 def _unpinned_inputs(original: Any) -> Any:
     def copy_to_device(tensors: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-        narrow = {name: value.int() if value.dtype == torch.int64 else value for name, value in tensors.items()}
+        narrow = {
+            name: value.int() if value.dtype == torch.int64 else value
+            for name, value in tensors.items()
+        }
         return {name: value.to(device, non_blocking=True) for name, value in narrow.items()}
 
     return copy_to_device
@@ -159,18 +162,28 @@ def _other_size(original: Any) -> Any:
 def _no_receive(original: Any) -> Any:
     def recv_forward(self: Any, tensor_shapes: Any, is_first_stage: bool) -> Tensor:
         [shape] = tensor_shapes if isinstance(tensor_shapes, list) else [tensor_shapes]
-        made = torch.empty(shape, dtype=self.config.pipeline_dtype, device="cuda", requires_grad=True)
+        made = torch.empty(
+            shape, dtype=self.config.pipeline_dtype, device="cuda", requires_grad=True
+        )
         return [made] if isinstance(tensor_shapes, list) else made  # type: ignore[return-value]
 
     return recv_forward
 
 
-_GRADIENTS = "megatron.core.distributed.finalize_model_grads._allreduce_non_tensor_model_parallel_grads"
+_GRADIENTS = (
+    "megatron.core.distributed.finalize_model_grads._allreduce_non_tensor_model_parallel_grads"
+)
 _GATHER = "megatron_gspo.parallel.log_probs.gather_rows"
 SKIPPED = (_GRADIENTS, _skipped)
 WRONG_GROUP = (_GRADIENTS, _wrong_group)
-SWAPPED = ("megatron.core.transformer.moe.token_dispatcher.MoEAlltoAllTokenDispatcher.token_dispatch", _swapped)
+SWAPPED = (
+    "megatron.core.transformer.moe.token_dispatcher.MoEAlltoAllTokenDispatcher.token_dispatch",
+    _swapped,
+)
 DOUBLED = (_GATHER, _doubled)
 OTHER_DTYPE = (_GATHER, _other_dtype)
 OTHER_SIZE = (_GATHER, _other_size)
-NO_RECEIVE = ("megatron.core.pipeline_parallel.p2p_communication.P2PCommunicator.recv_forward", _no_receive)
+NO_RECEIVE = (
+    "megatron.core.pipeline_parallel.p2p_communication.P2PCommunicator.recv_forward",
+    _no_receive,
+)

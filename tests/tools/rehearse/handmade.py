@@ -20,21 +20,49 @@ def memory(*timeline: MemoryPoint) -> Memory:
     peak = max(points, key=lambda one: one.total)
     activations = max(points, key=lambda one: one.bytes.get("activations", 0))
     phases = dict.fromkeys(one.phase for one in points)
-    peaks = {phase: max((one for one in points if one.phase == phase), key=lambda one: one.total) for phase in phases}
-    return Memory({"weights": 8, "gradients": 8, "optimizer": 24}, peak, activations, peaks, points, ())
+    peaks = {
+        phase: max((one for one in points if one.phase == phase), key=lambda one: one.total)
+        for phase in phases
+    }
+    return Memory(
+        {"weights": 8, "gradients": 8, "optimizer": 24}, peak, activations, peaks, points, ()
+    )
 
 
 def record(rank: int = 0, **fields: Any) -> RankRecord:
     """A record of a rank that did nothing else."""
     made: dict[str, Any] = dict(
-        rank=rank, world=1, coordinates={}, groups={"pp": (rank,)}, phases=("build", "forward_backward"),
-        micro_batches=(16, 16), collectives=(), host_syncs=(), host_copies=(), findings=(), memory=memory(),
-        retained=(), checkpoint=None, flops={}, seconds={"build": 1.0, "forward_backward": 2.0}, host_peak_bytes=0,
-        versions={}, stands_for=(rank,),
-    )  # fmt: skip
+        rank=rank,
+        world=1,
+        coordinates={},
+        groups={"pp": (rank,)},
+        phases=("build", "forward_backward"),
+        micro_batches=(16, 16),
+        collectives=(),
+        host_syncs=(),
+        host_copies=(),
+        findings=(),
+        memory=memory(),
+        retained=(),
+        checkpoint=None,
+        flops={},
+        seconds={"build": 1.0, "forward_backward": 2.0},
+        host_peak_bytes=0,
+        versions={},
+        stands_for=(rank,),
+    )
     return RankRecord(**(made | fields))
 
 
 def rehearsal(*records: RankRecord) -> Rehearsal:
     """Of these ranks, compared."""
-    return Rehearsal("config.yaml", records[0].world, "TP2", find_gpu("h100"), 0, records, (), compare_ranks(records))
+    return Rehearsal(
+        "config.yaml",
+        records[0].world,
+        "TP2",
+        find_gpu("h100"),
+        0,
+        records,
+        (),
+        compare_ranks(records),
+    )

@@ -1,8 +1,9 @@
-"""The rehearsal's accounting of a real step: real tensors on the CPU, real processes and collectives.
+"""The rehearsal's accounting of a real step: real tensors on the CPU, real processes and
+collectives.
 
-Nothing is fake but the router's choice, which is the rehearsal's, so that both move the same tokens. Host and device
-are one here. A tensor counts as the device's if it is made for a device that is named, or of the device's tensors, or
-by a copy of a host tensor that doesn't block.
+Nothing is fake but the router's choice, which is the rehearsal's, so that both move the same
+tokens. Host and device are one here. A tensor counts as the device's if it is made for a device
+that is named, or of the device's tensors, or by a copy of a host tensor that doesn't block.
 """
 
 from __future__ import annotations
@@ -40,15 +41,29 @@ class MeasuredRank(Recorder):
         self.memory.index += 1
         if func.namespace == "c10d":
             name, _, received, *_ = self.collectives.record(func, args, kwargs)
-            return func(*args, **kwargs) if name in ("send", "recv") else _on_copies(func, args, kwargs, received)
+            return (
+                func(*args, **kwargs)
+                if name in ("send", "recv")
+                else _on_copies(func, args, kwargs, received)
+            )
         inputs = tensors_in((*args, *kwargs.values()))
         out = func(*args, **kwargs)
         if func is aten.topk.default and args[0].dim() == 2:
             tokens, experts = args[0].shape
-            ids = expert_ids(tokens, experts, args[1], expert_parallel=self.expert_parallel, imbalance=self.imbalance)
+            ids = expert_ids(
+                tokens,
+                experts,
+                args[1],
+                expert_parallel=self.expert_parallel,
+                imbalance=self.imbalance,
+            )
             out = args[0].gather(1, ids), ids
         self.flops.count(func, args, kwargs, out)
-        if self.memory.phase == "build" or self._names_device or any(map(self.is_on_device, inputs)):
+        if (
+            self.memory.phase == "build"
+            or self._names_device
+            or any(map(self.is_on_device, inputs))
+        ):
             for leaf in tensors_in((out,)):
                 self.memory.add(leaf, str(func))
         return out
@@ -82,7 +97,9 @@ def _on_copies(func: Any, args: Any, kwargs: dict[str, Any], received: list[Tens
 
 @contextlib.contextmanager
 def _named_devices(recorder: MeasuredRank) -> Iterator[None]:
-    """Marks for the recorder which factories name a device, and copies for non-blocking transfers."""
+    """Marks for the recorder which factories name a device, and copies for non-blocking
+    transfers.
+    """
 
     def naming(factory: Any) -> Any:
         def make(*args: Any, **kwargs: Any) -> Tensor:
@@ -103,10 +120,19 @@ def _named_devices(recorder: MeasuredRank) -> Iterator[None]:
         yield
 
 
-def composed_attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
-                       dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
-                       enable_gqa: bool = False) -> Tensor:  # fmt: skip
-    """Attention of operations that a CPU and a GPU share, since their kernels save other tensors."""
+def composed_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Attention of operations that a CPU and a GPU share, since their kernels save other
+    tensors.
+    """
     scores = query @ key.transpose(-1, -2) * scale
     if is_causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
@@ -121,8 +147,10 @@ def shared_operations() -> Iterator[None]:
     def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
 
-    with mock.patch("megatron_gspo.mcore.norms.rms_norm", rms_norm), \
-            mock.patch.object(F, "scaled_dot_product_attention", composed_attention):  # fmt: skip
+    with (
+        mock.patch("megatron_gspo.mcore.norms.rms_norm", rms_norm),
+        mock.patch.object(F, "scaled_dot_product_attention", composed_attention),
+    ):
         yield
 
 

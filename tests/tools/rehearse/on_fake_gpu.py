@@ -1,6 +1,8 @@
-"""Tests that run in one process of their own, with the fake CUDA device, which must be there before torch.
+"""Tests that run in one process of their own, with the fake CUDA device, which must be there before
+torch.
 
-``python -m tests.tools.rehearse.on_fake_gpu OUTPUT NAME...`` runs these and writes the traceback of each that fails.
+``python -m tests.tools.rehearse.on_fake_gpu OUTPUT NAME...`` runs these and writes the traceback of
+each that fails.
 """
 
 import importlib

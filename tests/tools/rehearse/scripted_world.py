@@ -1,5 +1,5 @@
-"""One rank's data plane in a world that does not exist: its collectives are recorded, and the script has what the other
-ranks would add."""
+"""One rank's data plane in a world that does not exist: its collectives are recorded, and the
+script has what the other ranks would add."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from megatron_gspo.tools.rehearse.records import Collective
 
 @dataclass
 class Script:
-    """rows: [N] of `ROW`, of all ranks. tensor: ranks of a replica. others_finished: [groups] 1 for those in flight at
-    other clients. links, incoming, typical: of the next exchange: its (sender, receiver) pairs, the bytes that come to
-    this rank by sender, and those of each other part."""
+    """rows: [N] of `ROW`, of all ranks. tensor: ranks of a replica. others_finished: [groups] 1 for
+    those in flight at other clients. links, incoming, typical: of the next exchange: its (sender,
+    receiver) pairs, the bytes that come to this rank by sender, and those of each other part."""
 
     rows: np.ndarray
     tensor: int
@@ -40,10 +40,16 @@ class Script:
     incoming: Mapping[int, bytes] = field(default_factory=dict)
     typical: int = 0
 
-    def exchange(self, source: np.ndarray, target: np.ndarray, incoming: Mapping[int, bytes], typical: int) -> None:
+    def exchange(
+        self, source: np.ndarray, target: np.ndarray, incoming: Mapping[int, bytes], typical: int
+    ) -> None:
         """The next exchange is from each source to its target."""
         links = np.unique(np.stack([source, target], axis=1).astype(np.int64), axis=0)
-        self.links, self.incoming, self.typical = links[links[:, 0] != links[:, 1]], incoming, typical
+        self.links, self.incoming, self.typical = (
+            links[links[:, 0] != links[:, 1]],
+            incoming,
+            typical,
+        )
 
     def sum(self, own: Tensor, group: Any) -> np.ndarray:
         """What the ranks of the group sum up to, by the function that asks."""
@@ -54,7 +60,9 @@ class Script:
             words = self.rows.view(np.int64).reshape(len(self.rows), ROW.itemsize // 8)
             assert tuple(own.shape) == (len(words), 1 + words.shape[1])
             mine = own.numpy()[:, 0] == 1
-            assert np.array_equal(own.numpy()[mine, 1:], words[mine]), "this rank's rows are as scripted"
+            assert np.array_equal(own.numpy()[mine, 1:], words[mine]), (
+                "this rank's rows are as scripted"
+            )
             return np.concatenate([np.ones((len(words), 1), dtype=np.int64), words], axis=1)
         if "replica_homes" in callers:
             return np.arange(world) // self.tensor
@@ -62,18 +70,26 @@ class Script:
             return np.arange(world // self.tensor) * self.tensor
         if "exchange_bytes" in callers:
             assert len(own) == len(self.links)
-            return np.array([len(self.incoming[a]) if b == me else n if a == me else self.typical
-                             for (a, b), n in zip(self.links.tolist(), own.tolist(), strict=True)])  # fmt: skip
+            return np.array(
+                [
+                    len(self.incoming[a]) if b == me else n if a == me else self.typical
+                    for (a, b), n in zip(self.links.tolist(), own.tolist(), strict=True)
+                ]
+            )
         return own.numpy()
 
     def largest(self, own: Tensor) -> np.ndarray:
         if "_select" in _callers():
-            return np.maximum(own.numpy(), np.stack([self.others_finished, 0 * self.others_finished], axis=1))
+            return np.maximum(
+                own.numpy(), np.stack([self.others_finished, 0 * self.others_finished], axis=1)
+            )
         return own.numpy()
 
     def arrived(self) -> np.ndarray:
         """What an exchange brings, by sender."""
-        return np.frombuffer(b"".join(self.incoming[rank] for rank in sorted(self.incoming)), dtype=np.uint8)
+        return np.frombuffer(
+            b"".join(self.incoming[rank] for rank in sorted(self.incoming)), dtype=np.uint8
+        )
 
 
 class ScriptedWorld(TorchDispatchMode):
@@ -81,7 +97,9 @@ class ScriptedWorld(TorchDispatchMode):
 
     def __init__(self, script: Script, state: bytes) -> None:
         super().__init__()
-        self.state = torch.frombuffer(bytearray(state), dtype=torch.uint8)  # what rank 0 sends, again and again
+        self.state = torch.frombuffer(
+            bytearray(state), dtype=torch.uint8
+        )  # what rank 0 sends, again and again
         self.script, self.log = script, CollectiveLog(HostLog(), KnownValues(), gpu_only=False)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -91,7 +109,11 @@ class ScriptedWorld(TorchDispatchMode):
         if name == "allreduce":
             is_sum = self.log._calls[-1][0].reduction == "sum"
             [own] = sent
-            own.copy_(torch.from_numpy(self.script.sum(own, group) if is_sum else self.script.largest(own)))
+            own.copy_(
+                torch.from_numpy(
+                    self.script.sum(own, group) if is_sum else self.script.largest(own)
+                )
+            )
         elif name == "alltoall_base":
             assert received[0].numel() == sum(map(len, self.script.incoming.values()))
             received[0].copy_(torch.from_numpy(self.script.arrived().copy()))
@@ -117,7 +139,10 @@ class ScriptedWorld(TorchDispatchMode):
 
 @contextlib.contextmanager
 def scripted_world(rank: int, size: int, script: Script, state: object) -> Iterator[ScriptedWorld]:
-    """Within the context this process is `rank` of a world of gloo. state: the value of what rank 0 does."""
+    """Within the context this process is `rank` of a world of gloo.
+
+    state: the value of what rank 0 does.
+    """
     world = ScriptedWorld(script, encode(Outcome(value=encode(state))))
     with fake_world(rank, size, world.log, backend="gloo"), world:
         yield world

@@ -1,4 +1,6 @@
-"""In place of ``one_rank``: writes a record made by hand, or fails, selected by the config's name."""
+"""In place of ``one_rank``: writes a record made by hand, or fails, selected by the config's
+name.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,12 @@ def main() -> int:
     if args.config == "broken" and args.rank == 1:
         print("a warning", file=sys.stderr)
         raise RuntimeError("no kernel for aten.fft")
-    notes = (*args.overrides, f"{args.layers} layers", f"imbalance {args.imbalance}", os.environ["OMP_NUM_THREADS"])
+    notes = (
+        *args.overrides,
+        f"{args.layers} layers",
+        f"imbalance {args.imbalance}",
+        os.environ["OMP_NUM_THREADS"],
+    )
     write_record(record(args.rank, world=args.world, notes=notes), args.output)
     return 0
 

@@ -29,11 +29,22 @@ def record(rank: int = 0, world: int = 2) -> RankRecord:
         phases=("build", "forward_backward"),
         micro_batches=(64, 64),
         collectives=(
-            Collective("allreduce", "tp", (0, 1), "float32", 256, SITE, "forward_backward", reduction="sum"),
-            Collective("alltoall_base", "ep", (0, 1), "bfloat16", 96, SITE, "forward_backward", sent=(64, 32),
-                       received=(64, 32)),
+            Collective(
+                "allreduce", "tp", (0, 1), "float32", 256, SITE, "forward_backward", reduction="sum"
+            ),
+            Collective(
+                "alltoall_base",
+                "ep",
+                (0, 1),
+                "bfloat16",
+                96,
+                SITE,
+                "forward_backward",
+                sent=(64, 32),
+                received=(64, 32),
+            ),
             Collective("send", "pp", (0, 1), "bfloat16", 8, (), "forward_backward", peer=1),
-        ),  # fmt: skip
+        ),
         host_syncs=(HostSync("item", SITE, "optimizer", 3),),
         host_copies=(HostCopy(1024, False, True, SITE, "forward_backward", 2),),
         findings=(Finding("dtype_mix", "mm of bfloat16 and float32", SITE, "forward_backward"),),

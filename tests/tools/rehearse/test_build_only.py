@@ -1,4 +1,6 @@
-"""--build-only: what a start would refuse is refused, and what it would build is counted, without a world."""
+"""--build-only: what a start would refuse is refused, and what it would build is counted,
+without a world.
+"""
 
 from __future__ import annotations
 
@@ -23,19 +25,28 @@ def make(model: str, folder, **sections) -> Config:
 
 
 def test_counts_what_each_stage_holds(model, tmp_path):
-    config = make(model, tmp_path, parallel={"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2})
+    config = make(
+        model,
+        tmp_path,
+        parallel={"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2},
+    )
     stages = build_stages(config, 8)
     assert [(stage.stage, stage.rank, stage.layers) for stage in stages] == [(0, 0, 2), (1, 4, 2)]
     _, shape = family_of(read_config(model))
     expert = 3 * shape.hidden_size * shape.moe_ffn_hidden_size
-    assert [stage.expert_parameters for stage in stages] == [2 * expert * shape.num_experts // 2] * 2
+    assert [stage.expert_parameters for stage in stages] == [
+        2 * expert * shape.num_experts // 2
+    ] * 2
     assert not dist.is_initialized()
 
 
 def test_the_command_line(model, tmp_path, capsys):
     config = tmp_path / "config.yaml"
     config.write_text(make(model, tmp_path).to_yaml())
-    assert main([str(config), "--world", "4", "--build-only", "parallel.expert_model_parallel_size=4"]) == 0
+    assert (
+        main([str(config), "--world", "4", "--build-only", "parallel.expert_model_parallel_size=4"])
+        == 0
+    )
     assert "EP 4" in (out := capsys.readouterr().out) and "can start" in out
     assert not (tmp_path / "run").exists()
     for arguments, says in (

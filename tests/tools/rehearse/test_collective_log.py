@@ -43,8 +43,15 @@ def test_tensors_of_the_host_and_wrong_sizes_are_found() -> None:
         dist.all_reduce(torch.ones(2))
         dist.all_gather_into_tensor(torch.empty(6, device="cuda"), torch.ones(2, device="cuda"))
         dist.all_gather_into_tensor(torch.empty(4, device="cuda"), torch.ones(2))
-        dist.all_to_all_single(torch.empty(2, device="cuda"), torch.ones(2, device="cuda"), [2, 1], [1, 1])
-    assert kinds(gpu) == ["collective_on_cpu", "collective_shape", "collective_device_mix", "collective_shape"]
+        dist.all_to_all_single(
+            torch.empty(2, device="cuda"), torch.ones(2, device="cuda"), [2, 1], [1, 1]
+        )
+    assert kinds(gpu) == [
+        "collective_on_cpu",
+        "collective_shape",
+        "collective_device_mix",
+        "collective_shape",
+    ]
 
 
 @on_fake_gpu

@@ -1,7 +1,8 @@
-"""A step's data plane as one client of hundreds and thousands of GPUs: requests, rewards, plan, moves, metrics.
+"""A step's data plane as one client of hundreds and thousands of GPUs: requests, rewards, plan,
+moves, metrics.
 
-512 prompts x 16 responses, replicas of two tensor-parallel ranks. Apart from the sequences that move, nothing that a
-rank exchanges with the world grows with it.
+512 prompts x 16 responses, replicas of two tensor-parallel ranks. Apart from the sequences that
+move, nothing that a rank exchanges with the world grows with it.
 """
 
 from __future__ import annotations
@@ -57,13 +58,23 @@ def response(prompt: Prompt, number: int, seed: int) -> ScriptedResponse:
 
 
 def config() -> Config:
-    rollout = {"rollout_batch_size": PROMPTS, "n_samples_per_prompt": N, "max_response_length": 4096}
-    return Config.from_dict(base_config("model", Path("run"), rollout=rollout, training={"global_batch_size": 2048}))
+    rollout = {
+        "rollout_batch_size": PROMPTS,
+        "n_samples_per_prompt": N,
+        "max_response_length": 4096,
+    }
+    return Config.from_dict(
+        base_config("model", Path("run"), rollout=rollout, training={"global_batch_size": 2048})
+    )
 
 
 def scorer() -> RewardScorer:
     made = RewardScorer.__new__(RewardScorer)
-    made._failure_reward, made._pool, made._verifier = None, None, lambda text, prompt: len(text) % 2
+    made._failure_reward, made._pool, made._verifier = (
+        None,
+        None,
+        lambda text, prompt: len(text) % 2,
+    )
     made.verdicts = ()
     return made
 
@@ -80,7 +91,9 @@ def scripted_rows(prompts: list[Prompt], holder: np.ndarray) -> np.ndarray:
     return rows
 
 
-def step(world: ScriptedWorld, script: Script, prompts: list[Prompt], clients: range) -> tuple[SampleBatch, list]:
+def step(
+    world: ScriptedWorld, script: Script, prompts: list[Prompt], clients: range
+) -> tuple[SampleBatch, list]:
     """The samples after they have moved, and those that this rank sent, with their replicas."""
     given, size = config(), dist.get_world_size()
     dp, tp = (dist.new_group(ranks) for ranks in (clients, [RANK, RANK + 1]))
@@ -103,9 +116,15 @@ def step(world: ScriptedWorld, script: Script, prompts: list[Prompt], clients: r
         plan = plan_step(batch.lengths, homes, given, PackingRules(len(clients), 8192), 0)
     with world.phase("move"):
         target, kept = TENSOR * plan.replica, dict(batch.held)
-        arrive = {int(rank): np.flatnonzero((target == RANK) & (holder == rank)).tolist()
-                  for rank in np.unique(holder[target == RANK]) if rank != RANK}  # fmt: skip
-        incoming = {rank: encode_samples([sample(i) for i in places], places) for rank, places in arrive.items()}
+        arrive = {
+            int(rank): np.flatnonzero((target == RANK) & (holder == rank)).tolist()
+            for rank in np.unique(holder[target == RANK])
+            if rank != RANK
+        }
+        incoming = {
+            rank: encode_samples([sample(i) for i in places], places)
+            for rank, places in arrive.items()
+        }
         script.exchange(holder, target, incoming, 100_000)
         moved = move_samples(batch, plan.replica, dp, (dist.new_group([RANK]), tp))
     assert list(moved.held) == np.flatnonzero(target == RANK).tolist()
@@ -113,7 +132,9 @@ def step(world: ScriptedWorld, script: Script, prompts: list[Prompt], clients: r
         moved = with_advantages(moved, given.algorithm, max_response_length=4096)
         sample_metrics(moved, version=0, supervised=False)
         masks = torch.from_numpy(np.concatenate([s.loss_mask for s in moved.samples]))
-        owners = torch.from_numpy(np.repeat(np.arange(len(moved.held)), [s.response_length for s in moved.samples]))
+        owners = torch.from_numpy(
+            np.repeat(np.arange(len(moved.held)), [s.response_length for s in moved.samples])
+        )
         log_probs = torch.zeros(len(masks))
         quantiles_over_ranks(ratio_histograms(log_probs, log_probs, masks, owners), moved)
         script.exchange(np.arange(len(clients)), np.zeros(len(clients)), {}, 1000)
@@ -139,7 +160,9 @@ def test_a_client_exchanges_little_with_the_world_besides_sequences(size: int) -
     own = shares[RANK // TENSOR]
     others = np.array([i not in own for i in range(PROMPTS)], dtype=np.int64)
     script = Script(scripted_rows(prompts, holder), TENSOR, others)
-    state = PoolState("0", 0, {f"http://node-{i}:1": ServerState(True, True, "0") for i in range(SERVERS)})
+    state = PoolState(
+        "0", 0, {f"http://node-{i}:1": ServerState(True, True, "0") for i in range(SERVERS)}
+    )
     with scripted_world(RANK, size, script, state) as world:
         moved, sent = step(world, script, prompts, clients)
     assert len(moved) == PROMPTS * N and all(s.advantages is not None for s in moved.samples)
@@ -154,7 +177,9 @@ def test_a_client_exchanges_little_with_the_world_besides_sequences(size: int) -
     bytes_of = [len(encode_samples([one], [0])) for one in sent]
     assert 0.95 * sum(bytes_of) <= sum(sequences.sent) <= sum(bytes_of), "what stays is not sent"
     to_others = np.count_nonzero(sequences.sent) + np.count_nonzero(sequences.received)
-    assert 0 < to_others <= len(sent) + len(moved.held), "it connects to the ranks of its own sequences"
+    assert 0 < to_others <= len(sent) + len(moved.held), (
+        "it connects to the ranks of its own sequences"
+    )
 
 
 def test_a_large_collective_is_found() -> None:

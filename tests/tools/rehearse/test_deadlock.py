@@ -1,4 +1,6 @@
-"""Collectives that do not fit together are found, with the two ranks and call sites; those that do are not reported."""
+"""Collectives that do not fit together are found, with the two ranks and call sites; those that
+do are not reported.
+"""
 
 from __future__ import annotations
 
@@ -14,22 +16,38 @@ from megatron_gspo.tools.rehearse.deadlock import (
     compare_point_to_point,
     compare_ranks,
     find_circle,
-)  # fmt: skip
+)
 from megatron_gspo.tools.rehearse.records import Collective
 from tests.tools.rehearse.handmade import record
 
 TP, DP, PP = ("tp", (0, 1)), ("dp", (0, 1)), ("pp", (0, 1))
 
 
-def call(op: str, group: tuple[str, tuple[int, ...]], line: int, size: int = 8, dtype: str = "float32", **other
-         ) -> Collective:
-    return Collective(op, *group, dtype, size, (f"layer.py:{line} forward",), "forward_backward", **other)
+def call(
+    op: str,
+    group: tuple[str, tuple[int, ...]],
+    line: int,
+    size: int = 8,
+    dtype: str = "float32",
+    **other,
+) -> Collective:
+    return Collective(
+        op, *group, dtype, size, (f"layer.py:{line} forward",), "forward_backward", **other
+    )
 
 
 def program() -> list[Collective]:
-    """What a rank of two calls: equal sums from one place, a gather, a sum elsewhere, one on another group."""
+    """What a rank of two calls: equal sums from one place, a gather, a sum elsewhere, one on
+    another group.
+    """
     sums = [call("allreduce", TP, 1)] * 3
-    return [*sums, call("allgather", TP, 2, 16), call("allreduce", TP, 3), call("allreduce", DP, 4), sums[0]]
+    return [
+        *sums,
+        call("allgather", TP, 2, 16),
+        call("allreduce", TP, 3),
+        call("allreduce", DP, 4),
+        sums[0],
+    ]
 
 
 def disagreement(ours: Sequence[Collective], theirs: Sequence[Collective]) -> Disagreement:
@@ -39,14 +57,18 @@ def disagreement(ours: Sequence[Collective], theirs: Sequence[Collective]) -> Di
 
 
 def sites(found: Disagreement) -> tuple[str, str]:
-    first, second = (side.where[0].split()[0] if side.where else "" for side in (found.first, found.second))
+    first, second = (
+        side.where[0].split()[0] if side.where else "" for side in (found.first, found.second)
+    )
     return first, second
 
 
 def test_equal_programs_agree():
     assert compare_groups({0: program(), 1: program()}) == []
     elsewhere = [replace(one, where=("other.py:9 forward",)) for one in program()]
-    assert compare_groups({0: program(), 1: elsewhere}) == []  # a branch of the rank's own that does the same
+    assert (
+        compare_groups({0: program(), 1: elsewhere}) == []
+    )  # a branch of the rank's own that does the same
 
 
 @pytest.mark.parametrize("skipping", [0, 1])
@@ -60,7 +82,11 @@ def test_a_skipped_collective_is_named_where_the_programs_part(skipped, skipping
     full, other = (1, 0) if skipping == 0 else (0, 1)
     assert sites(found)[full] == gone.where[0].split()[0]
     # the place where the other rank is meanwhile
-    following = [one for one in program()[skipped + 1 :] if one.group == gone.group and one.where != gone.where]
+    following = [
+        one
+        for one in program()[skipped + 1 :]
+        if one.group == gone.group and one.where != gone.where
+    ]
     if following:
         assert sites(found)[other] == following[0].where[0].split()[0]
     else:
@@ -72,22 +98,39 @@ def test_swapped_collectives():
     theirs = [*ours[:3], ours[4], ours[3], *ours[5:]]
     found = disagreement(ours, theirs)
     assert (found.kind, found.agreed, sites(found)) == ("swapped", 3, ("layer.py:2", "layer.py:3"))
-    assert str(found) == (
-        "swapped: group tp of ranks 0-1, after 3 calls that agree: rank 0 calls allgather of tp with 16 bytes of "
-        "float32 at layer.py:2 forward; rank 1 calls allreduce of tp with 8 bytes of float32 at layer.py:3 forward"
+    assert (
+        str(found)
+        == "swapped: group tp of ranks 0-1, after 3 calls that agree: rank 0 calls allgather of tp"
+        " with 16 bytes of float32 at layer.py:2 forward; rank 1 calls allreduce of tp with 8"
+        " bytes of float32 at layer.py:3 forward"
     )
 
 
-@pytest.mark.parametrize("change", [
-    {"bytes": 4}, {"dtype": "bfloat16"}, {"dtype": "bfloat16", "bytes": 4}, {"op": "reduce_scatter"},
-    {"device": "cpu"}, {"reduction": "max"},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"bytes": 4},
+        {"dtype": "bfloat16"},
+        {"dtype": "bfloat16", "bytes": 4},
+        {"op": "reduce_scatter"},
+        {"device": "cpu"},
+        {"reduction": "max"},
+    ],
+)
 def test_a_different_call_names_the_fields(change):
     theirs = program()
     theirs[3] = replace(theirs[3], **change)
     found = disagreement(program(), theirs)
-    expected = ["op"] if "op" in change else sorted(change, key=["dtype", "device", "reduction", "bytes"].index)
-    assert (found.kind, found.agreed, sites(found)) == (", ".join(expected), 3, ("layer.py:2", "layer.py:2"))
+    expected = (
+        ["op"]
+        if "op" in change
+        else sorted(change, key=["dtype", "device", "reduction", "bytes"].index)
+    )
+    assert (found.kind, found.agreed, sites(found)) == (
+        ", ".join(expected),
+        3,
+        ("layer.py:2", "layer.py:2"),
+    )
 
 
 def test_the_wrong_group_is_a_call_too_many_and_one_too_few():
@@ -95,8 +138,9 @@ def test_the_wrong_group_is_a_call_too_many_and_one_too_few():
     theirs[4] = replace(theirs[4], group="ep")
     found = compare_groups({0: program(), 1: theirs})
     assert {(one.group, one.kind) for one in found} == {
-        ("group tp of ranks 0-1", "missing"), ("group ep of ranks 0-1", "missing"),
-    }  # fmt: skip
+        ("group tp of ranks 0-1", "missing"),
+        ("group ep of ranks 0-1", "missing"),
+    }
     assert all(set(sites(one)) & {"layer.py:3"} for one in found)
 
 
@@ -107,9 +151,13 @@ def test_a_group_without_one_of_its_members_is_missing():
 
 def test_members_that_were_not_rehearsed_are_left_out():
     group = ("ep", (0, 1, 2, 3))
-    assert compare_groups({0: [call("allgather", group, 1)], 3: [call("allgather", group, 1)]}) == []
+    assert (
+        compare_groups({0: [call("allgather", group, 1)], 3: [call("allgather", group, 1)]}) == []
+    )
     assert compare_groups({0: [call("allgather", group, 1)]}) == []
-    (found,) = compare_groups({0: [call("allgather", group, 1)], 3: [call("allgather", group, 1, 9)]})
+    (found,) = compare_groups(
+        {0: [call("allgather", group, 1)], 3: [call("allgather", group, 1, 9)]}
+    )
     assert (found.kind, found.second.rank) == ("bytes", 3)
 
 
@@ -117,12 +165,18 @@ def test_uneven_all_to_all_parts_fit_pair_by_pair():
     parts = {0: ((1, 5), (1, 3)), 1: ((3, 4), (5, 4))}
 
     def programs(parts):
-        return {rank: [call("alltoall_base", TP, 1, max(sum(sent), sum(got)), sent=sent, received=got)]
-                for rank, (sent, got) in parts.items()}  # fmt: skip
+        return {
+            rank: [call("alltoall_base", TP, 1, max(sum(sent), sum(got)), sent=sent, received=got)]
+            for rank, (sent, got) in parts.items()
+        }
 
     assert compare_groups(programs(parts)) == []
-    assert [one.kind for one in compare_groups(programs(parts | {1: ((3, 4), (6, 4))}))] == ["bytes"]
-    assert [one.kind for one in compare_groups(programs(parts | {1: ((2, 4), (5, 4))}))] == ["bytes"]
+    assert [one.kind for one in compare_groups(programs(parts | {1: ((3, 4), (6, 4))}))] == [
+        "bytes"
+    ]
+    assert [one.kind for one in compare_groups(programs(parts | {1: ((2, 4), (5, 4))}))] == [
+        "bytes"
+    ]
 
 
 def test_the_root_of_a_gather_holds_more():
@@ -165,13 +219,16 @@ def test_sends_meet_receives():
     assert compare_point_to_point(programs, nobody) == []
 
 
-@pytest.mark.parametrize("theirs, kind", [
-    ([recv(0)], "missing"),
-    ([recv(0), recv(0, 5)], "bytes"),
-    ([recv(0), recv(0, 4, dtype="bfloat16")], "dtype"),
-    ([recv(0), recv(0, 4), recv(0)], "missing"),
-    ([], "missing"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "theirs, kind",
+    [
+        ([recv(0)], "missing"),
+        ([recv(0), recv(0, 5)], "bytes"),
+        ([recv(0), recv(0, 4, dtype="bfloat16")], "dtype"),
+        ([recv(0), recv(0, 4), recv(0)], "missing"),
+        ([], "missing"),
+    ],
+)
 def test_a_send_without_its_receive(theirs, kind):
     (found,) = compare_point_to_point({0: [send(1), send(1, 4)], 1: theirs}, nobody)
     assert (found.kind, found.first.rank, found.second.rank) == (kind, 0, 1)
@@ -186,10 +243,20 @@ def test_a_receive_without_any_send():
 def pipeline(middle_sends: int) -> list:
     """Ranks 0, 1 and 3 of four stages, of which 1 stands for 2 too."""
     stages = (0, 1, 2, 3)
-    programs = {0: [send(1), recv(1)], 1: [recv(0), *[send(2)] * middle_sends, recv(2), send(0)], 3: [recv(2), send(2)]}
+    programs = {
+        0: [send(1), recv(1)],
+        1: [recv(0), *[send(2)] * middle_sends, recv(2), send(0)],
+        3: [recv(2), send(2)],
+    }
     stands_for = {0: (0,), 1: (1, 2), 3: (3,)}
     return [
-        record(rank, world=4, groups={"pp": stages}, collectives=tuple(calls), stands_for=stands_for[rank])
+        record(
+            rank,
+            world=4,
+            groups={"pp": stages},
+            collectives=tuple(calls),
+            stands_for=stands_for[rank],
+        )
         for rank, calls in programs.items()
     ]
 
@@ -198,14 +265,21 @@ def test_a_stage_in_the_middle_stands_for_the_next():
     assert compare_ranks(pipeline(1)).disagreements == ()
     found = compare_ranks(pipeline(2)).disagreements
     # rank 1 sends to its like, and the last stage receives from it, once
-    assert {(one.kind, one.first.rank, one.second.rank) for one in found} == {("missing", 1, 1), ("missing", 3, 1)}
+    assert {(one.kind, one.first.rank, one.second.rank) for one in found} == {
+        ("missing", 1, 1),
+        ("missing", 3, 1),
+    }
 
 
 def test_what_was_compared():
     groups = {"tp": (0, 1), "dp": (0, 1), "pp": (0,), "ep": (0, 2)}
     only = call("allreduce", ("ep", (0, 2)), 7)
-    records = [record(rank, world=4, groups=groups, collectives=(*program(), *([only] if rank == 0 else ())))
-               for rank in (0, 1)]  # fmt: skip
+    records = [
+        record(
+            rank, world=4, groups=groups, collectives=(*program(), *([only] if rank == 0 else ()))
+        )
+        for rank in (0, 1)
+    ]
     found = compare_ranks(records)
     assert found.disagreements == ()
     assert found.groups == {"tp": ComparedGroup(1, 2, 12), "dp": ComparedGroup(1, 2, 2)}

@@ -1,4 +1,6 @@
-"""Defects in the code of a step are reported, with their kind and place; a clean rehearsal doesn't report them."""
+"""Defects in the code of a step are reported, with their kind and place; a clean rehearsal
+doesn't report them.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,17 @@ def with_defects(rank: int, layout: dict[str, int], *entries: defects.Defect) ->
 def defective() -> RankRecord:
     """A rank with all defects that are of a rank alone."""
     return with_defects(
-        0, LAYOUT, defects.PRODUCT_OF_TWO_DTYPES, defects.BIAS_ON_THE_HOST, defects.CHECK_OF_EACH_LAYER,
-        defects.LOGITS_IN_A_LIST, defects.ROWS_OF_A_MASK, defects.GATHER_WITHOUT_ROOM, defects.UNPINNED_INPUTS,
+        0,
+        LAYOUT,
+        defects.PRODUCT_OF_TWO_DTYPES,
+        defects.BIAS_ON_THE_HOST,
+        defects.CHECK_OF_EACH_LAYER,
+        defects.LOGITS_IN_A_LIST,
+        defects.ROWS_OF_A_MASK,
+        defects.GATHER_WITHOUT_ROOM,
+        defects.UNPINNED_INPUTS,
         defects.METRICS_OF_THE_HOST,
-    )  # fmt: skip
+    )
 
 
 def clean() -> RankRecord:
@@ -39,8 +48,14 @@ def clean() -> RankRecord:
 
 def of_step(items: Iterable[Any], kind: str, function: str, file: str = HERE) -> list[Any]:
     """Those of a kind in the step that ``function`` of a file causes itself."""
-    return [item for item in items if item.kind == kind and item.phase == "forward_backward"
-            and item.where[0].startswith(file) and item.where[0].endswith(" " + function)]  # fmt: skip
+    return [
+        item
+        for item in items
+        if item.kind == kind
+        and item.phase == "forward_backward"
+        and item.where[0].startswith(file)
+        and item.where[0].endswith(" " + function)
+    ]
 
 
 @on_fake_gpu
@@ -58,14 +73,20 @@ def test_a_host_tensor_in_a_layer() -> None:
 @on_fake_gpu
 def test_two_dtypes_in_a_product() -> None:
     found = of_step(defective().findings, "dtype_mix", "gating")
-    assert found and all(one.is_defect and "bfloat16 and float32" in one.message for one in found), found
+    assert found and all(
+        one.is_defect and "bfloat16 and float32" in one.message for one in found
+    ), found
 
 
 @on_fake_gpu
 def test_an_item_in_a_layer() -> None:
     [found] = of_step(defective().host_syncs, "item", "gating")
     assert found.count == 4
-    assert not [sync for sync in clean().host_syncs if sync.kind == "item" and sync.phase == "forward_backward"]
+    assert not [
+        sync
+        for sync in clean().host_syncs
+        if sync.kind == "item" and sync.phase == "forward_backward"
+    ]
 
 
 @on_fake_gpu
@@ -73,7 +94,9 @@ def test_rows_of_a_mask_are_counted_by_the_host() -> None:
     for kind in ("aten.index.Tensor", "aten.masked_select.default"):
         [found] = of_step(defective().host_syncs, kind, "gating")
         assert found.count == 4
-        assert kind not in {sync.kind for sync in clean().host_syncs if sync.phase == "forward_backward"}
+        assert kind not in {
+            sync.kind for sync in clean().host_syncs if sync.phase == "forward_backward"
+        }
 
 
 @on_fake_gpu
@@ -88,9 +111,15 @@ def test_a_copy_that_blocks() -> None:
     assert {copy.phase for copy in found} == {"old_log_probs", "forward_backward"}
     assert all(copy.blocking and not copy.pinned for copy in found)
     assert all(any("micro_batch_inputs.py" in site for site in copy.where) for copy in found), found
-    inputs = [copy for copy in clean().host_copies if any("micro_batch_inputs.py" in site for site in copy.where)]
+    inputs = [
+        copy
+        for copy in clean().host_copies
+        if any("micro_batch_inputs.py" in site for site in copy.where)
+    ]
     assert inputs and not any(copy.blocking for copy in inputs)
-    assert not [copy for copy in clean().host_copies if copy.phase == "forward_backward" and copy.blocking]
+    assert not [
+        copy for copy in clean().host_copies if copy.phase == "forward_backward" and copy.blocking
+    ]
 
 
 @on_fake_gpu
@@ -131,7 +160,9 @@ def test_a_collective_that_one_rank_skips() -> None:
 
 @on_fake_gpu
 def test_a_collective_of_the_wrong_group() -> None:
-    in_tp, in_ep = sorted(disagreements(defects.WRONG_GROUP), key=lambda one: one.group, reverse=True)
+    in_tp, in_ep = sorted(
+        disagreements(defects.WRONG_GROUP), key=lambda one: one.group, reverse=True
+    )
     check(in_tp, "missing", "tp", ("finalize_model_grads.py", ""))
     check(in_ep, "missing", "ep", ("", HERE))
 
@@ -167,4 +198,6 @@ def test_a_send_without_its_receive() -> None:
     [found] = compare_ranks([first, with_defects(2, PIPELINE, defects.NO_RECEIVE)]).disagreements
     assert (found.kind, found.group) == ("missing", "send of rank 0 to 2")
     assert (found.first.rank, found.second.rank) == (0, 2)
-    assert all("p2p_communication.py" in side.where[0] for side in (found.first, found.second)), str(found)
+    assert all("p2p_communication.py" in side.where[0] for side in (found.first, found.second)), (
+        str(found)
+    )

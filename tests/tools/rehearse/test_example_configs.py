@@ -1,4 +1,6 @@
-"""The examples of tiny models can be rehearsed as shipped; `test_ready_configs` has those of published models."""
+"""The examples of tiny models can be rehearsed as shipped; `test_ready_configs` has those of
+published models.
+"""
 
 import json
 import re
@@ -19,9 +21,14 @@ PUBLISHED = {folder.name for folder in EXAMPLES.glob("*/models/*")}
 
 def tiny_examples() -> list[Path]:
     """Configs of runs whose model is made by the user."""
-    found = {file: yaml.safe_load(file.read_text()) for file in sorted(EXAMPLES.glob("*/*.yaml"))
-             if re.search("^model:", file.read_text(), re.MULTILINE)}  # fmt: skip
-    return [file for file, data in found.items() if Path(data["model"]["path"]).name not in PUBLISHED]
+    found = {
+        file: yaml.safe_load(file.read_text())
+        for file in sorted(EXAMPLES.glob("*/*.yaml"))
+        if re.search("^model:", file.read_text(), re.MULTILINE)
+    }
+    return [
+        file for file, data in found.items() if Path(data["model"]["path"]).name not in PUBLISHED
+    ]
 
 
 @pytest.mark.slow  # ten seconds; .ci/run runs it
@@ -41,12 +48,20 @@ def test_a_rank_of_each() -> None:
             record = rehearse_rank(config, world - 1, world, gpu)
         assert not [finding for finding in record.findings if finding.is_defect], file
         assert {"forward_backward", "optimizer"} <= set(record.phases), file
-        assert ("ep" in {one.group for one in record.collectives}) == (gpu.expert_parallel > 1), file
+        assert ("ep" in {one.group for one in record.collectives}) == (gpu.expert_parallel > 1), (
+            file
+        )
 
 
 def test_no_tiny_example_is_left_out() -> None:
     names = {f"{file.parent.name}/{file.stem}" for file in tiny_examples()}
     assert names == {
-        "code/cold_start", "code/gspo", "collapse/cold_start", "collapse/counting", "environments/spell_backward",
-        "qwen3_moe/tiny_cold_start", "qwen3_moe/tiny_grpo_r2", "qwen3_moe/tiny_gspo",
-    }  # fmt: skip
+        "code/cold_start",
+        "code/gspo",
+        "collapse/cold_start",
+        "collapse/counting",
+        "environments/spell_backward",
+        "qwen3_moe/tiny_cold_start",
+        "qwen3_moe/tiny_grpo_r2",
+        "qwen3_moe/tiny_gspo",
+    }

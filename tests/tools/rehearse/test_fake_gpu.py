@@ -49,7 +49,11 @@ def test_reads_of_the_host_are_counted() -> None:
         assert known.sum().item() == 6
         assert (known * 2).tolist() == [0, 2, 4, 6]
         assert int(known[1]) == 1
-    assert [sync.kind for sync in gpu.host.syncs] == ["item", "copy to host", "item"], gpu.host.syncs
+    assert [sync.kind for sync in gpu.host.syncs] == [
+        "item",
+        "copy to host",
+        "item",
+    ], gpu.host.syncs
 
 
 @on_fake_gpu
@@ -84,7 +88,13 @@ def test_copies_to_the_device_are_pinned_or_block() -> None:
         torch.ones(8, device="cuda").copy_(host)
         torch.tensor([1, 2], device="cuda")
     found = [(copy.bytes, copy.pinned, copy.blocking) for copy in gpu.host.copies]
-    assert found == [(32, False, True), (32, True, False), (32, True, True), (32, False, True), (16, False, True)]
+    assert found == [
+        (32, False, True),
+        (32, True, False),
+        (32, True, True),
+        (32, False, True),
+        (16, False, True),
+    ]
 
 
 @on_fake_gpu
@@ -118,7 +128,9 @@ def test_a_router_chooses_every_expert_alike() -> None:
 def test_a_product_added_in_another_dtype_is_counted_and_takes_no_memory() -> None:
     with FakeGpu() as gpu:
         total = torch.zeros(4, 8, device="cuda")
-        a, b = (torch.ones(shape, device="cuda", dtype=torch.bfloat16) for shape in ((4, 16), (16, 8)))
+        a, b = (
+            torch.ones(shape, device="cuda", dtype=torch.bfloat16) for shape in ((4, 16), (16, 8))
+        )
         before = gpu.memory.total
         assert torch.addmm(total, a, b, out_dtype=torch.float32, out=total) is total
         assert gpu.memory.total == before
@@ -145,12 +157,14 @@ def test_varlen_attention_is_counted_by_its_sequences() -> None:
 
     with FakeGpu() as gpu, torch.autograd.set_multithreading_enabled(False):
         query, key, value = (
-            torch.randn(16, 2, 32, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
+            torch.randn(16, 2, 32, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+            for _ in range(3)
         )
         bounds = torch.tensor([0, 4, 16], dtype=torch.int32, device="cuda")
         varlen_attn(query, key, value, bounds, bounds, 12, 12, window_size=(-1, 0)).sum().backward()
         assert query.grad.shape == query.shape
     flops = 4 * 2 * 32 * (4 * 4 + 12 * 12)
     assert gpu.flops.counts["build"] == {
-        "torch_attn::_varlen_attn": flops, "torch_attn::_varlen_attn_backward": flops * 5 // 2
-    }, gpu.flops.counts  # fmt: skip
+        "torch_attn::_varlen_attn": flops,
+        "torch_attn::_varlen_attn_backward": flops * 5 // 2,
+    }, gpu.flops.counts

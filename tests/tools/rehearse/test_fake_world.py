@@ -45,4 +45,6 @@ def test_collectives_of_objects_are_recorded() -> None:
     gpu = FakeGpu()
     with fake_world(1, 2, gpu.collectives):
         dist.all_gather_object([None, None], 3)
-    assert [(c.op, c.group, c.dtype) for c in gpu.collectives.collectives] == [("all_gather_object", "world", "object")]
+    assert [(c.op, c.group, c.dtype) for c in gpu.collectives.collectives] == [
+        ("all_gather_object", "world", "object")
+    ]

@@ -19,7 +19,9 @@ def test_products_are_counted_by_phase_as_torch_counts_them() -> None:
         out = a @ b
     for log.phase in ("build", "optimizer"):
         log.count(aten.mm.default, (a, b), {}, out)
-    assert log.counts == {phase: {"aten::mm": torchs.get_total_flops()} for phase in ("build", "optimizer")}
+    assert log.counts == {
+        phase: {"aten::mm": torchs.get_total_flops()} for phase in ("build", "optimizer")
+    }
 
 
 def test_products_in_place_and_of_vectors_are_counted() -> None:
@@ -31,9 +33,12 @@ def test_products_in_place_and_of_vectors_are_counted() -> None:
     log.count(aten.addmv_.default, (torch.ones(3), a, vector), {}, torch.ones(3))
     log.count(aten.dot.default, (vector, vector), {}, torch.ones(()))
     assert log.counts["build"] == {
-        "aten::addmm_": 2 * 3 * 4 * 5, "aten::baddbmm_": 2 * 3 * 4 * 5, "aten::mv": 2 * 3 * 4,
-        "aten::addmv_": 2 * 3 * 4, "aten::dot": 2 * 4,
-    }  # fmt: skip
+        "aten::addmm_": 2 * 3 * 4 * 5,
+        "aten::baddbmm_": 2 * 3 * 4 * 5,
+        "aten::mv": 2 * 3 * 4,
+        "aten::addmv_": 2 * 3 * 4,
+        "aten::dot": 2 * 4,
+    }
 
 
 def test_a_triangular_system_takes_half_of_a_product() -> None:
@@ -43,11 +48,21 @@ def test_a_triangular_system_takes_half_of_a_product() -> None:
     assert log.counts["build"] == {"aten::linalg_solve_triangular": 7 * (2 * 4 * 4 * 3) // 2}
 
 
-@pytest.mark.parametrize("func", [
-    aten.addbmm.default, aten.addbmm_.default, aten.linear.default, aten.linalg_lu.default,
-    aten._native_multi_head_attention.default, aten._conv_depthwise2d.default,
-    aten.linalg_cholesky_ex.default, aten._int_mm.default, aten._scaled_grouped_mm.default,
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "func",
+    [
+        aten.addbmm.default,
+        aten.addbmm_.default,
+        aten.linear.default,
+        aten.linalg_lu.default,
+        aten._native_multi_head_attention.default,
+        aten._conv_depthwise2d.default,
+        aten.linalg_cholesky_ex.default,
+        aten._int_mm.default,
+        aten._scaled_grouped_mm.default,
+    ],
+    ids=str,
+)
 def test_a_product_without_a_formula_is_an_error_that_names_it(func) -> None:
     with pytest.raises(RehearsalError, match=func._overloadpacket._qualified_op_name):
         FlopLog(KnownValues()).count(func, (), {}, None)
@@ -61,4 +76,9 @@ def test_attention_of_unknown_lengths_is_an_error() -> None:
     from torch.nn.attention import varlen  # noqa: F401  registers the operation
 
     with pytest.raises(RehearsalError, match="lengths"):
-        count(torch.ops.torch_attn._varlen_attn.default, (query, query, query, bounds, bounds, 2, 2), {}, query)
+        count(
+            torch.ops.torch_attn._varlen_attn.default,
+            (query, query, query, bounds, bounds, 2, 2),
+            {},
+            query,
+        )

@@ -1,4 +1,6 @@
-"""The command on a tiny model: real rehearsals of all ranks, the files that it writes, and its exit codes."""
+"""The command on a tiny model: real rehearsals of all ranks, the files that it writes, and its
+exit codes.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,21 @@ def rehearsed(model, tmp_path_factory):
     """Two pipeline stages of two tensor-parallel ranks."""
     folder = tmp_path_factory.mktemp("rehearsed")
     files = {name: str(folder / f"rehearsal.{name}") for name in ("json", "png")}
-    code = main([
-        EXAMPLE, f"model.path={model}", "model.dtype=bfloat16", "parallel.pipeline_model_parallel_size=2",
-        "--world", "4", "--ranks", "all", "--jobs", "2", *(word for name, file in files.items()
-                                                          for word in (f"--{name}", file)),
-    ])  # fmt: skip
+    code = main(
+        [
+            EXAMPLE,
+            f"model.path={model}",
+            "model.dtype=bfloat16",
+            "parallel.pipeline_model_parallel_size=2",
+            "--world",
+            "4",
+            "--ranks",
+            "all",
+            "--jobs",
+            "2",
+            *(word for name, file in files.items() for word in (f"--{name}", file)),
+        ]
+    )
     document = json.loads(Path(files["json"]).read_text())
     return SimpleNamespace(code=code, document=document, files=files)
 
@@ -43,7 +55,11 @@ def test_a_layout_passes(rehearsed):
 def test_every_group_of_the_ranks_was_compared(rehearsed):
     compared = rehearsed.document["compared_groups"]
     assert {"tp", "ep", "pp", "world"} <= set(compared)
-    assert compared["tp"]["groups"] == 2 and compared["tp"]["members"] == 4 and compared["tp"]["calls"] > 20
+    assert (
+        compared["tp"]["groups"] == 2
+        and compared["tp"]["members"] == 4
+        and compared["tp"]["calls"] > 20
+    )
 
 
 def test_the_document_has_every_rank(rehearsed):
@@ -55,7 +71,12 @@ def test_the_document_has_every_rank(rehearsed):
         assert {one["group"] for one in role["collectives"]} >= {"tp", "ep", "pp"}
         assert all(one["count"] > 0 for one in role["collectives"])
         assert all(":" in sync["where"][0] and sync["count"] > 0 for sync in role["host_syncs"])
-        assert set(role["phase_peaks"]) >= {"old_log_probs", "forward_backward", "optimizer", "weight_export"}
+        assert set(role["phase_peaks"]) >= {
+            "old_log_probs",
+            "forward_backward",
+            "optimizer",
+            "weight_export",
+        }
 
 
 def test_sends_and_receives_are_recorded_on_both_sides(rehearsed):
@@ -71,16 +92,19 @@ def test_the_picture(rehearsed):
     assert Path(rehearsed.files["png"]).read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("arguments, says", [
-    (["--world", "0"], "--world 0: must be at least 1"),
-    (["--world", "4", "--imbalance", "0.5"], "--imbalance 0.5: must be at least 1"),
-    (["--world", "4", "--gpu", "abacus"], "--gpu abacus: not a known GPU"),
-    (["--world", "4", "--ranks", "4"], "no rank 4 in a world of 4"),
-    (["--world", "3"], "does not divide 3 processes"),
-    (["--world", "4", "optimizer.pace=1"], "optimizer.pace"),
-    (["--world", "x"], "see --help"),
-    ([], "--world"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (["--world", "0"], "--world 0: must be at least 1"),
+        (["--world", "4", "--imbalance", "0.5"], "--imbalance 0.5: must be at least 1"),
+        (["--world", "4", "--gpu", "abacus"], "--gpu abacus: not a known GPU"),
+        (["--world", "4", "--ranks", "4"], "no rank 4 in a world of 4"),
+        (["--world", "3"], "does not divide 3 processes"),
+        (["--world", "4", "optimizer.pace=1"], "optimizer.pace"),
+        (["--world", "x"], "see --help"),
+        ([], "--world"),
+    ],
+)
 def test_invalid_input_is_one_line(model, arguments, says, capsys):
     assert main([EXAMPLE, f"model.path={model}", *arguments]) == 2
     printed = capsys.readouterr()

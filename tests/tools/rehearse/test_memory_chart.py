@@ -19,7 +19,11 @@ POINTS = (
 
 
 def test_phases_span_their_operations():
-    assert phase_spans(POINTS) == [("build", 0, 10), ("forward_backward", 10, 40), ("optimizer", 40, 40)]
+    assert phase_spans(POINTS) == [
+        ("build", 0, 10),
+        ("forward_backward", 10, 40),
+        ("optimizer", 40, 40),
+    ]
 
 
 def test_areas_are_stacked_to_the_total():
@@ -32,9 +36,13 @@ def test_areas_are_stacked_to_the_total():
     assert at_end == [pytest.approx(1.0)]  # weights are at the bottom
     assert any(text.get_text() == "4.00 GiB" for text in axis.texts)
     names = [text.get_text() for text in axis.texts]
-    assert "forward, backward" in names and "build" in names and "optimizer" not in names  # too narrow for its name
+    assert (
+        "forward, backward" in names and "build" in names and "optimizer" not in names
+    )  # too narrow for its name
 
 
 def test_a_sheet_of_several_ranks(tmp_path):
-    picture = draw_png([record(0, memory=memory(*POINTS)), record(1), record(2)], tmp_path / "memory.png")
+    picture = draw_png(
+        [record(0, memory=memory(*POINTS)), record(1), record(2)], tmp_path / "memory.png"
+    )
     assert picture.read_bytes().startswith(b"\x89PNG")

@@ -53,7 +53,10 @@ def test_peaks_are_kept_by_phase_and_the_timeline_is_bounded() -> None:
     for _ in range(10_000):
         allocate(log, 1)
     memory = log.result()
-    assert {phase: point.total for phase, point in memory.peaks.items()} == {"build": 12, "optimizer": 8}
+    assert {phase: point.total for phase, point in memory.peaks.items()} == {
+        "build": 12,
+        "optimizer": 8,
+    }
     assert len(memory.timeline) <= 2001
 
 

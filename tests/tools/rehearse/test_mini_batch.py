@@ -32,7 +32,9 @@ def test_two_micro_batches_of_as_many_sequences_as_fit() -> None:
 
 @pytest.mark.parametrize(("virtual", "expected"), [(None, 5), (2, 8)])
 def test_pipelines_reach_their_steady_state(virtual: int | None, expected: int) -> None:
-    changed = parallel(config(), pipeline_model_parallel_size=4, virtual_pipeline_model_parallel_size=virtual)
+    changed = parallel(
+        config(), pipeline_model_parallel_size=4, virtual_pipeline_model_parallel_size=virtual
+    )
     assert plan_mini_batch(changed, 64).micro_batches == expected
 
 
@@ -46,7 +48,9 @@ def test_a_mini_batch_of_one_micro_batch_is_run_twice() -> None:
 def test_samples_are_the_longest_of_the_config_and_valid() -> None:
     loaded = config()
     shape = family_of(read_config(loaded.model.path))[1]
-    samples = synthetic_samples(loaded, plan_mini_batch(loaded, 16), shape.vocab_size, RouteShape.of_model(shape))
+    samples = synthetic_samples(
+        loaded, plan_mini_batch(loaded, 16), shape.vocab_size, RouteShape.of_model(shape)
+    )
     assert len(samples) == 64
     assert {(sample.prompt_length, sample.length) for sample in samples} == {(1024, 1024 + 8192)}
     samples[0].check()
@@ -59,5 +63,9 @@ def test_routes_of_the_rollout_are_made_up_where_they_are_replayed() -> None:
     assert whole is not None
     for sizes, layers in ((whole, 48), (replace(whole, held=(1, 3)), 2)):
         sample = synthetic_samples(loaded, plan, shape.vocab_size, sizes)[0]
-        assert sample.routed_experts is not None and sample.routed_experts.shape == (9215, layers, 8)
+        assert sample.routed_experts is not None and sample.routed_experts.shape == (
+            9215,
+            layers,
+            8,
+        )
         sample.check()

@@ -1,4 +1,6 @@
-"""`mcore/offload.py` between the host and a second device, which is fake: what is copied, how, and who waits."""
+"""`mcore/offload.py` between the host and a second device, which is fake: what is copied, how,
+and who waits.
+"""
 
 from tests.tools.rehearse.on_fake_gpu import on_fake_gpu
 
@@ -21,8 +23,17 @@ def test_copies_are_pinned_and_the_host_waits_once_a_release() -> None:
         assert [tensor.untyped_storage().nbytes() for tensor in (weight, moment, view)] == [0, 0, 0]
         assert [sync.kind for sync in gpu.host.syncs] == ["torch.cuda.synchronize"]
         memory.restore()
-        assert [tensor.untyped_storage().nbytes() for tensor in (weight, moment, view)] == [240, 28, 240]
+        assert [tensor.untyped_storage().nbytes() for tensor in (weight, moment, view)] == [
+            240,
+            28,
+            240,
+        ]
         assert view.device.type == "cuda" and (view + 1).shape == (2, 4)
     assert sum(sync.count for sync in gpu.host.syncs) == 1
     [copied] = gpu.host.copies  # back to the device, from one line
-    assert (copied.bytes, copied.count, copied.pinned, copied.blocking) == (240 + 28, 2, True, False)
+    assert (copied.bytes, copied.count, copied.pinned, copied.blocking) == (
+        240 + 28,
+        2,
+        True,
+        False,
+    )

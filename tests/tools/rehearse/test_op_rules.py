@@ -25,7 +25,13 @@ def test_known_values_decide_sizes() -> None:
 def test_a_given_output_size_needs_no_read() -> None:
     with FakeGpu() as gpu:
         counts = torch.tensor([2, 3], device="cuda")
-        assert torch.arange(2, device="cuda").repeat_interleave(counts, output_size=5).tolist() == [0, 0, 1, 1, 1]
+        assert torch.arange(2, device="cuda").repeat_interleave(counts, output_size=5).tolist() == [
+            0,
+            0,
+            1,
+            1,
+            1,
+        ]
     assert len(gpu.host.syncs) == 1
 
 
@@ -48,7 +54,10 @@ def test_an_operation_without_shapes_is_an_error_that_names_it() -> None:
 @on_fake_gpu
 def test_filling_by_a_mask_does_not_wait_but_putting_several_values_does() -> None:
     with FakeGpu() as gpu:
-        values, mask = torch.randn(4, device="cuda"), torch.tensor([True, False, True, True], device="cuda")
+        values, mask = (
+            torch.randn(4, device="cuda"),
+            torch.tensor([True, False, True, True], device="cuda"),
+        )
         values[mask] = 0.0
         assert not gpu.host.syncs
         values[mask] = torch.randn(3, device="cuda")

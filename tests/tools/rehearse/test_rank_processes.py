@@ -1,4 +1,6 @@
-"""Each rank has a process; records come back in order, and a failure is one line with the rest of the output."""
+"""Each rank has a process; records come back in order, and a failure is one line with the rest
+of the output.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,17 @@ from megatron_gspo.tools.rehearse.roles import PlayedRank
 PLAYED = (PlayedRank(0, ("first stage",), (0, 1)), PlayedRank(1, ("last stage",), (1,)))
 
 
-def job(config: str = "config.yaml", overrides: tuple[str, ...] = (), layers: int | None = None) -> RankJob:
+def job(
+    config: str = "config.yaml", overrides: tuple[str, ...] = (), layers: int | None = None
+) -> RankJob:
     return RankJob(config, overrides, 2, layers, 2.0, module="tests.tools.rehearse.stub_rank")
 
 
 def run(made: RankJob, played=PLAYED, jobs: int = 2):
     ended = []
-    found = rehearse_ranks(made, played, jobs, lambda one, result: ended.append((one.rank, result.rank)))
+    found = rehearse_ranks(
+        made, played, jobs, lambda one, result: ended.append((one.rank, result.rank))
+    )
     assert sorted(ended) == [(one.rank, one.rank) for one in played]
     return found
 
@@ -25,8 +31,9 @@ def run(made: RankJob, played=PLAYED, jobs: int = 2):
 def test_records_have_their_roles():
     records, failed = run(job(overrides=("a.b=1",), layers=3))
     assert [(one.rank, one.world, one.roles, one.stands_for) for one in records] == [
-        (0, 2, ("first stage",), (0, 1)), (1, 2, ("last stage",), (1,)),
-    ]  # fmt: skip
+        (0, 2, ("first stage",), (0, 1)),
+        (1, 2, ("last stage",), (1,)),
+    ]
     assert records[0].notes == ("a.b=1", "3 layers", "imbalance 2.0", "1")
     assert failed == []
 

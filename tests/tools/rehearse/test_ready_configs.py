@@ -1,4 +1,6 @@
-"""Every config of a published model can be rehearsed: with the fewest layers that its pipeline allows, and in full."""
+"""Every config of a published model can be rehearsed: with the fewest layers that its pipeline
+allows, and in full.
+"""
 
 from __future__ import annotations
 
@@ -13,24 +15,38 @@ from tests.launch.test_configs import CONFIGS, EXAMPLES, processes
 
 pytestmark = pytest.mark.slow  # minutes; .ci/run runs those with the fewest layers
 
-SHIPPED = {folder.name: folder for folder in EXAMPLES.glob("*/models/*")}  # configurations of published models
+SHIPPED = {
+    folder.name: folder for folder in EXAMPLES.glob("*/models/*")
+}  # configurations of published models
 READY = [file for file in CONFIGS if Path(load_config(file).model.path or "").name in SHIPPED]
-FEWEST = {"235b": 14, "qwen3_next": 8, "minimax_m2": 14, "glm45": 10, "deepseek_v3": 43}  # others have no stages
+FEWEST = {
+    "235b": 14,
+    "qwen3_next": 8,
+    "minimax_m2": 14,
+    "glm45": 10,
+    "deepseek_v3": 43,
+}  # others have no stages
 LENGTHS = {"data.max_prompt_length": 512, "rollout.max_response_length": 1536}
 
 
 def fewest_layers(file: Path) -> int:
-    """Two layers a stage, of which embedding and loss may each count as one; more where those beside the embedding are
-    dense, so that the first stage has experts too. Without stages two."""
+    """Two layers a stage, of which embedding and loss may each count as one; more where those
+    beside the embedding are dense, so that the first stage has experts too. Without stages two."""
     config = load_config(file)
     parallel = config.parallel
     model = json.loads((SHIPPED[Path(config.model.path).name] / "config.json").read_text())
-    dense = model.get("first_k_dense_replace", 0) if parallel.account_for_embedding_in_pipeline_split else 0
+    dense = (
+        model.get("first_k_dense_replace", 0)
+        if parallel.account_for_embedding_in_pipeline_split
+        else 0
+    )
     return (2 + dense) * parallel.pipeline_model_parallel_size - parallel.extra_pipeline_layers
 
 
 def exchanging_groups(file: Path) -> set[str]:
-    """The groups within a replica, by their names in a record, that the config's layout gives more than one rank."""
+    """The groups within a replica, by their names in a record, that the config's layout gives
+    more than one rank.
+    """
     parallel = load_config(file).parallel
     sizes = {
         "tp": parallel.tensor_model_parallel_size,
@@ -41,9 +57,14 @@ def exchanging_groups(file: Path) -> set[str]:
 
 
 def short(file: Path) -> list[str]:
-    """Two micro-batches of two short sequences: the code of a step does not depend on their number, its time does."""
+    """Two micro-batches of two short sequences: the code of a step does not depend on their
+    number, its time does.
+    """
     batch = 4 * load_config(file).parallel.data_parallel_size(processes(file))
-    sizes = LENGTHS | {"training.max_tokens_per_micro_batch": 4096, "training.global_batch_size": batch}
+    sizes = LENGTHS | {
+        "training.max_tokens_per_micro_batch": 4096,
+        "training.global_batch_size": batch,
+    }
     return [f"{key}={value}" for key, value in sizes.items()]
 
 
@@ -51,7 +72,9 @@ def rehearse(file: Path, output: Path, *arguments: str) -> dict:
     """The rehearsal's JSON document; it must find no problem."""
     model = SHIPPED[Path(load_config(file).model.path).name]
     world = str(processes(file))
-    code = main([str(file), f"model.path={model}", "--world", world, "--json", str(output), *arguments])
+    code = main(
+        [str(file), f"model.path={model}", "--world", world, "--json", str(output), *arguments]
+    )
     document = json.loads(output.read_text())
     assert document["problems"] == [] and code == 0
     return document
@@ -61,8 +84,12 @@ def rehearse(file: Path, output: Path, *arguments: str) -> dict:
 def test_with_the_fewest_layers(file, tmp_path):
     layers = fewest_layers(file)
     assert layers == next((number for word, number in FEWEST.items() if word in file.stem), 2)
-    ranks = "0" if layers == 2 else f"0,{processes(file) - 1}"  # of the first stage, and of the last
-    document = rehearse(file, tmp_path / "found.json", "--layers", str(layers), "--ranks", ranks, *short(file))
+    ranks = (
+        "0" if layers == 2 else f"0,{processes(file) - 1}"
+    )  # of the first stage, and of the last
+    document = rehearse(
+        file, tmp_path / "found.json", "--layers", str(layers), "--ranks", ranks, *short(file)
+    )
     for role in document["roles"]:
         assert 0 < role["peak_activation_bytes"] < role["peak_bytes"]
         assert {one["group"] for one in role["collectives"]} >= exchanging_groups(file)
@@ -70,6 +97,10 @@ def test_with_the_fewest_layers(file, tmp_path):
 
 @pytest.mark.parametrize("file", READY, ids=lambda file: file.stem)
 def test_in_full(file, tmp_path):
-    document = rehearse(file, tmp_path / "found.json", "--gpu", "h200" if "141gb" in file.stem else "h100")
-    assert sorted(rank for role in document["roles"] for rank in role["stands_for"]) == list(range(processes(file)))
+    document = rehearse(
+        file, tmp_path / "found.json", "--gpu", "h200" if "141gb" in file.stem else "h100"
+    )
+    assert sorted(rank for role in document["roles"] for rank in role["stands_for"]) == list(
+        range(processes(file))
+    )
     assert exchanging_groups(file) | {"world"} <= set(document["compared_groups"])

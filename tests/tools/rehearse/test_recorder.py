@@ -1,4 +1,6 @@
-"""A rehearsal counts what the same accounting counts of a real step, in real processes on the CPU."""
+"""A rehearsal counts what the same accounting counts of a real step, in real processes on the
+CPU.
+"""
 
 import dataclasses
 from collections import Counter
@@ -13,11 +15,15 @@ COMPUTED = ("old_log_probs", "forward_backward", "optimizer")
 
 
 def counted(record: RankRecord) -> Counter[tuple[Any, ...]]:
-    """Collectives of tensors. Pickled objects are tensors of a real run and have no size in a rehearsal."""
+    """Collectives of tensors.
+
+    Pickled objects are tensors of a real run and have no size in a rehearsal.
+    """
     return Counter(
-        (c.phase, c.group, c.op, c.dtype, c.bytes, c.peer, c.sent, c.received) for c in record.collectives
+        (c.phase, c.group, c.op, c.dtype, c.bytes, c.peer, c.sent, c.received)
+        for c in record.collectives
         if c.phase in COMPUTED and c.dtype not in ("object", "uint8", "int64")
-    )  # fmt: skip
+    )
 
 
 def check(**layout: Any) -> None:
@@ -31,12 +37,17 @@ def check(**layout: Any) -> None:
 
     # only done on a GPU, unless an option is set
     options = {"deallocate_pipeline_outputs": False}
-    given = dataclasses.replace(config(dtype="float32", num_key_value_heads=4, **layout), megatron=options)
+    given = dataclasses.replace(
+        config(dtype="float32", num_key_value_heads=4, **layout), megatron=options
+    )
     real = run_distributed(measured_rank, 2, given, timeout=300)
     for rank in range(2):
         gpu = FakeGpu(expert_parallel=given.parallel.expert_model_parallel_size)
-        with fake_cuda(gpu.host), shared_operations(), \
-                mock.patch("megatron_gspo.tools.rehearse.fake_device.fused_functions._FUNCTIONS", {}):  # fmt: skip
+        with (
+            fake_cuda(gpu.host),
+            shared_operations(),
+            mock.patch("megatron_gspo.tools.rehearse.fake_device.fused_functions._FUNCTIONS", {}),
+        ):
             from megatron_gspo.tools.rehearse.rehearse_rank import rehearse_rank
 
             fake = rehearse_rank(given, rank, 2, gpu)
@@ -50,7 +61,11 @@ def agree(real: RankRecord, fake: RankRecord) -> None:
     assert real.memory.states == fake.memory.states
     for phase in COMPUTED[:2]:
         ours, theirs = fake.memory.peaks[phase], real.memory.peaks[phase]
-        assert ours.op == theirs.op and ours.bytes["inputs"] == theirs.bytes["inputs"], (phase, ours, theirs)
+        assert ours.op == theirs.op and ours.bytes["inputs"] == theirs.bytes["inputs"], (
+            phase,
+            ours,
+            theirs,
+        )
         # lists of rows and counts that the host holds: device tensors of a real run
         extra = theirs.bytes["activations"] - ours.bytes["activations"]
         assert 0 <= extra <= 0.0015 * ours.bytes["activations"], (phase, ours, theirs)

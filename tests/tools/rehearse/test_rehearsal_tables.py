@@ -13,7 +13,7 @@ from megatron_gspo.tools.rehearse.rehearsal_tables import (
     role_tables,
     same_roles,
     sync_rows,
-)  # fmt: skip
+)
 from tests.tools.rehearse.handmade import memory, point, record
 
 SITE = ("layer.py:7 forward", "step.py:2 train")
@@ -30,16 +30,35 @@ def test_memory_is_by_phase_and_kind():
 
 def test_events_are_rows():
     one = record(
-        collectives=(Collective("allreduce", "tp", (0, 1), "float32", 2048, SITE, "optimizer"),) * 3,
-        host_syncs=(HostSync("item", SITE, "optimizer", 2), HostSync("nonzero", SITE, "build", 1200)),
-        host_copies=(HostCopy(2**20, False, True, SITE, "build", 1), HostCopy(8, True, False, SITE, "build", 4)),
-        retained=(Retained(1024, (2, 4), "float32", SITE, "a.b"), Retained(4096, (8,), "int64", (), "c")),
+        collectives=(Collective("allreduce", "tp", (0, 1), "float32", 2048, SITE, "optimizer"),)
+        * 3,
+        host_syncs=(
+            HostSync("item", SITE, "optimizer", 2),
+            HostSync("nonzero", SITE, "build", 1200),
+        ),
+        host_copies=(
+            HostCopy(2**20, False, True, SITE, "build", 1),
+            HostCopy(8, True, False, SITE, "build", 4),
+        ),
+        retained=(
+            Retained(1024, (2, 4), "float32", SITE, "a.b"),
+            Retained(4096, (8,), "int64", (), "c"),
+        ),
         flops={"optimizer": {"mm": 10**12, "attention": 2 * 10**12, "none": 0}},
     )
     assert collective_rows(one)[1:] == [["optimizer", "tp", "allreduce", "float32", "3", "6.0 KiB"]]
-    assert sync_rows(one)[1:] == [["optimizer", "2", "item", SITE[0]], ["build", "1,200", "nonzero", SITE[0]]]
-    assert copy_rows(one)[1:] == [["build", "4", "8 bytes", "no", SITE[0]], ["build", "1", "1.0 MiB", "yes", SITE[0]]]
-    assert retained_rows(one)[1:] == [["4.0 KiB", "8", "int64", "c", ""], ["1.0 KiB", "2x4", "float32", "a.b", SITE[0]]]
+    assert sync_rows(one)[1:] == [
+        ["optimizer", "2", "item", SITE[0]],
+        ["build", "1,200", "nonzero", SITE[0]],
+    ]
+    assert copy_rows(one)[1:] == [
+        ["build", "4", "8 bytes", "no", SITE[0]],
+        ["build", "1", "1.0 MiB", "yes", SITE[0]],
+    ]
+    assert retained_rows(one)[1:] == [
+        ["4.0 KiB", "8", "int64", "c", ""],
+        ["1.0 KiB", "2x4", "float32", "a.b", SITE[0]],
+    ]
     assert flop_rows(one)[1:] == [["optimizer", "attention", "2.000"], ["optimizer", "mm", "1.000"]]
     assert len(role_tables(one)) == 6
     assert len(role_tables(record())) == 1  # memory

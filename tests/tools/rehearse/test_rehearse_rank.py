@@ -14,29 +14,52 @@ from megatron_gspo.tools.rehearse.records import HostSync, RankRecord
 from .on_fake_gpu import on_fake_gpu
 
 MODEL = dict(
-    architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", hidden_size=64, num_hidden_layers=2,
-    num_attention_heads=4, num_key_value_heads=2, head_dim=32, intermediate_size=128, moe_intermediate_size=32,
-    num_experts=8, num_experts_per_tok=2, vocab_size=128, max_position_embeddings=512, rms_norm_eps=1e-6,
-    rope_theta=10000.0, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[], tie_word_embeddings=False,
-    hidden_act="silu", attention_bias=False,
-)  # fmt: skip
+    architectures=["Qwen3MoeForCausalLM"],
+    model_type="qwen3_moe",
+    hidden_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    intermediate_size=128,
+    moe_intermediate_size=32,
+    num_experts=8,
+    num_experts_per_tok=2,
+    vocab_size=128,
+    max_position_embeddings=512,
+    rms_norm_eps=1e-6,
+    rope_theta=10000.0,
+    norm_topk_prob=True,
+    decoder_sparse_step=1,
+    mlp_only_layers=[],
+    tie_word_embeddings=False,
+    hidden_act="silu",
+    attention_bias=False,
+)
 
 
 PPO = ("algorithm.name=ppo", "algorithm.epsilon_low=0.2", "algorithm.epsilon_high=0.2")
 
 
 def config(
-    dtype: str = "bfloat16", num_key_value_heads: int = 2, overrides: tuple[str, ...] = (), **parallel: Any
+    dtype: str = "bfloat16",
+    num_key_value_heads: int = 2,
+    overrides: tuple[str, ...] = (),
+    **parallel: Any,
 ) -> Any:
     """The example's config with this layout, dtype, heads and overrides."""
     from megatron_gspo.config import load_config
 
     folder = Path(tempfile.mkdtemp())
-    (folder / "config.json").write_text(json.dumps(MODEL | {"num_key_value_heads": num_key_value_heads}))
+    (folder / "config.json").write_text(
+        json.dumps(MODEL | {"num_key_value_heads": num_key_value_heads})
+    )
     example = Path(__file__).parents[3] / "examples" / "qwen3_moe" / "tiny_gspo.yaml"
     loaded = load_config(str(example), [f"model.path={folder}", f"model.dtype={dtype}", *overrides])
     plain = {"tensor_model_parallel_size": 1, "expert_model_parallel_size": 1}
-    return dataclasses.replace(loaded, parallel=dataclasses.replace(loaded.parallel, **plain | parallel))
+    return dataclasses.replace(
+        loaded, parallel=dataclasses.replace(loaded.parallel, **plain | parallel)
+    )
 
 
 @functools.lru_cache
@@ -44,8 +67,12 @@ def rehearsed(rank: int, world: int, imbalance: float = 1.0, **parallel: Any) ->
     return with_waits(rank, world, imbalance, **parallel)[0]
 
 
-def with_waits(rank: int, world: int, imbalance: float = 1.0, **parallel: Any) -> tuple[RankRecord, list[HostSync]]:
-    """A rehearsal, and where the host waits between the first and the last operation of a pass's micro-batches."""
+def with_waits(
+    rank: int, world: int, imbalance: float = 1.0, **parallel: Any
+) -> tuple[RankRecord, list[HostSync]]:
+    """A rehearsal, and where the host waits between the first and the last operation of a
+    pass's micro-batches.
+    """
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
     from megatron_gspo.mcore import train_step
@@ -72,24 +99,36 @@ def with_waits(rank: int, world: int, imbalance: float = 1.0, **parallel: Any) -
 
 def agreement(record: RankRecord, group: str) -> list[tuple[Any, ...]]:
     """Calls in order; a gather has other sizes on the rank that receives."""
-    return [(c.op, c.dtype, c.op != "gather" and c.bytes) for c in record.collectives
-            if c.group == group and c.dtype != "object"]  # fmt: skip
+    return [
+        (c.op, c.dtype, c.op != "gather" and c.bytes)
+        for c in record.collectives
+        if c.group == group and c.dtype != "object"
+    ]
 
 
 @on_fake_gpu
 def test_a_value_model_is_rehearsed_too() -> None:
-    """Of the policy's sizes: as many weights but for the output layer, and our code waits at the end of a pass only."""
+    """Of the policy's sizes: as many weights but for the output layer, and our code waits at
+    the end of a pass only.
+    """
     plain = rehearsed(1, 2, tensor_model_parallel_size=2, expert_model_parallel_size=2)
-    found = rehearsed(1, 2, overrides=PPO, tensor_model_parallel_size=2, expert_model_parallel_size=2)
-    assert {"values", "critic"} <= set(found.phases) and not {"values", "critic"} & set(plain.phases)
+    found = rehearsed(
+        1, 2, overrides=PPO, tensor_model_parallel_size=2, expert_model_parallel_size=2
+    )
+    assert {"values", "critic"} <= set(found.phases) and not {"values", "critic"} & set(
+        plain.phases
+    )
     output = 2 * 64 * (128 // 2 - 1)  # bfloat16 rows of the output layer, less the value head
     extra = found.memory.states["weights"] - plain.memory.states["weights"]
     assert 0 <= plain.memory.states["weights"] - output - extra < 1024  # DDP pads its buffers
     assert found.memory.states["optimizer"] > 1.8 * plain.memory.states["optimizer"]
     assert found.checkpoint.bytes > 1.8 * plain.checkpoint.bytes
     assert not [f for f in found.findings if f.kind != "made_up_value"]
-    syncs = [(s.phase, s.kind) for s in found.host_syncs
-             if s.phase in ("values", "critic") and s.where[0].startswith("megatron_gspo/")]  # fmt: skip
+    syncs = [
+        (s.phase, s.kind)
+        for s in found.host_syncs
+        if s.phase in ("values", "critic") and s.where[0].startswith("megatron_gspo/")
+    ]
     assert syncs == [("values", "copy to host"), ("critic", "copy to host")]  # results and metrics
 
 
@@ -98,8 +137,13 @@ def test_every_phase_runs_on_two_tensor_parallel_ranks_alike() -> None:
     first = rehearsed(0, 4, tensor_model_parallel_size=2, expert_model_parallel_size=2)
     second = rehearsed(1, 4, tensor_model_parallel_size=2, expert_model_parallel_size=2)
     assert set(first.phases) >= {
-        "build", "old_log_probs", "forward_backward", "optimizer", "weight_export", "checkpoint_plan"
-    }  # fmt: skip
+        "build",
+        "old_log_probs",
+        "forward_backward",
+        "optimizer",
+        "weight_export",
+        "checkpoint_plan",
+    }
     assert (first.coordinates["tp"], second.coordinates["tp"]) == (0, 1)
     for group in ("tp", "ep", "expert_tp_ep", "dp_cp", "world"):
         assert agreement(first, group) == agreement(second, group), group
@@ -110,7 +154,9 @@ def test_every_phase_runs_on_two_tensor_parallel_ranks_alike() -> None:
 
 @on_fake_gpu
 def test_states_are_those_of_the_parameters() -> None:
-    """bfloat16 weights, float32 gradients, and 12 bytes of the optimizer shared by two data-parallel ranks."""
+    """bfloat16 weights, float32 gradients, and 12 bytes of the optimizer shared by two
+    data-parallel ranks.
+    """
     from megatron_gspo.mcore.meta_device import meta_model
     from megatron_gspo.mcore.process_groups import current_groups, initialize, shutdown
     from megatron_gspo.models import family_of, read_config
@@ -142,8 +188,14 @@ def test_pipeline_stages_exchange_what_the_other_expects() -> None:
     sends = Counter(c.op for c in first.collectives if c.peer == 2)
     others = Counter(c.op for c in last.collectives if c.peer == 0)
     assert sends["send"] == others["recv"] and sends["recv"] == others["send"]
-    export = [[(c.op, c.bytes) for c in record.collectives if c.phase == "weight_export" and c.group == "pp"
-               and c.dtype != "object"] for record in (first, last)]  # fmt: skip
+    export = [
+        [
+            (c.op, c.bytes)
+            for c in record.collectives
+            if c.phase == "weight_export" and c.group == "pp" and c.dtype != "object"
+        ]
+        for record in (first, last)
+    ]
     assert export[0] == export[1]
     assert len(export[0]) > 2
 
@@ -163,14 +215,33 @@ def test_the_first_expert_rank_gets_more_tokens_if_the_router_is_skewed() -> Non
 # Options of a step, several in each layout: rank, world, layout.
 OPTIONS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "one GPU": (0, 1, {}),
-    "R3, reference": (0, 2, dict(
-        expert_model_parallel_size=2, overrides=("routing.replay=r3", "algorithm.kl_loss_coef=0.001"))),
-    "selective, overlap": (2, 4, dict(
-        pipeline_model_parallel_size=2, overlap_grad_reduce=True, overlap_param_gather=True,
-        overrides=("model.recompute_granularity=selective",))),
-    "full, R2": (1, 2, dict(
-        context_parallel_size=2, overrides=("model.recompute_granularity=full", "routing.replay=r2"))),
-}  # fmt: skip
+    "R3, reference": (
+        0,
+        2,
+        dict(
+            expert_model_parallel_size=2,
+            overrides=("routing.replay=r3", "algorithm.kl_loss_coef=0.001"),
+        ),
+    ),
+    "selective, overlap": (
+        2,
+        4,
+        dict(
+            pipeline_model_parallel_size=2,
+            overlap_grad_reduce=True,
+            overlap_param_gather=True,
+            overrides=("model.recompute_granularity=selective",),
+        ),
+    ),
+    "full, R2": (
+        1,
+        2,
+        dict(
+            context_parallel_size=2,
+            overrides=("model.recompute_granularity=full", "routing.replay=r2"),
+        ),
+    ),
+}
 
 
 @functools.lru_cache
@@ -182,15 +253,20 @@ def with_options(name: str) -> tuple[RankRecord, list[HostSync]]:
 def flops(record: RankRecord, *ops: str) -> float:
     """Of forward_backward, by those of a forward pass; the log-prob pass has one."""
     training, scoring = (
-        sum(record.flops[phase].get(op, 0) for op in ops) for phase in ("forward_backward", "old_log_probs")
+        sum(record.flops[phase].get(op, 0) for op in ops)
+        for phase in ("forward_backward", "old_log_probs")
     )
     return training / scoring
 
 
 def copied_routes(record: RankRecord) -> dict[str, float]:
-    """Bytes of routes for each token that go to the device, by phase: an int32 row number, and the ids of 2 experts in
-    2 layers where they are replayed. None of the copies blocks."""
-    found = [one for one in record.host_copies if any(site.endswith(" begin_chunk") for site in one.where)]
+    """Bytes of routes for each token that go to the device, by phase: an int32 row number, and the
+    ids of 2 experts in 2 layers where they are replayed. None of the copies blocks."""
+    found = [
+        one
+        for one in record.host_copies
+        if any(site.endswith(" begin_chunk") for site in one.where)
+    ]
     assert not any(one.blocking for one in found), found
     tokens = sum(record.micro_batches) / len(record.groups["cp"])
     sizes: Counter[str] = Counter()
@@ -206,7 +282,10 @@ def test_our_code_does_not_wait_within_the_micro_batches() -> None:
         assert not [f for f in record.findings if f.is_defect], name
         assert not [sync for sync in waits if sync.where[0].startswith("megatron_gspo/")], name
     # expert counts and a stage's receives are read by Megatron, which is seen
-    for name, file in (("R3, reference", "moe/token_dispatcher.py"), ("selective, overlap", "p2p_communication.py")):
+    for name, file in (
+        ("R3, reference", "moe/token_dispatcher.py"),
+        ("selective, overlap", "p2p_communication.py"),
+    ):
         found = {sync.phase for sync in with_options(name)[1] if file in sync.where[0]}
         assert found == {"old_log_probs", "forward_backward"}, (name, with_options(name)[1])
 
@@ -214,7 +293,12 @@ def test_our_code_does_not_wait_within_the_micro_batches() -> None:
 @on_fake_gpu
 def test_one_gpu_alone() -> None:
     record = with_options("one GPU")[0]
-    assert set(record.phases) >= {"old_log_probs", "forward_backward", "optimizer", "checkpoint_plan"}
+    assert set(record.phases) >= {
+        "old_log_probs",
+        "forward_backward",
+        "optimizer",
+        "checkpoint_plan",
+    }
     assert {len(one.ranks) for one in record.collectives} <= {1} and not record.retained
     assert flops(record, "aten::_grouped_mm") == 3
 
@@ -224,22 +308,38 @@ def test_routes_of_the_rollout_and_a_reference_policy() -> None:
     record = with_options("R3, reference")[0]
     policy, reference = (record.memory.states[name] for name in ("weights", "reference"))
     assert 0 <= policy - reference < 1024  # DDP pads its buffers
-    assert flops(record, "aten::mm", "aten::addmm") == 3 / 2  # the reference policy has a log-prob pass too
+    assert (
+        flops(record, "aten::mm", "aten::addmm") == 3 / 2
+    )  # the reference policy has a log-prob pass too
     assert copied_routes(record) == {"old_log_probs": 8.0, "forward_backward": 8.0}
 
 
 @on_fake_gpu
 def test_recomputed_attention_and_weights_that_are_gathered_late() -> None:
     record = with_options("selective, overlap")[0]
-    assert flops(record, "torch_attn::_varlen_attn") == 2 and flops(record, "aten::_grouped_mm") == 3
-    gathers = {one.phase for one in record.collectives if one.group == "dp_cp" and one.op.startswith("allgather")}
+    assert (
+        flops(record, "torch_attn::_varlen_attn") == 2 and flops(record, "aten::_grouped_mm") == 3
+    )
+    gathers = {
+        one.phase
+        for one in record.collectives
+        if one.group == "dp_cp" and one.op.startswith("allgather")
+    }
     assert "old_log_probs" in gathers and "optimizer" not in gathers
-    assert "optimizer" in {one.phase for one in rehearsed(0, 4, expert_model_parallel_size=4).collectives
-                           if one.op.startswith("allgather")}  # fmt: skip
+    assert "optimizer" in {
+        one.phase
+        for one in rehearsed(0, 4, expert_model_parallel_size=4).collectives
+        if one.op.startswith("allgather")
+    }
 
 
 @on_fake_gpu
 def test_recomputed_layers_replay_recorded_routes() -> None:
     record = with_options("full, R2")[0]
-    assert flops(record, "torch_attn::_varlen_attn") == 2 and flops(record, "aten::_grouped_mm") == 4
-    assert copied_routes(record) == {"old_log_probs": 4.0, "forward_backward": 8.0}  # recorded, then replayed
+    assert (
+        flops(record, "torch_attn::_varlen_attn") == 2 and flops(record, "aten::_grouped_mm") == 4
+    )
+    assert copied_routes(record) == {
+        "old_log_probs": 4.0,
+        "forward_backward": 8.0,
+    }  # recorded, then replayed

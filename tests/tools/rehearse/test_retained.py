@@ -41,8 +41,9 @@ def test_attributes_of_modules_and_of_what_they_hold_are_named() -> None:
     layer.seen.append(watched(log, torch.ones(4)))
     found = find_retained(log, [torch.nn.Sequential(layer)], "forward_backward")
     assert [(item.bytes, item.owner) for item in found] == [
-        (32, "chunk0.0.dispatcher.probs"), (16, "chunk0.0.seen[0]")
-    ]  # fmt: skip
+        (32, "chunk0.0.dispatcher.probs"),
+        (16, "chunk0.0.seen[0]"),
+    ]
     assert "test_retained.py" in found[0].where_allocated[0]
 
 

@@ -1,4 +1,6 @@
-"""The rank grid is Megatron's; the chosen ranks have every role and share groups; every rank is represented once."""
+"""The rank grid is Megatron's; the chosen ranks have every role and share groups; every rank is
+represented once.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +11,28 @@ from megatron.core.parallel_state import RankGenerator
 
 from megatron_gspo.config import ParallelConfig
 from megatron_gspo.errors import InputError
-from megatron_gspo.tools.rehearse.roles import DIMENSIONS, MOST_RANKS, RankGrid, choose_ranks, ranges, stage_roles
+from megatron_gspo.tools.rehearse.roles import (
+    DIMENSIONS,
+    MOST_RANKS,
+    RankGrid,
+    choose_ranks,
+    ranges,
+    stage_roles,
+)
 
 ORDER = "tp-cp-ep-dp-pp"  # the default of initialize_model_parallel
 
 
-def layout(tensor: int = 1, pipeline: int = 1, context: int = 1, expert: int = 1, expert_tensor: int = 1
-           ) -> ParallelConfig:
+def layout(
+    tensor: int = 1, pipeline: int = 1, context: int = 1, expert: int = 1, expert_tensor: int = 1
+) -> ParallelConfig:
     return ParallelConfig(
-        tensor_model_parallel_size=tensor, pipeline_model_parallel_size=pipeline, context_parallel_size=context,
-        expert_model_parallel_size=expert, expert_tensor_parallel_size=expert_tensor,
-    )  # fmt: skip
+        tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=pipeline,
+        context_parallel_size=context,
+        expert_model_parallel_size=expert,
+        expert_tensor_parallel_size=expert_tensor,
+    )
 
 
 def layouts(worlds: tuple[int, ...]) -> list[tuple[ParallelConfig, int]]:
@@ -27,7 +40,10 @@ def layouts(worlds: tuple[int, ...]) -> list[tuple[ParallelConfig, int]]:
     found = []
     for world, sizes in product(worlds, product((1, 2, 3, 4), repeat=5)):
         tensor, pipeline, context, expert, expert_tensor = sizes
-        if world % (tensor * pipeline * context) == 0 and world % (pipeline * expert * expert_tensor) == 0:
+        if (
+            world % (tensor * pipeline * context) == 0
+            and world % (pipeline * expert * expert_tensor) == 0
+        ):
             found.append((layout(*sizes), world))
     return found
 
@@ -36,15 +52,26 @@ def names(parallel: ParallelConfig, world: int) -> dict[int, tuple[str, ...]]:
     return {played.rank: played.roles for played in choose_ranks(parallel, world)}
 
 
-@pytest.mark.parametrize("sizes, world", [((2, 2, 2, 4, 1), 16), ((4, 3, 1, 2, 2), 48), ((1, 2, 2, 8, 2), 32)])
+@pytest.mark.parametrize(
+    "sizes, world", [((2, 2, 2, 4, 1), 16), ((4, 3, 1, 2, 2), 48), ((1, 2, 2, 8, 2), 32)]
+)
 def test_groups_are_megatrons(sizes, world):
     parallel = layout(*sizes)
     grid = RankGrid.of(parallel, world)
     tensor, context, data, expert_tensor, expert, expert_data = grid.sizes
     stages = parallel.pipeline_model_parallel_size
     dense = RankGenerator(tp=tensor, ep=1, dp=data, pp=stages, cp=context, order=ORDER)
-    experts = RankGenerator(tp=expert_tensor, ep=expert, dp=expert_data, pp=stages, cp=1, order=ORDER)
-    tokens = [(dense, "tp"), (dense, "cp"), (dense, "dp"), (experts, "tp"), (experts, "ep"), (experts, "dp")]
+    experts = RankGenerator(
+        tp=expert_tensor, ep=expert, dp=expert_data, pp=stages, cp=1, order=ORDER
+    )
+    tokens = [
+        (dense, "tp"),
+        (dense, "cp"),
+        (dense, "dp"),
+        (experts, "tp"),
+        (experts, "ep"),
+        (experts, "dp"),
+    ]
     for dimension, (generator, token) in enumerate(tokens):
         for group in generator.get_ranks(token):
             assert [grid.coordinates(rank)[dimension] for rank in group] == list(range(len(group)))
@@ -56,16 +83,29 @@ def test_groups_are_megatrons(sizes, world):
 def covered(grid: RankGrid, offsets: tuple[int, ...]) -> bool:
     """Each dimension has its first and last rank in one group among the offsets."""
     return all(
-        size == 1 or any(grid.group(rank, d)[0] in offsets and grid.group(rank, d)[-1] in offsets for rank in offsets)
+        size == 1
+        or any(
+            grid.group(rank, d)[0] in offsets and grid.group(rank, d)[-1] in offsets
+            for rank in offsets
+        )
         for d, size in enumerate(grid.sizes)
     )
 
 
 def test_every_stage_covers_every_dimension():
-    for parallel, world in [*layouts((12,)), (layout(2, 8, 1, 8), 4096), (layout(8, 16, 4, 32, 2), 4096)]:
-        grid, ranks = RankGrid.of(parallel, world), [played.rank for played in choose_ranks(parallel, world)]
+    for parallel, world in [
+        *layouts((12,)),
+        (layout(2, 8, 1, 8), 4096),
+        (layout(8, 16, 4, 32, 2), 4096),
+    ]:
+        grid, ranks = (
+            RankGrid.of(parallel, world),
+            [played.rank for played in choose_ranks(parallel, world)],
+        )
         for stage in stage_roles(grid.stages):
-            offsets = tuple(rank - stage * grid.stage_size for rank in ranks if grid.stage(rank) == stage)
+            offsets = tuple(
+                rank - stage * grid.stage_size for rank in ranks if grid.stage(rank) == stage
+            )
             assert covered(grid, offsets), (parallel, world, ranks)
         assert {grid.stage(rank) for rank in ranks} == set(stage_roles(grid.stages))
 
@@ -88,8 +128,10 @@ def test_the_ranks_of_the_two_node_layout():
     assert names(layout(), 1) == {0: ("only rank",)}
     assert [rank for rank in names(layout(pipeline=8), 8)] == [0, 1, 7]
     assert [roles for roles in names(layout(pipeline=8), 8).values()] == [
-        ("first stage",), ("middle stage",), ("last stage",),
-    ]  # fmt: skip
+        ("first stage",),
+        ("middle stage",),
+        ("last stage",),
+    ]
 
 
 def test_every_rank_is_represented_once():
@@ -108,7 +150,11 @@ def test_all_ranks_and_lists():
     assert [one.rank for one in choose_ranks(parallel, 8, "all")] == list(range(8))
     chosen = choose_ranks(parallel, 8, "5, 0,5")
     assert [(one.rank, one.stands_for) for one in chosen] == [(0, (0,)), (5, (5,))]
-    for wrong, says in (("8", "no rank 8 in a world of 8"), ("x", "is not a list"), ("", "is not a list")):
+    for wrong, says in (
+        ("8", "no rank 8 in a world of 8"),
+        ("x", "is not a list"),
+        ("", "is not a list"),
+    ):
         with pytest.raises(InputError, match=says):
             choose_ranks(parallel, 8, wrong)
     with pytest.raises(InputError, match=f"at most {MOST_RANKS} ranks"):
@@ -119,9 +165,18 @@ def test_ranges():
     assert ranges([0]) == "0"
     assert ranges([0, 1, 2, 5]) == "0-2, 5"
     assert ranges(range(0, 16, 2)) == "0, 2 ... 14"
-    assert ranges([0, 1, 3, 4, 6, 7, 9, 10, 12, 13, 15, 16, 18, 19, 21, 22, 24, 25]).endswith("... 25")
+    assert ranges([0, 1, 3, 4, 6, 7, 9, 10, 12, 13, 15, 16, 18, 19, 21, 22, 24, 25]).endswith(
+        "... 25"
+    )
 
 
 def test_dimensions_have_names():
     grid = RankGrid.of(layout(2, 1, 2, 4, 2), 16)
-    assert dict(zip(DIMENSIONS, grid.sizes, strict=True)) == {"tp": 2, "cp": 2, "dp": 4, "etp": 2, "ep": 4, "edp": 2}
+    assert dict(zip(DIMENSIONS, grid.sizes, strict=True)) == {
+        "tp": 2,
+        "cp": 2,
+        "dp": 4,
+        "etp": 2,
+        "ep": 4,
+        "edp": 2,
+    }

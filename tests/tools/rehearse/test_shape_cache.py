@@ -26,7 +26,11 @@ def test_a_rehearsal_is_the_same_without_it() -> None:
             from megatron_gspo.tools.rehearse.rehearse_rank import rehearse_rank
 
             found = dataclasses.asdict(rehearse_rank(layout, 0, 4, gpu))
-        return {name: value for name, value in found.items() if name not in ("seconds", "host_peak_bytes")}
+        return {
+            name: value
+            for name, value in found.items()
+            if name not in ("seconds", "host_peak_bytes")
+        }
 
     record()  # what Megatron creates once in a process, such as the scale of its auxiliary loss
     found = []

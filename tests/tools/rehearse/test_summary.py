@@ -1,4 +1,6 @@
-"""Totals are sums; everything that would stop a run is a problem; the JSON document has every role."""
+"""Totals are sums; everything that would stop a run is a problem; the JSON document has every
+role.
+"""
 
 from __future__ import annotations
 
@@ -14,31 +16,69 @@ from tests.tools.rehearse.handmade import memory, point, record, rehearsal
 
 
 def call(phase: str, size: int, op: str = "allreduce", dtype: str = "float32") -> Collective:
-    return Collective(op, "tp", (0, 1), dtype, size, ("layer.py:1 forward", "step.py:2 train"), phase)
+    return Collective(
+        op, "tp", (0, 1), dtype, size, ("layer.py:1 forward", "step.py:2 train"), phase
+    )
 
 
 def test_totals_are_by_phase_group_operation_and_dtype():
-    calls = [call("build", 1), call("optimizer", 2), call("build", 4), call("build", 8, dtype="bfloat16")]
+    calls = [
+        call("build", 1),
+        call("optimizer", 2),
+        call("build", 4),
+        call("build", 8, dtype="bfloat16"),
+    ]
     found = [(one.phase, one.dtype, one.count, one.bytes) for one in collective_totals(calls)]
-    assert found == [("build", "float32", 2, 5), ("optimizer", "float32", 1, 2), ("build", "bfloat16", 1, 8)]
+    assert found == [
+        ("build", "float32", 2, 5),
+        ("optimizer", "float32", 1, 2),
+        ("build", "bfloat16", 1, 8),
+    ]
 
 
 def test_the_document_has_what_a_role_did():
     calls = (call("build", 1), call("optimizer", 2), call("optimizer", 4, op="broadcast"))
-    syncs = (HostSync("item", ("a.py:1 f",), "optimizer", 2), HostSync("item", ("b.py:1 f", "c.py:2 g"), "build", 5))
-    timeline = (point(0, weights=8), point(1, weights=8, activations=6), point(2, weights=16, activations=2))
-    whole = rehearsal(record(3, collectives=calls, host_syncs=syncs, memory=memory(*timeline), stands_for=(3, 5)))
+    syncs = (
+        HostSync("item", ("a.py:1 f",), "optimizer", 2),
+        HostSync("item", ("b.py:1 f", "c.py:2 g"), "build", 5),
+    )
+    timeline = (
+        point(0, weights=8),
+        point(1, weights=8, activations=6),
+        point(2, weights=16, activations=2),
+    )
+    whole = rehearsal(
+        record(3, collectives=calls, host_syncs=syncs, memory=memory(*timeline), stands_for=(3, 5))
+    )
     document = json.loads(json.dumps(to_json(whole)))
     (role,) = document["roles"]
     assert document["passes"] and document["problems"] == [] and role["stands_for"] == [3, 5]
-    assert (role["rank"], role["peak_bytes"], role["peak_activation_bytes"], role["seconds"]) == (3, 18, 6, 3.0)
+    assert (role["rank"], role["peak_bytes"], role["peak_activation_bytes"], role["seconds"]) == (
+        3,
+        18,
+        6,
+        3.0,
+    )
     assert role["collectives"] == [
-        {"op": "allreduce", "group": "tp", "count": 2, "bytes": 3,
-         "phases": {"build": {"count": 1, "bytes": 1}, "optimizer": {"count": 1, "bytes": 2}}},
-        {"op": "broadcast", "group": "tp", "count": 1, "bytes": 4, "phases": {"optimizer": {"count": 1, "bytes": 4}}},
-    ]  # fmt: skip
-    assert [(sync["where"], sync["count"]) for sync in role["host_syncs"]] == [(["b.py:1 f", "c.py:2 g"], 5),
-                                                                              (["a.py:1 f"], 2)]  # fmt: skip
+        {
+            "op": "allreduce",
+            "group": "tp",
+            "count": 2,
+            "bytes": 3,
+            "phases": {"build": {"count": 1, "bytes": 1}, "optimizer": {"count": 1, "bytes": 2}},
+        },
+        {
+            "op": "broadcast",
+            "group": "tp",
+            "count": 1,
+            "bytes": 4,
+            "phases": {"optimizer": {"count": 1, "bytes": 4}},
+        },
+    ]
+    assert [(sync["where"], sync["count"]) for sync in role["host_syncs"]] == [
+        (["b.py:1 f", "c.py:2 g"], 5),
+        (["a.py:1 f"], 2),
+    ]
 
 
 def finding(kind: str) -> Finding:
@@ -53,7 +93,9 @@ def test_findings_are_problems_unless_a_value_was_made_up():
 
 def test_a_failed_rank_and_a_disagreement_are_problems():
     pair = [record(rank, world=2, collectives=(call("build", 4 + rank),)) for rank in (0, 1)]
-    found = problems(replace(rehearsal(*pair), failed=(FailedRank(5, "unknown operation aten.fft"),)))
+    found = problems(
+        replace(rehearsal(*pair), failed=(FailedRank(5, "unknown operation aten.fft"),))
+    )
     assert found[0] == "rank 5: unknown operation aten.fft"
     assert found[1].startswith("bytes: group tp of ranks 0-1") and len(found) == 2
 

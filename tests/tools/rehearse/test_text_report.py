@@ -13,9 +13,15 @@ SUM = Collective("allreduce", "tp", (0, 1), "float32", 8, ("layer.py:1 forward",
 
 
 def test_a_passing_rehearsal():
-    report = whole_report(rehearsal(record(0, world=2, collectives=(SUM,), notes=("two of eight micro-batches",)),
-                                    record(1, world=2, collectives=(SUM,))))  # fmt: skip
-    assert report.startswith("config.yaml, world 2, TP2: rehearsed on a CPU.\n\nNothing was found that would")
+    report = whole_report(
+        rehearsal(
+            record(0, world=2, collectives=(SUM,), notes=("two of eight micro-batches",)),
+            record(1, world=2, collectives=(SUM,)),
+        )
+    )
+    assert report.startswith(
+        "config.yaml, world 2, TP2: rehearsed on a CPU.\n\nNothing was found that would"
+    )
     assert "same sizes" not in report and "with the same dtypes and sizes: tp (2 calls)." in report
     assert "- two of eight micro-batches" in report
     assert all(line in report for line in CANNOT_PROVE)
@@ -23,9 +29,14 @@ def test_a_passing_rehearsal():
 
 def test_a_failing_rehearsal_names_the_problems_first():
     other = replace(SUM, bytes=4)
-    failing = rehearsal(record(0, world=2, collectives=(SUM,)), record(1, world=2, collectives=(other,)))
+    failing = rehearsal(
+        record(0, world=2, collectives=(SUM,)), record(1, world=2, collectives=(other,))
+    )
     report = whole_report(replace(failing, failed=(FailedRank(7, "unknown operation aten.fft"),)))
-    assert "2 problems that would stop or corrupt a run:\n- rank 7: unknown operation aten.fft\n- bytes: gr" in report
+    assert (
+        "2 problems that would stop or corrupt a run:\n- rank 7: unknown operation aten.fft\n-"
+        " bytes: gr" in report
+    )
     assert "Nothing was found" not in report and "same order" not in report
 
 

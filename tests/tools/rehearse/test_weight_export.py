@@ -9,7 +9,9 @@ from megatron_gspo.tools.rehearse.records import RankRecord
 from .on_fake_gpu import on_fake_gpu
 from .test_rehearse_rank import config, rehearsed
 
-ATTENTION = 2 * (4 * 32 * 64) + 2 * (2 * 32 * 64) + 2 * 32  # query, output, key, value and two norms of a head
+ATTENTION = (
+    2 * (4 * 32 * 64) + 2 * (2 * 32 * 64) + 2 * 32
+)  # query, output, key, value and two norms of a head
 LAYER = ATTENTION + 2 * 64 + 8 * 64  # with norms and router, without experts
 EXPERT = 3 * 32 * 64
 VOCABULARY = 128 * 64
@@ -25,7 +27,9 @@ def on_servers(rank: int, world: int, bucket_mb: float = 0.04, **parallel: Any) 
 
     given = config(**parallel)
     rollout = dataclasses.replace(given.rollout, engine="sglang")
-    given = dataclasses.replace(given, rollout=rollout, sglang=SGLangConfig(num_servers=1, weight_bucket_mb=bucket_mb))
+    given = dataclasses.replace(
+        given, rollout=rollout, sglang=SGLangConfig(num_servers=1, weight_bucket_mb=bucket_mb)
+    )
     gpu = FakeGpu(expert_parallel=given.parallel.expert_model_parallel_size)
     with fake_cuda(gpu.host):
         return rehearse_rank(given, rank, world, gpu)
@@ -70,4 +74,6 @@ def test_four_buckets_of_a_source_are_on_the_gpu() -> None:
 def test_an_embedded_engine_gets_the_whole_model_on_every_rank() -> None:
     record = rehearsed(1, 4, expert_model_parallel_size=2)
     assert record.sent_weights == 2 * 2 * 4 * EXPERT
-    assert [(op, group) for op, group, _ in exported(record)] == [("allgather_base", "expert_tp_ep")] * 2
+    assert [(op, group) for op, group, _ in exported(record)] == [
+        ("allgather_base", "expert_tp_ep")
+    ] * 2

@@ -1,5 +1,5 @@
-"""The checksum of a tensor, and requests that end without weights; tests/rollout/test_weight_distribution.py has
-transfers."""
+"""The checksum of a tensor, and requests that end without weights;
+tests/rollout/test_weight_distribution.py has transfers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ def test_every_bit_counts():
     changed = signs.clone()
     changed[[3, 50]] *= -1
     assert checksum(signs.view(torch.uint8)) != checksum(changed.view(torch.uint8))
-    assert checksum(torch.zeros(8, dtype=torch.uint8)) != checksum(torch.zeros(16, dtype=torch.uint8))
+    assert checksum(torch.zeros(8, dtype=torch.uint8)) != checksum(
+        torch.zeros(16, dtype=torch.uint8)
+    )
 
 
 def test_a_request_that_cannot_be_met_ends_and_raises_nothing():

@@ -26,7 +26,10 @@ _PINNED = "_rehearsal_pinned"
 
 @contextlib.contextmanager
 def fake_cuda(host: HostLog) -> Iterator[None]:
-    """Within the context there is one CUDA device, whose tensors are fake. Waiting for it is recorded in ``host``."""
+    """Within the context there is one CUDA device, whose tensors are fake.
+
+    Waiting for it is recorded in ``host``.
+    """
     _device_constructors()  # ``with torch.device(...)`` has the originals only, from a list that it makes once
     with contextlib.ExitStack() as stack:
 
@@ -48,11 +51,13 @@ def fake_cuda(host: HostLog) -> Iterator[None]:
             for kind in (Tensor, FakeTensor) if name in vars(FakeTensor) else (Tensor,):
                 replace(kind, name, made)
         replace(torch, "tensor", _tensor(torch.tensor))
-        # it makes a tensor on the driver's first device; a CUDA build asks `torch.cuda.is_available`, which says yes
+        # it makes a tensor on the driver's first device; a CUDA build asks
+        # `torch.cuda.is_available`, which says yes
         replace(fake_tensor, "init_gpu_context", lambda device: None)
         replace(torch._dynamo.config, "disable", True)
         replace(torch.nn.Module, "_apply", _apply)
-        # torch.tensor(..., device="cuda") makes a host tensor and copies it, so that the copy is seen
+        # torch.tensor(..., device="cuda") makes a host tensor and copies it, so that the copy is
+        # seen
         stack.callback(torch._C._set_only_lift_cpu_tensors, torch._C._only_lift_cpu_tensors())
         torch._C._set_only_lift_cpu_tensors(True)
         yield
@@ -126,9 +131,17 @@ def _cuda_functions(host: HostLog) -> dict[str, Any]:
 
     stream, generator = Stream(), torch.Generator()
     properties = types.SimpleNamespace(
-        name=GPU_NAME, total_memory=_GPU_MEMORY, major=_CAPABILITY[0], minor=_CAPABILITY[1], multi_processor_count=132,
-        uuid="0", warp_size=32, max_threads_per_multi_processor=2048, gcnArchName="", L2_cache_size=50 * 2**20,
-    )  # fmt: skip
+        name=GPU_NAME,
+        total_memory=_GPU_MEMORY,
+        major=_CAPABILITY[0],
+        minor=_CAPABILITY[1],
+        multi_processor_count=132,
+        uuid="0",
+        warp_size=32,
+        max_threads_per_multi_processor=2048,
+        gcnArchName="",
+        L2_cache_size=50 * 2**20,
+    )
     return {
         **{name: _returning(None) for name in _NOTHING},
         **{name: _returning(0) for name in _ZERO},
@@ -156,9 +169,25 @@ def _cuda_functions(host: HostLog) -> dict[str, Any]:
     }
 
 
-_NOTHING = ("_lazy_init", "init", "set_device", "set_stream", "manual_seed", "manual_seed_all", "empty_cache",
-            "ipc_collect", "reset_peak_memory_stats", "reset_max_memory_allocated")  # fmt: skip
-_ZERO = ("current_device", "max_memory_allocated", "memory_allocated", "memory_reserved", "max_memory_reserved")
+_NOTHING = (
+    "_lazy_init",
+    "init",
+    "set_device",
+    "set_stream",
+    "manual_seed",
+    "manual_seed_all",
+    "empty_cache",
+    "ipc_collect",
+    "reset_peak_memory_stats",
+    "reset_max_memory_allocated",
+)
+_ZERO = (
+    "current_device",
+    "max_memory_allocated",
+    "memory_allocated",
+    "memory_reserved",
+    "max_memory_reserved",
+)
 
 
 def _returning(value: Any) -> Callable[..., Any]:
@@ -184,9 +213,13 @@ def _pin_memory(original: Any) -> Any:
 
 
 def _through_host(original: Any) -> Any:
-    """A method that reads memory directly: it copies to the host first, which is seen and answered."""
+    """A method that reads memory directly: it copies to the host first, which is seen and
+    answered.
+    """
     return lambda self, *args, **kwargs: original(
-        self.cpu() if isinstance(self, FakeTensor) and self.device.type == "cuda" else self, *args, **kwargs
+        self.cpu() if isinstance(self, FakeTensor) and self.device.type == "cuda" else self,
+        *args,
+        **kwargs,
     )
 
 
@@ -214,15 +247,20 @@ def _tensor(original: Any) -> Any:
 
     def tensor(data: Any, *args: Any, **kwargs: Any) -> Tensor:
         if isinstance(data, (list, tuple)):
-            data = tree_map(lambda leaf: leaf.item() if isinstance(leaf, FakeTensor) else leaf, data)
+            data = tree_map(
+                lambda leaf: leaf.item() if isinstance(leaf, FakeTensor) else leaf, data
+            )
         return original(data, *args, **kwargs)
 
     return tensor
 
 
-def _apply(self: torch.nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> torch.nn.Module:
-    """``Module._apply``, with which ``.cuda()`` and ``.to()`` convert parameters. Torch changes a parameter's data in
-    place and so keeps what is attached to it; a host tensor can't become a fake one in place."""
+def _apply(
+    self: torch.nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True
+) -> torch.nn.Module:
+    """``Module._apply``, with which ``.cuda()`` and ``.to()`` convert parameters. Torch changes a
+    parameter's data in place and so keeps what is attached to it; a host tensor can't become a fake
+    one in place."""
     for module in self.children() if recurse else ():
         module._apply(fn)
     for key, parameter in self._parameters.items():

@@ -1,7 +1,9 @@
-"""Functions that run one fused kernel on a GPU, whose saved tensors differ from those of their parts.
+"""Functions that run one fused kernel on a GPU, whose saved tensors differ from those of their
+parts.
 
-Torch chooses the kernel by the GPU's properties, or composes the function from smaller operations if there is none.
-Here the kernel's own operation is called, so that what it saves for the backward is what a GPU would hold.
+Torch chooses the kernel by the GPU's properties, or composes the function from smaller operations
+if there is none. Here the kernel's own operation is called, so that what it saves for the backward
+is what a GPU would hold.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ _LARGEST_HEAD = 256  # of the flash kernel
 
 @contextlib.contextmanager
 def fused_functions(host: HostLog) -> Iterator[None]:
-    """Within the context the functions of ``_FUNCTIONS`` call their GPU kernel for device tensors."""
+    """Within the context the functions of ``_FUNCTIONS`` call their GPU kernel for device
+    tensors.
+    """
     before = {name: getattr(F, name) for name in _FUNCTIONS}
     for name, make in _FUNCTIONS.items():
         setattr(F, name, make(before[name], host))
@@ -34,7 +38,9 @@ def fused_functions(host: HostLog) -> Iterator[None]:
 
 
 def _rms_norm(original: Any, host: HostLog) -> Any:
-    def rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    def rms_norm(
+        x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+    ) -> Tensor:
         if x.device.type != "cuda" or (weight is not None and weight.dtype != x.dtype):
             return original(x, shape, weight, eps)
         return _FusedRMSNorm.apply(x, weight)
@@ -43,7 +49,9 @@ def _rms_norm(original: Any, host: HostLog) -> Any:
 
 
 class _FusedRMSNorm(torch.autograd.Function):
-    """What torch's CUDA kernel saves and returns; its CPU build composes the function even of fake CUDA tensors."""
+    """What torch's CUDA kernel saves and returns; its CPU build composes the function even of
+    fake CUDA tensors.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
@@ -59,9 +67,14 @@ class _FusedRMSNorm(torch.autograd.Function):
 
 def _attention(original: Any, host: HostLog) -> Any:
     def scaled_dot_product_attention(
-        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-        is_causal: bool = False, **options: Any,
-    ) -> Tensor:  # fmt: skip
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **options: Any,
+    ) -> Tensor:
         if query.device.type != "cuda":
             return original(query, key, value, attn_mask, dropout_p, is_causal, **options)
         scale, enable_gqa = options.get("scale"), options.get("enable_gqa", False)
@@ -70,9 +83,14 @@ def _attention(original: Any, host: HostLog) -> Any:
                 query, key, value, dropout_p, is_causal, False, scale=scale
             )[0]
         if attn_mask is not None and enable_gqa and query.shape[1] != key.shape[1]:
-            host.find("slow_attention", "a mask with grouped queries: torch multiplies whole score matrices")
+            host.find(
+                "slow_attention",
+                "a mask with grouped queries: torch multiplies whole score matrices",
+            )
         if enable_gqa:
-            key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+            key, value = (
+                x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value)
+            )
         bias = None if attn_mask is None else _bias(attn_mask, query, key)
         return torch.ops.aten._scaled_dot_product_efficient_attention(
             query, key, value, bias, torch.is_grad_enabled(), dropout_p, is_causal, scale=scale
@@ -85,7 +103,9 @@ def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
     """The mask as the efficient kernel takes it: what is added to the scores."""
     bias = mask
     if mask.dtype is torch.bool:
-        bias = torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill(~mask, float("-inf"))
+        bias = torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill(
+            ~mask, float("-inf")
+        )
     return bias.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
 
 

@@ -20,10 +20,11 @@ _COMPILERS = ("c++", "g++", "clang++")
 
 
 def import_torch_with_fake_device() -> None:
-    """Import torch with a CUDA device that has no kernels, for the rest of this process. Libraries whose kernels need a
-    real GPU can't be imported then.
+    """Import torch with a CUDA device that has no kernels, for the rest of this process. Libraries
+    whose kernels need a real GPU can't be imported then.
 
-    Raises ``InputError`` without torch or a C++ compiler, and ``RuntimeError`` where torch is imported already.
+    Raises ``InputError`` without torch or a C++ compiler, and ``RuntimeError`` where torch is
+    imported already.
     """
     if "torch" in sys.modules:
         raise RuntimeError("the fake device must be loaded before torch")
@@ -51,19 +52,25 @@ def torch_folder() -> Path:
 
 def torch_version(folder: Path) -> str:
     """The version of the torch in a folder, which is not imported."""
-    found = re.search(r"__version__ = ['\"](.+?)['\"]", (folder / "version.py").read_text(encoding="utf-8"))
+    found = re.search(
+        r"__version__ = ['\"](.+?)['\"]", (folder / "version.py").read_text(encoding="utf-8")
+    )
     return found[1] if found else "unknown"
 
 
 def build_library(folder: Path) -> Path:
-    """The library for the torch in ``folder``, compiled into the user's cache folder unless it is there."""
+    """The library for the torch in ``folder``, compiled into the user's cache folder unless it
+    is there.
+    """
     version = torch_version(folder)
     key = hashlib.sha256(_SOURCE.read_bytes() + f"{version} {folder}".encode()).hexdigest()[:16]
     target = cache_folder() / f"fake_cuda_{version}_{key}.so"
     if target.is_file():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as temporary:  # renamed, since ranks may compile it at once
+    with tempfile.TemporaryDirectory(
+        dir=target.parent
+    ) as temporary:  # renamed, since ranks may compile it at once
         made = Path(temporary) / target.name
         _compile(made, folder, version)
         os.replace(made, target)
@@ -72,7 +79,11 @@ def build_library(folder: Path) -> Path:
 
 def cache_folder() -> Path:
     """Where compiled libraries are kept: below XDG_CACHE_HOME, or ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron_gspo" / "rehearse"
+    return (
+        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        / "megatron_gspo"
+        / "rehearse"
+    )
 
 
 def compiler() -> str:
@@ -80,21 +91,40 @@ def compiler() -> str:
     for name in filter(None, (os.environ.get("CXX"), *_COMPILERS)):
         if found := shutil.which(name):
             return found
-    raise InputError("a rehearsal compiles 60 lines of C++ once, and no compiler was found; install g++ or set CXX")
+    raise InputError(
+        "a rehearsal compiles 60 lines of C++ once, and no compiler was found; install g++ or"
+        " set CXX"
+    )
 
 
 def _compile(target: Path, folder: Path, version: str) -> None:
     includes = [f"-I{folder / 'include' / part}" for part in ("", "torch/csrc/api/include")]
     command = [
-        compiler(), "-O1", "-w", "-shared", "-fPIC", "-std=c++20", _abi_flag(folder), *includes, str(_SOURCE),
-        "-o", str(target), f"-L{folder / 'lib'}", "-lc10", "-ltorch_cpu",
-    ]  # fmt: skip
+        compiler(),
+        "-O1",
+        "-w",
+        "-shared",
+        "-fPIC",
+        "-std=c++20",
+        _abi_flag(folder),
+        *includes,
+        str(_SOURCE),
+        "-o",
+        str(target),
+        f"-L{folder / 'lib'}",
+        "-lc10",
+        "-ltorch_cpu",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or ["?"]
+        errors = (
+            [line for line in done.stderr.splitlines() if "error" in line]
+            or done.stderr.splitlines()
+            or ["?"]
+        )
         raise InputError(
-            f"the rehearsal's device library does not compile against torch {version} ({errors[0].strip()}); set CXX "
-            "to a compiler with C++20, such as GCC 11"
+            f"the rehearsal's device library does not compile against torch {version}"
+            f" ({errors[0].strip()}); set CXX to a compiler with C++20, such as GCC 11"
         )
 
 

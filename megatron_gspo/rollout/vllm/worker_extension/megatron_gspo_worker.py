@@ -1,7 +1,9 @@
-"""Receives weights inside of a vLLM server: ``--worker-extension-cls megatron_gspo_worker.WeightReceiver``.
+"""Receives weights inside of a vLLM server: ``--worker-extension-cls
+megatron_gspo_worker.WeightReceiver``.
 
-vLLM mixes the class into its worker, so that /collective_rpc calls its methods in each tensor-parallel rank. The
-server's environment has none of this project but this file and ``megatron_gspo_receiver``.
+vLLM mixes the class into its worker, so that /collective_rpc calls its methods in each
+tensor-parallel rank. The server's environment has none of this project but this file and
+``megatron_gspo_receiver``.
 """
 
 from __future__ import annotations
@@ -16,12 +18,14 @@ _MARK = "_megatron_gspo_patch"  # on a replacement: the original (patches/mark.p
 
 
 def pack_reloaded_experts(method: Any) -> None:
-    """Have vLLM pack experts for its CPU kernel after every load of weights; 0.32.0 does so after the first alone.
+    """Have vLLM pack experts for its CPU kernel after every load of weights; 0.32.0 does so after
+    the first alone.
 
-    Without it the kernel takes the unpacked weights of an update for packed ones, and log-probs are silently wrong.
-    method: vLLM's ``UnquantizedFusedMoEMethod``, whose ``_setup_kernel`` is replaced. Upstream:
-    ``vllm/model_executor/layers/fused_moe/unquantized_fused_moe_method.py``. Delete when: ``_setup_kernel`` calls
-    ``fused_experts.process_weights_after_loading`` after an update too.
+    Without it the kernel takes the unpacked weights of an update for packed ones, and log-probs are
+    silently wrong. method: vLLM's ``UnquantizedFusedMoEMethod``, whose ``_setup_kernel`` is
+    replaced. Upstream: ``vllm/model_executor/layers/fused_moe/unquantized_fused_moe_method.py``.
+    Delete when: ``_setup_kernel`` calls ``fused_experts.process_weights_after_loading`` after an
+    update too.
     """
     original = method._setup_kernel
     if hasattr(original, _MARK):
@@ -39,13 +43,15 @@ def pack_reloaded_experts(method: Any) -> None:
 
 
 def undo_dropped_draws(runner: Any) -> None:
-    """Have vLLM undo, on a CPU too, the draws that it drops; 0.32.0 ends there with an error, and so does the server.
+    """Have vLLM undo, on a CPU too, the draws that it drops; 0.32.0 ends there with an error, and
+    so does the server.
 
-    vLLM draws a token for every request of a step, drops it where the prompt is computed in parts and is not complete,
-    and sets the request's generator back by its offset, which generators on a CPU do not have. Here they are set back
-    by their states. runner: vLLM's ``GPUModelRunner``, whose ``_sample`` and ``_bookkeeping_sync`` are replaced.
-    Upstream: ``vllm/v1/worker/gpu_model_runner.py``. Delete when: ``_bookkeeping_sync`` does not call ``get_offset`` on
-    a CPU.
+    vLLM draws a token for every request of a step, drops it where the prompt is computed in parts
+    and is not complete, and sets the request's generator back by its offset, which generators on a
+    CPU do not have. Here they are set back by their states. runner: vLLM's ``GPUModelRunner``,
+    whose ``_sample`` and ``_bookkeeping_sync`` are replaced. Upstream:
+    ``vllm/v1/worker/gpu_model_runner.py``. Delete when: ``_bookkeeping_sync`` does not call
+    ``get_offset`` on a CPU.
     """
     sample, bookkeep = runner._sample, runner._bookkeeping_sync
     if hasattr(sample, _MARK):
@@ -54,7 +60,9 @@ def undo_dropped_draws(runner: Any) -> None:
     @functools.wraps(sample)
     def sample_and_undo(self: Any, *args: Any, **kwargs: Any) -> Any:
         dropped = self.discard_request_mask.np[: self.input_batch.num_reqs].nonzero()[0].tolist()
-        generators = [self.input_batch.generators[i] for i in dropped if i in self.input_batch.generators]
+        generators = [
+            self.input_batch.generators[i] for i in dropped if i in self.input_batch.generators
+        ]
         states = [generator.get_state() for generator in generators]
         output = sample(self, *args, **kwargs)
         for generator, state in zip(generators, states, strict=True):
@@ -84,7 +92,9 @@ class WeightReceiver:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Patch vLLM where the worker runs on a CPU, before it loads a model."""
-        from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+        from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+            UnquantizedFusedMoEMethod,
+        )
         from vllm.platforms import current_platform
 
         if current_platform.is_cpu():
@@ -95,13 +105,18 @@ class WeightReceiver:
         return super().__new__(cls)
 
     def receive_weights(self, requests: str) -> None:
-        """Load what the sources send. requests: JSON, a list of the receiver's requests, one for each rank.
+        """Load what the sources send. requests: JSON, a list of the receiver's requests, one for
+        each rank.
 
-        vLLM packs weights for its kernels once a layer has them all, so the layers are opened for loading before the
-        first bucket and closed after the last. The receiver reports an error to the sources.
+        vLLM packs weights for its kernels once a layer has them all, so the layers are opened for
+        loading before the first bucket and closed after the last. The receiver reports an error to
+        the sources.
         """
         from vllm.config import set_current_vllm_config
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+        from vllm.model_executor.model_loader.reload import (
+            finalize_layerwise_reload,
+            initialize_layerwise_reload,
+        )
 
         model = self.model_runner.get_model()
         with set_current_vllm_config(self.vllm_config):
@@ -124,11 +139,15 @@ class WeightReceiver:
 
 
 def keep_unfinished_layers(model: Any) -> None:
-    """Give the layers that a failed load left open their weights of before, and drop what it loaded for them.
+    """Give the layers that a failed load left open their weights of before, and drop what it loaded
+    for them.
 
     vLLM would count that towards the next load, and close layers with parts of it uninitialised.
     """
-    from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
+    from vllm.model_executor.model_loader.reload.layerwise import (
+        _place_kernel_tensors,
+        get_layerwise_info,
+    )
 
     for layer in model.modules():
         info = get_layerwise_info(layer)

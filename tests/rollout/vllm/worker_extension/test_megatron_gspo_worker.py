@@ -1,4 +1,7 @@
-"""The patch of the worker extension, on a class like vLLM's. With real servers: tests/vllm/test_weights.py."""
+"""The patch of the worker extension, on a class like vLLM's.
+
+With real servers: tests/vllm/test_weights.py.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +32,8 @@ class Kernel:
 
 
 class Runner:
-    """As `GPUModelRunner` of 0.32.0 on a CPU: a draw for each request, of which those of unfinished prompts are
-    dropped."""
+    """As `GPUModelRunner` of 0.32.0 on a CPU: a draw for each request, of which those of unfinished
+    prompts are dropped."""
 
     def __init__(self, seeds: list[int], dropped: list[bool]) -> None:
         made = {i: torch.Generator().manual_seed(seed) for i, seed in enumerate(seeds)}
@@ -38,7 +41,9 @@ class Runner:
         self.discard_request_mask = SimpleNamespace(np=np.array([*dropped, True]))
 
     def _sample(self) -> list[float]:
-        return [float(torch.rand((), generator=made)) for made in self.input_batch.generators.values()]
+        return [
+            float(torch.rand((), generator=made)) for made in self.input_batch.generators.values()
+        ]
 
     def _bookkeeping_sync(self) -> None:
         for i in np.nonzero(self.discard_request_mask.np[: self.input_batch.num_reqs])[0]:

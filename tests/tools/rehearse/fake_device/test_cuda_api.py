@@ -9,11 +9,23 @@ from megatron_gspo.tools.rehearse.host_log import HostLog
 
 
 def test_everything_is_restored() -> None:
-    before = torch.cuda.is_available(), torch.cuda.Stream, torch.Tensor.tolist, torch.nn.Module._apply, torch.tensor
+    before = (
+        torch.cuda.is_available(),
+        torch.cuda.Stream,
+        torch.Tensor.tolist,
+        torch.nn.Module._apply,
+        torch.tensor,
+    )
     with fake_cuda(HostLog()):
         assert torch.cuda.is_available()
         assert torch.cuda.get_device_capability() == (9, 0)
-    after = torch.cuda.is_available(), torch.cuda.Stream, torch.Tensor.tolist, torch.nn.Module._apply, torch.tensor
+    after = (
+        torch.cuda.is_available(),
+        torch.cuda.Stream,
+        torch.Tensor.tolist,
+        torch.nn.Module._apply,
+        torch.tensor,
+    )
     assert after == before
 
 
@@ -54,7 +66,9 @@ def test_the_meta_device_is_the_default_within_its_context() -> None:
 
 
 def test_a_cuda_build_is_not_asked_for_its_driver(monkeypatch) -> None:
-    """torch with CUDA and without a GPU: fake tensors make a real one first, optimizers ask for graphs."""
+    """torch with CUDA and without a GPU: fake tensors make a real one first, optimizers ask for
+    graphs.
+    """
 
     def no_driver(*args: object) -> None:
         raise RuntimeError("CUDA driver version is insufficient")

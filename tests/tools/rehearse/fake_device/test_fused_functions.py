@@ -15,7 +15,11 @@ def saved_bytes(gpu: FakeGpu, before: int) -> int:
 
 @on_fake_gpu
 def test_a_norm_saves_its_input_and_one_number_a_row() -> None:
-    with FakeGpu() as gpu, fused_functions(gpu.host), torch.autograd.set_multithreading_enabled(False):
+    with (
+        FakeGpu() as gpu,
+        fused_functions(gpu.host),
+        torch.autograd.set_multithreading_enabled(False),
+    ):
         x = torch.randn(16, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         weight = torch.randn(64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         before = gpu.memory.total
@@ -27,7 +31,11 @@ def test_a_norm_saves_its_input_and_one_number_a_row() -> None:
 
 @on_fake_gpu
 def test_attention_saves_no_scores() -> None:
-    with FakeGpu() as gpu, fused_functions(gpu.host), torch.autograd.set_multithreading_enabled(False):
+    with (
+        FakeGpu() as gpu,
+        fused_functions(gpu.host),
+        torch.autograd.set_multithreading_enabled(False),
+    ):
         query, key, value = (
             torch.randn(1, heads, 4096, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
             for heads in (4, 2, 2)
@@ -43,7 +51,9 @@ def test_attention_saves_no_scores() -> None:
 @on_fake_gpu
 def test_a_mask_with_grouped_queries_is_a_finding() -> None:
     with FakeGpu() as gpu, fused_functions(gpu.host):
-        query, key = (torch.randn(1, heads, 64, 64, device="cuda", dtype=torch.bfloat16) for heads in (4, 2))
+        query, key = (
+            torch.randn(1, heads, 64, 64, device="cuda", dtype=torch.bfloat16) for heads in (4, 2)
+        )
         mask = torch.ones(1, 1, 64, 64, dtype=torch.bool, device="cuda")
         out = F.scaled_dot_product_attention(query, key, key, attn_mask=mask, enable_gqa=True)
         assert out.shape == query.shape

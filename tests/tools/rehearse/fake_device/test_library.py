@@ -11,7 +11,9 @@ from megatron_gspo.errors import InputError
 from megatron_gspo.tools.rehearse.fake_device import library
 
 
-def test_it_is_compiled_once_into_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_compiled_once_into_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     made = []
 
@@ -58,8 +60,12 @@ def test_torch_must_not_be_there_before() -> None:
 
 
 def test_transformer_engine_is_not_there(tmp_path: Path) -> None:
-    """Megatron would take its optimizer functions, which need a real GPU, even for a model of torch layers."""
-    (tmp_path / "transformer_engine.py").write_text("raise OSError('libcuda.so.1: cannot open shared object file')")
+    """Megatron would take its optimizer functions, which need a real GPU, even for a model of
+    torch layers.
+    """
+    (tmp_path / "transformer_engine.py").write_text(
+        "raise OSError('libcuda.so.1: cannot open shared object file')"
+    )
     code = f"""
 from {library.__name__} import import_torch_with_fake_device
 import_torch_with_fake_device()
@@ -68,6 +74,8 @@ from megatron_gspo.mcore.layers import transformer_engine_available
 print(clip_grads.multi_tensor_applier.__module__, transformer_engine_available())
 """
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONWARNINGS": "ignore"}
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
+    )
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.split() == ["megatron.core.utils", "False"]
