@@ -199,10 +199,13 @@ def optimizer_step(policy: Policy) -> dict[str, float]:
 def _timed(policy: Policy, name: str) -> Iterator[None]:
     """Time a block with the timers of the model's config, if it has any."""
     clock = policy.config.timers
-    if clock is not None:
-        clock(name).start()
-    yield
-    if clock is not None:
+    if clock is None:
+        yield
+        return
+    clock(name).start()
+    try:
+        yield
+    finally:
         clock(name).stop()
 
 

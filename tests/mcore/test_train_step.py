@@ -5,6 +5,7 @@ unchanged.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from megatron_gspo.mcore.train_step import (
     StepResult,
     compute_log_probs,
     forward_backward,
+    optimizer_step,
     pack_mini_batch,
     summed_metrics,
     train_mini_batch,
@@ -249,6 +251,19 @@ def test_the_optimizer_is_timed_by_the_clock_of_the_config(ranks):
             == found["calls"].count(("optimizer", "stop"))
             == 1
         ), name
+
+
+def test_the_clock_stops_when_the_optimizer_fails():
+    def fail() -> None:
+        raise OSError("no memory")
+
+    clock = Clock()
+    policy = SimpleNamespace(
+        config=SimpleNamespace(timers=clock), optimizer=SimpleNamespace(step=fail)
+    )
+    with pytest.raises(OSError, match="no memory"):
+        optimizer_step(policy)
+    assert clock.calls == [("optimizer", "start"), ("optimizer", "stop")]
 
 
 def test_shares_add_up_and_extremes_stay_extremes(ranks):
