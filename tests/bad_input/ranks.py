@@ -35,7 +35,7 @@ def run_ranks(
     count: int,
     folder: Path,
     *,
-    limit: float = 60.0,
+    limit: float = 290.0,
     patience: float | None = None,
 ) -> list[Ended]:
     """Run ``count`` ranks until they end; one that is left after ``limit`` seconds has the code

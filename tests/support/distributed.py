@@ -53,7 +53,7 @@ def run_distributed(
     fn: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout: float = 60.0,
+    timeout: float = 300.0,
     backend: str = "gloo",
 ) -> list[Any]:
     """Call ``fn(rank, world_size, *args)`` in processes of one group; return its values by rank.

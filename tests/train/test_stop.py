@@ -33,7 +33,7 @@ def config(folder: Path, model: str, name: str, *, stop_after: int) -> dict[str,
 
 def run(folder: Path, wanted: dict[str, Any]) -> list[Ended]:
     folder.mkdir()
-    return run_ranks(wanted, 2, folder, limit=120)
+    return run_ranks(wanted, 2, folder)
 
 
 @pytest.fixture(scope="module")
