@@ -125,7 +125,7 @@ def test_a_launch_without_numbers() -> None:
 def test_arguments() -> None:
     options = parse(["a.yaml", "seed=3", "--json", "--sglang.tp-size", "2", "--timeout", "5"])
     assert (options.config, options.overrides) == ("a.yaml", ("seed=3", "--sglang.tp-size", "2"))
-    assert options.as_json and options.seconds == 5.0 and not options.probe
+    assert options.as_json and options.seconds == 5.0
     assert parse([]).config == ""
     for wrong in (
         ["--jsn"],
