@@ -83,17 +83,6 @@ class RouteShape:
         )
 
     @property
-    def moe_layer_indices(self) -> tuple[int, ...]:
-        """Positions of the MoE layers among all layers of the model."""
-        has_experts = self.moe_layers or (True,) * self.layers
-        return tuple(layer for layer, is_moe in enumerate(has_experts) if is_moe)
-
-    @property
-    def model_layers(self) -> int:
-        """All layers of the model."""
-        return len(self.moe_layers) or self.layers
-
-    @property
     def held_layers(self) -> tuple[int, ...]:
         """`held`, or all MoE layers."""
         return tuple(range(self.layers)) if self.held is None else self.held
@@ -292,9 +281,8 @@ def _in_range(ids: np.ndarray, shape: RouteShape) -> bool:
 def _repeats(ids: np.ndarray) -> np.ndarray:
     """[rows, layers] bool: whether the k experts [rows, layers, k] hold one twice."""
     rows, layers, k = ids.shape
-    columns = np.ascontiguousarray(
-        ids.reshape(-1, k).T
-    )  # comparing whole columns is several times faster than sorting
+    # Comparing whole columns is several times faster than sorting.
+    columns = np.ascontiguousarray(ids.reshape(-1, k).T)
     found = np.zeros(rows * layers, dtype=bool)
     for gap in range(1, k):
         found |= (columns[gap:] == columns[:-gap]).any(0)

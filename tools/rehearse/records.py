@@ -226,7 +226,9 @@ def write_record(record: RankRecord, path: Path) -> None:
 
 
 def read_record(path: Path) -> RankRecord:
-    """Read what `write_record` wrote."""
+    """Read what `write_record` wrote, in a folder that this program has made: no other file may be
+    given, since pickle runs what is in it.
+    """
     record = pickle.loads(path.read_bytes())
     assert isinstance(record, RankRecord)
     return record
