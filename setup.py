@@ -26,11 +26,8 @@ EXTRAS = {
     "code": ["pyseccomp>=0.1.2"],  # a filter of system calls for programs; needs libseccomp
     "data": ["datasets>=3.0", "pyarrow>=15"],
     "tracking": ["tensorboard>=2.16", "wandb>=0.17", "mlflow-skinny>=2.14"],
-    "plot": [
-        "matplotlib>=3.8",
-        "jinja2>=3.1",
-        "scipy>=1.15",
-    ],  # figures and the report of megatron-gspo compare
+    # Figures and the report of megatron-gspo compare.
+    "plot": ["matplotlib>=3.8", "jinja2>=3.1", "scipy>=1.15"],
     "sglang": ["sglang>=0.5.15.post1,<0.5.24"],
     "vllm": ["vllm>=0.32,<0.33"],
     "gpu": ["transformer-engine[pytorch]>=2.4"],

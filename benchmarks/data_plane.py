@@ -333,9 +333,8 @@ def data_plane(quick: bool) -> list[Figure]:
     """A rollout batch over data-parallel replicas: memory and CPU time of each rank's host,
     from answers to metrics.
     """
-    os.sched_setaffinity(
-        0, {min(os.sched_getaffinity(0))}
-    )  # two virtual cores may share a real one
+    # Two virtual cores may share a real one.
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     length, most = 4096, 8
     share, turns = (32, 1) if quick else (256, 3)
     figures = []

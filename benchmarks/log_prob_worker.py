@@ -55,12 +55,10 @@ class Case:
         return fits and peer.name in self.peers
 
 
-Inputs = tuple[
-    Tensor, Tensor, Tensor
-]  # hidden [T, h], this rank's rows of the weight [V / tp, h], labels [T]
-Outputs = list[
-    Tensor
-]  # log-probs, entropy, gradients of hidden and of the weight, as far as the case has them
+# Hidden [T, h], this rank's rows of the weight [V / tp, h], labels [T].
+Inputs = tuple[Tensor, Tensor, Tensor]
+# Log-probs, entropy, gradients of hidden and of the weight, as far as the case has them.
+Outputs = list[Tensor]
 
 
 def make_inputs(case: Case, rank: int) -> Inputs:

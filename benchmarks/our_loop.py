@@ -69,9 +69,8 @@ class Clock(Timers):
             with super().__call__(phase):
                 yield
         finally:
-            spent = self.phases[
-                PHASES.get(phase, phase)
-            ]  # a phase in which ``start`` was called counts from there
+            # A phase in which ``start`` was called counts from there.
+            spent = self.phases[PHASES.get(phase, phase)]
             spent[0] += time.perf_counter() - max(begin[0], self.begin[0])
             spent[1] += time.process_time() - max(begin[1], self.begin[1])
 

@@ -60,9 +60,8 @@ def make_model(path: Path, mebibytes: int) -> dict[str, torch.Tensor]:
     from megatron_gspo.tools.make_tiny_model import character_tokenizer
 
     tokenizer = character_tokenizer()
-    layers = max(
-        1, round(mebibytes / (16 * 3 * 0.5 + 6))
-    )  # 16 experts of 3 tensors; attention takes 6 MiB
+    # 16 experts of 3 tensors; attention takes 6 MiB.
+    layers = max(1, round(mebibytes / (16 * 3 * 0.5 + 6)))
     config = Qwen3MoeConfig(
         vocab_size=-(-len(tokenizer) // 8) * 8,
         hidden_size=512,

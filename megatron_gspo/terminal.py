@@ -28,9 +28,8 @@ def outlive_terminal() -> None:
         stream = getattr(sys, name)
         if stream is None or stream is getattr(sys, f"__{name}__"):
             setattr(sys, name, _lasting(name, stream))
-    if (
-        threading.current_thread() is threading.main_thread()
-    ):  # inherited by worker processes, unlike a handler
+    # Inherited by worker processes, unlike a handler.
+    if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 

@@ -23,10 +23,8 @@ _PLACEHOLDERS = {f"#{0xA1B200 + i:06x}": f"v{i}" for i in range(COLOURS)} | {
 }
 TEXT, GRID, FAINT = "#a1b400", "#a1b401", "#a1b402"
 _PLACEHOLDERS |= {TEXT: "text", GRID: "grid", FAINT: "faint"}
-_SIZE = (
-    3.4,
-    2.4,
-)  # inches; two panels beside each other are read at 400 pixels, where 9.5 points are 7 pixels
+# Inches; two panels beside each other are read at 400 pixels, where 9.5 points are 7 pixels.
+_SIZE = (3.4, 2.4)
 _TITLE_LETTERS = 34  # of a title's line
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",

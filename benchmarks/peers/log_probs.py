@@ -23,9 +23,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 Result = tuple[Tensor, Tensor | None]  # log-probs [T], entropy [T] if requested
-Function = Callable[
-    [Tensor, Tensor, Tensor, bool], Result
-]  # hidden [T, h], weight [V / tp, h], labels [T], entropy?
+# Hidden [T, h], weight [V / tp, h], labels [T], entropy?
+Function = Callable[[Tensor, Tensor, Tensor, bool], Result]
 
 
 @dataclass(frozen=True)

@@ -160,9 +160,8 @@ def build_trainer(args: argparse.Namespace, output_dir: str) -> TimedTrainer:
         loss_type="grpo",
         beta=0.0,
         scale_rewards="group",
-        router_aux_loss_coef=(
-            0.0 if mixture else None
-        ),  # None would add the model config's own coefficient
+        # None would add the model config's own coefficient.
+        router_aux_loss_coef=(0.0 if mixture else None),
         epsilon=args.clip_low,
         epsilon_high=args.clip_high,
         temperature=1.0,

@@ -46,9 +46,8 @@ def rollout(step, vocabulary=64):  # yours: any engine that gives token ids, log
     )
     for sample, advantage in zip(samples, group_advantages(rewards, groups).tolist(), strict=True):
         sample.advantages = np.full(16, advantage, np.float32)
-        sample.old_log_probs = np.full(
-            16, -np.log(vocabulary), np.float32
-        )  # yours: the policy before its first update
+        # Yours: the policy before its first update.
+        sample.old_log_probs = np.full(16, -np.log(vocabulary), np.float32)
     return [pack(half, num_sequences=8, num_tokens=128) for half in (samples[:4], samples[4:])]
 
 

@@ -114,9 +114,8 @@ def _centres(bins: Tensor) -> Tensor:
     """The log-ratio that stands for each bin, float64: within half a bin of any other."""
     step = bins - _ONE_SIGN
     index = step.abs().double() - 1
-    growing = (
-        _SMALLEST * (index * _GROWTH).exp() * (1 + _OF_THE_LOG)
-    )  # bin (a, a * growth): a (1 + alpha)
+    # Bin (a, a * growth): a (1 + alpha).
+    growing = _SMALLEST * (index * _GROWTH).exp() * (1 + _OF_THE_LOG)
     equal = _BORDER + (index - _GROWING + 0.5) * 2 * _HALF
     size = torch.where(index < _GROWING, growing, equal)
     return torch.where(step == 0, 0.0, size.copysign(step))

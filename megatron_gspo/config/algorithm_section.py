@@ -128,9 +128,8 @@ def with_preset(given: dict[str, Any], *, max_response_length: int | None) -> di
     """
     known = {field.name for field in fields(AlgorithmConfig)}
     name = given.get("name") or "gspo"
-    preset = PRESETS[
-        name if isinstance(name, str) and name in PRESETS else "gspo"
-    ]  # validation refuses other names
+    # Validation refuses other names.
+    preset = PRESETS[name if isinstance(name, str) and name in PRESETS else "gspo"]
     chosen = {key: value for key, value in given.items() if value is not None or key not in known}
     correction = given.get("rollout_correction_preset")
     corrected = CORRECTIONS.get(correction, {}) if isinstance(correction, str) else {}  # as above

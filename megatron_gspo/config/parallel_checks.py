@@ -68,9 +68,8 @@ def check_divisibility(parallel: ParallelConfig, hf: dict[str, Any]) -> None:
         ("intermediate_size",) if has_dense else ()
     ):
         _divides("tensor_model_parallel_size", tensor, key, hf.get(key))
-    if heads := hf.get(
-        "linear_num_key_heads"
-    ):  # under context parallelism the ranks exchange heads for tokens
+    # Under context parallelism the ranks exchange heads for tokens.
+    if heads := hf.get("linear_num_key_heads"):
         _divides("tensor_model_parallel_size", tensor, "linear_num_key_heads", heads)
         context = parallel.context_parallel_size
         _divides(

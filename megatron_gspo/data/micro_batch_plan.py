@@ -154,9 +154,8 @@ def _near_home(
     """[n] int32: each sequence's home where all of its mini-batches have room for it there,
     else another replica.
     """
-    member = np.empty(
-        (len(epochs), len(sizes)), dtype=np.int64
-    )  # mini-batch of each sequence in each pass
+    # Mini-batch of each sequence in each pass.
+    member = np.empty((len(epochs), len(sizes)), dtype=np.int64)
     for epoch, batches in enumerate(epochs):
         for number, rows in enumerate(batches):
             member[epoch, rows] = number
@@ -219,9 +218,8 @@ def _assigned(padded: np.ndarray, rules: PackingRules, replica: np.ndarray) -> S
         found if len(found) == count else _alone(padded[rows], rules, count)
         for rows, found in zip(mine, alone, strict=True)
     ]
-    if (
-        len({len(plan) for plan in plans}) > 1
-    ):  # bins that could not be levelled: empty ones make up the number
+    # Bins that could not be levelled: empty ones make up the number.
+    if len({len(plan) for plan in plans}) > 1:
         count = max(map(len, plans))
         plans = [plan + [[] for _ in range(count - len(plan))] for plan in plans]
     return [

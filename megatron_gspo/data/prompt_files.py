@@ -189,9 +189,8 @@ def _files_of(path: Path) -> list[Path]:
     files = [
         file for file in inside if file.name not in _DESCRIBING and _reader_of(file) is not None
     ]
-    tables = [
-        file for file in files if _format_of(file)[0] != ".json"
-    ]  # beside them, .json is often a description
+    # Beside them, .json is often a description.
+    tables = [file for file in files if _format_of(file)[0] != ".json"]
     files = tables or files
     if not files:
         raise PromptError(

@@ -27,9 +27,8 @@ from megatron_gspo.parallel.host_exchange import (
     sum_over_ranks,
 )
 
-_PIECE = (
-    1 << 16
-)  # tokens whose temporaries stay in a core's cache; new memory for more costs as much as the work
+# Tokens whose temporaries stay in a core's cache; new memory for more costs as much as the work.
+_PIECE = 1 << 16
 
 ROW = np.dtype(
     [

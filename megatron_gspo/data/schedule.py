@@ -172,9 +172,8 @@ def _level(
             sizes, order, [target for target in targets for _ in range(num_ranks)], capacity
         )
         if bins is not None:
-            bounds = [
-                k for k in range(1, len(targets)) if targets[k - 1] > targets[k] + 1
-            ]  # rounding makes 1
+            # Rounding makes 1.
+            bounds = [k for k in range(1, len(targets)) if targets[k - 1] > targets[k] + 1]
             ends = zip([0, *bounds], [*bounds, len(targets)], strict=True)
             return [
                 members

@@ -77,9 +77,8 @@ def with_turn_advantages(
     table = batch.table
     counts = np.where(counts_in_group(table), table["turns"], 0)
     ends = np.cumsum(counts)
-    rewards = np.zeros(
-        int(ends[-1]) if len(ends) else 0
-    )  # of the turns of counted episodes, end to end
+    # Of the turns of counted episodes, end to end.
+    rewards = np.zeros(int(ends[-1]) if len(ends) else 0)
     for i, sample in batch.held.items():
         if counts[i]:
             own = [span.reward for span in spans(sample)]

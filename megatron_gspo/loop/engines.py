@@ -238,9 +238,8 @@ def weight_sources(config: Config, urls: Sequence[str]) -> tuple[Source, ...]:
     if config.lora.sends_adapters and servers.weight_transport == "tensor":
         return WHOLE
     one_node = sources[-1].rank < _ranks_of_the_first_node()
-    by_rank_zero = (
-        servers.weight_transport == "disk" or servers.uses_receiver
-    )  # who sends all requests
+    # Who sends all requests.
+    by_rank_zero = servers.weight_transport == "disk" or servers.uses_receiver
     return sources if one_node or bool(servers.urls) or by_rank_zero else WHOLE
 
 

@@ -99,9 +99,8 @@ class exit_together:  # noqa: N801  # a context manager, used like a function
             except BaseException as failure:
                 error = failure
         code = self._watcher.settle(error)
-        if (
-            dist.get_world_size() == 1
-        ):  # among several a group may wait for a rank that is gone; exiting ends it too
+        # Among several a group may wait for a rank that is gone; exiting ends it too.
+        if dist.get_world_size() == 1:
             self._watcher.close()
             shutdown()
         else:

@@ -208,9 +208,8 @@ def next_prompts(
     """The cursor with ``count`` pending prompts, as far as the data has so many: none twice,
     none that was used.
     """
-    pending = [
-        index for index in cursor.pending if index < len(prompts)
-    ]  # a run may continue with fewer prompts
+    # A run may continue with fewer prompts.
+    pending = [index for index in cursor.pending if index < len(prompts)]
     drawn = cursor.drawn
     tries = 0
     while (missing := count - len(pending)) > 0 and tries < _TRIES:

@@ -64,9 +64,8 @@ def _check_checkpoint(key: str, path: str, init: str, *, value_head: bool) -> Mo
 def load_tokenizer(config: Config) -> Any:
     """The model's tokenizer; ``ConfigError`` if it can't be loaded."""
     path = config.model.path
-    if not any(
-        (Path(path) / name).is_file() for name in _TOKENIZERS
-    ):  # Transformers would make an empty one
+    # Transformers would make an empty one.
+    if not any((Path(path) / name).is_file() for name in _TOKENIZERS):
         problem = f"has no tokenizer (none of {', '.join(_TOKENIZERS)})"
         raise ConfigError("model.path", path, problem, "copy the model's tokenizer files there")
     try:

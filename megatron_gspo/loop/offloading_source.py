@@ -105,8 +105,7 @@ class OffloadingSource:
 
     def _make_room(self) -> None:
         if not self._idle:
-            with contextlib.suppress(
-                SharedEngineError
-            ):  # it has failed: what is about to be done is to save the run
+            # It has failed: what is about to be done is to save the run.
+            with contextlib.suppress(SharedEngineError):
                 self._source.pause(keep=True)
             self._idle = True

@@ -80,9 +80,8 @@ def run_optimizer_steps(
                 plan=packing,
             )
         routing.add_update(result.routing, part, timers, flips=writes_ratios(config, step + 1))
-        if (
-            not results and config.algorithm.old_log_probs == "rollout"
-        ):  # before it the policy is the old one
+        # Before it the policy is the old one.
+        if not results and config.algorithm.old_log_probs == "rollout":
             update.metrics.update(mismatch(part, result.log_probs))
         if config.algorithm.has_ratio:
             ratios = _added(ratios, part, result)

@@ -75,9 +75,8 @@ class RolloutCache:
         except (TypeError, ValueError) as error:  # metadata that JSON can't represent
             failed = f"{type(error).__name__}: {error}"
         parts = np.concatenate(gather_rows_of_ranks(own, batch.group))
-        head = (
-            self._head(rollout, parts) if dist.get_rank() == 0 else b""
-        )  # it alone reads the prompts
+        # It alone reads the prompts.
+        head = self._head(rollout, parts) if dist.get_rank() == 0 else b""
         [head_bytes] = sum_over_ranks(np.array([len(head)], dtype=np.int64), batch.group).tolist()
         offset = head_bytes + batch.table.nbytes + int(parts["bytes"][: dist.get_rank()].sum())
         if dist.get_rank() == 0 and not failed:

@@ -86,9 +86,8 @@ def mismatch(batch: SampleBatch, log_probs: Mapping[int, np.ndarray]) -> dict[st
         tokens = _Tokens.of(piece, log_probs)
         both = tokens.log_probs, tokens.rollout
         shares = mismatch_metrics(both[0].double(), both[1].double(), tokens.mask, num_tokens=count)
-        largest = float(
-            np.maximum(largest, float(shares.pop("mismatch/abs_diff_max")))
-        )  # NaN stays
+        # NaN stays.
+        largest = float(np.maximum(largest, float(shares.pop("mismatch/abs_diff_max"))))
         totals = {name: totals.get(name, 0.0) + float(value) for name, value in shares.items()}
         histograms = added_histograms(histograms, ratio_histograms(*both, tokens.mask, tokens.ids))
     found = dict(zip(totals, batch.sum(*totals.values()), strict=True))
@@ -179,9 +178,8 @@ def _weight(
         units = weights[tokens.mask]
     else:
         weights = sequence_importance_weights(*both, tokens.segments, threshold=cap, lower=low)
-        last = torch.zeros(tokens.count).index_copy(
-            0, tokens.ids, weights
-        )  # any token's: they are equal
+        # Any token's: they are equal.
+        last = torch.zeros(tokens.count).index_copy(0, tokens.ids, weights)
         units = last[tokens.ids[tokens.mask].unique()]
     parts = tokens.split(weights, batch)
     weighted = batch.map(lambda i, sample: replace(sample, advantages=sample.advantages * parts[i]))

@@ -94,9 +94,8 @@ def train(config: Config, *, engine: RolloutEngine | None = None) -> LoopState:
             collapses = guard.action == "stop" and metrics.get("guard/alarm") == 1.0
             stops = stop_requested() or collapses
             if stops or checkpoints.is_due(state.step, config.training.steps):
-                with timers(
-                    "checkpoint"
-                ):  # logged with the next step: a step is logged before it is saved
+                # Logged with the next step: a step is logged before it is saved.
+                with timers("checkpoint"):
                     checkpoints.begin(state)
             if stops and state.step < config.training.steps:
                 checkpoints.finish()

@@ -23,10 +23,8 @@ def handle_sources(
     config: Config, urls: Sequence[str], ranks_per_node: int
 ) -> tuple[WeightSource, ...]:
     """The sources for the servers at `urls`. A collective. Raises ConfigError: see `hand_over`."""
-    started, urls = (
-        bool(config.servers.num_servers),
-        [check_url(url) for url in urls],
-    )  # as `ServerInfo` has them
+    # As `ServerInfo` has them.
+    started, urls = (bool(config.servers.num_servers), [check_url(url) for url in urls])
     nodes = [0] * len(urls) if started else _nodes_of(urls, ranks_per_node)
     places = server_places(config.servers, urls, nodes, ranks_per_node)
     return hand_over(config.parallel, dist.get_world_size(), ranks_per_node, places)

@@ -392,9 +392,8 @@ class PackedAttention(torch.nn.Module):
     def _padded(self, plan: PackedSequences, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attention of padded batches."""
         layout = plan.padded
-        if (
-            query.device.type == "cuda" and query.shape[1] != key.shape[1]
-        ):  # no grouped queries in most CUDA kernels
+        # No grouped queries in most CUDA kernels.
+        if query.device.type == "cuda" and query.shape[1] != key.shape[1]:
             key, value = (
                 x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value)
             )

@@ -97,7 +97,6 @@ class GroupedProducts:
         )
 
     def sums(self, rows: Tensor) -> Sequence[Tensor]:
-        ones = rows.new_ones(
-            rows.shape[0], STRIDE
-        )  # of the kernel's least width; one column is the sum
+        # Of the kernel's least width; one column is the sum.
+        ones = rows.new_ones(rows.shape[0], STRIDE)
         return [product[:, 0] for product in self.weight_gradients(rows, ones)]

@@ -82,9 +82,8 @@ def map_parameters(
         if is_expert := _EXPERT.fullmatch(local):
             expert = int(is_expert[2]) + groups.ep.rank() * (shape.num_experts // groups.ep.size())
             local = f"{is_expert[1]}{{expert}}{is_expert[3]}"
-        if (
-            shape.tied_embeddings and local == "output_layer.weight"
-        ):  # the last pipeline stage's copy of the embedding
+        # The last pipeline stage's copy of the embedding.
+        if shape.tied_embeddings and local == "output_layer.weight":
             local = "embedding.word_embeddings.weight"
         rule = rules[layer].get(local)
         if rule is None:
@@ -429,9 +428,8 @@ def join_shards(
         rule = mapped.rule
         parts = zip(*(rule.split(rank[i], shape) for rank in ranks), strict=True)
         for name, shards in zip(mapped.names, parts, strict=True):
-            is_whole = (
-                len(shards) == 1 or rule.shard is Shard.NONE
-            )  # an expert's bias is on all of its ranks
+            # An expert's bias is on all of its ranks.
+            is_whole = len(shards) == 1 or rule.shard is Shard.NONE
             whole = shards[0] if is_whole else _joined(shards, rule, name, shape)
             tensors[name] = whole[: shape.vocab_size] if rule.is_vocabulary else whole
     return tensors

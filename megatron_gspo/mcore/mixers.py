@@ -56,9 +56,8 @@ def _sink_attention(spec: Any, config: Any, shape: ModelShape | None) -> Any:
 
 
 def _joint_norm_options(shape: ModelShape) -> dict[str, Any]:
-    return _attention_options(shape) | dict(
-        qk_layernorm=False
-    )  # Megatron's name for norms of one head
+    # Megatron's name for norms of one head.
+    return _attention_options(shape) | dict(qk_layernorm=False)
 
 
 def _joint_norm_attention(spec: Any, config: Any, shape: ModelShape | None) -> Any:

@@ -79,9 +79,8 @@ def transformer_config(
             recompute_num_layers=model.recompute_num_layers or 1,
         )
     config = construct(TransformerConfig, keywords, options.transformer)
-    if (
-        shape.linear_bias
-    ):  # refused with expert-tensor parallelism: Megatron's own experts would add it on every rank
+    # Refused with expert-tensor parallelism: Megatron's own experts would add it on every rank.
+    if shape.linear_bias:
         config.add_bias_linear = True
     if _on_meta_device():  # no values to draw: most of the time that a build takes
         config.init_method = config.output_layer_init_method = lambda weight: weight

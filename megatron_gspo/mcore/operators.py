@@ -39,9 +39,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        squares = torch.linalg.vecdot(x, x).unsqueeze(
-            -1
-        )  # a little closer than the square of vector_norm
+        # A little closer than the square of vector_norm.
+        squares = torch.linalg.vecdot(x, x).unsqueeze(-1)
         inverse = squares.mul_(1.0 / x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, inverse)
         return (x * inverse).mul_(weight)
@@ -101,9 +100,8 @@ class _PadRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, source: Tensor, slot: Tensor) -> Tensor:
         ctx.save_for_backward(slot)
-        return x.contiguous().index_select(
-            0, source
-        )  # torch selects row by row from a strided tensor
+        # Torch selects row by row from a strided tensor.
+        return x.contiguous().index_select(0, source)
 
     @staticmethod
     @once_differentiable

@@ -165,9 +165,8 @@ class Policy:
 
     def _chunks_to_send(self, source: WeightSource | None) -> list[Any]:
         self.memory.restore_weights()
-        if (
-            source is None or source.number == 0
-        ):  # a collective: the sources after it send at the same time
+        # A collective: the sources after it send at the same time.
+        if source is None or source.number == 0:
             self.gather_weights()
         return [unwrap(chunk) for chunk in self.chunks]
 

@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
 
-ROLLOUT, UPDATE, EVALUATION = range(
-    3
-)  # phases of a step; a resumed run may begin with either of the first two
+# Phases of a step; a resumed run may begin with either of the first two.
+ROLLOUT, UPDATE, EVALUATION = range(3)
 
 
 def seed_generators(seed: int, step: int, phase: int) -> None:
@@ -25,8 +24,7 @@ def seed_generators(seed: int, step: int, phase: int) -> None:
     mine = np.random.SeedSequence([seed, step, phase, dist.get_rank()]).generate_state(3)
     shared = int(np.random.SeedSequence([seed, step, phase]).generate_state(1)[0])
     tensor_parallel.model_parallel_cuda_manual_seed(shared)
-    torch.default_generator.manual_seed(
-        int(mine[2])
-    )  # the CPU's alone: the GPU's default one is Megatron's to seed
+    # The CPU's alone: the GPU's default one is Megatron's to seed.
+    torch.default_generator.manual_seed(int(mine[2]))
     np.random.seed(mine[1])
     random.seed(int(mine[0]))

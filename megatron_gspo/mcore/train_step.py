@@ -257,9 +257,8 @@ def summed_metrics(per_micro_batch: Sequence[dict[str, Any]], policy: Policy) ->
             for name, value in metrics.items():
                 total[name] = _combine(name, total[name], value) if name in total else value
         reduced = reduce_metrics(total, groups.dp_cp)
-        values = (
-            torch.stack(list(reduced.values())).cpu().tolist() if reduced else []
-        )  # one transfer
+        # One transfer.
+        values = torch.stack(list(reduced.values())).cpu().tolist() if reduced else []
         summed = [dict(zip(reduced, values, strict=True))]
     if groups.pp.size() > 1:
         dist.broadcast_object_list(summed, src=groups.last_stage_rank, group=groups.pp)

@@ -65,9 +65,8 @@ def export_source(
     layers: what is exported; None: the weights.
     """
     sends_shared = source.shared and dist.get_global_rank(groups.tp, 0) == source.rank
-    experts = (
-        groups.expert_tp_ep if family.stacks_experts else groups.expert_tp
-    )  # those that hold a source's experts
+    # Those that hold a source's experts.
+    experts = groups.expert_tp_ep if family.stacks_experts else groups.expert_tp
     sends_experts = source.experts and dist.get_global_rank(experts, 0) == source.rank
     if not (sends_shared or sends_experts):  # most ranks, for each of the sources
         return

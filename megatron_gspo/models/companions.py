@@ -37,11 +37,8 @@ _PATTERNS = (
     "processor_config.json",
 )
 _CODE = "*.py"
-_WITH_CODE = (
-    "config.json",
-    "tokenizer_config.json",
-    "*processor_config.json",
-)  # they may have an `auto_map`
+# They may have an `auto_map`.
+_WITH_CODE = ("config.json", "tokenizer_config.json", "*processor_config.json")
 
 
 def companions(folder: str | Path) -> list[Path]:

@@ -121,9 +121,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "swiglu_limit": 7.0,
     },
     "minimax_m2": {
-        **{
-            key: value for key, value in _ATTENTION.items() if key != "partial_rotary_factor"
-        },  # from rotary_dim
+        # Its partial_rotary_factor comes from rotary_dim.
+        **{key: value for key, value in _ATTENTION.items() if key != "partial_rotary_factor"},
         "head_dim": 128,
         "max_position_embeddings": 196608,
         "num_key_value_heads": 8,

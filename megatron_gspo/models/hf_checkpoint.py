@@ -357,9 +357,8 @@ def write_part(
     with writing(path):
         for name, tensor in tensors:
             value = tensor.detach().to("cpu", dtype).contiguous().clone()
-            written[value.dtype] += (
-                value.nbytes if value.element_size() > 1 else 0
-            )  # of weights that aren't quantised
+            # Of weights that aren't quantised.
+            written[value.dtype] += value.nbytes if value.element_size() > 1 else 0
             if size + value.nbytes > max_shard_bytes:
                 take()
                 size = 0

@@ -6,10 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-BLOCKS, SCALES = (
-    "_blocks",
-    "_scales",
-)  # ends of the names of the two tensors that a quantised one is stored as
+# Ends of the names of the two tensors that a quantised one is stored as.
+BLOCKS, SCALES = ("_blocks", "_scales")
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BIAS = 127  # of the scales' exponents
 

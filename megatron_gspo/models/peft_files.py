@@ -36,9 +36,8 @@ _EXPERT = re.compile(
     r"(.+\.mlp\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.lora_([AB])\.weight"
 )
 _FUSED = re.compile(r"(.+\.mlp\.experts)\.(base_layer\.)?lora_([AB])\.weight")
-_ROUTER = re.compile(
-    r".+\.mlp\.(gate|router)"
-)  # in Transformers no linear layer, but a module with a parameter
+# In Transformers no linear layer, but a module with a parameter.
+_ROUTER = re.compile(r".+\.mlp\.(gate|router)")
 _LOW_RANK = re.compile(r".+\.lora_([AB])\.weight")
 _LARGEST_RANK = 1 << 16
 _LARGEST_ALPHA = 1e9

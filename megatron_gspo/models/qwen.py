@@ -70,9 +70,8 @@ def _qwen3_moe(config: dict[str, Any]) -> ModelShape:
         ("qkv_bias", False),
         ("use_qk_norm", True),
     ):
-        only(
-            config, key, known
-        )  # Transformers doesn't read them; Qwen3-Coder's config.json has the last three
+        # Transformers doesn't read them; Qwen3-Coder's config.json has the last three.
+        only(config, key, known)
     return replace(_without_bias(config, lambda layer: True), **softmax_experts(config))
 
 

@@ -106,9 +106,8 @@ _DELTA_NET = tuple(
     ),
 )
 _MIXERS = {"attention": GATED_ATTENTION, "gated_delta_net": _DELTA_NET}
-_ALONE = (
-    ("model.language_model.", "model."),
-)  # names in a whole model's files and in the language model alone
+# Names in a whole model's files and in the language model alone.
+_ALONE = (("model.language_model.", "model."),)
 _DENSE_TEXT = Family("qwen3_5_text", _qwen3_5, _MIXERS, DENSE, in_transformers=_ALONE)
 _MOE_TEXT = Family(
     "qwen3_5_moe_text",

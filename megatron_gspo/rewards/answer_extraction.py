@@ -65,9 +65,8 @@ def _number(text: str) -> Decimal | None:
 def _last_boxed(text: str) -> str | None:
     for box in reversed(list(_BOX.finditer(text))):
         if text.startswith("{", box.end()):
-            content = _braced(
-                text, box.end()
-            )  # None for one that was cut off: the one before counts
+            # None for one that was cut off: the one before counts.
+            content = _braced(text, box.end())
         else:
             unbraced = _UNBRACED.match(text, box.end())
             content = unbraced[0].rstrip(".,;") if unbraced else None

@@ -55,9 +55,8 @@ def equal_to_reference(text: str, reference: str) -> bool:
     if _equal(gold, _parse(text) if boxed is None else _parse_latex(boxed)):
         return True
     has_several = isinstance(gold[0], (sympy.FiniteSet, sympy.Tuple)) and len(gold[0].args) > 1
-    return (
-        has_several and boxed is not None and _equal(gold, _parse(text))
-    )  # each in a box of its own
+    # Each in a box of its own.
+    return has_several and boxed is not None and _equal(gold, _parse(text))
 
 
 @functools.lru_cache(maxsize=1024)

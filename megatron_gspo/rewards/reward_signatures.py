@@ -27,12 +27,8 @@ _TAKEN = (
     " extra_info) or TRL's (prompts, completions, **kwargs)"
 )
 _VERL_ARGUMENTS = {"data_source", "solution_str", "ground_truth", "extra_info"}
-_TRL_ARGUMENTS = {
-    "completion_ids",
-    "trainer_state",
-    "log_extra",
-    "log_metric",
-}  # that only TRL can give
+# That only TRL can give.
+_TRL_ARGUMENTS = {"completion_ids", "trainer_state", "log_extra", "log_metric"}
 _ANSWER_NAMES = {"answer", "ground_truth", "label", "reference", "solution"}
 
 
@@ -140,9 +136,8 @@ def _from_trl(
 
     def call(text: str, prompt: Prompt) -> Any:
         columns = {"answer": prompt.answer} | prompt.metadata
-        columns |= {
-            name: prompt.answer for name in required if name not in columns
-        }  # data.answer_key's column
+        # data.answer_key's column.
+        columns |= {name: prompt.answer for name in required if name not in columns}
         columns |= {"prompts": prompt.text, "completions": text}
         lists = {name: [value] for name, value in columns.items() if name not in options}
         return only(function(**_accepted(lists, parameters), **options))

@@ -57,9 +57,8 @@ def with_neighbours(name: str, function: Callable[..., Any]) -> Callable[..., An
 
 def _module(label: str, module: str, refusal: type[InputError]) -> ModuleType:
     try:
-        with _importing_from(
-            (Path.cwd(),)
-        ):  # the command megatron-gspo does not have it on its path
+        # The command megatron-gspo does not have it on its path.
+        with _importing_from((Path.cwd(),)):
             return importlib.import_module(module)
     except (Exception, SystemExit) as error:  # a user's module may fail in any way
         raise refusal(f"{label}: importing {module} failed ({_reason(error)}); fix it") from error
@@ -73,9 +72,8 @@ def _module_from_file(label: str, location: str, refusal: type[InputError]) -> M
     digest = hashlib.sha256(str(path).encode()).hexdigest()[:8]
     package = ".".join(path.relative_to(_folders_of(path)[-1]).parent.parts)
     unique = f"{label.partition(' ')[0]}_{path.stem}_{digest}"
-    unique = (
-        f"{package}.{unique}" if package else unique
-    )  # so that relative imports find the package
+    # So that relative imports find the package.
+    unique = f"{package}.{unique}" if package else unique
     spec = importlib.util.spec_from_file_location(unique, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -114,9 +112,8 @@ def _importing_from(folders: tuple[Path, ...]) -> Iterator[None]:
         for entry in first:
             with contextlib.suppress(ValueError):  # the user's code has removed it
                 sys.path.remove(entry)
-        sys.path.extend(
-            entry for entry in first if entry not in sys.path
-        )  # for threads and processes of the user's
+        # For threads and processes of the user's.
+        sys.path.extend(entry for entry in first if entry not in sys.path)
         new = sys.modules.keys() - known if len(sys.modules) != len(known) else ()
         neighbours.update({name: sys.modules[name] for name in new if _is_in(folders, name)})
         sys.modules.update(hidden)

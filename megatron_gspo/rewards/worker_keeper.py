@@ -32,9 +32,8 @@ def fork_worker(parent: int, connection: int) -> None:
     """
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     watched = {signal.SIGCHLD, signal.SIGTERM}
-    signal.signal(
-        signal.SIGCHLD, signal.SIG_DFL
-    )  # a parent that ignores it would take the status away
+    # A parent that ignores it would take the status away.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, watched)
     keeper = os.getpid()
     worker = os.fork()

@@ -30,9 +30,8 @@ _COLUMNS = (
     "token_versions",
     "tokens",
 )
-_FORMAT = int.from_bytes(
-    b"samples4", "little"
-)  # at the start of the bytes; another version's are refused
+# At the start of the bytes; another version's are refused.
+_FORMAT = int.from_bytes(b"samples4", "little")
 _COLUMN = {name: i for i, name in enumerate(_COLUMNS)}
 
 

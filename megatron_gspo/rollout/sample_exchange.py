@@ -28,9 +28,8 @@ from megatron_gspo.rollout.sample_checks import check_samples
 from megatron_gspo.rollout.sample_codec import decode_samples, encode_samples
 from megatron_gspo.routing_replay.routes import RouteShape
 
-BUCKET_BYTES = (
-    64 << 20
-)  # that a rank sends, or receives, in one round; a longer sample is a round of its own
+# That a rank sends, or receives, in one round; a longer sample is a round of its own.
+BUCKET_BYTES = 64 << 20
 _TOKEN_BYTES = 32  # of a token without routes, about: id, mask, log-probs, versions, text
 
 
@@ -167,9 +166,8 @@ def move_samples(
         arrived = {sender: part for sender, part in received.items() if len(part)}
         for sender, part in (arrived or dict.fromkeys(senders)).items():
             passed = _passed_on(part, shared, stages)
-            if (
-                arrived and sender == here
-            ):  # the memory of copies would come beside theirs, in holes of the heap
+            # The memory of copies would come beside theirs, in holes of the heap.
+            if arrived and sender == here:
                 held |= {i: _on_stage(sample, 0, stages) for i, sample in mine.items()}
             else:
                 held |= dict(decode_samples(passed))

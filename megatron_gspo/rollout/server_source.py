@@ -246,9 +246,8 @@ class ServerSource:
         deadline, reported = time.monotonic() + self._config.recovery_timeout, ""
         while True:
             if self.on_rank_zero(lambda engine: engine.interrupts(self._version)):
-                self.on_clients(
-                    lambda client: client.pause()
-                )  # all of them, before one aborts at the servers
+                # All of them, before one aborts at the servers.
+                self.on_clients(lambda client: client.pause())
                 self.on_clients(lambda client: client.interrupt())
             failure = self._distribution.run(self._weights, self._version)
             self._share_states()

@@ -185,10 +185,8 @@ async def _read(response: aiohttp.ClientResponse, max_bytes: int, where: str) ->
             f"{where}: the answer has {declared} bytes, at most {max_bytes} are expected",
             retry=True,
         )
-    payload, size = (
-        bytearray(declared or 0),
-        0,
-    )  # of its final size at once; joining parts would hold it twice
+    # Of its final size at once; joining parts would hold it twice.
+    payload, size = (bytearray(declared or 0), 0)
     async for part in response.content.iter_chunked(_CHUNK):
         if size + len(part) > max_bytes:
             response.close()

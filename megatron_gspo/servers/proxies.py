@@ -66,9 +66,8 @@ def proxy_for(url: str, environment: Mapping[str, str] = os.environ) -> str | No
     if proxy_bypass_environment(host, {"no": excluded}) or _is_in_networks(host, excluded):
         return None
     proxy = proxy if "://" in proxy else f"http://{proxy}"
-    return (
-        proxy if proxy.startswith(("http://", "https://")) else None
-    )  # our client knows no others
+    # Our client knows no others.
+    return proxy if proxy.startswith(("http://", "https://")) else None
 
 
 def _variable(environment: Mapping[str, str], name: str) -> str:

@@ -81,9 +81,8 @@ def server_environment(
     host: where the server listens, which it reaches without a proxy: SGLang warms up with a request
     to itself.
     """
-    environment = without_launch_variables(
-        base
-    )  # with them it would wait for other ranks at torchrun's store
+    # With them it would wait for other ranks at torchrun's store.
+    environment = without_launch_variables(base)
     environment["PYTHONSAFEPATH"] = "1"  # `python -m` would search the working directory first
     if python != sys.executable:
         environment = {

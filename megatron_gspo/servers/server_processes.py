@@ -183,9 +183,8 @@ class LocalServers:
         launch = self.launch
         process.key_file = launch.write_key(self._api_key) if self._api_key else None
         command = launch.command(process.index, process.port, key_file=process.key_file)
-        hide = (
-            ["--hide"] if self._api_key else []
-        )  # a server may log its settings, the key among them
+        # A server may log its settings, the key among them.
+        hide = ["--hide"] if self._api_key else []
         program = [sys.executable, "-I", "-S", str(Path(__file__).with_name("supervisor.py"))]
         with writing(process.log), open(process.log, "ab", opener=_open_private) as log:
             process.log_start = os.fstat(log.fileno()).st_size

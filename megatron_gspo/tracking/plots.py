@@ -205,9 +205,8 @@ def _draw_curve(
             steps, values, color=colour, ls=style, lw=1.8, marker="o", ms=4, label=label or None
         )
         text: dict[str, Any] = {"textcoords": "offset points", "fontsize": _LABEL, "color": colour}
-        below = (
-            len(values) > 1 and values[1] > values[0]
-        )  # the label of the first point does not cover the curve
+        # The label of the first point does not cover the curve.
+        below = len(values) > 1 and values[1] > values[0]
         if ends_labelled:
             axis.annotate(
                 f"{values[0]:.1f}", (steps[0], values[0]), (7, -5 if below else 3), **text

@@ -72,9 +72,8 @@ class Progress:
                     table_column=Column(min_width=widest, no_wrap=True),
                 ),
                 BarColumn(10, table_column=Column(min_width=10)),
-                TextColumn(
-                    "{task.fields[line]}", table_column=Column(no_wrap=True)
-                ),  # cut in a narrow terminal
+                # Cut in a narrow terminal.
+                TextColumn("{task.fields[line]}", table_column=Column(no_wrap=True)),
             )
             self._bar = RichProgress(*columns, console=Console(file=self._stream))
             self._task = self._bar.add_task("", total=total, completed=start, line="")

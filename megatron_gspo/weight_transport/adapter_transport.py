@@ -99,9 +99,8 @@ class AdapterTensorTransport(WeightTransport):
         if self.targets:
             config = adapter_config(self._tensors, self._facts, fused=False)
             whole = sum(tensor.nbytes for tensor in self._tensors.values())
-            [bucket] = buckets(
-                self._named(), whole
-            )  # all have one type, so none begins another bucket
+            # All have one type, so none begins another bucket.
+            [bucket] = buckets(self._named(), whole)
             payload = by_value(bucket)
             await self.on_each(
                 lambda target: self.endpoints.load_adapter_payloads(

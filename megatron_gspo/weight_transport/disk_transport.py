@@ -64,10 +64,8 @@ class DiskTransport(WeightTransport):
     ) -> None:
         """quantization: the config's `quantization_config`; None: that of `source`."""
         super().__init__(endpoints, checksums=checksums)
-        self._directory, self._source = (
-            directory.absolute(),
-            source,
-        )  # a server has another working directory
+        # A server has another working directory.
+        self._directory, self._source = (directory.absolute(), source)
         self._quantization = quantization
         self.checkpoint: Path | None = None  # the newest complete one, where it was published
         self._unfinished = self._directory

@@ -57,9 +57,8 @@ class DistributedTransport(WeightTransport):
         """
         super().__init__(endpoints, checksums=checksums)
         self._address, self._backend = address, backend
-        self._gpu = (
-            torch.cuda.current_device() if torch.cuda.is_available() else 0
-        )  # the event loop's thread has GPU 0
+        # The event loop's thread has GPU 0.
+        self._gpu = torch.cuda.current_device() if torch.cuda.is_available() else 0
         self._run_id, self._group_numbers = uuid.uuid4().hex[:8], itertools.count()
         self._group: UpdateGroup | None = None
         self._members: dict[str, str] = {}  # start_id of each server of the group
@@ -239,9 +238,8 @@ class DistributedTransport(WeightTransport):
         await self._wait(timeout, 0)
         for request in self._requests.values():
             if not self._broken:
-                await self._until(
-                    request, _IN_FLIGHT * timeout
-                )  # each request has a timeout of its own
+                # Each request has a timeout of its own.
+                await self._until(request, _IN_FLIGHT * timeout)
 
     async def _break_up(self) -> Sent:
         """Leave the broken group.

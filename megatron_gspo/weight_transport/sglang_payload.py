@@ -66,9 +66,8 @@ def by_handle(bucket: Bucket) -> bytes:
     data = bucket.data
     if data.is_cuda:
         rebuild, arguments = reductions.reduce_tensor(data)
-        device = str(
-            torch.cuda.get_device_properties(data.device).uuid
-        )  # indices differ between the processes
+        # Indices differ between the processes.
+        device = str(torch.cuda.get_device_properties(data.device).uuid)
         arguments = (*arguments[:_DEVICE], device, *arguments[_DEVICE + 1 :])
         return _pickle(bucket, None, (rebuild, arguments))
     storage = data.untyped_storage()

@@ -25,10 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 T = TypeVar("T")
-_DEVICES = {
-    "gloo": "cpu",
-    "nccl": "cuda",
-}  # the device whose prefix torch gives the backend's store
+# The device whose prefix torch gives the backend's store.
+_DEVICES = {"gloo": "cpu", "nccl": "cuda"}
 _POLL = 0.002  # seconds between two checks of a broadcast
 _SLACK = 5.0  # the backend's own timeout comes later than ours, whose message is better
 

@@ -30,9 +30,8 @@ def relay_groups(sources: Sequence[WeightSource | None]) -> dict[int, ProcessGro
         for source in sources
         if source is not None and source.relays
     }
-    return {
-        number: group for number, group in made.items() if isinstance(group, ProcessGroup)
-    }  # those of this rank
+    # Those of this rank.
+    return {number: group for number, group in made.items() if isinstance(group, ProcessGroup)}
 
 
 def relayed(

@@ -107,9 +107,8 @@ def hand_over(
     everywhere = _holders(parallel, world, range(world)) if lacking else {}
     for part, found in lacking.items():
         keys = [(rank, part.expert is not None) for rank in everywhere[part]]
-        origin = next(
-            (key for key in keys if key in taken), keys[0]
-        )  # one that exports it anyway, if there is one
+        # One that exports it anyway, if there is one.
+        origin = next((key for key in keys if key in taken), keys[0])
         taken.setdefault(origin, [])
         relays[origin] = tuple(Relay(rank, tuple(servers)) for rank, servers in found.items())
     return numbered(

@@ -183,9 +183,8 @@ def install() -> None:
             }
         ),
     )
-    sys.meta_path.append(
-        KernelStandIn()
-    )  # last: a kernel package that is installed is found before it
+    # Last: a kernel package that is installed is found before it.
+    sys.meta_path.append(KernelStandIn())
 
 
 def run_shadowed(name: str) -> None:

@@ -22,10 +22,8 @@ def test_sample_std_worked_case_is_the_default():
 
 
 def test_groups_of_two_by_hand():
-    rewards, ids = (
-        torch.tensor([1, 0, 5, 1]),
-        torch.tensor([0, 0, 1, 1]),
-    )  # integers are rewards too
+    # Integers are rewards too.
+    rewards, ids = (torch.tensor([1, 0, 5, 1]), torch.tensor([0, 0, 1, 1]))
     # sample std: 1 / sqrt(2) and 4 / sqrt(2), n - 1 = 1
     half = 0.5**0.5
     torch.testing.assert_close(

@@ -144,9 +144,8 @@ def test_weights_and_masks_against_a_naive_loop(level):
     for seed in range(8):
         g = torch.Generator().manual_seed(seed)
         ids = torch.randint(0, 6, (80,), generator=g).sort().values
-        mask = (torch.rand(80, generator=g) < 0.7) & (
-            ids != 3
-        )  # a sequence without a trained token
+        # A sequence without a trained token.
+        mask = (torch.rand(80, generator=g) < 0.7) & (ids != 3)
         rollout = -0.1 - 3 * torch.rand(80, generator=g, dtype=torch.float64)
         scale = 0.05 + 0.15 * torch.rand(6, generator=g)[ids]
         train = (

@@ -45,9 +45,8 @@ def test_far_tokens_are_finite_and_without_gradient(estimator, far):
 
 def test_defaults_are_k3_and_20_nats():
     far = torch.tensor([-1.0, -1.0, -1.0], dtype=torch.float64)
-    got = kl_penalty(
-        far, far + torch.tensor([1.0, 19.9, 25.0], dtype=torch.float64)
-    )  # d = -1, -19.9, -25 -> -20
+    # D = -1, -19.9, -25 -> -20.
+    got = kl_penalty(far, far + torch.tensor([1.0, 19.9, 25.0], dtype=torch.float64))
     expected = [math.exp(d) - 1 - d for d in (1.0, 19.9, 20.0)]
     assert got.tolist() == pytest.approx(expected, rel=1e-9)
 

@@ -222,9 +222,8 @@ def test_default_counts_by_hand():
         sum_over_context=lambda x: shapes.append(tuple(x.shape)) or x,
     )
     assert loss.item() == pytest.approx(5 * math.e) and shapes == [(2, 3)]
-    assert metrics["kl/old_policy"].item() == pytest.approx(
-        math.e - 2
-    )  # exp(d) - 1 - d at d = 1, over one token
+    # exp(d) - 1 - d at d = 1, over one token.
+    assert metrics["kl/old_policy"].item() == pytest.approx(math.e - 2)
     nothing = {key: value[:0] for key, value in arguments.items() if torch.is_tensor(value)}
     call_policy_loss(
         preset("grpo"),

@@ -20,11 +20,8 @@ def test_returns_by_hand():
     assert turn_returns(REWARDS, EPISODES, 1.0).tolist() == [1, 1, 1, 0, 0]
     assert turn_returns(REWARDS, EPISODES, 0.0).tolist() == REWARDS.tolist()
     three = torch.tensor([1.0, 2.0, 4.0])
-    assert turn_returns(three, torch.zeros(3, dtype=torch.long), 0.5).tolist() == [
-        3,
-        4,
-        4,
-    ]  # 1 + 2/2 + 4/4
+    # 1 + 2/2 + 4/4.
+    assert turn_returns(three, torch.zeros(3, dtype=torch.long), 0.5).tolist() == [3, 4, 4]
     # the same id again is another episode's turn only where it stands apart
     assert turn_returns(three, torch.tensor([0, 1, 0]), 1.0).tolist() == [1, 2, 4]
 

@@ -92,9 +92,8 @@ def test_dual_clip_bounds_a_bad_response():
     loss, grad, metrics = one_sequence(torch.full((4,), 2.0), -1.0, "grpo", dual_clip=3.0)
     assert loss == pytest.approx(3) and grad.abs().max() == 0
     assert metrics["clip_fraction/dual"] == 1 and metrics["clip_fraction/tokens"] == 0
-    loss, _, _ = one_sequence(
-        torch.full((4,), 2.0), 1.0, "grpo", dual_clip=3.0
-    )  # A > 0: not concerned
+    # A > 0: not concerned.
+    loss, _, _ = one_sequence(torch.full((4,), 2.0), 1.0, "grpo", dual_clip=3.0)
     assert loss == pytest.approx(-1.27)
 
 
@@ -311,9 +310,8 @@ def test_cispo_truncates_the_weight_and_keeps_every_gradient():
     assert loss == pytest.approx(-(1.2 * SCORES[0] + 0.25 * SCORES[1]) / 2)
     assert grad == pytest.approx([-1.2 / 2, -0.25 / 2])
     assert (metrics["clip_fraction/upper"], metrics["clip_fraction/lower"]) == (0.5, 0)
-    loss, grad, metrics = two_tokens(
-        "cispo", -1.0, max_weight=1.2, min_weight=0.8
-    )  # either sign of the advantage
+    # Either sign of the advantage.
+    loss, grad, metrics = two_tokens("cispo", -1.0, max_weight=1.2, min_weight=0.8)
     assert grad == pytest.approx([1.2 / 2, 0.8 / 2])
     assert (metrics["clip_fraction/upper"], metrics["clip_fraction/lower"]) == (0.5, 0.5)
 
@@ -408,9 +406,8 @@ def test_the_off_policy_mask_drops_bad_responses_that_became_unlikely():
             loss, grad, metrics = two_tokens(name, -1.0, off_policy_mask_threshold=threshold)
             assert metrics["off_policy_mask/sequences"] == masked
             assert (loss, grad) == ((0, [0, 0]) if masked else plain[:2])
-        loss, grad, metrics = two_tokens(
-            name, 1.0, off_policy_mask_threshold=0.1
-        )  # A > 0: not concerned
+        # A > 0: not concerned.
+        loss, grad, metrics = two_tokens(name, 1.0, off_policy_mask_threshold=0.1)
         assert (loss, grad) == two_tokens(name, 1.0)[:2] and metrics[
             "off_policy_mask/sequences"
         ] == 0

@@ -397,9 +397,8 @@ def test_prompts(case, model, tmp_path):
 
 
 def test_parquet_without_its_library(model, tmp_path, monkeypatch):
-    monkeypatch.setitem(
-        sys.modules, "pyarrow.parquet", None
-    )  # as Python marks a module that can't be imported
+    # As Python marks a module that can't be imported.
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     config = small_config(model, tmp_path)
     named("prompts.parquet")(config, tmp_path)
     case = Case("Parquet without pyarrow", "needs pyarrow: pip install 'megatron-gspo[data]'")

@@ -63,9 +63,10 @@ def divisible(hf: dict, **sizes: int | bool) -> str | None:
 
 def test_model_must_divide(hf_config: dict) -> None:
     assert divisible(hf_config, tensor_model_parallel_size=4) is None
+    # 4 kv heads.
     assert (
         divisible(hf_config, tensor_model_parallel_size=8) == "parallel.tensor_model_parallel_size"
-    )  # 4 kv heads
+    )
     assert (
         divisible(hf_config, pipeline_model_parallel_size=3)
         == "parallel.pipeline_model_parallel_size"

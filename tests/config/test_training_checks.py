@@ -80,9 +80,8 @@ def test_a_run_directory_holds_one_run(plain: dict, tmp_path: Path) -> None:
         plain, "checkpoint.resume=never", world_size=1
     )
     used = tmp_path / "used"
-    (used / "checkpoints" / "step_000100").mkdir(
-        parents=True
-    )  # of a run whose records were removed
+    # Of a run whose records were removed.
+    (used / "checkpoints" / "step_000100").mkdir(parents=True)
     never = ("checkpoint.resume=never", f"run_dir={used}")
     assert "holds another run; choose another run_dir" in refused(plain, *never, world_size=1)
     assert "metrics.jsonl is a file" in refused(

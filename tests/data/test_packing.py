@@ -49,20 +49,8 @@ def test_by_hand():
     assert batch.segment_ids.tolist() == [0] * 4 + [1] * 8
     assert batch.loss_mask.tolist() == [0, 1, 1, 0, 1, 0, 0, 0, 0, 0, 0, 0]
     assert batch.response_mask.tolist() == [False, True, True, False, True, True] + [False] * 6
-    assert batch.advantages.tolist() == [
-        0,
-        1,
-        2,
-        0,
-        3,
-        0,
-        0,
-        0,
-        0,
-        0,
-        0,
-        0,
-    ]  # the masked NaN is gone
+    # The masked NaN is gone.
+    assert batch.advantages.tolist() == [0, 1, 2, 0, 3, 0, 0, 0, 0, 0, 0, 0]
     assert batch.cu_seqlens.tolist() == [0, 4, 12] and batch.max_seqlen == 8
     assert (batch.num_segments, batch.num_sequences, batch.num_tokens) == (2, 5, 9)
     assert batch.sample_ids == (0, 1)

@@ -33,9 +33,8 @@ def test_long_prompts_are_dropped_and_counted_or_refused(tmp_path):
     path = write_jsonl(
         tmp_path / "data.jsonl", [{"prompt": "x" * n, "answer": ""} for n in (2, 9, 3, 4)]
     )
-    loaded = load_prompts(
-        path, CharTokenizer(), DataConfig(max_prompt_length=4)
-    )  # start token included
+    # Start token included.
+    loaded = load_prompts(path, CharTokenizer(), DataConfig(max_prompt_length=4))
     assert (loaded.dropped, [p.text for p in loaded.prompts]) == (2, ["xx", "xxx"])
     assert [p.index for p in loaded.prompts] == [0, 1]
     with pytest.raises(

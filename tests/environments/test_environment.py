@@ -17,9 +17,8 @@ def test_environments_are_let_go(tmp_path, monkeypatch):
     assert log.read_text().splitlines().count("closed") == 1  # of sample 0, left alone longest
     assert live.answer(request("a", "b", sample=0))[1]["reward"] == 2.0  # played back
     assert live.answer(request("a", "b", "c", sample=0))[1]["done"] is True
-    assert (
-        log.read_text().splitlines().count("closed") == 3
-    )  # of sample 1 for room; of sample 0, whose episode is over
+    # Of sample 1 for room; of sample 0, whose episode is over.
+    assert log.read_text().splitlines().count("closed") == 3
     live.answer(request("raise", sample=5))
     assert log.read_text().splitlines().count("closed") == 4
 

@@ -107,13 +107,8 @@ def test_draws_are_a_function_of_prompt_sample_and_turn():
         (4, None, [ok("a")], "length", 3),  # no token would be left after the observation
         (5, None, [ok("a"), ok("a")], "length", 3 + 1 + 1),  # one is
         (20, 2, [ok("a"), ok(done=True)], "length", 2 + 1 + 2),  # each response is cut
-        (
-            2,
-            None,
-            [ok(done=True)],
-            "length",
-            2,
-        ),  # the environment is content with a cut response: still cut
+        # The environment is content with a cut response: still cut.
+        (2, None, [ok(done=True)], "length", 2),
         (3, None, [ok(done=True)], "stop", 3),
         (20, None, [ok("")] * 3, "length", 9),  # an observation of no token
     ],
@@ -179,9 +174,8 @@ def rows(start, count):
 
 def test_routes_are_those_of_the_call_that_fed_a_token_first():
     made = episode()
-    made.add_response(
-        response(made.next_request(), [5, 6, 1], routed_experts=rows(0, 4))
-    )  # 2 + 3 - 1 positions
+    # 2 + 3 - 1 positions.
+    made.add_response(response(made.next_request(), [5, 6, 1], routed_experts=rows(0, 4)))
     made.add_reply(ok("ab"))
     missing = np.zeros(8, bool)
     missing[[0, 5]] = True
@@ -193,9 +187,8 @@ def test_routes_are_those_of_the_call_that_fed_a_token_first():
     sample = made.sample()
     sample.check()
     assert sample.routed_experts[:, 0, 0].tolist() == [0, 1, 2, 3, 104, 105, 106, 107]
-    assert (
-        sample.missing_routes.tolist() == [False] * 5 + [True] + [False] * 2
-    )  # row 0 was known already
+    # Row 0 was known already.
+    assert sample.missing_routes.tolist() == [False] * 5 + [True] + [False] * 2
 
 
 def test_without_log_probs_there_are_none():
@@ -274,9 +267,8 @@ def test_the_text_of_a_response_that_is_cut_off_is_that_of_its_tokens():
     made.add_response(response(made.next_request(), [10, 11, 12], text="abc"))
     assert made.step_request.responses == ("ab",)
     made.add_reply(ok("d"))
-    made.add_response(
-        response(made.next_request(), [13, 1], text="d")
-    )  # not cut: the engine's text, without its end
+    # Not cut: the engine's text, without its end.
+    made.add_response(response(made.next_request(), [13, 1], text="d"))
     made.add_reply(ok(done=True))
     assert made.sample().text == "abdd" and made.sample().response_length == 5
 

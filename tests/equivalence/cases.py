@@ -91,9 +91,8 @@ OTHERS = {
     "ppo": Scenario(preset("ppo"), 0.2, per_token=True),
 }
 ALL = SCENARIOS | REPLAYED | OTHERS
-NOISE = RouterNoise(
-    0.5, seed=6
-)  # while routes are recorded: each token's choice must not depend on the layout
+# While routes are recorded: each token's choice must not depend on the layout.
+NOISE = RouterNoise(0.5, seed=6)
 CUTS = {"packed": micro_batches_of(80), "one by one": micro_batches_of(80, micro_batch_size=1)}
 OTHER_CUTS = {
     "all in one": micro_batches_of(400),

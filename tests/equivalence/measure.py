@@ -33,9 +33,8 @@ MODELS = {
     ),
     "windows": dict(kind="dense", **_WINDOWS),
     "moe_windows": dict(kind="moe", seed=39, **_WINDOWS),
-    "shared": dict(
-        kind="shared", seed=7
-    ),  # one in which no expert's gradient is too small to compare
+    # A seed with which no expert's gradient is too small to compare.
+    "shared": dict(kind="shared", seed=7),
 }
 
 DENSE_MODELS = {name for name, facts in MODELS.items() if facts["kind"] in ("dense", "qwen35")}

@@ -81,9 +81,8 @@ def test_every_adapter_has_a_gradient_that_an_error_can_be_measured_by(name, tmp
     truth: Truth = torch.load(Models(tmp_path)(name)[1], weights_only=False)
     for scenario, expected in truth.scenarios.items():
         norms = torch.stack([gradient.norm() for gradient in expected.gradients.values()])
-        assert norms.min() > 0.009 * norms.median(), (
-            scenario
-        )  # of many small matrices some have few tokens
+        # Of many small matrices some have few tokens.
+        assert norms.min() > 0.009 * norms.median(), scenario
 
 
 def decisions(objective: Objective, batch: Batch) -> Iterator[float]:

@@ -23,9 +23,8 @@ TOLERANCES = {
     "gradient": 1e-5,  # of the worst parameter
     "step metric": 1e-5,  # with grad_norm and lr
     "update": 5e-5,  # of the worst parameter, over three optimizer steps
-    "replayed log-prob": (
-        2e-6
-    ),  # nats, between the pass that recorded the routes and the one that replays them
+    # Nats, between the pass that recorded the routes and the one that replays them.
+    "replayed log-prob": 2e-6,
     "router figure": 1e-5,  # entropy in nats, load as a share
     "route": 1e-9,  # tokens with another expert than they should have: none
 }

@@ -20,13 +20,8 @@ from megatron_gspo.tracking import read_metrics
 _CLOCK = ("time/", "perf/")  # metrics that differ between any two runs
 _OWN = ("wall_seconds", "exported")  # and entries of summary and state
 _EXPORTS = ("hf", "critic_hf", "adapters")  # where a run has them
-_LEFT = (
-    "*.tmp",
-    "*.partial",
-    "*.old",
-    ".partial_*",
-    ".removed_*",
-)  # names of what is being written or removed
+# Names of what is being written or removed.
+_LEFT = ("*.tmp", "*.partial", "*.old", ".partial_*", ".removed_*")
 
 
 def first_difference(run: Path, other: Path) -> str:

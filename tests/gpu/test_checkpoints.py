@@ -44,9 +44,8 @@ def test_memory_of_saves_and_a_load(device: str, policy: Policy, tmp_path: Path)
     begin_save(policy, tmp_path, 1, {}, keep=1, image=image).finish()
     blocks = image._blocks.used()
     places = [block.data_ptr() for block in blocks]
-    assert (
-        sum(block.numel() for block in blocks) == image.nbytes <= MOST * owned + 2**20
-    )  # frames of small tensors
+    # Frames of small tensors.
+    assert sum(block.numel() for block in blocks) == image.nbytes <= MOST * owned + 2**20
     assert all(block.is_pinned() == (device == "cuda") for block in blocks)
     saved = begin_save(policy, tmp_path, 2, {}, keep=1, image=image).finish()
     assert [block.data_ptr() for block in image._blocks.used()] == places

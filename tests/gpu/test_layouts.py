@@ -43,9 +43,8 @@ def moe(folder: Path) -> Files:
 
 def all_files(folder: Path) -> dict[str, Files]:
     """Of every model of the proof, made in as many processes as there are cores."""
-    one = partial(
-        torch.set_num_threads, 1
-    )  # each; with a thread per core each, they would wait for each other
+    # Each; with a thread per core each, they would wait for each other.
+    one = partial(torch.set_num_threads, 1)
     with ProcessPoolExecutor(os.cpu_count(), get_context("spawn"), initializer=one) as pool:
         return dict(zip(MEASURED, pool.map(save_files, MEASURED, repeat(folder)), strict=True))
 

@@ -185,9 +185,8 @@ def test_our_code_does_not_wait_for_the_gpu(device, new_policy, sizes):
     batches = pack_mini_batch(
         policy, SampleBatch.of(samples), batching, optional=("old_log_probs",), routing=None
     )
-    forward_backward(
-        policy, GRPO, batches, temperature=1.0
-    )  # kernels are compiled and buffers allocated
+    # Kernels are compiled and buffers allocated.
+    forward_backward(policy, GRPO, batches, temperature=1.0)
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as caught:

@@ -102,10 +102,8 @@ def test_variants_differ_only_where_the_algorithms_do(file):
     }
     assert different == {"run_dir", "algorithm.name", "routing.replay"} | clip
     assert processes(file) == processes(gspo)
-    assert (ours["algorithm.epsilon_low"], ours["algorithm.epsilon_high"]) == (
-        0.2,
-        0.27,
-    )  # as published
+    # As published.
+    assert (ours["algorithm.epsilon_low"], ours["algorithm.epsilon_high"]) == (0.2, 0.27)
     if "tiny" not in file.name:
         assert (theirs["algorithm.epsilon_low"], theirs["algorithm.epsilon_high"]) == (3e-4, 4e-4)
         assert (

@@ -107,10 +107,8 @@ def test_before_its_time_limit_a_job_saves_and_is_queued_again(nodes, tmp_path):
     assert 1 <= done < 8 and not (run_dir / "summary.json").exists()
     assert calls(tmp_path)[-1] == ["requeue", "17"]
 
-    assert ["step 1/8" in said(tmp_path, node) for node in nodes] == [
-        True,
-        False,
-    ]  # rank 0 is on the first
+    # Rank 0 is on the first.
+    assert ["step 1/8" in said(tmp_path, node) for node in nodes] == [True, False]
 
     again = submit(tmp_path, nodes, [str(file)], PROCESSES=1, SLURM_RESTART_COUNT=1)
     assert again.wait(LIMIT) == 0, (tmp_path / "job.txt").read_text()[-3000:]
@@ -188,9 +186,8 @@ def test_the_last_nodes_serve_and_the_run_knows_them(tmp_path):
         31000,
         "/s/python",
     )
-    assert (
-        servers.start_timeout == load_config(SHIPPED).sglang.recovery_timeout
-    )  # a slow start is no failure to either
+    # A slow start is no failure to either.
+    assert servers.start_timeout == load_config(SHIPPED).sglang.recovery_timeout
     assert tool.routed_experts and servers.server_args == (
         *("--host", "0.0.0.0", "--tp-size", "4"),
         *("--mem-fraction-static", "0.9"),

@@ -63,10 +63,8 @@ def test_one_step_may_be_enough_and_off_measures_nothing():
     [
         ({"name": "grpo"}, 0.5),
         ({"name": "gspo"}, 0.5),
-        (
-            {"name": "grpo", "rollout_is": "geometric"},
-            0.5,
-        ),  # a weight per sequence leaves token ratios as they are
+        # A weight per sequence leaves token ratios as they are.
+        ({"name": "grpo", "rollout_is": "geometric"}, 0.5),
         ({"name": "grpo", "rollout_rs": "token"}, 0.5),
         ({"name": "grpo", "rollout_correction_preset": "token_tis"}, None),
         ({"name": "grpo", "dual_clip": 3.0}, None),
@@ -78,9 +76,8 @@ def test_ratios_of_bounded_weights_do_not_count(algorithm, threshold):
     guard = GuardConfig(steps=1).for_algorithm(section)
     assert guard.effective_sample_size == threshold
     assert alarms([0.1], guard) == [threshold is not None]
-    assert alarms([0.1], guard, mismatch=[0.2]) == [
-        1
-    ]  # engines that are apart count for every objective
+    # Engines that are apart count for every objective.
+    assert alarms([0.1], guard, mismatch=[0.2]) == [1]
     given = GuardConfig(effective_sample_size=0.3, steps=1)
     assert given.for_algorithm(section) == given
 

@@ -35,9 +35,8 @@ def test_its_ends():
     assert measured(sample([0.0, 2.0], [0.0, 2.0]))["critic/explained_variance"] == 1
     assert measured(sample([1.0, 1.0], [0.0, 2.0]))["critic/explained_variance"] == 0
     assert measured(sample([2.0, 0.0], [0.0, 2.0]))["critic/explained_variance"] < 0
-    assert measured(sample([0.1, 0.2], [0.7, 0.7])) == {
-        "critic/return": pytest.approx(0.7)
-    }  # equal returns
+    # Equal returns.
+    assert measured(sample([0.1, 0.2], [0.7, 0.7])) == {"critic/return": pytest.approx(0.7)}
 
 
 def test_what_does_not_count():

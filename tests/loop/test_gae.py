@@ -82,9 +82,8 @@ def test_penalties_are_charged_at_the_end():
     algorithm = ppo(truncated="penalize", overlong_buffer_len=4, overlong_penalty_factor=2.0)
     (found,) = estimated([sample([0.0] * 9)], algorithm)
     assert found.returns.tolist() == [-1.0] * 9
-    penalised = with_gae(
-        SampleBatch.of([valued((2.0, 1.0), [0.0] * 5)]), np.array([2.0]), ppo()
-    )  # one off 3
+    # One off 3.
+    penalised = with_gae(SampleBatch.of([valued((2.0, 1.0), [0.0] * 5)]), np.array([2.0]), ppo())
     assert penalised.samples[0].returns[-1] == 0.0
 
 

@@ -95,10 +95,8 @@ def test_the_devices_are_the_engines_from_a_weight_update_to_a_pause() -> None:
         assert events[:3] == whole and len(events) == 4
     events.clear()
     source.pause(keep=True)
-    assert events == [
-        "pause keep=True",
-        "policy restored",
-    ]  # the reference's weights are restored in its next pass
+    # The reference's weights are restored in its next pass.
+    assert events == ["pause keep=True", "policy restored"]
     events.clear()
     list(inner.weights())  # for a server that has lost them
     assert events == whole

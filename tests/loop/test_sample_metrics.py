@@ -16,9 +16,8 @@ def test_staleness_by_hand():
     partial = make_sample(
         2, 4, mask=[1, 1, 0, 1], weight_version=3, token_versions=versions(3, 5, 3, 6)
     )
-    whole = make_sample(
-        1, 2, weight_version=5
-    )  # no versions of its own: both tokens are of version 5
+    # No versions of its own: both tokens are of version 5.
+    whole = make_sample(1, 2, weight_version=5)
     assert staleness(SampleBatch.of([partial, whole]), 6) == {
         "staleness/mean": (3 + 1 + 0 + 1 + 1) / 5,
         "staleness/max": 3.0,

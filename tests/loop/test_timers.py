@@ -78,9 +78,8 @@ def time_an_update(rank: int, world_size: int, path: str) -> dict[str, Any]:
     policy = policy_of(path, parallel(pipeline=world_size))
     samples, batching = scored_samples(3), micro_batches_of(80, micro_batch_size=1)
     clock = policy.config.timers = UpdateClock()
-    train_mini_batch(
-        policy, SampleBatch.of(samples), GRPO, batching, temperature=1.0
-    )  # the first is slower
+    # The first is slower.
+    train_mini_batch(policy, SampleBatch.of(samples), GRPO, batching, temperature=1.0)
     clock.take()
     layers = unwrap(policy.chunks[0]).decoder.layers
     hook = layers[-1].self_attention.core_attention.register_forward_hook(slow_down)

@@ -204,14 +204,8 @@ def test_the_phases_of_a_run_in_order(run: Callable[..., Any]) -> None:
     assert events == [
         *("check 1", "weights 0", "seed 0", "evaluate", "log 0"),
         *("step 0", "weights 1", "log 1"),
-        *(
-            "step 1",
-            "weights 2",
-            "seed 2",
-            "evaluate",
-            "log 2",
-            "save 2",
-        ),  # logged before it is saved
+        # Logged before it is saved.
+        *("step 1", "weights 2", "seed 2", "evaluate", "log 2", "save 2"),
         *("step 2", "weights 3", "seed 3", "evaluate", "log 3"),
         *("saved", "export", "summary", "closed"),
     ]

@@ -95,10 +95,11 @@ def around_the_model(rank: int, world_size: int, path: str) -> dict[str, Any]:
         policy_forward_step(preset("gspo"), num_microbatches=1, groups=groups)(iter([batch]), model)
     messages.append(str(caught.value))
     model.config.calculate_per_token_loss = False
+    # Groups of Megatron's state.
     for step in (
         policy_forward_step(preset("gspo"), num_microbatches=3, groups=groups, vocab_size=95),
         policy_forward_step(preset("gspo"), num_microbatches=3, vocab_size=95),
-    ):  # groups of Megatron's state
+    ):
         output, loss_function = step(iter([batch]), model)
         scaled, reported = loss_function(output)
         messages.append(float(scaled / reported["metrics"]["loss"]))

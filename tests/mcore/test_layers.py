@@ -23,11 +23,8 @@ LAYOUTS = {
     "one": (parallel(), MoELocalTokenDispatcher, "moe"),
     "expert": (parallel(expert=2), MoEStaticTokenDispatcher, "moe"),
     "expert tensor": (parallel(tensor=2, expert_tensor=2), MoEStaticTokenDispatcher, "moe"),
-    "biases": (
-        parallel(expert=2),
-        MoEStaticTokenDispatcher,
-        "gpt_oss",
-    ),  # which Megatron refuses under expert-TP
+    # Megatron refuses these under expert-tensor parallelism.
+    "biases": (parallel(expert=2), MoEStaticTokenDispatcher, "gpt_oss"),
 }
 
 

@@ -354,13 +354,14 @@ def train_with(rank: int, world_size: int, path: str) -> dict[str, Any]:
             "gradients": next(policy.chunks[0].parameters()).main_grad.dtype,
         }
     with pytest.raises(ConfigError, match="GPTModel of megatron-core .* rejects the options: "):
+        # Needs a CUDA extension.
         build_policy(
             model,
             layout,
             groups,
             optimizer=None,
             options=resolve_options({"gradient_accumulation_fusion": True}),
-        )  # needs a CUDA extension
+        )
     return found
 
 

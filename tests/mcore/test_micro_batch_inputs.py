@@ -79,9 +79,8 @@ def counted(batches: list[PackedBatch], read: list[int]) -> Iterator[PackedBatch
     ],
 )
 def test_a_stage_gets_what_it_reads(first, last, trains, expected, monkeypatch):
-    monkeypatch.setattr(
-        micro_batch_inputs, "compute_device", lambda: torch.device("meta")
-    )  # stands for the GPU
+    # Stands for the GPU.
+    monkeypatch.setattr(micro_batch_inputs, "compute_device", lambda: torch.device("meta"))
     given = batch()
     inputs = reader(trains=trains).take(iter([given]), chunk(first, last))
     there = {name for name in COPIED if getattr(inputs.batch, name).device.type == "meta"}

@@ -85,9 +85,8 @@ def check_layouts(rank: int, world_size: int) -> None:
         mine = {
             i: samples[i] for i in np.flatnonzero(plan.replica_of() == groups.dp.rank()).tolist()
         }
-        found = planned_micro_batches(
-            replace(batch, held=mine), plan, groups
-        )  # the others' payload is not here
+        # The others' payload is not here.
+        found = planned_micro_batches(replace(batch, held=mine), plan, groups)
         check_shapes(found, samples, groups, config, limits)
         shards = [
             context_parallel_shard(batch, groups.cp.rank(), groups.cp.size())

@@ -36,9 +36,8 @@ def test_attention():
 
 def test_joint_norms_are_not_megatrons_norms_of_one_head():
     shape = dense_shape(mixers=("joint_norm_attention",) * 2)
-    assert (
-        mixer_options(shape)["qk_layernorm"] is False
-    )  # with it Megatron would sum their gradients over the ranks
+    # With it Megatron would sum their gradients over the ranks.
+    assert mixer_options(shape)["qk_layernorm"] is False
     spec = SimpleNamespace(
         module=None, submodules=SimpleNamespace(core_attention=None, q_layernorm=None)
     )

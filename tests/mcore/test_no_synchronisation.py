@@ -60,9 +60,8 @@ class Device(TorchDispatchMode):
     def __init__(self, tensors: list[Tensor], allowed: str = "") -> None:
         super().__init__()
         self.allowed = allowed
-        self.held = {
-            t.untyped_storage()._cdata: t.untyped_storage() for t in tensors
-        }  # kept: no address comes twice
+        # Kept: no address comes twice.
+        self.held = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
         self.reads: list[str] = []
         self.calls = 0
 

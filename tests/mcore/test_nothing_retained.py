@@ -26,9 +26,8 @@ LAYOUTS = {
     "expert": parallel(expert=2),
     "expert tensor": parallel(tensor=2, expert_tensor=2),
 }
-SPLIT_SIZES = (
-    2 * 8 * 8
-)  # bytes: a dispatcher keeps how many tokens each expert gets from each rank, int64
+# Bytes: a dispatcher keeps how many tokens each expert gets from each rank, int64.
+SPLIT_SIZES = 2 * 8 * 8
 ROUTES = RouteShape(layers=4, k=2, num_experts=8)
 
 

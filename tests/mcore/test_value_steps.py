@@ -67,9 +67,8 @@ def with_targets(samples: list[Sample], values: list[np.ndarray]) -> list[Sample
 
 
 def critic_of(path: str, layout: Any) -> Policy:
-    layout = replace(
-        layout, use_distributed_optimizer=False
-    )  # which keeps a part of the gradients on each rank
+    # Which keeps a part of the gradients on each rank.
+    layout = replace(layout, use_distributed_optimizer=False)
     return build_policy(
         model_config(path, implementation="torch"),
         layout,

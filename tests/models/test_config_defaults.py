@@ -124,12 +124,8 @@ def test_most_keys_may_be_left_out(kind: str) -> None:
     for key in DEFAULTS[tiny_config(kind).model_type]:
         config = tiny_config(kind).to_dict()
         language_keys(config).pop(key, None)
-        if key not in (
-            "num_key_value_heads",
-            "first_k_dense_replace",
-            "n_group",
-            "topk_group",
-        ):  # not with these sizes
+        # Not with these sizes.
+        if key not in ("num_key_value_heads", "first_k_dense_replace", "n_group", "topk_group"):
             assert shape_or_none(config) is not None, key
 
 

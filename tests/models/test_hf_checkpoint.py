@@ -142,9 +142,8 @@ def test_writes_another_dtype_and_views_alone(source, tmp_path):
     )
     assert (path / SINGLE).stat().st_size < 2000
     assert AutoConfig.from_pretrained(source).dtype == torch.float32
-    assert (
-        AutoConfig.from_pretrained(path).dtype == torch.bfloat16
-    )  # what loads it would cast it back
+    # What loads it would cast it back.
+    assert AutoConfig.from_pretrained(path).dtype == torch.bfloat16
 
 
 def test_a_broken_stream_leaves_the_old_export(source, tensors, tmp_path):

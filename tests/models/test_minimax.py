@@ -33,9 +33,8 @@ def test_the_rotated_part_has_three_places():
     assert family_of(plain)[1].rotary.dim == 16 and family_of(plain)[1].rotary.base == 5e6
     assert family_of({**plain, "rotary_dim": 4, "rope_theta": 9.0})[1].rotary.dim == 4
     assert family_of({**plain, "partial_rotary_factor": 0.25})[1].rotary.dim == 4
-    assert (
-        family_of({**CONFIG, "rotary_dim": 4})[1].rotary.dim == 8
-    )  # as in Transformers, its own place first
+    # As in Transformers, its own place first.
+    assert family_of({**CONFIG, "rotary_dim": 4})[1].rotary.dim == 8
 
 
 def test_names_in_transformers_models():

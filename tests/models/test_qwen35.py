@@ -218,11 +218,8 @@ def test_a_rank_reads_its_rows_of_the_whole_projection(ranks):
     checkpoint = Memory(dict(zip(rule.names_in(0, 0), sizes.values(), strict=True)))
     whole = ParameterSlice(rule, 0, 0, (4 * 48, 3)).read(checkpoint, shape)
     start = "model.language_model.layers.0.linear_attn.in_proj_"
-    for name, first, size in (
-        ("b", 28, 2),
-        ("a", 30, 2),
-        ("z", 32, 16),
-    ):  # behind the 28 rows of queries, keys, values
+    # Behind the 28 rows of queries, keys, values.
+    for name, first, size in (("b", 28, 2), ("a", 30, 2), ("z", 32, 16)):
         assert torch.equal(
             whole[first : first + size], checkpoint.tensors[f"{start}{name}.weight"][:size]
         ), name

@@ -29,9 +29,8 @@ def over_three(rank, world_size):
     group = dist.group.WORLD
     x = torch.tensor([[1.0, 10.0], [2.0, 20.0]]) * (rank + 1)
     wide = torch.arange(6.0).view(6, 1) * 10**rank
-    strided = torch.stack([torch.full((2,), float(rank)), torch.zeros(2)], 1)[
-        :, 0
-    ]  # not contiguous
+    # Not contiguous.
+    strided = torch.stack([torch.full((2,), float(rank)), torch.zeros(2)], 1)[:, 0]
     summed = x.clone()
     returned = sum_in_place(summed, group)
     untouched = x.clone()

@@ -308,11 +308,8 @@ def _check_tensor_parallel(rank, world_size):
                     (torch.float32, 1e-5, 1e-5),
                     (torch.bfloat16, 2e-5, 2**-8),
                 ):
-                    for vocabulary in (
-                        120,
-                        85,
-                        25,
-                    ):  # of 120 rows: none padded, some, all rows of two ranks
+                    # Of 120 rows: none padded, some, all rows of two ranks.
+                    for vocabulary in (120, 85, 25):
                         case = inputs(36, vocabulary, 12, padded=120, dtype=dtype)
                         options = {"temperature": 0.8, "vocab_size": vocabulary}
                         actual = _call_on_shard(

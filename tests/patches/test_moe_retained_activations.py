@@ -30,9 +30,8 @@ LAYERS = (2, 4)
 LAYOUTS = {
     "alltoall": parallel(),
     "allgather": parallel(moe_token_dispatcher_type="allgather"),
-    "expert tensor": parallel(
-        tensor=2, expert_tensor=2
-    ),  # combine_preprocess reads the dtype of the probabilities
+    # Here combine_preprocess reads the dtype of the probabilities.
+    "expert tensor": parallel(tensor=2, expert_tensor=2),
 }
 UPSTREAM = {"alltoall": "MoEAlltoAllTokenDispatcher", "allgather": "MoEAllGatherTokenDispatcher"}
 

@@ -33,10 +33,8 @@ from verl.workers.config import ActorConfig  # noqa: E402
 
 SEQUENCE_MEAN, TOKEN_MEAN, CONSTANT = "seq-mean-token-mean", "token-mean", "seq-mean-token-sum-norm"
 FAR = 1e9  # a dual clip that no ratio reaches: verl can't turn it off
-DRIFT = {
-    "gspo": 6e-4,
-    "vanilla": 0.2,
-}  # so that the published clip binds for some and not for others
+# So that the published clip binds for some and not for others.
+DRIFT = {"gspo": 6e-4, "vanilla": 0.2}
 LENGTH = 100  # of dr_grpo
 
 
@@ -227,9 +225,8 @@ def test_differs_by_micro_batch_without_the_global_counts(pair: str) -> None:
         verl(name, batch, mode=mode, clip=clip_of(objective), micro_batch=n) for n in (8, 3)
     )
     assert_same(whole, ours(objective, batch))  # one call is right
-    assert_same(
-        ours(objective, batch, micro_batch=3), ours(objective, batch)
-    )  # ours doesn't depend on the cut
+    # Ours doesn't depend on the cut.
+    assert_same(ours(objective, batch, micro_batch=3), ours(objective, batch))
     # Each of the 3 micro-batches counts the same, the last one of 2 rows as well.
     parts = [batch.rows(cut) for cut in cuts(batch, 3)]
     assert by_three.loss == pytest.approx(

@@ -89,9 +89,8 @@ def test_workers_are_reused_replaced_when_dead_and_reaped(verifier):
         pids = scorer._pool.process_ids
         os.kill(pids[0], signal.SIGKILL)
         time.sleep(0.2)
-        assert run(scorer, ["4"]).statuses == (
-            "ok",
-        )  # it died while idle: no response pays for that
+        # It died while idle: no response pays for that.
+        assert run(scorer, ["4"]).statuses == ("ok",)
         pids += scorer._pool.process_ids
         assert len(set(pids)) == 2
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)  # reaped, no zombie

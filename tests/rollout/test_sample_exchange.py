@@ -67,9 +67,8 @@ def spread_over_ranks(rank, world_size):
         np.testing.assert_allclose(a.rollout_log_probs, b.rollout_log_probs, atol=1e-5)
         a.rollout_log_probs = b.rollout_log_probs
         assert_same(a, b)
-    assert (
-        len(generate_on_ranks(engine, questions[:1], sampling, seed=3, group=group)) == 3
-    )  # idle ranks
+    # Idle ranks.
+    assert len(generate_on_ranks(engine, questions[:1], sampling, seed=3, group=group)) == 3
 
     return [s.response_ids.tolist() for s in spread], fail_on_one_rank(rank)
 

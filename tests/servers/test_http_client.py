@@ -50,9 +50,8 @@ async def handle(request: web.Request) -> web.StreamResponse:
     if path == "/redirect":
         raise web.HTTPTemporaryRedirect("/echo")
     if path == "/parts":
-        response = web.StreamResponse(
-            headers={"content-type": "application/json"}
-        )  # without a content length
+        # Without a content length.
+        response = web.StreamResponse(headers={"content-type": "application/json"})
         await response.prepare(request)
         for part in (b"[1, ", b"2" * 10**5, b"]"):
             await response.write(part)
@@ -227,9 +226,8 @@ def test_the_deadline_is_of_the_whole_exchange(loop, server):
         error = fails(loop, server.post(path, timeout=0.2))
         assert time.monotonic() - began < 5.0
         assert "no answer within 0.2 s" in str(error) and error.retry and error.sent
-    error = fails(
-        loop, server.get("/pour", timeout=0.2, max_bytes=2**40)
-    )  # it answers at once and continues
+    # It answers at once and continues.
+    error = fails(loop, server.get("/pour", timeout=0.2, max_bytes=2**40))
     assert "no answer within 0.2 s" in str(error)
 
 
@@ -239,9 +237,8 @@ def test_an_answer_is_refused_as_it_exceeds_its_bound(loop, server):
     error = fails(loop, server.get("/text", timeout=30, max_bytes=3))
     assert "the answer has 4 bytes, at most 3 are expected" in str(error)
     assert loop.run(server.get("/text", timeout=30, max_bytes=4)) == "fine"
-    error = fails(
-        loop, server.get("/status/500", timeout=30, max_bytes=100)
-    )  # an error's words too
+    # An error's words too.
+    error = fails(loop, server.get("/status/500", timeout=30, max_bytes=100))
     assert "at most 100 are expected" in str(error)
 
 

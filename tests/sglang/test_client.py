@@ -73,9 +73,8 @@ def test_a_fault_that_passes_is_survived_and_told(engine, proxy, sglang_model, n
     times = fault.times
     waits = name in ("hang", "late")
     if waits:
-        draw(
-            engine, sglang_model, prompts_of([5], VOCABULARY)
-        )  # the server's first one may take seconds
+        # The server's first one may take seconds.
+        draw(engine, sglang_model, prompts_of([5], VOCABULARY))
         impatient = replace(engine._client._config, request_timeout=4.0)
         monkeypatch.setattr(engine._client, "_config", impatient)
         counts_of(engine)

@@ -27,11 +27,8 @@ def test_a_real_server_can_serve(sglang_model, sglang_url, sglang_python, tmp_pa
         config_of(sglang_model, tmp_path, num_servers=1, python=sglang_python)
     )
     assert cpu and [f.level for f in startable] == ["ok"]
-    overlaps = version < (
-        0,
-        5,
-        23,
-    )  # and then returns wrong routes on a CPU, unless an argument prevents it
+    # And then returns wrong routes on a CPU, unless an argument prevents it.
+    overlaps = version < (0, 5, 23)
     second = ("warning", "servers.routes") if overlaps else ("ok", "servers.answer")
     assert [(f.level, f.check) for f in found] == [("ok", "versions.sglang"), second]
     assert overlaps or "cpu, TP 1, PP 1, DP 1" in found[1].what

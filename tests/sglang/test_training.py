@@ -58,10 +58,8 @@ def run(
 
 
 def train_here(rank: int, world_size: int, config: dict[str, Any], nodes: int) -> None:
-    os.environ |= {
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size // nodes),
-    }  # as torchrun sets them
+    # As torchrun sets them.
+    os.environ |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size // nodes)}
     train(Config.from_dict(config))
 
 

@@ -242,9 +242,8 @@ def dotted_faults(project: Project, name: str, first: str) -> list[str]:
             key == name or key.startswith(f"{name}.") or fnmatchcase(key, name)
             for key in project.keys
         )
-        free = any(
-            name.startswith(f"{key}.") for key in project.keys
-        )  # below a key that takes any mapping
+        # Below a key that takes any mapping.
+        free = any(name.startswith(f"{key}.") for key in project.keys)
         return (
             []
             if known or free or project.has_module(f"{PACKAGE}.{name}")

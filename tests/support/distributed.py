@@ -100,16 +100,14 @@ def fork_server() -> Any:
     """A multiprocessing context whose children start from a process that has the slow packages
     loaded.
     """
-    os.environ.setdefault(
-        "OMP_NUM_THREADS", "1"
-    )  # the server and its children read it when they load torch
+    # The server and its children read it when they load torch.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     context = multiprocessing.get_context("forkserver")
     preloaded = [name for name in SLOW_IMPORTS if name in sys.modules]
     if "megatron_gspo.mcore" in sys.modules:
-        preloaded.append(
-            "megatron_gspo.mcore.process_groups"
-        )  # imports Megatron, as all of mcore does
+        # Imports Megatron, as all of mcore does.
+        preloaded.append("megatron_gspo.mcore.process_groups")
     context.set_forkserver_preload(preloaded)
     return context
 
@@ -118,9 +116,8 @@ def _join(processes: list[Any], folder: Path, timeout: float) -> None:
     """Wait for all processes; the first failure ends the wait, for its peers may hang in a
     collective.
     """
-    deadline = (
-        time.monotonic() + timeout + 15.0
-    )  # children end themselves at the timeout; 15 s to start
+    # Children end themselves at the timeout; 15 s to start.
+    deadline = time.monotonic() + timeout + 15.0
     running = list(processes)
     while running:
         wait(
@@ -129,9 +126,8 @@ def _join(processes: list[Any], folder: Path, timeout: float) -> None:
         running = [process for process in running if process.is_alive()]
         failed = [process for process in processes if process.exitcode not in (None, 0)]
         if failed and running:
-            wait(
-                [process.sentinel for process in running], timeout=0.5
-            )  # a cause may be about to be written
+            # A cause may be about to be written.
+            wait([process.sentinel for process in running], timeout=0.5)
         if failed or (running and time.monotonic() >= deadline):
             raise _failure(processes, folder, timeout)
 
@@ -190,9 +186,8 @@ def _child(
     except BaseException:
         error = Path(folder) / f"error_{rank}"
         error.with_name(f"writing_{rank}").write_text(f"{time.time()}\n{traceback.format_exc()}")
-        os.replace(
-            error.with_name(f"writing_{rank}"), error
-        )  # the parent never reads half a traceback
+        # The parent never reads half a traceback.
+        os.replace(error.with_name(f"writing_{rank}"), error)
         stack.flush()
         os._exit(1)
     faulthandler.cancel_dump_traceback_later()

@@ -211,17 +211,14 @@ def fail_in_every_way(begin: Begin, kind: FaultyServers, servers: LocalServers) 
             servers={"urls": [first.url, second.url]},
             processes=CLIENTS,
         )
-        run.wait_for(
-            lambda: run.steps >= 1
-        )  # before, some requests are log-prob checks, on the same path
+        # Before, some requests are log-prob checks, on the same path.
+        run.wait_for(lambda: run.steps >= 1)
         for name in ("error", "half", "wrong_lengths", "late"):
             first.add(Fault(name, seconds=2.0))
-        first.add(
-            Fault("old_version", times=10**6)
-        )  # until it is seen: the run may drop the answer to one request
-        run.wait_for(
-            lambda: "another-life" in run.output
-        )  # a kill before would end that request too
+        # Until it is seen: the run may drop the answer to one request.
+        first.add(Fault("old_version", times=10**6))
+        # A kill before would end that request too.
+        run.wait_for(lambda: "another-life" in run.output)
         first.clear()
         first.add(Fault("call", skip=4, action=kill_first, seconds=0.1))
         run.wait_for(lambda: not first.pending and not second.pending)
@@ -229,10 +226,8 @@ def fail_in_every_way(begin: Begin, kind: FaultyServers, servers: LocalServers) 
         try:
             restarted: set[str] = set()
             run.wait_for(lambda: restarted.update(servers.poll().restarted) or len(restarted) == 2)
-            for proxy in (
-                first,
-                second,
-            ):  # a second question of a client follows the reply to its first
+            # A second question of a client follows the reply to its first.
+            for proxy in (first, second):
                 seen = len(proxy.requests)
                 run.wait_for(
                     lambda proxy=proxy, seen=seen: (

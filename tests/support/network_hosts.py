@@ -18,9 +18,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-CONFIGURATION = Path(
-    "/etc/netns"
-)  # where `ip netns exec` looks for a namespace's own files of /etc
+# Where `ip netns exec` looks for a namespace's own files of /etc.
+CONFIGURATION = Path("/etc/netns")
 
 
 @dataclass(frozen=True)
@@ -130,9 +129,8 @@ def hosts(count: int, *, prefix: str = "") -> Iterator[list[Host]]:
 
 def _write_names(folder: Path, names: str) -> None:
     for _ in range(3):
-        with contextlib.suppress(
-            FileNotFoundError
-        ):  # another test process has just removed the parent
+        # Another test process has just removed the parent.
+        with contextlib.suppress(FileNotFoundError):
             folder.mkdir(parents=True)
             break
     (folder / "hosts").write_text(names)

@@ -52,9 +52,8 @@ def adapted(model: torch.nn.Module, path: str, lora: LoRAConfig, seed: int = 0) 
             continue
         with torch.no_grad():
             parameter.normal_(0.0, 0.2, generator=generator)
-            if (
-                ".experts.base_layer.lora_B" in name
-            ):  # two adapters as one of twice the rank: 0 off the diagonal
+            # Two adapters as one of twice the rank: 0 off the diagonal.
+            if ".experts.base_layer.lora_B" in name:
                 mask = _diagonal(parameter, lora.rank)
                 parameter.mul_(mask)
                 parameter.register_hook(partial(torch.mul, mask))

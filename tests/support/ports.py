@@ -5,10 +5,8 @@ from __future__ import annotations
 import secrets
 import socket
 
-FIRST, COUNT = (
-    20_000,
-    12_000,
-)  # below those that Linux gives to outgoing connections, which could take it meanwhile
+# Below those that Linux gives to outgoing connections, which could take it meanwhile.
+FIRST, COUNT = (20_000, 12_000)
 
 
 def free_port() -> int:

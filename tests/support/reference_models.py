@@ -68,10 +68,8 @@ def checkpoint(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     tensors = {}
     for name, tensor in model.state_dict().items():
         prefix, _, kind = name.rpartition(".")
-        if model.config.model_type in (
-            "gpt_oss",
-            "qwen3_5_moe_text",
-        ):  # as in memory, the latter as part of a model
+        # As in memory, the latter as part of a model.
+        if model.config.model_type in ("gpt_oss", "qwen3_5_moe_text"):
             is_part = model.config.model_type != "gpt_oss"
             tensors[name.replace("model.", "model.language_model.", 1) if is_part else name] = (
                 tensor.clone()

@@ -206,9 +206,8 @@ def save_tiny_model(
                 parameter.uniform_(0.0, 2.0)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
-                buffer.data = torch.empty(buffer.shape).uniform_(
-                    -0.12, 0.12
-                )  # float32, as published
+                # float32, as published.
+                buffer.data = torch.empty(buffer.shape).uniform_(-0.12, 0.12)
     # the published files have the experts of a layer in one tensor, as Transformers has in memory
     model.save_pretrained(path, save_original_format=kind not in _PUBLISHED)
     return str(path)

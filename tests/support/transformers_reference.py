@@ -53,9 +53,8 @@ def load_reference(path: str) -> torch.nn.Module:
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")
-    model.is_part = "text_config" in json.loads(
-        (Path(path) / "config.json").read_text()
-    )  # of a model with images
+    # Of a model with images.
+    model.is_part = "text_config" in json.loads((Path(path) / "config.json").read_text())
     for parameter in model.parameters():  # some routers are kept in float32
         parameter.data = parameter.data.double()
     forward = model.forward
@@ -140,9 +139,8 @@ def replayed(
     if routes is None:
         yield
         return
-    rows = torch.from_numpy(
-        np.concatenate([routes, routes[:1]]).astype(np.int64)
-    )  # the last token's doesn't matter
+    # The last token's doesn't matter.
+    rows = torch.from_numpy(np.concatenate([routes, routes[:1]]).astype(np.int64))
     live = torch.zeros(len(rows), dtype=torch.bool)
     if missing is not None:
         live[:-1] = torch.from_numpy(missing)
@@ -273,9 +271,8 @@ def naive_metrics(objective: Objective, batch: loops.Batch) -> dict[str, float]:
         }
         metrics["kl/ref"] = loops.naive_metrics(_with_a_ratio(objective), batch)["kl/ref"]
     if not objective.entropy_coef:
-        metrics.pop(
-            "entropy", None
-        )  # costs a pass over the vocabulary: computed only where the objective needs it
+        # Costs a pass over the vocabulary: computed only where the objective needs it.
+        metrics.pop("entropy", None)
     return metrics
 
 
@@ -391,9 +388,8 @@ def naive_training(
     """
     before = tensors(model, lambda p: p.detach().clone())
     named = list(model.named_parameters())
-    vectors = [
-        p for name, p in named if p.dim() == 1 or name.endswith("_bias")
-    ]  # of all experts in one tensor
+    # Of all experts in one tensor.
+    vectors = [p for name, p in named if p.dim() == 1 or name.endswith("_bias")]
     matrices = [p for name, p in named if p.dim() > 1 and not name.endswith("_bias")]
     adam = torch.optim.AdamW(
         [

@@ -39,9 +39,8 @@ def test_plain_lines_and_time_left() -> None:
     stream, clock = io.StringIO(), Clock()
     with Progress(10, start=4, stream=stream, clock=clock) as progress:
         clock.now += 20
-        progress.update(
-            5, METRICS
-        )  # 20 s a step, 5 steps left; the steps before the resume don't count
+        # 20 s a step, 5 steps left; the steps before the resume don't count.
+        progress.update(5, METRICS)
         clock.now += 10
         progress.say("evaluating")
         progress.update(6, {"eval/accuracy": 0.5})  # 30 s for two steps, 4 left

@@ -238,9 +238,8 @@ def test_summary_is_whole_or_absent(tmp_path: Path) -> None:
     }
     with pytest.raises(TypeError):
         run.write_summary({"x": object()})
-    assert (
-        json.loads(run.summary.read_text())["accuracy_after"] == 0.5
-    )  # the old one is still there
+    # The old one is still there.
+    assert json.loads(run.summary.read_text())["accuracy_after"] == 0.5
     assert not list(tmp_path.glob("*.tmp"))
 
 

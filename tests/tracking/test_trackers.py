@@ -66,9 +66,8 @@ def test_wandb_writes_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     identity = (tmp_path / "wandb_id").read_text().strip()
     files = list((tmp_path / "wandb").glob(f"offline-run-*-{identity}/*.wandb"))
     assert len(files) == 1
-    wait_for(
-        lambda: b"reward/mean" in files[0].read_bytes()
-    )  # its own process writes the file, when it gets a turn
+    # Its own process writes the file, when it gets a turn.
+    wait_for(lambda: b"reward/mean" in files[0].read_bytes())
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])

@@ -245,9 +245,8 @@ def test_the_rollouts_own_log_probs_are_compared_in_the_first_update(folder):
     own = small(folder, algorithm={"name": "gspo", "old_log_probs": "rollout"}, training=training)
     [(samples, metrics)] = run_distributed(one_step, 1, own)
     [(scored, _)] = run_distributed(one_step, 1, small(folder))
-    rows = np.random.default_rng([7, 0, 0]).permutation(16)[
-        :4
-    ]  # update.mini_batches of seed 7, step 0, epoch 0
+    # update.mini_batches of seed 7, step 0, epoch 0.
+    rows = np.random.default_rng([7, 0, 0]).permutation(16)[:4]
     first = SampleBatch.of([scored[i] for i in rows])
     wanted = mismatch(first, {i: sample.old_log_probs for i, sample in first.held.items()})
     assert wanted["mismatch/abs_diff"] > 0.1

@@ -68,9 +68,8 @@ def test_adapters_and_merged_weights_are_exported(run: Path, model: str) -> None
     changed = {name.replace(".lora_A", "") for name in adapters if ".lora_A." in name}
     assert len(changed) == 2 * (4 + 4 * 3) and facts.rank == 2 and facts.alpha == 8.0
     for name, tensor in found.items():
-        assert torch.allclose(tensor, merged[name], rtol=0, atol=5e-7), (
-            name
-        )  # a product's last bits
+        # A product's last bits.
+        assert torch.allclose(tensor, merged[name], rtol=0, atol=5e-7), name
         assert torch.equal(tensor, base[name]) == (name not in changed), name
 
 

@@ -17,9 +17,10 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "plugin" / "train_o
 def run_example(rank: int, world_size: int) -> list[tuple[float, float]]:
     """The loss and the gradient norm of each step; of rank 0, which prints them."""
     printed = io.StringIO()
+    # Done outside.
     begin, end = (
         mock.patch(f"torch.distributed.{name}_process_group") for name in ("init", "destroy")
-    )  # done outside
+    )
     with contextlib.redirect_stdout(printed), begin, end:
         runpy.run_path(str(EXAMPLE), run_name="__main__")
     return [

@@ -170,14 +170,12 @@ def test_goes_on_in_another_layout(reference, tmp_path, processes, layout):
     ours, theirs = read_metrics(run_dir), read_metrics(reference.run_dir)
     assert ours[:5] == theirs[:5]
     for name, value in theirs[5].items():
-        if not name.startswith(
-            ("time/", "perf/", "routing/bytes_moved")
-        ):  # another layout moves other bytes
+        # Another layout moves other bytes.
+        if not name.startswith(("time/", "perf/", "routing/bytes_moved")):
             assert ours[5][name] == pytest.approx(value, rel=2e-3, abs=1e-4), name
     assert ours[6]["entropy"] == pytest.approx(theirs[6]["entropy"], rel=2e-3)
-    assert ours[6]["eval/accuracy"] == pytest.approx(
-        theirs[6]["eval/accuracy"], abs=2e-3
-    )  # the verifier's noise
+    # The verifier's noise.
+    assert ours[6]["eval/accuracy"] == pytest.approx(theirs[6]["eval/accuracy"], abs=2e-3)
 
 
 def test_a_state_of_another_version_is_one_line(reference, tmp_path):
@@ -195,9 +193,8 @@ def test_a_state_of_another_version_is_one_line(reference, tmp_path):
 @pytest.mark.slow  # .ci/run runs it
 def test_torchrun_restarts_a_run_whose_rank_was_killed(reference, tmp_path):
     run_dir = tmp_path / "run"
-    config = reference.config(
-        run_dir, "checkpoint.async_save=false"
-    )  # whole before the third step begins
+    # Whole before the third step begins.
+    config = reference.config(run_dir, "checkpoint.async_save=false")
     due = partial(_has_reached, run_dir, 3)
     life = live_under_torchrun(config, tmp_path / "life", 2, RandomKill(0.0, 1), after=due)
     assert life.finished and not life.orphans and "exitcode: -9" in life.log, life.log[-3000:]

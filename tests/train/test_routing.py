@@ -94,9 +94,8 @@ def check_ratios(file: Path) -> None:
         assert (np.diff(arrays["sequence"]) >= 0).all() and set(arrays["sequence"].tolist()) <= set(
             range(8)
         )
-        assert (
-            sum(arrays["token_text"] != "") > rows / 2
-        )  # the padded vocabulary has ids without a text
+        # The padded vocabulary has ids without a text.
+        assert sum(arrays["token_text"] != "") > rows / 2
 
 
 def test_r2_on_four_processes(model, tmp_path):

@@ -42,9 +42,8 @@ def test_files_are_what_safetensors_reads(tmp_path: Path) -> None:
     index = json.loads((transport.checkpoint / INDEX).read_text())
     assert index["weight_map"].keys() == {"a", "b", "c", "d"}
     assert index["metadata"]["total_size"] == 60 + 120 + 32 + 4
-    assert (
-        len(set(index["weight_map"].values())) == 3
-    )  # a; b alone, being larger than a bucket; c and d
+    # a; b alone, being larger than a bucket; c and d.
+    assert len(set(index["weight_map"].values())) == 3
     for name, wanted in STREAM:
         with safe_open(transport.checkpoint / index["weight_map"][name], framework="pt") as file:
             assert torch.equal(file.get_tensor(name), wanted) and file.metadata() == {

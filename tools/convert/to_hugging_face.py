@@ -34,15 +34,10 @@ from megatron_gspo.tools.convert.work_directory import Workspace, file_stamps
 from megatron_gspo.tools.convert.work_units import Unit, Workers, cut, run_units
 
 _FIRST_FILE = "model-00001-of-00001.safetensors"
-_KEPT_BYTES = (
-    64 << 20
-)  # cache of parameters: query, key and value are one parameter, but not consecutive tensors
-_OTHERS = (
-    "optimizer",
-    "critic.",
-    "rng_state",
-    "rerun_state_machine_state",
-)  # other content of a training checkpoint
+# Cache of parameters: query, key and value are one parameter, but not consecutive tensors.
+_KEPT_BYTES = 64 << 20
+# Other content of a training checkpoint.
+_OTHERS = ("optimizer", "critic.", "rng_state", "rerun_state_machine_state")
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,8 @@ from megatron_gspo.tools.convert.torch_dcp_files import Placement, write_file, w
 from megatron_gspo.tools.convert.work_directory import Workspace, file_stamps
 from megatron_gspo.tools.convert.work_units import Unit, Workers, cut, run_units
 
-_PIECE_BYTES = (
-    64 << 20
-)  # of a larger tensor, such as an embedding, that are written at a time: torch copies them twice
+# Of a larger tensor, such as an embedding, that are written at a time: torch copies them twice.
+_PIECE_BYTES = 64 << 20
 COMPANIONS = "hf"  # the folder of config, tokenizer and index in a converted checkpoint
 
 

@@ -15,9 +15,8 @@ from typing import Any, TypeVar
 
 from megatron_gspo.errors import RunError
 
-UNIT_BYTES = (
-    256 << 20
-)  # of one unit: a process holds it at most twice, and an interruption loses it
+# Of one unit: a process holds it at most twice, and an interruption loses it.
+UNIT_BYTES = 256 << 20
 
 T = TypeVar("T")
 

@@ -78,10 +78,8 @@ def check_checkpoints(config: Config) -> list[Finding]:
     """Where a run of this config begins: its newest whole checkpoint, those passed over, and
     who else writes there.
     """
-    from megatron_gspo.mcore.checkpoint.checkpoint_files import (
-        newest_checkpoint,
-        read_state,
-    )  # Megatron may be missing
+    # Megatron may be missing.
+    from megatron_gspo.mcore.checkpoint.checkpoint_files import newest_checkpoint, read_state
 
     run_dir = Path(config.run_dir)
     found = judge_lock(run_dir, writer_of(run_dir))

@@ -97,9 +97,8 @@ def check_groups(parallel: ParallelConfig) -> list[Finding]:
     try:
         check_layout(parallel, dist.get_world_size())
     except ConfigError:
-        parallel = replace(
-            ParallelConfig(), backend=parallel.backend
-        )  # reported; the connections are still checked
+        # Reported; the connections are still checked.
+        parallel = replace(ParallelConfig(), backend=parallel.backend)
     initialize(parallel, seed=0)
     try:
         exchanges = [exchange(kind, group) for kind, group in every_group().items()]

@@ -39,10 +39,8 @@ from megatron_gspo.tools.evaluate.task_scores import (
     score_task,
 )
 
-RESPONSES, CONVERTED = (
-    "responses",
-    ".converted",
-)  # folders of the output; the second while a checkpoint is evaluated
+# Folders of the output; the second while a checkpoint is evaluated.
+RESPONSES, CONVERTED = ("responses", ".converted")
 
 
 @dataclass(frozen=True)

@@ -172,7 +172,6 @@ def hugging_face_folder(
     finally:
         if is_real_folder(out):
             shutil.rmtree(out)
-        with contextlib.suppress(
-            OSError
-        ):  # not empty: an interrupted conversion, which the next start continues
+        # Not empty: an interrupted conversion, which the next start continues.
+        with contextlib.suppress(OSError):
             scratch.rmdir()

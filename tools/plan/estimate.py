@@ -281,9 +281,8 @@ class Estimator:
         tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
         experts = parallel.expert_model_parallel_size * parallel.expert_tensor_size
         layers, size = self.layers_of_stage(parallel), self._weight_bytes
-        of_rank = (
-            layers * size * tokens / context
-        )  # bytes of one number of each token in each layer
+        # Bytes of one number of each token in each layer.
+        of_rank = layers * size * tokens / context
         seconds = of_rank * 4 * shape.hidden_size * (tensor - 1) / tensor / hardware.rate(tensor)
         if experts > 1 and shape.is_moe:
             sent = of_rank / tensor * 2 * shape.experts_per_token * shape.hidden_size
@@ -293,9 +292,8 @@ class Estimator:
         if context > 1:
             keys = 2 * max(shape.num_query_groups / tensor, 1) * shape.head_dim
             seconds += of_rank * keys * (context - 1) / hardware.rate(context * tensor)
-        if (
-            parallel.pipeline_model_parallel_size > 1
-        ):  # hidden states to and from the neighbours of each chunk
+        # Hidden states to and from the neighbours of each chunk.
+        if parallel.pipeline_model_parallel_size > 1:
             chunks = parallel.virtual_pipeline_model_parallel_size or 1
             stage = hardware.gpus // parallel.pipeline_model_parallel_size
             seconds += (

@@ -26,11 +26,8 @@ from megatron_gspo.tools.rehearse.roles import choose_ranks
 from megatron_gspo.tools.rehearse.summary import FailedRank
 
 _ONCE = ("build", "weight_export", "checkpoint_plan")  # phases that are not in each optimizer step
-_DATA_GROUPS = (
-    "dp",
-    "dp_cp",
-    "expert_dp",
-)  # exchange once a mini-batch, whatever the number of micro-batches
+# Exchange once a mini-batch, whatever the number of micro-batches.
+_DATA_GROUPS = ("dp", "dp_cp", "expert_dp")
 
 
 @dataclass(frozen=True)

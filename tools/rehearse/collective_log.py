@@ -231,9 +231,8 @@ class CollectiveLog:
         for out, source in zip(received, sent, strict=True):
             value = self.values.get(source)
             is_even = not (given.get("input_split_sizes") or given.get("output_split_sizes"))
-            if (
-                value is not None and is_even and value.numel()
-            ):  # every rank sends me what I send to my own place
+            # Every rank sends me what I send to my own place.
+            if value is not None and is_even and value.numel():
                 own = value.reshape(group.size(), -1)[group.rank()]
                 self.values.put(out, own.repeat(group.size()))
             elif value is not None and not self.values.is_on_device(out) and value.numel():

@@ -20,9 +20,8 @@ from megatron_gspo.tools.rehearse.records import RankRecord, read_record
 from megatron_gspo.tools.rehearse.roles import PlayedRank
 from megatron_gspo.tools.rehearse.summary import FailedRank
 
-RANK_MEMORY = (
-    5 * 2**30
-)  # bytes of the host that the rehearsal of one rank of a large model may take
+# Bytes of the host that the rehearsal of one rank of a large model may take.
+RANK_MEMORY = 5 * 2**30
 _OUTPUT = 6000  # characters of a failed process's output that are kept
 Done = Callable[[PlayedRank, "RankRecord | FailedRank"], None]
 

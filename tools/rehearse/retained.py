@@ -90,9 +90,8 @@ def _saved(node: Any) -> Iterator[Tensor]:
             continue
         seen.add(node)
         todo += [parent for parent, _ in node.next_functions]
-        if hasattr(
-            node, "variable"
-        ):  # a leaf: the detached input of recomputed layers, and its gradient
+        # A leaf: the detached input of recomputed layers, and its gradient.
+        if hasattr(node, "variable"):
             yield from (
                 tensor for tensor in (node.variable, node.variable.grad) if tensor is not None
             )

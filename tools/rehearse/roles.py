@@ -15,14 +15,8 @@ from functools import cached_property
 from megatron_gspo.config import ParallelConfig
 from megatron_gspo.errors import InputError
 
-DIMENSIONS = (
-    "tp",
-    "cp",
-    "dp",
-    "etp",
-    "ep",
-    "edp",
-)  # within a pipeline stage; experts have their own three
+# Within a pipeline stage; experts have their own three.
+DIMENSIONS = ("tp", "cp", "dp", "etp", "ep", "edp")
 MOST_RANKS = 64  # of `--ranks all`
 _NAMES = {
     "tp": "tensor rank",

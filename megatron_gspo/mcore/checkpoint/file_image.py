@@ -139,9 +139,8 @@ def _write_all(file: int, content: memoryview, at: int) -> int:
             flags = fcntl.fcntl(file, fcntl.F_GETFL)
             if error.errno != errno.EINVAL or not flags & _DIRECT:
                 raise
-            fcntl.fcntl(
-                file, fcntl.F_SETFL, flags & ~_DIRECT
-            )  # what is left is no multiple of the disk's blocks
+            # What is left is no multiple of the disk's blocks.
+            fcntl.fcntl(file, fcntl.F_SETFL, flags & ~_DIRECT)
     return done
 
 

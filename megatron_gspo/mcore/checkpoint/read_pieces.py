@@ -136,9 +136,8 @@ def _copy_region(file: int, header: StoredTensor, read: _Read, buffer: Tensor) -
     )
     if sizes != read.part.box.sizes or header.offset or not _is_contiguous(header):
         raise ValueError(f"{read.part.key} is stored as {header}")
-    rows = next(
-        (dim for dim, size in enumerate(sizes) if size > 1), len(sizes) - 1
-    )  # along this dimension
+    # Along this dimension.
+    rows = next((dim for dim, size in enumerate(sizes) if size > 1), len(sizes) - 1)
     row = math.prod(sizes[rows + 1 :])
     step = max(1, buffer.numel() // (row * header.dtype.itemsize))
     for first in range(0, read.box.sizes[rows], step):

@@ -100,11 +100,8 @@ def chunk_layout(
         ),
         device,
     )
-    for name in (
-        "slots",
-        "absent",
-        "copied_rows",
-    ):  # torch adds, fills and copies at int64 indices only
+    # Torch adds, fills and copies at int64 indices only.
+    for name in ("slots", "absent", "copied_rows"):
         moved[name] = moved[name].long()
     return ChunkLayout(size=size, before=before, active=tuple(active.tolist()), **moved)
 

@@ -116,9 +116,8 @@ class AdaptedColumnParallelLinear(ColumnParallelLinear):
             self, {"weight": 0, "bias": 0, "lora.lora_B": 0}, prefix, sharded_offsets, metadata
         )
         key = f"{prefix}lora.lora_B"
-        if getattr(
-            self, "gated", False
-        ):  # each rank has rows of the gate and of the other half, as of the weight
+        # Each rank has rows of the gate and of the other half, as of the weight.
+        if getattr(self, "gated", False):
             stored[key] = apply_swiglu_sharded_factory(stored[key], sharded_offsets)
         return stored
 
@@ -171,9 +170,8 @@ class AdaptedRouter(TopKRouter):
         if not self.lora.enabled:
             return logits
         a, b = self.lora()
-        low = router_gating_linear(
-            input, a, None, logits.dtype
-        )  # keeps no copy of the input in that type
+        # Keeps no copy of the input in that type.
+        low = router_gating_linear(input, a, None, logits.dtype)
         return logits + linear(low, b.to(logits.dtype))
 
 

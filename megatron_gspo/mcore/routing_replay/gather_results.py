@@ -61,9 +61,8 @@ def flips_of_replica(
     Two bytes a token are exchanged.
     """
     own, lengths, starts = _rows_of(micro_batches, batch, None)
-    flat = torch.zeros(
-        int(starts[-1]), 2, dtype=torch.uint8
-    )  # compared, number of ranks with a layer that differs
+    # Compared, number of ranks with a layer that differs.
+    flat = torch.zeros(int(starts[-1]), 2, dtype=torch.uint8)
     for routes in micro_batches:
         if not routes.is_counted or routes.flipped is None:
             continue
@@ -99,9 +98,8 @@ def shared_experts_of_replica(
             if routes.missing is None
             else ~routes.missing.cpu()[rows]
         )
-        after = (rows.diff() == 1) & (
-            targets.diff() == 1
-        )  # whether the next row is the next token's
+        # Whether the next row is the next token's.
+        after = (rows.diff() == 1) & (targets.diff() == 1)
         beside = torch.stack(
             [known, _shifted(after & known[1:], 0), _shifted(after & known[:-1], 1)]
         )
@@ -175,9 +173,8 @@ def routing_stats(micro_batches: Sequence[MicroBatchRoutes]) -> RoutingStats:
     shape = options.shape
     flips, entropy = torch.zeros(2, shape.layers, dtype=torch.float64, device=device)
     load = torch.zeros(shape.layers, shape.num_experts, dtype=torch.float64, device=device)
-    totals = torch.zeros(
-        3, dtype=torch.float64, device=device
-    )  # compared tokens, flipped ones, trained tokens
+    # Compared tokens, flipped ones, trained tokens.
+    totals = torch.zeros(3, dtype=torch.float64, device=device)
     for routes in micro_batches:
         if not routes.is_counted or not routes.layers:
             continue

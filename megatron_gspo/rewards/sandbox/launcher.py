@@ -368,10 +368,8 @@ def _processes() -> dict[int, _Process]:
     """All processes by their process ids; zombies too."""
     processes: dict[int, _Process] = {}
     for name in filter(str.isdecimal, os.listdir("/proc")):
-        with (
-            contextlib.suppress(OSError),
-            open(f"/proc/{name}/stat") as file,
-        ):  # OSError: it has ended
+        # OSError: it has ended.
+        with contextlib.suppress(OSError), open(f"/proc/{name}/stat") as file:
             fields = file.read().rpartition(")")[2].split()
             user = os.fstat(file.fileno()).st_uid
             seconds = sum(map(int, fields[11:15])) / _TICKS

@@ -47,10 +47,8 @@ def same_value(output: bytes, accepted: tuple[Any, ...], tolerance: float) -> bo
         return False
     try:
         value = json.loads(output)
-    except (
-        ValueError,
-        RecursionError,
-    ):  # no JSON, no UTF-8, a number of too many digits, or nested too deeply
+    except (ValueError, RecursionError):
+        # No JSON, no UTF-8, a number of too many digits, or nested too deeply.
         return False
     return any(_equal(value, other, tolerance) for other in accepted)
 

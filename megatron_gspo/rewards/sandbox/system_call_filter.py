@@ -111,9 +111,8 @@ def system_call_filter() -> bytes | None:
     # changes nothing.
     of_children = (seccomp.Arg(0, seccomp.EQ, int(signal.SIGCHLD)), seccomp.Arg(1, seccomp.NE, 0))
     rules.add_rule(seccomp.ERRNO(0), "rt_sigaction", *of_children)
-    rules.add_rule(
-        seccomp.ERRNO(errno.ENOSYS), "clone3"
-    )  # its flags are in memory: the C library falls back to clone
+    # Its flags are in memory: the C library falls back to clone.
+    rules.add_rule(seccomp.ERRNO(errno.ENOSYS), "clone3")
     with tempfile.TemporaryFile() as file:
         rules.export_bpf(file)
         return os.pread(file.fileno(), 1 << 20, 0)

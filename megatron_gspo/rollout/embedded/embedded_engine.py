@@ -246,15 +246,12 @@ def _build(
     if isinstance(source, PretrainedConfig):
         source = source.get_text_config()  # of a model that reads images too
         _refuse_others(source)
-        if hasattr(
-            source, "quantization_config"
-        ):  # of the published files; the weights come in the engine's dtype
+        # Of the published files; the weights come in the engine's dtype.
+        if hasattr(source, "quantization_config"):
             source = copy.deepcopy(source)
             del source.quantization_config
-        with (
-            no_init_weights(),
-            torch.random.fork_rng(devices=[]),
-        ):  # gated delta nets draw decay rates all the same
+        # Gated delta nets draw decay rates all the same.
+        with no_init_weights(), torch.random.fork_rng(devices=[]):
             model = AutoModelForCausalLM.from_config(source, dtype=dtype)
         model.tie_weights()  # part of the initialization
     else:
@@ -271,9 +268,8 @@ def _build(
     model = model.to(device).eval().requires_grad_(False)
     if device.type == "cpu":
         use_cpu_kernels(model)
-    elif any(
-        hasattr(module, "sinks") for module in model.modules()
-    ):  # Transformers' own takes other masks
+    elif any(hasattr(module, "sinks") for module in model.modules()):
+        # Transformers' own takes other masks.
         use_decode_attention(model)
     return model
 

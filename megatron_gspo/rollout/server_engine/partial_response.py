@@ -88,9 +88,8 @@ class PartialResponse:
         routes = missing = None
         if model.return_routes:
             parts = [part.routes for part in self.parts if part.routes is not None]
-            rows = (
-                parts[0] if len(parts) == 1 else np.concatenate(parts)
-            )  # one part is kept as it was decoded
+            # One part is kept as it was decoded.
+            rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
             routes, missing = as_routes(rows, model.shape.num_experts, where=self.name)
         return Sample(
             prompt_index=self.prompt.index,

@@ -297,9 +297,8 @@ class ServerEngine:
         """
         self._loop.run(self._client.interrupt())
         if self._config.colocated and not self._memory_released:
-            self._loop.run(
-                self._pool.wait_for_checks()
-            )  # a server that is not idle fails on the release
+            # A server that is not idle fails on the release.
+            self._loop.run(self._pool.wait_for_checks())
             self._on_all_servers(
                 lambda client: self._api.release_memory(client, timeout=_MEMORY_SECONDS)
             )
@@ -369,9 +368,8 @@ class ServerEngine:
     async def _monitor_processes(self, processes: LocalServers) -> None:
         by_url = {server.url: server for server in self._pool.servers}
         while True:
-            for url in (
-                processes.poll().died
-            ):  # `processes` reports the reason; health checks find who is back
+            # `processes` reports the reason; health checks find who is back.
+            for url in processes.poll().died:
                 await self._pool.mark_down(by_url[url], "its process ended")
             for server in self._pool.servers:
                 if server.unresponsive:

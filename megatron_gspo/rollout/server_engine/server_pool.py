@@ -28,10 +28,8 @@ INCOMPLETE = (  # ends the version of a server during an update, or after a fail
 )
 _MAX_MISSED_CHECKS = 3  # health checks in a row
 _MAX_FAILED_REQUESTS = 4  # in a row at one server
-_COOL_DOWN_SECONDS, _MAX_COOL_DOWN_SECONDS = (
-    1.0,
-    60.0,
-)  # before a removed server is checked again, doubling
+# Before a removed server is checked again, doubling.
+_COOL_DOWN_SECONDS, _MAX_COOL_DOWN_SECONDS = (1.0, 60.0)
 _MAX_DOUBLINGS = 6
 _REPORT_SECONDS = (
     2.0  # a report of another client holds so long; while groups are awaited they come more often
@@ -291,9 +289,8 @@ class ServerPool:
 
     async def _check(self, server: PooledServer) -> None:
         cooling_down = not server.alive and time.monotonic() < server.check_after
-        if (
-            self.paused or cooling_down
-        ):  # during a weight update a server may not respond; the update has timeouts
+        # During a weight update a server may not respond; the update has timeouts.
+        if self.paused or cooling_down:
             return
         if not self._owner and (server.alive or server.down_for_all):
             return
@@ -338,7 +335,6 @@ class ServerPool:
         if server.alive and (too_many or not error.sent):
             await self.mark_down(server, first_line(error))
         no_response = error.sent and error.status is None
-        if (
-            too_many and no_response
-        ):  # also if it was removed for another reason; repeated after as many checks
+        # Also if it was removed for another reason; repeated after as many checks.
+        if too_many and no_response:
             server.unresponsive, server.missed_checks = True, 0

@@ -182,9 +182,8 @@ def _tokens(
         raise ResponseError(f"{context.name}: no output_token_logprobs came back")
     listed, log_probs = _pairs(rows, context)
     ids = checked_tokens(listed, context)
-    if msgspec.json.encode(listed) != bytes(
-        output_ids
-    ):  # compared as text; parsed where that differs
+    # Compared as text; parsed where that differs.
+    if msgspec.json.encode(listed) != bytes(output_ids):
         again = _output_ids(output_ids, context)
         if again is not None and again != listed:
             raise ResponseError(
@@ -224,9 +223,8 @@ def _routes(raw: msgspec.Raw, count: int, context: RequestContext) -> np.ndarray
         raise ResponseError(f"{context.name}: routed_experts holds {found} ids, not {wanted}")
     moe = [layer for layer, is_moe in enumerate(shape.moe_layers) if is_moe]
     routes = np.empty((rows, len(moe), k), dtype=expert_id_dtype(shape.num_experts))
-    step = 3 * max(
-        _PIECE_IDS // (3 * num_layers * k), 1
-    )  # three rows are a whole number of base64's 3 bytes
+    # Three rows are a whole number of base64's 3 bytes.
+    step = 3 * max(_PIECE_IDS // (3 * num_layers * k), 1)
     for start in range(0, rows, step):
         piece = routes[start : start + step]
         first, last = (

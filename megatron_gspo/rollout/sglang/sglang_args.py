@@ -15,8 +15,7 @@ def gpus_per_server(server_args: Sequence[str]) -> int:
         ("--tp-size", "--tensor-parallel-size", "--tp"),
         ("--pp-size", "--pipeline-parallel-size", "--pp"),
     ]
-    if (
-        "--enable-dp-attention" not in server_args
-    ):  # with it, data-parallel ranks share the tensor-parallel GPUs
+    # With it, data-parallel ranks share the tensor-parallel GPUs.
+    if "--enable-dp-attention" not in server_args:
         sizes.append(("--dp-size", "--data-parallel-size", "--dp"))
     return product_of_sizes(server_args, sizes, "sglang")

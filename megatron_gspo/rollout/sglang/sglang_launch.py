@@ -113,9 +113,8 @@ def adapter_args(rank: int, targets: Sequence[str], args: Sequence[str]) -> list
     targets: the linear layers that have one.
     """
     found = ["--enable-lora", "--max-loras-per-batch", "1", "--max-lora-rank", str(rank)]
-    found += (
-        ["--lora-backend", "torch_native"] if on_cpu(args) else []
-    )  # the others are written in Triton
+    # The others are written in Triton.
+    found += ["--lora-backend", "torch_native"] if on_cpu(args) else []
     return [*found, "--lora-target-modules", *targets]
 
 

@@ -252,13 +252,8 @@ def _npy(text: str, context: RequestContext) -> np.ndarray:
     """The integers of a .npy file in base64. Nothing is unpickled."""
     try:
         array = np.load(io.BytesIO(pybase64.b64decode(text, validate=True)), allow_pickle=False)
-    except (
-        binascii.Error,
-        ValueError,
-        EOFError,
-        OSError,
-        MemoryError,
-    ):  # of a header that claims any size
+    except (binascii.Error, ValueError, EOFError, OSError, MemoryError):
+        # MemoryError: a header may claim any size.
         raise ResponseError(
             f"{context.name}: routed_experts is not a .npy file in base64"
         ) from None

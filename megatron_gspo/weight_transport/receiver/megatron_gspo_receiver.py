@@ -152,9 +152,8 @@ def _receive(model: Any, request: dict[str, Any]) -> str:
     for old in [name for name in _groups if name not in names]:
         del _groups[old]
     inbox: queue.Queue[tuple[dict[str, Any], Any]] = queue.Queue(_AHEAD * len(names))
-    gpu = (
-        torch.cuda.current_device() if torch.cuda.is_available() else 0
-    )  # of this thread: others begin with GPU 0
+    # Of this thread: others begin with GPU 0.
+    gpu = torch.cuda.current_device() if torch.cuda.is_available() else 0
     for source in request["sources"]:
         threading.Thread(target=_listen, args=(source, request, inbox, gpu), daemon=True).start()
     error, sums, open_sources = "", dict[str, int](), len(names)

@@ -193,9 +193,8 @@ def save_often(rank: int, world_size: int, path: str, folder: str) -> dict[str, 
         save_checkpoint(policy, target, 11, {"value": object()}, keep=2)
     errors.append(str(caught.value))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(
-        resource.RLIMIT_FSIZE, (5000, hard)
-    )  # as a full disk: writing fails with OSError
+    # As a full disk: writing fails with OSError.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))
     with pytest.raises(RuntimeError) as caught:
         save_checkpoint(policy, target, 12, {}, keep=2)
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

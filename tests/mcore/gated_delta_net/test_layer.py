@@ -155,9 +155,8 @@ def errors_in_layout(rank: int, world_size: int, name: str) -> dict[str, float]:
         total = parameter.grad.clone()
         if groups.cp.size() > 1:
             torch.distributed.all_reduce(total, group=groups.cp)
-        if sp and getattr(
-            parameter, "sequence_parallel", False
-        ):  # as Megatron's finalize_model_grads
+        # As Megatron's finalize_model_grads.
+        if sp and getattr(parameter, "sequence_parallel", False):
             torch.distributed.all_reduce(total, group=tp)
         errors[key] = relative(total, shard(key, gradients[key], tp.rank(), tp.size()))
     return errors

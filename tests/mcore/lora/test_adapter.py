@@ -8,10 +8,8 @@ import torch
 
 from megatron_gspo.mcore.lora.adapter import Adapter, expert_adapters
 
-ROWS = [
-    torch.tensor([0, 3]),
-    torch.tensor([4]),
-]  # of a weight of 5 rows; 1 and 2 are another tensor's
+# Of a weight of 5 rows; 1 and 2 are another tensor's.
+ROWS = [torch.tensor([0, 3]), torch.tensor([4])]
 
 
 def make(scale: float = 0.5) -> tuple[torch.Tensor, Adapter]:

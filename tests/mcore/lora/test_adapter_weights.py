@@ -114,9 +114,8 @@ def test_merged_weights_are_those_of_peft(case):
     for merged in (rank[at][3] for rank in case["ranks"] for at in range(len(LAYOUTS))):
         assert set(merged) == set(wanted)
         for name, tensor in merged.items():
-            assert torch.allclose(tensor, wanted[name], rtol=0, atol=5e-7), (
-                name
-            )  # a product's last bits
+            # A product's last bits.
+            assert torch.allclose(tensor, wanted[name], rtol=0, atol=5e-7), name
 
 
 def test_the_checksum_is_one_for_every_layout_and_another_for_other_weights(case):

@@ -51,20 +51,15 @@ def test_a_block_by_hand():
     values, scales = quantize_blocks(torch.tensor([[1.75, -0.25], [0.0, 0.0039]]))
     assert values.dtype == torch.float8_e4m3fn and scales.dtype == torch.float32
     assert scales.tolist() == [[2.0**-8]]
-    assert values.float().tolist() == [
-        [448.0, -64.0],
-        [0.0, 1.0],
-    ]  # 0.0039 * 256 = 0.9984, next to 1
+    # 0.0039 * 256 = 0.9984, next to 1.
+    assert values.float().tolist() == [[448.0, -64.0], [0.0, 1.0]]
 
 
 def test_rows_by_hand():
     values, scales = quantize_rows(torch.tensor([[127.0, -63.5], [0.0, 0.0], [-2.54, 0.03]]))
     assert values.dtype == torch.int8 and scales.shape == (3, 1)
-    assert values.tolist() == [
-        [127, -64],
-        [0, 0],
-        [-127, 2],
-    ]  # halves go to the even number; 0.03 / 0.02 = 1.5
+    # Halves go to the even number; 0.03 / 0.02 = 1.5.
+    assert values.tolist() == [[127, -64], [0, 0], [-127, 2]]
     assert scales.flatten().tolist() == pytest.approx([1.0, 1.0, 0.02])
 
 

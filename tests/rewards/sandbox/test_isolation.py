@@ -47,9 +47,8 @@ def test_limits_alone_isolate_nothing():
     finally:
         launcher.close()
     assert (outcome.ending, outcome.code) == ("exit", 0)
-    assert not os.path.exists(
-        f"/proc/{outcome.stdout.decode()}"
-    )  # killed, though it left its session and parent
+    # Killed, though it left its session and parent.
+    assert not os.path.exists(f"/proc/{outcome.stdout.decode()}")
 
 
 DAEMON = b"""

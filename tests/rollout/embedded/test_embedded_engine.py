@@ -50,9 +50,8 @@ def test_log_probs_equal_a_teacher_forced_pass(kind, temperature, top_k):
     sampling = SamplingParams(3, 20, temperature=temperature, top_k=top_k)
     samples = engine.generate(prompts(9), sampling, seed=1)
     lengths = [s.response_length for s in samples]
-    assert (
-        min(lengths) < 10 and max(lengths) == 20
-    )  # rows left the batch on the way, and some stayed
+    # Rows left the batch on the way, and some stayed.
+    assert min(lengths) < 10 and max(lengths) == 20
     for sample in samples:
         sample.check()
         np.testing.assert_allclose(
@@ -89,9 +88,8 @@ def test_samples_do_not_depend_on_batches_order_or_split():
     _, engine = build()
     questions, sampling = prompts(13), SamplingParams(3, 16)
     whole = key(engine.generate(questions, sampling, seed=5))
-    assert (
-        len({tuple(r) for r in whole.values()}) > 30
-    )  # samples of a prompt differ from one another
+    # Samples of a prompt differ from one another.
+    assert len({tuple(r) for r in whole.values()}) > 30
     _, small = build(max_batch=4)
     assert key(small.generate(questions[::-1], sampling, seed=5)) == whole
     halves = key(engine.generate(questions[::2], sampling, seed=5))

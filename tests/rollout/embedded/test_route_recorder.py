@@ -65,9 +65,8 @@ def test_every_row_equals_that_of_a_plain_pass(name, sampling):
     reference, engine = build(CONFIGS[name], return_routed_experts=True, eos_token_ids=range(1, 5))
     samples = engine.generate(prompts(16), sampling, seed=1)
     lengths = {s.response_length for s in samples}
-    assert (
-        min(lengths) < 8 and max(lengths) == sampling.max_response_length
-    )  # early stops, and responses cut off
+    # Early stops, and responses cut off.
+    assert min(lengths) < 8 and max(lengths) == sampling.max_response_length
     assert len({s.prompt_length for s in samples}) > 4
     assert_routes(samples, reference)
     config = reference.config

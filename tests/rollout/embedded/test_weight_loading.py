@@ -124,9 +124,8 @@ def test_a_wrong_stream_is_read_to_its_end_and_named_in_one_line(kind, message):
         engine.update_weights(stream(), version=1)
     assert "\n" not in str(error.value)
     assert len(read) == len(broken(kind))
-    with pytest.raises(
-        RuntimeError, match="no complete weights"
-    ):  # part of it may have been written
+    # Part of it may have been written.
+    with pytest.raises(RuntimeError, match="no complete weights"):
         engine.generate(prompts(1), SamplingParams(1, 2), seed=0)
     engine.update_weights(broken("none"), version=2)
     assert engine.generate(prompts(1), SamplingParams(1, 2), seed=0)[0].weight_version == 2

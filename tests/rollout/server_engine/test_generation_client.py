@@ -94,9 +94,8 @@ def test_a_passing_fault_is_survived_and_counted_once(server, name):
 def test_a_lasting_fault_ends_with_one_line_that_names_the_request(server, name):
     server.always = PASSING[name][0]
     with Setup(server.url, health_interval=0.01) as setup:
-        watch = setup.loop.spawn(
-            setup.pool.monitor()
-        )  # servers that were excluded for their faults return
+        # Servers that were excluded for their faults return.
+        watch = setup.loop.spawn(setup.pool.monitor())
         setup.stream.start(prompts(1), SAMPLING, seed=1)
         with pytest.raises(
             EngineError, match=r"^sample 0/[01]: given up after 4 tries in \d+ s; the last: "
@@ -233,9 +232,8 @@ def test_a_version_that_no_update_mends_ends_the_run(server):
             while True:
                 try:
                     return setup.stream.take(1)
-                except (
-                    WeightsNeeded
-                ):  # once more where `take` looks between the last answer and the request's end
+                except WeightsNeeded:
+                    # Once more where `take` looks between the last answer and the request's end.
                     updates += 1
                     setup.serve()
 

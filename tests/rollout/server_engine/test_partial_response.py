@@ -52,15 +52,8 @@ def test_parts_are_joined():
     assert (sample.weight_version, sample.finish_reason, sample.text) == (3, "stop", "4 5 6 7 1")
     assert sample.loss_mask.tolist() == [True] * 5
     assert sample.routed_experts.shape == (7, 2, 2)
-    assert sample.routed_experts[:, 0, 0].tolist() == [
-        0,
-        1,
-        2,
-        3,
-        4,
-        5,
-        6,
-    ]  # each position once, by its first feeding
+    # Each position once, by its first feeding.
+    assert sample.routed_experts[:, 0, 0].tolist() == [0, 1, 2, 3, 4, 5, 6]
 
 
 def test_the_routes_of_one_part_are_not_copied():

@@ -168,9 +168,8 @@ def test_places_are_kept_for_groups_that_are_due(server):
         server.gate = True
         setup.stream.start([Prompt(i, np.arange(5), "") for i in (1, 2, 3)], SAMPLING, seed=1)
         wait_for(lambda: setup.client.counts["requests"] >= 8, pause=0.005)
-        assert indices(setup.stream.take(2, oldest=3, patience=0.1)) == [
-            1
-        ]  # one place is group 0's
+        # One place is group 0's.
+        assert indices(setup.stream.take(2, oldest=3, patience=0.1)) == [1]
         go_on()
         assert indices(setup.stream.take(1, oldest=3)) == [0]
 

@@ -90,13 +90,8 @@ def test_requests_go_where_fewest_tokens_are_outstanding():
                 await stack.enter_async_context(pool.acquire(cost)) for cost in (100, 10, 50, 30, 5)
             ]
             places = [pool.servers.index(member) for member in taken]
-            assert places == [
-                0,
-                1,
-                2,
-                1,
-                2,
-            ]  # the last finds two requests, the most, at the least loaded
+            # The last finds two requests, the most, at the least loaded.
+            assert places == [0, 1, 2, 1, 2]
             assert [m.outstanding_tokens for m in pool.servers] == [100, 40, 55]
             assert [m.num_requests for m in pool.servers] == [1, 2, 2]
         assert (
@@ -322,9 +317,8 @@ def test_only_a_busy_server_is_asked_for_a_token(health):
         for _ in range(4):
             await pool.health_check(member)
         assert member.alive and "/health" not in health.asked
-        member.tasks.add(
-            asyncio.create_task(asyncio.sleep(60))
-        )  # a request is under way: the scheduler may hang
+        # A request is under way: the scheduler may hang.
+        member.tasks.add(asyncio.create_task(asyncio.sleep(60)))
         member.last_response = time.monotonic() + 60  # but it has just answered another
         await pool.health_check(member)
         assert member.alive and "/health" not in health.asked

@@ -79,12 +79,10 @@ def test_a_good_answer_is_taken_as_it_is():
     assert part.tokens.dtype == np.int64 and part.tokens.tolist() == [9, 8, 1]
     assert part.log_probs.dtype == np.float32 and part.log_probs.tolist() == [-0.5, -1.25, 0.0]
     assert (part.finish_reason, part.cached) == ("stop", 2)
-    assert (
-        part.routes.dtype == np.uint8 and part.routes.base is None
-    )  # an array of its own, not a view of the body
-    np.testing.assert_array_equal(
-        part.routes, route_ids(7)[:, [0, 2]]
-    )  # 5 + 3 - 1 fed tokens, without the dense layer
+    # An array of its own, not a view of the body.
+    assert part.routes.dtype == np.uint8 and part.routes.base is None
+    # 5 + 3 - 1 fed tokens, without the dense layer.
+    np.testing.assert_array_equal(part.routes, route_ids(7)[:, [0, 2]])
 
 
 @pytest.mark.parametrize("separators", [(",", ":"), (" , ", " : ")])
@@ -307,9 +305,8 @@ def test_the_version_is_one_and_named():
     assert "the weights changed from" in words and "old" in words
     spans[0]["end"] = 0  # before its first token
     assert response_version(changed(set_meta(weight_versions=spans)), asked()) == VERSION
-    assert (
-        response_version(changed(set_meta(weight_versions=None)), asked()) == VERSION
-    )  # 0.5.15 has none
+    # 0.5.15 has none.
+    assert response_version(changed(set_meta(weight_versions=None)), asked()) == VERSION
     for strange in (5, True, "spans", {"version": "old"}, [3, None, "x"]):
         message = refusal(changed(set_meta(weight_versions=strange)), response_version)
         assert "weight_versions" in message

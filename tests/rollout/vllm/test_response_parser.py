@@ -111,9 +111,8 @@ def test_a_request_that_was_aborted_before_its_first_token():
     assert parse(vllm_answer([7], [-1.0], "abort")).finish_reason == "abort"
 
 
-ROUTES = (np.arange(7 * 3 * 2) * 5 % 8).reshape(
-    7, 3, 2
-)  # 5 + 3 - 1 rows, three layers of which the second is dense
+# 5 + 3 - 1 rows, three layers of which the second is dense.
+ROUTES = (np.arange(7 * 3 * 2) * 5 % 8).reshape(7, 3, 2)
 MOE = ROUTES[:, [0, 2]]
 
 

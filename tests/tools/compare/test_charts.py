@@ -33,9 +33,8 @@ def test_the_band_of_a_norm_is_that_of_its_logarithms():
     norm = next(metric for metric in charts.BY_STEP if metric.name == "grad_norm")
     found = charts._band_of([run([1.0, 1.0]), run([100.0, 10_000.0]), run([10.0, 100.0])], norm)
     assert found.x == [1.0, 2.0] and found.count == [3, 3]
-    assert found.mean == pytest.approx(
-        [10.0, 10**1.5]
-    )  # of the trailing means 0, 3 and 1.5 of log10
+    # Of the trailing means 0, 3 and 1.5 of log10.
+    assert found.mean == pytest.approx([10.0, 10**1.5])
     assert all(
         0 < low < mean < high
         for low, mean, high in zip(found.low, found.mean, found.high, strict=True)
@@ -65,16 +64,14 @@ def test_a_zero_on_a_log_scale_lies_at_the_edge():
 
 def test_wide_bands_do_not_flatten_the_lines():
     curves = ([0.3, 0.5], [0.45, 0.55], [0.6, 0.6])
-    wide = band(
-        [([0.0, 1.0], curve) for curve in curves]
-    )  # t(2): the interval at 0 is 75 points wide
+    # t(2): the interval at 0 is 75 points wide.
+    wide = band([([0.0, 1.0], curve) for curve in curves])
     drawing = curve_chart(SHARE, "step", [Line(0, wide)])
     ticks = [
         float(text.replace("\u2212", "-")) for text in re.findall(r">([-\u2212\d.]+) %<", drawing)
     ]
-    assert (
-        min(ticks) >= 40 and max(ticks) <= 60
-    )  # means 45 and 55, half of their range on each side
+    # Means 45 and 55, half of their range on each side.
+    assert min(ticks) >= 40 and max(ticks) <= 60
 
 
 def test_small_differences_of_shares_are_drawn_from_zero():

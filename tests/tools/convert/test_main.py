@@ -229,9 +229,8 @@ def test_a_killed_conversion_goes_on_and_never_looks_finished(models, way, tmp_p
         file: file.stat().st_mtime_ns for file in (tmp_path / "out.partial" / "result").rglob("*")
     }
     journal = (tmp_path / "out.partial" / "journal.jsonl").read_text()
-    (tmp_path / "out.partial" / "journal.jsonl").write_text(
-        journal + '[3, [["half'
-    )  # what a power failure leaves
+    # What a power failure leaves.
+    (tmp_path / "out.partial" / "journal.jsonl").write_text(journal + '[3, [["half')
     time.sleep(0.01)
     run(*command, "--verify")
     assert not (tmp_path / "out.partial").exists()

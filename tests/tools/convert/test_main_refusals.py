@@ -144,9 +144,8 @@ def test_a_source_that_cannot_be_converted_is_refused_before_any_work(
     damage(source)
     line = refused(capsys, way, source, tmp_path / "out")
     assert all(word in line for word in says), line
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "source"
-    ]  # no output, no partial one
+    # No output, no partial one.
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
 
 def refused(capsys, *arguments: Any) -> str:

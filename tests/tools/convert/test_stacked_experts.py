@@ -56,9 +56,8 @@ def test_there_and_back(source, layout, tmp_path):
     megatron = to_megatron(
         source, tmp_path / "megatron", metadata.chunks, metadata.objects, write_metadata_files
     )
-    metadata = checkpoint_metadata(
-        family, shape, ParallelConfig()
-    )  # as a reader of any layout has it
+    # As a reader of any layout has it.
+    metadata = checkpoint_metadata(family, shape, ParallelConfig())
     count = verify(source, megatron, metadata.chunks, dtype=torch.bfloat16)
     assert count == sum(8 if ".experts." in name else 1 for name in stored_tensors(source))
     few = Workers(unit_bytes=1 << 14)  # slices of a tensor in several units

@@ -26,11 +26,8 @@ from tests.tools.evaluate.public_files import (
         (CODEFORCES[0], "codeforces", "code"),
         (CODEFORCES[0] | {"prompt": "ready-made"}, "codeforces", "code"),
         ({"prompt": "a", "answer": "b"}, "plain", None),
-        (
-            {"problem": "p", "prompt": "a", "answer": "b"},
-            "plain",
-            None,
-        ),  # it has what the config names
+        # It has what the config names.
+        ({"problem": "p", "prompt": "a", "answer": "b"}, "plain", None),
         ({"text": "a"}, "plain", None),
     ],
 )

@@ -40,14 +40,12 @@ def test_every_step_has_the_training_loops_accuracy(run, tmp_path, capsys):
     found = json.loads((tmp_path / "evaluation.json").read_text())["scores"]
     assert [each["step"] for each in found] == [1, 2, 3]
     trained = {record["step"]: record for record in records(run)}
-    assert (
-        len({each["accuracy"]["mean"] for each in found}) == 3
-    )  # the steps differ, so the comparison says something
+    # The steps differ, so the comparison says something.
+    assert len({each["accuracy"]["mean"] for each in found}) == 3
     for each in found:
         record = trained[each["step"]]
-        assert each["accuracy"]["mean"] == pytest.approx(
-            record["eval/accuracy"], abs=1e-7
-        )  # rewards are float32
+        # Rewards are float32.
+        assert each["accuracy"]["mean"] == pytest.approx(record["eval/accuracy"], abs=1e-7)
         assert each["pass_at_k"]["2"]["mean"] == pytest.approx(record["eval/pass@2"], abs=1e-12)
         assert each["response_length"] == record["eval/response_length"]
     assert [each["difference"] is None for each in found] == [True, False, False]

@@ -134,9 +134,8 @@ def test_what_is_done_is_not_asked_again(tmp_path):
     texts = {0: ["\\boxed{25}"], 1: ["\\boxed{204}"]}
     answered(tmp_path, AIME, texts)
     before = (tmp_path / "responses.jsonl").read_bytes()
-    answered(
-        tmp_path, AIME, {0: ["another"]}
-    )  # a prompt that is asked again would fail on its missing text
+    # A prompt that is asked again would fail on its missing text.
+    answered(tmp_path, AIME, {0: ["another"]})
     assert (tmp_path / "responses.jsonl").read_bytes() == before
 
 

@@ -124,9 +124,8 @@ def test_each_model_has_an_output_of_its_own(tmp_path, monkeypatch):
         "grpo_hf",
         "Qwen",
     ]
-    assert (
-        default_output("a/gspo/hf/", "unused") == outputs[0]
-    )  # the same model, so that it continues
+    # The same model, so that it continues.
+    assert default_output("a/gspo/hf/", "unused") == outputs[0]
     (tmp_path / "best").symlink_to(folders[1])
     assert default_output("best", "best") == outputs[1]
     folder, _ = run(tmp_path / "run", 20)

@@ -46,11 +46,8 @@ def test_private_tests_are_read(tmp_path):
     task = load_task(write_jsonl(tmp_path / "lcb.jsonl", LIVECODEBENCH), TOKENIZER, DATA)
     # a pickle that would run code is refused: tests/rewards/sandbox/test_case_formats.py
     tests = read_tests(task.prompts[0].metadata)
-    assert [case.stdin for case in tests.cases] == [
-        "2\n",
-        "2\n",
-        "5\n",
-    ]  # one public and two private ones
+    # One public and two private ones.
+    assert [case.stdin for case in tests.cases] == ["2\n", "2\n", "5\n"]
     assert read_tests(task.prompts[2].metadata).function == "double"
 
 

@@ -67,9 +67,8 @@ def test_scores_by_hand():
 def test_the_interval_is_over_prompts_not_responses():
     rewards = {i: [float(i % 2)] * 50 for i in range(20)}
     found = score_task(task(*[None] * 20), "m", None, records(rewards))
-    assert (found.accuracy.low, found.accuracy.high) == pytest.approx(
-        (0.3, 0.7), abs=0.051
-    )  # of 20 values, not 1000
+    # Of 20 values, not 1000.
+    assert (found.accuracy.low, found.accuracy.high) == pytest.approx((0.3, 0.7), abs=0.051)
     assert found.accuracy.count == 20
 
 

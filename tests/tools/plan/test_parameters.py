@@ -81,17 +81,14 @@ def test_published_sizes_of_gated_delta_nets() -> None:
     """
     shape = shape_of(NEXT)
     outer = 2 * 151936 * 2048 + 2048
-    experts = (
-        512 * 3 * 512 * 2048 + 512 * 2048 + 3 * 512 * 2048 + 2048
-    )  # with router, shared expert and its gate
-    delta = (
-        12352 * 2048 + 8192 * 4 + 2 * 32 + 128 + 4096 * 2048
-    )  # q k v z, b and a; filters; rates; norm; output
+    # With router, shared expert and its gate.
+    experts = 512 * 3 * 512 * 2048 + 512 * 2048 + 3 * 512 * 2048 + 2048
+    # Q k v z, b and a; filters; rates; norm; output.
+    delta = 12352 * 2048 + 8192 * 4 + 2 * 32 + 128 + 4096 * 2048
     attention = (2 * 4096 + 2 * 512) * 2048 + 2 * 256 + 4096 * 2048
     total = outer + 48 * (experts + 2 * 2048) + 36 * delta + 12 * attention
-    assert (
-        total_parameters(shape) == total == 79_674_391_296
-    )  # as published, of the files of Qwen3-Coder-Next
+    # As published, of the files of Qwen3-Coder-Next.
+    assert total_parameters(shape) == total == 79_674_391_296
     assert active_parameters(shape) == total - 48 * 502 * 3 * 512 * 2048 == 3_874_929_408
 
 

@@ -41,11 +41,8 @@ def test_flops_of_a_step() -> None:
 @pytest.mark.parametrize(
     ("op", "ranks", "seconds"),
     [
-        (
-            "allgather_base",
-            (0, 1, 2, 3),
-            0.75 / 50,
-        ),  # three quarters of 1 GB come from others, over NVLink
+        # Three quarters of 1 GB come from others, over NVLink.
+        ("allgather_base", (0, 1, 2, 3), 0.75 / 50),
         ("allgather_base", (0, 8), 0.5 / 5),  # over the network
         ("allgather_base", (0, 1, 8, 9), 0.75 / 5),  # a ring with one slow link
         ("alltoall_base", (0, 1, 8, 9), 0.25 / 50 + 0.5 / 5),  # each part over its own link

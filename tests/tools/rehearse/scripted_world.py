@@ -97,9 +97,8 @@ class ScriptedWorld(TorchDispatchMode):
 
     def __init__(self, script: Script, state: bytes) -> None:
         super().__init__()
-        self.state = torch.frombuffer(
-            bytearray(state), dtype=torch.uint8
-        )  # what rank 0 sends, again and again
+        # What rank 0 sends, again and again.
+        self.state = torch.frombuffer(bytearray(state), dtype=torch.uint8)
         self.script, self.log = script, CollectiveLog(HostLog(), KnownValues(), gpu_only=False)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

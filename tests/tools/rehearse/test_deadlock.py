@@ -66,9 +66,8 @@ def sites(found: Disagreement) -> tuple[str, str]:
 def test_equal_programs_agree():
     assert compare_groups({0: program(), 1: program()}) == []
     elsewhere = [replace(one, where=("other.py:9 forward",)) for one in program()]
-    assert (
-        compare_groups({0: program(), 1: elsewhere}) == []
-    )  # a branch of the rank's own that does the same
+    # A branch of the rank's own that does the same.
+    assert compare_groups({0: program(), 1: elsewhere}) == []
 
 
 @pytest.mark.parametrize("skipping", [0, 1])

@@ -12,10 +12,8 @@ from .synthetic_records import record as small_record
 from .test_rehearse_rank import config
 
 MIB = 2**20
-OF_PARAMETERS = (
-    "reduce_scatter_tensor_coalesced",
-    "allgather_into_tensor_coalesced",
-)  # of gradients and new weights
+# Of gradients and new weights.
+OF_PARAMETERS = ("reduce_scatter_tensor_coalesced", "allgather_into_tensor_coalesced")
 TENSOR, STAGES = 2, 2
 
 

@@ -36,9 +36,8 @@ def test_areas_are_stacked_to_the_total():
     assert at_end == [pytest.approx(1.0)]  # weights are at the bottom
     assert any(text.get_text() == "4.00 GiB" for text in axis.texts)
     names = [text.get_text() for text in axis.texts]
-    assert (
-        "forward, backward" in names and "build" in names and "optimizer" not in names
-    )  # too narrow for its name
+    # Too narrow for its name.
+    assert "forward, backward" in names and "build" in names and "optimizer" not in names
 
 
 def test_a_sheet_of_several_ranks(tmp_path):

@@ -15,17 +15,11 @@ from tests.launch.test_configs import CONFIGS, EXAMPLES, processes
 
 pytestmark = pytest.mark.slow  # minutes; .ci/run runs those with the fewest layers
 
-SHIPPED = {
-    folder.name: folder for folder in EXAMPLES.glob("*/models/*")
-}  # configurations of published models
+# Configurations of published models.
+SHIPPED = {folder.name: folder for folder in EXAMPLES.glob("*/models/*")}
 READY = [file for file in CONFIGS if Path(load_config(file).model.path or "").name in SHIPPED]
-FEWEST = {
-    "235b": 14,
-    "qwen3_next": 8,
-    "minimax_m2": 14,
-    "glm45": 10,
-    "deepseek_v3": 43,
-}  # others have no stages
+# Others have no stages.
+FEWEST = {"235b": 14, "qwen3_next": 8, "minimax_m2": 14, "glm45": 10, "deepseek_v3": 43}
 LENGTHS = {"data.max_prompt_length": 512, "rollout.max_response_length": 1536}
 
 
@@ -84,9 +78,8 @@ def rehearse(file: Path, output: Path, *arguments: str) -> dict:
 def test_with_the_fewest_layers(file, tmp_path):
     layers = fewest_layers(file)
     assert layers == next((number for word, number in FEWEST.items() if word in file.stem), 2)
-    ranks = (
-        "0" if layers == 2 else f"0,{processes(file) - 1}"
-    )  # of the first stage, and of the last
+    # Of the first stage, and of the last.
+    ranks = "0" if layers == 2 else f"0,{processes(file) - 1}"
     document = rehearse(
         file, tmp_path / "found.json", "--layers", str(layers), "--ranks", ranks, *short(file)
     )

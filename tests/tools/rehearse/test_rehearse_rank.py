@@ -308,9 +308,8 @@ def test_routes_of_the_rollout_and_a_reference_policy() -> None:
     record = with_options("R3, reference")[0]
     policy, reference = (record.memory.states[name] for name in ("weights", "reference"))
     assert 0 <= policy - reference < 1024  # DDP pads its buffers
-    assert (
-        flops(record, "aten::mm", "aten::addmm") == 3 / 2
-    )  # the reference policy has a log-prob pass too
+    # The reference policy has a log-prob pass too.
+    assert flops(record, "aten::mm", "aten::addmm") == 3 / 2
     assert copied_routes(record) == {"old_log_probs": 8.0, "forward_backward": 8.0}
 
 
@@ -339,7 +338,5 @@ def test_recomputed_layers_replay_recorded_routes() -> None:
     assert (
         flops(record, "torch_attn::_varlen_attn") == 2 and flops(record, "aten::_grouped_mm") == 4
     )
-    assert copied_routes(record) == {
-        "old_log_probs": 4.0,
-        "forward_backward": 8.0,
-    }  # recorded, then replayed
+    # Recorded, then replayed.
+    assert copied_routes(record) == {"old_log_probs": 4.0, "forward_backward": 8.0}

@@ -9,9 +9,8 @@ from megatron_gspo.tools.rehearse.records import RankRecord
 from .on_fake_gpu import on_fake_gpu
 from .test_rehearse_rank import config, rehearsed
 
-ATTENTION = (
-    2 * (4 * 32 * 64) + 2 * (2 * 32 * 64) + 2 * 32
-)  # query, output, key, value and two norms of a head
+# Query, output, key, value and two norms of a head.
+ATTENTION = 2 * (4 * 32 * 64) + 2 * (2 * 32 * 64) + 2 * 32
 LAYER = ATTENTION + 2 * 64 + 8 * 64  # with norms and router, without experts
 EXPERT = 3 * 32 * 64
 VOCABULARY = 128 * 64
