@@ -53,7 +53,6 @@ def main(arguments: list[str]) -> None:
             _serve(Connection(reader, writable=False), Connection(writer, readable=False), parent)
     finally:
         # A sandbox that is being set up does not yet die with this process.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         _end_children()
 
 
@@ -67,16 +66,19 @@ def _serve(reader: Connection, writer: Connection, parent: int) -> None:
         setup: Setup = reader.recv()
         with contextlib.ExitStack() as stack:
             launcher: _Launcher | None = None
-            while True:
-                command: Command = reader.recv()
-                try:
-                    launcher = launcher or _Launcher(setup, parent, stack)
-                    answer: Outcome | str = launcher.run(command)
-                except (
-                    OSError
-                ) as error:  # not permitted, or no process, descriptor or memory is left
-                    answer = f"{type(error).__name__}: {error}"
-                writer.send(answer)
+            try:
+                while True:
+                    command: Command = reader.recv()
+                    try:
+                        launcher = launcher or _Launcher(setup, parent, stack)
+                        answer: Outcome | str = launcher.run(command)
+                    except OSError as error:
+                        # Not permitted, or no process, descriptor or memory is left.
+                        answer = f"{type(error).__name__}: {error}"
+                    writer.send(answer)
+            finally:
+                # The other side closes its pipe and then sends the signal: what follows is not interrupted.
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
     except (EOFError, BrokenPipeError):
         return
 
@@ -100,7 +102,8 @@ class _Launcher:
         if self._bubblewrap is None:
             if setup.mechanism.privileged:
                 self._uid = None
-            self._folder = _folder(stack)
+            self._folder = _new_folder()
+            stack.callback(shutil.rmtree, self._folder, ignore_errors=True)
             return
         if setup.system_call_filter is not None:
             self._filter = os.memfd_create("filter")
@@ -111,7 +114,8 @@ class _Launcher:
         else:
             self._enter_user_namespace(parent)
         kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
-        self._folder = _folder(stack)
+        self._folder = _new_folder()
+        stack.callback(_remove_mount_point, self._folder)
         kernel.mount("tmpfs", self._folder, "tmpfs", _IN_MEMORY, "mode=711")
         stack.callback(kernel.unmount, self._folder)
         _make_root(f"{self._folder}/root", setup.readable)
@@ -185,8 +189,10 @@ class _Launcher:
         )
         for path, size, inodes in sizes:
             os.mkdir(path)
-            stack.callback(shutil.rmtree, path, ignore_errors=True)
-            if self._bubblewrap is not None:
+            if self._bubblewrap is None:
+                stack.callback(shutil.rmtree, path, ignore_errors=True)
+            else:
+                stack.callback(_remove_mount_point, path)
                 kernel.mount("tmpfs", path, "tmpfs", _IN_MEMORY, f"size={size},nr_inodes={inodes}")
                 stack.callback(kernel.unmount, path)
         for number, content in enumerate((command.stdin, b"", b"")):
@@ -240,18 +246,22 @@ class _Launcher:
         return process.pid
 
 
-def _folder(stack: contextlib.ExitStack) -> str:
+def _new_folder() -> str:
     folder = tempfile.mkdtemp(prefix="sandbox-")
-    stack.callback(shutil.rmtree, folder, ignore_errors=True)
     os.chmod(folder, 0o711)
     return folder
 
 
-def _make_root(root: str, readable: Sequence[str]) -> None:
-    """The file system of all programs, which bubblewrap makes read-only.
-
-    Links such as /lib stay links.
+def _remove_mount_point(folder: str) -> None:
+    """Never what is below it: where its unmounting was interrupted, that is the machine's own
+    files.
     """
+    with contextlib.suppress(OSError):
+        os.rmdir(folder)
+
+
+def _make_root(root: str, readable: Sequence[str]) -> None:
+    """The file system of all programs, read-only. Links such as /lib stay links."""
     devices = f"{root}/dev"
     for path in (devices, f"{root}{BOX}"):
         os.makedirs(path)
@@ -271,6 +281,10 @@ def _make_root(root: str, readable: Sequence[str]) -> None:
         else:
             _write(target, b"", 0o444)
         kernel.mount(path, target, None, kernel.MS_BIND | kernel.MS_REC)
+        # The flags that a user namespace may not clear.
+        kept = os.statvfs(target).f_flag & (os.ST_NOSUID | os.ST_NODEV | os.ST_NOEXEC)
+        read_only = kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY
+        kernel.mount("none", target, None, read_only | kept)
     kernel.mount("none", devices, None, kernel.MS_REMOUNT | kernel.MS_RDONLY | kernel.MS_NOSUID)
 
 

@@ -1,7 +1,13 @@
 """A launcher under each isolation: limits, streams, and what is left of a program."""
 
 import json
+import os
+import pickle
 import resource
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -101,3 +107,47 @@ def test_a_program_that_does_not_exist_is_no_success(run):
         assert "No such file" in str(error)
     else:
         assert outcome.code == 127 and b"No such file" in outcome.stderr
+
+
+@pytest.mark.parametrize("mechanism", PARAMETERS)
+def test_an_interrupted_end_deletes_nothing_of_the_machine(mechanism):
+    _, isolation = isolation_of(mechanism)
+    with tempfile.TemporaryDirectory(prefix="machine-") as machine:
+        os.chmod(machine, 0o777)
+        library = Path(machine, "library")
+        library.write_text("needed")
+        setup = isolation.setup._replace(readable=(machine,))
+        run = subprocess.run(
+            [sys.executable, "-c", INTERRUPTED_END],
+            input=pickle.dumps(setup),
+            capture_output=True,
+            check=True,
+            cwd=Path(__file__).parents[3],
+        )
+        assert run.stdout == b"read-only, interrupted"
+        assert library.read_text() == "needed"
+
+
+INTERRUPTED_END = """
+import contextlib, os, pickle, sys
+from megatron_gspo.rewards.sandbox import kernel, launcher
+
+def interrupted(folder):
+    raise SystemExit
+
+setup = pickle.load(sys.stdin.buffer)
+kernel.unmount = interrupted
+with contextlib.suppress(SystemExit), contextlib.ExitStack() as stack:
+    started = launcher._Launcher(setup, os.getppid(), stack)
+    library = f"{started._folder}/root{setup.readable[0]}/library"
+    assert open(library).read() == "needed"
+    for attempt in (os.unlink, lambda path: open(path, "w")):
+        try:
+            attempt(library)
+        except OSError as error:
+            assert "Read-only" in str(error), error
+        else:
+            raise AssertionError("the machine's files can be written")
+    print("read-only, ", end="")
+print("interrupted", end="")
+"""
