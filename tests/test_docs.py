@@ -16,10 +16,10 @@ CITING = [*PAGES, *(ROOT / name for name in OTHER_PAGES)]
 # What a page cites of other projects, and names that it invents for an example.
 OF_OTHERS = {
     "CONTRIBUTING.md": {"a/b.py", "tests/a/test_b.py"},
-    "README.md": {"verifier.py"},
     "docs/algorithms.md": {"V_it", "g_i", "m_it", "rollout_it"},
     "docs/conversion.md": {"--dist-ckpt-strictness"},
     "docs/data.md": {"thinking_budget", "train.csv"},
+    "docs/first_run.md": {"reward.py"},
     "docs/launch.md": {"GraceTime", "NCCL_IB_HCA"},
     "docs/other_trainers.md": {
         "--apply-chat-template",
