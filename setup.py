@@ -67,9 +67,7 @@ setup(
     package_data={
         "megatron_gspo": ["py.typed"],
         "megatron_gspo.patches": ["README.md", "sglang_on_cpu/*", "vllm_on_cpu/*"],
-        "megatron_gspo.tools": ["page_colours.css", "page_head.html", "page_style.css"],
         "megatron_gspo.tools.compare": ["report.html"],
-        "megatron_gspo.tools.evaluate": ["report.html"],
         "megatron_gspo.tools.rehearse.fake_device": ["fake_cuda.cpp"],
         "megatron_gspo.examples": [name for name in EXAMPLES if "__pycache__" not in name],
     },

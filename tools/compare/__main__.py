@@ -1,12 +1,11 @@
-"""Run variants of a config over several seeds, or take finished runs, and write one report.
+"""Run variants of a config over several seeds and write one report.
 
     megatron-gspo compare COMPARISON.yaml [key=value ...] [--slots N] [--report-only]
-    megatron-gspo compare --runs RUN_DIR RUN_DIR ... [--output FOLDER] [--baseline NAME]
 
 A finished run is not run again; an interrupted one is resumed. docs/comparison.md describes the
 file and the report.
 
-example: megatron-gspo compare --runs runs/grpo runs/gspo --baseline grpo --output comparison
+example: megatron-gspo compare examples/qwen3_moe/compare_small.yaml
 """
 
 from __future__ import annotations
@@ -15,42 +14,22 @@ import argparse
 import os
 import shlex
 import sys
-import time
-from pathlib import Path
 
 from megatron_gspo.errors import UserError, printable, report
-from megatron_gspo.paths import path_argument
-from megatron_gspo.tools.compare.finished_runs import study_of
 from megatron_gspo.tools.compare.report import write_report
 from megatron_gspo.tools.compare.study import read_study
 from megatron_gspo.tools.compare.study_plan import Comparison, load_comparison, planned_runs
-from megatron_gspo.tools.compare.study_progress import Display
 from megatron_gspo.tools.compare.study_runner import execute
-from megatron_gspo.tracking.progress import format_time
 
 
 def main(arguments: list[str] | None = None) -> int:
-    given = sys.argv[1:] if arguments is None else arguments
-    options = _parser().parse_args(given)
+    options = _parser().parse_args(arguments)
     try:
-        if options.runs:
-            study = study_of(options.runs, _command(*given), baseline=options.baseline)
-            for note in study.notes:
-                print(f"note: {note}", file=sys.stderr)
-            folder = options.output or Path("comparison")
-        elif options.config is None:
-            print(
-                "megatron-gspo compare: give a comparison file, or run directories after --runs",
-                file=sys.stderr,
-            )
-            return 2
-        else:
-            comparison = load_comparison(options.config, options.overrides)
-            folder = options.output or comparison.folder
-            if not options.report_only:
-                run_all(comparison, slots=options.slots, retry=options.retry_failed)
-            study = read_study(comparison, _command(options.config, *options.overrides))
-        for file in write_report(study, folder):
+        comparison = load_comparison(options.config, options.overrides)
+        if not options.report_only:
+            run_all(comparison, slots=options.slots, retry=options.retry_failed)
+        command = shlex.join(["megatron-gspo", "compare", options.config, *options.overrides])
+        for file in write_report(read_study(comparison, command), comparison.folder):
             print(file)
     except ImportError as error:
         fix = "" if "pip install" in str(error) else "; pip install 'megatron-gspo[plot]'"
@@ -66,17 +45,8 @@ def run_all(comparison: Comparison, *, slots: int, retry: bool = False) -> None:
     # imports torch and Transformers, which a report does not need
     from megatron_gspo.tools.compare.cold_start import prepare
 
-    began = time.monotonic()
     prepare(comparison)
-    specs = planned_runs(comparison)
-    with Display(len(specs), slots) as display:
-        execute(comparison, specs, slots=slots, watcher=display, retry=retry)
-    print(f"{len(specs)} runs in {format_time(time.monotonic() - began)}", file=sys.stderr)
-
-
-def _command(*arguments: str) -> str:
-    """The command that makes the same report."""
-    return shlex.join(["megatron-gspo", "compare", *arguments])
+    execute(comparison, planned_runs(comparison), slots=slots, retry=retry)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -85,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("config", nargs="?", metavar="COMPARISON.yaml")
+    parser.add_argument("config", metavar="COMPARISON.yaml")
     parser.add_argument(
         "overrides",
         nargs="*",
@@ -107,22 +77,6 @@ def _parser() -> argparse.ArgumentParser:
         "--retry-failed",
         action="store_true",
         help="run failed runs again",
-    )
-    parser.add_argument(
-        "--runs",
-        nargs="+",
-        type=path_argument,
-        metavar="RUN_DIR",
-        help="finished runs to compare instead",
-    )
-    parser.add_argument(
-        "--baseline",
-        help="with --runs: the variant that the others are compared with",
-    )
-    parser.add_argument(
-        "--output",
-        type=path_argument,
-        help="folder of the report (default: the comparison's folder)",
     )
     return parser
 

@@ -1,9 +1,8 @@
 """Intervals, paired tests and bands over a few seeds or many prompts, by scipy.stats. Reports state
 the methods.
 
-Typically five seeds: Student's t for intervals and tests, the exact sign-flip permutation test in
-addition, and Holm's correction where several variants are compared with one baseline. Prompts: the
-bootstrap.
+Typically five seeds: Student's t for intervals and tests, and Holm's correction where several
+variants are compared with one baseline. Prompts: the bootstrap.
 """
 
 from __future__ import annotations
@@ -16,11 +15,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from megatron_gspo.tracking.run_directory import evenly_spaced
+
 CONFIDENCE = 0.95
 _FEWEST = 3  # seeds that a band's interval needs
 _RESAMPLES = 10_000  # of the bootstrap
 _RESAMPLED_AT_ONCE = 4_000_000  # values
-_EXACT_FLIPS = 2**16  # sign patterns that are enumerated; of more, so many are drawn at random
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,11 @@ class Interval:
 
 @dataclass(frozen=True)
 class Difference:
-    """Mean of the paired differences (variant less baseline), its t-interval, and the tests that it
+    """Mean of the paired differences (variant less baseline), its t-interval, and the test that it
     is 0.
 
-    p_t: paired t-test, two-sided. p_flip: exact sign-flip permutation test; with n pairs it can't
-    go below 2 / 2^n. p_holm: p_t after Holm's correction within the family; None before `holm` was
-    applied or without a p_t.
+    p_t: paired t-test, two-sided. p_holm: p_t after Holm's correction within the family; None
+    before `holm` was applied or without a p_t.
     """
 
     mean: float
@@ -48,7 +47,6 @@ class Difference:
     high: float | None
     count: int
     p_t: float | None
-    p_flip: float | None
     p_holm: float | None = None
 
     @property
@@ -122,7 +120,6 @@ def paired_difference(
         high=spread.high,
         count=spread.count,
         p_t=paired_t(differences),
-        p_flip=sign_flip(differences),
     )
 
 
@@ -145,29 +142,6 @@ def _t_test(values: np.ndarray) -> Any:
     with np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # equal values: the interval is their mean
         return stats.ttest_1samp(values, 0.0)
-
-
-def sign_flip(differences: Sequence[float]) -> float | None:
-    """Two-sided p of the sign-flip permutation test on the mean; exact up to 16 values, otherwise
-    from random flips.
-
-    None for fewer than two values.
-    """
-    if len(differences) < 2:
-        return None
-    from scipy import stats  # of the extra "plot"
-
-    array = np.asarray(differences, dtype=np.float64)
-    result = stats.permutation_test(
-        (array,),
-        np.mean,
-        permutation_type="samples",
-        n_resamples=_EXACT_FLIPS,
-        vectorized=True,
-        batch=4096,
-        rng=0,
-    )
-    return float(result.pvalue)
 
 
 def holm(values: Sequence[float | None]) -> list[float | None]:
@@ -198,43 +172,26 @@ class Band:
     count: list[int]
 
 
-def band(curves: Sequence[tuple[Sequence[float], Sequence[float]]], points: int = 80) -> Band:
-    """One band of several curves, each (x rising, y), on a common grid.
+def band(curves: Sequence[Mapping[float, float]], points: int = 80) -> Band:
+    """One band of several curves {x: y}, at up to `points` of their x.
 
-    Curves that share their x exactly are averaged there; else each is interpolated linearly on an
-    even grid and never beyond its own first and last x, so a run that ended early drops out of the
-    count. The grid ends where the first of the curves ends that reach 95 % of the longest. Below 3
-    seeds a t-interval has little meaning (its factor is 12.7 with 2), so there the band is the
-    range of the seeds.
+    A run that ended early drops out of the count. Below 3 seeds a t-interval has little meaning
+    (its factor is 12.7 with 2), so there the band is the range of the seeds.
     """
-    chosen = [(np.asarray(x, np.float64), np.asarray(y, np.float64)) for x, y in curves if len(x)]
-    if not chosen:
-        return Band([], [], [], [], [])
-    longest = max((x for x, _ in chosen), key=len)
-    if all(np.array_equal(x, longest[: len(x)]) for x, _ in chosen):
-        grid = longest
-    else:
-        start = max(x[0] for x, _ in chosen)
-        ends = [x[-1] for x, _ in chosen]
-        end = min(end for end in ends if end >= 0.95 * max(ends))
-        grid = np.linspace(start, end, points)
-    heights = np.array([np.interp(grid, x, y, left=np.nan, right=np.nan) for x, y in chosen])
-    known = [
-        (float(x), column[~np.isnan(column)]) for x, column in zip(grid, heights.T, strict=True)
-    ]
-    known = [(x, column) for x, column in known if len(column)]
-    edges = [_edges(column) for _, column in known]
+    x = evenly_spaced(sorted({x for curve in curves for x in curve}), points)
+    heights = [[curve[each] for curve in curves if each in curve] for each in x]
+    edges = [_edges(values) for values in heights]
     return Band(
-        [x for x, _ in known],
-        [float(column.mean()) for _, column in known],
+        x,
+        [sum(values) / len(values) for values in heights],
         [low for low, _ in edges],
         [high for _, high in edges],
-        [len(column) for _, column in known],
+        [len(values) for values in heights],
     )
 
 
-def _edges(values: np.ndarray) -> tuple[float, float]:
-    spread = interval(values.tolist())
+def _edges(values: Sequence[float]) -> tuple[float, float]:
+    spread = interval(values)
     if len(values) < _FEWEST or spread.low is None or spread.high is None:
-        return float(values.min()), float(values.max())
+        return min(values), max(values)
     return spread.low, spread.high

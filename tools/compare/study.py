@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_gspo.tools.compare.run_records import Run, figures, read_run
@@ -14,28 +14,18 @@ from megatron_gspo.tools.compare.statistics import (
     interval,
     paired_difference,
 )
-from megatron_gspo.tools.compare.study_plan import (
-    Comparison,
-    Expectation,
-    Variant,
-    planned_runs,
-)
+from megatron_gspo.tools.compare.study_plan import Comparison, Variant, planned_runs
 
 # The measure that the verdicts are about, of Figures.
 PRIMARY = "final_accuracy"
-
-SEEN = "seen here"
-NOT_SEEN = "not seen here"
-UNTESTED = "not tested here"
 
 
 @dataclass(frozen=True)
 class Study:
     """All that a report is made of.
 
-    runs: missing ones included. overrides: keys that every run sets beyond the base config.
-    command: makes the report again. expected: of the file. notes: what a reader must know before
-    the results, one sentence each.
+    runs: missing ones included. base: file of the training config. overrides: keys that every run
+    sets beyond it. command: makes the report again.
     """
 
     title: str
@@ -44,10 +34,8 @@ class Study:
     baseline: str
     runs: Sequence[Run]
     command: str
-    base: str = ""
-    overrides: dict[str, Any] = field(default_factory=dict)
-    expected: Sequence[Expectation] = ()
-    notes: Sequence[str] = ()
+    base: str
+    overrides: dict[str, Any]
 
     def runs_of(self, variant: str) -> list[Run]:
         return [run for run in self.runs if run.variant == variant]
@@ -56,15 +44,6 @@ class Study:
         return next(
             (each.label for each in self.variants if each.name == name and each.label), name
         )
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """Whether an expected difference came about, and the numbers behind it."""
-
-    claim: str
-    verdict: str
-    evidence: str
 
 
 def read_study(comparison: Comparison, command: str) -> Study:
@@ -80,7 +59,6 @@ def read_study(comparison: Comparison, command: str) -> Study:
         command=command,
         base=str(comparison.base_file),
         overrides=dict(config.overrides),
-        expected=config.expect,
     )
 
 
@@ -127,31 +105,6 @@ def verdict_of(difference: Difference | None) -> str:
     if not difference.significant:
         return "no difference shown"
     return "higher" if difference.mean > 0 else "lower"
-
-
-def expectations(study: Study) -> list[Verdict]:
-    """Whether the differences that the comparison file expects came about: by the means,
-    without a test.
-    """
-    return [_decided(study, expectation) for expectation in study.expected]
-
-
-def _decided(study: Study, expectation: Expectation) -> Verdict:
-    higher = study.label(expectation.higher)
-    lower = study.label(expectation.lower)
-    claim = f"{higher} ends at least {expectation.points:g} points above {lower}."
-    high_ends = values(study, expectation.higher, PRIMARY)
-    low_ends = values(study, expectation.lower, PRIMARY)
-    seeds = sorted(high_ends.keys() & low_ends.keys())
-    if not seeds:
-        return Verdict(claim, UNTESTED, "They have no seed in common.")
-    difference = sum(high_ends[seed] - low_ends[seed] for seed in seeds) / len(seeds)
-    pairs = "; ".join(
-        f"{100 * high_ends[seed]:.1f} % and {100 * low_ends[seed]:.1f} % with seed {seed}"
-        for seed in seeds
-    )
-    evidence = f"{higher} less {lower}: {100 * difference:+.1f} points, mean over seeds ({pairs})."
-    return Verdict(claim, SEEN if difference >= expectation.points / 100 else NOT_SEEN, evidence)
 
 
 def run_counts(runs: Sequence[Run]) -> str:

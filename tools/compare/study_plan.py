@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-from annotated_types import Ge, Gt, Lt, MinLen
+from annotated_types import Ge, Lt, MinLen
 
 from megatron_gspo.config import Config, ConfigError, load_config
 from megatron_gspo.config.load import apply_overrides, parse_yaml, read_file
@@ -33,20 +33,6 @@ class Variant:
     """Name in the report; empty is `name`."""
     overrides: Overrides = field(default_factory=dict)
     """Keys of the training config, dotted."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Expectation:
-    """A difference that is expected before the runs; the report decides whether it came about."""
-
-    higher: str
-    """Variant that is expected to end higher."""
-    lower: str
-    """Variant that is expected to end lower."""
-    points: Annotated[float, Gt(0)]
-    """Least difference of the held-out accuracy at the end, mean over the seeds that both have,
-    in points.
-    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +85,6 @@ class ComparisonConfig:
     """The same for every variant."""
     processes: Annotated[int, Ge(1)] = 1
     """Processes of each run."""
-    expect: tuple[Expectation, ...] = ()
     cold_start: ColdStart | None = None
     """Makes the starting weights first; null uses the base config's model.path."""
 
@@ -238,12 +223,9 @@ def _check_names(config: ComparisonConfig) -> None:
             raise ConfigError("variants.name", name, "is not a folder name", fix)
         if names.count(name) > 1:
             raise ConfigError("variants.name", name, "appears twice", "give each its own name")
-    named = [("baseline", config.baseline)]
-    for expectation in config.expect:
-        named += [("expect.higher", expectation.higher), ("expect.lower", expectation.lower)]
-    for key, name in named:
-        if name not in names:
-            raise ConfigError(key, name, "is not a variant", f"set one of {', '.join(names)}")
+    if config.baseline not in names:
+        fix = f"set one of {', '.join(names)}"
+        raise ConfigError("baseline", config.baseline, "is not a variant", fix)
     for seed in config.seeds:
         if config.seeds.count(seed) > 1:
             raise ConfigError("seeds", seed, "appears twice", "give each seed once")

@@ -18,13 +18,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from megatron_gspo.config import Config, ConfigError
 from megatron_gspo.config.load import flat, read_file
 from megatron_gspo.errors import InputError, RunError
-from megatron_gspo.tools.compare.run_records import FAILURE, read_run
+from megatron_gspo.tools.compare.run_records import FAILURE, figures, read_run
 from megatron_gspo.tools.compare.study_plan import Comparison, RunSpec, as_arguments, resolve
+from megatron_gspo.tracking.progress import format_time
 from megatron_gspo.tracking.run_directory import write_atomically
 
 _POLL = 0.2  # seconds between two checks of the processes
@@ -44,14 +44,6 @@ class Interrupted(RunError):
     """
 
     exit_code = 130
-
-
-class Watcher(Protocol):
-    """Callbacks for the runs' progress, as of ``study_progress.Display``."""
-
-    def started(self, spec: RunSpec) -> None: ...
-    def running(self, active: Sequence[RunSpec]) -> None: ...
-    def ended(self, spec: RunSpec, seconds: float | None) -> None: ...
 
 
 @dataclass
@@ -87,94 +79,9 @@ def is_over(comparison: Comparison, spec: RunSpec, *, retry: bool = False) -> bo
     Raises StaleRun where the directory's resolved config isn't the one that the run would have now.
     """
     run = read_run(spec.run_dir, variant=spec.variant, seed=spec.seed)
-    if run.config:
+    if (spec.run_dir / "config.yaml").is_file():
         _check_same(comparison, spec)
     return run.is_over and not (retry and run.status == "failed")
-
-
-def execute(
-    comparison: Comparison,
-    specs: Sequence[RunSpec],
-    *,
-    slots: int,
-    watcher: Watcher,
-    retry: bool = False,
-    command: Callable[[Comparison, RunSpec], list[str]] | None = None,
-) -> None:
-    """Bring every run to its end, `slots` at once, in the given order.
-
-    A run that fails is recorded and doesn't stop the others. Raises StaleRun before anything
-    starts, Interrupted after Ctrl-C or SIGTERM, with every process ended.
-    """
-    make = command or command_of
-    waiting = []
-    for spec in specs:
-        if is_over(comparison, spec, retry=retry):
-            watcher.ended(spec, None)
-        else:
-            waiting.append(spec)
-    active: list[_Job] = []
-    with stoppable():
-        try:
-            while waiting or active:
-                while waiting and len(active) < slots:
-                    _start(comparison, waiting.pop(0), make, active)
-                    watcher.started(active[-1].spec)
-                time.sleep(_POLL)
-                for job in [job for job in active if job.process.poll() is not None]:
-                    active.remove(job)
-                    _settle(job)
-                    watcher.ended(job.spec, time.monotonic() - job.started)
-                watcher.running([job.spec for job in active])
-        finally:
-            _end([job.process for job in active])
-
-
-def run_one(command: Sequence[str]) -> int:
-    """Run a command in the foreground; its exit code. A stop ends all its processes and raises
-    Interrupted.
-    """
-    started: list[subprocess.Popen[bytes]] = []
-    with stoppable():
-        try:
-            with _signals_deferred():
-                started.append(
-                    subprocess.Popen(command, env=child_environment(), start_new_session=True)
-                )
-            return started[0].wait()
-        finally:
-            _end(started)
-
-
-@contextlib.contextmanager
-def stoppable() -> Iterator[None]:
-    """Turn Ctrl-C and SIGTERM into Interrupted."""
-    before = signal.signal(signal.SIGTERM, _raise_interrupt)
-    try:
-        yield
-    except KeyboardInterrupt:
-        raise Interrupted("interrupted; run the same command again to continue") from None
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-@contextlib.contextmanager
-def _signals_deferred() -> Iterator[None]:
-    """Deliver Ctrl-C and SIGTERM at the end of the block: raised inside Popen they would leave
-    an unknown process.
-    """
-    received: list[int] = []
-    before = {
-        number: signal.signal(number, lambda number, _: received.append(number))
-        for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    if received:
-        raise KeyboardInterrupt
 
 
 def command_of(comparison: Comparison, spec: RunSpec) -> list[str]:
@@ -184,25 +91,84 @@ def command_of(comparison: Comparison, spec: RunSpec) -> list[str]:
     )
 
 
-def _start(
+def execute(
     comparison: Comparison,
-    spec: RunSpec,
-    make: Callable[[Comparison, RunSpec], list[str]],
-    active: list[_Job],
+    specs: Sequence[RunSpec],
+    *,
+    slots: int,
+    retry: bool = False,
+    command: Callable[[Comparison, RunSpec], list[str]] = command_of,
 ) -> None:
-    """Start a run and add it to ``active``."""
+    """Bring every run to its end, `slots` at once, in the given order.
+
+    A run that fails is recorded and doesn't stop the others. Raises StaleRun before anything
+    starts, Interrupted after Ctrl-C or SIGTERM, with every process ended.
+    """
+    waiting = [spec for spec in specs if not is_over(comparison, spec, retry=retry)]
+    done = len(specs) - len(waiting)
+    active: list[_Job] = []
+    with stop_signals() as received:
+        try:
+            while (waiting or active) and not received:
+                while waiting and len(active) < slots:
+                    spec = waiting.pop(0)
+                    active.append(_start(spec, command(comparison, spec)))
+                time.sleep(_POLL)
+                for job in [job for job in active if job.process.poll() is not None]:
+                    active.remove(job)
+                    done += 1
+                    _settle(job)
+                    print(f"{done}/{len(specs)}  {_result(job)}", file=sys.stderr, flush=True)
+        finally:
+            _end([job.process for job in active])
+
+
+def run_one(command: Sequence[str]) -> int:
+    """Run a command in the foreground; its exit code. A stop ends all its processes and raises
+    Interrupted.
+    """
+    with stop_signals() as received:
+        process = subprocess.Popen(command, env=child_environment(), start_new_session=True)
+        try:
+            while process.poll() is None and not received:
+                time.sleep(_POLL)
+        finally:
+            _end([process])
+    return process.returncode
+
+
+@contextlib.contextmanager
+def stop_signals() -> Iterator[list[int]]:
+    """The signals among Ctrl-C and SIGTERM that arrive in the block; after one, Interrupted is
+    raised at its end. Raised within Popen, it would leave a process without an owner.
+    """
+    received: list[int] = []
+    before = {
+        number: signal.signal(number, lambda number, _: received.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if received:
+        raise Interrupted("interrupted; run the same command again to continue")
+
+
+def _start(spec: RunSpec, command: Sequence[str]) -> _Job:
     spec.run_dir.mkdir(parents=True, exist_ok=True)
     (spec.run_dir / FAILURE).unlink(missing_ok=True)
-    with (spec.run_dir / "log.txt").open("ab") as log, _signals_deferred():
+    with (spec.run_dir / "log.txt").open("ab") as log:
         process = subprocess.Popen(
-            make(comparison, spec),
+            command,
             env=child_environment(),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # its ranks end with it, and Ctrl-C reaches only this process
         )
-        active.append(_Job(spec, process, time.monotonic()))
+    return _Job(spec, process, time.monotonic())
 
 
 def _settle(job: _Job) -> None:
@@ -213,6 +179,21 @@ def _settle(job: _Job) -> None:
     if code or not (job.spec.run_dir / "summary.json").is_file():
         failure = {"exit_code": code, "message": last_words(job.spec.run_dir / "log.txt")}
         write_atomically(job.spec.run_dir / FAILURE, json.dumps(failure, indent=2) + "\n")
+
+
+def _result(job: _Job) -> str:
+    """Such as `gspo seed 1: finished, accuracy 61.2 %, 1:05`."""
+    run = read_run(job.spec.run_dir, variant=job.spec.variant, seed=job.spec.seed)
+    numbers = figures(run)
+    words = [f"{job.spec.name}: {run.status}"]
+    if run.message:
+        words.append(run.message)
+    if numbers.collapsed:
+        words.append("collapsed")
+    if numbers.final_accuracy is not None:
+        words.append(f"accuracy {100 * numbers.final_accuracy:.1f} %")
+    words.append(format_time(time.monotonic() - job.started))
+    return ", ".join(words)
 
 
 def last_words(log: Path) -> str:
@@ -247,12 +228,10 @@ def _check_same(comparison: Comparison, spec: RunSpec) -> None:
         raise StaleRun(
             f"{spec.run_dir}: its config.yaml is not valid here ({error}); remove the directory"
         ) from None
-    guards = (wanted["guard.action"], recorded["guard.action"])
-    without_effect = ("tracking.",) if "stop" in guards else ("tracking.", "guard.")
     for key in {**wanted, **recorded}:
         here = wanted.get(key)
         there = recorded.get(key)
-        if here != there and not key.startswith(without_effect):
+        if here != there and not key.startswith("tracking."):
             raise StaleRun(
                 f"{spec.run_dir}: was run with {key} = {there}, the comparison now has {here}; "
                 "choose another folder or remove the directory"
@@ -272,7 +251,3 @@ def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-
-
-def _raise_interrupt(*_: object) -> None:
-    raise KeyboardInterrupt

@@ -1,5 +1,4 @@
-"""Evaluate a model on task files: accuracy, pass@k and ratings with intervals, on a page and as
-JSON.
+"""Evaluate a model on task files: accuracy and pass@k with intervals, as lines and as JSON.
 
     megatron-gspo evaluate MODEL [--tasks FILE ...] [key=value ...]
 
@@ -35,8 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args([argument for argument in ours if not is_override(argument)])
     command = shlex.join(["megatron-gspo", "evaluate", *given])
     try:
-        for file in evaluate(options, overrides, theirs, command):
-            print(file)
+        print(evaluate(options, overrides, theirs, command))
     except ImportError as error:
         fix = "" if "pip install" in str(error) else "; pip install 'megatron-gspo[plot]'"
         print(printable(f"megatron-gspo evaluate: {error}{fix}"), file=sys.stderr)
@@ -54,14 +52,14 @@ def evaluate(
     overrides: Sequence[str],
     server_args: Mapping[str, Sequence[str]],
     command: str,
-) -> list[Path]:
-    """Run the evaluation of the parsed arguments; returns the written files. Raises UserError
+) -> Path:
+    """Run the evaluation of the parsed arguments; returns the written file. Raises UserError
     or ImportError.
     """
     # imported here because Megatron takes seconds, and --help and wrong arguments don't need it
     from transformers.utils.logging import disable_progress_bar
 
-    from megatron_gspo.tools.evaluate.evaluation_page import print_scores, write_results
+    from megatron_gspo.tools.evaluate.results import print_scores, write_results
     from megatron_gspo.tools.evaluate.run_tasks import (
         Evaluation,
         load_tasks,

@@ -1,6 +1,5 @@
 """Intervals and tests against tables and numbers worked by hand."""
 
-import itertools
 import math
 import tracemalloc
 
@@ -15,9 +14,7 @@ from megatron_gspo.tools.compare.statistics import (
     interval,
     paired_difference,
     paired_t,
-    sign_flip,
 )
-from megatron_gspo.tracking.run_directory import evenly_spaced
 
 
 @pytest.mark.parametrize(
@@ -70,7 +67,6 @@ def test_paired_difference_uses_the_shared_seeds():
     assert found.high - found.mean == pytest.approx(4.30265 * 0.1 / math.sqrt(3), abs=1e-5)
     # t = 0.3 / 0.057735 = 5.19615, two degrees: p = 1 - t / sqrt(2 + t^2) = 1 - sqrt(27 / 29)
     assert found.p_t == pytest.approx(1 - math.sqrt(27 / 29), abs=1e-9)
-    assert found.p_flip == 2 / 8
     assert paired_difference({1: 1.0}, {2: 1.0}) is None
 
 
@@ -80,28 +76,6 @@ def test_paired_t_of_no_spread():
     assert paired_t([0.5]) is None
 
 
-def test_sign_flip_of_five_equal_signs_reaches_its_smallest_p():
-    assert sign_flip([0.1, 0.2, 0.3, 0.1, 0.4]) == 2 / 32
-    assert sign_flip([0.0, 0.0, 0.0]) == 1.0
-
-
-def test_sign_flip_is_a_count_over_all_signs():
-    values = [0.3, -0.1, 0.25, 0.05]
-    count = 0
-    for signs in itertools.product((1, -1), repeat=4):
-        count += (
-            abs(sum(s * v for s, v in zip(signs, values, strict=True))) >= abs(sum(values)) - 1e-12
-        )
-    assert sign_flip(values) == count / 16
-
-
-def test_sign_flip_of_many_values_is_drawn():
-    values = [0.1] * 18 + [
-        -0.1
-    ] * 4  # 14 of 22 net: p is about the binomial tail, 2 P(X >= 18) = 0.0043
-    assert sign_flip(values) == pytest.approx(0.0043, abs=0.002)
-
-
 def test_holm_by_hand():
     # sorted 0.01, 0.02, 0.03, 0.04: times 4, 3, 2, 1 = 0.04, 0.06, 0.06, 0.04, made monotone
     assert holm([0.04, 0.01, None, 0.03, 0.02]) == pytest.approx([0.06, 0.04, None, 0.06, 0.06])
@@ -109,8 +83,8 @@ def test_holm_by_hand():
     assert holm([None]) == [None]
 
 
-def test_band_on_shared_x():
-    found = band([([0, 1], [0.0, 1.0]), ([0, 1], [1.0, 2.0]), ([0, 1], [2.0, 3.0])])
+def test_band_by_hand():
+    found = band([{0: 0.0, 1: 1.0}, {0: 1.0, 1: 2.0}, {0: 2.0, 1: 3.0}])
     assert found.x == [0, 1]
     assert found.mean == [1.0, 2.0]
     # standard deviation 1, error 1 / sqrt(3), t(2) = 4.30265
@@ -119,26 +93,14 @@ def test_band_on_shared_x():
 
 
 def test_a_band_of_two_is_their_range():
-    found = band([([0, 1], [0.0, 1.0]), ([0, 1], [1.0, 5.0])])
+    found = band([{0: 0.0, 1: 1.0}, {0: 1.0, 1: 5.0}])
     assert (found.low, found.high) == ([0.0, 1.0], [1.0, 5.0])
 
 
 def test_band_of_a_run_that_ended_early_counts_the_others():
-    found = band([([0, 1, 2], [0.0, 0.0, 0.0]), ([0, 1], [2.0, 4.0])])
+    found = band([{0: 0.0, 1: 0.0, 2: 0.0}, {0: 2.0, 1: 4.0}])
     assert found.mean == [1.0, 2.0, 0.0]
     assert found.count == [2, 2, 1]
-
-
-def test_band_interpolates_where_x_differs():
-    found = band([([0, 10], [0.0, 10.0]), ([2, 12], [2.0, 12.0])], points=11)
-    assert found.x[0] == 2 and found.x[-1] == 12  # from where all have begun
-    assert np.allclose(found.mean, found.x)
-    assert found.count == [2] * 9 + [1] * 2  # beyond 10 only the second continues
-
-
-def test_thin_keeps_the_ends():
-    assert evenly_spaced(range(5), 9) == [0, 1, 2, 3, 4]
-    assert evenly_spaced(range(101), 3) == [0, 50, 100]
 
 
 def test_the_bootstrap_is_a_naive_one_within_its_noise():

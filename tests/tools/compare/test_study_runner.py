@@ -46,22 +46,6 @@ if how == "wait":
 """
 
 
-class Notes:
-    """The runner's log."""
-
-    def __init__(self):
-        self.most, self.ends = 0, []
-
-    def started(self, spec):
-        pass
-
-    def running(self, active):
-        self.most = max(self.most, len(active))
-
-    def ended(self, spec, seconds):
-        self.ends.append((spec.variant, seconds is not None))
-
-
 def command(how=lambda spec: "finish"):
     def make(comparison, spec):
         config = json.dumps(resolve(comparison, spec).dump())
@@ -95,72 +79,51 @@ def test_a_run_is_the_real_front_door(comparison):
     assert "seed=1" in words
 
 
-def test_finished_and_failed_runs_are_not_started_again(comparison):
+def test_finished_and_failed_runs_are_not_started_again(comparison, capsys):
     specs = planned_runs(comparison)
     make = command(lambda spec: "fail" if spec.variant == "grpo" else "finish")
-    notes = Notes()
-    execute(comparison, specs, slots=2, watcher=notes, command=make)
-    assert notes.most <= 2 and len(notes.ends) == 3
-    failed = read_run(specs[0].run_dir, variant="grpo")
+    execute(comparison, specs, slots=2, command=make)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split()[0] for line in lines] == ["1/3", "2/3", "3/3"]
+    assert any("gspo seed 1: finished, accuracy 25.0 %, 0:0" in line for line in lines)
+    assert any("grpo seed 1: failed, step 1: the gradient is not finite" in line for line in lines)
+    failed = read_run(specs[0].run_dir, variant="grpo", seed=1)
     assert (failed.status, failed.message) == ("failed", "step 1: the gradient is not finite")
 
-    again = Notes()
-    execute(comparison, specs, slots=2, watcher=again, command=make)
-    assert [fresh for _, fresh in again.ends] == [False] * 3
+    execute(comparison, specs, slots=2, command=make)
+    assert capsys.readouterr().err == ""
     assert [starts(spec) for spec in specs] == [1, 1, 1]
 
-    execute(comparison, specs, slots=2, watcher=Notes(), retry=True, command=command())
+    execute(comparison, specs, slots=2, retry=True, command=command())
     assert [starts(spec) for spec in specs] == [2, 1, 1]
-    assert read_run(specs[0].run_dir, variant="grpo").status == "finished"
+    assert read_run(specs[0].run_dir, variant="grpo", seed=1).status == "finished"
 
 
 def test_a_run_that_was_killed_is_started_again(comparison):
     spec = planned_runs(comparison)[0]
-    execute(comparison, [spec], slots=1, watcher=Notes(), command=command())
+    execute(comparison, [spec], slots=1, command=command())
     (spec.run_dir / "summary.json").unlink()
     assert not is_over(comparison, spec)
-    execute(comparison, [spec], slots=1, watcher=Notes(), command=command())
+    execute(comparison, [spec], slots=1, command=command())
     assert starts(spec) == 2
 
 
 def test_a_directory_of_other_settings_is_refused_before_anything_starts(comparison, tmp_path):
     specs = planned_runs(comparison)
-    execute(comparison, specs[2:], slots=1, watcher=Notes(), command=command())
+    execute(comparison, specs[2:], slots=1, command=command())
     overrides = json.dumps({**comparison.config.overrides, "training.steps": 31})
     other = load_comparison(comparison.file, [f"overrides={overrides}"])
     with pytest.raises(
         StaleRun, match="was run with training.steps = 30, the comparison now has 31"
     ) as caught:
-        execute(other, planned_runs(other), slots=1, watcher=Notes(), command=command())
+        execute(other, planned_runs(other), slots=1, command=command())
     assert "\n" not in str(caught.value)
     assert starts(specs[0]) == 0
 
 
-def test_another_guard_is_another_run_only_if_it_may_stop(comparison):
-    spec = planned_runs(comparison)[0]
-    execute(comparison, [spec], slots=1, watcher=Notes(), command=command())
-    for guard, same in (
-        ({"steps": 7}, True),
-        ({"action": "off"}, True),
-        ({"action": "stop"}, False),
-    ):
-        overrides = comparison.config.overrides | {
-            f"guard.{key}": value for key, value in guard.items()
-        }
-        other = load_comparison(comparison.file, [f"overrides={json.dumps(overrides)}"])
-        changed = planned_runs(other)[0]
-        if same:
-            assert is_over(other, changed)
-        else:
-            with pytest.raises(
-                StaleRun, match=r"was run with guard\.action = warn, the comparison now has stop"
-            ):
-                is_over(other, changed)
-
-
 def test_what_a_run_logs_is_no_other_run(comparison):
     spec = planned_runs(comparison)[0]
-    execute(comparison, [spec], slots=1, watcher=Notes(), command=command())
+    execute(comparison, [spec], slots=1, command=command())
     overrides = comparison.config.overrides | {"tracking.samples_per_step": 3}
     other = load_comparison(comparison.file, [f"overrides={json.dumps(overrides)}"])
     assert is_over(other, planned_runs(other)[0])
@@ -168,7 +131,7 @@ def test_what_a_run_logs_is_no_other_run(comparison):
 
 def test_a_finished_run_with_an_unknown_key_is_stale(comparison):
     spec = planned_runs(comparison)[0]
-    execute(comparison, [spec], slots=1, watcher=Notes(), command=command())
+    execute(comparison, [spec], slots=1, command=command())
     file = spec.run_dir / "config.yaml"
     data = yaml.safe_load(file.read_text())
     data["environment"] = {"python": "3.11"}
@@ -188,7 +151,7 @@ def test_a_stop_ends_the_processes_and_leaves_no_failure(tmp_path):
         from tests.tools.compare.test_study_runner import *
         comparison = load_comparison({str(tmp_path / "compare.yaml")!r})
         try:
-            execute(comparison, planned_runs(comparison), slots=2, watcher=Notes(),
+            execute(comparison, planned_runs(comparison), slots=2,
                     command=command(lambda spec: "wait"))
         except Interrupted as error:
             print(error)
