@@ -48,7 +48,7 @@ COMMANDS = {
         "convert checkpoints between Hugging Face and Megatron",
     ),
     "compare": Command(
-        "megatron_gspo.tools.compare.__main__", "compare algorithms over seeds"
+        "megatron_gspo.tools.compare.__main__", "compare algorithms over seeds, or finished runs"
     ),
     "evaluate": Command(
         "megatron_gspo.tools.evaluate.__main__", "evaluate a model, a run or servers on task files"

@@ -5,12 +5,13 @@ from __future__ import annotations
 import base64
 import csv
 import io
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from megatron_gspo.tools.compare.charts import charts, colour_of
-from megatron_gspo.tools.compare.run_records import figures, mean_of
+from megatron_gspo.tools.compare.run_records import Run, figures, mean_of
 from megatron_gspo.tools.compare.statistics import Difference, interval_text
 from megatron_gspo.tools.compare.study import (
     PRIMARY,
@@ -47,6 +48,17 @@ CSV_METRICS = (
     "time/log_probs",
     "time/train",
     "time/weight_sync",
+)
+
+# Of a step: the metric, its head, and by what its value is multiplied.
+COSTS = (
+    ("time/step", "seconds", 1.0),
+    ("time/generate", "generate", 1.0),
+    ("time/log_probs", "log-probs", 1.0),
+    ("time/train", "train", 1.0),
+    ("time/weight_sync", "weight sync", 1.0),
+    ("perf/peak_memory_gib", "peak memory, GiB", 1.0),
+    ("routing/replay_bytes", "replayed routes, MiB", 2.0**-20),
 )
 
 
@@ -98,6 +110,8 @@ def page_of(study: Study) -> str:
         overview=overview(study),
         baseline=study.label(study.baseline),
         results=_results(study),
+        cost_heads=[head for _, head, _ in COSTS],
+        costs=_costs(study),
         images=images,
         incidents=_incidents(study),
         shared=arguments_of(study.overrides),
@@ -140,6 +154,22 @@ def _results(study: Study) -> list[dict[str, Any]]:
             line["verdict"] = verdict_of(difference)
         table.append(line)
     return table
+
+
+def _costs(study: Study) -> list[tuple[str, list[str]]]:
+    """Each variant's means over steps and runs."""
+    return [
+        (
+            study.label(variant.name),
+            [_mean_text(study.runs_of(variant.name), metric, scale) for metric, _, scale in COSTS],
+        )
+        for variant in study.variants
+    ]
+
+
+def _mean_text(runs: Sequence[Run], metric: str, scale: float) -> str:
+    means = [mean for run in runs if (mean := mean_of(run, metric)) is not None]
+    return f"{scale * sum(means) / len(means):.3g}" if means else "-"
 
 
 def _p_values(difference: Difference | None) -> str:

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -57,6 +58,18 @@ def parse_date(value: Any) -> datetime | None:
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return datetime.fromtimestamp(value, UTC).replace(tzinfo=None)
     return datetime.fromisoformat(str(value).removesuffix("Z")).replace(tzinfo=None)
+
+
+def rating_of(row: Row) -> float | None:
+    """The problem's rating; None where it has none."""
+    value = row.get("rating")
+    known = (
+        isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and math.isfinite(value)
+        and value > 0
+    )
+    return float(value) if known and value is not None else None
 
 
 def _livecodebench(row: Row, language: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from datetime import datetime
 
 import pytest
 
-from megatron_gspo.tools.evaluate.layouts import LeftOut, layout_of, parse_date
+from megatron_gspo.tools.evaluate.layouts import LeftOut, layout_of, parse_date, rating_of
 from tests.tools.evaluate.public_files import (
     AIME,
     AIME_2025,
@@ -53,7 +53,7 @@ def test_what_outputs_cannot_decide_is_left_out(row, reason):
         layout_of(CODEFORCES[0], "prompt").read(row, "python")
 
 
-def test_dates():
+def test_dates_and_ratings():
     assert (
         parse_date("2024-08-03T07:30:00")
         == parse_date("2024-08-03T07:30:00Z")
@@ -64,3 +64,14 @@ def test_dates():
     with pytest.raises(ValueError):
         parse_date("soon")
     assert layout_of(CODEFORCES[0], "prompt").date(CODEFORCES[0]) == datetime(2024, 1, 1)
+    assert [
+        rating_of({"rating": value}) for value in (800, 1500.0, None, 0, float("nan"), True, "800")
+    ] == [
+        800.0,
+        1500.0,
+        None,
+        None,
+        None,
+        None,
+        None,
+    ]

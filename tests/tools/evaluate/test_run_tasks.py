@@ -16,6 +16,7 @@ from megatron_gspo.config.code_section import CodeConfig
 from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.loop.evaluation import evaluation_seed
 from megatron_gspo.rewards.verifiers import VerifierError
+from megatron_gspo.tools.evaluate.elo import estimate_rating
 from megatron_gspo.tools.evaluate.response_file import ResponseFile
 from megatron_gspo.tools.evaluate.run_tasks import answer_task, load_tasks, sampling_of, with_model
 from megatron_gspo.tools.evaluate.task_files import load_task
@@ -116,6 +117,7 @@ def test_codeforces(tmp_path):
     )
     found = score_task(task, "model", None, kept.records)
     assert found.accuracy.mean == 3 / 4
+    assert found.rating == estimate_rating([1, 1, 0], [800, 1600, 2400])
     assert found.left_out["needs a checker"] == 1
 
 

@@ -71,9 +71,9 @@ def test_a_window_of_dates(tmp_path):
         load_task(file, TOKENIZER, DATA, window=(datetime(2026, 1, 1), None))
 
 
-def test_what_is_left_out(tmp_path):
+def test_ratings_and_what_is_left_out(tmp_path):
     task = load_task(write_jsonl(tmp_path / "cf.jsonl", CODEFORCES), TOKENIZER, DATA)
-    assert len(task.prompts) == 4
+    assert task.ratings == [800.0, 1600.0, 2400.0, None]
     assert task.left_out == {
         "needs a checker": 1,
         "interactive": 1,

@@ -8,6 +8,7 @@ import pytest
 from megatron_gspo.config import DataConfig
 from megatron_gspo.data.sample import Prompt
 from megatron_gspo.tools.compare.statistics import bootstrap_interval
+from megatron_gspo.tools.evaluate.elo import estimate_rating
 from megatron_gspo.tools.evaluate.task_files import Task
 from megatron_gspo.tools.evaluate.task_scores import (
     default_k,
@@ -37,13 +38,15 @@ def records(rewards=REWARDS):
     }
 
 
-def task(size=3):
-    prompts = [Prompt(i, np.array([1]), "", None, {}) for i in range(size)]
+def task(*ratings):
+    prompts = [
+        Prompt(i, np.array([1]), "", None, {"rating": rating}) for i, rating in enumerate(ratings)
+    ]
     return Task("numbers", DataConfig(prompts="x"), tuple(prompts), {"no tests": 2})
 
 
 def test_scores_by_hand():
-    found = score_task(task(), "step_000002", 2, records(), (1, 2))
+    found = score_task(task(None, None, None), "step_000002", 2, records(), (1, 2))
     assert (found.task, found.label, found.step, found.prompts, found.samples) == (
         "numbers",
         "step_000002",
@@ -53,7 +56,7 @@ def test_scores_by_hand():
     )
     # the response without a score counts as not solved
     assert found.accuracy.mean == pytest.approx((0.5 + 0 + 1.5 / 4) / 3)
-    assert (found.failures, found.left_out) == (1, {"no tests": 2})
+    assert (found.failures, found.left_out, found.rating) == (1, {"no tests": 2}, None)
     # pass@2 of 4: 2 successes miss with 1/6, one success with 1/2; a reward of 0.5 is no success
     assert found.pass_at_k[2].mean == pytest.approx((5 / 6 + 0 + 1 / 2) / 3)
     assert found.pass_at_k[1].mean == pytest.approx((1 / 2 + 0 + 1 / 4) / 3)
@@ -63,7 +66,7 @@ def test_scores_by_hand():
 
 def test_the_interval_is_over_prompts_not_responses():
     rewards = {i: [float(i % 2)] * 50 for i in range(20)}
-    found = score_task(task(20), "m", None, records(rewards))
+    found = score_task(task(*[None] * 20), "m", None, records(rewards))
     # Of 20 values, not 1000.
     assert (found.accuracy.low, found.accuracy.high) == pytest.approx((0.3, 0.7), abs=0.051)
     assert found.accuracy.count == 20
@@ -73,10 +76,18 @@ def test_differences_are_paired():
     rng = np.random.default_rng(0)
     first = rng.random((40, 1))
     second = {i: [float(value + 0.1)] for i, value in enumerate(first[:, 0])}
-    found = score_task(task(40), "m", None, records(second), first=prompt_accuracy(first))
+    found = score_task(task(*[None] * 40), "m", None, records(second), first=prompt_accuracy(first))
     # each prompt gains the same: no spread, though the accuracies overlap
     assert (found.difference.low, found.difference.high) == pytest.approx((0.1, 0.1))
     assert found.accuracy.low < bootstrap_interval(first[:, 0]).high
+
+
+def test_a_rating_from_the_rated_problems():
+    found = score_task(task(1000, None, 1400), "m", None, records())
+    assert (
+        found.rating == estimate_rating([0.5, 0.25], [1000.0, 1400.0])
+        and found.rating.problems == 2
+    )
 
 
 def test_tables_and_defaults():

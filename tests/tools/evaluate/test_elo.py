@@ -1,0 +1,110 @@
+"""Ratings against published numbers, closed forms and a naive search."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from megatron_gspo.tools.evaluate.elo import PRIOR_MEAN, PRIOR_STD, estimate_rating, expected_score
+
+
+@pytest.mark.parametrize(
+    ("lead", "published"),  # Elo's expected scores as federations print them, to two places
+    [
+        (0, 0.50),
+        (50, 0.57),
+        (100, 0.64),
+        (200, 0.76),
+        (300, 0.85),
+        (400, 0.91),
+        (-100, 0.36),
+        (-400, 0.09),
+    ],
+)
+def test_expected_scores_are_the_published_ones(lead, published):
+    assert round(float(expected_score(1500 + lead, 1500)), 2) == published
+    assert float(expected_score(1500 + 400, 1500)) == pytest.approx(10 / 11, abs=1e-15)
+
+
+def test_the_worked_tournament_of_the_encyclopedia():
+    """Wikipedia, "Elo rating system": a player of 1613 against five opponents."""
+    found = expected_score(1613, [1609, 1477, 1388, 1586, 1720])
+    assert np.round(found, 3).tolist() == [0.506, 0.686, 0.785, 0.539, 0.351]
+    assert found.sum() == pytest.approx(2.867, abs=1e-3)
+
+
+def naive_log_posterior(rating: float, outcome: list[float], difficulty: list[float]) -> float:
+    """L(r) of arXiv 2506.11928, appendix A3.2."""
+    total = -((rating - PRIOR_MEAN) ** 2) / (2 * PRIOR_STD**2)
+    for y, d in zip(outcome, difficulty, strict=True):
+        p = 1.0 / (1.0 + 10.0 ** ((d - rating) / 400.0))
+        total += y * math.log(p) + (1.0 - y) * math.log(1.0 - p)
+    return total
+
+
+def published_interval(
+    rating: float, outcome: list[float], difficulty: list[float]
+) -> tuple[float, float]:
+    """By the paper's second difference with a step of 0.1."""
+    below, at, above = (
+        naive_log_posterior(rating + step, outcome, difficulty) for step in (-0.1, 0.0, 0.1)
+    )
+    std = math.sqrt(-(0.1**2) / (above - 2 * at + below))
+    return rating - 1.96 * std, rating + 1.96 * std
+
+
+@pytest.mark.parametrize("kind", ["shares", "one", "all", "none"])
+def test_the_published_formula_by_a_search_over_all_ratings(kind):
+    rng = np.random.default_rng(0)
+    difficulty = rng.integers(8, 30, 40) * 100.0
+    outcome = (rng.random((40, 4)) < expected_score(1650, difficulty)[:, None]).mean(axis=1)
+    if kind != "shares":
+        difficulty = difficulty[:1] if kind == "one" else difficulty
+        outcome = np.full(len(difficulty), float(kind != "none"))
+    found = estimate_rating(outcome, difficulty)
+    grid = np.arange(-1000, 4500, 0.5)
+    p = 1.0 / (1.0 + 10.0 ** ((difficulty[:, None] - grid) / 400.0))
+    likelihood = outcome[:, None] * np.log(p) + (1.0 - outcome[:, None]) * np.log(1.0 - p)
+    curve = likelihood.sum(axis=0) - (grid - PRIOR_MEAN) ** 2 / (2 * PRIOR_STD**2)
+    assert found.rating == pytest.approx(grid[curve.argmax()], abs=0.5)
+    interval = published_interval(found.rating, outcome.tolist(), difficulty.tolist())
+    assert (found.low, found.high) == pytest.approx(interval, rel=1e-3)
+    assert found.problems == len(difficulty)
+
+
+@pytest.mark.parametrize(("solved", "problems"), [(5, 10), (10, 11), (1, 11), (3, 4)])
+def test_many_problems_of_one_rating_outweigh_the_prior(solved, problems):
+    outcome = np.repeat([1.0, 0.0], [solved * 20_000, (problems - solved) * 20_000])
+    found = estimate_rating(outcome, np.full(len(outcome), 1700.0))
+    assert found.rating == pytest.approx(
+        1700 + 400 * math.log10(solved / (problems - solved)), abs=0.05
+    )
+
+
+def test_a_problem_of_the_priors_mean_that_is_solved_every_second_time_changes_nothing():
+    assert estimate_rating([0.5], [PRIOR_MEAN]).rating == pytest.approx(PRIOR_MEAN, abs=1e-6)
+
+
+def test_the_interval_has_the_true_rating_as_often_as_it_says():
+    rng = np.random.default_rng(1)
+    difficulty = rng.integers(8, 30, 60) * 100.0
+    true = rng.normal(PRIOR_MEAN, PRIOR_STD, 400)
+    found = [
+        estimate_rating(rng.random(60) < expected_score(rating, difficulty), difficulty)
+        for rating in true
+    ]
+    covered = np.mean(
+        [each.low <= rating <= each.high for each, rating in zip(found, true, strict=True)]
+    )
+    assert 0.92 <= covered <= 0.98  # 0.95, and three standard errors of 400 trials
+
+
+@pytest.mark.parametrize(
+    ("solved", "difficulty"),
+    [([], []), ([1.0], [1000.0, 1200.0]), ([1.5], [1000.0]), ([1.0], [math.nan])],
+)
+def test_other_values_are_refused(solved, difficulty):
+    with pytest.raises(ValueError):
+        estimate_rating(solved, difficulty)
