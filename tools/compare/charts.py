@@ -6,7 +6,7 @@ import io
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_gspo.tools.compare.run_records import (
     Run,
@@ -28,7 +28,7 @@ COLOURS = (
 _POINTS = 60  # of a curve; more make the page larger, not clearer
 _WINDOW = 5  # steps of the trailing mean
 _SIZE = (3.4, 2.4)  # inches
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "comparison",
     "font.family": "sans-serif",
