@@ -431,54 +431,9 @@ FILES = (
         Case("config file missing", "cannot read the config: no such file", shows=("absent.yaml",)),
         None,
     ),
-    (Case("config is a directory", "cannot read the config: is a directory"), "directory"),
     (Case("config of no YAML", "is not YAML (line 2, column 4)"), b"seed: 1\n  a: b: c\n"),
-    (
-        Case(
-            "config of nested aliases",
-            "values with its aliases (*name) written out; write the values that are meant",
-        ),
-        (
-            "a0: &a0 [x, x, x, x, x, x, x, x, x]\n"
-            + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 10))
-        ).encode(),
-    ),
-    (
-        Case("config that contains itself", "has an alias to a value that contains it (line 1)"),
-        b"a: &a [*a]",
-    ),
-    (
-        Case("config that is nested too deeply", "more than 64 levels of lists and mappings"),
-        b"x: " + b"[" * 5000,
-    ),
-    (
-        Case(
-            "number with leading zeros",
-            "is not an integer (line 1); write it without leading zeros",
-        ),
-        b"seed: 010",
-    ),
-    (
-        Case(
-            "number of thousands of digits in a config",
-            "is a number of more than 64 bits (line 1); write a smaller",
-        ),
-        b"seed: " + b"9" * 10_000,
-    ),
-    (
-        Case(
-            "text that no file name can have",
-            "has a NUL character or half of a surrogate pair (line 1); remove it",
-        ),
-        b'run_dir: "a\\0b"',
-    ),
-    (
-        Case("config of megabytes", "is larger than 1.0 MiB; give the path of a YAML file"),
-        b"#" * (1 << 21),
-    ),
     (Case("empty config", "is not a mapping of keys; start from a file in examples/"), b""),
     (Case("config of bytes", "is not UTF-8 text"), b"\xff\xfe\x00"),
-    (Case("key given twice", "appears twice (line 2)"), b"seed: 1\nseed: 2\n"),
     (Case("required key missing", "is missing; set it: "), b"seed: 1\n"),
 )
 

@@ -53,7 +53,6 @@ CASES = (
         (*TASK, "--steps", "all"),
         shows=("leave --steps out",),
     ),
-    Case("task file missing", "no such file; check the path", ("MODEL", "--tasks", "absent.jsonl")),
     Case(
         "two tasks of one name",
         "two files have the name 'task'",
@@ -71,12 +70,6 @@ CASES = (
         "has no date (contest_date)",
         (*TASK, "--from", "2024-01-01"),
         shows=("line 1", "leave out --from and --to"),
-    ),
-    Case(
-        "date that is none",
-        "its date can't be read",
-        (*TASK, "--to", "2024-01-01"),
-        written({**ROWS[0], "contest_date": "soon"}),
     ),
     Case(
         "no problem in the dates",

@@ -93,11 +93,6 @@ def pickled_only(config, folder):
     (folder / "model" / WEIGHTS).unlink()
 
 
-def cut_short(config, folder):
-    file = folder / "model" / WEIGHTS
-    file.write_bytes(file.read_bytes()[:-100])
-
-
 def sharded(change):
     """The weights in several files, and then ``change(folder, index)``."""
 
@@ -111,10 +106,6 @@ def sharded(change):
         change(folder / "sharded", index)
 
     return write
-
-
-def shard_away(folder, index):
-    (folder / json.loads(index.read_text())["weight_map"][QUERY]).unlink()
 
 
 def wrong_shard(folder, index):
@@ -174,11 +165,6 @@ def narrower(tensors):
     tensors[QUERY] = tensors[QUERY][:-2].contiguous()
 
 
-def another_head(config, folder):
-    """tie_word_embeddings with an output weight of its own."""
-    setting(tie_word_embeddings=True)(config, folder)
-
-
 def other_model_in_shards(config, folder):
     """A single file beside the index and files of another model."""
     sharded(lambda shards, index: shutil.copyfile(folder / "model" / WEIGHTS, shards / WEIGHTS))(
@@ -200,22 +186,6 @@ def four_bits(config, folder):
     setting(quantization_config=settings)(config, folder)
 
 
-def link_out(config, folder):
-    (folder / "model" / "tokenizer.txt").symlink_to("/etc/passwd")
-
-
-def adapters_of(content, weights=b"\xff" * 100):
-    """Adapters to start from, damaged."""
-
-    def write(config, folder):
-        (folder / "adapters").mkdir()
-        (folder / "adapters" / "adapter_config.json").write_text(json.dumps(content))
-        (folder / "adapters" / "adapter_model.safetensors").write_bytes(weights)
-        config["lora"] = {"rank": 4, "adapter_path": str(folder / "adapters")}
-
-    return write
-
-
 CASES = (
     Case(
         "model directory missing",
@@ -230,11 +200,6 @@ CASES = (
         breaks=file_of("config.json", b"{"),
     ),
     Case(
-        "config.json of a list",
-        "its config.json is not a JSON object",
-        breaks=file_of("config.json", b"[]"),
-    ),
-    Case(
         "unknown model type",
         "its config.json has model_type",
         breaks=setting(model_type="llama"),
@@ -247,18 +212,6 @@ CASES = (
         shows=("null",),
     ),
     Case("size missing", "lacks the key 'hidden_size'", breaks=setting(hidden_size=None)),
-    Case(
-        "size of text",
-        "in config.json is not a size",
-        breaks=setting(num_attention_heads="4"),
-        shows=("num_attention_heads='4'",),
-    ),
-    Case(
-        "size of 0",
-        "in config.json is not a size",
-        breaks=setting(vocab_size=0),
-        shows=("vocab_size=0",),
-    ),
     Case(
         "more chosen than there are experts",
         "in config.json is more than the 4 experts",
@@ -278,12 +231,6 @@ CASES = (
         shows=("rope_type='dynamic'", "set it to default"),
     ),
     Case(
-        "scaled rotary embedding",
-        "in config.json is not supported; known: default, yarn",
-        breaks=setting(rope_parameters={"rope_type": "linear", "factor": 4.0}),
-        shows=("rope_type='linear'",),
-    ),
-    Case(
         "windows of a family without",
         "use_sliding_window=true in config.json is not supported",
         breaks=deepseek(use_sliding_window=True),
@@ -293,18 +240,6 @@ CASES = (
         "in a qwen3_moe config.json is not supported; known:",
         breaks=setting(layer_types=["sliding_attention"]),
         shows=("layer_types=['sliding_attention']",),
-    ),
-    Case(
-        "another activation of gpt-oss",
-        "in a gpt_oss config.json is not supported; known: 1.702",
-        breaks=of_kind("gpt_oss", swiglu_alpha=1.0),
-        shows=("swiglu_alpha=1.0",),
-    ),
-    Case(
-        "no window for layers that have one",
-        "in config.json has layers of sliding_attention; give the window",
-        breaks=of_kind("gpt_oss", sliding_window=None),
-        shows=("sliding_window=None",),
     ),
     Case(
         "attention bias",
@@ -547,19 +482,6 @@ CASES = (
         shows=(f"{QUERY} is stored as F8_E4M3",),
     ),
     Case(
-        "weights cut short",
-        "damaged or cut short",
-        breaks=cut_short,
-        shows=(WEIGHTS, "download it again"),
-    ),
-    Case("weights of zeros", "damaged or cut short", breaks=file_of(WEIGHTS, b"\0" * 64)),
-    Case(
-        "shard missing",
-        "this shard is missing; it holds",
-        breaks=sharded(shard_away),
-        shows=("download it again",),
-    ),
-    Case(
         "weight not in its shard",
         "which model.safetensors.index.json places there",
         breaks=sharded(wrong_shard),
@@ -586,12 +508,6 @@ CASES = (
         shows=("lm_head.weight",),
     ),
     Case(
-        "tied embeddings with another output weight",
-        "tie_word_embeddings=true in config.json, and lm_head.weight is not",
-        breaks=another_head,
-        shows=("set tie_word_embeddings to false",),
-    ),
-    Case(
         "single file beside another model's shards",
         "places the weights in model-00001-of-",
         breaks=other_model_in_shards,
@@ -615,29 +531,6 @@ CASES = (
         shows=("megatron-gspo convert merge",),
     ),
     Case(
-        "link out of the model directory",
-        "is a link to /etc/passwd, outside of the model directory",
-        breaks=link_out,
-        shows=("tokenizer.txt", "put the file itself there"),
-    ),
-    Case(
-        "hidden size beyond memory",
-        "hidden_size=1000000000 in config.json is no model's size",
-        breaks=setting(hidden_size=10**9),
-    ),
-    Case(
-        "vocabulary of another model",
-        "in the checkpoint; config.json makes it (3000000, ",
-        breaks=setting(vocab_size=3_000_000),
-        shows=("model.embed_tokens.weight",),
-    ),
-    Case(
-        "list of model types",
-        "its config.json has model_type",
-        breaks=setting(model_type=["qwen3"]),
-        shows=('["qwen3"]',),
-    ),
-    Case(
         "list of rotary embeddings",
         "rope_type=['yarn'] in config.json is not supported",
         breaks=setting(rope_parameters={"rope_type": ["yarn"]}),
@@ -654,38 +547,9 @@ CASES = (
         shows=("num_experts=8 and num_local_experts=4",),
     ),
     Case(
-        "config.json of many brackets",
-        "its config.json is not a JSON object",
-        breaks=file_of("config.json", b"[" * 10**6),
-    ),
-    Case(
-        "config.json with a key of two values",
-        "its config.json is not a JSON object",
-        breaks=file_of("config.json", b'{"model_type": "qwen3", "model_type": "qwen3_moe"}'),
-    ),
-    Case(
-        "damaged adapters",
-        "adapter_model.safetensors: damaged or cut short",
-        breaks=adapters_of({"r": 4, "lora_alpha": 8}),
-        shows=("download it again",),
-    ),
-    Case(
-        "adapters without a rank",
-        "adapter_config.json: r=None is no rank; give an integer above 0",
-        breaks=adapters_of({"r": None, "lora_alpha": 8}),
-    ),
-    Case(
-        "adapters with a magnitude",
-        "use_dora=True is not supported",
-        breaks=adapters_of({"r": 4, "lora_alpha": 8, "use_dora": True}),
-    ),
-    Case(
         "no tokenizer",
         "has no tokenizer (none of tokenizer.json",
         breaks=without("tokenizer*", "vocab*", "merges*"),
-    ),
-    Case(
-        "damaged tokenizer", "its tokenizer can't be loaded", breaks=file_of("tokenizer.json", b"{")
     ),
     Case(
         "generation_config.json of many brackets",
@@ -696,11 +560,6 @@ CASES = (
         "generation_config.json of a list",
         "generation_config.json: not valid JSON (a list, no object)",
         breaks=file_of("generation_config.json", b"[1]"),
-    ),
-    Case(
-        "tokenizer_config.json in another encoding",
-        "its tokenizer can't be loaded",
-        breaks=file_of("tokenizer_config.json", b'{"a": "\xff"}'),
     ),
     Case("no end token", "no end token in the configs or the tokenizer", breaks=no_end_token),
     Case(

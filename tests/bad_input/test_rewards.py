@@ -70,18 +70,6 @@ CASES = (
         ("data.verifier=absent.py:score",),
     ),
     Case(
-        "verifier without the function",
-        "define it or correct the name",
-        breaks=body("x = 1\n"),
-        shows=("has no 'score'",),
-    ),
-    Case(
-        "verifier that is no function",
-        "it must be a function",
-        breaks=body("score = 1\n"),
-        shows=("'score' is a int",),
-    ),
-    Case(
         "verifier file that fails",
         "); fix it",
         breaks=body("import absent\n"),
@@ -143,25 +131,6 @@ CASES = (
         ("data.verifier=code", "data.verifier_timeout=60"),
         breaks=beside_an_interpreter,
         shows=("data.prompts = ", "the programs of the verifier code can read "),
-    ),
-    Case(
-        "verifier of another signature",
-        "a verifier takes (response, prompt), verl's (data_source, solution_str, ",
-        breaks=body("def score(text): return 1.0\n"),
-        shows=(
-            "verify.py:score': it takes (text) (too many positional arguments); a verifier takes",
-            "ground_truth, extra_info) or TRL's (prompts, completions, **kwargs)",
-        ),
-    ),
-    Case(
-        "verifier of slime",
-        "it is slime's custom_rm, whose arguments do not exist here; a verifier takes (resp",
-        breaks=body("async def score(args, sample, **kwargs): return 1.0\n"),
-    ),
-    Case(
-        "verifier that takes the answer",
-        "would be the Prompt: call it prompt and read prompt.answer",
-        breaks=body("def score(response, answer): return float(response == answer)\n"),
     ),
     Case(
         "option that a verifier does not take",

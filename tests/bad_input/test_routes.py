@@ -76,67 +76,11 @@ def fault(name: str, phrase: str, breaks: Any, *shows: str) -> tuple[Case, Any]:
 
 BROKEN = (
     fault(
-        "routes of two dimensions",
-        "it must be a [tokens - 1, layers, k] numpy array",
-        experts(lambda ids: ids.reshape(len(ids), -1)),
-        "routed_experts is a 2-d uint8 array",
-    ),
-    fault(
-        "routes in a list",
-        "it must be a [tokens - 1, layers, k] numpy array",
-        experts(lambda ids: ids.tolist()),
-        "routed_experts is list",
-    ),
-    fault(
-        "routes of a signed type",
-        "make it unsigned with routing_replay.routes.as_routes",
-        experts(lambda ids: ids.astype(np.int32)),
-        "routed_experts is a 3-d int32 array",
-    ),
-    fault(
-        "routes of a float type",
-        "make it unsigned with routing_replay.routes.as_routes",
-        experts(lambda ids: ids.astype(np.float32)),
-        "routed_experts is a 3-d float32 array",
-    ),
-    fault(
         "routes with a row too few",
         "one for each token but the last, of this very tokenisation",
         experts(lambda ids: ids[:-1]),
         "routed_experts has",
         "rows for",
-    ),
-    fault(
-        "routes with a row too many",
-        "one for each token but the last, of this very tokenisation",
-        experts(lambda ids: np.concatenate([ids, ids[:1]])),
-        "routed_experts has",
-    ),
-    fault(
-        "routes of a deeper model",
-        "give those of the model that is trained",
-        experts(lambda ids: ids.repeat(2, axis=1)),
-        "has 4 layers x 2 experts a token",
-        "have 2 MoE layers x 2",
-    ),
-    fault(
-        "routes of a model with another k",
-        "give those of the model that is trained",
-        experts(lambda ids: ids[:, :, :1]),
-        "has 2 layers x 1 experts a token",
-    ),
-    fault(
-        "expert that the model hasn't",
-        "the model has experts 0 to",
-        experts(put((3, 1, 0), EXPERTS)),
-        "token 3, MoE layer 1: routed_experts has the expert 4",
-        "0 to 3",
-    ),
-    fault(
-        "routes of a model with more experts",
-        "the model has experts 0 to",
-        experts(lambda ids: ids.astype(np.uint16) + 300),
-        "token 0, MoE layer 0: routed_experts has the expert 30",
     ),
     fault(
         "expert twice",
@@ -151,50 +95,10 @@ BROKEN = (
         lambda samples: routed(samples[:1]) + samples[1:],
     ),
     fault(
-        "routes of one sample missing",
-        "routed_experts is missing; let the engine return the experts of every token",
-        experts(lambda ids: None),
-    ),
-    fault(
         "token without a route",
         "set routing.missing_routes to live to leave them to the live router",
         holes(2, 5),
         "routed_experts has no route for 2 tokens (first: token 2)",
-    ),
-    fault(
-        "holes of another length",
-        "one for each row of routed_experts",
-        then(second(missing_routes=np.zeros(2, bool))),
-        "missing_routes is a 1-d bool array of shape [2]",
-    ),
-    fault(
-        "holes of another type",
-        "one for each row of routed_experts",
-        then(second(missing_routes=[False])),
-        "missing_routes is list",
-    ),
-    fault(
-        "holes of nothing",
-        "missing_routes is given without routed_experts; give both or neither",
-        second(missing_routes=np.zeros(4, bool)),
-    ),
-    fault(
-        "negative expert of a server",
-        "ids start at 0, and -1 says that a route isn't known",
-        narrowed(put((1, 0, 0), -2)),
-        "routes have the negative expert -2",
-    ),
-    fault(
-        "expert of a server that would wrap around",
-        "the model has experts 0 to",
-        narrowed(put((1, 0, 0), 256 + 1)),
-        "routes have the expert 257",
-    ),
-    fault(
-        "routes of a server that are no integers",
-        "give integers [rows, layers, k]",
-        narrowed(lambda ids: ids / 1),
-        "expert ids are a 3-d float64 array",
     ),
     fault(
         "hole of a server",

@@ -5,7 +5,6 @@ CPU.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import sys
 import time
@@ -87,9 +86,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--json", type=path_argument, metavar="FILE", help="write all that was recorded"
     )
-    made.add_argument(
-        "--png", type=path_argument, metavar="FILE", help="write charts of the memory"
-    )
     return made
 
 
@@ -99,8 +95,6 @@ def check_arguments(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and not least <= value < float("inf"):
             raise InputError(f"--{name} {value:g}: must be at least {least:g}")
-    if args.png and importlib.util.find_spec("matplotlib") is None:
-        raise InputError("--png needs matplotlib: pip install 'megatron-gspo[plot]'")
 
 
 def build(args: argparse.Namespace) -> str:
@@ -171,18 +165,6 @@ class RankProgress:
         self._bar.stop()
 
 
-def write_files(rehearsal: Rehearsal, args: argparse.Namespace) -> None:
-    """``--json`` and ``--png``; charts need a rank that did not fail."""
-    if args.json:
-        with writing(args.json):
-            args.json.write_text(json.dumps(to_json(rehearsal), indent=1), encoding="utf-8")
-    if args.png and rehearsal.records:
-        from megatron_gspo.tools.rehearse.memory_chart import draw_png
-
-        with writing(args.png):
-            draw_png(rehearsal.records, args.png)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the report; 0, 1 where a run would stop or go wrong, 2 with one line for invalid
     input.
@@ -194,7 +176,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         rehearsal = rehearse(args)
         print(whole_report(rehearsal))
-        write_files(rehearsal, args)
+        if args.json:
+            with writing(args.json):
+                args.json.write_text(json.dumps(to_json(rehearsal), indent=1), encoding="utf-8")
     except UserError as error:
         return report(error)
     return 1 if problems(rehearsal) else 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -13,23 +13,11 @@ from megatron_gspo.tools.rehearse.call_sites import call_site, frames_above
 from megatron_gspo.tools.rehearse.collective_log import CollectiveLog
 from megatron_gspo.tools.rehearse.rehearsal_error import RehearsalError
 
-ObjectsOf = Callable[[Any, Any], list[Any] | None]
-
 
 @contextlib.contextmanager
-def fake_world(
-    rank: int,
-    size: int,
-    log: CollectiveLog,
-    *,
-    backend: str = "nccl",
-    objects: ObjectsOf = lambda obj, group: None,
-) -> Iterator[None]:
-    """Within the context this process is ``rank`` of ``size``, and its groups report ``backend`` as
+def fake_world(rank: int, size: int, log: CollectiveLog) -> Iterator[None]:
+    """Within the context this process is ``rank`` of ``size``, and its groups report NCCL as
     theirs.
-
-    objects: what the ranks of a group gather, from this rank's object and the group; None where all
-    have the same.
     """
     new_group = dist.new_group
 
@@ -44,20 +32,20 @@ def fake_world(
         return made
 
     def fake_backend(group: Any = None) -> str:
-        return "gloo" if group is not None and group.group_name in log.gloo_groups else backend
+        return "gloo" if group is not None and group.group_name in log.gloo_groups else "nccl"
 
     with fake_process_group(rank, size), contextlib.ExitStack() as stack:
         for name, value in {
             "new_group": fake_new_group,
             "get_backend": fake_backend,
-            **_object_collectives(log, objects),
+            **_object_collectives(log),
         }.items():
             stack.callback(setattr, dist, name, getattr(dist, name))
             setattr(dist, name, value)
         yield
 
 
-def _object_collectives(log: CollectiveLog, objects: ObjectsOf) -> dict[str, Any]:
+def _object_collectives(log: CollectiveLog) -> dict[str, Any]:
     """Torch sends pickled objects as tensors, whose sizes the receivers read; here there are no
     senders.
     """
@@ -65,7 +53,7 @@ def _object_collectives(log: CollectiveLog, objects: ObjectsOf) -> dict[str, Any
     def all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:
         group = group or dist.group.WORLD
         log.call_with_objects("all_gather_object", group)
-        object_list[:] = objects(obj, group) or [obj] * group.size()
+        object_list[:] = [obj] * group.size()
 
     def gather_object(
         obj: Any,
@@ -89,11 +77,10 @@ def _object_collectives(log: CollectiveLog, objects: ObjectsOf) -> dict[str, Any
         log.call_with_objects("broadcast_object_list", group)
         source = dist.get_group_rank(group, src or 0) if group_src is None else group_src
         if source != group.rank():
-            received = objects(object_list, group)
-            if received is None:
+            if object_list != [None]:
                 here = " <- ".join(call_site(frames_above(1))[:3])
                 raise RehearsalError(f"an object that another rank sends is unknown, at {here}")
-            object_list[:] = received
+            object_list[:] = [{}]  # metrics of the last pipeline stage; their values don't matter
 
     return {
         "all_gather_object": all_gather_object,

@@ -17,8 +17,6 @@ from torch import Tensor
 from megatron_gspo.tools.rehearse.call_sites import Frames, call_site, frames_above
 from megatron_gspo.tools.rehearse.records import KINDS, Allocation, Memory, MemoryPoint
 
-_MOST_POINTS = 2000  # of the timeline; it is thinned by half when there are more
-
 
 @dataclass(eq=False)
 class LiveStorage:
@@ -66,8 +64,6 @@ class MemoryLog:
         self._peak = self._activation_peak = _Point("build", 0, "", (), dict(self.bytes), 0)
         self._gone: list[LiveStorage] = []  # alive at the peak
         self._phase_peaks: dict[str, _Point] = {}
-        self._timeline: list[_Point] = []
-        self._stride, self._until_next = 1, 1
 
     def add(self, tensor: Tensor, op: str, kind: str | None = None) -> None:
         """Count a tensor's storage unless it is known."""
@@ -150,14 +146,6 @@ class MemoryLog:
         if self.phase == "forward_backward":
             if self.bytes["activations"] > self._activation_peak.bytes["activations"]:
                 self._activation_peak = self._point(entry)
-        self._until_next -= 1
-        if self._until_next <= 0:
-            self._timeline.append(self._point(entry))
-            self._until_next = self._stride
-            if len(self._timeline) > _MOST_POINTS:
-                pairs = zip(self._timeline[::2], self._timeline[1::2], strict=False)
-                self._timeline = [max(pair, key=lambda point: point.total) for pair in pairs]
-                self._stride *= 2
 
     def _point(self, entry: LiveStorage) -> _Point:
         return _Point(self.phase, self.index, entry.op, entry.frames, dict(self.bytes), self.total)
@@ -176,7 +164,6 @@ class MemoryLog:
             peak=self._peak.public(),
             peak_activations=self._activation_peak.public(),
             peaks={phase: point.public() for phase, point in self._phase_peaks.items()},
-            timeline=tuple(point.public() for point in self._timeline),
             largest=tuple(
                 Allocation(*key, counts[key], size) for key, size in sizes.most_common(most)
             ),

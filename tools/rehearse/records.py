@@ -147,28 +147,14 @@ class Memory:
 
     states: ``weights``, ``gradients`` and ``optimizer`` after the optimizer step. peak: the largest
     total. peak_activations: the largest ``activations`` of forward_backward. peaks: the largest
-    total of each phase. timeline: thinned, in order. largest: what was alive at the peak, the
-    largest first.
+    total of each phase. largest: what was alive at the peak, the largest first.
     """
 
     states: dict[str, int]
     peak: MemoryPoint
     peak_activations: MemoryPoint
     peaks: dict[str, MemoryPoint]
-    timeline: tuple[MemoryPoint, ...]
     largest: tuple[Allocation, ...]
-
-
-@dataclass(frozen=True)
-class Retained:
-    """A tensor of the step that was alive after it. ``where_allocated``: its operation's call site.
-    owner: attribute path or type of what holds it."""
-
-    bytes: int
-    shape: tuple[int, ...]
-    dtype: str
-    where_allocated: CallSite
-    owner: str
 
 
 @dataclass(frozen=True)
@@ -206,7 +192,6 @@ class RankRecord:
     host_copies: tuple[HostCopy, ...]
     findings: tuple[Finding, ...]
     memory: Memory
-    retained: tuple[Retained, ...]
     checkpoint: CheckpointPlan | None
     flops: dict[str, dict[str, int]]
     seconds: dict[str, float]

@@ -70,7 +70,6 @@ def role_tables(record: RankRecord) -> list[Rows]:
         sync_rows(record),
         copy_rows(record),
         flop_rows(record),
-        retained_rows(record),
     )
     return [rows for rows in tables if len(rows) > 1]
 
@@ -158,17 +157,6 @@ def flop_rows(record: RankRecord) -> Rows:
     for phase, operations in record.flops.items():
         largest_first = sorted(operations.items(), key=lambda item: -item[1])
         rows += [[phase, name, f"{count / 1e12:.3f}"] for name, count in largest_first if count]
-    return rows
-
-
-def retained_rows(record: RankRecord) -> Rows:
-    """Tensors of the step that are alive after it, the largest first."""
-    rows = [["retained", "shape", "dtype", "held by", "allocated at"]]
-    for one in sorted(record.retained, key=lambda one: -one.bytes):
-        shape = "x".join(map(str, one.shape))
-        rows.append(
-            [show_bytes(one.bytes), shape, one.dtype, one.owner, innermost(one.where_allocated)]
-        )
     return rows
 
 

@@ -47,9 +47,7 @@ from megatron_gspo.tools.rehearse.mini_batch import (
     with_plan,
 )
 from megatron_gspo.tools.rehearse.recorder import Recorder
-from megatron_gspo.tools.rehearse.records import CheckpointPlan, RankRecord, Retained
-from megatron_gspo.tools.rehearse.retained import find_retained
-from megatron_gspo.tools.rehearse.stage_exports import exports_of_stages
+from megatron_gspo.tools.rehearse.records import CheckpointPlan, RankRecord
 from megatron_gspo.tools.rehearse.weight_export import export
 
 _HOST_BYTES = 2**20  # larger host tensors of a checkpoint's plan are fake
@@ -63,7 +61,6 @@ class _Run:
     shape: ModelShape
     recorder: Recorder
     seconds: dict[str, float] = field(default_factory=dict)
-    retained: tuple[Retained, ...] = ()
     checkpoint: CheckpointPlan | None = None
     sent_weights: int = 0
 
@@ -84,25 +81,7 @@ def rehearse_rank(config: Config, rank: int, world: int, gpu: FakeGpu) -> RankRe
     Raises ``RehearsalError`` where a value or a result is unknown, and what the program itself
     raises.
     """
-    options = _megatron_options(config)
-    exports = (
-        exports_of_stages(config, options, rank, world)
-        if config.rollout.engine == "embedded"
-        else []
-    )
-
-    def objects(obj: Any, group: Any) -> list[Any] | None:
-        """What others send. Metrics come from the last pipeline stage, as a dict in a list; their
-        values don't matter."""
-        return (
-            exports
-            if exports and obj == exports[group.rank() % len(exports)]
-            else [{}]
-            if obj == [None]
-            else None
-        )
-
-    with fused_functions(gpu.host), fake_world(rank, world, gpu.collectives, objects=objects):
+    with fused_functions(gpu.host), fake_world(rank, world, gpu.collectives):
         return play_rank(config, rank, world, gpu)
 
 
@@ -216,11 +195,7 @@ def _train(
             routing=routing.update_options(0),
             plan=whole,
         )
-    tokens = tuple(int(batch.tokens.shape[0]) for batch in result.batches.batches)
-    del result
-    gc.collect()
-    run.retained = find_retained(run.recorder.memory, policy.chunks, "forward_backward")
-    return tokens
+    return tuple(int(batch.tokens.shape[0]) for batch in result.batches.batches)
 
 
 def _train_critic(run: _Run, critic: Policy, batch: SampleBatch, steps: StepPlan) -> None:
@@ -286,7 +261,6 @@ def _record(
         host_copies=recorder.host.copies,
         findings=recorder.host.findings,
         memory=recorder.memory.result(),
-        retained=run.retained,
         checkpoint=run.checkpoint,
         flops=recorder.flops.counts,
         seconds=run.seconds,

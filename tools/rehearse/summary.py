@@ -141,16 +141,11 @@ def _role(record: RankRecord) -> dict[str, Any]:
         "peak": dataclasses.asdict(memory.peak),
         "states": memory.states,
         "phase_peaks": {phase: point.total for phase, point in memory.peaks.items()},
-        "timeline": [
-            {"phase": point.phase, "index": point.index, "bytes": point.bytes}
-            for point in memory.timeline
-        ],
         "largest": [dataclasses.asdict(one) for one in memory.largest],
         "collectives": _collectives(record.collectives),
         "host_syncs": [dataclasses.asdict(one) for one in by_count(record.host_syncs)],
         "host_copies": [dataclasses.asdict(one) for one in by_count(record.host_copies)],
         "findings": [dataclasses.asdict(one) for one in record.findings],
-        "retained": [dataclasses.asdict(one) for one in record.retained],
         "checkpoint": record.checkpoint and dataclasses.asdict(record.checkpoint),
         "flops": record.flops,
         "seconds": sum(record.seconds.values()),

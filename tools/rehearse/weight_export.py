@@ -25,14 +25,11 @@ _ON_GPU: dict[str, type[WeightTransport]] = {
 
 
 def export(policy: Policy, config: Config) -> int:
-    """Export the weights as a run does: every source its own tensors, one after the other; before
-    that, to an embedded engine, the whole model on every rank. A collective of all ranks.
+    """Export the weights as a run with servers does: every source its own tensors, one after the
+    other. A collective of all ranks.
 
     Returns the bytes that this rank sends as a source.
     """
-    if config.rollout.engine == "embedded":
-        for _ in policy.weights():
-            pass
     return sum(
         part.nbytes for source in policy.sources for part in _sent(policy.weights(source), config)
     )

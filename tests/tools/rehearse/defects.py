@@ -13,7 +13,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 Defect = tuple[str, Callable[[Any], Any]]
@@ -29,13 +28,6 @@ def defect(*entries: Defect) -> Iterator[None]:
 
 
 # Of each rank alone
-
-
-def _product_of_two_dtypes(original: Any) -> Any:
-    def gating(self: Any, input: Tensor) -> Tensor:
-        return input @ self.weight.float().t()
-
-    return gating
 
 
 def _bias_on_the_host(original: Any) -> Any:
@@ -55,29 +47,11 @@ def _check_of_each_layer(original: Any) -> Any:
     return gating
 
 
-def _logits_in_a_list(original: Any) -> Any:
-    def gating(self: Any, input: Tensor) -> Tensor:
-        logits = original(self, input)
-        vars(self).setdefault("seen_logits", []).append(logits.detach())
-        return logits
-
-    return gating
-
-
 def _rows_of_a_mask(original: Any) -> Any:
     def gating(self: Any, input: Tensor) -> Tensor:
         logits = original(self, input)
         is_real = torch.arange(logits.shape[0], device=logits.device) > 0
         return logits + logits[is_real].mean() + logits.masked_select(is_real[:, None, None]).mean()
-
-    return gating
-
-
-def _gather_without_room(original: Any) -> Any:
-    def gating(self: Any, input: Tensor) -> Tensor:
-        logits = original(self, input)
-        dist.all_gather_into_tensor(torch.empty_like(logits), logits.detach(), group=self.tp_group)
-        return logits
 
     return gating
 
@@ -101,12 +75,9 @@ def _metrics_of_the_host(original: Any) -> Any:
 
 
 _GATING = "megatron.core.transformer.moe.router.Router.gating"
-PRODUCT_OF_TWO_DTYPES = (_GATING, _product_of_two_dtypes)
 BIAS_ON_THE_HOST = (_GATING, _bias_on_the_host)
 CHECK_OF_EACH_LAYER = (_GATING, _check_of_each_layer)
-LOGITS_IN_A_LIST = (_GATING, _logits_in_a_list)
 ROWS_OF_A_MASK = (_GATING, _rows_of_a_mask)
-GATHER_WITHOUT_ROOM = (_GATING, _gather_without_room)
 UNPINNED_INPUTS = ("megatron_gspo.mcore.micro_batch_inputs.copy_to_device", _unpinned_inputs)
 METRICS_OF_THE_HOST = ("megatron_gspo.mcore.train_step.reduce_metrics", _metrics_of_the_host)
 
@@ -116,15 +87,6 @@ METRICS_OF_THE_HOST = ("megatron_gspo.mcore.train_step.reduce_metrics", _metrics
 
 def _skipped(original: Any) -> Any:
     return lambda model, config, tp_group=None: None
-
-
-def _wrong_group(original: Any) -> Any:
-    def all_reduce_gradients(model: Any, config: Any, tp_group: Any = None) -> None:
-        from megatron_gspo.mcore.process_groups import current_groups
-
-        original(model, config, current_groups().ep)
-
-    return all_reduce_gradients
 
 
 def _swapped(original: Any) -> Any:
@@ -139,26 +101,6 @@ def _swapped(original: Any) -> Any:
     return token_dispatch
 
 
-def _doubled(original: Any) -> Any:
-    def gather_rows(x: Tensor, group: Any) -> Tensor:
-        original(x, group)
-        return original(x, group)
-
-    return gather_rows
-
-
-def _other_dtype(original: Any) -> Any:
-    return lambda x, group: original(x.double(), group).to(x.dtype)
-
-
-def _other_size(original: Any) -> Any:
-    def gather_rows(x: Tensor, group: Any) -> Tensor:
-        padded = torch.cat([x, x.new_zeros(1, *x.shape[1:])])
-        return original(padded, group)[: x.shape[0] * group.size()]
-
-    return gather_rows
-
-
 def _no_receive(original: Any) -> Any:
     def recv_forward(self: Any, tensor_shapes: Any, is_first_stage: bool) -> Tensor:
         [shape] = tensor_shapes if isinstance(tensor_shapes, list) else [tensor_shapes]
@@ -170,19 +112,14 @@ def _no_receive(original: Any) -> Any:
     return recv_forward
 
 
-_GRADIENTS = (
-    "megatron.core.distributed.finalize_model_grads._allreduce_non_tensor_model_parallel_grads"
+SKIPPED = (
+    "megatron.core.distributed.finalize_model_grads._allreduce_non_tensor_model_parallel_grads",
+    _skipped,
 )
-_GATHER = "megatron_gspo.parallel.log_probs.gather_rows"
-SKIPPED = (_GRADIENTS, _skipped)
-WRONG_GROUP = (_GRADIENTS, _wrong_group)
 SWAPPED = (
     "megatron.core.transformer.moe.token_dispatcher.MoEAlltoAllTokenDispatcher.token_dispatch",
     _swapped,
 )
-DOUBLED = (_GATHER, _doubled)
-OTHER_DTYPE = (_GATHER, _other_dtype)
-OTHER_SIZE = (_GATHER, _other_size)
 NO_RECEIVE = (
     "megatron.core.pipeline_parallel.p2p_communication.P2PCommunicator.recv_forward",
     _no_receive,

