@@ -8,7 +8,7 @@ mini-batch its micro-batches. Every rank computes the same plan.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -56,7 +56,7 @@ class PackingRules:
 class MicroBatchPlan:
     """The micro-batches of all replicas; each has as many.
 
-    rows: [replica][micro-batch] -> positions of its sequences, ascending. seq_length: tokens of the
+    rows: [replica][micro-batch] -> positions of its sequences. seq_length: tokens of the
     longest one. total_multiple: of the packed tokens of each. real_tokens, packed_tokens: of all,
     without and with padding. step_tokens: packed tokens of the longest micro-batch of each step,
     summed: replicas wait for each other.
@@ -78,6 +78,13 @@ class MicroBatchPlan:
             for positions in batches:
                 owners[positions] = replica
         return owners
+
+    def within(self, positions: Rows) -> MicroBatchPlan:
+        """The same micro-batches, naming sequence i by its position `positions[i]` in a larger
+        batch.
+        """
+        rows = [[[positions[i] for i in batch] for batch in mine] for mine in self.rows]
+        return replace(self, rows=rows)
 
 
 def plan_micro_batches(

@@ -17,7 +17,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron_gspo.algorithms import Objective, finish_metrics
 from megatron_gspo.config import TrainingConfig
 from megatron_gspo.data.micro_batch_plan import MicroBatchPlan
-from megatron_gspo.data.packing import OPTIONAL_FIELDS
+from megatron_gspo.data.packing import OPTIONAL_FIELDS, PackLayout
 from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.mcore.forward_step import ForwardStep, log_prob_forward_step, policy_forward_step
 from megatron_gspo.mcore.micro_batch_inputs import POLICY_LOSS
@@ -86,37 +86,42 @@ def compute_log_probs(
     temperature: float,
     with_entropy: bool = False,
     routing: ReplayOptions | None = None,
-    plan: MicroBatchPlan | None = None,
+    plans: Sequence[MicroBatchPlan] | None = None,
 ) -> LogProbOutput:
     """Log-probs (and entropies) of every response token under the policy's weights, without a
     gradient.
 
-    ``routing``: what the routers record or replay. ``plan``: of the batch; None if every rank holds
-    all its samples.
+    ``routing``: what the routers record or replay. ``plans``: micro-batches that together have
+    every sample of the batch once, as in `StepPlan.first_epoch`; None if every rank holds all
+    samples.
     """
-    batches = pack_mini_batch(policy, batch, training, optional=(), routing=routing, plan=plan)
-    routes = mini_batch_routes(policy, batches, routing)
-    step = log_prob_forward_step(
-        policy.groups,
-        num_microbatches=len(batches.batches),
-        temperature=temperature,
-        vocab_size=policy.shape.vocab_size,
-        with_entropy=with_entropy,
-        routing=routes,
-    )
+    outputs: list[Any] = []
+    layouts: list[PackLayout] = []
+    routes: list[MicroBatchRoutes] | None = None if routing is None else []
     policy.memory.restore_weights()
-    with torch.no_grad(), policy.active_adapters():
-        outputs = run_schedule(policy, step, batches, forward_only=True)
-    for micro_batch in routes or ():
-        micro_batch.check_uses(forward_only=True)
-    log_probs = values_of_replica(
-        [output[0] for output in outputs], batches.layouts, batch, policy.groups
-    )
+    # One schedule a mini-batch, as in the updates: a pipeline's micro-batches have one length.
+    for plan in plans or [plan_of(batch, training, policy.config, policy.groups)]:
+        batches = pack_mini_batch(policy, batch, training, optional=(), routing=routing, plan=plan)
+        routes_of_plan = mini_batch_routes(policy, batches, routing)
+        step = log_prob_forward_step(
+            policy.groups,
+            num_microbatches=len(batches.batches),
+            temperature=temperature,
+            vocab_size=policy.shape.vocab_size,
+            with_entropy=with_entropy,
+            routing=routes_of_plan,
+        )
+        with torch.no_grad(), policy.active_adapters():
+            outputs += run_schedule(policy, step, batches, forward_only=True)
+        layouts += batches.layouts
+        for micro_batch in routes_of_plan or ():
+            micro_batch.check_uses(forward_only=True)
+        if routes is not None and routes_of_plan is not None:
+            routes += routes_of_plan
+    log_probs = values_of_replica([output[0] for output in outputs], layouts, batch, policy.groups)
     if not with_entropy:
         return LogProbOutput(log_probs, None, routes)
-    entropy = values_of_replica(
-        [output[1] for output in outputs], batches.layouts, batch, policy.groups
-    )
+    entropy = values_of_replica([output[1] for output in outputs], layouts, batch, policy.groups)
     return LogProbOutput(log_probs, entropy, routes)
 
 
@@ -131,7 +136,8 @@ def pack_mini_batch(
 ) -> MicroBatches:
     """This rank's packed micro-batches of a mini-batch, with routes where the options need them.
 
-    optional: which of ``OPTIONAL_FIELDS`` the batches carry. plan: as in ``compute_log_probs``.
+    optional: which of ``OPTIONAL_FIELDS`` the batches carry. plan: of the batch; None if every rank
+    holds all its samples.
     """
     return planned_micro_batches(
         batch,
@@ -164,7 +170,7 @@ def train_mini_batch(
     """One optimizer step on a global mini-batch: forward, backward, gradient reduction, clipping,
     Adam, schedule.
 
-    ``plan``: as in ``compute_log_probs``.
+    ``plan``: as in ``pack_mini_batch``.
     """
     carried = [name for name in POLICY_LOSS if name in OPTIONAL_FIELDS and _all_have(name, batch)]
     if not objective.needs_rollout_log_probs and "rollout_log_probs" in carried:

@@ -177,3 +177,10 @@ def test_a_fixed_size_deals_every_sample_once(count, ranks, size, step):
     assert sum(0 < len(row) < size for row in rows) <= 1, "at most the last one isn't full"
     # no more micro-batches than the most loaded rank needs, up to the multiple
     assert len(plan[0]) < max(-(-count // (size * ranks)), 1) + step
+
+
+def test_a_plan_within_a_larger_batch_names_its_positions():
+    plan = plan_micro_batches(np.array([8, 5, 3]), PackingRules(2, 8), np.array([0, 1, 1]))
+    assert plan.rows == [[[0]], [[1, 2]]]
+    within = plan.within([4, 7, 9])
+    assert within.rows == [[[4]], [[7, 9]]] and within.packed_tokens == plan.packed_tokens
