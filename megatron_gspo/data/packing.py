@@ -60,6 +60,7 @@ class PackedBatch:
         mini-batch.
     sample_ids: sample_ids[s] is the position of segment s in the list of samples that was packed.
     sequences: (prompt_index, sample_index) of each segment's sample.
+    lengths: tokens of each segment without padding.
     micro_batch: index among the micro-batches of its rank; set by the caller.
     """
 
@@ -82,6 +83,7 @@ class PackedBatch:
     num_tokens: int
     sample_ids: tuple[int, ...]
     sequences: tuple[tuple[int, int], ...]
+    lengths: tuple[int, ...]
     routed_experts: Tensor | None = None
     missing_routes: Tensor | None = None
     micro_batch: int = 0
@@ -175,6 +177,7 @@ def pack(
         num_tokens=num_tokens,
         sample_ids=tuple(range(len(samples))),
         sequences=tuple((sample.prompt_index, sample.sample_index) for sample in samples),
+        lengths=tuple(sample.length for sample in samples),
         routed_experts=routed_experts,
         missing_routes=missing_routes,
     )
@@ -366,5 +369,6 @@ def _dummy(
         num_tokens=num_tokens,
         sample_ids=(),
         sequences=((-1, -1),),
+        lengths=(0,),
         routed_experts=_routes([], np.arange(length), [], routes)[0],
     )

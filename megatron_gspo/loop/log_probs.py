@@ -50,7 +50,7 @@ def with_log_probs(
                 config.training,
                 temperature=config.rollout.temperature,
                 routing=routing.reference_options(),
-                plans=plan.first_epoch,
+                plan=plan.first_epoch,
             ).log_probs
         batch = batch.map(lambda i, sample: replace(sample, ref_log_probs=found[i]))
     return batch, metrics
@@ -73,7 +73,7 @@ def _with_old_log_probs(
             temperature=config.rollout.temperature,
             with_entropy=True,
             routing=routing.old_policy_options(),
-            plans=plan.first_epoch,
+            plan=plan.first_epoch,
         )
     batch = routing.with_old_routes(batch, range(len(batch)), scores.routing, timers)
     assert scores.entropy is not None
@@ -109,7 +109,7 @@ def _with_rollout_log_probs(
                 config.training,
                 temperature=config.rollout.temperature,
                 routing=options,
-                plans=[plan.part(batch.lengths, positions)],
+                plan=plan.part(batch.lengths, positions),
             ).routing
     batch = routing.with_old_routes(batch, positions, done, timers)
     return batch.map(lambda i, sample: replace(sample, old_log_probs=sample.rollout_log_probs))

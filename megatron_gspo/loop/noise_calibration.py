@@ -123,7 +123,7 @@ def _routed(
     options = ReplayOptions(policy.routes, record=not compare, compare=compare, noise=noise)
     temperature = config.rollout.temperature
     done = compute_log_probs(
-        policy, batch, config.training, temperature=temperature, routing=options, plans=[plan]
+        policy, batch, config.training, temperature=temperature, routing=options, plan=plan
     )
     assert done.routing is not None
     return done.routing

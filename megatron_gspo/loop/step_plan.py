@@ -10,6 +10,7 @@ from megatron_gspo.config import Config
 from megatron_gspo.data.micro_batch_plan import (
     MicroBatchPlan,
     PackingRules,
+    joined,
     plan_micro_batches,
     plan_passes,
 )
@@ -34,18 +35,17 @@ class StepPlan:
     rules: PackingRules
     replica: np.ndarray
     updates: list[tuple[list[int], MicroBatchPlan]]
-    first_epoch: list[MicroBatchPlan]
+    first_epoch: MicroBatchPlan
 
     @property
     def repacked(self) -> float:
         """Share of the later epochs' micro-batches that are none of the first epoch's."""
-        known = {batch for plan in self.first_epoch for batch in _shapes(plan)}
-        later = [
-            batch
-            for positions, plan in self.updates[len(self.first_epoch) :]
-            for batch in _shapes(plan.within(positions))
+        first = set(_shapes(self.first_epoch))
+        every = [
+            batch for positions, plan in self.updates for batch in _shapes(plan.within(positions))
         ]
-        return sum(batch not in known for batch in later) / max(len(later), 1)
+        later = len(every) - len(first)
+        return sum(batch not in first for batch in every) / later if later else 0.0
 
     def part(self, lengths: np.ndarray, positions: list[int]) -> MicroBatchPlan:
         """Micro-batches of some samples of the rollout batch, on their replicas."""
@@ -65,7 +65,9 @@ def plan_step(
         for epoch in range(training.ppo_epochs)
     ]
     replica, plans = plan_passes(lengths, epochs, rules, homes)
-    first_epoch = [plan.within(rows) for rows, plan in zip(epochs[0], plans[0], strict=True)]
+    first_epoch = joined(
+        [plan.within(rows) for rows, plan in zip(epochs[0], plans[0], strict=True)]
+    )
     updates = [
         (rows, plan)
         for batches, packed in zip(epochs, plans, strict=True)
@@ -76,5 +78,9 @@ def plan_step(
 
 def _shapes(plan: MicroBatchPlan) -> list[tuple[tuple[int, ...], int]]:
     """The sequences of each micro-batch that has any, and what its length is a multiple of."""
-    batches = [tuple(batch) for mine in plan.rows for batch in mine if batch]
-    return [(batch, plan.total_multiple) for batch in batches]
+    return [
+        (tuple(batch), multiple)
+        for batches in plan.rows
+        for batch, multiple in zip(batches, plan.total_multiples, strict=True)
+        if batch
+    ]

@@ -17,7 +17,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron_gspo.algorithms import Objective, finish_metrics
 from megatron_gspo.config import TrainingConfig
 from megatron_gspo.data.micro_batch_plan import MicroBatchPlan
-from megatron_gspo.data.packing import OPTIONAL_FIELDS, PackLayout
+from megatron_gspo.data.packing import OPTIONAL_FIELDS
 from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.mcore.forward_step import ForwardStep, log_prob_forward_step, policy_forward_step
 from megatron_gspo.mcore.micro_batch_inputs import POLICY_LOSS
@@ -56,16 +56,33 @@ def run_schedule(
     """
     iterators = [iter(batches.batches) for _ in policy.chunks]
     several = len(policy.chunks) > 1
-    return get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iterators if several else iterators[0],
-        model=policy.chunks if several else policy.chunks[0],
-        num_microbatches=len(batches.batches),
-        seq_length=batches.seq_length,
-        micro_batch_size=1,
-        forward_only=forward_only,
-        collect_non_loss_data=forward_only,
-    )
+    with _lengths_sent(policy, batches.several_lengths):
+        return get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iterators if several else iterators[0],
+            model=policy.chunks if several else policy.chunks[0],
+            num_microbatches=len(batches.batches),
+            seq_length=batches.seq_length,
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+
+
+@contextmanager
+def _lengths_sent(policy: Policy, needed: bool) -> Iterator[None]:
+    """Within the context pipeline stages send each micro-batch's length before its hidden states.
+
+    A pass over a step's mini-batches, each padded to a length of its own, fills and drains the
+    pipeline once. A mini-batch alone has one length, and its stages need not wait for it.
+    """
+    config = policy.config
+    before = config.variable_seq_lengths
+    config.variable_seq_lengths = before or needed
+    try:
+        yield
+    finally:
+        config.variable_seq_lengths = before
 
 
 @dataclass(frozen=True)
@@ -86,42 +103,37 @@ def compute_log_probs(
     temperature: float,
     with_entropy: bool = False,
     routing: ReplayOptions | None = None,
-    plans: Sequence[MicroBatchPlan] | None = None,
+    plan: MicroBatchPlan | None = None,
 ) -> LogProbOutput:
     """Log-probs (and entropies) of every response token under the policy's weights, without a
     gradient.
 
-    ``routing``: what the routers record or replay. ``plans``: micro-batches that together have
-    every sample of the batch once, as in `StepPlan.first_epoch`; None if every rank holds all
-    samples.
+    ``routing``: what the routers record or replay. ``plan``: of the batch, as `StepPlan.first_epoch`;
+    None if every rank holds all its samples.
     """
-    outputs: list[Any] = []
-    layouts: list[PackLayout] = []
-    routes: list[MicroBatchRoutes] | None = None if routing is None else []
+    batches = pack_mini_batch(policy, batch, training, optional=(), routing=routing, plan=plan)
+    routes = mini_batch_routes(policy, batches, routing)
+    step = log_prob_forward_step(
+        policy.groups,
+        num_microbatches=len(batches.batches),
+        temperature=temperature,
+        vocab_size=policy.shape.vocab_size,
+        with_entropy=with_entropy,
+        routing=routes,
+    )
     policy.memory.restore_weights()
-    # One schedule a mini-batch, as in the updates: a pipeline's micro-batches have one length.
-    for plan in plans or [plan_of(batch, training, policy.config, policy.groups)]:
-        batches = pack_mini_batch(policy, batch, training, optional=(), routing=routing, plan=plan)
-        routes_of_plan = mini_batch_routes(policy, batches, routing)
-        step = log_prob_forward_step(
-            policy.groups,
-            num_microbatches=len(batches.batches),
-            temperature=temperature,
-            vocab_size=policy.shape.vocab_size,
-            with_entropy=with_entropy,
-            routing=routes_of_plan,
-        )
-        with torch.no_grad(), policy.active_adapters():
-            outputs += run_schedule(policy, step, batches, forward_only=True)
-        layouts += batches.layouts
-        for micro_batch in routes_of_plan or ():
-            micro_batch.check_uses(forward_only=True)
-        if routes is not None and routes_of_plan is not None:
-            routes += routes_of_plan
-    log_probs = values_of_replica([output[0] for output in outputs], layouts, batch, policy.groups)
+    with torch.no_grad(), policy.active_adapters():
+        outputs = run_schedule(policy, step, batches, forward_only=True)
+    for micro_batch in routes or ():
+        micro_batch.check_uses(forward_only=True)
+    log_probs = values_of_replica(
+        [output[0] for output in outputs], batches.layouts, batch, policy.groups
+    )
     if not with_entropy:
         return LogProbOutput(log_probs, None, routes)
-    entropy = values_of_replica([output[1] for output in outputs], layouts, batch, policy.groups)
+    entropy = values_of_replica(
+        [output[1] for output in outputs], batches.layouts, batch, policy.groups
+    )
     return LogProbOutput(log_probs, entropy, routes)
 
 
@@ -136,8 +148,7 @@ def pack_mini_batch(
 ) -> MicroBatches:
     """This rank's packed micro-batches of a mini-batch, with routes where the options need them.
 
-    optional: which of ``OPTIONAL_FIELDS`` the batches carry. plan: of the batch; None if every rank
-    holds all its samples.
+    optional: which of ``OPTIONAL_FIELDS`` the batches carry. plan: as in ``compute_log_probs``.
     """
     return planned_micro_batches(
         batch,
@@ -170,7 +181,7 @@ def train_mini_batch(
     """One optimizer step on a global mini-batch: forward, backward, gradient reduction, clipping,
     Adam, schedule.
 
-    ``plan``: as in ``pack_mini_batch``.
+    ``plan``: as in ``compute_log_probs``.
     """
     carried = [name for name in POLICY_LOSS if name in OPTIONAL_FIELDS and _all_have(name, batch)]
     if not objective.needs_rollout_log_probs and "rollout_log_probs" in carried:

@@ -4,7 +4,7 @@ optimizer step (PPO).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_gspo.algorithms import finish_metrics, value_loss
 from megatron_gspo.config import TrainingConfig
 from megatron_gspo.data.micro_batch_plan import MicroBatchPlan
-from megatron_gspo.data.packing import PackedBatch, PackLayout
+from megatron_gspo.data.packing import PackedBatch
 from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.mcore.forward_step import (
     ForwardStep,
@@ -25,7 +25,7 @@ from megatron_gspo.mcore.forward_step import (
     unwrap,
 )
 from megatron_gspo.mcore.micro_batch_inputs import VALUE_LOSS, InputReader, MicroBatchInputs
-from megatron_gspo.mcore.micro_batches import plan_of, values_of_replica
+from megatron_gspo.mcore.micro_batches import values_of_replica
 from megatron_gspo.mcore.policy import Policy
 from megatron_gspo.mcore.process_groups import ProcessGroups
 from megatron_gspo.mcore.train_step import (
@@ -43,15 +43,15 @@ def compute_values(
     batch: SampleBatch,
     training: TrainingConfig,
     *,
-    plans: Sequence[MicroBatchPlan] | None = None,
+    plan: MicroBatchPlan | None = None,
 ) -> dict[int, np.ndarray]:
     """The value before every response token, ``[R]`` float32 of this replica's samples by position
     in the batch.
 
-    ``plans``: as in ``compute_log_probs``.
+    ``plan``: of the batch; None if every rank holds all its samples.
     """
-    outputs: list[Tensor] = []
-    layouts: list[PackLayout] = []
+    batches = pack_mini_batch(critic, batch, training, optional=(), routing=None, plan=plan)
+    reader = InputReader(critic.groups, num_microbatches=len(batches.batches))
 
     def collect(
         inputs: MicroBatchInputs, model: Any, hidden: Tensor, non_loss_data: bool = True
@@ -59,14 +59,11 @@ def compute_values(
         return _values(inputs, model, hidden, critic.groups)
 
     critic.memory.restore_weights()
-    for plan in plans or [plan_of(batch, training, critic.config, critic.groups)]:
-        batches = pack_mini_batch(critic, batch, training, optional=(), routing=None, plan=plan)
-        reader = InputReader(critic.groups, num_microbatches=len(batches.batches))
-        step = _forward_step(reader, critic.groups, collect)
-        with torch.no_grad():
-            outputs += run_schedule(critic, step, batches, forward_only=True)
-        layouts += batches.layouts
-    return values_of_replica(outputs, layouts, batch, critic.groups)
+    with torch.no_grad():
+        outputs = run_schedule(
+            critic, _forward_step(reader, critic.groups, collect), batches, forward_only=True
+        )
+    return values_of_replica(outputs, batches.layouts, batch, critic.groups)
 
 
 def train_critic_mini_batch(

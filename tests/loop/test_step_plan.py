@@ -36,9 +36,10 @@ def test_replicas_stay_through_all_passes_over_the_data():
         )
         for rows, packing in plan.updates:
             assert np.array_equal(packing.replica_of(), plan.replica[rows])
-        assert len(plan.first_epoch) == 4
-        for (rows, packing), scored in zip(plan.updates[:4], plan.first_epoch, strict=True):
-            assert scored == packing.within(rows)
+        assert np.array_equal(plan.first_epoch.replica_of(), plan.replica)
+        for replica, batches in enumerate(plan.first_epoch.rows):
+            updates = [packing.within(rows).rows[replica] for rows, packing in plan.updates[:4]]
+            assert batches == sum(updates, [])
         assert (plan.repacked > 0.0) == (epochs == 2)
         some = plan.part(lengths, [3, 7, 8])
         assert np.array_equal(some.replica_of(), plan.replica[[3, 7, 8]])
@@ -59,7 +60,7 @@ def test_epochs_of_one_mini_batch_pack_alike():
     config = Config.from_dict(base_config("model", "run", training=training))
     for rules in (PackingRules(4, 96), PackingRules(4, 96, same_length=True)):
         plan = plan_step(lengths, homes, config, rules, 0)
-        assert len(plan.updates) == 3 and len(plan.first_epoch) == 1
+        assert len(plan.updates) == 3
         assert plan.repacked == 0.0
 
 
@@ -67,8 +68,8 @@ def test_micro_batches_of_another_length_are_repacked():
     """Pipelines pad a mini-batch to its longest micro-batch."""
     first = PackingRules(1, 10, same_length=True)
     plan = plan_micro_batches(np.array([4, 7]), first)
-    longer = replace(plan, seq_length=8, total_multiple=8)
+    longer = replace(plan, seq_length=8, total_multiples=(8, 8))
     positions = [0, 1]
-    same = StepPlan(first, np.zeros(2), [(positions, plan), (positions, plan)], [plan])
+    same = StepPlan(first, np.zeros(2), [(positions, plan), (positions, plan)], plan)
     other = replace(same, updates=[(positions, plan), (positions, longer)])
     assert (same.repacked, other.repacked) == (0.0, 1.0)
