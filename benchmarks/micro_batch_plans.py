@@ -7,9 +7,8 @@ lengths of prompts of 64 to 512 tokens and responses of up to 16,384, where they
 - bimodal: a quarter is long (log-normal, median 10,000, sigma 0.6), the others short (1,200, 0.6).
 
 A rollout batch has 2,048 sequences and four mini-batches, a micro-batch at most 32,768 tokens.
-Prints micro-batches of a replica, padding, and the tokens of the slowest replica micro-batch by
-micro-batch, relative to one batch; medians over rollout batches. With a pipeline, also the
-estimated time of a pass with its fill and drain, relative to one batch.
+Prints for both micro-batches of a replica and padding, and the tokens of a pass relative to one
+batch: those of the slowest replica in each micro-batch. Medians over rollout batches.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ import statistics
 import numpy as np
 
 from megatron_gspo.data.micro_batch_plan import (
-    MicroBatchPlan,
     PackingRules,
+    joined,
     plan_micro_batches,
     plan_passes,
 )
@@ -31,7 +30,6 @@ SEQUENCES = 2048
 MINI_BATCHES = 4
 GROUP = 16  # responses to a prompt, generated on one replica
 REPEATS = 9
-STAGES = 4
 LAYOUTS = {
     "DP 8": PackingRules(8, 32_768),
     "DP 32": PackingRules(32, 32_768),
@@ -55,11 +53,6 @@ def draw_lengths(distribution: str, seed: int) -> np.ndarray:
     return np.clip(responses.astype(int), 1, 16_384) + draw.integers(64, 513, SEQUENCES)
 
 
-def pass_time(plans: list[MicroBatchPlan], stages: int) -> float:
-    """Of a forward pass, in tokens: each plan's schedule fills and drains the pipeline."""
-    return sum(plan.step_tokens * (1 + (stages - 1) / len(plan.rows[0])) for plan in plans)
-
-
 def measure(distribution: str, rules: PackingRules, seed: int) -> dict[str, float]:
     lengths = draw_lengths(distribution, seed)
     size = SEQUENCES // MINI_BATCHES
@@ -67,21 +60,19 @@ def measure(distribution: str, rules: PackingRules, seed: int) -> dict[str, floa
     homes = np.arange(SEQUENCES) // GROUP % rules.replicas
     replica, [plans] = plan_passes(lengths, epochs, rules, homes)
     whole = plan_micro_batches(lengths, rules, replica)
-    packed = sum(plan.packed_tokens for plan in plans)
-    stages = STAGES if rules.same_length else 1
+    plan = joined(plans)
     return {
         "micro-batches before": len(whole.rows[0]),
-        "micro-batches": sum(len(plan.rows[0]) for plan in plans),
+        "micro-batches": len(plan.rows[0]),
         "padding before": 1 - whole.real_tokens / whole.packed_tokens,
-        "padding": 1 - whole.real_tokens / packed,
-        "tokens": sum(plan.step_tokens for plan in plans) / whole.step_tokens,
-        "time": pass_time(plans, stages) / pass_time([whole], stages),
+        "padding": 1 - plan.real_tokens / plan.packed_tokens,
+        "tokens": plan.step_tokens / whole.step_tokens,
     }
 
 
 def main() -> None:
-    print("| lengths | layout | micro-batches | padding | tokens | time of a pass |")
-    print("| --- | --- | --- | --- | --- | --- |")
+    print("| lengths | layout | micro-batches | padding | tokens |")
+    print("| --- | --- | --- | --- | --- |")
     for distribution in ("log-normal", "geometric", "bimodal"):
         for layout, rules in LAYOUTS.items():
             runs = [measure(distribution, rules, seed) for seed in range(REPEATS)]
@@ -90,7 +81,7 @@ def main() -> None:
                 f"| {distribution} | {layout} |"
                 f" {median['micro-batches before']:.0f} -> {median['micro-batches']:.0f} |"
                 f" {median['padding before']:.2%} -> {median['padding']:.2%} |"
-                f" {median['tokens']:.3f} | {median['time']:.3f} |"
+                f" {median['tokens']:.3f} |"
             )
 
 

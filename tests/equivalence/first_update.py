@@ -32,8 +32,17 @@ from tests.support.training_runs import base_config
 
 
 def check_first_update(policy: Policy, samples: list[Sample], *, replay: str) -> None:
-    """Every ratio is exactly 1 where the optimizer does nothing, in mini-batches of several
-    micro-batches, with a response that is masked after its log-probs are known.
+    """Every ratio is exactly 1 where the optimizer does nothing."""
+    metrics = metrics_without_a_change(policy, samples, replay=replay)
+    assert metrics["log_ratio/first_update"] == 0.0
+    assert metrics["ratio_token/min"] == metrics["ratio_token/max"] == 1.0
+
+
+def metrics_without_a_change(
+    policy: Policy, samples: list[Sample], *, replay: str
+) -> dict[str, float]:
+    """Of the updates of a step in which no weight changes: mini-batches of several micro-batches
+    each, and a response that is masked after its log-probs are known.
     """
     config = _config(algorithm={"name": "grpo"}, routing={"replay": replay})
     samples = [replace(sample, reward=0.0) for sample in samples]
@@ -45,8 +54,7 @@ def check_first_update(policy: Policy, samples: list[Sample], *, replay: str) ->
         batch, masked = mask_samples(batch, step=0, truncated=False)
         update = run_optimizer_steps(policy, batch, config, 0, plan, routing, Timers())
     assert (masked["masked/unscored"], update.metrics["updates"]) == (1, 2)
-    assert update.metrics["log_ratio/first_update"] == 0.0
-    assert update.metrics["ratio_token/min"] == update.metrics["ratio_token/max"] == 1.0
+    return update.metrics
 
 
 def check_first_critic_update(critic: Policy, samples: list[Sample]) -> None:
