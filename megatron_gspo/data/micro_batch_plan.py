@@ -56,10 +56,10 @@ class PackingRules:
 class MicroBatchPlan:
     """The micro-batches of all replicas; each has as many.
 
-    rows: [replica][micro-batch] -> positions of its sequences. seq_length: tokens of the
-    longest one. total_multiples: of the packed tokens of each micro-batch of a replica. real_tokens,
-    packed_tokens: of all, without and with padding. step_tokens: packed tokens of the longest micro-batch of each step,
-    summed: replicas wait for each other.
+    rows: [replica][micro-batch] -> positions of its sequences. seq_length: tokens of the longest
+    one. total_multiples: [micro-batch], of its packed tokens on every replica. real_tokens,
+    packed_tokens: of all, without and with padding. step_tokens: packed tokens of the longest
+    micro-batch of each step, summed: replicas wait for each other.
     """
 
     rows: Schedule

@@ -87,8 +87,8 @@ def _lengths_sent(policy: Policy, needed: bool) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class LogProbOutput:
-    """Of every response token of this replica's samples, ``[R]`` float32 by position in the batch.
-    ``routing``: this rank's routes."""
+    """Of every response token of this replica's samples, ``[R]`` float32 by position in the batch; 0
+    at text of an environment. ``routing``: this rank's routes."""
 
     log_probs: dict[int, np.ndarray]
     entropy: dict[int, np.ndarray] | None

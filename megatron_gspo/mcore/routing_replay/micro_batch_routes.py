@@ -40,13 +40,13 @@ class ReplayOptions:
     """What the routers do in a pass.
 
     shape: sizes of the routes, and the layers that batches carry. replay: use the
-    ``routed_experts`` of the batches. record: keep the live choices. balanced_padding: where nothing
-    is replayed, positions that have no row in a sample's routes take balanced ones too, so that
-    experts get the same batches as when the recorded routes are replayed. compare: count where a live
-    choice differs from the batches' routes. neighbours: with ``compare``, also count the experts
-    that it shares with its token's route and those of the tokens beside it. entropy: measure the
-    routers' entropy. storage: where recorded ids are kept, ``device`` or ``host`` (pinned memory,
-    copied asynchronously). noise: random changes of the live choices, None without.
+    ``routed_experts`` of the batches. record: keep the live choices. balanced_padding: without
+    ``replay``, positions that have no row in a sample's routes take balanced ones too, so that
+    experts get the same tokens as when the recorded routes are replayed. compare: count where a
+    live choice differs from the batches' routes. neighbours: with ``compare``, also count the
+    experts that it shares with its token's route and those of the tokens beside it. entropy:
+    measure the routers' entropy. storage: where recorded ids are kept, ``device`` or ``host``
+    (pinned memory, copied asynchronously). noise: random changes of the live choices, None without.
     """
 
     shape: RouteShape
