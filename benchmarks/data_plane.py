@@ -571,7 +571,7 @@ class _Host:
         from megatron_gspo.loop.loss_masking import mask_samples
         from megatron_gspo.loop.rollout_correction import correct_mismatch, mismatch
 
-        scores = self.scored(batch, plan.whole, ())
+        scores = self.scored(batch, plan.first_epoch, ())
         with self.phase("metrics"):
             mismatch(batch, scores)
         with self.phase("advantages"):

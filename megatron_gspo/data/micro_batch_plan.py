@@ -8,7 +8,7 @@ mini-batch its micro-batches. Every rank computes the same plan.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -56,16 +56,16 @@ class PackingRules:
 class MicroBatchPlan:
     """The micro-batches of all replicas; each has as many.
 
-    rows: [replica][micro-batch] -> positions of its sequences, ascending. seq_length: tokens of the
-    longest one. total_multiple: of the packed tokens of each. real_tokens, packed_tokens: of all,
-    without and with padding. step_tokens: packed tokens of the longest micro-batch of each step,
-    summed: replicas wait for each other.
+    rows: [replica][micro-batch] -> positions of its sequences. seq_length: tokens of the longest
+    one. total_multiples: [micro-batch], of its packed tokens on every replica. real_tokens,
+    packed_tokens: of all, without and with padding. step_tokens: packed tokens of the longest
+    micro-batch of each step, summed: replicas wait for each other.
     """
 
     rows: Schedule
     seq_length: int
     sequence_multiple: int
-    total_multiple: int
+    total_multiples: tuple[int, ...]
     real_tokens: int
     packed_tokens: int
     step_tokens: int
@@ -78,6 +78,13 @@ class MicroBatchPlan:
             for positions in batches:
                 owners[positions] = replica
         return owners
+
+    def within(self, positions: Rows) -> MicroBatchPlan:
+        """The same micro-batches, naming sequence i by its position `positions[i]` in a larger
+        batch.
+        """
+        rows = [[[positions[i] for i in batch] for batch in mine] for mine in self.rows]
+        return replace(self, rows=rows)
 
 
 def plan_micro_batches(
@@ -102,10 +109,24 @@ def plan_micro_batches(
         rows,
         longest,
         rules.sequence_multiple,
-        longest if rules.same_length else multiple,
+        (longest if rules.same_length else multiple,) * len(rows[0]),
         int(np.sum(lengths)),
         sum(map(sum, totals)),
         sum(map(max, zip(*totals, strict=True))),
+    )
+
+
+def joined(plans: Sequence[MicroBatchPlan]) -> MicroBatchPlan:
+    """The micro-batches of plans that name positions in the same batch, plan after plan."""
+    replicas = range(len(plans[0].rows))
+    return MicroBatchPlan(
+        rows=[[batch for plan in plans for batch in plan.rows[replica]] for replica in replicas],
+        seq_length=max(plan.seq_length for plan in plans),
+        sequence_multiple=plans[0].sequence_multiple,
+        total_multiples=tuple(multiple for plan in plans for multiple in plan.total_multiples),
+        real_tokens=sum(plan.real_tokens for plan in plans),
+        packed_tokens=sum(plan.packed_tokens for plan in plans),
+        step_tokens=sum(plan.step_tokens for plan in plans),
     )
 
 

@@ -21,7 +21,7 @@ def with_values(
 ) -> SampleBatch:
     """The samples with ``values`` [R] of the value model before the step's updates."""
     with timers("values"):
-        found = compute_values(critic, batch, config.training, plan=plan.whole)
+        found = compute_values(critic, batch, config.training, plan=plan.first_epoch)
     return batch.map(lambda i, sample: replace(sample, values=found[i]))
 
 

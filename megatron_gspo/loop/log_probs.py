@@ -50,7 +50,7 @@ def with_log_probs(
                 config.training,
                 temperature=config.rollout.temperature,
                 routing=routing.reference_options(),
-                plan=plan.whole,
+                plan=plan.first_epoch,
             ).log_probs
         batch = batch.map(lambda i, sample: replace(sample, ref_log_probs=found[i]))
     return batch, metrics
@@ -73,7 +73,7 @@ def _with_old_log_probs(
             temperature=config.rollout.temperature,
             with_entropy=True,
             routing=routing.old_policy_options(),
-            plan=plan.whole,
+            plan=plan.first_epoch,
         )
     batch = routing.with_old_routes(batch, range(len(batch)), scores.routing, timers)
     assert scores.entropy is not None

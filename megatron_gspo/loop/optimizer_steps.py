@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -83,17 +83,34 @@ def run_optimizer_steps(
         # Before it the policy is the old one.
         if not results and config.algorithm.old_log_probs == "rollout":
             update.metrics.update(mismatch(part, result.log_probs))
+        elif not results and config.algorithm.has_ratio:
+            update.metrics["log_ratio/first_update"] = largest_log_ratio(part, result.log_probs)
         if config.algorithm.has_ratio:
             ratios = _added(ratios, part, result)
         update = Update(update.metrics, part, result.log_probs, routing.measured.flips)
         results.append(replace(result, routing=None, log_probs={}))  # frees the mini-batch's routes
     metrics = {"updates": float(len(results)), "updates/skipped": float(skipped)}
+    if config.training.ppo_epochs > 1:
+        metrics["updates/repacked"] = plan.repacked
     if not results:
         return Update(metrics)
     metrics |= update.metrics | averaged_metrics([result.metrics for result in results])
     metrics |= quantiles_over_ranks(ratios, batch) | packing_metrics(policy, results)
     metrics |= clock.take() if clock is not None else {}
     return replace(update, metrics=metrics)
+
+
+def largest_log_ratio(batch: SampleBatch, log_probs: Mapping[int, np.ndarray]) -> float:
+    """The largest absolute difference of ``log_probs`` [R] from the old ones at trained tokens.
+
+    A collective of the batch's group.
+    """
+    largest = 0.0
+    for i, sample in batch.held.items():
+        assert sample.old_log_probs is not None
+        distance = np.abs(log_probs[i] - sample.old_log_probs)[sample.loss_mask]
+        largest = float(np.maximum(largest, distance.max(initial=0.0)))  # NaN stays
+    return batch.max(largest)[0]
 
 
 @contextmanager

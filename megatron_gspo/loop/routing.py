@@ -111,6 +111,7 @@ class RoutingReplay:
             self.shape,
             replay=config.replay == "r3" and config.replay_old_log_probs,
             record=config.replay == "r2" or config.metrics,
+            balanced_padding=config.replay == "r2",
             compare=self._compares_rollout,
             neighbours=self._compares_rollout,
             entropy=config.metrics,

@@ -10,32 +10,42 @@ from megatron_gspo.config import Config
 from megatron_gspo.data.micro_batch_plan import (
     MicroBatchPlan,
     PackingRules,
+    joined,
     plan_micro_batches,
     plan_passes,
 )
 
 
 def mini_batches(count: int, size: int, *, seed: int, step: int, epoch: int) -> list[list[int]]:
-    """Positions of the samples of each mini-batch: a permutation that depends on (seed, step,
-    epoch) alone.
-    """
+    """Positions of the samples of each mini-batch, ascending: drawn by (seed, step, epoch) alone."""
     order = np.random.default_rng([seed, step, epoch]).permutation(count)
-    return [order[start : start + size].tolist() for start in range(0, count, size)]
+    return [sorted(order[start : start + size].tolist()) for start in range(0, count, size)]
 
 
 @dataclass(frozen=True)
 class StepPlan:
     """Which replica has which sample, and how passes are packed; the same on every rank.
 
-    rules: of the layout. replica: [N]. whole: micro-batches of the whole rollout batch, for passes
-    without a gradient. updates: (positions, micro-batches) of each mini-batch, in the order of the
-    optimizer steps.
+    rules: of the layout. replica: [N]. updates: (positions, micro-batches) of each mini-batch, in
+    the order of the optimizer steps. first_epoch: the micro-batches of the first epoch's updates,
+    by positions in the rollout batch. Passes without a gradient take these, because the shape of a
+    micro-batch moves log-probs in low precision: so a ratio differs from 1 by the weights alone.
     """
 
     rules: PackingRules
     replica: np.ndarray
-    whole: MicroBatchPlan
     updates: list[tuple[list[int], MicroBatchPlan]]
+    first_epoch: MicroBatchPlan
+
+    @property
+    def repacked(self) -> float:
+        """Share of the later epochs' micro-batches that are none of the first epoch's."""
+        first = set(_shapes(self.first_epoch))
+        every = [
+            batch for positions, plan in self.updates for batch in _shapes(plan.within(positions))
+        ]
+        later = len(every) - len(first)
+        return sum(batch not in first for batch in every) / later if later else 0.0
 
     def part(self, lengths: np.ndarray, positions: list[int]) -> MicroBatchPlan:
         """Micro-batches of some samples of the rollout batch, on their replicas."""
@@ -55,9 +65,22 @@ def plan_step(
         for epoch in range(training.ppo_epochs)
     ]
     replica, plans = plan_passes(lengths, epochs, rules, homes)
+    first_epoch = joined(
+        [plan.within(rows) for rows, plan in zip(epochs[0], plans[0], strict=True)]
+    )
     updates = [
         (rows, plan)
         for batches, packed in zip(epochs, plans, strict=True)
         for rows, plan in zip(batches, packed, strict=True)
     ]
-    return StepPlan(rules, replica, plan_micro_batches(lengths, rules, replica), updates)
+    return StepPlan(rules, replica, updates, first_epoch)
+
+
+def _shapes(plan: MicroBatchPlan) -> list[tuple[tuple[int, ...], int]]:
+    """The sequences of each micro-batch that has any, and what its length is a multiple of."""
+    return [
+        (tuple(batch), multiple)
+        for batches in plan.rows
+        for batch, multiple in zip(batches, plan.total_multiples, strict=True)
+        if batch
+    ]

@@ -173,7 +173,7 @@ def policy_forward_step(
         scaled = undo_averaging(loss, num_microbatches, groups)
         return scaled, {
             "metrics": {"loss": loss.detach(), **metrics},
-            "log_probs": log_probs.detach(),
+            "log_probs": log_probs.detach().where(batch.loss_mask > 0, 0),
         }
 
     return forward_step

@@ -53,8 +53,7 @@ class InputReader:
     """Reads the micro-batches of passes over ``num_microbatches`` each, for every model chunk from
     its own iterator.
 
-    loss: fields that a loss reads; the trained positions are scored. Without any, all response
-    tokens are scored. routing: of the pass; None without routes.
+    loss: fields that a loss reads. routing: of the pass; None without routes.
     """
 
     def __init__(
@@ -116,4 +115,7 @@ class InputReader:
             return None
         tp = self._groups.tp
         place = (tp.rank(), tp.size()) if model.config.sequence_parallel else (0, 1)
-        return ScoredRows.of(shard.loss_mask if self._loss else shard.response_mask, *place)
+        # Updates leave out nothing that the passes for old log-probs and values had: a response that
+        # has left the loss since (masked, rejected) is packed and scored again, with a gradient of
+        # 0, because in low precision the number of rows moves the results of all others.
+        return ScoredRows.of(shard.response_mask, *place)

@@ -85,7 +85,7 @@ class PackedBatches(Sequence[PackedBatch]):
             num_sequences=self._counts[0],
             num_tokens=self._counts[1],
             sequence_multiple=self._plan.sequence_multiple,
-            total_multiple=self._plan.total_multiple,
+            total_multiple=self._plan.total_multiples[index],
             optional=self._optional,
             routes=self._routes,
         )
@@ -100,7 +100,8 @@ class MicroBatches:
 
     ``seq_length``: tokens of the longest micro-batch of any rank, for Megatron's pipeline schedule.
     ``real_tokens`` and ``packed_tokens`` count the whole mini-batch over all ranks, without and
-    with padding. ``layouts``: of ``batches``.
+    with padding. ``layouts``: of ``batches``. ``several_lengths``: whether a pipeline's stages
+    don't know a micro-batch's length from ``seq_length``.
     """
 
     batches: Sequence[PackedBatch]
@@ -108,6 +109,7 @@ class MicroBatches:
     real_tokens: int
     packed_tokens: int
     layouts: Sequence[PackLayout] = ()
+    several_lengths: bool = False
 
 
 def planned_micro_batches(
@@ -122,13 +124,22 @@ def planned_micro_batches(
     only samples that are held have optional fields."""
     replica, lengths = groups.dp.rank(), batch.lengths
     layouts = []
-    for number, rows in enumerate(plan.rows[replica]):
-        bounds = packed_bounds(lengths[rows].tolist(), plan.sequence_multiple, plan.total_multiple)
+    for number, (rows, multiple) in enumerate(
+        zip(plan.rows[replica], plan.total_multiples, strict=True)
+    ):
+        bounds = packed_bounds(lengths[rows].tolist(), plan.sequence_multiple, multiple)
         layouts.append(PackLayout(torch.from_numpy(bounds.astype(np.int32)), tuple(rows), number))
     packed = PackedBatches(
         batch, plan, replica, optional if batch.packed is batch.held else (), routes
     )
-    return MicroBatches(packed, plan.seq_length, plan.real_tokens, plan.packed_tokens, layouts)
+    return MicroBatches(
+        packed,
+        plan.seq_length,
+        plan.real_tokens,
+        plan.packed_tokens,
+        layouts,
+        several_lengths=len(set(plan.total_multiples)) > 1,
+    )
 
 
 def micro_batches(

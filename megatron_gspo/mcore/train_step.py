@@ -56,22 +56,39 @@ def run_schedule(
     """
     iterators = [iter(batches.batches) for _ in policy.chunks]
     several = len(policy.chunks) > 1
-    return get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iterators if several else iterators[0],
-        model=policy.chunks if several else policy.chunks[0],
-        num_microbatches=len(batches.batches),
-        seq_length=batches.seq_length,
-        micro_batch_size=1,
-        forward_only=forward_only,
-        collect_non_loss_data=forward_only,
-    )
+    with _lengths_sent(policy, batches.several_lengths):
+        return get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iterators if several else iterators[0],
+            model=policy.chunks if several else policy.chunks[0],
+            num_microbatches=len(batches.batches),
+            seq_length=batches.seq_length,
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+
+
+@contextmanager
+def _lengths_sent(policy: Policy, needed: bool) -> Iterator[None]:
+    """Within the context pipeline stages send each micro-batch's length before its hidden states.
+
+    A pass over a step's mini-batches, each padded to a length of its own, fills and drains the
+    pipeline once. A mini-batch alone has one length, and its stages need not wait for it.
+    """
+    config = policy.config
+    before = config.variable_seq_lengths
+    config.variable_seq_lengths = before or needed
+    try:
+        yield
+    finally:
+        config.variable_seq_lengths = before
 
 
 @dataclass(frozen=True)
 class LogProbOutput:
-    """Of every response token of this replica's samples, ``[R]`` float32 by position in the batch.
-    ``routing``: this rank's routes."""
+    """Of every response token of this replica's samples, ``[R]`` float32 by position in the batch; 0
+    at text of an environment. ``routing``: this rank's routes."""
 
     log_probs: dict[int, np.ndarray]
     entropy: dict[int, np.ndarray] | None
@@ -91,8 +108,8 @@ def compute_log_probs(
     """Log-probs (and entropies) of every response token under the policy's weights, without a
     gradient.
 
-    ``routing``: what the routers record or replay. ``plan``: of the batch; None if every rank holds
-    all its samples.
+    ``routing``: what the routers record or replay. ``plan``: of the batch, as `StepPlan.first_epoch`;
+    None if every rank holds all its samples.
     """
     batches = pack_mini_batch(policy, batch, training, optional=(), routing=routing, plan=plan)
     routes = mini_batch_routes(policy, batches, routing)

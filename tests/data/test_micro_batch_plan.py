@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from megatron_gspo.data.micro_batch_plan import (
     PackingRules,
     _fixed,
+    joined,
     plan_micro_batches,
     plan_passes,
 )
@@ -177,3 +178,14 @@ def test_a_fixed_size_deals_every_sample_once(count, ranks, size, step):
     assert sum(0 < len(row) < size for row in rows) <= 1, "at most the last one isn't full"
     # no more micro-batches than the most loaded rank needs, up to the multiple
     assert len(plan[0]) < max(-(-count // (size * ranks)), 1) + step
+
+
+def test_plans_of_mini_batches_are_joined_in_their_order():
+    lengths, replica = np.array([8, 5, 3, 7, 2]), np.array([0, 1, 1, 0, 1])
+    rules = PackingRules(2, 8, same_length=True)
+    positions = [[0, 1, 2], [3, 4]]
+    plans = [plan_micro_batches(lengths[rows], rules, replica[rows]) for rows in positions]
+    plan = joined([plan.within(rows) for plan, rows in zip(plans, positions, strict=True)])
+    assert plan.rows == [[[0], [3]], [[1, 2], [4]]]
+    assert (plan.seq_length, plan.total_multiples) == (8, (8, 7))
+    assert (plan.real_tokens, plan.packed_tokens, plan.step_tokens) == (25, 2 * 8 + 2 * 7, 8 + 7)

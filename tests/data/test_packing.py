@@ -13,6 +13,7 @@ from megatron_gspo.data.packing import (
     pack,
     unpack,
 )
+from megatron_gspo.data.turn_spans import Span, with_spans
 from megatron_gspo.parallel.context_parallel import zigzag_indices
 from megatron_gspo.routing_replay.routes import RouteShape
 from tests.support.samples import make_routes, make_sample
@@ -36,6 +37,14 @@ def two_samples():
     first.advantages[:] = [1, 2]
     second.advantages[:] = [3, np.nan]
     return [first, second]
+
+
+def test_text_between_the_turns_of_an_episode_is_no_response():
+    turns = with_spans([Span(0, 2, 1.0), Span(3, 5, 0.0)])
+    episode = make_sample(2, 5, seed=0, mask=[True, True, False, True, False], metadata=turns)
+    batch = pack([episode], num_sequences=1, num_tokens=3)
+    assert batch.response_mask.tolist() == [False, True, True, False, True, True, False]
+    assert batch.loss_mask.tolist() == [0, 1, 1, 0, 1, 0, 0]
 
 
 def test_by_hand():

@@ -43,6 +43,7 @@ from tests.equivalence.cases import (
     Scenario,
     stack,
 )
+from tests.equivalence.first_update import check_first_update
 from tests.equivalence.replay import compare_recorded, held_by, route_shape
 from tests.equivalence.truth import Expected, Truth
 from tests.support.configs import model_config
@@ -97,6 +98,8 @@ def run_case(rank: int, world_size: int, path: str, case: Case, truth_file: str)
         compare_training(
             policy, truth, errors, f"distributed optimizer {'on' if distributed else 'off'}"
         )
+    replay = "r2" if case.arrangement.moe else "none"
+    check_first_update(policy, truth.scenarios["gspo"].samples, replay=replay)
     return errors
 
 

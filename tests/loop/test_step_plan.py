@@ -1,10 +1,12 @@
 """Mini-batches and the plan of a step."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from megatron_gspo.config import Config
 from megatron_gspo.data.micro_batch_plan import PackingRules, plan_micro_batches
-from megatron_gspo.loop.step_plan import mini_batches, plan_step
+from megatron_gspo.loop.step_plan import StepPlan, mini_batches, plan_step
 from tests.support.training_runs import base_config
 
 
@@ -34,7 +36,11 @@ def test_replicas_stay_through_all_passes_over_the_data():
         )
         for rows, packing in plan.updates:
             assert np.array_equal(packing.replica_of(), plan.replica[rows])
-        assert np.array_equal(plan.whole.replica_of(), plan.replica)
+        assert np.array_equal(plan.first_epoch.replica_of(), plan.replica)
+        for replica, batches in enumerate(plan.first_epoch.rows):
+            updates = [packing.within(rows).rows[replica] for rows, packing in plan.updates[:4]]
+            assert batches == sum(updates, [])
+        assert (plan.repacked > 0.0) == (epochs == 2)
         some = plan.part(lengths, [3, 7, 8])
         assert np.array_equal(some.replica_of(), plan.replica[[3, 7, 8]])
         again = plan_step(lengths, homes, config, rules, 3)
@@ -44,6 +50,26 @@ def test_replicas_stay_through_all_passes_over_the_data():
 def test_one_replica_packs_each_pass_by_itself():
     lengths, rules = np.random.default_rng(1).integers(5, 40, 16), PackingRules(1, 96)
     plan = plan_step(lengths, None, Config.from_dict(base_config("model", "run")), rules, 0)
-    assert plan.whole == plan_micro_batches(lengths, rules)
     for rows, packing in plan.updates:
         assert packing == plan_micro_batches(lengths[rows], rules)
+
+
+def test_epochs_of_one_mini_batch_pack_alike():
+    lengths, homes = np.random.default_rng(2).integers(5, 40, 16), np.arange(16) // 4
+    training = {"ppo_epochs": 3, "global_batch_size": 16}
+    config = Config.from_dict(base_config("model", "run", training=training))
+    for rules in (PackingRules(4, 96), PackingRules(4, 96, same_length=True)):
+        plan = plan_step(lengths, homes, config, rules, 0)
+        assert len(plan.updates) == 3
+        assert plan.repacked == 0.0
+
+
+def test_micro_batches_of_another_length_are_repacked():
+    """Pipelines pad a mini-batch to its longest micro-batch."""
+    first = PackingRules(1, 10, same_length=True)
+    plan = plan_micro_batches(np.array([4, 7]), first)
+    longer = replace(plan, seq_length=8, total_multiples=(8, 8))
+    positions = [0, 1]
+    same = StepPlan(first, np.zeros(2), [(positions, plan), (positions, plan)], plan)
+    other = replace(same, updates=[(positions, plan), (positions, longer)])
+    assert (same.repacked, other.repacked) == (0.0, 1.0)

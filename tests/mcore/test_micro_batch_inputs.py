@@ -102,16 +102,15 @@ def test_values_are_those_of_the_shard():
         shard = context_parallel_shard(given, rank, 2)
         for name in COPIED:
             assert torch.equal(getattr(inputs.batch, name), getattr(shard, name)), name
-        assert inputs.scored.positions.tolist() == shard.loss_mask.nonzero().flatten().tolist()
+        assert inputs.scored.positions.tolist() == shard.response_mask.nonzero().flatten().tolist()
 
 
-def test_training_scores_trained_positions_and_a_pass_without_loss_all_responses():
+@pytest.mark.parametrize("trains", [False, True])
+def test_every_pass_scores_all_responses(trains):
     given = batch()
-    trained = reader().take(iter([given]), chunk()).scored
-    responses = reader(trains=False).take(iter([given]), chunk()).scored
-    assert trained.positions.tolist() == given.loss_mask.nonzero().flatten().tolist()
+    responses = reader(trains=trains).take(iter([given]), chunk()).scored
     assert responses.positions.tolist() == given.response_mask.nonzero().flatten().tolist()
-    assert len(trained.positions) == 6 and len(responses.positions) == 7
+    assert len(responses.positions) == 7 and int(given.loss_mask.sum()) == 6
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -123,7 +122,7 @@ def test_rows_are_split_under_sequence_parallelism_alone(sequence_parallel):
         .scored
     )
     half = len(given.tokens) // 2
-    own = given.loss_mask[half:] if sequence_parallel else given.loss_mask
+    own = given.response_mask[half:] if sequence_parallel else given.response_mask
     assert rows.own.tolist() == own.nonzero().flatten().tolist()
     assert (rows.gathered is not None) == sequence_parallel
 

@@ -21,6 +21,7 @@ from megatron_gspo.mcore.hf_weights import export_weights
 from megatron_gspo.mcore.policy import Policy, TrainedParts, build_policy
 from megatron_gspo.mcore.value_steps import compute_values, train_critic_mini_batch
 from tests.equivalence.cases import make_samples
+from tests.equivalence.first_update import check_first_critic_update
 from tests.support.configs import adam, micro_batches_of, model_config, parallel
 from tests.support.distributed import run_distributed
 from tests.support.gathered import everywhere
@@ -99,6 +100,7 @@ def passes(rank: int, world_size: int, path: str, samples: list[Sample]) -> dict
             )
             gradients = export(critic, lambda p: p.main_grad)
             critic.gather_weights()
+            check_first_critic_update(critic, samples)
             found[f"{name}, {cut}"] = (
                 before,
                 metrics,

@@ -6,6 +6,22 @@ from tests.seeded_bugs.seeded_bug import SeededBug
 
 PARALLELISM = (
     SeededBug(
+        name="old log-probs in micro-batches of the whole rollout batch",
+        file="megatron_gspo/loop/step_plan.py",
+        before="return StepPlan(rules, replica, updates, first_epoch)",
+        after=(
+            "return StepPlan(rules, replica, updates, plan_micro_batches(lengths, rules, replica))"
+        ),
+        test="tests/loop/test_first_update.py::test_ratios_are_exactly_1_where_no_weight_has_changed[none]",
+    ),
+    SeededBug(
+        name="updates score trained tokens alone, passes before them all",
+        file="megatron_gspo/mcore/micro_batch_inputs.py",
+        before="ScoredRows.of(shard.response_mask,",
+        after="ScoredRows.of(shard.loss_mask if self._loss else shard.response_mask,",
+        test="tests/loop/test_first_update.py::test_ratios_are_exactly_1_where_no_weight_has_changed[none]",
+    ),
+    SeededBug(
         name="the value head's gradient stays on its tensor-parallel rank",
         file="megatron_gspo/mcore/value_head.py",
         before="setattr(self.weight, 'sequence_parallel', config.sequence_parallel)",

@@ -88,6 +88,13 @@ ROUTING = (
         test="tests/routing_replay/test_routes.py::test_the_smallest_type_that_holds_the_ids",
     ),
     SeededBug(
+        name="padding is routed live while routes are recorded, and balanced when they are replayed",
+        file="megatron_gspo/loop/routing.py",
+        before="balanced_padding=config.replay == 'r2'",
+        after="balanced_padding=False",
+        test="tests/loop/test_first_update.py::test_ratios_are_exactly_1_where_no_weight_has_changed[r2]",
+    ),
+    SeededBug(
         name="a router that bypasses the hook goes unnoticed",
         file="megatron_gspo/mcore/train_step.py",
         before="micro_batch.check_uses(forward_only=False)",

@@ -64,6 +64,7 @@ def test_a_run_trains_both_models(run: Path, model: str) -> None:
     assert rows[0]["critic/explained_variance"] == 0  # it begins with the value 0 everywhere
     assert rows[0]["critic/lr"] < rows[-1]["critic/lr"] == 1e-3
     assert len({row["critic/value"] for row in rows}) == 3
+    assert [row["log_ratio/first_update"] for row in rows] == [0.0] * 3
     assert not torch.equal(
         *(files["model.norm.weight"] for files in (exported(run), load_file(weights_of(model))))
     )

@@ -117,6 +117,7 @@ def test_r2_on_four_processes(model, tmp_path):
     for row in rows:
         assert {*UPDATED, *OF_THE_ROUTER, *BYTES, *QUANTILES, "time/routing"} <= set(row)
         assert not {*FROM_ROLLOUT, "routing/missing_routes"} & set(row)
+        assert row["log_ratio/first_update"] == 0.0
         assert all(row[name] == pytest.approx(1.0, abs=1e-5) for name in QUANTILES)
         assert (
             row["routing/flip_rate"]

@@ -177,7 +177,7 @@ def _train(
     )
     rules = packing_rules(config.training, policy.config, policy.groups)
     whole = plan_micro_batches(batch.lengths, rules)
-    steps = StepPlan(rules, whole.replica_of(), whole, [])
+    steps = StepPlan(rules, whole.replica_of(), [], whole)
     batch = move_samples(batch, steps.replica, policy.groups.dp, ())
     noise = trainer_noise(config, 1.0, step=0)  # of any strength
     routing = RoutingReplay(config.routing, routes, config.algorithm.has_ratio, noise)
@@ -209,7 +209,7 @@ def _train_critic(run: _Run, critic: Policy, batch: SampleBatch, steps: StepPlan
             batch,
             run.config.training,
             value_clip=run.config.critic.value_clip,
-            plan=steps.whole,
+            plan=steps.first_epoch,
         )
 
 

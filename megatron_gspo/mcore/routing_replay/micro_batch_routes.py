@@ -23,7 +23,7 @@ from megatron_gspo.errors import RunError
 from megatron_gspo.mcore.device_copies import copy_to_device
 from megatron_gspo.mcore.process_groups import ProcessGroups, compute_device
 from megatron_gspo.routing_replay.router_noise import RouterNoise, perturb, token_seeds
-from megatron_gspo.routing_replay.routes import RouteShape
+from megatron_gspo.routing_replay.routes import RouteShape, balanced_routes
 from megatron_gspo.routing_replay.statistics import expert_overlap, router_entropy
 
 TopK = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -40,16 +40,19 @@ class ReplayOptions:
     """What the routers do in a pass.
 
     shape: sizes of the routes, and the layers that batches carry. replay: use the
-    ``routed_experts`` of the batches. record: keep the live choices. compare: count where a live
-    choice differs from the batches' routes. neighbours: with ``compare``, also count the experts
-    that it shares with its token's route and those of the tokens beside it. entropy: measure the
-    routers' entropy. storage: where recorded ids are kept, ``device`` or ``host`` (pinned memory,
-    copied asynchronously). noise: random changes of the live choices, None without.
+    ``routed_experts`` of the batches. record: keep the live choices. balanced_padding: without
+    ``replay``, positions that have no row in a sample's routes take balanced ones too, so that
+    experts get the same tokens as when the recorded routes are replayed. compare: count where a
+    live choice differs from the batches' routes. neighbours: with ``compare``, also count the
+    experts that it shares with its token's route and those of the tokens beside it. entropy:
+    measure the routers' entropy. storage: where recorded ids are kept, ``device`` or ``host``
+    (pinned memory, copied asynchronously). noise: random changes of the live choices, None without.
     """
 
     shape: RouteShape
     replay: bool = False
     record: bool = False
+    balanced_padding: bool = False
     compare: bool = False
     neighbours: bool = False
     entropy: bool = False
@@ -72,7 +75,8 @@ class MicroBatchRoutes:
     those that have been given their routes. weight: ``[t]`` float32, 1 for a trained token and 0
     for any other. given: by layer, ``[t, k]`` expert ids to replay or compare with. missing:
     ``[t]`` bool, rows of ``given`` that are unknown and left to the live router, or None. seeds:
-    ``[t]`` of the tokens' noise, or None. compare: whether choices are compared, that is whether
+    ``[t]`` of the tokens' noise, or None. padding, balanced: ``[t]`` bool, the rows that take the
+    balanced routes ``[t, k]``, or None. compare: whether choices are compared, that is whether
     the route of any trained token of the shard is known. chosen: by layer, recorded ids ``[t, k]``.
     flips, entropy: by layer, sums over ``weight``. flipped: ``[t]`` int16, layers in which the
     token's choice differs from ``given``. shared: ``[3, t]`` int16, experts that the token's
@@ -102,6 +106,8 @@ class MicroBatchRoutes:
         self.weight: Tensor | None = None
         self.missing: Tensor | None = None
         self.seeds: Tensor | None = None
+        self.padding: Tensor | None = None
+        self.balanced: Tensor | None = None
         self.given: dict[int, Tensor] = {}
         self.chosen: dict[int, Tensor] = {}
         self.flips: dict[int, Tensor] = {}
@@ -141,6 +147,12 @@ class MicroBatchRoutes:
                     shard.segment_ids[self.rows],
                     shard.position_ids[self.rows],
                 )
+        if self.weight is None and self.options.balanced_padding:
+            positions = shard.position_ids[self.rows]
+            lengths = torch.tensor(shard.lengths)[shard.segment_ids[self.rows]]
+            routes = balanced_routes(positions.numpy(), self.options.shape)
+            wanted["padding"] = positions >= lengths - 1
+            wanted["balanced"] = torch.from_numpy(routes[:, 0].copy())
         if given is not None:
             first = self.options.shape.held_layers.index(layers[0])
             wanted["given"] = given[self.rows][:, first : first + len(layers)]
@@ -150,6 +162,8 @@ class MicroBatchRoutes:
             moved.get("missing", self.missing),
         )
         self.seeds = moved.get("seeds", self.seeds)
+        self.padding = moved.get("padding", self.padding)
+        self.balanced = moved.get("balanced", self.balanced)
         self.layers += layers
         if given is not None:
             self.given.update(zip(layers, moved["given"].unbind(1), strict=True))
@@ -191,7 +205,10 @@ class MicroBatchRoutes:
             self._measure(layer, scores, ids, shares)
         if not options.replay:
             assert values is not None and ids is not None
-            return values, ids
+            if self.padding is None or self.balanced is None:
+                return values, ids
+            used = torch.where(self.padding[:, None], self.balanced.long(), ids)
+            return weights.gather(1, used), used
         replayed = self.given[layer].long()
         if self.missing is not None:
             assert ids is not None

@@ -327,5 +327,5 @@ def test_recomputed_layers_replay_recorded_routes() -> None:
     assert (
         flops(record, "torch_attn::_varlen_attn") == 2 and flops(record, "aten::_grouped_mm") == 4
     )
-    # Recorded, then replayed.
-    assert copied_routes(record) == {"old_log_probs": 4.0, "forward_backward": 8.0}
+    # Recorded, with whether a row is padding and its balanced route of 2 ids; then replayed.
+    assert copied_routes(record) == {"old_log_probs": 7.0, "forward_backward": 8.0}
