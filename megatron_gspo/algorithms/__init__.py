@@ -33,16 +33,21 @@ from .presets import PRESETS
 from .ratio_histogram import RatioHistogram
 from .ratio_statistics import effective_sample_size, ratio_histograms, ratio_quantiles
 from .segments import Segments
+from .surrogate import Clip, check_surrogate
+from .token_terms import TokenTerms
 from .turn_advantages import turn_advantages, turn_returns
 from .value_loss import value_loss
 
 __all__ = [
     "PRESETS",
+    "Clip",
     "Filtered",
     "LossExtras",
     "Objective",
     "RatioHistogram",
     "Segments",
+    "TokenTerms",
+    "check_surrogate",
     "complete_responses",
     "effective_sample_size",
     "finish_metrics",

@@ -9,6 +9,8 @@ import math
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
+from megatron_gspo.user_code import is_import_path
+
 from .presets import PRESETS
 
 Objective: TypeAlias = (
@@ -107,6 +109,12 @@ def _check_choices(o: Objective) -> None:
             raise ValueError(f"{key} = {value!r}: must be True or False")
         if get_origin(hint) is Literal and value not in get_args(hint):
             raise ValueError(f"{key} = {value!r}: must be one of {', '.join(get_args(hint))}")
+    named = o.surrogate in SURROGATE_FIELDS if isinstance(o.surrogate, str) else False
+    if not (named or callable(o.surrogate) or is_import_path(o.surrogate)):
+        raise ValueError(
+            f"surrogate = {o.surrogate!r}: must be one of {', '.join(SURROGATE_FIELDS)}, or"
+            " file.py:function or module:function"
+        )
 
 
 def _check_numbers(o: Objective) -> None:
@@ -126,7 +134,7 @@ def _check_fields_fit(o: Objective) -> None:
             f"loss_scale_factor = {o.loss_scale_factor!r} has no effect with loss_agg_mode ="
             f" {o.loss_agg_mode!r}: remove it, or use 'seq-mean-token-sum-norm'"
         )
-    needed, others = SURROGATE_FIELDS[o.surrogate] if o.has_ratio else ((), ())
+    needed, others = _surrogate_fields(o)
     for key in needed:
         if getattr(o, key) is None:
             raise ValueError(f"{key} = None with surrogate = {o.surrogate!r}: set it")
@@ -150,12 +158,24 @@ def _check_fields_fit(o: Objective) -> None:
                 f"{key} = {getattr(o, key)!r} has no effect with importance_sampling_level ="
                 " 'none': remove it"
             )
+    if o.surrogate_options and not o.has_own_surrogate:
+        raise ValueError(
+            f"surrogate_options = {o.surrogate_options!r} has no effect with surrogate ="
+            f" {o.surrogate!r}: remove it"
+        )
     _check_level(o)
     _check_estimator(o)
     if o.unbiased_kl and o.kl_loss_type != "k3":
         raise ValueError(
             f"kl_loss_type = {o.kl_loss_type!r} does not go with unbiased_kl = True: use 'k3'"
         )
+
+
+def _surrogate_fields(o: Objective) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The fields that the surrogate needs, and those that it may read; one of the user's any."""
+    if not o.has_ratio:
+        return (), ()
+    return ((), _OF_SURROGATES) if o.has_own_surrogate else SURROGATE_FIELDS[o.surrogate]
 
 
 def _check_level(o: Objective) -> None:

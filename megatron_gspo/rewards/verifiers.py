@@ -10,7 +10,7 @@ from megatron_gspo.data.sample import Prompt
 from megatron_gspo.errors import InputError
 from megatron_gspo.rewards.answer_extraction import STYLES, equal_answers, extract_answer
 from megatron_gspo.rewards.reward_signatures import SignatureError, as_verifier
-from megatron_gspo.rewards.user_modules import load_function, with_neighbours
+from megatron_gspo.user_code import load_function, with_neighbours
 
 Verifier = Callable[[str, Prompt], float]
 """verifier(response_text, prompt) -> reward, a finite number. It may raise; `RewardScorer` counts
