@@ -88,6 +88,8 @@ class Config:
     """Options of Megatron-Core's config classes, e.g. {moe_permute_fusion: true}; see
     docs/scaling.md.
     """
+    callbacks: tuple[UserPath, ...] = ()
+    """Import paths of callbacks (docs/extending.md)."""
     model: ModelConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig.preset)
