@@ -16,7 +16,8 @@ Verifier = Callable[[str, Prompt], float]
 """verifier(response_text, prompt) -> reward, a finite number. It may raise; `RewardScorer` counts
 it.
 
-Its attribute `description`, if it has one, is a line that a run prints at its start."""
+Its attribute `description`, if it has one, is a line that a run prints at its start. One with the
+attribute `takes_batch` takes all responses of a batch, with a prompt for each, and returns a list."""
 
 
 class VerifierError(InputError):
@@ -52,7 +53,10 @@ def load_verifier(name: str, options: dict[str, Any] | None = None) -> Verifier:
         verifier = as_verifier(function, options)
     except SignatureError as error:
         raise VerifierError(f"verifier {name!r}: {error}") from None
+    takes_batch = getattr(verifier, "takes_batch", False)
     verifier = with_neighbours(name, verifier)
+    if takes_batch:
+        verifier.takes_batch = True  # type: ignore[attr-defined]
     description = getattr(function, "description", None)
     if description is not None:
         verifier.description = description  # type: ignore[attr-defined]

@@ -146,7 +146,7 @@ CASES = (
     ),
     Case(
         "verifier of another signature",
-        "a verifier takes (response, prompt), verl's (data_source, solution_str, ",
+        "a verifier takes (response, prompt), (responses, prompts), verl's (data_source, solution_str, ",
         breaks=body("def score(text): return 1.0\n"),
         shows=(
             "verify.py:score': it takes (text) (too many positional arguments); a verifier takes",
