@@ -6,6 +6,7 @@ loss, metrics = policy_loss(objective, log_probs=..., old_log_probs=..., advanta
                             loss_mask=..., segment_ids=..., num_sequences=...)
 """
 
+from .advantage_estimators import ResponseTerms, check_advantages, response_advantages
 from .advantages import group_advantages
 from .filters import (
     Filtered,
@@ -45,8 +46,10 @@ __all__ = [
     "LossExtras",
     "Objective",
     "RatioHistogram",
+    "ResponseTerms",
     "Segments",
     "TokenTerms",
+    "check_advantages",
     "check_surrogate",
     "complete_responses",
     "effective_sample_size",
@@ -62,6 +65,7 @@ __all__ = [
     "preset",
     "ratio_histograms",
     "ratio_quantiles",
+    "response_advantages",
     "sequence_divergence_mask",
     "sequence_importance_weights",
     "sequence_rejection_mask",

@@ -9,13 +9,12 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from .advantages import AdvantageBaseline, AdvantageStd
-from .objective_checks import SURROGATE_FIELDS, check_objective
+from .objective_checks import ADVANTAGE_ESTIMATORS, SURROGATE_FIELDS, check_objective
 from .presets import PRESETS
 
 ImportanceSamplingLevel = Literal["token", "sequence", "sequence_token", "geometric_mean", "none"]
 LossAggMode = Literal["seq-mean-token-mean", "token-mean", "seq-mean-token-sum-norm"]
 KLLossType = Literal["k1", "k2", "k3"]
-AdvantageEstimator = Literal["group", "gae"]
 
 
 @dataclass(frozen=True)
@@ -104,8 +103,12 @@ class Objective:
     max_log_ratio: float = 20.0
     """Log-ratios are clamped to +-this before exp, in nats."""
 
-    advantage_estimator: AdvantageEstimator = "group"
-    """`group`: the reward less its group's baseline. `gae`: from a value model (PPO)."""
+    advantage_estimator: str | Callable[..., Any] = "group"
+    """`group`: the reward less its group's baseline. `gae`: from a value model (PPO). Or the import
+    path of your own (docs/extending.md)."""
+
+    advantage_options: dict[str, Any] = field(default_factory=dict, hash=False)
+    """Keyword arguments of an estimator of your own."""
 
     gamma: float = 1.0
     """Discount of later rewards, with `gae`."""
@@ -141,6 +144,12 @@ class Objective:
     def has_own_surrogate(self) -> bool:
         """Whether the surrogate is a function of the user's, or names one."""
         return not isinstance(self.surrogate, str) or self.surrogate not in SURROGATE_FIELDS
+
+    @property
+    def has_own_advantages(self) -> bool:
+        """Whether the advantages are of a function of the user's."""
+        given = self.advantage_estimator
+        return not isinstance(given, str) or given not in ADVANTAGE_ESTIMATORS
 
     @property
     def needs_rollout_log_probs(self) -> bool:

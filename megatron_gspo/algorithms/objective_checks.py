@@ -47,6 +47,7 @@ SURROGATE_FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "dppo_kl": (("divergence_threshold", "max_weight"), ()),
     "minirl": (("epsilon_low", "epsilon_high", "max_weight"), ()),
 }
+ADVANTAGE_ESTIMATORS = ("group", "gae")
 _OVERRIDE = "or set allow_nonstandard=True"
 
 # key: (accepts, requirement)
@@ -109,12 +110,27 @@ def _check_choices(o: Objective) -> None:
             raise ValueError(f"{key} = {value!r}: must be True or False")
         if get_origin(hint) is Literal and value not in get_args(hint):
             raise ValueError(f"{key} = {value!r}: must be one of {', '.join(get_args(hint))}")
-    named = o.surrogate in SURROGATE_FIELDS if isinstance(o.surrogate, str) else False
-    if not (named or callable(o.surrogate) or is_import_path(o.surrogate)):
-        raise ValueError(
-            f"surrogate = {o.surrogate!r}: must be one of {', '.join(SURROGATE_FIELDS)}, or"
-            " file.py:function or module:function"
-        )
+    _check_own_code("surrogate", o.surrogate, tuple(SURROGATE_FIELDS))
+    _check_own_code("advantage_estimator", o.advantage_estimator, ADVANTAGE_ESTIMATORS)
+    for key, options, used in (
+        ("surrogate", "surrogate_options", o.has_own_surrogate),
+        ("advantage_estimator", "advantage_options", o.has_own_advantages),
+    ):
+        if getattr(o, options) and not used:
+            raise ValueError(
+                f"{options} = {getattr(o, options)!r} has no effect with {key} ="
+                f" {getattr(o, key)!r}: remove it"
+            )
+
+
+def _check_own_code(key: str, value: object, names: tuple[str, ...]) -> None:
+    """A name, a function, or the import path of one."""
+    if callable(value) or (isinstance(value, str) and (value in names or is_import_path(value))):
+        return
+    raise ValueError(
+        f"{key} = {value!r}: must be one of {', '.join(names)}, or file.py:function or"
+        " module:function"
+    )
 
 
 def _check_numbers(o: Objective) -> None:
@@ -158,11 +174,6 @@ def _check_fields_fit(o: Objective) -> None:
                 f"{key} = {getattr(o, key)!r} has no effect with importance_sampling_level ="
                 " 'none': remove it"
             )
-    if o.surrogate_options and not o.has_own_surrogate:
-        raise ValueError(
-            f"surrogate_options = {o.surrogate_options!r} has no effect with surrogate ="
-            f" {o.surrogate!r}: remove it"
-        )
     _check_level(o)
     _check_estimator(o)
     if o.unbiased_kl and o.kl_loss_type != "k3":
@@ -197,12 +208,10 @@ def _check_level(o: Objective) -> None:
 
 def _check_estimator(o: Objective) -> None:
     """The fields of the advantages have an effect."""
-    unused = (
-        (("gamma", 1), ("lam", 1))
-        if o.advantage_estimator == "group"
-        else (("advantage_baseline", "mean"),)
-    )
-    for key, default in unused:
+    if o.has_own_advantages:
+        return  # it may read them all
+    unused = {"group": (("gamma", 1), ("lam", 1)), "gae": (("advantage_baseline", "mean"),)}
+    for key, default in unused[o.advantage_estimator]:
         if getattr(o, key) != default:
             raise ValueError(
                 f"{key} = {getattr(o, key)!r} has no effect with advantage_estimator ="

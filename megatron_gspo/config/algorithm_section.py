@@ -31,6 +31,7 @@ class AlgorithmConfig(Objective):
     the preset's value. Any other name is an objective of your own, with
     `importance_sampling_level` and `loss_agg_mode`."""
     surrogate: UserPath = "clip"
+    advantage_estimator: UserPath = "group"
     kl_reward_coef: Annotated[float, Ge(0)] = 0.0
     """Weight of the KL to the reference policy (the initial weights) in the reward."""
     old_log_probs: Literal["recompute", "rollout"] = "recompute"

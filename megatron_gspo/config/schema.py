@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar
 import yaml
 from annotated_types import Ge
 
+from megatron_gspo.algorithms.advantage_estimators import check_advantages
 from megatron_gspo.algorithms.surrogate import check_surrogate
 from megatron_gspo.config.algorithm_checks import (
     check_algorithm,
@@ -127,6 +128,7 @@ class Config:
         """
         self.check_sizes(world_size)
         check_surrogate(self.algorithm)
+        check_advantages(self.algorithm)
         check_run_dir(self.run_dir, self.checkpoint.resume)
         check_server_files(self.servers)
         check_environment_file(self.rollout)

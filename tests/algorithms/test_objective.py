@@ -32,6 +32,7 @@ def test_defaults_of_every_field():
         "entropy_coef": 0.0,
         "max_log_ratio": 20.0,
         "advantage_estimator": "group",
+        "advantage_options": {},
         "gamma": 1.0,
         "lam": 1.0,
         "advantage_std": "sample",
