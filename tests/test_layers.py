@@ -21,6 +21,7 @@ LAYERS = (
     "terminal",
     "launch_environment",
     "paths",
+    "user_code",
     "algorithms",
     "models",
     "config",

@@ -6,6 +6,7 @@ loss, metrics = policy_loss(objective, log_probs=..., old_log_probs=..., advanta
                             loss_mask=..., segment_ids=..., num_sequences=...)
 """
 
+from .advantage_estimators import ResponseTerms, check_advantages, response_advantages
 from .advantages import group_advantages
 from .filters import (
     Filtered,
@@ -33,16 +34,23 @@ from .presets import PRESETS
 from .ratio_histogram import RatioHistogram
 from .ratio_statistics import effective_sample_size, ratio_histograms, ratio_quantiles
 from .segments import Segments
+from .surrogate import Clip, check_surrogate
+from .token_terms import TokenTerms
 from .turn_advantages import turn_advantages, turn_returns
 from .value_loss import value_loss
 
 __all__ = [
     "PRESETS",
+    "Clip",
     "Filtered",
     "LossExtras",
     "Objective",
     "RatioHistogram",
+    "ResponseTerms",
     "Segments",
+    "TokenTerms",
+    "check_advantages",
+    "check_surrogate",
     "complete_responses",
     "effective_sample_size",
     "finish_metrics",
@@ -57,6 +65,7 @@ __all__ = [
     "preset",
     "ratio_histograms",
     "ratio_quantiles",
+    "response_advantages",
     "sequence_divergence_mask",
     "sequence_importance_weights",
     "sequence_rejection_mask",

@@ -4,18 +4,17 @@ algorithm.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from .advantages import AdvantageBaseline, AdvantageStd
-from .objective_checks import check_objective
+from .objective_checks import ADVANTAGE_ESTIMATORS, SURROGATE_FIELDS, check_objective
 from .presets import PRESETS
 
 ImportanceSamplingLevel = Literal["token", "sequence", "sequence_token", "geometric_mean", "none"]
-SurrogateType = Literal["clip", "cispo", "sapo", "dppo_tv", "dppo_kl", "minirl"]
 LossAggMode = Literal["seq-mean-token-mean", "token-mean", "seq-mean-token-sum-norm"]
 KLLossType = Literal["k1", "k2", "k3"]
-AdvantageEstimator = Literal["group", "gae"]
 
 
 @dataclass(frozen=True)
@@ -44,11 +43,15 @@ class Objective:
     loss_scale_factor: float | None = None
     """Divisor of `seq-mean-token-sum-norm` in tokens, usually the longest response."""
 
-    surrogate: SurrogateType = "clip"
+    surrogate: str | Callable[..., Any] = "clip"
     """What becomes of ratio and advantage. `clip`: PPO's clipped product. `cispo`: log-prob times a
     truncated weight. `sapo`: a soft gate. `dppo_tv`, `dppo_kl`: log-prob times a truncated weight,
     0 where the token's probability moved too far. `minirl`: log-prob times the truncated ratio to
-    the rollout engine, 0 where `clip` clips."""
+    the rollout engine, 0 where `clip` clips. Or the import path of your own
+    (docs/extending.md)."""
+
+    surrogate_options: dict[str, Any] = field(default_factory=dict, hash=False)
+    """Keyword arguments of a surrogate of your own."""
 
     epsilon_low: float | None = None
     """Ratios are clipped below 1 - epsilon_low (`geometric_mean`: log-ratios below
@@ -100,8 +103,12 @@ class Objective:
     max_log_ratio: float = 20.0
     """Log-ratios are clamped to +-this before exp, in nats."""
 
-    advantage_estimator: AdvantageEstimator = "group"
-    """`group`: the reward less its group's baseline. `gae`: from a value model (PPO)."""
+    advantage_estimator: str | Callable[..., Any] = "group"
+    """`group`: the reward less its group's baseline. `gae`: from a value model (PPO). Or the import
+    path of your own (docs/extending.md)."""
+
+    advantage_options: dict[str, Any] = field(default_factory=dict, hash=False)
+    """Keyword arguments of an estimator of your own."""
 
     gamma: float = 1.0
     """Discount of later rewards, with `gae`."""
@@ -134,14 +141,25 @@ class Objective:
         return self.importance_sampling_level in ("sequence", "sequence_token", "geometric_mean")
 
     @property
-    def weighs_log_probs(self) -> bool:
-        """Whether the surrogate is a weight without gradient times the log-prob."""
-        return self.has_ratio and self.surrogate in ("cispo", "dppo_tv", "dppo_kl", "minirl")
+    def has_own_surrogate(self) -> bool:
+        """Whether the surrogate is a function of the user's, or names one."""
+        return not isinstance(self.surrogate, str) or self.surrogate not in SURROGATE_FIELDS
+
+    @property
+    def has_own_advantages(self) -> bool:
+        """Whether the advantages are of a function of the user's."""
+        given = self.advantage_estimator
+        return not isinstance(given, str) or given not in ADVANTAGE_ESTIMATORS
 
     @property
     def needs_rollout_log_probs(self) -> bool:
-        """Whether the loss reads the rollout engine's log-probs."""
+        """Whether there is no loss without the rollout engine's log-probs."""
         return self.has_ratio and self.surrogate == "minirl"
+
+    @property
+    def reads_rollout_log_probs(self) -> bool:
+        """Whether the surrogate gets the rollout engine's log-probs, where the engine gives any."""
+        return self.needs_rollout_log_probs or self.has_own_surrogate
 
     def number(self, key: str) -> float:
         """A field that its surrogate needs. ValueError where it is None."""

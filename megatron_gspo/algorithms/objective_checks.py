@@ -9,6 +9,8 @@ import math
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
+from megatron_gspo.user_code import is_import_path
+
 from .presets import PRESETS
 
 Objective: TypeAlias = (
@@ -45,6 +47,7 @@ SURROGATE_FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "dppo_kl": (("divergence_threshold", "max_weight"), ()),
     "minirl": (("epsilon_low", "epsilon_high", "max_weight"), ()),
 }
+ADVANTAGE_ESTIMATORS = ("group", "gae")
 _OVERRIDE = "or set allow_nonstandard=True"
 
 # key: (accepts, requirement)
@@ -107,6 +110,27 @@ def _check_choices(o: Objective) -> None:
             raise ValueError(f"{key} = {value!r}: must be True or False")
         if get_origin(hint) is Literal and value not in get_args(hint):
             raise ValueError(f"{key} = {value!r}: must be one of {', '.join(get_args(hint))}")
+    _check_own_code("surrogate", o.surrogate, tuple(SURROGATE_FIELDS))
+    _check_own_code("advantage_estimator", o.advantage_estimator, ADVANTAGE_ESTIMATORS)
+    for key, options, used in (
+        ("surrogate", "surrogate_options", o.has_own_surrogate),
+        ("advantage_estimator", "advantage_options", o.has_own_advantages),
+    ):
+        if getattr(o, options) and not used:
+            raise ValueError(
+                f"{options} = {getattr(o, options)!r} has no effect with {key} ="
+                f" {getattr(o, key)!r}: remove it"
+            )
+
+
+def _check_own_code(key: str, value: object, names: tuple[str, ...]) -> None:
+    """A name, a function, or the import path of one."""
+    if callable(value) or (isinstance(value, str) and (value in names or is_import_path(value))):
+        return
+    raise ValueError(
+        f"{key} = {value!r}: must be one of {', '.join(names)}, or file.py:function or"
+        " module:function"
+    )
 
 
 def _check_numbers(o: Objective) -> None:
@@ -126,7 +150,7 @@ def _check_fields_fit(o: Objective) -> None:
             f"loss_scale_factor = {o.loss_scale_factor!r} has no effect with loss_agg_mode ="
             f" {o.loss_agg_mode!r}: remove it, or use 'seq-mean-token-sum-norm'"
         )
-    needed, others = SURROGATE_FIELDS[o.surrogate] if o.has_ratio else ((), ())
+    needed, others = _surrogate_fields(o)
     for key in needed:
         if getattr(o, key) is None:
             raise ValueError(f"{key} = None with surrogate = {o.surrogate!r}: set it")
@@ -158,6 +182,13 @@ def _check_fields_fit(o: Objective) -> None:
         )
 
 
+def _surrogate_fields(o: Objective) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The fields that the surrogate needs, and those that it may read; one of the user's any."""
+    if not o.has_ratio:
+        return (), ()
+    return ((), _OF_SURROGATES) if o.has_own_surrogate else SURROGATE_FIELDS[o.surrogate]
+
+
 def _check_level(o: Objective) -> None:
     """The surrogate exists at this ratio level."""
     if o.importance_sampling_level == "geometric_mean" and (
@@ -177,12 +208,10 @@ def _check_level(o: Objective) -> None:
 
 def _check_estimator(o: Objective) -> None:
     """The fields of the advantages have an effect."""
-    unused = (
-        (("gamma", 1), ("lam", 1))
-        if o.advantage_estimator == "group"
-        else (("advantage_baseline", "mean"),)
-    )
-    for key, default in unused:
+    if o.has_own_advantages:
+        return  # it may read them all
+    unused = {"group": (("gamma", 1), ("lam", 1)), "gae": (("advantage_baseline", "mean"),)}
+    for key, default in unused[o.advantage_estimator]:
         if getattr(o, key) != default:
             raise ValueError(
                 f"{key} = {getattr(o, key)!r} has no effect with advantage_estimator ="

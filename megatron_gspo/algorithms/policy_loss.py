@@ -15,6 +15,7 @@ from .objective import Objective
 from .ratio_levels import RATIO_LEVELS
 from .regularizers import regularizers
 from .segments import Segments, SumOverContext
+from .token_terms import Tokens
 
 
 @dataclass(frozen=True)
@@ -90,34 +91,55 @@ def policy_loss(
     segments = Segments(loss_mask.bool(), segment_ids, num_segments, extras.sum_over_context)
     dtype = log_probs.dtype
 
-    base = (
-        log_probs
-        if old_log_probs is None or not objective.has_ratio
-        else log_probs - old_log_probs.detach()
-    )
-    log_ratio = segments.trained(base, dtype)
-    advantages = torch.ones_like(log_probs) if advantages is None else advantages.detach()
-    advantages = segments.trained(advantages, dtype)
-    scores = [segments.trained(value, dtype) for value in _scores(objective, log_probs, extras)]
-    surrogate_of = RATIO_LEVELS[objective.importance_sampling_level]
-    surrogate, lengths, stats = surrogate_of(objective, log_ratio, advantages, segments, *scores)
+    tokens = _tokens(objective, log_probs, old_log_probs, advantages, extras, segments)
+    level = RATIO_LEVELS[objective.importance_sampling_level]
+    surrogate, lengths, stats = level(objective, tokens)
     weights = token_weights(objective, segment_ids, lengths, num_sequences, num_tokens, dtype)
     loss = -weighted_sum(surrogate, weights.objective)
     metrics = {"loss/policy": loss.detach(), **ratio_metrics(objective, stats, weights)}
     for term, found in regularizers(
-        objective, log_probs, log_ratio, extras.ref_log_probs, extras.entropy, segments, weights
+        objective,
+        log_probs,
+        tokens.log_ratio,
+        extras.ref_log_probs,
+        extras.entropy,
+        segments,
+        weights,
     ):
         loss = loss if term is None else loss + term
         metrics |= found
     return loss, metrics
 
 
-def _scores(objective: Objective, log_probs: Tensor, extras: LossExtras) -> list[Tensor]:
-    """The log-probs that the surrogate reads beside the ratio."""
-    scores = [log_probs] if objective.weighs_log_probs else []
-    if objective.needs_rollout_log_probs and extras.rollout_log_probs is not None:
-        scores.append(extras.rollout_log_probs.detach())
-    return scores
+def _tokens(
+    objective: Objective,
+    log_probs: Tensor,
+    old_log_probs: Tensor | None,
+    advantages: Tensor | None,
+    extras: LossExtras,
+    segments: Segments,
+) -> Tokens:
+    """The inputs at trained positions, 0 elsewhere."""
+    dtype = log_probs.dtype
+    current = segments.trained(log_probs, dtype)
+    old = torch.zeros_like(log_probs)
+    log_ratio = current
+    if objective.has_ratio and old_log_probs is not None:
+        old = segments.trained(old_log_probs.detach(), dtype)
+        log_ratio = segments.trained(log_probs - old_log_probs.detach(), dtype)
+    if advantages is None:
+        advantages = torch.ones_like(log_probs)
+    rollout_log_probs = None
+    if objective.reads_rollout_log_probs and extras.rollout_log_probs is not None:
+        rollout_log_probs = segments.trained(extras.rollout_log_probs.detach(), dtype)
+    return Tokens(
+        log_probs=current,
+        old_log_probs=old,
+        rollout_log_probs=rollout_log_probs,
+        log_ratio=log_ratio,
+        advantages=segments.trained(advantages.detach(), dtype),
+        segments=segments,
+    )
 
 
 def _count_segments(segment_ids: Tensor) -> int:

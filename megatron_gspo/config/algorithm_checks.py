@@ -47,7 +47,7 @@ def check_algorithm(algorithm: AlgorithmConfig, rollout: RolloutConfig, model: M
             "sft has one response per prompt",
             "set it to 1",
         )
-    if not algorithm.is_supervised and not algorithm.needs_critic and samples < 2:
+    if not algorithm.is_supervised and algorithm.advantage_estimator == "group" and samples < 2:
         problem = "group advantages compare at least two responses"
         raise ConfigError(
             "rollout.n_samples_per_prompt", samples, problem, "set it to 2 or more, 8 is usual"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -9,6 +10,8 @@ from annotated_types import Ge, Gt, Le
 
 from megatron_gspo.algorithms.objective import Objective
 from megatron_gspo.algorithms.presets import CORRECTIONS, PRESETS
+from megatron_gspo.config.config_error import ConfigError
+from megatron_gspo.config.paths import UserPath
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,23 +26,12 @@ class AlgorithmConfig(Objective):
         *PRESETS.values(), *CORRECTIONS.values(), ["loss_scale_factor"]
     )
 
-    name: Literal[
-        "gspo",
-        "gspo_token",
-        "grpo",
-        "dr_grpo",
-        "dapo",
-        "gmpo",
-        "luspo",
-        "cispo",
-        "sapo",
-        "dppo_tv",
-        "dppo_kl",
-        "minirl",
-        "ppo",
-        "sft",
-    ] = "gspo"
-    """Algorithm whose preset sets the defaults of this section. A null keeps the preset's value."""
+    name: str = "gspo"
+    """Algorithm whose preset sets the defaults of this section (docs/algorithms.md); a null keeps
+    the preset's value. Any other name is an objective of your own, with
+    `importance_sampling_level` and `loss_agg_mode`."""
+    surrogate: UserPath = "clip"
+    advantage_estimator: UserPath = "group"
     kl_reward_coef: Annotated[float, Ge(0)] = 0.0
     """Weight of the KL to the reference policy (the initial weights) in the reward."""
     old_log_probs: Literal["recompute", "rollout"] = "recompute"
@@ -128,8 +120,9 @@ def with_preset(given: dict[str, Any], *, max_response_length: int | None) -> di
     """
     known = {field.name for field in fields(AlgorithmConfig)}
     name = given.get("name") or "gspo"
-    # Validation refuses other names.
-    preset = PRESETS[name if isinstance(name, str) and name in PRESETS else "gspo"]
+    preset = PRESETS.get(name, {}) if isinstance(name, str) else PRESETS["gspo"]
+    if not preset:
+        _check_own_name(name, given)
     chosen = {key: value for key, value in given.items() if value is not None or key not in known}
     correction = given.get("rollout_correction_preset")
     corrected = CORRECTIONS.get(correction, {}) if isinstance(correction, str) else {}  # as above
@@ -140,3 +133,18 @@ def with_preset(given: dict[str, Any], *, max_response_length: int | None) -> di
     ):
         filled["loss_scale_factor"] = max_response_length
     return filled
+
+
+def _check_own_name(name: str, given: dict[str, Any]) -> None:
+    """An objective of one's own says what it is; a name without that is a misspelt preset."""
+    if given.get("importance_sampling_level") and given.get("loss_agg_mode"):
+        return
+    close = difflib.get_close_matches(name, PRESETS, n=1)
+    hint = f", perhaps {close[0]}" if close else ""
+    raise ConfigError(
+        "algorithm.name",
+        name,
+        "is no preset",
+        f"set one of {', '.join(PRESETS)}{hint}, or algorithm.importance_sampling_level and"
+        " algorithm.loss_agg_mode of an objective of your own",
+    )

@@ -115,6 +115,13 @@ def check_environment(rollout: RolloutConfig, algorithm: AlgorithmConfig, data: 
                 problem,
                 f"set it to {off:g}, or remove rollout.environment",
             )
+    if algorithm.turn_discount is not None and algorithm.has_own_advantages:
+        raise ConfigError(
+            "algorithm.turn_discount",
+            algorithm.turn_discount,
+            "your own algorithm.advantage_estimator gives one advantage per response",
+            "remove it, or set algorithm.advantage_estimator: group",
+        )
     if algorithm.turn_discount is not None and algorithm.importance_sampling_level == "sequence":
         problem = f"{algorithm.name} has one ratio and one advantage per response"
         fix = "set algorithm.name: gspo_token, or this to null"

@@ -12,6 +12,8 @@ from typing import Annotated, Any, ClassVar
 import yaml
 from annotated_types import Ge
 
+from megatron_gspo.algorithms.advantage_estimators import check_advantages
+from megatron_gspo.algorithms.surrogate import check_surrogate
 from megatron_gspo.config.algorithm_checks import (
     check_algorithm,
     check_rollout_correction,
@@ -87,6 +89,8 @@ class Config:
     """Options of Megatron-Core's config classes, e.g. {moe_permute_fusion: true}; see
     docs/scaling.md.
     """
+    callbacks: tuple[UserPath, ...] = ()
+    """Import paths of callbacks (docs/extending.md)."""
     model: ModelConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig.preset)
@@ -123,6 +127,8 @@ class Config:
         Raises ConfigError.
         """
         self.check_sizes(world_size)
+        check_surrogate(self.algorithm)
+        check_advantages(self.algorithm)
         check_run_dir(self.run_dir, self.checkpoint.resume)
         check_server_files(self.servers)
         check_environment_file(self.rollout)

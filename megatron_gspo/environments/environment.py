@@ -15,8 +15,8 @@ import numpy as np
 
 from megatron_gspo.data.sample import Prompt
 from megatron_gspo.errors import InputError
-from megatron_gspo.rewards.user_modules import load_function
 from megatron_gspo.rewards.worker import Reply, describe
+from megatron_gspo.user_code import load_function
 
 _MAX_LIVE = 1024  # environments kept by a process; the least recently used is dropped first
 _MAX_REWARD = float(np.finfo(np.float32).max)

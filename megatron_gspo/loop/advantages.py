@@ -9,9 +9,14 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from megatron_gspo.algorithms import group_advantages, overlong_penalty, turn_advantages
+from megatron_gspo.algorithms import (
+    ResponseTerms,
+    overlong_penalty,
+    response_advantages,
+    turn_advantages,
+)
 from megatron_gspo.config import AlgorithmConfig
-from megatron_gspo.data.sample import Sample
+from megatron_gspo.data.sample import FINISH_REASONS, Sample
 from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.data.turn_spans import spans
 from megatron_gspo.loop.gae import token_kl, with_gae
@@ -38,14 +43,16 @@ def with_advantages(
         shaped -= algorithm.kl_reward_coef * batch.shared(kl)
     if algorithm.turn_discount is not None:
         return with_turn_advantages(batch, shaped, algorithm)
-    counted = torch.from_numpy(counts_in_group(batch.table))
-    values = torch.zeros(len(batch))
-    values[counted] = group_advantages(
-        torch.from_numpy(shaped)[counted],
-        torch.from_numpy(np.array(batch.table["prompt_index"]))[counted],
-        std=algorithm.advantage_std,
-        baseline=algorithm.advantage_baseline,
+    counted = counts_in_group(batch.table)
+    table = batch.table[counted]
+    terms = ResponseTerms(
+        rewards=torch.from_numpy(shaped[counted]),
+        group_ids=torch.from_numpy(table["prompt_index"].astype(np.int64)),
+        lengths=torch.from_numpy(table["response_length"].astype(np.int64)),
+        truncated=torch.from_numpy(table["finish"] == FINISH_REASONS.index("length")),
     )
+    values = torch.zeros(len(batch))
+    values[torch.from_numpy(counted)] = response_advantages(algorithm, terms)
     numbers = values.tolist()
     return batch.map(lambda i, sample: _with_value(sample, numbers[i]))
 

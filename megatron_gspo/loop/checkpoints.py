@@ -7,7 +7,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ class LoopState:
     accuracy_before: float | None = None
     accuracy_after: float | None = None
     noise_strength: float | None = None  # found for router_noise.target_flip_rate
-    low_steps: int = 0  # in a row, with a metric that `guard` counts
+    callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)  # `state` by name
 
     @property
     def data_cursor(self) -> DataCursor:
@@ -83,7 +83,7 @@ def resume(policy: Policy, config: Config) -> tuple[LoopState, Path | None]:
     )
     if found is None:
         return LoopState(), None
-    state = LoopState(**load_checkpoint(policy, found))
+    state = LoopState(**_with_callbacks(load_checkpoint(policy, found)))
     if dist.get_rank() == 0:
         print(printable(f"resumed from {found}: step {state.step}"), file=sys.stderr)
     return state, found
@@ -214,10 +214,18 @@ def _choose(config: Config) -> Path | None:
 
 def _check_state(path: Path, state: dict[str, Any]) -> None:
     known = {field.name for field in fields(LoopState)}
-    wrong = sorted(known ^ set(state))
+    wrong = sorted(known ^ _with_callbacks(state).keys())
     if wrong:
         what = "lacks" if wrong[0] in known else "has the unknown key"
         raise CheckpointError(
             f"{path}/state.json {what} {wrong[0]}: it is of another version of this program; "
             "continue with that version or start again in another run_dir"
         )
+
+
+def _with_callbacks(saved: dict[str, Any]) -> dict[str, Any]:
+    """The state of a checkpoint, also of one that was saved before the guard was a callback."""
+    if "low_steps" not in saved:
+        return saved
+    state = {name: value for name, value in saved.items() if name != "low_steps"}
+    return {**state, "callbacks": {"guard": {"low_steps": saved["low_steps"]}}}

@@ -7,15 +7,53 @@ They were chosen among other metrics on recorded runs; see docs/collapse.md.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
+from megatron_gspo.config import Config
 from megatron_gspo.config.training_sections import GuardConfig
-from megatron_gspo.errors import RunError
+from megatron_gspo.loop.callbacks import AfterStep, Callback
 
 SAMPLE_SIZE, MISMATCH = "effective_sample_size", "mismatch/k3"
 
 
-class CollapseError(RunError):
-    """The guard ended the run, after a checkpoint."""
+class CollapseGuard(Callback):
+    """Counts the steps in a row with a metric beyond its threshold, and raises the alarm.
+
+    guard: with its thresholds resolved (`GuardConfig.for_algorithm`).
+    """
+
+    def __init__(self, guard: GuardConfig) -> None:
+        self._guard = guard
+        self._low_steps = 0
+
+    def after_step(self, step: int, metrics: Mapping[str, float]) -> AfterStep:
+        """The alarm of the step, and whether it stops the run."""
+        self._low_steps = count_low_steps(self._guard, metrics, self._low_steps)
+        alarm = guard_metrics(self._guard, metrics, self._low_steps)
+        if alarm.get("guard/alarm") != 1.0:
+            return AfterStep(alarm)
+        text = alarm_text(self._guard, step, metrics)
+        return AfterStep(
+            alarm,
+            warning=text,
+            stop=text if self._guard.action == "stop" else "",
+            resume_hint=", with guard.action: warn to go on without a change",
+        )
+
+    def state(self) -> dict[str, Any]:
+        """The steps in a row so far."""
+        return {"low_steps": self._low_steps}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on counting."""
+        self._low_steps = state["low_steps"]
+
+
+def collapse_guard(config: Config) -> dict[str, CollapseGuard]:
+    """The guard by its name, if it is on."""
+    if config.guard.action == "off":
+        return {}
+    return {"guard": CollapseGuard(config.guard.for_algorithm(config.algorithm))}
 
 
 def count_low_steps(guard: GuardConfig, metrics: Mapping[str, float], before: int) -> int:

@@ -20,7 +20,6 @@ from megatron_gspo.config.rollout_sections import noise_in_words
 from megatron_gspo.data.sample import Prompt
 from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.errors import writing
-from megatron_gspo.loop.collapse_guard import alarm_text
 from megatron_gspo.loop.earlier_run import WEIGHTS, weights_digest
 from megatron_gspo.loop.generation import DataCursor
 from megatron_gspo.loop.optimizer_steps import Update, writes_ratios
@@ -160,19 +159,16 @@ class MetricsLogger:
             self._trackers.log(step, values)
             self._progress.update(step, values)
             if values.get("groups/zero_variance") == 1.0:
-                self._warn_once(
+                self.warn_once(
                     "equal",
                     f"step {step}: the rewards of every group are all equal, so no advantage"
                     " differs from 0; look at samples/ and the verifier",
                 )
-            if values.get("guard/alarm") == 1.0:
-                guard = self._config.guard.for_algorithm(self._config.algorithm)
-                self._warn_once("collapse", alarm_text(guard, step, values))
             if values.get("updates") == 0 and "critic/loss" not in values:  # nor the value model
                 line = (
                     f"step {step}: every response is masked, so nothing was updated; see masked/*"
                 )
-                self._warn_once("masked", line)
+                self.warn_once("masked", line)
 
     def note_dropped_prompts(self, count: int) -> None:
         """Print how many prompts were too long, if any."""
@@ -190,8 +186,9 @@ class MetricsLogger:
             for line in make_lines():
                 self._progress.say(line)
 
-    def _warn_once(self, about: str, line: str) -> None:
-        if about not in self._warned:
+    def warn_once(self, about: str, line: str) -> None:
+        """Print a line, the first time that there is one about this."""
+        if self._active and about not in self._warned:
             self._warned.add(about)
             self._progress.say(line)
 
@@ -243,7 +240,7 @@ class MetricsLogger:
         parts = [json.loads(part.tobytes()) for part in gathered]
         if failed := sum(count for _, count, _ in parts):
             reason = next(first[0] for _, _, first in parts if first)
-            self._warn_once(
+            self.warn_once(
                 "unscored",
                 f"step {step}: {failed} of {len(batch)} responses could not be scored ({reason}); "
                 "see verifier/* and data.verifier_failure_reward",

@@ -59,7 +59,8 @@ class Rewards(Protocol):
 @dataclass(frozen=True)
 class VerifierRewards:
     """Rewards of a verifier. Each rank scores the responses that it holds; texts move from ranks
-    with more than their part to ranks with less."""
+    with more than their part to ranks with less, or all to rank 0 for a verifier that takes a
+    batch."""
 
     scorer: RewardScorer
     name: str
@@ -76,6 +77,8 @@ class VerifierRewards:
         with timers("verify"):
             holders, group = batch.table["holder"], batch.group
             scorers = balanced_scorers(holders, group_size(group))
+            if self.scorer.takes_batch:
+                scorers = np.zeros_like(holders)
             texts = _sent(
                 {i: sample.text for i, sample in batch.held.items()}, holders, scorers, group
             )

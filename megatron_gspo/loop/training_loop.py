@@ -14,13 +14,9 @@ from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.errors import EngineError
 from megatron_gspo.launch_environment import world_size
 from megatron_gspo.loop.advantages import with_advantages
+from megatron_gspo.loop.callbacks import Callbacks, StoppedRun, load_callbacks
 from megatron_gspo.loop.checkpoints import CheckpointManager, LoopState, resume
-from megatron_gspo.loop.collapse_guard import (
-    CollapseError,
-    alarm_text,
-    count_low_steps,
-    guard_metrics,
-)
+from megatron_gspo.loop.collapse_guard import collapse_guard
 from megatron_gspo.loop.critic import run_critic_steps, with_values
 from megatron_gspo.loop.engines import perturb_rollout, unperturbed_rollout
 from megatron_gspo.loop.evaluation import evaluate, is_evaluation_due
@@ -53,7 +49,7 @@ def train(config: Config, *, engine: RolloutEngine | None = None) -> LoopState:
     """The whole run: see `megatron_gspo.train.train`."""
     keep_distributed = dist.is_initialized()
     config.check(world_size())
-    guard = config.guard.for_algorithm(config.algorithm)
+    callbacks = load_callbacks(config, collapse_guard(config))
     with ExitStack() as stack:
         stop_requested = stack.enter_context(stop_on_signal())
         run = build_components(config, engine=engine)
@@ -71,28 +67,34 @@ def train(config: Config, *, engine: RolloutEngine | None = None) -> LoopState:
         )
         timers, started = Timers(), time.monotonic() - state.wall_seconds
         state = _prepare_start(run, state, logger, timers)
+        callbacks.start(run, state)
         while state.step < config.training.steps:
-            trained = train_step(run, state, checkpoints, timers)
+            trained = train_step(run, state, checkpoints, timers, callbacks)
             state = state.after_step(trained.cursor, len(trained.batch), trained.tokens)
             metrics, failure = _prepare_next(run, state.step, timers)
             accuracy = metrics.get("eval/accuracy", state.accuracy_after)
-            low_steps = count_low_steps(guard, trained.metrics, state.low_steps)
+            metrics |= trained.metrics
+            asked = callbacks.after_step(state.step, metrics)
             state = replace(
                 state,
                 wall_seconds=time.monotonic() - started,
                 accuracy_after=accuracy,
-                low_steps=low_steps,
+                callbacks=callbacks.state(),
             )
-            metrics |= trained.metrics | guard_metrics(guard, trained.metrics, low_steps)
+            for after in asked.values():
+                metrics |= after.metrics
             logger.log(state.step, metrics | throughput(trained.tokens, timers.take(), metrics))
+            for name, after in asked.items():
+                if after.warning:
+                    logger.warn_once(name, after.warning)
             logger.write_step(
                 state.step, trained.batch, trained.routing, trained.update, trained.cursor
             )
             with checkpoints.saved_on_engine_failure(state):
                 if failure is not None:  # raised after the step is logged
                     raise failure
-            collapses = guard.action == "stop" and metrics.get("guard/alarm") == 1.0
-            stops = stop_requested() or collapses
+            stopping = next((after for after in asked.values() if after.stop), None)
+            stops = stop_requested() or stopping is not None
             if stops or checkpoints.is_due(state.step, config.training.steps):
                 # Logged with the next step: a step is logged before it is saved.
                 with timers("checkpoint"):
@@ -100,15 +102,13 @@ def train(config: Config, *, engine: RolloutEngine | None = None) -> LoopState:
             if stops and state.step < config.training.steps:
                 checkpoints.finish()
                 resumes = f"start again to resume from {checkpoints.current}"
-                if collapses:
-                    alarm = alarm_text(guard, state.step, metrics)
-                    raise CollapseError(
-                        f"{alarm}; {resumes}, with guard.action: warn to go on without a change"
-                    )
+                if stopping is not None:
+                    raise StoppedRun(f"{stopping.stop}; {resumes}{stopping.resume_hint}")
                 logger.say(f"stopped by SIGUSR1 after step {state.step}; {resumes}")
                 return state
         checkpoints.finish()
         state = replace(state, wall_seconds=time.monotonic() - started)
+        callbacks.end(state)
         exported = (
             export(run.policy, Path(config.run_dir) / "hf") if config.checkpoint.export_hf else None
         )
@@ -140,7 +140,11 @@ class TrainedStep:
 
 
 def train_step(
-    run: Components, state: LoopState, checkpoints: CheckpointManager, timers: Timers
+    run: Components,
+    state: LoopState,
+    checkpoints: CheckpointManager,
+    timers: Timers,
+    callbacks: Callbacks | None = None,
 ) -> TrainedStep:
     """One rollout batch: groups with rewards, log-probs, advantages, optimizer steps."""
     config, step = run.config, state.step
@@ -156,6 +160,7 @@ def train_step(
             checkpoints.current, lambda: generator.draw(step, state.data_cursor, timers)
         )
         cursor = generator.prepare_for_training(step, rollout.cursor)
+    callback_metrics = callbacks.after_rollout(step, rollout.batch) if callbacks else {}
     seed_generators(config.seed, step, UPDATE)
     groups = run.policy.groups
     rules = packing_rules(config.training, run.policy.config, groups)
@@ -181,7 +186,7 @@ def train_step(
     batch, correction_metrics = correct_mismatch(batch, config.algorithm)
     metrics = rollout.metrics | score_metrics | mask_metrics | correction_metrics
     metrics |= sample_metrics(batch, version=step, supervised=config.algorithm.is_supervised)
-    metrics |= noise_metrics(config.router_noise, state.noise_strength)
+    metrics |= noise_metrics(config.router_noise, state.noise_strength) | callback_metrics
     checkpoints.poll(timers)  # most of a step's time has passed
     checkpoints.weights_change()
     update = Update({"updates": 0.0, "updates/skipped": 0.0})

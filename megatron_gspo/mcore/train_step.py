@@ -184,7 +184,7 @@ def train_mini_batch(
     ``plan``: as in ``compute_log_probs``.
     """
     carried = [name for name in POLICY_LOSS if name in OPTIONAL_FIELDS and _all_have(name, batch)]
-    if not objective.needs_rollout_log_probs and "rollout_log_probs" in carried:
+    if not objective.reads_rollout_log_probs and "rollout_log_probs" in carried:
         carried.remove("rollout_log_probs")
     batches = pack_mini_batch(policy, batch, training, optional=carried, routing=routing, plan=plan)
     routes = mini_batch_routes(policy, batches, routing)

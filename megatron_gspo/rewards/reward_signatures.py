@@ -3,6 +3,7 @@
 | library | signature | gets |
 | --- | --- | --- |
 | ours | `(response, prompt, **options)` | the response and its `Prompt` |
+| ours, a batch | `(responses, prompts, **options) -> list` | all responses of a batch, their `Prompt`s |
 | verl | `(data_source, solution_str, ground_truth, extra_info, **options)` | the fields of the row |
 | TRL | `(prompts, completions, **columns) -> list` | lists of one element, texts |
 
@@ -23,7 +24,7 @@ RewardFunction = Callable[..., Any]
 Parameters = Mapping[str, inspect.Parameter]
 
 _TAKEN = (
-    "a verifier takes (response, prompt), verl's (data_source, solution_str, ground_truth,"
+    "a verifier takes (response, prompt), (responses, prompts), verl's (data_source, solution_str, ground_truth,"
     " extra_info) or TRL's (prompts, completions, **kwargs)"
 )
 _VERL_ARGUMENTS = {"data_source", "solution_str", "ground_truth", "extra_info"}
@@ -39,7 +40,8 @@ class SignatureError(Exception):
 
 
 def as_verifier(function: RewardFunction, options: Mapping[str, Any]) -> RewardFunction:
-    """The function as `verifier(response, prompt)`. options: keyword arguments of every call.
+    """The function as `verifier(response, prompt)`, or with the attribute `takes_batch` as
+    `verifier(responses, prompts)`. options: keyword arguments of every call.
 
     Raises SignatureError.
     """
@@ -48,6 +50,7 @@ def as_verifier(function: RewardFunction, options: Mapping[str, Any]) -> RewardF
     parameters: Parameters = {}
     with contextlib.suppress(TypeError, ValueError):  # of a function in C
         parameters = inspect.signature(function).parameters
+    takes_batch = list(parameters)[:2] == ["responses", "prompts"]
     if {"solution_str", "ground_truth"} <= parameters.keys():
         call = _from_verl(function, parameters, options)
     elif "completions" in parameters:
@@ -55,10 +58,11 @@ def as_verifier(function: RewardFunction, options: Mapping[str, Any]) -> RewardF
     else:
         call = _from_ours(function, parameters, options)
 
-    def verify(text: str, prompt: Prompt) -> Any:
+    def verify(text: Any, prompt: Any) -> Any:
         reward = call(text, prompt)
         return asyncio.run(_result(reward)) if inspect.isawaitable(reward) else reward
 
+    verify.takes_batch = takes_batch  # type: ignore[attr-defined]
     return verify
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.rewards.named_reward import VERDICTS
 from megatron_gspo.rewards.verifiers import Verifier, load_verifier
-from megatron_gspo.rewards.worker import Reply, run_verifier
+from megatron_gspo.rewards.worker import Reply, run_batch, run_verifier
 from megatron_gspo.rewards.worker_pool import RewardPool, say
 
 _NOTICE_SECONDS = (
@@ -52,7 +52,10 @@ class RewardScorer:
     are killed when a response takes too long, and may crash. timeout=None runs it in this process:
     faster for cheap verifiers; exceptions are counted, but a hang or a crash affects the training
     process. description: what the verifier says of itself in one line, None for nothing.
+    takes_batch: whether it must see all responses of a batch at once.
     """
+
+    takes_batch = False
 
     def __init__(
         self,
@@ -78,9 +81,11 @@ class RewardScorer:
         if timeout is None:
             self._verifier = load_verifier(verifier, options)
             self.description: str | None = getattr(self._verifier, "description", None)
+            self.takes_batch = getattr(self._verifier, "takes_batch", False)
         else:
             self._pool = RewardPool(verifier, options, timeout=timeout, workers=workers)
             self.description = self._pool.description
+            self.takes_batch = self._pool.takes_batch
 
     def score(self, samples: Sequence[Sample], prompts: Iterable[Prompt]) -> Scores:
         """Rewards of the samples; each gets the prompt whose index is its prompt_index. Changes no
@@ -100,11 +105,27 @@ class RewardScorer:
 
     def score_texts(self, requests: Sequence[tuple[str, Prompt]]) -> Scores:
         """Rewards of responses, each with its prompt."""
-        if self._pool is not None:
+        if self.takes_batch:
+            replies = self._run_batch(requests)
+        elif self._pool is not None:
             replies = self._pool.run(requests)
         else:
             replies = self._run_here(requests)
         return self._summarise(replies)
+
+    def _run_batch(self, requests: Sequence[tuple[str, Prompt]]) -> list[Reply]:
+        """Score all in one call; the time limit is that of the call."""
+        texts = [text for text, _ in requests]
+        prompts = [prompt for _, prompt in requests]
+        if not texts:
+            return []
+        if self._pool is None:
+            assert self._verifier is not None
+            return run_batch(self._verifier, texts, prompts)
+        [(status, replies, message)] = self._pool.run([(texts, prompts)])
+        if status != "ok":
+            return [(status, None, message)] * len(texts)
+        return [tuple(reply) for reply in replies]
 
     def _run_here(self, requests: Sequence[tuple[str, Prompt]]) -> list[Reply]:
         """Score in this process.

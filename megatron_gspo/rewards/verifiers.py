@@ -10,13 +10,14 @@ from megatron_gspo.data.sample import Prompt
 from megatron_gspo.errors import InputError
 from megatron_gspo.rewards.answer_extraction import STYLES, equal_answers, extract_answer
 from megatron_gspo.rewards.reward_signatures import SignatureError, as_verifier
-from megatron_gspo.rewards.user_modules import load_function, with_neighbours
+from megatron_gspo.user_code import load_function, with_neighbours
 
 Verifier = Callable[[str, Prompt], float]
 """verifier(response_text, prompt) -> reward, a finite number. It may raise; `RewardScorer` counts
 it.
 
-Its attribute `description`, if it has one, is a line that a run prints at its start."""
+Its attribute `description`, if it has one, is a line that a run prints at its start. One with the
+attribute `takes_batch` takes all responses of a batch, with a prompt for each, and returns a list."""
 
 
 class VerifierError(InputError):
@@ -52,7 +53,10 @@ def load_verifier(name: str, options: dict[str, Any] | None = None) -> Verifier:
         verifier = as_verifier(function, options)
     except SignatureError as error:
         raise VerifierError(f"verifier {name!r}: {error}") from None
+    takes_batch = getattr(verifier, "takes_batch", False)
     verifier = with_neighbours(name, verifier)
+    if takes_batch:
+        verifier.takes_batch = True  # type: ignore[attr-defined]
     description = getattr(function, "description", None)
     if description is not None:
         verifier.description = description  # type: ignore[attr-defined]

@@ -6,7 +6,8 @@ it, again. `worker_keeper` ends it with all processes that it started.
 
 Protocol: the parent sends (verifier name, options), then pickled (text, prompt) pairs; each is
 answered by one JSON object {"status": ..., "value": number or null, "message": text or null}; the
-message of the first reply is what the verifier says of itself, its `description`. "last" is in a
+first reply's message is what the verifier says of itself, its `description`, and its value whether
+it takes a batch: then a request has lists, and the value of its reply is a list of replies. "last" is in a
 reply after which the worker ends. `serve` also runs environments.
 """
 
@@ -19,7 +20,7 @@ import os
 import pickle
 import resource
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 from multiprocessing.connection import Connection
 from typing import Any
@@ -42,31 +43,49 @@ def run_verifier(verifier: Verifier, text: str, prompt: Prompt) -> Reply:
     """Call a verifier: ("ok", reward, its name or None), or ("invalid" or "error", None, why).
     Never raises, but for Ctrl-C."""
     try:
-        value: object = verifier(text, prompt)
-        if isinstance(value, dict) and "score" in value:  # as verl's functions return
-            value = value["score"]
-        name = value.name if isinstance(value, NamedReward) else None
-        if getattr(value, "ndim", None) == 0:  # an array or a tensor of one number
-            value = value.item()  # type: ignore[attr-defined]
-        if isinstance(value, (numbers.Real, Decimal)):
-            reward = float(value)
-            if abs(reward) <= _MAX_REWARD:  # False for NaN
-                return "ok", reward, name
-            return (
-                "invalid",
-                None,
-                f"the verifier returned {reward}; return a finite number (float32)",
-            )
-        fix = (
-            'return a number, or a dictionary with "score"'
-            if isinstance(value, dict)
-            else "return a number"
-        )
-        return "invalid", None, f"the verifier returned {_shown(value)}; {fix}"
+        return _checked(verifier(text, prompt))
     except KeyboardInterrupt:
         raise
     except BaseException as error:
         return "error", None, describe(error)
+
+
+def run_batch(
+    verifier: Callable[..., Any], texts: Sequence[str], prompts: Sequence[Prompt]
+) -> list[Reply]:
+    """Call a verifier that takes a batch: a reply for each response, as of `run_verifier`."""
+    try:
+        values = verifier(texts, prompts)
+        try:
+            count = len(values)
+        except TypeError:
+            shown = _shown(values)
+            return [("invalid", None, f"the verifier returned {shown}; return a list")] * len(texts)
+        if count != len(texts):
+            problem = f"the verifier returned {count} rewards for {len(texts)} responses"
+            return [("invalid", None, f"{problem}; return one for each")] * len(texts)
+        return [_checked(value) for value in values]
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        return [("error", None, describe(error))] * len(texts)
+
+
+def _checked(value: Any) -> Reply:
+    if isinstance(value, dict) and "score" in value:  # as verl's functions return
+        value = value["score"]
+    name = value.name if isinstance(value, NamedReward) else None
+    if getattr(value, "ndim", None) == 0:  # an array or a tensor of one number
+        value = value.item()
+    if isinstance(value, (numbers.Real, Decimal)):
+        reward = float(value)
+        if abs(reward) <= _MAX_REWARD:  # False for NaN
+            return "ok", reward, name
+        return "invalid", None, f"the verifier returned {reward}; return a finite number (float32)"
+    fix = "return a number"
+    if isinstance(value, dict):
+        fix = 'return a number, or a dictionary with "score"'
+    return "invalid", None, f"the verifier returned {_shown(value)}; {fix}"
 
 
 def describe(error: BaseException) -> str:
@@ -90,7 +109,8 @@ def _load(connection: Connection, load: Callable[[str, Any], Any]) -> tuple[Any,
         name, options = pickle.loads(connection.recv_bytes())
         served = load(name, options)
         description = getattr(served, "description", None)
-        return served, ("ok", None, None if description is None else _one_line(str(description)))
+        said = None if description is None else _one_line(str(description))
+        return served, ("ok", getattr(served, "takes_batch", False), said)
     except BaseException as error:
         return None, ("error", None, _one_line(str(error)) or type(error).__name__)
 
@@ -149,7 +169,13 @@ def serve(
 
 def main(arguments: list[str]) -> None:
     """Serve a verifier."""
-    serve(arguments, load_verifier, lambda verifier, request: run_verifier(verifier, *request))
+    serve(arguments, load_verifier, _answer)
+
+
+def _answer(verifier: Verifier, request: tuple[Any, Any]) -> Reply:
+    if getattr(verifier, "takes_batch", False):
+        return "ok", run_batch(verifier, *request), None
+    return run_verifier(verifier, *request)
 
 
 if __name__ == "__main__":

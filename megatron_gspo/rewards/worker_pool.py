@@ -38,7 +38,9 @@ class Served:
     module: str = "megatron_gspo.rewards.worker"
     what: str = "verifier"
     refusal: type[InputError] = VerifierError
-    prompt_of: Callable[[Any], Prompt] = lambda request: request[1]
+    prompt_of: Callable[[Any], Prompt] = lambda request: (
+        request[1][0] if isinstance(request[1], list) else request[1]
+    )
 
 
 _NOTICE_SECONDS = (
@@ -111,7 +113,7 @@ class RewardPool:
     A worker that exceeds the time limit is killed with all processes that it started, and replaced;
     so is one that dies. If replacements can't start, the remaining requests are errors: `run` never
     raises for what a verifier does. description: what the verifier says of itself in one line, None
-    for nothing.
+    for nothing. takes_batch: whether a request has lists of responses and prompts.
     """
 
     def __init__(
@@ -139,6 +141,7 @@ class RewardPool:
         self._timeout = timeout
         self._start_timeout = start_timeout
         self.description: str | None = None
+        self.takes_batch = False
         self._name = f"{self._served.what} {verifier!r}"
         self._output = _Output(self._served.what)
         self._workers: list[_Worker] = []
@@ -296,6 +299,7 @@ class RewardPool:
         elif status == "ok":
             worker.ready, worker.deadline, worker.failed_starts = True, None, 0
             self.description = message
+            self.takes_batch = bool(value)
         else:
             self._fail(worker, replies, (status, None, message), starting)
 

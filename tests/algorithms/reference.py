@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,6 +55,15 @@ def call_policy_loss(objective: Objective, **arguments: Any) -> tuple[Tensor, di
         arguments.setdefault("rollout_log_probs", arguments.get("old_log_probs"))
     extras = LossExtras(**{f.name: arguments.pop(f.name, None) for f in fields(LossExtras)})
     return policy_loss(objective, **arguments, extras=extras)
+
+
+# A surrogate in a user's file. By name and not by a function, so that every process loads it.
+TAPERED = Objective(
+    "tapered",
+    importance_sampling_level="token",
+    loss_agg_mode="token-mean",
+    surrogate=f"{Path(__file__).parents[2]}/examples/own_code/surrogate.py:tapered",
+)
 
 
 @dataclass(frozen=True)
@@ -247,6 +257,9 @@ def _surrogate(
 ) -> Tensor:
     if o.importance_sampling_level == "geometric_mean":
         return ratio * advantage
+    if o.has_own_surrogate:
+        weight = 1.0 if advantage > 0 else min(float(ratio.detach()), 1.0)
+        return weight * advantage * log_prob
     if o.surrogate == "cispo":
         return ratio.detach().clamp(o.min_weight or 0, o.max_weight) * advantage * log_prob
     if o.surrogate == "sapo":
@@ -282,6 +295,8 @@ def _cut(
     """Whether a token is clipped at the lower and at the upper bound."""
     if o.surrogate == "sapo":
         return False, False
+    if o.has_own_surrogate:
+        return False, advantage < 0 and ratio > 1
     if o.surrogate == "cispo":
         return ratio < (o.min_weight or 0), ratio > o.max_weight
     if o.surrogate in ("dppo_tv", "dppo_kl"):

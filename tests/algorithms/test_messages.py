@@ -32,11 +32,12 @@ NAMES = (
     " ppo, sft"
 )
 FIELDS = (
-    "importance_sampling_level, loss_agg_mode, loss_scale_factor, surrogate, epsilon_low,"
-    " epsilon_high, max_weight, min_weight, tau_pos, tau_neg, divergence_threshold, dual_clip,"
+    "importance_sampling_level, loss_agg_mode, loss_scale_factor, surrogate,"
+    " surrogate_options, epsilon_low, epsilon_high, max_weight, min_weight, tau_pos, tau_neg,"
+    " divergence_threshold, dual_clip,"
     " off_policy_mask_threshold, log_ratio_coef, kl_loss_coef, kl_loss_type, unbiased_kl,"
-    " entropy_coef, max_log_ratio, advantage_estimator, gamma, lam, advantage_std,"
-    " advantage_baseline, allow_nonstandard"
+    " entropy_coef, max_log_ratio, advantage_estimator, advantage_options, gamma, lam,"
+    " advantage_std, advantage_baseline, allow_nonstandard"
 )
 
 

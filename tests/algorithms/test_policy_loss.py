@@ -221,7 +221,7 @@ def test_default_counts_by_hand():
         loss_mask=torch.tensor([0, 1, 0]),
         sum_over_context=lambda x: shapes.append(tuple(x.shape)) or x,
     )
-    assert loss.item() == pytest.approx(5 * math.e) and shapes == [(2, 3)]
+    assert loss.item() == pytest.approx(5 * math.e) and shapes == [(3, 3)]
     # exp(d) - 1 - d at d = 1, over one token.
     assert metrics["kl/old_policy"].item() == pytest.approx(math.e - 2)
     nothing = {key: value[:0] for key, value in arguments.items() if torch.is_tensor(value)}
@@ -232,7 +232,7 @@ def test_default_counts_by_hand():
         num_sequences=1,
         sum_over_context=lambda x: shapes.append(tuple(x.shape)) or x,
     )
-    assert shapes == [(2, 3), (2, 0)]
+    assert shapes == [(3, 3), (3, 0)]
 
 
 @pytest.mark.parametrize("name", PRESETS)

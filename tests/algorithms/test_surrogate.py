@@ -2,15 +2,35 @@
 clipped.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
+from torch import Tensor
 
-from megatron_gspo.algorithms import preset
+from megatron_gspo.algorithms import Segments, TokenTerms, preset
 from megatron_gspo.algorithms.surrogate import SURROGATES, clipped_surrogate
 
 cispo_surrogate, sapo_surrogate, dppo_surrogate = (
     SURROGATES[name] for name in ("cispo", "sapo", "dppo_tv")
 )
+
+
+def terms(ratio: Tensor, advantages: Tensor, log_probs: Tensor | None = None) -> TokenTerms:
+    """Tokens of one response with these ratios. log_probs: -1 where they do not matter."""
+    current = -torch.ones_like(ratio) if log_probs is None else log_probs
+    log_ratio = ratio.log()
+    return TokenTerms(
+        log_probs=current,
+        old_log_probs=current - log_ratio,
+        rollout_log_probs=None,
+        log_ratio=log_ratio,
+        ratio=ratio,
+        advantages=advantages,
+        segments=Segments(
+            torch.ones(len(ratio), dtype=torch.bool), torch.zeros(len(ratio), dtype=torch.long), 1
+        ),
+    )
 
 
 def test_clip_at_its_bounds():
@@ -21,7 +41,7 @@ def test_clip_at_its_bounds():
         (-1.0, [0], [], [5]),
         (0.0, [], [], []),
     ):
-        value, clip = clipped_surrogate(objective, ratio, torch.full((6,), advantage))
+        value, clip = clipped_surrogate(objective, terms(ratio, torch.full((6,), advantage)))
         masks = clip.lower, clip.cut & ~clip.lower, clip.dual
         found = [[i for i, cut in enumerate(mask.tolist()) if cut] for mask in masks]
         assert found == [lower, upper, dual]
@@ -39,7 +59,7 @@ def test_value_and_gradient_are_those_of_the_formula(dual_clip):
     ratio = (torch.randn(400, generator=g, dtype=torch.float64) / 2).exp().requires_grad_()
     advantages = torch.randn(400, generator=g, dtype=torch.float64)
     objective = preset("grpo", epsilon_low=0.2, epsilon_high=0.3, dual_clip=dual_clip)
-    value, clip = clipped_surrogate(objective, ratio, advantages)
+    value, clip = clipped_surrogate(objective, terms(ratio, advantages))
     expected = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.3) * advantages)
     if dual_clip is not None:
         expected = torch.where(
@@ -59,7 +79,7 @@ def test_a_weight_on_a_bound_is_not_truncated():
         torch.tensor([0.25, 0.5, 2.0, 4.0, 4.0]),
         torch.tensor([1.0, 1.0, -1.0, -1.0, 0.0]),
     )
-    value, clip = cispo_surrogate(objective, ratio, advantages, ratio.log(), -torch.ones(5))
+    value, clip = cispo_surrogate(objective, terms(ratio, advantages))
     assert clip.lower.tolist() == [True, False, False, False, False]
     assert clip.cut.tolist() == [True, False, False, True, False]  # A = 0: not counted
     assert value.tolist() == [-0.5, -0.5, 2.0, 2.0, 0.0]
@@ -75,16 +95,22 @@ def test_a_probability_on_the_threshold_still_trains(advantage):
         torch.tensor([0.25, 0.75, 0.5, 0.875]).double().log(),
         torch.full((4,), 0.5).double().log(),
     )
-    given = [torch.full((4,), advantage).double(), new - old, new]
-    _, clip = dppo_surrogate(objective, (new - old).exp(), *given)
+    given = replace(
+        terms((new - old).exp(), torch.full((4,), advantage).double(), new),
+        old_log_probs=old,
+        log_ratio=new - old,
+    )
+    _, clip = dppo_surrogate(objective, given)
     assert clip.cut.tolist() == [False, False, False, advantage > 0] and not clip.lower.any()
-    _, clip = dppo_surrogate(preset("dppo_tv", divergence_threshold=0.2), (new - old).exp(), *given)
+    _, clip = dppo_surrogate(preset("dppo_tv", divergence_threshold=0.2), given)
     assert clip.lower.tolist() == [advantage < 0, False, False, False]
     assert clip.cut.tolist() == [advantage < 0, advantage > 0, False, advantage > 0]
 
 
 def test_the_gate_of_sapo_is_of_the_advantages_sign():
     objective, ratio = preset("sapo", tau_pos=1.0, tau_neg=2.0), torch.tensor([1.0, 1.0, 1.0])
-    value, clip = sapo_surrogate(objective, ratio.requires_grad_(), torch.tensor([1.0, -1.0, 0.0]))
+    value, clip = sapo_surrogate(
+        objective, terms(ratio.requires_grad_(), torch.tensor([1.0, -1.0, 0.0]))
+    )
     assert value.tolist() == [2.0, -1.0, 0.0] and clip.dual is None
     assert clip.cut.dtype == clip.lower.dtype == torch.bool and not clip.cut.any()

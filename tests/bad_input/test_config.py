@@ -110,9 +110,20 @@ CASES = (
     ),
     Case(
         "unknown algorithm",
-        "is not allowed; set one of",
+        "is no preset; set one of",
         ("algorithm.name=reinforce",),
-        shows=("gspo_token",),
+        shows=("gspo_token", "an objective of your own"),
+    ),
+    Case(
+        "surrogate file missing",
+        "no such file absent.py; check the path",
+        (
+            "algorithm.name=mine",
+            "algorithm.surrogate=absent.py:loss",
+            "algorithm.importance_sampling_level=token",
+            "algorithm.loss_agg_mode=token-mean",
+        ),
+        shows=("algorithm.surrogate = 'absent.py:loss'",),
     ),
     Case(
         "unknown engine",

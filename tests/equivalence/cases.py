@@ -16,6 +16,7 @@ from megatron_gspo.algorithms import Objective, preset
 from megatron_gspo.config import LoRAConfig
 from megatron_gspo.data.sample import Sample
 from megatron_gspo.routing_replay.router_noise import RouterNoise
+from tests.algorithms.reference import TAPERED
 from tests.equivalence.layouts import DENSE, MOE, Arrangement, turn_of
 from tests.support.configs import adam, micro_batches_of
 
@@ -89,6 +90,7 @@ OTHERS = {
     ),
     "minirl": Scenario(preset("minirl", max_weight=1.2), 0.2, per_token=True),
     "ppo": Scenario(preset("ppo"), 0.2, per_token=True),
+    "a surrogate of one's own": Scenario(TAPERED, 0.2, per_token=True),
 }
 ALL = SCENARIOS | REPLAYED | OTHERS
 # While routes are recorded: each token's choice must not depend on the layout.

@@ -133,8 +133,8 @@ def test_each_warning_is_printed_once(
         made.note_dropped_prompts(0)
         made.note_dropped_prompts(3)
         for step in (1, 2):
-            alarm = {"guard/alarm": 1.0, "effective_sample_size": 0.1}
-            made.log(step, {"groups/zero_variance": 1.0, "updates": 0.0, **alarm})
+            made.log(step, {"groups/zero_variance": 1.0, "updates": 0.0})
+            made.warn_once("guard", f"step {step}: effective_sample_size = 0.1 is below 0.5")
             made.write_step(step, SampleBatch.of(unscored), ROUTING, update_of([]), DataCursor(6))
     text = "".join(capsys.readouterr())
     for line in (

@@ -93,6 +93,33 @@ def test_each_rank_scores_a_share_and_all_get_the_rewards(held, scored, exchange
     }
 
 
+def batch_on_ranks(rank: int, world: int) -> tuple[list, list, dict]:
+    """Five samples on two ranks, scored by their rank among all; the last has no reward."""
+    calls = []
+
+    def verifier(responses, prompts):
+        calls.append(list(responses))
+        assert [int(text) for text in responses] == [prompt.index for prompt in prompts]
+        return [None if text == "4" else float(len(responses) - int(text)) for text in responses]
+
+    scorer = RewardScorer.__new__(RewardScorer)
+    scorer._failure_reward, scorer._pool, scorer._verifier = None, None, verifier
+    scorer.verdicts, scorer.takes_batch = (), True
+    mine = [i for i in range(5) if i % 2 == rank]
+    samples = [make_sample(1, 2, seed=i, text=str(i)) for i in mine]
+    batch = SampleBatch.gathered(samples, mine, dist.group.WORLD)
+    scored, _ = VerifierRewards(scorer, "own")(batch, [make_prompt(i) for i in range(5)], Timers())
+    return scored.table["reward"].tolist(), calls, {i: s.metadata for i, s in scored.held.items()}
+
+
+def test_a_verifier_of_a_batch_gets_all_responses_on_one_rank():
+    first, second = run_distributed(batch_on_ranks, 2)
+    np.testing.assert_equal(first[0], [5.0, 4.0, 3.0, 2.0, np.nan])
+    np.testing.assert_equal(second[0], first[0])
+    assert first[1] == [["0", "1", "2", "3", "4"]] and second[1] == []
+    assert first[2][4][FAILURE].startswith("invalid: the verifier returned") and not second[2][1]
+
+
 @pytest.mark.parametrize(
     ("holders", "scorers"),
     [

@@ -16,8 +16,8 @@ from megatron_gspo.data.prompts import PromptSource
 from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.errors import SharedEngineError
 from megatron_gspo.loop import training_loop
+from megatron_gspo.loop.callbacks import StoppedRun
 from megatron_gspo.loop.checkpoints import LoopState
-from megatron_gspo.loop.collapse_guard import CollapseError
 from megatron_gspo.loop.generation import DataCursor
 from megatron_gspo.loop.setup import Components
 from megatron_gspo.loop.training_loop import TrainedStep, train
@@ -50,6 +50,7 @@ class Logger:
         self.events = events
         self.logged: dict[int, dict[str, float]] = {}
         self.said: list[str] = []
+        self.warned: dict[str, str] = {}
         self.summary: dict[str, Any] | None = None
 
     def __enter__(self) -> Logger:
@@ -69,6 +70,9 @@ class Logger:
         self.said.append(line)
 
     def say_lines(self, make_lines: Callable[[], Sequence[str]]) -> None: ...
+
+    def warn_once(self, about: str, line: str) -> None:
+        self.warned[about] = line
 
     def finish(self, summary: dict[str, Any]) -> None:
         self.events.append("summary")
@@ -166,7 +170,11 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
         for name, part in {
             "build_components": lambda config, engine: parts,
             "resume": lambda *_: (
-                LoopState(step=resumed, noise_strength=strength, low_steps=low_steps),
+                LoopState(
+                    step=resumed,
+                    noise_strength=strength,
+                    callbacks={"guard": {"low_steps": low_steps}},
+                ),
                 None,
             ),
             "MetricsLogger": lambda *_, **__: logger,
@@ -193,7 +201,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
         )
         try:
             return train(config), events, logger
-        except (SharedEngineError, CollapseError) as error:
+        except (SharedEngineError, StoppedRun) as error:
             return error, events, logger
 
     return start
@@ -293,9 +301,11 @@ def test_the_guard_warns_and_only_stops_on_request(run: Callable[..., Any]) -> N
     guard = {"steps": 2}
     state, events, logger = run(steps=3, sample_size=0.25, guard=guard)
     assert [logger.logged[step]["guard/alarm"] for step in (1, 2, 3)] == [0, 1, 1]
-    assert state.low_steps == logger.summary["low_steps"] == 3 and "summary" in events
+    counted = {"guard": {"low_steps": 3}}
+    assert state.callbacks == logger.summary["callbacks"] == counted and "summary" in events
+    assert logger.warned["guard"].startswith("step 3: effective_sample_size = 0.25 is below 0.5")
     error, events, logger = run(steps=3, sample_size=0.25, guard={**guard, "action": "stop"})
-    assert isinstance(error, CollapseError) and events[-4:] == [
+    assert isinstance(error, StoppedRun) and events[-4:] == [
         "log 2",
         "save 2",
         "saved",
@@ -320,7 +330,7 @@ def test_the_guard_warns_and_only_stops_on_request(run: Callable[..., Any]) -> N
 def test_a_resumed_run_counts_the_low_steps_of_before(run: Callable[..., Any]) -> None:
     guard = {"steps": 2, "action": "stop"}
     error, events, _ = run(steps=3, resumed=1, low_steps=1, sample_size=0.25, guard=guard)
-    assert isinstance(error, CollapseError) and events[-3:] == ["save 2", "saved", "closed"]
+    assert isinstance(error, StoppedRun) and events[-3:] == ["save 2", "saved", "closed"]
 
 
 def test_supervised_training_sends_weights_for_evaluation_only(run: Callable[..., Any]) -> None:

@@ -246,8 +246,8 @@ def test_verls_ground_truth_of_a_row_without_an_answer_key(foreign):
             "Judge",
             {},
             (
-                "it is a class and must be a function; a verifier takes (response, prompt), verl's"
-                " (data_source"
+                "it is a class and must be a function; a verifier takes (response, prompt),"
+                " (responses, prompts), verl's (data_source"
             ),
         ),
         (

@@ -22,8 +22,8 @@ CHECKPOINTS = (
     SeededBug(
         name="a resumed run reads its prompts from the beginning",
         file="megatron_gspo/loop/checkpoints.py",
-        before="**load_checkpoint(policy, found)",
-        after="**{**load_checkpoint(policy, found), 'cursor': 0}",
+        before="**_with_callbacks(load_checkpoint(policy, found))",
+        after="**{**_with_callbacks(load_checkpoint(policy, found)), 'cursor': 0}",
         test="tests/train/test_run.py::test_a_resumed_run_ends_the_same",
     ),
     SeededBug(

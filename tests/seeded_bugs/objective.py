@@ -57,36 +57,38 @@ OBJECTIVE = (
     SeededBug(
         name="|y| counts masked and padded positions",
         file="megatron_gspo/algorithms/ratio_levels.py",
-        before="counts, sums = (segments.sums(segments.loss_mask)",
-        after="counts, sums = (segments.sums(torch.ones_like(segments.loss_mask))",
+        before="sums = segments.sums(tokens.log_ratio.detach())",
+        after="sums = segments.sums(tokens.log_ratio.detach())\n"
+        "    counts = segments.sums(torch.ones_like(segments.loss_mask))",
         test="tests/algorithms/test_policy_loss.py::test_value_and_gradient_in_float64",
     ),
     SeededBug(
         name="clipped for either sign of the advantage",
         file="megatron_gspo/algorithms/surrogate.py",
-        before="upper = (advantages > 0) & (ratio > high)",
-        after="upper = ratio > high",
+        before="upper = (terms.advantages > 0) & (terms.ratio > high)",
+        after="upper = terms.ratio > high",
         test="tests/algorithms/test_policy_loss.py::test_value_and_gradient_in_float64",
     ),
     SeededBug(
         name="CISPO's weight has a gradient",
         file="megatron_gspo/algorithms/surrogate.py",
-        before="weight * advantages * log_probs, Clip(lower, lower | upper, None)",
-        after="ratio.clamp(low, high) * advantages * log_probs, Clip(lower, lower | upper, None)",
+        before="weight * terms.advantages * terms.log_probs, Clip(lower, lower | upper)",
+        after="terms.ratio.clamp(low, high) * terms.advantages * terms.log_probs,"
+        " Clip(lower, lower | upper)",
         test="tests/algorithms/test_policy_loss.py::test_value_and_gradient_in_float64",
     ),
     SeededBug(
         name="SAPO's temperatures exchanged",
         file="megatron_gspo/algorithms/surrogate.py",
-        before="masked_fill(advantages > 0, positive)",
-        after="masked_fill(advantages < 0, positive)",
+        before="masked_fill(terms.advantages > 0, positive)",
+        after="masked_fill(terms.advantages < 0, positive)",
         test="tests/algorithms/test_policy_loss.py::test_value_and_gradient_in_float64",
     ),
     SeededBug(
         name="DPPO masks what moved against the advantage",
         file="megatron_gspo/algorithms/surrogate.py",
-        before="beyond & (advantages > 0) & (log_ratio > 0)",
-        after="beyond & (advantages > 0) & (log_ratio < 0)",
+        before="beyond & (terms.advantages > 0) & (terms.log_ratio > 0)",
+        after="beyond & (terms.advantages > 0) & (terms.log_ratio < 0)",
         test="tests/algorithms/test_policy_loss.py::test_value_and_gradient_in_float64",
     ),
     SeededBug(
@@ -99,15 +101,15 @@ OBJECTIVE = (
     SeededBug(
         name="MiniRL weighs by the old policy in place of the rollout engine",
         file="megatron_gspo/algorithms/surrogate.py",
-        before="weight = (log_probs - rollout_log_probs)",
-        after="weight = log_ratio",
+        before="weight = (terms.log_probs - terms.rollout_log_probs)",
+        after="weight = terms.log_ratio",
         test="tests/algorithms/test_worked_cases.py::test_minirl_clips_by_the_old_policy_and_weighs_by_the_rollout_engine",
     ),
     SeededBug(
         name="the off-policy mask also drops good responses",
         file="megatron_gspo/algorithms/ratio_levels.py",
-        before="masked = (advantages < 0) &",
-        after="masked = (advantages != 0) &",
+        before="masked = (tokens.advantages < 0) &",
+        after="masked = (tokens.advantages != 0) &",
         test="tests/algorithms/test_policy_loss.py::test_value_and_gradient_in_float64",
     ),
     SeededBug(

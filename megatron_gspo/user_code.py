@@ -1,4 +1,5 @@
-"""Functions of users' files and modules, with the modules beside them."""
+"""Functions of users' files and modules, with the modules beside them: what a config key with an
+import path names."""
 
 from __future__ import annotations
 
@@ -6,17 +7,59 @@ import contextlib
 import hashlib
 import importlib
 import importlib.util
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron_gspo.errors import InputError, printable
+
+T = TypeVar("T")
 
 _NEIGHBOURS: dict[
     tuple[Path, ...], dict[str, ModuleType]
 ] = {}  # folders -> the modules imported from them, by name
+
+
+class UserCodeError(InputError):
+    """A function of the user's that can't be loaded, or does not do what its key asks for; one line
+    naming key, function and the fix.
+    """
+
+
+def is_import_path(name: str) -> bool:
+    """Whether a name has the form "path/to/file.py:function" or "package.module:function"."""
+    location, _, function = name.rpartition(":")
+    return bool(location) and function.isidentifier()
+
+
+def load_user_function(key: str, name: str) -> Callable[..., Any]:
+    """The function that a config key names, which may import modules of its folder while it runs.
+
+    Raises UserCodeError.
+    """
+    if not is_import_path(name):
+        raise UserCodeError(
+            f"{key} = {name!r}: names no function; write file.py:function or module:function"
+        )
+    return with_neighbours(name, load_function(name, f"{key} =", UserCodeError))
+
+
+def call_for_trial(key: str, name: object, expected: str, call: Callable[[], T]) -> T:
+    """The result of a user's function with small inputs, before a run allocates anything.
+
+    expected: its arguments, for the message. Raises UserCodeError where it raises.
+    """
+    try:
+        return call()
+    except (UserCodeError, KeyboardInterrupt):
+        raise
+    except (Exception, SystemExit) as error:  # a user's function may fail in any way
+        raise UserCodeError(
+            f"{key} = {name!r}: called with {expected}, it raised {_reason(error)}; fix it"
+        ) from error
 
 
 def load_function(name: str, what: str, refusal: type[InputError]) -> Callable[..., Any]:
@@ -71,7 +114,7 @@ def _module_from_file(label: str, location: str, refusal: type[InputError]) -> M
     path = path.resolve()
     digest = hashlib.sha256(str(path).encode()).hexdigest()[:8]
     package = ".".join(path.relative_to(_folders_of(path)[-1]).parent.parts)
-    unique = f"{label.partition(' ')[0]}_{path.stem}_{digest}"
+    unique = f"{re.split(r'[ .]', label)[0]}_{path.stem}_{digest}"
     # So that relative imports find the package.
     unique = f"{package}.{unique}" if package else unique
     spec = importlib.util.spec_from_file_location(unique, path)

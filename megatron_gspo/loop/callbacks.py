@@ -1,0 +1,126 @@
+"""Callbacks: code that watches a run from its start to its end, the user's or the collapse guard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from megatron_gspo.config import Config
+from megatron_gspo.data.sample_batch import SampleBatch
+from megatron_gspo.errors import RunError
+from megatron_gspo.user_code import UserCodeError, call_for_trial, load_user_function
+
+if TYPE_CHECKING:
+    from megatron_gspo.loop.checkpoints import LoopState
+    from megatron_gspo.loop.setup import Components
+
+KEY = "callbacks"
+
+
+class StoppedRun(RunError):
+    """A callback ended the run, after a checkpoint."""
+
+
+@dataclass(frozen=True)
+class AfterStep:
+    """What a callback asks for after a step, the same on every rank.
+
+    metrics: written with the step's. warning: a line, printed the first time that the callback has
+    one. stop: why the run ends with an error, after a checkpoint. resume_hint: what that error adds
+    to how the run is resumed.
+    """
+
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    warning: str = ""
+    stop: str = ""
+    resume_hint: str = ""
+
+
+class Callback:
+    """Base class. Every hook runs on every rank, in the same order, so it may use collectives."""
+
+    def start(self, run: Components, step: int) -> None:
+        """Before the first step of this process. step: of the checkpoint, 0 in a new run."""
+
+    def after_rollout(self, step: int, batch: SampleBatch) -> Mapping[str, float]:
+        """After a rollout batch has its rewards: metrics of the step, the same on every rank.
+
+        batch: `batch.table` has the numbers of all samples, `batch.samples` those of this rank.
+        """
+        return {}
+
+    def after_step(self, step: int, metrics: Mapping[str, float]) -> AfterStep:
+        """After the updates of a step, and the evaluation if one is due. step: from 1."""
+        return AfterStep()
+
+    def end(self, state: LoopState) -> None:
+        """After the last step and its checkpoint. Not called for a run that stops earlier."""
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run needs, as JSON; saved with every checkpoint."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """What `state` returned before the run was resumed; called before `start`."""
+
+
+@dataclass(frozen=True)
+class Callbacks:
+    """The callbacks of a run by name: the import path of the user's."""
+
+    named: Mapping[str, Callback] = field(default_factory=dict)
+
+    def start(self, run: Components, state: LoopState) -> None:
+        """Give each its state, if the run is resumed, and start it."""
+        for name, callback in self.named.items():
+            if name in state.callbacks:
+                callback.load_state(state.callbacks[name])
+            callback.start(run, state.step)
+
+    def after_rollout(self, step: int, batch: SampleBatch) -> dict[str, float]:
+        """The metrics of all."""
+        metrics: dict[str, float] = {}
+        for callback in self.named.values():
+            metrics |= callback.after_rollout(step, batch)
+        return metrics
+
+    def after_step(self, step: int, metrics: Mapping[str, float]) -> dict[str, AfterStep]:
+        """What each asks for, by name."""
+        asked = {name: each.after_step(step, metrics) for name, each in self.named.items()}
+        for name, after in asked.items():
+            if not isinstance(after, AfterStep):
+                raise UserCodeError(
+                    f"{KEY} = {name!r}: after_step returned a {type(after).__name__}; return"
+                    " AfterStep()"
+                )
+        return asked
+
+    def end(self, state: LoopState) -> None:
+        """End each."""
+        for callback in self.named.values():
+            callback.end(state)
+
+    def state(self) -> dict[str, dict[str, Any]]:
+        """Of those that have one."""
+        states = {name: callback.state() for name, callback in self.named.items()}
+        return {name: state for name, state in states.items() if state}
+
+
+def load_callbacks(config: Config, built_in: Mapping[str, Callback]) -> Callbacks:
+    """The built-in callbacks, then those of the key ``callbacks``.
+
+    Raises `UserCodeError` where one can't be loaded or made.
+    """
+    return Callbacks({**built_in, **{path: _load(path) for path in config.callbacks}})
+
+
+def _load(path: str) -> Callback:
+    make: Callable[[], object] = load_user_function(KEY, path)
+    callback = call_for_trial(KEY, path, "no arguments", make)
+    if not isinstance(callback, Callback):
+        raise UserCodeError(
+            f"{KEY} = {path!r}: made a {type(callback).__name__}; name a subclass of"
+            " megatron_gspo.loop.callbacks.Callback, or a function that returns one"
+        )
+    return callback
