@@ -44,7 +44,7 @@ from megatron_gspo.rollout.server_kinds import SERVER_KINDS
 from megatron_gspo.rollout.server_source import ServerSource
 from megatron_gspo.rollout.sft_engine import DemonstrationEngine
 from megatron_gspo.rollout.weight_distribution import WHOLE, Source, WeightDistribution, senders_of
-from megatron_gspo.servers.server_gpus import first_server_gpu
+from megatron_gspo.servers.server_launch import first_server_gpu
 from megatron_gspo.servers.server_processes import LocalServers
 from megatron_gspo.weight_transport.adapter_transport import (
     AdapterFileTransport,
@@ -192,16 +192,13 @@ def _server_source(config: Config, shape: ModelShape, tokenizer: Any) -> ServerS
 def with_update_arguments(config: Config) -> Config:
     """The config with the arguments that servers need for what they get: quantised weights, without
     which they start, or adapters alone."""
-    plan, servers, kind = (
-        config.quantization_plan,
-        config.servers,
-        SERVER_KINDS[config.rollout.engine],
-    )
+    plan, servers = config.quantization_plan, config.servers
+    launch = SERVER_KINDS[config.rollout.engine].launch
     if plan is not None:
-        args = kind.quantized_args(plan.config)
+        args = launch.quantized_args(plan.config)
     elif config.lora.sends_adapters:
         targets = config.lora.targets or linear_names(*family_of(read_config(config.model.path)))
-        args = kind.adapter_args(config.lora.rank, targets, servers.server_args)
+        args = launch.adapter_args(config.lora.rank, targets, servers.server_args)
     else:
         return config
     sections: dict[str, Any] = {
@@ -252,7 +249,7 @@ def _transport(config: Config) -> WeightTransport:
     if dist.get_rank() >= _ranks_of_the_first_node():
         first_node = f"http://{os.environ['MASTER_ADDR']}"  # where servers that the run starts are
         address = local_address(first_node) if config.servers.num_servers else None
-    endpoints = SERVER_KINDS[config.rollout.engine].endpoints
+    endpoints = SERVER_KINDS[config.rollout.engine].api
     if config.lora.sends_adapters:
         facts = AdapterFacts(
             config.lora.rank, config.lora.alpha, config.lora.rslora, config.model.path
@@ -332,26 +329,29 @@ def start_servers(config: Config, *, trainer_gpus: int) -> LocalServers:
 
     Raises the errors of `LocalServers.start`.
     """
-    settings, kind = config.servers, SERVER_KINDS[config.rollout.engine]
+    settings = config.servers
+    launch = SERVER_KINDS[config.rollout.engine].launch
     log_dir = str(Path(config.run_dir) / "servers")
     first_gpu = None
-    if not kind.on_cpu(settings.server_args):
+    if not launch.on_cpu(settings.server_args):
         first_gpu = first_server_gpu(
             settings,
-            kind.gpus_per_server(settings.server_args),
+            launch.gpus_per_server(settings.server_args),
             trainer_gpus=trainer_gpus,
             visible_gpus=torch.cuda.device_count(),
-            option_name=kind.gpu_option,
+            option_name=launch.gpu_option,
         )
-    launch = kind.launch(
-        settings,
-        config.model.path,
-        config.model.dtype,
-        config.routing.needs_rollout_routes,
-        log_dir,
-        first_gpu,
+    servers = LocalServers(
+        launch(
+            settings,
+            model=config.model.path,
+            dtype=config.model.dtype,
+            routed_experts=config.routing.needs_rollout_routes,
+            log_dir=log_dir,
+            first_gpu=first_gpu,
+        ),
+        log=log_servers,
     )
-    servers = LocalServers(launch, log=log_servers)
     log_servers(f"starting {settings.num_servers}; logs are in {log_dir}")
     servers.start()
     return servers

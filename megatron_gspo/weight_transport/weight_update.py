@@ -355,7 +355,7 @@ class ServerUpdate:
                 )
         await endpoints.flush_cache(server, timeout=timeout)
         await endpoints.set_version(server, self._version, timeout=timeout)
-        reported = await endpoints.weight_version(server, timeout=timeout)
+        reported = await endpoints.weight_version(server, timeout=timeout) or ""
         if reported != self._version:
             raise ServerError(
                 f"server {server.url}: weight version {reported[:80]!r} after the update to "

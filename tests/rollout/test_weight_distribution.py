@@ -21,7 +21,6 @@ from megatron_gspo.errors import DiskError
 from megatron_gspo.rollout.server_engine.rollout_client import RolloutClient
 from megatron_gspo.rollout.server_engine.server_engine import ServerEngine
 from megatron_gspo.rollout.sglang.sglang_api import SGLangAPI
-from megatron_gspo.rollout.sglang.sglang_weight_endpoints import SGLangWeightEndpoints
 from megatron_gspo.rollout.weight_distribution import (
     WHOLE,
     WeightDistribution,
@@ -68,7 +67,7 @@ class Rank:
             health_interval=60.0,
             **given,
         )
-        made = make_transport(config, SGLangWeightEndpoints())
+        made = make_transport(config, SGLangAPI())
         self.rank, self.version = dist.get_rank(), 0
         self.engine = None
         sends = any(self.rank in senders_of(source) for source in sources)

@@ -59,7 +59,7 @@ def engine_on(
     config = CONFIGS[kind](
         urls=tuple(urls), weight_transport=weight_transport, **{**given, **settings}
     )
-    transport = make_transport(config, SERVER_KINDS[kind].endpoints, run_dir=folder, source=model)
+    transport = make_transport(config, SERVER_KINDS[kind].api, run_dir=folder, source=model)
     client = RolloutClient(
         config.urls, config, served, tokenizer.decode, api=SERVER_KINDS[kind].api
     )

@@ -29,7 +29,6 @@ from megatron_gspo.rollout.server_engine.server_engine import ServerEngine
 from megatron_gspo.rollout.server_engine.server_pool import ServerState
 from megatron_gspo.rollout.server_source import ServerSource
 from megatron_gspo.rollout.sglang.sglang_api import SGLangAPI
-from megatron_gspo.rollout.sglang.sglang_weight_endpoints import SGLangWeightEndpoints
 from megatron_gspo.weight_transport.weight_update import make_transport
 from tests.support.distributed import run_distributed
 from tests.support.random_samples import all_samples
@@ -66,7 +65,7 @@ class Rank:
                 urls, config, MODEL, str, api=SGLangAPI(), share=share, log=self.lines.append
             )
         if self.rank == 0:
-            transport = make_transport(config, SGLangWeightEndpoints())
+            transport = make_transport(config, SGLangAPI())
             self.engine = ServerEngine(config, self.client, transport, log=self.lines.append)
         self.source = ServerSource(
             self.engine, self.client, clients, config, groups_per_step=2, log=self.lines.append

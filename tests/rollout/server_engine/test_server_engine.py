@@ -15,7 +15,6 @@ from megatron_gspo.rollout.server_engine.rollout_client import RolloutClient
 from megatron_gspo.rollout.server_engine.server_engine import ServerEngine
 from megatron_gspo.rollout.server_engine.server_pool import NoServerError
 from megatron_gspo.rollout.sglang.sglang_api import SGLangAPI
-from megatron_gspo.rollout.sglang.sglang_weight_endpoints import SGLangWeightEndpoints
 from megatron_gspo.weight_transport.weight_update import make_transport
 from tests.servers.web_server import WebServer
 from tests.support.sglang_generator import MODEL, Generator
@@ -44,7 +43,7 @@ def engine_on(
     *urls: str, log: Callable[[str], None], colocated: bool = False, processes=None
 ) -> ServerEngine:
     config = ServerConfig(urls=urls, weight_transport="tensor", colocated=colocated)
-    transport = make_transport(config, SGLangWeightEndpoints())
+    transport = make_transport(config, SGLangAPI())
     client = RolloutClient(urls, config, MODEL, str, api=SGLangAPI(), log=log)
     return ServerEngine(config, client, transport, processes=processes, log=log)
 
