@@ -142,7 +142,7 @@ class Contest:
         return seconds
 
     def ours(self, name: str) -> None:
-        from megatron_gspo.weight_transport.weight_update import update_servers
+        from tests.support.server_engine import update_servers
 
         failures = update_servers(
             self.loop,

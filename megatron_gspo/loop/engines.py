@@ -39,11 +39,10 @@ from megatron_gspo.rollout.in_process_source import InProcessSource
 from megatron_gspo.rollout.response_text import ResponseDecoder
 from megatron_gspo.rollout.server_engine.rollout_client import RolloutClient
 from megatron_gspo.rollout.server_engine.server_api import ServedModel
-from megatron_gspo.rollout.server_engine.server_engine import ServerEngine
 from megatron_gspo.rollout.server_kinds import SERVER_KINDS
 from megatron_gspo.rollout.server_source import ServerSource
 from megatron_gspo.rollout.sft_engine import DemonstrationEngine
-from megatron_gspo.rollout.weight_distribution import WHOLE, Source, WeightDistribution, senders_of
+from megatron_gspo.rollout.weight_sync import WHOLE, Source, WeightSync, senders_of
 from megatron_gspo.servers.server_launch import first_server_gpu
 from megatron_gspo.servers.server_processes import LocalServers
 from megatron_gspo.weight_transport.adapter_transport import (
@@ -53,7 +52,6 @@ from megatron_gspo.weight_transport.adapter_transport import (
 from megatron_gspo.weight_transport.server_endpoints import ADAPTERS
 from megatron_gspo.weight_transport.transport import WeightTransport
 from megatron_gspo.weight_transport.update_group import local_address
-from megatron_gspo.weight_transport.weight_sender import WeightSender
 from megatron_gspo.weight_transport.weight_update import make_transport, weight_directory
 
 
@@ -132,18 +130,20 @@ def _server_source(config: Config, shape: ModelShape, tokenizer: Any) -> ServerS
         return_routes=config.routing.needs_rollout_routes,
         adapters=ADAPTERS if config.lora.sends_adapters else "",
     )
-    started: list[LocalServers] = []
+    started: LocalServers | None = None
 
     def start() -> list[str]:
-        if servers.num_servers:
-            trainer_gpus = (
-                int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if torch.cuda.is_available() else 0
-            )
-            started.append(start_servers(with_update_arguments(config), trainer_gpus=trainer_gpus))
-        return list(started[0].urls if started else servers.urls)
+        nonlocal started
+        if not servers.num_servers:
+            return list(servers.urls)
+        trainer_gpus = (
+            int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if torch.cuda.is_available() else 0
+        )
+        started = start_servers(with_update_arguments(config), trainer_gpus=trainer_gpus)
+        return list(started.urls)
 
     urls = run_on_rank_zero(start)
-    client = engine = sender = None
+    client = transport = None
     try:
         sources = weight_sources(config, urls)
         if rank in clients:
@@ -154,35 +154,26 @@ def _server_source(config: Config, shape: ModelShape, tokenizer: Any) -> ServerS
                 decode,
                 api=SERVER_KINDS[config.rollout.engine].api,
                 share=(clients.index(rank), len(clients)),
+                processes=started,
                 log=log_servers,
             )
-        if rank == 0:
-            assert client is not None, "rank 0 is the first client"
-            engine = ServerEngine(
-                servers,
-                client,
-                _transport(config),
-                log=log_servers,
-                processes=started[0] if started else None,
-            )
-            sender = engine.sender
-        elif any(rank in senders_of(source) for source in sources):
-            sender = WeightSender(servers, _transport(config))
+        if rank == 0 or any(rank in senders_of(source) for source in sources):
+            transport = _transport(config)
+        sync = WeightSync(servers, client, transport, sources, log=log_servers)
     except BaseException:
-        for processes in started:
-            processes.stop()
+        if started is not None:
+            started.stop()
         raise
     source = ServerSource(
-        engine,
         client,
         clients,
+        sync,
         servers,
         groups_per_step=config.rollout.rollout_batch_size,
         log=log_servers,
-        distribution=WeightDistribution(engine, sender, sources),
     )
     try:
-        source.on_rank_zero(lambda engine: engine.check_servers())
+        source.on_rank_zero(lambda client: client.check_servers())
     except BaseException:
         source.close()
         raise

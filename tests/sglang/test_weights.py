@@ -22,9 +22,10 @@ from megatron_gspo.rollout.sglang.sglang_api import SGLangAPI
 from megatron_gspo.servers.http_client import EventLoop, ServerClient, open_session
 from megatron_gspo.servers.server_processes import LocalServers
 from megatron_gspo.weight_transport.transport import WeightTransport
-from megatron_gspo.weight_transport.weight_update import TRANSPORTS, make_transport, update_servers
+from megatron_gspo.weight_transport.weight_update import TRANSPORTS, make_transport
 from tests.sglang.test_servers import MODULE
 from tests.support.real_servers import signal_server
+from tests.support.server_engine import update_servers
 from tests.support.tiny_models import save_tiny_model
 from tests.support.waiting import wait_for
 from tests.support.weight_updates import HarmedWeights, VanishingTransport

@@ -22,7 +22,8 @@ from megatron_gspo.servers.http_client import EventLoop, ServerClient, open_sess
 from megatron_gspo.weight_transport import distributed_transport
 from megatron_gspo.weight_transport.distributed_transport import DistributedTransport
 from megatron_gspo.weight_transport.update_group import UpdateGroup
-from megatron_gspo.weight_transport.weight_update import ServerUpdate, update_servers
+from megatron_gspo.weight_transport.weight_update import ServerUpdate
+from tests.support.server_engine import update_servers
 from tests.support.weight_server import checksum, weight_servers
 
 SIZE = 40_000  # bytes of a tensor, and of a bucket

@@ -21,7 +21,8 @@ from megatron_gspo.servers.http_client import EventLoop, ServerClient, open_sess
 from megatron_gspo.weight_transport.disk_transport import DiskTransport
 from megatron_gspo.weight_transport.server_endpoints import ServerInfo
 from megatron_gspo.weight_transport.transport import WeightTransport
-from megatron_gspo.weight_transport.weight_update import TRANSPORTS, make_transport, update_servers
+from megatron_gspo.weight_transport.weight_update import TRANSPORTS, make_transport
+from tests.support.server_engine import update_servers
 
 INFO = ServerInfo(
     url="http://127.0.0.1:30000",

@@ -5,7 +5,6 @@ With real servers: tests/sglang/.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,11 @@ import torch
 from aiohttp import web
 
 from megatron_gspo.config import SamplingParams
-from megatron_gspo.rollout.server_engine.server_api import RequestContext, ServerAPI
+from megatron_gspo.rollout.server_engine.server_api import RequestContext
 from megatron_gspo.rollout.sglang import sglang_api
 from megatron_gspo.rollout.sglang.sglang_api import SGLangAPI
 from megatron_gspo.servers.http_client import ServerClient, ServerError
 from megatron_gspo.weight_transport.buckets import Entry
-from megatron_gspo.weight_transport.server_endpoints import WeightEndpoints
 from tests.servers.web_server import run_command
 from tests.support.scripted_endpoints import Server
 from tests.support.served_models import served_model
@@ -47,19 +45,6 @@ def context(model: Any = MOE, **changes: Any) -> RequestContext:
     return RequestContext(
         **{**dict(name="sample 0/0", context_length=3, max_new_tokens=7, model=model), **changes}
     )
-
-
-METHODS = [
-    (base, name)
-    for base in (ServerAPI, WeightEndpoints)
-    for name, value in vars(base).items()
-    if callable(value) and not name.startswith("_")
-]
-
-
-@pytest.mark.parametrize(("base", "name"), METHODS)
-def test_it_follows_the_protocol(base, name):
-    assert inspect.signature(getattr(SGLangAPI, name)) == inspect.signature(getattr(base, name))
 
 
 def test_a_sampled_request_names_every_parameter_that_a_server_could_default():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import pytest
 
 from megatron_gspo.config import SamplingParams
-from megatron_gspo.rollout.server_engine.server_api import ServerAPI
 from megatron_gspo.rollout.vllm import vllm_api
 from megatron_gspo.rollout.vllm.vllm_api import EXTENSION, VLLMAPI
 from megatron_gspo.servers.http_client import ServerError
@@ -36,11 +34,6 @@ CONFIG = {
     "speculative_config": None,
     "instance_id": "17",
 }
-
-
-@pytest.mark.parametrize("name", [name for name in vars(ServerAPI) if not name.startswith("_")])
-def test_it_follows_the_protocol(name):
-    assert inspect.signature(getattr(VLLMAPI, name)) == inspect.signature(getattr(ServerAPI, name))
 
 
 def test_a_generation_names_every_parameter_that_a_server_could_default():

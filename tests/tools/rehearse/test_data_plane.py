@@ -34,6 +34,7 @@ from megatron_gspo.rollout.sample_exchange import move_samples, replica_homes, s
 from megatron_gspo.rollout.server_engine.rollout_client import PoolState
 from megatron_gspo.rollout.server_engine.server_pool import ServerState
 from megatron_gspo.rollout.server_source import ServerSource
+from megatron_gspo.rollout.weight_sync import WeightSync
 from megatron_gspo.tools.rehearse.records import Collective
 from tests.support.samples import make_prompt, make_sample
 from tests.support.scripted_engine import ScriptedResponse
@@ -99,7 +100,8 @@ def step(
     dp, tp = (dist.new_group(ranks) for ranks in (clients, [RANK, RANK + 1]))
     servers = ServerConfig(urls=tuple(f"http://node-{i}:1" for i in range(SERVERS)))
     client: Any = Servers(response)
-    source = ServerSource(None, client, clients, servers, groups_per_step=PROMPTS)
+    sync = WeightSync(servers, None, None)
+    source = ServerSource(client, clients, sync, servers, groups_per_step=PROMPTS)
     holder = script.rows["holder"]
     with world.phase("ledger"):
         source.submit(ChosenPrompts.by_index(prompts, range(PROMPTS)), given.rollout, seed=0)
