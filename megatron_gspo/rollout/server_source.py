@@ -73,8 +73,11 @@ class ServerSource:
         """
         self.engine_name = _ENGINE_NAME
         self.groups_per_step = groups_per_step
-        self._client, self._clients, self._sync = client, tuple(clients), sync
-        self._config, self._log = config, log
+        self._client = client
+        self._clients = tuple(clients)
+        self._sync = sync
+        self._config = config
+        self._log = log
         self._training = _Requests(self)
         self._weights: Weights | None = None
         self._version = 0
@@ -108,7 +111,8 @@ class ServerSource:
 
         Retries until a server has the weights, `recovery_timeout` at most.
         """
-        self._weights, self._version = weights, version
+        self._weights = weights
+        self._version = version
         self._send_weights()
 
     def pause(self, *, keep: bool) -> None:
@@ -190,10 +194,10 @@ class ServerSource:
 
         def attempt(client: RolloutClient) -> list[int]:
             try:
-                value, needs_weights = action(_ROUND_SECONDS), False
+                status = [action(_ROUND_SECONDS), False]
             except WeightsNeeded:
-                value, needs_weights = 1, True
-            return [value, needs_weights, *client.reports().ravel().tolist()]
+                status = [1, True]
+            return [*status, *client.reports().ravel().tolist()]
 
         own = self.on_clients(attempt) or [0, 0] + [0] * (2 * self._num_servers)
         value, needs_weights, *reports = max_over_ranks(
@@ -238,7 +242,8 @@ class ServerSource:
 
     def _send_weights(self) -> None:
         assert self._weights is not None, "update_weights comes before collect"
-        deadline, reported = time.monotonic() + self._config.recovery_timeout, ""
+        deadline = time.monotonic() + self._config.recovery_timeout
+        reported = ""
         while True:
             if self.on_rank_zero(lambda _: self._sync.interrupts(self._version)):
                 # All of them, before one aborts at the servers.

@@ -73,8 +73,11 @@ class WeightSync:
         sends (`senders_of`). sources: see `mcore/weight_sources.py`. log: takes lines about the
         servers, on rank 0. A collective of all ranks.
         """
-        self._config, self._client, self._transport = config, client, transport
-        self._sources, self._log = tuple(sources), log
+        self._config = config
+        self._client = client
+        self._transport = transport
+        self._sources = tuple(sources)
+        self._log = log
         self._run_id = secrets.token_hex(4)  # marks this run's weights among those of other runs
         self._relay_groups = relay_groups(self._sources)
         self._attempts = itertools.count()
@@ -92,7 +95,8 @@ class WeightSync:
         servers that lack it are updated, and nothing is interrupted. A server whose update failed
         gets no requests until an update succeeds.
         """
-        self._failure, self._version = None, version
+        self._failure = None
+        self._version = version
         try:
             plan = self._on_rank_zero(self._begin, UpdatePlan)
             turns = (
@@ -134,7 +138,8 @@ class WeightSync:
 
     def _begin(self) -> UpdatePlan:
         """Pause the servers for new weights."""
-        client, wire_version = self._own_client, self._wire_version(self._version)
+        client = self._own_client
+        wire_version = self._wire_version(self._version)
         self._targets = client.begin_update(
             wire_version, self._version, interrupts=self.interrupts(self._version)
         )
@@ -150,7 +155,8 @@ class WeightSync:
 
     def _finish(self) -> None:
         """Serve the new weights. Raises `NoServerError` if no server does."""
-        client, update = self._own_client, self._running_update
+        client = self._own_client
+        update = self._running_update
         update.finish(parts=len(self._sources))
         self._report_proofs(update)
         client.end_update(self._targets, update.failures)
@@ -160,15 +166,16 @@ class WeightSync:
 
     def _abandon(self) -> None:
         """End an update that cannot be completed."""
-        update, self._update = self._update, None
-        if update is not None:
-            update.abandon()
+        if self._update is not None:
+            self._update.abandon()
+            self._update = None
         self._own_client.resume()
 
     def _report_proofs(self, update: ServerUpdate) -> None:
         """Log, once per server, how many parameters its checksums can prove, unless all."""
         for url, parameters in update.cleared.items():
-            proven, total = len(parameters.digests), parameters.total
+            proven = len(parameters.digests)
+            total = parameters.total
             if proven < total and url not in self._told:
                 self._log(
                     f"{url}: its checksums prove {proven} of {total} parameters; the others were"
@@ -197,9 +204,11 @@ class WeightSync:
         def guarded() -> tuple[bool, T | None]:
             try:
                 return True, action()
-            except Exception as error:  # the caller gets any of them, after the other ranks know
-                self._failure = error
+            except BaseException as error:  # an interrupt, too, must let go of the servers
                 self._abandon()
+                if not isinstance(error, Exception):
+                    raise
+                self._failure = error  # any: the other ranks must hear of it
                 return False, None
 
         succeeded, value = run_on_rank_zero(guarded, returns=tuple[bool, returns | None])
@@ -219,7 +228,8 @@ class WeightSync:
         """The sources of a turn send at the same time; rank 0 gets their reports through the
         store of all ranks.
         """
-        attempt, rank = next(self._attempts), dist.get_rank()
+        attempt = next(self._attempts)
+        rank = dist.get_rank()
         senders = [(source, *sender) for source in turn for sender in senders_of(source).items()]
         served = [servers for *_, servers in senders]
         unserved = {info.url for info in infos}.difference(*(servers or () for servers in served))

@@ -40,7 +40,8 @@ from megatron_gspo.servers.server_launch import read_api_key
 from megatron_gspo.servers.server_processes import LocalServers
 
 _MIN_PREFILL_TOKENS = 64  # shorter prompts are not prefilled before the samples of their group
-_BACKOFF_SECONDS, _MAX_BACKOFF_SECONDS = 0.25, 15.0  # before a request is repeated, doubling
+_BACKOFF_SECONDS = 0.25  # before a request is repeated, doubling
+_MAX_BACKOFF_SECONDS = 15.0
 _INTERRUPTED_SECONDS = 0.02  # before a request that was interrupted without a token is repeated
 _ABORT_SECONDS = 30.0  # servers may take to return what they have generated
 _MEMORY_SECONDS = 120.0  # a server may take to release or restore its memory
@@ -106,13 +107,16 @@ class RolloutClient:
         number, count = share
         limit = max(config.max_concurrent_requests // count, 1)
         start = number * len(urls) // count  # clients begin with different servers
-        self.model, self.api = model, api
+        self.model = model
+        self.api = api
         self.current_version = 0
         self.counts: Counter[str] = Counter()
         self.memory_released = False
         self._config = replace(config, max_concurrent_requests=limit)
-        self._decode, self._log = decode, log
-        self._owner, self._processes = number == 0, processes
+        self._decode = decode
+        self._log = log
+        self._owner = number == 0
+        self._processes = processes
         self._interruptions = 0
         self._text_only = replace(model, stop_ids=(), return_routes=False)
         self.loop = EventLoop()
@@ -146,9 +150,12 @@ class RolloutClient:
         failures in a row, or when the requests without a new token took longer than
         `config.resolved_response_timeout` seconds.
         """
-        failures, spent, limit = 0, 0.0, self._config.resolved_response_timeout
+        failures = 0
+        spent = 0.0
+        limit = self._config.resolved_response_timeout
         while not response.finished:
-            num_tokens, interruptions = response.num_tokens, self._interruptions
+            num_tokens = response.num_tokens
+            interruptions = self._interruptions
             try:
                 cost = response.prompt.length + response.max_tokens
                 async with self.pool.acquire(
@@ -173,7 +180,8 @@ class RolloutClient:
             except _StaleResponse as error:
                 self.counts["stale_responses"] += 1
                 fault = error
-            failures, spent = failures + 1, spent + time.monotonic() - began
+            failures += 1
+            spent += time.monotonic() - began
             self.counts["retries"] += 1
             if failures > self._config.retries or spent >= limit:
                 raise EngineError(
@@ -247,7 +255,8 @@ class RolloutClient:
 
         time_left: seconds that its requests may still take.
         """
-        version, training_version = self.pool.version, self.current_version
+        version = self.pool.version
+        training_version = self.current_version
         context = self._context(response, version or "", self.api.gives_log_probs(sampling))
         request_seed = _request_seed(seed, response)
         request = self.api.generate_request(response.tokens, context, sampling, request_seed)
@@ -373,8 +382,9 @@ class RolloutClient:
 
     def take_counts(self) -> list[int]:
         """The number of each of `COUNTS` since the last call."""
-        counts, self.counts = self.counts, Counter()
-        return [counts[name] for name in COUNTS]
+        counts = [self.counts[name] for name in COUNTS]
+        self.counts = Counter()
+        return counts
 
     def check_servers(self) -> None:
         """Before the first update, raise `EngineError` for a server whose responses the run can't
@@ -562,7 +572,8 @@ def server_metrics(counts: Sequence[float], serving: int) -> dict[str, float]:
     docs/metrics.md.
     """
     counted = dict(zip(COUNTS, map(float, counts), strict=True))
-    sent, cached = counted.pop("input_tokens"), counted.pop("cached_tokens")
+    sent = counted.pop("input_tokens")
+    cached = counted.pop("cached_tokens")
     return {f"rollout/{name}": value for name, value in counted.items()} | {
         "rollout/cached_share": cached / sent if sent else 0.0,
         "rollout/servers": float(serving),

@@ -107,8 +107,11 @@ class ServerPool:
         self.servers = [PooledServer(client) for client in clients]
         self.version: str | None = None
         self.paused = False  # no request starts during a weight update
-        self._config, self._api, self._owner, self._log = config, api, owner, log
+        self._config = config
+        self._api = api
+        self._owner = owner
         self._processes = processes
+        self._log = log
         self._checks_running = 0
         self._changed = asyncio.Condition()
 
