@@ -93,7 +93,8 @@ def test_a_fault_that_lasts_ends_with_one_line_that_names_the_request(
     """vLLM's health check is a request for a token, so that the fault befalls it too and the
     server counts as gone.
     """
-    monkeypatch.setattr(engine.client, "_recovery_timeout", 2.0)
+    config = replace(engine.client._config, recovery_timeout=2.0)
+    monkeypatch.setattr(engine.client, "_config", config)
     proxy.add(Fault("half", times=10**6))
     reason = rf"server {proxy.url}{PATH}: the connection broke \(ended within the answer\)"
     with pytest.raises(

@@ -160,7 +160,7 @@ def test_a_server_that_hangs_in_an_update_is_named_and_the_other_served(
     weights.
     """
     lines: list[str] = []
-    monkeypatch.setattr(pair, "_log", lines.append)
+    monkeypatch.setattr(pair.client, "_log", lines.append)
     set_update_timeout(pair, 15.0, monkeypatch)
     model, version = changed_model(vllm_model, 8), 8
     sent = {name: tensor.float() for name, tensor in checkpoint(model).items()}

@@ -120,7 +120,7 @@ def test_what_a_cpu_cannot_prove_is_told_once(
     engine: ServerEngine, vllm_model: str, monkeypatch
 ) -> None:
     lines: list[str] = []
-    monkeypatch.setattr(engine, "_log", lines.append)
+    monkeypatch.setattr(engine.sync, "_log", lines.append)
     engine.sync._told.clear()
     for _ in range(2):
         engine.client.loop.run(
