@@ -113,7 +113,7 @@ class Contest:
         self, url: str, weights: dict[str, torch.Tensor], folder: Path, bucket_bytes: int
     ) -> None:
         from megatron_gspo.config import ServerConfig
-        from megatron_gspo.rollout.sglang.sglang_weight_endpoints import SGLangWeightEndpoints
+        from megatron_gspo.rollout.sglang.sglang_api import SGLangAPI
         from megatron_gspo.servers.http_client import EventLoop, ServerClient, open_session
         from megatron_gspo.weight_transport.weight_update import make_transport
 
@@ -124,9 +124,7 @@ class Contest:
         configs = {
             name: ServerConfig(weight_transport=name, weight_dir=str(folder)) for name in TRANSPORTS
         }
-        self.transports = {
-            name: make_transport(configs[name], SGLangWeightEndpoints()) for name in TRANSPORTS
-        }
+        self.transports = {name: make_transport(configs[name], SGLangAPI()) for name in TRANSPORTS}
         self.memory: dict[str, list[float]] = {name: [] for name in (*TRANSPORTS, PLAIN)}
 
     def close(self) -> None:
@@ -144,7 +142,7 @@ class Contest:
         return seconds
 
     def ours(self, name: str) -> None:
-        from megatron_gspo.weight_transport.weight_update import update_servers
+        from tests.support.server_engine import update_servers
 
         failures = update_servers(
             self.loop,

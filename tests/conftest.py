@@ -80,7 +80,7 @@ PARTS = {
         "tests/rollout/sglang/test_response_parser.py",
         "tests/rollout/test_sample_exchange.py",
         "tests/rollout/test_server_source.py",
-        "tests/rollout/test_weight_distribution.py",
+        "tests/rollout/test_weight_sync.py",
         "tests/servers/test_server_processes.py",
         "tests/tracking/test_trackers.py",
         "tests/weight_transport/test_distributed_transport.py",

@@ -26,8 +26,8 @@ from megatron_gspo.config.load import split_server_arguments
 from megatron_gspo.errors import InputError, UserError, printable
 from megatron_gspo.paths import path_argument, path_text_argument
 from megatron_gspo.rollout.server_kinds import SERVER_KINDS
-from megatron_gspo.servers.package_launch import PackageLaunch
 from megatron_gspo.servers.ports import LOOPBACK
+from megatron_gspo.servers.server_launch import ServerLaunch
 from megatron_gspo.servers.server_processes import LocalServers
 
 _POLL_SECONDS = 1.0
@@ -90,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _launch(options: argparse.Namespace, server_args: Mapping[str, Sequence[str]]) -> PackageLaunch:
+def _launch(options: argparse.Namespace, server_args: Mapping[str, Sequence[str]]) -> ServerLaunch:
     if options.api_key_file:
         _check_key_file(options.api_key_file)
     engine = options.engine

@@ -39,12 +39,11 @@ from megatron_gspo.rollout.in_process_source import InProcessSource
 from megatron_gspo.rollout.response_text import ResponseDecoder
 from megatron_gspo.rollout.server_engine.rollout_client import RolloutClient
 from megatron_gspo.rollout.server_engine.server_api import ServedModel
-from megatron_gspo.rollout.server_engine.server_engine import ServerEngine
 from megatron_gspo.rollout.server_kinds import SERVER_KINDS
 from megatron_gspo.rollout.server_source import ServerSource
 from megatron_gspo.rollout.sft_engine import DemonstrationEngine
-from megatron_gspo.rollout.weight_distribution import WHOLE, Source, WeightDistribution, senders_of
-from megatron_gspo.servers.server_gpus import first_server_gpu
+from megatron_gspo.rollout.weight_sync import WHOLE, Source, WeightSync, senders_of
+from megatron_gspo.servers.server_launch import first_server_gpu
 from megatron_gspo.servers.server_processes import LocalServers
 from megatron_gspo.weight_transport.adapter_transport import (
     AdapterFileTransport,
@@ -53,7 +52,6 @@ from megatron_gspo.weight_transport.adapter_transport import (
 from megatron_gspo.weight_transport.server_endpoints import ADAPTERS
 from megatron_gspo.weight_transport.transport import WeightTransport
 from megatron_gspo.weight_transport.update_group import local_address
-from megatron_gspo.weight_transport.weight_sender import WeightSender
 from megatron_gspo.weight_transport.weight_update import make_transport, weight_directory
 
 
@@ -132,18 +130,20 @@ def _server_source(config: Config, shape: ModelShape, tokenizer: Any) -> ServerS
         return_routes=config.routing.needs_rollout_routes,
         adapters=ADAPTERS if config.lora.sends_adapters else "",
     )
-    started: list[LocalServers] = []
+    started: LocalServers | None = None
 
     def start() -> list[str]:
-        if servers.num_servers:
-            trainer_gpus = (
-                int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if torch.cuda.is_available() else 0
-            )
-            started.append(start_servers(with_update_arguments(config), trainer_gpus=trainer_gpus))
-        return list(started[0].urls if started else servers.urls)
+        nonlocal started
+        if not servers.num_servers:
+            return list(servers.urls)
+        trainer_gpus = (
+            int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if torch.cuda.is_available() else 0
+        )
+        started = start_servers(with_update_arguments(config), trainer_gpus=trainer_gpus)
+        return list(started.urls)
 
     urls = run_on_rank_zero(start)
-    client = engine = sender = None
+    client = transport = None
     try:
         sources = weight_sources(config, urls)
         if rank in clients:
@@ -154,35 +154,26 @@ def _server_source(config: Config, shape: ModelShape, tokenizer: Any) -> ServerS
                 decode,
                 api=SERVER_KINDS[config.rollout.engine].api,
                 share=(clients.index(rank), len(clients)),
+                processes=started,
                 log=log_servers,
             )
-        if rank == 0:
-            assert client is not None, "rank 0 is the first client"
-            engine = ServerEngine(
-                servers,
-                client,
-                _transport(config),
-                log=log_servers,
-                processes=started[0] if started else None,
-            )
-            sender = engine.sender
-        elif any(rank in senders_of(source) for source in sources):
-            sender = WeightSender(servers, _transport(config))
+        if rank == 0 or any(rank in senders_of(source) for source in sources):
+            transport = _transport(config)
+        sync = WeightSync(servers, client, transport, sources, log=log_servers)
     except BaseException:
-        for processes in started:
-            processes.stop()
+        if started is not None:
+            started.stop()
         raise
     source = ServerSource(
-        engine,
         client,
         clients,
+        sync,
         servers,
         groups_per_step=config.rollout.rollout_batch_size,
         log=log_servers,
-        distribution=WeightDistribution(engine, sender, sources),
     )
     try:
-        source.on_rank_zero(lambda engine: engine.check_servers())
+        source.on_rank_zero(lambda client: client.check_servers())
     except BaseException:
         source.close()
         raise
@@ -192,16 +183,13 @@ def _server_source(config: Config, shape: ModelShape, tokenizer: Any) -> ServerS
 def with_update_arguments(config: Config) -> Config:
     """The config with the arguments that servers need for what they get: quantised weights, without
     which they start, or adapters alone."""
-    plan, servers, kind = (
-        config.quantization_plan,
-        config.servers,
-        SERVER_KINDS[config.rollout.engine],
-    )
+    plan, servers = config.quantization_plan, config.servers
+    launch = SERVER_KINDS[config.rollout.engine].launch
     if plan is not None:
-        args = kind.quantized_args(plan.config)
+        args = launch.quantized_args(plan.config)
     elif config.lora.sends_adapters:
         targets = config.lora.targets or linear_names(*family_of(read_config(config.model.path)))
-        args = kind.adapter_args(config.lora.rank, targets, servers.server_args)
+        args = launch.adapter_args(config.lora.rank, targets, servers.server_args)
     else:
         return config
     sections: dict[str, Any] = {
@@ -252,7 +240,7 @@ def _transport(config: Config) -> WeightTransport:
     if dist.get_rank() >= _ranks_of_the_first_node():
         first_node = f"http://{os.environ['MASTER_ADDR']}"  # where servers that the run starts are
         address = local_address(first_node) if config.servers.num_servers else None
-    endpoints = SERVER_KINDS[config.rollout.engine].endpoints
+    endpoints = SERVER_KINDS[config.rollout.engine].api
     if config.lora.sends_adapters:
         facts = AdapterFacts(
             config.lora.rank, config.lora.alpha, config.lora.rslora, config.model.path
@@ -332,26 +320,29 @@ def start_servers(config: Config, *, trainer_gpus: int) -> LocalServers:
 
     Raises the errors of `LocalServers.start`.
     """
-    settings, kind = config.servers, SERVER_KINDS[config.rollout.engine]
+    settings = config.servers
+    launch = SERVER_KINDS[config.rollout.engine].launch
     log_dir = str(Path(config.run_dir) / "servers")
     first_gpu = None
-    if not kind.on_cpu(settings.server_args):
+    if not launch.on_cpu(settings.server_args):
         first_gpu = first_server_gpu(
             settings,
-            kind.gpus_per_server(settings.server_args),
+            launch.gpus_per_server(settings.server_args),
             trainer_gpus=trainer_gpus,
             visible_gpus=torch.cuda.device_count(),
-            option_name=kind.gpu_option,
+            option_name=launch.gpu_option,
         )
-    launch = kind.launch(
-        settings,
-        config.model.path,
-        config.model.dtype,
-        config.routing.needs_rollout_routes,
-        log_dir,
-        first_gpu,
+    servers = LocalServers(
+        launch(
+            settings,
+            model=config.model.path,
+            dtype=config.model.dtype,
+            routed_experts=config.routing.needs_rollout_routes,
+            log_dir=log_dir,
+            first_gpu=first_gpu,
+        ),
+        log=log_servers,
     )
-    servers = LocalServers(launch, log=log_servers)
     log_servers(f"starting {settings.num_servers}; logs are in {log_dir}")
     servers.start()
     return servers

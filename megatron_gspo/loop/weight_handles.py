@@ -13,8 +13,8 @@ import torch.distributed as dist
 from megatron_gspo.config import Config, ServerConfig
 from megatron_gspo.config.server_urls import check_url
 from megatron_gspo.parallel.rank_zero import run_on_rank_zero
-from megatron_gspo.rollout.sglang.sglang_args import BASE_GPU, gpus_per_server
-from megatron_gspo.servers.server_args import option
+from megatron_gspo.rollout.sglang.sglang_launch import SGLangLaunch
+from megatron_gspo.servers.server_launch import option
 from megatron_gspo.weight_transport.sglang_payload import is_this_machine
 from megatron_gspo.weight_transport.weight_source import ServerPlace, WeightSource, hand_over
 
@@ -39,10 +39,12 @@ def server_places(
     for number, (url, node) in enumerate(zip(urls, nodes, strict=True)):
         if servers.num_servers:
             count, own = (
-                gpus_per_server(servers.server_args),
+                SGLangLaunch.gpus_per_server(servers.server_args),
                 0 if servers.colocated else ranks_per_node,
             )
-            first = int(option(servers.server_args, BASE_GPU) or own) + number * count
+            first = (
+                int(option(servers.server_args, SGLangLaunch.gpu_option) or own) + number * count
+            )
         else:
             count = max(ranks_per_node // nodes.count(node), 1)
             first = nodes[:number].count(node) * count

@@ -306,6 +306,7 @@ def _owners(
     )
     stages: list[Any] = [None] * groups.pp.size()
     if groups.pp.size() > 1:
+        # Pickled, which is safe among a run's own ranks: names, sizes and types, once a stream.
         dist.all_gather_object(stages, mine, group=groups.pp)
     else:
         stages[0] = mine

@@ -25,7 +25,7 @@ from megatron_gspo.errors import EngineError, SharedEngineError
 from megatron_gspo.parallel.host_exchange import max_over_ranks, sum_over_ranks
 from megatron_gspo.parallel.rank_zero import run_on_every_rank, run_on_rank_zero
 from megatron_gspo.parallel.typed_messages import Type
-from megatron_gspo.rollout.group_source import Weights, check_count, engine_name
+from megatron_gspo.rollout.group_source import Weights, check_count
 from megatron_gspo.rollout.sample_checks import check_samples
 from megatron_gspo.rollout.sample_exchange import split_prompts
 from megatron_gspo.rollout.server_engine.request_stream import (
@@ -39,12 +39,13 @@ from megatron_gspo.rollout.server_engine.rollout_client import (
     RolloutClient,
     server_metrics,
 )
-from megatron_gspo.rollout.server_engine.server_engine import ServerEngine
 from megatron_gspo.rollout.server_engine.server_pool import NoServerError
-from megatron_gspo.rollout.weight_distribution import WeightDistribution
+from megatron_gspo.rollout.weight_sync import WeightSync
 
 T = TypeVar("T")
 
+# As checkpoints with kept rollouts name it.
+_ENGINE_NAME = "megatron_gspo.rollout.server_engine.server_engine.ServerEngine"
 _ROUND_SECONDS = 0.2  # longest wait of a client for its own groups, before the ranks meet
 _POLL_SECONDS = 20.0  # longest time between two broadcasts of rank 0 while it waits for a server
 _RETRY_SECONDS = 1.0  # before an update that no server took is tried again
@@ -58,27 +59,25 @@ class ServerSource:
 
     def __init__(
         self,
-        engine: ServerEngine | None,
         client: RolloutClient | None,
         clients: Sequence[int],
+        sync: WeightSync,
         config: ServerConfig,
         *,
         groups_per_step: int,
         log: Callable[[str], None] = print,
-        distribution: WeightDistribution | None = None,
     ) -> None:
-        """engine: on rank 0, None on the others. client: on the ranks `clients`, of which 0 is the
-        first and has the engine's. groups_per_step: groups that a step trains on, from which
-        `collect` computes which groups become too old. log: takes lines about the servers, on rank
-        0. distribution: of the weights; None: rank 0 sends all.
+        """client: on the ranks `clients`, of which 0 is the first. sync: sends the weights.
+        groups_per_step: groups that a step trains on, from which `collect` computes which groups
+        become too old. log: takes lines about the servers, on rank 0.
         """
-        self.engine_name = engine_name(ServerEngine)
+        self.engine_name = _ENGINE_NAME
         self.groups_per_step = groups_per_step
-        self._engine, self._client, self._clients = engine, client, tuple(clients)
-        self._distribution = distribution or WeightDistribution(
-            engine, None if engine is None else engine.sender
-        )
-        self._config, self._log = config, log
+        self._client = client
+        self._clients = tuple(clients)
+        self._sync = sync
+        self._config = config
+        self._log = log
         self._training = _Requests(self)
         self._weights: Weights | None = None
         self._version = 0
@@ -112,7 +111,8 @@ class ServerSource:
 
         Retries until a server has the weights, `recovery_timeout` at most.
         """
-        self._weights, self._version = weights, version
+        self._weights = weights
+        self._version = version
         self._send_weights()
 
     def pause(self, *, keep: bool) -> None:
@@ -123,28 +123,27 @@ class ServerSource:
         if not keep:
             self._training.pending.clear()
         if self._config.colocated:
-            self.on_rank_zero(lambda engine: engine.pause())
+            self.on_rank_zero(lambda client: client.release_memory())
             self._memory_released = True
 
     def score(self, sequences: Sequence[np.ndarray]) -> dict[str, list[np.ndarray]]:
         """See `GroupSource.score`."""
         self.restore_memory()
         return self.on_rank_zero(
-            lambda engine: engine.score(sequences), dict[str, list[np.ndarray]]
+            lambda client: client.score(sequences), dict[str, list[np.ndarray]]
         )
 
     def metrics(self) -> dict[str, float]:
         """See `GroupSource.metrics`; the sums over the clients."""
         own = [0] * len(COUNTS) if self._client is None else self._client.take_counts()
         counts = sum_over_ranks(np.array(own, dtype=np.int64), dist.group.WORLD).tolist()
-        return {} if self._engine is None else server_metrics(counts, self._engine.num_serving)
+        if dist.get_rank() != 0 or self._client is None:
+            return {}
+        return server_metrics(counts, len(self._client.pool.serving))
 
     def close(self) -> None:
-        """Close the engine and the client."""
-        if self._engine is not None:
-            self._engine.close()
-            return
-        self._distribution.close()
+        """See `GroupSource.close`; ends the servers that the run has started."""
+        self._sync.close()
         if self._client is not None:
             self._client.close()
 
@@ -161,15 +160,15 @@ class ServerSource:
         shares = split_prompts(prompts, len(self._clients))
         return shares[(self._clients.index(dist.get_rank()) - seed) % len(shares)]
 
-    def on_rank_zero(self, action: Callable[[ServerEngine], T], returns: Type = Any) -> T:
-        """`run_on_rank_zero` with the engine; its `EngineError` becomes a `SharedEngineError`."""
+    def on_rank_zero(self, action: Callable[[RolloutClient], T], returns: Type = Any) -> T:
+        """`run_on_rank_zero` with its client; an `EngineError` becomes a `SharedEngineError`."""
 
-        def with_engine() -> T:
-            return action(self._engine)  # type: ignore[arg-type]  # rank 0 has one
+        def with_client() -> T:
+            return action(self._client)  # type: ignore[arg-type]  # rank 0 has one
 
         return _shared(
             lambda: run_on_rank_zero(
-                with_engine, returns=returns, error=EngineError, what="the engine failed"
+                with_client, returns=returns, error=EngineError, what="the engine failed"
             )
         )
 
@@ -195,10 +194,10 @@ class ServerSource:
 
         def attempt(client: RolloutClient) -> list[int]:
             try:
-                value, needs_weights = action(_ROUND_SECONDS), False
+                status = [action(_ROUND_SECONDS), False]
             except WeightsNeeded:
-                value, needs_weights = 1, True
-            return [value, needs_weights, *client.reports().ravel().tolist()]
+                status = [1, True]
+            return [*status, *client.reports().ravel().tolist()]
 
         own = self.on_clients(attempt) or [0, 0] + [0] * (2 * self._num_servers)
         value, needs_weights, *reports = max_over_ranks(
@@ -232,24 +231,25 @@ class ServerSource:
         return len(self._config.urls) or self._config.num_servers
 
     def _share_states(self, reports: np.ndarray | None = None) -> None:
-        def exchange(engine: ServerEngine) -> PoolState:
+        def exchange(client: RolloutClient) -> PoolState:
             if reports is not None:
-                engine.client.record(reports)
-            return engine.client.state()
+                client.record(reports)
+            return client.state()
 
         state = self.on_rank_zero(exchange, PoolState)
-        if self._client is not None and self._engine is None:
+        if self._client is not None and dist.get_rank() != 0:
             self._client.follow(state)
 
     def _send_weights(self) -> None:
         assert self._weights is not None, "update_weights comes before collect"
-        deadline, reported = time.monotonic() + self._config.recovery_timeout, ""
+        deadline = time.monotonic() + self._config.recovery_timeout
+        reported = ""
         while True:
-            if self.on_rank_zero(lambda engine: engine.interrupts(self._version)):
+            if self.on_rank_zero(lambda _: self._sync.interrupts(self._version)):
                 # All of them, before one aborts at the servers.
                 self.on_clients(lambda client: client.pause())
                 self.on_clients(lambda client: client.interrupt())
-            failure = self._distribution.run(self._weights, self._version)
+            failure = self._sync.run(self._weights, self._version)
             self._share_states()
             refusal = str(failure or "")
             if not self.on_rank_zero(
@@ -259,7 +259,7 @@ class ServerSource:
                 return
             reported = refusal
             while not self.on_rank_zero(
-                lambda engine, r=refusal: _server_is_back(engine, r, deadline)
+                lambda client, r=refusal: _server_is_back(client, r, deadline)
             ):
                 pass
 
@@ -274,10 +274,10 @@ class ServerSource:
         return True
 
 
-def _server_is_back(engine: ServerEngine, refusal: str, deadline: float) -> bool:
+def _server_is_back(client: RolloutClient, refusal: str, deadline: float) -> bool:
     """Whether a server answers within `_POLL_SECONDS`. Raises at the deadline."""
     left = deadline - time.monotonic()
-    if engine.wait_for_server(min(max(left, 0.0), _POLL_SECONDS)):
+    if client.wait_for_server(min(max(left, 0.0), _POLL_SECONDS)):
         return True
     if left <= 0:
         raise NoServerError(refusal)

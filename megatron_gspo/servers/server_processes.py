@@ -91,7 +91,6 @@ class LocalServers:
         self._changes = Changes()
         self._lock = threading.Lock()  # of processes and changes
         self._stopping = threading.Event()
-        self._paused = False
         self._monitor_thread: threading.Thread | None = None
 
     def __enter__(self) -> LocalServers:
@@ -155,13 +154,6 @@ class LocalServers:
             for process in self._processes:
                 if process.url == url and process.state in ("up", "starting"):
                     self._kill(process)
-
-    def pause(self) -> None:
-        """Restart nothing until `resume`."""
-        self._paused = True
-
-    def resume(self) -> None:
-        self._paused = False
 
     def stop(self) -> None:
         """Kill all servers and their child processes. May be called again."""
@@ -287,7 +279,7 @@ class LocalServers:
 
     def _check(self, process: _ServerProcess) -> None:
         now = time.monotonic()
-        if process.state == "down" and now >= process.restart_at and not self._paused:
+        if process.state == "down" and now >= process.restart_at:
             with self._lock:
                 self._start_process(process)
         elif process.state in ("up", "starting"):

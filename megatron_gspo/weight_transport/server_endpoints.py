@@ -1,6 +1,4 @@
-"""The requests of a weight update, which each kind of inference server defines, in its folder
-of `rollout/`.
-"""
+"""The requests of a weight update, which each kind of inference server defines (`ServerAPI`)."""
 
 from __future__ import annotations
 
@@ -95,8 +93,10 @@ class WeightEndpoints:
         """What the server reports about itself."""
         raise NotImplementedError
 
-    async def weight_version(self, server: ServerClient, *, timeout: float) -> str:
-        """The weight version that the server reports; "" if none."""
+    async def weight_version(self, server: ServerClient, *, timeout: float) -> str | None:
+        """The weight version that the server reports; None if it reports none. Also answered
+        while paused.
+        """
         raise NotImplementedError
 
     async def pause(self, server: ServerClient, *, timeout: float) -> None:

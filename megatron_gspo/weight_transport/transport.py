@@ -1,18 +1,20 @@
-"""`WeightTransport`: how a source's weights reach the servers. `weight_update.py` calls it."""
+"""`WeightTransport`: how a source's weights reach the servers."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_gspo.servers.http_client import ServerClient, ServerError
-from megatron_gspo.weight_transport.buckets import Bucket
+from megatron_gspo.servers.http_client import EventLoop, ServerClient, ServerError
+from megatron_gspo.weight_transport.buckets import Bucket, buckets
 from megatron_gspo.weight_transport.server_endpoints import ServerInfo, WeightEndpoints
+
+Stream = Iterable[tuple[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,50 @@ class WeightTransport:
 
     async def load(self, server: ServerClient, timeout: float) -> None:
         """Load what was published."""
+
+    def transfer(
+        self,
+        loop: EventLoop,
+        targets: Mapping[str, Target],
+        stream: Stream,
+        *,
+        bucket_bytes: int,
+        timeout: float,
+    ) -> Sent:
+        """Send the source's tensors to these servers, which are paused; from any thread but the
+        loop's, after `begin`.
+
+        stream: (Hugging Face name, full tensor); always read to its end, since producing it may be
+        collective. Memory: `bucket_bytes` bytes and what the transport adds. timeout: seconds of a
+        server to load one bucket. Raises ValueError for a repeated name, DiskError if weights can't
+        be written.
+        """
+        tensors = iter(stream)
+        try:
+            loop.run(self.open(targets, timeout))
+            for bucket in buckets(
+                self.select(tensors),
+                bucket_bytes,
+                device=self.device,
+                allocate=self.allocate,
+                in_flight=self.in_flight,
+            ):
+                if self.is_over:
+                    break
+                if bucket.data.is_cuda:
+                    # Other threads and processes read it.
+                    torch.cuda.current_stream(bucket.data.device).synchronize()
+                self.take(bucket)
+                loop.run(self.send(bucket, timeout))
+                if bucket.nbytes > bucket_bytes // self.in_flight:  # it is the stream's own memory
+                    loop.run(self.flush(timeout))
+            return loop.run(self.finish(timeout))
+        except Exception:  # whatever it is, the servers must be let go of; it is raised again
+            loop.run(self.abort())
+            raise
+        finally:
+            for _ in tensors:
+                pass
 
     def begin(self, version: str, part: int) -> None:
         """Before a transfer; part: number of this source."""

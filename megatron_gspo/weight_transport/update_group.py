@@ -204,7 +204,7 @@ async def in_thread(function: Callable[[], T]) -> T:
     def run() -> None:
         try:
             finish = functools.partial(future.set_result, function())
-        except Exception as error:
+        except Exception as error:  # raised where the result is awaited
             finish = functools.partial(future.set_exception, error)
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, finish)

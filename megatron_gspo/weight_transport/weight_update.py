@@ -6,7 +6,7 @@ serves the complete new version or serves nothing:
 
 1. the server stops generating (running requests return what they have, "abort") and gets a weight
    version that no client accepts;
-2. every source sends its tensors (`send_weights`), all at once or one after the other;
+2. every source sends its tensors (`WeightTransport.transfer`), all at once or one after the other;
 3. the server's prefix cache is flushed, it gets the new version, reports it on request, and
     generates again.
 
@@ -18,7 +18,6 @@ hangs.
 from __future__ import annotations
 
 import asyncio
-import secrets
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -27,13 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from megatron_gspo.config import ServerConfig
-from megatron_gspo.errors import first_line
 from megatron_gspo.servers.http_client import EventLoop, ServerClient, ServerError
-from megatron_gspo.weight_transport.buckets import buckets
 from megatron_gspo.weight_transport.disk_transport import DiskTransport
 from megatron_gspo.weight_transport.distributed_transport import PROBE_SECONDS, DistributedTransport
 from megatron_gspo.weight_transport.receiver_transport import (
@@ -51,103 +45,15 @@ from megatron_gspo.weight_transport.tensor_transport import SharedMemoryTranspor
 from megatron_gspo.weight_transport.transport import Sent, Target, WeightTransport
 
 TRANSPORTS = ("disk", "tensor", "distributed", "ipc")
-Stream = Iterable[tuple[str, Tensor]]
 _ATTEMPTS = 3  # of one source's transfer, whose group may break with each server that fails
 _TRANSFER_SECONDS = 86_400.0  # a receiver has a timeout for each bucket
 _ABANDON_SECONDS = 2.0  # timeout of further requests to a server that did not respond
 
 
-def update_servers(
-    loop: EventLoop,
-    servers: Sequence[ServerClient],
-    weights: Callable[[], Stream],
-    transport: WeightTransport,
-    *,
-    version: str,
-    bucket_bytes: int,
-    timeout: float,
-) -> dict[str, str]:
-    """Update all `servers` from one source to weight version `version`.
-
-    weights: starts a stream of (Hugging Face name, full tensor); called again where a group of
-    servers broke. The other arguments: see `ServerUpdate` and `send_weights`.
-
-    Returns url -> one line, naming server and endpoint, for each server that failed. Raises
-    ValueError for a repeated name, DiskError if weights can't be written.
-    """
-    update = ServerUpdate(loop, servers, transport, version=version, timeout=timeout)
-    try:
-        update.begin()
-        while update.next_transfer() is not None:
-            transport.begin(version, 0)
-            if isinstance(transport, ReceiverTransport):
-                transfer = secrets.token_hex(6)
-                update.receive([transport.offer(update.pending, transfer, timeout)], transfer)
-            sent = send_weights(
-                loop,
-                transport,
-                update.pending,
-                weights(),
-                bucket_bytes=bucket_bytes,
-                timeout=timeout,
-            )
-            update.record([sent])
-        update.finish(parts=1)
-    except Exception:
-        update.abandon()
-        raise
-    return {url: first_line(error) for url, error in update.failures.items()}
-
-
-def send_weights(
-    loop: EventLoop,
-    transport: WeightTransport,
-    targets: Mapping[str, Target],
-    stream: Stream,
-    *,
-    bucket_bytes: int,
-    timeout: float,
-) -> Sent:
-    """Send one source's tensors to the servers; called on the source, from any thread but the
-    loop's.
-
-    The stream is always read to its end, since producing it may be collective. Memory:
-    `bucket_bytes` bytes and what the transport adds. timeout: seconds of a server to load one
-    bucket. Raises ValueError for a repeated name, DiskError if weights can't be written.
-    """
-    tensors = iter(stream)
-    try:
-        loop.run(transport.open(targets, timeout))
-        for bucket in buckets(
-            transport.select(tensors),
-            bucket_bytes,
-            device=transport.device,
-            allocate=transport.allocate,
-            in_flight=transport.in_flight,
-        ):
-            if transport.is_over:
-                break
-            if bucket.data.is_cuda:
-                torch.cuda.current_stream(
-                    bucket.data.device
-                ).synchronize()  # other threads and processes read it
-            transport.take(bucket)
-            loop.run(transport.send(bucket, timeout))
-            if bucket.nbytes > bucket_bytes // transport.in_flight:  # it is the stream's own memory
-                loop.run(transport.flush(timeout))
-        return loop.run(transport.finish(timeout))
-    except Exception:
-        loop.run(transport.abort())
-        raise
-    finally:
-        for _ in tensors:
-            pass
-
-
 @dataclass(frozen=True)
 class UpdatePlan:
     """What every source of an update needs. all_sources_at_once: else they send one after the
-    other. with_offers: each transfer begins with `WeightSender.offer` and `ServerUpdate.receive`.
+    other. with_offers: each transfer begins with `ReceiverTransport.offer` and `ServerUpdate.receive`.
     """
 
     version: str
@@ -355,7 +261,7 @@ class ServerUpdate:
                 )
         await endpoints.flush_cache(server, timeout=timeout)
         await endpoints.set_version(server, self._version, timeout=timeout)
-        reported = await endpoints.weight_version(server, timeout=timeout)
+        reported = await endpoints.weight_version(server, timeout=timeout) or ""
         if reported != self._version:
             raise ServerError(
                 f"server {server.url}: weight version {reported[:80]!r} after the update to "

@@ -16,7 +16,7 @@ ADAPTERS = (
     ),
     SeededBug(
         name="a server keeps its old adapters",
-        file="megatron_gspo/rollout/vllm/vllm_weight_endpoints.py",
+        file="megatron_gspo/rollout/vllm/vllm_api.py",
         before="'load_inplace': True",
         after="'load_inplace': False",
         test="tests/weight_transport/test_adapter_transport.py::test_vllm_loads_them_in_place_of_the_last_ones",

@@ -28,10 +28,10 @@ SERVERS = (
     ),
     SeededBug(
         name="samples of a server with old weights are trained on",
-        file="megatron_gspo/rollout/server_engine/generation_client.py",
-        before="if found != version:",
+        file="megatron_gspo/rollout/server_engine/rollout_client.py",
+        before="if reported != version:",
         after="if False:",
-        test="tests/rollout/server_engine/test_generation_client.py::test_old_weights_never_serve",
+        test="tests/rollout/server_engine/test_generation.py::test_old_weights_never_serve",
     ),
     SeededBug(
         name="a group at the bound of staleness is passed over",
@@ -66,7 +66,7 @@ SERVERS = (
         file="megatron_gspo/weight_transport/receiver/megatron_gspo_receiver.py",
         before="if _held.get(name) != value",
         after="if value is None",
-        test="tests/rollout/test_weight_distribution.py::test_unchanged_tensors_are_not_sent_and_a_stale_one_is_caught",
+        test="tests/rollout/test_weight_sync.py::test_unchanged_tensors_are_not_sent_and_a_stale_one_is_caught",
     ),
     SeededBug(
         name="vLLM's stand-in for a log-prob of NaN is trained on",
@@ -91,10 +91,10 @@ SERVERS = (
     ),
     SeededBug(
         name="a parameter that an update leaves out counts as written",
-        file="megatron_gspo/rollout/vllm/vllm_weight_endpoints.py",
+        file="megatron_gspo/rollout/vllm/vllm_api.py",
         before="if found.get(name) == digest",
         after="if name not in found",
-        test="tests/rollout/vllm/test_vllm_weight_endpoints.py::test_the_proof_of_an_update_names_what_was_not_written",
+        test="tests/rollout/vllm/test_vllm_api.py::test_the_proof_of_an_update_names_what_was_not_written",
     ),
     SeededBug(
         name="checkpoints for servers are never proven",

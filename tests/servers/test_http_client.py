@@ -21,7 +21,7 @@ from aiohttp import web
 
 from megatron_gspo.errors import EngineError
 from megatron_gspo.parallel.typed_messages import decode, encode
-from megatron_gspo.rollout.sglang.sglang_weight_endpoints import _post_checked
+from megatron_gspo.rollout.sglang.sglang_api import _post_checked
 from megatron_gspo.servers import http_client as http
 from megatron_gspo.servers.http_client import (
     EventLoop,

@@ -105,17 +105,6 @@ def test_restarts_count_in_a_row_only(started, monkeypatch):
     assert started._processes[0].restarts == 1
 
 
-def test_nothing_is_started_while_paused(started):
-    url = started.urls[0]
-    started.pause()
-    os.kill(server_of(url).pid, signal.SIGKILL)
-    assert wait_for(started.poll).died == [url]
-    time.sleep(0.2)
-    assert not started.poll() and not group_of(url)
-    started.resume()
-    assert wait_for(started.poll).restarted == [url]
-
-
 def test_a_server_that_ends_at_once_is_named_with_its_words_and_ends_the_others(
     stand_in, quick, tmp_path
 ):

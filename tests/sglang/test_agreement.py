@@ -16,7 +16,6 @@ from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.mcore.routing_replay.micro_batch_routes import ReplayOptions
 from megatron_gspo.mcore.train_step import compute_log_probs
 from megatron_gspo.rollout.sample_checks import check_samples
-from megatron_gspo.rollout.server_engine.server_engine import ServerEngine
 from megatron_gspo.servers.server_processes import LocalServers
 from tests.support.configs import micro_batches_of, parallel
 from tests.support.distributed import run_distributed
@@ -30,6 +29,7 @@ from tests.support.server_clients import (
     engine_on,
     prompts_of,
 )
+from tests.support.server_engine import ServerEngine
 from tests.support.ties import without_ties
 from tests.support.transformers_reference import load_reference, response_log_probs
 
@@ -54,7 +54,7 @@ def samples(engine: ServerEngine, sglang_model: str) -> list[Sample]:
     ]
     sampling = SamplingParams(n_samples_per_prompt=4, max_response_length=24, temperature=0.8)
     found = engine.generate(prompts, sampling, seed=5) + engine.generate(prompts, sampling, seed=6)
-    check_samples(found, prompts + prompts, sampling, vocab_size=engine._client.model.vocab_size)
+    check_samples(found, prompts + prompts, sampling, vocab_size=engine.client.model.vocab_size)
     assert counts_of(engine)["rollout/cached_share"] > 0.5
     return without_ties(load_reference(sglang_model), found)
 

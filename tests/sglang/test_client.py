@@ -11,8 +11,7 @@ import pytest
 
 from megatron_gspo.config import SamplingParams
 from megatron_gspo.errors import EngineError
-from megatron_gspo.rollout.server_engine import generation_client
-from megatron_gspo.rollout.server_engine.server_engine import ServerEngine
+from megatron_gspo.rollout.server_engine import rollout_client
 from megatron_gspo.servers.server_processes import LocalServers
 from tests.sglang.conftest import StartServers
 from tests.support import faulty_requests
@@ -25,6 +24,7 @@ from tests.support.server_clients import (
     engine_on,
     prompts_of,
 )
+from tests.support.server_engine import ServerEngine
 from tests.support.trainer_process import KEY
 
 
@@ -75,8 +75,8 @@ def test_a_fault_that_passes_is_survived_and_told(engine, proxy, sglang_model, n
     if waits:
         # The server's first one may take seconds.
         draw(engine, sglang_model, prompts_of([5], VOCABULARY))
-        impatient = replace(engine._client._config, request_timeout=4.0)
-        monkeypatch.setattr(engine._client, "_config", impatient)
+        impatient = replace(engine.client._config, request_timeout=4.0)
+        monkeypatch.setattr(engine.client, "_config", impatient)
         counts_of(engine)
         proxy.requests.clear()
     proxy.add(replace(fault))
@@ -101,7 +101,7 @@ def test_a_fault_that_passes_is_survived_and_told(engine, proxy, sglang_model, n
 def test_a_fault_that_lasts_ends_with_one_line_that_names_the_request(
     engine, proxy, sglang_model, kind, monkeypatch
 ):
-    monkeypatch.setattr(generation_client, "_BACKOFF_SECONDS", 0.02)
+    monkeypatch.setattr(rollout_client, "_BACKOFF_SECONDS", 0.02)
     proxy.add(Fault(kind, times=10**6))
     with pytest.raises(
         EngineError, match=r"^sample 0/[01]: given up after 5 tries in \d+ s; the last: "
@@ -118,12 +118,14 @@ def test_an_update_that_fails_leaves_a_server_out_until_one_succeeds(engine, pro
     with pytest.raises(
         EngineError, match=f"no server took weights {version}: .*update_weights_from_tensor.*500"
     ):
-        engine._loop.run(
-            engine._pool.mark_stale(engine._pool.servers[0], "so that it needs an update")
+        engine.client.loop.run(
+            engine.client.pool.mark_stale(
+                engine.client.pool.servers[0], "so that it needs an update"
+            )
         )
         engine.update_weights(checkpoint_stream(sglang_model), version=version)
-    assert not engine._pool.serving
-    assert engine.wait_for_server(20)
+    assert not engine.client.pool.serving
+    assert engine.client.wait_for_server(20)
     samples = draw(engine, sglang_model, prompts_of([5], VOCABULARY))  # updates it on the way
     assert (
         all(sample.weight_version == version for sample in samples)
@@ -144,7 +146,7 @@ def test_priming_a_prompt_raises_what_is_cached(engine, sglang_model, monkeypatc
         return counts_of(engine)["rollout/cached_share"]
 
     primed = cached(21)
-    monkeypatch.setattr(generation_client, "_MIN_PREFILL_TOKENS", 10**6)
+    monkeypatch.setattr(rollout_client, "_MIN_PREFILL_TOKENS", 10**6)
     assert primed > 0.9 and primed > cached(22)
 
 
@@ -188,7 +190,7 @@ def test_a_key_is_needed_and_shown_nowhere(keyed, key_file, sglang_model, capfd,
             without.close()
     said = capfd.readouterr()
     assert KEY not in said.out + said.err and "a-wrong-key" not in said.out + said.err
-    assert KEY not in repr(vars(with_key)) + repr(vars(with_key._pool))
+    assert KEY not in repr(vars(with_key.client)) + repr(vars(with_key.client.pool))
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +211,7 @@ def test_two_servers_share_the_load(pair, proxy, sglang_model):
     draw(pair, sglang_model, prompts_of([10] * 12, VOCABULARY, seed=2))
     mine = proxy.requests.count("/generate")
     assert 8 <= mine <= 16 and counts_of(pair)["rollout/requests"] == 24
-    assert [member.outstanding_tokens for member in pair._pool.servers] == [0, 0]
+    assert [member.outstanding_tokens for member in pair.client.pool.servers] == [0, 0]
 
 
 def test_one_with_old_weights_is_left_out_and_the_other_does_all(pair, proxy, sglang_model):

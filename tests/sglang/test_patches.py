@@ -12,7 +12,7 @@ import subprocess
 import pytest
 
 from megatron_gspo.rollout.sglang.sglang_launch import SGLangLaunch, patch_folder
-from megatron_gspo.servers.package_launch import package_version
+from megatron_gspo.servers.server_launch import package_version
 
 # Run by the server's interpreter, with the hook: each part is tried, then taken away and tried
 # again, in one process since importing sglang takes seconds. torchvision comes first, in a fork:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_gspo.config import Config
-from megatron_gspo.rollout.sglang import sglang_launch
+from megatron_gspo.rollout.sglang.sglang_launch import SGLangLaunch
 from megatron_gspo.servers.server_processes import LocalServers
 from megatron_gspo.tools.make_tiny_model import TinyModel, write_tiny_model
 from megatron_gspo.train import train
@@ -93,7 +93,7 @@ def test_adapters_alone_are_sent_and_added_to_the_base(
 ) -> None:
     """Of the attention: the experts' kernels with adapters need a GPU."""
     targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
-    args = sglang_launch.adapter_args(4, targets, ["--device", "cpu"])
+    args = SGLangLaunch.adapter_args(4, targets, ["--device", "cpu"])
     server = start_servers(count=1, model=model, server_args=tuple(args))
     lora = {"rank": 4, "alpha": 32.0, "targets": targets, "weight_updates": "adapters"}
     found = run(

@@ -18,13 +18,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from megatron_gspo.config import SGLangConfig
-from megatron_gspo.rollout.sglang.sglang_weight_endpoints import SGLangWeightEndpoints
+from megatron_gspo.rollout.sglang.sglang_api import SGLangAPI
 from megatron_gspo.servers.http_client import EventLoop, ServerClient, open_session
 from megatron_gspo.servers.server_processes import LocalServers
 from megatron_gspo.weight_transport.transport import WeightTransport
-from megatron_gspo.weight_transport.weight_update import TRANSPORTS, make_transport, update_servers
+from megatron_gspo.weight_transport.weight_update import TRANSPORTS, make_transport
 from tests.sglang.test_servers import MODULE
 from tests.support.real_servers import signal_server
+from tests.support.server_engine import update_servers
 from tests.support.tiny_models import save_tiny_model
 from tests.support.waiting import wait_for
 from tests.support.weight_updates import HarmedWeights, VanishingTransport
@@ -39,9 +40,9 @@ def transport_of(name: str, folder: Path | None = None, **given: str) -> WeightT
     """receiver: what `distributed` is for servers that a run starts."""
     if name == "receiver":
         config = SGLangConfig(num_servers=1)
-        return make_transport(config, SGLangWeightEndpoints(), **given)
+        return make_transport(config, SGLangAPI(), **given)
     config = SGLangConfig(weight_transport=name, weight_dir=str(folder) if folder else None)  # type: ignore[arg-type]
-    return make_transport(config, SGLangWeightEndpoints(), **given)
+    return make_transport(config, SGLangAPI(), **given)
 
 
 class Weights:
@@ -111,7 +112,7 @@ class Client:
         )
 
     def version(self, url: str) -> str:
-        return self.loop.run(SGLangWeightEndpoints().weight_version(self.server(url), timeout=10))
+        return self.loop.run(SGLangAPI().weight_version(self.server(url), timeout=10))
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +205,7 @@ def test_a_server_that_hangs_is_named_and_the_other_served(
 def test_a_checkpoint_that_is_not_there(
     client: Client, weights: list[Weights], sglang_url: str, tmp_path: Path
 ) -> None:
-    vanishing = VanishingTransport(SGLangWeightEndpoints(), tmp_path)
+    vanishing = VanishingTransport(SGLangAPI(), tmp_path)
     failures = client.update([sglang_url], weights[0].stream, vanishing, "b:1")
     assert f"server {sglang_url}/update_weights_from_disk: answered 400" in failures[sglang_url]
     assert client.version(sglang_url) == "b:1:incomplete"
@@ -249,9 +250,7 @@ def test_a_client_that_died_in_its_update(
     client: Client, weights: list[Weights], sglang_url: str
 ) -> None:
     """It has left the server paused, with an open session where the version has sessions."""
-    found = client.loop.run(
-        SGLangWeightEndpoints().server_info(client.server(sglang_url), timeout=10)
-    )
+    found = client.loop.run(SGLangAPI().server_info(client.server(sglang_url), timeout=10))
     assert (found.tp_size, found.device, found.routed_experts) == (1, "cpu", True)
     assert found.max_input_tokens > 100
     client.post(sglang_url, "/pause_generation", {"mode": "abort"})

@@ -16,7 +16,6 @@ from megatron_gspo.config import SamplingParams
 from megatron_gspo.data.sample import Sample
 from megatron_gspo.rollout.sample_checks import check_samples
 from megatron_gspo.rollout.server_engine.request_stream import RequestStream
-from megatron_gspo.rollout.server_engine.server_engine import ServerEngine
 from tests.support.fault_proxy import Fault, FaultProxy
 from tests.support.reference_models import checkpoint
 from tests.support.server_agreement import TOLERANCE, bare
@@ -29,6 +28,7 @@ from tests.support.server_clients import (
     everything,
     prompts_of,
 )
+from tests.support.server_engine import ServerEngine
 from tests.support.ties import TIE, smallest_margin
 from tests.support.transformers_reference import observe_routers, response_log_probs
 from tests.support.waiting import wait_for
@@ -51,7 +51,7 @@ def continue_under_new_weights(engine: ServerEngine, path: str, *, length: int) 
         engine.update_weights(checkpoint(models[version].float()).items(), version=version)
     samples = everything(stream, len(prompts), lambda: pytest.fail("the server has the weights"))
     assert counts_of(engine)["rollout/continued"] > 0
-    check_samples(samples, prompts, sampling, vocab_size=engine._client.model.vocab_size)
+    check_samples(samples, prompts, sampling, vocab_size=engine.client.model.vocab_size)
     models = {version: model.double() for version, model in models.items()}
     checked = 0
     for sample, first, second in zip(samples, *bounds, strict=True):
@@ -116,7 +116,7 @@ def leave_out_old_weights(pair: ServerEngine, proxy: FaultProxy, model: str) -> 
     check_samples(samples, prompts, SHORT)
     counts = counts_of(pair)
     assert 1 <= counts["rollout/stale_responses"] <= 6 and counts["rollout/requests"] == 12
-    assert counts["rollout/servers"] == 1 and len(pair._pool.stale) == 1
+    assert counts["rollout/servers"] == 1 and len(pair.client.pool.stale) == 1
     proxy.clear()
     pair.update_weights(checkpoint_stream(model), version=pair.weight_version)
     assert counts_of(pair)["rollout/servers"] == 2, "an update brings it back"
@@ -130,7 +130,7 @@ def return_with_the_same_weights(pair: ServerEngine, proxy: FaultProxy, model: s
     draw(pair, model, prompts_of([10] * 6, VOCABULARY, seed=2))
     assert counts_of(pair)["rollout/requests"] == 12
     wait_for(lambda: counts_of(pair)["rollout/servers"] >= 2, pause=0.1)
-    assert proxy.pending == 0 or all(member.alive for member in pair._pool.servers)
+    assert proxy.pending == 0 or all(member.alive for member in pair.client.pool.servers)
     proxy.clear()
 
 

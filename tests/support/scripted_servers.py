@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,13 +14,13 @@ import torch.distributed as dist
 
 from megatron_gspo.config import SamplingParams, ServerConfig
 from megatron_gspo.data.sample import Prompt, Sample
+from megatron_gspo.parallel.rank_zero import run_on_rank_zero
+from megatron_gspo.rollout.group_source import Weights
 from megatron_gspo.rollout.server_engine.request_stream import WeightsNeeded
 from megatron_gspo.rollout.server_engine.rollout_client import PoolState
 from megatron_gspo.rollout.server_engine.server_api import ServedModel
 from megatron_gspo.rollout.server_source import ServerSource
-from megatron_gspo.weight_transport.transport import Sent
 from megatron_gspo.weight_transport.weight_source import WeightSource
-from megatron_gspo.weight_transport.weight_update import UpdatePlan
 from tests.support.samples import make_prompt
 from tests.support.scripted_engine import ScriptedEngine, ScriptedResponse
 from tests.support.served_models import served_model
@@ -26,7 +28,7 @@ from tests.support.served_models import served_model
 
 @dataclass
 class ScriptedServers(ScriptedEngine):
-    """`ScriptedEngine` with the methods of `ServerEngine` and of its `RolloutClient`.
+    """`ScriptedEngine` with the methods of `RolloutClient`.
 
     lost_weights: the next wait raises `WeightsNeeded`. failures: errors of the next updates. fails:
     error of every wait. waits: of streams. slow: seconds that each takes. requested: prompts of all
@@ -41,13 +43,6 @@ class ScriptedServers(ScriptedEngine):
     requested: list[int] = field(default_factory=list)
     followed: list[PoolState] = field(default_factory=list)
     model: ServedModel = field(default_factory=lambda: served_model(vocab_size=1000))
-
-    @property
-    def client(self) -> ScriptedServers:
-        return self
-
-    def interrupts(self, version: int) -> bool:
-        return True
 
     def interrupt(self) -> None:
         self.calls.append("interrupt")
@@ -68,29 +63,6 @@ class ScriptedServers(ScriptedEngine):
     def stream(self) -> ScriptedStream:
         return ScriptedStream(self)
 
-    @property
-    def sender(self) -> ScriptedServers:
-        return self
-
-    def begin_update(self, version: int) -> UpdatePlan:
-        if self.failures:
-            raise self.failures.pop(0)
-        self.transfers: list[list] = [[]]
-        return UpdatePlan(str(version), all_sources_at_once=False)
-
-    def next_transfer(self) -> list | None:
-        return self.transfers.pop() if self.transfers else None
-
-    def send(self, infos, stream, *, version: str, part: int) -> Sent:
-        super().update_weights(stream, version=int(version))
-        return Sent()
-
-    def record_transfer(self, results: Sequence[Sent]) -> None:
-        assert results == [Sent()]
-
-    def finish_update(self, *, parts: int) -> None:
-        assert parts == 1
-
     def wait_for_server(self, seconds: float) -> bool:
         self.calls.append("wait")
         return True
@@ -102,8 +74,36 @@ class ScriptedServers(ScriptedEngine):
         return [3, 0, 0, 0, 0, 0, 8, 2]
 
     @property
-    def num_serving(self) -> int:
-        return 1
+    def pool(self) -> SimpleNamespace:
+        return SimpleNamespace(serving=["http://a"])
+
+    def release_memory(self) -> None:
+        self.calls.append("release")
+
+
+@dataclass
+class ScriptedSync:
+    """`WeightSync` to `ScriptedServers`, from rank 0 alone; None on the other ranks."""
+
+    servers: ScriptedServers | None
+
+    def interrupts(self, version: int) -> bool:
+        return True
+
+    def run(self, weights: Weights, version: int) -> Exception | None:
+        if self.servers is not None and self.servers.failures:
+            failure = self.servers.failures.pop(0)
+        else:
+            failure = None
+        if run_on_rank_zero(lambda: failure is not None):
+            return failure
+        tensors = list(weights())
+        if self.servers is not None:
+            self.servers.update_weights(iter(tensors), version=version)
+        return None
+
+    def close(self) -> None:
+        pass
 
 
 class ScriptedStream:
@@ -145,11 +145,10 @@ class ScriptedStream:
         ticket = max(self.groups)
         return [(ticket, *self.remove([ticket]))]
 
-    def stop(self, *, keep: bool) -> list[Prompt]:
+    def stop(self, *, keep: bool) -> None:
         self.engine.calls.append(f"stop keep={keep}")
         if not keep:
             self.groups.clear()
-        return []
 
 
 def scripted_response(prompt: Prompt, number: int, seed: int) -> ScriptedResponse:
@@ -177,8 +176,9 @@ def server_source(
     """servers: on the clients."""
     log = options.pop("log", print)
     config = ServerConfig(urls=("http://a:1",), **{"recovery_timeout": 5.0, **options})
-    engine = servers if dist.get_rank() == 0 else None
-    return ServerSource(engine, servers, clients, config, groups_per_step=2, log=log)
+    sync: Any = ScriptedSync(servers if dist.get_rank() == 0 else None)
+    client: Any = servers
+    return ServerSource(client, clients, sync, config, groups_per_step=2, log=log)
 
 
 def keys(samples) -> list[tuple[int, int, int]]:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from megatron_gspo.config import SamplingParams
 from megatron_gspo.rollout.sample_checks import check_samples
-from megatron_gspo.rollout.server_engine.server_engine import ServerEngine
 from tests.support.real_servers import save_character_model
 from tests.support.server_agreement import assert_agrees
 from tests.support.server_clients import checkpoint_stream, prompts_of
+from tests.support.server_engine import ServerEngine
 from tests.support.ties import without_ties
 from tests.support.transformers_reference import load_reference
 
@@ -38,7 +38,7 @@ def assert_served(engine: ServerEngine, model: str, sent: str) -> None:
 def _assert_agrees(engine: ServerEngine, model: str) -> None:
     prompts = prompts_of([3, 7, 40, 80], 96)
     found = engine.generate(prompts, SAMPLING, seed=5)
-    check_samples(found, prompts, SAMPLING, vocab_size=engine._client.model.vocab_size)
+    check_samples(found, prompts, SAMPLING, vocab_size=engine.client.model.vocab_size)
     reference = load_reference(model)
     samples = found if found[0].routed_experts is None else without_ties(reference, found)
     assert len(samples) >= len(found) // 2

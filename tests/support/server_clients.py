@@ -19,10 +19,10 @@ from megatron_gspo.rollout.sample_checks import check_samples
 from megatron_gspo.rollout.server_engine.request_stream import RequestStream, WeightsNeeded
 from megatron_gspo.rollout.server_engine.rollout_client import RolloutClient, server_metrics
 from megatron_gspo.rollout.server_engine.server_api import ServedModel
-from megatron_gspo.rollout.server_engine.server_engine import ServerEngine
 from megatron_gspo.rollout.server_kinds import SERVER_KINDS
 from megatron_gspo.weight_transport.weight_update import make_transport
 from tests.support.reference_models import checkpoint
+from tests.support.server_engine import ServerEngine
 from tests.support.transformers_reference import load_reference
 
 CONFIGS = {"sglang": SGLangConfig, "vllm": VLLMConfig}
@@ -59,7 +59,7 @@ def engine_on(
     config = CONFIGS[kind](
         urls=tuple(urls), weight_transport=weight_transport, **{**given, **settings}
     )
-    transport = make_transport(config, SERVER_KINDS[kind].endpoints, run_dir=folder, source=model)
+    transport = make_transport(config, SERVER_KINDS[kind].api, run_dir=folder, source=model)
     client = RolloutClient(
         config.urls, config, served, tokenizer.decode, api=SERVER_KINDS[kind].api
     )
@@ -70,9 +70,8 @@ def set_update_timeout(
     engine: ServerEngine, seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the engine's next updates."""
-    config = replace(engine._config, update_timeout=seconds)
-    for part in (engine, engine.sender):
-        monkeypatch.setattr(part, "_config", config)
+    config = replace(engine.sync._config, update_timeout=seconds)
+    monkeypatch.setattr(engine.sync, "_config", config)
 
 
 def counts_of(engine: ServerEngine) -> dict[str, float]:
@@ -116,7 +115,7 @@ def draw(
         len(prompts),
         lambda: engine.update_weights(checkpoint_stream(model), version=engine.weight_version),
     )
-    check_samples(samples, prompts, sampling, vocab_size=engine._client.model.vocab_size)
+    check_samples(samples, prompts, sampling, vocab_size=engine.client.model.vocab_size)
     with pytest.raises(ValueError, match="only 0 groups"):
         stream.take(1)
     return samples

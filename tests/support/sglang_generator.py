@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,9 @@ from aiohttp import web
 
 from megatron_gspo.config import SamplingParams, ServerConfig
 from megatron_gspo.data.sample import Prompt
-from megatron_gspo.rollout.server_engine import generation_client as client_module
-from megatron_gspo.rollout.server_engine.generation_client import GenerationClient
-from megatron_gspo.rollout.server_engine.request_stream import RequestStream
-from megatron_gspo.rollout.server_engine.server_pool import ServerPool
+from megatron_gspo.rollout.server_engine import rollout_client as client_module
+from megatron_gspo.rollout.server_engine.rollout_client import RolloutClient
 from megatron_gspo.rollout.sglang.sglang_api import SGLangAPI
-from megatron_gspo.servers.http_client import EventLoop, ServerClient, open_session
 from tests.servers.web_server import WebServer
 from tests.support.served_models import served_model
 from tests.support.sglang_responses import answer
@@ -126,22 +124,23 @@ def prompts(count: int, length: int = 5) -> list[Prompt]:
     return [Prompt(i, np.arange(2, 2 + length) + i, "") for i in range(count)]
 
 
+class Unwatched(RolloutClient):
+    """A client that checks no server's health by itself."""
+
+    def _start_monitor(self) -> Future:
+        return Future()
+
+
 class Setup:
     """A stream over some servers in a loop of its own."""
 
     def __init__(self, *urls: str, **settings: Any) -> None:
-        self.loop = EventLoop()
-        self._session = self.loop.run(open_session())
         given = dict(retries=3, request_timeout=10.0, response_timeout=60.0, recovery_timeout=30.0)
         config = ServerConfig(**{**given, **settings})
-        self.pool = ServerPool(
-            [ServerClient(url, self._session) for url in urls], config, SGLangAPI()
-        )
-        self.client = GenerationClient(self.pool, MODEL, config, SGLangAPI())
+        self.client = Unwatched(urls, config, MODEL, str, api=SGLangAPI(), log=lambda line: None)
+        self.loop, self.pool = self.client.loop, self.client.pool
         self.serve()
-        self.stream = RequestStream(
-            self.loop, self.client, str, recovery_timeout=config.recovery_timeout
-        )
+        self.stream = self.client.stream()
 
     def serve(self, version: str = VERSION) -> None:
         """All servers hold this version."""
@@ -153,8 +152,7 @@ class Setup:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.loop.run(self._session.close())
-        self.loop.close()
+        self.client.close()
 
 
 def without_pauses(monkeypatch: Any) -> None:

@@ -15,7 +15,6 @@ from megatron_gspo.data.sample import Sample
 from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.mcore.train_step import compute_log_probs
 from megatron_gspo.rollout.sample_checks import check_samples
-from megatron_gspo.rollout.server_engine.server_engine import ServerEngine
 from megatron_gspo.servers.server_processes import LocalServers
 from tests.support.configs import micro_batches_of, parallel
 from tests.support.distributed import run_distributed
@@ -29,6 +28,7 @@ from tests.support.server_clients import (
     engine_on,
     prompts_of,
 )
+from tests.support.server_engine import ServerEngine
 from tests.support.ties import without_ties
 from tests.support.transformers_reference import load_reference, response_log_probs
 
@@ -43,7 +43,7 @@ def engine(vllm_server: LocalServers, vllm_model: str) -> Iterator[ServerEngine]
         weight_transport="distributed",
         health_timeout=60.0,
     )
-    engine.check_servers()
+    engine.client.check_servers()
     engine.update_weights(checkpoint_stream(vllm_model), version=0)
     yield engine
     engine.close()
@@ -61,7 +61,7 @@ def samples(engine: ServerEngine, vllm_model: str) -> list[Sample]:
     ]
     sampling = SamplingParams(n_samples_per_prompt=3, max_response_length=16, temperature=0.8)
     found = engine.generate(prompts, sampling, seed=5)
-    check_samples(found, prompts, sampling, vocab_size=engine._client.model.vocab_size)
+    check_samples(found, prompts, sampling, vocab_size=engine.client.model.vocab_size)
     assert counts_of(engine)["rollout/cached_share"] > 0.2
     return without_ties(load_reference(vllm_model), found)
 

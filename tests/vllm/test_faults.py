@@ -10,7 +10,6 @@ from dataclasses import replace
 import pytest
 
 from megatron_gspo.errors import EngineError
-from megatron_gspo.rollout.server_engine.server_engine import ServerEngine
 from megatron_gspo.rollout.vllm.vllm_api import PATH
 from megatron_gspo.servers.server_processes import LocalServers
 from tests.support import faulty_requests
@@ -24,6 +23,7 @@ from tests.support.server_clients import (
     prompts_of,
     set_update_timeout,
 )
+from tests.support.server_engine import ServerEngine
 
 FAULTS = [name for name in PASSING_FAULTS if name != "few routes"]  # a server on a CPU gives none
 
@@ -71,7 +71,7 @@ def test_a_fault_that_passes_is_survived_and_told(engine, proxy, vllm_model, nam
     times, waits = fault.times, name in ("hang", "late")
     if waits:
         monkeypatch.setattr(
-            engine._client, "_config", replace(engine._client._config, request_timeout=4.0)
+            engine.client, "_config", replace(engine.client._config, request_timeout=4.0)
         )
     proxy.add(replace(fault))
     samples = draw(engine, vllm_model, prompts_of([5, 9, 12], VOCABULARY))
@@ -93,7 +93,8 @@ def test_a_fault_that_lasts_ends_with_one_line_that_names_the_request(
     """vLLM's health check is a request for a token, so that the fault befalls it too and the
     server counts as gone.
     """
-    monkeypatch.setattr(engine.client, "_recovery_timeout", 2.0)
+    config = replace(engine.client._config, recovery_timeout=2.0)
+    monkeypatch.setattr(engine.client, "_config", config)
     proxy.add(Fault("half", times=10**6))
     reason = rf"server {proxy.url}{PATH}: the connection broke \(ended within the answer\)"
     with pytest.raises(
@@ -101,7 +102,7 @@ def test_a_fault_that_lasts_ends_with_one_line_that_names_the_request(
     ):
         draw(engine, vllm_model, prompts_of([5], VOCABULARY))
     proxy.clear()
-    assert engine.wait_for_server(120)
+    assert engine.client.wait_for_server(120)
     draw(engine, vllm_model, prompts_of([5], VOCABULARY))  # the engine is as good as before
 
 
@@ -110,13 +111,15 @@ def test_an_update_whose_request_fails_leaves_a_server_out_until_one_succeeds(
 ):
     version = engine.weight_version
     proxy.add(Fault("error", path="/collective_rpc"))
-    engine._loop.run(engine._pool.mark_stale(engine._pool.servers[0], "so that it needs an update"))
+    engine.client.loop.run(
+        engine.client.pool.mark_stale(engine.client.pool.servers[0], "so that it needs an update")
+    )
     with pytest.raises(
         EngineError, match=f"no server took weights {version}: .*collective_rpc.*500"
     ):
         engine.update_weights(checkpoint_stream(vllm_model), version=version)
-    assert not engine._pool.serving
-    assert engine.wait_for_server(120)
+    assert not engine.client.pool.serving
+    assert engine.client.wait_for_server(120)
     samples = draw(engine, vllm_model, prompts_of([5], VOCABULARY))  # updates it on the way
     assert (
         all(sample.weight_version == version for sample in samples)
@@ -130,12 +133,14 @@ def test_a_server_that_does_not_answer_an_update_is_dropped_within_the_deadline(
     version = engine.weight_version
     set_update_timeout(engine, 15.0, monkeypatch)
     proxy.add(Fault("hang", path="/pause"))
-    engine._loop.run(engine._pool.mark_stale(engine._pool.servers[0], "so that it needs an update"))
+    engine.client.loop.run(
+        engine.client.pool.mark_stale(engine.client.pool.servers[0], "so that it needs an update")
+    )
     with pytest.raises(EngineError, match=f"no server took weights {version}: .*/pause.* 15 s"):
         engine.update_weights(checkpoint_stream(vllm_model), version=version)
-    assert not engine._pool.serving
+    assert not engine.client.pool.serving
     monkeypatch.undo()
-    assert engine.wait_for_server(120)
+    assert engine.client.wait_for_server(120)
     draw(engine, vllm_model, prompts_of([5], VOCABULARY))
     assert counts_of(engine)["rollout/servers"] == 1
 

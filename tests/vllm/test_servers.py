@@ -18,7 +18,6 @@ import pytest
 
 from megatron_gspo.config import VLLMConfig
 from megatron_gspo.errors import EngineError
-from megatron_gspo.rollout.server_engine.server_engine import ServerEngine
 from megatron_gspo.rollout.vllm.vllm_api import PATH
 from megatron_gspo.rollout.vllm.vllm_launch import VLLMLaunch
 from megatron_gspo.servers.server_processes import LocalServers
@@ -36,6 +35,7 @@ from tests.support.server_clients import (
     prompts_of,
     set_update_timeout,
 )
+from tests.support.server_engine import ServerEngine
 from tests.support.trainer_process import (
     KEY,
     TrainerProcess,
@@ -127,8 +127,8 @@ def test_without_the_key_a_run_ends_at_its_start(trainer, vllm_model, tmp_path, 
         with pytest.raises(
             EngineError, match=rf"^server \S+{PATH}: refused with 401; set .*vllm.api_key_file"
         ):
-            engine.check_servers()
-        assert KEY not in repr(vars(engine)) + repr(vars(engine._pool))
+            engine.client.check_servers()
+        assert KEY not in repr(vars(engine)) + repr(vars(engine.client.pool))
     said = capfd.readouterr()
     assert KEY not in said.out + said.err and "a-wrong-key" not in said.out + said.err
 
@@ -138,7 +138,7 @@ def test_two_servers_share_the_load(pair, proxy, vllm_model):
     proxy.requests.clear()
     draw(pair, vllm_model, prompts_of([10] * 12, VOCABULARY, seed=2))
     assert 8 <= proxy.requests.count(PATH) <= 16 and counts_of(pair)["rollout/requests"] == 24
-    assert [member.outstanding_tokens for member in pair._pool.servers] == [0, 0]
+    assert [member.outstanding_tokens for member in pair.client.pool.servers] == [0, 0]
 
 
 def test_one_with_old_weights_is_left_out_and_the_other_does_all(pair, proxy, vllm_model):
@@ -160,7 +160,7 @@ def test_a_server_that_hangs_in_an_update_is_named_and_the_other_served(
     weights.
     """
     lines: list[str] = []
-    monkeypatch.setattr(pair, "_log", lines.append)
+    monkeypatch.setattr(pair.client, "_log", lines.append)
     set_update_timeout(pair, 15.0, monkeypatch)
     model, version = changed_model(vllm_model, 8), 8
     sent = {name: tensor.float() for name, tensor in checkpoint(model).items()}
@@ -170,14 +170,16 @@ def test_a_server_that_hangs_in_an_update_is_named_and_the_other_served(
     try:
         pair.update_weights(weights, version=version)
         assert weights.all_read
-        assert [server.url for server in pair._pool.serving] == [pair._pool.servers[0].url]
+        assert [server.url for server in pair.client.pool.serving] == [
+            pair.client.pool.servers[0].url
+        ]
         [line] = [line for line in lines if line.startswith(f"weights {version}: ")]
         assert f"server {trainer.url}" in line and "15 s" in line
         check(pair, model, version)
     finally:
         signal_server(trainer.url, MODULE, signal.SIGCONT)
     monkeypatch.undo()
-    wait_for(lambda: all(server.alive for server in pair._pool.servers), 120)
+    wait_for(lambda: all(server.alive for server in pair.client.pool.servers), 120)
     pair.update_weights(sent.items(), version=version)
     first, second = pair.score(
         [prompt.token_ids for prompt in prompts_of([40], VOCABULARY, seed=4)]

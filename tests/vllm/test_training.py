@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_gspo.config import Config
-from megatron_gspo.rollout.vllm import vllm_launch
+from megatron_gspo.rollout.vllm.vllm_launch import VLLMLaunch
 from megatron_gspo.servers.server_processes import LocalServers
 from megatron_gspo.train import train
 from tests.support.distributed import run_distributed
@@ -84,7 +84,7 @@ def test_adapters_alone_are_sent_and_added_to_the_base(
     model = save_character_model(tmp_path / "model", "dense", head_dim=32)
     targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     server = start_servers(
-        count=1, model=model, server_args=vllm_launch.adapter_args(4, targets, [])
+        count=1, model=model, server_args=VLLMLaunch.adapter_args(4, targets, [])
     )
     lora = {"rank": 4, "alpha": 32.0, "targets": targets, "weight_updates": "adapters"}
     servers = {"urls": server.urls, "weight_transport": "disk", "log_prob_check_interval": 1}

@@ -15,12 +15,11 @@ from megatron_gspo.config import SamplingParams
 from megatron_gspo.data.sample import Sample
 from megatron_gspo.errors import EngineError
 from megatron_gspo.rollout.server_engine.request_stream import WeightsNeeded
-from megatron_gspo.rollout.server_engine.server_engine import ServerEngine
 from megatron_gspo.servers.server_processes import LocalServers
-from megatron_gspo.weight_transport.weight_update import update_servers
 from tests.support.reference_models import checkpoint
 from tests.support.server_agreement import TOLERANCE
 from tests.support.server_clients import VOCABULARY, counts_of, engine_on, prompts_of
+from tests.support.server_engine import ServerEngine, update_servers
 from tests.support.ties import without_ties
 from tests.support.transformers_reference import response_log_probs
 from tests.support.weight_updates import VanishingTransport, changed_model
@@ -54,10 +53,10 @@ def update(engine: ServerEngine, model: torch.nn.Module, version: int) -> None:
 
 def all_digests(engine: ServerEngine) -> dict[str, str]:
     """SHA-256 of the server's parameters, by vLLM's own check."""
-    server = engine._pool.servers[0].client
-    return engine._loop.run(server.post("/weight_checker", {"action": "checksum"}, timeout=60))[
-        "checksums"
-    ]
+    server = engine.client.pool.servers[0].client
+    return engine.client.loop.run(
+        server.post("/weight_checker", {"action": "checksum"}, timeout=60)
+    )["checksums"]
 
 
 def digests(engine: ServerEngine) -> dict[str, str]:
@@ -112,7 +111,7 @@ def test_an_update_that_leaves_a_parameter_out_is_found(
     reason = r"the update did not write 1 of its parameters, the first: \S*:model.norm.weight"
     with pytest.raises(EngineError, match=f"no server took weights 3: http://.*{reason}"):
         engine.update_weights(weights.items(), version=3)
-    assert not engine._pool.serving
+    assert not engine.client.pool.serving
     update(engine, changed_model(vllm_model, 3), 3)
     check(engine, changed_model(vllm_model, 3), 3)
 
@@ -121,11 +120,13 @@ def test_what_a_cpu_cannot_prove_is_told_once(
     engine: ServerEngine, vllm_model: str, monkeypatch
 ) -> None:
     lines: list[str] = []
-    monkeypatch.setattr(engine, "_log", lines.append)
-    engine._told.clear()
+    monkeypatch.setattr(engine.sync, "_log", lines.append)
+    engine.sync._told.clear()
     for _ in range(2):
-        engine._loop.run(
-            engine._pool.mark_stale(engine._pool.servers[0], "so that it needs an update")
+        engine.client.loop.run(
+            engine.client.pool.mark_stale(
+                engine.client.pool.servers[0], "so that it needs an update"
+            )
         )
         update(engine, changed_model(vllm_model, 3), 3)
     proven, total = len(digests(engine)), len(all_digests(engine))
@@ -150,14 +151,14 @@ def test_a_server_that_frees_no_memory_is_refused_where_it_is_colocated(
         with pytest.raises(
             EngineError, match=r"^server http://\S+: it can't free its memory .*--enable-sleep-mode"
         ):
-            colocated.check_servers()
-        server, api = colocated._pool.servers[0].client, colocated._api
+            colocated.client.check_servers()
+        server, api = colocated.client.pool.servers[0].client, colocated.client.api
         before = all_digests(colocated)
-        colocated._loop.run(api.release_memory(server, timeout=30))
+        colocated.client.loop.run(api.release_memory(server, timeout=30))
         assert all_digests(colocated) == before
         for kind in ("weights", "kv_cache"):
-            colocated._loop.run(api.restore_memory(server, kind, timeout=30))
-        colocated._loop.run(api.check_health(server, timeout=30))
+            colocated.client.loop.run(api.restore_memory(server, kind, timeout=30))
+        colocated.client.loop.run(api.check_health(server, timeout=30))
     finally:
         colocated.close()
 
@@ -171,9 +172,11 @@ def test_a_failed_update_leaves_the_server_out_until_one_succeeds(
     broken[name] = broken[name][:, :-1].contiguous()
     with pytest.raises(EngineError, match=f"no server took weights {version}: http://"):
         engine.update_weights(broken.items(), version=version)
-    assert not engine._pool.serving
-    server = engine._pool.servers[0].client
-    assert engine._loop.run(engine._api.weight_version(server, timeout=10)).endswith(":incomplete")
+    assert not engine.client.pool.serving
+    server = engine.client.pool.servers[0].client
+    assert engine.client.loop.run(engine.client.api.weight_version(server, timeout=10)).endswith(
+        ":incomplete"
+    )
     update(engine, good, version)
     check(engine, good, version)
 
@@ -183,12 +186,12 @@ def test_a_checkpoint_that_is_not_there(engine: ServerEngine, vllm_model: str, t
     update of any transport.
     """
     server, weights = (
-        engine._pool.servers[0].client,
+        engine.client.pool.servers[0].client,
         checkpoint(changed_model(vllm_model, 6).float()),
     )
-    vanishing = VanishingTransport(engine._endpoints, tmp_path, source=vllm_model)
+    vanishing = VanishingTransport(engine.client.api, tmp_path, source=vllm_model)
     failures = update_servers(
-        engine._loop,
+        engine.client.loop,
         [server],
         weights.items,
         vanishing,
@@ -197,7 +200,10 @@ def test_a_checkpoint_that_is_not_there(engine: ServerEngine, vllm_model: str, t
         timeout=60.0,
     )
     assert failures[server.url].startswith(f"server {server.url}/collective_rpc: answered 500")
-    assert engine._loop.run(engine._api.weight_version(server, timeout=10)) == "gone:6:incomplete"
+    assert (
+        engine.client.loop.run(engine.client.api.weight_version(server, timeout=10))
+        == "gone:6:incomplete"
+    )
     update(engine, changed_model(vllm_model, 6), 6)
     check(engine, changed_model(vllm_model, 6), 6)
 
@@ -221,12 +227,14 @@ def test_a_client_that_died_in_its_update(
         )
 
     with closing(begin()) as died:
-        server = died._pool.servers[0].client
-        died._loop.run(died._endpoints.pause(server, timeout=30))
-        died._loop.run(died._endpoints.set_version(server, "another:1:incomplete", timeout=30))
-        died._loop.run(died._endpoints.clear_weights(server, timeout=60))
+        server = died.client.pool.servers[0].client
+        died.client.loop.run(died.client.api.pause(server, timeout=30))
+        died.client.loop.run(
+            died.client.api.set_version(server, "another:1:incomplete", timeout=30)
+        )
+        died.client.loop.run(died.client.api.clear_weights(server, timeout=60))
     with closing(begin()) as engine:
-        engine.check_servers()
+        engine.client.check_servers()
         update(engine, changed_model(vllm_model, 7), 7)
         check(engine, changed_model(vllm_model, 7), 7)
 
@@ -237,8 +245,8 @@ def test_no_reply_of_a_foreign_version_is_accepted(engine: ServerEngine, vllm_mo
     """
     model = changed_model(vllm_model, 5)
     update(engine, model, 5)
-    server = engine._pool.servers[0].client
-    engine._loop.run(engine._endpoints.set_version(server, "another:5", timeout=10))
+    server = engine.client.pool.servers[0].client
+    engine.client.loop.run(engine.client.api.set_version(server, "another:5", timeout=10))
     stream = engine.client.stream()
     stream.start(prompts_of([10], VOCABULARY), SAMPLING, seed=1)
     with pytest.raises(WeightsNeeded):

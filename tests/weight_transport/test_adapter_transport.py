@@ -18,8 +18,8 @@ import torch
 from aiohttp import web
 
 from megatron_gspo.models.peft_files import AdapterFacts, read_adapters
-from megatron_gspo.rollout.sglang.sglang_weight_endpoints import SGLangWeightEndpoints
-from megatron_gspo.rollout.vllm.vllm_weight_endpoints import VLLMWeightEndpoints
+from megatron_gspo.rollout.sglang.sglang_api import SGLangAPI
+from megatron_gspo.rollout.vllm.vllm_api import VLLMAPI
 from megatron_gspo.servers.http_client import ServerError
 from megatron_gspo.weight_transport.adapter_transport import (
     AdapterFileTransport,
@@ -45,11 +45,11 @@ PARTS = [
 
 def written(folder: Path, versions: tuple[str, ...] = ("0a:1",)) -> AdapterFileTransport:
     """The transport of rank 0 after updates of two sources."""
-    first = AdapterFileTransport(SGLangWeightEndpoints(), folder, FACTS)
+    first = AdapterFileTransport(SGLangAPI(), folder, FACTS)
     for version in versions:
         first.prepare(version)
         for part, tensors in enumerate(PARTS):
-            source = AdapterFileTransport(SGLangWeightEndpoints(), folder, FACTS)
+            source = AdapterFileTransport(SGLangAPI(), folder, FACTS)
             source.begin(version, part)
             for bucket in buckets(tensors.items(), 40):
                 source.take(bucket)
@@ -75,7 +75,7 @@ def test_the_sources_files_become_one_in_peft_format(tmp_path: Path) -> None:
 
 
 def test_a_server_without_adapters_is_refused(tmp_path: Path) -> None:
-    transport = AdapterFileTransport(SGLangWeightEndpoints(), tmp_path, FACTS)
+    transport = AdapterFileTransport(SGLangAPI(), tmp_path, FACTS)
     able, other = (SimpleNamespace(adapters=adapters) for adapters in (True, False))
     assert transport.unsupported(able) == ""  # type: ignore[arg-type]
     assert "--enable-lora" in transport.unsupported(other)  # type: ignore[arg-type]
@@ -98,9 +98,7 @@ def loaded(
 
 @pytest.mark.parametrize("status", [200, 400])
 def test_sglang_loads_them_in_place_of_the_last_ones(status: int) -> None:
-    seen = loaded(
-        SGLangWeightEndpoints(), {"/unload_lora_adapter": (status, {"success": status == 200})}
-    )
+    seen = loaded(SGLangAPI(), {"/unload_lora_adapter": (status, {"success": status == 200})})
     assert seen == [
         ("/unload_lora_adapter", {"lora_name": "policy"}),
         ("/load_lora_adapter", {"lora_name": "policy", "lora_path": "/a/b"}),
@@ -108,7 +106,7 @@ def test_sglang_loads_them_in_place_of_the_last_ones(status: int) -> None:
 
 
 def test_vllm_loads_them_in_place_of_the_last_ones() -> None:
-    assert loaded(VLLMWeightEndpoints(), {}) == [
+    assert loaded(VLLMAPI(), {}) == [
         (
             "/v1/load_lora_adapter",
             {"lora_name": "policy", "lora_path": "/a/b", "load_inplace": True},
@@ -124,7 +122,7 @@ def test_a_server_that_did_not_load_them_has_failed(path: str, status: int) -> N
     with pytest.raises(
         ServerError, match=f"{path}.*" + ("rank too high" if status == 200 else "500")
     ):
-        loaded(SGLangWeightEndpoints(), {path: (status, answer)})
+        loaded(SGLangAPI(), {path: (status, answer)})
 
 
 def sent_in_a_request(tp_size: int) -> dict[str, Any]:
@@ -136,7 +134,7 @@ def sent_in_a_request(tp_size: int) -> dict[str, Any]:
         return web.json_response({"success": True})
 
     async def update(server: Any) -> None:
-        transport = AdapterTensorTransport(SGLangWeightEndpoints(), FACTS)
+        transport = AdapterTensorTransport(SGLangAPI(), FACTS)
         for _ in range(2):  # the second update does not have the first one's tensors
             transport.begin("0a:1", 0)
             await transport.open(
@@ -178,7 +176,7 @@ def test_sglang_gets_all_adapters_in_one_request(tp_size: int) -> None:
 
 
 def test_a_server_that_takes_no_adapters_in_a_request_is_refused() -> None:
-    transport = AdapterTensorTransport(SGLangWeightEndpoints(), FACTS)
+    transport = AdapterTensorTransport(SGLangAPI(), FACTS)
     able = replace(INFO, adapters=True, adapter_tensors=True)
     assert transport.unsupported(able) == ""
     assert "--enable-lora" in transport.unsupported(replace(able, adapters=False))

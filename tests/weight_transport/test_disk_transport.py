@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 
 from megatron_gspo.errors import DiskError
-from megatron_gspo.rollout.sglang.sglang_weight_endpoints import SGLangWeightEndpoints
+from megatron_gspo.rollout.sglang.sglang_api import SGLangAPI
 from megatron_gspo.weight_transport.buckets import buckets
 from megatron_gspo.weight_transport.disk_transport import INDEX, DiskTransport
 
@@ -27,7 +27,7 @@ STREAM = [
 def write(transport: DiskTransport, version: str, parts: Sequence[list] = (STREAM,)) -> None:
     transport.prepare(version)
     for part, stream in enumerate(parts):
-        source = DiskTransport(SGLangWeightEndpoints(), transport._directory)
+        source = DiskTransport(SGLangAPI(), transport._directory)
         source.begin(version, part)
         for bucket in buckets(stream, 64):
             source.take(bucket)
@@ -36,7 +36,7 @@ def write(transport: DiskTransport, version: str, parts: Sequence[list] = (STREA
 
 
 def test_files_are_what_safetensors_reads(tmp_path: Path) -> None:
-    transport = DiskTransport(SGLangWeightEndpoints(), tmp_path / "weights")
+    transport = DiskTransport(SGLangAPI(), tmp_path / "weights")
     write(transport, "0011aabb:3")
     assert transport.checkpoint == tmp_path / "weights" / "weights-0011aabb-3"
     index = json.loads((transport.checkpoint / INDEX).read_text())
@@ -57,7 +57,7 @@ def test_the_config_of_quantised_weights_names_their_format(tmp_path: Path) -> N
     )
     for given, wanted in ((None, "other"), ({"quant_method": "fp8"}, "fp8")):
         transport = DiskTransport(
-            SGLangWeightEndpoints(), tmp_path / "weights", source=tmp_path, quantization=given
+            SGLangAPI(), tmp_path / "weights", source=tmp_path, quantization=given
         )
         write(transport, "0a:1")
         found = json.loads((transport.checkpoint / "config.json").read_text())
@@ -70,7 +70,7 @@ def test_eight_bits_are_what_safetensors_reads(tmp_path: Path) -> None:
         ("w_scale_inv", torch.randn(1, 1)),
         ("v", torch.arange(6).to(torch.int8).view(2, 3)),
     ]
-    transport = DiskTransport(SGLangWeightEndpoints(), tmp_path / "weights")
+    transport = DiskTransport(SGLangAPI(), tmp_path / "weights")
     write(transport, "0a:1", [stream])
     index = json.loads((transport.checkpoint / INDEX).read_text())
     for name, wanted in stream:
@@ -82,7 +82,7 @@ def test_eight_bits_are_what_safetensors_reads(tmp_path: Path) -> None:
 def test_only_the_newest_stays(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_text("not copied")
-    transport = DiskTransport(SGLangWeightEndpoints(), tmp_path / "weights", source=tmp_path)
+    transport = DiskTransport(SGLangAPI(), tmp_path / "weights", source=tmp_path)
     write(transport, "0a:1")
     transport.prepare("0a:2")
     transport.take(next(buckets(STREAM, 64)))  # breaks off here
@@ -98,11 +98,11 @@ def test_only_the_newest_stays(tmp_path: Path) -> None:
 def test_a_disk_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "weights").write_text("a file in its place")
     with pytest.raises(DiskError, match=str(tmp_path / "weights")):
-        DiskTransport(SGLangWeightEndpoints(), tmp_path / "weights").prepare("0a:1")
+        DiskTransport(SGLangAPI(), tmp_path / "weights").prepare("0a:1")
 
 
 def test_sources_write_parts_of_one_checkpoint(tmp_path: Path) -> None:
-    transport = DiskTransport(SGLangWeightEndpoints(), tmp_path / "weights")
+    transport = DiskTransport(SGLangAPI(), tmp_path / "weights")
     write(transport, "0a:1", [STREAM[:2], [], STREAM[2:]])
     index = json.loads((transport.checkpoint / INDEX).read_text())
     assert (
@@ -121,7 +121,7 @@ def test_sources_write_parts_of_one_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_source_that_wrote_elsewhere_is_an_error(tmp_path: Path) -> None:
-    transport = DiskTransport(SGLangWeightEndpoints(), tmp_path / "weights")
+    transport = DiskTransport(SGLangAPI(), tmp_path / "weights")
     transport.prepare("0a:1")
     transport.begin("0a:1", 1)
     asyncio.run(transport.finish(1.0))
@@ -147,7 +147,7 @@ def test_what_people_keep_beside_the_weights_stays(tmp_path: Path) -> None:
     (folder / "weights-0b-7").symlink_to(tmp_path / "elsewhere")  # would end every update
     (folder / "weights-0a-2").symlink_to(tmp_path / "elsewhere")  # where a checkpoint goes
     (folder / ".unfinished-0b-7").mkdir()
-    transport = DiskTransport(SGLangWeightEndpoints(), folder)
+    transport = DiskTransport(SGLangAPI(), folder)
     for version in ("0a:1", "0a:2"):
         write(transport, version)
     names = (*theirs, "weights-0a-2", "weights-0a-2.kept", "weights-0b-7")

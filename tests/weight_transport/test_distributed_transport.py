@@ -17,12 +17,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_gspo.rollout.sglang.sglang_weight_endpoints import SGLangWeightEndpoints
+from megatron_gspo.rollout.sglang.sglang_api import SGLangAPI
 from megatron_gspo.servers.http_client import EventLoop, ServerClient, open_session
 from megatron_gspo.weight_transport import distributed_transport
 from megatron_gspo.weight_transport.distributed_transport import DistributedTransport
 from megatron_gspo.weight_transport.update_group import UpdateGroup
-from megatron_gspo.weight_transport.weight_update import ServerUpdate, update_servers
+from megatron_gspo.weight_transport.weight_update import ServerUpdate
+from tests.support.server_engine import update_servers
 from tests.support.weight_server import checksum, weight_servers
 
 SIZE = 40_000  # bytes of a tensor, and of a bucket
@@ -37,7 +38,7 @@ class Client:
         self.session = self.loop.run(open_session())
         self.servers = dict(servers)
         self.urls = list(self.servers)
-        self.transport = DistributedTransport(SGLangWeightEndpoints(), address="127.0.0.1")
+        self.transport = DistributedTransport(SGLangAPI(), address="127.0.0.1")
         self.read = 0
 
     def close(self) -> None:
@@ -118,9 +119,7 @@ def test_one_broadcast_of_a_bucket_in_one_group(
     assert sent == [SIZE] * 2 * COUNT and [group.size for group in groups] == [5]
     # another client has changed a server's weights: it may have left the group
     client.loop.run(
-        SGLangWeightEndpoints().set_version(
-            ServerClient(client.urls[2], client.session), "x", timeout=9.0
-        )
+        SGLangAPI().set_version(ServerClient(client.urls[2], client.session), "x", timeout=9.0)
     )
     assert client.update(3) == {} and len(groups) == 2
     client.urls = client.urls[:2]
@@ -189,7 +188,7 @@ def test_a_server_that_refuses_a_tensor_goes_on_receiving(client: Client) -> Non
 
 
 def test_an_address_of_another_machine(client: Client) -> None:
-    client.transport = DistributedTransport(SGLangWeightEndpoints(), address="192.0.2.1")
+    client.transport = DistributedTransport(SGLangAPI(), address="192.0.2.1")
     failures = client.update(1)
     assert len(failures) == 4
     for url, line in failures.items():

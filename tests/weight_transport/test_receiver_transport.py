@@ -1,6 +1,6 @@
 """Requests to our receiver, and which tensors are sent.
 
-Transfers: tests/rollout/test_weight_distribution.py.
+Transfers: tests/rollout/test_weight_sync.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import torch
 from megatron_gspo.servers.http_client import EventLoop
 from megatron_gspo.weight_transport.receiver_transport import ReceiverTransport
 from megatron_gspo.weight_transport.transport import Sent
-from megatron_gspo.weight_transport.weight_update import send_weights
 from tests.support.weight_updates import HarmedWeights
 
 NONE: Any = None
@@ -51,6 +50,6 @@ def test_the_stream_of_a_broken_transfer_is_read_to_its_end(checksums: bool) -> 
     weights, loop = HarmedWeights(lambda: iter(tensors), harm=lambda: None), EventLoop()
     transport = BrokenTransport(NONE, checksums=checksums)
     assert transport.is_over
-    send_weights(loop, transport, {}, weights, bucket_bytes=16 * transport.in_flight, timeout=5.0)
+    transport.transfer(loop, {}, weights, bucket_bytes=16 * transport.in_flight, timeout=5.0)
     loop.close()
     assert weights.all_read

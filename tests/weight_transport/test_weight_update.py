@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from megatron_gspo.config import ServerConfig, VLLMConfig
-from megatron_gspo.rollout.sglang.sglang_weight_endpoints import SGLangWeightEndpoints
-from megatron_gspo.rollout.vllm.vllm_weight_endpoints import VLLMWeightEndpoints
+from megatron_gspo.rollout.sglang.sglang_api import SGLangAPI
+from megatron_gspo.rollout.vllm.vllm_api import VLLMAPI
 from megatron_gspo.servers.http_client import EventLoop, ServerClient, open_session
 from megatron_gspo.weight_transport.disk_transport import DiskTransport
 from megatron_gspo.weight_transport.server_endpoints import ServerInfo
 from megatron_gspo.weight_transport.transport import WeightTransport
-from megatron_gspo.weight_transport.weight_update import TRANSPORTS, make_transport, update_servers
+from megatron_gspo.weight_transport.weight_update import TRANSPORTS, make_transport
+from tests.support.server_engine import update_servers
 
 INFO = ServerInfo(
     url="http://127.0.0.1:30000",
@@ -42,7 +43,7 @@ INFO = ServerInfo(
 
 def transport_of(name: str, folder: Path) -> WeightTransport:
     config = ServerConfig(weight_transport=name, weight_dir=str(folder))  # type: ignore[arg-type]
-    return make_transport(config, SGLangWeightEndpoints())
+    return make_transport(config, SGLangAPI())
 
 
 @pytest.mark.parametrize("checksums", [False, True])
@@ -51,7 +52,7 @@ def test_every_transport_to_vllm_is_told_of_checksums(
     name: str, checksums: bool, tmp_path: Path
 ) -> None:
     config = VLLMConfig(weight_transport=name, weight_dir=str(tmp_path), weight_checksums=checksums)  # type: ignore[arg-type]
-    assert make_transport(config, VLLMWeightEndpoints()).checksums is checksums
+    assert make_transport(config, VLLMAPI()).checksums is checksums
 
 
 @pytest.fixture
@@ -119,9 +120,9 @@ def test_transports_by_name() -> None:
     with pytest.raises(
         ValueError, match="^sglang.weight_transport=carrier-pigeon: choose one of disk, tensor"
     ):
-        make_transport(ServerConfig(weight_transport="carrier-pigeon"), SGLangWeightEndpoints())  # type: ignore[arg-type]
+        make_transport(ServerConfig(weight_transport="carrier-pigeon"), SGLangAPI())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="set sglang.weight_dir"):
-        make_transport(ServerConfig(weight_transport="disk"), SGLangWeightEndpoints())
+        make_transport(ServerConfig(weight_transport="disk"), SGLangAPI())
 
 
 def test_checkpoints_are_written_to_the_run_directory_unless_another_is_set(tmp_path: Path) -> None:
@@ -130,7 +131,7 @@ def test_checkpoints_are_written_to_the_run_directory_unless_another_is_set(tmp_
         (str(tmp_path / "shared"), tmp_path / "shared"),
     ):
         config = ServerConfig(weight_transport="disk", weight_dir=weight_dir)
-        transport = make_transport(config, SGLangWeightEndpoints(), run_dir=tmp_path)
+        transport = make_transport(config, SGLangAPI(), run_dir=tmp_path)
         transport.prepare("run:1")
         transport.publish(0)
         assert (

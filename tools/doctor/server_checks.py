@@ -14,8 +14,7 @@ from urllib.parse import urlsplit
 from megatron_gspo.config import Config
 from megatron_gspo.rollout.server_kinds import SERVER_KINDS
 from megatron_gspo.servers.http_client import ServerClient, ServerError, open_session
-from megatron_gspo.servers.package_launch import package_version
-from megatron_gspo.servers.server_launch import read_api_key
+from megatron_gspo.servers.server_launch import package_version, read_api_key
 from megatron_gspo.tools.doctor.findings import Finding, error, ok, warning
 from megatron_gspo.tools.doctor.version_checks import SERVERS, judge_version, numbers
 from megatron_gspo.weight_transport.server_endpoints import ServerInfo, WeightEndpoints
@@ -28,7 +27,7 @@ _ROUTES_ARE_RIGHT_ON_CPU = (0, 5, 23)  # patches/README.md, --disable-overlap-sc
 
 def query_servers(config: Config) -> dict[str, ServerInfo | str]:
     """By URL: the server's info, or the error of the request."""
-    endpoints = SERVER_KINDS[config.rollout.engine].endpoints
+    endpoints = SERVER_KINDS[config.rollout.engine].api
     return asyncio.run(_query(config.servers.urls, read_api_key(config.servers), endpoints))
 
 
@@ -148,11 +147,9 @@ def _judge_routes(config: Config, server: ServerInfo) -> list[Finding]:
 
 
 def _judge_length(config: Config, server: ServerInfo) -> list[Finding]:
-    prompt, limit, kind = (
-        config.data.max_prompt_length,
-        server.max_input_tokens,
-        SERVER_KINDS[config.rollout.engine],
-    )
+    prompt = config.data.max_prompt_length
+    limit = server.max_input_tokens
+    launch = SERVER_KINDS[config.rollout.engine].launch
     if limit is not None and prompt > limit:
         return [
             error(
@@ -160,7 +157,7 @@ def _judge_length(config: Config, server: ServerInfo) -> list[Finding]:
                 f"{server.url} takes prompts of at most {limit} tokens, data.max_prompt_length ="
                 f" {prompt}",
                 "it refuses longer ones",
-                f"start it with a larger {kind.length_options}, or lower data.max_prompt_length",
+                f"start it with a larger {launch.length_options}, or lower data.max_prompt_length",
             )
         ]
     longest, capacity = prompt + config.rollout.max_response_length, server.max_total_tokens
@@ -171,14 +168,14 @@ def _judge_length(config: Config, server: ServerInfo) -> list[Finding]:
                 f"{server.url} holds sequences of at most {capacity} tokens, prompt and response"
                 f" may take {longest}",
                 "it aborts the longest responses",
-                f"start it with more {kind.memory_options}, or lower rollout.max_response_length",
+                f"start it with more {launch.memory_options}, or lower rollout.max_response_length",
             )
         ]
     return []
 
 
 def _judge_weight_transport(config: Config, server: ServerInfo) -> list[Finding]:
-    servers, endpoints = config.servers, SERVER_KINDS[config.rollout.engine].endpoints
+    servers, endpoints = config.servers, SERVER_KINDS[config.rollout.engine].api
     transport = make_transport(servers, endpoints, run_dir=config.run_dir, source=config.model.path)
     try:
         reason = transport.unsupported(server)
@@ -252,10 +249,11 @@ def check_startable(config: Config) -> tuple[tuple[int, ...], bool, list[Finding
 
     Raises InputError.
     """
-    servers, kind = config.servers, SERVER_KINDS[config.rollout.engine]
+    servers = config.servers
+    launch = SERVER_KINDS[config.rollout.engine].launch
     python = servers.python or sys.executable
-    version = package_version(python, kind.launch.packages, servers.section)
+    version = package_version(python, launch.packages, servers.section)
     found = judge_version(
         SERVERS[servers.section], ".".join(map(str, version)), gpu=True, where=f" of {python}"
     )
-    return version, kind.on_cpu(servers.server_args), [found]
+    return version, launch.on_cpu(servers.server_args), [found]

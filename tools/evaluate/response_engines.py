@@ -199,7 +199,7 @@ async def _versions(client: RolloutClient) -> dict[str, str | None]:
 
     async def ask(server: ServerClient) -> str | None:
         try:
-            return await client.requests.api.weight_version(server, timeout=_VERSION_SECONDS)
+            return await client.api.weight_version(server, timeout=_VERSION_SECONDS)
         except ServerError as error:
             raise EngineError(
                 f"{server.url} gives no version ({first_line(error)}); check the URL"

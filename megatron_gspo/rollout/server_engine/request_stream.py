@@ -9,17 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from megatron_gspo.config import SamplingParams
 from megatron_gspo.data.sample import Prompt, Sample
-from megatron_gspo.rollout.server_engine.generation_client import GenerationClient
 from megatron_gspo.rollout.server_engine.partial_response import PartialResponse
 from megatron_gspo.rollout.server_engine.server_api import ServedModel
-from megatron_gspo.rollout.server_engine.server_pool import NoServerError, PooledServer
+from megatron_gspo.rollout.server_engine.server_pool import (
+    NoServerError,
+    PooledServer,
+    ServerPool,
+)
 from megatron_gspo.servers.http_client import EventLoop
 
 _POLL_SECONDS = 0.5  # between two checks of the pool while no group finishes
@@ -48,6 +53,26 @@ class GroupProgress(Protocol):
 G = TypeVar("G", bound=GroupProgress)
 
 
+class Generator(Protocol):
+    """Generates responses on a pool of servers: a `RolloutClient`."""
+
+    pool: ServerPool
+    model: ServedModel
+    counts: Counter[str]
+
+    async def generate(
+        self,
+        response: PartialResponse,
+        sampling: SamplingParams,
+        seed: int,
+        preferred: PooledServer | None,
+    ) -> None: ...
+
+    async def prefill(self, tokens: list[int]) -> PooledServer | None: ...
+
+    async def interrupt_requests(self) -> None: ...
+
+
 @dataclass
 class GroupRequest:
     """The responses of one prompt. ticket: its number in the order of `RequestStream.start`."""
@@ -74,7 +99,7 @@ class RequestStream:
     def __init__(
         self,
         loop: EventLoop,
-        client: GenerationClient,
+        client: Generator,
         decode: Callable[[list[int]], str],
         *,
         recovery_timeout: float,
@@ -87,11 +112,6 @@ class RequestStream:
         self._failure: BaseException | None = None
         self._no_server_since: float | None = None  # kept between calls of `take`
 
-    @property
-    def prompts(self) -> list[Prompt]:
-        """The prompts of the groups that are started and not taken, in the order of `start`."""
-        return [group.prompt for group in list(self._groups.values())]
-
     def start(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, seed: int) -> list[int]:
         """Start a group of responses to each prompt; returns at once, with the ticket of each
         group.
@@ -101,39 +121,23 @@ class RequestStream:
         check_prompts(prompts, sampling, self._client.model)
         return self._loop.run(self._start(prompts, sampling, seed))
 
-    def take(
-        self,
-        count: int,
-        *,
-        patience: float | None = None,
-        oldest: int | None = None,
-        per_step: int | None = None,
-    ) -> list[list[Sample]]:
+    def take(self, count: int, *, patience: float | None = None) -> list[list[Sample]]:
         """`count` finished groups, those started first in front; each with its samples in order.
 
-        patience: seconds after which fewer are returned; None waits. oldest: groups with a token of
-        this weight version or an older one are waited for and returned first. per_step: groups that
-        each later step takes (None: `count`); groups beyond that number that would become too old
-        are returned now (`select_groups`).
+        patience: seconds after which fewer are returned; None waits.
 
         Raises `WeightsNeeded`; `NoServerError` if no server responded for `recovery_timeout`
         seconds; `EngineError` for a request that failed permanently.
         """
-        found = self.take_tickets(count, patience=patience, oldest=oldest, per_step=per_step)
-        return [samples for _, samples in found]
+        return [samples for _, samples in self.take_tickets(count, patience=patience)]
 
     def take_tickets(
-        self,
-        count: int,
-        *,
-        patience: float | None = None,
-        oldest: int | None = None,
-        per_step: int | None = None,
+        self, count: int, *, patience: float | None = None
     ) -> list[tuple[int, list[Sample]]]:
         """As `take`, with the ticket of each group."""
         if count > len(self._groups):
             raise ValueError(f"take({count}): only {len(self._groups)} groups were started")
-        groups = self._loop.run(self._take(count, patience, oldest, per_step or count))
+        groups = self._loop.run(self._take(count, patience))
         return [(group.ticket, self._samples(group)) for group in groups]
 
     def progress(self) -> list[tuple[int, bool, int | None]]:
@@ -158,11 +162,11 @@ class RequestStream:
             response.to_sample(self._client.model, self._decode) for response in group.responses
         ]
 
-    def stop(self, *, keep: bool) -> list[Prompt]:
+    def stop(self, *, keep: bool) -> None:
         """Interrupt generation. keep: partial responses continue after the next update or `take`.
-        Otherwise all groups that were not taken, finished or not, are discarded, and their prompts
-        are returned."""
-        return self._loop.run(self._stop(keep))
+        Otherwise all groups that were not taken, finished or not, are discarded.
+        """
+        self._loop.run(self._stop(keep))
 
     async def _start(
         self, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int
@@ -196,22 +200,21 @@ class RequestStream:
             self._failure = self._failure or error
         self._changed.set()
 
-    async def _take(
-        self, count: int, patience: float | None, oldest: int | None, per_step: int
-    ) -> list[GroupRequest]:
-        pool, end = self._client.pool, None if patience is None else time.monotonic() + patience
+    async def _take(self, count: int, patience: float | None) -> list[GroupRequest]:
+        pool = self._client.pool
+        end = math.inf if patience is None else time.monotonic() + patience
         if pool.paused:
             await pool.resume()
         while True:
             if self._failure is not None:
                 raise self._failure
             self._changed.clear()
-            chosen = select_groups(list(self._groups.values()), count, oldest, per_step)
+            chosen = [group for group in self._groups.values() if group.finished][:count]
             now = time.monotonic()
-            if len(chosen) == count or (end is not None and now >= end):
+            if len(chosen) == count or now >= end:
                 break
             self._check_servers(now)
-            await self._wait(_POLL_SECONDS if end is None else min(_POLL_SECONDS, end - now))
+            await self._wait(min(_POLL_SECONDS, end - now))
         if len(chosen) == count:
             self._no_server_since = None
         for group in chosen:
@@ -255,10 +258,10 @@ class RequestStream:
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._changed.wait(), max(seconds, 0.0))
 
-    async def _stop(self, keep: bool) -> list[Prompt]:
-        await self._client.interrupt()
+    async def _stop(self, keep: bool) -> None:
+        await self._client.interrupt_requests()
         if keep:
-            return []
+            return
         dropped = list(self._groups.values())
         tasks = [group.task for group in dropped if group.task is not None]
         for task in tasks:
@@ -270,7 +273,6 @@ class RequestStream:
             )
         self._groups.clear()
         await self._client.pool.resume()
-        return [group.prompt for group in dropped]
 
 
 def select_groups(groups: Sequence[G], count: int, oldest: int | None, per_step: int) -> list[G]:

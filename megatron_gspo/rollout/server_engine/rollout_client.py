@@ -1,29 +1,51 @@
-"""A rank's client of all servers: its connections, its requests, and its view of the servers'
-states.
+"""A rank's client of all servers: its requests, and its view of the servers' states.
 
-Several ranks have one, each for its share of the prompts. Rank 0's owns the servers' states
-(`ServerPool`); the others learn them from it (`state`, `follow`) and report to it what their
-requests found (`reports`, `record`).
+It generates responses: one request after another until a response is finished. A failed request is
+repeated, on another server if there is one; its tokens are discarded. Every response ends exactly
+once: as a sample, or with the run.
+
+Several ranks have a client, each for its share of the prompts. Rank 0's owns the servers' states
+(`ServerPool`) and alone updates the servers; the others learn the states from it (`state`,
+`follow`) and report to it what their requests found (`reports`, `record`).
 """
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
+import random
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
-from megatron_gspo.config import ServerConfig
-from megatron_gspo.errors import first_line
-from megatron_gspo.rollout.server_engine.generation_client import GenerationClient
+from megatron_gspo.config import SamplingParams, ServerConfig
+from megatron_gspo.errors import EngineError, first_line
+from megatron_gspo.rollout.server_engine.partial_response import PartialResponse
 from megatron_gspo.rollout.server_engine.request_stream import RequestStream
-from megatron_gspo.rollout.server_engine.server_api import ServedModel, ServerAPI
-from megatron_gspo.rollout.server_engine.server_pool import ServerPool, ServerState
-from megatron_gspo.servers.http_client import EventLoop, ServerClient, open_session
+from megatron_gspo.rollout.server_engine.server_api import (
+    Request,
+    RequestContext,
+    ResponseError,
+    ResponsePart,
+    ServedModel,
+    ServerAPI,
+)
+from megatron_gspo.rollout.server_engine.server_pool import PooledServer, ServerPool, ServerState
+from megatron_gspo.servers.http_client import EventLoop, ServerClient, ServerError, open_session
 from megatron_gspo.servers.server_launch import read_api_key
+from megatron_gspo.servers.server_processes import LocalServers
+
+_MIN_PREFILL_TOKENS = 64  # shorter prompts are not prefilled before the samples of their group
+_BACKOFF_SECONDS = 0.25  # before a request is repeated, doubling
+_MAX_BACKOFF_SECONDS = 15.0
+_INTERRUPTED_SECONDS = 0.02  # before a request that was interrupted without a token is repeated
+_ABORT_SECONDS = 30.0  # servers may take to return what they have generated
+_MEMORY_SECONDS = 120.0  # a server may take to release or restore its memory
+
 
 COUNTS = (
     "requests",
@@ -50,9 +72,17 @@ class PoolState:
     servers: dict[str, ServerState]
 
 
+class _StaleResponse(EngineError):
+    """A response of other weights than the current ones."""
+
+
 class RolloutClient:
-    """See the module. The methods are called from the training thread; requests run in an event
+    """See the module. The methods are called from the training thread; coroutines run in the event
     loop.
+
+    counts: events since they were last read, by the names of docs/metrics.md. current_version:
+    training version of the pool's weight version. memory_released: whether the servers have
+    released their GPU memory, with the weights in it.
     """
 
     def __init__(
@@ -64,44 +94,241 @@ class RolloutClient:
         *,
         api: ServerAPI,
         share: tuple[int, int] = (0, 1),
+        processes: LocalServers | None = None,
         log: Callable[[str], None] = print,
     ) -> None:
         """decode: token ids of a response to its text. share: number of this client, and of
         clients; the first one owns the servers' states, and each may use its part of
-        `max_concurrent_requests`, at least one. log: takes a line for each server that this client
-        removes.
+        `max_concurrent_requests`, at least one. processes: started servers, which the owner watches
+        and `close` stops. log: takes a line for each event at the servers.
 
         Raises ValueError for an invalid URL.
         """
         number, count = share
         limit = max(config.max_concurrent_requests // count, 1)
         start = number * len(urls) // count  # clients begin with different servers
-        self.model, self._decode, self._log = model, decode, log
-        self._owner, self._recovery_timeout = number == 0, config.recovery_timeout
+        self.model = model
+        self.api = api
+        self.current_version = 0
+        self.counts: Counter[str] = Counter()
+        self.memory_released = False
+        self._config = replace(config, max_concurrent_requests=limit)
+        self._decode = decode
+        self._log = log
+        self._owner = number == 0
+        self._processes = processes
+        self._interruptions = 0
+        self._text_only = replace(model, stop_ids=(), return_routes=False)
         self.loop = EventLoop()
         self.session = self.loop.run(open_session())
         key = read_api_key(config)
         servers = [
             ServerClient(url, self.session, api_key=key) for url in [*urls[start:], *urls[:start]]
         ]
-        own = replace(config, max_concurrent_requests=limit)
-        self.pool = ServerPool(servers, own, api, owner=self._owner, log=log)
-        self.requests = GenerationClient(self.pool, model, own, api)
-        self._monitor = self.watch(self.pool.monitor())
+        self.pool = ServerPool(
+            servers, self._config, api, owner=self._owner, processes=processes, log=log
+        )
+        self._monitor = self._start_monitor()
 
     def stream(self) -> RequestStream:
         """A new stream of groups."""
         return RequestStream(
-            self.loop, self.requests, self._decode, recovery_timeout=self._recovery_timeout
+            self.loop, self, self._decode, recovery_timeout=self._config.recovery_timeout
         )
 
+    async def generate(
+        self,
+        response: PartialResponse,
+        sampling: SamplingParams,
+        seed: int,
+        preferred: PooledServer | None,
+    ) -> None:
+        """Generate until `response` is finished. preferred: the server that has its prompt in the
+        prefix cache.
+
+        Raises `EngineError` if the server rejects the request, after more than `config.retries`
+        failures in a row, or when the requests without a new token took longer than
+        `config.resolved_response_timeout` seconds.
+        """
+        failures = 0
+        spent = 0.0
+        limit = self._config.resolved_response_timeout
+        while not response.finished:
+            num_tokens = response.num_tokens
+            interruptions = self._interruptions
+            try:
+                cost = response.prompt.length + response.max_tokens
+                async with self.pool.acquire(
+                    cost, preferred=None if failures else preferred
+                ) as server:
+                    began = time.monotonic()  # the wait for a server is not counted
+                    await self._request(response, server, sampling, seed, limit - spent)
+                if response.num_tokens > num_tokens:
+                    failures, spent = 0, 0.0
+                    continue
+                if self._interruptions > interruptions:
+                    await asyncio.sleep(_INTERRUPTED_SECONDS)
+                    continue
+                fault = EngineError("it came back without a token, and it was not interrupted")
+            except ServerError as error:
+                if not error.retry:
+                    raise
+                fault = error
+            except ResponseError as error:
+                self.counts["refused"] += 1
+                fault = error
+            except _StaleResponse as error:
+                self.counts["stale_responses"] += 1
+                fault = error
+            failures += 1
+            spent += time.monotonic() - began
+            self.counts["retries"] += 1
+            if failures > self._config.retries or spent >= limit:
+                raise EngineError(
+                    f"{response.name}: given up after {failures} tries in {spent:.0f} s; the last:"
+                    f" {fault}"
+                )
+            backoff = min(_BACKOFF_SECONDS * 2**failures, _MAX_BACKOFF_SECONDS)
+            await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
+
+    async def prefill(self, tokens: list[int]) -> PooledServer | None:
+        """Compute a prompt once, before the samples of its group; returns the server that has
+        it. Ignores failures.
+        """
+        if len(tokens) < _MIN_PREFILL_TOKENS:
+            return None
+        async with self.pool.acquire(len(tokens)) as server:
+            try:
+                context = RequestContext("a prompt", len(tokens), 0, self._text_only)
+                request = self.api.prefill_request(tokens, context)
+                await self._post(server, request, context.name, self._config.request_timeout)
+            except ServerError:
+                return None
+            return server
+
     def pause(self) -> None:
-        """See `GenerationClient.pause`."""
-        self.loop.run(self.requests.pause())
+        """Start no request until `pool.resume()`; those in flight may come back without a
+        token, by anyone's abort.
+        """
+        self.loop.run(self._pause())
+
+    async def _pause(self) -> None:
+        await self.pool.pause()
+        self._interruptions += 1
 
     def interrupt(self) -> None:
-        """See `GenerationClient.interrupt`; the other clients are paused."""
-        self.loop.run(self.requests.interrupt())
+        """`pause`, and have the servers of requests in flight return what they have generated;
+        the other clients are paused.
+        """
+        self.loop.run(self.interrupt_requests())
+
+    async def interrupt_requests(self) -> None:
+        """See `interrupt`."""
+        await self._pause()
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + _ABORT_SECONDS
+        while busy := [server for server in self.pool.servers if server.tasks]:
+            tasks = [task for server in busy for task in server.tasks]
+            if loop.time() > deadline:
+                for task in tasks:
+                    task.cancel()
+            # repeated: an abort does not reach a request that is still being sent
+            await asyncio.gather(*(self._abort(server.client) for server in busy if server.alive))
+            await asyncio.wait(tasks, timeout=0.2)
+            await asyncio.sleep(0)
+
+    async def _abort(self, server: ServerClient) -> None:
+        try:
+            await self.api.abort_requests(server, timeout=5.0)
+        except ServerError:
+            pass  # health checks find a dead server; its requests end with their connections
+
+    async def _request(
+        self,
+        response: PartialResponse,
+        server: PooledServer,
+        sampling: SamplingParams,
+        seed: int,
+        time_left: float,
+    ) -> None:
+        """One request for the rest of `response`.
+
+        time_left: seconds that its requests may still take.
+        """
+        version = self.pool.version
+        training_version = self.current_version
+        context = self._context(response, version or "", self.api.gives_log_probs(sampling))
+        request_seed = _request_seed(seed, response)
+        request = self.api.generate_request(response.tokens, context, sampling, request_seed)
+        body = await self._post(
+            server, request, context.name, min(self._config.request_timeout, time_left)
+        )
+        try:
+            answer = self.api.responses.decode_response(body, context)
+            if self.api.responses.is_empty(answer, context):
+                return
+            reported = self.api.responses.response_version(answer, context)
+            if reported != version:
+                reason = f"answered with weights {reported[:80]!r} instead of {version!r}"
+                if server.version == version:
+                    await self.pool.mark_stale(server, reason)
+                raise _StaleResponse(f"server {server.url}: {reason}")
+            part = self.api.responses.parse_response(answer, context)
+        except ResponseError as error:
+            await self.pool.mark_failed(server, str(error))
+            raise
+        self.pool.mark_succeeded(server)
+        self._count(response, part)
+        response.add(part, training_version)
+
+    def _count(self, response: PartialResponse, part: ResponsePart) -> None:
+        self.counts["requests"] += 1
+        self.counts["input_tokens"] += response.prompt.length + response.num_tokens
+        self.counts["cached_tokens"] += part.cached
+        self.counts["continued"] += bool(response.parts)
+
+    async def _post(
+        self, server: PooledServer, request: Request, name: str, timeout: float
+    ) -> bytearray:
+        """The body of the server's answer.
+
+        A server that is marked down meanwhile is a `ServerError` too.
+        """
+        posted = server.client.post_for_bytes(
+            request.path, request.body, timeout=timeout, max_bytes=request.max_bytes
+        )
+        task = asyncio.ensure_future(posted)
+        server.tasks.add(task)
+        try:
+            await asyncio.wait({task})
+            if task.cancelled():
+                raise ServerError(
+                    f"{name}: {server.reason or 'the server did not return it'}", retry=True
+                )
+            return task.result()
+        except ServerError as error:
+            if not error.sent:
+                await self.pool.mark_down(server, str(error))
+            elif error.retry and server.alive:
+                await self.pool.mark_failed(server, str(error))
+            message = f"{name}: {error}" if name not in str(error) else str(error)
+            raise ServerError(
+                message, status=error.status, retry=error.retry, sent=error.sent
+            ) from None
+        finally:
+            task.cancel()
+            server.tasks.discard(task)
+
+    def _context(self, response: PartialResponse, version: str, log_probs: bool) -> RequestContext:
+        return RequestContext(
+            name=response.name,
+            context_length=response.prompt.length + response.num_tokens,
+            max_new_tokens=response.max_tokens - response.num_tokens,
+            model=self.model,
+            version=version,
+            routes_start=response.routes_start,
+            log_probs=log_probs,
+        )
 
     def reports(self) -> np.ndarray:
         """[2, servers] int64, by URL ascending: whether requests are in flight, and whether one
@@ -113,12 +340,12 @@ class RolloutClient:
 
         async def take() -> np.ndarray:
             servers = sorted(self.pool.servers, key=lambda server: server.url)
-            found = np.array(
+            reports = np.array(
                 [[bool(s.tasks) for s in servers], [s.found_stale for s in servers]], dtype=np.int64
             )
             for server in servers:
                 server.found_stale = False
-            return found * (not self._owner)
+            return reports * (not self._owner)
 
         return self.loop.run(take())
 
@@ -139,7 +366,7 @@ class RolloutClient:
         """The owner's states of the servers."""
 
         async def read() -> PoolState:
-            return PoolState(self.pool.version, self.requests.current_version, self.pool.states())
+            return PoolState(self.pool.version, self.current_version, self.pool.states())
 
         return self.loop.run(read())
 
@@ -147,7 +374,7 @@ class RolloutClient:
         """Take over the owner's states, and start requests again."""
 
         async def take() -> None:
-            self.requests.current_version = state.training_version
+            self.current_version = state.training_version
             await self.pool.follow(state.version, state.servers)
             await self.pool.resume()
 
@@ -155,14 +382,167 @@ class RolloutClient:
 
     def take_counts(self) -> list[int]:
         """The number of each of `COUNTS` since the last call."""
-        counts, self.requests.counts = self.requests.counts, type(self.requests.counts)()
-        return [counts[name] for name in COUNTS]
+        counts = [self.counts[name] for name in COUNTS]
+        self.counts = Counter()
+        return counts
 
-    def watch(self, monitor: Coroutine[Any, Any, Any]) -> Future:
-        """Run a monitor until it is cancelled.
-
-        An end by a bug, which would go unnoticed, is logged.
+    def check_servers(self) -> None:
+        """Before the first update, raise `EngineError` for a server whose responses the run can't
+        use, or that refuses the run, for example a wrong key. One that does not answer is waited
+        for later.
         """
+
+        async def reason(server: PooledServer) -> str:
+            try:
+                info = await self.api.server_info(
+                    server.client, timeout=self._config.update_timeout
+                )
+            except ServerError as error:
+                if not error.retry:
+                    raise
+                return ""
+            return info.unusable(routes=self.model.return_routes, colocated=self._config.colocated)
+
+        async def reasons() -> list[str]:
+            return await asyncio.gather(*map(reason, self.pool.servers))
+
+        for server, refusal in zip(self.pool.servers, self.loop.run(reasons()), strict=True):
+            if refusal:
+                raise EngineError(f"server {server.url}: {refusal}")
+
+    def wait_for_server(self, seconds: float) -> bool:
+        """Whether a server responds within `seconds`."""
+        deadline = time.monotonic() + seconds
+        while not any(server.alive for server in self.pool.servers):
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.2)
+        return True
+
+    def score(self, sequences: Sequence[np.ndarray]) -> dict[str, list[np.ndarray]]:
+        """By URL of each serving server: its log-probs (temperature 1) [L-1] of the tokens [L] of
+        each sequence but the first. A server that fails is left out and counted as failed."""
+
+        async def score_on(server: PooledServer) -> list[np.ndarray] | None:
+            try:
+                return [await self._score(server.client, tokens.tolist()) for tokens in sequences]
+            except EngineError as error:
+                await self.pool.mark_failed(server, str(error))
+                return None
+
+        async def score_on_all() -> dict[str, list[np.ndarray]]:
+            servers = self.pool.serving
+            scores = await asyncio.gather(*map(score_on, servers))
+            return {
+                server.url: values
+                for server, values in zip(servers, scores, strict=True)
+                if values is not None
+            }
+
+        return self.loop.run(score_on_all())
+
+    def begin_update(
+        self, wire_version: str, version: int, *, interrupts: bool
+    ) -> list[PooledServer]:
+        """The servers that can take new weights. interrupts: stop the requests, which continue
+        under the new weights; else only servers that lack them are returned.
+
+        wire_version: as servers report the (training) version. Raises `ServerError` if waiting
+        cannot help: a wrong key, or no inference server.
+        """
+        if interrupts:
+            self.interrupt()
+            self.loop.run(self.pool.set_version(wire_version, ()))
+            self.current_version = version
+        targets = self.loop.run(self._responding()) if interrupts else self.pool.stale
+        if self.memory_released:
+            self._restore_memory("weights")
+        return targets
+
+    def end_update(
+        self, targets: Sequence[PooledServer], failures: Mapping[str, ServerError]
+    ) -> None:
+        """Serve the new weights. failures: by URL; these servers get no requests until an update
+        succeeds.
+        """
+        if self.memory_released:
+            self._restore_memory("kv_cache")
+            self.memory_released = False
+        self.loop.run(self._apply_update(targets, failures))
+        self.resume()
+
+    def resume(self) -> None:
+        """Start requests again."""
+        self.loop.run(self.pool.resume())
+
+    def release_memory(self) -> None:
+        """Interrupt generation and have the servers release their GPU memory; the next update
+        restores it.
+        """
+        self.interrupt()
+        if self.memory_released:
+            return
+        # A server that is not idle fails on the release.
+        self.loop.run(self.pool.wait_for_checks())
+        self._on_all_servers(
+            lambda server: self.api.release_memory(server, timeout=_MEMORY_SECONDS)
+        )
+        self.memory_released = True
+
+    def _restore_memory(self, kind: str) -> None:
+        self._on_all_servers(
+            lambda server: self.api.restore_memory(server, kind, timeout=_MEMORY_SECONDS)
+        )
+
+    def _on_all_servers(self, command: Callable[[ServerClient], Awaitable[None]]) -> None:
+        async def run() -> None:
+            for server in [server for server in self.pool.servers if server.alive]:
+                try:
+                    await command(server.client)
+                except ServerError as error:
+                    await self.pool.mark_down(server, str(error))
+
+        self.loop.run(run())
+
+    async def _score(self, server: ServerClient, tokens: Sequence[int]) -> np.ndarray:
+        """[len(tokens) - 1] float32: a server's log-probs (temperature 1) of tokens[1:]."""
+        context = RequestContext(f"log-prob check at {server.url}", len(tokens), 1, self._text_only)
+        request = self.api.score_request(list(tokens), context)
+        body = await server.post_for_bytes(
+            request.path,
+            request.body,
+            timeout=self._config.request_timeout,
+            max_bytes=request.max_bytes,
+        )
+        return self.api.responses.parse_input_log_probs(body, context, tokens)
+
+    async def _responding(self) -> list[PooledServer]:
+        """Servers that can take weights now. One that does not respond would delay the update by
+        its timeout.
+        """
+        servers = [server for server in self.pool.servers if server.alive]
+        faults = await asyncio.gather(*(self.pool.ping(server) for server in servers))
+        final = [fault for fault in faults if fault is not None and not fault.retry]
+        if servers and len(final) == len(servers):
+            raise final[0]
+        return [server for server, fault in zip(servers, faults, strict=True) if fault is None]
+
+    async def _apply_update(
+        self, targets: Sequence[PooledServer], failures: Mapping[str, ServerError]
+    ) -> None:
+        version = self.pool.version
+        assert version is not None
+        for server in targets:
+            if (error := failures.get(server.url)) is not None:
+                reason = first_line(error)
+                await self.pool.mark_stale(server, reason)
+                self._log(f"weights {version.partition(':')[2]}: {reason}")
+                await self.pool.ping(server)
+        updated = [server for server in targets if server.url not in failures and server.alive]
+        await self.pool.set_version(version, updated)
+
+    def _start_monitor(self) -> Future:
+        """Watch the servers until `close`. An end by a bug, which would go unnoticed, is logged."""
 
         def report(ended: Future) -> None:
             if not ended.cancelled() and (error := ended.exception()) is not None:
@@ -172,25 +552,36 @@ class RolloutClient:
                     " again"
                 )
 
-        future = self.loop.spawn(monitor)
+        future = self.loop.spawn(self.pool.monitor())
         future.add_done_callback(report)
         return future
 
     def close(self) -> None:
-        """End the requests. May be called again."""
+        """End the requests, and stop the started servers. May be called again."""
         self._monitor.cancel()
         if not self.session.closed:
             self.loop.run(self.session.close())
         self.loop.close()
+        if self._processes is not None:
+            self._processes.stop()
+            self._processes = None
 
 
 def server_metrics(counts: Sequence[float], serving: int) -> dict[str, float]:
     """The counts of all clients and the number of serving servers, by the names of
     docs/metrics.md.
     """
-    found = dict(zip(COUNTS, map(float, counts), strict=True))
-    sent, cached = found.pop("input_tokens"), found.pop("cached_tokens")
-    return {f"rollout/{name}": value for name, value in found.items()} | {
+    counted = dict(zip(COUNTS, map(float, counts), strict=True))
+    sent = counted.pop("input_tokens")
+    cached = counted.pop("cached_tokens")
+    return {f"rollout/{name}": value for name, value in counted.items()} | {
         "rollout/cached_share": cached / sent if sent else 0.0,
         "rollout/servers": float(serving),
     }
+
+
+def _request_seed(seed: int, response: PartialResponse) -> int:
+    """63 bits that depend on (seed, prompt, sample, token) alone."""
+    numbers = [seed, response.prompt.index, response.sample_index, response.num_tokens]
+    key = np.array(numbers, dtype=np.int64).tobytes()
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1

@@ -14,6 +14,7 @@ from megatron_gspo.config import SamplingParams
 from megatron_gspo.errors import EngineError
 from megatron_gspo.models import ModelShape
 from megatron_gspo.servers.http_client import ServerClient
+from megatron_gspo.weight_transport.server_endpoints import WeightEndpoints
 
 SCORE_BYTES_PER_TOKEN = 128  # of an input token's log-prob in a response
 # Sampling parameters, under the same names in every engine, that would change the distribution of
@@ -141,11 +142,11 @@ class ResponseParser(Protocol):
         ...
 
 
-class ServerAPI(Protocol):
+class ServerAPI(WeightEndpoints):
     """Endpoints and message formats of one kind of inference server. Stateless.
 
-    responses: its parser. The methods with a `ServerClient` send one request each and raise
-    `ServerError`; timeout: seconds.
+    responses: its parser. The methods with a `ServerClient` raise `ServerError`; timeout: seconds
+    of each request.
     """
 
     responses: ResponseParser
@@ -154,40 +155,34 @@ class ServerAPI(Protocol):
         """Whether the log-probs of its responses are over the whole vocabulary; else they are
         not requested.
         """
-        ...
+        raise NotImplementedError
 
     def generate_request(
         self, tokens: list[int], context: RequestContext, sampling: SamplingParams, seed: int
     ) -> Request:
         """Continue `tokens`. seed: 63 bits, of this request alone."""
-        ...
+        raise NotImplementedError
 
     def prefill_request(self, tokens: list[int], context: RequestContext) -> Request:
         """Compute the prefix cache of a prompt without generating."""
-        ...
+        raise NotImplementedError
 
     def score_request(self, tokens: list[int], context: RequestContext) -> Request:
         """Return the log-probs of the input."""
-        ...
-
-    async def weight_version(self, server: ServerClient, *, timeout: float) -> str | None:
-        """The weight version that the server reports; None if it reports none. Also answered
-        while paused.
-        """
-        ...
+        raise NotImplementedError
 
     async def check_health(self, server: ServerClient, *, timeout: float) -> None:
         """Have the server generate one token. A paused server does not answer."""
-        ...
+        raise NotImplementedError
 
     async def abort_requests(self, server: ServerClient, *, timeout: float) -> None:
         """Have the server return all requests with the tokens generated so far."""
-        ...
+        raise NotImplementedError
 
     async def release_memory(self, server: ServerClient, *, timeout: float) -> None:
         """Free the GPU memory of weights and KV cache. The server must be idle."""
-        ...
+        raise NotImplementedError
 
     async def restore_memory(self, server: ServerClient, kind: str, *, timeout: float) -> None:
         """Allocate the memory of `kind`, "weights" or "kv_cache", again."""
-        ...
+        raise NotImplementedError

@@ -22,10 +22,12 @@ from megatron_gspo.config import ServerConfig
 from megatron_gspo.errors import EngineError, first_line
 from megatron_gspo.rollout.server_engine.server_api import ServerAPI
 from megatron_gspo.servers.http_client import ServerClient, ServerError
+from megatron_gspo.servers.server_processes import LocalServers
 
 INCOMPLETE = (  # ends the version of a server during an update, or after a failed one: it is paused
     ":incomplete"
 )
+_PROCESS_POLL_SECONDS = 0.5
 _MAX_MISSED_CHECKS = 3  # health checks in a row
 _MAX_FAILED_REQUESTS = 4  # in a row at one server
 # Before a removed server is checked again, doubling.
@@ -96,13 +98,20 @@ class ServerPool:
         api: ServerAPI,
         *,
         owner: bool = True,
+        processes: LocalServers | None = None,
         log: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """owner: else it follows. log: takes a line for each server that is removed or returns."""
+        """owner: else it follows. processes: started servers, which `monitor` watches too. log:
+        takes a line for each server that is removed or returns.
+        """
         self.servers = [PooledServer(client) for client in clients]
         self.version: str | None = None
         self.paused = False  # no request starts during a weight update
-        self._config, self._api, self._owner, self._log = config, api, owner, log
+        self._config = config
+        self._api = api
+        self._owner = owner
+        self._processes = processes
+        self._log = log
         self._checks_running = 0
         self._changed = asyncio.Condition()
 
@@ -253,7 +262,27 @@ class ServerPool:
         """Check every server until cancelled: one that does not respond is removed, one that
         returns needs weights.
         """
-        await asyncio.gather(*(self._monitor(server) for server in self.servers))
+        watches = [self._monitor(server) for server in self.servers]
+        if self._processes is not None:
+            watches.append(self._monitor_processes(self._processes))
+        await asyncio.gather(*watches)
+
+    async def _monitor_processes(self, processes: LocalServers) -> None:
+        by_url = {server.url: server for server in self.servers}
+        while True:
+            # `processes` reports the reason; health checks find who is back.
+            for url in processes.poll().died:
+                await self.mark_down(by_url[url], "its process ended")
+            for server in self.servers:
+                if server.unresponsive:
+                    server.unresponsive = False
+                    self._log(
+                        f"{server.url}: does not answer ({server.reason}); it is started again"
+                    )
+                    await asyncio.get_running_loop().run_in_executor(
+                        None, processes.restart, server.url
+                    )
+            await asyncio.sleep(_PROCESS_POLL_SECONDS)
 
     async def _monitor(self, server: PooledServer) -> None:
         while True:

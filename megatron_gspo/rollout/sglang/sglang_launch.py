@@ -13,13 +13,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
 
+import torch
+
 import megatron_gspo
 from megatron_gspo.errors import InputError
-from megatron_gspo.rollout.sglang.sglang_args import gpus_per_server
 from megatron_gspo.servers.http_client import SERVER_KEEP_ALIVE
-from megatron_gspo.servers.package_launch import PackageLaunch
-from megatron_gspo.servers.server_args import option
-from megatron_gspo.servers.server_launch import server_environment
+from megatron_gspo.servers.server_launch import (
+    ServerLaunch,
+    option,
+    product_of_sizes,
+    server_environment,
+)
 from megatron_gspo.weight_transport.receiver_transport import RECEIVER, RECEIVER_FOLDER
 
 _CPU_OVERLAP_VERSION = (0, 5, 23)  # earlier versions overwrite routed experts while they are copied
@@ -55,7 +59,7 @@ _EXIT_CAUSES = (
 
 
 @dataclass(frozen=True)
-class SGLangLaunch(PackageLaunch):
+class SGLangLaunch(ServerLaunch):
     """`ServerLaunch` of SGLang servers.
 
     `--device cpu` uses no GPU; `--base-gpu-id` is `first_gpu` if that is None.
@@ -70,11 +74,42 @@ class SGLangLaunch(PackageLaunch):
         "--preferred-sampling-params": "rollout.temperature",
     }
     exit_causes: ClassVar[tuple[tuple[str, str], ...]] = _EXIT_CAUSES
+    gpu_option: ClassVar[str] = "--base-gpu-id"
+    config_option: ClassVar[str] = "--json-model-override-args"
+    length_options: ClassVar[str] = "--context-length"
+    memory_options: ClassVar[str] = "--mem-fraction-static or --max-total-tokens"
+
+    @staticmethod
+    def on_cpu(args: Sequence[str]) -> bool:
+        """See `ServerLaunch.on_cpu`: by `--device`, else if torch finds no GPU."""
+        if device := option(args, "--device"):
+            return device == "cpu"
+        return not torch.cuda.is_available()
+
+    @staticmethod
+    def gpus_per_server(args: Sequence[str]) -> int:
+        """See `ServerLaunch.gpus_per_server`."""
+        sizes = [
+            ("--tp-size", "--tensor-parallel-size", "--tp"),
+            ("--pp-size", "--pipeline-parallel-size", "--pp"),
+        ]
+        # With it, data-parallel ranks share the tensor-parallel GPUs.
+        if "--enable-dp-attention" not in args:
+            sizes.append(("--dp-size", "--data-parallel-size", "--dp"))
+        return product_of_sizes(args, sizes, "sglang")
+
+    @classmethod
+    def adapter_args(cls, rank: int, targets: Sequence[str], args: Sequence[str]) -> list[str]:
+        """See `ServerLaunch.adapter_args`."""
+        made = ["--enable-lora", "--max-loras-per-batch", "1", "--max-lora-rank", str(rank)]
+        if cls.on_cpu(args):
+            made += ["--lora-backend", "torch_native"]  # the others are written in Triton
+        return [*made, "--lora-target-modules", *targets]
 
     @cached_property
     def cpu(self) -> bool:
         """Whether the servers run without a GPU."""
-        return on_cpu(self.args)
+        return self.on_cpu(self.args)
 
     def command(self, index: int, port: int, *, key_file: str | None) -> list[str]:
         """See `ServerLaunch.command`."""
@@ -94,28 +129,6 @@ class SGLangLaunch(PackageLaunch):
         """
         if self.cpu:
             _freeze_gc(url, api_key)
-
-
-def on_cpu(args: Sequence[str]) -> bool:
-    """Whether servers with these arguments run without a GPU: by `--device`, else if torch
-    finds none.
-    """
-    if device := option(args, "--device"):
-        return device == "cpu"
-    import torch
-
-    return not torch.cuda.is_available()
-
-
-def adapter_args(rank: int, targets: Sequence[str], args: Sequence[str]) -> list[str]:
-    """Further arguments of a server with these that gets adapters alone.
-
-    targets: the linear layers that have one.
-    """
-    found = ["--enable-lora", "--max-loras-per-batch", "1", "--max-lora-rank", str(rank)]
-    # The others are written in Triton.
-    found += ["--lora-backend", "torch_native"] if on_cpu(args) else []
-    return [*found, "--lora-target-modules", *targets]
 
 
 def server_command(
@@ -157,9 +170,9 @@ def server_command(
         command += ["--config", config_file]
     command += launch.args
     if not cpu:
-        given = int(option(launch.args, "--base-gpu-id") or 0)
+        given = int(option(launch.args, launch.gpu_option) or 0)
         first = given if launch.first_gpu is None else launch.first_gpu
-        command += ["--base-gpu-id", str(first + index * gpus_per_server(launch.args))]
+        command += [launch.gpu_option, str(first + index * launch.gpus_per_server(launch.args))]
     return command
 
 

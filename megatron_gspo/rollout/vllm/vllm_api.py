@@ -1,26 +1,52 @@
-"""vLLM's endpoints for generation (`ServerAPI`)."""
+"""vLLM's endpoints (`ServerAPI`)."""
 
 from __future__ import annotations
 
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from megatron_gspo.config import SamplingParams
+from megatron_gspo.rollout.server_engine.endpoint_answers import (
+    count,
+    has_endpoint,
+    object_of,
+    positive,
+)
 from megatron_gspo.rollout.server_engine.server_api import (
     OTHER_SAMPLING,
     SCORE_BYTES_PER_TOKEN,
     Request,
     RequestContext,
     ResponseParser,
+    ServerAPI,
 )
 from megatron_gspo.rollout.vllm import response_parser
-from megatron_gspo.servers.http_client import ServerClient
+from megatron_gspo.servers.http_client import ServerClient, ServerError
+from megatron_gspo.weight_transport.server_endpoints import (
+    ADAPTERS,
+    ClearedWeights,
+    ServerInfo,
+)
 
 PATH = "/inference/v1/generate"
+EXTENSION = "megatron_gspo_worker.WeightReceiver"  # as the servers import it
+_KEEPS_MEMORY = (
+    "it can't free its memory for the trainer; start it on a GPU with --enable-sleep-mode"
+)
+_CHECKER = "/weight_checker"
+_FLUSH_POLL_SECONDS = 0.05  # between two flushes of a server whose requests are still ending
 
 
-class VLLMAPI:
-    """See `ServerAPI`."""
+class VLLMAPI(ServerAPI):
+    """See `ServerAPI`.
 
+    vLLM 0.32 in its developer mode, which has the endpoints of weights and versions.
+    """
+
+    engine = "vllm"
     responses: ResponseParser = response_parser
 
     def gives_log_probs(self, sampling: SamplingParams) -> bool:
@@ -66,7 +92,7 @@ class VLLMAPI:
         return _request(tokens, params, max_bytes, context.model.adapters)
 
     async def weight_version(self, server: ServerClient, *, timeout: float) -> str | None:
-        """See `ServerAPI.weight_version`."""
+        """See `WeightEndpoints.weight_version`."""
         info = await server.get("/weight_info", timeout=timeout)
         version = info.get("weight_version") if isinstance(info, dict) else None
         return version if isinstance(version, str) else None
@@ -88,9 +114,155 @@ class VLLMAPI:
         """See `ServerAPI.restore_memory`."""
         await server.post(f"/wake_up?tags={kind}", {}, timeout=timeout)
 
+    async def server_info(self, server: ServerClient, *, timeout: float) -> ServerInfo:
+        """See `WeightEndpoints.server_info`. Four requests; the first one takes seconds, in which
+        vLLM collects its environment."""
+        answer = await object_of(
+            server,
+            "/server_info?config_format=json",
+            timeout,
+            "a vLLM server with VLLM_SERVER_DEV_MODE=1",
+        )
+        config = _section(answer, "vllm_config")
+        version = await object_of(server, "/version", timeout, "a vLLM server")
+        model, parallel, cache = (
+            _section(config, name) for name in ("model_config", "parallel_config", "cache_config")
+        )
+        blocks, size = positive(cache.get("num_gpu_blocks")), positive(cache.get("block_size"))
+        longest = positive(model.get("max_model_len"))  # of prompt and response
+        limits = [limit for limit in (longest, blocks * size if blocks and size else None) if limit]
+        receiver = parallel.get("worker_extension_cls") == EXTENSION
+        return ServerInfo(
+            url=server.url,
+            version=str(version.get("version", "unknown")),
+            start_id=str(config.get("instance_id")),
+            weight_version=await self.weight_version(server, timeout=timeout) or "",
+            model_path=str(model.get("model", "")),
+            device=str(_section(config, "device_config").get("device", "unknown")).partition(":")[
+                0
+            ],
+            tp_size=count(parallel, "tensor_parallel_size", server),
+            pp_size=count(parallel, "pipeline_parallel_size", server),
+            dp_size=count(parallel, "data_parallel_size", server),
+            max_input_tokens=longest,
+            max_total_tokens=min(limits, default=None),
+            routed_experts=bool(
+                _section(config, "aux_output_config").get("enable_return_routed_experts", False)
+            ),
+            update_session=False,
+            speculative=config.get("speculative_config") is not None,
+            receiver=receiver,
+            adapters=config.get("lora_config") is not None,
+            keeps_memory="" if model.get("enable_sleep_mode") else _KEEPS_MEMORY,
+            refusal=_refusal(model, await has_endpoint(server, PATH, timeout=timeout), receiver),
+        )
+
+    async def pause(self, server: ServerClient, *, timeout: float) -> None:
+        """See `WeightEndpoints.pause`."""
+        await server.post("/pause?mode=abort", {}, timeout=timeout)
+
+    async def resume(self, server: ServerClient, *, timeout: float) -> None:
+        """See `WeightEndpoints.resume`."""
+        await server.post("/resume", {}, timeout=timeout)
+
+    async def set_version(self, server: ServerClient, version: str, *, timeout: float) -> None:
+        """See `WeightEndpoints.set_version`."""
+        await server.post("/update_weight_version", {"new_version": version}, timeout=timeout)
+
+    async def flush_cache(self, server: ServerClient, *, timeout: float) -> None:
+        """See `WeightEndpoints.flush_cache`.
+
+        vLLM answers `"success": false` while requests are still ending.
+        """
+        deadline = asyncio.get_running_loop().time() + timeout
+        while True:
+            answer = await server.post("/reset_prefix_cache", {}, timeout=timeout)
+            if isinstance(answer, dict) and answer.get("success") is True:
+                return
+            if asyncio.get_running_loop().time() > deadline:
+                reason = f"the prefix cache was not emptied within {timeout:g} s"
+                raise ServerError(
+                    f"server {server.url}/reset_prefix_cache: {reason}", status=200, retry=True
+                )
+            await asyncio.sleep(_FLUSH_POLL_SECONDS)
+
+    async def clear_weights(self, server: ServerClient, *, timeout: float) -> ClearedWeights:
+        """See `WeightEndpoints.clear_weights`. A digest that stays is of a parameter that was zero,
+        or without bytes: vLLM 0.32 keeps those that it packs for a CPU kernel elsewhere."""
+        before = await _digests(server, timeout)
+        await server.post(_CHECKER, {"action": "reset"}, timeout=timeout)
+        after = await _digests(server, timeout)
+        changed = {name: digest for name, digest in after.items() if digest != before.get(name)}
+        return ClearedWeights(changed, len(after))
+
+    async def unwritten(
+        self, server: ServerClient, cleared: ClearedWeights, *, timeout: float
+    ) -> list[str]:
+        """See `WeightEndpoints.unwritten`."""
+        found = await _digests(server, timeout)
+        return sorted(name for name, digest in cleared.digests.items() if found.get(name) == digest)
+
+    async def load_checkpoint(self, server: ServerClient, path: Path, *, timeout: float) -> None:
+        """See `WeightEndpoints.load_checkpoint`."""
+        await _call(server, "receive_checkpoint", timeout, args=[str(path)])
+
+    async def load_adapters(self, server: ServerClient, path: Path, *, timeout: float) -> None:
+        """See `WeightEndpoints.load_adapters`."""
+        body = {"lora_name": ADAPTERS, "lora_path": str(path), "load_inplace": True}
+        await server.post("/v1/load_lora_adapter", body, timeout=timeout)
+
+    async def receive(
+        self, server: ServerClient, requests: Sequence[dict[str, Any]], *, timeout: float
+    ) -> None:
+        """See `WeightEndpoints.receive`."""
+        await _call(server, "receive_weights", timeout, args=[json.dumps(list(requests))])
+
 
 def _request(
     tokens: list[int], params: dict[str, Any], max_bytes: int, adapters: str = ""
 ) -> Request:
     body: dict[str, Any] = {"token_ids": tokens, "sampling_params": {**params, "detokenize": False}}
     return Request(PATH, body | {"model": adapters} if adapters else body, max_bytes)
+
+
+async def _digests(server: ServerClient, timeout: float) -> dict[str, str]:
+    """SHA-256 of each parameter of each worker, by name. Raises `ServerError`."""
+    answer = await server.post(_CHECKER, {"action": "checksum"}, timeout=timeout)
+    digests = answer.get("checksums") if isinstance(answer, dict) else None
+    if not isinstance(digests, dict) or not digests:
+        raise ServerError(
+            f"server {server.url}{_CHECKER}: no checksums came back", status=200, retry=False
+        )
+    return digests
+
+
+async def _call(server: ServerClient, method: str, timeout: float, **arguments: Any) -> None:
+    """Call a method of every worker of the server."""
+    await server.post(
+        "/collective_rpc", {"method": method, "timeout": timeout, **arguments}, timeout=timeout
+    )
+
+
+def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
+    value = config.get(name)
+    return value if isinstance(value, dict) else {}
+
+
+def _refusal(model: dict[str, Any], generates: bool, receiver: bool) -> str:
+    """Why the server's responses can't be used, with the fix; "" if they can."""
+    if (mode := model.get("logprobs_mode")) != "processed_logprobs":
+        return (
+            f"its log-probs are {str(mode)[:40]}, before temperature; start it with "
+            "--logprobs-mode processed_logprobs"
+        )
+    if not generates:
+        return (
+            f"it has no {PATH}, which gives tokens with their weight version; start it with"
+            " --enable-scale-out"
+        )
+    if not receiver:
+        return (
+            "without our worker extension its weights may be wrong after an update; start it with "
+            f"megatron-gspo serve --engine vllm, or --worker-extension-cls {EXTENSION}"
+        )
+    return ""

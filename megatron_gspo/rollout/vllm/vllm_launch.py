@@ -11,11 +11,13 @@ from typing import ClassVar
 import torch
 
 from megatron_gspo.errors import InputError
-from megatron_gspo.rollout.vllm.vllm_weight_endpoints import EXTENSION
+from megatron_gspo.rollout.vllm.vllm_api import EXTENSION
 from megatron_gspo.servers.http_client import SERVER_KEEP_ALIVE
-from megatron_gspo.servers.package_launch import PackageLaunch
-from megatron_gspo.servers.server_gpus import product_of_sizes
-from megatron_gspo.servers.server_launch import server_environment
+from megatron_gspo.servers.server_launch import (
+    ServerLaunch,
+    product_of_sizes,
+    server_environment,
+)
 from megatron_gspo.weight_transport.receiver_transport import RECEIVER_FOLDER
 
 EXTENSION_FOLDER = Path(__file__).resolve().parent / "worker_extension"
@@ -56,7 +58,7 @@ _ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
 @dataclass(frozen=True)
-class VLLMLaunch(PackageLaunch):
+class VLLMLaunch(ServerLaunch):
     """`ServerLaunch` of vLLM servers."""
 
     engine: ClassVar[str] = "vllm"
@@ -67,11 +69,38 @@ class VLLMLaunch(PackageLaunch):
         "--worker-extension-cls": "vllm.weight_transport",
     }
     exit_causes: ClassVar[tuple[tuple[str, str], ...]] = _EXIT_CAUSES
+    config_option: ClassVar[str] = "--hf-overrides"
+    length_options: ClassVar[str] = "--max-model-len"
+    memory_options: ClassVar[str] = "--gpu-memory-utilization or --max-model-len"
+
+    @staticmethod
+    def on_cpu(args: Sequence[str]) -> bool:
+        """See `ServerLaunch.on_cpu`: vLLM takes the device of its build, so a CPU if torch finds
+        no GPU.
+        """
+        return not torch.cuda.is_available()
+
+    @staticmethod
+    def gpus_per_server(args: Sequence[str]) -> int:
+        """See `ServerLaunch.gpus_per_server`."""
+        sizes = [
+            ("--tensor-parallel-size", "-tp"),
+            ("--pipeline-parallel-size", "-pp"),
+            ("--data-parallel-size", "-dp"),
+        ]
+        return product_of_sizes(args, sizes, "vllm")
+
+    @classmethod
+    def adapter_args(cls, rank: int, targets: Sequence[str], args: Sequence[str]) -> list[str]:
+        """See `ServerLaunch.adapter_args`."""
+        largest = next((size for size in _LORA_RANKS if size >= rank), rank)
+        made = ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(largest)]
+        return [*made, "--lora-target-modules", *targets]
 
     def check(self) -> None:
         """See `ServerLaunch.check`. On a CPU /sleep answers and frees nothing."""
         super().check()
-        if self.config.colocated and on_cpu(self.args):
+        if self.config.colocated and self.on_cpu(self.args):
             raise InputError("vllm.colocated=true: vLLM frees no memory on a CPU; set it to false")
 
     def command(self, index: int, port: int, *, key_file: str | None) -> list[str]:
@@ -97,7 +126,7 @@ class VLLMLaunch(PackageLaunch):
         command += ["--disable-uvicorn-access-log", "--worker-extension-cls", EXTENSION]
         if self.routed_experts:
             command.append("--enable-return-routed-experts")
-        if on_cpu(self.args):
+        if self.on_cpu(self.args):
             command.append("--enforce-eager")  # compiling takes minutes
         elif self.config.colocated:
             command.append("--enable-sleep-mode")
@@ -123,44 +152,10 @@ class VLLMLaunch(PackageLaunch):
         }
         if "--enable-lora" in self.args:
             environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
-        if on_cpu(self.args):
+        if self.on_cpu(self.args):
             return {**_ON_CPU, **environment, "OMP_NUM_THREADS": "1"}
-        size = gpus_per_server(self.args)
+        size = self.gpus_per_server(self.args)
         first = (self.first_gpu or 0) + index * size
         given = environment.get("CUDA_VISIBLE_DEVICES")
         visible = given.split(",") if given else [str(gpu) for gpu in range(first + size)]
         return environment | {"CUDA_VISIBLE_DEVICES": ",".join(visible[first : first + size])}
-
-
-def adapter_args(rank: int, targets: Sequence[str], args: Sequence[str]) -> list[str]:
-    """Further arguments of a server with these that gets adapters alone.
-
-    targets: the linear layers that have one.
-    """
-    largest = next((size for size in _LORA_RANKS if size >= rank), rank)
-    return [
-        "--enable-lora",
-        "--max-loras",
-        "1",
-        "--max-lora-rank",
-        str(largest),
-        "--lora-target-modules",
-        *targets,
-    ]
-
-
-def on_cpu(args: Sequence[str]) -> bool:
-    """Whether servers run without a GPU: vLLM takes the one of its build, so if torch finds
-    none.
-    """
-    return not torch.cuda.is_available()
-
-
-def gpus_per_server(server_args: Sequence[str]) -> int:
-    """Number of GPUs of a server with these arguments. Raises InputError for an invalid size."""
-    sizes = [
-        ("--tensor-parallel-size", "-tp"),
-        ("--pipeline-parallel-size", "-pp"),
-        ("--data-parallel-size", "-dp"),
-    ]
-    return product_of_sizes(server_args, sizes, "vllm")

@@ -129,7 +129,7 @@ def load(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
     """
     try:
         request = json.loads(bytes(named_tensors[0][1].cpu().tolist()))
-    except Exception:
+    except Exception:  # of any kind: it would end the server
         logging.exception("megatron_gspo_receiver: the request can't be read")
         return
     receive(model, request)
@@ -142,7 +142,7 @@ def receive(model: Any, request: dict[str, Any]) -> str:
     """
     try:
         return _receive(model, request)
-    except Exception as error:
+    except Exception as error:  # of any kind: it would end the server
         logging.exception("megatron_gspo_receiver: the weights were not received")
         return _short(error) or type(error).__name__
 
@@ -199,7 +199,7 @@ def _load_bucket(model: Any, entries: list[list[Any]], data: torch.Tensor, check
             )
         if data.is_cuda:
             torch.cuda.current_stream().synchronize()  # another thread and its stream reuse the bucket's memory
-    except Exception as caught:
+    except Exception as caught:  # of the server's own loader; it is reported to the sources
         return f"{type(caught).__name__}: {caught}"
     return ""
 
@@ -226,7 +226,7 @@ def _listen(
             number += 1
         if "error" in entry:
             _groups.pop(name, None)
-    except Exception as caught:
+    except Exception as caught:  # in a thread: without its report `_receive` would wait for ever
         broken = _groups.pop(name, None)
         if broken is not None:
             try:

@@ -18,18 +18,17 @@ import torch.distributed as dist
 from megatron_gspo.config import SamplingParams, ServerConfig
 from megatron_gspo.errors import SharedEngineError
 from megatron_gspo.parallel.rank_zero import run_on_rank_zero
-from megatron_gspo.rollout.server_engine import generation_client
+from megatron_gspo.rollout.server_engine import rollout_client
 from megatron_gspo.rollout.server_engine.rollout_client import (
     COUNTS,
     PoolState,
     RolloutClient,
     server_metrics,
 )
-from megatron_gspo.rollout.server_engine.server_engine import ServerEngine
 from megatron_gspo.rollout.server_engine.server_pool import ServerState
 from megatron_gspo.rollout.server_source import ServerSource
 from megatron_gspo.rollout.sglang.sglang_api import SGLangAPI
-from megatron_gspo.rollout.sglang.sglang_weight_endpoints import SGLangWeightEndpoints
+from megatron_gspo.rollout.weight_sync import WeightSync
 from megatron_gspo.weight_transport.weight_update import make_transport
 from tests.support.distributed import run_distributed
 from tests.support.random_samples import all_samples
@@ -59,17 +58,16 @@ class Rank:
             urls=tuple(urls), weight_transport="tensor", api_key_file=str(key), **settings
         )
         config = ServerConfig(**given)
-        self.client = self.engine = None
+        self.client = None
         if self.rank in clients:
             share = clients.index(self.rank), len(clients)
             self.client = RolloutClient(
                 urls, config, MODEL, str, api=SGLangAPI(), share=share, log=self.lines.append
             )
-        if self.rank == 0:
-            transport = make_transport(config, SGLangWeightEndpoints())
-            self.engine = ServerEngine(config, self.client, transport, log=self.lines.append)
+        transport = make_transport(config, SGLangAPI()) if self.rank == 0 else None
+        sync = WeightSync(config, self.client, transport, log=self.lines.append)
         self.source = ServerSource(
-            self.engine, self.client, clients, config, groups_per_step=2, log=self.lines.append
+            self.client, clients, sync, config, groups_per_step=2, log=self.lines.append
         )
         self.source.update_weights(collective_weights, version=VERSION)
 
@@ -114,7 +112,7 @@ def on_rank(
     num_servers: int,
     settings: Any,
 ) -> Any:
-    generation_client._BACKOFF_SECONDS = 0.0
+    rollout_client._BACKOFF_SECONDS = 0.0
     with ExitStack() as stack:
         servers = [stack.enter_context(Generator()) for _ in range(num_servers * (number == 0))]
         rank = Rank(folder, clients, servers, settings)

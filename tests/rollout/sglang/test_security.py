@@ -77,8 +77,8 @@ def test_the_sources_are_there():
     names = {source.name for source in SOURCES}
     assert {
         "http_client.py",
+        "rollout_client.py",
         "response_parser.py",
-        "generation_client.py",
         "sglang_payload.py",
     } <= names
 

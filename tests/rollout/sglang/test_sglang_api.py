@@ -1,35 +1,49 @@
-"""Requests to SGLang: paths, bodies, bounds of the responses."""
+"""Requests to SGLang: paths, bodies, bounds of the responses.
+
+With real servers: tests/sglang/.
+"""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from aiohttp import web
 
 from megatron_gspo.config import SamplingParams
-from megatron_gspo.rollout.server_engine.server_api import RequestContext, ServerAPI
+from megatron_gspo.rollout.server_engine.server_api import RequestContext
+from megatron_gspo.rollout.sglang import sglang_api
 from megatron_gspo.rollout.sglang.sglang_api import SGLangAPI
-from megatron_gspo.servers.http_client import ServerClient
+from megatron_gspo.servers.http_client import ServerClient, ServerError
+from megatron_gspo.weight_transport.buckets import Entry
 from tests.servers.web_server import run_command
+from tests.support.scripted_endpoints import Server
 from tests.support.served_models import served_model
 
 API = SGLangAPI()
+SUCCESS = {"success": True}
+INFO = {
+    "version": "0.5.23",
+    "random_seed": 7,
+    "startup_time": 8.5,
+    "device": "cuda",
+    "tp_size": 2,
+    "pp_size": 1,
+    "dp_size": 1,
+    "max_req_input_len": 100,
+    "max_total_num_tokens": 4000,
+    "enable_return_routed_experts": True,
+    "api_key": "a-key",
+}
 MOE = served_model(moe_layers=(True, False), k=2, num_experts=8, stop_ids=(1, 5))
 
 
 def context(model: Any = MOE, **changes: Any) -> RequestContext:
     return RequestContext(
         **{**dict(name="sample 0/0", context_length=3, max_new_tokens=7, model=model), **changes}
-    )
-
-
-@pytest.mark.parametrize("name", [name for name in vars(ServerAPI) if not name.startswith("_")])
-def test_it_follows_the_protocol(name):
-    assert inspect.signature(getattr(SGLangAPI, name)) == inspect.signature(
-        getattr(ServerAPI, name)
     )
 
 
@@ -119,3 +133,94 @@ def test_the_reported_version(answer, version):
         [("/model_info", None)],
         version,
     )
+
+
+def test_what_a_server_reports():
+    server = Server(
+        server_info=INFO,
+        model_info={"weight_version": "a:1", "model_path": "/m"},
+        begin_weight_update=405,
+    )
+    info = server.run(lambda s: API.server_info(s, timeout=5))
+    assert (info.version, info.device, info.weight_version, info.model_path) == (
+        "0.5.23",
+        "cuda",
+        "a:1",
+        "/m",
+    )
+    assert (info.tp_size, info.max_input_tokens, info.max_total_tokens, info.start_id) == (
+        2,
+        100,
+        4000,
+        "7 8.5",
+    )
+    assert info.routed_experts and info.update_session
+    assert "a-key" not in repr(info)
+
+
+@pytest.mark.parametrize(
+    "info, problem",
+    [
+        ("text", "not an object; is this an SGLang server?"),
+        ({"tp_size": "2"}, "tp_size is 2, not a count"),
+        ({"dp_size": True}, "dp_size is True, not a count"),
+    ],
+)
+def test_an_invalid_report(info, problem):
+    with pytest.raises(ServerError, match=problem) as caught:
+        Server(server_info=info, model_info={}).run(lambda s: API.server_info(s, timeout=5))
+    assert not caught.value.retry
+
+
+def test_a_session_left_open_is_closed_first():
+    server = Server(begin_weight_update=[400, SUCCESS])
+    server.run(lambda s: API.begin_update(s, timeout=5))
+    assert server.paths == ["/begin_weight_update", "/end_weight_update", "/begin_weight_update"]
+    with pytest.raises(ServerError, match="answered 500"):
+        Server(begin_weight_update=500).run(lambda s: API.begin_update(s, timeout=5))
+
+
+def test_the_cache_is_flushed_when_the_requests_have_ended(monkeypatch):
+    monkeypatch.setattr(sglang_api, "_FLUSH_POLL_SECONDS", 0.0)
+    server = Server(flush_cache=[400, 400, SUCCESS])
+    server.run(lambda s: API.flush_cache(s, timeout=5))
+    assert server.paths == ["/flush_cache"] * 3
+    with pytest.raises(ServerError, match="answered 400"):
+        Server(flush_cache=400).run(lambda s: API.flush_cache(s, timeout=0.05))
+
+
+def test_a_failure_reported_with_status_200():
+    server = Server(update_weight_version={"success": False, "message": "no"})
+    with pytest.raises(ServerError, match="/update_weight_version: did not succeed: no") as caught:
+        server.run(lambda s: API.set_version(s, "a:1", timeout=5))
+    assert caught.value.status == 200 and not caught.value.retry
+    assert server.requests[0][1] == {"new_version": "a:1", "abort_all_requests": False}
+
+
+def test_weights_by_each_way():
+    server = Server()
+
+    async def all_ways(client: ServerClient) -> None:
+        await API.load_checkpoint(client, Path("/w"), timeout=5)
+        await API.load_payloads(client, [[b"ab"], [b"c"]], timeout=5)
+        entry = Entry("a.weight", torch.bfloat16, (2, 3), 0, 12)
+        await API.load_broadcast(client, "group", [entry], timeout=5)
+
+    server.run(all_ways)
+    checkpoint, tensors, broadcast = (body for _, body in server.requests)
+    assert server.paths == [
+        "/update_weights_from_disk",
+        "/update_weights_from_tensor",
+        API.broadcast_path,
+    ]
+    assert checkpoint == {"model_path": "/w", "load_format": "auto", "flush_cache": False}
+    assert (
+        tensors["serialized_named_tensors"] == ["YWI=", "Yw=="]
+        and tensors["load_format"] == "flattened_bucket"
+    )
+    assert (broadcast["names"], broadcast["dtypes"], broadcast["shapes"]) == (
+        ["a.weight"],
+        ["bfloat16"],
+        [[2, 3]],
+    )
+    assert broadcast["group_name"] == "group" and not broadcast["flush_cache"]

@@ -13,13 +13,12 @@ from megatron_gspo.config import ServerConfig
 from megatron_gspo.errors import InputError
 from megatron_gspo.rollout.sglang.sglang_launch import (
     SGLangLaunch,
-    on_cpu,
     patch_folder,
     server_command,
     sglang_environment,
 )
 from megatron_gspo.servers import http_client
-from megatron_gspo.servers.server_args import option
+from megatron_gspo.servers.server_launch import option
 from megatron_gspo.weight_transport.receiver_transport import RECEIVER_FOLDER
 
 NEW, OLD = (0, 5, 23), (0, 5, 15)
@@ -174,5 +173,18 @@ def test_servers_without_a_gpu_get_the_start_up_hook():
 
 
 def test_a_device_that_is_asked_for_decides():
-    assert on_cpu(("--device", "cpu"))
-    assert not on_cpu(("--device=npu",))
+    assert SGLangLaunch.on_cpu(("--device", "cpu"))
+    assert not SGLangLaunch.on_cpu(("--device=npu",))
+
+
+@pytest.mark.parametrize(
+    "args, gpus",
+    [
+        ((), 1),
+        (("--tp", "4"), 4),
+        (("--tp-size=2", "--pp", "2", "--dp-size", "2"), 8),
+        (("--tp", "4", "--dp", "4", "--enable-dp-attention"), 4),
+    ],
+)
+def test_gpus_per_server(args, gpus):
+    assert SGLangLaunch.gpus_per_server(args) == gpus

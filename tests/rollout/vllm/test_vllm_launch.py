@@ -10,10 +10,10 @@ import torch
 
 from megatron_gspo.config import VLLMConfig
 from megatron_gspo.errors import InputError
-from megatron_gspo.rollout.vllm.vllm_launch import EXTENSION_FOLDER, VLLMLaunch, gpus_per_server
+from megatron_gspo.rollout.vllm.vllm_launch import EXTENSION_FOLDER, VLLMLaunch
 from megatron_gspo.servers import http_client
 from megatron_gspo.servers.exit_reason import exit_reason
-from megatron_gspo.servers.server_args import option
+from megatron_gspo.servers.server_launch import option
 from megatron_gspo.weight_transport.receiver_transport import RECEIVER_FOLDER
 
 
@@ -82,11 +82,11 @@ def test_the_environment(gpu, monkeypatch):
 
 
 def test_gpus_of_a_server():
-    assert gpus_per_server(("--tensor-parallel-size", "4", "-dp=2")) == 8
+    assert VLLMLaunch.gpus_per_server(("--tensor-parallel-size", "4", "-dp=2")) == 8
     with pytest.raises(
         InputError, match="vllm.server_args: --tensor-parallel-size many: must be a positive number"
     ):
-        gpus_per_server(("-tp", "many"))
+        VLLMLaunch.gpus_per_server(("-tp", "many"))
 
 
 @pytest.mark.parametrize(

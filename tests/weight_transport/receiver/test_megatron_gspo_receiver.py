@@ -1,5 +1,5 @@
 """The checksum of a tensor, and requests that end without weights;
-tests/rollout/test_weight_distribution.py has transfers."""
+tests/rollout/test_weight_sync.py has transfers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `ServerEngine` logs about its servers, and that it ends."""
+"""What the client of rank 0 logs about its servers, and that it and their updates end."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from aiohttp import web
 from megatron_gspo.config import ServerConfig
 from megatron_gspo.errors import EngineError
 from megatron_gspo.rollout.server_engine.rollout_client import RolloutClient
-from megatron_gspo.rollout.server_engine.server_engine import ServerEngine
 from megatron_gspo.rollout.server_engine.server_pool import NoServerError
 from megatron_gspo.rollout.sglang.sglang_api import SGLangAPI
-from megatron_gspo.rollout.sglang.sglang_weight_endpoints import SGLangWeightEndpoints
 from megatron_gspo.weight_transport.weight_update import make_transport
 from tests.servers.web_server import WebServer
+from tests.support.server_engine import ServerEngine
 from tests.support.sglang_generator import MODEL, Generator
 
 
@@ -44,9 +43,9 @@ def engine_on(
     *urls: str, log: Callable[[str], None], colocated: bool = False, processes=None
 ) -> ServerEngine:
     config = ServerConfig(urls=urls, weight_transport="tensor", colocated=colocated)
-    transport = make_transport(config, SGLangWeightEndpoints())
-    client = RolloutClient(urls, config, MODEL, str, api=SGLangAPI(), log=log)
-    return ServerEngine(config, client, transport, processes=processes, log=log)
+    transport = make_transport(config, SGLangAPI())
+    client = RolloutClient(urls, config, MODEL, str, api=SGLangAPI(), processes=processes, log=log)
+    return ServerEngine(config, client, transport, log=log)
 
 
 def test_a_watch_that_breaks_is_told(server):
@@ -83,21 +82,20 @@ def test_launched_servers_are_stopped_once(server):
     assert launcher.stopped == 1
 
 
-def test_an_update_without_servers_reads_the_stream_to_its_end():
-    """Producing it is collective: other ranks wait for it."""
+def test_an_update_without_servers_names_them_and_begins_no_stream():
+    """On no rank: producing it is collective."""
     read: list[int] = []
 
     def stream() -> Iterator:
-        for i in range(3):
-            read.append(i)
-            yield f"weight.{i}", None
+        read.append(0)
+        yield "weight", torch.ones(1)
 
     engine = engine_on("http://127.0.0.1:9", log=lambda line: None)
     problem = r"^no server took weights 0: http://127.0.0.1:9: server .*connection refused"
     with pytest.raises(NoServerError, match=problem):
         engine.update_weights(stream(), version=0)
     engine.close()
-    assert read == [0, 1, 2]
+    assert read == []
 
 
 def test_released_memory_comes_back_with_the_weights_also_of_the_same_version():
@@ -116,8 +114,8 @@ def test_released_memory_comes_back_with_the_weights_also_of_the_same_version():
         engine = engine_on(server.url, colocated=True, log=lambda line: None)
         for _ in range(2):
             engine.update_weights(iter([("a", torch.ones(2))]), version=0)
-            engine.pause()
-            engine.pause()
+            engine.client.release_memory()
+            engine.client.release_memory()
         engine.update_weights(iter([("a", torch.ones(2))]), version=0)
         engine.update_weights(iter([("a", torch.ones(2))]), version=0)  # it has them
         engine.close()
@@ -139,7 +137,10 @@ def answering(status: int) -> Callable[[web.Request], object]:
 
 @pytest.mark.parametrize(
     "act",
-    [ServerEngine.check_servers, lambda engine: engine.update_weights(iter(()), version=0)],
+    [
+        lambda engine: engine.client.check_servers(),
+        lambda engine: engine.update_weights(iter(()), version=0),
+    ],
     ids=["at the start", "in an update"],
 )
 def test_what_waiting_does_not_mend_ends_at_once(act):
@@ -155,5 +156,5 @@ def test_what_waiting_does_not_mend_ends_at_once(act):
 def test_a_server_that_is_still_starting_is_waited_for():
     with WebServer(answering(503)) as server:
         engine = engine_on(server.url, log=lambda line: None)
-        engine.check_servers()
+        engine.client.check_servers()
         engine.close()

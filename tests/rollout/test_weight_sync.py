@@ -19,20 +19,12 @@ from safetensors import safe_open
 from megatron_gspo.config import ServerConfig
 from megatron_gspo.errors import DiskError
 from megatron_gspo.rollout.server_engine.rollout_client import RolloutClient
-from megatron_gspo.rollout.server_engine.server_engine import ServerEngine
 from megatron_gspo.rollout.sglang.sglang_api import SGLangAPI
-from megatron_gspo.rollout.sglang.sglang_weight_endpoints import SGLangWeightEndpoints
-from megatron_gspo.rollout.weight_distribution import (
-    WHOLE,
-    WeightDistribution,
-    _FailedError,
-    senders_of,
-)
+from megatron_gspo.rollout.weight_sync import WHOLE, WeightSync, _FailedError, senders_of
 from megatron_gspo.servers.http_client import ServerClient
 from megatron_gspo.weight_transport.receiver.megatron_gspo_receiver import (
     checksum as receiver_checksum,
 )
-from megatron_gspo.weight_transport.weight_sender import WeightSender
 from megatron_gspo.weight_transport.weight_source import Relay, WeightSource, numbered
 from megatron_gspo.weight_transport.weight_update import make_transport
 from tests.support.distributed import run_distributed
@@ -68,16 +60,16 @@ class Rank:
             health_interval=60.0,
             **given,
         )
-        made = make_transport(config, SGLangWeightEndpoints())
         self.rank, self.version = dist.get_rank(), 0
-        self.engine = None
-        sends = any(self.rank in senders_of(source) for source in sources)
-        sender = WeightSender(config, made) if sends else None
+        self.lines: list[str] = []
+        sends = self.rank == 0 or any(self.rank in senders_of(source) for source in sources)
+        transport = make_transport(config, SGLangAPI()) if sends else None
+        self.client = None
         if self.rank == 0:
-            client = RolloutClient(urls, config, MODEL, str, api=SGLangAPI(), log=lambda line: None)
-            self.engine = ServerEngine(config, client, made, log=lambda line: None)
-            sender = self.engine.sender
-        self.distribution = WeightDistribution(self.engine, sender, sources)
+            self.client = RolloutClient(
+                urls, config, MODEL, str, api=SGLangAPI(), log=self.lines.append
+            )
+        self.sync = WeightSync(config, self.client, transport, sources, log=self.lines.append)
         self.at: Any = lambda number: None
         self.streams = 0
 
@@ -93,18 +85,20 @@ class Rank:
 
     def update(self, version: int) -> Exception | None:
         self.version = version
-        failure = self.distribution.run(self.weights, version)
+        failure = self.sync.run(self.weights, version)
         dist.all_reduce(torch.ones(1))  # the ranks can communicate
         return failure
 
     def close(self) -> None:
-        (self.engine or self.distribution).close()
+        self.sync.close()
+        if self.client is not None:
+            self.client.close()
 
 
 def held(rank: Rank, url: str) -> dict[str, Any]:
-    assert rank.engine is not None
-    client = ServerClient(url, rank.engine.client.session)
-    return rank.engine._loop.run(client.get("/held", timeout=20.0))
+    assert rank.client is not None
+    client = ServerClient(url, rank.client.session)
+    return rank.client.loop.run(client.get("/held", timeout=20.0))
 
 
 def truth(version: int, ranks: tuple[int, ...] = (0, 1, 3)) -> dict[str, int]:
@@ -120,7 +114,7 @@ def two_updates(
     rank = Rank(urls, "distributed", "", sources, num_servers=receiver)
     assert rank.update(1) is None and rank.update(2) is None
     found = [held(rank, url) for url in urls] if number == 0 else []
-    serving = len(rank.engine._pool.serving) if rank.engine else 0
+    serving = len(rank.client.pool.serving) if rank.client else 0
     rank.close()
     return found, serving, rank.streams
 
@@ -266,21 +260,18 @@ def only_changes(number: int, world: int, url: str) -> Any:
     rank = Rank(
         [url], "distributed", num_servers=1, weight_changes_only=True, weight_checksums=True
     )
-    lines: list[str] = []
-    if rank.engine:
-        rank.engine._log = lines.append
     buckets = []
     for version, update in ((1, 1), (1, 2), (2, 3), (2, 4)):
         if update == 3 and number == 1:
-            transport = rank.distribution._sender.transport  # type: ignore[union-attr]
+            transport = rank.sync._transport  # type: ignore[union-attr]
             data = tensor(1, 4, 2).view(torch.uint8)
             transport._known["1.4"] = receiver_checksum(data)  # type: ignore[attr-defined]
         rank.version = version
-        failure = rank.distribution.run(rank.weights, update)
+        failure = rank.sync.run(rank.weights, update)
         buckets.append((held(rank, url)["buckets"], type(failure).__name__) if number == 0 else ())
     found = held(rank, url)["held"] if number == 0 else {}
     rank.close()
-    return buckets, lines, found
+    return buckets, rank.lines, found
 
 
 def test_unchanged_tensors_are_not_sent_and_a_stale_one_is_caught() -> None:
@@ -301,7 +292,7 @@ def to_disk(number: int, world: int, url: str, folder: str) -> Any:
     first = rank.update(1)  # the server takes no checkpoints: it fails when all is written
     if number == 3:
         os.chmod(folder, 0o700)
-        rank.distribution._sender.transport._directory = Path(folder) / "elsewhere"  # type: ignore[union-attr]
+        rank.sync._transport._directory = Path(folder) / "elsewhere"  # type: ignore[union-attr]
         (Path(folder) / "elsewhere").mkdir()
     second = rank.update(2)
     rank.close()
@@ -335,19 +326,23 @@ class TouchesAFile:
 
 def a_foreign_report(number: int, world: int, file: str) -> list[str]:
     received: list[Any] = []
-    distribution = WeightDistribution(
-        object() if number == 0 else None, None, numbered([WeightSource(0)])
-    )  # type: ignore[arg-type]
+    config = ServerConfig(urls=("http://127.0.0.1:9",))
+    client = None
+    if number == 0:
+        client = RolloutClient(config.urls, config, MODEL, str, api=SGLangAPI(), log=print)
+    sync = WeightSync(config, client, None, numbered([WeightSource(0)]))
     results = {0: ["sent"]} if number == 0 else {}
-    distribution._report("0/results", 1, results, lambda _, values: received.append(values))
+    sync._report("0/results", 1, results, received.append)
     store = dist.distributed_c10d._get_default_store()
     if number == 0:
         store.set("weights/1/results/0", pickle.dumps(TouchesAFile(Path(file))))
         assert received == [[["sent"]]]
     with contextlib.suppress(_FailedError):
-        distribution._report("1/results", 1, {}, lambda _, values: received.append(values))
+        sync._report("1/results", 1, {}, received.append)
         return ["the report was taken"]
-    return [str(distribution._failure)]
+    if client is not None:
+        client.close()
+    return [str(sync._failure)]
 
 
 def test_a_report_that_no_rank_sent_is_refused_and_not_run(tmp_path: Path) -> None:
