@@ -41,7 +41,9 @@ class Contest:
         from megatron_gspo.mcore.process_groups import initialize
         from megatron_gspo.tools.make_tiny_model import TinyModel, write_tiny_model
 
-        self.folder, self.number, self.begun = folder, 0, 0.0
+        self.folder = folder
+        self.number = 0
+        self.begun = 0.0
         self.image: Any = None
         size = TinyModel(
             hidden=args.hidden, layers=args.layers, experts=16, expert_width=args.hidden // 2
@@ -142,7 +144,8 @@ class Contest:
             os.fsync(file.fileno())
 
     def torch_load(self) -> None:
-        loaded, own = torch.load(self.folder / "torch.pt", weights_only=True), self._tensors()
+        loaded = torch.load(self.folder / "torch.pt", weights_only=True)
+        own = self._tensors()
         with torch.no_grad():
             for name, value in own["model"].items():
                 value.copy_(loaded["model"][name])
@@ -191,7 +194,8 @@ def measure(args: argparse.Namespace) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         contest = Contest(Path(folder), args)
         tokens = sum(sample.length for sample in contest.samples)
-        everything, contest.samples = contest.samples, contest.samples[:64]
+        everything = contest.samples
+        contest.samples = contest.samples[:64]
         contest.step()
         contest.save()
         contest.megatron_save()  # starts the server that its later saves use
@@ -206,7 +210,8 @@ def measure(args: argparse.Namespace) -> list[Row]:
             f"checkpoint: {contest.parameters:,} parameters, {stored:.0f} MB, steps of {tokens:,}"
             " tokens"
         )
-        started, turns = time.perf_counter(), []
+        started = time.perf_counter()
+        turns = []
         while len(turns) < args.repeats and (
             len(turns) < 3 or time.perf_counter() - started < args.seconds
         ):

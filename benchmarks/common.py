@@ -112,7 +112,8 @@ def say(*parts: object) -> None:
 
 def timed(function: Callable[[], Any]) -> Seconds:
     """Run once; the caller synchronises with a GPU."""
-    wall, cpu = time.perf_counter(), time.process_time()
+    wall = time.perf_counter()
+    cpu = time.process_time()
     function()
     return Seconds(time.perf_counter() - wall, time.process_time() - cpu)
 

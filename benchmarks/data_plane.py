@@ -79,7 +79,10 @@ def reset_peak() -> int:
 
 
 # One response of an SGLang server, with the routes of Qwen3-30B-A3B.
-LAYERS, EXPERTS, TOP, WORDS = 48, 128, 8, 151_936
+LAYERS = 48
+EXPERTS = 128
+TOP = 8
+WORDS = 151_936
 VERSION = "00c0ffee:3"
 
 
@@ -140,8 +143,10 @@ class Response:
             num_experts=EXPERTS,
             experts_per_token=TOP,
         )
-        self.prompt, self.tokens = Prompt(0, np.array([5]), "p"), tokens
-        self.model, self.is_routed = ServedModel(shape, (1,), return_routes=routes), routes
+        self.prompt = Prompt(0, np.array([5]), "p")
+        self.tokens = tokens
+        self.model = ServedModel(shape, (1,), return_routes=routes)
+        self.is_routed = routes
         self.context = RequestContext("sample 0/0", 1, tokens, self.model, VERSION)
         self.sampling = SamplingParams(n_samples_per_prompt=1, max_response_length=tokens)
         self.routes = RouteShape(LAYERS, TOP, EXPERTS)
@@ -173,8 +178,11 @@ class Response:
 
 def response_time(quick: bool) -> list[Figure]:
     """CPU time from the body to the packed micro-batch."""
-    tokens, repeats = 32_768, 3 if quick else 7
-    body, response, seconds = response_body(tokens), Response(tokens), []
+    tokens = 32_768
+    repeats = 3 if quick else 7
+    body = response_body(tokens)
+    response = Response(tokens)
+    seconds = []
     response.packed(response.sample(body))
     for _ in range(repeats):
         began = time.process_time()
@@ -335,7 +343,8 @@ def data_plane(quick: bool) -> list[Figure]:
     """
     # Two virtual cores may share a real one.
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    length, most = 4096, 8
+    length = 4096
+    most = 8
     share, turns = (32, 1) if quick else (256, 3)
     figures = []
     # Without routes a small share would show what a step costs, not a token.
@@ -346,7 +355,8 @@ def data_plane(quick: bool) -> list[Figure]:
             for ranks in (2, most)
         )
         of = f"{responses * most:,} responses of {length:,} tokens {kind} routes over {most} ranks"
-        slow, slow_of_two = _slowest(many), _slowest(few)
+        slow = _slowest(many)
+        slow_of_two = _slowest(few)
         figures.append(_per_million(of, many, limit))
         parts = {"2 ranks, s": slow_of_two}
         figures.append(
@@ -474,10 +484,14 @@ class _Host:
 
         from megatron_gspo.config import Config
 
-        self.world, self.groups = dist.group.WORLD, groups
-        self.responses, self.routes = responses, routes
+        self.world = dist.group.WORLD
+        self.groups = groups
+        self.responses = responses
+        self.routes = routes
         self.seconds: dict[str, float] = {}
-        self.connection, self.turn, self.client = connection, turn, Response(length, routes=routes)
+        self.connection = connection
+        self.turn = turn
+        self.client = Response(length, routes=routes)
         replicas = groups.dp.size()
         self.config = Config.from_dict(
             {
@@ -620,7 +634,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="smaller sizes and fewer repeats")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     args = parser.parse_args()
-    machine, figures = hardware(), []
+    machine = hardware()
+    figures = []
     for measurement in (response_time, response_memory, data_plane):
         # in a process of its own, so that its memory is its own
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:

@@ -130,7 +130,8 @@ class Work:
 
 def layer_flops(shape: Any, lengths: Sequence[int]) -> float:
     """Of a forward pass of one MoE layer over sequences of these lengths."""
-    h, d = shape.hidden_size, shape.head_dim
+    h = shape.hidden_size
+    d = shape.head_dim
     attention = h * d * (2 * shape.num_attention_heads + 2 * shape.num_query_groups)
     experts = h * shape.num_experts + 3 * h * shape.moe_ffn_hidden_size * shape.experts_per_token
     scores = sum(length**2 for length in lengths) * 2 * shape.num_attention_heads * d
@@ -310,7 +311,8 @@ def measure(sizes: Sizes, peak: float | None, rehearsed: int | None = None) -> I
     with tempfile.TemporaryDirectory() as folder:
         file = write_config(Path(folder), sizes)
         config = load_config(file)
-        device, groups = compute_device(), initialize(config.parallel, seed=0)
+        device = compute_device()
+        groups = initialize(config.parallel, seed=0)
         _, shape = family_of(json.loads((Path(folder) / "model" / "config.json").read_text()))
         yield measured(product(sizes, device), sizes, peak)
         yield measured(head(sizes, shape, device), sizes, peak)

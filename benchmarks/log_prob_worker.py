@@ -162,7 +162,8 @@ class Seat:
         """Seconds until the last rank is done, CPU seconds of all."""
         if self.group is not None:
             dist.barrier(group=self.group)
-        wall, cpu = time.perf_counter(), time.process_time()
+        wall = time.perf_counter()
+        cpu = time.process_time()
         function()
         if device == "cuda":
             torch.cuda.synchronize()

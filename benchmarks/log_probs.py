@@ -47,7 +47,8 @@ from benchmarks.log_prob_worker import Case
 from benchmarks.peers.environment import peers_python
 
 SAME = 1e-5  # relative to the largest entry
-SMALL, LARGE = 16_384, 151_936
+SMALL = 16_384
+LARGE = 151_936
 PACKAGES = ("trl", "verl", "liger-kernel", "areal")
 # The fastest of each kind of call, and those that save memory.
 WITH_ENTROPY = ("AReaL gather_logprobs", "verl vocab_parallel")
@@ -141,7 +142,8 @@ def rows_of(case: Case, report: Report) -> list[Row]:
     """Time against each timed peer of the same result, the target against the fastest; peak
     against the smallest.
     """
-    once, name = report["once"], name_of(case)
+    once = report["once"]
+    name = name_of(case)
     same = {peer for peer, found in once.items() if found["difference"] <= SAME}
     turns = {
         peer: [Seconds(*turn) for turn in taken]

@@ -91,7 +91,9 @@ class PacedEngine:
     """
 
     def __init__(self, engine: EmbeddedEngine, clock: Clock, args: argparse.Namespace) -> None:
-        self.engine, self.clock, self.args = engine, clock, args
+        self.engine = engine
+        self.clock = clock
+        self.args = args
         self.left = args.warmup_rollouts
 
     def generate(

@@ -27,7 +27,8 @@ class Worker:
     """
 
     def __init__(self, name: str, command: Sequence[str], *, limit: float) -> None:
-        self.name, self.limit = name, limit
+        self.name = name
+        self.limit = limit
         self._errors = tempfile.TemporaryFile(mode="w+")
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
         self._process = subprocess.Popen(

@@ -120,7 +120,9 @@ class Contest:
         self.loop = EventLoop()
         self.session = self.loop.run(open_session())
         self.server = ServerClient(url, self.session)
-        self.weights, self.bucket_bytes, self.count = weights, bucket_bytes, 0
+        self.weights = weights
+        self.bucket_bytes = bucket_bytes
+        self.count = 0
         configs = {
             name: ServerConfig(weight_transport=name, weight_dir=str(folder)) for name in TRANSPORTS
         }
@@ -190,7 +192,8 @@ def rows_of(contest: Contest, taken: dict[str, list[Seconds]]) -> list[Row]:
         for name in TRANSPORTS
     ]
     for name in TRANSPORTS:
-        ours, peer = contest.memory[name], contest.memory[PLAIN]
+        ours = contest.memory[name]
+        peer = contest.memory[PLAIN]
         # 4 MiB for what isn't the bucket: pieces on their way, the answers, Python
         row = Row(
             "weight_sync",
@@ -272,7 +275,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help=f"write the result there, e.g. in {RESULTS}")
     args = parser.parse_args()
     if args.quick:
-        args.repeats, args.mebibytes = 2, 60
+        args.repeats = 2
+        args.mebibytes = 60
     result = run(args, LocalServers)
     print(
         f"{result['megabytes']:.0f} MB in {result['tensors']} tensors, buckets of"

@@ -138,10 +138,10 @@ def first_line(error: BaseException | str) -> str:
 
 def existing_part(path: str | Path) -> Path:
     """The deepest part of a path that exists."""
-    found = Path(os.path.abspath(path))
-    while not found.exists():
-        found = found.parent
-    return found
+    existing = Path(os.path.abspath(path))
+    while not existing.exists():
+        existing = existing.parent
+    return existing
 
 
 def describe_value(value: Any) -> str:

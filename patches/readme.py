@@ -13,10 +13,8 @@ from megatron_gspo.patches.known_issues import GUARDS, PATCHES
 
 README = Path(__file__).with_name("README.md")
 COLUMNS = ("Handled by", "Versions", "Problem", "Upstream", "Test", "Delete when")
-_MEGATRON, _SGLANG = (
-    "https://github.com/NVIDIA/Megatron-LM",
-    "https://github.com/sgl-project/sglang",
-)
+_MEGATRON = "https://github.com/NVIDIA/Megatron-LM"
+_SGLANG = "https://github.com/sgl-project/sglang"
 # Beginnings of link targets in known_issues.py.
 LINKS = {
     "mcore": f"{_MEGATRON}/blob/core_v0.16.1/megatron/core/",

@@ -198,7 +198,8 @@ def test_installed_demo_starts(installed, tmp_path):
         text=True,
     )
     try:
-        shown, end = [], time.monotonic() + LIMIT
+        shown = []
+        end = time.monotonic() + LIMIT
         while time.monotonic() < end and (line := process.stdout.readline()):
             shown.append(line)
             if line.startswith("$ torchrun"):

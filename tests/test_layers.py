@@ -48,7 +48,8 @@ ONLY = {"algorithms": {"torch"}, "parallel": {"torch", "numpy", "msgspec"}}
 
 
 def faults(module: Module) -> list[str]:
-    name, part = module.name, part_of(module.name)
+    name = module.name
+    part = part_of(module.name)
     found = []
     for line, target in imports(module):
         top = target.partition(".")[0]

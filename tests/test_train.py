@@ -37,5 +37,6 @@ def test_train_is_the_loop(monkeypatch):
     monkeypatch.setattr(
         training_loop, "train", lambda config, engine: calls.append((config, engine)) or "state"
     )
-    config, engine = SimpleNamespace(), SimpleNamespace()
+    config = SimpleNamespace()
+    engine = SimpleNamespace()
     assert train(config, engine=engine) == "state" and calls == [(config, engine)]

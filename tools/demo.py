@@ -30,7 +30,8 @@ from megatron_gspo.tools.compare.study_runner import Interrupted
 from megatron_gspo.tools.copy_examples import EXAMPLE_RUNS
 from megatron_gspo.tracking.run_environment import program
 
-COLD_START, GSPO = EXAMPLE_RUNS / "tiny_cold_start.yaml", EXAMPLE_RUNS / "tiny_gspo.yaml"
+COLD_START = EXAMPLE_RUNS / "tiny_cold_start.yaml"
+GSPO = EXAMPLE_RUNS / "tiny_gspo.yaml"
 # What the demo sets itself: one run begins with the other's files, and its end reads the exported
 # model.
 OWN_KEYS = ("run_dir", "model.path", "data.prompts", "data.eval_prompts", "checkpoint.export_hf")
@@ -141,7 +142,8 @@ def run_demo(folder: Path, processes: int, overrides: Sequence[str] = ()) -> Non
 
     disable_progress_bar()
     started = time.monotonic()
-    files, gspo = ColdStartFiles(folder), folder / "gspo"
+    files = ColdStartFiles(folder)
+    gspo = folder / "gspo"
     _remove_earlier_demo(files, gspo)
     count = write_tiny_model(files.model, TinyModel(expert_width=64), words=[INSTRUCTION])
     write_demonstrations(files, load_config(GSPO, given[GSPO]))

@@ -113,7 +113,8 @@ def _make(folder: Path, engine: str, version: str, below: Path | None) -> None:
         (packages / "below.pth").write_text(f"{below / packages.relative_to(folder)}\n")
     # The pins are whole, and the engine's own requirements would bring CUDA packages that can't be
     # loaded here.
-    pins, pinned = pins_of(engine, version), ENGINES[engine]
+    pins = pins_of(engine, version)
+    pinned = ENGINES[engine]
     subprocess.run([*pip, "--no-deps", "-r", str(pins)], check=True, stdout=sys.stderr)
     environment = {
         **os.environ,

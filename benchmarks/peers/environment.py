@@ -26,12 +26,14 @@ def peers_python() -> str:
         subprocess.CalledProcessError: pip could not install.
     """
     folder = ROOT / ".venv-peers"
-    python, stamp = folder / "bin" / "python", folder / ".installed"
+    python = folder / "bin" / "python"
+    stamp = folder / ".installed"
     requirements = Path(__file__).with_name("requirements.txt")
     newest = max(file.stat().st_mtime for file in (requirements, Path(__file__)))
     if stamp.is_file() and stamp.stat().st_mtime >= newest:
         return str(python)
-    torch, transformers = metadata.version("torch").split("+")[0], metadata.version("transformers")
+    torch = metadata.version("torch").split("+")[0]
+    transformers = metadata.version("transformers")
     print(
         f"making {folder}: torch {torch}, transformers {transformers}, the peers",
         file=sys.stderr,

@@ -149,10 +149,8 @@ def areal(group: ProcessGroup | None) -> Function:
 def liger(_: ProcessGroup | None) -> Function:
     """`_ChunkedSelectiveLogProbFunction`, which its fused linear GRPO loss calls."""
     module = importlib.import_module("liger_kernel.chunked_loss.fused_linear_ppo")
-    function, size = (
-        module._ChunkedSelectiveLogProbFunction,
-        module._SELECTIVE_LOGPROB_VOCAB_CHUNK_SIZE,
-    )
+    function = module._ChunkedSelectiveLogProbFunction
+    size = module._SELECTIVE_LOGPROB_VOCAB_CHUNK_SIZE
     return lambda hidden, weight, labels, entropy: (
         function.apply(hidden, weight, labels, None, 1.0, size),
         None,

@@ -124,13 +124,15 @@ class Clock(TrainerCallback):
     def __init__(self, args: argparse.Namespace):
         self.warmup_steps = args.warmup_rollouts * args.mini_batches
         self.segment_steps = args.rollouts * args.mini_batches
-        self.trainer, self.begin = None, now()
+        self.trainer = None
+        self.begin = now()
 
     def on_step_begin(self, args, state, control, **_):
         self.begin = now()
 
     def on_step_end(self, args, state, control, **_):
-        trainer, end = self.trainer, now()
+        trainer = self.trainer
+        end = now()
         trainer.seconds["steps"] += end - self.begin
         trainer.seconds["loop"] = end - trainer.start
         trainer.steps += 1
@@ -149,7 +151,8 @@ def build_trainer(args: argparse.Namespace, output_dir: str) -> TimedTrainer:
     data = datasets.Dataset.from_list(
         [{"prompt": r["prompt"], "answer": r.get("answer")} for r in rows]
     )
-    length, sequences = args.max_response_length, args.samples * args.prompts_per_rollout
+    length = args.max_response_length
+    sequences = args.samples * args.prompts_per_rollout
     config = GRPOConfig(
         output_dir=output_dir,
         seed=args.seed,

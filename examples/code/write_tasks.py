@@ -20,7 +20,9 @@ from megatron_gspo.tools.make_tiny_model import TinyModel, write_tiny_model
 
 SYMBOLS = {"add": "+", "subtract": "-", "times": "*"}
 START = "n = int(input())\nprint("
-MISTAKES, TRAINING, HELD_OUT = 0.12, 8000, 100
+MISTAKES = 0.12
+TRAINING = 8000
+HELD_OUT = 100
 
 Step = tuple[str, int]
 
@@ -57,7 +59,8 @@ def main(folder: Path) -> None:
     steps = list(product(SYMBOLS, range(2, 10)))
     tasks = [*product(steps, repeat=2), *product(steps, repeat=3)]
     random.shuffle(tasks)
-    rows, demonstrations = [], []
+    rows = []
+    demonstrations = []
     for task in tasks[: TRAINING + HELD_OUT]:
         prompt = ", ".join(f"{word} {number}" for word, number in task) + ":"
         tests = [

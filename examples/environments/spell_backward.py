@@ -16,8 +16,10 @@ class SpellBackward:
     """One episode. `step` takes an answer."""
 
     def __init__(self, prompt: Prompt, tries: int, partial_credit: bool) -> None:
-        self.question, self.answer = prompt.text, prompt.answer or ""
-        self.left, self.partial_credit = tries, partial_credit
+        self.question = prompt.text
+        self.answer = prompt.answer or ""
+        self.left = tries
+        self.partial_credit = partial_credit
 
     def step(self, response: str) -> Turn:
         answer = response.strip()

@@ -40,10 +40,8 @@ def rollout(step, vocabulary=64):  # yours: any engine that gives token ids, log
         )
         for i in range(8)
     ]
-    rewards, groups = (
-        torch.tensor([s.reward for s in samples]),
-        torch.tensor([s.prompt_index for s in samples]),
-    )
+    rewards = torch.tensor([s.reward for s in samples])
+    groups = torch.tensor([s.prompt_index for s in samples])
     for sample, advantage in zip(samples, group_advantages(rewards, groups).tolist(), strict=True):
         sample.advantages = np.full(16, advantage, np.float32)
         # Yours: the policy before its first update.

@@ -62,9 +62,11 @@ def discounted_sums(terms: Tensor, discount: float, counts: Tensor) -> Tensor:
     place = torch.arange(_BLOCK)
     powers = torch.as_tensor(discount, dtype=terms.dtype) ** (place - place[:, None]).clamp_min(0)
     sums = blocks.view(-1, _BLOCK) @ powers.triu().T
-    begins, last = sums[:, 0].tolist(), set((blocks_of.cumsum(0) - 1).tolist())
+    begins = sums[:, 0].tolist()
+    last = set((blocks_of.cumsum(0) - 1).tolist())
     # `after` is the sum that begins after each block.
-    after, whole = ([0.0] * len(begins), discount**_BLOCK)
+    after = [0.0] * len(begins)
+    whole = discount**_BLOCK
     for i in reversed(range(len(begins))):
         if i not in last:
             after[i] = begins[i + 1] + whole * after[i + 1]

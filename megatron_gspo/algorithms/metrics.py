@@ -62,15 +62,15 @@ def ratio_metrics(
     if stats is None:
         zero = torch.zeros_like(weights.token)
         return {f"clip_fraction/{what}": zero for what in ("tokens", "sequences", "lower", "upper")}
-    trained, limit, dtype = stats.counts != 0, objective.max_log_ratio, stats.ratio.dtype
+    trained = stats.counts != 0
+    limit = objective.max_log_ratio
+    dtype = stats.ratio.dtype
     unit = stats.counts.to(dtype) * weights.sequence if objective.sequence_level else weights.token
     # Moments about 1, not about the mean: they are additive, and GSPO's deviation of 1e-4 survives
     # float32. 0 where nothing is trained.
     deviation = stats.ratio - 1
-    cut, lower = (
-        stats.clipped.sum().to(dtype) * weights.token,
-        weighted_sum(stats.clip.lower, weights.token),
-    )
+    cut = stats.clipped.sum().to(dtype) * weights.token
+    lower = weighted_sum(stats.clip.lower, weights.token)
     metrics = {
         "clip_fraction/tokens": cut,
         "clip_fraction/sequences": weighted_sum(
@@ -112,7 +112,8 @@ def finish_metrics(summed: Mapping[str, float | Tensor]) -> dict[str, float]:
     final = {name: float(value) for name, value in summed.items()}
     final = {n: v for n, v in final.items() if not (n.endswith(("_max", "_min")) and math.isinf(v))}
     if "ratio/square_deviation" in final:
-        deviation, mean = final.pop("ratio/square_deviation"), final["ratio/mean"]
+        deviation = final.pop("ratio/square_deviation")
+        mean = final["ratio/mean"]
         final["ratio/std"] = math.sqrt(max(deviation - (mean - 1) ** 2, 0.0))
         mean_square = deviation + 2 * mean - 1
         final["effective_sample_size"] = min(mean**2 / mean_square, 1.0) if mean_square > 0 else 0.0

@@ -89,7 +89,8 @@ class RatioHistogram:
         bins = at * _PART + torch.searchsorted(
             fine, (wanted - before)[:, None], right=True
         ).squeeze(1)
-        smallest, greatest = -float(largest[0]), float(largest[1])
+        smallest = -float(largest[0])
+        greatest = float(largest[1])
         limits = (-math.inf, math.inf) if math.isnan(smallest) else (smallest, greatest)
         ratios = _centres(bins).clamp(*limits).exp().view(-1, 2)
         found = {"min": math.exp(min(smallest, _FINITE)), "max": math.exp(min(greatest, _FINITE))}

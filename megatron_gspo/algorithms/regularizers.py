@@ -29,7 +29,8 @@ def regularizers(
     Untrained positions are not read. log_ratio: `log_probs - old_log_probs`, 0 there; not read
     without a ratio.
     """
-    dtype, found = log_probs.dtype, []
+    dtype = log_probs.dtype
+    found = []
     if objective.log_ratio_coef > 0:
         found.append(log_ratio_regularizer(objective, log_ratio, weights))
     if ref_log_probs is not None:
@@ -66,7 +67,8 @@ def kl_regularizer(
     coefficient is 0. With `unbiased_kl` each token counts `exp(log_ratio)` times, which has a
     gradient. `kl/ref` is the token mean of k3, for any estimator of the term.
     """
-    kind, limit = objective.kl_loss_type, objective.max_log_ratio
+    kind = objective.kl_loss_type
+    limit = objective.max_log_ratio
     kl = kl_penalty(log_probs, ref_log_probs, kind, max_log_ratio=limit)
     k3 = kl if kind == "k3" else kl_penalty(log_probs, ref_log_probs, max_log_ratio=limit)
     metrics = {"kl/ref": weighted_sum(k3.detach(), weights.token)}

@@ -44,7 +44,8 @@ def value_loss(
             )
     trained = loss_mask > 0
     values = torch.where(trained, values, 0)
-    returns, old_values = torch.where(trained, returns, 0), torch.where(trained, old_values, 0)
+    returns = torch.where(trained, returns, 0)
+    old_values = torch.where(trained, old_values, 0)
     error = (values - returns).square()
     cut = torch.zeros_like(trained)
     if value_clip is not None:

@@ -77,7 +77,8 @@ def check_algorithm(algorithm: AlgorithmConfig, rollout: RolloutConfig, model: M
 
 
 def _check_length_penalty(algorithm: AlgorithmConfig, longest: int) -> None:
-    buffer, key = algorithm.overlong_buffer_len, "algorithm.overlong_buffer_len"
+    buffer = algorithm.overlong_buffer_len
+    key = "algorithm.overlong_buffer_len"
     if algorithm.truncated == "penalize" and not 0 < buffer <= longest:
         problem = "truncated: penalize needs a buffer inside the response"
         fix = f"set 1 to {longest} (rollout.max_response_length), a quarter is usual"
@@ -112,7 +113,8 @@ def check_rollout_correction(algorithm: AlgorithmConfig) -> None:
     if algorithm.needs_rollout_log_probs and algorithm.old_log_probs == "rollout":
         problem = f"{algorithm.name} clips by the training engine's old log-probs"
         raise ConfigError("algorithm.old_log_probs", "rollout", problem, "set it to recompute")
-    ratios, divergences = ("token", "geometric"), ("token_binary_kl", "sequence_k3")
+    ratios = ("token", "geometric")
+    divergences = ("token_binary_kl", "sequence_k3")
     for method, key, kinds in (
         ("rollout_is", "rollout_is_threshold", ratios),
         ("rollout_is", "rollout_is_threshold_lower", ratios),
@@ -121,7 +123,8 @@ def check_rollout_correction(algorithm: AlgorithmConfig) -> None:
         ("rollout_rs", "rollout_rs_divergence", divergences),
         ("rollout_rs", "rollout_rs_denominator", ratios + divergences),
     ):
-        value, kind = getattr(algorithm, key), getattr(algorithm, method)
+        value = getattr(algorithm, key)
+        kind = getattr(algorithm, method)
         if kind not in kinds and value != default_of(AlgorithmConfig, key):
             problem = f"has no effect with algorithm.{method} = {kind}"
             raise ConfigError(

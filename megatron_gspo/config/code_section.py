@@ -10,7 +10,8 @@ from annotated_types import Ge, Gt, Le
 from megatron_gspo.config.paths import UserPath
 
 COMPILE_SECONDS = 60.0  # of wall-clock time
-_WALL_FACTOR, _WALL_SECONDS = 3.0, 1.0
+_WALL_FACTOR = 3.0
+_WALL_SECONDS = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)

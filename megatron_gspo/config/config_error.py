@@ -14,7 +14,10 @@ class ConfigError(InputError):
     label = "config error"
 
     def __init__(self, key: str, value: Any, problem: str, fix: str) -> None:
-        self.key, self.value, self.problem, self.fix = key, value, problem, fix
+        self.key = key
+        self.value = value
+        self.problem = problem
+        self.fix = fix
         shown = f"{key} = {show(value)}" if value is not MISSING else key
         super().__init__(" ".join(f"{shown}: {problem}; {fix}".split()))
 

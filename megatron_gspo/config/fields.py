@@ -61,24 +61,24 @@ def field_types(section: type) -> dict[str, Any]:
 @functools.cache
 def docstrings(section: type) -> dict[str, str]:
     """Field name -> the string literal below the field, on one line. Base classes included."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for base in reversed(section.__mro__):
         if dataclasses.is_dataclass(base):
-            found |= _own_docstrings(base)
-    return found
+            texts |= _own_docstrings(base)
+    return texts
 
 
 def _own_docstrings(section: type) -> dict[str, str]:
     definition = ast.parse(textwrap.dedent(inspect.getsource(section))).body[0]
     assert isinstance(definition, ast.ClassDef)
-    found = {}
+    texts = {}
     for field, text in zip(definition.body, definition.body[1:], strict=False):
         match field, text:
             case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(
                 value=ast.Constant(value=str(content))
             ):
-                found[name] = " ".join(content.split())
-    return found
+                texts[name] = " ".join(content.split())
+    return texts
 
 
 def section_of(annotation: Any) -> type | None:
@@ -117,10 +117,10 @@ def describe_type(annotation: Any) -> str:
 
 def choices(annotation: Any) -> list[str]:
     """The allowed words of a field, [] where it has none."""
-    found = [
+    groups = [
         typing.get_args(o) for o in _options(annotation) if typing.get_origin(o) is typing.Literal
     ]
-    return [word for group in found for word in group]
+    return [word for group in groups for word in group]
 
 
 def _options(annotation: Any) -> tuple[Any, ...]:
@@ -130,7 +130,8 @@ def _options(annotation: Any) -> tuple[Any, ...]:
 
 
 def _name(annotation: Any) -> str:
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    origin = typing.get_origin(annotation)
+    arguments = typing.get_args(annotation)
     if origin is typing.Annotated:
         bounds = ", ".join(bound for item in arguments[1:] if (bound := _bound(item)))
         return f"{_name(arguments[0])} {bounds}".rstrip()

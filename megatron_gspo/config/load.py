@@ -223,9 +223,9 @@ def split_server_arguments(arguments: Sequence[str]) -> tuple[list[str], dict[st
     theirs: dict[str, list[str]] = {}
     after = ""
     for argument in arguments:
-        if found := _FOR_SERVERS.fullmatch(argument):
-            theirs.setdefault(found[1], []).append("--" + found[2])
-            after = "" if "=" in argument else found[1]
+        if match := _FOR_SERVERS.fullmatch(argument):
+            theirs.setdefault(match[1], []).append("--" + match[2])
+            after = "" if "=" in argument else match[1]
         elif after and not argument.startswith("--") and not is_override(argument):
             theirs[after].append(argument)
         else:

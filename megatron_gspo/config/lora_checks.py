@@ -57,7 +57,8 @@ def check_adapter_updates(lora: LoRAConfig, rollout: RolloutConfig, servers: Ser
     """What updates of the adapters alone need."""
     if not lora.sends_adapters:
         return
-    key, given = "lora.weight_updates", lora.weight_updates
+    key = "lora.weight_updates"
+    given = lora.weight_updates
     if not lora.is_on:
         raise ConfigError(key, given, "lora.rank is 0: there are no adapters", "set it to merged")
     if rollout.engine == "embedded":

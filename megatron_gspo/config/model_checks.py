@@ -58,8 +58,8 @@ def check_family(key: str, path: str, hf: dict[str, Any]) -> None:
 def check_critic_model(path: str, critic: dict[str, Any], policy: dict[str, Any]) -> None:
     """The value model reads the policy's tokens. critic, policy: their config.json."""
     for name, words in (("vocab_size", "a vocabulary"), ("max_position_embeddings", "positions")):
-        if (found := critic.get(name)) is not None and found < policy.get(name, 0):
-            problem = f"has {words} of {found}, the policy of {policy[name]}"
+        if (value := critic.get(name)) is not None and value < policy.get(name, 0):
+            problem = f"has {words} of {value}, the policy of {policy[name]}"
             raise ConfigError(
                 "critic.path", path, problem, "use a model with the policy's tokenizer and length"
             )
@@ -77,7 +77,8 @@ def check_experts(routing: RoutingConfig, noise: RouterNoiseConfig, hf: dict[str
                 " softmax routers"
             )
             raise ConfigError("router_noise.engines", noise.engines, problem, "set it to none")
-        target, most = noise.target_flip_rate, 1 - hf.get("num_experts_per_tok", 0) / experts
+        target = noise.target_flip_rate
+        most = 1 - hf.get("num_experts_per_tok", 0) / experts
         if target is not None and target >= most:
             problem = f"a random choice of the experts reaches {most:.3g}"
             raise ConfigError("router_noise.target_flip_rate", target, problem, "set it below that")
@@ -132,7 +133,8 @@ def check_weight_files(key: str, path: str, init: str) -> None:
     except ModelError as error:
         raise ConfigError(key, path, "can't be exported", str(error)) from None
     if init == "pretrained" and not any(weights.glob("*.safetensors")):
-        problem, fix = "has no *.safetensors weights", "download them, or set model.init: random"
+        problem = "has no *.safetensors weights"
+        fix = "download them, or set model.init: random"
         if any(weights.glob("*.bin")):
             problem += ", only pickled ones (*.bin), which could run code when loaded"
             fix = "load the model with Transformers and save_pretrained it"

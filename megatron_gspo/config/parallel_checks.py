@@ -34,12 +34,14 @@ def check_parallel(parallel: ParallelConfig) -> None:
 
 def check_layout(parallel: ParallelConfig, world_size: int) -> None:
     """Dense (TP x PP x CP) and expert (ETP x EP x PP) ranks each divide world_size."""
-    tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    tensor = parallel.tensor_model_parallel_size
+    pipeline = parallel.pipeline_model_parallel_size
     dense = (tensor, pipeline, parallel.context_parallel_size)
     if fault := _remainder("TP x PP x CP", dense, world_size):
         fix = f"start a multiple of {parallel.model_parallel_size} processes or lower a size"
         raise ConfigError("parallel.tensor_model_parallel_size", tensor, fault, fix)
-    expert_tensor, expert = parallel.expert_tensor_size, parallel.expert_model_parallel_size
+    expert_tensor = parallel.expert_tensor_size
+    expert = parallel.expert_model_parallel_size
     if fault := _remainder("ETP x EP x PP", (expert_tensor, expert, pipeline), world_size):
         fix = (
             f"set a divisor of {world_size // pipeline}"
@@ -59,7 +61,8 @@ def check_divisibility(parallel: ParallelConfig, hf: dict[str, Any]) -> None:
     """Heads, key-value groups, widths, layers and experts of a config.json are divisible by the
     parallel sizes.
     """
-    tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    tensor = parallel.tensor_model_parallel_size
+    pipeline = parallel.pipeline_model_parallel_size
     experts = experts_of(hf) or 0
     has_dense = not experts or any(
         hf.get(key) for key in ("first_k_dense_replace", "mlp_layer_types")

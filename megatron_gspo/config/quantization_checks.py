@@ -19,10 +19,8 @@ def check_quantization(rollout: RolloutConfig) -> None:
     """The keys have an effect."""
     section = rollout.quantization
     if section.is_on and rollout.engine == "sft":
-        problem, fix = (
-            "reference answers (rollout.engine: sft) come from no model",
-            "set it to none",
-        )
+        problem = "reference answers (rollout.engine: sft) come from no model"
+        fix = "set it to none"
         raise ConfigError(f"{KEY}.format", section.format, problem, fix)
     for key, value in (("modules", section.modules), ("exclude", section.exclude)):
         if value and not section.is_on:

@@ -51,7 +51,8 @@ def check_staleness(rollout: RolloutConfig, servers: ServerConfig) -> None:
         )
         raise ConfigError("rollout.overlap", True, problem, "set one of the two to false")
     if rollout.max_staleness and rollout.oversampling > 1 + rollout.max_staleness:
-        behind, limit = rollout.oversampling - 1, rollout.max_staleness
+        behind = rollout.oversampling - 1
+        limit = rollout.max_staleness
         problem = (
             f"the last groups would be {behind:g} updates behind, and rollout.max_staleness ="
             f" {limit}"
@@ -72,12 +73,11 @@ def check_offloading(rollout: RolloutConfig, servers: ServerConfig) -> None:
     if not rollout.offload_trainer:
         return
     if rollout.engine == "sft":
-        problem, fix = "trains on reference answers (rollout.engine: sft)", "remove it"
+        problem = "trains on reference answers (rollout.engine: sft)"
+        fix = "remove it"
     elif rollout.overlap:
-        problem, fix = (
-            "the trainer works meanwhile (rollout.overlap)",
-            "set one of the two to false",
-        )
+        problem = "the trainer works meanwhile (rollout.overlap)"
+        fix = "set one of the two to false"
     elif servers.is_set and not servers.colocated:
         fix = f"set {servers.section}.colocated: true, or remove it"
         problem = "the servers have GPUs of their own"

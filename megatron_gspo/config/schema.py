@@ -255,7 +255,8 @@ def load_config(
 
 def _resolve_preset(data: dict[str, Any]) -> dict[str, Any]:
     """The data with the fields of the algorithm's preset filled in."""
-    algorithm, rollout = data.get("algorithm", {}), data.get("rollout")
+    algorithm = data.get("algorithm", {})
+    rollout = data.get("rollout")
     if not isinstance(algorithm, dict):
         return data
     longest = rollout.get("max_response_length") if isinstance(rollout, dict) else None

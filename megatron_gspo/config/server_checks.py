@@ -29,7 +29,8 @@ def check_servers(rollout: RolloutConfig, sections: Mapping[str, ServerConfig]) 
     if rollout.engine not in sections:
         _check_without_servers(rollout)
         return
-    servers, name = sections[rollout.engine], rollout.engine
+    servers = sections[rollout.engine]
+    name = rollout.engine
     if bool(servers.urls) == bool(servers.num_servers):
         problem = (
             "both name servers"
@@ -61,7 +62,8 @@ def _check_started(servers: ServerConfig) -> None:
 
 
 def _check_transport(servers: ServerConfig) -> None:
-    name, transport = servers.section, servers.weight_transport
+    name = servers.section
+    transport = servers.weight_transport
     for key in ("weight_changes_only", "weight_checksums"):
         by_server = key == "weight_checksums" and servers.has_weight_checker
         if getattr(servers, key) and not servers.uses_receiver and not by_server:
@@ -70,7 +72,8 @@ def _check_transport(servers: ServerConfig) -> None:
                 f"{name}.{key}", True, "needs the receiver of servers that the run starts", fix
             )
     if servers.weight_changes_only and not servers.loads_single_tensors:
-        problem, fix = "these servers load a layer from all of its tensors", "remove it"
+        problem = "these servers load a layer from all of its tensors"
+        fix = "remove it"
         raise ConfigError(f"{name}.weight_changes_only", True, problem, fix)
     if servers.colocated and transport == "distributed":
         problem = (
@@ -111,7 +114,8 @@ def _check_without_servers(rollout: RolloutConfig) -> None:
 
 
 def _check_urls(servers: ServerConfig) -> None:
-    urls, key = servers.urls, f"{servers.section}.urls"
+    urls = servers.urls
+    key = f"{servers.section}.urls"
     for url in urls:
         try:
             check_url(url)
@@ -141,8 +145,6 @@ def check_server_files(servers: ServerConfig) -> None:
         except (OSError, UnicodeDecodeError):
             lines = []
         if not lines or not lines[0].strip():
-            problem, fix = (
-                "cannot be read, or its first line is empty",
-                "put the key on its first line",
-            )
+            problem = "cannot be read, or its first line is empty"
+            fix = "put the key on its first line"
             raise ConfigError(f"{name}.api_key_file", servers.api_key_file, problem, fix)

@@ -23,7 +23,8 @@ from megatron_gspo.given_names import CHECKPOINTS
 def check_recompute(model: ModelConfig) -> None:
     """recompute_num_layers has an effect."""
     if model.recompute_num_layers is not None and model.recompute_granularity != "full":
-        value, problem = model.recompute_num_layers, "needs recompute_granularity: full"
+        value = model.recompute_num_layers
+        problem = "needs recompute_granularity: full"
         fix = "set model.recompute_granularity: full, or this to null"
         raise ConfigError("model.recompute_num_layers", value, problem, fix)
 
@@ -46,19 +47,15 @@ def check_schedule(section: str, optimizer: OptimizerConfig, steps: int) -> None
     steps: optimizer steps of the whole run.
     """
     if optimizer.lr_decay_style == "constant" and optimizer.min_lr:
-        problem, fix = (
-            "a constant schedule never reaches it",
-            f"set {section}.lr_decay_style: linear or cosine",
-        )
+        problem = "a constant schedule never reaches it"
+        fix = f"set {section}.lr_decay_style: linear or cosine"
         raise ConfigError(f"{section}.min_lr", optimizer.min_lr, problem, fix)
     if optimizer.min_lr > optimizer.lr:
         problem = f"is above {section}.lr = {optimizer.lr}"
         raise ConfigError(f"{section}.min_lr", optimizer.min_lr, problem, "lower it")
     if optimizer.lr_warmup_steps > steps:
-        problem, fix = (
-            f"is longer than the run's {steps} optimizer steps",
-            "lower it or raise training.steps",
-        )
+        problem = f"is longer than the run's {steps} optimizer steps"
+        fix = "lower it or raise training.steps"
         raise ConfigError(f"{section}.lr_warmup_steps", optimizer.lr_warmup_steps, problem, fix)
 
 
@@ -78,10 +75,8 @@ def check_critic(critic: CriticConfig, algorithm: AlgorithmConfig, steps: int) -
                     "set algorithm.name: ppo, or remove the key",
                 )
     elif critic.warmup_steps >= steps:
-        problem, fix = (
-            f"leaves none of the run's {steps} steps for the policy",
-            "lower it or raise training.steps",
-        )
+        problem = f"leaves none of the run's {steps} steps for the policy"
+        fix = "lower it or raise training.steps"
         raise ConfigError("critic.warmup_steps", critic.warmup_steps, problem, fix)
 
 
@@ -91,22 +86,16 @@ def check_evaluation(evaluation: EvaluationConfig, has_eval_prompts: bool) -> No
     """
     samples = evaluation.n_samples
     if evaluation.eval_interval and not has_eval_prompts:
-        problem, fix = (
-            "there are no held-out prompts",
-            "set data.eval_prompts or data.task.eval_size",
-        )
+        problem = "there are no held-out prompts"
+        fix = "set data.eval_prompts or data.task.eval_size"
         raise ConfigError("evaluation.eval_interval", evaluation.eval_interval, problem, fix)
     if evaluation.temperature == 0 and samples > 1:
-        problem, fix = (
-            "greedy responses to one prompt are all equal",
-            "set 1, or a temperature above 0",
-        )
+        problem = "greedy responses to one prompt are all equal"
+        fix = "set 1, or a temperature above 0"
         raise ConfigError("evaluation.n_samples", samples, problem, fix)
     if evaluation.pass_at_k and max(evaluation.pass_at_k) > samples:
-        problem, fix = (
-            f"pass@k needs k <= evaluation.n_samples = {samples}",
-            "raise n_samples or drop the larger k",
-        )
+        problem = f"pass@k needs k <= evaluation.n_samples = {samples}"
+        fix = "raise n_samples or drop the larger k"
         raise ConfigError("evaluation.pass_at_k", evaluation.pass_at_k, problem, fix)
 
 
@@ -118,7 +107,8 @@ def check_batches(
     longest: tokens of the longest prompt and response together.
     """
     ranks = parallel.data_parallel_size(world_size)
-    batch, count = training.global_batch_size, training.micro_batch_size
+    batch = training.global_batch_size
+    count = training.micro_batch_size
     if count is not None and batch % (count * ranks):
         problem = f"micro_batch_size {count} x {ranks} data-parallel ranks does not divide it"
         fix = f"set a multiple of {count * ranks}, or training.micro_batch_size: null"

@@ -180,7 +180,8 @@ def _near_home(
     for epoch, batches in enumerate(epochs):
         for number, rows in enumerate(batches):
             member[epoch, rows] = number
-    count, passes = int(member.max(initial=0)) + 1, np.arange(len(epochs))
+    count = int(member.max(initial=0)) + 1
+    passes = np.arange(len(epochs))
     totals = np.array([np.bincount(of, weights=sizes, minlength=count) for of in member])
     room = np.repeat(np.ceil(totals / replicas).astype(np.int64)[:, :, None], replicas, axis=2)
     replica = np.zeros(len(sizes), dtype=np.int32) if homes is None else homes.astype(np.int32)
@@ -205,7 +206,8 @@ def _take_at_home(
     places: [passes, n] index into the flat room of each pass. By lists: numpy costs more for a
     number at a time.
     """
-    left, missing = room.reshape(-1).tolist(), []
+    left = room.reshape(-1).tolist()
+    missing = []
     of = places.T.tolist()
     for i in order:
         if all(left[place] >= sizes[i] for place in of[i]):
@@ -236,8 +238,8 @@ def _assigned(padded: np.ndarray, rules: PackingRules, replica: np.ndarray) -> S
     alone = [_alone(padded[rows], rules, 1) for rows in mine]
     count = max(map(len, alone))
     plans = [
-        found if len(found) == count else _alone(padded[rows], rules, count)
-        for rows, found in zip(mine, alone, strict=True)
+        bins if len(bins) == count else _alone(padded[rows], rules, count)
+        for rows, bins in zip(mine, alone, strict=True)
     ]
     # Bins that could not be levelled: empty ones make up the number.
     if len({len(plan) for plan in plans}) > 1:
@@ -250,16 +252,16 @@ def _assigned(padded: np.ndarray, rules: PackingRules, replica: np.ndarray) -> S
 
 def _alone(padded: np.ndarray, rules: PackingRules, at_least: int) -> list[list[int]]:
     if rules.micro_batch_size is not None:
-        [found] = _fixed(len(padded), 1, rules.micro_batch_size, rules.count_multiple)
-        return found + [[] for _ in range(at_least - len(found))]
-    [found] = schedule(
+        [bins] = _fixed(len(padded), 1, rules.micro_batch_size, rules.count_multiple)
+        return bins + [[] for _ in range(at_least - len(bins))]
+    [bins] = schedule(
         padded.tolist(),
         num_ranks=1,
         max_tokens=rules.budget,
         multiple_of=rules.count_multiple,
         at_least=at_least,
     )
-    return found
+    return bins
 
 
 def _fixed(count: int, num_ranks: int, size: int, multiple_of: int) -> Schedule:

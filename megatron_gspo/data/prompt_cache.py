@@ -42,12 +42,10 @@ from megatron_gspo.data.prompts import (
 from megatron_gspo.data.sample import Prompt
 from megatron_gspo.errors import first_line
 
-_TOKENS, _TOKEN_ENDS, _RECORDS, _RECORD_ENDS = (
-    "tokens.i4",
-    "token_ends.i8",
-    "records.json",
-    "record_ends.i8",
-)
+_TOKENS = "tokens.i4"
+_TOKEN_ENDS = "token_ends.i8"
+_RECORDS = "records.json"
+_RECORD_ENDS = "record_ends.i8"
 _DIGESTS = "token_digests.i8"  # of each prompt's tokens
 _MANIFEST = "manifest.json"
 _TOKENIZER_FILES = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*/*.jinja")
@@ -86,21 +84,21 @@ class PromptCache:
         find_sources(paths, split=split)  # raises for what is not there
         try:
             target = self.folder / cache_key(paths, self.tokenizer_folder, data, split)
-            found = read_cache(target)
-            if found is None:
+            cached = read_cache(target)
+            if cached is None:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 with _locked(target.with_suffix(".lock")):
-                    found = read_cache(target)  # another process may have written it meanwhile
-                    if found is None:
+                    cached = read_cache(target)  # another process may have written it meanwhile
+                    if cached is None:
                         write_cache(target, paths, tokenizer, data, split)
-                        found = read_cache(target)
+                        cached = read_cache(target)
         except OSError as error:
             self.warn(
                 f"data.cache_dir = {self.folder}: {first_line(error)}; every process tokenises"
                 f" {source_name(paths)}: set it to a folder that can be written and has space"
             )
-            found = None
-        return found or load_prompts(paths, tokenizer, data, split=split)
+            cached = None
+        return cached or load_prompts(paths, tokenizer, data, split=split)
 
 
 class MappedPrompts(Sequence[Prompt]):
@@ -112,7 +110,9 @@ class MappedPrompts(Sequence[Prompt]):
 
     def __init__(self, files: dict[str, np.ndarray], largest_token: int, chosen: range) -> None:
         """files: arrays by name of their file. chosen: positions of these prompts in the cache."""
-        self._files, self.largest_token, self._chosen = files, largest_token, chosen
+        self._files = files
+        self.largest_token = largest_token
+        self._chosen = chosen
 
     @property
     def digests(self) -> np.ndarray:

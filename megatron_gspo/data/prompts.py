@@ -215,7 +215,8 @@ class PromptSource:
             raise PromptError(f"cursor is {cursor}; it counts prompts from 0")
         epoch, offset = divmod(cursor, total)
         if offset + size > total:
-            epoch, offset = epoch + 1, 0
+            epoch = epoch + 1
+            offset = 0
         chosen = self.order(epoch)[offset : offset + size]
         return ChosenPrompts.by_index(self.prompts, chosen.tolist()), epoch * total + offset + size
 

@@ -54,7 +54,8 @@ ROW = np.dtype(
 
 def row_of(sample: Sample, holder: int = 0) -> tuple:
     """A sample's values in the order of `ROW`."""
-    turns, versions = spans(sample), sample.token_versions
+    turns = spans(sample)
+    versions = sample.token_versions
     newest = (
         int(versions.max()) if versions is not None and versions.size else sample.weight_version
     )
@@ -167,7 +168,8 @@ class SampleBatch:
         for position, sample in self.held.items():
             if piece and tokens + sample.length > _PIECE:
                 yield replace(self, held=piece)
-                piece, tokens = {}, 0
+                piece = {}
+                tokens = 0
             piece[position] = sample
             tokens += sample.length
         yield replace(self, held=piece)
@@ -219,8 +221,8 @@ class SampleBatch:
         masks = np.split(
             np.unpackbits(sent, count=int(ends[-1]) if len(ends) else 0).view(bool), ends[:-1]
         )
-        found = dict(zip(self.packed, masks, strict=False))
-        return counted.map_packed(lambda i, sample: replace(sample, loss_mask=found[i]))
+        loss_masks = dict(zip(self.packed, masks, strict=False))
+        return counted.map_packed(lambda i, sample: replace(sample, loss_mask=loss_masks[i]))
 
     def shared(self, values: Mapping[int, float]) -> np.ndarray:
         """[N] float64 on every rank from a number for each held sample.
@@ -247,11 +249,11 @@ class SampleBatch:
         reduce: Callable[[np.ndarray, dist.ProcessGroup | None], np.ndarray],
         values: np.ndarray,
     ) -> np.ndarray:
-        found = reduce(values, self.group) if self._is_last_stage else values
+        reduced = reduce(values, self.group) if self._is_last_stage else values
         return (
-            found
+            reduced
             if self.pipeline is None
-            else broadcast_array(found, self.pipeline, group_size(self.pipeline) - 1)
+            else broadcast_array(reduced, self.pipeline, group_size(self.pipeline) - 1)
         )
 
     def gather(self, payload: bytes | memoryview) -> list[np.ndarray] | None:

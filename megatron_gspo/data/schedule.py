@@ -151,7 +151,8 @@ def _checked_order(lengths: Sequence[int], max_tokens: int) -> tuple[list[int], 
             f"lengths is a {array.ndim}-d {array.dtype} array; use a 1-d array of integers"
         )
     order = np.argsort(-array.astype(np.int64), kind="stable")
-    longest, shortest = int(order[0]), int(order[-1])
+    longest = int(order[0])
+    shortest = int(order[-1])
     if array[longest] > max_tokens:
         raise ValueError(
             f"sequence {longest} has {array[longest]} tokens but max_tokens is {max_tokens}; "
@@ -192,10 +193,10 @@ def _exchange(bins: Bins, sizes: list[int]) -> Bins:
         int, list[Sized]
     ] = {}  # the bins that have exchanged something or tried to, ascending
     for _ in range(_MOST_SWAPS):
-        found = _next_swap(bins, sizes, by_load, opened)
-        if found is None:
+        swap = _next_swap(bins, sizes, by_load, opened)
+        if swap is None:
             break
-        at, given, taken = found
+        at, given, taken = swap
         (heavy, giver), (light, taker) = by_load.pop(), by_load.pop(at)
         opened[giver].remove(given)
         insort(opened[taker], given)
@@ -234,16 +235,18 @@ def _best_swap(
     moving half of the gap; None where each would move nothing or all of it and more. Both ascend.
     """
     best = gap  # twice the distance to half of the gap; below the gap where an exchange helps
-    found: tuple[Sized, Sized | None] | None = None
+    best_swap: tuple[Sized, Sized | None] | None = None
     for given in heavy:
         if given[0] < gap and abs(2 * given[0] - gap) < best:
-            best, found = abs(2 * given[0] - gap), (given, None)
+            best = abs(2 * given[0] - gap)
+            best_swap = (given, None)
         at = bisect_right(light, (given[0] - gap // 2, -1))
         for taken in light[max(at - 1, 0) : at + 1]:
             moved = given[0] - taken[0]
             if 0 < moved < gap and abs(2 * moved - gap) < best:
-                best, found = abs(2 * moved - gap), (given, taken)
-    return found
+                best = abs(2 * moved - gap)
+                best_swap = (given, taken)
+    return best_swap
 
 
 def _step_targets(sizes: list[int], order: list[int], num_steps: int, num_ranks: int) -> list[int]:
@@ -300,7 +303,8 @@ def _best_fit(sizes: list[int], order: list[int], capacity: int) -> Bins:
             if not by_room[room]:
                 del by_room[room], rooms[at]
         else:
-            room, b = capacity, len(bins)
+            room = capacity
+            b = len(bins)
             bins.append([])
         bins[b].append(index)
         room -= size

@@ -75,7 +75,8 @@ class Environments:
     def __init__(
         self, factory: Callable[..., Environment], options: dict[str, Any] | None = None
     ) -> None:
-        self._factory, self._options = factory, options or {}
+        self._factory = factory
+        self._options = options or {}
         self._live: OrderedDict[tuple[int, int, int], tuple[Environment, int]] = OrderedDict()
 
     def answer(self, request: StepRequest) -> Reply:
@@ -105,7 +106,8 @@ class Environments:
         )
 
     def _step(self, request: StepRequest) -> Turn:
-        key, count = request.episode, len(request.responses)
+        key = request.episode
+        count = len(request.responses)
         if key in self._live and self._live[key][1] != count - 1:
             self._forget(key)
         if key not in self._live:

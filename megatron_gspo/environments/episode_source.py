@@ -40,12 +40,10 @@ class EpisodeServerSource(GenerateOnCollect):
         """encode: text to token ids. rules: limits of an episode."""
         super().__init__()
         self.engine_name = servers.engine_name
-        self._servers, self._environments, self._encode, self._rules = (
-            servers,
-            environments,
-            encode,
-            rules,
-        )
+        self._servers = servers
+        self._environments = environments
+        self._encode = encode
+        self._rules = rules
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: SamplingParams, *, seed: int
@@ -96,12 +94,10 @@ class _EpisodeRun:
         sampling: SamplingParams,
         seed: int,
     ) -> None:
-        self._episodes, self._environments, self._sampling, self._seed = (
-            episodes,
-            environments,
-            sampling,
-            seed,
-        )
+        self._episodes = episodes
+        self._environments = environments
+        self._sampling = sampling
+        self._seed = seed
 
     def begin(self, stream: RequestStream) -> None:
         """Request every episode's first response."""

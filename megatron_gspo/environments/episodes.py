@@ -84,11 +84,14 @@ class Episode:
         encode: Encode,
         decode: Decode | None = None,
     ) -> None:
-        self.prompt, self.sample_index = prompt, sample_index
+        self.prompt = prompt
+        self.sample_index = sample_index
         self._seed = int(
             np.random.SeedSequence([seed, prompt.index, sample_index]).generate_state(1)[0]
         )
-        self._room, self._rules, self._encode = max_response_length, rules, encode
+        self._room = max_response_length
+        self._rules = rules
+        self._encode = encode
         self._decode = decode
         self._parts: list[_Part] = []
         self._spans: list[Span] = []
@@ -149,7 +152,8 @@ class Episode:
         self._awaits_step = False
         last = self._parts[-1]
         if status != "ok":
-            self._failure, self._finish = f"{status}: {message}", last.finish_reason
+            self._failure = f"{status}: {message}"
+            self._finish = last.finish_reason
             return
         self._spans[-1] = replace(self._spans[-1], reward=turn["reward"])
         if turn["done"]:
@@ -231,7 +235,8 @@ class _Part:
         versions = sample.token_versions
         if versions is None:
             versions = np.full(sample.response_length, sample.weight_version, dtype=np.int32)
-        routes, missing = sample.routed_experts, sample.missing_routes
+        routes = sample.routed_experts
+        missing = sample.missing_routes
         return cls(
             sample.response_ids[:n],
             sample.loss_mask[:n],
@@ -311,7 +316,7 @@ def batches(requests: Sequence[Request], max_length: int) -> list[tuple[list[int
     limit.
     """
     waiting = sorted(range(len(requests)), key=lambda i: (-requests[i].limit, i))
-    found = []
+    batches_of_turns = []
     while waiting:
         limit = requests[waiting[0]].limit
         fits = [
@@ -319,10 +324,10 @@ def batches(requests: Sequence[Request], max_length: int) -> list[tuple[list[int
             for i in waiting
             if requests[i].limit == limit or requests[i].prompt.length + limit <= max_length
         ]
-        found.append((sorted(fits), limit))
+        batches_of_turns.append((sorted(fits), limit))
         taken = set(fits)
         waiting = [i for i in waiting if i not in taken]
-    return found
+    return batches_of_turns
 
 
 def step_environments(episodes: Sequence[Episode], environments: Environments) -> None:
@@ -348,7 +353,8 @@ class ConcurrentEpisodes:
         start: Callable[[Request], int],
         environments: Environments,
     ) -> None:
-        self._start, self._environments = start, environments
+        self._start = start
+        self._environments = environments
         self._in_flight: dict[int, Episode] = {}
         self._begin(episodes)
 

@@ -39,20 +39,21 @@ def start_from_adapters(policy: Policy, lora: LoRAConfig) -> None:
         )
 
     def take(name: str, sizes: tuple[int, int]) -> Tensor:
-        found = tensors.get(name)
-        if found is None or tuple(found.shape) != tuple(sizes):
-            has = "no such tensor" if found is None else f"{tuple(found.shape)}"
+        tensor = tensors.get(name)
+        if tensor is None or tuple(tensor.shape) != tuple(sizes):
+            has = "no such tensor" if tensor is None else f"{tuple(tensor.shape)}"
             raise ModelError(
                 f"{lora.adapter_path}: {name} should be {tuple(sizes)}, there is {has}"
             )
-        return found
+        return tensor
 
     policy.set_adapters(take)
 
 
 def _check_facts(lora: LoRAConfig, facts: AdapterFacts) -> None:
     for key in ("rank", "alpha", "rslora"):
-        own, given = getattr(lora, key), getattr(facts, key)
+        own = getattr(lora, key)
+        given = getattr(facts, key)
         if own != given:
             problem = f"the adapters of lora.adapter_path have {given}"
             raise ConfigError(f"lora.{key}", own, problem, f"set it to {str(given).lower()}")

@@ -75,18 +75,18 @@ def resume(policy: Policy, config: Config) -> tuple[LoopState, Path | None]:
     Rank 0 chooses for all ranks, and reports its choice, what is wrong with the checkpoints that it
     skips and which settings have changed. Raises ``CheckpointError`` for a run of another model.
     """
-    found = run_on_rank_zero(
+    checkpoint = run_on_rank_zero(
         lambda: _choose(config),
         returns=Path | None,
         error=CheckpointError,
         what="the run's checkpoints can't be read",
     )
-    if found is None:
+    if checkpoint is None:
         return LoopState(), None
-    state = LoopState(**_with_callbacks(load_checkpoint(policy, found)))
+    state = LoopState(**_with_callbacks(load_checkpoint(policy, checkpoint)))
     if dist.get_rank() == 0:
-        print(printable(f"resumed from {found}: step {state.step}"), file=sys.stderr)
-    return state, found
+        print(printable(f"resumed from {checkpoint}: step {state.step}"), file=sys.stderr)
+    return state, checkpoint
 
 
 class CheckpointManager:
@@ -101,7 +101,9 @@ class CheckpointManager:
         self, policy: Policy, config: CheckpointConfig, run_dir: str | Path, current: Path | None
     ) -> None:
         """current: the checkpoint that the run resumed from; None if there is none."""
-        self._policy, self._config, self._folder = policy, config, checkpoint_folder(run_dir)
+        self._policy = policy
+        self._config = config
+        self._folder = checkpoint_folder(run_dir)
         self._current = current
         self._save: AsyncSave | None = None
         self._image: FileImage | None = None
@@ -198,18 +200,18 @@ def _choose(config: Config) -> Path | None:
     if config.checkpoint.resume != "auto":
         return None
     remove_leftovers(folder)
-    found, faults = newest_checkpoint(folder)
+    checkpoint, faults = newest_checkpoint(folder)
     for fault in faults:
-        what = f"resuming from {found.name}" if found else "starting from the beginning"
+        what = f"resuming from {checkpoint.name}" if checkpoint else "starting from the beginning"
         print(printable(f"{fault}: {what}"), file=sys.stderr)
-    if found is None:
+    if checkpoint is None:
         check_no_input_is_moved(config)
         return None
-    _check_state(found, read_state(found))
+    _check_state(checkpoint, read_state(checkpoint))
     if changes := continued_settings(config):
         print(printable(changes), file=sys.stderr)
     remove_old(folder, keep=config.checkpoint.keep)
-    return found
+    return checkpoint
 
 
 def _check_state(path: Path, state: dict[str, Any]) -> None:

@@ -13,7 +13,8 @@ from megatron_gspo.config import Config
 from megatron_gspo.config.training_sections import GuardConfig
 from megatron_gspo.loop.callbacks import AfterStep, Callback
 
-SAMPLE_SIZE, MISMATCH = "effective_sample_size", "mismatch/k3"
+SAMPLE_SIZE = "effective_sample_size"
+MISMATCH = "mismatch/k3"
 
 
 class CollapseGuard(Callback):
@@ -95,11 +96,12 @@ def _measured(metrics: Mapping[str, float]) -> bool:
 
 def _beyond(guard: GuardConfig, metrics: Mapping[str, float | None]) -> dict[str, str]:
     """The metrics beyond their thresholds, each in words."""
-    found = {}
-    low, high = metrics.get(SAMPLE_SIZE), metrics.get(MISMATCH)
+    beyond = {}
+    low = metrics.get(SAMPLE_SIZE)
+    high = metrics.get(MISMATCH)
     least = guard.effective_sample_size
     if low is not None and least is not None and low < least:
-        found[SAMPLE_SIZE] = f"{SAMPLE_SIZE} = {low:.2g} is below {least:g}"
+        beyond[SAMPLE_SIZE] = f"{SAMPLE_SIZE} = {low:.2g} is below {least:g}"
     if high is not None and high > guard.mismatch_k3:
-        found[MISMATCH] = f"{MISMATCH} = {high:.2g} is above {guard.mismatch_k3:g}"
-    return found
+        beyond[MISMATCH] = f"{MISMATCH} = {high:.2g} is above {guard.mismatch_k3:g}"
+    return beyond

@@ -21,8 +21,8 @@ def with_values(
 ) -> SampleBatch:
     """The samples with ``values`` [R] of the value model before the step's updates."""
     with timers("values"):
-        found = compute_values(critic, batch, config.training, plan=plan.first_epoch)
-    return batch.map(lambda i, sample: replace(sample, values=found[i]))
+        values = compute_values(critic, batch, config.training, plan=plan.first_epoch)
+    return batch.map(lambda i, sample: replace(sample, values=values[i]))
 
 
 def run_critic_steps(
@@ -56,10 +56,8 @@ def explained_variance(batch: SampleBatch) -> dict[str, float]:
     sums = np.zeros(5)
     for i, sample in batch.held.items():
         if counted[i] and sample.values is not None and sample.returns is not None:
-            values, returns = (
-                sample.values[sample.loss_mask],
-                sample.returns[sample.loss_mask].astype(np.float64),
-            )
+            values = sample.values[sample.loss_mask]
+            returns = sample.returns[sample.loss_mask].astype(np.float64)
             error = returns - values
             sums += len(values), returns.sum(), (returns**2).sum(), error.sum(), (error**2).sum()
     count, returns_sum, returns_squares, error_sum, error_squares = batch.sum(*sums)

@@ -60,7 +60,8 @@ def continued_settings(config: Config) -> str:
         return f"{error}: what has changed since then is not known"
     environment = before.pop("environment", None) or {}
     path = before.get("model", {}).get("path")
-    began_with, now = environment.get(WEIGHTS), weights_digest(config)
+    began_with = environment.get(WEIGHTS)
+    now = weights_digest(config)
     if began_with and now and began_with != now:
         raise CheckpointError(_other_model(config, str(path)))
     try:

@@ -121,7 +121,9 @@ def episode_rules(config: Config) -> EpisodeRules:
 
 
 def _server_source(config: Config, shape: ModelShape, tokenizer: Any) -> ServerSource:
-    rank, clients, servers = dist.get_rank(), client_ranks(config), config.servers
+    rank = dist.get_rank()
+    clients = client_ranks(config)
+    servers = config.servers
     end_ids = stop_ids(config.model.path, tokenizer, shape.vocab_size)
     decode = response_decoder(config, shape, tokenizer)
     model = ServedModel(
@@ -183,7 +185,8 @@ def _server_source(config: Config, shape: ModelShape, tokenizer: Any) -> ServerS
 def with_update_arguments(config: Config) -> Config:
     """The config with the arguments that servers need for what they get: quantised weights, without
     which they start, or adapters alone."""
-    plan, servers = config.quantization_plan, config.servers
+    plan = config.quantization_plan
+    servers = config.servers
     launch = SERVER_KINDS[config.rollout.engine].launch
     if plan is not None:
         args = launch.quantized_args(plan.config)
@@ -213,7 +216,8 @@ def weight_sources(config: Config, urls: Sequence[str]) -> tuple[Source, ...]:
     """What the ranks send to the servers at `urls`; rank 0 alone sends where the servers listen on
     its node only, and ranks of other nodes would have to send them requests. A collective."""
     family, _ = family_of(read_config(config.model.path))
-    sources, servers = default_sources(current_groups(), family), config.servers
+    sources = default_sources(current_groups(), family)
+    servers = config.servers
     if servers.weight_transport == "ipc":
         if family.stacks_experts and config.parallel.expert_model_parallel_size > 1:
             problem = (
@@ -284,10 +288,8 @@ def embedded_engine(config: Config, shape: ModelShape, tokenizer: Any) -> Embedd
             return_routed_experts=config.routing.needs_rollout_routes,
         )
     except ValueError as error:
-        problem, fix = (
-            f"the embedded engine refuses it: {first_line(error)}",
-            "fix it or use another model",
-        )
+        problem = f"the embedded engine refuses it: {first_line(error)}"
+        fix = "fix it or use another model"
         raise ConfigError("model.path", config.model.path, problem, fix) from error
 
 

@@ -38,12 +38,12 @@ def evaluate(
     require_scores(batch, rewards.name)
     # a response that could not be scored counts as not solved
     scores = np.nan_to_num(batch.table["reward"], nan=0.0).reshape(-1, evaluation.n_samples)
-    found = {
+    metrics = {
         "eval/accuracy": mean_at_k(scores),
         "eval/response_length": float(np.mean(batch.table["response_length"])),
         "eval/verifier_failures": float(sum(counts[name] for name in FAILURES)),
     }
-    return found | {f"eval/pass@{k}": pass_at_k(scores, k) for k in evaluation.pass_at_k}
+    return metrics | {f"eval/pass@{k}": pass_at_k(scores, k) for k in evaluation.pass_at_k}
 
 
 def evaluation_seed(seed: int) -> int:

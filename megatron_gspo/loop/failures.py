@@ -33,7 +33,8 @@ from megatron_gspo.launch_environment import tell_torchrun
 from megatron_gspo.mcore.checkpoint.checkpoint_files import newest_checkpoint
 from megatron_gspo.mcore.process_groups import shutdown, start
 
-_KEY, _SEEN = "failures/first", "failures/seen"
+_KEY = "failures/first"
+_SEEN = "failures/seen"
 _POLL = 1.0  # seconds between two checks of the store
 _GRACE = 3.0  # seconds that a rank has to leave by itself once another has failed
 _LINGER = 6.0  # most seconds that the store's host waits for the others to read the reason
@@ -77,7 +78,9 @@ class exit_together:  # noqa: N801  # a context manager, used like a function
     """
 
     def __init__(self, *, run_dir: str | Path, backend: str, timeout_minutes: float) -> None:
-        self._run_dir, self._backend, self._minutes = Path(run_dir), backend, timeout_minutes
+        self._run_dir = Path(run_dir)
+        self._backend = backend
+        self._minutes = timeout_minutes
 
     def __enter__(self) -> None:
         try:
@@ -129,7 +132,8 @@ class _Watcher:
         # is gone
         self._store = store.clone() if hasattr(store, "clone") else store
         self._run_dir = run_dir
-        self._rank, self._world = dist.get_rank(), dist.get_world_size()
+        self._rank = dist.get_rank()
+        self._world = dist.get_world_size()
         elastic = "TORCHELASTIC_RUN_ID" in os.environ
         self._node = (
             os.environ.get("GROUP_RANK", "0")

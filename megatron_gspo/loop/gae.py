@@ -29,15 +29,15 @@ def with_gae(batch: SampleBatch, shaped: np.ndarray, algorithm: AlgorithmConfig)
     returns. A collective of the batch's group.
     """
     counted = counts_in_group(batch.table)
-    found: dict[int, Sample] = {}
+    estimated: dict[int, Sample] = {}
     for piece in batch.pieces():
         steps = {
             i: _steps(sample, float(shaped[i]), algorithm)
             for i, sample in piece.held.items()
             if counted[i] and sample.loss_mask.any()
         }
-        found |= _estimated(piece.held, steps, algorithm)
-    batch = batch.map(lambda i, sample: found[i])
+        estimated |= _estimated(piece.held, steps, algorithm)
+    batch = batch.map(lambda i, sample: estimated[i])
     if algorithm.advantage_std == "none":
         return batch
     kept = [_advantages(sample)[sample.loss_mask] for i, sample in batch.held.items() if counted[i]]
@@ -108,7 +108,8 @@ def _estimated(
     """The samples with advantages and returns, by position; those of samples without steps are
     0 and the values.
     """
-    lengths, none = [len(one.widths) for one in steps.values()], [np.zeros(0)]
+    lengths = [len(one.widths) for one in steps.values()]
+    none = [np.zeros(0)]
     advantages, returns = gae_advantages(
         torch.from_numpy(np.concatenate([one.rewards for one in steps.values()] or none)),
         torch.from_numpy(np.concatenate([one.values for one in steps.values()] or none)),
@@ -124,22 +125,25 @@ def _estimated(
             strict=False,
         )
     )
-    found = {}
+    estimated = {}
     for i, sample in samples.items():
         assert sample.values is not None, "the value model's pass comes first"
-        advantage, value = np.zeros(sample.response_length, dtype=np.float32), sample.values.copy()
+        advantage = np.zeros(sample.response_length, dtype=np.float32)
+        value = sample.values.copy()
         if i in steps:
-            tokens, widths = steps[i].tokens, steps[i].widths
+            tokens = steps[i].tokens
+            widths = steps[i].widths
             advantage[tokens], value[tokens] = (np.repeat(values, widths) for values in of_steps[i])
-        found[i] = replace(sample, advantages=advantage, returns=value)
-    return found
+        estimated[i] = replace(sample, advantages=advantage, returns=value)
+    return estimated
 
 
 def _token_rewards(
     sample: Sample, shaped: float, last: int, algorithm: AlgorithmConfig
 ) -> np.ndarray:
     """[R] float64: the reward that each response token earns. last: the last trained token."""
-    rewards, turns = np.zeros(sample.response_length), spans(sample)
+    rewards = np.zeros(sample.response_length)
+    turns = spans(sample)
     for turn in turns:
         rewards[turn.end - 1] += turn.reward
     rewards[last] += shaped - sample.reward if turns else shaped
@@ -151,6 +155,7 @@ def _token_rewards(
 def token_kl(sample: Sample, algorithm: AlgorithmConfig) -> np.ndarray:
     """[R]: the KL to the reference policy, estimated at each trained token; 0 elsewhere."""
     assert sample.old_log_probs is not None and sample.ref_log_probs is not None
-    old, reference = torch.from_numpy(sample.old_log_probs), torch.from_numpy(sample.ref_log_probs)
+    old = torch.from_numpy(sample.old_log_probs)
+    reference = torch.from_numpy(sample.ref_log_probs)
     kl = kl_penalty(old, reference, algorithm.kl_loss_type).numpy()
     return np.where(sample.loss_mask, kl, 0)

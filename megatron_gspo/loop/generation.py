@@ -86,7 +86,8 @@ class RolloutGenerator:
         config = self.config
         if config.algorithm.is_supervised:
             return self._reference_answers(cursor, timers)
-        size, n = config.rollout.rollout_batch_size, config.rollout.n_samples_per_prompt
+        size = config.rollout.rollout_batch_size
+        n = config.rollout.n_samples_per_prompt
         generations = (
             config.algorithm.max_num_gen_batches if config.algorithm.dynamic_sampling else 1
         )
@@ -166,9 +167,11 @@ class RolloutGenerator:
         prompts.
         """
         staleness = self.config.rollout.max_staleness
-        oldest, part_size = step - staleness if staleness else None, self._part_size(count)
+        oldest = step - staleness if staleness else None
+        part_size = self._part_size(count)
         submitted = {index: place for place, index in enumerate(self.groups.pending())}
-        batch, failures = SampleBatch.of([]), Counter[str]()
+        batch = SampleBatch.of([])
+        failures = Counter[str]()
         for begin in range(0, count, part_size):
             with timers("generate"):
                 part = self.groups.collect(min(part_size, count - begin), oldest_version=oldest)

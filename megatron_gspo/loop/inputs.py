@@ -30,7 +30,8 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 def make_environments(config: Config) -> EnvironmentPool | None:
     """This rank's environments, under the limits of verifiers; None where the config has none."""
-    rollout, data = config.rollout, config.data
+    rollout = config.rollout
+    data = config.data
     if rollout.environment is None:
         return None
     return EnvironmentPool(
@@ -71,10 +72,8 @@ def load_tokenizer(config: Config) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     except Exception as error:  # Transformers raises various types, also for damaged files
-        problem, fix = (
-            f"its tokenizer can't be loaded: {first_line(error)}",
-            "copy the model's tokenizer files there",
-        )
+        problem = f"its tokenizer can't be loaded: {first_line(error)}"
+        fix = "copy the model's tokenizer files there"
         raise ConfigError("model.path", path, problem, fix) from None
     if config.rollout.engine == "sft" and tokenizer.eos_token_id is None:
         problem = "its tokenizer has no end token, which ends every demonstration"

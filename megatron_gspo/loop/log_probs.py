@@ -44,7 +44,7 @@ def with_log_probs(
         batch, metrics = _with_old_log_probs(batch, policy, config, plan, routing, timers)
     if reference is not None:
         with timers("log_probs"):
-            found = compute_log_probs(
+            ref_log_probs = compute_log_probs(
                 reference,
                 batch,
                 config.training,
@@ -52,7 +52,7 @@ def with_log_probs(
                 routing=routing.reference_options(),
                 plan=plan.first_epoch,
             ).log_probs
-        batch = batch.map(lambda i, sample: replace(sample, ref_log_probs=found[i]))
+        batch = batch.map(lambda i, sample: replace(sample, ref_log_probs=ref_log_probs[i]))
     return batch, metrics
 
 
@@ -116,8 +116,8 @@ def _with_rollout_log_probs(
 
 
 def _mean_of_trained(values: Mapping[int, np.ndarray], batch: SampleBatch) -> float:
-    found = [values[i][sample.loss_mask] for i, sample in batch.held.items()]
+    trained_values = [values[i][sample.loss_mask] for i, sample in batch.held.items()]
     total, count = batch.sum(
-        sum(float(v.sum(dtype=np.float64)) for v in found), sum(map(len, found))
+        sum(float(v.sum(dtype=np.float64)) for v in trained_values), sum(map(len, trained_values))
     )
     return total / count if count else float("nan")

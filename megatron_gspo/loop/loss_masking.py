@@ -60,10 +60,10 @@ def mask_samples(
             " earlier checkpoint"
         )
     changed = masked & ~empty
-    found = batch.map_packed(
+    masked_batch = batch.map_packed(
         lambda i, s: replace(s, loss_mask=np.zeros_like(s.loss_mask)) if changed[i] else s
     )
-    return found.with_columns(trained=np.where(masked, 0, table["trained"])), counts
+    return masked_batch.with_columns(trained=np.where(masked, 0, table["trained"])), counts
 
 
 def _has_finite_log_probs(sample: Sample) -> bool:

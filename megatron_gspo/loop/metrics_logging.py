@@ -46,7 +46,8 @@ def ratio_arrays(update: Update, tokenizer: Any) -> dict[str, np.ndarray] | None
 
     On rank 0, None elsewhere. A collective of the batch's group.
     """
-    count, tokens = len(update.batch), int(update.batch.table["trained"].sum())
+    count = len(update.batch)
+    tokens = int(update.batch.table["trained"].sum())
     chosen = set(evenly_spaced(range(count), max(count * _RATIO_TOKENS // max(tokens, 1), 1)))
     columns: dict[str, list[np.ndarray]] = {
         "log_ratio": [],
@@ -95,12 +96,16 @@ class MetricsLogger:
         self, config: Config, prompts: Sequence[Prompt], tokenizer: Any, *, resume_step: int
     ) -> None:
         """prompts: of the training data, by index. resume_step: 0 for a new run."""
-        self._config, self._stack = config, contextlib.ExitStack()
-        self._active, self._prompts, self._tokenizer = dist.get_rank() == 0, prompts, tokenizer
+        self._config = config
+        self._stack = contextlib.ExitStack()
+        self._active = dist.get_rank() == 0
+        self._prompts = prompts
+        self._tokenizer = tokenizer
         self._warned: set[str] = set()
         if not self._active:
             return
-        tracking, resumed = config.tracking, resume_step if resume_step else None
+        tracking = config.tracking
+        resumed = resume_step if resume_step else None
         with writing(config.run_dir):
             self._directory = self._stack.enter_context(
                 RunDirectory(
@@ -246,7 +251,11 @@ class MetricsLogger:
                 "see verifier/* and data.verifier_failure_reward",
             )
         if count:
-            records = {int(i): record for found, _, _ in parts for i, record in found.items()}
+            records = {
+                int(i): record
+                for local_records, _, _ in parts
+                for i, record in local_records.items()
+            }
             with writing(self._directory.samples):
                 self._directory.write_samples(step, [records[i] for i in chosen])
 

@@ -57,9 +57,11 @@ def bisect(rate: Callable[[float], float], target: float) -> tuple[float, float]
 
     Raises ``ConfigError`` where there is none.
     """
-    low, high = 0.0, 1.0
+    low = 0.0
+    high = 1.0
     while (found := rate(high)) < target and high < LARGEST:
-        low, high = high, 2 * high
+        low = high
+        high = 2 * high
     if found < target * (1 - TOLERANCE):
         raise _refused(target, f"the strongest noise reaches {found:.3g}", "set it below that")
     strength = high
@@ -131,7 +133,8 @@ def _routed(
 
 def _first_responses(run: Components) -> tuple[SampleBatch, MicroBatchPlan]:
     """One response to each of the first step's first prompts, on their replicas."""
-    config, groups = run.config, run.policy.groups
+    config = run.config
+    groups = run.policy.groups
     count = min(config.routing.metric_sequences, config.rollout.rollout_batch_size)
     prompts, _ = run.prompts.batch(0, count)
     sampling = replace(config.rollout, n_samples_per_prompt=1)

@@ -35,7 +35,9 @@ class OffloadingSource:
         what they need.
         """
         self.engine_name = source.engine_name
-        self._source, self._policy, self._reference = source, policy, reference
+        self._source = source
+        self._policy = policy
+        self._reference = reference
         self._idle = False  # paused, without a request since
         for trained in policy.trained.values():
             trained.memory.make_room = self._make_room

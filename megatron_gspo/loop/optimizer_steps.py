@@ -146,8 +146,10 @@ def packing_metrics(policy: Policy, results: Sequence[StepResult]) -> dict[str, 
     and drain.
     """
     batches = [result.batches for result in results]
-    real, packed = sum(b.real_tokens for b in batches), sum(b.packed_tokens for b in batches)
-    stages, chunks = policy.groups.pp.size(), len(policy.chunks)
+    real = sum(b.real_tokens for b in batches)
+    packed = sum(b.packed_tokens for b in batches)
+    stages = policy.groups.pp.size()
+    chunks = len(policy.chunks)
     bubbles = [(stages - 1) / (len(b.batches) * chunks + stages - 1) for b in batches]
     return {
         "perf/trained_tokens": float(real),
@@ -164,7 +166,7 @@ def _added(
     none = [np.zeros(0, dtype=np.float32)]
     for piece in batch.pieces():
         samples = piece.samples
-        found = ratio_histograms(
+        histograms = ratio_histograms(
             torch.from_numpy(np.concatenate([result.log_probs[i] for i in piece.held] or none)),
             torch.from_numpy(np.concatenate([sample.old_log_probs for sample in samples] or none)),
             torch.from_numpy(np.concatenate([sample.loss_mask for sample in samples] or none)),
@@ -172,5 +174,5 @@ def _added(
                 np.repeat(np.arange(len(samples)), [sample.response_length for sample in samples])
             ),
         )
-        ratios = added_histograms(ratios, found)
+        ratios = added_histograms(ratios, histograms)
     return ratios

@@ -75,7 +75,8 @@ class VerifierRewards:
     ) -> tuple[SampleBatch, Counter[str]]:
         """See `Rewards`."""
         with timers("verify"):
-            holders, group = batch.table["holder"], batch.group
+            holders = batch.table["holder"]
+            group = batch.group
             scorers = balanced_scorers(holders, group_size(group))
             if self.scorer.takes_batch:
                 scorers = np.zeros_like(holders)
@@ -224,8 +225,8 @@ def require_scores(batch: SampleBatch, name: str) -> None:
         own = next(
             (sample.metadata[FAILURE] for sample in batch.samples if FAILURE in sample.metadata), ""
         )
-        found = first_failure(own, batch.group)
-        reason = "no reason given" if found is None else found[1]
+        failure = first_failure(own, batch.group)
+        reason = "no reason given" if failure is None else failure[1]
         raise VerifierError(
             f"{name} failed on all {len(batch)} responses of a batch (the first: {reason}); fix it"
         )

@@ -65,7 +65,8 @@ class RolloutCache:
     def write(self, checkpoint: Path, rollout: Rollout) -> None:
         """Keep ``rollout`` in the checkpoint. A failure of any rank is reported and has no other
         effect. A collective of the batch's group."""
-        temporary, batch = checkpoint / (_FILE + ".tmp"), rollout.batch
+        temporary = checkpoint / (_FILE + ".tmp")
+        batch = rollout.batch
         failed = ""
         own = np.zeros(1, dtype=_PART)
         try:
@@ -115,7 +116,8 @@ class RolloutCache:
         Rank 0 decides for all ranks and reports what it found. A collective of the world.
         """
         file = checkpoint / _FILE
-        size, rank = dist.get_world_size(), dist.get_rank()
+        size = dist.get_world_size()
+        rank = dist.get_rank()
         head, problem = run_on_rank_zero(lambda: self._read_head(file))
         samples: dict[int, Sample] = {}
         if head is not None:
@@ -134,8 +136,8 @@ class RolloutCache:
                     AttributeError,
                 ) as error:
                     damage = f"the file is damaged ({type(error).__name__})"
-            found = first_failure(damage, dist.group.WORLD)
-            problem = found[1] if found else ""
+            failure = first_failure(damage, dist.group.WORLD)
+            problem = failure[1] if failure else ""
         if rank == 0 and (head is not None or problem):
             result = f"not used: {problem}" if problem else "used; they are not generated again"
             print(printable(f"rollouts kept in {checkpoint}: {result}"), file=sys.stderr)
@@ -178,21 +180,23 @@ class RolloutCache:
         config key.
         """
         config = self.config.dump()
-        found = {"seed": config["seed"], "engine": self.engine_name}
+        conditions = {"seed": config["seed"], "engine": self.engine_name}
         for section in ("data", "rollout", "router_noise"):
-            found |= {f"{section}.{key}": value for key, value in config[section].items()}
+            conditions |= {f"{section}.{key}": value for key, value in config[section].items()}
         for section, keys in (
             ("model", ("path", "dtype", "init")),
             ("algorithm", ("name", "dynamic_sampling", "max_num_gen_batches")),
         ):
-            found |= {f"{section}.{key}": config[section][key] for key in keys}
-        del found["data.cache_dir"]
-        found["the engine's routes"] = self.config.routing.needs_rollout_routes
-        found["the verifier's file"] = _digest_of_file(self.config.data.resolved_verifier)
-        found["the environment's file"] = _digest_of_file(self.config.rollout.environment or "")
+            conditions |= {f"{section}.{key}": config[section][key] for key in keys}
+        del conditions["data.cache_dir"]
+        conditions["the engine's routes"] = self.config.routing.needs_rollout_routes
+        conditions["the verifier's file"] = _digest_of_file(self.config.data.resolved_verifier)
+        conditions["the environment's file"] = _digest_of_file(
+            self.config.rollout.environment or ""
+        )
         drawn = np.unique(table["prompt_index"]).tolist()
-        found["the set of prompts"] = _digest(self.prompts, drawn)
-        return json.loads(json.dumps(found, default=str))
+        conditions["the set of prompts"] = _digest(self.prompts, drawn)
+        return json.loads(json.dumps(conditions, default=str))
 
 
 class _Damaged(Exception):
@@ -203,14 +207,16 @@ def _chunks(batch: SampleBatch) -> Iterator[bytes]:
     """This rank's samples as bytes, each chunk after its length in 8 bytes."""
     positions = list(batch.held)
     while positions:
-        taken, size = 0, 0
+        taken = 0
+        size = 0
         while taken < len(positions) and size < _CHUNK:
             sample = batch.held[positions[taken]]
             size += 32 * sample.length + (
                 0 if sample.routed_experts is None else sample.routed_experts.nbytes
             )
             taken += 1
-        rows, positions = positions[:taken], positions[taken:]
+        rows = positions[:taken]
+        positions = positions[taken:]
         payload = encode_samples([batch.held[i] for i in rows], rows)
         yield len(payload).to_bytes(8, "little") + payload
 

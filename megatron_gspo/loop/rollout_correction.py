@@ -90,9 +90,9 @@ def mismatch(batch: SampleBatch, log_probs: Mapping[int, np.ndarray]) -> dict[st
         largest = float(np.maximum(largest, float(shares.pop("mismatch/abs_diff_max"))))
         totals = {name: totals.get(name, 0.0) + float(value) for name, value in shares.items()}
         histograms = added_histograms(histograms, ratio_histograms(*both, tokens.mask, tokens.ids))
-    found = dict(zip(totals, batch.sum(*totals.values()), strict=True))
-    found["mismatch/abs_diff_max"] = batch.max(largest)[0]
-    return found | {
+    metrics = dict(zip(totals, batch.sum(*totals.values()), strict=True))
+    metrics["mismatch/abs_diff_max"] = batch.max(largest)[0]
+    return metrics | {
         f"mismatch/{name}": v for name, v in quantiles_over_ranks(histograms, batch).items()
     }
 
@@ -125,8 +125,8 @@ def correct_mismatch(
                 f"algorithm.{key}", level, "the engine gives no log-probs", "set it to none"
             )
         tokens = _Tokens.of(batch, {i: sample.old_log_probs for i, sample in batch.held.items()})
-        batch, found = apply(algorithm, batch, tokens)
-        metrics |= found
+        batch, correction_metrics = apply(algorithm, batch, tokens)
+        metrics |= correction_metrics
     return batch, metrics
 
 
@@ -154,7 +154,8 @@ def _reject(
 
 def _kept(algorithm: AlgorithmConfig, tokens: _Tokens) -> Tensor:
     """Where trained tokens are left by ``rollout_rs``: [T] bool."""
-    both, kind = (tokens.log_probs, tokens.rollout), algorithm.rollout_rs
+    both = (tokens.log_probs, tokens.rollout)
+    kind = algorithm.rollout_rs
     if algorithm.rollout_rs_divergence is not None:
         largest = algorithm.rollout_rs_divergence
         if kind == "token_binary_kl":
@@ -171,7 +172,8 @@ def _weight(
 ) -> tuple[SampleBatch, dict[str, float]]:
     """Multiply the advantages by the importance weights. The metrics are over what has a weight of
     its own: trained tokens, or sequences with a trained token."""
-    low, cap = algorithm.rollout_is_threshold_lower, algorithm.rollout_is_threshold
+    low = algorithm.rollout_is_threshold_lower
+    cap = algorithm.rollout_is_threshold
     both = tokens.log_probs, tokens.rollout
     if algorithm.rollout_is == "token":
         weights = token_importance_weights(*both, tokens.mask, threshold=cap, lower=low)

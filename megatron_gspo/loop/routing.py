@@ -93,7 +93,8 @@ class RoutingReplay:
         if not self.config.needs_rollout_routes or self.shape is None:
             return
         missing = self.config.missing_routes if self.config.replay == "r3" else "live"
-        count, failure = 0, ""
+        count = 0
+        failure = ""
         try:
             count = check_routes(batch.samples, self.shape, missing=missing)
         except RouteError as error:
@@ -125,7 +126,8 @@ class RoutingReplay:
 
     def update_options(self, number: int) -> ReplayOptions | None:
         """What the routers do in the step's update ``number``."""
-        config, name = self.config, f"update {number}"
+        config = self.config
+        name = f"update {number}"
         if self.shape is None or not self._is_used:
             return self._noise_alone(name)
         return ReplayOptions(
@@ -201,9 +203,9 @@ class RoutingReplay:
         wanted = (
             range(len(scored)) if self.config.replay == "r2" else self.metric_sequences(len(scored))
         )
-        found, exchanged = routes_of_replica(done, scored, wanted)
+        local_routes, exchanged = routes_of_replica(done, scored, wanted)
         self.measured.bytes_moved += exchanged
-        recorded = {positions[i]: routes for i, routes in found.items()}
+        recorded = {positions[i]: routes for i, routes in local_routes.items()}
         shape = done[0].options.shape
 
         def change(i: int, sample: Sample) -> Sample:
@@ -237,7 +239,8 @@ def stored_bytes(sample: Sample, shape: RouteShape) -> int:
     """Memory of a sample's routes on all pipeline stages together; a placeholder for missing
     routes takes none.
     """
-    routes, missing = sample.routed_experts, sample.missing_routes
+    routes = sample.routed_experts
+    missing = sample.missing_routes
     is_placeholder = missing is not None and 0 in missing.strides
     return 0 if routes is None or is_placeholder else len(routes) * shape.bytes_per_token
 

@@ -36,7 +36,9 @@ def start_lines(config: Config, *, prompts: int, held_out: int, verifier: str) -
     prompts, held_out: numbers of training and of held-out prompts. verifier: what gives the
     rewards, in words.
     """
-    rollout, training, data = config.rollout, config.training, config.data
+    rollout = config.rollout
+    training = config.training
+    data = config.data
     replay = (
         ""
         if config.routing.replay == "none"
@@ -125,8 +127,10 @@ def _count(parameters: int) -> str:
 
 def _layout(config: Config) -> str:
     """Such as `4 processes, TP 2, EP 2, DP 2`."""
-    parallel, world = config.parallel, dist.get_world_size()
-    tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    parallel = config.parallel
+    world = dist.get_world_size()
+    tensor = parallel.tensor_model_parallel_size
+    pipeline = parallel.pipeline_model_parallel_size
     context = parallel.context_parallel_size
     sizes: Sequence[tuple[str, int]] = (
         ("TP", tensor),

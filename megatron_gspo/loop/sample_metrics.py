@@ -22,8 +22,8 @@ def sample_metrics(batch: SampleBatch, *, version: int, supervised: bool) -> dic
     """
     table = batch.table
     lengths = table["response_length"].astype(np.float64)
-    found = staleness(batch, version) | turn_metrics(table)
-    found |= {
+    metrics = staleness(batch, version) | turn_metrics(table)
+    metrics |= {
         "response_length/mean": float(lengths.mean()),
         "response_length/max": float(lengths.max()),
         "response_length/truncated": float(
@@ -31,9 +31,9 @@ def sample_metrics(batch: SampleBatch, *, version: int, supervised: bool) -> dic
         ),
     }
     if supervised:
-        return found
+        return metrics
     rewards = table["reward"][~np.isnan(table["reward"])]
-    return found | {
+    return metrics | {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
         "groups/zero_variance": 1.0 - float(np.mean(in_varied_group(table))),
@@ -77,17 +77,17 @@ def throughput(
     ``perf/train_tokens_per_second`` every pass over it in the time of the updates. metrics: of the
     updates.
     """
-    found = {
+    rates = {
         **times,
         "perf/tokens": float(tokens),
         "perf/tokens_per_second": tokens / times["time/step"],
         "perf/peak_memory_gib": peak_memory() / 2**30,
     }
     if times.get("time/train"):
-        found["perf/train_tokens_per_second"] = (
+        rates["perf/train_tokens_per_second"] = (
             metrics.get("perf/trained_tokens", 0.0) / times["time/train"]
         )
-    return found
+    return rates
 
 
 def peak_memory() -> int:

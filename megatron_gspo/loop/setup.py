@@ -99,7 +99,8 @@ def build_components(config: Config, *, engine: RolloutEngine | None = None) -> 
 
     ``engine`` replaces the configured one.
     """
-    parallel, data = config.parallel, config.data
+    parallel = config.parallel
+    data = config.data
     shape = check_weights(config)
     options = check_megatron_options(
         config.megatron, shape, parallel, config.model, config.optimizer, config.routing

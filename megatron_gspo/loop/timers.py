@@ -36,7 +36,8 @@ class Timers:
         now = time.perf_counter()
         taken = {f"time/{phase}": seconds for phase, seconds in self._seconds.items()}
         taken["time/step"] = now - self._started
-        self._seconds, self._started = {}, now
+        self._seconds = {}
+        self._started = now
         return taken
 
 
@@ -79,7 +80,8 @@ class _Stopwatch:
     """One of the clock's timers, with the two methods that Megatron calls."""
 
     def __init__(self, clock: UpdateClock, name: str) -> None:
-        self._clock, self._name = clock, name
+        self._clock = clock
+        self._name = name
 
     def start(self, **_: Any) -> None:
         self._clock.start(self._name)

@@ -56,16 +56,17 @@ def train(config: Config, *, engine: RolloutEngine | None = None) -> LoopState:
         stack.callback(shutdown, keep_distributed=keep_distributed)
         stack.enter_context(run)
         stack.enter_context(sole_writer(config.run_dir))
-        state, found = resume(run.policy, config)
+        state, checkpoint = resume(run.policy, config)
         logger = stack.enter_context(
             MetricsLogger(config, run.prompts.prompts, run.tokenizer, resume_step=state.step)
         )
         logger.say_lines(lambda: _start_lines(run))
         logger.note_dropped_prompts(run.dropped_prompts)
         checkpoints = stack.enter_context(
-            CheckpointManager(run.policy, config.checkpoint, config.run_dir, found)
+            CheckpointManager(run.policy, config.checkpoint, config.run_dir, checkpoint)
         )
-        timers, started = Timers(), time.monotonic() - state.wall_seconds
+        timers = Timers()
+        started = time.monotonic() - state.wall_seconds
         state = _prepare_start(run, state, logger, timers)
         callbacks.start(run, state)
         while state.step < config.training.steps:
@@ -147,7 +148,8 @@ def train_step(
     callbacks: Callbacks | None = None,
 ) -> TrainedStep:
     """One rollout batch: groups with rewards, log-probs, advantages, optimizer steps."""
-    config, step = run.config, state.step
+    config = run.config
+    step = state.step
     generator = RolloutGenerator(run.groups, run.prompts, run.rewards, config)
     cache = RolloutCache(config, run.prompts.prompts, run.groups.engine_name)
     noise = trainer_noise(config, state.noise_strength, step)
@@ -200,7 +202,8 @@ def train_step(
 
 
 def _start_lines(run: Components) -> list[str]:
-    data, environment = run.config.data, run.config.rollout.environment
+    data = run.config.data
+    environment = run.config.rollout.environment
     verifier = f"environment {environment}" if environment is not None else data.resolved_verifier
     return start_lines(
         run.config,

@@ -24,7 +24,8 @@ def handle_sources(
 ) -> tuple[WeightSource, ...]:
     """The sources for the servers at `urls`. A collective. Raises ConfigError: see `hand_over`."""
     # As `ServerInfo` has them.
-    started, urls = (bool(config.servers.num_servers), [check_url(url) for url in urls])
+    started = bool(config.servers.num_servers)
+    urls = [check_url(url) for url in urls]
     nodes = [0] * len(urls) if started else _nodes_of(urls, ranks_per_node)
     places = server_places(config.servers, urls, nodes, ranks_per_node)
     return hand_over(config.parallel, dist.get_world_size(), ranks_per_node, places)
@@ -38,10 +39,8 @@ def server_places(
     places = []
     for number, (url, node) in enumerate(zip(urls, nodes, strict=True)):
         if servers.num_servers:
-            count, own = (
-                SGLangLaunch.gpus_per_server(servers.server_args),
-                0 if servers.colocated else ranks_per_node,
-            )
+            count = SGLangLaunch.gpus_per_server(servers.server_args)
+            own = 0 if servers.colocated else ranks_per_node
             first = (
                 int(option(servers.server_args, SGLangLaunch.gpu_option) or own) + number * count
             )
@@ -54,7 +53,8 @@ def server_places(
 
 def _nodes_of(urls: Sequence[str], ranks_per_node: int) -> list[int | None]:
     """The first node that a URL names; None: no node of the ranks. A collective."""
-    store, node = dist.distributed_c10d._get_default_store(), dist.get_rank() // ranks_per_node
+    store = dist.distributed_c10d._get_default_store()
+    node = dist.get_rank() // ranks_per_node
     if dist.get_rank() % ranks_per_node == 0:
         here = [is_this_machine(urlsplit(url).hostname or "") for url in urls]
         store.set(f"servers/on_node/{node}", json.dumps(here))
@@ -62,9 +62,9 @@ def _nodes_of(urls: Sequence[str], ranks_per_node: int) -> list[int | None]:
     def find() -> list[int | None]:
         nodes = range(-(-dist.get_world_size() // ranks_per_node))
         keys = [f"servers/on_node/{node}" for node in nodes]
-        found = [json.loads(store.get(key)) for key in keys]
+        reached = [json.loads(store.get(key)) for key in keys]
         for key in keys:
             store.delete_key(key)
-        return [next((node for node in nodes if found[node][i]), None) for i in range(len(urls))]
+        return [next((node for node in nodes if reached[node][i]), None) for i in range(len(urls))]
 
     return run_on_rank_zero(find)

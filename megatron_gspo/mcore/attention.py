@@ -59,7 +59,8 @@ _HAS_VARLEN = {"scale", "window_size", "enable_gqa"} <= inspect.signature(
     varlen.varlen_attn
 ).parameters.keys()
 # Flash attention's largest head, and what its head sizes are multiples of.
-_VARLEN_HEAD_SIZE, _VARLEN_HEAD_MULTIPLE = 256, 8
+_VARLEN_HEAD_SIZE = 256
+_VARLEN_HEAD_MULTIPLE = 8
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,8 @@ def segments_of(cu_seqlens: Tensor, cp_rank: int, cp_size: int) -> Segments:
         return Segments(lengths, lengths, None)
     chunk = torch.arange(2 * cp_size, dtype=torch.int32)
     owner = torch.minimum(chunk, 2 * cp_size - 1 - chunk)
-    width, local_start = chunk_lengths(lengths, cp_size), cu_seqlens[:-1] // cp_size
+    width = chunk_lengths(lengths, cp_size)
+    local_start = cu_seqlens[:-1] // cp_size
     # first row of each chunk, [n, 2 * cp_size], in the all-gathered keys: the ranks one after the
     # other
     rows = (
@@ -179,7 +181,8 @@ class PackedSequences(PackedSeqParams):
     @cached_property
     def varlen(self) -> _Varlen:
         """The plan of the variable-length kernel."""
-        queries, keys = self.segments.query_lengths, self.segments.key_lengths
+        queries = self.segments.query_lengths
+        keys = self.segments.key_lengths
         bounds = (
             F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)) for lengths in (queries, keys)
         )
@@ -189,7 +192,8 @@ class PackedSequences(PackedSeqParams):
     @cached_property
     def padded(self) -> _Padded:
         """The plan of padded batches."""
-        queries, keys = self.segments.query_lengths, self.segments.key_lengths
+        queries = self.segments.query_lengths
+        keys = self.segments.key_lengths
         batches = _batches(queries.tolist(), keys.tolist())
         source, slot = _padding(batches, queries)
         tensors = {"source": source, "slot": slot}
@@ -235,7 +239,8 @@ class PackedSequences(PackedSeqParams):
     @property
     def positions(self) -> Tensor:
         """Positions [t] int32 of the local tokens in their sequences, on the host."""
-        starts, lengths = self.cu_seqlens[:-1], self.cu_seqlens.diff()
+        starts = self.cu_seqlens[:-1]
+        lengths = self.cu_seqlens.diff()
         mine = zigzag_indices(self.cu_seqlens, self.cp_rank, self.cp_size).int()
         return mine - starts.repeat_interleave(lengths // self.cp_size)
 
@@ -350,16 +355,19 @@ class PackedAttention(torch.nn.Module):
             raise TypeError(
                 "PackedAttention needs packed_seq_params of mcore.attention.packed_sequences()"
             )
-        plan, sizes = packed_seq_params, (key.shape[-1], value.shape[-1])
+        plan = packed_seq_params
+        sizes = (key.shape[-1], value.shape[-1])
         if self.rotary is not None:
             query, key = (_rotated(x, plan, self.rotary) for x in (query, key))
         if self.cp_group.size() > 1:
             gathered = all_gather_tokens(torch.cat((key, value), dim=-1), self.cp_group)
             copies = permute(gathered.flatten(1), plan.key_copies)
             key, value = copies.unflatten(1, gathered.shape[1:]).split(sizes, dim=-1)
-        width, attend = max(sizes), self._padded
+        width = max(sizes)
+        attend = self._padded
         if takes_varlen(query.device, query.dtype, width):
-            width, attend = -(-width // _VARLEN_HEAD_MULTIPLE) * _VARLEN_HEAD_MULTIPLE, self._varlen
+            width = -(-width // _VARLEN_HEAD_MULTIPLE) * _VARLEN_HEAD_MULTIPLE
+            attend = self._varlen
         elif self.sinks is not None:
             query, key = with_sink_dimension(query, key, self.sinks / self.softmax_scale)
             width = max(width, query.shape[-1])

@@ -48,16 +48,16 @@ class ClampedGLU:
     offset: float = 1.0
 
     def product(self, gate: Tensor, linear: Tensor) -> Tensor:
-        gate, linear = gate.clamp(max=self.limit), linear.clamp(-self.limit, self.limit)
+        gate = gate.clamp(max=self.limit)
+        linear = linear.clamp(-self.limit, self.limit)
         return (gate * self.alpha).sigmoid_().mul_(gate).mul_(linear.add_(self.offset))
 
     def backward(self, grad: Tensor, gate: Tensor, linear: Tensor, out: Sequence[Tensor]) -> None:
         grad_gate, grad_linear = out
-        inside, free = linear.abs() <= self.limit, gate <= self.limit
-        gate, linear = (
-            gate.clamp(max=self.limit),
-            linear.clamp(-self.limit, self.limit).add_(self.offset),
-        )
+        inside = linear.abs() <= self.limit
+        free = gate <= self.limit
+        gate = gate.clamp(max=self.limit)
+        linear = linear.clamp(-self.limit, self.limit).add_(self.offset)
         share = (gate * self.alpha).sigmoid_()
         torch.mul(grad, gate * share, out=grad_linear).mul_(inside)
         slope = share * (1 + self.alpha * gate * (1 - share))

@@ -72,11 +72,11 @@ def map_parameters(
         int, dict[str, Rule]
     ] = {}  # by Megatron name; a layer may have thousands of parameters
     for name, parameter, module in _held(chunk):
-        found = _LAYER.fullmatch(name)
-        layer = layers[int(found[1])].layer_number - 1 if found else -1
-        local = found[2] if found else name
+        match = _LAYER.fullmatch(name)
+        layer = layers[int(match[1])].layer_number - 1 if match else -1
+        local = match[2] if match else name
         if layer not in rules:
-            own = family.layer_rules(shape, layer) if found else family.outer_rules(shape)
+            own = family.layer_rules(shape, layer) if match else family.outer_rules(shape)
             rules[layer] = {key: rule for rule in own for key in rule.megatron}
         expert = 0
         if is_expert := _EXPERT.fullmatch(local):
@@ -268,7 +268,8 @@ def pieces_of(
             size + whole > piece or mapped.parameter.dtype != section[0].parameter.dtype
         ):
             yield section
-            section, size = [], 0
+            section = []
+            size = 0
         size += whole
         section.append(mapped)
     if section:
@@ -310,8 +311,12 @@ def _owners(
         dist.all_gather_object(stages, mine, group=groups.pp)
     else:
         stages[0] = mine
-    owners = {section: stage for stage, found in enumerate(stages) for section in found}
-    return owners, {section: found[section] for found in stages for section in found}
+    owners = {
+        section: stage for stage, stage_sections in enumerate(stages) for section in stage_sections
+    }
+    return owners, {
+        section: stage_sections[section] for stage_sections in stages for section in stage_sections
+    }
 
 
 def _sizes(
@@ -368,7 +373,8 @@ def join_experts(
     ``experts``: this rank's. ``ranks``: of the whole group ``expert_tp_ep``.
     """
     tensors: dict[str, Tensor] = {}
-    shards, step = groups.expert_tp.size(), shape.num_experts // groups.ep.size()
+    shards = groups.expert_tp.size()
+    step = shape.num_experts // groups.ep.size()
     # the expert-tensor rank is the fastest of the group: blocks of `shards` ranks, one for each
     # expert-parallel rank
     for first in range(0, len(ranks), shards):
@@ -455,7 +461,8 @@ def _broadcast(
 ) -> dict[str, Tensor]:
     """One section's tensors from pipeline stage ``stage`` to all stages, as one flat buffer."""
     dtype = metadata[0][2]
-    names, sizes = [row[0] for row in metadata], [torch.Size(row[1]) for row in metadata]
+    names = [row[0] for row in metadata]
+    sizes = [torch.Size(row[1]) for row in metadata]
     if groups.pp.rank() == stage:
         flat = torch.cat([tensors[name].flatten() for name in names])
     else:

@@ -30,8 +30,10 @@ def joint_rms_norm(x: Tensor, weight: Tensor, eps: float, group: Any) -> Tensor:
 class _JointRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, group: Any) -> Tensor:
-        ctx.group, ctx.width = group, x.shape[-1] * group.size()
-        wide, scale = _wide(x), _wide(weight)
+        ctx.group = group
+        ctx.width = x.shape[-1] * group.size()
+        wide = _wide(x)
+        scale = _wide(weight)
         squares = _summed(torch.linalg.vecdot(wide, wide), group)
         inverse = squares.mul_(1.0 / ctx.width).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, inverse)
@@ -43,7 +45,9 @@ class _JointRMSNorm(torch.autograd.Function):
         # y_j = x_j r w_j with r = (mean(x^2) + eps)^-1/2 of all ranks' x, so dr/dx_i = -r^3 x_i /
         # width
         x, weight, inverse = ctx.saved_tensors
-        wide, scale, grad = _wide(x), _wide(weight), _wide(grad)
+        wide = _wide(x)
+        scale = _wide(weight)
+        grad = _wide(grad)
         product = grad * wide
         along = _summed(torch.mv(product, scale), ctx.group)
         factor = inverse.pow(3).mul_(along).mul_(-1.0 / ctx.width)
@@ -72,11 +76,14 @@ class JointNorm(torch.nn.Module):
 
     def __init__(self, config: Any, heads: int, size: int, group: Any) -> None:
         super().__init__()
-        self.eps, self.group = config.layernorm_epsilon, group
+        self.eps = config.layernorm_epsilon
+        self.group = group
         weight: Any = torch.nn.Parameter(
             torch.ones(heads * size, dtype=config.params_dtype, device=device_of(config))
         )
-        weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride = True, 0, 1
+        weight.tensor_model_parallel = True
+        weight.partition_dim = 0
+        weight.partition_stride = 1
         self.weight = weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -100,7 +107,8 @@ class JointNormAttention(SelfAttention):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        size, group = self.hidden_size_per_attention_head, self.pg_collection.tp
+        size = self.hidden_size_per_attention_head
+        group = self.pg_collection.tp
         self.q_layernorm = JointNorm(
             self.config, self.num_attention_heads_per_partition, size, group
         )

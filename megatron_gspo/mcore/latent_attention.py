@@ -75,8 +75,12 @@ class LatentAttention(MegatronModule):
             raise ValueError(
                 "multi-head latent attention with tensor parallelism needs sequence parallelism"
             )
-        self.sizes, self.rotary, self.tp_group = shape.latent, shape.rotary, pg_collection.tp
-        sizes, heads, hidden = self.sizes, config.num_attention_heads, config.hidden_size
+        self.sizes = shape.latent
+        self.rotary = shape.rotary
+        self.tp_group = pg_collection.tp
+        sizes = self.sizes
+        heads = config.num_attention_heads
+        hidden = config.hidden_size
         self.query_dim = sizes.plain_dim + self.rotary.dim
         self.core_attention = PackedAttention(
             config,

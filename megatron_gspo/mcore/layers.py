@@ -210,7 +210,8 @@ def _unit_of(config: Any) -> GatedUnit | None:
         or config.fp8
         or getattr(config, "fp4", None)
     )
-    limit, offset = config.activation_func_clamp_value, config.glu_linear_offset
+    limit = config.activation_func_clamp_value
+    offset = config.glu_linear_offset
     if others:
         return None
     if config.activation_func is torch.nn.functional.silu and limit is None and not offset:

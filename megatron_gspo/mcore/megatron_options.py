@@ -60,11 +60,11 @@ def resolve_options(
     ``ConfigError`` for an unknown option, one that another key sets, one that is refused, and a
     wrong type.
     """
-    found: tuple[dict[str, Any], ...] = ({}, {}, {})
+    options_by_class: tuple[dict[str, Any], ...] = ({}, {}, {})
     for name, value in options.items():
         owners = [
             (cls, values)
-            for cls, values in zip(CLASSES, found, strict=True)
+            for cls, values in zip(CLASSES, options_by_class, strict=True)
             if name in _fields(cls)
         ]
         if not owners:
@@ -89,7 +89,7 @@ def resolve_options(
             )
         for cls, values in owners:
             values[name] = _converted(name, value, _fields(cls)[name])
-    return MegatronOptions(*found)
+    return MegatronOptions(*options_by_class)
 
 
 def construct(cls: Callable[..., T], keywords: Mapping[str, Any], options: Mapping[str, Any]) -> T:

@@ -64,12 +64,10 @@ class InputReader:
         loss: Sequence[str] = (),
         routing: Sequence[MicroBatchRoutes] | None = None,
     ) -> None:
-        self._groups, self._count, self._loss, self._routing = (
-            groups,
-            num_microbatches,
-            tuple(loss),
-            routing,
-        )
+        self._groups = groups
+        self._count = num_microbatches
+        self._loss = tuple(loss)
+        self._routing = routing
         self._ready: dict[int, MicroBatchInputs] = {}
         self._taken: Counter[int] = Counter()
 

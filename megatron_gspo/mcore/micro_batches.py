@@ -56,8 +56,11 @@ class PackedBatches(Sequence[PackedBatch]):
         optional: Sequence[str] | None,
         routes: RouteShape | None,
     ) -> None:
-        self._batch, self._plan, self._rows = batch, plan, plan.rows[replica]
-        self._optional, self._routes = optional, routes
+        self._batch = batch
+        self._plan = plan
+        self._rows = plan.rows[replica]
+        self._optional = optional
+        self._routes = routes
         trained = batch.table["trained"]
         self._counts = (
             max(int(np.count_nonzero(trained)), 1),
@@ -89,7 +92,8 @@ class PackedBatches(Sequence[PackedBatch]):
             optional=self._optional,
             routes=self._routes,
         )
-        packed.micro_batch, packed.sample_ids = index, tuple(self._rows[index])
+        packed.micro_batch = index
+        packed.sample_ids = tuple(self._rows[index])
         return packed
 
 
@@ -122,7 +126,8 @@ def planned_micro_batches(
 ) -> MicroBatches:
     """This rank's micro-batches of a global mini-batch. ``optional``, ``routes``: as in ``pack``;
     only samples that are held have optional fields."""
-    replica, lengths = groups.dp.rank(), batch.lengths
+    replica = groups.dp.rank()
+    lengths = batch.lengths
     layouts = []
     for number, (rows, multiple) in enumerate(
         zip(plan.rows[replica], plan.total_multiples, strict=True)

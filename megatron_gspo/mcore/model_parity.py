@@ -32,10 +32,8 @@ def compare_log_probs(hugging_face: Path, megatron: Path, text: str) -> tuple[fl
     ``TOLERANCE``.
     """
     tokens = _tokens(hugging_face, text)
-    ours, theirs = (
-        _by_megatron(hugging_face, megatron, tokens),
-        _by_transformers(hugging_face, tokens),
-    )
+    ours = _by_megatron(hugging_face, megatron, tokens)
+    theirs = _by_transformers(hugging_face, tokens)
     difference = float(np.abs(ours - theirs).max())
     if not difference <= TOLERANCE:
         both = f"{hugging_face} and {megatron}"
@@ -49,14 +47,15 @@ def _tokens(path: Path, text: str) -> np.ndarray:
     except (OSError, ValueError, KeyError) as error:
         raise InputError(f"{path}: no tokenizer can be loaded ({first_line(error)})") from None
     if len(tokens) < 2:
-        found = f"{len(tokens)} tokens of the tokenizer in {path}"
-        raise InputError(f"--probe={text!r} is {found}; give a text of at least two")
+        length = f"{len(tokens)} tokens of the tokenizer in {path}"
+        raise InputError(f"--probe={text!r} is {length}; give a text of at least two")
     return np.asarray(tokens, dtype=np.int64)
 
 
 def _by_megatron(hugging_face: Path, checkpoint: Path, tokens: np.ndarray) -> np.ndarray:
     family, shape = family_of(read_config(hugging_face))
-    parallel, model = ParallelConfig(), ModelConfig(path=str(hugging_face), dtype="float32")
+    parallel = ParallelConfig()
+    model = ModelConfig(path=str(hugging_face), dtype="float32")
     groups = initialize(parallel, seed=0)
     try:
         [chunk] = build_model(shape, parallel, model, groups)

@@ -69,7 +69,8 @@ class DeviceMemory:
 
         keeps: whether `restore` brings their values back, or zeros.
         """
-        self._tensors, self._keeps = tensors, keeps
+        self._tensors = tensors
+        self._keeps = keeps
         self._host = HostBlocks()
         self._moved: list[tuple[Tensor, list[Tensor]]] = []
         self.released = False
@@ -159,11 +160,11 @@ def whole_storages(tensors: Iterable[Tensor]) -> list[Tensor]:
     """The storages of some tensors, each once, in their order, as [bytes] uint8; empty ones
     left out.
     """
-    found = {tensor.untyped_storage()._cdata: tensor.detach() for tensor in tensors}
+    storages = {tensor.untyped_storage()._cdata: tensor.detach() for tensor in tensors}
     with torch.no_grad():
         return [
             tensor.new_empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
-            for tensor in found.values()
+            for tensor in storages.values()
             if tensor.untyped_storage().nbytes()
         ]
 

@@ -328,7 +328,8 @@ class _GatedExperts(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, probs, hidden, *tensors = ctx.saved_tensors
         (products, unit, like), grad = ctx.kind, grad.contiguous()
-        weights, wanted = like.replaced(tensors), like.replaced(ctx.needs_input_grad[3:])
+        weights = like.replaced(tensors)
+        wanted = like.replaced(ctx.needs_input_grad[3:])
         gate, linear = hidden.chunk(2, dim=1)
         product = unit.product(gate, linear)
         grad_scaled, down = _linear_backward(
@@ -346,8 +347,10 @@ class _GatedExperts(torch.autograd.Function):
             products, grad_hidden, x, weights.up, weights.up_adapter, wanted.up
         )
         up_bias = products.sums(grad_hidden) if weights.up_bias else ()
-        found = ExpertWeights(up.weight, down.weight, up_bias, down_bias, up.adapter, down.adapter)
-        return grad_x, grad_probs.to(probs.dtype), None, *found.tensors()
+        gradients = ExpertWeights(
+            up.weight, down.weight, up_bias, down_bias, up.adapter, down.adapter
+        )
+        return grad_x, grad_probs.to(probs.dtype), None, *gradients.tensors()
 
 
 @dataclass(frozen=True)
@@ -388,8 +391,10 @@ def _linear_backward(
     low = products.rows_by_weights(x, adapter.a, transpose=True)
     grad_low = products.rows_by_weights(grad, adapter.b, transpose=False)
     grad_x += products.rows_by_weights(grad_low, adapter.a, transpose=False)
-    found = LowRank(products.weight_gradients(grad_low, x), products.weight_gradients(grad, low))
-    return grad_x, _LinearGradients(grad_weight, found)
+    low_rank_gradients = LowRank(
+        products.weight_gradients(grad_low, x), products.weight_gradients(grad, low)
+    )
+    return grad_x, _LinearGradients(grad_weight, low_rank_gradients)
 
 
 def _scaled(rows: Tensor, probs: Tensor) -> Tensor:

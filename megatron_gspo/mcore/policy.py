@@ -101,9 +101,9 @@ class Policy:
 
     def base(self) -> Policy:
         """The same model without its adapters, as a frozen reference: no second model."""
-        found = replace(self, optimizer=None, scheduler=None, critic=None, is_base=True)
-        found.memory = self.memory
-        return found
+        base_policy = replace(self, optimizer=None, scheduler=None, critic=None, is_base=True)
+        base_policy.memory = self.memory
+        return base_policy
 
     def active_adapters(self) -> AbstractContextManager[None]:
         """A context for passes of the model: without adapters where it is the `base`."""
@@ -201,7 +201,9 @@ def build_policy(
     is a value model of the same sizes; with adapters, which torch layers alone can have, the
     weights are frozen. ``options``: passed through to Megatron's config classes.
     """
-    path, is_pretrained, lora = model.path, model.init == "pretrained", parts.lora
+    path = model.path
+    is_pretrained = model.init == "pretrained"
+    lora = parts.lora
     family, shape = family_of(read_config(path))
     shape = with_value_head(shape) if parts.value_head else shape
     model = replace(model, implementation="torch") if lora is not None else model

@@ -138,7 +138,8 @@ def start(*, backend: str = "auto", timeout_minutes: float = 30.0) -> dist.Store
 
 def _local_gpu() -> int:
     """The GPU of this process. Raises ``RunError`` where the node has fewer GPUs than processes."""
-    index, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+    index = int(os.environ.get("LOCAL_RANK", 0))
+    count = torch.cuda.device_count()
     if index >= count:
         raise RunError(
             f"LOCAL_RANK={index}: this node has {count} visible GPUs, one for each process; start"

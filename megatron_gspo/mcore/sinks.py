@@ -132,7 +132,8 @@ class _SinkAttention(torch.autograd.Function):
         out, lse, state = kernel.forward(query, key, value)
         total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
         out = (out * (lse - total).exp().t()[..., None]).to(out.dtype)
-        ctx.kernel, ctx.state = kernel, state
+        ctx.kernel = kernel
+        ctx.state = state
         ctx.save_for_backward(query, key, value, sinks, out, total)
         return out
 

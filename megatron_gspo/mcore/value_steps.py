@@ -102,8 +102,8 @@ def train_critic_mini_batch(
         critic, _forward_step(reader, critic.groups, loss_function), batches, forward_only=False
     )
     stepped = optimizer_step(critic)
-    found = finish_metrics(summed_metrics([output["metrics"] for output in outputs], critic))
-    return found | {f"critic/{name}": value for name, value in stepped.items()}
+    loss_metrics = finish_metrics(summed_metrics([output["metrics"] for output in outputs], critic))
+    return loss_metrics | {f"critic/{name}": value for name, value in stepped.items()}
 
 
 def _forward_step(reader: InputReader, groups: ProcessGroups, collect: LossFunction) -> ForwardStep:

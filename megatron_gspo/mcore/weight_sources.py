@@ -121,10 +121,8 @@ def _gather_on_first(parameters: list[Tensor], group: Any) -> list[list[Tensor]]
     """Every rank's parameters on the first rank of ``group``; an empty list on the others."""
     if group.size() == 1 or not parameters:
         return [parameters] * group.size()
-    flat, first = (
-        torch.cat([parameter.flatten() for parameter in parameters]),
-        dist.get_global_rank(group, 0),
-    )
+    flat = torch.cat([parameter.flatten() for parameter in parameters])
+    first = dist.get_global_rank(group, 0)
     if group.rank():
         dist.gather(flat, dst=first, group=group)
         return []

@@ -50,7 +50,8 @@ def windows_of(config: dict[str, Any], kinds: Sequence[str]) -> tuple[int | None
     """The window of each layer, by its kind in ``layer_types``: ``full_attention`` or
     ``sliding_attention``.
     """
-    layers, window = config["num_hidden_layers"], config.get("sliding_window")
+    layers = config["num_hidden_layers"]
+    window = config.get("sliding_window")
     if len(kinds) != layers or set(kinds) - {"full_attention", "sliding_attention"}:
         raise ModelError(
             f"layer_types={shown(list(kinds))} in config.json is not supported; give full_attention"
@@ -95,7 +96,8 @@ def sigmoid_experts(config: dict[str, Any]) -> dict[str, Any]:
         ("norm_topk_prob", True),
     ):
         only(config, key, known)
-    experts, chosen = config["n_routed_experts"], config["num_experts_per_tok"]
+    experts = config["n_routed_experts"]
+    chosen = config["num_experts_per_tok"]
     groups = config["n_group"]
     chosen_groups = config["topk_group"]
     if experts % groups or chosen_groups > groups or chosen > experts // groups * chosen_groups:

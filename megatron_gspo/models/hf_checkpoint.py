@@ -107,16 +107,18 @@ class CheckpointReader:
 
     @property
     def names(self) -> set[str]:
-        found = {
+        packed = {
             name
             for name in self._files
             if name.removesuffix(_SCALE) not in self._files or not _is_scale(name)
         }
         quantized = {
-            name.removesuffix(BLOCKS) for name in found if self._is_mxfp4(name.removesuffix(BLOCKS))
+            name.removesuffix(BLOCKS)
+            for name in packed
+            if self._is_mxfp4(name.removesuffix(BLOCKS))
         }
         stored = {name + end for name in quantized for end in (BLOCKS, SCALES)}
-        return {name for name in quantized | found - stored if _UNREAD.fullmatch(name) is None}
+        return {name for name in quantized | packed - stored if _UNREAD.fullmatch(name) is None}
 
     def _is_mxfp4(self, name: str) -> bool:
         return name + BLOCKS in self._files and name + SCALES in self._files
@@ -200,11 +202,11 @@ class CheckpointReader:
         if self._is_mxfp4(name) or name + _SCALE not in self._files:
             return
         sizes = self._file(name).get_slice(name).get_shape()
-        found = self._file(name + _SCALE).get_slice(name + _SCALE).get_shape()
+        stored = self._file(name + _SCALE).get_slice(name + _SCALE).get_shape()
         blocks = [-(-size // block) for size, block in zip(sizes, self._block, strict=False)]
-        if len(sizes) != 2 or found != blocks:
+        if len(sizes) != 2 or stored != blocks:
             problem = (
-                f"is {tuple(found)} in the checkpoint; {name} of {tuple(sizes)} in blocks of"
+                f"is {tuple(stored)} in the checkpoint; {name} of {tuple(sizes)} in blocks of"
                 f" {self._block}"
             )
             raise ModelError(f"{name + _SCALE} {problem} has scales of {tuple(blocks)}")
@@ -228,10 +230,10 @@ class CheckpointReader:
             *outer, rows, blocks, size = (
                 self._file(name + BLOCKS).get_slice(name + BLOCKS).get_shape()
             )
-            found = [*outer, blocks * size * 2, rows]
+            stored = [*outer, blocks * size * 2, rows]
         else:
-            found = self._file(name).get_slice(name).get_shape()
-        return tuple(found if index is None else found[1:])
+            stored = self._file(name).get_slice(name).get_shape()
+        return tuple(stored if index is None else stored[1:])
 
     def read(
         self, name: str, dim: int | None = None, start: int = 0, stop: int | None = None
@@ -245,18 +247,18 @@ class CheckpointReader:
         part = self._file(name).get_slice(name)
         if index is not None:
             own = slice(start, stop)
-            found = (
+            values = (
                 part[index, own] if dim == 0 else part[index, :, own] if dim == 1 else part[index]
             )
         elif dim is None:
-            found = part[:]
+            values = part[:]
         else:
-            found = part[start:stop] if dim == 0 else part[:, start:stop]
-        if found.dtype != torch.float8_e4m3fn or name + _SCALE not in self._files:
-            return found
+            values = part[start:stop] if dim == 0 else part[:, start:stop]
+        if values.dtype != torch.float8_e4m3fn or name + _SCALE not in self._files:
+            return values
         scales = self._file(name + _SCALE).get_tensor(name + _SCALE)
         firsts = (start if dim == 0 else 0, start if dim == 1 else 0)
-        return dequantize_blocks(found, scales, firsts=firsts, block=self._block).bfloat16()
+        return dequantize_blocks(values, scales, firsts=firsts, block=self._block).bfloat16()
 
     def _read_mxfp4(
         self, name: str, index: int | None, part: tuple[int | None, int, int | None]
@@ -270,8 +272,8 @@ class CheckpointReader:
         for end in (BLOCKS, SCALES):
             stored = self._file(name + end).get_slice(name + end)
             both.append(stored[:, own] if index is None else stored[index, own])
-        found = dequantized(*both).transpose(-1, -2)
-        return found[start:stop] if dim == 0 else found
+        values = dequantized(*both).transpose(-1, -2)
+        return values[start:stop] if dim == 0 else values
 
 
 def _is_scale(name: str) -> bool:
@@ -346,7 +348,9 @@ def write_part(
     folder = _partial(path)
     shards: list[list[str]] = []
     pending: dict[str, Tensor] = {}
-    total, size, written = 0, 0, Counter[torch.dtype]()
+    total = 0
+    size = 0
+    written = Counter[torch.dtype]()
 
     def take() -> None:
         if pending:
@@ -367,8 +371,8 @@ def write_part(
             total += value.nbytes
         take()
         most = str(written.most_common(1)[0][0]).removeprefix("torch.") if written else None
-        found = {"shards": shards, "bytes": total, "dtype": most}
-        (folder / _part_name(part)).write_text(json.dumps(found))
+        summary = {"shards": shards, "bytes": total, "dtype": most}
+        (folder / _part_name(part)).write_text(json.dumps(summary))
 
 
 def publish_checkpoint(
@@ -385,24 +389,25 @@ def publish_checkpoint(
 
     Raises ``DiskError`` where it cannot be written, or for a part that is not there.
     """
-    final, partial = Path(path), _partial(path)
+    final = Path(path)
+    partial = _partial(path)
     with writing(path):
-        found = []
+        summaries = []
         for part in range(parts):
             if not (partial / _part_name(part)).is_file():
                 raise DiskError(
                     f"{path}: part {part + 1} of {parts} is not there; ranks on all nodes write to"
                     " it: choose a run_dir on a shared file system"
                 )
-            found.append(json.loads((partial / _part_name(part)).read_text()))
+            summaries.append(json.loads((partial / _part_name(part)).read_text()))
             (partial / _part_name(part)).unlink()
         shards = [
             (_shard_name(part, number), names)
-            for part, each in enumerate(found)
+            for part, each in enumerate(summaries)
             for number, names in enumerate(each["shards"])
         ]
-        _finish_names(partial, shards, sum(each["bytes"] for each in found))
-        written = next((each["dtype"] for each in found if each["dtype"]), None)
+        _finish_names(partial, shards, sum(each["bytes"] for each in summaries))
+        written = next((each["dtype"] for each in summaries if each["dtype"]), None)
         copy_companions(source, partial, written and getattr(torch, written), quantization)
         replaced = final.with_name(_replaced_name(path, secrets.token_hex(4)))
         if is_real_folder(final):

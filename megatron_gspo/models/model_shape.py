@@ -289,12 +289,14 @@ def check_sizes(config: dict[str, Any]) -> None:
             raise ModelError(
                 f"{key}={shown(value)} in config.json is no model's size; give at most {largest}"
             )
-    chosen, experts = config.get("num_experts_per_tok"), experts_of(config)
+    chosen = config.get("num_experts_per_tok")
+    experts = experts_of(config)
     if experts and (layers := config.get("num_hidden_layers")) and experts * layers > _MOST_EXPERTS:
         raise ModelError(
             f"config.json has {experts} experts in each of {layers} layers; no model has so many"
         )
-    heads, groups = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    heads = config.get("num_attention_heads")
+    groups = config.get("num_key_value_heads")
     if heads and groups and heads % groups:
         raise ModelError(
             f"num_attention_heads={heads} in config.json is no multiple of"

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 # Ends of the names of the two tensors that a quantised one is stored as.
-BLOCKS, SCALES = ("_blocks", "_scales")
+BLOCKS = "_blocks"
+SCALES = "_scales"
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BIAS = 127  # of the scales' exponents
 

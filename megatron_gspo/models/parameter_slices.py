@@ -65,22 +65,22 @@ class ParameterSlice:
 
     def whole_sizes(self, shape: ModelShape) -> dict[str, tuple[int, ...]]:
         """Name -> sizes of the whole Hugging Face tensors that it is made of."""
-        found = {}
+        sizes = {}
         for name, part in self.split(torch.empty(self.sizes, device="meta"), shape).items():
             size = list(part.shape)
             if self.rule.shard is not Shard.NONE:
                 size[self.rule.shard.value] *= self.ranks
             if self.rule.is_vocabulary:
                 size[0] = shape.vocab_size
-            found[name] = tuple(size)
-        return found
+            sizes[name] = tuple(size)
+        return sizes
 
     def check(self, source: TensorSource, shape: ModelShape) -> None:
         """Raise ``ModelError`` naming a tensor whose sizes in `source` don't match config.json."""
         for name, wanted in self.whole_sizes(shape).items():
-            if (found := source.shape(name)) != wanted:
+            if (stored_shape := source.shape(name)) != wanted:
                 raise ModelError(
-                    f"{name} is {found} in the checkpoint; config.json makes it {wanted}"
+                    f"{name} is {stored_shape} in the checkpoint; config.json makes it {wanted}"
                 )
             whole, expert = tensor_of(name)
             if expert is not None and (count := source.shape(whole)[0]) != shape.num_experts:
@@ -93,7 +93,8 @@ class ParameterSlice:
         dim = self.rule.shard.value
         if self.rule.shard is Shard.NONE or self.ranks == 1:
             return source.read(name)
-        parts, first = [], 0
+        parts = []
+        first = 0
         for size in self.rule.blocks_of(name, source.shape(name)[dim], shape):
             each = self.sizes[0] if self.rule.is_vocabulary else size // self.ranks
             start = min(self.rank * each, size)
@@ -137,13 +138,15 @@ class CheckpointChunk:
         no larger.
         """
         axis = len(self.sizes) - len(self.strides)
-        rows, row = self.sizes[axis], self.numel // self.sizes[axis]
+        rows = self.sizes[axis]
+        row = self.numel // self.sizes[axis]
         step = max(most // row, 1)
         if step >= rows:
             yield self
             return
         for first in range(0, rows, step):
-            offsets, sizes = list(self.offsets), list(self.sizes)
+            offsets = list(self.offsets)
+            sizes = list(self.sizes)
             offsets[axis] += first
             sizes[axis] = min(step, rows - first)
             start = self.start + first * self.strides[0]

@@ -54,7 +54,8 @@ _ABSENT = (
     "arrow_config",
 )
 _OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")
-_GATE_UP, _DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+_GATE_UP = "mlp.experts.gate_up_proj"
+_DOWN = "mlp.experts.down_proj"
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,8 @@ def read_adapters(folder: str | Path) -> tuple[dict[str, Tensor], AdapterFacts]:
 
 def _check_config(file: Path, config: Mapping[str, Any]) -> None:
     """The adapters add ``scale * B A`` to weights, and nothing else."""
-    rank, alpha = config.get("r"), config.get("lora_alpha")
+    rank = config.get("r")
+    alpha = config.get("lora_alpha")
     if isinstance(rank, bool) or not isinstance(rank, int) or not 0 < rank <= _LARGEST_RANK:
         raise ModelError(f"{file}: r={shown(rank)} is no rank; give an integer above 0")
     if (
@@ -209,12 +211,12 @@ def can_fuse(names: Iterable[str]) -> bool:
     """Whether adapters can be written for Transformers: all of the experts' projections have
     one, or none.
     """
-    found = {match[3] for name in names if (match := _EXPERT.fullmatch(name))}
-    return len(found) in (0, len(_OF_EXPERTS))
+    projections = {match[3] for name in names if (match := _EXPERT.fullmatch(name))}
+    return len(projections) in (0, len(_OF_EXPERTS))
 
 
 def _fuse(tensors: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+    fused: dict[str, Tensor] = {}
     layers: dict[str, dict[tuple[str, str], dict[int, Tensor]]] = {}
     for name, tensor in tensors.items():
         if match := _EXPERT.fullmatch(name):
@@ -222,7 +224,7 @@ def _fuse(tensors: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
                 tensor
             )
         else:
-            found[name] = tensor
+            fused[name] = tensor
     for prefix, experts in layers.items():
         stacks = {key: torch.stack([of[e] for e in range(len(of))]) for key, of in experts.items()}
         if missing := [name for name in _OF_EXPERTS if (name, "A") not in stacks]:
@@ -231,24 +233,27 @@ def _fuse(tensors: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
                 " by one"
             )
         a = torch.cat([stacks["gate_proj", "A"], stacks["up_proj", "A"]], dim=1)
-        gate, up = stacks["gate_proj", "B"], stacks["up_proj", "B"]
+        gate = stacks["gate_proj", "B"]
+        up = stacks["up_proj", "B"]
         b = gate.new_zeros(len(gate), 2 * gate.shape[1], 2 * rank)
         b[:, : gate.shape[1], :rank], b[:, gate.shape[1] :, rank:] = gate, up
         outer = stacks["down_proj", "A"], stacks["down_proj", "B"]
         for key, (low, high) in ((f"{prefix}.base_layer", (a, b)), (prefix, outer)):
-            found[f"{key}.lora_A.weight"] = low.flatten(0, 1)
-            found[f"{key}.lora_B.weight"] = high.permute(1, 2, 0).flatten(1)
-    return found
+            fused[f"{key}.lora_A.weight"] = low.flatten(0, 1)
+            fused[f"{key}.lora_B.weight"] = high.permute(1, 2, 0).flatten(1)
+    return fused
 
 
 def _split(stored: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+    single: dict[str, Tensor] = {}
     for name, tensor in stored.items():
         match = _FUSED.fullmatch(name)
         if match is None:
-            found[name] = tensor
+            single[name] = tensor
             continue
-        prefix, names, which = match[1], _OF_EXPERTS[:2] if match[2] else _OF_EXPERTS[2:], match[3]
+        prefix = match[1]
+        names = _OF_EXPERTS[:2] if match[2] else _OF_EXPERTS[2:]
+        which = match[3]
         width = rank * len(names)
         if which == "A":
             parts = [part.chunk(len(names)) for part in tensor.view(-1, width, tensor.shape[1])]
@@ -263,8 +268,8 @@ def _split(stored: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
             ]
         for expert, own in enumerate(parts):
             for part, value in zip(names, own, strict=True):
-                found[f"{prefix}.{expert}.{part}.lora_{which}.weight"] = value
-    return found
+                single[f"{prefix}.{expert}.{part}.lora_{which}.weight"] = value
+    return single
 
 
 def adapter_config(names: Iterable[str], facts: AdapterFacts, *, fused: bool) -> dict[str, Any]:

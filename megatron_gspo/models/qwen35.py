@@ -54,7 +54,8 @@ def merge_separate(parts: Sequence[Tensor], shape: ModelShape) -> Tensor:
     """``[q k v b a z]`` for each key head of this shard from all its queries, keys and values one
     above the other, all z, all b and all a."""
     qkv, z, b, a = parts
-    sizes, blocks = delta_sizes(shape), convolved_blocks(shape)
+    sizes = delta_sizes(shape)
+    blocks = convolved_blocks(shape)
     heads = qkv.shape[0] * sizes.key_heads // sum(blocks)
     query, key, value = qkv.split([block * heads // sizes.key_heads for block in blocks])
     return grouped((query, key, value, b, a, z), heads)
@@ -133,8 +134,8 @@ def _with_vision(text: Family, experts: tuple[Rule, ...] = ()) -> Family:
                 f"model_type={kind!r} in the text_config of a {config['model_type']} config.json is"
                 f" not supported; known: {text.model_type!r}"
             )
-        found = text.shape(config)
-        return replace(found, carried=(*found.carried, "model.visual."))
+        text_shape = text.shape(config)
+        return replace(text_shape, carried=(*text_shape.carried, "model.visual."))
 
     return Family(
         text.model_type.removesuffix("_text"),

@@ -91,7 +91,8 @@ def convolved_blocks(shape: ModelShape) -> tuple[int, ...]:
 
 def merge_filters(parts: Sequence[Tensor], shape: ModelShape) -> Tensor:
     """``[q k v]`` for each key head of this shard from all queries, keys and values."""
-    sizes, blocks = delta_sizes(shape), convolved_blocks(shape)
+    sizes = delta_sizes(shape)
+    blocks = convolved_blocks(shape)
     heads = parts[0].shape[0] * sizes.key_heads // sum(blocks)
     return grouped(parts[0].split([block * heads // sizes.key_heads for block in blocks]), heads)
 

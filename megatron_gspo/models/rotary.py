@@ -74,8 +74,11 @@ class Rotary:
                 / (2 * math.log(self.base))
             )
 
-        low, high = pair(yarn.fast), pair(yarn.slow)
+        low = pair(yarn.fast)
+        high = pair(yarn.slow)
         if yarn.rounds:
-            low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, self.dim - 1)
+            low = math.floor(low)
+            high = math.ceil(high)
+        low = max(low, 0)
+        high = min(high, self.dim - 1)
         return low, high if high != low else high + 0.001

@@ -16,8 +16,8 @@ _SLICE = re.compile(r"(.+)\[(\d+)\]")
 
 def tensor_of(name: str) -> tuple[str, int | None]:
     """The checkpoint's tensor that a name is of, and the expert if it is a slice's name."""
-    found = _SLICE.fullmatch(name)
-    return (name, None) if found is None else (found[1], int(found[2]))
+    match = _SLICE.fullmatch(name)
+    return (name, None) if match is None else (match[1], int(match[2]))
 
 
 def checkpoint_names(names: Iterable[str]) -> Iterator[str]:
@@ -27,11 +27,11 @@ def checkpoint_names(names: Iterable[str]) -> Iterator[str]:
 
 def stacked_sizes(sizes: Mapping[str, tuple[int, ...]], experts: int) -> dict[str, tuple[int, ...]]:
     """The sizes of the tensors that hold these tensors and slices."""
-    found = {}
+    whole_sizes = {}
     for name, size in sizes.items():
         whole, expert = tensor_of(name)
-        found[whole] = size if expert is None else (experts, *size)
-    return found
+        whole_sizes[whole] = size if expert is None else (experts, *size)
+    return whole_sizes
 
 
 def stack_experts(

@@ -32,7 +32,8 @@ def zigzag_indices(cu_seqlens: Tensor | Sequence[int], cp_rank: int, cp_size: in
     if not 0 <= cp_rank < cp_size:
         raise ValueError(f"cp_rank={cp_rank} is not in [0, cp_size={cp_size})")
     bounds = torch.as_tensor(cu_seqlens, dtype=torch.int64, device="cpu")
-    starts, lengths = bounds[:-1], bounds.diff()
+    starts = bounds[:-1]
+    lengths = bounds.diff()
     if cp_size == 1:
         return torch.arange(int(bounds[0]), int(bounds[-1]))
     widths = chunk_lengths(lengths, cp_size)

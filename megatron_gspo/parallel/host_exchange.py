@@ -98,7 +98,8 @@ def broadcast_bytes(
     if group_size(group) == 1:
         return mine
     assert group is not None
-    device, sender = group_device(group), dist.get_global_rank(group, source)
+    device = group_device(group)
+    sender = dist.get_global_rank(group, source)
     size = torch.tensor([len(mine)], dtype=torch.int64, device=device)
     dist.broadcast(size, src=sender, group=group)
     if not int(size):
@@ -135,20 +136,25 @@ def exchange_bytes(
     part its bytes are empty. A part of this rank for itself is not sent. The ranks learn the sizes
     by a sum of 8 bytes per link, so that no rank connects to others than those of its own parts.
     """
-    me, size = group_rank(group), group_size(group)
+    me = group_rank(group)
+    size = group_size(group)
     pairs = np.unique(np.asarray(links, dtype=np.int64).reshape(-1, 2), axis=0)
-    found = {me: _as_array(parts.get(me))} if (pairs == me).all(axis=1).any() else {}
+    payloads = {me: _as_array(parts.get(me))} if (pairs == me).all(axis=1).any() else {}
     pairs = pairs[pairs[:, 0] != pairs[:, 1]]
-    leaves, comes = pairs[:, 0] == me, pairs[:, 1] == me
+    leaves = pairs[:, 0] == me
+    comes = pairs[:, 1] == me
     assert parts.keys() <= {me, *pairs[leaves, 1].tolist()}, "a part without a link"
     lengths = np.zeros(len(pairs), dtype=np.int64)
     lengths[leaves] = [len(parts.get(to, b"")) for to in pairs[leaves, 1].tolist()]
     lengths = sum_over_ranks(lengths, group)
     if not lengths.any():
         return dict(
-            sorted((found | {rank: _as_array(None) for rank in pairs[comes, 0].tolist()}).items())
+            sorted(
+                (payloads | {rank: _as_array(None) for rank in pairs[comes, 0].tolist()}).items()
+            )
         )
-    sent, received = np.zeros(size, dtype=np.int64), np.zeros(size, dtype=np.int64)
+    sent = np.zeros(size, dtype=np.int64)
+    received = np.zeros(size, dtype=np.int64)
     sent[pairs[leaves, 1]], received[pairs[comes, 0]] = lengths[leaves], lengths[comes]
     outgoing = np.empty(int(sent.sum()), dtype=np.uint8)
     at = 0
@@ -161,10 +167,10 @@ def exchange_bytes(
     moved = torch.from_numpy(outgoing).to(device)
     dist.all_to_all_single(incoming, moved, received.tolist(), sent.tolist(), group=group)
     ends = np.cumsum(lengths[comes])
-    found |= zip(
+    payloads |= zip(
         pairs[comes, 0].tolist(), np.split(incoming.cpu().numpy(), ends[:-1]), strict=False
     )
-    return dict(sorted(found.items()))
+    return dict(sorted(payloads.items()))
 
 
 def gather_bytes(payload: Bytes, group: ProcessGroup | None) -> list[np.ndarray] | None:
@@ -177,8 +183,10 @@ def gather_bytes(payload: Bytes, group: ProcessGroup | None) -> list[np.ndarray]
     if 0 not in ranks:
         return None
     target = ranks.index(0)
-    found = exchange_bytes({target: payload}, [(rank, target) for rank in range(len(ranks))], group)
-    return list(found.values()) if group_rank(group) == target else None
+    received = exchange_bytes(
+        {target: payload}, [(rank, target) for rank in range(len(ranks))], group
+    )
+    return list(received.values()) if group_rank(group) == target else None
 
 
 def _as_array(payload: Bytes | np.ndarray | None) -> np.ndarray:

@@ -140,7 +140,8 @@ def _resolve(
     sequence_parallel: bool,
 ) -> _Resolved:
     size = group_size(tp_group)
-    rows, budget = weight.shape[0] * size, _default(CHUNK_BYTES, hidden.device)
+    rows = weight.shape[0] * size
+    budget = _default(CHUNK_BYTES, hidden.device)
     return _Resolved(
         tp_group=tp_group,
         sequence_parallel=sequence_parallel and size > 1,
@@ -194,7 +195,8 @@ def _check_shapes(hidden: Tensor, weight: Tensor, labels: Tensor, options: _Reso
 
 def _check_labels(labels: Tensor, vocab_size: int) -> None:
     if labels.device.type == "cpu" and len(labels):
-        low, high = int(labels.min()), int(labels.max())
+        low = int(labels.min())
+        high = int(labels.max())
         if low < 0 or high >= vocab_size:
             raise ValueError(
                 f"labels reach from {low} to {high}, outside vocab_size={vocab_size}; give masked"
@@ -289,7 +291,9 @@ class _LogProbs(torch.autograd.Function):
             own, weight, labels, scored, options, differentiable=True
         )
         assert saved is not None
-        ctx.scored, ctx.options, ctx.rows = scored, options, len(hidden)
+        ctx.scored = scored
+        ctx.options = options
+        ctx.rows = len(hidden)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(own, weight, labels, entropy, *vars(saved).values())
         return log_probs, entropy
@@ -300,7 +304,9 @@ class _LogProbs(torch.autograd.Function):
         ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         hidden, weight, labels, entropy, *saved = ctx.saved_tensors
-        saved, scored, options = _Saved(*saved), ctx.scored, ctx.options
+        saved = _Saved(*saved)
+        scored = ctx.scored
+        options = ctx.options
         tiling = _tiling(hidden, weight, labels.shape[0], options, differentiable=True)
         factors = _row_factors(grad_log_probs, grad_entropy, entropy, saved, tiling.scale)
         all_hidden = _all_hidden(hidden, weight, scored, tiling, options)

@@ -74,17 +74,17 @@ def _all_names(
 def _joined_names(local: Mapping[str, Tensor], group: ProcessGroup | None) -> list[str]:
     """The names of all ranks: the rank with the most missing ones broadcasts them, until none is
     missing. Usually once: ranks lack names where they had no sequences."""
-    found: set[str] = set()
+    names: set[str] = set()
     while True:
-        missing = sorted(local.keys() - found)
+        missing = sorted(local.keys() - names)
         most = max_over_ranks(
             np.array([len(missing) * group_size(group) + group_rank(group)]), group
         )
         count, source = divmod(int(most[0]), group_size(group))
         if not count:
-            return sorted(found)
+            return sorted(names)
         payload = json.dumps(missing).encode() if source == group_rank(group) else None
-        found.update(json.loads(broadcast_bytes(payload, group, source).tobytes()))
+        names.update(json.loads(broadcast_bytes(payload, group, source).tobytes()))
 
 
 def _sum(

@@ -86,7 +86,8 @@ def run_on_every_rank(
     try:
         value = action()
     except Exception as caught:
-        raised, failure = caught, _as_user_error(caught, error, what)
+        raised = caught
+        failure = _as_user_error(caught, error, what)
     size = dist.get_world_size()
     first = -int(
         max_over_ranks(np.array([-dist.get_rank() if failure else -size]), dist.group.WORLD)[0]

@@ -74,7 +74,8 @@ class ScoredRows:
         """This rank's scored rows of ``hidden`` [t / size, h], with rows of zeros up to
         [padded, h].
         """
-        rows, missing = hidden.index_select(0, self.own), self.padded - len(self.own)
+        rows = hidden.index_select(0, self.own)
+        missing = self.padded - len(self.own)
         return torch.cat([rows, rows.new_zeros(missing, rows.shape[1])]) if missing else rows
 
     def spread_own(self, rows: Tensor, count: int) -> Tensor:

@@ -116,7 +116,8 @@ def local_statistics(
     The softmax of a tile also gives its sum: its largest entry is exp(0) / sum. One fused pass is
     cheaper than exponentials and their sum, and the tiles need no running maximum.
     """
-    tokens, spans = hidden.shape[0], _spans(tiling.rows, tiling.tile[1])
+    tokens = hidden.shape[0]
+    spans = _spans(tiling.rows, tiling.tile[1])
     # At least one tile: a rank of padding rows only has none. Not -inf, because -inf * 0 is NaN.
     tiles = hidden.new_zeros(
         (3 if with_entropy else 2, max(1, len(spans)), tokens), dtype=tiling.dtype
@@ -126,10 +127,8 @@ def local_statistics(
     kept = (
         hidden.new_empty(tokens * tiling.rows, dtype=tiling.dtype) if tiling.keep_logits else None
     )
-    scratch, positions = (
-        _Scratch.of(hidden, tiling, 2 if with_entropy else 1),
-        _label_positions(labels, tiling),
-    )
+    scratch = _Scratch.of(hidden, tiling, 2 if with_entropy else 1)
+    positions = _label_positions(labels, tiling)
     chunks = [
         (t0, t1, hidden[t0:t1], positions.cut(t0, t1), label[t0:t1])
         for t0, t1 in _spans(tokens, tiling.tile[0])
@@ -300,7 +299,8 @@ class _LabelPositions:
 
 
 def _label_positions(labels: Tensor, tiling: Tiling) -> _LabelPositions:
-    own, width = labels[:, None] - tiling.first, tiling.tile[1]
+    own = labels[:, None] - tiling.first
+    width = tiling.tile[1]
     tile = torch.where((own >= 0) & (own < tiling.rows), own.div(width, rounding_mode="floor"), -1)
     return _LabelPositions(tile, own.remainder(width), width)
 

@@ -281,7 +281,9 @@ class RewardPool:
     def _receive(self, worker: _Worker, replies: list[Reply | None], starting: bool) -> None:
         try:
             reply = json.loads(worker.connection.recv_bytes())
-            status, value, message = reply["status"], reply["value"], reply["message"]
+            status = reply["status"]
+            value = reply["value"]
+            message = reply["message"]
             is_last = reply.get("last", False)
         except (EOFError, OSError, ValueError, KeyError, TypeError):
             _kill(worker)
@@ -297,7 +299,9 @@ class RewardPool:
             if is_last:
                 self._replace(worker)
         elif status == "ok":
-            worker.ready, worker.deadline, worker.failed_starts = True, None, 0
+            worker.ready = True
+            worker.deadline = None
+            worker.failed_starts = 0
             self.description = message
             self.takes_batch = bool(value)
         else:

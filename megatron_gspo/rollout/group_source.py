@@ -142,7 +142,8 @@ class GenerateOnCollect(ABC):
     def collect(self, count: int, *, oldest_version: int | None = None) -> SampleBatch:
         """See `GroupSource.collect`; all samples have the current weights."""
         check_count(count, len(self._requests))
-        taken, self._requests = self._requests[:count], self._requests[count:]
+        taken = self._requests[:count]
+        self._requests = self._requests[count:]
         return reduce(
             SampleBatch.joined,
             (

@@ -31,7 +31,8 @@ class InProcessSource(GenerateOnCollect):
         """
         super().__init__()
         self.engine_name = name or engine_name(type(engine))
-        self._engine, self._vocab_size = engine, vocab_size
+        self._engine = engine
+        self._vocab_size = vocab_size
         self._group = group
 
     def generate(

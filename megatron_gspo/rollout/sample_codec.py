@@ -88,7 +88,8 @@ def decode_samples(buffer: np.ndarray) -> list[tuple[int, Sample]]:
         raise ValueError("samples were encoded by another version")
     table = reader.take(np.int64, count * len(_COLUMNS)).reshape(count, len(_COLUMNS))
     rewards = reader.take(np.float64, count).tolist()
-    lengths, prompt_lengths = table[:, _COLUMN["length"]], table[:, _COLUMN["prompt_length"]]
+    lengths = table[:, _COLUMN["length"]]
+    prompt_lengths = table[:, _COLUMN["prompt_length"]]
     responses = lengths - prompt_lengths
     stored = np.where(table[:, _COLUMN["tokens"]], lengths, 0)
     tokens = np.split(reader.take(np.int64, int(stored.sum())), np.cumsum(stored)[:-1])

@@ -134,7 +134,8 @@ def move_samples(
     emptied as they leave. What its replica's first rank holds is not sent between replicas and
     keeps its memory, nor is a round in which nothing moves. A collective of the world.
     """
-    table, me = batch.table.copy(), group_rank(dp)
+    table = batch.table.copy()
+    me = group_rank(dp)
     table["holder"] = replica
     alone = all(group_size(group) == 1 for group in shared)
     if batch.group is None or (alone and group_size(dp) == 1):  # all are here
@@ -142,7 +143,8 @@ def move_samples(
         return SampleBatch(
             table, {i: _of_layers(s, layers) for i, s in batch.held.items() if replica[i] == me}, dp
         )
-    target, here = _first_ranks(dp, shared, batch.group)[replica], group_rank(batch.group)
+    target = _first_ranks(dp, shared, batch.group)[replica]
+    here = group_rank(batch.group)
     stays = (batch.table["holder"] == target) & alone
     rounds = np.full(len(batch), -1)
     rounds[~stays] = exchange_rounds(

@@ -364,10 +364,8 @@ class _Requests:
                 progress[place] = finished, 0 if version is None else version + 1
         everyone = max_over_ranks(progress, dist.group.WORLD).tolist()
         for group, (is_finished, version) in zip(self.pending.values(), everyone, strict=True):
-            group.finished, group.oldest_version = (
-                bool(is_finished),
-                version - 1 if version else None,
-            )
+            group.finished = bool(is_finished)
+            group.oldest_version = version - 1 if version else None
         return select_groups(
             list(self.pending.values()), count, oldest, self._source.groups_per_step
         )

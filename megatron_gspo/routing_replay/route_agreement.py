@@ -43,7 +43,8 @@ class Levels:
             return None
         means = sums[:, 0] / sums[:, 1]
         # of shifted routes a neighbour's row agrees best, and then the own one shows the chance
-        expected, chance = 1.0 if same_routers else float(means.max()), float(means.min())
+        expected = 1.0 if same_routers else float(means.max())
+        chance = float(means.min())
         if expected - chance < 1e-3:
             return None
         return cls(expected, max(chance, 1e-3), int(sums[0, 1]))
@@ -57,10 +58,8 @@ class Levels:
         """Log-likelihood ratio of agreeing by chance to agreeing halfway, float64 ``[rows]``
         from shares ``[rows]``.
         """
-        agreed, differed = (
-            np.log(self.chance / self.middle),
-            np.log((1 - self.chance) / (1 - self.middle)),
-        )
+        agreed = np.log(self.chance / self.middle)
+        differed = np.log((1 - self.chance) / (1 - self.middle))
         return own * agreed + (1 - own) * differed
 
 
@@ -92,17 +91,18 @@ def route_mismatch(
     their bounds, a row for each input token. names: (prompt_index, sample_index) of each.
     """
     compared = np.flatnonzero(~np.isnan(shares[:, 0]))
-    found = disagreeing_rows(shares[compared, 0], levels)
-    if found is None:
+    disagreeing = disagreeing_rows(shares[compared, 0], levels)
+    if disagreeing is None:
         return ""
-    rows = compared[found]
+    rows = compared[disagreeing]
     score = levels.scores(shares[rows, 0])
     sample_of = np.searchsorted(starts, rows, side="right") - 1
     worst = int(np.bincount(sample_of, score).argmax())  # the sample with most of the evidence
     rows = rows[sample_of == worst]
     others = len(np.unique(sample_of)) - 1
     prompt, number = names[worst]
-    first, last = rows[0] - starts[worst], rows[-1] - starts[worst]
+    first = rows[0] - starts[worst]
+    last = rows[-1] - starts[worst]
     tokens = f"token {first}" if first == last else f"tokens {first} to {last}"
     more = f" (and {others} more)" if others else ""
     return (

@@ -153,9 +153,9 @@ def as_routes(
     missing = None
     if ids.dtype.kind == "i" and ids.size and ids.min() < 0:
         if ids.min() < MISSING:
-            found = f"the negative expert {ids.min()}"
+            fault = f"the negative expert {ids.min()}"
             raise RouteError(
-                f"{where}: routes have {found}; ids start at 0, and -1 says that a route isn't"
+                f"{where}: routes have {fault}; ids start at 0, and -1 says that a route isn't"
                 " known"
             )
         missing = (ids == MISSING).any((1, 2))
@@ -169,7 +169,8 @@ def route_fault(sample: RoutedSample) -> str:
     """Why routed_experts and missing_routes aren't what `Sample` documents; empty where they
     are, or are None.
     """
-    experts, missing = sample.routed_experts, sample.missing_routes
+    experts = sample.routed_experts
+    missing = sample.missing_routes
     if experts is None:
         return (
             ""
@@ -193,9 +194,9 @@ def route_fault(sample: RoutedSample) -> str:
     if missing is None:
         return ""
     if not isinstance(missing, np.ndarray) or missing.dtype != np.bool_ or missing.shape != (rows,):
-        found = f"{describe_value(missing)} of shape {list(np.shape(missing))}"
+        value = f"{describe_value(missing)} of shape {list(np.shape(missing))}"
         return (
-            f"missing_routes is {found}; it must be a [{rows}] bool numpy array, one for each row"
+            f"missing_routes is {value}; it must be a [{rows}] bool numpy array, one for each row"
             " of routed_experts"
         )
     return ""
@@ -283,10 +284,10 @@ def _repeats(ids: np.ndarray) -> np.ndarray:
     rows, layers, k = ids.shape
     # Comparing whole columns is several times faster than sorting.
     columns = np.ascontiguousarray(ids.reshape(-1, k).T)
-    found = np.zeros(rows * layers, dtype=bool)
+    repeated = np.zeros(rows * layers, dtype=bool)
     for gap in range(1, k):
-        found |= (columns[gap:] == columns[:-gap]).any(0)
-    return found.reshape(rows, layers)
+        repeated |= (columns[gap:] == columns[:-gap]).any(0)
+    return repeated.reshape(rows, layers)
 
 
 def _out_of_range(start: str, expert: int, num_experts: int) -> str:

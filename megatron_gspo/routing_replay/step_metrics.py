@@ -32,32 +32,33 @@ class StepRouting:
 
     def metrics(self) -> dict[str, float]:
         """The scalars of ``metrics.jsonl``; see docs/metrics.md."""
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         rates = _flip_rates(self.updates)
         if rates:
-            found["routing/flip_rate"] = float(np.mean(rates))
+            metrics["routing/flip_rate"] = float(np.mean(rates))
             flipped = [stats.flipped_tokens for stats in self.updates if stats.compared]
-            found["routing/flipped_tokens"] = float(np.mean(flipped))
+            metrics["routing/flipped_tokens"] = float(np.mean(flipped))
         if self.old is not None:
             for rate in _flip_rates([self.old]):
-                found["routing/rollout_flip_rate"] = float(np.mean(rate))
-                found["routing/rollout_flipped_tokens"] = self.old.flipped_tokens
+                metrics["routing/rollout_flip_rate"] = float(np.mean(rate))
+                metrics["routing/rollout_flipped_tokens"] = self.old.flipped_tokens
             if self.old.entropy is not None:
-                found["routing/entropy"] = float(self.old.entropy.mean())
+                metrics["routing/entropy"] = float(self.old.entropy.mean())
             if self.old.load is not None:
-                found["routing/load_imbalance"] = float(
+                metrics["routing/load_imbalance"] = float(
                     (self.old.load.max(1) / self.old.load.mean(1)).mean()
                 )
-        if found or self.bytes_stored:
-            found["routing/replay_bytes"] = float(self.bytes_stored)
-            found["routing/bytes_moved"] = float(self.bytes_moved)
+        if metrics or self.bytes_stored:
+            metrics["routing/replay_bytes"] = float(self.bytes_stored)
+            metrics["routing/bytes_moved"] = float(self.bytes_moved)
         if self.missing_routes:
-            found["routing/missing_routes"] = float(self.missing_routes)
-        return found
+            metrics["routing/missing_routes"] = float(self.missing_routes)
+        return metrics
 
     def by_layer(self) -> dict[str, Any]:
         """The record of ``routing.jsonl``: lists by MoE layer, null where nothing was measured."""
-        updates, old = _flip_rates(self.updates), self.old
+        updates = _flip_rates(self.updates)
+        old = self.old
         rollout = _flip_rates([old]) if old is not None else []
         return {
             "flip_rate": np.mean(updates, axis=0).tolist() if updates else None,

@@ -46,7 +46,9 @@ class ServerError(EngineError):
         self, message: str, *, status: int | None = None, retry: bool, sent: bool = True
     ) -> None:
         super().__init__(message)
-        self.status, self.retry, self.sent = status, retry, sent
+        self.status = status
+        self.retry = retry
+        self.sent = sent
 
 
 async def open_session() -> aiohttp.ClientSession:
@@ -125,9 +127,11 @@ class ServerClient:
             avoid = f"add {urlsplit(self.url).hostname} to no_proxy to avoid it"
             where += f" (through the proxy {without_password(self._proxy)}; {avoid})"
         limits = aiohttp.ClientTimeout(total=timeout, sock_connect=min(CONNECT_SECONDS, timeout))
-        content, headers = {"json": body}, self._headers
+        content = {"json": body}
+        headers = self._headers
         if isinstance(body, AsyncIterable):
-            content, headers = {"data": body}, {"Content-Type": "application/json", **self._headers}
+            content = {"data": body}
+            headers = {"Content-Type": "application/json", **self._headers}
         try:
             async with self._session.request(
                 method,
@@ -186,7 +190,8 @@ async def _read(response: aiohttp.ClientResponse, max_bytes: int, where: str) ->
             retry=True,
         )
     # Of its final size at once; joining parts would hold it twice.
-    payload, size = (bytearray(declared or 0), 0)
+    payload = bytearray(declared or 0)
+    size = 0
     async for part in response.content.iter_chunked(_CHUNK):
         if size + len(part) > max_bytes:
             response.close()

@@ -84,7 +84,8 @@ class LocalServers:
         max_restarts: int = 3,
         log: Callable[[str], None] = logger.warning,
     ) -> None:
-        self.launch, self.max_restarts = launch, max_restarts
+        self.launch = launch
+        self.max_restarts = max_restarts
         self._log = log
         self._api_key = read_api_key(launch.config)
         self._processes: list[_ServerProcess] = []
@@ -145,7 +146,8 @@ class LocalServers:
     def poll(self) -> Changes:
         """What changed since the last call. Returns at once; a thread monitors the servers."""
         with self._lock:
-            changes, self._changes = self._changes, Changes()
+            changes = self._changes
+            self._changes = Changes()
         return changes
 
     def restart(self, url: str) -> None:
@@ -191,7 +193,8 @@ class LocalServers:
         if process.supervisor.stdin is not None:
             with contextlib.suppress(BrokenPipeError), process.supervisor.stdin as stdin:
                 stdin.write((self._api_key or "").encode())
-        process.state, process.state_since = "starting", time.monotonic()
+        process.state = "starting"
+        process.state_since = time.monotonic()
 
     def _kill(self, process: _ServerProcess) -> None:
         if process.key_file is not None:
@@ -238,7 +241,8 @@ class LocalServers:
                 code = process.supervisor.poll()
                 late = time.monotonic() - process.state_since > self.launch.config.start_timeout
                 if code is None and self._answers(process):
-                    process.state, process.state_since = "up", time.monotonic()
+                    process.state = "up"
+                    process.state_since = time.monotonic()
                 elif code is not None or late:
                     reason = self._exit_line(process, code)
                     if (
@@ -293,7 +297,8 @@ class LocalServers:
                 self._handle_exit(process, code)
             elif process.state == "starting" and self._answers(process):
                 with self._lock:
-                    process.state, process.state_since = "up", time.monotonic()
+                    process.state = "up"
+                    process.state_since = time.monotonic()
                     self._changes.restarted.append(process.url)
                 self._log(f"{self._name(process)} answers again")
 

@@ -43,7 +43,8 @@ class Filter:
     """
 
     def __init__(self, source: int, target: int, secret: str) -> None:
-        self._source, self._target = source, target
+        self._source = source
+        self._target = target
         spellings = {secret, repr(secret)[1:-1], json.dumps(secret)[1:-1]} - {""}
         self._secrets = sorted((spelling.encode() for spelling in spellings), key=len, reverse=True)
         self._kept = b""
@@ -108,5 +109,6 @@ if __name__ == "__main__":
     arguments = sys.argv[1:]
     hidden = None
     if arguments[0] == "--hide":
-        hidden, arguments = sys.stdin.buffer.read().decode(), arguments[1:]
+        hidden = sys.stdin.buffer.read().decode()
+        arguments = arguments[1:]
     sys.exit(main(int(arguments[0]), arguments[1:], hidden))

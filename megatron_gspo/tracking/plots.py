@@ -45,8 +45,11 @@ COLOURS = ("#2563eb", "#d97706", "#059669", "#dc2626", "#7c3aed", "#475569")
 COLUMNS = 2
 # Sizes in inches and points: a picture of 6.6 inches is read at 400 pixels (a page on a phone,
 # where 9 points are 8 pixels) and, at 190 dots an inch, at 1,200.
-_WIDTH, _PANEL_HEIGHT, _DPI = 6.6, 2.25, 190
-_TITLE, _LABEL = 10.5, 9.0
+_WIDTH = 6.6
+_PANEL_HEIGHT = 2.25
+_DPI = 190
+_TITLE = 10.5
+_LABEL = 9.0
 _LONGEST_LABEL = 40  # characters of a run's name in the legend
 
 

@@ -59,7 +59,9 @@ class Progress:
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._total, self._start, self._clock = total, start, clock
+        self._total = total
+        self._start = start
+        self._clock = clock
         self._began = clock()
         self._last_accuracy = ""
         self._stream = stream or sys.stderr

@@ -177,8 +177,8 @@ class MLflow:
         from mlflow.entities import Metric, Param
 
         client = mlflow.MlflowClient()
-        found = client.get_experiment_by_name(experiment)
-        identity = found.experiment_id if found else client.create_experiment(experiment)
+        known = client.get_experiment_by_name(experiment)
+        identity = known.experiment_id if known else client.create_experiment(experiment)
         self._id = _stored_id(
             run,
             "mlflow_id",
@@ -237,7 +237,9 @@ class _Feed:
     """One tracker, its thread, and the steps that wait for it."""
 
     def __init__(self, name: str, tracker: Tracker, say: Callable[[str], None]) -> None:
-        self._name, self._tracker, self._say = name, tracker, say
+        self._name = name
+        self._tracker = tracker
+        self._say = say
         self._waiting: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(_MOST_WAITING)
         self._lock = threading.Lock()
         self._is_over = False

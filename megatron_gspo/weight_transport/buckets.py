@@ -95,7 +95,9 @@ class _Packer:
         device: torch.device | None,
         allocate: Callable[[int, torch.device], Tensor] | None,
     ) -> None:
-        self._size, self._device, self._allocate = size, device, allocate
+        self._size = size
+        self._device = device
+        self._allocate = allocate
         self._buffers: list[Tensor | None] = [
             None
         ] * count  # the first is the next to be packed into
@@ -125,7 +127,8 @@ class _Packer:
         if self._entries and self._buffer is not None:
             yield Bucket(tuple(self._entries), self._buffer[: self._used])
             self._buffer = None
-        self._entries, self._used = [], 0
+        self._entries = []
+        self._used = 0
 
     def _alone(self, name: str, value: Tensor, size: int) -> Bucket:
         if self._allocate is None:

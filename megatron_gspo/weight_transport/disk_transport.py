@@ -21,7 +21,8 @@ from megatron_gspo.weight_transport.server_endpoints import ServerInfo, WeightEn
 from megatron_gspo.weight_transport.transport import Sent, WeightTransport
 
 INDEX = "model.safetensors.index.json"
-_PREFIX, _UNFINISHED = "weights-", ".unfinished-"
+_PREFIX = "weights-"
+_UNFINISHED = ".unfinished-"
 _VERSION = f"{RANDOM_END}-[0-9]+"  # of a folder's name: the run that wrote it, and the step
 # https://github.com/huggingface/safetensors: names of element types in a file's header
 _TYPES = {
@@ -65,12 +66,15 @@ class DiskTransport(WeightTransport):
         """quantization: the config's `quantization_config`; None: that of `source`."""
         super().__init__(endpoints, checksums=checksums)
         # A server has another working directory.
-        self._directory, self._source = (directory.absolute(), source)
+        self._directory = directory.absolute()
+        self._source = source
         self._quantization = quantization
         self.checkpoint: Path | None = None  # the newest complete one, where it was published
         self._unfinished = self._directory
         self._weight_map: dict[str, str] = {}
-        self._part, self._total, self._files = 0, 0, 0
+        self._part = 0
+        self._total = 0
+        self._files = 0
 
     def unsupported(self, info: ServerInfo) -> str:
         """Every server can load a checkpoint."""
@@ -88,7 +92,10 @@ class DiskTransport(WeightTransport):
     def begin(self, version: str, part: int) -> None:
         """See `WeightTransport.begin`."""
         self._unfinished = self._place(version)
-        self._part, self._weight_map, self._total, self._files = part, {}, 0, 0
+        self._part = part
+        self._weight_map = {}
+        self._total = 0
+        self._files = 0
 
     def take(self, bucket: Bucket) -> None:
         """Write a file."""

@@ -56,10 +56,12 @@ class DistributedTransport(WeightTransport):
         first server.
         """
         super().__init__(endpoints, checksums=checksums)
-        self._address, self._backend = address, backend
+        self._address = address
+        self._backend = backend
         # The event loop's thread has GPU 0.
         self._gpu = torch.cuda.current_device() if torch.cuda.is_available() else 0
-        self._run_id, self._group_numbers = uuid.uuid4().hex[:8], itertools.count()
+        self._run_id = uuid.uuid4().hex[:8]
+        self._group_numbers = itertools.count()
         self._group: UpdateGroup | None = None
         self._members: dict[str, str] = {}  # start_id of each server of the group
         self._version = self._completed = (
@@ -102,13 +104,12 @@ class DistributedTransport(WeightTransport):
             self.targets = {}
 
     def _start(self, targets: Mapping[str, Target]) -> None:
-        self.targets, self.failures = dict(targets), {}
-        self._requests, self._broadcasts, self._broken, self._stop = (
-            {},
-            deque(),
-            "",
-            asyncio.Event(),
-        )
+        self.targets = dict(targets)
+        self.failures = {}
+        self._requests = {}
+        self._broadcasts = deque()
+        self._broken = ""
+        self._stop = asyncio.Event()
 
     def _is_current(self, targets: Mapping[str, Target]) -> bool:
         """Whether the group is that of these servers, and their weights have not changed since
@@ -183,7 +184,8 @@ class DistributedTransport(WeightTransport):
         """Drop the group; the servers detect the closed connections."""
         if self._group is not None:
             self._group.drop()
-        self._group, self._joined = None, False
+        self._group = None
+        self._joined = False
 
     async def _load(
         self,
@@ -273,8 +275,12 @@ class DistributedTransport(WeightTransport):
 
     async def _leave(self, timeout: float) -> set[str]:
         """Drop the group, here and at its servers. URLs of those that answer."""
-        group, members = self._group, self._members
-        self._group, self._members, self._completed, self._joined = None, {}, "", False
+        group = self._group
+        members = self._members
+        self._group = None
+        self._members = {}
+        self._completed = ""
+        self._joined = False
         if group is None:
             return set()
         group.drop()

@@ -67,7 +67,8 @@ class ReceiverTransport(DistributedTransport):
     ) -> None:
         super().__init__(endpoints, address=address, backend=backend, checksums=checksums)
         self._changes_only = changes_only
-        self._transfer, self._number = "", 0
+        self._transfer = ""
+        self._number = 0
         self._sums: dict[str, int] = {}  # of this transfer
         self._known: dict[
             str, int
@@ -103,7 +104,8 @@ class ReceiverTransport(DistributedTransport):
     async def open(self, targets: Mapping[str, Target], timeout: float) -> None:
         """Join the group of the offer."""
         self._start(targets)
-        self._number, self._sums = 0, {}
+        self._number = 0
+        self._sums = {}
         self._watching = asyncio.create_task(self._watch())
         if not self._joined:
             assert self._group is not None, "an offer comes first"
@@ -165,7 +167,9 @@ class ReceiverTransport(DistributedTransport):
             self._group.put(f"{self._transfer}/abort", "1")
             self._write_entry(self._number, {"error": "the source has left"})
         await self._cancel()
-        self._completed, self._joined, self._known = "", False, {}
+        self._completed = ""
+        self._joined = False
+        self._known = {}
         self.close()
 
     def _write_entry(self, number: int, entry: dict[str, Any]) -> None:

@@ -57,7 +57,8 @@ class WeightTransport:
         """checksums: whether the servers prove an update by checksums
         (`WeightEndpoints.clear_weights`).
         """
-        self.endpoints, self.checksums = endpoints, checksums
+        self.endpoints = endpoints
+        self.checksums = checksums
         self.targets: dict[str, Target] = {}
         self.failures: dict[str, ServerError] = {}
 
@@ -132,7 +133,8 @@ class WeightTransport:
 
     async def open(self, targets: Mapping[str, Target], timeout: float) -> None:
         """Begin a transfer to these servers, which are paused."""
-        self.targets, self.failures = dict(targets), {}
+        self.targets = dict(targets)
+        self.failures = {}
 
     @property
     def is_over(self) -> bool:

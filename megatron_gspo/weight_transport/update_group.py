@@ -55,7 +55,10 @@ class UpdateGroup:
 
         Raises GroupError if it can't listen there.
         """
-        self.name, self.size, self.address, self.backend = name, size, address, backend
+        self.name = name
+        self.size = size
+        self.address = address
+        self.backend = backend
         self._timeout = timedelta(seconds=timeout + _SLACK)
         self._in_flight = in_flight
         self._group: Any = None
@@ -100,7 +103,8 @@ class UpdateGroup:
         store = dist.PrefixStore(f"{_DEVICES[self.backend]}/", store)
         if self.backend == "gloo":
             gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            gloo._timeout, gloo._threads = self._timeout, max(self._in_flight, 2)
+            gloo._timeout = self._timeout
+            gloo._threads = max(self._in_flight, 2)
             gloo._devices = [dist.ProcessGroupGloo.create_default_device()]
             return dist.ProcessGroupGloo(store, 0, self.size, gloo)
         options = dist.ProcessGroupNCCL.Options()
@@ -113,12 +117,10 @@ class UpdateGroup:
         Raises GroupError.
         """
         options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor, options.timeout, options.asyncOp = (
-            0,
-            0,
-            self._timeout,
-            True,
-        )
+        options.rootRank = 0
+        options.rootTensor = 0
+        options.timeout = self._timeout
+        options.asyncOp = True
         work = None
         try:
             work = self._group.broadcast([data], options)
@@ -158,8 +160,11 @@ class UpdateGroup:
         """Drop the group without waiting for the servers; in the background if an operation is
         running.
         """
-        group, works = self._group, self._works
-        self._group, self._works, self._store = None, [], None
+        group = self._group
+        works = self._works
+        self._group = None
+        self._works = []
+        self._store = None
         if group is not None:
             threading.Thread(target=_release, args=([group], works), daemon=True).start()
 

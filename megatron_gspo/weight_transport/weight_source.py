@@ -143,11 +143,10 @@ def _holders(parallel: ParallelConfig, world: int, ranks: range) -> dict[_Part, 
     experts: the expert-tensor rank fastest, then the expert-parallel rank, the replicas, the
     stages.
     """
-    tensor, per_stage = (
-        parallel.tensor_model_parallel_size,
-        world // parallel.pipeline_model_parallel_size,
-    )
-    expert_tensor, expert = parallel.expert_tensor_size, parallel.expert_model_parallel_size
+    tensor = parallel.tensor_model_parallel_size
+    per_stage = world // parallel.pipeline_model_parallel_size
+    expert_tensor = parallel.expert_tensor_size
+    expert = parallel.expert_model_parallel_size
     found: dict[_Part, list[int]] = {}
     for stage in range(parallel.pipeline_model_parallel_size):
         held = [rank for rank in ranks if rank // per_stage == stage]

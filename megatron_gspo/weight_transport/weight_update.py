@@ -79,13 +79,12 @@ class ServerUpdate:
         timeout: float,
     ) -> None:
         """timeout: seconds of each step of a server: to pause, to load from disk."""
-        self._loop, self._transport, self._version, self._timeout = (
-            loop,
-            transport,
-            version,
-            timeout,
-        )
-        self._servers, self._endpoints = servers, transport.endpoints
+        self._loop = loop
+        self._transport = transport
+        self._version = version
+        self._timeout = timeout
+        self._servers = servers
+        self._endpoints = transport.endpoints
         self._active = {server.url: server for server in servers}
         self._infos: dict[str, ServerInfo] = {}
         self._receiving: dict[str, Future[None]] = {}
@@ -162,7 +161,8 @@ class ServerUpdate:
 
     def _end_receiving(self, seconds: float) -> dict[str, ServerError]:
         """The servers that have failed to answer within so many seconds, or with an error."""
-        deadline, failures = time.monotonic() + seconds, dict[str, ServerError]()
+        deadline = time.monotonic() + seconds
+        failures = dict[str, ServerError]()
         for url, receiving in self._receiving.items():
             try:
                 receiving.result(max(deadline - time.monotonic(), 0.0))
@@ -233,7 +233,8 @@ class ServerUpdate:
 
     async def _pause(self, server: ServerClient) -> None:
         """Pause the server, whose weights are about to change."""
-        timeout, endpoints = self._timeout, self._endpoints
+        timeout = self._timeout
+        endpoints = self._endpoints
         info = await endpoints.server_info(server, timeout=timeout)
         reason = info.refusal or self._transport.unsupported(info)
         if reason:
@@ -248,7 +249,8 @@ class ServerUpdate:
 
     async def _serve(self, server: ServerClient) -> None:
         """Make the server serve its new weights."""
-        timeout, endpoints = self._timeout, self._endpoints
+        timeout = self._timeout
+        endpoints = self._endpoints
         await self._transport.load(server, timeout)
         if self._has_session(self._infos[server.url]):
             await endpoints.end_update(server, timeout=timeout)
@@ -321,7 +323,9 @@ def make_transport(
 
     Raises ValueError for an unknown name or a missing directory.
     """
-    name, section, checksums = config.weight_transport, config.section, config.weight_checksums
+    name = config.weight_transport
+    section = config.section
+    checksums = config.weight_checksums
     if name == "disk":
         directory = weight_directory(config, run_dir)
         companions = None if source is None else Path(source)

@@ -164,7 +164,8 @@ def naive_loss(objective: Objective, batch: Batch, log_probs: Tensor, entropy: T
     """The loss of the whole mini-batch, straight from the formulas, differentiated by autograd
     through everything.
     """
-    o, total = objective, torch.zeros((), dtype=torch.float64)
+    o = objective
+    total = torch.zeros((), dtype=torch.float64)
     for i in range(batch.num_segments):
         tokens = [
             t for t in range(len(log_probs)) if batch.segment_ids[t] == i and batch.loss_mask[t] > 0
@@ -279,12 +280,14 @@ def _surrogate(
 def _leaves_trust_region(
     o: Objective, advantage: float, log_prob: float, old_log_prob: float
 ) -> bool:
-    p, q = math.exp(log_prob), math.exp(old_log_prob)
+    p = math.exp(log_prob)
+    q = math.exp(old_log_prob)
     if advantage * (p - q) <= 0:
         return False
     if o.surrogate == "dppo_tv":
         return abs(p - q) > o.divergence_threshold
-    other_p, other_q = max(1 - p, 0), max(1 - q, 0)
+    other_p = max(1 - p, 0)
+    other_q = max(1 - q, 0)
     others = other_q * math.log((other_q + 1e-8) / (other_p + 1e-8))
     return q * (old_log_prob - log_prob) + others > o.divergence_threshold
 
@@ -310,9 +313,11 @@ def _cut(
 
 def naive_metrics(objective: Objective, batch: Batch) -> dict[str, float]:
     """Final figures of the mini-batch, counted one by one."""
-    o, out = objective, {}
+    o = objective
+    out = {}
     clipped_tokens = lower = upper = dual = clipped_sequences = outside = off_policy = 0.0
-    ratios, clamped = [], []
+    ratios = []
+    clamped = []
     k3_old = k3_ref = entropy = 0.0
     for i in range(batch.num_segments):
         tokens = [
@@ -346,7 +351,9 @@ def naive_metrics(objective: Objective, batch: Batch) -> dict[str, float]:
             advantage = float(batch.advantages[t])
             scores = float(batch.log_probs[t]), float(batch.old_log_probs[t])
             is_lower, is_upper = _cut(o, advantage, ratio, *scores)
-            upper, lower, cut = upper + is_upper, lower + is_lower, cut + (is_upper or is_lower)
+            upper = upper + is_upper
+            lower = lower + is_lower
+            cut = cut + (is_upper or is_lower)
             masked += _is_off_policy(
                 o, batch.advantages[t], dict(enumerate(map(torch.tensor, log_ratios)))
             )

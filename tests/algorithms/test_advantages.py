@@ -23,7 +23,8 @@ def test_sample_std_worked_case_is_the_default():
 
 def test_groups_of_two_by_hand():
     # Integers are rewards too.
-    rewards, ids = (torch.tensor([1, 0, 5, 1]), torch.tensor([0, 0, 1, 1]))
+    rewards = torch.tensor([1, 0, 5, 1])
+    ids = torch.tensor([0, 0, 1, 1])
     # sample std: 1 / sqrt(2) and 4 / sqrt(2), n - 1 = 1
     half = 0.5**0.5
     torch.testing.assert_close(
@@ -37,7 +38,8 @@ def test_groups_of_two_by_hand():
 
 
 def test_std_off_and_leave_one_out_by_hand():
-    rewards, ids = torch.tensor([3.0, 0, 0]), torch.zeros(3, dtype=torch.long)
+    rewards = torch.tensor([3.0, 0, 0])
+    ids = torch.zeros(3, dtype=torch.long)
     assert group_advantages(rewards, ids, std="none").tolist() == [2, -1, -1]
     # others' means: 0, 1.5, 1.5
     assert group_advantages(rewards, ids, std="none", baseline="leave_one_out").tolist() == [

@@ -17,7 +17,8 @@ def naive(rewards, values, gamma, lam):
 
 def test_by_hand():
     """Deltas 0.5 * 4 - 2 = 0, 1 + 0.5 * 6 - 4 = 0, 8 - 6 = 2; gamma lam = 1/4."""
-    rewards, values = torch.tensor([0.0, 1.0, 8.0]), torch.tensor([2.0, 4.0, 6.0])
+    rewards = torch.tensor([0.0, 1.0, 8.0])
+    values = torch.tensor([2.0, 4.0, 6.0])
     advantages, returns = gae_advantages(rewards, values, gamma=0.5, lam=0.5)
     assert advantages.tolist() == [0.125, 0.5, 2.0] and returns.tolist() == [2.125, 4.5, 8.0]
     assert advantages.dtype == returns.dtype == torch.float64
@@ -29,7 +30,8 @@ def test_without_values_and_discount_every_token_earns_the_reward():
 
 
 def test_the_ends_of_lambda():
-    rewards, values = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 5.0])
+    rewards = torch.tensor([1.0, 2.0])
+    values = torch.tensor([3.0, 5.0])
     assert gae_advantages(rewards, values, lam=0.0)[0].tolist() == [1 + 5 - 3, 2 - 5]
     assert gae_advantages(rewards, values, lam=1.0)[1].tolist() == [3, 2]  # the sum of rewards
 

@@ -82,7 +82,8 @@ def test_the_band_and_the_default_threshold():
     """A ratio of 2 is on the edge and still inside; the threshold of 2 is reached just beyond
     it.
     """
-    inside, outside = math.log(2) - 1e-4, math.log(2) + 1e-4
+    inside = math.log(2) - 1e-4
+    outside = math.log(2) + 1e-4
     for d, share in ((inside, 0.0), (-inside, 0.0), (outside, 1.0), (-outside, 1.0)):
         got = mismatch_metrics(
             torch.tensor([d - 1]), torch.tensor([-1.0]), torch.ones(1), num_tokens=1
@@ -111,7 +112,9 @@ LOWER, CAP, BAND, KPOP, K3 = 0.9, 1.05, (0.85, 1.15), 0.005, 0.01  # each cuts s
 
 def naive(train, rollout, mask, ids, level):
     """(weights, kept by the band, kept by the divergence) token by token, in Python floats."""
-    weights, inside, close = [], [], []
+    weights = []
+    inside = []
+    close = []
     for t, chosen in enumerate(mask):
         of = [t] if level == "token" else [u for u, i in enumerate(ids) if i == ids[t]]
         d = [train[u] - rollout[u] for u in of if mask[u]]
@@ -132,7 +135,8 @@ def naive_binary_kl(log_p, log_q):
     """Of "this token or another"; 1e-8 as in verl, since the others may have no probability
     left.
     """
-    p, q = math.exp(log_p), math.exp(log_q)
+    p = math.exp(log_p)
+    q = math.exp(log_q)
     return p * math.log(p / q) + (1 - p) * math.log((1 - p + 1e-8) / (1 - q + 1e-8))
 
 
@@ -158,25 +162,25 @@ def test_weights_and_masks_against_a_naive_loop(level):
             train.tolist(), rollout.tolist(), mask.tolist(), ids.tolist(), level
         )
         if level == "sequence":
-            of_weights, of_masks, of_divergence = (
-                sequence_importance_weights,
-                sequence_rejection_mask,
-                sequence_divergence_mask,
-            )
-            where, largest = Segments(mask, ids, 6), K3
+            of_weights = sequence_importance_weights
+            of_masks = sequence_rejection_mask
+            of_divergence = sequence_divergence_mask
+            where = Segments(mask, ids, 6)
+            largest = K3
         else:
-            of_weights, of_masks, of_divergence = (
-                token_importance_weights,
-                token_rejection_mask,
-                token_divergence_mask,
-            )
-            where, largest = mask, KPOP
+            of_weights = token_importance_weights
+            of_masks = token_rejection_mask
+            of_divergence = token_divergence_mask
+            where = mask
+            largest = KPOP
         got = of_weights(train, rollout, where, threshold=CAP, lower=LOWER)
         torch.testing.assert_close(got[mask], torch.tensor(weights, dtype=torch.float64)[mask])
         assert got[mask].min() == LOWER or level == "sequence"
         assert of_masks(train, rollout, where, lower=BAND[0], upper=BAND[1]).tolist() == inside
         assert of_divergence(train, rollout, where, largest=largest).tolist() == within
-        trained, left, close = trained + int(mask.sum()), left + sum(inside), close + sum(within)
+        trained = trained + int(mask.sum())
+        left = left + sum(inside)
+        close = close + sum(within)
     assert 0.1 < left / trained < 0.9 and 0.1 < close / trained < 0.9
 
 
@@ -222,7 +226,9 @@ def test_a_lower_bound_of_the_weights():
 
 
 def test_a_divergence_on_the_threshold_is_kept():
-    ours, theirs, mask = torch.tensor([0.6]).log(), torch.tensor([0.3]).log(), torch.tensor([1.0])
+    ours = torch.tensor([0.6]).log()
+    theirs = torch.tensor([0.3]).log()
+    mask = torch.tensor([1.0])
     largest = max(float(binary_kl(ours, theirs)), float(binary_kl(theirs, ours)))
     assert token_divergence_mask(ours, theirs, mask, largest=largest).tolist() == [True]
     one = Segments(mask, torch.tensor([0]), 1)

@@ -61,7 +61,8 @@ def test_the_reference_gets_no_gradient():
 def test_binary_kl_of_a_certain_token():
     """p = 1 and q = 1/2: log 2, with no probability left for other tokens; and the other way round,
     where the 1e-8 of verl keeps it finite."""
-    certain, half = torch.tensor([0.0]), torch.tensor([0.5]).log()
+    certain = torch.tensor([0.0])
+    half = torch.tensor([0.5]).log()
     assert binary_kl(certain, half).tolist() == pytest.approx([math.log(2)])
     other = -0.5 * math.log(2) + 0.5 * math.log((0.5 + 1e-8) / 1e-8)
     assert binary_kl(half, certain).tolist() == pytest.approx([other], rel=1e-6)

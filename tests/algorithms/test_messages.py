@@ -17,7 +17,8 @@ from megatron_gspo.algorithms import (
 
 from .reference import call_policy_loss
 
-ZEROS, IDS = torch.zeros(2), torch.zeros(2, dtype=torch.long)
+ZEROS = torch.zeros(2)
+IDS = torch.zeros(2, dtype=torch.long)
 OVERRIDE = "or set allow_nonstandard=True"
 CLIP_WORDS = {
     "epsilon_low": "above 0 and at most 1",

@@ -34,6 +34,7 @@ def test_effective_sample_size():
 
 
 def test_a_response_of_one_token_is_a_sequence():
-    log_probs, ids = torch.log(torch.tensor([2.0, 4.0, 4.0])), torch.tensor([0, 1, 1])
+    log_probs = torch.log(torch.tensor([2.0, 4.0, 4.0]))
+    ids = torch.tensor([0, 1, 1])
     found = ratio_quantiles(log_probs, torch.zeros(3), torch.ones(3), ids)
     assert (found["ratio_sequence/min"], found["ratio_sequence/max"]) == pytest.approx((2, 4))

@@ -75,10 +75,8 @@ def test_value_and_gradient_are_those_of_the_formula(dual_clip):
 
 def test_a_weight_on_a_bound_is_not_truncated():
     objective = preset("cispo", min_weight=0.5, max_weight=2.0)
-    ratio, advantages = (
-        torch.tensor([0.25, 0.5, 2.0, 4.0, 4.0]),
-        torch.tensor([1.0, 1.0, -1.0, -1.0, 0.0]),
-    )
+    ratio = torch.tensor([0.25, 0.5, 2.0, 4.0, 4.0])
+    advantages = torch.tensor([1.0, 1.0, -1.0, -1.0, 0.0])
     value, clip = cispo_surrogate(objective, terms(ratio, advantages))
     assert clip.lower.tolist() == [True, False, False, False, False]
     assert clip.cut.tolist() == [True, False, False, True, False]  # A = 0: not counted
@@ -91,10 +89,8 @@ def test_a_probability_on_the_threshold_still_trains(advantage):
     3/8.
     """
     objective = preset("dppo_tv", divergence_threshold=0.25, max_weight=20.0)
-    new, old = (
-        torch.tensor([0.25, 0.75, 0.5, 0.875]).double().log(),
-        torch.full((4,), 0.5).double().log(),
-    )
+    new = torch.tensor([0.25, 0.75, 0.5, 0.875]).double().log()
+    old = torch.full((4,), 0.5).double().log()
     given = replace(
         terms((new - old).exp(), torch.full((4,), advantage).double(), new),
         old_log_probs=old,
@@ -108,7 +104,8 @@ def test_a_probability_on_the_threshold_still_trains(advantage):
 
 
 def test_the_gate_of_sapo_is_of_the_advantages_sign():
-    objective, ratio = preset("sapo", tau_pos=1.0, tau_neg=2.0), torch.tensor([1.0, 1.0, 1.0])
+    objective = preset("sapo", tau_pos=1.0, tau_neg=2.0)
+    ratio = torch.tensor([1.0, 1.0, 1.0])
     value, clip = sapo_surrogate(
         objective, terms(ratio.requires_grad_(), torch.tensor([1.0, -1.0, 0.0]))
     )

@@ -49,7 +49,8 @@ def test_a_turn_that_no_other_episode_reached_gets_nothing():
 
 def test_steps_that_cost_are_learnt_from():
     """-1 a turn until it is done: a sum of normalised rewards would be 0 everywhere."""
-    rewards, episodes = -torch.ones(4), torch.tensor([0, 1, 1, 1])
+    rewards = -torch.ones(4)
+    episodes = torch.tensor([0, 1, 1, 1])
     got = turn_advantages(rewards, episodes, torch.zeros(4, dtype=torch.long))
     assert got[0] > 0 > got[1]
 

@@ -14,7 +14,9 @@ def tensors(*rows):
 
 # What moved towards its return by more than the clip, what moved away by more, and what is within
 # it.
-VALUES, OLD, RETURNS = [1.0, -1.0, 0.25, 9.0], [0.0, 0.0, 0.0, 9.0], [2.0, 2.0, 2.0, 9.0]
+VALUES = [1.0, -1.0, 0.25, 9.0]
+OLD = [0.0, 0.0, 0.0, 9.0]
+RETURNS = [2.0, 2.0, 2.0, 9.0]
 MASK = [1.0, 1.0, 1.0, 0.0]
 
 

@@ -250,8 +250,10 @@ def test_finished_metrics_by_hand():
 
 # One response of two tokens, A = 1 or -1: old probabilities 0.5 and 0.4, current ones 0.7 and 0.1,
 # so the ratios are 1.4 and 0.25 and the log-probs -0.3567 and -2.3026.
-OLD, NEW = (0.5, 0.4), (0.7, 0.1)
-RATIOS, SCORES = (1.4, 0.25), (math.log(0.7), math.log(0.1))
+OLD = (0.5, 0.4)
+NEW = (0.7, 0.1)
+RATIOS = (1.4, 0.25)
+SCORES = (math.log(0.7), math.log(0.1))
 
 
 def two_tokens(name, advantage, rollout=OLD, **fields):
@@ -375,7 +377,8 @@ def test_gmpo_clips_inside_the_mean():
     0 the second as -0.3.
     """
     logs = [math.log(w) for w in RATIOS]
-    up, down = math.exp((0.3 + logs[1]) / 2), math.exp((logs[0] - 0.3) / 2)
+    up = math.exp((0.3 + logs[1]) / 2)
+    down = math.exp((logs[0] - 0.3) / 2)
     loss, grad, metrics = two_tokens("gmpo", 1.0, epsilon_low=0.3, epsilon_high=0.3)
     assert loss == pytest.approx(-up) and grad == pytest.approx([0, -up / 2])
     assert (

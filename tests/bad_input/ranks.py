@@ -45,7 +45,8 @@ def run_ranks(
     """
     file = folder / "config.yaml"
     file.write_text(yaml.safe_dump(config))
-    port, begin = free_port(), monotonic()
+    port = free_port()
+    begin = monotonic()
     logs = [folder / f"rank_{rank}.txt" for rank in range(count)]
     children = [
         fork_server().Process(target=_rank, args=(rank, count, port, str(file), str(logs[rank])))

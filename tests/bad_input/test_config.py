@@ -21,11 +21,10 @@ from tests.support.ports import free_port
 TP, PP, CP = (
     f"parallel.{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context")
 )
-EP, ETP = "parallel.expert_model_parallel_size", "parallel.expert_tensor_parallel_size"
-FP8, ATTENTION = (
-    "rollout.quantization.format=fp8_block",
-    "rollout.quantization.modules=[model.layers.*.self_attn.*]",
-)
+EP = "parallel.expert_model_parallel_size"
+ETP = "parallel.expert_tensor_parallel_size"
+FP8 = "rollout.quantization.format=fp8_block"
+ATTENTION = "rollout.quantization.modules=[model.layers.*.self_attn.*]"
 VP = "parallel.virtual_pipeline_model_parallel_size"
 
 

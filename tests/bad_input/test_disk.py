@@ -126,7 +126,8 @@ class Removing(MyEngine):
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
-        self.folder, self.count = folder, 0
+        self.folder = folder
+        self.count = 0
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         self.count += 1

@@ -33,7 +33,8 @@ def test_ratios_are_taken_turn_by_turn():
 
 
 def test_time_rows_want_to_be_low_and_rates_high():
-    slow, fast = [Seconds(2.0, 1.0)] * 3, [Seconds(1.0, 1.0)] * 3
+    slow = [Seconds(2.0, 1.0)] * 3
+    fast = [Seconds(1.0, 1.0)] * 3
     row = time_row("step", "a", slow, fast, peer_name="p", target=1.5)
     assert (row.ratio.median, row.cpu_ratio.median, row.ours.median, row.met) == (
         2.0,

@@ -53,7 +53,8 @@ def test_the_memory_of_one_kind_of_layers_is_not_measured_with_the_other(monkeyp
     """With automatic garbage collection it might be there or not."""
     gc.disable()
     request.addfinalizer(gc.enable)
-    alive, real = [], policy_module.build_policy
+    alive = []
+    real = policy_module.build_policy
 
     def build(*given, **options):
         assert not any(chunk() for chunk in alive), "the first policy still holds memory"

@@ -13,7 +13,8 @@ from tests.config.building import SFT, assert_refused, build
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_section_is_the_presets_objective(name: str) -> None:
-    section, objective = AlgorithmConfig.preset(name), preset(name)
+    section = AlgorithmConfig.preset(name)
+    objective = preset(name)
     assert isinstance(section, Objective)
     assert {key: getattr(section, key) for key in vars(objective)} == vars(objective)
 

@@ -17,6 +17,7 @@ def test_a_response_has_the_time_of_three_requests_unless_it_is_set() -> None:
 
 @pytest.mark.parametrize("engine", [SGLangConfig, VLLMConfig])
 def test_engines_share_every_key_but_the_choice_of_transports(engine) -> None:
-    shared, own = dict(field_types(ServerConfig)), dict(field_types(engine))
+    shared = dict(field_types(ServerConfig))
+    own = dict(field_types(engine))
     assert set(choices(own.pop("weight_transport"))) <= set(choices(shared.pop("weight_transport")))
     assert own == shared

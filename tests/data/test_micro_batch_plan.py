@@ -99,8 +99,10 @@ def met_lengths(count: int) -> np.ndarray:
 @pytest.mark.parametrize(("passes", "allowed"), [(1, 0.01), (2, 0.03), (4, 0.1)])
 @pytest.mark.parametrize("at_home", [True, False])
 def test_every_mini_batch_is_level(passes, allowed, at_home):
-    lengths, homes = met_lengths(1024), np.arange(1024) // 16 % 8
-    rules, epochs = PackingRules(8, 16_384), epochs_of(1024, 256, passes)
+    lengths = met_lengths(1024)
+    homes = np.arange(1024) // 16 % 8
+    rules = PackingRules(8, 16_384)
+    epochs = epochs_of(1024, 256, passes)
     replica, plans = plan_passes(lengths, epochs, rules, homes if at_home else None)
     for rows, plan in zip(map(np.array, sum(epochs, [])), sum(plans, []), strict=True):
         loads = np.bincount(replica[rows], weights=lengths[rows], minlength=8)
@@ -110,8 +112,10 @@ def test_every_mini_batch_is_level(passes, allowed, at_home):
 
 
 def test_sequences_move_only_where_balance_requires_it():
-    lengths, homes = met_lengths(1024), np.arange(1024) // 16 % 8
-    rules, epochs = PackingRules(8, 32_768), epochs_of(1024, 512, 1)
+    lengths = met_lengths(1024)
+    homes = np.arange(1024) // 16 % 8
+    rules = PackingRules(8, 32_768)
+    epochs = epochs_of(1024, 512, 1)
     replica, plans = plan_passes(lengths, epochs, rules, homes)
     moved = lengths[replica != homes].sum() / lengths.sum()
     assert 0 < moved < 0.08, moved
@@ -127,15 +131,18 @@ def test_a_mini_batch_that_homes_would_slow_down_is_scheduled_without_them():
     """At home, replica 1 would need two micro-batches for its three sequences of 6, and so
     would the others.
     """
-    lengths, homes = np.array([6, 6, 6, 4, 4, 4]), np.array([1, 1, 1, 0, 0, 0])
-    rules, epochs = PackingRules(3, 10), [[list(range(6))]]
+    lengths = np.array([6, 6, 6, 4, 4, 4])
+    homes = np.array([1, 1, 1, 0, 0, 0])
+    rules = PackingRules(3, 10)
+    epochs = [[list(range(6))]]
     replica, [[plan]] = plan_passes(lengths, epochs, rules, homes)
     assert plan.step_tokens == 10 and len(plan.rows[0]) == 1
     assert np.array_equal(plan.replica_of(), replica)
 
 
 def test_the_tokens_of_the_steps_are_those_of_the_slowest_replica():
-    lengths, replica = np.array([8, 5, 7, 2]), np.array([0, 0, 1, 1])
+    lengths = np.array([8, 5, 7, 2])
+    replica = np.array([0, 0, 1, 1])
     plan = plan_micro_batches(lengths, PackingRules(2, 8, total_multiple=4), replica)
     assert plan.rows == [[[0], [1]], [[2], [3]]] and plan.step_tokens == 8 + 8, (
         "5 and 2 are padded to 8 and 4"
@@ -147,7 +154,8 @@ def test_the_tokens_of_the_steps_are_those_of_the_slowest_replica():
 @pytest.mark.parametrize("passes", [1, 2])
 def test_one_pass_without_homes_has_the_schedule_of_its_mini_batches(passes):
     lengths = np.random.default_rng(0).integers(1, 50, 40)
-    epochs, rules = epochs_of(40, 16, passes), PackingRules(3, 100)
+    epochs = epochs_of(40, 16, passes)
+    rules = PackingRules(3, 100)
     replica, plans = plan_passes(lengths, epochs, rules, None)
     for rows, plan in zip(epochs[0], plans[0], strict=True):
         assert (plan == plan_micro_batches(lengths[rows], rules)) == (passes == 1)
@@ -181,7 +189,8 @@ def test_a_fixed_size_deals_every_sample_once(count, ranks, size, step):
 
 
 def test_plans_of_mini_batches_are_joined_in_their_order():
-    lengths, replica = np.array([8, 5, 3, 7, 2]), np.array([0, 1, 1, 0, 1])
+    lengths = np.array([8, 5, 3, 7, 2])
+    replica = np.array([0, 1, 1, 0, 1])
     rules = PackingRules(2, 8, same_length=True)
     positions = [[0, 1, 2], [3, 4]]
     plans = [plan_micro_batches(lengths[rows], rules, replica[rows]) for rows in positions]

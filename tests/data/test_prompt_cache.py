@@ -58,7 +58,8 @@ class CountingTokenizer(CharTokenizer):
     """Adds a line to a file for each text."""
 
     def __init__(self, log: Path, seconds: float = 0.0) -> None:
-        self.log, self.seconds = log, seconds
+        self.log = log
+        self.seconds = seconds
 
     def encode(self, text, add_special_tokens=True):
         time.sleep(self.seconds)
@@ -282,7 +283,8 @@ def test_processes_at_the_same_time(file):
 
 def test_a_writer_that_is_killed(file):
     """Who waits for it takes over, and removes what it left."""
-    log, other = file.parent / "log", file.parent / "other"
+    log = file.parent / "log"
+    other = file.parent / "other"
     first = start(file, log, 30.0)
     wait_for(lambda: list((file.parent / "cache").glob("*.tmp")))
     second = start(file, other, 0.0)

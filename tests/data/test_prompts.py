@@ -299,7 +299,9 @@ def test_order_is_a_permutation_that_depends_on_seed_and_epoch_alone():
 
 
 def test_batches_cover_the_epoch_and_resume_from_the_cursor_alone():
-    cursor, seen, cursors = 0, [], []
+    cursor = 0
+    seen = []
+    cursors = []
     for _ in range(7):
         cursors.append(cursor)
         batch, cursor = source(seed=3).batch(cursor, 3)

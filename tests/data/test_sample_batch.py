@@ -113,7 +113,8 @@ def over_ranks(rank: int, world: int) -> list:
 def over_stages(rank: int, world: int) -> list:
     """Two replicas of two stages; the last stage of each holds its sample."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    stage, replica = rank // 2, rank % 2
+    stage = rank // 2
+    replica = rank % 2
     samples = [make_sample(1, 9 + i, seed=i) for i in range(2)]
     held = {replica: samples[replica]}
     batch = replace(

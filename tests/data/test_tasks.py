@@ -25,7 +25,8 @@ def texts(prompt_set):
 def test_training_and_held_out_questions_are_disjoint():
     # one-digit sums: 200 draws from under 200 distinct questions, so that an overlap is certain
     task = load()
-    held_out, trained = texts(task.evaluation), texts(task.train)
+    held_out = texts(task.evaluation)
+    trained = texts(task.train)
     assert len(held_out) == len(set(held_out)) == 40
     assert task.overlap > 0 and len(trained) == 200 - task.overlap
     assert not set(held_out) & set(trained)

@@ -24,7 +24,8 @@ def test_episodes_on_a_model_are_those_of_one_plain_pass():
     engine, reference = engine_and_reference()
     playing = EpisodeEngine(engine, Depends(), encode, EpisodeRules(3, 60, max_turn_length=8))
     assert isinstance(playing, RolloutEngine)
-    questions, sampling = prompts(8), SamplingParams(3, 40, temperature=0.8)
+    questions = prompts(8)
+    sampling = SamplingParams(3, 40, temperature=0.8)
     samples = playing.generate(questions, sampling, seed=5)
     assert [(s.prompt_index, s.sample_index) for s in samples] == [
         (q.index, i) for q in questions for i in range(3)
@@ -46,7 +47,8 @@ def test_episodes_on_a_model_are_those_of_one_plain_pass():
 def over_ranks(rank, world_size):
     engine, _ = engine_and_reference()
     playing = EpisodeEngine(engine, Depends(), encode, EpisodeRules(3, 60, max_turn_length=8))
-    questions, sampling = prompts(5), SamplingParams(2, 40)
+    questions = prompts(5)
+    sampling = SamplingParams(2, 40)
     whole = playing.generate(questions, sampling, seed=1)
     found = generate_on_ranks(
         playing, questions, sampling, seed=1, group=dist.group.WORLD, vocab_size=40

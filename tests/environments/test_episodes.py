@@ -211,7 +211,8 @@ def test_batches_keep_every_context_short_enough():
 
 def test_episodes_do_not_depend_on_their_company_or_their_driver():
     engine, _ = engine_and_reference()
-    rules, sampling = EpisodeRules(3, 60, max_turn_length=8), SamplingParams(3, 40)
+    rules = EpisodeRules(3, 60, max_turn_length=8)
+    sampling = SamplingParams(3, 40)
     questions = prompts(6)
     playing = EpisodeEngine(engine, Depends(), encode, rules)
     cut = EpisodeEngine(engine_and_reference(max_batch=3)[0], Depends(), encode, rules)
@@ -243,7 +244,8 @@ def overlapping(engine, questions, sampling, rules):
         return len(begun) - 1
 
     made = make_episodes(questions, sampling, rules, encode, seed=5)
-    playing, fed = ConcurrentEpisodes(made, start, Depends()), set()
+    playing = ConcurrentEpisodes(made, start, Depends())
+    fed = set()
     assert not playing.done
     while not playing.done:
         ticket = max(set(begun) - fed)
@@ -276,7 +278,8 @@ def test_the_text_of_a_response_that_is_cut_off_is_that_of_its_tokens():
 def test_one_round_asks_all_environments_at_once():
     engine, _ = engine_and_reference()
     script = {(i, n): ok("a", 1.0, done=n == 1 + i) for i in range(2) for n in range(1, 3)}
-    replies, calls = Replies(script), []
+    replies = Replies(script)
+    calls = []
 
     class Counting:
         def generate(self, questions, sampling, *, seed):

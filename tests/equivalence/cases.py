@@ -195,7 +195,8 @@ def make_samples(
     g = np.random.default_rng(seed)
     samples = []
     for i in range(count):
-        prompt, response = scale * int(g.integers(2, 9)), scale * int(g.integers(2, 14)) if i else 1
+        prompt = scale * int(g.integers(2, 9))
+        response = scale * int(g.integers(2, 14)) if i else 1
         mask = g.random(response) < 0.8
         mask[0] = True
         if i == 1:

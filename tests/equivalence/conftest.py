@@ -10,7 +10,8 @@ import pytest
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    every, here = config.getoption("--every"), Path(__file__).parent
+    every = config.getoption("--every")
+    here = Path(__file__).parent
     names = ("test_moe[", "test_dense[", "test_family[", "test_lora[")
     layouts = [item for item in items if here in item.path.parents and item.name.startswith(names)]
     # another position in each group of N: a fixed one would always select the same of three

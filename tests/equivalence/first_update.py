@@ -77,7 +77,8 @@ def _config(**sections: dict[str, Any]) -> Config:
 
 def _planned(policy: Policy, samples: list[Sample], config: Config) -> tuple[StepPlan, SampleBatch]:
     """The plan of a step, and its samples on their replicas."""
-    batch, groups = SampleBatch.of(samples), policy.groups
+    batch = SampleBatch.of(samples)
+    groups = policy.groups
     rules = packing_rules(config.training, policy.config, groups)
     plan = plan_step(batch.lengths, None, config, rules, 0)
     return plan, move_samples(batch, plan.replica, groups.dp, ())

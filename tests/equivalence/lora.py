@@ -52,7 +52,8 @@ ADAPTERS = {
 
 def save_lora_truth(path: str, kind: Adapted, file: Path) -> str:
     """Write the truth about the model at ``path`` with random adapters; returns the file."""
-    model, lora = load_reference(path), kind.lora
+    model = load_reference(path)
+    lora = kind.lora
     names = ["gspo", "grpo", *(REPLAYED if gates_of(model) else ())]
     model = adapted(model, path, lora, kind.seed)
     tensors, gradients = (

@@ -55,11 +55,9 @@ def compare_recorded(
     ``route``: tokens whose routes differ from those of the reference, or from those that were to be
     replayed.
     """
-    scenario, batching, shape = (
-        SCENARIOS["gspo"],
-        (CUTS | OTHER_CUTS)[cut_name],
-        route_shape(policy),
-    )
+    scenario = SCENARIOS["gspo"]
+    batching = (CUTS | OTHER_CUTS)[cut_name]
+    shape = route_shape(policy)
     noise = NOISE if policy.shape.router.score == "softmax" else None
     options = ReplayOptions(shape, record=True, entropy=True, noise=noise)
     scores = compute_log_probs(

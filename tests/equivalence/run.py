@@ -210,7 +210,8 @@ def run_pass(
 def exported_gradients(policy: Policy) -> Iterator[tuple[str, Tensor]]:
     """Every gradient, whole, by Hugging Face name; a frozen weight has none."""
     chunks = [unwrap(chunk) for chunk in policy.chunks]
-    shape, groups = policy.shape, policy.groups
+    shape = policy.shape
+    groups = policy.groups
     yield from export_weights(
         chunks, policy.family, shape, groups, value=lambda p: getattr(p, "main_grad", None)
     )

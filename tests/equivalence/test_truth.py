@@ -130,7 +130,8 @@ def test_no_choice_of_experts_hangs_on_rounding(name, tmp_path):
     gaps: list[float] = []
 
     def look(module: Any, inputs: Any, output: tuple[torch.Tensor, ...]) -> None:
-        scores, k = output[0].detach(), model.config.num_experts_per_tok
+        scores = output[0].detach()
+        k = model.config.num_experts_per_tok
         if is_sigmoid(module):
             scores = scores.sigmoid() + (
                 inputs[1] if len(inputs) > 1 else module.e_score_correction_bias

@@ -36,7 +36,8 @@ def _differences(run: Path, other: Path) -> Iterator[str]:
         f"{path.relative_to(run)} was left behind" for name in _LEFT for path in run.rglob(name)
     )
     for folder in (*_EXPORTS, "samples", "checkpoints"):
-        names, wanted = _names(run / folder), _names(other / folder)
+        names = _names(run / folder)
+        wanted = _names(other / folder)
         if names != wanted:
             yield f"{folder}/ holds {', '.join(sorted(names ^ wanted))} in one run only"
     yield from _metrics(read_metrics(run), read_metrics(other))
@@ -79,7 +80,8 @@ def _names(folder: Path) -> set[str]:
 
 
 def _metrics(rows: list[dict[str, Any]], others: list[dict[str, Any]]) -> Iterator[str]:
-    steps, wanted = [row["step"] for row in rows], [row["step"] for row in others]
+    steps = [row["step"] for row in rows]
+    wanted = [row["step"] for row in others]
     if steps != wanted:
         yield f"metrics.jsonl has the steps {steps}, not {wanted}"
     for row, other in zip(rows, others, strict=False):

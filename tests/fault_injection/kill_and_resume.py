@@ -89,7 +89,9 @@ class Reference:
     """
 
     def __init__(self, folder: Path, processes: int, overrides: list[str]) -> None:
-        self.folder, self.processes, self.overrides = folder, processes, overrides
+        self.folder = folder
+        self.processes = processes
+        self.overrides = overrides
         model = folder / "model"
         write_tiny_model(
             model, TinyModel(hidden=32, layers=2, experts=4, expert_width=16), words=[WORD]

@@ -69,7 +69,8 @@ class Tripwire:
         self, run_dir: Path, target: Target | None, victims: Callable[[], list[int]]
     ) -> None:
         self._root = str(run_dir.resolve()) + os.sep
-        self._target, self._victims = target, victims
+        self._target = target
+        self._victims = victims
         self._counts = [0] * len(KINDS)
 
     def install(self) -> None:

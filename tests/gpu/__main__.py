@@ -79,7 +79,8 @@ def environment() -> dict[str, str]:
 
 def commands(pytest_arguments: list[str]) -> dict[str, list[str]]:
     """What the lane runs, in this order."""
-    python, benchmark = sys.executable, "benchmarks/gpu.py"
+    python = sys.executable
+    benchmark = "benchmarks/gpu.py"
     return {
         "tests": [
             python,

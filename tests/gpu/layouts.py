@@ -57,7 +57,8 @@ def scenarios_of(name: str) -> tuple[str, ...]:
 
 def save_files(name: str, folder: Path) -> Files:
     """Write a model and its truth to a folder."""
-    model, truth = folder / name, folder / f"{name}.pt"
+    model = folder / name
+    truth = folder / f"{name}.pt"
     if name in ADAPTERS:
         path = save_tiny_model(model, **MODELS[ADAPTERS[name].model])
         return path, save_lora_truth(path, ADAPTERS[name], truth)
@@ -67,7 +68,8 @@ def save_files(name: str, folder: Path) -> Files:
 
 def case_of(name: str, arrangement: Arrangement) -> Case:
     """Log-probs, gradients, routing replay and optimizer steps of a model."""
-    experts, lora = has_experts(name), ADAPTERS[name].lora if name in ADAPTERS else None
+    experts = has_experts(name)
+    lora = ADAPTERS[name].lora if name in ADAPTERS else None
     runs = tuple((scenario, "packed") for scenario in scenarios_of(name))
     return Case(
         replace(arrangement, moe=experts),
@@ -99,11 +101,9 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     arguments = parser.parse_args()
     start(timeout_minutes=2.0)
-    rank, world, models = (
-        dist.get_rank(),
-        dist.get_world_size(),
-        json.loads(arguments.models.read_text()),
-    )
+    rank = dist.get_rank()
+    world = dist.get_world_size()
+    models = json.loads(arguments.models.read_text())
     errors = {}
     for name, files in models.items():
         began = time.monotonic()

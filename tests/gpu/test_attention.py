@@ -43,7 +43,8 @@ def attend(
 ) -> Tensor:
     config = SimpleNamespace(attention_dropout=0.0, kv_channels=case.dim)
     attention = PackedAttention(config, 1, None, "self", pg_collection=groups)
-    attention.window, attention.sinks = case.window, tensors[3] if case.sinks else None
+    attention.window = case.window
+    attention.sinks = tensors[3] if case.sinks else None
     bounds = torch.tensor([0, *lengths]).cumsum(0).int()
     sequences = packed_sequences(bounds, max(lengths), groups.cp, tensors[0].device)
     return attention(*tensors[:3], packed_seq_params=sequences)
@@ -100,7 +101,8 @@ def test_output_and_gradients(device, groups, sizes, case, dtype, record_propert
 def test_memory_grows_with_tokens_not_with_their_square(device, groups):
     if device == "cpu":
         pytest.skip("needs a GPU: the allocator's records of one long sequence")
-    case, tokens = CASES[0], LONG
+    case = CASES[0]
+    tokens = LONG
     tensors = draw(case, tokens, torch.bfloat16, device)
     attend(case, (tokens,), groups, tensors).sum().backward()
     peak, _ = peak_bytes(lambda: attend(case, (tokens,), groups, tensors).sum().backward(), device)

@@ -26,7 +26,8 @@ UNUSED = 3  # an expert that no token chooses
 def naive_experts(x: Tensor, weights: dict[str, Tensor], k: int) -> Tensor:
     """[t, h]: each token's k best experts, weighed by the softmax of their logits."""
     values, ids = (x @ weights["gate.weight"].t()).topk(k)
-    probs, rows = values.softmax(-1), torch.zeros_like(x)
+    probs = values.softmax(-1)
+    rows = torch.zeros_like(x)
     for expert in range(len(weights["gate.weight"])):
         tokens, places = (ids == expert).nonzero(as_tuple=True)
         gate, up, down = (

@@ -34,7 +34,8 @@ def test_log_probs_and_gradients_in_bfloat16(device, groups, name, tmp_path, rec
     policy = build_policy(model, parallel(), groups, optimizer=adam(lr=1e-3), total_steps=4)
     found = run_pass(policy, scenario, micro_batches_of(80), expected.samples)
     depth = dict(layers=policy.config.num_layers, terms=policy.config.hidden_size)
-    unit, trained = unit_roundoff("bfloat16", device), expected.batch.loss_mask > 0
+    unit = unit_roundoff("bfloat16", device)
+    trained = expected.batch.loss_mask > 0
     log_probs = stack(found.log_probs)[trained], expected.batch.log_probs[trained]
     assert relative_to_spread(*log_probs) < of_layers(unit, "bfloat16", **depth)
     assert found.gradients.keys() == expected.gradients.keys()

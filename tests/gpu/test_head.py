@@ -13,7 +13,9 @@ from megatron_gspo.parallel.log_probs import CHUNK_BYTES, LogProbOptions, log_pr
 from tests.gpu.errors import check, relative, relative_to_spread
 from tests.gpu.tolerances import BITS, tolerance
 
-WIDTH, TEMPERATURE, PADDING = 256, 0.7, 5
+WIDTH = 256
+TEMPERATURE = 0.7
+PADDING = 5
 
 
 def make_inputs(

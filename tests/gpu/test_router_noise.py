@@ -8,7 +8,8 @@ from megatron_gspo.routing_replay.router_noise import gaussian_noise, pass_seed,
 
 
 def test_the_noise_is_that_of_the_cpu(device):
-    names, counts = torch.tensor([[0, 0], [7, 3], [2**40, 1]]), torch.tensor([50, 3000, 11])
+    names = torch.tensor([[0, 0], [7, 3], [2**40, 1]])
+    counts = torch.tensor([50, 3000, 11])
     segments = torch.repeat_interleave(torch.arange(3), counts)
     positions = torch.cat([torch.arange(int(count)) for count in counts])
     found = []

@@ -70,7 +70,8 @@ def samples_of(policy: Policy, scale: int, seed: int) -> list[Sample]:
 
 
 def test_a_step_raises_the_objective_and_a_resumed_run_takes_the_same(new_policy, sizes, tmp_path):
-    policy, batching = new_policy(), micro_batches_of(80 * sizes.scale)
+    policy = new_policy()
+    batching = micro_batches_of(80 * sizes.scale)
     samples = samples_of(policy, sizes.scale, seed=0)
     losses = [
         train_mini_batch(policy, SampleBatch.of(samples), GRPO, batching, temperature=1.0).metrics[
@@ -109,7 +110,8 @@ def distance(found: Tensor, expected: Tensor) -> float:
 
 
 def test_memory_is_released_for_generation_and_taken_back(device, new_policy, sizes):
-    policy, batching = new_policy(), micro_batches_of(80 * sizes.scale)
+    policy = new_policy()
+    batching = micro_batches_of(80 * sizes.scale)
     samples = SampleBatch.of(samples_of(policy, sizes.scale, seed=3))
     train_mini_batch(policy, samples, GRPO, batching, temperature=1.0)
     before = [tensor.clone().cpu() for tensor in kept(policy)]
@@ -139,11 +141,10 @@ def test_recorded_routes_are_replayed(new_policy, sizes, storage):
     """A pass with the routes that it took itself gives the same log-probs, and other routes
     give other ones.
     """
-    policy, batching = new_policy(), micro_batches_of(80 * sizes.scale)
-    shape, samples = (
-        route_shape(policy),
-        make_samples(1, 8, policy.shape.vocab_size, scale=sizes.scale),
-    )
+    policy = new_policy()
+    batching = micro_batches_of(80 * sizes.scale)
+    shape = route_shape(policy)
+    samples = make_samples(1, 8, policy.shape.vocab_size, scale=sizes.scale)
     record = ReplayOptions(shape, record=True, entropy=True, storage=storage)
     recorded = compute_log_probs(
         policy, SampleBatch.of(samples), batching, temperature=1.0, routing=record
@@ -180,7 +181,8 @@ def test_our_code_does_not_wait_for_the_gpu(device, new_policy, sizes):
     """
     if device == "cpu":
         pytest.skip("needs a GPU; tests/mcore/test_no_synchronisation.py has the CPU's test")
-    policy, batching = new_policy(), micro_batches_of(40 * sizes.scale)
+    policy = new_policy()
+    batching = micro_batches_of(40 * sizes.scale)
     samples = samples_of(policy, sizes.scale, seed=2)
     batches = pack_mini_batch(
         policy, SampleBatch.of(samples), batching, optional=("old_log_probs",), routing=None

@@ -18,7 +18,8 @@ AMPLIFICATION = 2
 BITS = {"bfloat16": 8, "tf32": 11, "float32": 24}
 # Norms, products, rotation, softmax, gating, weighing, permutation and residual sums of a layer:
 # tensors that are rounded between its input and its output, and how many of them are products.
-ROUNDINGS, PRODUCTS = 20, 7
+ROUNDINGS = 20
+PRODUCTS = 7
 # The backward pass rounds as many again for the gradients of inputs and weights, from activations
 # that are off already.
 BACKWARD = 3

@@ -93,7 +93,8 @@ def flat(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 @pytest.mark.parametrize("file", GRPO, ids=lambda file: file.stem)
 def test_variants_differ_only_where_the_algorithms_do(file):
     gspo = file.with_name(file.name.replace("_grpo_r2", "_gspo"))
-    ours, theirs = flat(load_config(file).dump()), flat(load_config(gspo).dump())
+    ours = flat(load_config(file).dump())
+    theirs = flat(load_config(gspo).dump())
     different = {key for key in ours | theirs if ours.get(key) != theirs.get(key)}
     clip = {
         "algorithm.epsilon_low",
@@ -157,10 +158,8 @@ def test_the_header_has_the_memory_of_the_layout(file, tiny, tmp_path):
     config = load(file, tiny, tmp_path)
     _, shape = family_of(read_config(config.model.path))
     estimator = Estimator(shape, config, Hardware(find_gpu("h100"), processes(file), 1.0, 1.0))
-    recompute, tokens = (
-        config.model.recompute_granularity,
-        config.training.max_tokens_per_micro_batch,
-    )
+    recompute = config.model.recompute_granularity
+    tokens = config.training.max_tokens_per_micro_batch
     estimate = estimator.estimate(Choice(config.parallel, recompute, tokens))
     weights, gradients, optimizer, total, activations = told_memory(file)
     assert total == pytest.approx(weights + gradients + optimizer, abs=0.11)
@@ -212,7 +211,8 @@ def test_every_stage_is_built(file, tiny, tmp_path):
         * config.parallel.expert_model_parallel_size
     )
     moe_layers = sum(shape.moe_layers)
-    hidden, width = shape.hidden_size, shape.moe_ffn_hidden_size
+    hidden = shape.hidden_size
+    width = shape.moe_ffn_hidden_size
     biases = (2 * width + hidden) * shape.linear_bias
     assert experts == moe_layers * shape.num_experts * (3 * hidden * width + biases)
     if file in WITH_MEMORY and not config.lora.is_on:

@@ -123,7 +123,8 @@ def test_a_host_loses_power_and_comes_back(machines, model, start, tmp_path):
     )
     assert [rank.code for rank in left_alone] == [0] * 4
 
-    config, run_dir = configure(model, tmp_path / "run"), tmp_path / "run"
+    config = configure(model, tmp_path / "run")
+    run_dir = tmp_path / "run"
     head, other = machines
     settings = dict(NODES=2, PROCESSES=2, HEAD=head.address, IFNAME="eth0", RESTARTS=1, PAUSE=1)
     logs = [tmp_path / "head.txt", tmp_path / "other.txt"]
@@ -162,8 +163,10 @@ def test_one_script_is_asked_and_both_say_that_the_run_has_stopped(model, start,
     """Static rendezvous of two nodes, here and without namespaces; a scheduler's SIGTERM reaches
     the second. The first is told by our variables where to meet, the second by those of Kubeflow's
     operator."""
-    run_dir, arguments = tmp_path / "run", configure_one(model, tmp_path / "run")
-    port, logs = free_port(), [tmp_path / f"node_{number}.txt" for number in (0, 1)]
+    run_dir = tmp_path / "run"
+    arguments = configure_one(model, tmp_path / "run")
+    port = free_port()
+    logs = [tmp_path / f"node_{number}.txt" for number in (0, 1)]
     ours = dict(NODE_RANK=0, HEAD="127.0.0.1", PORT=port)
     operators = dict(RANK=1, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     first, second = (
@@ -191,7 +194,8 @@ def test_an_interrupt_ends_the_run_at_once(model, start, tmp_path):
 
 
 def test_a_misspelt_key_ends_before_torchrun(start, tmp_path):
-    log, config = tmp_path / "log.txt", tmp_path / "run.yaml"
+    log = tmp_path / "log.txt"
+    config = tmp_path / "run.yaml"
     config.write_text("run_dir: x\ntrainng: {}\n")
     assert start("static.sh", log, [str(config)], PROCESSES=1).wait(30) == 2
     assert log.read_text().startswith("config error: trainng") and log.read_text().count("\n") == 1

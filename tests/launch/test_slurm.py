@@ -97,7 +97,8 @@ def test_before_its_time_limit_a_job_saves_and_is_queued_again(nodes, tmp_path):
         )
     assert [rank.code for rank in run_ranks(configs["alone"], 2, tmp_path, limit=LIMIT)] == [0, 0]
 
-    file, run_dir = tmp_path / "run.yaml", tmp_path / "run"
+    file = tmp_path / "run.yaml"
+    run_dir = tmp_path / "run"
     file.write_text(yaml.safe_dump(configs["run"]))
     job = submit(tmp_path, nodes, [str(file)], PROCESSES=1)
     wait_for(lambda: lines(run_dir / "metrics.jsonl") >= 1, LIMIT, alive=lambda: job.poll() is None)

@@ -24,12 +24,10 @@ class Save:
     """Written once ``written`` is set."""
 
     def __init__(self, folder: Path, step: int, events: list[str]) -> None:
-        self.path, self._final, self.step, self.events = (
-            folder / f".partial_{step}",
-            folder / f"{step}",
-            step,
-            events,
-        )
+        self.path = folder / f".partial_{step}"
+        self._final = folder / f"{step}"
+        self.step = step
+        self.events = events
         self.image = "its memory"
         self.written = False
 
@@ -63,7 +61,8 @@ def made(monkeypatch, tmp_path):
 
 
 def test_one_save_at_a_time(made):
-    manager, timers = made.make(), Timers()
+    manager = made.make()
+    timers = Timers()
     manager.poll(timers)
     manager.begin(LoopState(step=2))
     assert manager.current == made.folder / ".partial_2"

@@ -17,7 +17,8 @@ def alarms(
     mismatch: list[float | None] | None = None,
 ) -> list[float | None]:
     """`guard/alarm` by step; None stands for a step without the metric."""
-    low, found = 0, []
+    low = 0
+    found = []
     for value, apart in zip(values, mismatch or [None] * len(values), strict=True):
         both = {"effective_sample_size": value, "mismatch/k3": apart}
         metrics = {name: number for name, number in both.items() if number is not None}

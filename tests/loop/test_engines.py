@@ -213,7 +213,8 @@ def test_servers_of_quantised_weights_start_without_any(tmp_path):
     ],
 )
 def test_servers_that_get_adapters_alone_start_with_room_for_them(engine, expected, tmp_path):
-    model, targets = tiny_model(tmp_path / "model"), ["q_proj", "o_proj"]
+    model = tiny_model(tmp_path / "model")
+    targets = ["q_proj", "o_proj"]
     servers = {"num_servers": 1, "weight_transport": "disk", "server_args": ["--tp", "2"]}
     for given, found in (
         (targets, targets),

@@ -48,7 +48,8 @@ def config(**evaluation) -> Config:
 
 
 def test_accuracy_by_hand():
-    source, timers = InProcessSource(ScriptedEngine(response), vocab_size=1000), Timers()
+    source = InProcessSource(ScriptedEngine(response), vocab_size=1000)
+    timers = Timers()
     source.submit(PROMPTS[:1], config().rollout, seed=0)
     found = evaluate(source, Rewards(), PROMPTS, config(), timers)
     assert found == {

@@ -136,7 +136,8 @@ class Idle(Source):
         return self.waiting
 
     def collect(self, count: int, *, oldest_version: int | None = None) -> SampleBatch:
-        indices, self.waiting = self.waiting[:count], self.waiting[count:]
+        indices = self.waiting[:count]
+        self.waiting = self.waiting[count:]
         batch = SampleBatch.of(
             [make_sample(1, 2, prompt_index=i, sample_index=j) for i in indices for j in (0, 1)]
         )
@@ -246,7 +247,8 @@ def test_servers_generate_while_the_first_groups_are_scored(workers, waiting, mo
         "sglang": SGLANG,
         "data": {"verifier_workers": workers},
     }
-    served, source = generator(**sections), LastFirst()
+    served = generator(**sections)
+    source = LastFirst()
     found = replace(served, groups=source, rewards=source.scores(Rewards())).draw(
         1, DataCursor(), Timers()
     )
@@ -287,7 +289,8 @@ def drawn_from_servers(rank: int, world: int) -> list[tuple[list, list]]:
 def test_parts_of_several_ranks_are_the_batch_that_is_collected_at_once():
     first, second = run_distributed(drawn_from_servers, 2)
     assert first[0] == first[1] and second[0] == second[1], "in parts and at once"
-    table, texts = first[0][0], dict([*first[0][1], *second[0][1]])
+    table = first[0][0]
+    texts = dict([*first[0][1], *second[0][1]])
     assert table == second[0][0] and [texts[i] for i in range(18)] == [
         f"{i} {j}" for i in range(9) for j in (0, 1)
     ]

@@ -24,7 +24,8 @@ from tests.support.tiny_models import save_tiny_model
 
 def exports(rank: int, world_size: int, path: str, folder: str) -> tuple[list[str], list[str]]:
     """The published folders, and the errors of two exports in which a rank fails."""
-    published, errors = [], []
+    published = []
+    errors = []
     for number, layout in enumerate(
         (parallel(tensor=2, pipeline=2), parallel(pipeline=2, expert=2))
     ):

@@ -51,7 +51,8 @@ def test_a_batch_has_enough_prompts() -> None:
 
 @pytest.mark.parametrize("held_out", [False, True])
 def test_the_model_has_every_token_id(held_out: bool) -> None:
-    train, other = [make_prompt(i, text="ab") for i in range(4)], [make_prompt(9, text="az")]
+    train = [make_prompt(i, text="ab") for i in range(4)]
+    other = [make_prompt(9, text="az")]
     largest = ord("z") if held_out else ord("b")
     check_prompts(config(Path("model")), train, other if held_out else [], vocab_size=largest + 1)
     with pytest.raises(

@@ -127,7 +127,8 @@ def test_rounding_is_not_another_model(tmp_path, dtype, difference, sections):
 
 def test_prompts_that_are_certain_are_not_another_model():
     """The log-probs are all the same, so that rounding is more than all of their differences."""
-    ours, theirs = [array(-1e-6, -1e-6, -2e-6)], [array(-0.02, -0.04, -0.001)]
+    ours = [array(-1e-6, -1e-6, -2e-6)]
+    theirs = [array(-0.02, -0.04, -0.001)]
     assert other(ours, theirs) is None
 
 

@@ -122,7 +122,9 @@ def test_every_rank_and_layout_finds_the_same_strength(measured: Any, layout: st
 
 def passes(rank: int, world: int, plain: dict[str, Any]) -> tuple[int, int, int]:
     """(forward passes of a calibration, strengths that it measures, micro-batches of a pass)."""
-    config, strengths, count = Config.from_dict(plain), [], []
+    config = Config.from_dict(plain)
+    strengths = []
+    count = []
     with build_components(config) as run:
         run.groups.update_weights(run.policy.weights, version=0)
         batch, plan = _first_responses(run)

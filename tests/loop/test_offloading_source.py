@@ -23,7 +23,9 @@ class Memory:
     """A policy's memory that notes what is done to it."""
 
     def __init__(self, events: list[str], name: str) -> None:
-        self._events, self._name, self.released = events, name, False
+        self._events = events
+        self._name = name
+        self.released = False
 
     def release(self, *, keep_weights: bool = False) -> None:
         self.released = True
@@ -45,7 +47,8 @@ class Source:
     engine_name = "scripted"
 
     def __init__(self, events: list[str]) -> None:
-        self.events, self.fails = events, False
+        self.events = events
+        self.fails = False
 
     def pause(self, *, keep: bool) -> None:
         self.events.append(f"pause keep={keep}")
@@ -128,7 +131,8 @@ def test_the_engine_is_paused_before_the_trainer_takes_its_memory_back() -> None
 
 def run(rank: int, world_size: int, model: str, folder: str) -> list[int]:
     """The same short run without and with it; how often memory was released in each."""
-    counts, release = [], PolicyMemory.release
+    counts = []
+    release = PolicyMemory.release
 
     def counted(self: PolicyMemory, **options: Any) -> None:
         counts[-1] += 1
@@ -156,7 +160,8 @@ def run(rank: int, world_size: int, model: str, folder: str) -> list[int]:
 def test_a_run_is_the_same_bits(tmp_path: Path) -> None:
     counts = run_distributed(run, 2, tiny_model(tmp_path / "model"), str(tmp_path), timeout=300)
     assert counts[0] == counts[1] and counts[0][0] == 0 < counts[0][1]
-    plain, offloaded = records(tmp_path / "plain"), records(tmp_path / "offloaded")
+    plain = records(tmp_path / "plain")
+    offloaded = records(tmp_path / "offloaded")
     assert len(plain) == 3 and plain == offloaded
     files = [
         sorted((tmp_path / name / "hf").glob("*.safetensors")) for name in ("plain", "offloaded")

@@ -50,13 +50,16 @@ def scored_on_ranks(rank: int, world: int, first: list[int]) -> tuple[list, dict
         return NamedReward(float(response), "odd" if int(response) % 2 else "even")
 
     scorer = RewardScorer.__new__(RewardScorer)
-    scorer._failure_reward, scorer._pool, scorer._verifier = None, None, verifier
+    scorer._failure_reward = None
+    scorer._pool = None
+    scorer._verifier = verifier
     scorer.verdicts = ("even", "odd", "none")
     samples = [make_sample(1, 2, seed=i, text=str(i), metadata={"kept": i}) for i in range(5)]
     rewards = VerifierRewards(scorer, "verifier 'mine'")
     mine = [i for i in range(5) if (i in first) == (rank == 0)]
     batch = SampleBatch.gathered([samples[i] for i in mine], mine, dist.group.WORLD)
-    prompts, so_far = ReadItems([make_prompt(i) for i in range(5)]), collectives_so_far()
+    prompts = ReadItems([make_prompt(i) for i in range(5)])
+    so_far = collectives_so_far()
     scored, failures = rewards(batch, prompts, Timers())
     exchanges = collectives_so_far() - so_far - 2  # without the rewards and the counts
     assert sorted(prompts.read) == sorted(scored_here), (
@@ -103,8 +106,11 @@ def batch_on_ranks(rank: int, world: int) -> tuple[list, list, dict]:
         return [None if text == "4" else float(len(responses) - int(text)) for text in responses]
 
     scorer = RewardScorer.__new__(RewardScorer)
-    scorer._failure_reward, scorer._pool, scorer._verifier = None, None, verifier
-    scorer.verdicts, scorer.takes_batch = (), True
+    scorer._failure_reward = None
+    scorer._pool = None
+    scorer._verifier = verifier
+    scorer.verdicts = ()
+    scorer.takes_batch = True
     mine = [i for i in range(5) if i % 2 == rank]
     samples = [make_sample(1, 2, seed=i, text=str(i)) for i in mine]
     batch = SampleBatch.gathered(samples, mine, dist.group.WORLD)
@@ -138,7 +144,8 @@ def test_scorers_are_balanced_and_no_more_than_needed_moves():
     for size in (1, 5, 64):
         for count in (1, 63, 200):
             holders = rng.integers(0, rng.integers(1, size + 1), count)
-            scorers, part = balanced_scorers(holders, size), -(-count // size)
+            scorers = balanced_scorers(holders, size)
+            part = -(-count // size)
             assert np.bincount(scorers, minlength=size).max() <= part
             beyond = np.maximum(np.bincount(holders, minlength=size) - part, 0).sum()
             assert (scorers != holders).sum() == beyond

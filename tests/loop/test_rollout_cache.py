@@ -33,7 +33,8 @@ def drawn() -> Rollout:
     samples = [
         make_sample(2, 3, seed=i, prompt_index=i, reward=float(i), text=f"{i}") for i in range(3)
     ]
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world = dist.get_world_size()
     mine = range(rank, len(samples), world)
     batch = SampleBatch.gathered([samples[i] for i in mine], mine, dist.group.WORLD)
     return Rollout(batch, DataCursor(5, (3, 4)), {"groups/generated": 3.0})

@@ -36,7 +36,8 @@ def test_weights_by_hand():
     (first, second), found = corrected(two_samples(), AlgorithmConfig.preset(rollout_is="token"))
     np.testing.assert_allclose(first.advantages, [-4, -0.5, -2])
     np.testing.assert_allclose(second.advantages, [-3, -3], rtol=1e-6)
-    total, squares = 2 + 0.25 + 3, 4 + 0.0625 + 4.5
+    total = 2 + 0.25 + 3
+    squares = 4 + 0.0625 + 4.5
     assert found == pytest.approx(
         {
             "rollout_is/weight_mean": total / 4,
@@ -121,10 +122,8 @@ def test_mismatch_quantiles_of_both_ratios():
 
 def test_mismatch_does_not_depend_on_the_pieces(monkeypatch):
     samples = [make_sample(2, n, seed=n, mask=[n != 4] * n) for n in range(1, 7)]
-    batch, log_probs = (
-        SampleBatch.of(samples),
-        {i: sample.old_log_probs for i, sample in enumerate(samples)},
-    )
+    batch = SampleBatch.of(samples)
+    log_probs = {i: sample.old_log_probs for i, sample in enumerate(samples)}
     whole = mismatch(batch, log_probs)
     monkeypatch.setattr("megatron_gspo.data.sample_batch._PIECE", 7)
     assert len(list(batch.pieces())) > 3

@@ -136,7 +136,8 @@ def test_a_missing_route_takes_no_memory() -> None:
 
 @pytest.mark.parametrize("held", [(), (1,)])
 def test_the_bytes_of_routes_are_those_of_all_stages(held: tuple[int, ...]) -> None:
-    sample, shape = sample_with_routes(), replace(SHAPE, held=held)
+    sample = sample_with_routes()
+    shape = replace(SHAPE, held=held)
     kept = replace(sample, routed_experts=sample.routed_experts[:, list(held)])
     assert stored_bytes(kept, shape) == 4 * 2 * 2 == stored_bytes(sample, SHAPE)
     assert without_routes(sample, shape).routed_experts.shape == kept.routed_experts.shape

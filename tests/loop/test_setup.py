@@ -31,7 +31,8 @@ class Closes:
     """Notes its end."""
 
     def __init__(self, name: str, ended: list[str]) -> None:
-        self.name, self.ended = name, ended
+        self.name = name
+        self.ended = ended
 
     def close(self) -> None:
         self.ended.append(self.name)

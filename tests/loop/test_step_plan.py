@@ -25,7 +25,8 @@ def test_mini_batches_are_a_partition_drawn_anew_each_step_and_epoch():
 
 
 def test_replicas_stay_through_all_passes_over_the_data():
-    lengths, homes = np.random.default_rng(0).integers(5, 40, 32), np.arange(32) // 8
+    lengths = np.random.default_rng(0).integers(5, 40, 32)
+    homes = np.arange(32) // 8
     rules = PackingRules(4, 96)
     for epochs in (1, 2):
         config = Config.from_dict(base_config("model", "run", training={"ppo_epochs": epochs}))
@@ -48,14 +49,16 @@ def test_replicas_stay_through_all_passes_over_the_data():
 
 
 def test_one_replica_packs_each_pass_by_itself():
-    lengths, rules = np.random.default_rng(1).integers(5, 40, 16), PackingRules(1, 96)
+    lengths = np.random.default_rng(1).integers(5, 40, 16)
+    rules = PackingRules(1, 96)
     plan = plan_step(lengths, None, Config.from_dict(base_config("model", "run")), rules, 0)
     for rows, packing in plan.updates:
         assert packing == plan_micro_batches(lengths[rows], rules)
 
 
 def test_epochs_of_one_mini_batch_pack_alike():
-    lengths, homes = np.random.default_rng(2).integers(5, 40, 16), np.arange(16) // 4
+    lengths = np.random.default_rng(2).integers(5, 40, 16)
+    homes = np.arange(16) // 4
     training = {"ppo_epochs": 3, "global_batch_size": 16}
     config = Config.from_dict(base_config("model", "run", training=training))
     for rules in (PackingRules(4, 96), PackingRules(4, 96, same_length=True)):

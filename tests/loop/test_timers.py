@@ -76,7 +76,8 @@ def time_an_update(rank: int, world_size: int, path: str) -> dict[str, Any]:
     backward.
     """
     policy = policy_of(path, parallel(pipeline=world_size))
-    samples, batching = scored_samples(3), micro_batches_of(80, micro_batch_size=1)
+    samples = scored_samples(3)
+    batching = micro_batches_of(80, micro_batch_size=1)
     clock = policy.config.timers = UpdateClock()
     # The first is slower.
     train_mini_batch(policy, SampleBatch.of(samples), GRPO, batching, temperature=1.0)

@@ -31,7 +31,8 @@ class Groups:
     engine_name = "scripted"
 
     def __init__(self, events: list[str], fails_at: int | None) -> None:
-        self.events, self.fails_at = events, fails_at
+        self.events = events
+        self.fails_at = fails_at
 
     def update_weights(self, stream: Any, *, version: int) -> None:
         self.events.append(f"weights {version}")
@@ -133,7 +134,8 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
             base_config("model", tmp_path / "run", training={"steps": steps}, **sections)
         )
         events: list[str] = []
-        logger, checkpoints = Logger(events), Checkpoints(events)
+        logger = Logger(events)
+        checkpoints = Checkpoints(events)
         prompts = [make_prompt(i) for i in range(4)]
         policy = SimpleNamespace(weights=lambda: iter(()), critic=None, trained_lora=None)
         closes = SimpleNamespace(close=lambda: None, description=None)
@@ -154,7 +156,8 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
 
         def train_step(run: Components, state: LoopState, *_: object) -> TrainedStep:
             events.append(f"step {state.step}")
-            update, batch = SimpleNamespace(metrics={}), SampleBatch.of([make_sample(2, 3)])
+            update = SimpleNamespace(metrics={})
+            batch = SampleBatch.of([make_sample(2, 3)])
             metrics = {"entropy": 0.5, "effective_sample_size": sample_size}
             return TrainedStep(
                 batch, DataCursor(state.cursor + 4), SimpleNamespace(), update, metrics

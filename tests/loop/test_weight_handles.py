@@ -10,7 +10,9 @@ from megatron_gspo.loop.weight_handles import handle_sources, server_places
 from tests.support.distributed import run_distributed
 from tests.support.training_runs import base_config
 
-HERE, ALSO_HERE, FAR = "http://127.0.0.1:30000", "http://localhost:30001", "http://192.0.2.1:30000"
+HERE = "http://127.0.0.1:30000"
+ALSO_HERE = "http://localhost:30001"
+FAR = "http://192.0.2.1:30000"
 
 
 def test_servers_of_the_run_have_the_gpus_of_their_arguments() -> None:

@@ -99,8 +99,10 @@ def turned(x: Tensor, position: int, base: float | None) -> Tensor:
     angles = torch.tensor(
         [position / base ** (2 * i / x.shape[-1]) for i in range(half)], dtype=torch.float64
     )
-    cos, sin = angles.cos(), angles.sin()
-    first, second = x[..., :half], x[..., half:]
+    cos = angles.cos()
+    sin = angles.sin()
+    first = x[..., :half]
+    second = x[..., half:]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
 
@@ -125,10 +127,8 @@ def naive(
             for head in range(case.heads):
                 group = head // (case.heads // case.groups)
                 first = 0 if case.window is None else max(position + 1 - case.window, 0)
-                keys, values = (
-                    k[first : position + 1, group],
-                    value[start + first : start + position + 1, group],
-                )
+                keys = k[first : position + 1, group]
+                values = value[start + first : start + position + 1, group]
                 exponentials = (scale * (keys @ q[position, head])).exp()
                 total = exponentials.sum() + (0.0 if sinks is None else sinks[head].exp())
                 heads.append(exponentials / total @ values)
@@ -175,7 +175,8 @@ class NaiveKernel:
     def attention(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """The output [t, heads, d] and the log-sum-exps [heads, t]."""
         value = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
-        out, lse = [], []
+        out = []
+        lse = []
         for _, columns, scores in self.scores(query, key):
             lse.append(scores.logsumexp(-1))
             out.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), value[columns]))
@@ -192,10 +193,8 @@ class NaiveKernel:
         """
         query, key, value = inputs
         ratio = query.shape[1] // key.shape[1]
-        grad_query, grads = (
-            torch.zeros_like(query),
-            [x.repeat_interleave(ratio, 1).zero_() for x in (key, value)],
-        )
+        grad_query = torch.zeros_like(query)
+        grads = [x.repeat_interleave(ratio, 1).zero_() for x in (key, value)]
         wide_key, wide_value = (x.repeat_interleave(ratio, 1) for x in (key, value))
         for rows, columns, scores in self.scores(query, key):
             weights = (scores - lse[:, rows, None]).exp()

@@ -89,7 +89,8 @@ def test_it_is_frozen_and_keeps_its_bits_in_training_checkpoints_and_streams(
 
 def choices(rank: int, world_size: int, path: str) -> list[tuple[Tensor, ...]]:
     """Logits, probabilities and choices of each router in a pass."""
-    policy, found = policy_of(path), []
+    policy = policy_of(path)
+    found = []
     for router in routers(policy):
         router.register_forward_hook(
             lambda module, args, out: found.append(
@@ -173,7 +174,9 @@ def updated(
 
     for number, router in enumerate(routers(policy)):
         router.register_forward_hook(count(number))
-    samples, shape, data = scored_samples(8), shape_of(policy), policy.groups.dp
+    samples = scored_samples(8)
+    shape = shape_of(policy)
+    data = policy.groups.dp
     samples = with_random_routes(samples, shape, among=6) if replay else samples
     run_pass(policy, samples[data.rank() :: data.size()], ReplayOptions(shape, replay=replay))
     return [(before[i], router.expert_bias, counts[i]) for i, router in enumerate(routers(policy))]

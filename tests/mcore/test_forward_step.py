@@ -89,7 +89,8 @@ def around_the_model(rank: int, world_size: int, path: str) -> dict[str, Any]:
     restored_after_error = "forward" not in vars(model.output_layer)
     same = torch.equal(logits_of(model, batch, groups), whole)
 
-    messages, trained = [], []
+    messages = []
+    trained = []
     model.config.calculate_per_token_loss = True
     with pytest.raises(ValueError) as caught:
         policy_forward_step(preset("gspo"), num_microbatches=1, groups=groups)(iter([batch]), model)
@@ -140,10 +141,8 @@ def both(rank: int, world_size: int, moe: str, dense: str) -> tuple[dict[str, An
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> Iterator[list[tuple[dict[str, Any], list[str]]]]:
     folder = tmp_path_factory.mktemp("models")
-    moe, dense = (
-        save_tiny_model(folder / "moe", vocab_size=95),
-        save_tiny_model(folder / "dense", "dense"),
-    )
+    moe = save_tiny_model(folder / "moe", vocab_size=95)
+    dense = save_tiny_model(folder / "dense", "dense")
     yield run_distributed(both, 2, moe, dense, timeout=60)
 
 
@@ -164,14 +163,16 @@ def test_log_probs_from_hidden_states_are_those_of_the_logits(ranks):
     expected = torch.log_softmax(logits, dim=-1)
     entropies = -(expected.exp() * expected).sum(-1)
     for found, _ in ranks:
-        tokens, batch = expected.shape[0], found["batch"]
+        tokens = expected.shape[0]
+        batch = found["batch"]
         assert found["hidden"] == (
             1,
             tokens // 2,
             32,
         ), "split over the ranks by sequence parallelism"
         chosen = expected[torch.arange(tokens), batch.labels]
-        responses, trained = batch.response_mask.double(), batch.loss_mask.double()
+        responses = batch.response_mask.double()
+        trained = batch.loss_mask.double()
         assert trained.sum() < responses.sum() < tokens
         collected, entropy = found["collected"]
         first, second = found["trained"]

@@ -16,13 +16,15 @@ UNITS = [SWIGLU, ClampedGLU(limit=1.0), ClampedGLU(limit=0.5, alpha=2.0, offset=
 def formula(unit: GatedUnit, gate: Tensor, linear: Tensor) -> Tensor:
     if not isinstance(unit, ClampedGLU):
         return gate * torch.sigmoid(gate) * linear
-    gate, linear = gate.clamp(max=unit.limit), linear.clamp(-unit.limit, unit.limit)
+    gate = gate.clamp(max=unit.limit)
+    linear = linear.clamp(-unit.limit, unit.limit)
     return gate * torch.sigmoid(unit.alpha * gate) * (linear + unit.offset)
 
 
 def test_clamped_values_by_hand():
     """The gate is clamped above only, the other half on both sides."""
-    unit, numbers = ClampedGLU(limit=7.0), [(9.0, 9.0), (-9.0, -9.0), (2.0, 3.0)]
+    unit = ClampedGLU(limit=7.0)
+    numbers = [(9.0, 9.0), (-9.0, -9.0), (2.0, 3.0)]
     gate, linear = torch.tensor(numbers, dtype=torch.float64).t()
     clamped = [(7.0, 7.0), (-9.0, -7.0), (2.0, 3.0)]
     expected = [g / (1 + math.exp(-1.702 * g)) * (x + 1) for g, x in clamped]

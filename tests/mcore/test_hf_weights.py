@@ -110,10 +110,8 @@ def memory_of_the_stream(
     groups = groups_of(layout)
     family, shape = family_of(read_config(path))
     chunks = build_model(shape, layout, model_config(), groups)
-    total, largest = (
-        0,
-        2 * max(parameter.nbytes for chunk in chunks for parameter in chunk.parameters()),
-    )
+    total = 0
+    largest = 2 * max(parameter.nbytes for chunk in chunks for parameter in chunk.parameters())
     with LiveStorages() as live:
         for _, tensor in export_weights(chunks, family, shape, groups, piece=8192):
             total += tensor.nbytes
@@ -203,10 +201,8 @@ def failures(rank: int, world_size: int, paths: dict[str, str]) -> dict[str, str
 
 def test_broken_checkpoints_name_the_tensor(models, tmp_path):
     whole = load_file(Path(models["moe"]) / "model.safetensors")
-    query, expert = (
-        "model.layers.2.self_attn.q_proj.weight",
-        "model.layers.1.mlp.experts.3.down_proj.weight",
-    )
+    query = "model.layers.2.self_attn.q_proj.weight"
+    expert = "model.layers.1.mlp.experts.3.down_proj.weight"
     variants = {
         "missing": {name: tensor for name, tensor in whole.items() if name != expert},
         "extra": {**whole, "model.layers.7.mlp.gate.weight": torch.zeros(1)},

@@ -13,7 +13,9 @@ from transformers.models.minimax_m2.modeling_minimax_m2 import MiniMaxM2RMSNorm
 from megatron_gspo.mcore.joint_norms import JointNorm, joint_rms_norm
 from tests.support.distributed import run_distributed
 
-EPS, TOKENS, WIDTH = 0.1, 5, 12
+EPS = 0.1
+TOKENS = 5
+WIDTH = 12
 ALONE = SimpleNamespace(size=lambda: 1)
 
 

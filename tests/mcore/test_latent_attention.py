@@ -63,9 +63,11 @@ def compare(rank: int, world_size: int, name: str, layout: ParallelConfig) -> di
     config = tiny_config(kind, num_hidden_layers=2, **changes)
     _, shape = family_of(config.to_dict())
     [chunk] = build_model(shape, layout, model_config(), groups := groups_of(layout))
-    attention, model = chunk.decoder.layers[0].self_attention.double(), reference(config)
+    attention = chunk.decoder.layers[0].self_attention.double()
+    model = reference(config)
     theirs = model.model.layers[0].self_attn
-    parts, part = groups.tp.size(), groups.tp.rank()
+    parts = groups.tp.size()
+    part = groups.tp.rank()
     with torch.no_grad():
         for own, parameter in attention.named_parameters():
             parameter.copy_(local(theirs.get_parameter(NAMES[own]), parameter, part))

@@ -256,7 +256,8 @@ def test_every_keyword_of_ours_exists_in_this_version(make: Callable[[], Any]):
 
 def test_what_megatron_itself_rejects_is_a_config_error_before_anything_is_built():
     given = {"cpu_offloading": True, "cpu_offloading_num_layers": 1}
-    layout, model = parallel(pipeline=2), model_config()
+    layout = parallel(pipeline=2)
+    model = model_config()
     with pytest.raises(
         ConfigError, match="megatron = .*TransformerConfig of megatron-core .* rejects the options"
     ):
@@ -291,7 +292,9 @@ def arrive(rank: int, world_size: int, path: str) -> dict[str, Any]:
         "bucket_size": 1000,
         "log_num_zeros_in_grad": True,
     }
-    model, layout, optimizer = model_config(path), parallel(overlap_grad_reduce=True), adam(1e-3)
+    model = model_config(path)
+    layout = parallel(overlap_grad_reduce=True)
+    optimizer = adam(1e-3)
     groups = groups_of(layout)
     built = []
     for chosen in (given, {}):
@@ -322,8 +325,10 @@ def test_options_arrive_in_megatrons_objects(tmp_path):
 
 def train_with(rank: int, world_size: int, path: str) -> dict[str, Any]:
     """Log-probs and gradient norms of two updates, plain and with options."""
-    layout, samples = parallel(pipeline=2), make_samples(count=4)
-    groups, found = groups_of(layout), {}
+    layout = parallel(pipeline=2)
+    samples = make_samples(count=4)
+    groups = groups_of(layout)
+    found = {}
     for name, dtype, granularity, given in (
         ("plain", "float32", None, {}),
         ("uneven stages", "float32", None, {"num_layers_in_first_pipeline_stage": 1}),

@@ -129,14 +129,17 @@ def test_rows_are_split_under_sequence_parallelism_alone(sequence_parallel):
 
 def test_the_next_micro_batch_is_read_ahead_but_not_that_of_the_next_pass():
     read: list[int] = []
-    batches, model, inputs = counted([batch(i) for i in range(7)], read), chunk(), reader(count=3)
+    batches = counted([batch(i) for i in range(7)], read)
+    model = chunk()
+    inputs = reader(count=3)
     for i in range(6):
         assert inputs.take(batches, model).batch.micro_batch == i
         assert read == list(range(min(i + 2, 3 if i < 3 else 6)))
 
 
 def test_every_chunk_reads_from_its_own_iterator():
-    inputs, chunks = reader(count=2), [chunk(last=False), chunk(first=False)]
+    inputs = reader(count=2)
+    chunks = [chunk(last=False), chunk(first=False)]
     iterators = [iter([batch(0), batch(1)]) for _ in chunks]
     order = [(0, 0), (1, 0), (1, 1), (0, 1)]
     for which, number in order:

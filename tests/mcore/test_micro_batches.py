@@ -48,9 +48,11 @@ def numbered_samples(count: int) -> list[Sample]:
     position.
     """
     g = np.random.default_rng(count)
-    samples, start = [], 1
+    samples = []
+    start = 1
     for i in range(count):
-        prompt, response = int(g.integers(1, 9)), int(g.integers(1, 20))
+        prompt = int(g.integers(1, 9))
+        response = int(g.integers(1, 20))
         samples.append(
             Sample(
                 prompt_index=i,
@@ -77,10 +79,8 @@ def check_layouts(rank: int, world_size: int) -> None:
         )
         limits = {key: value for key, value in options.items() if key != "dispatcher"}
         samples = numbered_samples(count)
-        batch, training = (
-            SampleBatch.of(samples),
-            micro_batches_of(limits["max_tokens"] or 1, limits.get("micro_batch_size")),
-        )
+        batch = SampleBatch.of(samples)
+        training = micro_batches_of(limits["max_tokens"] or 1, limits.get("micro_batch_size"))
         plan = plan_of(batch, training, config, groups)
         mine = {
             i: samples[i] for i in np.flatnonzero(plan.replica_of() == groups.dp.rank()).tolist()

@@ -26,7 +26,8 @@ def test_attention():
         spec = SimpleNamespace(
             submodules=SimpleNamespace(core_attention=None, q_layernorm=None, k_layernorm=None)
         )
-        config, shape = SimpleNamespace(qk_layernorm=norms), dense_shape(query_key_norms=norms)
+        config = SimpleNamespace(qk_layernorm=norms)
+        shape = dense_shape(query_key_norms=norms)
         found = MIXERS["attention"].place(spec, config, shape).submodules
         assert found.core_attention is PackedAttention
         sinks = MIXERS["sink_attention"].place(spec, config, shape).submodules

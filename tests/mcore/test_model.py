@@ -77,7 +77,8 @@ def test_precision():
 
 def test_sent_tensors_are_freed_only_where_the_schedule_waits_for_the_send(monkeypatch):
     settings = model_config(implementation="torch")
-    plain, interleaved = parallel(pipeline=2), parallel(pipeline=2, virtual_pipeline=2)
+    plain = parallel(pipeline=2)
+    interleaved = parallel(pipeline=2, virtual_pipeline=2)
     for cuda, layout, freed in [
         (False, plain, False),
         (True, plain, True),

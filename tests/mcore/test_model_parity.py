@@ -27,7 +27,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A Hugging Face model, its Megatron checkpoint, and a model of the same shape with other
     weights.
     """
-    folder, tokenizer = tmp_path_factory.mktemp("models"), character_tokenizer()
+    folder = tmp_path_factory.mktemp("models")
+    tokenizer = character_tokenizer()
     found = {}
     for name, seed in (("model", 0), ("other", 1)):
         found[name] = Path(

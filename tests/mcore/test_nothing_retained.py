@@ -61,7 +61,8 @@ def left_over(
 
     A first step makes the optimizer's state.
     """
-    layout, found = LAYOUTS[name], []
+    layout = LAYOUTS[name]
+    found = []
     samples = [routed(sample) for sample in make_samples(count=6)]
     replay = ReplayOptions(ROUTES, replay=True, record=True, compare=True, entropy=True)
     for recompute in ("none", "full"):

@@ -28,7 +28,8 @@ CUT = micro_batches_of(64)
 
 def test_host_memory_is_allocated_once_and_handed_out_in_order() -> None:
     host = HostBlocks(block_bytes=8)
-    first, second = host.take(5), host.take(13)
+    first = host.take(5)
+    second = host.take(13)
     assert [piece.numel() for piece in first] == [5] and [piece.numel() for piece in second] == [
         3,
         8,
@@ -46,7 +47,8 @@ def test_host_memory_is_allocated_once_and_handed_out_in_order() -> None:
 def test_views_keep_their_bits_and_storages_their_identity() -> None:
     whole = torch.randn(6, 4)
     whole[0, 0], whole[0, 1], whole[0, 2] = float("nan"), float("inf"), -0.0
-    view, half = whole[1:3].t(), torch.randn(7).to(torch.bfloat16)
+    view = whole[1:3].t()
+    half = torch.randn(7).to(torch.bfloat16)
     expected = [tensor.clone() for tensor in (whole, view, half)]
     memory = DeviceMemory(lambda: (whole, view, half, torch.empty(0)), keeps=True)
     for _ in range(2):
@@ -100,10 +102,13 @@ def train_both(
     rank: int, world_size: int, path: str, layout: ParallelConfig, dtype: str
 ) -> dict[str, Any]:
     """Three updates, with all released before each, and without; and what is held in between."""
-    model, found = model_config(path, dtype=dtype), {}
+    model = model_config(path, dtype=dtype)
+    found = {}
     for name in ("plain", "offloaded"):
         policy = build_policy(model, layout, groups_of(layout), optimizer=adam(lr=1e-2))
-        before, between, results = kinds(policy.memory), [], []
+        before = kinds(policy.memory)
+        between = []
+        results = []
         for step in range(3):
             if name == "offloaded":
                 policy.memory.release()
@@ -161,7 +166,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_training_is_the_same_bits_and_nothing_is_held_in_between(model: str, layout: str) -> None:
     for found in run_distributed(train_both, 2, model, *LAYOUTS[layout], timeout=240):
-        plain, offloaded = found["plain"], found["offloaded"]
+        plain = found["plain"]
+        offloaded = found["offloaded"]
         for one, other in zip(plain["results"], offloaded["results"], strict=True):
             np.testing.assert_equal(one, other)
         assert len(plain["state"]) == len(offloaded["state"]) > 10
@@ -193,7 +199,8 @@ def save_while_released(rank: int, world_size: int, path: str, folder: str) -> d
     train_mini_batch(
         policies[0], SampleBatch.of(make_samples(count=6)), preset("sft"), CUT, temperature=1.0
     )
-    expected, calls = state_of(policies[0]), []
+    expected = state_of(policies[0])
+    calls = []
     for policy in policies:
         policy.memory.release()
         policy.memory.make_room = lambda: calls.append("room")

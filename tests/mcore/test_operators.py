@@ -49,20 +49,23 @@ def assert_same(ours: Tensor, expected: Tensor, inputs: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("shape", [(5, 1, 8), (7, 1, 3, 4)])
 def test_rms_norm(shape):
-    x, weight = draw(*shape), draw(shape[-1], seed=1)
+    x = draw(*shape)
+    weight = draw(shape[-1], seed=1)
     expected = x / (x.pow(2).mean(-1, keepdim=True) + 0.1).sqrt() * weight
     assert_same(rms_norm(x, weight, 0.1), expected, [x, weight])
 
 
 def test_rms_norm_of_low_precision_is_torchs():
-    x, weight = draw(4, 8).bfloat16(), draw(8, seed=1).bfloat16()
+    x = draw(4, 8).bfloat16()
+    weight = draw(8, seed=1).bfloat16()
     assert torch.equal(
         rms_norm(x, weight, 1e-6), torch.nn.functional.rms_norm(x, (8,), weight, 1e-6)
     )
 
 
 def test_rotation_turns_each_pair_by_its_angle():
-    x, angle = draw(6, 3, 8), draw(6, 1, 4, seed=1).detach()
+    x = draw(6, 3, 8)
+    angle = draw(6, 1, 4, seed=1).detach()
     first, second = x.chunk(2, dim=-1)
     expected = torch.cat(
         (first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()), -1
@@ -77,7 +80,8 @@ def test_padding_and_back():
     5.
     """
     x = draw(6, 4)
-    source, place = torch.tensor([0, 1, 1, 2, 3, 4, 5, 5, 5]), torch.tensor([0, 1, 3, 4, 5, 6])
+    source = torch.tensor([0, 1, 1, 2, 3, 4, 5, 5, 5])
+    place = torch.tensor([0, 1, 3, 4, 5, 6])
     slots = pad_rows(x, source, place)
     assert torch.equal(slots, x[source])
     used = torch.zeros(9, 1, dtype=torch.float64).index_fill_(0, place, 1.0)
@@ -88,9 +92,11 @@ def test_padding_and_back():
 
 def test_permutation_and_its_inverse():
     """Rows with two, no, one and three copies."""
-    source, count = torch.tensor([3, 0, 3, 2, 0, 3]), torch.tensor([2, 0, 1, 3])
+    source = torch.tensor([3, 0, 3, 2, 0, 3])
+    count = torch.tensor([2, 0, 1, 3])
     permutation = Permutation.of(source, count)
-    x, y = draw(4, 5), draw(6, 5, seed=1)
+    x = draw(4, 5)
+    y = draw(6, 5, seed=1)
     assert_same(permute(x, permutation), x[source], [x])
     assert_same(unpermute(y, permutation), torch.zeros_like(x).index_add(0, source, y), [y])
 
@@ -116,7 +122,8 @@ def experts_of(
 ) -> list[Tensor]:
     """Rows, probabilities and, expert after expert, the weights up and down, their biases, and
     adapters of ``rank``, in float64."""
-    n, sizes = sum(counts), [(2 * f, h), (h, f)] + [(2 * f,), (h,)] * biases
+    n = sum(counts)
+    sizes = [(2 * f, h), (h, f)] + [(2 * f,), (h,)] * biases
     sizes += [(rank, h), (2 * f, rank), (rank, f), (h, rank)] * (rank > 0)
     scale = [1.0] * (len(sizes) - 4 * (rank > 0)) + [
         0.3
@@ -181,7 +188,8 @@ def test_experts(counts, unit, biases, rank):
 
 
 def test_frozen_weights_get_no_gradient_and_cost_no_product(monkeypatch):
-    counts, made = [4, 0, 5], []
+    counts = [4, 0, 5]
+    made = []
     tensors = experts_of(counts, rank=3)
     weights = weights_of(tensors, counts)
     for weight in (*weights.up, *weights.down):
@@ -212,7 +220,8 @@ def test_tensor_parallel_ranks_add_a_bias_once_and_have_its_whole_gradient():
     )
     expected = experts_one_by_one(tensors, counts, share=0.5)
     assert torch.allclose(half, expected, atol=1e-12, rtol=0)
-    weights, biases = draw(*whole.shape, seed=9).detach(), tensors[-3:]
+    weights = draw(*whole.shape, seed=9).detach()
+    biases = tensors[-3:]
     one, other = (
         torch.autograd.grad((y * weights).sum(), biases, retain_graph=True) for y in (whole, half)
     )
@@ -239,7 +248,8 @@ def test_grouped_products_are_those_of_the_loop(counts, unit, biases, rank):
     expected = results(experts_one_by_one(exact, counts, unit), exact)
     sizes = torch.tensor(counts)
     grouped = GroupedProducts(sizes.cumsum(0, dtype=torch.int32), sizes == 0)
-    looped, weights = LoopedProducts(counts), weights_of(low, counts)
+    looped = LoopedProducts(counts)
+    weights = weights_of(low, counts)
     grouped_found, looped_found = (
         results(
             _GatedExperts.apply(*low[:2], (products, unit, weights.sizes()), *weights.tensors()),

@@ -34,7 +34,8 @@ def train_and_read(rank: int, world_size: int, path: str, folder: str) -> dict[s
     """One step without and with overlap, then the weights in memory, in a checkpoint and in the
     stream.
     """
-    plain, overlapped = policy_with(path, False), policy_with(path, True)
+    plain = policy_with(path, False)
+    overlapped = policy_with(path, True)
     for policy in (plain, overlapped):
         train_mini_batch(
             policy,

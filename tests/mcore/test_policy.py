@@ -26,7 +26,8 @@ def build(rank: int, world_size: int, path: str) -> dict[str, Any]:
     policy = build_policy(
         model_config(path), parallel(), groups, optimizer=optimizer, total_steps=4
     )
-    samples, cut = make_samples(count=4), micro_batches_of(64)
+    samples = make_samples(count=4)
+    cut = micro_batches_of(64)
     rates = [
         train_mini_batch(
             policy, SampleBatch.of(samples), preset("sft"), cut, temperature=1.0

@@ -92,7 +92,8 @@ def values_of(result: StepResult, samples: list[Sample], policy: Policy) -> dict
 
 
 def both_passes(rank: int, world_size: int, path: str, layout: ParallelConfig) -> dict[str, Any]:
-    policy, samples = policy_of(path, layout), make_samples(count=6)
+    policy = policy_of(path, layout)
+    samples = make_samples(count=6)
     before = weights(policy), gradients(policy)
     scored = compute_log_probs(
         policy, SampleBatch.of(samples), CUT, temperature=1.0, with_entropy=True

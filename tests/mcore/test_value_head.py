@@ -29,10 +29,8 @@ def test_it_begins_at_zero():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_values_of_scored_positions(dtype):
-    made, hidden = (
-        head(dtype),
-        torch.randn(5, 4, generator=torch.Generator().manual_seed(0)).to(dtype),
-    )
+    made = head(dtype)
+    hidden = torch.randn(5, 4, generator=torch.Generator().manual_seed(0)).to(dtype)
     with torch.no_grad():
         made.weight.copy_(torch.tensor([[1.0, 2.0, -1.0, 0.5]]))
     scored = ScoredRows.of(torch.tensor([0, 1, 0, 1, 1]))
@@ -48,7 +46,8 @@ def test_values_of_scored_positions(dtype):
 
 
 def test_without_a_scored_position_there_is_a_gradient_of_zero():
-    made, hidden = head(torch.float32), torch.ones(3, 4, requires_grad=True)
+    made = head(torch.float32)
+    hidden = torch.ones(3, 4, requires_grad=True)
     token_values(
         made, hidden, ScoredRows.of(torch.zeros(3)), None, sequence_parallel=False
     ).sum().backward()

@@ -127,15 +127,20 @@ def reference_values(
 
 def naive_loss(values: list[Tensor], samples: list[Sample]) -> tuple[Tensor, dict[str, float]]:
     """Token by token."""
-    total, clipped, mean, tokens = torch.zeros((), dtype=torch.float64), 0, 0.0, 0
+    total = torch.zeros((), dtype=torch.float64)
+    clipped = 0
+    mean = 0.0
+    tokens = 0
     for value, sample in zip(values, samples, strict=True):
         for t in np.flatnonzero(sample.loss_mask):
-            old, wanted = float(sample.values[t]), float(sample.returns[t])
+            old = float(sample.values[t])
+            wanted = float(sample.returns[t])
             plain = (value[t] - wanted) ** 2
             bounded = (torch.clamp(value[t], old - CLIP, old + CLIP) - wanted) ** 2
             clipped += bool(bounded > plain)
             total = total + torch.maximum(plain, bounded) / 2
-            mean, tokens = mean + float(value[t]), tokens + 1
+            mean = mean + float(value[t])
+            tokens = tokens + 1
     metrics = {"critic/clip_fraction": clipped / tokens, "critic/value": mean / tokens}
     return total / tokens, metrics | {"critic/loss": float(total) / tokens}
 

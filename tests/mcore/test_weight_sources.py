@@ -130,10 +130,8 @@ def memory_of_a_stream(
     groups = groups_of(layout)
     family, shape = family_of(read_config(path))
     chunks = build_model(shape, layout, model_config(), groups)
-    largest, peaks = (
-        2 * max(parameter.nbytes for chunk in chunks for parameter in chunk.parameters()),
-        [],
-    )
+    largest = 2 * max(parameter.nbytes for chunk in chunks for parameter in chunk.parameters())
+    peaks = []
     for _ in range(3):
         total = 0
         with LiveStorages() as live:

@@ -8,11 +8,10 @@ from megatron_gspo.models import Family, Rule
 from megatron_gspo.models.families import with_value_head
 from tests.support.model_shapes import dense_shape
 
-FAST, SLOW = (
-    Rule(("fast",), ("a",)),
-    Rule(("slow",), ("b",), applies=lambda shape: shape.attention_bias),
-)
-DENSE, EXPERTS = Rule(("dense",), ("c",)), Rule(("experts",), ("d",))
+FAST = Rule(("fast",), ("a",))
+SLOW = Rule(("slow",), ("b",), applies=lambda shape: shape.attention_bias)
+DENSE = Rule(("dense",), ("c",))
+EXPERTS = Rule(("experts",), ("d",))
 FAMILY = Family(
     "any",
     lambda config: dense_shape(),

@@ -38,7 +38,8 @@ def numbered(*sizes: int, start: int = 0) -> torch.Tensor:
 def test_qkv_rows_lie_group_by_group():
     shape = replace(SHAPE, num_attention_heads=4, num_query_groups=2, head_dim=1)
     query = torch.tensor([[1.0], [2], [3], [4]])
-    key, value = torch.tensor([[10.0], [20]]), torch.tensor([[100.0], [200]])
+    key = torch.tensor([[10.0], [20]])
+    value = torch.tensor([[100.0], [200]])
     merged = merge_qkv((query, key, value), shape)
     assert merged.flatten().tolist() == [1, 2, 10, 100, 3, 4, 20, 200]
 
@@ -97,7 +98,8 @@ def test_shards_of_qkv_are_consecutive_rows_of_the_whole(tensor, groups_per_rank
     the merged whole.
     """
     groups = tensor * groups_per_rank
-    heads, dim = groups * heads_per_group, 2
+    heads = groups * heads_per_group
+    dim = 2
     shape = replace(SHAPE, num_attention_heads=heads, num_query_groups=groups, head_dim=dim)
     parts = [
         numbered(count * dim, 3, start=1000 * i) for i, count in enumerate((heads, groups, groups))

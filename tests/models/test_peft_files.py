@@ -21,7 +21,8 @@ SIZES = {"gate_proj": (5, 4), "up_proj": (5, 4), "down_proj": (4, 5)}  # out, in
 
 
 def adapters(names: tuple[str, ...] = tuple(SIZES)) -> dict[str, Tensor]:
-    g, found = torch.Generator().manual_seed(0), {}
+    g = torch.Generator().manual_seed(0)
+    found = {}
     for name in [f"mlp.experts.{e}.{n}" for e in range(3) for n in names] + ["self_attn.q_proj"]:
         out, inputs = SIZES.get(name.rpartition(".")[2], (6, 4))
         found[f"{LAYER}.{name}.lora_A.weight"] = torch.randn(2, inputs, generator=g)

@@ -45,7 +45,8 @@ def test_the_names_of_a_published_index_are_those_of_its_config(model: str, tmp_
 def test_a_published_config_is_read_as_transformers_reads_it(model: str) -> None:
     config = CONFIGS[model]
     read = CONFIG_MAPPING[config["model_type"]].from_dict(copy.deepcopy(config)).to_dict()
-    ours, theirs = family_of(copy.deepcopy(config))[1], family_of(read)[1]
+    ours = family_of(copy.deepcopy(config))[1]
+    theirs = family_of(read)[1]
     assert ours == theirs
 
 

@@ -34,7 +34,8 @@ def test_frequencies_and_scales_are_those_of_transformers(parameters):
     )
     rotary = rotary_of(config.to_dict(), 64, types=TYPES)
     if parameters["rope_type"] == "default":
-        expected, scale = 1.0 / 50000.0 ** (torch.arange(0, 64, 2).float() / 64), 1.0
+        expected = 1.0 / 50000.0 ** (torch.arange(0, 64, 2).float() / 64)
+        scale = 1.0
     else:
         expected, scale = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
     torch.testing.assert_close(rotary.frequencies(), expected, rtol=1e-6, atol=0)

@@ -24,7 +24,8 @@ def test_names_of_slices():
 
 
 def test_slices_in_any_order_become_whole_tensors():
-    b, c = torch.arange(12.0).view(2, 2, 3), torch.arange(4.0).view(2, 2)
+    b = torch.arange(12.0).view(2, 2, 3)
+    c = torch.arange(4.0).view(2, 2)
     stream = [
         ("b[1]", b[1]),
         ("x", c[0]),

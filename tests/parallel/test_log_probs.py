@@ -15,7 +15,9 @@ from tests.support.distributed import collectives_so_far, run_distributed
 from .calls import call_log_probs
 
 # chunk_bytes: the logits are kept; tiles of a few tokens and rows; the default
-ONE_TILE, MANY_TILES, DEFAULT = 2**30, 2_000, None
+ONE_TILE = 2**30
+MANY_TILES = 2_000
+DEFAULT = None
 
 
 def inputs(tokens, vocabulary, width, *, padded=None, dtype=torch.float32, seed=0, size=1.0):
@@ -95,7 +97,8 @@ def test_matches_log_softmax(chunk_bytes, temperature, padded):
 
 @pytest.mark.parametrize("chunk_bytes", [8 * TILE["cpu"][0] * TILE["cpu"][1], ONE_TILE])
 def test_matches_with_several_full_tiles_of_the_default_size(chunk_bytes):
-    tokens, vocabulary = TILE["cpu"][0] + 200, 4 * TILE["cpu"][1] + 77
+    tokens = TILE["cpu"][0] + 200
+    vocabulary = 4 * TILE["cpu"][1] + 77
     case = inputs(tokens, vocabulary, 8)
     assert_same(ours(*case, chunk_bytes=chunk_bytes), reference(*case))
 
@@ -157,7 +160,8 @@ def test_uniform_logits_at_an_offset(chunk_bytes):
     """All logits 3e4: the entropy is ln V exactly; computed as logsumexp - E[x] it would be off
     by 1e-3.
     """
-    hidden, weight = torch.full((3, 1), 3e4), torch.ones(64, 1)
+    hidden = torch.full((3, 1), 3e4)
+    weight = torch.ones(64, 1)
     log_probs, entropy = call_log_probs(
         hidden, weight, torch.tensor([0, 1, 63]), with_entropy=True, chunk_bytes=chunk_bytes
     )
@@ -265,8 +269,10 @@ def test_peak_memory(tokens, vocabulary):
     def without_gradient():
         return call_log_probs(hidden, weight, labels, with_entropy=True)
 
-    unit, gradients = 4 * tokens * vocabulary, 4 * width * (tokens + vocabulary)
-    trained, scored = peak_bytes(train), peak_bytes(without_gradient)
+    unit = 4 * tokens * vocabulary
+    gradients = 4 * width * (tokens + vocabulary)
+    trained = peak_bytes(train)
+    scored = peak_bytes(without_gradient)
     assert trained >= gradients, "the profiler recorded too little"
     assert trained - gradients <= CHUNK_BYTES["cpu"] and trained <= 0.25 * unit
     assert scored <= 0.1 * unit

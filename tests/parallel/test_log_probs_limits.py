@@ -122,7 +122,8 @@ def test_tiles_keep_to_the_budget():
                 assert chunk * vocabulary <= TILE["cpu"][0] * TILE["cpu"][1]
 
 
-TOKENS, VOCABULARY = 64, 4000
+TOKENS = 64
+VOCABULARY = 4000
 UNIT = 4 * TOKENS * VOCABULARY  # bytes of the logits; the default tile holds all of them
 
 

@@ -30,7 +30,8 @@ MASKS = {  # of TOKENS positions; the ranks' shares of them are equal, unequal, 
 @settings(max_examples=200, deadline=None)
 @given(mask=st.lists(st.booleans(), min_size=12, max_size=12), size=st.sampled_from([1, 2, 3, 4]))
 def test_rows_of_every_rank_against_naive_indexing(mask, size):
-    hidden, mask = torch.arange(1.0, 25.0).view(12, 2), torch.tensor(mask)
+    hidden = torch.arange(1.0, 25.0).view(12, 2)
+    mask = torch.tensor(mask)
     ranks = [ScoredRows.of(mask, rank, size) for rank in range(size)]
     shares = hidden.chunk(size)
     gathered = torch.cat(
@@ -72,11 +73,13 @@ def expected_of(case, mask, **options):
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 def test_scored_positions_have_their_log_probs_and_the_others_nothing(name, chunk_bytes, dtype):
-    case, mask = inputs(TOKENS, 101, 12, padded=128), MASKS[name]
+    case = inputs(TOKENS, 101, 12, padded=128)
+    mask = MASKS[name]
     options = {"temperature": 0.6, "vocab_size": 101}
     hidden, weight, labels, *grads = case
     elsewhere = mask == 0
-    hidden, labels = hidden.clone(), labels.clone().to(dtype)
+    hidden = hidden.clone()
+    labels = labels.clone().to(dtype)
     hidden[elsewhere], labels[elsewhere] = torch.nan, 1000  # never read
     actual = ours(
         hidden,
@@ -95,7 +98,8 @@ def test_scored_positions_have_their_log_probs_and_the_others_nothing(name, chun
 
 def test_a_frozen_weight_and_a_pass_without_gradient():
     hidden, weight, labels, grad, _ = inputs(TOKENS, 60, 8)
-    mask, rows = MASKS["scattered"], ScoredRows.of(MASKS["scattered"])
+    mask = MASKS["scattered"]
+    rows = ScoredRows.of(MASKS["scattered"])
     live = hidden.clone().requires_grad_()
     log_probs, _ = call_log_probs(live, weight, labels, scored=rows)
     (log_probs * grad).sum().backward()
@@ -109,7 +113,8 @@ def test_products_and_saved_rows_are_those_of_the_scored_positions():
     """A quarter of the positions: a quarter of the work and of the memory that waits for the
     backward.
     """
-    work, saved = [], []
+    work = []
+    saved = []
     for scored in (None, ScoredRows.of(torch.arange(64) % 4 == 1)):
         hidden, weight, labels, *_ = inputs(64, 60, 8)
         kept = []
@@ -135,7 +140,8 @@ def _on_shards(rank, world_size):
     """Every mask, on all ranks of one group; the bytes that went through its all-gathers of
     hidden states.
     """
-    group, cases = dist.group.WORLD, 0
+    group = dist.group.WORLD
+    cases = 0
     for (name, mask), sequence_parallel in itertools.product(MASKS.items(), (False, True)):
         for dtype, values, grads in ((torch.float32, 1e-5, 1e-5), (torch.bfloat16, 2e-5, 2**-8)):
             case = inputs(TOKENS, 85, 12, padded=120, dtype=dtype)

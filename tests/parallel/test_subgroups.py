@@ -31,7 +31,9 @@ from tests.support.distributed import run_distributed
 
 def _in_pairs(rank, world_size):
     pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    mine, first, second = pairs[rank % 2], rank % 2, rank % 2 + 2
+    mine = pairs[rank % 2]
+    first = rank % 2
+    second = rank % 2 + 2
     assert (group_size(mine), group_rank(mine)) == (2, rank // 2)
     x = torch.full((2, 1), float(rank))
     assert gather_rows(x, mine).squeeze(1).tolist() == [first, first, second, second]

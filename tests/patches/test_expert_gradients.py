@@ -29,7 +29,8 @@ def grad_norms(rank: int, world_size: int, path: str) -> dict[str, float]:
     def as_grouped(model: Any, config: Any) -> int:
         for name, parameter in model.named_parameters():
             if ".experts." in name:
-                parameter.allreduce, parameter.tensor_model_parallel = False, False
+                parameter.allreduce = False
+                parameter.tensor_model_parallel = False
         return 0
 
     def then_patched(model: Any, config: Any) -> int:

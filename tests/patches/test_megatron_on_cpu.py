@@ -107,7 +107,8 @@ def test_transformer_engine_is_not_imported_without_a_gpu(tmp_path, patched):
 
 
 def test_the_router_runs_without_transformer_engine(monkeypatch):
-    hidden, weight = torch.randn(3, 4, requires_grad=True), torch.randn(2, 4, requires_grad=True)
+    hidden = torch.randn(3, 4, requires_grad=True)
+    weight = torch.randn(2, 4, requires_grad=True)
     if MCORE < (0, 17):
         monkeypatch.delattr(moe_utils, "te_general_gemm")
         with pytest.raises(NameError, match="te_general_gemm"):

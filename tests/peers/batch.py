@@ -65,7 +65,8 @@ def make_batch(
     `drift`: standard deviation of the log-ratios, of the sequences' means and of the tokens.
     """
     g = torch.Generator().manual_seed(seed)
-    count, width = len(lengths), max(lengths)
+    count = len(lengths)
+    width = max(lengths)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=g, dtype=torch.float64)
@@ -90,7 +91,9 @@ def ours(
     objective: Objective, batch: Padded, *, micro_batch: int | None = None, with_ref: bool = False
 ) -> Result:
     """Our loss of the whole mini-batch, summed over micro-batches of `micro_batch` rows."""
-    losses, gradients, summed = [], [], {}
+    losses = []
+    gradients = []
+    summed = {}
     for cut in cuts(batch, micro_batch or len(batch)):
         part = batch.rows(cut)
         leaf = part.log_probs.clone().requires_grad_()

@@ -73,10 +73,8 @@ def prime_rl(batch: Padded, *, low: float = 0.2, high: float = 0.2, kl_tau: floa
     def losses(log_probs: Tensor) -> TokenLosses:
         def loss(i: int, t: int) -> Tensor:
             d = log_probs[i, t] - batch.old_log_probs[i, t]
-            moved, a = (
-                batch.log_probs[i, t].exp() - batch.old_log_probs[i, t].exp(),
-                batch.advantages[i],
-            )
+            moved = batch.log_probs[i, t].exp() - batch.old_log_probs[i, t].exp()
+            a = batch.advantages[i]
             leaves = moved > high if a > 0 else moved < -low
             return kl_tau * d**2 - (0 if leaves else 1) * a * d.exp()
 
@@ -89,17 +87,16 @@ def test_prime_rls_default_has_the_gradient_of_dppo_with_the_log_ratio_penalty()
     """Its term is A times the ratio, ours sg[ratio] A log_prob: other values, one gradient."""
     batch = make_batch(drift=0.5)
     objective = preset("dppo_tv", divergence_threshold=0.2, max_weight=FAR, log_ratio_coef=1e-3)
-    theirs, our = prime_rl(batch), ours(objective, batch)
+    theirs = prime_rl(batch)
+    our = ours(objective, batch)
     assert 0 < our.metrics["clip_fraction/tokens"] < 1 and our.metrics["loss/log_ratio"] > 0
     assert_same(replace(theirs, loss=our.loss), our)
     counted = 0.0  # the value that ours has with log_prob + 1 - log_prob for log_prob
     for i in range(len(batch)):
         for t in trained(batch, i):
-            p, q, a = (
-                float(batch.log_probs[i, t]),
-                float(batch.old_log_probs[i, t]),
-                float(batch.advantages[i]),
-            )
+            p = float(batch.log_probs[i, t])
+            q = float(batch.old_log_probs[i, t])
+            a = float(batch.advantages[i])
             if (math.exp(p) - math.exp(q)) * math.copysign(1, a) <= 0.2:
                 counted += a * math.exp(p - q) * (1 - p) / batch.num_tokens
     assert theirs.loss == pytest.approx(our.loss - counted, rel=1e-12) and abs(counted) > 0.01
@@ -143,7 +140,8 @@ def slime(
     """--advantage-estimator, --eps-clip and --eps-clip-high, --use-opsm; `weights` [B, R] of a
     TIS function.
     """
-    low, high = 1 - eps[0], 1 + eps[1]
+    low = 1 - eps[0]
+    high = 1 + eps[1]
 
     def losses(log_probs: Tensor) -> TokenLosses:
         difference = batch.old_log_probs - log_probs
@@ -157,7 +155,8 @@ def slime(
         ]
 
         def loss(i: int, t: int) -> Tensor:
-            a, old = batch.advantages[i], batch.old_log_probs[i, t]
+            a = batch.advantages[i]
+            old = batch.old_log_probs[i, t]
             ratio = torch.exp(-mean_kl[i] if estimator == "gspo" else log_probs[i, t] - old)
             if estimator == "cispo":
                 found = -ratio.detach().clamp(low, high) * a * log_probs[i, t]
@@ -236,7 +235,8 @@ def slime_kl(batch: Padded, *, unbiased: bool, cast: bool, limit: float | None =
 
     def losses(log_probs: Tensor) -> TokenLosses:
         def loss(i: int, t: int) -> Tensor:
-            p, ref = log_probs[i, t], batch.ref_log_probs[i, t]
+            p = log_probs[i, t]
+            ref = batch.ref_log_probs[i, t]
             d = ref.float() - p.float() if cast else ref - p
             kl = d.exp() - 1 - d
             if unbiased:
@@ -269,7 +269,8 @@ def test_slimes_kl_but_for_its_cast_to_float32(unbiased: bool) -> None:
 def test_slimes_low_var_kl_is_cut_at_10() -> None:
     batch = make_batch(drift=0.2)
     batch.ref_log_probs[0, 0] = batch.log_probs[0, 0] + 4  # e^4 - 5 = 49.6
-    whole, cut = our_kl(batch), slime_kl(batch, unbiased=False, cast=False, limit=10)
+    whole = our_kl(batch)
+    cut = slime_kl(batch, unbiased=False, cast=False, limit=10)
     assert whole.loss - cut.loss == pytest.approx(0.04 * (math.exp(4) - 5 - 10) / 8, rel=1e-9)
     assert cut.gradient[0, 0] == 0 != whole.gradient[0, 0]
 

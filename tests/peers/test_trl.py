@@ -101,7 +101,8 @@ def run(trainer: trl.GRPOTrainer, batch: Padded, num_items: int | None = None) -
     """Loss and gradient summed over the micro-batches, which is what TRL's optimizer steps on."""
     size = trainer.args.per_device_train_batch_size
     trainer.current_gradient_accumulation_steps = len(batch) // size  # Trainer.train sets this
-    losses, gradients = [], []
+    losses = []
+    gradients = []
     for cut in cuts(batch, size):
         part = batch.rows(cut)
         trainer.fed = part.log_probs.clone().requires_grad_()
@@ -177,7 +178,8 @@ def test_clip_fractions_are_equal(make: Make) -> None:
     }.items():
         objective, loss_type, drift = PAIRS[pair]
         batch = make_batch(drift=drift)
-        theirs, our = run(make(**settings(objective, loss_type)), batch), ours(objective, batch)
+        theirs = run(make(**settings(objective, loss_type)), batch)
+        our = ours(objective, batch)
         for trl_name, our_name in names.items():
             value = our.metrics[f"clip_fraction/{our_name}"]
             assert (
@@ -295,7 +297,9 @@ def corrected(
         **{f"vllm_importance_sampling_{name}": value for name, value in options.items()},
     )
     trainer.use_vllm = True  # only after the constructor, which would start one
-    trainer.rollout, trainer.tool_mask, trainer.fed = rollout, batch.mask, batch.old_log_probs
+    trainer.rollout = rollout
+    trainer.tool_mask = batch.mask
+    trainer.fed = batch.old_log_probs
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)  # of the tensor that it makes of the engine's log-probs
     try:
@@ -331,7 +335,8 @@ def test_token_corrections_are_equal(make: Make, mode: str) -> None:
         kept = token_rejection_mask(*flat, lower=0.5, upper=2.0)
         assert 0 < kept.sum() < batch.num_tokens
         weights = token_importance_weights(*flat, threshold=2.0) * kept
-    weights, trained = weights.view_as(batch.mask), batch.mask > 0
+    weights = weights.view_as(batch.mask)
+    trained = batch.mask > 0
     torch.testing.assert_close(ratio[trained], weights[trained], rtol=1e-12, atol=0)
     our = ours(preset("grpo"), replace(batch, advantages=advantages[:, None] * weights))
     assert_same(theirs, our)
@@ -380,10 +385,8 @@ def test_the_kl_is_multiplied_by_the_ratio_by_default(make: Make) -> None:
     """arXiv:2512.02556; GRPO's own KL term (arXiv:2402.03300, eq. 3) has no ratio before it."""
     objective = replace(preset("grpo"), kl_loss_coef=0.04)
     batch = make_batch(drift=0.2)
-    theirs, our = (
-        run(make(**settings(objective, "grpo")), batch),
-        ours(objective, batch, with_ref=True),
-    )
+    theirs = run(make(**settings(objective, "grpo")), batch)
+    our = ours(objective, batch, with_ref=True)
     difference = 0.0
     for row in range(len(batch)):
         trained = [t for t in range(LENGTH) if batch.mask[row, t]]
@@ -409,7 +412,8 @@ def test_a_sequence_ratio_with_a_token_mean_weighs_sequences_by_their_tokens(
 
 def test_bnpo_depends_on_the_micro_batch(make: Make) -> None:
     """The token mean of each micro-batch, all of the same weight, is not the token mean."""
-    objective, batch = preset("dapo"), make_batch(drift=0.2)
+    objective = preset("dapo")
+    batch = make_batch(drift=0.2)
     token_mean = ours(objective, batch)
     whole, by_two = (run(make(micro_batch=n, **settings(objective, "bnpo")), batch) for n in (8, 2))
     assert_same(whole, token_mean)
@@ -422,13 +426,12 @@ def test_dapo_divides_by_the_mean_tokens_of_the_generation_batch(make: Make) -> 
     """With two optimizer steps a generation batch, a step of long responses weighs more than
     one of short ones.
     """
-    objective, batch = preset("dapo"), make_batch(drift=0.2)
+    objective = preset("dapo")
+    batch = make_batch(drift=0.2)
     of_other_step = 3 * batch.num_tokens
     trainer = make(**settings(objective, "dapo"), steps_per_generation=2)
-    theirs, our = (
-        run(trainer, batch, num_items=batch.num_tokens + of_other_step),
-        ours(objective, batch),
-    )
+    theirs = run(trainer, batch, num_items=batch.num_tokens + of_other_step)
+    our = ours(objective, batch)
     assert theirs.loss == pytest.approx(our.loss / 2, rel=1e-12)
     torch.testing.assert_close(theirs.gradient, our.gradient / 2, rtol=1e-12, atol=0)
 
@@ -441,7 +444,8 @@ def test_a_masked_response_still_counts_in_the_mean(make: Make, pair: str) -> No
     objective, loss_type, drift = PAIRS[pair]
     batch = make_batch(drift=drift)
     batch.mask[4] = 0
-    theirs, our = run(make(**settings(objective, loss_type)), batch), ours(objective, batch)
+    theirs = run(make(**settings(objective, loss_type)), batch)
+    our = ours(objective, batch)
     assert theirs.loss == pytest.approx(our.loss * 7 / 8, rel=1e-12)
     torch.testing.assert_close(theirs.gradient, our.gradient * 7 / 8, rtol=1e-12, atol=0)
 
@@ -452,7 +456,8 @@ def test_an_overflowing_ratio_gives_nan_there_and_no_gradient_here(make: Make) -
     """
     batch = make_batch(drift=0.2, dtype=torch.float32)
     batch.log_probs[0, 0], batch.old_log_probs[0, 0] = -1.0, -101.0
-    theirs, our = run(make(**settings(preset("grpo"), "grpo")), batch), ours(preset("grpo"), batch)
+    theirs = run(make(**settings(preset("grpo"), "grpo")), batch)
+    our = ours(preset("grpo"), batch)
     assert theirs.loss == pytest.approx(our.loss, rel=1e-6)
     assert math.isnan(theirs.gradient[0, 0])
     assert our.gradient[0, 0] == 0 and torch.isfinite(our.gradient).all()

@@ -31,7 +31,9 @@ core_algos = pytest.importorskip(
 )
 from verl.workers.config import ActorConfig  # noqa: E402
 
-SEQUENCE_MEAN, TOKEN_MEAN, CONSTANT = "seq-mean-token-mean", "token-mean", "seq-mean-token-sum-norm"
+SEQUENCE_MEAN = "seq-mean-token-mean"
+TOKEN_MEAN = "token-mean"
+CONSTANT = "seq-mean-token-sum-norm"
 FAR = 1e9  # a dual clip that no ratio reaches: verl can't turn it off
 # So that the published clip binds for some and not for others.
 DRIFT = {"gspo": 6e-4, "vanilla": 0.2}
@@ -62,7 +64,9 @@ def verl(
         global_batch_info=global_batch_info or {},
         **settings,
     )
-    losses, gradients, metrics = [], [], {}
+    losses = []
+    gradients = []
+    metrics = {}
     for cut in cuts(batch, micro_batch or len(batch)):
         part = batch.rows(cut)
         leaf = part.log_probs.clone().requires_grad_()
@@ -287,10 +291,8 @@ def test_gspo_stops_a_log_ratio_at_10_and_ours_at_20() -> None:
     Past its limit either has a constant value and no gradient.
     """
     batch = one_response(15.0, -1.0)
-    theirs, our = (
-        verl("gspo", batch, mode=SEQUENCE_MEAN, clip=(3e-4, 4e-4)),
-        ours(preset("gspo"), batch),
-    )
+    theirs = verl("gspo", batch, mode=SEQUENCE_MEAN, clip=(3e-4, 4e-4))
+    our = ours(preset("gspo"), batch)
     assert theirs.loss == pytest.approx(math.exp(10)) and not theirs.gradient.any()
     assert our.loss == pytest.approx(math.exp(15)) and our.gradient.sum().item() == pytest.approx(
         math.exp(15)
@@ -368,7 +370,8 @@ def test_equal_rewards_get_rounding_errors_there_and_zero_here() -> None:
     """In float32 the mean of eight 0.9 is not 0.9, and 1e-6 doesn't hide it: all eight get the
     same push.
     """
-    equal, groups = torch.full((8,), 0.9), torch.zeros(8, dtype=torch.long)
+    equal = torch.full((8,), 0.9)
+    groups = torch.zeros(8, dtype=torch.long)
     assert verl_advantages(equal.clone(), groups).abs().min() > 0.05
     assert (group_advantages(equal, groups) == 0).all()
 
@@ -405,10 +408,8 @@ def test_kl_in_the_loss_is_equal() -> None:
 
 
 def test_k3_is_cut_at_10_there_and_grows_here() -> None:
-    log_probs, ref = (
-        torch.tensor([-5.0], dtype=torch.float64),
-        torch.tensor([-1.0], dtype=torch.float64),
-    )
+    log_probs = torch.tensor([-5.0], dtype=torch.float64)
+    ref = torch.tensor([-1.0], dtype=torch.float64)
     assert core_algos.kl_penalty(log_probs, ref, "k3").item() == 10
     assert kl_penalty(log_probs, ref, "k3").item() == pytest.approx(math.exp(4) - 5)
 

@@ -66,7 +66,8 @@ def test_order_does_not_matter(objective, batch, data):
     number = torch.tensor(data.draw(st.permutations(range(batch.num_segments))))
     moved = batch.take(order)
     moved = Batch(**{**vars(moved), "segment_ids": number[moved.segment_ids]})
-    got, expected = evaluate(objective, moved), evaluate(objective, batch)
+    got = evaluate(objective, moved)
+    expected = evaluate(objective, batch)
     assert_same(got, _reordered(expected, order))
 
 
@@ -103,7 +104,8 @@ def test_what_is_masked_is_never_read(objective, batch, shift):
     """Bit for bit the same with other NaN, infinity and numbers under the mask, and with
     another mask value.
     """
-    expected, other = evaluate(objective, batch), poisoned(batch, shift=shift)
+    expected = evaluate(objective, batch)
+    other = poisoned(batch, shift=shift)
     got = evaluate(objective, Batch(**{**vars(other), "loss_mask": 3.0 * other.loss_mask}))
     assert got.loss == expected.loss and got.metrics == expected.metrics
     assert torch.equal(got.grad, expected.grad) and torch.equal(
@@ -165,7 +167,8 @@ def test_weights_of_all_tokens_add_up_to_one(name, batch):
 def test_loss_scales_with_the_advantages(objective, batch, factor):
     """A power of two is exact; whether a token is clipped depends on the sign alone."""
     scaled = Batch(**{**vars(batch), "advantages": factor * batch.advantages})
-    got, plain = evaluate(objective, scaled).metrics, evaluate(objective, batch).metrics
+    got = evaluate(objective, scaled).metrics
+    plain = evaluate(objective, batch).metrics
     assert got.pop("loss/policy") == factor * plain.pop("loss/policy")
     assert got == plain
 
@@ -176,7 +179,8 @@ def test_fractions_stay_fractions(objective, batch):
     for key, value in final.items():
         if key.startswith("clip_fraction") or key in ("log_ratio_clamped", "effective_sample_size"):
             assert -1e-12 <= value <= 1 + 1e-12, key
-    lower, upper = final["clip_fraction/lower"], final["clip_fraction/upper"]
+    lower = final["clip_fraction/lower"]
+    upper = final["clip_fraction/upper"]
     assert final["clip_fraction/tokens"] == pytest.approx(lower + upper)
     if "ratio_max" in final:
         assert final["ratio_min"] <= final["ratio/mean"] * (1 + 1e-12)
@@ -201,7 +205,8 @@ def test_importance_weights_over_any_split(batch, cap, data):
             part.log_probs, part.old_log_probs, segments, threshold=cap
         )
 
-    whole, brought = weights(batch), []
+    whole = weights(batch)
+    brought = []
     shards = [(owner == rank).nonzero().flatten() for rank in (0, 1)]
     for held in shards:
         weights(batch.take(held), lambda x: brought.append(x) or x)

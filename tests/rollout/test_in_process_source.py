@@ -21,7 +21,8 @@ from tests.support.scripted_servers import (
 
 
 def in_process_shares(rank: int, world: int, shared: bool) -> tuple[list, list, dict, dict, str]:
-    engine, asked = ScriptedEngine(scripted_response), []
+    engine = ScriptedEngine(scripted_response)
+    asked = []
     generate = engine.generate
     engine.generate = lambda prompts, *rest, **more: (
         asked.extend(p.index for p in prompts) or generate(prompts, *rest, **more)
@@ -45,10 +46,8 @@ def in_process_shares(rank: int, world: int, shared: bool) -> tuple[list, list, 
 
 
 def test_ranks_share_the_prompts_or_generate_all():
-    shared, alone = (
-        run_distributed(in_process_shares, 2, True),
-        run_distributed(in_process_shares, 2, False),
-    )
+    shared = run_distributed(in_process_shares, 2, True)
+    alone = run_distributed(in_process_shares, 2, False)
     assert sorted(shared[0][0] + shared[1][0]) == [0, 1, 2, 3, 4]
     assert alone[0][0] == alone[1][0] == [0, 1, 2, 3, 4]
     assert shared[0][1:] == shared[1][1:] == alone[0][1:] == alone[1][1:]
@@ -56,7 +55,8 @@ def test_ranks_share_the_prompts_or_generate_all():
 
 
 def test_a_collect_generates_requests_of_one_seed_together():
-    engine, calls = ScriptedEngine(scripted_response), []
+    engine = ScriptedEngine(scripted_response)
+    calls = []
     generate = engine.generate
     engine.generate = lambda prompts, sampling, *, seed: (
         calls.append(([p.index for p in prompts], seed)) or generate(prompts, sampling, seed=seed)

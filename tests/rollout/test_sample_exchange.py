@@ -58,7 +58,8 @@ def spread_over_ranks(rank, world_size):
     group = dist.group.WORLD
     reference = reference_model(moe_config())
     engine = loaded_engine(moe_config(), checkpoint(reference), return_routed_experts=True)
-    questions, sampling = prompts(7), SamplingParams(3, 12)
+    questions = prompts(7)
+    sampling = SamplingParams(3, 12)
     expected = engine.generate(questions, sampling, seed=3)
     spread = all_samples(generate_on_ranks(engine, questions, sampling, seed=3, group=group))
     assert len(spread) == len(expected) == 21
@@ -128,7 +129,8 @@ def moved(rank, world, layout, stages):
                 rank, groups, everything, replica, holders, stages[dist.get_rank(groups["pp"])]
             )
     sample_exchange.BUCKET_BYTES = 1
-    firsts, homes = mesh.mesh[0, :, 0, 0].tolist(), np.arange(len(everything)) % layout["dp"]
+    firsts = mesh.mesh[0, :, 0, 0].tolist()
+    homes = np.arange(len(everything)) % layout["dp"]
     passes_on = max(layout["pp"], layout["cp"], layout["tp"]) == world  # over the same group
     move(
         rank,
@@ -294,7 +296,8 @@ def stage_bytes(rank: int, world: int) -> int:
 
 def test_a_pipeline_stage_holds_what_it_reads():
     routes_and_mask = 904 * 2 * 8 + 900
-    tokens, floats = 8 * 905, 4 * 900
+    tokens = 8 * 905
+    floats = 4 * 900
     found = run_distributed(stage_bytes, 3)
     assert found == [
         routes_and_mask + tokens,

@@ -228,7 +228,8 @@ def colocated(rank: int, world: int) -> list[str]:
 
 
 def test_servers_on_the_trainers_gpus_release_their_memory_with_the_weights():
-    update, pause = ["pause", "interrupt"], ["release"]
+    update = ["pause", "interrupt"]
+    pause = ["release"]
     again = [*update, *pause]
     expected = [
         *update,

@@ -60,7 +60,8 @@ class Rank:
             health_interval=60.0,
             **given,
         )
-        self.rank, self.version = dist.get_rank(), 0
+        self.rank = dist.get_rank()
+        self.version = 0
         self.lines: list[str] = []
         sends = self.rank == 0 or any(self.rank in senders_of(source) for source in sources)
         transport = make_transport(config, SGLangAPI()) if sends else None
@@ -173,10 +174,8 @@ def by_handles(number: int, world: int, servers: list[tuple[str, int]]) -> Any:
             WeightSource(3, servers=(second,)),
         ]
     )
-    rank, store = (
-        Rank([first, second], "ipc", "", sources),
-        dist.distributed_c10d._get_default_store(),
-    )
+    rank = Rank([first, second], "ipc", "", sources)
+    store = dist.distributed_c10d._get_default_store()
 
     def meet(at: int) -> None:
         if at == COUNT // 2:

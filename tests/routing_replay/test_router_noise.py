@@ -44,7 +44,8 @@ def test_each_number_is_that_of_a_naive_loop():
 
 
 def test_a_token_has_the_same_noise_in_any_packing():
-    segments, positions = torch.tensor([0, 0, 1, 1, 1, 2]), torch.tensor([0, 1, 0, 1, 2, 0])
+    segments = torch.tensor([0, 0, 1, 1, 1, 2])
+    positions = torch.tensor([0, 1, 0, 1, 2, 0])
     whole = gaussian_noise(token_seeds(5, SEQUENCES, segments, positions), 0, 8)
     order = torch.tensor([4, 0, 5])
     part = gaussian_noise(

@@ -221,7 +221,8 @@ def test_the_ids_of_a_missing_route_do_not_matter():
     ],
 )
 def test_a_fault_names_the_sample_what_was_found_and_the_fix(sample, message):
-    sample.prompt_index, sample.sample_index = 31, 4
+    sample.prompt_index = 31
+    sample.sample_index = 4
     with pytest.raises(RouteError) as error:
         check_routes([good(), sample], SHAPE)
     assert str(error.value).startswith("sample 31/4: ") and message in str(error.value)

@@ -75,7 +75,7 @@ ADAPTERS = (
     SeededBug(
         name="a checkpoint of another base's adapters is loaded",
         file="megatron_gspo/mcore/checkpoint/checkpoint_files.py",
-        before="if found == base:",
+        before="if stored_base == base:",
         after="if bool(found) == bool(base):",
         test="tests/mcore/lora/test_attach.py::test_other_checkpoints_are_refused[each]",
     ),

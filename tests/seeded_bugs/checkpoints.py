@@ -22,8 +22,8 @@ CHECKPOINTS = (
     SeededBug(
         name="a resumed run reads its prompts from the beginning",
         file="megatron_gspo/loop/checkpoints.py",
-        before="**_with_callbacks(load_checkpoint(policy, found))",
-        after="**{**_with_callbacks(load_checkpoint(policy, found)), 'cursor': 0}",
+        before="**_with_callbacks(load_checkpoint(policy, checkpoint))",
+        after="**{**_with_callbacks(load_checkpoint(policy, checkpoint)), 'cursor': 0}",
         test="tests/train/test_run.py::test_a_resumed_run_ends_the_same",
     ),
     SeededBug(
@@ -71,7 +71,7 @@ CHECKPOINTS = (
     SeededBug(
         name="a shard that no rank wrote is not missed",
         file="megatron_gspo/mcore/checkpoint/metadata_file.py",
-        before="len(wholes) > 1 or stored != math.prod(found[0].whole)",
+        before="len(wholes) > 1 or stored != math.prod(tensor_parts[0].whole)",
         after="len(wholes) > 1",
         test="tests/mcore/checkpoint/test_metadata_file.py::test_a_shard_that_is_missing_or_written_twice_is_refused",
     ),

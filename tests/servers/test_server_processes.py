@@ -65,7 +65,8 @@ def test_a_stop_leaves_no_process(started):
 
 
 def test_a_server_that_ends_is_started_again_at_its_url_and_its_children_are_gone(started):
-    url, old = started.urls[0], group_of(started.urls[0])
+    url = started.urls[0]
+    old = group_of(started.urls[0])
     os.kill(server_of(url).pid, signal.SIGKILL)
     assert wait_for(started.poll).died == [url]
     assert wait_for(started.poll).restarted == [url]

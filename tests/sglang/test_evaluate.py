@@ -25,7 +25,8 @@ from tests.support.evaluated_steps import evaluate_on_own_servers
 from tests.support.harness_environment import harness_python
 
 LENGTH = 6
-SOLVED, OTHERS = 7, 5
+SOLVED = 7
+OTHERS = 5
 
 
 @pytest.fixture(scope="module")

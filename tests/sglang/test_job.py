@@ -18,7 +18,9 @@ from tests.support.training_runs import WORD, base_config, records
 def test_one_node_trains_and_one_serves(sglang_python, tmp_path):
     if reason := why_not():
         pytest.skip(f"a job with servers on a node of their own was not tested: {reason}")
-    model, run_dir, file = tmp_path / "model", tmp_path / "run", tmp_path / "run.yaml"
+    model = tmp_path / "model"
+    run_dir = tmp_path / "run"
+    file = tmp_path / "run.yaml"
     write_tiny_model(
         model, TinyModel(hidden=32, layers=2, experts=4, expert_width=16), words=[WORD]
     )

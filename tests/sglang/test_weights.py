@@ -264,7 +264,8 @@ def test_a_request_under_way_is_answered_with_what_it_has(
     client: Client, weights: list[Weights], sglang_url: str
 ) -> None:
     """When to strike is found by trying: too early it has no token, too late it is done."""
-    server, delay = client.server(sglang_url), 0.2
+    server = client.server(sglang_url)
+    delay = 0.2
     body = {
         "input_ids": PROMPT[:100],
         "sampling_params": {"max_new_tokens": 350, "ignore_eos": True},
@@ -292,7 +293,8 @@ def test_a_request_under_way_is_answered_with_what_it_has(
             == {}
         )
         answer = client.loop.run(end(task))
-        meta, drawn = answer["meta_info"], len(answer["output_ids"])
+        meta = answer["meta_info"]
+        drawn = len(answer["output_ids"])
         assert drawn == len(meta["output_token_logprobs"])
         assert meta["finish_reason"]["type"] == ("length" if drawn == 350 else "abort")
         assert not drawn or meta["weight_version"] == f"f:{number}"

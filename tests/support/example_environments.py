@@ -15,7 +15,9 @@ class Countdown:
     """
 
     def __init__(self, turns: int, log: str | None) -> None:
-        self.turns, self.taken, self.log = turns, 0, log
+        self.turns = turns
+        self.taken = 0
+        self.log = log
 
     def step(self, response: str) -> Turn:
         self.taken += 1

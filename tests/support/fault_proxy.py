@@ -175,7 +175,8 @@ class FaultProxy(ThreadedServer):
         self, upstream: str, *, generate: str = "/generate", changes: Changes = CHANGES
     ) -> None:
         super().__init__()
-        self.generate, self.changes = generate, changes
+        self.generate = generate
+        self.changes = changes
         self.upstream = upstream
         self.requests: list[str] = []
         self._faults: list[Fault] = []

@@ -82,7 +82,8 @@ def _agrees_by_version(sample: Sample, models: dict[int, torch.nn.Module]) -> bo
     """Whether there was something to check: what each version has fed and drawn is what that
     model gives.
     """
-    plain, versions = bare(sample), sample.token_versions
+    plain = bare(sample)
+    versions = sample.token_versions
     if any(
         smallest_margin(models[version], sample.tokens) < TIE for version in set(versions.tolist())
     ):

@@ -66,7 +66,8 @@ def _reference(path: str) -> torch.nn.Module:
 
 def shifted_above(sample: Sample, everyone: list[Sample]) -> np.ndarray:
     """Shifted in the upper half of the layers alone."""
-    routes, layers = sample.routed_experts.copy(), sample.routed_experts.shape[1]
+    routes = sample.routed_experts.copy()
+    layers = sample.routed_experts.shape[1]
     routes[:, layers // 2 :] = shifted(sample, everyone)[:, layers // 2 :]
     return routes
 
@@ -111,7 +112,9 @@ def outcomes(
 
 def outcome(run: Components, batch: SampleBatch) -> str:
     """The error of the pass for old log-probs, or ""."""
-    config, policy, groups = run.config, run.policy, run.policy.groups
+    config = run.config
+    policy = run.policy
+    groups = run.policy.groups
     plan = plan_step(
         batch.lengths, None, config, packing_rules(config.training, policy.config, groups), 0
     )

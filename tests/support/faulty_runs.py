@@ -73,7 +73,9 @@ class TrainingRun:
         rollout: Mapping[str, Any] | None = None,
         processes: int = 1,
     ) -> None:
-        self.kind, self.run_dir, self.gate = kind, run_dir, run_dir.with_suffix(".gate")
+        self.kind = kind
+        self.run_dir = run_dir
+        self.gate = run_dir.with_suffix(".gate")
         self.log = run_dir.with_name(f"{run_dir.name}.{time.monotonic_ns()}.log")
         sections = {
             "rollout": {"engine": kind.engine, **LONG, **(rollout or {})},

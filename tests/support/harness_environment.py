@@ -20,7 +20,8 @@ def harness_python() -> str:
     Raises:
         subprocess.CalledProcessError: pip could not install.
     """
-    python, stamp = FOLDER / "bin" / "python", FOLDER / ".installed"
+    python = FOLDER / "bin" / "python"
+    stamp = FOLDER / ".installed"
     if not stamp.is_file() or stamp.read_text() != PINS.read_text():
         print(f"making {FOLDER}", file=sys.stderr, flush=True)
         subprocess.run(

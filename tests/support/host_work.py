@@ -29,7 +29,8 @@ def long_sample(tokens: int) -> Any:
 
     from megatron_gspo.data.sample import Sample
 
-    draws, prompt = np.random.default_rng(0), tokens // 4
+    draws = np.random.default_rng(0)
+    prompt = tokens // 4
     response = tokens - prompt
     values = {
         name: draws.normal(size=response).astype(np.float32)
@@ -55,7 +56,10 @@ class HostWork:
     def __init__(self, tokens: int, ranks: int, plan: str) -> None:
         from megatron_gspo.mcore.micro_batch_inputs import POLICY_LOSS, InputReader
 
-        self.sample, self.tokens, self.ranks, self.plan = long_sample(tokens), tokens, ranks, plan
+        self.sample = long_sample(tokens)
+        self.tokens = tokens
+        self.ranks = ranks
+        self.plan = plan
         self._cp = SimpleNamespace(rank=lambda: 0, size=lambda: ranks)
         groups: Any = SimpleNamespace(
             cp=self._cp, tp=SimpleNamespace(rank=lambda: 0, size=lambda: 1)

@@ -61,7 +61,8 @@ def guarded_and_not(rank: int, world_size: int, path: str) -> dict[str, Any]:
     tensor = policy_in(path, layout)
     with_patch = gradients(tensor)
     again = expert_gradients.apply(unwrap(tensor.chunks[0]), tensor.config)
-    apply, expert_gradients.apply = expert_gradients.apply, lambda model, config: 0
+    apply = expert_gradients.apply
+    expert_gradients.apply = lambda model, config: 0
     try:
         without_patch = gradients(policy_in(path, layout))
         bare = build_model(tensor.shape, layout, model_config(), tensor.groups)[0]

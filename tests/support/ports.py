@@ -6,7 +6,8 @@ import secrets
 import socket
 
 # Below those that Linux gives to outgoing connections, which could take it meanwhile.
-FIRST, COUNT = (20_000, 12_000)
+FIRST = 20_000
+COUNT = 12_000
 
 
 def free_port() -> int:

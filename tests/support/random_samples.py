@@ -13,7 +13,8 @@ from megatron_gspo.data.sample_batch import SampleBatch
 
 def assert_same(a: Sample, b: Sample) -> None:
     for field in fields(Sample):
-        x, y = getattr(a, field.name), getattr(b, field.name)
+        x = getattr(a, field.name)
+        y = getattr(b, field.name)
         if isinstance(x, np.ndarray):
             assert x.dtype == y.dtype, field.name
             np.testing.assert_array_equal(x, y, err_msg=field.name)
@@ -23,7 +24,10 @@ def assert_same(a: Sample, b: Sample) -> None:
 
 def random_sample(rng: np.random.Generator, i: int) -> Sample:
     """A sample with any subset of the optional fields."""
-    prompt, response, layers, k = rng.integers(1, 6), rng.integers(0, 6), 3, rng.integers(1, 3)
+    prompt = rng.integers(1, 6)
+    response = rng.integers(0, 6)
+    layers = 3
+    k = rng.integers(1, 3)
 
     def maybe(values):
         return values if rng.random() < 0.5 else None
@@ -31,7 +35,8 @@ def random_sample(rng: np.random.Generator, i: int) -> Sample:
     def per_token():
         return maybe(-rng.random(response).astype(np.float32))
 
-    kind, rows = [np.uint8, np.uint16][i % 2], prompt + response - 1
+    kind = [np.uint8, np.uint16][i % 2]
+    rows = prompt + response - 1
     versions = maybe(rng.integers(0, 9, response).astype(np.int32))
     routes = maybe(rng.integers(0, np.iinfo(kind).max + 1, (rows, layers, k)).astype(kind))
     return Sample(

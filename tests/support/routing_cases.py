@@ -63,7 +63,8 @@ def with_random_routes(
 ) -> list[Sample]:
     """A different set of experts for every token and layer, of the first ``among``; ``missing``:
     the fraction of rows whose route isn't known."""
-    g, found = np.random.default_rng(seed), []
+    g = np.random.default_rng(seed)
+    found = []
     for sample in samples:
         order = g.random((sample.length - 1, shape.layers, among or shape.num_experts)).argsort(-1)
         unknown = g.random(sample.length - 1) < missing if missing else None

@@ -110,7 +110,8 @@ class ScriptedStream:
     """`RequestStream` on `ScriptedServers`."""
 
     def __init__(self, engine: ScriptedServers) -> None:
-        self.engine, self.tickets = engine, 0
+        self.engine = engine
+        self.tickets = 0
         self.groups: dict[int, list[Sample]] = {}
         self.finished: set[int] = set()
 

@@ -47,7 +47,8 @@ class ServerEngine:
         *,
         log: Callable[[str], None] = print,
     ) -> None:
-        self.client, self.transport = client, transport
+        self.client = client
+        self.transport = transport
         self.weight_version: int | None = None
         with only_rank():
             self.sync = WeightSync(config, client, transport, log=log)

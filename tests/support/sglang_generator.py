@@ -98,7 +98,8 @@ class Generator:
 
 def respond(body: dict[str, Any], version: str, cut: int | None = None) -> dict[str, Any]:
     """The right answer to a request; `cut`: aborted after so many tokens."""
-    context, count = len(body["input_ids"]), body["sampling_params"]["max_new_tokens"]
+    context = len(body["input_ids"])
+    count = body["sampling_params"]["max_new_tokens"]
     tokens = [10 + (context + j) % 50 for j in range(count)]
     log_probs = [-float(token) / 8 for token in tokens]
     if cut is not None and cut < count:
@@ -138,7 +139,8 @@ class Setup:
         given = dict(retries=3, request_timeout=10.0, response_timeout=60.0, recovery_timeout=30.0)
         config = ServerConfig(**{**given, **settings})
         self.client = Unwatched(urls, config, MODEL, str, api=SGLangAPI(), log=lambda line: None)
-        self.loop, self.pool = self.client.loop, self.client.pool
+        self.loop = self.client.loop
+        self.pool = self.client.pool
         self.serve()
         self.stream = self.client.stream()
 

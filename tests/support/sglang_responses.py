@@ -26,7 +26,8 @@ def asked(**changed: Any) -> RequestContext:
 
 def route_ids(rows: int, model: ServedModel = MODEL) -> np.ndarray:
     """[rows, layers, k] int32, no two rows equal at first."""
-    layers, k = len(model.shape.moe_layers), model.shape.experts_per_token
+    layers = len(model.shape.moe_layers)
+    k = model.shape.experts_per_token
     return (np.arange(rows * layers * k, dtype=np.int32) * 5 % model.shape.num_experts).reshape(
         rows, layers, k
     )

@@ -30,7 +30,8 @@ def test_norms_are_not_rounded_to_float32(kind, tmp_path):
 
 
 def test_only_float64_is_kept():
-    single, double = torch.ones(2, dtype=torch.float16), torch.ones(2, dtype=torch.float64)
+    single = torch.ones(2, dtype=torch.float16)
+    double = torch.ones(2, dtype=torch.float64)
     with DoublePrecision():
         assert single.float().dtype is torch.float32
         assert double.float().dtype is double.to(torch.float32).dtype is torch.float64

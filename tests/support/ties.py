@@ -23,7 +23,8 @@ def smallest_margin(model: torch.nn.Module, tokens: np.ndarray) -> float:
     """The smallest distance from the last chosen expert's logit to the next: all layers, all
     positions but the last.
     """
-    k, margins = model.config.num_experts_per_tok, []
+    k = model.config.num_experts_per_tok
+    margins = []
 
     def note(gate: torch.nn.Module, arguments: object, output: tuple[torch.Tensor, ...]) -> None:
         best = output[0].topk(k + 1, dim=-1).values

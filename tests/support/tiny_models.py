@@ -219,7 +219,8 @@ def save_mxfp4_model(path: str | Path, seed: int = 0) -> str:
     directory."""
     save_tiny_model(path, "gpt_oss", seed, torch.bfloat16, hidden_size=64, intermediate_size=32)
     file = Path(path) / "model.safetensors"
-    tensors, g = load_file(file), torch.Generator().manual_seed(seed)
+    tensors = load_file(file)
+    g = torch.Generator().manual_seed(seed)
     for name in [name for name in tensors if name.endswith("_proj") and ".experts." in name]:
         experts, inputs, outputs = tensors.pop(name).shape
         sizes = experts, outputs, inputs // 32

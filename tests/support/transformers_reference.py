@@ -148,7 +148,8 @@ def replayed(
     def weigh(
         layer: int, gate: Any, args: Any, output: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        logits, ids = output[0], torch.where(live[:, None], output[2], rows[:, layer])
+        logits = output[0]
+        ids = torch.where(live[:, None], output[2], rows[:, layer])
         scores = logits.sigmoid() if is_sigmoid(gate) else torch.softmax(logits, dim=-1)
         weights = scores.gather(1, ids)
         if getattr(gate, "norm_topk_prob", True):
@@ -168,8 +169,10 @@ def give_random_routes(model: torch.nn.Module, samples: Sequence[Sample], seed: 
     """Routes that any model of these sizes could have taken, a different set of experts for
     every token and layer.
     """
-    g, layers = np.random.default_rng(seed), len(gates_of(model))
-    experts, k = gates_of(model)[0].num_experts, model.config.num_experts_per_tok
+    g = np.random.default_rng(seed)
+    layers = len(gates_of(model))
+    experts = gates_of(model)[0].num_experts
+    k = model.config.num_experts_per_tok
     for sample in samples:
         order = g.random((sample.length - 1, layers, experts)).argsort(-1)
         sample.routed_experts = order[..., :k].astype(expert_id_dtype(experts))
@@ -195,7 +198,10 @@ def observe_routers(
     noisy = None if noise is None else NoisyRouters(model)
     gates = gates_of(model)
     experts = gates[0].num_experts
-    routes, entropy, load, trained = [], np.zeros(len(gates)), np.zeros((len(gates), experts)), 0
+    routes = []
+    entropy = np.zeros(len(gates))
+    load = np.zeros((len(gates), experts))
+    trained = 0
     seen: list[tuple[Tensor, ...]] = []
     hooks = [
         gate.register_forward_hook(lambda gate, args, output: seen.append(output)) for gate in gates
@@ -204,10 +210,8 @@ def observe_routers(
         seen.clear()
         if noisy is not None and noise is not None:
             noisy.start(noise)
-            name, positions = (
-                (sample.prompt_index, sample.sample_index),
-                torch.arange(sample.length),
-            )
+            name = (sample.prompt_index, sample.sample_index)
+            positions = torch.arange(sample.length)
             noisy.set_tokens(torch.tensor([name]), torch.zeros_like(positions), positions)
         with torch.no_grad():
             model(input_ids=torch.from_numpy(sample.tokens)[None], use_cache=False)
@@ -400,7 +404,8 @@ def naive_training(
         betas=(settings.adam_beta1, settings.adam_beta2),
         eps=settings.adam_eps,
     )
-    steps, batches = [], []
+    steps = []
+    batches = []
     for index, samples in enumerate(mini_batches):
         batch = whole_batch(model, samples)
         adam.zero_grad()

@@ -58,13 +58,16 @@ class Scheduler:
     def __init__(self) -> None:
         self.groups: dict[str, Any] = {}
         self.held: dict[str, int] = {}
-        self.buckets, self.version, self.in_session = 0, "default", False
+        self.buckets = 0
+        self.version = "default"
+        self.in_session = False
 
     def init_weights_update_group(self, body: dict[str, Any]) -> None:
         """As `init_custom_process_group`."""
         if not dist.is_initialized():
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        name, limit = body["group_name"], timedelta(minutes=30)
+        name = body["group_name"]
+        limit = timedelta(minutes=30)
         place = f"tcp://{body['master_address']}:{body['master_port']}"
         store, rank, size = next(
             rendezvous(place, body["rank_offset"], body["world_size"], timeout=limit)
@@ -135,7 +138,8 @@ class Scheduler:
 
 def application() -> web.Application:
     """All endpoints; those of the scheduler answer 400 with the error's text."""
-    scheduler, thread = Scheduler(), ThreadPoolExecutor(1)
+    scheduler = Scheduler()
+    thread = ThreadPoolExecutor(1)
     info = {
         "version": "0.5.23",
         "random_seed": os.getpid(),

@@ -38,7 +38,9 @@ class HarmedWeights:
         harm: Callable[[], object],
         at: int = 60,
     ) -> None:
-        self._weights, self._harm, self._at = weights, harm, at
+        self._weights = weights
+        self._harm = harm
+        self._at = at
         self._begun = self._read = 0  # transfers
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:

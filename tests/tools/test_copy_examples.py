@@ -24,7 +24,8 @@ def test_copying_again_is_fine_and_a_changed_file_stops_it_before_anything_is_wr
 ):
     files = copy_examples(tmp_path)
     assert copy_examples(tmp_path) == files
-    kept, lost = files[-1], files[0]
+    kept = files[-1]
+    lost = files[0]
     kept.write_text("mine")
     lost.unlink()
     with pytest.raises(FileExistsError, match="exists and differs"):

@@ -112,7 +112,9 @@ def computed_names() -> set[str]:
     """What the functions of the algorithms return, for every preset and option that adds a
     figure.
     """
-    zeros, mask, ids = torch.zeros(4), torch.ones(4), torch.tensor([0, 0, 1, 1])
+    zeros = torch.zeros(4)
+    mask = torch.ones(4)
+    ids = torch.tensor([0, 0, 1, 1])
     names: set[str] = set()
     for name in PRESETS:
         options = {"kl_loss_coef": 0.1, "entropy_coef": 0.1}

@@ -51,7 +51,8 @@ def colours(file: Path) -> set[tuple[int, int, int]]:
     return {tuple(pixel) for pixel in pixels.reshape(-1, 3).tolist()}
 
 
-BLUE, ORANGE = (0x25, 0x63, 0xEB), (0xD9, 0x77, 0x06)
+BLUE = (0x25, 0x63, 0xEB)
+ORANGE = (0xD9, 0x77, 0x06)
 
 
 def test_one_run_is_drawn(tmp_path: Path) -> None:

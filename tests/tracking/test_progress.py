@@ -36,7 +36,8 @@ def test_times() -> None:
 
 
 def test_plain_lines_and_time_left() -> None:
-    stream, clock = io.StringIO(), Clock()
+    stream = io.StringIO()
+    clock = Clock()
     with Progress(10, start=4, stream=stream, clock=clock) as progress:
         clock.now += 20
         # 20 s a step, 5 steps left; the steps before the resume don't count.

@@ -86,7 +86,8 @@ def test_a_missing_package_is_named(
 def test_a_failing_tracker_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     class Recorder:
         def __init__(self, broken: bool) -> None:
-            self.broken, self.steps = broken, []
+            self.broken = broken
+            self.steps = []
 
         def log(self, step: int, metrics: dict) -> None:
             self.steps.append(step)
@@ -96,7 +97,8 @@ def test_a_failing_tracker_is_left_out(capsys: pytest.CaptureFixture[str]) -> No
         def close(self) -> None:
             self.steps.append(-1)
 
-    broken, sound = Recorder(True), Recorder(False)
+    broken = Recorder(True)
+    sound = Recorder(False)
     trackers = TrackerSet([broken, sound])
     trackers.log(1, {})
     trackers.log(2, {})

@@ -7,7 +7,8 @@ from megatron_gspo.environments.environment import Turn
 
 class Failing:
     def __init__(self, sample_index, always):
-        self.sample_index, self.always = sample_index, always
+        self.sample_index = sample_index
+        self.always = always
 
     def step(self, response):
         if self.always or self.sample_index == 0:

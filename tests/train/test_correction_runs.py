@@ -68,7 +68,8 @@ def binary_kl(log_p: float, log_q: float) -> float:
     """Of "this token or another"; 1e-8 as in verl, since the others may have no probability
     left.
     """
-    p, q = math.exp(log_p), math.exp(log_q)
+    p = math.exp(log_p)
+    q = math.exp(log_q)
     return p * (log_p - log_q) + (1 - p) * math.log((1 - p + 1e-8) / (1 - q + 1e-8))
 
 
@@ -97,7 +98,8 @@ def expected(
     plain: list[Sample], algorithm: AlgorithmConfig
 ) -> tuple[list[list[bool]], list[list[float]]]:
     """(masks, advantages) of samples whose advantages are still the group's."""
-    masks, advantages = [], []
+    masks = []
+    advantages = []
     for sample in plain:
         kept = kept_of(sample, algorithm)
         counts = [True] * len(kept) if algorithm.rollout_rs_denominator == "all" else kept
@@ -106,7 +108,8 @@ def expected(
             weights = [ratio_of(sample, np.array([t])) for t in range(len(kept))]
         elif algorithm.rollout_is == "geometric" and any(counts):
             weights = [ratio_of(sample, np.flatnonzero(counts))] * len(kept)
-        low, high = algorithm.rollout_is_threshold_lower, algorithm.rollout_is_threshold
+        low = algorithm.rollout_is_threshold_lower
+        high = algorithm.rollout_is_threshold
         weights = [
             max(min(w, high), low) * (k or counts is kept)
             for w, k in zip(weights, kept, strict=True)
@@ -195,7 +198,8 @@ def test_a_step_against_a_naive_loop(setting, results):
     assert abs(metrics["loss"] - before["loss"]) > 1e-3
     if algorithm.rollout_rs != "none":
         left_of = [kept_of(sample, algorithm) for sample in plain]
-        total, left = sum(map(len, left_of)), sum(map(sum, left_of))
+        total = sum(map(len, left_of))
+        left = sum(map(sum, left_of))
         assert 0 < left < total and metrics["rollout_rs/tokens"] == pytest.approx(1 - left / total)
         assert metrics["rollout_rs/sequences"] == sum(not any(kept) for kept in left_of) / 16
 
@@ -206,7 +210,8 @@ def test_a_minirl_step_against_a_naive_loop(folder):
     """
     plain = small(folder, algorithm={"name": "minirl", "max_weight": 1.5})
     [(samples, metrics)] = run_distributed(one_step, 1, plain)
-    terms, truncated = [], 0
+    terms = []
+    truncated = 0
     for sample in samples:
         for t in np.flatnonzero(sample.loss_mask):
             ratio = math.exp(float(sample.old_log_probs[t]) - float(sample.rollout_log_probs[t]))

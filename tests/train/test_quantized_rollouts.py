@@ -77,7 +77,8 @@ def test_samples_are_scored_by_the_dequantised_weights_and_trained_by_the_others
     )
     gap = 0.0
     for sample in samples:
-        theirs, ours = log_probs(quantised, sample), log_probs(exact, sample)
+        theirs = log_probs(quantised, sample)
+        ours = log_probs(exact, sample)
         np.testing.assert_allclose(sample.rollout_log_probs, theirs, atol=2e-5)
         np.testing.assert_allclose(sample.old_log_probs, ours, atol=2e-5)
         gap = max(gap, float(np.abs(ours - theirs).max()))

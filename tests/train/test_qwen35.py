@@ -29,7 +29,8 @@ def test_engine_and_trainer_agree_and_the_language_model_alone_is_trained(kind, 
     launch(config, 2)
     found = records(config["run_dir"])[1:]
     assert len(found) == 3 and max(line["mismatch/abs_diff_max"] for line in found) < 1e-4
-    before, after = load_file(folder / "model.safetensors"), exported(config["run_dir"])
+    before = load_file(folder / "model.safetensors")
+    after = exported(config["run_dir"])
     assert before.keys() == after.keys()
     same = {name for name in before if torch.equal(before[name], after[name])}
     assert same == {name for name in before if name.startswith("model.visual.")}

@@ -33,6 +33,7 @@ def test_engine_and_trainer_agree_and_every_weight_is_trained(model, tmp_path):
     launch(config, 4)
     found = records(config["run_dir"])[1:]
     assert len(found) == 3 and max(line["mismatch/abs_diff_max"] for line in found) < 1e-4
-    before, after = load_file(Path(model) / "model.safetensors"), exported(config["run_dir"])
+    before = load_file(Path(model) / "model.safetensors")
+    after = exported(config["run_dir"])
     assert before.keys() == after.keys()
     assert not [name for name in before if torch.equal(before[name], after[name])]

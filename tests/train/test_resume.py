@@ -167,7 +167,8 @@ def test_goes_on_in_another_layout(reference, tmp_path, processes, layout):
         reference, run_dir, *layout, "parallel.expert_model_parallel_size=1", processes=processes
     )
     assert "resumed from" in life.log
-    ours, theirs = read_metrics(run_dir), read_metrics(reference.run_dir)
+    ours = read_metrics(run_dir)
+    theirs = read_metrics(reference.run_dir)
     assert ours[:5] == theirs[:5]
     for name, value in theirs[5].items():
         # Another layout moves other bytes.

@@ -28,7 +28,9 @@ from tests.fault_injection.process_harness import live, warm_up
 from tests.support.distributed import run_distributed
 from tests.support.training_runs import WORD, base_config, tiny_model
 
-LAYERS, EXPERTS, K = 2, 4, 2
+LAYERS = 2
+EXPERTS = 4
+K = 2
 UPDATED = ("routing/flip_rate", "routing/flipped_tokens")
 FROM_ROLLOUT = ("routing/rollout_flip_rate", "routing/rollout_flipped_tokens")
 OF_THE_ROUTER = ("routing/entropy", "routing/load_imbalance")

@@ -95,7 +95,8 @@ def test_a_resumed_run_ends_the_same(finished, tmp_path):
     launch(again, 4, "training.steps=2")
     first = launch(again, 4)
     assert "resumed from" in first.log and "step 2" in first.log
-    ours, theirs = exported(tmp_path / "again"), exported(folder)
+    ours = exported(tmp_path / "again")
+    theirs = exported(folder)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert records(tmp_path / "again") == records(folder)

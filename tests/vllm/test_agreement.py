@@ -87,7 +87,8 @@ def test_megatron_scores_them_alike(samples: list[Sample], vllm_model: str) -> N
 
 
 def test_greedy_log_probs_are_at_temperature_one(engine: ServerEngine, vllm_model: str) -> None:
-    model, sampling = load_reference(vllm_model), SamplingParams(1, 12, temperature=0.0, top_p=0.5)
+    model = load_reference(vllm_model)
+    sampling = SamplingParams(1, 12, temperature=0.0, top_p=0.5)
     found = engine.generate(prompts_of([5, 70], VOCABULARY, seed=3), sampling, seed=2)
     assert_agrees(without_ties(model, found), model, temperature=1.0)
 
@@ -95,7 +96,8 @@ def test_greedy_log_probs_are_at_temperature_one(engine: ServerEngine, vllm_mode
 @pytest.mark.parametrize("cut", [{"top_p": 0.7}, {"top_k": 5}], ids=["top_p", "top_k"])
 def test_without_a_mask_there_are_no_log_probs(engine: ServerEngine, cut: dict[str, float]) -> None:
     """vLLM's would be over the tokens that are left."""
-    prompts, sampling = prompts_of([5, 70], VOCABULARY, seed=3), SamplingParams(2, 8, **cut)
+    prompts = prompts_of([5, 70], VOCABULARY, seed=3)
+    sampling = SamplingParams(2, 8, **cut)
     found = engine.generate(prompts, sampling, seed=2)
     check_samples(found, prompts, sampling)
     assert all(sample.rollout_log_probs is None for sample in found)
@@ -124,7 +126,8 @@ def test_a_seed_repeats_its_draws_whatever_runs_beside(engine: ServerEngine) -> 
 
 def test_scores_of_given_tokens(engine: ServerEngine, vllm_model: str) -> None:
     """What a probe compares."""
-    model, prompts = load_reference(vllm_model), prompts_of([2, 40, 90], VOCABULARY, seed=4)
+    model = load_reference(vllm_model)
+    prompts = prompts_of([2, 40, 90], VOCABULARY, seed=4)
     (found,) = engine.score([prompt.token_ids for prompt in prompts]).values()
     for prompt, values in zip(prompts, found, strict=True):
         size = prompt.length - 1

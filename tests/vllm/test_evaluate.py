@@ -29,7 +29,9 @@ from tests.support.transformers_reference import load_reference
 from tests.support.waiting import wait_for
 from tests.vllm.test_faults_in_runs import MODULE
 
-LENGTH, SOLVED, OTHERS = 6, 7, 5
+LENGTH = 6
+SOLVED = 7
+OTHERS = 5
 TEMPERATURE, SAMPLES = 0.05, 64  # a random model's probabilities are nearly equal at 1
 MARGIN = 1e-4  # between the two best logits: float32 is off by 2e-6
 TOKENIZER = character_tokenizer()
@@ -73,7 +75,9 @@ def encode(text: str) -> torch.Tensor:
 @torch.no_grad()
 def greedy(model: torch.nn.Module, text: str) -> tuple[str, float]:
     """What the model says to a text, and the smallest margin by which it is that."""
-    tokens, margin, said = encode(text), math.inf, []
+    tokens = encode(text)
+    margin = math.inf
+    said = []
     while len(said) < LENGTH and (not said or said[-1] != TOKENIZER.eos_token_id):
         best = model(input_ids=tokens, use_cache=False).logits[0, -1].topk(2)
         margin = min(margin, float(best.values[0] - best.values[1]))
@@ -86,7 +90,8 @@ def greedy(model: torch.nn.Module, text: str) -> tuple[str, float]:
 @pytest.fixture(scope="module")
 def said(model: torch.nn.Module) -> dict[str, str]:
     """Twelve prompts of 3 to 60 characters, and what the model says to each by greedy decoding."""
-    rng, found = np.random.default_rng(0), {}
+    rng = np.random.default_rng(0)
+    found = {}
     for length in rng.integers(3, 60, 2 * (SOLVED + OTHERS)):
         text = "".join(rng.choice(list(string.ascii_letters + string.digits), length))
         answer, margin = greedy(model, text)
@@ -162,7 +167,9 @@ def test_sampled_accuracy_is_that_of_the_models_probabilities(
     characters = TOKENIZER.batch_decode(
         [[i] for i in range(model.config.vocab_size)], skip_special_tokens=True
     )
-    rows, exact, at_one = [], [], []
+    rows = []
+    exact = []
+    at_one = []
     for text in said:
         logits = model(input_ids=encode(text), use_cache=False).logits[0, -1]
         shares = torch.softmax(logits / TEMPERATURE, 0)
@@ -196,7 +203,8 @@ def test_a_killed_evaluation_is_continued(served, vllm_model, said, tmp_path):
         "evaluation.n_samples=2",
         f"rollout.max_response_length={LENGTH}",
     ]
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole = tmp_path / "whole"
+    killed = tmp_path / "killed"
     assert main(evaluation(served, vllm_model, tasks, whole, EXACT, *settings)) == 0
     with FaultProxy(served, generate=PATH, changes=VLLM_CHANGES) as proxy:
         proxy.add(Fault("hang", skip=16, times=1000))

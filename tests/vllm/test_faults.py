@@ -68,7 +68,8 @@ def engine(behind: ServerEngine, proxy: FaultProxy) -> Iterator[ServerEngine]:
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_that_passes_is_survived_and_told(engine, proxy, vllm_model, name, monkeypatch):
     fault, counted = PASSING_FAULTS[name]
-    times, waits = fault.times, name in ("hang", "late")
+    times = fault.times
+    waits = name in ("hang", "late")
     if waits:
         monkeypatch.setattr(
             engine.client, "_config", replace(engine.client._config, request_timeout=4.0)

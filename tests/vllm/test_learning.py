@@ -21,7 +21,8 @@ from megatron_gspo.tools.compare.study_plan import ColdStartFiles, load_comparis
 from tests.vllm.conftest import StartServers
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "qwen3_moe" / "compare_engines.yaml"
-SEEDS, STEPS = [1, 2, 3, 4], 20
+SEEDS = [1, 2, 3, 4]
+STEPS = 20
 
 
 def write_comparison(folder: Path, urls: list[str]) -> Path:

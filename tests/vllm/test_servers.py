@@ -81,7 +81,8 @@ def pair(proxy: FaultProxy, trainer: TrainerProcess, vllm_model: str) -> Iterato
     """Two servers: the first, behind the proxy, accepts any key; the second requires one.
     Updates have many buckets.
     """
-    urls, key = [proxy.url, trainer.url], trainer.key_file
+    urls = [proxy.url, trainer.url]
+    key = trainer.key_file
     with closing(
         engine_on(
             urls,
@@ -162,7 +163,8 @@ def test_a_server_that_hangs_in_an_update_is_named_and_the_other_served(
     lines: list[str] = []
     monkeypatch.setattr(pair.client, "_log", lines.append)
     set_update_timeout(pair, 15.0, monkeypatch)
-    model, version = changed_model(vllm_model, 8), 8
+    model = changed_model(vllm_model, 8)
+    version = 8
     sent = {name: tensor.float() for name, tensor in checkpoint(model).items()}
     weights = HarmedWeights(
         lambda: iter(sent.items()), lambda: signal_server(trainer.url, MODULE, signal.SIGSTOP)

@@ -129,7 +129,8 @@ def test_what_a_cpu_cannot_prove_is_told_once(
             )
         )
         update(engine, changed_model(vllm_model, 3), 3)
-    proven, total = len(digests(engine)), len(all_digests(engine))
+    proven = len(digests(engine))
+    total = len(all_digests(engine))
     assert 10 <= proven < total, "vLLM packs experts and projections for its CPU kernels"
     assert [f"prove {proven} of {total} parameters" in line for line in lines] == [True]
 
@@ -152,7 +153,8 @@ def test_a_server_that_frees_no_memory_is_refused_where_it_is_colocated(
             EngineError, match=r"^server http://\S+: it can't free its memory .*--enable-sleep-mode"
         ):
             colocated.client.check_servers()
-        server, api = colocated.client.pool.servers[0].client, colocated.client.api
+        server = colocated.client.pool.servers[0].client
+        api = colocated.client.api
         before = all_digests(colocated)
         colocated.client.loop.run(api.release_memory(server, timeout=30))
         assert all_digests(colocated) == before
@@ -166,7 +168,8 @@ def test_a_server_that_frees_no_memory_is_refused_where_it_is_colocated(
 def test_a_failed_update_leaves_the_server_out_until_one_succeeds(
     engine: ServerEngine, vllm_model: str
 ) -> None:
-    good, version = changed_model(vllm_model, 4), 4
+    good = changed_model(vllm_model, 4)
+    version = 4
     broken = {name: tensor.float() for name, tensor in checkpoint(good).items()}
     name = "model.layers.1.self_attn.q_proj.weight"
     broken[name] = broken[name][:, :-1].contiguous()
@@ -185,10 +188,8 @@ def test_a_checkpoint_that_is_not_there(engine: ServerEngine, vllm_model: str, t
     """It leaves the server without a valid version, and with its layers ready for the next
     update of any transport.
     """
-    server, weights = (
-        engine.client.pool.servers[0].client,
-        checkpoint(changed_model(vllm_model, 6).float()),
-    )
+    server = engine.client.pool.servers[0].client
+    weights = checkpoint(changed_model(vllm_model, 6).float())
     vanishing = VanishingTransport(engine.client.api, tmp_path, source=vllm_model)
     failures = update_servers(
         engine.client.loop,

@@ -24,10 +24,12 @@ def test_only_tensors_whose_bytes_differ_are_selected() -> None:
         ("b", torch.ones(2, 2).t()),
         ("c", torch.tensor([0.0, -0.0])),
     ]
-    plain, sparse = ReceiverTransport(NONE), ReceiverTransport(NONE, changes_only=True)
+    plain = ReceiverTransport(NONE)
+    sparse = ReceiverTransport(NONE, changes_only=True)
     assert [name for name, _ in plain.select(iter(stream))] == ["a", "b", "c"] and plain._sums == {}
     assert [name for name, _ in sparse.select(iter(stream))] == ["a", "b", "c"]
-    sparse._known, sparse._sums = sparse._sums, {}
+    sparse._known = sparse._sums
+    sparse._sums = {}
     stream[2] = ("c", torch.tensor([-0.0, 0.0]))  # equal numbers, other bytes
     assert [name for name, _ in sparse.select(iter(stream))] == ["c"]
     assert sparse._sums.keys() == {"a", "b", "c"}
@@ -47,7 +49,8 @@ class BrokenTransport(ReceiverTransport):
 def test_the_stream_of_a_broken_transfer_is_read_to_its_end(checksums: bool) -> None:
     """Producing it may be collective: the other ranks would wait for this one."""
     tensors = [(name, torch.ones(4)) for name in "abc"]
-    weights, loop = HarmedWeights(lambda: iter(tensors), harm=lambda: None), EventLoop()
+    weights = HarmedWeights(lambda: iter(tensors), harm=lambda: None)
+    loop = EventLoop()
     transport = BrokenTransport(NONE, checksums=checksums)
     assert transport.is_over
     transport.transfer(loop, {}, weights, bucket_bytes=16 * transport.in_flight, timeout=5.0)

@@ -21,7 +21,8 @@ def test_data_parallel_servers_take_weights_from_files_only():
 
 
 def test_a_server_that_fails_gets_no_further_steps():
-    transport, seen = WeightTransport(NONE), []
+    transport = WeightTransport(NONE)
+    seen = []
     targets = {url: Target(NONE, replace(INFO, url=url)) for url in ("http://a:1", "http://b:1")}
 
     async def step(target: Target) -> None:

@@ -56,7 +56,8 @@ def groups(layout: ParallelConfig, world: int) -> tuple[Any, Any, list[list[int]
         cp=layout.context_parallel_size,
         order="tp-cp-ep-dp-pp",
     )
-    etp, ep = layout.expert_tensor_size, layout.expert_model_parallel_size
+    etp = layout.expert_tensor_size
+    ep = layout.expert_model_parallel_size
     sparse = RankGenerator(
         tp=etp, ep=ep, dp=world // etp // ep // pp, pp=pp, cp=1, order="tp-cp-ep-dp-pp"
     )
@@ -112,7 +113,8 @@ def test_a_server_is_served_by_the_ranks_on_its_gpus_where_they_hold_the_tensors
 def test_a_rank_hands_its_tensors_to_all_servers_that_have_no_nearer_one() -> None:
     layout = parallel(pipeline=2)  # stage 0 on the ranks 0 to 3, stage 1 on 4 to 7
     found = hand_over(layout, 8, NODE, places(8, 4))
-    low, high = "http://node0:0", "http://node0:4"
+    low = "http://node0:0"
+    high = "http://node0:4"
     assert [(s.rank, s.shared, s.servers) for s in found] == [
         (0, True, (low,)),
         (0, False, (low,)),

@@ -59,7 +59,8 @@ def interval(values: Sequence[float], confidence: float = CONFIDENCE) -> Interva
     if not len(values):
         raise ValueError("no values: an interval needs at least one")
     array = np.asarray(values, dtype=np.float64)
-    mean, count = float(array.mean()), len(array)
+    mean = float(array.mean())
+    count = len(array)
     if count < 2:
         return Interval(mean, None, None, count)
     low, high = (float(edge) for edge in _t_test(array).confidence_interval(confidence))
@@ -89,7 +90,8 @@ def bootstrap_interval(values: ArrayLike, confidence: float = CONFIDENCE) -> Int
     array = np.asarray(values, dtype=np.float64)
     if not len(array):
         raise ValueError("no values: an interval needs at least one")
-    mean, count = float(array.mean()), len(array)
+    mean = float(array.mean())
+    count = len(array)
     if count < 2:
         return Interval(mean, None, None, count)
     result = stats.bootstrap(

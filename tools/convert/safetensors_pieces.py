@@ -90,5 +90,6 @@ def write_tensors(path: Path, tensors: Iterable[tuple[int, Tensor]]) -> None:
             data = tensor.contiguous().view(torch.uint8).numpy().reshape(-1).data
             while data:
                 written = os.pwrite(stream.fileno(), data, offset)
-                data, offset = data[written:], offset + written
+                data = data[written:]
+                offset = offset + written
         os.fsync(stream.fileno())

@@ -145,7 +145,8 @@ def write_metadata(
 
 
 def _item(chunk: CheckpointChunk, dtype: torch.dtype) -> WriteItem:
-    offsets, sizes = torch.Size(chunk.offsets), torch.Size(chunk.sizes)
+    offsets = torch.Size(chunk.offsets)
+    sizes = torch.Size(chunk.sizes)
     properties = TensorProperties(chunk.part.stored_as(dtype))
     data = TensorWriteData(
         ChunkStorageMetadata(offsets, sizes), properties, torch.Size(chunk.whole)

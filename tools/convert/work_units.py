@@ -53,7 +53,8 @@ def cut(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iterator[li
     for item in items:
         if run and total + size(item) > limit:
             yield run
-            run, total = [], 0
+            run = []
+            total = 0
         run.append(item)
         total += size(item)
     if run:

@@ -111,10 +111,12 @@ def check_groups(parallel: ParallelConfig) -> list[Finding]:
 
 def exchange(kind: str, group: dist.ProcessGroup) -> Exchange:
     """Sum 1 MiB of integers over this rank's group; the sum over 4,096 ranks is still exact."""
-    ranks, backend = tuple(dist.get_process_group_ranks(group)), dist.get_backend(group)
+    ranks = tuple(dist.get_process_group_ranks(group))
+    backend = dist.get_backend(group)
     device = compute_device() if backend == "nccl" else torch.device("cpu")
     numbers = torch.arange(COUNT, device=device) % 8 + 1
-    seconds, total = 0.0, numbers.float()
+    seconds = 0.0
+    total = numbers.float()
     for _ in range(2):
         total = (numbers * (dist.get_rank() % 128 + 1)).float()
         begin = time.perf_counter()
@@ -142,7 +144,8 @@ def judge_groups(exchanges: Sequence[Exchange]) -> list[Finding]:
                 " the run"
             )
             findings.append(error(f"groups.{kind}", what, "training would be silently wrong", fix))
-        size, groups = len(of_kind[0].ranks), len({each.ranks for each in of_kind})
+        size = len(of_kind[0].ranks)
+        groups = len({each.ranks for each in of_kind})
         if not wrong and size > 1:
             slowest = max(of_kind, key=lambda each: each.seconds)
             what = (

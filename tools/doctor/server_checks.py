@@ -160,7 +160,8 @@ def _judge_length(config: Config, server: ServerInfo) -> list[Finding]:
                 f"start it with a larger {launch.length_options}, or lower data.max_prompt_length",
             )
         ]
-    longest, capacity = prompt + config.rollout.max_response_length, server.max_total_tokens
+    longest = prompt + config.rollout.max_response_length
+    capacity = server.max_total_tokens
     if capacity is not None and longest > capacity:
         return [
             error(
@@ -175,7 +176,8 @@ def _judge_length(config: Config, server: ServerInfo) -> list[Finding]:
 
 
 def _judge_weight_transport(config: Config, server: ServerInfo) -> list[Finding]:
-    servers, endpoints = config.servers, SERVER_KINDS[config.rollout.engine].api
+    servers = config.servers
+    endpoints = SERVER_KINDS[config.rollout.engine].api
     transport = make_transport(servers, endpoints, run_dir=config.run_dir, source=config.model.path)
     try:
         reason = transport.unsupported(server)

@@ -75,7 +75,8 @@ def judge_versions(found: Mapping[str, str | None], *, gpu: bool) -> list[Findin
 
 def judge_version(support: Support, version: str | None, *, gpu: bool, where: str = "") -> Finding:
     """where: added to the name, such as the URL of a server."""
-    check, name = f"versions.{support.name}", f"{support.name}{where}"
+    check = f"versions.{support.name}"
+    name = f"{support.name}{where}"
     wanted = support.needs.replace(",", ", ") or "any"
     if version is None and support.optional:
         if gpu:

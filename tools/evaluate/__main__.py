@@ -76,7 +76,8 @@ def evaluate(
     )
 
     disable_progress_bar()
-    target, given = options.model, given_keys(overrides)
+    target = options.model
+    given = given_keys(overrides)
     if not options.tasks and not is_run(target):
         raise InputError(
             "--tasks: names no file, and MODEL is no run with held-out prompts; give --tasks FILE"

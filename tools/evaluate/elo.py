@@ -50,7 +50,8 @@ def estimate_rating(solved: ArrayLike, difficulty: ArrayLike) -> Rating:
     once, however many responses it has. difficulty: [problems] their ratings. Raises ValueError for
     other values or shapes.
     """
-    y, d = np.asarray(solved, np.float64), np.asarray(difficulty, np.float64)
+    y = np.asarray(solved, np.float64)
+    d = np.asarray(difficulty, np.float64)
     if y.ndim != 1 or y.shape != d.shape or not len(y):
         raise ValueError(
             f"solved {y.shape} and difficulty {d.shape} are not of the same problems, at least one"

@@ -42,7 +42,8 @@ class Layout:
 
 def layout_of(fields: Iterable[str], prompt_key: str) -> Layout:
     """The layout of rows with these fields; plain if no other has them."""
-    found, plain = set(fields), Layout("plain", (prompt_key,))
+    found = set(fields)
+    plain = Layout("plain", (prompt_key,))
     known = (_LIVECODEBENCH, _CODEFORCES, plain, *_MATH)
     return next((layout for layout in known if found.issuperset(layout.fields)), plain)
 

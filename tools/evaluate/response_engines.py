@@ -67,10 +67,8 @@ class EmbeddedResponses:
     ) -> Iterator[Groups]:
         """See `ResponseEngine.groups`."""
         ordered = sorted(prompts, key=lambda prompt: (prompt.length, prompt.index))
-        size, n = (
-            max(self._engine.max_batch // sampling.n_samples_per_prompt, 1),
-            sampling.n_samples_per_prompt,
-        )
+        size = max(self._engine.max_batch // sampling.n_samples_per_prompt, 1)
+        n = sampling.n_samples_per_prompt
         for start in range(0, len(ordered), size):
             chunk = ordered[start : start + size]
             if all(prompt.index in done for prompt in chunk):
@@ -157,10 +155,8 @@ def _embedded(config: Config, tokenizer: Any) -> EmbeddedEngine:
             max_batch=config.rollout.max_batch_size,
         )
     except (ValueError, OSError) as error:
-        problem, fix = (
-            f"the embedded engine refuses it: {first_line(error)}",
-            "fix it or use a server engine",
-        )
+        problem = f"the embedded engine refuses it: {first_line(error)}"
+        fix = "fix it or use a server engine"
         raise ConfigError("model.path", path, problem, fix) from error
 
 
@@ -168,7 +164,8 @@ def _client(config: Config, tokenizer: Any, urls: Sequence[str], stack: ExitStac
     """A client of the servers, which all serve the same version of the weights."""
     _, shape = family_of(read_config(config.model.path))
     model = ServedModel(shape, stop_ids(config.model.path, tokenizer, shape.vocab_size))
-    servers, kind = config.servers, SERVER_KINDS[config.rollout.engine]
+    servers = config.servers
+    kind = SERVER_KINDS[config.rollout.engine]
     decode = response_decoder(config, shape, tokenizer)
     client = RolloutClient(urls, servers, model, decode, api=kind.api, log=log_servers)
     stack.callback(client.close)

@@ -28,7 +28,8 @@ class ResponseFile:
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any], num_samples: int) -> None:
-        self.path, self.num_samples = path, num_samples
+        self.path = path
+        self.num_samples = num_samples
         self.records: dict[int, list[Record]] = {}
         settings = json.loads(json.dumps(json_able(settings)))
         with writing(path):
@@ -67,7 +68,8 @@ class ResponseFile:
         """Read the complete prompts; returns the position after the last of them, 0 if there is
         no line of settings.
         """
-        end, open_group = 0, list[Record]()
+        end = 0
+        open_group = list[Record]()
         with self.path.open("rb") as file:
             for number, line in enumerate(file):
                 if not line.endswith(b"\n"):
@@ -79,7 +81,8 @@ class ResponseFile:
                 open_group.append(json.loads(line))
                 if len(open_group) == self.num_samples:
                     self.records[open_group[0]["prompt_index"]] = open_group
-                    end, open_group = file.tell(), []
+                    end = file.tell()
+                    open_group = []
         return end
 
     def _check(self, found: Record, settings: Record) -> None:

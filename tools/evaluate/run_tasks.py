@@ -40,7 +40,8 @@ from megatron_gspo.tools.evaluate.task_scores import (
 )
 
 # Folders of the output; the second while a checkpoint is evaluated.
-RESPONSES, CONVERTED = ("responses", ".converted")
+RESPONSES = "responses"
+CONVERTED = ".converted"
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,8 @@ def load_tasks(
             "episodes are not evaluated here",
             "the training loop evaluates them (evaluation.eval_interval)",
         )
-    tokenizer, limit = load_tokenizer(config), config.evaluation.max_prompts
+    tokenizer = load_tokenizer(config)
+    limit = config.evaluation.max_prompts
     if not files:
         refuse_visible_run(config)
         _, held_out, _ = load_data(config, tokenizer)
@@ -116,7 +118,8 @@ def run_evaluation(evaluation: Evaluation) -> list[TaskScores]:
 
 
 def _open(evaluation: Evaluation, target: Target, task: Task) -> ResponseFile:
-    config, sampling = evaluation.config, sampling_of(evaluation.config)
+    config = evaluation.config
+    sampling = sampling_of(evaluation.config)
     settings = {
         "weights": target.identity,
         "task": task.fingerprint,
@@ -178,7 +181,8 @@ def answer_task(
 
     Raises VerifierError if the verifier fails on all responses so far.
     """
-    sampling, data = sampling_of(config), task.data
+    sampling = sampling_of(config)
+    data = task.data
     row = bar.add_task(title, total=len(task.prompts), completed=len(kept.records), note="")
     scorer = RewardScorer(
         data.resolved_verifier,

@@ -163,7 +163,8 @@ def hugging_face_folder(
     if not target.is_checkpoint:
         yield target.folder
         return
-    workers, chunks = Workers(processes, report=report), chunks_of(target.source)
+    workers = Workers(processes, report=report)
+    chunks = chunks_of(target.source)
     out = scratch / target.label
     if is_real_folder(out):
         shutil.rmtree(out)

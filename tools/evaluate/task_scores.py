@@ -58,7 +58,8 @@ def score_task(
     """Scores from the records of all prompts. ks: of pass@k; empty: `default_k`. first:
     `prompt_accuracy` of the first model, None for itself."""
     groups = [records[prompt.index] for prompt in task.prompts]
-    rewards, flat = reward_table(groups), [record for group in groups for record in group]
+    rewards = reward_table(groups)
+    flat = [record for group in groups for record in group]
     own = prompt_accuracy(rewards)
     return TaskScores(
         task=task.name,

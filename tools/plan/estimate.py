@@ -123,10 +123,8 @@ class Estimator:
         tokens = min(packed, sequences) * self.longest
         compute = self.compute_seconds(choice, tokens)
         communication = self.communication_seconds(choice, sequences * self.longest)
-        stages, chunks = (
-            parallel.pipeline_model_parallel_size,
-            parallel.virtual_pipeline_model_parallel_size or 1,
-        )
+        stages = parallel.pipeline_model_parallel_size
+        chunks = parallel.virtual_pipeline_model_parallel_size or 1
         bubble = (compute + communication) * (stages - 1) / (chunks * micro_batches)
         activations = self.activation_bytes(choice, tokens, micro_batches)
         return Estimate(
@@ -174,7 +172,8 @@ class Estimator:
     def parameters_of_rank(self, parallel: ParallelConfig) -> tuple[float, float]:
         """Dense and expert parameters of a rank of the first or the last stage."""
         dense, experts, _ = self._layers
-        layers, tensor = self.layers_of_stage(parallel), parallel.tensor_model_parallel_size
+        layers = self.layers_of_stage(parallel)
+        tensor = parallel.tensor_model_parallel_size
         tables = 1 if self.shape.tied_embeddings or parallel.pipeline_model_parallel_size > 1 else 2
         split = parallel.expert_model_parallel_size * parallel.expert_tensor_size
         return (
@@ -211,18 +210,19 @@ class Estimator:
     def activation_bytes(self, choice: Choice, tokens: int, micro_batches: int) -> float:
         """What a stage keeps for the backward passes, and the most that one of them adds: a layer's
         gradients with those of its experts' weights, and the output layer's."""
-        parallel, shape, hidden = choice.parallel, self.shape, self.shape.hidden_size
-        tensor, split = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+        parallel = choice.parallel
+        shape = self.shape
+        hidden = self.shape.hidden_size
+        tensor = parallel.tensor_model_parallel_size
+        split = parallel.context_parallel_size
         own = tokens / split / tensor
         chosen = shape.experts_per_token if shape.is_moe else 0
         layer = (
             own * self._weight_bytes * ((4 + chosen) * hidden + 1.5 * self._kept_weights / hidden)
         )
         kept = own * self._weight_bytes * hidden if choice.recompute == "full" else layer
-        stages, chunks = (
-            parallel.pipeline_model_parallel_size,
-            parallel.virtual_pipeline_model_parallel_size,
-        )
+        stages = parallel.pipeline_model_parallel_size
+        chunks = parallel.virtual_pipeline_model_parallel_size
         ahead = stages if chunks is None else (2 * stages - 1 + (chunks - 1) * stages) / chunks
         in_flight = min(ahead, micro_batches)
         experts = self._layers[1] / (
@@ -243,7 +243,8 @@ class Estimator:
         """Of a token through the model in a step, as forward passes: products, and exchanges
         between ranks.
         """
-        algorithm, full = self.config.algorithm, recompute == "full"
+        algorithm = self.config.algorithm
+        full = recompute == "full"
         scored = 1 + algorithm.needs_reference + algorithm.needs_critic
         trained = 2 if algorithm.needs_critic else 1
         products = 2 if self.config.lora.is_on else 3  # frozen weights have no gradient
@@ -252,7 +253,9 @@ class Estimator:
     def compute_seconds(self, choice: Choice, tokens: int) -> float:
         """Matrix products and the causal half of attention. tokens: of a replica's micro-batch;
         experts that get few of them are slow."""
-        shape, length, parallel = self.shape, self.longest, choice.parallel
+        shape = self.shape
+        length = self.longest
+        parallel = choice.parallel
         weights = active_parameters(shape) - (
             0 if shape.tied_embeddings else embedding_parameters(shape)
         )
@@ -277,10 +280,14 @@ class Estimator:
 
         Nothing is hidden behind products.
         """
-        parallel, shape, hardware = choice.parallel, self.shape, self.hardware
-        tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+        parallel = choice.parallel
+        shape = self.shape
+        hardware = self.hardware
+        tensor = parallel.tensor_model_parallel_size
+        context = parallel.context_parallel_size
         experts = parallel.expert_model_parallel_size * parallel.expert_tensor_size
-        layers, size = self.layers_of_stage(parallel), self._weight_bytes
+        layers = self.layers_of_stage(parallel)
+        size = self._weight_bytes
         # Bytes of one number of each token in each layer.
         of_rank = layers * size * tokens / context
         seconds = of_rank * 4 * shape.hidden_size * (tensor - 1) / tensor / hardware.rate(tensor)

@@ -36,8 +36,10 @@ def search(
 ) -> Search:
     """Estimate every valid layout, or the one that is named, for ranks with ``room`` bytes. given:
     config keys whose value is kept. Raises ``InputError`` where nothing fits."""
-    config, gpus = estimator.config, estimator.hardware.gpus
-    hf, batch = read_config(config.model.path), config.training.global_batch_size
+    config = estimator.config
+    gpus = estimator.hardware.gpus
+    hf = read_config(config.model.path)
+    batch = config.training.global_batch_size
     layouts = feasible(hf, gpus, estimator.hardware.gpu.node, batch) if layout is None else [layout]
     if not layouts:
         raise InputError(

@@ -26,7 +26,8 @@ class LayerParameters:
 
 def layer_parameters(shape: ModelShape, layer: int) -> LayerParameters:
     """The parameters of a layer of the whole model."""
-    hidden, mixer = shape.hidden_size, shape.mixers[layer]
+    hidden = shape.hidden_size
+    mixer = shape.mixers[layer]
     if mixer == "latent_attention":
         attention = _latent_attention(shape)
     elif mixer == "gated_delta_net":
@@ -35,7 +36,8 @@ def layer_parameters(shape: ModelShape, layer: int) -> LayerParameters:
         attention = _attention(shape, mixer)
     if not shape.moe_layers[layer]:
         return LayerParameters(attention, 3 * shape.ffn_hidden_size * hidden, 0, 2 * hidden)
-    width, count = shape.moe_ffn_hidden_size, shape.num_experts
+    width = shape.moe_ffn_hidden_size
+    count = shape.num_experts
     router = count * hidden + (count if shape.linear_bias else 0)
     shared = 3 * shape.shared_expert_size * hidden + (hidden if shape.shared_expert_gate else 0)
     expert = 3 * width * hidden + (2 * width + hidden if shape.linear_bias else 0)
@@ -43,7 +45,8 @@ def layer_parameters(shape: ModelShape, layer: int) -> LayerParameters:
 
 
 def _attention(shape: ModelShape, mixer: str) -> int:
-    hidden, query = shape.hidden_size, shape.num_attention_heads * shape.head_dim
+    hidden = shape.hidden_size
+    query = shape.num_attention_heads * shape.head_dim
     keys = shape.num_query_groups * shape.head_dim
     rows = (1 + shape.attention_gate) * query + 2 * keys
     total = rows * hidden + query * hidden
@@ -59,7 +62,9 @@ def _attention(shape: ModelShape, mixer: str) -> int:
 
 
 def _latent_attention(shape: ModelShape) -> int:
-    sizes, hidden, heads = shape.latent, shape.hidden_size, shape.num_attention_heads
+    sizes = shape.latent
+    hidden = shape.hidden_size
+    heads = shape.num_attention_heads
     assert sizes is not None
     query = heads * (sizes.plain_dim + shape.rotary.dim)
     keys = sizes.key_value_rank
@@ -75,7 +80,8 @@ def _latent_attention(shape: ModelShape) -> int:
 
 
 def _gated_delta_net(shape: ModelShape) -> int:
-    sizes, hidden = shape.delta_net, shape.hidden_size
+    sizes = shape.delta_net
+    hidden = shape.hidden_size
     assert sizes is not None
     projections = (
         sizes.key_heads * sizes.projected * hidden + sizes.value_heads * sizes.value_size * hidden

@@ -26,7 +26,9 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 def describe(estimator: Estimator, room: float) -> str:
     """The model, what it is trained on, and the GPUs."""
-    shape, config, hardware = estimator.shape, estimator.config, estimator.hardware
+    shape = estimator.shape
+    config = estimator.config
+    hardware = estimator.hardware
     return (
         f"{shape.model_type}, {total_parameters(shape) / 1e9:.1f} billion parameters,"
         f" {active_parameters(shape) / 1e9:.1f} active per token, {config.model.dtype};"

@@ -119,7 +119,8 @@ def _figures(
         if isinstance(rank, FailedRank):
             return RehearsedLayout(estimate, failure=f"rank {rank.rank}: {rank.message}")
     records = [rank for rank in ranks if isinstance(rank, RankRecord)]
-    choice, training = estimate.choice, config.training
+    choice = estimate.choice
+    training = config.training
     planned = replace(
         config,
         parallel=choice.parallel,

@@ -130,7 +130,9 @@ class RankProgress:
     """
 
     def __init__(self, total: int) -> None:
-        self._total, self._done, self._start = total, 0, time.monotonic()
+        self._total = total
+        self._done = 0
+        self._start = time.monotonic()
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(20),

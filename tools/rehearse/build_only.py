@@ -40,7 +40,8 @@ def build_stages(config: Config, world_size: int) -> list[Stage]:
         raise ConfigError(
             "model.path", config.model.path, str(error), "give another model"
         ) from None
-    parallel, stages = config.parallel, []
+    parallel = config.parallel
+    stages = []
     options = check_megatron_options(
         config.megatron, shape, parallel, config.model, config.optimizer, config.routing
     )

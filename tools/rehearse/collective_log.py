@@ -280,7 +280,8 @@ def _tensors(given: dict[str, Any]) -> tuple[Rows, Rows]:
 
 def _shape_fault(name: str, sent: Rows, received: Rows, given: dict[str, Any], size: int) -> str:
     """Why the sizes don't fit a group of ``size``, or nothing."""
-    inside, outside = sum(t.numel() for t in sent), sum(t.numel() for t in received)
+    inside = sum(t.numel() for t in sent)
+    outside = sum(t.numel() for t in received)
     if name.startswith("allgather") and outside != inside * size and name != "allgather":
         return f"{outside} elements for {inside} of each rank"
     if name.startswith("reduce_scatter") and inside != outside * size and name != "reduce_scatter":

@@ -179,10 +179,8 @@ def find_circle(programs: Programs) -> list[Disagreement]:
         rank: [call for call in program if call.op not in POINT_TO_POINT]
         for rank, program in programs.items()
     }
-    members, at = (
-        {group: list(calls) for group, calls in _calls(programs).items()},
-        dict.fromkeys(programs, 0),
-    )
+    members = {group: list(calls) for group, calls in _calls(programs).items()}
+    at = dict.fromkeys(programs, 0)
 
     def head(rank: int) -> _Group | None:
         return _group(queues[rank][at[rank]]) if at[rank] < len(queues[rank]) else None
@@ -197,7 +195,8 @@ def find_circle(programs: Programs) -> list[Disagreement]:
     waiting = {rank: group for rank in programs if (group := head(rank)) is not None}
     if not waiting:
         return []
-    rank, path = next(iter(waiting)), [-1]
+    rank = next(iter(waiting))
+    path = [-1]
     while rank not in path and rank in waiting:
         path.append(rank)
         rank = next(
@@ -221,7 +220,8 @@ class _Pair:
         """The names of the fields in which our call i and their call j disagree as calls of one
         collective.
         """
-        a, b = self.ours[i], self.theirs[j]
+        a = self.ours[i]
+        b = self.theirs[j]
         names = _differing(a, b, ("op", "dtype", "device", "reduction"))
         if a.op != b.op or a.op in ROOTED:
             return names

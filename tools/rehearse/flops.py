@@ -96,7 +96,8 @@ def _varlen_attention(
     bounds_k: Tensor | None,
     *rest: Any,
 ) -> int:
-    known_q, known_k = values.get(bounds_q), values.get(bounds_q if bounds_k is None else bounds_k)
+    known_q = values.get(bounds_q)
+    known_k = values.get(bounds_q if bounds_k is None else bounds_k)
     if known_q is None or known_k is None:
         raise RehearsalError(
             "the floating-point operations of attention depend on lengths that only a GPU computes"

@@ -68,7 +68,8 @@ class MemoryLog:
     def add(self, tensor: Tensor, op: str, kind: str | None = None) -> None:
         """Count a tensor's storage unless it is known."""
         storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
+        key = storage._cdata
+        size = storage.nbytes()
         if key in self.live or not size:
             return
         kind = kind or self.kind

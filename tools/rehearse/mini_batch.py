@@ -33,7 +33,8 @@ def plan_mini_batch(config: Config, world_size: int) -> MiniBatchPlan:
     otherwise one more than there are stages, and two rounds of the stages where they are
     interleaved; at most those of the config, but two.
     """
-    parallel, training = config.parallel, config.training
+    parallel = config.parallel
+    training = config.training
     ranks = parallel.data_parallel_size(world_size)
     length = config.data.max_prompt_length + config.rollout.max_response_length
     padded = -(-length // parallel.sequence_multiple) * parallel.sequence_multiple
@@ -73,7 +74,8 @@ def synthetic_samples(
 ) -> list[Sample]:
     """Samples of the longest prompts and responses of the config, all equal; with routes of these
     sizes where the trainer takes those of the rollout. They share their arrays."""
-    prompt, response = config.data.max_prompt_length, config.rollout.max_response_length
+    prompt = config.data.max_prompt_length
+    response = config.rollout.max_response_length
     tokens = np.arange(prompt + response, dtype=np.int64) % min(vocab_size, 1000)
     log_probs = np.full(response, -2.0, dtype=np.float32)
     routes = None

@@ -41,7 +41,8 @@ def _compare(gpu: Gpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def _convert(gpu: Gpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """``tensor.to``: between host and device it is a copy."""
-    tensor, device = args[0], kwargs.get("device")
+    tensor = args[0]
+    device = kwargs.get("device")
     if device is None or torch.device(device).type == tensor.device.type:
         return NotImplemented
     if torch.device(device).type == "cuda":

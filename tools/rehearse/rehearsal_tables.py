@@ -137,7 +137,8 @@ def sync_rows(record: RankRecord) -> Rows:
 
 def copy_rows(record: RankRecord) -> Rows:
     """Copies from host to device, of the step first, the most frequent first."""
-    counts, sizes = Counter[tuple[str, bool, str]](), Counter[tuple[str, bool, str]]()
+    counts = Counter[tuple[str, bool, str]]()
+    sizes = Counter[tuple[str, bool, str]]()
     for one in record.host_copies:
         key = (one.phase, one.blocking, innermost(one.where))
         counts[key] += one.count

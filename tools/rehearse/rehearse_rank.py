@@ -120,7 +120,8 @@ def _megatron_options(config: Config) -> MegatronOptions:
 
 
 def _build(run: _Run, options: MegatronOptions) -> tuple[Policy, Policy | None]:
-    config, memory = run.config, run.recorder.memory
+    config = run.config
+    memory = run.recorder.memory
     model = replace(config.model, init="random")
     reference = None
     with run.phase("build", "buffers"):
@@ -171,7 +172,9 @@ def _train(
     run: _Run, policy: Policy, reference: Policy | None, plan: MiniBatchPlan
 ) -> tuple[int, ...]:
     """Log-probs, forward-backward and optimizer step; tokens of each micro-batch."""
-    config, routes, imbalance = run.config, policy.routes, run.recorder.imbalance
+    config = run.config
+    routes = policy.routes
+    imbalance = run.recorder.imbalance
     batch = SampleBatch.of(
         synthetic_samples(config, plan, run.shape.vocab_size, routes, imbalance=imbalance)
     )

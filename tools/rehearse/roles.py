@@ -42,8 +42,10 @@ class RankGrid:
     @classmethod
     def of(cls, parallel: ParallelConfig, world: int) -> RankGrid:
         """The grid of a layout that `Config.check` accepts for ``world`` ranks."""
-        stages, experts = parallel.pipeline_model_parallel_size, parallel.expert_model_parallel_size
-        tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+        stages = parallel.pipeline_model_parallel_size
+        experts = parallel.expert_model_parallel_size
+        tensor = parallel.tensor_model_parallel_size
+        context = parallel.context_parallel_size
         data = parallel.data_parallel_size(world)
         expert_data = world // (stages * experts * parallel.expert_tensor_size)
         return cls(
@@ -76,7 +78,8 @@ class RankGrid:
         """The ranks that differ from ``rank`` in this one of ``DIMENSIONS`` only, the rank
         itself among them.
         """
-        stride, size = self._strides[dimension], self.sizes[dimension]
+        stride = self._strides[dimension]
+        size = self.sizes[dimension]
         first = rank - self.coordinates(rank)[dimension] * stride
         return range(first, first + size * stride, stride)
 
@@ -151,7 +154,8 @@ def ranges(ranks: Sequence[int]) -> str:
     steps = {b - a for a, b in zip(ranks, ranks[1:], strict=False)}
     if len(ranks) > 4 and len(steps) == 1 and steps != {1}:
         return f"{ranks[0]}, {ranks[1]} ... {ranks[-1]}"
-    words, start = [], 0
+    words = []
+    start = 0
     for i, rank in enumerate(ranks):
         if i + 1 == len(ranks) or ranks[i + 1] != rank + 1:
             words.append(f"{ranks[start]}-{rank}" if i > start else f"{rank}")
@@ -222,7 +226,8 @@ def _representatives(grid: RankGrid, played: Sequence[int]) -> dict[int, tuple[i
     ends = {rank: last_in(rank) for rank in played}
     found: dict[int, list[int]] = {rank: [] for rank in played}
     for rank in range(grid.world):
-        like, own = _stage_role(grid, rank), last_in(rank)
+        like = _stage_role(grid, rank)
+        own = last_in(rank)
         same_stage = [other for other in played if grid.stage(other) == like]
         differences = {
             other: sum(a != b for a, b in zip(own, ends[other], strict=True))

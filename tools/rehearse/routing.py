@@ -20,7 +20,8 @@ def expert_ids(
     if hot == num_experts or imbalance <= 1.0:
         return (torch.arange(tokens)[:, None] * k + torch.arange(k)) % num_experts
     bounds = (torch.arange(tokens + 1, dtype=torch.float64) * share).floor().long()
-    first, count = bounds[:-1, None], bounds.diff()[:, None]
+    first = bounds[:-1, None]
+    count = bounds.diff()[:, None]
     slot = torch.arange(k).expand(tokens, k)
     others = torch.arange(tokens)[:, None] * k - first
     return torch.where(

@@ -105,7 +105,8 @@ def to_json(rehearsal: Rehearsal) -> dict[str, Any]:
     """The document of ``--json``; bytes and counts are integers, times seconds, call sites
     lists, innermost first.
     """
-    comparison, found = rehearsal.comparison, problems(rehearsal)
+    comparison = rehearsal.comparison
+    found = problems(rehearsal)
     return {
         "config": rehearsal.config,
         "world": rehearsal.world,

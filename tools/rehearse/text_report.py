@@ -61,7 +61,8 @@ def failure_list(found: list[str]) -> str:
 
 def verdict(rehearsal: Rehearsal) -> str:
     """The sentence for a rehearsal without problems."""
-    fullest, gpu = rehearsal.fullest, rehearsal.gpu
+    fullest = rehearsal.fullest
+    gpu = rehearsal.gpu
     return (
         f"Nothing was found that would stop a run. Rank {fullest.rank} is the fullest:"
         f" {gib(fullest.memory.peak.total)} GiB of live tensors at its peak. {gpu.name} has"

@@ -170,11 +170,11 @@ def read_state(path: Path) -> dict[str, Any]:
 def check_base(path: Path, base: str) -> None:
     """Raise ``CheckpointError`` unless a checkpoint is of adapters to the weights with the checksum
     ``base``, or for "" of whole weights."""
-    found = json.loads((path / STATE).read_text(encoding="utf-8")).get("base", "")
-    if found == base:
+    stored_base = json.loads((path / STATE).read_text(encoding="utf-8")).get("base", "")
+    if stored_base == base:
         return
-    if not found or not base:
-        kinds = ("adapters", "whole weights") if found else ("whole weights", "adapters")
+    if not stored_base or not base:
+        kinds = ("adapters", "whole weights") if stored_base else ("whole weights", "adapters")
         problem = (
             "{} holds {}, the run trains {}; set lora.rank as it was, or another run_dir".format(
                 path, *kinds
@@ -182,7 +182,7 @@ def check_base(path: Path, base: str) -> None:
         )
     else:
         problem = (
-            f"{path} holds adapters to weights with checksum {found}, model.path has {base}; set"
+            f"{path} holds adapters to weights with checksum {stored_base}, model.path has {base}; set"
             " model.path back"
         )
     raise CheckpointError(problem)

@@ -65,8 +65,8 @@ def checkpoint_metadata(
                         if is_main_replica(value.replica_id):
                             objects[value.unique_key] = _stored(value)
                         continue
-                    for found in _chunks(value, parameters[name], groups):
-                        chunks[found.key, found.offsets] = found
+                    for chunk in _chunks(value, parameters[name], groups):
+                        chunks[chunk.key, chunk.offsets] = chunk
     return CheckpointMetadata(tuple(chunks.values()), objects)
 
 
@@ -77,7 +77,7 @@ def adapter_chunks(
 
     Only in a process without ``torch.distributed``.
     """
-    found: list[CheckpointChunk] = []
+    chunks: list[CheckpointChunk] = []
     with simulated_rank(ParallelConfig(), 1, 0) as groups:
         for model in meta_model(
             shape, ParallelConfig(), ModelConfig(path="", dtype="float32"), groups
@@ -86,8 +86,8 @@ def adapter_chunks(
             parameters = adapter_parameters(model, lora, family, shape, groups)
             for name, value in model.sharded_state_dict().items():
                 if name in parameters:
-                    found += _chunks(value, parameters[name], groups)
-    return tuple(found)
+                    chunks += _chunks(value, parameters[name], groups)
+    return tuple(chunks)
 
 
 def _chunks(

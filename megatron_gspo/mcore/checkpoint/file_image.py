@@ -89,7 +89,8 @@ class FileImage:
 
     def _put_tensor(self, piece: Piece, places: dict[tuple[object, ...], tuple[int, int]]) -> None:
         """Reserve its place, once for pieces with the same values."""
-        values, dtype = piece.values, piece.values.dtype
+        values = piece.values
+        dtype = piece.values.dtype
         if piece.memory not in places:
             self._put(bytes(-self._size % ALIGNMENT))
             head, tail = frame(dtype, piece.box.sizes)
@@ -151,7 +152,8 @@ class Job:
         self, function: Callable[[], None], describe: Callable[[BaseException], str]
     ) -> None:
         self.failure = ""
-        self._function, self._describe = function, describe
+        self._function = function
+        self._describe = describe
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 

@@ -95,21 +95,21 @@ def write_metadata_file(folder: Path, parts: Iterable[StoredPart]) -> None:
             entries[part.key] = BytesStorageMetadata()
         else:
             tensors.setdefault(part.key, []).append(part)
-    for key, found in tensors.items():
-        wholes = {(part.whole, part.dtype) for part in found}
-        stored = sum(part.box.numel for part in found if part.box is not None)
-        if len(wholes) > 1 or stored != math.prod(found[0].whole):
+    for key, tensor_parts in tensors.items():
+        wholes = {(part.whole, part.dtype) for part in tensor_parts}
+        stored = sum(part.box.numel for part in tensor_parts if part.box is not None)
+        if len(wholes) > 1 or stored != math.prod(tensor_parts[0].whole):
             raise ValueError(
                 f"{key}: {stored} elements are written of"
                 f" {' and '.join(str(list(w)) for w, _ in wholes)}"
             )
         chunks = [
             ChunkStorageMetadata(torch.Size(part.box.offsets), torch.Size(part.box.sizes))
-            for part in found
+            for part in tensor_parts
             if part.box is not None
         ]
-        properties = TensorProperties(found[0].dtype or torch.float32)
-        entries[key] = TensorStorageMetadata(properties, torch.Size(found[0].whole), chunks)
+        properties = TensorProperties(tensor_parts[0].dtype or torch.float32)
+        entries[key] = TensorStorageMetadata(properties, torch.Size(tensor_parts[0].whole), chunks)
     FileSystemWriter(folder).finish(Metadata(entries), [list(results.values())])
 
 
@@ -144,11 +144,11 @@ def read_index(folder: Path, rank: int) -> list[StoredPart]:
 
 def stored_parts(metadata: Metadata) -> dict[str, list[StoredPart]]:
     """Key -> its parts."""
-    found: dict[str, list[StoredPart]] = {}
+    parts: dict[str, list[StoredPart]] = {}
     for index, info in metadata.storage_data.items():
-        found.setdefault(index.fqn, [])
+        parts.setdefault(index.fqn, [])
         if index.offset is None:
-            found[index.fqn].append(
+            parts[index.fqn].append(
                 StoredPart(index.fqn, str(info.relative_path), info.offset, info.length)
             )
     for key, entry in metadata.state_dict_metadata.items():
@@ -159,8 +159,8 @@ def stored_parts(metadata: Metadata) -> dict[str, list[StoredPart]]:
                 part = StoredPart(
                     key, str(info.relative_path), info.offset, info.length, box, tuple(entry.size)
                 )
-                found[key].append(part)
-    return found
+                parts[key].append(part)
+    return parts
 
 
 class _MetadataUnpickler(pickle.Unpickler):

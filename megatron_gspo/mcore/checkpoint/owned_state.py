@@ -89,7 +89,7 @@ def pieces_to_write(policy: Policy) -> list[Piece]:
 
 def _pieces_to_write(policy: Policy) -> list[Piece]:
     states, shared = _optimizer_states(policy)
-    found: list[Piece] = []
+    pieces: list[Piece] = []
     for parameter, part in _sharded_tensors(policy):
         *replica, copy = (
             part.replica_id if isinstance(part.replica_id, tuple) else (part.replica_id, 0)
@@ -97,12 +97,13 @@ def _pieces_to_write(policy: Policy) -> list[Piece]:
         if any(replica):
             continue
         state = _state_of(parameter, states, shared)
-        start, stop = state.start, state.stop
+        start = state.start
+        stop = state.stop
         if id(parameter) not in shared:
             copies = _copies(parameter)
             start, stop = (parameter.numel() * number // copies for number in (copy, copy + 1))
-        found += _pieces(parameter, part, state, start, stop)
-    return found
+        pieces += _pieces(parameter, part, state, start, stop)
+    return pieces
 
 
 def pieces_to_read(policy: Policy) -> list[Piece]:
@@ -121,25 +122,25 @@ def _of_all_models(policy: Policy, pieces_of: Callable[[Policy], list[Piece]]) -
 
 def _pieces_to_read(policy: Policy) -> list[Piece]:
     states, shared = _optimizer_states(policy)
-    found: list[Piece] = []
+    pieces: list[Piece] = []
     for parameter, part in _sharded_tensors(policy):
         state = _state_of(parameter, states, shared)
-        found += _pieces(parameter, part, state, state.start, state.stop)
-    return found
+        pieces += _pieces(parameter, part, state, state.start, state.stop)
+    return pieces
 
 
 def stored_objects(policy: Policy) -> dict[str, bytes]:
     """Key -> what Megatron stores of a layer besides tensors, as its ``torch_dist`` format does;
     nothing of a frozen base."""
-    found = {}
+    objects = {}
     for prefix, model in policy.trained.items():
         for chunk in model.chunks if model.trained_lora is None else ():
             for value in unwrap(chunk).sharded_state_dict().values():
                 if isinstance(value, ShardedObject) and is_main_replica(value.replica_id):
                     stream = io.BytesIO()
                     torch.save([value.data], stream)
-                    found[prefix + value.unique_key] = stream.getvalue()
-    return found
+                    objects[prefix + value.unique_key] = stream.getvalue()
+    return objects
 
 
 def start_optimizer(policy: Policy) -> None:
@@ -204,7 +205,8 @@ def _pieces(
     """
     assert part.data.is_contiguous(), f"{part.key} is not contiguous"
     first = part.data.storage_offset() - parameter.storage_offset()
-    start, stop = max(start, first), min(stop, first + part.data.numel())
+    start = max(start, first)
+    stop = min(stop, first + part.data.numel())
     sources = {part.key: (parameter.detach().view(-1), 0)}
     sources |= {
         f"optimizer.state.{name}.{part.key}": (values, state.start)

@@ -27,7 +27,8 @@ from megatron_gspo.mcore.checkpoint.tensor_boxes import Box
 
 _BUFFER = 16 << 20  # bytes; rows that are larger are read one at a time
 # names of the optimizer's main weights; the second is Megatron's without the distributed optimizer
-_MAIN, _MAIN_OF_REPLICAS = "optimizer.state.param.", "optimizer.state.fp32_param."
+_MAIN = "optimizer.state.param."
+_MAIN_OF_REPLICAS = "optimizer.state.fp32_param."
 
 
 class MismatchError(ValueError):
@@ -60,13 +61,18 @@ def read_pieces(path: Path, pieces: Iterable[Piece]) -> None:
     buffer = torch.empty(
         _BUFFER, dtype=torch.uint8, device="cpu", pin_memory=torch.cuda.is_available()
     )
-    file, name, part = -1, "", None
+    file = -1
+    name = ""
+    part = None
     try:
         for read in reads:
             if read.part.file != name:
-                file, name, part = _reopened(file, path / read.part.file), read.part.file, None
+                file = _reopened(file, path / read.part.file)
+                name = read.part.file
+                part = None
             if part is None or part.start != read.part.start:
-                part, header = read.part, read_header(file, read.part.start, read.part.length)
+                part = read.part
+                header = read_header(file, read.part.start, read.part.length)
             _copy_region(file, header, read, buffer)
     finally:
         if file >= 0:
@@ -130,10 +136,8 @@ def _copy_region(file: int, header: StoredTensor, read: _Read, buffer: Tensor) -
     """Read whole rows of the stored tensor, as many at a time as the buffer holds, and copy the
     region's part. Rows that the target has as they are stored are read into it."""
     assert read.part.box is not None
-    sizes, offsets = (
-        header.sizes,
-        tuple(a - b for a, b in zip(read.box.offsets, read.part.box.offsets, strict=True)),
-    )
+    sizes = header.sizes
+    offsets = tuple(a - b for a, b in zip(read.box.offsets, read.part.box.offsets, strict=True))
     if sizes != read.part.box.sizes or header.offset or not _is_contiguous(header):
         raise ValueError(f"{read.part.key} is stored as {header}")
     # Along this dimension.

@@ -67,7 +67,10 @@ class AsyncSave:
     def __init__(
         self, image: FileImage, partial: Path, publish: functools.partial[None], final: Path
     ) -> None:
-        self.path, self.image, self._final, self._publish = partial, image, final, publish
+        self.path = partial
+        self.image = image
+        self._final = final
+        self._publish = publish
         self._stop = threading.Event()
         self._job = Job(lambda: _write(image, partial, self._stop), _reason)
         self._is_publishing = False  # on every rank; only rank 0 has a job then

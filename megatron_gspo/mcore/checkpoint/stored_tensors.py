@@ -41,7 +41,8 @@ def frame(dtype: torch.dtype, sizes: tuple[int, ...]) -> tuple[bytes, bytes]:
         ("archive/version", b"3\n"),
         ("archive/byteorder", sys.byteorder.encode()),
     ]
-    head, entries = b"", b""
+    head = b""
+    entries = b""
     for name, content in records:
         numbers = (zlib.crc32(content), len(content), len(content))
         entries += _entry(name, numbers, len(head))
@@ -161,7 +162,10 @@ class _Slice(io.RawIOBase):
     """A part of an open file, as a file to read."""
 
     def __init__(self, file: int, start: int, length: int) -> None:
-        self._file, self._start, self._length, self._position = file, start, length, 0
+        self._file = file
+        self._start = start
+        self._length = length
+        self._position = 0
 
     def readable(self) -> bool:
         return True
@@ -179,8 +183,8 @@ class _Slice(io.RawIOBase):
 
     def read(self, size: int = -1) -> bytes:
         left = max(0, self._length - self._position)
-        found = os.pread(
+        content = os.pread(
             self._file, left if size < 0 else min(size, left), self._start + self._position
         )
-        self._position += len(found)
-        return found
+        self._position += len(content)
+        return content

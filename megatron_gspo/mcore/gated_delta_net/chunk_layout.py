@@ -69,10 +69,12 @@ def chunk_layout(
     starts = active.cumsum(0) - active
     position = concatenated_ranges(torch.zeros_like(lengths), lengths)
     sequence = torch.arange(len(lengths)).repeat_interleave(lengths)
-    step, offset = position // size, position % size
+    step = position // size
+    offset = position % size
     chunk = starts[step] + place[sequence]
     row = _row_of_token(cu_seqlens, cp_size)
-    width, number = size + before, int(active.sum())
+    width = size + before
+    number = int(active.sum())
 
     copied = (offset >= size - before) & (step + 1 < chunks[sequence])
     copied_rows = row[copied]
@@ -81,7 +83,8 @@ def chunk_layout(
         + offset[copied]
         - (size - before)
     )
-    slots, wide_slots = torch.empty_like(row), torch.empty_like(row)
+    slots = torch.empty_like(row)
+    wide_slots = torch.empty_like(row)
     slots[row], wide_slots[row] = chunk * size + offset, chunk * width + before + offset
     wide_rows = torch.full((number * width,), -1)
     wide_rows[wide_slots] = torch.arange(len(row))
@@ -170,7 +173,9 @@ class _CausalConvolution(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
-        grad_x, columns, size = torch.zeros_like(x), [], grad.shape[1]
+        grad_x = torch.zeros_like(x)
+        columns = []
+        size = grad.shape[1]
         for j in range(weight.shape[1]):
             grad_x[:, j : j + size].addcmul_(grad, weight[:, j])
             columns.append(torch.linalg.vecdot(x[:, j : j + size], grad, dim=1).sum(0))

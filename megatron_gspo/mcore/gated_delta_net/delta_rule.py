@@ -39,7 +39,8 @@ def chunked_delta_rule(
     decayed = gate.cumsum(-1)
     above = torch.ones(gate.shape[-1], gate.shape[-1], dtype=torch.bool, device=gate.device).triu(1)
     decay = (decayed.unsqueeze(-1) - decayed.unsqueeze(-2)).masked_fill(above, float("-inf")).exp()
-    transposed, since = key.transpose(-1, -2), decayed.exp().unsqueeze(-1)
+    transposed = key.transpose(-1, -2)
+    since = decayed.exp().unsqueeze(-1)
     system = (key @ transposed).unsqueeze(2) * decay * beta.unsqueeze(-1)
     right = torch.cat((value, key.unsqueeze(2) * since), dim=-1) * beta.unsqueeze(-1)
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
@@ -76,7 +77,8 @@ class _Scan(torch.autograd.Function):
         states = values.new_empty(values.shape[0], keys.shape[-1], values.shape[-1])
         states[: active[0]] = 0
         for start, count, following in _steps(active):
-            now, then = slice(start, start + count), slice(start + count, start + count + following)
+            now = slice(start, start + count)
+            then = slice(start + count, start + count + following)
             torch.baddbmm(values[now], corrections[now], states[now], alpha=-1, out=new[now])
             going = slice(start, start + following)
             torch.mul(states[going], decay[going], out=states[then])
@@ -92,7 +94,8 @@ class _Scan(torch.autograd.Function):
         grad = torch.empty_like(new)
         after = torch.zeros_like(states)  # gradient of the state after each chunk
         for start, count, following in reversed(_steps(ctx.active)):
-            now, then = slice(start, start + count), slice(start + count, start + count + following)
+            now = slice(start, start + count)
+            then = slice(start + count, start + count + following)
             going = slice(start, start + following)
             if following:  # the next step's gradient of the state before it
                 torch.mul(after[then], decay[then], out=after[going])

@@ -63,8 +63,10 @@ class GatedDeltaNet(MegatronModule):
         self, config: Any, layer_number: int, *, sizes: DeltaNetSizes, pg_collection: Any, **_: Any
     ) -> None:
         super().__init__(config)
-        self.sizes, self.layer_number = sizes, layer_number
-        self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
+        self.sizes = sizes
+        self.layer_number = layer_number
+        self.tp_group = pg_collection.tp
+        self.cp_group = pg_collection.cp
         ranks = self.tp_group.size() * self.cp_group.size()
         if sizes.key_heads % ranks:
             raise ValueError(
@@ -72,14 +74,13 @@ class GatedDeltaNet(MegatronModule):
                 f" {sizes.key_heads} key heads of the gated delta net (linear_num_key_heads); lower"
                 " one of them"
             )
-        heads, values = (
-            sizes.key_heads // self.tp_group.size(),
-            sizes.value_heads // self.tp_group.size(),
-        )
+        heads = sizes.key_heads // self.tp_group.size()
+        values = sizes.value_heads // self.tp_group.size()
         self.in_proj = self._linear(
             ColumnParallelLinear, sizes.key_heads * sizes.projected, gather_output=False
         )
-        self.conv1d, self.out_norm = _Weight(), _Weight()
+        self.conv1d = _Weight()
+        self.out_norm = _Weight()
         self.conv1d.weight = self._sharded(heads * sizes.convolved, 1, sizes.kernel)
         self.dt_bias, self.A_log = self._sharded(values), self._sharded(values)
         self.out_norm.weight = torch.nn.Parameter(self._empty(sizes.value_size))
@@ -111,11 +112,9 @@ class GatedDeltaNet(MegatronModule):
 
     def _sharded(self, *sizes: int) -> torch.nn.Parameter:
         parameter: Any = torch.nn.Parameter(self._empty(*sizes))
-        parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = (
-            True,
-            0,
-            1,
-        )
+        parameter.tensor_model_parallel = True
+        parameter.partition_dim = 0
+        parameter.partition_stride = 1
         return parameter
 
     def _initialize(self) -> None:

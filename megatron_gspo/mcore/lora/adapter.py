@@ -44,7 +44,10 @@ class Adapter(torch.nn.Module):
 
     def __init__(self, weight: Tensor, rank: int, scale: float, rows: Sequence[Tensor]) -> None:
         super().__init__()
-        self.rank, self.scale, self.rows, self.enabled = rank, scale, tuple(rows), True
+        self.rank = rank
+        self.scale = scale
+        self.rows = tuple(rows)
+        self.enabled = True
         self.lora_A = torch.nn.Parameter(weight.new_zeros(len(rows) * rank, weight.shape[1]))
         self.lora_B = torch.nn.Parameter(weight.new_zeros(weight.shape[0], rank))
         of_part = None
@@ -73,10 +76,8 @@ class Adapter(torch.nn.Module):
         """The weight with what the adapter adds, a new tensor; see `add_product`."""
         merged = weight.clone()
         for part, rows in enumerate(self.rows):
-            a, places = (
-                self.lora_A[part * self.rank : (part + 1) * self.rank],
-                rows.to(weight.device),
-            )
+            a = self.lora_A[part * self.rank : (part + 1) * self.rank]
+            places = rows.to(weight.device)
             merged[places] = add_product(weight[places], a, self.lora_B[places], self.scale)
         return merged
 

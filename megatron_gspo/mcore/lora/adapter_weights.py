@@ -70,8 +70,8 @@ def adapter_layers(
     attribute: ``data``, or ``main_grad``.
     """
     layers: dict[int, list[MappedParameter]] = {}
-    for found in _adapted(chunks, lora, family, shape, groups):
-        for mapped in (found.a, found.b):
+    for adapted in _adapted(chunks, lora, family, shape, groups):
+        for mapped in (adapted.a, adapted.b):
             tensor = getattr(mapped.parameter, attribute).detach()
             layers.setdefault(mapped.layer, []).append(replace(mapped, parameter=tensor))
     return layers
@@ -85,9 +85,9 @@ def adapter_parameters(
     Experts that share one have it each.
     """
     return {
-        f"{found.base.name.removesuffix('weight')}lora.lora_{which}": mapped
-        for found in _adapted([chunk], lora, family, shape, groups)
-        for which, mapped in (("A", found.a), ("B", found.b))
+        f"{adapted.base.name.removesuffix('weight')}lora.lora_{which}": mapped
+        for adapted in _adapted([chunk], lora, family, shape, groups)
+        for which, mapped in (("A", adapted.a), ("B", adapted.b))
     }
 
 
@@ -102,14 +102,15 @@ def fill_adapters(
 ) -> None:
     """Set this rank's slices of the adapters. Experts that share one take the first expert's."""
     done: set[int] = set()
-    for found in _adapted(chunks, lora, family, shape, groups):
-        if id(found.adapter) in done:
+    for adapted in _adapted(chunks, lora, family, shape, groups):
+        if id(adapted.adapter) in done:
             continue
-        done.add(id(found.adapter))
-        adapter, rank = found.adapter, found.adapter.rank
-        is_shared = found.base.rule.is_expert and lora.experts == "shared"
+        done.add(id(adapted.adapter))
+        adapter = adapted.adapter
+        rank = adapted.adapter.rank
+        is_shared = adapted.base.rule.is_expert and lora.experts == "shared"
         a, b = (
-            replace(each, expert=0 if is_shared else each.expert) for each in (found.a, found.b)
+            replace(each, expert=0 if is_shared else each.expert) for each in (adapted.a, adapted.b)
         )
         for part, rows in enumerate(adapter.rows):
             value = _slice(source, a, part, (rank, adapter.lora_A.shape[1]), groups)

@@ -86,7 +86,8 @@ def _is_shared(target: _Target, lora: LoRAConfig) -> bool:
 
 def _make(target: _Target, lora: LoRAConfig, shape: ModelShape, groups: ProcessGroups) -> Adapter:
     """An adapter with the marks by which Megatron reduces and measures its gradients."""
-    weight, rule = target.mapped.parameter, target.mapped.rule
+    weight = target.mapped.parameter
+    rule = target.mapped.rule
     rows = rows_of_parts(rule, target.parts, weight.shape[0], shape)
     adapter = Adapter(weight.detach(), lora.rank, lora.scale, rows)
     parameter: Any
@@ -114,7 +115,8 @@ def _mark_replicas(parameter: Any, group: dist.ProcessGroup | None) -> None:
     """All ranks of ``group`` hold the parameter, each with a part of its gradient: they are summed
     (see `reduction.py`), and one of them counts in the norm."""
     is_first = group is None or group.rank() == 0
-    parameter.tensor_model_parallel, parameter.shared = is_first, not is_first
+    parameter.tensor_model_parallel = is_first
+    parameter.shared = not is_first
     if group is not None and group.size() > 1:
         parameter.summed_over = group
 

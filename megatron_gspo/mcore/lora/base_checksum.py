@@ -42,9 +42,11 @@ def base_checksum(
 def _counts(mapped: MappedParameter, shape: ModelShape, groups: ProcessGroups) -> bool:
     """Whether this rank is the first of those that hold these values."""
     if mapped.rule.is_expert:
-        replica, tensor = parallel_state.get_expert_data_parallel_rank(), groups.expert_tp.rank()
+        replica = parallel_state.get_expert_data_parallel_rank()
+        tensor = groups.expert_tp.rank()
     else:
-        replica, tensor = groups.dp_cp.rank(), groups.tp.rank()
+        replica = groups.dp_cp.rank()
+        tensor = groups.tp.rank()
     is_copy = shape.tied_embeddings and groups.pp.rank() > 0 and mapped.rule.is_vocabulary
     return replica == 0 and not is_copy and (tensor == 0 or mapped.rule.shard is not Shard.NONE)
 
@@ -54,7 +56,8 @@ def _parts(
 ) -> Iterator[tuple[int, Tensor, list[Tensor]]]:
     """For each Hugging Face tensor its factor, this rank's part [rows, columns], and the places of
     these in the whole tensor. The padding of a vocabulary is left out."""
-    local, rule = mapped.local_slice(groups), mapped.rule
+    local = mapped.local_slice(groups)
+    rule = mapped.rule
     for name, part in local.split(mapped.parameter.detach(), shape).items():
         part = part.reshape(len(part), -1)
         places = [torch.arange(size, device=part.device) for size in part.shape]
@@ -70,12 +73,13 @@ def _parts(
 
 def _places(blocks: Sequence[int], rank: int, ranks: int) -> Tensor:
     """Of what a rank holds where each block of a dimension is cut over the ranks."""
-    found, first = [], 0
+    positions = []
+    first = 0
     for size in blocks:
         each = size // ranks
-        found.append(torch.arange(first + rank * each, first + (rank + 1) * each))
+        positions.append(torch.arange(first + rank * each, first + (rank + 1) * each))
         first += size
-    return torch.cat(found)
+    return torch.cat(positions)
 
 
 def _sum(part: Tensor, places: Sequence[Tensor]) -> Tensor:

@@ -31,7 +31,8 @@ def routes_of_replica(
 
     Exactly one rank of a pipeline stage has each id, so that a sum with zeros elsewhere is exact.
     """
-    shape, groups = micro_batches[0].options.shape, micro_batches[0].groups
+    shape = micro_batches[0].options.shape
+    groups = micro_batches[0].groups
     layers = sorted(micro_batches[0].layers)
     own, lengths, starts = _rows_of(micro_batches, batch, set(wanted))
     width = shape.k * shape.dtype.itemsize
@@ -73,9 +74,9 @@ def flips_of_replica(
     groups = micro_batches[0].groups
     _sum_bytes(flat, (groups.tp, groups.cp, groups.pp))
     compared, flipped = flat.numpy().T > 0
-    found = np.where(compared, flipped, -1).astype(np.int8)
+    flips = np.where(compared, flipped, -1).astype(np.int8)
     first = starts[:-1] + batch.table["prompt_length"] - 1
-    return {i: found[first[i] : first[i] + batch.table["response_length"][i]] for i in own}
+    return {i: flips[first[i] : first[i] + batch.table["response_length"][i]] for i in own}
 
 
 def shared_experts_of_replica(
@@ -86,7 +87,8 @@ def shared_experts_of_replica(
     its own row, the next and the previous one. NaN where they weren't compared, or are on different
     ranks. Six bytes a token are exchanged.
     """
-    groups, shape = micro_batches[0].groups, micro_batches[0].options.shape
+    groups = micro_batches[0].groups
+    shape = micro_batches[0].options.shape
     _, lengths, starts = _rows_of(micro_batches, batch, None)
     flat = torch.zeros(int(starts[-1]), 3, dtype=torch.int16)  # experts + 1; 0: not compared
     for routes in micro_batches:
@@ -105,9 +107,9 @@ def shared_experts_of_replica(
         )
         flat[targets] = ((routes.shared.cpu()[:, rows] + 1) * (beside & known)).T
     _sum_bytes(flat.view(torch.uint8), (groups.tp, groups.cp))
-    found = flat.numpy().astype(np.float64) - 1.0
-    found[found < 0] = np.nan
-    return found / (shape.k * max(1, len(micro_batches[0].layers))), starts
+    shares = flat.numpy().astype(np.float64) - 1.0
+    shares[shares < 0] = np.nan
+    return shares / (shape.k * max(1, len(micro_batches[0].layers))), starts
 
 
 def _shifted(flags: Tensor, rows: int) -> Tensor:
@@ -142,7 +144,8 @@ def _row_indices(
 
     lengths: rows wanted of each sample, from ``starts`` on.
     """
-    layout, cp = routes.layout, routes.groups.cp
+    layout = routes.layout
+    cp = routes.groups.cp
     targets = torch.full((int(layout.cu_seqlens[-1]),), -1)
     for sample, first in zip(layout.sample_ids, layout.cu_seqlens.tolist(), strict=False):
         targets[first : first + lengths[sample]] = torch.arange(
@@ -169,7 +172,8 @@ def _sum_bytes(flat: Tensor, groups: Sequence[dist.ProcessGroup]) -> int:
 
 def routing_stats(micro_batches: Sequence[MicroBatchRoutes]) -> RoutingStats:
     """The statistics of a pass over the trained tokens of all ranks, on every rank."""
-    options, device = micro_batches[0].options, compute_device()
+    options = micro_batches[0].options
+    device = compute_device()
     shape = options.shape
     flips, entropy = torch.zeros(2, shape.layers, dtype=torch.float64, device=device)
     load = torch.zeros(shape.layers, shape.num_experts, dtype=torch.float64, device=device)

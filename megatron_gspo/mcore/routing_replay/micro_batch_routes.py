@@ -93,7 +93,8 @@ class MicroBatchRoutes:
         *,
         sequence_parallel: bool,
     ) -> None:
-        self.options, self.groups = options, groups
+        self.options = options
+        self.groups = groups
         self.layout = PackLayout(layout.cu_seqlens, layout.sample_ids, layout.micro_batch)
         part, parts = (groups.tp.rank(), groups.tp.size()) if sequence_parallel else (0, 1)
         size = int(layout.cu_seqlens[-1]) // groups.cp.size() // parts
@@ -131,7 +132,8 @@ class MicroBatchRoutes:
             raise RoutingError(
                 f"micro-batch {number} went through the same layers twice in one pass"
             )
-        given, missing = shard.routed_experts, shard.missing_routes
+        given = shard.routed_experts
+        missing = shard.missing_routes
         if given is None and self.options.needs_routes:
             raise RoutingError(f"micro-batch {number} carries no routes; pack it with routes")
         wanted = {}
@@ -192,7 +194,8 @@ class MicroBatchRoutes:
         choose, weights = self._perturbed(layer, scores, are_logits)
         first = not any(self.uses[layer, grad] for grad in (False, True))
         self.uses[layer, torch.is_grad_enabled()] += 1
-        values, ids = None, None
+        values = None
+        ids = None
         if (
             not options.replay
             or self.missing is not None
@@ -238,7 +241,8 @@ class MicroBatchRoutes:
         if self.options.record:
             self.chosen[layer] = _to_host(ids) if self.options.storage == "host" else ids
         if self.compare:
-            k, given = ids.shape[1], self.given[layer]
+            k = ids.shape[1]
+            given = self.given[layer]
             different = k - expert_overlap(ids, given)
             if self.options.neighbours:
                 rows = torch.stack([given, given.roll(-1, 0), given.roll(1, 0)])
@@ -255,7 +259,8 @@ class MicroBatchRoutes:
         """Raise ``RoutingError`` unless every layer took its routes exactly once: in a training
         pass with a gradient (and again without, where activations are recomputed), else without."""
         for layer in self.layers:
-            without, with_gradient = self.uses[layer, False], self.uses[layer, True]
+            without = self.uses[layer, False]
+            with_gradient = self.uses[layer, True]
             right = (
                 (without, with_gradient) == (1, 0)
                 if forward_only

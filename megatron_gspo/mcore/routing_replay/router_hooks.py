@@ -39,7 +39,8 @@ class RouterHook:
     """
 
     def __init__(self, layer: int, config: Any, router: Any) -> None:
-        self.layer, self._router = layer, router
+        self.layer = layer
+        self._router = router
         self._is_sigmoid = config.moe_router_score_function == "sigmoid"
         self.layer_number: int | None = None  # megatron-core 0.19 sets it
         self._are_logits = (
@@ -111,12 +112,12 @@ def router_hooks(chunk: torch.nn.Module) -> list[RouterHook]:
     choose without calling its hook.
     """
     refuse_bypasses(chunk.config)
-    found = [layer.mlp.router.router_replay for layer in moe_layers(chunk)]
-    if not all(isinstance(hook, RouterHook) for hook in found):
+    hooks = [layer.mlp.router.router_replay for layer in moe_layers(chunk)]
+    if not all(isinstance(hook, RouterHook) for hook in hooks):
         raise RoutingError(
             "a router of the model has no hook for routing replay; call attach_router_hooks first"
         )
-    return found
+    return hooks
 
 
 def moe_layers(chunk: Any) -> list[Any]:

@@ -72,19 +72,19 @@ def dequantize_blocks(
 
 def quantize_tensor(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Values [out, in] E4M3 and one scale [1] float32: the largest magnitude becomes 448."""
-    found = weight.float()
-    factors, scales = _fp8_scales(found.abs().amax().view(1))
-    return _as_fp8(found * factors), scales
+    values = weight.float()
+    factors, scales = _fp8_scales(values.abs().amax().view(1))
+    return _as_fp8(values * factors), scales
 
 
 def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Values [out, in] int8 and scales [out, 1] float32: the largest magnitude of a row becomes
     127.
     """
-    found = weight.float()
-    largest = found.abs().amax(dim=1, keepdim=True)
+    values = weight.float()
+    largest = values.abs().amax(dim=1, keepdim=True)
     scales = torch.where(largest > _SMALLEST, largest / _INT8_MAX, 1.0)
-    return (found / scales).round_().clamp_(-_INT8_MAX, _INT8_MAX).to(torch.int8), scales
+    return (values / scales).round_().clamp_(-_INT8_MAX, _INT8_MAX).to(torch.int8), scales
 
 
 def _dequantize(values: Tensor, scales: Tensor) -> Tensor:

@@ -63,12 +63,12 @@ def chosen_modules(
     kept = {module for entry in exclude for module in _matches(entry, known, "exclude")}
     chosen: set[str] = set()
     for entry in modules:
-        found = _matches(entry, known, "modules")
-        if kept.issuperset(found):
+        matches = _matches(entry, known, "modules")
+        if kept.issuperset(matches):
             raise ModuleListError(
                 "modules", entry, "all modules of this name are excluded", "remove one of the two"
             )
-        chosen.update(found)
+        chosen.update(matches)
     chosen -= kept
     if not chosen:
         raise ModuleListError(
@@ -89,8 +89,8 @@ def without_experts(modules: Iterable[str]) -> list[str]:
 def _matches(entry: str, known: Sequence[str], key: str) -> list[str]:
     parts = (r"[^.]+" if part == "*" else re.escape(part) for part in entry.split("."))
     pattern = re.compile(r"\.".join(parts))
-    found = [module for module in known if pattern.fullmatch(module)]
-    if not found:
+    matches = [module for module in known if pattern.fullmatch(module)]
+    if not matches:
         names = _generalised(known)
         near = get_close_matches(entry, names, 1, 0.5) or get_close_matches(
             _last(entry), map(_last, names), 1, 0.5
@@ -100,7 +100,7 @@ def _matches(entry: str, known: Sequence[str], key: str) -> list[str]:
         raise ModuleListError(
             key, entry, "matches no linear module; * stands for one component", fix
         )
-    return found
+    return matches
 
 
 def _check_complete(known: Sequence[str], named: set[str], modules: Sequence[str]) -> None:
@@ -124,14 +124,15 @@ def _check_fused(known: Sequence[str], chosen: set[str], modules: Sequence[str])
     for members in groups.values():
         inside = [module in chosen for module in members]
         if any(inside) and not all(inside):
-            one, other = members[inside.index(True)], members[inside.index(False)]
+            one = members[inside.index(True)]
+            other = members[inside.index(False)]
             problem = f"lists {one} without {other}, and engines keep both in one parameter"
             raise ModuleListError("modules", list(modules), problem, "list both, or exclude both")
 
 
 def _experts_of(module: str) -> str:
-    found = _EXPERT.fullmatch(module)
-    return found[1] if found else ""
+    match = _EXPERT.fullmatch(module)
+    return match[1] if match else ""
 
 
 def _last(module: str) -> str:

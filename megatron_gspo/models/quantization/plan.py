@@ -39,7 +39,8 @@ class QuantizationPlan:
         """The stream with values and, right after them, scales in place of the weights of the
         modules. Memory above it: three float32 copies of one weight. Ends when the stream does."""
         for name, tensor in tensors:
-            module, end = name.removesuffix(".weight"), name.endswith(".weight")
+            module = name.removesuffix(".weight")
+            end = name.endswith(".weight")
             if not end or module not in self.modules:
                 yield name, tensor
                 continue

@@ -15,8 +15,11 @@ class CircuitBreaker:
     def __init__(
         self, threshold: int, seconds: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._threshold, self._seconds, self._clock = threshold, seconds, clock
-        self._failures, self._opened = 0, 0.0
+        self._threshold = threshold
+        self._seconds = seconds
+        self._clock = clock
+        self._failures = 0
+        self._opened = 0.0
 
     def allows(self) -> bool:
         """Whether a call may be made now.

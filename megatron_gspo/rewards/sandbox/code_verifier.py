@@ -56,7 +56,8 @@ class CodeVerifier:
 
         Raises SandboxError in one line if programs can't run here; TypeError for an unknown option.
         """
-        self._config, self._time_budget = CodeConfig(**options), time_budget
+        self._config = CodeConfig(**options)
+        self._time_budget = time_budget
         self._sandbox = open_sandbox(self._config)
         self.description = f"verifier code: {self._sandbox.describe()}"
 

@@ -19,7 +19,8 @@ from megatron_gspo.rewards.sandbox.sandboxes import COMPILATION, Program
 
 RETRIES = 4
 BACKOFF_SECONDS = 0.5  # before the first retry; doubled before each further one
-BREAKER_FAILURES, BREAKER_SECONDS = 3, 30.0
+BREAKER_FAILURES = 3
+BREAKER_SECONDS = 30.0
 _GRACE_SECONDS = 10.0
 _RETRIED_STATUS = (408, 425, 429, 500, 502, 503, 504)
 
@@ -34,7 +35,8 @@ class FusionSandbox:
         """
         assert config.sandbox_url is not None
         self._url = check_url(config.sandbox_url) + "/run_code"
-        self._config, self._backoff = config, backoff
+        self._config = config
+        self._backoff = backoff
         self._answer_bytes = 4 * config.output_mib * 2**20
         self._breaker = CircuitBreaker(BREAKER_FAILURES, BREAKER_SECONDS)
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects)

@@ -61,7 +61,8 @@ def decode_attention(
     read, the sinks [heads]: a score without a value for each head.
     """
     batch, heads, queries, dim = query.shape
-    sinks, scaling = options.get("s_aux"), options.get("scaling")
+    sinks = options.get("s_aux")
+    scaling = options.get("scaling")
     scale = dim**-0.5 if scaling is None else scaling
     if queries > 1:
         if sinks is not None:

@@ -69,7 +69,9 @@ def decode(
     stop_ids: [E] int64 on the model's device. recorder: on the model's hooks, to return routes;
     else None. noise: of the model's routers, or None.
     """
-    device, limit, batch = model.device, sampling.max_response_length, len(requests.rows)
+    device = model.device
+    limit = sampling.max_response_length
+    batch = len(requests.rows)
     logits, state = _prefill(model, requests, limit, noise)
     routes = None if recorder is None else DecodedRoutes(recorder, requests.prompts, requests.rows)
     uniforms = requests.uniforms
@@ -89,7 +91,9 @@ def decode(
             break
         if done * _DROP_SHARE >= len(live):
             keep = (~finished).nonzero()[:, 0]
-            live, chosen, finished = live[keep], chosen[keep], finished[keep]
+            live = live[keep]
+            chosen = chosen[keep]
+            finished = finished[keep]
             state.select_rows(keep)
         logits = state.step(model, chosen)
         if routes is not None:
@@ -125,7 +129,8 @@ class _State:
 
     def select_rows(self, rows: Tensor) -> None:
         self.cache.select_rows(rows, self.cache.get_seq_length() + _RESERVE)
-        self.positions, self.sequences = self.positions[rows], self.sequences[rows]
+        self.positions = self.positions[rows]
+        self.sequences = self.sequences[rows]
         if self.key_mask is not None:
             self.key_mask = self.key_mask[rows]
 
@@ -150,7 +155,8 @@ def _prefill(
     """Logits [B, V] after the prompt of every row, and the state for the next step."""
     rows = torch.from_numpy(requests.rows).to(model.device)
     ids, mask = left_pad(requests.prompts)
-    ids, mask = ids.to(model.device), mask.to(model.device)
+    ids = ids.to(model.device)
+    mask = mask.to(model.device)
     padded = not bool(mask.all())
     columns = ids.shape[1]
     positions = (mask.cumsum(-1) - 1).clamp_(min=0)

@@ -96,12 +96,14 @@ class EmbeddedEngine:
 
         Raises ValueError for a model without softmax routers.
         """
-        self._routers, self._noise = NoisyRouters(self.model), noise
+        self._routers = NoisyRouters(self.model)
+        self._noise = noise
 
     @contextmanager
     def unperturbed(self) -> Iterator[None]:
         """Choose experts without noise in the meantime."""
-        noise, self._noise = self._noise, None
+        noise = self._noise
+        self._noise = None
         if self._routers is not None:
             self._routers.remove()
             self._routers = None

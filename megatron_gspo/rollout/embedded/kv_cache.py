@@ -26,7 +26,8 @@ class _BufferLayer(DynamicLayer):
     ) -> tuple[Tensor, Tensor]:
         end = self.length + key_states.shape[2]
         if not self.is_initialized:
-            self.dtype, self.device = key_states.dtype, key_states.device
+            self.dtype = key_states.dtype
+            self.device = key_states.device
             self._allocate(key_states, value_states, max(end, self.capacity))
             self.is_initialized = True
         elif end > self.capacity:

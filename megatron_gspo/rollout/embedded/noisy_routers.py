@@ -31,7 +31,8 @@ class NoisyRouters:
 
     def start(self, noise: RouterNoise) -> None:
         """Begin a pass with other noise."""
-        self._noise, self._seeds = noise, None
+        self._noise = noise
+        self._seeds = None
 
     def set_tokens(self, sequences: Tensor, segments: Tensor, positions: Tensor) -> None:
         """The tokens [t] of the next forward pass: int64 [n, 2] (prompt_index, sample_index) of the

@@ -76,7 +76,8 @@ class DecodedRoutes:
     def __init__(
         self, recorder: RouteRecorder, prompts: Sequence[np.ndarray], rows: np.ndarray
     ) -> None:
-        self._recorder, self._rows = recorder, rows
+        self._recorder = recorder
+        self._rows = rows
         prefill = recorder.take()
         self._prompts = [
             self._numpy(ids[len(ids) - len(prompt) :])

@@ -25,11 +25,14 @@ def philox_4x32(counter: tuple[np.ndarray, ...], key: tuple[int, int]) -> tuple[
     c0, c1, c2, c3 = (np.asarray(word, dtype=np.uint64) for word in counter)
     k0, k1 = key
     for _ in range(10):
-        product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        product0 = c0 * _MULTIPLIERS[0]
+        product1 = c2 * _MULTIPLIERS[1]
         c0 = (product1 >> _HALF) ^ c1 ^ np.uint64(k0)
         c2 = (product0 >> _HALF) ^ c3 ^ np.uint64(k1)
-        c1, c3 = product1 & _WORD, product0 & _WORD
-        k0, k1 = (k0 + _KEY_STEPS[0]) & 0xFFFFFFFF, (k1 + _KEY_STEPS[1]) & 0xFFFFFFFF
+        c1 = product1 & _WORD
+        c3 = product0 & _WORD
+        k0 = (k0 + _KEY_STEPS[0]) & 0xFFFFFFFF
+        k1 = (k1 + _KEY_STEPS[1]) & 0xFFFFFFFF
     return c0, c1, c2, c3
 
 
@@ -85,7 +88,8 @@ def _inverse_cdf(probs: Tensor, uniforms: Tensor, sampling: SamplingParams) -> T
     if sampling.top_k or sampling.top_p < 1:
         probs, order = probs.sort(dim=-1, descending=True, stable=True)
         if sampling.top_k:
-            probs, order = probs[:, : sampling.top_k], order[:, : sampling.top_k]
+            probs = probs[:, : sampling.top_k]
+            order = order[:, : sampling.top_k]
     cumulated = probs.cumsum(-1, dtype=torch.float64)
     total = cumulated[:, -1:]
     if sampling.top_p < 1:

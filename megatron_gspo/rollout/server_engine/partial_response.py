@@ -74,7 +74,8 @@ class PartialResponse:
     def reset(self) -> int:
         """Discard all parts; returns the number of discarded tokens."""
         count = self.num_tokens
-        self.parts, self.versions = [], []
+        self.parts = []
+        self.versions = []
         return count
 
     def to_sample(self, model: ServedModel, decode: Callable[[list[int]], str]) -> Sample:

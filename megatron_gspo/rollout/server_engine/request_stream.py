@@ -104,7 +104,9 @@ class RequestStream:
         *,
         recovery_timeout: float,
     ) -> None:
-        self._loop, self._client, self._decode = loop, client, decode
+        self._loop = loop
+        self._client = client
+        self._decode = decode
         self._recovery_timeout = recovery_timeout
         self._groups: dict[int, GroupRequest] = {}
         self._num_tickets = 0
@@ -173,7 +175,8 @@ class RequestStream:
     ) -> list[int]:
         tickets = []
         for prompt in prompts:
-            samples, length = range(sampling.n_samples_per_prompt), sampling.max_response_length
+            samples = range(sampling.n_samples_per_prompt)
+            length = sampling.max_response_length
             responses = [PartialResponse(prompt, i, length) for i in samples]
             group = GroupRequest(self._num_tickets, prompt, responses, sampling, seed)
             self._groups[group.ticket] = group

@@ -49,7 +49,8 @@ def checked_reason(kind: Any, found: Any, context: RequestContext) -> str:
 
 def checked_tokens(ids: list[int], context: RequestContext) -> np.ndarray:
     """[n] int64 below the vocabulary's size. Raises `ResponseError`."""
-    tokens, vocab_size = np.frombuffer(array("q", ids), np.int64), context.model.vocab_size
+    tokens = np.frombuffer(array("q", ids), np.int64)
+    vocab_size = context.model.vocab_size
     if len(tokens) and tokens.max() >= vocab_size:
         wrong = tokens[tokens >= vocab_size][0]
         raise ResponseError(
@@ -74,7 +75,9 @@ def check_end(tokens: np.ndarray, reason: str, context: RequestContext) -> None:
     """Raise `ResponseError` unless the number of tokens and the last one agree with the finish
     reason.
     """
-    count, limit, stop_ids = len(tokens), context.max_new_tokens, context.model.stop_ids
+    count = len(tokens)
+    limit = context.max_new_tokens
+    stop_ids = context.model.stop_ids
     if count > limit:
         raise ResponseError(
             f"{context.name}: {count} tokens came back, at most {limit} were requested"

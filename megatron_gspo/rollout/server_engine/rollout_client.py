@@ -164,7 +164,8 @@ class RolloutClient:
                     began = time.monotonic()  # the wait for a server is not counted
                     await self._request(response, server, sampling, seed, limit - spent)
                 if response.num_tokens > num_tokens:
-                    failures, spent = 0, 0.0
+                    failures = 0
+                    spent = 0.0
                     continue
                 if self._interruptions > interruptions:
                     await asyncio.sleep(_INTERRUPTED_SECONDS)

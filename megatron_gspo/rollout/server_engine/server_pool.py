@@ -31,7 +31,8 @@ _PROCESS_POLL_SECONDS = 0.5
 _MAX_MISSED_CHECKS = 3  # health checks in a row
 _MAX_FAILED_REQUESTS = 4  # in a row at one server
 # Before a removed server is checked again, doubling.
-_COOL_DOWN_SECONDS, _MAX_COOL_DOWN_SECONDS = (1.0, 60.0)
+_COOL_DOWN_SECONDS = 1.0
+_MAX_COOL_DOWN_SECONDS = 60.0
 _MAX_DOUBLINGS = 6
 _REPORT_SECONDS = (
     2.0  # a report of another client holds so long; while groups are awaited they come more often
@@ -203,15 +204,19 @@ class ServerPool:
         A server that only this client can't reach stays down here. One whose other weights the
         owner does not know yet stays excluded, until the version changes.
         """
-        changed, self.version = version != self.version, version
+        changed = version != self.version
+        self.version = version
         for server in self.servers:
             state = states[server.url]
             if not state.alive:
-                server.alive, server.reason = False, state.reason
+                server.alive = False
+                server.reason = state.reason
                 for task in list(server.tasks):
                     task.cancel()
             elif server.down_for_all:
-                server.alive, server.reason, server.failed_requests = True, "", 0
+                server.alive = True
+                server.reason = ""
+                server.failed_requests = 0
             server.down_for_all = not state.alive
             server.found_stale = server.found_stale and not changed
             server.version = version if state.has_weights and not server.found_stale else None
@@ -230,7 +235,10 @@ class ServerPool:
                 _COOL_DOWN_SECONDS * 2**doublings, _MAX_COOL_DOWN_SECONDS
             )
             server.missed_checks = 0
-        server.alive, server.version, server.reason, server.failed_requests = False, None, reason, 0
+        server.alive = False
+        server.version = None
+        server.reason = reason
+        server.failed_requests = 0
         for task in list(server.tasks):
             task.cancel()
         await self.notify()
@@ -255,7 +263,9 @@ class ServerPool:
         """Remove a server with the wrong weights until the next update."""
         if server in self.serving:
             self._log(f"{server.url} is excluded until it has the weights: {reason}")
-        server.version, server.reason, server.found_stale = None, reason, not self._owner
+        server.version = None
+        server.reason = reason
+        server.found_stale = not self._owner
         await self.notify()
 
     async def monitor(self) -> None:
@@ -332,7 +342,9 @@ class ServerPool:
             return
         server.missed_checks = 0
         if not was_alive and not server.alive:
-            server.alive, server.unresponsive, server.reason = True, False, ""
+            server.alive = True
+            server.unresponsive = False
+            server.reason = ""
             server.version = version if version == self.version else None
             self._log(
                 f"{server.url} is back" + ("" if server.version else " and waits for weights")
@@ -366,4 +378,5 @@ class ServerPool:
         no_response = error.sent and error.status is None
         # Also if it was removed for another reason; repeated after as many checks.
         if too_many and no_response:
-            server.unresponsive, server.missed_checks = True, 0
+            server.unresponsive = True
+            server.missed_checks = 0

@@ -87,7 +87,8 @@ class ScoreResponse(msgspec.Struct, frozen=True):
     meta_info: ScoreMetaInfo
 
 
-_GENERATE, _SCORE = msgspec.json.Decoder(GenerateResponse), msgspec.json.Decoder(ScoreResponse)
+_GENERATE = msgspec.json.Decoder(GenerateResponse)
+_SCORE = msgspec.json.Decoder(ScoreResponse)
 _OUTPUT_IDS = msgspec.json.Decoder(OutputIds)
 
 
@@ -208,7 +209,8 @@ def _routes(raw: msgspec.Raw, count: int, context: RequestContext) -> np.ndarray
     """[rows, MoE layers, k] of `expert_id_dtype`. SGLang sends [rows, num_layers, k] int32 in
     base64, dense layers included."""
     shape = context.model.shape
-    num_layers, k = len(shape.moe_layers), shape.experts_per_token
+    num_layers = len(shape.moe_layers)
+    k = shape.experts_per_token
     text = memoryview(raw)
     if bytes(text[:1]) != b'"':
         hint = (

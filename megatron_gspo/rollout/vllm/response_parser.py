@@ -84,7 +84,8 @@ class ScoreResponse(msgspec.Struct, frozen=True):
     prompt_logprobs: list[dict[str, PromptLogProb] | None]
 
 
-_GENERATE, _SCORE = msgspec.json.Decoder(GenerateResponse), msgspec.json.Decoder(ScoreResponse)
+_GENERATE = msgspec.json.Decoder(GenerateResponse)
+_SCORE = msgspec.json.Decoder(ScoreResponse)
 
 
 def max_response_bytes(context: RequestContext) -> int:
@@ -135,10 +136,8 @@ def response_version(response: GenerateResponse, context: RequestContext) -> str
     first = spans[0] if isinstance(spans, list) and spans else None
     version = one_version(first.get("version") if isinstance(first, dict) else None, spans, context)
     places = [(span.get("start"), span.get("end")) for span in spans]
-    starts, ends = (
-        [0, *(end for _, end in places)],
-        [*(start for start, _ in places), len(choice.token_ids or ())],
-    )
+    starts = [0, *(end for _, end in places)]
+    ends = [*(start for start, _ in places), len(choice.token_ids or ())]
     if starts != ends:
         raise ResponseError(
             f"{context.name}: weight_versions is of the tokens {places}, not of all tokens"
@@ -151,7 +150,8 @@ def parse_response(response: GenerateResponse, context: RequestContext) -> Respo
 
     The weight version is not compared: see `response_version`, which the caller checks first.
     """
-    choice, usage = response.choices[0], response.usage
+    choice = response.choices[0]
+    usage = response.usage
     reason = checked_reason(choice.finish_reason, choice.finish_reason, context)
     if choice.token_ids is None:
         raise ResponseError(f"{context.name}: no token_ids came back")
@@ -225,10 +225,8 @@ def _routes(response: GenerateResponse, count: int, context: RequestContext) -> 
         raise ResponseError(f"{context.name}: no routed_experts came back; {hint}")
     arrays = [_npy(part, context) for part in parts]
     moe = [layer for layer, is_moe in enumerate(shape.moe_layers) if is_moe]
-    rows, wanted = (
-        context.context_length + count - 1 - context.routes_start,
-        (len(moe), shape.experts_per_token),
-    )
+    rows = context.context_length + count - 1 - context.routes_start
+    wanted = (len(moe), shape.experts_per_token)
     arrays = [
         a[:, moe] if a.ndim == 3 and a.shape[1] == len(shape.moe_layers) else a for a in arrays
     ]

@@ -77,10 +77,8 @@ class VLLMAPI(ServerAPI):
 
     def prefill_request(self, tokens: list[int], context: RequestContext) -> Request:
         """See `ServerAPI.prefill_request`. vLLM generates at least one token."""
-        params, max_bytes = (
-            {"max_tokens": 1, "temperature": 0.0},
-            response_parser.max_response_bytes(context),
-        )
+        params = {"max_tokens": 1, "temperature": 0.0}
+        max_bytes = response_parser.max_response_bytes(context)
         return _request(tokens, params, max_bytes, context.model.adapters)
 
     def score_request(self, tokens: list[int], context: RequestContext) -> Request:
@@ -128,7 +126,8 @@ class VLLMAPI(ServerAPI):
         model, parallel, cache = (
             _section(config, name) for name in ("model_config", "parallel_config", "cache_config")
         )
-        blocks, size = positive(cache.get("num_gpu_blocks")), positive(cache.get("block_size"))
+        blocks = positive(cache.get("num_gpu_blocks"))
+        size = positive(cache.get("block_size"))
         longest = positive(model.get("max_model_len"))  # of prompt and response
         limits = [limit for limit in (longest, blocks * size if blocks and size else None) if limit]
         receiver = parallel.get("worker_extension_cls") == EXTENSION

@@ -44,7 +44,8 @@ class _Group:
         client = dist.TCPStore(
             source["address"], source["port"], None, False, limit, wait_for_workers=False
         )
-        name, device = source["name"], _DEVICES[source["backend"]]
+        name = source["name"]
+        device = _DEVICES[source["backend"]]
         self.keys = dist.PrefixStore(f"{name}/transfers", client)
         store = dist.PrefixStore(
             f"{device}/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, client))
@@ -65,13 +66,13 @@ class _Group:
         """
         data = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor, options.asyncOp = 0, 0, True
+        options.rootRank = 0
+        options.rootTensor = 0
+        options.asyncOp = True
         options.timeout = timedelta(seconds=timeout)
-        work, began, looked = (
-            self.group.broadcast([data], options),
-            time.monotonic(),
-            time.monotonic(),
-        )
+        work = self.group.broadcast([data], options)
+        began = time.monotonic()
+        looked = time.monotonic()
         while not work.is_completed():
             now = time.monotonic()
             if now - looked > 0.2:
@@ -156,7 +157,9 @@ def _receive(model: Any, request: dict[str, Any]) -> str:
     gpu = torch.cuda.current_device() if torch.cuda.is_available() else 0
     for source in request["sources"]:
         threading.Thread(target=_listen, args=(source, request, inbox, gpu), daemon=True).start()
-    error, sums, open_sources = "", dict[str, int](), len(names)
+    error = ""
+    sums = dict[str, int]()
+    open_sources = len(names)
     while open_sources:
         try:
             entry, data = inbox.get(timeout=2 * request["timeout"])
@@ -211,11 +214,14 @@ def _listen(
     gpu: int,
 ) -> None:
     """Put one source's buckets, and then its end, into the inbox."""
-    timeout, transfer, name = request["timeout"], request["transfer"], source["name"]
+    timeout = request["timeout"]
+    transfer = request["transfer"]
+    name = source["name"]
     try:
         if name not in _groups:
             _groups[name] = _Group(source, request["rank"], timeout, gpu)
-        group, number = _groups[name], 0
+        group = _groups[name]
+        number = 0
         while True:
             group.keys.wait([f"{transfer}/{number}"], timedelta(seconds=timeout))
             entry = json.loads(group.keys.get(f"{transfer}/{number}"))

@@ -167,7 +167,8 @@ def test_links_are_not_the_runs(tmp_path):
 
 @pytest.mark.parametrize("kind", ["link", "dangling link", "file", "copy"])
 def test_what_stands_where_a_checkpoint_goes_is_kept(tmp_path, capsys, kind):
-    elsewhere, folder = write(tmp_path / "elsewhere", 9), tmp_path / "checkpoints"
+    elsewhere = write(tmp_path / "elsewhere", 9)
+    folder = tmp_path / "checkpoints"
     folder.mkdir()
     if kind == "copy":
         shutil.copytree(elsewhere, folder / "step_000003")

@@ -19,7 +19,8 @@ from megatron_gspo.mcore.checkpoint.owned_state import Piece
 from megatron_gspo.mcore.checkpoint.tensor_boxes import Box
 from megatron_gspo.mcore.offload import PAGE
 
-WEIGHTS, MOMENTS = torch.arange(24.0), torch.arange(7.0)
+WEIGHTS = torch.arange(24.0)
+MOMENTS = torch.arange(7.0)
 
 
 def piece(key: str, values: Tensor, sizes: tuple[int, ...]) -> Piece:

@@ -288,7 +288,8 @@ def test_a_save_holds_what_was_there_when_it_began(path, tmp_path, distributed_o
 
 def fail_on_one_rank(rank: int, world_size: int, path: str, folder: str) -> list[str]:
     """A rank that can't write, then what rank 0 alone writes; the next save succeeds."""
-    target, errors = Path(folder), []
+    target = Path(folder)
+    errors = []
     policy = policy_in(path, parallel(tensor=2))
     save_checkpoint(policy, target, 2, {}, keep=1)
     save = begin_save(policy, target, 3, {}, keep=1)

@@ -26,7 +26,8 @@ def tokens_in_slots(
 ) -> tuple[list[list[int | None]], list[int]]:
     """The tokens of each chunk, and the sequences of each step, by loops."""
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
-    chunks, active = [], []
+    chunks = []
+    active = []
     for step in range(-(-max(lengths) // size)):
         going = [i for i, n in enumerate(lengths) if n > step * size]
         going.sort(key=lambda i: -lengths[i] // size)

@@ -15,7 +15,10 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 from megatron_gspo.mcore.gated_delta_net.delta_rule import chunked_delta_rule
 from tests.support.naive_delta_net import naive_delta_rule
 
-HEADS, PER_HEAD, KEY, VALUE = 2, 3, 5, 4
+HEADS = 2
+PER_HEAD = 3
+KEY = 5
+VALUE = 4
 
 
 def inputs(length: int, seed: int = 0) -> tuple[Tensor, ...]:

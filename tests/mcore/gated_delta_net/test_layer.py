@@ -36,7 +36,8 @@ def draw(*sizes: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def naive_weights(seed: int = 0) -> DeltaNetWeights:
-    keys, values = SIZES.key_heads * SIZES.key_size, SIZES.value_heads * SIZES.value_size
+    keys = SIZES.key_heads * SIZES.key_size
+    values = SIZES.value_heads * SIZES.value_size
     drawn = dict(
         in_qkv=draw(2 * keys + values, HIDDEN, seed=seed) / 4,
         in_z=draw(values, HIDDEN, seed=seed + 1) / 4,
@@ -55,13 +56,12 @@ def grouped(weights: DeltaNetWeights) -> dict[str, Tensor]:
     """The whole parameters of the layer, by a loop over key heads."""
     query, key, value = weights.in_qkv.split((20, 20, 24))
     query_taps, key_taps, value_taps = weights.filters.split((20, 20, 24))
-    rows, taps = [], []
+    rows = []
+    taps = []
     for head in range(SIZES.key_heads):
-        keys, values, pair = (
-            slice(5 * head, 5 * head + 5),
-            slice(6 * head, 6 * head + 6),
-            slice(2 * head, 2 * head + 2),
-        )
+        keys = slice(5 * head, 5 * head + 5)
+        values = slice(6 * head, 6 * head + 6)
+        pair = slice(2 * head, 2 * head + 2)
         rows += [
             query[keys],
             key[keys],
@@ -111,10 +111,8 @@ def errors_in_layout(rank: int, world_size: int, name: str) -> dict[str, float]:
     weights = naive_weights()
     leaves = [x.requires_grad_() for x in vars(weights).values() if isinstance(x, Tensor)]
     whole = grouped(weights)
-    hidden, out_weight = (
-        draw(sum(LENGTHS), HIDDEN, seed=20).requires_grad_(),
-        draw(sum(LENGTHS), HIDDEN, seed=21),
-    )
+    hidden = draw(sum(LENGTHS), HIDDEN, seed=20).requires_grad_()
+    out_weight = draw(sum(LENGTHS), HIDDEN, seed=21)
     expected = naive_packed(hidden, weights, BOUNDS.tolist())
     for value in whole.values():
         value.retain_grad() if not value.is_leaf else None
@@ -136,7 +134,8 @@ def errors_in_layout(rank: int, world_size: int, name: str) -> dict[str, float]:
         DeltaNetWeights(**by_name, key_size=SIZES.key_size, key_heads=SIZES.key_heads)
     )
 
-    tp, sp = groups.tp, layout.use_sequence_parallel
+    tp = groups.tp
+    sp = layout.use_sequence_parallel
     with torch.no_grad():
         for key, parameter in layer.named_parameters():
             parameter.copy_(shard(key, whole[key], tp.rank(), tp.size()))
@@ -190,10 +189,12 @@ def against_transformers(rank: int, world_size: int) -> None:
     )
     theirs = Qwen3NextGatedDeltaNet(config, 0)
     weights = {key: value.float() for key, value in grouped(naive_weights()).items()}
-    qkvz, ba = [], []
+    qkvz = []
+    ba = []
     for block in weights["in_proj.weight"].chunk(SIZES.key_heads):  # theirs has z before b and a
         qkv, b_a, z = block.split((16, 4, 6))
-        qkvz, ba = [*qkvz, qkv, z], [*ba, b_a]
+        qkvz = [*qkvz, qkv, z]
+        ba = [*ba, b_a]
     filters = naive_weights().filters.float()[:, None]
     theirs.load_state_dict(
         {

@@ -33,7 +33,8 @@ def streams(rank: int, world_size: int, path: str, lora: LoRAConfig, file: Path)
     """Of every layout the adapters to all ranks and to the sources, the merged weights, and the
     base's checksum.
     """
-    tensors, found = load_file(file), []
+    tensors = load_file(file)
+    found = []
     for layout in LAYOUTS:
         policy = build_policy(
             model_config(path),
@@ -55,7 +56,8 @@ def streams(rank: int, world_size: int, path: str, lora: LoRAConfig, file: Path)
 @pytest.fixture(scope="module", params=["each", "shared", "router", "latent"])
 def case(request, tmp_path_factory) -> dict[str, Any]:
     kind = ADAPTERS[f"lora_{request.param}"]
-    name, lora = kind.model, kind.lora
+    name = kind.model
+    lora = kind.lora
     folder = tmp_path_factory.mktemp(request.param)
     path = save_tiny_model(folder / "model", **MODELS[name])
     model = adapted(load_reference(path).float(), path, lora)
@@ -99,10 +101,8 @@ def test_streams_have_every_adapter_in_every_layout(case):
 
 def test_merged_weights_are_those_of_peft(case):
     if case["kind"] == "shared":  # which PEFT doesn't have
-        scale, base = (
-            case["lora"].scale,
-            checkpoint_tensors(load_reference(case["path"]).float(), torch.Tensor.detach),
-        )
+        scale = case["lora"].scale
+        base = checkpoint_tensors(load_reference(case["path"]).float(), torch.Tensor.detach)
         wanted = dict(base)
         for name in case["tensors"]:
             if ".lora_A." in name:
@@ -127,7 +127,8 @@ def test_the_checksum_is_one_for_every_layout_and_another_for_other_weights(case
 def test_peft_loads_the_files_and_scores_the_same(case, fused):
     if case["kind"] == "shared" and fused:
         pytest.skip("as files for each expert they are those of `each`")
-    lora, folder = case["lora"], case["folder"] / f"adapters_{fused}"
+    lora = case["lora"]
+    folder = case["folder"] / f"adapters_{fused}"
     facts = AdapterFacts(lora.rank, lora.alpha, lora.rslora, base=case["path"], checksum="ab")
     write_adapters(folder, case["tensors"], facts, fused=fused)
     tensors, read = read_adapters(folder)

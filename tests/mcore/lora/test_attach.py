@@ -163,7 +163,8 @@ def test_other_checkpoints_are_refused(ranks):
 
 def strides(rank: int, world_size: int, path: str) -> list[tuple[int, ...]]:
     """Of the gradients [t, 1, h] of what attention adds to the hidden states."""
-    policy, found = policy_in(path, parallel(), KINDS["each"]), []
+    policy = policy_in(path, parallel(), KINDS["each"])
+    found = []
     for layer in unwrap(policy.chunks[0]).decoder.layers:
         layer.self_attention.linear_proj.register_forward_hook(
             lambda module, inputs, output: (

@@ -69,7 +69,8 @@ def scattered(samples: list[Sample], recorded: list[np.ndarray], shape: RouteSha
     """Routes of which a quarter of all (row, layer) were resampled; an eighth of the rows is
     unknown.
     """
-    g, found = np.random.default_rng(8), []
+    g = np.random.default_rng(8)
+    found = []
     for sample, routes in zip(with_random_routes(samples, shape, seed=2), recorded, strict=True):
         changed = g.random(routes.shape[:2]) < 0.25
         routes = np.where(changed[..., None], sample.routed_experts, routes)
@@ -85,7 +86,8 @@ def count(samples: list[Sample], used: list[np.ndarray], experts: int) -> dict[s
     """
     layers = used[0].shape[1]
     trained = compared = flipped = 0
-    rate, load = np.zeros(layers), np.zeros((layers, experts))
+    rate = np.zeros(layers)
+    load = np.zeros((layers, experts))
     for sample, routes in zip(samples, used, strict=True):
         for j in range(sample.response_length):
             row = sample.prompt_length + j - 1
@@ -150,7 +152,9 @@ def shares_of(sample: Any, used: np.ndarray, layers: list[int]) -> list[list[flo
 def check_shares(done: Any, batch: SampleBatch, used: list[np.ndarray], parts: int) -> None:
     """With ``parts`` of a sequence on other ranks some neighbours are not seen."""
     shares, starts = shared_experts_of_replica(done, batch)
-    layers, seen, expected_seen = sorted(done[0].layers), 0, 0
+    layers = sorted(done[0].layers)
+    seen = 0
+    expected_seen = 0
     own = [i for routes in done for i in routes.layout.sample_ids]
     assert len(shares) == starts[-1] == sum(batch.samples[i].length - 1 for i in own)
     for i in own:
@@ -159,13 +163,15 @@ def check_shares(done: Any, batch: SampleBatch, used: list[np.ndarray], parts: i
         compared = found >= 0
         assert np.abs(found - expected)[compared].max() < 1e-9 and (expected[compared] >= 0).all()
         assert (compared[:, 0] == (expected[:, 0] >= 0)).all(), "the own row is always seen"
-        seen, expected_seen = seen + compared.sum(), expected_seen + (expected >= 0).sum()
+        seen = seen + compared.sum()
+        expected_seen = expected_seen + (expected >= 0).sum()
     assert seen == expected_seen if parts == 1 else 0.6 * expected_seen < seen < expected_seen
 
 
 def compare_with_counts(rank: int, world_size: int, path: str, layout: ParallelConfig) -> None:
     policy = policy_of(path, layout)
-    shape, samples = shape_of(policy), scored_samples(8)
+    shape = shape_of(policy)
+    samples = scored_samples(8)
     record = ReplayOptions(shape, record=True)
     first = compute_log_probs(
         policy, SampleBatch.of(samples), BATCHING, temperature=1.0, routing=record
@@ -178,7 +184,8 @@ def compare_with_counts(rank: int, world_size: int, path: str, layout: ParallelC
     _, updated = train_pass(policy, given, replace(options, replay=True, entropy=False))
     for done in (live, updated):
         used, _ = all_routes(done, given, range(len(given)))
-        expected, found = count(given, used, shape.num_experts), routing_stats(done)
+        expected = count(given, used, shape.num_experts)
+        found = routing_stats(done)
         assert 0 < expected["compared"] < expected["trained"] and 0.1 < expected["flipped"] < 1.0, (
             expected
         )
@@ -217,7 +224,8 @@ def model(tmp_path_factory) -> str:
 
 def odd_passes(rank: int, world_size: int, path: str) -> dict[str, Any]:
     policy = policy_of(path)
-    shape, samples = shape_of(policy), scored_samples(2)
+    shape = shape_of(policy)
+    samples = scored_samples(2)
     unknown = with_random_routes(samples, shape)
     for sample in unknown:
         sample.missing_routes = np.ones(sample.length - 1, dtype=bool)
@@ -266,7 +274,8 @@ def store(rank: int, world_size: int, path: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for place in ("device", "host"):
         policy = policy_of(path)
-        samples, shape = scored_samples(), shape_of(policy)
+        samples = scored_samples()
+        shape = shape_of(policy)
         options = ReplayOptions(shape, record=True, compare=True, entropy=True, storage=place)
         given = with_random_routes(samples, shape, missing=0.2)
         done = compute_log_probs(
@@ -323,7 +332,8 @@ def many_experts_model(folder: Path, experts: int) -> str:
 
 def many_experts(rank: int, world_size: int, path: str) -> dict[str, Any]:
     policy = policy_of(path, parallel(context=2))
-    shape, samples = shape_of(policy), scored_samples(4)
+    shape = shape_of(policy)
+    samples = scored_samples(4)
     done = compute_log_probs(
         policy,
         SampleBatch.of(samples),
@@ -385,7 +395,8 @@ def shared_experts(rank: int, world_size: int) -> dict[str, Any]:
     use_own_dispatchers(chunk)
     use_own_operators(chunk, shape_of_model)
     attach_router_hooks(chunk)
-    shape, found = RouteShape(3, 2, 8), {}
+    shape = RouteShape(3, 2, 8)
+    found = {}
     found["shared"] = [layer.mlp.shared_experts is not None for layer in moe_layers(chunk)]
     samples = with_random_routes(make_samples(count=3), shape)
     hidden = {}

@@ -138,7 +138,8 @@ def test_a_replayed_choice_wins_over_noise():
 
 def test_noise_is_the_same_when_a_layer_runs_again():
     batch = batch_of()
-    routes, scores = noisy(batch), scores_for(batch)
+    routes = noisy(batch)
+    scores = scores_for(batch)
     with torch.no_grad():
         first = routes.route(0, scores, top_2, are_logits=True, shares=softmax)[1]
     assert torch.equal(first, routes.route(0, scores, top_2, are_logits=True, shares=softmax)[1])

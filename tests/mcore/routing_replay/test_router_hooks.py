@@ -131,7 +131,8 @@ def ask_wrongly(rank: int, world_size: int, path: str) -> None:
     policy = policy_of(path)
     samples = with_random_routes(scored_samples(), shape_of(policy))
     options = ReplayOptions(shape_of(policy), replay=True)
-    router, record = routers(policy)[1], ReplayOptions(shape_of(policy), record=True)
+    router = routers(policy)[1]
+    record = ReplayOptions(shape_of(policy), record=True)
     one_by_one = micro_batches_of(80, micro_batch_size=1)
     expected = "expected once"
     for change, with_gradient, without in (
@@ -153,7 +154,8 @@ def ask_wrongly(rank: int, world_size: int, path: str) -> None:
         assert found == f"{start}{without} times without a gradient; {expected}", found
         del router.routing
     run_pass(policy, samples, options)  # and is right again
-    kept, router.router_replay = router.router_replay, None
+    kept = router.router_replay
+    router.router_replay = None
     assert "a router of the model has no hook" in message_of(run_pass, policy, samples, options)
     router.router_replay = kept
     found = message_of(forget_routes, policy, samples, options)
@@ -277,7 +279,8 @@ def test_a_moved_choice_moves_plain_ratios_and_no_replayed_one(model):
 def two_experts(rank: int, world_size: int, path: str) -> dict[str, float]:
     """With two the weights still follow the router: as in the reference with the same routes. Of 8
     experts the routes use 4."""
-    policy, model = policy_of(path), load_reference(path)
+    policy = policy_of(path)
+    model = load_reference(path)
     shape = shape_of(policy)
     samples = with_random_routes(scored_samples(), shape, among=4)
     options = ReplayOptions(shape, replay=True)
@@ -327,7 +330,8 @@ def test_with_two_experts_ratios_move_through_the_weights_alone(model):
 
 def replay_with_missing_routes(rank: int, world_size: int, path: str) -> dict[str, float]:
     """A third of the rows are unknown, one sample's all."""
-    policy, model = policy_of(path), load_reference(path)
+    policy = policy_of(path)
+    model = load_reference(path)
     shape = shape_of(policy)
     samples = with_random_routes(scored_samples(), shape, missing=0.3)
     samples[2].missing_routes[:] = True
@@ -354,28 +358,26 @@ def replay_again_and_again(rank: int, world_size: int, path: str) -> dict[str, A
     """Three updates on the same samples, cut in another way each time."""
     policy = policy_of(path)
     samples = with_random_routes(scored_samples(), shape_of(policy))
-    options, kept = (
-        ReplayOptions(shape_of(policy), replay=True),
-        [sample.routed_experts.copy() for sample in samples],
-    )
-    errors, last = [], None
+    options = ReplayOptions(shape_of(policy), replay=True)
+    kept = [sample.routed_experts.copy() for sample in samples]
+    errors = []
+    last = None
     for i in range(3):
         order = np.random.default_rng(i).permutation(len(samples)).tolist()
         expected = compute_log_probs(
             policy, SampleBatch.of(samples), BATCHING, temperature=1.0, routing=options
         ).log_probs
         shuffled = [samples[j] for j in order]
-        batch, cut = SampleBatch.of(shuffled), micro_batches_of(40 + 20 * i)
+        batch = SampleBatch.of(shuffled)
+        cut = micro_batches_of(40 + 20 * i)
         result = train_mini_batch(policy, batch, GRPO, cut, temperature=1.0, routing=options)
         errors.append(
             distance(
                 in_order(result.log_probs), trained_only([expected[j] for j in order], shuffled)
             )
         )
-        moved, last = (
-            (0.0 if last is None else distance(in_order(expected), in_order(last))),
-            expected,
-        )
+        moved = 0.0 if last is None else distance(in_order(expected), in_order(last))
+        last = expected
     same = all(
         np.array_equal(sample.routed_experts, ids)
         for sample, ids in zip(samples, kept, strict=True)
@@ -393,7 +395,8 @@ def padded_batch(rank: int, world_size: int, path: str) -> list[Tensor]:
     by layer.
     """
     policy = policy_of(path)
-    shape, loads = shape_of(policy), []
+    shape = shape_of(policy)
+    loads = []
     sample = min(
         with_random_routes(scored_samples(), shape, among=2), key=lambda sample: sample.length
     )
@@ -440,7 +443,8 @@ def take_once(rank: int, world_size: int, path: str) -> dict[str, Any]:
     gradients: dict[str, list[Tensor]] = {}
     for recompute in ("none", "full"):
         policy = policy_of(path, recompute_granularity=recompute)
-        shape, options = shape_of(policy), ReplayOptions(shape_of(policy), replay=True)
+        shape = shape_of(policy)
+        options = ReplayOptions(shape_of(policy), replay=True)
         samples = with_random_routes(scored_samples(), shape)
         _, trained = train_pass(policy, samples, options)
         gradients[recompute] = [router.weight.main_grad.clone() for router in routers(policy)]

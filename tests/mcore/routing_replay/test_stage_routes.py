@@ -73,13 +73,15 @@ def trained(policy: Policy, samples: Sequence[Sample], shape: RouteShape) -> dic
 
 def compare_with_whole(rank: int, world_size: int, path: str, layout: str) -> tuple[int, ...]:
     policy = policy_of(path, LAYOUTS[layout])
-    shape, own = shape_of(policy), policy.routes
+    shape = shape_of(policy)
+    own = policy.routes
     samples = with_random_routes(scored_samples(), shape, missing=0.1)
     held = [naive(sample, own.held_layers) for sample in samples]
     assert sum(s.routed_experts.nbytes for s in held) * shape.layers == (
         sum(s.routed_experts.nbytes for s in samples) * len(own.held_layers)
     )
-    whole, found = trained(policy, samples, shape), trained(policy, held, own)
+    whole = trained(policy, samples, shape)
+    found = trained(policy, held, own)
     for name in ("log_probs", "gradients", "flips"):
         pairs = list(zip(whole[name], found[name], strict=True))
         assert pairs and all(

@@ -44,7 +44,8 @@ def tensors_of(model: str) -> list[tuple[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_listed_weights_leave_in_eight_bits_and_the_others_as_they_are(model, name):
-    plan, each = plan_of(model, name), FORMATS[name]
+    plan = plan_of(model, name)
+    each = FORMATS[name]
     sent = list(plan.quantize(tensors_of(model)))
     names = [found for found, _ in sent]
     assert len(names) == len(set(names))
@@ -75,7 +76,8 @@ def test_listed_weights_leave_in_eight_bits_and_the_others_as_they_are(model, na
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_way_back_has_every_tensor_once(model, name):
-    plan, each = plan_of(model, name), FORMATS[name]
+    plan = plan_of(model, name)
+    each = FORMATS[name]
     found = list(dequantized(plan.quantize(tensors_of(model))))
     assert [weight for weight, _ in found] == [weight for weight, _ in tensors_of(model)]
     for (weight, tensor), (_, exact) in zip(found, tensors_of(model), strict=True):

@@ -42,7 +42,8 @@ def sandbox():
     ],
 )
 def test_scores(sandbox, program, rule, verdicts, reward):
-    tests, config = read_tests(THREE), CodeConfig(score=rule, time_limit=2.0)
+    tests = read_tests(THREE)
+    config = CodeConfig(score=rule, time_limit=2.0)
     assert run_tests(sandbox, program, tests, config) == verdicts
     assert score(verdicts, 3, rule) == reward
 

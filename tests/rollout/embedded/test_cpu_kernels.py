@@ -42,10 +42,8 @@ def test_attention_with_sinks(queries):
         torch.randn(3, heads, length, 8, generator=g)
         for heads, length in ((4, queries), (2, 6), (2, 6))
     )
-    sinks, mask = (
-        torch.tensor([-1.0, 0.0, 1.0, 3.0]),
-        torch.ones(3, 1, queries, 6, dtype=torch.bool).tril(6 - queries),
-    )
+    sinks = torch.tensor([-1.0, 0.0, 1.0, 3.0])
+    mask = torch.ones(3, 1, queries, 6, dtype=torch.bool).tril(6 - queries)
     mask[1, ..., :2] = False  # left padding, or keys before a window
     mask[1, :, range(queries), range(6 - queries, 6)] = True
     found, _ = decode_attention(

@@ -86,7 +86,8 @@ def test_samples_are_prompt_major_and_end_where_they_should():
 
 def test_samples_do_not_depend_on_batches_order_or_split():
     _, engine = build()
-    questions, sampling = prompts(13), SamplingParams(3, 16)
+    questions = prompts(13)
+    sampling = SamplingParams(3, 16)
     whole = key(engine.generate(questions, sampling, seed=5))
     # Samples of a prompt differ from one another.
     assert len({tuple(r) for r in whole.values()}) > 30

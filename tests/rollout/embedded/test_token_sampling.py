@@ -32,7 +32,8 @@ def test_philox_gives_the_published_known_answers():
 
 
 def test_uniforms_depend_on_seed_prompt_sample_and_position_alone():
-    prompt, sample = np.array([5, 7, 2**40 + 5]), np.array([0, 3, 0])
+    prompt = np.array([5, 7, 2**40 + 5])
+    sample = np.array([0, 3, 0])
     table = sequence_uniforms(11, prompt, sample, 10)
     assert table.shape == (3, 10) and table.dtype == np.float32
     assert 0 <= table.min() and table.max() < 1
@@ -67,7 +68,8 @@ def exact_probs(logits, temperature, top_k, top_p):
     ranked = sorted(range(len(probs)), key=lambda i: -probs[i])
     kept = ranked[: top_k or len(ranked)]
     mass = sum(probs[i] for i in kept)
-    nucleus, before = [], 0.0
+    nucleus = []
+    before = 0.0
     for i in kept:
         if nucleus and before >= top_p * mass:
             break

@@ -63,7 +63,8 @@ def test_an_update_gives_the_reference_model(config):
 
 def test_names_and_slices_are_those_the_library_saves():
     model = reference_model(moe_config())
-    ours, theirs = checkpoint(model), revert_weight_conversion(model, model.state_dict())
+    ours = checkpoint(model)
+    theirs = revert_weight_conversion(model, model.state_dict())
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 

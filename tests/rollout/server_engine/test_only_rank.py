@@ -30,7 +30,8 @@ class Launcher:
     """Fails at the first question, which no launcher should."""
 
     def __init__(self, url: str) -> None:
-        self.urls, self.stopped = [url], 0
+        self.urls = [url]
+        self.stopped = 0
 
     def poll(self) -> None:
         raise RuntimeError("a defect\nof two lines")
@@ -100,7 +101,8 @@ def test_an_update_without_servers_names_them_and_begins_no_stream():
 
 def test_released_memory_comes_back_with_the_weights_also_of_the_same_version():
     """What a server had in it is lost."""
-    version, calls = "", []
+    version = ""
+    calls = []
 
     async def accept(request: web.Request) -> web.Response:
         nonlocal version

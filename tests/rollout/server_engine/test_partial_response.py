@@ -87,7 +87,8 @@ def test_every_cut_of_a_response_gives_the_same_sample(cuts):
         0,
     )
     expected = whole.to_sample(MODEL, str)
-    made, begin = partial(limit=6), 0
+    made = partial(limit=6)
+    begin = 0
     for size in cuts:
         end = begin + size
         rows = slice(made.routes_start, 3 + end - 1)  # as requested and returned

@@ -45,7 +45,9 @@ class Rank:
     def __init__(
         self, folder: str, clients: Sequence[int], servers: Sequence[Generator], settings: Any
     ) -> None:
-        self.rank, self.servers, self.lines = dist.get_rank(), servers, list[str]()
+        self.rank = dist.get_rank()
+        self.servers = servers
+        self.lines = list[str]()
         urls = run_on_rank_zero(lambda: [server.url for server in servers])
         key = Path(folder) / f"key_{self.rank}"
         key.write_text(f"rank{self.rank}")
@@ -217,7 +219,8 @@ def sizes(rank: Rank) -> tuple[list[int], int]:
             return real(*given, **options)
 
         setattr(dist, name, record)
-    found, held = [], 0
+    found = []
+    held = 0
     for length in (4, 40):
         seen.clear()
         rank.source.submit(
@@ -392,7 +395,9 @@ def test_the_owner_does_not_report_to_itself(number, reported):
 
 def test_other_weights_that_are_found_between_report_and_reply_are_reported_next():
     """The owner's reply does not know of them yet."""
-    url, nothing, found = "http://127.0.0.1:9", [[0], [0]], [[0], [1]]
+    url = "http://127.0.0.1:9"
+    nothing = [[0], [0]]
+    found = [[0], [1]]
     client = RolloutClient(
         [url], ServerConfig(urls=(url,)), MODEL, str, api=SGLangAPI(), share=(1, 2)
     )

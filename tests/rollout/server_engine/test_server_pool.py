@@ -26,7 +26,10 @@ class Health:
     `paused`: no /health, `status`: of /health."""
 
     def __init__(self) -> None:
-        self.version, self.silent, self.paused, self.status = NOW, False, False, 200
+        self.version = NOW
+        self.silent = False
+        self.paused = False
+        self.status = 200
         self.asked: list[str] = []
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
@@ -227,7 +230,8 @@ def test_the_pause_of_a_lost_server_doubles_up_to_a_bound(monkeypatch):
     monkeypatch.setattr(pool_module.time, "monotonic", lambda: now)
 
     async def action(pool: ServerPool) -> None:
-        member, pauses = pool.servers[0], []
+        member = pool.servers[0]
+        pauses = []
         for _ in range(9):
             await pool.mark_down(member, "gone")
             await pool.mark_down(member, "still gone")  # counts once
@@ -361,12 +365,15 @@ def test_what_comes_back_serves_only_with_the_current_weights(health, said, serv
 
 def test_who_goes_and_who_comes_back_is_told_once(health):
     async def action(pool: ServerPool) -> None:
-        member, said, lost = pool.servers[0], [], pool.mark_down
+        member = pool.servers[0]
+        said = []
+        lost = pool.mark_down
         pool._log = lambda line: said.append(line.removeprefix(f"{health.server.url} is "))
         for change in (lost, lost, None, pool.mark_stale, pool.mark_stale, lost, None, None):
             health.version = NOW if len(said) < 3 else "default"
             await (change(member, "gone") if change else pool.health_check(member))
-        doubted, waits = "excluded until it has the weights: gone", "back and waits for weights"
+        doubted = "excluded until it has the weights: gone"
+        waits = "back and waits for weights"
         assert said == ["down: gone", "back", doubted, "down: gone", waits]
 
     with_pool(action, health.server.url)
@@ -377,7 +384,8 @@ def test_a_server_left_in_an_update_comes_back_for_another(health):
 
     async def action(pool: ServerPool) -> None:
         await pool.mark_down(pool.servers[0], "gone")
-        health.version, health.paused = NOW + INCOMPLETE, True
+        health.version = NOW + INCOMPLETE
+        health.paused = True
         await pool.health_check(pool.servers[0])
         assert pool.stale == pool.servers
 

@@ -410,10 +410,12 @@ def test_deep_nesting_raises_nothing_else(key):
 @given(st.data())
 def test_what_a_server_says_is_what_comes_out(data):
     count = data.draw(st.integers(1, 6))
-    start, context = data.draw(st.integers(0, 3)), data.draw(st.integers(4, 9))
+    start = data.draw(st.integers(0, 3))
+    context = data.draw(st.integers(4, 9))
     layers = data.draw(st.integers(1, 4))
     moe = tuple(sorted(data.draw(st.sets(st.integers(0, layers - 1), min_size=1))))
-    k, num_experts = data.draw(st.integers(1, 3)), data.draw(st.sampled_from([4, 300]))
+    k = data.draw(st.integers(1, 3))
+    num_experts = data.draw(st.sampled_from([4, 300]))
     model = served_model(
         moe_layers=tuple(i in moe for i in range(layers)), k=k, num_experts=num_experts
     )
@@ -459,7 +461,8 @@ def test_routes_that_are_decoded_in_pieces(monkeypatch, rows, layers, k):
 
 
 def test_the_bound_of_an_answer_grows_with_what_is_asked_for_and_no_further():
-    small, large = asked(), asked(max_new_tokens=32_000, context_length=8_000)
+    small = asked()
+    large = asked(max_new_tokens=32_000, context_length=8_000)
     assert max_response_bytes(small) < 10**5
     routes = 40_000 * 3 * 2 * 4 * 4 / 3  # base64 of int32
     words = 32_000 * 128 * 3  # a vocabulary's longest tokens are 128 characters, some of 3 bytes

@@ -21,7 +21,8 @@ from megatron_gspo.servers import http_client
 from megatron_gspo.servers.server_launch import option
 from megatron_gspo.weight_transport.receiver_transport import RECEIVER_FOLDER
 
-NEW, OLD = (0, 5, 23), (0, 5, 15)
+NEW = (0, 5, 23)
+OLD = (0, 5, 15)
 
 
 def launch(
@@ -154,7 +155,8 @@ def test_the_file_of_the_key_is_private():
 def test_servers_without_a_gpu_get_the_start_up_hook():
     base = {"PATH": "/bin", "RANK": "3", "PYTHONPATH": "/trainer"}
     on_a_gpu = sglang_environment(sys.executable, cpu=False, base=base)
-    receiver, joined = str(RECEIVER_FOLDER), os.pathsep.join
+    receiver = str(RECEIVER_FOLDER)
+    joined = os.pathsep.join
     assert int(on_a_gpu.pop("SGLANG_TIMEOUT_KEEP_ALIVE")) > http_client._IDLE_SECONDS + 30
     assert on_a_gpu == {
         "PATH": "/bin",

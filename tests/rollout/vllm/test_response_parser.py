@@ -16,7 +16,8 @@ from tests.support.sglang_responses import MODEL, asked
 from tests.support.vllm_responses import VERSION, npy, vllm_answer
 
 PLAIN = served_model()
-TOKENS, LOG_PROBS = [7, 9, 1], [-0.5, -1.25, -0.125]
+TOKENS = [7, 9, 1]
+LOG_PROBS = [-0.5, -1.25, -0.125]
 
 
 def parse(answer: dict[str, Any], **context: Any) -> ResponsePart:

@@ -179,7 +179,8 @@ def test_a_signal_while_a_process_starts_ends_it_too(monkeypatch):
     """It arrives inside Popen, after the fork: raised there, it would leave a process without
     an owner.
     """
-    real, started = subprocess.Popen, []
+    real = subprocess.Popen
+    started = []
 
     def start_and_stop(*arguments, **options):
         started.append(real(*arguments, **options))

@@ -38,7 +38,8 @@ LORA = {
 
 def save(rank: int, world: int, path: str, runs: dict[str, Path]) -> list[Any]:
     """Checkpoints of TP 2 and EP 2 with random adapters; what the policies export."""
-    layout, found = parallel(tensor=2, expert=2), []
+    layout = parallel(tensor=2, expert=2)
+    found = []
     for name, run in runs.items():
         policy = build_policy(
             model_config(path, dtype="bfloat16"),
@@ -130,7 +131,8 @@ def test_merged_weights_are_those_of_peft(
     model = PeftModel.from_pretrained(
         base, str(tmp_path / "peft"), autocast_adapter_dtype=False
     ).merge_and_unload()
-    truth, found = checkpoint_tensors(model, torch.Tensor.detach), _weights(tmp_path / "merged")
+    truth = checkpoint_tensors(model, torch.Tensor.detach)
+    found = _weights(tmp_path / "merged")
     before = _weights(Path(saved["path"]))
     assert found.keys() == truth.keys()
     for name, tensor in found.items():
@@ -148,7 +150,8 @@ def test_merged_weights_are_those_of_peft(
 def test_what_can_t_be_converted_is_one_line(
     saved: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run, other = saved["runs"]["each"], save_tiny_model(tmp_path / "other", "dense")
+    run = saved["runs"]["each"]
+    other = save_tiny_model(tmp_path / "other", "dense")
     tensors = {
         f"model.layers.9.self_attn.q_proj.lora_{which}.weight": torch.zeros(2, 2) for which in "AB"
     }

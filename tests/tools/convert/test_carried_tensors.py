@@ -116,7 +116,8 @@ def test_names_of_further_layers_are_refused_without_multi_token_prediction(mode
 def test_weights_in_8_bits_are_read_as_their_dequantized_values(model, tmp_path):
     """Blocks of 16 x 8, which do not divide every tensor; scales of each by a loop over its
     elements. Those of multi-token prediction are carried as these values."""
-    quantized, expected = {}, {}
+    quantized = {}
+    expected = {}
     carried = mtp_layer()
     for name, tensor in (load_file(model / SINGLE) | carried).items():
         quantized[name] = expected[name] = tensor

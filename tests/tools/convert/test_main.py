@@ -259,7 +259,8 @@ def test_a_file_without_its_header_is_written_again(models, tmp_path):
     """Killed, or without power, between the file's full size and its header; units of it count
     as done by then.
     """
-    source, back = tmp_path / "from", tmp_path / "back"
+    source = tmp_path / "from"
+    back = tmp_path / "back"
     run("to-megatron", models["sharded"], source)
 
     def broken_off(done: int, total: int) -> None:
@@ -313,7 +314,8 @@ def test_megatrons_own_torch_layers_name_a_norm_otherwise(models, tmp_path):
     run("to-megatron", models["moe"], tmp_path / "megatron")
     file = tmp_path / "megatron" / METADATA
     metadata = read_metadata(file)
-    old, new = "layers.1.pre_mlp_layernorm.weight", "layers.1.mlp.linear_fc1.layer_norm_weight"
+    old = "layers.1.pre_mlp_layernorm.weight"
+    new = "layers.1.mlp.linear_fc1.layer_norm_weight"
     metadata.state_dict_metadata = {
         k.replace(old, new): v for k, v in metadata.state_dict_metadata.items()
     }

@@ -44,7 +44,8 @@ def test_files_hold_values_and_scales_of_every_listed_weight(tmp_path: Path, nam
             *EXCLUDE,
         ]
     )
-    found, each = load_file(out / SINGLE), FORMATS[name]
+    found = load_file(out / SINGLE)
+    each = FORMATS[name]
     with CheckpointReader(source) as reader:
         for weight in reader.names:
             exact = reader.read(weight)

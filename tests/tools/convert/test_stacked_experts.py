@@ -64,7 +64,8 @@ def test_there_and_back(source, layout, tmp_path):
     back = to_hugging_face(
         megatron, tmp_path / "back", metadata.chunks, source, workers=few, max_shard_bytes=1 << 20
     )
-    found, truth = load_file(back / SINGLE), stored_tensors(source)
+    found = load_file(back / SINGLE)
+    truth = stored_tensors(source)
     assert found.keys() == truth.keys()
     assert all(
         found[name].dtype == torch.bfloat16 and torch.equal(found[name], truth[name])

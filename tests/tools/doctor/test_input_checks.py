@@ -97,7 +97,8 @@ def test_a_new_run_leaves_nothing_behind(config):
 
 def test_a_run_resumes_from_the_newest_whole_checkpoint(model, tmp_path):
     config = Config.from_dict(small_config(model, tmp_path, training={"steps": 9}))
-    first, second = save(config, 2), save(config, 4)
+    first = save(config, 2)
+    second = save(config, 4)
     assert (
         only(input_checks.check_checkpoints(config)).what == f"resumes from {second}, step 4 of 9"
     )

@@ -81,7 +81,8 @@ def test_a_killed_evaluation_is_continued_to_the_same_bytes(run, tmp_path):
         tmp_path / "words.jsonl",
         [{**row, "prompt": row["prompt"] + "x" * i} for i, row in enumerate(ROWS * 5)],
     )
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole = tmp_path / "whole"
+    killed = tmp_path / "killed"
     assert in_fork(lambda: evaluate(model, whole, tasks)).code in (0, None)
     name = Path("responses") / "hf" / "words.jsonl"
     child = multiprocessing.get_context("fork").Process(

@@ -67,7 +67,8 @@ def test_chunks_give_what_one_call_gives(model):
     chunks = list(EmbeddedResponses(engine).groups(asked, set(), SAMPLING, seed=5))
     assert [len(chunk) for chunk in chunks] == [3, 3, 1] and texts(chunks) == whole
     # what is done is not returned, and decides nothing: the others are decoded in the same chunks
-    batches, generate = [], engine.generate
+    batches = []
+    generate = engine.generate
     engine.generate = lambda chunk, *a, **k: (
         batches.append([p.index for p in chunk]) or generate(chunk, *a, **k)
     )
@@ -126,7 +127,8 @@ def test_servers_answer_with_their_own_weights(model):
 
 def test_servers_of_different_weights_are_refused(model):
     with Generator() as one, Generator() as two:
-        one.version, two.version = "default", "step-9"
+        one.version = "default"
+        two.version = "step-9"
         urls = (one.url, two.url)
         with pytest.raises(EngineError, match="do not report one version of the weights"):
             with open_engine(

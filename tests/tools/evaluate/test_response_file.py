@@ -16,7 +16,8 @@ SETTINGS = {"seed": 1, "sampling": {"temperature": 1.0}}
 def group(index, *rewards):
     samples = [make_sample(3, 2, prompt_index=index, sample_index=i) for i in range(len(rewards))]
     for sample, reward in zip(samples, rewards, strict=True):
-        sample.reward, sample.text = reward, f"säge {index}"
+        sample.reward = reward
+        sample.text = f"säge {index}"
     return samples
 
 

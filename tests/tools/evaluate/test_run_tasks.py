@@ -142,7 +142,8 @@ def test_what_is_done_is_not_asked_again(tmp_path):
 def test_failures_of_the_verifier_are_kept_and_all_of_them_are_an_error(tmp_path):
     verifier = tmp_path / "verifier.py"
     verifier.write_text("def score(response, prompt):\n    return float(response)\n")
-    data, given = replace(DATA, verifier=f"{verifier}:score"), {"data.verifier"}
+    data = replace(DATA, verifier=f"{verifier}:score")
+    given = {"data.verifier"}
     task, kept, _ = answered(tmp_path, AIME, {0: ["1", "x"], 1: ["0.5", "0"]}, data, given)
     assert kept.records[0][1]["reward"] is None
     assert kept.records[0][1]["metadata"]["verifier_failure"].startswith("error: ")

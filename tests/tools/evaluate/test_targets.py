@@ -133,7 +133,8 @@ def test_each_model_has_an_output_of_its_own(tmp_path, monkeypatch):
 
 
 def test_servers_have_an_output_by_model_and_url():
-    one, other = ("http://a:1", "m/Qwen"), ("http://b:1", "m/Qwen")
+    one = ("http://a:1", "m/Qwen")
+    other = ("http://b:1", "m/Qwen")
     assert default_output(*one) == default_output(*one) != default_output(*other)
     assert default_output("http://a:1,http://b:1", "m/Qwen") == default_output(
         "http://b:1,http://a:1", "m/Qwen"

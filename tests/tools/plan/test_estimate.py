@@ -105,7 +105,8 @@ def test_experts_with_few_tokens_are_slow(tmp_path: Path) -> None:
     """With as many rows of an expert as half of its speed needs, its products take twice as
     long.
     """
-    hardware, config = Hardware(ROUND, 8, 1.0, 1.0), config_of(tmp_path)
+    hardware = Hardware(ROUND, 8, 1.0, 1.0)
+    config = config_of(tmp_path)
     estimator = Estimator(shape_of(SMALL), config, hardware)
     choice = Choice(ParallelConfig(), "none", 8)
     most, least = (

@@ -70,7 +70,8 @@ class MeasuredRank(Recorder):
 
     @contextlib.contextmanager
     def naming_device(self, value: bool) -> Iterator[None]:
-        before, self._names_device = self._names_device, value
+        before = self._names_device
+        self._names_device = value
         try:
             yield
         finally:

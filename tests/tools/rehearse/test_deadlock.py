@@ -20,7 +20,9 @@ from megatron_gspo.tools.rehearse.deadlock import (
 from megatron_gspo.tools.rehearse.records import Collective
 from tests.tools.rehearse.handmade import record
 
-TP, DP, PP = ("tp", (0, 1)), ("dp", (0, 1)), ("pp", (0, 1))
+TP = ("tp", (0, 1))
+DP = ("dp", (0, 1))
+PP = ("pp", (0, 1))
 
 
 def call(

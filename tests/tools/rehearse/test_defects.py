@@ -114,7 +114,8 @@ def test_a_host_tensor_in_a_collective() -> None:
 
 def disagreements(entry: defects.Defect) -> list[Disagreement]:
     """Of rank 0, which is clean, and rank 1, which has the defect."""
-    first, second = rehearsed(0, 4, **LAYOUT), rehearsed(1, 4, **LAYOUT)
+    first = rehearsed(0, 4, **LAYOUT)
+    second = rehearsed(1, 4, **LAYOUT)
     assert not compare_ranks([first, second]).disagreements
     return list(compare_ranks([first, with_defects(1, LAYOUT, entry)]).disagreements)
 
@@ -143,7 +144,8 @@ def test_two_collectives_that_are_swapped() -> None:
 
 @on_fake_gpu
 def test_a_send_without_its_receive() -> None:
-    first, last = rehearsed(0, 4, **PIPELINE), rehearsed(2, 4, **PIPELINE)
+    first = rehearsed(0, 4, **PIPELINE)
+    last = rehearsed(2, 4, **PIPELINE)
     assert not compare_ranks([first, last]).disagreements
     [found] = compare_ranks([first, with_defects(2, PIPELINE, defects.NO_RECEIVE)]).disagreements
     assert (found.kind, found.group) == ("missing", "send of rank 0 to 2")

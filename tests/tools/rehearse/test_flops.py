@@ -14,7 +14,8 @@ aten = torch.ops.aten
 
 def test_products_are_counted_by_phase_as_torch_counts_them() -> None:
     log = FlopLog(KnownValues())
-    a, b = torch.ones(3, 4), torch.ones(4, 5)
+    a = torch.ones(3, 4)
+    b = torch.ones(4, 5)
     with FlopCounterMode(display=False) as torchs:
         out = a @ b
     for log.phase in ("build", "optimizer"):
@@ -26,7 +27,10 @@ def test_products_are_counted_by_phase_as_torch_counts_them() -> None:
 
 def test_products_in_place_and_of_vectors_are_counted() -> None:
     log = FlopLog(KnownValues())
-    total, a, b, vector = torch.zeros(3, 5), torch.ones(3, 4), torch.ones(4, 5), torch.ones(4)
+    total = torch.zeros(3, 5)
+    a = torch.ones(3, 4)
+    b = torch.ones(4, 5)
+    vector = torch.ones(4)
     log.count(aten.addmm_.default, (total, a, b), {"beta": 0}, total)
     log.count(aten.baddbmm_.default, (total[None], a[None], b[None]), {"alpha": -1}, total[None])
     log.count(aten.mv.default, (a, vector), {}, torch.ones(3))
@@ -43,7 +47,8 @@ def test_products_in_place_and_of_vectors_are_counted() -> None:
 
 def test_a_triangular_system_takes_half_of_a_product() -> None:
     log = FlopLog(KnownValues())
-    system, right = torch.eye(4).expand(7, 4, 4), torch.ones(7, 4, 3)
+    system = torch.eye(4).expand(7, 4, 4)
+    right = torch.ones(7, 4, 3)
     log.count(aten.linalg_solve_triangular.default, (system, right), {"upper": False}, right)
     assert log.counts["build"] == {"aten::linalg_solve_triangular": 7 * (2 * 4 * 4 * 3) // 2}
 

@@ -14,7 +14,8 @@ from .test_rehearse_rank import config
 MIB = 2**20
 # Of gradients and new weights.
 OF_PARAMETERS = ("reduce_scatter_tensor_coalesced", "allgather_into_tensor_coalesced")
-TENSOR, STAGES = 2, 2
+TENSOR = 2
+STAGES = 2
 
 
 @functools.lru_cache
@@ -81,7 +82,8 @@ def test_process_groups_at_the_start() -> None:
     """A rank is in the same number in any world; the number of all is about five times that of
     the ranks.
     """
-    small, large = in_world(512), in_world(4096)
+    small = in_world(512)
+    large = in_world(4096)
     assert len(set(small.groups.values())) <= small.groups_of_rank == large.groups_of_rank <= 24
     for played in (small, large):
         assert 4 * played.world < played.groups_of_world < 6 * played.world

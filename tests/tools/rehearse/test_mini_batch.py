@@ -59,7 +59,8 @@ def test_samples_are_the_longest_of_the_config_and_valid() -> None:
 def test_routes_of_the_rollout_are_made_up_where_they_are_replayed() -> None:
     loaded = config("qwen3_30b_a3b_4x8_gspo", "routing.replay=r3")
     shape = family_of(read_config(loaded.model.path))[1]
-    plan, whole = plan_mini_batch(loaded, 16), RouteShape.of_model(shape)
+    plan = plan_mini_batch(loaded, 16)
+    whole = RouteShape.of_model(shape)
     assert whole is not None
     for sizes, layers in ((whole, 48), (replace(whole, held=(1, 3)), 2)):
         sample = synthetic_samples(loaded, plan, shape.vocab_size, sizes)[0]

@@ -17,7 +17,8 @@ def test_copies_are_pinned_and_the_host_waits_once_a_release() -> None:
     gpu.fake_host_bytes = 0
     with fake_cuda(gpu.host), gpu:
         weight = torch.empty(30, 4, device="cuda", dtype=torch.bfloat16)
-        moment, view = torch.empty(7, device="cuda"), weight[3:5]
+        moment = torch.empty(7, device="cuda")
+        view = weight[3:5]
         memory = DeviceMemory(lambda: (weight, moment, view), keeps=True)
         memory.release()
         assert [tensor.untyped_storage().nbytes() for tensor in (weight, moment, view)] == [0, 0, 0]

@@ -7,7 +7,8 @@ from megatron_gspo.tools.rehearse.one_rank import parser, shortened_model
 
 
 def test_a_model_is_shortened_in_its_config_alone(tmp_path: Path) -> None:
-    given, made = tmp_path / "given", tmp_path / "made"
+    given = tmp_path / "given"
+    made = tmp_path / "made"
     given.mkdir(), made.mkdir()
     config = {"num_hidden_layers": 48, "max_window_layers": 48, "hidden_size": 8}
     (given / "config.json").write_text(json.dumps(config))

@@ -54,10 +54,8 @@ def test_an_operation_without_shapes_is_an_error_that_names_it() -> None:
 @on_fake_gpu
 def test_filling_by_a_mask_does_not_wait_but_putting_several_values_does() -> None:
     with FakeGpu() as gpu:
-        values, mask = (
-            torch.randn(4, device="cuda"),
-            torch.tensor([True, False, True, True], device="cuda"),
-        )
+        values = torch.randn(4, device="cuda")
+        mask = torch.tensor([True, False, True, True], device="cuda")
         values[mask] = 0.0
         assert not gpu.host.syncs
         values[mask] = torch.randn(3, device="cuda")

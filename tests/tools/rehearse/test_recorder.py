@@ -60,7 +60,8 @@ def agree(real: RankRecord, fake: RankRecord) -> None:
     assert real.checkpoint == fake.checkpoint
     assert real.memory.states == fake.memory.states
     for phase in COMPUTED[:2]:
-        ours, theirs = fake.memory.peaks[phase], real.memory.peaks[phase]
+        ours = fake.memory.peaks[phase]
+        theirs = real.memory.peaks[phase]
         assert ours.op == theirs.op and ours.bytes["inputs"] == theirs.bytes["inputs"], (
             phase,
             ours,

@@ -98,10 +98,8 @@ def test_every_stage_covers_every_dimension():
         (layout(2, 8, 1, 8), 4096),
         (layout(8, 16, 4, 32, 2), 4096),
     ]:
-        grid, ranks = (
-            RankGrid.of(parallel, world),
-            [played.rank for played in choose_ranks(parallel, world)],
-        )
+        grid = RankGrid.of(parallel, world)
+        ranks = [played.rank for played in choose_ranks(parallel, world)]
         for stage in stage_roles(grid.stages):
             offsets = tuple(
                 rank - stage * grid.stage_size for rank in ranks if grid.stage(rank) == stage
@@ -113,7 +111,8 @@ def test_every_stage_covers_every_dimension():
 def test_no_smaller_choice_covers_a_stage():
     for parallel, world in layouts((8, 12)):
         if parallel.pipeline_model_parallel_size == 1:
-            grid, count = RankGrid.of(parallel, world), len(choose_ranks(parallel, world))
+            grid = RankGrid.of(parallel, world)
+            count = len(choose_ranks(parallel, world))
             smaller = combinations(range(1, world), count - 2) if count > 1 else ()
             assert not any(covered(grid, (0, *rest)) for rest in smaller), (parallel, world, count)
 

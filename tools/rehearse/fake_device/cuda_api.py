@@ -129,7 +129,8 @@ def _cuda_functions(host: HostLog) -> dict[str, Any]:
         def record_event(self, event: Any = None) -> Any:
             return event or Event()
 
-    stream, generator = Stream(), torch.Generator()
+    stream = Stream()
+    generator = torch.Generator()
     properties = types.SimpleNamespace(
         name=GPU_NAME,
         total_memory=_GPU_MEMORY,

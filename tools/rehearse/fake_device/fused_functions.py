@@ -77,7 +77,8 @@ def _attention(original: Any, host: HostLog) -> Any:
     ) -> Tensor:
         if query.device.type != "cuda":
             return original(query, key, value, attn_mask, dropout_p, is_causal, **options)
-        scale, enable_gqa = options.get("scale"), options.get("enable_gqa", False)
+        scale = options.get("scale")
+        enable_gqa = options.get("enable_gqa", False)
         if attn_mask is None and query.dtype in _HALF and query.shape[-1] <= _LARGEST_HEAD:
             return torch.ops.aten._scaled_dot_product_flash_attention(
                 query, key, value, dropout_p, is_causal, False, scale=scale

@@ -53,7 +53,8 @@ def undo_dropped_draws(runner: Any) -> None:
     ``vllm/v1/worker/gpu_model_runner.py``. Delete when: ``_bookkeeping_sync`` does not call
     ``get_offset`` on a CPU.
     """
-    sample, bookkeep = runner._sample, runner._bookkeeping_sync
+    sample = runner._sample
+    bookkeep = runner._bookkeeping_sync
     if hasattr(sample, _MARK):
         return
 
@@ -78,7 +79,8 @@ def undo_dropped_draws(runner: Any) -> None:
             self.input_batch.generators = generators
 
     setattr(sample_and_undo, _MARK, sample)
-    runner._sample, runner._bookkeeping_sync = sample_and_undo, bookkeep_without_generators
+    runner._sample = sample_and_undo
+    runner._bookkeeping_sync = bookkeep_without_generators
 
 
 class WeightReceiver:

@@ -25,7 +25,8 @@ def worker(monkeypatch):
 
 class Kernel:
     def __init__(self) -> None:
-        self.fused_experts, self.packed = self, []
+        self.fused_experts = self
+        self.packed = []
 
     def process_weights_after_loading(self, layer: str) -> None:
         self.packed.append(layer)
@@ -82,7 +83,8 @@ def test_experts_are_packed_once_after_every_load(worker):
                 self.moe_kernel = Kernel()
                 self.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
-    unpatched, patched = Method(), Method()
+    unpatched = Method()
+    patched = Method()
     for layer in ("first", "update"):
         unpatched._setup_kernel(layer, None, None)
     assert unpatched.moe_kernel.packed == ["first"], "else the patch is not needed"

@@ -23,7 +23,8 @@ def test_it_is_compiled_once_into_the_cache(
 
     monkeypatch.setattr(library, "_compile", compile_)
     folder = library.torch_folder()
-    first, second = library.build_library(folder), library.build_library(folder)
+    first = library.build_library(folder)
+    second = library.build_library(folder)
     assert first == second and first.read_bytes() == b"library"
     assert made == [library.torch_version(folder)]
     assert first.parent == tmp_path / "megatron_gspo" / "rehearse"
