@@ -270,10 +270,10 @@ def table(rows: Sequence[Row]) -> str:
 def cpu_model() -> str:
     """The processor's name from /proc/cpuinfo."""
     try:
-        found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
+        match = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
     except OSError:
-        found = None
-    return found.group(1).strip() if found else platform.processor() or platform.machine()
+        match = None
+    return match.group(1).strip() if match else platform.processor() or platform.machine()
 
 
 def hardware() -> dict[str, Any]:

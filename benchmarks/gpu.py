@@ -402,10 +402,10 @@ def main() -> None:
     rows: list[Row] = []
     for row in measure(REAL, peak, rehearsed):
         rows.append(row)
-        found = result(rows, peak)
+        report = result(rows, peak)
         args.results.mkdir(parents=True, exist_ok=True)
-        file = args.results / f"{found['date']}-{machine_kind(found['hardware'])}.json"
-        save(file, found)  # after each: what is measured is kept if the next one fails
+        file = args.results / f"{report['date']}-{machine_kind(report['hardware'])}.json"
+        save(file, report)  # after each: what is measured is kept if the next one fails
     print(table(rows))
     print(f"wrote {file}")
 

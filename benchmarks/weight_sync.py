@@ -239,7 +239,7 @@ def run(args: argparse.Namespace, start: Callable[..., Any]) -> dict[str, Any]:
             contest = Contest(
                 servers.urls[0], weights, folder / "weights", args.bucket_mebibytes * MEBI
             )
-            found = contest.loop.run(contest.server.get("/server_info", timeout=30.0))["version"]
+            version = contest.loop.run(contest.server.get("/server_info", timeout=30.0))["version"]
             taken = measure(contest, args.repeats)
             contest.close()
     rows = rows_of(contest, taken)
@@ -248,7 +248,7 @@ def run(args: argparse.Namespace, start: Callable[..., Any]) -> dict[str, Any]:
         "schema": 1,
         "date": datetime.date.today().isoformat(),
         "hardware": machine,
-        "versions": versions() | {"sglang": found},
+        "versions": versions() | {"sglang": version},
         "bucket_mebibytes": args.bucket_mebibytes,
         "rows": [row.to_json() for row in rows],
         **speeds(weights, taken),

@@ -97,7 +97,7 @@ def policy_loss(
     weights = token_weights(objective, segment_ids, lengths, num_sequences, num_tokens, dtype)
     loss = -weighted_sum(surrogate, weights.objective)
     metrics = {"loss/policy": loss.detach(), **ratio_metrics(objective, stats, weights)}
-    for term, found in regularizers(
+    for term, term_metrics in regularizers(
         objective,
         log_probs,
         tokens.log_ratio,
@@ -107,7 +107,7 @@ def policy_loss(
         weights,
     ):
         loss = loss if term is None else loss + term
-        metrics |= found
+        metrics |= term_metrics
     return loss, metrics
 
 

@@ -93,10 +93,10 @@ class RatioHistogram:
         greatest = float(largest[1])
         limits = (-math.inf, math.inf) if math.isnan(smallest) else (smallest, greatest)
         ratios = _centres(bins).clamp(*limits).exp().view(-1, 2)
-        found = {"min": math.exp(min(smallest, _FINITE)), "max": math.exp(min(greatest, _FINITE))}
+        values = {"min": math.exp(min(smallest, _FINITE)), "max": math.exp(min(greatest, _FINITE))}
         for name, (a, b) in zip(inner, ratios.tolist(), strict=True):
-            found[name] = a + (b - a) * (QUANTILES[name] * (total - 1) - below[name])
-        return {name: found[name] for name in QUANTILES}
+            values[name] = a + (b - a) * (QUANTILES[name] * (total - 1) - below[name])
+        return {name: values[name] for name in QUANTILES}
 
 
 def _bins_of(d: Tensor) -> Tensor:

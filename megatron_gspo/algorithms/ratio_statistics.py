@@ -33,9 +33,11 @@ def ratio_quantiles(
 ) -> dict[str, float]:
     """Quantiles of the histograms of `ratio_histograms`: `ratio_token/{min,p01,p50,p99,max}` and
     `ratio_sequence/...`; empty where nothing is trained."""
-    found = ratio_histograms(log_probs, old_log_probs, loss_mask, segment_ids)
+    histograms = ratio_histograms(log_probs, old_log_probs, loss_mask, segment_ids)
     return {
-        f"ratio_{level}/{q}": v for level, one in found.items() for q, v in one.quantiles().items()
+        f"ratio_{level}/{q}": v
+        for level, one in histograms.items()
+        for q, v in one.quantiles().items()
     }
 
 

@@ -30,16 +30,16 @@ def regularizers(
     without a ratio.
     """
     dtype = log_probs.dtype
-    found = []
+    terms = []
     if objective.log_ratio_coef > 0:
-        found.append(log_ratio_regularizer(objective, log_ratio, weights))
+        terms.append(log_ratio_regularizer(objective, log_ratio, weights))
     if ref_log_probs is not None:
         reference = segments.trained(ref_log_probs.detach(), dtype)
         current = segments.trained(log_probs, dtype)
-        found.append(kl_regularizer(objective, current, reference, weights, log_ratio))
+        terms.append(kl_regularizer(objective, current, reference, weights, log_ratio))
     if entropy is not None:
-        found.append(entropy_regularizer(objective, segments.trained(entropy, dtype), weights))
-    return found
+        terms.append(entropy_regularizer(objective, segments.trained(entropy, dtype), weights))
+    return terms
 
 
 def log_ratio_regularizer(

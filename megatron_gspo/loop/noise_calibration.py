@@ -59,18 +59,18 @@ def bisect(rate: Callable[[float], float], target: float) -> tuple[float, float]
     """
     low = 0.0
     high = 1.0
-    while (found := rate(high)) < target and high < LARGEST:
+    while (reached := rate(high)) < target and high < LARGEST:
         low = high
         high = 2 * high
-    if found < target * (1 - TOLERANCE):
-        raise _refused(target, f"the strongest noise reaches {found:.3g}", "set it below that")
+    if reached < target * (1 - TOLERANCE):
+        raise _refused(target, f"the strongest noise reaches {reached:.3g}", "set it below that")
     strength = high
     for _ in range(_TRIES):
-        if abs(found - target) <= TOLERANCE * target:
-            return strength, found
+        if abs(reached - target) <= TOLERANCE * target:
+            return strength, reached
         strength = (low + high) / 2
-        found = rate(strength)
-        low, high = (strength, high) if found < target else (low, strength)
+        reached = rate(strength)
+        low, high = (strength, high) if reached < target else (low, strength)
     problem = f"the measured rate jumps from below it to {rate(high):.3g}"
     raise _refused(
         target, problem, "raise routing.metric_sequences, for more tokens, or set another target"
@@ -90,9 +90,9 @@ def flip_rate(
     )
     if rollout is not None:
         batch = with_rollout_routes(policy, batch, plan, config, rollout)
-    found = routing_stats(_routed(policy, batch, plan, config, trainer, compare=True)).flip_rate
-    assert found is not None
-    return float(np.mean(found))
+    rates = routing_stats(_routed(policy, batch, plan, config, trainer, compare=True)).flip_rate
+    assert rates is not None
+    return float(np.mean(rates))
 
 
 def with_rollout_routes(

@@ -76,14 +76,14 @@ def end_tokens(
     configured: eos_token_id of the generation config, else of the config. Raises ValueError where
     there is none, or one outside of the vocabulary.
     """
-    found: set[int] = set(given or ())
+    end_ids: set[int] = set(given or ())
     if given is None:
         for ids in (configured, getattr(tokenizer, "eos_token_id", None)):
-            found.update([ids] if isinstance(ids, int) else ids or [])
-    if not found:
+            end_ids.update([ids] if isinstance(ids, int) else ids or [])
+    if not end_ids:
         raise ValueError("no end token in the configs or the tokenizer: pass eos_token_ids")
-    if not 0 <= min(found) <= max(found) < vocab_size:
+    if not 0 <= min(end_ids) <= max(end_ids) < vocab_size:
         raise ValueError(
-            f"eos_token_ids={sorted(found)}: ids must lie in the vocabulary of {vocab_size}"
+            f"eos_token_ids={sorted(end_ids)}: ids must lie in the vocabulary of {vocab_size}"
         )
-    return tuple(sorted(found))
+    return tuple(sorted(end_ids))

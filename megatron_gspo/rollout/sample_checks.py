@@ -46,9 +46,9 @@ def _fault(
     if not isinstance(sample, Sample):
         return f"{where} is a {type(sample).__name__}; give a Sample"
     if (sample.prompt_index, sample.sample_index) != (prompt.index, number):
-        found = f"{sample.prompt_index}/{sample.sample_index}"
+        position = f"{sample.prompt_index}/{sample.sample_index}"
         return (
-            f"{where} is {found}; give all samples of a prompt together, in the order of the"
+            f"{where} is {position}; give all samples of a prompt together, in the order of the"
             " prompts"
         )
     try:

@@ -176,11 +176,11 @@ def move_samples(
         del mine
     expected = np.flatnonzero(replica == me).tolist()
     assert sorted(held) == expected, f"{len(held)} of {len(expected)} samples arrived"
-    found = {i: held[i] for i in expected}
+    samples = {i: held[i] for i in expected}
     if not stages:
-        return SampleBatch(table, found, dp)
+        return SampleBatch(table, samples, dp)
     is_last = group_rank(shared[0]) == len(stages) - 1
-    return SampleBatch(table, found if is_last else {}, dp, shared[0], {} if is_last else found)
+    return SampleBatch(table, samples if is_last else {}, dp, shared[0], {} if is_last else samples)
 
 
 def exchange_rounds(
@@ -224,10 +224,10 @@ def _first_ranks(
     dp: dist.ProcessGroup, shared: Sequence[dist.ProcessGroup], group: dist.ProcessGroup
 ) -> np.ndarray:
     """[replicas] the rank in `group` of each replica's first rank; a collective of it."""
-    found = np.zeros(group_size(dp), dtype=np.int64)
+    first_ranks = np.zeros(group_size(dp), dtype=np.int64)
     if all(group_rank(one) == 0 for one in shared):
-        found[group_rank(dp)] = group_rank(group)
-    return sum_over_ranks(found, group)
+        first_ranks[group_rank(dp)] = group_rank(group)
+    return sum_over_ranks(first_ranks, group)
 
 
 def _send_round(

@@ -205,13 +205,13 @@ def option(arguments: Sequence[str], name: str) -> str | None:
     """The last value of an option, given as `--name value` or `--name=value`; None if it is not
     given.
     """
-    found = None
+    value = None
     for argument, following in zip(arguments, [*arguments[1:], ""], strict=False):
         if argument == name:
-            found = following
+            value = following
         elif argument.startswith(f"{name}="):
-            found = argument.split("=", 1)[1]
-    return found
+            value = argument.split("=", 1)[1]
+    return value
 
 
 def product_of_sizes(

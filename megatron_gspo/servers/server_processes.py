@@ -367,9 +367,9 @@ def _group(group: int) -> list[int]:
     """Ids of the processes of a group that run: one that has ended and waits for its parent
     holds nothing.
     """
-    found = []
+    members = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, ProcessLookupError):
             if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process.pid)
-    return found
+                members.append(process.pid)
+    return members

@@ -128,9 +128,9 @@ class DiskTransport(WeightTransport):
                         f"{part}: not there; ranks on all nodes write to this directory: set "
                         f"{self.endpoints.engine}.weight_dir to one that all nodes share"
                     )
-                found = json.loads(part.read_text())
-                weight_map |= found["weight_map"]
-                total += found["metadata"]["total_size"]
+                index = json.loads(part.read_text())
+                weight_map |= index["weight_map"]
+                total += index["metadata"]["total_size"]
                 part.unlink()
             (self._unfinished / INDEX).write_text(
                 json.dumps(_index(weight_map, total), indent=2) + "\n"

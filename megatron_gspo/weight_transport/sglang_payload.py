@@ -49,8 +49,8 @@ def by_value(bucket: Bucket) -> list[bytes | memoryview]:
     stand_in = b"\0the saved storage\0"
     whole = _pickle(bucket, lambda: (torch.storage._load_from_bytes, (stand_in,)))
     mark = pickle.SHORT_BINBYTES + bytes([len(stand_in)]) + stand_in
-    before, found, after = whole.partition(mark)
-    if not found or mark in after:
+    before, separator, after = whole.partition(mark)
+    if not separator or mark in after:
         raise AssertionError("the pickled bucket does not hold its stand-in once")
     return [before + pickle.BINBYTES8 + size.to_bytes(8, "little"), *saved.pieces, after]
 

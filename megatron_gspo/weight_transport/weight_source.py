@@ -44,8 +44,8 @@ class WeightSource:
     @property
     def senders(self) -> dict[int, tuple[str, ...] | None]:
         """Each rank that sends its tensors, and to which servers; None: all."""
-        found = {} if self.servers == () else {self.rank: self.servers}
-        return found | {relay.rank: relay.servers for relay in self.relays}
+        servers_of_rank = {} if self.servers == () else {self.rank: self.servers}
+        return servers_of_rank | {relay.rank: relay.servers for relay in self.relays}
 
     def targets(self, infos: Sequence[ServerInfo], rank: int) -> list[ServerInfo]:
         """Those of these servers that a rank sends to."""
@@ -105,12 +105,14 @@ def hand_over(
                 servers.append(place.url)
     relays: dict[tuple[int, bool], tuple[Relay, ...]] = {}
     everywhere = _holders(parallel, world, range(world)) if lacking else {}
-    for part, found in lacking.items():
+    for part, servers_of_rank in lacking.items():
         keys = [(rank, part.expert is not None) for rank in everywhere[part]]
         # One that exports it anyway, if there is one.
         origin = next((key for key in keys if key in taken), keys[0])
         taken.setdefault(origin, [])
-        relays[origin] = tuple(Relay(rank, tuple(servers)) for rank, servers in found.items())
+        relays[origin] = tuple(
+            Relay(rank, tuple(servers)) for rank, servers in servers_of_rank.items()
+        )
     return numbered(
         [
             WeightSource(
@@ -147,17 +149,17 @@ def _holders(parallel: ParallelConfig, world: int, ranks: range) -> dict[_Part, 
     per_stage = world // parallel.pipeline_model_parallel_size
     expert_tensor = parallel.expert_tensor_size
     expert = parallel.expert_model_parallel_size
-    found: dict[_Part, list[int]] = {}
+    holders: dict[_Part, list[int]] = {}
     for stage in range(parallel.pipeline_model_parallel_size):
         held = [rank for rank in ranks if rank // per_stage == stage]
-        found[_Part(stage, None)] = [rank for rank in held if rank % tensor == 0]
+        holders[_Part(stage, None)] = [rank for rank in held if rank % tensor == 0]
         for number in range(expert):
-            found[_Part(stage, number)] = [
+            holders[_Part(stage, number)] = [
                 rank
                 for rank in held
                 if rank % expert_tensor == 0 and rank // expert_tensor % expert == number
             ]
-    return found
+    return holders
 
 
 def _distance(gpu: int, gpus: range) -> int:

@@ -76,7 +76,7 @@ ADAPTERS = (
         name="a checkpoint of another base's adapters is loaded",
         file="megatron_gspo/mcore/checkpoint/checkpoint_files.py",
         before="if stored_base == base:",
-        after="if bool(found) == bool(base):",
+        after="if bool(stored_base) == bool(base):",
         test="tests/mcore/lora/test_attach.py::test_other_checkpoints_are_refused[each]",
     ),
 )

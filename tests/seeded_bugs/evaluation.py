@@ -22,8 +22,8 @@ EVALUATION = (
     SeededBug(
         name="a response without a score counts as an average one",
         file="tools/evaluate/task_scores.py",
-        before="np.nan_to_num(found, nan=0.0)",
-        after="np.where(np.isnan(found), np.nanmean(found), found)",
+        before="np.nan_to_num(rewards, nan=0.0)",
+        after="np.where(np.isnan(rewards), np.nanmean(rewards), rewards)",
         test="tests/tools/evaluate/test_task_scores.py::test_scores_by_hand",
     ),
     SeededBug(

@@ -92,8 +92,8 @@ SERVERS = (
     SeededBug(
         name="a parameter that an update leaves out counts as written",
         file="megatron_gspo/rollout/vllm/vllm_api.py",
-        before="if found.get(name) == digest",
-        after="if name not in found",
+        before="if digests.get(name) == digest",
+        after="if name not in digests",
         test="tests/rollout/vllm/test_vllm_api.py::test_the_proof_of_an_update_names_what_was_not_written",
     ),
     SeededBug(

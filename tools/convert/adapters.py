@@ -87,17 +87,17 @@ def compare(adapters: Adapters, folder: Path) -> int:
     """The number of tensors, which the PEFT directory has bit for bit; ``ModelError`` names one
     that it hasn't.
     """
-    found, facts = read_adapters(folder)
+    tensors, facts = read_adapters(folder)
     if facts != adapters.facts:
         raise ModelError(f"{folder} has {facts}, the checkpoint {adapters.facts}")
-    for name in sorted(found.keys() | adapters.tensors.keys()):
+    for name in sorted(tensors.keys() | adapters.tensors.keys()):
         if (
-            name not in found
+            name not in tensors
             or name not in adapters.tensors
-            or not torch.equal(found[name], adapters.tensors[name])
+            or not torch.equal(tensors[name], adapters.tensors[name])
         ):
             raise ModelError(f"{folder}: {name} is not the checkpoint's")
-    return len(found)
+    return len(tensors)
 
 
 def merge(adapters: Adapters, source: Path, out: Path, *, dtype: torch.dtype | None = None) -> Path:

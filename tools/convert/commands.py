@@ -104,25 +104,25 @@ def run_quantize(options: argparse.Namespace) -> None:
 
 def run_to_peft(options: argparse.Namespace) -> None:
     """``convert to-peft``: raises the errors of ``adapters.py``."""
-    found = _trained_adapters(options.checkpoint, options.source)[0]
-    out = adapters.write_peft(found, options.out, by_expert=options.by_expert)
+    trained = _trained_adapters(options.checkpoint, options.source)[0]
+    out = adapters.write_peft(trained, options.out, by_expert=options.by_expert)
     if options.verify:
-        print(f"{adapters.compare(found, out)} tensors are equal, bit for bit", file=sys.stderr)
+        print(f"{adapters.compare(trained, out)} tensors are equal, bit for bit", file=sys.stderr)
     print(out)
 
 
 def run_merge(options: argparse.Namespace) -> None:
     """``convert merge``: raises the errors of ``adapters.py``."""
     if (options.adapters / "adapter_config.json").is_file():
-        found = adapters.Adapters(*read_adapters(options.adapters))
-        source = options.source or Path(found.facts.base)
+        trained = adapters.Adapters(*read_adapters(options.adapters))
+        source = options.source or Path(trained.facts.base)
         if not (source / "config.json").is_file():
             raise InputError(
                 f"{options.adapters}: their base {source} is not there; pass --source DIR"
             )
     else:
-        found, source = _trained_adapters(options.adapters, options.source)
-    print(adapters.merge(found, source, options.out, dtype=_dtype(options)))
+        trained, source = _trained_adapters(options.adapters, options.source)
+    print(adapters.merge(trained, source, options.out, dtype=_dtype(options)))
 
 
 def _trained_adapters(path: Path, source: Path | None) -> tuple[adapters.Adapters, Path]:

@@ -136,29 +136,29 @@ def as_stored(
 
     Raises ``ModelError`` that names a weight which is missing, extra or of the wrong shape.
     """
-    found = reader.tensors
+    stored = reader.tensors
     chunks = [
-        chunk if chunk.key in found else replace(chunk, key=_torch_key(chunk.key))
+        chunk if chunk.key in stored else replace(chunk, key=_torch_key(chunk.key))
         for chunk in chunks
     ]
     wanted = {chunk.key: chunk for chunk in chunks}
-    if missing := sorted(wanted.keys() - found.keys()):
+    if missing := sorted(wanted.keys() - stored.keys()):
         raise ModelError(
             f"{reader.path} lacks {missing[0]} ({len(missing)} missing); it is not of config.json's"
             " model"
         )
-    extra = sorted(key for key in found.keys() - wanted.keys() if not key.startswith(_OTHERS))
+    extra = sorted(key for key in stored.keys() - wanted.keys() if not key.startswith(_OTHERS))
     if extra:
         raise ModelError(
             f"{reader.path} has {extra[0]}, which the model does not use ({len(extra)} extra)"
         )
     for key, chunk in wanted.items():
-        same = found[key] == chunk.whole
+        same = stored[key] == chunk.whole
         if chunk.part.rule.is_vocabulary:  # padded for the layout in which it was saved
-            same = found[key][0] >= chunk.whole[0] and found[key][1:] == chunk.whole[1:]
+            same = stored[key][0] >= chunk.whole[0] and stored[key][1:] == chunk.whole[1:]
         if not same:
             raise ModelError(
-                f"{key} is {found[key]} in {reader.path}; config.json makes it {chunk.whole}"
+                f"{key} is {stored[key]} in {reader.path}; config.json makes it {chunk.whole}"
             )
     return chunks
 
@@ -180,10 +180,10 @@ def read_part(reader: DistributedReader, chunks: Sequence[CheckpointChunk]) -> T
 
 def by_part(chunks: Sequence[CheckpointChunk]) -> dict[str, tuple[CheckpointChunk, ...]]:
     """The chunks of each parameter, under the first of its Hugging Face names."""
-    found: dict[str, list[CheckpointChunk]] = {}
+    chunks_of_part: dict[str, list[CheckpointChunk]] = {}
     for chunk in chunks:
-        found.setdefault(chunk.part.names[0], []).append(chunk)
-    return {name: tuple(of_part) for name, of_part in found.items()}
+        chunks_of_part.setdefault(chunk.part.names[0], []).append(chunk)
+    return {name: tuple(of_part) for name, of_part in chunks_of_part.items()}
 
 
 def _common_dtype(reader: DistributedReader, chunks: Sequence[CheckpointChunk]) -> torch.dtype:

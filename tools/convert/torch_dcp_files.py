@@ -86,13 +86,13 @@ def write_file(
     results = _written(writer, plan, Planner(), folder / f"__{number}_0.distcp")
     return [
         (
-            found.index.fqn,
-            None if found.index.offset is None else list(found.index.offset),
-            found.storage_data.relative_path,
-            found.storage_data.offset,
-            found.storage_data.length,
+            result.index.fqn,
+            None if result.index.offset is None else list(result.index.offset),
+            result.storage_data.relative_path,
+            result.storage_data.offset,
+            result.storage_data.length,
         )
-        for found in results
+        for result in results
     ]
 
 
@@ -197,9 +197,9 @@ class DistributedReader:
                 raise ModelError(
                     f"{file}: this file of the checkpoint is missing; copy or save it again"
                 )
-            if (found := file.stat().st_size) < size:
+            if (actual := file.stat().st_size) < size:
                 raise ModelError(
-                    f"{file}: cut short, {found} of {size} bytes or more; copy or save it again"
+                    f"{file}: cut short, {actual} of {size} bytes or more; copy or save it again"
                 )
 
     def read_into(self, target: Tensor, chunk: CheckpointChunk) -> None:

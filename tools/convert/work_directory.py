@@ -146,9 +146,9 @@ def file_stamps(folder: Path) -> dict[str, list[int]]:
     Not of rollouts, which a run adds to a checkpoint later, nor of what editors and file managers
     leave.
     """
-    found = {}
+    stamps = {}
     for file in sorted(folder.iterdir()):
         if file.is_file() and not _NOT_OF_A_MODEL.fullmatch(file.name):
             status = file.stat()
-            found[file.name] = [status.st_size, status.st_mtime_ns]
-    return found
+            stamps[file.name] = [status.st_size, status.st_mtime_ns]
+    return stamps

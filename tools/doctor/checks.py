@@ -116,11 +116,11 @@ class Checks:
         try:
             config.check(self.world_size)
         except ConfigError as failure:
-            found = failed("config.check", failure, "a run would stop at its start")
+            finding = failed("config.check", failure, "a run would stop at its start")
             if "processes" in failure.problem and self.world_size == 1:
                 hint = ", or start the doctor with torchrun as the run, or pass --world-size N"
-                return [replace(found, fix=found.fix + hint)]
-            return [found]
+                return [replace(finding, fix=finding.fix + hint)]
+            return [finding]
         count = f"{self.world_size} process{'es' if self.world_size > 1 else ''}"
         return [ok("config.check", f"{self.options.config}: valid on {count}")]
 

@@ -50,19 +50,19 @@ def check_tokenizer_and_prompts(config: Config, shape: ModelShape) -> list[Findi
     ) as failure:  # an optional package; the message names it and how to install it
         raise PromptError(str(failure)) from None
     inputs.check_prompts(config, train, held_out, shape.vocab_size)
-    found = [
+    findings = [
         ok("model.tokenizer", f"{type(tokenizer).__name__}, {len(tokenizer):,} tokens"),
         ok("run.prompts", f"{len(train):,} training prompts, {len(held_out):,} held out"),
     ]
     if len(tokenizer) > shape.vocab_size:
-        found[0] = warning(
+        findings[0] = warning(
             "model.tokenizer",
             f"{len(tokenizer):,} tokens, the model's vocabulary has {shape.vocab_size:,}",
             "the last ones can't be embedded",
             "use the model's own tokenizer files",
         )
     if dropped:
-        found.append(
+        findings.append(
             note(
                 "run.prompts",
                 f"{dropped:,} prompts are longer than data.max_prompt_length ="
@@ -71,7 +71,7 @@ def check_tokenizer_and_prompts(config: Config, shape: ModelShape) -> list[Findi
                 "raise it if they matter",
             )
         )
-    return found
+    return findings
 
 
 def check_checkpoints(config: Config) -> list[Finding]:
@@ -82,20 +82,20 @@ def check_checkpoints(config: Config) -> list[Finding]:
     from megatron_gspo.mcore.checkpoint.checkpoint_files import newest_checkpoint, read_state
 
     run_dir = Path(config.run_dir)
-    found = judge_lock(run_dir, writer_of(run_dir))
+    judged = judge_lock(run_dir, writer_of(run_dir))
     newest, faults = newest_checkpoint(run_dir / "checkpoints")
-    found += [
+    judged += [
         warning("run.checkpoints", fault, "it is passed over", "remove it, or keep it to look into")
         for fault in faults
     ]
     if config.checkpoint.resume == "never":
-        return found
+        return judged
     if newest is not None:
         step = read_state(newest).get("step")
         text = f"resumes from {newest}, step {step} of {config.training.steps}"
         if isinstance(step, int) and step >= config.training.steps:
             return [
-                *found,
+                *judged,
                 note(
                     "run.start",
                     f"{newest} is at step {step} of {config.training.steps}",
@@ -103,10 +103,10 @@ def check_checkpoints(config: Config) -> list[Finding]:
                     "raise training.steps to continue, or choose another run_dir",
                 ),
             ]
-        return [*found, ok("run.start", text)]
+        return [*judged, ok("run.start", text)]
     if (run_dir / "metrics.jsonl").exists():
         return [
-            *found,
+            *judged,
             warning(
                 "run.start",
                 f"{run_dir} holds the records of a run and no whole checkpoint",
@@ -115,7 +115,7 @@ def check_checkpoints(config: Config) -> list[Finding]:
                 "choose another run_dir to leave them where they are",
             ),
         ]
-    return [*found, ok("run.start", f"{run_dir}: a new run")]
+    return [*judged, ok("run.start", f"{run_dir}: a new run")]
 
 
 def writer_of(run_dir: Path) -> str | None:

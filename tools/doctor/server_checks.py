@@ -255,7 +255,7 @@ def check_startable(config: Config) -> tuple[tuple[int, ...], bool, list[Finding
     launch = SERVER_KINDS[config.rollout.engine].launch
     python = servers.python or sys.executable
     version = package_version(python, launch.packages, servers.section)
-    found = judge_version(
+    finding = judge_version(
         SERVERS[servers.section], ".".join(map(str, version)), gpu=True, where=f" of {python}"
     )
-    return version, launch.on_cpu(servers.server_args), [found]
+    return version, launch.on_cpu(servers.server_args), [finding]

@@ -50,19 +50,19 @@ SERVERS = {
 
 def installed() -> dict[str, str | None]:
     """The version of Python and of every package in `SUPPORTED`; None where it isn't installed."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
+    versions: dict[str, str | None] = {"python": platform.python_version()}
     for support in SUPPORTED[1:]:
         try:
-            found[support.name] = importlib.metadata.version(support.name)
+            versions[support.name] = importlib.metadata.version(support.name)
         except importlib.metadata.PackageNotFoundError:
-            found[support.name] = None
-    return found
+            versions[support.name] = None
+    return versions
 
 
 def numbers(version: str | None) -> tuple[int, ...]:
     """The numbers at the begin of a version: (0, 5, 15) of "0.5.15.post1", () of None."""
-    found = re.match(r"\d+(\.\d+)*", version or "")
-    return tuple(int(part) for part in found[0].split(".")) if found else ()
+    match = re.match(r"\d+(\.\d+)*", version or "")
+    return tuple(int(part) for part in match[0].split(".")) if match else ()
 
 
 def judge_versions(found: Mapping[str, str | None], *, gpu: bool) -> list[Finding]:
@@ -131,9 +131,9 @@ def judge_accelerator(
     """
     if devices:
         names = ", ".join(f"{devices.count(name)} x {name}" for name in dict.fromkeys(devices))
-        found = [ok("versions.cuda", f"CUDA {cuda_build}: {names}")]
+        findings = [ok("versions.cuda", f"CUDA {cuda_build}: {names}")]
         if nccl is None:
-            found.append(
+            findings.append(
                 error(
                     "versions.nccl",
                     "this torch has no NCCL",
@@ -142,8 +142,8 @@ def judge_accelerator(
                 )
             )
         else:
-            found.append(ok("versions.nccl", f"NCCL {nccl}"))
-        return found
+            findings.append(ok("versions.nccl", f"NCCL {nccl}"))
+        return findings
     if cuda_build is not None:
         return [
             note(

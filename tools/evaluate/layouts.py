@@ -42,10 +42,10 @@ class Layout:
 
 def layout_of(fields: Iterable[str], prompt_key: str) -> Layout:
     """The layout of rows with these fields; plain if no other has them."""
-    found = set(fields)
+    names = set(fields)
     plain = Layout("plain", (prompt_key,))
     known = (_LIVECODEBENCH, _CODEFORCES, plain, *_MATH)
-    return next((layout for layout in known if found.issuperset(layout.fields)), plain)
+    return next((layout for layout in known if names.issuperset(layout.fields)), plain)
 
 
 def parse_date(value: Any) -> datetime | None:

@@ -203,5 +203,5 @@ async def _versions(client: RolloutClient) -> dict[str, str | None]:
             ) from None
 
     servers = [server.client for server in client.pool.servers]
-    found = await asyncio.gather(*(ask(server) for server in servers))
-    return {server.url: version for server, version in zip(servers, found, strict=True)}
+    versions = await asyncio.gather(*(ask(server) for server in servers))
+    return {server.url: version for server, version in zip(servers, versions, strict=True)}

@@ -92,7 +92,7 @@ def run_evaluation(evaluation: Evaluation) -> list[TaskScores]:
 
     Raises the errors of engines, verifiers and files; every response so far is kept.
     """
-    found: list[TaskScores] = []
+    scores: list[TaskScores] = []
     first: dict[str, np.ndarray] = {}
     with _progress() as bar:
         for target in evaluation.targets:
@@ -108,13 +108,13 @@ def run_evaluation(evaluation: Evaluation) -> list[TaskScores]:
                         reward_table([records[prompt.index] for prompt in task.prompts])
                     )
                     ks = evaluation.config.evaluation.pass_at_k
-                    found.append(
+                    scores.append(
                         score_task(
                             task, target.label, target.step, records, ks, first.get(task.name)
                         )
                     )
                     first.setdefault(task.name, own)
-    return found
+    return scores
 
 
 def _open(evaluation: Evaluation, target: Target, task: Task) -> ResponseFile:

@@ -107,19 +107,19 @@ def find_targets(target: str, model_path: str, steps: str | None) -> list[Target
                 "give a directory with config.json or config.yaml, or http://host:port"
             )
         return [Target(Path(target).absolute().name, Path(target), Path(target))]
-    found = _of_run(Path(target))
-    if not found:
+    targets = _of_run(Path(target))
+    if not targets:
         raise InputError(
             f"{target}: the run has neither an exported model nor a complete checkpoint; "
             "set checkpoint.export_hf or checkpoint.save_interval in its config"
         )
     if steps is None:
-        exported = [each for each in found.values() if not each.is_checkpoint]
-        return exported or [found[max(found)]]
+        exported = [each for each in targets.values() if not each.is_checkpoint]
+        return exported or [targets[max(targets)]]
     chosen = (
-        sorted(found) if steps == "all" else [_number(step, found) for step in steps.split(",")]
+        sorted(targets) if steps == "all" else [_number(step, targets) for step in steps.split(",")]
     )
-    return [found[step] for step in sorted(set(chosen))]
+    return [targets[step] for step in sorted(set(chosen))]
 
 
 def _of_run(run: Path) -> dict[int, Target]:
@@ -129,16 +129,16 @@ def _of_run(run: Path) -> dict[int, Target]:
     A run that continues has no summary yet, which tells the step of the exported model: it is then
     that of an earlier end, and counts only where there is no checkpoint.
     """
-    found = {}
+    targets = {}
     for path in complete_checkpoints(run / "checkpoints"):
         step = CHECKPOINTS.step(path.name)
         assert step is not None
-        found[step] = Target(path.name, path, find_source(run, path), step)
+        targets[step] = Target(path.name, path, find_source(run, path), step)
     summary = run / "summary.json"
-    if (run / EXPORT / "config.json").is_file() and (summary.is_file() or not found):
+    if (run / EXPORT / "config.json").is_file() and (summary.is_file() or not targets):
         step = int(read_json(summary)["step"]) if summary.is_file() else 0
-        found[step] = Target(CHECKPOINTS.of(step), run / EXPORT, run / EXPORT, step)
-    return found
+        targets[step] = Target(CHECKPOINTS.of(step), run / EXPORT, run / EXPORT, step)
+    return targets
 
 
 def _number(text: str, found: dict[int, Target]) -> int:

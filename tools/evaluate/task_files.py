@@ -109,12 +109,12 @@ def load_task(
             f"{file}: all rows are left out ({reasons}); give others or a wider window"
         )
     notes = split_notes(file, split=HELD_OUT)
-    found = build_prompts(kept[:limit], tokenizer, data, source=str(file), notes=notes)
-    for note in found.notes:
+    prompts = build_prompts(kept[:limit], tokenizer, data, source=str(file), notes=notes)
+    for note in prompts.notes:
         print(f"note: {note}", file=sys.stderr)
-    if found.dropped:
-        left_out["too long"] += found.dropped
-    return Task(file.stem, data, tuple(found.prompts), dict(left_out), layout.name)
+    if prompts.dropped:
+        left_out["too long"] += prompts.dropped
+    return Task(file.stem, data, tuple(prompts.prompts), dict(left_out), layout.name)
 
 
 def _read(

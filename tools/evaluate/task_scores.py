@@ -86,8 +86,10 @@ def reward_table(groups: Sequence[Sequence[Mapping[str, Any]]]) -> np.ndarray:
     """[prompts, samples] float64 rewards of the groups; a response without a score counts as
     not solved, 0.
     """
-    found = np.array([[record["reward"] for record in group] for group in groups], dtype=np.float64)
-    return np.nan_to_num(found, nan=0.0)
+    rewards = np.array(
+        [[record["reward"] for record in group] for group in groups], dtype=np.float64
+    )
+    return np.nan_to_num(rewards, nan=0.0)
 
 
 def prompt_accuracy(rewards: np.ndarray) -> np.ndarray:

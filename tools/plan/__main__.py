@@ -201,18 +201,18 @@ def plan(args: argparse.Namespace, folder: Path) -> str:
     room = hardware.gpu.memory - args.reserve * GIB
     estimator = Estimator(shape, config, hardware)
     layout = None if args.layout is None else parse_layout(args.layout, hf, args.gpus)
-    found = search(
+    ranked = search(
         estimator, room, layout, {override.partition("=")[0] for override in args.overrides}
     )
     rehearsed = []
     if not args.coarse:
-        best = found.estimates[:REHEARSED]
+        best = ranked.estimates[:REHEARSED]
         rehearsed = rehearsals.rehearse_layouts(file, args.overrides, config, hardware, best)
     if args.json:
         document = {
-            "considered": found.considered,
-            "fit": found.fit,
-            "layouts": [coarse_json(estimate) for estimate in found.estimates[: args.top]],
+            "considered": ranked.considered,
+            "fit": ranked.fit,
+            "layouts": [coarse_json(estimate) for estimate in ranked.estimates[: args.top]],
             "rehearsed": [
                 rehearsals.to_json(each) | {"fits": each.fits(room)} for each in rehearsed
             ],
@@ -220,14 +220,14 @@ def plan(args: argparse.Namespace, folder: Path) -> str:
         return json.dumps(document, indent=2)
     chosen = next((each.estimate for each in rehearsed if each.fits(room)), None)
     if args.coarse:
-        chosen = found.estimates[0]
+        chosen = ranked.estimates[0]
     parts = [
         plan_report.describe(estimator, room),
         (
-            f"{found.fit} of {found.considered} layouts fit by the formulas; the fastest, "
+            f"{ranked.fit} of {ranked.considered} layouts fit by the formulas; the fastest, "
             "each with its fastest VP and ETP:"
         ),
-        plan_report.ranking(found, args.top),
+        plan_report.ranking(ranked, args.top),
         plan_report.rehearsed_table(rehearsed, room) if rehearsed else "",
         plan_report.assumed(hardware),
     ]

@@ -96,12 +96,12 @@ def parse_layout(text: str, hf: dict[str, Any], gpus: int) -> ParallelConfig:
     """
     sizes: dict[str, Any] = {}
     for word in text.replace(",", " ").split():
-        found = re.fullmatch(r"(TP|PP|VP|CP|EP|ETP)(\d+)(\+2)?", word.upper())
-        if found is None or int(found[2]) < 1 or (found[3] and found[1] != "PP"):
+        match = re.fullmatch(r"(TP|PP|VP|CP|EP|ETP)(\d+)(\+2)?", word.upper())
+        if match is None or int(match[2]) < 1 or (match[3] and match[1] != "PP"):
             known = ", ".join(f"{key}2" for key in _KEYS)
             raise InputError(f"--layout {text}: {word} is not a size; write some of {known}")
-        sizes[_KEYS[found[1]]] = int(found[2])
-        if found[3]:
+        sizes[_KEYS[match[1]]] = int(match[2])
+        if match[3]:
             sizes |= dict(
                 account_for_embedding_in_pipeline_split=True,
                 account_for_loss_in_pipeline_split=True,

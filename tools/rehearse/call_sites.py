@@ -25,16 +25,16 @@ def frames_above(level: int = 1) -> Frames:
     `call_site`.
     """
     frame = sys._getframe(level)
-    found: list[tuple[CodeType, int]] = []
-    while frame is not None and len(found) < _DEPTH:
+    frames: list[tuple[CodeType, int]] = []
+    while frame is not None and len(frames) < _DEPTH:
         code = frame.f_code
         label = _labels.get(code)
         if label is None:
             label = _labels[code] = _label(code)
         if label:
-            found.append((code, frame.f_lineno))
+            frames.append((code, frame.f_lineno))
         frame = frame.f_back  # type: ignore[assignment]
-    return tuple(found)
+    return tuple(frames)
 
 
 def call_site(frames: Frames) -> CallSite:

@@ -90,7 +90,7 @@ def compare_ranks(records: Sequence[RankRecord]) -> Comparison:
     """
     programs = {record.rank: record.collectives for record in records}
     calls = _calls(programs)
-    found = compare_groups(programs) + compare_point_to_point(programs, stand_ins(records))
+    disagreements = compare_groups(programs) + compare_point_to_point(programs, stand_ins(records))
     compared: dict[str, ComparedGroup] = {}
     for (name, _), members in calls.items():
         if len(members) > 1:
@@ -101,7 +101,7 @@ def compare_ranks(records: Sequence[RankRecord]) -> Comparison:
             )
     alone = sorted({name for name, ranks in calls if len(ranks) > 1} - set(compared))
     return Comparison(
-        tuple(found or find_circle(programs)), dict(sorted(compared.items())), tuple(alone)
+        tuple(disagreements or find_circle(programs)), dict(sorted(compared.items())), tuple(alone)
     )
 
 
@@ -109,15 +109,15 @@ def compare_groups(programs: Programs) -> list[Disagreement]:
     """The first disagreement of each rehearsed member of each group with the first rehearsed
     member.
     """
-    found = []
+    disagreements = []
     for group, members in _calls(programs).items():
         first, *others = members
         for other in others:
             pair = _Pair(group, (first, other), members[first], members[other])
             at = pair.parting()
             if at is not None:
-                found.append(pair.explain(at))
-    return found
+                disagreements.append(pair.explain(at))
+    return disagreements
 
 
 def compare_point_to_point(programs: Programs, peer_of: Peer) -> list[Disagreement]:
@@ -132,7 +132,7 @@ def compare_point_to_point(programs: Programs, peer_of: Peer) -> list[Disagreeme
         for call in program:
             if call.op in POINT_TO_POINT and call.peer is not None:
                 traffic[call.op, rank, call.peer].append(call)
-    found = []
+    disagreements = []
     for (op, rank, peer), ours in sorted(traffic.items()):
         back = (peer, rank) if peer in programs else peer_of(rank, peer)
         other = "recv" if op == "send" else "send"
@@ -144,12 +144,12 @@ def compare_point_to_point(programs: Programs, peer_of: Peer) -> list[Disagreeme
         if at < max(len(ours), len(theirs)):
             kind = ", ".join(fields[at]) if at < len(fields) else "missing"
             name = f"{op} of rank {rank} {'to' if op == 'send' else 'from'} {peer}"
-            found.append(
+            disagreements.append(
                 Disagreement(
                     kind, name, at, _side_at(rank, ours, at), _side_at(back[0], theirs, at)
                 )
             )
-    return found
+    return disagreements
 
 
 def stand_ins(records: Sequence[RankRecord]) -> Peer:
@@ -302,13 +302,13 @@ def _calls(programs: Programs) -> dict[_Group, dict[int, list[Collective]]]:
 
     A member without a call in a group that others call is listed too, with no calls.
     """
-    found: dict[_Group, dict[int, list[Collective]]] = {}
+    calls: dict[_Group, dict[int, list[Collective]]] = {}
     for program in programs.values():
         for call in program:
-            if call.op not in POINT_TO_POINT and _group(call) not in found:
-                found[_group(call)] = {rank: [] for rank in call.ranks if rank in programs}
+            if call.op not in POINT_TO_POINT and _group(call) not in calls:
+                calls[_group(call)] = {rank: [] for rank in call.ranks if rank in programs}
     for rank, program in programs.items():
         for call in program:
             if call.op not in POINT_TO_POINT:
-                found[_group(call)].setdefault(rank, []).append(call)
-    return found
+                calls[_group(call)].setdefault(rank, []).append(call)
+    return calls

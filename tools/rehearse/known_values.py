@@ -41,13 +41,13 @@ def tensors_in(values: Iterable[Any]) -> list[Tensor]:
     """The tensors of an operation's arguments or results: `tree_leaves` for the few kinds that
     operations have.
     """
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, (list, tuple)):
-            found += tensors_in(value)
-    return found
+            tensors += tensors_in(value)
+    return tensors
 
 
 class _Known:

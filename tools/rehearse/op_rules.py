@@ -203,8 +203,8 @@ def _bincount(gpu: Gpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _unique(gpu: Gpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    found = func(_needed(gpu, func, args[0]), *args[1:], **kwargs)
-    return tuple(gpu.upload(value) for value in found)
+    result = func(_needed(gpu, func, args[0]), *args[1:], **kwargs)
+    return tuple(gpu.upload(value) for value in result)
 
 
 def _sum_into(gpu: Gpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -83,12 +83,12 @@ def micro_batches(record: RankRecord) -> str:
 
 def same_roles(records: Sequence[RankRecord]) -> list[list[RankRecord]]:
     """The ranks that do the same, together."""
-    found: dict[str, list[RankRecord]] = {}
+    records_of_role: dict[str, list[RankRecord]] = {}
     for record in records:
-        found.setdefault(
+        records_of_role.setdefault(
             repr((role_tables(record), micro_batches(record), record.notes)), []
         ).append(record)
-    return list(found.values())
+    return list(records_of_role.values())
 
 
 def memory_rows(record: RankRecord) -> Rows:

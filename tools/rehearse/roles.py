@@ -224,7 +224,7 @@ def _representatives(grid: RankGrid, played: Sequence[int]) -> dict[int, tuple[i
         )
 
     ends = {rank: last_in(rank) for rank in played}
-    found: dict[int, list[int]] = {rank: [] for rank in played}
+    members: dict[int, list[int]] = {rank: [] for rank in played}
     for rank in range(grid.world):
         like = _stage_role(grid, rank)
         own = last_in(rank)
@@ -233,7 +233,7 @@ def _representatives(grid: RankGrid, played: Sequence[int]) -> dict[int, tuple[i
             other: sum(a != b for a, b in zip(own, ends[other], strict=True))
             for other in same_stage
         }
-        found[
+        members[
             rank if rank in ends else min(same_stage, key=lambda other: (differences[other], other))
         ].append(rank)
-    return {rank: tuple(others) for rank, others in found.items()}
+    return {rank: tuple(others) for rank, others in members.items()}

@@ -69,10 +69,10 @@ class ShapeCache:
         return _mapped(entry[0], lambda spec: self._make(spec, tensors))
 
     def _is_uncached(self, func: Any) -> bool:
-        found = self._uncached.get(func)
-        if found is None:
-            found = self._uncached[func] = not _UNCACHED_TAGS.isdisjoint(func.tags)
-        return found
+        known = self._uncached.get(func)
+        if known is None:
+            known = self._uncached[func] = not _UNCACHED_TAGS.isdisjoint(func.tags)
+        return known
 
     def _make(self, spec: Any, tensors: list[Tensor]) -> Any:
         if not isinstance(spec, _Spec):

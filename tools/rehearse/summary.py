@@ -73,12 +73,12 @@ class CollectiveTotal:
 
 def collective_totals(calls: Sequence[Collective]) -> list[CollectiveTotal]:
     """Calls by phase, group, operation and dtype, in the order of the first of each."""
-    found: dict[tuple[str, str, str, str], list[int]] = {}
+    totals: dict[tuple[str, str, str, str], list[int]] = {}
     for call in calls:
-        total = found.setdefault((call.phase, call.group, call.op, call.dtype), [0, 0])
+        total = totals.setdefault((call.phase, call.group, call.op, call.dtype), [0, 0])
         total[0] += 1
         total[1] += call.bytes
-    return [CollectiveTotal(*key, *total) for key, total in found.items()]
+    return [CollectiveTotal(*key, *total) for key, total in totals.items()]
 
 
 def problems(rehearsal: Rehearsal) -> list[str]:
@@ -106,13 +106,13 @@ def to_json(rehearsal: Rehearsal) -> dict[str, Any]:
     lists, innermost first.
     """
     comparison = rehearsal.comparison
-    found = problems(rehearsal)
+    faults = problems(rehearsal)
     return {
         "config": rehearsal.config,
         "world": rehearsal.world,
         "layout": rehearsal.layout,
-        "passes": not found,
-        "problems": found,
+        "passes": not faults,
+        "problems": faults,
         "roles": [_role(record) for record in rehearsal.records],
         "failed": [dataclasses.asdict(failed) for failed in rehearsal.failed],
         "disagreements": [dataclasses.asdict(one) for one in comparison.disagreements],
@@ -167,9 +167,9 @@ def by_count(items: Sequence[HostSync] | Sequence[HostCopy]) -> list[Any]:
 
 def _collectives(calls: Sequence[Collective]) -> list[dict[str, Any]]:
     """By operation and group, with the counts of each phase."""
-    found: dict[tuple[str, str], dict[str, Any]] = {}
+    totals: dict[tuple[str, str], dict[str, Any]] = {}
     for total in collective_totals(calls):
-        entry = found.setdefault(
+        entry = totals.setdefault(
             (total.op, total.group),
             {
                 "op": total.op,
@@ -185,17 +185,17 @@ def _collectives(calls: Sequence[Collective]) -> list[dict[str, Any]]:
         entry["phases"][total.phase] = dict(counts)
         entry["count"] += total.count
         entry["bytes"] += total.bytes
-    return list(found.values())
+    return list(totals.values())
 
 
 def _defects(records: Sequence[RankRecord]) -> dict[str, list[int]]:
     """Findings that are defects, and the ranks that have them."""
-    found: dict[str, list[int]] = {}
+    ranks_of_defect: dict[str, list[int]] = {}
     for record in records:
         for finding in record.findings:
             if finding.is_defect:
                 place = f" at {finding.where[0]}" if finding.where else ""
-                ranks = found.setdefault(f"{finding.kind}: {finding.message}{place}", [])
+                ranks = ranks_of_defect.setdefault(f"{finding.kind}: {finding.message}{place}", [])
                 if record.rank not in ranks:
                     ranks.append(record.rank)
-    return found
+    return ranks_of_defect

@@ -23,10 +23,10 @@ _MOST_ROWS = 40  # of a table; the JSON document has all
 
 def whole_report(rehearsal: Rehearsal) -> str:
     """The rehearsal as printed."""
-    found = problems(rehearsal)
+    faults = problems(rehearsal)
     parts = [
         described(rehearsal),
-        failure_list(found) if found else verdict(rehearsal),
+        failure_list(faults) if faults else verdict(rehearsal),
         agreement(rehearsal),
     ]
     for failed in rehearsal.failed:

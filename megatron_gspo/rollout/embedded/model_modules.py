@@ -13,8 +13,8 @@ def modules_of(model: nn.Module, is_wanted: Callable[[Any], bool], missing: str)
 
     Without any, ValueError in one line: what is `missing`, and the fix.
     """
-    found = [module for module in model.modules() if is_wanted(module)]
-    if not found:
+    modules = [module for module in model.modules() if is_wanted(module)]
+    if not modules:
         kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
         raise ValueError(f"model type {kind} has no {missing}")
-    return found
+    return modules

@@ -101,14 +101,14 @@ class DecodedRoutes:
         """[P + R - 1, layers, k] of `recorder.dtype` for each row, whose response has R =
         lengths[i] tokens; the last one is not an input."""
         blocks = [self._numpy(block) for block in self._blocks]
-        found = []
+        sequences = []
         for row, length in enumerate(lengths):
             fed = [
                 block[row, : max(length - 1 - start, 0)]
                 for start, block in zip(self._starts, blocks, strict=True)
             ]
-            found.append(np.concatenate([self._prompts[self._rows[row]], *fed]))
-        return found
+            sequences.append(np.concatenate([self._prompts[self._rows[row]], *fed]))
+        return sequences
 
     @property
     def _starts(self) -> range:

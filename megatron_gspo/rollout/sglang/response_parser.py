@@ -220,9 +220,9 @@ def _routes(raw: msgspec.Raw, count: int, context: RequestContext) -> np.ndarray
     text = text[1:-1]
     rows = max(context.context_length + count - 1 - context.routes_start, 0)
     if len(text) != _base64_length(4 * rows * num_layers * k):
-        found = _base64_ids(text, context).size
+        size = _base64_ids(text, context).size
         wanted = f"{rows} rows x {num_layers} layers x {k}"
-        raise ResponseError(f"{context.name}: routed_experts holds {found} ids, not {wanted}")
+        raise ResponseError(f"{context.name}: routed_experts holds {size} ids, not {wanted}")
     moe = [layer for layer, is_moe in enumerate(shape.moe_layers) if is_moe]
     routes = np.empty((rows, len(moe), k), dtype=expert_id_dtype(shape.num_experts))
     # Three rows are a whole number of base64's 3 bytes.

@@ -311,8 +311,8 @@ async def _post_checked(
     """POST. Raises `ServerError` unless the response has `"success": true`."""
     answer = await server.post(path, body, timeout=timeout)
     if not isinstance(answer, dict) or answer.get("success") is not True:
-        found = answer if isinstance(answer, dict) else {}
-        message = found.get("message") or found.get("error_message") or answer
+        content = answer if isinstance(answer, dict) else {}
+        message = content.get("message") or content.get("error_message") or answer
         words = " ".join(server.redact(str(message).encode()).decode().split())[:200]
         raise ServerError(
             f"server {server.url}{path}: did not succeed: {words}", status=200, retry=False

@@ -177,9 +177,9 @@ def parse_input_log_probs(
         raise ResponseError(
             f"{context.name}: prompt_logprobs has {len(rows)} entries for {len(tokens)} tokens"
         )
-    found = [(row or {}).get(str(token)) for row, token in zip(rows[1:], tokens[1:], strict=True)]
-    values = [each.logprob for each in found if each is not None]
-    if len(values) != len(found):
+    entries = [(row or {}).get(str(token)) for row, token in zip(rows[1:], tokens[1:], strict=True)]
+    values = [each.logprob for each in entries if each is not None]
+    if len(values) != len(entries):
         raise ResponseError(
             f"{context.name}: prompt_logprobs lacks the log-prob of a token that was sent"
         )
@@ -230,10 +230,10 @@ def _routes(response: GenerateResponse, count: int, context: RequestContext) -> 
     arrays = [
         a[:, moe] if a.ndim == 3 and a.shape[1] == len(shape.moe_layers) else a for a in arrays
     ]
-    found = [array.shape for array in arrays]
+    shapes = [array.shape for array in arrays]
     if any(array.ndim != 3 or array.shape[1:] != wanted for array in arrays):
         raise ResponseError(
-            f"{context.name}: routed_experts is {found}, not rows x {wanted[0]} layers x"
+            f"{context.name}: routed_experts is {shapes}, not rows x {wanted[0]} layers x"
             f" {wanted[1]}"
         )
     missing = max(rows, 0) - sum(array.shape[0] for array in arrays)

@@ -198,8 +198,10 @@ class VLLMAPI(ServerAPI):
         self, server: ServerClient, cleared: ClearedWeights, *, timeout: float
     ) -> list[str]:
         """See `WeightEndpoints.unwritten`."""
-        found = await _digests(server, timeout)
-        return sorted(name for name, digest in cleared.digests.items() if found.get(name) == digest)
+        digests = await _digests(server, timeout)
+        return sorted(
+            name for name, digest in cleared.digests.items() if digests.get(name) == digest
+        )
 
     async def load_checkpoint(self, server: ServerClient, path: Path, *, timeout: float) -> None:
         """See `WeightEndpoints.load_checkpoint`."""

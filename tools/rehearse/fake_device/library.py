@@ -44,18 +44,18 @@ def import_torch_with_fake_device() -> None:
 
 def torch_folder() -> Path:
     """The folder of the installed torch, which is not imported."""
-    found = importlib.util.find_spec("torch")
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
         raise InputError("torch is not installed; install it first")
-    return Path(found.origin).parent
+    return Path(spec.origin).parent
 
 
 def torch_version(folder: Path) -> str:
     """The version of the torch in a folder, which is not imported."""
-    found = re.search(
+    match = re.search(
         r"__version__ = ['\"](.+?)['\"]", (folder / "version.py").read_text(encoding="utf-8")
     )
-    return found[1] if found else "unknown"
+    return match[1] if match else "unknown"
 
 
 def build_library(folder: Path) -> Path:
@@ -89,8 +89,8 @@ def cache_folder() -> Path:
 def compiler() -> str:
     """The C++ compiler: CXX of the environment, or the system's; ``InputError`` without one."""
     for name in filter(None, (os.environ.get("CXX"), *_COMPILERS)):
-        if found := shutil.which(name):
-            return found
+        if program := shutil.which(name):
+            return program
     raise InputError(
         "a rehearsal compiles 60 lines of C++ once, and no compiler was found; install g++ or"
         " set CXX"
@@ -132,5 +132,5 @@ def _abi_flag(folder: Path) -> str:
     """Which of the two layouts of C++'s string this torch was built with."""
     settings = folder / "share" / "cmake" / "Torch" / "TorchConfig.cmake"
     text = settings.read_text(encoding="utf-8") if settings.is_file() else ""
-    found = re.search(r"_GLIBCXX_USE_CXX11_ABI=(\d)", text)
-    return f"-D_GLIBCXX_USE_CXX11_ABI={found[1] if found else 1}"
+    match = re.search(r"_GLIBCXX_USE_CXX11_ABI=(\d)", text)
+    return f"-D_GLIBCXX_USE_CXX11_ABI={match[1] if match else 1}"
