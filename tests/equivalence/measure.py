@@ -81,7 +81,7 @@ def case_for(name: str, arrangement: Arrangement) -> Case:
 def launch(model: tuple[str, str], case: Case) -> list[Errors]:
     """Run a case in as many processes as it has ranks; each rank's errors."""
     path, truth = model
-    return run_distributed(run_case, case.arrangement.world_size, path, case, truth, timeout=300)
+    return run_distributed(run_case, case.arrangement.world_size, path, case, truth)
 
 
 def worst_of(ranks: list[Errors]) -> Errors:

@@ -78,7 +78,7 @@ def starts(rank: int, world: int, path: str, folder: Path) -> list[Any]:
 
 def test_a_policy_starts_from_adapters(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path / "model")
-    ranks = run_distributed(starts, 2, path, tmp_path, timeout=300)
+    ranks = run_distributed(starts, 2, path, tmp_path)
     for same, *messages in ranks:
         assert same and all(same.values())
         assert messages[0].startswith(

@@ -158,7 +158,7 @@ def run(rank: int, world_size: int, model: str, folder: str) -> list[int]:
 
 
 def test_a_run_is_the_same_bits(tmp_path: Path) -> None:
-    counts = run_distributed(run, 2, tiny_model(tmp_path / "model"), str(tmp_path), timeout=300)
+    counts = run_distributed(run, 2, tiny_model(tmp_path / "model"), str(tmp_path))
     assert counts[0] == counts[1] and counts[0][0] == 0 < counts[0][1]
     plain = records(tmp_path / "plain")
     offloaded = records(tmp_path / "offloaded")

@@ -287,7 +287,7 @@ def run_all(rank: int, world_size: int) -> dict[tuple[str, Case, int], dict[str,
 
 
 def test_equals_attention_of_each_sequence_alone():
-    for found in run_distributed(run_all, 2, timeout=60):
+    for found in run_distributed(run_all, 2):
         assert len(found) == len(PATHS) * (2 * len(EVEN) + len(UNEVEN))
         for (path, case, cp), errors in found.items():
             for name, error in errors.items():

@@ -143,7 +143,7 @@ def ranks(tmp_path_factory) -> Iterator[list[tuple[dict[str, Any], list[str]]]]:
     folder = tmp_path_factory.mktemp("models")
     moe = save_tiny_model(folder / "moe", vocab_size=95)
     dense = save_tiny_model(folder / "dense", "dense")
-    yield run_distributed(both, 2, moe, dense, timeout=60)
+    yield run_distributed(both, 2, moe, dense)
 
 
 def test_every_norm_of_a_sequence_parallel_model_is_marked(ranks):

@@ -97,7 +97,7 @@ def round_trips(rank: int, world_size: int, models: dict[str, str]) -> dict[str,
 
 
 def test_export_is_what_was_loaded_on_every_rank(models):
-    for found in run_distributed(round_trips, 2, models, timeout=90):
+    for found in run_distributed(round_trips, 2, models):
         assert len(found) == len(CASES)
         for case, different in found.items():
             assert different == [], f"{case}: {different[:3]}"
@@ -169,7 +169,7 @@ def engine_names(rank: int, world_size: int, models: dict[str, str]) -> dict[str
 
 
 def test_names_of_the_transformer_engine_spec(models):
-    found = run_distributed(engine_names, 2, models, timeout=60)[1]
+    found = run_distributed(engine_names, 2, models)[1]
     for kind in ("moe", "mixed"):
         assert found[kind][0] == []
     names = found["mixed"][1]
@@ -227,8 +227,6 @@ def test_broken_checkpoints_name_the_tensor(models, tmp_path):
         "norm": "model.norm.weight is (16,)",
         "unknown parameter": "no rule of family qwen3_moe matches the Megatron parameter extra",
     }
-    for found in run_distributed(
-        failures, 2, {key: str(tmp_path / key) for key in variants}, timeout=60
-    ):
+    for found in run_distributed(failures, 2, {key: str(tmp_path / key) for key in variants}):
         for key, message in expected.items():
             assert message in found[key]

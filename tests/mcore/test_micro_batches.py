@@ -140,4 +140,4 @@ def check_shapes(
 
 
 def test_every_response_token_comes_back_once_in_every_layout():
-    run_distributed(check_layouts, 2, timeout=60)
+    run_distributed(check_layouts, 2)

@@ -159,7 +159,7 @@ def watched(rank: int, world_size: int, path: str, name: str, dtype: str) -> tup
 )
 def test_a_step_reads_nothing_from_the_device(tmp_path, kind, dtype):
     path = save_tiny_model(tmp_path / "model", kind)
-    ((reads, calls),) = run_distributed(watched, 1, path, "gspo", dtype, timeout=90)
+    ((reads, calls),) = run_distributed(watched, 1, path, "gspo", dtype)
     assert calls > 1000, "the step was not followed: this test shows nothing"
     assert reads == []
 

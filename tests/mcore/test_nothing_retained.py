@@ -83,7 +83,7 @@ def left_over(
 def test_a_step_leaves_nothing_allocated(tmp_path, name):
     path = save_tiny_model(tmp_path / "model")
     world_size = 1 if name == "one" else 2
-    for found in run_distributed(left_over, world_size, path, name, timeout=90):
+    for found in run_distributed(left_over, world_size, path, name):
         for alive, allocated in found:
             assert allocated > 1_000_000, "the step was not followed: this test shows nothing"
             assert [storage for storage in alive if storage[0] > SPLIT_SIZES] == []

@@ -165,7 +165,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_training_is_the_same_bits_and_nothing_is_held_in_between(model: str, layout: str) -> None:
-    for found in run_distributed(train_both, 2, model, *LAYOUTS[layout], timeout=240):
+    for found in run_distributed(train_both, 2, model, *LAYOUTS[layout]):
         plain = found["plain"]
         offloaded = found["offloaded"]
         for one, other in zip(plain["results"], offloaded["results"], strict=True):
@@ -215,9 +215,7 @@ def save_while_released(rank: int, world_size: int, path: str, folder: str) -> d
 
 
 def test_a_checkpoint_takes_everything_back_first(model: str, tmp_path: Path) -> None:
-    [found] = run_distributed(
-        save_while_released, 1, model, str(tmp_path / "checkpoints"), timeout=240
-    )
+    [found] = run_distributed(save_while_released, 1, model, str(tmp_path / "checkpoints"))
     assert found == {
         "same": True,
         "calls": ["room"] * 2,

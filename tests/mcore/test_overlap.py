@@ -69,8 +69,6 @@ def train_and_read(rank: int, world_size: int, path: str, folder: str) -> dict[s
 
 def test_a_checkpoint_and_the_weight_stream_hold_the_new_weights_of_every_rank(tmp_path):
     path = save_tiny_model(tmp_path / "model", "dense")
-    for found in run_distributed(
-        train_and_read, 2, path, str(tmp_path / "checkpoints"), timeout=90
-    ):
+    for found in run_distributed(train_and_read, 2, path, str(tmp_path / "checkpoints")):
         assert found["stale"] > 1e-3, "the step leaves nothing to gather: this test shows nothing"
         assert found["restored"] and found["streamed"]

@@ -158,7 +158,7 @@ def test_values_loss_and_gradients_in_every_layout(path: str) -> None:
     assert 0.05 < metrics["critic/clip_fraction"] < 0.95
     stepped = None
     for world in LAYOUTS:
-        for ranks in run_distributed(passes, world, path, samples, timeout=300):
+        for ranks in run_distributed(passes, world, path, samples):
             for where, (before, found, gradients, weights) in ranks.items():
                 for value, wanted in zip(before, values, strict=True):
                     np.testing.assert_allclose(

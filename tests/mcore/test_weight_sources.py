@@ -101,7 +101,7 @@ def sent(rank: int, world_size: int, models: dict[str, str]) -> list[Any]:
 
 
 def test_the_sources_send_every_tensor_once_and_receive_no_other(models):
-    by_rank = run_distributed(sent, 4, models, timeout=120)
+    by_rank = run_distributed(sent, 4, models)
     for number, cases in enumerate(zip(*by_rank, strict=True)):
         kind, layout, sources = CASES[number // 2]
         truth = load_file(Path(models[kind]) / "model.safetensors")

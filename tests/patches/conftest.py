@@ -19,4 +19,4 @@ def path(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def defects(path) -> dict[str, Any]:
-    return run_distributed(guarded_and_not, 2, path, timeout=90)[0]
+    return run_distributed(guarded_and_not, 2, path)[0]

@@ -58,7 +58,7 @@ def test_expert_gradients_are_added_up_over_tensor_parallel_replicas(defects):
 
 
 def test_every_expert_counts_in_the_gradient_norm(path):
-    for found in run_distributed(grad_norms, 2, path, timeout=60):
+    for found in run_distributed(grad_norms, 2, path):
         assert found["patched"] == pytest.approx(found["truth"], rel=1e-5)
         if MCORE < (0, 19):
             assert found["unpatched"] < 0.99 * found["truth"]

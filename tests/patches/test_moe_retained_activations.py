@@ -79,9 +79,7 @@ def paths(tmp_path_factory) -> dict[int, str]:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_no_recomputed_layer_keeps_its_input_and_gradient(paths, name):
-    found = run_distributed(
-        by_layers, LAYOUTS[name].tensor_model_parallel_size, paths, name, timeout=90
-    )[0]
+    found = run_distributed(by_layers, LAYOUTS[name].tensor_model_parallel_size, paths, name)[0]
     (few, residual), (many, _) = (found["patched"][n] for n in LAYERS)
     assert many - few < 0.1 * residual
     (few, _), (many, _) = (found["upstream"][n] for n in LAYERS)

@@ -158,7 +158,7 @@ def a_server_dies(number: int, world: int, servers: list[tuple[str, int]], recei
 @pytest.mark.parametrize("receiver", [0, 1], ids=["one after the other", "at the same time"])
 def test_a_server_that_dies_is_dropped(receiver: int) -> None:
     with weight_servers(2) as servers:
-        found = run_distributed(a_server_dies, 4, servers, receiver, timeout=150.0)
+        found = run_distributed(a_server_dies, 4, servers, receiver)
     server, failures = found[0][0]
     assert server["held"] == truth(3) and failures == []
     assert [streams for _, streams in found] == ([4, 4, 0, 4] if receiver else [3, 4, 0, 3])
@@ -275,7 +275,7 @@ def only_changes(number: int, world: int, url: str) -> Any:
 
 def test_unchanged_tensors_are_not_sent_and_a_stale_one_is_caught() -> None:
     with weight_servers(1) as [(url, _)]:
-        buckets, lines, found = run_distributed(only_changes, 4, url, timeout=150.0)[0]
+        buckets, lines, found = run_distributed(only_changes, 4, url)[0]
     count = len(SOURCES) * COUNT
     assert buckets == [
         (count, "NoneType"),

@@ -53,7 +53,7 @@ def run(
     rollout = {"engine": "sglang", **sections.pop("rollout", {})}
     sglang = {"urls": urls, "health_interval": 0.5, **sections.pop("sglang", {})}
     config = base_config(model, run_dir, rollout=rollout, sglang=sglang, **sections)
-    run_distributed(train_here, processes, config, nodes, timeout=120.0)
+    run_distributed(train_here, processes, config, nodes)
     return [record for record in records(run_dir) if record["step"] > 0]
 
 

@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 def wait_for(
     condition: Callable[[], T],
-    seconds: float = 60.0,
+    seconds: float = 300.0,
     *,
     pause: float = 0.02,
     alive: Callable[[], object] = lambda: True,

@@ -176,9 +176,7 @@ def results(request, folder) -> tuple[str, dict[str, tuple[list[Sample], dict[st
     plains = [
         small(folder, algorithm={"name": request.param, **setting}) for setting in chosen.values()
     ]
-    return request.param, dict(
-        zip(chosen, run_distributed(steps, 1, plains, timeout=240)[0], strict=True)
-    )
+    return request.param, dict(zip(chosen, run_distributed(steps, 1, plains)[0], strict=True))
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

@@ -78,7 +78,7 @@ def test_trainer_and_engine_have_one_route_and_one_log_prob(
         training={"steps": 1},
         parallel=dict(tensor_model_parallel_size=2, expert_model_parallel_size=2),
     )
-    routes, metrics = run_distributed(one_step, 2, config, timeout=240.0)[0]
+    routes, metrics = run_distributed(one_step, 2, config)[0]
     _, shape = family_of(read_config(model))
     check(routes, metrics, sum(shape.moe_layers), shape.experts_per_token)
 

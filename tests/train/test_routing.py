@@ -375,7 +375,7 @@ def test_a_pipeline_stage_holds_the_routes_of_its_layers(replay, tmp_path):
             optimizer={"lr": 1e-6},
             parallel={} if name == "alone" else sizes,
         )
-        found[name] = run_distributed(one_step, 1 if name == "alone" else 2, config, timeout=240.0)
+        found[name] = run_distributed(one_step, 1 if name == "alone" else 2, config)
     ((whole, alone),) = found.pop("alone")
     assert whole == alone["routing/replay_bytes"] > 0
     for stages in found.values():

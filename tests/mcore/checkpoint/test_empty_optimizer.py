@@ -56,7 +56,7 @@ def resume(rank: int, world_size: int, path: str, folder: str) -> dict[str, Any]
 def test_a_stage_without_experts_is_saved_and_resumed(tmp_path):
     # The first stage has dense layers only.
     path = save_tiny_model(tmp_path / "model", mlp_only_layers=[0, 1])
-    ranks = run_distributed(resume, 4, path, str(tmp_path / "checkpoints"), timeout=120)
+    ranks = run_distributed(resume, 4, path, str(tmp_path / "checkpoints"))
     for rank, found in enumerate(ranks):
         assert found["equal"]
         assert (found["parameters"][1] == 0) == (rank < 2)

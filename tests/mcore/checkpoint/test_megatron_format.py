@@ -107,7 +107,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_earlier_checkpoints_are_loaded(path, tmp_path, case):
     """In their layout exactly, in others up to the order of float32 sums."""
-    for found in run_distributed(exchange, 2, path, str(tmp_path), *CASES[case], timeout=120):
+    for found in run_distributed(exchange, 2, path, str(tmp_path), *CASES[case]):
         assert found[0] == (0, 0)
         assert all(same == 0 and next_ < LR / 2 for same, next_ in found.values())
 
@@ -147,6 +147,6 @@ def tensors(value: Any, name: str) -> list[Any]:
 
 def test_megatron_loads_ours(path, tmp_path):
     for weights_differ, moments_differ in run_distributed(
-        load_with_megatron, 2, path, str(tmp_path), timeout=120
+        load_with_megatron, 2, path, str(tmp_path)
     ):
         assert weights_differ == 0 and moments_differ < 1e-12

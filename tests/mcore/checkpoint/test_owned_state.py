@@ -59,7 +59,7 @@ def owned(
     ids=str,
 )
 def test_the_ranks_divide_everything(model, tmp_path, layout, sharded):
-    ranks = run_distributed(owned, 4, model, str(tmp_path), layout, sharded, timeout=120)
+    ranks = run_distributed(owned, 4, model, str(tmp_path), layout, sharded)
     whole = sum(found["written"] for found in ranks)
     stages = 2 if layout.pipeline_model_parallel_size == 2 else 1
     for found in ranks:

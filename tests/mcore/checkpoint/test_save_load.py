@@ -157,23 +157,19 @@ def check_same_training(found: dict[str, Any], resumed: dict[str, Any]) -> None:
 )
 def test_resumes_exactly_and_in_other_layouts(path, tmp_path, layout):
     others = [other for other in LAYOUTS if other != layout]
-    found = run_distributed(
-        save_then_resume, 2, path, str(tmp_path), layout, others, True, timeout=120
-    )[0]
+    found = run_distributed(save_then_resume, 2, path, str(tmp_path), layout, others, True)[0]
     check_exact(found, found["in place"])
     for resumed in found["others"]:
         check_same_training(found, resumed)
     # the Adam state matters here: the same weights with a fresh one take a different step
     assert mean_difference(found["without optimizer state"], found["next"][0]) > 1e-4
     if layout == parallel(tensor=2):
-        check_same_training(
-            found, run_distributed(resume_alone, 1, path, found["at"], timeout=60)[0]
-        )
+        check_same_training(found, run_distributed(resume_alone, 1, path, found["at"])[0])
 
 
 def test_resumes_without_the_distributed_optimizer(path, tmp_path):
     found = run_distributed(
-        save_then_resume, 2, path, str(tmp_path), parallel(tensor=2), [], False, timeout=120
+        save_then_resume, 2, path, str(tmp_path), parallel(tensor=2), [], False
     )[0]
     check_exact(found, found["in place"])
 
@@ -212,7 +208,7 @@ def save_often(rank: int, world_size: int, path: str, folder: str) -> dict[str, 
 
 
 def test_keeps_the_newest_and_survives_failures(path, tmp_path):
-    results = run_distributed(save_often, 2, path, str(tmp_path), timeout=90)
+    results = run_distributed(save_often, 2, path, str(tmp_path))
     for found in results:  # a failure on one rank, the first, is every rank's
         assert "is not JSON serializable" in found["errors"][0]
         assert "File too large" in found["errors"][1] and "\n" not in found["errors"][1]
@@ -274,9 +270,7 @@ def test_a_save_holds_what_was_there_when_it_began(path, tmp_path, distributed_o
     """Also of tensors that Megatron doesn't stage: without the distributed optimizer Adam's
     moments are their own.
     """
-    for found in run_distributed(
-        train_while_saving, 2, path, str(tmp_path), distributed_optimizer, timeout=120
-    ):
+    for found in run_distributed(train_while_saving, 2, path, str(tmp_path), distributed_optimizer):
         assert found["meanwhile"] == (False, [], True)
         assert found["at"] == tmp_path / "step_000001" and found["again"]
         resumed = found["resumed"]
@@ -312,9 +306,7 @@ def fail_on_one_rank(rank: int, world_size: int, path: str, folder: str) -> list
 
 
 def test_a_failure_of_one_rank_ends_the_save_on_every_rank(path, tmp_path):
-    for first, second, complete, name in run_distributed(
-        fail_on_one_rank, 2, path, str(tmp_path), timeout=120
-    ):
+    for first, second, complete, name in run_distributed(fail_on_one_rank, 2, path, str(tmp_path)):
         assert first.startswith(
             "checkpoint not written; the last one is untouched: OSError: [Errno 27] File too large"
         )
@@ -336,4 +328,4 @@ def abandon(rank: int, world_size: int, path: str, folder: str) -> list[str]:
 
 
 def test_an_abandoned_save_leaves_nothing(path, tmp_path):
-    assert run_distributed(abandon, 2, path, str(tmp_path), timeout=120) == [["step_000002"]] * 2
+    assert run_distributed(abandon, 2, path, str(tmp_path)) == [["step_000002"]] * 2

@@ -74,7 +74,7 @@ def case(request, tmp_path_factory) -> dict[str, Any]:
         model=model,
         tensors=tensors,
         folder=folder,
-        ranks=run_distributed(streams, 4, path, lora, file, timeout=120),
+        ranks=run_distributed(streams, 4, path, lora, file),
     )
 
 

@@ -124,9 +124,7 @@ def ranks(request, tmp_path_factory) -> list[dict[str, Any]]:
     path, other = (
         save_tiny_model(folder / str(seed), num_hidden_layers=2, seed=seed) for seed in (0, 1)
     )
-    return run_distributed(
-        life, 2, path, other, str(folder / "checkpoints"), request.param, timeout=150
-    )
+    return run_distributed(life, 2, path, other, str(folder / "checkpoints"), request.param)
 
 
 def test_the_base_is_there_with_adapters_off(ranks):

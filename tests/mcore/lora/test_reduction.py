@@ -75,7 +75,7 @@ def marks(rank: int, world_size: int, path: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> list[dict[str, Any]]:
     return run_distributed(
-        marks, 2, save_tiny_model(tmp_path_factory.mktemp("model"), num_hidden_layers=1), timeout=90
+        marks, 2, save_tiny_model(tmp_path_factory.mktemp("model"), num_hidden_layers=1)
     )
 
 

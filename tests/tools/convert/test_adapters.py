@@ -67,7 +67,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("adapters")
     path = save_tiny_model(folder / "base", dtype=torch.bfloat16)
     runs = {name: folder / name for name in LORA}
-    exports = run_distributed(save, 2, path, runs, timeout=300)[0]
+    exports = run_distributed(save, 2, path, runs)[0]
     for name, run in runs.items():
         lora = LORA[name]
         section = dict(rank=lora.rank, alpha=lora.alpha, rslora=lora.rslora, experts=lora.experts)

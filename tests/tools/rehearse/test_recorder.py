@@ -40,7 +40,7 @@ def check(**layout: Any) -> None:
     given = dataclasses.replace(
         config(dtype="float32", num_key_value_heads=4, **layout), megatron=options
     )
-    real = run_distributed(measured_rank, 2, given, timeout=300)
+    real = run_distributed(measured_rank, 2, given)
     for rank in range(2):
         gpu = FakeGpu(expert_parallel=given.parallel.expert_model_parallel_size)
         with (
