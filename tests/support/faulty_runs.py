@@ -18,6 +18,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import yaml
@@ -264,11 +265,12 @@ def end_without_servers_and_resume(
     processes = [main_process(url, kind.module) for url in servers.urls]
     watches = [kind.decoding(url, log) for url, log in zip(servers.urls, servers.logs, strict=True)]
     run.wait_for(lambda: any(watch() for watch in watches))
-    servers.pause()
-    for process in processes:
-        process.kill()
-    began = time.monotonic()
-    output = run.end(code=1)
+    # Nothing notices that they are dead, or restarts them, until the run has ended.
+    with mock.patch.object(servers, "_check"):
+        for process in processes:
+            process.kill()
+        began = time.monotonic()
+        output = run.end(code=1)
     assert time.monotonic() - began >= 3.0, "it waits for recovery_timeout"
     checkpoint = run.run_dir / "checkpoints" / f"step_{run.steps:06d}"
     [line] = [line for line in output.splitlines() if line.startswith("error: ")]
@@ -279,7 +281,6 @@ def end_without_servers_and_resume(
     assert all(url in line for url in servers.urls)
     assert str(checkpoint) in line and "start again" in line and checkpoint.is_dir()
     assert "Traceback" not in output.split("error: ")[0]
-    servers.resume()
     restarted: set[str] = set()
     deadline = time.monotonic() + SECONDS
     while len(restarted) < 2:
