@@ -245,10 +245,8 @@ def fail_in_every_way(begin: Begin, kind: FaultyServers, servers: LocalServers) 
     assert total(found, "retries") >= 5, (
         "an error, half a reply, two refused ones and what was in flight at the kill"
     )
-    assert (
-        min(record["rollout/servers"] for record in found) <= 1
-        and found[-1]["rollout/servers"] == 2
-    )
+    # Whether a step ended with one server depends on how soon the other was back.
+    assert found[-1]["rollout/servers"] == 2
 
 
 def end_without_servers_and_resume(
