@@ -4,6 +4,7 @@ import path names."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib
 import importlib.util
@@ -35,8 +36,10 @@ def is_import_path(name: str) -> bool:
     return bool(location) and function.isidentifier()
 
 
+@functools.cache
 def load_user_function(key: str, name: str) -> Callable[..., Any]:
-    """The function that a config key names, which may import modules of its folder while it runs.
+    """The function that a config key names, which may import modules of its folder while it runs;
+    loaded once in a process.
 
     Raises UserCodeError.
     """

@@ -4,10 +4,7 @@ user's.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,7 +46,7 @@ def response_advantages(objective: Objective, terms: ResponseTerms) -> Tensor:
             baseline=objective.advantage_baseline,
         )
     given = objective.advantage_estimator
-    function = _load_path(given) if isinstance(given, str) else given
+    function = load_user_function(_KEY, given) if isinstance(given, str) else given
     values = function(objective, terms, **objective.advantage_options)
     count = len(terms.rewards)
     if not isinstance(values, Tensor) or values.shape != terms.rewards.shape:
@@ -84,8 +81,3 @@ def check_advantages(objective: Objective) -> None:
         f"({arguments}) of 4 responses",
         lambda: response_advantages(objective, terms),
     )
-
-
-@functools.cache
-def _load_path(path: str) -> Callable[..., Any]:
-    return load_user_function(_KEY, path)

@@ -7,11 +7,10 @@ be a function of the same signature, or name one in a user's file.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -158,7 +157,10 @@ def surrogate(objective: Objective, terms: TokenTerms) -> tuple[Tensor, Clip]:
     if not objective.has_own_surrogate:
         assert isinstance(objective.surrogate, str)
         return SURROGATES[objective.surrogate](objective, terms)
-    function = _load(objective.surrogate)
+    given = objective.surrogate
+    function: SurrogateFunction = (
+        load_user_function(_KEY, given) if isinstance(given, str) else given
+    )
     returned = function(objective, terms, **objective.surrogate_options)
     value, clip = returned if isinstance(returned, tuple) else (returned, _clips_nothing(terms))
     if not isinstance(value, Tensor) or value.shape != terms.ratio.shape:
@@ -209,12 +211,3 @@ def check_surrogate(objective: Objective) -> None:
 def _clips_nothing(terms: TokenTerms) -> Clip:
     none = torch.zeros_like(terms.ratio, dtype=torch.bool)
     return Clip(none, none)
-
-
-def _load(given: str | Callable[..., Any]) -> SurrogateFunction:
-    return _load_path(given) if isinstance(given, str) else given
-
-
-@functools.cache
-def _load_path(path: str) -> SurrogateFunction:
-    return load_user_function(_KEY, path)

@@ -234,12 +234,12 @@ class WeightSync:
         served = [servers for *_, servers in senders]
         unserved = {info.url for info in infos}.difference(*(servers or () for servers in served))
         assert None in served or not unserved, f"no source sends to {sorted(unserved)}"
-        mine = {
+        number_of_source = {
             source: number for number, (source, sender, _) in enumerate(senders) if sender == rank
         }
         if plan.with_offers:
             transfer = f"{plan.version}/{attempt}"
-            offers = {number: self._offer(infos, transfer) for number in mine.values()}
+            offers = {number: self._offer(infos, transfer) for number in number_of_source.values()}
             self._report(
                 f"{attempt}/offers",
                 len(senders),
@@ -250,8 +250,8 @@ class WeightSync:
         results = {}
         for source in turn:
             stream = self._stream(source, weights)
-            if source in mine:
-                results[mine[source]] = self._send(source, infos, stream, plan.version)
+            if source in number_of_source:
+                results[number_of_source[source]] = self._send(source, infos, stream, plan.version)
             for _ in stream:  # producing it is a collective
                 pass
         self._report(
@@ -327,17 +327,18 @@ class WeightSync:
         self,
         name: str,
         count: int,
-        own: Mapping[int, Any],
-        take: Callable[[list[Any]], None],
+        values: Mapping[int, Any],
+        handle: Callable[[list[Any]], None],
         expected: Type = Any,
     ) -> None:
         """Values of the senders of a turn to rank 0, in their order.
 
-        own: of this rank, by number of the sender; a `UserError` in place of a value that a sender
-        could not make, which ends the update. expected: the type of the others.
+        values: of this rank, by number of the sender; a `UserError` in place of a value that a
+        sender could not make, which ends the update. handle: takes the values on rank 0. expected:
+        their type.
         """
         store = dist.distributed_c10d._get_default_store()
-        for number, value in own.items():
+        for number, value in values.items():
             failed = isinstance(value, UserError)
             report = _SenderReport(error=value) if failed else _SenderReport(encode(value))
             store.set(f"weights/{name}/{number}", encode(report))  # type: ignore[arg-type]  # bytes, as they are
@@ -349,6 +350,6 @@ class WeightSync:
                 store.delete_key(key)
             if errors := [report.error for report in reports if report.error is not None]:
                 raise errors[0]
-            take([decode(report.value, expected) for report in reports])
+            handle([decode(report.value, expected) for report in reports])
 
         self._on_rank_zero(collect)

@@ -10,8 +10,7 @@ from typing import Any
 
 from megatron_gspo.config import Config
 from megatron_gspo.errors import printable
-from megatron_gspo.tools.compare.statistics import interval_text
-from megatron_gspo.tools.evaluate.elo import Rating
+from megatron_gspo.tools.compare.statistics import Interval, interval_text
 from megatron_gspo.tools.evaluate.task_scores import TaskScores
 from megatron_gspo.tracking.run_directory import write_atomically
 
@@ -22,16 +21,14 @@ def print_scores(scores: Sequence[TaskScores]) -> None:
         words = [f"mean@{each.samples} {interval_text(each.accuracy)} %"]
         words += [f"pass@{k} {interval_text(p)}" for k, p in each.pass_at_k.items() if k > 1]
         if each.rating is not None:
-            words.append(f"rating {rating_text(each.rating)} of {each.rating.problems} problems")
+            rating = each.rating
+            interval = Interval(rating.rating, rating.low, rating.high, rating.problems)
+            shown = interval_text(interval, scale=1.0, digits=0)
+            words.append(f"rating {shown} of {rating.problems} problems")
         words += [f"{count} rows left out: {reason}" for reason, count in each.left_out.items()]
         if each.failures:
             words.append(f"{each.failures} responses without a score")
         print(printable(f"{each.task}, {each.label}: {', '.join(words)}"))
-
-
-def rating_text(rating: Rating) -> str:
-    """Such as `1912 [1803, 2021]`."""
-    return f"{rating.rating:.0f} [{rating.low:.0f}, {rating.high:.0f}]"
 
 
 def write_results(

@@ -149,20 +149,18 @@ class MicroBatchRoutes:
                     shard.segment_ids[self.rows],
                     shard.position_ids[self.rows],
                 )
-        if self.weight is None and self.options.balanced_padding:
-            positions = shard.position_ids[self.rows]
-            lengths = torch.tensor(shard.lengths)[shard.segment_ids[self.rows]]
-            routes = balanced_routes(positions.numpy(), self.options.shape)
-            wanted["padding"] = positions >= lengths - 1
-            wanted["balanced"] = torch.from_numpy(routes[:, 0].copy())
+            if self.options.balanced_padding:
+                positions = shard.position_ids[self.rows]
+                lengths = torch.tensor(shard.lengths)[shard.segment_ids[self.rows]]
+                routes = balanced_routes(positions.numpy(), self.options.shape)
+                wanted["padding"] = positions >= lengths - 1
+                wanted["balanced"] = torch.from_numpy(routes[:, 0].copy())
         if given is not None:
             first = self.options.shape.held_layers.index(layers[0])
             wanted["given"] = given[self.rows][:, first : first + len(layers)]
         moved = self._to_device(wanted)
-        self.weight, self.missing = (
-            moved.get("weight", self.weight),
-            moved.get("missing", self.missing),
-        )
+        self.weight = moved.get("weight", self.weight)
+        self.missing = moved.get("missing", self.missing)
         self.seeds = moved.get("seeds", self.seeds)
         self.padding = moved.get("padding", self.padding)
         self.balanced = moved.get("balanced", self.balanced)

@@ -339,7 +339,7 @@ class RolloutClient:
         the states.
         """
 
-        async def take() -> np.ndarray:
+        async def read() -> np.ndarray:
             servers = sorted(self.pool.servers, key=lambda server: server.url)
             reports = np.array(
                 [[bool(s.tasks) for s in servers], [s.found_stale for s in servers]], dtype=np.int64
@@ -348,12 +348,12 @@ class RolloutClient:
                 server.found_stale = False
             return reports * (not self._owner)
 
-        return self.loop.run(take())
+        return self.loop.run(read())
 
     def record(self, reports: np.ndarray) -> None:
         """Take the reports of all clients; on the owner."""
 
-        async def take() -> None:
+        async def mark() -> None:
             busy, stale = reports.tolist()
             for i, server in enumerate(sorted(self.pool.servers, key=lambda server: server.url)):
                 if busy[i]:
@@ -361,7 +361,7 @@ class RolloutClient:
                 if stale[i]:
                     await self.pool.mark_stale(server, "it answered with other weights")
 
-        self.loop.run(take())
+        self.loop.run(mark())
 
     def state(self) -> PoolState:
         """The owner's states of the servers."""
