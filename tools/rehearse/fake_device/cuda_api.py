@@ -19,6 +19,7 @@ from megatron_gspo.tools.rehearse.host_log import HostLog
 
 GPU_NAME = "fake GPU"
 _CAPABILITY = (9, 0)
+_CUDNN_VERSION = 92400
 _GPU_MEMORY = 80 * 2**30
 _GPUS = 8
 _PINNED = "_rehearsal_pinned"
@@ -44,6 +45,9 @@ def fake_cuda(host: HostLog) -> Iterator[None]:
             for owner in (torch.cuda, torch.cuda.random, torch.cuda.memory):
                 if owner is torch.cuda or hasattr(owner, name):
                     replace(owner, name, value)
+        # torch 2.15 asks for it to choose a kernel of variable-length attention. A build for CUDA
+        # cannot answer on a machine without a driver.
+        replace(torch.backends.cudnn, "version", _returning(_CUDNN_VERSION))
         for name in ("range_push", "range_pop", "mark"):
             replace(torch.cuda.nvtx, name, lambda *args, **kwargs: None)
         for name, make in _TENSOR_METHODS.items():
