@@ -57,15 +57,19 @@ class Contest:
     def step(self) -> None:
         from megatron_gspo.algorithms import preset
         from megatron_gspo.config import TrainingConfig
-        from megatron_gspo.data.sample_batch import SampleBatch
+        from megatron_gspo.data.training_batch import TrainingBatch
         from megatron_gspo.mcore.train_step import compute_log_probs, train_mini_batch
 
         training = TrainingConfig(steps=1, global_batch_size=1, max_tokens_per_micro_batch=4096)
         compute_log_probs(
-            self.policy, SampleBatch.of(self.samples), training, temperature=1.0, with_entropy=True
+            self.policy,
+            TrainingBatch.of(self.samples),
+            training,
+            temperature=1.0,
+            with_entropy=True,
         )
         train_mini_batch(
-            self.policy, SampleBatch.of(self.samples), preset("gspo"), training, temperature=1.0
+            self.policy, TrainingBatch.of(self.samples), preset("gspo"), training, temperature=1.0
         )
 
     def _next(self) -> int:

@@ -525,17 +525,12 @@ class _Host:
     def run(self) -> Measured:
         gc.collect()
         before = reset_peak()
-        batch = self.receive(self.responses)
-        plan, batch = self.distribute(batch)
-        share = sum(
-            sum(v.nbytes for v in vars(s).values() if isinstance(v, np.ndarray))
-            for s in batch.samples
-        )
+        plan, batch = self.distribute(self.receive(self.responses))
+        columns = [*batch.inputs.arrays.values(), *batch.responses.arrays.values()]
+        share = sum(column.nbytes for column in columns)
         batch = self.prepare(batch, plan)
         self.update(batch, plan)
-        return Measured(
-            self.seconds, share, memory("VmHWM") - before, int(sum(s.length for s in batch.samples))
-        )
+        return Measured(self.seconds, share, memory("VmHWM") - before, batch.inputs.num_tokens)
 
     def receive(self, count: int) -> Any:
         """Receive, parse and check the servers' answers; one client at a time, whose data stay
@@ -589,7 +584,7 @@ class _Host:
         with self.phase("metrics"):
             mismatch(batch, scores)
         with self.phase("advantages"):
-            batch = batch.map(lambda i, sample: replace(sample, old_log_probs=scores[i]))
+            batch = batch.with_column("old_log_probs", scores)
             batch, _ = mask_samples(batch, step=0, truncated=False)
             batch = with_advantages(batch, self.config.algorithm, max_response_length=10**9)
             return correct_mismatch(batch, self.config.algorithm)[0]
@@ -602,15 +597,15 @@ class _Host:
 
         ratios: dict[str, Any] = {}
         for rows, packing in plan.updates:
-            part = batch.select(rows)
-            found: Any = SimpleNamespace(log_probs=self.scored(part, packing, ("old_log_probs",)))
+            mini_batch = batch.select(rows)
+            log_probs = self.scored(mini_batch, packing, ("old_log_probs",))
             with self.phase("metrics"):
-                ratios = _added(ratios, part, found)
+                ratios = _added(ratios, mini_batch, log_probs)
         with self.phase("metrics"):
             quantiles_over_ranks(ratios, batch)
             sample_metrics(batch, version=3, supervised=False)
 
-    def scored(self, batch: Any, plan: Any, optional: tuple[str, ...]) -> dict[int, np.ndarray]:
+    def scored(self, batch: Any, plan: Any, optional: tuple[str, ...]) -> np.ndarray:
         """Pack the micro-batches and collect a number for each of their tokens."""
         import torch
 

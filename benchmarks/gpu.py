@@ -255,14 +255,14 @@ def layer(policy: Any, sizes: Sizes, implementation: str) -> Work:
 def step(policy: Any, config: Any, sizes: Sizes, implementation: str) -> Work:
     """A mini-batch of two micro-batches and the optimizer."""
     from megatron_gspo.algorithms import preset
-    from megatron_gspo.data.sample_batch import SampleBatch
+    from megatron_gspo.data.training_batch import TrainingBatch
     from megatron_gspo.mcore.train_step import train_mini_batch
 
     samples = make_samples(sizes, policy.shape.vocab_size, 2 * sizes.sequences)
 
     def run() -> None:
         train_mini_batch(
-            policy, SampleBatch.of(samples), preset("gspo"), config.training, temperature=1.0
+            policy, TrainingBatch.of(samples), preset("gspo"), config.training, temperature=1.0
         )
 
     trained = sum(sample.response_length for sample in samples)

@@ -135,7 +135,7 @@ def contestants(path: str, size: Size, groups: Any) -> dict[str, Callable[[], No
     """
     from megatron_gspo.algorithms import preset
     from megatron_gspo.config import ParallelConfig, TrainingConfig
-    from megatron_gspo.data.sample_batch import SampleBatch
+    from megatron_gspo.data.training_batch import TrainingBatch
     from megatron_gspo.mcore.routing_replay.micro_batch_routes import ReplayOptions
     from megatron_gspo.mcore.train_step import (
         forward_backward,
@@ -155,7 +155,11 @@ def contestants(path: str, size: Size, groups: Any) -> dict[str, Callable[[], No
 
     def packed(routing: ReplayOptions | None) -> Any:
         batches = pack_mini_batch(
-            policy, SampleBatch.of(samples), training, optional=("old_log_probs",), routing=routing
+            policy,
+            TrainingBatch.of(samples),
+            training,
+            optional=("old_log_probs",),
+            routing=routing,
         )
         return replace(batches, batches=list(batches.batches))
 

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from megatron_gspo.data.sample import Sample
 from megatron_gspo.data.schedule import ScheduleReport, padded_length, schedule, schedule_report
-from megatron_gspo.data.turn_spans import Span, spans
+from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.parallel.context_parallel import zigzag_indices
-from megatron_gspo.routing_replay.routes import RouteShape, balanced_routes, route_fault
+from megatron_gspo.routing_replay.routes import RouteShape, balanced_routes
 
 __all__ = [
     "OPTIONAL_FIELDS",
@@ -58,7 +58,8 @@ class PackedBatch:
     num_segments: n.
     num_sequences, num_tokens: sequences with a trained token, and trained tokens, in the GLOBAL
         mini-batch.
-    sample_ids: sample_ids[s] is the position of segment s in the list of samples that was packed.
+    sample_ids: sample_ids[s] is the position of segment s in what was packed, a list of samples or
+        a batch.
     sequences: (prompt_index, sample_index) of each segment's sample.
     lengths: tokens of each segment without padding.
     micro_batch: index among the micro-batches of its rank; set by the caller.
@@ -145,39 +146,87 @@ def pack(
     routes. Advantages are 0 if no sample has any (a log-prob pass). Raises ValueError if only some
     samples have a field or a requested one is absent, and for routes of other sizes.
     """
-    if not samples:
+    return pack_responses(
+        TrainingBatch.of(samples),
+        range(len(samples)),
+        num_sequences=num_sequences,
+        num_tokens=num_tokens,
+        sequence_multiple=sequence_multiple,
+        total_multiple=total_multiple,
+        optional=optional,
+        routes=routes,
+    )
+
+
+def pack_responses(
+    batch: TrainingBatch,
+    positions: Sequence[int],
+    *,
+    num_sequences: int,
+    num_tokens: int,
+    sequence_multiple: int,
+    total_multiple: int,
+    optional: Collection[str] | None,
+    routes: RouteShape | None,
+) -> PackedBatch:
+    """`pack` of the responses at these positions of a batch, in this order, whose number is their
+    place in it."""
+    if not len(positions):
         wanted = OPTIONAL_FIELDS if optional is None else optional
         return _dummy(
             math.lcm(sequence_multiple, total_multiple), num_sequences, num_tokens, wanted, routes
         )
-    bounds = packed_bounds([sample.length for sample in samples], sequence_multiple, total_multiple)
+    table = batch.table[np.asarray(positions, dtype=np.int64)]
+    lengths = batch.lengths[np.asarray(positions, dtype=np.int64)]
+    bounds = packed_bounds(lengths.tolist(), sequence_multiple, total_multiple)
     padded = np.diff(bounds)
-    tokens, labels = _tokens_and_labels(samples, bounds)
-    advantages = _field("advantages", samples, bounds, wanted=None)
-    loss_mask = _lay_out([sample.loss_mask for sample in samples], samples, bounds)
-    positions = np.arange(len(tokens)) - np.repeat(bounds[:-1], padded)
-    carried: dict[str, Any] = {
-        name: _field(name, samples, bounds, wanted=None if optional is None else name in optional)
-        for name in OPTIONAL_FIELDS
+    tokens, labels, loss_mask = np.zeros((3, int(bounds[-1])), dtype=np.int64)
+    for position, start in zip(positions, bounds.tolist(), strict=False):
+        trained = batch.inputs.of_sample("trained", position)
+        end = start + len(trained)
+        loss_mask[start : end - 1] = trained[1:]
+        if "tokens" in batch.inputs:
+            tokens[start:end] = batch.inputs.of_sample("tokens", position)
+            labels[start : end - 1] = tokens[start + 1 : end]
+    # Position t predicts token t + 1.
+    firsts = bounds[:-1] + table["prompt_length"] - 1
+    advantages = torch.zeros(len(tokens))
+    if optional is None:
+        optional = [name for name in OPTIONAL_FIELDS if name in batch.responses]
+    carried = {
+        name: _field(name, batch, positions, firsts, len(tokens))
+        for name in optional
+        if batch.has_loss
     }
-    routed_experts, missing_routes = _routes(samples, positions, bounds.tolist(), routes)
+    if batch.has_loss and "advantages" in batch.responses:
+        advantages = _field("advantages", batch, positions, firsts, len(tokens))
+    position_ids = np.arange(len(tokens)) - np.repeat(bounds[:-1], padded)
+    routed_experts, missing_routes = _routes(
+        batch, positions, position_ids, bounds.tolist(), routes
+    )
     return PackedBatch(
         tokens=torch.from_numpy(tokens),
         labels=torch.from_numpy(labels),
-        position_ids=torch.from_numpy(positions),
+        position_ids=torch.from_numpy(position_ids),
         segment_ids=torch.from_numpy(np.repeat(np.arange(len(padded)), padded)),
-        loss_mask=torch.from_numpy(loss_mask),
-        response_mask=torch.from_numpy(_response_mask(samples, bounds)),
-        advantages=torch.zeros(len(tokens)) if advantages is None else advantages,
-        **carried,
+        loss_mask=torch.from_numpy(loss_mask.astype(np.float32)),
+        response_mask=torch.from_numpy(_response_mask(batch, positions, firsts, len(tokens))),
+        advantages=advantages,
+        old_log_probs=carried.get("old_log_probs"),
+        rollout_log_probs=carried.get("rollout_log_probs"),
+        ref_log_probs=carried.get("ref_log_probs"),
+        values=carried.get("values"),
+        returns=carried.get("returns"),
         cu_seqlens=torch.from_numpy(bounds.astype(np.int32)),
         max_seqlen=int(padded.max()),
         num_segments=len(padded),
         num_sequences=num_sequences,
         num_tokens=num_tokens,
-        sample_ids=tuple(range(len(samples))),
-        sequences=tuple((sample.prompt_index, sample.sample_index) for sample in samples),
-        lengths=tuple(sample.length for sample in samples),
+        sample_ids=tuple(map(int, positions)),
+        sequences=tuple(
+            zip(table["prompt_index"].tolist(), table["sample_index"].tolist(), strict=True)
+        ),
+        lengths=tuple(lengths.tolist()),
         routed_experts=routed_experts,
         missing_routes=missing_routes,
     )
@@ -238,109 +287,77 @@ def unpack(values: Tensor, batch: PackedBatch, samples: Sequence[Sample]) -> lis
     return out
 
 
-def _tokens_and_labels(
-    samples: Sequence[Sample], bounds: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """[T] int64 each; 0 where a sequence is padded, and as the label of its last token."""
-    tokens, labels = np.zeros((2, int(bounds[-1])), dtype=np.int64)
-    for sample, start in zip(samples, bounds.tolist(), strict=False):
-        tokens[start : start + sample.length] = sample.tokens
-        labels[start : start + sample.length - 1] = sample.tokens[1:]
-    return tokens, labels
-
-
-def _response_mask(samples: Sequence[Sample], bounds: np.ndarray) -> np.ndarray:
-    mask = np.zeros(int(bounds[-1]), dtype=bool)
-    for sample, start in zip(samples, bounds.tolist(), strict=False):
-        first = start + sample.prompt_length - 1
-        for turn in spans(sample) or [Span(0, sample.response_length, 0.0)]:
-            mask[first + turn.start : first + turn.end] = True
+def _response_mask(
+    batch: TrainingBatch, positions: Sequence[int], firsts: np.ndarray, size: int
+) -> np.ndarray:
+    mask = np.zeros(size, dtype=np.bool_)
+    for position, first in zip(positions, firsts.tolist(), strict=True):
+        end = first + int(batch.table["response_length"][position])
+        mask[first:end] = not batch.has_loss or batch.responses.of_sample("generated", position)
     return mask
 
 
 def _field(
-    name: str, samples: Sequence[Sample], bounds: np.ndarray, *, wanted: bool | None
-) -> Tensor | None:
-    """One per-token field as [T] float32; wanted=None takes it where the samples have it."""
-    values = [getattr(sample, name) for sample in samples]
-    missing = [i for i, value in enumerate(values) if value is None]
-    if wanted is False or (wanted is None and len(missing) == len(values)):
-        return None
-    if missing:
-        sample = samples[missing[0]]
-        raise ValueError(
-            f"{name} is missing from {len(missing)} of {len(values)} samples (first: sample "
-            f"{sample.prompt_index}/{sample.sample_index}); fill it in for all or for none"
-        )
-    return torch.from_numpy(_lay_out(values, samples, bounds))
-
-
-def _lay_out(
-    values: Sequence[np.ndarray], samples: Sequence[Sample], bounds: np.ndarray
-) -> np.ndarray:
-    """[R] values per sample to [T] float32; 0 elsewhere and where masked, so that NaN can't
-    leak.
+    name: str, batch: TrainingBatch, positions: Sequence[int], firsts: np.ndarray, size: int
+) -> Tensor:
+    """A column of responses as [size] float32; 0 elsewhere and where masked, so that NaN can't
+    leak. firsts: where each response is predicted.
     """
-    out = np.zeros(int(bounds[-1]), dtype=np.float32)
-    for value, sample, start in zip(values, samples, bounds.tolist(), strict=False):
-        if value.shape != (sample.response_length,):
-            raise ValueError(
-                f"sample {sample.prompt_index}/{sample.sample_index}: a per-token field has shape "
-                f"{list(value.shape)}; the response has {sample.response_length} tokens"
-            )
-        first = start + sample.prompt_length - 1
-        out[first : first + len(value)] = np.where(sample.loss_mask, value, 0)
-    return out
+    if name not in batch.responses:
+        row = batch.table[positions[0]]
+        raise ValueError(
+            f"{name} is missing from {len(positions)} of {len(positions)} samples (first: sample"
+            f" {row['prompt_index']}/{row['sample_index']}); fill it in for all or for none"
+        )
+    out = np.zeros(size, dtype=np.float32)
+    for position, first in zip(positions, firsts.tolist(), strict=True):
+        values = batch.responses.of_sample(name, position)
+        loss_mask = batch.responses.of_sample("loss_mask", position)
+        np.copyto(out[first : first + len(values)], values, where=loss_mask)
+    return torch.from_numpy(out)
 
 
 def _routes(
-    samples: Sequence[Sample],
-    positions: np.ndarray,
+    batch: TrainingBatch,
+    positions: Sequence[int],
+    position_ids: np.ndarray,
     starts: Sequence[int],
     shape: RouteShape | None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """`routed_experts` and `missing_routes` of a batch; positions: [T] within their sequence."""
+    """`routed_experts` and `missing_routes` of a batch; starts: of the sequences in it."""
     if shape is None:
         return None, None
-    ids = np.empty((len(positions), len(shape.held_layers), shape.k), dtype=shape.dtype)
-    bare = np.ones(len(positions), dtype=bool)
-    missing = np.zeros(len(positions), dtype=bool)
-    for sample, start in zip(samples, starts, strict=False):
-        rows = slice(start, start + sample.length - 1)
-        ids[rows] = _fitting(sample, shape)
-        bare[rows] = False
-        if sample.missing_routes is not None:
-            missing[rows] = sample.missing_routes
-    bare |= missing
-    ids[bare] = balanced_routes(positions[bare], shape)
+    ids = np.empty((len(position_ids), len(shape.held_layers), shape.k), dtype=shape.dtype)
+    bare = np.ones(len(position_ids), dtype=np.bool_)
+    missing = np.zeros(len(position_ids), dtype=np.bool_)
+    for position, start in zip(positions, starts, strict=False):
+        given = _fitting_routes(batch, position, shape)
+        rows = slice(start, start + len(given))
+        ids[rows] = given
+        missing[rows] = batch.inputs.of_sample("missing_routes", position)[:-1]
+        bare[rows] = missing[rows]
+    ids[bare] = balanced_routes(position_ids[bare], shape)
     return torch.from_numpy(ids), torch.from_numpy(missing) if missing.any() else None
 
 
-def _fitting(sample: Sample, shape: RouteShape) -> np.ndarray:
-    """The sample's routes, of the held layers and k, and with ids that `shape.dtype` holds."""
-    ids = sample.routed_experts
-    fault = (
-        "routed_experts is missing; give routes to all samples"
-        if ids is None
-        else route_fault(sample)
-    )
-    if not fault and ids is not None:
+def _fitting_routes(batch: TrainingBatch, position: int, shape: RouteShape) -> np.ndarray:
+    """A response's routes [L - 1, held layers, k], with ids that `shape.dtype` holds."""
+    fault = "routed_experts is missing; give routes to all samples"
+    if "routed_experts" in batch.inputs:
+        ids = batch.inputs.of_sample("routed_experts", position)[:-1]
         sizes = (len(shape.held_layers), shape.k)
+        is_wider = ids.dtype.itemsize > shape.dtype.itemsize
         if ids.shape[1:] != sizes:
             fault = f"routed_experts has shape {list(ids.shape)}; it must be {[len(ids), *sizes]}"
-        elif (
-            ids.dtype.itemsize > shape.dtype.itemsize
-            and ids.size
-            and ids.max() >= shape.num_experts
-        ):
+        elif is_wider and ids.size and ids.max() >= shape.num_experts:
             fault = (
                 f"routed_experts has the expert {ids.max()}; the model has experts 0 to"
                 f" {shape.num_experts - 1}"
             )
-    if fault:
-        raise ValueError(f"sample {sample.prompt_index}/{sample.sample_index}: {fault}")
-    assert ids is not None
-    return ids
+        else:
+            return ids
+    row = batch.table[position]
+    raise ValueError(f"sample {row['prompt_index']}/{row['sample_index']}: {fault}")
 
 
 def _dummy(
@@ -370,5 +387,11 @@ def _dummy(
         sample_ids=(),
         sequences=((-1, -1),),
         lengths=(0,),
-        routed_experts=_routes([], np.arange(length), [], routes)[0],
+        routed_experts=_dummy_routes(length, routes),
     )
+
+
+def _dummy_routes(length: int, shape: RouteShape | None) -> Tensor | None:
+    if shape is None:
+        return None
+    return torch.from_numpy(balanced_routes(np.arange(length), shape).copy())

@@ -4,8 +4,6 @@ episode.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import torch
 
@@ -16,17 +14,18 @@ from megatron_gspo.algorithms import (
     turn_advantages,
 )
 from megatron_gspo.config import AlgorithmConfig
-from megatron_gspo.data.sample import FINISH_REASONS, Sample
-from megatron_gspo.data.sample_batch import SampleBatch
-from megatron_gspo.data.turn_spans import spans
+from megatron_gspo.data.columns import ranges
+from megatron_gspo.data.sample import FINISH_REASONS
+from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.loop.gae import token_kl, with_gae
 from megatron_gspo.loop.reward_scoring import counts_in_group
+from megatron_gspo.loop.turns import tokens_of_turns, turn_rewards
 
 
 def with_advantages(
-    batch: SampleBatch, algorithm: AlgorithmConfig, *, max_response_length: int
-) -> SampleBatch:
-    """The samples with ``advantages`` [R] float32 at every response token.
+    batch: TrainingBatch, algorithm: AlgorithmConfig, *, max_response_length: int
+) -> TrainingBatch:
+    """The batch with a column ``advantages`` at every response token.
 
     One value for a response, or with ``turn_discount`` one for each turn; 1 for supervised
     training, 0 where the reward doesn't count. With a value model one for each token, see
@@ -34,12 +33,12 @@ def with_advantages(
     each.
     """
     if algorithm.is_supervised:
-        return batch.map(lambda i, sample: _with_value(sample, 1.0))
+        return with_response_advantages(batch, np.ones(len(batch)))
     shaped = shaped_rewards(batch, algorithm, max_response_length=max_response_length)
     if algorithm.needs_critic:
         return with_gae(batch, shaped, algorithm)
     if algorithm.kl_reward_coef:
-        kl = {i: float(token_kl(sample, algorithm).sum()) for i, sample in batch.held.items()}
+        kl = batch.responses.sums(token_kl(batch, algorithm))
         shaped -= algorithm.kl_reward_coef * batch.shared(kl)
     if algorithm.turn_discount is not None:
         return with_turn_advantages(batch, shaped, algorithm)
@@ -51,14 +50,19 @@ def with_advantages(
         lengths=torch.from_numpy(table["response_length"].astype(np.int64)),
         truncated=torch.from_numpy(table["finish"] == FINISH_REASONS.index("length")),
     )
-    values = torch.zeros(len(batch))
-    values[torch.from_numpy(counted)] = response_advantages(algorithm, terms)
-    numbers = values.tolist()
-    return batch.map(lambda i, sample: _with_value(sample, numbers[i]))
+    advantages = np.zeros(len(batch), dtype=np.float32)
+    advantages[counted] = response_advantages(algorithm, terms).numpy()
+    return with_response_advantages(batch, advantages)
+
+
+def with_response_advantages(batch: TrainingBatch, advantages: np.ndarray) -> TrainingBatch:
+    """The batch with a column of the advantages [N] of its responses."""
+    of_responses = advantages.astype(np.float32)[batch.responses.positions]
+    return batch.with_column("advantages", batch.responses.repeat(of_responses))
 
 
 def shaped_rewards(
-    batch: SampleBatch, algorithm: AlgorithmConfig, *, max_response_length: int
+    batch: TrainingBatch, algorithm: AlgorithmConfig, *, max_response_length: int
 ) -> np.ndarray:
     """[N] float64: rewards less the overlong penalty (DAPO)."""
     rewards = np.array(batch.table["reward"])
@@ -73,46 +77,33 @@ def shaped_rewards(
 
 
 def with_turn_advantages(
-    batch: SampleBatch, shaped: np.ndarray, algorithm: AlgorithmConfig
-) -> SampleBatch:
-    """The samples with the advantage of each turn at its tokens, 0 at observations
+    batch: TrainingBatch, shaped: np.ndarray, algorithm: AlgorithmConfig
+) -> TrainingBatch:
+    """The batch with the advantage of each turn at its tokens, 0 at observations
     (``algorithm.turn_discount``).
 
     shaped: [N] rewards of the episodes less penalties (length, KL), which are charged to the last
     turn. Episodes whose reward doesn't count get 0.
     """
-    table = batch.table
-    counts = np.where(counts_in_group(table), table["turns"], 0)
-    ends = np.cumsum(counts)
-    # Of the turns of counted episodes, end to end.
-    rewards = np.zeros(int(ends[-1]) if len(ends) else 0)
-    for i, sample in batch.held.items():
-        if counts[i]:
-            own = [span.reward for span in spans(sample)]
-            own[-1] += float(shaped[i]) - sample.reward
-            rewards[ends[i] - counts[i] : ends[i]] = own
-    of_episodes = torch.from_numpy(np.repeat(np.arange(len(batch)), counts))
     assert algorithm.turn_discount is not None
-    values = turn_advantages(
+    table = batch.table
+    counts = np.where(counts_in_group(table), table["turns"], 0).astype(np.int64)
+    # Every rank has the rewards of the turns of all counted episodes, end to end.
+    first_turns = np.cumsum(counts) - counts
+    turns = batch.turns.chosen(np.flatnonzero(counts))
+    held_turns = ranges(first_turns[turns.positions], turns.lengths)
+    rewards = np.zeros(int(counts.sum()))
+    rewards[held_turns] = turn_rewards(turns, table, shaped)
+    episodes = torch.from_numpy(np.repeat(np.arange(len(batch)), counts))
+    advantages = turn_advantages(
         torch.from_numpy(batch.summed(rewards)),
-        of_episodes,
-        torch.from_numpy(np.array(table["prompt_index"]))[of_episodes],
+        episodes,
+        torch.from_numpy(np.array(table["prompt_index"]))[episodes],
         discount=algorithm.turn_discount,
         std=algorithm.advantage_std,
         baseline=algorithm.advantage_baseline,
-    ).tolist()
-
-    def change(i: int, sample: Sample) -> Sample:
-        advantages = np.zeros(sample.response_length, dtype=np.float32)
-        if counts[i]:
-            for span, value in zip(
-                spans(sample), values[ends[i] - counts[i] : ends[i]], strict=True
-            ):
-                advantages[span.start : span.end] = value
-        return replace(sample, advantages=advantages)
-
-    return batch.map(change)
-
-
-def _with_value(sample: Sample, value: float) -> Sample:
-    return replace(sample, advantages=np.full(sample.response_length, value, dtype=np.float32))
+    ).numpy()
+    column = np.zeros(batch.responses.num_tokens, dtype=np.float32)
+    widths = turns["end"] - turns["start"]
+    column[tokens_of_turns(batch, turns)] = np.repeat(advantages[held_turns], widths)
+    return batch.with_column("advantages", column)

@@ -5,157 +5,142 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from megatron_gspo.algorithms import gae_advantages, kl_penalty
 from megatron_gspo.config import AlgorithmConfig
-from megatron_gspo.data.sample import Sample
-from megatron_gspo.data.sample_batch import SampleBatch
-from megatron_gspo.data.turn_spans import spans
+from megatron_gspo.data.columns import ranges
+from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.loop.reward_scoring import counts_in_group
+from megatron_gspo.loop.turns import tokens_of_turns
 
 
-def with_gae(batch: SampleBatch, shaped: np.ndarray, algorithm: AlgorithmConfig) -> SampleBatch:
-    """The samples, which have ``values``, with ``advantages`` and ``returns`` [R] float32.
+def with_gae(batch: TrainingBatch, shaped: np.ndarray, algorithm: AlgorithmConfig) -> TrainingBatch:
+    """The batch, which has ``values``, with columns ``advantages`` and ``returns``.
 
     shaped: [N] rewards less penalties of the whole response. They are earned at the last trained
     token, rewards of turns at the turn's last one; the KL to the reference (``kl_reward_coef``) is
     charged token by token. The advantages of all trained tokens are normalised by their mean and
-    ``advantage_std``. A sample whose reward doesn't count has the advantage 0 and its own values as
-    returns. A collective of the batch's group.
+    ``advantage_std``. A response whose reward doesn't count has the advantage 0 and its own values
+    as returns. A collective of the batch's group.
     """
-    counted = counts_in_group(batch.table)
-    estimated: dict[int, Sample] = {}
-    for piece in batch.pieces():
-        steps = {
-            i: _steps(sample, float(shaped[i]), algorithm)
-            for i, sample in piece.held.items()
-            if counted[i] and sample.loss_mask.any()
-        }
-        estimated |= _estimated(piece.held, steps, algorithm)
-    batch = batch.map(lambda i, sample: estimated[i])
-    if algorithm.advantage_std == "none":
-        return batch
-    kept = [_advantages(sample)[sample.loss_mask] for i, sample in batch.held.items() if counted[i]]
-    mean, scale = _moments(batch, kept, algorithm.advantage_std)
-
-    def normalised(i: int, sample: Sample) -> Sample:
-        if not counted[i]:
-            return sample
-        values = np.where(sample.loss_mask, (_advantages(sample) - mean) * scale, 0)
-        return replace(sample, advantages=values.astype(np.float32))
-
-    return batch.map(normalised)
+    responses = batch.responses
+    counted = counts_in_group(batch.table)[responses.positions]
+    rewards = token_rewards(batch, shaped, algorithm)
+    estimate = _by_token if algorithm.turn_discount is None else _by_turn
+    advantages, returns = estimate(batch, rewards, counted, algorithm)
+    if algorithm.advantage_std != "none":
+        is_counted = responses.repeat(counted)
+        trained = advantages[is_counted & responses["loss_mask"]]
+        mean, scale = _moments(batch, trained, algorithm.advantage_std)
+        normalised = np.where(responses["loss_mask"], (advantages - mean) * scale, 0)
+        advantages = np.where(is_counted, normalised, advantages).astype(np.float32)
+    return batch.with_column("advantages", advantages).with_column("returns", returns)
 
 
-def _advantages(sample: Sample) -> np.ndarray:
-    assert sample.advantages is not None
-    return sample.advantages
-
-
-def _moments(batch: SampleBatch, held: list[np.ndarray], std: str) -> tuple[float, float]:
-    """Mean and 1 / standard deviation of the advantages over all ranks; 0 for the latter where
-    they are equal.
-    """
-    total, count = batch.sum(
-        sum(float(part.sum(dtype=np.float64)) for part in held), sum(map(len, held))
-    )
-    mean = total / max(count, 1)
-    (squares,) = batch.sum(
-        sum(float(np.square(part - mean, dtype=np.float64).sum()) for part in held)
-    )
-    freedom = count - 1 if std == "sample" else count
-    deviation = math.sqrt(squares / freedom) if freedom > 0 else 0.0
-    return mean, 1 / deviation if deviation > 0 else 0.0
-
-
-@dataclass(frozen=True)
-class _Steps:
-    """A response's trajectory of n steps, tokens or turns. tokens: [m], positions in the response,
-    those of each step together. widths: [n], how many each has. rewards, values: [n]."""
-
-    tokens: np.ndarray
-    widths: np.ndarray
-    rewards: np.ndarray
-    values: np.ndarray
-
-
-def _steps(sample: Sample, shaped: float, algorithm: AlgorithmConfig) -> _Steps:
-    """shaped: the sample's reward less penalties."""
-    assert sample.values is not None, "the value model's pass comes first"
-    trained = np.flatnonzero(sample.loss_mask)
-    rewards = _token_rewards(sample, shaped, int(trained[-1]), algorithm)
-    if algorithm.turn_discount is None:
-        return _Steps(
-            trained, np.ones(len(trained), dtype=np.int64), rewards[trained], sample.values[trained]
-        )
-    turns = [(turn.start, turn.end) for turn in spans(sample)] or [(0, sample.response_length)]
-    return _Steps(
-        np.concatenate([np.arange(start, end) for start, end in turns]),
-        np.array([end - start for start, end in turns]),
-        np.array([rewards[start:end].sum() for start, end in turns]),
-        np.array([sample.values[start] for start, _ in turns]),
-    )
-
-
-def _estimated(
-    samples: Mapping[int, Sample], steps: Mapping[int, _Steps], algorithm: AlgorithmConfig
-) -> dict[int, Sample]:
-    """The samples with advantages and returns, by position; those of samples without steps are
-    0 and the values.
-    """
-    lengths = [len(one.widths) for one in steps.values()]
-    none = [np.zeros(0)]
-    advantages, returns = gae_advantages(
-        torch.from_numpy(np.concatenate([one.rewards for one in steps.values()] or none)),
-        torch.from_numpy(np.concatenate([one.values for one in steps.values()] or none)),
-        gamma=algorithm.gamma if algorithm.turn_discount is None else algorithm.turn_discount,
-        lam=algorithm.lam,
-        lengths=lengths,
-    )
-    ends = np.cumsum(lengths)[:-1]
-    of_steps = dict(
-        zip(
-            steps,
-            zip(np.split(advantages.numpy(), ends), np.split(returns.numpy(), ends), strict=True),
-            strict=False,
-        )
-    )
-    estimated = {}
-    for i, sample in samples.items():
-        assert sample.values is not None, "the value model's pass comes first"
-        advantage = np.zeros(sample.response_length, dtype=np.float32)
-        value = sample.values.copy()
-        if i in steps:
-            tokens = steps[i].tokens
-            widths = steps[i].widths
-            advantage[tokens], value[tokens] = (np.repeat(values, widths) for values in of_steps[i])
-        estimated[i] = replace(sample, advantages=advantage, returns=value)
-    return estimated
-
-
-def _token_rewards(
-    sample: Sample, shaped: float, last: int, algorithm: AlgorithmConfig
+def token_rewards(
+    batch: TrainingBatch, shaped: np.ndarray, algorithm: AlgorithmConfig
 ) -> np.ndarray:
-    """[R] float64: the reward that each response token earns. last: the last trained token."""
-    rewards = np.zeros(sample.response_length)
-    turns = spans(sample)
-    for turn in turns:
-        rewards[turn.end - 1] += turn.reward
-    rewards[last] += shaped - sample.reward if turns else shaped
+    """[T] float64: the reward that each response token earns. shaped: see ``with_gae``."""
+    responses = batch.responses
+    turns = batch.turns
+    rewards = np.zeros(responses.num_tokens)
+    widths = turns["end"] - turns["start"]
+    last_of_turns = np.cumsum(widths)[widths > 0] - 1
+    rewards[tokens_of_turns(batch, turns)[last_of_turns]] += turns["reward"][widths > 0]
+    # The rewards of its turns are already those of an episode.
+    has_turns = batch.table["turns"] > 0
+    at_the_end = shaped - np.where(has_turns, batch.table["reward"], 0)
+    trained = np.flatnonzero(responses["loss_mask"])
+    samples = responses.sample_ids[trained]
+    is_last = np.append(samples[1:] != samples[:-1], True)[: len(samples)]
+    rewards[trained[is_last]] += at_the_end[responses.positions[samples[is_last]]]
     if algorithm.kl_reward_coef:
-        rewards -= algorithm.kl_reward_coef * token_kl(sample, algorithm)
+        rewards -= algorithm.kl_reward_coef * token_kl(batch, algorithm)
     return rewards
 
 
-def token_kl(sample: Sample, algorithm: AlgorithmConfig) -> np.ndarray:
-    """[R]: the KL to the reference policy, estimated at each trained token; 0 elsewhere."""
-    assert sample.old_log_probs is not None and sample.ref_log_probs is not None
-    old = torch.from_numpy(sample.old_log_probs)
-    reference = torch.from_numpy(sample.ref_log_probs)
+def token_kl(batch: TrainingBatch, algorithm: AlgorithmConfig) -> np.ndarray:
+    """[T]: the KL to the reference policy, estimated at each trained token; 0 elsewhere."""
+    responses = batch.responses
+    old = torch.from_numpy(responses["old_log_probs"])
+    reference = torch.from_numpy(responses["ref_log_probs"])
     kl = kl_penalty(old, reference, algorithm.kl_loss_type).numpy()
-    return np.where(sample.loss_mask, kl, 0)
+    return np.where(responses["loss_mask"], kl, 0)
+
+
+def _by_token(
+    batch: TrainingBatch, rewards: np.ndarray, counted: np.ndarray, algorithm: AlgorithmConfig
+) -> tuple[np.ndarray, np.ndarray]:
+    """Advantages and returns [T] float32, a step of a trajectory being a trained token. rewards:
+    [T]. counted: [n] bool, responses whose reward counts."""
+    responses = batch.responses
+    advantages = np.zeros(responses.num_tokens, dtype=np.float32)
+    returns = responses["values"].copy()
+    is_step = responses["loss_mask"] & responses.repeat(counted)
+    lengths = responses.sums(is_step).astype(np.int64)
+    step_advantages, step_returns = gae_advantages(
+        torch.from_numpy(rewards[is_step]),
+        torch.from_numpy(responses["values"][is_step].astype(np.float64)),
+        gamma=algorithm.gamma,
+        lam=algorithm.lam,
+        lengths=lengths[lengths > 0].tolist(),
+    )
+    advantages[is_step] = step_advantages.numpy()
+    returns[is_step] = step_returns.numpy()
+    return advantages, returns
+
+
+def _by_turn(
+    batch: TrainingBatch, rewards: np.ndarray, counted: np.ndarray, algorithm: AlgorithmConfig
+) -> tuple[np.ndarray, np.ndarray]:
+    """As ``_by_token``, a step being a turn, whose value is that of its first token. A single-turn
+    response is one turn."""
+    assert algorithm.turn_discount is not None
+    responses = batch.responses
+    advantages = np.zeros(responses.num_tokens, dtype=np.float32)
+    returns = responses["values"].copy()
+    has_steps = counted & (responses.sums(responses["loss_mask"]) > 0)
+    turns = batch.turns
+    first_tokens = np.cumsum(responses.lengths) - responses.lengths
+    starts = []
+    ends = []
+    for index in np.flatnonzero(has_steps).tolist():
+        position = int(responses.positions[index])
+        start = np.zeros(1, dtype=np.int64)
+        end = responses.lengths[index : index + 1]
+        if batch.table["turns"][position]:
+            start = turns.of_sample("start", position)
+            end = turns.of_sample("end", position)
+        starts.append(first_tokens[index] + start)
+        ends.append(first_tokens[index] + end)
+    if not starts:
+        return advantages, returns
+    first = np.concatenate(starts)
+    widths = np.concatenate(ends) - first
+    tokens = ranges(first, widths)
+    step_ids = np.repeat(np.arange(len(first)), widths)
+    step_advantages, step_returns = gae_advantages(
+        torch.from_numpy(np.bincount(step_ids, rewards[tokens], minlength=len(first))),
+        torch.from_numpy(responses["values"][first].astype(np.float64)),
+        gamma=algorithm.turn_discount,
+        lam=algorithm.lam,
+        lengths=[len(start) for start in starts],
+    )
+    advantages[tokens] = np.repeat(step_advantages.numpy(), widths)
+    returns[tokens] = np.repeat(step_returns.numpy(), widths)
+    return advantages, returns
+
+
+def _moments(batch: TrainingBatch, advantages: np.ndarray, std: str) -> tuple[float, float]:
+    """Mean and 1 / standard deviation of the advantages over all ranks; 0 for the latter where
+    they are equal.
+    """
+    total, count = batch.sum(float(advantages.sum(dtype=np.float64)), len(advantages))
+    mean = total / max(count, 1)
+    (squares,) = batch.sum(float(np.square(advantages - mean, dtype=np.float64).sum()))
+    freedom = count - 1 if std == "sample" else count
+    deviation = math.sqrt(squares / freedom) if freedom > 0 else 0.0
+    return mean, 1 / deviation if deviation > 0 else 0.0

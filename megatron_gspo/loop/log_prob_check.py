@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_gspo.config import Config
 from megatron_gspo.data.sample import Prompt, Sample
-from megatron_gspo.data.sample_batch import SampleBatch
+from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.errors import SharedEngineError
 from megatron_gspo.loop.engines import log_servers
 from megatron_gspo.loop.timers import Timers
@@ -73,9 +73,12 @@ def check_log_probs(
         theirs = groups.score([sample.tokens for sample in samples])
         if not theirs:  # no server answered, which is reported elsewhere
             return {}
-        batch = SampleBatch.of(samples)
-        log_probs = compute_log_probs(policy, batch, config.training, temperature=1.0).log_probs
-        ours = values_everywhere(log_probs, batch, policy.groups)
+        batch = TrainingBatch.of(samples)
+        local_log_probs = compute_log_probs(
+            policy, batch, config.training, temperature=1.0
+        ).log_probs
+        log_probs = values_everywhere(local_log_probs, policy.groups)
+        ours = list(batch.responses.split(log_probs).values())
         mean, largest, server = compare(ours, theirs)
     if compares_models and (problem := other_model(ours, theirs, config)):
         raise SharedEngineError(f"weights {version}: {problem}")

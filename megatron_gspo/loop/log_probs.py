@@ -4,13 +4,10 @@ of the frozen start.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
-
 import numpy as np
 
 from megatron_gspo.config import Config, ConfigError
-from megatron_gspo.data.sample_batch import SampleBatch
+from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.loop.rollout_correction import mismatch
 from megatron_gspo.loop.routing import RoutingReplay
 from megatron_gspo.loop.step_plan import StepPlan
@@ -20,21 +17,20 @@ from megatron_gspo.mcore.train_step import compute_log_probs
 
 
 def with_log_probs(
-    batch: SampleBatch,
-    policies: tuple[Policy, Policy | None],
+    batch: TrainingBatch,
+    policy: Policy,
+    reference: Policy | None,
     config: Config,
     plan: StepPlan,
     routing: RoutingReplay,
     timers: Timers,
-) -> tuple[SampleBatch, dict[str, float]]:
-    """The samples with ``old_log_probs`` [R] of the training engine (or the rollout's own),
-    ``ref_log_probs`` [R] if there is a reference policy, and the routes that the updates need;
+) -> tuple[TrainingBatch, dict[str, float]]:
+    """The batch with columns ``old_log_probs`` of the training engine (or the rollout's own) and
+    ``ref_log_probs`` if there is a reference policy, and with the routes that the updates need;
     ``mismatch/*`` and ``entropy``.
 
-    policies: the policy and the reference. Without an importance ratio and a reference the batch is
-    returned unchanged.
+    Without an importance ratio and a reference the batch is returned unchanged.
     """
-    policy, reference = policies
     if not routing.has_ratio and reference is None:
         return batch, {}
     metrics: dict[str, float] = {}
@@ -52,18 +48,18 @@ def with_log_probs(
                 routing=routing.reference_options(),
                 plan=plan.first_epoch,
             ).log_probs
-        batch = batch.map(lambda i, sample: replace(sample, ref_log_probs=ref_log_probs[i]))
+        batch = batch.with_column("ref_log_probs", ref_log_probs)
     return batch, metrics
 
 
 def _with_old_log_probs(
-    batch: SampleBatch,
+    batch: TrainingBatch,
     policy: Policy,
     config: Config,
     plan: StepPlan,
     routing: RoutingReplay,
     timers: Timers,
-) -> tuple[SampleBatch, dict[str, float]]:
+) -> tuple[TrainingBatch, dict[str, float]]:
     """Recomputed by the training engine."""
     with timers("log_probs"):
         scores = compute_log_probs(
@@ -80,17 +76,17 @@ def _with_old_log_probs(
     metrics = mismatch(batch, scores.log_probs) | {
         "entropy": _mean_of_trained(scores.entropy, batch)
     }
-    return batch.map(lambda i, sample: replace(sample, old_log_probs=scores.log_probs[i])), metrics
+    return batch.with_column("old_log_probs", scores.log_probs), metrics
 
 
 def _with_rollout_log_probs(
-    batch: SampleBatch,
+    batch: TrainingBatch,
     policy: Policy,
     config: Config,
     plan: StepPlan,
     routing: RoutingReplay,
     timers: Timers,
-) -> SampleBatch:
+) -> TrainingBatch:
     """The rollout engine's own.
 
     A pass over some sequences measures their routes, if metrics need them.
@@ -112,12 +108,10 @@ def _with_rollout_log_probs(
                 plan=plan.part(batch.lengths, positions),
             ).routing
     batch = routing.with_old_routes(batch, positions, done, timers)
-    return batch.map(lambda i, sample: replace(sample, old_log_probs=sample.rollout_log_probs))
+    return batch.with_column("old_log_probs", batch.responses["rollout_log_probs"])
 
 
-def _mean_of_trained(values: Mapping[int, np.ndarray], batch: SampleBatch) -> float:
-    trained_values = [values[i][sample.loss_mask] for i, sample in batch.held.items()]
-    total, count = batch.sum(
-        sum(float(v.sum(dtype=np.float64)) for v in trained_values), sum(map(len, trained_values))
-    )
+def _mean_of_trained(values: np.ndarray, batch: TrainingBatch) -> float:
+    trained_values = values[batch.responses["loss_mask"]]
+    total, count = batch.sum(float(trained_values.sum(dtype=np.float64)), len(trained_values))
     return total / count if count else float("nan")

@@ -18,19 +18,17 @@ which the baseline needs.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
-from megatron_gspo.data.sample import FINISH_REASONS, Sample
-from megatron_gspo.data.sample_batch import SampleBatch
+from megatron_gspo.data.sample import FINISH_REASONS
+from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.errors import RunError
 
 
 def mask_samples(
-    batch: SampleBatch, *, step: int, truncated: bool
-) -> tuple[SampleBatch, dict[str, float]]:
-    """The samples with an empty ``loss_mask`` where they don't count, which reduces N too, and
+    batch: TrainingBatch, *, step: int, truncated: bool
+) -> tuple[TrainingBatch, dict[str, float]]:
+    """The batch with an empty ``loss_mask`` of responses that don't count, which reduces N too, and
     ``masked/*`` counts by the first reason that applies.
 
     truncated: mask responses that were cut off. step: steps done, for the message. Raises RunError
@@ -38,9 +36,8 @@ def mask_samples(
     """
     table = batch.table
     finish = {reason: table["finish"] == i for i, reason in enumerate(FINISH_REASONS)}
-    broken = batch.shared(
-        {i: not _has_finite_log_probs(sample) for i, sample in batch.held.items()}
-    )
+    responses = batch.responses
+    broken = batch.shared(responses.sums(responses["loss_mask"] & ~_has_finite_log_probs(batch)))
     empty = table["trained"] == 0
     reasons = (
         ("empty", empty),
@@ -59,15 +56,17 @@ def mask_samples(
             " weights are broken; look at grad_norm before, lower optimizer.lr, and resume from an"
             " earlier checkpoint"
         )
-    changed = masked & ~empty
-    masked_batch = batch.map_packed(
-        lambda i, s: replace(s, loss_mask=np.zeros_like(s.loss_mask)) if changed[i] else s
-    )
-    return masked_batch.with_columns(trained=np.where(masked, 0, table["trained"])), counts
+    if not (masked & ~empty).any():
+        return batch, counts
+    is_masked = responses.repeat(masked[responses.positions])
+    return batch.with_loss_mask(responses["loss_mask"] & ~is_masked), counts
 
 
-def _has_finite_log_probs(sample: Sample) -> bool:
-    values = (sample.old_log_probs, sample.ref_log_probs)
-    return all(
-        value is None or bool(np.isfinite(value[sample.loss_mask]).all()) for value in values
-    )
+def _has_finite_log_probs(batch: TrainingBatch) -> np.ndarray:
+    """[T] bool: by response token."""
+    responses = batch.responses
+    finite = np.ones(responses.num_tokens, dtype=np.bool_)
+    for name in ("old_log_probs", "ref_log_probs"):
+        if name in responses:
+            finite &= np.isfinite(responses[name])
+    return finite

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron_gspo.config import Config
 from megatron_gspo.config.rollout_sections import noise_in_words
 from megatron_gspo.data.sample import Prompt
-from megatron_gspo.data.sample_batch import SampleBatch
+from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.errors import writing
 from megatron_gspo.loop.earlier_run import WEIGHTS, weights_digest
 from megatron_gspo.loop.generation import DataCursor
@@ -46,39 +46,33 @@ def ratio_arrays(update: Update, tokenizer: Any) -> dict[str, np.ndarray] | None
 
     On rank 0, None elsewhere. A collective of the batch's group.
     """
-    count = len(update.batch)
-    tokens = int(update.batch.table["trained"].sum())
-    chosen = set(evenly_spaced(range(count), max(count * _RATIO_TOKENS // max(tokens, 1), 1)))
-    columns: dict[str, list[np.ndarray]] = {
-        "log_ratio": [],
-        "sequence": [],
-        "advantage": [],
-        "token_ids": [],
+    batch = update.batch
+    tokens = int(batch.table["trained"].sum())
+    count = max(len(batch) * _RATIO_TOKENS // max(tokens, 1), 1)
+    token_ids = np.zeros(0, dtype=np.int32)
+    if batch.has_loss:
+        token_ids = batch.inputs["tokens"][batch.is_response].astype(np.int32)
+    responses = batch.responses.with_column("token_ids", token_ids)
+    responses = responses.with_column("log_probs", update.log_probs)
+    if update.flips is not None:
+        responses = responses.with_column("flipped", update.flips)
+    responses = responses.chosen(evenly_spaced(range(len(batch)), count))
+    trained = responses["loss_mask"]
+    local_arrays = {
+        "log_ratio": (responses["log_probs"] - responses["old_log_probs"])[trained],
+        "sequence": responses.repeat(responses.positions.astype(np.int32))[trained],
+        "advantage": responses["advantages"][trained],
+        "token_ids": responses["token_ids"][trained],
     }
     if update.flips is not None:
-        columns["flipped"] = []
-    for i in sorted(chosen & update.batch.held.keys()):
-        sample = update.batch.held[i]
-        mask = sample.loss_mask
-        columns["log_ratio"].append((update.log_probs[i] - sample.old_log_probs)[mask])
-        columns["sequence"].append(np.full(int(mask.sum()), i, dtype=np.int32))
-        assert sample.advantages is not None
-        columns["advantage"].append(sample.advantages[mask])
-        columns["token_ids"].append(sample.response_ids[mask].astype(np.int32))
-        if update.flips is not None:
-            columns["flipped"].append(update.flips[i][mask])
-    own = io.BytesIO()
-    joined: dict[str, Any] = {
-        name: np.concatenate(parts) for name, parts in columns.items() if parts
-    }
-    np.savez(own, **joined)
-    gathered = update.batch.gather(own.getbuffer())
+        local_arrays["flipped"] = responses["flipped"][trained]
+    payload = io.BytesIO()
+    np.savez(payload, **local_arrays)
+    gathered = batch.gather(payload.getbuffer())
     if gathered is None:
         return None
     files = [np.load(io.BytesIO(part.tobytes())) for part in gathered]
-    arrays = {
-        name: np.concatenate([file[name] for file in files if file.files]) for name in columns
-    }
+    arrays = {name: np.concatenate([file[name] for file in files]) for name in local_arrays}
     order = np.argsort(arrays["sequence"], kind="stable")
     arrays = {name: values[order] for name, values in arrays.items()}
     texts = {int(i): tokenizer.decode([int(i)]) for i in np.unique(arrays["token_ids"])}
@@ -200,7 +194,7 @@ class MetricsLogger:
     def write_step(
         self,
         step: int,
-        batch: SampleBatch,
+        batch: TrainingBatch,
         routing: RoutingReplay,
         update: Update,
         cursor: DataCursor,
@@ -225,21 +219,23 @@ class MetricsLogger:
             with writing(self._directory.rollouts):
                 self._directory.write_rollouts(step, rollout_record(batch.table, cursor))
 
-    def _write_samples(self, step: int, batch: SampleBatch) -> None:
+    def _write_samples(self, step: int, batch: TrainingBatch) -> None:
         """Some responses of the step, evenly picked; and one line for the run if some could not
         be scored.
         """
         count = self._config.tracking.samples_per_step
         chosen = evenly_spaced(range(len(batch)), count) if count else []
-        own = {
-            i: s.to_record(self._prompts[s.prompt_index])
+        records = {
+            i: batch.samples[i].to_record(self._prompts[batch.samples[i].prompt_index])
             for i in chosen
-            if (s := batch.held.get(i)) is not None
+            if i in batch.samples
         }
         reasons = [
-            sample.metadata[FAILURE] for sample in batch.samples if FAILURE in sample.metadata
+            sample.metadata[FAILURE]
+            for sample in batch.samples.values()
+            if FAILURE in sample.metadata
         ]
-        gathered = batch.gather(json.dumps([own, len(reasons), reasons[:1]]).encode())
+        gathered = batch.gather(json.dumps([records, len(reasons), reasons[:1]]).encode())
         if not self._active or gathered is None:
             return
         parts = [json.loads(part.tobytes()) for part in gathered]

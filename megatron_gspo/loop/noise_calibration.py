@@ -15,8 +15,9 @@ from dataclasses import replace
 import numpy as np
 
 from megatron_gspo.config import Config, ConfigError
+from megatron_gspo.data.columns import Columns
 from megatron_gspo.data.micro_batch_plan import MicroBatchPlan, plan_micro_batches
-from megatron_gspo.data.sample_batch import SampleBatch
+from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.loop.generation import rollout_seed
 from megatron_gspo.loop.routing import router_noise
 from megatron_gspo.loop.setup import Components
@@ -78,7 +79,7 @@ def bisect(rate: Callable[[float], float], target: float) -> tuple[float, float]
 
 
 def flip_rate(
-    policy: Policy, batch: SampleBatch, plan: MicroBatchPlan, config: Config, strength: float
+    policy: Policy, batch: TrainingBatch, plan: MicroBatchPlan, config: Config, strength: float
 ) -> float:
     """Share of the experts that differ between the two engines, each with its noise, mean over
     layers and the response tokens of ``batch``, which is on its replicas and has the rollout
@@ -97,23 +98,21 @@ def flip_rate(
 
 def with_rollout_routes(
     policy: Policy,
-    batch: SampleBatch,
+    batch: TrainingBatch,
     plan: MicroBatchPlan,
     config: Config,
     noise: RouterNoise | None,
-) -> SampleBatch:
+) -> TrainingBatch:
     """The samples with the routes that a pass with the rollout engine's noise takes."""
-    routes, _ = routes_of_replica(
-        _routed(policy, batch, plan, config, noise, compare=False), batch, range(len(batch))
-    )
-    return batch.map_packed(
-        lambda i, sample: replace(sample, routed_experts=routes[i], missing_routes=None)
-    )
+    routed = _routed(policy, batch, plan, config, noise, compare=False)
+    routes, _ = routes_of_replica(routed, batch.inputs)
+    positions = batch.inputs.positions
+    return batch.with_routes(Columns.of(positions, batch.inputs.lengths, routed_experts=routes))
 
 
 def _routed(
     policy: Policy,
-    batch: SampleBatch,
+    batch: TrainingBatch,
     plan: MicroBatchPlan,
     config: Config,
     noise: RouterNoise | None,
@@ -131,19 +130,19 @@ def _routed(
     return done.routing
 
 
-def _first_responses(run: Components) -> tuple[SampleBatch, MicroBatchPlan]:
+def _first_responses(run: Components) -> tuple[TrainingBatch, MicroBatchPlan]:
     """One response to each of the first step's first prompts, on their replicas."""
     config = run.config
     groups = run.policy.groups
     count = min(config.routing.metric_sequences, config.rollout.rollout_batch_size)
     prompts, _ = run.prompts.batch(0, count)
     sampling = replace(config.rollout, n_samples_per_prompt=1)
-    batch = run.groups.generate(prompts, sampling, seed=rollout_seed(config.seed, 0))
+    responses = run.groups.generate(prompts, sampling, seed=rollout_seed(config.seed, 0))
     run.groups.pause(keep=False)
     rules = packing_rules(config.training, run.policy.config, groups)
     replica = np.arange(count, dtype=np.int32) % rules.replicas
     batch = move_samples(
-        batch, replica, groups.dp, (groups.pp, groups.cp, groups.tp), run.policy.routes
+        responses, replica, groups.dp, (groups.pp, groups.cp, groups.tp), run.policy.routes
     )
     return batch, plan_micro_batches(batch.lengths, rules, replica)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -11,7 +11,7 @@ import torch
 
 from megatron_gspo.algorithms import RatioHistogram, ratio_histograms
 from megatron_gspo.config import Config
-from megatron_gspo.data.sample_batch import SampleBatch
+from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.errors import RunError, first_line
 from megatron_gspo.loop.ratio_quantiles import added_histograms, quantiles_over_ranks
 from megatron_gspo.loop.rollout_correction import mismatch
@@ -27,14 +27,14 @@ class Update:
     """The metrics of a step's updates, and the ratios of the last one, whose policy differs most
     from the old one.
 
-    batch: the last mini-batch. log_probs: ``[R]`` of each of this replica's samples of it, before
-    that update. flips: ``[R]`` of each, see ``flips_of_replica``; None if not measured.
+    batch: the last mini-batch. log_probs: a column of its responses, before that update. flips:
+    another, see ``flips_of_replica``; None if not measured.
     """
 
     metrics: dict[str, float]
-    batch: SampleBatch = field(default_factory=lambda: SampleBatch.of([]))
-    log_probs: dict[int, np.ndarray] = field(default_factory=dict)
-    flips: dict[int, np.ndarray] | None = None
+    batch: TrainingBatch = field(default_factory=lambda: TrainingBatch.of([]))
+    log_probs: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
+    flips: np.ndarray | None = None
 
 
 def writes_ratios(config: Config, step: int) -> bool:
@@ -45,7 +45,7 @@ def writes_ratios(config: Config, step: int) -> bool:
 
 def run_optimizer_steps(
     policy: Policy,
-    batch: SampleBatch,
+    batch: TrainingBatch,
     config: Config,
     step: int,
     plan: StepPlan,
@@ -65,30 +65,33 @@ def run_optimizer_steps(
     if clock is not None:
         clock.take()  # it also timed the old policy's pass
     for number, (rows, packing) in enumerate(plan.updates):
-        part = batch.select(rows)
-        if not part.has_trained_tokens:
+        mini_batch = batch.select(rows)
+        if not mini_batch.has_trained_tokens:
             skipped += 1
             continue
         with timers("train"), explained(step, "optimizer"):
             result = train_mini_batch(
                 policy,
-                part,
+                mini_batch,
                 config.algorithm,
                 config.training,
                 temperature=config.rollout.temperature,
                 routing=routing.update_options(number),
                 plan=packing,
             )
-        routing.add_update(result.routing, part, timers, flips=writes_ratios(config, step + 1))
+        routing.add_update(
+            result.routing, mini_batch, timers, flips=writes_ratios(config, step + 1)
+        )
         # Before it the policy is the old one.
         if not results and config.algorithm.old_log_probs == "rollout":
-            update.metrics.update(mismatch(part, result.log_probs))
+            update.metrics.update(mismatch(mini_batch, result.log_probs))
         elif not results and config.algorithm.has_ratio:
-            update.metrics["log_ratio/first_update"] = largest_log_ratio(part, result.log_probs)
+            largest = largest_log_ratio(mini_batch, result.log_probs)
+            update.metrics["log_ratio/first_update"] = largest
         if config.algorithm.has_ratio:
-            ratios = _added(ratios, part, result)
-        update = Update(update.metrics, part, result.log_probs, routing.measured.flips)
-        results.append(replace(result, routing=None, log_probs={}))  # frees the mini-batch's routes
+            ratios = _added(ratios, mini_batch, result.log_probs)
+        update = Update(update.metrics, mini_batch, result.log_probs, routing.measured.flips)
+        results.append(replace(result, routing=None))  # frees the mini-batch's routes
     metrics = {"updates": float(len(results)), "updates/skipped": float(skipped)}
     if config.training.ppo_epochs > 1:
         metrics["updates/repacked"] = plan.repacked
@@ -100,17 +103,13 @@ def run_optimizer_steps(
     return replace(update, metrics=metrics)
 
 
-def largest_log_ratio(batch: SampleBatch, log_probs: Mapping[int, np.ndarray]) -> float:
-    """The largest absolute difference of ``log_probs`` [R] from the old ones at trained tokens.
+def largest_log_ratio(batch: TrainingBatch, log_probs: np.ndarray) -> float:
+    """The largest absolute difference of ``log_probs`` [T] from the old ones at trained tokens.
 
     A collective of the batch's group.
     """
-    largest = 0.0
-    for i, sample in batch.held.items():
-        assert sample.old_log_probs is not None
-        distance = np.abs(log_probs[i] - sample.old_log_probs)[sample.loss_mask]
-        largest = float(np.maximum(largest, distance.max(initial=0.0)))  # NaN stays
-    return batch.max(largest)[0]
+    distance = np.abs(log_probs - batch.responses["old_log_probs"])[batch.responses["loss_mask"]]
+    return batch.max(float(distance.max(initial=0.0)))[0]  # NaN stays
 
 
 @contextmanager
@@ -160,19 +159,15 @@ def packing_metrics(policy: Policy, results: Sequence[StepResult]) -> dict[str, 
 
 
 def _added(
-    ratios: dict[str, RatioHistogram], batch: SampleBatch, result: StepResult
+    ratios: dict[str, RatioHistogram], batch: TrainingBatch, log_probs: np.ndarray
 ) -> dict[str, RatioHistogram]:
-    """The histograms with the ratios of this replica's samples in an update."""
-    none = [np.zeros(0, dtype=np.float32)]
-    for piece in batch.pieces():
-        samples = piece.samples
+    """The histograms with the ratios of this replica's responses in an update."""
+    for piece in batch.responses.with_column("log_probs", log_probs).pieces():
         histograms = ratio_histograms(
-            torch.from_numpy(np.concatenate([result.log_probs[i] for i in piece.held] or none)),
-            torch.from_numpy(np.concatenate([sample.old_log_probs for sample in samples] or none)),
-            torch.from_numpy(np.concatenate([sample.loss_mask for sample in samples] or none)),
-            torch.from_numpy(
-                np.repeat(np.arange(len(samples)), [sample.response_length for sample in samples])
-            ),
+            torch.from_numpy(piece["log_probs"]),
+            torch.from_numpy(piece["old_log_probs"]),
+            torch.from_numpy(piece["loss_mask"]),
+            torch.from_numpy(piece.sample_ids),
         )
         ratios = added_histograms(ratios, histograms)
     return ratios

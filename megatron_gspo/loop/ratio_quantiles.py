@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_gspo.algorithms import RatioHistogram
-from megatron_gspo.data.sample_batch import SampleBatch
+from megatron_gspo.data.training_batch import TrainingBatch
 
 
 def added_histograms(
@@ -20,7 +20,7 @@ def added_histograms(
 
 
 def quantiles_over_ranks(
-    histograms: Mapping[str, RatioHistogram], batch: SampleBatch
+    histograms: Mapping[str, RatioHistogram], batch: TrainingBatch
 ) -> dict[str, float]:
     """``ratio_<level>/<quantile>`` of the histograms of all holders of the batch.
 

@@ -92,7 +92,7 @@ class VerifierRewards:
             rewards = batch.shared(dict(zip(texts, scores.rewards.tolist(), strict=True)))
             kinds = scores.counts | scores.verdicts
             counts = Counter(dict(zip(kinds, map(int, batch.sum(*kinds.values())), strict=True)))
-            scored = batch.with_columns(reward=rewards)
+            scored = batch.with_rewards(rewards)
             if any(counts[name] for name in FAILURES):
                 given = zip(texts, scores.statuses, scores.messages, strict=True)
                 own = {i: f"{status}: {message}" for i, status, message in given if status != "ok"}
@@ -119,11 +119,10 @@ class EpisodeRewards:
         self, batch: SampleBatch, prompts: Sequence[Prompt], timers: Timers
     ) -> tuple[SampleBatch, Counter[str]]:
         """See `Rewards`."""
-        own, failures = score_episodes(batch.samples, self.failure_reward)
-        held = dict(zip(batch.held, own, strict=True))
-        scored = replace(batch, held=held).with_columns(
-            reward=batch.shared({i: s.reward for i, s in held.items()})
-        )
+        episodes, failures = score_episodes(batch.samples, self.failure_reward)
+        held = dict(zip(batch.held, episodes, strict=True))
+        rewards = batch.shared({i: sample.reward for i, sample in held.items()})
+        scored = batch.with_samples(held).with_rewards(rewards)
         kinds = dict(
             zip(FAILURES, map(int, batch.sum(*(failures[name] for name in FAILURES))), strict=True)
         )
@@ -208,12 +207,11 @@ def _with_reasons(batch: SampleBatch, own: Mapping[int, str], scorers: np.ndarra
     own: those of this rank's scores. A collective.
     """
     reasons = _sent(own, scorers, batch.table["holder"], batch.group)
-    return batch.map(
-        lambda i, sample: (
-            replace(sample, metadata={**sample.metadata, FAILURE: reasons[i]})
-            if i in reasons
-            else sample
-        )
+    return batch.with_samples(
+        {
+            i: replace(batch.held[i], metadata={**batch.held[i].metadata, FAILURE: reason})
+            for i, reason in reasons.items()
+        }
     )
 
 

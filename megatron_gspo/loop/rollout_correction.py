@@ -4,8 +4,7 @@ corrected on request.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -24,57 +23,37 @@ from megatron_gspo.algorithms import (
     token_rejection_mask,
 )
 from megatron_gspo.config import AlgorithmConfig, ConfigError
-from megatron_gspo.data.sample_batch import SampleBatch
+from megatron_gspo.data.columns import Columns
+from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.loop.ratio_quantiles import added_histograms, quantiles_over_ranks
 
 
 @dataclass(frozen=True)
 class _Tokens:
-    """Response tokens of the samples that this rank holds, concatenated, [T] each; ids: which
-    of them, 0 .. count-1.
-    """
+    """Response tokens of this rank as tensors [T]: log-probs of both engines, and which are
+    trained."""
 
     log_probs: Tensor
     rollout: Tensor
     mask: Tensor
-    ids: Tensor
-    count: int
+    segments: Segments
 
     @classmethod
-    def of(cls, batch: SampleBatch, log_probs: Mapping[int, np.ndarray]) -> _Tokens:
-        samples = batch.samples
-        lengths = [sample.response_length for sample in samples]
-        none = [np.zeros(0, dtype=np.float32)]
+    def of(cls, responses: Columns, log_probs: str) -> _Tokens:
+        """log_probs: the column with those of the training engine."""
+        mask = torch.from_numpy(responses["loss_mask"])
+        ids = torch.from_numpy(responses.sample_ids)
         return cls(
-            torch.from_numpy(np.concatenate([log_probs[i] for i in batch.held] or none)),
-            torch.from_numpy(
-                np.concatenate([sample.rollout_log_probs for sample in samples] or none)
-            ),
-            torch.from_numpy(
-                np.concatenate(
-                    [sample.loss_mask for sample in samples] or [np.zeros(0, dtype=bool)]
-                )
-            ),
-            torch.from_numpy(np.repeat(np.arange(len(samples)), lengths)),
-            len(samples),
+            torch.from_numpy(responses[log_probs]),
+            torch.from_numpy(responses["rollout_log_probs"]),
+            mask,
+            Segments(mask, ids, len(responses)),
         )
 
-    @property
-    def segments(self) -> Segments:
-        return Segments(self.mask, self.ids, self.count)
 
-    def split(self, values: Tensor, batch: SampleBatch) -> dict[int, np.ndarray]:
-        """[T] as one array for each held sample, by position."""
-        parts = np.split(
-            values.numpy(), np.cumsum(np.bincount(self.ids.numpy(), minlength=self.count))[:-1]
-        )
-        return dict(zip(batch.held, parts, strict=False))
-
-
-def mismatch(batch: SampleBatch, log_probs: Mapping[int, np.ndarray]) -> dict[str, float]:
-    """``mismatch/*``: differences between the rollout engine's log-probs and ``log_probs`` [R] of
-    the training engine, by position. Empty if the engine gives none. A collective of the batch's
-    group.
+def mismatch(batch: TrainingBatch, log_probs: np.ndarray) -> dict[str, float]:
+    """``mismatch/*``: differences between the rollout engine's log-probs and ``log_probs`` [T] of
+    the training engine. Empty if the engine gives none. A collective of the batch's group.
     """
     if batch.lacks("rollout_log_probs"):
         return {}
@@ -82,14 +61,18 @@ def mismatch(batch: SampleBatch, log_probs: Mapping[int, np.ndarray]) -> dict[st
     totals: dict[str, float] = {}
     histograms: dict[str, RatioHistogram] = {}
     largest = 0.0
-    for piece in batch.pieces():
-        tokens = _Tokens.of(piece, log_probs)
-        both = tokens.log_probs, tokens.rollout
-        shares = mismatch_metrics(both[0].double(), both[1].double(), tokens.mask, num_tokens=count)
+    for piece in batch.responses.with_column("log_probs", log_probs).pieces():
+        tokens = _Tokens.of(piece, "log_probs")
+        shares = mismatch_metrics(
+            tokens.log_probs.double(), tokens.rollout.double(), tokens.mask, num_tokens=count
+        )
         # NaN stays.
         largest = float(np.maximum(largest, float(shares.pop("mismatch/abs_diff_max"))))
         totals = {name: totals.get(name, 0.0) + float(value) for name, value in shares.items()}
-        histograms = added_histograms(histograms, ratio_histograms(*both, tokens.mask, tokens.ids))
+        piece_histograms = ratio_histograms(
+            tokens.log_probs, tokens.rollout, tokens.mask, tokens.segments.segment_ids
+        )
+        histograms = added_histograms(histograms, piece_histograms)
     metrics = dict(zip(totals, batch.sum(*totals.values()), strict=True))
     metrics["mismatch/abs_diff_max"] = batch.max(largest)[0]
     return metrics | {
@@ -98,9 +81,9 @@ def mismatch(batch: SampleBatch, log_probs: Mapping[int, np.ndarray]) -> dict[st
 
 
 def correct_mismatch(
-    batch: SampleBatch, algorithm: AlgorithmConfig
-) -> tuple[SampleBatch, dict[str, float]]:
-    """Apply ``algorithm.rollout_rs`` and ``rollout_is`` to samples with old log-probs and
+    batch: TrainingBatch, algorithm: AlgorithmConfig
+) -> tuple[TrainingBatch, dict[str, float]]:
+    """Apply ``algorithm.rollout_rs`` and ``rollout_is`` to a batch with old log-probs and
     advantages.
 
     Rejected tokens leave ``loss_mask`` first, so that ``|y_i|``, N and M decrease with them; the
@@ -124,31 +107,33 @@ def correct_mismatch(
             raise ConfigError(
                 f"algorithm.{key}", level, "the engine gives no log-probs", "set it to none"
             )
-        tokens = _Tokens.of(batch, {i: sample.old_log_probs for i, sample in batch.held.items()})
+        tokens = _Tokens.of(batch.responses, "old_log_probs")
         batch, correction_metrics = apply(algorithm, batch, tokens)
         metrics |= correction_metrics
     return batch, metrics
 
 
 def _reject(
-    algorithm: AlgorithmConfig, batch: SampleBatch, tokens: _Tokens
-) -> tuple[SampleBatch, dict[str, float]]:
+    algorithm: AlgorithmConfig, batch: TrainingBatch, tokens: _Tokens
+) -> tuple[TrainingBatch, dict[str, float]]:
     """Exclude what the engines score too differently: from ``loss_mask``, or with
     ``rollout_rs_denominator: all`` by an advantage of 0."""
     kept = _kept(algorithm, tokens)
     if algorithm.rollout_rs_denominator == "all":
-        counts = tokens.split(kept | ~tokens.mask, batch)
-        left = batch.map(
-            lambda i, sample: replace(sample, advantages=sample.advantages * counts[i])
-        )
+        counts = (kept | ~tokens.mask).numpy()
+        left = batch.with_column("advantages", batch.responses["advantages"] * counts)
     else:
-        masks = tokens.split(kept, batch)
-        left = batch.map(lambda i, sample: replace(sample, loss_mask=masks[i])).with_trained()
-    had, has = (len(tokens.ids[mask].unique()) for mask in (tokens.mask, kept))
-    before, after, had, has = batch.sum(int(tokens.mask.sum()), int(kept.sum()), had, has)
+        left = batch.with_loss_mask(kept.numpy())
+    ids = tokens.segments.segment_ids
+    tokens_before, tokens_after, sequences_before, sequences_after = batch.sum(
+        int(tokens.mask.sum()),
+        int(kept.sum()),
+        len(ids[tokens.mask].unique()),
+        len(ids[kept].unique()),
+    )
     return left, {
-        "rollout_rs/tokens": (before - after) / max(before, 1),
-        "rollout_rs/sequences": (had - has) / max(had, 1),
+        "rollout_rs/tokens": (tokens_before - tokens_after) / max(tokens_before, 1),
+        "rollout_rs/sequences": (sequences_before - sequences_after) / max(sequences_before, 1),
     }
 
 
@@ -168,8 +153,8 @@ def _kept(algorithm: AlgorithmConfig, tokens: _Tokens) -> Tensor:
 
 
 def _weight(
-    algorithm: AlgorithmConfig, batch: SampleBatch, tokens: _Tokens
-) -> tuple[SampleBatch, dict[str, float]]:
+    algorithm: AlgorithmConfig, batch: TrainingBatch, tokens: _Tokens
+) -> tuple[TrainingBatch, dict[str, float]]:
     """Multiply the advantages by the importance weights. The metrics are over what has a weight of
     its own: trained tokens, or sequences with a trained token."""
     low = algorithm.rollout_is_threshold_lower
@@ -181,10 +166,10 @@ def _weight(
     else:
         weights = sequence_importance_weights(*both, tokens.segments, threshold=cap, lower=low)
         # Any token's: they are equal.
-        last = torch.zeros(tokens.count).index_copy(0, tokens.ids, weights)
-        units = last[tokens.ids[tokens.mask].unique()]
-    parts = tokens.split(weights, batch)
-    weighted = batch.map(lambda i, sample: replace(sample, advantages=sample.advantages * parts[i]))
+        ids = tokens.segments.segment_ids
+        last = torch.zeros(len(batch.responses)).index_copy(0, ids, weights)
+        units = last[ids[tokens.mask].unique()]
+    weighted = batch.with_column("advantages", batch.responses["advantages"] * weights.numpy())
     w = units.double()
     count, total, squares, cut = batch.sum(
         len(w), float(w.sum()), float(w.square().sum()), float((units >= cap).sum())

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_gspo.data.sample_batch import SampleBatch
+from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.mcore.process_groups import compute_device
 from megatron_gspo.mcore.routing_replay.gather_results import shared_experts_of_replica
 from megatron_gspo.mcore.routing_replay.micro_batch_routes import MicroBatchRoutes
@@ -22,7 +23,7 @@ _FIX = (
 
 
 def check_route_agreement(
-    done: Sequence[MicroBatchRoutes], batch: SampleBatch, *, same_routers: bool
+    done: Sequence[MicroBatchRoutes], batch: TrainingBatch, *, same_routers: bool
 ) -> None:
     """Compare the given routes with the live choices of a pass over ``batch``, each pipeline stage
     in its layers.
@@ -32,12 +33,13 @@ def check_route_agreement(
     Raises ``RouteError`` on every rank for routes that agree too little (`route_agreement`). A
     collective of the world.
     """
-    shares, starts = shared_experts_of_replica(done, batch)
+    shares = shared_experts_of_replica(done, batch)
     sums = torch.from_numpy(level_sums(shares)).to(compute_device())
     dist.all_reduce(sums, group=done[0].groups.dp)
     levels = Levels.of(sums.cpu().numpy(), same_routers=same_routers)
-    names = list(
-        zip(batch.table["prompt_index"].tolist(), batch.table["sample_index"].tolist(), strict=True)
-    )
+    inputs = batch.inputs
+    rows = batch.table[inputs.positions]
+    names = list(zip(rows["prompt_index"].tolist(), rows["sample_index"].tolist(), strict=True))
+    starts = np.concatenate([[0], np.cumsum(inputs.lengths)])
     fault = "" if levels is None else route_mismatch(shares, starts, names, levels)
     raise_on_every_rank(f"{fault}; {_FIX}" if fault else "", RouteError)

@@ -17,8 +17,9 @@ import numpy as np
 
 from megatron_gspo.config import Config, RoutingConfig
 from megatron_gspo.config.rollout_sections import RouterNoiseConfig
-from megatron_gspo.data.sample import Sample
+from megatron_gspo.data.columns import Columns
 from megatron_gspo.data.sample_batch import SampleBatch
+from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.loop.route_agreement import check_route_agreement
 from megatron_gspo.loop.timers import Timers
 from megatron_gspo.mcore.routing_replay.gather_results import (
@@ -166,12 +167,12 @@ class RoutingReplay:
 
     def with_old_routes(
         self,
-        batch: SampleBatch,
+        batch: TrainingBatch,
         positions: Sequence[int],
         done: Sequence[MicroBatchRoutes] | None,
         timers: Timers,
-    ) -> SampleBatch:
-        """The samples with the routes that a pass over those at ``positions`` recorded, where the
+    ) -> TrainingBatch:
+        """The batch with the routes that a pass over those at ``positions`` recorded, where the
         updates need them.
 
         Keeps the statistics of the pass. done: its routes; None if there was no pass. Raises
@@ -189,36 +190,29 @@ class RoutingReplay:
                     batch = self._with_recorded(batch, positions, done)
                 self.measured.bytes_moved += sum(routes.bytes_moved for routes in done)
         if self.shape is not None:
-            shape = self.shape
-            self.measured.bytes_stored = int(
-                batch.sum(sum(stored_bytes(s, shape) for s in batch.samples))[0]
-            )
+            [self.measured.bytes_stored] = map(int, batch.sum(stored_bytes(batch, self.shape)))
         return batch
 
     def _with_recorded(
-        self, batch: SampleBatch, positions: Sequence[int], done: Sequence[MicroBatchRoutes]
-    ) -> SampleBatch:
-        """The samples with recorded routes: all of those at ``positions``, or some for metrics."""
+        self, batch: TrainingBatch, positions: Sequence[int], done: Sequence[MicroBatchRoutes]
+    ) -> TrainingBatch:
+        """The batch with recorded routes: of all samples at ``positions``, or some for metrics."""
         scored = batch.select(positions)
         wanted = (
             range(len(scored)) if self.config.replay == "r2" else self.metric_sequences(len(scored))
         )
-        local_routes, exchanged = routes_of_replica(done, scored, wanted)
+        chosen = scored.inputs.chosen(wanted)
+        routes, exchanged = routes_of_replica(done, chosen)
         self.measured.bytes_moved += exchanged
-        recorded = {positions[i]: routes for i, routes in local_routes.items()}
-        shape = done[0].options.shape
-
-        def change(i: int, sample: Sample) -> Sample:
-            if i not in recorded:
-                return without_routes(sample, shape)
-            return replace(sample, routed_experts=recorded[i], missing_routes=None)
-
-        return batch.map_packed(change)
+        recorded_positions = np.asarray(positions)[chosen.positions]
+        return batch.with_routes(
+            Columns.of(recorded_positions, chosen.lengths, routed_experts=routes)
+        )
 
     def add_update(
         self,
         done: Sequence[MicroBatchRoutes] | None,
-        batch: SampleBatch,
+        batch: TrainingBatch,
         timers: Timers,
         *,
         flips: bool,
@@ -235,23 +229,11 @@ class RoutingReplay:
                 self.measured.bytes_moved += sum(routes.bytes_moved for routes in done)
 
 
-def stored_bytes(sample: Sample, shape: RouteShape) -> int:
-    """Memory of a sample's routes on all pipeline stages together; a placeholder for missing
-    routes takes none.
+def stored_bytes(batch: TrainingBatch, shape: RouteShape) -> int:
+    """Memory of the routes of this replica's samples on all pipeline stages together; a sample
+    whose routes are all missing takes none.
     """
-    routes = sample.routed_experts
-    missing = sample.missing_routes
-    is_placeholder = missing is not None and 0 in missing.strides
-    return 0 if routes is None or is_placeholder else len(routes) * shape.bytes_per_token
-
-
-def without_routes(sample: Sample, shape: RouteShape) -> Sample:
-    """The sample with every route missing, without memory for them."""
-    rows = sample.length - 1
-    return replace(
-        sample,
-        routed_experts=np.broadcast_to(
-            np.zeros((), dtype=shape.dtype), (rows, len(shape.held_layers), shape.k)
-        ),
-        missing_routes=np.broadcast_to(np.True_, (rows,)),
-    )
+    if "routed_experts" not in batch.inputs:
+        return 0
+    is_known = batch.inputs.sums(~batch.inputs["missing_routes"]) > 1  # the last row is none
+    return int((batch.inputs.lengths - 1)[is_known].sum()) * shape.bytes_per_token

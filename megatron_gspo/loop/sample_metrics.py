@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from megatron_gspo.data.sample import FINISH_REASONS
-from megatron_gspo.data.sample_batch import SampleBatch
+from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.loop.reward_scoring import in_varied_group
 
 
-def sample_metrics(batch: SampleBatch, *, version: int, supervised: bool) -> dict[str, float]:
+def sample_metrics(batch: TrainingBatch, *, version: int, supervised: bool) -> dict[str, float]:
     """``response_length/*``, ``staleness/*``, ``turns/*``, and unless supervised ``reward/*`` and
     ``groups/*``.
 
@@ -40,7 +40,7 @@ def sample_metrics(batch: SampleBatch, *, version: int, supervised: bool) -> dic
     }
 
 
-def staleness(batch: SampleBatch, version: int) -> dict[str, float]:
+def staleness(batch: TrainingBatch, version: int) -> dict[str, float]:
     """``staleness/*`` of the trained tokens, in weight versions; 0 is on-policy. A collective of
     the batch's group.
 
@@ -48,11 +48,10 @@ def staleness(batch: SampleBatch, version: int) -> dict[str, float]:
     """
     if not batch.table["has_versions"].any():
         return {}
-    behind = [
-        version - sample.trained_versions for sample in batch.samples if sample.loss_mask.any()
-    ]
-    total, count = batch.sum(sum(float(b.sum()) for b in behind), sum(map(len, behind)))
-    largest = batch.max(max((float(b.max()) for b in behind), default=-np.inf))[0]
+    responses = batch.responses
+    behind = version - responses["token_versions"][responses["loss_mask"]].astype(np.float64)
+    total, count = batch.sum(behind.sum(), len(behind))
+    largest = batch.max(behind.max(initial=-np.inf))[0]
     return {"staleness/mean": total / count, "staleness/max": largest} if count else {}
 
 

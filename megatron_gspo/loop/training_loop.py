@@ -10,7 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_gspo.config import Config
-from megatron_gspo.data.sample_batch import SampleBatch
+from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.errors import EngineError
 from megatron_gspo.launch_environment import world_size
 from megatron_gspo.loop.advantages import with_advantages
@@ -128,7 +128,7 @@ class TrainedStep:
     prompts after it.
     """
 
-    batch: SampleBatch
+    batch: TrainingBatch
     cursor: DataCursor
     routing: RoutingReplay
     update: Update
@@ -175,7 +175,7 @@ def train_step(
             rollout.batch, plan.replica, groups.dp, (groups.pp, groups.cp, groups.tp), routing.shape
         )
     batch, score_metrics = with_log_probs(
-        batch, (run.policy, run.reference), config, plan, routing, timers
+        batch, run.policy, run.reference, config, plan, routing, timers
     )
     batch, mask_metrics = mask_samples(
         batch, step=step, truncated=config.algorithm.truncated == "mask"

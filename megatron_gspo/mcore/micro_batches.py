@@ -6,7 +6,7 @@ A replica is the ranks of one model: those that differ in tensor, context and pi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from megatron_gspo.config import TrainingConfig
 from megatron_gspo.data.micro_batch_plan import MicroBatchPlan, PackingRules, plan_micro_batches
-from megatron_gspo.data.packing import PackedBatch, PackLayout, pack, packed_bounds
+from megatron_gspo.data.packing import PackedBatch, PackLayout, pack_responses, packed_bounds
 from megatron_gspo.data.sample import Sample
-from megatron_gspo.data.sample_batch import SampleBatch
+from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.mcore.device_copies import copy_to_device
 from megatron_gspo.mcore.process_groups import ProcessGroups, compute_device
 from megatron_gspo.parallel.context_parallel import zigzag_indices
@@ -50,7 +50,7 @@ class PackedBatches(Sequence[PackedBatch]):
 
     def __init__(
         self,
-        batch: SampleBatch,
+        batch: TrainingBatch,
         plan: MicroBatchPlan,
         replica: int,
         optional: Sequence[str] | None,
@@ -83,8 +83,9 @@ class PackedBatches(Sequence[PackedBatch]):
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         index = range(len(self))[index]
-        packed = pack(
-            [self._batch.packed[i] for i in self._rows[index]],
+        packed = pack_responses(
+            self._batch,
+            self._rows[index],
             num_sequences=self._counts[0],
             num_tokens=self._counts[1],
             sequence_multiple=self._plan.sequence_multiple,
@@ -93,7 +94,6 @@ class PackedBatches(Sequence[PackedBatch]):
             routes=self._routes,
         )
         packed.micro_batch = index
-        packed.sample_ids = tuple(self._rows[index])
         return packed
 
 
@@ -117,7 +117,7 @@ class MicroBatches:
 
 
 def planned_micro_batches(
-    batch: SampleBatch,
+    batch: TrainingBatch,
     plan: MicroBatchPlan,
     groups: ProcessGroups,
     *,
@@ -125,7 +125,7 @@ def planned_micro_batches(
     routes: RouteShape | None = None,
 ) -> MicroBatches:
     """This rank's micro-batches of a global mini-batch. ``optional``, ``routes``: as in ``pack``;
-    only samples that are held have optional fields."""
+    only ranks with the loss have optional fields."""
     replica = groups.dp.rank()
     lengths = batch.lengths
     layouts = []
@@ -134,9 +134,7 @@ def planned_micro_batches(
     ):
         bounds = packed_bounds(lengths[rows].tolist(), plan.sequence_multiple, multiple)
         layouts.append(PackLayout(torch.from_numpy(bounds.astype(np.int32)), tuple(rows), number))
-    packed = PackedBatches(
-        batch, plan, replica, optional if batch.packed is batch.held else (), routes
-    )
+    packed = PackedBatches(batch, plan, replica, optional if batch.has_loss else (), routes)
     return MicroBatches(
         packed,
         plan.seq_length,
@@ -170,13 +168,13 @@ def micro_batches(
         max_tokens_per_micro_batch=max_tokens,
         micro_batch_size=micro_batch_size,
     )
-    batch = SampleBatch.of(samples)
+    batch = TrainingBatch.of(samples)
     plan = plan_of(batch, training, config, groups)
     return planned_micro_batches(batch, plan, groups, optional=optional, routes=routes)
 
 
 def plan_of(
-    batch: SampleBatch, training: TrainingConfig, config: Any, groups: ProcessGroups
+    batch: TrainingBatch, training: TrainingConfig, config: Any, groups: ProcessGroups
 ) -> MicroBatchPlan:
     """The plan of samples that every rank holds."""
     return plan_micro_batches(batch.lengths, packing_rules(training, config, groups))
@@ -185,41 +183,38 @@ def plan_of(
 def values_of_replica(
     values: Sequence[Tensor],
     layouts: Sequence[PackLayout],
-    batch: SampleBatch,
+    batch: TrainingBatch,
     groups: ProcessGroups,
-) -> dict[int, np.ndarray]:
-    """Per-token results of this replica: by position in the batch ``[R]`` float32, on the ranks
-    that hold its samples.
+) -> np.ndarray:
+    """Per-token results of this replica as a column of ``batch.responses``, ``[T]`` float32; 0 where
+    other replicas train a response.
 
     ``values``: one ``[t]`` tensor per micro-batch, of this rank's shards, on the last pipeline
     stage; empty elsewhere. One sum over the context ranks, each token being set by exactly one, and
-    one broadcast to the other stages if those hold the samples too.
+    one broadcast to the other stages if those have the responses too.
     """
-    if batch.packed is not batch.held:
-        return {}
-    own = [index for layout in layouts for index in layout.sample_ids]
-    sizes = [int(batch.table["response_length"][index]) for index in own]
-    ends = np.cumsum([0, *sizes])
+    if not batch.has_loss:
+        return np.zeros(0, dtype=np.float32)
+    packed_order = [position for layout in layouts for position in layout.sample_ids]
+    lengths = batch.table["response_length"][packed_order].astype(np.int64)
+    flat = torch.zeros(int(lengths.sum()), device=compute_device())
     if values:
-        none = torch.zeros(0, device=compute_device())  # of a replica without samples
-        flat = torch.cat(
-            [
-                none,
-                *(
-                    part
-                    for one, layout in zip(values, layouts, strict=True)
-                    for part in _label_parts(one.float(), layout, batch.table, groups)
-                ),
-            ]
-        )
+        parts = [
+            part
+            for shard, layout in zip(values, layouts, strict=True)
+            for part in _label_parts(shard.float(), layout, batch.table, groups)
+        ]
+        flat = torch.cat([flat[:0], *parts])  # of a replica without samples there are none
         if groups.cp.size() > 1 and len(flat):
             dist.all_reduce(flat, group=groups.cp)
-    else:
-        flat = torch.zeros(int(ends[-1]), device=compute_device())
     if groups.pp.size() > 1 and batch.pipeline is None and len(flat):
         dist.broadcast(flat, src=groups.last_stage_rank, group=groups.pp)
-    everything = flat.cpu().numpy()
-    return dict(zip(own, np.split(everything, ends[:-1])[1:], strict=True))
+    column = np.zeros(batch.responses.num_tokens, dtype=np.float32)
+    places = batch.responses.split(column)
+    ends = np.cumsum(lengths)[:-1]
+    for position, part in zip(packed_order, np.split(flat.cpu().numpy(), ends), strict=False):
+        places[position][:] = part
+    return column
 
 
 def _label_parts(
@@ -240,15 +235,10 @@ def _label_parts(
     return parts
 
 
-def values_everywhere(
-    found: Mapping[int, np.ndarray], batch: SampleBatch, groups: ProcessGroups
-) -> list[np.ndarray]:
-    """`values_of_replica` of every sample, on every rank: one sum over the replicas. For few
-    samples.
+def values_everywhere(column: np.ndarray, groups: ProcessGroups) -> np.ndarray:
+    """`values_of_replica` of a batch that every rank has, on every rank: one sum over the replicas.
+    For few samples.
     """
-    ends = np.cumsum([0, *batch.table["response_length"].tolist()])
-    flat = torch.zeros(int(ends[-1]), device=compute_device())
-    for index, values in found.items():
-        flat[int(ends[index]) : int(ends[index + 1])] = torch.from_numpy(values).to(flat.device)
-    dist.all_reduce(flat, group=groups.dp)
-    return [part.copy() for part in np.split(flat.cpu().numpy(), ends[1:-1])]
+    values = torch.from_numpy(column).to(compute_device())
+    dist.all_reduce(values, group=groups.dp)
+    return values.cpu().numpy()

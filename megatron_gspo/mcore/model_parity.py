@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_gspo.config import ModelConfig, ParallelConfig, TrainingConfig
 from megatron_gspo.data.sample import Sample
-from megatron_gspo.data.sample_batch import SampleBatch
+from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.errors import InputError, first_line
 from megatron_gspo.mcore.model import build_model
 from megatron_gspo.mcore.policy import Policy
@@ -68,8 +68,8 @@ def _by_megatron(hugging_face: Path, checkpoint: Path, tokens: np.ndarray) -> np
             steps=1, global_batch_size=1, max_tokens_per_micro_batch=len(tokens)
         )
         return compute_log_probs(
-            policy, SampleBatch.of([sample]), training, temperature=1.0
-        ).log_probs[0]
+            policy, TrainingBatch.of([sample]), training, temperature=1.0
+        ).log_probs
     finally:
         shutdown()
 

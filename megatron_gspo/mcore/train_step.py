@@ -18,7 +18,7 @@ from megatron_gspo.algorithms import Objective, finish_metrics
 from megatron_gspo.config import TrainingConfig
 from megatron_gspo.data.micro_batch_plan import MicroBatchPlan
 from megatron_gspo.data.packing import OPTIONAL_FIELDS
-from megatron_gspo.data.sample_batch import SampleBatch
+from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.mcore.forward_step import ForwardStep, log_prob_forward_step, policy_forward_step
 from megatron_gspo.mcore.micro_batch_inputs import POLICY_LOSS
 from megatron_gspo.mcore.micro_batches import (
@@ -39,11 +39,11 @@ from megatron_gspo.parallel.metric_reduction import reduce_metrics
 @dataclass(frozen=True)
 class StepResult:
     """One optimizer step: final ``metrics``, the same on every rank, the ``log_probs`` of the
-    policy before it, ``[R]`` of each sample of this replica with 0 at untrained tokens, and what
+    policy before it, a column of the mini-batch's responses with 0 at untrained tokens, and what
     the routers did."""
 
     metrics: dict[str, float]
-    log_probs: dict[int, np.ndarray]
+    log_probs: np.ndarray
     batches: MicroBatches
     routing: list[MicroBatchRoutes] | None = None
 
@@ -87,17 +87,17 @@ def _lengths_sent(policy: Policy, needed: bool) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class LogProbOutput:
-    """Of every response token of this replica's samples, ``[R]`` float32 by position in the batch; 0
-    at text of an environment. ``routing``: this rank's routes."""
+    """Columns ``[T]`` float32 of the batch's responses; 0 at text of an environment. ``routing``:
+    this rank's routes."""
 
-    log_probs: dict[int, np.ndarray]
-    entropy: dict[int, np.ndarray] | None
+    log_probs: np.ndarray
+    entropy: np.ndarray | None
     routing: list[MicroBatchRoutes] | None
 
 
 def compute_log_probs(
     policy: Policy,
-    batch: SampleBatch,
+    batch: TrainingBatch,
     training: TrainingConfig,
     *,
     temperature: float,
@@ -139,7 +139,7 @@ def compute_log_probs(
 
 def pack_mini_batch(
     policy: Policy,
-    batch: SampleBatch,
+    batch: TrainingBatch,
     training: TrainingConfig,
     *,
     optional: Sequence[str],
@@ -170,7 +170,7 @@ def mini_batch_routes(
 
 def train_mini_batch(
     policy: Policy,
-    batch: SampleBatch,
+    batch: TrainingBatch,
     objective: Objective,
     training: TrainingConfig,
     *,
@@ -183,7 +183,7 @@ def train_mini_batch(
 
     ``plan``: as in ``compute_log_probs``.
     """
-    carried = [name for name in POLICY_LOSS if name in OPTIONAL_FIELDS and _all_have(name, batch)]
+    carried = [name for name in POLICY_LOSS if name in OPTIONAL_FIELDS and name in batch.responses]
     if not objective.reads_rollout_log_probs and "rollout_log_probs" in carried:
         carried.remove("rollout_log_probs")
     batches = pack_mini_batch(policy, batch, training, optional=carried, routing=routing, plan=plan)
@@ -195,10 +195,6 @@ def train_mini_batch(
         [output["log_probs"] for output in outputs], batches.layouts, batch, policy.groups
     )
     return StepResult(metrics, log_probs, batches, routes)
-
-
-def _all_have(name: str, batch: SampleBatch) -> bool:
-    return all(getattr(sample, name) is not None for sample in batch.samples)
 
 
 def optimizer_step(policy: Policy) -> dict[str, float]:

@@ -16,7 +16,7 @@ from megatron_gspo.algorithms import finish_metrics, value_loss
 from megatron_gspo.config import TrainingConfig
 from megatron_gspo.data.micro_batch_plan import MicroBatchPlan
 from megatron_gspo.data.packing import PackedBatch
-from megatron_gspo.data.sample_batch import SampleBatch
+from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.mcore.forward_step import (
     ForwardStep,
     LossFunction,
@@ -40,13 +40,12 @@ from megatron_gspo.mcore.value_head import token_values
 
 def compute_values(
     critic: Policy,
-    batch: SampleBatch,
+    batch: TrainingBatch,
     training: TrainingConfig,
     *,
     plan: MicroBatchPlan | None = None,
-) -> dict[int, np.ndarray]:
-    """The value before every response token, ``[R]`` float32 of this replica's samples by position
-    in the batch.
+) -> np.ndarray:
+    """The value before every response token: a column of the batch's responses, ``[T]`` float32.
 
     ``plan``: of the batch; None if every rank holds all its samples.
     """
@@ -68,7 +67,7 @@ def compute_values(
 
 def train_critic_mini_batch(
     critic: Policy,
-    batch: SampleBatch,
+    batch: TrainingBatch,
     training: TrainingConfig,
     *,
     value_clip: float | None,

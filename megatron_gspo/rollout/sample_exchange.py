@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megatron_gspo.config import SamplingParams
 from megatron_gspo.data.sample import Prompt, Sample, stage_input
 from megatron_gspo.data.sample_batch import SampleBatch
+from megatron_gspo.data.training_batch import TrainingBatch, TrainingBatchBuilder
 from megatron_gspo.errors import EngineError, UserError, first_line
 from megatron_gspo.parallel.collectives import group_rank, group_size
 from megatron_gspo.parallel.host_exchange import (
@@ -123,26 +124,29 @@ def move_samples(
     dp: dist.ProcessGroup,
     shared: Sequence[dist.ProcessGroup],
     routes: RouteShape | None = None,
-) -> SampleBatch:
-    """Each sample to the replica that trains it: on every rank of its last pipeline stage, with
-    what they read of it on the other stages; returns the batch with `group` dp.
+) -> TrainingBatch:
+    """Each sample to the replica that trains it, into the columns of its last pipeline stage, and
+    what they read of it into those of the other stages; the batch's `group` is dp.
 
     replica: [N] rank in `dp`, the group of this rank's counterparts in the replicas. shared: groups
     whose product is a replica, the pipeline first: its first rank receives the samples and passes
     them on. routes: the layers whose routes this rank keeps; None, on every rank: all. Samples go
     in rounds of `BUCKET_BYTES`, from the ranks of `batch.group` that hold them, and `batch.held` is
-    emptied as they leave. What its replica's first rank holds is not sent between replicas and
-    keeps its memory, nor is a round in which nothing moves. A collective of the world.
+    emptied as they leave. What its replica's first rank holds is not sent between replicas, nor is
+    a round in which nothing moves. A collective of the world.
     """
     table = batch.table.copy()
     me = group_rank(dp)
     table["holder"] = replica
+    expected = np.flatnonzero(replica == me)
     alone = all(group_size(group) == 1 for group in shared)
     if batch.group is None or (alone and group_size(dp) == 1):  # all are here
         layers = None if routes is None else routes.held_layers
-        return SampleBatch(
-            table, {i: _of_layers(s, layers) for i, s in batch.held.items() if replica[i] == me}, dp
-        )
+        builder = TrainingBatchBuilder(table, expected)
+        for position in expected.tolist():
+            builder.add(position, _of_layers(batch.held.pop(position), layers))
+        batch.held.clear()
+        return builder.batch(dp)
     target = _first_ranks(dp, shared, batch.group)[replica]
     here = group_rank(batch.group)
     stays = (batch.table["holder"] == target) & alone
@@ -151,16 +155,20 @@ def move_samples(
         _sizes(batch)[~stays], batch.table["holder"][~stays], target[~stays], BUCKET_BYTES
     )
     stages = _layers_of_stages(routes if batch.table["has_routes"].any() else None, shared)
+    stage = group_rank(shared[0]) if stages else 0
+    is_last = not stages or stage == len(stages) - 1
+    builder = TrainingBatchBuilder(
+        table, expected, has_loss=is_last, has_tokens=is_last or stage == 0
+    )
     leaving = dict(batch.held)
     batch.held.clear()  # so that a sample's memory is free once it has left
-    held = {i: leaving.pop(i) for i in np.flatnonzero(stays).tolist() if i in leaving}
+    for position in np.flatnonzero(stays).tolist():
+        if position in leaving:
+            builder.add(position, leaving.pop(position))
     for number in range(int(rounds.max(initial=-1)) + 1):
         moving = rounds == number
-        mine = {
-            i: leaving[i]
-            for i in np.flatnonzero(moving & (target == here)).tolist()
-            if i in leaving
-        }
+        arriving = [i for i in np.flatnonzero(moving & (target == here)).tolist() if i in leaving]
+        local_samples = {i: leaving[i] for i in arriving}
         received = _send_round(
             leaving, np.flatnonzero(moving), batch.table["holder"], target, batch.group
         )
@@ -168,19 +176,14 @@ def move_samples(
         arrived = {sender: part for sender, part in received.items() if len(part)}
         for sender, part in (arrived or dict.fromkeys(senders)).items():
             passed = _passed_on(part, shared, stages)
-            # The memory of copies would come beside theirs, in holes of the heap.
             if arrived and sender == here:
-                held |= {i: _on_stage(sample, 0, stages) for i, sample in mine.items()}
+                for position, sample in local_samples.items():
+                    builder.add(position, _on_stage(sample, 0, stages))
             else:
-                held |= dict(decode_samples(passed))
-        del mine
-    expected = np.flatnonzero(replica == me).tolist()
-    assert sorted(held) == expected, f"{len(held)} of {len(expected)} samples arrived"
-    samples = {i: held[i] for i in expected}
-    if not stages:
-        return SampleBatch(table, samples, dp)
-    is_last = group_rank(shared[0]) == len(stages) - 1
-    return SampleBatch(table, samples if is_last else {}, dp, shared[0], {} if is_last else samples)
+                for position, sample in decode_samples(passed):
+                    builder.add(position, sample)
+        del local_samples
+    return builder.batch(dp, shared[0] if stages else None)
 
 
 def exchange_rounds(
@@ -198,17 +201,20 @@ def exchange_rounds(
         zip(sizes.tolist(), source.tolist(), target.tolist(), strict=True)
     ):
         first = 0  # the first with room at both ends: they need not wait for other ranks' rounds
-        while any(
-            used and used + size > bucket
-            for one in (sent[a], received[b])
-            for used in one[first : first + 1]
-        ):
+        while not (_fits(sent[a], first, size, bucket) and _fits(received[b], first, size, bucket)):
             first += 1
-        for one in (sent[a], received[b]):
-            one += [0] * (first + 1 - len(one))
-            one[first] += size
+        for used in (sent[a], received[b]):
+            used += [0] * (first + 1 - len(used))
+            used[first] += size
         rounds[i] = first
     return rounds
+
+
+def _fits(used: Sequence[int], number: int, size: int, bucket: int) -> bool:
+    """Whether a sample of `size` bytes has room in a round that another one may be in. used: bytes
+    of each round so far."""
+    taken = used[number] if number < len(used) else 0
+    return not taken or taken + size <= bucket
 
 
 def _sizes(batch: SampleBatch) -> np.ndarray:

@@ -18,14 +18,14 @@ class StepRouting:
 
     old: statistics of the old policy's pass, in which choices are compared with the rollout
     engine's. updates: of each update, compared with the routes that the samples carry. flips: of
-    the last update, of this replica's samples by response token, where measured. missing_routes:
+    the last update, a column of its responses (`flips_of_replica`), where measured. missing_routes:
     tokens whose route the rollout engine doesn't return. bytes_stored: size of the samples' routes
     on all pipeline stages. bytes_moved: sent or copied by this rank.
     """
 
     old: RoutingStats | None = None
     updates: list[RoutingStats] = field(default_factory=list)
-    flips: dict[int, np.ndarray] | None = None
+    flips: np.ndarray | None = None
     missing_routes: int = 0
     bytes_stored: int = 0
     bytes_moved: int = 0

@@ -189,7 +189,7 @@ def test_fields_are_carried_by_all_samples_or_by_none():
     assert batch.old_log_probs is None and batch.advantages.tolist() == [0] * 6
     full = make_sample(2, 2)
     assert pack([full], num_sequences=1, num_tokens=2, optional=()).old_log_probs is None
-    with pytest.raises(ValueError, match="advantages is missing from 1 of 2 samples"):
+    with pytest.raises(ValueError, match="log_probs is missing from 1 of 2 samples"):
         pack([full, bare[0]], num_sequences=2, num_tokens=4)
     with pytest.raises(ValueError, match="ref_log_probs is missing from 2 of 2"):
         pack(bare, num_sequences=2, num_tokens=3, optional=["ref_log_probs"])

@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_gspo.config import Config
 from megatron_gspo.data.sample import Sample
 from megatron_gspo.data.sample_batch import SampleBatch
+from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.loop.critic import run_critic_steps, with_values
 from megatron_gspo.loop.log_probs import with_log_probs
 from megatron_gspo.loop.loss_masking import mask_samples
@@ -50,7 +51,7 @@ def metrics_without_a_change(
     plan, batch = _planned(policy, samples, config)
     routing = RoutingReplay(config.routing, policy.routes, has_ratio=True)
     with shape_dependent(policy):
-        batch, _ = with_log_probs(batch, (policy, None), config, plan, routing, Timers())
+        batch, _ = with_log_probs(batch, policy, None, config, plan, routing, Timers())
         batch, masked = mask_samples(batch, step=0, truncated=False)
         update = run_optimizer_steps(policy, batch, config, 0, plan, routing, Timers())
     assert (masked["masked/unscored"], update.metrics["updates"]) == (1, 2)
@@ -65,7 +66,7 @@ def check_first_critic_update(critic: Policy, samples: list[Sample]) -> None:
     plan, batch = _planned(critic, [replace(sample, reward=0.0) for sample in samples], config)
     with shape_dependent(critic):
         batch = with_values(batch, critic, config, plan, Timers())
-        batch = batch.map(lambda _, sample: replace(sample, returns=sample.values))
+        batch = batch.with_column("returns", batch.responses["values"])
         metrics = run_critic_steps(critic, batch, config, 0, plan, Timers())
     assert metrics["critic/loss"] == 0.0 and metrics["critic/value"] != 0.0
 
@@ -75,7 +76,9 @@ def _config(**sections: dict[str, Any]) -> Config:
     return Config.from_dict(base_config("model", "run", training=training, **sections))
 
 
-def _planned(policy: Policy, samples: list[Sample], config: Config) -> tuple[StepPlan, SampleBatch]:
+def _planned(
+    policy: Policy, samples: list[Sample], config: Config
+) -> tuple[StepPlan, TrainingBatch]:
     """The plan of a step, and its samples on their replicas."""
     batch = SampleBatch.of(samples)
     groups = policy.groups

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_gspo.data.packing import OPTIONAL_FIELDS
 from megatron_gspo.data.sample import Sample
-from megatron_gspo.data.sample_batch import SampleBatch
+from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.mcore.forward_step import unwrap
 from megatron_gspo.mcore.policy import Policy
 from megatron_gspo.mcore.routing_replay.gather_results import routing_stats
@@ -61,7 +61,11 @@ def compare_recorded(
     noise = NOISE if policy.shape.router.score == "softmax" else None
     options = ReplayOptions(shape, record=True, entropy=True, noise=noise)
     scores = compute_log_probs(
-        policy, SampleBatch.of(samples), batching, temperature=scenario.temperature, routing=options
+        policy,
+        TrainingBatch.of(samples),
+        batching,
+        temperature=scenario.temperature,
+        routing=options,
     )
     assert scores.routing is not None
     routes, _ = all_routes(scores.routing, samples, range(len(samples)))
@@ -104,7 +108,7 @@ def train_pass(
         if all(getattr(sample, name) is not None for sample in samples)
     ]
     batches = pack_mini_batch(
-        policy, SampleBatch.of(samples), batching, optional=carried, routing=options
+        policy, TrainingBatch.of(samples), batching, optional=carried, routing=options
     )
     done = mini_batch_routes(policy, batches, options)
     with watched(policy, errors):

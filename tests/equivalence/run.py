@@ -17,7 +17,7 @@ from megatron_gspo.algorithms import finish_metrics
 from megatron_gspo.config import TrainingConfig
 from megatron_gspo.data.packing import OPTIONAL_FIELDS
 from megatron_gspo.data.sample import Sample
-from megatron_gspo.data.sample_batch import SampleBatch
+from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.mcore.forward_step import unwrap
 from megatron_gspo.mcore.hf_weights import export_layers, export_weights, held_tensors
 from megatron_gspo.mcore.lora.adapter_weights import adapter_layers
@@ -129,7 +129,7 @@ def compare_base(policy: Policy, truth: Truth, errors: Errors) -> None:
     """Log-probs with the adapters off, as of a reference policy."""
     samples = truth.scenarios["gspo"].samples
     scores = compute_log_probs(
-        policy.base(), SampleBatch.of(samples), CUTS["packed"], temperature=1.0
+        policy.base(), TrainingBatch.of(samples), CUTS["packed"], temperature=1.0
     )
     every = everywhere(scores.log_probs, samples, policy.groups)
     errors.add("base log-prob", _distance(every, truth.base_log_probs), "gspo")
@@ -147,7 +147,7 @@ def compare_scores(policy: Policy, name: str, cut: str, expected: Expected, erro
     """
     scores = compute_log_probs(
         policy,
-        SampleBatch.of(expected.samples),
+        TrainingBatch.of(expected.samples),
         (CUTS | OTHER_CUTS)[cut],
         temperature=ALL[name].temperature,
         with_entropy=True,
@@ -193,7 +193,7 @@ def run_pass(
     options = ReplayOptions(route_shape(policy), replay=True) if scenario.replay else None
     samples = held_by(policy, samples) if scenario.replay else samples
     batches = pack_mini_batch(
-        policy, SampleBatch.of(samples), batching, optional=_carried(samples), routing=options
+        policy, TrainingBatch.of(samples), batching, optional=_carried(samples), routing=options
     )
     routing = mini_batch_routes(policy, batches, options)
     outputs = forward_backward(
@@ -237,7 +237,7 @@ def compare_training(policy: Policy, truth: Truth, errors: Errors, where: str) -
     frozen = frozen_weights(policy)
     for index, samples in enumerate(truth.mini_batches):
         result = train_mini_batch(
-            policy, SampleBatch.of(samples), TRAINING.objective, CUTS["packed"], temperature=1.0
+            policy, TrainingBatch.of(samples), TRAINING.objective, CUTS["packed"], temperature=1.0
         )
         errors.add_metrics(
             result.metrics, truth.training.steps[index], f"{where}, step {index}", "step metric"

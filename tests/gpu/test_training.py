@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_gspo.algorithms import preset
 from megatron_gspo.data.sample import Sample
-from megatron_gspo.data.sample_batch import SampleBatch
+from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.mcore import policy_tensors
 from megatron_gspo.mcore.checkpoint.save_load import load_checkpoint, save_checkpoint
 from megatron_gspo.mcore.offload import whole_storages
@@ -31,7 +31,7 @@ from tests.equivalence.cases import make_samples
 from tests.equivalence.replay import route_shape
 from tests.gpu.tolerances import BITS
 from tests.support.configs import adam, micro_batches_of, model_config, parallel
-from tests.support.gathered import in_order
+from tests.support.gathered import by_sample
 from tests.support.tiny_models import save_tiny_model
 
 GRPO = preset("grpo", entropy_coef=0.01)
@@ -61,11 +61,11 @@ def samples_of(policy: Policy, scale: int, seed: int) -> list[Sample]:
     """With old log-probs that are the policy's own."""
     samples = make_samples(seed, 8, policy.shape.vocab_size, scale=scale)
     scores = compute_log_probs(
-        policy, SampleBatch.of(samples), micro_batches_of(80 * scale), temperature=1.0
+        policy, TrainingBatch.of(samples), micro_batches_of(80 * scale), temperature=1.0
     )
     return [
         replace(s, old_log_probs=value)
-        for s, value in zip(samples, in_order(scores.log_probs), strict=True)
+        for s, value in zip(samples, by_sample(scores.log_probs, samples), strict=True)
     ]
 
 
@@ -74,16 +74,16 @@ def test_a_step_raises_the_objective_and_a_resumed_run_takes_the_same(new_policy
     batching = micro_batches_of(80 * sizes.scale)
     samples = samples_of(policy, sizes.scale, seed=0)
     losses = [
-        train_mini_batch(policy, SampleBatch.of(samples), GRPO, batching, temperature=1.0).metrics[
-            "loss"
-        ]
+        train_mini_batch(
+            policy, TrainingBatch.of(samples), GRPO, batching, temperature=1.0
+        ).metrics["loss"]
         for _ in range(3)
     ]
     assert losses[2] < losses[1] < losses[0]
     state = {"position": 7}
     at = save_checkpoint(policy, Path(tmp_path), 3, state, keep=1)
     before = weights(policy)
-    result = train_mini_batch(policy, SampleBatch.of(samples), GRPO, batching, temperature=1.0)
+    result = train_mini_batch(policy, TrainingBatch.of(samples), GRPO, batching, temperature=1.0)
     after = weights(policy)
 
     resumed = new_policy()
@@ -92,7 +92,7 @@ def test_a_step_raises_the_objective_and_a_resumed_run_takes_the_same(new_policy
     assert loaded.keys() == before.keys() and all(
         torch.equal(loaded[name], before[name]) for name in before
     )
-    again = train_mini_batch(resumed, SampleBatch.of(samples), GRPO, batching, temperature=1.0)
+    again = train_mini_batch(resumed, TrainingBatch.of(samples), GRPO, batching, temperature=1.0)
     assert again.metrics["lr"] == result.metrics["lr"]
     # Some GPU kernels add in an order of their own; a gradient's sign may differ where it is
     # rounding noise.
@@ -112,7 +112,7 @@ def distance(found: Tensor, expected: Tensor) -> float:
 def test_memory_is_released_for_generation_and_taken_back(device, new_policy, sizes):
     policy = new_policy()
     batching = micro_batches_of(80 * sizes.scale)
-    samples = SampleBatch.of(samples_of(policy, sizes.scale, seed=3))
+    samples = TrainingBatch.of(samples_of(policy, sizes.scale, seed=3))
     train_mini_batch(policy, samples, GRPO, batching, temperature=1.0)
     before = [tensor.clone().cpu() for tensor in kept(policy)]
     allocated = torch.cuda.memory_allocated() if device == "cuda" else 0
@@ -147,10 +147,11 @@ def test_recorded_routes_are_replayed(new_policy, sizes, storage):
     samples = make_samples(1, 8, policy.shape.vocab_size, scale=sizes.scale)
     record = ReplayOptions(shape, record=True, entropy=True, storage=storage)
     recorded = compute_log_probs(
-        policy, SampleBatch.of(samples), batching, temperature=1.0, routing=record
+        policy, TrainingBatch.of(samples), batching, temperature=1.0, routing=record
     )
-    found, _ = routes_of_replica(recorded.routing, SampleBatch.of(samples), range(len(samples)))
-    routes = in_order(found)
+    inputs = TrainingBatch.of(samples).inputs
+    column, _ = routes_of_replica(recorded.routing, inputs)
+    routes = [ids[:-1] for ids in inputs.split(column).values()]
     replay = ReplayOptions(shape, replay=True, compare=True, storage=storage)
 
     def scores(given: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
@@ -158,18 +159,16 @@ def test_recorded_routes_are_replayed(new_policy, sizes, storage):
             replace(sample, routed_experts=ids) for sample, ids in zip(samples, given, strict=True)
         ]
         found = compute_log_probs(
-            policy, SampleBatch.of(batch), batching, temperature=1.0, routing=replay
+            policy, TrainingBatch.of(batch), batching, temperature=1.0, routing=replay
         )
-        return np.concatenate(in_order(found.log_probs)), np.concatenate(
-            in_order(flips_of_replica(found.routing, SampleBatch.of(batch)))
-        )
+        return found.log_probs, flips_of_replica(found.routing, TrainingBatch.of(batch))
 
     own, flips = scores(routes)
-    spread = np.concatenate(in_order(recorded.log_probs)).std()
+    spread = recorded.log_probs.std()
     # A few tokens whose best experts are equally good may choose the other one in the second pass:
     # they are replayed.
     assert (flips > 0).mean() < 0.01
-    assert np.abs(own - np.concatenate(in_order(recorded.log_probs))).max() < ROUNDOFF * spread
+    assert np.abs(own - recorded.log_probs).max() < ROUNDOFF * spread
     other, flips = scores([(ids + 1) % shape.num_experts for ids in routes])
     assert np.abs(other - own).max() > 10 * ROUNDOFF * spread and (flips[flips >= 0] == 1).all()
 
@@ -185,7 +184,7 @@ def test_our_code_does_not_wait_for_the_gpu(device, new_policy, sizes):
     batching = micro_batches_of(40 * sizes.scale)
     samples = samples_of(policy, sizes.scale, seed=2)
     batches = pack_mini_batch(
-        policy, SampleBatch.of(samples), batching, optional=("old_log_probs",), routing=None
+        policy, TrainingBatch.of(samples), batching, optional=("old_log_probs",), routing=None
     )
     # Kernels are compiled and buffers allocated.
     forward_backward(policy, GRPO, batches, temperature=1.0)

@@ -5,19 +5,20 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_gspo.config import AlgorithmConfig
-from megatron_gspo.data.sample_batch import SampleBatch
+from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.loop.advantages import shaped_rewards, with_advantages, with_turn_advantages
 from tests.loop.episodes import episode
+from tests.support.random_samples import trained_samples
 from tests.support.samples import make_sample
 
 
 def test_penalties_are_charged_to_the_last_turn():
-    batch = SampleBatch.of(
+    batch = TrainingBatch.of(
         [episode(0.0, 1.0), episode(1.0, 0.0), episode(0.5, 0.0, reward=float("nan"))]
     )
     shaped = np.array([1.0, 0.0, np.nan])  # one off the second
     algorithm = AlgorithmConfig.preset(name="gspo_token", turn_discount=0.5, advantage_std="none")
-    samples = with_turn_advantages(batch, shaped, algorithm).samples
+    samples = trained_samples(with_turn_advantages(batch, shaped, algorithm))
     # returns 1/2, 1 and 1 - 1/2, -1
     np.testing.assert_allclose(samples[0].advantages, [0, 0, 0, 1, 1])
     np.testing.assert_allclose(samples[1].advantages, [0, 0, 0, -1, -1])
@@ -34,9 +35,13 @@ def scored(*rewards: float, **fields) -> list:
 
 def test_a_response_has_one_advantage():
     samples = scored(1.0, 0.0, 0.0, 1.0)
-    found = with_advantages(
-        SampleBatch.of(samples), AlgorithmConfig.preset(advantage_std="none"), max_response_length=9
-    ).samples
+    found = trained_samples(
+        with_advantages(
+            TrainingBatch.of(samples),
+            AlgorithmConfig.preset(advantage_std="none"),
+            max_response_length=9,
+        )
+    )
     assert [sample.advantages.tolist() for sample in found] == [
         [v] * 3 for v in (0.5, -0.5, -0.5, 0.5)
     ]
@@ -49,16 +54,24 @@ def test_a_response_has_one_advantage():
 def test_a_reward_that_is_not_known_moves_no_baseline():
     samples = scored(1.0, 0.0, float("nan"), 7.0)
     samples[3].finish_reason = "abort"
-    found = with_advantages(
-        SampleBatch.of(samples), AlgorithmConfig.preset(advantage_std="none"), max_response_length=9
-    ).samples
+    found = trained_samples(
+        with_advantages(
+            TrainingBatch.of(samples),
+            AlgorithmConfig.preset(advantage_std="none"),
+            max_response_length=9,
+        )
+    )
     assert [sample.advantages[0] for sample in found] == [0.5, -0.5, 0.0, 0.0]
 
 
 def test_supervised_training_weights_every_token_by_one():
-    found = with_advantages(
-        SampleBatch.of(scored(float("nan"))), AlgorithmConfig.preset("sft"), max_response_length=9
-    ).samples
+    found = trained_samples(
+        with_advantages(
+            TrainingBatch.of(scored(float("nan"))),
+            AlgorithmConfig.preset("sft"),
+            max_response_length=9,
+        )
+    )
     assert found[0].advantages.tolist() == [1.0] * 3
 
 
@@ -71,10 +84,12 @@ def test_the_reward_is_reduced_by_length_and_kl():
         truncated="penalize", overlong_buffer_len=4, overlong_penalty_factor=2.0
     )
     np.testing.assert_allclose(
-        shaped_rewards(SampleBatch.of(samples), algorithm, max_response_length=8), [1.0, -1.0]
+        shaped_rewards(TrainingBatch.of(samples), algorithm, max_response_length=8), [1.0, -1.0]
     )
     algorithm = AlgorithmConfig.preset(kl_reward_coef=0.5, kl_loss_type="k1", advantage_std="none")
     kl = [float((s.old_log_probs - s.ref_log_probs)[s.loss_mask].sum()) for s in samples]
-    found = with_advantages(SampleBatch.of(samples), algorithm, max_response_length=8).samples
+    found = trained_samples(
+        with_advantages(TrainingBatch.of(samples), algorithm, max_response_length=8)
+    )
     np.testing.assert_allclose(found[0].advantages, 0.5 * (kl[1] - kl[0]) / 2, rtol=1e-5)
     np.testing.assert_allclose(found[1].advantages, 0.5 * (kl[0] - kl[1]) / 2, rtol=1e-5)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megatron_gspo.data.sample import Sample
-from megatron_gspo.data.sample_batch import SampleBatch
+from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.loop.critic import explained_variance
 from tests.support.samples import make_sample
 
@@ -22,7 +22,7 @@ def sample(values: list[float], returns: list[float], **fields: object) -> Sampl
 
 
 def measured(*samples: Sample) -> dict[str, float]:
-    return explained_variance(SampleBatch.of(list(samples)))
+    return explained_variance(TrainingBatch.of(list(samples)))
 
 
 def test_explained_variance_by_hand():

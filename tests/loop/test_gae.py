@@ -9,10 +9,11 @@ import pytest
 
 from megatron_gspo.config import AlgorithmConfig
 from megatron_gspo.data.sample import Sample
-from megatron_gspo.data.sample_batch import SampleBatch
+from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.loop.advantages import with_advantages
 from megatron_gspo.loop.gae import with_gae
 from tests.loop.episodes import episode
+from tests.support.random_samples import trained_samples
 from tests.support.samples import make_sample
 
 
@@ -26,7 +27,8 @@ def sample(values: list[float], *, seed: int = 0, **fields: object) -> Sample:
 
 
 def estimated(samples: list[Sample], algorithm: AlgorithmConfig) -> list[Sample]:
-    return with_advantages(SampleBatch.of(samples), algorithm, max_response_length=9).samples
+    batch = TrainingBatch.of(samples)
+    return trained_samples(with_advantages(batch, algorithm, max_response_length=9))
 
 
 def test_the_reward_is_earned_at_the_last_trained_token():
@@ -83,8 +85,8 @@ def test_penalties_are_charged_at_the_end():
     (found,) = estimated([sample([0.0] * 9)], algorithm)
     assert found.returns.tolist() == [-1.0] * 9
     # One off 3.
-    penalised = with_gae(SampleBatch.of([valued((2.0, 1.0), [0.0] * 5)]), np.array([2.0]), ppo())
-    assert penalised.samples[0].returns[-1] == 0.0
+    penalised = with_gae(TrainingBatch.of([valued((2.0, 1.0), [0.0] * 5)]), np.array([2.0]), ppo())
+    assert penalised.responses["returns"][-1] == 0.0
 
 
 def test_a_reward_that_is_not_known_trains_neither_model():
@@ -126,9 +128,8 @@ def test_equal_advantages_and_a_batch_without_any_are_zero():
     ].advantages.tolist() == [0]
 
 
-def test_samples_together_are_estimated_as_alone(monkeypatch):
-    """Over several pieces, with a sample that does not count and one without trained tokens."""
-    monkeypatch.setattr("megatron_gspo.data.sample_batch._PIECE", 12)
+def test_samples_together_are_estimated_as_alone():
+    """With a sample that does not count and one without trained tokens."""
     rng = np.random.default_rng(0)
     given = [
         make_sample(

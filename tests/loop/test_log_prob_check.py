@@ -43,11 +43,9 @@ def checked(
     monkeypatch, difference: float, version: int = 4, servers: int = 1, **sglang: Any
 ) -> dict[str, float]:
     """The metrics of a check every 2 updates, with servers that differ by so much."""
-    ours = SimpleNamespace(log_probs={i: array(-1, -1) for i in range(4)})
+    ours = SimpleNamespace(log_probs=array(*[-1.0] * 8))
     monkeypatch.setattr(log_prob_check, "compute_log_probs", lambda *args, **options: ours)
-    monkeypatch.setattr(
-        log_prob_check, "values_everywhere", lambda found, batch, groups: list(found.values())
-    )
+    monkeypatch.setattr(log_prob_check, "values_everywhere", lambda column, groups: column)
     monkeypatch.setattr(log_prob_check.dist, "get_rank", lambda: 0)
     asked = []
 
@@ -203,11 +201,9 @@ def test_a_run_on_a_server_that_ignores_ties(tmp_path, capfd, tied, ignores_ties
 
 
 def test_the_check_at_the_start_can_be_turned_off(monkeypatch):
-    ours = SimpleNamespace(log_probs={i: array(-1, -1) for i in range(4)})
+    ours = SimpleNamespace(log_probs=array(*[-1.0] * 8))
     monkeypatch.setattr(log_prob_check, "compute_log_probs", lambda *args, **options: ours)
-    monkeypatch.setattr(
-        log_prob_check, "values_everywhere", lambda found, batch, groups: list(found.values())
-    )
+    monkeypatch.setattr(log_prob_check, "values_everywhere", lambda column, groups: column)
     source = SimpleNamespace(score=lambda sequences: {"http://a:1": [array(-1, -1)] * 4})
     policy = SimpleNamespace(groups=None)
     for on, version, at_start, due in [

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_gspo.data.sample_batch import SampleBatch
+from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.errors import RunError
 from megatron_gspo.loop.loss_masking import mask_samples
+from tests.support.random_samples import trained_samples
 from tests.support.samples import make_sample
 
 NAN = float("nan")
@@ -35,16 +36,16 @@ def non_finite(value: float, **fields):
     ],
 )
 def test_the_first_reason_counts(made, reason):
-    batch, counts = mask_samples(SampleBatch.of([made, sample(1)]), step=0, truncated=False)
-    samples = batch.samples
+    batch, counts = mask_samples(TrainingBatch.of([made, sample(1)]), step=0, truncated=False)
+    samples = trained_samples(batch)
     assert batch.table["trained"].tolist() == [int(s.loss_mask.sum()) for s in samples]
     assert counts == {
         f"masked/{name}": float(name == reason)
         for name in ("empty", "truncated", "unscored", "non_finite")
     }
-    assert samples[1] is not made and samples[1].loss_mask.all()
+    assert samples[1].loss_mask.all()
     if reason is None:
-        assert samples[0] is made
+        assert samples[0].loss_mask.tolist() == made.loss_mask.tolist()
     else:
         assert not samples[0].loss_mask.any() and samples[0].loss_mask.shape == (3,)
     assert reason == "empty" or made.loss_mask.any(), "the given sample does not change"
@@ -53,16 +54,16 @@ def test_the_first_reason_counts(made, reason):
 def test_cut_off_responses_are_masked_on_request():
     cut = sample(0, finish_reason="length")
     assert (
-        mask_samples(SampleBatch.of([cut]), step=0, truncated=False)[1]["masked/truncated"] == 0.0
+        mask_samples(TrainingBatch.of([cut]), step=0, truncated=False)[1]["masked/truncated"] == 0.0
     )
-    batch, counts = mask_samples(SampleBatch.of([cut]), step=0, truncated=True)
-    [masked] = batch.samples
+    batch, counts = mask_samples(TrainingBatch.of([cut]), step=0, truncated=True)
+    [masked] = trained_samples(batch)
     assert counts["masked/truncated"] == 1.0 and not masked.loss_mask.any()
 
 
 def test_no_finite_log_prob_at_all_ends_the_run():
     with pytest.raises(RunError, match="step 3: no response has finite log-probs"):
         mask_samples(
-            SampleBatch.of([non_finite(NAN), sample(1, reward=NAN)]), step=2, truncated=False
+            TrainingBatch.of([non_finite(NAN), sample(1, reward=NAN)]), step=2, truncated=False
         )
-    mask_samples(SampleBatch.of([non_finite(NAN), sample(1)]), step=2, truncated=False)
+    mask_samples(TrainingBatch.of([non_finite(NAN), sample(1)]), step=2, truncated=False)

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_gspo.config import Config, RoutingConfig, load_config
-from megatron_gspo.data.sample_batch import SampleBatch
+from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.errors import DiskError
 from megatron_gspo.loop.generation import DataCursor
 from megatron_gspo.loop.metrics_logging import MetricsLogger, ratio_arrays
@@ -51,8 +51,11 @@ def samples(count: int = 6) -> list[Any]:
 
 
 def update_of(batch: list[Any]) -> Update:
-    log_probs = {i: sample.old_log_probs + np.float32(0.5) for i, sample in enumerate(batch)}
-    return Update({}, SampleBatch.of(batch), log_probs)
+    mini_batch = TrainingBatch.of(batch)
+    if not batch:
+        return Update({}, mini_batch)
+    log_probs = mini_batch.responses["old_log_probs"] + np.float32(0.5)
+    return Update({}, mini_batch, log_probs)
 
 
 def test_a_run_directory(rank: Any, tmp_path: Path) -> None:
@@ -60,7 +63,7 @@ def test_a_run_directory(rank: Any, tmp_path: Path) -> None:
         for step in (1, 2):
             made.log(step, {"reward/mean": step / 4})
             made.write_step(
-                step, SampleBatch.of(samples()), ROUTING, update_of(samples(2)), DataCursor(6)
+                step, TrainingBatch.of(samples()), ROUTING, update_of(samples(2)), DataCursor(6)
             )
         made.finish({"step": 2})
     run = tmp_path / "run"
@@ -104,7 +107,7 @@ def test_servers_samples_are_in_the_rollout_log(rank: Any, tmp_path: Path) -> No
     sections = {"rollout": {"engine": "sglang"}, "sglang": {"urls": ["http://a:1"]}}
     with logger(tmp_path / "run", tracking={"samples_per_step": 0}, **sections) as made:
         made.write_step(
-            1, SampleBatch.of(samples(2)), ROUTING, update_of([]), DataCursor(6, (3, 5))
+            1, TrainingBatch.of(samples(2)), ROUTING, update_of([]), DataCursor(6, (3, 5))
         )
     (row,) = map(json.loads, (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines())
     assert row["step"] == 1 and row["pending"] == [3, 5] and len(row["samples"]) == 2
@@ -118,7 +121,9 @@ def test_another_rank_writes_nothing(
     with logger(tmp_path / "run") as made:
         made.note_dropped_prompts(3)
         made.log(1, {"updates": 0.0})
-        made.write_step(1, SampleBatch.of(samples()), ROUTING, update_of(samples()), DataCursor(6))
+        made.write_step(
+            1, TrainingBatch.of(samples()), ROUTING, update_of(samples()), DataCursor(6)
+        )
         made.finish({})
     assert not (tmp_path / "run").exists() and capsys.readouterr() == ("", "")
 
@@ -135,7 +140,7 @@ def test_each_warning_is_printed_once(
         for step in (1, 2):
             made.log(step, {"groups/zero_variance": 1.0, "updates": 0.0})
             made.warn_once("guard", f"step {step}: effective_sample_size = 0.1 is below 0.5")
-            made.write_step(step, SampleBatch.of(unscored), ROUTING, update_of([]), DataCursor(6))
+            made.write_step(step, TrainingBatch.of(unscored), ROUTING, update_of([]), DataCursor(6))
     text = "".join(capsys.readouterr())
     for line in (
         "3 prompts are longer than data.max_prompt_length and were dropped",
@@ -175,7 +180,7 @@ def test_a_file_that_cannot_be_written_is_a_disk_error(rank: Any, tmp_path: Path
         with pytest.raises(
             DiskError, match="samples.*cannot be written: .*don't remove a run's directory"
         ):
-            made.write_step(1, SampleBatch.of(samples()), ROUTING, update_of([]), DataCursor(6))
+            made.write_step(1, TrainingBatch.of(samples()), ROUTING, update_of([]), DataCursor(6))
 
 
 def test_ratios_of_a_large_mini_batch_are_of_some_sequences(
@@ -192,7 +197,7 @@ def test_ratios_of_a_large_mini_batch_are_of_some_sequences(
 
 def test_ratios_are_of_the_trained_tokens_in_order() -> None:
     batch = [make_sample(1, 3, seed=1, mask=[True, False, True]), make_sample(2, 2, seed=2)]
-    flips = {0: np.array([1, 0, -1], dtype=np.int8), 1: np.array([0, 1], dtype=np.int8)}
+    flips = np.array([1, 0, -1, 0, 1], dtype=np.int8)
     found = ratio_arrays(replace(update_of(batch), flips=flips), TOKENIZER)
     np.testing.assert_allclose(found["log_ratio"], 0.5, atol=1e-6)
     assert found["sequence"].tolist() == [0, 0, 1, 1] and found["flipped"].tolist() == [1, -1, 0, 1]

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_gspo.algorithms import RatioHistogram
-from megatron_gspo.data.sample_batch import SampleBatch
+from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.loop.ratio_quantiles import added_histograms, quantiles_over_ranks
 from tests.support.distributed import run_distributed
 
@@ -20,8 +20,8 @@ def test_sums_begin_with_nothing():
     total: dict[str, RatioHistogram] = {}
     for part in ([0.0, 0.5], [], [-1.0]):
         total = added_histograms(total, histograms(*part))
-    found = quantiles_over_ranks(total, SampleBatch.of([]))
-    assert found == quantiles_over_ranks(histograms(0.0, 0.5, -1.0), SampleBatch.of([]))
+    found = quantiles_over_ranks(total, TrainingBatch.of([]))
+    assert found == quantiles_over_ranks(histograms(0.0, 0.5, -1.0), TrainingBatch.of([]))
     np.testing.assert_allclose(
         [found["ratio_token/min"], found["ratio_token/max"]], np.exp([-1.0, 0.5])
     )
@@ -29,10 +29,10 @@ def test_sums_begin_with_nothing():
 
 
 def of_rank(rank: int, world: int) -> dict[str, float]:
-    batch = replace(SampleBatch.of([]), group=dist.group.WORLD)
+    batch = replace(TrainingBatch.of([]), group=dist.group.WORLD)
     return quantiles_over_ranks(histograms(*[[0.0, 0.5], [-1.0]][rank]), batch)
 
 
 def test_ranks_have_the_quantiles_of_all():
-    expected = quantiles_over_ranks(histograms(0.0, 0.5, -1.0), SampleBatch.of([]))
+    expected = quantiles_over_ranks(histograms(0.0, 0.5, -1.0), TrainingBatch.of([]))
     assert run_distributed(of_rank, 2) == [expected, expected]

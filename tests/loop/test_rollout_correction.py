@@ -9,16 +9,17 @@ import pytest
 
 from megatron_gspo.config import AlgorithmConfig, ConfigError
 from megatron_gspo.data.sample import Sample
-from megatron_gspo.data.sample_batch import SampleBatch
+from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.loop.rollout_correction import correct_mismatch, mismatch
+from tests.support.random_samples import assert_same, trained_samples
 from tests.support.samples import make_sample
 
 
 def corrected(
     samples: list[Sample], algorithm: AlgorithmConfig
 ) -> tuple[list[Sample], dict[str, float]]:
-    batch, found = correct_mismatch(SampleBatch.of(samples), algorithm)
-    return batch.samples, found
+    batch, found = correct_mismatch(TrainingBatch.of(samples), algorithm)
+    return trained_samples(batch), found
 
 
 def two_samples() -> list[Sample]:
@@ -86,7 +87,9 @@ def test_nothing_left_has_no_weights():
     samples, found = corrected(samples, algorithm)
     assert found == {"rollout_rs/tokens": 0.0, "rollout_rs/sequences": 0.0}
     unchanged, found = corrected(samples, AlgorithmConfig.preset())
-    assert found == {} and all(a is b for a, b in zip(unchanged, samples, strict=True))
+    assert found == {}
+    for sample, before in zip(unchanged, samples, strict=True):
+        assert_same(sample, before)
 
 
 def test_the_samples_that_are_given_do_not_change():
@@ -100,7 +103,8 @@ def test_the_samples_that_are_given_do_not_change():
 def test_without_log_probs_it_is_refused():
     samples = two_samples()
     samples[1].rollout_log_probs = None
-    assert mismatch(SampleBatch.of(samples), {}) == {}
+    samples[0].rollout_log_probs = None
+    assert mismatch(TrainingBatch.of(samples), np.zeros(5, dtype=np.float32)) == {}
     for key in ("rollout_rs", "rollout_is"):
         refusal = f'algorithm.{key} = "token": the engine gives no log-probs; set it to none'
         with pytest.raises(ConfigError, match=refusal):
@@ -109,9 +113,8 @@ def test_without_log_probs_it_is_refused():
 
 def test_mismatch_quantiles_of_both_ratios():
     samples = two_samples()
-    found = mismatch(
-        SampleBatch.of(samples), {i: sample.old_log_probs for i, sample in enumerate(samples)}
-    )
+    batch = TrainingBatch.of(samples)
+    found = mismatch(batch, batch.responses["old_log_probs"])
     assert found["mismatch/ratio_token/max"] == pytest.approx(3)
     assert found["mismatch/ratio_token/min"] == pytest.approx(0.25)
     assert found["mismatch/ratio_sequence/min"] == pytest.approx(math.sqrt(3 / 4))
@@ -122,20 +125,22 @@ def test_mismatch_quantiles_of_both_ratios():
 
 def test_mismatch_does_not_depend_on_the_pieces(monkeypatch):
     samples = [make_sample(2, n, seed=n, mask=[n != 4] * n) for n in range(1, 7)]
-    batch = SampleBatch.of(samples)
-    log_probs = {i: sample.old_log_probs for i, sample in enumerate(samples)}
+    batch = TrainingBatch.of(samples)
+    log_probs = batch.responses["old_log_probs"].copy()
     whole = mismatch(batch, log_probs)
-    monkeypatch.setattr("megatron_gspo.data.sample_batch._PIECE", 7)
-    assert len(list(batch.pieces())) > 3
+    monkeypatch.setattr("megatron_gspo.data.columns._PIECE", 7)
+    assert len(list(batch.responses.pieces())) > 3
     assert mismatch(batch, log_probs) == pytest.approx(whole, rel=1e-12)
-    log_probs[0] = np.full_like(log_probs[0], np.nan)
+    log_probs[0] = np.nan
     assert math.isnan(mismatch(batch, log_probs)["mismatch/abs_diff_max"])
 
 
 def test_minirl_needs_the_engines_log_probs_and_changes_no_advantage():
     samples = two_samples()
     left, metrics = corrected(samples, AlgorithmConfig.preset("minirl"))
-    assert left == samples and metrics == {}
+    assert metrics == {}
+    for sample, before in zip(left, samples, strict=True):
+        assert_same(sample, before)
     without = [make_sample(1, 2, log_probs=False)]
     with pytest.raises(
         ConfigError, match='algorithm.name = "minirl": the engine gives no log-probs'

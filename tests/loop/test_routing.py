@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from megatron_gspo.config import RoutingConfig
+from megatron_gspo.data.columns import Columns
 from megatron_gspo.data.sample import Sample
 from megatron_gspo.data.sample_batch import SampleBatch
-from megatron_gspo.loop.routing import RoutingReplay, stored_bytes, without_routes
+from megatron_gspo.data.training_batch import TrainingBatch
+from megatron_gspo.loop.routing import RoutingReplay, stored_bytes
 from megatron_gspo.loop.timers import Timers
 from megatron_gspo.routing_replay.router_noise import RouterNoise
 from megatron_gspo.routing_replay.routes import RouteError, RouteShape
@@ -124,29 +126,30 @@ def test_metrics_alone_look_at_some_sequences_over_the_batch() -> None:
     assert replay(metric_sequences=20).metric_sequences(9) == list(range(9))
 
 
-def test_a_missing_route_takes_no_memory() -> None:
-    sample = sample_with_routes()
-    assert stored_bytes(sample, SHAPE) == 4 * 2 * 2 and stored_bytes(make_sample(2, 3), SHAPE) == 0
-    empty = without_routes(sample, SHAPE)
-    assert stored_bytes(empty, SHAPE) == 0 and empty.missing_routes.all()
-    assert empty.routed_experts.shape == sample.routed_experts.shape
-    assert empty.routed_experts.dtype == sample.routed_experts.dtype
-    empty.check()
-
-
-@pytest.mark.parametrize("held", [(), (1,)])
+@pytest.mark.parametrize("held", [(), (1,), (0, 1)])
 def test_the_bytes_of_routes_are_those_of_all_stages(held: tuple[int, ...]) -> None:
     sample = sample_with_routes()
-    shape = replace(SHAPE, held=held)
     kept = replace(sample, routed_experts=sample.routed_experts[:, list(held)])
-    assert stored_bytes(kept, shape) == 4 * 2 * 2 == stored_bytes(sample, SHAPE)
-    assert without_routes(sample, shape).routed_experts.shape == kept.routed_experts.shape
+    shape = replace(SHAPE, held=held)
+    assert stored_bytes(TrainingBatch.of([kept]), shape) == 4 * 2 * 2
+    assert stored_bytes(TrainingBatch.of([make_sample(2, 3)]), SHAPE) == 0
+
+
+def test_samples_whose_routes_were_not_recorded_miss_them() -> None:
+    samples = [make_sample(2, 3, seed=i) for i in range(3)]
+    routes = make_routes(5, 2, 2, 8)
+    recorded = Columns.of([1], np.array([5]), routed_experts=routes)
+    batch = TrainingBatch.of(samples).with_routes(recorded)
+    inputs = batch.inputs
+    assert [inputs.of_sample("missing_routes", i).any() for i in range(3)] == [True, False, True]
+    np.testing.assert_array_equal(inputs.of_sample("routed_experts", 1), routes)
+    assert stored_bytes(batch, SHAPE) == 4 * 2 * 2
 
 
 def test_without_a_pass_the_samples_keep_the_rollouts_routes() -> None:
     made = replay(replay="r3")
-    samples = SampleBatch.of([sample_with_routes(), replace(sample_with_routes(), prompt_index=1)])
-    assert made.with_old_routes(samples, range(2), None, Timers()) is samples
+    batch = TrainingBatch.of([sample_with_routes(), replace(sample_with_routes(), prompt_index=1)])
+    assert made.with_old_routes(batch, range(2), None, Timers()) is batch
     assert made.measured.bytes_stored == 2 * 16 and made.measured.bytes_moved == 0
-    made.add_update(None, samples, Timers(), flips=True)
+    made.add_update(None, batch, Timers(), flips=True)
     assert made.measured.updates == []

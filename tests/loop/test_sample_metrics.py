@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from megatron_gspo.data.sample_batch import SampleBatch, rows_of
+from megatron_gspo.data.sample_batch import rows_of
+from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.loop.sample_metrics import staleness, turn_metrics
 from tests.loop.episodes import episode
 from tests.support.samples import make_sample
@@ -18,7 +19,7 @@ def test_staleness_by_hand():
     )
     # No versions of its own: both tokens are of version 5.
     whole = make_sample(1, 2, weight_version=5)
-    assert staleness(SampleBatch.of([partial, whole]), 6) == {
+    assert staleness(TrainingBatch.of([partial, whole]), 6) == {
         "staleness/mean": (3 + 1 + 0 + 1 + 1) / 5,
         "staleness/max": 3.0,
     }
@@ -27,16 +28,17 @@ def test_staleness_by_hand():
 def test_masked_tokens_do_not_count():
     masked = make_sample(2, 2, mask=[0, 0], weight_version=0, token_versions=versions(0, 0))
     fresh = make_sample(1, 2, weight_version=8, token_versions=versions(8, 8))
-    assert staleness(SampleBatch.of([masked, fresh]), 8) == {
+    assert staleness(TrainingBatch.of([masked, fresh]), 8) == {
         "staleness/mean": 0.0,
         "staleness/max": 0.0,
     }
-    assert staleness(SampleBatch.of([masked]), 8) == {}
+    assert staleness(TrainingBatch.of([masked]), 8) == {}
 
 
 def test_an_engine_without_versions_is_told_nothing():
     assert (
-        staleness(SampleBatch.of([make_sample(1, 2), make_sample(1, 2, weight_version=4)]), 9) == {}
+        staleness(TrainingBatch.of([make_sample(1, 2), make_sample(1, 2, weight_version=4)]), 9)
+        == {}
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_gspo.data.sample_batch import SampleBatch
+from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.loop.timers import Timers, UpdateClock
 from megatron_gspo.mcore.forward_step import unwrap
 from megatron_gspo.mcore.train_step import compute_log_probs, train_mini_batch
@@ -80,22 +80,22 @@ def time_an_update(rank: int, world_size: int, path: str) -> dict[str, Any]:
     batching = micro_batches_of(80, micro_batch_size=1)
     clock = policy.config.timers = UpdateClock()
     # The first is slower.
-    train_mini_batch(policy, SampleBatch.of(samples), GRPO, batching, temperature=1.0)
+    train_mini_batch(policy, TrainingBatch.of(samples), GRPO, batching, temperature=1.0)
     clock.take()
     layers = unwrap(policy.chunks[0]).decoder.layers
     hook = layers[-1].self_attention.core_attention.register_forward_hook(slow_down)
     begin = time.perf_counter()
-    result = train_mini_batch(policy, SampleBatch.of(samples), GRPO, batching, temperature=1.0)
+    result = train_mini_batch(policy, TrainingBatch.of(samples), GRPO, batching, temperature=1.0)
     found: dict[str, Any] = {
         "wall": time.perf_counter() - begin,
         "update": clock.take(),
         "metrics": result.metrics,
     }
-    compute_log_probs(policy, SampleBatch.of(samples), batching, temperature=1.0)
+    compute_log_probs(policy, TrainingBatch.of(samples), batching, temperature=1.0)
     found["scored"] = clock.take()
     hook.remove()
     policy.config.timers = None
-    train_mini_batch(policy, SampleBatch.of(samples), GRPO, batching, temperature=1.0)
+    train_mini_batch(policy, TrainingBatch.of(samples), GRPO, batching, temperature=1.0)
     found["off"] = clock.take()
     return found
 

@@ -13,7 +13,7 @@ import pytest
 
 from megatron_gspo.config import Config
 from megatron_gspo.data.prompts import PromptSource
-from megatron_gspo.data.sample_batch import SampleBatch
+from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.errors import SharedEngineError
 from megatron_gspo.loop import training_loop
 from megatron_gspo.loop.callbacks import StoppedRun
@@ -157,7 +157,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
         def train_step(run: Components, state: LoopState, *_: object) -> TrainedStep:
             events.append(f"step {state.step}")
             update = SimpleNamespace(metrics={})
-            batch = SampleBatch.of([make_sample(2, 3)])
+            batch = TrainingBatch.of([make_sample(2, 3)])
             metrics = {"entropy": 0.5, "effective_sample_size": sample_size}
             return TrainedStep(
                 batch, DataCursor(state.cursor + 4), SimpleNamespace(), update, metrics

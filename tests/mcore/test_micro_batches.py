@@ -17,7 +17,7 @@ import megatron_gspo.mcore.train_step  # noqa: F401  the fork server of the test
 from megatron_gspo.config import ParallelConfig
 from megatron_gspo.data.packing import context_parallel_shard
 from megatron_gspo.data.sample import Sample
-from megatron_gspo.data.sample_batch import SampleBatch
+from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.mcore.micro_batches import (
     plan_of,
     planned_micro_batches,
@@ -79,14 +79,13 @@ def check_layouts(rank: int, world_size: int) -> None:
         )
         limits = {key: value for key, value in options.items() if key != "dispatcher"}
         samples = numbered_samples(count)
-        batch = SampleBatch.of(samples)
+        batch = TrainingBatch.of(samples)
         training = micro_batches_of(limits["max_tokens"] or 1, limits.get("micro_batch_size"))
         plan = plan_of(batch, training, config, groups)
-        mine = {
-            i: samples[i] for i in np.flatnonzero(plan.replica_of() == groups.dp.rank()).tolist()
-        }
+        local_positions = np.flatnonzero(plan.replica_of() == groups.dp.rank())
         # The others' payload is not here.
-        found = planned_micro_batches(replace(batch, held=mine), plan, groups)
+        held = replace(batch, inputs=batch.inputs.chosen(local_positions))
+        found = planned_micro_batches(held, plan, groups)
         check_shapes(found, samples, groups, config, limits)
         shards = [
             context_parallel_shard(batch, groups.cp.rank(), groups.cp.size())
@@ -94,13 +93,13 @@ def check_layouts(rank: int, world_size: int) -> None:
         ]
         values = [shard.labels.float() for shard in shards] if groups.is_last_stage else []
         back = values_of_replica(values, found.layouts, batch, groups)
-        assert sorted(back) == list(mine)
-        for i, value in back.items():
-            assert value.dtype == np.float32
+        assert back.dtype == np.float32
+        for i, value in batch.responses.split(back).items():
             # a token that two ranks filled in would have twice its value, one that none did, none
-            assert value.tolist() == samples[i].response_ids.tolist(), (layout, options)
-        for value, sample in zip(values_everywhere(back, batch, groups), samples, strict=True):
-            assert value.tolist() == sample.response_ids.tolist(), (layout, options)
+            expected = samples[i].response_ids if i in local_positions else 0 * value
+            assert value.tolist() == expected.tolist(), (layout, options)
+        everything = values_everywhere(back, groups)
+        assert everything.tolist() == batch.inputs["tokens"][batch.is_response].tolist()
 
 
 def check_shapes(

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_gspo.algorithms import Objective, preset
-from megatron_gspo.data.sample_batch import SampleBatch
+from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.mcore import operators
 from megatron_gspo.mcore.forward_step import policy_forward_step
 from megatron_gspo.mcore.micro_batches import MicroBatches
@@ -137,7 +137,7 @@ def watched(rank: int, world_size: int, path: str, name: str, dtype: str) -> tup
     ]
     batches = pack_mini_batch(
         policy,
-        SampleBatch.of(samples),
+        TrainingBatch.of(samples),
         micro_batches_of(64),
         optional=("old_log_probs",),
         routing=None,

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_gspo.algorithms import preset
 from megatron_gspo.data.sample import Sample
-from megatron_gspo.data.sample_batch import SampleBatch
+from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.mcore.policy import Policy, build_policy
 from megatron_gspo.mcore.routing_replay.micro_batch_routes import ReplayOptions
 from megatron_gspo.mcore.train_step import compute_log_probs, train_mini_batch
@@ -42,14 +42,14 @@ def one_step(policy: Policy, samples: list[Sample], replay: ReplayOptions) -> No
     training = micro_batches_of(80)
     compute_log_probs(
         policy,
-        SampleBatch.of(samples),
+        TrainingBatch.of(samples),
         training,
         temperature=1.0,
         with_entropy=True,
         routing=replay,
     )
     train_mini_batch(
-        policy, SampleBatch.of(samples), preset("sft"), training, temperature=1.0, routing=replay
+        policy, TrainingBatch.of(samples), preset("sft"), training, temperature=1.0, routing=replay
     )
 
 

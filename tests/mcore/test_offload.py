@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_gspo.algorithms import preset
 from megatron_gspo.config import ParallelConfig
-from megatron_gspo.data.sample_batch import SampleBatch
+from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.mcore.checkpoint.save_load import load_checkpoint, save_checkpoint
 from megatron_gspo.mcore.offload import DeviceMemory, HostBlocks, PolicyMemory, whole_storages
 from megatron_gspo.mcore.policy import Policy, build_policy
@@ -114,18 +114,18 @@ def train_both(
                 policy.memory.release()
                 between.append(kinds(policy.memory))
                 scored = compute_log_probs(
-                    policy, SampleBatch.of(make_samples(step, count=6)), CUT, temperature=1.0
+                    policy, TrainingBatch.of(make_samples(step, count=6)), CUT, temperature=1.0
                 )
                 assert kinds(policy.memory) == {**between[0], "weights": before["weights"]}
                 policy.memory.release()
             else:
                 scored = compute_log_probs(
-                    policy, SampleBatch.of(make_samples(step, count=6)), CUT, temperature=1.0
+                    policy, TrainingBatch.of(make_samples(step, count=6)), CUT, temperature=1.0
                 )
-            results.append(np.concatenate(list(scored.log_probs.values())))
-            batch = SampleBatch.of(make_samples(step, count=6))
+            results.append(scored.log_probs)
+            batch = TrainingBatch.of(make_samples(step, count=6))
             done = train_mini_batch(policy, batch, preset("sft"), CUT, temperature=1.0)
-            results += [done.metrics, np.concatenate(list(done.log_probs.values()))]
+            results += [done.metrics, done.log_probs]
         if name == "offloaded":
             policy.memory.release()
         streamed = {key: weight.clone() for key, weight in policy.weights()}
@@ -197,7 +197,7 @@ def save_while_released(rank: int, world_size: int, path: str, folder: str) -> d
         for _ in "ab"
     ]
     train_mini_batch(
-        policies[0], SampleBatch.of(make_samples(count=6)), preset("sft"), CUT, temperature=1.0
+        policies[0], TrainingBatch.of(make_samples(count=6)), preset("sft"), CUT, temperature=1.0
     )
     expected = state_of(policies[0])
     calls = []

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megatron_gspo.algorithms import preset
-from megatron_gspo.data.sample_batch import SampleBatch
+from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.mcore.checkpoint.save_load import load_checkpoint, save_checkpoint
 from megatron_gspo.mcore.forward_step import unwrap
 from megatron_gspo.mcore.policy import Policy, build_policy
@@ -39,7 +39,7 @@ def train_and_read(rank: int, world_size: int, path: str, folder: str) -> dict[s
     for policy in (plain, overlapped):
         train_mini_batch(
             policy,
-            SampleBatch.of(make_samples(count=6)),
+            TrainingBatch.of(make_samples(count=6)),
             preset("sft"),
             micro_batches_of(64),
             temperature=1.0,
@@ -50,14 +50,14 @@ def train_and_read(rank: int, world_size: int, path: str, folder: str) -> dict[s
     found["restored"] = torch.equal(whole(restored), whole(plain))
     train_mini_batch(
         overlapped,
-        SampleBatch.of(make_samples(1, count=6)),
+        TrainingBatch.of(make_samples(1, count=6)),
         preset("sft"),
         micro_batches_of(64),
         temperature=1.0,
     )
     train_mini_batch(
         plain,
-        SampleBatch.of(make_samples(1, count=6)),
+        TrainingBatch.of(make_samples(1, count=6)),
         preset("sft"),
         micro_batches_of(64),
         temperature=1.0,

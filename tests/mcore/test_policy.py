@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_gspo.algorithms import preset
-from megatron_gspo.data.sample_batch import SampleBatch
+from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.mcore.policy import build_policy
 from megatron_gspo.mcore.train_step import train_mini_batch
 from tests.equivalence.cases import make_samples
@@ -30,7 +30,7 @@ def build(rank: int, world_size: int, path: str) -> dict[str, Any]:
     cut = micro_batches_of(64)
     rates = [
         train_mini_batch(
-            policy, SampleBatch.of(samples), preset("sft"), cut, temperature=1.0
+            policy, TrainingBatch.of(samples), preset("sft"), cut, temperature=1.0
         ).metrics["lr"]
         for _ in range(5)
     ]
@@ -84,7 +84,7 @@ def step_on(
     try:
         train_mini_batch(
             policy,
-            SampleBatch.of(samples),
+            TrainingBatch.of(samples),
             preset("grpo"),
             micro_batches_of(64, micro_batch_size=1),
             temperature=1.0,

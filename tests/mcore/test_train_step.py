@@ -15,7 +15,7 @@ import torch
 from megatron_gspo.algorithms import Objective, preset
 from megatron_gspo.config import ParallelConfig
 from megatron_gspo.data.sample import Sample
-from megatron_gspo.data.sample_batch import SampleBatch
+from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.mcore.policy import Policy, build_policy
 from megatron_gspo.mcore.train_step import (
     StepResult,
@@ -77,7 +77,7 @@ def weights(policy: Policy) -> torch.Tensor:
 
 def backward(policy: Policy, samples: list[Sample], objective: Objective) -> torch.Tensor:
     batches = pack_mini_batch(
-        policy, SampleBatch.of(samples), CUT, optional=["old_log_probs"], routing=None
+        policy, TrainingBatch.of(samples), CUT, optional=["old_log_probs"], routing=None
     )
     forward_backward(policy, objective, batches, temperature=1.0)
     return gradients(policy)
@@ -96,9 +96,9 @@ def both_passes(rank: int, world_size: int, path: str, layout: ParallelConfig) -
     samples = make_samples(count=6)
     before = weights(policy), gradients(policy)
     scored = compute_log_probs(
-        policy, SampleBatch.of(samples), CUT, temperature=1.0, with_entropy=True
+        policy, TrainingBatch.of(samples), CUT, temperature=1.0, with_entropy=True
     )
-    cooler = compute_log_probs(policy, SampleBatch.of(samples), CUT, temperature=0.5)
+    cooler = compute_log_probs(policy, TrainingBatch.of(samples), CUT, temperature=0.5)
     log_probs, entropy, cold = (
         everywhere(values, samples, policy.groups)
         for values in (scored.log_probs, scored.entropy, cooler.log_probs)
@@ -121,9 +121,8 @@ def both_passes(rank: int, world_size: int, path: str, layout: ParallelConfig) -
     first = backward(policy, samples, GRPO)
     found["accumulates"] = not torch.equal(first, backward(policy, samples, GRPO))
     found["gradient"] = float(first.abs().max())
-    samples[0].ref_log_probs = samples[0].old_log_probs
     policy.config.timers = Clock()
-    batch = SampleBatch.of(samples)
+    batch = TrainingBatch.of(samples)
     trained = train_mini_batch(policy, batch, GRPO, CUT, temperature=1.0)
     found["calls"] = policy.config.timers.calls
     policy.config.timers = None
@@ -144,7 +143,7 @@ def missing_old_log_probs(policy: Policy, samples: list[Sample]) -> str:
     for sample in samples[1:]:
         sample.old_log_probs = np.zeros(sample.length - sample.prompt_length, dtype=np.float32)
     try:
-        train_mini_batch(policy, SampleBatch.of(samples), GRPO, CUT, temperature=1.0)
+        train_mini_batch(policy, TrainingBatch.of(samples), GRPO, CUT, temperature=1.0)
     except ValueError as error:
         return str(error)
     return ""

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_gspo.data.sample import Sample
-from megatron_gspo.data.sample_batch import SampleBatch
+from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.mcore.forward_step import unwrap
 from megatron_gspo.mcore.hf_weights import export_weights
 from megatron_gspo.mcore.policy import Policy, TrainedParts, build_policy
@@ -93,10 +93,10 @@ def passes(rank: int, world_size: int, path: str, samples: list[Sample]) -> dict
             batching = CUTS[cut]
             critic = critic_of(path, layout)
             before = everywhere(
-                compute_values(critic, SampleBatch.of(samples), batching), samples, critic.groups
+                compute_values(critic, TrainingBatch.of(samples), batching), samples, critic.groups
             )
             metrics = train_critic_mini_batch(
-                critic, SampleBatch.of(samples), batching, value_clip=CLIP
+                critic, TrainingBatch.of(samples), batching, value_clip=CLIP
             )
             gradients = export(critic, lambda p: p.main_grad)
             critic.gather_weights()

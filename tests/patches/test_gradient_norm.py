@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import megatron_gspo.mcore.train_step  # noqa: F401  applies the patches; the fork server of the tests imports it once
 from megatron_gspo.algorithms import preset
-from megatron_gspo.data.sample_batch import SampleBatch
+from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.mcore.policy import Policy
 from megatron_gspo.mcore.train_step import forward_backward, pack_mini_batch
 from megatron_gspo.patches import gradient_norm
@@ -38,7 +38,7 @@ class Reads(TorchDispatchMode):
 
 def with_gradients(path: str) -> Policy:
     policy = policy_in(path, parallel(), distributed_optimizer=True)
-    batch = SampleBatch.of(make_samples(count=4))
+    batch = TrainingBatch.of(make_samples(count=4))
     batches = pack_mini_batch(policy, batch, micro_batches_of(64), optional=(), routing=None)
     forward_backward(policy, preset("sft"), batches, temperature=1.0)
     return policy

@@ -13,7 +13,7 @@ from megatron.core.transformer.moe import token_dispatcher
 
 from megatron_gspo.algorithms import preset
 from megatron_gspo.config import ParallelConfig
-from megatron_gspo.data.sample_batch import SampleBatch
+from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.mcore.forward_step import unwrap
 from megatron_gspo.mcore.policy import build_policy
 from megatron_gspo.mcore.train_step import forward_backward, pack_mini_batch
@@ -50,7 +50,7 @@ def retained_bytes(path: str, layout: ParallelConfig) -> tuple[int, int]:
         layer.mlp.token_dispatcher.__class__ = getattr(
             token_dispatcher, UPSTREAM[layout.moe_token_dispatcher_type]
         )
-    batch = SampleBatch.of(make_samples(count=4))
+    batch = TrainingBatch.of(make_samples(count=4))
     batches = pack_mini_batch(policy, batch, micro_batches_of(400), optional=(), routing=None)
     with LiveStorages() as storages:
         forward_backward(policy, preset("sft"), batches, temperature=1.0)

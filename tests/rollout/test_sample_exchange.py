@@ -1,6 +1,6 @@
 """Generation of a share on each rank, and samples from there to the replicas that train them."""
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_gspo.config import Config, SamplingParams
-from megatron_gspo.data.sample import Prompt, Sample, stage_input
+from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.loop.advantages import with_advantages
 from megatron_gspo.rollout import sample_exchange
-from megatron_gspo.rollout.sample_codec import encode_samples
 from megatron_gspo.rollout.sample_exchange import (
     exchange_rounds,
     generate_on_ranks,
@@ -25,7 +24,13 @@ from megatron_gspo.rollout.sample_exchange import (
 )
 from megatron_gspo.routing_replay.routes import RouteShape
 from tests.support.distributed import collectives_so_far, run_distributed
-from tests.support.random_samples import all_samples, assert_same, random_sample
+from tests.support.random_samples import (
+    all_samples,
+    all_trained_samples,
+    assert_same,
+    random_sample,
+    trained_samples,
+)
 from tests.support.reference_models import (
     checkpoint,
     loaded_engine,
@@ -108,6 +113,25 @@ def test_without_a_group_the_engine_works_alone():
 # --- to the replicas
 
 
+def routed_sample(rng, i):
+    """A random sample of a rollout with log-probs and with routes of three layers x 2, some of them
+    missing."""
+    sample = random_sample(rng, i)
+    rows = sample.length - 1
+    routes = rng.integers(0, 8, (rows, 3, 2)).astype(np.uint8)
+    missing = rng.random(rows) < 0.5 if i % 2 else None
+    return replace(
+        sample,
+        rollout_log_probs=-rng.random(sample.response_length).astype(np.float32),
+        old_log_probs=None,
+        ref_log_probs=None,
+        advantages=None,
+        routed_experts=routes,
+        missing_routes=missing,
+        metadata={},
+    )
+
+
 def moved(rank, world, layout, stages):
     """Random samples, held by some ranks, each to a replica, a sample a round and all in one:
     (replica, positions).
@@ -117,9 +141,9 @@ def moved(rank, world, layout, stages):
     mesh = init_device_mesh("cpu", tuple(layout.values()), mesh_dim_names=tuple(layout))
     groups = {name: mesh.get_group(name) for name in layout}
     everything = [
-        sample
+        routed
         for i in range(17)
-        if (sample := random_sample(np.random.default_rng(i), i)).response_length
+        if (routed := routed_sample(np.random.default_rng(i), i)).response_length
     ]
     replica = np.random.default_rng(5).integers(0, layout["dp"], len(everything))
     replica[:3] = layout["dp"] - 1
@@ -155,42 +179,37 @@ def shape_of(layers):
 
 
 def check_held(there, everything, layers):
-    """The samples are right, with the routes of these layers, whose bytes are their share; on other
-    than the last stage of a pipeline no more than a stage reads."""
+    """The columns are those of the samples, with the routes of these layers; on other than the
+    last stage of a pipeline no more than a stage reads."""
     stage = None if there.pipeline is None else dist.get_rank(there.pipeline)
     is_last = stage is None or stage == dist.get_world_size(there.pipeline) - 1
-    assert there.packed is (there.held if is_last else there.stage_inputs) and (
-        is_last or not there.held
-    )
-    for i, sample in there.packed.items():
-        wanted = everything[i].routed_experts
-        if wanted is not None and layers is not None:
-            wanted = (
-                np.stack([wanted[:, layer] for layer in layers], 1) if layers else wanted[:, :0]
-            )
-        given = replace(everything[i], routed_experts=wanted)
-        assert_same(sample, given if is_last else stage_input(given, tokens=stage == 0))
-        assert sample.tokens.flags.aligned and sample.has_tokens == (is_last or stage == 0)
-    whole = sum(
-        everything[i].routed_experts.nbytes
-        for i in there.packed
-        if everything[i].routed_experts is not None
-    )
-    routes = [
-        sample.routed_experts
-        for sample in there.packed.values()
-        if sample.routed_experts is not None
-    ]
-    assert sum(ids.nbytes for ids in routes) * 3 == whole * (3 if layers is None else len(layers))
-
-
-def bases(sample):
-    """The memory that a sample's arrays are views of."""
-    for array in (getattr(sample, field.name) for field in fields(sample)):
-        if isinstance(array, np.ndarray):
-            while isinstance(array.base, np.ndarray):
-                array = array.base
-            yield array
+    assert there.has_loss == is_last and ("tokens" in there.inputs) == (is_last or stage == 0)
+    for position in there.inputs.positions.tolist():
+        given = everything[position]
+        if "tokens" in there.inputs:
+            tokens = there.inputs.of_sample("tokens", position)
+            np.testing.assert_array_equal(tokens, given.tokens)
+        trained = there.inputs.of_sample("trained", position)[given.prompt_length :]
+        np.testing.assert_array_equal(trained, given.loss_mask)
+        routes = given.routed_experts
+        if layers is not None:
+            routes = np.take(routes, layers, axis=1)
+        found = there.inputs.of_sample("routed_experts", position)[:-1]
+        np.testing.assert_array_equal(found, routes)
+        missing = there.inputs.of_sample("missing_routes", position)[:-1]
+        expected = np.zeros(len(missing)) if given.missing_routes is None else given.missing_routes
+        np.testing.assert_array_equal(missing, expected)
+    if not is_last:
+        assert len(there.responses) == 0 == len(there.samples)
+        return
+    for position, sample in zip(there.samples, trained_samples(there), strict=True):
+        given = everything[position]
+        # They are known of every token.
+        versions = np.full(given.response_length, given.weight_version, dtype=np.int32)
+        if given.token_versions is not None:
+            versions = given.token_versions
+        wanted = {name: getattr(sample, name) for name in ("routed_experts", "missing_routes")}
+        assert_same(sample, replace(given, token_versions=versions, **wanted))
 
 
 def move(rank, groups, everything, replica, holders, layers, sends=True):
@@ -212,30 +231,18 @@ def move(rank, groups, everything, replica, holders, layers, sends=True):
         "the ranks learn sizes and first ranks; what stays is not sent"
     )
     own = dist.get_rank(groups["dp"])
-    assert (
-        list(there.packed) == np.flatnonzero(replica == own).tolist()
-        and there.group is groups["dp"]
-    )
+    assert there.inputs.positions.tolist() == np.flatnonzero(replica == own).tolist()
+    assert there.group is groups["dp"]
     check_held(there, everything, layers)
     if dist.get_world_size(groups["pp"]) > 1:
         assert there.pipeline is groups["pp"]
-        samples = list(there.packed.values())
-        buffers = {id(base): base.nbytes for sample in samples for base in bases(sample)}
-        assert sum(buffers.values()) <= sum(
-            len(encode_samples([sample], [0])) + 8 for sample in samples
-        )
     assert len(batch.held) == 0, "a sample's memory is free once it has left"
-    if all(dist.get_rank(group) == 0 for group in shared):
-        for i in {*there.packed}.intersection(mine):
-            assert there.packed[i].loss_mask is everything[i].loss_mask, (
-                "what a replica's first rank has is not copied"
-            )
     assert there.table["holder"].tolist() == replica.tolist()
     for name in set(there.table.dtype.names) - {"holder"}:
         np.testing.assert_array_equal(there.table[name], batch.table[name])
-    if there.packed is there.held:
-        assert len(all_samples(there)) == len(everything)
-    return own, sorted(there.packed)
+    if there.has_loss:
+        assert len(all_trained_samples(there)) == len(everything)
+    return own, there.inputs.positions.tolist()
 
 
 @pytest.mark.parametrize(
@@ -286,23 +293,24 @@ def stage_bytes(rank: int, world: int) -> int:
     there = move_samples(
         batch, np.zeros(1, dtype=np.int32), mesh.get_group("dp"), (mesh.get_group("pp"),), shape
     )
-    there = there.map(lambda i, s: replace(s, old_log_probs=s.rollout_log_probs.copy()))
+    there = there.with_column("old_log_probs", there.responses["rollout_log_probs"].copy())
     there = with_advantages(
         there, Config.from_dict(base_config("model", "run")).algorithm, max_response_length=900
     )
-    arrays = [array for array in vars(there.packed[0]).values() if isinstance(array, np.ndarray)]
-    return sum(0 if 0 in array.strides else array.nbytes for array in arrays)
+    columns = [*there.inputs.arrays.values(), *there.responses.arrays.values()]
+    return sum(column.nbytes for column in columns)
 
 
 def test_a_pipeline_stage_holds_what_it_reads():
-    routes_and_mask = 904 * 2 * 8 + 900
+    routes_and_mask = 905 * 2 * 8 + 905 + 905  # whether a row is missing, and whether it is trained
     tokens = 8 * 905
     floats = 4 * 900
+    masks = 2 * 900
     found = run_distributed(stage_bytes, 3)
     assert found == [
         routes_and_mask + tokens,
         routes_and_mask,
-        routes_and_mask + tokens + 3 * floats,
+        routes_and_mask + tokens + 3 * floats + masks,
     ]
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_gspo.config import SamplingParams
 from megatron_gspo.data.sample import Sample
-from megatron_gspo.data.sample_batch import SampleBatch
+from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.mcore.routing_replay.micro_batch_routes import ReplayOptions
 from megatron_gspo.mcore.train_step import compute_log_probs
 from megatron_gspo.rollout.sample_checks import check_samples
@@ -73,7 +73,7 @@ def megatron(
     policy = policy_of(path, parallel(tensor=2, expert=2))
     options = ReplayOptions(shape_of(policy), record=True)
     scores = compute_log_probs(
-        policy, SampleBatch.of(samples), micro_batches_of(400), temperature=0.8, routing=options
+        policy, TrainingBatch.of(samples), micro_batches_of(400), temperature=0.8, routing=options
     )
     return (
         everywhere(scores.log_probs, samples, policy.groups),

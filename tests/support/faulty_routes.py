@@ -98,12 +98,12 @@ def outcomes(
         for name, (fault, extent) in faults.items():
             found[name] = outcome(
                 run,
-                batch.map(
-                    lambda i, s, fault=fault, extent=extent: (
-                        s
-                        if i != longest and extent == "longest"
-                        else replace(s, routed_experts=fault(s, everyone))
-                    )
+                batch.with_samples(
+                    {
+                        i: replace(sample, routed_experts=fault(sample, everyone))
+                        for i, sample in batch.held.items()
+                        if i == longest or extent == "all"
+                    }
                 ),
             )
     row = batch.table[longest]
@@ -126,7 +126,7 @@ def outcome(run: Components, batch: SampleBatch) -> str:
         batch, plan.replica, groups.dp, (groups.pp, groups.cp, groups.tp), routing.shape
     )
     try:
-        with_log_probs(batch, (policy, None), config, plan, routing, Timers())
+        with_log_probs(batch, policy, None, config, plan, routing, Timers())
     except RouteError as error:
         return str(error)
     return ""

@@ -2,37 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch.distributed as dist
 
 from megatron_gspo.data.sample import Sample
-from megatron_gspo.data.sample_batch import SampleBatch
+from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.mcore.micro_batches import MicroBatches, values_everywhere, values_of_replica
 from megatron_gspo.mcore.routing_replay.gather_results import flips_of_replica, routes_of_replica
 
 
-def everywhere(
-    found: Mapping[int, np.ndarray], samples: Sequence[Sample], groups: Any
-) -> list[np.ndarray]:
-    """One array for each sample."""
-    return values_everywhere(found, SampleBatch.of(samples), groups)
+def everywhere(column: np.ndarray, samples: Sequence[Sample], groups: Any) -> list[np.ndarray]:
+    """One array for each sample, of a column of the batch that every rank has."""
+    return by_sample(values_everywhere(column, groups), samples)
 
 
-def in_order(found: Mapping[int, np.ndarray]) -> list[np.ndarray]:
-    """The values of all samples of one process."""
-    return [found[i] for i in range(len(found))]
+def by_sample(column: np.ndarray, samples: Sequence[Sample]) -> list[np.ndarray]:
+    """The values of each response, from a column of all."""
+    return np.split(column, np.cumsum([sample.response_length for sample in samples])[:-1])
 
 
 def values_of(
     values: Sequence[Any], batches: MicroBatches, samples: Sequence[Sample], groups: Any
 ) -> list[np.ndarray]:
     """Per-token results of every rank's micro-batches, one array for each sample."""
-    return everywhere(
-        values_of_replica(values, batches.layouts, SampleBatch.of(samples), groups), samples, groups
-    )
+    column = values_of_replica(values, batches.layouts, TrainingBatch.of(samples), groups)
+    return everywhere(column, samples, groups)
 
 
 def all_routes(
@@ -41,19 +38,31 @@ def all_routes(
     """The recorded routes of each of `wanted`, of all layers, and the bytes that this rank
     exchanged.
     """
-    own, moved = routes_of_replica(done, SampleBatch.of(samples), wanted)
+    chosen = TrainingBatch.of(samples).inputs.chosen(wanted)
+    column, moved = routes_of_replica(done, chosen)
     layers = sorted(done[0].layers)
-    found = _merged(
-        {(i, layer): ids[:, n] for i, ids in own.items() for n, layer in enumerate(layers)}
-    )
+    local_routes = {
+        (i, layer): ids[:-1, n]
+        for i, ids in chosen.split(column).items()
+        if i in _local(done)
+        for n, layer in enumerate(layers)
+    }
+    merged = _merged(local_routes)
     every = range(done[0].options.shape.layers)
-    return [np.stack([found[i, layer] for layer in every], axis=1) for i in wanted], moved
+    return [np.stack([merged[i, layer] for layer in every], axis=1) for i in wanted], moved
 
 
 def all_flips(done: Sequence[Any], samples: Sequence[Sample]) -> list[np.ndarray]:
     """The flips of each sample."""
-    found = _merged(flips_of_replica(done, SampleBatch.of(samples)))
-    return [found[i] for i in range(len(samples))]
+    batch = TrainingBatch.of(samples)
+    flips = batch.responses.split(flips_of_replica(done, batch))
+    merged = _merged({i: flips[i] for i in _local(done)})
+    return [merged[i] for i in range(len(samples))]
+
+
+def _local(done: Sequence[Any]) -> set[int]:
+    """The samples that this replica trains."""
+    return {i for routes in done for i in routes.layout.sample_ids}
 
 
 def _merged(own: dict[Any, np.ndarray]) -> dict[Any, np.ndarray]:

@@ -13,7 +13,7 @@ from torch import Tensor
 import megatron_gspo.mcore.train_step  # noqa: F401  applies the patches; the fork server of the tests imports it once
 from megatron_gspo.algorithms import preset
 from megatron_gspo.config import ParallelConfig
-from megatron_gspo.data.sample_batch import SampleBatch
+from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.mcore.forward_step import unwrap
 from megatron_gspo.mcore.hf_weights import export_weights
 from megatron_gspo.mcore.model import build_model
@@ -34,7 +34,7 @@ def policy_in(path: str, layout: ParallelConfig, *, distributed_optimizer: bool 
 def gradients(policy: Policy) -> dict[str, Tensor]:
     training = micro_batches_of(64, micro_batch_size=2)
     batches = pack_mini_batch(
-        policy, SampleBatch.of(make_samples(count=8)), training, optional=(), routing=None
+        policy, TrainingBatch.of(make_samples(count=8)), training, optional=(), routing=None
     )
     forward_backward(policy, preset("sft"), batches, temperature=1.0)
     chunks = [unwrap(chunk) for chunk in policy.chunks]

@@ -1,14 +1,17 @@
 """Samples with any subset of the optional fields, and those of all ranks."""
 
 import math
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 import torch.distributed as dist
 
 from megatron_gspo.data.sample import Sample
-from megatron_gspo.data.sample_batch import SampleBatch
+from megatron_gspo.data.sample_batch import BatchTable, SampleBatch
+from megatron_gspo.data.training_batch import TrainingBatch
+
+SAMPLE_FIELDS = {field.name for field in fields(Sample)}
 
 
 def assert_same(a: Sample, b: Sample) -> None:
@@ -61,16 +64,49 @@ def random_sample(rng: np.random.Generator, i: int) -> Sample:
 
 
 def all_samples(batch: SampleBatch) -> list[Sample]:
-    """The samples of all ranks, by position, if each is held once; none on a pipeline stage
-    that holds none.
-    """
-    if batch.packed is not batch.held:
+    """The samples of all ranks, by position, if each is held once."""
+    return _gathered(batch, dict(batch.held))
+
+
+def all_trained_samples(batch: TrainingBatch) -> list[Sample]:
+    """`trained_samples` of all replicas, by position; none on a pipeline stage without the loss."""
+    if not batch.has_loss:
         return []
+    return _gathered(batch, dict(zip(batch.samples, trained_samples(batch), strict=True)))
+
+
+def trained_samples(batch: TrainingBatch) -> list[Sample]:
+    """This replica's samples, by position, with the batch's columns as their fields."""
+    return [
+        replace(
+            sample,
+            **{
+                name: batch.responses.of_sample(name, position)
+                for name in batch.responses.arrays
+                if name != "generated" and name in SAMPLE_FIELDS
+            },
+            **_routes(batch, position),
+        )
+        for position, sample in batch.samples.items()
+    ]
+
+
+def _routes(batch: TrainingBatch, position: int) -> dict[str, Any]:
+    if "routed_experts" not in batch.inputs:
+        return {}
+    missing = batch.inputs.of_sample("missing_routes", position)[:-1]
+    return {
+        "routed_experts": batch.inputs.of_sample("routed_experts", position)[:-1],
+        "missing_routes": missing if missing.any() else None,
+    }
+
+
+def _gathered(batch: BatchTable, held: dict[int, Sample]) -> list[Sample]:
     if batch.group is None:
-        return batch.samples
+        return list(held.values())
     everyone: list[Any] = [None] * dist.get_world_size(batch.group)
-    dist.all_gather_object(everyone, dict(batch.held), group=batch.group)
-    found = {i: sample for held in everyone for i, sample in held.items()}
+    dist.all_gather_object(everyone, held, group=batch.group)
+    found = {i: sample for part in everyone for i, sample in part.items()}
     assert sum(map(len, everyone)) == len(found) == len(batch), (
         "a sample is held twice, or not at all"
     )

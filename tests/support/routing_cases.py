@@ -12,7 +12,7 @@ import torch
 from megatron_gspo.algorithms import Objective, preset
 from megatron_gspo.config import ParallelConfig, TrainingConfig
 from megatron_gspo.data.sample import Sample
-from megatron_gspo.data.sample_batch import SampleBatch
+from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.mcore.forward_step import unwrap
 from megatron_gspo.mcore.micro_batches import MicroBatches
 from megatron_gspo.mcore.policy import Policy, build_policy
@@ -90,7 +90,7 @@ def run_pass(
     misuse them.
     """
     batches = pack_mini_batch(
-        policy, SampleBatch.of(samples), batching, optional=("old_log_probs",), routing=options
+        policy, TrainingBatch.of(samples), batching, optional=("old_log_probs",), routing=options
     )
     done = routes or mini_batch_routes(policy, batches, options)
     return (

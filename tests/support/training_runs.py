@@ -20,7 +20,7 @@ from megatron_gspo.loop.training_loop import train_step
 from megatron_gspo.rollout.engine_protocol import RolloutEngine
 from megatron_gspo.tools.make_tiny_model import TinyModel, write_tiny_model
 from tests.fault_injection.process_harness import Life, live
-from tests.support.random_samples import all_samples
+from tests.support.random_samples import all_trained_samples
 
 WORD = "Spell this word backward (example: sun -> nus):"
 
@@ -80,7 +80,7 @@ def first_step(
         run.groups.update_weights(run.weights, version=0)
         checkpoints = CheckpointManager(run.policy, config.checkpoint, config.run_dir, None)
         trained = train_step(run, LoopState(), checkpoints, Timers())
-    return all_samples(trained.batch), trained.metrics
+    return all_trained_samples(trained.batch), trained.metrics
 
 
 def exported(run_dir: str | Path) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ from megatron_gspo.algorithms import (
     value_loss,
 )
 from megatron_gspo.data.sample import Sample
-from megatron_gspo.data.sample_batch import SampleBatch
+from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.loop.generation import DataCursor
 from megatron_gspo.loop.metrics_logging import ratio_arrays
 from megatron_gspo.loop.optimizer_steps import Update
@@ -204,7 +204,7 @@ def test_other_records_are_documented() -> None:
     ]
     [arrays] = [line for line in page.splitlines() if line.startswith("| `ratios/")]
     [rollouts] = [line for line in page.splitlines() if line.startswith("| `rollouts.jsonl`")]
-    record = rollout_record(SampleBatch.of([]).table, DataCursor())
+    record = rollout_record(TrainingBatch.of([]).table, DataCursor())
     assert {key for key in record if f"`{key}`" not in rollouts} == set()
     assert {key for key in StepRouting().by_layer() if f"`{key}`" not in lines} == set()
     tokenizer = SimpleNamespace(decode=str)
@@ -219,7 +219,7 @@ def test_other_records_are_documented() -> None:
         advantages=np.ones(2),
         old_log_probs=np.ones(2),
     )
-    found = ratio_arrays(Update({}, SampleBatch.of([sample]), {0: np.zeros(2)}), tokenizer)
+    found = ratio_arrays(Update({}, TrainingBatch.of([sample]), np.zeros(2)), tokenizer)
     assert {key for key in found if f"`{key}`" not in arrays} == set()
     assert {key: value.tolist() for key, value in found.items()} == {
         "log_ratio": [-1.0],

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from megatron_gspo.config import AlgorithmConfig, Config
 from megatron_gspo.data.sample import Sample
-from megatron_gspo.data.sample_batch import SampleBatch
+from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.loop.rollout_correction import mismatch
 from megatron_gspo.rollout.embedded.embedded_engine import EmbeddedEngine
 from tests.support.distributed import run_distributed
@@ -250,8 +250,8 @@ def test_the_rollouts_own_log_probs_are_compared_in_the_first_update(folder):
     [(scored, _)] = run_distributed(one_step, 1, small(folder))
     # update.mini_batches of seed 7, step 0, epoch 0.
     rows = np.random.default_rng([7, 0, 0]).permutation(16)[:4]
-    first = SampleBatch.of([scored[i] for i in rows])
-    wanted = mismatch(first, {i: sample.old_log_probs for i, sample in first.held.items()})
+    first = TrainingBatch.of([scored[i] for i in rows])
+    wanted = mismatch(first, first.responses["old_log_probs"])
     assert wanted["mismatch/abs_diff"] > 0.1
     assert {name: metrics[name] for name in wanted} == pytest.approx(wanted, rel=1e-3)
     assert metrics["updates"] == 8 and "time/log_probs" not in metrics and "entropy" not in metrics

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_gspo.config import SamplingParams
 from megatron_gspo.data.sample import Sample
-from megatron_gspo.data.sample_batch import SampleBatch
+from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.mcore.train_step import compute_log_probs
 from megatron_gspo.rollout.sample_checks import check_samples
 from megatron_gspo.servers.server_processes import LocalServers
@@ -74,7 +74,7 @@ def test_transformers_scores_them_alike(samples: list[Sample], vllm_model: str) 
 def megatron(rank: int, world: int, path: str, samples: list[Sample]) -> list[np.ndarray]:
     policy = policy_of(path, parallel(tensor=2, expert=2))
     scores = compute_log_probs(
-        policy, SampleBatch.of(samples), micro_batches_of(800), temperature=0.8
+        policy, TrainingBatch.of(samples), micro_batches_of(800), temperature=0.8
     )
     return everywhere(scores.log_probs, samples, policy.groups)
 

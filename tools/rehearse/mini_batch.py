@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch.distributed as dist
 
 from megatron_gspo.config import Config
+from megatron_gspo.data.columns import Columns
 from megatron_gspo.data.sample import Sample
+from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.routing_replay.routes import RouteShape
 from megatron_gspo.tools.rehearse.routing import expert_ids
 
@@ -64,40 +67,55 @@ def with_plan(config: Config, plan: MiniBatchPlan) -> Config:
     return replace(config, training=replace(config.training, micro_batch_size=plan.sequences))
 
 
-def synthetic_samples(
+def synthetic_batch(
     config: Config,
-    plan: MiniBatchPlan,
+    replica: np.ndarray,
+    dp: dist.ProcessGroup,
     vocab_size: int,
     sizes: RouteShape | None,
     *,
     imbalance: float = 1.0,
-) -> list[Sample]:
+) -> TrainingBatch:
     """Samples of the longest prompts and responses of the config, all equal; with routes of these
-    sizes where the trainer takes those of the rollout. They share their arrays."""
+    sizes where the trainer takes those of the rollout. They share their arrays.
+
+    replica: [N] rank in dp, of the replica that trains each sample.
+    """
     prompt = config.data.max_prompt_length
     response = config.rollout.max_response_length
     tokens = np.arange(prompt + response, dtype=np.int64) % min(vocab_size, 1000)
-    log_probs = np.full(response, -2.0, dtype=np.float32)
     routes = None
     if config.routing.needs_rollout_routes and sizes is not None:
         routes = _routes(
             len(tokens) - 1, sizes, config.parallel.expert_model_parallel_size, imbalance
         )
-    return [
-        Sample(
-            prompt_index=i // config.rollout.n_samples_per_prompt,
-            sample_index=i % config.rollout.n_samples_per_prompt,
-            tokens=tokens,
-            prompt_length=prompt,
-            loss_mask=np.ones(response, dtype=np.bool_),
-            rollout_log_probs=log_probs,
-            finish_reason="length",
-            reward=float(i % 2),
-            advantages=np.full(response, 1.0 - 2.0 * (i % 2), dtype=np.float32),
-            routed_experts=routes,
-        )
-        for i in range(plan.samples)
-    ]
+    sample = Sample(
+        prompt_index=0,
+        sample_index=0,
+        tokens=tokens,
+        prompt_length=prompt,
+        loss_mask=np.ones(response, dtype=np.bool_),
+        rollout_log_probs=np.full(response, -2.0, dtype=np.float32),
+        finish_reason="length",
+        reward=0.0,
+        advantages=np.ones(response, dtype=np.float32),
+        routed_experts=routes,
+    )
+    alone = TrainingBatch.of([sample])
+    numbers = np.arange(len(replica))
+    table = np.repeat(alone.table, len(replica))
+    table["prompt_index"] = numbers // config.rollout.n_samples_per_prompt
+    table["sample_index"] = numbers % config.rollout.n_samples_per_prompt
+    table["reward"] = numbers % 2
+    table["holder"] = replica
+    positions = np.flatnonzero(replica == dp.rank())
+    starts = np.zeros(len(positions), dtype=np.int64)
+    return TrainingBatch(
+        table,
+        dp,
+        inputs=Columns(positions, starts, starts + sample.length, alone.inputs.arrays),
+        responses=Columns(positions, starts, starts + response, alone.responses.arrays),
+    )
 
 
 def _routes(rows: int, sizes: RouteShape, expert_parallel: int, imbalance: float) -> np.ndarray:

@@ -15,11 +15,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from megatron_gspo.config import Config
 from megatron_gspo.data.micro_batch_plan import plan_micro_batches
-from megatron_gspo.data.sample_batch import SampleBatch
+from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.errors import show_bytes
 from megatron_gspo.loop.critic import with_values
 from megatron_gspo.loop.log_probs import with_log_probs
@@ -35,7 +36,6 @@ from megatron_gspo.mcore.process_groups import ProcessGroups, every_group, initi
 from megatron_gspo.mcore.train_step import StepResult, train_mini_batch
 from megatron_gspo.mcore.value_steps import train_critic_mini_batch
 from megatron_gspo.models import ModelShape, family_of, read_config
-from megatron_gspo.rollout.sample_exchange import move_samples
 from megatron_gspo.tools.rehearse.checkpoint_plan import plan_checkpoint
 from megatron_gspo.tools.rehearse.fake_device.fused_functions import fused_functions
 from megatron_gspo.tools.rehearse.fake_gpu import FakeGpu
@@ -43,7 +43,7 @@ from megatron_gspo.tools.rehearse.fake_world import fake_world
 from megatron_gspo.tools.rehearse.mini_batch import (
     MiniBatchPlan,
     plan_mini_batch,
-    synthetic_samples,
+    synthetic_batch,
     with_plan,
 )
 from megatron_gspo.tools.rehearse.recorder import Recorder
@@ -175,17 +175,22 @@ def _train(
     config = run.config
     routes = policy.routes
     imbalance = run.recorder.imbalance
-    batch = SampleBatch.of(
-        synthetic_samples(config, plan, run.shape.vocab_size, routes, imbalance=imbalance)
-    )
     rules = packing_rules(config.training, policy.config, policy.groups)
-    whole = plan_micro_batches(batch.lengths, rules)
+    length = config.data.max_prompt_length + config.rollout.max_response_length
+    whole = plan_micro_batches(np.full(plan.samples, length), rules)
     steps = StepPlan(rules, whole.replica_of(), [], whole)
-    batch = move_samples(batch, steps.replica, policy.groups.dp, ())
+    batch = synthetic_batch(
+        config,
+        steps.replica,
+        policy.groups.dp,
+        run.shape.vocab_size,
+        routes,
+        imbalance=imbalance,
+    )
     noise = trainer_noise(config, 1.0, step=0)  # of any strength
     routing = RoutingReplay(config.routing, routes, config.algorithm.has_ratio, noise)
     with run.phase("old_log_probs", "activations"):
-        batch = with_log_probs(batch, (policy, reference), config, steps, routing, Timers())[0]
+        batch = with_log_probs(batch, policy, reference, config, steps, routing, Timers())[0]
     if policy.critic is not None:
         _train_critic(run, policy.critic, batch, steps)
     with _optimizer_phase(run, policy), run.phase("forward_backward", "activations"):
@@ -201,11 +206,11 @@ def _train(
     return tuple(int(batch.tokens.shape[0]) for batch in result.batches.batches)
 
 
-def _train_critic(run: _Run, critic: Policy, batch: SampleBatch, steps: StepPlan) -> None:
+def _train_critic(run: _Run, critic: Policy, batch: TrainingBatch, steps: StepPlan) -> None:
     """Values, and the value model's optimizer step on the mini-batch."""
     with run.phase("values", "activations"):
         batch = with_values(batch, critic, run.config, steps, Timers())
-    batch = batch.map(lambda _, sample: replace(sample, returns=sample.values))
+    batch = batch.with_column("returns", batch.responses["values"])
     with run.phase("critic", "activations"):
         train_critic_mini_batch(
             critic,

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_gspo.data.sample_batch import SampleBatch
+from megatron_gspo.data.columns import Columns, ranges
+from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.mcore.process_groups import compute_device
 from megatron_gspo.mcore.routing_replay.micro_batch_routes import MicroBatchRoutes
 from megatron_gspo.parallel.context_parallel import zigzag_indices
@@ -24,50 +25,47 @@ _PART_BYTES = 64 << 20  # ids are exchanged in parts of this size, which bounds 
 
 
 def routes_of_replica(
-    micro_batches: Sequence[MicroBatchRoutes], batch: SampleBatch, wanted: Sequence[int]
-) -> tuple[dict[int, np.ndarray], int]:
-    """The recorded routes ``[L - 1, layers, k]`` in this rank's own layers of those of ``wanted``
-    (positions in ``batch``) that this replica trains, and the bytes that were exchanged.
+    micro_batches: Sequence[MicroBatchRoutes], wanted: Columns
+) -> tuple[np.ndarray, int]:
+    """The recorded routes in this rank's own layers, as a column ``[T, layers, k]`` of ``wanted``
+    (some of the batch's ``inputs``), and the bytes that were exchanged. The row of a response's
+    last token has no meaning.
 
     Exactly one rank of a pipeline stage has each id, so that a sum with zeros elsewhere is exact.
     """
     shape = micro_batches[0].options.shape
     groups = micro_batches[0].groups
     layers = sorted(micro_batches[0].layers)
-    own, lengths, starts = _rows_of(micro_batches, batch, set(wanted))
     width = shape.k * shape.dtype.itemsize
-    flat = torch.zeros(int(starts[-1]), len(layers), width, dtype=torch.uint8)
+    flat = torch.zeros(wanted.num_tokens, len(layers), width, dtype=torch.uint8)
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # asynchronous copies to the host
     for routes in micro_batches:
         if routes.is_counted:
-            targets, rows = _row_indices(routes, starts, lengths)
+            targets, rows = _row_indices(routes, wanted)
             if layers:
                 ids = torch.stack(
                     [routes.chosen[layer] for layer in layers], 1
                 ).cpu()  # [t, layers, k]
                 flat[targets] = ids.view(torch.uint8)[rows]
     moved = _sum_bytes(flat, (groups.tp, groups.cp))
-    everything = flat.numpy().view(shape.dtype)
-    return {i: everything[starts[i] : starts[i] + lengths[i]] for i in own}, moved
+    return flat.numpy().view(shape.dtype), moved
 
 
-def flips_of_replica(
-    micro_batches: Sequence[MicroBatchRoutes], batch: SampleBatch
-) -> dict[int, np.ndarray]:
-    """For each sample of this replica int8 ``[R]``, on each of its ranks: 1 where a response
-    token's live choice differs from the given routes in at least one layer, 0 where it doesn't, -1
-    where it was not compared.
+def flips_of_replica(micro_batches: Sequence[MicroBatchRoutes], batch: TrainingBatch) -> np.ndarray:
+    """A column of the batch's responses, int8 ``[T]``: 1 where a response token's live choice
+    differs from the given routes in at least one layer, 0 where it doesn't, -1 where it was not
+    compared.
 
     Two bytes a token are exchanged.
     """
-    own, lengths, starts = _rows_of(micro_batches, batch, None)
+    inputs = batch.inputs
     # Compared, number of ranks with a layer that differs.
-    flat = torch.zeros(int(starts[-1]), 2, dtype=torch.uint8)
+    flat = torch.zeros(inputs.num_tokens, 2, dtype=torch.uint8)
     for routes in micro_batches:
         if not routes.is_counted or routes.flipped is None:
             continue
-        targets, rows = _row_indices(routes, starts, lengths)
+        targets, rows = _row_indices(routes, inputs)
         flat[targets, 1] += (routes.flipped.cpu()[rows] > 0).to(torch.uint8)
         if 0 in routes.layers:  # the other pipeline stages see the same tokens
             flat[targets, 0] = (routes.known_weight.cpu()[rows] > 0).to(torch.uint8)
@@ -75,26 +73,29 @@ def flips_of_replica(
     _sum_bytes(flat, (groups.tp, groups.cp, groups.pp))
     compared, flipped = flat.numpy().T > 0
     flips = np.where(compared, flipped, -1).astype(np.int8)
-    first = starts[:-1] + batch.table["prompt_length"] - 1
-    return {i: flips[first[i] : first[i] + batch.table["response_length"][i]] for i in own}
+    # The choice for the token before made a response token.
+    ends = np.cumsum(inputs.lengths)
+    response_lengths = batch.table["response_length"][inputs.positions].astype(np.int64)
+    before = ranges(ends - response_lengths - 1, response_lengths)
+    return flips[before] if batch.has_loss else flips[:0]
 
 
 def shared_experts_of_replica(
-    micro_batches: Sequence[MicroBatchRoutes], batch: SampleBatch
-) -> tuple[np.ndarray, np.ndarray]:
-    """(shares ``[rows, 3]``, starts ``[N + 1]``): for each input token of this replica's samples,
-    end to end, the share of the live choices in this rank's layers that are in the given routes of
-    its own row, the next and the previous one. NaN where they weren't compared, or are on different
-    ranks. Six bytes a token are exchanged.
+    micro_batches: Sequence[MicroBatchRoutes], batch: TrainingBatch
+) -> np.ndarray:
+    """A column ``[T, 3]`` of the batch's inputs: the share of the live choices in this rank's
+    layers that are in the given routes of its own token, the next and the previous one. NaN where
+    they weren't compared, or are on different ranks. Six bytes a token are exchanged.
     """
     groups = micro_batches[0].groups
     shape = micro_batches[0].options.shape
-    _, lengths, starts = _rows_of(micro_batches, batch, None)
-    flat = torch.zeros(int(starts[-1]), 3, dtype=torch.int16)  # experts + 1; 0: not compared
+    flat = torch.zeros(
+        batch.inputs.num_tokens, 3, dtype=torch.int16
+    )  # experts + 1; 0: not compared
     for routes in micro_batches:
         if not routes.is_counted or routes.shared is None:
             continue
-        targets, rows = _row_indices(routes, starts, lengths)
+        targets, rows = _row_indices(routes, batch.inputs)
         known = (
             torch.ones(len(rows), dtype=torch.bool)
             if routes.missing is None
@@ -109,7 +110,7 @@ def shared_experts_of_replica(
     _sum_bytes(flat.view(torch.uint8), (groups.tp, groups.cp))
     shares = flat.numpy().astype(np.float64) - 1.0
     shares[shares < 0] = np.nan
-    return shares / (shape.k * max(1, len(micro_batches[0].layers))), starts
+    return shares / (shape.k * max(1, len(micro_batches[0].layers)))
 
 
 def _shifted(flags: Tensor, rows: int) -> Tensor:
@@ -119,38 +120,20 @@ def _shifted(flags: Tensor, rows: int) -> Tensor:
     return torch.nn.functional.pad(flags, (rows, 1 - rows))
 
 
-def _rows_of(
-    micro_batches: Sequence[MicroBatchRoutes], batch: SampleBatch, wanted: set[int] | None
-) -> tuple[list[int], np.ndarray, np.ndarray]:
-    """(this replica's samples, rows ``[N]`` of each, starts ``[N + 1]`` of them end to end);
-    wanted: only these.
-    """
-    own = [
-        i
-        for routes in micro_batches
-        for i in routes.layout.sample_ids
-        if wanted is None or i in wanted
-    ]
-    lengths = np.zeros(len(batch), dtype=np.int64)
-    lengths[own] = batch.lengths[own] - 1
-    return own, lengths, np.concatenate([[0], np.cumsum(lengths)])
-
-
-def _row_indices(
-    routes: MicroBatchRoutes, starts: np.ndarray, lengths: np.ndarray
-) -> tuple[Tensor, Tensor]:
-    """(rows of all samples' routes end to end, rows of this rank's) of the tokens whose routes are
-    wanted.
-
-    lengths: rows wanted of each sample, from ``starts`` on.
+def _row_indices(routes: MicroBatchRoutes, wanted: Columns) -> tuple[Tensor, Tensor]:
+    """(rows of the wanted samples' inputs end to end, rows of this rank's) of the tokens whose
+    routes are wanted: all but the last of each sample.
     """
     layout = routes.layout
     cp = routes.groups.cp
+    ends = dict(zip(wanted.positions.tolist(), np.cumsum(wanted.lengths).tolist(), strict=True))
+    lengths = dict(zip(wanted.positions.tolist(), wanted.lengths.tolist(), strict=True))
     targets = torch.full((int(layout.cu_seqlens[-1]),), -1)
-    for sample, first in zip(layout.sample_ids, layout.cu_seqlens.tolist(), strict=False):
-        targets[first : first + lengths[sample]] = torch.arange(
-            starts[sample], starts[sample] + lengths[sample]
-        )
+    for position, first in zip(layout.sample_ids, layout.cu_seqlens.tolist(), strict=False):
+        if position in ends:
+            last = ends[position] - 1
+            rows = lengths[position] - 1
+            targets[first : first + rows] = torch.arange(last - rows, last)
     local = targets[zigzag_indices(layout.cu_seqlens, cp.rank(), cp.size())][routes.rows]
     rows = (local >= 0).nonzero().squeeze(1)
     return local[rows], rows

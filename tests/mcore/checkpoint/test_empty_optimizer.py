@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megatron_gspo.algorithms import preset
-from megatron_gspo.data.sample_batch import SampleBatch
+from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.mcore.checkpoint.save_load import load_checkpoint, save_checkpoint
 from megatron_gspo.mcore.policy import Policy, build_policy
 from megatron_gspo.mcore.train_step import train_mini_batch
@@ -28,7 +28,7 @@ def policy_at(path: str) -> Policy:
 def step(policy: Policy, seed: int) -> None:
     train_mini_batch(
         policy,
-        SampleBatch.of(make_samples(seed, count=4)),
+        TrainingBatch.of(make_samples(seed, count=4)),
         preset("sft"),
         micro_batches_of(64),
         temperature=1.0,

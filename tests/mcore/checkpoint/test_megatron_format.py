@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_gspo.algorithms import preset
 from megatron_gspo.config import ParallelConfig
-from megatron_gspo.data.sample_batch import SampleBatch
+from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.mcore.checkpoint.checkpoint_files import (
     begin_checkpoint,
     checkpoint_path,
@@ -39,7 +39,7 @@ def weights(policy: Policy) -> dict[str, Tensor]:
 
 
 def train_step(policy: Policy, seed: int) -> dict[str, Tensor]:
-    batch = SampleBatch.of(make_samples(seed, count=4))
+    batch = TrainingBatch.of(make_samples(seed, count=4))
     train_mini_batch(policy, batch, preset("sft"), micro_batches_of(64), temperature=1.0)
     return weights(policy)
 

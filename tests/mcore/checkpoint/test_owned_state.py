@@ -11,7 +11,7 @@ import pytest
 
 from megatron_gspo.algorithms import preset
 from megatron_gspo.config import ParallelConfig
-from megatron_gspo.data.sample_batch import SampleBatch
+from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.mcore.checkpoint.checkpoint_files import CheckpointError
 from megatron_gspo.mcore.checkpoint.owned_state import bytes_of, pieces_to_read, pieces_to_write
 from megatron_gspo.mcore.checkpoint.save_load import make_image, save_checkpoint
@@ -34,7 +34,7 @@ def owned(
     rank: int, world_size: int, path: str, folder: str, layout: ParallelConfig, sharded: bool
 ) -> dict[str, Any]:
     policy = policy_in(path, layout, distributed_optimizer=sharded)
-    batch = SampleBatch.of(make_samples(0, count=4))
+    batch = TrainingBatch.of(make_samples(0, count=4))
     train_mini_batch(policy, batch, preset("sft"), micro_batches_of(64), temperature=1.0)
     image = make_image(policy)
     pieces = pieces_to_write(policy)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_gspo.algorithms import preset
 from megatron_gspo.config import ParallelConfig
-from megatron_gspo.data.sample_batch import SampleBatch
+from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.mcore.checkpoint.checkpoint_files import (
     CheckpointError,
     complete_checkpoints,
@@ -52,7 +52,7 @@ def train_step(policy: Policy, seed: int) -> tuple[dict[str, Tensor], dict[str, 
     """One optimizer step on a mini-batch of its own; weights and metrics after it."""
     result = train_mini_batch(
         policy,
-        SampleBatch.of(make_samples(seed, count=4)),
+        TrainingBatch.of(make_samples(seed, count=4)),
         preset("sft"),
         micro_batches_of(64),
         temperature=1.0,

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_gspo.algorithms import preset
 from megatron_gspo.config import LoRAConfig, ParallelConfig
-from megatron_gspo.data.sample_batch import SampleBatch
+from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.mcore.checkpoint.checkpoint_files import CheckpointError
 from megatron_gspo.mcore.checkpoint.save_load import load_checkpoint, save_checkpoint
 from megatron_gspo.mcore.forward_step import unwrap
@@ -56,14 +56,14 @@ def policy_in(path: str, layout: ParallelConfig, lora: LoRAConfig | None) -> Pol
 
 
 def step(policy: Policy, seed: int) -> dict[str, torch.Tensor]:
-    batch = SampleBatch.of(make_samples(seed, count=4))
+    batch = TrainingBatch.of(make_samples(seed, count=4))
     train_mini_batch(policy, batch, preset("sft"), TRAINING, temperature=1.0)
     return {name: tensor.clone() for name, tensor in policy.adapters()}
 
 
 def scores(policy: Policy) -> dict[int, Any]:
     return compute_log_probs(
-        policy, SampleBatch.of(make_samples(count=4)), TRAINING, temperature=1.0
+        policy, TrainingBatch.of(make_samples(count=4)), TRAINING, temperature=1.0
     ).log_probs
 
 

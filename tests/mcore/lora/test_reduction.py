@@ -11,7 +11,7 @@ import torch
 
 from megatron_gspo.algorithms import preset
 from megatron_gspo.config import LoRAConfig
-from megatron_gspo.data.sample_batch import SampleBatch
+from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.mcore.forward_step import unwrap
 from megatron_gspo.mcore.policy import TrainedParts, build_policy
 from megatron_gspo.mcore.train_step import forward_backward, pack_mini_batch
@@ -43,7 +43,7 @@ def marks(rank: int, world_size: int, path: str) -> dict[str, Any]:
         )
         batches = pack_mini_batch(
             policy,
-            SampleBatch.of(make_samples(count=4)),
+            TrainingBatch.of(make_samples(count=4)),
             micro_batches_of(64),
             optional=(),
             routing=None,

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from megatron_gspo.config import ParallelConfig
 from megatron_gspo.data.packing import count_trained, pack
 from megatron_gspo.data.sample import Sample
-from megatron_gspo.data.sample_batch import SampleBatch
+from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.mcore.forward_step import hidden_states
 from megatron_gspo.mcore.layers import block_spec, use_own_dispatchers, use_own_operators
 from megatron_gspo.mcore.model import transformer_config
@@ -149,7 +149,7 @@ def shares_of(sample: Any, used: np.ndarray, layers: list[int]) -> list[list[flo
     return found
 
 
-def check_shares(done: Any, batch: SampleBatch, used: list[np.ndarray], parts: int) -> None:
+def check_shares(done: Any, batch: TrainingBatch, used: list[np.ndarray], parts: int) -> None:
     """With ``parts`` of a sequence on other ranks some neighbours are not seen."""
     shares, starts = shared_experts_of_replica(done, batch)
     layers = sorted(done[0].layers)
@@ -174,12 +174,12 @@ def compare_with_counts(rank: int, world_size: int, path: str, layout: ParallelC
     samples = scored_samples(8)
     record = ReplayOptions(shape, record=True)
     first = compute_log_probs(
-        policy, SampleBatch.of(samples), BATCHING, temperature=1.0, routing=record
+        policy, TrainingBatch.of(samples), BATCHING, temperature=1.0, routing=record
     ).routing
     given = scattered(samples, all_routes(first, samples, range(len(samples)))[0], shape)
     options = ReplayOptions(shape, record=True, compare=True, neighbours=True, entropy=True)
     live = compute_log_probs(
-        policy, SampleBatch.of(given), BATCHING, temperature=1.0, routing=options
+        policy, TrainingBatch.of(given), BATCHING, temperature=1.0, routing=options
     ).routing
     _, updated = train_pass(policy, given, replace(options, replay=True, entropy=False))
     for done in (live, updated):
@@ -201,7 +201,7 @@ def compare_with_counts(rank: int, world_size: int, path: str, layout: ParallelC
         for sample, ids, flips in zip(given, used, all_flips(done, given), strict=True):
             assert flips.dtype == np.int8 and flips.tolist() == flips_of(sample, ids)
         parts = layout.context_parallel_size * layout.tensor_model_parallel_size
-        check_shares(done, SampleBatch.of(given), used, parts)
+        check_shares(done, TrainingBatch.of(given), used, parts)
         if done is live:
             assert np.abs(found.load - expected["load"]).max() < 1e-6
         else:
@@ -236,12 +236,16 @@ def odd_passes(rank: int, world_size: int, path: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, batch in (("unknown", unknown), ("known", known), ("untrained", untrained)):
         scores = compute_log_probs(
-            policy, SampleBatch.of(batch), micro_batches_of(80, 1), temperature=1.0, routing=options
+            policy,
+            TrainingBatch.of(batch),
+            micro_batches_of(80, 1),
+            temperature=1.0,
+            routing=options,
         )
         found[name] = ([routes.compare for routes in scores.routing], routing_stats(scores.routing))
     options = ReplayOptions(shape, record=True)
     done = compute_log_probs(
-        policy, SampleBatch.of(samples), BATCHING, temperature=1.0, routing=options
+        policy, TrainingBatch.of(samples), BATCHING, temperature=1.0, routing=options
     ).routing
     _, exchanged = all_routes(done, samples, [0])
     found["moved"] = exchanged + sum(routes.bytes_moved for routes in done)
@@ -279,7 +283,7 @@ def store(rank: int, world_size: int, path: str) -> dict[str, Any]:
         options = ReplayOptions(shape, record=True, compare=True, entropy=True, storage=place)
         given = with_random_routes(samples, shape, missing=0.2)
         done = compute_log_probs(
-            policy, SampleBatch.of(given), BATCHING, temperature=1.0, routing=options
+            policy, TrainingBatch.of(given), BATCHING, temperature=1.0, routing=options
         ).routing
         routes, _ = all_routes(done, samples, range(len(samples)))
         pinned = [ids.is_pinned() for one in done for ids in one.chosen.values()]
@@ -336,7 +340,7 @@ def many_experts(rank: int, world_size: int, path: str) -> dict[str, Any]:
     samples = scored_samples(4)
     done = compute_log_probs(
         policy,
-        SampleBatch.of(samples),
+        TrainingBatch.of(samples),
         BATCHING,
         temperature=1.0,
         routing=ReplayOptions(shape, record=True),

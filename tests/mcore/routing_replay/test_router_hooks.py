@@ -13,7 +13,7 @@ from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_func
 from torch import Tensor
 
 from megatron_gspo.data.packing import pack
-from megatron_gspo.data.sample_batch import SampleBatch
+from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.mcore.micro_batches import MicroBatches
 from megatron_gspo.mcore.model import transformer_config
 from megatron_gspo.mcore.policy import Policy
@@ -29,7 +29,7 @@ from megatron_gspo.routing_replay.routes import RouteShape
 from tests.mcore.test_model import shape_of as model_shape
 from tests.support.configs import micro_batches_of, model_config, parallel
 from tests.support.distributed import run_distributed
-from tests.support.gathered import in_order
+from tests.support.gathered import by_sample
 from tests.support.routing_cases import (
     GRPO,
     around_routing,
@@ -146,7 +146,7 @@ def ask_wrongly(rank: int, world_size: int, path: str) -> None:
         found = message_of(
             compute_log_probs,
             policy,
-            SampleBatch.of(samples),
+            TrainingBatch.of(samples),
             one_by_one,
             temperature=1.0,
             routing=record,
@@ -253,15 +253,17 @@ def moved_routers(rank: int, world_size: int, path: str) -> dict[str, float]:
         samples = within_halves(scored_samples(), shape)
         options = ReplayOptions(shape, replay=True) if name == "replayed" else None
         old = compute_log_probs(
-            policy, SampleBatch.of(samples), BATCHING, temperature=1.0, routing=options
+            policy, TrainingBatch.of(samples), BATCHING, temperature=1.0, routing=options
         ).log_probs
-        for i, value in old.items():
-            samples[i].old_log_probs = value.copy()
+        for sample, value in zip(samples, by_sample(old, samples), strict=True):
+            sample.old_log_probs = value.copy()
         shift_halves(policy)
         result = train_mini_batch(
-            policy, SampleBatch.of(samples), GRPO, BATCHING, temperature=1.0, routing=options
+            policy, TrainingBatch.of(samples), GRPO, BATCHING, temperature=1.0, routing=options
         )
-        found[name] = distance(in_order(result.log_probs), trained_only(in_order(old), samples))
+        found[name] = distance(
+            by_sample(result.log_probs, samples), trained_only(by_sample(old, samples), samples)
+        )
         found[f"{name}, clipped"] = result.metrics["clip_fraction/tokens"]
         found[f"{name}, ratio"] = result.metrics["ratio_max"] - 1.0
     return found
@@ -285,13 +287,13 @@ def two_experts(rank: int, world_size: int, path: str) -> dict[str, float]:
     samples = with_random_routes(scored_samples(), shape, among=4)
     options = ReplayOptions(shape, replay=True)
     before = compute_log_probs(
-        policy, SampleBatch.of(samples), BATCHING, temperature=1.0, routing=options
+        policy, TrainingBatch.of(samples), BATCHING, temperature=1.0, routing=options
     ).log_probs
     perturb(policy, model, size=0.5)
     log_probs, _ = train_pass(policy, samples, options)
     expected = trained_log_probs(model, samples)
     found = {
-        "moved": distance(log_probs, trained_only(in_order(before), samples)),
+        "moved": distance(log_probs, trained_only(by_sample(before, samples), samples)),
         "error": distance(log_probs, expected),
     }
     gradients = torch.stack([router.weight.main_grad for router in routers(policy)])
@@ -365,18 +367,20 @@ def replay_again_and_again(rank: int, world_size: int, path: str) -> dict[str, A
     for i in range(3):
         order = np.random.default_rng(i).permutation(len(samples)).tolist()
         expected = compute_log_probs(
-            policy, SampleBatch.of(samples), BATCHING, temperature=1.0, routing=options
+            policy, TrainingBatch.of(samples), BATCHING, temperature=1.0, routing=options
         ).log_probs
+        by_position = by_sample(expected, samples)
         shuffled = [samples[j] for j in order]
-        batch = SampleBatch.of(shuffled)
+        batch = TrainingBatch.of(shuffled)
         cut = micro_batches_of(40 + 20 * i)
         result = train_mini_batch(policy, batch, GRPO, cut, temperature=1.0, routing=options)
         errors.append(
             distance(
-                in_order(result.log_probs), trained_only([expected[j] for j in order], shuffled)
+                by_sample(result.log_probs, shuffled),
+                trained_only([by_position[j] for j in order], shuffled),
             )
         )
-        moved = 0.0 if last is None else distance(in_order(expected), in_order(last))
+        moved = 0.0 if last is None else distance([expected], [last])
         last = expected
     same = all(
         np.array_equal(sample.routed_experts, ids)
@@ -449,7 +453,7 @@ def take_once(rank: int, world_size: int, path: str) -> dict[str, Any]:
         _, trained = train_pass(policy, samples, options)
         gradients[recompute] = [router.weight.main_grad.clone() for router in routers(policy)]
     scored = compute_log_probs(
-        policy, SampleBatch.of(samples), BATCHING, temperature=1.0, routing=options
+        policy, TrainingBatch.of(samples), BATCHING, temperature=1.0, routing=options
     ).routing
     error = distance(gradients["full"], gradients["none"])
     return {"trained": uses_of(trained), "scored": uses_of(scored), "error": error}

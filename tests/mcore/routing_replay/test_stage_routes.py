@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_gspo.data.sample import Sample
-from megatron_gspo.data.sample_batch import SampleBatch
+from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.mcore.policy import Policy
 from megatron_gspo.mcore.routing_replay.gather_results import routes_of_replica, routing_stats
 from megatron_gspo.mcore.routing_replay.micro_batch_routes import ReplayOptions
@@ -61,7 +61,7 @@ def trained(policy: Policy, samples: Sequence[Sample], shape: RouteShape) -> dic
         policy, samples, ReplayOptions(shape, replay=True, compare=True, record=True)
     )
     gradients = [p.main_grad.clone() for chunk in policy.chunks for p in chunk.parameters()]
-    recorded, _ = routes_of_replica(done, SampleBatch.of(samples), range(len(samples)))
+    recorded, _ = routes_of_replica(done, TrainingBatch.of(samples), range(len(samples)))
     return {
         "log_probs": log_probs,
         "gradients": gradients,

@@ -3,14 +3,16 @@
 import dataclasses
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megatron_gspo.config import Config, load_config
 from megatron_gspo.models import family_of, read_config
 from megatron_gspo.routing_replay.routes import RouteShape
-from megatron_gspo.tools.rehearse.mini_batch import plan_mini_batch, synthetic_samples, with_plan
+from megatron_gspo.tools.rehearse.mini_batch import plan_mini_batch, synthetic_batch, with_plan
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "qwen3_moe"
 
@@ -48,25 +50,23 @@ def test_a_mini_batch_of_one_micro_batch_is_run_twice() -> None:
 def test_samples_are_the_longest_of_the_config_and_valid() -> None:
     loaded = config()
     shape = family_of(read_config(loaded.model.path))[1]
-    samples = synthetic_samples(
-        loaded, plan_mini_batch(loaded, 16), shape.vocab_size, RouteShape.of_model(shape)
-    )
-    assert len(samples) == 64
-    assert {(sample.prompt_length, sample.length) for sample in samples} == {(1024, 1024 + 8192)}
-    samples[0].check()
+    count = plan_mini_batch(loaded, 16).samples
+    replica = np.arange(count) % 16
+    dp = SimpleNamespace(rank=lambda: 3)
+    batch = synthetic_batch(loaded, replica, dp, shape.vocab_size, RouteShape.of_model(shape))
+    assert (len(batch), len(batch.responses), len(batch.inputs)) == (64, 4, 4)
+    assert set(batch.lengths.tolist()) == {1024 + 8192}
+    assert set(batch.responses.lengths.tolist()) == {8192}
+    assert batch.inputs["tokens"].shape == (4 * 9216,)
+    assert batch.inputs.arrays["tokens"].shape == (9216,), "they share their arrays"
 
 
 def test_routes_of_the_rollout_are_made_up_where_they_are_replayed() -> None:
     loaded = config("qwen3_30b_a3b_4x8_gspo", "routing.replay=r3")
     shape = family_of(read_config(loaded.model.path))[1]
-    plan = plan_mini_batch(loaded, 16)
     whole = RouteShape.of_model(shape)
     assert whole is not None
     for sizes, layers in ((whole, 48), (replace(whole, held=(1, 3)), 2)):
-        sample = synthetic_samples(loaded, plan, shape.vocab_size, sizes)[0]
-        assert sample.routed_experts is not None and sample.routed_experts.shape == (
-            9215,
-            layers,
-            8,
-        )
-        sample.check()
+        dp = SimpleNamespace(rank=lambda: 0)
+        batch = synthetic_batch(loaded, np.zeros(1), dp, shape.vocab_size, sizes)
+        assert batch.inputs["routed_experts"].shape == (9216, layers, 8)

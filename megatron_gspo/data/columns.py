@@ -1,0 +1,146 @@
+"""Values of tokens as columns: the arrays of many samples, one sample after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+
+# Tokens whose temporaries stay in a core's cache; new memory for more costs as much as the work.
+_PIECE = 1 << 16
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Arrays over the tokens of n samples.
+
+    positions: [n] int64, ascending, of the samples in their batch.
+    starts: [n] int64, where the tokens of each begin in the arrays.
+    lengths: [n] int64, how many each has.
+    arrays: by name [tokens, ...]. A selection shares them with what it was selected from.
+    """
+
+    positions: np.ndarray
+    starts: np.ndarray
+    lengths: np.ndarray
+    arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, positions: Sequence[int] | np.ndarray, lengths: np.ndarray, **arrays: np.ndarray
+    ) -> Columns:
+        """Arrays [sum of lengths, ...] of samples that follow each other in them."""
+        lengths = np.asarray(lengths, dtype=np.int64)
+        return cls(
+            np.asarray(positions, dtype=np.int64), np.cumsum(lengths) - lengths, lengths, arrays
+        )
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.arrays
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        """[T, ...] the column: the values of all samples, end to end; a view where they are so in
+        the array."""
+        values = self.arrays[name]
+        if self._is_contiguous:
+            start = int(self.starts[0]) if len(self) else 0
+            return values[start : start + self.num_tokens]
+        return values[ranges(self.starts, self.lengths)]
+
+    @property
+    def num_tokens(self) -> int:
+        """T: tokens of all samples."""
+        return int(self.lengths.sum())
+
+    @cached_property
+    def sample_ids(self) -> np.ndarray:
+        """[T] int64: which of the n samples each token is of, 0 .. n-1."""
+        return np.repeat(np.arange(len(self)), self.lengths)
+
+    @cached_property
+    def _is_contiguous(self) -> bool:
+        return bool((self.starts[1:] == self.starts[:-1] + self.lengths[:-1]).all())
+
+    def repeat(self, values: np.ndarray) -> np.ndarray:
+        """[T] from a value [n] of each sample: it is that of each of its tokens."""
+        return np.repeat(values, self.lengths)
+
+    def sums(self, values: np.ndarray) -> np.ndarray:
+        """[n] float64: the sum of each sample's values [T]."""
+        return np.bincount(self.sample_ids, values, minlength=len(self))
+
+    def of_sample(self, name: str, position: int) -> np.ndarray:
+        """The values of the sample at a position of the batch, a view."""
+        index = int(np.searchsorted(self.positions, position))
+        start = int(self.starts[index])
+        return self.arrays[name][start : start + int(self.lengths[index])]
+
+    def split(self, values: np.ndarray) -> dict[int, np.ndarray]:
+        """Values [T, ...] as views by position in the batch."""
+        ends = np.cumsum(self.lengths)
+        starts = ends - self.lengths
+        return {
+            position: values[start:end]
+            for position, start, end in zip(
+                self.positions.tolist(), starts.tolist(), ends.tolist(), strict=True
+            )
+        }
+
+    def with_column(self, name: str, values: np.ndarray) -> Columns:
+        """The columns, and values [T, ...] as another or in place of the one of this name."""
+        if len(values) != self.num_tokens:
+            raise ValueError(
+                f"column {name} has {len(values)} values; the samples have {self.num_tokens} tokens"
+            )
+        if len(self.starts) and (self.starts[0] or not self._is_contiguous):
+            arrays = {other: self[other] for other in self.arrays if other != name}
+            return Columns.of(self.positions, self.lengths, **arrays, **{name: values})
+        return replace(self, arrays={**self.arrays, name: values})
+
+    def without(self, *names: str) -> Columns:
+        """The columns but those of these names."""
+        kept = {name: values for name, values in self.arrays.items() if name not in names}
+        return replace(self, arrays=kept)
+
+    def chosen(self, positions: Sequence[int] | np.ndarray) -> Columns:
+        """Those of the samples that are at these positions of the batch."""
+        return self._rows(np.flatnonzero(np.isin(self.positions, positions)))
+
+    def renumbered(self, positions: Sequence[int] | np.ndarray) -> Columns:
+        """Those of the samples at these positions of the batch, numbered by their place among
+        them."""
+        wanted = np.asarray(positions, dtype=np.int64)
+        index = np.searchsorted(self.positions, wanted)
+        index = np.minimum(index, max(len(self) - 1, 0))
+        here = (
+            self.positions[index] == wanted if len(self) else np.zeros(len(wanted), dtype=np.bool_)
+        )
+        return replace(self._rows(index[here]), positions=np.flatnonzero(here))
+
+    def pieces(self) -> Iterator[Columns]:
+        """These samples in groups of about `_PIECE` tokens, for work on all tokens; at least one,
+        perhaps empty."""
+        ends = np.cumsum(self.lengths)
+        first = 0
+        while True:
+            done = int(ends[first - 1]) if first else 0
+            fitting = int(np.searchsorted(ends, done + _PIECE, side="right"))
+            last = min(max(fitting, first + 1), len(self))
+            yield self._rows(np.arange(first, last))
+            first = last
+            if first >= len(self):
+                return
+
+    def _rows(self, index: np.ndarray) -> Columns:
+        return Columns(self.positions[index], self.starts[index], self.lengths[index], self.arrays)
+
+
+def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """[sum of lengths] int64: start, start + 1, ... of each range, one range after the other."""
+    before = np.cumsum(lengths) - lengths
+    return np.repeat(starts - before, lengths) + np.arange(int(lengths.sum()))
