@@ -81,9 +81,8 @@ class RolloutConfig(SamplingParams):
     overlap: bool = False
     """Generate while training, up to `max_staleness` steps ahead."""
     oversampling: Annotated[float, Ge(1)] = 1.0
-    """Groups started per group that a step needs. The first to finish are taken. Others are
-    discarded or, with `max_staleness`, continued after the update (then at most 1 +
-    `max_staleness`)."""
+    """Groups started per group that a step needs. Those unfinished are discarded or, with
+    `max_staleness`, continued after the update (then at most 1 + `max_staleness`)."""
     offload_trainer: bool | None = None
     """Keep the trainer's state in host memory during generation; null is true with `colocated`
     servers."""

@@ -48,8 +48,9 @@ class ServerConfig:
     weight_changes_only: bool = False
     """Send only tensors that have changed, with `distributed` and servers that the run starts."""
     weight_checksums: bool = False
-    """Compare the checksum of every tensor after an update, with the same. vLLM servers also prove
-    that they wrote every parameter, with any transport."""
+    """Compare the checksum of every tensor after an update, also with `distributed` and servers
+    that the run starts. vLLM servers, with any transport, also prove that they wrote every
+    parameter."""
     weight_dir: UserPath | None = None
     """Directory of `disk`, the same path on all servers; null is `run_dir`/weights."""
     master_address: str | None = None
@@ -72,8 +73,8 @@ class ServerConfig:
     health_timeout: Annotated[float, Gt(0)] = 10.0
     """Seconds for a health check, which itself takes about one."""
     log_prob_check_at_start: bool = True
-    """Compare log-probs with the trainer's after the first weights and after the first update; a
-    run whose servers compute another model stops."""
+    """Compare log-probs with the trainer's after the first weights and the first update, and stop
+    if the servers compute another model."""
     log_prob_check_interval: Annotated[int, Ge(0)] = 0
     """Updates between further comparisons; 0 is off."""
     log_prob_check_tolerance: Annotated[float, Gt(0)] = 0.5

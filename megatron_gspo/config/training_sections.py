@@ -56,13 +56,13 @@ class CriticConfig(OptimizerConfig):
     """The value model of `algorithm.name: ppo`, which has an optimizer of its own."""
 
     path: UserPath | None = None
-    """Hugging Face directory of its initial weights, with or without a `score.weight`; null is
+    """Hugging Face directory of the initial weights, with or without `score.weight`; null is
     `model.path`."""
     lr: Annotated[float, Gt(0)] = 1e-5
     """Peak learning rate."""
     value_clip: Annotated[float, Gt(0)] | None = 0.5
-    """Values that moved further than this in a step's updates get no gradient towards their return;
-    null is no limit."""
+    """Values that moved further than this in a step get no gradient towards their return; null is
+    no limit."""
     warmup_steps: Annotated[int, Ge(0)] = 0
     """Steps at the start that train the value model alone."""
 
