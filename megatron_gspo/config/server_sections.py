@@ -34,13 +34,11 @@ class ServerConfig:
     port: Annotated[int, Ge(1), Le(65535)] | None = None
     """Port of the first started server; the others follow. Null takes free ports."""
     server_args: tuple[str, ...] = ()
-    """Arguments of the started servers; on the command line --sglang.tp-size 2 or
-    --vllm.tensor-parallel-size 2.
-    """
+    """Arguments of the started servers; on the command line --sglang.tp-size 2."""
     start_timeout: Annotated[float, Gt(0)] = 600.0
     """Seconds until a server must have started."""
     api_key_file: UserPath | None = None
-    """File with the servers' API key on its first line; null: no key."""
+    """File whose first line is the servers' API key; null is no key."""
     weight_transport: Literal["distributed", "tensor", "disk", "ipc"] = "distributed"
     """How weights reach the servers; each kind takes some of these."""
     weight_bucket_mb: Annotated[float, Gt(0)] = 512.0
@@ -62,7 +60,7 @@ class ServerConfig:
     retries: Annotated[int, Ge(0)] = 8
     """Retries of a response's request before the run saves and stops."""
     response_timeout: Annotated[float, Gt(0)] | None = None
-    """Seconds without a new token of a response before the run saves and stops; null is three times
+    """Seconds without a new token of a response before the run saves and stops; null is 3 x
     `request_timeout`."""
     update_timeout: Annotated[float, Gt(0)] = 600.0
     """Seconds for each step of a weight update."""

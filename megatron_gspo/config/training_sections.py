@@ -74,7 +74,7 @@ class GuardConfig:
     """
 
     action: Literal["off", "warn", "stop"] = "warn"
-    """`warn` prints a line; `stop` also saves a checkpoint and ends the run with an error."""
+    """`warn` prints a line; `stop` also saves and ends the run with an error."""
     effective_sample_size: Annotated[float, Gt(0), Lt(1)] | None = None
     """Lower values count. Null is 0.5, or no threshold where the objective bounds the weights of
     tokens (`dual_clip`, `rollout_is: token`, every `surrogate` but `clip`)."""
@@ -95,7 +95,7 @@ class EvaluationConfig:
     """Accuracy on the held-out prompts."""
 
     eval_interval: Annotated[int, Ge(0)] = 0
-    """Steps between evaluations; 0: only before the first and after the last."""
+    """Steps between evaluations; 0 is only before the first and after the last."""
     at_start: bool = True
     """Evaluate before the first step."""
     at_end: bool = True
@@ -123,7 +123,7 @@ class CheckpointConfig:
     keep: Annotated[int, Ge(1)] = 2
     """Newest checkpoints to keep."""
     async_save: bool = True
-    """Write in the background, from a copy of the state in host memory."""
+    """Write in the background, from a copy in host memory."""
     resume: Literal["auto", "never"] = "auto"
     """Resume from the newest checkpoint, or refuse a `run_dir` that holds a run."""
     export_hf: bool = True
