@@ -32,23 +32,19 @@ class Objective:
 
     importance_sampling_level: ImportanceSamplingLevel
     """Importance ratio. `token`: per token. `sequence`: per response, length-normalised.
-    `sequence_token`: the same with an advantage per token. `geometric_mean`: per response, of token
-    ratios that are clipped first. `none`: advantage * log-prob. See docs/algorithms.md."""
+    `sequence_token`: the same with an advantage per token. `geometric_mean`: per response, of
+    clipped token ratios. `none`: advantage * log-prob."""
 
     loss_agg_mode: LossAggMode
-    """Aggregation of token losses. `seq-mean-token-mean`: mean over a response's tokens, then over
-    responses. `token-mean`: over all tokens. `seq-mean-token-sum-norm`: sum over tokens /
-    (responses * loss_scale_factor)."""
+    """Mean of token losses: over a response, then over responses; over all tokens; or their sum
+    / (responses * loss_scale_factor)."""
 
     loss_scale_factor: float | None = None
     """Divisor of `seq-mean-token-sum-norm` in tokens, usually the longest response."""
 
     surrogate: str | Callable[..., Any] = "clip"
-    """What becomes of ratio and advantage. `clip`: PPO's clipped product. `cispo`: log-prob times a
-    truncated weight. `sapo`: a soft gate. `dppo_tv`, `dppo_kl`: log-prob times a truncated weight,
-    0 where the token's probability moved too far. `minirl`: log-prob times the truncated ratio to
-    the rollout engine, 0 where `clip` clips. Or the import path of your own
-    (docs/extending.md)."""
+    """What becomes of ratio and advantage (docs/algorithms.md): PPO's `clip`, `cispo`, `sapo`,
+    `dppo_tv`, `dppo_kl`, `minirl`, or the import path of your own (docs/extending.md)."""
 
     surrogate_options: dict[str, Any] = field(default_factory=dict, hash=False)
     """Keyword arguments of a surrogate of your own."""
@@ -81,8 +77,8 @@ class Objective:
     """c > 1: the objective is at least c * A where A < 0 (arXiv:1912.09729)."""
 
     off_policy_mask_threshold: float | None = None
-    """Sequences with mean(old log-prob - log-prob) above this, in nats, lose their tokens with A <
-    0 (arXiv:2512.02556). Denominators are unchanged."""
+    """Where mean(old log-prob - log-prob) of a sequence is above this, in nats, its tokens with A
+    < 0 do not count (arXiv:2512.02556). Denominators are unchanged."""
 
     log_ratio_coef: float = 0.0
     """Weight of the squared token log-ratio in the loss (arXiv:2602.02276)."""
@@ -104,7 +100,7 @@ class Objective:
     """Log-ratios are clamped to +-this before exp, in nats."""
 
     advantage_estimator: str | Callable[..., Any] = "group"
-    """`group`: the reward less its group's baseline. `gae`: from a value model (PPO). Or the import
+    """`group`: the reward less its group's baseline. `gae`: of a value model (PPO). Or the import
     path of your own (docs/extending.md)."""
 
     advantage_options: dict[str, Any] = field(default_factory=dict, hash=False)
@@ -117,15 +113,14 @@ class Objective:
     """Lambda of `gae`, from 0 (one step) to 1 (all later rewards)."""
 
     advantage_std: AdvantageStd = "sample"
-    """Standard deviation that divides a group's rewards (with `gae` all advantages): `sample` (n -
-    1), `population` (n) or `none`."""
+    """Standard deviation that divides a group's rewards (with `gae` all advantages): over n - 1
+    (`sample`), n (`population`) or `none`."""
 
     advantage_baseline: AdvantageBaseline = "mean"
     """Baseline of a reward: its group's `mean`, or the mean of the others (`leave_one_out`)."""
 
     allow_nonstandard: bool = False
-    """Allow fields that make it another algorithm than `name`, and a clip range of the other ratio
-    level."""
+    """Allow another algorithm than `name`, and a clip range of the other ratio level."""
 
     def __post_init__(self) -> None:
         check_objective(self)

@@ -27,9 +27,8 @@ class AlgorithmConfig(Objective):
     )
 
     name: str = "gspo"
-    """Algorithm whose preset sets the defaults of this section (docs/algorithms.md); a null keeps
-    the preset's value. Any other name is an objective of your own, with
-    `importance_sampling_level` and `loss_agg_mode`."""
+    """Preset that sets the defaults of this section (docs/algorithms.md), or a name of your own,
+    with `importance_sampling_level` and `loss_agg_mode`. A null keeps the preset's value."""
     surrogate: UserPath = "clip"
     advantage_estimator: UserPath = "group"
     kl_reward_coef: Annotated[float, Ge(0)] = 0.0
@@ -48,9 +47,9 @@ class AlgorithmConfig(Objective):
     rollout_is_threshold_lower: Annotated[float, Ge(0), Le(1)] = 0.0
     """Minimum of these weights."""
     rollout_rs: Literal["none", "token", "geometric", "token_binary_kl", "sequence_k3"] = "none"
-    """Exclude from the loss where the engines differ too much. `token`: ratio outside the
-    thresholds. `geometric`: its geometric mean over a sequence. `token_binary_kl`: binary KL of a
-    token, `sequence_k3`: mean of k3 over a sequence, above `rollout_rs_divergence`."""
+    """Exclude from the loss where the engines differ too much: the ratio of a token or its
+    `geometric` mean over a sequence is outside the thresholds; or a token's binary KL or a
+    sequence's mean of k3 is above `rollout_rs_divergence`."""
     rollout_rs_threshold: Annotated[float, Ge(1)] | None = None
     """Upper threshold; null is 2 with `token`; `geometric` needs one."""
     rollout_rs_threshold_lower: Annotated[float, Gt(0), Le(1)] | None = None

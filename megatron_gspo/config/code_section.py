@@ -36,11 +36,10 @@ class CodeConfig:
     python: UserPath | None = None
     """Interpreter of the programs, run without site-packages; null is the trainer's."""
     require_isolation: bool = True
-    """Refuse to start where programs are not isolated: that needs bubblewrap, or `sandbox_url`.
-    With false, limits alone apply there, and programs can do what this user can."""
+    """Refuse to start without bubblewrap or `sandbox_url`. With false, without them only limits
+    apply: programs can do what this user can."""
     sandbox_url: str | None = None
-    """Sandbox Fusion server, `http://host:port`, that runs the programs in place of this
-    machine."""
+    """Sandbox Fusion server that runs the programs, as http://host:port."""
 
     @property
     def wall_limit(self) -> float:

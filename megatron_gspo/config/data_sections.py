@@ -32,16 +32,14 @@ class DataConfig:
     """Prompts, their format and the verifier that scores responses."""
 
     prompts: UserPath | tuple[UserPath, ...] | None = None
-    """Training prompts: a file, a folder, a glob, a saved data set (`path:split` names a split), or
-    a list of these; null with `task`. See docs/data.md."""
+    """Training prompts (docs/data.md): a file, a folder, a glob, a saved data set (`path:split`),
+    or a list of these; null with `task`."""
     task: TaskConfig | None = None
     """A generated reasoning-gym task in place of `prompts`."""
     eval_prompts: UserPath | tuple[UserPath, ...] | None = None
-    """Held-out prompts, as `prompts`; of a data set with splits, test or validation. Null uses
-    those of `task`, or none."""
+    """Held-out prompts, as `prompts`; null uses those of `task`, or none."""
     prompt_key: str = "prompt"
-    """Field of the question: text, or a list of chat messages. A dot leads into a field, e.g.
-    extra_info.question."""
+    """Field of the question, e.g. extra_info.question: text, or a list of chat messages."""
     answer_key: str | None = "answer"
     """Field of the reference answer, e.g. reward_model.ground_truth; null if the verifier needs
     none."""
@@ -54,8 +52,8 @@ class DataConfig:
     system_prompt_key: str | None = None
     """Field of a row's own system message, in place of `system_prompt`."""
     last_assistant_message: Literal["error", "drop", "answer", "continue"] = "error"
-    """A final message of the assistant: refuse the row, leave it out, take it as the answer, or let
-    the response continue it."""
+    """A row's last message, if it is the assistant's: refuse it, leave it out, take it as the
+    answer, or let the response continue it."""
     prompt_template: str = "{question}"
     """Text of a prompt; {question} is replaced by the question."""
     max_prompt_length: Annotated[int, Ge(1)] = 1024
@@ -65,8 +63,8 @@ class DataConfig:
     cache_dir: UserPath | None = None
     """Folder of tokenised prompts; null is `prompts/` in `run_dir`."""
     keep_special_tokens: bool = True
-    """Whether verifiers and environments see special tokens of responses, such as tags. End tokens
-    and padding are always removed."""
+    """Whether verifiers and environments see special tokens of responses, but end tokens and
+    padding."""
     verifier: UserPath | None = None
     """exact_match, math_verify, reasoning_gym, code, path/to/file.py:function or
     package.module:function. Null is reasoning_gym with a task, else exact_match."""

@@ -24,18 +24,16 @@ class LoRAConfig:
     dropout: Annotated[float, Ge(0)] = 0.0
     """Must be 0: with dropout the ratio of an unchanged policy is not 1."""
     targets: tuple[str, ...] | None = None
-    """Linear layers with an adapter, e.g. [q_proj, v_proj], and the router (gate); null: all
-    without the router.
-    """
+    """Linear layers with an adapter, e.g. [q_proj, v_proj], or the router (gate); null is all but
+    the router."""
     experts: Literal["each", "shared"] = "each"
     """An adapter for each expert, or one that all experts of a layer share."""
     weight_updates: Literal["merged", "adapters"] = "merged"
-    """What servers get: the merged weights, or the adapters alone, which they add to the base
-    themselves; by files (weight_transport: disk) or, SGLang, in a request (tensor)."""
+    """What servers get: the merged weights, or the adapters alone, by `weight_transport` disk or,
+    with SGLang, tensor."""
     adapter_path: UserPath | None = None
-    """PEFT directory of adapters to start from, of this rank, alpha and targets; null: A is
-    random and B is 0.
-    """
+    """PEFT directory of adapters to start from, of this rank, alpha and targets; null is a random
+    A and a B of 0."""
 
     @property
     def is_on(self) -> bool:

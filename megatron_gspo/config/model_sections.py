@@ -15,14 +15,13 @@ class ModelConfig:
     """The model and how its layers are built."""
 
     path: UserPath
-    """Hugging Face model directory with config.json, tokenizer and safetensors files."""
+    """Hugging Face directory: config.json, tokenizer and safetensors files."""
     init: Literal["pretrained", "random"] = "pretrained"
     """Initial weights: loaded from `path`, or drawn from `seed` (only config.json is read)."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of parameters and activations. Log-probs are always float32."""
     implementation: Literal["auto", "transformer_engine", "torch"] = "auto"
-    """Layers. `auto` is Transformer Engine if it is installed and there is a GPU, otherwise
-    torch."""
+    """Layers; `auto` is Transformer Engine if it is installed and there is a GPU, else torch."""
     recompute_granularity: Literal["none", "selective", "full"] = "none"
     """Activation recomputation: core attention (`selective`) or whole layers (`full`)."""
     recompute_num_layers: Annotated[int, Ge(1)] | None = None
@@ -53,11 +52,11 @@ class ParallelConfig:
     expert_tensor_parallel_size: Annotated[int, Ge(1)] | None = None
     """Tensor-parallel ranks of each expert (ETP); null is 1."""
     sequence_parallel: bool | None = None
-    """Split activations along tokens between tensor-parallel regions; null is on if TP > 1."""
+    """Split activations along tokens over tensor-parallel ranks; null is on if TP > 1."""
     moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"
     """Collective that sends tokens to their experts."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """torch.distributed backend; `auto` is nccl on a GPU, otherwise gloo."""
+    """Backend of collectives; `auto` is nccl on a GPU, else gloo."""
     distributed_timeout_minutes: Annotated[float, Gt(0)] = 30.0
     """Timeout of collectives."""
     use_distributed_optimizer: bool = True
@@ -65,7 +64,7 @@ class ParallelConfig:
     overlap_grad_reduce: bool = False
     """Overlap gradient reduction with the backward pass."""
     overlap_param_gather: bool = False
-    """Overlap the parameter all-gather with the next forward pass; needs `overlap_grad_reduce`."""
+    """Overlap the gathering of parameters with the next forward pass; needs `overlap_grad_reduce`."""
 
     @property
     def use_sequence_parallel(self) -> bool:

@@ -32,8 +32,9 @@ This page lists every config key. `make docs` writes it from the fields in
 
 A config is one YAML file; `key.sub=value` on the command line overrides it, the value read as YAML (`1e-6` is a number,
 `null` is null, `'[1, 4]'` a list). Unknown keys, wrong types (`"8"` is not `8`) and contradictions stop the run before
-any allocation. Paths are relative to the working directory; `~`, `$NAME` and `${NAME}` in them are expanded. The
-`config.yaml` of a finished run is a config too.
+any allocation. Paths are relative to the working directory; `~`, `$NAME` and `${NAME}` in them are expanded. A list
+of words as a type means one of them; a default of `null` means that `null` is allowed. The `config.yaml` of a finished
+run is a config too.
 """
 
 
@@ -66,10 +67,16 @@ def _leaf(key: Key) -> str:
     return key.name.rpartition(".")[2]
 
 
+def _type(key: Key) -> str:
+    """The type in the words of a table; a default of null says that null is allowed."""
+    text = key.type.replace("true or false", "boolean").replace("one of ", "")
+    return text.removesuffix(" or null") if key.default == "null" else text
+
+
 def _row(key: Key) -> str:
     cells = (
         f"`{_leaf(key)}`",
-        key.type.replace("true or false", "boolean"),
+        _type(key),
         f"`{key.default}`" if key.default != "required" else "required",
         key.description,
     )

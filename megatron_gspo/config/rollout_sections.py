@@ -70,7 +70,7 @@ class RolloutConfig(SamplingParams):
     """
 
     engine: Literal["embedded", "sglang", "vllm", "sft"] = "embedded"
-    """Source of responses: the policy in Transformers (`embedded`), SGLang or vLLM servers, or
+    """Source of responses: Transformers in the ranks (`embedded`), SGLang or vLLM servers, or
     reference answers (`sft`)."""
     rollout_batch_size: Annotated[int, Ge(1)]
     """Prompts per rollout batch."""
@@ -81,11 +81,10 @@ class RolloutConfig(SamplingParams):
     overlap: bool = False
     """Generate while training, up to `max_staleness` steps ahead."""
     oversampling: Annotated[float, Ge(1)] = 1.0
-    """Groups started per group that a step needs. The first to finish are taken. Others are
-    discarded or, with `max_staleness`, continued after the update (then at most 1 +
-    `max_staleness`)."""
+    """Groups started per group that a step needs. Those unfinished are discarded or, with
+    `max_staleness`, continued after the update (then at most 1 + `max_staleness`)."""
     offload_trainer: bool | None = None
-    """Keep the trainer's state in host memory during generation; null is true with `colocated`
+    """Keep the trainer's state in host memory during generation; null is on with `colocated`
     servers."""
     environment: UserPath | None = None
     """Factory of a multi-turn environment, which replaces the verifier; null is single-turn."""
@@ -117,7 +116,7 @@ class RoutingConfig:
     """Routing replay and the metrics of a mixture of experts."""
 
     replay: Literal["none", "r2", "r3"] = "none"
-    """Experts in training passes: the live router's (`none`), the old policy's (`r2`), or the
+    """Experts in training passes: the live router's (`none`), the old policy's (`r2`) or the
     rollout engine's (`r3`)."""
     replay_old_log_probs: bool = True
     """With r3, replay routes in the pass for old log-probs too."""

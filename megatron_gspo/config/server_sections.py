@@ -34,13 +34,11 @@ class ServerConfig:
     port: Annotated[int, Ge(1), Le(65535)] | None = None
     """Port of the first started server; the others follow. Null takes free ports."""
     server_args: tuple[str, ...] = ()
-    """Arguments of the started servers; on the command line --sglang.tp-size 2 or
-    --vllm.tensor-parallel-size 2.
-    """
+    """Arguments of the started servers; on the command line --sglang.tp-size 2."""
     start_timeout: Annotated[float, Gt(0)] = 600.0
     """Seconds until a server must have started."""
     api_key_file: UserPath | None = None
-    """File with the servers' API key on its first line; null: no key."""
+    """File whose first line is the servers' API key; null is no key."""
     weight_transport: Literal["distributed", "tensor", "disk", "ipc"] = "distributed"
     """How weights reach the servers; each kind takes some of these."""
     weight_bucket_mb: Annotated[float, Gt(0)] = 512.0
@@ -48,8 +46,9 @@ class ServerConfig:
     weight_changes_only: bool = False
     """Send only tensors that have changed, with `distributed` and servers that the run starts."""
     weight_checksums: bool = False
-    """Compare the checksum of every tensor after an update, with the same. vLLM servers also prove
-    that they wrote every parameter, with any transport."""
+    """Compare the checksum of every tensor after an update, also with `distributed` and servers
+    that the run starts. vLLM servers, with any transport, also prove that they wrote every
+    parameter."""
     weight_dir: UserPath | None = None
     """Directory of `disk`, the same path on all servers; null is `run_dir`/weights."""
     master_address: str | None = None
@@ -61,7 +60,7 @@ class ServerConfig:
     retries: Annotated[int, Ge(0)] = 8
     """Retries of a response's request before the run saves and stops."""
     response_timeout: Annotated[float, Gt(0)] | None = None
-    """Seconds without a new token of a response before the run saves and stops; null is three times
+    """Seconds without a new token of a response before the run saves and stops; null is 3 x
     `request_timeout`."""
     update_timeout: Annotated[float, Gt(0)] = 600.0
     """Seconds for each step of a weight update."""
@@ -72,8 +71,8 @@ class ServerConfig:
     health_timeout: Annotated[float, Gt(0)] = 10.0
     """Seconds for a health check, which itself takes about one."""
     log_prob_check_at_start: bool = True
-    """Compare log-probs with the trainer's after the first weights and after the first update; a
-    run whose servers compute another model stops."""
+    """Compare log-probs with the trainer's after the first weights and the first update, and stop
+    if the servers compute another model."""
     log_prob_check_interval: Annotated[int, Ge(0)] = 0
     """Updates between further comparisons; 0 is off."""
     log_prob_check_tolerance: Annotated[float, Gt(0)] = 0.5

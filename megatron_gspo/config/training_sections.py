@@ -56,13 +56,13 @@ class CriticConfig(OptimizerConfig):
     """The value model of `algorithm.name: ppo`, which has an optimizer of its own."""
 
     path: UserPath | None = None
-    """Hugging Face directory of its initial weights, with or without a `score.weight`; null is
+    """Hugging Face directory of the initial weights, with or without `score.weight`; null is
     `model.path`."""
     lr: Annotated[float, Gt(0)] = 1e-5
     """Peak learning rate."""
     value_clip: Annotated[float, Gt(0)] | None = 0.5
-    """Values that moved further than this in a step's updates get no gradient towards their return;
-    null is no limit."""
+    """Values that moved further than this in a step get no gradient towards their return; null is
+    no limit."""
     warmup_steps: Annotated[int, Ge(0)] = 0
     """Steps at the start that train the value model alone."""
 
@@ -74,7 +74,7 @@ class GuardConfig:
     """
 
     action: Literal["off", "warn", "stop"] = "warn"
-    """`warn` prints a line; `stop` also saves a checkpoint and ends the run with an error."""
+    """`warn` prints a line; `stop` also saves and ends the run with an error."""
     effective_sample_size: Annotated[float, Gt(0), Lt(1)] | None = None
     """Lower values count. Null is 0.5, or no threshold where the objective bounds the weights of
     tokens (`dual_clip`, `rollout_is: token`, every `surrogate` but `clip`)."""
@@ -95,7 +95,7 @@ class EvaluationConfig:
     """Accuracy on the held-out prompts."""
 
     eval_interval: Annotated[int, Ge(0)] = 0
-    """Steps between evaluations; 0: only before the first and after the last."""
+    """Steps between evaluations; 0 is only before the first and after the last."""
     at_start: bool = True
     """Evaluate before the first step."""
     at_end: bool = True
@@ -123,7 +123,7 @@ class CheckpointConfig:
     keep: Annotated[int, Ge(1)] = 2
     """Newest checkpoints to keep."""
     async_save: bool = True
-    """Write in the background, from a copy of the state in host memory."""
+    """Write in the background, from a copy in host memory."""
     resume: Literal["auto", "never"] = "auto"
     """Resume from the newest checkpoint, or refuse a `run_dir` that holds a run."""
     export_hf: bool = True

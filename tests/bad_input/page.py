@@ -50,7 +50,8 @@ CASES = tuple(case for cases in GROUPS.values() for case in cases)
 FIXES = {
     "token clip under GSPO": "use about 3e-4, or [measure](algorithms.md#choosing-the-clip-range)",
     "GSPO averaged over tokens": (
-        "another algorithm than its name: [what is refused](algorithms.md#what-is-refused)"
+        "the preset's name would stand for another algorithm: "
+        "[what is refused](algorithms.md#what-is-refused)"
     ),
     "TP doesn't fit the world": (
         "change `--nproc-per-node` or a size; without torchrun there is 1 process"

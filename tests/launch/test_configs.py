@@ -16,6 +16,8 @@ import yaml
 
 from megatron_gspo.config import Config, load_config
 from megatron_gspo.models import family_of, read_config
+from megatron_gspo.rollout.server_kinds import SERVER_KINDS
+from megatron_gspo.servers.server_launch import first_server_gpu
 from megatron_gspo.tools.plan.estimate import Choice, Estimator, Hardware
 from megatron_gspo.tools.plan.hardware import find_gpu
 from megatron_gspo.tools.rehearse.build_only import Stage, build_stages
@@ -68,6 +70,24 @@ def test_can_start(file, tiny, tmp_path):
     config = load(file, tiny, tmp_path)
     config.check(processes(file))
     assert config.run_dir != load_config(file).run_dir
+
+
+STARTS_SERVERS = [file for file in CONFIGS if "  num_servers:" in file.read_text()]
+
+
+@pytest.mark.parametrize("file", STARTS_SERVERS, ids=lambda file: file.stem)
+def test_the_servers_find_gpus_on_the_node_of_the_trainer(file):
+    servers = load_config(file).servers
+    launch = SERVER_KINDS[servers.section].launch
+    gpus = processes(file)
+    first = first_server_gpu(
+        servers,
+        launch.gpus_per_server(servers.server_args),
+        trainer_gpus=gpus,
+        visible_gpus=gpus,
+        option_name=launch.gpu_option,
+    )
+    assert first == 0
 
 
 def test_the_config_of_the_readme_can_start(tiny, tmp_path, monkeypatch):
