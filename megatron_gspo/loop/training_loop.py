@@ -60,7 +60,7 @@ def train(config: Config, *, engine: RolloutEngine | None = None) -> LoopState:
         logger = stack.enter_context(
             MetricsLogger(config, run.prompts.prompts, run.tokenizer, resume_step=state.step)
         )
-        logger.say_lines(lambda: _start_lines(run))
+        logger.info_lines(lambda: _start_lines(run))
         logger.note_dropped_prompts(run.dropped_prompts)
         checkpoints = stack.enter_context(
             CheckpointManager(run.policy, config.checkpoint, config.run_dir, checkpoint)
@@ -105,7 +105,7 @@ def train(config: Config, *, engine: RolloutEngine | None = None) -> LoopState:
                 resumes = f"start again to resume from {checkpoints.current}"
                 if stopping is not None:
                     raise StoppedRun(f"{stopping.stop}; {resumes}{stopping.resume_hint}")
-                logger.say(f"stopped by SIGUSR1 after step {state.step}; {resumes}")
+                logger.info(f"stopped by SIGUSR1 after step {state.step}; {resumes}")
                 return state
         checkpoints.finish()
         state = replace(state, wall_seconds=time.monotonic() - started)
@@ -118,7 +118,7 @@ def train(config: Config, *, engine: RolloutEngine | None = None) -> LoopState:
         if run.policy.critic is not None and config.checkpoint.export_hf:
             export(run.policy.critic, Path(config.run_dir) / "critic_hf")
         logger.finish(asdict(state) | {"exported": exported and str(exported)})
-        logger.say_lines(lambda: end_lines(config, state, held_out=len(run.eval_prompts)))
+        logger.info_lines(lambda: end_lines(config, state, held_out=len(run.eval_prompts)))
     return state
 
 
@@ -221,9 +221,9 @@ def _prepare_start(
     where none is.
     """
     if run.rewards.description is not None:
-        logger.say(run.rewards.description)
+        logger.info(run.rewards.description)
     if state.step >= run.config.training.steps:
-        logger.say(
+        logger.info(
             f"{run.config.run_dir} is trained: it is at step {state.step}, training.steps is "
             f"{run.config.training.steps}; more steps continue it, another run_dir begins a new run"
         )
@@ -242,7 +242,7 @@ def _prepare_start(
     noise = run.config.router_noise
     if noise.target_flip_rate is not None and state.noise_strength is None:
         strength, rate = calibrated_strength(run, state.step)
-        logger.say(
+        logger.info(
             f"router_noise: strength {strength:g} makes {100 * rate:.1f} % of the experts differ"
         )
         state = replace(state, noise_strength=strength)
