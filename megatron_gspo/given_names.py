@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_gspo.errors import RunError
+from megatron_gspo.terminal import get_logger
+
+logger = get_logger(__name__)
 
 RANDOM_END = (  # of a temporary name: the processes of a killed run and those of the next one share none
     "[0-9a-f]+"
@@ -98,7 +100,7 @@ def move_aside(path: Path) -> None:
         number += 1
         kept = path.with_name(f"{path.name}.kept_{number}")
     os.rename(path, kept)
-    print(f"{path} was there and is not this run's: it is now {kept}", file=sys.stderr)
+    logger.warning(f"{path} was there and is not this run's: it is now {kept}")
 
 
 def _names(folder: Path) -> list[str]:

@@ -8,12 +8,14 @@ import contextlib
 import json
 import os
 import re
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from megatron_gspo.errors import InputError
+from megatron_gspo.terminal import get_logger
+
+logger = get_logger(__name__)
 
 # torchrun takes defaults of its own options from PET_*, which Kubeflow sets in each pod
 _VARIABLES = re.compile(
@@ -73,9 +75,8 @@ def warn_of_ignored_processes() -> None:
     """One line where the environment names several processes, for a command that trains in one."""
     given = os.environ.get("WORLD_SIZE", "1")
     if given != "1" and not is_torchruns():
-        print(
+        logger.warning(
             f"WORLD_SIZE={given} of the environment is ignored: megatron-gspo train is one process;"
             " start each of several with torchrun -m megatron_gspo.train, or with python -m"
-            " megatron_gspo.train",
-            file=sys.stderr,
+            " megatron_gspo.train"
         )

@@ -1,17 +1,49 @@
-"""Output that outlives its reader: a run goes on without its terminal, its pipe's reader or
-room on its disk.
+"""What the program prints: its lines on standard error, and output that outlives its reader.
+
+A run goes on without its terminal, its pipe's reader or room on its disk.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import os
 import select
 import signal
 import sys
 import threading
 from typing import Any, TextIO
+
+from megatron_gspo.errors import printable
+
+_PACKAGE = "megatron_gspo"
+
+
+def get_logger(name: str) -> logging.Logger:
+    """The logger of a module of this package.
+
+    From the first call on, the package's records are lines on standard error, and nowhere else. A
+    program that wants them elsewhere replaces the handlers of the logger "megatron_gspo".
+    """
+    package = logging.getLogger(_PACKAGE)
+    if not package.handlers:
+        package.addHandler(TerminalHandler())
+        package.setLevel(logging.INFO)
+        package.propagate = False
+    return logging.getLogger(name)
+
+
+class TerminalHandler(logging.Handler):
+    """Writes each record's message as one line on standard error, without control characters.
+
+    The stream is looked up for each record: a progress bar and tests replace it.
+    """
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write the line, or drop it where standard error is closed or its disk is full."""
+        with contextlib.suppress(OSError, ValueError):
+            print(printable(record.getMessage()), file=sys.stderr, flush=True)
 
 
 def outlive_terminal() -> None:

@@ -17,8 +17,8 @@ ROOT = Path(__file__).parents[1]
 # From the bottom up. A part may import itself and the parts before it, never one after it.
 LAYERS = (
     "errors",
-    "given_names",
     "terminal",
+    "given_names",
     "launch_environment",
     "paths",
     "user_code",

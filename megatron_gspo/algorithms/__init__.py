@@ -33,6 +33,7 @@ from .policy_loss import LossExtras, policy_loss
 from .presets import PRESETS
 from .ratio_histogram import RatioHistogram
 from .ratio_statistics import effective_sample_size, ratio_histograms, ratio_quantiles
+from .reduction import Reduction, reduction_of
 from .segments import Segments
 from .surrogate import Clip, check_surrogate
 from .token_terms import TokenTerms
@@ -46,6 +47,7 @@ __all__ = [
     "LossExtras",
     "Objective",
     "RatioHistogram",
+    "Reduction",
     "ResponseTerms",
     "Segments",
     "TokenTerms",
@@ -65,6 +67,7 @@ __all__ = [
     "preset",
     "ratio_histograms",
     "ratio_quantiles",
+    "reduction_of",
     "response_advantages",
     "sequence_divergence_mask",
     "sequence_importance_weights",

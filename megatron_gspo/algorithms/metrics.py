@@ -13,6 +13,7 @@ from .aggregation import TokenWeights, weighted_sum
 from .importance_sampling import RATIO_BAND
 from .kl import k3
 from .objective import Objective
+from .reduction import Reduction, reduction_of
 from .surrogate import Clip
 
 
@@ -102,15 +103,19 @@ def ratio_metrics(
 def finish_metrics(summed: Mapping[str, float | Tensor]) -> dict[str, float]:
     """Final figures from shares summed over all micro-batches and ranks.
 
-    Args: summed: metric of `policy_loss` -> the sum of its shares; for names ending in `_max` /
-        `_min` the largest / smallest.
+    Args: summed: metric of `policy_loss` -> the sum of its shares, or the largest or smallest value
+        of an extreme (`reduction_of`).
 
     Returns: The same as floats (a device synchronisation), with `ratio/square_deviation` replaced
         by `ratio/std` and `effective_sample_size`: (sum w)^2 / sum w^2 / n in (0, 1], with w the
         importance ratios and n their number. Extremes over nothing (+-inf) are removed.
     """
-    final = {name: float(value) for name, value in summed.items()}
-    final = {n: v for n, v in final.items() if not (n.endswith(("_max", "_min")) and math.isinf(v))}
+    final: dict[str, float] = {}
+    for name, value in summed.items():
+        number = float(value)
+        is_extreme = reduction_of(name) is not Reduction.SUM
+        if not (is_extreme and math.isinf(number)):
+            final[name] = number
     if "ratio/square_deviation" in final:
         deviation = final.pop("ratio/square_deviation")
         mean = final["ratio/mean"]

@@ -67,7 +67,7 @@ def policy_loss(
         token are right only if the mini-batch is one call.
 
     Returns: loss: scalar in the dtype of log_probs; metrics: detached scalars, for `finish_metrics`
-        once they are summed (names in `_max` and `_min`: their largest, smallest).
+        once they are combined (`reduction_of` says which add up).
 
     Raises: ValueError: an input is missing, has another shape, or is a half-precision log-prob; a
         count below 1.

@@ -78,12 +78,9 @@ class Callbacks:
                 callback.load_state(state.callbacks[name])
             callback.start(run, state.step)
 
-    def after_rollout(self, step: int, batch: SampleBatch) -> dict[str, float]:
-        """The metrics of all."""
-        metrics: dict[str, float] = {}
-        for callback in self.named.values():
-            metrics |= callback.after_rollout(step, batch)
-        return metrics
+    def after_rollout(self, step: int, batch: SampleBatch) -> dict[str, Mapping[str, float]]:
+        """The metrics of each, by name."""
+        return {name: callback.after_rollout(step, batch) for name, callback in self.named.items()}
 
     def after_step(self, step: int, metrics: Mapping[str, float]) -> dict[str, AfterStep]:
         """What each asks for, by name."""
@@ -105,6 +102,25 @@ class Callbacks:
         """Of those that have one."""
         states = {name: callback.state() for name, callback in self.named.items()}
         return {name: state for name, state in states.items() if state}
+
+
+def add_metrics(
+    record: Mapping[str, float], by_callback: Mapping[str, Mapping[str, float]]
+) -> dict[str, float]:
+    """A step's metrics with those of its callbacks.
+
+    Raises `UserCodeError` where a callback has a name that the record has already.
+    """
+    joined = dict(record)
+    for callback, metrics in by_callback.items():
+        taken = sorted(metrics.keys() & joined.keys())
+        if taken:
+            raise UserCodeError(
+                f"{KEY} = {callback!r}: its metric {taken[0]!r} is one that the step has already;"
+                " give it another name"
+            )
+        joined |= metrics
+    return joined
 
 
 def load_callbacks(config: Config, built_in: Mapping[str, Callback]) -> Callbacks:

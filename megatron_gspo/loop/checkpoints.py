@@ -4,7 +4,6 @@ continues.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -14,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_gspo.config import CheckpointConfig, Config
-from megatron_gspo.errors import SharedEngineError, printable
+from megatron_gspo.errors import SharedEngineError
 from megatron_gspo.loop.earlier_run import check_no_input_is_moved, continued_settings
 from megatron_gspo.loop.generation import DataCursor
 from megatron_gspo.loop.timers import Timers
@@ -29,6 +28,9 @@ from megatron_gspo.mcore.checkpoint.file_image import FileImage
 from megatron_gspo.mcore.checkpoint.save_load import AsyncSave, begin_save, load_checkpoint
 from megatron_gspo.mcore.policy import Policy
 from megatron_gspo.parallel.rank_zero import run_on_rank_zero
+from megatron_gspo.terminal import get_logger
+
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ def resume(policy: Policy, config: Config) -> tuple[LoopState, Path | None]:
         return LoopState(), None
     state = LoopState(**_with_callbacks(load_checkpoint(policy, checkpoint)))
     if dist.get_rank() == 0:
-        print(printable(f"resumed from {checkpoint}: step {state.step}"), file=sys.stderr)
+        logger.info(f"resumed from {checkpoint}: step {state.step}")
     return state, checkpoint
 
 
@@ -203,13 +205,13 @@ def _choose(config: Config) -> Path | None:
     checkpoint, faults = newest_checkpoint(folder)
     for fault in faults:
         what = f"resuming from {checkpoint.name}" if checkpoint else "starting from the beginning"
-        print(printable(f"{fault}: {what}"), file=sys.stderr)
+        logger.warning(f"{fault}: {what}")
     if checkpoint is None:
         check_no_input_is_moved(config)
         return None
     _check_state(checkpoint, read_state(checkpoint))
     if changes := continued_settings(config):
-        print(printable(changes), file=sys.stderr)
+        logger.info(changes)
     remove_old(folder, keep=config.checkpoint.keep)
     return checkpoint
 

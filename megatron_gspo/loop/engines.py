@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -21,7 +20,7 @@ from megatron_gspo.environments.environment_pool import EnvironmentPool
 from megatron_gspo.environments.episode_engine import EpisodeEngine
 from megatron_gspo.environments.episode_source import EpisodeServerSource
 from megatron_gspo.environments.episodes import EpisodeRules
-from megatron_gspo.errors import first_line, printable
+from megatron_gspo.errors import first_line
 from megatron_gspo.loop.routing import router_noise
 from megatron_gspo.loop.weight_handles import handle_sources
 from megatron_gspo.mcore.process_groups import compute_device, current_groups
@@ -45,6 +44,7 @@ from megatron_gspo.rollout.sft_engine import DemonstrationEngine
 from megatron_gspo.rollout.weight_sync import WHOLE, Source, WeightSync, senders_of
 from megatron_gspo.servers.server_launch import first_server_gpu
 from megatron_gspo.servers.server_processes import LocalServers
+from megatron_gspo.terminal import get_logger
 from megatron_gspo.weight_transport.adapter_transport import (
     AdapterFileTransport,
     AdapterTensorTransport,
@@ -53,6 +53,8 @@ from megatron_gspo.weight_transport.server_endpoints import ADAPTERS
 from megatron_gspo.weight_transport.transport import WeightTransport
 from megatron_gspo.weight_transport.update_group import local_address
 from megatron_gspo.weight_transport.weight_update import make_transport, weight_directory
+
+logger = get_logger(__name__)
 
 
 def build_sources(
@@ -270,7 +272,7 @@ def log_servers(line: str) -> None:
     where = (
         f" as rank {dist.get_rank()} sees it" if dist.is_initialized() and dist.get_rank() else ""
     )
-    print(printable(f"servers{where}: {line}"), file=sys.stderr, flush=True)
+    logger.info(f"servers{where}: {line}")
 
 
 def embedded_engine(config: Config, shape: ModelShape, tokenizer: Any) -> EmbeddedEngine:

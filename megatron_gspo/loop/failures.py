@@ -15,7 +15,6 @@ import os
 import re
 import signal
 import socket
-import sys
 import threading
 import time
 import traceback
@@ -32,6 +31,9 @@ from megatron_gspo.errors import UserError, first_line, printable, report
 from megatron_gspo.launch_environment import tell_torchrun
 from megatron_gspo.mcore.checkpoint.checkpoint_files import newest_checkpoint
 from megatron_gspo.mcore.process_groups import shutdown, start
+from megatron_gspo.terminal import get_logger
+
+logger = get_logger(__name__)
 
 _KEY = "failures/first"
 _SEEN = "failures/seen"
@@ -228,8 +230,7 @@ class _Watcher:
         line = printable(f"{first.label}: {where}{first.message}")
         tell_torchrun(line)
         if first == mine or (first.node != self._node and self._prints):
-            with contextlib.suppress(OSError):  # the log may be on the disk that is full
-                print(line, file=sys.stderr, flush=True)
+            logger.error(line)
         if self._rank == 0 and self._world > 1:
             self._linger()
         return first.exit_code

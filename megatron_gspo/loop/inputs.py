@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,14 @@ from megatron_gspo.data.prompts import PromptError, load_prompts
 from megatron_gspo.data.sample import Prompt
 from megatron_gspo.data.tasks import load_task
 from megatron_gspo.environments.environment_pool import EnvironmentPool
-from megatron_gspo.errors import first_line, printable
+from megatron_gspo.errors import first_line
 from megatron_gspo.models import ModelError, ModelShape, family_of, read_config
 from megatron_gspo.models.checkpoint_checks import check_checkpoint
 from megatron_gspo.models.families import with_value_head
 from megatron_gspo.models.hf_checkpoint import CheckpointReader
+from megatron_gspo.terminal import get_logger
+
+logger = get_logger(__name__)
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
@@ -108,7 +110,7 @@ def prompt_cache(config: Config) -> PromptCache:
 
     def warn(line: str) -> None:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # once per node
-            print(printable(f"warning: {line}"), file=sys.stderr)
+            logger.warning(f"warning: {line}")
 
     folder = Path(config.data.cache_dir or Path(config.run_dir) / "prompts")
     return PromptCache(folder, Path(config.model.path), warn)
@@ -136,9 +138,9 @@ def load_data(
     )
     if os.environ.get("RANK", "0") == "0":
         for line in dict.fromkeys(note for prompts in sets for note in prompts.notes):
-            print(f"note: {line}", file=sys.stderr)
+            logger.info(f"note: {line}")
         if warning := shared_prompts(sets[0].prompts, held_out):
-            print(f"warning: {warning}", file=sys.stderr)
+            logger.warning(f"warning: {warning}")
     return sets[0].prompts, held_out, sum(prompts.dropped for prompts in sets)
 
 

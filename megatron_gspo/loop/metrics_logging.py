@@ -26,11 +26,14 @@ from megatron_gspo.loop.optimizer_steps import Update, writes_ratios
 from megatron_gspo.loop.rollout_log import rollout_record
 from megatron_gspo.loop.routing import RoutingReplay
 from megatron_gspo.rewards.scorer import FAILURE
+from megatron_gspo.terminal import get_logger
 from megatron_gspo.tracking.plots import draw_run
 from megatron_gspo.tracking.progress import Progress
 from megatron_gspo.tracking.run_directory import RunDirectory, evenly_spaced
 from megatron_gspo.tracking.run_environment import describe_environment
 from megatron_gspo.tracking.trackers import RunInfo, make_trackers
+
+logger = get_logger(__name__)
 
 _TRACKER_SECONDS = 30.0  # that the trackers have at the end for what they have not sent yet
 _TRACKER_SECONDS_AT_FAILURE = 10.0  # the other ranks wait
@@ -118,10 +121,9 @@ class MetricsLogger:
             tensorboard=tracking.tensorboard,
             wandb=tracking.wandb,
             mlflow=tracking.mlflow,
-            say=self._progress.say,
         )
         if self._directory.earlier is not None:
-            self._progress.say(
+            logger.warning(
                 f"{config.run_dir} held another run and no checkpoint to resume from: its files are"
                 f" now in {self._directory.earlier}"
             )
@@ -129,7 +131,7 @@ class MetricsLogger:
         if config.router_noise.stress_test:
             noise = config.router_noise
             words = noise_in_words(noise.engines, noise.strength, noise.target_flip_rate)
-            self._progress.say(f"stress test: router_noise perturbs {words}")
+            logger.warning(f"stress test: router_noise perturbs {words}")
 
     def __enter__(self) -> MetricsLogger:
         return self
@@ -148,7 +150,7 @@ class MetricsLogger:
         line += f"a run that is killed starts again from {where}"
         if not section.export_hf:
             line += ", and checkpoint.export_hf is false: the trained weights are not kept"
-        self._progress.say(line)
+        logger.warning(line)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """One record of metrics.jsonl, the trackers and the progress line."""
@@ -172,24 +174,24 @@ class MetricsLogger:
     def note_dropped_prompts(self, count: int) -> None:
         """Print how many prompts were too long, if any."""
         if count:
-            self.say(f"{count} prompts are longer than data.max_prompt_length and were dropped")
+            self.info(f"{count} prompts are longer than data.max_prompt_length and were dropped")
 
-    def say(self, line: str) -> None:
+    def info(self, line: str) -> None:
         """Print a line next to the progress."""
         if self._active:
-            self._progress.say(line)
+            logger.info(line)
 
-    def say_lines(self, make_lines: Callable[[], Sequence[str]]) -> None:
+    def info_lines(self, make_lines: Callable[[], Sequence[str]]) -> None:
         """Print lines that are made on rank 0 alone."""
         if self._active:
             for line in make_lines():
-                self._progress.say(line)
+                logger.info(line)
 
     def warn_once(self, about: str, line: str) -> None:
         """Print a line, the first time that there is one about this."""
         if self._active and about not in self._warned:
             self._warned.add(about)
-            self._progress.say(line)
+            logger.warning(line)
 
     def write_step(
         self,
@@ -267,4 +269,4 @@ class MetricsLogger:
             try:
                 draw_run(self._config.run_dir)
             except (ImportError, ValueError, OSError) as error:
-                self._progress.say(f"the curves were not plotted: {error}")
+                logger.warning(f"the curves were not plotted: {error}")

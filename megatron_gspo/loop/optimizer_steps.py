@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from megatron_gspo.algorithms import RatioHistogram, ratio_histograms
+from megatron_gspo.algorithms import RatioHistogram, Reduction, ratio_histograms, reduction_of
 from megatron_gspo.config import Config
 from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.errors import RunError, first_line
@@ -129,12 +129,17 @@ def explained(step: int, section: str) -> Iterator[None]:
 
 
 def averaged_metrics(records: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Means over the updates; of names ending in ``_max`` or ``_min`` the extreme."""
+    """Means over the updates; of an extreme its largest or smallest."""
     combined: dict[str, float] = {}
     for name in dict.fromkeys(name for record in records for name in record):
         values = [record[name] for record in records if name in record]
-        reduce = max if name.endswith("_max") else min if name.endswith("_min") else np.mean
-        combined[name] = float(reduce(values))
+        reduction = reduction_of(name)
+        if reduction is Reduction.MAX:
+            combined[name] = float(np.max(values))
+        elif reduction is Reduction.MIN:
+            combined[name] = float(np.min(values))
+        else:
+            combined[name] = float(np.mean(values))
     if "entropy" in combined:  # of the policies in between; "entropy" is the old policy's
         combined["entropy/updates"] = combined.pop("entropy")
     return combined

@@ -12,7 +12,6 @@ import contextlib
 import hashlib
 import json
 import os
-import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,12 +24,14 @@ import torch.distributed as dist
 from megatron_gspo.config import Config
 from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.data.sample_batch import ROW, SampleBatch
-from megatron_gspo.errors import printable
 from megatron_gspo.loop.generation import DataCursor, Rollout
 from megatron_gspo.mcore.checkpoint.checkpoint_files import ROLLOUTS
 from megatron_gspo.parallel.host_exchange import gather_rows_of_ranks, sum_over_ranks
 from megatron_gspo.parallel.rank_zero import first_failure, run_on_rank_zero
 from megatron_gspo.rollout.sample_codec import decode_samples, encode_samples
+from megatron_gspo.terminal import get_logger
+
+logger = get_logger(__name__)
 
 _FILE = ROLLOUTS  # a line of JSON, the table, then a part of each rank: its samples as they are sent between ranks
 _CHUNK = 64 << 20  # bytes that are encoded at once, about
@@ -95,7 +96,7 @@ class RolloutCache:
         with contextlib.suppress(OSError):  # not there, or not this run's
             temporary.unlink()
         reason = problem[1] if problem else failed
-        print(printable(f"rollouts not kept in {checkpoint}: {reason}"), file=sys.stderr)
+        logger.warning(f"rollouts not kept in {checkpoint}: {reason}")
 
     def _head(self, rollout: Rollout, parts: np.ndarray) -> bytes:
         table = rollout.batch.table
@@ -140,7 +141,7 @@ class RolloutCache:
             problem = failure[1] if failure else ""
         if rank == 0 and (head is not None or problem):
             result = f"not used: {problem}" if problem else "used; they are not generated again"
-            print(printable(f"rollouts kept in {checkpoint}: {result}"), file=sys.stderr)
+            logger.info(f"rollouts kept in {checkpoint}: {result}")
         if head is None or problem:
             return None
         batch = SampleBatch.gathered(list(samples.values()), list(samples), dist.group.WORLD)

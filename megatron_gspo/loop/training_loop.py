@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.errors import EngineError
 from megatron_gspo.launch_environment import world_size
 from megatron_gspo.loop.advantages import with_advantages
-from megatron_gspo.loop.callbacks import Callbacks, StoppedRun, load_callbacks
+from megatron_gspo.loop.callbacks import Callbacks, StoppedRun, add_metrics, load_callbacks
 from megatron_gspo.loop.checkpoints import CheckpointManager, LoopState, resume
 from megatron_gspo.loop.collapse_guard import collapse_guard
 from megatron_gspo.loop.critic import run_critic_steps, with_values
@@ -60,7 +61,7 @@ def train(config: Config, *, engine: RolloutEngine | None = None) -> LoopState:
         logger = stack.enter_context(
             MetricsLogger(config, run.prompts.prompts, run.tokenizer, resume_step=state.step)
         )
-        logger.say_lines(lambda: _start_lines(run))
+        logger.info_lines(lambda: _start_lines(run))
         logger.note_dropped_prompts(run.dropped_prompts)
         checkpoints = stack.enter_context(
             CheckpointManager(run.policy, config.checkpoint, config.run_dir, checkpoint)
@@ -75,16 +76,17 @@ def train(config: Config, *, engine: RolloutEngine | None = None) -> LoopState:
             metrics, failure = _prepare_next(run, state.step, timers)
             accuracy = metrics.get("eval/accuracy", state.accuracy_after)
             metrics |= trained.metrics
-            asked = callbacks.after_step(state.step, metrics)
+            asked = callbacks.after_step(state.step, add_metrics(metrics, trained.callback_metrics))
             state = replace(
                 state,
                 wall_seconds=time.monotonic() - started,
                 accuracy_after=accuracy,
                 callbacks=callbacks.state(),
             )
-            for after in asked.values():
-                metrics |= after.metrics
-            logger.log(state.step, metrics | throughput(trained.tokens, timers.take(), metrics))
+            record = metrics | throughput(trained.tokens, timers.take(), metrics)
+            record = add_metrics(record, trained.callback_metrics)
+            record = add_metrics(record, {name: after.metrics for name, after in asked.items()})
+            logger.log(state.step, record)
             for name, after in asked.items():
                 if after.warning:
                     logger.warn_once(name, after.warning)
@@ -105,7 +107,7 @@ def train(config: Config, *, engine: RolloutEngine | None = None) -> LoopState:
                 resumes = f"start again to resume from {checkpoints.current}"
                 if stopping is not None:
                     raise StoppedRun(f"{stopping.stop}; {resumes}{stopping.resume_hint}")
-                logger.say(f"stopped by SIGUSR1 after step {state.step}; {resumes}")
+                logger.info(f"stopped by SIGUSR1 after step {state.step}; {resumes}")
                 return state
         checkpoints.finish()
         state = replace(state, wall_seconds=time.monotonic() - started)
@@ -118,7 +120,7 @@ def train(config: Config, *, engine: RolloutEngine | None = None) -> LoopState:
         if run.policy.critic is not None and config.checkpoint.export_hf:
             export(run.policy.critic, Path(config.run_dir) / "critic_hf")
         logger.finish(asdict(state) | {"exported": exported and str(exported)})
-        logger.say_lines(lambda: end_lines(config, state, held_out=len(run.eval_prompts)))
+        logger.info_lines(lambda: end_lines(config, state, held_out=len(run.eval_prompts)))
     return state
 
 
@@ -133,6 +135,7 @@ class TrainedStep:
     routing: RoutingReplay
     update: Update
     metrics: dict[str, float]
+    callback_metrics: Mapping[str, Mapping[str, float]]
 
     @property
     def tokens(self) -> int:
@@ -188,7 +191,7 @@ def train_step(
     batch, correction_metrics = correct_mismatch(batch, config.algorithm)
     metrics = rollout.metrics | score_metrics | mask_metrics | correction_metrics
     metrics |= sample_metrics(batch, version=step, supervised=config.algorithm.is_supervised)
-    metrics |= noise_metrics(config.router_noise, state.noise_strength) | callback_metrics
+    metrics |= noise_metrics(config.router_noise, state.noise_strength)
     checkpoints.poll(timers)  # most of a step's time has passed
     checkpoints.weights_change()
     update = Update({"updates": 0.0, "updates/skipped": 0.0})
@@ -196,9 +199,8 @@ def train_step(
         metrics |= run_critic_steps(run.policy.critic, batch, config, step, plan, timers)
     if run.policy.critic is None or step >= config.critic.warmup_steps:
         update = run_optimizer_steps(run.policy, batch, config, step, plan, routing, timers)
-    return TrainedStep(
-        batch, cursor, routing, update, metrics | update.metrics | routing.measured.metrics()
-    )
+    metrics |= update.metrics | routing.measured.metrics()
+    return TrainedStep(batch, cursor, routing, update, metrics, callback_metrics)
 
 
 def _start_lines(run: Components) -> list[str]:
@@ -221,9 +223,9 @@ def _prepare_start(
     where none is.
     """
     if run.rewards.description is not None:
-        logger.say(run.rewards.description)
+        logger.info(run.rewards.description)
     if state.step >= run.config.training.steps:
-        logger.say(
+        logger.info(
             f"{run.config.run_dir} is trained: it is at step {state.step}, training.steps is "
             f"{run.config.training.steps}; more steps continue it, another run_dir begins a new run"
         )
@@ -242,7 +244,7 @@ def _prepare_start(
     noise = run.config.router_noise
     if noise.target_flip_rate is not None and state.noise_strength is None:
         strength, rate = calibrated_strength(run, state.step)
-        logger.say(
+        logger.info(
             f"router_noise: strength {strength:g} makes {100 * rate:.1f} % of the experts differ"
         )
         state = replace(state, noise_strength=strength)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -17,6 +16,9 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron_gspo.config import ConfigError, ParallelConfig
 from megatron_gspo.errors import RunError, first_line
 from megatron_gspo.launch_environment import world_size
+from megatron_gspo.terminal import get_logger
+
+logger = get_logger(__name__)
 
 _TELLS_AFTER = 20.0  # seconds of waiting for the other processes
 
@@ -154,11 +156,9 @@ def _told_of_waiting(world: int) -> Iterator[None]:
 
     def tell() -> None:
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        print(
+        logger.warning(
             f"rank {os.environ.get('RANK')} waits at {address} for the {world} processes that"
-            " WORLD_SIZE names; to train in one process use megatron-gspo train",
-            file=sys.stderr,
-            flush=True,
+            " WORLD_SIZE names; to train in one process use megatron-gspo train"
         )
 
     timer = threading.Timer(_TELLS_AFTER, tell)

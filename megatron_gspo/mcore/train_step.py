@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from megatron_gspo.algorithms import Objective, finish_metrics
+from megatron_gspo.algorithms import Objective, finish_metrics, reduction_of
 from megatron_gspo.config import TrainingConfig
 from megatron_gspo.data.micro_batch_plan import MicroBatchPlan
 from megatron_gspo.data.packing import OPTIONAL_FIELDS
@@ -259,7 +259,7 @@ def zero_gradients(policy: Policy) -> None:
 
 
 def summed_metrics(per_micro_batch: Sequence[dict[str, Any]], policy: Policy) -> dict[str, Any]:
-    """Sum the metrics of all micro-batches and data-parallel ranks, and broadcast them to every
+    """Combine the metrics of all micro-batches and data-parallel ranks, and broadcast them to every
     pipeline stage.
     """
     groups = policy.groups
@@ -268,7 +268,9 @@ def summed_metrics(per_micro_batch: Sequence[dict[str, Any]], policy: Policy) ->
         total: dict[str, Any] = {}
         for metrics in per_micro_batch:
             for name, value in metrics.items():
-                total[name] = _combine(name, total[name], value) if name in total else value
+                if name in total:
+                    value = reduction_of(name).combine(total[name], value)
+                total[name] = value
         reduced = reduce_metrics(total, groups.dp_cp)
         # One transfer.
         values = torch.stack(list(reduced.values())).cpu().tolist() if reduced else []
@@ -276,9 +278,3 @@ def summed_metrics(per_micro_batch: Sequence[dict[str, Any]], policy: Policy) ->
     if groups.pp.size() > 1:
         dist.broadcast_object_list(summed, src=groups.last_stage_rank, group=groups.pp)
     return summed[0]
-
-
-def _combine(name: str, a: Any, b: Any) -> Any:
-    if name.endswith("_max"):
-        return torch.maximum(a, b)
-    return torch.minimum(a, b) if name.endswith("_min") else a + b

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron_gspo.algorithms.reduction import Reduction, reduction_of
 from megatron_gspo.parallel.collectives import group_rank, group_size
 from megatron_gspo.parallel.host_exchange import broadcast_bytes, max_over_ranks
 
@@ -22,8 +23,8 @@ def reduce_metrics(
     *,
     names: Sequence[str] | None = None,
 ) -> dict[str, Tensor]:
-    """Sum every scalar over the ranks; a name ending in ``_max`` / ``_min`` takes the maximum /
-    minimum.
+    """Sum every scalar over the ranks, or take its maximum or minimum, as ``reduction_of`` its name
+    says.
 
     The inputs are shares that add up to the whole. Returns float32 scalars with sorted keys, equal
     on every rank. A rank may lack keys (all its micro-batches were empty): it adds nothing to a sum
@@ -45,8 +46,8 @@ def reduce_metrics(
     if group_size(group) == 1:
         return {name: local[name] for name in sorted(local)}
     all_names = _all_names(local, device, group) if names is None else sorted(set(names))
-    extremes = [name for name in all_names if name.endswith(("_max", "_min"))]
-    sums = [name for name in all_names if not name.endswith(("_max", "_min"))]
+    sums = [name for name in all_names if reduction_of(name) is Reduction.SUM]
+    extremes = [name for name in all_names if reduction_of(name) is not Reduction.SUM]
     reduced = _sum(sums, local, device, group) | _extremes(extremes, local, device, group)
     return {name: reduced[name] for name in all_names}
 
@@ -120,4 +121,4 @@ def _extremes(
 
 
 def _as_maximum(name: str, value: Tensor) -> Tensor:
-    return -value if name.endswith("_min") else value
+    return -value if reduction_of(name) is Reduction.MIN else value

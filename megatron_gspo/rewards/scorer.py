@@ -14,7 +14,10 @@ from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.rewards.named_reward import VERDICTS
 from megatron_gspo.rewards.verifiers import Verifier, load_verifier
 from megatron_gspo.rewards.worker import Reply, run_batch, run_verifier
-from megatron_gspo.rewards.worker_pool import RewardPool, say
+from megatron_gspo.rewards.worker_pool import RewardPool
+from megatron_gspo.terminal import get_logger
+
+logger = get_logger(__name__)
 
 _NOTICE_SECONDS = (
     10.0  # of one response in this process until a line tells of it, and between such lines
@@ -142,7 +145,7 @@ class RewardScorer:
                 seconds = time.monotonic() - began
                 if seconds >= _NOTICE_SECONDS and len(replies) < len(requests):
                     index = requests[len(replies)][1].index
-                    say(
+                    logger.warning(
                         f"verifier {self._name!r}: a response to prompt {index} takes {seconds:.0f}"
                         f" s so far, without a time limit; {len(replies)} of {len(requests)} are"
                         " done"

@@ -32,7 +32,9 @@ from megatron_gspo.errors import printable, show_bytes
 from megatron_gspo.rewards.named_reward import NamedReward
 from megatron_gspo.rewards.verifiers import Verifier, load_verifier
 from megatron_gspo.rewards.worker_keeper import fork_worker
-from megatron_gspo.terminal import outlive_terminal
+from megatron_gspo.terminal import get_logger, outlive_terminal
+
+logger = get_logger(__name__)
 
 Reply = tuple[str, Any, str | None]  # status, value (a verifier's is a float, or None), message
 _MAX_MESSAGE = 300
@@ -161,7 +163,7 @@ def serve(
         grown = _memory() - memory
         is_last = grown > max_growth
         if is_last:
-            print(f"its process has grown by {show_bytes(grown)} and is replaced", file=sys.stderr)
+            logger.warning(f"its process has grown by {show_bytes(grown)} and is replaced")
         _send(connection, reply, is_last=is_last)
         if is_last:
             return

@@ -7,7 +7,6 @@ is killed.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import pickle
@@ -24,9 +23,12 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from megatron_gspo.data.sample import Prompt
-from megatron_gspo.errors import InputError, printable
+from megatron_gspo.errors import InputError
 from megatron_gspo.rewards.verifiers import VerifierError
 from megatron_gspo.rewards.worker import Reply
+from megatron_gspo.terminal import get_logger
+
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ class _Output:
             lines.append(self._rest)
             self._rest = b""
         for line in lines:
-            say(f"{self._source}: {line.decode(errors='replace')}")
+            logger.info(f"{self._source}: {line.decode(errors='replace')}")
         return bool(data)
 
     def close(self) -> None:
@@ -97,14 +99,8 @@ class _Output:
         while self.show():
             pass
         if self._rest:
-            say(f"{self._source}: {self._rest.decode(errors='replace')}")
+            logger.info(f"{self._source}: {self._rest.decode(errors='replace')}")
         os.close(self._reader)
-
-
-def say(line: str) -> None:
-    """Print a line on stderr, without control characters."""
-    with contextlib.suppress(OSError, ValueError):  # closed
-        print(printable(line), file=sys.stderr, flush=True)
 
 
 class RewardPool:
@@ -250,7 +246,7 @@ class RewardPool:
         assert longest.task is not None and longest.deadline is not None
         index = self._served.prompt_of(requests[longest.task]).index
         done = sum(reply is not None for reply in replies)
-        say(
+        logger.warning(
             f"{self._name}: a response to prompt {index} takes {now - longest.began:.0f} s so far"
             f" and is ended in {max(longest.deadline - now, 0.0):.0f} s; {done} of {len(requests)}"
             " are done"

@@ -12,8 +12,6 @@ from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as RichProgress
 from rich.table import Column
 
-from megatron_gspo.errors import printable
-
 
 def format_metrics(metrics: Mapping[str, float | None]) -> str:
     """The main metrics that exist: `reward 0.512  accuracy 61.2%  3,412 tok/s`."""
@@ -95,14 +93,6 @@ class Progress:
         else:
             line = "  ".join(text for text in (format_metrics(metrics), left) if text)
             print(f"step {step}/{self._total}  {line}", file=self._stream, flush=True)
-
-    def say(self, text: str) -> None:
-        """Print a line of its own, above the bar. It may quote a server or a verifier."""
-        text = printable(text)
-        if self._bar is not None:
-            self._bar.console.print(text, markup=False, highlight=False)
-        else:
-            print(text, file=self._stream, flush=True)
 
     def close(self) -> None:
         if self._bar is not None:

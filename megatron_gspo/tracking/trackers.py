@@ -24,8 +24,11 @@ from typing import Any, Protocol, TypeVar
 import psutil
 
 from megatron_gspo.config.load import flat
-from megatron_gspo.errors import first_line, printable
+from megatron_gspo.errors import first_line
 from megatron_gspo.launch_environment import without_launch_variables
+from megatron_gspo.terminal import get_logger
+
+logger = get_logger(__name__)
 
 _MOST_WAITING = 1000  # steps that wait for a tracker, before it is left out
 _LATE_SECONDS = 60.0  # behind the run, after which a line says so
@@ -204,16 +207,12 @@ class TrackerSet:
     """Several trackers as one. A thread of each hands it the metrics, so that a slow or unreachable
     service delays no step; a tracker that fails is reported in one line and left out."""
 
-    def __init__(
-        self, trackers: Sequence[Tracker] = (), *, say: Callable[[str], None] | None = None
-    ) -> None:
-        """say: takes the lines for the user; None prints them on stderr."""
-        self._say = say or _print
-        self._feeds = [_Feed(type(tracker).__name__, tracker, self._say) for tracker in trackers]
+    def __init__(self, trackers: Sequence[Tracker] = ()) -> None:
+        self._feeds = [_Feed(type(tracker).__name__, tracker) for tracker in trackers]
 
     def add(self, name: str, tracker: Tracker) -> None:
         """Add a tracker under the name that the user knows."""
-        self._feeds.append(_Feed(name, tracker, self._say))
+        self._feeds.append(_Feed(name, tracker))
 
     def log(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """Hand the metrics over. Returns at once."""
@@ -236,10 +235,9 @@ class TrackerSet:
 class _Feed:
     """One tracker, its thread, and the steps that wait for it."""
 
-    def __init__(self, name: str, tracker: Tracker, say: Callable[[str], None]) -> None:
+    def __init__(self, name: str, tracker: Tracker) -> None:
         self._name = name
         self._tracker = tracker
-        self._say = say
         self._waiting: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(_MOST_WAITING)
         self._lock = threading.Lock()
         self._is_over = False
@@ -256,7 +254,7 @@ class _Feed:
         elif time.monotonic() - self._up_to_date > _LATE_SECONDS and not self._is_late:
             self._is_late = True
             behind = f"{self._waiting.qsize()} steps behind"
-            self._say(
+            logger.warning(
                 f"{self._name} is {behind}; the run does not wait for it, and metrics.jsonl has"
                 " every step"
             )
@@ -295,13 +293,9 @@ class _Feed:
             if self._is_over:
                 return
             self._is_over = True
-        self._say(f"{self._name} failed and is not used any more: {reason}")
+        logger.warning(f"{self._name} failed and is not used any more: {reason}")
         if isinstance(self._tracker, RemoteTracker):
             self._tracker.kill()
-
-
-def _print(line: str) -> None:
-    print(printable(line), file=sys.stderr, flush=True)
 
 
 def make_trackers(
@@ -310,14 +304,13 @@ def make_trackers(
     tensorboard: bool = False,
     wandb: bool | str = False,
     mlflow: bool | str = False,
-    say: Callable[[str], None] | None = None,
 ) -> TrackerSet:
     """The enabled trackers.
 
     A string is the name of the project (W&B) or experiment (MLflow); True takes "megatron-gspo".
-    say: see `TrackerSet`. Raises ImportError, one line, if a package is missing.
+    Raises ImportError, one line, if a package is missing.
     """
-    trackers = TrackerSet(say=say)
+    trackers = TrackerSet()
     for kind, name, given in (
         ("tensorboard", "TensorBoard", tensorboard),
         ("wandb", "W&B", wandb),

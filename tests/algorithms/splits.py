@@ -4,13 +4,14 @@ ranks by token.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_gspo.algorithms import Objective, finish_metrics
+from megatron_gspo.algorithms import Objective, finish_metrics, reduction_of
 from megatron_gspo.algorithms.segments import SumOverContext
 
 from .reference import Batch, call_policy_loss
@@ -100,10 +101,9 @@ def evaluate_in_pieces(
 
 def add_up(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Metric shares of all pieces to the mini-batch's."""
-    reduce = {"_max": torch.amax, "_min": torch.amin}
     return {
-        n: reduce.get(n[-4:], torch.sum)(torch.stack([p[n] for p in parts]), dim=0)
-        for n in parts[0]
+        name: functools.reduce(reduction_of(name).combine, [metrics[name] for metrics in parts])
+        for name in parts[0]
     }
 
 

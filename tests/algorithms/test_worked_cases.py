@@ -235,16 +235,11 @@ def test_finished_metrics_by_hand():
         assert odd["effective_sample_size"] == 0.0
     rounded = finish_metrics({"ratio/mean": 1.5, "ratio/square_deviation": 0.25 - 1e-9})
     assert rounded["ratio/std"] == 0.0 and rounded["effective_sample_size"] == 1.0
-    extremes = {
-        "a_max": -math.inf,
-        "a_min": math.inf,
-        "b_max": 1.0,
-        "b_min": -2.0,
-        "c": math.inf,
-        "d_max": math.nan,
-    }
-    kept = finish_metrics(extremes)
-    assert set(kept) == {"b_max", "b_min", "c", "d_max"} and kept["b_min"] == -2.0
+    nothing_trained = {"ratio_max": -math.inf, "ratio_min": math.inf, "loss/policy": math.inf}
+    assert finish_metrics(nothing_trained) == {"loss/policy": math.inf}
+    extremes = {"ratio_max": 1.0, "ratio_min": -2.0}
+    assert finish_metrics(extremes) == extremes
+    assert math.isnan(finish_metrics({"ratio_max": math.nan})["ratio_max"])
     assert finish_metrics({"entropy": 2}) == {"entropy": 2.0}
 
 

@@ -9,7 +9,13 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_gspo.config import Config
-from megatron_gspo.loop.callbacks import AfterStep, Callback, Callbacks, load_callbacks
+from megatron_gspo.loop.callbacks import (
+    AfterStep,
+    Callback,
+    Callbacks,
+    add_metrics,
+    load_callbacks,
+)
 from megatron_gspo.loop.checkpoints import LoopState
 from megatron_gspo.loop.collapse_guard import collapse_guard
 from megatron_gspo.user_code import UserCodeError
@@ -133,3 +139,13 @@ def test_a_hook_that_returns_nothing_is_refused():
 
     with pytest.raises(UserCodeError, match="after_step returned a NoneType; return AfterStep()"):
         Callbacks({"own.py:Forgetful": Forgetful()}).after_step(1, {})
+
+
+def test_a_metric_that_the_step_has_already_is_refused():
+    own = {"own.py:Watcher": {"own/a": 1.0, "loss": 2.0}}
+    with pytest.raises(UserCodeError) as error:
+        add_metrics({"loss": 0.5, "grad_norm": 1.0}, own)
+    assert str(error.value) == (
+        "callbacks = 'own.py:Watcher': its metric 'loss' is one that the step has already; give it"
+        " another name"
+    )

@@ -67,10 +67,10 @@ class Logger:
 
     def write_step(self, step: int, *_: object) -> None: ...
 
-    def say(self, line: str) -> None:
+    def info(self, line: str) -> None:
         self.said.append(line)
 
-    def say_lines(self, make_lines: Callable[[], Sequence[str]]) -> None: ...
+    def info_lines(self, make_lines: Callable[[], Sequence[str]]) -> None: ...
 
     def warn_once(self, about: str, line: str) -> None:
         self.warned[about] = line

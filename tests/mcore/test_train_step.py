@@ -151,8 +151,8 @@ def missing_old_log_probs(policy: Policy, samples: list[Sample]) -> str:
 
 def shares(rank: int) -> list[dict[str, torch.Tensor]]:
     values = (
-        {"a": 1 + rank, "b_max": 2 - rank, "c_min": rank},
-        {"a": 10, "b_max": -1, "c_min": 5, "d": 7},
+        {"a": 1 + rank, "ratio_max": 2 - rank, "ratio_min": rank},
+        {"a": 10, "ratio_max": -1, "ratio_min": 5, "d": 7},
     )
     return [
         {name: torch.tensor(float(value)) for name, value in shared.items()} for shared in values
@@ -271,5 +271,10 @@ def test_shares_add_up_and_extremes_stay_extremes(ranks):
     pipeline stage has the sum.
     """
     for found in ranks:
-        assert found["data"]["summed"] == {"a": 23.0, "b_max": 2.0, "c_min": 0.0, "d": 14.0}
-        assert found["pipeline"]["summed"] == {"a": 12.0, "b_max": 1.0, "c_min": 1.0, "d": 7.0}
+        assert found["data"]["summed"] == {"a": 23.0, "ratio_max": 2.0, "ratio_min": 0.0, "d": 14.0}
+        assert found["pipeline"]["summed"] == {
+            "a": 12.0,
+            "ratio_max": 1.0,
+            "ratio_min": 1.0,
+            "d": 7.0,
+        }

@@ -46,19 +46,19 @@ def test_names_that_all_ranks_have_take_one_more_collective():
 
 
 def _nan_and_infinity(rank, world_size):
-    values = {
-        "a_max": math.nan if rank == 0 else 1.0,
-        "b_min": 1.0 if rank == 0 else math.nan,
-        "c": math.nan,
+    with_nan = {
+        "ratio_max": math.nan if rank == 0 else 1.0,
+        "ratio_min": 1.0 if rank == 0 else math.nan,
+        "loss": math.nan,
     }
-    values |= {"d_max": -5.0 - rank, "e_min": -math.inf if rank else 2.0}
-    return reduce_metrics(values, dist.group.WORLD)
+    finite = {"ratio_max": -5.0 - rank, "ratio_min": -math.inf if rank else 2.0}
+    return reduce_metrics(with_nan, dist.group.WORLD), reduce_metrics(finite, dist.group.WORLD)
 
 
 def test_nan_survives_and_negative_extremes_are_right():
-    for reduced in run_distributed(_nan_and_infinity, 2):
-        assert all(reduced[name].isnan() for name in ("a_max", "b_min", "c"))
-        assert reduced["d_max"] == -5.0 and reduced["e_min"] == -math.inf
+    for with_nan, finite in run_distributed(_nan_and_infinity, 2):
+        assert all(value.isnan() for value in with_nan.values())
+        assert finite["ratio_max"] == -5.0 and finite["ratio_min"] == -math.inf
 
 
 def _names_of_one_rank_each(rank, world_size):

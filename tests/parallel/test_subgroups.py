@@ -46,11 +46,11 @@ def _in_pairs(rank, world_size):
     ).sum().backward()
     weights = [1.0, 2.0] if rank == first else [3.0, 4.0]
     assert part.grad.squeeze(1).tolist() == [weight * (first + second + 2) for weight in weights]
-    metrics = reduce_metrics({f"of_{rank}": float(rank), "largest_max": float(rank)}, mine)
+    metrics = reduce_metrics({f"of_{rank}": float(rank), "ratio_max": float(rank)}, mine)
     assert {name: float(value) for name, value in metrics.items()} == {
         f"of_{first}": first,
         f"of_{second}": second,
-        "largest_max": second,
+        "ratio_max": second,
     }
     _host_values_in_pairs(rank, mine, first, second)
 

@@ -9,7 +9,13 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from megatron_gspo.algorithms import LossExtras, Objective, finish_metrics, policy_loss
+from megatron_gspo.algorithms import (
+    LossExtras,
+    Objective,
+    finish_metrics,
+    policy_loss,
+    reduction_of,
+)
 
 
 @dataclass(frozen=True)
@@ -93,7 +99,7 @@ def ours(
     """Our loss of the whole mini-batch, summed over micro-batches of `micro_batch` rows."""
     losses = []
     gradients = []
-    summed = {}
+    summed: dict[str, Tensor] = {}
     for cut in cuts(batch, micro_batch or len(batch)):
         part = batch.rows(cut)
         leaf = part.log_probs.clone().requires_grad_()
@@ -113,8 +119,10 @@ def ours(
         losses.append(loss.item())
         gradients.append(gradient)
         for name, value in metrics.items():
-            join = max if name.endswith("_max") else min if name.endswith("_min") else float.__add__
-            summed[name] = join(summed[name], float(value)) if name in summed else float(value)
+            value = value.double()
+            if name in summed:
+                value = reduction_of(name).combine(summed[name], value)
+            summed[name] = value
     return Result(math.fsum(losses), torch.cat(gradients), finish_metrics(summed))
 
 

@@ -2,6 +2,9 @@
 
 import io
 
+import pytest
+
+from megatron_gspo.terminal import get_logger
 from megatron_gspo.tracking import Progress
 from megatron_gspo.tracking.progress import format_metrics, format_time
 
@@ -43,22 +46,22 @@ def test_plain_lines_and_time_left() -> None:
         # 20 s a step, 5 steps left; the steps before the resume don't count.
         progress.update(5, METRICS)
         clock.now += 10
-        progress.say("evaluating")
         progress.update(6, {"eval/accuracy": 0.5})  # 30 s for two steps, 4 left
         progress.update(7, {})
     lines = stream.getvalue().splitlines()
     assert lines[0] == "step 5/10  reward 0.512  clip 15.3%  3,412 tok/s  left 1:40"
-    assert lines[1] == "evaluating"
-    assert lines[2] == "step 6/10  accuracy 50.0%  left 1:00"
-    assert lines[3] == "step 7/10  left 0:30"  # an accuracy is shown when it is new
+    assert lines[1] == "step 6/10  accuracy 50.0%  left 1:00"
+    assert lines[2] == "step 7/10  left 0:30"  # an accuracy is shown when it is new
 
 
-def test_terminal_gets_a_bar() -> None:
+def test_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = Terminal()
-    with Progress(10, stream=stream) as progress:
+    monkeypatch.setattr("sys.stderr", stream)
+    with Progress(10) as progress:
         progress.update(8, {"eval/accuracy": 0.5})
         progress.update(10, METRICS)
-        progress.say("[not markup]")
+        get_logger("megatron_gspo.tests").info("a line above the bar, [not markup]")
     shown = stream.getvalue()
     assert "accuracy 50.0% (step 8)" in shown  # the last one, of a terminal of 80 columns
-    assert "step 10/10" in shown and "reward 0.512" in shown and "[not markup]" in shown
+    assert "step 10/10" in shown and "reward 0.512" in shown
+    assert "a line above the bar, [not markup]\n" in shown

@@ -2,12 +2,13 @@
 line.
 """
 
+import logging
 import re
 import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import psutil
@@ -107,24 +108,43 @@ def test_a_failing_tracker_is_left_out(capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().err == "Recorder failed and is not used any more: no route\n"
 
 
-def lines_of(tracker: dict, run: Path, *, seconds: float = 60.0) -> tuple[list[str], float]:
-    """What a run's trackers say about two steps, and the seconds that the steps took."""
-    lines: list[str] = []
-    trackers = make_trackers(RunInfo(run, {"seed": 1}), say=lines.append, **tracker)
+class Lines(logging.Handler):
+    """The messages that the trackers log, whichever thread does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+@pytest.fixture
+def lines() -> Iterator[list[str]]:
+    handler = Lines()
+    trackers_logger = logging.getLogger("megatron_gspo.tracking.trackers")
+    trackers_logger.addHandler(handler)
+    yield handler.messages
+    trackers_logger.removeHandler(handler)
+
+
+def log_two_steps(tracker: dict, run: Path, *, seconds: float = 60.0) -> float:
+    """Log two steps to a run's trackers and close them; the seconds that the steps took."""
+    trackers = make_trackers(RunInfo(run, {"seed": 1}), **tracker)
     began = time.monotonic()
     trackers.log(1, {"reward/mean": 0.5})
     trackers.log(2, {"reward/mean": 0.5})
     took = time.monotonic() - began
     trackers.close(seconds)
-    return lines, took
+    return took
 
 
 def test_a_server_that_never_answers_delays_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[str]
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{silent.getsockname()[1]}")
-        lines, took = lines_of({"mlflow": True}, tmp_path, seconds=1.0)
+        took = log_two_steps({"mlflow": True}, tmp_path, seconds=1.0)
     late = "it did not take the last metrics in time; metrics.jsonl has them"
     assert lines == [f"MLflow failed and is not used any more: {late}"] and took < 1.0
     assert not [
@@ -134,10 +154,13 @@ def test_a_server_that_never_answers_delays_nothing(
     ]
 
 
-def test_a_wrong_key_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_key_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[str]
+) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "wrong")
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
-    [line], _ = lines_of({"wandb": True}, tmp_path)
+    log_two_steps({"wandb": True}, tmp_path)
+    [line] = lines
     assert (
         line.startswith("W&B failed and is not used any more: ")
         and "API key" in line
@@ -145,20 +168,22 @@ def test_a_wrong_key_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     )
 
 
-def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path, lines: list[str]) -> None:
     (tmp_path / "tensorboard").write_text("a file in the folder's place")
-    [line], _ = lines_of({"tensorboard": True}, tmp_path)
+    log_two_steps({"tensorboard": True}, tmp_path)
+    [line] = lines
     assert (
         line.startswith("TensorBoard failed and is not used any more: ") and "tensorboard" in line
     )
 
 
 def test_a_server_that_refuses_connections_is_one_line_and_does_not_end_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[str]
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    [line], _ = lines_of({"mlflow": True, "tensorboard": True}, tmp_path)
+    log_two_steps({"mlflow": True, "tensorboard": True}, tmp_path)
+    [line] = lines
     assert (
         re.match(r"MLflow failed and is not used any more: .*127\.0\.0\.1", line)
         and "\n" not in line
@@ -166,9 +191,8 @@ def test_a_server_that_refuses_connections_is_one_line_and_does_not_end_the_othe
     assert read_events(tmp_path / "tensorboard") == {"reward/mean": [(1, 0.5), (2, 0.5)]}
 
 
-def test_a_process_that_dies_is_one_line(tmp_path: Path) -> None:
-    lines: list[str] = []
-    trackers = make_trackers(RunInfo(tmp_path, {}), tensorboard=True, say=lines.append)
+def test_a_process_that_dies_is_one_line(tmp_path: Path, lines: list[str]) -> None:
+    trackers = make_trackers(RunInfo(tmp_path, {}), tensorboard=True)
     mine = psutil.Process()
     [child] = wait_for(
         lambda: [c for c in mine.children() if "tracker_process" in " ".join(c.cmdline())]
@@ -196,10 +220,9 @@ class Slow:
         self.steps.append(-1)
 
 
-def test_a_slow_tracker_gets_every_step_and_one_far_behind_is_left_out() -> None:
-    lines: list[str] = []
+def test_a_slow_tracker_gets_every_step_and_one_far_behind_is_left_out(lines: list[str]) -> None:
     slow = Slow()
-    trackers = TrackerSet([slow], say=lines.append)
+    trackers = TrackerSet([slow])
     for step in range(100):
         trackers.log(step, {})
     assert slow.steps == []
@@ -207,7 +230,7 @@ def test_a_slow_tracker_gets_every_step_and_one_far_behind_is_left_out() -> None
     trackers.close()
     assert slow.steps == [*range(100), -1] and lines == []
     slow = Slow()
-    trackers = TrackerSet([slow], say=lines.append)
+    trackers = TrackerSet([slow])
     for step in range(1100):
         trackers.log(step, {})
     assert lines == ["Slow failed and is not used any more: it is 1000 steps behind"]
