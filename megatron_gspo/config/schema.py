@@ -58,9 +58,9 @@ from megatron_gspo.config.training_checks import (
     check_critic,
     check_evaluation,
     check_global_batch,
+    check_optimizer,
     check_recompute,
     check_run_dir,
-    check_schedule,
 )
 from megatron_gspo.config.training_sections import (
     CheckpointConfig,
@@ -171,9 +171,9 @@ class Config:
         check_global_batch(self.training, self.rollout.sequences)
         check_recompute(self.model)
         check_lora(self.lora, self.model)
-        check_schedule("optimizer", self.optimizer, self.optimizer_steps)
+        check_optimizer("optimizer", self.optimizer, self.optimizer_steps)
         check_critic(self.critic, self.algorithm, self.training.steps)
-        check_schedule("critic", self.critic, self.optimizer_steps)
+        check_optimizer("critic", self.critic, self.optimizer_steps)
         check_routing(self.routing, self.algorithm)
         check_router_noise(self.router_noise, self.rollout)
         check_evaluation(self.evaluation, self.data.has_eval_prompts)

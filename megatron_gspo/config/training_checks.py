@@ -41,11 +41,16 @@ def check_global_batch(training: TrainingConfig, sequences: int) -> None:
         raise ConfigError("training.global_batch_size", batch, problem, fix)
 
 
-def check_schedule(section: str, optimizer: OptimizerConfig, steps: int) -> None:
-    """The learning-rate schedule of a section fits the run.
+def check_optimizer(section: str, optimizer: OptimizerConfig, steps: int) -> None:
+    """The optimizer's options have an effect, and its learning-rate schedule fits the run.
 
     steps: optimizer steps of the whole run.
     """
+    if optimizer.options and optimizer.function is None:
+        problem = f"has no effect with {section}.function = null"
+        raise ConfigError(
+            f"{section}.options", optimizer.options, problem, "set that, or remove the key"
+        )
     if optimizer.lr_decay_style == "constant" and optimizer.min_lr:
         problem = "a constant schedule never reaches it"
         fix = f"set {section}.lr_decay_style: linear or cosine"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
@@ -29,8 +29,12 @@ class TrainingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """Adam and its learning-rate schedule."""
+    """Adam, or an optimizer of your own, and its learning-rate schedule."""
 
+    function: UserPath | None = None
+    """Import path of a function that makes the optimizer (docs/extending.md); null is Adam."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of `function`."""
     lr: Annotated[float, Gt(0)] = 1e-6
     """Peak learning rate."""
     min_lr: Annotated[float, Ge(0)] = 0.0

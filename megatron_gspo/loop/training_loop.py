@@ -42,6 +42,7 @@ from megatron_gspo.loop.timers import Timers
 from megatron_gspo.mcore.micro_batches import packing_rules
 from megatron_gspo.mcore.process_groups import shutdown
 from megatron_gspo.mcore.seeding import EVALUATION, ROLLOUT, UPDATE, seed_generators
+from megatron_gspo.mcore.user_optimizer import check_user_optimizers
 from megatron_gspo.rollout.engine_protocol import RolloutEngine
 from megatron_gspo.rollout.sample_exchange import move_samples, replica_homes
 
@@ -50,6 +51,7 @@ def train(config: Config, *, engine: RolloutEngine | None = None) -> LoopState:
     """The whole run: see `megatron_gspo.train.train`."""
     keep_distributed = dist.is_initialized()
     config.check(world_size())
+    check_user_optimizers(config)
     callbacks = load_callbacks(config, collapse_guard(config))
     with ExitStack() as stack:
         stop_requested = stack.enter_context(stop_on_signal())

@@ -64,6 +64,7 @@ _SET_BY = {
     **dict.fromkeys(("params_dtype", "pipeline_dtype", "bf16"), "model.dtype"),
     **dict.fromkeys(("recompute_granularity", "recompute_method"), "model.recompute_granularity"),
     "recompute_num_layers": "model.recompute_num_layers",
+    "optimizer": "optimizer.function",
     **dict.fromkeys(("transformer_impl", "moe_grouped_gemm"), "model.implementation"),
     "moe_enable_routing_replay": "routing.replay",
     "timers": "tracking.detailed_timers",
@@ -163,7 +164,6 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
         ("use_precision_aware_optimizer", "optimizer_cpu_offload"),
         ((False,), "keeps state that checkpoints lack"),
     ),
-    "optimizer": (("adam",), "is not supported; checkpoints and resuming are implemented for Adam"),
     **dict.fromkeys(
         ("moe_use_legacy_grouped_gemm", "moe_single_grouped_weight", "moe_single_grouped_bias"),
         ((False,), _NAMES),

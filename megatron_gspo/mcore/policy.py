@@ -40,6 +40,7 @@ from megatron_gspo.mcore.offload import PolicyMemory
 from megatron_gspo.mcore.policy_tensors import torch_optimizers
 from megatron_gspo.mcore.process_groups import ProcessGroups
 from megatron_gspo.mcore.routing_replay.router_hooks import moe_layer_numbers
+from megatron_gspo.mcore.user_optimizer import use_user_optimizer
 from megatron_gspo.mcore.weight_sources import default_sources, export_source
 from megatron_gspo.models import Family, ModelShape, family_of, read_config
 from megatron_gspo.models.families import with_value_head
@@ -227,12 +228,15 @@ def build_policy(
         for chunk in wrapped:
             chunk.broadcast_params()
     _connect(config, wrapped, parallel)
-    adam = get_megatron_optimizer(optimizer_config(optimizer, model, parallel, options), wrapped)
-    _fuse(adam)
-    _check_gradient_norm(adam)
-    config.grad_scale_func = adam.scale_loss
-    schedule = _schedule(adam, optimizer, total_steps)
-    return Policy(wrapped, groups, family, shape, path, adam, schedule, trained_lora=lora)
+    built = get_megatron_optimizer(optimizer_config(optimizer, model, parallel, options), wrapped)
+    if optimizer.function is None:
+        _fuse(built)
+    else:
+        use_user_optimizer(built, optimizer)
+    _check_gradient_norm(built)
+    config.grad_scale_func = built.scale_loss
+    schedule = _schedule(built, optimizer, total_steps)
+    return Policy(wrapped, groups, family, shape, path, built, schedule, trained_lora=lora)
 
 
 def check_megatron_options(
@@ -297,7 +301,7 @@ def optimizer_config(
     parallel: ParallelConfig,
     options: MegatronOptions = MegatronOptions(),
 ) -> MegatronOptimizerConfig:
-    """Megatron's config of Adam."""
+    """Megatron's config of the optimizer and its wrappers."""
     dtype = torch_dtype(model)
     keywords = dict(
         optimizer="adam",
@@ -326,11 +330,11 @@ def _fuse(adam: Any) -> None:
                 group.update(fused=True, foreach=False)
 
 
-def _check_gradient_norm(adam: Any) -> None:
+def _check_gradient_norm(optimizer: Any) -> None:
     """Stop before a step into NaN weights: once a step and, because the norm is that of all
     ranks, on every rank.
     """
-    gradient_norm = adam.get_grad_norm
+    gradient_norm = optimizer.get_grad_norm
 
     def checked() -> Any:
         norm = gradient_norm()
@@ -338,22 +342,24 @@ def _check_gradient_norm(adam: Any) -> None:
             raise RuntimeError(f"the grad norm is {float(norm)}")
         return norm
 
-    adam.get_grad_norm = checked
+    optimizer.get_grad_norm = checked
 
 
-def _schedule(adam: Any, optimizer: OptimizerConfig, total_steps: int) -> OptimizerParamScheduler:
-    warmup = optimizer.lr_warmup_steps
+def _schedule(
+    optimizer: Any, section: OptimizerConfig, total_steps: int
+) -> OptimizerParamScheduler:
+    warmup = section.lr_warmup_steps
     return OptimizerParamScheduler(
-        adam,
-        init_lr=optimizer.lr
+        optimizer,
+        init_lr=section.lr
         / (warmup + 1),  # not 0, so that the first update of a warm-up has an effect
-        max_lr=optimizer.lr,
-        min_lr=optimizer.min_lr,
+        max_lr=section.lr,
+        min_lr=section.min_lr,
         lr_warmup_steps=warmup,
         lr_decay_steps=max(total_steps, warmup + 1),
-        lr_decay_style=optimizer.lr_decay_style,
-        start_wd=optimizer.weight_decay,
-        end_wd=optimizer.weight_decay,
+        lr_decay_style=section.lr_decay_style,
+        start_wd=section.weight_decay,
+        end_wd=section.weight_decay,
         wd_incr_steps=0,
         wd_incr_style="constant",
     )

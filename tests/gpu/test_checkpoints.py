@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_gspo.mcore.checkpoint.owned_state import bytes_of, pieces_to_write, start_optimizer
+from megatron_gspo.mcore.checkpoint.owned_state import bytes_of, make_state, pieces_to_write
 from megatron_gspo.mcore.checkpoint.save_load import begin_save, load_checkpoint, make_image
 from megatron_gspo.mcore.policy import Policy, build_policy
 from tests.support.configs import adam, model_config, parallel
@@ -33,7 +33,7 @@ def policy(groups, sizes, tmp_path_factory) -> Policy:
         optimizer=adam(1e-3),
         total_steps=10,
     )
-    start_optimizer(made)
+    make_state(made)
     return made
 
 

@@ -109,7 +109,6 @@ def test_an_option_that_another_key_sets_is_refused_with_that_key(name, key):
         ("fp8", "hybrid", None, "scales tensors by earlier batches"),
         ("softmax_type", "learnable", "vanilla", "changes the model"),
         ("use_megatron_fsdp", True, False, "needs FSDP"),
-        ("optimizer", "sgd", "adam", "implemented for Adam"),
     ],
 )
 def test_an_option_that_breaks_an_assumption_is_refused_with_the_reason(

@@ -43,7 +43,7 @@ CHECKPOINTS = (
     SeededBug(
         name="a resumed run counts Adam's steps from 0",
         file="megatron_gspo/mcore/checkpoint/save_load.py",
-        before="set_optimizer_step(model, ",
+        before="set_optimizer_numbers(model, ",
         after="(lambda *_: None)(model, ",
         test="tests/mcore/checkpoint/test_save_load.py::test_resumes_without_the_distributed_optimizer",
     ),

@@ -27,7 +27,7 @@ from megatron_gspo.loop.log_probs import with_log_probs
 from megatron_gspo.loop.routing import RoutingReplay, trainer_noise
 from megatron_gspo.loop.step_plan import StepPlan
 from megatron_gspo.loop.timers import Timers
-from megatron_gspo.mcore.checkpoint.owned_state import start_optimizer
+from megatron_gspo.mcore.checkpoint.owned_state import make_state
 from megatron_gspo.mcore.megatron_options import MegatronOptions
 from megatron_gspo.mcore.micro_batches import packing_rules
 from megatron_gspo.mcore.policy import Policy, TrainedParts, build_policy, check_megatron_options
@@ -153,7 +153,7 @@ def _build(run: _Run, options: MegatronOptions) -> tuple[Policy, Policy | None]:
                 options=options,
             )
         for trained in policy.trained.values():
-            start_optimizer(trained)  # so that the rehearsed step is like any later one
+            make_state(trained)  # so that the rehearsed step is like any later one
     sizes: dict[str, int] = {}
     for trained in policy.trained.values():
         for kind, tensors in (

@@ -53,7 +53,7 @@ def publish_checkpoint(
     state: Mapping[str, Any],
     *,
     keep: int,
-    steps: Mapping[str, int] | None = None,
+    steps: Mapping[str, float] | None = None,
     base: str = "",
 ) -> None:
     """Complete ``partial`` with ``state`` (JSON-able) and the step counts of optimizer and

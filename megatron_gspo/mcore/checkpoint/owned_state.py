@@ -1,7 +1,7 @@
 """Which values of weights and optimizer this rank owns, as regions of the checkpoint's tensors.
 
 With the distributed optimizer a rank owns a range of each flattened parameter: of the main weights
-and Adam's moments, and by the same range of the model's weights. What all data-parallel ranks
+and the optimizer's state, and by the same range of the model's weights. What all data-parallel ranks
 replicate is divided among them evenly. A range is a few boxes of the parameter's tensor
 (`tensor_boxes`), so that it is stored under the tensor's own key and sizes, without gathering, and
 read in any parallel layout.
@@ -28,6 +28,12 @@ from torch import Tensor
 
 from megatron_gspo.mcore.checkpoint.tensor_boxes import Box, boxes_of_range
 from megatron_gspo.mcore.forward_step import unwrap
+from megatron_gspo.mcore.optimizer_state import (
+    has_stepped,
+    set_state_numbers,
+    state_numbers,
+    state_tensors,
+)
 from megatron_gspo.mcore.policy import Policy
 from megatron_gspo.mcore.policy_tensors import torch_optimizers
 
@@ -46,7 +52,7 @@ class Piece:
     is_padded: bool
 
     @property
-    def is_moment(self) -> bool:
+    def is_state(self) -> bool:
         """Whether it is neither of the model's weights nor of the main weights."""
         return "optimizer.state." in self.key and "optimizer.state.param." not in self.key
 
@@ -71,8 +77,8 @@ def bytes_of(pieces: Iterable[Piece]) -> int:
 
 @dataclass(frozen=True)
 class _State:
-    """The elements ``start`` to ``stop`` of a flattened parameter: main weights and moments by
-    name, [stop - start].
+    """The elements ``start`` to ``stop`` of a flattened parameter: main weights and state by name,
+    [stop - start].
     """
 
     start: int
@@ -143,44 +149,27 @@ def stored_objects(policy: Policy) -> dict[str, bytes]:
     return objects
 
 
-def start_optimizer(policy: Policy) -> None:
-    """Give every parameter the state from which Adam starts, unless it has stepped."""
+def make_state(policy: Policy) -> None:
+    """Let every optimizer make its state, as its first step does, unless it has stepped.
+
+    Weights and state have no meaning then: they are read afterwards.
+    """
     for part in _parts(policy):
         inner = getattr(part, "optimizer", None)
-        if inner is None:
-            continue
-        if not isinstance(inner, torch.optim.Adam):
-            part.init_state_fn(inner, part.config)
-            continue
-        for group in inner.param_groups:
-            device = None if group["fused"] or group["capturable"] else torch.device("cpu")
-            for parameter in group["params"]:
-                if not inner.state[parameter]:
-                    step = torch.zeros((), dtype=torch.float32, device=device or parameter.device)
-                    zeros = {
-                        name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")
-                    }
-                    inner.state[parameter].update(step=step, **zeros)
+        if inner is not None and not has_stepped(inner):
+            part.prepare_grads()
+            inner.step()
+            part.zero_grad()
 
 
-def optimizer_step(policy: Policy) -> int:
-    """Adam's step count. Transformer Engine keeps it in the parameter group, torch by parameter."""
-    steps = [0]
-    for inner in torch_optimizers(policy.optimizer):
-        steps += [int(group["step"]) for group in inner.param_groups if "step" in group]
-        steps += [int(state["step"]) for state in inner.state.values() if "step" in state]
-    return max(steps)
+def optimizer_numbers(policy: Policy) -> dict[str, float]:
+    """The numbers in the optimizer's state, as Adam's step count, by name."""
+    return state_numbers(torch_optimizers(policy.optimizer))
 
 
-def set_optimizer_step(policy: Policy, step: int) -> None:
-    """See `optimizer_step`."""
-    for inner in torch_optimizers(policy.optimizer):
-        if isinstance(inner, torch.optim.Adam):
-            for state in inner.state.values():
-                state["step"].fill_(step)
-        else:
-            for group in inner.param_groups:
-                group["step"] = step
+def set_optimizer_numbers(policy: Policy, numbers: Mapping[str, float]) -> None:
+    """See `optimizer_numbers`."""
+    set_state_numbers(torch_optimizers(policy.optimizer), numbers)
 
 
 def _sharded_tensors(policy: Policy) -> Iterator[tuple[Tensor, ShardedTensor]]:
@@ -246,10 +235,12 @@ def _optimizer_states(policy: Policy) -> tuple[dict[int, _State], set[int]]:
                 tensors = part._get_main_param_and_optimizer_states(parameter)
                 states[id(parameter)] = _State(held.start, held.end, _flat(tensors))
         elif getattr(part, "optimizer", None) is not None:
+            groups = part.optimizer.param_groups
+            stepped = {id(parameter) for group in groups for parameter in group["params"]}
             for parameter in _trained(policy):
                 main = getattr(parameter, "main_param", parameter)
-                if main in part.optimizer.state:
-                    tensors = {"param": main, **part.optimizer.state[main]}
+                if id(main) in stepped:
+                    tensors = {"param": main, **part.optimizer.state.get(main, {})}
                     states[id(parameter)] = _State(0, parameter.numel(), _flat(tensors))
     return states, shared
 
@@ -264,8 +255,7 @@ def _ranges(part: DistributedOptimizer) -> Iterator[tuple[Tensor, Any]]:
 
 
 def _flat(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Without the step count."""
-    return {name: values.detach().view(-1) for name, values in tensors.items() if name != "step"}
+    return {name: values.detach().view(-1) for name, values in state_tensors(tensors).items()}
 
 
 def _state_of(parameter: Tensor, states: Mapping[int, _State], shared: set[int]) -> _State:

@@ -79,8 +79,9 @@ def read_pieces(path: Path, pieces: Iterable[Piece]) -> None:
             os.close(file)
 
 
-def read_steps(path: Path) -> dict[str, int]:
-    """The checkpoint's step counts of ``optimizer`` and ``schedule``.
+def read_steps(path: Path) -> dict[str, float]:
+    """The checkpoint's step counts of ``optimizer`` and ``schedule``, and other numbers of the
+    optimizer's state as ``optimizer.NAME``.
 
     Earlier versions had Megatron store them.
     """

@@ -40,14 +40,15 @@ from megatron_gspo.mcore.checkpoint.metadata_file import (
 )
 from megatron_gspo.mcore.checkpoint.owned_state import (
     Piece,
-    optimizer_step,
+    make_state,
+    optimizer_numbers,
     pieces_to_read,
     pieces_to_write,
-    set_optimizer_step,
-    start_optimizer,
+    set_optimizer_numbers,
     stored_objects,
 )
 from megatron_gspo.mcore.checkpoint.read_pieces import MismatchError, read_pieces, read_steps
+from megatron_gspo.mcore.optimizer_state import STEP
 from megatron_gspo.mcore.policy import Policy
 from megatron_gspo.mcore.process_groups import compute_device
 from megatron_gspo.parallel.rank_zero import raise_on_every_rank, run_on_rank_zero
@@ -126,7 +127,6 @@ def make_image(policy: Policy) -> FileImage:
     """
     for model in policy.trained.values():
         model.memory.restore()
-        start_optimizer(model)
     return FileImage(
         f"__{dist.get_rank()}_0.distcp", pieces_to_write(policy), stored_objects(policy)
     )
@@ -147,8 +147,9 @@ def begin_save(
     The ranks write to a temporary directory. It becomes ``folder/step_NNNNNN`` when the
     ``AsyncSave`` is polled or finished; training may continue meanwhile. The newest ``keep``
     checkpoints are kept. At most one save may be in progress. ``image``: of an earlier save of this
-    policy, whose memory is used again; by default a new one. A collective of all ranks; raises
-    ``CheckpointError`` on every rank if the disk is full or unavailable.
+    policy with the same optimizer state, whose memory is used again; by default a new one. A
+    collective of all ranks; raises ``CheckpointError`` on every rank if the disk is full or
+    unavailable.
     """
     final = checkpoint_path(folder, step)
     text, partial = run_on_rank_zero(
@@ -167,13 +168,7 @@ def begin_save(
         failure = f"{_NOT_WRITTEN}: {_reason(error)}"
     _raise_together(failure)
     assert image is not None
-    steps: dict[str, int] = {}
-    for prefix, model in policy.trained.items():
-        steps |= {
-            f"{prefix}optimizer": optimizer_step(model),
-            f"{prefix}schedule": model.scheduler.num_steps,
-        }
-    rest = dict(keep=keep, steps=steps, base=policy.base_checksum())
+    rest = dict(keep=keep, steps=_counts(policy), base=policy.base_checksum())
     publish = functools.partial(_publish, partial, final, json.loads(text), **rest)
     return AsyncSave(image, partial, publish, final)
 
@@ -189,42 +184,62 @@ def load_checkpoint(policy: Policy, path: Path) -> dict[str, Any]:
     """Load models, optimizers and schedules, saved in any parallel layout; returns the saved
     ``state``.
 
-    From the optimizer's and schedule's state only Adam's moments and the two step counts are
-    loaded. Learning rates, decay and the length of the schedule are those that ``policy`` was built
-    with. Each rank reads what it owns. While a thread reads the moments, the weights are gathered
-    from their owners. Memory: a buffer of 16 MiB. A collective of all ranks; raises
+    From the optimizer's parameter groups and the schedule only the step counts are loaded. Learning
+    rates, decay and the length of the schedule are those that ``policy`` was built with. Each rank
+    reads what it owns. While a thread reads the optimizer's state, the weights are gathered from
+    their owners. Memory: a buffer of 16 MiB. A collective of all ranks; raises
     ``CheckpointError`` on every rank for a checkpoint that can't be read or is of another model.
     """
     for model in policy.trained.values():
         model.memory.restore()
         model.gather_weights()  # a running gather must not overwrite what is read
-    moments: list[Piece] = []
-    steps: dict[str, int] = {}
+    states: list[Piece] = []
+    counts: dict[str, float] = {}
 
     check_base(path, policy.base_checksum())
 
     def read_weights() -> None:
-        for model in policy.trained.values():
-            start_optimizer(model)
+        counts.update(read_steps(path))
+        for prefix, model in policy.trained.items():
+            if counts[_schedule_key(prefix)]:
+                make_state(model)
+            for name in optimizer_numbers(model):
+                if (key := _number_key(prefix, name)) not in counts:
+                    raise MismatchError(f"it has no {key}")
         pieces = pieces_to_read(policy)
-        read_pieces(path, [piece for piece in pieces if not piece.is_moment])
-        moments.extend(piece for piece in pieces if piece.is_moment)
-
-    def read_rest() -> None:
-        read_pieces(path, moments)
-        steps.update(read_steps(path))
+        read_pieces(path, [piece for piece in pieces if not piece.is_state])
+        states.extend(piece for piece in pieces if piece.is_state)
 
     with _frozen_garbage(), ThreadPoolExecutor(1) as reader:
         _raise_together(_load_failure(path, read_weights))
-        rest = reader.submit(_load_failure, path, read_rest)
+        rest = reader.submit(_load_failure, path, lambda: read_pieces(path, states))
         for model in policy.trained.values():
             model.gather_weights(always=True)
         _raise_together(rest.result())
     for prefix, model in policy.trained.items():
-        set_optimizer_step(model, steps[f"{prefix}optimizer"])
+        names = optimizer_numbers(model)
+        set_optimizer_numbers(model, {name: counts[_number_key(prefix, name)] for name in names})
         model.scheduler.num_steps = 0
-        model.scheduler.step(steps[f"{prefix}schedule"])
+        model.scheduler.step(counts[_schedule_key(prefix)])
     return read_state(path)
+
+
+def _counts(policy: Policy) -> dict[str, float]:
+    """The numbers in the optimizers' states and the steps of the schedules, by their keys."""
+    counts: dict[str, float] = {}
+    for prefix, model in policy.trained.items():
+        numbers = {STEP: 0.0, **optimizer_numbers(model)}
+        counts |= {_number_key(prefix, name): number for name, number in numbers.items()}
+        counts[_schedule_key(prefix)] = model.scheduler.num_steps
+    return counts
+
+
+def _number_key(prefix: str, name: str) -> str:
+    return f"{prefix}optimizer" if name == STEP else f"{prefix}optimizer.{name}"
+
+
+def _schedule_key(prefix: str) -> str:
+    return f"{prefix}schedule"
 
 
 def _load_failure(path: Path, read: Callable[[], None]) -> str:
@@ -233,7 +248,7 @@ def _load_failure(path: Path, read: Callable[[], None]) -> str:
         with torch.no_grad():
             read()
     except MismatchError as error:
-        fix = "set model, algorithm and lora as they were, or choose another run_dir"
+        fix = "set model, algorithm, lora and optimizer.function as they were, or choose another run_dir"
         return (
             f"{path} is of another model or algorithm than this config's ({first_line(error)});"
             f" {fix}"

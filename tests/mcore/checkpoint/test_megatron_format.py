@@ -21,7 +21,7 @@ from megatron_gspo.mcore.checkpoint.checkpoint_files import (
     checkpoint_path,
     publish_checkpoint,
 )
-from megatron_gspo.mcore.checkpoint.owned_state import optimizer_step
+from megatron_gspo.mcore.checkpoint.owned_state import optimizer_numbers
 from megatron_gspo.mcore.checkpoint.save_load import load_checkpoint, save_checkpoint
 from megatron_gspo.mcore.forward_step import unwrap
 from megatron_gspo.mcore.policy import Policy
@@ -54,7 +54,10 @@ def save_as_before(policy: Policy, folder: Path) -> Path:
     )
     stored = (ShardedBase, LocalNonpersistentObject)
     moments, _ = extract_matching_values(optimizer, lambda value: isinstance(value, stored))
-    steps = {"optimizer_step": optimizer_step(policy), "schedule_step": policy.scheduler.num_steps}
+    steps = {
+        "optimizer_step": optimizer_numbers(policy)["step"],
+        "schedule_step": policy.scheduler.num_steps,
+    }
     path = checkpoint_path(folder, 1)
     if torch.distributed.get_rank() == 0:
         partial = begin_checkpoint(folder, 1)
@@ -86,7 +89,7 @@ def exchange(
     for number, (other, also) in enumerate([(layout, sharded), *others]):
         resumed = policy_in(path, other, distributed_optimizer=also)
         state = load_checkpoint(resumed, at)
-        assert state == {"step": 1} and optimizer_step(resumed) == 1
+        assert state == {"step": 1} and optimizer_numbers(resumed) == {"step": 1}
         found[number] = (
             max_difference(weights(resumed), saved),
             max_difference(train_step(resumed, 1), later),

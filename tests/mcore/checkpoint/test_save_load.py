@@ -234,7 +234,9 @@ def test_a_checkpoint_of_another_model_is_not_called_damaged():
         "is of another model or algorithm than this config's (decoder.weight is [64, 32] there"
         in said
     )
-    assert said.endswith("; set model, algorithm and lora as they were, or choose another run_dir")
+    assert said.endswith(
+        "; set model, algorithm, lora and optimizer.function as they were, or choose another run_dir"
+    )
 
 
 def train_while_saving(
