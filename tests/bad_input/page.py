@@ -30,7 +30,6 @@ BLOCK = re.compile(r"<!-- messages: (.+) -->\n(?:.*\n)*?<!-- /messages -->")
 GROUPS: dict[str, tuple[Case, ...]] = {
     "Config": (
         *test_config.CASES,
-        *(case for case, _ in test_config.FILES),
         test_config.ALONE,
         test_config.NO_GPU,
         test_config.NO_NUMBER,

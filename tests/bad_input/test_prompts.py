@@ -75,54 +75,13 @@ def chat(messages):
 
 CASES = (
     Case(
-        "empty prompt file",
-        "holds no prompts; give it at least one row",
-        breaks=text(""),
-        shows=("prompts.jsonl",),
-    ),
-    Case(
         "prompt file missing",
         "no such file; give a path relative to the working directory",
         ("data.prompts=absent.jsonl",),
         shows=("data.prompts = ", "absent.jsonl"),
     ),
-    Case(
-        "no prompts named",
-        "the prompts come from exactly one of data.prompts and data.task",
-        ("data.prompts=null",),
-    ),
     Case("compressed file", "unknown kind '.zip'", breaks=named("prompts.zip", b"PK")),
-    Case(
-        "folder of several configurations",
-        "has one split in several folders (main, other); give one of them",
-        breaks=folder("main/train.jsonl", "other/train.jsonl"),
-    ),
     Case("empty list of files", "names no file; name one, or set it to null", ("data.prompts=[]",)),
-    Case(
-        "prompt with an image",
-        "a part of type 'image_url'; only text is trained, remove the part or the row",
-        breaks=rows(
-            {"prompt": [{"role": "user", "content": [{"type": "image_url"}]}], "answer": "b"}
-        ),
-        shows=("line 1: message 1 (of role 'user')",),
-    ),
-    Case(
-        "message with an object as content",
-        "has a dict as content; it must be text",
-        breaks=rows({"prompt": [{"role": "user", "content": {"a": 1}}], "answer": "b"}),
-    ),
-    Case(
-        "options without a template",
-        "needs the chat template; set data.chat_template: true",
-        ("data.chat_template_options={enable_thinking: false}",),
-        shows=("data.chat_template_options = ",),
-    ),
-    Case(
-        "system messages without a template",
-        "needs the chat template; set data.chat_template: true",
-        ("data.system_prompt_key=system",),
-        shows=('data.system_prompt_key = "system"',),
-    ),
     Case(
         "two system messages",
         "both give the system message; set one of them",
@@ -141,36 +100,11 @@ CASES = (
         breaks=chat(ENDED[1:]),
     ),
     Case(
-        "option that the template does not read",
-        "the tokenizer's chat template does not read it",
-        ("data.chat_template=true", "data.chat_template_options={enable_thinkin: false}"),
-        breaks=chat(ENDED[:1]),
-        shows=("data.chat_template_options.enable_thinkin",),
-    ),
-    Case(
         "messages that the template refuses",
         "the chat template refuses the messages (no user)",
         ("data.chat_template=true",),
         breaks=chat([{"role": "tool", "content": "x"}]),
         shows=("line 1",),
-    ),
-    Case(
-        "line that isn't JSON",
-        "write one JSON object a line",
-        breaks=text(json.dumps(ROWS[0]) + "\n{oops\n"),
-        shows=("prompts.jsonl line 2: not JSON",),
-    ),
-    Case(
-        "all prompts too long",
-        "are longer than max_prompt_length 2; raise it",
-        ("data.max_prompt_length=2",),
-        shows=("all 6 prompts",),
-    ),
-    Case(
-        "one prompt too long, by choice an error",
-        "tokens but max_prompt_length is 2; raise it or set overlong_prompts to drop",
-        ("data.max_prompt_length=2", "data.overlong_prompts=error"),
-        shows=("prompts.jsonl line 1",),
     ),
     Case(
         "fewer prompts than a batch",

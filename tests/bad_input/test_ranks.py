@@ -192,27 +192,6 @@ def test_a_scheduler_that_stops_a_run_gets_one_line(model, tmp_path):
     assert alone.code == STOPPED.code and say(STOPPED, alone.text), alone
 
 
-RESTS = """
-import sys
-from pathlib import Path
-from megatron_gspo.loop.failures import _Watcher
-from megatron_gspo.mcore.process_groups import start
-
-watching = _Watcher(start(backend="gloo", timeout_minutes=1.0), Path())
-watching.rest()
-sys.exit(3 + watching._thread.is_alive())
-"""
-
-
-def test_no_thread_is_left_to_look_into_the_store_as_a_rank_ends():
-    """torch ends a process with SIGABRT where the interpreter ends while a thread waits for the
-    store.
-    """
-    program = [sys.executable, "-c", RESTS]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 3, done.stderr
-
-
 def test_torchruns_report_ends_with_our_line(model, tmp_path):
     started = torchrun(small_config(model, tmp_path, training={"stepz": 3}), tmp_path, 2)
     text, _ = started.communicate(timeout=600)

@@ -159,18 +159,6 @@ def test_a_response_of_no_token_is_counted(model, tmp_path):
     assert np.isfinite(row["loss"])
 
 
-def test_only_responses_of_no_token(model, tmp_path):
-    def empty(samples: list[Sample]) -> list[Sample]:
-        nothing = {"loss_mask": np.zeros(0, bool), "rollout_log_probs": np.zeros(0, np.float32)}
-        return [
-            replace(sample, tokens=sample.tokens[: sample.prompt_length], **nothing)
-            for sample in samples
-        ]
-
-    done, row = run(empty, model, tmp_path)
-    assert done.code == 0 and row["masked/empty"] == 8 and row["updates/skipped"] == 1
-
-
 def broken_weights(config: dict[str, Any], lr: float) -> dict[str, Any]:
     """A learning rate that the first update of two doesn't survive."""
     config["training"]["steps"] = 2
@@ -200,11 +188,6 @@ DIVERGED = (
 def test_a_run_that_diverged_ends(case, lr, model, tmp_path):
     config = broken_weights(small_config(model, tmp_path), lr)
     check(case, with_engine(config, MyEngine()))
-
-
-def test_a_run_that_diverged_ends_with_the_embedded_engine_too(model, tmp_path):
-    case = Case("log-probs of an engine", "the log-probs are not finite; check the weights", code=1)
-    check(case, start(broken_weights(small_config(model, tmp_path), 1e38), tmp_path))
 
 
 OTHER_MODEL = Case(

@@ -11,7 +11,6 @@ import weakref
 from dataclasses import replace
 
 import pytest
-import torch
 
 from benchmarks import gpu
 from benchmarks.gpu import (
@@ -22,7 +21,6 @@ from benchmarks.gpu import (
     main,
     make_samples,
     measure,
-    peak_tflops,
     write_config,
 )
 from megatron_gspo.config import load_config
@@ -89,29 +87,6 @@ def test_the_real_sizes_are_those_of_the_model(tmp_path):
     sizes = replace(TINY, prompt=3, response=5)
     [sample, _] = make_samples(sizes, 96, 2)
     assert (sample.prompt_length, sample.response_length, len(sample.advantages)) == (3, 5, 5)
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989.4),
-        ("NVIDIA H200", 989.4),
-        ("NVIDIA H20", 148),
-        ("NVIDIA A100-SXM4-80GB", 312),
-        ("NVIDIA B200", 2250),
-        ("NVIDIA GeForce RTX 4090", None),
-        (None, None),
-    ],
-)
-def test_peak_by_the_drivers_name(name, expected):
-    assert peak_tflops(name) == expected
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_is_skipped(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["gpu.py", "--results", str(tmp_path / "results")])
-    main()
-    assert "skipped: no CUDA GPU" in capsys.readouterr().out and not list(tmp_path.iterdir())
 
 
 def test_the_steps_config_is_written_to_be_rehearsed(tmp_path, monkeypatch, capsys):

@@ -46,8 +46,12 @@ from tests.config.building import assert_refused, build, refused
             "the keys of data.code",
         ),
         (
-            ["data.verifier=code", "data.verifier_timeout=39", "data.code.sandbox_url=x"],
-            "data.code.sandbox_url",
+            [
+                "data.verifier=code",
+                "data.verifier_timeout=39",
+                "data.code.sandbox_url='http://me:secret@host/run'",
+            ],
+            'data.code.sandbox_url = "host/run":',
             "http://host:port",
         ),
         (["data.prompt_template='Q:'"], "data.prompt_template =", "{question}"),

@@ -8,23 +8,8 @@ import pytest
 import yaml
 
 from megatron_gspo.config import load_config
-from megatron_gspo.config.load import apply_overrides, parse_yaml, split_server_arguments
+from megatron_gspo.config.load import parse_yaml, split_server_arguments
 from tests.config.building import fault
-
-
-@pytest.mark.parametrize(
-    "text, number", [("1e-6", 1e-6), ("3E4", 3e4), ("-2.5e+3", -2500.0), (".5e1", 5.0)]
-)
-def test_scientific_notation_is_a_number(text: str, number: float) -> None:
-    assert parse_yaml(text, "text") == number
-
-
-def test_overrides_leave_the_data_unchanged() -> None:
-    data = {"a": {"b": 1}}
-    assert apply_overrides(data, ["a.b=2", "a.c.d=[1]", "a.b=3"]) == {
-        "a": {"b": 3, "c": {"d": [1]}}
-    }
-    assert data == {"a": {"b": 1}}
 
 
 @pytest.mark.parametrize(
@@ -40,20 +25,6 @@ def test_overrides_leave_the_data_unchanged() -> None:
 )
 def test_overrides_that_are_none(file: Path, override: str, expected: str) -> None:
     assert fault(file, override) == expected
-
-
-@pytest.mark.parametrize(
-    "content, expected",
-    [
-        ("seed: 1\nseed: 2\n", "seed: appears twice (line 2); keep one of them"),
-        ("seed: [1\n", "is not YAML (line 2, column 1)"),
-        ("- 1\n", "is not a mapping of keys"),
-        ("", "is not a mapping of keys"),
-    ],
-)
-def test_faulty_files(file: Path, content: str, expected: str) -> None:
-    file.write_text(content)
-    assert expected in fault(file)
 
 
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -187,12 +158,6 @@ def test_unreadable_files(tmp_path: Path) -> None:
     assert "cannot read the config: is a directory" in fault(tmp_path)
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     assert "is not UTF-8 text" in fault(tmp_path / "binary.yaml")
-
-
-def test_merge_keys_work(file: Path, plain: dict) -> None:
-    text = yaml.safe_dump({key: plain[key] for key in plain if key != "training"})
-    file.write_text(text + "training:\n  <<: {steps: 1, global_batch_size: 32}\n  steps: 2\n")
-    assert load_config(file).training.steps == 2
 
 
 ARGUMENTS = {

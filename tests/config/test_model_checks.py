@@ -52,13 +52,6 @@ def test_a_target_beyond_random_choices(plain: dict, tmp_path: Path) -> None:
     assert refused(plain, noise % 0.875, world_size=1) == expected
 
 
-def test_positions_of_the_model(plain: dict) -> None:
-    build(plain, "rollout.max_response_length=96").check(1)
-    assert "the model has 128 positions" in refused(
-        plain, "rollout.max_response_length=97", world_size=1
-    )
-
-
 def test_model_directories(plain: dict, tmp_path: Path) -> None:
     assert "is not a directory" in refused(plain, f"model.path={tmp_path}/absent", world_size=1)
     assert "has no config.json" in refused(plain, f"model.path={tmp_path}", world_size=1)

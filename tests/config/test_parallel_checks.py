@@ -105,14 +105,6 @@ def test_dense_models(hf_config: dict) -> None:
     )
 
 
-def test_experts_under_the_name_that_transformers_5_writes(hf_config: dict) -> None:
-    hf_config["num_local_experts"] = hf_config.pop("num_experts")
-    assert divisible(hf_config, expert_model_parallel_size=2) is None
-    assert (
-        divisible(hf_config, expert_model_parallel_size=3) == "parallel.expert_model_parallel_size"
-    )
-
-
 def test_heads_of_a_gated_delta_net_are_cut_by_tensor_and_context_parallelism(
     hf_config: dict,
 ) -> None:

@@ -115,13 +115,6 @@ def test_paths_of_servers_and_lists() -> None:
     assert data.prompts == ("/home/user/a.jsonl", "b.jsonl")
 
 
-def test_what_is_no_path_stays() -> None:
-    data = DataConfig(
-        prompts="a", system_prompt="~ $SCRATCH ${x}", prompt_template="$HOME {question}"
-    )
-    assert expand_paths(data) == data
-
-
 def test_files_and_overrides(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FOLDER", str(file.parent))
     config = load_config(f"$FOLDER/{file.name}", ["run_dir=~/runs/x", "model.path=$SCRATCH/model"])

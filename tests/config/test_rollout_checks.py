@@ -125,11 +125,6 @@ def test_the_trainer_is_offloaded_for_servers_on_its_gpus_unless_that_is_off(pla
     ] == [False, True, False, True, False]
 
 
-def test_evaluation_samples_from_the_likeliest_tokens(plain: dict) -> None:
-    evaluation = build(plain, "evaluation.top_p=0.9", "evaluation.top_k=20").evaluation
-    assert (evaluation.top_p, evaluation.top_k) == (0.9, 20)
-
-
 def test_turns_of_an_environment(plain: dict) -> None:
     for name in ("gspo_token", "grpo", "dapo", "dr_grpo"):
         config = build(plain, ENVIRONMENT, f"algorithm.name={name}", "algorithm.turn_discount=0.9")

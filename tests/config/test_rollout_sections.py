@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_gspo.config import RolloutConfig, RoutingConfig, SamplingParams
+from megatron_gspo.config import SamplingParams
 
 
 @pytest.mark.parametrize(
@@ -37,21 +37,4 @@ def test_greedy_decoding_scores_at_temperature_1() -> None:
     assert (
         not SamplingParams(temperature=0.5).greedy
         and SamplingParams(temperature=0.5).scoring_temperature == 0.5
-    )
-
-
-def test_a_batch_has_all_samples_of_its_prompts() -> None:
-    assert RolloutConfig(rollout_batch_size=3, n_samples_per_prompt=5).sequences == 15
-
-
-def test_groups_outlive_a_step_with_staleness_or_oversampling() -> None:
-    assert not RolloutConfig(rollout_batch_size=1).streams
-    assert RolloutConfig(rollout_batch_size=1, max_staleness=1).streams
-    assert RolloutConfig(rollout_batch_size=1, oversampling=1.5).streams
-
-
-def test_who_needs_the_rollouts_routes() -> None:
-    needs = [RoutingConfig(replay=replay).needs_rollout_routes for replay in ("none", "r2", "r3")]
-    assert (
-        needs == [False, False, True] and RoutingConfig(compare_rollout=True).needs_rollout_routes
     )

@@ -1,6 +1,6 @@
 """Episodes: what a finished one holds, token by token, with either driver."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,10 +14,8 @@ from megatron_gspo.environments.episodes import (
     Episode,
     EpisodeRules,
     Request,
-    batches,
     make_episodes,
     request_index,
-    run_in_rounds,
 )
 from megatron_gspo.errors import EngineError
 from megatron_gspo.rewards.scorer import FAILURE
@@ -26,18 +24,6 @@ from tests.support.reference_models import prompts
 from tests.support.scripted_episodes import Depends, encode, engine_and_reference, ok
 
 RULES = EpisodeRules(max_turns=3, max_length=60)
-
-
-@dataclass
-class Replies:
-    """Environments from a script: (sample index, number of responses) -> reply."""
-
-    script: dict[tuple[int, int], tuple]
-    asked: list[tuple] = field(default_factory=list)
-
-    def step(self, requests):
-        self.asked += [(r.prompt.index, r.sample_index, r.responses) for r in requests]
-        return [self.script[r.sample_index, len(r.responses)] for r in requests]
 
 
 def response(request: Request, ids, *, finish="stop", text="", version=0, **more) -> Sample:
@@ -198,17 +184,6 @@ def test_without_log_probs_there_are_none():
     assert made.sample().rollout_log_probs is None
 
 
-def test_batches_keep_every_context_short_enough():
-    def request(length, limit):
-        return Request(Prompt(0, np.zeros(length, np.int64), ""), limit)
-
-    asked = [request(10, 20), request(2, 28), request(25, 5), request(8, 20), request(12, 18)]
-    found = batches(asked, 30)
-    assert found == [([1], 28), ([0, 3], 20), ([4], 18), ([2], 5)]
-    assert batches(asked, 60) == [([0, 1, 2, 3, 4], 28)]
-    assert batches([request(50, 9)], 30) == [([0], 9)]  # its own limit holds, for any max_length
-
-
 def test_episodes_do_not_depend_on_their_company_or_their_driver():
     engine, _ = engine_and_reference()
     rules = EpisodeRules(3, 60, max_turn_length=8)
@@ -273,27 +248,6 @@ def test_the_text_of_a_response_that_is_cut_off_is_that_of_its_tokens():
     made.add_response(response(made.next_request(), [13, 1], text="d"))
     made.add_reply(ok(done=True))
     assert made.sample().text == "abdd" and made.sample().response_length == 5
-
-
-def test_one_round_asks_all_environments_at_once():
-    engine, _ = engine_and_reference()
-    script = {(i, n): ok("a", 1.0, done=n == 1 + i) for i in range(2) for n in range(1, 3)}
-    replies = Replies(script)
-    calls = []
-
-    class Counting:
-        def generate(self, questions, sampling, *, seed):
-            calls.append((len(questions), sampling.n_samples_per_prompt))
-            return engine.generate(questions, sampling, seed=seed)
-
-    made = make_episodes(
-        prompts(4), SamplingParams(2, 40), replace(RULES, max_turn_length=8), encode, seed=0
-    )
-    run_in_rounds(made, Counting(), replies, SamplingParams(2, 40), seed=0, max_length=60)
-    assert calls == [(8, 1), (4, 1)]  # the first sample of each prompt is done after one response
-    assert [len(set(responses)) for _, _, responses in replies.asked[:8]] == [1] * 8 and len(
-        replies.asked
-    ) == 12
 
 
 def test_an_engine_that_breaks_its_promise_is_named():

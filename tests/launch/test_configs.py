@@ -132,28 +132,6 @@ def test_variants_differ_only_where_the_algorithms_do(file):
         )
 
 
-def test_the_example_of_vllm_differs_in_the_servers_only():
-    ours, theirs = (
-        flat(load_config(EXAMPLES / "qwen3_moe" / f"{name}_30b_a3b_4x8_gspo.yaml").dump())
-        for name in ("vllm", "qwen3")
-    )
-    different = {key for key in ours | theirs if ours.get(key) != theirs.get(key)}
-    assert {key for key in different if not key.startswith(("vllm.", "sglang."))} == {
-        "run_dir",
-        "rollout.engine",
-    }
-
-
-def test_there_is_a_variant_of_each():
-    large = {
-        file.stem
-        for file in CONFIGS
-        if file.parent.name == "qwen3_moe" and file.stem.startswith("qwen3_")
-    }
-    assert len(large) == 10 and {stem.replace("_grpo_r2", "_gspo") for stem in large} <= large
-    assert len(GRPO) == 5
-
-
 WITH_MEMORY = [file for file in CONFIGS if "GiB weights" in file.read_text() and file not in GRPO]
 
 
@@ -206,13 +184,6 @@ def check_header(file: Path, config: Config, stages: list[Stage]) -> None:
         states.append([2 * stage.parameters, 4 * stage.parameters, optimizer])
     fullest = max(states, key=sum)
     assert told_memory(file)[:3] == pytest.approx([size / GIB for size in fullest], abs=0.06)
-
-
-@pytest.mark.parametrize("file", GRPO, ids=lambda file: file.stem)
-def test_a_variant_has_the_model_and_the_layout_of_the_other(file):
-    other = file.with_stem(file.stem.replace("_grpo_r2", "_gspo"))
-    found = [(config.model, config.parallel) for config in (load_config(file), load_config(other))]
-    assert found[0] == found[1] and processes(file) == processes(other)
 
 
 @pytest.mark.parametrize(

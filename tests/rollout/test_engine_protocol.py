@@ -6,8 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_gspo.rollout.engine_protocol import RolloutEngine, end_tokens
-from megatron_gspo.rollout.sft_engine import DemonstrationEngine
+from megatron_gspo.rollout.engine_protocol import end_tokens
 
 TOKENIZER = SimpleNamespace(eos_token_id=7)
 
@@ -38,8 +37,3 @@ def test_none_and_one_outside_of_the_vocabulary():
         end_tokens(None, TOKENIZER, 7)
     with pytest.raises(ValueError, match=r"eos_token_ids=\[-1\]"):
         end_tokens(-1, None, 7)
-
-
-def test_an_engine_is_known_by_its_methods():
-    assert isinstance(DemonstrationEngine(list, 1), RolloutEngine)
-    assert not isinstance(SimpleNamespace(generate=None), RolloutEngine)

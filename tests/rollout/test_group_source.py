@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from megatron_gspo.rollout.group_source import GroupSource, check_count, engine_name
+from megatron_gspo.rollout.group_source import GroupSource
 from megatron_gspo.rollout.in_process_source import InProcessSource
 from tests.support.distributed import run_distributed
 from tests.support.random_samples import all_samples
@@ -63,16 +63,3 @@ def test_the_contract(kind):
     assert rows == [(i, j, PROMPTS[i].length, 4) for i in range(4) for j in (0, 1)], (
         "the groups' samples are together"
     )
-
-
-def test_no_more_groups_can_be_collected_than_are_pending():
-    check_count(2, 2)
-    for count in (0, 3):
-        with pytest.raises(
-            ValueError, match=rf"collect\({count}\): 2 groups were submitted; collect 1 to 2"
-        ):
-            check_count(count, 2)
-
-
-def test_an_engine_is_named_by_its_module_and_class():
-    assert engine_name(ScriptedEngine) == "tests.support.scripted_engine.ScriptedEngine"

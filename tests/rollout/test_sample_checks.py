@@ -78,11 +78,3 @@ def test_what_is_refused(samples, problem):
     with pytest.raises(EngineError, match=problem) as caught:
         check_samples(samples, PROMPTS, SAMPLING, vocab_size=8)
     assert "\n" not in str(caught.value)
-
-
-def test_a_response_that_is_too_long():
-    short = replace(SAMPLING, max_response_length=2)
-    with pytest.raises(
-        EngineError, match="sample 4/0: tokens has 3 of the response; max_response_length is 2"
-    ):
-        check_samples(good(), PROMPTS, short)

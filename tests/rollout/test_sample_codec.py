@@ -43,25 +43,3 @@ def test_bytes_of_another_version_are_refused():
     wire[0] ^= 1
     with pytest.raises(ValueError, match="samples were encoded by another version"):
         decode_samples(wire)
-
-
-def test_routes_are_not_copied_on_arrival():
-    routes = np.arange(24, dtype=np.uint8).reshape(4, 3, 2)
-    sample = replace(
-        random_sample(np.random.default_rng(0), 0), tokens=np.arange(5), routed_experts=routes
-    )
-    sample = replace(
-        sample,
-        prompt_length=3,
-        loss_mask=np.ones(2, bool),
-        missing_routes=None,
-        token_versions=None,
-    )
-    for name in ("rollout_log_probs", "advantages", "old_log_probs", "ref_log_probs"):
-        setattr(sample, name, None)
-    wire = np.frombuffer(bytearray(encode_samples([sample], [0])), dtype=np.uint8)
-    [(_, after)] = decode_samples(wire)
-    assert after.routed_experts.tolist() == routes.tolist() and np.shares_memory(
-        after.routed_experts, wire
-    )
-    after.routed_experts[0] = 9  # writable

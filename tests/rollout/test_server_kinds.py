@@ -14,11 +14,6 @@ def test_every_name_is_that_of_section_endpoints_and_launch():
         assert split_server_arguments([f"--{name}.x"]) == ([], {name: ["--x"]})
 
 
-def test_gpus_of_a_server():
-    assert SERVER_KINDS["sglang"].launch.gpus_per_server(("--tp", "2")) == 2
-    assert SERVER_KINDS["vllm"].launch.gpus_per_server(("-tp", "2", "-pp", "2")) == 4
-
-
 def test_a_server_of_quantised_weights_starts_without_any():
     for kind, option in (("sglang", "--json-model-override-args"), ("vllm", "--hf-overrides")):
         args = SERVER_KINDS[kind].launch.quantized_args({"quant_method": "fp8"})

@@ -91,19 +91,3 @@ from megatron_gspo.servers.exit_reason import exit_reason
 def test_the_end_of_a_server_is_explained_in_a_line(log, code, said):
     line = exit_reason(log, code, SGLangLaunch.exit_causes, section="sglang")
     assert said in line and "\n" not in line
-
-
-def test_a_long_line_is_cut():
-    assert len(exit_reason("x" * 10_000, 1, section="sglang")) < 400
-
-
-def test_causes_and_keys_are_those_of_the_engine():
-    causes = (("no such model", "its model is missing; check the path"), ("model", "not this one"))
-    assert exit_reason("no such model", 1, causes, section="engine").startswith(
-        "its model is missing; check the path"
-    )
-    assert "no such model" in exit_reason("no such model", 1, section="engine")
-    assert exit_reason("[Errno 98]", 1, causes, section="engine").endswith(
-        "choose another engine.port ('[Errno 98]')"
-    )
-    assert "engine.start_timeout" in exit_reason("", None, section="engine")

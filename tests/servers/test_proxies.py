@@ -11,7 +11,7 @@ import requests
 from aiohttp import web
 
 from megatron_gspo.servers.http_client import ServerClient, ServerError, open_session
-from megatron_gspo.servers.proxies import around_the_proxy, own_hosts, proxy_for
+from megatron_gspo.servers.proxies import around_the_proxy, proxy_for
 from megatron_gspo.servers.server_launch import server_environment
 from tests.servers.web_server import WebServer
 
@@ -105,11 +105,6 @@ def test_requests_agrees_about_the_servers_environment(url, monkeypatch):
 )
 def test_the_proxy_of_a_server(url, environment, proxy):
     assert proxy_for(url, environment) == proxy
-
-
-def test_own_hosts_are_plain_names_and_addresses():
-    hosts = own_hosts()
-    assert len(hosts) == len(set(hosts)) and not any(set(host) & set("%[], ") for host in hosts)
 
 
 async def says_where(request: web.Request) -> web.StreamResponse:

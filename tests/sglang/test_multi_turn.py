@@ -13,7 +13,7 @@ from tests.sglang.conftest import StartServers
 from tests.sglang.test_training import AGREEMENT, run
 from tests.support.ties import FLIPS
 from tests.support.training_runs import WORD, check_ledger
-from tests.train.test_multi_turn import FAILING, ROLLOUT
+from tests.train.test_multi_turn import ROLLOUT
 
 
 @pytest.fixture(scope="module")
@@ -63,21 +63,3 @@ def test_episodes_on_two_ranks(urls: list[str], model: str, tmp_path: Path) -> N
         assert record["grad_norm"] > 0 or record["groups/zero_variance"] == 1.0
         assert record["rollout/requests"] > 16, "one a turn"
     check_ledger(tmp_path / "run", batch=4, n=4, staleness=0)
-
-
-def test_environments_that_fail_are_counted(urls: list[str], model: str, tmp_path: Path) -> None:
-    failing = {**ROLLOUT, "environment": FAILING, "environment_options": {}}
-    [record] = run(
-        model,
-        tmp_path / "run",
-        urls,
-        rollout=failing,
-        data={"verifier": None, "verifier_timeout": 2.0},
-        training={"steps": 1},
-        evaluation={"at_start": False, "at_end": False},
-    )
-    assert (record["verifier/error"], record["verifier/timeout"], record["masked/unscored"]) == (
-        4,
-        4,
-        8,
-    )

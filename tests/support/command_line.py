@@ -35,8 +35,7 @@ class Case:
 
     name: what is wrong. phrase: the message without its values. overrides: of the command line.
     breaks: changes the config and the files of the case, in its folder. shows: values, files and
-    fixes that the message names as well. code: the exit code. world: check the config for so many
-    processes, without a run.
+    fixes that the message names as well. code: the exit code.
     """
 
     name: str
@@ -45,7 +44,6 @@ class Case:
     breaks: Callable[[dict[str, Any], Path], None] | None = None
     shows: tuple[str, ...] = ()
     code: int = 2
-    world: int = 1
 
 
 @dataclass(frozen=True)

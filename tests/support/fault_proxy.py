@@ -148,25 +148,6 @@ class Fault:
             )
 
 
-# Faults after which a request succeeds, and how each is counted besides as a retry
-PASSING_FAULTS = {
-    "hang": (Fault("hang"), None),
-    "error": (Fault("error"), None),
-    "late": (Fault("late", seconds=6.0), None),
-    "half": (Fault("half"), None),
-    "lost": (Fault("lost"), None),
-    "refuse": (Fault("refuse"), None),
-    "huge": (Fault("huge"), None),
-    "wrong lengths": (Fault("wrong_lengths"), "refused"),
-    "NaN": (Fault("nan"), "refused"),
-    "positive": (Fault("positive"), "refused"),
-    "foreign token": (Fault("foreign_token"), "refused"),
-    "few routes": (Fault("few_routes"), "refused"),
-    "old weights": (Fault("old_version"), "stale_responses"),
-    "twice": (Fault("error", times=2), None),
-}
-
-
 class FaultProxy(ThreadedServer):
     """The proxy of a server at `upstream`. requests: the path of each request that came. generate:
     path of generations. changes: of their answers, by name."""

@@ -1,8 +1,4 @@
-"""What every kind of server must survive: faults between the client and the servers, and updates in
-mid-response.
-
-The engine's one server, or the first of two, is behind a `FaultProxy`.
-"""
+"""What every kind of server must survive: updates in mid-response."""
 
 from __future__ import annotations
 
@@ -16,22 +12,17 @@ from megatron_gspo.config import SamplingParams
 from megatron_gspo.data.sample import Sample
 from megatron_gspo.rollout.sample_checks import check_samples
 from megatron_gspo.rollout.server_engine.request_stream import RequestStream
-from tests.support.fault_proxy import Fault, FaultProxy
 from tests.support.reference_models import checkpoint
 from tests.support.server_agreement import TOLERANCE, bare
 from tests.support.server_clients import (
-    SHORT,
     VOCABULARY,
-    checkpoint_stream,
     counts_of,
-    draw,
     everything,
     prompts_of,
 )
 from tests.support.server_engine import ServerEngine
 from tests.support.ties import TIE, smallest_margin
 from tests.support.transformers_reference import observe_routers, response_log_probs
-from tests.support.waiting import wait_for
 from tests.support.weight_updates import changed_model
 
 
@@ -104,44 +95,3 @@ def _agrees_by_version(sample: Sample, models: dict[int, torch.nn.Module]) -> bo
                 np.sort(sample.routed_experts[rows], -1), np.sort(routes[rows], -1)
             )
     return True
-
-
-def leave_out_old_weights(pair: ServerEngine, proxy: FaultProxy, model: str) -> None:
-    """One of two servers has other weights: the other does all, and an update brings it back."""
-    counts_of(pair)
-    proxy.add(Fault("old_version", times=10**6))
-    stream = pair.client.stream()
-    prompts = prompts_of([10] * 6, VOCABULARY, seed=2)
-    stream.start(prompts, SHORT, seed=3)
-    samples = [sample for group in stream.take(6) for sample in group]
-    check_samples(samples, prompts, SHORT)
-    counts = counts_of(pair)
-    assert 1 <= counts["rollout/stale_responses"] <= 6 and counts["rollout/requests"] == 12
-    assert counts["rollout/servers"] == 1 and len(pair.client.pool.stale) == 1
-    proxy.clear()
-    pair.update_weights(checkpoint_stream(model), version=pair.weight_version)
-    assert counts_of(pair)["rollout/servers"] == 2, "an update brings it back"
-
-
-def return_with_the_same_weights(pair: ServerEngine, proxy: FaultProxy, model: str) -> None:
-    """The connections of one of two servers are refused for a while: its requests go to the other,
-    and it serves again by itself."""
-    counts_of(pair)
-    proxy.add(Fault("refuse", path="/", times=12))
-    draw(pair, model, prompts_of([10] * 6, VOCABULARY, seed=2))
-    assert counts_of(pair)["rollout/requests"] == 12
-    wait_for(lambda: counts_of(pair)["rollout/servers"] >= 2, pause=0.1)
-    assert proxy.pending == 0 or all(member.alive for member in pair.client.pool.servers)
-    proxy.clear()
-
-
-def leave_out_of_a_probe(pair: ServerEngine, proxy: FaultProxy, other: str) -> None:
-    """A probe leaves out one of two servers that fails at it. other: the URL of the second."""
-    sequences = [prompt.token_ids for prompt in prompts_of([10, 20], VOCABULARY, seed=6)]
-    both = pair.score(sequences)
-    assert list(both) == [proxy.url, other]
-    proxy.add(Fault("error"))
-    [(url, found)] = pair.score(sequences).items()
-    assert url == other
-    for values, before in zip(found, both[url], strict=True):
-        np.testing.assert_allclose(values, before, rtol=0, atol=TOLERANCE)

@@ -34,9 +34,3 @@ def test_copying_again_is_fine_and_a_changed_file_stops_it_before_anything_is_wr
     assert main([str(tmp_path)]) == 2
     shown = capsys.readouterr().err
     assert shown.startswith("megatron-gspo examples: ") and shown.count("\n") == 1
-
-
-def test_the_command_counts_the_files(tmp_path, capsys):
-    assert main([str(tmp_path / "here")]) == 0
-    count = sum(file.is_file() for file in (tmp_path / "here").rglob("*"))
-    assert capsys.readouterr().out == f"{count} files in {tmp_path / 'here'}\n"

@@ -11,8 +11,6 @@ import sys
 
 import pytest
 
-from megatron_gspo.config import load_config
-from megatron_gspo.errors import InputError
 from megatron_gspo.tools import demo
 from megatron_gspo.tools.compare import cold_start
 from megatron_gspo.tools.compare.study_plan import ColdStartFiles
@@ -100,12 +98,6 @@ def test_fewer_steps_than_the_warm_up(started, tmp_path, steps, cold, gspo):
     assert shown == [None if number is None else str(number) for number in (cold, gspo)]
 
 
-def test_a_warm_up_of_one_s_own_stays(started, tmp_path):
-    given = ["training.steps=10", "optimizer.lr_warmup_steps=3"]
-    assert demo.main([*given, "--folder", str(tmp_path / "demo")]) == 0
-    assert [settings(command)["optimizer.lr_warmup_steps"] for command in started] == ["3", "3"]
-
-
 @pytest.mark.parametrize(
     ("arguments", "shown"),
     [
@@ -141,24 +133,12 @@ def test_what_cannot_run_is_one_line_and_replaces_nothing(
     assert started == [] and (folder / "demonstrations.jsonl").read_text() == "of an earlier demo"
 
 
-def test_a_file_is_no_folder_of_a_demo(started, tmp_path):
-    (tmp_path / "thesis.tex").write_text("")
-    assert demo.main(["--folder", str(tmp_path / "thesis.tex")]) == 2
-    assert (tmp_path / "thesis.tex").is_file()
-
-
 def test_the_end_names_commands_that_this_environment_has(started, tmp_path, capsys):
     assert demo.main(["--folder", str(tmp_path / "demo")]) == 0
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("next "))
     command = line.split()[1]
     assert shutil.which(command) is not None or command == sys.executable
     assert f"evaluate {tmp_path / 'demo' / 'gspo'}" in line
-
-
-def test_an_accuracy_that_was_not_measured(started, tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(SUMMARY, "accuracy_before", None)
-    assert demo.main(["evaluation.at_start=false", "--folder", str(tmp_path / "demo")]) == 0
-    assert "not measured before GSPO, 75.0 % after" in capsys.readouterr().out
 
 
 def test_an_interrupt_says_that_the_demo_begins_again(monkeypatch, tmp_path, capsys):
@@ -168,24 +148,3 @@ def test_an_interrupt_says_that_the_demo_begins_again(monkeypatch, tmp_path, cap
     monkeypatch.setattr(cold_start, "run_one", interrupted)
     assert demo.main(["--folder", str(tmp_path / "demo")]) == 130
     assert "stays until the same command begins again" in capsys.readouterr().err
-
-
-def test_a_failed_training_ends_the_demo_with_its_code(monkeypatch, tmp_path):
-    monkeypatch.setattr(cold_start, "run_one", lambda command: 7)
-    with pytest.raises(SystemExit) as stopped:
-        demo.main(["--folder", str(tmp_path / "demo")])
-    assert stopped.value.code == 7
-
-
-def test_an_error_of_the_user_is_one_line(monkeypatch, capsys):
-    def fails(*arguments: object) -> None:
-        raise InputError("no space; free some")
-
-    monkeypatch.setattr(demo, "run_demo", fails)
-    assert demo.main([]) == 2
-    assert capsys.readouterr().err.endswith("no space; free some\n")
-
-
-@pytest.mark.parametrize("file", [demo.COLD_START, demo.GSPO])
-def test_the_configs_are_valid_on_the_default_number_of_processes(file, tmp_path):
-    load_config(file, [f"run_dir={tmp_path}"])

@@ -228,12 +228,3 @@ def test_other_records_are_documented() -> None:
         "token_ids": [2],
         "token_text": ["[2]"],
     }
-
-
-def test_a_missing_row_is_found() -> None:
-    assert unmatched({"reward/mean", "reward/new"}, {"reward/mean"}) == {"reward/new"}
-    source = (
-        "metrics |= {'a/b': 1}\nmetrics[f'c/{x}'] = 2\n{f'd/{k}': v for k, v in y}\ncounts['e']"
-        " += 1"
-    )
-    assert written_names(source) == {"a/b", "c/*", "d/*"}

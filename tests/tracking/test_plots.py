@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_gspo.tools import plot_run
-from megatron_gspo.tracking.plots import PANELS, _has_data, draw_curves, draw_run, series, smooth
+from megatron_gspo.tracking.plots import PANELS, _has_data, draw_curves, draw_run
 
 pytest.importorskip("matplotlib")
 
@@ -22,16 +22,6 @@ RL = [
     {"step": 1, "reward/mean": 0.3, "loss": 1.0},
     {"step": 2, "reward/mean": None},
 ]
-
-
-def test_series_leaves_out_what_is_missing() -> None:
-    assert series(RL, "reward/mean") == ([1], [0.3])
-    assert series(RL, "entropy") == ([], [])
-
-
-def test_smooth() -> None:
-    assert smooth([1.0, 3.0, 5.0, 7.0], 2) == [1.0, 2.0, 4.0, 6.0]
-    assert smooth([1.0, 3.0], 1) == [1.0, 3.0]
 
 
 def test_panels_of_a_run() -> None:

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +9,7 @@ import pytest
 import torch
 import yaml
 
-from megatron_gspo.tracking import RunDirectory, describe_environment, evenly_spaced, read_metrics
-from megatron_gspo.tracking.run_environment import git_revision
+from megatron_gspo.tracking import RunDirectory, describe_environment, read_metrics
 
 
 def steps(path: Path) -> list[int]:
@@ -127,19 +124,6 @@ def test_what_people_keep_beside_samples_stays(tmp_path: Path, folder: str, end:
     assert (tmp_path / "my notes.tmp").exists() and not (tmp_path / "summary.json.tmp").exists()
 
 
-def test_steps_beyond_six_digits_are_forgotten_too(tmp_path: Path) -> None:
-    with RunDirectory(tmp_path) as run:
-        for step in (999_990, 1_000_000, 1_000_010):
-            run.log(step, {})
-            run.write_samples(step, [{}])
-    RunDirectory(tmp_path, resume_step=1_000_000).close()
-    assert steps(tmp_path) == [999_990, 1_000_000]
-    assert sorted(path.name for path in (tmp_path / "samples").iterdir()) == [
-        "step_1000000.jsonl",
-        "step_999990.jsonl",
-    ]
-
-
 def finished_run(path: Path, reward: float) -> None:
     with RunDirectory(path) as run:
         run.write_config({"seed": 1}, {})
@@ -198,23 +182,6 @@ def test_an_earlier_run_on_another_disk_stays_there(tmp_path: Path) -> None:
     )
 
 
-def test_an_earlier_run_is_numbered_after_the_last(tmp_path: Path) -> None:
-    (tmp_path / "earlier_7").mkdir()
-    (tmp_path / "earlier_best").mkdir()
-    finished_run(tmp_path, 0.5)
-    assert RunDirectory(tmp_path).earlier == tmp_path / "earlier_8"
-
-
-def test_a_killed_process_loses_no_finished_step(tmp_path: Path) -> None:
-    code = (
-        "import os, sys\nfrom megatron_gspo.tracking import RunDirectory\n"
-        "run = RunDirectory(sys.argv[1])\nrun.log(1, {'x': 1})\nrun.log(2, {'x': 2})\nos._exit(9)"
-    )
-    process = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
-    assert process.returncode == 9
-    assert steps(tmp_path) == [1, 2]
-
-
 def test_samples_keep_their_text(tmp_path: Path) -> None:
     file = RunDirectory(tmp_path).write_samples(
         12, [{"prompt": "2 × 3\n=", "reward": 1.0}, {"prompt": "ß"}]
@@ -252,26 +219,3 @@ def test_config_yaml(tmp_path: Path) -> None:
     assert content == {"seed": 3, "model": {"path": "m"}}
     assert environment["world_size"] == 4 and environment["host"] == os.uname().nodename
     assert torch.__version__.startswith(environment["versions"]["torch"])
-
-
-def test_git_revision(tmp_path: Path) -> None:
-    assert git_revision(tmp_path) is None
-    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
-    (tmp_path / "file").write_text("1")
-    for command in (["init", "-q"], ["add", "file"], ["commit", "-q", "-m", "m"]):
-        subprocess.run([*git, *command], check=True)
-    head = subprocess.run(
-        [*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True
-    ).stdout.strip()
-    assert git_revision(tmp_path) == head
-    (tmp_path / "file").write_text("2")
-    assert git_revision(tmp_path) == head + "+changes"
-    (tmp_path / "site-packages").mkdir()
-    assert git_revision(tmp_path / "site-packages") is None
-
-
-@pytest.mark.parametrize(
-    "count, expected", [(0, []), (1, [0]), (2, [0, 9]), (4, [0, 3, 6, 9]), (10, list(range(10)))]
-)
-def test_evenly_spaced(count: int, expected: list[int]) -> None:
-    assert evenly_spaced(range(10), count) == expected

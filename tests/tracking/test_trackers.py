@@ -84,30 +84,6 @@ def test_a_missing_package_is_named(
     )
 
 
-def test_a_failing_tracker_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    class Recorder:
-        def __init__(self, broken: bool) -> None:
-            self.broken = broken
-            self.steps = []
-
-        def log(self, step: int, metrics: dict) -> None:
-            self.steps.append(step)
-            if self.broken:
-                raise ConnectionError("no route")
-
-        def close(self) -> None:
-            self.steps.append(-1)
-
-    broken = Recorder(True)
-    sound = Recorder(False)
-    trackers = TrackerSet([broken, sound])
-    trackers.log(1, {})
-    trackers.log(2, {})
-    trackers.close()
-    assert broken.steps == [1] and sound.steps == [1, 2, -1]
-    assert capsys.readouterr().err == "Recorder failed and is not used any more: no route\n"
-
-
 class Lines(logging.Handler):
     """The messages that the trackers log, whichever thread does."""
 
@@ -165,15 +141,6 @@ def test_a_wrong_key_is_one_line(
         line.startswith("W&B failed and is not used any more: ")
         and "API key" in line
         and "\n" not in line
-    )
-
-
-def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path, lines: list[str]) -> None:
-    (tmp_path / "tensorboard").write_text("a file in the folder's place")
-    log_two_steps({"tensorboard": True}, tmp_path)
-    [line] = lines
-    assert (
-        line.startswith("TensorBoard failed and is not used any more: ") and "tensorboard" in line
     )
 
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 import json
 import math
 import string
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +14,14 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_gspo.rollout.vllm.vllm_api import PATH
 from megatron_gspo.servers.server_processes import LocalServers
 from megatron_gspo.tools.evaluate.__main__ import main
 from megatron_gspo.tools.make_tiny_model import character_tokenizer
 from tests.support.command_line import write_rows
 from tests.support.evaluated_steps import evaluate_on_own_servers
-from tests.support.fault_proxy import VLLM_CHANGES, Fault, FaultProxy
 from tests.support.server_clients import checkpoint_stream, engine_on
 from tests.support.ties import TIE, smallest_margin
 from tests.support.transformers_reference import load_reference
-from tests.support.waiting import wait_for
 from tests.vllm.test_faults_in_runs import MODULE
 
 LENGTH = 6
@@ -190,40 +185,6 @@ def test_sampled_accuracy_is_that_of_the_models_probabilities(
         output = tmp_path / ("served" if where == served else "embedded")
         assert main(evaluation(where, vllm_model, tasks, output, ONE_OF, *settings)) == 0
         assert accuracy(output) == pytest.approx(np.mean(exact), abs=4 * deviation)
-
-
-def test_a_killed_evaluation_is_continued(served, vllm_model, said, tmp_path):
-    """Of 24 requests 16 are answered before the kill: at least 4 of 12 prompts are finished. What
-    is finished is not asked for again, and in the end all responses are those of an evaluation that
-    was never interrupted.
-    """
-    tasks = write_rows(tmp_path / "echo.jsonl", [{"prompt": text, "answer": "?"} for text in said])
-    settings = [
-        "evaluation.temperature=1",
-        "evaluation.n_samples=2",
-        f"rollout.max_response_length={LENGTH}",
-    ]
-    whole = tmp_path / "whole"
-    killed = tmp_path / "killed"
-    assert main(evaluation(served, vllm_model, tasks, whole, EXACT, *settings)) == 0
-    with FaultProxy(served, generate=PATH, changes=VLLM_CHANGES) as proxy:
-        proxy.add(Fault("hang", skip=16, times=1000))
-        arguments = evaluation(proxy.url, vllm_model, tasks, killed, EXACT, *settings)
-        process = subprocess.Popen([sys.executable, "-m", "megatron_gspo", "evaluate", *arguments])
-        wait_for(
-            lambda: list(killed.rglob("*.jsonl")) and len(responses(killed)) // 2 >= 4,
-            300,
-            alive=lambda: process.poll() is None,
-        )
-        process.kill()
-        process.wait()
-        finished = len(responses(killed)) // 2
-        assert 4 <= finished < len(said) and not (killed / "evaluation.json").exists()
-        proxy.clear()
-        proxy.requests.clear()
-        assert main(arguments) == 0
-        assert proxy.requests.count(PATH) == 2 * (len(said) - finished)
-    assert responses(killed) == responses(whole) and accuracy(killed) == accuracy(whole)
 
 
 @pytest.mark.slow

@@ -1,5 +1,5 @@
 """vLLM's servers as processes, and two of them as one engine's: a key, a trainer that ends, a
-server that is gone.
+server that hangs.
 
 A server that is killed, restarts and gets the weights again is in `test_faults_in_runs.py`. A
 second server starts for this file: `make test-vllm` runs it, `.ci/run` does not.
@@ -21,16 +21,12 @@ from megatron_gspo.errors import EngineError
 from megatron_gspo.rollout.vllm.vllm_api import PATH
 from megatron_gspo.rollout.vllm.vllm_launch import VLLMLaunch
 from megatron_gspo.servers.server_processes import LocalServers
-from tests.support import faulty_requests
-from tests.support.fault_proxy import VLLM_CHANGES, FaultProxy
 from tests.support.real_servers import signal_server
 from tests.support.reference_models import checkpoint
 from tests.support.server_agreement import TOLERANCE
 from tests.support.server_clients import (
     VOCABULARY,
     checkpoint_stream,
-    counts_of,
-    draw,
     engine_on,
     prompts_of,
     set_update_timeout,
@@ -71,17 +67,13 @@ def trainer(
 
 
 @pytest.fixture(scope="module")
-def proxy(vllm_server: LocalServers) -> Iterator[FaultProxy]:
-    with FaultProxy(vllm_server.urls[0], generate=PATH, changes=VLLM_CHANGES) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def pair(proxy: FaultProxy, trainer: TrainerProcess, vllm_model: str) -> Iterator[ServerEngine]:
-    """Two servers: the first, behind the proxy, accepts any key; the second requires one.
+def pair(
+    vllm_server: LocalServers, trainer: TrainerProcess, vllm_model: str
+) -> Iterator[ServerEngine]:
+    """Two servers: the first accepts any key; the second requires one.
     Updates have many buckets.
     """
-    urls = [proxy.url, trainer.url]
+    urls = [vllm_server.urls[0], trainer.url]
     key = trainer.key_file
     with closing(
         engine_on(
@@ -132,26 +124,6 @@ def test_without_the_key_a_run_ends_at_its_start(trainer, vllm_model, tmp_path, 
         assert KEY not in repr(vars(engine)) + repr(vars(engine.client.pool))
     said = capfd.readouterr()
     assert KEY not in said.out + said.err and "a-wrong-key" not in said.out + said.err
-
-
-def test_two_servers_share_the_load(pair, proxy, vllm_model):
-    counts_of(pair)
-    proxy.requests.clear()
-    draw(pair, vllm_model, prompts_of([10] * 12, VOCABULARY, seed=2))
-    assert 8 <= proxy.requests.count(PATH) <= 16 and counts_of(pair)["rollout/requests"] == 24
-    assert [member.outstanding_tokens for member in pair.client.pool.servers] == [0, 0]
-
-
-def test_one_with_old_weights_is_left_out_and_the_other_does_all(pair, proxy, vllm_model):
-    faulty_requests.leave_out_old_weights(pair, proxy, vllm_model)
-
-
-def test_one_that_is_gone_and_comes_back_with_the_same_weights(pair, proxy, vllm_model):
-    faulty_requests.return_with_the_same_weights(pair, proxy, vllm_model)
-
-
-def test_a_probe_leaves_out_a_server_that_fails_at_it(pair, proxy, trainer):
-    faulty_requests.leave_out_of_a_probe(pair, proxy, trainer.url)
 
 
 def test_a_server_that_hangs_in_an_update_is_named_and_the_other_served(

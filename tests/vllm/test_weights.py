@@ -14,11 +14,10 @@ import torch
 from megatron_gspo.config import SamplingParams
 from megatron_gspo.data.sample import Sample
 from megatron_gspo.errors import EngineError
-from megatron_gspo.rollout.server_engine.request_stream import WeightsNeeded
 from megatron_gspo.servers.server_processes import LocalServers
 from tests.support.reference_models import checkpoint
 from tests.support.server_agreement import TOLERANCE
-from tests.support.server_clients import VOCABULARY, counts_of, engine_on, prompts_of
+from tests.support.server_clients import VOCABULARY, engine_on, prompts_of
 from tests.support.server_engine import ServerEngine, update_servers
 from tests.support.ties import without_ties
 from tests.support.transformers_reference import response_log_probs
@@ -238,21 +237,3 @@ def test_a_client_that_died_in_its_update(
         engine.client.check_servers()
         update(engine, changed_model(vllm_model, 7), 7)
         check(engine, changed_model(vllm_model, 7), 7)
-
-
-def test_no_reply_of_a_foreign_version_is_accepted(engine: ServerEngine, vllm_model: str) -> None:
-    """Another process changes the server's version: its replies are refused, and an update
-    brings it back.
-    """
-    model = changed_model(vllm_model, 5)
-    update(engine, model, 5)
-    server = engine.client.pool.servers[0].client
-    engine.client.loop.run(engine.client.api.set_version(server, "another:5", timeout=10))
-    stream = engine.client.stream()
-    stream.start(prompts_of([10], VOCABULARY), SAMPLING, seed=1)
-    with pytest.raises(WeightsNeeded):
-        stream.take(1)
-    assert counts_of(engine)["rollout/stale_responses"] >= 1
-    update(engine, model, 5)
-    [group] = stream.take(1)
-    assert all(sample.weight_version == 5 for sample in group)

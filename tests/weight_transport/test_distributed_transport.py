@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -22,7 +21,6 @@ from megatron_gspo.servers.http_client import EventLoop, ServerClient, open_sess
 from megatron_gspo.weight_transport import distributed_transport
 from megatron_gspo.weight_transport.distributed_transport import DistributedTransport
 from megatron_gspo.weight_transport.update_group import UpdateGroup
-from megatron_gspo.weight_transport.weight_update import ServerUpdate
 from tests.support.server_engine import update_servers
 from tests.support.weight_server import checksum, weight_servers
 
@@ -143,18 +141,6 @@ def test_a_server_that_dies_is_dropped_and_the_others_are_updated_again(client: 
     for url in client.urls:
         client.assert_holds(url, 2)
     assert client.update(3) == {}
-
-
-def test_ranks_follow_the_order_of_the_servers(client: Client) -> None:
-    """And not the order in which they answer: the first one answers last."""
-    first = client.servers[client.urls[0]]
-    os.kill(first, signal.SIGSTOP)
-    threading.Timer(0.5, os.kill, (first, signal.SIGCONT)).start()
-    servers = [ServerClient(url, client.session) for url in client.urls]
-    update = ServerUpdate(client.loop, servers, client.transport, version="v:1", timeout=20.0)
-    update.begin()
-    assert [info.url for info in update.next_transfer()] == client.urls
-    update.abandon()
 
 
 def test_a_server_that_hangs_is_dropped_within_the_deadline(client: Client) -> None:

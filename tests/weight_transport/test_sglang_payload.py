@@ -22,7 +22,6 @@ from megatron_gspo.weight_transport.sglang_payload import (
     base64_pieces,
     by_handle,
     by_value,
-    is_this_machine,
     json_with_base64,
     shared_buffer,
 )
@@ -95,11 +94,6 @@ def test_by_value_holds_the_bucket_itself_and_little_else() -> None:
     assert bytes(views[0]) == bytes(bucket.nbytes)  # the same memory
 
 
-def test_by_value_of_the_front_of_a_buffer_holds_only_that() -> None:
-    sizes = [len(b"".join(by_value(bucket))) for bucket in buckets([("a", torch.zeros(4))], 10**7)]
-    assert sizes[0] < 2000
-
-
 def test_by_handle_in_another_process(tmp_path: Path) -> None:
     bucket = one_bucket(allocate=shared_buffer)
     payload = by_handle(bucket)
@@ -141,9 +135,3 @@ def test_json_in_pieces() -> None:
     body = b"".join(json_with_base64({"flush": False}, "data", [[b"ab", b"c"], [b"d"]]))
     assert json.loads(body) == {"flush": False, "data": ["YWJj", "ZA=="]}
     assert json.loads(b"".join(json_with_base64({}, "data", []))) == {"data": []}
-
-
-def test_this_machine() -> None:
-    assert is_this_machine("127.0.0.1") and is_this_machine("localhost")
-    assert not is_this_machine("192.0.2.1")  # set aside for documentation (RFC 5737)
-    assert not is_this_machine("no-such-host.invalid")

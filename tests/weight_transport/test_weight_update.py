@@ -90,19 +90,6 @@ def test_nobody_listens(name: str, loop: EventLoop, tmp_path: Path) -> None:
     loop.run(session.close())
 
 
-@pytest.mark.parametrize("name", TRANSPORTS)
-def test_no_servers_at_all(name: str, loop: EventLoop, tmp_path: Path) -> None:
-    read: list[str] = []
-    transport = transport_of(name, tmp_path / "weights")
-    assert (
-        update_servers(
-            loop, [], lambda: stream(read), transport, version="v:1", bucket_bytes=16, timeout=5.0
-        )
-        == {}
-    )
-    assert read == [] and not (tmp_path / "weights").exists()
-
-
 def test_what_a_transport_does_not_support(tmp_path: Path) -> None:
     made = [transport_of(name, tmp_path) for name in TRANSPORTS]
 
@@ -114,15 +101,6 @@ def test_what_a_transport_does_not_support(tmp_path: Path) -> None:
     assert refused("") == set()
     assert refused("dp_size 2", dp_size=2) == {"tensor", "distributed", "ipc"}
     assert refused("pp_size 2", pp_size=2) == {"distributed"}
-
-
-def test_transports_by_name() -> None:
-    with pytest.raises(
-        ValueError, match="^sglang.weight_transport=carrier-pigeon: choose one of disk, tensor"
-    ):
-        make_transport(ServerConfig(weight_transport="carrier-pigeon"), SGLangAPI())  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="set sglang.weight_dir"):
-        make_transport(ServerConfig(weight_transport="disk"), SGLangAPI())
 
 
 def test_checkpoints_are_written_to_the_run_directory_unless_another_is_set(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from megatron_gspo.errors import UserError, report
 from megatron_gspo.rollout.server_kinds import SERVER_KINDS
 from megatron_gspo.tools.doctor.options import Options
 
-USAGE = "megatron-gspo doctor [CONFIG.yaml] [key=value ...] [--json]"
+USAGE = "megatron-gspo doctor [CONFIG.yaml] [key=value ...] [options]"
 ABOUT = """Check the installed versions and, with a config, what the run needs: the config, model, prompts,
 known issues, servers and, under torchrun, one exchange on each process group. Writes nothing to run_dir.
 Exit code: 0 nothing worse than a note, 1 warnings, 2 errors."""
@@ -30,7 +30,6 @@ def parse(arguments: Sequence[str]) -> Options:
         EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument(
         "--allow-warnings",
         action="store_true",
@@ -63,7 +62,6 @@ def parse(arguments: Sequence[str]) -> Options:
     return Options(
         config,
         tuple(overrides),
-        as_json=known.json,
         allow_warnings=known.allow_warnings,
         seconds=known.timeout,
         world_size=known.world_size,

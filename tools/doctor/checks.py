@@ -30,7 +30,7 @@ from megatron_gspo.tools.doctor.findings import (
     worst,
 )
 from megatron_gspo.tools.doctor.options import Options
-from megatron_gspo.tools.doctor.report import document, write_json, write_text
+from megatron_gspo.tools.doctor.report import write_text
 from megatron_gspo.tools.doctor.version_checks import (
     installed,
     judge_accelerator,
@@ -99,10 +99,7 @@ class Checks:
             self.add("config.check", lambda: self._check_config(config))
             hf = self._check_inputs(config)
             if self.rank == 0 and config.rollout.engine in SERVER_KINDS:
-                with_ranks = self.processes > 1
-                self.add(
-                    "servers.answer", lambda: _check_servers(config, servers, with_ranks=with_ranks)
-                )
+                self.add("servers.answer", lambda: _check_servers(config, servers))
         self.add(
             "known_issues.all",
             lambda: issue_checks.check_issues(
@@ -164,13 +161,7 @@ def run_checks(options: Options, output: TextIO) -> int:
     code = exit_code(findings, allow_warnings=options.allow_warnings)
     if checks.rank == 0:
         with contextlib.suppress(BrokenPipeError):  # the reader has closed the pipe
-            if options.as_json:
-                content = document(
-                    findings, world_size=processes, config=options.config or None, code=code
-                )
-                write_json(content, output)
-            else:
-                write_text(findings, output)
+            write_text(findings, output)
     return code
 
 
@@ -202,21 +193,21 @@ def _accelerator() -> list[Finding]:
     return judge_accelerator(torch.version.cuda, names, nccl)
 
 
-def _check_servers(config: Config, versions: dict[str, Any], *, with_ranks: bool) -> list[Finding]:
-    """Adds version and device of the servers to ``versions``, for the known issues.
-
-    with_ranks: under a launcher.
-    """
+def _check_servers(config: Config, versions: dict[str, Any]) -> list[Finding]:
+    """Adds version and device of the servers to ``versions``, for the known issues."""
     from megatron_gspo.tools.doctor import server_checks  # aiohttp may be missing
 
     known = versions if config.rollout.engine == "sglang" else {}  # the known issues are sglang's
     if config.servers.num_servers:
-        known["sglang"], known["servers_on_cpu"], found = server_checks.check_startable(config)
-        return found
+        known["sglang"], known["servers_on_cpu"], findings = server_checks.check_startable(config)
+        return findings
     answers = server_checks.query_servers(config)
     of_servers = [
         numbers(answer.version) for answer in answers.values() if not isinstance(answer, str)
     ]
     known["sglang"] = min(of_servers, default=())
-    own = server_checks.judge_own_address(config) if with_ranks else []
-    return server_checks.judge_servers(config, answers) + own
+    return [
+        finding
+        for url, answer in answers.items()
+        for finding in server_checks.judge_server(config, url, answer)
+    ]

@@ -4,14 +4,12 @@ Writes nothing.
 
 from __future__ import annotations
 
-import fcntl
-import os
 from pathlib import Path
 
 from megatron_gspo.config import Config
 from megatron_gspo.errors import show_bytes
 from megatron_gspo.models import ModelShape
-from megatron_gspo.tools.doctor.findings import Finding, error, note, ok, warning
+from megatron_gspo.tools.doctor.findings import Finding, note, ok, warning
 from megatron_gspo.tools.plan.parameters import total_parameters
 
 
@@ -75,16 +73,13 @@ def check_tokenizer_and_prompts(config: Config, shape: ModelShape) -> list[Findi
 
 
 def check_checkpoints(config: Config) -> list[Finding]:
-    """Where a run of this config begins: its newest whole checkpoint, those passed over, and
-    who else writes there.
-    """
+    """Where a run of this config begins: its newest whole checkpoint, and those passed over."""
     # Megatron may be missing.
     from megatron_gspo.mcore.checkpoint.checkpoint_files import newest_checkpoint, read_state
 
     run_dir = Path(config.run_dir)
-    judged = judge_lock(run_dir, writer_of(run_dir))
     newest, faults = newest_checkpoint(run_dir / "checkpoints")
-    judged += [
+    judged = [
         warning("run.checkpoints", fault, "it is passed over", "remove it, or keep it to look into")
         for fault in faults
     ]
@@ -116,33 +111,3 @@ def check_checkpoints(config: Config) -> list[Finding]:
             ),
         ]
     return [*judged, ok("run.start", f"{run_dir}: a new run")]
-
-
-def writer_of(run_dir: Path) -> str | None:
-    """The content of the run directory's lock, which names its holder; None where it is free."""
-    try:
-        descriptor = os.open(run_dir / ".lock", os.O_RDWR)
-    except OSError:
-        return None
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return None
-    except (BlockingIOError, PermissionError):
-        return os.read(descriptor, 200).decode(errors="replace").strip() or "another process"
-    except OSError:  # a file system without locks
-        return None
-    finally:
-        os.close(descriptor)
-
-
-def judge_lock(run_dir: Path, writer: str | None) -> list[Finding]:
-    if writer is None:
-        return []
-    return [
-        error(
-            "run.lock",
-            f"{run_dir}: {writer} is writing it",
-            "a second run there would refuse to start",
-            "end that run first or choose another run_dir",
-        )
-    ]

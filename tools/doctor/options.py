@@ -13,7 +13,6 @@ class Options:
 
     config: str = ""
     overrides: tuple[str, ...] = ()
-    as_json: bool = False
     allow_warnings: bool = False
     seconds: float = 60.0
     world_size: int | None = None

@@ -1,18 +1,15 @@
-"""The report as lines for a reader or one JSON document for a script."""
+"""The report: a line for each finding, and their number."""
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Any, TextIO
+from typing import TextIO
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-import megatron_gspo
 from megatron_gspo.errors import printable
 from megatron_gspo.tools.doctor.findings import LEVELS, Finding, describe_ranks, worst
 
@@ -76,22 +73,3 @@ def summary(findings: Sequence[Finding]) -> str:
         if count
     ]
     return f"{', '.join(words) or 'nothing was checked'}: {_VERDICTS[worst(findings)]}"
-
-
-def document(
-    findings: Sequence[Finding], *, world_size: int, config: str | None, code: int
-) -> dict[str, Any]:
-    """The JSON document of `--json`; `format` changes when a key changes its meaning or goes."""
-    return {
-        "format": 1,
-        "megatron_gspo": megatron_gspo.__version__,
-        "config": config,
-        "world_size": world_size,
-        "worst": worst(findings),
-        "exit_code": code,
-        "findings": [{**asdict(finding), "ranks": list(finding.ranks)} for finding in findings],
-    }
-
-
-def write_json(content: dict[str, Any], stream: TextIO) -> None:
-    print(json.dumps(content, indent=2, ensure_ascii=False), file=stream, flush=True)

@@ -6,13 +6,11 @@ megatron-gspo plan --model DIR --gpus N --gpu NAME --response-length L
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import yaml
 
@@ -22,7 +20,7 @@ from megatron_gspo.errors import InputError, UserError, report
 from megatron_gspo.models import family_of, read_config
 from megatron_gspo.paths import path_text_argument
 from megatron_gspo.tools.plan import plan_report, rehearsals
-from megatron_gspo.tools.plan.estimate import Estimate, Estimator, Hardware
+from megatron_gspo.tools.plan.estimate import Estimator, Hardware
 from megatron_gspo.tools.plan.hardware import GIB, GPUS, find_gpu
 from megatron_gspo.tools.plan.layout_search import is_size, search
 from megatron_gspo.tools.plan.layouts import name_of, parse_layout
@@ -103,7 +101,6 @@ def parser() -> argparse.ArgumentParser:
         default=0.7,
         help="share of the bandwidth of NVLink and network that is reached (default: %(default)s)",
     )
-    made.add_argument("--json", action="store_true", help="print JSON")
     return made
 
 
@@ -208,16 +205,6 @@ def plan(args: argparse.Namespace, folder: Path) -> str:
     if not args.coarse:
         best = ranked.estimates[:REHEARSED]
         rehearsed = rehearsals.rehearse_layouts(file, args.overrides, config, hardware, best)
-    if args.json:
-        document = {
-            "considered": ranked.considered,
-            "fit": ranked.fit,
-            "layouts": [coarse_json(estimate) for estimate in ranked.estimates[: args.top]],
-            "rehearsed": [
-                rehearsals.to_json(each) | {"fits": each.fits(room)} for each in rehearsed
-            ],
-        }
-        return json.dumps(document, indent=2)
     chosen = next((each.estimate for each in rehearsed if each.fits(room)), None)
     if args.coarse:
         chosen = ranked.estimates[0]
@@ -239,17 +226,6 @@ def plan(args: argparse.Namespace, folder: Path) -> str:
         )
         parts.append(f"Config keys of {name_of(chosen.choice.parallel)}:\n\n{keys}")
     return "\n\n".join(part for part in parts if part)
-
-
-def coarse_json(estimate: Estimate) -> dict[str, Any]:
-    fields = {name: value for name, value in asdict(estimate).items() if name != "choice"}
-    return {
-        "layout": name_of(estimate.choice.parallel),
-        "overrides": rehearsals.layout_overrides(estimate.choice),
-        "memory": estimate.memory,
-        "seconds": estimate.seconds,
-        **fields,
-    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

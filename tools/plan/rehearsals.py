@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from megatron_gspo.config import Config
 from megatron_gspo.tools.plan.estimate import Choice, Estimate, Hardware
@@ -181,20 +180,3 @@ def collective_seconds(call: Collective, rank: int, hardware: Hardware) -> float
         far = len(others)
     share = call.bytes / (len(others) + (call.peer is None)) if others else 0.0
     return share * ((len(others) - far) / hardware.rate(1) + far / hardware.rate(node + 1))
-
-
-def to_json(layout: RehearsedLayout) -> dict[str, Any]:
-    return {
-        "layout": name_of(layout.estimate.choice.parallel),
-        "overrides": layout_overrides(layout.estimate.choice),
-        "failure": layout.failure,
-        "states_bytes": dict(layout.states),
-        "activation_bytes": layout.activations,
-        "peak_bytes": layout.peak,
-        "seconds": {
-            "compute": layout.compute,
-            "communication": layout.communication,
-            "bubble": layout.bubble,
-            "total": layout.seconds,
-        },
-    }

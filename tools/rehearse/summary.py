@@ -5,7 +5,6 @@ JSON document.
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -143,7 +142,9 @@ def _role(record: RankRecord) -> dict[str, Any]:
         "states": memory.states,
         "phase_peaks": {phase: point.total for phase, point in memory.peaks.items()},
         "largest": [dataclasses.asdict(one) for one in memory.largest],
-        "collectives": _collectives(record.collectives),
+        "collectives": [
+            dataclasses.asdict(total) for total in collective_totals(record.collectives)
+        ],
         "host_syncs": [dataclasses.asdict(one) for one in by_count(record.host_syncs)],
         "host_copies": [dataclasses.asdict(one) for one in by_count(record.host_copies)],
         "findings": [dataclasses.asdict(one) for one in record.findings],
@@ -163,29 +164,6 @@ def _role(record: RankRecord) -> dict[str, Any]:
 def by_count(items: Sequence[HostSync] | Sequence[HostCopy]) -> list[Any]:
     """The most frequent first."""
     return sorted(items, key=lambda item: -item.count)
-
-
-def _collectives(calls: Sequence[Collective]) -> list[dict[str, Any]]:
-    """By operation and group, with the counts of each phase."""
-    totals: dict[tuple[str, str], dict[str, Any]] = {}
-    for total in collective_totals(calls):
-        entry = totals.setdefault(
-            (total.op, total.group),
-            {
-                "op": total.op,
-                "group": total.group,
-                "count": 0,
-                "bytes": 0,
-                "phases": {},
-            },
-        )
-        counts = Counter(entry["phases"].get(total.phase, {})) + Counter(
-            count=total.count, bytes=total.bytes
-        )
-        entry["phases"][total.phase] = dict(counts)
-        entry["count"] += total.count
-        entry["bytes"] += total.bytes
-    return list(totals.values())
 
 
 def _defects(records: Sequence[RankRecord]) -> dict[str, list[int]]:

@@ -9,9 +9,8 @@ import pytest
 
 from megatron_gspo.config.code_section import CodeConfig
 from megatron_gspo.rewards.sandbox.case_formats import read_tests
-from megatron_gspo.rewards.sandbox.code_verifier import CodeVerifier, run_tests, score
+from megatron_gspo.rewards.sandbox.code_verifier import run_tests, score
 from megatron_gspo.rewards.scorer import RewardScorer
-from megatron_gspo.rewards.verifiers import VerifierError
 from tests.rewards.sandbox.fusion_server import fusion_server
 from tests.rewards.sandbox.mechanisms import any_sandbox
 from tests.support.samples import make_prompt
@@ -119,13 +118,6 @@ def test_failures_are_counted_and_have_no_reward():
             and sum(found.verdicts.values()) == 2
         )
         assert "no test cases" in scores(scorer_, SUM).messages[0]
-
-
-def test_a_sandbox_that_cannot_start_is_refused_in_one_line():
-    with pytest.raises(VerifierError, match="/no/python does not run as a Python interpreter"):
-        scorer(python="/no/python")
-    with pytest.raises(TypeError, match="unexpected keyword argument 'time'"):
-        CodeVerifier(time=1.0)
 
 
 def test_the_verifier_says_what_isolates_programs(sandbox):

@@ -59,12 +59,6 @@ def test_log_probs_equal_a_teacher_forced_pass(kind, temperature, top_k):
         )
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
-@pytest.mark.filterwarnings("error::FutureWarning")
-def test_no_deprecated_argument_is_passed(kind):
-    build(kind)[1].generate(prompts(2), SamplingParams(1, 3), seed=0)
-
-
 def test_samples_are_prompt_major_and_end_where_they_should():
     _, engine = build()
     questions = prompts(6)
@@ -116,23 +110,6 @@ def test_greedy_equals_the_librarys_generate(kind):
         np.testing.assert_allclose(
             sample.rollout_log_probs, teacher_forced(reference, sample), atol=1e-5
         )
-
-
-def test_first_tokens_follow_the_models_distribution():
-    reference, engine = build()
-    prompt = prompts(1)[0]
-    n = 20_000
-    samples = engine.generate([prompt], SamplingParams(n, 1), seed=9)
-    logits = reference(torch.from_numpy(prompt.token_ids)[None]).logits[0, -1].double()
-    expected = n * logits.softmax(-1).numpy()
-    counts = np.bincount([s.response_ids[0] for s in samples], minlength=VOCABULARY)
-    often = expected >= 5
-    assert often.sum() >= 5
-    chi_square = ((counts - expected)[often] ** 2 / expected[often]).sum()
-    assert chi_square < 73.4  # 40 degrees, 0.999
-    assert abs(counts[~often].sum() - expected[~often].sum()) < 5 * np.sqrt(
-        expected[~often].sum() + 1
-    )
 
 
 def test_long_responses_outgrow_the_reserved_cache():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,6 @@ from megatron_gspo.errors import EngineError
 from megatron_gspo.rollout.server_engine.request_stream import WeightsNeeded
 from tests.support.served_models import served_model
 from tests.support.sglang_generator import SAMPLING, Generator, Setup, expected, prompts
-from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.usefixtures("short_pauses")
 
@@ -47,15 +45,10 @@ async def _late(answer: dict[str, Any]) -> dict[str, Any]:
 # what befalls an answer: the fault, and how it is counted
 PASSING = {
     "error 500": (status(500), "retries"),
-    "busy": (status(503), "retries"),
     "half": (half, "refused"),
     "late": (_late, "retries"),
     "text": (lambda answer: web.Response(text="ok"), "refused"),
     "NaN": (change_meta(output_token_logprobs=[[float("nan"), 15, None]] * 4), "refused"),
-    "positive": (change_meta(output_token_logprobs=[[1.0, 15, None]] * 4), "refused"),
-    "other token": (change_meta(output_token_logprobs=[[-1.0, 96, None]] * 4), "refused"),
-    "lengths": (change_meta(output_token_logprobs=[[-1.0, 15, None]] * 3), "refused"),
-    "no version": (change_meta(weight_version=None), "refused"),
     "huge": (lambda answer: answer | {"text": "x" * 10**6}, "retries"),
     "nothing": (
         lambda answer: {"output_ids": [], "meta_info": {"finish_reason": {"type": "abort"}}},
@@ -119,28 +112,6 @@ def test_a_request_that_is_refused_is_not_repeated(server, code):
     assert len(server.bodies) == 1
 
 
-def test_retries_begin_anew_after_a_success(server):
-    """Three are allowed; a response in parts may fail as often in each."""
-    fails = [status(500)] * 3
-    server.breaks = [
-        *fails,
-        lambda answer: _cut(answer, 1),
-        *fails,
-        lambda answer: _cut(answer, 1),
-        *fails,
-    ]
-    with Setup(server.url) as setup:
-        setup.pool.servers[
-            0
-        ].failed_requests = -100  # that it isn't taken out is of no interest here
-        setup.stream.start(
-            prompts(1), SamplingParams(n_samples_per_prompt=1, max_response_length=4), seed=1
-        )
-        [[sample]] = setup.stream.take(1)
-    assert sample.response_ids.tolist() == expected(prompts(1)[0])
-    assert setup.client.counts["retries"] == 9 and setup.client.counts["continued"] == 2
-
-
 def test_the_requests_of_a_response_have_a_deadline_together(server):
     """Each may take a second; the last has what is left."""
     server.gate = False
@@ -155,29 +126,6 @@ def test_the_requests_of_a_response_have_a_deadline_together(server):
             setup.stream.take(1)
     assert 2 <= len(server.bodies) <= 3 and setup.client.counts["retries"] == len(server.bodies)
     server.gate = True
-
-
-def test_waiting_for_a_server_does_not_count(server):
-    """As while weights move, or the trainer has the servers' memory."""
-    server.breaks = [status(500), _late]
-    with Setup(server.url, response_timeout=3.0) as setup:
-        setup.loop.run(setup.pool.pause())
-        wanted = prompts(1)
-        setup.stream.start(wanted, SAMPLING, seed=1)
-        time.sleep(3.5)
-        setup.loop.run(setup.pool.resume())
-        check(setup.stream.take(1), wanted)
-    assert setup.client.counts["retries"] == 1
-
-
-def _cut(answer: dict[str, Any], count: int) -> dict[str, Any]:
-    """The answer as it would be after an abort."""
-    meta = answer["meta_info"]
-    meta |= {
-        "finish_reason": {"type": "abort"},
-        "output_token_logprobs": meta["output_token_logprobs"][:count],
-    }
-    return {"output_ids": answer["output_ids"][:count], "meta_info": meta}
 
 
 def test_a_failed_request_goes_to_another_server(server):
@@ -258,18 +206,6 @@ def test_the_prompt_of_a_group_is_computed_once_and_its_samples_follow(server):
             assert len({tuple(body["input_ids"]) for body in bodies}) == 1
 
 
-def test_a_server_that_is_lost_gives_back_a_prompt_too(server):
-    """Not after the deadline of a request, which is long."""
-    with Generator() as hung, Setup(hung.url, server.url, request_timeout=600.0) as setup:
-        hung.gate = False
-        setup.client.model = served_model(max_length=1000)
-        [prompt] = [Prompt(0, np.arange(70), "")]
-        setup.stream.start([prompt], SAMPLING, seed=1)
-        wait_for(lambda: hung.bodies)
-        setup.loop.run(setup.pool.mark_down(setup.pool.servers[0], "gone"))
-        assert len(setup.stream.take(1, patience=20.0)) == 1
-
-
 def test_seeds_depend_on_seed_prompt_sample_and_token(server):
     def seeds(seed: int) -> list[int]:
         server.bodies.clear()
@@ -281,29 +217,3 @@ def test_seeds_depend_on_seed_prompt_sample_and_token(server):
     first = seeds(1)
     assert len(set(first)) == 6 and all(0 <= seed < 2**63 for seed in first)
     assert seeds(1) == first and not set(seeds(2)) & set(first)
-
-
-def test_what_is_asked_for(server):
-    with Setup(server.url) as setup:
-        sampling = SamplingParams(
-            n_samples_per_prompt=1, max_response_length=4, temperature=0.7, top_p=0.9, top_k=5
-        )
-        setup.stream.start(prompts(1), sampling, seed=1)
-        setup.stream.start(
-            prompts(1), SamplingParams(1, max_response_length=4, temperature=0.0), seed=1
-        )
-        setup.stream.take(2)
-    sampled, greedy = (body["sampling_params"] for body in server.bodies)
-    assert (sampled["temperature"], sampled["top_p"], sampled["top_k"]) == (0.7, 0.9, 5)
-    assert (greedy["temperature"], greedy["top_p"], greedy["top_k"]) == (0.0, 1.0, -1)
-    assert sampled["stop_token_ids"] == [1] and server.bodies[0]["return_logprob"] is True
-    assert "return_routed_experts" not in server.bodies[0]
-
-
-def test_a_server_that_gives_a_good_answer_is_not_held_to_its_past(server):
-    """Else one that failed now and then in a run of weeks would be out for longer and longer."""
-    with Setup(server.url) as setup:
-        setup.pool.servers[0].times_down = 6
-        setup.stream.start(prompts(1), SAMPLING, seed=1)
-        setup.stream.take(1)
-        assert setup.pool.servers[0].times_down == 0

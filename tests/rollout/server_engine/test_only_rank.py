@@ -65,16 +65,6 @@ def test_a_watch_that_breaks_is_told(server):
     ]
 
 
-def test_an_end_is_no_news_and_ends_everything(server):
-    said: list[str] = []
-    before = threading.active_count()
-    engine = engine_on(server.url, log=said.append)
-    assert threading.active_count() == before + 1
-    engine.close()
-    engine.close()
-    assert said == [] and threading.active_count() == before
-
-
 def test_launched_servers_are_stopped_once(server):
     launcher = Launcher(server.url)
     engine = engine_on(server.url, processes=launcher, log=lambda line: None)

@@ -4,8 +4,6 @@ order.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -54,14 +52,6 @@ def test_parts_are_joined():
     assert sample.routed_experts.shape == (7, 2, 2)
     # Each position once, by its first feeding.
     assert sample.routed_experts[:, 0, 0].tolist() == [0, 1, 2, 3, 4, 5, 6]
-
-
-def test_the_routes_of_one_part_are_not_copied():
-    made = partial()
-    whole = part([4, 1], rows=4, reason="stop")
-    routes = whole.routes.astype(np.uint8)
-    made.add(replace(whole, routes=routes), 1)
-    assert made.to_sample(MODEL, str).routed_experts is routes
 
 
 def test_a_response_interrupted_at_its_last_token_was_cut_off_for_its_length():

@@ -60,17 +60,6 @@ def test_groups_come_in_the_order_of_their_start_each_once(server):
             setup.stream.take(1)
 
 
-def test_patience_gives_what_there_is(server):
-    server.gate = False
-    with Setup(server.url) as setup:
-        setup.stream.start(prompts(3), SAMPLING, seed=1)
-        began = time.monotonic()
-        assert setup.stream.take(3, patience=0.1) == []
-        assert 0.1 <= time.monotonic() - began < 5
-        server.gate = True
-        assert indices(setup.stream.take(3, patience=20)) == [0, 1, 2]
-
-
 def interrupted(setup: Setup, server: Generator, version: str) -> None:
     """All requests in flight return after one token; `version` is then the current one."""
     wait_for(lambda: len(server.bodies) >= setup.waiting, pause=0.005)
@@ -106,17 +95,6 @@ def test_what_is_kept_goes_on_where_it_was(server):
         for body in server.bodies
     ]
     assert sent == [(5, 4)] * 4 + [(6, 3)] * 4 + [(7, 2)] * 4
-
-
-def test_a_kept_stream_goes_on_by_itself_with_the_next_take(server):
-    server.gate = False
-    with Setup(server.url) as setup:
-        setup.stream.start(prompts(1), SAMPLING, seed=1)
-        wait_for(lambda: len(server.bodies) == 2, pause=0.005)
-        setup.stream.stop(keep=True)
-        server.gate = True
-        assert len(server.bodies) == 2
-        assert indices(setup.stream.take(1)) == [0] and len(server.bodies) == 4
 
 
 def test_what_is_not_kept_is_given_back_and_counted(server):
@@ -170,22 +148,6 @@ def test_a_group_that_is_due_is_waited_for_and_comes_first(server):
         assert take_due(setup, 2, 3) == [0, 3]
 
 
-def test_places_are_kept_for_groups_that_are_due(server):
-    with Setup(server.url) as setup:
-        server.gate = False
-        setup.stream.start([Prompt(0, np.arange(9), "")], SAMPLING, seed=1)
-        setup.waiting = 2
-        interrupted(setup, server, "00c0ffee:4")
-        go_on = hold_back(server, 10)
-        server.gate = True
-        setup.stream.start([Prompt(i, np.arange(5), "") for i in (1, 2, 3)], SAMPLING, seed=1)
-        wait_for(lambda: setup.client.counts["requests"] >= 8, pause=0.005)
-        # One place is group 0's.
-        assert take_due(setup, 2, 3, 0.1) == [1]
-        go_on()
-        assert take_due(setup, 1, 3) == [0]
-
-
 def test_no_server_at_all_ends_after_the_recovery_time():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -201,27 +163,6 @@ def test_no_server_at_all_ends_after_the_recovery_time():
             == f"no server has answered for 0.3 s: {url}: server {url}/generate: no connection "
             "(connection refused)"
         )
-
-
-def test_the_recovery_time_goes_on_from_one_take_to_the_next():
-    """The loop waits a few seconds at a time; the recovery time is ten minutes."""
-    with Setup("http://127.0.0.1:9", recovery_timeout=0.3) as setup:
-        setup.loop.run(setup.pool.mark_down(setup.pool.servers[0], "gone"))
-        setup.stream.start(prompts(1), SAMPLING, seed=1)
-        deadline = time.monotonic() + 10
-        with pytest.raises(NoServerError, match="no server has answered for 0.3 s"):
-            while time.monotonic() < deadline:
-                assert setup.stream.take(1, patience=0.1) == []
-
-
-def test_a_server_that_comes_back_within_the_recovery_time(server):
-    with Setup(server.url, recovery_timeout=30.0, health_interval=0.02) as setup:
-        setup.loop.run(setup.pool.mark_down(setup.pool.servers[0], "gone"))
-        setup.stream.start(prompts(1), SAMPLING, seed=1)
-        assert setup.stream.take(1, patience=0.05) == []
-        watch = setup.loop.spawn(setup.pool.monitor())
-        assert indices(setup.stream.take(1)) == [0]  # it still has the weights
-        watch.cancel()
 
 
 def test_a_server_that_comes_back_without_the_weights_wants_them(server):

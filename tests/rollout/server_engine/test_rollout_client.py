@@ -20,10 +20,8 @@ from megatron_gspo.errors import SharedEngineError
 from megatron_gspo.parallel.rank_zero import run_on_rank_zero
 from megatron_gspo.rollout.server_engine import rollout_client
 from megatron_gspo.rollout.server_engine.rollout_client import (
-    COUNTS,
     PoolState,
     RolloutClient,
-    server_metrics,
 )
 from megatron_gspo.rollout.server_engine.server_pool import ServerState
 from megatron_gspo.rollout.server_source import ServerSource
@@ -376,23 +374,6 @@ def test_clients_begin_with_different_servers_and_share_their_limit(server):
         client.close()
 
 
-@pytest.mark.parametrize("number, reported", [(0, [[0, 0], [0, 0]]), (1, [[1, 0], [0, 1]])])
-def test_the_owner_does_not_report_to_itself(number, reported):
-    """Its requests would count as those of others, and after the last round they would never
-    end.
-    """
-    urls = ("http://127.0.0.1:9", "http://127.0.0.1:10")
-    client = RolloutClient(
-        urls, ServerConfig(urls=urls), MODEL, str, api=SGLangAPI(), share=(number, 2)
-    )
-    by_url = {server.url: server for server in client.pool.servers}
-    by_url[urls[1]].tasks.add(object())
-    by_url[urls[0]].found_stale = number == 1
-    assert client.reports().tolist() == reported
-    by_url[urls[1]].tasks.clear()
-    client.close()
-
-
 def test_other_weights_that_are_found_between_report_and_reply_are_reported_next():
     """The owner's reply does not know of them yet."""
     url = "http://127.0.0.1:9"
@@ -418,18 +399,3 @@ def test_other_weights_that_are_found_between_report_and_reply_are_reported_next
         "new weights have replaced them"
     )
     client.close()
-
-
-def test_metrics_are_sums_of_counts():
-    found = server_metrics(range(1, len(COUNTS) + 1), 4)
-    assert found == {
-        "rollout/requests": 1.0,
-        "rollout/retries": 2.0,
-        "rollout/refused": 3.0,
-        "rollout/stale_responses": 4.0,
-        "rollout/continued": 5.0,
-        "rollout/discarded_tokens": 6.0,
-        "rollout/cached_share": 8 / 7,
-        "rollout/servers": 4.0,
-    }
-    assert server_metrics([0] * len(COUNTS), 0)["rollout/cached_share"] == 0.0

@@ -106,16 +106,6 @@ def test_requests_go_where_fewest_tokens_are_outstanding():
     with_pool(action)
 
 
-def test_a_failure_within_gives_the_tokens_back():
-    async def action(pool: ServerPool) -> None:
-        with pytest.raises(KeyError):
-            async with pool.acquire(100):
-                raise KeyError
-        assert pool.servers[0].outstanding_tokens == pool.servers[0].num_requests == 0
-
-    with_pool(action)
-
-
 def test_affinity_holds_while_the_server_serves_and_has_room():
     async def action(pool: ServerPool) -> None:
         last = pool.servers[2]
@@ -193,54 +183,6 @@ def test_a_lost_server_gives_its_requests_back():
         assert (
             "http://host:1: gone" in pool.describe() and "http://host:2: serves" in pool.describe()
         )
-
-    with_pool(action)
-
-
-def test_four_failures_in_a_row_lose_a_server():
-    async def action(pool: ServerPool) -> None:
-        member = pool.servers[0]
-        for _ in range(3):
-            await pool.mark_failed(member, "wrong lengths")
-        assert member.alive
-        member.failed_requests = 0  # an answer that was right
-        for _ in range(3):
-            await pool.mark_failed(member, "wrong lengths")
-        assert member.alive
-        await pool.mark_failed(member, "wrong lengths")
-        assert (
-            not member.alive
-            and member.reason == "4 requests in a row failed, the last: wrong lengths"
-        )
-
-    with_pool(action)
-
-
-def test_a_stale_server_answers_and_does_not_serve():
-    async def action(pool: ServerPool) -> None:
-        await pool.mark_stale(pool.servers[0], "other weights")
-        assert pool.stale == pool.servers[:1] and pool.serving == pool.servers[1:]
-
-    with_pool(action)
-
-
-def test_the_pause_of_a_lost_server_doubles_up_to_a_bound(monkeypatch):
-    monkeypatch.setattr(pool_module, "_COOL_DOWN_SECONDS", 1.0)
-    now = 1000.0
-    monkeypatch.setattr(pool_module.time, "monotonic", lambda: now)
-
-    async def action(pool: ServerPool) -> None:
-        member = pool.servers[0]
-        pauses = []
-        for _ in range(9):
-            await pool.mark_down(member, "gone")
-            await pool.mark_down(member, "still gone")  # counts once
-            pauses.append(member.check_after - now)
-            member.alive = True
-        assert pauses == [1, 2, 4, 8, 16, 32, 60, 60, 60]
-        member.times_down = 5000  # a run of weeks
-        await pool.mark_down(member, "gone")
-        assert member.check_after - now == 60
 
     with_pool(action)
 
@@ -409,44 +351,3 @@ def test_a_server_that_cools_down_or_takes_weights_is_left_alone(health, monkeyp
         assert member.alive
 
     with_pool(action, health.server.url)
-
-
-def test_silence_while_weights_move_counts_for_nothing(health):
-    async def action(pool: ServerPool) -> None:
-        member = pool.servers[0]
-        health.silent = True
-        look = asyncio.create_task(pool.health_check(member))
-        while not health.asked:
-            await asyncio.sleep(0.001)
-        await pool.pause()
-        await look
-        assert member.missed_checks == 0
-
-    with_pool(action, health.server.url, health_timeout=0.4)
-
-
-def test_one_question_tells_whether_a_server_can_take_weights(health):
-    async def action(pool: ServerPool) -> None:
-        member = pool.servers[0]
-        await pool.pause()
-        health.paused = True
-        assert await pool.ping(member) is None and member.alive
-        health.silent = True
-        assert (await pool.ping(member)).retry and not member.alive
-
-    with_pool(action, health.server.url, health_timeout=0.4)
-
-
-def test_a_watch_of_several_waits_for_none(health):
-    """One that is silent doesn't keep another from being looked at."""
-    with Health() as other:
-
-        async def action(pool: ServerPool) -> None:
-            health.silent = True
-            watch = asyncio.create_task(pool.monitor())
-            while len(other.asked) < 5:
-                await asyncio.sleep(0.005)
-            assert len(health.asked) == 1
-            watch.cancel()
-
-        with_pool(action, health.server.url, other.server.url)

@@ -121,10 +121,6 @@ WRONG = {
     ),
     "short ids": (lambda a, m: a["output_ids"].pop(), "disagree"),
     "other ids": (lambda a, m: a["output_ids"].__setitem__(0, 10), "disagree"),
-    "ids of bools": (
-        lambda a, m: a.update(output_ids=[9, 8, True]),
-        "got `bool` - at `$.output_ids[2]`",
-    ),
     "ids of floats": (
         lambda a, m: a.update(output_ids=[9.5, 8.0, 1.0]),
         "got `float` - at `$.output_ids[0]`",
@@ -134,28 +130,12 @@ WRONG = {
         "Expected `array | null`, got `str` - at `$.output_ids`",
     ),
     "no log-probs": (set_meta(output_token_logprobs=None), "no output_token_logprobs came back"),
-    "log-probs a dict": (set_meta(output_token_logprobs={"0": 1}), f"got `object` - at {ROWS}`"),
     "NaN": (set_row(1, [float("nan"), 8, None]), "the response is not JSON"),
-    "minus infinity": (set_row(1, [float("-inf"), 8, None]), "the response is not JSON"),
     "beyond float32": (set_row(1, [-1e300, 8, None]), "the log-prob -inf came back"),
     "positive": (set_row(1, [0.5, 8, None]), "the log-prob 0.5 came back"),
-    "null": (set_row(1, [None, 8, None]), f"Expected `float`, got `null` - at {ROWS}[1][0]`"),
     "a bool": (set_row(1, [False, 8, None]), f"Expected `float`, got `bool` - at {ROWS}[1][0]`"),
-    "text": (set_row(1, ["-0.5", 8, None]), f"Expected `float`, got `str` - at {ROWS}[1][0]`"),
-    "a list": (set_meta(output_token_logprobs=[[[-1.0], 9]]), "Expected `float`, got `array`"),
-    "empty lists": (
-        set_meta(output_token_logprobs=[[[], 9], [[], 8], [[], 1]]),
-        "Expected `float`, got `array`",
-    ),
-    "huge number": (set_row(1, [-(10**400), 8, None]), f"Number out of range - at {ROWS}[1][0]`"),
-    "no row": (set_row(1, None), f"Expected `array`, got `null` - at {ROWS}[1]`"),
-    "a short row": (set_row(1, [-0.5]), "Expected `array` of at least length 2, got 1"),
-    "a dict row": (set_row(1, {"logprob": -0.5}), "Expected `array`, got `object`"),
     "id a bool": (set_row(2, [-0.5, True, None]), f"Expected `int`, got `bool` - at {ROWS}[2][1]`"),
-    "id a float": (set_row(2, [-0.5, 1.5, None]), "Expected `int`, got `float`"),
-    "id a string": (set_row(2, [-0.5, "1", None]), "Expected `int`, got `str`"),
     "id negative": (set_row(2, [-0.5, -1, None]), "Expected `int` >= 0"),
-    "id huge": (set_row(2, [-0.5, 10**30, None]), "Expected `int` <= 2147483647"),
     "id of no vocabulary": (
         set_row(2, [-0.5, 96, None]),
         "token id 96 came back; the vocabulary has 96",
@@ -164,8 +144,6 @@ WRONG = {
         set_meta(finish_reason={"type": "tired"}),
         "expected one of ('stop', 'length', 'abort')",
     ),
-    "reason a string": (set_meta(finish_reason="stop\nand more"), "expected one of"),
-    "reason unhashable": (set_meta(finish_reason={"type": ["stop"]}), "expected one of"),
     "reason endless": (set_meta(finish_reason={"type": "x" * 10**6}), "expected one of"),
     "no reason": (set_meta(finish_reason=None), "expected one of"),
     "stopped on no end token": (
@@ -181,13 +159,6 @@ WRONG = {
         "no routed_experts came back; start the server with",
     ),
     "routes no base64": (set_meta(routed_experts="(=)" * 40), "not base64 of int32"),
-    "routes not ASCII": (set_meta(routed_experts="é" * 40), "not base64 of int32"),
-    "routes of 3 bytes": (set_meta(routed_experts="AAAA"), "not base64 of int32"),
-    "routes with an escape": (
-        set_meta(routed_experts=encoded(route_ids(7))[:-2] + "\n="),
-        "not base64 of int32",
-    ),
-    "routes of another alphabet": (set_meta(routed_experts="_" * 224), "not base64 of int32"),
     "routes with padding inside": (
         set_meta(routed_experts="AA==" + encoded(route_ids(7))[4:]),
         "not base64 of int32",
@@ -197,11 +168,6 @@ WRONG = {
         set_meta(routed_experts=encoded(route_ids(6))),
         "holds 36 ids, not 7 rows x 3 layers x 2",
     ),
-    "routes too many": (
-        set_meta(routed_experts=encoded(route_ids(8))),
-        "holds 48 ids, not 7 rows x 3 layers x 2",
-    ),
-    "no routes at all": (set_meta(routed_experts=""), "holds 0 ids"),
     "expert too high": (
         set_meta(routed_experts=encoded(route_ids(7) + 1)),
         "has expert 8; the model has 0 to 7",
@@ -217,17 +183,6 @@ WRONG = {
 def test_what_is_wrong_is_refused_by_name(case):
     change, words = WRONG[case]
     assert words in refusal(changed(change))
-
-
-def test_only_experts_of_layers_that_have_them_are_read():
-    ids = route_ids(7)
-    ids[:, 1] = -5  # the dense layer's rows mean nothing
-    part = parse_response(changed(set_meta(routed_experts=encoded(ids))), asked())
-    np.testing.assert_array_equal(part.routes, ids[:, [0, 2]])
-
-
-def test_more_tokens_than_asked_for():
-    assert "3 tokens came back, at most 2 were requested" in refusal(GOOD, max_new_tokens=2)
 
 
 def test_a_stop_without_a_token():
@@ -370,12 +325,6 @@ def only_answer_errors(found: Any) -> None:
             assert str(error).startswith("sample 7/2: ") and "\n" not in str(error)
 
 
-@settings(max_examples=150)
-@given(ANYTHING)
-def test_no_json_raises_anything_else(found):
-    only_answer_errors(found)
-
-
 @settings(max_examples=300)
 @given(st.dictionaries(st.sampled_from(FIELDS), ANYTHING), st.none() | ANYTHING)
 def test_no_change_of_a_good_answer_raises_anything_else(meta, ids):
@@ -384,27 +333,6 @@ def test_no_change_of_a_good_answer_raises_anything_else(meta, ids):
     if ids is not None:
         found["output_ids"] = ids
     only_answer_errors(found)
-
-
-@settings(max_examples=150)
-@given(st.lists(st.tuples(ANYTHING, ANYTHING) | ANYTHING, max_size=4))
-def test_no_rows_raise_anything_else(rows):
-    only_answer_errors(
-        changed(
-            set_meta(output_token_logprobs=[list(r) if isinstance(r, tuple) else r for r in rows])
-        )
-    )
-
-
-@pytest.mark.parametrize("key", FIELDS)
-def test_deep_nesting_raises_nothing_else(key):
-    deep = b"[" * 900 + b"]" * 900  # about what the parser takes
-    for shape in (
-        "deep",
-        {"type": "deep", "version": "deep", "start": 0, "end": 1},
-        [{"version": "deep", "start": 0, "end": 1}],
-    ):
-        only_answer_errors(body(changed(set_meta(**{key: shape}))).replace(b'"deep"', deep))
 
 
 @given(st.data())

@@ -5,21 +5,15 @@ With real servers: tests/sglang/.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from aiohttp import web
 
 from megatron_gspo.config import SamplingParams
 from megatron_gspo.rollout.server_engine.server_api import RequestContext
 from megatron_gspo.rollout.sglang import sglang_api
 from megatron_gspo.rollout.sglang.sglang_api import SGLangAPI
-from megatron_gspo.servers.http_client import ServerClient, ServerError
-from megatron_gspo.weight_transport.buckets import Entry
-from tests.servers.web_server import run_command
+from megatron_gspo.servers.http_client import ServerError
 from tests.support.scripted_endpoints import Server
 from tests.support.served_models import served_model
 
@@ -73,19 +67,6 @@ def test_a_sampled_request_names_every_parameter_that_a_server_could_default():
     }
 
 
-def test_a_greedy_request_without_routes():
-    sampling = SamplingParams(
-        n_samples_per_prompt=1, max_response_length=9, temperature=0.0, top_k=4
-    )
-    request = API.generate_request([2], context(served_model()), sampling, 0)
-    assert (
-        request.body["sampling_params"]["temperature"] == 0.0
-        and request.body["sampling_params"]["top_k"] == 4
-    )
-    assert "return_routed_experts" not in request.body
-    assert request.max_bytes < API.generate_request([2], context(), sampling, 0).max_bytes
-
-
 def test_prefill_and_score():
     prefill = API.prefill_request([2, 3], context(max_new_tokens=0))
     assert (
@@ -96,43 +77,6 @@ def test_prefill_and_score():
     assert score.body["logprob_start_len"] == 0 and score.body["return_logprob"]
     longer = API.score_request([2] * 1003, context(max_new_tokens=1))
     assert longer.max_bytes - score.max_bytes == 128_000
-
-
-def sent(
-    command: Callable[[ServerClient], Any], answer: Any = None
-) -> tuple[list[tuple[str, Any]], Any]:
-    """(path, body) of the requests of a command, and its value."""
-    requests: list[tuple[str, Any]] = []
-
-    async def handle(request: web.Request) -> web.Response:
-        requests.append((request.path, await request.json() if request.method == "POST" else None))
-        return web.json_response(answer)
-
-    return requests, run_command(command, handle)
-
-
-def test_commands():
-    assert sent(lambda s: API.check_health(s, timeout=5))[0] == [("/health", None)]
-    assert sent(lambda s: API.abort_requests(s, timeout=5))[0] == [
-        ("/abort_request", {"rid": "", "abort_all": True})
-    ]
-    assert sent(lambda s: API.release_memory(s, timeout=5))[0] == [
-        ("/release_memory_occupation", {"tags": ["kv_cache", "weights"]})
-    ]
-    assert sent(lambda s: API.restore_memory(s, "weights", timeout=5))[0] == [
-        ("/resume_memory_occupation", {"tags": ["weights"]})
-    ]
-
-
-@pytest.mark.parametrize(
-    "answer, version",
-    [({"weight_version": "a:1"}, "a:1"), ({"weight_version": 1}, None), ({}, None), ([], None)],
-)
-def test_the_reported_version(answer, version):
-    assert sent(lambda s: API.weight_version(s, timeout=5), answer) == (
-        [("/model_info", None)],
-        version,
-    )
 
 
 def test_what_a_server_reports():
@@ -195,32 +139,3 @@ def test_a_failure_reported_with_status_200():
         server.run(lambda s: API.set_version(s, "a:1", timeout=5))
     assert caught.value.status == 200 and not caught.value.retry
     assert server.requests[0][1] == {"new_version": "a:1", "abort_all_requests": False}
-
-
-def test_weights_by_each_way():
-    server = Server()
-
-    async def all_ways(client: ServerClient) -> None:
-        await API.load_checkpoint(client, Path("/w"), timeout=5)
-        await API.load_payloads(client, [[b"ab"], [b"c"]], timeout=5)
-        entry = Entry("a.weight", torch.bfloat16, (2, 3), 0, 12)
-        await API.load_broadcast(client, "group", [entry], timeout=5)
-
-    server.run(all_ways)
-    checkpoint, tensors, broadcast = (body for _, body in server.requests)
-    assert server.paths == [
-        "/update_weights_from_disk",
-        "/update_weights_from_tensor",
-        API.broadcast_path,
-    ]
-    assert checkpoint == {"model_path": "/w", "load_format": "auto", "flush_cache": False}
-    assert (
-        tensors["serialized_named_tensors"] == ["YWI=", "Yw=="]
-        and tensors["load_format"] == "flattened_bucket"
-    )
-    assert (broadcast["names"], broadcast["dtypes"], broadcast["shapes"]) == (
-        ["a.weight"],
-        ["bfloat16"],
-        [[2, 3]],
-    )
-    assert broadcast["group_name"] == "group" and not broadcast["flush_cache"]

@@ -172,21 +172,3 @@ def test_servers_without_a_gpu_get_the_start_up_hook():
     assert sglang_environment("/other", cpu=True, base=base)["PYTHONPATH"] == joined(
         [patch_folder(), receiver]
     )
-
-
-def test_a_device_that_is_asked_for_decides():
-    assert SGLangLaunch.on_cpu(("--device", "cpu"))
-    assert not SGLangLaunch.on_cpu(("--device=npu",))
-
-
-@pytest.mark.parametrize(
-    "args, gpus",
-    [
-        ((), 1),
-        (("--tp", "4"), 4),
-        (("--tp-size=2", "--pp", "2", "--dp-size", "2"), 8),
-        (("--tp", "4", "--dp", "4", "--enable-dp-attention"), 4),
-    ],
-)
-def test_gpus_per_server(args, gpus):
-    assert SGLangLaunch.gpus_per_server(args) == gpus

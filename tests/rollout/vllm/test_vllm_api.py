@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,12 +74,6 @@ def test_log_probs_are_requested_where_they_are_over_the_whole_vocabulary():
     assert [API.gives_log_probs(sampling) for sampling in given] == [True, True, False, False]
     request = API.generate_request([5], asked(log_probs=False), SamplingParams(top_p=0.5), 1)
     assert request.body["sampling_params"]["logprobs"] is None
-
-
-def test_a_prompt_is_computed_and_scored_with_one_token():
-    assert API.prefill_request([5, 6], asked()).body["sampling_params"]["max_tokens"] == 1
-    params = API.score_request([5, 6], asked()).body["sampling_params"]
-    assert (params["max_tokens"], params["prompt_logprobs"], params["temperature"]) == (1, 0, 0.0)
 
 
 def info(generates: int = 405, **changes: Any) -> ServerInfo:
@@ -166,35 +158,6 @@ def test_a_server_in_another_mode_is_named():
         ServerError, match="not an object; is this a vLLM server with VLLM_SERVER_DEV_MODE=1"
     ):
         Server(server_info="text").run(lambda s: API.server_info(s, timeout=5))
-
-
-def test_the_requests_of_an_update():
-    server = Server()
-
-    async def update(s: Any) -> None:
-        await API.pause(s, timeout=5)
-        await API.set_version(s, "a:1:incomplete", timeout=5)
-        await API.load_checkpoint(s, Path("/w"), timeout=5)
-        await API.receive(s, [{"rank": 1}, {"rank": 2}], timeout=6)
-        await API.flush_cache(s, timeout=5)
-        await API.resume(s, timeout=5)
-
-    server.run(update)
-    assert server.requests == [
-        ("/pause?mode=abort", {}),
-        ("/update_weight_version", {"new_version": "a:1:incomplete"}),
-        ("/collective_rpc", {"method": "receive_checkpoint", "timeout": 5, "args": ["/w"]}),
-        (
-            "/collective_rpc",
-            {
-                "method": "receive_weights",
-                "timeout": 6,
-                "args": [json.dumps([{"rank": 1}, {"rank": 2}])],
-            },
-        ),
-        ("/reset_prefix_cache", {}),
-        ("/resume", {}),
-    ]
 
 
 def test_the_proof_of_an_update_names_what_was_not_written():

@@ -61,12 +61,6 @@ def test_held_out_answers_are_right_and_demonstrations_have_mistakes_in_some_let
     assert abs(wrong - expected) < 5 * deviation
 
 
-def test_demonstrations_are_the_same_at_every_call(files):
-    before = files.demonstrations.read_bytes()
-    cold_start.write_demonstrations(files, RUNS)
-    assert files.demonstrations.read_bytes() == before
-
-
 def test_several_demonstrations_of_each_prompt_of_a_file(tmp_path):
     files = ColdStartFiles(tmp_path)
     write_tiny_model(files.model, TinyModel(hidden=16, layers=1, experts=2, expert_width=8))
@@ -108,10 +102,3 @@ def test_the_start_trains_on_the_demonstrations_and_returns_the_exported_weights
         f"model.path={files.model}",
     ]
     assert capsys.readouterr().out.startswith("$ torchrun ")
-
-
-def test_a_failed_start_exits_with_its_code(monkeypatch, tmp_path):
-    monkeypatch.setattr(cold_start, "run_one", lambda command: 3)
-    with pytest.raises(SystemExit) as stopped:
-        cold_start.imitate(ColdStartFiles(tmp_path), CONFIG, 1)
-    assert stopped.value.code == 3

@@ -36,16 +36,6 @@ def test_status_of_a_directory(tmp_path):
     assert read_run(tmp_path / "failed", variant="grpo", seed=1).message == "step 2: no memory"
 
 
-def test_half_a_line_and_half_a_summary_are_no_result(tmp_path):
-    path = write_run(tmp_path / "run", [0.2, 0.4, 0.5])
-    (path / "summary.json").write_text('{"exit": "fini')
-    with (path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 3, "rew')
-    run = read_run(path, variant="grpo", seed=1)
-    assert run.status == "partial"
-    assert [record["step"] for record in run.records] == [0, 1, 2]
-
-
 def test_figures_by_hand():
     numbers = figures(run_of([(0, 0.2), (10, 0.6), (20, 0.4), (40, 0.5)]))
     assert (numbers.start_accuracy, numbers.best_accuracy) == (0.2, 0.6)

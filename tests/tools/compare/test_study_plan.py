@@ -12,7 +12,6 @@ from megatron_gspo.config import ConfigError, load_config
 from megatron_gspo.config.load import apply_overrides
 from megatron_gspo.tools.compare.study_plan import (
     argument,
-    as_arguments,
     load_comparison,
     planned_runs,
     resolve,
@@ -55,33 +54,6 @@ def test_the_prompts_of_the_study(suffix: str, numbers: int) -> None:
     assert not prompts["train"].keys() & prompts["held_out"].keys()
 
 
-def test_the_larger_collapse_example() -> None:
-    """It names its number of runs and starts from the cold start of `make collapse`."""
-    file = COLLAPSE / "variants.yaml"
-    comparison = load_comparison(file)
-    specs = planned_runs(comparison)
-    assert len(specs) == 50 and "# 50 runs, " in file.read_text()
-    assert (
-        comparison.config.cold_start == load_comparison(COLLAPSE / "small.yaml").config.cold_start
-    )
-    assert {resolve(comparison, spec).router_noise.engines for spec in specs} == {"both"}
-
-
-def test_the_natural_causes() -> None:
-    """No noise; the settings that its comments name."""
-    comparison = load_comparison(COLLAPSE / "natural.yaml")
-    for spec in planned_runs(comparison):
-        config = resolve(comparison, spec)
-        assert (
-            config.router_noise.engines == "none"
-            and config.rollout.max_response_length >= 2 * 52 + 1
-        )
-        responses = config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
-        assert responses // config.training.global_batch_size == 32
-        assert (config.training.ppo_epochs, config.rollout.max_staleness) == (2, 4)
-        assert "bfloat16" in config.sglang.server_args and config.model.dtype == "float32"
-
-
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     return write_comparison(tmp_path, seeds=(1, 2))
@@ -91,15 +63,6 @@ def changed(file: Path, **changes: Any) -> Path:
     data = yaml.safe_load(file.read_text()) | changes
     file.write_text(yaml.safe_dump(data, sort_keys=False))
     return file
-
-
-def test_runs_are_seeds_by_variants(file):
-    comparison = load_comparison(file)
-    runs = planned_runs(comparison)
-    assert len(runs) == 2 * 3
-    assert [run.variant for run in runs[:3]] == ["grpo", "grpo_r2", "gspo"]  # seeds outermost
-    assert runs[0].run_dir == comparison.folder / "runs" / "base" / "grpo" / "seed_1"
-    assert len({run.run_dir for run in runs}) == 6
 
 
 def test_a_variants_keys_come_after_those_of_every_run(file):
@@ -121,14 +84,6 @@ def test_variants_share_prompts_seeds_budget_and_evaluation(file):
     for section in ("data", "rollout", "training", "evaluation", "model"):
         assert len({repr(getattr(config, section)) for config in configs}) == 1
     assert {config.seed for config in configs} == {2}
-
-
-def test_arguments_are_what_the_command_line_reads(file):
-    comparison = load_comparison(file)
-    run = next(run for run in planned_runs(comparison) if run.variant == "gspo")
-    arguments = as_arguments(comparison, run)
-    assert "algorithm.epsilon_low=0.01" in arguments
-    assert f"run_dir={run.run_dir}" in arguments and "seed=1" in arguments
 
 
 @pytest.mark.parametrize(
@@ -182,31 +137,6 @@ def test_an_override_reads_back_as_the_value_that_it_was(value, text):
     assert apply_overrides({}, [f"key={text}"]) == {"key": value}
 
 
-def test_top_level_keys_can_be_overridden(file):
-    comparison = load_comparison(file, ["seeds=[7]"])
-    assert {run.seed for run in planned_runs(comparison)} == {7}
-
-
-def test_the_small_comparison_has_every_kind_of_replay_and_old_log_probs():
-    comparison = load_comparison(EXAMPLES / "compare_small.yaml")
-    configs = [resolve(comparison, run) for run in planned_runs(comparison)]
-    for config in configs:  # the base config is GSPO's: its clip range would handicap GRPO
-        if config.algorithm.name == "grpo":
-            assert (config.algorithm.epsilon_low, config.algorithm.epsilon_high) == (0.2, 0.27)
-    settings = {
-        (config.algorithm.name, config.routing.replay, config.algorithm.old_log_probs)
-        for config in configs
-    }
-    assert settings >= {
-        ("grpo", "none", "recompute"),
-        ("grpo", "r2", "recompute"),
-        ("grpo", "r3", "recompute"),
-        ("gspo", "none", "recompute"),
-        ("gspo_token", "none", "recompute"),
-        ("gspo", "none", "rollout"),
-    }
-
-
 @pytest.mark.parametrize(
     ("name", "runs"), [("compare_small.yaml", 32), ("compare_objectives.yaml", 42)]
 )
@@ -215,14 +145,6 @@ def test_the_comparisons_of_objectives_have_every_preset(name, runs):
     specs = planned_runs(comparison)
     assert len(specs) == runs
     assert {resolve(comparison, run).algorithm.name for run in specs} == {*PRESETS} - {"sft"}
-
-
-def test_the_comparison_of_engines_varies_nothing_else():
-    comparison = load_comparison(EXAMPLES / "compare_engines.yaml")
-    ours, vllm = (resolve(comparison, run).dump() for run in planned_runs(comparison)[:2])
-    assert (ours["rollout"].pop("engine"), vllm["rollout"].pop("engine")) == ("embedded", "vllm")
-    assert {key for key in ours if ours[key] != vllm[key]} == {"run_dir", "vllm"}
-    assert len(comparison.config.seeds) >= 3
 
 
 def test_the_file_in_the_documentation_loads(tmp_path):

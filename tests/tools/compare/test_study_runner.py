@@ -11,17 +11,14 @@ import textwrap
 from pathlib import Path
 
 import pytest
-import yaml
 
 from megatron_gspo.tools.compare.run_records import read_run
 from megatron_gspo.tools.compare.study_plan import load_comparison, planned_runs, resolve
 from megatron_gspo.tools.compare.study_runner import (
     Interrupted,
     StaleRun,
-    command_of,
     execute,
     is_over,
-    last_words,
     run_one,
 )
 from tests.support.waiting import wait_for
@@ -65,20 +62,6 @@ def starts(spec):
     return len(file.read_text()) if file.exists() else 0
 
 
-def test_a_run_is_the_real_front_door(comparison):
-    words = command_of(comparison, planned_runs(comparison)[0])
-    assert words[1:7] == [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "1",
-        "-m",
-    ]
-    assert words[7:9] == ["megatron_gspo.train", str(comparison.base_file)]
-    assert "seed=1" in words
-
-
 def test_finished_and_failed_runs_are_not_started_again(comparison, capsys):
     specs = planned_runs(comparison)
     make = command(lambda spec: "fail" if spec.variant == "grpo" else "finish")
@@ -119,28 +102,6 @@ def test_a_directory_of_other_settings_is_refused_before_anything_starts(compari
         execute(other, planned_runs(other), slots=1, command=command())
     assert "\n" not in str(caught.value)
     assert starts(specs[0]) == 0
-
-
-def test_what_a_run_logs_is_no_other_run(comparison):
-    spec = planned_runs(comparison)[0]
-    execute(comparison, [spec], slots=1, command=command())
-    overrides = comparison.config.overrides | {"tracking.samples_per_step": 3}
-    other = load_comparison(comparison.file, [f"overrides={json.dumps(overrides)}"])
-    assert is_over(other, planned_runs(other)[0])
-
-
-def test_a_finished_run_with_an_unknown_key_is_stale(comparison):
-    spec = planned_runs(comparison)[0]
-    execute(comparison, [spec], slots=1, command=command())
-    file = spec.run_dir / "config.yaml"
-    data = yaml.safe_load(file.read_text())
-    data["environment"] = {"python": "3.11"}
-    file.write_text(yaml.safe_dump(data))
-    assert is_over(comparison, spec)
-    data["checkpoint"]["no_such_key"] = 1
-    file.write_text(yaml.safe_dump(data))
-    with pytest.raises(StaleRun, match="checkpoint.no_such_key"):
-        is_over(comparison, spec)
 
 
 def test_a_stop_ends_the_processes_and_leaves_no_failure(tmp_path):
@@ -191,16 +152,3 @@ def test_a_signal_while_a_process_starts_ends_it_too(monkeypatch):
     with pytest.raises(Interrupted):
         run_one([sys.executable, "-c", "import time; time.sleep(60)"])
     assert started[0].poll() == -signal.SIGTERM
-
-
-def test_last_words_are_the_runs_own(tmp_path):
-    log = tmp_path / "log.txt"
-    log.write_text(
-        "step 3/9\nconfig error: optimizer.lr = 0: is not allowed; set number > 0\n"
-        "E1121 torch.distributed.elastic failed\n========\n"
-    )
-    assert last_words(log) == "optimizer.lr = 0: is not allowed; set number > 0"
-    log.write_text("Killed\n")
-    assert last_words(log) == "Killed"
-    log.write_text("")
-    assert last_words(log) == "log.txt is empty"

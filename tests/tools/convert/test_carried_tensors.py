@@ -162,45 +162,27 @@ def test_weights_in_8_bits_are_read_as_their_dequantized_values(model, tmp_path)
         assert all(torch.equal(reader.read(name), other.read(name)) for name in reader.names)
 
 
-def test_gated_delta_nets_and_their_multi_token_prediction_come_back_byte_by_byte(tmp_path):
-    plain = Path(save_tiny_model(tmp_path / "plain", "next", dtype=torch.bfloat16))
+@pytest.mark.parametrize(
+    "kind, carried, config",
+    [
+        ("next", {"mtp.fc.weight": (32, 64), "mtp.norm": (3,)}, {}),
+        # Norms over all heads, cut by two; biases in float32.
+        ("minimax", {"model.layers.4.eh_proj.weight": (32, 64)}, {"num_mtp_modules": 1}),
+    ],
+)
+def test_a_family_comes_back_byte_by_byte_with_its_multi_token_prediction(
+    kind, carried, config, tmp_path
+):
+    plain = Path(save_tiny_model(tmp_path / "plain", kind, dtype=torch.bfloat16))
     run("to-megatron", plain, tmp_path / "one", "--tp", "2", "--pp", "2", "--verify")
     run("to-hf", tmp_path / "one", tmp_path / "same", "--verify")
     assert same_files(plain, tmp_path / "same")
-    tensors = load_file(plain / SINGLE) | {
-        "mtp.fc.weight": torch.randn(32, 64).bfloat16(),
-        "mtp.norm": torch.ones(3),
-    }
-    source = changed(plain, tmp_path / "source", tensors)
+    tensors = load_file(plain / SINGLE)
+    tensors |= {name: torch.randn(size).bfloat16() for name, size in carried.items()}
+    source = changed(plain, tmp_path / "source", tensors, **config)
     run("to-megatron", source, tmp_path / "megatron", *LAYOUT, "--verify")
     run("to-hf", tmp_path / "megatron", tmp_path / "back", "--verify")
     assert_holds(tmp_path / "back", tensors)
-
-
-def test_minimax_m2_in_8_bits_with_multi_token_prediction_comes_back_dequantized(tmp_path):
-    """Norms over all heads, cut by two; biases in float32; a scale for each block of 16 x 8."""
-    plain = Path(save_tiny_model(tmp_path / "plain", "minimax", dtype=torch.bfloat16))
-    run("to-megatron", plain, tmp_path / "one", "--tp", "2", "--pp", "2", "--verify")
-    run("to-hf", tmp_path / "one", tmp_path / "same", "--verify")
-    assert same_files(plain, tmp_path / "same")
-    expected = load_file(plain / SINGLE) | {
-        "model.layers.4.eh_proj.weight": torch.randn(32, 64).bfloat16()
-    }
-    name = "model.layers.1.block_sparse_moe.experts.3.w2.weight"
-    values = (expected[name].float() * 20).to(torch.float8_e4m3fn)
-    scales = torch.rand(2, 2) + 0.01  # of 32 x 16
-    whole = scales.repeat_interleave(16, 0).repeat_interleave(8, 1)
-    source = changed(
-        plain,
-        tmp_path / "source",
-        expected | {name: values, f"{name}_scale_inv": scales},
-        num_mtp_modules=1,
-        quantization_config={"quant_method": "fp8", "weight_block_size": [16, 8]},
-    )
-    expected[name] = (values.float() * whole).bfloat16()
-    run("to-megatron", source, tmp_path / "megatron", *LAYOUT, "--verify")
-    run("to-hf", tmp_path / "megatron", tmp_path / "back", "--verify")
-    assert_holds(tmp_path / "back", expected)
 
 
 @pytest.mark.parametrize("kind", ["qwen35_moe", "qwen35", "qwen35_moe_text"])

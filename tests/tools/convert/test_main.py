@@ -243,18 +243,6 @@ def test_a_killed_conversion_goes_on_and_never_looks_finished(models, way, tmp_p
         assert same_files(models["sharded"], tmp_path / "out")
 
 
-def test_a_lost_file_of_a_killed_conversion_is_written_again(models, tmp_path):
-    command = ["to-megatron", str(models["moe"]), str(tmp_path / "out"), "--unit-mib", "0.02"]
-    process = unit_by_unit(tmp_path, [*command, *ONE])
-    assert process.stdout is not None and process.stdout.readline() == "three\n"
-    process.kill()
-    process.wait()
-    files = sorted((tmp_path / "out.partial" / "result").glob("*.distcp"))
-    files[0].unlink()
-    files[1].write_bytes(files[1].read_bytes()[:-1])
-    run(*command, "--verify")
-
-
 def test_a_file_without_its_header_is_written_again(models, tmp_path):
     """Killed, or without power, between the file's full size and its header; units of it count
     as done by then.

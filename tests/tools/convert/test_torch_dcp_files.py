@@ -4,7 +4,6 @@ unsafe pickles.
 
 from __future__ import annotations
 
-import os
 import pickle
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,6 @@ from megatron_gspo.models.parameter_slices import CheckpointChunk, ParameterSlic
 from megatron_gspo.tools.convert.torch_dcp_files import (
     METADATA,
     DistributedReader,
-    open_checkpoint,
     read_metadata,
     write_file,
     write_metadata,
@@ -84,20 +82,6 @@ def test_overlapping_chunks_are_an_error(tmp_path):
         write_metadata(tmp_path, twice, torch.float32, {}, placements)
 
 
-def test_a_file_that_is_missing_or_cut_short_is_named_for_the_tensors_that_need_it(tmp_path):
-    folder = write(tmp_path / "checkpoint")
-    reader = DistributedReader(folder)
-    reader.check({"weight"})
-    file = folder / "__1_0.distcp"
-    os.truncate(file, 10)
-    with pytest.raises(ModelError, match="__1_0.distcp: cut short, 10 of "):
-        reader.check({"weight"})
-    reader.check({"another"})
-    file.unlink()
-    with pytest.raises(ModelError, match="__1_0.distcp: this file of the checkpoint is missing"):
-        reader.check({"weight"})
-
-
 def test_a_chunk_outside_of_what_is_stored_is_a_gap(tmp_path):
     reader = DistributedReader(write(tmp_path / "checkpoint"))
     larger = replace(WHOLE, sizes=(11, 4), part=replace(PART, sizes=(11, 4)))
@@ -114,14 +98,3 @@ def test_metadata_that_name_other_classes_are_refused(tmp_path):
     file.write_bytes(pickle.dumps({"no": "metadata"}))
     with pytest.raises(ModelError, match="not a checkpoint's metadata, but a dict"):
         read_metadata(file)
-
-
-def test_a_reader_is_kept_until_the_checkpoint_changes(tmp_path):
-    folder = write(tmp_path / "checkpoint")
-    first = open_checkpoint(folder)
-    assert open_checkpoint(folder) is first
-    later = (folder / METADATA).stat().st_mtime_ns + 1_000_000
-    os.utime(folder / METADATA, ns=(later, later))
-    assert open_checkpoint(folder) is not first
-    with pytest.raises(ModelError, match="no .metadata there"):
-        open_checkpoint(tmp_path)

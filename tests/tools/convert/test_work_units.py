@@ -15,14 +15,7 @@ import psutil
 import pytest
 
 from megatron_gspo.errors import InputError, RunError
-from megatron_gspo.tools.convert.work_units import Unit, Workers, cut, run_units
-
-
-def test_groups_stay_within_the_limit_and_keep_the_order():
-    items = [3, 4, 2, 9, 1, 1]
-    groups = list(cut(items, lambda item: item, 6))
-    assert groups == [[3], [4, 2], [9], [1, 1]]  # 9 is larger than the limit, alone
-    assert list(cut([], lambda item: item, 6)) == []
+from megatron_gspo.tools.convert.work_units import Unit, Workers, run_units
 
 
 def fail_on_two(number):

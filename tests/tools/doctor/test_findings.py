@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 
 from megatron_gspo.errors import InputError
 from megatron_gspo.tools.doctor.findings import (
-    THEMES,
     describe_ranks,
     error,
     examine,
@@ -14,10 +15,12 @@ from megatron_gspo.tools.doctor.findings import (
     merge,
     note,
     ok,
-    worst,
+    warning,
 )
-from megatron_gspo.tools.doctor.report import lines
-from tests.support.findings import ERROR, WARNING
+from megatron_gspo.tools.doctor.report import lines, write_text
+
+WARNING = warning("run.start", "1 GiB free", "it fills up", "free some")
+ERROR = error("config.check", "seed = -1", "a run refuses it", "set 0")
 
 
 @pytest.mark.parametrize(
@@ -35,26 +38,17 @@ def test_the_worst_decides_the_exit_code(findings, allow, code):
     assert exit_code(findings, allow_warnings=allow) == code
 
 
-def test_equal_findings_of_ranks_are_one():
-    found = merge(
+def test_equal_findings_of_ranks_are_one_and_the_worst_stands_last():
+    merged = merge(
         {1: [ok("run.start", "9 GiB"), WARNING], 0: [ok("run.start", "9 GiB")], 2: [ERROR]}
     )
-    assert [(f.check, f.level, f.ranks) for f in found] == [
+    assert [(f.check, f.level, f.ranks) for f in merged] == [
         ("run.start", "ok", (0, 1)),
         ("run.start", "warning", (1,)),
         ("config.check", "error", (2,)),
     ]
-    assert merge({0: [ERROR]})[0].ranks == ()  # a single process needs no rank
-
-
-def test_the_worst_stands_last_and_themes_stay_together():
-    found = merge(
-        {0: [ERROR, note("groups.tp", "x"), ok("groups.tp", "x"), note("versions.cuda", "x")]}
-    )
-    assert [f.level for f in found] == ["ok", "note", "note", "error"]
-    assert [f.theme for f in found[1:3]] == ["versions", "groups"]
-    assert worst(found) == "error"
-    assert set(f.theme for f in found) <= set(THEMES)
+    [alone] = merge({0: [ERROR]})
+    assert alone.ranks == ()  # a single process needs no rank
 
 
 def test_ranks_are_named_where_they_differ():
@@ -62,43 +56,50 @@ def test_ranks_are_named_where_they_differ():
     assert lines(same) == ["a"]
     differ = merge({0: [ok("versions.cuda", "a")], 1: [ok("versions.cuda", "b")]})
     assert lines(differ) == ["rank 0: a", "rank 1: b"]
-
-
-def test_describe_ranks():
-    assert describe_ranks([3]) == "rank 3"
     assert describe_ranks([9, 0, 1, 2, 7]) == "ranks 0-2, 7, 9"
 
 
-def test_a_check_that_crashes_is_a_finding_that_names_it():
-    def crash():
-        return [1 / 0]
-
-    [found] = examine("run.prompts", crash)
-    assert (found.level, found.check) == ("error", "run.prompts")
-    assert (
-        "this check crashed: ZeroDivisionError: division by zero (doctor/test_findings.py:"
-        in found.what
-    )
-
-    def leave():
-        raise SystemExit("no")
-
-    assert "SystemExit" in examine("run.prompts", leave)[0].what
+def crash():
+    return [1 / 0]
 
 
-def test_a_package_that_a_check_needs():
-    def needs():
-        import no_such_package.part  # noqa: F401
-
-    [found] = examine("model.weights", needs)
-    assert found.what == "this check needs no_such_package, which isn't installed"
-    assert found.fix == "pip install no_such_package"
+def leave():
+    raise SystemExit("no")
 
 
-def test_a_users_error_keeps_its_fix():
-    def refuse():
-        raise InputError("seed = -1: is negative; set 0 or more")
+def import_a_missing_package():
+    import no_such_package.part  # noqa: F401
 
-    assert examine("config.load", refuse) == [
-        error("config.load", "seed = -1: is negative", "the run would stop there", "set 0 or more")
-    ]
+
+def refuse():
+    raise InputError("seed = -1: is negative; set 0 or more")
+
+
+@pytest.mark.parametrize(
+    "check, what, fix",
+    [
+        (crash, "this check crashed: ZeroDivisionError: division by zero (doctor/test_", "report"),
+        (leave, "this check crashed: SystemExit: no", "please report this line"),
+        (
+            import_a_missing_package,
+            "this check needs no_such_package, which isn't installed",
+            "pip install no_such_package",
+        ),
+        (refuse, "seed = -1: is negative", "set 0 or more"),
+    ],
+)
+def test_a_check_that_fails_is_a_finding_with_a_fix(check, what, fix):
+    [finding] = examine("run.prompts", check)
+    assert (finding.level, finding.check) == ("error", "run.prompts")
+    assert finding.what.startswith(what) and fix in finding.fix
+
+
+def test_piped_text_is_plain_and_each_finding_one_line():
+    long = ok("run.start", "word " * 100 + "\nsecond line")
+    stream = io.StringIO()
+    write_text([long, WARNING], stream)
+    first, second, summary = stream.getvalue().splitlines()
+    assert first.startswith("ok       run.start  word word") and first.endswith("second line")
+    assert second == "warning  run.start  1 GiB free; it fills up; free some"
+    assert summary == "1 warning, 1 ok: it can start; read the warnings first"
+    assert "\x1b" not in stream.getvalue()

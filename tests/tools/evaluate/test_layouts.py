@@ -36,10 +36,6 @@ def test_the_fields_tell_the_layout(row, name, verifier):
     assert (found.name, found.verifier) == (name, verifier)
 
 
-def test_the_configured_key_makes_a_row_plain():
-    assert layout_of(AIME_2025[0], "question").name == "plain"
-
-
 @pytest.mark.parametrize(
     ("row", "reason"),
     zip(

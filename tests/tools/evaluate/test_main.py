@@ -16,7 +16,6 @@ from tests.support.command_line import ROWS, VERIFIER, in_fork, write_rows
 from tests.support.harness_environment import harness_python
 from tests.support.training_runs import base_config, launch, records, tiny_model
 from tests.support.waiting import wait_for
-from tests.tools.evaluate.public_files import write_parquet
 
 
 @pytest.fixture(scope="module")
@@ -147,20 +146,6 @@ def test_pass_at_k_is_that_of_other_harnesses_on_the_kept_responses(run, tmp_pat
         assert {k: each["mean"] for k, each in found["pass_at_k"].items()} == pytest.approx(
             means, abs=1e-12
         )
-
-
-def test_files_of_parquet_and_a_window(run, tmp_path, capsys):
-    rows = [{**row, "contest_date": f"2024-0{1 + i}-01"} for i, row in enumerate(ROWS)]
-    tasks = write_parquet(tmp_path / "words.parquet", rows)
-    assert (
-        evaluate(
-            str(run / "hf"), tmp_path / "out", tasks, "--from", "2024-02-01", "--to", "2024-04-01"
-        )
-        == 0
-    )
-    (found,) = json.loads((tmp_path / "out" / "evaluation.json").read_text())["scores"]
-    assert (found["prompts"], found["left_out"]) == (3, {"outside of the dates": 3})
-    assert "hf: words: verifier spelling: the sum of the letters\n" in capsys.readouterr().err
 
 
 def test_an_unknown_date_and_help(capsys):

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import threading
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from aiohttp import web
 
 from megatron_gspo.config import Config, ConfigError, SamplingParams
 from megatron_gspo.data.sample import Prompt
@@ -17,7 +13,6 @@ from megatron_gspo.errors import EngineError, InputError
 from megatron_gspo.rollout.embedded.embedded_engine import EmbeddedEngine
 from megatron_gspo.tools.evaluate.response_engines import EmbeddedResponses, open_engine
 from megatron_gspo.tools.make_tiny_model import character_tokenizer
-from tests.servers.web_server import WebServer
 from tests.support.sglang_generator import Generator, expected
 from tests.support.tiny_models import save_tiny_model
 
@@ -88,13 +83,6 @@ def test_chunks_give_what_one_call_gives(model):
     ]
 
 
-def test_more_samples_than_a_batch(model):
-    engine = EmbeddedEngine(model, tokenizer=character_tokenizer(), max_batch=3)
-    sampling = replace(SAMPLING, n_samples_per_prompt=8)
-    chunks = list(EmbeddedResponses(engine).groups(prompts(2), set(), sampling, seed=5))
-    assert [[len(group) for group in chunk] for chunk in chunks] == [[8], [8]]
-
-
 def test_a_prompt_that_does_not_fit_is_one_line(model):
     with open_engine(config(model, "embedded"), character_tokenizer()) as engine:
         with pytest.raises(InputError, match="exceed max_position_embeddings=512: shorten one"):
@@ -135,24 +123,6 @@ def test_servers_of_different_weights_are_refused(model):
                 config(model, sglang={"urls": list(urls)}), character_tokenizer(), urls
             ):
                 pass
-
-
-def test_servers_are_asked_for_their_version_at_the_same_time(model):
-    """Each tells it when both have been asked twice: by the client's monitor, which asks at
-    once, and for this.
-    """
-    asked = threading.Barrier(4)
-
-    async def answer(request):
-        with contextlib.suppress(threading.BrokenBarrierError):
-            await asyncio.to_thread(asked.wait, 10)
-        return web.json_response({"weight_version": "default"})
-
-    with WebServer(answer) as one, WebServer(answer) as two:
-        urls = (one.url, two.url)
-        settings = config(model, sglang={"urls": list(urls), "health_interval": 60.0})
-        with open_engine(settings, character_tokenizer(), urls):
-            assert not asked.broken
 
 
 def test_a_server_that_is_not_there(model):

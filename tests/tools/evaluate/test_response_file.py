@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from megatron_gspo.errors import InputError
@@ -19,17 +17,6 @@ def group(index, *rewards):
         sample.reward = reward
         sample.text = f"säge {index}"
     return samples
-
-
-def test_responses_are_read_back(tmp_path):
-    path = tmp_path / "model" / "task.jsonl"
-    with ResponseFile(path, SETTINGS, 2) as kept:
-        kept.write([group(3, 1.0, 0.0), group(1, 0.5, float("nan"))])
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert lines[0] == SETTINGS and [line["prompt_index"] for line in lines[1:]] == [3, 3, 1, 1]
-    assert lines[1]["response"] == "säge 3" and lines[4]["reward"] is None
-    with ResponseFile(path, SETTINGS, 2) as again:
-        assert again.records == kept.records and list(again.records) == [3, 1]
 
 
 def test_a_file_that_is_cut_anywhere_is_continued(tmp_path):

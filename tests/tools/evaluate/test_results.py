@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
-from megatron_gspo.config import Config
 from megatron_gspo.tools.compare.statistics import Interval
 from megatron_gspo.tools.evaluate.elo import Rating
-from megatron_gspo.tools.evaluate.results import print_scores, write_results
+from megatron_gspo.tools.evaluate.results import print_scores
 from megatron_gspo.tools.evaluate.task_scores import TaskScores
 
 FIRST = TaskScores(
@@ -35,23 +33,6 @@ SECOND = replace(
     failures=0,
     left_out={},
 )
-
-
-def test_the_file_has_every_number(tmp_path):
-    config = Config.from_dict(
-        {
-            "run_dir": "r",
-            "model": {"path": "m"},
-            "data": {"prompts": "p"},
-            "seed": 77,
-            "rollout": {"rollout_batch_size": 1},
-            "training": {"steps": 1, "global_batch_size": 1},
-        }
-    )
-    file = write_results([FIRST, SECOND], tmp_path, command="evaluate run", config=config)
-    record = json.loads(file.read_text())
-    assert (record["command"], record["config"]["seed"]) == ("evaluate run", 77)
-    assert record["scores"][1]["difference"] == {"mean": 0.1, "low": -0.05, "high": 0.2, "count": 3}
 
 
 def test_a_line_per_model(capsys):

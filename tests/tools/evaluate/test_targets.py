@@ -132,17 +132,6 @@ def test_each_model_has_an_output_of_its_own(tmp_path, monkeypatch):
     assert default_output(str(folder), str(folder)) == folder / "evaluation"
 
 
-def test_servers_have_an_output_by_model_and_url():
-    one = ("http://a:1", "m/Qwen")
-    other = ("http://b:1", "m/Qwen")
-    assert default_output(*one) == default_output(*one) != default_output(*other)
-    assert default_output("http://a:1,http://b:1", "m/Qwen") == default_output(
-        "http://b:1,http://a:1", "m/Qwen"
-    )
-    assert default_output("http://a:1", "m/other") != default_output(*one)
-    assert default_output(*one).name.startswith("served_Qwen-")
-
-
 @pytest.mark.parametrize(
     "copy", ["step_best", "step_000040_best", "step_000040 (copy)", "step_000040.bak"]
 )
@@ -154,16 +143,6 @@ def test_copies_beside_checkpoints_are_no_steps(tmp_path, copy):
     assert [target.step for target in find_targets(str(folder), "unused", "all")] == [20, 40]
 
 
-def test_steps_are_ordered_as_numbers(tmp_path):
-    folder, _ = run(tmp_path / "run", 999_990, 1_000_000)
-    assert [target.step for target in find_targets(str(folder), "unused", "all")] == [
-        999_990,
-        1_000_000,
-    ]
-    (newest,) = find_targets(str(folder), "unused", None)
-    assert newest.label == "step_1000000"
-
-
 def test_the_model_of_an_earlier_end_is_not_the_newest_step(tmp_path):
     """A run that continues has no summary until its end."""
     folder, _ = run(tmp_path / "run", 20, 40, exported=20)
@@ -172,14 +151,6 @@ def test_the_model_of_an_earlier_end_is_not_the_newest_step(tmp_path):
     assert [(target.step, target.is_checkpoint) for target in found] == [(20, True), (40, True)]
     (newest,) = find_targets(str(folder), "unused", None)
     assert newest.step == 40 and newest.is_checkpoint
-
-
-def test_a_published_model_with_a_config_yaml_is_no_run(tmp_path):
-    folder = model(tmp_path / "Qwen")
-    (folder / "config.yaml").write_text("architecture: Qwen3")
-    assert not is_run(str(folder))
-    (target,) = find_targets(str(folder), str(folder), None)
-    assert target.label == "Qwen"
 
 
 def test_rollouts_and_backups_do_not_make_other_weights(tmp_path):

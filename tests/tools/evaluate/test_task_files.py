@@ -12,7 +12,7 @@ from megatron_gspo.config import ConfigError, DataConfig
 from megatron_gspo.data.prompts import PromptError
 from megatron_gspo.data.sample import Prompt
 from megatron_gspo.rewards.sandbox.case_formats import read_tests
-from megatron_gspo.tools.evaluate.task_files import held_out_task, load_task, task_names
+from megatron_gspo.tools.evaluate.task_files import held_out_task, load_task
 from megatron_gspo.tools.make_tiny_model import character_tokenizer
 from tests.tools.evaluate.public_files import (
     AIME,
@@ -42,15 +42,6 @@ def test_the_public_files_as_they_are(tmp_path, write, rows, verifier):
         assert [prompt.answer for prompt in task.prompts] == ["025", "204"]
 
 
-def test_private_tests_are_read(tmp_path):
-    task = load_task(write_jsonl(tmp_path / "lcb.jsonl", LIVECODEBENCH), TOKENIZER, DATA)
-    # a pickle that would run code is refused: tests/rewards/sandbox/test_case_formats.py
-    tests = read_tests(task.prompts[0].metadata)
-    # One public and two private ones.
-    assert [case.stdin for case in tests.cases] == ["2\n", "2\n", "5\n"]
-    assert read_tests(task.prompts[2].metadata).function == "double"
-
-
 def test_the_users_keys_win_over_the_layout(tmp_path):
     file = write_jsonl(tmp_path / "aime.jsonl", AIME)
     data = replace(DATA, verifier="exact_match")
@@ -69,18 +60,6 @@ def test_a_window_of_dates(tmp_path):
         PromptError, match="all rows are left out .4 outside of the dates.; give others or a wider"
     ):
         load_task(file, TOKENIZER, DATA, window=(datetime(2026, 1, 1), None))
-
-
-def test_ratings_and_what_is_left_out(tmp_path):
-    task = load_task(write_jsonl(tmp_path / "cf.jsonl", CODEFORCES), TOKENIZER, DATA)
-    assert task.ratings == [800.0, 1600.0, 2400.0, None]
-    assert task.left_out == {
-        "needs a checker": 1,
-        "interactive": 1,
-        "reads a file": 1,
-        "no tests": 1,
-        "incomplete tests": 1,
-    }
 
 
 def test_long_prompts_are_an_error_or_counted(tmp_path):
@@ -129,12 +108,6 @@ def test_programs_need_time(tmp_path):
             TOKENIZER,
             DataConfig(prompts="unused"),
         )
-
-
-def test_names_are_those_of_the_files(tmp_path):
-    assert task_names([tmp_path / "a.jsonl", tmp_path / "b.parquet"]) == ["a", "b"]
-    with pytest.raises(PromptError, match="two files have the name 'a'"):
-        task_names([tmp_path / "a.jsonl", tmp_path / "b" / "a.jsonl"])
 
 
 def test_the_fingerprint_is_of_all_that_scores_depend_on(tmp_path):

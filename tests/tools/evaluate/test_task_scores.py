@@ -11,9 +11,7 @@ from megatron_gspo.tools.compare.statistics import bootstrap_interval
 from megatron_gspo.tools.evaluate.elo import estimate_rating
 from megatron_gspo.tools.evaluate.task_files import Task
 from megatron_gspo.tools.evaluate.task_scores import (
-    default_k,
     prompt_accuracy,
-    reward_table,
     score_task,
 )
 
@@ -88,8 +86,3 @@ def test_a_rating_from_the_rated_problems():
         found.rating == estimate_rating([0.5, 0.25], [1000.0, 1400.0])
         and found.rating.problems == 2
     )
-
-
-def test_tables_and_defaults():
-    assert np.array_equal(reward_table(list(records().values()))[2], [0, 0.5, 1, 0])
-    assert [default_k(n) for n in (1, 2, 5, 8)] == [(1,), (1, 2), (1, 2, 4, 5), (1, 2, 4, 8)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -155,10 +154,3 @@ def test_memory_beside_a_rehearsal(
     states = (estimate.weights, estimate.gradients, estimate.optimizer)
     assert [size / GIB for size in states] == pytest.approx(rehearsed[:3], rel=0.02, abs=0.05)
     assert 1 < estimate.activations / GIB / rehearsed[3] < 1.2
-
-
-def test_a_dense_model_sends_nothing_to_experts(tmp_path: Path) -> None:
-    estimator = dense(tmp_path)
-    whole = estimator.communication_seconds(Choice(ParallelConfig(), "none", 8), 64)
-    layout = dataclasses.replace(ParallelConfig(), expert_tensor_parallel_size=1)
-    assert estimator.communication_seconds(Choice(layout, "none", 8), 64) == whole

@@ -27,33 +27,10 @@ def test_forward_and_backward_run_without_findings() -> None:
 
 
 @on_fake_gpu
-def test_a_host_tensor_in_a_device_operation_is_found_with_its_line() -> None:
-    with FakeGpu() as gpu:
-        out = torch.ones(4, device="cuda") + torch.ones(4)
-    assert out.is_cuda
-    assert kinds(gpu) == ["device_mix"]
-    assert "test_fake_gpu.py" in gpu.host.findings[0].where[0]
-
-
-@on_fake_gpu
 def test_two_dtypes_in_a_product_are_found() -> None:
     with FakeGpu() as gpu:
         torch.ones(4, 4, device="cuda", dtype=torch.bfloat16) @ torch.ones(4, 4, device="cuda")
     assert kinds(gpu) == ["dtype_mix"]
-
-
-@on_fake_gpu
-def test_reads_of_the_host_are_counted() -> None:
-    with FakeGpu() as gpu:
-        known = torch.arange(4, device="cuda")
-        assert known.sum().item() == 6
-        assert (known * 2).tolist() == [0, 2, 4, 6]
-        assert int(known[1]) == 1
-    assert [sync.kind for sync in gpu.host.syncs] == [
-        "item",
-        "copy to host",
-        "item",
-    ], gpu.host.syncs
 
 
 @on_fake_gpu
@@ -66,16 +43,6 @@ def test_an_unknown_integer_is_an_error_that_names_the_line() -> None:
 def test_a_size_that_depends_on_unknown_values_is_an_error() -> None:
     with FakeGpu(), pytest.raises(RehearsalError, match="nonzero"):
         (torch.randn(4, device="cuda") > 0).nonzero()
-
-
-@on_fake_gpu
-def test_device_memory_follows_live_tensors() -> None:
-    with FakeGpu() as gpu, gpu.phase("forward_backward", "activations"):
-        kept = torch.zeros(256, device="cuda")
-        temporary = torch.zeros(1024, device="cuda")
-        del temporary
-        assert gpu.memory.bytes["activations"] == kept.numel() * 4
-    assert gpu.memory.result().peak.bytes["activations"] == 5120
 
 
 @on_fake_gpu
@@ -95,24 +62,6 @@ def test_copies_to_the_device_are_pinned_or_block() -> None:
         (32, False, True),
         (16, False, True),
     ]
-
-
-@on_fake_gpu
-def test_parts_of_known_lengths_are_computed() -> None:
-    with FakeGpu() as gpu:
-        mask = torch.tensor([True, False, True], device="cuda")
-        rows = torch.randn(3, 5, device="cuda")
-        assert rows[mask].shape == (2, 5)
-        assert rows.masked_select(mask[:, None]).shape == (10,)
-        assert rows.split(mask.long().add(0)[:2].tolist() + [2])[2].shape == (2, 5)
-    assert len(gpu.host.syncs) == 3
-
-
-@on_fake_gpu
-def test_indices_of_the_host_are_copied() -> None:
-    with FakeGpu() as gpu:
-        torch.randn(3, 5, device="cuda")[torch.tensor([0, 2])]
-    assert [(copy.bytes, copy.blocking) for copy in gpu.host.copies] == [(16, True)]
 
 
 @on_fake_gpu

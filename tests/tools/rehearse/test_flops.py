@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_gspo.tools.rehearse.flops import FlopLog
@@ -71,19 +70,3 @@ def test_a_triangular_system_takes_half_of_a_product() -> None:
 def test_a_product_without_a_formula_is_an_error_that_names_it(func) -> None:
     with pytest.raises(RehearsalError, match=func._overloadpacket._qualified_op_name):
         FlopLog(KnownValues()).count(func, (), {}, None)
-
-
-def test_attention_of_unknown_lengths_is_an_error() -> None:
-    with FakeTensorMode():
-        bounds = torch.empty(3, dtype=torch.int32)
-    query = torch.ones(4, 1, 8)
-    count = FlopLog(KnownValues()).count
-    from torch.nn.attention import varlen  # noqa: F401  registers the operation
-
-    with pytest.raises(RehearsalError, match="lengths"):
-        count(
-            torch.ops.torch_attn._varlen_attn.default,
-            (query, query, query, bounds, bounds, 2, 2),
-            {},
-            query,
-        )

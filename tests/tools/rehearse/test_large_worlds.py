@@ -7,7 +7,6 @@ import functools
 
 from megatron_gspo.tools.rehearse.records import Collective, RankRecord
 
-from .handmade import record
 from .on_fake_gpu import on_fake_gpu
 from .test_rehearse_rank import config
 
@@ -87,23 +86,3 @@ def test_process_groups_at_the_start() -> None:
     assert len(set(small.groups.values())) <= small.groups_of_rank == large.groups_of_rank <= 24
     for played in (small, large):
         assert 4 * played.world < played.groups_of_world < 6 * played.world
-
-
-def test_a_large_collective_of_the_world_is_found() -> None:
-    ranks = tuple(range(64))
-    calls = [
-        Collective("allgather_base", "dp", ranks, "int64", size, (), "old_log_probs")
-        for size in (MIB, MIB + 1)
-    ]
-    calls.append(
-        Collective(
-            "reduce_scatter_tensor_coalesced",
-            "dp",
-            ranks,
-            "float32",
-            9 * MIB,
-            (),
-            "forward_backward",
-        )
-    )
-    assert too_large(record(world=64, collectives=tuple(calls))) == [calls[1]]

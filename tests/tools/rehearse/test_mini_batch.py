@@ -26,12 +26,6 @@ def parallel(loaded: Config, **changes: Any) -> Config:
     return dataclasses.replace(loaded, parallel=dataclasses.replace(loaded.parallel, **changes))
 
 
-def test_two_micro_batches_of_as_many_sequences_as_fit() -> None:
-    plan = plan_mini_batch(config(), 16)
-    assert (plan.micro_batches, plan.of_all, plan.sequences, plan.samples) == (2, 16, 4, 2 * 8 * 4)
-    assert with_plan(config(), plan) == config()
-
-
 @pytest.mark.parametrize(("virtual", "expected"), [(None, 5), (2, 8)])
 def test_pipelines_reach_their_steady_state(virtual: int | None, expected: int) -> None:
     changed = parallel(

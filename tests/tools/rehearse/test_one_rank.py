@@ -2,45 +2,41 @@
 
 import json
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from megatron_gspo.tools.rehearse.one_rank import parser, shortened_model
 
+KINDS = ["sliding_attention", "full_attention"] * 3
+TEXT = {"num_hidden_layers": 6, "layer_types": KINDS}
 
-def test_a_model_is_shortened_in_its_config_alone(tmp_path: Path) -> None:
-    given = tmp_path / "given"
+
+@pytest.mark.parametrize(
+    ("given", "shortened"),
+    [
+        (
+            {"num_hidden_layers": 48, "max_window_layers": 48, "hidden_size": 8},
+            {"num_hidden_layers": 4, "max_window_layers": 4, "hidden_size": 8},
+        ),
+        (TEXT, {"num_hidden_layers": 4, "layer_types": KINDS[:4]}),
+        (
+            {"vision_config": {"depth": 6, "sizes": [6] * 6}, "text_config": TEXT},
+            {
+                "vision_config": {"depth": 6, "sizes": [6] * 6},
+                "text_config": {"num_hidden_layers": 4, "layer_types": KINDS[:4]},
+            },
+        ),
+    ],
+    ids=["numbers", "a list with an entry for each layer", "a model with images"],
+)
+def test_a_model_is_shortened_in_its_config(given: Any, shortened: Any, tmp_path: Path) -> None:
     made = tmp_path / "made"
-    given.mkdir(), made.mkdir()
-    config = {"num_hidden_layers": 48, "max_window_layers": 48, "hidden_size": 8}
-    (given / "config.json").write_text(json.dumps(config))
-    assert shortened_model(str(given), 4, made) == made
-    assert json.loads((made / "config.json").read_text()) == {
-        **config,
-        "num_hidden_layers": 4,
-        "max_window_layers": 4,
-    }
-
-
-def test_a_list_with_an_entry_for_each_layer_is_cut(tmp_path):
-    kinds = ["sliding_attention", "full_attention"] * 3
-    config = {"architectures": ["GptOssForCausalLM"], "num_hidden_layers": 6, "layer_types": kinds}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "made").mkdir()
-    made = json.loads(
-        (shortened_model(str(tmp_path), 4, tmp_path / "made") / "config.json").read_text()
-    )
-    assert made == {**config, "num_hidden_layers": 4, "layer_types": kinds[:4]}
-
-
-def test_of_a_model_with_images_the_language_model_is_shortened(tmp_path):
-    kinds = ["linear_attention", "full_attention"] * 3
-    text = {"num_hidden_layers": 6, "layer_types": kinds}
-    config = {"vision_config": {"depth": 6, "sizes": [6] * 6}, "text_config": text}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "made").mkdir()
-    made = json.loads(
-        (shortened_model(str(tmp_path), 2, tmp_path / "made") / "config.json").read_text()
-    )
-    assert made == {**config, "text_config": {"num_hidden_layers": 2, "layer_types": kinds[:2]}}
+    made.mkdir()
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    assert shortened_model(str(tmp_path), 4, made) == made
+    assert json.loads((made / "config.json").read_text()) == shortened
+    assert json.loads((tmp_path / "config.json").read_text()) == given
 
 
 def test_overrides_follow_the_config() -> None:

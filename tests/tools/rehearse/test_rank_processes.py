@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_gspo.errors import InputError
-from megatron_gspo.tools.rehearse.rank_processes import RankJob, default_jobs, rehearse_ranks
+from megatron_gspo.tools.rehearse.rank_processes import RankJob, rehearse_ranks
 from megatron_gspo.tools.rehearse.roles import PlayedRank
 
 PLAYED = (PlayedRank(0, ("first stage",), (0, 1)), PlayedRank(1, ("last stage",), (1,)))
@@ -53,7 +53,3 @@ def test_a_killed_process_is_a_failure():
 def test_invalid_input_stops_the_rehearsal():
     with pytest.raises(InputError, match="^model.path: is no directory; give another$"):
         rehearse_ranks(job("invalid"), PLAYED[:1], 1, lambda *_: None)
-
-
-def test_at_least_one_process():
-    assert default_jobs() >= 1

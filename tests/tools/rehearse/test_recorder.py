@@ -72,31 +72,17 @@ def agree(real: RankRecord, fake: RankRecord) -> None:
         assert 0 <= extra <= 0.0015 * ours.bytes["activations"], (phase, ours, theirs)
 
 
-@on_fake_gpu
-def test_data_parallel() -> None:
-    check()
+LAYOUTS: tuple[dict[str, int], ...] = (
+    {},
+    {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2},
+    {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2},
+    {"expert_model_parallel_size": 2},
+    {"pipeline_model_parallel_size": 2},
+    {"context_parallel_size": 2},
+)
 
 
 @on_fake_gpu
-def test_tensor_sequence_and_expert_parallel() -> None:
-    check(tensor_model_parallel_size=2, expert_model_parallel_size=2)
-
-
-@on_fake_gpu
-def test_expert_tensor_parallel() -> None:
-    check(tensor_model_parallel_size=2, expert_tensor_parallel_size=2)
-
-
-@on_fake_gpu
-def test_expert_parallel_without_tensor_parallel() -> None:
-    check(expert_model_parallel_size=2)
-
-
-@on_fake_gpu
-def test_pipeline_parallel() -> None:
-    check(pipeline_model_parallel_size=2)
-
-
-@on_fake_gpu
-def test_context_parallel() -> None:
-    check(context_parallel_size=2)
+def test_real_and_rehearsed_ranks_agree() -> None:
+    for layout in LAYOUTS:
+        check(**layout)

@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-from megatron_gspo.tools.plan.hardware import GIB
 from megatron_gspo.tools.rehearse.records import Collective, HostCopy, HostSync
 from megatron_gspo.tools.rehearse.rehearsal_tables import (
     collective_rows,
     copy_rows,
     flop_rows,
-    memory_rows,
     role_tables,
     same_roles,
     sync_rows,
 )
-from tests.tools.rehearse.handmade import memory, point, record
+from tests.tools.rehearse.handmade import record
 
 SITE = ("layer.py:7 forward", "step.py:2 train")
-
-
-def test_memory_is_by_phase_and_kind():
-    points = [point(0, "build", weights=GIB), point(1, weights=GIB, activations=GIB // 2)]
-    assert memory_rows(record(memory=memory(*points))) == [
-        ["peak of", "weights", "activations", "total, GiB", "operation", "at"],
-        ["build", "1.00", "0.00", "1.00", "aten.mm", "layer.py:1 forward"],
-        ["forward_backward", "1.00", "0.50", "1.50", "aten.mm", "layer.py:1 forward"],
-    ]
 
 
 def test_events_are_rows():

@@ -4,7 +4,7 @@ represented once.
 
 from __future__ import annotations
 
-from itertools import combinations, product
+from itertools import product
 
 import pytest
 from megatron.core.parallel_state import RankGenerator
@@ -12,11 +12,9 @@ from megatron.core.parallel_state import RankGenerator
 from megatron_gspo.config import ParallelConfig
 from megatron_gspo.errors import InputError
 from megatron_gspo.tools.rehearse.roles import (
-    DIMENSIONS,
     MOST_RANKS,
     RankGrid,
     choose_ranks,
-    ranges,
     stage_roles,
 )
 
@@ -108,15 +106,6 @@ def test_every_stage_covers_every_dimension():
         assert {grid.stage(rank) for rank in ranks} == set(stage_roles(grid.stages))
 
 
-def test_no_smaller_choice_covers_a_stage():
-    for parallel, world in layouts((8, 12)):
-        if parallel.pipeline_model_parallel_size == 1:
-            grid = RankGrid.of(parallel, world)
-            count = len(choose_ranks(parallel, world))
-            smaller = combinations(range(1, world), count - 2) if count > 1 else ()
-            assert not any(covered(grid, (0, *rest)) for rest in smaller), (parallel, world, count)
-
-
 def test_the_ranks_of_the_two_node_layout():
     assert names(layout(tensor=2, expert=8), 16) == {
         0: ("first tensor rank", "first data rank", "first expert rank", "first expert data rank"),
@@ -158,24 +147,3 @@ def test_all_ranks_and_lists():
             choose_ranks(parallel, 8, wrong)
     with pytest.raises(InputError, match=f"at most {MOST_RANKS} ranks"):
         choose_ranks(parallel, 2 * MOST_RANKS, "all")
-
-
-def test_ranges():
-    assert ranges([0]) == "0"
-    assert ranges([0, 1, 2, 5]) == "0-2, 5"
-    assert ranges(range(0, 16, 2)) == "0, 2 ... 14"
-    assert ranges([0, 1, 3, 4, 6, 7, 9, 10, 12, 13, 15, 16, 18, 19, 21, 22, 24, 25]).endswith(
-        "... 25"
-    )
-
-
-def test_dimensions_have_names():
-    grid = RankGrid.of(layout(2, 1, 2, 4, 2), 16)
-    assert dict(zip(DIMENSIONS, grid.sizes, strict=True)) == {
-        "tp": 2,
-        "cp": 2,
-        "dp": 4,
-        "etp": 2,
-        "ep": 4,
-        "edp": 2,
-    }

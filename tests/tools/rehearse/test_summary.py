@@ -4,14 +4,13 @@ role.
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
 
 from megatron_gspo.tools.plan.hardware import GIB, find_gpu
-from megatron_gspo.tools.rehearse.records import Collective, Finding, HostSync
-from megatron_gspo.tools.rehearse.summary import FailedRank, collective_totals, problems, to_json
+from megatron_gspo.tools.rehearse.records import Collective, Finding
+from megatron_gspo.tools.rehearse.summary import FailedRank, problems
 from tests.tools.rehearse.handmade import memory, point, record, rehearsal
 
 
@@ -19,66 +18,6 @@ def call(phase: str, size: int, op: str = "allreduce", dtype: str = "float32") -
     return Collective(
         op, "tp", (0, 1), dtype, size, ("layer.py:1 forward", "step.py:2 train"), phase
     )
-
-
-def test_totals_are_by_phase_group_operation_and_dtype():
-    calls = [
-        call("build", 1),
-        call("optimizer", 2),
-        call("build", 4),
-        call("build", 8, dtype="bfloat16"),
-    ]
-    found = [(one.phase, one.dtype, one.count, one.bytes) for one in collective_totals(calls)]
-    assert found == [
-        ("build", "float32", 2, 5),
-        ("optimizer", "float32", 1, 2),
-        ("build", "bfloat16", 1, 8),
-    ]
-
-
-def test_the_document_has_what_a_role_did():
-    calls = (call("build", 1), call("optimizer", 2), call("optimizer", 4, op="broadcast"))
-    syncs = (
-        HostSync("item", ("a.py:1 f",), "optimizer", 2),
-        HostSync("item", ("b.py:1 f", "c.py:2 g"), "build", 5),
-    )
-    timeline = (
-        point(0, weights=8),
-        point(1, weights=8, activations=6),
-        point(2, weights=16, activations=2),
-    )
-    whole = rehearsal(
-        record(3, collectives=calls, host_syncs=syncs, memory=memory(*timeline), stands_for=(3, 5))
-    )
-    document = json.loads(json.dumps(to_json(whole)))
-    (role,) = document["roles"]
-    assert document["passes"] and document["problems"] == [] and role["stands_for"] == [3, 5]
-    assert (role["rank"], role["peak_bytes"], role["peak_activation_bytes"], role["seconds"]) == (
-        3,
-        18,
-        6,
-        3.0,
-    )
-    assert role["collectives"] == [
-        {
-            "op": "allreduce",
-            "group": "tp",
-            "count": 2,
-            "bytes": 3,
-            "phases": {"build": {"count": 1, "bytes": 1}, "optimizer": {"count": 1, "bytes": 2}},
-        },
-        {
-            "op": "broadcast",
-            "group": "tp",
-            "count": 1,
-            "bytes": 4,
-            "phases": {"optimizer": {"count": 1, "bytes": 4}},
-        },
-    ]
-    assert [(sync["where"], sync["count"]) for sync in role["host_syncs"]] == [
-        (["b.py:1 f", "c.py:2 g"], 5),
-        (["a.py:1 f"], 2),
-    ]
 
 
 def finding(kind: str) -> Finding:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._subclasses import fake_tensor
 
-from megatron_gspo.tools.rehearse.fake_device.cuda_api import fake_cuda, is_pinned
+from megatron_gspo.tools.rehearse.fake_device.cuda_api import fake_cuda
 from megatron_gspo.tools.rehearse.host_log import HostLog
 
 
@@ -43,26 +43,6 @@ def test_waiting_for_the_device_is_recorded(wait) -> None:
     with fake_cuda(log):
         wait()
     assert [sync.count for sync in log.syncs] == [1]
-
-
-def test_pinned_memory_is_known_by_its_views() -> None:
-    with fake_cuda(HostLog()):
-        pinned = torch.ones(4).pin_memory()
-        assert pinned.is_pinned() and is_pinned(pinned[1:]) and not torch.ones(4).is_pinned()
-
-
-def test_converted_parameters_keep_their_attributes() -> None:
-    module = torch.nn.Linear(2, 2)
-    module.weight.sequence_parallel = True
-    with fake_cuda(HostLog()):
-        module.to(torch.float64)
-    assert module.weight.dtype is torch.float64 and module.weight.sequence_parallel
-    assert module.weight.requires_grad
-
-
-def test_the_meta_device_is_the_default_within_its_context() -> None:
-    with fake_cuda(HostLog()), torch.device("meta"):
-        assert torch.get_default_device().type == "meta"
 
 
 def test_a_cuda_build_is_not_asked_for_its_driver(monkeypatch) -> None:

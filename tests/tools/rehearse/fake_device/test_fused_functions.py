@@ -58,10 +58,3 @@ def test_a_mask_with_grouped_queries_is_a_finding() -> None:
         out = F.scaled_dot_product_attention(query, key, key, attn_mask=mask, enable_gqa=True)
         assert out.shape == query.shape
     assert [finding.kind for finding in gpu.host.findings] == ["slow_attention"]
-
-
-def test_the_host_keeps_torchs_own_functions() -> None:
-    x = torch.randn(4, 8)
-    want = F.rms_norm(x, (8,))
-    with fused_functions(FakeGpu().host):
-        assert torch.equal(F.rms_norm(x, (8,)), want)

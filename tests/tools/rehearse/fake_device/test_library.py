@@ -30,12 +30,6 @@ def test_it_is_compiled_once_into_the_cache(
     assert first.parent == tmp_path / "megatron_gspo" / "rehearse"
 
 
-def test_the_version_is_torchs_own() -> None:
-    import torch
-
-    assert library.torch_version(library.torch_folder()) == torch.__version__
-
-
 def test_no_compiler_is_one_line_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
@@ -51,13 +45,6 @@ def test_a_compiler_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("CXX", str(fails))
     with pytest.raises(InputError, match="no such standard"):
         library.build_library(library.torch_folder())
-
-
-def test_torch_must_not_be_there_before() -> None:
-    import torch  # noqa: F401
-
-    with pytest.raises(RuntimeError, match="before torch"):
-        library.import_torch_with_fake_device()
 
 
 def test_transformer_engine_is_not_there(tmp_path: Path) -> None:
