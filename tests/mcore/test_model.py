@@ -9,7 +9,6 @@ import torch
 
 from megatron_gspo.mcore.model import build_model, transformer_config
 from megatron_gspo.models import family_of
-from megatron_gspo.models.model_shape import padded_vocab_size
 from tests.support.configs import model_config, parallel
 from tests.support.distributed import run_distributed
 from tests.support.parallel_groups import groups_of
@@ -57,15 +56,6 @@ def test_sent_tensors_are_freed_only_where_the_schedule_waits_for_the_send(monke
             transformer_config(shape_of("dense"), layout, settings).deallocate_pipeline_outputs
             is freed
         )
-
-
-def test_vocabulary_is_padded_to_the_tensor_parallel_size():
-    assert [padded_vocab_size(shape_of(vocab_size=95), size) for size in (1, 2, 3, 8)] == [
-        95,
-        96,
-        96,
-        96,
-    ]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with CUDA the setting may be possible")
