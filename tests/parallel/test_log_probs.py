@@ -250,9 +250,6 @@ def test_peak_memory(tokens, vocabulary):
     assert scored <= 0.1 * unit
 
 
-# --- tensor parallelism ---
-
-
 def _group_of(rank, world_size, size):
     """The process group of ``size`` consecutive ranks around ``rank``; None for one."""
     groups = [dist.new_group(list(range(i, i + size))) for i in range(0, world_size, size)]

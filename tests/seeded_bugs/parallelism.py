@@ -64,13 +64,6 @@ PARALLELISM = (
         test="tests/parallel/test_log_probs.py::test_tensor_parallel_matches_log_softmax",
     ),
     SeededBug(
-        name="log-probs: hidden gradient not summed over tensor ranks",
-        file="megatron_gspo/parallel/log_probs.py",
-        before="return sum_in_place(grad, options.tp_group)",
-        after="return grad",
-        test="tests/parallel/test_log_probs.py::test_tensor_parallel_matches_log_softmax",
-    ),
-    SeededBug(
         name="log-probs in bfloat16",
         file="megatron_gspo/parallel/log_probs.py",
         before=(
