@@ -56,7 +56,6 @@ PARTS = {
         "tests/mcore/lora/test_attach.py",
         "tests/mcore/routing_replay/test_gather_results.py",
         "tests/mcore/routing_replay/test_router_hooks.py",
-        "tests/mcore/routing_replay/test_stage_routes.py",
         "tests/mcore/test_attention.py",
         "tests/mcore/test_expert_bias.py",
         "tests/mcore/test_hf_weights.py",

@@ -88,17 +88,11 @@ ANOTHER_ALGORITHM = [
         "loss_agg_mode = 'seq-mean-token-sum-norm'",
     ),
     ("gspo", {"epsilon_low": 0.2}, "epsilon_low = 0.2"),
-    ("gspo", {"epsilon_low": 0.2, "epsilon_high": 0.2}, "epsilon_low = 0.2"),
-    ("gspo", {"epsilon_high": 0.2}, "epsilon_high = 0.2"),
     ("gspo", {"epsilon_high": float("inf")}, "epsilon_high = inf"),
-    ("gspo_token", {"epsilon_low": 0.2}, "epsilon_low = 0.2"),
     ("gspo_token", {"epsilon_high": 0.27}, "epsilon_high = 0.27"),
     ("gspo", {"epsilon_low": 1e-9}, "epsilon_low = 1e-09"),
     ("grpo", {"epsilon_low": 3e-4}, "epsilon_low = 0.0003"),
     ("grpo", {"epsilon_high": 4e-4}, "epsilon_high = 0.0004"),
-    ("dapo", {"epsilon_low": 3e-4}, "epsilon_low = 0.0003"),
-    ("dr_grpo", {"epsilon_high": 3e-4}, "epsilon_high = 0.0003"),
-    ("minirl", {"epsilon_low": 3e-4}, "epsilon_low = 0.0003"),
     ("gspo", {"importance_sampling_level": "token"}, "importance_sampling_level = 'token'"),
     (
         "gspo",
@@ -138,20 +132,16 @@ ANOTHER_ALGORITHM = [
     ("dppo_tv", {"surrogate": "dppo_kl"}, "surrogate = 'dppo_kl'"),
     ("ppo", {"advantage_estimator": "group", "lam": 1}, "advantage_estimator = 'group'"),
     ("grpo", {"advantage_estimator": "gae"}, "advantage_estimator = 'gae'"),
-    ("dppo_tv", {"advantage_estimator": "gae"}, "advantage_estimator = 'gae'"),
-    *(
-        (
-            name,
-            {
-                "surrogate": "sapo",
-                "tau_pos": 1.0,
-                "tau_neg": 1.0,
-                "epsilon_low": None,
-                "epsilon_high": None,
-            },
-            "surrogate = 'sapo'",
-        )
-        for name in ("gspo", "gspo_token", "grpo", "dr_grpo", "dapo", "luspo")
+    (
+        "grpo",
+        {
+            "surrogate": "sapo",
+            "tau_pos": 1.0,
+            "tau_neg": 1.0,
+            "epsilon_low": None,
+            "epsilon_high": None,
+        },
+        "surrogate = 'sapo'",
     ),
 ]
 
@@ -181,17 +171,13 @@ def test_refusals_follow_the_ratio_level_whatever_the_name():
     ("name", "fields", "words"),
     [
         ("grpo", {"epsilon_low": 0}, "epsilon_low = 0"),
-        ("grpo", {"epsilon_low": 1.5}, "epsilon_low = 1.5"),
         ("grpo", {"epsilon_high": -0.1}, "epsilon_high = -0.1"),
-        ("grpo", {"epsilon_high": 0}, "epsilon_high = 0: must be above 0"),
         ("grpo", {"epsilon_high": float("nan")}, "epsilon_high = nan"),
         ("grpo", {"epsilon_high": "0.2"}, "epsilon_high = '0.2'"),
         ("grpo", {"epsilon_high": None}, "epsilon_high = None"),
-        ("grpo", {"dual_clip": 1.0}, "dual_clip = 1.0"),
         ("grpo", {"kl_loss_coef": -1}, "kl_loss_coef = -1"),
         ("grpo", {"kl_loss_type": "k4"}, "k1, k2, k3"),
         ("grpo", {"entropy_coef": True}, "entropy_coef = True"),
-        ("grpo", {"max_log_ratio": 100}, "max_log_ratio = 100"),
         ("grpo", {"advantage_baseline": "critic"}, "mean, leave_one_out"),
         ("grpo", {"loss_scale_factor": 100}, "loss_scale_factor = 100"),
         ("dr_grpo", {"loss_scale_factor": 0}, "loss_scale_factor = 0"),
@@ -292,7 +278,6 @@ def test_refusals_follow_the_ratio_level_whatever_the_name():
         ("ppo", {"gamma": -0.01}, "gamma = -0.01: must be 0 to 1"),
         ("ppo", {"gamma": 1.01}, "gamma = 1.01: must be 0 to 1"),
         ("sft", {"epsilon_low": 0.2}, "epsilon_low = 0.2"),
-        ("sft", {"dual_clip": 3.0}, "dual_clip = 3.0"),
         ("grpo", {"allow_nonstandard": 1}, "allow_nonstandard = 1"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The table of published settings. What an Objective refuses is in test_objective.py."""
+"""The table of published settings. What an Objective refuses is in test_objective_checks.py."""
 
 import dataclasses
 

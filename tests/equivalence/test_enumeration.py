@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import fields
 
 import pytest
 
@@ -18,7 +16,6 @@ from tests.equivalence.layouts import (
     RECOMPUTE,
     SCENARIO_NAMES,
     Arrangement,
-    Turn,
     layouts,
     turn_of,
 )
@@ -53,29 +50,6 @@ def test_nothing_is_impossible_and_nothing_possible_is_missing():
     assert layouts(1) == [Arrangement()]
 
 
-def turns_by_size(found: list[Arrangement]) -> Iterator[tuple[tuple[str, int], list[Turn]]]:
-    for field in fields(Arrangement):
-        for value in {getattr(a, field.name) for a in found}:
-            yield (
-                (field.name, value),
-                [turn_of(a, found) for a in found if getattr(a, field.name) == value],
-            )
-
-
-@pytest.mark.parametrize("found", [MOE, DENSE], ids=["moe", "dense"])
-def test_every_size_meets_every_scenario(found):
-    for size, turns in turns_by_size(found):
-        assert {turn.one_by_one for turn in turns} == set(SCENARIO_NAMES), size
-
-
-@pytest.mark.parametrize("name", ["moe", "dense", *FAMILIES, *LANGUAGE_MODELS, "lora_each"])
-def test_every_size_meets_every_recomputation_and_both_optimizers(name):
-    found = MEASURED[name]
-    for size, turns in turns_by_size(found):
-        assert {turn.recompute for turn in turns} == set(RECOMPUTE), size
-        assert {on for turn in turns for on in turn.distributed_optimizers} == {False, True}, size
-
-
 @pytest.mark.parametrize("name", MEASURED)
 def test_every_model_meets_every_choice(name):
     turns = [turn_of(a, MEASURED[name]) for a in MEASURED[name]]
@@ -95,11 +69,3 @@ def test_other_models_meet_every_size_in_at_least_twenty_layouts(name):
         assert len({getattr(a, size) for a in chosen}) == (
             2 if chosen[0].moe or "expert" not in size else 1
         ), size
-
-
-def test_names_say_it_all():
-    a = Arrangement(
-        tensor=2, sequence_parallel=True, pipeline=2, interleaved=True, data=2, expert=2
-    )
-    assert a.name == "tp2-pp2i-cp1-dp2-ep2-etp1"
-    assert Arrangement(tensor=2, context=2, moe=False).name == "tp2nosp-pp1-cp2-dp1"

@@ -13,14 +13,13 @@ from megatron_gspo.algorithms import Objective
 from tests.algorithms.reference import Batch
 from tests.equivalence.cases import OPTIMIZER, OTHERS, SCENARIOS, TRAINING
 from tests.equivalence.defects import measure_defects
-from tests.equivalence.layouts import FAMILIES, LANGUAGE_MODELS, SCENARIO_NAMES
+from tests.equivalence.layouts import FAMILIES, LANGUAGE_MODELS
 from tests.equivalence.lora import ADAPTERS
 from tests.equivalence.measure import DENSE_MODELS, MODELS, Models
 from tests.equivalence.tolerances import TOLERANCES
 from tests.equivalence.truth import Truth, expect, find_truth
-from tests.support.configs import adam
 from tests.support.tiny_models import save_tiny_model
-from tests.support.transformers_reference import gates_of, is_sigmoid, learning_rate, load_reference
+from tests.support.transformers_reference import gates_of, is_sigmoid, load_reference
 
 # float32 moves a log-prob by about 3e-6 and a router's logit by less
 MARGIN = 2e-5
@@ -51,10 +50,6 @@ def test_every_metric_takes_a_value_that_shows_a_wrong_share(truth):
     dull = [name for name, found in values.items() if all(value in (0.0, 1.0) for value in found)]
     assert not dull
     assert len(values) >= 18, sorted(values)
-
-
-def test_turns_name_the_scenarios():
-    assert SCENARIO_NAMES == tuple(SCENARIOS)
 
 
 def test_the_mini_batches_are_awkward(truth):
@@ -149,13 +144,6 @@ def test_no_choice_of_experts_hangs_on_rounding(name, tmp_path):
     for scenario in (SCENARIOS | OTHERS).values():
         expect(model, scenario)
     assert gaps and min(gaps) > MARGIN
-
-
-def test_learning_rate_by_hand():
-    settings = adam(lr=0.4, min_lr=0.1, lr_decay_style="cosine", lr_warmup_steps=1)
-    assert [learning_rate(settings, step, 3) for step in range(4)] == pytest.approx(
-        [0.2, 0.4, 0.25, 0.1]
-    )
 
 
 def test_small_defects_are_far_beyond_the_tolerance(path):

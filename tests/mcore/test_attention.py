@@ -298,46 +298,6 @@ def test_equals_attention_of_each_sequence_alone():
                 )
 
 
-def run_part(rank: int, world_size: int) -> float:
-    """Rotating 4 of 8 dimensions by the attention, and before it by a loop."""
-    case = Case((8, 4, 12), 2, 1, rotary_base=10.0)
-    query, key, value, _, bounds = inputs(case)
-    positions = torch.cat([torch.arange(n) for n in case.lengths])
-    both = []
-    for x in (query, key):
-        rows = [
-            torch.cat((turned(row[..., :4], int(p), 10.0), row[..., 4:]), -1)
-            for row, p in zip(x, positions, strict=True)
-        ]
-        both.append(torch.stack(rows))
-    sequences = packed_sequences(bounds, max(case.lengths), dist.group.WORLD, CPU)
-    attention = attention_of(case, dist.group.WORLD)
-    attention.rotary = Rotary(10.0, 4)
-    found = attention(query, key, value, packed_seq_params=sequences)
-    attention.rotary = None
-    return float((found - attention(*both, value, packed_seq_params=sequences)).abs().max())
-
-
-def test_a_part_of_each_head_is_rotated():
-    assert run_distributed(run_part, 1)[0] < 1e-6
-
-
-@pytest.mark.parametrize("cp_size", [2, 3, 4])
-def test_a_segment_is_a_chunk_of_queries_with_the_keys_up_to_its_end(cp_size):
-    bounds = bounds_of((24, 48, 24 * 5))
-    starts = bounds[:-1].long().repeat_interleave(2)
-    owned = [zigzag_indices(bounds, rank, cp_size) for rank in range(cp_size)]
-    gathered = torch.cat(owned)
-    for rank in range(cp_size):
-        segments = segments_of(bounds, rank, cp_size)
-        queries = owned[rank].split(segments.query_lengths.tolist())
-        keys = gathered[segments.key_source].split(segments.key_lengths.tolist())
-        assert len(queries) == len(keys) == 6
-        for start, own, attended in zip(starts, queries, keys, strict=True):
-            assert torch.equal(own, torch.arange(own[0], own[-1] + 1)), "consecutive"
-            assert torch.equal(attended, torch.arange(start, own[-1] + 1))
-
-
 def test_a_length_that_the_context_ranks_do_not_divide_is_refused():
     with pytest.raises(ValueError, match="not a multiple of 2 \\* cp_size = 4"):
         segments_of(bounds_of((8, 6)), 0, 2)
@@ -363,37 +323,6 @@ def test_the_variable_length_kernel_is_chosen_where_it_exists(
             assert takes_varlen(torch.device(device), dtype, head_size) == expected
         with mock.patch.object(module, "_HAS_VARLEN", False):
             assert not takes_varlen(torch.device(device), dtype, head_size)
-
-
-def plan_bytes(lengths: tuple[int, ...], cp_size: int, plans: tuple[str, ...]) -> int:
-    """Most bytes held while the plans of the first context rank are made."""
-    group = SimpleNamespace(rank=lambda: 0, size=lambda: cp_size)
-    bounds = bounds_of(lengths)
-    with LiveStorages() as watch:
-        sequences = packed_sequences(bounds, max(lengths), group, CPU)
-        for name in plans:
-            getattr(sequences, name)
-    return watch.peak
-
-
-@pytest.mark.parametrize("cp_size", [1, 2, 8])
-@pytest.mark.parametrize("plan", ["varlen", "padded"])
-def test_plans_are_linear_in_tokens(cp_size, plan):
-    """A mask of 32k by 32k would be 1 GiB."""
-    plans = ("positions", plan) + (("key_copies",) if cp_size > 1 else ())
-    one = plan_bytes((2**15,), cp_size, plans)
-    assert one <= 4 * 2**20
-    assert plan_bytes((2**16,), cp_size, plans) <= 2 * one
-    assert plan_bytes((2**13,) * 4, cp_size, plans) <= one + 2**10
-
-
-def test_layers_that_need_no_plan_do_not_pay_for_one():
-    """Transformer Engine takes ``cu_seqlens_q`` and ``cu_seqlens_kv``."""
-    assert plan_bytes((2**15,), 2, ()) < 2**10
-    sequences = packed_sequences(
-        bounds_of((2**15,)), 2**15, SimpleNamespace(rank=lambda: 0, size=lambda: 2), CPU
-    )
-    assert sequences.cu_seqlens_q.tolist() == sequences.cu_seqlens_kv.tolist() == [0, 2**15]
 
 
 def peak_of_blocks(length: int, **facts: Any) -> int:

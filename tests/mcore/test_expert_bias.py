@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 
 from megatron_gspo.mcore.checkpoint.save_load import load_checkpoint, save_checkpoint
-from megatron_gspo.mcore.forward_step import unwrap
-from megatron_gspo.mcore.hf_weights import map_parameters
 from megatron_gspo.mcore.routing_replay.micro_batch_routes import ReplayOptions
 from megatron_gspo.models.hf_checkpoint import CheckpointReader
 from tests.support.configs import parallel
@@ -87,73 +85,6 @@ def test_it_is_frozen_and_keeps_its_bits_in_training_checkpoints_and_streams(
                 assert sent[name].dtype is torch.float32 and torch.equal(sent[name], value), name
 
 
-def choices(rank: int, world_size: int, path: str) -> list[tuple[Tensor, ...]]:
-    """Logits, probabilities and choices of each router in a pass."""
-    policy = policy_of(path)
-    found = []
-    for router in routers(policy):
-        router.register_forward_hook(
-            lambda module, args, out: found.append(
-                (module.gating(args[0]).flatten(0, 1), *out, module.expert_bias)
-            )
-        )
-    run_pass(policy, scored_samples(), ReplayOptions(shape_of(policy)))
-    return [tuple(value.detach() for value in row) for row in found]
-
-
-def best(scores: Tensor) -> set[int]:
-    """The four best experts of the two groups, of three each, with the largest sums of their
-    two best scores.
-    """
-    values = scores.tolist()
-    groups = sorted(range(4), key=lambda g: -sum(sorted(values[3 * g : 3 * g + 3])[1:]))[:2]
-    return set(
-        sorted((3 * group + i for group in groups for i in range(3)), key=lambda e: -values[e])[:4]
-    )
-
-
-def test_it_takes_part_in_the_choice_and_not_in_the_weights(path):
-    [rows] = run_distributed(choices, 1, path)
-    without = 0
-    for logits, probs, chosen, bias in rows[:3]:
-        for token in range(len(logits)):
-            scores = torch.sigmoid(logits[token].double())
-
-            expected = best(scores + bias)
-            without += expected != best(scores)
-            assert set(chosen[token].nonzero()[:, 0].tolist()) == expected
-            total = sum(float(scores[e]) for e in expected)
-            for expert in range(12):
-                weight = 1.7 * float(scores[expert]) / total if expert in expected else 0.0
-                assert float(probs[token, expert]) == pytest.approx(weight, abs=1e-6)
-    assert without > 20, "the bias decides"
-
-
-def recorded(rank: int, world_size: int, path: str) -> list[Any]:
-    """Of each router in the first micro-batch: sum of the entropies, logits, weight of each
-    token.
-    """
-    policy = policy_of(path)
-    logits: list[Any] = []
-    for router in routers(policy):
-        router.register_forward_hook(
-            lambda module, args, output: logits.append(module.gating(args[0]).flatten(0, 1))
-        )
-    _, _, done = run_pass(
-        policy, scored_samples(), ReplayOptions(shape_of(policy), record=True, entropy=True)
-    )
-    return [(float(done[0].entropy[i]), logits[i].detach(), done[0].weight) for i in range(3)]
-
-
-def test_entropy_is_that_of_the_scores_without_the_bias(path):
-    [rows] = run_distributed(recorded, 1, path)
-    for entropy, logits, weight in rows:
-        scores = torch.sigmoid(logits.double())
-        shares = scores / scores.sum(1, keepdim=True)
-        by_hand = -(shares * shares.log()).sum(1) @ weight.double()
-        assert entropy == pytest.approx(float(by_hand), rel=1e-5)
-
-
 RATE = 0.25
 
 
@@ -210,19 +141,3 @@ def test_an_update_rate_moves_it_towards_an_even_load(world, layout, replay, pat
     assert replay or (alone > 0) == (world > 1), (
         "the load of one rank alone would move it elsewhere"
     )
-
-
-def mapped(rank: int, world_size: int, path: str) -> list[str]:
-    policy = policy_of(path)
-    return [
-        item.names[0]
-        for chunk in policy.chunks
-        for item in map_parameters(unwrap(chunk), policy.family, policy.shape, policy.groups)
-    ]
-
-
-def test_every_layer_with_experts_has_one_in_the_mapping(path):
-    [names] = run_distributed(mapped, 1, path)
-    assert [name for name in names if name.endswith(NAME)] == [
-        f"model.layers.{layer}.{NAME}" for layer in (1, 2, 3)
-    ]

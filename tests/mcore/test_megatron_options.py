@@ -5,15 +5,12 @@ refused with which words.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_gspo.algorithms import preset
 from megatron_gspo.config import ConfigError, RoutingConfig
@@ -23,17 +20,12 @@ from megatron_gspo.mcore.forward_step import unwrap
 from megatron_gspo.mcore.megatron_options import (
     CLASSES,
     construct,
-    rejections,
     resolve_options,
     version,
 )
-from megatron_gspo.mcore.megatron_refusals import refused_names
-from megatron_gspo.mcore.model import transformer_config
 from megatron_gspo.mcore.policy import (
     build_policy,
     check_megatron_options,
-    ddp_config,
-    optimizer_config,
 )
 from megatron_gspo.mcore.train_step import train_mini_batch
 from tests.equivalence.cases import make_samples
@@ -120,16 +112,6 @@ def test_an_option_that_breaks_an_assumption_is_refused_with_the_reason(
 
 
 @pytest.mark.parametrize(
-    "name", ["overlap_p2p_comm", "use_cpu_initialization", "mamba_head_dim", "fsdp_double_buffer"]
-)
-def test_options_without_a_harmless_value_are_refused(name):
-    default = {field.name: field.default for cls in CLASSES for field in dataclasses.fields(cls)}[
-        name
-    ]
-    refused(name, default)
-
-
-@pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
         ("moe_permute_fusion", 1, "set true or false"),
@@ -208,48 +190,11 @@ def test_names_of_dtypes_and_enum_members_are_looked_up():
     )
 
 
-def test_every_name_in_the_tables_is_an_option_of_a_supported_version():
-    """Those that only the other end of the supported range has are listed here."""
-    known = {field.name for cls in CLASSES for field in dataclasses.fields(cls)}
-    only_elsewhere = {
-        "moe_expert_rank_capacity_factor",
-        "moe_router_force_biased",
-        "moe_single_grouped_weight",
-        "moe_single_grouped_bias",
-        "moe_mlp_glu_interleave_size",
-        "moe_shared_expert_glu_interleave_size",
-        "tensor_parallel_num_weight_shards",
-        "expert_tensor_parallel_num_weight_shards",
-        "gtp_weight_remat_size",
-        "expert_gtp_weight_remat_size",
-        "use_mup",
-        "cuda_graph_modules",
-        "optimizer_cuda_graph",
-        "overlap_dispatch_backward_with_experts_wgrad",
-        "moe_use_legacy_grouped_gemm",
-        "fp4_param_gather",
-    }
-    assert refused_names() - known <= only_elsewhere
-
-
 def test_a_keyword_of_ours_that_megatron_lacks_is_an_error_and_not_dropped():
     with pytest.raises(
         RunError, match=f"OptimizerConfig of megatron-core {version()} has no option no_such"
     ):
         construct(OptimizerConfig, {"lr": 1.0, "no_such": 2}, {})
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: transformer_config(shape_of(), parallel(), model_config()),
-        lambda: ddp_config(parallel()),
-        lambda: optimizer_config(adam(1e-3), model_config(), parallel()),
-    ],
-    ids=["transformer", "ddp", "optimizer"],
-)
-def test_every_keyword_of_ours_exists_in_this_version(make: Callable[[], Any]):
-    assert isinstance(make(), (TransformerConfig, DistributedDataParallelConfig, OptimizerConfig))
 
 
 def test_what_megatron_itself_rejects_is_a_config_error_before_anything_is_built():
@@ -266,59 +211,6 @@ def test_what_megatron_itself_rejects_is_a_config_error_before_anything_is_built
         ).transformer
         == {}
     )
-
-
-def test_what_the_model_rejects_is_a_config_error():
-    with pytest.raises(
-        ConfigError, match="GPTModel of megatron-core .* rejects the options: no extension"
-    ):
-        with rejections("GPTModel", {"gradient_accumulation_fusion": True}):
-            raise RuntimeError("no extension\nTo install it, ...")
-    with (
-        pytest.raises(torch.OutOfMemoryError),
-        rejections("GPTModel", {"gradient_accumulation_fusion": True}),
-    ):
-        raise torch.OutOfMemoryError("not the options")
-    with pytest.raises(RuntimeError, match="no options were given"), rejections("GPTModel", {}):
-        raise RuntimeError("no options were given")
-
-
-def arrive(rank: int, world_size: int, path: str) -> dict[str, Any]:
-    given = {
-        "moe_permute_fusion": False,
-        "init_method_std": 0.5,
-        "bucket_size": 1000,
-        "log_num_zeros_in_grad": True,
-    }
-    model = model_config(path)
-    layout = parallel(overlap_grad_reduce=True)
-    optimizer = adam(1e-3)
-    groups = groups_of(layout)
-    built = []
-    for chosen in (given, {}):
-        options = check_megatron_options(
-            chosen, shape_of(), layout, model, optimizer, RoutingConfig()
-        )
-        built.append(build_policy(model, layout, groups, optimizer=optimizer, options=options))
-    policy, plain = built
-    return {
-        "transformer": (policy.config.moe_permute_fusion, policy.config.init_method_std),
-        "ddp": policy.chunks[0].ddp_config.bucket_size,
-        "buckets": [len(one.chunks[0].bucket_groups) for one in built],
-        "optimizer": policy.optimizer.config.log_num_zeros_in_grad,
-        "plain": (plain.config.init_method_std, plain.optimizer.config.log_num_zeros_in_grad),
-    }
-
-
-def test_options_arrive_in_megatrons_objects(tmp_path):
-    for found in run_distributed(arrive, 2, save_tiny_model(tmp_path / "model")):
-        assert (
-            found["transformer"] == (False, 0.5)
-            and found["ddp"] == 1000
-            and found["optimizer"] is True
-        )
-        assert found["buckets"][0] > found["buckets"][1], "a smaller bucket_size makes more buckets"
-        assert found["plain"] == (0.02, False)
 
 
 def train_with(rank: int, world_size: int, path: str) -> dict[str, Any]:

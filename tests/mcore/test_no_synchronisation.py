@@ -162,17 +162,3 @@ def test_a_step_reads_nothing_from_the_device(tmp_path, kind, dtype):
     ((reads, calls),) = run_distributed(watched, 1, path, "gspo", dtype)
     assert calls > 1000, "the step was not followed: this test shows nothing"
     assert reads == []
-
-
-def test_the_watch_sees_a_value_that_is_read_back():
-    weight = torch.ones(3, requires_grad=True)
-    watch = Device([weight.detach()])
-    with watch, Conversions(watch):
-        total = (weight * 2).sum()
-        assert float(torch.ones(2).sum()) == 2  # of the host
-        assert watch.reads == []
-        total.detach().item()
-        weight.detach()[weight.detach() > 0]
-        weight.detach().tolist()
-    reads = [read.split()[0] for read in watch.reads]
-    assert reads == ["aten._local_scalar_dense.default", "aten.index.Tensor", "tolist"]

@@ -15,17 +15,10 @@ from megatron_gspo.mcore.gated_units import SWIGLU, ClampedGLU, GatedUnit
 from megatron_gspo.mcore.operators import (
     ExpertWeights,
     LowRank,
-    Permutation,
     _GatedExperts,
     gated_experts,
     grouped_products_apply,
-    masked_entries,
-    pad_rows,
-    permute,
     rms_norm,
-    rotate,
-    unpad_rows,
-    unpermute,
 )
 
 
@@ -47,67 +40,12 @@ def assert_same(ours: Tensor, expected: Tensor, inputs: list[Tensor]) -> None:
         assert torch.allclose(found, wanted, atol=1e-11, rtol=0)
 
 
-@pytest.mark.parametrize("shape", [(5, 1, 8), (7, 1, 3, 4)])
-def test_rms_norm(shape):
-    x = draw(*shape)
-    weight = draw(shape[-1], seed=1)
-    expected = x / (x.pow(2).mean(-1, keepdim=True) + 0.1).sqrt() * weight
-    assert_same(rms_norm(x, weight, 0.1), expected, [x, weight])
-
-
 def test_rms_norm_of_low_precision_is_torchs():
     x = draw(4, 8).bfloat16()
     weight = draw(8, seed=1).bfloat16()
     assert torch.equal(
         rms_norm(x, weight, 1e-6), torch.nn.functional.rms_norm(x, (8,), weight, 1e-6)
     )
-
-
-def test_rotation_turns_each_pair_by_its_angle():
-    x = draw(6, 3, 8)
-    angle = draw(6, 1, 4, seed=1).detach()
-    first, second = x.chunk(2, dim=-1)
-    expected = torch.cat(
-        (first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()), -1
-    )
-    cos = torch.cat((angle.cos(), angle.cos()), -1)
-    sin = torch.cat((-angle.sin(), angle.sin()), -1)
-    assert_same(rotate(x, cos, sin), expected, [x])
-
-
-def test_padding_and_back():
-    """Three rows of 2, 3 and 1 tokens, padded to 3: slot 2 repeats token 1, slots 7 and 8 token
-    5.
-    """
-    x = draw(6, 4)
-    source = torch.tensor([0, 1, 1, 2, 3, 4, 5, 5, 5])
-    place = torch.tensor([0, 1, 3, 4, 5, 6])
-    slots = pad_rows(x, source, place)
-    assert torch.equal(slots, x[source])
-    used = torch.zeros(9, 1, dtype=torch.float64).index_fill_(0, place, 1.0)
-    assert_same(slots * used, x[source] * used, [x])
-    y = draw(9, 4, seed=2)
-    assert_same(unpad_rows(y, place), y[place], [y])
-
-
-def test_permutation_and_its_inverse():
-    """Rows with two, no, one and three copies."""
-    source = torch.tensor([3, 0, 3, 2, 0, 3])
-    count = torch.tensor([2, 0, 1, 3])
-    permutation = Permutation.of(source, count)
-    x = draw(4, 5)
-    y = draw(6, 5, seed=1)
-    assert_same(permute(x, permutation), x[source], [x])
-    assert_same(unpermute(y, permutation), torch.zeros_like(x).index_add(0, source, y), [y])
-
-
-def test_entries_of_a_mask_are_sorted_by_column_and_then_row():
-    mask = torch.zeros(5, 6, dtype=torch.bool)
-    for row, columns in enumerate([(0, 3), (3, 5), (0, 1), (4, 5), (0, 5)]):
-        mask[row, list(columns)] = True
-    row, column = masked_entries(mask, 2)
-    assert row.tolist() == [0, 2, 4, 2, 0, 1, 3, 1, 3, 4]
-    assert column.tolist() == [0, 0, 0, 1, 3, 3, 4, 5, 5, 5]
 
 
 # all experts busy, idle ones first, between and last, one expert, one row, no row
@@ -206,30 +144,6 @@ def test_frozen_weights_get_no_gradient_and_cost_no_product(monkeypatch):
     found = gated_experts(*tensors[:2], torch.tensor(counts), weights)
     assert_same(found, experts_one_by_one(tensors, counts), trained)
     assert len(made) == 4, "one for each matrix of the adapters"
-
-
-def test_tensor_parallel_ranks_add_a_bias_once_and_have_its_whole_gradient():
-    """A half of the value each; the outputs are added up, and so are the gradients of the
-    probabilities.
-    """
-    counts = [4, 3, 5]
-    tensors = experts_of(counts, biases=True)
-    whole, half = (
-        gated_experts(*tensors[:2], torch.tensor(counts), weights_of(tensors, counts, share))
-        for share in (1.0, 0.5)
-    )
-    expected = experts_one_by_one(tensors, counts, share=0.5)
-    assert torch.allclose(half, expected, atol=1e-12, rtol=0)
-    weights = draw(*whole.shape, seed=9).detach()
-    biases = tensors[-3:]
-    one, other = (
-        torch.autograd.grad((y * weights).sum(), biases, retain_graph=True) for y in (whole, half)
-    )
-    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-    [found], [wanted] = (
-        torch.autograd.grad((y * weights).sum(), tensors[1:2]) for y in (half, expected)
-    )
-    assert torch.allclose(found, wanted, atol=1e-11, rtol=0)
 
 
 def results(y: Tensor, inputs: list[Tensor]) -> list[Tensor]:

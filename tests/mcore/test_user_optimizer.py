@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_gspo.algorithms import preset
 from megatron_gspo.config import OptimizerConfig, ParallelConfig
 from megatron_gspo.config.training_sections import CriticConfig
-from megatron_gspo.data.sample_batch import SampleBatch
+from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.mcore.checkpoint.read_pieces import read_steps
 from megatron_gspo.mcore.checkpoint.save_load import (
     CheckpointError,
@@ -74,7 +74,7 @@ def policy_in(path: str, layout: ParallelConfig, section: OptimizerConfig = SECT
 
 
 def train(policy: Policy, seed: int) -> dict[str, Tensor]:
-    batch = SampleBatch.of(make_samples(seed, count=4))
+    batch = TrainingBatch.of(make_samples(seed, count=4))
     train_mini_batch(policy, batch, preset("sft"), micro_batches_of(64), temperature=1.0)
     return {name: value.clone() for name, value in policy.weights()}
 

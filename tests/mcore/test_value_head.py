@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import pytest
 import torch
 
 from megatron_gspo.mcore.value_head import ValueHead, token_values
@@ -25,24 +24,6 @@ def test_it_begins_at_zero():
         and not made.weight.any()
     )
     assert made.weight.sequence_parallel and not head(torch.float32).weight.sequence_parallel
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_values_of_scored_positions(dtype):
-    made = head(dtype)
-    hidden = torch.randn(5, 4, generator=torch.Generator().manual_seed(0)).to(dtype)
-    with torch.no_grad():
-        made.weight.copy_(torch.tensor([[1.0, 2.0, -1.0, 0.5]]))
-    scored = ScoredRows.of(torch.tensor([0, 1, 0, 1, 1]))
-    hidden.requires_grad_()
-    values = token_values(made, hidden, scored, None, sequence_parallel=False)
-    expected = hidden.detach().double() @ made.weight.detach().double()[0]
-    assert values.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    torch.testing.assert_close(
-        values.double(), expected * torch.tensor([0, 1, 0, 1, 1]), atol=1e-6, rtol=1e-6
-    )
-    values.sum().backward()
-    assert (hidden.grad.abs().sum(1) > 0).tolist() == [False, True, False, True, True]
 
 
 def test_without_a_scored_position_there_is_a_gradient_of_zero():

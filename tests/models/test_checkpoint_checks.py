@@ -62,7 +62,8 @@ def test_sizes_are_those_that_transformers_writes(kind: str, tmp_path: Path) -> 
     sizes = dict(tensor_sizes(family, shape))
     assert list(sizes) and set(sizes) == set(hugging_face_names(family, shape))
     with CheckpointReader(folder) as reader:
-        assert {name: reader.shape(name) for name in sizes} == sizes
+        stored = {name: reader.shape(name) for name in sizes if name in reader.names}
+        assert stored == sizes
         check_checkpoint(reader, family, shape)
 
 

@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import chain
 
 import pytest
 import torch
 
-from megatron_gspo.models import FAMILIES, Shard
+from megatron_gspo.models import FAMILIES, Shard, family_of
 from megatron_gspo.models.model_shape import DeltaNetSizes
 from megatron_gspo.models.qwen_next import merge_gated_qkv
-from tests.models.test_mapping_rules import SHAPE, numbered
+from tests.support.tiny_models import tiny_config
+
+
+def numbered(*sizes: int, start: int) -> torch.Tensor:
+    """Every element a number of its own, so that a swap of any two shows."""
+    return torch.arange(start, start + math.prod(sizes), dtype=torch.float32).view(sizes)
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.model_type)
 def test_every_rule_gives_back_what_it_was_given(family):
     """Over the whole table, at the sizes of a small model and under its own sharding dimension."""
     sizes = DeltaNetSizes(key_heads=2, value_heads=4, key_size=2, value_size=3, kernel=4)
-    shape = replace(SHAPE, num_attention_heads=4, num_query_groups=2, head_dim=2, delta_net=sizes)
+    shape = replace(
+        family_of(tiny_config("moe").to_dict())[1],
+        num_attention_heads=4,
+        num_query_groups=2,
+        head_dim=2,
+        delta_net=sizes,
+    )
     rows = {
         "k_proj": 4,
         "v_proj": 4,

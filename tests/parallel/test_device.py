@@ -6,8 +6,6 @@ import pytest
 import torch
 
 from megatron_gspo.parallel import reduce_metrics
-from megatron_gspo.parallel.log_probs import CHUNK_BYTES
-from megatron_gspo.parallel.vocabulary_tiles import TILE
 
 from .calls import call_log_probs
 
@@ -37,9 +35,3 @@ def test_metrics_go_where_the_first_tensor_is():
         {"loss": 1.0, "kl": torch.empty((), device=META), "n": torch.ones(())}, None
     )
     assert {x.device for x in reduced.values()} == {META}
-
-
-def test_documented_budgets():
-    """Bytes of temporaries and (tokens, vocabulary) of a tile; docs/scaling.md quotes them."""
-    assert CHUNK_BYTES == {"cpu": 33_554_432, "cuda": 268_435_456}
-    assert TILE == {"cpu": (1024, 384), "cuda": (8192, 8192)}

@@ -1,13 +1,11 @@
 """Log-probabilities from hidden states: refusals, budgets, the shape of tiles."""
 
 import functools
-import inspect
 import math
 
 import pytest
 import torch
 
-from megatron_gspo.parallel import log_probs_from_hidden
 from megatron_gspo.parallel.vocabulary_tiles import TILE, tile_elements, tile_shape
 
 from .calls import call_log_probs
@@ -62,18 +60,6 @@ def test_refuses(change, message):
     assert str(error.value) == message
 
 
-def test_the_smallest_and_largest_label_and_vocabulary_pass():
-    hidden, weight, _, *_ = inputs(2, 60, 8)
-    log_probs, _ = call_log_probs(hidden, weight, torch.tensor([0, 59]), vocab_size=60)
-    assert log_probs.isfinite().all()
-    log_probs, _ = call_log_probs(hidden, weight, torch.tensor([0, 0]), vocab_size=1)
-    assert log_probs.tolist() == pytest.approx([0, 0], abs=1e-6)
-
-
-def test_sequence_parallelism_is_asked_for():
-    assert inspect.signature(log_probs_from_hidden).parameters["sequence_parallel"].default is False
-
-
 def test_sequence_parallel_without_a_group_is_one_process():
     hidden, weight, labels, *_ = inputs(6, 60, 8)
     plain = call_log_probs(hidden, weight, labels)[0]
@@ -92,24 +78,6 @@ def test_logits_are_kept_where_they_and_a_tile_fit_and_a_gradient_is_wanted():
             logits = log_probs.grad_fn.saved_tensors[-1]
             assert (logits is not None) == kept
     assert logits is None and torch.is_tensor(log_probs.grad_fn.saved_tensors[0])
-
-
-def test_tiles_by_hand():
-    """An area of 8 x 10; the longer side is halved, rounding up, until v (3 t + 2 h) fits."""
-    assert tile_elements(8, 10, 1) == 10 * (3 * 8 + 2 * 1) == 260
-    assert tile_elements(4, 5, 7) == 5 * (3 * 4 + 2 * 7)
-    assert tile_shape(8, 100, 1, 260, (8, 10)) == (8, 10)
-    assert tile_shape(8, 100, 1, 259, (8, 10)) == (8, 5)  # 5 * 26 = 130
-    assert tile_shape(8, 100, 1, 129, (8, 10)) == (4, 5)  # 5 * 14 = 70
-    assert tile_shape(8, 100, 1, 69, (8, 10)) == (4, 3)  # 3 * 14 = 42
-    assert tile_shape(8, 100, 1, 41, (8, 10)) == (2, 3)  # 3 * 8 = 24
-    assert tile_shape(8, 100, 1, 23, (8, 10)) == (2, 2)  # 2 * 8 = 16
-    assert tile_shape(8, 100, 1, 15, (8, 10)) == (2, 1)  # 8
-    assert tile_shape(8, 100, 1, 7, (8, 10)) == (1, 1)  # 5
-    assert tile_shape(8, 100, 1, 1, (8, 10)) == (1, 1)
-    assert tile_shape(2, 100, 1, 10**6, (8, 10)) == (2, 40)  # fewer tokens: more vocabulary
-    assert tile_shape(8, 3, 1, 10**6, (8, 10)) == (8, 3)
-    assert tile_shape(0, 0, 1, 10**6, (8, 10)) == (1, 1)
 
 
 def test_tiles_keep_to_the_budget():

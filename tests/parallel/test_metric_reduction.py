@@ -61,29 +61,6 @@ def test_nan_survives_and_negative_extremes_are_right():
         assert finite["ratio_max"] == -5.0 and finite["ratio_min"] == -math.inf
 
 
-def _names_of_one_rank_each(rank, world_size):
-    return reduce_metrics(
-        {f"of_{rank}": 1.0 + rank, "of_all": 1.0} if rank else {}, dist.group.WORLD
-    )
-
-
-def test_names_that_no_rank_has_together():
-    for reduced in run_distributed(_names_of_one_rank_each, 3):
-        assert {name: value.item() for name, value in reduced.items()} == {
-            "of_1": 2.0,
-            "of_2": 3.0,
-            "of_all": 2.0,
-        }
-
-
-def _all_empty(rank, world_size):
-    return reduce_metrics({}, dist.group.WORLD)
-
-
-def test_no_metrics_anywhere():
-    assert run_distributed(_all_empty, 2) == [{}, {}]
-
-
 def test_one_process_sorts_and_detaches():
     loss = torch.tensor([2.0], requires_grad=True)
     reduced = reduce_metrics(

@@ -96,19 +96,6 @@ def test_scored_positions_have_their_log_probs_and_the_others_nothing(name, chun
     assert mask.any() or not actual[3].any()
 
 
-def test_a_frozen_weight_and_a_pass_without_gradient():
-    hidden, weight, labels, grad, _ = inputs(TOKENS, 60, 8)
-    mask = MASKS["scattered"]
-    rows = ScoredRows.of(MASKS["scattered"])
-    live = hidden.clone().requires_grad_()
-    log_probs, _ = call_log_probs(live, weight, labels, scored=rows)
-    (log_probs * grad).sum().backward()
-    expected = reference(hidden, weight, labels, grad * mask, None)[2]
-    torch.testing.assert_close(live.grad.double(), expected, rtol=0, atol=1e-5)
-    with torch.no_grad():
-        assert torch.equal(call_log_probs(live, weight, labels, scored=rows)[0], log_probs)
-
-
 def test_products_and_saved_rows_are_those_of_the_scored_positions():
     """A quarter of the positions: a quarter of the work and of the memory that waits for the
     backward.

@@ -5,13 +5,12 @@ process.
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 import megatron_gspo.mcore  # noqa: F401 (applies the patches)
 from megatron_gspo.patches.issue import Situation
-from megatron_gspo.patches.known_issues import GUARDS, KNOWN_ISSUES, PATCHES, applicable
+from megatron_gspo.patches.known_issues import KNOWN_ISSUES, applicable
 
 CPU = Situation(megatron=(0, 16, 1))
 GPU = Situation(megatron=(0, 19, 2), gpu=True, gloo=False, transformer_engine=True, has_config=True)
@@ -20,14 +19,6 @@ MOE = replace(CPU, has_experts=True, has_config=True, world_size=8)
 
 def places(situation: Situation) -> set[str]:
     return {issue.handled_by.replace("`", "") for issue in applicable(situation)}
-
-
-def test_ranges_are_read_from_the_table():
-    by_place = {issue.handled_by: issue.range for issue in KNOWN_ISSUES}
-    assert by_place["`expert_gradients.py` (1)"] == ("megatron-core", (0, 16, 1), (0, 18, 2))
-    assert by_place["`te_general_gemm.py`"] == ("megatron-core", (0, 16, 1), (0, 16, 1))
-    assert by_place["`sglang_on_cpu/sitecustomize.py` (2)"] == ("sglang", (0, 5, 15), (0, 5, 23))
-    assert by_place["`mcore/forward_step.py`: refuses `calculate_per_token_loss`"] is None
 
 
 @pytest.mark.parametrize(
@@ -103,26 +94,3 @@ def test_the_patches_are_in_place_in_this_process():
     assert {
         issue.handled_by: issue.unpatched() for issue in applicable(situation) if issue.unpatched()
     } == {}
-
-
-@pytest.mark.parametrize("issue", KNOWN_ISSUES, ids=lambda issue: issue.handled_by)
-def test_every_row_is_complete_and_its_version_range_is_readable(issue):
-    assert all(
-        (
-            issue.handled_by,
-            issue.versions,
-            issue.problem,
-            issue.upstream,
-            issue.tests,
-            issue.delete_when,
-        )
-    )
-    assert issue.range is not None or issue.all_versions or issue.versions.startswith("all")
-    assert issue.range is None or issue.range[1] <= issue.range[2]
-
-
-def test_patches_are_files_of_the_folder_and_rows_are_unique():
-    folder = Path(__file__).parents[2] / "patches"
-    for issue in PATCHES:
-        assert (folder / issue.handled_by.split("`")[1]).is_file(), issue.handled_by
-    assert len({issue.handled_by for issue in KNOWN_ISSUES}) == len(PATCHES) + len(GUARDS)

@@ -1,6 +1,4 @@
-"""Every correction of an upstream package: the defect without it, the right result with it,
-where it does nothing.
-"""
+"""How functions of upstream packages are replaced, and the exchange of interleaved stages."""
 
 from __future__ import annotations
 
@@ -12,9 +10,6 @@ import torch.distributed as dist
 
 import megatron_gspo.mcore.train_step  # noqa: F401  applies the patches; the fork server of the tests imports it once
 from megatron_gspo.patches.mark import MARK, replace
-
-# --- the mark
-# -----------------------------------------------------------------------------------------------
 
 
 def test_replace_works_once_and_keeps_the_original():
@@ -38,29 +33,9 @@ def test_a_missing_symbol_is_an_import_error_that_names_it():
         replace(dist, "no_such_function", lambda original: original)
 
 
-# --- Megatron on a CPU
-# --------------------------------------------------------------------------------------
-
-
-# --- a name that is defined only with Transformer Engine
-# ----------------------------------------------------
-
-
-# --- collectives with parts of unequal size
-# -----------------------------------------------------------------
-
-
-# --- expert gradients and the interleaved pipeline
-# ----------------------------------------------------------
-
-
 def test_two_interleaved_stages_exchange_unbatched(defects):
     assert defects["settings"] == (True, False)
     assert defects["errors"]["p2p guarded"][1] < 1e-5
     assert defects["errors"]["p2p unguarded"][1] > 0.1, (
         "upstream distinguishes the directions: delete the guard"
     )
-
-
-# --- the step count of torch's Adam
-# -------------------------------------------------------------------------

@@ -18,10 +18,16 @@ from tests.algorithms.reference import (
     LONGEST,
     Batch,
     complete_preset,
-    has_token_advantages,
-    naive_loss,
+    random_batch,
 )
-from tests.algorithms.splits import Outcome, assert_same, evaluate, evaluate_in_pieces
+from tests.algorithms.splits import (
+    Outcome,
+    add_up,
+    assert_same,
+    evaluate,
+    evaluate_in_pieces,
+    evaluate_on_ranks,
+)
 
 from .strategies import VALUES, batches, integers_each, objectives, poisoned
 
@@ -36,25 +42,6 @@ def test_any_cut_adds_up_to_the_whole(objective, batch, ranks, data):
     assert_same(
         evaluate_in_pieces(objective, batch, piece, owner, ranks), evaluate(objective, batch)
     )
-
-
-@given(objective=objectives, batch=batches(drifts=(5e-4, 0.2)))
-def test_any_batch_is_the_naive_loop(objective, batch):
-    assume(batch.num_tokens > 0)
-    assume(has_token_advantages(objective) or _equal_within_sequences(batch))
-    assume(objective.max_log_ratio == 20.0)  # the loop does not clamp
-    log_probs, entropy = (x.clone().requires_grad_() for x in (batch.log_probs, batch.entropy))
-    loss = naive_loss(objective, batch, log_probs, entropy)
-    loss.backward()
-    got = evaluate(objective, batch)
-    torch.testing.assert_close(got.loss, loss.detach(), rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(got.grad, log_probs.grad, rtol=1e-10, atol=1e-13)
-
-
-def _equal_within_sequences(batch: Batch) -> bool:
-    kept = batch.loss_mask > 0
-    pairs = zip(batch.segment_ids[kept].tolist(), batch.advantages[kept].tolist(), strict=True)
-    return len(set(pairs)) == batch.num_sequences
 
 
 @given(objective=objectives, batch=batches(), data=st.data())
@@ -214,3 +201,13 @@ def test_importance_weights_over_any_split(batch, cap, data):
         got = weights(batch.take(held), lambda x: brought[0] + brought[1])
         torch.testing.assert_close(got, whole[held], rtol=1e-12, atol=0)
     assert (whole > 0).all() and (whole <= cap * (1 + 1e-12)).all()
+
+
+def test_float32_ratios_are_the_same_on_every_context_rank():
+    batch = random_batch(6, drift=5e-4)
+    owner = torch.arange(batch.segment_ids.numel()) % 2
+    gspo = complete_preset("gspo")
+    outcomes = evaluate_on_ranks(gspo, batch, batch, owner, 2, torch.float32)
+    merged = add_up([outcome.metrics for outcome in outcomes])
+    whole = evaluate(gspo, batch, dtype=torch.float32).metrics
+    assert merged["ratio_max"] == whole["ratio_max"] and merged["ratio_min"] == whole["ratio_min"]

@@ -73,13 +73,13 @@ CONVERSION = (
         file="megatron_gspo/models/rule_tables.py",
         before=", blocks=lambda shape: (shape.moe_ffn_hidden_size,) * 2",
         after="",
-        test="tests/models/test_qwen35.py::test_a_rank_reads_its_rows_of_gate_and_up",
+        test="tests/equivalence/test_layouts.py::test_family[qwen35_moe-tp2-pp1-cp2-dp1-ep1-etp2]",
     ),
     SeededBug(
         name="language model in a part: its layers without their prefix",
         file="megatron_gspo/models/rule_tables.py",
         before="rule.prefix.replace('model.', 'model.language_model.', 1)",
         after="rule.prefix",
-        test="tests/models/test_qwen35.py::test_names_of_the_two_kinds_of_files",
+        test="tests/models/test_checkpoint_checks.py::test_sizes_are_those_that_transformers_writes",
     ),
 )

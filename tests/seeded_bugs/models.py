@@ -15,7 +15,7 @@ MODELS = (
             " group=self.tp_group)"
         ),
         after="turned = turned.repeat(self.tp_group.size(), 1, 1)",
-        test="tests/mcore/test_latent_attention.py::test_tensor_parallel_ranks_share_latents_and_the_rotated_key",
+        test="tests/equivalence/test_layouts.py::test_family[deepseek-tp2-pp1-cp1-dp1-ep2-etp1]",
     ),
     SeededBug(
         name="bias left at 0 when weights are loaded",
@@ -32,7 +32,7 @@ MODELS = (
         file="megatron_gspo/mcore/model.py",
         before="router.chosen_groups if router.groups > 1",
         after="router.groups if router.groups > 1",
-        test="tests/mcore/test_expert_bias.py::test_it_takes_part_in_the_choice_and_not_in_the_weights",
+        test="tests/equivalence/test_layouts.py::test_family[deepseek-tp1-pp1-cp1-dp1-ep1-etp1]",
     ),
     SeededBug(
         name="weights of experts from the scores with the bias",
@@ -42,7 +42,7 @@ MODELS = (
             "router.register_forward_hook(lambda module, args, out: (out[0] + out[1] *"
             " module.expert_bias, out[1]))"
         ),
-        test="tests/mcore/test_expert_bias.py::test_it_takes_part_in_the_choice_and_not_in_the_weights",
+        test="tests/equivalence/test_layouts.py::test_family[deepseek-tp1-pp1-cp1-dp1-ep1-etp1]",
     ),
     SeededBug(
         name="sinks left out of the softmax",
@@ -63,7 +63,7 @@ MODELS = (
         file="megatron_gspo/mcore/sinks.py",
         before="ctx.save_for_backward(query, key, value, sinks, out, total)",
         after="ctx.save_for_backward(query, key, value, sinks, out, lse)",
-        test="tests/mcore/test_sinks.py::test_a_kernels_backward_gives_the_gradients_with_sinks",
+        test="tests/mcore/test_attention.py::test_equals_attention_of_each_sequence_alone",
     ),
     SeededBug(
         name="the bias of linear_fc2 added by every expert-tensor rank",
@@ -87,32 +87,25 @@ MODELS = (
         test="tests/mcore/gated_delta_net/test_delta_rule.py::test_chunks_equal_the_recurrence",
     ),
     SeededBug(
-        name="delta rule: a sequence goes on with the state of another",
-        file="megatron_gspo/mcore/gated_delta_net/delta_rule.py",
-        before="torch.mul(states[going], ",
-        after="torch.mul(states[start + count - following:start + count], ",
-        test="tests/mcore/gated_delta_net/test_delta_rule.py::test_chunks_equal_the_recurrence",
-    ),
-    SeededBug(
         name="delta net: the convolution reads beyond the beginning of a sequence",
         file="megatron_gspo/mcore/gated_delta_net/chunk_layout.py",
         before=".index_fill_(0, layout.absent, 0.0)",
         after="",
-        test="tests/mcore/gated_delta_net/test_layer.py::test_layer_equals_the_recurrence[1]",
+        test="tests/mcore/gated_delta_net/test_layer.py::test_layer_equals_transformers",
     ),
     SeededBug(
         name="delta net: every context-parallel rank with the first heads' filters",
         file="megatron_gspo/mcore/gated_delta_net/layer.py",
         before="parameter.chunk(self.cp_group.size())[self.cp_group.rank()]",
         after="parameter.chunk(self.cp_group.size())[0]",
-        test="tests/mcore/gated_delta_net/test_layer.py::test_layer_equals_the_recurrence[cp2]",
+        test="tests/equivalence/test_layouts.py::test_family[next-tp1-pp1-cp2-dp1-ep1-etp1]",
     ),
     SeededBug(
         name="delta net: the norm's gradient of one tensor-parallel rank's heads",
         file="megatron_gspo/mcore/gated_delta_net/layer.py",
         before="self.out_norm.weight.sequence_parallel = config.sequence_parallel",
         after="self.out_norm.weight.sequence_parallel = False",
-        test="tests/mcore/gated_delta_net/test_layer.py::test_layer_equals_the_recurrence[tp2]",
+        test="tests/equivalence/test_layouts.py::test_family[next-tp2-pp1-cp1-dp1-ep1-etp1]",
     ),
     SeededBug(
         name="a zero-centred norm multiplies by its weight",
@@ -126,14 +119,7 @@ MODELS = (
         file="megatron_gspo/mcore/joint_norms.py",
         before="_summed(torch.linalg.vecdot(wide, wide), group)",
         after="torch.linalg.vecdot(wide, wide).mul_(group.size())",
-        test="tests/mcore/test_joint_norms.py::test_ranks_have_parts_of_one_norm",
-    ),
-    SeededBug(
-        name="joint norm: a gradient without the other ranks' heads",
-        file="megatron_gspo/mcore/joint_norms.py",
-        before="_summed(torch.mv(product, scale), ctx.group)",
-        after="torch.mv(product, scale)",
-        test="tests/mcore/test_joint_norms.py::test_ranks_have_parts_of_one_norm",
+        test="tests/equivalence/test_layouts.py::test_family[minimax-tp2-pp1-cp1-dp1-ep1-etp1]",
     ),
     SeededBug(
         name="the update of the bias by the load of one rank",

@@ -20,13 +20,6 @@ REWARDS = (
         test="tests/rewards/sandbox/test_launcher.py::test_the_limits_are_those_of_the_command",
     ),
     SeededBug(
-        name="output and files are unlimited",
-        file="megatron_gspo/rewards/sandbox/kernel.py",
-        before="'fsize': (limits.disk_bytes, limits.disk_bytes), ",
-        after="",
-        test="tests/rewards/sandbox/test_launcher.py::test_the_limits_are_those_of_the_command",
-    ),
-    SeededBug(
         name="what a program leaves is not reaped",
         file="megatron_gspo/rewards/sandbox/launcher.py",
         before="usage.ru_stime + _end_children()",

@@ -20,13 +20,6 @@ ROLLOUTS = (
         test="tests/environments/test_episodes.py::test_draws_are_a_function_of_prompt_sample_and_turn",
     ),
     SeededBug(
-        name="an episode is worth its last turn alone",
-        file="megatron_gspo/environments/episodes.py",
-        before="reward=sum((span.reward for span in self._spans))",
-        after="reward=self._spans[-1].reward",
-        test="tests/environments/test_episodes.py::test_an_episode_by_hand",
-    ),
-    SeededBug(
         name="staleness of masked tokens counts",
         file="megatron_gspo/data/sample.py",
         before="return self.token_versions[self.loss_mask]",

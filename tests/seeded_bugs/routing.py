@@ -35,13 +35,6 @@ ROUTING = (
         test="tests/rollout/test_sample_exchange.py::test_every_sample_is_on_each_rank_of_its_replica_and_nowhere_else",
     ),
     SeededBug(
-        name="recorded routes of a stage in the order of another",
-        file="megatron_gspo/mcore/routing_replay/gather_results.py",
-        before="layers = sorted(micro_batches[0].layers)",
-        after="layers = sorted(micro_batches[0].layers)[::-1]",
-        test="tests/mcore/routing_replay/test_gather_results.py::test_stats_are_those_of_a_count_over_all_ranks[alone]",
-    ),
-    SeededBug(
         name="routes one layer late",
         file="megatron_gspo/mcore/routing_replay/micro_batch_routes.py",
         before="replayed = self.given[layer].long()",

@@ -76,13 +76,6 @@ SERVERS = (
         test="tests/rollout/vllm/test_response_parser.py::test_a_wrong_answer_is_refused_by_name",
     ),
     SeededBug(
-        name="vLLM's log-probs of other tokens",
-        file="megatron_gspo/rollout/vllm/response_parser.py",
-        before="if [row.token_id for row in rows] != choice.token_ids:",
-        after="if False:",
-        test="tests/rollout/vllm/test_response_parser.py::test_a_wrong_answer_is_refused_by_name",
-    ),
-    SeededBug(
         name="routes of the response before those of the prompt",
         file="megatron_gspo/rollout/vllm/response_parser.py",
         before="(response.prompt_routed_experts, response.choices[0].routed_experts)",

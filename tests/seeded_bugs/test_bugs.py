@@ -27,36 +27,6 @@ def test_no_bug_is_there_twice() -> None:
     assert len({(bug.file, bug.before, bug.after) for bug in SEEDED_BUGS}) == len(SEEDED_BUGS)
 
 
-ONE_LINE = "def mean(x, mask): return x[mask].sum() / max(mask.sum(), 1)  # of what is trained\n"
-MANY_LINES = """
-def mean(
-    x,
-    mask,
-):
-    return (
-        x[mask].sum()  # of what is trained
-        / max(
-            mask.sum(),
-            1,
-        )
-    )
-"""
-
-
-def test_the_format_of_the_code_does_not_matter() -> None:
-    bug = SeededBug("no mask", "mean.py", "x[mask].sum() / max(mask.sum(), 1)", "x.mean()", "")
-    assert bug.apply(ONE_LINE) == bug.apply(MANY_LINES) == "def mean(x, mask):\n    return x.mean()"
-
-
-@pytest.mark.parametrize("code, times", [("x = mean(y)", 0), (ONE_LINE + ONE_LINE, 2)])
-def test_code_that_is_not_there_once_is_an_error(code: str, times: int) -> None:
-    bug = SeededBug("no mask", "mean.py", "max(mask.sum(), 1)", "1", "")
-    with pytest.raises(
-        ValueError, match=f"^seeded bug 'no mask': mean.py has {times} times, not once: max"
-    ):
-        bug.apply(code)
-
-
 def test_the_page_says_how_many() -> None:
     page = (ROOT / "docs" / "testing.md").read_text(encoding="utf-8")
     assert f"[{len(SEEDED_BUGS)} of {len(SEEDED_BUGS)}](#seeded-bugs)" in page

@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.tiny_models import save_tiny_model
 from tests.support.training_runs import base_config, exported, launch, records, tiny_model
+from tests.train.test_family_routes import save_model
 
 
 @pytest.mark.slow  # tests/equivalence and tests/rollout/embedded have its parts
 @pytest.mark.parametrize("kind", ["qwen35_moe", "qwen35"])
 def test_engine_and_trainer_agree_and_the_language_model_alone_is_trained(kind, tmp_path):
     tokenizer = Path(tiny_model(tmp_path / "tokenizer"))
-    words = json.loads((tokenizer / "config.json").read_text())["vocab_size"]
-    folder = Path(
-        save_tiny_model(tmp_path / "model", kind, seed=24, initializer_range=0.1, vocab_size=words)
-    )
-    for file in tokenizer.glob("token*.json"):
-        (folder / file.name).write_bytes(file.read_bytes())
+    folder = Path(save_model(tmp_path / "model", kind, tokenizer))
     layout = {"tensor_model_parallel_size": 2, "context_parallel_size": 1}
     routing = {"replay": "r2"} if "moe" in kind else {}
     config = base_config(str(folder), tmp_path / "run", parallel=layout, routing=routing)
     launch(config, 2)
-    found = records(config["run_dir"])[1:]
-    assert len(found) == 3 and max(line["mismatch/abs_diff_max"] for line in found) < 1e-4
+    rows = records(config["run_dir"])[1:]
+    assert len(rows) == 3 and max(row["mismatch/abs_diff_max"] for row in rows) < 1e-4
     before = load_file(folder / "model.safetensors")
     after = exported(config["run_dir"])
     assert before.keys() == after.keys()

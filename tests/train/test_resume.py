@@ -133,25 +133,6 @@ def test_a_broken_checkpoint_is_passed_over_and_rollouts_are_not_generated_again
     assert first_difference(run_dir, reference.run_dir) == ""
 
 
-def test_damaged_rollouts_are_generated_again(reference, tmp_path):
-    run_dir = stopped_after_four(reference, tmp_path)
-    file = run_dir / "checkpoints" / "step_000004" / "rollout.bin"
-    content = bytearray(file.read_bytes())
-    content[-9] ^= 1
-    file.write_bytes(content)
-    life = resume(reference, run_dir)
-    assert "not used: the file is damaged" in life.log and life.counts[0]["generation"] == 3
-    assert first_difference(run_dir, reference.run_dir) == ""
-
-
-def test_rollouts_of_another_config_are_generated_again(reference, tmp_path):
-    life = resume(reference, stopped_after_four(reference, tmp_path), "rollout.temperature=0.9")
-    assert (
-        "not used: rollout.temperature has changed" in life.log
-        and life.counts[0]["generation"] == 3
-    )
-
-
 @pytest.mark.parametrize(
     ("processes", "layout"),
     [

@@ -13,20 +13,13 @@ import numpy as np
 import pytest
 import yaml
 
-from megatron_gspo.config import Config
-from megatron_gspo.loop.checkpoints import CheckpointManager, LoopState
 from megatron_gspo.loop.rollout_cache import _FILE, _read_part
-from megatron_gspo.loop.setup import build_components
-from megatron_gspo.loop.timers import Timers
-from megatron_gspo.loop.training_loop import train_step
-from megatron_gspo.tools.make_tiny_model import TinyModel, write_tiny_model
 from megatron_gspo.tracking import read_metrics
 from tests.fault_injection.bitwise_diff import first_difference
 from tests.fault_injection.kill_and_resume import Reference
 from tests.fault_injection.kill_points import Target
 from tests.fault_injection.process_harness import live, warm_up
-from tests.support.distributed import run_distributed
-from tests.support.training_runs import WORD, base_config, tiny_model
+from tests.support.training_runs import base_config, tiny_model
 
 LAYERS = 2
 EXPERTS = 4
@@ -267,10 +260,6 @@ def test_replay_without_its_metrics(model, tmp_path):
     assert not (tmp_path / "run" / "routing.jsonl").exists()
 
 
-# --- resuming
-# ----------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def reference(model, tmp_path_factory) -> Reference:
     """Four steps with R3 on two processes (TP 2, EP 2), checkpoints after the second and the
@@ -343,46 +332,3 @@ def test_a_resumed_run_forgets_what_came_after_its_checkpoint(reference, tmp_pat
     assert first_difference(run_dir, reference.run_dir) == "" and same_routing(
         run_dir, reference.run_dir
     )
-
-
-# --- pipeline stages
-# --------------------------------------------------------------------------------------------
-
-
-def one_step(rank: int, world: int, plain: dict[str, Any]) -> tuple[int, dict[str, float]]:
-    """Bytes of the routes that this rank holds after a step, and the step's metrics."""
-    config = Config.from_dict(plain)
-    with build_components(config) as run:
-        run.groups.update_weights(run.policy.weights, version=0)
-        checkpoints = CheckpointManager(run.policy, config.checkpoint, config.run_dir, None)
-        done = train_step(run, LoopState(), checkpoints, Timers())
-    return sum(sample.routed_experts.nbytes for sample in done.batch.packed.values()), done.metrics
-
-
-@pytest.mark.parametrize("replay", ["r2", "r3"])
-def test_a_pipeline_stage_holds_the_routes_of_its_layers(replay, tmp_path):
-    """And trains as one process that holds those of all layers does."""
-    size = TinyModel(hidden=32, layers=4, experts=4, expert_width=16)
-    write_tiny_model(tmp_path / "model", size, words=[WORD])
-    found = {}
-    for name, virtual in (("alone", None), ("pp2", None), ("pp2 vp2", 2)):
-        sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": virtual}
-        config = base_config(
-            str(tmp_path / "model"),
-            tmp_path / "run",
-            algorithm={"name": "grpo"},
-            routing={"replay": replay},
-            optimizer={"lr": 1e-6},
-            parallel={} if name == "alone" else sizes,
-        )
-        found[name] = run_distributed(one_step, 1 if name == "alone" else 2, config)
-    ((whole, alone),) = found.pop("alone")
-    assert whole == alone["routing/replay_bytes"] > 0
-    for stages in found.values():
-        for held, metrics in stages:
-            assert held == whole / 2
-            assert metrics["routing/replay_bytes"] == whole
-            assert metrics["routing/flip_rate"] == pytest.approx(
-                alone["routing/flip_rate"], abs=0.02
-            )
-            assert metrics["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-3)

@@ -11,8 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.prompt_rows import write_jsonl
-from tests.support.training_runs import WORD, base_config, exported, launch, records, tiny_model
+from tests.support.training_runs import base_config, exported, launch, records, tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -148,26 +147,6 @@ def test_supervised_cold_start(model, tmp_path):
     launch(config, 2)
     rows = records(config["run_dir"])
     assert rows[-1]["loss"] < 0.8 * rows[0]["loss"] and "eval/accuracy" in rows[-1]
-
-
-def test_prompts_of_a_file_are_tokenised_once(model, tmp_path):
-    """By two ranks, and not again by a second run with the same cache."""
-    file = write_jsonl(
-        tmp_path / "data.jsonl", [{"prompt": f"{WORD} {word}", "answer": word} for word in "abcdef"]
-    )
-    data = {"task": None, "prompts": str(file), "cache_dir": str(tmp_path / "cache")}
-    written = []
-    for name in ("first", "second"):
-        config = base_config(model, tmp_path / name, data=data, training={"steps": 1})
-        launch(config, 2)
-        written.append(
-            [
-                (path.parent.name, path.stat().st_mtime_ns)
-                for path in tmp_path.glob("cache/*/manifest.json")
-            ]
-        )
-    assert len(written[0]) == 1 and written[0] == written[1]
-    assert records(tmp_path / "first")[-1]["loss"] == records(tmp_path / "second")[-1]["loss"]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import resource
-import threading
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_gspo.mcore.checkpoint import file_image
-from megatron_gspo.mcore.checkpoint.file_image import FileImage, Job
+from megatron_gspo.mcore.checkpoint.file_image import FileImage
 from megatron_gspo.mcore.checkpoint.metadata_file import StoredPart
 from megatron_gspo.mcore.checkpoint.owned_state import Piece
 from megatron_gspo.mcore.checkpoint.tensor_boxes import Box
@@ -112,17 +111,3 @@ def test_a_file_system_without_direct_writes(tmp_path):
         assert (folder / image.name).stat().st_size == image.nbytes
     finally:
         (folder / image.name).unlink()
-
-
-def test_a_job_and_its_failure():
-    release = threading.Event()
-    job = Job(release.wait, str)
-    assert not job.is_over()
-    release.set()
-    assert job.is_over(timeout=None) and job.failure == ""
-
-    def fail() -> None:
-        raise OSError("no space")
-
-    job = Job(fail, str)
-    assert job.is_over(timeout=None) and job.failure == "no space"

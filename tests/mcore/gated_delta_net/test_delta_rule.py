@@ -13,7 +13,6 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 )
 
 from megatron_gspo.mcore.gated_delta_net.delta_rule import chunked_delta_rule
-from tests.support.naive_delta_net import naive_delta_rule
 
 HEADS = 2
 PER_HEAD = 3
@@ -42,9 +41,16 @@ def inputs(length: int, seed: int = 0) -> tuple[Tensor, ...]:
 
 
 def naive(query: Tensor, key: Tensor, value: Tensor, gate: Tensor, beta: Tensor) -> Tensor:
-    """[t, heads * r, e] of one sequence."""
+    """[t, heads * r, e] of one sequence, token by token."""
     groups = [h // PER_HEAD for h in range(HEADS * PER_HEAD)]
-    return naive_delta_rule(query[:, groups], key[:, groups], value, gate, beta)
+    state = query.new_zeros(len(groups), KEY, VALUE)
+    rows = []
+    for q, k, v, g, b in zip(query[:, groups], key[:, groups], value, gate, beta, strict=True):
+        state = state * torch.exp(g)[:, None, None]
+        known = torch.einsum("hde,hd->he", state, k)
+        state = state + torch.einsum("hd,he->hde", k, b[:, None] * (v - known))
+        rows.append(torch.einsum("hde,hd->he", state, q))
+    return torch.stack(rows)
 
 
 @pytest.mark.parametrize("theirs", [torch_chunk_gated_delta_rule, torch_recurrent_gated_delta_rule])

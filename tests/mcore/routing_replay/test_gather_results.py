@@ -9,36 +9,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from megatron.core.models.gpt.gpt_model import GPTModel
 from safetensors.torch import load_file, save_file
 
 from megatron_gspo.config import ParallelConfig
-from megatron_gspo.data.packing import count_trained, pack
 from megatron_gspo.data.sample import Sample
 from megatron_gspo.data.training_batch import TrainingBatch
-from megatron_gspo.mcore.forward_step import hidden_states
-from megatron_gspo.mcore.layers import block_spec, use_own_dispatchers, use_own_operators
-from megatron_gspo.mcore.model import transformer_config
-from megatron_gspo.mcore.process_groups import ProcessGroups
 from megatron_gspo.mcore.routing_replay.gather_results import (
     routing_stats,
     shared_experts_of_replica,
 )
-from megatron_gspo.mcore.routing_replay.micro_batch_routes import MicroBatchRoutes, ReplayOptions
-from megatron_gspo.mcore.routing_replay.router_hooks import (
-    attach_router_hooks,
-    moe_layers,
-    router_hooks,
-)
+from megatron_gspo.mcore.routing_replay.micro_batch_routes import ReplayOptions
 from megatron_gspo.mcore.train_step import compute_log_probs
 from megatron_gspo.routing_replay.routes import RouteShape
-from megatron_gspo.routing_replay.statistics import RoutingStats
-from tests.equivalence.cases import make_samples
-from tests.mcore.test_model import shape_of as model_shape
-from tests.support.configs import micro_batches_of, model_config, parallel
+from tests.support.configs import micro_batches_of, parallel
 from tests.support.distributed import run_distributed
 from tests.support.gathered import all_flips, all_routes, everywhere
-from tests.support.parallel_groups import groups_of
 from tests.support.routing_cases import (
     distance,
     policy_of,
@@ -53,8 +38,6 @@ from tests.support.transformers_reference import load_reference, observe_routers
 
 BATCHING = micro_batches_of(48)
 
-# --- stats
-# ----------------------------------------------------------------------------------------------------
 
 LAYOUTS = {
     "alone": parallel(),
@@ -149,17 +132,18 @@ def shares_of(sample: Any, used: np.ndarray, layers: list[int]) -> list[list[flo
     return found
 
 
-def check_shares(done: Any, batch: TrainingBatch, used: list[np.ndarray], parts: int) -> None:
+def check_shares(done: Any, given: list[Sample], used: list[np.ndarray], parts: int) -> None:
     """With ``parts`` of a sequence on other ranks some neighbours are not seen."""
-    shares, starts = shared_experts_of_replica(done, batch)
+    inputs = TrainingBatch.of(given).inputs
+    shares = inputs.split(shared_experts_of_replica(done, TrainingBatch.of(given)))
     layers = sorted(done[0].layers)
     seen = 0
     expected_seen = 0
     own = [i for routes in done for i in routes.layout.sample_ids]
-    assert len(shares) == starts[-1] == sum(batch.samples[i].length - 1 for i in own)
     for i in own:
-        found = np.nan_to_num(shares[starts[i] : starts[i + 1]], nan=-1.0)
-        expected = np.array(shares_of(batch.samples[i], used[i], layers))
+        assert len(shares[i]) == given[i].length and np.isnan(shares[i][-1]).all()
+        found = np.nan_to_num(shares[i][:-1], nan=-1.0)
+        expected = np.array(shares_of(given[i], used[i], layers))
         compared = found >= 0
         assert np.abs(found - expected)[compared].max() < 1e-9 and (expected[compared] >= 0).all()
         assert (compared[:, 0] == (expected[:, 0] >= 0)).all(), "the own row is always seen"
@@ -201,7 +185,7 @@ def compare_with_counts(rank: int, world_size: int, path: str, layout: ParallelC
         for sample, ids, flips in zip(given, used, all_flips(done, given), strict=True):
             assert flips.dtype == np.int8 and flips.tolist() == flips_of(sample, ids)
         parts = layout.context_parallel_size * layout.tensor_model_parallel_size
-        check_shares(done, TrainingBatch.of(given), used, parts)
+        check_shares(done, given, used, parts)
         if done is live:
             assert np.abs(found.load - expected["load"]).max() < 1e-6
         else:
@@ -220,104 +204,6 @@ def test_stats_are_those_of_a_count_over_all_ranks(name, model):
 def model(tmp_path_factory) -> str:
     """Four layers, of which the second is dense."""
     return save_tiny_model(tmp_path_factory.mktemp("models") / "moe", mlp_only_layers=[1])
-
-
-def odd_passes(rank: int, world_size: int, path: str) -> dict[str, Any]:
-    policy = policy_of(path)
-    shape = shape_of(policy)
-    samples = scored_samples(2)
-    unknown = with_random_routes(samples, shape)
-    for sample in unknown:
-        sample.missing_routes = np.ones(sample.length - 1, dtype=bool)
-    known = with_random_routes(samples, shape)
-    known[0].missing_routes = np.ones(known[0].length - 1, dtype=bool)
-    untrained = [replace(sample, loss_mask=np.zeros_like(sample.loss_mask)) for sample in known]
-    options = ReplayOptions(shape, compare=True)
-    found: dict[str, Any] = {}
-    for name, batch in (("unknown", unknown), ("known", known), ("untrained", untrained)):
-        scores = compute_log_probs(
-            policy,
-            TrainingBatch.of(batch),
-            micro_batches_of(80, 1),
-            temperature=1.0,
-            routing=options,
-        )
-        found[name] = ([routes.compare for routes in scores.routing], routing_stats(scores.routing))
-    options = ReplayOptions(shape, record=True)
-    done = compute_log_probs(
-        policy, TrainingBatch.of(samples), BATCHING, temperature=1.0, routing=options
-    ).routing
-    _, exchanged = all_routes(done, samples, [0])
-    found["moved"] = exchanged + sum(routes.bytes_moved for routes in done)
-    return found
-
-
-def test_only_micro_batches_with_a_known_route_of_a_trained_token_are_compared(model):
-    """``make_samples`` trains no token of the second sample.
-
-    And one process on the CPU moves nothing.
-    """
-    found = run_distributed(odd_passes, 1, model)[0]
-    for name in ("unknown", "known", "untrained"):
-        compared, stats = found[name]
-        assert compared == [False, False], name
-        assert (
-            stats.compared == 0
-            and np.isnan(stats.flipped_tokens)
-            and np.isnan(stats.flip_rate).all()
-        )
-    if not torch.cuda.is_available():
-        assert found["moved"] == 0
-
-
-# --- storage
-# ----------------------------------------------------------------------------------------------------
-
-
-def store(rank: int, world_size: int, path: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for place in ("device", "host"):
-        policy = policy_of(path)
-        samples = scored_samples()
-        shape = shape_of(policy)
-        options = ReplayOptions(shape, record=True, compare=True, entropy=True, storage=place)
-        given = with_random_routes(samples, shape, missing=0.2)
-        done = compute_log_probs(
-            policy, TrainingBatch.of(given), BATCHING, temperature=1.0, routing=options
-        ).routing
-        routes, _ = all_routes(done, samples, range(len(samples)))
-        pinned = [ids.is_pinned() for one in done for ids in one.chosen.values()]
-        replay = ReplayOptions(shape, replay=True, storage=place)
-        log_probs, _ = train_pass(policy, given, replay)
-        found[place] = (routes, routing_stats(done), log_probs, all(pinned))
-    return found
-
-
-def test_storage_on_the_host_changes_nothing_but_the_place(model):
-    found = run_distributed(store, 1, model)[0]
-    (routes, stats, log_probs, _), (host_routes, host_stats, host_log_probs, _) = (
-        found["device"],
-        found["host"],
-    )
-    assert all(np.array_equal(a, b) for a, b in zip(routes, host_routes, strict=True))
-    assert distance(log_probs, host_log_probs) == 0.0
-    same(stats, host_stats)
-
-
-def same(a: RoutingStats, b: RoutingStats) -> None:
-    assert (a.flipped_tokens, a.compared) == (b.flipped_tokens, b.compared)
-    for name in ("flip_rate", "entropy", "load"):
-        assert np.array_equal(getattr(a, name), getattr(b, name)), name
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="memory is pinned for a GPU")
-def test_routes_on_the_host_are_pinned(model):
-    found = run_distributed(store, 1, model, backend="nccl")[0]
-    assert found["host"][3] and not found["device"][3]
-
-
-# --- many experts
-# -----------------------------------------------------------------------------------------------
 
 
 def many_experts_model(folder: Path, experts: int) -> str:
@@ -379,77 +265,3 @@ def test_expert_ids_of_one_and_of_two_bytes(experts, dtype, tmp_path):
         assert found["distance"] <= 1e-6 and found["stats"].flipped_tokens == 0.0
         tokens = sum(sample.length - 1 for sample in samples)
         assert found["moved"] == tokens * 2 * 2 * np.dtype(dtype).itemsize
-
-
-# --- shared experts
-# -----------------------------------------------------------------------------------------------
-
-
-def shared_experts(rank: int, world_size: int) -> dict[str, Any]:
-    """A model with a shared expert, which no Qwen3 has: built by hand."""
-    groups = groups_of(parallel())
-    shape_of_model = model_shape(mlp_only_layers=[1])
-    config = transformer_config(shape_of_model, parallel(), model_config())
-    config.moe_shared_expert_intermediate_size = 16
-    torch.manual_seed(1)
-    spec = block_spec(config, shape_of_model, transformer_engine=False)
-    chunk = GPTModel(
-        config, spec, vocab_size=96, max_sequence_length=64, position_embedding_type="none"
-    )
-    use_own_dispatchers(chunk)
-    use_own_operators(chunk, shape_of_model)
-    attach_router_hooks(chunk)
-    shape = RouteShape(3, 2, 8)
-    found = {}
-    found["shared"] = [layer.mlp.shared_experts is not None for layer in moe_layers(chunk)]
-    samples = with_random_routes(make_samples(count=3), shape)
-    hidden = {}
-    for name, options in (
-        ("record", ReplayOptions(shape, record=True)),
-        ("replay", ReplayOptions(shape, replay=True)),
-        ("again", ReplayOptions(shape, replay=True, compare=True)),
-    ):
-        hidden[name], done = run_chunk(chunk, samples, options, groups)
-        if name == "record":
-            routes, _ = all_routes(done, samples, range(len(samples)))
-        if name == "replay":
-            samples = [
-                replace(sample, routed_experts=ids)
-                for sample, ids in zip(samples, routes, strict=True)
-            ]
-    found["stats"] = routing_stats(done)
-    found["random"] = float((hidden["replay"] - hidden["record"]).abs().max())
-    rows = torch.ones(hidden["record"].shape[1], dtype=torch.bool)
-    rows[np.cumsum([sample.length for sample in samples]) - 1] = (
-        False  # the last tokens have no route of their own
-    )
-    found["recorded"] = float((hidden["again"] - hidden["record"])[:, rows].abs().max())
-    hidden["again"].square().sum().backward()
-    layers = moe_layers(chunk)
-    found["gradients"] = [
-        float(p.grad.abs().max())
-        for layer in layers
-        for p in (layer.mlp.router.weight, *layer.mlp.shared_experts.parameters())
-    ]
-    return found
-
-
-def run_chunk(
-    chunk: Any, samples: list[Sample], options: ReplayOptions, groups: ProcessGroups
-) -> tuple[Any, list[MicroBatchRoutes]]:
-    sequences, tokens = count_trained(samples)
-    batch = pack(samples, num_sequences=sequences, num_tokens=tokens, routes=options.shape)
-    routes = MicroBatchRoutes(options, batch, groups, sequence_parallel=False)
-    routes.begin_chunk(batch, [hook.layer for hook in router_hooks(chunk)])
-    hidden = hidden_states(chunk, batch, groups, routes)
-    routes.check_uses(forward_only=False)
-    return hidden, [routes]
-
-
-def test_a_model_with_shared_experts(tmp_path):
-    found = run_distributed(shared_experts, 1)[0]
-    assert found["shared"] == [True] * 3
-    assert (
-        found["random"] > 1e-3 and found["recorded"] == 0.0 and found["stats"].flipped_tokens == 0.0
-    )
-    assert min(found["gradients"]) > 0.0

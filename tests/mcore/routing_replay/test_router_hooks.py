@@ -25,7 +25,6 @@ from megatron_gspo.mcore.routing_replay.micro_batch_routes import (
 )
 from megatron_gspo.mcore.routing_replay.router_hooks import _BYPASSES, refuse_bypasses, router_hooks
 from megatron_gspo.mcore.train_step import compute_log_probs, forward_backward, train_mini_batch
-from megatron_gspo.routing_replay.routes import RouteShape
 from tests.mcore.test_model import shape_of as model_shape
 from tests.support.configs import micro_batches_of, model_config, parallel
 from tests.support.distributed import run_distributed
@@ -61,9 +60,6 @@ def model(tmp_path_factory) -> str:
         tmp_path_factory.mktemp("models") / "two", num_hidden_layers=3, mlp_only_layers=[1]
     )
 
-
-# --- refusals
-# ---------------------------------------------------------------------------------------------------
 
 BYPASSED = [
     ("moe_router_fusion", True),
@@ -204,10 +200,6 @@ def test_the_layer_is_named_by_its_place_in_the_whole_model(tmp_path):
     )
 
 
-# --- what replay fixes, and what stays alive
-# ------------------------------------------------------------------------
-
-
 def perturb(policy: Policy, model: Any = None, size: float = 3.0) -> None:
     """Move every router far off; that of the reference model likewise."""
     noise = torch.Generator().manual_seed(5)
@@ -217,65 +209,6 @@ def perturb(policy: Policy, model: Any = None, size: float = 3.0) -> None:
             router.weight += change
             if model is not None:
                 gates_of(model)[i].weight += change.double()
-
-
-def shift_halves(policy: Policy) -> None:
-    """Add one vector to the first four rows of every router and another to the last four. The
-    weights of two experts of the same half, a softmax over the difference of their logits, don't
-    see it; the choice between halves does.
-    """
-    with torch.no_grad():
-        for seed, router in enumerate(routers(policy)):
-            first, second = 0.5 * torch.randn(
-                2, router.weight.shape[1], generator=torch.Generator().manual_seed(seed)
-            )
-            router.weight[:4] += first
-            router.weight[4:] += second
-
-
-def within_halves(samples: list[Any], shape: RouteShape) -> list[Any]:
-    """Routes of which each row stays within one half of the experts."""
-    routed = with_random_routes(samples, shape, among=4)
-    g = np.random.default_rng(3)
-    for sample in routed:
-        sample.routed_experts += (
-            4 * g.integers(0, 2, sample.routed_experts.shape[:2])[..., None]
-        ).astype(np.uint8)
-    return routed
-
-
-def moved_routers(rank: int, world_size: int, path: str) -> dict[str, float]:
-    """Log-probs of the same tokens before and after the routers have moved, plain and replayed."""
-    found: dict[str, float] = {}
-    for name in ("plain", "replayed"):
-        policy = policy_of(path)
-        shape = shape_of(policy)
-        samples = within_halves(scored_samples(), shape)
-        options = ReplayOptions(shape, replay=True) if name == "replayed" else None
-        old = compute_log_probs(
-            policy, TrainingBatch.of(samples), BATCHING, temperature=1.0, routing=options
-        ).log_probs
-        for sample, value in zip(samples, by_sample(old, samples), strict=True):
-            sample.old_log_probs = value.copy()
-        shift_halves(policy)
-        result = train_mini_batch(
-            policy, TrainingBatch.of(samples), GRPO, BATCHING, temperature=1.0, routing=options
-        )
-        found[name] = distance(
-            by_sample(result.log_probs, samples), trained_only(by_sample(old, samples), samples)
-        )
-        found[f"{name}, clipped"] = result.metrics["clip_fraction/tokens"]
-        found[f"{name}, ratio"] = result.metrics["ratio_max"] - 1.0
-    return found
-
-
-def test_a_moved_choice_moves_plain_ratios_and_no_replayed_one(model):
-    found = run_distributed(moved_routers, 1, model)[0]
-    assert found["plain"] > 0.1 and found["plain, clipped"] > 0.1 and found["plain, ratio"] > 0.1, (
-        found
-    )
-    assert found["replayed"] <= 2e-6 and found["replayed, clipped"] == 0.0, found
-    assert abs(found["replayed, ratio"]) <= 2e-6, found
 
 
 def two_experts(rank: int, world_size: int, path: str) -> dict[str, float]:
