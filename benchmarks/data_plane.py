@@ -451,21 +451,19 @@ def _groups(tensor: int) -> Any:
     """This rank's groups: tensor-parallel ranks are neighbours. A collective of the world."""
     import torch.distributed as dist
 
-    one = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
+    ranks = range(dist.get_world_size())
+    alone, _ = dist.new_subgroups_by_enumeration([[rank] for rank in ranks])
     if tensor == 1:
         return SimpleNamespace(
-            tp=one, cp=one, pp=one, dp=dist.group.WORLD, is_last_stage=True, shared=()
+            tp=alone, cp=alone, pp=alone, dp=dist.group.WORLD, is_last_stage=True
         )
-    ranks = range(dist.get_world_size())
     tp, _ = dist.new_subgroups_by_enumeration(
         [list(ranks[start : start + tensor]) for start in ranks[::tensor]]
     )
     dp, _ = dist.new_subgroups_by_enumeration(
         [list(ranks[first::tensor]) for first in range(tensor)]
     )
-    return SimpleNamespace(
-        tp=tp, cp=one, pp=one, dp=dp, is_last_stage=True, shared=(None, None, tp)
-    )
+    return SimpleNamespace(tp=tp, cp=alone, pp=alone, dp=dp, is_last_stage=True)
 
 
 class _Host:
@@ -572,7 +570,7 @@ class _Host:
             plan = plan_step(
                 batch.lengths, replica_homes(batch, self.groups.dp), self.config, rules, 0
             )
-            return plan, move_samples(batch, plan.replica, self.groups.dp, self.groups.shared)
+            return plan, move_samples(batch, plan.replica, self.groups)
 
     def prepare(self, batch: Any, plan: Any) -> Any:
         """The passes before the updates, masks, advantages."""

@@ -141,9 +141,7 @@ def _first_responses(run: Components) -> tuple[TrainingBatch, MicroBatchPlan]:
     run.groups.pause(keep=False)
     rules = packing_rules(config.training, run.policy.config, groups)
     replica = np.arange(count, dtype=np.int32) % rules.replicas
-    batch = move_samples(
-        responses, replica, groups.dp, (groups.pp, groups.cp, groups.tp), run.policy.routes
-    )
+    batch = move_samples(responses, replica, groups, routes=run.policy.routes)
     return batch, plan_micro_batches(batch.lengths, rules, replica)
 
 

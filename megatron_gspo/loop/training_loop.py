@@ -176,9 +176,7 @@ def train_step(
     )
     routing.check_rollout_routes(rollout.batch)
     with timers("exchange"):
-        batch = move_samples(
-            rollout.batch, plan.replica, groups.dp, (groups.pp, groups.cp, groups.tp), routing.shape
-        )
+        batch = move_samples(rollout.batch, plan.replica, groups, routes=routing.shape)
     batch, score_metrics = with_log_probs(
         batch, run.policy, run.reference, config, plan, routing, timers
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import MutableMapping, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 import torch.distributed as dist
@@ -118,23 +119,41 @@ def replica_homes(batch: SampleBatch, dp: dist.ProcessGroup) -> np.ndarray | Non
     return sum_over_ranks(replicas, batch.group)[batch.table["holder"]]
 
 
+class ReplicaGroups(Protocol):
+    """Process groups of a rank: `dp`, its counterparts in the other replicas, and those of its own
+    replica, whose product it is."""
+
+    @property
+    def dp(self) -> dist.ProcessGroup: ...
+
+    @property
+    def pp(self) -> dist.ProcessGroup: ...
+
+    @property
+    def cp(self) -> dist.ProcessGroup: ...
+
+    @property
+    def tp(self) -> dist.ProcessGroup: ...
+
+
 def move_samples(
     batch: SampleBatch,
     replica: np.ndarray,
-    dp: dist.ProcessGroup,
-    shared: Sequence[dist.ProcessGroup],
+    groups: ReplicaGroups,
+    *,
     routes: RouteShape | None = None,
 ) -> TrainingBatch:
     """Each sample to the replica that trains it, into the columns of its last pipeline stage, and
-    what they read of it into those of the other stages; the batch's `group` is dp.
+    what they read of it into those of the other stages; the batch's `group` is `groups.dp`.
 
-    replica: [N] rank in `dp`, the group of this rank's counterparts in the replicas. shared: groups
-    whose product is a replica, the pipeline first: its first rank receives the samples and passes
+    replica: [N] rank in `groups.dp`. The first rank of a replica receives the samples and passes
     them on. routes: the layers whose routes this rank keeps; None, on every rank: all. Samples go
     in rounds of `BUCKET_BYTES`, from the ranks of `batch.group` that hold them, and `batch.held` is
     emptied as they leave. What its replica's first rank holds is not sent between replicas, nor is
     a round in which nothing moves. A collective of the world.
     """
+    dp = groups.dp
+    shared = (groups.pp, groups.cp, groups.tp)
     table = batch.table.copy()
     me = group_rank(dp)
     table["holder"] = replica

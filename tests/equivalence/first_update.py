@@ -84,7 +84,7 @@ def _planned(
     groups = policy.groups
     rules = packing_rules(config.training, policy.config, groups)
     plan = plan_step(batch.lengths, None, config, rules, 0)
-    return plan, move_samples(batch, plan.replica, groups.dp, ())
+    return plan, move_samples(batch, plan.replica, groups)
 
 
 @contextmanager

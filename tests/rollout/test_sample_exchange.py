@@ -1,6 +1,7 @@
 """Generation of a share on each rank, and samples from there to the replicas that train them."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -168,7 +169,10 @@ def moved(rank, world, layout, stages):
     whole = SampleBatch.of(everything)  # every rank holds all
     assert replica_homes(whole, groups["dp"]) is None
     there = move_samples(
-        whole, replica, groups["dp"], (groups["pp"],), shape_of(stages[dist.get_rank(groups["pp"])])
+        whole,
+        replica,
+        SimpleNamespace(**groups),
+        routes=shape_of(stages[dist.get_rank(groups["pp"])]),
     )
     check_held(there, everything, stages[dist.get_rank(groups["pp"])])
     return held
@@ -219,14 +223,13 @@ def move(rank, groups, everything, replica, holders, layers, sends=True):
     """
     mine = [i for i in range(len(everything)) if holders[i % len(holders)] == rank]
     batch = SampleBatch.gathered([everything[i] for i in mine], mine, dist.group.WORLD)
-    shared = groups["pp"], groups["cp"], groups["tp"]
     replica_of_rank = torch.zeros(dist.get_world_size(), dtype=torch.int64)
     replica_of_rank[rank] = dist.get_rank(groups["dp"])
     dist.all_reduce(replica_of_rank)
     homes = [int(replica_of_rank[holders[i % len(holders)]]) for i in range(len(everything))]
     assert replica_homes(batch, groups["dp"]).tolist() == homes
     so_far = collectives_so_far()
-    there = move_samples(batch, replica, groups["dp"], shared, shape_of(layers))
+    there = move_samples(batch, replica, SimpleNamespace(**groups), routes=shape_of(layers))
     assert sends or collectives_so_far() == so_far + 2, (
         "the ranks learn sizes and first ranks; what stays is not sent"
     )
@@ -272,7 +275,9 @@ def test_every_sample_is_on_each_rank_of_its_replica_and_nowhere_else(layout, st
 def stage_bytes(rank: int, world: int) -> int:
     """Bytes that a stage of a pipeline of three holds of 5 prompt and 900 response tokens with
     routes of 6 layers x 8, two layers a stage, and with what the loop adds to them."""
-    mesh = init_device_mesh("cpu", (3, 1), mesh_dim_names=("pp", "dp"))
+    names = ("pp", "dp", "cp", "tp")
+    mesh = init_device_mesh("cpu", (3, 1, 1, 1), mesh_dim_names=names)
+    groups = SimpleNamespace(**{name: mesh.get_group(name) for name in names})
     rng = np.random.default_rng(0)
     routes = rng.integers(0, 128, (904, 6, 8)).astype(np.uint8)
     sample = Sample(
@@ -290,9 +295,7 @@ def stage_bytes(rank: int, world: int) -> int:
         [sample] if rank == 1 else [], [0] if rank == 1 else [], dist.group.WORLD
     )
     shape = RouteShape(6, 8, 128, held=(2 * rank, 2 * rank + 1))
-    there = move_samples(
-        batch, np.zeros(1, dtype=np.int32), mesh.get_group("dp"), (mesh.get_group("pp"),), shape
-    )
+    there = move_samples(batch, np.zeros(1, dtype=np.int32), groups, routes=shape)
     there = there.with_column("old_log_probs", there.responses["rollout_log_probs"].copy())
     there = with_advantages(
         there, Config.from_dict(base_config("model", "run")).algorithm, max_response_length=900

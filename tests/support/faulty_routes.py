@@ -122,11 +122,9 @@ def outcome(run: Components, batch: SampleBatch) -> str:
         config.routing, policy.routes, True, trainer_noise(config, None, 0), same_routers(config)
     )
     routing.check_rollout_routes(batch)
-    batch = move_samples(
-        batch, plan.replica, groups.dp, (groups.pp, groups.cp, groups.tp), routing.shape
-    )
+    moved = move_samples(batch, plan.replica, groups, routes=routing.shape)
     try:
-        with_log_probs(batch, policy, None, config, plan, routing, Timers())
+        with_log_probs(moved, policy, None, config, plan, routing, Timers())
     except RouteError as error:
         return str(error)
     return ""
