@@ -113,14 +113,6 @@ def save_then_resume(
         )
         for other in others
     ]
-    fresh = policy_in(path, layout, distributed_optimizer=distributed_optimizer)
-    load_checkpoint(fresh, found["at"])
-    without = policy_in(path, layout, distributed_optimizer=distributed_optimizer)
-    with torch.no_grad():
-        for ours, theirs in zip(without.chunks, fresh.chunks, strict=True):
-            ours.load_state_dict(theirs.state_dict())
-    without.optimizer.reload_model_params()
-    found["without optimizer state"] = train_step(without, seed=1)[0]
     return found if rank == 0 else {}
 
 
@@ -161,8 +153,6 @@ def test_resumes_exactly_and_in_other_layouts(path, tmp_path, layout):
     check_exact(found, found["in place"])
     for resumed in found["others"]:
         check_same_training(found, resumed)
-    # the Adam state matters here: the same weights with a fresh one take a different step
-    assert mean_difference(found["without optimizer state"], found["next"][0]) > 1e-4
     if layout == parallel(tensor=2):
         check_same_training(found, run_distributed(resume_alone, 1, path, found["at"])[0])
 

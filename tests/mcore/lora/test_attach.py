@@ -16,7 +16,6 @@ from megatron_gspo.config import LoRAConfig, ParallelConfig
 from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.mcore.checkpoint.checkpoint_files import CheckpointError
 from megatron_gspo.mcore.checkpoint.save_load import load_checkpoint, save_checkpoint
-from megatron_gspo.mcore.forward_step import unwrap
 from megatron_gspo.mcore.lora.attach import adapters_of
 from megatron_gspo.mcore.policy import Policy, TrainedParts, build_policy
 from megatron_gspo.mcore.policy_tensors import gradients
@@ -157,24 +156,3 @@ def test_other_checkpoints_are_refused(ranks):
     for found in ranks:
         assert "set model.path back" in found["other base"] and "checksum" in found["other base"]
         assert "holds adapters, the run trains whole weights" in found["whole weights"]
-
-
-def strides(rank: int, world_size: int, path: str) -> list[tuple[int, ...]]:
-    """Of the gradients [t, 1, h] of what attention adds to the hidden states."""
-    policy = policy_in(path, parallel(), KINDS["each"])
-    found = []
-    for layer in unwrap(policy.chunks[0]).decoder.layers:
-        layer.self_attention.linear_proj.register_forward_hook(
-            lambda module, inputs, output: (
-                output[0].register_hook(lambda grad: found.append(grad.stride())) and None
-            )
-        )
-    step(policy, 0)
-    return found
-
-
-def test_no_product_with_a_frozen_weight_is_token_by_token(tmp_path):
-    """As torch multiplies where a dimension of 1 has an unusual stride."""
-    path = save_tiny_model(tmp_path / "model", num_hidden_layers=2, hidden_size=48)
-    (found,) = run_distributed(strides, 1, path)
-    assert len(found) == 2 and set(found) == {(48, 48, 1)}
