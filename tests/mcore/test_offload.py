@@ -76,7 +76,7 @@ def train_both(
 ) -> dict[str, Any]:
     """Three updates, with all released before each, and without; and what is held in between."""
     model = model_config(path, dtype=dtype)
-    found = {}
+    runs = {}
     for name in ("plain", "offloaded"):
         policy = build_policy(model, layout, groups_of(layout), optimizer=adam(lr=1e-2))
         before = kinds(policy.memory)
@@ -102,7 +102,7 @@ def train_both(
         if name == "offloaded":
             policy.memory.release()
         streamed = {key: weight.clone() for key, weight in policy.weights()}
-        found[name] = {
+        runs[name] = {
             "results": results,
             "state": state_of(policy),
             "before": before,
@@ -110,7 +110,7 @@ def train_both(
             "after": kinds(policy.memory),
             "streamed": streamed,
         }
-    return found
+    return runs
 
 
 LAYOUTS = {
@@ -138,11 +138,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_training_is_the_same_bits_and_nothing_is_held_in_between(model: str, layout: str) -> None:
-    for found in run_distributed(train_both, 2, model, *LAYOUTS[layout]):
-        plain = found["plain"]
-        offloaded = found["offloaded"]
-        for one, other in zip(plain["results"], offloaded["results"], strict=True):
-            np.testing.assert_equal(one, other)
+    for runs in run_distributed(train_both, 2, model, *LAYOUTS[layout]):
+        plain = runs["plain"]
+        offloaded = runs["offloaded"]
+        for expected, result in zip(plain["results"], offloaded["results"], strict=True):
+            np.testing.assert_equal(expected, result)
         assert len(plain["state"]) == len(offloaded["state"]) > 10
         assert all(
             torch.equal(bits(a), bits(b))
@@ -188,8 +188,8 @@ def save_while_released(rank: int, world_size: int, path: str, folder: str) -> d
 
 
 def test_a_checkpoint_takes_everything_back_first(model: str, tmp_path: Path) -> None:
-    [found] = run_distributed(save_while_released, 1, model, str(tmp_path / "checkpoints"))
-    assert found == {
+    [outcome] = run_distributed(save_while_released, 1, model, str(tmp_path / "checkpoints"))
+    assert outcome == {
         "same": True,
         "calls": ["room"] * 2,
         "frozen": {"weights": 0, "gradients": 0, "states": 0},

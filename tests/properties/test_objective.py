@@ -199,9 +199,11 @@ OF_SEQUENCES = {
 def test_corrections_of_sequences_over_any_split(name, batch, data):
     owner = torch.tensor(data.draw(integers_each(len(batch.segment_ids), 1)), dtype=torch.long)
 
-    def correct(part, sum_over_context=None):
-        segments = Segments(part.loss_mask, part.segment_ids, part.num_segments, sum_over_context)
-        return OF_SEQUENCES[name](part.log_probs, part.old_log_probs, segments)
+    def correct(tokens, sum_over_context=None):
+        segments = Segments(
+            tokens.loss_mask, tokens.segment_ids, tokens.num_segments, sum_over_context
+        )
+        return OF_SEQUENCES[name](tokens.log_probs, tokens.old_log_probs, segments)
 
     whole = correct(batch)
     brought = []
