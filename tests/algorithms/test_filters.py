@@ -65,8 +65,3 @@ def test_no_responses_at_all():
     assert (keep.dtype, keep.shape, dropped, total) == (torch.bool, (0,), 0, 0)
     assert finite_rewards([1.0, math.nan]).keep.tolist() == [True, False]  # a list will do
     assert finite_rewards(torch.zeros(0))[1:] == (0, 0)
-
-
-def test_penalty_takes_a_list_and_defaults_to_one():
-    assert overlong_penalty([5, 9, 12], max_length=10, buffer=2).tolist() == [0.0, -0.5, -1.0]
-    assert overlong_penalty([10], max_length=10, buffer=10).tolist() == [-1.0]

@@ -184,28 +184,6 @@ def test_weights_and_masks_against_a_naive_loop(level):
     assert 0.1 < left / trained < 0.9 and 0.1 < close / trained < 0.9
 
 
-def test_rejection_masks_over_context_ranks():
-    whole = sequence_rejection_mask(
-        ROLLOUT + D, ROLLOUT, Segments(MASK, IDS, 3), lower=0.907, upper=1.1
-    )
-    sums = []
-
-    def shard(positions, sum_over_context):
-        p = torch.tensor(positions)
-        segments = Segments(MASK[p], IDS[p], 3, sum_over_context)
-        return sequence_rejection_mask(
-            (ROLLOUT + D)[p], ROLLOUT[p], segments, lower=0.907, upper=1.1
-        )
-
-    halves = [0, 3, 5], [1, 2, 4]
-    for half in halves:
-        shard(half, lambda x: sums.append(x) or x)
-    for half in halves:
-        assert (
-            shard(half, lambda x: sums[0] + sums[1]).tolist() == whole[torch.tensor(half)].tolist()
-        )
-
-
 def test_a_ratio_on_a_bound_is_inside():
     d = torch.tensor([0.0, -0.1, 0.1])
     given = d, torch.zeros(3), torch.ones(3)
@@ -235,16 +213,3 @@ def test_a_divergence_on_the_threshold_is_kept():
     assert sequence_divergence_mask(
         ours, theirs, one, largest=float(k3(ours - theirs))
     ).tolist() == [True]
-
-
-def test_sequence_divergence_over_context_ranks():
-    sums = []
-    halves = torch.tensor([0, 3, 5]), torch.tensor([1, 2, 4])
-    for add in (lambda x: sums.append(x) or x, lambda x: sums[0] + sums[1]):
-        got = [
-            sequence_divergence_mask(
-                (ROLLOUT + D)[p], ROLLOUT[p], Segments(MASK[p], IDS[p], 3, add), largest=0.51
-            )
-            for p in halves
-        ]
-    assert [x.tolist() for x in got] == [[False, True, True], [False, False, False]]

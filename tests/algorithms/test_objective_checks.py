@@ -7,7 +7,7 @@ from megatron_gspo.algorithms import Objective, preset
 
 def test_the_ends_of_each_range():
     """The last value that passes, on both sides; one step further is refused."""
-    mine = dict(name="x", importance_sampling_level="token", loss_agg_mode="token-mean")
+    plain = dict(name="x", importance_sampling_level="token", loss_agg_mode="token-mean")
     passing = [
         {"epsilon_low": 1, "epsilon_high": 50.0},
         {"epsilon_low": 0.01, "epsilon_high": 0.01},
@@ -17,7 +17,7 @@ def test_the_ends_of_each_range():
         {"max_log_ratio": 1e-3},
     ]
     for fields in passing:
-        Objective(**{**mine, "epsilon_low": 0.2, "epsilon_high": 0.2, **fields})
+        Objective(**{**plain, "epsilon_low": 0.2, "epsilon_high": 0.2, **fields})
     for fields in (
         {"epsilon_low": 1.001},
         {"epsilon_low": 0.0099},
@@ -32,7 +32,7 @@ def test_the_ends_of_each_range():
         {"max_log_ratio": 0},
     ):
         with pytest.raises(ValueError):
-            Objective(**{**mine, "epsilon_low": 0.2, "epsilon_high": 0.2, **fields})
+            Objective(**{**plain, "epsilon_low": 0.2, "epsilon_high": 0.2, **fields})
     for name, fields in (
         ("cispo", {"max_weight": 1, "min_weight": 1}),
         ("cispo", {"min_weight": 0}),

@@ -4,8 +4,7 @@ import dataclasses
 
 import pytest
 
-from megatron_gspo.algorithms import PRESETS, Objective, preset
-from megatron_gspo.algorithms.presets import CORRECTIONS
+from megatron_gspo.algorithms import PRESETS, preset
 
 
 def test_published_settings():
@@ -72,34 +71,3 @@ def test_any_field_may_be_overridden_and_the_value_is_frozen():
 def test_the_scale_of_dr_grpo_is_the_callers():
     assert preset("dr_grpo").loss_scale_factor is None
     assert preset("dr_grpo", loss_scale_factor=2048).loss_scale_factor == 2048
-
-
-def test_a_preset_is_the_objective_of_its_row():
-    for name, row in PRESETS.items():
-        assert preset(name) == Objective(name=name, **row)
-
-
-def test_published_settings_of_the_correction():
-    assert CORRECTIONS == {
-        "none": {},
-        "token_tis": {"rollout_is": "token", "rollout_is_threshold": 2.0},
-        "bounded_token_tis": {
-            "rollout_is": "token",
-            "rollout_is_threshold": 2.0,
-            "rollout_is_threshold_lower": 0.5,
-        },
-        "icepop": {
-            "rollout_is": "token",
-            "rollout_is_threshold": 5.0,
-            "rollout_rs": "token",
-            "rollout_rs_threshold": 5.0,
-            "rollout_rs_threshold_lower": 0.5,
-            "rollout_rs_denominator": "all",
-        },
-        "k3_rejection_token_tis": {
-            "rollout_is": "token",
-            "rollout_is_threshold": 2.0,
-            "rollout_rs": "sequence_k3",
-            "rollout_rs_divergence": 0.001,
-        },
-    }

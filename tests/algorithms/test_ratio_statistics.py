@@ -31,10 +31,3 @@ def test_effective_sample_size():
     assert math.isnan(effective_sample_size(torch.zeros(0)))
     # 1e-30 squared is 0 in float32
     assert effective_sample_size(torch.tensor([1e-30, 3e-30])) == pytest.approx(16 / 10 / 2)
-
-
-def test_a_response_of_one_token_is_a_sequence():
-    log_probs = torch.log(torch.tensor([2.0, 4.0, 4.0]))
-    ids = torch.tensor([0, 1, 1])
-    found = ratio_quantiles(log_probs, torch.zeros(3), torch.ones(3), ids)
-    assert (found["ratio_sequence/min"], found["ratio_sequence/max"]) == pytest.approx((2, 4))

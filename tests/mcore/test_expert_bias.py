@@ -77,9 +77,9 @@ def test_it_is_frozen_and_keeps_its_bits_in_training_checkpoints_and_streams(
     assert len(expected) == 3 and {value.dtype for value in expected.values()} == {torch.float32}
     assert any(not torch.equal(value, value.bfloat16().float()) for value in expected.values())
     world = layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size
-    for found in run_distributed(train_and_send, world, path, str(tmp_path), layout):
-        assert found["moved"] > 0.5
-        for sent in found["sent"]:
+    for figures in run_distributed(train_and_send, world, path, str(tmp_path), layout):
+        assert figures["moved"] > 0.5
+        for sent in figures["sent"]:
             assert set(sent) == set(expected)
             for name, value in expected.items():
                 assert sent[name].dtype is torch.float32 and torch.equal(sent[name], value), name

@@ -30,6 +30,11 @@ def whole(policy: Policy) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in unwrap(policy.chunks[0]).parameters()])
 
 
+def step(policy: Policy, seed: int) -> None:
+    batch = TrainingBatch.of(make_samples(seed, count=6))
+    train_mini_batch(policy, batch, preset("sft"), micro_batches_of(64), temperature=1.0)
+
+
 def train_and_read(rank: int, world_size: int, path: str, folder: str) -> dict[str, Any]:
     """One step without and with overlap, then the weights in memory, in a checkpoint and in the
     stream.
@@ -37,38 +42,22 @@ def train_and_read(rank: int, world_size: int, path: str, folder: str) -> dict[s
     plain = policy_with(path, False)
     overlapped = policy_with(path, True)
     for policy in (plain, overlapped):
-        train_mini_batch(
-            policy,
-            TrainingBatch.of(make_samples(count=6)),
-            preset("sft"),
-            micro_batches_of(64),
-            temperature=1.0,
-        )
-    found: dict[str, Any] = {"stale": float((whole(overlapped) - whole(plain)).abs().max())}
+        step(policy, seed=0)
+    results: dict[str, Any] = {"stale": float((whole(overlapped) - whole(plain)).abs().max())}
     restored = policy_with(path, False)
     load_checkpoint(restored, save_checkpoint(overlapped, Path(folder), 1, {}, keep=1))
-    found["restored"] = torch.equal(whole(restored), whole(plain))
-    train_mini_batch(
-        overlapped,
-        TrainingBatch.of(make_samples(1, count=6)),
-        preset("sft"),
-        micro_batches_of(64),
-        temperature=1.0,
-    )
-    train_mini_batch(
-        plain,
-        TrainingBatch.of(make_samples(1, count=6)),
-        preset("sft"),
-        micro_batches_of(64),
-        temperature=1.0,
-    )
+    results["restored"] = torch.equal(whole(restored), whole(plain))
+    for policy in (plain, overlapped):
+        step(policy, seed=1)
     streamed = {name: weight.clone() for name, weight in overlapped.weights()}
-    found["streamed"] = all(torch.equal(weight, streamed[name]) for name, weight in plain.weights())
-    return found
+    results["streamed"] = all(
+        torch.equal(weight, streamed[name]) for name, weight in plain.weights()
+    )
+    return results
 
 
 def test_a_checkpoint_and_the_weight_stream_hold_the_new_weights_of_every_rank(tmp_path):
     path = save_tiny_model(tmp_path / "model", "dense")
-    for found in run_distributed(train_and_read, 2, path, str(tmp_path / "checkpoints")):
-        assert found["stale"] > 1e-3, "the step leaves nothing to gather: this test shows nothing"
-        assert found["restored"] and found["streamed"]
+    for results in run_distributed(train_and_read, 2, path, str(tmp_path / "checkpoints")):
+        assert results["stale"] > 1e-3, "the step leaves nothing to gather: this test shows nothing"
+        assert results["restored"] and results["streamed"]

@@ -1,5 +1,6 @@
 """What a policy holds between steps, against the model's own parameters and Adam's two moments."""
 
+import pytest
 import torch
 
 from megatron_gspo.mcore.policy import build_policy
@@ -36,12 +37,9 @@ def sizes(rank: int, world: int, path: str, dtype: str) -> dict[str, int]:
     }
 
 
-def test_float32_weights_have_a_gradient_and_two_moments(tmp_path):
-    (found,) = run_distributed(sizes, 1, save_tiny_model(tmp_path / "model"), "float32")
-    assert found["gradients"] >= found["weights"] > 10_000  # the buffers are padded
-    assert found["states"] == 2 * found["weights"]
-
-
-def test_bfloat16_weights_have_a_main_parameter_too(tmp_path):
-    (found,) = run_distributed(sizes, 1, save_tiny_model(tmp_path / "model"), "bfloat16")
-    assert found["states"] == 3 * found["weights"]
+# Adam's moments, and in bfloat16 a main parameter.
+@pytest.mark.parametrize(("dtype", "states"), [("float32", 2), ("bfloat16", 3)])
+def test_weights_have_a_gradient_and_states(tmp_path, dtype, states):
+    [counts] = run_distributed(sizes, 1, save_tiny_model(tmp_path / "model"), dtype)
+    assert counts["gradients"] >= counts["weights"] > 10_000  # the buffers are padded
+    assert counts["states"] == states * counts["weights"]

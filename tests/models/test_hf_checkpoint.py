@@ -113,21 +113,6 @@ def test_transformers_loads_an_export_bit_equal(source, tensors, tmp_path, limit
         assert torch.equal(models[0](tokens).logits, models[1](tokens).logits)
 
 
-def test_copies_config_and_tokenizer_and_nothing_else(source, tensors, tmp_path):
-    path = write_checkpoint(tmp_path / "export", tensors.items(), source=source)
-    expected = {
-        "config.json",
-        "generation_config.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "chat_template.jinja",
-        "merges.txt",
-        SINGLE,
-    }
-    assert {file.name for file in path.iterdir()} == expected
-    assert (path / "chat_template.jinja").read_text() == "chat_template.jinja"
-
-
 def test_writes_another_dtype_and_views_alone(source, tmp_path):
     """Slices of one buffer, as a broadcast gives them, are written by themselves and not with
     their storage.

@@ -228,32 +228,30 @@ def test_a_hostile_index_ends_in_one_line(index: object, message: str, tmp_path:
         CheckpointReader(tmp_path)
 
 
-@pytest.mark.parametrize("block", [[0, 0], [128], "128", [1.5, 2], [-1, 128], {}])
-def test_blocks_of_scales_that_are_none(block: object, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("block", "scales", "message"),
+    [
+        *(([value], (1, 1), "weight_block_size") for value in (128, "128", 1.5)),
+        ([0, 0], (1, 1), "weight_block_size"),
+        ("128", (1, 1), "weight_block_size"),
+        ([1.5, 2], (1, 1), "weight_block_size"),
+        ([-1, 128], (1, 1), "weight_block_size"),
+        (None, (), "q_proj.weight_scale_inv is .* has scales of"),
+    ],
+)
+def test_blocks_of_scales_that_are_none(
+    block: object, scales: tuple[int, ...], message: str, tmp_path: Path
+) -> None:
     folder = Path(save_tiny_model(tmp_path / "model", "moe"))
     name = "model.layers.0.self_attn.q_proj.weight"
     tensors = load_file(folder / SINGLE)
     tensors[name] = tensors[name].to(torch.float8_e4m3fn)
-    tensors[f"{name}_scale_inv"] = torch.ones(1, 1)
+    tensors[f"{name}_scale_inv"] = torch.ones(scales)
     save_file(tensors, folder / SINGLE)
-    settings = {"quant_method": "fp8", "weight_block_size": block}
-    content = json.loads((folder / "config.json").read_text()) | {"quantization_config": settings}
-    (folder / "config.json").write_text(json.dumps(content))
-    if not block:
-        return
-    with pytest.raises(ModelError, match="weight_block_size"), CheckpointReader(folder) as reader:
-        check_checkpoint(reader, *family_of(read_config(folder)))
-
-
-def test_scales_that_are_not_of_the_blocks(tmp_path: Path) -> None:
-    folder = Path(save_tiny_model(tmp_path / "model", "moe"))
-    name = "model.layers.0.self_attn.q_proj.weight"
-    tensors = load_file(folder / SINGLE)
-    tensors[name] = tensors[name].to(torch.float8_e4m3fn)
-    tensors[f"{name}_scale_inv"] = torch.ones(())
-    save_file(tensors, folder / SINGLE)
-    with (
-        pytest.raises(ModelError, match=f"{name}_scale_inv is .* has scales of"),
-        CheckpointReader(folder) as reader,
-    ):
+    if block is not None:
+        settings = {"quant_method": "fp8", "weight_block_size": block}
+        content = json.loads((folder / "config.json").read_text())
+        content["quantization_config"] = settings
+        (folder / "config.json").write_text(json.dumps(content))
+    with pytest.raises(ModelError, match=message), CheckpointReader(folder) as reader:
         check_checkpoint(reader, *family_of(read_config(folder)))

@@ -20,12 +20,12 @@ def test_windows_are_where_transformers_has_them(kind, windows):
     """max_window_layers is the first layer with a window of Qwen3, and the first of Qwen2-MoE
     that can have none.
     """
-    found = tiny_config(kind, use_sliding_window=True, sliding_window=7, max_window_layers=1)
+    tiny = tiny_config(kind, use_sliding_window=True, sliding_window=7, max_window_layers=1)
     if kind != "moe":  # whose layers all read sliding_window
         assert [window is not None for window in windows] == [
-            k == "sliding_attention" for k in found.layer_types
+            k == "sliding_attention" for k in tiny.layer_types
         ]
-    config = found.to_dict()
+    config = tiny.to_dict()
     for given in (config, {key: value for key, value in config.items() if key != "layer_types"}):
         shape = family_of(given)[1]
         assert shape.windows == windows

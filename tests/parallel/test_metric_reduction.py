@@ -36,15 +36,6 @@ def test_sums_and_extremes_with_keys_that_ranks_lack(names):
         assert collectives == 2 if names else collectives > 3
 
 
-def _reduce_equal_names(rank, world_size):
-    reduced = reduce_metrics({"loss": 1.0 + rank, "ratio_max": float(rank)}, dist.group.WORLD)
-    return {name: value.item() for name, value in reduced.items()}, collectives_so_far()
-
-
-def test_names_that_all_ranks_have_take_one_more_collective():
-    assert run_distributed(_reduce_equal_names, 3) == [({"loss": 6.0, "ratio_max": 2.0}, 3)] * 3
-
-
 def _nan_and_infinity(rank, world_size):
     with_nan = {
         "ratio_max": math.nan if rank == 0 else 1.0,

@@ -2,6 +2,8 @@
 have no effect.
 """
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import assume, given
@@ -12,7 +14,9 @@ from megatron_gspo.algorithms import (
     Segments,
     finish_metrics,
     kl_penalty,
+    sequence_divergence_mask,
     sequence_importance_weights,
+    sequence_rejection_mask,
 )
 from tests.algorithms.reference import (
     LONGEST,
@@ -182,25 +186,34 @@ def test_k2_and_k3_are_at_least_zero_and_zero_only_at_zero(difference):
         assert value >= 0 and (value > 0 or abs(difference) < 1e-7)
 
 
-@given(batch=batches(), cap=st.sampled_from([1.0, 1.5, 4.0]), data=st.data())
-def test_importance_weights_over_any_split(batch, cap, data):
+# Of whole sequences: a weight, and what leaves the loss.
+OF_SEQUENCES = {
+    "weights": partial(sequence_importance_weights, threshold=1.5),
+    "ratio": partial(sequence_rejection_mask, lower=0.9, upper=1.1),
+    "divergence": partial(sequence_divergence_mask, largest=0.05),
+}
+
+
+@given(batch=batches(), data=st.data())
+@pytest.mark.parametrize("name", OF_SEQUENCES)
+def test_corrections_of_sequences_over_any_split(name, batch, data):
     owner = torch.tensor(data.draw(integers_each(len(batch.segment_ids), 1)), dtype=torch.long)
 
-    def weights(part, sum_over_context=None):
-        segments = Segments(part.loss_mask, part.segment_ids, part.num_segments, sum_over_context)
-        return sequence_importance_weights(
-            part.log_probs, part.old_log_probs, segments, threshold=cap
+    def correct(tokens, sum_over_context=None):
+        segments = Segments(
+            tokens.loss_mask, tokens.segment_ids, tokens.num_segments, sum_over_context
         )
+        return OF_SEQUENCES[name](tokens.log_probs, tokens.old_log_probs, segments)
 
-    whole = weights(batch)
+    whole = correct(batch)
     brought = []
     shards = [(owner == rank).nonzero().flatten() for rank in (0, 1)]
     for held in shards:
-        weights(batch.take(held), lambda x: brought.append(x) or x)
+        correct(batch.take(held), lambda x: brought.append(x) or x)
     for held in shards:
-        got = weights(batch.take(held), lambda x: brought[0] + brought[1])
-        torch.testing.assert_close(got, whole[held], rtol=1e-12, atol=0)
-    assert (whole > 0).all() and (whole <= cap * (1 + 1e-12)).all()
+        got = correct(batch.take(held), lambda x: brought[0] + brought[1])
+        torch.testing.assert_close(got.double(), whole[held].double(), rtol=1e-12, atol=0)
+    assert (whole >= 0).all() and (whole <= 1.5 * (1 + 1e-12)).all()
 
 
 def test_float32_ratios_are_the_same_on_every_context_rank():

@@ -133,8 +133,10 @@ def test_the_cut_does_not_matter(folder, chosen):
 def test_the_rollouts_own_log_probs_are_compared_in_the_first_update(folder):
     """No pass of the old policy is made; the first mini-batch is scored by it all the same."""
     training = {"steps": 1, "global_batch_size": 4, "ppo_epochs": 2}
-    own = small(folder, algorithm={"name": "gspo", "old_log_probs": "rollout"}, training=training)
-    [(samples, metrics)] = run_distributed(one_step, 1, own)
+    config = small(
+        folder, algorithm={"name": "gspo", "old_log_probs": "rollout"}, training=training
+    )
+    [(samples, metrics)] = run_distributed(one_step, 1, config)
     [(scored, _)] = run_distributed(one_step, 1, small(folder))
     # update.mini_batches of seed 7, step 0, epoch 0.
     rows = np.random.default_rng([7, 0, 0]).permutation(16)[:4]

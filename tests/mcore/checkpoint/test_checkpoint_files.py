@@ -46,13 +46,6 @@ def test_a_published_checkpoint_is_whole_and_alone(tmp_path):
     assert sorted(file.name for file in tmp_path.iterdir()) == ["step_000004", "step_000010"]
 
 
-def test_writing_a_step_again_replaces_it(tmp_path):
-    (write(tmp_path, 3) / "x.distcp").write_bytes(b"")
-    write(tmp_path, 3)
-    assert fault_of(tmp_path / "step_000003") == ""
-    assert [file.name for file in tmp_path.iterdir()] == ["step_000003"]
-
-
 DAMAGES = {
     "no state.json": lambda path: (path / STATE).unlink(),
     "state.json is not JSON": lambda path: (path / STATE).write_text('{"state": {"step": 3'),
@@ -137,13 +130,6 @@ def test_a_copy_under_another_step_is_no_checkpoint(tmp_path):
     assert newest_checkpoint(tmp_path) == (newest, [said])
     write(tmp_path, 4, keep=1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000004", "step_000123"]
-
-
-def test_a_checkpoint_of_another_run_under_its_own_step_is_one(tmp_path):
-    write(tmp_path / "other", 6)
-    write(tmp_path / "run", 2)
-    shutil.copytree(tmp_path / "other" / "step_000006", tmp_path / "run" / "step_000006")
-    assert newest_checkpoint(tmp_path / "run") == (tmp_path / "run" / "step_000006", [])
 
 
 def test_links_are_not_the_runs(tmp_path):

@@ -65,13 +65,6 @@ def test_any_region_from_any_layout(tmp_path, monkeypatch, stored, buffer):
         assert torch.equal(piece.values.view(piece.box.sizes), part_of(piece.box)), piece.box
 
 
-def test_another_type_is_converted(tmp_path):
-    save(tmp_path, BY_ROW)
-    piece = Piece("weight", SHAPE, ODD[1], torch.empty(12, dtype=torch.bfloat16), False)
-    read_pieces(tmp_path, [piece])
-    assert torch.equal(piece.values.view(ODD[1].sizes), part_of(ODD[1]).to(torch.bfloat16))
-
-
 def test_a_padded_tensor_is_filled_with_zeros(tmp_path):
     """A vocabulary of another size: rows that the checkpoint doesn't have are 0, those that it
     has more are left.
@@ -103,14 +96,6 @@ def test_a_file_that_ends_too_early(tmp_path):
     file.write_bytes(file.read_bytes()[:600])
     with pytest.raises(Exception, match="not a zip file|too early"):
         read_pieces(tmp_path, [wanted(ODD[0])])
-
-
-def test_main_weights_of_replicas(tmp_path):
-    """Megatron's own name of them without the distributed optimizer."""
-    save(tmp_path, BY_ROW, key="optimizer.state.fp32_param.weight")
-    piece = wanted(ODD[1], key="optimizer.state.param.weight")
-    read_pieces(tmp_path, [piece])
-    assert torch.equal(piece.values.view(ODD[1].sizes), part_of(ODD[1]))
 
 
 def test_one_memory_is_read_from_the_main_weights(tmp_path):

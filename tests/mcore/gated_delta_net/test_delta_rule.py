@@ -82,15 +82,15 @@ def test_chunks_equal_the_recurrence(size, lengths):
     chunks: list[list[Tensor]] = []
     for step, members in enumerate(steps):
         for i in members:
-            part = [x[step * size : (step + 1) * size] for x in whole[i]]
-            missing = size - len(part[0])
+            rows = [x[step * size : (step + 1) * size] for x in whole[i]]
+            missing = size - len(rows[0])
             filler = (
                 [x.detach() * (n < 3) for n, x in enumerate(inputs(missing, seed=99))]
                 if missing
-                else part
+                else rows
             )
             chunks.append(
-                [torch.cat((x, f)) if missing else x for x, f in zip(part, filler, strict=True)]
+                [torch.cat((x, f)) if missing else x for x, f in zip(rows, filler, strict=True)]
             )
     query, key, value, gate, beta = (torch.stack(parts) for parts in zip(*chunks, strict=True))
     split = [x.unflatten(2, (HEADS, PER_HEAD)) for x in (value, gate, beta)]
@@ -107,7 +107,7 @@ def test_chunks_equal_the_recurrence(size, lengths):
         .flatten(2, 3)
     )
     places = [(step, i) for step, members in enumerate(steps) for i in members]
-    found = [
+    computed = [
         torch.cat([outputs[n] for n, (_, j) in enumerate(places) if j == i])[: lengths[i]]
         for i in range(len(lengths))
     ]
@@ -118,10 +118,10 @@ def test_chunks_equal_the_recurrence(size, lengths):
     ]
     leaves = [x for tensors in whole for x in tensors]
     ours = torch.autograd.grad(
-        sum((x * w).sum() for x, w in zip(found, weights, strict=True)), leaves
+        sum((x * w).sum() for x, w in zip(computed, weights, strict=True)), leaves
     )
     theirs = torch.autograd.grad(
         sum((x * w).sum() for x, w in zip(expected, weights, strict=True)), leaves
     )
-    for a, b in zip((*found, *ours), (*expected, *theirs), strict=True):
+    for a, b in zip((*computed, *ours), (*expected, *theirs), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)

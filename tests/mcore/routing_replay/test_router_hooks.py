@@ -181,25 +181,6 @@ def test_a_router_asks_once_or_the_pass_fails(model):
     run_distributed(ask_wrongly, 1, model)
 
 
-def ask_wrongly_on_a_later_stage(rank: int, world_size: int, path: str) -> str:
-    policy = policy_of(path, parallel(pipeline=2))
-    samples = with_random_routes(scored_samples(), shape_of(policy))
-    options = ReplayOptions(shape_of(policy), replay=True)
-    if rank == 1:
-        around_routing(routers(policy)[0], bypass)
-        return message_of(run_pass, policy, samples, options)
-    run_pass(policy, samples, options)
-    return ""
-
-
-def test_the_layer_is_named_by_its_place_in_the_whole_model(tmp_path):
-    path = save_tiny_model(tmp_path / "model", num_hidden_layers=4, mlp_only_layers=[0])
-    first, second = run_distributed(ask_wrongly_on_a_later_stage, 2, path)
-    assert first == "" and second.startswith(
-        "the router of MoE layer 1 took its routes of micro-batch 0 0 times with"
-    )
-
-
 def perturb(policy: Policy, model: Any = None, size: float = 3.0) -> None:
     """Move every router far off; that of the reference model likewise."""
     noise = torch.Generator().manual_seed(5)
