@@ -29,7 +29,7 @@ NOISE = ["router_noise={engines: both, strength: 0.5, stress_test: true}"]
         ),
         (
             [*PPO, "rollout.n_samples_per_prompt=1", "algorithm.dynamic_sampling=true"],
-            "algorithm.dynamic_sampling = true: a group of one response",
+            "algorithm.dynamic_sampling = true:",
             "2 or more",
         ),
         (
@@ -57,58 +57,43 @@ NOISE = ["router_noise={engines: both, strength: 0.5, stress_test: true}"]
             for key in ("rollout_is", "rollout_rs")
         ),
         ([*SFT, "algorithm.rollout_is=token"], "algorithm.rollout_is =", "remove the key"),
-        (
-            [*SFT, "algorithm.rollout_rs=token"],
-            'algorithm.rollout_rs = "token": sft has no',
-            "remove the key",
-        ),
+        ([*SFT, "algorithm.rollout_rs=token"], 'algorithm.rollout_rs = "token":', "remove the key"),
         (
             ["algorithm.name=minirl", "algorithm.rollout_is=token"],
-            'algorithm.rollout_is = "token": weighs by',
+            'algorithm.rollout_is = "token":',
             "set it to none",
         ),
         (
             ["algorithm.name=minirl", "algorithm.old_log_probs=rollout"],
-            'algorithm.old_log_probs = "rollout": minirl clips',
+            'algorithm.old_log_probs = "rollout":',
             "set it to recompute",
         ),
-        (
-            ["algorithm.rollout_is_threshold=3.0"],
-            "algorithm.rollout_is_threshold = 3.0: has no effect",
-            "token",
-        ),
+        (["algorithm.rollout_is_threshold=3.0"], "algorithm.rollout_is_threshold = 3.0:", "token"),
         (
             ["algorithm.rollout_rs_threshold_lower=0.9"],
-            "algorithm.rollout_rs_threshold_lower = 0.9: has no",
+            "algorithm.rollout_rs_threshold_lower = 0.9:",
             "or geometric",
         ),
         (
             ["algorithm.rollout_rs_threshold=1.1"],
-            "algorithm.rollout_rs_threshold = 1.1: has no effect",
+            "algorithm.rollout_rs_threshold = 1.1:",
             "or geometric",
         ),
-        (
-            ["algorithm.rollout_rs=geometric"],
-            "algorithm.rollout_rs_threshold = null: the ratio of a sequence",
-            "1.001",
-        ),
+        (["algorithm.rollout_rs=geometric"], "algorithm.rollout_rs_threshold = null:", "1.001"),
         (
             ["algorithm.rollout_is_threshold_lower=0.5"],
-            "algorithm.rollout_is_threshold_lower = 0.5: has no",
+            "algorithm.rollout_is_threshold_lower = 0.5:",
             "token",
         ),
         (
             ["algorithm.rollout_rs_denominator=all"],
-            'algorithm.rollout_rs_denominator = "all": has no',
+            'algorithm.rollout_rs_denominator = "all":',
             "sequence_k3",
         ),
         (
             ["algorithm.rollout_rs=token", "algorithm.rollout_rs_divergence=0.1"],
-            (
-                "algorithm.rollout_rs_divergence = 0.1: has no effect with algorithm.rollout_rs ="
-                " token"
-            ),
-            "set that to token_binary_kl or sequence_k3",
+            "algorithm.rollout_rs_divergence = 0.1:",
+            "to token_binary_kl or sequence_k3",
         ),
         (
             [
@@ -116,94 +101,58 @@ NOISE = ["router_noise={engines: both, strength: 0.5, stress_test: true}"]
                 "algorithm.rollout_rs_divergence=0.1",
                 "algorithm.rollout_rs_threshold=2.0",
             ],
-            (
-                "algorithm.rollout_rs_threshold = 2.0: has no effect with algorithm.rollout_rs ="
-                " sequence_k3"
-            ),
+            "algorithm.rollout_rs_threshold = 2.0:",
             "set that to token or geometric",
         ),
-        (
-            ["algorithm.rollout_rs=sequence_k3"],
-            (
-                "algorithm.rollout_rs_divergence = null: is the largest divergence of"
-                " algorithm.rollout_rs = sequence_k3"
-            ),
-            "0.001",
-        ),
+        (["algorithm.rollout_rs=sequence_k3"], "algorithm.rollout_rs_divergence = null:", "0.001"),
         (
             ["routing.replay=r2", "algorithm.old_log_probs=rollout"],
-            (
-                'routing.replay = "r2": records the routes in the pass that algorithm.old_log_probs'
-                " = rollout leaves out"
-            ),
-            "set it to r3, or algorithm.old_log_probs: recompute",
+            'routing.replay = "r2":',
+            "set it to r3",
         ),
-        (
-            [*SFT, "routing.replay=r2"],
-            'routing.replay = "r2": sft has no old policy',
-            "set it to none",
-        ),
-        (
-            [*SFT, "routing.replay=r3"],
-            'routing.replay = "r3": sft has no old policy',
-            "set it to none",
-        ),
-        (
-            ["routing.missing_routes=live"],
-            'routing.missing_routes = "live": has no effect with routing.replay = "none"',
-            "r3",
-        ),
+        ([*SFT, "routing.replay=r2"], 'routing.replay = "r2":', "set it to none"),
+        ([*SFT, "routing.replay=r3"], 'routing.replay = "r3":', "set it to none"),
+        (["routing.missing_routes=live"], 'routing.missing_routes = "live":', "r3"),
         (
             ["routing.missing_routes=live", "routing.replay=r2"],
-            'routing.missing_routes = "live": has no effect with routing.replay = "r2"',
-            "set routing.replay: r3, or remove it",
+            'routing.missing_routes = "live":',
+            "set routing.replay: r3",
         ),
         (
             ["routing.compare_rollout=true", "routing.metrics=false"],
-            "routing.compare_rollout = true: has no effect with routing.metrics = false",
+            "routing.compare_rollout = true:",
             "remove it",
         ),
-        (
-            [*SFT, "routing.compare_rollout=true"],
-            "routing.compare_rollout = true: has no effect",
-            "remove it",
-        ),
+        ([*SFT, "routing.compare_rollout=true"], "routing.compare_rollout = true:", "remove it"),
         (
             ["router_noise.strength=0.5"],
-            "router_noise.strength = 0.5: has no effect with router_noise.engines = none",
+            "router_noise.strength = 0.5:",
             "set that to rollout, trainer or both",
         ),
         (
             ["router_noise.engines=both", "router_noise.strength=0.5"],
-            'router_noise.engines = "both": makes training worse on purpose',
+            'router_noise.engines = "both":',
             "router_noise.stress_test: true",
         ),
-        (
-            [*NOISE, "router_noise.strength=null"],
-            "router_noise.strength = null: is the size of the noise",
-            "0.5",
-        ),
+        ([*NOISE, "router_noise.strength=null"], "router_noise.strength = null:", "0.5"),
         (
             [*NOISE, "router_noise.target_flip_rate=0.1"],
-            "router_noise.target_flip_rate = 0.1: the strength is given too (0.5)",
+            "router_noise.target_flip_rate = 0.1:",
             "set one of the two",
         ),
         (
             ["router_noise.target_flip_rate=0.1"],
-            "router_noise.target_flip_rate = 0.1: has no effect with router_noise.engines = none",
+            "router_noise.target_flip_rate = 0.1:",
             "trainer or both",
         ),
         (
             [*NOISE, "router_noise.strength=null", "router_noise.target_flip_rate=1.0"],
-            "router_noise.target_flip_rate = 1.0: is not allowed",
+            "router_noise.target_flip_rate = 1.0:",
             "set number > 0, < 1 or null",
         ),
         (
             [*NOISE, "rollout.engine=sglang", "sglang.num_servers=1"],
-            (
-                'router_noise.engines = "both": a server\'s routers cannot be perturbed'
-                " (rollout.engine = sglang)"
-            ),
+            'router_noise.engines = "both":',
             "set it to trainer",
         ),
     ],

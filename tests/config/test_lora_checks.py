@@ -69,7 +69,7 @@ VLLM = ("rollout.engine=vllm", "vllm.urls=[http://a:1]", "vllm.weight_transport=
         (
             (*SGLANG, "sglang.weight_transport=distributed"),
             "which adapters alone don't have",
-            "set sglang.weight_transport to disk or tensor",
+            "to disk or tensor",
         ),
         (
             (*VLLM, "vllm.weight_transport=distributed"),

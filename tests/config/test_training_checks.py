@@ -28,11 +28,7 @@ from tests.config.building import PPO, assert_refused, build, refused
         (["critic.lr=1e-4"], "critic.lr = 0.0001:", "algorithm.name: ppo"),
         ([*PPO, "critic.lr_warmup_steps=13"], "critic.lr_warmup_steps = 13:", "lower it"),
         ([*PPO, "critic.min_lr=1e-7"], "critic.min_lr = 1e-07:", "set critic.lr_decay_style"),
-        (
-            [*PPO, "critic.warmup_steps=3"],
-            "critic.warmup_steps = 3: leaves none of the run's 3 steps",
-            "lower it",
-        ),
+        ([*PPO, "critic.warmup_steps=3"], "critic.warmup_steps = 3:", "lower it"),
         (
             ["evaluation.eval_interval=1", "data.task.eval_size=0"],
             "evaluation.eval_interval = 1:",

@@ -177,13 +177,6 @@ def test_routes_are_those_of_the_call_that_fed_a_token_first():
     assert sample.missing_routes.tolist() == [False] * 5 + [True] + [False] * 2
 
 
-def test_without_log_probs_there_are_none():
-    made = episode()
-    made.add_response(replace(response(made.next_request(), [5, 1]), rollout_log_probs=None))
-    made.add_reply(ok(done=True))
-    assert made.sample().rollout_log_probs is None
-
-
 def test_episodes_do_not_depend_on_their_company_or_their_driver():
     engine, _ = engine_and_reference()
     rules = EpisodeRules(3, 60, max_turn_length=8)

@@ -38,15 +38,6 @@ def test_a_daemon_in_a_session_of_its_own_ends_with_the_worker(verifier, tmp_pat
     assert not alive(daemon)
 
 
-@pytest.mark.parametrize("ends", ["die", "segfault"])
-def test_a_daemon_ends_with_a_worker_that_ends_by_itself(verifier, tmp_path, ends):
-    with RewardScorer(verifier, timeout=20.0) as scorer:
-        scores = run(scorer, ["daemon", ends], file=str(tmp_path / "pid"))
-        assert scores.statuses == ("ok", "error")
-        assert scores.messages[1].endswith(("(exit code 7)", "(Segmentation fault)"))
-        assert not alive(int((tmp_path / "pid").read_text()))
-
-
 def test_output_is_shown_in_whole_lines_without_control_characters(verifier, capfd):
     with RewardScorer(verifier, timeout=20.0) as scorer:
         run(scorer, ["print"])

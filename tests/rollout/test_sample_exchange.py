@@ -105,12 +105,6 @@ def test_every_rank_gets_what_one_engine_gives_and_hears_of_a_failure():
     assert failures == ((told, 2.0), (f"EngineError: {own}", 2.0))
 
 
-def test_without_a_group_the_engine_works_alone():
-    engine = ScriptedEngine(lambda prompt, i, seed: ScriptedResponse([i + 2, 1]))
-    batch = generate_on_ranks(engine, prompts(2), SamplingParams(2, 2), seed=0)
-    assert [s.response_ids[0] for s in batch.samples] == [2, 3, 2, 3] and batch.group is None
-
-
 # --- to the replicas
 
 

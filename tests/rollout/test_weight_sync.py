@@ -229,29 +229,6 @@ def test_a_node_that_lacks_tensors_gets_them_by_a_relay() -> None:
     ], "each source reads its tensors once an update"
 
 
-def a_relays_server_dies(number: int, world: int, servers: list[tuple[str, int]]) -> Any:
-    first, second = [url for url, _ in servers]
-    sources = numbered([WeightSource(0, servers=(first,), relays=(Relay(2, (second,)),))])
-    rank = Rank([first, second], "ipc", "", sources)
-    assert rank.update(1) is None
-
-    def kill(at: int) -> None:
-        if at == 3 and rank.version == 2:
-            os.kill(servers[1][1], signal.SIGKILL)
-
-    rank.at = kill
-    failures = [rank.update(2), rank.update(3)]
-    found = held(rank, first)["held"] if number == 0 else {}
-    rank.close()
-    return found, failures
-
-
-def test_a_server_that_dies_behind_a_relay_is_dropped() -> None:
-    with weight_servers(2) as servers:
-        found, failures = run_distributed(a_relays_server_dies, 4, servers)[0]
-    assert found == truth(3, (0,)) and failures == [None, None]
-
-
 def only_changes(number: int, world: int, url: str) -> Any:
     """Buckets of four updates: the first, one without changes, one in which a source forgets a
     change, the next.

@@ -186,26 +186,6 @@ def test_unfinished_responses_go_on_after_the_update(
     check_ledger(tmp_path / "run", batch=4, n=4, staleness=2)
 
 
-def test_without_staleness_the_tail_starts_over(
-    servers: LocalServers, model: str, tmp_path: Path
-) -> None:
-    found = run(
-        model,
-        tmp_path / "run",
-        servers.urls,
-        training={"steps": 4, "max_tokens_per_micro_batch": 400},
-        routing={"replay": "r3"},
-        rollout={"oversampling": 2.0, "max_response_length": 200},
-        evaluation={"at_start": False, "at_end": False},
-    )
-    assert sum(record["rollout/discarded_tokens"] for record in found) > 0
-    assert all(
-        record["staleness/max"] == 0 and record["mismatch/abs_diff_max"] < AGREEMENT
-        for record in found
-    )
-    check_ledger(tmp_path / "run", batch=4, n=4, staleness=0)
-
-
 def test_a_resumed_run_begins_with_what_was_pending(
     servers: LocalServers, model: str, tmp_path: Path
 ) -> None:

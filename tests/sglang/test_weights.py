@@ -4,7 +4,6 @@ same weights.
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import signal
 from collections.abc import Callable, Iterator
@@ -27,7 +26,6 @@ from tests.sglang.test_servers import MODULE
 from tests.support.real_servers import signal_server
 from tests.support.server_engine import update_servers
 from tests.support.tiny_models import save_tiny_model
-from tests.support.waiting import wait_for
 from tests.support.weight_updates import HarmedWeights, VanishingTransport
 
 PROMPT = torch.randint(2, 96, (400,), generator=torch.Generator().manual_seed(3)).tolist()
@@ -233,19 +231,6 @@ def test_half_updated_by_a_wrong_shape(
     assert_serves(client, sglang_url, weights[1], "c:2")
 
 
-def test_a_stream_that_breaks_is_read_to_its_end(
-    client: Client, weights: list[Weights], sglang_url: str
-) -> None:
-    first = next(iter(weights[0].named.items()))
-    given = iter([*weights[0].named.items(), first, *weights[0].named.items()])
-    with pytest.raises(ValueError, match=f"^{first[0]} comes twice"):
-        client.update([sglang_url], lambda: given, transport_of("tensor"), "d:1")
-    assert next(given, None) is None
-    assert client.version(sglang_url) == "d:1:incomplete"
-    assert client.update([sglang_url], weights[0].stream, transport_of("tensor"), "d:2") == {}
-    assert_serves(client, sglang_url, weights[0], "d:2")
-
-
 def test_a_client_that_died_in_its_update(
     client: Client, weights: list[Weights], sglang_url: str
 ) -> None:
@@ -258,71 +243,3 @@ def test_a_client_that_died_in_its_update(
         client.post(sglang_url, "/begin_weight_update", {})
     assert client.update([sglang_url], weights[1].stream, transport_of("tensor"), "e:1") == {}
     assert_serves(client, sglang_url, weights[1], "e:1")
-
-
-def test_a_request_under_way_is_answered_with_what_it_has(
-    client: Client, weights: list[Weights], sglang_url: str
-) -> None:
-    """When to strike is found by trying: too early it has no token, too late it is done."""
-    server = client.server(sglang_url)
-    delay = 0.2
-    body = {
-        "input_ids": PROMPT[:100],
-        "sampling_params": {"max_new_tokens": 350, "ignore_eos": True},
-        "return_logprob": True,
-    }
-
-    async def begin() -> asyncio.Task:
-        task = asyncio.create_task(server.post("/generate", body, timeout=60))
-        await asyncio.sleep(delay)
-        return task
-
-    async def end(task: asyncio.Task) -> dict:
-        return await task
-
-    for number in range(1, 16, 2):
-        assert (
-            client.update([sglang_url], weights[0].stream, transport_of("tensor"), f"f:{number}")
-            == {}
-        )
-        task = client.loop.run(begin())
-        assert (
-            client.update(
-                [sglang_url], weights[1].stream, transport_of("tensor"), f"f:{number + 1}"
-            )
-            == {}
-        )
-        answer = client.loop.run(end(task))
-        meta = answer["meta_info"]
-        drawn = len(answer["output_ids"])
-        assert drawn == len(meta["output_token_logprobs"])
-        assert meta["finish_reason"]["type"] == ("length" if drawn == 350 else "abort")
-        assert not drawn or meta["weight_version"] == f"f:{number}"
-        assert_serves(client, sglang_url, weights[1], f"f:{number + 1}")
-        if 0 < drawn < 350:
-            return
-        delay *= 2 if not drawn else 0.5
-    pytest.fail("never between its first token and its last")
-
-
-@by_broadcast
-def test_killed_in_mid_update(
-    transport: WeightTransport,
-    client: Client,
-    weights: list[Weights],
-    sglang_url: str,
-    victims: LocalServers,
-) -> None:
-    """By broadcast, where both sides wait for each other: named at once, and the other server
-    has it all.
-    """
-    url = victims.urls[0]
-    assert client.update([sglang_url, url], weights[0].stream, transport, "g:1") == {}
-
-    stream = HarmedWeights(weights[1].stream, lambda: signal_server(url, MODULE, signal.SIGKILL))
-    failures = client.update([url, sglang_url], stream.__iter__, transport, "g:2", timeout=20.0)
-    assert list(failures) == [url] and f"server {url}/update_weights_from_" in failures[url]
-    assert len(failures[url].splitlines()) == 1
-    assert stream.all_read
-    assert_serves(client, sglang_url, weights[1], "g:2")
-    wait_for(lambda: url in victims.poll().restarted, 240, pause=0.5)

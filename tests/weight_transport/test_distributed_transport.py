@@ -163,16 +163,6 @@ def test_a_server_that_hangs_is_dropped_within_the_deadline(client: Client) -> N
     client.assert_holds(hung, 2)
 
 
-def test_a_server_that_refuses_a_tensor_goes_on_receiving(client: Client) -> None:
-    failures = client.update(1, more=(("refused", torch.zeros(SIZE // 4)),))
-    assert sorted(failures) == sorted(client.urls) and client.read == 1
-    assert all(
-        "/update_weights_from_distributed: answered 400" in line and "wrong shape" in line
-        for line in failures.values()
-    )
-    assert client.update(2) == {}
-
-
 def test_an_address_of_another_machine(client: Client) -> None:
     client.transport = DistributedTransport(SGLangAPI(), address="192.0.2.1")
     failures = client.update(1)

@@ -64,13 +64,7 @@ def short_roles(roles: Sequence[str]) -> str:
 
 def role_tables(record: RankRecord) -> list[Rows]:
     """What one rank does, without its number; tables without rows are left out."""
-    tables = (
-        memory_rows(record),
-        collective_rows(record),
-        sync_rows(record),
-        copy_rows(record),
-        flop_rows(record),
-    )
+    tables = memory_rows(record), collective_rows(record), sync_rows(record)
     return [rows for rows in tables if len(rows) > 1]
 
 
@@ -132,32 +126,6 @@ def sync_rows(record: RankRecord) -> Rows:
         counts.items(), key=lambda item: (item[0][0] in _ONCE, -item[1])
     ):
         rows.append([phase, f"{count:,}", kind, place])
-    return rows
-
-
-def copy_rows(record: RankRecord) -> Rows:
-    """Copies from host to device, of the step first, the most frequent first."""
-    counts = Counter[tuple[str, bool, str]]()
-    sizes = Counter[tuple[str, bool, str]]()
-    for one in record.host_copies:
-        key = (one.phase, one.blocking, innermost(one.where))
-        counts[key] += one.count
-        sizes[key] += one.bytes
-    rows = [["copies to the device in", "count", "bytes", "blocking", "at"]]
-    for key in sorted(counts, key=lambda key: (key[0] in _ONCE, -counts[key])):
-        phase, blocking, place = key
-        rows.append(
-            [phase, f"{counts[key]:,}", show_bytes(sizes[key]), "yes" if blocking else "no", place]
-        )
-    return rows
-
-
-def flop_rows(record: RankRecord) -> Rows:
-    """Floating-point operations of products and attention, by phase."""
-    rows = [["TFLOP of", "operation", "TFLOP"]]
-    for phase, operations in record.flops.items():
-        largest_first = sorted(operations.items(), key=lambda item: -item[1])
-        rows += [[phase, name, f"{count / 1e12:.3f}"] for name, count in largest_first if count]
     return rows
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from megatron_gspo.errors import show_bytes
 from megatron_gspo.tools.plan.hardware import Gpu
 from megatron_gspo.tools.rehearse.deadlock import Comparison
-from megatron_gspo.tools.rehearse.records import Collective, HostCopy, HostSync, RankRecord
+from megatron_gspo.tools.rehearse.records import Collective, RankRecord
 
 CANNOT_PROVE = (
     "Transformer Engine's kernels: the model has torch layers here",
@@ -129,41 +129,17 @@ def to_json(rehearsal: Rehearsal) -> dict[str, Any]:
 
 
 def _role(record: RankRecord) -> dict[str, Any]:
+    """All of a record, with its collectives as totals."""
     memory = record.memory
-    return {
-        "rank": record.rank,
-        "roles": list(record.roles),
-        "stands_for": list(record.stands_for),
-        "coordinates": record.coordinates,
-        "micro_batches": list(record.micro_batches),
-        "peak_bytes": memory.peak.total,
-        "peak_activation_bytes": memory.peak_activations.bytes.get("activations", 0),
-        "peak": dataclasses.asdict(memory.peak),
-        "states": memory.states,
-        "phase_peaks": {phase: point.total for phase, point in memory.peaks.items()},
-        "largest": [dataclasses.asdict(one) for one in memory.largest],
+    return dataclasses.asdict(record) | {
         "collectives": [
             dataclasses.asdict(total) for total in collective_totals(record.collectives)
         ],
-        "host_syncs": [dataclasses.asdict(one) for one in by_count(record.host_syncs)],
-        "host_copies": [dataclasses.asdict(one) for one in by_count(record.host_copies)],
-        "findings": [dataclasses.asdict(one) for one in record.findings],
-        "checkpoint": record.checkpoint and dataclasses.asdict(record.checkpoint),
-        "flops": record.flops,
+        "peak_bytes": memory.peak.total,
+        "peak_activation_bytes": memory.peak_activations.bytes.get("activations", 0),
+        "phase_peaks": {phase: point.total for phase, point in memory.peaks.items()},
         "seconds": sum(record.seconds.values()),
-        "seconds_by_phase": record.seconds,
-        "host_peak_bytes": record.host_peak_bytes,
-        "versions": record.versions,
-        "notes": list(record.notes),
-        "sent_weights": record.sent_weights,
-        "groups_of_world": record.groups_of_world,
-        "groups_of_rank": record.groups_of_rank,
     }
-
-
-def by_count(items: Sequence[HostSync] | Sequence[HostCopy]) -> list[Any]:
-    """The most frequent first."""
-    return sorted(items, key=lambda item: -item.count)
 
 
 def _defects(records: Sequence[RankRecord]) -> dict[str, list[int]]:

@@ -192,20 +192,6 @@ def test_what_programs_read_and_print_need_not_be_text(layout, given, printed, s
     assert read_tests(rows[layout]).cases == (Case(stdin, accepted),)
 
 
-def test_a_row_s_other_fields_do_not_make_a_call():
-    row = {
-        "tests": [{"input": "1\n", "output": "2\n", "type": "stdin_stdout"}],
-        "metadata": "no JSON",
-        "fn_name": None,
-    }
-    assert read_tests(row) == replace(TWO, cases=TWO.cases[:1])
-    row = {"public_test_cases": json.dumps(STDIN), "metadata": '{"func_name": "f"}'}
-    assert read_tests(row) == TWO_IN_HARNESS
-    assert read_tests(
-        {"official_tests": [{"input": "1\n", "output": "2\n"}], "generated_tests": 17}
-    ).cases
-
-
 @pytest.mark.parametrize(
     ("outputs", "accepted"),
     [
@@ -236,28 +222,6 @@ PUBLIC = {  # rows of the public files: the key of the prompt, and the fields th
             "url": "",
             "input_output": json.dumps({"inputs": ["1\n", "3\n"], "outputs": ["2\n", "4\n"]}),
             "starter_code": "",
-        },
-    ),
-    "TACO": (
-        "question",
-        {
-            "question": "Add one to n.",
-            "solutions": "[]",
-            "starter_code": "",
-            "difficulty": "EASY",
-            "raw_tags": "[]",
-            "input_output": json.dumps({"inputs": ["1\n", "3\n"], "outputs": ["2\n", "4\n"]}),
-            "name": None,
-            "source": "codechef",
-            "tags": "[]",
-            "skill_types": "[]",
-            "url": None,
-            "Expected Auxiliary Space": None,
-            "time_limit": "1 seconds",
-            "date": "2019-07-01",
-            "picture_num": None,
-            "memory_limit": None,
-            "Expected Time Complexity": None,
         },
     ),
     "CodeContests": (

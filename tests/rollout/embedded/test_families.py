@@ -17,7 +17,6 @@ from megatron_gspo.models import family_of, read_config
 from megatron_gspo.models.hf_checkpoint import CheckpointReader
 from megatron_gspo.rollout.embedded.embedded_engine import EmbeddedEngine
 from megatron_gspo.rollout.embedded.transformers_config import transformers_config
-from megatron_gspo.routing_replay.router_noise import RouterNoise
 from tests.support.reference_models import (
     VOCABULARY,
     checkpoint,
@@ -149,8 +148,3 @@ def test_kimi_k2_is_served_as_deepseek_v3(tmp_path):
     sent = loaded_engine(transformers_config(folder), tensors, return_routed_experts=True)
     for engine in (EmbeddedEngine(folder, return_routed_experts=True), sent):
         check(sampled(engine), reference)
-
-
-def test_noise_is_refused():
-    with pytest.raises(ValueError, match="deepseek_v3 has no softmax router"):
-        build("deepseek")[1].perturb_routers(RouterNoise(0.5, seed=1))

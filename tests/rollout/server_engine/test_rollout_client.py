@@ -16,7 +16,6 @@ import pytest
 import torch.distributed as dist
 
 from megatron_gspo.config import SamplingParams, ServerConfig
-from megatron_gspo.errors import SharedEngineError
 from megatron_gspo.parallel.rank_zero import run_on_rank_zero
 from megatron_gspo.rollout.server_engine import rollout_client
 from megatron_gspo.rollout.server_engine.rollout_client import (
@@ -256,29 +255,6 @@ def test_an_update_interrupts_the_requests_of_all_clients(run):
         assert metrics["rollout/continued"] == 8 and metrics["rollout/retries"] == 0
 
 
-def discards(rank: Rank, keep: bool) -> tuple:
-    """A pause with requests in flight, then the rest of their groups, or the same prompts again."""
-    rank.change_servers(close_gate)
-    rank.source.submit(prompts(4), SAMPLING, seed=5)
-    rank.wait_for_requests(8)
-    rank.source.pause(keep=keep)
-    rank.change_servers(open_gate)
-    if not keep:
-        rank.source.submit(prompts(4), SAMPLING, seed=5)
-    return facts(rank.source.collect(4)), rank.source.metrics()
-
-
-@pytest.mark.parametrize("keep", [True, False])
-def test_a_pause_keeps_or_discards_the_requests_of_all_clients(run, keep):
-    for samples, metrics in run(partial(discards, keep=keep), 2, (0, 1)):
-        assert samples == right([VERSION] * 4, 4)
-        if metrics:
-            assert (
-                metrics["rollout/discarded_tokens"] == (0 if keep else 8)
-                and metrics["rollout/retries"] == 0
-            )
-
-
 def broken_connection(rank: Rank) -> tuple:
     """Rank 1 does not reach the first server, and finds it down before the other one answers."""
     rank.change_servers(lambda server: server.refuses.add("rank1"), slice(1))
@@ -302,23 +278,6 @@ def test_a_server_that_one_client_does_not_reach_serves_the_others(run):
         "rank0": 6,
         "rank1": 6,
     }, "nothing is lost or requested twice"
-
-
-def unreachable(rank: Rank) -> str:
-    """The only server, for rank 1."""
-    rank.change_servers(lambda server: server.refuses.add("rank1"))
-    rank.source.submit(prompts(4), SAMPLING, seed=5)
-    with pytest.raises(SharedEngineError) as caught:
-        rank.source.collect(4)
-    dist.barrier()
-    return str(caught.value)
-
-
-def test_a_client_that_reaches_no_server_ends_the_run_after_the_recovery_time(run):
-    first, second = run(unreachable, 2, (0, 1), recovery_timeout=0.5)
-    assert first == second and first.startswith(
-        "no server has answered for 0.5 s: http://127.0.0.1:"
-    )
 
 
 def other_weights(rank: Rank, sender: str) -> tuple:

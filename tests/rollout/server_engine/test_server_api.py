@@ -19,10 +19,6 @@ def test_rows_of_routes_are_the_input_positions_that_are_fed():
     assert RequestContext("r", 5, 4, model, routes_start=4).route_rows == 4
 
 
-def test_the_vocabulary_is_the_models():
-    assert served_model(vocab_size=32).vocab_size == 32
-
-
 @pytest.mark.parametrize(("kind", "field"), [("sglang", "lora_path"), ("vllm", "model")])
 def test_every_request_names_the_adapters(kind, field):
     api = SERVER_KINDS[kind].api

@@ -305,22 +305,6 @@ def test_what_comes_back_serves_only_with_the_current_weights(health, said, serv
     with_pool(action, health.server.url)
 
 
-def test_who_goes_and_who_comes_back_is_told_once(health):
-    async def action(pool: ServerPool) -> None:
-        member = pool.servers[0]
-        said = []
-        lost = pool.mark_down
-        pool._log = lambda line: said.append(line.removeprefix(f"{health.server.url} is "))
-        for change in (lost, lost, None, pool.mark_stale, pool.mark_stale, lost, None, None):
-            health.version = NOW if len(said) < 3 else "default"
-            await (change(member, "gone") if change else pool.health_check(member))
-        doubted = "excluded until it has the weights: gone"
-        waits = "back and waits for weights"
-        assert said == ["down: gone", "back", doubted, "down: gone", waits]
-
-    with_pool(action, health.server.url)
-
-
 def test_a_server_left_in_an_update_comes_back_for_another(health):
     """It is paused: it has no /health until an update of it succeeds."""
 

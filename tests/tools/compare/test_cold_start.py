@@ -81,24 +81,3 @@ def test_several_demonstrations_of_each_prompt_of_a_file(tmp_path):
     assert len({row["answer"] for row in found}) == 6
     assert set("".join(row["answer"] for row in found)) == set("1234"), "characters of the answers"
     assert rows(files.held_out) == [{"prompt": "3+1:", "answer": "1234" * 25}]
-
-
-def test_the_start_trains_on_the_demonstrations_and_returns_the_exported_weights(
-    monkeypatch, tmp_path, capsys
-):
-    commands = []
-    monkeypatch.setattr(cold_start, "run_one", lambda command: commands.append(command) or 0)
-    files = ColdStartFiles(tmp_path)
-    assert (
-        cold_start.imitate(files, CONFIG, 2, ["training.steps=3", "run_dir=elsewhere"])
-        == files.weights
-    )
-    [command] = commands
-    assert str(CONFIG) in command and command[-5:] == [
-        "run_dir=elsewhere",
-        f"run_dir={files.run_dir}",  # later than the caller's, so it is used
-        f"data.prompts={files.demonstrations}",
-        f"data.eval_prompts={files.held_out}",
-        f"model.path={files.model}",
-    ]
-    assert capsys.readouterr().out.startswith("$ torchrun ")

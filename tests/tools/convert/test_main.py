@@ -268,15 +268,6 @@ def test_a_file_without_its_header_is_written_again(models, tmp_path):
     assert same_files(models["sharded"], back)
 
 
-def test_a_read_only_source_can_take_another_type(models, tmp_path):
-    run("to-megatron", models["moe"], tmp_path / "from")
-    config = tmp_path / "from" / "hf" / "config.json"
-    config.chmod(0o444)
-    run("to-hf", tmp_path / "from", tmp_path / "back", "--dtype", "float32")
-    assert (tmp_path / "back" / "config.json").stat().st_mode & 0o200
-    assert read_config(tmp_path / "back")["dtype"] == "float32"
-
-
 def test_a_training_runs_checkpoint_in_one_command(models, tmp_path):
     """Model, optimizer and loop state as the loop saves them; only the weights go over."""
     source = models["mixed"]

@@ -32,12 +32,12 @@ def only(findings: list[Finding]) -> Finding:
 
 
 def test_a_whole_model(config):
-    shape, found = input_checks.check_weights(config)
-    assert only(found).level == "ok"
-    assert "parameters" in only(found).what and "every tensor there" in only(found).what
-    found = input_checks.check_tokenizer_and_prompts(config, shape)
-    assert [f.level for f in found] == ["ok", "ok"]
-    assert found[1].what == "6 training prompts, 0 held out"
+    shape, findings = input_checks.check_weights(config)
+    assert only(findings).level == "ok"
+    assert "parameters" in only(findings).what and "every tensor there" in only(findings).what
+    findings = input_checks.check_tokenizer_and_prompts(config, shape)
+    assert [f.level for f in findings] == ["ok", "ok"]
+    assert findings[1].what == "6 training prompts, 0 held out"
 
 
 def lose_a_tensor(folder: Path) -> None:
@@ -59,9 +59,9 @@ def test_a_broken_model(damage, says, tmp_path):
     model = tiny_model(tmp_path / "model")
     damage(Path(model))
     config = Config.from_dict(small_config(model, tmp_path))
-    found = only(examine("model.weights", lambda: input_checks.check_weights(config)[1]))
-    assert found.level == "error" and says in found.what
-    assert found.fix == "give a complete safetensors checkpoint of a supported model"
+    finding = only(examine("model.weights", lambda: input_checks.check_weights(config)[1]))
+    assert finding.level == "error" and says in finding.what
+    assert finding.fix == "give a complete safetensors checkpoint of a supported model"
 
 
 def test_prompts_that_do_not_fill_a_batch(model, tmp_path):
@@ -71,12 +71,12 @@ def test_prompts_that_do_not_fill_a_batch(model, tmp_path):
         )
     )
     shape, _ = input_checks.check_weights(config)
-    found = only(
+    finding = only(
         examine("run.prompts", lambda: input_checks.check_tokenizer_and_prompts(config, shape))
     )
-    assert found.level == "error"
-    assert found.what == "there are 6 training prompts and rollout.rollout_batch_size is 7"
-    assert found.fix == "lower it or add prompts"
+    assert finding.level == "error"
+    assert finding.what == "there are 6 training prompts and rollout.rollout_batch_size is 7"
+    assert finding.fix == "lower it or add prompts"
 
 
 def save(config: Config, step: int) -> Path:
@@ -109,8 +109,8 @@ def test_a_run_resumes_from_the_newest_whole_checkpoint(model, tmp_path):
 
 def test_a_run_that_is_done(config):
     newest = save(config, 1)
-    found = only(input_checks.check_checkpoints(config))
-    assert found.level == "note" and found.what == f"{newest} is at step 1 of 1"
+    finding = only(input_checks.check_checkpoints(config))
+    assert finding.level == "note" and finding.what == f"{newest} is at step 1 of 1"
 
 
 def test_records_without_a_checkpoint_would_be_cleared(config):

@@ -52,12 +52,12 @@ def test_ranges_are_those_of_the_installation():
     ],
 )
 def test_one_version(name, version, level, says):
-    found = judge_version(BY_NAME[name], version, gpu=True)
-    assert (found.level, found.check) == (level, f"versions.{name}")
-    assert says in found.line
-    assert found.line.startswith(name)
+    finding = judge_version(BY_NAME[name], version, gpu=True)
+    assert (finding.level, finding.check) == (level, f"versions.{name}")
+    assert says in finding.line
+    assert finding.line.startswith(name)
     if level not in ("ok", "note"):
-        assert found.why and found.fix
+        assert finding.why and finding.fix
 
 
 def test_servers_versions():
@@ -71,11 +71,11 @@ def test_servers_versions():
 
 
 def test_optional_packages_are_not_missed_without_a_gpu():
-    found = {
+    findings = {
         f.check: f.level for f in judge_versions({"python": "3.11.1", "torch": "2.13.0"}, gpu=False)
     }
-    assert found["versions.transformer-engine"] == found["versions.apex"] == "ok"
-    assert found["versions.safetensors"] == "error"
+    assert findings["versions.transformer-engine"] == findings["versions.apex"] == "ok"
+    assert findings["versions.safetensors"] == "error"
 
 
 def test_numbers():
@@ -94,6 +94,6 @@ def test_numbers():
     ],
 )
 def test_accelerator(build, devices, nccl, levels, says):
-    found = judge_accelerator(build, devices, nccl)
-    assert [f.level for f in found] == levels
-    assert any(says in f.line for f in found)
+    findings = judge_accelerator(build, devices, nccl)
+    assert [f.level for f in findings] == levels
+    assert any(says in f.line for f in findings)

@@ -1,6 +1,4 @@
-"""Totals are sums; everything that would stop a run is a problem; the JSON document has every
-role.
-"""
+"""Everything that would stop a run is a problem."""
 
 from __future__ import annotations
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron_gspo.tools.rehearse.records import Collective
+from megatron_gspo.tools.rehearse.records import Collective, HostSync
+from megatron_gspo.tools.rehearse.rehearsal_tables import same_roles
 from megatron_gspo.tools.rehearse.summary import CANNOT_PROVE, FailedRank
 from megatron_gspo.tools.rehearse.text_report import whole_report
 from tests.tools.rehearse.handmade import record, rehearsal
@@ -45,3 +46,9 @@ def test_every_rank_may_fail():
     alone = replace(rehearsal(record()), records=(), failed=(FailedRank(0, "no memory", output),))
     assert "1 problem that would stop or corrupt a run:\n- rank 0: no memory" in whole_report(alone)
     assert "Rank 0 ended with:\n\n    line 18\n" in whole_report(alone)
+
+
+def test_ranks_that_do_the_same_share_a_section():
+    syncs = (HostSync("item", ("layer.py:7 forward",), "optimizer", 2),)
+    ranks = [record(0), record(1, host_syncs=syncs), record(2, seconds={"build": 9.0})]
+    assert [[each.rank for each in same] for same in same_roles(ranks)] == [[0, 2], [1]]
