@@ -93,7 +93,7 @@ def _generate(
     seed: int,
     vocab_size: int | None,
 ) -> list[Sample]:
-    """This process's part, checked. ValueError and OSError of the engine become EngineError."""
+    """This process's samples, checked. ValueError and OSError of the engine become EngineError."""
     try:
         samples = engine.generate(prompts, sampling, seed=seed)
     except UserError:
@@ -135,17 +135,20 @@ def move_samples(
     keeps its memory, nor is a round in which nothing moves. A collective of the world.
     """
     table = batch.table.copy()
-    me = group_rank(dp)
+    this_replica = group_rank(dp)
     table["holder"] = replica
-    alone = all(group_size(group) == 1 for group in shared)
-    if batch.group is None or (alone and group_size(dp) == 1):  # all are here
+    is_one_rank = all(group_size(group) == 1 for group in shared)  # a replica
+    if batch.group is None or (is_one_rank and group_size(dp) == 1):  # all samples are here
         layers = None if routes is None else routes.held_layers
-        return SampleBatch(
-            table, {i: _of_layers(s, layers) for i, s in batch.held.items() if replica[i] == me}, dp
-        )
+        samples = {
+            i: _of_layers(sample, layers)
+            for i, sample in batch.held.items()
+            if replica[i] == this_replica
+        }
+        return SampleBatch(table, samples, dp)
     target = _first_ranks(dp, shared, batch.group)[replica]
-    here = group_rank(batch.group)
-    stays = (batch.table["holder"] == target) & alone
+    this_rank = group_rank(batch.group)
+    stays = (batch.table["holder"] == target) & is_one_rank
     rounds = np.full(len(batch), -1)
     rounds[~stays] = exchange_rounds(
         _sizes(batch)[~stays], batch.table["holder"][~stays], target[~stays], BUCKET_BYTES
@@ -156,25 +159,25 @@ def move_samples(
     held = {i: leaving.pop(i) for i in np.flatnonzero(stays).tolist() if i in leaving}
     for number in range(int(rounds.max(initial=-1)) + 1):
         moving = rounds == number
-        mine = {
+        already_here = {
             i: leaving[i]
-            for i in np.flatnonzero(moving & (target == here)).tolist()
+            for i in np.flatnonzero(moving & (target == this_rank)).tolist()
             if i in leaving
         }
         received = _send_round(
             leaving, np.flatnonzero(moving), batch.table["holder"], target, batch.group
         )
-        senders = np.unique(batch.table["holder"][moving & (replica == me)]).tolist()
-        arrived = {sender: part for sender, part in received.items() if len(part)}
-        for sender, part in (arrived or dict.fromkeys(senders)).items():
-            passed = _passed_on(part, shared, stages)
+        senders = np.unique(batch.table["holder"][moving & (replica == this_replica)]).tolist()
+        arrived = {sender: payload for sender, payload in received.items() if len(payload)}
+        for sender, payload in (arrived or dict.fromkeys(senders)).items():
+            passed = _passed_on(payload, shared, stages)
             # The memory of copies would come beside theirs, in holes of the heap.
-            if arrived and sender == here:
-                held |= {i: _on_stage(sample, 0, stages) for i, sample in mine.items()}
+            if arrived and sender == this_rank:
+                held |= {i: _on_stage(sample, 0, stages) for i, sample in already_here.items()}
             else:
                 held |= dict(decode_samples(passed))
-        del mine
-    expected = np.flatnonzero(replica == me).tolist()
+        del already_here
+    expected = np.flatnonzero(replica == this_replica).tolist()
     assert sorted(held) == expected, f"{len(held)} of {len(expected)} samples arrived"
     samples = {i: held[i] for i in expected}
     if not stages:
@@ -191,33 +194,36 @@ def exchange_rounds(
 
     sizes: [N] bytes. source, target: [N] ranks.
     """
-    sent: defaultdict[int, list[int]] = defaultdict(list)  # by round
-    received: defaultdict[int, list[int]] = defaultdict(list)
+    sent: defaultdict[int, defaultdict[int, int]]  # bytes by rank and round
+    sent = defaultdict(lambda: defaultdict(int))
+    received: defaultdict[int, defaultdict[int, int]]
+    received = defaultdict(lambda: defaultdict(int))
+
+    def fits(size: int, used: int) -> bool:
+        return used == 0 or used + size <= bucket
+
     rounds = np.empty(len(sizes), dtype=np.int64)
-    for i, (size, a, b) in enumerate(
-        zip(sizes.tolist(), source.tolist(), target.tolist(), strict=True)
-    ):
-        first = 0  # the first with room at both ends: they need not wait for other ranks' rounds
-        while any(
-            used and used + size > bucket
-            for one in (sent[a], received[b])
-            for used in one[first : first + 1]
-        ):
-            first += 1
-        for one in (sent[a], received[b]):
-            one += [0] * (first + 1 - len(one))
-            one[first] += size
-        rounds[i] = first
+    moves = zip(sizes.tolist(), source.tolist(), target.tolist(), strict=True)
+    for i, (size, sender, receiver) in enumerate(moves):
+        # The first round with room at both ends: they need not wait for other ranks' rounds.
+        number = 0
+        while not (fits(size, sent[sender][number]) and fits(size, received[receiver][number])):
+            number += 1
+        sent[sender][number] += size
+        received[receiver][number] += size
+        rounds[i] = number
     return rounds
 
 
 def _sizes(batch: SampleBatch) -> np.ndarray:
     """[N] int64: bytes of each sample, about, the same on every rank."""
     routed = [s.routed_experts for s in batch.samples if s.routed_experts is not None]
-    of_route = batch.max(
-        float(np.prod(routed[0].shape[1:]) * routed[0].itemsize) if routed else 0.0
-    )[0]
-    return (batch.lengths * (_TOKEN_BYTES + of_route * batch.table["has_routes"])).astype(np.int64)
+    route_bytes = 0.0
+    if routed:
+        route_bytes = float(np.prod(routed[0].shape[1:]) * routed[0].itemsize)
+    [route_bytes] = batch.max(route_bytes)
+    token_bytes = _TOKEN_BYTES + route_bytes * batch.table["has_routes"]
+    return (batch.lengths * token_bytes).astype(np.int64)
 
 
 def _first_ranks(
@@ -225,7 +231,7 @@ def _first_ranks(
 ) -> np.ndarray:
     """[replicas] the rank in `group` of each replica's first rank; a collective of it."""
     first_ranks = np.zeros(group_size(dp), dtype=np.int64)
-    if all(group_rank(one) == 0 for one in shared):
+    if all(group_rank(shared_group) == 0 for shared_group in shared):
         first_ranks[group_rank(dp)] = group_rank(group)
     return sum_over_ranks(first_ranks, group)
 
@@ -239,15 +245,15 @@ def _send_round(
 ) -> dict[int, np.ndarray]:
     """This rank's samples of a round to their targets; what came here, or was here, by sender. Sent
     samples are dropped."""
-    parts: dict[int, bytes] = {}
-    own = [i for i in positions.tolist() if i in leaving]
-    for rank in np.unique(target[own]).tolist():
-        mine = [i for i in own if target[i] == rank]
-        parts[rank] = encode_samples([leaving[i] for i in mine], mine)
-    for i in own:
+    payloads: dict[int, bytes] = {}
+    from_here = [i for i in positions.tolist() if i in leaving]
+    for rank in np.unique(target[from_here]).tolist():
+        to_rank = [i for i in from_here if target[i] == rank]
+        payloads[rank] = encode_samples([leaving[i] for i in to_rank], to_rank)
+    for i in from_here:
         del leaving[i]
     links = np.stack([holder[positions], target[positions]], axis=1)
-    return exchange_bytes(parts, links, group)
+    return exchange_bytes(payloads, links, group)
 
 
 def _layers_of_stages(
@@ -263,7 +269,7 @@ def _layers_of_stages(
 
 
 def _passed_on(
-    part: np.ndarray | None,
+    payload: np.ndarray | None,
     shared: Sequence[dist.ProcessGroup],
     stages: Sequence[np.ndarray | None],
 ) -> np.ndarray:
@@ -271,31 +277,31 @@ def _passed_on(
     other.
     """
     for i, group in enumerate(shared):
-        if all(group_rank(later) == 0 for later in shared[i + 1 :]):
-            part = (
-                _to_stages(part, group, stages)
-                if stages and i == 0
-                else broadcast_bytes(part, group)
-            )
-    assert part is not None
-    return part
+        if any(group_rank(later) != 0 for later in shared[i + 1 :]):
+            continue
+        if stages and i == 0:
+            payload = _to_stages(payload, group, stages)
+        else:
+            payload = broadcast_bytes(payload, group)
+    assert payload is not None
+    return payload
 
 
 def _to_stages(
-    part: np.ndarray | None, pipeline: dist.ProcessGroup, stages: Sequence[np.ndarray | None]
+    payload: np.ndarray | None, pipeline: dist.ProcessGroup, stages: Sequence[np.ndarray | None]
 ) -> np.ndarray:
     """The first stage's samples, on each stage what it reads of them, with the routes of its
     own layers.
     """
-    parts: dict[int, bytes] = {}
-    if part is not None:
-        placed = decode_samples(part)
-        places = [place for place, _ in placed]
+    payloads: dict[int, bytes] = {}
+    if payload is not None:
+        decoded = decode_samples(payload)
+        positions = [position for position, _ in decoded]
         for stage in range(len(stages)):
-            parts[stage] = encode_samples(
-                [_on_stage(sample, stage, stages) for _, sample in placed], places
+            payloads[stage] = encode_samples(
+                [_on_stage(sample, stage, stages) for _, sample in decoded], positions
             )
-    return exchange_bytes(parts, [(0, stage) for stage in range(len(stages))], pipeline)[0]
+    return exchange_bytes(payloads, [(0, stage) for stage in range(len(stages))], pipeline)[0]
 
 
 def _on_stage(sample: Sample, stage: int, stages: Sequence[np.ndarray | None]) -> Sample:

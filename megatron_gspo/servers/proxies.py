@@ -78,10 +78,11 @@ def _variable(environment: Mapping[str, str], name: str) -> str:
 def _is_in_networks(host: str, excluded: str) -> bool:
     """Whether an address is in one of the networks (10.0.0.0/8) of a `no_proxy`."""
     for entry in excluded.split(","):
+        if "/" not in entry:
+            continue
         try:
-            if "/" in entry and ipaddress.ip_address(host) in ipaddress.ip_network(
-                entry.strip(), strict=False
-            ):
+            network = ipaddress.ip_network(entry.strip(), strict=False)
+            if ipaddress.ip_address(host) in network:
                 return True
         except ValueError:  # a name
             continue

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_gspo.config import SamplingParams
 from megatron_gspo.errors import EngineError
-from megatron_gspo.rollout.server_engine import rollout_client
+from megatron_gspo.rollout.server_engine import response_generator
 from megatron_gspo.servers.server_processes import LocalServers
 from tests.sglang.conftest import StartServers
 from tests.support import faulty_requests
@@ -101,7 +101,7 @@ def test_a_fault_that_passes_is_survived_and_told(engine, proxy, sglang_model, n
 def test_a_fault_that_lasts_ends_with_one_line_that_names_the_request(
     engine, proxy, sglang_model, kind, monkeypatch
 ):
-    monkeypatch.setattr(rollout_client, "_BACKOFF_SECONDS", 0.02)
+    monkeypatch.setattr(response_generator, "_BACKOFF_SECONDS", 0.02)
     proxy.add(Fault(kind, times=10**6))
     with pytest.raises(
         EngineError, match=r"^sample 0/[01]: given up after 5 tries in \d+ s; the last: "
@@ -146,7 +146,7 @@ def test_priming_a_prompt_raises_what_is_cached(engine, sglang_model, monkeypatc
         return counts_of(engine)["rollout/cached_share"]
 
     primed = cached(21)
-    monkeypatch.setattr(rollout_client, "_MIN_PREFILL_TOKENS", 10**6)
+    monkeypatch.setattr(response_generator, "_MIN_PREFILL_TOKENS", 10**6)
     assert primed > 0.9 and primed > cached(22)
 
 

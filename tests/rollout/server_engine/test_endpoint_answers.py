@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_gspo.rollout.server_engine.endpoint_answers import has_endpoint, object_of, positive
+from megatron_gspo.rollout.server_engine.endpoint_answers import get_object, has_endpoint, positive
 from megatron_gspo.servers.http_client import ServerError
 from tests.support.scripted_endpoints import Server
 
@@ -20,9 +20,11 @@ def test_a_failing_server_is_not_taken_for_one_without_the_endpoint():
 
 
 def test_an_object_of_another_form_is_named():
-    assert Server(path={"a": 1}).run(lambda s: object_of(s, "/path", 5, "a server")) == {"a": 1}
+    assert Server(path={"a": 1}).run(
+        lambda s: get_object(s, "/path", timeout=5, expected="a server")
+    ) == {"a": 1}
     with pytest.raises(ServerError, match="/path: answered list, not an object; is this a server?"):
-        Server(path=[["x"]]).run(lambda s: object_of(s, "/path", 5, "a server"))
+        Server(path=[["x"]]).run(lambda s: get_object(s, "/path", timeout=5, expected="a server"))
 
 
 def test_only_counts_are_positive():
