@@ -124,10 +124,11 @@ def _check_urls(servers: ServerConfig) -> None:
             raise ConfigError(
                 key, without_password(url), "is not the URL of a server", fix
             ) from None
-    if twice := [
-        url for i, url in enumerate(urls) if url.rstrip("/") in [u.rstrip("/") for u in urls[:i]]
-    ]:
-        raise ConfigError(key, twice[0], "is listed twice", "list every server once")
+    seen: set[str] = set()
+    for url in urls:
+        if url.rstrip("/") in seen:
+            raise ConfigError(key, url, "is listed twice", "list every server once")
+        seen.add(url.rstrip("/"))
 
 
 def check_server_files(servers: ServerConfig) -> None:

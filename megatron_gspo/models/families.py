@@ -6,9 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any
 
-from megatron_gspo.models.config_defaults import shown
+from megatron_gspo.models.config_defaults import HFConfig, shown
 from megatron_gspo.models.deepseek import DEEPSEEK
 from megatron_gspo.models.family import Family
 from megatron_gspo.models.glm import GLM
@@ -25,7 +24,7 @@ _ALL = (*QWEN, *QWEN_NEXT, *QWEN35, *DEEPSEEK, *GLM, *GPT_OSS, *MINIMAX)
 FAMILIES = {family.model_type: family for family in _ALL}
 
 
-def family_of(config: dict[str, Any]) -> tuple[Family, ModelShape]:
+def family_of(config: HFConfig) -> tuple[Family, ModelShape]:
     """The family and sizes of a Hugging Face config; ``ModelError`` for an unknown
     ``model_type``.
     """

@@ -27,12 +27,12 @@ def chunks() -> list[CheckpointChunk]:
 def test_a_chunk_is_a_view_of_the_part():
     value = torch.arange(24.0).view(6, 4)
     gate, up = chunks()
-    assert torch.equal(gate.of(value), value[None, :3]) and torch.equal(
-        up.of(value), value[None, 3:]
+    assert torch.equal(gate.view_in(value), value[None, :3]) and torch.equal(
+        up.view_in(value), value[None, 3:]
     )
     shifted = torch.arange(-10.0, 24.0)[10:].view(6, 4)  # not at the beginning of its storage
-    assert torch.equal(up.of(shifted), value[None, 3:])
-    up.of(value).zero_()
+    assert torch.equal(up.view_in(shifted), value[None, 3:])
+    up.view_in(value).zero_()
     assert float(value.sum()) == sum(range(12))
 
 
@@ -47,7 +47,7 @@ def test_pieces_of_a_chunk(most, rows):
     assert [piece.offsets for piece in pieces] == [
         (3, 9 + sum(rows[:i]), 0) for i in range(len(rows))
     ]
-    assert torch.equal(torch.cat([piece.of(value) for piece in pieces], dim=1), up.of(value))
+    assert torch.equal(torch.cat([piece.view_in(value) for piece in pieces], dim=1), up.view_in(value))
 
 
 def test_a_vector_is_cut_too():
