@@ -161,11 +161,9 @@ def _check_fields_fit(objective: Objective) -> None:
             continue
         if objective.has_ratio and objective.surrogate == "cispo" and key == "epsilon_high":
             raise ValueError(f"{key} = {value!r} {_CISPO_BOUND}")
-        where = (
-            f"surrogate = {objective.surrogate!r}"
-            if objective.has_ratio
-            else "importance_sampling_level = 'none'"
-        )
+        where = "importance_sampling_level = 'none'"
+        if objective.has_ratio:
+            where = f"surrogate = {objective.surrogate!r}"
         raise ValueError(f"{key} = {value!r} has no effect with {where}: remove it")
     if not objective.has_ratio and objective.surrogate != "clip":
         raise ValueError(

@@ -42,11 +42,9 @@ def check_layout(parallel: ParallelConfig, world_size: int) -> None:
     expert_tensor = parallel.expert_tensor_size
     expert = parallel.expert_model_parallel_size
     if fault := _remainder("ETP x EP x PP", (expert_tensor, expert, pipeline), world_size):
-        fix = (
-            f"set a divisor of {world_size // pipeline}"
-            if expert_tensor == 1
-            else "lower EP or ETP"
-        )
+        fix = "lower EP or ETP"
+        if expert_tensor == 1:
+            fix = f"set a divisor of {world_size // pipeline}"
         raise ConfigError("parallel.expert_model_parallel_size", expert, fault, fix)
 
 

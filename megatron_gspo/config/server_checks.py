@@ -32,11 +32,9 @@ def check_servers(rollout: RolloutConfig, sections: Mapping[str, ServerConfig]) 
     servers = sections[rollout.engine]
     name = rollout.engine
     if bool(servers.urls) == bool(servers.num_servers):
-        problem = (
-            "both name servers"
-            if servers.urls
-            else f"names no server, and neither does {name}.num_servers"
-        )
+        problem = f"names no server, and neither does {name}.num_servers"
+        if servers.urls:
+            problem = "both name servers"
         fix = (
             f"set {name}.urls (running servers) or {name}.num_servers (servers to start), one of"
             " them"

@@ -66,13 +66,12 @@ def names_of_own_type(names: Iterable[str], family: Family, shape: ModelShape) -
     """Names of the tensors that keep a type of their own in checkpoints of any type: float32,
     or carried.
     """
-    return carried_names(names, shape) | {
-        name
-        for layer in range(shape.num_layers)
-        for rule in family.layer_rules(shape, layer)
-        if rule.keeps_float32
-        for name in rule.names_in(layer, 0)
-    }
+    kept = carried_names(names, shape)
+    for layer in range(shape.num_layers):
+        for rule in family.layer_rules(shape, layer):
+            if rule.keeps_float32:
+                kept.update(rule.names_in(layer, 0))
+    return kept
 
 
 def carried_names(names: Iterable[str], shape: ModelShape) -> set[str]:

@@ -401,14 +401,14 @@ def publish_checkpoint(
                 )
             summaries.append(json.loads((partial / _part_name(part)).read_text()))
             (partial / _part_name(part)).unlink()
-        shards = [
-            (_shard_name(part, number), names)
-            for part, each in enumerate(summaries)
-            for number, names in enumerate(each["shards"])
-        ]
-        _finish_names(partial, shards, sum(each["bytes"] for each in summaries))
-        written = next((each["dtype"] for each in summaries if each["dtype"]), None)
-        copy_companions(source, partial, written and getattr(torch, written), quantization)
+        shards = []
+        for part, summary in enumerate(summaries):
+            for number, names in enumerate(summary["shards"]):
+                shards.append((_shard_name(part, number), names))
+        _finish_names(partial, shards, sum(summary["bytes"] for summary in summaries))
+        types = [summary["dtype"] for summary in summaries if summary["dtype"]]
+        dtype = getattr(torch, types[0]) if types else None
+        copy_companions(source, partial, dtype, quantization)
         replaced = final.with_name(_replaced_name(path, secrets.token_hex(4)))
         if is_real_folder(final):
             os.replace(final, replaced)

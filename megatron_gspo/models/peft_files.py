@@ -196,10 +196,16 @@ def _check_tensor(file: Path, name: str, tensor: Tensor, rank: int) -> None:
         raise ModelError(
             f"{file}: {name} is stored as {dtype}; save the adapters in float32 or bfloat16"
         )
+    size = 0
+    if tensor.ndim == 2:
+        size = tensor.shape[0] if match[1] == "A" else tensor.shape[1]
     fused = _FUSED.fullmatch(name)
-    width = rank if fused is None else rank * (2 if fused[2] else 1)
-    size = tensor.shape[0 if match[1] == "A" else -1] if tensor.ndim == 2 else 0
-    if size == 0 or (size % width if fused else size != width):
+    if fused is None:
+        fits = size == rank
+    else:  # of all experts, and of gate and up together
+        width = 2 * rank if fused[2] else rank
+        fits = size > 0 and size % width == 0
+    if not fits:
         raise ModelError(
             f"{file}: {name} is {tuple(tensor.shape)}, which does not go with r={rank}; save it"
             " again"

@@ -103,14 +103,14 @@ def split_filters(tensor: Tensor, shape: ModelShape) -> list[Tensor]:
     return [torch.cat(ungrouped(tensor, runs))]
 
 
-GATED_ATTENTION = tuple(
-    (
-        replace(rule, merge=merge_gated_qkv, split=split_gated_qkv)
-        if "linear_qkv.weight" in rule.megatron[0]
-        else rule
-    )
-    for rule in ATTENTION + QUERY_KEY_NORMS
-)
+def _with_gate(rule: Rule) -> Rule:
+    """The rule of attention with a gate, whose rows are among those of queries, keys and values."""
+    if "linear_qkv.weight" not in rule.megatron[0]:
+        return rule
+    return replace(rule, merge=merge_gated_qkv, split=split_gated_qkv)
+
+
+GATED_ATTENTION = tuple(_with_gate(rule) for rule in ATTENTION + QUERY_KEY_NORMS)
 _PROJECTION = Rule(
     ("self_attention.in_proj.weight",),
     ("linear_attn.in_proj_qkvz.weight", "linear_attn.in_proj_ba.weight"),

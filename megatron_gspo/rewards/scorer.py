@@ -171,7 +171,7 @@ class RewardScorer:
     def __enter__(self) -> RewardScorer:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _summarise(self, replies: Sequence[Reply]) -> Scores:

@@ -41,6 +41,9 @@ from megatron_gspo.rollout.server_engine.rollout_client import (
 )
 from megatron_gspo.rollout.server_engine.server_pool import NoServerError
 from megatron_gspo.rollout.weight_sync import WeightSync
+from megatron_gspo.terminal import get_logger
+
+logger = get_logger(__name__)
 
 T = TypeVar("T")
 
@@ -65,7 +68,7 @@ class ServerSource:
         config: ServerConfig,
         *,
         groups_per_step: int,
-        log: Callable[[str], None] = print,
+        log: Callable[[str], None] = logger.info,
     ) -> None:
         """client: on the ranks `clients`, of which 0 is the first. sync: sends the weights.
         groups_per_step: groups that a step trains on, from which `collect` computes which groups

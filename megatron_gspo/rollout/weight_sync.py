@@ -25,6 +25,7 @@ from megatron_gspo.rollout.server_engine.rollout_client import RolloutClient
 from megatron_gspo.rollout.server_engine.server_pool import NoServerError, PooledServer
 from megatron_gspo.servers.http_client import EventLoop, ServerClient, open_session
 from megatron_gspo.servers.server_launch import read_api_key
+from megatron_gspo.terminal import get_logger
 from megatron_gspo.weight_transport.receiver_transport import Offer, ReceiverTransport
 from megatron_gspo.weight_transport.server_endpoints import ServerInfo
 from megatron_gspo.weight_transport.transport import Sent, Target, WeightTransport
@@ -32,6 +33,8 @@ from megatron_gspo.weight_transport.update_group import GroupError
 from megatron_gspo.weight_transport.weight_relay import relay_groups, relayed
 from megatron_gspo.weight_transport.weight_source import WeightSource
 from megatron_gspo.weight_transport.weight_update import ServerUpdate, UpdatePlan
+
+logger = get_logger(__name__)
 
 T = TypeVar("T")
 Source = WeightSource | None
@@ -76,7 +79,7 @@ class WeightSync:
         transport: WeightTransport | None,
         sources: Sequence[Source] = WHOLE,
         *,
-        log: Callable[[str], None] = print,
+        log: Callable[[str], None] = logger.info,
     ) -> None:
         """client: of the servers; rank 0's is used. transport: on rank 0 and on each rank that
         sends (`senders_of`). sources: see `mcore/weight_sources.py`. log: takes lines about the

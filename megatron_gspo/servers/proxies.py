@@ -40,12 +40,8 @@ def around_the_proxy(environment: Mapping[str, str], host: str = "") -> dict[str
     names = {name.lower() for name, value in environment.items() if value}
     if not names.intersection(_PROXIES):
         return dict(environment)
-    given = [
-        entry.strip()
-        for name in _NO_PROXY
-        for entry in environment.get(name, "").split(",")
-        if entry.strip()
-    ]
+    entries = ",".join(environment.get(name, "") for name in _NO_PROXY).split(",")
+    given = [entry.strip() for entry in entries if entry.strip()]
     if "*" in given:  # for most programs it has a meaning only where it stands alone
         value = "*"
     else:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import logging
 import os
 import signal
 import subprocess
@@ -27,8 +26,9 @@ from megatron_gspo.errors import EngineError, UserError, writing
 from megatron_gspo.servers.exit_reason import PORT_IN_USE, exit_reason
 from megatron_gspo.servers.ports import LOOPBACK, choose_ports
 from megatron_gspo.servers.server_launch import ServerLaunch, read_api_key
+from megatron_gspo.terminal import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 POLL_SECONDS = 0.25  # between two checks of a server
 STABLE_SECONDS = 600.0  # a server that ran so long has its restarts counted from 0 again
@@ -99,7 +99,7 @@ class LocalServers:
         self.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     @property

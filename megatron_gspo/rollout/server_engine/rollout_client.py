@@ -29,6 +29,9 @@ from megatron_gspo.rollout.server_engine.server_pool import PooledServer, Server
 from megatron_gspo.servers.http_client import EventLoop, ServerClient, ServerError, open_session
 from megatron_gspo.servers.server_launch import read_api_key
 from megatron_gspo.servers.server_processes import LocalServers
+from megatron_gspo.terminal import get_logger
+
+logger = get_logger(__name__)
 
 _MEMORY_SECONDS = 120.0  # a server may take to release or restore its memory
 
@@ -75,7 +78,7 @@ class RolloutClient(ResponseGenerator):
         api: ServerAPI,
         share: tuple[int, int] = (0, 1),
         processes: LocalServers | None = None,
-        log: Callable[[str], None] = print,
+        log: Callable[[str], None] = logger.info,
     ) -> None:
         """decode: token ids of a response to its text. share: number of this client, and of
         clients; the first one owns the servers' states, and each may use its part of
