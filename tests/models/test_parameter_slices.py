@@ -47,7 +47,9 @@ def test_pieces_of_a_chunk(most, rows):
     assert [piece.offsets for piece in pieces] == [
         (3, 9 + sum(rows[:i]), 0) for i in range(len(rows))
     ]
-    assert torch.equal(torch.cat([piece.view_in(value) for piece in pieces], dim=1), up.view_in(value))
+    assert torch.equal(
+        torch.cat([piece.view_in(value) for piece in pieces], dim=1), up.view_in(value)
+    )
 
 
 def test_a_vector_is_cut_too():

@@ -69,7 +69,9 @@ def test_torchs_own_loader_reads_it(tmp_path):
 
 def test_what_was_never_written_or_leaves_a_gap_is_an_error(tmp_path):
     pieces = list(WHOLE.pieces(12))
-    placements = write_file(tmp_path, 0, pieces[:2], lambda chunk: chunk.view_in(VALUE), torch.float32)
+    placements = write_file(
+        tmp_path, 0, pieces[:2], lambda chunk: chunk.view_in(VALUE), torch.float32
+    )
     with pytest.raises(ValueError, match="2 chunks were never written, weight first"):
         write_metadata(tmp_path, pieces, torch.float32, {}, placements)
     with pytest.raises(ValueError, match="the chunks of weight leave a gap or overlap"):
