@@ -124,12 +124,7 @@ def correct_mismatch(
             raise ConfigError(
                 f"algorithm.{key}", level, "the engine gives no log-probs", "set it to none"
             )
-        old_log_probs = {
-            i: sample.old_log_probs
-            for i, sample in batch.held.items()
-            if sample.old_log_probs is not None
-        }
-        tokens = _Tokens.of(batch, old_log_probs)
+        tokens = _Tokens.of(batch, {i: sample.old_log_probs for i, sample in batch.held.items()})
         batch, correction_metrics = apply(algorithm, batch, tokens)
         metrics |= correction_metrics
     return batch, metrics
@@ -149,15 +144,11 @@ def _reject(
     else:
         masks = tokens.split(kept, batch)
         left = batch.map(lambda i, sample: replace(sample, loss_mask=masks[i])).with_trained()
-    tokens_before, tokens_after, sequences_before, sequences_after = batch.sum(
-        int(tokens.mask.sum()),
-        int(kept.sum()),
-        len(tokens.ids[tokens.mask].unique()),
-        len(tokens.ids[kept].unique()),
-    )
+    had, has = (len(tokens.ids[mask].unique()) for mask in (tokens.mask, kept))
+    before, after, had, has = batch.sum(int(tokens.mask.sum()), int(kept.sum()), had, has)
     return left, {
-        "rollout_rs/tokens": (tokens_before - tokens_after) / max(tokens_before, 1),
-        "rollout_rs/sequences": (sequences_before - sequences_after) / max(sequences_before, 1),
+        "rollout_rs/tokens": (before - after) / max(before, 1),
+        "rollout_rs/sequences": (had - has) / max(had, 1),
     }
 
 

@@ -135,20 +135,17 @@ def move_samples(
     keeps its memory, nor is a round in which nothing moves. A collective of the world.
     """
     table = batch.table.copy()
-    this_replica = group_rank(dp)
+    me = group_rank(dp)
     table["holder"] = replica
-    is_one_rank = all(group_size(group) == 1 for group in shared)  # a replica
-    if batch.group is None or (is_one_rank and group_size(dp) == 1):  # all samples are here
+    alone = all(group_size(group) == 1 for group in shared)
+    if batch.group is None or (alone and group_size(dp) == 1):  # all are here
         layers = None if routes is None else routes.held_layers
-        samples = {
-            i: _of_layers(sample, layers)
-            for i, sample in batch.held.items()
-            if replica[i] == this_replica
-        }
-        return SampleBatch(table, samples, dp)
+        return SampleBatch(
+            table, {i: _of_layers(s, layers) for i, s in batch.held.items() if replica[i] == me}, dp
+        )
     target = _first_ranks(dp, shared, batch.group)[replica]
-    this_rank = group_rank(batch.group)
-    stays = (batch.table["holder"] == target) & is_one_rank
+    here = group_rank(batch.group)
+    stays = (batch.table["holder"] == target) & alone
     rounds = np.full(len(batch), -1)
     rounds[~stays] = exchange_rounds(
         _sizes(batch)[~stays], batch.table["holder"][~stays], target[~stays], BUCKET_BYTES
@@ -159,25 +156,25 @@ def move_samples(
     held = {i: leaving.pop(i) for i in np.flatnonzero(stays).tolist() if i in leaving}
     for number in range(int(rounds.max(initial=-1)) + 1):
         moving = rounds == number
-        already_here = {
+        mine = {
             i: leaving[i]
-            for i in np.flatnonzero(moving & (target == this_rank)).tolist()
+            for i in np.flatnonzero(moving & (target == here)).tolist()
             if i in leaving
         }
         received = _send_round(
             leaving, np.flatnonzero(moving), batch.table["holder"], target, batch.group
         )
-        senders = np.unique(batch.table["holder"][moving & (replica == this_replica)]).tolist()
-        arrived = {sender: payload for sender, payload in received.items() if len(payload)}
-        for sender, payload in (arrived or dict.fromkeys(senders)).items():
-            passed = _passed_on(payload, shared, stages)
+        senders = np.unique(batch.table["holder"][moving & (replica == me)]).tolist()
+        arrived = {sender: part for sender, part in received.items() if len(part)}
+        for sender, part in (arrived or dict.fromkeys(senders)).items():
+            passed = _passed_on(part, shared, stages)
             # The memory of copies would come beside theirs, in holes of the heap.
-            if arrived and sender == this_rank:
-                held |= {i: _on_stage(sample, 0, stages) for i, sample in already_here.items()}
+            if arrived and sender == here:
+                held |= {i: _on_stage(sample, 0, stages) for i, sample in mine.items()}
             else:
                 held |= dict(decode_samples(passed))
-        del already_here
-    expected = np.flatnonzero(replica == this_replica).tolist()
+        del mine
+    expected = np.flatnonzero(replica == me).tolist()
     assert sorted(held) == expected, f"{len(held)} of {len(expected)} samples arrived"
     samples = {i: held[i] for i in expected}
     if not stages:
@@ -194,24 +191,23 @@ def exchange_rounds(
 
     sizes: [N] bytes. source, target: [N] ranks.
     """
-    sent: defaultdict[int, defaultdict[int, int]]  # bytes by rank and round
-    sent = defaultdict(lambda: defaultdict(int))
-    received: defaultdict[int, defaultdict[int, int]]
-    received = defaultdict(lambda: defaultdict(int))
-
-    def fits(size: int, used: int) -> bool:
-        return used == 0 or used + size <= bucket
-
+    sent: defaultdict[int, list[int]] = defaultdict(list)  # by round
+    received: defaultdict[int, list[int]] = defaultdict(list)
     rounds = np.empty(len(sizes), dtype=np.int64)
-    moves = zip(sizes.tolist(), source.tolist(), target.tolist(), strict=True)
-    for i, (size, sender, receiver) in enumerate(moves):
-        # The first round with room at both ends: they need not wait for other ranks' rounds.
-        number = 0
-        while not (fits(size, sent[sender][number]) and fits(size, received[receiver][number])):
-            number += 1
-        sent[sender][number] += size
-        received[receiver][number] += size
-        rounds[i] = number
+    for i, (size, a, b) in enumerate(
+        zip(sizes.tolist(), source.tolist(), target.tolist(), strict=True)
+    ):
+        first = 0  # the first with room at both ends: they need not wait for other ranks' rounds
+        while any(
+            used and used + size > bucket
+            for one in (sent[a], received[b])
+            for used in one[first : first + 1]
+        ):
+            first += 1
+        for one in (sent[a], received[b]):
+            one += [0] * (first + 1 - len(one))
+            one[first] += size
+        rounds[i] = first
     return rounds
 
 

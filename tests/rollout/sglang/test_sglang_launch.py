@@ -183,7 +183,9 @@ def test_servers_without_a_gpu_get_the_start_up_hook(monkeypatch):
         and on["SGLANG_USE_CPU_ENGINE"] == "1"
     )
     assert on["OMP_NUM_THREADS"] == "1"
-    assert environment("/other", cpu=True)["PYTHONPATH"] == joined([patch_folder(), receiver])
+    assert environment("/other", cpu=True)["PYTHONPATH"] == joined(
+        [patch_folder(), receiver],
+    )
 
 
 def test_a_device_that_is_asked_for_decides():
