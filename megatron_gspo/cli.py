@@ -84,8 +84,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Prints the list of commands and returns 2 for an unknown one.
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    name, rest = (given[0], given[1:]) if given else ("--help", [])
+    given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    name = given[0]
+    rest = given[1:]
     if name in ("-h", "--help"):
         print(help_text())
         return 0

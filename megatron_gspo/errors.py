@@ -13,7 +13,6 @@ import sys
 import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 
 class UserError(Exception):
@@ -144,8 +143,8 @@ def existing_part(path: str | Path) -> Path:
     return existing
 
 
-def describe_value(value: Any) -> str:
+def describe_value(value: object) -> str:
     """A value's type, with dtype and dimensions for an array."""
-    if hasattr(value, "ndim"):
+    if hasattr(value, "ndim") and hasattr(value, "dtype"):
         return f"a {value.ndim}-d {value.dtype} array"
     return type(value).__name__

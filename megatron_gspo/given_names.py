@@ -18,9 +18,8 @@ from megatron_gspo.terminal import get_logger
 
 logger = get_logger(__name__)
 
-RANDOM_END = (  # of a temporary name: the processes of a killed run and those of the next one share none
-    "[0-9a-f]+"
-)
+# Of a temporary name: the processes of a killed run and those of the next one share none.
+RANDOM_END = "[0-9a-f]+"
 
 
 @dataclass(frozen=True)
@@ -33,14 +32,14 @@ class StepName:
     suffix: str = ""
     folders: bool = False
 
-    def of(self, step: int) -> str:
+    def file_name(self, step: int) -> str:
         """The name for a step."""
         return f"step_{step:06d}{self.suffix}"
 
     def step(self, name: str) -> int | None:
         """The step of a name; None for one that the program doesn't give."""
         digits = re.fullmatch(r"step_([0-9]{6,})" + re.escape(self.suffix), name)
-        return int(digits[1]) if digits and self.of(int(digits[1])) == name else None
+        return int(digits[1]) if digits and self.file_name(int(digits[1])) == name else None
 
     def named(self, folder: Path) -> dict[int, Path]:
         """Everything in a folder that has such a name, by step in ascending order; also links

@@ -63,10 +63,8 @@ def tell_torchrun(line: str) -> None:
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not file:
         return
-    seconds = str(int(time.time()))
-    content = {
-        "message": {"message": line, "extraInfo": {"py_callstack": line, "timestamp": seconds}}
-    }
+    extra = {"py_callstack": line, "timestamp": str(int(time.time()))}
+    content = {"message": {"message": line, "extraInfo": extra}}
     with contextlib.suppress(OSError):
         Path(file).write_text(json.dumps(content), encoding="utf-8")
 

@@ -103,9 +103,8 @@ class _LastingFile(io.FileIO):
 
     def write(self, data: Any, /) -> int:
         try:
-            while (
-                count := super().write(data)
-            ) is None:  # a descriptor that another program made non-blocking
+            # None: another program made the descriptor non-blocking.
+            while (count := super().write(data)) is None:
                 select.select([], [self.fileno()], [])
             return count
         except (OSError, ValueError):

@@ -19,9 +19,8 @@ from megatron_gspo.errors import InputError, printable
 
 T = TypeVar("T")
 
-_NEIGHBOURS: dict[
-    tuple[Path, ...], dict[str, ModuleType]
-] = {}  # folders -> the modules imported from them, by name
+# Folders -> the modules imported from them, by name.
+_NEIGHBOURS: dict[tuple[Path, ...], dict[str, ModuleType]] = {}
 
 
 class UserCodeError(InputError):
@@ -33,7 +32,9 @@ class UserCodeError(InputError):
 def is_import_path(name: str) -> bool:
     """Whether a name has the form "path/to/file.py:function" or "package.module:function"."""
     location, _, function = name.rpartition(":")
-    return bool(location) and function.isidentifier()
+    if not function.isidentifier():
+        return False
+    return location.endswith(".py") or all(word.isidentifier() for word in location.split("."))
 
 
 @functools.cache
@@ -94,7 +95,7 @@ def with_neighbours(name: str, function: Callable[..., Any]) -> Callable[..., An
         return function
     folders = _folders_of(Path(location).resolve())
 
-    def call(*arguments: Any, **options: Any) -> Any:
+    def call(*arguments: object, **options: object) -> object:
         with _importing_from(folders):
             return function(*arguments, **options)
 
@@ -116,10 +117,11 @@ def _module_from_file(label: str, location: str, refusal: type[InputError]) -> M
         raise refusal(f"{label}: no such file {path}; check the path (relative to {Path.cwd()})")
     path = path.resolve()
     digest = hashlib.sha256(str(path).encode()).hexdigest()[:8]
+    key = re.split(r"[ .]", label)[0]
+    unique = f"{key}_{path.stem}_{digest}"
     package = ".".join(path.relative_to(_folders_of(path)[-1]).parent.parts)
-    unique = f"{re.split(r'[ .]', label)[0]}_{path.stem}_{digest}"
-    # So that relative imports find the package.
-    unique = f"{package}.{unique}" if package else unique
+    if package:  # so that relative imports find it
+        unique = f"{package}.{unique}"
     spec = importlib.util.spec_from_file_location(unique, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -39,9 +39,12 @@ def test_a_name_that_the_program_does_not_give_is_not_its(tmp_path, name):
 
 def test_a_name_holds_its_step():
     for step in (0, 1, 999_999, 1_000_000, 12_345_678):
-        assert CHECKPOINTS.step(CHECKPOINTS.of(step)) == step
-        assert SAMPLES.step(SAMPLES.of(step)) == step
-    assert SAMPLES.of(12) == "step_000012.jsonl" and CHECKPOINTS.of(1_000_000) == "step_1000000"
+        assert CHECKPOINTS.step(CHECKPOINTS.file_name(step)) == step
+        assert SAMPLES.step(SAMPLES.file_name(step)) == step
+    assert (
+        SAMPLES.file_name(12) == "step_000012.jsonl"
+        and CHECKPOINTS.file_name(1_000_000) == "step_1000000"
+    )
     assert (
         SAMPLES.step("step_000001.jsonl (copy)") is None
         and SAMPLES.step("step_000001xjsonl") is None
@@ -50,7 +53,7 @@ def test_a_name_holds_its_step():
 
 def test_steps_are_ordered_as_numbers(tmp_path):
     for step in (1_000_000, 999_990, 20, 10_000_000):
-        (tmp_path / CHECKPOINTS.of(step)).mkdir()
+        (tmp_path / CHECKPOINTS.file_name(step)).mkdir()
     assert list(CHECKPOINTS.entries(tmp_path)) == [20, 999_990, 1_000_000, 10_000_000]
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import io
+import logging
 import os
 import pty
 import subprocess
@@ -9,6 +12,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from megatron_gspo.terminal import get_logger
 
 PROGRAM = """
 import logging, sys, warnings
@@ -94,3 +99,34 @@ def test_what_is_read_arrives_whole_through_a_slow_pipe_that_does_not_block(tmp_
             text = reader.read().decode()
     assert process.returncode == 3
     assert text == "".join(f"line {i}\n" for i in range(3000)) + "an unfinished line"
+
+
+def test_records_are_lines_on_the_standard_error_of_the_moment(capsys: pytest.CaptureFixture[str]):
+    """Also of a stream that came after the logger, as a progress bar's; without control
+    characters, and not a second time by the handlers of the root logger.
+    """
+    logger = get_logger("megatron_gspo.tests.terminal")
+    assert get_logger("megatron_gspo.tests.terminal") is logger
+    root = logging.getLogger()
+    again = logging.StreamHandler(sys.stderr)
+    root.addHandler(again)
+    try:
+        logger.info("100 % of \x1b[31mred")
+        logger.warning("two\nlines")
+        logger.debug("not shown")
+    finally:
+        root.removeHandler(again)
+    assert capsys.readouterr().err == "100 % of \\x1b[31mred\ntwo\\nlines\n"
+
+
+class FullDisk(io.StringIO):
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_record_that_cannot_be_written_is_dropped(monkeypatch: pytest.MonkeyPatch):
+    closed = io.StringIO()
+    closed.close()
+    for stream in (FullDisk(), closed):
+        monkeypatch.setattr("sys.stderr", stream)
+        get_logger("megatron_gspo.tests.terminal").warning("lost")

@@ -94,10 +94,7 @@ def group_advantages(
         squares = torch.zeros_like(groups.mean).index_add(0, groups.index, deviation.square())
         freedom = groups.count - 1 if std == "sample" else groups.count
         deviations = (squares / freedom.clamp_min(1)).sqrt()
-        advantages = (
-            advantages
-            / torch.where(groups.varied, deviations, torch.ones_like(deviations))[groups.index]
-        )
-    return torch.where(
-        groups.varied[groups.index], advantages, torch.zeros_like(advantages)
-    ).float()
+        divisors = torch.where(groups.varied, deviations, torch.ones_like(deviations))
+        advantages = advantages / divisors[groups.index]
+    varied = groups.varied[groups.index]
+    return torch.where(varied, advantages, torch.zeros_like(advantages)).float()

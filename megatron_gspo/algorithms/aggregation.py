@@ -71,4 +71,6 @@ def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
 
     `values`: bool or floating. Untrained positions must be 0 in `values` or in `weights`.
     """
-    return values.sum() * weights if weights.dim() == 0 else (values * weights).sum()
+    if weights.dim() == 0:
+        return values.sum() * weights
+    return (values * weights).sum()

@@ -56,11 +56,11 @@ def discounted_sums(terms: Tensor, discount: float, counts: Tensor) -> Tensor:
     products of 64 x 64 matrices; [n], on the CPU. counts: steps of each trajectory, at least 1."""
     blocks_of = -(-counts // _BLOCK)  # each begins a block
     shifts = (blocks_of * _BLOCK).cumsum(0) - blocks_of * _BLOCK - (counts.cumsum(0) - counts)
-    places = torch.arange(len(terms)) + shifts.repeat_interleave(counts)
+    positions = torch.arange(len(terms)) + shifts.repeat_interleave(counts)
     blocks = terms.new_zeros(int(blocks_of.sum()) * _BLOCK)
-    blocks[places] = terms
-    place = torch.arange(_BLOCK)
-    powers = torch.as_tensor(discount, dtype=terms.dtype) ** (place - place[:, None]).clamp_min(0)
+    blocks[positions] = terms
+    step = torch.arange(_BLOCK)  # within a block
+    powers = torch.as_tensor(discount, dtype=terms.dtype) ** (step - step[:, None]).clamp_min(0)
     sums = blocks.view(-1, _BLOCK) @ powers.triu().T
     begins = sums[:, 0].tolist()
     last = set((blocks_of.cumsum(0) - 1).tolist())
@@ -71,5 +71,5 @@ def discounted_sums(terms: Tensor, discount: float, counts: Tensor) -> Tensor:
         if i not in last:
             after[i] = begins[i + 1] + whole * after[i + 1]
     carried = terms.new_tensor(after)
-    powers_to_end = torch.as_tensor(discount, dtype=terms.dtype) ** (_BLOCK - place)
-    return (sums + carried[:, None] * powers_to_end).view(-1)[places]
+    powers_to_end = torch.as_tensor(discount, dtype=terms.dtype) ** (_BLOCK - step)
+    return (sums + carried[:, None] * powers_to_end).view(-1)[positions]

@@ -26,7 +26,8 @@ def binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     The probabilities of all other tokens have 1e-8 added, as in verl, since they may be 0.
     """
     p = log_p.exp()
-    other_p, other_q = (1 - p).clamp_min(0), (1 - log_q.exp()).clamp_min(0)  # rounding may exceed 1
+    other_p = (1 - p).clamp_min(0)  # rounding may exceed 1
+    other_q = (1 - log_q.exp()).clamp_min(0)
     return p * (log_p - log_q) + other_p * torch.log((other_p + 1e-8) / (other_q + 1e-8))
 
 
@@ -64,4 +65,6 @@ def kl_penalty(
     # Clamp d as a whole: clamping only inside exp would leave the gradient of the linear term,
     # which has the wrong sign.
     difference = difference.clamp(-max_log_ratio, max_log_ratio)
-    return 0.5 * difference.square() if estimator == "k2" else k3(-difference)
+    if estimator == "k2":
+        return 0.5 * difference.square()
+    return k3(-difference)

@@ -13,9 +13,8 @@ from megatron_gspo.user_code import is_import_path
 
 from .presets import PRESETS
 
-Objective: TypeAlias = (
-    Any  # objective.py imports this module; that a field has its type is checked here
-)
+# objective.py imports this module; that a field has its type is checked here.
+Objective: TypeAlias = Any
 
 # The clip range depends on the ratio level. A token ratio changes by tens of percent within one
 # rollout batch (published clip 0.2 / 0.27). A sequence ratio is a geometric mean over |y| tokens
@@ -87,39 +86,39 @@ _CISPO_BOUND = (
 )
 
 
-def check_objective(o: Objective) -> None:
+def check_objective(objective: Objective) -> None:
     """ValueError where a field is not valid."""
-    if not isinstance(o.name, str) or not o.name:
+    if not isinstance(objective.name, str) or not objective.name:
         raise ValueError(
-            f"name = {o.name!r}: must be a non-empty string, such as one of {', '.join(PRESETS)}"
+            f"name = {objective.name!r}: must be a non-empty string, such as one of {', '.join(PRESETS)}"
         )
-    _check_choices(o)
-    _check_numbers(o)
-    if not o.allow_nonstandard:
-        _check_identity(o)
-    _check_fields_fit(o)
-    if not o.allow_nonstandard:
-        _check_clip_scale(o)
+    _check_choices(objective)
+    _check_numbers(objective)
+    if not objective.allow_nonstandard:
+        _check_identity(objective)
+    _check_fields_fit(objective)
+    if not objective.allow_nonstandard:
+        _check_clip_scale(objective)
 
 
-def _check_choices(o: Objective) -> None:
+def _check_choices(objective: Objective) -> None:
     """Fields that take one of a few values."""
-    for key, hint in get_type_hints(type(o)).items():
-        value = getattr(o, key)
+    for key, hint in get_type_hints(type(objective)).items():
+        value = getattr(objective, key)
         if hint is bool and not isinstance(value, bool):
             raise ValueError(f"{key} = {value!r}: must be True or False")
         if get_origin(hint) is Literal and value not in get_args(hint):
             raise ValueError(f"{key} = {value!r}: must be one of {', '.join(get_args(hint))}")
-    _check_own_code("surrogate", o.surrogate, tuple(SURROGATE_FIELDS))
-    _check_own_code("advantage_estimator", o.advantage_estimator, ADVANTAGE_ESTIMATORS)
+    _check_own_code("surrogate", objective.surrogate, tuple(SURROGATE_FIELDS))
+    _check_own_code("advantage_estimator", objective.advantage_estimator, ADVANTAGE_ESTIMATORS)
     for key, options, used in (
-        ("surrogate", "surrogate_options", o.has_own_surrogate),
-        ("advantage_estimator", "advantage_options", o.has_own_advantages),
+        ("surrogate", "surrogate_options", objective.has_own_surrogate),
+        ("advantage_estimator", "advantage_options", objective.has_own_advantages),
     ):
-        if getattr(o, options) and not used:
+        if getattr(objective, options) and not used:
             raise ValueError(
-                f"{options} = {getattr(o, options)!r} has no effect with {key} ="
-                f" {getattr(o, key)!r}: remove it"
+                f"{options} = {getattr(objective, options)!r} has no effect with {key} ="
+                f" {getattr(objective, key)!r}: remove it"
             )
 
 
@@ -133,125 +132,145 @@ def _check_own_code(key: str, value: object, names: tuple[str, ...]) -> None:
     )
 
 
-def _check_numbers(o: Objective) -> None:
+def _check_numbers(objective: Objective) -> None:
     """Types and ranges that hold for every algorithm."""
     for key, (accepts, requirement) in _RANGES.items():
-        value = getattr(o, key)
+        value = getattr(objective, key)
         if value is None and key in _OPTIONAL:
             continue
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not accepts(value):
             raise ValueError(f"{key} = {value!r}: must be {requirement}")
 
 
-def _check_fields_fit(o: Objective) -> None:
+def _check_fields_fit(objective: Objective) -> None:
     """Fields that contradict each other, or that another field requires."""
-    if o.loss_agg_mode != "seq-mean-token-sum-norm" and o.loss_scale_factor is not None:
+    if (
+        objective.loss_agg_mode != "seq-mean-token-sum-norm"
+        and objective.loss_scale_factor is not None
+    ):
         raise ValueError(
-            f"loss_scale_factor = {o.loss_scale_factor!r} has no effect with loss_agg_mode ="
-            f" {o.loss_agg_mode!r}: remove it, or use 'seq-mean-token-sum-norm'"
+            f"loss_scale_factor = {objective.loss_scale_factor!r} has no effect with loss_agg_mode ="
+            f" {objective.loss_agg_mode!r}: remove it, or use 'seq-mean-token-sum-norm'"
         )
-    needed, others = _surrogate_fields(o)
+    needed, others = _surrogate_fields(objective)
     for key in needed:
-        if getattr(o, key) is None:
-            raise ValueError(f"{key} = None with surrogate = {o.surrogate!r}: set it")
+        if getattr(objective, key) is None:
+            raise ValueError(f"{key} = None with surrogate = {objective.surrogate!r}: set it")
     for key in _OF_SURROGATES:
-        if key in needed + others or (value := getattr(o, key)) is None:
+        if key in needed + others or (value := getattr(objective, key)) is None:
             continue
-        if o.has_ratio and o.surrogate == "cispo" and key == "epsilon_high":
+        if objective.has_ratio and objective.surrogate == "cispo" and key == "epsilon_high":
             raise ValueError(f"{key} = {value!r} {_CISPO_BOUND}")
-        where = (
-            f"surrogate = {o.surrogate!r}" if o.has_ratio else "importance_sampling_level = 'none'"
-        )
+        where = "importance_sampling_level = 'none'"
+        if objective.has_ratio:
+            where = f"surrogate = {objective.surrogate!r}"
         raise ValueError(f"{key} = {value!r} has no effect with {where}: remove it")
-    if not o.has_ratio and o.surrogate != "clip":
+    if not objective.has_ratio and objective.surrogate != "clip":
         raise ValueError(
-            f"surrogate = {o.surrogate!r} has no effect with importance_sampling_level = 'none':"
+            f"surrogate = {objective.surrogate!r} has no effect with importance_sampling_level = 'none':"
             " remove it"
         )
     for key in _NEED_A_RATIO:
-        if not o.has_ratio and getattr(o, key) not in (None, 0):
+        if not objective.has_ratio and getattr(objective, key) not in (None, 0):
             raise ValueError(
-                f"{key} = {getattr(o, key)!r} has no effect with importance_sampling_level ="
+                f"{key} = {getattr(objective, key)!r} has no effect with importance_sampling_level ="
                 " 'none': remove it"
             )
-    _check_level(o)
-    _check_estimator(o)
-    if o.unbiased_kl and o.kl_loss_type != "k3":
+    _check_level(objective)
+    _check_estimator(objective)
+    if objective.unbiased_kl and objective.kl_loss_type != "k3":
         raise ValueError(
-            f"kl_loss_type = {o.kl_loss_type!r} does not go with unbiased_kl = True: use 'k3'"
+            f"kl_loss_type = {objective.kl_loss_type!r} does not go with unbiased_kl = True: use 'k3'"
         )
 
 
-def _surrogate_fields(o: Objective) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _surrogate_fields(objective: Objective) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The fields that the surrogate needs, and those that it may read; one of the user's any."""
-    if not o.has_ratio:
+    if not objective.has_ratio:
         return (), ()
-    return ((), _OF_SURROGATES) if o.has_own_surrogate else SURROGATE_FIELDS[o.surrogate]
+    if objective.has_own_surrogate:
+        return (), _OF_SURROGATES
+    return SURROGATE_FIELDS[objective.surrogate]
 
 
-def _check_level(o: Objective) -> None:
+def _check_level(objective: Objective) -> None:
     """The surrogate exists at this ratio level."""
-    if o.importance_sampling_level == "geometric_mean" and (
-        o.surrogate != "clip" or o.dual_clip is not None
+    if objective.importance_sampling_level == "geometric_mean" and (
+        objective.surrogate != "clip" or objective.dual_clip is not None
     ):
-        key = "surrogate" if o.surrogate != "clip" else "dual_clip"
+        key = "surrogate" if objective.surrogate != "clip" else "dual_clip"
         raise ValueError(
-            f"{key} = {getattr(o, key)!r} does not go with importance_sampling_level ="
+            f"{key} = {getattr(objective, key)!r} does not go with importance_sampling_level ="
             " 'geometric_mean', which clips token ratios in the mean: remove it"
         )
-    if o.surrogate in ("dppo_tv", "dppo_kl", "minirl") and o.importance_sampling_level != "token":
+    if (
+        objective.surrogate in ("dppo_tv", "dppo_kl", "minirl")
+        and objective.importance_sampling_level != "token"
+    ):
         raise ValueError(
-            f"importance_sampling_level = {o.importance_sampling_level!r} with surrogate ="
-            f" {o.surrogate!r}, which compares probabilities of tokens: use 'token'"
+            f"importance_sampling_level = {objective.importance_sampling_level!r} with surrogate ="
+            f" {objective.surrogate!r}, which compares probabilities of tokens: use 'token'"
         )
 
 
-def _check_estimator(o: Objective) -> None:
+def _check_estimator(objective: Objective) -> None:
     """The fields of the advantages have an effect."""
-    if o.has_own_advantages:
+    if objective.has_own_advantages:
         return  # it may read them all
     unused = {"group": (("gamma", 1), ("lam", 1)), "gae": (("advantage_baseline", "mean"),)}
-    for key, default in unused[o.advantage_estimator]:
-        if getattr(o, key) != default:
+    for key, default in unused[objective.advantage_estimator]:
+        if getattr(objective, key) != default:
             raise ValueError(
-                f"{key} = {getattr(o, key)!r} has no effect with advantage_estimator ="
-                f" {o.advantage_estimator!r}: remove it"
+                f"{key} = {getattr(objective, key)!r} has no effect with advantage_estimator ="
+                f" {objective.advantage_estimator!r}: remove it"
             )
 
 
-def _check_identity(o: Objective) -> None:
+def _check_identity(objective: Objective) -> None:
     """A published name keeps its meaning, and no sequence ratio is weighted by its tokens."""
-    row = {"advantage_estimator": "group", **PRESETS[o.name]} if o.name in PRESETS else {}
-    row = {key: value for key, value in row.items() if key in _IDENTITY}
-    for key, value in row.items():
-        if getattr(o, key) != value and not (key == "loss_agg_mode" and o.name in _ANY_AGGREGATION):
+    published: dict[str, Any] = {}
+    if objective.name in PRESETS:
+        fields = {"advantage_estimator": "group", **PRESETS[objective.name]}
+        published = {key: value for key, value in fields.items() if key in _IDENTITY}
+    for key, value in published.items():
+        if getattr(objective, key) != value and not (
+            key == "loss_agg_mode" and objective.name in _ANY_AGGREGATION
+        ):
             raise ValueError(
-                f"{key} = {getattr(o, key)!r} is not {o.name}: use {value!r}, another name,"
+                f"{key} = {getattr(objective, key)!r} is not {objective.name}: use {value!r}, another name,"
                 f" {_OVERRIDE}"
             )
-    by_length = o.loss_agg_mode not in ("seq-mean-token-mean", row.get("loss_agg_mode"))
-    if o.sequence_level and by_length:
+    by_length = objective.loss_agg_mode not in (
+        "seq-mean-token-mean",
+        published.get("loss_agg_mode"),
+    )
+    if objective.sequence_level and by_length:
         raise ValueError(
-            f"loss_agg_mode = {o.loss_agg_mode!r} weights a sequence ratio by response length,"
+            f"loss_agg_mode = {objective.loss_agg_mode!r} weights a sequence ratio by response length,"
             f" which is not GSPO: use 'seq-mean-token-mean', {_OVERRIDE}"
         )
 
 
-def _check_clip_scale(o: Objective) -> None:
+def _check_clip_scale(objective: Objective) -> None:
     """The clip range has the scale of its ratio level."""
-    if o.surrogate not in ("clip", "minirl"):
+    if objective.surrogate not in ("clip", "minirl"):
         return
-    of_sequences = o.sequence_level and o.importance_sampling_level != "geometric_mean"
+    of_sequences = (
+        objective.sequence_level and objective.importance_sampling_level != "geometric_mean"
+    )
     for key, published in (("epsilon_low", "3e-4"), ("epsilon_high", "4e-4")):
-        value = getattr(o, key)
+        value = getattr(objective, key)
         if of_sequences and not MIN_SEQUENCE_EPSILON <= value <= MAX_SEQUENCE_EPSILON:
             raise ValueError(
-                f"{key} = {value!r} is outside the clip range of a sequence ratio ({o.name},"
+                f"{key} = {value!r} is outside the clip range of a sequence ratio ({objective.name},"
                 f" {MIN_SEQUENCE_EPSILON:g} to {MAX_SEQUENCE_EPSILON:g}): use about {published},"
                 f" {_OVERRIDE}"
             )
-        if o.importance_sampling_level in ("token", "geometric_mean") and value < MIN_TOKEN_EPSILON:
+        if (
+            objective.importance_sampling_level in ("token", "geometric_mean")
+            and value < MIN_TOKEN_EPSILON
+        ):
             raise ValueError(
-                f"{key} = {value!r} is outside the clip range of a token ratio ({o.name},"
+                f"{key} = {value!r} is outside the clip range of a token ratio ({objective.name},"
                 f" {MIN_TOKEN_EPSILON:g} or more): use about 0.2, {_OVERRIDE}"
             )

@@ -14,10 +14,9 @@ def token_ratio(log_ratio: Tensor, max_log_ratio: float) -> tuple[Tensor, Tensor
     A clamped token keeps a finite ratio and has no gradient, also where the log-ratio is infinite.
     NaN stays NaN: a NaN log-prob comes from a broken model and must reach the loss.
     """
-    return (
-        log_ratio.clamp(-max_log_ratio, max_log_ratio).exp(),
-        log_ratio.detach().abs() > max_log_ratio,
-    )
+    ratio = log_ratio.clamp(-max_log_ratio, max_log_ratio).exp()
+    clamped = log_ratio.detach().abs() > max_log_ratio
+    return ratio, clamped
 
 
 class _OfSequence(torch.autograd.Function):

@@ -20,7 +20,8 @@ from torch import Tensor
 RELATIVE_ERROR = 1e-3
 QUANTILES: dict[str, float] = {"min": 0.0, "p01": 0.01, "p50": 0.5, "p99": 0.99, "max": 1.0}
 
-_SMALLEST, _LARGEST = 1e-8, 32.0  # nats; smaller log-ratios count as 0, larger ones as this
+_SMALLEST = 1e-8  # nats; smaller log-ratios count as 0
+_LARGEST = 32.0  # nats; larger log-ratios count as this
 _OF_THE_LOG = 0.0099  # relative half-width of the growing bins
 _GROWTH = math.log((1 + _OF_THE_LOG) / (1 - _OF_THE_LOG))
 _HALF = 0.99 * math.log1p(RELATIVE_ERROR)  # half-width of the equal bins, nats
@@ -28,9 +29,9 @@ _BORDER = _HALF / _OF_THE_LOG
 _GROWING = math.ceil(math.log(_BORDER / _SMALLEST) / _GROWTH)
 _EQUAL = math.ceil((_LARGEST - _BORDER) / (2 * _HALF))
 _ONE_SIGN = _GROWING + _EQUAL  # bins of positive log-ratios; as many are negative, and one is 0
-_PART = 128  # bins that are summed before ranks exchange them
-_PARTS = 2 * _ONE_SIGN // _PART + 1
-_BINS = _PARTS * _PART
+_FINE_IN_COARSE = 128  # bins in a coarse one, of which the ranks exchange the sums
+_NUM_COARSE = 2 * _ONE_SIGN // _FINE_IN_COARSE + 1
+_BINS = _NUM_COARSE * _FINE_IN_COARSE
 _PIECE = 1 << 16  # log-ratios
 _FINITE = 700.0  # nats; the largest ratio that is reported is exp of this
 
@@ -71,10 +72,10 @@ class RatioHistogram:
         there are none.
 
         sum_ranks, max_ranks: add int64 tensors, and take the largest of float64 ones, over the
-        ranks: three calls with 9 KB in all, first of parts of the histogram and then of the bins
-        that quantiles lie in.
+        ranks: three calls with 9 KB in all, first of the coarse bins and then of the bins in
+        those that quantiles lie in.
         """
-        counts = sum_ranks(self.counts.view(_PARTS, _PART).sum(1))
+        counts = sum_ranks(self.counts.view(_NUM_COARSE, _FINE_IN_COARSE).sum(1))
         up_to = counts.cumsum(0)
         total = int(up_to[-1])
         largest = max_ranks(self.extremes)
@@ -83,12 +84,11 @@ class RatioHistogram:
         below = {name: int(q * (total - 1)) for name, q in QUANTILES.items()}
         inner = [name for name in QUANTILES if name not in ("min", "max")]
         wanted = torch.tensor([min(below[name] + i, total - 1) for name in inner for i in (0, 1)])
-        at = torch.searchsorted(up_to, wanted, right=True)
-        fine = sum_ranks(self.counts.view(_PARTS, _PART)[at]).cumsum(1)
-        before = (up_to - counts)[at]
-        bins = at * _PART + torch.searchsorted(
-            fine, (wanted - before)[:, None], right=True
-        ).squeeze(1)
+        coarse = torch.searchsorted(up_to, wanted, right=True)
+        fine = sum_ranks(self.counts.view(_NUM_COARSE, _FINE_IN_COARSE)[coarse]).cumsum(1)
+        before = (up_to - counts)[coarse]
+        within = torch.searchsorted(fine, (wanted - before)[:, None], right=True).squeeze(1)
+        bins = coarse * _FINE_IN_COARSE + within
         smallest = -float(largest[0])
         greatest = float(largest[1])
         limits = (-math.inf, math.inf) if math.isnan(smallest) else (smallest, greatest)

@@ -34,11 +34,11 @@ def ratio_quantiles(
     """Quantiles of the histograms of `ratio_histograms`: `ratio_token/{min,p01,p50,p99,max}` and
     `ratio_sequence/...`; empty where nothing is trained."""
     histograms = ratio_histograms(log_probs, old_log_probs, loss_mask, segment_ids)
-    return {
-        f"ratio_{level}/{q}": v
-        for level, one in histograms.items()
-        for q, v in one.quantiles().items()
-    }
+    quantiles: dict[str, float] = {}
+    for level, histogram in histograms.items():
+        for name, value in histogram.quantiles().items():
+            quantiles[f"ratio_{level}/{name}"] = value
+    return quantiles
 
 
 def effective_sample_size(weights: Tensor) -> float:

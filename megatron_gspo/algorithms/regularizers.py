@@ -67,15 +67,17 @@ def kl_regularizer(
     coefficient is 0. With `unbiased_kl` each token counts `exp(log_ratio)` times, which has a
     gradient. `kl/ref` is the token mean of k3, for any estimator of the term.
     """
-    kind = objective.kl_loss_type
     limit = objective.max_log_ratio
-    kl = kl_penalty(log_probs, ref_log_probs, kind, max_log_ratio=limit)
-    k3 = kl if kind == "k3" else kl_penalty(log_probs, ref_log_probs, max_log_ratio=limit)
+    kl = kl_penalty(log_probs, ref_log_probs, objective.kl_loss_type, max_log_ratio=limit)
+    k3 = kl
+    if objective.kl_loss_type != "k3":
+        k3 = kl_penalty(log_probs, ref_log_probs, "k3", max_log_ratio=limit)
     metrics = {"kl/ref": weighted_sum(k3.detach(), weights.token)}
     if objective.kl_loss_coef <= 0:
         return None, metrics
     if objective.unbiased_kl:
-        kl = kl * token_ratio(log_ratio, limit)[0]
+        ratio, _ = token_ratio(log_ratio, limit)
+        kl = kl * ratio
     term = objective.kl_loss_coef * weighted_sum(kl, weights.objective)
     return term, metrics | {"loss/kl": term.detach()}
 

@@ -115,7 +115,7 @@ def check_rollout_correction(algorithm: AlgorithmConfig) -> None:
         raise ConfigError("algorithm.old_log_probs", "rollout", problem, "set it to recompute")
     ratios = ("token", "geometric")
     divergences = ("token_binary_kl", "sequence_k3")
-    for method, key, kinds in (
+    for method, key, methods in (
         ("rollout_is", "rollout_is_threshold", ratios),
         ("rollout_is", "rollout_is_threshold_lower", ratios),
         ("rollout_rs", "rollout_rs_threshold_lower", ratios),
@@ -124,11 +124,11 @@ def check_rollout_correction(algorithm: AlgorithmConfig) -> None:
         ("rollout_rs", "rollout_rs_denominator", ratios + divergences),
     ):
         value = getattr(algorithm, key)
-        kind = getattr(algorithm, method)
-        if kind not in kinds and value != default_of(AlgorithmConfig, key):
-            problem = f"has no effect with algorithm.{method} = {kind}"
+        chosen = getattr(algorithm, method)
+        if chosen not in methods and value != default_of(AlgorithmConfig, key):
+            problem = f"has no effect with algorithm.{method} = {chosen}"
             raise ConfigError(
-                f"algorithm.{key}", value, problem, f"set that to {' or '.join(kinds)}"
+                f"algorithm.{key}", value, problem, f"set that to {' or '.join(methods)}"
             )
     if algorithm.rollout_rs in divergences and algorithm.rollout_rs_divergence is None:
         problem = f"is the largest divergence of algorithm.rollout_rs = {algorithm.rollout_rs}"
@@ -159,11 +159,9 @@ def check_routing(routing: RoutingConfig, algorithm: AlgorithmConfig) -> None:
             "routing.missing_routes", "live", problem, "set routing.replay: r3, or remove it"
         )
     if routing.compare_rollout and not (routing.metrics and algorithm.has_ratio):
-        key = (
-            "routing.metrics = false"
-            if algorithm.has_ratio
-            else f"algorithm.name = {algorithm.name}"
-        )
+        key = f"algorithm.name = {algorithm.name}"
+        if algorithm.has_ratio:
+            key = "routing.metrics = false"
         raise ConfigError("routing.compare_rollout", True, f"has no effect with {key}", "remove it")
 
 

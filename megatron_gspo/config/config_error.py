@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 from megatron_gspo.errors import InputError
 
@@ -13,7 +12,7 @@ class ConfigError(InputError):
 
     label = "config error"
 
-    def __init__(self, key: str, value: Any, problem: str, fix: str) -> None:
+    def __init__(self, key: str, value: object, problem: str, fix: str) -> None:
         self.key = key
         self.value = value
         self.problem = problem
@@ -25,7 +24,7 @@ class ConfigError(InputError):
 MISSING = object()  # the `value` of a ConfigError that has no value to show
 
 
-def show(value: Any) -> str:
+def show(value: object) -> str:
     """A value in YAML's spelling, on one line, cut at 60 characters."""
     text = json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -9,6 +9,7 @@ from megatron_gspo.config.config_error import ConfigError
 from megatron_gspo.config.data_sections import DataConfig
 from megatron_gspo.config.prompt_paths import matching_paths
 from megatron_gspo.config.server_urls import check_url, without_password
+from megatron_gspo.user_code import is_import_path
 
 VERIFIERS = ("exact_match", "math_verify", "reasoning_gym", "code")
 # Arguments of `apply_chat_template` that are not the template's, and what sets them.
@@ -86,9 +87,7 @@ def _check_verifier(data: DataConfig) -> None:
     if verifier == "reasoning_gym" and data.task is None:
         fix = f"set data.task, or one of {', '.join(VERIFIERS[:2])}, file.py:function"
         raise ConfigError("data.verifier", verifier, "needs data.task", fix)
-    place, _, function = verifier.rpartition(":")
-    named = place.endswith(".py") or all(part.isidentifier() for part in place.split("."))
-    if verifier not in VERIFIERS and not (named and function.isidentifier()):
+    if verifier not in VERIFIERS and not is_import_path(verifier):
         fix = (
             f"set one of {', '.join(VERIFIERS)}, path/to/file.py:function or"
             " package.module:function"
@@ -109,9 +108,9 @@ def _check_code(data: DataConfig) -> None:
             "is not read by the verifier code",
             "set the keys of data.code",
         )
-    needed = (
-        2 * data.code.wall_limit + 1.0 + (COMPILE_SECONDS if data.code.language == "cpp" else 0.0)
-    )
+    needed = 2 * data.code.wall_limit + 1.0
+    if data.code.language == "cpp":
+        needed += COMPILE_SECONDS
     if data.verifier_timeout is None or data.verifier_timeout < needed:
         problem = "ends a verification before two programs at the time limit end"
         raise ConfigError(

@@ -138,8 +138,8 @@ def _name(annotation: Any) -> str:
     if origin is typing.Literal:
         return "one of " + ", ".join(arguments)
     if origin in _SEQUENCES:
-        kind = "list" if origin is list or arguments[-1] is ... else "pair"
-        return f"{kind} of {_plural(_name(_bare(arguments[0])))}"
+        name = "list" if origin is list or arguments[-1] is ... else "pair"
+        return f"{name} of {_plural(_name(_bare(arguments[0])))}"
     if origin is dict:
         return "mapping"
     if section_of(annotation) is not None:
@@ -149,11 +149,9 @@ def _name(annotation: Any) -> str:
 
 def _bare(annotation: Any) -> Any:
     """An annotation without the bounds of `Annotated`."""
-    return (
-        typing.get_args(annotation)[0]
-        if typing.get_origin(annotation) is typing.Annotated
-        else annotation
-    )
+    if typing.get_origin(annotation) is typing.Annotated:
+        return typing.get_args(annotation)[0]
+    return annotation
 
 
 def _plural(name: str) -> str:
@@ -161,7 +159,7 @@ def _plural(name: str) -> str:
     return f"{head}s{space}{rest}"
 
 
-def _bound(item: Any) -> str:
+def _bound(item: object) -> str:
     match item:
         case annotated_types.MinLen():
             return f"with at least {item.min_length}"

@@ -191,16 +191,16 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str,
     result = _copy(data)
     for override in overrides:
         key, equals, text = override.partition("=")
-        parts = key.split(".")
+        names = key.split(".")
         shown = _cut(override)
-        if not equals or not all(parts) or len(parts) > _MOST_LEVELS:
+        if not equals or not all(names) or len(names) > _MOST_LEVELS:
             fix = "write key.sub=value, e.g. optimizer.lr=1e-6"
             raise ConfigError(shown, MISSING, "is not an override", fix)
         if key.startswith("-"):
             raise ConfigError(
                 shown, MISSING, "overrides take no dashes", f"write {shown.lstrip('-')}"
             )
-        _set(result, parts, parse_yaml(text, shown))
+        _set(result, key, parse_yaml(text, shown))
     return result
 
 
@@ -234,18 +234,20 @@ def split_server_arguments(arguments: Sequence[str]) -> tuple[list[str], dict[st
     return ours, theirs
 
 
-def _set(data: dict[str, Any], parts: list[str], value: Any) -> None:
-    for depth, part in enumerate(parts[:-1], start=1):
-        inner = data.get(part)
-        if inner is None:
-            inner = data[part] = {}
-        if not isinstance(inner, dict):
-            name = ".".join(parts[:depth])
-            raise ConfigError(
-                ".".join(parts), value, f"{name} is a value, not a section", f"set {name} itself"
-            )
-        data = inner
-    data[parts[-1]] = value
+def _set(data: dict[str, Any], key: str, value: object) -> None:
+    """Set a dotted key; sections that are not there are made."""
+    *sections, leaf = key.split(".")
+    for depth, name in enumerate(sections, start=1):
+        section = data.get(name)
+        if section is None:
+            section = {}
+            data[name] = section
+        if not isinstance(section, dict):
+            path = ".".join(sections[:depth])
+            problem = f"{path} is a value, not a section"
+            raise ConfigError(key, value, problem, f"set {path} itself")
+        data = section
+    data[leaf] = value
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -264,4 +266,6 @@ def _cut(text: str) -> str:
 
 
 def _copy(value: Any) -> Any:
-    return {key: _copy(inner) for key, inner in value.items()} if isinstance(value, dict) else value
+    if not isinstance(value, dict):
+        return value
+    return {key: _copy(inner) for key, inner in value.items()}

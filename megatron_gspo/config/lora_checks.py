@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from megatron_gspo.config.config_error import ConfigError
 from megatron_gspo.config.lora_section import LoRAConfig
@@ -11,6 +10,7 @@ from megatron_gspo.config.model_sections import ModelConfig
 from megatron_gspo.config.rollout_sections import RolloutConfig
 from megatron_gspo.config.server_sections import ServerConfig
 from megatron_gspo.models.adapter_rules import linear_names, router_names
+from megatron_gspo.models.config_defaults import HFConfig
 from megatron_gspo.models.families import family_of
 from megatron_gspo.models.model_shape import ModelError
 
@@ -98,7 +98,7 @@ def check_adapter_files(lora: LoRAConfig) -> None:
         )
 
 
-def check_targets(lora: LoRAConfig, hf: dict[str, Any]) -> None:
+def check_targets(lora: LoRAConfig, hf: HFConfig) -> None:
     """The model has linear layers of these names. hf: its config.json."""
     if not lora.is_on or lora.targets is None:
         return

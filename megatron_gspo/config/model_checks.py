@@ -6,12 +6,12 @@ Each raises ConfigError.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from megatron_gspo.config.config_error import ConfigError, show
 from megatron_gspo.config.fields import default_of
 from megatron_gspo.config.rollout_sections import RolloutConfig, RouterNoiseConfig, RoutingConfig
 from megatron_gspo.models.companions import companions
+from megatron_gspo.models.config_defaults import HFConfig
 from megatron_gspo.models.families import FAMILIES, family_of
 from megatron_gspo.models.model_shape import (
     ModelError,
@@ -22,7 +22,7 @@ from megatron_gspo.models.model_shape import (
 )
 
 
-def read_hf_config(path: str | Path, key: str = "model.path") -> dict[str, Any]:
+def read_hf_config(path: str | Path, key: str = "model.path") -> HFConfig:
     """config.json of a Hugging Face model directory, as `read_config` has it."""
     file = Path(path) / "config.json"
     if not file.is_file():
@@ -40,7 +40,7 @@ def read_hf_config(path: str | Path, key: str = "model.path") -> dict[str, Any]:
         raise ConfigError(key, str(path), str(error), "download it again") from None
 
 
-def check_family(key: str, path: str, hf: dict[str, Any]) -> None:
+def check_family(key: str, path: str, hf: HFConfig) -> None:
     """The model of a key belongs to a supported family and its sizes are plausible.
 
     hf: its config.json.
@@ -55,7 +55,7 @@ def check_family(key: str, path: str, hf: dict[str, Any]) -> None:
         raise ConfigError(key, path, str(error), "download it again") from None
 
 
-def check_critic_model(path: str, critic: dict[str, Any], policy: dict[str, Any]) -> None:
+def check_critic_model(path: str, critic: HFConfig, policy: HFConfig) -> None:
     """The value model reads the policy's tokens. critic, policy: their config.json."""
     for name, words in (("vocab_size", "a vocabulary"), ("max_position_embeddings", "positions")):
         if (value := critic.get(name)) is not None and value < policy.get(name, 0):
@@ -65,7 +65,7 @@ def check_critic_model(path: str, critic: dict[str, Any], policy: dict[str, Any]
             )
 
 
-def check_experts(routing: RoutingConfig, noise: RouterNoiseConfig, hf: dict[str, Any]) -> None:
+def check_experts(routing: RoutingConfig, noise: RouterNoiseConfig, hf: HFConfig) -> None:
     """A model without experts has no routes, and a random choice of experts keeps some.
 
     hf: its config.json.
@@ -98,7 +98,7 @@ def check_experts(routing: RoutingConfig, noise: RouterNoiseConfig, hf: dict[str
             )
 
 
-def _router_score(hf: dict[str, Any]) -> str:
+def _router_score(hf: HFConfig) -> str:
     """Of the model's routers; that of most where config.json is refused, which has a message of
     its own.
     """
@@ -108,7 +108,7 @@ def _router_score(hf: dict[str, Any]) -> str:
         return "softmax"
 
 
-def check_positions(rollout: RolloutConfig, max_prompt_length: int, hf: dict[str, Any]) -> None:
+def check_positions(rollout: RolloutConfig, max_prompt_length: int, hf: HFConfig) -> None:
     """The longest prompt and response fit the model's positions. hf: its config.json."""
     longest = max_prompt_length + rollout.max_response_length
     limit = hf.get("max_position_embeddings")

@@ -5,10 +5,9 @@ Each raises ConfigError.
 
 from __future__ import annotations
 
-from typing import Any
-
 from megatron_gspo.config.config_error import ConfigError
 from megatron_gspo.config.model_sections import ParallelConfig
+from megatron_gspo.models.config_defaults import HFConfig
 from megatron_gspo.models.model_shape import experts_of
 
 
@@ -43,11 +42,9 @@ def check_layout(parallel: ParallelConfig, world_size: int) -> None:
     expert_tensor = parallel.expert_tensor_size
     expert = parallel.expert_model_parallel_size
     if fault := _remainder("ETP x EP x PP", (expert_tensor, expert, pipeline), world_size):
-        fix = (
-            f"set a divisor of {world_size // pipeline}"
-            if expert_tensor == 1
-            else "lower EP or ETP"
-        )
+        fix = "lower EP or ETP"
+        if expert_tensor == 1:
+            fix = f"set a divisor of {world_size // pipeline}"
         raise ConfigError("parallel.expert_model_parallel_size", expert, fault, fix)
 
 
@@ -57,7 +54,7 @@ def _remainder(names: str, sizes: tuple[int, int, int], world_size: int) -> str 
     return f"{shown} does not divide {world_size} processes" if world_size % product else None
 
 
-def check_divisibility(parallel: ParallelConfig, hf: dict[str, Any]) -> None:
+def check_divisibility(parallel: ParallelConfig, hf: HFConfig) -> None:
     """Heads, key-value groups, widths, layers and experts of a config.json are divisible by the
     parallel sizes.
     """
@@ -103,7 +100,7 @@ def check_divisibility(parallel: ParallelConfig, hf: dict[str, Any]) -> None:
             raise ConfigError(f"parallel.{name}", value, "the model has no experts", "set it to 1")
 
 
-def _check_experts(parallel: ParallelConfig, hf: dict[str, Any], experts: int) -> None:
+def _check_experts(parallel: ParallelConfig, hf: HFConfig, experts: int) -> None:
     tensor = parallel.tensor_model_parallel_size
     _divides(
         "expert_model_parallel_size", parallel.expert_model_parallel_size, "num_experts", experts

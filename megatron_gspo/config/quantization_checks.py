@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from megatron_gspo.config.config_error import ConfigError
 from megatron_gspo.config.quantization_section import QuantizationConfig
 from megatron_gspo.config.rollout_sections import RolloutConfig
+from megatron_gspo.models.config_defaults import HFConfig
 from megatron_gspo.models.families import family_of
 from megatron_gspo.models.model_shape import ModelError
 from megatron_gspo.models.quantization.module_list import ModuleListError
@@ -30,9 +29,7 @@ def check_quantization(rollout: RolloutConfig) -> None:
             )
 
 
-def resolve_quantization(
-    section: QuantizationConfig, hf: dict[str, Any]
-) -> QuantizationPlan | None:
+def resolve_quantization(section: QuantizationConfig, hf: HFConfig) -> QuantizationPlan | None:
     """The plan for a model; None without quantization. hf: its config.json. Raises ConfigError for
     lists that do not go with it."""
     if not section.is_on:

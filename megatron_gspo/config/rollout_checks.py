@@ -14,6 +14,7 @@ from megatron_gspo.config.fields import default_of
 from megatron_gspo.config.rollout_sections import RolloutConfig
 from megatron_gspo.config.server_sections import ServerConfig
 from megatron_gspo.config.training_sections import EvaluationConfig
+from megatron_gspo.user_code import is_import_path
 
 
 def check_sampling(rollout: RolloutConfig, evaluation: EvaluationConfig) -> None:
@@ -94,9 +95,7 @@ def check_environment(rollout: RolloutConfig, algorithm: AlgorithmConfig, data: 
     if name is None:
         _check_without_environment(rollout, algorithm)
         return
-    place, _, function = name.rpartition(":")
-    named = place.endswith(".py") or all(part.isidentifier() for part in place.split("."))
-    if not (named and function.isidentifier()):
+    if not is_import_path(name):
         fix = "set path/to/file.py:factory or package.module:factory"
         raise ConfigError("rollout.environment", name, "is not an environment", fix)
     if algorithm.is_supervised:

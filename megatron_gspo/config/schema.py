@@ -215,11 +215,9 @@ class Config:
         are. Raises ConfigError.
         """
         section = self.rollout.quantization
-        return (
-            resolve_quantization(section, read_hf_config(self.model.path))
-            if section.is_on
-            else None
-        )
+        if not section.is_on:
+            return None
+        return resolve_quantization(section, read_hf_config(self.model.path))
 
     @property
     def critic_path(self) -> str:
@@ -268,4 +266,6 @@ def _plain(value: Any) -> Any:
     """Tuples as lists, in all mappings and sequences."""
     if isinstance(value, dict):
         return {key: _plain(inner) for key, inner in value.items()}
-    return [_plain(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value]
+    return value

@@ -32,11 +32,9 @@ def check_servers(rollout: RolloutConfig, sections: Mapping[str, ServerConfig]) 
     servers = sections[rollout.engine]
     name = rollout.engine
     if bool(servers.urls) == bool(servers.num_servers):
-        problem = (
-            "both name servers"
-            if servers.urls
-            else f"names no server, and neither does {name}.num_servers"
-        )
+        problem = f"names no server, and neither does {name}.num_servers"
+        if servers.urls:
+            problem = "both name servers"
         fix = (
             f"set {name}.urls (running servers) or {name}.num_servers (servers to start), one of"
             " them"
@@ -124,10 +122,11 @@ def _check_urls(servers: ServerConfig) -> None:
             raise ConfigError(
                 key, without_password(url), "is not the URL of a server", fix
             ) from None
-    if twice := [
-        url for i, url in enumerate(urls) if url.rstrip("/") in [u.rstrip("/") for u in urls[:i]]
-    ]:
-        raise ConfigError(key, twice[0], "is listed twice", "list every server once")
+    seen: set[str] = set()
+    for url in urls:
+        if url.rstrip("/") in seen:
+            raise ConfigError(key, url, "is listed twice", "list every server once")
+        seen.add(url.rstrip("/"))
 
 
 def check_server_files(servers: ServerConfig) -> None:

@@ -137,11 +137,11 @@ def check_batches(
 def check_run_dir(run_dir: str, resume: str) -> None:
     """The run directory can be written, and holds no other run where `resume` is "never"."""
     folder = Path(run_dir)
-    place = existing_part(folder)
-    if not place.is_dir():
-        raise ConfigError("run_dir", run_dir, f"{place} is a file", "choose another directory")
-    if not os.access(place, os.W_OK | os.X_OK):
-        problem = f"{place} can't be written by this user"
+    existing = existing_part(folder)
+    if not existing.is_dir():
+        raise ConfigError("run_dir", run_dir, f"{existing} is a file", "choose another directory")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        problem = f"{existing} can't be written by this user"
         raise ConfigError(
             "run_dir", run_dir, problem, "make it writable or choose another directory"
         )

@@ -62,7 +62,7 @@ def _first_fault(model: type, error: ValidationError, page: str) -> ConfigError:
     key, annotation = _locate(model, fault["loc"])
     value = fault["input"]
     if fault["type"] in _UNKNOWN:
-        known = [row.name for row in keys(model)] + list(field_types(model))
+        known = [entry.name for entry in keys(model)] + list(field_types(model))
         fix = _suggest(key, known) or f"remove it, or see {page} for the keys"
         return ConfigError(key, value, "is not a key", fix)
     if fault["type"] == "missing":
@@ -81,7 +81,7 @@ def _first_fault(model: type, error: ValidationError, page: str) -> ConfigError:
     return ConfigError(key, value, "is not allowed", f"set {expected}{hint}{quoted}")
 
 
-def _from_section(section: str, values: Any, message: str) -> ConfigError:
+def _from_section(section: str, values: object, message: str) -> ConfigError:
     """The ValueError of a section's `__post_init__`, "key = value problem: fix", under the key
     of the config.
     """
@@ -100,21 +100,21 @@ def _locate(model: type, location: tuple[int | str, ...]) -> tuple[str, Any]:
     """Dotted key and annotation of a pydantic location, without the union branches that
     pydantic adds.
     """
-    parts: list[str] = []
+    names: list[str] = []
     annotation: Any = model
     current: type | None = model
-    for part in location:
+    for step in location:
         if current is None:
             break
-        parts.append(str(part))
-        if isinstance(part, int):  # an item of a list of sections
+        names.append(str(step))
+        if isinstance(step, int):  # an item of a list of sections
             annotation = current
             continue
-        annotation = field_types(current).get(part)
+        annotation = field_types(current).get(step)
         if annotation is None:
             break
         current = section_of(annotation)
-    return ".".join(parts) or "config", annotation
+    return ".".join(names) or "config", annotation
 
 
 def _expected(annotation: Any) -> str:

@@ -69,6 +69,14 @@ class StepRequest:
         return self.prompt.index, self.sample_index, self.seed
 
 
+@dataclass
+class _LiveEnvironment:
+    """An environment, and how many responses it has had."""
+
+    environment: Environment
+    num_responses: int = 0
+
+
 class Environments:
     """The live environments of one process."""
 
@@ -77,7 +85,7 @@ class Environments:
     ) -> None:
         self._factory = factory
         self._options = options or {}
-        self._live: OrderedDict[tuple[int, int, int], tuple[Environment, int]] = OrderedDict()
+        self._live: OrderedDict[tuple[int, int, int], _LiveEnvironment] = OrderedDict()
 
     def answer(self, request: StepRequest) -> Reply:
         """("ok", the fields of a Turn, None), or ("invalid" or "error", None, why).
@@ -95,37 +103,40 @@ class Environments:
             return "invalid", None, fault
         if turn.done:
             self._forget(request.episode)
-        return (
-            "ok",
-            {
-                "observation": turn.observation,
-                "reward": float(turn.reward),
-                "done": bool(turn.done),
-            },
-            None,
-        )
+        fields = {
+            "observation": turn.observation,
+            "reward": float(turn.reward),
+            "done": bool(turn.done),
+        }
+        return "ok", fields, None
 
     def _step(self, request: StepRequest) -> Turn:
-        key = request.episode
+        """The turn after the last response. A new environment has the earlier ones repeated."""
+        episode = request.episode
         count = len(request.responses)
-        if key in self._live and self._live[key][1] != count - 1:
-            self._forget(key)
-        if key not in self._live:
-            identity = {"sample_index": request.sample_index, "seed": request.seed}
-            self._live[key] = self._factory(request.prompt, **identity, **self._options), 0
-        self._live.move_to_end(key)
+        if episode in self._live and self._live[episode].num_responses != count - 1:
+            self._forget(episode)
+        if episode not in self._live:
+            environment = self._factory(
+                request.prompt,
+                sample_index=request.sample_index,
+                seed=request.seed,
+                **self._options,
+            )
+            self._live[episode] = _LiveEnvironment(environment)
+        self._live.move_to_end(episode)
         while len(self._live) > _MAX_LIVE:
             self._forget(next(iter(self._live)))
-        environment, taken = self._live[key]
+        live = self._live[episode]
         turn = Turn()
-        for response in request.responses[taken:]:
-            turn = environment.step(response)
-        self._live[key] = environment, count
+        for response in request.responses[live.num_responses :]:
+            turn = live.environment.step(response)
+        live.num_responses = count
         return turn
 
     def _forget(self, episode: tuple[int, int, int]) -> None:
-        environment, _ = self._live.pop(episode, (None, 0))
-        close = getattr(environment, "close", None)
+        live = self._live.pop(episode, None)
+        close = getattr(live.environment, "close", None) if live is not None else None
         if close is not None:
             try:
                 close()
@@ -133,15 +144,17 @@ class Environments:
                 pass
 
 
-def _fault(turn: Any) -> str:
+def _fault(turn: object) -> str:
+    """Why this is no turn; "" if it is one."""
     if not isinstance(turn, Turn):
         return (
             f"the environment returned a {type(turn).__name__}; return"
             " megatron_gspo.environments.environment.Turn"
         )
-    observation: Any = turn.observation
-    reward: Any = turn.reward
-    done: Any = turn.done
+    # A user's environment may have put anything there.
+    observation: object = turn.observation
+    reward: object = turn.reward
+    done: object = turn.done
     if not isinstance(observation, str):
         return f"the environment's observation is a {type(observation).__name__}; give text"
     if not isinstance(reward, (numbers.Real, np.bool_)) or not abs(float(reward)) <= _MAX_REWARD:

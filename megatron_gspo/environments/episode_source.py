@@ -51,8 +51,8 @@ class EpisodeServerSource(GenerateOnCollect):
         """See `GroupSource.generate`; a sample is an episode."""
         self._servers.restore_memory()
         share = self._servers.own_share(prompts)
-        own = [prompts[i] for i in share]
-        episodes = make_episodes(own, sampling, self._rules, self._encode, seed=seed)
+        requested = [prompts[i] for i in share]
+        episodes = make_episodes(requested, sampling, self._rules, self._encode, seed=seed)
         run = _EpisodeRun(episodes, self._environments, sampling, seed)
         self._servers.on_clients(lambda client: run.begin(client.stream()))
         while self._servers.round(run.advance):

@@ -93,7 +93,7 @@ class Episode:
         self._rules = rules
         self._encode = encode
         self._decode = decode
-        self._parts: list[_Part] = []
+        self._segments: list[_Segment] = []
         self._spans: list[Span] = []
         self._responses: list[str] = []
         self._awaits_step = False
@@ -107,7 +107,7 @@ class Episode:
     @property
     def length(self) -> int:
         """Response tokens so far."""
-        return sum(len(part.tokens) for part in self._parts)
+        return sum(len(segment.tokens) for segment in self._segments)
 
     def next_request(self) -> Request | None:
         """The next response to generate; None if the episode is over or the environment's step
@@ -115,27 +115,26 @@ class Episode:
         """
         if self.over or self._awaits_step:
             return None
-        left = self._room - self.length
-        limit = (
-            left if self._rules.max_turn_length is None else min(left, self._rules.max_turn_length)
-        )
+        limit = self._room - self.length
+        if self._rules.max_turn_length is not None:
+            limit = min(limit, self._rules.max_turn_length)
         index = request_index(self.prompt.index, self.sample_index, len(self._responses))
-        ids = np.concatenate([self.prompt.token_ids, *(part.tokens for part in self._parts)])
+        ids = np.concatenate([self.prompt.token_ids, *(s.tokens for s in self._segments)])
         return Request(Prompt(index, ids, self.prompt.text), limit)
 
     def add_response(self, sample: Sample) -> None:
         """Append the engine's sample for `next_request`. Tokens beyond the limit are cut off."""
         request = self.next_request()
         assert request is not None, "no response was requested"
-        known = self.prompt.length + self._spans[-1].end - 1 if self._spans else 0
-        part = _Part.of(sample, request.limit, known)
-        if len(part.tokens) < sample.response_length and self._decode is not None:
-            part = replace(part, text=self._decode(part.tokens.tolist()))
+        known_routes = self.prompt.length + self._spans[-1].end - 1 if self._spans else 0
+        response = _Segment.of_response(sample, request.limit, known_routes)
+        if len(response.tokens) < sample.response_length and self._decode is not None:
+            response = replace(response, text=self._decode(response.tokens.tolist()))
         start = self.length
-        self._parts.append(part)
-        self._spans.append(Span(start, start + len(part.tokens), 0.0))
-        self._responses.append(part.text)
-        if part.finish_reason == "abort":
+        self._segments.append(response)
+        self._spans.append(Span(start, start + len(response.tokens), 0.0))
+        self._responses.append(response.text)
+        if response.finish_reason == "abort":
             self._finish = "abort"
         self._awaits_step = not self.over
 
@@ -150,7 +149,7 @@ class Episode:
         """Append the result of `step_request`."""
         status, turn, message = reply
         self._awaits_step = False
-        last = self._parts[-1]
+        last = self._segments[-1]
         if status != "ok":
             self._failure = f"{status}: {message}"
             self._finish = last.finish_reason
@@ -169,37 +168,36 @@ class Episode:
         if self.length + len(ids) >= self._room:
             self._finish = "length"
             return
-        version = (
-            int(self._parts[-1].versions[-1])
-            if len(self._parts[-1].versions)
-            else self._parts[-1].version
-        )
-        self._parts.append(_Part.observed(ids, text, version))
+        last = self._segments[-1]
+        version = int(last.versions[-1]) if len(last.versions) else last.version
+        self._segments.append(_Segment.of_observation(ids, text, version))
 
     def sample(self) -> Sample:
         """The finished episode. `reward`: sum of the turns' rewards; NaN if the environment failed
         or the engine aborted. `metadata`: spans of the turns."""
         assert self._finish is not None, "the episode is not over"
-        parts = self._parts
+        segments = self._segments
         metadata = with_spans(self._spans)
         if self._failure:
             metadata[FAILURE] = self._failure
         scored = not self._failure and self._finish != "abort"
-        versions = np.concatenate([part.versions for part in parts])
-        mixed = any(part.has_versions for part in parts) or len(np.unique(versions)) > 1
-        routes, missing = _join_routes(parts)
-        scores = [part.log_probs for part in parts if part.log_probs is not None]
+        versions = np.concatenate([s.versions for s in segments])
+        has_versions = any(s.has_versions for s in segments) or len(np.unique(versions)) > 1
+        routes, missing = _join_routes(segments)
+        log_probs = [s.log_probs for s in segments if s.log_probs is not None]
         return Sample(
             prompt_index=self.prompt.index,
             sample_index=self.sample_index,
-            tokens=np.concatenate([self.prompt.token_ids, *(part.tokens for part in parts)]),
+            tokens=np.concatenate([self.prompt.token_ids, *(s.tokens for s in segments)]),
             prompt_length=self.prompt.length,
-            loss_mask=np.concatenate([part.mask for part in parts]),
-            rollout_log_probs=np.concatenate(scores) if len(scores) == len(parts) else None,
+            loss_mask=np.concatenate([s.mask for s in segments]),
+            rollout_log_probs=(
+                np.concatenate(log_probs) if len(log_probs) == len(segments) else None
+            ),
             finish_reason=self._finish,
-            text="".join(part.text for part in parts),
-            weight_version=int(versions.min()) if len(versions) else parts[0].version,
-            token_versions=versions if mixed else None,
+            text="".join(s.text for s in segments),
+            weight_version=int(versions.min()) if len(versions) else segments[0].version,
+            token_versions=versions if has_versions else None,
             reward=sum(span.reward for span in self._spans) if scored else float("nan"),
             routed_experts=routes,
             missing_routes=missing,
@@ -208,7 +206,7 @@ class Episode:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _Segment:
     """A response or an observation of n tokens.
 
     routes, missing: rows of the input positions that this response's request processed first; None
@@ -228,58 +226,61 @@ class _Part:
     observed_only: bool = False
 
     @classmethod
-    def of(cls, sample: Sample, limit: int, known: int) -> _Part:
-        """known: number of rows of routes from earlier responses, which are kept."""
+    def of_response(cls, sample: Sample, limit: int, known_routes: int) -> _Segment:
+        """The first `limit` tokens. known_routes: rows of routes from earlier responses, which are
+        kept."""
         n = min(sample.response_length, limit)
-        rows = slice(known, sample.prompt_length + n - 1)
+        new_routes = slice(known_routes, sample.prompt_length + n - 1)
         versions = sample.token_versions
         if versions is None:
             versions = np.full(sample.response_length, sample.weight_version, dtype=np.int32)
         routes = sample.routed_experts
         missing = sample.missing_routes
+        log_probs = sample.rollout_log_probs
         return cls(
-            sample.response_ids[:n],
-            sample.loss_mask[:n],
-            None if sample.rollout_log_probs is None else sample.rollout_log_probs[:n],
-            versions[:n],
-            sample.weight_version,
-            sample.token_versions is not None,
-            sample.text,
-            sample.finish_reason if n == sample.response_length else "length",
-            None if routes is None else routes[rows],
-            None if missing is None else missing[rows],
+            tokens=sample.response_ids[:n],
+            mask=sample.loss_mask[:n],
+            log_probs=None if log_probs is None else log_probs[:n],
+            versions=versions[:n],
+            version=sample.weight_version,
+            has_versions=sample.token_versions is not None,
+            text=sample.text,
+            finish_reason=sample.finish_reason if n == sample.response_length else "length",
+            routes=None if routes is None else routes[new_routes],
+            missing=None if missing is None else missing[new_routes],
         )
 
     @classmethod
-    def observed(cls, ids: np.ndarray, text: str, version: int) -> _Part:
-        n = len(ids)
-        versions = np.full(n, version, dtype=np.int32)
-        zeros = np.zeros(n, dtype=np.float32)
+    def of_observation(cls, ids: np.ndarray, text: str, version: int) -> _Segment:
+        """Tokens that are masked. version: of the weights that chose the response before."""
         return cls(
-            ids,
-            np.zeros(n, dtype=bool),
-            zeros,
-            versions,
-            version,
-            False,
-            text,
-            "stop",
+            tokens=ids,
+            mask=np.zeros(len(ids), dtype=bool),
+            log_probs=np.zeros(len(ids), dtype=np.float32),
+            versions=np.full(len(ids), version, dtype=np.int32),
+            version=version,
+            has_versions=False,
+            text=text,
+            finish_reason="stop",
             observed_only=True,
         )
 
 
-def _join_routes(parts: Sequence[_Part]) -> tuple[np.ndarray | None, np.ndarray | None]:
-    responses = [part for part in parts if not part.observed_only]
-    routes = [part.routes for part in responses if part.routes is not None]
+def _join_routes(segments: Sequence[_Segment]) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """The routes of all responses and which are missing; None where a response has none."""
+    responses = [segment for segment in segments if not segment.observed_only]
+    routes = [response.routes for response in responses if response.routes is not None]
     if len(routes) < len(responses):
         return None, None
     joined = np.concatenate(routes)
-    if all(part.missing is None for part in responses):
+    if all(response.missing is None for response in responses):
         return joined, None
-    missing = [
-        np.zeros(len(rows), dtype=np.bool_) if part.missing is None else part.missing
-        for part, rows in zip(responses, routes, strict=True)
-    ]
+    missing = []
+    for response, response_routes in zip(responses, routes, strict=True):
+        if response.missing is None:
+            missing.append(np.zeros(len(response_routes), dtype=np.bool_))
+        else:
+            missing.append(response.missing)
     return joined, np.concatenate(missing)
 
 
@@ -316,7 +317,7 @@ def batches(requests: Sequence[Request], max_length: int) -> list[tuple[list[int
     limit.
     """
     waiting = sorted(range(len(requests)), key=lambda i: (-requests[i].limit, i))
-    batches_of_turns = []
+    grouped = []
     while waiting:
         limit = requests[waiting[0]].limit
         fits = [
@@ -324,20 +325,23 @@ def batches(requests: Sequence[Request], max_length: int) -> list[tuple[list[int
             for i in waiting
             if requests[i].limit == limit or requests[i].prompt.length + limit <= max_length
         ]
-        batches_of_turns.append((sorted(fits), limit))
-        taken = set(fits)
-        waiting = [i for i in waiting if i not in taken]
-    return batches_of_turns
+        grouped.append((sorted(fits), limit))
+        chosen = set(fits)
+        waiting = [i for i in waiting if i not in chosen]
+    return grouped
 
 
 def step_environments(episodes: Sequence[Episode], environments: Environments) -> None:
     """Step the environments of the episodes whose step is next."""
-    waiting = [
-        (episode, request) for episode in episodes if (request := episode.step_request) is not None
-    ]
-    for (episode, _), reply in zip(
-        waiting, environments.step([request for _, request in waiting]), strict=True
-    ):
+    waiting: list[Episode] = []
+    requests: list[StepRequest] = []
+    for episode in episodes:
+        request = episode.step_request
+        if request is not None:
+            waiting.append(episode)
+            requests.append(request)
+    replies = environments.step(requests)
+    for episode, reply in zip(waiting, replies, strict=True):
         episode.add_reply(reply)
 
 
@@ -371,8 +375,9 @@ class ConcurrentEpisodes:
                 raise EngineError(
                     f"the engine returned a sample for request {ticket}, which is not in flight"
                 )
-            episodes.append(self._in_flight.pop(ticket))
-            episodes[-1].add_response(sample)
+            episode = self._in_flight.pop(ticket)
+            episode.add_response(sample)
+            episodes.append(episode)
         step_environments(episodes, self._environments)
         self._begin(episodes)
 

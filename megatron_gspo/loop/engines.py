@@ -45,14 +45,10 @@ from megatron_gspo.rollout.weight_sync import WHOLE, Source, WeightSync, senders
 from megatron_gspo.servers.server_launch import first_server_gpu
 from megatron_gspo.servers.server_processes import LocalServers
 from megatron_gspo.terminal import get_logger
-from megatron_gspo.weight_transport.adapter_transport import (
-    AdapterFileTransport,
-    AdapterTensorTransport,
-)
 from megatron_gspo.weight_transport.server_endpoints import ADAPTERS
 from megatron_gspo.weight_transport.transport import WeightTransport
 from megatron_gspo.weight_transport.update_group import local_address
-from megatron_gspo.weight_transport.weight_update import make_transport, weight_directory
+from megatron_gspo.weight_transport.weight_update import make_transport
 
 logger = get_logger(__name__)
 
@@ -246,24 +242,19 @@ def _transport(config: Config) -> WeightTransport:
     if dist.get_rank() >= _ranks_of_the_first_node():
         first_node = f"http://{os.environ['MASTER_ADDR']}"  # where servers that the run starts are
         address = local_address(first_node) if config.servers.num_servers else None
-    endpoints = SERVER_KINDS[config.rollout.engine].api
-    if config.lora.sends_adapters:
-        facts = AdapterFacts(
-            config.lora.rank, config.lora.alpha, config.lora.rslora, config.model.path
-        )
-        if config.servers.weight_transport == "tensor":
-            return AdapterTensorTransport(endpoints, facts)
-        return AdapterFileTransport(
-            endpoints, weight_directory(config.servers, config.run_dir), facts
-        )
     plan = config.quantization_plan
+    lora = config.lora
+    adapters = None
+    if lora.sends_adapters:
+        adapters = AdapterFacts(lora.rank, lora.alpha, lora.rslora, config.model.path)
     return make_transport(
         config.servers,
-        endpoints,
+        SERVER_KINDS[config.rollout.engine].api,
         run_dir=config.run_dir,
         source=config.model.path,
         address=address,
         quantization=None if plan is None else plan.config,
+        adapters=adapters,
     )
 
 

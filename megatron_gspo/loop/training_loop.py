@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -137,7 +137,7 @@ class TrainedStep:
     routing: RoutingReplay
     update: Update
     metrics: dict[str, float]
-    callback_metrics: Mapping[str, Mapping[str, float]]
+    callback_metrics: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:

@@ -55,16 +55,16 @@ def router_names(family: Family, shape: ModelShape) -> list[str]:
 
 
 def _names(chosen: Callable[[Rule], bool], family: Family, shape: ModelShape) -> list[str]:
-    rules = (rule for layer in range(shape.num_layers) for rule in family.layer_rules(shape, layer))
-    return list(
-        dict.fromkeys(
-            linear_name(name) for rule in rules if chosen(rule) for name in rule.hugging_face
-        )
-    )
+    names: dict[str, None] = {}  # each once, in their order
+    for layer in range(shape.num_layers):
+        for rule in family.layer_rules(shape, layer):
+            if chosen(rule):
+                names.update(dict.fromkeys(map(linear_name, rule.hugging_face)))
+    return list(names)
 
 
 def adapted_parts(rule: Rule, targets: Collection[str] | None) -> tuple[int, ...]:
-    """The places of a rule's Hugging Face tensors that have an adapter.
+    """The indices of a rule's Hugging Face tensors that have an adapter.
 
     targets: names; None: all but the router's.
     """
@@ -78,8 +78,8 @@ def rows_of_parts(rule: Rule, parts: tuple[int, ...], rows: int, shape: ModelSha
     """For each of ``parts`` the rows of the parameter [rows, in] that are its tensor's, in that
     order, int64.
     """
-    places = torch.arange(rows, device="cpu")[:, None]
-    split = rule.split(places, shape)
+    row_numbers = torch.arange(rows, device="cpu")[:, None]
+    split = rule.split(row_numbers, shape)
     return [split[part].flatten() for part in parts]
 
 
@@ -108,10 +108,11 @@ def adapter_rules(rule: Rule, parts: tuple[int, ...]) -> tuple[Rule, Rule]:
         split = rule.split(tensor, shape)
         return [split[part] for part in parts]
 
-    a, b = (tuple(f"{name}.lora_{which}.weight" for name in names) for which in "AB")
-    columns = rule.shard if rule.shard is Shard.COLUMNS else Shard.NONE
-    rows = rule.shard if rule.shard is Shard.ROWS else Shard.NONE
+    names_a = tuple(f"{name}.lora_A.weight" for name in names)
+    names_b = tuple(f"{name}.lora_B.weight" for name in names)
+    shard_a = rule.shard if rule.shard is Shard.COLUMNS else Shard.NONE
+    shard_b = rule.shard if rule.shard is Shard.ROWS else Shard.NONE
     return (
-        replace(rule, hugging_face=a, shard=columns, split=split_a),
-        replace(rule, hugging_face=b, shard=rows, split=split_b),
+        replace(rule, hugging_face=names_a, shard=shard_a, split=split_a),
+        replace(rule, hugging_face=names_b, shard=shard_b, split=split_b),
     )

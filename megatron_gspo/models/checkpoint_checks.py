@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megatron_gspo.models.companions import QUANTIZATION_KEYS
-from megatron_gspo.models.config_defaults import shown
+from megatron_gspo.models.config_defaults import HFConfig, shown
 from megatron_gspo.models.families import check_names
 from megatron_gspo.models.family import Family
 from megatron_gspo.models.hf_checkpoint import CheckpointReader
@@ -51,7 +51,7 @@ def check_checkpoint(reader: CheckpointReader, family: Family, shape: ModelShape
         _check_tied(reader, family, shape)
 
 
-def _check_sources(folder: Path, config: dict[str, Any]) -> None:
+def _check_sources(folder: Path, config: HFConfig) -> None:
     """Files other than the usual ones that Transformers takes weights from."""
     explicit = config.get("transformers_weights")
     if explicit is not None:
@@ -68,7 +68,7 @@ def _check_sources(folder: Path, config: dict[str, Any]) -> None:
         )
 
 
-def check_quantization(config: dict[str, Any], names: Collection[str]) -> None:
+def check_quantization(config: HFConfig, names: Collection[str]) -> None:
     """Raise ``ModelError`` for weights in a format that is not read, by the config or by the
     names of the tensors.
     """
@@ -78,15 +78,20 @@ def check_quantization(config: dict[str, Any], names: Collection[str]) -> None:
             f"quantization_config={shown(settings)} in config.json is no object; download it again"
         )
     method = settings.get("quant_method", "compressed-tensors" if settings else None)
-    by_name = next(
-        (method for end, method in _QUANTIZED_NAMES if any(name.endswith(end) for name in names)),
-        None,
-    )
-    if method in _READABLE and by_name is None or method is None and by_name is None:
+    by_name = None
+    for end, writer in _QUANTIZED_NAMES:
+        if by_name is None and any(name.endswith(end) for name in names):
+            by_name = writer
+    if by_name is None and method in (None, *_READABLE):
         return
-    form = settings.get("format") or (f"{settings['bits']} bits" if "bits" in settings else None)
-    how = shown(method).strip("'") if method not in (None, *_READABLE) else by_name
-    problem = f"its weights are quantised by {how}{f' ({shown(form)})' if form else ''}"
+    how = by_name
+    if method not in (None, *_READABLE):
+        how = shown(method).strip("'")
+    problem = f"its weights are quantised by {how}"
+    if settings.get("format"):
+        problem += f" ({shown(settings['format'])})"
+    elif "bits" in settings:
+        problem += f" ({shown(str(settings['bits']) + ' bits')})"
     raise ModelError(
         f"{problem}; give the model in bfloat16, block FP8 or MXFP4, or dequantise it first"
     )
@@ -109,9 +114,9 @@ def _check_sizes(reader: CheckpointReader, family: Family, shape: ModelShape) ->
             _compare(name, reader.shape(name), wanted)
 
 
-def _compare(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
-    if found != wanted:
-        raise ModelError(f"{name} is {found} in the checkpoint; config.json makes it {wanted}")
+def _compare(name: str, stored: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+    if stored != wanted:
+        raise ModelError(f"{name} is {stored} in the checkpoint; config.json makes it {wanted}")
 
 
 def _check_tied(reader: CheckpointReader, family: Family, shape: ModelShape) -> None:

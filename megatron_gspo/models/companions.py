@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from megatron_gspo.models.config_defaults import HFConfig
 from megatron_gspo.models.model_shape import ModelError, read_json
 
 _PATTERNS = (
@@ -89,7 +90,9 @@ def _allowed(folder: Path) -> list[Path]:
     """The directories in which the files of a model directory lie."""
     root = folder.resolve()
     blobs = root.parent.parent / "blobs"
-    return [root, blobs.resolve()] if root.parent.name == "snapshots" and blobs.is_dir() else [root]
+    if root.parent.name == "snapshots" and blobs.is_dir():
+        return [root, blobs.resolve()]
+    return [root]
 
 
 def _is_companion(file: Path, within: list[Path]) -> bool:
@@ -151,7 +154,7 @@ def _forget_missing_code(file: Path) -> None:
         _write_json(file, others | ({"auto_map": kept} if kept else {}))
 
 
-def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
+def _with_dtype(config: HFConfig, dtype: str) -> HFConfig:
     """The config with this type where it names the language model's, at its top or in
     ``text_config``.
     """
@@ -163,7 +166,7 @@ def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
     return changed if keys & config.keys() else changed | {"dtype": dtype}
 
 
-def _without_quantization(config: dict[str, Any]) -> dict[str, Any]:
+def _without_quantization(config: HFConfig) -> HFConfig:
     """The config of weights in their own type, also where ``text_config`` names how the
     source's were quantised.
     """

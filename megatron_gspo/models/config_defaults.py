@@ -12,11 +12,14 @@ Source: transformers ``configuration_*.py`` of each model type, version 5;
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from megatron_gspo.errors import ModelError
 
-_ATTENTION: dict[str, Any] = dict(
+HFConfig: TypeAlias = dict[str, Any]
+"""The content of a Hugging Face `config.json`, or a part of it."""
+
+_ATTENTION: HFConfig = dict(
     hidden_act="silu",
     max_position_embeddings=32768,
     rms_norm_eps=1e-6,
@@ -25,11 +28,9 @@ _ATTENTION: dict[str, Any] = dict(
     tie_word_embeddings=False,
     attention_bias=False,
 )
-_WINDOWS: dict[str, Any] = dict(use_sliding_window=False, sliding_window=4096)
-_DELTA_NET: dict[str, Any] = dict(
-    head_dim=256, partial_rotary_factor=0.25, full_attention_interval=4
-)
-_GROUPED_SIGMOID: dict[str, Any] = dict(
+_WINDOWS: HFConfig = dict(use_sliding_window=False, sliding_window=4096)
+_DELTA_NET: HFConfig = dict(head_dim=256, partial_rotary_factor=0.25, full_attention_interval=4)
+_GROUPED_SIGMOID: HFConfig = dict(
     first_k_dense_replace=1,
     n_group=1,
     n_shared_experts=1,
@@ -51,7 +52,7 @@ _DEEPSEEK_V3 = {
 }
 _QWEN35 = {**_ATTENTION, **_DELTA_NET, "num_key_value_heads": 4}
 _QWEN35_MOE = {**_ATTENTION, **_DELTA_NET, "num_key_value_heads": 2}
-DEFAULTS: dict[str, dict[str, Any]] = {
+DEFAULTS: dict[str, HFConfig] = {
     "qwen3": {
         **_ATTENTION,
         **_WINDOWS,
@@ -129,7 +130,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "rope_theta": 5000000.0,
     },
 }
-_LINEAR_ATTENTION: dict[str, Any] = dict(
+_LINEAR_ATTENTION: HFConfig = dict(
     linear_conv_kernel_dim=4,
     linear_key_head_dim=128,
     linear_num_key_heads=16,
@@ -138,7 +139,7 @@ _LINEAR_ATTENTION: dict[str, Any] = dict(
     num_attention_heads=16,
     vocab_size=248320,
 )
-TEXT_SIZES: dict[str, dict[str, Any]] = {
+TEXT_SIZES: dict[str, HFConfig] = {
     "qwen3_5": {
         **_LINEAR_ATTENTION,
         "hidden_size": 4096,
@@ -185,7 +186,7 @@ _SHOWN = 60  # characters of a value in a message
 
 def with_defaults(
     model_type: object, given: Mapping[str, Any], *, is_text_config: bool = False
-) -> dict[str, Any]:
+) -> HFConfig:
     """The language model's keys of a config.json with those that it leaves out; unchanged for an
     unknown model type.
 

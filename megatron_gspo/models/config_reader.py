@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron_gspo.models.config_defaults import check_number, shown
+from megatron_gspo.models.config_defaults import HFConfig, check_number, shown
 from megatron_gspo.models.model_shape import ModelError, ModelShape, Router
 from megatron_gspo.models.rotary import Rotary, Yarn
 
 
-def decoder(config: dict[str, Any], *, rope_types: tuple[str, ...] = ("default",)) -> ModelShape:
+def decoder(config: HFConfig, *, rope_types: tuple[str, ...] = ("default",)) -> ModelShape:
     """What all families have: a dense decoder with grouped queries and SwiGLU; ``rope_types``: see
     `rotary_of`.
 
@@ -46,7 +46,7 @@ def decoder(config: dict[str, Any], *, rope_types: tuple[str, ...] = ("default",
     )
 
 
-def windows_of(config: dict[str, Any], kinds: Sequence[str]) -> tuple[int | None, ...]:
+def windows_of(config: HFConfig, kinds: Sequence[str]) -> tuple[int | None, ...]:
     """The window of each layer, by its kind in ``layer_types``: ``full_attention`` or
     ``sliding_attention``.
     """
@@ -65,7 +65,7 @@ def windows_of(config: dict[str, Any], kinds: Sequence[str]) -> tuple[int | None
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def only(config: dict[str, Any], key: str, known: Any) -> None:
+def only(config: HFConfig, key: str, known: Any) -> None:
     """Raise ``ModelError`` where the config.json has another value of a key than the one that the
     family's layers have; an absent key or null passes."""
     value = config.get(key)
@@ -74,20 +74,20 @@ def only(config: dict[str, Any], key: str, known: Any) -> None:
         raise ModelError(f"{problem}; known: {shown(known)}")
 
 
-def softmax_router(config: dict[str, Any], *, normalize: bool = True) -> Router:
+def softmax_router(config: HFConfig, *, normalize: bool = True) -> Router:
     """A router by the softmax of its logits, without what DeepSeek-V3's have."""
     only(config, "scoring_func", "softmax")
     without_groups(config)
     return Router(normalize=normalize)
 
 
-def without_groups(config: dict[str, Any]) -> None:
+def without_groups(config: HFConfig) -> None:
     """Refuse groups of experts and a scaling factor, of a family whose routers have none."""
     for key, known in (("n_group", 1), ("topk_group", 1), ("routed_scaling_factor", 1.0)):
         only(config, key, known)
 
 
-def sigmoid_experts(config: dict[str, Any]) -> dict[str, Any]:
+def sigmoid_experts(config: HFConfig) -> dict[str, Any]:
     """The experts of DeepSeek-V3 and of what followed it: sigmoid scores, a bias for the choice,
     groups, a scaling factor and shared experts without a gate, as fields of ``ModelShape``."""
     for key, known in (
@@ -125,13 +125,10 @@ def sigmoid_experts(config: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def layers_behind(config: dict[str, Any]) -> tuple[str, ...]:
+def layers_behind(config: HFConfig) -> tuple[str, ...]:
     """Multi-token prediction, stored as layers behind the last."""
     first = config["num_hidden_layers"]
-    number = next(
-        (config[key] for key in ("num_nextn_predict_layers", "num_mtp_modules") if config.get(key)),
-        0,
-    )
+    number = config.get("num_nextn_predict_layers") or config.get("num_mtp_modules") or 0
     return tuple(f"model.layers.{layer}." for layer in range(first, first + number))
 
 
@@ -156,7 +153,7 @@ _YARN_NUMBERS = {
 }
 
 
-def rotary_parameters(config: dict[str, Any]) -> dict[str, Any]:
+def rotary_parameters(config: HFConfig) -> HFConfig:
     """What a config.json says of the rotary embedding, by the keys of ``rope_parameters``, with
     ``rope_type``, ``rope_theta`` and ``partial_rotary_factor``.
 
@@ -179,13 +176,13 @@ def rotary_parameters(config: dict[str, Any]) -> dict[str, Any]:
     return parameters
 
 
-def rotated_dims(config: dict[str, Any], head_dim: int) -> int:
+def rotated_dims(config: HFConfig, head_dim: int) -> int:
     """How many dimensions of a head are rotated, of a family that may rotate a part."""
     return int(head_dim * rotary_parameters(config).get("partial_rotary_factor", 1.0))
 
 
 def rotary_of(
-    config: dict[str, Any],
+    config: HFConfig,
     dim: int,
     *,
     interleaved: bool = False,
@@ -211,7 +208,7 @@ def rotary_of(
     return Rotary(base, dim, interleaved, _yarn(config, parameters) if kind == "yarn" else None)
 
 
-def _yarn(config: dict[str, Any], parameters: dict[str, Any]) -> Yarn:
+def _yarn(config: HFConfig, parameters: HFConfig) -> Yarn:
     trained = next(
         length
         for length in (

@@ -8,9 +8,8 @@ of the published models.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
-from megatron_gspo.models.config_defaults import shown
+from megatron_gspo.models.config_defaults import HFConfig, shown
 from megatron_gspo.models.config_reader import (
     decoder,
     only,
@@ -28,14 +27,14 @@ from megatron_gspo.models.rule_tables import (
 )
 
 
-def _deepseek(config: dict[str, Any]) -> ModelShape:
+def _deepseek(config: HFConfig) -> ModelShape:
     layers = config["num_hidden_layers"]
     dense = config["first_k_dense_replace"]
     only(config, "moe_layer_freq", 1)
     return _latent(config, tuple(layer >= dense for layer in range(layers)))
 
 
-def _glm_lite(config: dict[str, Any]) -> ModelShape:
+def _glm_lite(config: HFConfig) -> ModelShape:
     layers = config["num_hidden_layers"]
     kinds = config.get("mlp_layer_types")
     if kinds is None:  # Transformers has one dense layer then, whatever first_k_dense_replace is
@@ -47,7 +46,7 @@ def _glm_lite(config: dict[str, Any]) -> ModelShape:
     return _latent(config, tuple(kind == "sparse" for kind in kinds))
 
 
-def _latent(config: dict[str, Any], moe_layers: tuple[bool, ...]) -> ModelShape:
+def _latent(config: HFConfig, moe_layers: tuple[bool, ...]) -> ModelShape:
     dim = config["qk_rope_head_dim"]
     for key, known in (
         ("attention_bias", False),

@@ -6,9 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any
 
-from megatron_gspo.models.config_defaults import shown
+from megatron_gspo.models.config_defaults import HFConfig, shown
 from megatron_gspo.models.deepseek import DEEPSEEK
 from megatron_gspo.models.family import Family
 from megatron_gspo.models.glm import GLM
@@ -25,7 +24,7 @@ _ALL = (*QWEN, *QWEN_NEXT, *QWEN35, *DEEPSEEK, *GLM, *GPT_OSS, *MINIMAX)
 FAMILIES = {family.model_type: family for family in _ALL}
 
 
-def family_of(config: dict[str, Any]) -> tuple[Family, ModelShape]:
+def family_of(config: HFConfig) -> tuple[Family, ModelShape]:
     """The family and sizes of a Hugging Face config; ``ModelError`` for an unknown
     ``model_type``.
     """
@@ -67,13 +66,12 @@ def names_of_own_type(names: Iterable[str], family: Family, shape: ModelShape) -
     """Names of the tensors that keep a type of their own in checkpoints of any type: float32,
     or carried.
     """
-    return carried_names(names, shape) | {
-        name
-        for layer in range(shape.num_layers)
-        for rule in family.layer_rules(shape, layer)
-        if rule.keeps_float32
-        for name in rule.names_in(layer, 0)
-    }
+    kept = carried_names(names, shape)
+    for layer in range(shape.num_layers):
+        for rule in family.layer_rules(shape, layer):
+            if rule.keeps_float32:
+                kept.update(rule.names_in(layer, 0))
+    return kept
 
 
 def carried_names(names: Iterable[str], shape: ModelShape) -> set[str]:

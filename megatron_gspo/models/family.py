@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
+from megatron_gspo.models.config_defaults import HFConfig
 from megatron_gspo.models.mapping_rules import Rule
 from megatron_gspo.models.model_shape import ModelShape
 from megatron_gspo.models.rule_tables import OUTER, VALUE_HEAD
@@ -24,7 +24,7 @@ class Family:
     """
 
     model_type: str
-    shape: Callable[[dict[str, Any]], ModelShape]
+    shape: Callable[[HFConfig], ModelShape]
     mixers: Mapping[str, tuple[Rule, ...]]
     dense: tuple[Rule, ...]
     experts: tuple[Rule, ...] = ()
@@ -39,15 +39,14 @@ class Family:
 
     def layer_rules(self, shape: ModelShape, layer: int) -> tuple[Rule, ...]:
         """The rules of layer ``layer``, its mixer's first."""
-        rules = self.mixers[shape.mixers[layer]] + (
-            self.experts if shape.moe_layers[layer] else self.dense
-        )
+        feed_forward = self.experts if shape.moe_layers[layer] else self.dense
+        rules = self.mixers[shape.mixers[layer]] + feed_forward
         return tuple(rule for rule in rules if rule.applies(shape))
 
     def name_in_transformers(self, name: str) -> str:
         """The name of a checkpoint's tensor in Transformers' own model, experts one by one."""
-        for stored, own in self.in_transformers:
-            name = name.replace(stored, own)
+        for stored, in_transformers in self.in_transformers:
+            name = name.replace(stored, in_transformers)
         return name
 
     def outer_rules(self, shape: ModelShape) -> tuple[Rule, ...]:

@@ -6,8 +6,8 @@ Source: transformers ``modeling_glm4_moe.py``.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
+from megatron_gspo.models.config_defaults import HFConfig
 from megatron_gspo.models.config_reader import (
     decoder,
     only,
@@ -27,7 +27,7 @@ from megatron_gspo.models.rule_tables import (
 )
 
 
-def _glm4_moe(config: dict[str, Any]) -> ModelShape:
+def _glm4_moe(config: HFConfig) -> ModelShape:
     only(config, "moe_layer_freq", 1)
     shape = decoder(config)
     dense = config["first_k_dense_replace"]

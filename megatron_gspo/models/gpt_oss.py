@@ -7,8 +7,8 @@ Sources: transformers ``modeling_gpt_oss.py`` and the files of the published mod
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
+from megatron_gspo.models.config_defaults import HFConfig
 from megatron_gspo.models.config_reader import (
     decoder,
     only,
@@ -39,7 +39,7 @@ _ROPE = dict(
 )
 
 
-def _gpt_oss(config: dict[str, Any]) -> ModelShape:
+def _gpt_oss(config: HFConfig) -> ModelShape:
     for key, known in (("attention_bias", True), ("swiglu_alpha", 1.702)):
         only(config, key, known)
     only({**config, **rotary_parameters(config)}, "partial_rotary_factor", 1.0)

@@ -139,12 +139,14 @@ class CheckpointReader:
             )
         return size[0], size[1]
 
-    def _kind(self, name: str) -> str:
+    def _read_type(self, name: str) -> str:
         """The type that a tensor is read as, by the name that safetensors has for it."""
         if self._is_mxfp4(name):
             return "BF16"
-        kind = self._file(name).get_slice(name).get_dtype()
-        return "BF16" if kind == "F8_E4M3" and name + _SCALE in self._files else kind
+        stored = self._file(name).get_slice(name).get_dtype()
+        if stored == "F8_E4M3" and name + _SCALE in self._files:
+            return "BF16"
+        return stored
 
     def _file(self, name: str) -> Any:
         if name not in self._files:
@@ -180,20 +182,20 @@ class CheckpointReader:
         for shard, names in held.items():
             for name in sorted(names):
                 if self._files.get(name) != shard and _UNREAD.fullmatch(name) is None:
-                    place = (
-                        f"places in {self._files[name]}" if name in self._files else "does not list"
-                    )
-                    problem = f"holds {name}, which {INDEX} {place}"
+                    says = "does not list"
+                    if name in self._files:
+                        says = f"places in {self._files[name]}"
+                    problem = f"holds {name}, which {INDEX} {says}"
                     raise ModelError(
                         f"{self.path / shard}: {problem}, and Transformers reads it; download both"
                         " again"
                     )
         for name in self.names:
-            kind = self._kind(name)
-            if kind not in _DTYPES:
+            stored = self._read_type(name)
+            if stored not in _DTYPES:
                 known = ", ".join(_DTYPES)
                 raise ModelError(
-                    f"{name} is stored as {kind}; use a checkpoint that isn't quantised ({known})"
+                    f"{name} is stored as {stored}; use a checkpoint that isn't quantised ({known})"
                 )
             self._check_scales(name)
 
@@ -213,15 +215,15 @@ class CheckpointReader:
 
     def common_dtype(self, but: Collection[str] = ()) -> torch.dtype:
         """The type of all tensors ``but`` these; ``ModelError`` naming two that differ."""
-        kinds: dict[str, str] = {}
+        tensor_of_type: dict[str, str] = {}
         for name in sorted(self.names.difference(but)):
-            kinds.setdefault(self._kind(name), name)
-        if len(kinds) > 1:
-            (a, first), (b, second) = list(kinds.items())[:2]
-            raise ModelError(
-                f"{first} is {a} and {second} {b} in {self.path}; choose one with --dtype"
-            )
-        return _DTYPES[next(iter(kinds))]
+            tensor_of_type.setdefault(self._read_type(name), name)
+        types = list(tensor_of_type)
+        if len(types) > 1:
+            first = f"{tensor_of_type[types[0]]} is {types[0]}"
+            second = f"{tensor_of_type[types[1]]} {types[1]}"
+            raise ModelError(f"{first} and {second} in {self.path}; choose one with --dtype")
+        return _DTYPES[types[0]]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The whole tensor's sizes."""
@@ -243,17 +245,15 @@ class CheckpointReader:
         """
         name, index = tensor_of(name)
         if self._is_mxfp4(name):
-            return self._read_mxfp4(name, index, (dim, start, stop))
-        part = self._file(name).get_slice(name)
-        if index is not None:
-            own = slice(start, stop)
-            values = (
-                part[index, own] if dim == 0 else part[index, :, own] if dim == 1 else part[index]
-            )
-        elif dim is None:
-            values = part[:]
+            return self._read_mxfp4(name, index, dim=dim, start=start, stop=stop)
+        stored = self._file(name).get_slice(name)
+        region = [slice(None), slice(None)]
+        if dim is not None:
+            region[dim] = slice(start, stop)
+        if index is None:
+            values = stored[:] if dim is None else stored[tuple(region[: dim + 1])]
         else:
-            values = part[start:stop] if dim == 0 else part[:, start:stop]
+            values = stored[index] if dim is None else stored[(index, *region[: dim + 1])]
         if values.dtype != torch.float8_e4m3fn or name + _SCALE not in self._files:
             return values
         scales = self._file(name + _SCALE).get_tensor(name + _SCALE)
@@ -261,18 +261,18 @@ class CheckpointReader:
         return dequantize_blocks(values, scales, firsts=firsts, block=self._block).bfloat16()
 
     def _read_mxfp4(
-        self, name: str, index: int | None, part: tuple[int | None, int, int | None]
+        self, name: str, index: int | None, *, dim: int | None, start: int, stop: int | None
     ) -> Tensor:
         """Published models store its transpose: the rows of the blocks are the last dimension
         here.
         """
-        dim, start, stop = part
-        own = slice(start, stop) if dim == 1 else slice(None)
-        both = []
-        for end in (BLOCKS, SCALES):
-            stored = self._file(name + end).get_slice(name + end)
-            both.append(stored[:, own] if index is None else stored[index, own])
-        values = dequantized(*both).transpose(-1, -2)
+        block_rows = slice(start, stop) if dim == 1 else slice(None)
+
+        def stored(end: str) -> Tensor:
+            tensor = self._file(name + end).get_slice(name + end)
+            return tensor[:, block_rows] if index is None else tensor[index, block_rows]
+
+        values = dequantized(stored(BLOCKS), stored(SCALES)).transpose(-1, -2)
         return values[start:stop] if dim == 0 else values
 
 
@@ -352,7 +352,7 @@ def write_part(
     size = 0
     written = Counter[torch.dtype]()
 
-    def take() -> None:
+    def write_pending() -> None:
         if pending:
             _write_shard(folder / _shard_name(part, len(shards)), pending)
             shards.append(list(pending))
@@ -364,12 +364,12 @@ def write_part(
             # Of weights that aren't quantised.
             written[value.dtype] += value.nbytes if value.element_size() > 1 else 0
             if size + value.nbytes > max_shard_bytes:
-                take()
+                write_pending()
                 size = 0
             pending[name] = value
             size += value.nbytes
             total += value.nbytes
-        take()
+        write_pending()
         most = str(written.most_common(1)[0][0]).removeprefix("torch.") if written else None
         summary = {"shards": shards, "bytes": total, "dtype": most}
         (folder / _part_name(part)).write_text(json.dumps(summary))
@@ -401,14 +401,14 @@ def publish_checkpoint(
                 )
             summaries.append(json.loads((partial / _part_name(part)).read_text()))
             (partial / _part_name(part)).unlink()
-        shards = [
-            (_shard_name(part, number), names)
-            for part, each in enumerate(summaries)
-            for number, names in enumerate(each["shards"])
-        ]
-        _finish_names(partial, shards, sum(each["bytes"] for each in summaries))
-        written = next((each["dtype"] for each in summaries if each["dtype"]), None)
-        copy_companions(source, partial, written and getattr(torch, written), quantization)
+        shards = []
+        for part, summary in enumerate(summaries):
+            for number, names in enumerate(summary["shards"]):
+                shards.append((_shard_name(part, number), names))
+        _finish_names(partial, shards, sum(summary["bytes"] for summary in summaries))
+        types = [summary["dtype"] for summary in summaries if summary["dtype"]]
+        dtype = getattr(torch, types[0]) if types else None
+        copy_companions(source, partial, dtype, quantization)
         replaced = final.with_name(_replaced_name(path, secrets.token_hex(4)))
         if is_real_folder(final):
             os.replace(final, replaced)

@@ -7,8 +7,8 @@ Source: transformers ``modeling_minimax_m2.py``, and the files of the published 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
+from megatron_gspo.models.config_defaults import HFConfig
 from megatron_gspo.models.config_reader import (
     decoder,
     layers_behind,
@@ -59,7 +59,7 @@ def _renamed(rule: Rule) -> Rule:
     return replace(rule, hugging_face=tuple(map(_stored, rule.hugging_face)), takes_adapter=False)
 
 
-def _rotated(config: dict[str, Any], head_dim: int) -> int:
+def _rotated(config: HFConfig, head_dim: int) -> int:
     """The rotated dimensions of a head. Published configs have ``rotary_dim``;
     ``partial_rotary_factor``, which Transformers writes, comes before it."""
     width = config.get("rotary_dim")
@@ -73,7 +73,7 @@ def _rotated(config: dict[str, Any], head_dim: int) -> int:
     return int(width)
 
 
-def _minimax_m2(config: dict[str, Any]) -> ModelShape:
+def _minimax_m2(config: HFConfig) -> ModelShape:
     layers = config["num_hidden_layers"]
     for key, known in (*_ONLY, ("attn_type_list", [1] * layers)):
         only(config, key, known)

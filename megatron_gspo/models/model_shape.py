@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_gspo.errors import ModelError, first_line
-from megatron_gspo.models.config_defaults import shown, with_defaults
+from megatron_gspo.models.config_defaults import HFConfig, shown, with_defaults
 from megatron_gspo.models.rotary import Rotary
 
 _SIZES = (
@@ -192,7 +192,7 @@ def padded_vocab_size(shape: ModelShape, tensor_size: int) -> int:
     return -(-shape.vocab_size // tensor_size) * tensor_size
 
 
-def read_config(path: str | Path) -> dict[str, Any]:
+def read_config(path: str | Path) -> HFConfig:
     """``config.json`` of a Hugging Face model directory, as a dict: `language_config` of it.
 
     Raises ``ModelError`` with one line that names the file.
@@ -205,7 +205,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
     return language_config(read_json(file))
 
 
-def language_config(config: dict[str, Any]) -> dict[str, Any]:
+def language_config(config: HFConfig) -> HFConfig:
     """A ``config.json`` with the keys of its language model, those that it leaves out included
     (`with_defaults`).
 
@@ -272,7 +272,7 @@ def experts_of(config: Mapping[str, Any]) -> int | None:
     return next((config[key] for key in keys if config.get(key)), None)
 
 
-def check_sizes(config: dict[str, Any]) -> None:
+def check_sizes(config: HFConfig) -> None:
     """Sizes in a ``config.json`` are integers above 0 that a model can have, where present;
     else ``ModelError``.
     """

@@ -66,8 +66,8 @@ class ParameterSlice:
     def whole_sizes(self, shape: ModelShape) -> dict[str, tuple[int, ...]]:
         """Name -> sizes of the whole Hugging Face tensors that it is made of."""
         sizes = {}
-        for name, part in self.split(torch.empty(self.sizes, device="meta"), shape).items():
-            size = list(part.shape)
+        for name, tensor in self.split(torch.empty(self.sizes, device="meta"), shape).items():
+            size = list(tensor.shape)
             if self.rule.shard is not Shard.NONE:
                 size[self.rule.shard.value] *= self.ranks
             if self.rule.is_vocabulary:
@@ -93,14 +93,14 @@ class ParameterSlice:
         dim = self.rule.shard.value
         if self.rule.shard is Shard.NONE or self.ranks == 1:
             return source.read(name)
-        parts = []
+        slices = []
         first = 0
         for size in self.rule.blocks_of(name, source.shape(name)[dim], shape):
             each = self.sizes[0] if self.rule.is_vocabulary else size // self.ranks
             start = min(self.rank * each, size)
-            parts.append(source.read(name, dim, first + start, first + min(start + each, size)))
+            slices.append(source.read(name, dim, first + start, first + min(start + each, size)))
             first += size
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return slices[0] if len(slices) == 1 else torch.cat(slices)
 
     def split(self, value: Tensor, shape: ModelShape) -> dict[str, Tensor]:
         """The Hugging Face tensors (this rank's slices of them) in the parameter `value`; views
@@ -152,11 +152,10 @@ class CheckpointChunk:
             start = self.start + first * self.strides[0]
             yield replace(self, offsets=tuple(offsets), sizes=tuple(sizes), start=start)
 
-    def of(self, value: Tensor) -> Tensor:
+    def view_in(self, value: Tensor) -> Tensor:
         """The chunk's elements as a view of the part's (contiguous) `value`, with the chunk's
         sizes.
         """
-        own = self.sizes[len(self.sizes) - len(self.strides) :]
-        return value.as_strided(own, self.strides, value.storage_offset() + self.start).view(
-            self.sizes
-        )
+        sizes = self.sizes[len(self.sizes) - len(self.strides) :]  # without Megatron's axes
+        start = value.storage_offset() + self.start
+        return value.as_strided(sizes, self.strides, start).view(self.sizes)

@@ -28,7 +28,7 @@ from torch import Tensor
 from megatron_gspo.errors import first_line
 from megatron_gspo.given_names import is_real_folder, move_aside
 from megatron_gspo.models.adapter_rules import adapter_scale
-from megatron_gspo.models.config_defaults import shown
+from megatron_gspo.models.config_defaults import HFConfig, shown
 from megatron_gspo.models.model_shape import ModelError, read_json
 
 NAME_PREFIX = "base_model.model."  # of every tensor in a file
@@ -168,13 +168,14 @@ def _check_config(file: Path, config: Mapping[str, Any]) -> None:
         if config.get(key):
             problem = f"{key}={shown(config[key])} is not supported"
             raise ModelError(f"{file}: {problem}; megatron-gspo takes adapters without it")
-    for key, factor in (
-        ("rank_pattern", 2),
-        ("alpha_pattern", math.sqrt(2) if config.get("use_rslora") else 2),
-    ):
+    # Those of the fused gate and up projections, which are two adapters in one.
+    fused_patterns = {
+        "rank_pattern": {_GATE_UP: 2 * rank},
+        "alpha_pattern": {_GATE_UP: alpha * (math.sqrt(2) if config.get("use_rslora") else 2)},
+    }
+    for key, fused_pattern in fused_patterns.items():
         pattern = config.get(key) or {}
-        own = {_GATE_UP: (rank if key == "rank_pattern" else alpha) * factor}
-        if pattern not in ({}, own):
+        if pattern not in ({}, fused_pattern):
             raise ModelError(
                 f"{file}: {key}={shown(pattern)} is not supported; give all layers one rank and"
                 " alpha"
@@ -195,10 +196,16 @@ def _check_tensor(file: Path, name: str, tensor: Tensor, rank: int) -> None:
         raise ModelError(
             f"{file}: {name} is stored as {dtype}; save the adapters in float32 or bfloat16"
         )
+    size = 0
+    if tensor.ndim == 2:
+        size = tensor.shape[0] if match[1] == "A" else tensor.shape[1]
     fused = _FUSED.fullmatch(name)
-    width = rank if fused is None else rank * (2 if fused[2] else 1)
-    size = tensor.shape[0 if match[1] == "A" else -1] if tensor.ndim == 2 else 0
-    if size == 0 or (size % width if fused else size != width):
+    if fused is None:
+        fits = size == rank
+    else:  # of all experts, and of gate and up together
+        width = 2 * rank if fused[2] else rank
+        fits = size > 0 and size % width == 0
+    if not fits:
         raise ModelError(
             f"{file}: {name} is {tuple(tensor.shape)}, which does not go with r={rank}; save it"
             " again"
@@ -216,17 +223,29 @@ def can_fuse(names: Iterable[str]) -> bool:
 
 
 def _fuse(tensors: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
+    """Adapters as Transformers has them, from those of single experts."""
     fused: dict[str, Tensor] = {}
+    # Prefix of a layer -> (projection, A or B) -> expert -> tensor.
     layers: dict[str, dict[tuple[str, str], dict[int, Tensor]]] = {}
     for name, tensor in tensors.items():
-        if match := _EXPERT.fullmatch(name):
-            layers.setdefault(match[1], {}).setdefault((match[3], match[4]), {})[int(match[2])] = (
-                tensor
-            )
-        else:
+        match = _EXPERT.fullmatch(name)
+        if match is None:
             fused[name] = tensor
-    for prefix, experts in layers.items():
-        stacks = {key: torch.stack([of[e] for e in range(len(of))]) for key, of in experts.items()}
+            continue
+        prefix, expert, projection, which = match.groups()
+        layer = layers.setdefault(prefix, {})
+        layer.setdefault((projection, which), {})[int(expert)] = tensor
+
+    def add(name: str, a: Tensor, b: Tensor) -> None:
+        """a: [experts, rank, in]; b: [experts, out, rank]."""
+        fused[f"{name}.lora_A.weight"] = a.flatten(0, 1)
+        fused[f"{name}.lora_B.weight"] = b.permute(1, 2, 0).flatten(1)
+
+    for prefix, projections in layers.items():
+        stacks = {
+            key: torch.stack([by_expert[expert] for expert in range(len(by_expert))])
+            for key, by_expert in projections.items()
+        }
         if missing := [name for name in _OF_EXPERTS if (name, "A") not in stacks]:
             raise ModelError(
                 f"{prefix} has no adapters of {missing[0]}: write it for servers, experts one"
@@ -236,15 +255,15 @@ def _fuse(tensors: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
         gate = stacks["gate_proj", "B"]
         up = stacks["up_proj", "B"]
         b = gate.new_zeros(len(gate), 2 * gate.shape[1], 2 * rank)
-        b[:, : gate.shape[1], :rank], b[:, gate.shape[1] :, rank:] = gate, up
-        outer = stacks["down_proj", "A"], stacks["down_proj", "B"]
-        for key, (low, high) in ((f"{prefix}.base_layer", (a, b)), (prefix, outer)):
-            fused[f"{key}.lora_A.weight"] = low.flatten(0, 1)
-            fused[f"{key}.lora_B.weight"] = high.permute(1, 2, 0).flatten(1)
+        b[:, : gate.shape[1], :rank] = gate
+        b[:, gate.shape[1] :, rank:] = up
+        add(f"{prefix}.base_layer", a, b)
+        add(prefix, stacks["down_proj", "A"], stacks["down_proj", "B"])
     return fused
 
 
 def _split(stored: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
+    """The inverse of `_fuse`."""
     single: dict[str, Tensor] = {}
     for name, tensor in stored.items():
         match = _FUSED.fullmatch(name)
@@ -256,23 +275,20 @@ def _split(stored: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
         which = match[3]
         width = rank * len(names)
         if which == "A":
-            parts = [part.chunk(len(names)) for part in tensor.view(-1, width, tensor.shape[1])]
+            by_expert = tensor.view(-1, width, tensor.shape[1])
         else:
             by_expert = tensor.view(len(tensor), width, -1).permute(2, 0, 1)
-            parts = [
-                tuple(
-                    half[:, i * rank : (i + 1) * rank]
-                    for i, half in enumerate(own.chunk(len(names)))
-                )
-                for own in by_expert
-            ]
-        for expert, own in enumerate(parts):
-            for part, value in zip(names, own, strict=True):
-                single[f"{prefix}.{expert}.{part}.lora_{which}.weight"] = value
+        for expert, matrix in enumerate(by_expert):
+            for i, (projection, value) in enumerate(
+                zip(names, matrix.chunk(len(names)), strict=True)
+            ):
+                if which == "B":  # 0 off the diagonal
+                    value = value[:, i * rank : (i + 1) * rank]
+                single[f"{prefix}.{expert}.{projection}.lora_{which}.weight"] = value
     return single
 
 
-def adapter_config(names: Iterable[str], facts: AdapterFacts, *, fused: bool) -> dict[str, Any]:
+def adapter_config(names: Iterable[str], facts: AdapterFacts, *, fused: bool) -> HFConfig:
     """The content of ``adapter_config.json`` of adapters of these names (`Policy.adapters`).
 
     PEFT takes the names of experts' projections for the fused parameters, so that other linear
@@ -283,7 +299,7 @@ def adapter_config(names: Iterable[str], facts: AdapterFacts, *, fused: bool) ->
     layers = {name.rsplit(".lora_", 1)[0] for name in names}
     parameters = {f"{_in_layer(name)}.weight" for name in layers if _ROUTER.fullmatch(name)}
     leaves = {name.rpartition(".")[2] for name in layers if not _ROUTER.fullmatch(name)}
-    config: dict[str, Any] = dict(
+    config: HFConfig = dict(
         peft_type="LORA",
         task_type="CAUSAL_LM",
         base_model_name_or_path=facts.base,

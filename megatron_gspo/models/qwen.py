@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from megatron_gspo.models.config_defaults import HFConfig
 from megatron_gspo.models.config_reader import (
     decoder,
     only,
@@ -29,16 +30,16 @@ from megatron_gspo.models.rule_tables import (
 )
 
 
-def _decoder(config: dict[str, Any], slides: Callable[[int], bool]) -> ModelShape:
+def _decoder(config: HFConfig, slides: Callable[[int], bool]) -> ModelShape:
     """With YaRN, and the windows of ``layer_types``, or of the layers that slide without it."""
     only({**config, **rotary_parameters(config)}, "partial_rotary_factor", 1.0)
     used = config["use_sliding_window"]
-    own = {**config, "sliding_window": config["sliding_window"] if used else None}
+    with_window = {**config, "sliding_window": config["sliding_window"] if used else None}
     kinds = config.get("layer_types") or [
         "sliding_attention" if used and slides(layer) else "full_attention"
         for layer in range(config["num_hidden_layers"])
     ]
-    windows = windows_of(own, kinds)
+    windows = windows_of(with_window, kinds)
     return replace(
         decoder(
             {**config, "use_sliding_window": None, "layer_types": None},
@@ -49,11 +50,11 @@ def _decoder(config: dict[str, Any], slides: Callable[[int], bool]) -> ModelShap
     )
 
 
-def _qwen3(config: dict[str, Any]) -> ModelShape:
+def _qwen3(config: HFConfig) -> ModelShape:
     return _without_bias(config, lambda layer: layer >= config["max_window_layers"])
 
 
-def _without_bias(config: dict[str, Any], slides: Callable[[int], bool]) -> ModelShape:
+def _without_bias(config: HFConfig, slides: Callable[[int], bool]) -> ModelShape:
     if config["attention_bias"]:
         raise ModelError(
             "attention_bias=true in config.json is not supported for Qwen3; its published models"
@@ -62,7 +63,7 @@ def _without_bias(config: dict[str, Any], slides: Callable[[int], bool]) -> Mode
     return _decoder(config, slides)
 
 
-def _qwen3_moe(config: dict[str, Any]) -> ModelShape:
+def _qwen3_moe(config: HFConfig) -> ModelShape:
     kind = "sliding_attention" if config["use_sliding_window"] else "full_attention"
     for key, known in (
         ("layer_types", [kind] * config["num_hidden_layers"]),
@@ -75,7 +76,7 @@ def _qwen3_moe(config: dict[str, Any]) -> ModelShape:
     return replace(_without_bias(config, lambda layer: True), **softmax_experts(config))
 
 
-def _qwen2_moe(config: dict[str, Any]) -> ModelShape:
+def _qwen2_moe(config: HFConfig) -> ModelShape:
     if not config["qkv_bias"]:
         raise ModelError(
             "qkv_bias=false in config.json is not supported for Qwen2-MoE; its published models"
@@ -92,7 +93,7 @@ def _qwen2_moe(config: dict[str, Any]) -> ModelShape:
     )
 
 
-def shared_size(config: dict[str, Any]) -> int:
+def shared_size(config: HFConfig) -> int:
     """Width of the expert that every token goes to, of a family in which all have it."""
     size = config["shared_expert_intermediate_size"]
     if not size:
@@ -103,7 +104,7 @@ def shared_size(config: dict[str, Any]) -> int:
     return int(size)
 
 
-def softmax_experts(config: dict[str, Any]) -> dict[str, Any]:
+def softmax_experts(config: HFConfig) -> dict[str, Any]:
     """What the mixtures of experts have."""
     step = config.get("decoder_sparse_step", 1)
     dense = config.get("mlp_only_layers") or []

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_gspo.models.config_defaults import HFConfig
 from megatron_gspo.models.config_reader import only
 from megatron_gspo.models.family import Family
 from megatron_gspo.models.mapping_rules import Rule, Shard
@@ -77,13 +78,13 @@ def split_separate(tensor: Tensor, shape: ModelShape) -> list[Tensor]:
     return [torch.cat((query, key, value)), z, b, a]
 
 
-def _qwen3_5(config: dict[str, Any]) -> ModelShape:
+def _qwen3_5(config: HFConfig) -> ModelShape:
     for key, known in (*_FIXED, ("num_experts", 0)):
         only(config, key, known)
     return gated_decoder(config)
 
 
-def _qwen3_5_moe(config: dict[str, Any]) -> ModelShape:
+def _qwen3_5_moe(config: HFConfig) -> ModelShape:
     for key, known in _FIXED:
         only(config, key, known)
     # no layer is dense: Megatron's width of those, which nothing has
@@ -126,12 +127,13 @@ def _with_vision(text: Family, experts: tuple[Rule, ...] = ()) -> Family:
     ``experts``: their rules.
     """
 
-    def shape(config: dict[str, Any]) -> ModelShape:
-        part = config["text_config"]
-        kind = part.get("model_type", text.model_type) if isinstance(part, dict) else part
-        if kind != text.model_type:
+    def shape(config: HFConfig) -> ModelShape:
+        model_type = config["text_config"]
+        if isinstance(model_type, dict):
+            model_type = model_type.get("model_type", text.model_type)
+        if model_type != text.model_type:
             raise ModelError(
-                f"model_type={kind!r} in the text_config of a {config['model_type']} config.json is"
+                f"model_type={model_type!r} in the text_config of a {config['model_type']} config.json is"
                 f" not supported; known: {text.model_type!r}"
             )
         text_shape = text.shape(config)

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_gspo.models.config_defaults import shown
+from megatron_gspo.models.config_defaults import HFConfig, shown
 from megatron_gspo.models.config_reader import decoder, only, rotary_of, rotated_dims
 from megatron_gspo.models.family import Family
 from megatron_gspo.models.mapping_rules import Rule, Shard
@@ -104,14 +103,14 @@ def split_filters(tensor: Tensor, shape: ModelShape) -> list[Tensor]:
     return [torch.cat(ungrouped(tensor, runs))]
 
 
-GATED_ATTENTION = tuple(
-    (
-        replace(rule, merge=merge_gated_qkv, split=split_gated_qkv)
-        if "linear_qkv.weight" in rule.megatron[0]
-        else rule
-    )
-    for rule in ATTENTION + QUERY_KEY_NORMS
-)
+def _with_gate(rule: Rule) -> Rule:
+    """The rule of attention with a gate, whose rows are among those of queries, keys and values."""
+    if "linear_qkv.weight" not in rule.megatron[0]:
+        return rule
+    return replace(rule, merge=merge_gated_qkv, split=split_gated_qkv)
+
+
+GATED_ATTENTION = tuple(_with_gate(rule) for rule in ATTENTION + QUERY_KEY_NORMS)
 _PROJECTION = Rule(
     ("self_attention.in_proj.weight",),
     ("linear_attn.in_proj_qkvz.weight", "linear_attn.in_proj_ba.weight"),
@@ -136,7 +135,7 @@ DELTA_NET = (  # all but the projection
 )
 
 
-def gated_decoder(config: dict[str, Any]) -> ModelShape:
+def gated_decoder(config: HFConfig) -> ModelShape:
     """What the decoders with gated delta nets have, without experts."""
     for key, known in (("attention_bias", False), ("attn_output_gate", True)):
         only(config, key, known)
@@ -152,7 +151,7 @@ def gated_decoder(config: dict[str, Any]) -> ModelShape:
     )
 
 
-def with_experts(shape: ModelShape, config: dict[str, Any]) -> ModelShape:
+def with_experts(shape: ModelShape, config: HFConfig) -> ModelShape:
     """The decoder with experts, and an expert that every token goes to, which has a gate."""
     shared = shared_size(config)
     return replace(
@@ -160,26 +159,26 @@ def with_experts(shape: ModelShape, config: dict[str, Any]) -> ModelShape:
     )
 
 
-def _qwen3_next(config: dict[str, Any]) -> ModelShape:
+def _qwen3_next(config: HFConfig) -> ModelShape:
     shape = gated_decoder(config)
     return with_experts(shape, config)
 
 
-def _mixers(config: dict[str, Any]) -> tuple[str, ...]:
+def _mixers(config: HFConfig) -> tuple[str, ...]:
     layers = config["num_hidden_layers"]
     interval = config.get("full_attention_interval", 4)
-    every = [
-        ("linear_attention", "full_attention")[(layer + 1) % interval == 0]
+    by_interval = [
+        "full_attention" if (layer + 1) % interval == 0 else "linear_attention"
         for layer in range(layers)
     ]
-    kinds = config.get("layer_types") or every
+    kinds = config.get("layer_types") or by_interval
     if len(kinds) != layers or set(kinds) - _MIXERS.keys():
         problem = f"layer_types={shown(kinds)} in config.json"
         raise ModelError(f"{problem}: give {' or '.join(_MIXERS)} for each of {layers} layers")
     return tuple(_MIXERS[kind] for kind in kinds)
 
 
-def _delta_net(config: dict[str, Any]) -> DeltaNetSizes:
+def _delta_net(config: HFConfig) -> DeltaNetSizes:
     sizes = DeltaNetSizes(
         key_heads=config["linear_num_key_heads"],
         value_heads=config["linear_num_value_heads"],

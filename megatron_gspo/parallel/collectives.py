@@ -36,9 +36,9 @@ def scatter_summed_rows(x: Tensor, group: ProcessGroup | None) -> Tensor:
     size = group_size(group)
     if size == 1:
         return x
-    part = x.new_empty((x.shape[0] // size, *x.shape[1:]))
-    _reduce_scatter(part, x.contiguous(), group=group)
-    return part
+    local_rows = x.new_empty((x.shape[0] // size, *x.shape[1:]))
+    _reduce_scatter(local_rows, x.contiguous(), group=group)
+    return local_rows
 
 
 def sum_in_place(x: Tensor, group: ProcessGroup | None) -> Tensor:

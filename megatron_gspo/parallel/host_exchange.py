@@ -53,34 +53,33 @@ def gather_rows_of_ranks(rows: np.ndarray, group: ProcessGroup | None) -> list[n
     counts[group_rank(group)] = len(rows)
     counts = sum_over_ranks(counts, group)
     width = int(counts.max()) * rows.dtype.itemsize
-    mine = torch.zeros(width, dtype=torch.uint8)
-    mine[: rows.nbytes] = (
-        torch.frombuffer(bytearray(rows.tobytes()), dtype=torch.uint8) if rows.nbytes else 0
-    )
-    everyone = [torch.empty_like(mine, device=group_device(group)) for _ in range(size)]
+    padded = torch.zeros(width, dtype=torch.uint8)  # to the largest number of any rank
+    if rows.nbytes:
+        padded[: rows.nbytes] = torch.frombuffer(bytearray(rows.tobytes()), dtype=torch.uint8)
+    gathered = [torch.empty_like(padded, device=group_device(group)) for _ in range(size)]
     if width:
-        dist.all_gather(everyone, mine.to(group_device(group)), group=group)
+        dist.all_gather(gathered, padded.to(group_device(group)), group=group)
     return [
-        part.cpu().numpy()[: int(count) * rows.dtype.itemsize].view(rows.dtype)
-        for part, count in zip(everyone, counts, strict=True)
+        data.cpu().numpy()[: int(count) * rows.dtype.itemsize].view(rows.dtype)
+        for data, count in zip(gathered, counts, strict=True)
     ]
 
 
 def rows_in_place(
-    rows: np.ndarray, places: Sequence[int], group: ProcessGroup | None
+    rows: np.ndarray, positions: Sequence[int], group: ProcessGroup | None
 ) -> np.ndarray:
-    """[n] the rows of all ranks in their places, on every rank, of a dtype of whole 8-byte words.
+    """[n] the rows of all ranks by position, on every rank, of a dtype of whole 8-byte words.
 
-    rows: this rank's. places: theirs, of 0 to n - 1. Raises ValueError on every rank unless each
-    place has one row. The ranks sum zeros but for their own rows: n rows and 8 bytes for each,
+    rows: this rank's. positions: theirs, of 0 to n - 1. Raises ValueError on every rank unless each
+    position has one row. The ranks sum zeros but for their own rows: n rows and 8 bytes for each,
     whatever the size of the group.
     """
     [count] = sum_over_ranks(np.array([len(rows)], dtype=np.int64), group).tolist()
-    own = np.asarray(places, dtype=np.int64)
-    inside = (own >= 0) & (own < count)
+    local = np.asarray(positions, dtype=np.int64)
+    inside = (local >= 0) & (local < count)
     words = np.zeros((count, 1 + rows.dtype.itemsize // 8), dtype=np.int64)
-    np.add.at(words[:, 0], own[inside], 1)
-    words[own[inside], 1:] = rows[inside].view(np.int64).reshape(-1, words.shape[1] - 1)
+    np.add.at(words[:, 0], local[inside], 1)
+    words[local[inside], 1:] = rows[inside].view(np.int64).reshape(-1, words.shape[1] - 1)
     words = sum_over_ranks(words, group)
     if not (words[:, 0] == 1).all():
         raise ValueError(f"{count} samples do not have the positions 0 to {count - 1}")
@@ -94,19 +93,19 @@ def broadcast_bytes(
 
     The others pass None.
     """
-    mine = _as_array(payload)
+    sent = _as_array(payload)
     if group_size(group) == 1:
-        return mine
+        return sent
     assert group is not None
     device = group_device(group)
     sender = dist.get_global_rank(group, source)
-    size = torch.tensor([len(mine)], dtype=torch.int64, device=device)
+    size = torch.tensor([len(sent)], dtype=torch.int64, device=device)
     dist.broadcast(size, src=sender, group=group)
     if not int(size):
         return np.empty(0, dtype=np.uint8)
     if group_rank(group) == source:
-        dist.broadcast(torch.from_numpy(mine).to(device), src=sender, group=group)
-        return mine
+        dist.broadcast(torch.from_numpy(sent).to(device), src=sender, group=group)
+        return sent
     received = torch.empty(int(size), dtype=torch.uint8, device=device)
     dist.broadcast(received, src=sender, group=group)
     return received.cpu().numpy()
@@ -125,52 +124,55 @@ def broadcast_array(values: np.ndarray, group: ProcessGroup, source: int) -> np.
 
 
 def exchange_bytes(
-    parts: Mapping[int, Bytes],
+    payloads: Mapping[int, Bytes],
     links: np.ndarray | Sequence[tuple[int, int]],
     group: ProcessGroup | None,
 ) -> dict[int, np.ndarray]:
-    """parts[r] goes to rank r; returns what came here by sender, ascending, as writable uint8
+    """payloads[r] goes to rank r; returns what came here by sender, ascending, as writable uint8
     arrays.
 
-    links: [n, 2] every (sender, receiver) of a part of any rank, the same on every rank; without a
-    part its bytes are empty. A part of this rank for itself is not sent. The ranks learn the sizes
-    by a sum of 8 bytes per link, so that no rank connects to others than those of its own parts.
+    links: [n, 2] every (sender, receiver) of a payload of any rank, the same on every rank; without
+    a payload its bytes are empty. A payload of this rank for itself is not sent. The ranks learn the
+    sizes by a sum of 8 bytes per link, so that no rank connects to others than those of its own
+    payloads.
     """
-    me = group_rank(group)
+    this_rank = group_rank(group)
     size = group_size(group)
     pairs = np.unique(np.asarray(links, dtype=np.int64).reshape(-1, 2), axis=0)
-    payloads = {me: _as_array(parts.get(me))} if (pairs == me).all(axis=1).any() else {}
+    arrived: dict[int, np.ndarray] = {}
+    if (pairs == this_rank).all(axis=1).any():
+        arrived[this_rank] = _as_array(payloads.get(this_rank))
     pairs = pairs[pairs[:, 0] != pairs[:, 1]]
-    leaves = pairs[:, 0] == me
-    comes = pairs[:, 1] == me
-    assert parts.keys() <= {me, *pairs[leaves, 1].tolist()}, "a part without a link"
+    is_outgoing = pairs[:, 0] == this_rank
+    is_incoming = pairs[:, 1] == this_rank
+    receivers = pairs[is_outgoing, 1].tolist()  # ascending
+    senders = pairs[is_incoming, 0].tolist()
+    assert payloads.keys() <= {this_rank, *receivers}, "a payload without a link"
     lengths = np.zeros(len(pairs), dtype=np.int64)
-    lengths[leaves] = [len(parts.get(to, b"")) for to in pairs[leaves, 1].tolist()]
+    lengths[is_outgoing] = [len(payloads.get(receiver, b"")) for receiver in receivers]
     lengths = sum_over_ranks(lengths, group)
     if not lengths.any():
-        return dict(
-            sorted(
-                (payloads | {rank: _as_array(None) for rank in pairs[comes, 0].tolist()}).items()
-            )
-        )
+        arrived |= {sender: _as_array(None) for sender in senders}
+        return dict(sorted(arrived.items()))
     sent = np.zeros(size, dtype=np.int64)
     received = np.zeros(size, dtype=np.int64)
-    sent[pairs[leaves, 1]], received[pairs[comes, 0]] = lengths[leaves], lengths[comes]
+    sent[receivers] = lengths[is_outgoing]
+    received[senders] = lengths[is_incoming]
     outgoing = np.empty(int(sent.sum()), dtype=np.uint8)
-    at = 0
-    for to in pairs[leaves, 1].tolist():  # ascending
-        part = parts.get(to, b"")
-        outgoing[at : at + len(part)] = np.frombuffer(part, dtype=np.uint8)
-        at += len(part)
+    start = 0
+    for receiver in receivers:
+        payload = payloads.get(receiver, b"")
+        outgoing[start : start + len(payload)] = np.frombuffer(payload, dtype=np.uint8)
+        start += len(payload)
     device = group_device(group)
     incoming = torch.empty(int(received.sum()), dtype=torch.uint8, device=device)
     moved = torch.from_numpy(outgoing).to(device)
     dist.all_to_all_single(incoming, moved, received.tolist(), sent.tolist(), group=group)
-    ends = np.cumsum(lengths[comes])
-    payloads |= zip(
-        pairs[comes, 0].tolist(), np.split(incoming.cpu().numpy(), ends[:-1]), strict=False
-    )
-    return dict(sorted(payloads.items()))
+    ends = np.cumsum(lengths[is_incoming])
+    pieces = np.split(incoming.cpu().numpy(), ends[:-1])
+    if senders:  # else there is one piece, which is empty
+        arrived |= zip(senders, pieces, strict=True)
+    return dict(sorted(arrived.items()))
 
 
 def gather_bytes(payload: Bytes, group: ProcessGroup | None) -> list[np.ndarray] | None:

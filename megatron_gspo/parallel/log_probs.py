@@ -107,7 +107,7 @@ def log_probs_from_hidden(
     else:
         with torch.no_grad():
             log_probs, entropy, _ = _forward(
-                _own_rows(hidden, scored), weight, chosen, scored, call, False
+                _local_rows(hidden, scored), weight, chosen, scored, call, False
             )
     if scored is None:
         return log_probs, entropy
@@ -160,9 +160,8 @@ class _Saved:
 
     maximum: Tensor
     log_total: Tensor  # log sum exp(x - maximum) over the whole vocabulary
-    tile_probabilities: (
-        Tensor  # [tiles, T], the probability of each of this rank's tiles of the vocabulary
-    )
+    # [tiles, T], the probability of each of this rank's tiles of the vocabulary.
+    tile_probabilities: Tensor
     kept: Tensor | None
 
 
@@ -231,27 +230,30 @@ def _forward(
     options: _Resolved,
     differentiable: bool,
 ) -> tuple[Tensor, Tensor | None, _Saved | None]:
-    """hidden: `_own_rows`; labels: of the scored positions."""
+    """hidden: `_local_rows`; labels: of the scored positions."""
     tiling = _tiling(hidden, weight, labels.shape[0], options, differentiable)
     all_hidden = _all_hidden(hidden, weight, scored, tiling, options)
     local = local_statistics(all_hidden, weight, labels, tiling, options.with_entropy)
-    parts = gather_rows(local.packed()[None], options.tp_group)  # [tp, 3 or 4, T]
-    maximum = parts[:, 0].amax(0)
-    shift = parts[:, 0] - maximum
+    of_ranks = gather_rows(local.packed()[None], options.tp_group)  # [tp, 3 or 4, T]
+    maxima = of_ranks[:, 0]
+    totals = of_ranks[:, 1]
+    maximum = maxima.amax(0)
+    shift = maxima - maximum
     factor = shift.exp()
-    total = (parts[:, 1] * factor).sum(0)
+    total = (totals * factor).sum(0)
     log_total = total.log()
-    log_probs = parts[:, 2].sum(0) - maximum - log_total
+    log_probs = of_ranks[:, 2].sum(0) - maximum - log_total
     entropy = None
     if options.with_entropy:
-        entropy = log_total - ((parts[:, 3] + parts[:, 1] * shift) * factor).sum(0) / total
+        moments = of_ranks[:, 3] + totals * shift
+        entropy = log_total - (moments * factor).sum(0) / total
     if not differentiable:
         return log_probs, entropy, None
     tile_probabilities = local.tile_totals * (local.tile_maxima - maximum).exp_() / total
     return log_probs, entropy, _Saved(maximum, log_total, tile_probabilities, local.kept)
 
 
-def _own_rows(hidden: Tensor, scored: ScoredRows | None) -> Tensor:
+def _local_rows(hidden: Tensor, scored: ScoredRows | None) -> Tensor:
     """The rows of this rank's hidden states that are worked on or gathered."""
     return hidden if scored is None else scored.select_own(hidden)
 
@@ -259,7 +261,7 @@ def _own_rows(hidden: Tensor, scored: ScoredRows | None) -> Tensor:
 def _all_hidden(
     hidden: Tensor, weight: Tensor, scored: ScoredRows | None, tiling: Tiling, options: _Resolved
 ) -> Tensor:
-    """The rows of all labels, from every rank's `_own_rows`."""
+    """The rows of all labels, from every rank's `_local_rows`."""
     if options.sequence_parallel:
         hidden = gather_rows(hidden, options.tp_group)
     if scored is not None:
@@ -268,7 +270,7 @@ def _all_hidden(
 
 
 def _joined_gradient(grad: Tensor, scored: ScoredRows | None, options: _Resolved) -> Tensor:
-    """The gradient of `_own_rows` from every rank's part of the gradient of all labels' rows."""
+    """The gradient of `_local_rows` from every rank's share of the gradient of all labels' rows."""
     if not options.sequence_parallel:
         return sum_in_place(grad, options.tp_group)
     if scored is not None:
@@ -286,16 +288,16 @@ class _LogProbs(torch.autograd.Function):
         scored: ScoredRows | None,
         options: _Resolved,
     ) -> tuple[Tensor, Tensor | None]:
-        own = _own_rows(hidden, scored)
+        local_hidden = _local_rows(hidden, scored)
         log_probs, entropy, saved = _forward(
-            own, weight, labels, scored, options, differentiable=True
+            local_hidden, weight, labels, scored, options, differentiable=True
         )
         assert saved is not None
         ctx.scored = scored
         ctx.options = options
         ctx.rows = len(hidden)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(own, weight, labels, entropy, *vars(saved).values())
+        ctx.save_for_backward(local_hidden, weight, labels, entropy, *vars(saved).values())
         return log_probs, entropy
 
     @staticmethod

@@ -119,11 +119,12 @@ def first_failure(failure: str, group: dist.ProcessGroup | None) -> tuple[int, s
     rank; None without one.
     """
     size = group_size(group)
-    mine = np.array([-group_rank(group) if failure else -size], dtype=np.int64)
-    rank = -int(max_over_ranks(mine, group)[0])
+    failed_rank = np.array([-group_rank(group) if failure else -size], dtype=np.int64)
+    rank = -int(max_over_ranks(failed_rank, group)[0])
     if rank == size:
         return None
-    message = broadcast_bytes(failure.encode() if group_rank(group) == rank else None, group, rank)
+    sent = failure.encode() if group_rank(group) == rank else None
+    message = broadcast_bytes(sent, group, rank)
     return rank, message.tobytes().decode()
 
 

@@ -95,5 +95,5 @@ class ScoredRows:
         return rows if self.gathered is None else _spread(rows, self.gathered, size * self.padded)
 
 
-def _spread(rows: Tensor, places: Tensor, count: int) -> Tensor:
-    return rows.new_zeros((count, *rows.shape[1:])).index_copy_(0, places, rows)
+def _spread(rows: Tensor, positions: Tensor, count: int) -> Tensor:
+    return rows.new_zeros((count, *rows.shape[1:])).index_copy_(0, positions, rows)

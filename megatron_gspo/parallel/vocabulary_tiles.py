@@ -25,9 +25,8 @@ class Tiling:
     first: int  # global id of the local weight's first row
     scale: float  # factor on the logits, 1 / temperature
     dtype: torch.dtype  # of logits, statistics and accumulated gradients
-    keep_logits: (
-        bool  # keep [tokens, rows] from the forward, so that the backward needs no product for them
-    )
+    # Keep [tokens, rows] from the forward, so that the backward needs no product for them.
+    keep_logits: bool
 
 
 @dataclass(frozen=True)
@@ -37,9 +36,8 @@ class RowFactors:
     """
 
     maximum: Tensor  # m
-    tile_probabilities: (
-        Tensor  # [tiles, T], the probability of each of the rank's tiles of the vocabulary
-    )
+    # [tiles, T], the probability of each of the rank's tiles of the vocabulary.
+    tile_probabilities: Tensor
     slope: Tensor | None  # None: no gradient comes through the entropy
     constant: Tensor
     label: Tensor | None  # None: no gradient comes through the log-probabilities
@@ -135,12 +133,12 @@ def local_statistics(
     ]
     for i, (v0, v1) in enumerate(spans):
         columns = weight[v0:v1].to(hidden.dtype).t()
-        for t0, t1, own_hidden, own_positions, own_label in chunks:
+        for t0, t1, chunk_hidden, chunk_positions, chunk_label in chunks:
             buffers = scratch.views(t1 - t0, v1 - v0)
             logits = buffers[0] if kept is None else _kept_tile(kept, tokens, t0, t1, v0, v1)
-            _logits(own_hidden, columns, tiling.scale, logits)
-            column, inside = own_positions.in_tile(i, v1 - v0)
-            torch.where(inside, logits.gather(1, column), own_label, out=own_label)
+            _logits(chunk_hidden, columns, tiling.scale, logits)
+            column, inside = chunk_positions.in_tile(i, v1 - v0)
+            torch.where(inside, logits.gather(1, column), chunk_label, out=chunk_label)
             _summarize(tiles[:, i, t0:t1], logits, buffers)
     if spans:
         tiles[1].reciprocal_()
@@ -192,19 +190,19 @@ def local_gradients(
         grad_rows = None if grad_weight is None else grad_weight[v0:v1]
         if grad_rows is not None and grad_rows.dtype != tiling.dtype:
             grad_rows = torch.empty_like(grad_rows, dtype=tiling.dtype)
-        for t0, t1, own_hidden, own_positions, own_factors, own_grad in chunks:
+        for t0, t1, chunk_hidden, chunk_positions, chunk_factors, chunk_grad in chunks:
             buffers = scratch.views(t1 - t0, v1 - v0)
             logits = buffers[0] if kept is None else _kept_tile(kept, tokens, t0, t1, v0, v1)
             if kept is None:
-                _logits(own_hidden, rows.t(), tiling.scale, logits)
+                _logits(chunk_hidden, rows.t(), tiling.scale, logits)
             grad_logits = _grad_logits(
-                logits, own_positions.in_tile(i, v1 - v0), own_factors, i, buffers
+                logits, chunk_positions.in_tile(i, v1 - v0), chunk_factors, i, buffers
             )
             grad_logits = grad_logits.to(hidden.dtype)
             if grad_rows is not None:
-                _add_product(grad_rows, grad_logits.t(), own_hidden, first=t0 == 0)
-            if own_grad is not None:
-                _add_product(own_grad, grad_logits, rows)
+                _add_product(grad_rows, grad_logits.t(), chunk_hidden, first=t0 == 0)
+            if chunk_grad is not None:
+                _add_product(chunk_grad, grad_logits, rows)
         if (
             grad_weight is not None
             and grad_rows is not None
@@ -293,16 +291,18 @@ class _LabelPositions:
         """A column [T, 1] that is valid in tile ``i`` of ``count`` ids, and whether the label
         is in that tile.
         """
-        return (
-            self.column if count == self.width else self.column.clamp(max=count - 1)
-        ), self.tile == i
+        column = self.column
+        if count < self.width:
+            column = column.clamp(max=count - 1)
+        return column, self.tile == i
 
 
 def _label_positions(labels: Tensor, tiling: Tiling) -> _LabelPositions:
-    own = labels[:, None] - tiling.first
+    local_row = labels[:, None] - tiling.first
     width = tiling.tile[1]
-    tile = torch.where((own >= 0) & (own < tiling.rows), own.div(width, rounding_mode="floor"), -1)
-    return _LabelPositions(tile, own.remainder(width), width)
+    is_here = (local_row >= 0) & (local_row < tiling.rows)
+    tile = torch.where(is_here, local_row.div(width, rounding_mode="floor"), -1)
+    return _LabelPositions(tile, local_row.remainder(width), width)
 
 
 def _summarize(stats: Tensor, logits: Tensor, scratch: list[Tensor]) -> None:

@@ -46,17 +46,18 @@ def equal_to_reference(text: str, reference: str) -> bool:
     gold = _gold(reference)
     if _says(text, boxed, _reference_text(reference)):
         return True
-    if (
-        boxed is not None
-        and _LONG_WORD.fullmatch(_plain(boxed))
-        and _LONG_WORD.fullmatch(_plain(reference))
-    ):
+    if boxed is not None and _is_long_word(boxed) and _is_long_word(reference):
         return False  # math-verify multiplies letters: "seat" would equal "east"
-    if _equal(gold, _parse(text) if boxed is None else _parse_latex(boxed)):
+    answer = _parse(text) if boxed is None else _parse_latex(boxed)
+    if _equal(gold, answer):
         return True
     has_several = isinstance(gold[0], (sympy.FiniteSet, sympy.Tuple)) and len(gold[0].args) > 1
     # Each in a box of its own.
     return has_several and boxed is not None and _equal(gold, _parse(text))
+
+
+def _is_long_word(text: str) -> bool:
+    return _LONG_WORD.fullmatch(_plain(text)) is not None
 
 
 @functools.lru_cache(maxsize=1024)
@@ -69,9 +70,8 @@ def _gold(reference: str) -> list[Any]:
 
 
 def _reference_text(reference: str) -> str:
-    return (
-        extract_answer(reference, "boxed") or extract_answer(reference, "hash") or reference.strip()
-    )
+    boxed = extract_answer(reference, "boxed")
+    return boxed or extract_answer(reference, "hash") or reference.strip()
 
 
 def _parse_latex(answer: str) -> list[Any]:

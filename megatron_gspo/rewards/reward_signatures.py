@@ -21,6 +21,7 @@ from typing import Any
 from megatron_gspo.data.sample import Prompt
 
 RewardFunction = Callable[..., Any]
+Options = Mapping[str, Any]
 Parameters = Mapping[str, inspect.Parameter]
 
 _TAKEN = (
@@ -39,7 +40,7 @@ class SignatureError(Exception):
     """
 
 
-def as_verifier(function: RewardFunction, options: Mapping[str, Any]) -> RewardFunction:
+def as_verifier(function: RewardFunction, options: Options) -> RewardFunction:
     """The function as `verifier(response, prompt)`, or with the attribute `takes_batch` as
     `verifier(responses, prompts)`. options: keyword arguments of every call.
 
@@ -58,20 +59,22 @@ def as_verifier(function: RewardFunction, options: Mapping[str, Any]) -> RewardF
     else:
         call = _from_ours(function, parameters, options)
 
-    def verify(text: Any, prompt: Any) -> Any:
+    def verify(text: object, prompt: object) -> object:
         reward = call(text, prompt)
-        return asyncio.run(_result(reward)) if inspect.isawaitable(reward) else reward
+        if inspect.isawaitable(reward):
+            return asyncio.run(_result(reward))
+        return reward
 
     verify.takes_batch = takes_batch  # type: ignore[attr-defined]
     return verify
 
 
-async def _result(reward: Awaitable[Any]) -> Any:
+async def _result(reward: Awaitable[object]) -> object:
     return await reward
 
 
 def _from_ours(
-    function: RewardFunction, parameters: Parameters, options: Mapping[str, Any]
+    function: RewardFunction, parameters: Parameters, options: Options
 ) -> RewardFunction:
     if parameters:
         try:
@@ -95,7 +98,7 @@ def _from_ours(
 
 
 def _from_verl(
-    function: RewardFunction, parameters: Parameters, options: Mapping[str, Any]
+    function: RewardFunction, parameters: Parameters, options: Options
 ) -> RewardFunction:
     _check_options(parameters, options)
     for name in _required(parameters):
@@ -104,9 +107,9 @@ def _from_verl(
                 f"nothing gives its parameter {name!r}; set it in verifier_options"
             )
 
-    def call(text: str, prompt: Prompt) -> Any:
+    def call(text: str, prompt: Prompt) -> object:
         row = prompt.metadata
-        answer: Any = prompt.answer
+        answer: object = prompt.answer
         if answer is None and isinstance(row.get("reward_model"), dict):
             answer = row["reward_model"].get("ground_truth")
         arguments = {
@@ -120,16 +123,14 @@ def _from_verl(
     return call
 
 
-def _from_trl(
-    function: RewardFunction, parameters: Parameters, options: Mapping[str, Any]
-) -> RewardFunction:
+def _from_trl(function: RewardFunction, parameters: Parameters, options: Options) -> RewardFunction:
     _check_options(parameters, options)
     required = _required(parameters)
     for name in required:
         if name in _TRL_ARGUMENTS:
             raise SignatureError(f"only TRL has its argument {name!r}; give it a default")
 
-    async def only(rewards: Any) -> Any:
+    async def single(rewards: object) -> object:
         if inspect.isawaitable(rewards):
             rewards = await rewards
         if not isinstance(rewards, (list, tuple)) or len(rewards) != 1:
@@ -138,13 +139,13 @@ def _from_trl(
             )
         return rewards[0]
 
-    def call(text: str, prompt: Prompt) -> Any:
+    def call(text: str, prompt: Prompt) -> object:
         columns = {"answer": prompt.answer} | prompt.metadata
         # data.answer_key's column.
         columns |= {name: prompt.answer for name in required if name not in columns}
         columns |= {"prompts": prompt.text, "completions": text}
         lists = {name: [value] for name, value in columns.items() if name not in options}
-        return only(function(**_accepted(lists, parameters), **options))
+        return single(function(**_accepted(lists, parameters), **options))
 
     return call
 
@@ -154,7 +155,7 @@ def _accepted(arguments: Mapping[str, Any], parameters: Parameters) -> dict[str,
     return {name: value for name, value in arguments.items() if takes_any or name in parameters}
 
 
-def _check_options(parameters: Parameters, options: Mapping[str, Any]) -> None:
+def _check_options(parameters: Parameters, options: Options) -> None:
     unknown = sorted(options.keys() - parameters.keys())
     if unknown and not _takes_any(parameters):
         raise SignatureError(f"it has no parameter {unknown[0]!r}, which verifier_options set")

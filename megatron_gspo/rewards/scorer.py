@@ -19,13 +19,11 @@ from megatron_gspo.terminal import get_logger
 
 logger = get_logger(__name__)
 
-_NOTICE_SECONDS = (
-    10.0  # of one response in this process until a line tells of it, and between such lines
-)
+# Of one response in this process until a line tells of it, and between such lines.
+_NOTICE_SECONDS = 10.0
 FAILURES = ("error", "timeout", "invalid")
-FAILURE = (  # the key of `Sample.metadata` with the reason why a response has no score: "error: ..."
-    "verifier_failure"
-)
+# The key of `Sample.metadata` with the reason why a response has no score: "error: ...".
+FAILURE = "verifier_failure"
 
 
 @dataclass(frozen=True)
@@ -173,7 +171,7 @@ class RewardScorer:
     def __enter__(self) -> RewardScorer:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _summarise(self, replies: Sequence[Reply]) -> Scores:

@@ -73,11 +73,11 @@ def run_batch(
         return [("error", None, describe(error))] * len(texts)
 
 
-def _checked(value: Any) -> Reply:
+def _checked(value: object) -> Reply:
     if isinstance(value, dict) and "score" in value:  # as verl's functions return
         value = value["score"]
     name = value.name if isinstance(value, NamedReward) else None
-    if getattr(value, "ndim", None) == 0:  # an array or a tensor of one number
+    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:  # an array of one number
         value = value.item()
     if isinstance(value, (numbers.Real, Decimal)):
         reward = float(value)
@@ -111,15 +111,17 @@ def _load(connection: Connection, load: Callable[[str, Any], Any]) -> tuple[Any,
         name, options = pickle.loads(connection.recv_bytes())
         served = load(name, options)
         description = getattr(served, "description", None)
-        said = None if description is None else _one_line(str(description))
-        return served, ("ok", getattr(served, "takes_batch", False), said)
+        if description is not None:
+            description = _one_line(str(description))
+        return served, ("ok", getattr(served, "takes_batch", False), description)
     except BaseException as error:
         return None, ("error", None, _one_line(str(error)) or type(error).__name__)
 
 
 def _send(connection: Connection, reply: Reply, *, is_last: bool = False) -> None:
-    fields = dict(zip(("status", "value", "message"), reply, strict=True))
-    connection.send_bytes(json.dumps(fields | ({"last": True} if is_last else {})).encode())
+    status, value, message = reply
+    fields = {"status": status, "value": value, "message": message, "last": is_last}
+    connection.send_bytes(json.dumps(fields).encode())
 
 
 def _memory() -> int:
@@ -147,7 +149,7 @@ def serve(
     with contextlib.suppress(OSError):  # when memory runs out, the kernel ends this process first
         with open("/proc/self/oom_score_adj", "w") as file:
             file.write("1000")
-    own = os.getpid()
+    worker = os.getpid()
     served, reply = _load(connection, load)
     _send(connection, reply)
     memory = None
@@ -157,7 +159,7 @@ def serve(
         except (EOFError, OSError):
             return
         reply = answer(served, pickle.loads(request))
-        if os.getpid() != own:  # a fork of the user's code that returned here
+        if os.getpid() != worker:  # a fork of the user's code that returned here
             os._exit(0)
         memory = _memory() if memory is None else memory
         grown = _memory() - memory

@@ -31,6 +31,12 @@ from megatron_gspo.terminal import get_logger
 logger = get_logger(__name__)
 
 
+def _prompt_of(request: tuple[object, Prompt | list[Prompt]]) -> Prompt:
+    """The prompt of a response, or the first of a batch."""
+    _, prompts = request
+    return prompts[0] if isinstance(prompts, list) else prompts
+
+
 @dataclass(frozen=True)
 class Served:
     """What the workers of a pool run. module: started with `python -m`, see `worker.serve`. what:
@@ -40,14 +46,11 @@ class Served:
     module: str = "megatron_gspo.rewards.worker"
     what: str = "verifier"
     refusal: type[InputError] = VerifierError
-    prompt_of: Callable[[Any], Prompt] = lambda request: (
-        request[1][0] if isinstance(request[1], list) else request[1]
-    )
+    prompt_of: Callable[[Any], Prompt] = _prompt_of
 
 
-_NOTICE_SECONDS = (
-    10.0  # of one response until a line tells of it; half of the time limit if that is less
-)
+# Of one response until a line tells of it; half of the time limit if that is less.
+_NOTICE_SECONDS = 10.0
 _NOTICE_INTERVAL = 30.0  # seconds between such lines
 _MAX_GROWTH = 4 << 30  # bytes of memory that a worker may gain before it is replaced
 _END_SECONDS = 15.0  # for a keeper to end its worker with all processes
@@ -291,7 +294,8 @@ class RewardPool:
         if worker.ready:
             assert worker.task is not None
             replies[worker.task] = (status, value, message)
-            worker.task = worker.deadline = None
+            worker.task = None
+            worker.deadline = None
             if is_last:
                 self._replace(worker)
         elif status == "ok":
@@ -324,12 +328,12 @@ class RewardPool:
 
     def _replace(self, worker: _Worker, failed_starts: int = 0) -> None:
         _kill(worker)
-        at = self._workers.index(worker)
+        position = self._workers.index(worker)
         try:
-            self._workers[at] = self._start(failed_starts)
+            self._workers[position] = self._start(failed_starts)
         except OSError as error:  # out of memory or processes: continue with the other workers
             self._last_failure = f"no reward worker could be started: {error}"
-            del self._workers[at]
+            del self._workers[position]
 
 
 def _kill(worker: _Worker) -> None:

@@ -142,19 +142,16 @@ class GenerateOnCollect(ABC):
     def collect(self, count: int, *, oldest_version: int | None = None) -> SampleBatch:
         """See `GroupSource.collect`; all samples have the current weights."""
         check_count(count, len(self._requests))
-        taken = self._requests[:count]
+        collected = self._requests[:count]
         self._requests = self._requests[count:]
-        return reduce(
-            SampleBatch.joined,
-            (
-                self.generate(
-                    ChosenPrompts(request.prompt for request in requests), sampling, seed=seed
-                )
-                for (sampling, seed), requests in groupby(
-                    taken, key=lambda request: (request.sampling, request.seed)
-                )
-            ),
-        )
+        by_settings = groupby(collected, key=lambda request: (request.sampling, request.seed))
+        batches = [
+            self.generate(
+                ChosenPrompts(request.prompt for request in requests), sampling, seed=seed
+            )
+            for (sampling, seed), requests in by_settings
+        ]
+        return reduce(SampleBatch.joined, batches)
 
     def pending(self) -> list[int]:
         """See `GroupSource.pending`."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -13,7 +12,7 @@ from megatron_gspo.errors import EngineError
 
 
 def check_samples(
-    samples: Any,
+    samples: object,
     prompts: Sequence[Prompt],
     sampling: SamplingParams,
     *,
@@ -28,28 +27,27 @@ def check_samples(
     """
     n = sampling.n_samples_per_prompt
     wanted = len(prompts) * n
-    count = len(samples) if isinstance(samples, Sequence) else type(samples).__name__
-    if count != wanted:
+    if not isinstance(samples, Sequence) or len(samples) != wanted:
+        count = len(samples) if isinstance(samples, Sequence) else type(samples).__name__
         raise EngineError(
             f"the engine gave {count} samples for {len(prompts)} prompts x {n}; give {wanted}"
         )
-    for place, sample in enumerate(samples):
-        fault = _fault(sample, prompts[place // n], place % n, sampling, vocab_size)
+    for position, sample in enumerate(samples):
+        fault = _fault(sample, prompts[position // n], position % n, sampling, vocab_size)
         if fault:
             raise EngineError(f"the engine's {fault}")
 
 
 def _fault(
-    sample: Any, prompt: Prompt, number: int, sampling: SamplingParams, vocab_size: int | None
+    sample: object, prompt: Prompt, number: int, sampling: SamplingParams, vocab_size: int | None
 ) -> str:
     where = f"sample {prompt.index}/{number}"
     if not isinstance(sample, Sample):
         return f"{where} is a {type(sample).__name__}; give a Sample"
     if (sample.prompt_index, sample.sample_index) != (prompt.index, number):
-        position = f"{sample.prompt_index}/{sample.sample_index}"
         return (
-            f"{where} is {position}; give all samples of a prompt together, in the order of the"
-            " prompts"
+            f"{where} is {sample.prompt_index}/{sample.sample_index}; give all samples of a prompt"
+            " together, in the order of the prompts"
         )
     try:
         sample.check()

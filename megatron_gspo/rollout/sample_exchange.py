@@ -95,7 +95,7 @@ def _generate(
     seed: int,
     vocab_size: int | None,
 ) -> list[Sample]:
-    """This process's part, checked. ValueError and OSError of the engine become EngineError."""
+    """This process's samples, checked. ValueError and OSError of the engine become EngineError."""
     try:
         samples = engine.generate(prompts, sampling, seed=seed)
     except UserError:
@@ -239,10 +239,12 @@ def _fits(used: Sequence[int], number: int, size: int, bucket: int) -> bool:
 def _sizes(batch: SampleBatch) -> np.ndarray:
     """[N] int64: bytes of each sample, about, the same on every rank."""
     routed = [s.routed_experts for s in batch.samples if s.routed_experts is not None]
-    of_route = batch.max(
-        float(np.prod(routed[0].shape[1:]) * routed[0].itemsize) if routed else 0.0
-    )[0]
-    return (batch.lengths * (_TOKEN_BYTES + of_route * batch.table["has_routes"])).astype(np.int64)
+    route_bytes = 0.0
+    if routed:
+        route_bytes = float(np.prod(routed[0].shape[1:]) * routed[0].itemsize)
+    [route_bytes] = batch.max(route_bytes)
+    token_bytes = _TOKEN_BYTES + route_bytes * batch.table["has_routes"]
+    return (batch.lengths * token_bytes).astype(np.int64)
 
 
 def _first_ranks(
@@ -250,7 +252,7 @@ def _first_ranks(
 ) -> np.ndarray:
     """[replicas] the rank in `group` of each replica's first rank; a collective of it."""
     first_ranks = np.zeros(group_size(dp), dtype=np.int64)
-    if all(group_rank(one) == 0 for one in shared):
+    if all(group_rank(shared_group) == 0 for shared_group in shared):
         first_ranks[group_rank(dp)] = group_rank(group)
     return sum_over_ranks(first_ranks, group)
 
@@ -264,15 +266,15 @@ def _send_round(
 ) -> dict[int, np.ndarray]:
     """This rank's samples of a round to their targets; what came here, or was here, by sender. Sent
     samples are dropped."""
-    parts: dict[int, bytes] = {}
-    own = [i for i in positions.tolist() if i in leaving]
-    for rank in np.unique(target[own]).tolist():
-        mine = [i for i in own if target[i] == rank]
-        parts[rank] = encode_samples([leaving[i] for i in mine], mine)
-    for i in own:
+    payloads: dict[int, bytes] = {}
+    from_here = [i for i in positions.tolist() if i in leaving]
+    for rank in np.unique(target[from_here]).tolist():
+        to_rank = [i for i in from_here if target[i] == rank]
+        payloads[rank] = encode_samples([leaving[i] for i in to_rank], to_rank)
+    for i in from_here:
         del leaving[i]
     links = np.stack([holder[positions], target[positions]], axis=1)
-    return exchange_bytes(parts, links, group)
+    return exchange_bytes(payloads, links, group)
 
 
 def _layers_of_stages(
@@ -288,7 +290,7 @@ def _layers_of_stages(
 
 
 def _passed_on(
-    part: np.ndarray | None,
+    payload: np.ndarray | None,
     shared: Sequence[dist.ProcessGroup],
     stages: Sequence[np.ndarray | None],
 ) -> np.ndarray:
@@ -296,31 +298,31 @@ def _passed_on(
     other.
     """
     for i, group in enumerate(shared):
-        if all(group_rank(later) == 0 for later in shared[i + 1 :]):
-            part = (
-                _to_stages(part, group, stages)
-                if stages and i == 0
-                else broadcast_bytes(part, group)
-            )
-    assert part is not None
-    return part
+        if any(group_rank(later) != 0 for later in shared[i + 1 :]):
+            continue
+        if stages and i == 0:
+            payload = _to_stages(payload, group, stages)
+        else:
+            payload = broadcast_bytes(payload, group)
+    assert payload is not None
+    return payload
 
 
 def _to_stages(
-    part: np.ndarray | None, pipeline: dist.ProcessGroup, stages: Sequence[np.ndarray | None]
+    payload: np.ndarray | None, pipeline: dist.ProcessGroup, stages: Sequence[np.ndarray | None]
 ) -> np.ndarray:
     """The first stage's samples, on each stage what it reads of them, with the routes of its
     own layers.
     """
-    parts: dict[int, bytes] = {}
-    if part is not None:
-        placed = decode_samples(part)
-        places = [place for place, _ in placed]
+    payloads: dict[int, bytes] = {}
+    if payload is not None:
+        decoded = decode_samples(payload)
+        positions = [position for position, _ in decoded]
         for stage in range(len(stages)):
-            parts[stage] = encode_samples(
-                [_on_stage(sample, stage, stages) for _, sample in placed], places
+            payloads[stage] = encode_samples(
+                [_on_stage(sample, stage, stages) for _, sample in decoded], positions
             )
-    return exchange_bytes(parts, [(0, stage) for stage in range(len(stages))], pipeline)[0]
+    return exchange_bytes(payloads, [(0, stage) for stage in range(len(stages))], pipeline)[0]
 
 
 def _on_stage(sample: Sample, stage: int, stages: Sequence[np.ndarray | None]) -> Sample:

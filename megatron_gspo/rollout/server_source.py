@@ -41,6 +41,9 @@ from megatron_gspo.rollout.server_engine.rollout_client import (
 )
 from megatron_gspo.rollout.server_engine.server_pool import NoServerError
 from megatron_gspo.rollout.weight_sync import WeightSync
+from megatron_gspo.terminal import get_logger
+
+logger = get_logger(__name__)
 
 T = TypeVar("T")
 
@@ -65,7 +68,7 @@ class ServerSource:
         config: ServerConfig,
         *,
         groups_per_step: int,
-        log: Callable[[str], None] = print,
+        log: Callable[[str], None] = logger.info,
     ) -> None:
         """client: on the ranks `clients`, of which 0 is the first. sync: sends the weights.
         groups_per_step: groups that a step trains on, from which `collect` computes which groups
@@ -81,6 +84,7 @@ class ServerSource:
         self._training = _Requests(self)
         self._weights: Weights | None = None
         self._version = 0
+        self._reported = ""  # why no server took the weights, as it was logged last
         self._memory_released = False  # with the weights in it
 
     def submit(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, seed: int) -> None:
@@ -135,8 +139,10 @@ class ServerSource:
 
     def metrics(self) -> dict[str, float]:
         """See `GroupSource.metrics`; the sums over the clients."""
-        own = [0] * len(COUNTS) if self._client is None else self._client.take_counts()
-        counts = sum_over_ranks(np.array(own, dtype=np.int64), dist.group.WORLD).tolist()
+        counts = [0] * len(COUNTS)
+        if self._client is not None:
+            counts = self._client.take_counts()
+        counts = sum_over_ranks(np.array(counts, dtype=np.int64), dist.group.WORLD).tolist()
         if dist.get_rank() != 0 or self._client is None:
             return {}
         return server_metrics(counts, len(self._client.pool.serving))
@@ -193,15 +199,18 @@ class ServerSource:
         """
 
         def attempt(client: RolloutClient) -> list[int]:
+            needs_weights = False
             try:
-                status = [action(_ROUND_SECONDS), False]
+                value = action(_ROUND_SECONDS)
             except WeightsNeeded:
-                status = [1, True]
-            return [*status, *client.reports().ravel().tolist()]
+                value = 1
+                needs_weights = True
+            return [value, needs_weights, *client.reports().ravel().tolist()]
 
-        own = self.on_clients(attempt) or [0, 0] + [0] * (2 * self._num_servers)
+        without_client = [0, 0] + [0] * (2 * self._num_servers)
+        answer = self.on_clients(attempt) or without_client
         value, needs_weights, *reports = max_over_ranks(
-            np.array(own, dtype=np.int64), dist.group.WORLD
+            np.array(answer, dtype=np.int64), dist.group.WORLD
         ).tolist()
         self._share_states(np.array(reports).reshape(2, -1))
         if needs_weights:
@@ -217,9 +226,11 @@ class ServerSource:
     ) -> SampleBatch:
         """The samples of all clients, once they are checked, in the order of the prompts. share:
         positions of the prompts whose samples are this rank's."""
-        own = [prompts[i] for i in share]
+        requested = [prompts[i] for i in share]
         self.on_clients(
-            lambda client: check_samples(samples, own, sampling, vocab_size=client.model.vocab_size)
+            lambda client: check_samples(
+                samples, requested, sampling, vocab_size=client.model.vocab_size
+            )
         )
         n = sampling.n_samples_per_prompt
         return SampleBatch.gathered(
@@ -241,35 +252,37 @@ class ServerSource:
             self._client.follow(state)
 
     def _send_weights(self) -> None:
-        assert self._weights is not None, "update_weights comes before collect"
         deadline = time.monotonic() + self._config.recovery_timeout
-        reported = ""
-        while True:
-            if self.on_rank_zero(lambda _: self._sync.interrupts(self._version)):
-                # All of them, before one aborts at the servers.
-                self.on_clients(lambda client: client.pause())
-                self.on_clients(lambda client: client.interrupt())
-            failure = self._sync.run(self._weights, self._version)
-            self._share_states()
-            refusal = str(failure or "")
-            if not self.on_rank_zero(
-                lambda _, f=failure, new=refusal != reported: self._must_retry(f, deadline, new)
-            ):
-                self._memory_released = False
-                return
-            reported = refusal
-            while not self.on_rank_zero(
-                lambda client, r=refusal: _server_is_back(client, r, deadline)
-            ):
-                pass
+        self._reported = ""
+        while not self._try_to_send(deadline):
+            pass
+        self._memory_released = False
 
-    def _must_retry(self, failure: Exception | None, deadline: float, is_new: bool) -> bool:
+    def _try_to_send(self, deadline: float) -> bool:
+        """One update: whether a server has the weights. If none has, wait until one answers."""
+        assert self._weights is not None, "update_weights comes before collect"
+        if self.on_rank_zero(lambda _: self._sync.interrupts(self._version)):
+            # All of them, before one aborts at the servers.
+            self.on_clients(lambda client: client.pause())
+            self.on_clients(lambda client: client.interrupt())
+        failure = self._sync.run(self._weights, self._version)
+        self._share_states()
+        if not self.on_rank_zero(lambda _: self._must_retry(failure, deadline)):
+            return True
+        refusal = str(failure)
+        while not self.on_rank_zero(lambda client: _server_is_back(client, refusal, deadline)):
+            pass
+        return False
+
+    def _must_retry(self, failure: Exception | None, deadline: float) -> bool:
+        """On rank 0. Raises a failure that waiting does not help, or any after the deadline."""
         if failure is None:
             return False
         if not isinstance(failure, NoServerError) or time.monotonic() >= deadline:
             raise failure
-        if is_new:
+        if str(failure) != self._reported:
             self._log(str(failure))
+            self._reported = str(failure)
         time.sleep(_RETRY_SECONDS)
         return True
 
@@ -310,7 +323,7 @@ class _Requests:
     def __init__(self, source: ServerSource) -> None:
         self._source = source
         self._stream: RequestStream | None = None
-        self._own: dict[int, int] = {}  # ticket -> ticket of the client's stream
+        self._stream_tickets: dict[int, int] = {}  # ticket -> ticket of this client's stream
         self._next_ticket = 0
         self.pending: dict[int, _Group] = {}
 
@@ -321,11 +334,13 @@ class _Requests:
         def start(client: RolloutClient) -> None:
             self._stream = self._stream or client.stream()
             tickets = self._stream.start([prompts[i] for i in share], sampling, seed=seed)
-            self._own |= {first + i: ticket for i, ticket in zip(share, tickets, strict=True)}
+            for i, ticket in zip(share, tickets, strict=True):
+                self._stream_tickets[first + i] = ticket
 
         self._source.on_clients(start)
         refs = ChosenPrompts.of(prompts).refs
-        self.pending |= {first + i: _Group(first + i, ref, sampling) for i, ref in enumerate(refs)}
+        for ticket, ref in enumerate(refs, start=first):
+            self.pending[ticket] = _Group(ticket, ref, sampling)
         self._next_ticket += len(prompts)
 
     def collect(self, count: int, oldest: int | None) -> SampleBatch:
@@ -333,35 +348,32 @@ class _Requests:
         while len(chosen := self._select(count, oldest)) < count:
             self._source.round(self._wait)
         taken = [self.pending.pop(ticket) for ticket in sorted(group.ticket for group in chosen)]
-        share = [i for i, group in enumerate(taken) if group.ticket in self._own]
-        samples = (
-            self._source.on_clients(lambda client: self._take([taken[i].ticket for i in share]))
-            or []
-        )
-        return self._source.checked(
-            samples, share, ChosenPrompts(group.prompt for group in taken), taken[0].sampling
-        )
+        share = [i for i, group in enumerate(taken) if group.ticket in self._stream_tickets]
+        tickets = [taken[i].ticket for i in share]
+        samples = self._source.on_clients(lambda client: self._take(tickets)) or []
+        prompts = ChosenPrompts(group.prompt for group in taken)
+        return self._source.checked(samples, share, prompts, taken[0].sampling)
 
     def stop(self, *, keep: bool) -> None:
         if self._stream is not None:
             self._stream.stop(keep=keep)
         if not keep:
-            self._own.clear()
+            self._stream_tickets.clear()
 
     def _select(self, count: int, oldest: int | None) -> list[_Group]:
         """The groups to take, the same on every rank; fewer than `count` if others must be
         waited for.
         """
-        own = (
-            {}
-            if self._stream is None
-            else {ticket: facts for ticket, *facts in self._stream.progress()}
-        )
+        by_stream_ticket = {}
+        if self._stream is not None:
+            by_stream_ticket = {group.ticket: group for group in self._stream.progress()}
+        # For each group: whether it is finished, and its oldest version + 1, or 0 without one.
         progress = np.zeros((len(self.pending), 2), dtype=np.int64)
-        for place, ticket in enumerate(self.pending):
-            if ticket in self._own:
-                finished, version = own[self._own[ticket]]
-                progress[place] = finished, 0 if version is None else version + 1
+        for row, ticket in enumerate(self.pending):
+            if ticket in self._stream_tickets:
+                seen = by_stream_ticket[self._stream_tickets[ticket]]
+                version = 0 if seen.oldest_version is None else seen.oldest_version + 1
+                progress[row] = seen.finished, version
         everyone = max_over_ranks(progress, dist.group.WORLD).tolist()
         for group, (is_finished, version) in zip(self.pending.values(), everyone, strict=True):
             group.finished = bool(is_finished)
@@ -378,5 +390,5 @@ class _Requests:
     def _take(self, tickets: Sequence[int]) -> list[Sample]:
         if self._stream is None:
             return []
-        groups = self._stream.remove([self._own.pop(ticket) for ticket in tickets])
+        groups = self._stream.remove([self._stream_tickets.pop(ticket) for ticket in tickets])
         return [sample for group in groups for sample in group]

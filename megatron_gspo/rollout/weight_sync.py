@@ -25,6 +25,7 @@ from megatron_gspo.rollout.server_engine.rollout_client import RolloutClient
 from megatron_gspo.rollout.server_engine.server_pool import NoServerError, PooledServer
 from megatron_gspo.servers.http_client import EventLoop, ServerClient, open_session
 from megatron_gspo.servers.server_launch import read_api_key
+from megatron_gspo.terminal import get_logger
 from megatron_gspo.weight_transport.receiver_transport import Offer, ReceiverTransport
 from megatron_gspo.weight_transport.server_endpoints import ServerInfo
 from megatron_gspo.weight_transport.transport import Sent, Target, WeightTransport
@@ -32,6 +33,8 @@ from megatron_gspo.weight_transport.update_group import GroupError
 from megatron_gspo.weight_transport.weight_relay import relay_groups, relayed
 from megatron_gspo.weight_transport.weight_source import WeightSource
 from megatron_gspo.weight_transport.weight_update import ServerUpdate, UpdatePlan
+
+logger = get_logger(__name__)
 
 T = TypeVar("T")
 Source = WeightSource | None
@@ -41,6 +44,15 @@ WHOLE: tuple[Source, ...] = (None,)  # where rank 0 sends all tensors
 def senders_of(source: Source) -> dict[int, tuple[str, ...] | None]:
     """Each rank that sends a source's tensors, and to which servers; None: all."""
     return {0: None} if source is None else source.senders
+
+
+@dataclass(frozen=True)
+class _Sender:
+    """A rank that sends a source's tensors. servers: URLs of those that it sends to; None: all."""
+
+    source: Source
+    rank: int
+    servers: tuple[str, ...] | None
 
 
 @dataclass(frozen=True)
@@ -67,7 +79,7 @@ class WeightSync:
         transport: WeightTransport | None,
         sources: Sequence[Source] = WHOLE,
         *,
-        log: Callable[[str], None] = print,
+        log: Callable[[str], None] = logger.info,
     ) -> None:
         """client: of the servers; rank 0's is used. transport: on rank 0 and on each rank that
         sends (`senders_of`). sources: see `mcore/weight_sources.py`. log: takes lines about the
@@ -99,17 +111,11 @@ class WeightSync:
         self._version = version
         try:
             plan = self._on_rank_zero(self._begin, UpdatePlan)
-            turns = (
-                [self._sources]
-                if plan.all_sources_at_once
-                else [(source,) for source in self._sources]
-            )
+            turns: list[tuple[Source, ...]] = [(source,) for source in self._sources]
+            if plan.all_sources_at_once:
+                turns = [self._sources]
             for turn in turns:
-                while (
-                    infos := self._on_rank_zero(
-                        lambda: self._running_update.next_transfer(), list[ServerInfo] | None
-                    )
-                ) is not None:
+                while (infos := self._next_transfer()) is not None:
                     self._transfer(turn, weights, plan, infos)
             self._on_rank_zero(self._finish)
         except _FailedError:
@@ -121,9 +127,9 @@ class WeightSync:
 
         Those of other clients are interrupted before it.
         """
-        pool = self._own_client.pool
+        pool = self._rank_zero_client.pool
         is_current = pool.version == self._wire_version(version)
-        return not is_current or not pool.serving or self._own_client.memory_released
+        return not is_current or not pool.serving or self._rank_zero_client.memory_released
 
     def close(self) -> None:
         """Close this rank's connections. May be called again."""
@@ -136,9 +142,15 @@ class WeightSync:
 
     # -- steps of rank 0
 
+    def _next_transfer(self) -> list[ServerInfo] | None:
+        """The servers of the next transfer, on every rank; None when the turn is complete."""
+        return self._on_rank_zero(
+            lambda: self._running_update.next_transfer(), list[ServerInfo] | None
+        )
+
     def _begin(self) -> UpdatePlan:
         """Pause the servers for new weights."""
-        client = self._own_client
+        client = self._rank_zero_client
         wire_version = self._wire_version(self._version)
         self._targets = client.begin_update(
             wire_version, self._version, interrupts=self.interrupts(self._version)
@@ -146,7 +158,7 @@ class WeightSync:
         self._update = ServerUpdate(
             client.loop,
             [server.client for server in self._targets],
-            self._own_transport,
+            self._sending_transport,
             version=wire_version,
             timeout=self._config.update_timeout,
         )
@@ -155,9 +167,9 @@ class WeightSync:
 
     def _finish(self) -> None:
         """Serve the new weights. Raises `NoServerError` if no server does."""
-        client = self._own_client
+        client = self._rank_zero_client
         update = self._running_update
-        update.finish(parts=len(self._sources))
+        update.finish(num_sources=len(self._sources))
         self._report_proofs(update)
         client.end_update(self._targets, update.failures)
         self._update = None
@@ -169,7 +181,7 @@ class WeightSync:
         if self._update is not None:
             self._update.abandon()
             self._update = None
-        self._own_client.resume()
+        self._rank_zero_client.resume()
 
     def _report_proofs(self, update: ServerUpdate) -> None:
         """Log, once per server, how many parameters its checksums can prove, unless all."""
@@ -187,7 +199,7 @@ class WeightSync:
         return f"{self._run_id}:{version}"
 
     @property
-    def _own_client(self) -> RolloutClient:
+    def _rank_zero_client(self) -> RolloutClient:
         assert self._client is not None, "rank 0 is a client"
         return self._client
 
@@ -230,12 +242,14 @@ class WeightSync:
         """
         attempt = next(self._attempts)
         rank = dist.get_rank()
-        senders = [(source, *sender) for source in turn for sender in senders_of(source).items()]
-        served = [servers for *_, servers in senders]
-        unserved = {info.url for info in infos}.difference(*(servers or () for servers in served))
-        assert None in served or not unserved, f"no source sends to {sorted(unserved)}"
-        number_of_source = {
-            source: number for number, (source, sender, _) in enumerate(senders) if sender == rank
+        senders = [
+            _Sender(source, sender_rank, servers)
+            for source in turn
+            for sender_rank, servers in senders_of(source).items()
+        ]
+        _check_all_served(infos, senders)
+        number_of_source = {  # of those that this rank sends
+            sender.source: number for number, sender in enumerate(senders) if sender.rank == rank
         }
         if plan.with_offers:
             transfer = f"{plan.version}/{attempt}"
@@ -265,14 +279,16 @@ class WeightSync:
     def _stream(self, source: Source, weights: Weights) -> Iterator[tuple[str, Tensor]]:
         """What a source sends, on each of the ranks that send it."""
         stream = weights(source)
-        group = self._relay_groups.get(source.number) if source else None
-        return (
-            iter(stream) if source is None or group is None else relayed(stream, source.rank, group)
-        )
+        if source is None:
+            return iter(stream)
+        group = self._relay_groups.get(source.number)
+        if group is None:
+            return iter(stream)
+        return relayed(stream, source.rank, group)
 
     def _offer(self, infos: Sequence[ServerInfo], transfer: str) -> Offer | UserError:
         """What the servers need to join this source's process group; or why it can't make one."""
-        transport = self._own_transport
+        transport = self._sending_transport
         assert isinstance(transport, ReceiverTransport)
         try:
             return transport.offer(self._connected(infos), transfer, self._config.update_timeout)
@@ -293,9 +309,9 @@ class WeightSync:
             infos = source.targets(infos, dist.get_rank())
         targets = self._connected(infos)
         assert self._loop is not None
-        self._own_transport.begin(version, source.number if source else 0)
+        self._sending_transport.begin(version, source.number if source else 0)
         try:
-            return self._own_transport.transfer(
+            return self._sending_transport.transfer(
                 self._loop,
                 targets,
                 stream,
@@ -319,7 +335,7 @@ class WeightSync:
         }
 
     @property
-    def _own_transport(self) -> WeightTransport:
+    def _sending_transport(self) -> WeightTransport:
         assert self._transport is not None, "every source has a transport"
         return self._transport
 
@@ -327,9 +343,9 @@ class WeightSync:
         self,
         name: str,
         count: int,
-        values: Mapping[int, Any],
-        handle: Callable[[list[Any]], None],
-        expected: Type = Any,
+        values: Mapping[int, T | UserError],
+        handle: Callable[[list[T]], None],
+        expected: type[T],
     ) -> None:
         """Values of the senders of a turn to rank 0, in their order.
 
@@ -339,8 +355,10 @@ class WeightSync:
         """
         store = dist.distributed_c10d._get_default_store()
         for number, value in values.items():
-            failed = isinstance(value, UserError)
-            report = _SenderReport(error=value) if failed else _SenderReport(encode(value))
+            if isinstance(value, UserError):
+                report = _SenderReport(error=value)
+            else:
+                report = _SenderReport(encode(value))
             store.set(f"weights/{name}/{number}", encode(report))  # type: ignore[arg-type]  # bytes, as they are
         keys = [f"weights/{name}/{number}" for number in range(count)]
 
@@ -353,3 +371,14 @@ class WeightSync:
             handle([decode(report.value, expected) for report in reports])
 
         self._on_rank_zero(collect)
+
+
+def _check_all_served(infos: Sequence[ServerInfo], senders: Sequence[_Sender]) -> None:
+    """Every server gets the tensors of a source of the turn."""
+    served: set[str] = set()
+    for sender in senders:
+        if sender.servers is None:
+            return
+        served.update(sender.servers)
+    unserved = {info.url for info in infos} - served
+    assert not unserved, f"no source sends to {sorted(unserved)}"

@@ -54,13 +54,13 @@ class Levels:
         """Halfway between both."""
         return (self.expected + self.chance) / 2
 
-    def scores(self, own: np.ndarray) -> np.ndarray:
+    def scores(self, shares: np.ndarray) -> np.ndarray:
         """Log-likelihood ratio of agreeing by chance to agreeing halfway, float64 ``[rows]``
         from shares ``[rows]``.
         """
         agreed = np.log(self.chance / self.middle)
         differed = np.log((1 - self.chance) / (1 - self.middle))
-        return own * agreed + (1 - own) * differed
+        return shares * agreed + (1 - shares) * differed
 
 
 def level_sums(shares: np.ndarray) -> np.ndarray:
@@ -70,11 +70,14 @@ def level_sums(shares: np.ndarray) -> np.ndarray:
     return np.stack([np.where(compared, shares, 0.0).sum(0), compared.sum(0)], axis=1)
 
 
-def disagreeing_rows(own: np.ndarray, levels: Levels) -> slice | None:
-    """The consecutive rows ``[rows]`` that certainly agree less than halfway, or None."""
-    if not len(own):
+def disagreeing_rows(shares: np.ndarray, levels: Levels) -> slice | None:
+    """The consecutive rows that certainly agree less than halfway, or None.
+
+    shares: ``[rows]``, of the experts in which the live choice agrees with its token's own route.
+    """
+    if not len(shares):
         return None
-    sums = np.concatenate([[0.0], np.cumsum(levels.scores(own))])
+    sums = np.concatenate([[0.0], np.cumsum(levels.scores(shares))])
     lowest = np.minimum.accumulate(sums)
     end = int((sums - lowest).argmax())
     if sums[end] - lowest[end] <= np.log(levels.rows / FALSE_ALARM):

@@ -123,12 +123,10 @@ def balanced_routes(positions: np.ndarray, shape: RouteShape) -> np.ndarray:
     positions: [n] integers, within their sequence. Every layer gets (position * k + arange(k)) %
     num_experts.
     """
-    ids = (
-        np.asarray(positions, dtype=np.int64)[:, None] * shape.k + np.arange(shape.k)
-    ) % shape.num_experts
-    return np.broadcast_to(
-        ids.astype(shape.dtype)[:, None], (len(ids), len(shape.held_layers), shape.k)
-    )
+    first = np.asarray(positions, dtype=np.int64)[:, None] * shape.k
+    ids = (first + np.arange(shape.k)) % shape.num_experts
+    every_layer = (len(ids), len(shape.held_layers), shape.k)
+    return np.broadcast_to(ids.astype(shape.dtype)[:, None], every_layer)
 
 
 def as_routes(
@@ -172,11 +170,9 @@ def route_fault(sample: RoutedSample) -> str:
     experts = sample.routed_experts
     missing = sample.missing_routes
     if experts is None:
-        return (
-            ""
-            if missing is None
-            else "missing_routes is given without routed_experts; give both or neither"
-        )
+        if missing is None:
+            return ""
+        return "missing_routes is given without routed_experts; give both or neither"
     if not isinstance(experts, np.ndarray) or experts.ndim != 3:
         return (
             f"routed_experts is {describe_value(experts)}; it must be a [tokens - 1, layers, k]"
@@ -221,11 +217,9 @@ def check_routes(
     total = 0
     for sample in samples:
         fault = route_fault(sample) or _fault_in_model(sample, shape)
-        count = (
-            0
-            if fault or sample.missing_routes is None
-            else int(np.count_nonzero(sample.missing_routes))
-        )
+        count = 0
+        if not fault and sample.missing_routes is not None:
+            count = int(np.count_nonzero(sample.missing_routes))
         if count and missing == "error":
             assert sample.missing_routes is not None
             first = int(sample.missing_routes.argmax())
@@ -258,9 +252,9 @@ def _fault_in_model(sample: RoutedSample, shape: RouteShape) -> str:
         wrong = ids >= shape.num_experts
         if missing is not None:
             wrong[missing] = False
-        token, layer, place = np.argwhere(wrong)[0]
+        token, layer, rank = np.argwhere(wrong)[0]
         start = f"token {token}, MoE layer {layer}: routed_experts has"
-        return _out_of_range(start, int(ids[token, layer, place]), shape.num_experts)
+        return _out_of_range(start, int(ids[token, layer, rank]), shape.num_experts)
     repeated = _repeats(ids)
     if missing is not None:
         repeated[missing] = False

@@ -20,16 +20,13 @@ def exit_reason(
     keys to change.
     """
     lines = [line.strip() for line in log.splitlines() if line.strip()]
-    for pattern, meaning in (
-        (_ADDRESS_IN_USE, f"{PORT_IN_USE}; choose another {section}.port"),
-        *causes,
-    ):
+    port_in_use = (_ADDRESS_IN_USE, f"{PORT_IN_USE}; choose another {section}.port")
+    for pattern, meaning in (port_in_use, *causes):
         for line in reversed(lines):
             if re.search(pattern, line, re.IGNORECASE):
                 return f"{meaning} ({shorten(line)!r})"
-    raised = next(
-        (line for line in reversed(lines) if re.match(r"[\w.]*(Error|Exception)(: |$)", line)), ""
-    )
+    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)(: |$)", line)]
+    raised = errors[-1] if errors else ""
     if code is None:
         ended = f"it did not answer within {section}.start_timeout"
     elif code in (137, -9) and raised:  # a server whose scheduler failed kills its own processes
@@ -40,10 +37,8 @@ def exit_reason(
         ended = f"it was ended by signal {code - 128 if code > 0 else -code}"
     else:
         ended = f"it exited with code {code}"
-    return (
-        f"{ended}; the end of its log:"
-        f" {' | '.join(shorten(line) for line in lines[-3:]) or 'empty'}"
-    )
+    end_of_log = " | ".join(shorten(line) for line in lines[-3:])
+    return f"{ended}; the end of its log: {end_of_log or 'empty'}"
 
 
 def shorten(line: str, limit: int = 240) -> str:

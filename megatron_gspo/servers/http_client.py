@@ -9,7 +9,7 @@ import os
 import threading
 from collections.abc import AsyncIterable, Coroutine, Mapping
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -21,14 +21,16 @@ from megatron_gspo.servers.proxies import proxy_for
 
 T = TypeVar("T")
 
+JsonObject: TypeAlias = dict[str, Any]
+"""A JSON object, of a request or a response."""
+
 CONNECT_SECONDS = 10.0  # timeout of a connection; a server that is alive accepts one sooner
 MAX_RESPONSE_BYTES = 64 * 2**20  # default; the bound of a generation is computed from its request
 # Seconds that our servers keep a connection; with their default of 5 a busy one closes what is
 # about to be used
 SERVER_KEEP_ALIVE = 60
-_IDLE_SECONDS = (
-    4.0  # a connection is kept: servers close theirs after 5, and a request could then be lost
-)
+# So long a connection is kept: servers close theirs after 5, and a request could then be lost.
+_IDLE_SECONDS = 4.0
 _MAX_QUOTED = 200  # characters of a server's error in ours
 _CHUNK = 1 << 16
 
@@ -77,9 +79,9 @@ class ServerClient:
         self._proxy = proxy_for(self.url)
         # a compressed response can't be bounded while it is read: one chunk may expand a
         # thousandfold
-        self._headers = {"Accept-Encoding": "identity"} | (
-            {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        )
+        self._headers = {"Accept-Encoding": "identity"}
+        if api_key:
+            self._headers["Authorization"] = f"Bearer {api_key}"
 
     def __repr__(self) -> str:
         return f"ServerClient({self.url})"
@@ -99,27 +101,36 @@ class ServerClient:
         read. Raises `ServerError` for a status other than 200, an invalid or no response, and the
         timeout. Redirects are not followed.
         """
-        payload, content_type = await self._exchange(
-            "POST", path, {} if body is None else body, timeout, max_bytes
-        )
+        if body is None:
+            body = {}
+        payload, content_type = await self._exchange("POST", path, body, timeout, max_bytes)
         return self._parsed(payload, content_type, path)
 
     async def post_for_bytes(
         self, path: str, body: Mapping[str, Any], *, timeout: float, max_bytes: int
     ) -> bytearray:
         """As `post`, but returns the body of the response as it came, in one buffer."""
-        return (await self._exchange("POST", path, body, timeout, max_bytes))[0]
+        payload, _ = await self._exchange("POST", path, body, timeout, max_bytes)
+        return payload
 
     async def get(self, path: str, *, timeout: float, max_bytes: int = MAX_RESPONSE_BYTES) -> Any:
         """As `post`, for GET."""
-        return self._parsed(*await self._exchange("GET", path, None, timeout, max_bytes), path)
+        payload, content_type = await self._exchange("GET", path, None, timeout, max_bytes)
+        return self._parsed(payload, content_type, path)
 
     def redact(self, words: bytes) -> bytes:
         """A server's message without the API key, which it may quote."""
-        return words.replace(self._key.encode(), b"***") if self._key else words
+        if not self._key:
+            return words
+        return words.replace(self._key.encode(), b"***")
 
     async def _exchange(
-        self, method: str, path: str, body: Any, timeout: float, max_bytes: int
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | AsyncIterable[bytes] | None,
+        timeout: float,
+        max_bytes: int,
     ) -> tuple[bytearray, str]:
         """The body of the response and its content type."""
         where = f"server {self.url}{path}"
@@ -127,7 +138,7 @@ class ServerClient:
             avoid = f"add {urlsplit(self.url).hostname} to no_proxy to avoid it"
             where += f" (through the proxy {without_password(self._proxy)}; {avoid})"
         limits = aiohttp.ClientTimeout(total=timeout, sock_connect=min(CONNECT_SECONDS, timeout))
-        content = {"json": body}
+        content: dict[str, Any] = {"json": body}
         headers = self._headers
         if isinstance(body, AsyncIterable):
             content = {"data": body}
@@ -148,12 +159,12 @@ class ServerClient:
                 f"{where}: no connection (not accepted)", retry=True, sent=False
             ) from None
         except aiohttp.ClientConnectorError as error:
-            number = error.errno or 0  # negative: of the name resolution
-            reason = (
-                os.strerror(number) if number > 0 else error.strerror or first_line(error)
-            ).lower()
+            number = error.errno or 0
+            reason = error.strerror or first_line(error)
+            if number > 0:  # else it is of the name resolution
+                reason = os.strerror(number)
             raise ServerError(
-                f"{where}: no connection ({reason})", retry=True, sent=False
+                f"{where}: no connection ({reason.lower()})", retry=True, sent=False
             ) from None
         except TimeoutError:
             raise ServerError(f"{where}: no answer within {timeout:g} s", retry=True) from None
@@ -192,14 +203,14 @@ async def _read(response: aiohttp.ClientResponse, max_bytes: int, where: str) ->
     # Of its final size at once; joining parts would hold it twice.
     payload = bytearray(declared or 0)
     size = 0
-    async for part in response.content.iter_chunked(_CHUNK):
-        if size + len(part) > max_bytes:
+    async for chunk in response.content.iter_chunked(_CHUNK):
+        if size + len(chunk) > max_bytes:
             response.close()
             raise ServerError(
                 f"{where}: the answer has more than the expected {max_bytes} bytes", retry=True
             )
-        payload[size : size + len(part)] = part
-        size += len(part)
+        payload[size : size + len(chunk)] = chunk
+        size += len(chunk)
     return payload
 
 
@@ -220,11 +231,12 @@ def _status_error(where: str, status: int, payload: bytes, *, by_proxy: bool) ->
 
 
 def _name(error: BaseException) -> str:
-    return {
+    names = {
         "ServerDisconnectedError": "closed without an answer",
         "ClientPayloadError": "ended within the answer",
         "ConnectionResetError": "reset by the server",
-    }.get(type(error).__name__, first_line(error))
+    }
+    return names.get(type(error).__name__, first_line(error))
 
 
 class EventLoop:
@@ -251,7 +263,7 @@ class EventLoop:
             future.cancel()
             raise
 
-    def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> Future:
+    def spawn(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Start a coroutine; cancel the returned future to stop it."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 

@@ -44,13 +44,13 @@ def choose_ports(
                 )
         return ports
     start = random.SystemRandom().randrange(len(_PORTS))
-    found: list[int] = []
+    free: list[int] = []
     for offset in range(len(_PORTS)):
         port = _PORTS[(start + offset) % len(_PORTS)]
         if port not in avoid and is_free(host, port):
-            found.append(port)
-            if len(found) == count:
-                return found
+            free.append(port)
+            if len(free) == count:
+                return free
     searched = f"{_PORTS.start}..{_PORTS.stop - 1}"
     raise InputError(
         f"{config.section}.port: no {count} free ports in {searched}; set it to a free one"

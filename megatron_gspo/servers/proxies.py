@@ -40,12 +40,8 @@ def around_the_proxy(environment: Mapping[str, str], host: str = "") -> dict[str
     names = {name.lower() for name, value in environment.items() if value}
     if not names.intersection(_PROXIES):
         return dict(environment)
-    given = [
-        entry.strip()
-        for name in _NO_PROXY
-        for entry in environment.get(name, "").split(",")
-        if entry.strip()
-    ]
+    entries = ",".join(environment.get(name, "") for name in _NO_PROXY).split(",")
+    given = [entry.strip() for entry in entries if entry.strip()]
     if "*" in given:  # for most programs it has a meaning only where it stands alone
         value = "*"
     else:
@@ -78,10 +74,11 @@ def _variable(environment: Mapping[str, str], name: str) -> str:
 def _is_in_networks(host: str, excluded: str) -> bool:
     """Whether an address is in one of the networks (10.0.0.0/8) of a `no_proxy`."""
     for entry in excluded.split(","):
+        if "/" not in entry:
+            continue
         try:
-            if "/" in entry and ipaddress.ip_address(host) in ipaddress.ip_network(
-                entry.strip(), strict=False
-            ):
+            network = ipaddress.ip_network(entry.strip(), strict=False)
+            if ipaddress.ip_address(host) in network:
                 return True
         except ValueError:  # a name
             continue

@@ -224,7 +224,9 @@ def product_of_sizes(
     """
     count = 1
     for names in sizes:
-        value = next((value for name in names if (value := option(server_args, name))), "1")
+        values = [option(server_args, name) for name in names]
+        given = [value for value in values if value]
+        value = given[0] if given else "1"
         if not value.isdecimal() or not int(value):
             raise InputError(
                 f"{section}.server_args: {names[0]} {value}: must be a positive number"

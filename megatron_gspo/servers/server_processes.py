@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import logging
 import os
 import signal
 import subprocess
@@ -27,12 +26,14 @@ from megatron_gspo.errors import EngineError, UserError, writing
 from megatron_gspo.servers.exit_reason import PORT_IN_USE, exit_reason
 from megatron_gspo.servers.ports import LOOPBACK, choose_ports
 from megatron_gspo.servers.server_launch import ServerLaunch, read_api_key
+from megatron_gspo.terminal import get_logger
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 POLL_SECONDS = 0.25  # between two checks of a server
 STABLE_SECONDS = 600.0  # a server that ran so long has its restarts counted from 0 again
-_RESTART_SECONDS, _MAX_RESTART_SECONDS = 1.0, 60.0  # before a restart, doubling
+_RESTART_SECONDS = 1.0  # before the first restart, doubling
+_MAX_RESTART_SECONDS = 60.0
 _HEALTH_SECONDS = 2.0  # timeout of /health
 _KILL_SECONDS = 10.0  # a killed process group may take to end
 _LOG_TAIL = 64 * 1024  # bytes of a log that are searched for the reason of an exit
@@ -98,7 +99,7 @@ class LocalServers:
         self.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     @property
@@ -171,7 +172,6 @@ class LocalServers:
             self._processes = []
 
     # -- one server
-    # ----------------------------------------------------------------------------------------------
 
     def _start_process(self, process: _ServerProcess) -> None:
         launch = self.launch
@@ -231,7 +231,6 @@ class LocalServers:
         return f"{self.launch.engine} server {process.index} ({process.url})"
 
     # -- start
-    # ---------------------------------------------------------------------------------------------------
 
     def _wait_until_all_up(self) -> None:
         tries = 1
@@ -245,11 +244,8 @@ class LocalServers:
                     process.state_since = time.monotonic()
                 elif code is not None or late:
                     reason = self._exit_line(process, code)
-                    if (
-                        PORT_IN_USE not in reason
-                        or self.launch.config.port is not None
-                        or tries >= _PORT_TRIES
-                    ):
+                    may_change_port = self.launch.config.port is None and tries < _PORT_TRIES
+                    if PORT_IN_USE not in reason or not may_change_port:
                         raise EngineError(reason)
                     tries += 1
                     self._change_port(process)
@@ -259,17 +255,12 @@ class LocalServers:
         """Start it on another free port."""
         self._kill(process)
         _wait_until_gone(process)
-        process.port = choose_ports(
-            self.launch.config,
-            self.launch.host,
-            count=1,
-            avoid=[other.port for other in self._processes],
-        )[0]
+        used = [other.port for other in self._processes]
+        [process.port] = choose_ports(self.launch.config, self.launch.host, count=1, avoid=used)
         process.url = _url(self.launch.host, process.port)
         self._start_process(process)
 
     # -- monitor
-    # ---------------------------------------------------------------------------------------------------
 
     def _monitor(self) -> None:
         while not self._stopping.wait(POLL_SECONDS):

@@ -99,7 +99,10 @@ def main(trainer: int, command: list[str], secret: str | None = None) -> int:
     while (code := server.poll()) is None:
         if os.getppid() != trainer:
             os.killpg(0, signal.SIGKILL)
-        hiding.wait(POLL_SECONDS) if hiding else time.sleep(POLL_SECONDS)
+        if hiding:
+            hiding.wait(POLL_SECONDS)
+        else:
+            time.sleep(POLL_SECONDS)
     if hiding:
         hiding.finish()
     return code if code >= 0 else 128 - code

@@ -167,13 +167,14 @@ def _draw_panel(axis: Axes, panel: Panel, runs: Mapping[str, Records]) -> None:
                 continue
             shade = COLOURS[position] if alone else colour
             style = "-" if alone or position == 0 else "--"
-            look = (shade, style, "" if label in labelled else label)
             _draw_curve(
                 axis,
                 steps,
                 [panel.scale * v for v in values],
-                look,
-                panel.sparse,
+                colour=shade,
+                style=style,
+                label="" if label in labelled else label,
+                sparse=panel.sparse,
                 ends_labelled=alone,
             )
             labelled.add(label)
@@ -197,12 +198,14 @@ def _draw_curve(
     axis: Axes,
     steps: list[float],
     values: list[float],
-    look: tuple[str, str, str],
-    sparse: bool,
     *,
+    colour: str,
+    style: str,
+    label: str,
+    sparse: bool,
     ends_labelled: bool,
 ) -> None:
-    colour, style, label = look
+    """One curve. sparse: with markers. ends_labelled: with the first and last value beside them."""
     if sparse:
         axis.plot(
             steps, values, color=colour, ls=style, lw=1.8, marker="o", ms=4, label=label or None

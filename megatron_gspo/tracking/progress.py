@@ -100,14 +100,13 @@ class Progress:
 
     def _time_left(self, step: int) -> str:
         done = step - self._start
-        return (
-            format_time((self._clock() - self._began) / done * (self._total - step))
-            if done > 0
-            else "?"
-        )
+        if done <= 0:
+            return "?"
+        seconds_per_step = (self._clock() - self._began) / done
+        return format_time(seconds_per_step * (self._total - step))
 
     def __enter__(self) -> Progress:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()

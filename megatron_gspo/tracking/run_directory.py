@@ -14,12 +14,14 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsFloat, TypeVar
 
 import numpy as np
 import yaml
 
 from megatron_gspo.given_names import RATIOS, SAMPLES, files_named
+
+T = TypeVar("T")
 
 # What belongs to one run, and is kept together when another one begins. Checkpoints are not among
 # it: where there is a complete one, the run continues.
@@ -115,7 +117,7 @@ class RunDirectory:
             file.unlink()
         self.summary.unlink(missing_ok=True)  # written when the run ends
 
-    def log(self, step: int, metrics: Mapping[str, Any]) -> dict[str, float | None]:
+    def log(self, step: int, metrics: Mapping[str, SupportsFloat]) -> dict[str, float | None]:
         """Append one step's record and sync it to disk, so that no checkpoint is ahead of it.
 
         Values are numbers or one-element tensors; non-finite ones become null. Returns the record
@@ -138,12 +140,11 @@ class RunDirectory:
         text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
         write_atomically(self.path / "config.yaml", text)
 
-    def write_samples(self, step: int, rows: Iterable[Mapping[str, Any]]) -> Path:
-        """samples/step_000012.jsonl, one JSON object a row."""
-        file = self.samples / SAMPLES.of(step)
-        write_atomically(
-            file, "".join(json.dumps(dict(row), ensure_ascii=False) + "\n" for row in rows)
-        )
+    def write_samples(self, step: int, records: Iterable[Mapping[str, Any]]) -> Path:
+        """samples/step_000012.jsonl, one JSON object a line."""
+        file = self.samples / SAMPLES.file_name(step)
+        lines = [json.dumps(dict(record), ensure_ascii=False) for record in records]
+        write_atomically(file, "".join(line + "\n" for line in lines))
         return file
 
     def write_routing(self, step: int, record: Mapping[str, Any]) -> None:
@@ -165,7 +166,7 @@ class RunDirectory:
         unpickling.
         """
         self.ratios.mkdir(exist_ok=True)
-        file = self.ratios / RATIOS.of(step)
+        file = self.ratios / RATIOS.file_name(step)
         temporary = file.with_name(file.name + ".tmp")
         with temporary.open("wb") as stream:
             np.savez_compressed(stream, allow_pickle=False, **arrays)
@@ -183,7 +184,7 @@ class RunDirectory:
     def __enter__(self) -> RunDirectory:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -207,7 +208,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     return records
 
 
-def evenly_spaced(items: Sequence[Any], count: int) -> list[Any]:
+def evenly_spaced(items: Sequence[T], count: int) -> list[T]:
     """At most count items, evenly spaced over the sequence; the first and the last are included
     if count > 1.
     """
@@ -229,10 +230,13 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def _holds_something(path: Path) -> bool:
-    return any(path.iterdir()) if path.is_dir() else not path.exists() or path.stat().st_size > 0
+    """Whether a folder has entries, or a file bytes; a broken link counts."""
+    if path.is_dir():
+        return any(path.iterdir())
+    return not path.exists() or path.stat().st_size > 0
 
 
-def _number(value: Any) -> float | int | None:
+def _number(value: SupportsFloat) -> float | int | None:
     number = value if isinstance(value, (int, float)) else float(value)
     return number if math.isfinite(number) else None
 

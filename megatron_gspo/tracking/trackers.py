@@ -33,7 +33,8 @@ logger = get_logger(__name__)
 _MOST_WAITING = 1000  # steps that wait for a tracker, before it is left out
 _LATE_SECONDS = 60.0  # behind the run, after which a line says so
 _KILL_SECONDS = 5.0  # that a killed tracker's thread may take to end
-_MOST_METRICS, _MOST_PARAMS = 1000, 100  # of one request to MLflow
+_MOST_METRICS = 1000  # of one request to MLflow
+_MOST_PARAMS = 100
 
 T = TypeVar("T")
 
@@ -124,11 +125,9 @@ class RemoteTracker:
             process.stdin.write(json.dumps(request, default=str).encode() + b"\n")
             process.stdin.flush()
             line = process.stdout.readline()
-        error = (
-            json.loads(line)["error"]
-            if line
-            else f"its process ended with exit code {process.wait()}"
-        )
+        if not line:
+            raise RuntimeError(f"its process ended with exit code {process.wait()}")
+        error = json.loads(line)["error"]
         if error is not None:
             raise RuntimeError(error)
 
@@ -189,15 +188,16 @@ class MLflow:
         )
         self._client = client
         self._metric = Metric
-        params = [Param(name, str(value)[:500]) for name, value in flat(run.config).items()]
-        for part in _parts(params if run.resume_step is None else [], _MOST_PARAMS):
-            client.log_batch(self._id, params=part)
+        if run.resume_step is None:
+            params = [Param(name, str(value)[:500]) for name, value in flat(run.config).items()]
+            for chunk in _chunks(params, _MOST_PARAMS):
+                client.log_batch(self._id, params=chunk)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         milliseconds = int(time.time() * 1000)
         values = [self._metric(name, value, milliseconds, step) for name, value in metrics.items()]
-        for part in _parts(values, _MOST_METRICS):
-            self._client.log_batch(self._id, metrics=part)
+        for chunk in _chunks(values, _MOST_METRICS):
+            self._client.log_batch(self._id, metrics=chunk)
 
     def close(self) -> None:
         self._client.set_terminated(self._id)
@@ -277,14 +277,13 @@ class _Feed:
         try:
             if isinstance(self._tracker, RemoteTracker):
                 self._tracker.start()
-            while not self._is_over and (item := self._waiting.get()) is not None:
-                self._tracker.log(*item)
+            while not self._is_over and (waiting := self._waiting.get()) is not None:
+                step, numbers = waiting
+                self._tracker.log(step, numbers)
             if not self._is_over:
                 self._tracker.close()
-        except (
-            Exception,
-            SystemExit,
-        ) as error:  # an error of a remote service must not end the training
+        except (Exception, SystemExit) as error:
+            # An error of a remote service must not end the training.
             self._give_up(first_line(error))
 
     def _give_up(self, reason: str) -> None:
@@ -341,6 +340,6 @@ def _stored_id(run: RunInfo, file_name: str, make: Callable[[], str]) -> str:
     return identity
 
 
-def _parts(items: Sequence[T], count: int) -> Iterator[Sequence[T]]:
+def _chunks(items: Sequence[T], count: int) -> Iterator[Sequence[T]]:
     """The items, at most `count` at a time."""
     return (items[start : start + count] for start in range(0, len(items), count))

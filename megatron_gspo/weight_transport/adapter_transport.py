@@ -47,11 +47,13 @@ class AdapterFileTransport(DiskTransport):
 
     def complete(self, folder: Path) -> None:
         """Join the sources' files, in PEFT's format, experts one by one."""
-        parts = sorted(files_named(folder, r"model-[0-9]+-[0-9]+\.safetensors"))
-        tensors = {name: tensor for part in parts for name, tensor in load_file(part).items()}
+        files = sorted(files_named(folder, r"model-[0-9]+-[0-9]+\.safetensors"))
+        tensors: dict[str, Tensor] = {}
+        for file in files:
+            tensors |= load_file(file)
         write_adapters(folder / _FOLDER, tensors, self._facts, fused=False)
-        for part in (*parts, folder / INDEX):
-            part.unlink()
+        for file in (*files, folder / INDEX):
+            file.unlink()
 
     async def load(self, server: ServerClient, timeout: float) -> None:
         """See `WeightTransport.load`."""
@@ -86,11 +88,11 @@ class AdapterTensorTransport(WeightTransport):
             )
         return super().unsupported(info)
 
-    def begin(self, version: str, part: int) -> None:
+    def begin(self, version: str, source_number: int) -> None:
         """See `WeightTransport.begin`."""
         self._tensors = {}
 
-    def take(self, bucket: Bucket) -> None:
+    def store(self, bucket: Bucket) -> None:
         """Keep the bucket's tensors."""
         self._tensors |= {name: tensor.clone() for name, tensor in bucket.tensors()}
 

@@ -82,7 +82,7 @@ def buckets(
             value = value.to(dtype)
         yield from packer.add(name, value)
         del tensor, value  # release the stream's tensor before the next one
-    yield from packer.take()
+    yield from packer.flush()
 
 
 class _Packer:
@@ -98,9 +98,8 @@ class _Packer:
         self._size = size
         self._device = device
         self._allocate = allocate
-        self._buffers: list[Tensor | None] = [
-            None
-        ] * count  # the first is the next to be packed into
+        # The first is the next to be packed into.
+        self._buffers: list[Tensor | None] = [None] * count
         self._buffer: Tensor | None = None
         self._entries: list[Entry] = []
         self._used = 0
@@ -108,22 +107,24 @@ class _Packer:
     def add(self, name: str, value: Tensor) -> Iterator[Bucket]:
         size = value.numel() * value.element_size()
         if self._used + size > self._size or self._used % value.element_size():
-            yield from self.take()
+            yield from self.flush()
         if size > self._size:
             yield self._alone(name, value, size)
             return
         if self._buffer is None:
-            free = self._buffers.pop(0)
-            self._buffer = self._new(self._size, value.device) if free is None else free
-            self._buffers.append(self._buffer)
+            buffer = self._buffers.pop(0)
+            if buffer is None:
+                buffer = self._new(self._size, value.device)
+            self._buffers.append(buffer)
+            self._buffer = buffer
         entry = Entry(name, value.dtype, tuple(value.shape), self._used, self._used + size)
         if size:
             self._buffer[entry.start : entry.stop].view(value.dtype).view(value.shape).copy_(value)
         self._entries.append(entry)
         self._used += size
 
-    def take(self) -> Iterator[Bucket]:
-        """What is packed, if anything."""
+    def flush(self) -> Iterator[Bucket]:
+        """The bucket that is packed, if there is one."""
         if self._entries and self._buffer is not None:
             yield Bucket(tuple(self._entries), self._buffer[: self._used])
             self._buffer = None

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -15,7 +14,7 @@ from megatron_gspo.errors import DiskError, writing
 from megatron_gspo.given_names import RANDOM_END, folders_named, is_real_folder, move_aside
 from megatron_gspo.models.hf_checkpoint import copy_companions
 from megatron_gspo.models.model_shape import read_json
-from megatron_gspo.servers.http_client import ServerClient
+from megatron_gspo.servers.http_client import JsonObject, ServerClient
 from megatron_gspo.weight_transport.buckets import Bucket
 from megatron_gspo.weight_transport.server_endpoints import ServerInfo, WeightEndpoints
 from megatron_gspo.weight_transport.transport import Sent, WeightTransport
@@ -60,7 +59,7 @@ class DiskTransport(WeightTransport):
         directory: Path,
         *,
         source: Path | None = None,
-        quantization: dict[str, Any] | None = None,
+        quantization: JsonObject | None = None,
         checksums: bool = False,
     ) -> None:
         """quantization: the config's `quantization_config`; None: that of `source`."""
@@ -72,7 +71,7 @@ class DiskTransport(WeightTransport):
         self.checkpoint: Path | None = None  # the newest complete one, where it was published
         self._unfinished = self._directory
         self._weight_map: dict[str, str] = {}
-        self._part = 0
+        self._source_number = 0
         self._total = 0
         self._files = 0
 
@@ -82,56 +81,57 @@ class DiskTransport(WeightTransport):
 
     def prepare(self, version: str) -> None:
         """Remove what an interrupted update has left."""
-        self._unfinished = self._place(version)
+        self._unfinished = self._unfinished_folder(version)
         with writing(self._directory):
             self._directory.mkdir(parents=True, exist_ok=True)
             for left in folders_named(self._directory, re.escape(_UNFINISHED) + _VERSION):
                 shutil.rmtree(left)
             self._unfinished.mkdir()
 
-    def begin(self, version: str, part: int) -> None:
+    def begin(self, version: str, source_number: int) -> None:
         """See `WeightTransport.begin`."""
-        self._unfinished = self._place(version)
-        self._part = part
+        self._unfinished = self._unfinished_folder(version)
+        self._source_number = source_number
         self._weight_map = {}
         self._total = 0
         self._files = 0
 
-    def take(self, bucket: Bucket) -> None:
+    def store(self, bucket: Bucket) -> None:
         """Write a file."""
         self._files += 1
-        name = f"model-{self._part:05d}-{self._files:05d}.safetensors"
+        name = f"model-{self._source_number:05d}-{self._files:05d}.safetensors"
         with writing(self._unfinished / name, needed=bucket.nbytes):
             _write(self._unfinished / name, bucket)
         self._weight_map |= {entry.name: name for entry in bucket.entries}
         self._total += bucket.nbytes
 
     async def finish(self, timeout: float) -> Sent:
-        """Write the part of the index."""
-        part = self._unfinished / _part_name(self._part)
-        with writing(part):
-            part.write_text(json.dumps(_index(self._weight_map, self._total)))
+        """Write the index of this source's files."""
+        index = self._unfinished / _index_name(self._source_number)
+        with writing(index):
+            index.write_text(json.dumps(_index(self._weight_map, self._total)))
         return Sent()
 
-    def publish(self, parts: int) -> None:
-        """Write the index, rename the checkpoint, remove the one before.
+    def publish(self, num_sources: int) -> None:
+        """Join the sources' indices, rename the checkpoint, remove the one before.
 
-        Raises DiskError for a part that lacks.
+        Raises DiskError where an index lacks.
         """
         weight_map: dict[str, str] = {}
         total = 0
         whole = self._directory / self._unfinished.name.replace(_UNFINISHED, _PREFIX, 1)
         with writing(whole):
-            for part in (self._unfinished / _part_name(number) for number in range(parts)):
-                if not part.is_file():
+            for number in range(num_sources):
+                file = self._unfinished / _index_name(number)
+                if not file.is_file():
                     raise DiskError(
-                        f"{part}: not there; ranks on all nodes write to this directory: set "
+                        f"{file}: not there; ranks on all nodes write to this directory: set "
                         f"{self.endpoints.engine}.weight_dir to one that all nodes share"
                     )
-                index = json.loads(part.read_text())
+                index = json.loads(file.read_text())
                 weight_map |= index["weight_map"]
                 total += index["metadata"]["total_size"]
-                part.unlink()
+                file.unlink()
             (self._unfinished / INDEX).write_text(
                 json.dumps(_index(weight_map, total), indent=2) + "\n"
             )
@@ -141,13 +141,13 @@ class DiskTransport(WeightTransport):
 
     def complete(self, folder: Path) -> None:
         """Add the files that a checkpoint has beside its weights."""
-        if self._source is not None:
-            copy_companions(self._source, folder)
-            if self._quantization is not None:
-                config = read_json(self._source / "config.json") | {
-                    "quantization_config": self._quantization
-                }
-                (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        if self._source is None:
+            return
+        copy_companions(self._source, folder)
+        if self._quantization is not None:
+            config = read_json(self._source / "config.json")
+            config["quantization_config"] = self._quantization
+            (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
     def _rename(self, whole: Path) -> None:
         if is_real_folder(whole):
@@ -164,15 +164,15 @@ class DiskTransport(WeightTransport):
         assert self.checkpoint is not None
         await self.endpoints.load_checkpoint(server, self.checkpoint, timeout=timeout)
 
-    def _place(self, version: str) -> Path:
+    def _unfinished_folder(self, version: str) -> Path:
         return self._directory / (_UNFINISHED + re.sub(r"[^0-9A-Za-z._-]", "-", version))
 
 
-def _part_name(part: int) -> str:
-    return f"part-{part:05d}.json"
+def _index_name(source_number: int) -> str:
+    return f"part-{source_number:05d}.json"
 
 
-def _index(weight_map: dict[str, str], total: int) -> dict[str, Any]:
+def _index(weight_map: dict[str, str], total: int) -> JsonObject:
     return {"metadata": {"total_size": total}, "weight_map": weight_map}
 
 
@@ -180,7 +180,7 @@ def _write(file: Path, bucket: Bucket) -> None:
     """A safetensors file of a CPU bucket: 8 bytes with the header's size, the header (JSON),
     the bucket's bytes.
     """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: JsonObject = {"__metadata__": {"format": "pt"}}
     for entry in bucket.entries:
         if entry.dtype not in _TYPES:
             raise ValueError(f"{entry.name} has {entry.dtype}; safetensors files can't hold it")

@@ -22,9 +22,8 @@ from megatron_gspo.weight_transport.update_group import (
     local_address,
 )
 
-PROBE_SECONDS = (
-    10.0  # a server whose group broke may take to leave it; one that does not has failed
-)
+# A server whose group broke may take so long to leave it; one that takes longer has failed.
+PROBE_SECONDS = 10.0
 _IN_FLIGHT = 4
 
 
@@ -64,9 +63,8 @@ class DistributedTransport(WeightTransport):
         self._group_numbers = itertools.count()
         self._group: UpdateGroup | None = None
         self._members: dict[str, str] = {}  # start_id of each server of the group
-        self._version = self._completed = (
-            ""  # of this transfer, and of the last one that all of its servers took
-        )
+        self._version = ""  # of this transfer
+        self._completed = ""  # version of the last transfer that all of its servers took
         self._requests: dict[str, asyncio.Task[None]] = {}  # the last one of each server
         self._broadcasts: deque[asyncio.Task[None]] = deque()
         self._joined = False
@@ -82,7 +80,7 @@ class DistributedTransport(WeightTransport):
             )
         return super().unsupported(info)
 
-    def begin(self, version: str, part: int) -> None:
+    def begin(self, version: str, source_number: int) -> None:
         """See `WeightTransport.begin`."""
         self._version = version
 
@@ -249,21 +247,17 @@ class DistributedTransport(WeightTransport):
         The servers that leave it too can be updated again; the others have failed.
         """
         path = self.endpoints.broadcast_path if self._joined else self.endpoints.init_group_path
-        refused = (
-            {}
-            if self._joined
-            else {url: e for url, e in self.failures.items() if e.status is not None}
-        )
+        refused: set[str] = set()  # servers that answered that they do not join
+        if not self._joined:
+            refused = {url for url, error in self.failures.items() if error.status is not None}
         await self._cancel()
         left = await self._leave(PROBE_SECONDS)
-        failures = {
-            url: (
-                self.failures.get(url)
-                or ServerError(f"server {url}{path}: {self._broken}", retry=True)
-            )
-            for url in self.targets
-            if url not in left or url in refused
-        }
+        failures: dict[str, ServerError] = {}
+        for url in self.targets:
+            if url in left and url not in refused:
+                continue
+            broken = ServerError(f"server {url}{path}: {self._broken}", retry=True)
+            failures[url] = self.failures.get(url, broken)
         return Sent(failures, tuple(url for url in self.targets if url not in failures))
 
     async def _cancel(self) -> None:

@@ -11,13 +11,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_gspo.servers.http_client import ServerError
+from megatron_gspo.servers.http_client import JsonObject, ServerError
 from megatron_gspo.weight_transport.buckets import Bucket
 from megatron_gspo.weight_transport.distributed_transport import DistributedTransport
 from megatron_gspo.weight_transport.receiver.megatron_gspo_receiver import checksum
@@ -70,9 +69,8 @@ class ReceiverTransport(DistributedTransport):
         self._transfer = ""
         self._number = 0
         self._sums: dict[str, int] = {}  # of this transfer
-        self._known: dict[
-            str, int
-        ] = {}  # of the last one, if all servers of the group completed it
+        # Of the last transfer, if all servers of the group completed it.
+        self._known: dict[str, int] = {}
 
     def unsupported(self, info: ServerInfo) -> str:
         """See `WeightTransport.unsupported`: servers without the receiver, too."""
@@ -115,7 +113,9 @@ class ReceiverTransport(DistributedTransport):
 
     def select(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """See `WeightTransport.select`."""
-        return self._changed(tensors) if self._changes_only or self.checksums else tensors
+        if not (self._changes_only or self.checksums):
+            return tensors
+        return self._changed(tensors)
 
     def _changed(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in tensors:  # `yield from` would close the stream with this generator
@@ -148,13 +148,14 @@ class ReceiverTransport(DistributedTransport):
         assert self._group is not None
         for number in range(self._number + 1):
             self._group.remove(f"{self._transfer}/{number}")
-        rank = 1
+        start = 0
         for url, target in self.targets.items():
-            said = next(filter(None, answers[rank - 1 : rank - 1 + target.info.tp_size]), "")
-            rank += target.info.tp_size
-            if said:
+            of_server = answers[start : start + target.info.tp_size]
+            start += target.info.tp_size
+            errors = [answer for answer in of_server if answer]
+            if errors:
                 self.failures[url] = ServerError(
-                    f"server {url}: {said[:200]}", status=200, retry=False
+                    f"server {url}: {errors[0][:200]}", status=200, retry=False
                 )
         self._completed = "" if self.failures else self._version
         self._known = {} if self.failures else self._sums
@@ -172,7 +173,7 @@ class ReceiverTransport(DistributedTransport):
         self._known = {}
         self.close()
 
-    def _write_entry(self, number: int, entry: dict[str, Any]) -> None:
+    def _write_entry(self, number: int, entry: JsonObject) -> None:
         assert self._group is not None
         self._group.put(f"{self._transfer}/{number}", json.dumps(entry))
 
@@ -209,7 +210,7 @@ class ReceiverTransport(DistributedTransport):
 
 def receive_requests(
     offers: list[Offer], transfer: str, infos: list[ServerInfo], *, timeout: float, checksums: bool
-) -> dict[str, list[dict[str, Any]]]:
+) -> dict[str, list[JsonObject]]:
     """URL -> the request for each tensor-parallel rank of that server; they are numbered in the
     order of `infos`.
     """
@@ -219,7 +220,7 @@ def receive_requests(
         "checksums": checksums,
         "sources": [asdict(o) for o in offers],
     }
-    requests: dict[str, list[dict[str, Any]]] = {}
+    requests: dict[str, list[JsonObject]] = {}
     first = 1
     for info in infos:
         requests[info.url] = [common | {"rank": first + number} for number in range(info.tp_size)]

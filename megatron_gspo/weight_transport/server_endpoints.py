@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_gspo.servers.http_client import ServerClient
+from megatron_gspo.servers.http_client import JsonObject, ServerClient
 from megatron_gspo.weight_transport.buckets import Entry
 from megatron_gspo.weight_transport.update_group import UpdateGroup
 
@@ -173,7 +173,7 @@ class WeightEndpoints:
         raise NotImplementedError
 
     async def receive(
-        self, server: ServerClient, requests: Sequence[dict[str, Any]], *, timeout: float
+        self, server: ServerClient, requests: Sequence[JsonObject], *, timeout: float
     ) -> None:
         """Receive the weights of all sources, on a server with our receiver; a request for each
         tensor-parallel rank (`receiver/megatron_gspo_receiver.py`). Returns when the transfer has

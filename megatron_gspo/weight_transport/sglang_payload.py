@@ -24,12 +24,13 @@ import torch
 from torch import Tensor
 from torch.multiprocessing import reductions
 
+from megatron_gspo.servers.http_client import JsonObject
 from megatron_gspo.weight_transport.buckets import Bucket
 
 FORMAT = "flattened_bucket"
 _PROTOCOL = 3  # the last without frames, whose lengths would have to be corrected
 _PIECE = 3 << 18  # bytes encoded at a time; a multiple of 3, so that the encodings join
-_DEVICE = 6  # place of the device among the arguments of torch's rebuild_cuda_tensor
+_DEVICE = 6  # index of the device among the arguments of torch's rebuild_cuda_tensor
 
 
 def by_value(bucket: Bucket) -> list[bytes | memoryview]:
@@ -75,8 +76,8 @@ def by_handle(bucket: Bucket) -> bytes:
         raise ValueError("the bucket is not in shared memory: pack it with allocate=shared_buffer")
     manager, handle, size = storage._share_filename_cpu_()
     storage._shared_incref()  # the receiver takes it back
-    place = (torch.storage.TypedStorage, manager, handle, size, torch.uint8)
-    return _pickle(bucket, lambda: (reductions.rebuild_storage_filename, place))
+    arguments = (torch.storage.TypedStorage, manager, handle, size, torch.uint8)
+    return _pickle(bucket, lambda: (reductions.rebuild_storage_filename, arguments))
 
 
 def shared_buffer(size: int, device: torch.device) -> Tensor:
@@ -91,17 +92,15 @@ def shared_buffer(size: int, device: torch.device) -> Tensor:
 
 
 def json_with_base64(
-    fields: dict[str, Any], key: str, payloads: Iterable[Iterable[bytes | memoryview]]
+    fields: JsonObject, key: str, payloads: Iterable[Iterable[bytes | memoryview]]
 ) -> Iterator[bytes]:
     """The JSON object `fields` plus `key`: a list of the payloads in base64; in pieces of about
     a megabyte.
     """
-    yield (
-        json.dumps(fields)[:-1].encode()
-        + (b"," if fields else b"")
-        + json.dumps(key).encode()
-        + b":["
-    )
+    opened = json.dumps(fields).removesuffix("}")
+    if fields:
+        opened += ","
+    yield f"{opened}{json.dumps(key)}:[".encode()
     for number, payload in enumerate(payloads):
         yield b'"' if number == 0 else b',"'
         yield from base64_pieces(payload)
@@ -151,11 +150,9 @@ class _Pieces:
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")  # of torch's own, which keep nothing
-        start = (
-            np.frombuffer(view, np.uint8).ctypes.data - self._memory.ctypes.data
-            if len(view)
-            else -1
-        )
+        start = -1
+        if len(view):
+            start = np.frombuffer(view, np.uint8).ctypes.data - self._memory.ctypes.data
         if 0 <= start < len(self._memory):
             self.pieces.append(self._memory.data[start : start + len(view)])
         else:

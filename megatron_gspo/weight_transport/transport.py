@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,8 +77,8 @@ class WeightTransport:
     def prepare(self, version: str) -> None:
         """Before the transfers of all sources."""
 
-    def publish(self, parts: int) -> None:
-        """After the transfers of all sources; parts: their number."""
+    def publish(self, num_sources: int) -> None:
+        """After the transfers of all sources."""
 
     async def load(self, server: ServerClient, timeout: float) -> None:
         """Load what was published."""
@@ -116,7 +115,7 @@ class WeightTransport:
                 if bucket.data.is_cuda:
                     # Other threads and processes read it.
                     torch.cuda.current_stream(bucket.data.device).synchronize()
-                self.take(bucket)
+                self.store(bucket)
                 loop.run(self.send(bucket, timeout))
                 if bucket.nbytes > bucket_bytes // self.in_flight:  # it is the stream's own memory
                     loop.run(self.flush(timeout))
@@ -128,8 +127,8 @@ class WeightTransport:
             for _ in tensors:
                 pass
 
-    def begin(self, version: str, part: int) -> None:
-        """Before a transfer; part: number of this source."""
+    def begin(self, version: str, source_number: int) -> None:
+        """Before a transfer. source_number: of the source that sends, from 0."""
 
     async def open(self, targets: Mapping[str, Target], timeout: float) -> None:
         """Begin a transfer to these servers, which are paused."""
@@ -145,8 +144,8 @@ class WeightTransport:
         """The tensors of the stream that are to be sent."""
         return tensors
 
-    def take(self, bucket: Bucket) -> None:
-        """A bucket, before it is sent."""
+    def store(self, bucket: Bucket) -> None:
+        """Keep a bucket or write it, before it is sent."""
 
     async def send(self, bucket: Bucket, timeout: float) -> None:
         """Send a bucket to the servers. Its memory is free for reuse `in_flight` buckets later."""
@@ -164,7 +163,7 @@ class WeightTransport:
     def close(self) -> None:
         """Free what is kept between updates. May be called again."""
 
-    async def on_each(self, step: Callable[[Target], Awaitable[Any]]) -> None:
+    async def on_each(self, step: Callable[[Target], Awaitable[None]]) -> None:
         """A step with all servers concurrently; those that fail get no further buckets."""
 
         async def guarded(url: str, target: Target) -> None:

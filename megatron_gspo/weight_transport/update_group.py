@@ -64,11 +64,11 @@ class UpdateGroup:
         self._group: Any = None
         self._works: list[Any] = []
         try:
-            family, kind, protocol, _, place = socket.getaddrinfo(
+            family, socket_type, protocol, _, socket_address = socket.getaddrinfo(
                 address, 0, type=socket.SOCK_STREAM
             )[0]
-            listener = socket.socket(family, kind, protocol)
-            listener.bind(place)
+            listener = socket.socket(family, socket_type, protocol)
+            listener.bind(socket_address)
             listener.listen()
         except OSError as error:
             raise GroupError(
@@ -185,11 +185,11 @@ def local_address(url: str) -> str:
     """This machine's address on the route to a server."""
     parts = urlsplit(url)
     try:
-        family, _, _, _, place = socket.getaddrinfo(
+        family, _, _, _, socket_address = socket.getaddrinfo(
             parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM
         )[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(place)  # sends nothing
+            probe.connect(socket_address)  # sends nothing
             return str(probe.getsockname()[0])
     except OSError as error:
         raise GroupError(f"no route to it ({error.strerror or error})") from None

@@ -79,34 +79,36 @@ def hand_over(
 
     A server's tensor-parallel ranks all get handles to the same whole tensors and copy their
     slices. Nearest: on one of the server's GPUs, else by the difference of the GPUs' numbers, then
-    the lowest rank. Where no rank of the node has a part, one of another node sends it to one relay
-    on each such node; the parts take a node's ranks in turn.
+    the lowest rank. Where no rank of the node has a share, one of another node sends it to one relay
+    on each such node; the shares take a node's ranks in turn.
 
     Raises ConfigError for a server on no rank's node.
     """
     taken: dict[tuple[int, bool], list[str]] = {}  # (rank, whether experts) -> servers
-    lacking: dict[_Part, dict[int, list[str]]] = {}  # part -> relay -> servers
-    for place in places:
-        if place.node is None:
+    lacking: dict[_Share, dict[int, list[str]]] = {}  # share -> relay -> servers
+    for server in places:
+        if server.node is None:
             problem = (
-                f"server {place.url} is not on a machine of the ranks, and memory handles work"
+                f"server {server.url} is not on a machine of the ranks, and memory handles work"
                 " within one"
             )
             raise ConfigError("sglang.weight_transport", "ipc", problem, "set it to disk or tensor")
-        first = place.node * ranks_per_node
+        first = server.node * ranks_per_node
         ranks = range(first, min(first + ranks_per_node, world))
-        for number, (part, holders) in enumerate(_holders(parallel, world, ranks).items()):
+        for number, (share, holders) in enumerate(_holders(parallel, world, ranks).items()):
             if holders:
-                nearest = min(holders, key=lambda rank: (_distance(rank - first, place.gpus), rank))
-                servers = taken.setdefault((nearest, part.expert is not None), [])
+                nearest = min(
+                    holders, key=lambda rank: (_distance(rank - first, server.gpus), rank)
+                )
+                urls = taken.setdefault((nearest, share.expert is not None), [])
             else:
-                servers = lacking.setdefault(part, {}).setdefault(ranks[number % len(ranks)], [])
-            if place.url not in servers:
-                servers.append(place.url)
+                urls = lacking.setdefault(share, {}).setdefault(ranks[number % len(ranks)], [])
+            if server.url not in urls:
+                urls.append(server.url)
     relays: dict[tuple[int, bool], tuple[Relay, ...]] = {}
     everywhere = _holders(parallel, world, range(world)) if lacking else {}
-    for part, servers_of_rank in lacking.items():
-        keys = [(rank, part.expert is not None) for rank in everywhere[part]]
+    for share, servers_of_rank in lacking.items():
+        keys = [(rank, share.expert is not None) for rank in everywhere[share]]
         # One that exports it anyway, if there is one.
         origin = next((key for key in keys if key in taken), keys[0])
         taken.setdefault(origin, [])
@@ -117,10 +119,10 @@ def hand_over(
         [
             WeightSource(
                 rank,
-                not experts,
-                experts,
-                tuple(taken[rank, experts]),
-                relays.get((rank, experts), ()),
+                shared=not experts,
+                experts=experts,
+                servers=tuple(taken[rank, experts]),
+                relays=relays.get((rank, experts), ()),
             )
             for rank, experts in sorted(taken)
         ]
@@ -128,7 +130,7 @@ def hand_over(
 
 
 @dataclass(frozen=True)
-class _Part:
+class _Share:
     """What one source of a stage sends: the experts of an expert-parallel rank; None: what is
     not an expert's.
     """
@@ -137,8 +139,8 @@ class _Part:
     expert: int | None
 
 
-def _holders(parallel: ParallelConfig, world: int, ranks: range) -> dict[_Part, list[int]]:
-    """The ranks among `ranks` that can send each part: the first of the tensor-parallel group that
+def _holders(parallel: ParallelConfig, world: int, ranks: range) -> dict[_Share, list[int]]:
+    """The ranks among `ranks` that can send each share: the first of the tensor-parallel group that
     holds it.
 
     Megatron's order: tensor-parallel rank fastest, then context and data, the stages slowest; of
@@ -149,12 +151,12 @@ def _holders(parallel: ParallelConfig, world: int, ranks: range) -> dict[_Part, 
     per_stage = world // parallel.pipeline_model_parallel_size
     expert_tensor = parallel.expert_tensor_size
     expert = parallel.expert_model_parallel_size
-    holders: dict[_Part, list[int]] = {}
+    holders: dict[_Share, list[int]] = {}
     for stage in range(parallel.pipeline_model_parallel_size):
         held = [rank for rank in ranks if rank // per_stage == stage]
-        holders[_Part(stage, None)] = [rank for rank in held if rank % tensor == 0]
+        holders[_Share(stage, None)] = [rank for rank in held if rank % tensor == 0]
         for number in range(expert):
-            holders[_Part(stage, number)] = [
+            holders[_Share(stage, number)] = [
                 rank
                 for rank in held
                 if rank % expert_tensor == 0 and rank // expert_tensor % expert == number

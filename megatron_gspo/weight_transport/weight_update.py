@@ -24,10 +24,14 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megatron_gspo.config import ServerConfig
-from megatron_gspo.servers.http_client import EventLoop, ServerClient, ServerError
+from megatron_gspo.models.peft_files import AdapterFacts
+from megatron_gspo.servers.http_client import EventLoop, JsonObject, ServerClient, ServerError
+from megatron_gspo.weight_transport.adapter_transport import (
+    AdapterFileTransport,
+    AdapterTensorTransport,
+)
 from megatron_gspo.weight_transport.disk_transport import DiskTransport
 from megatron_gspo.weight_transport.distributed_transport import PROBE_SECONDS, DistributedTransport
 from megatron_gspo.weight_transport.receiver_transport import (
@@ -180,8 +184,11 @@ class ServerUpdate:
 
         Servers that lack tensors of one are `pending` again.
         """
-        failures = {url: error for sent in results for url, error in sent.failures.items()}
-        again = {url for sent in results for url in sent.again}
+        failures: dict[str, ServerError] = {}
+        again: set[str] = set()
+        for sent in results:
+            failures |= sent.failures
+            again |= set(sent.again)
         failures |= self._end_receiving(PROBE_SECONDS if again else self._timeout)
         again -= failures.keys()
         if self._attempts >= _ATTEMPTS:
@@ -195,11 +202,11 @@ class ServerUpdate:
         self.pending = {url: target for url, target in self.pending.items() if url in again}
         self._fail(failures)
 
-    def finish(self, *, parts: int) -> None:
-        """Make the servers serve their new weights. parts: number of sources."""
+    def finish(self, *, num_sources: int) -> None:
+        """Make the servers serve their new weights."""
         if not self._active:
             return
-        self._transport.publish(parts)
+        self._transport.publish(num_sources)
         if self._transport.stores:
             self._on_each(self._pause)
         self._on_each(self._serve)
@@ -213,7 +220,7 @@ class ServerUpdate:
             }
         )
 
-    def _on_each(self, step: Callable[[ServerClient], Awaitable[Any]]) -> None:
+    def _on_each(self, step: Callable[[ServerClient], Awaitable[None]]) -> None:
         """One step of all active servers concurrently; those that fail are no longer active."""
         failures: dict[str, ServerError] = {}
 
@@ -311,7 +318,8 @@ def make_transport(
     source: str | Path | None = None,
     backend: str | None = None,
     address: str | None = None,
-    quantization: dict[str, Any] | None = None,
+    quantization: JsonObject | None = None,
+    adapters: AdapterFacts | None = None,
 ) -> WeightTransport:
     """The transport of `config.weight_transport`, for one source.
 
@@ -319,13 +327,18 @@ def make_transport(
     other run may use it. source: the Hugging Face directory whose config and tokenizer are copied.
     backend: "gloo" or "nccl"; None: by the server's device. address: this node's as the servers
     reach it; None: that of the route to them. quantization: the `quantization_config` of
-    checkpoints of the weights.
+    checkpoints of the weights. adapters: of adapters that are sent alone, "tensor" in requests and
+    otherwise as a file.
 
     Raises ValueError for an unknown name or a missing directory.
     """
     name = config.weight_transport
     section = config.section
     checksums = config.weight_checksums
+    if adapters is not None:
+        if name == "tensor":
+            return AdapterTensorTransport(endpoints, adapters)
+        return AdapterFileTransport(endpoints, weight_directory(config, run_dir), adapters)
     if name == "disk":
         directory = weight_directory(config, run_dir)
         companions = None if source is None else Path(source)

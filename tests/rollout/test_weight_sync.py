@@ -308,13 +308,13 @@ def a_foreign_report(number: int, world: int, file: str) -> list[str]:
         client = RolloutClient(config.urls, config, MODEL, str, api=SGLangAPI(), log=print)
     sync = WeightSync(config, client, None, numbered([WeightSource(0)]))
     results = {0: ["sent"]} if number == 0 else {}
-    sync._report("0/results", 1, results, received.append)
+    sync._report("0/results", 1, results, received.append, list)
     store = dist.distributed_c10d._get_default_store()
     if number == 0:
         store.set("weights/1/results/0", pickle.dumps(TouchesAFile(Path(file))))
         assert received == [[["sent"]]]
     with contextlib.suppress(_FailedError):
-        sync._report("1/results", 1, {}, received.append)
+        sync._report("1/results", 1, {}, received.append, list)
         return ["the report was taken"]
     if client is not None:
         client.close()

@@ -10,8 +10,8 @@ ADAPTERS = (
     SeededBug(
         name="servers get the adapters of one source alone",
         file="megatron_gspo/weight_transport/adapter_transport.py",
-        before="for part in parts for",
-        after="for part in parts[-1:] for",
+        before="for file in files:",
+        after="for file in files[-1:]:",
         test="tests/weight_transport/test_adapter_transport.py::test_the_sources_files_become_one_in_peft_format",
     ),
     SeededBug(

@@ -8,8 +8,8 @@ ROLLOUTS = (
     SeededBug(
         name="observations of an episode are trained on",
         file="megatron_gspo/environments/episodes.py",
-        before="cls(ids, np.zeros(n, dtype=bool), zeros",
-        after="cls(ids, np.ones(n, dtype=bool), zeros",
+        before="mask=np.zeros(len(ids), dtype=bool)",
+        after="mask=np.ones(len(ids), dtype=bool)",
         test="tests/environments/test_episodes.py::test_an_episode_by_hand",
     ),
     SeededBug(
@@ -29,15 +29,15 @@ ROLLOUTS = (
     SeededBug(
         name="two sequences are swapped between replicas",
         file="megatron_gspo/rollout/sample_exchange.py",
-        before="encode_samples([leaving[i] for i in mine], mine)",
-        after="encode_samples([leaving[i] for i in mine], mine[::-1])",
+        before="encode_samples([leaving[i] for i in to_rank], to_rank)",
+        after="encode_samples([leaving[i] for i in to_rank], to_rank[::-1])",
         test="tests/rollout/test_sample_exchange.py::test_every_sample_is_on_each_rank_of_its_replica_and_nowhere_else",
     ),
     SeededBug(
         name="the rows of a rank's samples are in each other's places",
         file="megatron_gspo/parallel/host_exchange.py",
-        before="words[own[inside], 1:] =",
-        after="words[own[inside][::-1], 1:] =",
+        before="words[local[inside], 1:] =",
+        after="words[local[inside][::-1], 1:] =",
         test="tests/data/test_sample_batch.py::test_what_ranks_know_of_each_others_samples",
     ),
     SeededBug(

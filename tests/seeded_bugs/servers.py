@@ -28,7 +28,7 @@ SERVERS = (
     ),
     SeededBug(
         name="samples of a server with old weights are trained on",
-        file="megatron_gspo/rollout/server_engine/rollout_client.py",
+        file="megatron_gspo/rollout/server_engine/response_generator.py",
         before="if reported != version:",
         after="if False:",
         test="tests/rollout/server_engine/test_generation.py::test_old_weights_never_serve",

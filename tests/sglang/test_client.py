@@ -11,7 +11,7 @@ import pytest
 
 from megatron_gspo.config import SamplingParams
 from megatron_gspo.errors import EngineError
-from megatron_gspo.rollout.server_engine import rollout_client
+from megatron_gspo.rollout.server_engine import response_generator
 from megatron_gspo.servers.server_processes import LocalServers
 from tests.sglang.conftest import StartServers
 from tests.support import faulty_requests
@@ -61,7 +61,7 @@ def test_priming_a_prompt_raises_what_is_cached(engine, sglang_model, monkeypatc
         return counts_of(engine)["rollout/cached_share"]
 
     primed = cached(21)
-    monkeypatch.setattr(rollout_client, "_MIN_PREFILL_TOKENS", 10**6)
+    monkeypatch.setattr(response_generator, "_MIN_PREFILL_TOKENS", 10**6)
     assert primed > 0.9 and primed > cached(22)
 
 

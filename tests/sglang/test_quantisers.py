@@ -9,8 +9,9 @@ from pathlib import Path
 
 import torch
 
+from megatron_gspo.config import ServerConfig
 from megatron_gspo.models.quantization.formats import FORMATS, dequantize_blocks, quantize_blocks
-from megatron_gspo.rollout.sglang.sglang_launch import sglang_environment
+from megatron_gspo.rollout.sglang.sglang_launch import SGLangLaunch
 
 SCRIPT = """
 import sys
@@ -29,10 +30,11 @@ def test_bytes_and_values_are_those_of_sglang(sglang_python: str, tmp_path: Path
     weights = [torch.randn(576, 200).bfloat16(), torch.randn(256, 384)]
     blocks = [quantize_blocks(weight) for weight in weights]
     torch.save((weights, blocks), tmp_path / "weights.pt")
+    servers = ServerConfig(num_servers=1, python=sglang_python, server_args=("--device", "cpu"))
     subprocess.run(
         [sglang_python, "-c", SCRIPT, tmp_path / "weights.pt", tmp_path / "found.pt"],
         check=True,
-        env=sglang_environment(sglang_python, cpu=True),
+        env=SGLangLaunch(servers, "no model").environment(0),
     )
     found, whole = torch.load(tmp_path / "found.pt")
     for weight, (values, scales) in zip(weights, found, strict=True):

@@ -16,7 +16,7 @@ from megatron_gspo.config import SamplingParams, ServerConfig
 from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.parallel.rank_zero import run_on_rank_zero
 from megatron_gspo.rollout.group_source import Weights
-from megatron_gspo.rollout.server_engine.request_stream import WeightsNeeded
+from megatron_gspo.rollout.server_engine.request_stream import Progress, WeightsNeeded
 from megatron_gspo.rollout.server_engine.rollout_client import PoolState
 from megatron_gspo.rollout.server_engine.server_api import ServedModel
 from megatron_gspo.rollout.server_source import ServerSource
@@ -123,8 +123,8 @@ class ScriptedStream:
             self.engine.requested.append(prompt.index)
         return tickets
 
-    def progress(self) -> list[tuple[int, bool, int | None]]:
-        return [(ticket, ticket in self.finished, None) for ticket in self.groups]
+    def progress(self) -> list[Progress]:
+        return [Progress(ticket, ticket in self.finished, None) for ticket in self.groups]
 
     def wait(self, seconds: float) -> None:
         if self.engine.fails is not None:

@@ -117,7 +117,7 @@ def update_servers(
                     )
                 ]
             )
-        update.finish(parts=1)
+        update.finish(num_sources=1)
     except BaseException:
         update.abandon()
         raise

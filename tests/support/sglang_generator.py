@@ -14,7 +14,7 @@ from aiohttp import web
 
 from megatron_gspo.config import SamplingParams, ServerConfig
 from megatron_gspo.data.sample import Prompt
-from megatron_gspo.rollout.server_engine import rollout_client as client_module
+from megatron_gspo.rollout.server_engine import response_generator
 from megatron_gspo.rollout.server_engine.rollout_client import RolloutClient
 from megatron_gspo.rollout.sglang.sglang_api import SGLangAPI
 from tests.servers.web_server import WebServer
@@ -159,4 +159,4 @@ class Setup:
 
 def without_pauses(monkeypatch: Any) -> None:
     """Repeat failed requests at once."""
-    monkeypatch.setattr(client_module, "_BACKOFF_SECONDS", 0.0)
+    monkeypatch.setattr(response_generator, "_BACKOFF_SECONDS", 0.0)

@@ -63,6 +63,6 @@ class HarmedWeights:
 class VanishingTransport(DiskTransport):
     """Its checkpoint is gone when the servers load it."""
 
-    def publish(self, parts: int) -> None:
-        super().publish(parts)
+    def publish(self, num_sources: int) -> None:
+        super().publish(num_sources)
         shutil.rmtree(self.checkpoint)

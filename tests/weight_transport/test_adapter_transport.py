@@ -52,7 +52,7 @@ def written(folder: Path, versions: tuple[str, ...] = ("0a:1",)) -> AdapterFileT
             source = AdapterFileTransport(SGLangAPI(), folder, FACTS)
             source.begin(version, part)
             for bucket in buckets(tensors.items(), 40):
-                source.take(bucket)
+                source.store(bucket)
             asyncio.run(source.finish(1.0))
         first.publish(len(PARTS))
     return first
@@ -141,7 +141,7 @@ def sent_in_a_request(tp_size: int) -> dict[str, Any]:
                 {server.url: Target(server, replace(INFO, url=server.url, tp_size=tp_size))}, 5.0
             )
             for bucket in buckets((PARTS[0] | PARTS[1]).items(), 100):
-                transport.take(bucket)
+                transport.store(bucket)
                 if len(bucket.entries) > 1:
                     bucket.data.zero_()  # its memory is used again; a large tensor has its own
                 await transport.send(bucket, 5.0)

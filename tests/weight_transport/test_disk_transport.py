@@ -30,7 +30,7 @@ def write(transport: DiskTransport, version: str, parts: Sequence[list] = (STREA
         source = DiskTransport(SGLangAPI(), transport._directory)
         source.begin(version, part)
         for bucket in buckets(stream, 64):
-            source.take(bucket)
+            source.store(bucket)
         asyncio.run(source.finish(1.0))
     transport.publish(len(parts))
 
@@ -85,7 +85,7 @@ def test_only_the_newest_stays(tmp_path: Path) -> None:
     transport = DiskTransport(SGLangAPI(), tmp_path / "weights", source=tmp_path)
     write(transport, "0a:1")
     transport.prepare("0a:2")
-    transport.take(next(buckets(STREAM, 64)))  # breaks off here
+    transport.store(next(buckets(STREAM, 64)))  # breaks off here
     assert (tmp_path / "weights" / "weights-0a-1").is_dir()
     write(transport, "0a:3")
     assert [folder.name for folder in (tmp_path / "weights").iterdir()] == ["weights-0a-3"]

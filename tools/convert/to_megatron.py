@@ -138,6 +138,6 @@ def _write(work: _Work) -> list[Placement]:
             nonlocal last
             if last is None or last[0] is not chunk.part and last[0] != chunk.part:
                 last = chunk.part, chunk.part.read(reader, work.shape)
-            return chunk.of(last[1])
+            return chunk.view_in(last[1])
 
         return write_file(work.folder, work.number, work.chunks, make, work.dtype, work.objects)

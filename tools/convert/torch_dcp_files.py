@@ -211,7 +211,7 @@ class DistributedReader:
         items = create_read_items_for_chunk_list(chunk.key, self._tensors[chunk.key], [region])
         if sum(item.lengths.numel() for item in items) != chunk.numel:
             raise ModelError(f"{self.path}: the chunks of {chunk.key} leave a gap; save it again")
-        view = chunk.of(target)
+        view = chunk.view_in(target)
 
         class Planner(DefaultLoadPlanner):
             def lookup_tensor(self, index: MetadataIndex) -> Tensor:

@@ -137,7 +137,7 @@ def _of_run(run: Path) -> dict[int, Target]:
     summary = run / "summary.json"
     if (run / EXPORT / "config.json").is_file() and (summary.is_file() or not targets):
         step = int(read_json(summary)["step"]) if summary.is_file() else 0
-        targets[step] = Target(CHECKPOINTS.of(step), run / EXPORT, run / EXPORT, step)
+        targets[step] = Target(CHECKPOINTS.file_name(step), run / EXPORT, run / EXPORT, step)
     return targets
 
 

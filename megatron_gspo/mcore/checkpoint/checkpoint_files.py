@@ -33,7 +33,7 @@ class CheckpointError(RunError):
 
 def checkpoint_path(folder: Path, step: int) -> Path:
     """The directory of the checkpoint after ``step``."""
-    return folder / CHECKPOINTS.of(step)
+    return folder / CHECKPOINTS.file_name(step)
 
 
 def begin_checkpoint(folder: Path, step: int) -> Path:

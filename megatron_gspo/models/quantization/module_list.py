@@ -92,11 +92,11 @@ def _matches(entry: str, known: Sequence[str], key: str) -> list[str]:
     matches = [module for module in known if pattern.fullmatch(module)]
     if not matches:
         names = _generalised(known)
-        near = get_close_matches(entry, names, 1, 0.5) or get_close_matches(
-            _last(entry), map(_last, names), 1, 0.5
-        )
-        hint = next((name for name in names if name.endswith(near[0])), "") if near else ""
-        fix = f"did you mean {hint}?" if hint else f"use some of {_examples(known)}"
+        last_names = [_last(name) for name in names]
+        close = get_close_matches(entry, names, 1, 0.5)
+        close = close or get_close_matches(_last(entry), last_names, 1, 0.5)
+        hints = [name for name in names if name.endswith(tuple(close))] if close else []
+        fix = f"did you mean {hints[0]}?" if hints else f"use some of {_examples(known)}"
         raise ModuleListError(
             key, entry, "matches no linear module; * stands for one component", fix
         )
@@ -114,20 +114,26 @@ def _check_complete(known: Sequence[str], named: set[str], modules: Sequence[str
 def _check_fused(known: Sequence[str], chosen: set[str], modules: Sequence[str]) -> None:
     groups: dict[str, list[str]] = {}
     for module in known:
-        fused = next(
-            (name for names in _FUSED if _last(module) in names for name in names[:1]), None
-        )
-        whole = _experts_of(module) or (
-            module.rpartition(".")[0] + f".{fused}" if fused else module
-        )
-        groups.setdefault(whole, []).append(module)
+        groups.setdefault(_parameter_of(module), []).append(module)
     for members in groups.values():
         inside = [module in chosen for module in members]
         if any(inside) and not all(inside):
-            one = members[inside.index(True)]
+            listed = members[inside.index(True)]
             other = members[inside.index(False)]
-            problem = f"lists {one} without {other}, and engines keep both in one parameter"
+            problem = f"lists {listed} without {other}, and engines keep both in one parameter"
             raise ModuleListError("modules", list(modules), problem, "list both, or exclude both")
+
+
+def _parameter_of(module: str) -> str:
+    """A name of the engines' parameter that holds a module's weight, the same for all modules in
+    it."""
+    if experts := _experts_of(module):
+        return experts
+    parent, _, last = module.rpartition(".")
+    for names in _FUSED:
+        if last in names:
+            return f"{parent}.{names[0]}"
+    return module
 
 
 def _experts_of(module: str) -> str:

@@ -22,6 +22,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+Row = Mapping[str, Any]
+"""The fields of a prompt, or of a test."""
+
 _MAX_BYTES = 512 * 2**20  # of private tests, decompressed
 
 
@@ -50,7 +53,7 @@ class CodeTests:
     harness: bool = False
 
 
-def read_tests(row: Mapping[str, Any]) -> CodeTests:
+def read_tests(row: Row) -> CodeTests:
     """The tests of a row (`Prompt.metadata`).
 
     Raises ValueError if it has none or they can't be read.
@@ -67,9 +70,8 @@ def read_tests(row: Mapping[str, Any]) -> CodeTests:
                 zlib.error,
                 pickle.UnpicklingError,
             ) as error:
-                kind = type(error).__name__
                 raise ValueError(
-                    f"the test cases in {field!r} can't be read ({kind}: {error})"
+                    f"the test cases in {field!r} can't be read ({type(error).__name__}: {error})"
                 ) from error
             if not tests.cases:
                 raise ValueError(f"{field!r} has no test cases")
@@ -79,7 +81,7 @@ def read_tests(row: Mapping[str, Any]) -> CodeTests:
     )
 
 
-def _plain(row: Mapping[str, Any], field: str) -> CodeTests:
+def _plain(row: Row, field: str) -> CodeTests:
     """A list of tests, or a dictionary of lists as in `input_output`."""
     tests = _json(row[field])
     if isinstance(tests, dict):
@@ -87,7 +89,7 @@ def _plain(row: Mapping[str, Any], field: str) -> CodeTests:
     return _listed(tests, row, harness=any("testtype" in test for test in tests))
 
 
-def _livecodebench(row: Mapping[str, Any], field: str) -> CodeTests:
+def _livecodebench(row: Row, field: str) -> CodeTests:
     tests = [
         *_json(row.get("public_test_cases") or "[]"),
         *_private(row.get("private_test_cases") or "[]"),
@@ -95,35 +97,30 @@ def _livecodebench(row: Mapping[str, Any], field: str) -> CodeTests:
     return _listed(tests, row, harness=True)
 
 
-def _listed(
-    tests: Sequence[Mapping[str, Any]], row: Mapping[str, Any], *, harness: bool
-) -> CodeTests:
-    name = next(
-        (name for test in tests if (name := _function_name(test)) is not None), _function_name(row)
-    )
+def _listed(tests: Sequence[Row], row: Row, *, harness: bool) -> CodeTests:
+    names = [name for name in map(_function_name, [*tests, row]) if name is not None]
+    name = names[0] if names else None
     if not any(_calls(test, name) for test in tests):
-        return CodeTests(
-            None, tuple(_printing(test["input"], test["output"]) for test in tests), harness
-        )
+        printing = tuple(_printing(test["input"], test["output"]) for test in tests)
+        return CodeTests(None, printing, harness)
     if name is None:
         raise ValueError(
             "the test cases call a function that has no name; give it as 'fn_name' of the row"
         )
     outputs = [_result(test["output"], test.get("args", test.get("input"))) for test in tests]
-    wrapped = any(test.get("type") == "function_call" for test in tests) and _may_be_wrapped(
-        outputs
-    )
-    arguments = [
-        _arguments(test["args"], one_list=True) if "args" in test else _arguments(test["input"])
-        for test in tests
-    ]
-    cases = tuple(
-        _call(given, output, wrapped) for given, output in zip(arguments, outputs, strict=True)
-    )
-    return CodeTests(name, cases, harness)
+    are_calls = any(test.get("type") == "function_call" for test in tests)
+    wrapped = are_calls and _may_be_wrapped(outputs)
+    cases = []
+    for test, output in zip(tests, outputs, strict=True):
+        if "args" in test:
+            arguments = _arguments(test["args"], one_list=True)
+        else:
+            arguments = _arguments(test["input"])
+        cases.append(_call(arguments, output, wrapped))
+    return CodeTests(name, tuple(cases), harness)
 
 
-def _function_name(fields: Mapping[str, Any]) -> str | None:
+def _function_name(fields: Row) -> str | None:
     """LiveCodeBench: `func_name` in `metadata`; other data sets: `fn_name`."""
     metadata = fields.get("metadata")
     if isinstance(metadata, str) and metadata.lstrip().startswith("{"):
@@ -136,7 +133,7 @@ def _function_name(fields: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _calls(test: Mapping[str, Any], name: str | None) -> bool:
+def _calls(test: Row, name: str | None) -> bool:
     """Whether a test calls a function: as it says, or as the row's name of one says."""
     said = (test.get("testtype"), test.get("type"))
     if "functional" in said or "function_call" in said:
@@ -167,11 +164,11 @@ class _TextOnly(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name} is refused")
 
 
-def _apps(row: Mapping[str, Any], field: str) -> CodeTests:
+def _apps(row: Row, field: str) -> CodeTests:
     return _columns(_json(row[field]), row)
 
 
-def _columns(both: Mapping[str, Any], row: Mapping[str, Any]) -> CodeTests:
+def _columns(both: Row, row: Row) -> CodeTests:
     """APPS, TACO: inputs and outputs."""
     name = _function_name(both) or _function_name(row)
     inputs = both["inputs"] if "inputs" in both else both["input"]
@@ -180,13 +177,13 @@ def _columns(both: Mapping[str, Any], row: Mapping[str, Any]) -> CodeTests:
         return CodeTests(None, tuple(_printing(given, output) for given, output in pairs))
     outputs = [_result(output, given) for given, output in pairs]
     wrapped = _may_be_wrapped(outputs)
-    calls = zip(pairs, outputs, strict=True)
-    return CodeTests(
-        name, tuple(_call(_arguments(given), output, wrapped) for (given, _), output in calls)
-    )
+    cases = []
+    for (given, _), output in zip(pairs, outputs, strict=True):
+        cases.append(_call(_arguments(given), output, wrapped))
+    return CodeTests(name, tuple(cases))
 
 
-def _code_contests(row: Mapping[str, Any], field: str) -> CodeTests:
+def _code_contests(row: Row, field: str) -> CodeTests:
     cases: list[Case] = []
     for name in ("public_tests", "private_tests", "generated_tests"):
         tests = _json(row.get(name) or {"input": [], "output": []})
@@ -197,25 +194,24 @@ def _code_contests(row: Mapping[str, Any], field: str) -> CodeTests:
     return CodeTests(None, tuple(cases))
 
 
-def _printing(given: Any, output: Any) -> Case:
+def _printing(given: object, output: object) -> Case:
     """A test of a program that reads and prints."""
     if output is None:
         raise ValueError("a test case has no expected output: it is null")
-    accepted = _text(output)
-    return Case(
-        _text(given), (accepted, accepted.lower()) if isinstance(output, bool) else (accepted,)
-    )
+    accepted = [_text(output)]
+    if isinstance(output, bool):  # true as well as True
+        accepted.append(_text(output).lower())
+    return Case(_text(given), tuple(accepted))
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     """A text, a list of lines, or a number, as data sets give what programs read and print.
 
     null is no text.
     """
     if isinstance(value, list):
-        return "\n".join(
-            " ".join(map(_text, line)) if isinstance(line, list) else _text(line) for line in value
-        )
+        lines = [" ".join(map(_text, x)) if isinstance(x, list) else _text(x) for x in value]
+        return "\n".join(lines)
     if isinstance(value, dict):
         raise ValueError(
             f"a test case has a dictionary where a program reads or prints text: {value}"
@@ -237,7 +233,7 @@ def _may_be_wrapped(outputs: Sequence[Any]) -> bool:
     return all(len(output) == 1 for output in outputs if isinstance(output, list))
 
 
-def _arguments(value: Any, *, one_list: bool = False) -> list[Any]:
+def _arguments(value: object, *, one_list: bool = False) -> list[Any]:
     """Arguments of a call: a list of them, or the text of one JSON value after another, each on its
     line.
 

@@ -42,7 +42,9 @@ def open_sandbox(config: CodeConfig) -> Sandbox:
 
     Raises SandboxError or ConfigError in one line if it can't be used.
     """
-    return FusionSandbox(config) if config.sandbox_url is not None else open_local_sandbox(config)
+    if config.sandbox_url is not None:
+        return FusionSandbox(config)
+    return open_local_sandbox(config)
 
 
 class CodeVerifier:
@@ -66,14 +68,17 @@ class CodeVerifier:
         verdicts = run_tests(
             self._sandbox, text, tests, self._config, time_budget=self._time_budget
         )
-        first = next((verdict for verdict in verdicts if verdict != "passed"), "passed")
-        return NamedReward(score(verdicts, len(tests.cases), self._config.score), first)
+        failures = [verdict for verdict in verdicts if verdict != "passed"]
+        reason = failures[0] if failures else "passed"
+        return NamedReward(score(verdicts, len(tests.cases), self._config.score), reason)
 
 
 def score(verdicts: list[Verdict], count: int, rule: Literal["all", "fraction"]) -> float:
     """The reward of a response. verdicts: of the tests that were run, of `count`."""
     passed = verdicts.count("passed")
-    return float(passed == count) if rule == "all" else passed / count
+    if rule == "all":
+        return float(passed == count)
+    return passed / count
 
 
 def run_tests(
@@ -108,13 +113,12 @@ def run_tests(
         return ["compile_error"]
     verdicts: list[Verdict] = []
     for case in tests.cases:
-        late = deadline is not None and time.monotonic() > deadline
-        verdicts.append("time_limit" if late else _judge(program, case, tests.function, config))
-        if (
-            verdicts[-1] == "compile_error"
-            or late
-            or (config.score == "all" and verdicts[-1] != "passed")
-        ):
+        if deadline is not None and time.monotonic() > deadline:
+            verdicts.append("time_limit")
+            break
+        verdict = _judge(program, case, tests.function, config)
+        verdicts.append(verdict)
+        if verdict == "compile_error" or (config.score == "all" and verdict != "passed"):
             break
     return verdicts
 
@@ -125,9 +129,9 @@ def _judge(program: Program, case: Case, function: str | None, config: CodeConfi
         return _LIMITS[outcome.ending]
     if outcome.code != 0:
         return "runtime_error"
-    return (
-        "passed" if _is_right(outcome, case, function, config.float_tolerance) else "wrong_answer"
-    )
+    if _is_right(outcome, case, function, config.float_tolerance):
+        return "passed"
+    return "wrong_answer"
 
 
 def _is_right(outcome: Outcome, case: Case, function: str | None, tolerance: float) -> bool:

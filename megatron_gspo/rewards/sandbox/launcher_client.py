@@ -15,9 +15,8 @@ from megatron_gspo.rewards.sandbox.command import Command, Outcome, SandboxError
 
 _MODULE = "megatron_gspo.rewards.sandbox.launcher"
 _ROOT = Path(megatron_gspo.__file__).resolve().parent.parent
-_GRACE_SECONDS = (
-    20.0  # beyond the wall-clock limit of a program: its start and end on a busy machine
-)
+# Beyond the wall-clock limit of a program: its start and end on a busy machine.
+_GRACE_SECONDS = 20.0
 _END_SECONDS = 20.0  # for a launcher to end its sandboxes
 
 

@@ -53,7 +53,7 @@ def same_value(output: bytes, accepted: tuple[Any, ...], tolerance: float) -> bo
     return any(_equal(value, other, tolerance) for other in accepted)
 
 
-def _same_structure(output: bytes, expected: Any) -> bool:
+def _same_structure(output: bytes, expected: object) -> bool:
     """Whether texts of equal values could be these: lists and items are counted before they are
     read into memory.
     """
@@ -82,9 +82,9 @@ def _same_line(line: bytes, expected: bytes, tolerance: float) -> bool:
 
 
 def _same_number(token: bytes, expected: bytes, tolerance: float) -> bool:
-    if max(len(token), len(expected)) > _MAX_DIGITS or not (
-        _NUMBER.fullmatch(token) and _NUMBER.fullmatch(expected)
-    ):
+    if max(len(token), len(expected)) > _MAX_DIGITS:
+        return False
+    if not (_NUMBER.fullmatch(token) and _NUMBER.fullmatch(expected)):
         return False
     if _INTEGER.fullmatch(expected):
         try:
@@ -103,11 +103,8 @@ def _equal(value: Any, expected: Any, tolerance: float) -> bool:
         return value.keys() == expected.keys() and all(
             _equal(value[k], expected[k], tolerance) for k in expected
         )
-    if (
-        isinstance(expected, float)
-        and isinstance(value, (int, float))
-        and not isinstance(value, bool)
-    ):
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if isinstance(expected, float) and is_number:
         return _close(value, expected, tolerance)
     return value == expected
 

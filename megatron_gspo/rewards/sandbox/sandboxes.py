@@ -84,16 +84,16 @@ class LocalSandbox:
         content = source.encode(errors="replace")
         if self._language == "cpp":
             return self._runner(("./main",), {"main": self._compile(content)})
-        names = any(name in content for name in _NAMES_OF_SITE)
-        arguments = ("-c", _WITH_NAMES_OF_SITE) if names else ("main.py",)
+        uses_site = any(name in content for name in _NAMES_OF_SITE)
+        arguments = ("-c", _WITH_NAMES_OF_SITE) if uses_site else ("main.py",)
         return self._runner((self._python, "-I", "-S", *arguments), {"main.py": content})
 
     def describe(self) -> str:
         """See `Sandbox`."""
-        lack = (
-            "; programs of the model can do what this user can do" if self.isolation.missing else ""
-        )
-        return f"{self.isolation.describe()}{lack}"
+        described = self.isolation.describe()
+        if self.isolation.missing:
+            described += "; programs of the model can do what this user can do"
+        return described
 
     def close(self) -> None:
         """See `Sandbox`."""

@@ -39,10 +39,22 @@ def use_decode_attention(model: PreTrainedModel) -> None:
 
 def _experts_are_standard(model: PreTrainedModel) -> bool:
     experts = [
-        m for m in model.modules() if hasattr(m, "is_transposed") and hasattr(m, "_apply_gate")
+        module
+        for module in model.modules()
+        if hasattr(module, "is_transposed") and hasattr(module, "_apply_gate")
     ]
-    plain = dict(is_transposed=False, has_gate=True, has_bias=False, has_post_expert_norm=False)
-    return bool(experts) and all(getattr(m, k, v) == v for m in experts for k, v in plain.items())
+    return bool(experts) and all(map(_is_standard, experts))
+
+
+def _is_standard(experts: nn.Module) -> bool:
+    """Whether a layer's experts are gated units without a bias or a norm, not transposed."""
+    standard = {
+        "is_transposed": False,
+        "has_gate": True,
+        "has_bias": False,
+        "has_post_expert_norm": False,
+    }
+    return all(getattr(experts, name, value) == value for name, value in standard.items())
 
 
 def decode_attention(
@@ -66,7 +78,7 @@ def decode_attention(
     scale = dim**-0.5 if scaling is None else scaling
     if queries > 1:
         if sinks is not None:
-            return _with_sinks(query, key, value, attention_mask, (sinks, scale)), None
+            return _with_sinks(query, key, value, attention_mask, sinks, scale), None
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     kv_heads = key.shape[1]
     scores = torch.matmul(
@@ -82,25 +94,20 @@ def decode_attention(
 
 
 def _with_sinks(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: tuple[Tensor, float]
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor, scale: float
 ) -> Tensor:
     """SDPA with the sinks as a first key: their scores are the queries' products with it, in a
     dimension of its own.
     """
-    scores, scale = sinks
     batch, heads, queries, _ = query.shape
     if mask is None:
         mask = torch.ones(queries, key.shape[2], dtype=torch.bool, device=query.device).tril(
             key.shape[2] - queries
         )
-    query = torch.cat(
-        (query, (scores / scale).to(query.dtype).view(1, -1, 1, 1).expand(batch, -1, queries, 1)),
-        -1,
-    )
-    first = torch.zeros_like(key[:, :, :1])
-    key = torch.cat(
-        (nn.functional.pad(first, (0, 1), value=1.0), nn.functional.pad(key, (0, 1))), dim=2
-    )
+    scores = (sinks / scale).to(query.dtype).view(1, -1, 1, 1).expand(batch, -1, queries, 1)
+    query = torch.cat((query, scores), dim=-1)
+    sink_key = nn.functional.pad(torch.zeros_like(key[:, :, :1]), (0, 1), value=1.0)
+    key = torch.cat((sink_key, nn.functional.pad(key, (0, 1))), dim=2)
     value = nn.functional.pad(value, (0, 1, 1, 0))
     out = nn.functional.scaled_dot_product_attention(
         query,
@@ -129,15 +136,15 @@ def sorted_experts(
     _mm_per_expert(rows, self.gate_up_proj, gate_up, counts)
     out = torch.empty_like(rows)
     _mm_per_expert(self._apply_gate(gate_up), self.down_proj, out, counts)
-    place = torch.empty_like(order)
-    place[order] = torch.arange(tokens * k, device=order.device)
-    out = out.index_select(0, place).view(tokens, k, -1)
+    position = torch.empty_like(order)  # of each (token, expert) among the sorted rows
+    position[order] = torch.arange(tokens * k, device=order.device)
+    out = out.index_select(0, position).view(tokens, k, -1)
     return torch.bmm(top_k_weights[:, None].to(out.dtype), out)[:, 0]
 
 
 def _mm_per_expert(rows: Tensor, weight: Tensor, out: Tensor, counts: list[int]) -> None:
-    parts = zip(
-        rows.split(counts), weight.transpose(1, 2).unbind(0), out.split(counts), strict=True
-    )
-    for part, expert_weight, target in parts:
-        torch.mm(part, expert_weight, out=target)
+    inputs = rows.split(counts)
+    outputs = out.split(counts)
+    weights = weight.transpose(1, 2).unbind(0)
+    for expert_input, expert_weight, expert_output in zip(inputs, weights, outputs, strict=True):
+        torch.mm(expert_input, expert_weight, out=expert_output)

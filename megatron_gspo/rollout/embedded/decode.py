@@ -21,7 +21,8 @@ from megatron_gspo.rollout.embedded.noisy_routers import NoisyRouters
 from megatron_gspo.rollout.embedded.route_recorder import DecodedRoutes, RouteRecorder
 from megatron_gspo.rollout.embedded.token_sampling import choose_tokens
 
-_DROP_SHARE = 8  # finished rows are dropped when they are 1/8 of the batch: copying the cache costs 1/4 of a step
+# Finished rows are dropped when they are 1/8 of the batch: copying the cache costs 1/4 of a step.
+_DROP_SHARE = 8
 _RESERVE = 128  # columns of cache allocated ahead of need
 
 
@@ -43,13 +44,13 @@ class Responses:
 class DecodeBatch:
     """B responses to decode together.
 
-    prompts: token ids [P_i] int64 of each of N distinct prompts; rows: [B] int64, the prompt of
-    each response. prompt_index: [N] int64; sample_index: [B] int64 within its prompt. uniforms: [B,
+    prompts: token ids [P_i] int64 of each of N distinct prompts; prompt_of_row: [B] int64, the
+    prompt of each response. prompt_index: [N] int64; sample_index: [B] int64 within its prompt. uniforms: [B,
     R] float32, R = max_response_length (None when greedy).
     """
 
     prompts: list[np.ndarray]
-    rows: np.ndarray
+    prompt_of_row: np.ndarray
     prompt_index: np.ndarray
     sample_index: np.ndarray
     uniforms: np.ndarray | None = None
@@ -71,9 +72,11 @@ def decode(
     """
     device = model.device
     limit = sampling.max_response_length
-    batch = len(requests.rows)
+    batch = len(requests.prompt_of_row)
     logits, state = _prefill(model, requests, limit, noise)
-    routes = None if recorder is None else DecodedRoutes(recorder, requests.prompts, requests.rows)
+    routes = None
+    if recorder is not None:
+        routes = DecodedRoutes(recorder, requests.prompts, requests.prompt_of_row)
     uniforms = requests.uniforms
     draws = None if uniforms is None else torch.from_numpy(uniforms).to(device).t().contiguous()
     tokens = torch.full((limit, batch), -1, dtype=torch.int64, device=device)
@@ -144,16 +147,19 @@ def _masks(config: Any, mask: Tensor | None, columns: int, device: torch.device)
     kinds = getattr(config, "layer_types", None)
     if not window or (kinds and "sliding_attention" not in kinds):
         return mask
-    near = (torch.arange(columns, device=device) >= columns - window)[None, None, None]
-    near = near if mask is None else near & mask
-    return {"full_attention": mask, "sliding_attention": near} if kinds else near
+    in_window = (torch.arange(columns, device=device) >= columns - window)[None, None, None]
+    if mask is not None:
+        in_window = in_window & mask
+    if not kinds:
+        return in_window
+    return {"full_attention": mask, "sliding_attention": in_window}
 
 
 def _prefill(
     model: PreTrainedModel, requests: DecodeBatch, limit: int, noise: NoisyRouters | None
 ) -> tuple[Tensor, _State]:
     """Logits [B, V] after the prompt of every row, and the state for the next step."""
-    rows = torch.from_numpy(requests.rows).to(model.device)
+    rows = torch.from_numpy(requests.prompt_of_row).to(model.device)
     ids, mask = left_pad(requests.prompts)
     ids = ids.to(model.device)
     mask = mask.to(model.device)
@@ -169,7 +175,8 @@ def _prefill(
     if padded:
         key_mask = torch.nn.functional.pad(mask.bool(), (0, limit), value=True)[rows, None, None]
     cache.select_rows(rows, columns + min(limit, _RESERVE))
-    names = np.stack([requests.prompt_index[requests.rows], requests.sample_index], axis=1)
+    prompt_index = requests.prompt_index[requests.prompt_of_row]
+    names = np.stack([prompt_index, requests.sample_index], axis=1)
     state = _State(
         cache,
         mask.sum(-1, keepdim=True)[rows],
@@ -186,10 +193,15 @@ def _last_logits(
     """Logits [B, V] after the last of the tokens [B, L], whose keys and values are added to the
     cache.
     """
-    options = {"use_cache": True, "logits_to_keep": 1, _cache_argument(type(model).forward): cache}
-    return model(input_ids=tokens, attention_mask=mask, position_ids=positions, **options).logits[
-        :, -1
-    ]
+    output = model(
+        input_ids=tokens,
+        attention_mask=mask,
+        position_ids=positions,
+        use_cache=True,
+        logits_to_keep=1,
+        **{_cache_argument(type(model).forward): cache},
+    )
+    return output.logits[:, -1]
 
 
 @functools.cache
@@ -200,9 +212,8 @@ def _cache_argument(forward: Callable[..., Any]) -> str:
 
 def _prompt_names(requests: DecodeBatch) -> Tensor:
     """[N, 2]: a prompt belongs to no sample, all of which read it."""
-    return torch.from_numpy(
-        np.stack([requests.prompt_index, np.full(len(requests.prompts), -1)], axis=1)
-    )
+    no_sample = np.full(len(requests.prompts), -1)
+    return torch.from_numpy(np.stack([requests.prompt_index, no_sample], axis=1))
 
 
 def left_pad(prompts: list[np.ndarray]) -> tuple[Tensor, Tensor]:

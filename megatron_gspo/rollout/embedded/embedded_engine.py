@@ -125,18 +125,18 @@ class EmbeddedEngine:
         by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i].token_ids))
         order = np.repeat(np.asarray(by_length), sampling.n_samples_per_prompt)
         sample_index = np.tile(np.arange(sampling.n_samples_per_prompt), len(prompts))
-        batches = -(-len(order) // self.max_batch)
-        samples: dict[int, Sample] = {}
-        for places, indices in zip(
-            np.array_split(order, batches), np.array_split(sample_index, batches), strict=True
+        num_batches = -(-len(order) // self.max_batch)
+        samples: dict[int, Sample] = {}  # by position in the result
+        for prompt_numbers, indices in zip(
+            np.array_split(order, num_batches),
+            np.array_split(sample_index, num_batches),
+            strict=True,
         ):
-            chosen = [prompts[i] for i in places]
+            chosen = [prompts[i] for i in prompt_numbers]
             decoded = self._decode_batch(chosen, indices, sampling, seed)
-            for place, sample in zip(
-                places * sampling.n_samples_per_prompt + indices, decoded, strict=True
-            ):
-                samples[int(place)] = sample
-        return [samples[place] for place in range(len(order))]
+            positions = prompt_numbers * sampling.n_samples_per_prompt + indices
+            samples.update(zip(positions.tolist(), decoded, strict=True))
+        return [samples[position] for position in range(len(order))]
 
     def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
         """See `RolloutEngine.update_weights`; weights in eight bits are dequantised. After an error
@@ -155,7 +155,11 @@ class EmbeddedEngine:
 
     def close(self) -> None:
         """Drop the model and its memory."""
-        self.model = self._targets = self._recorder = self._routers = self.weight_version = None
+        self.model = None
+        self._targets = None
+        self._recorder = None
+        self._routers = None
+        self.weight_version = None
 
     def _check(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> None:
         if self.model is None:
@@ -190,8 +194,8 @@ class EmbeddedEngine:
         consecutive.
         """
         starts = [i for i, p in enumerate(prompts) if i == 0 or p is not prompts[i - 1]]
-        rows = np.zeros(len(prompts), dtype=np.int64)
-        rows[starts[1:]] = 1
+        begins_prompt = np.zeros(len(prompts), dtype=np.int64)
+        begins_prompt[starts[1:]] = 1
         uniforms = None
         if not sampling.greedy:
             prompt_index = np.array([p.index for p in prompts])
@@ -201,11 +205,11 @@ class EmbeddedEngine:
         stop_ids = torch.tensor(self.eos_token_ids, device=self.model.device)
         distinct = [prompts[i] for i in starts]
         requests = DecodeBatch(
-            [prompt.token_ids for prompt in distinct],
-            rows.cumsum(),
-            np.array([prompt.index for prompt in distinct]),
-            sample_index,
-            uniforms,
+            prompts=[prompt.token_ids for prompt in distinct],
+            prompt_of_row=begins_prompt.cumsum(),
+            prompt_index=np.array([prompt.index for prompt in distinct]),
+            sample_index=sample_index,
+            uniforms=uniforms,
         )
         responses = decode(self.model, requests, sampling, stop_ids, self._recorder, self._routers)
         return self._samples(prompts, sample_index, responses)
@@ -280,20 +284,18 @@ def _widen_bias(model: PreTrainedModel, source: str | Path | PretrainedConfig) -
     """Keep the bias of sigmoid routers in float32, to the bit: Transformers gives MiniMax-M2's
     the model's type.
     """
-    biases = {
-        name: each
-        for name, each in model.named_buffers()
-        if name.endswith(".e_score_correction_bias")
-    }
-    rounded = {name: bias for name, bias in biases.items() if bias.dtype != torch.float32}
-    for bias in rounded.values():
-        bias.data = bias.data.float()
+    rounded = {}
+    for name, buffer in model.named_buffers():
+        if name.endswith(".e_score_correction_bias") and buffer.dtype != torch.float32:
+            buffer.data = buffer.data.float()
+            rounded[name] = buffer
     if rounded and not isinstance(source, PretrainedConfig):
-        own_name = FAMILIES[model.config.model_type].name_in_transformers
+        name_in_transformers = FAMILIES[model.config.model_type].name_in_transformers
         with CheckpointReader(source) as reader:
             for stored in reader.names:
-                if (name := own_name(stored)) in rounded:
-                    rounded[name].copy_(reader.read(stored))
+                bias = rounded.get(name_in_transformers(stored))
+                if bias is not None:
+                    bias.copy_(reader.read(stored))
 
 
 def _refuse_others(config: PretrainedConfig) -> None:

@@ -22,8 +22,9 @@ class _BufferLayer(DynamicLayer):
         self.length = 0
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
+        """Append columns; all columns in use. args, kwargs: Transformers', which are not read."""
         end = self.length + key_states.shape[2]
         if not self.is_initialized:
             self.dtype = key_states.dtype
@@ -57,10 +58,9 @@ class _BufferLayer(DynamicLayer):
     ) -> None:
         """Buffers with the heads, dims and types of `keys` and `values`."""
         self.capacity = capacity
-        self._key_buffer, self._value_buffer = (
-            like.new_empty(batch or like.shape[0], like.shape[1], capacity, like.shape[3])
-            for like in (keys, values)
-        )
+        batch = batch or keys.shape[0]
+        self._key_buffer = keys.new_empty(batch, keys.shape[1], capacity, keys.shape[3])
+        self._value_buffer = values.new_empty(batch, values.shape[1], capacity, values.shape[3])
 
     def _views(self) -> tuple[Tensor, Tensor]:
         return self._key_buffer[:, :, : self.length], self._value_buffer[:, :, : self.length]

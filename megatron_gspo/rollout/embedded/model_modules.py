@@ -15,6 +15,6 @@ def modules_of(model: nn.Module, is_wanted: Callable[[Any], bool], missing: str)
     """
     modules = [module for module in model.modules() if is_wanted(module)]
     if not modules:
-        kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
-        raise ValueError(f"model type {kind} has no {missing}")
+        model_type = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+        raise ValueError(f"model type {model_type} has no {missing}")
     return modules

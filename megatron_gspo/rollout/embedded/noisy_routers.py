@@ -68,8 +68,6 @@ def _is_softmax_router(module: Any) -> bool:
     name = type(module).__name__
     if hasattr(module, "e_score_correction_bias"):
         return False
-    return (
-        name in _ALWAYS_NORMALISED
-        or name.endswith("TopKRouter")
-        and hasattr(module, "norm_topk_prob")
-    )
+    if name in _ALWAYS_NORMALISED:
+        return True
+    return name.endswith("TopKRouter") and hasattr(module, "norm_topk_prob")

@@ -69,21 +69,20 @@ class DecodedRoutes:
     """The routes of one decoded batch: those of the prompts, then a row for each decoded token.
 
     prompts: token ids [P_i] of each distinct prompt; prefill: [N * P, layers, k], recorded when
-    they were processed as one left-padded batch [N, P]; rows: [B] int64, the prompt of each row of
-    the batch.
+    they were processed as one left-padded batch [N, P]; prompt_of_row: [B] int64, the prompt of each
+    row of the batch.
     """
 
     def __init__(
-        self, recorder: RouteRecorder, prompts: Sequence[np.ndarray], rows: np.ndarray
+        self, recorder: RouteRecorder, prompts: Sequence[np.ndarray], prompt_of_row: np.ndarray
     ) -> None:
         self._recorder = recorder
-        self._rows = rows
+        self._prompt_of_row = prompt_of_row
         prefill = recorder.take()
+        padded = prefill.view(len(prompts), -1, *prefill.shape[1:])
         self._prompts = [
             self._numpy(ids[len(ids) - len(prompt) :])
-            for prompt, ids in zip(
-                prompts, prefill.view(len(prompts), -1, *prefill.shape[1:]), strict=True
-            )
+            for prompt, ids in zip(prompts, padded, strict=True)
         ]
         self._blocks: list[Tensor] = []  # [B, _BLOCK, layers, k] each
         self._steps = 0
@@ -91,10 +90,10 @@ class DecodedRoutes:
     def add(self, live: Tensor) -> None:
         """Record the step that processed one token of each row in `live` [b] int64."""
         ids = self._recorder.take()
-        place = self._steps % _BLOCK
-        if place == 0:
-            self._blocks.append(ids.new_empty(len(self._rows), _BLOCK, *ids.shape[1:]))
-        self._blocks[-1][:, place].index_copy_(0, live, ids)
+        step_in_block = self._steps % _BLOCK
+        if step_in_block == 0:
+            self._blocks.append(ids.new_empty(len(self._prompt_of_row), _BLOCK, *ids.shape[1:]))
+        self._blocks[-1][:, step_in_block].index_copy_(0, live, ids)
         self._steps += 1
 
     def of_rows(self, lengths: Sequence[int]) -> list[np.ndarray]:
@@ -107,7 +106,7 @@ class DecodedRoutes:
                 block[row, : max(length - 1 - start, 0)]
                 for start, block in zip(self._starts, blocks, strict=True)
             ]
-            sequences.append(np.concatenate([self._prompts[self._rows[row]], *fed]))
+            sequences.append(np.concatenate([self._prompts[self._prompt_of_row[row]], *fed]))
         return sequences
 
     @property

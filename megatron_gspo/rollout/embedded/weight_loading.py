@@ -22,13 +22,13 @@ class WeightTargets:
 
     slices: checkpoint name -> view into the model's parameter or buffer. fused: the model's own
     name of a fused parameter -> (parameter, the checkpoint names that it covers). tied: name that
-    may be absent -> name whose tensor it shares. own_name: of a checkpoint's tensor, in the model.
+    may be absent -> name whose tensor it shares. name_in_model: of a checkpoint's tensor.
     """
 
     slices: dict[str, Tensor]
     fused: dict[str, tuple[Tensor, tuple[str, ...]]]
     tied: dict[str, str]
-    own_name: Callable[[str], str]
+    name_in_model: Callable[[str], str]
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> WeightTargets:
@@ -38,19 +38,22 @@ class WeightTargets:
         tied: dict[str, str] = {}
         first_name: dict[tuple, str] = {}
         for name, tensor in model.state_dict().items():
-            place = (tensor.data_ptr(), tensor.shape, tensor.dtype)
-            if tensor.numel() and place in first_name:
-                tied[name] = first_name[place]
+            memory = (tensor.data_ptr(), tensor.shape, tensor.dtype)
+            if tensor.numel() and memory in first_name:
+                tied[name] = first_name[memory]
                 continue
-            first_name[place] = name
-            parts = _expert_slices(model, name, tensor)
-            if parts:
-                fused[name] = (tensor, tuple(parts))
-            slices.update(parts or {name: tensor})
-        own_name: Callable[[str], str] = str
-        if (family := FAMILIES.get(model.config.model_type)) is not None:
-            own_name = family.name_in_transformers
-        return cls(slices, fused, tied, own_name)
+            first_name[memory] = name
+            of_experts = _expert_slices(model, name, tensor)
+            if of_experts:
+                fused[name] = (tensor, tuple(of_experts))
+                slices |= of_experts
+            else:
+                slices[name] = tensor
+        name_in_model: Callable[[str], str] = str
+        family = FAMILIES.get(model.config.model_type)
+        if family is not None:
+            name_in_model = family.name_in_transformers
+        return cls(slices, fused, tied, name_in_model)
 
     @torch.no_grad()
     def write(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -68,7 +71,7 @@ class WeightTargets:
         for name, tensor in named_tensors:
             if error:
                 continue  # producing the stream may be collective: the other ranks would hang
-            name = self.own_name(name)
+            name = self.name_in_model(name)
             if name in self.tied:
                 extra.append((name, tensor))
                 continue

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from megatron_gspo.errors import first_line
-from megatron_gspo.servers.http_client import ServerClient, ServerError
+from megatron_gspo.servers.http_client import JsonObject, ServerClient, ServerError
 
 
 async def has_endpoint(server: ServerClient, path: str, *, timeout: float) -> bool:
@@ -23,19 +21,24 @@ async def has_endpoint(server: ServerClient, path: str, *, timeout: float) -> bo
     return True
 
 
-async def object_of(server: ServerClient, path: str, timeout: float, kind: str) -> dict[str, Any]:
-    """The JSON object at a path. kind: of server, for the message. Raises `ServerError`."""
+async def get_object(
+    server: ServerClient, path: str, *, timeout: float, expected: str
+) -> JsonObject:
+    """The JSON object at a path. expected: the server that has it, for the message.
+
+    Raises `ServerError`.
+    """
     answer = await server.get(path, timeout=timeout)
     if not isinstance(answer, dict):
         raise ServerError(
             f"server {server.url}{path}: answered {first_line(type(answer).__name__)}, not an"
-            f" object; is this {kind}?",
+            f" object; is this {expected}?",
             retry=False,
         )
     return answer
 
 
-def count(info: dict[str, Any], key: str, server: ServerClient) -> int:
+def count(info: JsonObject, key: str, server: ServerClient) -> int:
     """A positive number, 1 where it is absent. Raises `ServerError`."""
     value = info.get(key, 1)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -45,6 +48,6 @@ def count(info: dict[str, Any], key: str, server: ServerClient) -> int:
     return value
 
 
-def positive(value: Any) -> int | None:
+def positive(value: object) -> int | None:
     """The value if it is a positive integer."""
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None

@@ -88,10 +88,10 @@ class PartialResponse:
         log_probs = [part.log_probs for part in self.parts if part.log_probs is not None]
         routes = missing = None
         if model.return_routes:
-            parts = [part.routes for part in self.parts if part.routes is not None]
-            # One part is kept as it was decoded.
-            rows = parts[0] if len(parts) == 1 else np.concatenate(parts)
-            routes, missing = as_routes(rows, model.shape.num_experts, where=self.name)
+            received = [part.routes for part in self.parts if part.routes is not None]
+            # A single array is kept as it was decoded.
+            expert_ids = received[0] if len(received) == 1 else np.concatenate(received)
+            routes, missing = as_routes(expert_ids, model.shape.num_experts, where=self.name)
         return Sample(
             prompt_index=self.prompt.index,
             sample_index=self.sample_index,

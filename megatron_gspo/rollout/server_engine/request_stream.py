@@ -11,21 +11,19 @@ import asyncio
 import contextlib
 import math
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from megatron_gspo.config import SamplingParams
 from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.rollout.server_engine.partial_response import PartialResponse
+from megatron_gspo.rollout.server_engine.response_generator import ResponseGenerator
 from megatron_gspo.rollout.server_engine.server_api import ServedModel
 from megatron_gspo.rollout.server_engine.server_pool import (
     NoServerError,
     PooledServer,
-    ServerPool,
 )
-from megatron_gspo.servers.http_client import EventLoop
 
 _POLL_SECONDS = 0.5  # between two checks of the pool while no group finishes
 
@@ -53,24 +51,12 @@ class GroupProgress(Protocol):
 G = TypeVar("G", bound=GroupProgress)
 
 
-class Generator(Protocol):
-    """Generates responses on a pool of servers: a `RolloutClient`."""
+class Progress(NamedTuple):
+    """How far a group was at one moment; see `GroupProgress`."""
 
-    pool: ServerPool
-    model: ServedModel
-    counts: Counter[str]
-
-    async def generate(
-        self,
-        response: PartialResponse,
-        sampling: SamplingParams,
-        seed: int,
-        preferred: PooledServer | None,
-    ) -> None: ...
-
-    async def prefill(self, tokens: list[int]) -> PooledServer | None: ...
-
-    async def interrupt_requests(self) -> None: ...
+    ticket: int
+    finished: bool
+    oldest_version: int | None
 
 
 @dataclass
@@ -93,21 +79,11 @@ class GroupRequest:
 
 
 class RequestStream:
-    """See the module. decode: token ids of a response to its text. recovery_timeout: seconds
-    without a responding server after which `take` raises."""
+    """The groups of one client, as the module says."""
 
-    def __init__(
-        self,
-        loop: EventLoop,
-        client: Generator,
-        decode: Callable[[list[int]], str],
-        *,
-        recovery_timeout: float,
-    ) -> None:
-        self._loop = loop
+    def __init__(self, client: ResponseGenerator) -> None:
         self._client = client
-        self._decode = decode
-        self._recovery_timeout = recovery_timeout
+        self._loop = client.loop
         self._groups: dict[int, GroupRequest] = {}
         self._num_tickets = 0
         self._changed = asyncio.Event()
@@ -142,8 +118,8 @@ class RequestStream:
         groups = self._loop.run(self._take(count, patience))
         return [(group.ticket, self._samples(group)) for group in groups]
 
-    def progress(self) -> list[tuple[int, bool, int | None]]:
-        """(ticket, finished, oldest version) of each group that was not taken."""
+    def progress(self) -> list[Progress]:
+        """How far each group is that was not taken."""
         return self._loop.run(self._progress())
 
     def wait(self, seconds: float) -> None:
@@ -161,7 +137,8 @@ class RequestStream:
 
     def _samples(self, group: GroupRequest) -> list[Sample]:
         return [
-            response.to_sample(self._client.model, self._decode) for response in group.responses
+            response.to_sample(self._client.model, self._client.decode)
+            for response in group.responses
         ]
 
     def stop(self, *, keep: bool) -> None:
@@ -224,10 +201,11 @@ class RequestStream:
             del self._groups[group.ticket]
         return chosen
 
-    async def _progress(self) -> list[tuple[int, bool, int | None]]:
+    async def _progress(self) -> list[Progress]:
         self._changed.clear()
         return [
-            (group.ticket, group.finished, group.oldest_version) for group in self._groups.values()
+            Progress(group.ticket, group.finished, group.oldest_version)
+            for group in self._groups.values()
         ]
 
     async def _wait_for_change(self, seconds: float) -> None:
@@ -251,10 +229,9 @@ class RequestStream:
             self._no_server_since = None
             raise WeightsNeeded
         self._no_server_since = now if self._no_server_since is None else self._no_server_since
-        if now - self._no_server_since > self._recovery_timeout:
-            raise NoServerError(
-                f"no server has answered for {self._recovery_timeout:g} s: {pool.describe()}"
-            )
+        patience = self._client.recovery_timeout
+        if now - self._no_server_since > patience:
+            raise NoServerError(f"no server has answered for {patience:g} s: {pool.describe()}")
 
     async def _wait(self, seconds: float) -> None:
         """Wait until a group has finished since `_changed` was cleared, at most `seconds`."""

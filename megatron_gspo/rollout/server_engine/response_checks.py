@@ -38,13 +38,13 @@ def decoded(
         ) from None
 
 
-def checked_reason(kind: Any, found: Any, context: RequestContext) -> str:
-    """A finish reason; `found` is what the message shows. Raises `ResponseError`."""
-    if kind not in FINISH_REASONS:
+def checked_reason(reason: object, received: object, context: RequestContext) -> str:
+    """A finish reason; `received` is what the message shows. Raises `ResponseError`."""
+    if not isinstance(reason, str) or reason not in FINISH_REASONS:
         raise ResponseError(
-            f"{context.name}: finish_reason is {shown(found)}; expected one of {FINISH_REASONS}"
+            f"{context.name}: finish_reason is {shown(received)}; expected one of {FINISH_REASONS}"
         )
-    return kind
+    return reason
 
 
 def checked_tokens(ids: list[int], context: RequestContext) -> np.ndarray:
@@ -59,7 +59,7 @@ def checked_tokens(ids: list[int], context: RequestContext) -> np.ndarray:
     return tokens
 
 
-def checked_log_probs(values: Sequence[Any], context: RequestContext) -> np.ndarray:
+def checked_log_probs(values: Sequence[float], context: RequestContext) -> np.ndarray:
     """[n] float32, finite and at most 0. Raises `ResponseError`."""
     with np.errstate(over="ignore"):  # found below, as an infinity
         log_probs = np.frombuffer(array("d", values), np.float64).astype(np.float32)
@@ -93,12 +93,12 @@ def check_end(tokens: np.ndarray, reason: str, context: RequestContext) -> None:
         )
 
 
-def cached_tokens(value: Any, context: RequestContext) -> int:
+def cached_tokens(value: object, context: RequestContext) -> int:
     """A number of cached input tokens; 0 for an invalid one, since it is only a statistic."""
     return value if type(value) is int and 0 <= value <= context.context_length else 0
 
 
-def one_version(version: Any, spans: Any, context: RequestContext) -> str:
+def single_version(version: object, spans: Any, context: RequestContext) -> str:
     """The weight version of a response. spans: [{version, start, end}] of its tokens, or nothing;
     an empty span does not count. Raises `ResponseError` for no version, or several."""
     if not isinstance(version, str):
@@ -115,7 +115,7 @@ def one_version(version: Any, spans: Any, context: RequestContext) -> str:
     return version
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """A value in an error message: one line, short."""
     try:
         return repr(value)[:80]

@@ -13,7 +13,7 @@ import numpy as np
 from megatron_gspo.config import SamplingParams
 from megatron_gspo.errors import EngineError
 from megatron_gspo.models import ModelShape
-from megatron_gspo.servers.http_client import ServerClient
+from megatron_gspo.servers.http_client import JsonObject, ServerClient
 from megatron_gspo.weight_transport.server_endpoints import WeightEndpoints
 
 SCORE_BYTES_PER_TOKEN = 128  # of an input token's log-prob in a response
@@ -99,7 +99,7 @@ class Request:
     """A POST: path, JSON body, and the largest size of its response in bytes."""
 
     path: str
-    body: dict[str, Any]
+    body: JsonObject
     max_bytes: int
 
 

@@ -24,9 +24,8 @@ from megatron_gspo.rollout.server_engine.server_api import ServerAPI
 from megatron_gspo.servers.http_client import ServerClient, ServerError
 from megatron_gspo.servers.server_processes import LocalServers
 
-INCOMPLETE = (  # ends the version of a server during an update, or after a failed one: it is paused
-    ":incomplete"
-)
+# Ends the version of a server during an update, or after a failed one: it is paused.
+INCOMPLETE = ":incomplete"
 _PROCESS_POLL_SECONDS = 0.5
 _MAX_MISSED_CHECKS = 3  # health checks in a row
 _MAX_FAILED_REQUESTS = 4  # in a row at one server
@@ -34,9 +33,8 @@ _MAX_FAILED_REQUESTS = 4  # in a row at one server
 _COOL_DOWN_SECONDS = 1.0
 _MAX_COOL_DOWN_SECONDS = 60.0
 _MAX_DOUBLINGS = 6
-_REPORT_SECONDS = (
-    2.0  # a report of another client holds so long; while groups are awaited they come more often
-)
+# So long a report of another client holds; while groups are awaited they come more often.
+_REPORT_SECONDS = 2.0
 
 
 class NoServerError(EngineError):

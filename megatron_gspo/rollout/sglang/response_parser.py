@@ -23,7 +23,7 @@ from megatron_gspo.rollout.server_engine.response_checks import (
     checked_reason,
     checked_tokens,
     decoded,
-    one_version,
+    single_version,
 )
 from megatron_gspo.rollout.server_engine.server_api import (
     RequestContext,
@@ -131,14 +131,14 @@ def is_empty(response: GenerateResponse, context: RequestContext) -> bool:
 
     Raises `ResponseError`.
     """
-    return _finish_reason(response.meta_info, context) == "abort" and not _output_ids(
-        response.output_ids, context
-    )
+    if _finish_reason(response.meta_info, context) != "abort":
+        return False
+    return not _output_ids(response.output_ids, context)
 
 
 def response_version(response: GenerateResponse, context: RequestContext) -> str:
     """The weight version of a response. Raises `ResponseError` for none or several."""
-    return one_version(
+    return single_version(
         response.meta_info.weight_version, response.meta_info.weight_versions, context
     )
 
@@ -151,19 +151,21 @@ def parse_input_log_probs(
 
     Raises `ResponseError`.
     """
-    rows = decoded(_SCORE, body, context).meta_info.input_token_logprobs
-    if len(rows) != len(tokens):
+    entries = decoded(_SCORE, body, context).meta_info.input_token_logprobs
+    if len(entries) != len(tokens):
         raise ResponseError(
-            f"{context.name}: input_token_logprobs has {len(rows)} entries for {len(tokens)} tokens"
+            f"{context.name}: input_token_logprobs has {len(entries)} entries for"
+            f" {len(tokens)} tokens"
         )
-    if any(row.log_prob is None for row in rows[1:]):
+    log_probs = [entry.log_prob for entry in entries[1:] if entry.log_prob is not None]
+    if len(log_probs) != len(entries) - 1:
         raise ResponseError(f"{context.name}: a log-prob of input_token_logprobs is missing")
-    ids, log_probs = _pairs(rows[1:], context)
-    if ids != list(tokens[1:]):
+    checked = checked_log_probs(log_probs, context)
+    if [entry.token for entry in entries[1:]] != list(tokens[1:]):
         raise ResponseError(
             f"{context.name}: input_token_logprobs is of other tokens than were sent"
         )
-    return log_probs
+    return checked
 
 
 def _finish_reason(meta: MetaInfo, context: RequestContext) -> str:
@@ -173,15 +175,16 @@ def _finish_reason(meta: MetaInfo, context: RequestContext) -> str:
 
 
 def _tokens(
-    rows: list[TokenLogProb] | None, output_ids: msgspec.Raw, context: RequestContext
+    entries: list[TokenLogProb] | None, output_ids: msgspec.Raw, context: RequestContext
 ) -> tuple[np.ndarray, np.ndarray]:
     """Token ids [n] int64 and log-probs [n] float32.
 
     output_ids: the same ids once more, or nothing.
     """
-    if rows is None:
+    if entries is None:
         raise ResponseError(f"{context.name}: no output_token_logprobs came back")
-    listed, log_probs = _pairs(rows, context)
+    log_probs = checked_log_probs([entry.log_prob for entry in entries], context)
+    listed = [entry.token for entry in entries]
     ids = checked_tokens(listed, context)
     # Compared as text; parsed where that differs.
     if msgspec.json.encode(listed) != bytes(output_ids):
@@ -196,13 +199,6 @@ def _tokens(
 def _output_ids(raw: msgspec.Raw, context: RequestContext) -> list[int] | None:
     """The ids of `output_ids`; None where there are none."""
     return decoded(_OUTPUT_IDS, b'{"output_ids":%b}' % (bytes(raw) or b"null"), context).output_ids
-
-
-def _pairs(
-    rows: Sequence[TokenLogProb] | Sequence[InputTokenLogProb], context: RequestContext
-) -> tuple[list[int], np.ndarray]:
-    """Token ids and log-probs [n] float32."""
-    return [row.token for row in rows], checked_log_probs([row.log_prob for row in rows], context)
 
 
 def _routes(raw: msgspec.Raw, count: int, context: RequestContext) -> np.ndarray:
@@ -229,9 +225,8 @@ def _routes(raw: msgspec.Raw, count: int, context: RequestContext) -> np.ndarray
     step = 3 * max(_PIECE_IDS // (3 * num_layers * k), 1)
     for start in range(0, rows, step):
         piece = routes[start : start + step]
-        first, last = (
-            _base64_length(4 * row * num_layers * k) for row in (start, start + len(piece))
-        )
+        first = _base64_length(4 * start * num_layers * k)
+        last = _base64_length(4 * (start + len(piece)) * num_layers * k)
         ids = _base64_ids(text[first:last], context)
         if ids.size != len(piece) * num_layers * k:  # padding inside the text
             raise _not_base64(context)

@@ -14,8 +14,8 @@ import torch
 from megatron_gspo.config import SamplingParams
 from megatron_gspo.rollout.server_engine.endpoint_answers import (
     count,
+    get_object,
     has_endpoint,
-    object_of,
     positive,
 )
 from megatron_gspo.rollout.server_engine.server_api import (
@@ -27,7 +27,7 @@ from megatron_gspo.rollout.server_engine.server_api import (
     ServerAPI,
 )
 from megatron_gspo.rollout.sglang import response_parser
-from megatron_gspo.servers.http_client import ServerClient, ServerError
+from megatron_gspo.servers.http_client import JsonObject, ServerClient, ServerError
 from megatron_gspo.servers.server_launch import release
 from megatron_gspo.weight_transport.buckets import Entry
 from megatron_gspo.weight_transport.receiver_transport import RECEIVER
@@ -120,8 +120,9 @@ class SGLangAPI(ServerAPI):
         /server_info returns every argument of the server, its API key included; only the fields of
         `ServerInfo` are kept.
         """
-        info = await object_of(server, "/server_info", timeout, "an SGLang server")
-        model = await object_of(server, "/model_info", timeout, "an SGLang server")
+        expected = "an SGLang server"
+        info = await get_object(server, "/server_info", timeout=timeout, expected=expected)
+        model = await get_object(server, "/model_info", timeout=timeout, expected=expected)
         return ServerInfo(
             url=server.url,
             version=str(info.get("version", "unknown")),
@@ -187,7 +188,7 @@ class SGLangAPI(ServerAPI):
         The format is given: a server started with `--load-format dummy` would load random weights
         again.
         """
-        body: dict[str, Any] = {
+        body: JsonObject = {
             "model_path": str(path),
             "load_format": "auto",
             "flush_cache": False,
@@ -197,7 +198,7 @@ class SGLangAPI(ServerAPI):
     async def load_adapters(self, server: ServerClient, path: Path, *, timeout: float) -> None:
         """See `WeightEndpoints.load_adapters`."""
         await _unload_adapters(server, timeout)
-        body: dict[str, Any] = {"lora_name": ADAPTERS, "lora_path": str(path)}
+        body: JsonObject = {"lora_name": ADAPTERS, "lora_path": str(path)}
         await _post_checked(server, "/load_lora_adapter", body, timeout)
 
     async def load_adapter_payloads(
@@ -231,7 +232,7 @@ class SGLangAPI(ServerAPI):
         )
 
     async def receive(
-        self, server: ServerClient, requests: Sequence[dict[str, Any]], *, timeout: float
+        self, server: ServerClient, requests: Sequence[JsonObject], *, timeout: float
     ) -> None:
         """See `WeightEndpoints.receive`."""
         texts = [
@@ -261,7 +262,7 @@ class SGLangAPI(ServerAPI):
         self, server: ServerClient, group_name: str, entries: Sequence[Entry], *, timeout: float
     ) -> None:
         """See `WeightEndpoints.load_broadcast`."""
-        body: dict[str, Any] = {
+        body: JsonObject = {
             "names": [entry.name for entry in entries],
             "dtypes": [str(entry.dtype).removeprefix("torch.") for entry in entries],
             "shapes": [list(entry.shape) for entry in entries],
@@ -278,9 +279,11 @@ class SGLangAPI(ServerAPI):
         )
 
 
-def _body(tokens: list[int], params: dict[str, Any], context: RequestContext) -> dict[str, Any]:
-    body: dict[str, Any] = {"input_ids": tokens, "sampling_params": params}
-    return body | {"lora_path": context.model.adapters} if context.model.adapters else body
+def _body(tokens: list[int], params: JsonObject, context: RequestContext) -> JsonObject:
+    body: JsonObject = {"input_ids": tokens, "sampling_params": params}
+    if context.model.adapters:
+        body["lora_path"] = context.model.adapters
+    return body
 
 
 async def _unload_adapters(server: ServerClient, timeout: float) -> None:
@@ -299,7 +302,7 @@ def _weights_body(
 
 
 async def _tensor_body(
-    fields: dict[str, Any], payloads: Sequence[Iterable[bytes | memoryview]]
+    fields: JsonObject, payloads: Sequence[Iterable[bytes | memoryview]]
 ) -> AsyncIterator[bytes]:
     for piece in json_with_base64(fields, "serialized_named_tensors", payloads):
         yield piece

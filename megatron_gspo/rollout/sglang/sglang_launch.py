@@ -113,13 +113,51 @@ class SGLangLaunch(ServerLaunch):
 
     def command(self, index: int, port: int, *, key_file: str | None) -> list[str]:
         """See `ServerLaunch.command`."""
-        return server_command(
-            self, index, port, cpu=self.cpu, version=self.version, config_file=key_file
-        )
+        command = [self.python, "-m", "sglang.launch_server", "--model-path", self.model_path]
+        command += ["--host", self.host, "--port", str(port), "--dtype", self.dtype]
+        command += ["--log-level-http", "warning"]  # the default logs a line per request
+        command += ["--custom-weight-loader", RECEIVER]
+        if self.routed_experts:
+            command.append("--enable-return-routed-experts")
+        if self.cpu:
+            command += ["--device", "cpu", "--attention-backend", "torch_native"]
+            # Without a limit on tokens the cache takes most of the memory.
+            command += ["--max-total-tokens", "8192"]
+            # Without sleep an idle server uses a core.
+            command += ["--sleep-on-idle", "--skip-server-warmup"]
+            if self.version < _CPU_OVERLAP_VERSION:
+                command.append("--disable-overlap-schedule")
+        elif self.config.colocated:
+            command.append("--enable-memory-saver")  # without it a server keeps its memory
+        if key_file:
+            command += ["--config", key_file]
+        command += self.args
+        if not self.cpu:
+            command += [self.gpu_option, str(self._first_gpu(index))]
+        return command
+
+    def _first_gpu(self, index: int) -> int:
+        """The first GPU of server `index`."""
+        first = self.first_gpu
+        if first is None:
+            first = int(option(self.args, self.gpu_option) or 0)
+        return first + index * self.gpus_per_server(self.args)
 
     def environment(self, index: int) -> dict[str, str]:
-        """See `ServerLaunch.environment`: the same for all servers."""
-        return sglang_environment(self.python, cpu=self.cpu, host=self.host)
+        """See `ServerLaunch.environment`: the same for all servers, with our receiver of weights
+        and what servers without a GPU need.
+        """
+        environment = server_environment(self.python, host=self.host)
+        paths = [str(RECEIVER_FOLDER)]
+        if environment.get("PYTHONPATH"):
+            paths.append(environment["PYTHONPATH"])
+        if self.cpu:
+            paths.insert(0, patch_folder())
+            environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
+        return environment | {
+            "PYTHONPATH": os.pathsep.join(paths),
+            "SGLANG_TIMEOUT_KEEP_ALIVE": str(SERVER_KEEP_ALIVE),
+        }
 
     def after_start(self, url: str, api_key: str | None) -> None:
         """Exclude what the server has loaded from its garbage collections.
@@ -129,66 +167,6 @@ class SGLangLaunch(ServerLaunch):
         """
         if self.cpu:
             _freeze_gc(url, api_key)
-
-
-def server_command(
-    launch: SGLangLaunch,
-    index: int,
-    port: int,
-    *,
-    cpu: bool,
-    version: tuple[int, ...],
-    config_file: str | None = None,
-) -> list[str]:
-    """The command line of server `index`.
-
-    version: of sglang. config_file: with the API key, which `ps` would show.
-    """
-    command = [launch.python, "-m", "sglang.launch_server", "--model-path", launch.model_path]
-    command += ["--host", launch.host, "--port", str(port), "--dtype", launch.dtype]
-    command += ["--log-level-http", "warning"]  # the default logs a line per request
-    command += ["--custom-weight-loader", RECEIVER]
-    if launch.routed_experts:
-        command.append("--enable-return-routed-experts")
-    if cpu:
-        # Without a limit on tokens the cache takes most of the memory; without sleep an idle server
-        # uses a core.
-        command += [
-            "--device",
-            "cpu",
-            "--attention-backend",
-            "torch_native",
-            "--max-total-tokens",
-            "8192",
-        ]
-        command += ["--sleep-on-idle", "--skip-server-warmup"]
-        if version < _CPU_OVERLAP_VERSION:
-            command.append("--disable-overlap-schedule")
-    elif launch.config.colocated:
-        command.append("--enable-memory-saver")  # without it a server keeps its memory
-    if config_file:
-        command += ["--config", config_file]
-    command += launch.args
-    if not cpu:
-        given = int(option(launch.args, launch.gpu_option) or 0)
-        first = given if launch.first_gpu is None else launch.first_gpu
-        command += [launch.gpu_option, str(first + index * launch.gpus_per_server(launch.args))]
-    return command
-
-
-def sglang_environment(
-    python: str, *, cpu: bool, base: Mapping[str, str] = os.environ, host: str = ""
-) -> dict[str, str]:
-    """`server_environment`, with our receiver of weights and what servers without a GPU need."""
-    environment = server_environment(python, base, host=host)
-    paths = [str(RECEIVER_FOLDER), *filter(None, [environment.get("PYTHONPATH")])]
-    if cpu:
-        paths.insert(0, patch_folder())
-        environment.update(SGLANG_USE_CPU_ENGINE="1", OMP_NUM_THREADS="1")
-    return environment | {
-        "PYTHONPATH": os.pathsep.join(paths),
-        "SGLANG_TIMEOUT_KEEP_ALIVE": str(SERVER_KEEP_ALIVE),
-    }
 
 
 def patch_folder() -> str:

@@ -23,7 +23,7 @@ from megatron_gspo.rollout.server_engine.response_checks import (
     checked_reason,
     checked_tokens,
     decoded,
-    one_version,
+    single_version,
 )
 from megatron_gspo.rollout.server_engine.server_api import (
     RequestContext,
@@ -93,14 +93,8 @@ def max_response_bytes(context: RequestContext) -> int:
     routes = 0
     if context.model.return_routes:
         shape = context.model.shape
-        routes = (
-            context.route_rows
-            * len(shape.moe_layers)
-            * shape.experts_per_token
-            * _MAX_ID_BYTES
-            * 4
-            // 3
-        )
+        ids = context.route_rows * len(shape.moe_layers) * shape.experts_per_token
+        routes = ids * _MAX_ID_BYTES * 4 // 3  # base64
     return _FIXED_BYTES + context.max_new_tokens * _TOKEN_BYTES + routes
 
 
@@ -120,10 +114,8 @@ def decode_response(body: bytes | bytearray, context: RequestContext) -> Generat
 def is_empty(response: GenerateResponse, context: RequestContext) -> bool:
     """Whether a request was aborted before its first token. Raises `ResponseError`."""
     choice = response.choices[0]
-    return (
-        checked_reason(choice.finish_reason, choice.finish_reason, context) == "abort"
-        and not choice.token_ids
-    )
+    reason = checked_reason(choice.finish_reason, choice.finish_reason, context)
+    return reason == "abort" and not choice.token_ids
 
 
 def response_version(response: GenerateResponse, context: RequestContext) -> str:
@@ -134,13 +126,16 @@ def response_version(response: GenerateResponse, context: RequestContext) -> str
     choice = response.choices[0]
     spans = choice.weight_versions
     first = spans[0] if isinstance(spans, list) and spans else None
-    version = one_version(first.get("version") if isinstance(first, dict) else None, spans, context)
-    places = [(span.get("start"), span.get("end")) for span in spans]
-    starts = [0, *(end for _, end in places)]
-    ends = [*(start for start, _ in places), len(choice.token_ids or ())]
-    if starts != ends:
+    version = single_version(
+        first.get("version") if isinstance(first, dict) else None, spans, context
+    )
+    bounds = [(span.get("start"), span.get("end")) for span in spans]
+    starts = [start for start, _ in bounds]
+    ends = [end for _, end in bounds]
+    # Each span begins where the one before ends.
+    if [0, *ends] != [*starts, len(choice.token_ids or ())]:
         raise ResponseError(
-            f"{context.name}: weight_versions is of the tokens {places}, not of all tokens"
+            f"{context.name}: weight_versions is of the tokens {bounds}, not of all tokens"
         )
     return version
 
@@ -212,24 +207,21 @@ def _routes(response: GenerateResponse, count: int, context: RequestContext) -> 
     be missing.
     """
     shape = context.model.shape
-    parts = [
-        part
-        for part in (response.prompt_routed_experts, response.choices[0].routed_experts)
-        if part is not None
-    ]
-    if not parts:
+    sent = (response.prompt_routed_experts, response.choices[0].routed_experts)
+    files = [text for text in sent if text is not None]
+    if not files:
         hint = (
             "a preempted request has none; else start the server with"
             " --enable-return-routed-experts"
         )
         raise ResponseError(f"{context.name}: no routed_experts came back; {hint}")
-    arrays = [_npy(part, context) for part in parts]
+    arrays = [_npy(text, context) for text in files]
     moe = [layer for layer, is_moe in enumerate(shape.moe_layers) if is_moe]
     rows = context.context_length + count - 1 - context.routes_start
     wanted = (len(moe), shape.experts_per_token)
-    arrays = [
-        a[:, moe] if a.ndim == 3 and a.shape[1] == len(shape.moe_layers) else a for a in arrays
-    ]
+    for i, array in enumerate(arrays):
+        if array.ndim == 3 and array.shape[1] == len(shape.moe_layers):
+            arrays[i] = array[:, moe]
     shapes = [array.shape for array in arrays]
     if any(array.ndim != 3 or array.shape[1:] != wanted for array in arrays):
         raise ResponseError(

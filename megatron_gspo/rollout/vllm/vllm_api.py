@@ -11,8 +11,8 @@ from typing import Any
 from megatron_gspo.config import SamplingParams
 from megatron_gspo.rollout.server_engine.endpoint_answers import (
     count,
+    get_object,
     has_endpoint,
-    object_of,
     positive,
 )
 from megatron_gspo.rollout.server_engine.server_api import (
@@ -24,7 +24,7 @@ from megatron_gspo.rollout.server_engine.server_api import (
     ServerAPI,
 )
 from megatron_gspo.rollout.vllm import response_parser
-from megatron_gspo.servers.http_client import ServerClient, ServerError
+from megatron_gspo.servers.http_client import JsonObject, ServerClient, ServerError
 from megatron_gspo.weight_transport.server_endpoints import (
     ADAPTERS,
     ClearedWeights,
@@ -115,21 +115,25 @@ class VLLMAPI(ServerAPI):
     async def server_info(self, server: ServerClient, *, timeout: float) -> ServerInfo:
         """See `WeightEndpoints.server_info`. Four requests; the first one takes seconds, in which
         vLLM collects its environment."""
-        answer = await object_of(
+        answer = await get_object(
             server,
             "/server_info?config_format=json",
-            timeout,
-            "a vLLM server with VLLM_SERVER_DEV_MODE=1",
+            timeout=timeout,
+            expected="a vLLM server with VLLM_SERVER_DEV_MODE=1",
         )
         config = _section(answer, "vllm_config")
-        version = await object_of(server, "/version", timeout, "a vLLM server")
-        model, parallel, cache = (
-            _section(config, name) for name in ("model_config", "parallel_config", "cache_config")
-        )
-        blocks = positive(cache.get("num_gpu_blocks"))
-        size = positive(cache.get("block_size"))
+        version = await get_object(server, "/version", timeout=timeout, expected="a vLLM server")
+        model = _section(config, "model_config")
+        parallel = _section(config, "parallel_config")
+        cache = _section(config, "cache_config")
+        device = str(_section(config, "device_config").get("device", "unknown"))
+        outputs = _section(config, "aux_output_config")
         longest = positive(model.get("max_model_len"))  # of prompt and response
-        limits = [limit for limit in (longest, blocks * size if blocks and size else None) if limit]
+        blocks = positive(cache.get("num_gpu_blocks"))
+        block_size = positive(cache.get("block_size"))
+        limits = [] if longest is None else [longest]
+        if blocks is not None and block_size is not None:
+            limits.append(blocks * block_size)
         receiver = parallel.get("worker_extension_cls") == EXTENSION
         return ServerInfo(
             url=server.url,
@@ -137,17 +141,13 @@ class VLLMAPI(ServerAPI):
             start_id=str(config.get("instance_id")),
             weight_version=await self.weight_version(server, timeout=timeout) or "",
             model_path=str(model.get("model", "")),
-            device=str(_section(config, "device_config").get("device", "unknown")).partition(":")[
-                0
-            ],
+            device=device.partition(":")[0],
             tp_size=count(parallel, "tensor_parallel_size", server),
             pp_size=count(parallel, "pipeline_parallel_size", server),
             dp_size=count(parallel, "data_parallel_size", server),
             max_input_tokens=longest,
             max_total_tokens=min(limits, default=None),
-            routed_experts=bool(
-                _section(config, "aux_output_config").get("enable_return_routed_experts", False)
-            ),
+            routed_experts=bool(outputs.get("enable_return_routed_experts", False)),
             update_session=False,
             speculative=config.get("speculative_config") is not None,
             receiver=receiver,
@@ -213,17 +213,17 @@ class VLLMAPI(ServerAPI):
         await server.post("/v1/load_lora_adapter", body, timeout=timeout)
 
     async def receive(
-        self, server: ServerClient, requests: Sequence[dict[str, Any]], *, timeout: float
+        self, server: ServerClient, requests: Sequence[JsonObject], *, timeout: float
     ) -> None:
         """See `WeightEndpoints.receive`."""
         await _call(server, "receive_weights", timeout, args=[json.dumps(list(requests))])
 
 
-def _request(
-    tokens: list[int], params: dict[str, Any], max_bytes: int, adapters: str = ""
-) -> Request:
-    body: dict[str, Any] = {"token_ids": tokens, "sampling_params": {**params, "detokenize": False}}
-    return Request(PATH, body | {"model": adapters} if adapters else body, max_bytes)
+def _request(tokens: list[int], params: JsonObject, max_bytes: int, adapters: str = "") -> Request:
+    body: JsonObject = {"token_ids": tokens, "sampling_params": {**params, "detokenize": False}}
+    if adapters:
+        body["model"] = adapters
+    return Request(PATH, body, max_bytes)
 
 
 async def _digests(server: ServerClient, timeout: float) -> dict[str, str]:
@@ -244,12 +244,12 @@ async def _call(server: ServerClient, method: str, timeout: float, **arguments: 
     )
 
 
-def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
+def _section(config: JsonObject, name: str) -> JsonObject:
     value = config.get(name)
     return value if isinstance(value, dict) else {}
 
 
-def _refusal(model: dict[str, Any], generates: bool, receiver: bool) -> str:
+def _refusal(model: JsonObject, generates: bool, receiver: bool) -> str:
     """Why the server's responses can't be used, with the fix; "" if they can."""
     if (mode := model.get("logprobs_mode")) != "processed_logprobs":
         return (

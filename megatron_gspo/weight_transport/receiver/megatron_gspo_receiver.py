@@ -27,7 +27,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_WORD, _ODD = 8, -7046029254386353131  # bytes of int64; 2**64 over the golden ratio, as int64
+_WORD = 8  # bytes of int64
+_ODD = -7046029254386353131  # 2**64 over the golden ratio, as int64
 _CHUNK = 1 << 19  # words summed at once
 _POLL = 0.002  # seconds between two checks of a broadcast
 _AHEAD = 2  # buckets of a source that wait to be loaded
@@ -174,9 +175,9 @@ def _receive(model: Any, request: dict[str, Any]) -> str:
             error = _load_bucket(model, entry["entries"], data, request["checksums"])
         del entry, data
     if request["checksums"] and not error:
-        error = next(
-            (f"{name} is stale" for name, value in sums.items() if _held.get(name) != value), ""
-        )
+        stale = [name for name, value in sums.items() if _held.get(name) != value]
+        if stale:
+            error = f"{stale[0]} is stale"
     if error:
         _held.clear()
     for group in [_groups[name] for name in names if name in _groups]:
@@ -190,18 +191,16 @@ def _receive(model: Any, request: dict[str, Any]) -> str:
 def _load_bucket(model: Any, entries: list[list[Any]], data: torch.Tensor, checksums: bool) -> str:
     """The error, if any."""
     try:
-        parts = [data[start:stop] for _, _, _, start, stop in entries]
-        shaped = [
-            (name, part.view(getattr(torch, dtype)).view(shape))
-            for (name, dtype, shape, _, _), part in zip(entries, parts, strict=True)
-        ]
-        model.load_weights(shaped)
+        tensors = []
+        for name, dtype, shape, start, stop in entries:
+            tensors.append((name, data[start:stop].view(getattr(torch, dtype)).view(shape)))
+        model.load_weights(tensors)
         if checksums:
-            _held.update(
-                (name, checksum(part)) for (name, *_), part in zip(entries, parts, strict=True)
-            )
+            for name, _, _, start, stop in entries:
+                _held[name] = checksum(data[start:stop])
         if data.is_cuda:
-            torch.cuda.current_stream().synchronize()  # another thread and its stream reuse the bucket's memory
+            # Another thread and its stream reuse the bucket's memory.
+            torch.cuda.current_stream().synchronize()
     except Exception as caught:  # of the server's own loader; it is reported to the sources
         return f"{type(caught).__name__}: {caught}"
     return ""

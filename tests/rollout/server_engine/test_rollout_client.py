@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megatron_gspo.config import SamplingParams, ServerConfig
 from megatron_gspo.parallel.rank_zero import run_on_rank_zero
-from megatron_gspo.rollout.server_engine import rollout_client
+from megatron_gspo.rollout.server_engine import response_generator
 from megatron_gspo.rollout.server_engine.rollout_client import (
     PoolState,
     RolloutClient,
@@ -111,7 +111,7 @@ def on_rank(
     num_servers: int,
     settings: Any,
 ) -> Any:
-    rollout_client._BACKOFF_SECONDS = 0.0
+    response_generator._BACKOFF_SECONDS = 0.0
     with ExitStack() as stack:
         servers = [stack.enter_context(Generator()) for _ in range(num_servers * (number == 0))]
         rank = Rank(folder, clients, servers, settings)

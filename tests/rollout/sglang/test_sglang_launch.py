@@ -14,8 +14,6 @@ from megatron_gspo.errors import InputError
 from megatron_gspo.rollout.sglang.sglang_launch import (
     SGLangLaunch,
     patch_folder,
-    server_command,
-    sglang_environment,
 )
 from megatron_gspo.servers import http_client
 from megatron_gspo.servers.server_launch import option
@@ -41,7 +39,14 @@ def launch(
 def command(
     *, cpu: bool = False, version: tuple[int, ...] = NEW, index: int = 0, **settings: object
 ) -> list[str]:
-    return server_command(launch(**settings), index, 31_000 + index, cpu=cpu, version=version)
+    servers = on_device(launch(**settings), cpu=cpu, version=version)
+    return servers.command(index, 31_000 + index, key_file=None)
+
+
+def on_device(servers: SGLangLaunch, *, cpu: bool, version: tuple[int, ...] = NEW) -> SGLangLaunch:
+    """The servers, with what they would find out about this machine and the interpreter."""
+    vars(servers).update(cpu=cpu, version=version)
+    return servers
 
 
 def test_the_command_on_a_gpu():
@@ -70,8 +75,9 @@ def test_the_command_on_a_gpu():
 def test_servers_on_the_trainers_gpus_can_release_their_memory():
     config = ServerConfig(num_servers=1, python="/env/python", colocated=True)
     for cpu, expected in ((False, 1), (True, 0)):
-        found = server_command(SGLangLaunch(config, "hub/model"), 0, 31_000, cpu=cpu, version=NEW)
-        assert found.count("--enable-memory-saver") == expected
+        servers = on_device(SGLangLaunch(config, "hub/model"), cpu=cpu)
+        made = servers.command(0, 31_000, key_file=None)
+        assert made.count("--enable-memory-saver") == expected
 
 
 @pytest.mark.parametrize(
@@ -152,9 +158,17 @@ def test_the_file_of_the_key_is_private():
         os.unlink(path)
 
 
-def test_servers_without_a_gpu_get_the_start_up_hook():
-    base = {"PATH": "/bin", "RANK": "3", "PYTHONPATH": "/trainer"}
-    on_a_gpu = sglang_environment(sys.executable, cpu=False, base=base)
+def environment(python: str, *, cpu: bool) -> dict[str, str]:
+    config = ServerConfig(num_servers=1, python=python)
+    return on_device(SGLangLaunch(config, "hub/model"), cpu=cpu).environment(0)
+
+
+def test_servers_without_a_gpu_get_the_start_up_hook(monkeypatch):
+    for name in os.environ:
+        monkeypatch.delenv(name)
+    for name, value in {"PATH": "/bin", "RANK": "3", "PYTHONPATH": "/trainer"}.items():
+        monkeypatch.setenv(name, value)
+    on_a_gpu = environment(sys.executable, cpu=False)
     receiver = str(RECEIVER_FOLDER)
     joined = os.pathsep.join
     assert int(on_a_gpu.pop("SGLANG_TIMEOUT_KEEP_ALIVE")) > http_client._IDLE_SECONDS + 30
@@ -163,12 +177,12 @@ def test_servers_without_a_gpu_get_the_start_up_hook():
         "PYTHONPATH": joined([receiver, "/trainer"]),
         "PYTHONSAFEPATH": "1",
     }
-    on = sglang_environment(sys.executable, cpu=True, base=base)
+    on = environment(sys.executable, cpu=True)
     assert (
         on["PYTHONPATH"] == joined([patch_folder(), receiver, "/trainer"])
         and on["SGLANG_USE_CPU_ENGINE"] == "1"
     )
     assert on["OMP_NUM_THREADS"] == "1"
-    assert sglang_environment("/other", cpu=True, base=base)["PYTHONPATH"] == joined(
-        [patch_folder(), receiver]
+    assert environment("/other", cpu=True)["PYTHONPATH"] == joined(
+        [patch_folder(), receiver],
     )

@@ -38,7 +38,7 @@ def write(folder: Path, objects: dict[str, bytes] | None = None) -> Path:
             folder,
             number,
             run,
-            lambda chunk: chunk.of(VALUE),
+            lambda chunk: chunk.view_in(VALUE),
             torch.float32,
             {} if number else objects,
         )
@@ -67,7 +67,9 @@ def test_torchs_own_loader_reads_it(tmp_path):
 
 def test_what_was_never_written_or_leaves_a_gap_is_an_error(tmp_path):
     pieces = list(WHOLE.pieces(12))
-    placements = write_file(tmp_path, 0, pieces[:2], lambda chunk: chunk.of(VALUE), torch.float32)
+    placements = write_file(
+        tmp_path, 0, pieces[:2], lambda chunk: chunk.view_in(VALUE), torch.float32
+    )
     with pytest.raises(ValueError, match="2 chunks were never written, weight first"):
         write_metadata(tmp_path, pieces, torch.float32, {}, placements)
     with pytest.raises(ValueError, match="the chunks of weight leave a gap or overlap"):
@@ -77,7 +79,7 @@ def test_what_was_never_written_or_leaves_a_gap_is_an_error(tmp_path):
 def test_overlapping_chunks_are_an_error(tmp_path):
     first, second, third, last = WHOLE.pieces(12)
     twice = [first, replace(second, offsets=(2, 0), start=8), third, last]
-    placements = write_file(tmp_path, 0, twice, lambda chunk: chunk.of(VALUE), torch.float32)
+    placements = write_file(tmp_path, 0, twice, lambda chunk: chunk.view_in(VALUE), torch.float32)
     with pytest.raises(ValueError):
         write_metadata(tmp_path, twice, torch.float32, {}, placements)
 
