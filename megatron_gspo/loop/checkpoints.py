@@ -43,7 +43,6 @@ class LoopState:
     wall_seconds: float = 0.0
     accuracy_before: float | None = None
     accuracy_after: float | None = None
-    noise_strength: float | None = None  # found for router_noise.target_flip_rate
     callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)  # `state` by name
 
     @property
@@ -231,8 +230,11 @@ def _check_state(path: Path, state: dict[str, Any]) -> None:
 
 
 def _with_callbacks(saved: dict[str, Any]) -> dict[str, Any]:
-    """The state of a checkpoint, also of one that was saved before the guard was a callback."""
-    if "low_steps" not in saved:
-        return saved
+    """The state of a checkpoint, also of one that was saved before the guard and the study of
+    perturbed routers were callbacks."""
     state = {name: value for name, value in saved.items() if name != "low_steps"}
-    return {**state, "callbacks": {"guard": {"low_steps": saved["low_steps"]}}}
+    if "low_steps" in saved:
+        state["callbacks"] = {"guard": {"low_steps": saved["low_steps"]}}
+    if state.get("noise_strength", 0) is None:
+        del state["noise_strength"]
+    return state

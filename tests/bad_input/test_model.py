@@ -299,14 +299,10 @@ CASES = (
         ),
     ),
     Case(
-        "noise in sigmoid routers",
-        "noise is defined for softmax routers",
+        "perturbed sigmoid routers",
+        "a perturbation is defined for softmax routers",
         breaks=deepseek(),
-        overrides=(
-            "router_noise.engines=trainer",
-            "router_noise.strength=0.5",
-            "router_noise.stress_test=true",
-        ),
+        overrides=("routing.perturbation=my.py:noise",),
     ),
     Case(
         "model that is not supported",

@@ -8,8 +8,6 @@ import pytest
 
 from tests.config.building import PPO, SFT, assert_refused, build
 
-NOISE = ["router_noise={engines: both, strength: 0.5, stress_test: true}"]
-
 
 @pytest.mark.parametrize(
     ("overrides", "key", "fix"),
@@ -169,43 +167,11 @@ NOISE = ["router_noise={engines: both, strength: 0.5, stress_test: true}"]
             "remove it",
         ),
         (
-            ["router_noise.strength=0.5"],
-            "router_noise.strength = 0.5: has no effect with router_noise.engines = none",
-            "set that to rollout, trainer or both",
+            ["routing.perturbation_options={strength: 0.5}"],
+            'routing.perturbation_options = {"strength": 0.5}: has no effect with',
+            "remove the key",
         ),
-        (
-            ["router_noise.engines=both", "router_noise.strength=0.5"],
-            'router_noise.engines = "both": makes training worse on purpose',
-            "router_noise.stress_test: true",
-        ),
-        (
-            [*NOISE, "router_noise.strength=null"],
-            "router_noise.strength = null: is the size of the noise",
-            "0.5",
-        ),
-        (
-            [*NOISE, "router_noise.target_flip_rate=0.1"],
-            "router_noise.target_flip_rate = 0.1: the strength is given too (0.5)",
-            "set one of the two",
-        ),
-        (
-            ["router_noise.target_flip_rate=0.1"],
-            "router_noise.target_flip_rate = 0.1: has no effect with router_noise.engines = none",
-            "trainer or both",
-        ),
-        (
-            [*NOISE, "router_noise.strength=null", "router_noise.target_flip_rate=1.0"],
-            "router_noise.target_flip_rate = 1.0: is not allowed",
-            "set number > 0, < 1 or null",
-        ),
-        (
-            [*NOISE, "rollout.engine=sglang", "sglang.num_servers=1"],
-            (
-                'router_noise.engines = "both": a server\'s routers cannot be perturbed'
-                " (rollout.engine = sglang)"
-            ),
-            "set it to trainer",
-        ),
+        (["router_noise.strength=0.5"], 'router_noise = {"strength": 0.5}: is not', "remove it"),
     ],
 )
 def test_contradictions_are_refused_at_load(
@@ -224,8 +190,7 @@ def test_routing_that_goes_together(plain: dict) -> None:
         ],
         ["routing.replay=r2", "routing.compare_rollout=true", "algorithm.name=grpo"],
         ["routing.replay=r2", "routing.metrics=false"],
-        [*NOISE, "routing.replay=r3"],
-        [*NOISE, "router_noise.strength=null", "router_noise.target_flip_rate=0.1"],
-        [*NOISE, "router_noise.engines=trainer", "rollout.engine=sglang", "sglang.num_servers=1"],
+        ["routing.perturbation=my.py:noise", "routing.replay=r3"],
+        ["routing.perturbation=my.py:noise", "rollout.engine=sglang", "sglang.num_servers=1"],
     ):
         build(plain, *overrides).check(1)

@@ -17,7 +17,7 @@ from megatron_gspo.models import family_of, read_config
 from megatron_gspo.models.hf_checkpoint import CheckpointReader
 from megatron_gspo.rollout.embedded.embedded_engine import EmbeddedEngine
 from megatron_gspo.rollout.embedded.transformers_config import transformers_config
-from megatron_gspo.routing_replay.router_noise import RouterNoise
+from tests.support.collapse_noise import noise_of
 from tests.support.reference_models import (
     VOCABULARY,
     checkpoint,
@@ -151,6 +151,6 @@ def test_kimi_k2_is_served_as_deepseek_v3(tmp_path):
         check(sampled(engine), reference)
 
 
-def test_noise_is_refused():
+def test_a_perturbation_is_refused():
     with pytest.raises(ValueError, match="deepseek_v3 has no softmax router"):
-        build("deepseek")[1].perturb_routers(RouterNoise(0.5, seed=1))
+        build("deepseek")[1].perturb_routers(noise_of(strength=0.5))

@@ -31,9 +31,7 @@ def test_the_collapse_example() -> None:
     assert len(configs) == 16 and len({config.run_dir for config in configs}) == 16
     kinds = {(config.algorithm.name, config.routing.replay) for config in configs}
     assert kinds == {("grpo", "none"), ("grpo", "r2"), ("grpo", "r3"), ("gspo", "none")}
-    assert {(config.router_noise.engines, config.router_noise.strength) for config in configs} == {
-        ("both", 0.5)
-    }
+    assert all(config.routing.perturbation_options == {"strength": 0.5} for config in configs)
     start = comparison.config.cold_start
     assert start is not None and load_config(COLLAPSE / start.config).algorithm.is_supervised
 
@@ -64,7 +62,9 @@ def test_the_larger_collapse_example() -> None:
     assert (
         comparison.config.cold_start == load_comparison(COLLAPSE / "small.yaml").config.cold_start
     )
-    assert {resolve(comparison, spec).router_noise.engines for spec in specs} == {"both"}
+    assert {resolve(comparison, spec).routing.perturbation for spec in specs} == {
+        "examples/collapse/noise.py:noise"
+    }
 
 
 def test_the_natural_causes() -> None:
@@ -73,8 +73,7 @@ def test_the_natural_causes() -> None:
     for spec in planned_runs(comparison):
         config = resolve(comparison, spec)
         assert (
-            config.router_noise.engines == "none"
-            and config.rollout.max_response_length >= 2 * 52 + 1
+            config.routing.perturbation is None and config.rollout.max_response_length >= 2 * 52 + 1
         )
         responses = config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
         assert responses // config.training.global_batch_size == 32
