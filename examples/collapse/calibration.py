@@ -46,7 +46,7 @@ class NoiseStudy(Callback):
 
     def __init__(self) -> None:
         self._run: Components | None = None
-        self._found: float | None = None
+        self._strength: float | None = None
 
     def start(self, run: Components, step: int) -> None:
         """Find the strength, or take that of the checkpoint."""
@@ -59,15 +59,15 @@ class NoiseStudy(Callback):
         target = options.pop("target_flip_rate", None)
         if target is None:
             return
-        if self._found is None:
-            self._found, rate = calibrated_strength(run, step, target)
+        if self._strength is None:
+            self._strength, rate = calibrated_strength(run, step, target)
             if dist.get_rank() == 0:
                 print(
-                    f"noise: strength {self._found:g} makes {100 * rate:.1f} % of the experts"
+                    f"noise: strength {self._strength:g} makes {100 * rate:.1f} % of the experts"
                     " differ",
                     file=sys.stderr,
                 )
-        options["strength"] = self._found
+        options["strength"] = self._strength
 
     def after_step(self, step: int, metrics: Mapping[str, float]) -> AfterStep:
         """The strength, and the accuracy of clean routers where the step is evaluated."""
@@ -86,11 +86,11 @@ class NoiseStudy(Callback):
 
     def state(self) -> dict[str, Any]:
         """The strength that was found."""
-        return {} if self._found is None else {"strength": self._found}
+        return {} if self._strength is None else {"strength": self._strength}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Of a resumed run, whose weights would give another."""
-        self._found = state["strength"]
+        self._strength = state["strength"]
 
 
 def calibrated_strength(run: Components, step: int, target: float) -> tuple[float, float]:

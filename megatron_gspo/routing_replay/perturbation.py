@@ -145,13 +145,13 @@ def _try(perturbation: Perturbation) -> None:
     logits = torch.linspace(-1, 1, 12).view(3, 4).sin()
     tokens = torch.tensor([[0, 0, 0], [0, 0, 1], [0, 1, 0]])
     for engine, phase in (("trainer", "old policy"), ("rollout", "")):
-        one_pass = PerturbedPass(perturbation, engine, seed=1, phase=phase)
-        everything = one_pass(logits, 0, RoutedTokens(*tokens))
-        last = one_pass(logits[1:], 0, RoutedTokens(*tokens[:, 1:]))
-        for whole, part in zip(everything, last, strict=True):
-            if not whole.isfinite().all():
+        perturbed_pass = PerturbedPass(perturbation, engine, seed=1, phase=phase)
+        of_all = perturbed_pass(logits, 0, RoutedTokens(*tokens))
+        of_the_last = perturbed_pass(logits[1:], 0, RoutedTokens(*tokens[:, 1:]))
+        for values, last_values in zip(of_all, of_the_last, strict=True):
+            if not values.isfinite().all():
                 raise _refusal(perturbation, "returned NaN or infinity: correct the formula")
-            if not torch.equal(whole[1:], part):
+            if not torch.equal(values[1:], last_values):
                 raise _refusal(
                     perturbation,
                     "a token's logits depend on the other tokens or on the call: make random numbers"

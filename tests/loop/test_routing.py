@@ -93,9 +93,9 @@ def test_a_perturbation_knows_its_pass() -> None:
                 made.update_options(1),
             )
         ]
-        assert all((one.engine, one.seed, one.step) == ("trainer", 7, 3) for one in passes)
-        assert all(one.perturbation is perturbation for one in passes)
-        phases = [one.phase for one in passes]
+        assert all((each.engine, each.seed, each.step) == ("trainer", 7, 3) for each in passes)
+        assert all(each.perturbation is perturbation for each in passes)
+        phases = [each.phase for each in passes]
         assert phases == ["old policy", "reference policy", "update 0", "update 1"]
     assert replay(shape=None).reference_options() is None
 

@@ -85,13 +85,13 @@ def train_save_and_go_on(
     """Two steps and a checkpoint; the third without interruption, and resumed."""
     policy = policy_in(path, layout)
     train(policy, seed=0)
-    found: dict[str, Any] = {"saved": train(policy, seed=1)}
+    result: dict[str, Any] = {"saved": train(policy, seed=1)}
     at = save_checkpoint(policy, Path(folder), 2, {}, keep=1)
-    found["after"] = train(policy, seed=2)
+    result["after"] = train(policy, seed=2)
     resumed = policy_in(path, layout)
     load_checkpoint(resumed, at)
-    found |= {"resumed": train(resumed, seed=2), "at": at}
-    return found if rank == 0 else {}
+    result |= {"resumed": train(resumed, seed=2), "at": at}
+    return result if rank == 0 else {}
 
 
 def resume(
@@ -100,8 +100,8 @@ def resume(
     policy = policy_in(path, layout)
     load_checkpoint(policy, at)
     loaded = {name: value.clone() for name, value in policy.weights()}
-    found = {"loaded": loaded, "after": train(policy, seed=2)}
-    return found if rank == 0 else {}
+    result = {"loaded": loaded, "after": train(policy, seed=2)}
+    return result if rank == 0 else {}
 
 
 LAYOUTS = {
