@@ -45,8 +45,7 @@ def check_user_optimizers(config: Config) -> None:
     Raises UserCodeError where one can't be loaded, raises, or does what the layout or a resumed run
     does not reproduce.
     """
-    sections = [config.optimizer, config.critic]
-    for section in sections:
+    for section in (config.optimizer, config.critic):
         if section.function is not None:
             check_user_optimizer(section, config.parallel)
 
@@ -94,11 +93,11 @@ def _try(section: OptimizerConfig, parallel: ParallelConfig) -> None:
             "the update of a parameter depends on other parameters, which may be on other ranks:"
             " compute each from its own gradient",
         )
-    divided = parallel.use_distributed_optimizer or any(
-        size > 1
-        for size in (parallel.tensor_model_parallel_size, parallel.expert_tensor_parallel_size or 1)
+    tensor_parallel = max(
+        parallel.tensor_model_parallel_size, parallel.expert_tensor_parallel_size or 1
     )
-    if divided and not _are_close(torch.cat([*halves.parameters]), trial.parameters[0].view(-1)):
+    is_divided = parallel.use_distributed_optimizer or tensor_parallel > 1
+    if is_divided and not _are_close(torch.cat([*halves.parameters]), trial.parameters[0].view(-1)):
         raise _refusal(
             section,
             "the update of an element depends on other elements, and ranks hold parts of a"

@@ -149,6 +149,7 @@ def stored_objects(policy: Policy) -> dict[str, bytes]:
     return objects
 
 
+@torch.no_grad()
 def make_state(policy: Policy) -> None:
     """Let every optimizer make its state, as its first step does, unless it has stepped.
 
