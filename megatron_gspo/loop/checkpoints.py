@@ -106,7 +106,6 @@ class CheckpointManager:
         self._current = current
         self._save: AsyncSave | None = None
         self._image: FileImage | None = None
-        self._stepped: list[bool] = []  # the optimizers that had a state when it was made
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -142,10 +141,6 @@ class CheckpointManager:
         is complete on return."""
         self.finish()
         config = self._config
-        stepped = [model.scheduler.num_steps > 0 for model in self._policy.trained.values()]
-        if stepped != self._stepped:
-            self._image = None
-            self._stepped = stepped
         self._save = begin_save(
             self._policy,
             self._folder,
