@@ -43,9 +43,9 @@ PARTS = {
     "processes": (
         "tests/environments/test_episode_engine.py",
         "tests/environments/test_episode_source.py",
+        "tests/examples/test_noise_calibration.py",
         "tests/gpu/",
         "tests/loop/test_log_prob_check.py",
-        "tests/loop/test_noise_calibration.py",
         "tests/loop/test_offloading_source.py",
         "tests/loop/test_route_agreement.py",
         "tests/mcore/checkpoint/test_megatron_format.py",
@@ -62,6 +62,7 @@ PARTS = {
         "tests/mcore/test_meta_device.py",
         "tests/mcore/test_nothing_retained.py",
         "tests/mcore/test_offload.py",
+        "tests/mcore/test_user_optimizer.py",
         "tests/mcore/test_value_steps.py",
         "tests/mcore/test_weight_sources.py",
         "tests/parallel/test_scored_rows.py",

@@ -11,7 +11,7 @@ from megatron_gspo.config.algorithm_section import AlgorithmConfig
 from megatron_gspo.config.config_error import ConfigError, show
 from megatron_gspo.config.fields import default_of
 from megatron_gspo.config.model_sections import ModelConfig
-from megatron_gspo.config.rollout_sections import RolloutConfig, RouterNoiseConfig, RoutingConfig
+from megatron_gspo.config.rollout_sections import RolloutConfig, RoutingConfig
 
 
 def refuse_products_of_ratios(algorithm: object) -> None:
@@ -158,37 +158,15 @@ def check_routing(routing: RoutingConfig, algorithm: AlgorithmConfig) -> None:
         raise ConfigError(
             "routing.missing_routes", "live", problem, "set routing.replay: r3, or remove it"
         )
+    if routing.perturbation_options and routing.perturbation is None:
+        raise ConfigError(
+            "routing.perturbation_options",
+            routing.perturbation_options,
+            "has no effect with routing.perturbation = null",
+            "set that, or remove the key",
+        )
     if routing.compare_rollout and not (routing.metrics and algorithm.has_ratio):
         key = f"algorithm.name = {algorithm.name}"
         if algorithm.has_ratio:
             key = "routing.metrics = false"
         raise ConfigError("routing.compare_rollout", True, f"has no effect with {key}", "remove it")
-
-
-def check_router_noise(noise: RouterNoiseConfig, rollout: RolloutConfig) -> None:
-    """Noise is requested, has a strength, and the engine can be perturbed."""
-    if noise.engines == "none":
-        for key in ("stress_test", "strength", "target_flip_rate", "perturb_weights", "seed"):
-            if (value := getattr(noise, key)) != default_of(RouterNoiseConfig, key):
-                problem = "has no effect with router_noise.engines = none"
-                raise ConfigError(
-                    f"router_noise.{key}", value, problem, "set that to rollout, trainer or both"
-                )
-        return
-    if not noise.stress_test:
-        problem = "makes training worse on purpose"
-        fix = "set router_noise.stress_test: true to perturb the routers, or remove the section"
-        raise ConfigError("router_noise.engines", noise.engines, problem, fix)
-    if noise.strength is None and noise.target_flip_rate is None:
-        fix = "set it, 0.5 is strong, or target_flip_rate"
-        raise ConfigError("router_noise.strength", None, "is the size of the noise", fix)
-    if noise.strength is not None and noise.target_flip_rate is not None:
-        problem = f"the strength is given too ({noise.strength:g})"
-        raise ConfigError(
-            "router_noise.target_flip_rate", noise.target_flip_rate, problem, "set one of the two"
-        )
-    if noise.in_rollout and rollout.engine != "embedded":
-        problem = f"a server's routers cannot be perturbed (rollout.engine = {rollout.engine})"
-        raise ConfigError(
-            "router_noise.engines", noise.engines, problem, "set it to trainer, or use embedded"
-        )

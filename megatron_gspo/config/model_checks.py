@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron_gspo.config.config_error import ConfigError, show
 from megatron_gspo.config.fields import default_of
-from megatron_gspo.config.rollout_sections import RolloutConfig, RouterNoiseConfig, RoutingConfig
+from megatron_gspo.config.rollout_sections import RolloutConfig, RoutingConfig
 from megatron_gspo.models.companions import companions
 from megatron_gspo.models.config_defaults import HFConfig
 from megatron_gspo.models.families import FAMILIES, family_of
@@ -65,37 +65,28 @@ def check_critic_model(path: str, critic: HFConfig, policy: HFConfig) -> None:
             )
 
 
-def check_experts(routing: RoutingConfig, noise: RouterNoiseConfig, hf: HFConfig) -> None:
-    """A model without experts has no routes, and a random choice of experts keeps some.
+def check_experts(routing: RoutingConfig, hf: HFConfig) -> None:
+    """A model without experts has no routes, and a perturbation needs softmax routers.
 
     hf: its config.json.
     """
-    if experts := experts_of(hf):
-        if noise.engines != "none" and _router_score(hf) != "softmax":
+    if experts_of(hf):
+        if routing.perturbation is not None and _router_score(hf) != "softmax":
             problem = (
-                f"the routers of {hf['model_type']} add a bias to sigmoids; noise is defined for"
-                " softmax routers"
+                f"the routers of {hf['model_type']} add a bias to sigmoids; a perturbation is"
+                " defined for softmax routers"
             )
-            raise ConfigError("router_noise.engines", noise.engines, problem, "set it to none")
-        target = noise.target_flip_rate
-        most = 1 - hf.get("num_experts_per_tok", 0) / experts
-        if target is not None and target >= most:
-            problem = f"a random choice of the experts reaches {most:.3g}"
-            raise ConfigError("router_noise.target_flip_rate", target, problem, "set it below that")
-        return
-    for section, values, key in (
-        ("routing", routing, "replay"),
-        ("routing", routing, "compare_rollout"),
-        ("router_noise", noise, "engines"),
-    ):
-        off = default_of(type(values), key)
-        if (value := getattr(values, key)) != off:
             raise ConfigError(
-                f"{section}.{key}",
-                value,
-                "the model has no experts",
-                f"set it to {str(off).lower()}",
+                "routing.perturbation", routing.perturbation, problem, "remove the key"
             )
+        return
+    for key, fix in (
+        ("replay", "set it to none"),
+        ("compare_rollout", "set it to false"),
+        ("perturbation", "remove the key"),
+    ):
+        if (value := getattr(routing, key)) != default_of(RoutingConfig, key):
+            raise ConfigError(f"routing.{key}", value, "the model has no experts", fix)
 
 
 def _router_score(hf: HFConfig) -> str:

@@ -1,4 +1,4 @@
-"""Sections `rollout`, `routing` and `router_noise`, and the sampling parameters that `rollout`
+"""Sections `rollout` and `routing`, and the sampling parameters that `rollout`
 extends.
 """
 
@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Ge, Gt, Le
 
 from megatron_gspo.config.paths import UserPath
 from megatron_gspo.config.quantization_section import QuantizationConfig
@@ -130,6 +130,11 @@ class RoutingConfig:
     """Sequences per rollout batch whose expert flips are measured without replay."""
     compare_rollout: bool = False
     """Request the rollout engine's routes, for routing/rollout_flip_rate; r3 always does."""
+    perturbation: UserPath | None = None
+    """Import path of a function that changes which experts are chosen, in the trainer and in an
+    embedded engine (docs/extending.md)."""
+    perturbation_options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of every call of `perturbation`."""
 
     @property
     def uses_routes(self) -> bool:
@@ -140,49 +145,3 @@ class RoutingConfig:
     def needs_rollout_routes(self) -> bool:
         """Whether the rollout engine must return its routes."""
         return self.replay == "r3" or self.compare_rollout
-
-
-@dataclass(frozen=True, kw_only=True)
-class RouterNoiseConfig:
-    """A stress test: experts are chosen by logits + strength x their standard deviation x gaussian
-    noise, which emulates engines with other kernels and routers that move. The noise is new in
-    every pass."""
-
-    engines: Literal["none", "rollout", "trainer", "both"] = "none"
-    """Whose routers are perturbed. The rollout engine's needs `rollout.engine: embedded`."""
-    stress_test: bool = False
-    """Must be true with noise, which makes training worse."""
-    strength: Annotated[float, Gt(0)] | None = None
-    """Standard deviation of the noise over that of a token's router logits."""
-    target_flip_rate: Annotated[float, Gt(0), Lt(1)] | None = None
-    """In place of `strength`: share of experts that differ between the engines. The strength is
-    found before the first step, to 5 %, on `routing.metric_sequences` responses."""
-    perturb_weights: bool = False
-    """Weigh the experts by the perturbed logits too."""
-    seed: Annotated[int, Ge(0)] = 0
-    """Seed of the noise; the samples' is `seed`."""
-
-    @property
-    def in_rollout(self) -> bool:
-        """Whether the rollout engine's routers are perturbed."""
-        return self.engines in ("rollout", "both")
-
-    @property
-    def in_trainer(self) -> bool:
-        """Whether the trainer's routers are perturbed."""
-        return self.engines in ("trainer", "both")
-
-
-NOISY_ENGINES = {"rollout": "the rollout engine", "trainer": "the trainer", "both": "both engines"}
-
-
-def noise_in_words(engines: str, strength: float | None, target_flip_rate: float | None) -> str:
-    """Whose routers are perturbed and how strongly, as far as that is known; empty without
-    noise.
-    """
-    if engines not in NOISY_ENGINES:
-        return ""
-    target = "" if target_flip_rate is None else f", {100 * target_flip_rate:g} % of the experts"
-    return f"routers of {NOISY_ENGINES[engines]}{target}" + (
-        "" if strength is None else f", strength {strength:.3g}"
-    )

@@ -17,7 +17,6 @@ from megatron_gspo.algorithms.surrogate import check_surrogate
 from megatron_gspo.config.algorithm_checks import (
     check_algorithm,
     check_rollout_correction,
-    check_router_noise,
     check_routing,
     refuse_products_of_ratios,
 )
@@ -50,7 +49,7 @@ from megatron_gspo.config.rollout_checks import (
     check_offloading,
     check_sampling,
 )
-from megatron_gspo.config.rollout_sections import RolloutConfig, RouterNoiseConfig, RoutingConfig
+from megatron_gspo.config.rollout_sections import RolloutConfig, RoutingConfig
 from megatron_gspo.config.server_checks import check_server_files, check_servers
 from megatron_gspo.config.server_sections import ServerConfig, SGLangConfig, VLLMConfig
 from megatron_gspo.config.training_checks import (
@@ -100,7 +99,6 @@ class Config:
     vllm: VLLMConfig = field(default_factory=VLLMConfig)
     training: TrainingConfig
     routing: RoutingConfig = field(default_factory=RoutingConfig)
-    router_noise: RouterNoiseConfig = field(default_factory=RouterNoiseConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
@@ -149,7 +147,7 @@ class Config:
         hf = read_hf_config(self.model.path)
         check_family("model.path", self.model.path, hf)
         check_divisibility(self.parallel, hf)
-        check_experts(self.routing, self.router_noise, hf)
+        check_experts(self.routing, hf)
         check_positions(self.rollout, self.data.max_prompt_length, hf)
         check_targets(self.lora, hf)
         resolve_quantization(self.rollout.quantization, hf)
@@ -175,7 +173,6 @@ class Config:
         check_critic(self.critic, self.algorithm, self.training.steps)
         check_optimizer("critic", self.critic, self.optimizer_steps)
         check_routing(self.routing, self.algorithm)
-        check_router_noise(self.router_noise, self.rollout)
         check_evaluation(self.evaluation, self.data.has_eval_prompts)
         check_servers(self.rollout, self._server_sections)
         check_adapter_updates(self.lora, self.rollout, self.servers)

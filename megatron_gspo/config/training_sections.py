@@ -31,10 +31,6 @@ class TrainingConfig:
 class OptimizerConfig:
     """Adam, or an optimizer of your own, and its learning-rate schedule."""
 
-    function: UserPath | None = None
-    """Import path of a function that makes the optimizer (docs/extending.md); null is Adam."""
-    options: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of `function`."""
     lr: Annotated[float, Gt(0)] = 1e-6
     """Peak learning rate."""
     min_lr: Annotated[float, Ge(0)] = 0.0
@@ -53,6 +49,10 @@ class OptimizerConfig:
     """Term added to Adam's denominator."""
     clip_grad: Annotated[float, Ge(0)] = 1.0
     """Maximum gradient norm; 0 disables clipping."""
+    function: UserPath | None = None
+    """Import path of a function that makes the optimizer (docs/extending.md); null is Adam."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of `function`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,7 +41,8 @@ class Callback:
     """Base class. Every hook runs on every rank, in the same order, so it may use collectives."""
 
     def start(self, run: Components, step: int) -> None:
-        """Before the first step of this process. step: of the checkpoint, 0 in a new run."""
+        """Before the first evaluation and step of this process. step: of the checkpoint, 0 in a new
+        run."""
 
     def after_rollout(self, step: int, batch: SampleBatch) -> Mapping[str, float]:
         """After a rollout batch has its rewards: metrics of the step, the same on every rank.

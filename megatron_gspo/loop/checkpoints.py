@@ -45,7 +45,6 @@ class LoopState:
     wall_seconds: float = 0.0
     accuracy_before: float | None = None
     accuracy_after: float | None = None
-    noise_strength: float | None = None  # found for router_noise.target_flip_rate
     callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)  # `state` by name
 
     @property
@@ -109,7 +108,6 @@ class CheckpointManager:
         self._current = current
         self._save: AsyncSave | None = None
         self._image: FileImage | None = None
-        self._stepped: list[bool] = []  # the optimizers that had a state when it was made
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -145,10 +143,6 @@ class CheckpointManager:
         is complete on return."""
         self.finish()
         config = self._config
-        stepped = [model.scheduler.num_steps > 0 for model in self._policy.trained.values()]
-        if stepped != self._stepped:
-            self._image = None
-            self._stepped = stepped
         self._save = begin_save(
             self._policy,
             self._folder,
@@ -233,8 +227,11 @@ def _check_state(path: Path, state: dict[str, Any]) -> None:
 
 
 def _with_callbacks(saved: dict[str, Any]) -> dict[str, Any]:
-    """The state of a checkpoint, also of one that was saved before the guard was a callback."""
-    if "low_steps" not in saved:
-        return saved
+    """The state of a checkpoint, also of one that was saved before the guard and the study of
+    perturbed routers were callbacks."""
     state = {name: value for name, value in saved.items() if name != "low_steps"}
-    return {**state, "callbacks": {"guard": {"low_steps": saved["low_steps"]}}}
+    if "low_steps" in saved:
+        state["callbacks"] = {"guard": {"low_steps": saved["low_steps"]}}
+    if state.get("noise_strength", 0) is None:
+        del state["noise_strength"]
+    return state

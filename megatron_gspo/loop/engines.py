@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,14 +13,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_gspo.config import Config, ConfigError
-from megatron_gspo.config.rollout_sections import RouterNoiseConfig
 from megatron_gspo.config.server_urls import is_loopback
 from megatron_gspo.environments.environment_pool import EnvironmentPool
 from megatron_gspo.environments.episode_engine import EpisodeEngine
 from megatron_gspo.environments.episode_source import EpisodeServerSource
 from megatron_gspo.environments.episodes import EpisodeRules
 from megatron_gspo.errors import first_line
-from megatron_gspo.loop.routing import router_noise
 from megatron_gspo.loop.weight_handles import handle_sources
 from megatron_gspo.mcore.process_groups import compute_device, current_groups
 from megatron_gspo.mcore.weight_sources import default_sources
@@ -42,6 +39,7 @@ from megatron_gspo.rollout.server_kinds import SERVER_KINDS
 from megatron_gspo.rollout.server_source import ServerSource
 from megatron_gspo.rollout.sft_engine import DemonstrationEngine
 from megatron_gspo.rollout.weight_sync import WHOLE, Source, WeightSync, senders_of
+from megatron_gspo.routing_replay.perturbation import KEY, Perturbation
 from megatron_gspo.servers.server_launch import first_server_gpu
 from megatron_gspo.servers.server_processes import LocalServers
 from megatron_gspo.terminal import get_logger
@@ -286,27 +284,21 @@ def embedded_engine(config: Config, shape: ModelShape, tokenizer: Any) -> Embedd
         raise ConfigError("model.path", config.model.path, problem, fix) from error
 
 
-def perturb_rollout(
-    engine: RolloutEngine | None, section: RouterNoiseConfig, found: float | None
-) -> None:
-    """Perturb the routers of the engine in this rank from now on. found: see ``router_noise``.
+def perturb_rollout(engine: RolloutEngine | None, perturbation: Perturbation) -> None:
+    """Perturb the routers of the engine in this rank from now on; nothing of servers.
 
     Raises ``ConfigError`` for an engine or a model whose routers cannot be perturbed.
     """
+    if engine is None:
+        return
     problem = f"the routers of {type(engine).__name__} cannot be perturbed"
     try:
         if isinstance(engine, EmbeddedEngine):
-            engine.perturb_routers(router_noise(section, found, "rollout"))
+            engine.perturb_routers(perturbation)
             return
     except ValueError as error:
         problem = first_line(error)
-    raise ConfigError("router_noise.engines", section.engines, problem, "set it to trainer or none")
-
-
-def unperturbed_rollout(engine: RolloutEngine | None) -> AbstractContextManager[None]:
-    """The engine in this rank generates without noise in the meantime."""
-    assert isinstance(engine, EmbeddedEngine), "perturb_rollout takes no other"
-    return engine.unperturbed()
+    raise ConfigError(KEY, perturbation.name, problem, "remove the key")
 
 
 def start_servers(config: Config, *, trainer_gpus: int) -> LocalServers:

@@ -8,7 +8,6 @@ import contextlib
 import io
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import numpy as np
 import torch.distributed as dist
 
 from megatron_gspo.config import Config
-from megatron_gspo.config.rollout_sections import noise_in_words
 from megatron_gspo.data.sample import Prompt
 from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.errors import writing
@@ -128,10 +126,12 @@ class MetricsLogger:
                 f" now in {self._directory.earlier}"
             )
         self._warn_without_checkpoints(resume_step)
-        if config.router_noise.stress_test:
-            noise = config.router_noise
-            words = noise_in_words(noise.engines, noise.strength, noise.target_flip_rate)
-            logger.warning(f"stress test: router_noise perturbs {words}")
+        if config.routing.perturbation is not None:
+            extent = "" if config.rollout.engine == "embedded" else " of the trainer alone"
+            logger.warning(
+                f"routing.perturbation: {config.routing.perturbation} changes the choices of the"
+                f" routers{extent}"
+            )
 
     def __enter__(self) -> MetricsLogger:
         return self
@@ -262,9 +262,7 @@ class MetricsLogger:
         if not self._active:
             return
         with writing(self._directory.summary):
-            noise = self._config.router_noise
-            stressed = {"router_noise": asdict(noise)} if noise.stress_test else {}
-            self._directory.write_summary({**summary, **stressed, "exit": "finished"})
+            self._directory.write_summary({**summary, "exit": "finished"})
         if self._config.tracking.plot:
             try:
                 draw_run(self._config.run_dir)

@@ -182,16 +182,20 @@ class RolloutCache:
         """
         config = self.config.dump()
         conditions = {"seed": config["seed"], "engine": self.engine_name}
-        for section in ("data", "rollout", "router_noise"):
+        for section in ("data", "rollout"):
             conditions |= {f"{section}.{key}": value for key, value in config[section].items()}
         for section, keys in (
             ("model", ("path", "dtype", "init")),
             ("algorithm", ("name", "dynamic_sampling", "max_num_gen_batches")),
+            ("routing", ("perturbation", "perturbation_options")),
         ):
             conditions |= {f"{section}.{key}": config[section][key] for key in keys}
         del conditions["data.cache_dir"]
         conditions["the engine's routes"] = self.config.routing.needs_rollout_routes
         conditions["the verifier's file"] = _digest_of_file(self.config.data.resolved_verifier)
+        conditions["the perturbation's file"] = _digest_of_file(
+            self.config.routing.perturbation or ""
+        )
         conditions["the environment's file"] = _digest_of_file(
             self.config.rollout.environment or ""
         )

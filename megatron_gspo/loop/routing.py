@@ -11,12 +11,11 @@ measured.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from megatron_gspo.config import Config, RoutingConfig
-from megatron_gspo.config.rollout_sections import RouterNoiseConfig
 from megatron_gspo.data.columns import Columns
 from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.data.training_batch import TrainingBatch
@@ -29,42 +28,16 @@ from megatron_gspo.mcore.routing_replay.gather_results import (
 )
 from megatron_gspo.mcore.routing_replay.micro_batch_routes import MicroBatchRoutes, ReplayOptions
 from megatron_gspo.parallel.rank_zero import first_failure
-from megatron_gspo.routing_replay.router_noise import RouterNoise, pass_seed
+from megatron_gspo.routing_replay.perturbation import Perturbation, PerturbedPass
 from megatron_gspo.routing_replay.routes import RouteError, RouteShape, check_routes
 from megatron_gspo.routing_replay.step_metrics import StepRouting
 from megatron_gspo.tracking.run_directory import evenly_spaced
 
 
-def trainer_noise(config: Config, found: float | None, step: int) -> RouterNoise | None:
-    """The noise of the trainer's routers in a step; None without. found: see ``router_noise``."""
-    section = config.router_noise
-    return router_noise(section, found, config.seed, step) if section.in_trainer else None
-
-
-def router_noise(section: RouterNoiseConfig, found: float | None, *parts: int | str) -> RouterNoise:
-    """The noise of section ``router_noise``, with a seed of its own for these ``parts``.
-
-    found: the strength that reaches ``target_flip_rate``, where the section has that in place of a
-    strength.
-    """
-    strength = found if section.strength is None else section.strength
-    assert strength is not None
-    return RouterNoise(
-        strength, pass_seed(section.seed, *parts), perturb_weights=section.perturb_weights
-    )
-
-
 def same_routers(config: Config) -> bool:
-    """Whether the rollout engine's routers have the weights of the old policy and no noise, whose
-    routes should agree but for rounding."""
-    return config.router_noise.engines == "none" and config.rollout.max_staleness == 0
-
-
-def noise_metrics(section: RouterNoiseConfig, found: float | None) -> dict[str, float]:
-    """The strength of the noise, if there is any. found: see ``router_noise``."""
-    if section.engines == "none":
-        return {}
-    return {"routing/noise_strength": router_noise(section, found).strength}
+    """Whether the rollout engine's routers have the weights of the old policy and no perturbation,
+    whose routes should agree but for rounding."""
+    return config.routing.perturbation is None and config.rollout.max_staleness == 0
 
 
 @dataclass
@@ -72,15 +45,17 @@ class RoutingReplay:
     """Routing replay in one step.
 
     config: section ``routing``. shape: of the routes on this rank, None for a model without
-    experts. has_ratio: whether the objective uses an importance ratio. noise: of the trainer's
-    routers in this step, with other random numbers in each pass; None without. same_routers: see
-    the function. measured: what the step measured so far.
+    experts. has_ratio: whether the objective uses an importance ratio. perturbation: of the routers,
+    None without; seed, step: of the run, for that. same_routers: see the function. measured: what
+    the step measured so far.
     """
 
     config: RoutingConfig
     shape: RouteShape | None
     has_ratio: bool
-    noise: RouterNoise | None = None
+    perturbation: Perturbation | None = None
+    seed: int = 0
+    step: int = 0
     same_routers: bool = True
     measured: StepRouting = field(default_factory=StepRouting)
 
@@ -108,7 +83,7 @@ class RoutingReplay:
         """What the routers do while the old policy's log-probs are computed."""
         config = self.config
         if self.shape is None or not self._is_used:
-            return self._noise_alone("old policy")
+            return self._perturbed_alone("old policy")
         return ReplayOptions(
             self.shape,
             replay=config.replay == "r3" and config.replay_old_log_probs,
@@ -118,38 +93,37 @@ class RoutingReplay:
             neighbours=self._compares_rollout,
             entropy=config.metrics,
             storage=config.storage,
-            noise=self._noise_of("old policy"),
+            perturbed_pass=self._perturbed_pass("old policy"),
         )
 
     def reference_options(self) -> ReplayOptions | None:
         """What the reference policy's routers do."""
-        return self._noise_alone("reference policy")
+        return self._perturbed_alone("reference policy")
 
     def update_options(self, number: int) -> ReplayOptions | None:
         """What the routers do in the step's update ``number``."""
         config = self.config
-        name = f"update {number}"
+        phase = f"update {number}"
         if self.shape is None or not self._is_used:
-            return self._noise_alone(name)
+            return self._perturbed_alone(phase)
         return ReplayOptions(
             self.shape,
             replay=config.replay != "none",
             compare=config.metrics,
             storage=config.storage,
-            noise=self._noise_of(name),
+            perturbed_pass=self._perturbed_pass(phase),
         )
 
-    def _noise_of(self, name: str) -> RouterNoise | None:
-        return (
-            None
-            if self.noise is None
-            else replace(self.noise, seed=pass_seed(self.noise.seed, name))
-        )
-
-    def _noise_alone(self, name: str) -> ReplayOptions | None:
-        if self.shape is None or self.noise is None:
+    def _perturbed_pass(self, phase: str) -> PerturbedPass | None:
+        if self.perturbation is None:
             return None
-        return ReplayOptions(self.shape, storage=self.config.storage, noise=self._noise_of(name))
+        return PerturbedPass(self.perturbation, "trainer", self.seed, self.step, phase)
+
+    def _perturbed_alone(self, phase: str) -> ReplayOptions | None:
+        perturbed = self._perturbed_pass(phase)
+        if self.shape is None or perturbed is None:
+            return None
+        return ReplayOptions(self.shape, storage=self.config.storage, perturbed_pass=perturbed)
 
     @property
     def _compares_rollout(self) -> bool:

@@ -34,6 +34,7 @@ from megatron_gspo.rewards.sandbox.visible_files import refuse_visible_run
 from megatron_gspo.rewards.scorer import RewardScorer
 from megatron_gspo.rollout.engine_protocol import RolloutEngine
 from megatron_gspo.rollout.group_source import GroupSource, Weights
+from megatron_gspo.routing_replay.perturbation import Perturbation, load_perturbation
 from megatron_gspo.weight_transport.weight_source import WeightSource
 
 
@@ -42,7 +43,8 @@ class Components:
     """The objects of a run on this rank, for `train`.
 
     reference: the frozen starting policy, if the objective has a KL. engine: in this rank, if there
-    is one that samples from the policy. eval_groups: source of the held-out samples; None without
+    is one that samples from the policy. perturbation: of the routers' choice, in the trainer and in
+    ``engine``. eval_groups: source of the held-out samples; None without
     held-out prompts. dropped_prompts: training prompts that were too long.
     """
 
@@ -57,6 +59,7 @@ class Components:
     eval_prompts: Sequence[Prompt]
     dropped_prompts: int
     tokenizer: Any
+    perturbation: Perturbation | None = None
 
     def __enter__(self) -> Components:
         return self
@@ -99,6 +102,7 @@ def build_components(config: Config, *, engine: RolloutEngine | None = None) -> 
 
     ``engine`` replaces the configured one.
     """
+    perturbation = load_perturbation(config.routing)
     parallel = config.parallel
     data = config.data
     shape = check_weights(config)
@@ -151,6 +155,7 @@ def build_components(config: Config, *, engine: RolloutEngine | None = None) -> 
         eval_prompts=held_out,
         dropped_prompts=dropped,
         tokenizer=tokenizer,
+        perturbation=perturbation,
     )
 
 

@@ -19,7 +19,7 @@ from megatron_gspo.loop.callbacks import Callbacks, StoppedRun, add_metrics, loa
 from megatron_gspo.loop.checkpoints import CheckpointManager, LoopState, resume
 from megatron_gspo.loop.collapse_guard import collapse_guard
 from megatron_gspo.loop.critic import run_critic_steps, with_values
-from megatron_gspo.loop.engines import perturb_rollout, unperturbed_rollout
+from megatron_gspo.loop.engines import perturb_rollout
 from megatron_gspo.loop.evaluation import evaluate, is_evaluation_due
 from megatron_gspo.loop.generation import DataCursor, RolloutGenerator
 from megatron_gspo.loop.hf_export import export, export_adapters
@@ -27,11 +27,10 @@ from megatron_gspo.loop.log_prob_check import check_log_probs
 from megatron_gspo.loop.log_probs import with_log_probs
 from megatron_gspo.loop.loss_masking import mask_samples
 from megatron_gspo.loop.metrics_logging import MetricsLogger
-from megatron_gspo.loop.noise_calibration import calibrated_strength
 from megatron_gspo.loop.optimizer_steps import Update, run_optimizer_steps
 from megatron_gspo.loop.rollout_cache import RolloutCache
 from megatron_gspo.loop.rollout_correction import correct_mismatch
-from megatron_gspo.loop.routing import RoutingReplay, noise_metrics, same_routers, trainer_noise
+from megatron_gspo.loop.routing import RoutingReplay, same_routers
 from megatron_gspo.loop.run_lines import end_lines, start_lines
 from megatron_gspo.loop.run_lock import sole_writer
 from megatron_gspo.loop.sample_metrics import sample_metrics, throughput
@@ -70,8 +69,7 @@ def train(config: Config, *, engine: RolloutEngine | None = None) -> LoopState:
         )
         timers = Timers()
         started = time.monotonic() - state.wall_seconds
-        state = _prepare_start(run, state, logger, timers)
-        callbacks.start(run, state)
+        state = _prepare_start(run, state, logger, timers, callbacks)
         while state.step < config.training.steps:
             trained = train_step(run, state, checkpoints, timers, callbacks)
             state = state.after_step(trained.cursor, len(trained.batch), trained.tokens)
@@ -157,9 +155,14 @@ def train_step(
     step = state.step
     generator = RolloutGenerator(run.groups, run.prompts, run.rewards, config)
     cache = RolloutCache(config, run.prompts.prompts, run.groups.engine_name)
-    noise = trainer_noise(config, state.noise_strength, step)
     routing = RoutingReplay(
-        config.routing, run.policy.routes, config.algorithm.has_ratio, noise, same_routers(config)
+        config.routing,
+        run.policy.routes,
+        config.algorithm.has_ratio,
+        run.perturbation,
+        seed=config.seed,
+        step=step,
+        same_routers=same_routers(config),
     )
     seed_generators(config.seed, step, ROLLOUT)
     with checkpoints.saved_on_engine_failure(state):
@@ -191,7 +194,6 @@ def train_step(
     batch, correction_metrics = correct_mismatch(batch, config.algorithm)
     metrics = rollout.metrics | score_metrics | mask_metrics | correction_metrics
     metrics |= sample_metrics(batch, version=step, supervised=config.algorithm.is_supervised)
-    metrics |= noise_metrics(config.router_noise, state.noise_strength)
     checkpoints.poll(timers)  # most of a step's time has passed
     checkpoints.weights_change()
     update = Update({"updates": 0.0, "updates/skipped": 0.0})
@@ -216,11 +218,15 @@ def _start_lines(run: Components) -> list[str]:
 
 
 def _prepare_start(
-    run: Components, state: LoopState, logger: MetricsLogger, timers: Timers
+    run: Components,
+    state: LoopState,
+    logger: MetricsLogger,
+    timers: Timers,
+    callbacks: Callbacks,
 ) -> LoopState:
-    """Send the weights to the engine, begin to perturb its routers if configured, and evaluate them
-    at the start of a new run. Prints what the verifier says of itself, and that no step is left
-    where none is.
+    """Send the weights to the engine, start the callbacks, begin to perturb the engine's routers if
+    configured, and evaluate them at the start of a new run. Prints what the verifier says of
+    itself, and that no step is left where none is.
     """
     if run.rewards.description is not None:
         logger.info(run.rewards.description)
@@ -241,15 +247,9 @@ def _prepare_start(
             timers,
             at_start=True,
         )
-    noise = run.config.router_noise
-    if noise.target_flip_rate is not None and state.noise_strength is None:
-        strength, rate = calibrated_strength(run, state.step)
-        logger.info(
-            f"router_noise: strength {strength:g} makes {100 * rate:.1f} % of the experts differ"
-        )
-        state = replace(state, noise_strength=strength)
-    if noise.in_rollout:
-        perturb_rollout(run.engine, noise, state.noise_strength)
+    callbacks.start(run, state)
+    if run.perturbation is not None:
+        perturb_rollout(run.engine, run.perturbation)
     if state.step or not run.eval_prompts or not run.config.evaluation.at_start:
         return state
     metrics = _evaluate(run, 0, timers)
@@ -287,9 +287,4 @@ def _evaluate(run: Components, version: int, timers: Timers) -> dict[str, float]
     if not run.trains_on_rollouts:  # the held-out samples are the engine's only ones
         with timers("weight_sync"):
             run.eval_groups.update_weights(run.weights, version=version)
-    metrics = evaluate(run.eval_groups, run.rewards, run.eval_prompts, run.config, timers)
-    if run.config.router_noise.in_rollout:
-        with unperturbed_rollout(run.engine):
-            clean = evaluate(run.eval_groups, run.rewards, run.eval_prompts, run.config, timers)
-        metrics["eval/accuracy_without_noise"] = clean["eval/accuracy"]
-    return metrics
+    return evaluate(run.eval_groups, run.rewards, run.eval_prompts, run.config, timers)

@@ -13,6 +13,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_gspo.config import (
@@ -39,6 +40,7 @@ from megatron_gspo.mcore.model import build_model, torch_dtype, transformer_conf
 from megatron_gspo.mcore.offload import PolicyMemory
 from megatron_gspo.mcore.policy_tensors import torch_optimizers
 from megatron_gspo.mcore.process_groups import ProcessGroups
+from megatron_gspo.mcore.protocols import MegatronOptimizer
 from megatron_gspo.mcore.routing_replay.router_hooks import moe_layer_numbers
 from megatron_gspo.mcore.user_optimizer import use_user_optimizer
 from megatron_gspo.mcore.weight_sources import default_sources, export_source
@@ -76,7 +78,7 @@ class Policy:
         self.memory = PolicyMemory(self.chunks, self.optimizer)
 
     @property
-    def config(self) -> Any:
+    def config(self) -> TransformerConfig:
         return unwrap(self.chunks[0]).config
 
     @property
@@ -279,7 +281,7 @@ def ddp_config(
     return construct(DistributedDataParallelConfig, keywords, options.ddp)
 
 
-def _connect(config: Any, chunks: list[Any], parallel: ParallelConfig) -> None:
+def _connect(config: TransformerConfig, chunks: list[Any], parallel: ParallelConfig) -> None:
     """Set the functions that Megatron's schedule calls to reduce gradients and gather
     parameters.
     """
@@ -320,11 +322,11 @@ def optimizer_config(
     return construct(MegatronOptimizerConfig, keywords, options.optimizer)
 
 
-def _fuse(adam: Any) -> None:
+def _fuse(optimizer: MegatronOptimizer) -> None:
     """Let torch's Adam, Megatron's choice without Transformer Engine and Apex, run as one
     kernel a group.
     """
-    for inner in torch_optimizers(adam):
+    for inner in torch_optimizers(optimizer):
         if isinstance(inner, torch.optim.Adam):  # AdamW is one of it
             for group in inner.param_groups:
                 group.update(fused=True, foreach=False)
@@ -336,7 +338,7 @@ def _check_gradient_norm(optimizer: Any) -> None:
     """
     gradient_norm = optimizer.get_grad_norm
 
-    def checked() -> Any:
+    def checked() -> float:
         norm = gradient_norm()
         if not math.isfinite(norm):
             raise RuntimeError(f"the grad norm is {float(norm)}")
@@ -346,7 +348,7 @@ def _check_gradient_norm(optimizer: Any) -> None:
 
 
 def _schedule(
-    optimizer: Any, section: OptimizerConfig, total_steps: int
+    optimizer: MegatronOptimizer, section: OptimizerConfig, total_steps: int
 ) -> OptimizerParamScheduler:
     warmup = section.lr_warmup_steps
     return OptimizerParamScheduler(

@@ -13,6 +13,8 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
+from megatron_gspo.mcore.protocols import MegatronOptimizer, WrappedOptimizer
+
 
 def weights(chunks: Sequence[Any]) -> Iterator[Tensor]:
     """All parameters; several may share a storage."""
@@ -28,17 +30,22 @@ def gradients(chunks: Sequence[Any]) -> Iterator[Tensor]:
                 yield from (buffer.grad_data, *getattr(buffer, "extra_main_grads", ()))
 
 
-def torch_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
-    """The torch optimizers within Megatron's, without those of parts of which this rank has no
-    parameter.
-    """
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        inner = getattr(part, "optimizer", None)
-        if inner is not None:
-            yield inner
+def wrapped_optimizers(optimizer: MegatronOptimizer | None) -> list[WrappedOptimizer]:
+    """The optimizers that Megatron chains, without those of which this rank has no parameter."""
+    chained = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [wrapped for wrapped in chained if getattr(wrapped, "optimizer", None) is not None]
 
 
-def optimizer_states(chunks: Sequence[Any], optimizer: Any) -> Iterator[Tensor]:
+def torch_optimizers(optimizer: MegatronOptimizer | None) -> Iterator[torch.optim.Optimizer]:
+    """The torch optimizers within Megatron's."""
+    for wrapped in wrapped_optimizers(optimizer):
+        assert wrapped.optimizer is not None
+        yield wrapped.optimizer
+
+
+def optimizer_states(
+    chunks: Sequence[Any], optimizer: MegatronOptimizer | None
+) -> Iterator[Tensor]:
     """Main parameters and moments on the parameters' device; without those that are views of
     the parameters.
     """

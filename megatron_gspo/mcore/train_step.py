@@ -179,7 +179,7 @@ def train_mini_batch(
     plan: MicroBatchPlan | None = None,
 ) -> StepResult:
     """One optimizer step on a global mini-batch: forward, backward, gradient reduction, clipping,
-    Adam, schedule.
+    optimizer, schedule.
 
     ``plan``: as in ``compute_log_probs``.
     """

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,22 +19,24 @@ from megatron_gspo.mcore.optimizer_state import (
     state_numbers,
     state_tensors,
 )
+from megatron_gspo.mcore.policy_tensors import wrapped_optimizers
+from megatron_gspo.mcore.protocols import MegatronOptimizer
 from megatron_gspo.user_code import UserCodeError, call_for_trial, load_user_function
 
 _SCHEDULED = ("lr", "weight_decay")  # keys of the parameter groups that the schedule writes
 _RESERVED = ("param", "fp32_param")  # main weights, beside the state in checkpoints
 
 
-def use_user_optimizer(optimizer: Any, section: OptimizerConfig) -> None:
+def use_user_optimizer(optimizer: MegatronOptimizer, section: OptimizerConfig) -> None:
     """Put optimizers of the section's function in the place of those within Megatron's
     ``optimizer``.
 
     Megatron builds its wrappers around Adam alone. They hold main weights and gradients
     themselves; of what they wrap they use ``param_groups``, ``state`` and ``step``.
     """
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if part.optimizer is not None:
-            part.optimizer = _make(section, part.optimizer)
+    for wrapped in wrapped_optimizers(optimizer):
+        assert wrapped.optimizer is not None
+        wrapped.optimizer = _make(section, wrapped.optimizer)
 
 
 def check_user_optimizers(config: Config) -> None:
@@ -44,8 +45,7 @@ def check_user_optimizers(config: Config) -> None:
     Raises UserCodeError where one can't be loaded, raises, or does what the layout or a resumed run
     does not reproduce.
     """
-    sections = [config.optimizer, config.critic]
-    for section in sections:
+    for section in (config.optimizer, config.critic):
         if section.function is not None:
             check_user_optimizer(section, config.parallel)
 
@@ -93,11 +93,11 @@ def _try(section: OptimizerConfig, parallel: ParallelConfig) -> None:
             "the update of a parameter depends on other parameters, which may be on other ranks:"
             " compute each from its own gradient",
         )
-    divided = parallel.use_distributed_optimizer or any(
-        size > 1
-        for size in (parallel.tensor_model_parallel_size, parallel.expert_tensor_parallel_size or 1)
+    tensor_parallel = max(
+        parallel.tensor_model_parallel_size, parallel.expert_tensor_parallel_size or 1
     )
-    if divided and not _are_close(torch.cat([*halves.parameters]), trial.parameters[0].view(-1)):
+    is_divided = parallel.use_distributed_optimizer or tensor_parallel > 1
+    if is_divided and not _are_close(torch.cat([*halves.parameters]), trial.parameters[0].view(-1)):
         raise _refusal(
             section,
             "the update of an element depends on other elements, and ranks hold parts of a"

@@ -4,7 +4,7 @@ routers' choices.
 Every choice of a live router is compared with the given route of its token (*own*) and with those
 of the tokens after and before it. The last two show how much unrelated routes agree in this model
 and pass (*chance*). Own routes should agree as well as routes do in this pass, or fully, where both
-routers have the same weights and no noise (*expected*).
+routers have the same weights and no perturbation (*expected*).
 
 A run of rows is refused where it agrees less than halfway between the two. The certainty comes from
 a likelihood ratio: for values in [0, 1] with a mean of at least ``middle``, ``exp(score)`` below
@@ -38,7 +38,7 @@ class Levels:
     def of(cls, sums: np.ndarray, *, same_routers: bool) -> Levels | None:
         """From sums ``[3, 2]``: share and count of own, following and preceding routes; None where
         nothing tells them apart. same_routers: the given routes are of the same weights, without
-        noise."""
+        a perturbation."""
         if not sums[:, 1].all():
             return None
         means = sums[:, 0] / sums[:, 1]

@@ -161,14 +161,10 @@ CASES = (
     ),
     Case("size missing", "lacks the key 'hidden_size'", breaks=setting(hidden_size=None)),
     Case(
-        "noise in sigmoid routers",
-        "noise is defined for softmax routers",
+        "perturbed sigmoid routers",
+        "a perturbation is defined for softmax routers",
         breaks=deepseek(),
-        overrides=(
-            "router_noise.engines=trainer",
-            "router_noise.strength=0.5",
-            "router_noise.stress_test=true",
-        ),
+        overrides=("routing.perturbation=my.py:noise",),
     ),
     Case("no weights", "has no *.safetensors weights; download them", breaks=without(WEIGHTS)),
     Case(

@@ -8,8 +8,6 @@ import pytest
 
 from tests.config.building import PPO, SFT, assert_refused, build
 
-NOISE = ["router_noise={engines: both, strength: 0.5, stress_test: true}"]
-
 
 @pytest.mark.parametrize(
     ("overrides", "key", "fix"),
@@ -125,36 +123,11 @@ NOISE = ["router_noise={engines: both, strength: 0.5, stress_test: true}"]
         ),
         ([*SFT, "routing.compare_rollout=true"], "routing.compare_rollout = true:", "remove it"),
         (
-            ["router_noise.strength=0.5"],
-            "router_noise.strength = 0.5:",
-            "set that to rollout, trainer or both",
+            ["routing.perturbation_options={strength: 0.5}"],
+            'routing.perturbation_options = {"strength": 0.5}:',
+            "remove the key",
         ),
-        (
-            ["router_noise.engines=both", "router_noise.strength=0.5"],
-            'router_noise.engines = "both":',
-            "router_noise.stress_test: true",
-        ),
-        ([*NOISE, "router_noise.strength=null"], "router_noise.strength = null:", "0.5"),
-        (
-            [*NOISE, "router_noise.target_flip_rate=0.1"],
-            "router_noise.target_flip_rate = 0.1:",
-            "set one of the two",
-        ),
-        (
-            ["router_noise.target_flip_rate=0.1"],
-            "router_noise.target_flip_rate = 0.1:",
-            "trainer or both",
-        ),
-        (
-            [*NOISE, "router_noise.strength=null", "router_noise.target_flip_rate=1.0"],
-            "router_noise.target_flip_rate = 1.0:",
-            "set number > 0, < 1 or null",
-        ),
-        (
-            [*NOISE, "rollout.engine=sglang", "sglang.num_servers=1"],
-            'router_noise.engines = "both":',
-            "set it to trainer",
-        ),
+        (["router_noise.strength=0.5"], 'router_noise = {"strength": 0.5}: is not', "remove it"),
     ],
 )
 def test_contradictions_are_refused_at_load(
@@ -173,8 +146,7 @@ def test_routing_that_goes_together(plain: dict) -> None:
         ],
         ["routing.replay=r2", "routing.compare_rollout=true", "algorithm.name=grpo"],
         ["routing.replay=r2", "routing.metrics=false"],
-        [*NOISE, "routing.replay=r3"],
-        [*NOISE, "router_noise.strength=null", "router_noise.target_flip_rate=0.1"],
-        [*NOISE, "router_noise.engines=trainer", "rollout.engine=sglang", "sglang.num_servers=1"],
+        ["routing.perturbation=my.py:noise", "routing.replay=r3"],
+        ["routing.perturbation=my.py:noise", "rollout.engine=sglang", "sglang.num_servers=1"],
     ):
         build(plain, *overrides).check(1)

@@ -21,8 +21,8 @@ from tests.config.building import PPO, build, refused
             "routing.compare_rollout = true: the model has no experts; set it to false",
         ),
         (
-            "router_noise={engines: both, strength: 0.5, stress_test: true}",
-            'router_noise.engines = "both": the model has no experts; set it to none',
+            "routing.perturbation=my.py:noise",
+            'routing.perturbation = "my.py:noise": the model has no experts; remove the key',
         ),
     ],
 )
@@ -35,21 +35,6 @@ def test_a_dense_model_has_no_routes(
     del hf["num_experts"]
     file.write_text(json.dumps({**hf, "model_type": "qwen3", "intermediate_size": 64}))
     assert refused(plain, override, world_size=1) == message
-
-
-def test_a_target_beyond_random_choices(plain: dict, tmp_path: Path) -> None:
-    """Of 16 experts, a random choice of 2 differs in 14 / 16 on average."""
-    file = tmp_path / "model" / "config.json"
-    file.write_text(
-        json.dumps({**json.loads(file.read_text()), "num_experts": 16, "num_experts_per_tok": 2})
-    )
-    noise = "router_noise={engines: both, target_flip_rate: %s, stress_test: true}"
-    build(plain, noise % 0.87).check(1)
-    expected = (
-        "router_noise.target_flip_rate = 0.875: a random choice of the experts reaches 0.875; set"
-        " it below that"
-    )
-    assert refused(plain, noise % 0.875, world_size=1) == expected
 
 
 def test_model_directories(plain: dict, tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ from torch import Tensor
 from megatron_gspo.algorithms import Objective, preset
 from megatron_gspo.config import LoRAConfig
 from megatron_gspo.data.sample import Sample
-from megatron_gspo.routing_replay.router_noise import RouterNoise
 from tests.algorithms.reference import TAPERED
 from tests.equivalence.layouts import DENSE, MOE, Arrangement, turn_of
+from tests.support.collapse_noise import noisy_pass
 from tests.support.configs import adam, micro_batches_of
 
 
@@ -94,7 +94,7 @@ OTHERS = {
 }
 ALL = SCENARIOS | REPLAYED | OTHERS
 # While routes are recorded: each token's choice must not depend on the layout.
-NOISE = RouterNoise(0.5, seed=6)
+NOISE = noisy_pass()
 CUTS = {"packed": micro_batches_of(80), "one by one": micro_batches_of(80, micro_batch_size=1)}
 OTHER_CUTS = {
     "all in one": micro_batches_of(400),

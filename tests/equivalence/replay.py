@@ -59,7 +59,7 @@ def compare_recorded(
     batching = (CUTS | OTHER_CUTS)[cut_name]
     shape = route_shape(policy)
     noise = NOISE if policy.shape.router.score == "softmax" else None
-    options = ReplayOptions(shape, record=True, entropy=True, noise=noise)
+    options = ReplayOptions(shape, record=True, entropy=True, perturbed_pass=noise)
     scores = compute_log_probs(
         policy,
         TrainingBatch.of(samples),
@@ -77,7 +77,7 @@ def compare_recorded(
     replayed = [
         replace(sample, routed_experts=ids) for sample, ids in zip(samples, routes, strict=True)
     ]
-    options = ReplayOptions(shape, replay=True, compare=True, storage="host", noise=noise)
+    options = ReplayOptions(shape, replay=True, compare=True, storage="host", perturbed_pass=noise)
     log_probs, done = train_pass(
         policy, held_by(policy, replayed), scenario, batching, options, errors
     )

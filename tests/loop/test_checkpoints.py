@@ -142,7 +142,7 @@ def test_the_state_after_a_step():
 def test_a_state_from_before_the_callbacks_keeps_the_guards_count():
     saved = asdict(LoopState(step=3))
     del saved["callbacks"]
-    saved["low_steps"] = 2
+    saved |= {"low_steps": 2, "noise_strength": None}
     checkpoints._check_state(Path("at"), saved)
     state = LoopState(**checkpoints._with_callbacks(saved))
     assert state == LoopState(step=3, callbacks={"guard": {"low_steps": 2}})

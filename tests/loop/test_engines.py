@@ -26,6 +26,7 @@ from megatron_gspo.loop.engines import (
 from megatron_gspo.rollout.embedded.embedded_engine import EmbeddedEngine
 from megatron_gspo.rollout.in_process_source import InProcessSource
 from megatron_gspo.rollout.sft_engine import DemonstrationEngine
+from tests.support.collapse_noise import noise_of
 from tests.support.model_shapes import dense_shape
 from tests.support.reference_models import checkpoint, dense_config, loaded_engine, reference_model
 from tests.support.samples import CharTokenizer, make_prompt
@@ -108,18 +109,19 @@ def test_the_embedded_engine_is_both_sources(tmp_path: Path) -> None:
     )
 
 
-def test_routers_that_cannot_be_perturbed_are_a_config_error(tmp_path: Path) -> None:
-    made = config(router_noise={"engines": "rollout", "strength": 0.5, "stress_test": True})
+def test_routers_that_cannot_be_perturbed_are_a_config_error() -> None:
+    noise = noise_of(strength=0.5)
     with pytest.raises(
         ConfigError,
-        match='^router_noise.engines = "rollout": the routers of ScriptedEngine cannot be',
+        match='^routing.perturbation = ".*noise": the routers of ScriptedEngine cannot be',
     ):
-        perturb_rollout(ScriptedEngine({}), made.router_noise, None)
+        perturb_rollout(ScriptedEngine({}), noise)
     dense = loaded_engine(dense_config(), checkpoint(reference_model(dense_config())))
     with pytest.raises(
-        ConfigError, match="model type qwen3 has no softmax router .*; set it to trainer or none"
+        ConfigError, match="model type qwen3 has no softmax router .*; remove the key"
     ):
-        perturb_rollout(dense, made.router_noise, None)
+        perturb_rollout(dense, noise)
+    perturb_rollout(None, noise)  # servers: the trainer's alone
 
 
 def test_the_embedded_engine_reads_no_weights_and_ends_at_the_end_tokens_of_the_model(

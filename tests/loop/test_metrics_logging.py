@@ -20,6 +20,7 @@ from megatron_gspo.loop.metrics_logging import MetricsLogger, ratio_arrays
 from megatron_gspo.loop.optimizer_steps import Update
 from megatron_gspo.loop.routing import RoutingReplay
 from megatron_gspo.rewards.scorer import FAILURE
+from tests.support.collapse_noise import NOISE, noise_section
 from tests.support.samples import make_prompt, make_sample
 from tests.support.training_runs import base_config
 
@@ -82,25 +83,13 @@ def test_a_run_directory(rank: Any, tmp_path: Path) -> None:
     assert not (run / "rollouts.jsonl").exists() and not (run / "routing.jsonl").exists()
 
 
-def test_a_stress_test_says_so(rank: Any, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    noise = {"engines": "both", "strength": 0.5, "stress_test": True}
-    with logger(tmp_path / "run", router_noise=noise) as made:
-        made.finish({"step": 2})
-    assert (
-        json.loads((tmp_path / "run" / "summary.json").read_text())["router_noise"].items()
-        >= noise.items()
-    )
-    assert (
-        "stress test: router_noise perturbs routers of both engines, strength 0.5"
-        in capsys.readouterr().err
-    )
-    logger(
-        tmp_path / "other", router_noise={**noise, "strength": None, "target_flip_rate": 0.1}
-    ).__exit__()
-    assert (
-        "stress test: router_noise perturbs routers of both engines, 10 % of the experts"
-        in capsys.readouterr().err
-    )
+def test_a_perturbation_is_said(rank: Any, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    logger(tmp_path / "run", routing=noise_section(strength=0.5)).__exit__()
+    words = f"routing.perturbation: {NOISE} changes the choices of the routers"
+    assert f"{words}\n" in capsys.readouterr().err
+    servers = {"rollout": {"engine": "sglang"}, "sglang": {"num_servers": 1}}
+    logger(tmp_path / "other", routing=noise_section(strength=0.5), **servers).__exit__()
+    assert f"{words} of the trainer alone\n" in capsys.readouterr().err
 
 
 def test_servers_samples_are_in_the_rollout_log(rank: Any, tmp_path: Path) -> None:

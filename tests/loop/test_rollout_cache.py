@@ -16,6 +16,7 @@ from megatron_gspo.config import Config
 from megatron_gspo.data.sample_batch import SampleBatch, rows_of
 from megatron_gspo.loop.generation import DataCursor, Rollout
 from megatron_gspo.loop.rollout_cache import _FILE, RolloutCache
+from tests.support.collapse_noise import noise_section
 from tests.support.distributed import run_distributed
 from tests.support.samples import make_prompt, make_sample
 from tests.support.training_runs import base_config
@@ -66,8 +67,7 @@ def kept_and_read(rank: int, world: int, folder: str) -> list[Any]:
     found.append(cache("other.Engine").read(at) is None)
     found.append(cache(rollout={"temperature": 0.5}).read(at) is None)
     found.append(cache(algorithm={"dynamic_sampling": True}).read(at) is None)
-    noise = {"engines": "rollout", "strength": 0.5, "stress_test": True}
-    found.append(cache(router_noise=noise).read(at) is None)
+    found.append(cache(routing=noise_section(strength=0.5)).read(at) is None)
     found.append(cache(prompts=[make_prompt(i, text="other") for i in range(4)]).read(at) is None)
     found.append(cache(training={"steps": 99}).read(at) is not None)
     return found

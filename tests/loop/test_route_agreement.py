@@ -20,6 +20,7 @@ from megatron_gspo.rollout.embedded.embedded_engine import EmbeddedEngine
 from megatron_gspo.routing_replay.routes import RouteError
 from megatron_gspo.tools.make_tiny_model import TinyModel, write_tiny_model
 from megatron_gspo.tracking import read_metrics
+from tests.support.collapse_noise import noise_section
 from tests.support.distributed import run_distributed
 from tests.support.faulty_routes import (
     of_another,
@@ -98,7 +99,7 @@ BF16 = {"model": {"dtype": "bfloat16"}}
 
 
 def noise(engines: str, strength: float) -> dict[str, dict[str, Any]]:
-    return {"router_noise": {"engines": engines, "strength": strength, "stress_test": True}}
+    return {"routing": noise_section(engines=engines, strength=strength)}
 
 
 @pytest.mark.parametrize(

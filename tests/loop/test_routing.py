@@ -15,7 +15,7 @@ from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.loop.routing import RoutingReplay, stored_bytes
 from megatron_gspo.loop.timers import Timers
-from megatron_gspo.routing_replay.router_noise import RouterNoise
+from megatron_gspo.routing_replay.perturbation import Perturbation
 from megatron_gspo.routing_replay.routes import RouteError, RouteShape
 from tests.support.samples import make_routes, make_sample
 
@@ -79,24 +79,26 @@ def test_the_routers_are_left_alone(made: RoutingReplay) -> None:
     assert made.old_policy_options() is None and made.update_options(0) is None
 
 
-def test_each_pass_has_noise_of_its_own() -> None:
-    noise = RouterNoise(0.5, seed=7, perturb_weights=True)
+def test_a_perturbation_knows_its_pass() -> None:
+    perturbation = Perturbation(lambda terms: terms.logits)
     for made in (replay(), replay(replay="r3"), replay(metrics=False), replay(has_ratio=False)):
-        assert made.update_options(0) is None or made.update_options(0).noise is None
-        made.noise = noise
+        assert made.update_options(0) is None or made.update_options(0).perturbed_pass is None
+        made.perturbation = perturbation
+        made.seed = 7
+        made.step = 3
         passes = [
-            made.old_policy_options(),
-            made.reference_options(),
-            made.update_options(0),
-            made.update_options(1),
+            options.perturbed_pass
+            for options in (
+                made.old_policy_options(),
+                made.reference_options(),
+                made.update_options(0),
+                made.update_options(1),
+            )
         ]
-        assert all(
-            options.noise.strength == 0.5 and options.noise.perturb_weights for options in passes
-        )
-        assert len({options.noise.seed for options in passes}) == 4
-        assert passes[0] == made.old_policy_options(), (
-            "the same when a resumed run repeats the step"
-        )
+        assert all((each.engine, each.seed, each.step) == ("trainer", 7, 3) for each in passes)
+        assert all(each.perturbation is perturbation for each in passes)
+        phases = [each.phase for each in passes]
+        assert phases == ["old policy", "reference policy", "update 0", "update 1"]
     assert replay(shape=None).reference_options() is None
 
 

@@ -16,11 +16,13 @@ from megatron_gspo.data.prompts import PromptSource
 from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.errors import SharedEngineError
 from megatron_gspo.loop import training_loop
-from megatron_gspo.loop.callbacks import StoppedRun
+from megatron_gspo.loop.callbacks import Callback, StoppedRun
 from megatron_gspo.loop.checkpoints import LoopState
 from megatron_gspo.loop.generation import DataCursor
 from megatron_gspo.loop.setup import Components
 from megatron_gspo.loop.training_loop import TrainedStep, train
+from megatron_gspo.routing_replay.perturbation import load_perturbation
+from tests.support.collapse_noise import noise_section
 from tests.support.samples import make_prompt, make_sample
 from tests.support.training_runs import base_config
 
@@ -118,11 +120,11 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
         *,
         steps: int = 3,
         resumed: int = 0,
-        strength: float | None = None,
         fails_at: int | None = None,
         stop_after: int | None = None,
         low_steps: int = 0,
         sample_size: float = 1.0,
+        callbacks: Sequence[str] = (),
         **sections: Any,
     ) -> tuple[Any, list[str], Logger]:
         sections = {
@@ -130,9 +132,8 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
             "evaluation": {"eval_interval": 2},
             **sections,
         }
-        config = Config.from_dict(
-            base_config("model", tmp_path / "run", training={"steps": steps}, **sections)
-        )
+        plain = base_config("model", tmp_path / "run", training={"steps": steps}, **sections)
+        config = Config.from_dict({**plain, "callbacks": list(callbacks)})
         events: list[str] = []
         logger = Logger(events)
         checkpoints = Checkpoints(events)
@@ -152,6 +153,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
             eval_prompts=prompts[:1],
             dropped_prompts=0,
             tokenizer=None,
+            perturbation=load_perturbation(config.routing),
         )
 
         def train_step(run: Components, state: LoopState, *_: object) -> TrainedStep:
@@ -173,11 +175,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
         for name, part in {
             "build_components": lambda config, engine: parts,
             "resume": lambda *_: (
-                LoopState(
-                    step=resumed,
-                    noise_strength=strength,
-                    callbacks={"guard": {"low_steps": low_steps}},
-                ),
+                LoopState(step=resumed, callbacks={"guard": {"low_steps": low_steps}}),
                 None,
             ),
             "MetricsLogger": lambda *_, **__: logger,
@@ -185,13 +183,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
             "train_step": train_step,
             "evaluate": evaluate,
             "check_log_probs": lambda *_, **__: {"log_prob_check/abs_diff": 0.0},
-            "calibrated_strength": lambda run, step: (
-                events.append(f"calibrate {step}") or (0.25, 0.1)
-            ),
-            "perturb_rollout": lambda engine, section, found: events.append(f"perturb {found}"),
-            "unperturbed_rollout": lambda engine: (
-                events.append("unperturbed") or contextlib.nullcontext()
-            ),
+            "perturb_rollout": lambda engine, given: events.append(f"perturb {given.options}"),
             "sole_writer": lambda _: contextlib.nullcontext(),
             "stop_on_signal": lambda: contextlib.nullcontext(requested),
             "shutdown": lambda **_: None,
@@ -235,20 +227,21 @@ def test_the_phases_of_a_run_in_order(run: Callable[..., Any]) -> None:
     assert json.dumps(logger.summary)
 
 
-def test_a_perturbed_engine_is_evaluated_without_noise_too(run: Callable[..., Any]) -> None:
-    noise = {"engines": "both", "strength": 0.5, "stress_test": True}
-    state, events, logger = run(steps=1, router_noise=noise)
-    assert events[3:7] == ["seed 0", "evaluate", "unperturbed", "evaluate"]
-    accuracies = [
-        (logger.logged[step]["eval/accuracy"], logger.logged[step]["eval/accuracy_without_noise"])
-        for step in (0, 1)
-    ]
-    assert accuracies == [(0.25, 0.5), (0.75, 1.0)] and (
-        state.accuracy_before,
-        state.accuracy_after,
-    ) == (0.25, 0.75)
-    _, events, logger = run(steps=1, router_noise={**noise, "engines": "trainer"})
-    assert "unperturbed" not in events and "eval/accuracy_without_noise" not in logger.logged[1]
+STRONGER = f"{__name__}:Stronger"
+
+
+class Stronger(Callback):
+    """Changes the perturbation when it starts."""
+
+    def start(self, run: Components, step: int) -> None:
+        assert run.perturbation is not None
+        run.perturbation.options["strength"] = 0.75
+
+
+def test_the_engine_is_perturbed_after_the_callbacks_start(run: Callable[..., Any]) -> None:
+    """And before the first evaluation."""
+    _, events, _ = run(steps=1, routing=noise_section(strength=0.5), callbacks=[STRONGER])
+    assert events[:4] == ["check 1", "weights 0", "perturb {'strength': 0.75}", "seed 0"]
 
 
 def test_a_resumed_run_sends_its_weights_and_does_not_evaluate_again(
@@ -261,25 +254,6 @@ def test_a_resumed_run_sends_its_weights_and_does_not_evaluate_again(
         events == ["check 1", "weights 3", "saved", "export", "summary", "closed"]
         and logger.logged == {}
     )
-
-
-def test_noise_is_calibrated_once_and_before_the_first_samples(run: Callable[..., Any]) -> None:
-    noise = {"engines": "both", "target_flip_rate": 0.1, "stress_test": True}
-    state, events, logger = run(steps=1, router_noise=noise)
-    assert events[:5] == ["check 1", "weights 0", "calibrate 0", "perturb 0.25", "seed 0"]
-    assert state.noise_strength == logger.summary["noise_strength"] == 0.25
-    assert logger.said == ["router_noise: strength 0.25 makes 10.0 % of the experts differ"]
-    state, events, logger = run(steps=3, resumed=2, strength=0.5, router_noise=noise)
-    assert (
-        events[:4] == ["check 1", "weights 2", "perturb 0.5", "step 2"]
-        and state.noise_strength == 0.5
-    )
-    assert logger.said == []
-    _, events, _ = run(steps=1, router_noise={**noise, "engines": "trainer"})
-    assert "calibrate 0" in events and "perturb 0.25" not in events
-    fixed = {"engines": "rollout", "strength": 0.5, "stress_test": True}
-    state, events, _ = run(steps=1, router_noise=fixed)
-    assert "calibrate 0" not in events and "perturb None" in events and state.noise_strength is None
 
 
 def test_a_step_whose_engine_fails_afterwards_is_logged_and_saved(run: Callable[..., Any]) -> None:

@@ -85,13 +85,13 @@ def train_save_and_go_on(
     """Two steps and a checkpoint; the third without interruption, and resumed."""
     policy = policy_in(path, layout)
     train(policy, seed=0)
-    found: dict[str, Any] = {"saved": train(policy, seed=1)}
+    result: dict[str, Any] = {"saved": train(policy, seed=1)}
     at = save_checkpoint(policy, Path(folder), 2, {}, keep=1)
-    found["after"] = train(policy, seed=2)
+    result["after"] = train(policy, seed=2)
     resumed = policy_in(path, layout)
     load_checkpoint(resumed, at)
-    found |= {"resumed": train(resumed, seed=2), "at": at}
-    return found if rank == 0 else {}
+    result |= {"resumed": train(resumed, seed=2), "at": at}
+    return result if rank == 0 else {}
 
 
 def resume(
@@ -100,8 +100,8 @@ def resume(
     policy = policy_in(path, layout)
     load_checkpoint(policy, at)
     loaded = {name: value.clone() for name, value in policy.weights()}
-    found = {"loaded": loaded, "after": train(policy, seed=2)}
-    return found if rank == 0 else {}
+    result = {"loaded": loaded, "after": train(policy, seed=2)}
+    return result if rank == 0 else {}
 
 
 LAYOUTS = {
@@ -210,10 +210,10 @@ class Normalised(Own):
     def update(self, group, parameter, state, gradient):
         parameter.data.sub_(gradient / gradient.norm())
 
-class Global(Own):
+class Overall(Own):
     def update(self, group, parameter, state, gradient):
-        every = [p.grad for group in self.param_groups for p in group["params"]]
-        parameter.data.sub_(gradient / max(g.abs().max() for g in every[::-1][:1]))
+        last = self.param_groups[-1]["params"][-1].grad
+        parameter.data.sub_(gradient / last.abs().max())
 """
 CLASSES = (
     "Idle",
@@ -224,7 +224,7 @@ CLASSES = (
     "Hidden",
     "InGroups",
     "Normalised",
-    "Global",
+    "Overall",
 )
 WHOLE = parallel(use_distributed_optimizer=False, expert=2, pipeline=2)
 
@@ -255,7 +255,7 @@ def own_file(tmp_path_factory) -> str:
         ("hidden", "a resumed optimizer takes another step"),
         ("ingroups", "a resumed optimizer takes another step"),
         ("normalised", "depends on other elements, and ranks hold parts of a parameter: set"),
-        ("global", "depends on other parameters, which may be on other ranks"),
+        ("overall", "depends on other parameters, which may be on other ranks"),
         ("absent", "has no 'absent'; define it or correct the name"),
     ],
 )

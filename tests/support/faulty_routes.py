@@ -17,7 +17,7 @@ from megatron_gspo.data.sample import Sample
 from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.loop.engines import perturb_rollout
 from megatron_gspo.loop.log_probs import with_log_probs
-from megatron_gspo.loop.routing import RoutingReplay, same_routers, trainer_noise
+from megatron_gspo.loop.routing import RoutingReplay, same_routers
 from megatron_gspo.loop.setup import Components, build_components
 from megatron_gspo.loop.step_plan import plan_step
 from megatron_gspo.loop.timers import Timers
@@ -88,8 +88,8 @@ def outcomes(
     config = Config.from_dict(plain)
     with build_components(config) as run:
         run.groups.update_weights(run.policy.weights, version=0)
-        if config.router_noise.in_rollout:
-            perturb_rollout(run.engine, config.router_noise, None)
+        if run.perturbation is not None:
+            perturb_rollout(run.engine, run.perturbation)
         prompts, _ = run.prompts.batch(0, config.rollout.rollout_batch_size)
         batch = run.groups.generate(prompts, config.rollout, seed=1)
         everyone = all_samples(batch)
@@ -119,7 +119,12 @@ def outcome(run: Components, batch: SampleBatch) -> str:
         batch.lengths, None, config, packing_rules(config.training, policy.config, groups), 0
     )
     routing = RoutingReplay(
-        config.routing, policy.routes, True, trainer_noise(config, None, 0), same_routers(config)
+        config.routing,
+        policy.routes,
+        True,
+        run.perturbation,
+        seed=config.seed,
+        same_routers=same_routers(config),
     )
     routing.check_rollout_routes(batch)
     moved = move_samples(batch, plan.replica, groups, routes=routing.shape)

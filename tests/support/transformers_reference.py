@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM
 from megatron_gspo.algorithms import Objective
 from megatron_gspo.config import OptimizerConfig
 from megatron_gspo.data.sample import Sample
-from megatron_gspo.rollout.embedded.noisy_routers import NoisyRouters
-from megatron_gspo.routing_replay.router_noise import RouterNoise
+from megatron_gspo.rollout.embedded.perturbed_routers import PerturbedRouters
+from megatron_gspo.routing_replay.perturbation import PerturbedPass
 from megatron_gspo.routing_replay.routes import expert_id_dtype
 from tests.algorithms import reference as loops
 
@@ -190,12 +190,12 @@ class Routers:
 
 
 def observe_routers(
-    model: torch.nn.Module, samples: Sequence[Sample], noise: RouterNoise | None = None
+    model: torch.nn.Module, samples: Sequence[Sample], noise: PerturbedPass | None = None
 ) -> Routers:
     """Run the model on each sample and count, token by token; with noise in its routers, if
     given.
     """
-    noisy = None if noise is None else NoisyRouters(model)
+    noisy = None if noise is None else PerturbedRouters(model)
     gates = gates_of(model)
     experts = gates[0].num_experts
     routes = []

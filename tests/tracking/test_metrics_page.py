@@ -48,7 +48,6 @@ NOT_METRICS = {
     "log_probs",
     "exit",
     "exported",
-    "router_noise",
     "callbacks",
     "guard",
     "low_steps",
@@ -194,7 +193,7 @@ def test_summary_is_documented() -> None:
         node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "LoopState"
     ]
     fields = {item.target.id for item in state.body if isinstance(item, ast.AnnAssign)}
-    assert documented("summary.json") == fields | {"exported", "exit", "router_noise"}
+    assert documented("summary.json") == fields | {"exported", "exit"}
 
 
 def test_other_records_are_documented() -> None:

@@ -1,4 +1,6 @@
-"""A run whose surrogate, advantages, reward and callback are the examples of one's own code."""
+"""A run whose surrogate, advantages, optimizer, reward, perturbation and callback are the examples
+of one's own code.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +30,8 @@ def test_a_run_of_ones_own_code_on_two_ranks(tmp_path: Path):
             "verifier_options": {"bonus": 0.5},
             "verifier_timeout": 60.0,
         },
+        optimizer={"function": f"{OWN}/optimizer.py:ademamix", "options": {"slow_beta": 0.99}},
+        routing={"perturbation": f"{OWN}/perturbation.py:rounded", "compare_rollout": True},
         training={"steps": 2},
         checkpoint={"export_hf": False},
     )

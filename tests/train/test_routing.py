@@ -221,35 +221,6 @@ def test_without_an_old_policys_pass_a_few_sequences_are_enough(model, tmp_path)
     check_lines(routing_lines(config["run_dir"]), rollout=False)
 
 
-def test_calibrated_noise_is_the_same_in_a_resumed_run(model, tmp_path):
-    """The weights move so far that another calibration would find another strength."""
-    config = base_config(
-        model,
-        tmp_path / "run",
-        algorithm={"name": "grpo"},
-        optimizer={"lr": 5e-2},
-        training={"steps": 3},
-        router_noise={"engines": "both", "target_flip_rate": 0.2, "stress_test": True},
-        evaluation={"at_start": False},
-        checkpoint={"save_interval": 1, "keep": 3},
-    )
-    rows, log = run_here(config)
-    assert (
-        log.count("of the experts differ") == 1
-        and len({row["routing/noise_strength"] for row in rows}) == 1
-    )
-    whole = tmp_path / "whole"
-    shutil.copytree(tmp_path / "run", whole)
-    for step in (2, 3):
-        shutil.rmtree(tmp_path / "run" / "checkpoints" / f"step_{step:06d}")
-    resumed, log = run_here(config)
-    assert resumed[-1]["routing/noise_strength"] == rows[0]["routing/noise_strength"]
-    assert "step 1" in log and "of the experts differ" not in log
-    assert first_difference(tmp_path / "run", whole) == ""
-    summary = json.loads((whole / "summary.json").read_text())
-    assert summary["noise_strength"] == rows[0]["routing/noise_strength"]
-
-
 def test_replay_without_its_metrics(model, tmp_path):
     config = still_config(
         model, tmp_path / "run", "recompute", routing={"replay": "r2", "metrics": False}

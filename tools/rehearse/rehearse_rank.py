@@ -24,7 +24,7 @@ from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.errors import show_bytes
 from megatron_gspo.loop.critic import with_values
 from megatron_gspo.loop.log_probs import with_log_probs
-from megatron_gspo.loop.routing import RoutingReplay, trainer_noise
+from megatron_gspo.loop.routing import RoutingReplay
 from megatron_gspo.loop.step_plan import StepPlan
 from megatron_gspo.loop.timers import Timers
 from megatron_gspo.mcore.checkpoint.owned_state import make_state
@@ -36,6 +36,7 @@ from megatron_gspo.mcore.process_groups import ProcessGroups, every_group, initi
 from megatron_gspo.mcore.train_step import StepResult, train_mini_batch
 from megatron_gspo.mcore.value_steps import train_critic_mini_batch
 from megatron_gspo.models import ModelShape, family_of, read_config
+from megatron_gspo.routing_replay.perturbation import load_perturbation
 from megatron_gspo.tools.rehearse.checkpoint_plan import plan_checkpoint
 from megatron_gspo.tools.rehearse.fake_device.fused_functions import fused_functions
 from megatron_gspo.tools.rehearse.fake_gpu import FakeGpu
@@ -187,8 +188,13 @@ def _train(
         routes,
         imbalance=imbalance,
     )
-    noise = trainer_noise(config, 1.0, step=0)  # of any strength
-    routing = RoutingReplay(config.routing, routes, config.algorithm.has_ratio, noise)
+    routing = RoutingReplay(
+        config.routing,
+        routes,
+        config.algorithm.has_ratio,
+        load_perturbation(config.routing),
+        seed=config.seed,
+    )
     with run.phase("old_log_probs", "activations"):
         batch = with_log_probs(batch, policy, reference, config, steps, routing, Timers())[0]
     if policy.critic is not None:

@@ -15,7 +15,7 @@ import fcntl
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -34,11 +34,18 @@ _NICENESS = 5  # where there are too few cores for both, training comes first
 class FileImage:
     """``parts``: what the file holds and where."""
 
-    def __init__(self, name: str, pieces: Iterable[Piece], objects: Mapping[str, bytes]) -> None:
+    def __init__(
+        self,
+        name: str,
+        pieces: Iterable[Piece],
+        objects: Mapping[str, bytes],
+        stepped: Sequence[bool] = (),
+    ) -> None:
         """pieces: their values are copied by each `copy`; the tensors must stay the same
-        objects.
+        objects. stepped: which optimizers had made a step, so that their state is among the pieces.
         """
         self.name = name
+        self.stepped = stepped
         self.parts: list[StoredPart] = []
         self._blocks = HostBlocks(_BLOCK)
         self._size = 0

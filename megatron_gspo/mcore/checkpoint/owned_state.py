@@ -35,7 +35,7 @@ from megatron_gspo.mcore.optimizer_state import (
     state_tensors,
 )
 from megatron_gspo.mcore.policy import Policy
-from megatron_gspo.mcore.policy_tensors import torch_optimizers
+from megatron_gspo.mcore.policy_tensors import torch_optimizers, wrapped_optimizers
 
 _MAX_BYTES = 256 << 20  # of a piece
 
@@ -149,17 +149,18 @@ def stored_objects(policy: Policy) -> dict[str, bytes]:
     return objects
 
 
+@torch.no_grad()
 def make_state(policy: Policy) -> None:
     """Let every optimizer make its state, as its first step does, unless it has stepped.
 
     Weights and state have no meaning then: they are read afterwards.
     """
-    for part in _parts(policy):
-        inner = getattr(part, "optimizer", None)
-        if inner is not None and not has_stepped(inner):
-            part.prepare_grads()
-            inner.step()
-            part.zero_grad()
+    for wrapped in wrapped_optimizers(policy.optimizer):
+        assert wrapped.optimizer is not None
+        if not has_stepped(wrapped.optimizer):
+            wrapped.prepare_grads()
+            wrapped.optimizer.step()
+            wrapped.zero_grad()
 
 
 def optimizer_numbers(policy: Policy) -> dict[str, float]:
@@ -228,19 +229,20 @@ def _optimizer_states(policy: Policy) -> tuple[dict[int, _State], set[int]]:
     """
     states: dict[int, _State] = {}
     shared: set[int] = set()
-    for part in _parts(policy):
-        if isinstance(part, DistributedOptimizer):
-            shared |= {id(parameter) for buffer in part.buffers for parameter in buffer.params}
-            for parameter, held in _ranges(part):
-                tensors = part._get_main_param_and_optimizer_states(parameter)
+    for wrapped in wrapped_optimizers(policy.optimizer):
+        assert wrapped.optimizer is not None
+        if isinstance(wrapped, DistributedOptimizer):
+            shared |= {id(parameter) for buffer in wrapped.buffers for parameter in buffer.params}
+            for parameter, held in _ranges(wrapped):
+                tensors = wrapped._get_main_param_and_optimizer_states(parameter)
                 states[id(parameter)] = _State(held.start, held.end, _flat(tensors))
-        elif getattr(part, "optimizer", None) is not None:
-            groups = part.optimizer.param_groups
+        else:
+            groups = wrapped.optimizer.param_groups
             stepped = {id(parameter) for group in groups for parameter in group["params"]}
             for parameter in _trained(policy):
                 main = getattr(parameter, "main_param", parameter)
                 if id(main) in stepped:
-                    tensors = {"param": main, **part.optimizer.state.get(main, {})}
+                    tensors = {"param": main, **wrapped.optimizer.state.get(main, {})}
                     states[id(parameter)] = _State(0, parameter.numel(), _flat(tensors))
     return states, shared
 
@@ -273,8 +275,3 @@ def _copies(parameter: Tensor) -> int:
 def _trained(policy: Policy) -> Iterator[Tensor]:
     for chunk in policy.chunks:
         yield from (parameter for parameter in chunk.parameters() if parameter.requires_grad)
-
-
-def _parts(policy: Policy) -> list[Any]:
-    """The optimizers that Megatron chains."""
-    return list(getattr(policy.optimizer, "chained_optimizers", [policy.optimizer]))

@@ -128,7 +128,10 @@ def make_image(policy: Policy) -> FileImage:
     for model in policy.trained.values():
         model.memory.restore()
     return FileImage(
-        f"__{dist.get_rank()}_0.distcp", pieces_to_write(policy), stored_objects(policy)
+        f"__{dist.get_rank()}_0.distcp",
+        pieces_to_write(policy),
+        stored_objects(policy),
+        _stepped(policy),
     )
 
 
@@ -147,7 +150,7 @@ def begin_save(
     The ranks write to a temporary directory. It becomes ``folder/step_NNNNNN`` when the
     ``AsyncSave`` is polled or finished; training may continue meanwhile. The newest ``keep``
     checkpoints are kept. At most one save may be in progress. ``image``: of an earlier save of this
-    policy with the same optimizer state, whose memory is used again; by default a new one. A
+    policy, whose memory is used again unless an optimizer has made its first step since. A
     collective of all ranks; raises ``CheckpointError`` on every rank if the disk is full or
     unavailable.
     """
@@ -162,7 +165,8 @@ def begin_save(
         model.memory.restore()
     failure = ""
     try:
-        image = image or make_image(policy)
+        if image is None or image.stepped != _stepped(policy):
+            image = make_image(policy)
         image.copy()
     except Exception as error:
         failure = f"{_NOT_WRITTEN}: {_reason(error)}"
@@ -222,6 +226,11 @@ def load_checkpoint(policy: Policy, path: Path) -> dict[str, Any]:
         model.scheduler.num_steps = 0
         model.scheduler.step(counts[_schedule_key(prefix)])
     return read_state(path)
+
+
+def _stepped(policy: Policy) -> list[bool]:
+    """Which of the optimizers have made a step."""
+    return [model.scheduler.num_steps > 0 for model in policy.trained.values()]
 
 
 def _counts(policy: Policy) -> dict[str, float]:

@@ -22,7 +22,7 @@ from megatron_gspo.data.packing import PackedBatch, PackLayout
 from megatron_gspo.errors import RunError
 from megatron_gspo.mcore.device_copies import copy_to_device
 from megatron_gspo.mcore.process_groups import ProcessGroups, compute_device
-from megatron_gspo.routing_replay.router_noise import RouterNoise, perturb, token_seeds
+from megatron_gspo.routing_replay.perturbation import PerturbedPass, RoutedTokens
 from megatron_gspo.routing_replay.routes import RouteShape, balanced_routes
 from megatron_gspo.routing_replay.statistics import expert_overlap, router_entropy
 
@@ -46,7 +46,7 @@ class ReplayOptions:
     live choice differs from the batches' routes. neighbours: with ``compare``, also count the
     experts that it shares with its token's route and those of the tokens beside it. entropy:
     measure the routers' entropy. storage: where recorded ids are kept, ``device`` or ``host``
-    (pinned memory, copied asynchronously). noise: random changes of the live choices, None without.
+    (pinned memory, copied asynchronously). perturbed_pass: what changes the live choices, None without.
     """
 
     shape: RouteShape
@@ -57,7 +57,7 @@ class ReplayOptions:
     neighbours: bool = False
     entropy: bool = False
     storage: str = "device"
-    noise: RouterNoise | None = None
+    perturbed_pass: PerturbedPass | None = None
 
     @property
     def needs_routes(self) -> bool:
@@ -74,8 +74,8 @@ class MicroBatchRoutes:
     layout: of the whole micro-batch. rows: this rank's part of its context-parallel shard. layers:
     those that have been given their routes. weight: ``[t]`` float32, 1 for a trained token and 0
     for any other. given: by layer, ``[t, k]`` expert ids to replay or compare with. missing:
-    ``[t]`` bool, rows of ``given`` that are unknown and left to the live router, or None. seeds:
-    ``[t]`` of the tokens' noise, or None. padding, balanced: ``[t]`` bool, the rows that take the
+    ``[t]`` bool, rows of ``given`` that are unknown and left to the live router, or None. tokens:
+    ``[t]`` for a perturbation, or None. padding, balanced: ``[t]`` bool, the rows that take the
     balanced routes ``[t, k]``, or None. compare: whether choices are compared, that is whether
     the route of any trained token of the shard is known. chosen: by layer, recorded ids ``[t, k]``.
     flips, entropy: by layer, sums over ``weight``. flipped: ``[t]`` int16, layers in which the
@@ -106,7 +106,7 @@ class MicroBatchRoutes:
         self.layers: list[int] = []
         self.weight: Tensor | None = None
         self.missing: Tensor | None = None
-        self.seeds: Tensor | None = None
+        self.tokens: RoutedTokens | None = None
         self.padding: Tensor | None = None
         self.balanced: Tensor | None = None
         self.given: dict[int, Tensor] = {}
@@ -142,13 +142,10 @@ class MicroBatchRoutes:
             wanted["weight"] = shard.loss_mask[self.rows]
             if missing is not None:
                 wanted["missing"] = missing[self.rows]
-            if self.options.noise is not None:
-                wanted["seeds"] = token_seeds(
-                    self.options.noise.seed,
-                    shard.sequences,
-                    shard.segment_ids[self.rows],
-                    shard.position_ids[self.rows],
-                )
+            if self.options.perturbed_pass is not None:
+                names = torch.tensor(shard.sequences)[shard.segment_ids[self.rows]]
+                tokens = torch.stack([*names.unbind(1), shard.position_ids[self.rows]])
+                wanted["tokens"] = tokens.view(torch.int32)  # as int64 it would be shortened
             if self.options.balanced_padding:
                 positions = shard.position_ids[self.rows]
                 lengths = torch.tensor(shard.lengths)[shard.segment_ids[self.rows]]
@@ -161,7 +158,8 @@ class MicroBatchRoutes:
         moved = self._to_device(wanted)
         self.weight = moved.get("weight", self.weight)
         self.missing = moved.get("missing", self.missing)
-        self.seeds = moved.get("seeds", self.seeds)
+        if "tokens" in moved:
+            self.tokens = RoutedTokens(*moved["tokens"].view(torch.int64))
         self.padding = moved.get("padding", self.padding)
         self.balanced = moved.get("balanced", self.balanced)
         self.layers += layers
@@ -218,16 +216,22 @@ class MicroBatchRoutes:
 
     def _perturbed(self, layer: int, scores: Tensor, are_logits: bool) -> tuple[Tensor, Tensor]:
         """The scores that experts are chosen by and those that they are weighed by; ``scores``
-        without noise.
+        itself where they do not change.
         """
-        noise = self.options.noise
-        if noise is None:
+        if self.options.perturbed_pass is None:
             return scores, scores
-        assert self.seeds is not None
+        assert self.tokens is not None
         logits = scores if are_logits else scores.log()
-        perturbed = perturb(logits, self.seeds, layer, noise.strength).to(scores.dtype)
-        choose = perturbed if are_logits else perturbed.softmax(-1)
-        return choose, choose if noise.perturb_weights else scores
+        chosen_by, weighed_by = self.options.perturbed_pass(logits, layer, self.tokens)
+
+        def as_scores(values: Tensor) -> Tensor:
+            if values is logits:
+                return scores
+            values = values.to(scores.dtype)
+            return values if are_logits else values.softmax(-1)
+
+        choose = as_scores(chosen_by)
+        return choose, choose if weighed_by is chosen_by else as_scores(weighed_by)
 
     @torch.no_grad()
     def _measure(

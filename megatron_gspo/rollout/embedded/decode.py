@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from megatron_gspo.config import SamplingParams
 from megatron_gspo.rollout.embedded.kv_cache import BufferCache, kinds_of
-from megatron_gspo.rollout.embedded.noisy_routers import NoisyRouters
+from megatron_gspo.rollout.embedded.perturbed_routers import PerturbedRouters
 from megatron_gspo.rollout.embedded.route_recorder import DecodedRoutes, RouteRecorder
 from megatron_gspo.rollout.embedded.token_sampling import choose_tokens
 
@@ -63,17 +63,17 @@ def decode(
     sampling: SamplingParams,
     stop_ids: Tensor,
     recorder: RouteRecorder | None = None,
-    noise: NoisyRouters | None = None,
+    routers: PerturbedRouters | None = None,
 ) -> Responses:
     """Generate one response per row.
 
     stop_ids: [E] int64 on the model's device. recorder: on the model's hooks, to return routes;
-    else None. noise: of the model's routers, or None.
+    else None. routers: of the model, where they are perturbed.
     """
     device = model.device
     limit = sampling.max_response_length
     batch = len(requests.prompt_of_row)
-    logits, state = _prefill(model, requests, limit, noise)
+    logits, state = _prefill(model, requests, limit, routers)
     routes = None
     if recorder is not None:
         routes = DecodedRoutes(recorder, requests.prompts, requests.prompt_of_row)
@@ -110,19 +110,19 @@ def decode(
 @dataclass
 class _State:
     """State of a decoding step: the cache, the next position of each row [B, 1], the columns
-    without padding, and the rows' names [B, 2] for the routers' noise."""
+    without padding, and the rows' names [B, 2] for perturbed routers."""
 
     cache: BufferCache
     positions: Tensor
     key_mask: Tensor | None  # [B, 1, 1, P + R] bool; None when no row is padded
     sequences: Tensor
-    noise: NoisyRouters | None
+    routers: PerturbedRouters | None
 
     def step(self, model: PreTrainedModel, tokens: Tensor) -> Tensor:
         """Feed one token [B] per row; logits [B, V] of the next."""
-        if self.noise is not None:
+        if self.routers is not None:
             rows = torch.arange(len(tokens), device=tokens.device)
-            self.noise.set_tokens(self.sequences, rows, self.positions[:, 0])
+            self.routers.set_tokens(self.sequences, rows, self.positions[:, 0])
         columns = self.cache.get_seq_length() + 1
         mask = None if self.key_mask is None else self.key_mask[..., :columns]
         mask = _masks(model.config, mask, columns, tokens.device)
@@ -156,7 +156,7 @@ def _masks(config: Any, mask: Tensor | None, columns: int, device: torch.device)
 
 
 def _prefill(
-    model: PreTrainedModel, requests: DecodeBatch, limit: int, noise: NoisyRouters | None
+    model: PreTrainedModel, requests: DecodeBatch, limit: int, routers: PerturbedRouters | None
 ) -> tuple[Tensor, _State]:
     """Logits [B, V] after the prompt of every row, and the state for the next step."""
     rows = torch.from_numpy(requests.prompt_of_row).to(model.device)
@@ -167,9 +167,9 @@ def _prefill(
     columns = ids.shape[1]
     positions = (mask.cumsum(-1) - 1).clamp_(min=0)
     cache = BufferCache(kinds_of(model.config), columns)
-    if noise is not None:
+    if routers is not None:
         segments = torch.arange(len(mask), device=mask.device).repeat_interleave(columns)
-        noise.set_tokens(_prompt_names(requests), segments, positions.reshape(-1))
+        routers.set_tokens(_prompt_names(requests), segments, positions.reshape(-1))
     logits = _last_logits(model, ids, mask if padded else None, positions, cache)
     key_mask = None
     if padded:
@@ -182,7 +182,7 @@ def _prefill(
         mask.sum(-1, keepdim=True)[rows],
         key_mask,
         torch.from_numpy(names).to(model.device),
-        noise,
+        routers,
     )
     return logits.index_select(0, rows), state
 

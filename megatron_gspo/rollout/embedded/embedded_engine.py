@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +22,14 @@ from megatron_gspo.models.quantization.plan import dequantized
 from megatron_gspo.rollout.embedded.cpu_kernels import use_cpu_kernels, use_decode_attention
 from megatron_gspo.rollout.embedded.decode import DecodeBatch, Responses, decode
 from megatron_gspo.rollout.embedded.kv_cache import is_served, kinds_of
-from megatron_gspo.rollout.embedded.noisy_routers import NoisyRouters
+from megatron_gspo.rollout.embedded.perturbed_routers import PerturbedRouters
 from megatron_gspo.rollout.embedded.route_recorder import RouteRecorder
 from megatron_gspo.rollout.embedded.token_sampling import sequence_uniforms
 from megatron_gspo.rollout.embedded.transformers_config import transformers_config
 from megatron_gspo.rollout.embedded.weight_loading import WeightTargets
 from megatron_gspo.rollout.engine_protocol import end_tokens
 from megatron_gspo.rollout.response_text import ResponseDecoder, Tokenizer
-from megatron_gspo.routing_replay.router_noise import RouterNoise, pass_seed
+from megatron_gspo.routing_replay.perturbation import Perturbation, PerturbedPass
 
 
 class EmbeddedEngine:
@@ -84,34 +82,19 @@ class EmbeddedEngine:
                 tokenizer, self.eos_token_ids, keep_special_tokens=keep_special_tokens
             )
         self._recorder = RouteRecorder(self.model) if return_routed_experts else None
-        self._routers: NoisyRouters | None = None
-        self._noise: RouterNoise | None = None
+        self._routers: PerturbedRouters | None = None
+        self._perturbation: Perturbation | None = None
         self._targets: WeightTargets | None = WeightTargets.of(self.model)
         self.weight_version: int | None = None if isinstance(source, PretrainedConfig) else 0
         self._paused = False
 
-    def perturb_routers(self, noise: RouterNoise) -> None:
-        """Choose experts by perturbed logits from now on, for a stress test; other noise for each
-        seed of `generate`.
+    def perturb_routers(self, perturbation: Perturbation) -> None:
+        """Choose experts by perturbed logits from now on.
 
         Raises ValueError for a model without softmax routers.
         """
-        self._routers = NoisyRouters(self.model)
-        self._noise = noise
-
-    @contextmanager
-    def unperturbed(self) -> Iterator[None]:
-        """Choose experts without noise in the meantime."""
-        noise = self._noise
-        self._noise = None
-        if self._routers is not None:
-            self._routers.remove()
-            self._routers = None
-        try:
-            yield
-        finally:
-            if noise is not None:
-                self.perturb_routers(noise)
+        self._routers = PerturbedRouters(self.model)
+        self._perturbation = perturbation
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: SamplingParams, *, seed: int
@@ -120,8 +103,8 @@ class EmbeddedEngine:
         self._check(prompts, sampling)
         if not prompts:
             return []
-        if self._routers is not None and self._noise is not None:
-            self._routers.start(replace(self._noise, seed=pass_seed(self._noise.seed, seed)))
+        if self._routers is not None and self._perturbation is not None:
+            self._routers.start(PerturbedPass(self._perturbation, "rollout", seed))
         by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i].token_ids))
         order = np.repeat(np.asarray(by_length), sampling.n_samples_per_prompt)
         sample_index = np.tile(np.arange(sampling.n_samples_per_prompt), len(prompts))

@@ -164,6 +164,30 @@ def test_resumes_without_the_distributed_optimizer(path, tmp_path):
     check_exact(outcome, outcome["in place"])
 
 
+def save_before_the_first_step(
+    rank: int, world_size: int, path: str, folder: str
+) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    """What follows a save of an optimizer without a state, and a save with its memory after a step:
+    without interruption, and resumed.
+    """
+    policy = policy_in(path, parallel(tensor=2))
+    first = begin_save(policy, Path(folder), 0, {}, keep=2)
+    pairs = [(first.finish(), train_step(policy, seed=0)[0])]
+    second = begin_save(policy, Path(folder), 1, {}, keep=2, image=first.image)
+    pairs.append((second.finish(), train_step(policy, seed=1)[0]))
+    results = []
+    for seed, (at, expected) in enumerate(pairs):
+        resumed = policy_in(path, parallel(tensor=2))
+        load_checkpoint(resumed, at)
+        results.append((expected, train_step(resumed, seed=seed)[0]))
+    return results
+
+
+def test_an_optimizer_that_has_not_stepped_has_no_state(path, tmp_path):
+    for expected, resumed in run_distributed(save_before_the_first_step, 2, path, str(tmp_path))[0]:
+        assert max_difference(resumed, expected) == 0
+
+
 def save_often(rank: int, world_size: int, path: str, folder: str) -> dict[str, Any]:
     """Three checkpoints of which two are kept, then one that cannot be encoded and one that the
     disk refuses.

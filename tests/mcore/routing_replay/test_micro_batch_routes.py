@@ -17,7 +17,7 @@ from megatron_gspo.mcore.routing_replay.micro_batch_routes import (
     MicroBatchRoutes,
     ReplayOptions,
 )
-from megatron_gspo.routing_replay.router_noise import RouterNoise, perturb, token_seeds
+from megatron_gspo.routing_replay.perturbation import Perturbation, PerturbedPass, RouterTerms
 from megatron_gspo.routing_replay.routes import RouteShape
 from tests.support.routing_cases import scored_samples, with_random_routes
 
@@ -60,20 +60,28 @@ def scores_for(batch: PackedBatch) -> Tensor:
     ).requires_grad_()
 
 
-def noisy(
-    batch: PackedBatch, strength: float = 1.0, *, replay: bool = False, **noise: Any
-) -> MicroBatchRoutes:
-    return begun(
-        ReplayOptions(SHAPE, replay=replay, noise=RouterNoise(strength, seed=3, **noise)), batch
-    )
+def reversed_by_position(terms: RouterTerms, *, weights: bool = False) -> Any:
+    """The logits with another sign in the later half of a sequence and in odd layers."""
+    later = (terms.tokens.positions >= 2) ^ bool(terms.layer % 2)
+    changed = torch.where(later[:, None], -terms.logits, terms.logits)
+    return (changed, changed) if weights else changed
 
 
-def test_noise_changes_the_choice_and_not_the_weights():
+def perturbed(batch: PackedBatch, *, replay: bool = False, **options: Any) -> MicroBatchRoutes:
+    perturbation = PerturbedPass(Perturbation(reversed_by_position, options), "trainer", seed=3)
+    return begun(ReplayOptions(SHAPE, replay=replay, perturbed_pass=perturbation), batch)
+
+
+def changed_scores(batch: PackedBatch, scores: Tensor, layer: int) -> Tensor:
+    later = (batch.position_ids >= 2) ^ bool(layer % 2)
+    return torch.where(later[:, None], -scores, scores)
+
+
+def test_a_perturbation_changes_the_choice_and_not_the_weights():
     batch = batch_of()
     scores = scores_for(batch)
-    values, ids = noisy(batch).route(1, scores, top_2, are_logits=True, shares=softmax)
-    seeds = token_seeds(3, batch.sequences, batch.segment_ids, batch.position_ids)
-    assert torch.equal(ids, top_2(perturb(scores, seeds, 1, 1.0))[1])
+    values, ids = perturbed(batch).route(1, scores, top_2, are_logits=True, shares=softmax)
+    assert torch.equal(ids, top_2(changed_scores(batch, scores, 1))[1])
     assert (
         (ids != top_2(scores)[1]).any()
         and torch.equal(values, scores.gather(1, ids))
@@ -81,29 +89,28 @@ def test_noise_changes_the_choice_and_not_the_weights():
     )
     probabilities = scores.detach().softmax(-1)
     assert torch.equal(
-        noisy(batch).route(1, probabilities, top_2, are_logits=False, shares=softmax)[1], ids
+        perturbed(batch).route(1, probabilities, top_2, are_logits=False, shares=softmax)[1], ids
     )
 
 
-def test_noise_changes_the_weights_where_asked():
+def test_a_perturbation_changes_the_weights_where_asked():
     batch = batch_of()
     scores = scores_for(batch)
-    values, ids = noisy(batch, perturb_weights=True).route(
+    values, ids = perturbed(batch, weights=True).route(
         0, scores, top_2, are_logits=True, shares=softmax
     )
-    seeds = token_seeds(3, batch.sequences, batch.segment_ids, batch.position_ids)
-    changed = perturb(scores, seeds, 0, 1.0).to(scores.dtype)
+    changed = changed_scores(batch, scores, 0)
     assert torch.equal(values, changed.gather(1, ids)) and values.requires_grad
-    values, _ = noisy(batch, perturb_weights=True, replay=True).route(
+    values, _ = perturbed(batch, weights=True, replay=True).route(
         0, scores, top_2, are_logits=True, shares=softmax
     )
     assert torch.equal(values, changed.gather(1, batch.routed_experts[:, 0].long()))
 
 
-def test_a_replayed_choice_wins_over_noise():
+def test_a_replayed_choice_wins_over_a_perturbation():
     batch = batch_of(missing=0.5)
     scores = scores_for(batch)
-    _, ids = noisy(batch, replay=True).route(1, scores, top_2, are_logits=True, shares=softmax)
-    live = noisy(batch).route(1, scores, top_2, are_logits=True, shares=softmax)[1]
+    _, ids = perturbed(batch, replay=True).route(1, scores, top_2, are_logits=True, shares=softmax)
+    live = perturbed(batch).route(1, scores, top_2, are_logits=True, shares=softmax)[1]
     given = batch.routed_experts[:, 1].long()
     assert torch.equal(ids, torch.where(batch.missing_routes[:, None], live, given))

@@ -1,8 +1,6 @@
-"""Noise in the embedded engine's routers: the log-probs and routes are those of a plain pass
-with the same noise.
+"""Perturbed routers of the embedded engine: the log-probs and routes are those of a plain pass
+with the same noise, that of examples/collapse.
 """
-
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,9 +8,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megatron_gspo.config import SamplingParams
-from megatron_gspo.rollout.embedded.noisy_routers import NoisyRouters
+from megatron_gspo.rollout.embedded.perturbed_routers import PerturbedRouters
 from megatron_gspo.rollout.embedded.route_recorder import RouteRecorder
-from megatron_gspo.routing_replay.router_noise import RouterNoise, pass_seed
+from megatron_gspo.routing_replay.perturbation import PerturbedPass
+from tests.support.collapse_noise import noise_of
 from tests.support.reference_models import (
     checkpoint,
     dense_config,
@@ -41,12 +40,12 @@ def generate(noise, *, max_batch=256, seed=1, **changes):
 @pytest.mark.parametrize("perturb_weights", [False, True])
 @pytest.mark.parametrize("norm_topk_prob", [False, True])
 def test_samples_are_those_of_a_plain_pass_with_the_same_noise(perturb_weights, norm_topk_prob):
-    noise = RouterNoise(1.0, seed=4, perturb_weights=perturb_weights)
+    noise = noise_of(strength=1.0, seed=4, perturb_weights=perturb_weights)
     reference, samples = generate(noise, norm_topk_prob=norm_topk_prob)
-    routers = NoisyRouters(reference)
+    routers = PerturbedRouters(reference)
     recorder = RouteRecorder(reference)
     for sample in samples:
-        routers.start(replace(noise, seed=pass_seed(noise.seed, 1)))
+        routers.start(PerturbedPass(noise, "rollout", 1))
         # the prompt is read once for all samples
         names = torch.tensor(
             [(sample.prompt_index, -1), (sample.prompt_index, sample.sample_index)]
@@ -68,7 +67,7 @@ def test_noise_changes_choices_as_its_strength_says():
     _, clean = generate(None)
     rates = []
     for strength in (1e-9, 0.1, 0.5):
-        _, samples = generate(RouterNoise(strength, seed=4))
+        _, samples = generate(noise_of(strength=strength, seed=4))
         rates.append(np.mean([flip_rate(a, b) for a, b in zip(clean, samples, strict=True)]))
     assert rates[0] == 0 < rates[1] < rates[2] < 0.8
 
@@ -81,10 +80,10 @@ def flip_rate(a, b):
 
 
 def test_noise_depends_on_the_seed_and_not_on_batches():
-    noise = RouterNoise(0.5, seed=4)
+    noise = noise_of(strength=0.5, seed=4)
     _, whole = generate(noise)
     _, split = generate(noise, max_batch=5)
-    _, other = generate(RouterNoise(0.5, seed=5))
+    _, other = generate(noise_of(strength=0.5, seed=5))
     routes = [[sample.routed_experts for sample in found] for found in (whole, split, other)]
     assert all(np.array_equal(a, b) for a, b in zip(routes[0], routes[1], strict=True))
     assert any(not np.array_equal(a[:3], b[:3]) for a, b in zip(routes[0], routes[2], strict=True))
@@ -95,9 +94,10 @@ def test_noise_can_rest():
     config = moe_config(**CONFIG)
     engine = loaded_engine(config, checkpoint(reference_model(config)), return_routed_experts=True)
     clean = engine.generate(prompts(6), SAMPLING, seed=1)
-    engine.perturb_routers(RouterNoise(0.5, seed=4))
+    noise = noise_of(strength=0.5, seed=4)
+    engine.perturb_routers(noise)
     noisy = engine.generate(prompts(6), SAMPLING, seed=1)
-    with engine.unperturbed():
+    with noise.off():
         rested = engine.generate(prompts(6), SAMPLING, seed=1)
     again = engine.generate(prompts(6), SAMPLING, seed=1)
     routes = [
@@ -110,7 +110,7 @@ def test_noise_can_rest():
 
 def test_a_model_without_softmax_routers_is_refused():
     with pytest.raises(ValueError, match="model type qwen3 has no softmax router"):
-        NoisyRouters(reference_model(dense_config()))
+        PerturbedRouters(reference_model(dense_config()))
 
 
 @pytest.mark.parametrize("kind", ["moe", "shared", "next", "qwen35_moe_text", "gpt_oss"])
@@ -120,4 +120,4 @@ def test_every_softmax_router_is_found(kind):
         type(module).__name__.endswith(("Experts", "ExpertsInterleaved"))
         for module in model.modules()
     )
-    assert len(NoisyRouters(model)._hooks) == layers > 0
+    assert len(PerturbedRouters(model)._hooks) == layers > 0

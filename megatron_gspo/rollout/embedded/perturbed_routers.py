@@ -1,6 +1,4 @@
-"""Noise in the routers of a Transformers model, for stress tests
-(`routing_replay.router_noise`).
-"""
+"""A perturbation of the routers of a Transformers model (`routing_replay.perturbation`)."""
 
 from __future__ import annotations
 
@@ -9,36 +7,35 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron_gspo.rollout.embedded.model_modules import modules_of
-from megatron_gspo.routing_replay.router_noise import RouterNoise, perturb, token_seeds
+from megatron_gspo.routing_replay.perturbation import PerturbedPass, RoutedTokens
 
 _ALWAYS_NORMALISED = ("GptOssTopKRouter", "Qwen3_5MoeTopKRouter")  # without `norm_topk_prob`
 
 
-class NoisyRouters:
+class PerturbedRouters:
     """Makes the softmax routers of `model` choose experts by perturbed logits. `remove` undoes it.
 
     Raises ValueError (one line) for a model without such routers.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        missing = "softmax router that chooses experts: leave router_noise off"
+        missing = "softmax router that chooses experts: leave routing.perturbation out"
         routers = modules_of(model, _is_softmax_router, missing)
-        self._noise: RouterNoise | None = None
-        self._seeds: Tensor | None = None
+        self._pass: PerturbedPass | None = None
+        self._tokens: RoutedTokens | None = None
         self._hooks = [
             router.register_forward_hook(self._hook(layer)) for layer, router in enumerate(routers)
         ]
 
-    def start(self, noise: RouterNoise) -> None:
-        """Begin a pass with other noise."""
-        self._noise = noise
-        self._seeds = None
+    def start(self, perturbed: PerturbedPass) -> None:
+        """Begin another pass."""
+        self._pass = perturbed
+        self._tokens = None
 
     def set_tokens(self, sequences: Tensor, segments: Tensor, positions: Tensor) -> None:
         """The tokens [t] of the next forward pass: int64 [n, 2] (prompt_index, sample_index) of the
         sequences, and int64 [t] the sequence of each token and its position."""
-        assert self._noise is not None
-        self._seeds = token_seeds(self._noise.seed, sequences, segments, positions)
+        self._tokens = RoutedTokens.of(sequences.to(segments.device), segments, positions)
 
     def remove(self) -> None:
         """Remove the hooks."""
@@ -49,12 +46,13 @@ class NoisyRouters:
         def reroute(
             router: Any, args: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]
         ) -> Any:
-            assert self._noise is not None and self._seeds is not None
+            assert self._pass is not None and self._tokens is not None
             logits, weights, _ = output
-            perturbed = perturb(logits, self._seeds, layer, self._noise.strength)
-            ids = perturbed.topk(router.top_k, dim=-1).indices
-            values = perturbed if self._noise.perturb_weights else logits.to(perturbed.dtype)
-            chosen = values.softmax(-1).gather(1, ids)
+            chosen_by, weighed_by = self._pass(logits, layer, self._tokens)
+            if chosen_by is logits and weighed_by is logits:
+                return output
+            ids = chosen_by.topk(router.top_k, dim=-1).indices
+            chosen = weighed_by.to(chosen_by.dtype).softmax(-1).gather(1, ids)
             if getattr(router, "norm_topk_prob", True):
                 chosen = chosen / chosen.sum(-1, keepdim=True)
             return logits, chosen.to(weights.dtype), ids

@@ -7,14 +7,25 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_gspo.routing_replay.router_noise import (
-    gaussian_noise,
-    pass_seed,
-    perturb,
-    token_seeds,
+from megatron_gspo.config import RoutingConfig
+from megatron_gspo.routing_replay.perturbation import (
+    PerturbedPass,
+    RoutedTokens,
+    load_perturbation,
 )
+from megatron_gspo.user_code import UserCodeError
+from tests.support.collapse_noise import example_module, noise_of, noise_section
 
+noise_file = example_module("noise", "noise")
+gaussian_noise = noise_file.gaussian_noise
+pass_seed = noise_file.pass_seed
+perturb = noise_file.perturb
 SEQUENCES = [(3, 0), (3, 1), (2**40 + 3, 0)]
+
+
+def token_seeds(seed, sequences, segments, positions):
+    tokens = RoutedTokens.of(torch.tensor(sequences), segments, positions)
+    return noise_file.token_seeds(seed, tokens)
 
 
 def lowbias32(x: int) -> int:
@@ -105,3 +116,55 @@ def test_the_seed_of_a_pass():
         for parts in [(1, 2, "old"), (2, 1, "old"), (1, 2, "rollout"), (1, 3, "old")]
     }
     assert len(found) == 4 and all(0 <= seed < 2**32 for seed in found)
+
+
+def test_the_passes_have_noise_of_their_own():
+    """Also in the calibration; the trainer's alone where the engine's is not asked for."""
+    logits = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
+    tokens = RoutedTokens(*torch.zeros(2, 6, dtype=torch.int64), torch.arange(6))
+
+    def changed(engine: str, *where, phase: str = "", **options):
+        made = PerturbedPass(noise_of(strength=0.5, **options), engine, *where, phase=phase)
+        return made(logits, 0, tokens)
+
+    passes = [
+        changed(engine, *where, phase=phase)[0]
+        for engine, where, phase in [
+            ("rollout", (1,), ""),
+            ("rollout", (2,), ""),
+            ("trainer", (1, 0), "old policy"),
+            ("trainer", (1, 1), "old policy"),
+            ("trainer", (1, 0), "update 0"),
+            ("trainer", (0,), "calibration"),
+            ("rollout", (0,), "calibration"),
+        ]
+    ]
+    assert len({tuple(values.flatten().tolist()) for values in [logits, *passes]}) == 8
+    by_hand = perturb(
+        logits,
+        noise_file.token_seeds(pass_seed(pass_seed(3, 1, 4), "update 0"), tokens),
+        layer=0,
+        strength=0.5,
+    )
+    chosen_by, weighed_by = changed("trainer", 1, 4, phase="update 0", seed=3)
+    assert torch.equal(chosen_by, by_hand) and weighed_by is logits
+    both = changed("trainer", 1, 4, phase="update 0", seed=3, perturb_weights=True)
+    assert torch.equal(both[0], by_hand) and torch.equal(both[1], by_hand)
+    assert changed("rollout", 1, engines="trainer") == (logits, logits)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "strength and target_flip_rate are missing"),
+        ({"strength": 0.5, "target_flip_rate": 0.1}, "target_flip_rate are both given"),
+        (
+            {"strength": 0.5, "engines": "none"},
+            "engines = 'none': must be rollout, trainer or both",
+        ),
+        ({"strenght": 0.5}, "unexpected keyword argument 'strenght'"),
+    ],
+)
+def test_wrong_options_are_refused_before_a_run(options, words):
+    with pytest.raises(UserCodeError, match=words):
+        load_perturbation(RoutingConfig(**noise_section(**options)))

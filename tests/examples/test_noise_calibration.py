@@ -13,21 +13,17 @@ import pytest
 from megatron_gspo.config import Config, ConfigError
 from megatron_gspo.loop.checkpoints import CheckpointManager, LoopState
 from megatron_gspo.loop.engines import perturb_rollout
-from megatron_gspo.loop.noise_calibration import (
-    TOLERANCE,
-    _first_responses,
-    bisect,
-    calibrated_strength,
-    flip_rate,
-    with_rollout_routes,
-)
 from megatron_gspo.loop.setup import build_components
 from megatron_gspo.loop.timers import Timers
 from megatron_gspo.loop.training_loop import train_step
+from tests.support.collapse_noise import example_module, noise_section
 from tests.support.distributed import run_distributed
 from tests.support.training_runs import base_config, tiny_model
 
 TARGET = 0.2
+study = example_module("calibration", "NoiseStudy")
+bisect = study.bisect
+TOLERANCE = study.TOLERANCE
 
 
 @pytest.mark.parametrize("target", [0.001, 0.3, 0.74])
@@ -58,11 +54,12 @@ def calibrated_step(
     config = Config.from_dict(plain)
     with build_components(config) as run:
         run.groups.update_weights(run.policy.weights, version=0)
-        strength, rate = calibrated_strength(run, 0)
-        if config.router_noise.in_rollout:
-            perturb_rollout(run.engine, config.router_noise, strength)
+        strength, rate = study.calibrated_strength(run, 0, TARGET)
+        assert run.perturbation is not None
+        run.perturbation.options |= {"strength": strength, "target_flip_rate": None}
+        perturb_rollout(run.engine, run.perturbation)
         checkpoints = CheckpointManager(run.policy, config.checkpoint, config.run_dir, None)
-        trained = train_step(run, LoopState(noise_strength=strength), checkpoints, Timers())
+        trained = train_step(run, LoopState(), checkpoints, Timers())
     return strength, rate, trained.metrics
 
 
@@ -84,8 +81,11 @@ def plain_config(
         algorithm={"name": "grpo"},
         rollout={"rollout_batch_size": 32},
         training={"steps": 1, "global_batch_size": 128},
-        routing={"metric_sequences": 32, "compare_rollout": True},
-        router_noise={"engines": engines, "target_flip_rate": TARGET, "stress_test": True},
+        routing={
+            "metric_sequences": 32,
+            "compare_rollout": True,
+            **noise_section(engines=engines, target_flip_rate=TARGET),
+        },
     )
 
 
@@ -110,7 +110,7 @@ def test_engine_and_trainer_differ_by_the_target(measured: Any, engines: str) ->
     """
     ((strength, rate, metrics),) = measured("one process", engines)
     assert rate == pytest.approx(TARGET, rel=TOLERANCE)
-    assert metrics["routing/noise_strength"] == strength > 0
+    assert strength > 0
     assert metrics["routing/rollout_flip_rate"] == pytest.approx(TARGET, abs=0.04)
 
 
@@ -127,16 +127,16 @@ def passes(rank: int, world: int, plain: dict[str, Any]) -> tuple[int, int, int]
     count = []
     with build_components(config) as run:
         run.groups.update_weights(run.policy.weights, version=0)
-        batch, plan = _first_responses(run)
-        batch = with_rollout_routes(run.policy, batch, plan, config, None)
+        batch, plan = study._first_responses(run)
+        batch = study.with_rollout_routes(run, batch, plan, None)
 
         def rate(strength: float) -> float:
             strengths.append(strength)
-            return flip_rate(run.policy, batch, plan, config, strength)
+            return study.flip_rate(run, batch, plan, strength)
 
         expected = bisect(rate, TARGET)
         run.policy.chunks[0].register_forward_hook(lambda *_: count.append(1))
-        assert calibrated_strength(run, 0) == expected
+        assert study.calibrated_strength(run, 0, TARGET) == expected
         return len(count), len(strengths), len(plan.rows[0])
 
 

@@ -4,36 +4,65 @@ that move.
 Experts are chosen by ``logits + strength * std(logits) * gaussian``. The noise is a function of a
 token's identity (sequence and position), the pass, the layer and the expert. So it is the same in
 every parallel layout, packing, micro-batch and recomputation, and differs between passes.
+
+routing:
+  perturbation: examples/collapse/noise.py:noise
+  perturbation_options: {strength: 0.5}
+callbacks: [examples/collapse/calibration.py:NoiseStudy]
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_gspo.routing_replay.perturbation import RoutedTokens, RouterTerms
+
 _WORD = 0xFFFFFFFF
 _TABLE_BITS = 16
 
 
-@dataclass(frozen=True)
-class RouterNoise:
-    """The noise of one pass.
+def noise(
+    terms: RouterTerms,
+    *,
+    strength: float | None = None,
+    target_flip_rate: float | None = None,
+    engines: str = "both",
+    perturb_weights: bool = False,
+    seed: int = 0,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The logits with noise, which choose the experts; the live router's weigh them.
 
-    strength: standard deviation in units of the standard deviation of a token's logits. seed: of
-    this pass (``pass_seed``). perturb_weights: weigh the experts by the perturbed logits too, not
-    only choose them.
+    strength: standard deviation of the noise over that of a token's logits. target_flip_rate: in
+    its place, the share of experts that differ between the engines; `calibration.py` finds the
+    strength, without which there is no noise yet. engines: `rollout`, `trainer` or `both`.
+    perturb_weights: weigh the experts by the noisy logits too. seed: of the noise alone.
     """
+    if engines not in ("rollout", "trainer", "both"):
+        raise ValueError(f"engines = {engines!r}: must be rollout, trainer or both")
+    if strength is None and target_flip_rate is None:
+        raise ValueError("strength and target_flip_rate are missing: set one of the two")
+    if strength is not None and target_flip_rate is not None:
+        raise ValueError("strength and target_flip_rate are both given: set one of the two")
+    if strength is None or engines not in (terms.engine, "both"):
+        return terms.logits
+    seeds = token_seeds(_seed_of_pass(terms, seed), terms.tokens)
+    noisy = perturb(terms.logits, seeds, terms.layer, strength)
+    return (noisy, noisy) if perturb_weights else noisy
 
-    strength: float
-    seed: int
-    perturb_weights: bool = False
+
+def _seed_of_pass(terms: RouterTerms, seed: int) -> int:
+    if terms.phase == "calibration":
+        return pass_seed(seed, "calibration", terms.engine)
+    if terms.engine == "rollout":
+        return pass_seed(pass_seed(seed, "rollout"), terms.seed)
+    return pass_seed(pass_seed(seed, terms.seed, terms.step), terms.phase)
 
 
+@cache
 def pass_seed(*parts: int | str) -> int:
     """A 32-bit seed for one pass: for example of the run's seed, the step and the name of the
     pass.
@@ -44,18 +73,12 @@ def pass_seed(*parts: int | str) -> int:
     return int(np.random.SeedSequence(words).generate_state(1)[0])
 
 
-def token_seeds(
-    seed: int, sequences: Sequence[tuple[int, int]] | Tensor, segments: Tensor, positions: Tensor
-) -> Tensor:
-    """A seed for each token, int64 ``[t]`` of 31-bit values, on the device of ``segments``.
-
-    sequences: (prompt_index, sample_index) of each sequence, ``[n, 2]``. segments, positions: int64
-    ``[t]``, the sequence of each token and its position in it.
-    """
-    names = torch.as_tensor(sequences, dtype=torch.int64).to(segments.device)
-    starts = _mix(_mix(names[:, 0] & _WORD ^ seed) ^ (names[:, 0] >> 32 & _WORD))
-    starts = _mix(starts ^ (names[:, 1] & _WORD))
-    return _mix(starts[segments] ^ positions) >> 1
+def token_seeds(seed: int, tokens: RoutedTokens) -> Tensor:
+    """A seed for each token, int64 ``[t]`` of 31-bit values."""
+    prompts = tokens.prompts
+    starts = _mix(_mix(prompts & _WORD ^ seed) ^ (prompts >> 32 & _WORD))
+    starts = _mix(starts ^ (tokens.samples & _WORD))
+    return _mix(starts ^ tokens.positions) >> 1
 
 
 def gaussian_noise(seeds: Tensor, layer: int, num_experts: int) -> Tensor:
