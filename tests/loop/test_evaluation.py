@@ -39,7 +39,7 @@ class Rewards:
                 strict=True,
             )
             rewards = np.array([self.values[key] for key in keys])
-        return samples.with_columns(reward=rewards), Counter(timeout=1)
+        return samples.with_rewards(rewards), Counter(timeout=1)
 
 
 def config(**evaluation) -> Config:

@@ -77,7 +77,7 @@ class Rewards:
         rewards = [
             float("nan") if self.fails else float(self._solved(sample)) for sample in samples
         ]
-        return batch.with_columns(reward=np.array(rewards)), Counter(
+        return batch.with_rewards(np.array(rewards)), Counter(
             error=len(samples) if self.fails else 0
         )
 
@@ -146,9 +146,7 @@ class Idle(Source):
 
 class Known(Rewards):
     def __call__(self, batch: SampleBatch, prompts: Sequence[Prompt], timers: Timers) -> Any:
-        return batch.with_columns(reward=batch.table["sample_index"].astype(float)), Counter(
-            error=0
-        )
+        return batch.with_rewards(batch.table["sample_index"].astype(float)), Counter(error=0)
 
 
 def test_a_rank_without_requests_reads_no_prompt():

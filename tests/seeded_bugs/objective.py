@@ -128,8 +128,8 @@ OBJECTIVE = (
     SeededBug(
         name="observations are steps of GAE",
         file="megatron_gspo/loop/gae.py",
-        before="trained = np.flatnonzero(sample.loss_mask)",
-        after="trained = np.arange(sample.response_length)",
+        before="is_step = responses['loss_mask'] & responses.repeat(counted)",
+        after="is_step = responses.repeat(counted)",
         test="tests/loop/test_gae.py::test_observations_are_no_steps_of_the_trajectory",
     ),
     SeededBug(
@@ -140,10 +140,17 @@ OBJECTIVE = (
         test="tests/data/test_packing.py::test_counts_leave_out_sequences_without_a_trained_token",
     ),
     SeededBug(
-        name="mask and advantages one position late",
+        name="the loss mask one position late",
         file="megatron_gspo/data/packing.py",
-        before="out[first:first + len(value)]",
-        after="out[first + 1:first + 1 + len(value)]",
+        before="loss_mask[start:end - 1] = trained[1:]",
+        after="loss_mask[start + 1:end] = trained[1:]",
+        test="tests/data/test_packing.py::test_by_hand",
+    ),
+    SeededBug(
+        name="advantages one position late",
+        file="megatron_gspo/data/packing.py",
+        before="out[first:first + len(values)]",
+        after="out[first + 1:first + 1 + len(values)]",
         test="tests/data/test_packing.py::test_by_hand",
     ),
     SeededBug(

@@ -49,12 +49,10 @@ ROLLOUTS = (
     ),
     SeededBug(
         name="a pipeline stage keeps the loss masks of before a rejection",
-        file="megatron_gspo/data/sample_batch.py",
-        before="""if self.pipeline is None:
-            return counted""",
-        after="""if True:
-            return counted""",
-        test="tests/data/test_sample_batch.py::test_all_stages_know_what_the_last_ones_hold",
+        file="megatron_gspo/data/training_batch.py",
+        before="inputs=self.inputs.with_column('trained', trained)",
+        after="inputs=self.inputs",
+        test="tests/data/test_training_batch.py::test_all_stages_know_what_the_last_ones_hold",
     ),
     SeededBug(
         name="groups have the order in which servers finished them",
