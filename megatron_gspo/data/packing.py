@@ -180,7 +180,8 @@ def pack_responses(
     lengths = batch.lengths[np.asarray(positions, dtype=np.int64)]
     bounds = packed_bounds(lengths.tolist(), sequence_multiple, total_multiple)
     padded = np.diff(bounds)
-    tokens, labels, loss_mask = np.zeros((3, int(bounds[-1])), dtype=np.int64)
+    tokens, labels = np.zeros((2, int(bounds[-1])), dtype=np.int64)
+    loss_mask = np.zeros(len(tokens), dtype=np.float32)
     for position, start in zip(positions, bounds.tolist(), strict=False):
         trained = batch.inputs.of_sample("trained", position)
         end = start + len(trained)
@@ -209,7 +210,7 @@ def pack_responses(
         labels=torch.from_numpy(labels),
         position_ids=torch.from_numpy(position_ids),
         segment_ids=torch.from_numpy(np.repeat(np.arange(len(padded)), padded)),
-        loss_mask=torch.from_numpy(loss_mask.astype(np.float32)),
+        loss_mask=torch.from_numpy(loss_mask),
         response_mask=torch.from_numpy(_response_mask(batch, positions, firsts, len(tokens))),
         advantages=advantages,
         old_log_probs=carried.get("old_log_probs"),

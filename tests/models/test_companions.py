@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -121,8 +122,9 @@ def test_a_link_out_of_the_directory_is_refused(target: str, tmp_path: Path) -> 
     (tmp_path / "secret").write_text("secret")
     source = model_directory(tmp_path / "source", ("config.json", "inner/x"))
     (source / "vocab.json").symlink_to(target)
+    outside = re.escape(str((source / target).resolve()))
     with pytest.raises(
-        ModelError, match=f"vocab.json: is a link to {target}, outside of the model"
+        ModelError, match=f"vocab.json: is a link to {outside}, outside of the model directory"
     ):
         companions(source)
     with pytest.raises(ModelError, match="outside"):
