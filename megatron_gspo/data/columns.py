@@ -102,10 +102,10 @@ class Columns:
             return Columns.of(self.positions, self.lengths, **arrays, **{name: values})
         return replace(self, arrays={**self.arrays, name: values})
 
-    def without(self, *names: str) -> Columns:
-        """The columns but those of these names."""
-        kept = {name: values for name, values in self.arrays.items() if name not in names}
-        return replace(self, arrays=kept)
+    def only(self, *names: str) -> Columns:
+        """The columns of these names, so that a column is added to a selection without a copy of
+        all."""
+        return replace(self, arrays={name: self.arrays[name] for name in names})
 
     def chosen(self, positions: Sequence[int] | np.ndarray) -> Columns:
         """Those of the samples that are at these positions of the batch."""

@@ -167,7 +167,8 @@ def _added(
     ratios: dict[str, RatioHistogram], batch: TrainingBatch, log_probs: np.ndarray
 ) -> dict[str, RatioHistogram]:
     """The histograms with the ratios of this replica's responses in an update."""
-    for piece in batch.responses.with_column("log_probs", log_probs).pieces():
+    responses = batch.responses.only("old_log_probs", "loss_mask")
+    for piece in responses.with_column("log_probs", log_probs).pieces():
         histograms = ratio_histograms(
             torch.from_numpy(piece["log_probs"]),
             torch.from_numpy(piece["old_log_probs"]),

@@ -61,7 +61,8 @@ def mismatch(batch: TrainingBatch, log_probs: np.ndarray) -> dict[str, float]:
     totals: dict[str, float] = {}
     histograms: dict[str, RatioHistogram] = {}
     largest = 0.0
-    for piece in batch.responses.with_column("log_probs", log_probs).pieces():
+    responses = batch.responses.only("rollout_log_probs", "loss_mask")
+    for piece in responses.with_column("log_probs", log_probs).pieces():
         tokens = _Tokens.of(piece, "log_probs")
         shares = mismatch_metrics(
             tokens.log_probs.double(), tokens.rollout.double(), tokens.mask, num_tokens=count

@@ -46,6 +46,7 @@ def test_a_column_is_added_to_any_selection(positions):
         assert (
             added.of_sample("twice", position) == 2 * chosen.of_sample("number", position)
         ).all()
+    assert list(added.only("twice").arrays) == ["twice"]
     with pytest.raises(ValueError, match="column twice has 11 values; the samples have"):
         chosen.with_column("twice", np.zeros(11))
 
