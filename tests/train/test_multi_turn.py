@@ -5,7 +5,6 @@ that fail.
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 
 from megatron_gspo.config import Config
 from megatron_gspo.data.sample import Sample
+from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.data.turn_spans import spans
 from megatron_gspo.loop import training_loop
 from tests.support.distributed import run_distributed
@@ -103,20 +103,21 @@ def one_step(
     if disturb:
         optimizer_steps = training_loop.run_optimizer_steps
         training_loop.run_optimizer_steps = lambda policy, batch, *rest: optimizer_steps(
-            policy, batch.map(lambda _, sample: disturbed(sample)), *rest
+            policy, disturbed(batch), *rest
         )
     return first_step(Config.from_dict(plain))
 
 
-def disturbed(sample: Sample) -> Sample:
-    values = {"advantages": 1e3, "old_log_probs": -50.0, "rollout_log_probs": -9.0}
-    return replace(
-        sample,
-        **{
-            name: np.where(sample.loss_mask, getattr(sample, name), value).astype(np.float32)
-            for name, value in values.items()
-        },
-    )
+def disturbed(batch: TrainingBatch) -> TrainingBatch:
+    loss_mask = batch.responses["loss_mask"]
+    for name, value in {
+        "advantages": 1e3,
+        "old_log_probs": -50.0,
+        "rollout_log_probs": -9.0,
+    }.items():
+        column = np.where(loss_mask, batch.responses[name], value).astype(np.float32)
+        batch = batch.with_column(name, column)
+    return batch
 
 
 @pytest.fixture(scope="module")
