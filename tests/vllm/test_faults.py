@@ -5,7 +5,6 @@ server sampled it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 
@@ -69,8 +68,7 @@ def test_a_fault_that_lasts_ends_with_one_line_that_names_the_request(
     """vLLM's health check is a request for a token, so that the fault befalls it too and the
     server counts as gone.
     """
-    config = replace(engine.client._config, recovery_timeout=2.0)
-    monkeypatch.setattr(engine.client, "_config", config)
+    monkeypatch.setattr(engine.client, "recovery_timeout", 2.0)
     proxy.add(Fault("half", times=10**6))
     reason = rf"server {proxy.url}{PATH}: the connection broke \(ended within the answer\)"
     with pytest.raises(
