@@ -50,12 +50,17 @@ class Columns:
         if self._is_contiguous:
             start = int(self.starts[0]) if len(self) else 0
             return values[start : start + self.num_tokens]
-        return values[ranges(self.starts, self.lengths)]
+        return values[self._indices]
 
     @property
     def num_tokens(self) -> int:
         """T: tokens of all samples."""
         return int(self.lengths.sum())
+
+    @cached_property
+    def bounds(self) -> np.ndarray:
+        """[n + 1] int64: where the values of each sample begin in a column, and T."""
+        return np.concatenate([[0], np.cumsum(self.lengths)])
 
     @cached_property
     def sample_ids(self) -> np.ndarray:
@@ -65,6 +70,11 @@ class Columns:
     @cached_property
     def _is_contiguous(self) -> bool:
         return bool((self.starts[1:] == self.starts[:-1] + self.lengths[:-1]).all())
+
+    @cached_property
+    def _indices(self) -> np.ndarray:
+        """[T] of the samples' tokens in the arrays."""
+        return ranges(self.starts, self.lengths)
 
     def repeat(self, values: np.ndarray) -> np.ndarray:
         """[T] from a value [n] of each sample: it is that of each of its tokens."""
@@ -82,14 +92,8 @@ class Columns:
 
     def split(self, values: np.ndarray) -> dict[int, np.ndarray]:
         """Values [T, ...] as views by position in the batch."""
-        ends = np.cumsum(self.lengths)
-        starts = ends - self.lengths
-        return {
-            position: values[start:end]
-            for position, start, end in zip(
-                self.positions.tolist(), starts.tolist(), ends.tolist(), strict=True
-            )
-        }
+        parts = np.split(values, self.bounds[1:-1]) if len(self) else []
+        return dict(zip(self.positions.tolist(), parts, strict=True))
 
     def with_column(self, name: str, values: np.ndarray) -> Columns:
         """The columns, and values [T, ...] as another or in place of the one of this name."""
@@ -125,11 +129,10 @@ class Columns:
     def pieces(self) -> Iterator[Columns]:
         """These samples in groups of about `_PIECE` tokens, for work on all tokens; at least one,
         perhaps empty."""
-        ends = np.cumsum(self.lengths)
         first = 0
         while True:
-            done = int(ends[first - 1]) if first else 0
-            fitting = int(np.searchsorted(ends, done + _PIECE, side="right"))
+            limit = int(self.bounds[first]) + _PIECE
+            fitting = int(np.searchsorted(self.bounds, limit, side="right")) - 1
             last = min(max(fitting, first + 1), len(self))
             yield self._rows(np.arange(first, last))
             first = last

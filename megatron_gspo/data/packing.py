@@ -177,7 +177,7 @@ def pack_responses(
             math.lcm(sequence_multiple, total_multiple), num_sequences, num_tokens, wanted, routes
         )
     table = batch.table[np.asarray(positions, dtype=np.int64)]
-    lengths = batch.lengths[np.asarray(positions, dtype=np.int64)]
+    lengths = table["prompt_length"].astype(np.int64) + table["response_length"]
     bounds = packed_bounds(lengths.tolist(), sequence_multiple, total_multiple)
     padded = np.diff(bounds)
     tokens, labels = np.zeros((2, int(bounds[-1])), dtype=np.int64)

@@ -108,14 +108,21 @@ class TrainingBatch(BatchTable):
 
     def select(self, positions: Sequence[int] | np.ndarray) -> TrainingBatch:
         """The responses at these positions, in this order."""
-        chosen = enumerate(map(int, positions))
+        positions = np.asarray(positions, dtype=np.int64)
+        responses = self.responses.renumbered(positions)
+        local_positions = positions[responses.positions].tolist()
+        samples = {
+            new: self.samples[old]
+            for new, old in zip(responses.positions.tolist(), local_positions, strict=True)
+            if old in self.samples
+        }
         return replace(
             self,
-            table=self.table[np.asarray(positions, dtype=np.int64)],
+            table=self.table[positions],
             inputs=self.inputs.renumbered(positions),
-            responses=self.responses.renumbered(positions),
+            responses=responses,
             turns=self.turns.renumbered(positions),
-            samples={new: self.samples[old] for new, old in chosen if old in self.samples},
+            samples=samples,
         )
 
     def with_column(self, name: str, values: np.ndarray) -> TrainingBatch:

@@ -104,7 +104,6 @@ def _by_turn(
     returns = responses["values"].copy()
     has_steps = counted & (responses.sums(responses["loss_mask"]) > 0)
     turns = batch.turns
-    first_tokens = np.cumsum(responses.lengths) - responses.lengths
     starts = []
     ends = []
     for index in np.flatnonzero(has_steps).tolist():
@@ -114,8 +113,8 @@ def _by_turn(
         if batch.table["turns"][position]:
             start = turns.of_sample("start", position)
             end = turns.of_sample("end", position)
-        starts.append(first_tokens[index] + start)
-        ends.append(first_tokens[index] + end)
+        starts.append(responses.bounds[index] + start)
+        ends.append(responses.bounds[index] + end)
     if not starts:
         return advantages, returns
     first = np.concatenate(starts)

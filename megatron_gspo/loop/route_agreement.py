@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -40,6 +39,5 @@ def check_route_agreement(
     inputs = batch.inputs
     rows = batch.table[inputs.positions]
     names = list(zip(rows["prompt_index"].tolist(), rows["sample_index"].tolist(), strict=True))
-    starts = np.concatenate([[0], np.cumsum(inputs.lengths)])
-    fault = "" if levels is None else route_mismatch(shares, starts, names, levels)
+    fault = "" if levels is None else route_mismatch(shares, inputs.bounds, names, levels)
     raise_on_every_rank(f"{fault}; {_FIX}" if fault else "", RouteError)

@@ -12,7 +12,7 @@ def turn_rewards(turns: Columns, table: np.ndarray, shaped: np.ndarray) -> np.nd
     """The reward of each turn; the last one is charged the penalties of its episode. shaped: [N]
     rewards of the episodes less penalties."""
     rewards = turns["reward"].copy()
-    last_turns = np.cumsum(turns.lengths) - 1
+    last_turns = turns.bounds[1:] - 1
     rewards[last_turns] += (shaped - table["reward"])[turns.positions]
     return rewards
 
@@ -20,7 +20,6 @@ def turn_rewards(turns: Columns, table: np.ndarray, shaped: np.ndarray) -> np.nd
 def tokens_of_turns(batch: TrainingBatch, turns: Columns) -> np.ndarray:
     """The tokens of turns in the columns of the batch's responses, turn after turn."""
     responses = batch.responses
-    first_tokens = np.cumsum(responses.lengths) - responses.lengths
     episodes = np.searchsorted(responses.positions, turns.positions)
-    starts = turns.repeat(first_tokens[episodes]) + turns["start"]
+    starts = turns.repeat(responses.bounds[episodes]) + turns["start"]
     return ranges(starts, turns["end"] - turns["start"])

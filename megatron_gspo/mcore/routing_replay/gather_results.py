@@ -74,9 +74,8 @@ def flips_of_replica(micro_batches: Sequence[MicroBatchRoutes], batch: TrainingB
     compared, flipped = flat.numpy().T > 0
     flips = np.where(compared, flipped, -1).astype(np.int8)
     # The choice for the token before made a response token.
-    ends = np.cumsum(inputs.lengths)
     response_lengths = batch.table["response_length"][inputs.positions].astype(np.int64)
-    before = ranges(ends - response_lengths - 1, response_lengths)
+    before = ranges(inputs.bounds[1:] - response_lengths - 1, response_lengths)
     return flips[before] if batch.has_loss else flips[:0]
 
 
@@ -89,9 +88,8 @@ def shared_experts_of_replica(
     """
     groups = micro_batches[0].groups
     shape = micro_batches[0].options.shape
-    flat = torch.zeros(
-        batch.inputs.num_tokens, 3, dtype=torch.int16
-    )  # experts + 1; 0: not compared
+    # Experts + 1; 0: not compared.
+    flat = torch.zeros(batch.inputs.num_tokens, 3, dtype=torch.int16)
     for routes in micro_batches:
         if not routes.is_counted or routes.shared is None:
             continue
@@ -126,7 +124,7 @@ def _row_indices(routes: MicroBatchRoutes, wanted: Columns) -> tuple[Tensor, Ten
     """
     layout = routes.layout
     cp = routes.groups.cp
-    ends = dict(zip(wanted.positions.tolist(), np.cumsum(wanted.lengths).tolist(), strict=True))
+    ends = dict(zip(wanted.positions.tolist(), wanted.bounds[1:].tolist(), strict=True))
     lengths = dict(zip(wanted.positions.tolist(), wanted.lengths.tolist(), strict=True))
     targets = torch.full((int(layout.cu_seqlens[-1]),), -1)
     for position, first in zip(layout.sample_ids, layout.cu_seqlens.tolist(), strict=False):
