@@ -33,6 +33,7 @@ LAYERS = (
     "weight_transport",
     "rollout",
     "environments",
+    "agents",
     "tracking",
     "patches",
     "mcore",

@@ -1,0 +1,57 @@
+"""What the endpoint needs of an inference engine: one reply to one prompt of token ids."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class CallLimits:
+    """Where a reply ends at the latest.
+
+    max_tokens: at least 1. stop: a reply ends with the first token after which its text has one of
+    these strings.
+    """
+
+    max_tokens: int
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A reply of r tokens to a prompt of P.
+
+    tokens: [r] int64, r >= 1, end token included. log_probs: [r] float32 as in
+    `Sample.rollout_log_probs`, or None. versions: [r] int32, of the weights that drew each token.
+    finish_reason: "stop" (end token or stop string) or "length". routes: as
+    `Sample.routed_experts`, of the input positions from the `routes_start` of the request to
+    P + r - 2, or None. missing_routes: as many bool, or None: all are known.
+    """
+
+    tokens: np.ndarray
+    log_probs: np.ndarray | None
+    versions: np.ndarray
+    finish_reason: str
+    routes: np.ndarray | None = None
+    missing_routes: np.ndarray | None = None
+
+
+class Generator(Protocol):
+    """Draws replies; calls run at the same time.
+
+    The draw of token t depends on (prompt, seed, t) alone. A weight update interrupts a call, which
+    continues under the new weights.
+    """
+
+    async def generate(
+        self, prompt: np.ndarray, limits: CallLimits, *, seed: int, routes_start: int
+    ) -> Generation:
+        """prompt: [P] int64. seed: 62 bits, of this call alone. routes_start: first input position
+        whose routes are wanted.
+
+        Raises EngineError if no engine can serve the call.
+        """
+        ...
