@@ -1,0 +1,373 @@
+"""One run of an agent: its calls from the request to the delivered reply, its reward, its end.
+
+    prepare -> begin -> reply -> deliver, or abandon if the client has gone meanwhile
+
+A draw goes on when its client has gone, so that time-outs of clients do not prefer short replies:
+an equal call adopts it. Everything here runs in one event loop; rendering and parsing run in a
+thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+import numbers
+import secrets
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from megatron_gspo.agents.conversation import (
+    Call,
+    CallError,
+    Message,
+    Reply,
+    ToolCall,
+    call_id,
+    invalid_request,
+    over_limit,
+)
+from megatron_gspo.agents.generation import CallLimits, Generation, Generator
+from megatron_gspo.agents.rendering import Rendering
+from megatron_gspo.agents.reply_parsing import ParsedReply
+from megatron_gspo.agents.session_tree import BreakCause, Node, SessionTree, prompt_digest
+from megatron_gspo.errors import EngineError, first_line
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class RunLimits:
+    """max_calls: draws of a run. max_call_length: tokens of a reply. max_context: tokens of a
+    branch, reply included. max_run_tokens: tokens of all rows of a run."""
+
+    max_calls: int = 100
+    max_call_length: int = 4096
+    max_context: int = 32768
+    max_run_tokens: int = 131072
+
+
+class Consumer(Protocol):
+    """The client that waits for a reply."""
+
+    @property
+    def gone(self) -> bool:
+        """Whether its connection is closed."""
+        ...
+
+
+@dataclass(frozen=True)
+class PreparedCall:
+    """A call with its prompt. messages: of the whole history. break_cause: why the prompt does not
+    continue the tokens of an earlier call; None if it does, or nothing is there to continue."""
+
+    call: Call
+    messages: tuple[Message, ...]
+    prompt: np.ndarray
+    break_cause: BreakCause | None
+
+
+@dataclass(eq=False)
+class Draw:
+    """A reply on its way to `consumer`, which has sent `prepared`."""
+
+    node: Node
+    prepared: PreparedCall
+    seed: int
+    task: asyncio.Task[Generation]
+    consumer: Consumer
+
+
+class AgentRun:
+    """See the module.
+
+    number, key: by which its requests are known. seed: of the run, from (seed, prompt, sample).
+    reward: as the agent has posted it, None before. response_rewards: by reply id. ended: no call
+    is accepted any more.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        seed: int,
+        limits: RunLimits,
+        rendering: Rendering,
+        generator: Generator,
+        executor: Executor,
+    ) -> None:
+        """executor: of one thread, since tokenizers are not safe in several."""
+        self.number = number
+        self.key = secrets.token_hex(16)
+        self.seed = seed
+        self.tree = SessionTree()
+        self.reward: float | None = None
+        self.response_rewards: dict[str, float] = {}
+        self.ended = False
+        self._limits = limits
+        self._rendering = rendering
+        self._generator = generator
+        self._executor = executor
+        self._draws: dict[Node, Draw] = {}
+        self._replies: dict[str, Node] = {}
+
+    async def prepare(self, call: Call) -> PreparedCall:
+        """The prompt of a call. Raises CallError for messages that can't be rendered."""
+        messages = self._history(call)
+        known = self.tree.find(messages)
+        try:
+            if known is None:
+                prompt = await self._in_thread(lambda: self._rendering.render(messages, call.tools))
+                return PreparedCall(call, messages, prompt, self._new_branch_cause(messages))
+            new = messages[len(known.messages) :]
+            messages = (*known.messages, *new)  # with the texts as they were given
+            prompt, cause = await self._continue(known, messages, new, call)
+        except UnicodeError:
+            raise invalid_request("the messages have half of a surrogate pair") from None
+        return PreparedCall(call, messages, prompt, cause)
+
+    def begin(self, prepared: PreparedCall, consumer: Consumer) -> Draw:
+        """Start the draw of a reply, or adopt an equal one whose client has gone.
+
+        Raises CallError if the run has ended or a limit is reached.
+        """
+        if self.ended:
+            raise session_over()
+        for draw in self._draws.values():
+            if draw.node.state == "waiting" and draw.consumer.gone:
+                self.tree.abandon(draw.node)
+        prompt = prepared.prompt
+        trained = prepared.call.model == "policy"
+        wanted = self._wanted(prepared)
+        room = self._limits.max_run_tokens - self.tree.num_tokens() - self.tree.growth(prompt)
+        node = self.tree.adoptable(prompt, wanted, trained=trained)
+        if trained and room < (1 if node is None else node.limits.max_tokens):
+            most = self._limits.max_run_tokens
+            raise over_limit(f"the calls of this run have {most} tokens (max_run_tokens)")
+        if node is not None:
+            self.tree.adopt(node)
+            draw = self._draws[node]
+            draw.prepared = prepared
+            draw.consumer = consumer
+            return draw
+        if self.tree.num_calls >= self._limits.max_calls:
+            raise over_limit(f"the run has made {self._limits.max_calls} calls (max_calls)")
+        tightest = min(wanted.max_tokens, room) if trained else None
+        node = self.tree.begin(prompt, wanted, max_tokens=tightest, trained=trained)
+        if node.occurrence == 0 and prepared.break_cause is not None:
+            self.tree.count_break(prepared.break_cause)
+        seed = self._seed_of(prompt, node.occurrence)
+        parent = self.tree.parent_of(prompt)
+        known = 0 if parent is None else parent.length
+        generating = self._generator.generate(
+            prompt, node.limits, seed=seed, routes_start=max(known - 1, 0)
+        )
+        task = asyncio.ensure_future(generating)
+        task.add_done_callback(_retrieve_exception)
+        self._draws[node] = Draw(node, prepared, seed, task, consumer)
+        return self._draws[node]
+
+    async def reply(self, draw: Draw, consumer: Consumer) -> Reply | None:
+        """The reply of a draw; None if another client has adopted it.
+
+        Raises CallError if the run ends meanwhile (401) or no engine can serve it (503).
+        """
+        await asyncio.wait({draw.task})
+        if self.ended or draw.task.cancelled():
+            raise session_over()
+        if draw.consumer is not consumer:
+            return None
+        failure = draw.task.exception()
+        if isinstance(failure, EngineError):
+            self._forget(draw)
+            raise CallError(503, "server_error", f"no engine: {first_line(failure)}")
+        if failure is not None:
+            self._forget(draw)
+            raise failure
+        generation = draw.task.result()
+        prompt = draw.prepared.prompt
+        call = draw.prepared.call
+        parsed = await self._in_thread(
+            lambda: self._rendering.parse(
+                prompt, generation.tokens, call.tools, calls_tools=call.calls_tools
+            )
+        )
+        texts: list[str] = []
+        if call.log_probs:
+            texts = await self._in_thread(lambda: self._rendering.texts(generation.tokens))
+        if self.ended:
+            raise session_over()
+        return _reply(draw, generation, parsed, texts)
+
+    def deliver(self, draw: Draw, consumer: Consumer, reply: Reply) -> None:
+        """The client has the whole reply: from now on it is a part of the run."""
+        if self.ended or draw.consumer is not consumer or draw.node.state != "waiting":
+            return
+        prepared = draw.prepared
+        self.tree.deliver(
+            draw.node,
+            draw.task.result(),
+            messages=(*prepared.messages, reply.message),
+            tools=prepared.call.tools,
+        )
+        self.tree.counts["malformed_calls"] += reply.malformed_calls
+        self._replies[reply.id] = draw.node
+        del self._draws[draw.node]
+
+    def abandon(self, draw: Draw, consumer: Consumer) -> None:
+        """The client has gone before it had the whole reply."""
+        if draw.consumer is consumer and draw.node.state == "waiting" and draw.node in self._draws:
+            self.tree.abandon(draw.node)
+
+    def set_reward(self, value: Any, reply_id: str = "") -> None:
+        """Take the reward of the run, or of one reply. An equal repetition is accepted.
+
+        Raises CallError 400 for another value than before, for one that is not a finite number, and
+        for a reply that was not delivered.
+        """
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, numbers.Real)
+            or not math.isfinite(value)
+        ):
+            raise invalid_request("reward must be a finite number")
+        if reply_id and reply_id not in self._replies:
+            raise invalid_request("response_id is not that of a delivered reply")
+        reward = float(value)
+        before = self.response_rewards.get(reply_id) if reply_id else self.reward
+        if before is not None and before != reward:
+            raise invalid_request(f"the reward is {before:g} already; it can't be changed")
+        if reply_id:
+            self.response_rewards[reply_id] = reward
+        else:
+            self.reward = reward
+
+    def end(self) -> None:
+        """Accept no call any more, and stop those in flight. May be called again."""
+        self.ended = True
+        for draw in self._draws.values():
+            draw.task.cancel()
+
+    def _history(self, call: Call) -> tuple[Message, ...]:
+        """The messages of a call behind those of the reply that it continues."""
+        if not call.previous_reply_id:
+            return call.messages
+        previous = self._replies.get(call.previous_reply_id)
+        if previous is None:
+            raise invalid_request("previous_response_id is not that of a delivered reply")
+        has_instructions = bool(call.messages) and call.messages[0].role == "system"
+        head = call.messages[:1] if has_instructions else ()
+        # Instructions belong to one call.
+        earlier = previous.messages[previous.messages[0].role == "system" :]
+        return (*head, *earlier, *call.messages[len(head) :])
+
+    async def _continue(
+        self, known: Node, messages: tuple[Message, ...], new: tuple[Message, ...], call: Call
+    ) -> tuple[np.ndarray, BreakCause | None]:
+        """The prompt behind the tokens of `known`, or a new one and why."""
+        cause: BreakCause = "tools"
+        if known.tools == call.tools:
+            tokens = known.tokens
+            reply = len(known.reply.tokens)
+            extended = await self._in_thread(
+                lambda: self._rendering.extend(
+                    tokens[:-reply], tokens[-reply:], known.messages, new, call.tools
+                )
+            )
+            is_rewritten = any(message.role == "assistant" for message in new)
+            if isinstance(extended, np.ndarray):
+                return extended, "history" if is_rewritten else None
+            cause = "history" if is_rewritten else extended
+        prompt = await self._in_thread(lambda: self._rendering.render(messages, call.tools))
+        return prompt, cause
+
+    def _new_branch_cause(self, messages: tuple[Message, ...]) -> BreakCause | None:
+        if not self.tree.delivered:
+            return None
+        if any(message.role == "assistant" for message in messages):
+            return "history"
+        return "new_thread"
+
+    def _wanted(self, prepared: PreparedCall) -> CallLimits:
+        """Limits that depend on the request alone, so that its repetition has the same."""
+        length = len(prepared.prompt)
+        room = self._limits.max_context - length
+        if room < 1:
+            raise over_limit(
+                f"{self._limits.max_context} tokens (max_context); the messages have {length}"
+            )
+        longest = min(self._limits.max_call_length, room)
+        if prepared.call.max_tokens is not None:
+            longest = min(longest, prepared.call.max_tokens)
+        return CallLimits(longest, prepared.call.stop)
+
+    def _seed_of(self, prompt: np.ndarray, occurrence: int) -> int:
+        """62 bits that do not depend on the order in which calls arrive."""
+        numbers_of_call = np.array([self.seed, occurrence], dtype=np.int64).tobytes()
+        digest = hashlib.blake2b(numbers_of_call + prompt_digest(prompt), digest_size=8).digest()
+        return int.from_bytes(digest, "little") >> 2
+
+    def _forget(self, draw: Draw) -> None:
+        if draw.node in self._draws:
+            self.tree.discard(draw.node)
+            del self._draws[draw.node]
+
+    async def _in_thread(self, function: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, function)
+
+
+def session_over() -> CallError:
+    """401: a client does not try this again, and an agent stops."""
+    return CallError(401, "session_over", "the run of this key has ended")
+
+
+def _retrieve_exception(task: asyncio.Task[Generation]) -> None:
+    """A draw may fail when no client waits for it any more."""
+    if not task.cancelled():
+        task.exception()
+
+
+def _reply(
+    draw: Draw, generation: Generation, parsed: ParsedReply, token_texts: list[str]
+) -> Reply:
+    identity = draw.seed.to_bytes(8, "little")
+    reply_id = hashlib.blake2b(identity, digest_size=12).hexdigest()
+    message = Message(
+        "assistant",
+        parsed.content,
+        parsed.reasoning,
+        tuple(
+            ToolCall(call_id(reply_id, position), call.name, call.arguments)
+            for position, call in enumerate(parsed.tool_calls)
+        ),
+        reply_id=reply_id,
+    )
+    stop_string = None
+    if generation.finish_reason == "stop":
+        message, stop_string = _trimmed(message, draw.node.wanted.stop)
+    log_probs = generation.log_probs
+    return Reply(
+        id=reply_id,
+        message=message,
+        finish_reason=generation.finish_reason,
+        stop_string=stop_string,
+        prompt=draw.prepared.prompt,
+        tokens=generation.tokens,
+        log_probs=np.zeros(len(generation.tokens), np.float32) if log_probs is None else log_probs,
+        created=int(time.time()),
+        token_texts=tuple(token_texts),
+        malformed_calls=parsed.malformed,
+    )
+
+
+def _trimmed(message: Message, stop: tuple[str, ...]) -> tuple[Message, str | None]:
+    """A reply up to the first of its stop strings, and that string."""
+    places = [(message.content.find(text), text) for text in stop if text in message.content]
+    if not places:
+        return message, None
+    at, text = min(places)
+    return replace(message, content=message.content[:at]), text

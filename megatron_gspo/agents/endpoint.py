@@ -1,0 +1,351 @@
+"""The HTTP server that agents call: the APIs of OpenAI and Anthropic over the runs of a rank.
+
+A run's requests go to `<url>/runs/<number>/v1/...` and carry its key, as a bearer token or as
+`x-api-key`. Errors have the statuses that the clients of both APIs take as final: 401 for a key
+that is not, or no longer, valid, 404, and 400; 503 alone is tried again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+from aiohttp import ClientError, web
+
+from megatron_gspo.agents.agent_run import AgentRun, Draw, RunLimits, session_over
+from megatron_gspo.agents.conversation import (
+    Call,
+    CallError,
+    Reply,
+    invalid_request,
+    over_limit,
+    reply_id_of,
+)
+from megatron_gspo.agents.dialects import chat, fields, messages, responses
+from megatron_gspo.agents.generation import Generator
+from megatron_gspo.agents.rendering import Rendering
+
+MAX_BODY_BYTES = 32 * 2**20
+MAX_DEPTH = 64  # of the JSON of a body
+PING_SECONDS = 10.0  # between signs of life in a stream that waits for its reply
+_SEND_BUFFER_BYTES = 64 * 2**10  # of a connection; what is in it counts as delivered
+_BACKLOG = 1024  # connections that wait to be accepted
+_SHUTDOWN_SECONDS = 5.0
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+class Dialect(Protocol):
+    """An API's requests and responses: a module of `dialects`."""
+
+    PING: bytes
+
+    def parse_call(self, body: Mapping[str, Any]) -> Call: ...
+
+    def response_body(self, call: Call, reply: Reply) -> dict[str, Any]: ...
+
+    def events(self, call: Call, reply: Reply) -> Iterator[bytes]: ...
+
+    def error_body(self, error: CallError) -> dict[str, Any]: ...
+
+    def error_event(self, error: CallError) -> bytes: ...
+
+
+class AgentEndpoint:
+    """See the module. url: where it listens, once it is started.
+
+    All methods are called in the event loop that serves it.
+    """
+
+    def __init__(
+        self,
+        generator: Generator,
+        rendering: Rendering,
+        limits: RunLimits,
+        *,
+        listen: str = "127.0.0.1",
+        port: int = 0,
+        log: Callable[[str], None] = print,
+    ) -> None:
+        """listen: address; another one than this machine's loopback is warned of. port: 0 takes a
+        free one. log: takes a line for each thing that an agent asks for in vain, once."""
+        self.url = ""
+        self._generator = generator
+        self._rendering = rendering
+        self._limits = limits
+        self._listen = listen
+        self._port = port
+        self._log = log
+        self._runs: dict[int, AgentRun] = {}
+        self._num_runs = 0
+        self._remarks: set[str] = set()
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="agent-rendering")
+        self._server: web.AppRunner | None = None
+
+    async def start(self) -> None:
+        """Listen."""
+        if self._listen not in _LOOPBACK:
+            self._log(
+                f"agents.listen: {self._listen} is open to other machines, whose only hurdle are"
+                " the keys of the runs; use it in a private network"
+            )
+        application = web.Application(client_max_size=MAX_BODY_BYTES)
+        run = "/runs/{number:[0-9]{1,18}}/v1"
+        application.router.add_post(f"{run}/chat/completions", self._handler(chat))
+        application.router.add_post(f"{run}/responses", self._handler(responses))
+        application.router.add_post(f"{run}/messages", self._handler(messages))
+        application.router.add_post(f"{run}/messages/count_tokens", self._count_tokens)
+        application.router.add_get(f"{run}/models", self._models)
+        application.router.add_post(f"{run}/reward", self._reward)
+        application.router.add_post(f"{run}/end", self._end)
+        application.router.add_route("*", "/{path:.*}", _unknown_path)
+        self._server = web.AppRunner(
+            application, access_log=None, shutdown_timeout=_SHUTDOWN_SECONDS
+        )
+        await self._server.setup()
+        is_ipv6 = ":" in self._listen
+        family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
+        listener = socket.create_server((self._listen, self._port), family=family)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+        await web.SockSite(self._server, listener, backlog=_BACKLOG).start()
+        host = f"[{self._listen}]" if is_ipv6 else self._listen
+        self.url = f"http://{host}:{listener.getsockname()[1]}"
+
+    def open_run(self, seed: int) -> AgentRun:
+        """A new run. seed: 63 bits from (seed, prompt, sample)."""
+        run = AgentRun(
+            self._num_runs, seed, self._limits, self._rendering, self._generator, self._executor
+        )
+        self._runs[run.number] = run
+        self._num_runs += 1
+        return run
+
+    def base_url(self, run: AgentRun) -> str:
+        """For clients of OpenAI's APIs; `<base_url>/reward` takes the reward."""
+        return f"{self.anthropic_url(run)}/v1"
+
+    def anthropic_url(self, run: AgentRun) -> str:
+        """For clients of Anthropic's API, which add the version themselves."""
+        return f"{self.url}/runs/{run.number}"
+
+    def end_run(self, run: AgentRun) -> None:
+        """Revoke the key of a run and stop its calls. May be called again."""
+        run.end()
+        self._runs.pop(run.number, None)
+
+    async def close(self) -> None:
+        """End all runs and stop listening. May be called again."""
+        for run in list(self._runs.values()):
+            self.end_run(run)
+        if self._server is not None:
+            await self._server.cleanup()
+            self._server = None
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    def _handler(self, dialect: Dialect) -> Callable[[web.Request], Any]:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            try:
+                run = self._authorized(request)
+                call = dialect.parse_call(await _read_object(request))
+                self._remark(call)
+                prepared = await run.prepare(call)
+                consumer = _Connection(request)
+                draw = run.begin(prepared, consumer)
+            except CallError as error:
+                return web.json_response(dialect.error_body(error), status=error.status)
+            exchange = _Exchange(request, dialect, run, draw, consumer, call)
+            return await (exchange.stream() if call.stream else exchange.answer())
+
+        return handle
+
+    async def _count_tokens(self, request: web.Request) -> web.Response:
+        try:
+            run = self._authorized(request)
+            prepared = await run.prepare(messages.parse_call(await _read_object(request)))
+        except CallError as error:
+            return web.json_response(messages.error_body(error), status=error.status)
+        return web.json_response(messages.token_count(len(prepared.prompt)))
+
+    async def _models(self, request: web.Request) -> web.Response:
+        try:
+            self._authorized(request)
+        except CallError as error:
+            return web.json_response(chat.error_body(error), status=error.status)
+        return web.json_response(fields.model_list())
+
+    async def _reward(self, request: web.Request) -> web.Response:
+        try:
+            run = self._authorized(request)
+            body = await _read_object(request)
+            given = body.get("response_id")
+            reply_id = "" if given is None else reply_id_of(given) or "unknown"
+            run.set_reward(body.get("reward"), reply_id)
+        except CallError as error:
+            return web.json_response(chat.error_body(error), status=error.status)
+        return web.json_response({"reward": float(body["reward"])})
+
+    async def _end(self, request: web.Request) -> web.Response:
+        try:
+            self.end_run(self._authorized(request))
+        except CallError as error:
+            return web.json_response(chat.error_body(error), status=error.status)
+        return web.json_response({"ended": True})
+
+    def _authorized(self, request: web.Request) -> AgentRun:
+        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+        keys = [request.headers.get("x-api-key", "")]
+        if scheme.lower() == "bearer":
+            keys.append(token.strip())
+        run = self._runs.get(int(request.match_info["number"]))
+        if run is None or not any(
+            hmac.compare_digest(key.encode(), run.key.encode()) for key in keys
+        ):
+            raise session_over()
+        return run
+
+    def _remark(self, call: Call) -> None:
+        """One line for each field that has no effect, when it is first sent."""
+        for name in call.remarks:
+            if name not in self._remarks:
+                self._remarks.add(name)
+                self._log(f"agents: {name} of requests has no effect; the run's sampling is used")
+
+
+class _Connection:
+    """The client of a request."""
+
+    def __init__(self, request: web.Request) -> None:
+        self._request = request
+
+    @property
+    def gone(self) -> bool:
+        transport = self._request.transport
+        return transport is None or transport.is_closing()
+
+
+class _Exchange:
+    """The answer to one call. It is delivered when all of it is written to the connection; what the
+    system still holds of it then is little."""
+
+    def __init__(
+        self,
+        request: web.Request,
+        dialect: Dialect,
+        run: AgentRun,
+        draw: Draw,
+        consumer: _Connection,
+        call: Call,
+    ) -> None:
+        self._request = request
+        self._dialect = dialect
+        self._run = run
+        self._draw = draw
+        self._consumer = consumer
+        self._call = call
+        if request.transport is not None:
+            request.transport.set_write_buffer_limits(0)  # a write waits until the system has it
+
+    async def answer(self) -> web.StreamResponse:
+        """The reply as one body."""
+        try:
+            reply = await self._run.reply(self._draw, self._consumer)
+            if reply is None:
+                return _adopted_elsewhere()
+            response = web.json_response(self._dialect.response_body(self._call, reply))
+            with _closing_connection():
+                await response.prepare(self._request)
+                await response.write_eof()
+                self._deliver(reply)
+            return response
+        except CallError as error:
+            return web.json_response(self._dialect.error_body(error), status=error.status)
+        finally:
+            self._run.abandon(self._draw, self._consumer)
+
+    async def stream(self) -> web.StreamResponse:
+        """The reply as server-sent events."""
+        headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+        response = web.StreamResponse(headers=headers)
+        try:
+            with _closing_connection():
+                await response.prepare(self._request)
+                try:
+                    reply = await self._reply_with_pings(response)
+                except CallError as error:
+                    await response.write(self._dialect.error_event(error))
+                    return response
+                if reply is None:
+                    return response
+                for data in self._dialect.events(self._call, reply):
+                    await response.write(data)
+                await response.write_eof()
+                self._deliver(reply)
+            return response
+        finally:
+            self._run.abandon(self._draw, self._consumer)
+
+    async def _reply_with_pings(self, response: web.StreamResponse) -> Reply | None:
+        waiting = asyncio.ensure_future(self._run.reply(self._draw, self._consumer))
+        try:
+            while not (await asyncio.wait({waiting}, timeout=PING_SECONDS))[0]:
+                await response.write(self._dialect.PING)
+            return waiting.result()
+        finally:
+            waiting.cancel()
+
+    def _deliver(self, reply: Reply) -> None:
+        if not self._consumer.gone:
+            self._run.deliver(self._draw, self._consumer, reply)
+
+
+def _closing_connection() -> contextlib.AbstractContextManager[None]:
+    """A block that ends where the client closes the connection."""
+    return contextlib.suppress(ConnectionError, ClientError)
+
+
+def _adopted_elsewhere() -> web.Response:
+    """Nobody reads it: the connection is closed."""
+    return web.Response(status=499)
+
+
+async def _unknown_path(request: web.Request) -> web.Response:
+    error = CallError(404, "not_found", f"{request.method} {request.path[:200]} is not served")
+    return web.json_response(chat.error_body(error), status=error.status)
+
+
+async def _read_object(request: web.Request) -> dict[str, Any]:
+    """The JSON object of a request's body."""
+    try:
+        raw = await request.read()
+    except web.HTTPRequestEntityTooLarge:
+        raise over_limit(f"a request has at most {MAX_BODY_BYTES >> 20} MiB") from None
+    try:
+        body = json.loads(raw) if raw else {}
+        if b"\\u" in raw:  # half of a surrogate pair can't be encoded
+            json.dumps(body, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
+        raise invalid_request("the body is not JSON in UTF-8") from None
+    if not isinstance(body, dict):
+        raise invalid_request("the body is not a JSON object")
+    if _depth_exceeds(body, MAX_DEPTH):
+        raise invalid_request(f"the body is nested more than {MAX_DEPTH} levels deep")
+    return body
+
+
+def _depth_exceeds(body: Any, limit: int) -> bool:
+    level = [body]
+    for _ in range(limit):
+        level = [
+            item
+            for value in level
+            if isinstance(value, (dict, list))
+            for item in (value.values() if isinstance(value, dict) else value)
+        ]
+        if not level:
+            return False
+    return True
