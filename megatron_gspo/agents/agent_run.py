@@ -32,7 +32,7 @@ from megatron_gspo.agents.conversation import (
     invalid_request,
     over_limit,
 )
-from megatron_gspo.agents.generation import CallLimits, Generation, Generator
+from megatron_gspo.agents.generation import CallLimits, Generation, Generator, cut_at_stop
 from megatron_gspo.agents.rendering import Rendering
 from megatron_gspo.agents.reply_parsing import ParsedReply
 from megatron_gspo.agents.session_tree import BreakCause, Node, SessionTree, prompt_digest
@@ -163,10 +163,7 @@ class AgentRun:
         seed = self._seed_of(prompt, node.occurrence)
         parent = self.tree.parent_of(prompt)
         known = 0 if parent is None else parent.length
-        generating = self._generator.generate(
-            prompt, node.limits, seed=seed, routes_start=max(known - 1, 0)
-        )
-        task = asyncio.ensure_future(generating)
+        task = asyncio.ensure_future(self._generate(prompt, node.limits, seed, known))
         task.add_done_callback(_retrieve_exception)
         self._draws[node] = Draw(node, prepared, seed, task, consumer)
         return self._draws[node]
@@ -198,7 +195,9 @@ class AgentRun:
         )
         texts: list[str] = []
         if call.log_probs:
-            texts = await self._in_thread(lambda: self._rendering.texts(generation.tokens))
+            texts = await self._in_thread(
+                lambda: [self._rendering.text(token) for token in generation.tokens[:, None]]
+            )
         if self.ended:
             raise session_over()
         return _reply(draw, generation, parsed, texts)
@@ -251,6 +250,19 @@ class AgentRun:
         self.ended = True
         for draw in self._draws.values():
             draw.task.cancel()
+
+    async def _generate(
+        self, prompt: np.ndarray, limits: CallLimits, seed: int, known: int
+    ) -> Generation:
+        """known: tokens of the parent, whose routes but the last one are known."""
+        generation = await self._generator.generate(
+            prompt, limits, seed=seed, routes_start=max(known - 1, 0)
+        )
+        if not limits.stop:
+            return generation
+        return await self._in_thread(
+            lambda: cut_at_stop(generation, limits.stop, self._rendering.text)
+        )
 
     def _history(self, call: Call) -> tuple[Message, ...]:
         """The messages of a call behind those of the reply that it continues."""

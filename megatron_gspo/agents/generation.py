@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -13,7 +14,8 @@ class CallLimits:
     """Where a reply ends at the latest.
 
     max_tokens: at least 1. stop: a reply ends with the first token after which its text has one of
-    these strings.
+    these strings. An engine that does not know them may go on: what is behind is cut off, which
+    leaves the same distribution.
     """
 
     max_tokens: int
@@ -55,3 +57,49 @@ class Generator(Protocol):
         Raises EngineError if no engine can serve the call.
         """
         ...
+
+
+def cut_at_stop(
+    generation: Generation, stop: tuple[str, ...], text_of: Callable[[np.ndarray], str]
+) -> Generation:
+    """The reply up to the first token after which its text has a string of `stop`.
+
+    text_of: the text of token ids.
+    """
+    tokens = generation.tokens
+
+    def has_stop(length: int) -> bool:
+        text = text_of(tokens[:length])
+        return any(string in text for string in stop)
+
+    if not stop or not has_stop(len(tokens)):
+        return generation
+    shortest = 1
+    longest = len(tokens)
+    while shortest < longest:
+        middle = (shortest + longest) // 2
+        if has_stop(middle):
+            longest = middle
+        else:
+            shortest = middle + 1
+    return truncated(generation, shortest, "stop")
+
+
+def truncated(generation: Generation, length: int, finish_reason: str) -> Generation:
+    """The first `length` tokens of a reply."""
+    dropped = len(generation.tokens) - length
+    if dropped <= 0:
+        return generation
+
+    def kept(rows: np.ndarray | None) -> np.ndarray | None:
+        return None if rows is None else rows[: len(rows) - dropped]
+
+    return replace(
+        generation,
+        tokens=generation.tokens[:length],
+        log_probs=kept(generation.log_probs),
+        versions=generation.versions[:length],
+        finish_reason=finish_reason,
+        routes=kept(generation.routes),
+        missing_routes=kept(generation.missing_routes),
+    )

@@ -70,8 +70,8 @@ class Rendering(Protocol):
         """The reply as the client gets it."""
         ...
 
-    def texts(self, tokens: np.ndarray) -> list[str]:
-        """The text of each token alone."""
+    def text(self, tokens: np.ndarray) -> str:
+        """The text of token ids, special tokens included."""
         ...
 
 
@@ -157,9 +157,9 @@ class TemplateRendering:
             calls_tools=calls_tools and bool(tools),
         )
 
-    def texts(self, tokens: np.ndarray) -> list[str]:
-        """See `Rendering.texts`."""
-        return [self._tokenizer.decode([token]) for token in tokens.tolist()]
+    def text(self, tokens: np.ndarray) -> str:
+        """See `Rendering.text`."""
+        return self._tokenizer.decode(tokens.tolist())
 
     def _template(
         self, messages: Sequence[Message], tools: Sequence[Tool], *, generate: bool = True
@@ -372,9 +372,9 @@ class PackageRendering:
         start, end = attempt.token_span
         return self._tokenizer.decode(reply[start:end].tolist())
 
-    def texts(self, tokens: np.ndarray) -> list[str]:
-        """See `Rendering.texts`."""
-        return [self._tokenizer.decode([token]) for token in tokens.tolist()]
+    def text(self, tokens: np.ndarray) -> str:
+        """See `Rendering.text`."""
+        return self._tokenizer.decode(tokens.tolist())
 
 
 class _TextTokenizer:

@@ -368,11 +368,10 @@ async def test_weight_update_in_a_turn() -> None:
 async def test_no_engine() -> None:
     """503, which clients try again, is no draw of the run."""
     async with serving(by_seed) as served:
-        served.generator.failure = EngineError("no server has answered for 60 s")
+        served.generator.failures = [EngineError("no server has answered for 60 s")]
         body = {"model": "policy", "messages": [QUESTION]}
         status, answer = await served.post("chat/completions", body)
         assert (status, answer["error"]["code"]) == (503, "server_error")
-        served.generator.failure = None
         await served.message([QUESTION])
         assert len(served.rows) == 1
 

@@ -101,10 +101,11 @@ class Serving:
                     call
                     for call in self.generator.calls
                     if np.array_equal(call.prompt, row.tokens[:start])
-                    and np.array_equal(call.tokens, row.tokens[start:end])
+                    and np.array_equal(call.tokens[: end - start], row.tokens[start:end])
+                    and (call.limits.stop or len(call.tokens) == end - start)
                 ]
                 assert drawn, "a reply is trained that was not drawn from its prompt"
-                sizes = log_prob_sizes(drawn[0].prompt, drawn[0].tokens)
+                sizes = log_prob_sizes(drawn[0].prompt, row.tokens[start:end])
                 assert row.log_probs is not None
                 assert row.log_probs[turn.start : turn.end].tolist() == (-sizes).tolist()
             expected = [

@@ -27,8 +27,8 @@ class Drawn:
 class ScriptedGenerator:
     """Replies with `script`, and ends them with the tokenizer's end token.
 
-    gate: while it is cleared, replies wait. version: of the weights. half: if set, the version from
-    the middle of the next reply on. failure: raised instead.
+    gate: while it is cleared, replies wait. version: of the weights. next_version: if set, the
+    version from the middle of the next reply on. failures: raised by the next calls instead.
     """
 
     def __init__(self, tokenizer, script: Script) -> None:
@@ -39,7 +39,7 @@ class ScriptedGenerator:
         self.gate.set()
         self.version = 0
         self.next_version: int | None = None
-        self.failure: EngineError | None = None
+        self.failures: list[EngineError] = []
 
     async def generate(
         self, prompt: np.ndarray, limits: CallLimits, *, seed: int, routes_start: int
@@ -47,17 +47,12 @@ class ScriptedGenerator:
         call = Drawn(prompt, limits, seed)
         self.calls.append(call)
         await self.gate.wait()
-        if self.failure is not None:
-            raise self.failure
+        if self.failures:
+            raise self.failures.pop()
         reply = self.script(self.tokenizer.decode(prompt.tolist()), seed)
         ids = self.tokenizer.encode(reply) if isinstance(reply, str) else list(reply)
         ids.append(self.tokenizer.eos_token_id)
         finish = "stop"
-        for length in range(1, len(ids) + 1) if limits.stop else ():
-            text = self.tokenizer.decode(ids[:length])
-            if any(stop in text for stop in limits.stop):
-                ids = ids[:length]
-                break
         if len(ids) > limits.max_tokens:
             ids = ids[: limits.max_tokens]
             finish = "length"

@@ -1,0 +1,133 @@
+"""The existing engines as `Generator`s: the embedded engine, and inference servers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megatron_gspo.agents.generation import CallLimits, Generation
+from megatron_gspo.config import SamplingParams
+from megatron_gspo.data.sample import Prompt, Sample
+from megatron_gspo.rollout.engine_protocol import RolloutEngine
+from megatron_gspo.rollout.sample_checks import check_samples
+from megatron_gspo.rollout.server_engine.partial_response import PartialResponse
+from megatron_gspo.rollout.server_engine.rollout_client import RolloutClient
+
+
+class ServerGenerator:
+    """A `Generator` on the servers of a client, in whose event loop it is called.
+
+    A request that fails is repeated, on another server if there is one, and a weight update
+    interrupts it, as for other responses.
+    """
+
+    def __init__(self, client: RolloutClient, sampling: SamplingParams) -> None:
+        """sampling: without its limits."""
+        self._client = client
+        self._sampling = sampling
+
+    async def generate(
+        self, prompt: np.ndarray, limits: CallLimits, *, seed: int, routes_start: int
+    ) -> Generation:
+        """See `Generator.generate`."""
+        sampling = _single(self._sampling, limits.max_tokens)
+        response = PartialResponse(Prompt(seed, prompt, ""), 0, limits.max_tokens)
+        await self._client.generate(response, sampling, 0, None)
+        return _generation(response.to_sample(self._client.model, lambda ids: ""), routes_start)
+
+
+@dataclass(eq=False)
+class _WaitingCall:
+    prompt: np.ndarray
+    limits: CallLimits
+    seed: int
+    routes_start: int
+    reply: asyncio.Future[Generation]
+
+
+class EngineGenerator:
+    """A `Generator` on an engine in this process, which draws the replies to waiting calls in
+    batches.
+
+    Draws do not depend on the batch, except for the rounding of matrix products of other shapes;
+    with `max_batch` 1 a call has the same bits whatever else is waiting.
+    """
+
+    def __init__(
+        self, engine: RolloutEngine, sampling: SamplingParams, *, max_batch: int = 16
+    ) -> None:
+        """sampling: without its limits."""
+        self._engine = engine
+        self._sampling = sampling
+        self._max_batch = max_batch
+        self._waiting: list[_WaitingCall] = []
+        self._drawing: asyncio.Task[None] | None = None
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="agent-engine")
+
+    async def generate(
+        self, prompt: np.ndarray, limits: CallLimits, *, seed: int, routes_start: int
+    ) -> Generation:
+        """See `Generator.generate`."""
+        loop = asyncio.get_running_loop()
+        call = _WaitingCall(prompt, limits, seed, routes_start, loop.create_future())
+        self._waiting.append(call)
+        if self._drawing is None or self._drawing.done():
+            self._drawing = loop.create_task(self._draw())
+        return await call.reply
+
+    def close(self) -> None:
+        """Draw no more replies; the engine stays open."""
+        self._executor.shutdown(wait=True, cancel_futures=True)
+
+    async def _draw(self) -> None:
+        """Draw replies until no call waits."""
+        loop = asyncio.get_running_loop()
+        while self._waiting:
+            batch = [call for call in self._waiting[: self._max_batch] if not call.reply.done()]
+            del self._waiting[: self._max_batch]
+            try:
+                replies = await loop.run_in_executor(self._executor, self._replies, batch)
+            except Exception as error:  # every call of the batch gets it
+                for call in batch:
+                    if not call.reply.done():
+                        call.reply.set_exception(error)
+                continue
+            for call, reply in zip(batch, replies, strict=True):
+                if not call.reply.done():
+                    call.reply.set_result(reply)
+
+    def _replies(self, calls: Sequence[_WaitingCall]) -> list[Generation]:
+        replies: dict[int, Generation] = {}
+        for max_tokens in {call.limits.max_tokens for call in calls}:
+            places = [i for i, call in enumerate(calls) if call.limits.max_tokens == max_tokens]
+            prompts = [Prompt(calls[i].seed, calls[i].prompt, "") for i in places]
+            sampling = _single(self._sampling, max_tokens)
+            samples = self._engine.generate(prompts, sampling, seed=0)
+            check_samples(samples, prompts, sampling)
+            for i, sample in zip(places, samples, strict=True):
+                replies[i] = _generation(sample, calls[i].routes_start)
+        return [replies[i] for i in range(len(calls))]
+
+
+def _single(sampling: SamplingParams, max_tokens: int) -> SamplingParams:
+    return replace(sampling, n_samples_per_prompt=1, max_response_length=max_tokens)
+
+
+def _generation(sample: Sample, routes_start: int) -> Generation:
+    versions = sample.token_versions
+    if versions is None:
+        versions = np.full(sample.response_length, sample.weight_version, dtype=np.int32)
+    routes = sample.routed_experts
+    missing = sample.missing_routes
+    return Generation(
+        tokens=sample.response_ids,
+        log_probs=sample.rollout_log_probs,
+        versions=versions,
+        finish_reason=sample.finish_reason,
+        routes=None if routes is None else routes[routes_start:],
+        missing_routes=None if missing is None else missing[routes_start:],
+    )
