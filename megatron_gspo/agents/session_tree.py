@@ -34,8 +34,7 @@ class Node:
     """A call.
 
     wanted: limits of the request; those of the draw may be tighter. occurrence: number of earlier
-    draws from the same prompt in this run. trained: whether its reply is the policy's. reserved:
-    tokens by which the rows grow at most when it is delivered.
+    draws from the same prompt in this run. trained: whether its reply is the policy's.
 
     Set by delivery: `index` in the order of deliveries; `parent`; `segment` [c + r] int64, the
     prompt's tokens after the parent's sequence and the reply; `generation`, whose routes are
@@ -50,7 +49,6 @@ class Node:
     trained: bool = True
     state: State = "waiting"
     adopted: bool = False
-    reserved: int = 0
     index: int = -1
     parent: Node | None = None
     children: list[Node] = field(default_factory=list)
@@ -149,15 +147,15 @@ class SessionTree:
         )
 
     def parent_of(self, prompt: np.ndarray) -> Node | None:
-        """The delivered call of the policy whose tokens are the longest prefix of `prompt`, the
-        first among equal ones; None if there is none."""
+        """The delivered call of the policy whose tokens are the longest prefix of `prompt`; None if
+        there is none. Among equal ones it is the first that none continues, or else the first."""
         longest: Node | None = None
         level = [(root, 0) for root in self._roots]
         while level:
             node, offset = level.pop()
             if not _is_prefix(node.segment, prompt[offset:]):
                 continue
-            if longest is None or (node.length, -node.index) > (longest.length, -longest.index):
+            if longest is None or _rank(node) > _rank(longest):
                 longest = node
             level += [(child, node.length) for child in node.children]
         return longest
@@ -165,20 +163,20 @@ class SessionTree:
     def growth(self, prompt: np.ndarray) -> int:
         """Tokens by which the rows grow if a call of the policy has this prompt, without its reply.
 
-        A waiting call counts as delivered, so that calls at the same time fit together.
+        Waiting calls count as delivered, so that calls at the same time fit together.
         """
-        parent = self.parent_of(prompt)
-        if parent is None or parent.children:
-            return len(prompt)
-        if any(self.parent_of(node.prompt) is parent for node in self._waiting()):
-            return len(prompt)
-        return len(prompt) - parent.length
+        parents = [self.parent_of(node.prompt) for node in self._waiting()]
+        return _growth(prompt, self.parent_of(prompt), parents)
 
     def num_tokens(self) -> int:
-        """Tokens of all rows, with what is reserved for waiting calls."""
-        return sum(leaf.length for leaf in self._leaves()) + sum(
-            node.reserved for node in self._waiting()
-        )
+        """Tokens of all rows when the waiting calls are delivered, at most."""
+        count = sum(leaf.length for leaf in self._leaves())
+        parents: list[Node | None] = []
+        for node in self._waiting():
+            parent = self.parent_of(node.prompt)
+            count += _growth(node.prompt, parent, parents) + node.limits.max_tokens
+            parents.append(parent)
+        return count
 
     def adoptable(self, prompt: np.ndarray, wanted: CallLimits, *, trained: bool) -> Node | None:
         """The first abandoned call with this prompt and these limits of the request."""
@@ -204,7 +202,6 @@ class SessionTree:
         digest = prompt_digest(prompt)
         limits = wanted if max_tokens is None else replace(wanted, max_tokens=max_tokens)
         node = Node(prompt, wanted, limits, self._occurrences[digest], trained)
-        node.reserved = self._reservation(node)
         self._occurrences[digest] += 1
         self._open.append(node)
         return node
@@ -212,7 +209,6 @@ class SessionTree:
     def adopt(self, node: Node) -> None:
         """Let an equal call wait for an abandoned one's reply."""
         assert node.state == "abandoned", "only an abandoned call can be adopted"
-        node.reserved = self._reservation(node)
         node.state = "waiting"
         if not node.adopted:
             self.counts["adopted"] += 1
@@ -283,9 +279,6 @@ class SessionTree:
     def _waiting(self) -> Iterator[Node]:
         return (node for node in self._open if node.state == "waiting" and node.trained)
 
-    def _reservation(self, node: Node) -> int:
-        return self.growth(node.prompt) + node.limits.max_tokens if node.trained else 0
-
 
 def prompt_digest(prompt: np.ndarray) -> bytes:
     """16 bytes that depend on the tokens alone."""
@@ -304,6 +297,18 @@ def _common_ids(node: Node, messages: Sequence[Message]) -> int:
         sent.reply_id == known.reply_id != ""
         for sent, known in zip(messages, node.messages, strict=False)
     )
+
+
+def _rank(node: Node) -> tuple[int, bool, int]:
+    """Largest for the node that a prompt continues."""
+    return node.length, not node.children, -node.index
+
+
+def _growth(prompt: np.ndarray, parent: Node | None, parents: Sequence[Node | None]) -> int:
+    """parents: of calls that come before."""
+    if parent is None or parent.children or parent in parents:
+        return len(prompt)
+    return len(prompt) - parent.length
 
 
 def _is_prefix(segment: np.ndarray, tokens: np.ndarray) -> bool:
