@@ -213,7 +213,7 @@ class AgentEndpoint:
         for name in call.remarks:
             if name not in self._remarks:
                 self._remarks.add(name)
-                self._log(f"agents: {name} of requests has no effect; the run's sampling is used")
+                self._log(f"agents: requests set {name}, which has no effect here")
 
 
 class _Connection:

@@ -53,7 +53,7 @@ def parse_call(body: Mapping[str, Any]) -> Call:
     if choice.get("type") not in (None, "none", "auto"):
         remarks.append("tool_choice")
     if len(client_tools) < len(definitions):
-        remarks.append("tools that are not functions")
+        remarks.append("tools of the provider")
     return Call(
         tuple(messages),
         tuple(fields.tool(tool, "input_schema") for tool in client_tools),

@@ -56,7 +56,7 @@ def parse_call(body: Mapping[str, Any]) -> Call:
     if choice not in (None, "none", "auto"):
         remarks.append("tool_choice")
     if len(functions) < len(definitions):
-        remarks.append("tools that are not functions")
+        remarks.append("tools of the provider")
     return Call(
         tuple(messages),
         tuple(fields.tool(function, "parameters") for function in functions),
