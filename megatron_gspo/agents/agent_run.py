@@ -264,6 +264,14 @@ class AgentRun:
             lambda: cut_at_stop(generation, limits.stop, self._rendering.text)
         )
 
+    @property
+    def turn_rewards(self) -> dict[int, float]:
+        """The rewards of single replies, by the index of their call."""
+        return {
+            self._replies[reply_id].index: reward
+            for reply_id, reward in self.response_rewards.items()
+        }
+
     def _history(self, call: Call) -> tuple[Message, ...]:
         """The messages of a call behind those of the reply that it continues."""
         if not call.previous_reply_id:
