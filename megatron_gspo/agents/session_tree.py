@@ -15,6 +15,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Literal
 
 import numpy as np
@@ -138,13 +139,12 @@ class SessionTree:
 
         Among equal ones it is that whose ids the messages repeat, then the last one.
         """
-        matches = [node for node in self._delivered if _begins(node, messages)]
-        if not matches:
-            return None
-        return max(
-            matches,
-            key=lambda node: (len(node.messages), _common_ids(node, messages), node.index),
-        )
+        longest_first = sorted(self._delivered, key=lambda node: -len(node.messages))
+        for _, nodes in groupby(longest_first, key=lambda node: len(node.messages)):
+            matches = [node for node in nodes if _begins(node, messages)]
+            if matches:
+                return max(matches, key=lambda node: (_common_ids(node, messages), node.index))
+        return None
 
     def parent_of(self, prompt: np.ndarray) -> Node | None:
         """The delivered call of the policy whose tokens are the longest prefix of `prompt`; None if
