@@ -386,8 +386,8 @@ def _reply(
 
 def _trimmed(message: Message, stop: tuple[str, ...]) -> tuple[Message, str | None]:
     """A reply up to the first of its stop strings, and that string."""
-    places = [(message.content.find(text), text) for text in stop if text in message.content]
-    if not places:
+    positions = [(message.content.find(text), text) for text in stop if text in message.content]
+    if not positions:
         return message, None
-    at, text = min(places)
-    return replace(message, content=message.content[:at]), text
+    position, text = min(positions)
+    return replace(message, content=message.content[:position]), text

@@ -30,6 +30,7 @@ from megatron_gspo.agents.conversation import (
 from megatron_gspo.agents.dialects import chat, fields, messages, responses
 from megatron_gspo.agents.generation import Generator
 from megatron_gspo.agents.rendering import Rendering
+from megatron_gspo.errors import InputError
 
 MAX_BODY_BYTES = 32 * 2**20
 MAX_DEPTH = 64  # of the JSON of a body
@@ -88,7 +89,7 @@ class AgentEndpoint:
         self._server: web.AppRunner | None = None
 
     async def start(self) -> None:
-        """Listen."""
+        """Listen. Raises InputError for an address or a port that can't be opened."""
         if self._listen not in _LOOPBACK:
             self._log(
                 f"agents.listen: {self._listen} is open to other machines, whose only hurdle are"
@@ -110,7 +111,14 @@ class AgentEndpoint:
         await self._server.setup()
         is_ipv6 = ":" in self._listen
         family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
-        listener = socket.create_server((self._listen, self._port), family=family)
+        try:
+            listener = socket.create_server((self._listen, self._port), family=family)
+        except OSError as error:
+            raise InputError(
+                f"agents.listen = {self._listen}: port {self._port} can't be opened"
+                f" ({(error.strerror or str(error)).lower()}); give an address of this machine and a"
+                " free port"
+            ) from error
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         await web.SockSite(self._server, listener, backlog=_BACKLOG).start()
         host = f"[{self._listen}]" if is_ipv6 else self._listen

@@ -103,12 +103,12 @@ class EngineGenerator:
     def _replies(self, calls: Sequence[_WaitingCall]) -> list[Generation]:
         replies: dict[int, Generation] = {}
         for max_tokens in {call.limits.max_tokens for call in calls}:
-            places = [i for i, call in enumerate(calls) if call.limits.max_tokens == max_tokens]
-            prompts = [Prompt(calls[i].seed, calls[i].prompt, "") for i in places]
+            indices = [i for i, call in enumerate(calls) if call.limits.max_tokens == max_tokens]
+            prompts = [Prompt(calls[i].seed, calls[i].prompt, "") for i in indices]
             sampling = _single(self._sampling, max_tokens)
             samples = self._engine.generate(prompts, sampling, seed=0)
             check_samples(samples, prompts, sampling)
-            for i, sample in zip(places, samples, strict=True):
+            for i, sample in zip(indices, samples, strict=True):
                 replies[i] = _generation(sample, calls[i].routes_start)
         return [replies[i] for i in range(len(calls))]
 

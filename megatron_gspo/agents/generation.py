@@ -91,8 +91,8 @@ def truncated(generation: Generation, length: int, finish_reason: str) -> Genera
     if dropped <= 0:
         return generation
 
-    def kept(rows: np.ndarray | None) -> np.ndarray | None:
-        return None if rows is None else rows[: len(rows) - dropped]
+    def kept(values: np.ndarray | None) -> np.ndarray | None:
+        return None if values is None else values[: len(values) - dropped]
 
     return replace(
         generation,

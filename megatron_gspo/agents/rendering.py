@@ -26,7 +26,7 @@ from megatron_gspo.agents.conversation import (
     ToolCall,
     invalid_request,
 )
-from megatron_gspo.agents.reply_parsing import ParsedReply, make_call, parse_reply
+from megatron_gspo.agents.reply_parsing import ParsedCall, ParsedReply, make_call, parse_reply
 from megatron_gspo.agents.session_tree import BreakCause
 from megatron_gspo.errors import InputError, first_line
 
@@ -83,7 +83,8 @@ class TemplateRendering:
     """`Rendering` by the tokenizer's chat template.
 
     The suffix of a continued prompt is what the template writes behind the end token of a marked
-    reply. The constructor tests this on a conversation with a tool.
+    reply. The constructor tests this on short conversations, and whether a tool call that the
+    template writes can be read; if not, requests with tools are refused.
     """
 
     def __init__(
@@ -108,14 +109,20 @@ class TemplateRendering:
         added = self._tokenizer.added_tokens_decoder.values()
         special = {token.content for token in added if token.special}
         self._special = sorted(special | set(self._tokenizer.all_special_tokens), key=len)[::-1]
-        self._special_pattern = re.compile(
-            "(" + "|".join(map(re.escape, self._special or ["(?!)"])) + ")"
-        )
+        # (?!) never matches.
+        alternatives = "|".join(map(re.escape, self._special)) or "(?!)"
+        self._special_pattern = re.compile(f"({alternatives})")
         self._ends = [self._tokenizer.decode([token]) for token in self.end_ids]
-        self._check()
+        self._check_suffix()
+        self._reads_calls = self._check_calls()
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> np.ndarray:
         """See `Rendering.render`."""
+        if tools and not self._reads_calls:
+            raise invalid_request(
+                "the model's tool calls can't be read without a renderer: pip install"
+                " 'megatron-gspo[agents]', or write the tools into the messages"
+            )
         return self._encode(self._template(messages, tools))
 
     def extend(
@@ -181,13 +188,12 @@ class TemplateRendering:
 
     def _after_reply(self, text: str) -> str | None:
         """What the template writes behind the end token of the marked reply."""
-        at = text.find(_REPLY)
-        ends = [(text.find(end, at), end) for end in self._ends] if at >= 0 else []
-        ends = [(place, end) for place, end in ends if place >= 0]
-        if not ends:
+        _, mark, behind_mark = text.partition(_REPLY)
+        positions = [(behind_mark.find(end), end) for end in self._ends if end in behind_mark]
+        if not mark or not positions:
             return None
-        place, end = min(ends)
-        return text[place + len(end) :]
+        position, end = min(positions)
+        return behind_mark[position + len(end) :]
 
     def _encode(self, text: str) -> np.ndarray:
         if "\ue000" not in text:
@@ -224,7 +230,7 @@ class TemplateRendering:
             text,
         )
 
-    def _check(self) -> None:
+    def _check_suffix(self) -> None:
         """Raise RenderingError if the suffix depends on what stands before the last turn."""
         if getattr(self._tokenizer, "chat_template", None) is None:
             raise RenderingError(
@@ -253,6 +259,19 @@ class TemplateRendering:
                     " that agents can't append to it; pip install 'megatron-gspo[agents]' has"
                     " renderers for many models"
                 )
+
+    def _check_calls(self) -> bool:
+        """Whether a call that the template writes is read as the same call."""
+        call = ToolCall("call_1", "look", '{"at": "it"}')
+        turn = [Message("user", "one"), Message("assistant", _REPLY, tool_calls=(call,))]
+        try:
+            text = self._template(turn, [Tool("look", "Look.")], generate=False)
+        except CallError:
+            return False
+        written = text.partition(_REPLY)[2]
+        end = min(written.index(end) for end in self._ends if end in written)
+        parsed = parse_reply(written[:end], reasoning_is_open=False, calls_tools=True)
+        return parsed.tool_calls == (ParsedCall(call.name, call.arguments),)
 
 
 def _probes() -> list[tuple[list[Message], list[Message], list[Tool]]]:

@@ -104,13 +104,13 @@ async def _send(
     directory: Path,
 ) -> None:
     passed_on = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
-    places = {"HOME": str(directory), "TMPDIR": str(directory)}
+    home = {"HOME": str(directory), "TMPDIR": str(directory)}
     given = {
         "command": [_filled(argument, values) for argument in program.command],
         "directory": str(directory),
         "env": {
             **passed_on,
-            **places,
+            **home,
             **{name: _filled(value, values) for name, value in program.env.items()},
         },
     }

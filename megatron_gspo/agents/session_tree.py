@@ -261,11 +261,11 @@ class SessionTree:
         A reply is trained in the first row that has it and is context in the others.
         """
         trained: set[Node] = set()
-        rows = []
+        chains = []
         for leaf in self._leaves():
-            rows.append(_row(leaf.chain, trained))
+            chains.append(_row(leaf.chain, trained))
             trained.update(leaf.chain)
-        return rows
+        return chains
 
     @property
     def oldest_version(self) -> int | None:

@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 
 from megatron_gspo.agents import endpoint as endpoint_module
-from megatron_gspo.errors import EngineError
+from megatron_gspo.agents.agent_run import RunLimits
+from megatron_gspo.agents.endpoint import AgentEndpoint
+from megatron_gspo.errors import EngineError, InputError
 from tests.support.agent_endpoint import (
     BASH,
     TOKENIZER,
@@ -584,6 +586,23 @@ async def test_unknown_paths_and_models() -> None:
         async with served.session.get(url, headers=headers) as response:
             names = [model["id"] for model in (await response.json())["data"]]
         assert names == ["policy", "policy-frozen"]
+
+
+@in_event_loop
+async def test_an_address_that_cannot_be_opened_and_an_open_one() -> None:
+    async with serving(by_seed) as served:
+        port = int(served.endpoint.url.rpartition(":")[2])
+        other = AgentEndpoint(served.generator, served.endpoint._rendering, RunLimits(), port=port)
+        with pytest.raises(InputError, match=f"port {port} can't be opened"):
+            await other.start()
+        lines: list[str] = []
+        rendering = served.endpoint._rendering
+        everywhere = AgentEndpoint(
+            served.generator, rendering, RunLimits(), listen="0.0.0.0", log=lines.append
+        )
+        await everywhere.start()
+        await everywhere.close()
+        assert len(lines) == 1 and "0.0.0.0 is open to other machines" in lines[0]
 
 
 @in_event_loop

@@ -279,6 +279,15 @@ def test_a_template_that_does_not_suit_is_refused_at_once(template, problem: str
         TemplateRendering(tokenizer, [END])
 
 
+def test_tools_are_refused_where_their_calls_could_not_be_read() -> None:
+    tokenizer = copy.deepcopy(TOKENIZER)
+    tokenizer.chat_template = tokenizer.chat_template.replace("<tool_call>", "<call>")
+    rendering = TemplateRendering(tokenizer, [END])
+    assert len(rendering.render([QUESTION], []))
+    with pytest.raises(CallError, match="can't be read without a renderer"):
+        rendering.render([QUESTION], [BASH])
+
+
 def test_a_renderer_must_be_named() -> None:
     pytest.importorskip("renderers")
     for name, problem in (("auto", "name the model family's"), ("nonsense", "no renderer")):
