@@ -369,7 +369,6 @@ def _reply(
     stop_string = None
     if generation.finish_reason == "stop":
         message, stop_string = _trimmed(message, draw.node.wanted.stop)
-    log_probs = generation.log_probs
     return Reply(
         id=reply_id,
         message=message,
@@ -377,7 +376,7 @@ def _reply(
         stop_string=stop_string,
         prompt=draw.prepared.prompt,
         tokens=generation.tokens,
-        log_probs=np.zeros(len(generation.tokens), np.float32) if log_probs is None else log_probs,
+        log_probs=generation.log_probs,
         created=int(time.time()),
         token_texts=tuple(token_texts),
         malformed_calls=parsed.malformed,

@@ -112,7 +112,8 @@ class Reply:
 
     id: 24 hexadecimal digits; all ids in the bodies of responses contain it. finish_reason: "stop"
     or "length". stop_string: the string of `Call.stop` that ended it, or None. prompt, tokens: [P],
-    [r] token ids. log_probs: [r]. token_texts: [r], only if the call asks for log-probs.
+    [r] token ids. log_probs: [r], or None where the engine has none. token_texts: [r], only if the
+    call asks for log-probs.
     malformed_calls: what looks like a tool call and can't be read; it stays in the text.
     """
 
@@ -122,7 +123,7 @@ class Reply:
     stop_string: str | None
     prompt: np.ndarray
     tokens: np.ndarray
-    log_probs: np.ndarray
+    log_probs: np.ndarray | None
     created: int
     token_texts: tuple[str, ...] = ()
     malformed_calls: int = 0

@@ -10,17 +10,24 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.agent_endpoint import in_event_loop, serving
+from megatron_gspo.agents.rendering import PackageRendering
+from tests.support.agent_endpoint import TOKENIZER, in_event_loop, serving
 
 RECORDED = sorted((Path(__file__).parent / "recorded").glob("*.json"))
 
 
+@pytest.mark.parametrize("renderer", [None, "qwen3"])
 @pytest.mark.parametrize("file", RECORDED, ids=lambda file: file.stem)
 @in_event_loop
-async def test_recorded_requests(file: Path) -> None:
+async def test_recorded_requests(file: Path, renderer: str | None) -> None:
+    """renderer: of the optional package; None: the chat template."""
+    rendering = None
+    if renderer is not None:
+        pytest.importorskip("renderers")
+        rendering = PackageRendering(TOKENIZER, renderer)
     recorded = json.loads(file.read_text(encoding="utf-8"))
     replies = iter(recorded["replies"])
-    async with serving(lambda prompt, seed: next(replies)) as served:
+    async with serving(lambda prompt, seed: next(replies), rendering=rendering) as served:
         for request in recorded["requests"]:
             url = f"{served.endpoint.base_url(served.run)}/{request['path']}"
             headers = {"Authorization": f"Bearer {served.run.key}"}

@@ -13,7 +13,7 @@ import numpy as np
 
 from megatron_gspo.agents.agent_run import AgentRun, RunLimits
 from megatron_gspo.agents.endpoint import AgentEndpoint
-from megatron_gspo.agents.rendering import TemplateRendering
+from megatron_gspo.agents.rendering import Rendering, TemplateRendering
 from megatron_gspo.agents.session_tree import Row
 from tests.support.chat_tokenizer import chat_tokenizer
 from tests.support.scripted_generator import Script, ScriptedGenerator, log_prob_sizes
@@ -116,11 +116,15 @@ class Serving:
 
 
 @asynccontextmanager
-async def serving(script: Script, *, thinking="template", **limits) -> AsyncIterator[Serving]:
-    """Serve a run."""
+async def serving(
+    script: Script, *, thinking="template", rendering: Rendering | None = None, **limits
+) -> AsyncIterator[Serving]:
+    """Serve a run. rendering: by default the chat template."""
     lines: list[str] = []
     generator = ScriptedGenerator(TOKENIZER, script)
-    rendering = TemplateRendering(TOKENIZER, [TOKENIZER.eos_token_id], thinking=thinking)
+    rendering = rendering or TemplateRendering(
+        TOKENIZER, [TOKENIZER.eos_token_id], thinking=thinking
+    )
     endpoint = AgentEndpoint(generator, rendering, RunLimits(**limits), log=lines.append)
     await endpoint.start()
     try:

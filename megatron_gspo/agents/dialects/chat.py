@@ -191,7 +191,9 @@ def _usage(reply: Reply) -> dict[str, int]:
     }
 
 
-def _log_probs(reply: Reply) -> dict[str, Any]:
+def _log_probs(reply: Reply) -> dict[str, Any] | None:
+    if reply.log_probs is None:
+        return None
     return {
         "content": [
             {"token": text, "logprob": log_prob, "bytes": None, "top_logprobs": []}
