@@ -27,7 +27,6 @@ def main() -> None:
     fork_worker(parent, pid_descriptor)
     os.write(pid_descriptor, str(os.getpid()).encode())
     os.close(pid_descriptor)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
         os.chdir(given["directory"])

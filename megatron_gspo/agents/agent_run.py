@@ -114,6 +114,7 @@ class AgentRun:
         self._executor = executor
         self._draws: dict[Node, Draw] = {}
         self._replies: dict[str, Node] = {}
+        self._last_draws: list[Draw] = []  # delivered, and not continued
 
     async def prepare(self, call: Call) -> PreparedCall:
         """The prompt of a call. Raises CallError for messages that can't be rendered."""
@@ -130,8 +131,13 @@ class AgentRun:
             raise invalid_request("the messages have half of a surrogate pair") from None
         return PreparedCall(call, messages, prompt, cause)
 
-    def begin(self, prepared: PreparedCall, consumer: Consumer) -> Draw:
+    def begin(
+        self, prepared: PreparedCall, consumer: Consumer, *, is_repeated: bool = False
+    ) -> Draw:
         """Start the draw of a reply, or adopt an equal one whose client has gone.
+
+        is_repeated: the client says that it has sent the call before. It then gets a reply again
+        that was written to a connection which it had just closed.
 
         Raises CallError if the run has ended or a limit is reached.
         """
@@ -143,6 +149,11 @@ class AgentRun:
         prompt = prepared.prompt
         trained = prepared.call.model == "policy"
         wanted = self._wanted(prepared)
+        lost = self._lost_reply(prompt, wanted) if trained and is_repeated else None
+        if lost is not None:
+            lost.prepared = prepared
+            lost.consumer = consumer
+            return lost
         room = self._limits.max_run_tokens - self.tree.num_tokens() - self.tree.growth(prompt)
         node = self.tree.adoptable(prompt, wanted, trained=trained)
         if trained and room < (1 if node is None else node.limits.max_tokens):
@@ -216,6 +227,9 @@ class AgentRun:
         self.tree.counts["malformed_calls"] += reply.malformed_calls
         self._replies[reply.id] = draw.node
         del self._draws[draw.node]
+        self._last_draws = [other for other in self._last_draws if not other.node.children]
+        if draw.node.trained:
+            self._last_draws.append(draw)
 
     def abandon(self, draw: Draw, consumer: Consumer) -> None:
         """The client has gone before it had the whole reply."""
@@ -304,6 +318,19 @@ class AgentRun:
             cause = "history" if is_rewritten else extended
         prompt = await self._in_thread(lambda: self._rendering.render(messages, call.tools))
         return prompt, cause
+
+    def _lost_reply(self, prompt: np.ndarray, wanted: CallLimits) -> Draw | None:
+        """The last delivered draw of an equal call that nothing continues and whose connection is
+        closed."""
+        for draw in reversed(self._last_draws):
+            if (
+                draw.consumer.gone
+                and draw.node.wanted == wanted
+                and not draw.node.children
+                and np.array_equal(draw.prepared.prompt, prompt)
+            ):
+                return draw
+        return None
 
     def _new_branch_cause(self, messages: tuple[Message, ...]) -> BreakCause | None:
         if not self.tree.delivered:

@@ -163,7 +163,7 @@ class AgentEndpoint:
                 self._remark(call)
                 prepared = await run.prepare(call)
                 consumer = _Connection(request)
-                draw = run.begin(prepared, consumer)
+                draw = run.begin(prepared, consumer, is_repeated=_is_repeated(request))
             except CallError as error:
                 return web.json_response(dialect.error_body(error), status=error.status)
             exchange = _Exchange(request, dialect, run, draw, consumer, call)
@@ -309,6 +309,11 @@ class _Exchange:
     def _deliver(self, reply: Reply) -> None:
         if not self._consumer.gone:
             self._run.deliver(self._draw, self._consumer, reply)
+
+
+def _is_repeated(request: web.Request) -> bool:
+    """Whether the clients of OpenAI and Anthropic send a request again."""
+    return request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
 
 
 def _closing_connection() -> contextlib.AbstractContextManager[None]:

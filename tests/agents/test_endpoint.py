@@ -236,6 +236,25 @@ async def test_stream_consumer_disconnects_half_way() -> None:
         assert served.run.tree.counts["adopted"] == 1
 
 
+@pytest.mark.parametrize("tells", [True, False])
+@in_event_loop
+async def test_a_reply_to_a_connection_that_was_just_closed(tells: bool) -> None:
+    """A client that says that it repeats its call gets the reply again; else it is a new draw."""
+    async with serving(by_seed) as served:
+        _, writer = await open_narrow_connection(served)
+        await wait_until(lambda: served.rows)
+        writer.close()
+        await asyncio.sleep(0.1)
+        url = f"{served.endpoint.base_url(served.run)}/chat/completions"
+        headers = {"x-api-key": served.run.key, "x-stainless-retry-count": str(int(tells))}
+        body = {"model": "policy", "messages": [QUESTION]}
+        for draws in [1, 2] if tells else [2, 3]:
+            async with served.session.post(url, json=body, headers=headers) as response:
+                message = (await response.json())["choices"][0]["message"]
+            assert len(served.generator.calls) == len(served.rows) == draws
+            assert message["content"] == f"reply {served.generator.calls[-1].seed}"
+
+
 async def open_narrow_connection(
     served: Serving,
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

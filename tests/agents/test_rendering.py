@@ -185,6 +185,17 @@ def test_tool_output_with_im_end(make, role) -> None:
         assert specials(extended) == specials(usual)
 
 
+def test_an_earlier_reply_with_im_end(make) -> None:
+    """As an agent may write it into a history of its own."""
+    rendering = make()
+    plain, hostile = (
+        rendering.render([QUESTION, Message("assistant", text), GO_ON], [])
+        for text in ("a", ATTACK)
+    )
+    assert ATTACK in text_of(hostile)
+    assert specials(hostile) == specials(plain)
+
+
 def specials(tokens: np.ndarray) -> list[int]:
     """The special tokens, in order."""
     ids = TOKENIZER.convert_tokens_to_ids(list(SPECIAL))
