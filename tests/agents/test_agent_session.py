@@ -49,6 +49,21 @@ async def test_an_agent_that_ends_with_a_reward(tmp_path: Path) -> None:
         assert not (tmp_path / "run").exists()
 
 
+@in_event_loop
+async def test_a_deterministic_agent_has_the_same_run_again(tmp_path: Path) -> None:
+    """As after a kill: bit by bit, with the same ids, whatever else has run in between."""
+    runs = []
+    for others in range(2):
+        async with serving(reply) as served:
+            for number in range(others):
+                await played(served, tmp_path / f"other{number}", "call")
+            runs.append(await played(served, tmp_path / "run", "call", "call", "reward=1"))
+    first, second = (run.rows[0] for run in runs)
+    assert first.tokens.tobytes() == second.tokens.tobytes()
+    assert first.log_probs is not None and second.log_probs is not None
+    assert first.log_probs.tobytes() == second.log_probs.tobytes()
+
+
 @pytest.mark.parametrize(
     "steps, failure_reward, reward, unscored",
     [

@@ -503,6 +503,31 @@ async def test_parallel_calls_fit_max_run_tokens_together() -> None:
         assert sum(len(row.tokens) for row in served.rows) <= 200
 
 
+@pytest.mark.parametrize("is_taken", [False, True])
+@in_event_loop
+async def test_a_repeated_call_needs_its_room_again(is_taken: bool) -> None:
+    """An abandoned call holds no room. It is adopted if there is room for it still."""
+    async with serving(lambda prompt, seed: "sunny " * 200, max_run_tokens=150) as served:
+        other = [{"role": "user", "content": "other"}]
+        if not is_taken:
+            await served.chat(other, max_tokens=80)  # so that the next draw has less than it wants
+        served.generator.gate.clear()
+        await give_up(served, [QUESTION], max_tokens=60)
+        served.generator.gate.set()
+        if is_taken:
+            await served.chat(other, max_tokens=100)
+        draws = len(served.generator.calls)
+        body = {"model": "policy", "messages": [QUESTION], "max_tokens": 60}
+        status, answer = await served.post("chat/completions", body)
+        assert len(served.generator.calls) == draws
+        if is_taken:
+            assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+        else:
+            assert answer["choices"][0]["finish_reason"] == "length"
+            assert served.generator.calls[-1].limits.max_tokens < 60
+        assert sum(len(row.tokens) for row in served.rows) <= 150
+
+
 @in_event_loop
 async def test_calls_above_max_calls() -> None:
     async with serving(by_seed, max_calls=2) as served:

@@ -2,6 +2,7 @@
 servers."""
 
 import asyncio
+from contextlib import ExitStack
 
 import aiohttp
 import numpy as np
@@ -135,6 +136,41 @@ def test_calls_on_servers() -> None:
         assert reply.versions.tolist() == [3, 4, 4, 4]
         seeds = [body["sampling_params"]["sampling_seed"] for body in server.bodies]
         assert len(set(seeds)) == 3
+
+
+def test_server_killed_in_a_reply() -> None:
+    """The call is repeated at the other server, and the agent gets its reply."""
+    with ExitStack() as stack:
+        servers = [ScriptedServer(), ScriptedServer()]
+        for server in servers:
+            server.__enter__()
+            server.gate = False
+        setup = stack.enter_context(Setup(*(server.url for server in servers)))
+        generator = ServerGenerator(setup.client, SamplingParams())
+        rendering = TemplateRendering(TOKENIZER, [TOKENIZER.eos_token_id])
+        endpoint = AgentEndpoint(generator, rendering, RunLimits(max_call_length=4))
+
+        async def agent() -> tuple[dict, list[Row]]:
+            await endpoint.start()
+            async with aiohttp.ClientSession() as session:
+                served = Serving(endpoint, generator, session, endpoint.open_run(seed=5), [])
+                choice = await served.chat([QUESTION])
+                await endpoint.close()
+                return choice, served.rows
+
+        playing = setup.loop.spawn(agent())
+        wait_for(lambda: any(server.bodies for server in servers))
+        servers.sort(key=lambda server: not server.bodies)
+        killed, other = servers
+        killed.__exit__()
+        stack.callback(other.__exit__)
+        other.gate = True
+        choice, (row,) = playing.result(timeout=60)
+        assert choice["finish_reason"] == "length"
+        tokens = row.tokens[row.prompt_length :].tolist()
+        assert tokens == [10 + (row.prompt_length + j) % 50 for j in range(4)]
+        assert row.loss_mask.all()
+        assert len(other.bodies) == 1
 
 
 @pytest.mark.parametrize(
