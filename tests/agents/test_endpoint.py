@@ -218,9 +218,8 @@ async def test_stream_consumer_disconnects_half_way() -> None:
     """A long reply does not fit the buffers of a connection that nobody reads."""
     long = TOKENIZER.encode("sunny") * 60_000
 
-    async with serving(
-        lambda prompt, seed: long, max_call_length=10**7, max_context=10**7, max_run_tokens=10**7
-    ) as served:
+    sizes = {"max_call_length": 10**7, "max_context": 10**7, "max_run_tokens": 10**7}
+    async with serving(lambda prompt, seed: long, **sizes) as served:
         reader, writer = await open_narrow_connection(served)
         head = await reader.readuntil(b"\r\n\r\n")
         assert b"200 OK" in head
@@ -234,6 +233,22 @@ async def test_stream_consumer_disconnects_half_way() -> None:
         await served.message([QUESTION])
         assert len(served.generator.calls) == 1
         assert served.run.tree.counts["adopted"] == 1
+
+
+@in_event_loop
+async def test_the_run_ends_while_a_reply_is_written() -> None:
+    """What is read later is no part of the run, whose rows may be in training."""
+    long = TOKENIZER.encode("sunny") * 60_000
+    sizes = {"max_call_length": 10**7, "max_context": 10**7, "max_run_tokens": 10**7}
+    async with serving(lambda prompt, seed: long, **sizes) as served:
+        reader, writer = await open_narrow_connection(served)
+        await reader.readuntil(b"chat.completion.chunk")
+        served.endpoint.end_run(served.run)
+        while not (await reader.read(2**16)).endswith(b"0\r\n\r\n"):
+            pass
+        await asyncio.sleep(0.1)
+        assert served.rows == []
+        writer.close()
 
 
 @pytest.mark.parametrize("tells", [True, False])
