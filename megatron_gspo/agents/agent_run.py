@@ -369,7 +369,9 @@ class AgentRun:
 
 def session_over() -> CallError:
     """401: a client does not try this again, and an agent stops."""
-    return CallError(401, "session_over", "the run of this key has ended")
+    return CallError(
+        401, "session_over", "the key is not that of an open run; its run may have ended"
+    )
 
 
 def _retrieve_exception(task: asyncio.Task[Generation]) -> None:

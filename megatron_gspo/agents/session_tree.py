@@ -29,6 +29,8 @@ BreakCause = Literal["tools", "thinking", "rendering", "history", "new_thread"]
 drops earlier reasoning, the renderer can't append to the tokens, the history has replies that the
 endpoint has not given, or it has none at all (a sub-agent, a summary)."""
 
+_NO_TOKENS = np.zeros(0, dtype=np.int64)
+
 
 @dataclass(eq=False)
 class Node:
@@ -53,7 +55,7 @@ class Node:
     index: int = -1
     parent: Node | None = None
     children: list[Node] = field(default_factory=list)
-    segment: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    segment: np.ndarray = field(default_factory=lambda: _NO_TOKENS)
     generation: Generation | None = None
     messages: tuple[Message, ...] = ()
     tools: tuple[Tool, ...] = ()
@@ -241,7 +243,7 @@ class SessionTree:
         node.parent = parent
         node.segment = np.concatenate([node.prompt[known:], generation.tokens])
         node.length = known + len(node.segment)
-        node.prompt = node.prompt[:0]  # the chain has its tokens
+        node.prompt = _NO_TOKENS  # the chain has them
         node.generation = _from_position(generation, node.length - 1 - max(known - 1, 0))
         node.messages = messages
         node.tools = tools

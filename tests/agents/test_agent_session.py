@@ -5,7 +5,6 @@ import json
 import math
 import os
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -85,19 +84,17 @@ async def test_exit_1_after_a_reward_before_one_zero_calls(
         assert run.unscored == unscored
 
 
-@pytest.mark.parametrize("stubborn", [False, True])
 @in_event_loop
-async def test_agent_never_ends_forks_a_daemon(tmp_path: Path, stubborn: bool) -> None:
-    """It is killed with its children, and is unscored; others go on."""
+async def test_agent_never_ends_forks_a_daemon(tmp_path: Path) -> None:
+    """It is killed with its children, although it ignores SIGTERM, and is unscored; others go
+    on."""
     file = tmp_path / "daemon"
-    steps = ["ignore_sigterm"] * stubborn + ["call", f"daemon={file}", "hang"]
+    steps = ["ignore_sigterm", "call", f"daemon={file}", "hang"]
     async with serving(reply) as served:
-        began = time.monotonic()
         hanging, other = await asyncio.gather(
-            played(served, tmp_path / "one", *steps, run_timeout=4.0, kill_after=0.5),
+            played(served, tmp_path / "one", *steps, run_timeout=10.0, kill_after=0.5),
             played(served, tmp_path / "two", "call", "reward=1"),
         )
-        assert time.monotonic() - began < 30
         assert (hanging.exit.timed_out, hanging.unscored) == (True, "timeout")
         assert math.isnan(hanging.reward)
         assert [len(row.turns) for row in hanging.rows] == [1]
@@ -131,9 +128,7 @@ async def test_the_environment_is_clean(tmp_path: Path, monkeypatch) -> None:
 @in_event_loop
 async def test_the_key_is_on_no_command_line(tmp_path: Path) -> None:
     async with serving(reply) as served:
-        running = asyncio.ensure_future(
-            played(served, tmp_path / "run", "hang", run_timeout=3.0, kill_after=0.5)
-        )
+        running = asyncio.ensure_future(played(served, tmp_path / "run", "hang"))
         lines: list[list[str]] = []
         while not any(str(AGENT) in line for line in lines):
             await asyncio.sleep(0.05)
@@ -142,7 +137,7 @@ async def test_the_key_is_on_no_command_line(tmp_path: Path) -> None:
         keys = [run.key for run in served.endpoint._runs.values()]
         assert len(keys) == 2
         assert not any(key in argument for line in lines for argument in line for key in keys)
-        await running
+        running.cancel()
 
 
 @in_event_loop

@@ -34,7 +34,7 @@ def in_event_loop(test: Callable) -> Callable:
 
     @functools.wraps(test)
     def run(*arguments, **named):
-        asyncio.run(asyncio.wait_for(test(*arguments, **named), 60))
+        asyncio.run(asyncio.wait_for(test(*arguments, **named), 300))
 
     return run
 
