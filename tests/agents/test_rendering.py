@@ -259,6 +259,43 @@ def test_reasoning_that_the_prompt_has_opened() -> None:
     assert (parsed.reasoning, parsed.content) == ("look", "Done.")
 
 
+# Styles of templates: a header and an end for each message, without and with a first token; and
+# marks around the user's messages, of which the last one begins the reply.
+STYLES = {
+    "headers": (
+        "{{ '<|endoftext|>' }}{% for m in messages %}"
+        "<|im_start|>{{ m.role }}\n\n{{ m.content | trim }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n\n{% endif %}"
+    ),
+    "lines": (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    ),
+    "instructions": (
+        "{{ '<|endoftext|>' }}{% for m in messages %}{% if m.role == 'user' %}"
+        "[INST] {{ m.content }} [/INST]{% else %} {{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+    ),
+}
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_an_extended_prompt_is_the_template_s_where_that_keeps_the_tokens(style: str) -> None:
+    tokenizer = copy.deepcopy(TOKENIZER)
+    tokenizer.chat_template = STYLES[style]
+    rendering = TemplateRendering(tokenizer, [END])
+    answer = Message("assistant", "Done.")
+    prompt = rendering.render([QUESTION], [])
+    whole = rendering.render([QUESTION, answer, GO_ON], [])
+    end = whole.tolist().index(END, len(prompt))
+    extended = rendering.extend(
+        prompt, whole[len(prompt) : end + 1], [QUESTION, answer], [GO_ON], []
+    )
+    assert isinstance(extended, np.ndarray)
+    assert extended.tolist() == whole.tolist()
+    with pytest.raises(CallError, match="can't be read"):
+        rendering.render([QUESTION], [BASH])
+
+
 def test_messages_that_the_template_refuses_are_a_request_error() -> None:
     tokenizer = copy.deepcopy(TOKENIZER)
     tokenizer.chat_template = (
