@@ -567,9 +567,8 @@ class _Host:
         )
         with self.phase("plan and move"):
             rules = packing_rules(self.config.training, model, self.groups)
-            plan = plan_step(
-                batch.lengths, replica_homes(batch, self.groups.dp), self.config, rules, 0
-            )
+            homes = replica_homes(batch, self.groups.dp)
+            plan = plan_step(batch, homes, self.config, rules, 0)
             return plan, move_samples(batch, plan.replica, self.groups)
 
     def prepare(self, batch: Any, plan: Any) -> Any:

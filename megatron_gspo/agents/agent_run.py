@@ -87,8 +87,8 @@ class AgentRun:
     """See the module.
 
     number, key: by which its requests are known. seed: of the run, from (seed, prompt, sample).
-    reward: as the agent has posted it, None before. response_rewards: by reply id. ended: no call
-    is accepted any more.
+    reward: as the agent has posted it, None before. response_rewards: by reply id. failure: why a
+    reply could not be drawn, None if all could. ended: no call is accepted any more.
     """
 
     def __init__(
@@ -99,15 +99,20 @@ class AgentRun:
         rendering: Rendering,
         generator: Generator,
         executor: Executor,
+        *,
+        takes_rewards: bool = True,
     ) -> None:
-        """executor: of one thread, since tokenizers are not safe in several."""
+        """executor: of one thread, since tokenizers are not safe in several. takes_rewards:
+        whether the agent scores itself."""
         self.number = number
         self.key = secrets.token_hex(16)
         self.seed = seed
         self.tree = SessionTree()
         self.reward: float | None = None
         self.response_rewards: dict[str, float] = {}
+        self.failure: BaseException | None = None
         self.ended = False
+        self._takes_rewards = takes_rewards
         self._limits = limits
         self._rendering = rendering
         self._generator = generator
@@ -190,6 +195,7 @@ class AgentRun:
         if draw.consumer is not consumer:
             return None
         failure = draw.task.exception()
+        self.failure = self.failure or failure
         if isinstance(failure, EngineError):
             self._forget(draw)
             raise CallError(503, "server_error", f"no engine: {first_line(failure)}")
@@ -239,9 +245,11 @@ class AgentRun:
     def set_reward(self, value: Any, reply_id: str = "") -> None:
         """Take the reward of the run, or of one reply. An equal repetition is accepted.
 
-        Raises CallError 400 for another value than before, for one that is not a finite number, and
-        for a reply that was not delivered.
+        Raises CallError 400 for another value than before, for one that is not a finite number,
+        for a reply that was not delivered, and where a verifier scores the run.
         """
+        if not self._takes_rewards:
+            raise invalid_request("data.verifier scores the run; the agent's reward is not taken")
         if (
             isinstance(value, bool)
             or not isinstance(value, numbers.Real)

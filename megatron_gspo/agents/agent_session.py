@@ -5,86 +5,111 @@ from __future__ import annotations
 import asyncio
 import math
 import shutil
-from collections.abc import Mapping
+import time
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_gspo.agents.agent_run import AgentRun
+from megatron_gspo.agents.conversation import Message
 from megatron_gspo.agents.endpoint import AgentEndpoint
 from megatron_gspo.agents.runner import AgentExit, AgentProgram, run_program
 from megatron_gspo.agents.session_tree import Row
 
 
 @dataclass(frozen=True)
+class Outcome:
+    """What a run has earned.
+
+    reward: NaN if it has none. failure: why, "timeout: ..." or "error: ...", or "".
+    """
+
+    reward: float
+    failure: str = ""
+
+
+Judge = Callable[[AgentRun, Path], Awaitable[Outcome]]
+"""Scores a run whose program has ended, from its calls and the directory where it has worked."""
+
+
+@dataclass(frozen=True)
 class FinishedRun:
     """What a run leaves.
 
-    rows: see `SessionTree.rows`. reward: NaN if it is unscored. unscored: why, or "": "no calls",
-    "no reward", "failed" (another exit code than 0) or "timeout". turn_rewards: by index of the
-    delivered call, those that the agent has posted. oldest_version: of a trained token, None
-    without any. counts: events, by the names of the metrics.
+    rows: see `SessionTree.rows`. messages: of the last delivered call, its reply included.
+    turn_rewards: by index of the delivered call, those that the agent has posted. outcome: with
+    what the program has posted for the whole run, and `turn_rewards`. counts: events, by the names
+    of the metrics. seconds: from start to end.
     """
 
     rows: tuple[Row, ...]
-    reward: float
-    unscored: str
+    messages: tuple[Message, ...]
+    outcome: Outcome
     turn_rewards: Mapping[int, float]
     oldest_version: int | None
-    undelivered: int
     counts: Mapping[str, int]
     exit: AgentExit
+    seconds: float
 
 
 async def play(
     endpoint: AgentEndpoint,
+    run: AgentRun,
     program: AgentProgram,
     directory: Path,
     *,
-    seed: int,
-    values: Mapping[str, str],
-    failure_reward: float | None = None,
+    task: Mapping[str, Any],
+    judge: Judge | None = None,
 ) -> FinishedRun:
     """Run an agent once. Its key is revoked when its program has ended.
 
-    directory: where it works, a new one; it is removed afterwards. values: for the names in braces
-    in the program's command and environment, such as prompt. failure_reward: of a run that its
-    program has left without a reward, with an exit code other than 0 or by the time limit; None
-    leaves it unscored.
+    directory: where it works, a new one; it is removed afterwards. task: see
+    `run_program`; the addresses and the key of the run are added. judge: scores the run; without one
+    its rewards are those that the agent posts.
     """
-    run = endpoint.open_run(seed)
+    began = time.monotonic()
     addresses = {
         "base_url": endpoint.base_url(run),
         "anthropic_url": endpoint.anthropic_url(run),
         "key": run.key,
+        "directory": str(directory),
     }
     await asyncio.to_thread(directory.mkdir, parents=True)
     try:
-        ended = await run_program(program, {**values, **addresses}, directory)
+        ended = await run_program(program, {**task, **addresses}, directory)
+        endpoint.end_run(run)
+        outcome = posted_outcome(run, ended, program.run_timeout)
+        if judge is not None and run.tree.delivered and not ended.timed_out:
+            outcome = await judge(run, directory)
     finally:
         endpoint.end_run(run)
         await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
-    reward, unscored = _reward(run, ended, failure_reward)
+    delivered = run.tree.delivered
     return FinishedRun(
         rows=tuple(run.tree.rows()),
-        reward=reward,
-        unscored=unscored,
+        messages=delivered[-1].messages if delivered else (),
+        outcome=outcome,
         turn_rewards=run.turn_rewards,
         oldest_version=run.tree.oldest_version,
-        undelivered=run.tree.undelivered,
-        counts=dict(run.tree.counts),
+        counts={**run.tree.counts, "undelivered": run.tree.undelivered},
         exit=ended,
+        seconds=time.monotonic() - began,
     )
 
 
-def _reward(run: AgentRun, ended: AgentExit, failure_reward: float | None) -> tuple[float, str]:
-    """The reward and, if it is NaN, why."""
+def posted_outcome(run: AgentRun, ended: AgentExit, run_timeout: float) -> Outcome:
+    """The sum of the rewards that the agent has posted, or why there is none."""
     if not run.tree.delivered:
-        return math.nan, "no calls"
-    if run.reward is not None:
-        return run.reward, ""
-    is_failed = ended.timed_out or ended.code != 0
-    if is_failed and failure_reward is not None:
-        return failure_reward, ""
+        return Outcome(math.nan, f"error: the agent made no call ({_end_of(ended)})")
+    if run.reward is not None or run.turn_rewards:
+        return Outcome((run.reward or 0.0) + math.fsum(run.turn_rewards.values()))
     if ended.timed_out:
-        return math.nan, "timeout"
-    return math.nan, "failed" if is_failed else "no reward"
+        return Outcome(math.nan, f"timeout: the agent ran for {run_timeout:g} s without a reward")
+    return Outcome(math.nan, f"error: the agent ended without a reward ({_end_of(ended)})")
+
+
+def _end_of(ended: AgentExit) -> str:
+    """The exit code, and the last line of what a program has printed."""
+    last_line = ended.tail.rpartition("\n")[2][:300]
+    return f"exit code {ended.code}" + (f": {last_line}" if last_line else "")

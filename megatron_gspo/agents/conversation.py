@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
@@ -50,6 +50,12 @@ class Message:
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""
     reply_id: str = ""
+
+    def record(self) -> dict[str, Any]:
+        """JSON-able, without empty fields: for verifiers and the `samples/` folder of a run."""
+        fields = asdict(self)
+        del fields["reply_id"]
+        return {name: value for name, value in fields.items() if value}
 
     def repeats(self, known: Message, stop: Sequence[str] = ()) -> bool:
         """Whether a client that knows `known` and sends this message means the same.

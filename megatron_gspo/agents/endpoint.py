@@ -65,9 +65,7 @@ class AgentEndpoint:
 
     def __init__(
         self,
-        generator: Generator,
         rendering: Rendering,
-        limits: RunLimits,
         *,
         listen: str = "127.0.0.1",
         port: int = 0,
@@ -76,9 +74,7 @@ class AgentEndpoint:
         """listen: address; another one than this machine's loopback is warned of. port: 0 takes a
         free one. log: takes a line for each thing that an agent asks for in vain, once."""
         self.url = ""
-        self._generator = generator
         self._rendering = rendering
-        self._limits = limits
         self._listen = listen
         self._port = port
         self._log = log
@@ -124,10 +120,19 @@ class AgentEndpoint:
         host = f"[{self._listen}]" if is_ipv6 else self._listen
         self.url = f"http://{host}:{listener.getsockname()[1]}"
 
-    def open_run(self, seed: int) -> AgentRun:
-        """A new run. seed: 63 bits from (seed, prompt, sample)."""
+    def open_run(
+        self, generator: Generator, limits: RunLimits, *, seed: int, takes_rewards: bool = True
+    ) -> AgentRun:
+        """A new run, whose replies are of `generator`. seed: 62 bits from (seed, prompt, sample).
+        takes_rewards: whether the agent scores itself."""
         run = AgentRun(
-            self._num_runs, seed, self._limits, self._rendering, self._generator, self._executor
+            self._num_runs,
+            seed,
+            limits,
+            self._rendering,
+            generator,
+            self._executor,
+            takes_rewards=takes_rewards,
         )
         self._runs[run.number] = run
         self._num_runs += 1

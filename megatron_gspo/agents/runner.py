@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from megatron_gspo.errors import InputError
 
@@ -24,9 +25,9 @@ class AgentProgram:
     """An agent's command, started once for each run.
 
     env: beside PATH and the language. Values and arguments may contain {base_url}, {anthropic_url},
-    {key}, {prompt} and other names of the run's `values`; but no argument may contain {key}, since
-    every user of the machine can read it there. run_timeout: seconds. kill_after: seconds from
-    SIGTERM to SIGKILL.
+    {key}, {prompt}, {metadata.NAME} and other names of the run's task, and {task_file}: the path of
+    a JSON file with all of it. No argument may contain {key}, since every user of the machine can
+    read it there. run_timeout: seconds. kill_after: seconds from SIGTERM to SIGKILL.
 
     Raises InputError for a command that is empty or has the key.
     """
@@ -45,6 +46,18 @@ class AgentProgram:
                 " agents.env"
             )
 
+    def uses(self, name: str) -> bool:
+        """Whether the command or the environment has this name in braces."""
+        return any(f"{{{name}}}" in text for text in (*self.command, *self.env.values()))
+
+
+def function_program(function: str, env: Mapping[str, str], *, run_timeout: float) -> AgentProgram:
+    """The program that runs a Python function, "path/to/file.py:function" or
+    "package.module:function", as an agent; see `agent_function`."""
+    command = (sys.executable, "-m", "megatron_gspo.agents.agent_function", function, "{task_file}")
+    path = os.pathsep.join([*filter(None, sys.path), os.getcwd()])
+    return AgentProgram(command, {"PYTHONPATH": path, **env}, run_timeout)
+
 
 @dataclass(frozen=True)
 class AgentExit:
@@ -56,15 +69,18 @@ class AgentExit:
     tail: str
 
 
-async def run_program(
-    program: AgentProgram, values: Mapping[str, str], directory: Path
-) -> AgentExit:
+async def run_program(program: AgentProgram, task: Mapping[str, Any], directory: Path) -> AgentExit:
     """Run a program to its end; it and all processes that it started have ended then.
 
-    values: for the names in braces. directory: where it works; its output goes to a file beside it.
-    Cancelling ends the program too.
+    task: JSON-able, by the names in braces. directory: where it works; its output goes to a file
+    beside it. Cancelling ends the program too.
     """
     output = directory.with_name(f"{directory.name}.log")
+    task_file = directory.with_name(f"{directory.name}.task.json")
+    values = _values(task) | {"task_file": str(task_file)}
+    if program.uses("task_file"):
+        task_file.touch(mode=0o600)
+        task_file.write_text(json.dumps(task))
     reader, writer = os.pipe()
     with contextlib.ExitStack() as stack:
         stack.callback(os.close, reader)
@@ -93,6 +109,7 @@ async def run_program(
             timed_out = True
         finally:
             await _end(keeper, reader, program.kill_after)
+            task_file.unlink(missing_ok=True)
     code = keeper.returncode
     return AgentExit(1 if code is None else code, timed_out, _tail(output))
 
@@ -134,6 +151,17 @@ async def _end(keeper: asyncio.subprocess.Process, reader: int, kill_after: floa
         with contextlib.suppress(ProcessLookupError):
             keeper.terminate()
         await keeper.wait()
+
+
+def _values(task: Mapping[str, Any]) -> dict[str, str]:
+    """The texts that stand for the names in braces: `metadata.NAME` for what is in the metadata."""
+    values = {name: value for name, value in task.items() if name != "metadata"}
+    for name, value in task.get("metadata", {}).items():
+        values[f"metadata.{name}"] = value
+    return {
+        name: value if isinstance(value, str) else json.dumps(value)
+        for name, value in values.items()
+    }
 
 
 def _filled(text: str, values: Mapping[str, str]) -> str:

@@ -114,6 +114,13 @@ def check_positions(rollout: RolloutConfig, max_prompt_length: int, hf: HFConfig
         )
 
 
+def check_context(key: str, tokens: int, hf: HFConfig) -> None:
+    """So many tokens fit the model's positions. hf: its config.json."""
+    limit = hf.get("max_position_embeddings")
+    if limit is not None and tokens > limit:
+        raise ConfigError(key, tokens, f"the model has {limit} positions", f"set at most {limit}")
+
+
 def check_weight_files(key: str, path: str, init: str) -> None:
     """The directory has safetensors weights, unless they are random, and files beside them that
     an export can hold.

@@ -87,13 +87,23 @@ def check_offloading(rollout: RolloutConfig, servers: ServerConfig) -> None:
     raise ConfigError("rollout.offload_trainer", True, problem, fix)
 
 
-def check_environment(rollout: RolloutConfig, algorithm: AlgorithmConfig, data: DataConfig) -> None:
+def check_environment(
+    rollout: RolloutConfig, algorithm: AlgorithmConfig, data: DataConfig, *, has_turns: bool
+) -> None:
     """The environment's name is valid, the other sections support episodes, and its keys have
     an effect.
+
+    has_turns: whether samples have turns without an environment, by agents.
     """
     name = rollout.environment
     if name is None:
-        _check_without_environment(rollout, algorithm)
+        _check_without_environment(rollout)
+    if name is None and not has_turns:
+        if algorithm.turn_discount is not None:
+            raise _without_environment("algorithm.turn_discount", algorithm.turn_discount)
+        return
+    _check_turns(algorithm)
+    if name is None:
         return
     if not is_import_path(name):
         fix = "set path/to/file.py:factory or package.module:factory"
@@ -114,6 +124,10 @@ def check_environment(rollout: RolloutConfig, algorithm: AlgorithmConfig, data: 
                 problem,
                 f"set it to {off:g}, or remove rollout.environment",
             )
+
+
+def _check_turns(algorithm: AlgorithmConfig) -> None:
+    """The objective takes an advantage per turn, if it is to."""
     if algorithm.turn_discount is not None and algorithm.has_own_advantages:
         raise ConfigError(
             "algorithm.turn_discount",
@@ -127,12 +141,10 @@ def check_environment(rollout: RolloutConfig, algorithm: AlgorithmConfig, data: 
         raise ConfigError("algorithm.turn_discount", algorithm.turn_discount, problem, fix)
 
 
-def _check_without_environment(rollout: RolloutConfig, algorithm: AlgorithmConfig) -> None:
+def _check_without_environment(rollout: RolloutConfig) -> None:
     for key in ("max_turns", "max_turn_length", "environment_options"):
         if (value := getattr(rollout, key)) != default_of(RolloutConfig, key):
             raise _without_environment(f"rollout.{key}", value)
-    if algorithm.turn_discount is not None:
-        raise _without_environment("algorithm.turn_discount", algorithm.turn_discount)
 
 
 def _without_environment(key: str, value: object) -> ConfigError:

@@ -14,6 +14,12 @@ from annotated_types import Ge
 
 from megatron_gspo.algorithms.advantage_estimators import check_advantages
 from megatron_gspo.algorithms.surrogate import check_surrogate
+from megatron_gspo.config.agents_checks import (
+    check_agent_files,
+    check_agents,
+    check_run_sizes,
+)
+from megatron_gspo.config.agents_section import AgentsConfig
 from megatron_gspo.config.algorithm_checks import (
     check_algorithm,
     check_rollout_correction,
@@ -32,6 +38,7 @@ from megatron_gspo.config.lora_checks import (
 )
 from megatron_gspo.config.lora_section import LoRAConfig
 from megatron_gspo.config.model_checks import (
+    check_context,
     check_critic_model,
     check_experts,
     check_family,
@@ -95,6 +102,7 @@ class Config:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig.preset)
     data: DataConfig
     rollout: RolloutConfig
+    agents: AgentsConfig = field(default_factory=AgentsConfig)
     sglang: SGLangConfig = field(default_factory=SGLangConfig)
     vllm: VLLMConfig = field(default_factory=VLLMConfig)
     training: TrainingConfig
@@ -130,6 +138,7 @@ class Config:
         check_run_dir(self.run_dir, self.checkpoint.resume)
         check_server_files(self.servers)
         check_environment_file(self.rollout)
+        check_agent_files(self.agents)
         check_data_files(self.data)
         check_adapter_files(self.lora)
         check_weight_files("model.path", self.model.path, self.model.init)
@@ -141,14 +150,17 @@ class Config:
 
         Raises ConfigError.
         """
-        longest = self.data.max_prompt_length + self.rollout.max_response_length
         check_layout(self.parallel, world_size)
-        check_batches(self.training, self.parallel, longest, world_size)
+        check_batches(self.training, self.parallel, self._max_call_tokens, world_size)
+        if self.agents.is_on:
+            check_run_sizes(self.agents, self.max_context, self.max_run_tokens, self._room_for_runs)
         hf = read_hf_config(self.model.path)
         check_family("model.path", self.model.path, hf)
         check_divisibility(self.parallel, hf)
         check_experts(self.routing, hf)
         check_positions(self.rollout, self.data.max_prompt_length, hf)
+        if self.agents.max_context is not None:
+            check_context("agents.max_context", self.agents.max_context, hf)
         check_targets(self.lora, hf)
         resolve_quantization(self.rollout.quantization, hf)
         if self.critic.path is not None:
@@ -162,7 +174,8 @@ class Config:
         check_algorithm(self.algorithm, self.rollout, self.model)
         check_sampling(self.rollout, self.evaluation)
         check_rollout_correction(self.algorithm)
-        check_environment(self.rollout, self.algorithm, self.data)
+        check_environment(self.rollout, self.algorithm, self.data, has_turns=self.agents.is_on)
+        check_agents(self.agents, self.rollout, self.algorithm, self.data)
         check_quantization(self.rollout)
         check_data(self.data)
         check_parallel(self.parallel)
@@ -185,6 +198,29 @@ class Config:
     def to_yaml(self) -> str:
         """`dump` as YAML text."""
         return yaml.safe_dump(self.dump(), sort_keys=False, allow_unicode=True)
+
+    @property
+    def _max_call_tokens(self) -> int:
+        """Tokens of the longest prompt of the data and its response."""
+        return self.data.max_prompt_length + self.rollout.max_response_length
+
+    @property
+    def max_context(self) -> int:
+        """`agents.max_context`, null resolved."""
+        return self.agents.max_context or self._max_call_tokens
+
+    @property
+    def max_run_tokens(self) -> int:
+        """`agents.max_run_tokens`, null resolved."""
+        return self.agents.max_run_tokens or self._room_for_runs
+
+    @property
+    def _room_for_runs(self) -> int:
+        """Tokens of the rows of a run, at most one a call, that a micro-batch holds with their
+        padding."""
+        tokens = self.training.max_tokens_per_micro_batch
+        budget = tokens - tokens % self.parallel.total_multiple
+        return budget - (self.agents.max_calls - 1) * (self.parallel.sequence_multiple - 1)
 
     @property
     def offloads_trainer(self) -> bool:

@@ -77,6 +77,10 @@ class Sample:
         (`routes.expert_id_dtype`): the experts of each input position in the MoE layers, in model
         order; the last token is not fed.
     missing_routes: [L-1] bool, True where no route is known; None: all are.
+    row_lengths: [rows] int64, of a sample whose tokens are several sequences of the model, end to
+        end: the branches of an agent's run. The first row has the prompt and all have one ratio,
+        one advantage and one weight. The first token of a later row is masked, and the routes of
+        a row's last token have no meaning. None: one row of L tokens.
     metadata: JSON-able.
     """
 
@@ -98,6 +102,7 @@ class Sample:
     routed_experts: np.ndarray | None = None
     missing_routes: np.ndarray | None = None
     token_versions: np.ndarray | None = None
+    row_lengths: np.ndarray | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -121,11 +126,9 @@ class Sample:
         return self.tokens[self.prompt_length :]
 
     @property
-    def trained_versions(self) -> np.ndarray:
-        """[loss_mask.sum()] int32: version of the weights that sampled each trained token."""
-        if self.token_versions is None:
-            return np.full(int(self.loss_mask.sum()), self.weight_version, dtype=np.int32)
-        return self.token_versions[self.loss_mask]
+    def num_rows(self) -> int:
+        """Sequences of the model that the tokens are."""
+        return 1 if self.row_lengths is None else len(self.row_lengths)
 
     def check(self, *, finite: bool = True) -> None:
         """Raise ValueError (one line) unless shapes, dtypes and values are as documented.
@@ -148,6 +151,7 @@ class Sample:
         for name in (*_LOG_PROB_FIELDS, "advantages", "values", "returns"):
             self._check_floats(name, where, finite)
         self._check_versions(where)
+        self._check_rows(where)
         fault = route_fault(self)
         if fault:
             raise ValueError(f"{where}: {fault}")
@@ -179,6 +183,27 @@ class Sample:
             oldest = f"{versions.min()}, weight_version is {self.weight_version}"
             raise ValueError(
                 f"{where}: the oldest of token_versions is {oldest}; weight_version is the oldest"
+            )
+
+    def _check_rows(self, where: str) -> None:
+        lengths = self.row_lengths
+        if lengths is None:
+            return
+        _check_ids(lengths, where, "row_lengths")
+        if not lengths.size or lengths.min() < 1 or lengths.sum() != self.length:
+            raise ValueError(
+                f"{where}: row_lengths is {lengths.tolist()}; it must be positive numbers with the"
+                f" sum {self.length}, the tokens of the sample"
+            )
+        if lengths[0] < self.prompt_length:
+            raise ValueError(
+                f"{where}: the first row has {lengths[0]} tokens; it must have the prompt's"
+                f" {self.prompt_length}"
+            )
+        starts = np.cumsum(lengths)[:-1] - self.prompt_length
+        if self.loss_mask[starts].any():
+            raise ValueError(
+                f"{where}: loss_mask is True at the first token of a row, which nothing predicts"
             )
 
     def to_record(self, prompt: Prompt | None = None) -> dict[str, Any]:
@@ -221,6 +246,7 @@ def stage_input(sample: Sample, *, tokens: bool) -> Sample:
         finish_reason=sample.finish_reason,
         routed_experts=sample.routed_experts,
         missing_routes=sample.missing_routes,
+        row_lengths=sample.row_lengths,
     )
 
 

@@ -27,6 +27,7 @@ ROW = np.dtype(
     [
         ("prompt_index", np.int64),
         ("reward", np.float64),
+        ("rows", np.int64),  # sequences of the model
         ("sample_index", np.int32),
         ("prompt_length", np.int32),
         ("response_length", np.int32),
@@ -42,7 +43,7 @@ ROW = np.dtype(
         ("has_routes", np.bool_),
     ]
 )
-"""What every rank holds of a sample: 56 bytes."""
+"""What every rank holds of a sample: 64 bytes."""
 
 
 def row_of(sample: Sample, holder: int = 0) -> tuple:
@@ -55,6 +56,7 @@ def row_of(sample: Sample, holder: int = 0) -> tuple:
     return (
         sample.prompt_index,
         sample.reward,
+        sample.num_rows,
         sample.sample_index,
         sample.prompt_length,
         sample.response_length,
@@ -94,6 +96,11 @@ class BatchTable:
     def lengths(self) -> np.ndarray:
         """[N] int64: prompt and response tokens."""
         return self.table["prompt_length"].astype(np.int64) + self.table["response_length"]
+
+    def packing_lengths(self, sequence_multiple: int) -> np.ndarray:
+        """[N] int64: `lengths`, and for samples of several rows what their padding can add, since
+        each row is padded to the multiple."""
+        return self.lengths + (self.table["rows"] - 1) * (sequence_multiple - 1)
 
     @property
     def has_trained_tokens(self) -> bool:

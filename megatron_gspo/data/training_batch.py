@@ -40,6 +40,7 @@ _NO_RESPONSES = Columns.of(
     token_versions=np.zeros(0, dtype=np.int32),
     **{name: np.zeros(0, dtype=np.float32) for name in _FLOAT_FIELDS},
 )
+_NO_ROWS = Columns.of([], np.zeros(0, dtype=np.int64), length=np.zeros(0, dtype=np.int64))
 _NO_TURNS = Columns.of(
     [],
     np.zeros(0, dtype=np.int64),
@@ -61,6 +62,8 @@ class TrainingBatch(BatchTable):
         environment; `rollout_log_probs`, `old_log_probs`, `ref_log_probs`, `advantages`, `values`
         and `returns` float32, `token_versions` int32, as far as a phase has added them. Without
         samples on stages of a pipeline that don't have the loss.
+    rows: a value for each sequence of the model that a sample is: its `length` in tokens. All
+        samples have one row but runs of agents.
     turns: of episodes, a value for each turn: `start` and `end` within the response, `reward`.
     samples: the responses as the rollout made them, without routes, for what a step writes; on
         ranks with the loss.
@@ -70,6 +73,7 @@ class TrainingBatch(BatchTable):
 
     inputs: Columns = _NO_TOKENS
     responses: Columns = _NO_RESPONSES
+    rows: Columns = _NO_ROWS
     turns: Columns = _NO_TURNS
     samples: Mapping[int, Sample] = field(default_factory=dict)
     pipeline: dist.ProcessGroup | None = field(default=None, compare=False)
@@ -120,6 +124,7 @@ class TrainingBatch(BatchTable):
             self,
             table=self.table[positions],
             inputs=self.inputs.renumbered(positions),
+            rows=self.rows.renumbered(positions),
             responses=responses,
             turns=self.turns.renumbered(positions),
             samples=samples,
@@ -213,6 +218,8 @@ class TrainingBatchBuilder:
         self._table = table
         self._inputs = Columns.of(positions, rows["prompt_length"] + response_lengths)
         self._responses = Columns.of(positions, response_lengths)
+        self._rows = Columns.of(positions, rows["rows"])
+        self._row_lengths = np.empty(self._rows.num_tokens, dtype=np.int64)
         self._turns = Columns.of(positions, rows["turns"])
         self._has_loss = has_loss
         self._samples: dict[int, Sample] = {}
@@ -248,6 +255,10 @@ class TrainingBatchBuilder:
         start = int(self._inputs.starts[index])
         inputs = slice(start, start + sample.length)
         response = slice(start + sample.prompt_length, start + sample.length)
+        first_row = int(self._rows.starts[index])
+        self._row_lengths[first_row : first_row + sample.num_rows] = (
+            sample.length if sample.row_lengths is None else sample.row_lengths
+        )
         self._input_arrays["trained"][response] = sample.loss_mask
         if "tokens" in self._input_arrays:
             self._input_arrays["tokens"][inputs] = sample.tokens
@@ -344,6 +355,7 @@ class TrainingBatchBuilder:
             self._table,
             group,
             inputs=replace(self._inputs, arrays=self._input_arrays),
+            rows=replace(self._rows, arrays={"length": self._row_lengths}),
             responses=responses if self._has_loss else _NO_RESPONSES,
             turns=turns if self._has_loss else _NO_TURNS,
             samples=dict(sorted(self._samples.items())),

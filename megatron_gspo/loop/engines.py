@@ -12,6 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_gspo.agents.agent_host import AgentHost
+from megatron_gspo.agents.agent_run import RunLimits
+from megatron_gspo.agents.agent_source import AgentEngine, AgentInProcessSource, AgentServerSource
+from megatron_gspo.agents.rendering import PackageRendering, Rendering, TemplateRendering
+from megatron_gspo.agents.run_verifier import RunVerifier
+from megatron_gspo.agents.runner import AgentProgram, function_program
 from megatron_gspo.config import Config, ConfigError
 from megatron_gspo.config.server_urls import is_loopback
 from megatron_gspo.environments.environment_pool import EnvironmentPool
@@ -27,6 +33,7 @@ from megatron_gspo.models.adapter_rules import linear_names
 from megatron_gspo.models.model_shape import read_json
 from megatron_gspo.models.peft_files import AdapterFacts
 from megatron_gspo.parallel.rank_zero import run_on_rank_zero
+from megatron_gspo.rewards.scorer import RewardScorer
 from megatron_gspo.rollout.embedded.embedded_engine import EmbeddedEngine
 from megatron_gspo.rollout.embedded.transformers_config import transformers_config
 from megatron_gspo.rollout.engine_protocol import RolloutEngine, end_tokens
@@ -70,6 +77,10 @@ def build_sources(
     def in_process(engine: RolloutEngine, *, plays: bool = True) -> GroupSource:
         """plays: its samples are episodes, if there are environments."""
         name = engine_name(type(engine))
+        if config.agents.is_on and plays:
+            host = agent_host(config, shape, tokenizer)
+            agent_engine = AgentEngine(engine, host, max_batch=config.rollout.max_batch_size)
+            return AgentInProcessSource(agent_engine, vocab_size=shape.vocab_size)
         if environments is not None and plays:
             engine = EpisodeEngine(engine, environments, encode, episode_rules(config), decode)
         return InProcessSource(
@@ -94,6 +105,9 @@ def build_sources(
         return training, in_process(given) if supervised else training
     if config.rollout.engine in SERVER_KINDS:
         servers = _server_source(config, shape, tokenizer)
+        if config.agents.is_on:
+            runs = AgentServerSource(servers, agent_host(config, shape, tokenizer))
+            return runs, runs
         if environments is None:
             return servers, servers
         episodes = EpisodeServerSource(servers, environments, encode, episode_rules(config))
@@ -107,6 +121,54 @@ def response_decoder(config: Config, shape: ModelShape, tokenizer: Any) -> Respo
     """Token ids of a response to the text that verifiers and environments get."""
     end_ids = stop_ids(config.model.path, tokenizer, shape.vocab_size)
     return ResponseDecoder(tokenizer, end_ids, keep_special_tokens=config.data.keep_special_tokens)
+
+
+def agent_host(config: Config, shape: ModelShape, tokenizer: Any) -> AgentHost:
+    """What plays the runs of this rank. Raises InputError for a tokenizer that can't render them."""
+    agents = config.agents
+    rendering: Rendering
+    if agents.renderer is not None:
+        rendering = PackageRendering(tokenizer, agents.renderer, thinking=agents.thinking)
+    else:
+        rendering = TemplateRendering(
+            tokenizer,
+            stop_ids(config.model.path, tokenizer, shape.vocab_size),
+            thinking=agents.thinking,
+            options=config.data.chat_template_options,
+        )
+    if agents.function is None:
+        # A program works in a directory of its own, where these files are not.
+        command = tuple(
+            str(Path(argument).resolve()) if Path(argument).is_file() else argument
+            for argument in agents.command
+        )
+        program = AgentProgram(command, agents.env, run_timeout=agents.run_timeout)
+    else:
+        program = function_program(agents.function, agents.env, run_timeout=agents.run_timeout)
+    return AgentHost(
+        rendering,
+        program,
+        RunLimits(
+            max_calls=agents.max_calls,
+            max_context=config.max_context,
+            max_run_tokens=config.max_run_tokens,
+        ),
+        concurrent_runs=agents.concurrent_runs,
+        listen=agents.listen,
+        verifier=None if config.data.verifier is None else RunVerifier(verifier_of(config)),
+    )
+
+
+def verifier_of(config: Config) -> RewardScorer:
+    """The config's verifier. Raises VerifierError if it can't be loaded."""
+    data = config.data
+    return RewardScorer(
+        data.resolved_verifier,
+        data.resolved_verifier_options,
+        timeout=data.verifier_timeout,
+        workers=data.verifier_workers,
+        failure_reward=data.verifier_failure_reward,
+    )
 
 
 def episode_rules(config: Config) -> EpisodeRules:

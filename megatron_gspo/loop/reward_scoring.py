@@ -106,11 +106,13 @@ class VerifierRewards:
 
 @dataclass(frozen=True)
 class EpisodeRewards:
-    """Rewards that the environments gave while the episodes were played; counts the
-    environments' failures.
+    """Rewards that environments gave while episodes were played, or that runs of agents got;
+    counts failures.
+
+    environments: None for agents.
     """
 
-    environments: EnvironmentPool
+    environments: EnvironmentPool | None
     name: str
     failure_reward: float | None
     description: str | None = None
@@ -130,7 +132,8 @@ class EpisodeRewards:
 
     def close(self) -> None:
         """End the worker processes."""
-        self.environments.close()
+        if self.environments is not None:
+            self.environments.close()
 
 
 def score_episodes(
@@ -139,7 +142,8 @@ def score_episodes(
     """The episodes, and failures of environments by kind.
 
     failure_reward: reward of an episode whose environment failed, given to its last turn; the other
-    turns then have a reward of 0. None: such an episode has no reward (NaN).
+    turns then have a reward of 0. None: such an episode has no reward (NaN), and neither has a run
+    without a turn.
     """
     failures: Counter[str] = Counter()
     scored = []
@@ -147,8 +151,8 @@ def score_episodes(
         reason = sample.metadata.get(FAILURE)
         if reason is not None:
             failures[reason.partition(":")[0]] += 1
-            if failure_reward is not None:
-                turns = [replace(span, reward=0.0) for span in spans(sample)]
+            turns = [replace(span, reward=0.0) for span in spans(sample)]
+            if failure_reward is not None and turns:
                 turns[-1] = replace(turns[-1], reward=failure_reward)
                 sample = replace(
                     sample, metadata=sample.metadata | with_spans(turns), reward=failure_reward

@@ -182,7 +182,7 @@ class RolloutCache:
         """
         config = self.config.dump()
         conditions = {"seed": config["seed"], "engine": self.engine_name}
-        for section in ("data", "rollout"):
+        for section in ("data", "rollout", "agents"):
             conditions |= {f"{section}.{key}": value for key, value in config[section].items()}
         for section, keys in (
             ("model", ("path", "dtype", "init")),
@@ -199,6 +199,7 @@ class RolloutCache:
         conditions["the environment's file"] = _digest_of_file(
             self.config.rollout.environment or ""
         )
+        conditions["the agent's file"] = _digest_of_file(self.config.agents.function or "")
         drawn = np.unique(table["prompt_index"]).tolist()
         conditions["the set of prompts"] = _digest(self.prompts, drawn)
         return json.loads(json.dumps(conditions, default=str))

@@ -15,7 +15,7 @@ from megatron_gspo.data.prompts import PromptError, PromptSource
 from megatron_gspo.data.sample import Prompt
 from megatron_gspo.environments.environment_pool import EnvironmentPool
 from megatron_gspo.loop.adapter_start import start_from_adapters
-from megatron_gspo.loop.engines import build_sources, embedded_engine
+from megatron_gspo.loop.engines import build_sources, embedded_engine, verifier_of
 from megatron_gspo.loop.inputs import (
     check_prompts,
     check_weights,
@@ -31,7 +31,6 @@ from megatron_gspo.mcore.megatron_options import MegatronOptions
 from megatron_gspo.mcore.policy import Policy, TrainedParts, build_policy, check_megatron_options
 from megatron_gspo.mcore.process_groups import initialize
 from megatron_gspo.rewards.sandbox.visible_files import refuse_visible_run
-from megatron_gspo.rewards.scorer import RewardScorer
 from megatron_gspo.rollout.engine_protocol import RolloutEngine
 from megatron_gspo.rollout.group_source import GroupSource, Weights
 from megatron_gspo.routing_replay.perturbation import Perturbation, load_perturbation
@@ -160,20 +159,15 @@ def build_components(config: Config, *, engine: RolloutEngine | None = None) -> 
 
 
 def build_rewards(config: Config, environments: EnvironmentPool | None) -> Rewards:
-    """The environments' rewards if there are environments, otherwise the verifier's."""
+    """The agents' or the environments' rewards if there are any, otherwise the verifier's."""
     data = config.data
+    if config.agents.is_on:
+        return EpisodeRewards(None, "the agent", data.verifier_failure_reward)
     if environments is not None:
         name = f"environment {config.rollout.environment!r}"
         return EpisodeRewards(environments, name, data.verifier_failure_reward)
     refuse_visible_run(config)
-    scorer = RewardScorer(
-        data.resolved_verifier,
-        data.resolved_verifier_options,
-        timeout=data.verifier_timeout,
-        workers=data.verifier_workers,
-        failure_reward=data.verifier_failure_reward,
-    )
-    return VerifierRewards(scorer, f"verifier {data.resolved_verifier!r}")
+    return VerifierRewards(verifier_of(config), f"verifier {data.resolved_verifier!r}")
 
 
 def _critic(config: Config, groups: Any, options: MegatronOptions) -> Policy:

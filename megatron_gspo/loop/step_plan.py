@@ -14,6 +14,7 @@ from megatron_gspo.data.micro_batch_plan import (
     plan_micro_batches,
     plan_passes,
 )
+from megatron_gspo.data.sample_batch import BatchTable
 
 
 def mini_batches(count: int, size: int, *, seed: int, step: int, epoch: int) -> list[list[int]]:
@@ -47,17 +48,18 @@ class StepPlan:
         later = len(every) - len(first)
         return sum(batch not in first for batch in every) / later if later else 0.0
 
-    def part(self, lengths: np.ndarray, positions: list[int]) -> MicroBatchPlan:
+    def part(self, batch: BatchTable, positions: list[int]) -> MicroBatchPlan:
         """Micro-batches of some samples of the rollout batch, on their replicas."""
-        return plan_micro_batches(lengths[positions], self.rules, self.replica[positions])
+        lengths = batch.packing_lengths(self.rules.sequence_multiple)[positions]
+        return plan_micro_batches(lengths, self.rules, self.replica[positions])
 
 
 def plan_step(
-    lengths: np.ndarray, homes: np.ndarray | None, config: Config, rules: PackingRules, step: int
+    batch: BatchTable, homes: np.ndarray | None, config: Config, rules: PackingRules, step: int
 ) -> StepPlan:
-    """The plan of a rollout batch whose samples have `lengths` [N] tokens and are in the replicas
-    `homes` [N]; None: in all."""
+    """The plan of a rollout batch whose samples are in the replicas `homes` [N]; None: in all."""
     training = config.training
+    lengths = batch.packing_lengths(rules.sequence_multiple)
     epochs = [
         mini_batches(
             len(lengths), training.global_batch_size, seed=config.seed, step=step, epoch=epoch

@@ -174,9 +174,8 @@ def train_step(
     seed_generators(config.seed, step, UPDATE)
     groups = run.policy.groups
     rules = packing_rules(config.training, run.policy.config, groups)
-    plan = plan_step(
-        rollout.batch.lengths, replica_homes(rollout.batch, groups.dp), config, rules, step
-    )
+    homes = replica_homes(rollout.batch, groups.dp)
+    plan = plan_step(rollout.batch, homes, config, rules, step)
     routing.check_rollout_routes(rollout.batch)
     with timers("exchange"):
         batch = move_samples(rollout.batch, plan.replica, groups, routes=routing.shape)
@@ -208,7 +207,11 @@ def train_step(
 def _start_lines(run: Components) -> list[str]:
     data = run.config.data
     environment = run.config.rollout.environment
-    verifier = f"environment {environment}" if environment is not None else data.resolved_verifier
+    verifier = data.resolved_verifier
+    if environment is not None:
+        verifier = f"environment {environment}"
+    elif run.config.agents.is_on:
+        verifier = data.verifier or "the agent"
     return start_lines(
         run.config,
         prompts=len(run.prompts.prompts),

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_gspo.config import TrainingConfig
 from megatron_gspo.data.micro_batch_plan import MicroBatchPlan, PackingRules, plan_micro_batches
-from megatron_gspo.data.packing import PackedBatch, PackLayout, pack_responses, packed_bounds
+from megatron_gspo.data.packing import PackedBatch, PackLayout, pack_responses, packed_rows
 from megatron_gspo.data.sample import Sample
 from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.mcore.device_copies import copy_to_device
@@ -127,13 +127,12 @@ def planned_micro_batches(
     """This rank's micro-batches of a global mini-batch. ``optional``, ``routes``: as in ``pack``;
     only ranks with the loss have optional fields."""
     replica = groups.dp.rank()
-    lengths = batch.lengths
     layouts = []
-    for number, (rows, multiple) in enumerate(
+    for number, (positions, multiple) in enumerate(
         zip(plan.rows[replica], plan.total_multiples, strict=True)
     ):
-        bounds = packed_bounds(lengths[rows].tolist(), plan.sequence_multiple, multiple)
-        layouts.append(PackLayout(torch.from_numpy(bounds.astype(np.int32)), tuple(rows), number))
+        bounds, rows = packed_rows(batch, positions, plan.sequence_multiple, multiple)
+        layouts.append(PackLayout(torch.from_numpy(bounds.astype(np.int32)), rows, number))
     packed = PackedBatches(batch, plan, replica, optional if batch.has_loss else (), routes)
     return MicroBatches(
         packed,
@@ -177,7 +176,8 @@ def plan_of(
     batch: TrainingBatch, training: TrainingConfig, config: Any, groups: ProcessGroups
 ) -> MicroBatchPlan:
     """The plan of samples that every rank holds."""
-    return plan_micro_batches(batch.lengths, packing_rules(training, config, groups))
+    rules = packing_rules(training, config, groups)
+    return plan_micro_batches(batch.packing_lengths(rules.sequence_multiple), rules)
 
 
 def values_of_replica(
@@ -195,7 +195,8 @@ def values_of_replica(
     """
     if not batch.has_loss:
         return np.zeros(0, dtype=np.float32)
-    packed_order = [position for layout in layouts for position in layout.sample_ids]
+    rows = [row for layout in layouts for row in layout.rows]
+    packed_order = [row.sample for row in rows if row.offset == 0]
     lengths = batch.table["response_length"][packed_order].astype(np.int64)
     flat = torch.zeros(int(lengths.sum()), device=compute_device())
     if values:
@@ -220,18 +221,19 @@ def values_of_replica(
 def _label_parts(
     values: Tensor, layout: PackLayout, table: np.ndarray, groups: ProcessGroups
 ) -> list[Tensor]:
-    """The values ``[t]`` of a shard where each sequence's response is predicted, 0 at what
-    other shards have.
-    """
+    """The values ``[t]`` of a shard where each sample's response is predicted, sample after sample;
+    0 at what other shards have."""
     packed = values
     if groups.cp.size() > 1:
         owned = zigzag_indices(layout.cu_seqlens, groups.cp.rank(), groups.cp.size())
         packed = values.new_zeros(int(layout.cu_seqlens[-1]))
         packed[copy_to_device({"owned": owned}, values.device)["owned"].long()] = values
     parts = []
-    for start, index in zip(layout.cu_seqlens.tolist(), layout.sample_ids, strict=False):
-        first = start + int(table["prompt_length"][index]) - 1
-        parts.append(packed[first : first + int(table["response_length"][index])])
+    for row in layout.rows:
+        if row.offset:  # its first token, which nothing predicts
+            parts.append(packed.new_zeros(1))
+        _, predicting = row.predicted(int(table["prompt_length"][row.sample]))
+        parts.append(packed[predicting])
     return parts
 
 

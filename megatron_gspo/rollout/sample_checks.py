@@ -21,7 +21,7 @@ def check_samples(
     """Raise EngineError unless `samples` are what `RolloutEngine.generate` promises for these
     prompts.
 
-    Number, order, shapes, dtypes and lengths; the prompt as it was given; ids below vocab_size
+    Number, order, shapes, dtypes and lengths; the prompt as it was given, but of an agent's run; ids below vocab_size
     (None: not checked); log-probs of trained tokens finite and at most 0. A response of no token is
     accepted: it has nothing to train on and is counted later. About 20 us a sample.
     """
@@ -53,12 +53,14 @@ def _fault(
         sample.check()
     except (ValueError, TypeError) as error:
         return str(error)
-    if not np.array_equal(sample.tokens[: sample.prompt_length], prompt.token_ids):
+    # An agent writes the prompts of its calls, and a run has limits of its own.
+    is_run = sample.row_lengths is not None
+    if not is_run and not np.array_equal(sample.tokens[: sample.prompt_length], prompt.token_ids):
         return (
             f"{where}: tokens does not begin with the prompt's {prompt.length} token ids; give them"
             " as they are"
         )
-    if sample.response_length > sampling.max_response_length:
+    if not is_run and sample.response_length > sampling.max_response_length:
         limit = sampling.max_response_length
         return (
             f"{where}: tokens has {sample.response_length} of the response; max_response_length is"

@@ -28,9 +28,10 @@ _COLUMNS = (
     "missing_routes",
     "token_versions",
     "tokens",
+    "rows",
 )
 # At the start of the bytes; another version's are refused.
-_FORMAT = int.from_bytes(b"samples4", "little")
+_FORMAT = int.from_bytes(b"samples5", "little")
 _COLUMN = {name: i for i, name in enumerate(_COLUMNS)}
 
 
@@ -59,6 +60,7 @@ def encode_samples(samples: Sequence[Sample], positions: Sequence[int]) -> bytes
         table,
         np.array([sample.reward for sample in samples], dtype=np.float64),
         _joined([s.tokens for s in samples if s.has_tokens], np.int64),
+        _joined([s.row_lengths for s in samples if s.row_lengths is not None], np.int64),
         _joined(floats, np.float32),
         _joined([s.token_versions for s in samples if s.token_versions is not None], np.int32),
         *all_routes,
@@ -90,6 +92,7 @@ def _numbers(sample: Sample, position: int, text_bytes: int) -> tuple[int, ...]:
         sample.missing_routes is not None,
         sample.token_versions is not None,
         sample.has_tokens,
+        0 if sample.row_lengths is None else len(sample.row_lengths),
     )
 
 
@@ -109,6 +112,7 @@ def decode_samples(buffer: np.ndarray) -> list[tuple[int, Sample]]:
     responses = lengths - prompt_lengths
     stored = np.where(table[:, _COLUMN["tokens"]], lengths, 0)
     tokens = np.split(reader.read(np.int64, int(stored.sum())), np.cumsum(stored)[:-1])
+    rows = _Reader(reader.read(np.uint8, 8 * int(table[:, _COLUMN["rows"]].sum())))
     present = table[:, _COLUMN[_PER_TOKEN[0]] : _COLUMN[_PER_TOKEN[-1]] + 1]
     floats = _Reader(reader.read(np.uint8, 4 * int((present.sum(1) * responses).sum())))
     known = table[:, _COLUMN["token_versions"]] != 0
@@ -138,6 +142,7 @@ def decode_samples(buffer: np.ndarray) -> list[tuple[int, Sample]]:
             routed_experts=routes[i][0],
             missing_routes=routes[i][1],
             token_versions=versions.read(np.int32, response) if record["token_versions"] else None,
+            row_lengths=rows.read(np.int64, record["rows"]) if record["rows"] else None,
             rollout_log_probs=arrays["rollout_log_probs"],
             advantages=arrays["advantages"],
             old_log_probs=arrays["old_log_probs"],

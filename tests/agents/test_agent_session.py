@@ -6,11 +6,12 @@ import math
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
-from megatron_gspo.agents.agent_session import FinishedRun, play
+from megatron_gspo.agents.agent_session import FinishedRun, Outcome, play
 from megatron_gspo.agents.runner import AgentProgram
 from megatron_gspo.errors import InputError
 from tests.support import stdlib_agent
@@ -20,19 +21,16 @@ AGENT = Path(str(stdlib_agent.__file__))
 ENV = {"OPENAI_BASE_URL": "{base_url}", "OPENAI_API_KEY": "{key}", "TASK": "{prompt}"}
 
 
-async def played(
-    served: Serving, directory: Path, *steps: str, failure_reward=None, **settings
-) -> FinishedRun:
+async def played(served: Serving, directory: Path, *steps: str, **settings) -> FinishedRun:
     """A run of the agent without packages."""
     program = AgentProgram((sys.executable, str(AGENT), *steps), ENV, **settings)
-    return await play(
-        served.endpoint,
-        program,
-        directory,
-        seed=3,
-        values={"prompt": "list"},
-        failure_reward=failure_reward,
-    )
+    return await play_program(served, program, directory, {"prompt": "list"})
+
+
+async def play_program(
+    served: Serving, program: AgentProgram, directory: Path, task: dict[str, Any]
+) -> FinishedRun:
+    return await play(served.endpoint, served.open_run(seed=3), program, directory, task=task)
 
 
 def reply(prompt: str, seed: int) -> str:
@@ -43,7 +41,7 @@ def reply(prompt: str, seed: int) -> str:
 async def test_an_agent_that_ends_with_a_reward(tmp_path: Path) -> None:
     async with serving(reply) as served:
         run = await played(served, tmp_path / "run", "call", "call", "reward=0.5")
-        assert (run.reward, run.unscored, run.exit.code) == (0.5, "", 0)
+        assert (run.outcome, run.exit.code) == (Outcome(0.5), 0)
         assert [len(row.turns) for row in run.rows] == [2]
         assert not (tmp_path / "run").exists()
 
@@ -64,24 +62,23 @@ async def test_a_deterministic_agent_has_the_same_run_again(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "steps, failure_reward, reward, unscored",
+    "steps, reward, failure",
     [
-        (["call", "reward=1", "exit=1"], None, 1.0, ""),
-        (["call", "exit=1"], -1.0, -1.0, ""),
-        (["call", "exit=1"], None, math.nan, "failed"),
-        (["call"], -1.0, math.nan, "no reward"),
-        (["reward=1"], -1.0, math.nan, "no calls"),
-        (["exit=1"], -1.0, math.nan, "no calls"),
+        (["call", "reward=1", "exit=1"], 1.0, ""),
+        (["call", "exit=1"], math.nan, "error: the agent ended without a reward (exit code 1)"),
+        (["call"], math.nan, "error: the agent ended without a reward (exit code 0)"),
+        (["reward=1"], math.nan, "error: the agent made no call (exit code 0)"),
+        (["exit=1"], math.nan, "error: the agent made no call (exit code 1)"),
     ],
 )
 @in_event_loop
 async def test_exit_1_after_a_reward_before_one_zero_calls(
-    tmp_path: Path, steps, failure_reward, reward, unscored
+    tmp_path: Path, steps: list[str], reward: float, failure: str
 ) -> None:
     async with serving(reply) as served:
-        run = await played(served, tmp_path / "run", *steps, failure_reward=failure_reward)
-        assert run.reward == pytest.approx(reward, nan_ok=True)
-        assert run.unscored == unscored
+        run = await played(served, tmp_path / "run", *steps)
+        assert run.outcome.reward == pytest.approx(reward, nan_ok=True)
+        assert run.outcome.failure == failure
 
 
 @in_event_loop
@@ -95,11 +92,11 @@ async def test_agent_never_ends_forks_a_daemon(tmp_path: Path) -> None:
             played(served, tmp_path / "one", *steps, run_timeout=10.0, kill_after=0.5),
             played(served, tmp_path / "two", "call", "reward=1"),
         )
-        assert (hanging.exit.timed_out, hanging.unscored) == (True, "timeout")
-        assert math.isnan(hanging.reward)
+        assert hanging.exit.timed_out and math.isnan(hanging.outcome.reward)
+        assert hanging.outcome.failure == "timeout: the agent ran for 10 s without a reward"
         assert [len(row.turns) for row in hanging.rows] == [1]
         assert not psutil.pid_exists(int(file.read_text()))
-        assert other.reward == 1.0
+        assert other.outcome.reward == 1.0
         assert not served.endpoint._runs.keys() - {served.run.number}
 
 
@@ -108,7 +105,7 @@ async def test_a_daemon_does_not_outlive_an_agent_that_ends(tmp_path: Path) -> N
     file = tmp_path / "daemon"
     async with serving(reply) as served:
         run = await played(served, tmp_path / "run", "call", f"daemon={file}", "reward=1")
-        assert (run.exit.code, run.reward) == (0, 1.0)
+        assert (run.exit.code, run.outcome.reward) == (0, 1.0)
         assert not psutil.pid_exists(int(file.read_text()))
 
 
@@ -144,12 +141,13 @@ async def test_the_key_is_on_no_command_line(tmp_path: Path) -> None:
 async def test_a_command_that_does_not_exist(tmp_path: Path) -> None:
     async with serving(reply) as served:
         program = AgentProgram(("no-such-agent", "{prompt}"), ENV)
-        run = await play(
-            served.endpoint, program, tmp_path / "run", seed=3, values={"prompt": "list"}
-        )
+        run = await play_program(served, program, tmp_path / "run", {"prompt": "list"})
         assert run.exit.code == 127
         assert run.exit.tail == "no-such-agent: cannot be started: no such file or directory"
-        assert run.unscored == "no calls"
+        assert run.outcome.failure == (
+            "error: the agent made no call (exit code 127: no-such-agent: cannot be started: no"
+            " such file or directory)"
+        )
 
 
 @in_event_loop
@@ -182,6 +180,6 @@ async def test_braces_that_are_no_names_stay(tmp_path: Path) -> None:
         program = AgentProgram(
             (sys.executable, "-c", write), {"SCHEMA": '{"a": {"b": "{prompt}"}, {unknown}'}
         )
-        await play(served.endpoint, program, tmp_path / "run", seed=3, values={"prompt": "{key}"})
+        await play_program(served, program, tmp_path / "run", {"prompt": "{key}"})
     assert file.read_text() == '{"a": {"b": "{key}"}, {unknown}'
     assert os.getcwd() != str(tmp_path / "run")

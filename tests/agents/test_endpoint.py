@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from megatron_gspo.agents import endpoint as endpoint_module
-from megatron_gspo.agents.agent_run import RunLimits
 from megatron_gspo.agents.endpoint import AgentEndpoint
 from megatron_gspo.errors import EngineError, InputError
 from tests.support.agent_endpoint import (
@@ -433,7 +432,7 @@ async def test_reward_twice_nan_after_end() -> None:
 @in_event_loop
 async def test_key_of_an_ended_run_of_another_none() -> None:
     async with serving(by_seed) as served:
-        other = served.endpoint.open_run(seed=2)
+        other = served.open_run(seed=2)
         body = {"model": "policy", "messages": [QUESTION]}
         for key in ("", other.key, served.run.key[:-1], "é"):
             for path in ("chat/completions", "responses", "messages", "reward", "end"):
@@ -572,7 +571,7 @@ async def test_200_sessions() -> None:
         return f"{session} {prompt.count('<|im_start|>assistant')}"
 
     async def agent(served: Serving, number: int) -> None:
-        run = served.endpoint.open_run(seed=number)
+        run = served.open_run(seed=number)
         messages = [{"role": "user", "content": f"session s{number} begins"}]
         for turn in range(1, 4):
             message = await served.message(messages, run=run)
@@ -651,14 +650,12 @@ async def test_unknown_paths_and_models() -> None:
 async def test_an_address_that_cannot_be_opened_and_an_open_one() -> None:
     async with serving(by_seed) as served:
         port = int(served.endpoint.url.rpartition(":")[2])
-        other = AgentEndpoint(served.generator, served.endpoint._rendering, RunLimits(), port=port)
+        other = AgentEndpoint(served.endpoint._rendering, port=port)
         with pytest.raises(InputError, match=f"port {port} can't be opened"):
             await other.start()
         lines: list[str] = []
         rendering = served.endpoint._rendering
-        everywhere = AgentEndpoint(
-            served.generator, rendering, RunLimits(), listen="0.0.0.0", log=lines.append
-        )
+        everywhere = AgentEndpoint(rendering, listen="0.0.0.0", log=lines.append)
         await everywhere.start()
         await everywhere.close()
         assert len(lines) == 1 and "0.0.0.0 is open to other machines" in lines[0]

@@ -40,11 +40,13 @@ async def played(model, *, max_batch: int) -> Serving:
     engine = loaded_engine(CONFIG, checkpoint(model), return_routed_experts=True)
     generator = EngineGenerator(engine, SamplingParams(), max_batch=max_batch)
     rendering = TemplateRendering(TOKENIZER, [TOKENIZER.eos_token_id])
-    endpoint = AgentEndpoint(generator, rendering, RunLimits(max_call_length=12))
+    endpoint = AgentEndpoint(rendering)
     await endpoint.start()
     try:
         async with aiohttp.ClientSession() as session:
-            served = Serving(endpoint, generator, session, endpoint.open_run(seed=5), [])
+            limits = RunLimits(max_call_length=12)
+            run = endpoint.open_run(generator, limits, seed=5)
+            served = Serving(endpoint, generator, limits, session, run, [])
             messages = [QUESTION]
             for _ in range(3):
                 messages += [await served.message(messages), {"role": "user", "content": "on"}]
@@ -148,12 +150,14 @@ def test_server_killed_in_a_reply() -> None:
         setup = stack.enter_context(Setup(*(server.url for server in servers)))
         generator = ServerGenerator(setup.client, SamplingParams())
         rendering = TemplateRendering(TOKENIZER, [TOKENIZER.eos_token_id])
-        endpoint = AgentEndpoint(generator, rendering, RunLimits(max_call_length=4))
+        endpoint = AgentEndpoint(rendering)
 
         async def agent() -> tuple[dict, list[Row]]:
             await endpoint.start()
             async with aiohttp.ClientSession() as session:
-                served = Serving(endpoint, generator, session, endpoint.open_run(seed=5), [])
+                limits = RunLimits(max_call_length=4)
+                run = endpoint.open_run(generator, limits, seed=5)
+                served = Serving(endpoint, generator, limits, session, run, [])
                 choice = await served.chat([QUESTION])
                 await endpoint.close()
                 return choice, served.rows

@@ -13,6 +13,7 @@ from megatron_gspo.data.packing import (
     pack,
     unpack,
 )
+from megatron_gspo.data.sample import Sample
 from megatron_gspo.data.turn_spans import Span, with_spans
 from megatron_gspo.parallel.context_parallel import zigzag_indices
 from megatron_gspo.routing_replay.routes import RouteShape
@@ -23,6 +24,7 @@ PER_TOKEN = (
     "labels",
     "position_ids",
     "segment_ids",
+    "is_fed",
     "loss_mask",
     "response_mask",
     "advantages",
@@ -115,6 +117,69 @@ def test_every_position_against_a_naive_loop(shapes, sequence_multiple, total_mu
             assert batch.response_mask[at] == (0 <= j < sample.response_length)
             for name in ("advantages", *OPTIONAL_FIELDS):
                 assert getattr(batch, name)[at] == (getattr(sample, name)[j] if trained else 0)
+
+
+def of_rows(*lengths: int, prompt_length: int, seed: int, shape: RouteShape) -> Sample:
+    """A sample of these rows, trained wherever it can be, and its routes."""
+    total = sum(lengths)
+    mask = np.ones(total - prompt_length, dtype=bool)
+    mask[np.cumsum(lengths)[:-1] - prompt_length] = False
+    return make_sample(
+        prompt_length,
+        total - prompt_length,
+        seed=seed,
+        mask=mask,
+        row_lengths=np.array(lengths),
+        routed_experts=make_routes(total - 1, shape.layers, shape.k, shape.num_experts, seed=seed),
+    )
+
+
+def row_samples(sample: Sample) -> list[Sample]:
+    """Each row of a sample as a sample of its own."""
+    ends = np.cumsum(sample.row_lengths)
+    samples = []
+    for start, end in zip(ends - sample.row_lengths, ends, strict=True):
+        prompt_length = sample.prompt_length if start == 0 else 1
+        response = slice(start + prompt_length - sample.prompt_length, end - sample.prompt_length)
+        per_token = {
+            name: getattr(sample, name)[response] for name in (*OPTIONAL_FIELDS, "advantages")
+        }
+        samples.append(
+            replace(
+                sample,
+                tokens=sample.tokens[start:end],
+                prompt_length=prompt_length,
+                loss_mask=sample.loss_mask[response],
+                routed_experts=sample.routed_experts[start : end - 1],
+                row_lengths=None,
+                **per_token,
+            )
+        )
+    return samples
+
+
+@pytest.mark.parametrize("multiple", [1, 4])
+def test_the_rows_of_a_sample_are_packed_as_samples_of_their_own_but_of_one_segment(multiple):
+    shape = RouteShape(2, 2, 8)
+    run = of_rows(5, 3, 6, prompt_length=2, seed=0, shape=shape)
+    single = of_rows(4, prompt_length=1, seed=1, shape=shape)
+    run.check()
+    counts = {"num_sequences": 2, "num_tokens": 9}
+    packed = pack([run, single], sequence_multiple=multiple, routes=shape, **counts)
+    apart = pack([*row_samples(run), single], sequence_multiple=multiple, routes=shape, **counts)
+    for name in (*PER_TOKEN, "cu_seqlens", "routed_experts", "is_fed"):
+        if name != "segment_ids":
+            assert torch.equal(getattr(packed, name), getattr(apart, name)), name
+    assert torch.equal(packed.segment_ids, torch.tensor([0, 0, 0, 1])[apart.segment_ids])
+    assert (packed.num_segments, packed.max_seqlen) == (2, apart.max_seqlen)
+    assert packed.sequences == ((0, 0), (1, 0))
+    responses = unpack(packed.labels, packed, [run, single])
+    firsts = [3, 6]
+    for response, sample in zip(responses, [run, single], strict=True):
+        expected = sample.response_ids.copy()
+        if sample is run:
+            expected[firsts] = 0  # nothing predicts the first token of a row
+        assert response.tolist() == expected.tolist()
 
 
 @settings(max_examples=100, deadline=None)

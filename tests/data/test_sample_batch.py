@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
+from megatron_gspo.data.micro_batch_plan import PackingRules
 from megatron_gspo.data.sample_batch import ROW, SampleBatch, rows_of
 from tests.loop.episodes import episode
 from tests.support.distributed import run_distributed
@@ -37,6 +38,7 @@ def test_a_row_by_hand():
         "newest_version": 5,
         "turns": 0,
         "turn_tokens": 0,
+        "rows": 1,
         "holder": 6,
         "finish": 1,
         "has_rollout_log_probs": True,
@@ -93,3 +95,19 @@ def over_ranks(rank: int, world: int) -> list:
 def test_what_ranks_know_of_each_others_samples():
     for found in run_distributed(over_ranks, 2):
         assert found == [[0, 10, 20, 30, 40], [1, 5], [0, 1], [True]]
+
+
+@pytest.mark.parametrize("multiple", [1, 2, 4, 8])
+def test_the_rows_of_a_sample_fit_into_what_was_planned_for_it(multiple: int) -> None:
+    rng = np.random.default_rng(0)
+    rules = PackingRules(1, 4096, sequence_multiple=multiple, total_multiple=multiple)
+    for _ in range(50):
+        lengths = rng.integers(1, 12, rng.integers(1, 6))
+        mask = np.zeros(lengths.sum() - 1, dtype=bool)
+        sample = make_sample(1, len(mask), mask=mask, row_lengths=lengths)
+        batch = SampleBatch.of([sample])
+        planned = int(rules.padded(batch.packing_lengths(multiple))[0])
+        packed = int((-(-lengths // multiple) * multiple).sum())
+        assert packed <= planned
+        if len(lengths) == 1:
+            assert packed == planned and batch.packing_lengths(multiple)[0] == batch.lengths[0]

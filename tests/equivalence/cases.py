@@ -5,7 +5,7 @@ optimizers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,8 @@ class Scenario:
     """An objective with a mini-batch to suit it.
 
     ``spread``: how far, in nats, the old log-probs are from the current ones: by sequence and again
-    by token. ``replay``: the samples carry random routes, which every pass uses.
+    by token. ``replay``: the samples carry random routes, which every pass uses. ``branches``: some
+    samples are several rows, as an agent's run is.
     """
 
     objective: Objective
@@ -34,6 +35,7 @@ class Scenario:
     per_token: bool = False
     temperature: float = 1.0
     replay: bool = False
+    branches: bool = False
 
 
 # With these every metric takes a value that is neither 0 nor 1 (see test_truth.py): one sequence
@@ -69,7 +71,11 @@ REPLAYED = {
         per_token=True,
         replay=True,
     ),
+    "gspo, branches and routes": Scenario(
+        preset("gspo", max_log_ratio=0.5), 4e-4, replay=True, branches=True
+    ),
 }
+BRANCHED = {"gspo, branches": Scenario(preset("gspo", max_log_ratio=0.5), 4e-4, branches=True)}
 OTHERS = {
     "dapo": Scenario(preset("dapo"), 0.2, per_token=True),
     "dr_grpo": Scenario(preset("dr_grpo", loss_scale_factor=16), 0.2),
@@ -92,7 +98,7 @@ OTHERS = {
     "ppo": Scenario(preset("ppo"), 0.2, per_token=True),
     "a surrogate of one's own": Scenario(TAPERED, 0.2, per_token=True),
 }
-ALL = SCENARIOS | REPLAYED | OTHERS
+ALL = SCENARIOS | REPLAYED | BRANCHED | OTHERS
 # While routes are recorded: each token's choice must not depend on the layout.
 NOISE = noisy_pass()
 CUTS = {"packed": micro_batches_of(80), "one by one": micro_batches_of(80, micro_batch_size=1)}
@@ -129,8 +135,7 @@ def case_of(arrangement: Arrangement, among: Sequence[Arrangement] | None = None
     ``among``: the model's layouts, by default all."""
     turn = turn_of(arrangement, among or (MOE if arrangement.moe else DENSE))
     runs = tuple((name, "packed") for name in SCENARIOS) + ((turn.one_by_one, "one by one"),)
-    if arrangement.moe:
-        runs += tuple((name, "packed") for name in REPLAYED)
+    runs += tuple((name, "packed") for name in (REPLAYED if arrangement.moe else BRANCHED))
     return Case(
         arrangement,
         dict(recompute=turn.recompute),
@@ -215,6 +220,25 @@ def make_samples(
             )
         )
     return samples
+
+
+def with_branches(samples: list[Sample], seed: int) -> list[Sample]:
+    """The samples of long responses cut into two to four rows, the others as they are. The first
+    tokens of a later row are its prompt."""
+    g = np.random.default_rng(seed)
+    cut_samples = []
+    for sample in samples:
+        places = np.arange(sample.prompt_length + 1, sample.length - 2)
+        if len(places) < 3:
+            cut_samples.append(sample)
+            continue
+        starts = np.sort(g.choice(places, int(g.integers(1, 4)), replace=False))
+        bounds = np.concatenate([[0], starts, [sample.length]])
+        loss_mask = sample.loss_mask.copy()
+        loss_mask[starts - sample.prompt_length] = False
+        cut_samples.append(replace(sample, loss_mask=loss_mask, row_lengths=np.diff(bounds)))
+    assert sum(sample.num_rows > 1 for sample in cut_samples) > len(samples) // 4
+    return cut_samples
 
 
 def with_old_log_probs(

@@ -83,7 +83,7 @@ def _planned(
     batch = SampleBatch.of(samples)
     groups = policy.groups
     rules = packing_rules(config.training, policy.config, groups)
-    plan = plan_step(batch.lengths, None, config, rules, 0)
+    plan = plan_step(batch, None, config, rules, 0)
     return plan, move_samples(batch, plan.replica, groups)
 
 

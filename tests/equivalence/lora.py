@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from megatron_gspo.config import LoRAConfig
-from tests.equivalence.cases import ALL, OPTIMIZER, OPTIMIZER_STEPS, REPLAYED, TRAINING
+from tests.equivalence.cases import ALL, OPTIMIZER, OPTIMIZER_STEPS, TRAINING
 from tests.equivalence.truth import Truth, expect, scenario_samples
 from tests.support.peft_reference import adapted, adapter_gradients, adapter_tensors
 from tests.support.transformers_reference import (
@@ -54,7 +54,7 @@ def save_lora_truth(path: str, kind: Adapted, file: Path) -> str:
     """Write the truth about the model at ``path`` with random adapters; returns the file."""
     model = load_reference(path)
     lora = kind.lora
-    names = ["gspo", "grpo", *(REPLAYED if gates_of(model) else ())]
+    names = ["gspo", "grpo", *(["grpo, replayed"] if gates_of(model) else [])]
     model = adapted(model, path, lora, kind.seed)
     tensors, gradients = (
         partial(function, rank=lora.rank) for function in (adapter_tensors, adapter_gradients)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.equivalence.cases import ALL, REPLAYED, SCENARIOS, Case, case_of, lora_case
+from tests.equivalence.cases import ALL, BRANCHED, REPLAYED, SCENARIOS, Case, case_of, lora_case
 from tests.equivalence.layouts import MEASURED, Arrangement
 from tests.equivalence.lora import ADAPTERS, save_lora_truth
 from tests.equivalence.run import Errors, run_case
@@ -58,7 +58,7 @@ class Models:
         else:
             path = save_tiny_model(self._folder / name, **MODELS[name])
             scenarios = (
-                SCENARIOS
+                SCENARIOS | BRANCHED
                 if name in DENSE_MODELS
                 else ALL
                 if name == "moe"

@@ -22,6 +22,7 @@ from tests.equivalence.cases import (
     TRAINING,
     Scenario,
     make_samples,
+    with_branches,
     with_old_log_probs,
 )
 from tests.support.transformers_reference import (
@@ -83,6 +84,8 @@ def scenario_samples(
         mean_advantage=MEAN_ADVANTAGE,
         scale=scale,
     )
+    if scenario.branches:
+        samples = with_branches(samples, seed)
     if scenario.replay:
         give_random_routes(model, samples, seed)
     with torch.no_grad():

@@ -6,8 +6,18 @@ import numpy as np
 
 from megatron_gspo.config import Config
 from megatron_gspo.data.micro_batch_plan import PackingRules, plan_micro_batches
+from megatron_gspo.data.sample_batch import ROW, BatchTable
 from megatron_gspo.loop.step_plan import StepPlan, mini_batches, plan_step
 from tests.support.training_runs import base_config
+
+
+def batch_of(lengths: np.ndarray) -> BatchTable:
+    """Samples of one row."""
+    table = np.zeros(len(lengths), dtype=ROW)
+    table["prompt_length"] = 1
+    table["response_length"] = lengths - 1
+    table["rows"] = 1
+    return BatchTable(table)
 
 
 def test_mini_batches_are_a_partition_drawn_anew_each_step_and_epoch():
@@ -30,7 +40,7 @@ def test_replicas_stay_through_all_passes_over_the_data():
     rules = PackingRules(4, 96)
     for epochs in (1, 2):
         config = Config.from_dict(base_config("model", "run", training={"ppo_epochs": epochs}))
-        plan = plan_step(lengths, homes, config, rules, 3)
+        plan = plan_step(batch_of(lengths), homes, config, rules, 3)
         assert len(plan.updates) == 4 * epochs
         assert sorted(i for rows, _ in plan.updates for i in rows) == sorted(
             list(range(32)) * epochs
@@ -42,16 +52,18 @@ def test_replicas_stay_through_all_passes_over_the_data():
             updates = [packing.within(rows).rows[replica] for rows, packing in plan.updates[:4]]
             assert batches == sum(updates, [])
         assert (plan.repacked > 0.0) == (epochs == 2)
-        some = plan.part(lengths, [3, 7, 8])
+        some = plan.part(batch_of(lengths), [3, 7, 8])
         assert np.array_equal(some.replica_of(), plan.replica[[3, 7, 8]])
-        again = plan_step(lengths, homes, config, rules, 3)
+        again = plan_step(batch_of(lengths), homes, config, rules, 3)
         assert np.array_equal(again.replica, plan.replica) and again.updates == plan.updates
 
 
 def test_one_replica_packs_each_pass_by_itself():
     lengths = np.random.default_rng(1).integers(5, 40, 16)
     rules = PackingRules(1, 96)
-    plan = plan_step(lengths, None, Config.from_dict(base_config("model", "run")), rules, 0)
+    plan = plan_step(
+        batch_of(lengths), None, Config.from_dict(base_config("model", "run")), rules, 0
+    )
     for rows, packing in plan.updates:
         assert packing == plan_micro_batches(lengths[rows], rules)
 
@@ -62,7 +74,7 @@ def test_epochs_of_one_mini_batch_pack_alike():
     training = {"ppo_epochs": 3, "global_batch_size": 16}
     config = Config.from_dict(base_config("model", "run", training=training))
     for rules in (PackingRules(4, 96), PackingRules(4, 96, same_length=True)):
-        plan = plan_step(lengths, homes, config, rules, 0)
+        plan = plan_step(batch_of(lengths), homes, config, rules, 0)
         assert len(plan.updates) == 3
         assert plan.repacked == 0.0
 

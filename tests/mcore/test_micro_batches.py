@@ -117,7 +117,7 @@ def check_shapes(
     totals = [len(batch.tokens) for batch in found.batches]
     for layout, packed in zip(found.layouts, found.batches, strict=True):
         assert layout.cu_seqlens.tolist() == packed.cu_seqlens.tolist()
-        assert (layout.sample_ids, layout.micro_batch) == (packed.sample_ids, packed.micro_batch)
+        assert (layout.rows, layout.micro_batch) == (packed.rows, packed.micro_batch)
     step = groups.cp.size() * (groups.tp.size() if config.sequence_parallel else 1)
     assert all(total % step == 0 for total in totals) and max(totals) <= found.seq_length
     if groups.pp.size() > 1 or config.moe_token_dispatcher_type == "allgather":

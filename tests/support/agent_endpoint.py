@@ -13,6 +13,7 @@ import numpy as np
 
 from megatron_gspo.agents.agent_run import AgentRun, RunLimits
 from megatron_gspo.agents.endpoint import AgentEndpoint
+from megatron_gspo.agents.generation import Generator
 from megatron_gspo.agents.rendering import Rendering, TemplateRendering
 from megatron_gspo.agents.session_tree import Row
 from tests.support.chat_tokenizer import chat_tokenizer
@@ -50,10 +51,15 @@ class Serving:
     """An endpoint with one open run, and a session for requests to it."""
 
     endpoint: AgentEndpoint
-    generator: ScriptedGenerator
+    generator: Generator
+    limits: RunLimits
     session: aiohttp.ClientSession
     run: AgentRun
     lines: list[str]
+
+    def open_run(self, seed: int) -> AgentRun:
+        """Another run."""
+        return self.endpoint.open_run(self.generator, self.limits, seed=seed)
 
     async def post(
         self, path: str, body: Any, *, run: AgentRun | None = None, key: str | None = None
@@ -125,10 +131,12 @@ async def serving(
     rendering = rendering or TemplateRendering(
         TOKENIZER, [TOKENIZER.eos_token_id], thinking=thinking
     )
-    endpoint = AgentEndpoint(generator, rendering, RunLimits(**limits), log=lines.append)
+    endpoint = AgentEndpoint(rendering, log=lines.append)
+    run_limits = RunLimits(**limits)
     await endpoint.start()
     try:
         async with aiohttp.ClientSession() as session:
-            yield Serving(endpoint, generator, session, endpoint.open_run(seed=1), lines)
+            run = endpoint.open_run(generator, run_limits, seed=1)
+            yield Serving(endpoint, generator, run_limits, session, run, lines)
     finally:
         await endpoint.close()

@@ -115,9 +115,8 @@ def outcome(run: Components, batch: SampleBatch) -> str:
     config = run.config
     policy = run.policy
     groups = run.policy.groups
-    plan = plan_step(
-        batch.lengths, None, config, packing_rules(config.training, policy.config, groups), 0
-    )
+    rules = packing_rules(config.training, policy.config, groups)
+    plan = plan_step(batch, None, config, rules, 0)
     routing = RoutingReplay(
         config.routing,
         policy.routes,

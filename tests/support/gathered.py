@@ -62,7 +62,7 @@ def all_flips(done: Sequence[Any], samples: Sequence[Sample]) -> list[np.ndarray
 
 def _local(done: Sequence[Any]) -> set[int]:
     """The samples that this replica trains."""
-    return {i for routes in done for i in routes.layout.sample_ids}
+    return {row.sample for routes in done for row in routes.layout.rows}
 
 
 def _merged(own: dict[Any, np.ndarray]) -> dict[Any, np.ndarray]:

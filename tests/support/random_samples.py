@@ -40,6 +40,11 @@ def random_sample(rng: np.random.Generator, i: int) -> Sample:
 
     kind = [np.uint8, np.uint16][i % 2]
     rows = prompt + response - 1
+    starts = prompt + 1 + np.flatnonzero(rng.random(max(response - 1, 0)) < 0.3)
+    row_lengths = maybe(np.diff(np.concatenate([[0], starts, [prompt + response]])))
+    loss_mask = rng.random(response) < 0.7
+    if row_lengths is not None:
+        loss_mask[starts - prompt] = False
     versions = maybe(rng.integers(0, 9, response).astype(np.int32))
     routes = maybe(rng.integers(0, np.iinfo(kind).max + 1, (rows, layers, k)).astype(kind))
     return Sample(
@@ -47,7 +52,7 @@ def random_sample(rng: np.random.Generator, i: int) -> Sample:
         sample_index=i,
         tokens=rng.integers(0, 200_000, prompt + response),
         prompt_length=int(prompt),
-        loss_mask=rng.random(response) < 0.7,
+        loss_mask=loss_mask,
         rollout_log_probs=per_token(),
         finish_reason=["stop", "length", "abort"][i % 3],
         text=["", "plain", "Größe ≤ 3 🎲"][int(rng.integers(0, 3))],
@@ -59,6 +64,7 @@ def random_sample(rng: np.random.Generator, i: int) -> Sample:
         routed_experts=routes,
         missing_routes=None if routes is None else maybe(rng.random(rows) < 0.5),
         token_versions=versions,
+        row_lengths=row_lengths,
         metadata=maybe({"turns": [{"start": 0, "end": 1, "reward": 0.5}], "name": "é"}) or {},
     )
 

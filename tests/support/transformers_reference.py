@@ -70,7 +70,10 @@ def load_reference(path: str) -> torch.nn.Module:
 def response_log_probs(
     model: torch.nn.Module, sample: Sample, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies of the response tokens, float64 ``[R]``."""
+    """Log-probs and entropies of the response tokens, float64 ``[R]``; 0 for the first token of a
+    later row, which nothing predicts."""
+    if sample.row_lengths is not None:
+        return _log_probs_of_rows(model, sample, temperature)
     tokens = torch.from_numpy(sample.tokens)[None]
     with replayed(model, sample.routed_experts, sample.missing_routes):
         logits = (
@@ -80,6 +83,33 @@ def response_log_probs(
     log_softmax = torch.log_softmax(logits, dim=-1)
     entropy = -(log_softmax.exp() * log_softmax).sum(-1)
     return log_softmax.gather(1, tokens[0, sample.prompt_length :, None])[:, 0], entropy
+
+
+def _log_probs_of_rows(
+    model: torch.nn.Module, sample: Sample, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Each row by itself."""
+    log_probs = []
+    entropies = []
+    start = 0
+    for length in sample.row_lengths.tolist():
+        end = start + length
+        routes = sample.routed_experts
+        row = replace(
+            sample,
+            tokens=sample.tokens[start:end],
+            prompt_length=sample.prompt_length if start == 0 else 1,
+            routed_experts=None if routes is None else routes[start : end - 1],
+            row_lengths=None,
+        )
+        if start > 0:
+            log_probs.append(torch.zeros(1, dtype=torch.float64))
+            entropies.append(torch.zeros(1, dtype=torch.float64))
+        row_log_probs, row_entropy = response_log_probs(model, row, temperature)
+        log_probs.append(row_log_probs)
+        entropies.append(row_entropy)
+        start = end
+    return torch.cat(log_probs), torch.cat(entropies)
 
 
 def whole_batch(

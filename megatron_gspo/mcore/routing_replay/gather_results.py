@@ -120,18 +120,17 @@ def _shifted(flags: Tensor, rows: int) -> Tensor:
 
 def _row_indices(routes: MicroBatchRoutes, wanted: Columns) -> tuple[Tensor, Tensor]:
     """(rows of the wanted samples' inputs end to end, rows of this rank's) of the tokens whose
-    routes are wanted: all but the last of each sample.
+    routes are wanted: all but the last of each row.
     """
     layout = routes.layout
     cp = routes.groups.cp
-    ends = dict(zip(wanted.positions.tolist(), wanted.bounds[1:].tolist(), strict=True))
-    lengths = dict(zip(wanted.positions.tolist(), wanted.lengths.tolist(), strict=True))
+    starts = dict(zip(wanted.positions.tolist(), wanted.bounds.tolist(), strict=False))
     targets = torch.full((int(layout.cu_seqlens[-1]),), -1)
-    for position, first in zip(layout.sample_ids, layout.cu_seqlens.tolist(), strict=False):
-        if position in ends:
-            last = ends[position] - 1
-            rows = lengths[position] - 1
-            targets[first : first + rows] = torch.arange(last - rows, last)
+    for row in layout.rows:
+        if row.sample in starts:
+            first = starts[row.sample] + row.offset
+            fed = row.length - 1
+            targets[row.start : row.start + fed] = torch.arange(first, first + fed)
     local = targets[zigzag_indices(layout.cu_seqlens, cp.rank(), cp.size())][routes.rows]
     rows = (local >= 0).nonzero().squeeze(1)
     return local[rows], rows

@@ -95,7 +95,7 @@ class MicroBatchRoutes:
     ) -> None:
         self.options = options
         self.groups = groups
-        self.layout = PackLayout(layout.cu_seqlens, layout.sample_ids, layout.micro_batch)
+        self.layout = PackLayout(layout.cu_seqlens, layout.rows, layout.micro_batch)
         part, parts = (groups.tp.rank(), groups.tp.size()) if sequence_parallel else (0, 1)
         size = int(layout.cu_seqlens[-1]) // groups.cp.size() // parts
         self.rows = slice(part * size, (part + 1) * size)
@@ -148,9 +148,8 @@ class MicroBatchRoutes:
                 wanted["tokens"] = tokens.view(torch.int32)  # as int64 it would be shortened
             if self.options.balanced_padding:
                 positions = shard.position_ids[self.rows]
-                lengths = torch.tensor(shard.lengths)[shard.segment_ids[self.rows]]
                 routes = balanced_routes(positions.numpy(), self.options.shape)
-                wanted["padding"] = positions >= lengths - 1
+                wanted["padding"] = ~shard.is_fed[self.rows]
                 wanted["balanced"] = torch.from_numpy(routes[:, 0].copy())
         if given is not None:
             first = self.options.shape.held_layers.index(layers[0])

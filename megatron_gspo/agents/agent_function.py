@@ -1,0 +1,88 @@
+"""Runs an agent that is a Python function, in a process of its own.
+
+`python -m megatron_gspo.agents.agent_function FUNCTION FILE`: the task is the JSON object in the
+file, which is deleted. What the function returns is posted as the run's reward.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import sys
+import urllib.request
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_gspo.user_code import UserCodeError, load_function
+
+
+@dataclass(frozen=True)
+class AgentTask:
+    """What a function of `agents.function` gets.
+
+    prompt, answer, metadata: of the row of the data; answer is "" without one. base_url, key: for a
+    client of OpenAI's APIs; anthropic_url: for one of Anthropic's. model: the name of the trained
+    policy. directory: an empty one to work in, which is also the current one. index: of the prompt.
+    sample: 0 .. n-1 within the group. seed: 62 bits that depend on the two and the step alone.
+    """
+
+    prompt: str
+    base_url: str
+    anthropic_url: str
+    key: str
+    directory: str
+    index: int
+    sample: int
+    seed: int
+    model: str = "policy"
+    answer: str = ""
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+def run(name: str, task: AgentTask) -> float | None:
+    """What the function returns: the reward, or None. It may be a coroutine."""
+    location = name.rpartition(":")[0]
+    if location.endswith(".py"):  # so that it can import its neighbours at any time
+        sys.path.insert(0, str(Path(location).resolve().parent))
+    function = load_function(name, "agents.function =", UserCodeError)
+    result = function(task)
+    if inspect.isawaitable(result):
+        result = asyncio.run(_awaited(result))
+    return None if result is None else float(result)
+
+
+async def _awaited(result: Any) -> Any:
+    return await result
+
+
+def post_reward(task: AgentTask, reward: float) -> None:
+    """Send the run's reward to the endpoint."""
+    request = urllib.request.Request(
+        f"{task.base_url}/reward",
+        json.dumps({"reward": reward}).encode(),
+        {"Authorization": f"Bearer {task.key}", "Content-Type": "application/json"},
+    )
+    # The endpoint is no place that a proxy reaches.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(request):
+        pass
+
+
+def main() -> None:
+    """See the module."""
+    name = sys.argv[1]
+    file = Path(sys.argv[2])
+    task = AgentTask(**json.loads(file.read_text()))
+    file.unlink()
+    try:
+        reward = run(name, task)
+    except UserCodeError as error:
+        sys.exit(str(error))
+    if reward is not None:
+        post_reward(task, reward)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""Checks of the section `agents`. Each raises ConfigError."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from megatron_gspo.config.agents_section import AgentsConfig
+from megatron_gspo.config.algorithm_section import AlgorithmConfig
+from megatron_gspo.config.config_error import ConfigError
+from megatron_gspo.config.data_sections import DataConfig
+from megatron_gspo.config.fields import default_of
+from megatron_gspo.config.rollout_sections import RolloutConfig
+from megatron_gspo.user_code import is_import_path
+
+
+def check_agents(
+    agents: AgentsConfig, rollout: RolloutConfig, algorithm: AlgorithmConfig, data: DataConfig
+) -> None:
+    """The agent is named once, and the other sections support runs."""
+    if not agents.is_on:
+        _check_off(agents)
+        return
+    if agents.command and agents.function is not None:
+        raise ConfigError(
+            "agents.function", agents.function, "agents.command is set too", "remove one of the two"
+        )
+    if agents.function is not None and not is_import_path(agents.function):
+        fix = "set path/to/file.py:function or package.module:function"
+        raise ConfigError("agents.function", agents.function, "names no function", fix)
+    if any("{key}" in argument for argument in agents.command):
+        problem = "every user of the machine could read {key} there"
+        raise ConfigError("agents.command", list(agents.command), problem, "pass it in agents.env")
+    if rollout.environment is not None:
+        problem = "agents are set too, and each makes the samples"
+        raise ConfigError("rollout.environment", rollout.environment, problem, "remove one of them")
+    if algorithm.is_supervised:
+        problem = "sft trains on reference answers"
+        raise ConfigError("algorithm.name", algorithm.name, problem, "remove the section agents")
+    if data.chat_template:
+        problem = "the agent writes the messages, and gets the prompt as it is in the data"
+        raise ConfigError("data.chat_template", True, problem, "set it to false")
+    for key in ("max_staleness", "oversampling"):
+        if (value := getattr(rollout, key)) != (off := default_of(RolloutConfig, key)):
+            problem = "a run of an agent starts and ends within one step"
+            fix = f"set it to {off:g}, or remove the section agents"
+            raise ConfigError(f"rollout.{key}", value, problem, fix)
+
+
+def _check_off(agents: AgentsConfig) -> None:
+    off = AgentsConfig()
+    for key in vars(off):
+        if (value := getattr(agents, key)) != getattr(off, key):
+            problem = "has no effect without an agent"
+            raise ConfigError(
+                f"agents.{key}", value, problem, "set agents.command or agents.function"
+            )
+
+
+def check_run_sizes(agents: AgentsConfig, max_context: int, max_run_tokens: int, room: int) -> None:
+    """A run fits a micro-batch, and a call fits a run.
+
+    room: tokens of runs that a micro-batch holds.
+    """
+    if max_run_tokens > room:
+        problem = f"a micro-batch holds {room} tokens of a run"
+        fix = "lower it, or raise training.max_tokens_per_micro_batch"
+        raise ConfigError("agents.max_run_tokens", max_run_tokens, problem, fix)
+    if max_context > max_run_tokens:
+        key = "agents.max_context"
+        if agents.max_context is None:
+            key = "data.max_prompt_length + rollout.max_response_length"
+        problem = f"a run has at most {max_run_tokens} tokens (agents.max_run_tokens)"
+        fix = "lower it, or raise training.max_tokens_per_micro_batch and agents.max_run_tokens"
+        raise ConfigError(key, max_context, problem, fix)
+
+
+def check_agent_files(agents: AgentsConfig) -> None:
+    """The program, or the file of the function, exists."""
+    if agents.command:
+        program = agents.command[0]
+        if "{" not in program and shutil.which(program) is None:
+            fix = "give a program on the PATH, or its path"
+            raise ConfigError("agents.command", program, "no such program", fix)
+    if agents.function is not None:
+        file = agents.function.rpartition(":")[0]
+        if file.endswith(".py") and not Path(file).is_file():
+            fix = "give its path, then :function"
+            raise ConfigError("agents.function", agents.function, f"no such file: {file}", fix)

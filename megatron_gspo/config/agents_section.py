@@ -1,0 +1,55 @@
+"""Section `agents`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt
+
+from megatron_gspo.config.paths import UserPath
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentsConfig:
+    """Agents that call the policy through an endpoint in the trainer (docs/agents.md)."""
+
+    command: tuple[str, ...] = ()
+    """Program that is started for each run, and its arguments; {prompt}, {task_file} and other
+    names are filled in."""
+    function: UserPath | None = None
+    """Import path of a Python function that is the agent, in place of `command`."""
+    env: dict[str, str] = field(
+        default_factory=lambda: {
+            "OPENAI_BASE_URL": "{base_url}",
+            "OPENAI_API_KEY": "{key}",
+            "ANTHROPIC_BASE_URL": "{anthropic_url}",
+            "ANTHROPIC_API_KEY": "{key}",
+            "TASK": "{prompt}",
+        }
+    )
+    """The agent's environment variables, beside PATH, HOME and the language."""
+    concurrent_runs: Annotated[int, Ge(1)] = 64
+    """Agents that a rank runs at the same time."""
+    run_timeout: Annotated[float, Gt(0)] = 1800.0
+    """Seconds after which an agent is ended with all its processes."""
+    max_calls: Annotated[int, Ge(1)] = 100
+    """Calls of a run."""
+    max_context: Annotated[int, Ge(2)] | None = None
+    """Tokens of a call's messages and reply; null is `data.max_prompt_length` +
+    `rollout.max_response_length`."""
+    max_run_tokens: Annotated[int, Ge(2)] | None = None
+    """Tokens of all branches of a run; null is what a micro-batch holds."""
+    thinking: Literal["template", "keep"] = "template"
+    """Whether earlier reasoning leaves the prompt as the chat template says, which begins a new
+    branch, or stays."""
+    renderer: str | None = None
+    """Renderer of the package `renderers` for the model's messages, e.g. qwen3; null is the
+    tokenizer's chat template."""
+    listen: str = "127.0.0.1"
+    """Address of the endpoint. Agents on other machines need another one than the loopback."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether samples are runs of agents."""
+        return bool(self.command) or self.function is not None
