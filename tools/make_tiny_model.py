@@ -20,6 +20,12 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 SPECIAL = ("<pad>", "<eos>", "<unk>")
+# No marks of roles: a conversation reads as one text.
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+{{ message['content'] }}{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}
+{%- endfor -%}
+"""
 CHARACTERS = string.ascii_letters + string.digits + string.punctuation + " \n"
 
 
@@ -49,6 +55,7 @@ def character_tokenizer(words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
         eos_token="<eos>",
         unk_token="<unk>",
         clean_up_tokenization_spaces=False,
+        chat_template=CHAT_TEMPLATE,
     )
 
 

@@ -6,8 +6,7 @@ import asyncio
 import itertools
 import shutil
 import tempfile
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from megatron_gspo.agents.agent_run import RunLimits
-from megatron_gspo.agents.agent_session import FinishedRun, play
+from megatron_gspo.agents.agent_session import play
 from megatron_gspo.agents.endpoint import AgentEndpoint
 from megatron_gspo.agents.generation import Generator
 from megatron_gspo.agents.rendering import Rendering
@@ -26,22 +25,6 @@ from megatron_gspo.data.sample import Prompt, Sample, json_able
 from megatron_gspo.terminal import get_logger
 
 logger = get_logger(__name__)
-
-COUNTS = (
-    "runs",
-    "unscored",
-    "calls",
-    "rows",
-    "adopted",
-    "undelivered",
-    "malformed_calls",
-    "breaks/tools",
-    "breaks/thinking",
-    "breaks/rendering",
-    "breaks/history",
-    "breaks/new_thread",
-)
-"""Events that `AgentHost.take_counts` counts."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +79,6 @@ class AgentHost:
         self._free = asyncio.Semaphore(concurrent_runs)
         self._folder = Path(tempfile.mkdtemp(prefix="megatron-gspo-agents-"))
         self._numbers = itertools.count()
-        self._counts: Counter[str] = Counter()
 
     async def samples(
         self, requests: Sequence[RunRequest], generator: Generator, max_call_length: int
@@ -136,20 +118,7 @@ class AgentHost:
             )
         if run.failure is not None:
             raise run.failure
-        self._count(finished)
         return run_sample(request.prompt, request.sample_index, finished)
-
-    def _count(self, finished: FinishedRun) -> None:
-        self._counts.update(finished.counts)
-        self._counts["runs"] += 1
-        self._counts["rows"] += len(finished.rows)
-        self._counts["unscored"] += bool(finished.outcome.failure)
-
-    def take_counts(self) -> list[int]:
-        """The number of each of `COUNTS` since the last call."""
-        counts = [self._counts[name] for name in COUNTS]
-        self._counts.clear()
-        return counts
 
     async def close(self) -> None:
         """End all runs and the verifier, and stop listening. May be called again."""
@@ -157,8 +126,3 @@ class AgentHost:
         if self._verifier is not None:
             self._verifier.close()
         await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
-
-
-def agent_metrics(counts: Sequence[float]) -> Mapping[str, float]:
-    """The counts of all ranks by the names of docs/metrics.md."""
-    return {f"agents/{name}": float(count) for name, count in zip(COUNTS, counts, strict=True)}

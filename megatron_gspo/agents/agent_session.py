@@ -39,8 +39,8 @@ class FinishedRun:
 
     rows: see `SessionTree.rows`. messages: of the last delivered call, its reply included.
     turn_rewards: by index of the delivered call, those that the agent has posted. outcome: with
-    what the program has posted for the whole run, and `turn_rewards`. counts: events, by the names
-    of the metrics. seconds: from start to end.
+    what the program has posted for the whole run, and `turn_rewards`. counts: events by the names
+    of the metrics, and `seconds` from start to end.
     """
 
     rows: tuple[Row, ...]
@@ -48,9 +48,8 @@ class FinishedRun:
     outcome: Outcome
     turn_rewards: Mapping[int, float]
     oldest_version: int | None
-    counts: Mapping[str, int]
+    counts: Mapping[str, float]
     exit: AgentExit
-    seconds: float
 
 
 async def play(
@@ -86,15 +85,21 @@ async def play(
         endpoint.end_run(run)
         await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
     delivered = run.tree.delivered
+    rows = tuple(run.tree.rows())
+    events = {
+        **run.tree.counts,
+        "rows": len(rows),
+        "undelivered": run.tree.undelivered,
+        "seconds": time.monotonic() - began,
+    }
     return FinishedRun(
-        rows=tuple(run.tree.rows()),
+        rows=rows,
         messages=delivered[-1].messages if delivered else (),
         outcome=outcome,
         turn_rewards=run.turn_rewards,
         oldest_version=run.tree.oldest_version,
-        counts={**run.tree.counts, "undelivered": run.tree.undelivered},
+        counts=events,
         exit=ended,
-        seconds=time.monotonic() - began,
     )
 
 

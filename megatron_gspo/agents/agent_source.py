@@ -9,19 +9,16 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
 import numpy as np
-import torch.distributed as dist
 from torch import Tensor
 
-from megatron_gspo.agents.agent_host import AgentHost, RunRequest, agent_metrics
+from megatron_gspo.agents.agent_host import AgentHost, RunRequest
 from megatron_gspo.agents.engine_generators import EngineGenerator, ServerGenerator
 from megatron_gspo.config import SamplingParams
 from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.errors import EngineError
-from megatron_gspo.parallel.host_exchange import sum_over_ranks
 from megatron_gspo.rollout.engine_protocol import RolloutEngine
-from megatron_gspo.rollout.group_source import GenerateOnCollect, Weights, engine_name
-from megatron_gspo.rollout.in_process_source import InProcessSource
+from megatron_gspo.rollout.group_source import GenerateOnCollect, Weights
 from megatron_gspo.rollout.server_engine.request_stream import RequestStream
 from megatron_gspo.rollout.server_engine.rollout_client import RolloutClient
 from megatron_gspo.rollout.server_source import ServerSource
@@ -74,23 +71,6 @@ class AgentEngine:
         self.engine.close()
 
 
-class AgentInProcessSource(InProcessSource):
-    """`GroupSource` of runs over engines in the ranks."""
-
-    def __init__(self, engine: AgentEngine, *, vocab_size: int) -> None:
-        super().__init__(
-            engine,
-            vocab_size=vocab_size,
-            group=dist.group.WORLD,
-            name=engine_name(type(engine.engine)),
-        )
-        self._host = engine.host
-
-    def metrics(self) -> dict[str, float]:
-        """See `GroupSource.metrics`."""
-        return summed_metrics(self._host)
-
-
 class AgentServerSource(GenerateOnCollect):
     """`GroupSource` of runs over servers; plays them in `collect`. Each client plays its share."""
 
@@ -133,7 +113,7 @@ class AgentServerSource(GenerateOnCollect):
 
     def metrics(self) -> dict[str, float]:
         """See `GroupSource.metrics`."""
-        return self._servers.metrics() | summed_metrics(self._host)
+        return self._servers.metrics()
 
     def close(self) -> None:
         """End all runs and close the servers' source."""
@@ -194,10 +174,3 @@ def single_error() -> Iterator[None]:
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         raise error from None
-
-
-def summed_metrics(host: AgentHost) -> dict[str, float]:
-    """``agents/*`` of all ranks on rank 0; nothing elsewhere. A collective of the world."""
-    counts = np.array(host.take_counts(), dtype=np.int64)
-    totals = sum_over_ranks(counts, dist.group.WORLD)
-    return dict(agent_metrics(totals.tolist())) if dist.get_rank() == 0 else {}

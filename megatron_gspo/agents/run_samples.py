@@ -16,7 +16,8 @@ from megatron_gspo.data.turn_spans import Span, with_spans
 from megatron_gspo.rewards.scorer import FAILURE
 
 MESSAGES = "messages"
-"""The key of `Sample.metadata` with the messages of a run's last call."""
+COUNTS = "agent"
+"""The keys of `Sample.metadata` with the messages of a run's last call, and its `counts`."""
 
 
 def run_sample(prompt: Prompt, sample_index: int, finished: FinishedRun) -> Sample:
@@ -24,7 +25,10 @@ def run_sample(prompt: Prompt, sample_index: int, finished: FinishedRun) -> Samp
     response, with masked prompts. A run without a call is the data's prompt without a response.
     """
     outcome = finished.outcome
-    metadata: dict[str, Any] = {MESSAGES: [message.record() for message in finished.messages]}
+    metadata: dict[str, Any] = {
+        MESSAGES: [message.record() for message in finished.messages],
+        COUNTS: dict(finished.counts),
+    }
     if outcome.failure:
         metadata[FAILURE] = outcome.failure
     rows = finished.rows

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_gspo.agents.agent_host import AgentHost
 from megatron_gspo.agents.agent_run import RunLimits
-from megatron_gspo.agents.agent_source import AgentEngine, AgentInProcessSource, AgentServerSource
+from megatron_gspo.agents.agent_source import AgentEngine, AgentServerSource
 from megatron_gspo.agents.rendering import PackageRendering, Rendering, TemplateRendering
 from megatron_gspo.agents.run_verifier import RunVerifier
 from megatron_gspo.agents.runner import AgentProgram, function_program
@@ -79,9 +79,8 @@ def build_sources(
         name = engine_name(type(engine))
         if config.agents.is_on and plays:
             host = agent_host(config, shape, tokenizer)
-            agent_engine = AgentEngine(engine, host, max_batch=config.rollout.max_batch_size)
-            return AgentInProcessSource(agent_engine, vocab_size=shape.vocab_size)
-        if environments is not None and plays:
+            engine = AgentEngine(engine, host, max_batch=config.rollout.max_batch_size)
+        elif environments is not None and plays:
             engine = EpisodeEngine(engine, environments, encode, episode_rules(config), decode)
         return InProcessSource(
             engine, vocab_size=shape.vocab_size, group=dist.group.WORLD, name=name

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
+from megatron_gspo.agents.run_samples import COUNTS
 from megatron_gspo.data.sample import FINISH_REASONS
 from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.loop.reward_scoring import in_varied_group
@@ -65,6 +66,31 @@ def turn_metrics(table: np.ndarray) -> dict[str, float]:
         "turns/max": float(np.max(counts)),
         "turns/observation_tokens": float(np.mean(table["response_length"] - table["turn_tokens"])),
     }
+
+
+# Events of the runs of agents, summed over a batch.
+AGENT_EVENTS = (
+    "calls",
+    "rows",
+    "adopted",
+    "undelivered",
+    "malformed_calls",
+    "breaks/tools",
+    "breaks/thinking",
+    "breaks/rendering",
+    "breaks/history",
+    "breaks/new_thread",
+)
+
+
+def agent_metrics(batch: TrainingBatch) -> dict[str, float]:
+    """``agents/*`` of a batch of runs, and the mean time of a run. A collective of the batch's
+    group."""
+    runs = [sample.metadata.get(COUNTS, {}) for sample in batch.samples.values()]
+    names = (*AGENT_EVENTS, "seconds")
+    *events, seconds = batch.sum(*(sum(run.get(name, 0) for run in runs) for name in names))
+    metrics = {f"agents/{name}": count for name, count in zip(AGENT_EVENTS, events, strict=True)}
+    return metrics | {"time/agent_run": seconds / len(batch)}
 
 
 def throughput(

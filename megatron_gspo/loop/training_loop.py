@@ -33,7 +33,7 @@ from megatron_gspo.loop.rollout_correction import correct_mismatch
 from megatron_gspo.loop.routing import RoutingReplay, same_routers
 from megatron_gspo.loop.run_lines import end_lines, start_lines
 from megatron_gspo.loop.run_lock import sole_writer
-from megatron_gspo.loop.sample_metrics import sample_metrics, throughput
+from megatron_gspo.loop.sample_metrics import agent_metrics, sample_metrics, throughput
 from megatron_gspo.loop.setup import Components, build_components
 from megatron_gspo.loop.step_plan import plan_step
 from megatron_gspo.loop.stop_signal import stop_on_signal
@@ -193,6 +193,8 @@ def train_step(
     batch, correction_metrics = correct_mismatch(batch, config.algorithm)
     metrics = rollout.metrics | score_metrics | mask_metrics | correction_metrics
     metrics |= sample_metrics(batch, version=step, supervised=config.algorithm.is_supervised)
+    if config.agents.is_on:
+        metrics |= agent_metrics(batch)
     checkpoints.poll(timers)  # most of a step's time has passed
     checkpoints.weights_change()
     update = Update({"updates": 0.0, "updates/skipped": 0.0})
