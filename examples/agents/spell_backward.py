@@ -15,15 +15,19 @@ TRIES = 3
 
 
 def spell_backward(task: AgentTask) -> float:
-    """1 for the right word in the first try, less for each try more, 0 without it."""
+    """1 for the right word in the first try, half for each try more; without it little, for the
+    most letters in their right place."""
     messages = [{"role": "user", "content": task.prompt}]
+    most_right = 0.0
     for number in range(TRIES):
         reply = chat(task, messages)
         answer = reply["content"].strip()
         if answer == task.answer:
             return 0.5**number
+        right = sum(a == b for a, b in zip(answer, task.answer, strict=False))
+        most_right = max(most_right, right / len(task.answer))
         messages += [reply, {"role": "user", "content": f"\nnot {answer}\n{task.prompt}"}]
-    return 0.0
+    return 0.1 * most_right
 
 
 def chat(task: AgentTask, messages: list[dict[str, str]]) -> dict[str, str]:

@@ -102,12 +102,13 @@ def _joined_routes(rows: Sequence[Row]) -> tuple[np.ndarray | None, np.ndarray |
     known = [row.routes for row in rows if row.routes is not None]
     if len(known) < len(rows):
         return None, None
-    no_route = np.zeros((1, *known[0].shape[1:]), dtype=known[0].dtype)
+    any_route = np.empty((1, *known[0].shape[1:]), dtype=known[0].dtype)
+    any_route[:] = np.arange(any_route.shape[-1])
     routes: list[np.ndarray] = []
     missing: list[np.ndarray] = []
     for row, row_routes in zip(rows, known, strict=True):
         if routes:
-            routes.append(no_route)
+            routes.append(any_route)
             missing.append(np.zeros(1, dtype=np.bool_))
         routes.append(row_routes)
         missing.append(
