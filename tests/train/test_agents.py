@@ -27,6 +27,7 @@ EXAMPLE = f"{ROOT}/examples/agents/spell_backward.py:spell_backward"
 AGENTS = f"{ROOT}/tests/support/branching_agent.py"
 # So that agents find this file's neighbours.
 ENV = {"PYTHONPATH": str(ROOT)}
+BRANCHING = {"function": f"{AGENTS}:branching", "env": ENV, "max_calls": 4, "max_context": 160}
 
 
 @pytest.fixture(scope="module")
@@ -65,9 +66,11 @@ def test_a_run_on_the_example(finished: dict[str, Any]) -> None:
         assert row["agents/rows"] == 16 and row["masked/unscored"] == 0
         assert row["agents/calls"] == 16 * row["turns/mean"]
         assert 1 < row["turns/mean"] <= row["turns/max"] <= 3
-        assert row["updates"] == 2 and row["grad_norm"] > 0
+        assert row["updates"] == 2
         # every generated token is scored as it was sampled
         assert row["mismatch/abs_diff_max"] < 1e-4
+    # A random model seldom earns something.
+    assert any(row["grad_norm"] > 0 for row in rows[1:])
     assert {"eval/accuracy"} <= set(rows[0]) & set(rows[-1])
     lines = (Path(finished["run_dir"]) / "samples" / "step_000001.jsonl").read_text().splitlines()
     for sample in map(json.loads, lines):
@@ -99,10 +102,10 @@ def test_runs_with_branches_are_one_sequence_in_every_layout(model: str, tmp_pat
     config = agent_config(
         model,
         tmp_path / "run",
-        agents={"function": f"{AGENTS}:branching", "env": ENV},
+        agents=BRANCHING,
         rollout={"max_batch_size": 1, "rollout_batch_size": 2},
         routing={"replay": "r3"},
-        training={"steps": 1, "global_batch_size": 8, "max_tokens_per_micro_batch": 320},
+        training={"steps": 1, "global_batch_size": 8, "max_tokens_per_micro_batch": 640},
     )
     [(samples, metrics)] = run_distributed(one_step, 1, config)
     assert len(samples) == 8

@@ -130,6 +130,11 @@ class RequestStream:
         """
         self._loop.run(self._wait_for_change(seconds))
 
+    def check_servers(self) -> None:
+        """Raise as `take` if no server can answer, on behalf of requests that are not of the
+        stream, and start requests again if they are paused."""
+        self._loop.run(self._resume_and_check())
+
     def remove(self, tickets: Sequence[int]) -> list[list[Sample]]:
         """Take these groups, which are finished."""
         self._no_server_since = None
@@ -216,6 +221,11 @@ class RequestStream:
             await self._wait(seconds)
         if self._failure is not None:
             raise self._failure
+
+    async def _resume_and_check(self) -> None:
+        if self._client.pool.paused:
+            await self._client.pool.resume()
+        self._check_servers(time.monotonic())
 
     def _check_servers(self, now: float) -> None:
         """Raise if the groups cannot finish without a weight update, or no server has responded
