@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.seeded_bugs.adapters import ADAPTERS
+from tests.seeded_bugs.agents import AGENTS
 from tests.seeded_bugs.checkpoints import CHECKPOINTS
 from tests.seeded_bugs.conversion import CONVERSION
 from tests.seeded_bugs.evaluation import EVALUATION
@@ -26,6 +27,7 @@ SEEDED_BUGS = (
     *MODELS,
     *ADAPTERS,
     *REWARDS,
+    *AGENTS,
     *EVALUATION,
     *REHEARSAL,
 )

@@ -142,15 +142,15 @@ OBJECTIVE = (
     SeededBug(
         name="the loss mask one position late",
         file="megatron_gspo/data/packing.py",
-        before="loss_mask[start:end - 1] = trained[1:]",
-        after="loss_mask[start + 1:end] = trained[1:]",
+        before="[in_sample][1:]",
+        after="[in_sample][:-1]",
         test="tests/data/test_packing.py::test_by_hand",
     ),
     SeededBug(
         name="advantages one position late",
         file="megatron_gspo/data/packing.py",
-        before="out[first:first + len(values)]",
-        after="out[first + 1:first + 1 + len(values)]",
+        before="np.copyto(out[predicting], values, where=loss_mask)",
+        after="np.copyto(out[predicting], np.roll(values, 1), where=loss_mask)",
         test="tests/data/test_packing.py::test_by_hand",
     ),
     SeededBug(

@@ -21,9 +21,9 @@ ROLLOUTS = (
     ),
     SeededBug(
         name="staleness of masked tokens counts",
-        file="megatron_gspo/data/sample.py",
-        before="return self.token_versions[self.loss_mask]",
-        after="return self.token_versions",
+        file="megatron_gspo/loop/sample_metrics.py",
+        before="responses['token_versions'][responses['loss_mask']]",
+        after="responses['token_versions']",
         test="tests/loop/test_sample_metrics.py::test_staleness_by_hand",
     ),
     SeededBug(
