@@ -29,8 +29,8 @@ AGENTS = (
     SeededBug(
         name="a reply whose client has gone is trained",
         file="megatron_gspo/agents/endpoint.py",
-        before="if not self._consumer.gone:",
-        after="if True:",
+        before="for data in self._dialect.events(self._call, reply):",
+        after="self._deliver(reply)\n                for data in self._dialect.events(self._call, reply):",
         test="tests/agents/test_endpoint.py::test_stream_consumer_disconnects_half_way",
     ),
     SeededBug(
