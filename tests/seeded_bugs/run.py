@@ -102,6 +102,8 @@ class ProjectCopy:
 
 def check_baseline(copies: Sequence[ProjectCopy], tests: Sequence[str]) -> None:
     """Raises ``SystemExit`` unless the tests pass without a bug."""
+    # Without a test pytest would run all.
+    copies = copies[: len(tests)]
     shares = [tests[number :: len(copies)] for number in range(len(copies))]
     with ThreadPoolExecutor(len(copies)) as pool:
         results = list(
