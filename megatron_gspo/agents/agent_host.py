@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_gspo.agents.agent_run import RunLimits
+from megatron_gspo.agents.agent_run import AgentRun, RunLimits
 from megatron_gspo.agents.agent_session import play
 from megatron_gspo.agents.endpoint import AgentEndpoint
 from megatron_gspo.agents.generation import Generator
@@ -69,10 +69,11 @@ class AgentHost:
         verifier: RunVerifier | None = None,
     ) -> None:
         """limits: `max_call_length` is that of the sampling instead. concurrent_runs: programs at
-        the same time. listen: see `AgentEndpoint`. verifier: scores the
-        runs; None: their agents do."""
+        the same time. listen: see `AgentEndpoint`. verifier: scores the runs; None: their
+        agents do."""
         self._endpoint = AgentEndpoint(rendering, listen=listen, log=logger.info)
         self._is_listening = False
+        self._starting = asyncio.Lock()
         self._program = program
         self._limits = limits
         self._verifier = verifier
@@ -81,16 +82,23 @@ class AgentHost:
         self._numbers = itertools.count()
 
     async def samples(
-        self, requests: Sequence[RunRequest], generator: Generator, max_call_length: int
+        self,
+        requests: Sequence[RunRequest],
+        generator: Generator,
+        max_call_length: int,
+        *,
+        opened: list[AgentRun] | None = None,
     ) -> list[Sample]:
         """Play runs at the same time; their samples, in order.
 
-        max_call_length: tokens of a reply. Raises what the generator raises: a run can't go on
-        without its reply, so all are ended.
+        max_call_length: tokens of a reply. opened: gets the runs as they begin. Raises what the
+        generator raises: a run can't go on without its reply, so all are ended.
         """
-        if not self._is_listening:
-            await self._endpoint.start()
-            self._is_listening = True
+        async with self._starting:
+            if not self._is_listening:
+                await self._endpoint.start()
+                self._is_listening = True
+        opened = [] if opened is None else opened
         limits = RunLimits(
             max_calls=self._limits.max_calls,
             max_call_length=max_call_length,
@@ -99,15 +107,23 @@ class AgentHost:
         )
         async with asyncio.TaskGroup() as group:
             runs = [
-                group.create_task(self._sample(request, generator, limits)) for request in requests
+                group.create_task(self._sample(request, generator, limits, opened))
+                for request in requests
             ]
         return [run.result() for run in runs]
 
-    async def _sample(self, request: RunRequest, generator: Generator, limits: RunLimits) -> Sample:
+    async def _sample(
+        self,
+        request: RunRequest,
+        generator: Generator,
+        limits: RunLimits,
+        opened: list[AgentRun],
+    ) -> Sample:
         async with self._free:
             run = self._endpoint.open_run(
                 generator, limits, seed=request.run_seed, takes_rewards=self._verifier is None
             )
+            opened.append(run)
             finished = await play(
                 self._endpoint,
                 run,

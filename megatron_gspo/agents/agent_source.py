@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 
-import numpy as np
 from torch import Tensor
 
 from megatron_gspo.agents.agent_host import AgentHost, RunRequest
+from megatron_gspo.agents.agent_run import AgentRun
 from megatron_gspo.agents.engine_generators import EngineGenerator, ServerGenerator
 from megatron_gspo.config import SamplingParams
 from megatron_gspo.data.sample import Prompt, Sample
-from megatron_gspo.data.sample_batch import SampleBatch
-from megatron_gspo.errors import EngineError
 from megatron_gspo.rollout.engine_protocol import RolloutEngine
-from megatron_gspo.rollout.group_source import GenerateOnCollect, Weights
-from megatron_gspo.rollout.server_engine.request_stream import RequestStream
-from megatron_gspo.rollout.server_engine.rollout_client import RolloutClient
-from megatron_gspo.rollout.server_source import ServerSource
+from megatron_gspo.rollout.server_engine.open_group import OpenGroup, oldest
+from megatron_gspo.rollout.server_engine.response_generator import ResponseGenerator
 from megatron_gspo.servers.http_client import EventLoop
 
 
@@ -71,97 +64,63 @@ class AgentEngine:
         self.engine.close()
 
 
-class AgentServerSource(GenerateOnCollect):
-    """`GroupSource` of runs over servers; plays them in `collect`. Each client plays its share."""
+class AgentGroups:
+    """`GroupKind` whose samples are runs; see `AgentHost`."""
 
-    def __init__(self, servers: ServerSource, host: AgentHost) -> None:
-        """host: used on the ranks that are clients."""
-        super().__init__()
-        self.engine_name = servers.engine_name
-        self._servers = servers
+    def __init__(self, host: AgentHost) -> None:
         self._host = host
 
-    def generate(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams, *, seed: int
-    ) -> SampleBatch:
-        """See `GroupSource.generate`; a sample is a run."""
-        self._servers.restore_memory()
-        share = self._servers.own_share(prompts)
-        requests = run_requests([prompts[i] for i in share], sampling, seed)
-        playing = _RunsOnServers(self._host, requests, sampling)
-        self._servers.on_clients(playing.begin)
-        try:
-            while self._servers.round(playing.advance):
-                pass
-        finally:
-            playing.cancel()
-        return self._servers.checked(playing.samples, share, prompts, sampling)
+    def open(
+        self, client: ResponseGenerator, prompt: Prompt, sampling: SamplingParams, seed: int
+    ) -> OpenGroup:
+        """See `GroupKind.open`."""
+        return AgentGroup(self._host, client, prompt, sampling, seed)
 
-    def update_weights(self, weights: Weights, *, version: int) -> None:
-        """See `GroupSource.update_weights`."""
-        self._servers.update_weights(weights, version=version)
-
-    def pause(self, *, keep: bool) -> None:
-        """See `GroupSource.pause`; no run is open between calls."""
-        if not keep:
-            self._requests.clear()
-        self._servers.pause(keep=keep)
-
-    def score(self, sequences: Sequence[np.ndarray]) -> dict[str, list[np.ndarray]]:
-        """See `GroupSource.score`."""
-        return self._servers.score(sequences)
-
-    def metrics(self) -> dict[str, float]:
-        """See `GroupSource.metrics`."""
-        return self._servers.metrics()
-
-    def close(self) -> None:
-        """End all runs and close the servers' source."""
-        with contextlib.suppress(EngineError):
-            self._servers.on_clients(lambda client: client.loop.run(self._host.close()))
-        self._servers.close()
+    async def close(self) -> None:
+        """See `GroupKind.close`."""
+        await self._host.close()
 
 
-class _RunsOnServers:
-    """A client's runs of one `generate`."""
+class AgentGroup:
+    """The runs of one prompt."""
 
     def __init__(
-        self, host: AgentHost, requests: Sequence[RunRequest], sampling: SamplingParams
+        self,
+        host: AgentHost,
+        client: ResponseGenerator,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        seed: int,
     ) -> None:
-        self.samples: list[Sample] = []
         self._host = host
-        self._requests = requests
-        self._sampling = sampling
-        self._playing: Future[list[Sample]] | None = None
-        self._stream: RequestStream | None = None
+        self._generator = ServerGenerator(client, sampling)
+        self._requests = run_requests([prompt], sampling, seed)
+        self._max_call_length = sampling.max_response_length
+        self._runs: list[AgentRun] = []
+        self._samples: list[Sample] = []
 
-    def begin(self, client: RolloutClient) -> None:
-        """Start all runs."""
-        generator = ServerGenerator(client, self._sampling)
-        self._stream = client.stream()
-        self._playing = client.loop.spawn(
-            self._host.samples(self._requests, generator, self._sampling.max_response_length)
-        )
+    @property
+    def oldest_version(self) -> int | None:
+        """See `OpenGroup.oldest_version`."""
+        versions = [run.tree.oldest_version for run in self._runs]
+        return oldest([*versions, self._generator.oldest_version])
 
-    def advance(self, seconds: float) -> bool:
-        """Wait for at most `seconds`; whether runs are left."""
-        if self._playing is None or self._stream is None:
-            return False
-        end = time.monotonic() + seconds
-        if not self._playing.done():
-            self._stream.check_servers()
-            with contextlib.suppress(FutureTimeoutError):
-                self._playing.exception(max(end - time.monotonic(), 0.0))
-        if not self._playing.done():
-            return True
+    async def play(self) -> None:
+        """See `OpenGroup.play`."""
         with single_error():
-            self.samples = self._playing.result()
-        return False
+            self._samples = await self._host.samples(
+                self._requests, self._generator, self._max_call_length, opened=self._runs
+            )
 
-    def cancel(self) -> None:
-        """End what still runs."""
-        if self._playing is not None:
-            self._playing.cancel()
+    def samples(self) -> list[Sample]:
+        """See `OpenGroup.samples`."""
+        return self._samples
+
+    def discard(self) -> int:
+        """See `OpenGroup.discard`."""
+        tokens = sum(len(call.reply.tokens) for run in self._runs for call in run.tree.delivered)
+        self._runs.clear()
+        return tokens
 
 
 @contextlib.contextmanager

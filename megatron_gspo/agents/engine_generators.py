@@ -14,8 +14,9 @@ from megatron_gspo.config import SamplingParams
 from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.rollout.engine_protocol import RolloutEngine
 from megatron_gspo.rollout.sample_checks import check_samples
+from megatron_gspo.rollout.server_engine.open_group import oldest
 from megatron_gspo.rollout.server_engine.partial_response import PartialResponse
-from megatron_gspo.rollout.server_engine.rollout_client import RolloutClient
+from megatron_gspo.rollout.server_engine.response_generator import ResponseGenerator
 
 
 class ServerGenerator:
@@ -25,10 +26,16 @@ class ServerGenerator:
     interrupts it, as for other responses.
     """
 
-    def __init__(self, client: RolloutClient, sampling: SamplingParams) -> None:
+    def __init__(self, client: ResponseGenerator, sampling: SamplingParams) -> None:
         """sampling: without its limits."""
         self._client = client
         self._sampling = sampling
+        self._in_flight: list[PartialResponse] = []
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The oldest weight version among the tokens of replies in flight; None without any."""
+        return oldest([response.oldest_version for response in self._in_flight])
 
     async def generate(
         self, prompt: np.ndarray, limits: CallLimits, *, seed: int, routes_start: int
@@ -36,7 +43,11 @@ class ServerGenerator:
         """See `Generator.generate`."""
         sampling = _single(self._sampling, limits.max_tokens)
         response = PartialResponse(Prompt(seed, prompt, ""), 0, limits.max_tokens)
-        await self._client.generate(response, sampling, 0, None)
+        self._in_flight.append(response)
+        try:
+            await self._client.generate(response, sampling, 0, None)
+        finally:
+            self._in_flight.remove(response)
         return _generation(response.to_sample(self._client.model, lambda ids: ""), routes_start)
 
 

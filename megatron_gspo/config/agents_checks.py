@@ -9,7 +9,6 @@ from megatron_gspo.config.agents_section import AgentsConfig
 from megatron_gspo.config.algorithm_section import AlgorithmConfig
 from megatron_gspo.config.config_error import ConfigError
 from megatron_gspo.config.data_sections import DataConfig
-from megatron_gspo.config.fields import default_of
 from megatron_gspo.config.rollout_sections import RolloutConfig
 from megatron_gspo.user_code import is_import_path
 
@@ -40,11 +39,6 @@ def check_agents(
     if data.chat_template:
         problem = "the agent writes the messages, and gets the prompt as it is in the data"
         raise ConfigError("data.chat_template", True, problem, "set it to false")
-    for key in ("max_staleness", "oversampling"):
-        if (value := getattr(rollout, key)) != (off := default_of(RolloutConfig, key)):
-            problem = "a run of an agent starts and ends within one step"
-            fix = f"set it to {off:g}, or remove the section agents"
-            raise ConfigError(f"rollout.{key}", value, problem, fix)
 
 
 def _check_off(agents: AgentsConfig) -> None:

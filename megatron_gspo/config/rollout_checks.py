@@ -115,15 +115,6 @@ def check_environment(
     if data.verifier is not None:
         problem = "has no effect with rollout.environment, which scores the episodes"
         raise ConfigError("data.verifier", data.verifier, problem, "remove one of the two")
-    for key in ("max_staleness", "oversampling"):
-        if (value := getattr(rollout, key)) != (off := default_of(RolloutConfig, key)):
-            problem = "an episode starts and ends within one step"
-            raise ConfigError(
-                f"rollout.{key}",
-                value,
-                problem,
-                f"set it to {off:g}, or remove rollout.environment",
-            )
 
 
 def _check_turns(algorithm: AlgorithmConfig) -> None:

@@ -5,115 +5,128 @@ In-process engines run them through `EpisodeEngine`.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-import numpy as np
-
 from megatron_gspo.config import SamplingParams
-from megatron_gspo.data.sample import Prompt
-from megatron_gspo.data.sample_batch import SampleBatch
+from megatron_gspo.data.sample import Prompt, Sample
+from megatron_gspo.environments.environment import StepRequest
 from megatron_gspo.environments.episodes import (
-    ConcurrentEpisodes,
     Encode,
     Environments,
     Episode,
     EpisodeRules,
-    Request,
     make_episodes,
 )
-from megatron_gspo.rollout.group_source import GenerateOnCollect, Weights
-from megatron_gspo.rollout.server_engine.request_stream import RequestStream
-from megatron_gspo.rollout.server_source import ServerSource
+from megatron_gspo.rewards.worker import Reply
+from megatron_gspo.rollout.server_engine.open_group import OpenGroup, oldest
+from megatron_gspo.rollout.server_engine.partial_response import PartialResponse
+from megatron_gspo.rollout.server_engine.response_generator import ResponseGenerator
 
 
-class EpisodeServerSource(GenerateOnCollect):
-    """`GroupSource` whose samples are episodes on servers; runs them in `collect`.
+class EpisodeGroups:
+    """`GroupKind` whose samples are episodes. Steps of environments that are due at the same time
+    run together, in the environments' workers."""
 
-    Each client runs its share. An episode continues as soon as its own response is finished.
-    """
-
-    def __init__(
-        self, servers: ServerSource, environments: Environments, encode: Encode, rules: EpisodeRules
-    ) -> None:
+    def __init__(self, environments: Environments, encode: Encode, rules: EpisodeRules) -> None:
         """encode: text to token ids. rules: limits of an episode."""
-        super().__init__()
-        self.engine_name = servers.engine_name
-        self._servers = servers
         self._environments = environments
         self._encode = encode
         self._rules = rules
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="environments")
+        self._waiting: list[tuple[StepRequest, asyncio.Future[Reply]]] = []
+        self._stepping: asyncio.Task[None] | None = None
 
-    def generate(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams, *, seed: int
-    ) -> SampleBatch:
-        """See `GroupSource.generate`; a sample is an episode."""
-        self._servers.restore_memory()
-        share = self._servers.own_share(prompts)
-        requested = [prompts[i] for i in share]
-        episodes = make_episodes(requested, sampling, self._rules, self._encode, seed=seed)
-        run = _EpisodeRun(episodes, self._environments, sampling, seed)
-        self._servers.on_clients(lambda client: run.begin(client.stream()))
-        while self._servers.round(run.advance):
-            pass
-        return self._servers.checked(
-            [episode.sample() for episode in episodes], share, prompts, sampling
-        )
+    def open(
+        self, client: ResponseGenerator, prompt: Prompt, sampling: SamplingParams, seed: int
+    ) -> OpenGroup:
+        """See `GroupKind.open`."""
+        episodes = make_episodes([prompt], sampling, self._rules, self._encode, seed=seed)
+        return EpisodeGroup(self, client, episodes, sampling, seed)
 
-    def update_weights(self, weights: Weights, *, version: int) -> None:
-        """See `GroupSource.update_weights`."""
-        self._servers.update_weights(weights, version=version)
+    async def close(self) -> None:
+        """See `GroupKind.close`."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
 
-    def pause(self, *, keep: bool) -> None:
-        """See `GroupSource.pause`; no request is in flight between calls."""
-        if not keep:
-            self._requests.clear()
-        self._servers.pause(keep=keep)
+    async def step(self, request: StepRequest) -> Reply:
+        """An environment's reply."""
+        loop = asyncio.get_running_loop()
+        reply: asyncio.Future[Reply] = loop.create_future()
+        self._waiting.append((request, reply))
+        if self._stepping is None or self._stepping.done():
+            self._stepping = loop.create_task(self._step_all())
+        return await reply
 
-    def score(self, sequences: Sequence[np.ndarray]) -> dict[str, list[np.ndarray]]:
-        """See `GroupSource.score`."""
-        return self._servers.score(sequences)
+    async def _step_all(self) -> None:
+        """Step environments until none waits."""
+        loop = asyncio.get_running_loop()
+        while self._waiting:
+            steps = self._waiting
+            self._waiting = []
+            requests = [request for request, _ in steps]
+            try:
+                replies = await loop.run_in_executor(
+                    self._executor, self._environments.step, requests
+                )
+            except Exception as error:  # every episode of the batch gets it
+                for _, reply in steps:
+                    if not reply.done():
+                        reply.set_exception(error)
+                continue
+            for (_, reply), answer in zip(steps, replies, strict=True):
+                if not reply.done():
+                    reply.set_result(answer)
 
-    def metrics(self) -> dict[str, float]:
-        """See `GroupSource.metrics`."""
-        return self._servers.metrics()
 
-    def close(self) -> None:
-        """Close the servers' source."""
-        self._servers.close()
-
-
-class _EpisodeRun:
-    """A client's episodes of one `generate`."""
+class EpisodeGroup:
+    """The episodes of one prompt; each continues as soon as its own response is finished."""
 
     def __init__(
         self,
-        episodes: Sequence[Episode],
-        environments: Environments,
+        kind: EpisodeGroups,
+        client: ResponseGenerator,
+        episodes: list[Episode],
         sampling: SamplingParams,
         seed: int,
     ) -> None:
+        self._kind = kind
+        self._client = client
         self._episodes = episodes
-        self._environments = environments
         self._sampling = sampling
         self._seed = seed
+        self._responses: dict[Episode, PartialResponse] = {}
 
-    def begin(self, stream: RequestStream) -> None:
-        """Request every episode's first response."""
-        self._stream = stream
-        self._running = ConcurrentEpisodes(self._episodes, self._start, self._environments)
+    @property
+    def oldest_version(self) -> int | None:
+        """See `OpenGroup.oldest_version`."""
+        versions = [episode.oldest_version for episode in self._episodes]
+        in_flight = [response.oldest_version for response in self._responses.values()]
+        return oldest([*versions, *in_flight])
 
-    def advance(self, seconds: float) -> bool:
-        """Run for at most `seconds`, but for steps of environments; whether episodes are left."""
-        end = time.monotonic() + seconds
-        while not self._running.done and (left := end - time.monotonic()) > 0:
-            finished = self._stream.take_tickets(1, patience=left)
-            self._running.add_responses([(ticket, samples[0]) for ticket, samples in finished])
-        return not self._running.done
+    async def play(self) -> None:
+        """See `OpenGroup.play`."""
+        await asyncio.gather(*map(self._play, self._episodes))
 
-    def _start(self, request: Request) -> int:
-        sampling = replace(
-            self._sampling, n_samples_per_prompt=1, max_response_length=request.limit
-        )
-        return self._stream.start([request.prompt], sampling, seed=self._seed)[0]
+    async def _play(self, episode: Episode) -> None:
+        while (request := episode.next_request()) is not None:
+            sampling = replace(
+                self._sampling, n_samples_per_prompt=1, max_response_length=request.limit
+            )
+            response = PartialResponse(request.prompt, 0, request.limit)
+            self._responses[episode] = response
+            await self._client.generate(response, sampling, self._seed, None)
+            episode.add_response(response.to_sample(self._client.model, self._client.decode))
+            del self._responses[episode]
+            step = episode.step_request
+            if step is not None:
+                episode.add_reply(await self._kind.step(step))
+
+    def samples(self) -> list[Sample]:
+        """See `OpenGroup.samples`."""
+        return [episode.sample() for episode in self._episodes]
+
+    def discard(self) -> int:
+        """See `OpenGroup.discard`."""
+        in_flight = sum(response.reset() for response in self._responses.values())
+        return in_flight + sum(episode.generated_length for episode in self._episodes)

@@ -22,7 +22,6 @@ from megatron_gspo.config import SamplingParams
 from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.data.turn_spans import Span, with_spans
 from megatron_gspo.environments.environment import StepRequest
-from megatron_gspo.errors import EngineError
 from megatron_gspo.rewards.scorer import FAILURE
 from megatron_gspo.rewards.worker import Reply
 from megatron_gspo.rollout.engine_protocol import RolloutEngine
@@ -108,6 +107,17 @@ class Episode:
     def length(self) -> int:
         """Response tokens so far."""
         return sum(len(segment.tokens) for segment in self._segments)
+
+    @property
+    def generated_length(self) -> int:
+        """Tokens of its responses so far."""
+        return sum(span.end - span.start for span in self._spans)
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The oldest weight version among its responses' tokens; None if it has none."""
+        versions = [segment.versions.min() for segment in self._segments if len(segment.versions)]
+        return int(min(versions)) if versions else None
 
     def next_request(self) -> Request | None:
         """The next response to generate; None if the episode is over or the environment's step
@@ -343,49 +353,6 @@ def step_environments(episodes: Sequence[Episode], environments: Environments) -
     replies = environments.step(requests)
     for episode, reply in zip(waiting, replies, strict=True):
         episode.add_reply(reply)
-
-
-class ConcurrentEpisodes:
-    """Episodes that each continue as soon as their own response is finished.
-
-    start: sends a request to an engine and returns its ticket. Call `add_responses` until `done`.
-    """
-
-    def __init__(
-        self,
-        episodes: Sequence[Episode],
-        start: Callable[[Request], int],
-        environments: Environments,
-    ) -> None:
-        self._start = start
-        self._environments = environments
-        self._in_flight: dict[int, Episode] = {}
-        self._begin(episodes)
-
-    @property
-    def done(self) -> bool:
-        """Whether all episodes are over."""
-        return not self._in_flight
-
-    def add_responses(self, finished: Sequence[tuple[int, Sample]]) -> None:
-        """Continue episodes. finished: (ticket, sample) of finished requests, in any order."""
-        episodes = []
-        for ticket, sample in finished:
-            if ticket not in self._in_flight:
-                raise EngineError(
-                    f"the engine returned a sample for request {ticket}, which is not in flight"
-                )
-            episode = self._in_flight.pop(ticket)
-            episode.add_response(sample)
-            episodes.append(episode)
-        step_environments(episodes, self._environments)
-        self._begin(episodes)
-
-    def _begin(self, episodes: Sequence[Episode]) -> None:
-        for episode in episodes:
-            request = episode.next_request()
-            if request is not None:
-                self._in_flight[self._start(request)] = episode
 
 
 def make_episodes(

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_gspo.agents.agent_host import AgentHost
 from megatron_gspo.agents.agent_run import RunLimits
-from megatron_gspo.agents.agent_source import AgentEngine, AgentServerSource
+from megatron_gspo.agents.agent_source import AgentEngine, AgentGroups
 from megatron_gspo.agents.rendering import PackageRendering, Rendering, TemplateRendering
 from megatron_gspo.agents.run_verifier import RunVerifier
 from megatron_gspo.agents.runner import AgentProgram, function_program
@@ -22,7 +22,7 @@ from megatron_gspo.config import Config, ConfigError
 from megatron_gspo.config.server_urls import is_loopback
 from megatron_gspo.environments.environment_pool import EnvironmentPool
 from megatron_gspo.environments.episode_engine import EpisodeEngine
-from megatron_gspo.environments.episode_source import EpisodeServerSource
+from megatron_gspo.environments.episode_source import EpisodeGroups
 from megatron_gspo.environments.episodes import EpisodeRules
 from megatron_gspo.errors import first_line
 from megatron_gspo.loop.weight_handles import handle_sources
@@ -40,6 +40,7 @@ from megatron_gspo.rollout.engine_protocol import RolloutEngine, end_tokens
 from megatron_gspo.rollout.group_source import GroupSource, engine_name
 from megatron_gspo.rollout.in_process_source import InProcessSource
 from megatron_gspo.rollout.response_text import ResponseDecoder
+from megatron_gspo.rollout.server_engine.open_group import RESPONSES, GroupKind
 from megatron_gspo.rollout.server_engine.rollout_client import RolloutClient
 from megatron_gspo.rollout.server_engine.server_api import ServedModel
 from megatron_gspo.rollout.server_kinds import SERVER_KINDS
@@ -103,14 +104,13 @@ def build_sources(
             return training, None
         return training, in_process(given) if supervised else training
     if config.rollout.engine in SERVER_KINDS:
-        servers = _server_source(config, shape, tokenizer)
+        kind = RESPONSES
         if config.agents.is_on:
-            runs = AgentServerSource(servers, agent_host(config, shape, tokenizer))
-            return runs, runs
-        if environments is None:
-            return servers, servers
-        episodes = EpisodeServerSource(servers, environments, encode, episode_rules(config))
-        return episodes, episodes
+            kind = AgentGroups(agent_host(config, shape, tokenizer))
+        elif environments is not None:
+            kind = EpisodeGroups(environments, encode, episode_rules(config))
+        servers = _server_source(config, shape, tokenizer, kind)
+        return servers, servers
     demonstrations = DemonstrationEngine(encode, tokenizer.eos_token_id)
     held_out = in_process(embedded_engine(config, shape, tokenizer)) if evaluates else None
     return in_process(demonstrations, plays=False), held_out
@@ -177,7 +177,9 @@ def episode_rules(config: Config) -> EpisodeRules:
     return EpisodeRules(rollout.max_turns, longest, rollout.max_turn_length)
 
 
-def _server_source(config: Config, shape: ModelShape, tokenizer: Any) -> ServerSource:
+def _server_source(
+    config: Config, shape: ModelShape, tokenizer: Any, kind: GroupKind
+) -> ServerSource:
     rank = dist.get_rank()
     clients = client_ranks(config)
     servers = config.servers
@@ -229,6 +231,7 @@ def _server_source(config: Config, shape: ModelShape, tokenizer: Any) -> ServerS
         sync,
         servers,
         groups_per_step=config.rollout.rollout_batch_size,
+        kind=kind,
         log=log_servers,
     )
     try:

@@ -4,9 +4,10 @@ samples of one prompt.
 The samples of a group are consecutive in a batch. They are on the rank that generated or received
 them; every rank has their rows (`SampleBatch`).
 
-Engines in the trainer's processes (`InProcessSource`), inference servers (`ServerSource`) and
-multi-turn episodes over both (`environments.episode_source`) follow the same protocol; the loop
-treats them alike.
+Engines in the trainer's processes (`InProcessSource`) and inference servers (`ServerSource`) follow
+the same protocol; the loop treats them alike. A sample is a response, an episode with an
+environment, or a run of an agent: engines that wrap the one in the processes make these, and on
+servers a `GroupKind`.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ from megatron_gspo.parallel.typed_messages import Type
 from megatron_gspo.rollout.group_source import Weights, check_count
 from megatron_gspo.rollout.sample_checks import check_samples
 from megatron_gspo.rollout.sample_exchange import split_prompts
+from megatron_gspo.rollout.server_engine.open_group import RESPONSES, GroupKind
 from megatron_gspo.rollout.server_engine.request_stream import (
     RequestStream,
     WeightsNeeded,
@@ -68,11 +69,12 @@ class ServerSource:
         config: ServerConfig,
         *,
         groups_per_step: int,
+        kind: GroupKind = RESPONSES,
         log: Callable[[str], None] = logger.info,
     ) -> None:
         """client: on the ranks `clients`, of which 0 is the first. sync: sends the weights.
         groups_per_step: groups that a step trains on, from which `collect` computes which groups
-        become too old. log: takes lines about the servers, on rank 0.
+        become too old. kind: what a group is. log: takes lines about the servers, on rank 0.
         """
         self.engine_name = _ENGINE_NAME
         self.groups_per_step = groups_per_step
@@ -80,6 +82,7 @@ class ServerSource:
         self._clients = tuple(clients)
         self._sync = sync
         self._config = config
+        self.kind = kind
         self._log = log
         self._training = _Requests(self)
         self._weights: Weights | None = None
@@ -332,7 +335,7 @@ class _Requests:
         share = self._source.own_share(prompts, seed)
 
         def start(client: RolloutClient) -> None:
-            self._stream = self._stream or client.stream()
+            self._stream = self._stream or client.stream(self._source.kind)
             tickets = self._stream.start([prompts[i] for i in share], sampling, seed=seed)
             for i, ticket in zip(share, tickets, strict=True):
                 self._stream_tickets[first + i] = ticket

@@ -40,7 +40,8 @@ def test_a_run_with_branches_is_one_sequence() -> None:
     segment_ids = torch.from_numpy(np.repeat([number for number, _ in row_of_run], lengths))
     mask = torch.from_numpy(np.concatenate([row.loss_mask for _, row in row_of_run]))
     old = torch.from_numpy(np.concatenate([row.log_probs for _, row in row_of_run])).double()
-    new = (old + 0.01 * torch.randn(len(old), dtype=torch.float64)).requires_grad_()
+    moved = torch.from_numpy(rng.normal(scale=0.01, size=len(old)))
+    new = (old + moved).requires_grad_()
     advantages = torch.tensor([0.9, -0.3, -0.6], dtype=torch.float64)
     objective = preset("gspo", epsilon_low=0.001, epsilon_high=0.001)
     loss, _ = policy_loss(

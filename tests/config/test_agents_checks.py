@@ -23,7 +23,6 @@ AGENT = "agents.command=[python, agent.py]"
         ([AGENT, ENVIRONMENT], "rollout.environment = ", "remove one of them"),
         ([AGENT, *SFT], 'algorithm.name = "sft":', "remove the section agents"),
         ([AGENT, "data.chat_template=true"], "data.chat_template = true:", "set it to false"),
-        ([AGENT, "rollout.oversampling=1.5"], "rollout.oversampling = 1.5:", "set it to 1"),
         (
             [AGENT, "algorithm.turn_discount=0.5"],
             "algorithm.turn_discount = 0.5:",

@@ -52,7 +52,6 @@ SERVERS = ["rollout.engine=sglang", "sglang.num_servers=1"]
             'data.verifier = "exact_match":',
             "remove one",
         ),
-        ([ENVIRONMENT, "rollout.oversampling=1.5"], "rollout.oversampling = 1.5:", "set it to 1"),
         (
             [ENVIRONMENT, "algorithm.turn_discount=0.5"],
             "algorithm.turn_discount = 0.5:",

@@ -1,99 +1,109 @@
-"""Groups of episodes on servers: rank 0 runs them, every rank gets the samples or the error."""
+"""Groups of episodes on servers: each episode continues by itself, across weight updates."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 import pytest
 
 from megatron_gspo.config import SamplingParams
-from megatron_gspo.data.sample import Prompt
+from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.environments.episode_engine import EpisodeEngine
-from megatron_gspo.environments.episode_source import EpisodeServerSource
+from megatron_gspo.environments.episode_source import EpisodeGroups
 from megatron_gspo.environments.episodes import EpisodeRules
-from megatron_gspo.errors import SharedEngineError
-from tests.rollout.test_server_source import METRICS
-from tests.support.distributed import run_distributed
-from tests.support.random_samples import all_samples, assert_same
-from tests.support.scripted_engine import ScriptedEngine, ScriptedResponse
+from megatron_gspo.rollout.server_engine.request_stream import RequestStream
+from tests.support.random_samples import assert_same
 from tests.support.scripted_episodes import Depends, encode
-from tests.support.scripted_servers import (
-    PROMPTS,
-    ScriptedServers,
-    collective_weights,
-    server_source,
-)
+from tests.support.sglang_generator import Generator as ScriptedServer
+from tests.support.sglang_generator import Setup, prompts
+from tests.support.waiting import wait_for
 
 RULES = EpisodeRules(max_turns=3, max_length=60, max_turn_length=6)
 SAMPLING = SamplingParams(n_samples_per_prompt=2, max_response_length=30)
 
 
-def response(prompt: Prompt, number: int, seed: int) -> ScriptedResponse:
-    """Depends on the episode so far and the turn."""
-    return ScriptedResponse(
-        [5 + prompt.index % 7, 6 + prompt.length % 11, 7 + seed, 1], [-0.5] * 4, text="word"
-    )
+class TokenRule:
+    """An engine with the token rule of the scripted server."""
+
+    def generate(
+        self, questions: Sequence[Prompt], sampling: SamplingParams, *, seed: int
+    ) -> list[Sample]:
+        return [self._sample(question, sampling.max_response_length) for question in questions]
+
+    def _sample(self, question: Prompt, count: int) -> Sample:
+        tokens = [10 + (question.length + j) % 50 for j in range(count)]
+        return Sample(
+            prompt_index=question.index,
+            sample_index=0,
+            tokens=np.concatenate([question.token_ids, tokens]),
+            prompt_length=question.length,
+            loss_mask=np.ones(count, dtype=bool),
+            rollout_log_probs=-np.array(tokens, dtype=np.float32) / 8,
+            finish_reason="length",
+            text=str(tokens),
+            weight_version=3,
+            token_versions=np.full(count, 3, dtype=np.int32),
+        )
 
 
-class Broken:
-    def step(self, requests):
-        raise ValueError("no environments")
+def stream_of(setup: Setup, environments: Any) -> RequestStream:
+    return setup.client.stream(EpisodeGroups(environments, encode, RULES))
 
 
-def source_on(servers: ScriptedServers | None, environments=None) -> EpisodeServerSource:
-    return EpisodeServerSource(server_source(servers), environments or Depends(), encode, RULES)
-
-
-def collected(rank: int, world: int, lost: bool) -> tuple[list, list[int]]:
-    servers = ScriptedServers(response) if rank == 0 else None
-    source = source_on(servers)
-    source.update_weights(collective_weights, version=2)
-    if servers is not None:
-        servers.lost_weights = lost
-    source.submit(PROMPTS[:3], SAMPLING, seed=4)
-    return all_samples(source.collect(3)), (
-        [version for version, _ in servers.updates] if servers else []
-    )
-
-
-@pytest.mark.parametrize("lost", [False, True])
-def test_episodes_on_servers_are_those_of_an_engine_on_every_rank(lost):
-    engine = ScriptedEngine(response, updates=[(2, {})])
+def test_episodes_on_servers_are_those_of_an_engine() -> None:
+    engine: Any = TokenRule()
     expected = EpisodeEngine(engine, Depends(), encode, RULES).generate(
-        PROMPTS[:3], SAMPLING, seed=4
+        prompts(3), SAMPLING, seed=4
     )
-    (samples, versions), (others, _) = run_distributed(collected, 2, lost)
-    assert versions == ([2, 2] if lost else [2]), "a server that lost the weights gets them again"
-    for one, other, wanted in zip(samples, others, expected, strict=True):
-        assert_same(one, wanted)
-        assert_same(other, wanted)
+    with ScriptedServer() as server, Setup(server.url) as setup:
+        stream = stream_of(setup, Depends())
+        stream.start(prompts(3), SAMPLING, seed=4)
+        samples = [sample for group in stream.take(3) for sample in group]
+    for sample, wanted in zip(samples, expected, strict=True):
+        assert_same(sample, wanted)
     assert len({sample.response_length for sample in expected}) > 1, "episodes of several lengths"
 
 
-def failing(rank: int, world: int) -> str:
-    source = source_on(ScriptedServers(response) if rank == 0 else None, Broken())
-    source.submit(PROMPTS[:1], SAMPLING, seed=0)
-    try:
-        source.collect(1)
-    except SharedEngineError as error:
-        return str(error)
-    return ""
+def test_an_episode_continues_after_a_weight_update() -> None:
+    """The bound on staleness is over its oldest token."""
+    sampling = SamplingParams(n_samples_per_prompt=1, max_response_length=30)
+    with ScriptedServer() as server, Setup(server.url) as setup:
+        stream = stream_of(setup, Depends(turns=1))
+        server.gate = False
+        [ticket] = stream.start(prompts(1), sampling, seed=4)
+        wait_for(lambda: len(server.bodies) == 1)
+        assert stream.progress()[0].oldest_version is None
+        setup.client.interrupt()  # the server returns its first token
+        assert stream.progress()[0].oldest_version == 3
+        server.version = "00c0ffee:4"
+        setup.serve(server.version)
+        server.gate = True
+        [[sample]] = stream.take(1)
+        assert ticket == 0 and sample.token_versions is not None
+        trained = sample.token_versions[sample.loss_mask]
+        assert trained[0] == 3 and set(trained[1:].tolist()) == {4}
 
 
-def test_a_failure_of_the_environments_is_raised_on_every_rank():
-    one, other = run_distributed(failing, 2)
-    assert one == other and "no environments" in one
+def test_a_failure_of_the_environments_is_raised() -> None:
+    class Broken:
+        def step(self, requests: Sequence[Any]) -> list[Any]:
+            raise ValueError("no environments")
+
+    with ScriptedServer() as server, Setup(server.url) as setup:
+        stream = stream_of(setup, Broken())
+        stream.start(prompts(1), SAMPLING, seed=0)
+        with pytest.raises(ValueError, match="no environments"):
+            stream.take(1)
 
 
-def paused(rank: int, world: int) -> list:
-    servers = ScriptedServers(response)
-    source = source_on(servers)
-    source.submit(PROMPTS[:2], SAMPLING, seed=0)
-    source.pause(keep=True)
-    kept = source.pending()
-    source.pause(keep=False)
-    source.close()
-    return [kept, source.pending(), servers.calls, source.metrics(), list(source.score([]))]
-
-
-def test_a_pause_keeps_or_discards_what_is_pending():
-    [found] = run_distributed(paused, 1)
-    assert found == [[0, 1], [], ["close"], METRICS, ["http://a"]]
+def test_discarded_episodes_are_counted() -> None:
+    with ScriptedServer() as server, Setup(server.url) as setup:
+        stream = stream_of(setup, Depends())
+        server.gate = False
+        stream.start(prompts(1), SAMPLING, seed=4)
+        wait_for(lambda: len(server.bodies) == 2)
+        stream.stop(keep=False)
+        assert stream.progress() == []
+        assert setup.client.counts["discarded_tokens"] == 2  # one of each, when interrupted

@@ -10,11 +10,9 @@ from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.data.turn_spans import Span, spans
 from megatron_gspo.environments.episode_engine import EpisodeEngine
 from megatron_gspo.environments.episodes import (
-    ConcurrentEpisodes,
     Episode,
     EpisodeRules,
     Request,
-    make_episodes,
     request_index,
 )
 from megatron_gspo.errors import EngineError
@@ -177,7 +175,7 @@ def test_routes_are_those_of_the_call_that_fed_a_token_first():
     assert sample.missing_routes.tolist() == [False] * 5 + [True] + [False] * 2
 
 
-def test_episodes_do_not_depend_on_their_company_or_their_driver():
+def test_episodes_do_not_depend_on_their_company():
     engine, _ = engine_and_reference()
     rules = EpisodeRules(3, 60, max_turn_length=8)
     sampling = SamplingParams(3, 40)
@@ -192,36 +190,12 @@ def test_episodes_do_not_depend_on_their_company_or_their_driver():
             for question in questions
             for sample in playing.generate([question], sampling, seed=5)
         ],
-        overlapping(engine, questions, sampling, rules),
     ):
         for a, b in zip(other, whole, strict=True):
             np.testing.assert_allclose(a.rollout_log_probs, b.rollout_log_probs, atol=1e-5)
             assert_same(replace(a, rollout_log_probs=b.rollout_log_probs), b)
     again = playing.generate(questions, sampling, seed=6)
     assert any(a.tokens.tolist() != b.tokens.tolist() for a, b in zip(again, whole, strict=True))
-
-
-def overlapping(engine, questions, sampling, rules):
-    """Requests finish in an order of their own: the last begun first."""
-    begun: dict[int, Sample] = {}
-
-    def start(request):
-        one = replace(sampling, n_samples_per_prompt=1, max_response_length=request.limit)
-        [sample] = engine.generate([request.prompt], one, seed=5)
-        begun[len(begun)] = sample
-        return len(begun) - 1
-
-    made = make_episodes(questions, sampling, rules, encode, seed=5)
-    playing = ConcurrentEpisodes(made, start, Depends())
-    fed = set()
-    assert not playing.done
-    while not playing.done:
-        ticket = max(set(begun) - fed)
-        fed.add(ticket)
-        playing.add_responses([(ticket, begun[ticket])])
-    with pytest.raises(EngineError, match="request 0, which is not in flight"):
-        playing.add_responses([(0, begun[0])])
-    return [episode.sample() for episode in made]
 
 
 def test_the_text_of_a_response_that_is_cut_off_is_that_of_its_tokens():

@@ -51,3 +51,20 @@ def test_runs_with_branches_on_two_ranks(urls: list[str], model: str, tmp_path: 
         assert record["staleness/max"] == 0.0
         assert record["rollout/requests"] >= 64
     check_ledger(tmp_path / "run", batch=4, n=4, staleness=0)
+
+
+def test_runs_go_on_while_the_trainer_works(urls: list[str], model: str, tmp_path: Path) -> None:
+    """Over weight updates: a run whose calls are of two versions is trained in time."""
+    steps = run(
+        model,
+        tmp_path / "run",
+        urls,
+        agents=BRANCHING,
+        rollout={"max_response_length": 6, "max_staleness": 1, "overlap": True},
+        data={"verifier": None},
+        training={"steps": 4, "max_tokens_per_micro_batch": 640},
+        evaluation={"at_start": False},
+    )
+    assert [record["staleness/max"] for record in steps] == [0.0, 1.0, 1.0, 1.0]
+    assert steps[0]["mismatch/abs_diff_max"] < AGREEMENT < steps[1]["mismatch/abs_diff_max"]
+    check_ledger(tmp_path / "run", batch=4, n=4, staleness=1)

@@ -59,7 +59,8 @@ def _interrupt_midway(stream: RequestStream) -> list[int]:
     deadline = time.monotonic() + 60
     while True:
         stream.stop(keep=True)
-        found = [response for group in stream._groups.values() for response in group.responses]
+        groups = [started.group for started in stream._groups.values()]
+        found = [response for group in groups for response in group._responses]
         if any(response.num_tokens and not response.finished for response in found):
             return [response.num_tokens for response in found]
         assert time.monotonic() < deadline and not all(each.finished for each in found), (

@@ -16,6 +16,7 @@ from megatron_gspo.config import SamplingParams, ServerConfig
 from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.parallel.rank_zero import run_on_rank_zero
 from megatron_gspo.rollout.group_source import Weights
+from megatron_gspo.rollout.server_engine.open_group import GroupKind
 from megatron_gspo.rollout.server_engine.request_stream import Progress, WeightsNeeded
 from megatron_gspo.rollout.server_engine.rollout_client import PoolState
 from megatron_gspo.rollout.server_engine.server_api import ServedModel
@@ -60,7 +61,7 @@ class ScriptedServers(ScriptedEngine):
         self.followed.append(state)
         self.updates.append((state.training_version, {}))
 
-    def stream(self) -> ScriptedStream:
+    def stream(self, kind: GroupKind) -> ScriptedStream:
         return ScriptedStream(self)
 
     def wait_for_server(self, seconds: float) -> bool:
@@ -140,11 +141,6 @@ class ScriptedStream:
     def remove(self, tickets: Sequence[int]) -> list[list[Sample]]:
         assert set(tickets) <= self.finished, "only finished groups are taken"
         return [self.groups.pop(ticket) for ticket in tickets]
-
-    def take_tickets(self, count: int, *, patience: float) -> list[tuple[int, list[Sample]]]:
-        self.wait(patience)
-        ticket = max(self.groups)
-        return [(ticket, *self.remove([ticket]))]
 
     def stop(self, *, keep: bool) -> None:
         self.engine.calls.append(f"stop keep={keep}")

@@ -14,7 +14,7 @@ from megatron_gspo.rollout.server_engine.server_api import ResponsePart, ServedM
 from megatron_gspo.routing_replay.routes import as_routes
 
 
-@dataclass
+@dataclass(eq=False)
 class PartialResponse:
     """A response to `prompt`, as far as it is generated. max_tokens: largest length of the
     response.

@@ -1,5 +1,4 @@
-"""Groups of responses in flight: started in one call, taken in others as they finish, across weight
-updates.
+"""Groups in flight: started in one call, taken in others as they finish, across weight updates.
 
 A started group is taken exactly once, or discarded by `stop`. Requests run in the event loop of the
 HTTP clients; the methods of `RequestStream` are called from the training thread.
@@ -17,13 +16,9 @@ from typing import NamedTuple, Protocol, TypeVar
 
 from megatron_gspo.config import SamplingParams
 from megatron_gspo.data.sample import Prompt, Sample
-from megatron_gspo.rollout.server_engine.partial_response import PartialResponse
+from megatron_gspo.rollout.server_engine.open_group import RESPONSES, GroupKind, OpenGroup
 from megatron_gspo.rollout.server_engine.response_generator import ResponseGenerator
-from megatron_gspo.rollout.server_engine.server_api import ServedModel
-from megatron_gspo.rollout.server_engine.server_pool import (
-    NoServerError,
-    PooledServer,
-)
+from megatron_gspo.rollout.server_engine.server_pool import NoServerError
 
 _POLL_SECONDS = 0.5  # between two checks of the pool while no group finishes
 
@@ -60,44 +55,36 @@ class Progress(NamedTuple):
 
 
 @dataclass
-class GroupRequest:
-    """The responses of one prompt. ticket: its number in the order of `RequestStream.start`."""
+class _Started:
+    """A group that was started. ticket: its number in the order of `RequestStream.start`."""
 
     ticket: int
-    prompt: Prompt
-    responses: list[PartialResponse]
-    sampling: SamplingParams
-    seed: int
-    task: asyncio.Task | None = None
+    group: OpenGroup
+    task: asyncio.Task[None] | None = None
     finished: bool = False
-
-    @property
-    def oldest_version(self) -> int | None:
-        """The oldest weight version among its tokens; None if it has no tokens."""
-        versions = (response.oldest_version for response in self.responses)
-        return min((version for version in versions if version is not None), default=None)
 
 
 class RequestStream:
     """The groups of one client, as the module says."""
 
-    def __init__(self, client: ResponseGenerator) -> None:
+    def __init__(self, client: ResponseGenerator, kind: GroupKind = RESPONSES) -> None:
+        """kind: what a group is."""
         self._client = client
+        self._kind = kind
         self._loop = client.loop
-        self._groups: dict[int, GroupRequest] = {}
+        self._groups: dict[int, _Started] = {}
         self._num_tickets = 0
         self._changed = asyncio.Event()
         self._failure: BaseException | None = None
         self._no_server_since: float | None = None  # kept between calls of `take`
 
     def start(self, prompts: Sequence[Prompt], sampling: SamplingParams, *, seed: int) -> list[int]:
-        """Start a group of responses to each prompt; returns at once, with the ticket of each
-        group.
+        """Start a group for each prompt; returns at once, with the ticket of each group.
 
-        Raises ValueError for a prompt that the model can't take; its ids are not sent.
+        Raises ValueError for a prompt that the model can't take; nothing is sent then.
         """
-        check_prompts(prompts, sampling, self._client.model)
-        return self._loop.run(self._start(prompts, sampling, seed))
+        groups = [self._kind.open(self._client, prompt, sampling, seed) for prompt in prompts]
+        return self._loop.run(self._start(groups))
 
     def take(self, count: int, *, patience: float | None = None) -> list[list[Sample]]:
         """`count` finished groups, those started first in front; each with its samples in order.
@@ -115,8 +102,8 @@ class RequestStream:
         """As `take`, with the ticket of each group."""
         if count > len(self._groups):
             raise ValueError(f"take({count}): only {len(self._groups)} groups were started")
-        groups = self._loop.run(self._take(count, patience))
-        return [(group.ticket, self._samples(group)) for group in groups]
+        taken = self._loop.run(self._take(count, patience))
+        return [(started.ticket, started.group.samples()) for started in taken]
 
     def progress(self) -> list[Progress]:
         """How far each group is that was not taken."""
@@ -130,62 +117,38 @@ class RequestStream:
         """
         self._loop.run(self._wait_for_change(seconds))
 
-    def check_servers(self) -> None:
-        """Raise as `take` if no server can answer, on behalf of requests that are not of the
-        stream, and start requests again if they are paused."""
-        self._loop.run(self._resume_and_check())
-
     def remove(self, tickets: Sequence[int]) -> list[list[Sample]]:
         """Take these groups, which are finished."""
         self._no_server_since = None
-        return [self._samples(self._groups.pop(ticket)) for ticket in tickets]
-
-    def _samples(self, group: GroupRequest) -> list[Sample]:
-        return [
-            response.to_sample(self._client.model, self._client.decode)
-            for response in group.responses
-        ]
+        return [self._groups.pop(ticket).group.samples() for ticket in tickets]
 
     def stop(self, *, keep: bool) -> None:
-        """Interrupt generation. keep: partial responses continue after the next update or `take`.
+        """Interrupt generation. keep: groups continue after the next update or `take`.
         Otherwise all groups that were not taken, finished or not, are discarded.
         """
         self._loop.run(self._stop(keep))
 
-    async def _start(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams, seed: int
-    ) -> list[int]:
+    async def _start(self, groups: Sequence[OpenGroup]) -> list[int]:
         tickets = []
-        for prompt in prompts:
-            samples = range(sampling.n_samples_per_prompt)
-            length = sampling.max_response_length
-            responses = [PartialResponse(prompt, i, length) for i in samples]
-            group = GroupRequest(self._num_tickets, prompt, responses, sampling, seed)
-            self._groups[group.ticket] = group
-            group.task = asyncio.ensure_future(self._generate(group))
-            tickets.append(group.ticket)
+        for group in groups:
+            started = _Started(self._num_tickets, group)
+            self._groups[started.ticket] = started
+            started.task = asyncio.ensure_future(self._play(started))
+            tickets.append(started.ticket)
             self._num_tickets += 1
         return tickets
 
-    async def _generate(self, group: GroupRequest) -> None:
+    async def _play(self, started: _Started) -> None:
         try:
-            preferred: PooledServer | None = None
-            if len(group.responses) > 1:
-                preferred = await self._client.prefill(group.prompt.token_ids.tolist())
-            await asyncio.gather(
-                *(
-                    self._client.generate(each, group.sampling, group.seed, preferred)
-                    for each in group.responses
-                )
-            )
-            group.finished = True
+            await started.group.play()
+            started.finished = True
         except asyncio.CancelledError:
             raise
         except BaseException as error:
             self._failure = self._failure or error
         self._changed.set()
 
-    async def _take(self, count: int, patience: float | None) -> list[GroupRequest]:
+    async def _take(self, count: int, patience: float | None) -> list[_Started]:
         pool = self._client.pool
         end = math.inf if patience is None else time.monotonic() + patience
         if pool.paused:
@@ -209,8 +172,8 @@ class RequestStream:
     async def _progress(self) -> list[Progress]:
         self._changed.clear()
         return [
-            Progress(group.ticket, group.finished, group.oldest_version)
-            for group in self._groups.values()
+            Progress(started.ticket, started.finished, started.group.oldest_version)
+            for started in self._groups.values()
         ]
 
     async def _wait_for_change(self, seconds: float) -> None:
@@ -221,11 +184,6 @@ class RequestStream:
             await self._wait(seconds)
         if self._failure is not None:
             raise self._failure
-
-    async def _resume_and_check(self) -> None:
-        if self._client.pool.paused:
-            await self._client.pool.resume()
-        self._check_servers(time.monotonic())
 
     def _check_servers(self, now: float) -> None:
         """Raise if the groups cannot finish without a weight update, or no server has responded
@@ -253,14 +211,12 @@ class RequestStream:
         if keep:
             return
         dropped = list(self._groups.values())
-        tasks = [group.task for group in dropped if group.task is not None]
+        tasks = [started.task for started in dropped if started.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for group in dropped:
-            self._client.counts["discarded_tokens"] += sum(
-                response.reset() for response in group.responses
-            )
+        for started in dropped:
+            self._client.counts["discarded_tokens"] += started.group.discard()
         self._groups.clear()
         await self._client.pool.resume()
 
@@ -293,20 +249,3 @@ def select_groups(groups: Sequence[G], count: int, oldest: int | None, per_step:
         reserved += missing - len(ready)
     others = [group for group in finished if group.ticket not in chosen]
     return [*chosen.values(), *others[: count - reserved - len(chosen)]]
-
-
-def check_prompts(prompts: Sequence[Prompt], sampling: SamplingParams, model: ServedModel) -> None:
-    """Raise ValueError for prompts that the model can't take."""
-    longest = model.shape.max_position_embeddings
-    for prompt in prompts:
-        prompt.check()
-        if (largest := int(prompt.token_ids.max())) >= model.vocab_size:
-            raise ValueError(
-                f"prompt {prompt.index}: token id {largest} is outside the vocabulary of "
-                f"{model.vocab_size}: use the model's own tokenizer"
-            )
-        if prompt.length + sampling.max_response_length > longest:
-            raise ValueError(
-                f"prompt {prompt.index}: {prompt.length} tokens + max_response_length="
-                f"{sampling.max_response_length} exceed the {longest} positions of the model"
-            )

@@ -18,6 +18,7 @@ import numpy as np
 
 from megatron_gspo.config import ServerConfig
 from megatron_gspo.errors import EngineError, first_line
+from megatron_gspo.rollout.server_engine.open_group import RESPONSES, GroupKind
 from megatron_gspo.rollout.server_engine.request_stream import RequestStream
 from megatron_gspo.rollout.server_engine.response_generator import ResponseGenerator
 from megatron_gspo.rollout.server_engine.server_api import (
@@ -92,6 +93,7 @@ class RolloutClient(ResponseGenerator):
         start = number * len(urls) // count  # clients begin with different servers
         config = replace(config, max_concurrent_requests=limit)
         self.memory_released = False
+        self._kinds: list[GroupKind] = []
         self._log = log
         self._owner = number == 0
         self._processes = processes
@@ -105,9 +107,11 @@ class RolloutClient(ResponseGenerator):
         super().__init__(loop, pool, model, api, decode, config)
         self._monitor = self._start_monitor()
 
-    def stream(self) -> RequestStream:
-        """A new stream of groups."""
-        return RequestStream(self)
+    def stream(self, kind: GroupKind = RESPONSES) -> RequestStream:
+        """A new stream of groups. kind: what a group is."""
+        if kind not in self._kinds:
+            self._kinds.append(kind)
+        return RequestStream(self, kind)
 
     def reports(self) -> np.ndarray:
         """[2, servers] int64, by URL ascending: whether requests are in flight, and whether one
@@ -339,6 +343,8 @@ class RolloutClient(ResponseGenerator):
         """End the requests, and stop the started servers. May be called again."""
         self._monitor.cancel()
         if not self.session.closed:
+            for kind in self._kinds:
+                self.loop.run(kind.close())
             self.loop.run(self.session.close())
         self.loop.close()
         if self._processes is not None:

@@ -9,6 +9,7 @@ import math
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -17,12 +18,7 @@ from aiohttp import web
 from megatron_gspo.config import SamplingParams
 from megatron_gspo.data.sample import Prompt
 from megatron_gspo.errors import EngineError
-from megatron_gspo.rollout.server_engine.partial_response import PartialResponse
-from megatron_gspo.rollout.server_engine.request_stream import (
-    GroupRequest,
-    WeightsNeeded,
-    select_groups,
-)
+from megatron_gspo.rollout.server_engine.request_stream import WeightsNeeded, select_groups
 from megatron_gspo.rollout.server_engine.server_pool import NoServerError
 from tests.support.sglang_generator import SAMPLING, Generator, Setup, expected, prompts
 from tests.support.waiting import wait_for
@@ -37,7 +33,7 @@ def take_due(setup: Setup, count: int, oldest: int | None, seconds: float = 20.0
     deadline = time.monotonic() + seconds
     while True:
         setup.stream.wait(0.02)
-        groups = list(setup.stream._groups.values())
+        groups = list(setup.stream.progress())
         chosen = select_groups(groups, count, oldest, count)
         if len(chosen) == count or time.monotonic() > deadline:
             return indices(setup.stream.remove([group.ticket for group in chosen]))
@@ -76,7 +72,7 @@ def test_what_is_kept_goes_on_where_it_was(server):
         setup.stream.start(wanted, SAMPLING, seed=1)
         interrupted(setup, server, "00c0ffee:4")
         assert server.aborts >= 1
-        assert [group.oldest_version for group in setup.stream._groups.values()] == [3, 3]
+        assert [group.oldest_version for group in setup.stream.progress()] == [3, 3]
         setup.waiting = 8
         interrupted(setup, server, "00c0ffee:6")
         server.gate = True
@@ -213,16 +209,19 @@ def test_a_prompt_that_leaves_no_room(server):
         assert indices(setup.stream.take(1)) == [0]
 
 
-def group_of(ticket: int, version: int | None, *, done: bool) -> GroupRequest:
-    prompt = Prompt(ticket, np.arange(3), "")
-    partial = PartialResponse(prompt, 0, 4, versions=[] if version is None else [version])
-    return GroupRequest(ticket, prompt, [partial], SAMPLING, 1, finished=done)
+@dataclass(eq=False)
+class Group:
+    """How far a group is; see `GroupProgress`."""
+
+    ticket: int
+    oldest_version: int | None
+    finished: bool
 
 
 def test_who_goes_now_so_that_nobody_is_too_old_later():
     """Version 3 is the oldest that may be taken, later steps take two groups each."""
     given = [(4, True), (5, True), (4, True), (4, False), (4, True), (None, False)]
-    groups = [group_of(i, version, done=done) for i, (version, done) in enumerate(given)]
+    groups = [Group(i, version, done) for i, (version, done) in enumerate(given)]
 
     def taken(count: int, oldest: int | None) -> list[int]:
         return [group.ticket for group in select_groups(groups, count, oldest, 2)]
@@ -258,13 +257,13 @@ def test_no_order_of_finishing_breaks_the_bound(staleness, oversampling, overlap
     size = 3
     for seed in range(6):
         rng = np.random.default_rng(seed)
-        pending: list[GroupRequest] = []
+        pending: list[Group] = []
         tickets = itertools.count()
 
         def begin(count: int, version: int, pending=pending, tickets=tickets, rng=rng) -> None:
             while len(pending) < count:
                 pending.append(
-                    group_of(next(tickets), version if rng.random() < 0.9 else None, done=False)
+                    Group(next(tickets), version if rng.random() < 0.9 else None, finished=False)
                 )
 
         for version in range(30):
@@ -275,7 +274,7 @@ def test_no_order_of_finishing_breaks_the_bound(staleness, oversampling, overlap
 
 
 def take_step(
-    pending: list[GroupRequest],
+    pending: list[Group],
     size: int,
     version: int,
     oldest: int,
@@ -292,4 +291,5 @@ def take_step(
         if missing and unfinished:
             group = unfinished[-1] if rng is None else unfinished[rng.integers(len(unfinished))]
             group.finished = True
-            group.responses[0].versions = group.responses[0].versions or [version]
+            if group.oldest_version is None:
+                group.oldest_version = version
