@@ -41,8 +41,9 @@ PARTS = {
     "tools": ("tests/tools/", "tests/benchmarks/", "tests/test_installed.py"),
     # Most of their time is the start of processes: ranks, workers, servers, sandboxes.
     "processes": (
+        "tests/agents/test_agent_host.py",
+        "tests/agents/test_agent_session.py",
         "tests/environments/test_episode_engine.py",
-        "tests/environments/test_episode_source.py",
         "tests/examples/test_noise_calibration.py",
         "tests/gpu/",
         "tests/loop/test_log_prob_check.py",

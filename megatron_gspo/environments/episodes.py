@@ -2,8 +2,8 @@
 
 An `Episode` is a state machine: `next_request` is the next response to generate and `add_response`
 takes it; `step_request` is the next environment step and `add_reply` takes its result. It calls
-neither an engine nor an environment: `run_in_rounds` generates for all episodes at once,
-`ConcurrentEpisodes` advances each one separately.
+neither an engine nor an environment: `run_in_rounds` generates for all episodes at once, and on
+servers an `EpisodeGroup` advances each one separately.
 
 The sample's response is `response 1, observation 1, response 2, ...` and ends with a response. The
 token ids of a response are those that the engine generated. An observation is tokenised by itself,
