@@ -23,7 +23,7 @@ from megatron_gspo.config.server_urls import is_loopback
 from megatron_gspo.environments.environment_pool import EnvironmentPool
 from megatron_gspo.environments.episode_engine import EpisodeEngine
 from megatron_gspo.environments.episode_source import EpisodeGroups
-from megatron_gspo.environments.episodes import EpisodeRules
+from megatron_gspo.environments.episodes import Encode, EpisodeRules
 from megatron_gspo.errors import first_line
 from megatron_gspo.loop.weight_handles import handle_sources
 from megatron_gspo.mcore.process_groups import compute_device, current_groups
@@ -76,26 +76,13 @@ def build_sources(
     """
 
     def in_process(engine: RolloutEngine, *, plays: bool = True) -> GroupSource:
-        """plays: its samples are episodes, if there are environments."""
+        """plays: its samples are runs or episodes, if there are agents or environments."""
         name = engine_name(type(engine))
-        if config.agents.is_on and plays:
-            host = agent_host(config, shape, tokenizer)
-            engine = AgentEngine(engine, host, max_batch=config.rollout.max_batch_size)
-        elif environments is not None and plays:
-            engine = EpisodeEngine(engine, environments, encode, episode_rules(config), decode)
+        if plays:
+            engine = playing(engine, config, shape, tokenizer, environments)
         return InProcessSource(
             engine, vocab_size=shape.vocab_size, group=dist.group.WORLD, name=name
         )
-
-    def encode(text: str) -> list[int]:
-        return tokenizer.encode(text, add_special_tokens=False)
-
-    @functools.cache
-    def decoder() -> ResponseDecoder:
-        return response_decoder(config, shape, tokenizer)
-
-    def decode(ids: list[int]) -> str:
-        return decoder()(ids)
 
     supervised = config.algorithm.is_supervised
     if given is not None:
@@ -104,16 +91,57 @@ def build_sources(
             return training, None
         return training, in_process(given) if supervised else training
     if config.rollout.engine in SERVER_KINDS:
-        kind = RESPONSES
-        if config.agents.is_on:
-            kind = AgentGroups(agent_host(config, shape, tokenizer))
-        elif environments is not None:
-            kind = EpisodeGroups(environments, encode, episode_rules(config))
+        kind = group_kind(config, shape, tokenizer, environments)
         servers = _server_source(config, shape, tokenizer, kind)
         return servers, servers
-    demonstrations = DemonstrationEngine(encode, tokenizer.eos_token_id)
+    demonstrations = DemonstrationEngine(text_encoder(tokenizer), tokenizer.eos_token_id)
     held_out = in_process(embedded_engine(config, shape, tokenizer)) if evaluates else None
     return in_process(demonstrations, plays=False), held_out
+
+
+def playing(
+    engine: RolloutEngine,
+    config: Config,
+    shape: ModelShape,
+    tokenizer: Any,
+    environments: EnvironmentPool | None,
+) -> RolloutEngine:
+    """The engine, or one over it whose samples are runs of agents or episodes."""
+    if config.agents.is_on:
+        host = agent_host(config, shape, tokenizer)
+        return AgentEngine(engine, host, max_batch=config.rollout.max_batch_size)
+    if environments is None:
+        return engine
+
+    @functools.cache
+    def decoder() -> ResponseDecoder:
+        return response_decoder(config, shape, tokenizer)
+
+    def decode(ids: list[int]) -> str:
+        return decoder()(ids)
+
+    encode = text_encoder(tokenizer)
+    return EpisodeEngine(engine, environments, encode, episode_rules(config), decode)
+
+
+def group_kind(
+    config: Config, shape: ModelShape, tokenizer: Any, environments: EnvironmentPool | None
+) -> GroupKind:
+    """What a group on servers is: responses, runs of agents or episodes."""
+    if config.agents.is_on:
+        return AgentGroups(agent_host(config, shape, tokenizer))
+    if environments is None:
+        return RESPONSES
+    return EpisodeGroups(environments, text_encoder(tokenizer), episode_rules(config))
+
+
+def text_encoder(tokenizer: Any) -> Encode:
+    """Text to token ids, without special tokens."""
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    return encode
 
 
 def response_decoder(config: Config, shape: ModelShape, tokenizer: Any) -> ResponseDecoder:

@@ -14,10 +14,20 @@ import torch
 from megatron_gspo.config import Config, ConfigError, SamplingParams
 from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.errors import EngineError, InputError, first_line
-from megatron_gspo.loop.engines import log_servers, response_decoder, start_servers, stop_ids
+from megatron_gspo.loop.engines import (
+    group_kind,
+    log_servers,
+    playing,
+    response_decoder,
+    start_servers,
+    stop_ids,
+)
+from megatron_gspo.loop.inputs import make_environments
 from megatron_gspo.mcore.process_groups import compute_device
-from megatron_gspo.models import family_of, read_config
+from megatron_gspo.models import ModelShape, family_of, read_config
 from megatron_gspo.rollout.embedded.embedded_engine import EmbeddedEngine
+from megatron_gspo.rollout.engine_protocol import RolloutEngine
+from megatron_gspo.rollout.server_engine.open_group import GroupKind
 from megatron_gspo.rollout.server_engine.rollout_client import RolloutClient
 from megatron_gspo.rollout.server_engine.server_api import ServedModel
 from megatron_gspo.rollout.server_kinds import SERVER_KINDS
@@ -48,14 +58,16 @@ class ResponseEngine(Protocol):
 
 
 class EmbeddedResponses:
-    """`ResponseEngine` on an `EmbeddedEngine`.
+    """`ResponseEngine` on an engine in this process.
 
     A prompt is decoded with the same others whatever is done, so that an evaluation that is
     continued repeats the bits of one that was never interrupted.
     """
 
-    def __init__(self, engine: EmbeddedEngine) -> None:
+    def __init__(self, engine: RolloutEngine, max_batch: int) -> None:
+        """max_batch: samples that are asked for together."""
         self._engine = engine
+        self._max_batch = max_batch
 
     def groups(
         self,
@@ -67,7 +79,7 @@ class EmbeddedResponses:
     ) -> Iterator[Groups]:
         """See `ResponseEngine.groups`."""
         ordered = sorted(prompts, key=lambda prompt: (prompt.length, prompt.index))
-        size = max(self._engine.max_batch // sampling.n_samples_per_prompt, 1)
+        size = max(self._max_batch // sampling.n_samples_per_prompt, 1)
         n = sampling.n_samples_per_prompt
         for start in range(0, len(ordered), size):
             chunk = ordered[start : start + size]
@@ -84,8 +96,10 @@ class EmbeddedResponses:
 class ServedResponses:
     """`ResponseEngine` on the servers of a client."""
 
-    def __init__(self, client: RolloutClient) -> None:
+    def __init__(self, client: RolloutClient, kind: GroupKind) -> None:
+        """kind: what a group is."""
         self._client = client
+        self._kind = kind
 
     def groups(
         self,
@@ -96,7 +110,7 @@ class ServedResponses:
         seed: int,
     ) -> Iterator[Groups]:
         """See `ResponseEngine.groups`; the order is that in which the servers finish."""
-        stream = self._client.stream()
+        stream = self._client.stream(self._kind)
         try:
             left = len(
                 stream.start(
@@ -128,19 +142,25 @@ def open_engine(
             "does not sample responses",
             f"set one of embedded, {', '.join(SERVER_KINDS)}",
         )
-    if config.rollout.engine == "embedded":
-        engine = _embedded(config, tokenizer)
-        try:
-            yield EmbeddedResponses(engine)
-        finally:
-            engine.close()
-        return
     with ExitStack() as stack:
+        environments = make_environments(config)
+        if environments is not None:
+            stack.callback(environments.close)
+        if config.rollout.engine == "embedded":
+            embedded = _embedded(config, tokenizer)
+            stack.callback(embedded.close)
+            _, shape = family_of(read_config(config.model.path))
+            engine = playing(embedded, config, shape, tokenizer, environments)
+            stack.callback(engine.close)
+            yield EmbeddedResponses(engine, embedded.max_batch)
+            return
+        _, shape = family_of(read_config(config.model.path))
         if not urls:
             servers = start_servers(config, trainer_gpus=0)
             stack.callback(servers.stop)
             urls = servers.urls
-        yield ServedResponses(_client(config, tokenizer, urls, stack))
+        kind = group_kind(config, shape, tokenizer, environments)
+        yield ServedResponses(_client(config, tokenizer, shape, urls, stack), kind)
 
 
 def _embedded(config: Config, tokenizer: Any) -> EmbeddedEngine:
@@ -160,9 +180,10 @@ def _embedded(config: Config, tokenizer: Any) -> EmbeddedEngine:
         raise ConfigError("model.path", path, problem, fix) from error
 
 
-def _client(config: Config, tokenizer: Any, urls: Sequence[str], stack: ExitStack) -> RolloutClient:
+def _client(
+    config: Config, tokenizer: Any, shape: ModelShape, urls: Sequence[str], stack: ExitStack
+) -> RolloutClient:
     """A client of the servers, which all serve the same version of the weights."""
-    _, shape = family_of(read_config(config.model.path))
     model = ServedModel(shape, stop_ids(config.model.path, tokenizer, shape.vocab_size))
     servers = config.servers
     kind = SERVER_KINDS[config.rollout.engine]

@@ -8,17 +8,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from megatron_gspo.config import Config, ConfigError, SamplingParams
-from megatron_gspo.data.sample import Sample
+from megatron_gspo.config import Config, SamplingParams
+from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.errors import printable
 from megatron_gspo.loop.evaluation import evaluation_sampling, evaluation_seed
 from megatron_gspo.loop.inputs import load_data, load_tokenizer
+from megatron_gspo.loop.reward_scoring import score_episodes
 from megatron_gspo.rewards.sandbox.visible_files import refuse_visible_files, refuse_visible_run
 from megatron_gspo.rewards.scorer import FAILURE, RewardScorer
 from megatron_gspo.rewards.verifiers import VerifierError
@@ -66,13 +67,6 @@ def load_tasks(
 
     given: the config's keys that the user has set for this evaluation. Raises InputError.
     """
-    if config.rollout.environment is not None:
-        raise ConfigError(
-            "rollout.environment",
-            config.rollout.environment,
-            "episodes are not evaluated here",
-            "the training loop evaluates them (evaluation.eval_interval)",
-        )
     tokenizer = load_tokenizer(config)
     limit = config.evaluation.max_prompts
     if not files:
@@ -129,6 +123,11 @@ def _open(evaluation: Evaluation, target: Target, task: Task) -> ResponseFile:
         "dtype": config.model.dtype,
         "special tokens": "kept" if task.data.keep_special_tokens else "removed",
     }
+    if config.agents.is_on:
+        settings["agents"] = asdict(config.agents)
+    if config.rollout.environment is not None:
+        names = ("environment", "environment_options", "max_turns", "max_turn_length")
+        settings["environment"] = {name: getattr(config.rollout, name) for name in names}
     path = evaluation.output / RESPONSES / target.label / f"{task.name}.jsonl"
     return ResponseFile(path, settings, sampling.n_samples_per_prompt)
 
@@ -182,8 +181,47 @@ def answer_task(
     Raises VerifierError if the verifier fails on all responses so far.
     """
     sampling = sampling_of(config)
-    data = task.data
     row = bar.add_task(title, total=len(task.prompts), completed=len(kept.records), note="")
+    with _scoring(config, task) as scoring:
+        if scoring.description is not None:
+            line = printable(f"{title}: {scoring.description}")
+            bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        n = sampling.n_samples_per_prompt
+        seed = evaluation_seed(config.seed)
+        total = reward_table(list(kept.records.values())).sum()
+        for groups in engine.groups(task.prompts, set(kept.records), sampling, seed=seed):
+            scored = scoring.score([sample for group in groups for sample in group])
+            failures = [sample.metadata.get(FAILURE) for sample in scored]
+            if not kept.records and all(failures):
+                raise VerifierError(
+                    f"{scoring.name} failed on all {len(scored)} responses of a batch (the first:"
+                    f" {failures[0]}); fix it"
+                )
+            kept.write([scored[i : i + n] for i in range(0, len(scored), n)])
+            total += reward_table([kept.records[group[0].prompt_index] for group in groups]).sum()
+            accuracy = total / (len(kept.records) * n)
+            bar.update(row, completed=len(kept.records), note=f"accuracy {100 * accuracy:.1f} %")
+
+
+class Scoring(Protocol):
+    """Scores samples. name: of who does it, for messages. description: what it says of itself."""
+
+    name: str
+    description: str | None
+
+    def score(self, samples: Sequence[Sample]) -> list[Sample]:
+        """The samples with their rewards, or the reason of a failure in their metadata."""
+        ...
+
+
+@contextmanager
+def _scoring(config: Config, task: Task) -> Iterator[Scoring]:
+    """Who scores the samples of a task."""
+    data = task.data
+    if config.agents.is_on or config.rollout.environment is not None:
+        name = "the agent" if config.agents.is_on else f"environment {config.rollout.environment!r}"
+        yield _PlayedScores(name, data.verifier_failure_reward)
+        return
     scorer = RewardScorer(
         data.resolved_verifier,
         data.resolved_verifier_options,
@@ -191,34 +229,42 @@ def answer_task(
         workers=data.verifier_workers,
         failure_reward=data.verifier_failure_reward,
     )
-    if scorer.description is not None:
-        line = printable(f"{title}: {scorer.description}")
-        bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
     with scorer:
-        by_index = {prompt.index: prompt for prompt in task.prompts}
-        n = sampling.n_samples_per_prompt
-        seed = evaluation_seed(config.seed)
-        total = reward_table(list(kept.records.values())).sum()
-        for groups in engine.groups(task.prompts, set(kept.records), sampling, seed=seed):
-            samples = [sample for group in groups for sample in group]
-            scores = scorer.score_texts(
-                [(sample.text, by_index[sample.prompt_index]) for sample in samples]
+        yield _VerifierScores(scorer, f"verifier {data.resolved_verifier!r}", task.prompts)
+
+
+class _PlayedScores:
+    """Runs of agents and episodes have been scored while they were played."""
+
+    description: str | None = None
+
+    def __init__(self, name: str, failure_reward: float | None) -> None:
+        self.name = name
+        self._failure_reward = failure_reward
+
+    def score(self, samples: Sequence[Sample]) -> list[Sample]:
+        scored, _ = score_episodes(samples, self._failure_reward)
+        return scored
+
+
+class _VerifierScores:
+    """Responses are scored by a verifier."""
+
+    def __init__(self, scorer: RewardScorer, name: str, prompts: Sequence[Prompt]) -> None:
+        self.name = name
+        self.description = scorer.description
+        self._scorer = scorer
+        self._prompts = {prompt.index: prompt for prompt in prompts}
+
+    def score(self, samples: Sequence[Sample]) -> list[Sample]:
+        requests = [(sample.text, self._prompts[sample.prompt_index]) for sample in samples]
+        scores = self._scorer.score_texts(requests)
+        return [
+            _scored(*each)
+            for each in zip(
+                samples, scores.rewards.tolist(), scores.statuses, scores.messages, strict=True
             )
-            if not kept.records and all(status != "ok" for status in scores.statuses):
-                raise VerifierError(
-                    f"verifier {data.resolved_verifier!r} failed on all {len(samples)} responses of"
-                    f" a batch (the first: {scores.messages[0]}); fix it"
-                )
-            scored = [
-                _scored(*each)
-                for each in zip(
-                    samples, scores.rewards.tolist(), scores.statuses, scores.messages, strict=True
-                )
-            ]
-            kept.write([scored[i : i + n] for i in range(0, len(scored), n)])
-            total += reward_table([kept.records[group[0].prompt_index] for group in groups]).sum()
-            accuracy = total / (len(kept.records) * n)
-            bar.update(row, completed=len(kept.records), note=f"accuracy {100 * accuracy:.1f} %")
+        ]
 
 
 def _scored(sample: Sample, reward: float, status: str, message: str) -> Sample:

@@ -13,7 +13,15 @@ from megatron_gspo.config.load import apply_overrides, read_file
 from megatron_gspo.rollout.server_kinds import SERVER_KINDS
 from megatron_gspo.tools.evaluate.targets import is_run, server_urls
 
-_ROLLOUT = ("engine", "max_response_length", "max_batch_size", "environment", "environment_options")
+_ROLLOUT = (
+    "engine",
+    "max_response_length",
+    "max_batch_size",
+    "environment",
+    "environment_options",
+    "max_turns",
+    "max_turn_length",
+)
 _CLIENT = (
     "api_key_file",
     "max_concurrent_requests",
@@ -42,11 +50,16 @@ def evaluation_config(
     given = apply_overrides({}, overrides)
     engine = given.get("rollout", {}).get("engine") or _engine(run, bool(urls))
     data: dict[str, Any] = {
-        **{key: run[key] for key in ("seed", "data", "evaluation") if key in run},
+        **{key: run[key] for key in ("seed", "data", "agents", "evaluation") if key in run},
         "run_dir": str(output),
         "model": {"path": target} | _part(run, "model", ("path", "dtype")),
         "rollout": _part(run, "rollout", _ROLLOUT) | {"engine": engine, "rollout_batch_size": 1},
-        "training": {"steps": 1, "global_batch_size": 1},
+        "training": {
+            "steps": 1,
+            "global_batch_size": 1,
+            # A run of an agent is no longer than in training.
+            **_part(run, "training", ("max_tokens_per_micro_batch",)),
+        },
     }
     if engine in SERVER_KINDS:
         section = _part(run, engine, _CLIENT if urls else (*_CLIENT, *_STARTED))

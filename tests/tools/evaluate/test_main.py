@@ -17,6 +17,15 @@ from tests.support.harness_environment import harness_python
 from tests.support.training_runs import base_config, launch, records, tiny_model
 from tests.support.waiting import wait_for
 
+ROOT = Path(__file__).parents[3]
+EPISODES = {
+    "environment": f"{ROOT}/examples/environments/spell_backward.py:spell_backward",
+    "max_turns": 2,
+    "max_turn_length": 6,
+    "max_response_length": 60,
+}
+AGENT = f"{ROOT}/examples/agents/spell_backward.py:spell_backward"
+
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
@@ -72,6 +81,38 @@ def evaluate(model: str, folder: Path, tasks: Path, *more: str) -> int:
             *more,
         ]
     )
+
+
+def test_runs_of_agents_and_episodes_are_those_of_the_training_loop(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tiny_model(tmp_path / "model")
+    played = {
+        "agents": {"agents": {"function": AGENT, "max_calls": 3, "max_context": 80}},
+        "episodes": {"rollout": EPISODES},
+    }
+    for name, sections in played.items():
+        config = base_config(
+            model,
+            tmp_path / name,
+            training={"steps": 1},
+            evaluation={"n_samples": 2, "at_start": False},
+            optimizer={"lr": 2e-2},
+        )
+        config["data"]["verifier"] = None
+        for section, values in sections.items():
+            config[section] = config.get(section, {}) | values
+        launch(config)
+        output = tmp_path / f"{name}_scores"
+        assert main([config["run_dir"], "--output", str(output)]) == 0
+        [score] = json.loads((output / "evaluation.json").read_text())["scores"]
+        [record] = records(config["run_dir"])
+        assert score["accuracy"]["mean"] == pytest.approx(record["eval/accuracy"], abs=1e-7)
+        assert score["response_length"] == record["eval/response_length"]
+        lines = next((output / "responses").rglob("*.jsonl")).read_text().splitlines()
+        turns = [len(json.loads(line)["metadata"]["turns"]) for line in lines[1:]]
+        assert len(turns) == 16 and max(turns) > 1
+        capsys.readouterr()
 
 
 def test_a_killed_evaluation_is_continued_to_the_same_bytes(run, tmp_path):

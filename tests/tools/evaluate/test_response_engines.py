@@ -59,7 +59,9 @@ def test_chunks_give_what_one_call_gives(model):
         s.prompt_index * 10 + s.sample_index: s.response_ids.tolist()
         for s in engine.generate(asked, SAMPLING, seed=5)
     }
-    chunks = list(EmbeddedResponses(engine).groups(asked, set(), SAMPLING, seed=5))
+    chunks = list(
+        EmbeddedResponses(engine, engine.max_batch).groups(asked, set(), SAMPLING, seed=5)
+    )
     assert [len(chunk) for chunk in chunks] == [3, 3, 1] and texts(chunks) == whole
     # what is done is not returned, and decides nothing: the others are decoded in the same chunks
     batches = []
@@ -69,7 +71,7 @@ def test_chunks_give_what_one_call_gives(model):
     )
     first = [group[0].prompt_index for group in chunks[0]]
     rest = list(
-        EmbeddedResponses(engine).groups(
+        EmbeddedResponses(engine, engine.max_batch).groups(
             asked, {*first, chunks[1][0][0].prompt_index}, SAMPLING, seed=5
         )
     )

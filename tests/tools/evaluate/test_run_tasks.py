@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from rich.progress import Progress
 
-from megatron_gspo.config import Config, ConfigError, DataConfig, SamplingParams
+from megatron_gspo.config import Config, DataConfig, SamplingParams
 from megatron_gspo.config.code_section import CodeConfig
 from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.loop.evaluation import evaluation_seed
 from megatron_gspo.rewards.verifiers import VerifierError
 from megatron_gspo.tools.evaluate.elo import estimate_rating
 from megatron_gspo.tools.evaluate.response_file import ResponseFile
-from megatron_gspo.tools.evaluate.run_tasks import answer_task, load_tasks, sampling_of, with_model
+from megatron_gspo.tools.evaluate.run_tasks import answer_task, sampling_of, with_model
 from megatron_gspo.tools.evaluate.task_files import load_task
 from megatron_gspo.tools.evaluate.task_scores import score_task
 from megatron_gspo.tools.make_tiny_model import character_tokenizer
@@ -165,13 +165,3 @@ def test_the_sampling_is_that_of_the_training_loops_evaluation():
     )
     assert found == SamplingParams(3, 7, 0.6, 0.9, 20)
     assert with_model(config(1), "other").model.path == "other"
-
-
-def test_episodes_are_refused():
-    episodes = config(
-        1, rollout={"rollout_batch_size": 1, "environment": "a.py:make"}, data={"prompts": "unused"}
-    )
-    with pytest.raises(
-        ConfigError, match="rollout.environment = .*: episodes are not evaluated here"
-    ):
-        load_tasks(episodes, [], set(), (None, None))
