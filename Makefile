@@ -43,7 +43,7 @@ collapse:
 	CUDA_VISIBLE_DEVICES= $(MAKE) compare COMPARISON=examples/collapse/small.yaml
 
 # JOBS processes take test files in turn, more than two cores since many tests wait, for a deadline or a process; JOBS=0
-# is one process, for a debugger. PART is one of the parts of tests/conftest.py.
+# is one process, for a debugger. PART is one of the parts of tests/conftest.py, or several with commas between.
 PYTEST = $(RUN) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 PART ?= unit
 test: install
