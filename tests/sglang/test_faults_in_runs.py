@@ -90,6 +90,7 @@ def test_servers_fail_in_every_way_are_killed_and_restart_with_old_weights(
     faulty_runs.fail_in_every_way(begin, kind, sglang_servers)
 
 
+@pytest.mark.slow  # tests/train/test_saves.py has it without servers
 def test_without_servers_the_run_ends_with_a_checkpoint_and_resumes_from_it(
     begin, kind, sglang_servers
 ):

@@ -61,9 +61,10 @@ def trainer(
     ("args", "message"),
     [
         (("--no-such-option", "1"), "correct sglang.server_args.*--no-such-option"),
-        (
+        pytest.param(
             ("--enable-deterministic-inference",),
             "none without a GPU; .*deterministic inference, but .* 'torch_native'",
+            marks=pytest.mark.slow,
         ),
     ],
 )

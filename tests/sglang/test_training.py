@@ -55,7 +55,13 @@ def train_here(rank: int, world_size: int, config: dict[str, Any], nodes: int) -
     train(Config.from_dict(config))
 
 
-@pytest.mark.parametrize("route", ["disk", "tensor", "distributed"])
+again = pytest.mark.slow  # test_weights.py has each way of the weights, other runs each loop
+
+
+@pytest.mark.parametrize(
+    "route",
+    [pytest.param("disk", marks=again), pytest.param("tensor", marks=again), "distributed"],
+)
 def test_each_way_of_the_weights(
     sglang_servers: LocalServers, sglang_model: str, tmp_path: Path, route: str
 ) -> None:
@@ -112,7 +118,7 @@ def test_adapters_alone_are_sent_and_added_to_the_base(
     ("layout", "nodes"),
     [
         ("expert_model_parallel_size", 1),
-        ("pipeline_model_parallel_size", 1),
+        pytest.param("pipeline_model_parallel_size", 1, marks=again),
         ("pipeline_model_parallel_size", 2),
     ],
 )
