@@ -40,7 +40,7 @@ def task(sglang_model, tmp_path_factory) -> Path:
     """Twelve prompts. The answers of seven are what the model says to them by greedy decoding."""
     tokenizer = AutoTokenizer.from_pretrained(sglang_model)
     engine = EmbeddedEngine(sglang_model, tokenizer=tokenizer)
-    texts = [f"{word}{i}" for i, word in enumerate(["ab", "cde", "f", "ghij"] * 100)]
+    texts = [f"{word}{i}" for i, word in enumerate(["ab", "cde", "f", "ghij"] * 250)]
     asked = [
         Prompt(i, tokenizer(text, return_tensors="np").input_ids[0], text)
         for i, text in enumerate(texts)
