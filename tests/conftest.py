@@ -32,7 +32,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--last-cases",
         action="store_true",
-        help="of each other test of tests/equivalence, run the last case",
+        help="of each other test of tests/equivalence/test_layouts.py, run the last case",
     )
     parser.addoption(
         "--part",

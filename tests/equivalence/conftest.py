@@ -1,5 +1,5 @@
 """`--every N` runs one in N of the layouts, spread over their list; `--last-cases` runs the last
-case of each other test, the largest, where otherwise all of them run.
+case of each other test of test_layouts.py, the largest, where otherwise all of them run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         id(item) for place, item in enumerate(layouts) if place % every != place // every % every
     }
     if config.getoption("--last-cases"):
-        others = [item for item in items if here in item.path.parents and item not in layouts]
+        file = here / "test_layouts.py"
+        others = [item for item in items if item.path == file and item not in layouts]
         last = {item.nodeid.partition("[")[0]: item for item in others}
         left_out |= {id(item) for item in others} - {id(item) for item in last.values()}
     config.hook.pytest_deselected(items=[item for item in items if id(item) in left_out])
