@@ -43,11 +43,13 @@ collapse:
 	CUDA_VISIBLE_DEVICES= $(MAKE) compare COMPARISON=examples/collapse/small.yaml
 
 # JOBS processes take test files in turn, more than two cores since many tests wait, for a deadline or a process; JOBS=0
-# is one process, for a debugger. PART is one of the parts of tests/conftest.py.
+# is one process, for a debugger. PART is one of the parts of tests/conftest.py, or several with commas between;
+# LAYOUTS chooses among the tests of tests/equivalence.
 PYTEST = $(RUN) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 PART ?= unit
+LAYOUTS ?= --every=32 --last-cases
 test: install
-	$(PYTEST) -m "not slow" --every=32 --part=$(PART) $(ARGS)
+	$(PYTEST) -m "not slow" $(LAYOUTS) --part=$(PART) $(ARGS)
 
 test-all: install
 	$(PYTEST) $(ARGS)

@@ -49,6 +49,7 @@ from benchmarks.result_files import save
 MEBI = 2**20
 TRANSPORTS = ("disk", "tensor", "distributed", "ipc")
 PLAIN = "one request with all"
+SECONDS = 300.0  # limit of an update
 
 
 def make_model(path: Path, mebibytes: int) -> dict[str, torch.Tensor]:
@@ -144,23 +145,33 @@ class Contest:
         return seconds
 
     def ours(self, name: str) -> None:
-        from tests.support.server_engine import update_servers
+        from megatron_gspo.weight_transport.weight_update import ServerUpdate
 
-        failures = update_servers(
-            self.loop,
-            [self.server],
-            self.weights.items,
-            self.transports[name],
-            version=f"bench:{self.count}",
-            bucket_bytes=self.bucket_bytes,
-            timeout=300.0,
-        )
-        if failures:
-            raise RuntimeError(f"{name}: {failures}")
+        transport = self.transports[name]
+        version = f"bench:{self.count}"
+        update = ServerUpdate(self.loop, [self.server], transport, version=version, timeout=SECONDS)
+        try:
+            update.begin()
+            while update.next_transfer() is not None:
+                transport.begin(version, 0)
+                transfer = transport.transfer(
+                    self.loop,
+                    update.pending,
+                    self.weights.items(),
+                    bucket_bytes=self.bucket_bytes,
+                    timeout=SECONDS,
+                )
+                update.record([transfer])
+            update.finish(num_sources=1)
+        except BaseException:
+            update.abandon()
+            raise
+        if update.failures:
+            raise RuntimeError(f"{name}: {update.failures}")
 
     def plain(self) -> None:
         def post(path: str, body: dict[str, Any]) -> None:
-            answer = self.loop.run(self.server.post(path, body, timeout=300.0))
+            answer = self.loop.run(self.server.post(path, body, timeout=SECONDS))
             if isinstance(answer, dict) and answer.get("success") is False:
                 raise RuntimeError(f"{path}: {answer}")
 

@@ -2,6 +2,7 @@
 further, at random.
 """
 
+import argparse
 import gc
 
 from hypothesis import HealthCheck, Phase, settings
@@ -28,17 +29,25 @@ def pytest_addoption(parser):
         default=1,
         help="of the layouts in tests/equivalence, run one in so many",
     )
-    names = ", ".join(["unit", *PARTS])
     parser.addoption(
-        "--part", choices=["unit", *PARTS], help=f"the part of all tests that runs: {names}"
+        "--last-cases",
+        action="store_true",
+        help="of each other test of tests/equivalence/test_layouts.py, run the last case",
+    )
+    parser.addoption(
+        "--part",
+        type=parts_of,
+        metavar="PART[,PART...]",
+        help=f"the parts of all tests that run, of {', '.join(ALL_PARTS)}",
     )
 
 
-# What takes longer than the tests of units, in parts of .ci/run.
+# What takes longer than the tests of units, in parts of .ci/run. Together they run in this order,
+# and the tests of units last: the shortest files, so that all workers end at about the same time.
 PARTS = {
-    "runs": ("tests/train/", "tests/launch/", "tests/fault_injection/", "tests/bad_input/"),
     "layouts": ("tests/equivalence/",),
     "tools": ("tests/tools/", "tests/benchmarks/", "tests/test_installed.py"),
+    "runs": ("tests/train/", "tests/launch/", "tests/fault_injection/", "tests/bad_input/"),
     # Most of their time is the start of processes: ranks, workers, servers, sandboxes.
     "processes": (
         "tests/agents/test_agent_host.py",
@@ -88,6 +97,7 @@ PARTS = {
         "tests/weight_transport/test_update_group.py",
     ),
 }
+ALL_PARTS = (*PARTS, "unit")
 # Of these, what `make test` runs too.
 IN_UNIT = (
     "tests/train/test_run.py::test_a_run_writes_its_directory",
@@ -108,31 +118,43 @@ def part_of(test: str) -> str:
     return "unit"
 
 
-def chosen_part(config) -> str | None:
-    """The part that runs. None: all, or the files and tests that are named on the command line."""
+def parts_of(text: str) -> list[str]:
+    """The parts of an argument."""
+    parts = text.split(",")
+    for part in parts:
+        if part not in ALL_PARTS:
+            raise argparse.ArgumentTypeError(
+                f"no part {part}; the parts are {', '.join(ALL_PARTS)}"
+            )
+    return parts
+
+
+def chosen_parts(config) -> list[str] | None:
+    """The parts that run. None: all, or the files and tests that are named on the command line."""
     return None if config.args_source is config.ArgsSource.ARGS else config.getoption("part")
 
 
 def pytest_ignore_collect(collection_path, config):
     """Spares the import of the other parts' files."""
-    part = chosen_part(config)
-    if part is None or not collection_path.name.startswith("test_"):
+    parts = chosen_parts(config)
+    if parts is None or not collection_path.name.startswith("test_"):
         return None
     file = collection_path.relative_to(config.rootpath).as_posix()
-    in_part = part_of(file) == part or (part == "unit" and file in FILES_IN_UNIT)
-    return None if in_part else True
+    chosen = part_of(file) in parts or ("unit" in parts and file in FILES_IN_UNIT)
+    return None if chosen else True
 
 
 def pytest_collection_modifyitems(config, items):
-    """Of the files that are in `make test` for a few of their tests, keeps these."""
-    if chosen_part(config) != "unit":
+    """Of the files that are in `make test` for a few of their tests, keeps these. Sorts by part."""
+    parts = chosen_parts(config)
+    if parts is None:
         return
     left_out = []
     kept = []
     for item in items:
-        chosen = part_of(item.nodeid) == "unit" or item.nodeid in IN_UNIT
+        chosen = part_of(item.nodeid) in parts or ("unit" in parts and item.nodeid in IN_UNIT)
         (kept if chosen else left_out).append(item)
-    items[:] = kept
+    items[:] = sorted(kept, key=lambda item: ALL_PARTS.index(part_of(item.nodeid)))
     config.hook.pytest_deselected(items=left_out)
 
 

@@ -1,5 +1,5 @@
-"""`--every N` runs one in N of the layouts, spread over their list; the cases of their own all
-run.
+"""`--every N` runs one in N of the layouts, spread over their list; `--last-cases` runs the last
+case of each other test of test_layouts.py, the largest, where otherwise all of them run.
 """
 
 from __future__ import annotations
@@ -19,5 +19,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = {
         id(item) for place, item in enumerate(layouts) if place % every != place // every % every
     }
+    if config.getoption("--last-cases"):
+        file = here / "test_layouts.py"
+        others = [item for item in items if item.path == file and item not in layouts]
+        last = {item.nodeid.partition("[")[0]: item for item in others}
+        left_out |= {id(item) for item in others} - {id(item) for item in last.values()}
     config.hook.pytest_deselected(items=[item for item in items if id(item) in left_out])
     items[:] = [item for item in items if id(item) not in left_out]

@@ -14,7 +14,7 @@ import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,8 @@ FILES = {
     "summary": "summary.json",
 }
 KINDS = (*CALLS, *FILES, "publication")
+# Within it an optimizer steps to make the state that a checkpoint is loaded into: no update.
+MAKES_STATE = "megatron_gspo.mcore.checkpoint.save_load:make_state"
 _EVENTS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate", "shutil.rmtree")
 _WRITING = os.O_WRONLY | os.O_RDWR
 
@@ -72,31 +74,38 @@ class Tripwire:
         self._target = target
         self._victims = victims
         self._counts = [0] * len(KINDS)
+        self._makes_state = False
 
     def install(self) -> None:
         """Begin to count. It can't be taken out again: for processes that do nothing else."""
-        for kind, place in CALLS.items():
-            self._wrap(kind, place)
+        for kind, name in CALLS.items():
+            _wrap(name, partial(self._counted, kind))
+        _wrap(MAKES_STATE, self._uncounted)
         sys.addaudithook(self._on_event)
 
     def counts(self) -> dict[str, int]:
         """Events so far, by kind."""
         return dict(zip(KINDS, self._counts, strict=True))
 
-    def _wrap(self, kind: str, place: str) -> None:
-        module, _, path = place.partition(":")
-        *parents, name = path.split(".")
-        owner: Any = importlib.import_module(module)
-        for parent in parents:
-            owner = getattr(owner, parent)
-        original = getattr(owner, name)
-
+    def _counted(self, kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self._pass(kind)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not self._makes_state:
+                self._pass(kind)
             return original(*args, **kwargs)
 
-        setattr(owner, name, counted)
+        return call
+
+    def _uncounted(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._makes_state = True
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._makes_state = False
+
+        return call
 
     def _on_event(self, event: str, arguments: tuple[Any, ...]) -> None:
         if event not in _EVENTS or (event == "open" and not arguments[2] & _WRITING):
@@ -119,6 +128,16 @@ class Tripwire:
             for process in self._victims():
                 os.kill(process, signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _wrap(name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace a function, ``module:function`` or ``module:Class.method``, with its wrapper."""
+    module, _, path = name.partition(":")
+    *parents, attribute = path.split(".")
+    owner: Any = importlib.import_module(module)
+    for parent in parents:
+        owner = getattr(owner, parent)
+    setattr(owner, attribute, wrapper(getattr(owner, attribute)))
 
 
 def _path(event: str, arguments: tuple[Any, ...]) -> str:

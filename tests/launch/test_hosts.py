@@ -116,7 +116,6 @@ def lines(file: Path) -> int:
     return file.read_bytes().count(b"\n") if file.is_file() else 0
 
 
-@pytest.mark.slow  # .ci/run runs it
 def test_a_host_loses_power_and_comes_back(machines, model, start, tmp_path):
     left_alone = run_ranks(
         yaml.safe_load(configure(model, tmp_path / "alone").read_text()), 4, tmp_path, limit=LIMIT

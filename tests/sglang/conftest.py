@@ -13,6 +13,7 @@ from megatron_gspo.config import SGLangConfig
 from megatron_gspo.rollout.sglang.sglang_launch import SGLangLaunch
 from megatron_gspo.servers.server_processes import LocalServers
 from tests.support.real_servers import python_of, save_character_model, skip_without_python
+from tests.support.training_runs import WORD
 
 HERE = Path(__file__).parent
 StartServers = Callable[..., LocalServers]
@@ -30,10 +31,11 @@ def sglang_python(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session")
 def sglang_model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Directory of a random float32 Qwen3-MoE: 4 layers, 8 experts, 2 active, and a character
+    """Directory of a random float32 Qwen3-MoE: 2 layers, 8 experts, 2 active, and a character
     tokenizer.
     """
-    return save_character_model(tmp_path_factory.mktemp("sglang") / "model")
+    folder = tmp_path_factory.mktemp("sglang") / "model"
+    return save_character_model(folder, words=[WORD], num_hidden_layers=2)
 
 
 @pytest.fixture(scope="session")
@@ -43,17 +45,18 @@ def start_servers(
     """`start_servers(count=2, **settings)` gives `LocalServers` that are up; all are stopped at the
     end of the session.
 
-    settings: of the config. They serve `model`, default `sglang_model`, in float32 and return
-    routed experts.
+    settings: of the config. They serve `sglang_model` in float32 and return routed experts.
     """
     started: list[LocalServers] = []
 
-    def start(*, count: int, model: str = sglang_model, **settings: object) -> LocalServers:
+    def start(*, count: int, **settings: object) -> LocalServers:
         config = SGLangConfig(
             num_servers=count, python=sglang_python, start_timeout=300.0, **settings
         )
         servers = LocalServers(
-            SGLangLaunch(config, model, "float32", True, str(tmp_path_factory.mktemp("logs")))
+            SGLangLaunch(
+                config, sglang_model, "float32", True, str(tmp_path_factory.mktemp("logs"))
+            )
         )
         started.append(servers)
         servers.start()
@@ -65,14 +68,14 @@ def start_servers(
 
 
 @pytest.fixture(scope="session")
-def sglang_server(start_servers: StartServers) -> LocalServers:
-    """One server that the whole session shares: a test leaves it running, unpaused, and with
-    any weights.
+def sglang_servers(start_servers: StartServers) -> LocalServers:
+    """Two servers that the whole session shares, since each start takes half a minute of a core:
+    a test leaves them running, unpaused, and with any weights. They log each decoded batch.
     """
-    return start_servers(count=1)
+    return start_servers(count=2, server_args=("--decode-log-interval", "1"))
 
 
 @pytest.fixture(scope="session")
-def sglang_url(sglang_server: LocalServers) -> str:
-    """The URL of `sglang_server`."""
-    return sglang_server.urls[0]
+def sglang_url(sglang_servers: LocalServers) -> str:
+    """The URL of the first of `sglang_servers`."""
+    return sglang_servers.urls[0]

@@ -16,7 +16,6 @@ from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.mcore.routing_replay.micro_batch_routes import ReplayOptions
 from megatron_gspo.mcore.train_step import compute_log_probs
 from megatron_gspo.rollout.sample_checks import check_samples
-from megatron_gspo.servers.server_processes import LocalServers
 from tests.support.configs import micro_batches_of, parallel
 from tests.support.distributed import run_distributed
 from tests.support.gathered import all_routes, everywhere
@@ -35,8 +34,8 @@ from tests.support.transformers_reference import load_reference, response_log_pr
 
 
 @pytest.fixture(scope="module")
-def engine(sglang_server: LocalServers, sglang_model: str) -> Iterator[ServerEngine]:
-    engine = engine_on(sglang_server.urls, sglang_model)
+def engine(sglang_url: str, sglang_model: str) -> Iterator[ServerEngine]:
+    engine = engine_on([sglang_url], sglang_model)
     engine.update_weights(checkpoint_stream(sglang_model), version=0)
     yield engine
     engine.close()
@@ -63,7 +62,7 @@ def test_transformers_scores_them_alike_and_takes_the_same_routes(
     samples: list[Sample], sglang_model: str
 ) -> None:
     assert all(sample.missing_routes is None for sample in samples)
-    assert sum(np.prod(sample.routed_experts.shape[:2]) for sample in samples) > 15_000
+    assert sum(np.prod(sample.routed_experts.shape[:2]) for sample in samples) > 7_500
     assert_agrees(samples, load_reference(sglang_model), temperature=0.8)
 
 

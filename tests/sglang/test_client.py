@@ -1,4 +1,4 @@
-"""The client of real servers: responses across updates, the prefix cache, seeds and the key.
+"""The client of real servers: responses across updates, the prefix cache and seeds.
 
 Faults between the two: tests/rollout/server_engine and test_faults_in_runs.py.
 """
@@ -10,10 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from megatron_gspo.config import SamplingParams
-from megatron_gspo.errors import EngineError
 from megatron_gspo.rollout.server_engine import response_generator
-from megatron_gspo.servers.server_processes import LocalServers
-from tests.sglang.conftest import StartServers
 from tests.support import faulty_requests
 from tests.support.server_clients import (
     VOCABULARY,
@@ -24,25 +21,11 @@ from tests.support.server_clients import (
     prompts_of,
 )
 from tests.support.server_engine import ServerEngine
-from tests.support.trainer_process import KEY
 
 
 @pytest.fixture(scope="module")
-def key_file(tmp_path_factory: pytest.TempPathFactory) -> str:
-    file = tmp_path_factory.mktemp("keys") / "key"
-    file.write_text(KEY + "\n")
-    return str(file)
-
-
-@pytest.fixture(scope="module")
-def keyed(start_servers: StartServers, key_file: str) -> LocalServers:
-    """A server that requires a key."""
-    return start_servers(count=1, api_key_file=key_file)
-
-
-@pytest.fixture(scope="module")
-def engine(sglang_server: LocalServers, sglang_model: str) -> Iterator[ServerEngine]:
-    engine = engine_on(sglang_server.urls, sglang_model, health_timeout=20.0)
+def engine(sglang_url: str, sglang_model: str) -> Iterator[ServerEngine]:
+    engine = engine_on([sglang_url], sglang_model, health_timeout=20.0)
     engine.update_weights(checkpoint_stream(sglang_model), version=0)
     yield engine
     engine.close()
@@ -83,26 +66,3 @@ def test_seeds_repeat_draws_where_the_server_heeds_them(engine, sglang_model):
     assert len({tuple(sample.tokens.tolist()) for sample in sampled}) > 4, (
         "two may be equal if they end at once"
     )
-
-
-def test_a_key_is_needed_and_shown_nowhere(keyed, key_file, sglang_model, capfd, tmp_path):
-    with_key = engine_on(keyed.urls, sglang_model, api_key_file=key_file)
-    try:
-        with_key.update_weights(checkpoint_stream(sglang_model), version=0)
-        draw(with_key, sglang_model, prompts_of([5], VOCABULARY))
-    finally:
-        with_key.close()
-    (tmp_path / "wrong").write_text("a-wrong-key\n")
-    for file in (str(tmp_path / "wrong"), None):
-        without = engine_on(keyed.urls, sglang_model, api_key_file=file)
-        try:
-            with pytest.raises(
-                EngineError,
-                match=r"^server \S+: refused with 401; set sglang.api_key_file \(or vllm",
-            ):
-                without.update_weights(checkpoint_stream(sglang_model), version=0)
-        finally:
-            without.close()
-    said = capfd.readouterr()
-    assert KEY not in said.out + said.err and "a-wrong-key" not in said.out + said.err
-    assert KEY not in repr(vars(with_key.client)) + repr(vars(with_key.client.pool))

@@ -1,28 +1,26 @@
-"""A model that `megatron-gspo serve` serves, evaluated by us and by lm-eval: the same accuracy,
-from real requests.
-"""
+"""A served model, evaluated by us and by lm-eval: the same accuracy, from real requests."""
 
 from __future__ import annotations
 
 import json
 import os
 import subprocess
-import sys
-from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import yaml
+from transformers import AutoTokenizer
 
 from megatron_gspo.config import SamplingParams
 from megatron_gspo.data.sample import Prompt
 from megatron_gspo.rollout.embedded.embedded_engine import EmbeddedEngine
 from megatron_gspo.tools.evaluate.__main__ import main
-from megatron_gspo.tools.make_tiny_model import TinyModel, character_tokenizer, write_tiny_model
 from tests.sglang.test_servers import MODULE
 from tests.support.command_line import write_rows
 from tests.support.evaluated_steps import evaluate_on_own_servers
 from tests.support.harness_environment import harness_python
+from tests.support.server_clients import checkpoint_stream, engine_on
 
 LENGTH = 6
 SOLVED = 7
@@ -30,47 +28,19 @@ OTHERS = 5
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("evaluated") / "model"
-    write_tiny_model(folder, TinyModel(hidden=32, layers=2, experts=4, expert_width=16))
-    return folder
+def served(sglang_url: str, sglang_model: str) -> str:
+    """The URL of a server that has the weights of the model's directory."""
+    with closing(engine_on([sglang_url], sglang_model)) as engine:
+        engine.update_weights(checkpoint_stream(sglang_model), version=0)
+    return sglang_url
 
 
 @pytest.fixture(scope="module")
-def served(model, sglang_python, tmp_path_factory) -> Iterator[str]:
-    """The URL that `megatron-gspo serve` prints."""
-    command = [
-        sys.executable,
-        "-m",
-        "megatron_gspo",
-        "serve",
-        "--model",
-        str(model),
-        "--python",
-        sglang_python,
-        "--dtype",
-        "float32",
-        "--log-dir",
-        str(tmp_path_factory.mktemp("logs")),
-    ]
-    server = subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
-    )
-    try:
-        line = server.stdout.readline().strip()
-        assert line.startswith("sglang.urls=["), line
-        yield line.removeprefix("sglang.urls=[").removesuffix("]")
-    finally:
-        server.terminate()
-        server.wait(60)
-
-
-@pytest.fixture(scope="module")
-def task(model, tmp_path_factory) -> Path:
+def task(sglang_model, tmp_path_factory) -> Path:
     """Twelve prompts. The answers of seven are what the model says to them by greedy decoding."""
-    tokenizer = character_tokenizer()
-    engine = EmbeddedEngine(model, tokenizer=tokenizer)
-    texts = [f"{word}{i}" for i, word in enumerate(["ab", "cde", "f", "ghij"] * 100)]
+    tokenizer = AutoTokenizer.from_pretrained(sglang_model)
+    engine = EmbeddedEngine(sglang_model, tokenizer=tokenizer)
+    texts = [f"{word}{i}" for i, word in enumerate(["ab", "cde", "f", "ghij"] * 250)]
     asked = [
         Prompt(i, tokenizer(text, return_tensors="np").input_ids[0], text)
         for i, text in enumerate(texts)
@@ -90,7 +60,7 @@ def task(model, tmp_path_factory) -> Path:
     return write_rows(tmp_path_factory.mktemp("task") / "echo.jsonl", rows)
 
 
-def test_our_evaluation(served, model, task, tmp_path):
+def test_our_evaluation(served, sglang_model, task, tmp_path):
     assert (
         main(
             [
@@ -99,7 +69,7 @@ def test_our_evaluation(served, model, task, tmp_path):
                 str(task),
                 "--output",
                 str(tmp_path),
-                f"model.path={model}",
+                f"model.path={sglang_model}",
                 "data.verifier=exact_match",
                 "data.verifier_timeout=null",
                 "evaluation.temperature=0",
@@ -114,7 +84,7 @@ def test_our_evaluation(served, model, task, tmp_path):
 
 
 @pytest.mark.slow
-def test_lm_eval(served, model, task, tmp_path):
+def test_lm_eval(served, sglang_model, task, tmp_path):
     config = {
         "task": "echo",
         "dataset_path": "json",
@@ -132,7 +102,7 @@ def test_lm_eval(served, model, task, tmp_path):
         },
     }
     (tmp_path / "echo.yaml").write_text(yaml.safe_dump(config))
-    arguments = f"model={model},base_url={served}/v1/completions,tokenizer_backend=none,tokenized_requests=False"
+    arguments = f"model={sglang_model},base_url={served}/v1/completions,tokenizer_backend=none,tokenized_requests=False"
     command = [
         str(Path(harness_python()).with_name("lm_eval")),
         "--model",

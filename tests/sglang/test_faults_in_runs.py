@@ -11,15 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_gspo.servers.server_processes import LocalServers
-from tests.sglang.conftest import StartServers
 from tests.sglang.test_servers import MODULE
 from tests.support import faulty_runs
 from tests.support.fault_proxy import CHANGES
 from tests.support.faulty_runs import SECONDS, Begin, FaultyServers, TrainingRun, Watch
-from tests.support.training_runs import tiny_model
 
-LOG_EVERY_BATCH = ("--decode-log-interval", "1")
 DECODES = re.compile(rb"Decode batch.*#running-req: (\d+)")
 QUICK = {
     "health_interval": 0.5,
@@ -30,11 +26,10 @@ QUICK = {
 
 
 @pytest.fixture(scope="module")
-def kind(tmp_path_factory: pytest.TempPathFactory) -> FaultyServers:
-    model = tiny_model(tmp_path_factory.mktemp("faulty") / "model")
+def kind(sglang_model: str) -> FaultyServers:
     return FaultyServers(
         "sglang",
-        model,
+        sglang_model,
         MODULE,
         QUICK,
         "/generate",
@@ -45,11 +40,6 @@ def kind(tmp_path_factory: pytest.TempPathFactory) -> FaultyServers:
     )
 
 
-@pytest.fixture(scope="module")
-def servers(start_servers: StartServers, kind: FaultyServers) -> LocalServers:
-    return start_servers(count=2, model=kind.model, server_args=LOG_EVERY_BATCH)
-
-
 @pytest.fixture(scope="module", autouse=True)
 def own_server(
     kind: FaultyServers, sglang_python: str, tmp_path_factory: pytest.TempPathFactory
@@ -57,7 +47,11 @@ def own_server(
     """`kill_and_stop_own_server` runs beside the other tests, because it mostly waits for a
     server to start.
     """
-    servers = {"num_servers": 1, "python": sglang_python, "server_args": list(LOG_EVERY_BATCH)}
+    servers = {
+        "num_servers": 1,
+        "python": sglang_python,
+        "server_args": ["--decode-log-interval", "1"],
+    }
     run = TrainingRun(
         kind,
         tmp_path_factory.mktemp("own") / "run",
@@ -90,12 +84,17 @@ def decoding(url: str, log: Path) -> Watch:
     return is_decoding
 
 
-def test_servers_fail_in_every_way_are_killed_and_restart_with_old_weights(begin, kind, servers):
-    faulty_runs.fail_in_every_way(begin, kind, servers)
+def test_servers_fail_in_every_way_are_killed_and_restart_with_old_weights(
+    begin, kind, sglang_servers
+):
+    faulty_runs.fail_in_every_way(begin, kind, sglang_servers)
 
 
-def test_without_servers_the_run_ends_with_a_checkpoint_and_resumes_from_it(begin, kind, servers):
-    faulty_runs.end_without_servers_and_resume(begin, kind, servers)
+@pytest.mark.slow  # tests/train/test_saves.py has it without servers
+def test_without_servers_the_run_ends_with_a_checkpoint_and_resumes_from_it(
+    begin, kind, sglang_servers
+):
+    faulty_runs.end_without_servers_and_resume(begin, kind, sglang_servers)
 
 
 def test_a_server_of_the_run_is_killed_and_another_time_hangs(own_server):

@@ -14,31 +14,23 @@ import pytest
 from megatron_gspo.config import Config
 from megatron_gspo.rollout.sglang.sglang_launch import SGLangLaunch
 from megatron_gspo.servers.server_processes import LocalServers
-from megatron_gspo.tools.make_tiny_model import TinyModel, write_tiny_model
 from megatron_gspo.train import train
 from tests.sglang.conftest import StartServers
 from tests.support.distributed import run_distributed
 from tests.support.ties import FLIPS
-from tests.support.training_runs import WORD, base_config, check_ledger, ledger, records
+from tests.support.training_runs import base_config, check_ledger, ledger, records
 
 AGREEMENT = 2e-5  # nats
+ADAPTED = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Larger weights than the other tests' model, so that an update moves log-probs far beyond
-    the tolerance.
+def adapter_url(start_servers: StartServers) -> str:
+    """A server that takes adapters of the attention: the experts' kernels with adapters need a
+    GPU.
     """
-    folder = tmp_path_factory.mktemp("trained") / "model"
-    write_tiny_model(
-        folder, TinyModel(hidden=32, layers=2, experts=4, expert_width=16), words=[WORD]
-    )
-    return str(folder)
-
-
-@pytest.fixture(scope="module")
-def servers(start_servers: StartServers, model: str) -> LocalServers:
-    return start_servers(count=2, model=model)
+    args = SGLangLaunch.adapter_args(4, ADAPTED, ["--device", "cpu"])
+    return start_servers(count=1, server_args=tuple(args)).urls[0]
 
 
 def run(
@@ -63,14 +55,20 @@ def train_here(rank: int, world_size: int, config: dict[str, Any], nodes: int) -
     train(Config.from_dict(config))
 
 
-@pytest.mark.parametrize("route", ["disk", "tensor", "distributed"])
+again = pytest.mark.slow  # test_weights.py has each way of the weights, other runs each loop
+
+
+@pytest.mark.parametrize(
+    "route",
+    [pytest.param("disk", marks=again), pytest.param("tensor", marks=again), "distributed"],
+)
 def test_each_way_of_the_weights(
-    servers: LocalServers, model: str, tmp_path: Path, route: str
+    sglang_servers: LocalServers, sglang_model: str, tmp_path: Path, route: str
 ) -> None:
     found = run(
-        model,
+        sglang_model,
         tmp_path / "run",
-        servers.urls,
+        sglang_servers.urls,
         sglang={"weight_transport": route, "log_prob_check_interval": 1},
         routing={"replay": "r3"},
         training={"steps": 4},
@@ -89,17 +87,13 @@ def test_each_way_of_the_weights(
 
 @pytest.mark.parametrize("route", ["disk", "tensor"])
 def test_adapters_alone_are_sent_and_added_to_the_base(
-    start_servers: StartServers, model: str, tmp_path: Path, route: str
+    adapter_url: str, sglang_model: str, tmp_path: Path, route: str
 ) -> None:
-    """Of the attention: the experts' kernels with adapters need a GPU."""
-    targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
-    args = SGLangLaunch.adapter_args(4, targets, ["--device", "cpu"])
-    server = start_servers(count=1, model=model, server_args=tuple(args))
-    lora = {"rank": 4, "alpha": 32.0, "targets": targets, "weight_updates": "adapters"}
+    lora = {"rank": 4, "alpha": 32.0, "targets": ADAPTED, "weight_updates": "adapters"}
     found = run(
-        model,
+        sglang_model,
         tmp_path / "run",
-        server.urls,
+        [adapter_url],
         processes=2,
         parallel={"tensor_model_parallel_size": 2},
         sglang={"weight_transport": route, "log_prob_check_interval": 1},
@@ -124,20 +118,20 @@ def test_adapters_alone_are_sent_and_added_to_the_base(
     ("layout", "nodes"),
     [
         ("expert_model_parallel_size", 1),
-        ("pipeline_model_parallel_size", 1),
+        pytest.param("pipeline_model_parallel_size", 1, marks=again),
         ("pipeline_model_parallel_size", 2),
     ],
 )
 def test_two_ranks_hand_over_their_own_tensors(
-    servers: LocalServers, model: str, tmp_path: Path, layout: str, nodes: int
+    sglang_servers: LocalServers, sglang_model: str, tmp_path: Path, layout: str, nodes: int
 ) -> None:
     """Half of the experts, or of the layers, are on each rank; the servers get handles to the
     memory of both, or where the second rank is another node, of the first rank, which then relays
     the second's."""
     found = run(
-        model,
+        sglang_model,
         tmp_path / "run",
-        servers.urls,
+        sglang_servers.urls,
         processes=2,
         nodes=nodes,
         parallel={layout: 2},
@@ -153,11 +147,13 @@ def test_two_ranks_hand_over_their_own_tensors(
         assert record["rollout/servers"] == 2.0 and record["ratio_token/max"] > 1.001
 
 
-def test_one_step_ahead_on_two_ranks(servers: LocalServers, model: str, tmp_path: Path) -> None:
+def test_one_step_ahead_on_two_ranks(
+    sglang_servers: LocalServers, sglang_model: str, tmp_path: Path
+) -> None:
     found = run(
-        model,
+        sglang_model,
         tmp_path / "run",
-        servers.urls,
+        sglang_servers.urls,
         2,
         parallel={"expert_model_parallel_size": 2},
         rollout={"max_staleness": 1, "overlap": True},
@@ -169,12 +165,12 @@ def test_one_step_ahead_on_two_ranks(servers: LocalServers, model: str, tmp_path
 
 
 def test_unfinished_responses_go_on_after_the_update(
-    servers: LocalServers, model: str, tmp_path: Path
+    sglang_servers: LocalServers, sglang_model: str, tmp_path: Path
 ) -> None:
     found = run(
-        model,
+        sglang_model,
         tmp_path / "run",
-        servers.urls,
+        sglang_servers.urls,
         routing={"replay": "r3"},
         rollout={"max_staleness": 2, "oversampling": 3.0, "max_response_length": 200},
         training={"steps": 6, "max_tokens_per_micro_batch": 400},
@@ -187,13 +183,13 @@ def test_unfinished_responses_go_on_after_the_update(
 
 
 def test_a_resumed_run_begins_with_what_was_pending(
-    servers: LocalServers, model: str, tmp_path: Path
+    sglang_servers: LocalServers, sglang_model: str, tmp_path: Path
 ) -> None:
     ahead = {"max_staleness": 1, "overlap": True}
     run(
-        model,
+        sglang_model,
         tmp_path / "run",
-        servers.urls,
+        sglang_servers.urls,
         rollout=ahead,
         training={"steps": 2},
         checkpoint={"save_interval": 2},
@@ -201,9 +197,9 @@ def test_a_resumed_run_begins_with_what_was_pending(
     pending = ledger(tmp_path / "run")[-1]["pending"]
     assert len(pending) == 4
     found = run(
-        model,
+        sglang_model,
         tmp_path / "run",
-        servers.urls,
+        sglang_servers.urls,
         rollout=ahead,
         training={"steps": 4},
         checkpoint={"save_interval": 2},

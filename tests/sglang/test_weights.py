@@ -29,7 +29,7 @@ from tests.support.tiny_models import save_tiny_model
 from tests.support.weight_updates import HarmedWeights, VanishingTransport
 
 PROMPT = torch.randint(2, 96, (400,), generator=torch.Generator().manual_seed(3)).tolist()
-LAYERS, EXPERTS = 4, 8  # of `save_tiny_model`
+LAYERS, EXPERTS = 2, 8  # of `sglang_model`
 BUCKET = 8000  # bytes: embedding and head have 12 KiB each
 TOLERANCE = 2e-5  # of log-probs
 
@@ -49,7 +49,7 @@ class Weights:
     """
 
     def __init__(self, folder: Path, seed: int, vocab_size: int) -> None:
-        save_tiny_model(folder, seed=seed, vocab_size=vocab_size)
+        save_tiny_model(folder, seed=seed, vocab_size=vocab_size, num_hidden_layers=LAYERS)
         self.named = load_file(folder / "model.safetensors")
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         with torch.no_grad():
@@ -130,12 +130,6 @@ def weights(sglang_model: str, tmp_path_factory: pytest.TempPathFactory) -> list
     return [Weights(tmp_path_factory.mktemp(f"weights{seed}"), seed, size) for seed in (3, 4)]
 
 
-@pytest.fixture(scope="module")
-def victims(start_servers: Callable[..., LocalServers]) -> LocalServers:
-    """One server of this module's own, to be harmed."""
-    return start_servers(count=1)
-
-
 @pytest.fixture
 def transport(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[WeightTransport]:
     transport = transport_of(request.param, folder=tmp_path / "weights")
@@ -177,13 +171,12 @@ def test_a_server_that_hangs_is_named_and_the_other_served(
     transport: WeightTransport,
     client: Client,
     weights: list[Weights],
-    sglang_url: str,
-    victims: LocalServers,
+    sglang_servers: LocalServers,
 ) -> None:
     """It stops in mid-stream; the stream is still read to its end. Running again, it takes the
     next update.
     """
-    url = victims.urls[0]
+    sglang_url, url = sglang_servers.urls
     assert client.update([sglang_url, url], weights[0].stream, transport, "a:1") == {}
 
     stream = HarmedWeights(weights[1].stream, lambda: signal_server(url, MODULE, signal.SIGSTOP))
@@ -222,7 +215,7 @@ def test_half_updated_by_a_wrong_shape(
     """A whole update mends it. (In a request by value or handle, upstream dies of a wrong
     shape.)
     """
-    wrong = weights[1].named | {"model.layers.2.self_attn.q_proj.weight": torch.zeros(3, 5)}
+    wrong = weights[1].named | {"model.layers.1.self_attn.q_proj.weight": torch.zeros(3, 5)}
     failures = client.update([sglang_url], lambda: iter(wrong.items()), transport, "c:1")
     assert f"server {sglang_url}" in failures[sglang_url] and "[3, 5]" in failures[sglang_url]
     meta = client.score(sglang_url)  # the reply has no valid version

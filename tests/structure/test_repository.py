@@ -95,5 +95,5 @@ def test_the_workflow_has_a_job_for_each_part_of_the_local_script():
         (PROJECT.root / ".github/workflows/ci.yml").read_text(encoding="utf-8")
     )
     script = (PROJECT.root / ".ci/run").read_text(encoding="utf-8")
-    [parts] = re.findall(r"^PARTS=\(([\w ]+)\)$", script, re.MULTILINE)
+    [parts] = re.findall(r"^PARTS=\(([\w\s]+)\)$", script, re.MULTILINE)
     assert workflow["jobs"]["part"]["strategy"]["matrix"]["part"] == parts.split()

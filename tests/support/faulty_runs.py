@@ -199,8 +199,9 @@ def check_run(run: TrainingRun, steps: int, staleness: int = 0) -> list[dict[str
 def fail_in_every_way(begin: Begin, kind: FaultyServers, servers: LocalServers) -> None:
     """Of two servers one is killed in a generation, one in an update; the caller's `servers`
     restart them with the model's weights. The run is one step ahead and continues with the
-    remaining server."""
+    remaining server. Nothing is left of a killed server's processes."""
     servers.poll()
+    first_lives = [p for url in servers.urls for p in processes_of(url, kind.module)]
     with ExitStack() as stack:
         first, second = (
             stack.enter_context(FaultProxy(url, generate=kind.generate, changes=kind.changes))
@@ -240,6 +241,7 @@ def fail_in_every_way(begin: Begin, kind: FaultyServers, servers: LocalServers) 
         finally:
             run.gate.unlink()
         run.end()
+    assert not [process.pid for process in first_lives if process.is_running()]
     found = check_run(run, 8, staleness=1)
     assert total(found, "refused") == 1 and total(found, "stale_responses") >= 1
     assert total(found, "retries") >= 5, (

@@ -34,10 +34,15 @@ def python_of(config: pytest.Config, engine: str) -> str:
     return str(Path(config.getoption(f"--{engine}-python")).absolute())
 
 
-def save_character_model(folder: Path, kind: str = "moe", seed: int = 0, **sizes: int) -> str:
+def save_character_model(
+    folder: Path, kind: str = "moe", seed: int = 0, words: Sequence[str] = (), **sizes: int
+) -> str:
     """Write a random float32 model, as a rule a Qwen3-MoE of 4 layers with 8 experts, 2 active, and
-    a character tokenizer."""
-    tokenizer = character_tokenizer()
+    a character tokenizer.
+
+    words: texts that are one token each.
+    """
+    tokenizer = character_tokenizer(words)
     save_tiny_model(folder, kind, seed, vocab_size=-(-len(tokenizer) // 8) * 8, **sizes)
     tokenizer.save_pretrained(folder)
     return str(folder)

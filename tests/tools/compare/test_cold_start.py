@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 
 import pytest
 import yaml
@@ -32,21 +33,29 @@ def files(tmp_path_factory) -> ColdStartFiles:
     return files
 
 
+@pytest.fixture(scope="module")
+def prompts(files) -> tuple[Sequence[Prompt], Sequence[Prompt]]:
+    """Held out, and to train on."""
+    return cold_start.held_out_and_training(files.model, RUNS)
+
+
 def rows(file) -> list[dict[str, str]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def questions(prompts: list[Prompt]) -> list[str]:
+def questions(prompts: Sequence[Prompt]) -> list[str]:
     return [prompt.text for prompt in prompts]
 
 
-def test_training_and_held_out_prompts_share_no_question(files):
-    held_out, training = cold_start.held_out_and_training(files.model, RUNS)
+def test_training_and_held_out_prompts_share_no_question(prompts):
+    held_out, training = prompts
     assert held_out and training and not set(questions(held_out)) & set(questions(training))
 
 
-def test_held_out_answers_are_right_and_demonstrations_have_mistakes_in_some_letters(files):
-    held_out, training = cold_start.held_out_and_training(files.model, RUNS)
+def test_held_out_answers_are_right_and_demonstrations_have_mistakes_in_some_letters(
+    files, prompts
+):
+    held_out, training = prompts
     assert rows(files.held_out) == [{"prompt": p.text, "answer": p.answer} for p in held_out]
     demonstrated = rows(files.demonstrations)
     assert [row["prompt"] for row in demonstrated] == questions(training)

@@ -13,7 +13,8 @@ from megatron_gspo.config import load_config
 from megatron_gspo.tools.rehearse.__main__ import main
 from tests.launch.test_configs import CONFIGS, EXAMPLES, processes
 
-pytestmark = pytest.mark.slow  # minutes; .ci/run runs those with the fewest layers
+# Minutes: .ci/run has one config of each structure with the fewest layers, its workflow all.
+pytestmark = pytest.mark.slow
 
 # Configurations of published models.
 SHIPPED = {folder.name: folder for folder in EXAMPLES.glob("*/models/*")}
@@ -35,6 +36,27 @@ def fewest_layers(file: Path) -> int:
         else 0
     )
     return (2 + dense) * parallel.pipeline_model_parallel_size - parallel.extra_pipeline_layers
+
+
+def structure(file: Path) -> tuple[str, bool]:
+    """What decides which code of the model a rehearsal runs: its family, and whether adapters are
+    trained.
+    """
+    config = load_config(file)
+    model = json.loads((SHIPPED[Path(config.model.path).name] / "config.json").read_text())
+    return model["model_type"], bool(config.lora.rank)
+
+
+def shortest_of_each_structure() -> list[Path]:
+    """The config with the fewest layers."""
+    chosen: dict[tuple[str, bool], Path] = {}
+    for file in sorted(READY, key=fewest_layers):
+        chosen.setdefault(structure(file), file)
+    return list(chosen.values())
+
+
+SHORTEST = shortest_of_each_structure()
+OTHERS = [file for file in READY if file not in SHORTEST]
 
 
 def exchanging_groups(file: Path) -> set[str]:
@@ -74,14 +96,23 @@ def rehearse(file: Path, output: Path, *arguments: str) -> dict:
     return document
 
 
-@pytest.mark.parametrize("file", READY, ids=lambda file: file.stem)
-def test_with_the_fewest_layers(file, tmp_path):
+@pytest.mark.parametrize("file", SHORTEST, ids=lambda file: file.stem)
+def test_one_of_each_structure(file, tmp_path):
+    rehearse_the_fewest_layers(file, tmp_path)
+
+
+@pytest.mark.parametrize("file", OTHERS, ids=lambda file: file.stem)
+def test_the_others(file, tmp_path):
+    rehearse_the_fewest_layers(file, tmp_path)
+
+
+def rehearse_the_fewest_layers(file: Path, folder: Path) -> None:
     layers = fewest_layers(file)
     assert layers == next((number for word, number in FEWEST.items() if word in file.stem), 2)
     # Of the first stage, and of the last.
     ranks = "0" if layers == 2 else f"0,{processes(file) - 1}"
     document = rehearse(
-        file, tmp_path / "found.json", "--layers", str(layers), "--ranks", ranks, *short(file)
+        file, folder / "found.json", "--layers", str(layers), "--ranks", ranks, *short(file)
     )
     for role in document["roles"]:
         assert 0 < role["peak_activation_bytes"] < role["peak_bytes"]
