@@ -18,7 +18,7 @@ OF_OTHERS = {
     "CONTRIBUTING.md": {"a/b.py", "tests/a/test_b.py"},
     "docs/algorithms.md": {"V_it", "g_i", "m_it", "rollout_it"},
     "docs/conversion.md": {"--dist-ckpt-strictness"},
-    "docs/data.md": {"thinking_budget", "train.csv"},
+    "docs/data.md": {"reasoning_effort", "thinking_budget", "train.csv"},
     "docs/first_run.md": {"reward.py"},
     "docs/launch.md": {"GraceTime", "NCCL_IB_HCA"},
     "docs/other_trainers.md": {

@@ -56,7 +56,7 @@ FIXES = {
         "change `--nproc-per-node` or a size; without torchrun there is 1 process"
     ),
     "unknown model type": (
-        "supported: [models](models.md); [add a family](extending.md#a-model-family)"
+        "supported: [models](models.md); [add a family](models.md#add-a-family)"
     ),
     "missing weight": "weights of another model, or an incomplete download",
     "no end token": "set `eos_token_id` in the model's `generation_config.json`",
