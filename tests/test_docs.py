@@ -93,7 +93,6 @@ OF_OTHERS = {
         "transformer/moe/token_dispatcher.py",
         "transformer/torch_norm.py",
         "dp_reshardable",
-        "fully_sharded_model_space",
         "load_tensors_metadata",
     },
 }
