@@ -20,7 +20,7 @@ OF_OTHERS = {
     "docs/conversion.md": {"--dist-ckpt-strictness"},
     "docs/data.md": {"reasoning_effort", "thinking_budget", "train.csv"},
     "docs/first_run.md": {"reward.py"},
-    "docs/launch.md": {"GraceTime", "NCCL_IB_HCA"},
+    "docs/launch.md": {"GraceTime"},
     "docs/other_trainers.md": {
         "--apply-chat-template",
         "--apply-chat-template-kwargs",
