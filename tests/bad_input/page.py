@@ -52,6 +52,9 @@ FIXES = {
         "the preset's name would stand for another algorithm: "
         "[what is refused](algorithms.md#what-is-refused)"
     ),
+    "TP doesn't fit the world": (
+        "change `--nproc-per-node` or a size; without torchrun there is 1 process"
+    ),
     "unknown model type": (
         "supported: [models](models.md); [add a family](models.md#add-a-family)"
     ),
