@@ -31,8 +31,8 @@ This page lists every config key. `make docs` writes it from the fields in `mega
 
 A config is one YAML file. `key.sub=value` on the command line overrides it; the value is read as YAML (`'[1, 4]'` is a
 list). Unknown keys, wrong types (`"8"` is not `8`) and contradictions stop the run before any allocation. Paths are
-relative to the working directory; `~`, `$NAME` and `${NAME}` in them are expanded. A default of `null` means that `null`
-is allowed. The `config.yaml` of a finished run is a config too.
+relative to the working directory; `~`, `$NAME` and `${NAME}` in them are expanded. A default of `null` means that
+`null` is allowed. The `config.yaml` of a finished run is a config too.
 """
 
 
