@@ -18,9 +18,9 @@ OF_OTHERS = {
     "CONTRIBUTING.md": {"a/b.py", "tests/a/test_b.py"},
     "docs/algorithms.md": {"V_it", "g_i", "m_it", "rollout_it"},
     "docs/conversion.md": {"--dist-ckpt-strictness"},
-    "docs/data.md": {"thinking_budget", "train.csv"},
+    "docs/data.md": {"reasoning_effort", "thinking_budget", "train.csv"},
     "docs/first_run.md": {"reward.py"},
-    "docs/launch.md": {"GraceTime", "NCCL_IB_HCA"},
+    "docs/launch.md": {"GraceTime"},
     "docs/other_trainers.md": {
         "--apply-chat-template",
         "--apply-chat-template-kwargs",
@@ -93,7 +93,6 @@ OF_OTHERS = {
         "transformer/moe/token_dispatcher.py",
         "transformer/torch_norm.py",
         "dp_reshardable",
-        "fully_sharded_model_space",
         "load_tensors_metadata",
     },
 }

@@ -31,20 +31,19 @@ class Objective:
     """
 
     importance_sampling_level: ImportanceSamplingLevel
-    """Importance ratio. `token`: per token. `sequence`: per response, length-normalised.
-    `sequence_token`: the same with an advantage per token. `geometric_mean`: per response, of
-    clipped token ratios. `none`: advantage * log-prob."""
+    """What a ratio covers: a token, a response (`sequence` and, with clipped token ratios,
+    `geometric_mean`), or a response with an advantage per token (`sequence_token`). `none` has no
+    ratio."""
 
     loss_agg_mode: LossAggMode
-    """Mean of token losses: over a response, then over responses; over all tokens; or their sum
-    / (responses * loss_scale_factor)."""
+    """How the losses of tokens are averaged (docs/algorithms.md)."""
 
     loss_scale_factor: float | None = None
     """Divisor of `seq-mean-token-sum-norm` in tokens, usually the longest response."""
 
     surrogate: str | Callable[..., Any] = "clip"
-    """What becomes of ratio and advantage (docs/algorithms.md): PPO's `clip`, `cispo`, `sapo`,
-    `dppo_tv`, `dppo_kl`, `minirl`, or the import path of your own (docs/extending.md)."""
+    """Function of ratio and advantage (docs/algorithms.md): `clip`, `cispo`, `sapo`, `dppo_tv`,
+    `dppo_kl`, `minirl`, or the import path of your own (docs/extending.md)."""
 
     surrogate_options: dict[str, Any] = field(default_factory=dict, hash=False)
     """Keyword arguments of a surrogate of your own."""
@@ -77,8 +76,8 @@ class Objective:
     """c > 1: the objective is at least c * A where A < 0 (arXiv:1912.09729)."""
 
     off_policy_mask_threshold: float | None = None
-    """Where mean(old log-prob - log-prob) of a sequence is above this, in nats, its tokens with A
-    < 0 do not count (arXiv:2512.02556). Denominators are unchanged."""
+    """Tokens with A < 0 do not count in a sequence whose mean of old log-prob - log-prob is above
+    this, in nats (arXiv:2512.02556)."""
 
     log_ratio_coef: float = 0.0
     """Weight of the squared token log-ratio in the loss (arXiv:2602.02276)."""

@@ -27,8 +27,7 @@ class AlgorithmConfig(Objective):
     )
 
     name: str = "gspo"
-    """Preset that sets the defaults of this section (docs/algorithms.md), or a name of your own,
-    with `importance_sampling_level` and `loss_agg_mode`. A null keeps the preset's value."""
+    """Preset that sets the defaults of this section (docs/algorithms.md), or a name of your own."""
     surrogate: UserPath = "clip"
     advantage_estimator: UserPath = "group"
     kl_reward_coef: Annotated[float, Ge(0)] = 0.0
@@ -40,16 +39,15 @@ class AlgorithmConfig(Objective):
     ] = "none"
     """Published setting of the `rollout_is*` and `rollout_rs*` keys that are not set."""
     rollout_is: Literal["none", "token", "geometric"] = "none"
-    """Importance weights (old policy / rollout engine) on the advantages: per token, or the
-    geometric mean of a sequence."""
+    """Importance weights (old policy / rollout engine) on the advantages, per token or per
+    sequence."""
     rollout_is_threshold: Annotated[float, Ge(1)] = 2.0
     """Maximum of these weights."""
     rollout_is_threshold_lower: Annotated[float, Ge(0), Le(1)] = 0.0
     """Minimum of these weights."""
     rollout_rs: Literal["none", "token", "geometric", "token_binary_kl", "sequence_k3"] = "none"
-    """Exclude from the loss where the engines differ too much: the ratio of a token or its
-    `geometric` mean over a sequence is outside the thresholds; or a token's binary KL or a
-    sequence's mean of k3 is above `rollout_rs_divergence`."""
+    """Exclude tokens or sequences from the loss where the engines differ too much
+    (docs/algorithms.md)."""
     rollout_rs_threshold: Annotated[float, Ge(1)] | None = None
     """Upper threshold; null is 2 with `token`; `geometric` needs one."""
     rollout_rs_threshold_lower: Annotated[float, Gt(0), Le(1)] | None = None
@@ -61,7 +59,7 @@ class AlgorithmConfig(Objective):
     turn_discount: Annotated[float, Ge(0), Le(1)] | None = None
     """Discount of later turns' rewards, with an advantage per turn; null is one per episode."""
     dynamic_sampling: bool = False
-    """Replace groups with equal rewards by new ones; otherwise they have advantage 0."""
+    """Replace groups with equal rewards by new ones."""
     max_num_gen_batches: Annotated[int, Ge(1)] = 4
     """Maximum generations per step with `dynamic_sampling`; groups that remain are kept."""
     truncated: Literal["keep", "mask", "penalize"] = "keep"

@@ -23,7 +23,7 @@ class CodeConfig:
     score: Literal["all", "fraction"] = "all"
     """1 if all tests pass, else 0; or the share of tests that pass."""
     time_limit: Annotated[float, Gt(0)] = 6.0
-    """CPU seconds per test; the wall-clock limit is three times as long, plus 1 s."""
+    """CPU seconds per test; the wall-clock limit is 3 times this + 1."""
     memory_mib: Annotated[int, Ge(64)] = 1024
     """Address space of each process, MiB."""
     processes: Annotated[int, Ge(1), Le(1000)] = 8
@@ -31,15 +31,14 @@ class CodeConfig:
     output_mib: Annotated[int, Ge(1), Le(64)] = 16
     """Standard output per test, MiB."""
     float_tolerance: Annotated[float, Ge(0)] = 1e-6
-    """Absolute or relative difference of numbers, where the expected one has a decimal point or an
-    exponent."""
+    """Absolute or relative difference of numbers with a decimal point or an exponent."""
     python: UserPath | None = None
-    """Interpreter of the programs, run without site-packages; null is the trainer's."""
+    """Interpreter of the programs; null is the trainer's."""
     require_isolation: bool = True
-    """Refuse to start without bubblewrap or `sandbox_url`. With false, without them only limits
-    apply: programs can do what this user can."""
+    """Refuse to start without bubblewrap or `sandbox_url`; false lets programs do what this user
+    can."""
     sandbox_url: str | None = None
-    """Sandbox Fusion server that runs the programs, as http://host:port."""
+    """Sandbox Fusion server, as http://host:port."""
 
     @property
     def wall_limit(self) -> float:

@@ -32,28 +32,26 @@ class DataConfig:
     """Prompts, their format and the verifier that scores responses."""
 
     prompts: UserPath | tuple[UserPath, ...] | None = None
-    """Training prompts (docs/data.md): a file, a folder, a glob, a saved data set (`path:split`),
-    or a list of these; null with `task`."""
+    """Training prompts (docs/data.md): a file, folder, glob or saved data set, or a list of these;
+    null with `task`."""
     task: TaskConfig | None = None
     """A generated reasoning-gym task in place of `prompts`."""
     eval_prompts: UserPath | tuple[UserPath, ...] | None = None
     """Held-out prompts, as `prompts`; null uses those of `task`, or none."""
     prompt_key: str = "prompt"
-    """Field of the question, e.g. extra_info.question: text, or a list of chat messages."""
+    """Field of the question, e.g. extra_info.question."""
     answer_key: str | None = "answer"
-    """Field of the reference answer, e.g. reward_model.ground_truth; null if the verifier needs
-    none."""
+    """Field of the reference answer; null if the verifier needs none."""
     chat_template: bool = False
-    """Apply the tokenizer's chat template, with the tools in the field `tools` of a row."""
+    """Apply the tokenizer's chat template."""
     chat_template_options: dict[str, Any] = field(default_factory=dict)
-    """Options of the chat template, e.g. {enable_thinking: false} or {reasoning_effort: low}."""
+    """Options of the chat template, e.g. {enable_thinking: false}."""
     system_prompt: str | None = None
     """System message; needs `chat_template`."""
     system_prompt_key: str | None = None
     """Field of a row's own system message, in place of `system_prompt`."""
     last_assistant_message: Literal["error", "drop", "answer", "continue"] = "error"
-    """A row's last message, if it is the assistant's: refuse it, leave it out, take it as the
-    answer, or let the response continue it."""
+    """What to do with a last message that is the assistant's (docs/data.md)."""
     prompt_template: str = "{question}"
     """Text of a prompt; {question} is replaced by the question."""
     max_prompt_length: Annotated[int, Ge(1)] = 1024
@@ -63,18 +61,16 @@ class DataConfig:
     cache_dir: UserPath | None = None
     """Folder of tokenised prompts; null is `prompts/` in `run_dir`."""
     keep_special_tokens: bool = True
-    """Whether verifiers and environments see special tokens of responses, but end tokens and
-    padding."""
+    """Whether verifiers and environments see special tokens of responses."""
     verifier: UserPath | None = None
-    """exact_match, math_verify, reasoning_gym, code, path/to/file.py:function or
-    package.module:function. Null is reasoning_gym with a task, else exact_match."""
+    """exact_match, math_verify, reasoning_gym, code, or the import path of your own
+    (docs/extending.md); null is reasoning_gym with a task, else exact_match."""
     verifier_options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the verifier, e.g. {style: boxed}."""
     verifier_timeout: Annotated[float, Gt(0)] | None = 10.0
     """Seconds per response; null runs the verifier in the training process, without a limit."""
     verifier_failure_reward: float | None = None
-    """Reward where verification failed; null excludes the response from the loss and its group's
-    statistics."""
+    """Reward where verification failed; null excludes the response."""
     verifier_workers: Annotated[int, Ge(1)] = 1
     """Verifier processes per rank."""
     code: CodeConfig = field(default_factory=CodeConfig)

@@ -16,24 +16,21 @@ class LoRAConfig:
     """Low-rank adapters (LoRA) that are trained in place of the model's weights."""
 
     rank: Annotated[int, Ge(0)] = 0
-    """Rank of the adapters; 0: none, all weights are trained."""
+    """Rank of the adapters; 0 trains all weights."""
     alpha: Annotated[float, Gt(0)] = 16.0
     """An adapter adds alpha / rank times B A to its weight."""
     rslora: bool = False
     """Scale by alpha / sqrt(rank) instead (rsLoRA)."""
     dropout: Annotated[float, Ge(0)] = 0.0
-    """Must be 0: with dropout the ratio of an unchanged policy is not 1."""
+    """Must be 0 (docs/lora.md)."""
     targets: tuple[str, ...] | None = None
-    """Linear layers with an adapter, e.g. [q_proj, v_proj], or the router (gate); null is all but
-    the router."""
+    """Linear layers with an adapter, e.g. [q_proj, v_proj]; null is all but the router."""
     experts: Literal["each", "shared"] = "each"
     """An adapter for each expert, or one that all experts of a layer share."""
     weight_updates: Literal["merged", "adapters"] = "merged"
-    """What servers get: the merged weights, or the adapters alone, by `weight_transport` disk or,
-    with SGLang, tensor."""
+    """What servers get: merged weights, or adapters alone (docs/lora.md)."""
     adapter_path: UserPath | None = None
-    """PEFT directory of adapters to start from, of this rank, alpha and targets; null is a random
-    A and a B of 0."""
+    """PEFT directory of adapters to start from."""
 
     @property
     def is_on(self) -> bool:

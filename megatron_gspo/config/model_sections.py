@@ -27,8 +27,7 @@ class ModelConfig:
     recompute_num_layers: Annotated[int, Ge(1)] | None = None
     """Layers per recomputed unit with `full`; null is 1."""
     expert_bias_update_rate: Annotated[float, Ge(0)] = 0.0
-    """Step of a router's expert bias towards an even load after each mini-batch; 0 freezes the
-    bias."""
+    """Step of a router's expert bias towards an even load; 0 freezes the bias."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,9 +41,9 @@ class ParallelConfig:
     virtual_pipeline_model_parallel_size: Annotated[int, Ge(2)] | None = None
     """Model chunks per pipeline stage (interleaved schedule); null is 1 (1F1B)."""
     account_for_embedding_in_pipeline_split: bool = False
-    """Count the embedding as a layer when dividing layers over stages."""
+    """Count the embedding as a layer of the first stage."""
     account_for_loss_in_pipeline_split: bool = False
-    """Count output layer and loss as a layer."""
+    """Count output layer and loss as a layer of the last stage."""
     context_parallel_size: Annotated[int, Ge(1)] = 1
     """Context-parallel ranks (CP): split the tokens of a sequence."""
     expert_model_parallel_size: Annotated[int, Ge(1)] = 1
@@ -64,7 +63,7 @@ class ParallelConfig:
     overlap_grad_reduce: bool = False
     """Overlap gradient reduction with the backward pass."""
     overlap_param_gather: bool = False
-    """Overlap the gathering of parameters with the next forward pass; needs `overlap_grad_reduce`."""
+    """Overlap the gathering of parameters with the forward pass; needs `overlap_grad_reduce`."""
 
     @property
     def use_sequence_parallel(self) -> bool:

@@ -27,14 +27,12 @@ def help_text(model: type, usage: str) -> str:
 
 _INTRO = """# Config reference
 
-This page lists every config key. `make docs` writes it from the fields in
-`megatron_gspo/config/`; edit them there.
+This page lists every config key. `make docs` writes it from the fields in `megatron_gspo/config/`.
 
-A config is one YAML file; `key.sub=value` on the command line overrides it, the value read as YAML (`1e-6` is a number,
-`null` is null, `'[1, 4]'` a list). Unknown keys, wrong types (`"8"` is not `8`) and contradictions stop the run before
-any allocation. Paths are relative to the working directory; `~`, `$NAME` and `${NAME}` in them are expanded. A list
-of words as a type means one of them; a default of `null` means that `null` is allowed. The `config.yaml` of a finished
-run is a config too.
+A config is one YAML file. `key.sub=value` on the command line overrides it; the value is read as YAML (`'[1, 4]'` is a
+list). Unknown keys, wrong types (`"8"` is not `8`) and contradictions stop the run before any allocation. Paths are
+relative to the working directory; `~`, `$NAME` and `${NAME}` in them are expanded. A default of `null` means that
+`null` is allowed. The `config.yaml` of a finished run is a config too.
 """
 
 

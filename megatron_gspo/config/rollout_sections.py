@@ -70,8 +70,7 @@ class RolloutConfig(SamplingParams):
     """
 
     engine: Literal["embedded", "sglang", "vllm", "sft"] = "embedded"
-    """Source of responses: Transformers in the ranks (`embedded`), SGLang or vLLM servers, or
-    reference answers (`sft`)."""
+    """Source of responses: Transformers in the ranks, servers, or reference answers (`sft`)."""
     rollout_batch_size: Annotated[int, Ge(1)]
     """Prompts per rollout batch."""
     max_batch_size: Annotated[int, Ge(1)] = 256
@@ -81,20 +80,18 @@ class RolloutConfig(SamplingParams):
     overlap: bool = False
     """Generate while training, up to `max_staleness` steps ahead."""
     oversampling: Annotated[float, Ge(1)] = 1.0
-    """Groups started per group that a step needs. Those unfinished are discarded or, with
-    `max_staleness`, continued after the update (then at most 1 + `max_staleness`)."""
+    """Groups started per group that a step needs (docs/sglang.md)."""
     offload_trainer: bool | None = None
     """Keep the trainer's state in host memory during generation; null is on with `colocated`
     servers."""
     environment: UserPath | None = None
-    """Factory of a multi-turn environment, which replaces the verifier; null is single-turn."""
+    """Import path of a multi-turn environment (docs/multi_turn.md), in place of the verifier."""
     environment_options: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the factory, e.g. {partial_credit: true}."""
+    """Keyword arguments of the environment."""
     max_turns: Annotated[int, Ge(1)] = 8
     """Maximum responses per episode."""
     max_turn_length: Annotated[int, Ge(1)] | None = None
-    """Maximum tokens of a turn's response; null is what remains of `max_response_length`, which
-    counts observations too."""
+    """Maximum tokens of a turn's response; null is what remains of `max_response_length`."""
     quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
     """Weights in eight bits for the engine."""
 

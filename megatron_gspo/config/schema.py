@@ -92,9 +92,7 @@ class Config:
     run_dir: UserPath
     """Directory for all output of the run."""
     megatron: dict[str, Any] = field(default_factory=dict)
-    """Options of Megatron-Core's config classes, e.g. {moe_permute_fusion: true}; see
-    docs/scaling.md.
-    """
+    """Options of Megatron-Core (docs/scaling.md), e.g. {moe_permute_fusion: true}."""
     callbacks: tuple[UserPath, ...] = ()
     """Import paths of callbacks (docs/extending.md)."""
     model: ModelConfig

@@ -44,17 +44,15 @@ class ServerConfig:
     weight_bucket_mb: Annotated[float, Gt(0)] = 512.0
     """MiB of weights that a rank sends at once."""
     weight_changes_only: bool = False
-    """Send only tensors that have changed, with `distributed` and servers that the run starts."""
+    """Send only tensors that have changed (docs/sglang.md)."""
     weight_checksums: bool = False
-    """Compare the checksum of every tensor after an update, also with `distributed` and servers
-    that the run starts. vLLM servers, with any transport, also prove that they wrote every
-    parameter."""
+    """Compare checksums of the tensors after an update (docs/sglang.md)."""
     weight_dir: UserPath | None = None
     """Directory of `disk`, the same path on all servers; null is `run_dir`/weights."""
     master_address: str | None = None
     """Address of the first node, with `distributed`; null is that of the route to the servers."""
     max_concurrent_requests: Annotated[int, Ge(1)] = 256
-    """Maximum concurrent requests per server, divided among the clients."""
+    """Maximum concurrent requests per server."""
     request_timeout: Annotated[float, Gt(0)] = 600.0
     """Seconds for one request."""
     retries: Annotated[int, Ge(0)] = 8
@@ -69,10 +67,9 @@ class ServerConfig:
     health_interval: Annotated[float, Gt(0)] = 5.0
     """Seconds between health checks of a server."""
     health_timeout: Annotated[float, Gt(0)] = 10.0
-    """Seconds for a health check, which itself takes about one."""
+    """Seconds for a health check."""
     log_prob_check_at_start: bool = True
-    """Compare log-probs with the trainer's after the first weights and the first update, and stop
-    if the servers compute another model."""
+    """Stop where the servers' first log-probs are another model's (docs/sglang.md)."""
     log_prob_check_interval: Annotated[int, Ge(0)] = 0
     """Updates between further comparisons; 0 is off."""
     log_prob_check_tolerance: Annotated[float, Gt(0)] = 0.5
@@ -80,8 +77,8 @@ class ServerConfig:
     log_prob_check_action: Literal["warn", "stop"] = "stop"
     """Action when a further comparison exceeds the tolerance."""
     colocated: bool = False
-    """The servers share the trainer's GPUs and release their memory during training; not with
-    `distributed`. `urls` need --enable-memory-saver (SGLang) or --enable-sleep-mode (vLLM)."""
+    """The servers share the trainer's GPUs; `urls` need --enable-memory-saver (SGLang) or
+    --enable-sleep-mode (vLLM)."""
 
     @property
     def is_set(self) -> bool:

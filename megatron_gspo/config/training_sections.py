@@ -22,7 +22,7 @@ class TrainingConfig:
     ppo_epochs: Annotated[int, Ge(1)] = 1
     """Passes over each rollout batch."""
     max_tokens_per_micro_batch: Annotated[int, Ge(1)] = 8192
-    """Tokens of a packed micro-batch, with padding, before the context-parallel split."""
+    """Tokens of a packed micro-batch, before the context-parallel split."""
     micro_batch_size: Annotated[int, Ge(1)] | None = None
     """Sequences per micro-batch; null packs as many as fit."""
 
@@ -60,13 +60,11 @@ class CriticConfig(OptimizerConfig):
     """The value model of `algorithm.name: ppo`, which has an optimizer of its own."""
 
     path: UserPath | None = None
-    """Hugging Face directory of the initial weights, with or without `score.weight`; null is
-    `model.path`."""
+    """Hugging Face directory of the initial weights; null is `model.path`."""
     lr: Annotated[float, Gt(0)] = 1e-5
     """Peak learning rate."""
     value_clip: Annotated[float, Gt(0)] | None = 0.5
-    """Values that moved further than this in a step get no gradient towards their return; null is
-    no limit."""
+    """Values that move further in a step get no gradient towards their return; null is no limit."""
     warmup_steps: Annotated[int, Ge(0)] = 0
     """Steps at the start that train the value model alone."""
 
@@ -81,7 +79,7 @@ class GuardConfig:
     """`warn` prints a line; `stop` also saves and ends the run with an error."""
     effective_sample_size: Annotated[float, Gt(0), Lt(1)] | None = None
     """Lower values count. Null is 0.5, or no threshold where the objective bounds the weights of
-    tokens (`dual_clip`, `rollout_is: token`, every `surrogate` but `clip`)."""
+    tokens."""
     mismatch_k3: Annotated[float, Gt(0)] = 0.1
     """Higher values of `mismatch/k3` count, in nats per token."""
     steps: Annotated[int, Ge(1)] = 3
@@ -149,6 +147,6 @@ class TrackingConfig:
     ratio_interval: Annotated[int, Ge(0)] = 0
     """Steps between files of importance ratios in `run_dir`/ratios; 0 writes none."""
     detailed_timers: bool = False
-    """Time forward, backward and optimizer separately, which synchronises the GPU."""
+    """Time forward, backward and optimizer, which synchronises the GPU."""
     plot: bool = True
     """Plot `run_dir`/curves.png at the end, if matplotlib is installed."""

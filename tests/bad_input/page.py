@@ -56,7 +56,7 @@ FIXES = {
         "change `--nproc-per-node` or a size; without torchrun there is 1 process"
     ),
     "unknown model type": (
-        "supported: [models](models.md); [add a family](extending.md#a-model-family)"
+        "supported: [models](models.md); [add a family](models.md#add-a-family)"
     ),
     "missing weight": "weights of another model, or an incomplete download",
     "no end token": "set `eos_token_id` in the model's `generation_config.json`",
@@ -64,7 +64,6 @@ FIXES = {
     "compressed file": "unpack it; `.gz`, `.bz2`, `.xz` and `.zst` are read for JSON and CSV",
     "positive log-prob": "probabilities or logits instead of log-probs",
     "token outside the vocabulary": "another tokenizer, or padding that was not removed",
-    "another prompt": "the server tokenised the text again",
     "server of another model": (
         "the config.json or the arguments of the server are of another model, or the engine "
         "ignores a key, as [SGLang tied embeddings](sglang.md#agreement-of-the-engines)"
@@ -73,18 +72,15 @@ FIXES = {
     "weights that diverged": "resume from an earlier checkpoint: move the newest away",
     "routes with a row too few": "the text was tokenised again, or the prompt's routes are missing",
     "routes of no sample": "enable routes in the engine; SGLang: `--enable-return-routed-experts`",
-    "expert twice": "padded rows, or another `k`",
     "verifier that raises": (
         "no response was scored: exception, exit, hang, no finite number or missing answers. Call "
         "the verifier on a line of `samples/`"
     ),
-    "config on a full disk": "disk full, or `ulimit -f`",
     "checkpoint on a full disk": "free space, or lower `checkpoint.keep`",
     "rank killed": (
         "a rank died (out of memory, hardware), or hangs: the others wait "
         "`parallel.distributed_timeout_minutes`"
     ),
-    "stopped by a scheduler": "torchrun's report names the rank that ended first",
 }
 
 
