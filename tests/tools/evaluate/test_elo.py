@@ -67,29 +67,6 @@ def test_the_published_formula_by_a_search_over_all_ratings(kind):
     assert found.problems == len(difficulty)
 
 
-@pytest.mark.parametrize(("solved", "problems"), [(5, 10), (10, 11), (1, 11), (3, 4)])
-def test_many_problems_of_one_rating_outweigh_the_prior(solved, problems):
-    outcome = np.repeat([1.0, 0.0], [solved * 20_000, (problems - solved) * 20_000])
-    found = estimate_rating(outcome, np.full(len(outcome), 1700.0))
-    assert found.rating == pytest.approx(
-        1700 + 400 * math.log10(solved / (problems - solved)), abs=0.05
-    )
-
-
-def test_the_interval_has_the_true_rating_as_often_as_it_says():
-    rng = np.random.default_rng(1)
-    difficulty = rng.integers(8, 30, 60) * 100.0
-    true = rng.normal(PRIOR_MEAN, PRIOR_STD, 400)
-    found = [
-        estimate_rating(rng.random(60) < expected_score(rating, difficulty), difficulty)
-        for rating in true
-    ]
-    covered = np.mean(
-        [each.low <= rating <= each.high for each, rating in zip(found, true, strict=True)]
-    )
-    assert 0.92 <= covered <= 0.98  # 0.95, and three standard errors of 400 trials
-
-
 @pytest.mark.parametrize(
     ("solved", "difficulty"),
     [([], []), ([1.0], [1000.0, 1200.0]), ([1.5], [1000.0]), ([1.0], [math.nan])],

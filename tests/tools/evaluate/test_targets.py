@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -130,17 +129,6 @@ def test_each_model_has_an_output_of_its_own(tmp_path, monkeypatch):
     assert default_output("best", "best") == outputs[1]
     folder, _ = run(tmp_path / "run", 20)
     assert default_output(str(folder), str(folder)) == folder / "evaluation"
-
-
-@pytest.mark.parametrize(
-    "copy", ["step_best", "step_000040_best", "step_000040 (copy)", "step_000040.bak"]
-)
-def test_copies_beside_checkpoints_are_no_steps(tmp_path, copy):
-    folder, _ = run(tmp_path / "run", 20, 40)
-    shutil.copytree(folder / "checkpoints" / "step_000040", folder / "checkpoints" / copy)
-    (folder / "checkpoints" / "latest").symlink_to("step_000040")
-    (folder / "checkpoints" / "step_000060").symlink_to("nowhere")
-    assert [target.step for target in find_targets(str(folder), "unused", "all")] == [20, 40]
 
 
 def test_the_model_of_an_earlier_end_is_not_the_newest_step(tmp_path):
