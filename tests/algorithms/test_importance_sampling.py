@@ -197,7 +197,7 @@ def test_a_divergence_on_the_threshold_is_kept():
     mask = torch.tensor([1.0])
     largest = max(float(binary_kl(ours, theirs)), float(binary_kl(theirs, ours)))
     assert token_divergence_mask(ours, theirs, mask, largest=largest).tolist() == [True]
-    one = Segments(mask, torch.tensor([0]), 1)
+    response = Segments(mask, torch.tensor([0]), 1)
     assert sequence_divergence_mask(
-        ours, theirs, one, largest=float(k3(ours - theirs))
+        ours, theirs, response, largest=float(k3(ours - theirs))
     ).tolist() == [True]

@@ -43,8 +43,8 @@ def test_clip_at_its_bounds():
     ):
         value, clip = clipped_surrogate(objective, terms(ratio, torch.full((6,), advantage)))
         masks = clip.lower, clip.cut & ~clip.lower, clip.dual
-        found = [[i for i, cut in enumerate(mask.tolist()) if cut] for mask in masks]
-        assert found == [lower, upper, dual]
+        clipped = [[i for i, cut in enumerate(mask.tolist()) if cut] for mask in masks]
+        assert clipped == [lower, upper, dual]
         assert clip.cut.tolist() == [i in (*lower, *upper) for i in range(6)]
         bound = {i: 0.75 for i in lower} | {i: 1.25 for i in upper} | {i: 2.0 for i in dual}
         assert value.tolist() == [advantage * bound.get(i, ratio[i].item()) for i in range(6)]

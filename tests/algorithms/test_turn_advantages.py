@@ -54,25 +54,25 @@ def random_episodes(seed: int, longest: int) -> tuple[torch.Tensor, torch.Tensor
 
 def naive(rewards, episodes, groups, discount, std):
     """Loops over episodes in Python floats."""
-    found: dict[int, list[int]] = {}
-    for place, episode in enumerate(episodes):
-        found.setdefault(episode, []).append(place)
+    turns_of_episode: dict[int, list[int]] = {}
+    for turn, episode in enumerate(episodes):
+        turns_of_episode.setdefault(episode, []).append(turn)
     returns = [0.0] * len(rewards)
-    for places in found.values():
-        for k, place in enumerate(places):
-            returns[place] = sum(discount**j * rewards[later] for j, later in enumerate(places[k:]))
+    for turns in turns_of_episode.values():
+        for k, turn in enumerate(turns):
+            returns[turn] = sum(discount**j * rewards[later] for j, later in enumerate(turns[k:]))
     values = [0.0] * len(rewards)
-    for places in found.values():
-        for k, place in enumerate(places):
+    for turns in turns_of_episode.values():
+        for k, turn in enumerate(turns):
             peers = [
-                returns[p[k]]
-                for p in found.values()
-                if len(p) > k and groups[p[k]] == groups[place]
+                returns[other[k]]
+                for other in turns_of_episode.values()
+                if len(other) > k and groups[other[k]] == groups[turn]
             ]
             mean = sum(peers) / len(peers)
             if max(peers) > min(peers):
                 freedom = len(peers) - (1 if std == "sample" else 0)
-                values[place] = (returns[place] - mean) / math.sqrt(
+                values[turn] = (returns[turn] - mean) / math.sqrt(
                     sum((x - mean) ** 2 for x in peers) / freedom
                 )
     return values

@@ -124,8 +124,8 @@ def test_kl_terms_by_hand():
     # d = log_probs - ref = ln 2: k1 = ln 2, k2 = ln(2)^2 / 2, k3 = 1/2 - 1 + ln 2; gradients 1, ln
     # 2, 1 - 1/2
     ln2 = math.log(2)
-    rows = {"k1": (ln2, 1.0), "k2": (ln2**2 / 2, ln2), "k3": (ln2 - 0.5, 0.5)}
-    for estimator, (value, slope) in rows.items():
+    by_hand = {"k1": (ln2, 1.0), "k2": (ln2**2 / 2, ln2), "k3": (ln2 - 0.5, 0.5)}
+    for estimator, (value, slope) in by_hand.items():
         log_probs = torch.full((2,), -1.0, requires_grad=True)
         loss, metrics = call_policy_loss(
             preset("gspo", kl_loss_coef=0.1, kl_loss_type=estimator),
@@ -374,9 +374,9 @@ def test_the_off_policy_mask_drops_bad_responses_that_became_unlikely():
 def test_the_squared_log_ratio_by_hand():
     """0.1 (0.336^2 + 1.386^2) / 2, and slope 0.1 * 2 * log-ratio / 2."""
     logs = [math.log(w) for w in RATIOS]
-    plain, found = (two_tokens("dapo", 1.0, log_ratio_coef=c) for c in (0.0, 0.1))
-    assert found[0] - plain[0] == pytest.approx(0.1 * sum(d * d for d in logs) / 2)
-    assert [a - b for a, b in zip(found[1], plain[1], strict=True)] == pytest.approx(
+    plain, penalised = (two_tokens("dapo", 1.0, log_ratio_coef=c) for c in (0.0, 0.1))
+    assert penalised[0] - plain[0] == pytest.approx(0.1 * sum(d * d for d in logs) / 2)
+    assert [a - b for a, b in zip(penalised[1], plain[1], strict=True)] == pytest.approx(
         [0.1 * d for d in logs]
     )
-    assert found[2]["loss/log_ratio"] == pytest.approx(found[0] - plain[0])
+    assert penalised[2]["loss/log_ratio"] == pytest.approx(penalised[0] - plain[0])

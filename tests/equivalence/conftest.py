@@ -17,7 +17,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     # another position in each group of N: a fixed one would always select the same of three
     # rotating choices
     left_out = {
-        id(item) for place, item in enumerate(layouts) if place % every != place // every % every
+        id(item) for index, item in enumerate(layouts) if index % every != index // every % every
     }
     config.hook.pytest_deselected(items=[item for item in items if id(item) in left_out])
     items[:] = [item for item in items if id(item) not in left_out]

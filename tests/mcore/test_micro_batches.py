@@ -85,14 +85,14 @@ def check_layouts(rank: int, world_size: int) -> None:
         local_positions = np.flatnonzero(plan.replica_of() == groups.dp.rank())
         # The others' payload is not here.
         held = replace(batch, inputs=batch.inputs.chosen(local_positions))
-        found = planned_micro_batches(held, plan, groups)
-        check_shapes(found, samples, groups, config, limits)
+        planned = planned_micro_batches(held, plan, groups)
+        check_shapes(planned, samples, groups, config, limits)
         shards = [
             context_parallel_shard(batch, groups.cp.rank(), groups.cp.size())
-            for batch in found.batches
+            for batch in planned.batches
         ]
         values = [shard.labels.float() for shard in shards] if groups.is_last_stage else []
-        back = values_of_replica(values, found.layouts, batch, groups)
+        back = values_of_replica(values, planned.layouts, batch, groups)
         assert back.dtype == np.float32
         for i, value in batch.responses.split(back).items():
             # a token that two ranks filled in would have twice its value, one that none did, none

@@ -66,8 +66,8 @@ def state_of(policy: Policy) -> list[Tensor]:
     policy.memory.restore()
     return [
         tensor.detach().clone()
-        for part in (policy.memory._weights, policy.memory._states)
-        for tensor in part._tensors()
+        for tensors in (policy.memory._weights, policy.memory._states)
+        for tensor in tensors._tensors()
     ]
 
 

@@ -87,7 +87,7 @@ def export(critic: Policy, value: Any) -> dict[str, Tensor]:
 
 
 def passes(rank: int, world_size: int, path: str, samples: list[Sample]) -> dict[str, Any]:
-    found = {}
+    outcomes = {}
     for name, layout in LAYOUTS[world_size].items():
         for cut in CUTS if world_size != 2 else ("packed",):
             batching = CUTS[cut]
@@ -101,13 +101,13 @@ def passes(rank: int, world_size: int, path: str, samples: list[Sample]) -> dict
             gradients = export(critic, lambda p: p.main_grad)
             critic.gather_weights()
             check_first_critic_update(critic, samples)
-            found[f"{name}, {cut}"] = (
+            outcomes[f"{name}, {cut}"] = (
                 before,
                 metrics,
                 gradients,
                 export(critic, torch.Tensor.detach),
             )
-    return found
+    return outcomes
 
 
 def reference_values(
@@ -159,20 +159,20 @@ def test_values_loss_and_gradients_in_every_layout(path: str) -> None:
     stepped = None
     for world in LAYOUTS:
         for ranks in run_distributed(passes, world, path, samples):
-            for where, (before, found, gradients, weights) in ranks.items():
+            for where, (before, actual, gradients, weights) in ranks.items():
                 for value, wanted in zip(before, values, strict=True):
                     np.testing.assert_allclose(
                         value, wanted.detach().numpy(), atol=2e-5, err_msg=where
                     )
-                assert {name: found[name] for name in metrics} == pytest.approx(
+                assert {name: actual[name] for name in metrics} == pytest.approx(
                     metrics, abs=1e-5
                 ), where
                 name, error = worst_error(gradients, expected)
                 assert error < 1e-4, f"{where}: {name} {error}"
                 norm = float(sum(g.square().sum() for g in expected.values())) ** 0.5
                 assert (
-                    found["critic/grad_norm"] == pytest.approx(norm, rel=1e-4)
-                    and found["critic/lr"] == 1e-2
+                    actual["critic/grad_norm"] == pytest.approx(norm, rel=1e-4)
+                    and actual["critic/lr"] == 1e-2
                 )
                 stepped = stepped or weights
                 for key, weight in weights.items():

@@ -68,14 +68,14 @@ class OnlyGathers:
 
     def gather(self, tensor: torch.Tensor, gather_list: Any = None, **given: Any) -> None:
         dist.gather(tensor, gather_list, **given)
-        self.received += sum(part.nbytes for part in gather_list or []) - (
+        self.received += sum(buffer.nbytes for buffer in gather_list or []) - (
             tensor.nbytes if gather_list else 0
         )
 
 
 def sent(rank: int, world_size: int, models: dict[str, str]) -> list[Any]:
     """Of each case: the sources, what this rank sends, and the bytes that it received."""
-    found = []
+    layouts_sent = []
     for kind, layout, _ in CASES:
         groups = groups_of(layout)
         family, shape = family_of(read_config(models[kind]))
@@ -83,21 +83,21 @@ def sent(rank: int, world_size: int, models: dict[str, str]) -> list[Any]:
         load_weights(chunks, models[kind], family, shape, groups)
         for piece in (16 * 2**20, 3000):
             weight_sources.dist = spy = OnlyGathers()
-            mine: list[tuple[str, torch.Tensor]] = []
+            own_tensors: list[tuple[str, torch.Tensor]] = []
             for source in default_sources(groups, family):
                 stream = export_source(source, chunks, family, shape, groups, piece=piece)
                 tensors = [(name, tensor.clone()) for name, tensor in stream]
                 assert not tensors or source.rank == rank
-                mine += tensors
-            found.append(
+                own_tensors += tensors
+            layouts_sent.append(
                 (
                     tuple(source.rank for source in default_sources(groups, family)),
-                    mine,
+                    own_tensors,
                     spy.received,
                 )
             )
             weight_sources.dist = dist
-    return found
+    return layouts_sent
 
 
 def test_the_sources_send_every_tensor_once_and_receive_no_other(models):
@@ -105,12 +105,12 @@ def test_the_sources_send_every_tensor_once_and_receive_no_other(models):
     for number, cases in enumerate(zip(*by_rank, strict=True)):
         kind, layout, sources = CASES[number // 2]
         truth = load_file(Path(models[kind]) / "model.safetensors")
-        pairs = [pair for _, mine, _ in cases for pair in mine]
+        pairs = [pair for _, own_tensors, _ in cases for pair in own_tensors]
         assert sorted(name for name, _ in pairs) == sorted(truth), layout
         assert all(torch.equal(tensor, truth[name]) for name, tensor in pairs), layout
-        for rank, (found, mine, received) in enumerate(cases):
-            assert found == sources and bool(mine) == (rank in sources), layout
-            whole = sum(tensor.nbytes for _, tensor in mine)
+        for rank, (sent_names, own_tensors, received) in enumerate(cases):
+            assert sent_names == sources and bool(own_tensors) == (rank in sources), layout
+            whole = sum(tensor.nbytes for _, tensor in own_tensors)
             padding = 2 * 4 * 64 * 64  # of a vocabulary
             shards = layout.tensor_model_parallel_size * (
                 layout.expert_model_parallel_size if kind == "gpt_oss" else 1
@@ -143,9 +143,9 @@ def memory_of_a_stream(
 
 
 def test_a_stream_holds_little(models):
-    found = run_distributed(
+    ranks = run_distributed(
         memory_of_a_stream, 2, models["moe"], parallel(tensor=2, expert_tensor=2)
     )
-    peak, largest, total = found[0]
+    peak, largest, total = ranks[0]
     assert 0 < peak <= 3 * max(8192, largest) < total / 2
-    assert found[1][2] == 0
+    assert ranks[1][2] == 0

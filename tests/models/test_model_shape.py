@@ -31,9 +31,13 @@ def test_keys_of_a_language_model_take_the_place_of_the_whole_models():
         eos_token_id=1,
         text_config=dict(model_type="text", eos_token_id=2, vocab_size=3),
     )
-    found = language_config(whole)
-    assert (found["model_type"], found["eos_token_id"], found["vocab_size"]) == ("both", 2, 3)
-    assert language_config(found) == found and language_config({"vocab_size": 5}) == {
+    language = language_config(whole)
+    assert (language["model_type"], language["eos_token_id"], language["vocab_size"]) == (
+        "both",
+        2,
+        3,
+    )
+    assert language_config(language) == language and language_config({"vocab_size": 5}) == {
         "vocab_size": 5
     }
 

@@ -21,12 +21,12 @@ SIZES = {"gate_proj": (5, 4), "up_proj": (5, 4), "down_proj": (4, 5)}  # out, in
 
 def adapters(names: tuple[str, ...] = tuple(SIZES)) -> dict[str, Tensor]:
     g = torch.Generator().manual_seed(0)
-    found = {}
+    tensors = {}
     for name in [f"mlp.experts.{e}.{n}" for e in range(3) for n in names] + ["self_attn.q_proj"]:
         out, inputs = SIZES.get(name.rpartition(".")[2], (6, 4))
-        found[f"{LAYER}.{name}.lora_A.weight"] = torch.randn(2, inputs, generator=g)
-        found[f"{LAYER}.{name}.lora_B.weight"] = torch.randn(out, 2, generator=g)
-    return found
+        tensors[f"{LAYER}.{name}.lora_A.weight"] = torch.randn(2, inputs, generator=g)
+        tensors[f"{LAYER}.{name}.lora_B.weight"] = torch.randn(out, 2, generator=g)
+    return tensors
 
 
 def test_the_scale_by_hand() -> None:
@@ -46,8 +46,8 @@ def test_fused_experts_add_what_each_adds(tmp_path: Path) -> None:
             return high @ low
 
         a, b = (stored[f"{prefix}.base_layer.lora_{w}.weight"] for w in "AB")
-        found = b.reshape(10, 4, 3)[:, :, e] @ a.reshape(3, 4, 4)[e]  # as PEFT takes them apart
-        assert torch.allclose(found, torch.cat([one("gate_proj"), one("up_proj")]), atol=1e-6)
+        added = b.reshape(10, 4, 3)[:, :, e] @ a.reshape(3, 4, 4)[e]  # as PEFT takes them apart
+        assert torch.allclose(added, torch.cat([one("gate_proj"), one("up_proj")]), atol=1e-6)
         a, b = (stored[f"{prefix}.lora_{w}.weight"] for w in "AB")
         assert torch.allclose(
             b.reshape(4, 2, 3)[:, :, e] @ a.reshape(3, 2, 5)[e], one("down_proj"), atol=1e-6
@@ -59,9 +59,9 @@ def test_files_are_read_as_they_were_written(tmp_path: Path, fused: bool) -> Non
     tensors = adapters()
     for _ in range(2):  # the second replaces the first
         write_adapters(tmp_path / "a", tensors, FACTS, fused=fused)
-    found, facts = read_adapters(tmp_path / "a")
-    assert facts == FACTS and set(found) == set(tensors)
-    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+    restored, facts = read_adapters(tmp_path / "a")
+    assert facts == FACTS and set(restored) == set(tensors)
+    assert all(torch.equal(restored[name], tensors[name]) for name in tensors)
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 

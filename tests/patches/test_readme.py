@@ -21,7 +21,7 @@ def test_the_tables_are_up_to_date():
 
 def test_every_file_is_in_the_table():
     listed = {
-        found[1] for issue in PATCHES if (found := re.match(r"`([\w/]+\.py)`", issue.handled_by))
+        file[1] for issue in PATCHES if (file := re.match(r"`([\w/]+\.py)`", issue.handled_by))
     }
     folder = ROOT / "patches"
     assert (

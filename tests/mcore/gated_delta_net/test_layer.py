@@ -72,7 +72,7 @@ def compare(rank: int, world_size: int) -> None:
     sequences = packed_sequences(bounds, max(LENGTHS), groups.cp, torch.device("cpu"))
     hidden = torch.randn(sum(LENGTHS), HIDDEN, requires_grad=True)
     ours = layer(hidden[:, None], packed_seq_params=sequences)[0][:, 0]
-    expected = torch.cat([theirs(rows[None])[0] for rows in hidden.split(LENGTHS)])
+    expected = torch.cat([theirs(sequence[None])[0] for sequence in hidden.split(LENGTHS)])
     torch.testing.assert_close(ours, expected, rtol=2e-4, atol=2e-5)
     weights = torch.randn(expected.shape)
     gradients = [

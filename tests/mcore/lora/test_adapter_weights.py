@@ -141,10 +141,15 @@ def test_peft_loads_the_files_and_scores_the_same(case, fused):
     tokens = torch.arange(2, 40)[None]
     case_model = adapted(load_reference(case["path"]).float(), case["path"], lora).double()
     with torch.no_grad():
-        found, wanted = (
+        loaded_log_probs, wanted = (
             model(input_ids=tokens, use_cache=False).logits for model in (loaded, case_model)
         )
         with loaded.disable_adapter():
             base = loaded(input_ids=tokens, use_cache=False).logits
-    assert float((found - wanted).abs().max()) < 1e-5 < 1e-2 < float((found - base).abs().max())
+    assert (
+        float((loaded_log_probs - wanted).abs().max())
+        < 1e-5
+        < 1e-2
+        < float((loaded_log_probs - base).abs().max())
+    )
     assert Path(folder / "adapter_config.json").is_file()

@@ -133,9 +133,9 @@ def ask_wrongly(rank: int, world_size: int, path: str) -> None:
     ):
         around_routing(router, change)
         start = "the router of MoE layer 1 took its routes of micro-batch 0 "
-        found = message_of(run_pass, policy, samples, options, batching=one_by_one)
-        assert found == f"{start}{with_gradient} times without a gradient; {expected}", found
-        found = message_of(
+        message = message_of(run_pass, policy, samples, options, batching=one_by_one)
+        assert message == f"{start}{with_gradient} times without a gradient; {expected}", message
+        message = message_of(
             compute_log_probs,
             policy,
             TrainingBatch.of(samples),
@@ -143,17 +143,17 @@ def ask_wrongly(rank: int, world_size: int, path: str) -> None:
             temperature=1.0,
             routing=record,
         )
-        assert found == f"{start}{without} times without a gradient; {expected}", found
+        assert message == f"{start}{without} times without a gradient; {expected}", message
         del router.routing
     run_pass(policy, samples, options)  # and is right again
     kept = router.router_replay
     router.router_replay = None
     assert "a router of the model has no hook" in message_of(run_pass, policy, samples, options)
     router.router_replay = kept
-    found = message_of(forget_routes, policy, samples, options)
-    assert found == "micro-batch 1 carries no routes; pack it with routes", found
-    found = message_of(run_twice, policy, samples, options)
-    assert found == "micro-batch 0 went through the same layers twice in one pass", found
+    message = message_of(forget_routes, policy, samples, options)
+    assert message == "micro-batch 1 carries no routes; pack it with routes", message
+    message = message_of(run_twice, policy, samples, options)
+    assert message == "micro-batch 0 went through the same layers twice in one pass", message
 
 
 def forget_routes(policy: Policy, samples: Any, options: ReplayOptions) -> None:
@@ -202,20 +202,22 @@ def two_experts(rank: int, world_size: int, path: str) -> dict[str, float]:
     perturb(policy, model, size=0.5)
     log_probs, _ = train_pass(policy, samples, options)
     expected = trained_log_probs(model, samples)
-    found = {
+    differences = {
         "moved": distance(log_probs, trained_only(by_sample(before, samples), samples)),
         "error": distance(log_probs, expected),
     }
     gradients = torch.stack([router.weight.main_grad for router in routers(policy)])
-    found["used"], found["unused"] = (
+    differences["used"], differences["unused"] = (
         float(gradients[:, :4].abs().amax(-1).min()),
         float(gradients[:, 4:].abs().max()),
     )
     fill_in_unused_fields(samples)
     naive_loss(GRPO, model, samples).backward()
     wanted = {str(i): gate.weight.grad for i, gate in enumerate(gates_of(model))}
-    found["gradient error"] = worst_error({str(i): g for i, g in enumerate(gradients)}, wanted)[1]
-    return found
+    differences["gradient error"] = worst_error(
+        {str(i): g for i, g in enumerate(gradients)}, wanted
+    )[1]
+    return differences
 
 
 def trained_log_probs(model: torch.nn.Module, samples: list[Any]) -> list[np.ndarray]:
@@ -232,12 +234,12 @@ def fill_in_unused_fields(samples: list[Any]) -> None:
 
 
 def test_with_two_experts_ratios_move_through_the_weights_alone(model):
-    found = run_distributed(two_experts, 1, model)[0]
-    assert found["moved"] > 1e-2 and found["error"] < 1e-5, found
-    assert found["used"] > 1e-5 and found["unused"] == 0.0, (
+    differences = run_distributed(two_experts, 1, model)[0]
+    assert differences["moved"] > 1e-2 and differences["error"] < 1e-5, differences
+    assert differences["used"] > 1e-5 and differences["unused"] == 0.0, (
         "a router's row without a token has no gradient"
     )
-    assert found["gradient error"] < 1e-4, found
+    assert differences["gradient error"] < 1e-4, differences
 
 
 def replay_with_missing_routes(rank: int, world_size: int, path: str) -> dict[str, float]:
@@ -261,9 +263,9 @@ def replay_with_missing_routes(rank: int, world_size: int, path: str) -> dict[st
 
 
 def test_the_live_router_decides_where_a_route_is_unknown_and_nowhere_else(model):
-    found = run_distributed(replay_with_missing_routes, 1, model)[0]
-    assert found["error"] < 1e-5 and found["ignored"] > 0.1, found
-    assert found["missing"] == 0
+    differences = run_distributed(replay_with_missing_routes, 1, model)[0]
+    assert differences["error"] < 1e-5 and differences["ignored"] > 0.1, differences
+    assert differences["missing"] == 0
 
 
 def replay_again_and_again(rank: int, world_size: int, path: str) -> dict[str, Any]:
@@ -300,8 +302,8 @@ def replay_again_and_again(rank: int, world_size: int, path: str) -> dict[str, A
 
 
 def test_several_epochs_over_the_same_samples_use_the_same_routes(model):
-    found = run_distributed(replay_again_and_again, 1, model)[0]
-    assert max(found["errors"]) <= 2e-6 and found["moved"] > 1e-2 and found["same"], found
+    epochs = run_distributed(replay_again_and_again, 1, model)[0]
+    assert max(epochs["errors"]) <= 2e-6 and epochs["moved"] > 1e-2 and epochs["same"], epochs
 
 
 def padded_batch(rank: int, world_size: int, path: str) -> list[Tensor]:
@@ -378,7 +380,7 @@ def uses_of(done: list[MicroBatchRoutes]) -> list[tuple[int, int]]:
 
 
 def test_recomputation_takes_the_same_routes_once_more(model):
-    found = run_distributed(take_once, 1, model)[0]
-    assert len(found["trained"]) >= 2 and set(found["trained"]) == {(1, 1)}
-    assert set(found["scored"]) == {(1, 0)}
-    assert found["error"] < 1e-6
+    uses = run_distributed(take_once, 1, model)[0]
+    assert len(uses["trained"]) >= 2 and set(uses["trained"]) == {(1, 1)}
+    assert set(uses["scored"]) == {(1, 0)}
+    assert uses["error"] < 1e-6
