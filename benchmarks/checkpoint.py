@@ -220,7 +220,7 @@ def measure(args: argparse.Namespace) -> list[Row]:
             len(turns) < 3 or time.perf_counter() - started < args.seconds
         ):
             turns.append(turn(contest))
-    taken = {name: [found[name] for found in turns] for name in turns[0]}
+    taken = {name: [result[name] for result in turns] for name in turns[0]}
     note = (
         f"{contest.parameters / 1e6:.1f} million parameters, {stored:.0f} MB, steps of {tokens:,}"
         " tokens"

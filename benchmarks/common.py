@@ -210,9 +210,16 @@ def count_row(
     benchmark: str, name: str, ours: float, peer: float, *, unit: str, **more: Any
 ) -> Row:
     """A row of two counts that don't vary (lower is better); ``peer`` is above zero."""
-    own, other, ratio = (Spread.exactly(value) for value in (ours, peer, ours / peer))
+    our_spread, peer_spread, ratio = (Spread.exactly(value) for value in (ours, peer, ours / peer))
     return Row(
-        benchmark, name, unit=unit, better="lower", ratio=ratio, ours=own, peer=other, **more
+        benchmark,
+        name,
+        unit=unit,
+        better="lower",
+        ratio=ratio,
+        ours=our_spread,
+        peer=peer_spread,
+        **more,
     )
 
 
@@ -292,9 +299,9 @@ def hardware() -> dict[str, Any]:
     }
 
 
-def machine_kind(found: Mapping[str, Any]) -> str:
+def machine_kind(machine: Mapping[str, Any]) -> str:
     """A name for files: the GPU, else processor and cores, e.g. ``amd-epyc-2-cores``."""
-    text = found["gpu"] or f"{found['cpu']} {found['cores']} cores"
+    text = machine["gpu"] or f"{machine['cpu']} {machine['cores']} cores"
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 

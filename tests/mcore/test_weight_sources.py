@@ -108,8 +108,8 @@ def test_the_sources_send_every_tensor_once_and_receive_no_other(models):
         pairs = [pair for _, own_tensors, _ in cases for pair in own_tensors]
         assert sorted(name for name, _ in pairs) == sorted(truth), layout
         assert all(torch.equal(tensor, truth[name]) for name, tensor in pairs), layout
-        for rank, (sent_names, own_tensors, received) in enumerate(cases):
-            assert sent_names == sources and bool(own_tensors) == (rank in sources), layout
+        for rank, (sending_ranks, own_tensors, received) in enumerate(cases):
+            assert sending_ranks == sources and bool(own_tensors) == (rank in sources), layout
             whole = sum(tensor.nbytes for _, tensor in own_tensors)
             padding = 2 * 4 * 64 * 64  # of a vocabulary
             shards = layout.tensor_model_parallel_size * (

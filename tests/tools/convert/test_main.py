@@ -130,7 +130,7 @@ def load_in_megatron(
         shape, layout, model_config(dtype=str(dtype).removeprefix("torch.")), groups
     )
     content = {f"model{i}": chunk.sharded_state_dict() for i, chunk in enumerate(chunks)}
-    asked = [value for part in content.values() for value in part.values()]
+    asked = [value for values in content.values() for value in values.values()]
     keys = [value.unique_key if isinstance(value, ShardedObject) else value.key for value in asked]
     loaded = dist_checkpointing.load(content, checkpoint)
     for i, chunk in enumerate(chunks):

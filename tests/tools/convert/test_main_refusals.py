@@ -26,9 +26,9 @@ QUERY = "model.layers.1.self_attn.q_proj.weight"
 def whole(tmp_path_factory) -> dict[str, Path]:
     """The same model in several files, and as a Megatron checkpoint."""
     folder = tmp_path_factory.mktemp("models")
-    one = save_tiny_model(folder / "one", num_hidden_layers=2, num_experts=4)
-    tensors = load_file(Path(one) / "model.safetensors")
-    write_checkpoint(folder / "hf", tensors.items(), source=one, max_shard_bytes=40_000)
+    single_file = save_tiny_model(folder / "one", num_hidden_layers=2, num_experts=4)
+    tensors = load_file(Path(single_file) / "model.safetensors")
+    write_checkpoint(folder / "hf", tensors.items(), source=single_file, max_shard_bytes=40_000)
     convert.main(["to-megatron", str(folder / "hf"), str(folder / "megatron"), "--processes", "1"])
     return {"to-megatron": folder / "hf", "to-hf": folder / "megatron"}
 

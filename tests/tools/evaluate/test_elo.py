@@ -56,15 +56,15 @@ def test_the_published_formula_by_a_search_over_all_ratings(kind):
     if kind != "shares":
         difficulty = difficulty[:1] if kind == "one" else difficulty
         outcome = np.full(len(difficulty), float(kind != "none"))
-    found = estimate_rating(outcome, difficulty)
+    estimate = estimate_rating(outcome, difficulty)
     grid = np.arange(-1000, 4500, 0.5)
     p = 1.0 / (1.0 + 10.0 ** ((difficulty[:, None] - grid) / 400.0))
     likelihood = outcome[:, None] * np.log(p) + (1.0 - outcome[:, None]) * np.log(1.0 - p)
     curve = likelihood.sum(axis=0) - (grid - PRIOR_MEAN) ** 2 / (2 * PRIOR_STD**2)
-    assert found.rating == pytest.approx(grid[curve.argmax()], abs=0.5)
-    interval = published_interval(found.rating, outcome.tolist(), difficulty.tolist())
-    assert (found.low, found.high) == pytest.approx(interval, rel=1e-3)
-    assert found.problems == len(difficulty)
+    assert estimate.rating == pytest.approx(grid[curve.argmax()], abs=0.5)
+    interval = published_interval(estimate.rating, outcome.tolist(), difficulty.tolist())
+    assert (estimate.low, estimate.high) == pytest.approx(interval, rel=1e-3)
+    assert estimate.problems == len(difficulty)
 
 
 @pytest.mark.parametrize(

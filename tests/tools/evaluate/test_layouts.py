@@ -32,8 +32,8 @@ from tests.tools.evaluate.public_files import (
     ],
 )
 def test_the_fields_tell_the_layout(row, name, verifier):
-    found = layout_of(row, "prompt")
-    assert (found.name, found.verifier) == (name, verifier)
+    layout = layout_of(row, "prompt")
+    assert (layout.name, layout.verifier) == (name, verifier)
 
 
 @pytest.mark.parametrize(

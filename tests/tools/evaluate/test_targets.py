@@ -75,8 +75,8 @@ def test_a_run_is_its_trained_model_or_its_newest_checkpoint(tmp_path):
 
 def test_steps_of_a_run(tmp_path):
     folder, _ = run(tmp_path / "run", 20, 40, 50, exported=50)
-    found = find_targets(str(folder), "unused", "all")
-    assert [(target.step, target.is_checkpoint) for target in found] == [
+    targets = find_targets(str(folder), "unused", "all")
+    assert [(target.step, target.is_checkpoint) for target in targets] == [
         (20, True),
         (40, True),
         (50, False),
@@ -135,8 +135,8 @@ def test_the_model_of_an_earlier_end_is_not_the_newest_step(tmp_path):
     """A run that continues has no summary until its end."""
     folder, _ = run(tmp_path / "run", 20, 40, exported=20)
     (folder / "summary.json").unlink()
-    found = find_targets(str(folder), "unused", "all")
-    assert [(target.step, target.is_checkpoint) for target in found] == [(20, True), (40, True)]
+    targets = find_targets(str(folder), "unused", "all")
+    assert [(target.step, target.is_checkpoint) for target in targets] == [(20, True), (40, True)]
     (newest,) = find_targets(str(folder), "unused", None)
     assert newest.step == 40 and newest.is_checkpoint
 
