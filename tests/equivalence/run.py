@@ -62,15 +62,15 @@ class Errors:
             self.worst[kind] = (math.inf if math.isnan(error) else error, where)
 
     def add_metrics(
-        self, found: dict[str, float], expected: dict[str, float], where: str, kind: str
+        self, actual: dict[str, float], expected: dict[str, float], where: str, kind: str
     ) -> None:
         """Each relative to its own value; a metric that only one side has is an infinite error."""
-        for name in sorted(found.keys() ^ expected.keys()):
+        for name in sorted(actual.keys() ^ expected.keys()):
             self.add(kind, math.inf, f"{where}: {name} has no counterpart")
-        for name in found.keys() & expected.keys():
+        for name in actual.keys() & expected.keys():
             scale = abs(expected[name]) or 1.0
-            part = "loss" if name == "loss" and kind == "metric" else kind
-            self.add(part, abs(found[name] - expected[name]) / scale, f"{where}: {name}")
+            reported_kind = "loss" if name == "loss" and kind == "metric" else kind
+            self.add(reported_kind, abs(actual[name] - expected[name]) / scale, f"{where}: {name}")
 
     def merge(self, other: Errors, where: str) -> None:
         for kind, (error, location) in other.worst.items():

@@ -34,7 +34,7 @@ def streams(rank: int, world_size: int, path: str, lora: LoRAConfig, file: Path)
     base's checksum.
     """
     tensors = load_file(file)
-    found = []
+    streams_of_layouts = []
     for layout in LAYOUTS:
         policy = build_policy(
             model_config(path),
@@ -45,12 +45,14 @@ def streams(rank: int, world_size: int, path: str, lora: LoRAConfig, file: Path)
         )
         first = {name: tensor.clone() for name, tensor in policy.adapters()}
         policy.set_adapters(lambda name, sizes: tensors[name])
-        own: dict[str, Tensor] = {}
+        own_share: dict[str, Tensor] = {}
         for source in policy.sources:
-            own |= {name: tensor.clone() for name, tensor in policy.adapters(source)}
+            own_share |= {name: tensor.clone() for name, tensor in policy.adapters(source)}
         merged = {name: tensor.clone() for name, tensor in policy.weights()}
-        found.append((first, dict(policy.adapters()), own, merged, policy.base_checksum()))
-    return found
+        streams_of_layouts.append(
+            (first, dict(policy.adapters()), own_share, merged, policy.base_checksum())
+        )
+    return streams_of_layouts
 
 
 @pytest.fixture(scope="module", params=["each", "shared", "router", "latent"])
@@ -82,13 +84,13 @@ def test_streams_have_every_adapter_in_every_layout(case):
     tensors = case["tensors"]
     for at in range(len(LAYOUTS)):
         sent: dict[str, Tensor] = {}
-        for first, everywhere, own, _, _ in (rank[at] for rank in case["ranks"]):
+        for first, everywhere, own_share, _, _ in (rank[at] for rank in case["ranks"]):
             assert set(everywhere) == set(tensors)
             assert all(torch.equal(everywhere[name], tensors[name]) for name in tensors)
-            assert not set(own) & set(sent), "sent twice"
-            sent |= own
-            one = case["ranks"][0][0][0]
-            assert all(torch.equal(first[name], one[name]) for name in one), (
+            assert not set(own_share) & set(sent), "sent twice"
+            sent |= own_share
+            elsewhere = case["ranks"][0][0][0]
+            assert all(torch.equal(first[name], elsewhere[name]) for name in elsewhere), (
                 "first values depend on the layout"
             )
         assert set(sent) == set(tensors) and all(

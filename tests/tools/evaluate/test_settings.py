@@ -95,14 +95,14 @@ def test_tasks_replace_the_runs_own(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("engine", "found"),
+    ("engine", "expected"),
     [("embedded", "embedded"), ("sft", "embedded"), ("sglang", "sglang"), ("vllm", "vllm")],
 )
-def test_the_engine_is_the_runs_or_the_users(tmp_path, engine, found):
+def test_the_engine_is_the_runs_or_the_users(tmp_path, engine, expected):
     rollout = {"engine": engine, "rollout_batch_size": 4}
     sections = {"algorithm": {"name": "sft"}} if engine == "sft" else {}
     folder = run(tmp_path, rollout=rollout, **sections)
-    assert evaluation_config(folder, [], OUT).rollout.engine == found
+    assert evaluation_config(folder, [], OUT).rollout.engine == expected
     assert (
         evaluation_config(folder, [], OUT, ["rollout.engine=embedded"]).rollout.engine == "embedded"
     )
