@@ -6,11 +6,10 @@ and without. The width is 128, where exponentials and memory count as much as pr
 row 2048, where only products do. The loss is the mean log-prob and a tenth of the mean entropy.
 
 A *peer* counts where its results and gradients agree with ours to 1e-5 of the largest entry
-(gradients in bfloat16 to a rounding, 2^-8); the target in time, 1.0, is against the fastest. Memory
-is the peak above the inputs in units of one float32 [tokens, vocabulary] tensor (of a rank:
-vocabulary / TP), as the allocator recorded it, gradients of the hidden states and of the weight
-included; at width 2048 the weight's gradient alone is 8 units for everyone, so that row has the
-peak without the gradients.
+(gradients in bfloat16 to a rounding, 2^-8). Memory is the peak above the inputs in units of one
+float32 [tokens, vocabulary] tensor (of a rank: vocabulary / TP), as the allocator recorded it,
+gradients of the hidden states and of the weight included; at width 2048 the weight's gradient alone
+is 8 units for everyone, so that row has the peak without the gradients.
 
     OMP_NUM_THREADS=1 python benchmarks/log_probs.py
 """
@@ -26,7 +25,6 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -131,9 +129,7 @@ def name_of(case: Case) -> str:
 
 
 def rows_of(case: Case, report: Report) -> list[Row]:
-    """Time against each timed peer of the same result, the target against the fastest; peak
-    against the smallest.
-    """
+    """Time against each timed peer of the same result; peak against the smallest."""
     once = report["once"]
     name = name_of(case)
     same = {peer for peer, result in once.items() if result["difference"] <= SAME}
@@ -142,10 +138,6 @@ def rows_of(case: Case, report: Report) -> list[Row]:
         for peer, taken in report["turns"].items()
         if peer in same
     }
-    middle = {
-        peer: median(turn.wall for turn in taken) for peer, taken in turns.items() if peer != "ours"
-    }
-    fastest = min(middle, key=lambda peer: middle[peer], default="")
     wide = case.width > 1000
     products = "ours computes the logits twice: 4 products instead of 3"
     note = products + ("; at this width they dominate" if wide else "") if case.gradient else ""
@@ -157,9 +149,9 @@ def rows_of(case: Case, report: Report) -> list[Row]:
             turns[peer],
             peer_name=peer,
             note=note,
-            target=1.0 if peer == fastest else None,
         )
-        for peer in middle
+        for peer in turns
+        if peer != "ours"
     ]
     which, what = ("beyond_gradients", "peak without gradients") if wide else ("peak", "peak")
     peaks = {peer: once[peer][which] for peer in same if peer != "ours"}
@@ -173,8 +165,6 @@ def rows_of(case: Case, report: Report) -> list[Row]:
                 peaks[smallest],
                 unit="units",
                 peer_name=smallest,
-                target=0.25 if case.gradient else 0.1,
-                absolute=True,
             )
         )
     return rows

@@ -39,7 +39,6 @@ PHASES = {
     "scoring": "old log-probs, rewards",
 }
 LENGTHS = {"sampled": 384, "equal": 24}  # and the most tokens of a response
-TARGETS = {"sampled": {"loop": 2.5}, "equal": {"loop": 1.0}}
 WARMUP = {"sampled": 1, "equal": 3}  # rollouts
 LIMIT = 180.0  # seconds of a segment
 
@@ -93,7 +92,6 @@ def rows_of(
             rates(peer, phase),
             unit="tokens/s",
             peer_name=PEER,
-            target=TARGETS[lengths].get(phase),
         )
         for phase, name in PHASES.items()
     ]
