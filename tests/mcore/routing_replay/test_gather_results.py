@@ -18,7 +18,7 @@ from megatron_gspo.mcore.routing_replay.gather_results import (
     routing_stats,
     shared_experts_of_replica,
 )
-from megatron_gspo.mcore.routing_replay.micro_batch_routes import ReplayOptions
+from megatron_gspo.mcore.routing_replay.micro_batch_routes import MicroBatchRoutes, ReplayOptions
 from megatron_gspo.mcore.train_step import compute_log_probs
 from megatron_gspo.routing_replay.routes import RouteShape
 from tests.support.configs import micro_batches_of, parallel
@@ -53,14 +53,14 @@ def scattered(samples: list[Sample], recorded: list[np.ndarray], shape: RouteSha
     unknown.
     """
     g = np.random.default_rng(8)
-    samples_of_rank = []
+    partly_resampled = []
     for sample, routes in zip(with_random_routes(samples, shape, seed=2), recorded, strict=True):
         changed = g.random(routes.shape[:2]) < 0.25
         routes = np.where(changed[..., None], sample.routed_experts, routes)
-        samples_of_rank.append(
+        partly_resampled.append(
             replace(sample, routed_experts=routes, missing_routes=g.random(len(routes)) < 0.125)
         )
-    return samples_of_rank
+    return partly_resampled
 
 
 def count(samples: list[Sample], used: list[np.ndarray], experts: int) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def count(samples: list[Sample], used: list[np.ndarray], experts: int) -> dict[s
     }
 
 
-def flips_of(sample: Any, used: np.ndarray) -> list[int]:
+def flips_of(sample: Sample, used: np.ndarray) -> list[int]:
     """Of each response token, one by one: 1 or 0, and -1 where nothing was compared."""
     flips = []
     for j in range(sample.response_length):
@@ -111,7 +111,7 @@ def flips_of(sample: Any, used: np.ndarray) -> list[int]:
     return flips
 
 
-def shares_of(sample: Any, used: np.ndarray, layers: list[int]) -> list[list[float]]:
+def shares_of(sample: Sample, used: np.ndarray, layers: list[int]) -> list[list[float]]:
     """Of each row, one by one: the share of the used experts in its own given row, the next one and
     the previous one; -1 where one of the two is unknown or absent."""
     shares = []
@@ -132,7 +132,9 @@ def shares_of(sample: Any, used: np.ndarray, layers: list[int]) -> list[list[flo
     return shares
 
 
-def check_shares(done: Any, given: list[Sample], used: list[np.ndarray], parts: int) -> None:
+def check_shares(
+    done: list[MicroBatchRoutes], given: list[Sample], used: list[np.ndarray], parts: int
+) -> None:
     """With ``parts`` of a sequence on other ranks some neighbours are not seen."""
     inputs = TrainingBatch.of(given).inputs
     shares = inputs.split(shared_experts_of_replica(done, TrainingBatch.of(given)))
@@ -147,8 +149,8 @@ def check_shares(done: Any, given: list[Sample], used: list[np.ndarray], parts: 
         compared = rounded >= 0
         assert np.abs(rounded - expected)[compared].max() < 1e-9 and (expected[compared] >= 0).all()
         assert (compared[:, 0] == (expected[:, 0] >= 0)).all(), "the own row is always seen"
-        seen = seen + compared.sum()
-        expected_seen = expected_seen + (expected >= 0).sum()
+        seen += compared.sum()
+        expected_seen += (expected >= 0).sum()
     assert seen == expected_seen if parts == 1 else 0.6 * expected_seen < seen < expected_seen
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_func
 from torch import Tensor
 
 from megatron_gspo.data.packing import pack
+from megatron_gspo.data.sample import Sample
 from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.mcore.micro_batches import MicroBatches
 from megatron_gspo.mcore.model import transformer_config
@@ -61,6 +63,8 @@ def model(tmp_path_factory) -> str:
     )
 
 
+Routing = Callable[..., Any]  # of a router
+
 BYPASSED = [
     ("moe_router_fusion", True),
     ("moe_router_load_balancing_type", ["aux_loss", "quantile_balancing"]),
@@ -93,14 +97,14 @@ def test_settings_that_still_ask_are_allowed(key, value):
     refuse_bypasses(config)
 
 
-def bypass(routing: Any) -> Any:
+def bypass(routing: Routing) -> Routing:
     """As a fused router: Megatron's own choice, no hook."""
     return lambda logits, *args, **kwargs: topk_routing_with_score_function(
         logits.view(-1, logits.shape[-1]), 2
     )
 
 
-def twice(routing: Any) -> Any:
+def twice(routing: Routing) -> Routing:
     def ask(logits: Tensor, *args: Any, **kwargs: Any) -> Any:
         routing(logits, *args, **kwargs)
         return routing(logits, *args, **kwargs)
@@ -108,7 +112,7 @@ def twice(routing: Any) -> Any:
     return ask
 
 
-def message_of(function: Any, *args: Any, **kwargs: Any) -> str:
+def message_of(function: Callable[..., object], *args: Any, **kwargs: Any) -> str:
     with pytest.raises(RoutingError) as caught:
         function(*args, **kwargs)
     return str(caught.value)
@@ -118,41 +122,58 @@ def ask_wrongly(rank: int, world_size: int, path: str) -> None:
     """Each way in which a router, or who runs the pass, can miss the routes of a micro-batch."""
     policy = policy_of(path)
     samples = with_random_routes(scored_samples(), shape_of(policy))
-    options = ReplayOptions(shape_of(policy), replay=True)
+    replay = ReplayOptions(shape_of(policy), replay=True)
     router = routers(policy)[1]
+
+    around_routing(router, bypass)
+    check_number_of_uses(
+        policy, samples, training="0 times with and 0", scoring="0 times with and 0"
+    )
+    del router.routing
+    around_routing(router, twice)
+    check_number_of_uses(
+        policy, samples, training="2 times with and 0", scoring="0 times with and 2"
+    )
+    del router.routing
+    run_pass(policy, samples, replay)  # and is right again
+
+    hook = router.router_replay
+    router.router_replay = None
+    assert "a router of the model has no hook" in message_of(run_pass, policy, samples, replay)
+    router.router_replay = hook
+
+    message = message_of(forget_routes, policy, samples, replay)
+    assert message == "micro-batch 1 carries no routes; pack it with routes"
+    message = message_of(run_twice, policy, samples, replay)
+    assert message == "micro-batch 0 went through the same layers twice in one pass"
+
+
+def check_number_of_uses(
+    policy: Policy, samples: list[Sample], *, training: str, scoring: str
+) -> None:
+    """The second router's uses of the first micro-batch's routes, in the messages of a training
+    step and of a pass for log-probs.
+    """
+    replay = ReplayOptions(shape_of(policy), replay=True)
     record = ReplayOptions(shape_of(policy), record=True)
     one_by_one = micro_batches_of(80, micro_batch_size=1)
-    expected = "expected once"
-    for change, with_gradient, without in (
-        (bypass, "0 times with and 0", "0 times with and 0"),
-        (twice, "2 times with and 0", "0 times with and 2"),
-    ):
-        around_routing(router, change)
-        start = "the router of MoE layer 1 took its routes of micro-batch 0 "
-        message = message_of(run_pass, policy, samples, options, batching=one_by_one)
-        assert message == f"{start}{with_gradient} times without a gradient; {expected}", message
-        message = message_of(
-            compute_log_probs,
-            policy,
-            TrainingBatch.of(samples),
-            one_by_one,
-            temperature=1.0,
-            routing=record,
+    of_training = message_of(run_pass, policy, samples, replay, batching=one_by_one)
+    of_scoring = message_of(
+        compute_log_probs,
+        policy,
+        TrainingBatch.of(samples),
+        one_by_one,
+        temperature=1.0,
+        routing=record,
+    )
+    for message, uses in ((of_training, training), (of_scoring, scoring)):
+        assert message == (
+            f"the router of MoE layer 1 took its routes of micro-batch 0 {uses} times without a"
+            " gradient; expected once"
         )
-        assert message == f"{start}{without} times without a gradient; {expected}", message
-        del router.routing
-    run_pass(policy, samples, options)  # and is right again
-    kept = router.router_replay
-    router.router_replay = None
-    assert "a router of the model has no hook" in message_of(run_pass, policy, samples, options)
-    router.router_replay = kept
-    message = message_of(forget_routes, policy, samples, options)
-    assert message == "micro-batch 1 carries no routes; pack it with routes", message
-    message = message_of(run_twice, policy, samples, options)
-    assert message == "micro-batch 0 went through the same layers twice in one pass", message
 
 
-def forget_routes(policy: Policy, samples: Any, options: ReplayOptions) -> None:
+def forget_routes(policy: Policy, samples: list[Sample], options: ReplayOptions) -> None:
     shape = shape_of(policy)
     first, second = (
         pack(samples[i : i + 3], num_sequences=6, num_tokens=30, routes=routes)
@@ -164,7 +185,7 @@ def forget_routes(policy: Policy, samples: Any, options: ReplayOptions) -> None:
     forward_backward(policy, GRPO, batches, temperature=1.0, routing=done)
 
 
-def run_twice(policy: Policy, samples: Any, options: ReplayOptions) -> None:
+def run_twice(policy: Policy, samples: list[Sample], options: ReplayOptions) -> None:
     *_, done = run_pass(policy, samples, options)
     run_pass(policy, samples, options, routes=done)
 
@@ -173,7 +194,7 @@ def test_a_router_asks_once_or_the_pass_fails(model):
     run_distributed(ask_wrongly, 1, model)
 
 
-def perturb(policy: Policy, model: Any = None, size: float = 3.0) -> None:
+def perturb(policy: Policy, model: torch.nn.Module | None = None, size: float = 3.0) -> None:
     """Move every router far off; that of the reference model likewise."""
     noise = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -203,27 +224,24 @@ def two_experts(rank: int, world_size: int, path: str) -> dict[str, float]:
         "error": distance(log_probs, expected),
     }
     gradients = torch.stack([router.weight.main_grad for router in routers(policy)])
-    differences["used"], differences["unused"] = (
-        float(gradients[:, :4].abs().amax(-1).min()),
-        float(gradients[:, 4:].abs().max()),
-    )
+    differences["used"] = float(gradients[:, :4].abs().amax(-1).min())
+    differences["unused"] = float(gradients[:, 4:].abs().max())
     fill_in_unused_fields(samples)
     naive_loss(GRPO, model, samples).backward()
+    actual = {str(i): gradient for i, gradient in enumerate(gradients)}
     wanted = {str(i): gate.weight.grad for i, gate in enumerate(gates_of(model))}
-    differences["gradient error"] = worst_error(
-        {str(i): g for i, g in enumerate(gradients)}, wanted
-    )[1]
+    differences["gradient error"] = worst_error(actual, wanted)[1]
     return differences
 
 
-def trained_log_probs(model: torch.nn.Module, samples: list[Any]) -> list[np.ndarray]:
+def trained_log_probs(model: torch.nn.Module, samples: list[Sample]) -> list[np.ndarray]:
     """Of the reference, 0 at untrained tokens."""
     return trained_only(
         [response_log_probs(model, sample)[0].detach().numpy() for sample in samples], samples
     )
 
 
-def fill_in_unused_fields(samples: list[Any]) -> None:
+def fill_in_unused_fields(samples: list[Sample]) -> None:
     """The reference needs a reference policy's log-probs; without a KL they have no effect."""
     for sample in samples:
         sample.ref_log_probs = np.zeros(sample.response_length, dtype=np.float32)
