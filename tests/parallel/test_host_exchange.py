@@ -28,7 +28,7 @@ def exchanges(rank: int, world: int) -> dict:
         to: f"{rank} to {to}".encode() * (to + rank) for to in range(world) if (rank, to) != (2, 1)
     }
     received = exchange_bytes(sent, links[::-1], group)  # nothing from 0 to 0
-    assert all(part.flags.writeable for part in received.values())
+    assert all(content.flags.writeable for content in received.values())
     so_far = collectives_so_far()
     kept = exchange_bytes({rank: b"own"}, [(0, 0), (1, 1), (2, 2)], group)
     assert (
@@ -38,22 +38,22 @@ def exchanges(rank: int, world: int) -> dict:
     )
     assert collectives_so_far() == so_far, "what stays on its rank is not sent"
     nothing = exchange_bytes({}, [(0, 1), (1, 1)], group)
-    assert {i: len(part) for i, part in nothing.items()} == [{}, {0: 0, 1: 0}, {}][rank]
+    assert {i: len(content) for i, content in nothing.items()} == [{}, {0: 0, 1: 0}, {}][rank]
     assert collectives_so_far() == so_far + 1, "a link without a part takes the sizes alone"
     gathered = gather_bytes(str(rank).encode() * rank, group)
     return {
         "sum": sum_over_ranks(values, group).tolist(),
         "max": max_over_ranks(np.array([rank, 5 - rank]), group).tolist(),
-        "rows": [part.tolist() for part in gather_rows_of_ranks(rows, group)],
+        "rows": [content.tolist() for content in gather_rows_of_ranks(rows, group)],
         "in place": in_place(rank, group),
-        "received": {sender: part.tobytes().decode() for sender, part in received.items()},
+        "received": {sender: content.tobytes().decode() for sender, content in received.items()},
         "told": broadcast_bytes(b"hello" if rank == 2 else None, group, 2).tobytes(),
         "first": broadcast_bytes(b"hi" if rank == 0 else None, group).tobytes(),
         "nothing": broadcast_bytes(b"" if rank == 0 else None, group).tobytes(),
         "none": broadcast_bytes(None, group).tobytes(),
         "array": broadcast_array(values, group, 2).tolist(),
         "empty": broadcast_array(values[:0], group, 2).tolist(),
-        "gathered": gathered and [part.tobytes() for part in gathered],
+        "gathered": gathered and [content.tobytes() for content in gathered],
     }
 
 
