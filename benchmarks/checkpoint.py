@@ -1,20 +1,18 @@
 """A training checkpoint: waiting time of the loop, a synchronous save and a load, against
-Megatron's and torch's.
+Megatron's.
 
 One process, a random Qwen3-MoE with Adam in float32; a step is the old policy's pass and one update
 with ``--sequences`` sequences, without generation: 128 prompts with 8 responses of about 48 tokens,
 where real steps have hundreds of thousands of tokens (a save grows with the parameters, a step with
 parameters times tokens: the share depends on the tokens alone). A turn is a save that begins before
 a step and is polled after it and after the next, as the loop does, then the other saves and the
-loads of the same state. Every save is on the disk when it counts as done (fsync). "Written after"
-is when the last tensor of the asynchronous save was there, while the step ran.
+loads of the same state. Every save is on the disk when it counts as done (fsync).
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import os
 import shutil
 import sys
 import tempfile
@@ -29,7 +27,6 @@ import torch
 from benchmarks.common import Row, Seconds, Spread, ratios, run_from_command_line, say, timed
 from benchmarks.step_vs_megatron import make_samples, tiny_policy
 
-TARGET = 0.05  # of a step, that the loop may wait
 KEEP = 2
 
 
@@ -43,7 +40,6 @@ class Contest:
 
         self.folder = folder
         self.number = 0
-        self.begun = 0.0
         self.image: Any = None
         size = TinyModel(
             hidden=args.hidden, layers=args.layers, experts=16, expert_width=args.hidden // 2
@@ -80,16 +76,10 @@ class Contest:
         """The first wait of the loop."""
         from megatron_gspo.mcore.checkpoint.save_load import begin_save, make_image
 
-        self.begun = time.time()
         self.image = self.image or make_image(self.policy)
         return begin_save(
             self.policy, self.folder / "ours", self._next(), {}, keep=KEEP, image=self.image
         )
-
-    def written_after(self) -> float:
-        """Seconds from the beginning of the newest save to its last tensor."""
-        files = (self.folder / "ours" / f"step_{self.number:06d}").glob("*.distcp")
-        return max(file.stat().st_mtime for file in files) - self.begun
 
     def save(self) -> None:
         from megatron_gspo.mcore.checkpoint.save_load import save_checkpoint
@@ -126,37 +116,10 @@ class Contest:
         from megatron_gspo.mcore.forward_step import unwrap
 
         loaded = dist_checkpointing.load(self._sharded(True), str(self.folder / "megatron"))
-        for part in self.policy.optimizer.chained_optimizers:
-            _complete_steps(part)
+        for optimizer in self.policy.optimizer.chained_optimizers:
+            _complete_steps(optimizer)
         unwrap(self.policy.chunks[0]).load_state_dict(loaded["model"])
         self.policy.optimizer.load_state_dict(loaded["optimizer"])
-
-    def _tensors(self) -> dict[str, Any]:
-        from megatron_gspo.mcore.policy_tensors import torch_optimizers
-
-        moments = [
-            state
-            for inner in torch_optimizers(self.policy.optimizer)
-            for state in inner.state.values()
-        ]
-        return {"model": dict(self.policy.chunks[0].named_parameters()), "moments": moments}
-
-    def torch_save(self) -> None:
-        with open(self.folder / "torch.pt", "wb") as file:
-            torch.save(self._tensors(), file)
-            file.flush()
-            os.fsync(file.fileno())
-
-    def torch_load(self) -> None:
-        loaded = torch.load(self.folder / "torch.pt", weights_only=True)
-        own = self._tensors()
-        with torch.no_grad():
-            for name, value in own["model"].items():
-                value.copy_(loaded["model"][name])
-            for mine, theirs in zip(own["moments"], loaded["moments"], strict=True):
-                for name, value in mine.items():
-                    if torch.is_tensor(value):
-                        value.copy_(theirs[name])
 
 
 def _complete_steps(optimizer: Any) -> None:
@@ -173,15 +136,14 @@ def turn(contest: Contest) -> dict[str, Seconds]:
     """Everything once. Raises ``RuntimeError`` where a save isn't whole after two steps."""
     saves: list[Any] = []
     waits = [timed(lambda: saves.append(contest.begin()))]
-    taken = {"step beside": timed(contest.step)}
+    contest.step()
     waits.append(timed(saves[0].poll))  # all is written; it is published during the next step
-    taken["step"] = timed(contest.step)
+    taken = {"step": timed(contest.step)}
     waits.append(timed(saves[0].poll))
     if saves[0].path.name.startswith("."):
         raise RuntimeError("the save took longer than two steps: give steps more --sequences")
     taken["wait"] = Seconds(sum(wait.wall for wait in waits), sum(wait.cpu for wait in waits))
-    taken["written"] = Seconds(contest.written_after(), 0.0)
-    for name in ("save", "megatron_save", "torch_save", "load", "megatron_load", "torch_load"):
+    for name in ("save", "megatron_save", "load", "megatron_load"):
         taken[name] = timed(getattr(contest, name))
     return taken
 
@@ -220,27 +182,16 @@ def measure(args: argparse.Namespace) -> list[Row]:
             len(turns) < 3 or time.perf_counter() - started < args.seconds
         ):
             turns.append(turn(contest))
-    taken = {name: [found[name] for found in turns] for name in turns[0]}
+    taken = {name: [result[name] for result in turns] for name in turns[0]}
     note = (
         f"{contest.parameters / 1e6:.1f} million parameters, {stored:.0f} MB, steps of {tokens:,}"
         " tokens"
     )
     row = functools.partial(_row, taken, note)
     return [
-        row(
-            "wait of the loop for an asynchronous save",
-            "wait",
-            "step",
-            "a training step",
-            target=TARGET,
-        ),
-        row("wait of the loop for an asynchronous save", "wait", "torch_save", "torch.save"),
-        row("step while a checkpoint is written", "step beside", "step", "step alone"),
-        row("asynchronous save, written after", "written", "save", "synchronous save"),
+        row("wait of the loop for an asynchronous save", "wait", "step", "a training step"),
         row("synchronous save", "save", "megatron_save", "dist_checkpointing.save"),
-        row("synchronous save", "save", "torch_save", "torch.save"),
         row("load", "load", "megatron_load", "dist_checkpointing.load"),
-        row("load", "load", "torch_load", "torch.load"),
     ]
 
 
@@ -251,7 +202,6 @@ def _row(
     ours: str,
     peer: str,
     peer_name: str,
-    **more: Any,
 ) -> Row:
     """Without the CPU time: that of the writers isn't this process's."""
     wall = [[1e3 * seconds.wall for seconds in taken[key]] for key in (ours, peer)]
@@ -265,7 +215,6 @@ def _row(
         Spread.of(wall[0]),
         Spread.of(wall[1]),
         note=note,
-        **more,
     )
 
 

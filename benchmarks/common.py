@@ -69,11 +69,7 @@ class Spread:
 @dataclass(frozen=True)
 class Row:
     """Ours against one peer. ``ratio`` and ``cpu_ratio`` are ours / peer; ``better`` is the better
-    direction.
-
-    ``target``: the ratio to reach, with ``better``; None where the row only informs; with
-    ``absolute`` it is ours itself that is to reach it. ``cpu_ratio`` is None where CPU time means
-    nothing (memory, GPU).
+    direction. ``cpu_ratio`` is None where CPU time means nothing (memory, GPU).
     """
 
     benchmark: str
@@ -85,24 +81,7 @@ class Row:
     ours: Spread
     peer: Spread
     cpu_ratio: Spread | None = None
-    target: float | None = None
-    absolute: bool = False
     note: str = ""
-
-    @property
-    def met(self) -> bool | None:
-        """Whether the target is reached; None without one."""
-        if self.target is None:
-            return None
-        return self.found >= self.target if self.better == "higher" else self.found <= self.target
-
-    @property
-    def found(self) -> float:
-        """The value compared with the target: the median of ours or of the ratio."""
-        return (self.ours if self.absolute else self.ratio).median
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"met": self.met}
 
 
 def say(*parts: object) -> None:
@@ -210,9 +189,16 @@ def count_row(
     benchmark: str, name: str, ours: float, peer: float, *, unit: str, **more: Any
 ) -> Row:
     """A row of two counts that don't vary (lower is better); ``peer`` is above zero."""
-    own, other, ratio = (Spread.exactly(value) for value in (ours, peer, ours / peer))
+    our_spread, peer_spread, ratio = (Spread.exactly(value) for value in (ours, peer, ours / peer))
     return Row(
-        benchmark, name, unit=unit, better="lower", ratio=ratio, ours=own, peer=other, **more
+        benchmark,
+        name,
+        unit=unit,
+        better="lower",
+        ratio=ratio,
+        ours=our_spread,
+        peer=peer_spread,
+        **more,
     )
 
 
@@ -235,11 +221,9 @@ def ratio_text(ratio: Spread) -> str:
 
 
 def _cells(row: Row) -> list[str]:
-    sign = ("ours " if row.absolute else "") + (">=" if row.better == "higher" else "<=")
     return [
         ratio_text(row.ratio),
         "" if row.cpu_ratio is None else _ratio(row.cpu_ratio.median),
-        "" if row.target is None else f"{sign} {row.target:g} {'yes' if row.met else 'NO'}",
         row.name,
         f"{number(row.ours.median)} {row.unit}",
         f"{number(row.peer.median)} {row.unit}",
@@ -247,11 +231,11 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
-HEADINGS = ("ours / peer", "CPU time", "target", "what", "ours", "peer", "peer is")
+HEADINGS = ("ours / peer", "CPU time", "what", "ours", "peer", "peer is")
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Markdown: the ratio with its quartiles first, then the ratio from CPU time, target, and
+    """Markdown: the ratio with its quartiles first, then the ratio from CPU time, and
     both medians.
     """
     lines = [list(HEADINGS), *(_cells(row) for row in rows)]
@@ -292,9 +276,9 @@ def hardware() -> dict[str, Any]:
     }
 
 
-def machine_kind(found: Mapping[str, Any]) -> str:
+def machine_kind(machine: Mapping[str, Any]) -> str:
     """A name for files: the GPU, else processor and cores, e.g. ``amd-epyc-2-cores``."""
-    text = found["gpu"] or f"{found['cpu']} {found['cores']} cores"
+    text = machine["gpu"] or f"{machine['cpu']} {machine['cores']} cores"
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
@@ -321,7 +305,7 @@ def versions_in(python: str, names: Sequence[str]) -> dict[str, str]:
 
 def save_rows(file: Path, rows: Sequence[Row], **more: Any) -> None:
     """One benchmark's part of a result, for ``run_all.py``."""
-    file.write_text(json.dumps({"rows": [row.to_json() for row in rows], **more}) + "\n")
+    file.write_text(json.dumps({"rows": [asdict(row) for row in rows], **more}) + "\n")
 
 
 Measured = list[Row] | tuple[list[Row], dict[str, Any]]

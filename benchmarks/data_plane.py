@@ -372,7 +372,7 @@ def _per_million(of: str, ranks: list[list[Measured]], limit: float) -> Figure:
     """CPU time of the slowest rank; its parts are those of the last turn of the rank that took
     longest in it.
     """
-    worst = max((taken[-1] for taken in ranks), key=lambda one: sum(one.seconds.values()))
+    worst = max((taken[-1] for taken in ranks), key=lambda measured: sum(measured.seconds.values()))
     phases = {f"{phase}, s": value / worst.tokens * 1e6 for phase, value in worst.seconds.items()}
     say(f"{of}, per million tokens:", *(f"{name} {value:.2f}" for name, value in phases.items()))
     return Figure(
@@ -383,8 +383,8 @@ def _per_million(of: str, ranks: list[list[Measured]], limit: float) -> Figure:
 def _held(of: str, ranks: list[list[Measured]]) -> Figure:
     """Most memory of any rank in any turn."""
     most = max(
-        (one for taken in ranks for one in taken),
-        key=lambda one: (one.peak - 200 * MIB) / one.share,
+        (measured for taken in ranks for measured in taken),
+        key=lambda measured: (measured.peak - 200 * MIB) / measured.share,
     )
     parts = {"share, MiB": most.share / MIB, "peak, MiB": most.peak / MIB}
     beyond = (most.peak - 200 * MIB) / most.share
@@ -398,7 +398,9 @@ def _slowest(ranks: list[list[Measured]]) -> float:
     its turns.
     """
     return max(
-        statistics.median(sum(one.seconds.values()) / one.tokens * 1e6 for one in taken)
+        statistics.median(
+            sum(measured.seconds.values()) / measured.tokens * 1e6 for measured in taken
+        )
         for taken in ranks
     )
 

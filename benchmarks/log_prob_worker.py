@@ -45,14 +45,11 @@ class Case:
     peers: tuple[str, ...] = ()
     repeats: int = 3
     seconds: float = 30.0
-    device: str = "cpu"
 
     def runs(self, peer: Peer) -> bool:
         """Whether the peer can compute this case and is selected for it."""
-        fits = (peer.parallel if self.tensor_parallel > 1 else peer.alone) and (
-            peer.entropy or not self.entropy
-        )
-        return fits and peer.name in self.peers
+        fits = peer.parallel or self.tensor_parallel == 1
+        return fits and (peer.entropy or not self.entropy) and peer.name in self.peers
 
 
 # Hidden [T, h], this rank's rows of the weight [V / tp, h], labels [T].
@@ -70,8 +67,7 @@ def make_inputs(case: Case, rank: int) -> Inputs:
     hidden = torch.randn(case.tokens, case.width, generator=generator).to(dtype)
     weight = torch.randn(case.vocabulary, case.width, generator=generator).mul_(0.05).to(dtype)
     labels = torch.randint(case.vocabulary, (case.tokens,), generator=generator)
-    own = weight.chunk(case.tensor_parallel)[rank].clone()
-    return hidden.to(case.device), own.to(case.device), labels.to(case.device)
+    return hidden, weight.chunk(case.tensor_parallel)[rank].clone(), labels
 
 
 def ours(group: ProcessGroup | None) -> Function:
@@ -92,8 +88,8 @@ def call(function: Function, inputs: Inputs, case: Case) -> Outputs:
     hidden, weight, labels = inputs
     if not case.gradient:
         with torch.no_grad():
-            found = function(hidden, weight, labels, case.entropy)
-        return [found[0], *([found[1]] if case.entropy and found[1] is not None else [])]
+            log_probs, entropy = function(hidden, weight, labels, case.entropy)
+        return [log_probs, *([entropy] if case.entropy and entropy is not None else [])]
     leaves = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
     log_probs, entropy = function(*leaves, labels, case.entropy)
     loss = log_probs.float().mean()
@@ -107,7 +103,7 @@ def call(function: Function, inputs: Inputs, case: Case) -> Outputs:
     return [*values, *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
 
-def difference(found: Outputs, expected: Outputs) -> float:
+def difference(outputs: Outputs, expected: Outputs) -> float:
     """The largest over results and gradients, relative to the largest entry of each. What is
     bfloat16 here may differ by a rounding of 2^-8, which counts as 1e-5; log-probs are compared in
     float32 for every peer.
@@ -116,7 +112,7 @@ def difference(found: Outputs, expected: Outputs) -> float:
     return max(
         ((a.float() - b.float()).abs().max() / b.float().abs().max()).item()
         * allowed.get(b.dtype, 1.0)
-        for a, b in zip(found, expected, strict=True)
+        for a, b in zip(outputs, expected, strict=True)
     )
 
 
@@ -127,12 +123,12 @@ def peak_bytes(function: Callable[[], Any], device: str) -> tuple[int, Any]:
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        found = function()
-        return torch.cuda.max_memory_allocated() - before, found
+        returned = function()
+        return torch.cuda.max_memory_allocated() - before, returned
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-        found = function()
+        returned = function()
     events = record.profiler.kineto_results.events()
     alive = peak = 0
     for _, change in sorted(
@@ -140,7 +136,7 @@ def peak_bytes(function: Callable[[], Any], device: str) -> tuple[int, Any]:
     ):
         alive += change
         peak = max(peak, alive)
-    return peak, found
+    return peak, returned
 
 
 @dataclass
@@ -158,15 +154,13 @@ class Seat:
         dist.all_reduce(whole, op=how, group=self.group)
         return float(whole)
 
-    def timed(self, function: Callable[[], Any], device: str) -> list[float]:
+    def timed(self, function: Callable[[], Any]) -> list[float]:
         """Seconds until the last rank is done, CPU seconds of all."""
         if self.group is not None:
             dist.barrier(group=self.group)
         wall = time.perf_counter()
         cpu = time.process_time()
         function()
-        if device == "cuda":
-            torch.cuda.synchronize()
         cpu = time.process_time() - cpu
         if self.group is not None:
             dist.barrier(group=self.group)
@@ -182,11 +176,11 @@ def once(
     if warm:
         call(function, inputs, case)
     unit = 4 * case.tokens * case.vocabulary // case.tensor_parallel
-    peak, found = peak_bytes(lambda: call(function, inputs, case), case.device)
-    gradients = sum(tensor.nbytes for tensor in found[-2:]) if case.gradient else 0
-    apart = 0.0 if expected is None else difference(found, expected)
+    peak, outputs = peak_bytes(lambda: call(function, inputs, case), "cpu")
+    gradients = sum(tensor.nbytes for tensor in outputs[-2:]) if case.gradient else 0
+    apart = 0.0 if expected is None else difference(outputs, expected)
     maximum = dist.ReduceOp.MAX
-    return found, {
+    return outputs, {
         "peak": seat.together(peak / unit, maximum),
         "beyond_gradients": seat.together((peak - gradients) / unit, maximum),
         "difference": seat.together(apart, maximum),
@@ -199,7 +193,7 @@ def run_case(case: Case, seat: Seat) -> dict[str, Any]:
     """
     inputs = make_inputs(case, seat.rank)
     functions = {"ours": ours(seat.group)}
-    found, first = once(functions["ours"], inputs, case, None, seat, warm=False)
+    expected, first = once(functions["ours"], inputs, case, None, seat, warm=False)
     report: dict[str, Any] = {"case": asdict(case), "once": {"ours": first}, "failed": {}}
     for peer in PEERS:
         if not case.runs(peer):
@@ -207,14 +201,14 @@ def run_case(case: Case, seat: Seat) -> dict[str, Any]:
         try:
             functions[peer.name] = peer.load(seat.group)
             _, report["once"][peer.name] = once(
-                functions[peer.name], inputs, case, found, seat, peer.compiles
+                functions[peer.name], inputs, case, expected, seat, peer.compiles
             )
         except Exception as error:  # a peer may fail in any way; it is reported, and the others run
             functions.pop(peer.name, None)
             report["failed"][peer.name] = f"{type(error).__name__}: {error}".split("\n")[0]
-    del found
+    del expected
     measures = {
-        name: partial(seat.timed, partial(call, function, inputs, case), case.device)
+        name: partial(seat.timed, partial(call, function, inputs, case))
         for name, function in functions.items()
     }
     turns = by_turns(
@@ -226,12 +220,12 @@ def run_case(case: Case, seat: Seat) -> dict[str, Any]:
     return report | {"turns": turns}
 
 
-def take_seat(rank: int, ranks: int, meet: str, device: str) -> Seat:
+def take_seat(rank: int, ranks: int, meet: str) -> Seat:
     """Join the group; Megatron's parallel state too, which its functions and verl's read."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo",
+        "gloo",
         init_method=f"file://{meet}",
         rank=rank,
         world_size=ranks,
@@ -257,7 +251,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     cases = [Case(**case) for case in json.loads(args.cases.read_text())]
-    seat = take_seat(args.rank, args.ranks, args.meet, cases[0].device)
+    seat = take_seat(args.rank, args.ranks, args.meet)
     for case in cases:
         report = run_case(case, seat)
         if seat.rank == 0:

@@ -6,14 +6,12 @@ and without. The width is 128, where exponentials and memory count as much as pr
 row 2048, where only products do. The loss is the mean log-prob and a tenth of the mean entropy.
 
 A *peer* counts where its results and gradients agree with ours to 1e-5 of the largest entry
-(gradients in bfloat16 to a rounding, 2^-8); the target in time, 1.0, is against the fastest. Memory
-is the peak above the inputs in units of one float32 [tokens, vocabulary] tensor (of a rank:
-vocabulary / TP), as the allocator recorded it, gradients of the hidden states and of the weight
-included; at width 2048 the weight's gradient alone is 8 units for everyone, so that row has the
-peak without the gradients.
+(gradients in bfloat16 to a rounding, 2^-8). Memory is the peak above the inputs in units of one
+float32 [tokens, vocabulary] tensor (of a rank: vocabulary / TP), as the allocator recorded it,
+gradients of the hidden states and of the weight included; at width 2048 the weight's gradient alone
+is 8 units for everyone, so that row has the peak without the gradients.
 
     OMP_NUM_THREADS=1 python benchmarks/log_probs.py
-    python benchmarks/log_probs.py --device cuda --peak-tflops 989    # hidden 2048, 152k words, 32k tokens
 """
 
 from __future__ import annotations
@@ -27,7 +25,6 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -50,10 +47,9 @@ SAME = 1e-5  # relative to the largest entry
 SMALL = 16_384
 LARGE = 151_936
 PACKAGES = ("trl", "verl", "liger-kernel", "areal")
-# The fastest of each kind of call, and those that save memory.
+# The fastest of each kind of call.
 WITH_ENTROPY = ("AReaL gather_logprobs", "verl vocab_parallel")
 WITHOUT = ("Megatron cross entropy", "Liger chunked log-probs")
-LEAST = ("TRL ChunkedLogProbFunction", "verl FusedLinearForPPO")
 
 Report = Mapping[str, Any]  # what the worker prints for a case
 
@@ -76,12 +72,6 @@ def cases(quick: bool) -> list[Case]:
     ]
     grid += [replace(case, tensor_parallel=ranks) for ranks in (2, 4) for case in (large, plain)]
     return grid
-
-
-def on_gpu() -> list[Case]:
-    """Real sizes, without whole logits: 32k tokens of them are 19 GiB a copy."""
-    case = Case(32_768, LARGE, 2048, dtype="bfloat16", peers=LEAST, repeats=10, device="cuda")
-    return [case, replace(case, gradient=False)]
 
 
 def run_group(python: str, group: Sequence[Case]) -> list[Report]:
@@ -139,21 +129,15 @@ def name_of(case: Case) -> str:
 
 
 def rows_of(case: Case, report: Report) -> list[Row]:
-    """Time against each timed peer of the same result, the target against the fastest; peak
-    against the smallest.
-    """
+    """Time against each timed peer of the same result; peak against the smallest."""
     once = report["once"]
     name = name_of(case)
-    same = {peer for peer, found in once.items() if found["difference"] <= SAME}
+    same = {peer for peer, result in once.items() if result["difference"] <= SAME}
     turns = {
         peer: [Seconds(*turn) for turn in taken]
         for peer, taken in report["turns"].items()
         if peer in same
     }
-    middle = {
-        peer: median(turn.wall for turn in taken) for peer, taken in turns.items() if peer != "ours"
-    }
-    fastest = min(middle, key=lambda peer: middle[peer], default="")
     wide = case.width > 1000
     products = "ours computes the logits twice: 4 products instead of 3"
     note = products + ("; at this width they dominate" if wide else "") if case.gradient else ""
@@ -165,9 +149,9 @@ def rows_of(case: Case, report: Report) -> list[Row]:
             turns[peer],
             peer_name=peer,
             note=note,
-            target=1.0 if peer == fastest else None,
         )
-        for peer in middle
+        for peer in turns
+        if peer != "ours"
     ]
     which, what = ("beyond_gradients", "peak without gradients") if wide else ("peak", "peak")
     peaks = {peer: once[peer][which] for peer in same if peer != "ours"}
@@ -181,8 +165,6 @@ def rows_of(case: Case, report: Report) -> list[Row]:
                 peaks[smallest],
                 unit="units",
                 peer_name=smallest,
-                target=0.25 if case.gradient else 0.1,
-                absolute=True,
             )
         )
     return rows
@@ -205,18 +187,6 @@ def not_compared(reports: Sequence[Report]) -> dict[str, str]:
     return reasons
 
 
-def share_of_peak(case: Case, report: Report, peak_tflops: float) -> str:
-    """Ours: floating-point operations of its products (4 with gradient, 1 without) over the
-    median time.
-    """
-    wall = median(turn[0] for turn in report["turns"]["ours"])
-    products = 4 if case.gradient else 1
-    achieved = products * 2 * case.tokens * case.vocabulary * case.width / wall / 1e12
-    return (
-        f"{name_of(case)}: {achieved:.0f} TFLOP/s, {100 * achieved / peak_tflops:.0f} % of the peak"
-    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -225,26 +195,18 @@ def main() -> None:
         "--quick", action="store_true", help="16k words with entropy only, 3 repeats"
     )
     parser.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cpu", help="cuda: real sizes, one GPU"
-    )
-    parser.add_argument(
-        "--peak-tflops", type=float, default=989, help="of the GPU in bfloat16 (default: H100)"
-    )
-    parser.add_argument(
         "--peers-python", help="interpreter with the peers; without it .venv-peers is made"
     )
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     args = parser.parse_args()
     python = args.peers_python or peers_python()
-    grid = on_gpu() if args.device == "cuda" else cases(args.quick)
+    grid = cases(args.quick)
     reports: list[Report] = []
     for ranks in sorted({case.tensor_parallel for case in grid}):
         reports += run_group(python, [case for case in grid if case.tensor_parallel == ranks])
     pairs = list(zip(sorted(grid, key=lambda case: case.tensor_parallel), reports, strict=True))
     rows = [row for case, report in pairs for row in rows_of(case, report)]
     print(table(rows))
-    if args.device == "cuda":
-        print("\n".join(share_of_peak(case, report, args.peak_tflops) for case, report in pairs))
     for name, reason in not_compared(reports).items():
         print(f"not compared: {name}: {reason}")
     if args.json:

@@ -39,7 +39,6 @@ PHASES = {
     "scoring": "old log-probs, rewards",
 }
 LENGTHS = {"sampled": 384, "equal": 24}  # and the most tokens of a response
-TARGETS = {"sampled": {"loop": 2.5}, "equal": {"loop": 1.0}}
 WARMUP = {"sampled": 1, "equal": 3}  # rollouts
 LIMIT = 180.0  # seconds of a segment
 
@@ -68,7 +67,7 @@ def commands(lengths: str, args: argparse.Namespace, folder: Path) -> dict[str, 
         "--mini-batches": 4,
         "--max-response-length": LENGTHS[lengths],
     }
-    shared = [str(part) for pair in settings.items() for part in pair]
+    shared = [str(word) for pair in settings.items() for word in pair]
     shared += ["--fixed-length"] if lengths == "equal" else []
     here = ROOT / "benchmarks"
     return {
@@ -93,7 +92,6 @@ def rows_of(
             rates(peer, phase),
             unit="tokens/s",
             peer_name=PEER,
-            target=TARGETS[lengths].get(phase),
         )
         for phase, name in PHASES.items()
     ]
@@ -105,14 +103,17 @@ def check_equal_work(
     """Raises ``ValueError`` if the two sides did different amounts of work: of steps, or of
     response tokens, which sampled lengths give in the mean only (within 15 % over all turns)."""
     for key in ("steps", "response_tokens"):
-        pairs = [(own[key], other[key]) for own, other in zip(ours, peer, strict=True)]
+        pairs = [
+            (our_count[key], peer_count[key])
+            for our_count, peer_count in zip(ours, peer, strict=True)
+        ]
         if lengths == "sampled" and key == "response_tokens":
             total = [sum(side) for side in zip(*pairs, strict=True)]
             pairs = [] if abs(total[0] / total[1] - 1.0) <= 0.15 else [(total[0], total[1])]
-        for own, other in pairs:
-            if own != other:
+        for our_count, peer_count in pairs:
+            if our_count != peer_count:
                 raise ValueError(
-                    f"{key}: ours did {own}, {PEER} {other}; the settings of the two must agree"
+                    f"{key}: ours did {our_count}, {PEER} {peer_count}; the settings of the two must agree"
                 )
 
 

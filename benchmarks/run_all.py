@@ -113,10 +113,7 @@ def main() -> int:
             "rows": rows,
         },
     )
-    missed = [f"{row['name']}, against {row['peer_name']}" for row in rows if row["met"] is False]
-    print(
-        "\n".join([f"{len(rows)} rows in {file}", *(f"target missed: {name}" for name in missed)])
-    )
+    print(f"{len(rows)} rows in {file}")
     return 1 if failures else 0
 
 

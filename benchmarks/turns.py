@@ -71,8 +71,8 @@ class Worker:
         """The next report: that of the warm-up, if no segment was requested."""
         deadline = time.monotonic() + self.limit
         while True:
-            line, found, rest = self._buffer.partition(b"\n")
-            if found:
+            line, newline, rest = self._buffer.partition(b"\n")
+            if newline:
                 self._buffer = rest
                 text = line.decode(errors="replace")
                 if text.startswith(MARK):

@@ -32,13 +32,12 @@ class Peer:
     """`load(group)` imports what is needed and returns the function; ImportError names what is
     missing.
 
-    `alone`, `parallel`: whether it runs in one process, in a tensor-parallel group; `entropy`:
-    whether it has one; `compiles`: whether its first call compiles.
+    `parallel`: whether it runs in a tensor-parallel group too; `entropy`: whether it has one;
+    `compiles`: whether its first call compiles.
     """
 
     name: str
     load: Callable[[ProcessGroup | None], Function]
-    alone: bool = True
     parallel: bool = False
     entropy: bool = True
     compiles: bool = False
@@ -64,23 +63,6 @@ def logits_of(hidden: Tensor, weight: Tensor, group: ProcessGroup | None) -> Ten
     return F.linear(hidden if group is None else _SumGradient.apply(hidden, group), weight)
 
 
-# --- TRL
-
-
-def trl_chunked(_: ProcessGroup | None) -> Function:
-    """`ChunkedLogProbFunction`, the head that GRPOTrainer gives its model, with its own chunk
-    size.
-    """
-    function = importlib.import_module("trl.kernels.chunked_logprob").ChunkedLogProbFunction
-    size = importlib.import_module("trl.trainer.utils")._CHUNKED_LOGPROB_CHUNK_SIZE
-
-    def run(hidden: Tensor, weight: Tensor, labels: Tensor, entropy: bool) -> Result:
-        outputs = ("log_probs", "entropy") if entropy else ("log_probs",)
-        return function.apply(hidden, weight, None, labels, 1.0, size, None, 1.0, outputs)[:2]
-
-    return run
-
-
 # --- verl
 
 
@@ -100,12 +82,6 @@ def _verl(module: str) -> Any:
             del sys.modules["liger_kernel.ops"]
 
 
-def verl_fused(_: ProcessGroup | None) -> Function:
-    """`FusedLinearForPPO`, its torch version; it always computes the entropy."""
-    head = _verl("experimental.torch_functional").FusedLinearForPPO()
-    return lambda hidden, weight, labels, entropy: head(hidden, weight, labels)
-
-
 def verl_megatron(group: ProcessGroup | None) -> Function:
     """`vocab_parallel_log_probs_from_logits` and `vocab_parallel_entropy`, on a clone as its
     engine calls them.
@@ -115,8 +91,8 @@ def verl_megatron(group: ProcessGroup | None) -> Function:
     def run(hidden: Tensor, weight: Tensor, labels: Tensor, entropy: bool) -> Result:
         logits = logits_of(hidden, weight, group)
         copy = logits.clone() if entropy else logits
-        found = functions.vocab_parallel_entropy(logits) if entropy else None
-        return functions.vocab_parallel_log_probs_from_logits(copy, labels), found
+        entropies = functions.vocab_parallel_entropy(logits) if entropy else None
+        return functions.vocab_parallel_log_probs_from_logits(copy, labels), entropies
 
     return run
 
@@ -168,8 +144,6 @@ def megatron(group: ProcessGroup | None) -> Function:
 
 
 PEERS = (
-    Peer("TRL ChunkedLogProbFunction", trl_chunked),
-    Peer("verl FusedLinearForPPO", verl_fused),
     Peer("verl vocab_parallel", verl_megatron, parallel=True, compiles=True),
     Peer("AReaL gather_logprobs", areal, parallel=True, compiles=True),
     Peer("Liger chunked log-probs", liger, entropy=False),

@@ -66,8 +66,8 @@ def evaluate_on_ranks(
     for shard in shards:
         evaluate(objective, shard, whole, lambda x: brought.append(x) or x)
     assert len(brought) == ranks  # exactly one collective each
-    [(rows, segments)] = {tuple(x.shape) for x in brought}
-    assert rows <= 4 and segments == batch.num_segments
+    [(length, segments)] = {tuple(x.shape) for x in brought}
+    assert length <= 4 and segments == batch.num_segments
     assert not any(x.requires_grad for x in brought)
     total = torch.stack(brought).sum(0)
     return [evaluate(objective, shard, whole, lambda x: total, dtype) for shard in shards]
@@ -87,10 +87,12 @@ def evaluate_in_pieces(
         renumber = torch.full((batch.num_segments,), -1)
         renumber[torch.tensor(members)] = torch.arange(len(members))
         where = (renumber[batch.segment_ids] >= 0).nonzero().flatten()
-        part = batch.take(where)
-        part = replace(part, segment_ids=renumber[part.segment_ids], num_segments=len(members))
+        subset = batch.take(where)
+        subset = replace(
+            subset, segment_ids=renumber[subset.segment_ids], num_segments=len(members)
+        )
         for rank, outcome in enumerate(
-            evaluate_on_ranks(objective, part, batch, owner[where], ranks)
+            evaluate_on_ranks(objective, subset, batch, owner[where], ranks)
         ):
             held = where[owner[where] == rank]
             grad[held], entropy_grad[held] = outcome.grad, outcome.entropy_grad

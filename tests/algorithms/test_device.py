@@ -9,16 +9,7 @@ import torch
 
 from megatron_gspo.algorithms import (
     PRESETS,
-    Segments,
-    finite_log_probs,
-    mismatch_metrics,
-    overlong_penalty,
-    sequence_importance_weights,
-    token_importance_weights,
 )
-from megatron_gspo.algorithms.advantages import as_rewards
-from megatron_gspo.algorithms.segments import segment_sums
-from megatron_gspo.algorithms.turn_advantages import turn_numbers
 
 from .reference import call_policy_loss, complete_preset
 
@@ -49,30 +40,3 @@ def test_policy_loss(name, coefficient):
     )
     loss.backward()
     assert {x.device for x in (loss, log_probs.grad, *metrics.values())} == {META}
-
-
-def test_corrections_and_sums():
-    assert segment_sums(values(), IDS, 2).device == META
-    assert token_importance_weights(values(), values(), values()).device == META
-    assert (
-        sequence_importance_weights(values(), values(), Segments(values(), IDS, 2)).device == META
-    )
-    metrics = mismatch_metrics(values(), values(), values(), num_tokens=2)
-    assert {x.device for x in metrics.values()} == {META}
-    none = mismatch_metrics(*(torch.empty(0, device=META) for _ in range(3)), num_tokens=1)
-    assert {x.device for x in none.values()} == {META}
-
-
-def test_rewards():
-    rewards, ids = as_rewards(values(), torch.zeros(6, dtype=torch.long))
-    assert (rewards.device, ids.device, rewards.dtype) == (META, META, torch.float64)
-    assert overlong_penalty(values(), max_length=3, buffer=2).device == META
-
-
-def test_turns():
-    assert turn_numbers(IDS).device == META
-
-
-def test_a_filter_has_to_read_its_count():
-    with pytest.raises((RuntimeError, NotImplementedError)):
-        finite_log_probs(values(), values(), IDS, 2)

@@ -191,25 +191,13 @@ def test_a_ratio_on_a_bound_is_inside():
     assert token_rejection_mask(*given, lower=0.5, upper=1.0).tolist() == [True, True, False]
 
 
-def test_a_lower_bound_of_the_weights():
-    """Ratios 1, 3, 1/4, e^0.5 = 1.65, untrained, e^-0.1; of the sequences 0.909, 1.65 and 0.905."""
-    got = token_importance_weights(ROLLOUT + D, ROLLOUT, MASK, lower=0.5)
-    torch.testing.assert_close(got, torch.tensor([1, 2, 0.5, math.exp(0.5), 1, math.exp(-0.1)]))
-    got = sequence_importance_weights(ROLLOUT + D, ROLLOUT, Segments(MASK, IDS, 3), lower=0.907)
-    torch.testing.assert_close(got[[0, 5]], torch.tensor([(3 / 4) ** (1 / 3), 0.907]))
-    assert token_importance_weights(ROLLOUT + D, ROLLOUT, MASK, lower=1.0).min() == 1
-    for lower in (-0.1, 1.1, math.nan):
-        with pytest.raises(ValueError, match="lower = .*: must be 0 to 1"):
-            token_importance_weights(ROLLOUT + D, ROLLOUT, MASK, lower=lower)
-
-
 def test_a_divergence_on_the_threshold_is_kept():
     ours = torch.tensor([0.6]).log()
     theirs = torch.tensor([0.3]).log()
     mask = torch.tensor([1.0])
     largest = max(float(binary_kl(ours, theirs)), float(binary_kl(theirs, ours)))
     assert token_divergence_mask(ours, theirs, mask, largest=largest).tolist() == [True]
-    one = Segments(mask, torch.tensor([0]), 1)
+    response = Segments(mask, torch.tensor([0]), 1)
     assert sequence_divergence_mask(
-        ours, theirs, one, largest=float(k3(ours - theirs))
+        ours, theirs, response, largest=float(k3(ours - theirs))
     ).tolist() == [True]

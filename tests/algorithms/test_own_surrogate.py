@@ -70,9 +70,9 @@ def three(objective, ratio, advantages):
 
 def test_a_tensor_alone_clips_nothing(tmp_path: Path):
     (tmp_path / "mine.py").write_text(SOURCE)
-    mine = objective(f"{tmp_path}/mine.py:ratio_alone")
-    check_surrogate(mine)
-    metrics = finish_metrics(evaluate(mine, random_batch(0, drift=0.3)).metrics)
+    own_surrogate = objective(f"{tmp_path}/mine.py:ratio_alone")
+    check_surrogate(own_surrogate)
+    metrics = finish_metrics(evaluate(own_surrogate, random_batch(0, drift=0.3)).metrics)
     assert metrics["clip_fraction/tokens"] == 0 and metrics["ratio/mean"] != 1
 
 

@@ -20,18 +20,18 @@ from tests.support.distributed import run_distributed
 def exact(log_ratio: torch.Tensor) -> dict[str, float]:
     """Sorted and interpolated in float64."""
     ratios = log_ratio.double().exp()
-    found = torch.quantile(
+    quantiles = torch.quantile(
         ratios, torch.tensor(list(QUANTILES.values()), dtype=torch.float64)
     ).tolist()
-    return dict(zip(QUANTILES, found, strict=True))
+    return dict(zip(QUANTILES, quantiles, strict=True))
 
 
-def check(found: dict[str, float], expected: dict[str, float]) -> None:
-    assert list(found) == list(expected)
+def check(quantiles: dict[str, float], expected: dict[str, float]) -> None:
+    assert list(quantiles) == list(expected)
     for name in ("min", "max"):
-        assert found[name] == pytest.approx(expected[name], rel=1e-12)
+        assert quantiles[name] == pytest.approx(expected[name], rel=1e-12)
     for name in expected:
-        assert abs(found[name] - expected[name]) <= RELATIVE_ERROR * expected[name], name
+        assert abs(quantiles[name] - expected[name]) <= RELATIVE_ERROR * expected[name], name
 
 
 LOG_RATIOS = st.one_of(
@@ -58,50 +58,50 @@ def test_the_log_of_a_ratio_near_1_is_known_within_1_percent(scale):
     d = scale * torch.randn(
         200_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64
     )
-    found = RatioHistogram.of(d).quantiles()
+    quantiles = RatioHistogram.of(d).quantiles()
     expected = exact(d)
-    check(found, expected)
+    check(quantiles, expected)
     for name in ("p01", "p99"):
         allowed = min(0.01 * abs(math.log(expected[name])), 1e-3) + 1e-12
-        assert abs(math.log(found[name] / expected[name])) <= allowed
+        assert abs(math.log(quantiles[name] / expected[name])) <= allowed
 
 
 def test_extremes_beyond_the_range_are_exact():
-    found = RatioHistogram.of(torch.tensor([-50.0, 0.0, 0.0, 40.0])).quantiles()
-    assert found["min"] == pytest.approx(math.exp(-50)) and found["max"] == pytest.approx(
+    quantiles = RatioHistogram.of(torch.tensor([-50.0, 0.0, 0.0, 40.0])).quantiles()
+    assert quantiles["min"] == pytest.approx(math.exp(-50)) and quantiles["max"] == pytest.approx(
         math.exp(40)
     )
-    assert found["p50"] == 1.0
+    assert quantiles["p50"] == 1.0
     assert RatioHistogram.of(torch.zeros(0)).quantiles() == {}
     for nan in (math.nan, -math.nan):
-        found = RatioHistogram.of(torch.tensor([0.0, 0.0, nan]))
-        assert found.counts.nonzero()[-1] == _bins_of(torch.tensor([_LARGEST])), (
+        histogram = RatioHistogram.of(torch.tensor([0.0, 0.0, nan]))
+        assert histogram.counts.nonzero()[-1] == _bins_of(torch.tensor([_LARGEST])), (
             "NaN counts as the largest"
         )
-        broken = found.quantiles()
+        broken = histogram.quantiles()
         assert math.isnan(broken["max"]) and broken["p50"] == 1.0
 
 
 def test_a_quantile_is_not_beyond_the_extremes():
     """The centre of the bin of -0.03 is below it, that of 0.03 above."""
     for d in (-0.03, 0.03):
-        found = RatioHistogram.of(torch.full((9,), d, dtype=torch.float64)).quantiles()
+        quantiles = RatioHistogram.of(torch.full((9,), d, dtype=torch.float64)).quantiles()
         assert (
-            found["min"]
-            == found["p01"]
-            == found["p50"]
-            == found["p99"]
-            == found["max"]
+            quantiles["min"]
+            == quantiles["p01"]
+            == quantiles["p50"]
+            == quantiles["p99"]
+            == quantiles["max"]
             == math.exp(d)
         )
 
 
 def test_the_largest_ratios():
     """A log-ratio beyond 32 nats counts as 32, and no ratio is infinite."""
-    found = RatioHistogram.of(torch.tensor([0.0, 32.6, 40.0])).quantiles()
-    assert found["p50"] == pytest.approx(math.exp(32.0), rel=RELATIVE_ERROR)
-    found = RatioHistogram.of(torch.full((3,), 800.0)).quantiles()
-    assert found["min"] == found["max"] == math.exp(700.0)
+    quantiles = RatioHistogram.of(torch.tensor([0.0, 32.6, 40.0])).quantiles()
+    assert quantiles["p50"] == pytest.approx(math.exp(32.0), rel=RELATIVE_ERROR)
+    quantiles = RatioHistogram.of(torch.full((3,), 800.0)).quantiles()
+    assert quantiles["min"] == quantiles["max"] == math.exp(700.0)
 
 
 def of_ranks(rank: int, world: int, values: torch.Tensor) -> tuple[dict[str, float], int]:
@@ -117,15 +117,15 @@ def of_ranks(rank: int, world: int, values: torch.Tensor) -> tuple[dict[str, flo
 
         return apply
 
-    mine = values[rank::world] if rank else values[:0]  # the first rank has none
+    own_values = values[rank::world] if rank else values[:0]  # the first rank has none
     ops = torch.distributed.ReduceOp
-    return RatioHistogram.of(mine).quantiles(reduce(ops.SUM), reduce(ops.MAX)), sent
+    return RatioHistogram.of(own_values).quantiles(reduce(ops.SUM), reduce(ops.MAX)), sent
 
 
 def test_ranks_exchange_a_few_kilobytes():
     d = 0.05 * torch.randn(30_000, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     results = run_distributed(of_ranks, 3, d)
     expected = exact(torch.cat([d[1::3], d[2::3]]))
-    for found, sent in results:
-        check(found, expected)
-        assert found == results[0][0] and sent < 9 * 1024
+    for quantiles, sent in results:
+        check(quantiles, expected)
+        assert quantiles == results[0][0] and sent < 9 * 1024

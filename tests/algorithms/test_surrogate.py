@@ -43,8 +43,8 @@ def test_clip_at_its_bounds():
     ):
         value, clip = clipped_surrogate(objective, terms(ratio, torch.full((6,), advantage)))
         masks = clip.lower, clip.cut & ~clip.lower, clip.dual
-        found = [[i for i, cut in enumerate(mask.tolist()) if cut] for mask in masks]
-        assert found == [lower, upper, dual]
+        clipped = [[i for i, cut in enumerate(mask.tolist()) if cut] for mask in masks]
+        assert clipped == [lower, upper, dual]
         assert clip.cut.tolist() == [i in (*lower, *upper) for i in range(6)]
         bound = {i: 0.75 for i in lower} | {i: 1.25 for i in upper} | {i: 2.0 for i in dual}
         assert value.tolist() == [advantage * bound.get(i, ratio[i].item()) for i in range(6)]
@@ -78,13 +78,3 @@ def test_a_probability_on_the_threshold_still_trains(advantage):
     _, clip = dppo_surrogate(preset("dppo_tv", divergence_threshold=0.2), given)
     assert clip.lower.tolist() == [advantage < 0, False, False, False]
     assert clip.cut.tolist() == [advantage < 0, advantage > 0, False, advantage > 0]
-
-
-def test_the_gate_of_sapo_is_of_the_advantages_sign():
-    objective = preset("sapo", tau_pos=1.0, tau_neg=2.0)
-    ratio = torch.tensor([1.0, 1.0, 1.0])
-    value, clip = sapo_surrogate(
-        objective, terms(ratio.requires_grad_(), torch.tensor([1.0, -1.0, 0.0]))
-    )
-    assert value.tolist() == [2.0, -1.0, 0.0] and clip.dual is None
-    assert clip.cut.dtype == clip.lower.dtype == torch.bool and not clip.cut.any()

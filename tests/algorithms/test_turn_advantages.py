@@ -40,21 +40,6 @@ def test_advantages_by_hand():
     torch.testing.assert_close(got, torch.tensor([0, 1, 0.75, -0.75, -1]))
 
 
-def test_a_turn_that_no_other_episode_reached_gets_nothing():
-    got = turn_advantages(
-        torch.tensor([1.0, 5.0, 0.0]), torch.tensor([0, 0, 1]), torch.zeros(3, dtype=torch.long)
-    )
-    assert got[1] == 0 and got[0] > 0 > got[2]
-
-
-def test_steps_that_cost_are_learnt_from():
-    """-1 a turn until it is done: a sum of normalised rewards would be 0 everywhere."""
-    rewards = -torch.ones(4)
-    episodes = torch.tensor([0, 1, 1, 1])
-    got = turn_advantages(rewards, episodes, torch.zeros(4, dtype=torch.long))
-    assert got[0] > 0 > got[1]
-
-
 def random_episodes(seed: int, longest: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     g = torch.Generator().manual_seed(seed)
     counts = torch.randint(1, longest + 1, (24,), generator=g)
@@ -69,25 +54,25 @@ def random_episodes(seed: int, longest: int) -> tuple[torch.Tensor, torch.Tensor
 
 def naive(rewards, episodes, groups, discount, std):
     """Loops over episodes in Python floats."""
-    found: dict[int, list[int]] = {}
-    for place, episode in enumerate(episodes):
-        found.setdefault(episode, []).append(place)
+    turns_of_episode: dict[int, list[int]] = {}
+    for turn, episode in enumerate(episodes):
+        turns_of_episode.setdefault(episode, []).append(turn)
     returns = [0.0] * len(rewards)
-    for places in found.values():
-        for k, place in enumerate(places):
-            returns[place] = sum(discount**j * rewards[later] for j, later in enumerate(places[k:]))
+    for turns in turns_of_episode.values():
+        for k, turn in enumerate(turns):
+            returns[turn] = sum(discount**j * rewards[later] for j, later in enumerate(turns[k:]))
     values = [0.0] * len(rewards)
-    for places in found.values():
-        for k, place in enumerate(places):
+    for turns in turns_of_episode.values():
+        for k, turn in enumerate(turns):
             peers = [
-                returns[p[k]]
-                for p in found.values()
-                if len(p) > k and groups[p[k]] == groups[place]
+                returns[other[k]]
+                for other in turns_of_episode.values()
+                if len(other) > k and groups[other[k]] == groups[turn]
             ]
             mean = sum(peers) / len(peers)
             if max(peers) > min(peers):
                 freedom = len(peers) - (1 if std == "sample" else 0)
-                values[place] = (returns[place] - mean) / math.sqrt(
+                values[turn] = (returns[turn] - mean) / math.sqrt(
                     sum((x - mean) ** 2 for x in peers) / freedom
                 )
     return values
@@ -114,24 +99,6 @@ def test_one_turn_is_a_group_advantage(std, baseline):
             rewards, episodes, groups, discount=discount, std=std, baseline=baseline
         )
         assert torch.equal(got, wanted)
-
-
-def test_without_a_discount_first_turns_have_the_episodes_advantage():
-    rewards, episodes, groups = random_episodes(2, 4)
-    first = torch.cat([torch.tensor([True]), episodes[1:] != episodes[:-1]])
-    totals = torch.zeros(int(first.sum()), dtype=torch.float64).index_add(
-        0, first.cumsum(0) - 1, rewards
-    )
-    got = turn_advantages(rewards, episodes, groups)[first]
-    torch.testing.assert_close(got, group_advantages(totals, groups[first]))
-
-
-def test_the_order_of_episodes_does_not_matter():
-    rewards, episodes, groups = random_episodes(3, 4)
-    whole = turn_advantages(rewards, episodes, groups, discount=0.5)
-    order = torch.cat([torch.where(episodes == i)[0] for i in episodes.unique().flip(0)])
-    got = turn_advantages(rewards[order], episodes[order], groups[order], discount=0.5)
-    torch.testing.assert_close(got, whole[order])
 
 
 def test_refusals_and_nothing():

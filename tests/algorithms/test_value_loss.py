@@ -75,15 +75,18 @@ def test_shares_of_any_cut_add_up():
     values, old, returns = (torch.randn(50, generator=g, dtype=torch.float64) for _ in range(3))
     mask = (torch.rand(50, generator=g) < 0.7).double()
 
-    def share(part):
-        inputs = dict(old_values=old[part], returns=returns[part], loss_mask=mask[part])
-        return value_loss(values[part], **inputs, num_tokens=int(mask.sum()), value_clip=0.2)
+    def share(indices):
+        inputs = dict(old_values=old[indices], returns=returns[indices], loss_mask=mask[indices])
+        return value_loss(values[indices], **inputs, num_tokens=int(mask.sum()), value_clip=0.2)
 
     loss, metrics = share(slice(None))
-    parts = [share(slice(0, 13)), share(slice(13, 14)), share(slice(14, 50))]
-    torch.testing.assert_close(sum(part for part, _ in parts), loss)
+    losses, shares_of_metrics = zip(
+        *(share(slice(*ends)) for ends in ((0, 13), (13, 14), (14, 50))), strict=True
+    )
+    torch.testing.assert_close(sum(losses), loss)
     for name, value in metrics.items():
-        torch.testing.assert_close(sum(found[name] for _, found in parts), value, check_dtype=False)
+        total = sum(shares[name] for shares in shares_of_metrics)
+        torch.testing.assert_close(total, value, check_dtype=False)
     assert 0 < metrics["critic/clip_fraction"] < 1
 
 

@@ -5,25 +5,18 @@ names of GPUs.
 from __future__ import annotations
 
 import gc
-import json
-import sys
 import weakref
-from dataclasses import replace
 
 import pytest
 
 from benchmarks import gpu
 from benchmarks.gpu import (
-    REAL,
     TINY,
     head_flops,
     layer_flops,
-    main,
-    make_samples,
     measure,
     write_config,
 )
-from megatron_gspo.config import load_config
 from megatron_gspo.mcore import policy as policy_module
 from megatron_gspo.models import family_of, read_config
 
@@ -74,23 +67,3 @@ def test_operations_by_hand(tmp_path):
     # as many for values
     assert layer_flops(shape, [10, 6]) == 2 * 16 * products + 4 * 4 * 16 * (50 + 18)
     assert head_flops(shape, 5) == 2 * 5 * 32 * 96
-
-
-def test_the_real_sizes_are_those_of_the_model(tmp_path):
-    config = load_config(write_config(tmp_path, REAL))
-    _, shape = family_of(read_config(config.model.path))
-    assert (shape.num_layers, shape.hidden_size, shape.vocab_size) == (1, 2048, 151_936)
-    assert (shape.num_attention_heads, shape.num_query_groups, shape.head_dim) == (32, 4, 128)
-    assert (shape.num_experts, shape.experts_per_token, shape.moe_ffn_hidden_size) == (128, 8, 768)
-    assert config.model.init == "random" and config.model.dtype == "bfloat16"
-    assert config.training.max_tokens_per_micro_batch == REAL.tokens == 16_384
-    sizes = replace(TINY, prompt=3, response=5)
-    [sample, _] = make_samples(sizes, 96, 2)
-    assert (sample.prompt_length, sample.response_length, len(sample.advantages)) == (3, 5, 5)
-
-
-def test_the_steps_config_is_written_to_be_rehearsed(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["gpu.py", "--config", str(tmp_path)])
-    main()
-    assert capsys.readouterr().out.strip() == str(tmp_path / "config.yaml")
-    assert json.loads((tmp_path / "model" / "config.json").read_text())["num_hidden_layers"] == 1

@@ -17,7 +17,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     # another position in each group of N: a fixed one would always select the same of three
     # rotating choices
     left_out = {
-        id(item) for place, item in enumerate(layouts) if place % every != place // every % every
+        id(item) for index, item in enumerate(layouts) if index % every != index // every % every
     }
     if config.getoption("--last-cases"):
         file = here / "test_layouts.py"

@@ -63,16 +63,16 @@ def measure_defects(path: str) -> dict[str, float]:
     ``worst_error`` measures it.
     """
     model = load_reference(path)
-    found = {}
+    errors = {}
     for words, (name, defect) in DEFECTS.items():
         scenario = SCENARIOS[name]
         truth = expect(model, scenario)
         model.zero_grad()
         batch = defect(whole_batch(model, truth.samples, scenario.temperature))
         loops.naive_loss(scenario.objective, batch, batch.log_probs, batch.entropy).backward()
-        found[words] = worst_error(checkpoint_gradients(model), truth.gradients)[1]
-    found["the temperature is 1 % off"] = _temperature_error(model)
-    return found
+        errors[words] = worst_error(checkpoint_gradients(model), truth.gradients)[1]
+    errors["the temperature is 1 % off"] = _temperature_error(model)
+    return errors
 
 
 def _temperature_error(model: torch.nn.Module) -> float:

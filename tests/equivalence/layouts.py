@@ -81,7 +81,7 @@ def layouts(max_world: int = 8, *, moe: bool = True) -> list[Arrangement]:
     smallest worlds first.
     """
     both = (1, 2)
-    found = [
+    all_layouts = [
         Arrangement(
             tensor, sequence, pipeline, interleaved, context, data, expert, expert_tensor, moe
         )
@@ -89,7 +89,7 @@ def layouts(max_world: int = 8, *, moe: bool = True) -> list[Arrangement]:
             product(both, (False, True), both, (False, True), both, both, both, both)
         )
     ]
-    valid = [a for a in found if a.is_valid and a.world_size <= max_world]
+    valid = [a for a in all_layouts if a.is_valid and a.world_size <= max_world]
     return sorted(valid, key=lambda a: a.world_size)
 
 

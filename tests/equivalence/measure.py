@@ -87,6 +87,6 @@ def launch(model: tuple[str, str], case: Case) -> list[Errors]:
 def worst_of(ranks: list[Errors]) -> Errors:
     """The largest error of each kind on any rank."""
     errors = Errors()
-    for rank, found in enumerate(ranks):
-        errors.merge(found, f"rank {rank}")
+    for rank, of_rank in enumerate(ranks):
+        errors.merge(of_rank, f"rank {rank}")
     return errors

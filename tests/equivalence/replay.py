@@ -153,7 +153,7 @@ def watched(policy: Policy, errors: Any) -> Iterator[None]:
         hook.remove()
 
 
-def different_rows(found: np.ndarray, expected: np.ndarray) -> int:
+def different_rows(actual: np.ndarray, expected: np.ndarray) -> int:
     """Rows ``[layers, k]`` that name other experts, in any order."""
-    assert found.shape == expected.shape and found.dtype == np.uint8
-    return int((np.sort(found, -1) != np.sort(expected, -1)).any((1, 2)).sum())
+    assert actual.shape == expected.shape and actual.dtype == np.uint8
+    return int((np.sort(actual, -1) != np.sort(expected, -1)).any((1, 2)).sum())

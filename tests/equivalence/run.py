@@ -62,19 +62,19 @@ class Errors:
             self.worst[kind] = (math.inf if math.isnan(error) else error, where)
 
     def add_metrics(
-        self, found: dict[str, float], expected: dict[str, float], where: str, kind: str
+        self, actual: dict[str, float], expected: dict[str, float], where: str, kind: str
     ) -> None:
         """Each relative to its own value; a metric that only one side has is an infinite error."""
-        for name in sorted(found.keys() ^ expected.keys()):
+        for name in sorted(actual.keys() ^ expected.keys()):
             self.add(kind, math.inf, f"{where}: {name} has no counterpart")
-        for name in found.keys() & expected.keys():
+        for name in actual.keys() & expected.keys():
             scale = abs(expected[name]) or 1.0
-            part = "loss" if name == "loss" and kind == "metric" else kind
-            self.add(part, abs(found[name] - expected[name]) / scale, f"{where}: {name}")
+            reported_kind = "loss" if name == "loss" and kind == "metric" else kind
+            self.add(reported_kind, abs(actual[name] - expected[name]) / scale, f"{where}: {name}")
 
     def merge(self, other: Errors, where: str) -> None:
-        for kind, (error, place) in other.worst.items():
-            self.add(kind, error, f"{where}, {place}")
+        for kind, (error, location) in other.worst.items():
+            self.add(kind, error, f"{where}, {location}")
 
 
 def run_case(rank: int, world_size: int, path: str, case: Case, truth_file: str) -> Errors:
@@ -152,16 +152,16 @@ def compare_scores(policy: Policy, name: str, cut: str, expected: Expected, erro
         temperature=ALL[name].temperature,
         with_entropy=True,
     )
-    for kind, found, wanted in (
+    for kind, actual, wanted in (
         ("log-prob", scores.log_probs, expected.batch.log_probs),
         ("entropy", scores.entropy, expected.batch.entropy),
     ):
-        every = everywhere(found, expected.samples, policy.groups)
+        every = everywhere(actual, expected.samples, policy.groups)
         errors.add(kind, _distance(every, wanted), f"{name}, {cut}, without a loss")
 
 
-def _distance(found: Any, expected: Tensor) -> float:
-    return float((stack(found).double() - expected).abs().max())
+def _distance(actual: Any, expected: Tensor) -> float:
+    return float((stack(actual).double() - expected).abs().max())
 
 
 def compare_gradients(
@@ -169,11 +169,11 @@ def compare_gradients(
 ) -> None:
     """Loss, log-probs, metrics and every gradient of the mini-batch."""
     where = f"{name}, {cut}"
-    found = run_pass(policy, ALL[name], (CUTS | OTHER_CUTS)[cut], expected.samples)
+    result = run_pass(policy, ALL[name], (CUTS | OTHER_CUTS)[cut], expected.samples)
     trained = expected.batch.log_probs * (expected.batch.loss_mask > 0)
-    errors.add("log-prob", _distance(found.log_probs, trained), where)
-    errors.add_metrics(found.metrics, expected.metrics, where, "metric")
-    parameter, error = worst_error(found.gradients, expected.gradients)
+    errors.add("log-prob", _distance(result.log_probs, trained), where)
+    errors.add_metrics(result.metrics, expected.metrics, where, "metric")
+    parameter, error = worst_error(result.gradients, expected.gradients)
     errors.add("gradient", error, f"{where}: {parameter}")
 
 

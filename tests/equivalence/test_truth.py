@@ -47,7 +47,11 @@ def test_every_metric_takes_a_value_that_shows_a_wrong_share(truth):
     for expected in truth.scenarios.values():
         for name, value in expected.metrics.items():
             values.setdefault(name, []).append(value)
-    dull = [name for name, found in values.items() if all(value in (0.0, 1.0) for value in found)]
+    dull = [
+        name
+        for name, values_of_metric in values.items()
+        if all(value in (0.0, 1.0) for value in values_of_metric)
+    ]
     assert not dull
     assert len(values) >= 18, sorted(values)
 
@@ -113,8 +117,10 @@ def test_training_clips_gradients_and_changes_every_parameter(truth):
 
 def gap(values: torch.Tensor, k: int) -> float:
     """Smallest distance of the k-th and the next value of a row."""
-    found = values.sort(dim=-1, descending=True).values
-    return float((found[:, k - 1] - found[:, k]).min()) if k < values.shape[1] else math.inf
+    descending = values.sort(dim=-1, descending=True).values
+    return (
+        float((descending[:, k - 1] - descending[:, k]).min()) if k < values.shape[1] else math.inf
+    )
 
 
 @pytest.mark.parametrize(
@@ -147,5 +153,5 @@ def test_no_choice_of_experts_hangs_on_rounding(name, tmp_path):
 
 
 def test_small_defects_are_far_beyond_the_tolerance(path):
-    found = measure_defects(path)
-    assert min(found.values()) > 100 * TOLERANCES["gradient"], found
+    errors = measure_defects(path)
+    assert min(errors.values()) > 100 * TOLERANCES["gradient"], errors

@@ -26,13 +26,13 @@ def check(
     assert not wrong, f"tolerance {tolerance:.1e}: {wrong}"
 
 
-def relative(found: Tensor, expected: Tensor) -> float:
+def relative(actual: Tensor, expected: Tensor) -> float:
     """The norm of the difference over the norm of ``expected``; computed in float64."""
     exact = expected.detach().double().cpu()
-    return float((found.detach().double().cpu() - exact).norm() / exact.norm())
+    return float((actual.detach().double().cpu() - exact).norm() / exact.norm())
 
 
-def relative_to_spread(found: Tensor, expected: Tensor) -> float:
+def relative_to_spread(actual: Tensor, expected: Tensor) -> float:
     """Of log-probs and entropies: root mean square of the difference over the standard deviation of
     ``expected``.
 
@@ -40,4 +40,4 @@ def relative_to_spread(found: Tensor, expected: Tensor) -> float:
     effect.
     """
     exact = expected.detach().double().cpu()
-    return float((found.detach().double().cpu() - exact).square().mean().sqrt() / exact.std())
+    return float((actual.detach().double().cpu() - exact).square().mean().sqrt() / exact.std())

@@ -87,12 +87,12 @@ def errors_of(
 ) -> LayoutErrors:
     """Of this rank, with a model in some layouts of as many processes."""
     path, truth = files
-    found = {}
+    errors = {}
     for layout in layouts:
         case = case_of(name, LAYOUTS[world_size][layout])
-        found[layout] = run_case(rank, world_size, path, case, truth).worst
+        errors[layout] = run_case(rank, world_size, path, case, truth).worst
         shutdown(keep_distributed=True)
-    return found
+    return errors
 
 
 def main() -> None:

@@ -60,10 +60,10 @@ def draw(case: Heads, tokens: int, dtype: torch.dtype, device: str) -> list[Tens
 
 def naive(case: Heads, lengths: tuple[int, ...], tensors: list[Tensor]) -> Tensor:
     """Every sequence alone, with all scores."""
-    rows = []
-    for part in zip(*(tensor.split(lengths) for tensor in tensors[:3]), strict=True):
+    outputs = []
+    for sequence in zip(*(tensor.split(lengths) for tensor in tensors[:3]), strict=True):
         query, key, value = (
-            x.transpose(0, 1).repeat_interleave(case.heads // x.shape[1], 0) for x in part
+            x.transpose(0, 1).repeat_interleave(case.heads // x.shape[1], 0) for x in sequence
         )
         scores = query @ key.transpose(1, 2) / case.dim**0.5
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
@@ -75,8 +75,8 @@ def naive(case: Heads, lengths: tuple[int, ...], tensors: list[Tensor]) -> Tenso
                 (scores, tensors[3][:, None, None].expand(-1, scores.shape[1], 1)), -1
             )
         weights = scores.softmax(-1)[..., : key.shape[1]]
-        rows.append((weights @ value).transpose(0, 1).flatten(1))
-    return torch.cat(rows)
+        outputs.append((weights @ value).transpose(0, 1).flatten(1))
+    return torch.cat(outputs)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -94,7 +94,7 @@ def test_output_and_gradients(device, groups, sizes, case, dtype, record_propert
     allowed = tolerance(unit_roundoff(dtype, device), ROUNDINGS + terms)
     assert relative(output, expected) < allowed
     pairs = zip(("query", "key", "value", "sinks"), tensors, exact, strict=False)
-    errors = {name: relative(found.grad, wanted.grad) for name, found, wanted in pairs}
+    errors = {name: relative(actual.grad, wanted.grad) for name, actual, wanted in pairs}
     check(record_property, errors, math.sqrt(BACKWARD) * allowed)
 
 

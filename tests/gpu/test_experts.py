@@ -27,15 +27,15 @@ def naive_experts(x: Tensor, weights: dict[str, Tensor], k: int) -> Tensor:
     """[t, h]: each token's k best experts, weighed by the softmax of their logits."""
     values, ids = (x @ weights["gate.weight"].t()).topk(k)
     probs = values.softmax(-1)
-    rows = torch.zeros_like(x)
+    output = torch.zeros_like(x)
     for expert in range(len(weights["gate.weight"])):
         tokens, places = (ids == expert).nonzero(as_tuple=True)
         gate, up, down = (
             weights[f"experts.{expert}.{name}_proj.weight"] for name in ("gate", "up", "down")
         )
         inner = torch.nn.functional.silu(x[tokens] @ gate.t()) * (x[tokens] @ up.t())
-        rows = rows.index_add(0, tokens, probs[tokens, places, None] * (inner @ down.t()))
-    return rows
+        output = output.index_add(0, tokens, probs[tokens, places, None] * (inner @ down.t()))
+    return output
 
 
 def gaps(x: Tensor, router: Tensor, k: int) -> Tensor:
@@ -95,14 +95,14 @@ def test_output_and_gradients(
     terms = PRODUCTS * max(shape.hidden_size, sizes.tokens) if dtype == "float32" else 0
     allowed = tolerance(unit_roundoff(dtype, device, implementation), ROUNDINGS + terms)
     assert relative(output[:, 0], expected) < allowed
-    found = tensors_of(
+    actual = tensors_of(
         chunk, tmp_path, groups, lambda p: torch.zeros_like(p) if p.grad is None else p.grad
     )
     unused = {name for name, leaf in leaves.items() if not leaf.grad.norm()}
     assert unused == {name for name in leaves if f"experts.{UNUSED}." in name}
-    assert not any(found[name].any() for name in unused)
+    assert not any(actual[name].any() for name in unused)
     errors = {
-        name: relative(found[name], leaf.grad)
+        name: relative(actual[name], leaf.grad)
         for name, leaf in leaves.items()
         if name not in unused
     }

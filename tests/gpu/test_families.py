@@ -32,13 +32,13 @@ def test_log_probs_and_gradients_in_bfloat16(device, groups, name, tmp_path, rec
     expected = expect(load_reference(path), scenario)
     model = model_config(path, dtype="bfloat16", implementation="torch")
     policy = build_policy(model, parallel(), groups, optimizer=adam(lr=1e-3), total_steps=4)
-    found = run_pass(policy, scenario, micro_batches_of(80), expected.samples)
+    result = run_pass(policy, scenario, micro_batches_of(80), expected.samples)
     depth = dict(layers=policy.config.num_layers, terms=policy.config.hidden_size)
     unit = unit_roundoff("bfloat16", device)
     trained = expected.batch.loss_mask > 0
-    log_probs = stack(found.log_probs)[trained], expected.batch.log_probs[trained]
+    log_probs = stack(result.log_probs)[trained], expected.batch.log_probs[trained]
     assert relative_to_spread(*log_probs) < of_layers(unit, "bfloat16", **depth)
-    assert found.gradients.keys() == expected.gradients.keys()
-    off = {key: value.double() - expected.gradients[key] for key, value in found.gradients.items()}
+    assert result.gradients.keys() == expected.gradients.keys()
+    off = {key: value.double() - expected.gradients[key] for key, value in result.gradients.items()}
     error = norm(off) / norm(expected.gradients)
     check(record_property, {"the whole gradient": error}, of_gradients(unit, "bfloat16", **depth))

@@ -51,17 +51,17 @@ def test_log_probs_entropies_and_gradients(device, sizes, dtype, record_property
     loss_of(*wanted).backward()
     leaves = [tensor.detach().requires_grad_() for tensor in (hidden, weight)]
     options = LogProbOptions(TEMPERATURE, sizes.vocabulary, with_entropy=True)
-    found = log_probs_from_hidden(*leaves, labels, options)
-    loss_of(*found).backward()
+    outputs = log_probs_from_hidden(*leaves, labels, options)
+    loss_of(*outputs).backward()
 
     # Both dtypes are multiplied into float32: sums of WIDTH products, then over the vocabulary.
     single = tolerance(2.0 ** -BITS["float32"], WIDTH + sizes.vocabulary)
     # d loss / d logits is rounded to bfloat16 before its products, and so is the gradient that they
     # give.
     low = tolerance(2.0 ** -BITS["bfloat16"], 2) if dtype == "bfloat16" else 0.0
-    assert {value.dtype for value in found} == {torch.float32}
-    assert relative_to_spread(found[0], wanted[0]) < single
-    assert relative_to_spread(found[1], wanted[1]) < single
+    assert {value.dtype for value in outputs} == {torch.float32}
+    assert relative_to_spread(outputs[0], wanted[0]) < single
+    assert relative_to_spread(outputs[1], wanted[1]) < single
     errors = {
         name: relative(leaf.grad, reference.grad)
         for name, leaf, reference in zip(("hidden", "weight"), leaves, exact, strict=True)

@@ -38,13 +38,13 @@ Truths = dict[str, tuple[str, Expected]]
 @pytest.fixture(scope="module")
 def truths(sizes: Sizes, tmp_path_factory: pytest.TempPathFactory) -> Truths:
     """By dtype: a model whose weights that dtype holds exactly, and what is expected of it."""
-    found = {}
+    expected = {}
     for dtype in ("float32", "bfloat16"):
         path = save_tiny_model(
             tmp_path_factory.mktemp("models") / dtype, dtype=getattr(torch, dtype), **sizes.model
         )
-        found[dtype] = path, expect(load_reference(path), SCENARIO, scale=sizes.scale)
-    return found
+        expected[dtype] = path, expect(load_reference(path), SCENARIO, scale=sizes.scale)
+    return expected
 
 
 def policy_of(path: str, groups: ProcessGroups, dtype: str, implementation: str) -> Policy:
@@ -60,7 +60,7 @@ def test_log_probs_and_gradients(
     policy = policy_of(path, groups, dtype, implementation)
     batching = micro_batches_of(80 * sizes.scale)
     try:
-        found = run_pass(policy, SCENARIO, batching, expected.samples)
+        result = run_pass(policy, SCENARIO, batching, expected.samples)
     except Exception as error:
         if implementation == "transformer_engine" and NO_ATTENTION in str(error):
             pytest.skip(
@@ -71,11 +71,11 @@ def test_log_probs_and_gradients(
     terms = max(policy.config.hidden_size, sum(sample.length for sample in expected.samples))
     depth = dict(layers=policy.config.num_layers, terms=terms)
     trained = expected.batch.loss_mask > 0
-    log_probs = stack(found.log_probs)[trained], expected.batch.log_probs[trained]
+    log_probs = stack(result.log_probs)[trained], expected.batch.log_probs[trained]
     assert relative_to_spread(*log_probs) < of_layers(unit, dtype, **depth)
-    parameter, gradient = worst_error(found.gradients, expected.gradients)
+    parameter, gradient = worst_error(result.gradients, expected.gradients)
     errors = {
-        "norm of the gradient": abs(norm(found.gradients) / norm(expected.gradients) - 1),
+        "norm of the gradient": abs(norm(result.gradients) / norm(expected.gradients) - 1),
         f"gradient of {parameter}": gradient,
     }
     check(record_property, errors, of_gradients(unit, dtype, **depth))

@@ -44,8 +44,10 @@ def moe(folder: Path) -> Files:
 def all_files(folder: Path) -> dict[str, Files]:
     """Of every model of the proof, made in as many processes as there are cores."""
     # Each; with a thread per core each, they would wait for each other.
-    one = partial(torch.set_num_threads, 1)
-    with ProcessPoolExecutor(os.cpu_count(), get_context("spawn"), initializer=one) as pool:
+    single_threaded = partial(torch.set_num_threads, 1)
+    with ProcessPoolExecutor(
+        os.cpu_count(), get_context("spawn"), initializer=single_threaded
+    ) as pool:
         return dict(zip(MEASURED, pool.map(save_files, MEASURED, repeat(folder)), strict=True))
 
 
@@ -95,12 +97,12 @@ def test_layouts(device, folder, moe, world, tmp_path):
     """Every model of the proof on one GPU, and Qwen3-MoE on two."""
     if device == "cpu":
         names = list(LAYOUTS[world])[:1]
-        ranks = [{"moe": found} for found in run_distributed(errors_of, world, "moe", moe, names)]
+        ranks = [{"moe": errors} for errors in run_distributed(errors_of, world, "moe", moe, names)]
     elif torch.cuda.device_count() < world:
         pytest.skip(f"needs {world} GPUs, there are {torch.cuda.device_count()}")
     else:  # a process that uses CUDA cannot fork
         ranks = torchrun(world, all_files(folder) if world == 1 else {"moe": moe}, tmp_path)
-    assert [list(found["moe"]) for found in ranks] == [
+    assert [list(errors["moe"]) for errors in ranks] == [
         names if device == "cpu" else list(LAYOUTS[world])
     ] * world
     assert not too_large(ranks, device)
@@ -111,6 +113,6 @@ def test_the_launch_that_gpus_take(folder, tmp_path):
     if torch.cuda.is_available():
         pytest.skip("test_layouts has it")
     models = all_files(folder)
-    found = torchrun(1, models, tmp_path)
-    assert list(found[0]) == list(MEASURED) == list(models)
-    assert not too_large(found, "cpu")
+    launched = torchrun(1, models, tmp_path)
+    assert list(launched[0]) == list(MEASURED) == list(models)
+    assert not too_large(launched, "cpu")

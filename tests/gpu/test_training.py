@@ -105,8 +105,8 @@ def test_a_step_raises_the_objective_and_a_resumed_run_takes_the_same(new_policy
     assert any(not torch.equal(after[name], before[name]) for name in after)
 
 
-def distance(found: Tensor, expected: Tensor) -> float:
-    return float((found.double() - expected.double()).norm() / expected.double().norm())
+def distance(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.double() - expected.double()).norm() / expected.double().norm())
 
 
 def test_memory_is_released_for_generation_and_taken_back(device, new_policy, sizes):
@@ -158,19 +158,21 @@ def test_recorded_routes_are_replayed(new_policy, sizes, storage):
         batch = [
             replace(sample, routed_experts=ids) for sample, ids in zip(samples, given, strict=True)
         ]
-        found = compute_log_probs(
+        scored = compute_log_probs(
             policy, TrainingBatch.of(batch), batching, temperature=1.0, routing=replay
         )
-        return found.log_probs, flips_of_replica(found.routing, TrainingBatch.of(batch))
+        return scored.log_probs, flips_of_replica(scored.routing, TrainingBatch.of(batch))
 
-    own, flips = scores(routes)
+    replayed, flips = scores(routes)
     spread = recorded.log_probs.std()
     # A few tokens whose best experts are equally good may choose the other one in the second pass:
     # they are replayed.
     assert (flips > 0).mean() < 0.01
-    assert np.abs(own - recorded.log_probs).max() < ROUNDOFF * spread
+    assert np.abs(replayed - recorded.log_probs).max() < ROUNDOFF * spread
     other, flips = scores([(ids + 1) % shape.num_experts for ids in routes])
-    assert np.abs(other - own).max() > 10 * ROUNDOFF * spread and (flips[flips >= 0] == 1).all()
+    assert (
+        np.abs(other - replayed).max() > 10 * ROUNDOFF * spread and (flips[flips >= 0] == 1).all()
+    )
 
 
 def test_our_code_does_not_wait_for_the_gpu(device, new_policy, sizes):
@@ -197,4 +199,4 @@ def test_our_code_does_not_wait_for_the_gpu(device, new_policy, sizes):
         torch.cuda.set_sync_debug_mode("default")
     places = [f"{w.filename}:{w.lineno}" for w in caught if "synchronizing" in str(w.message)]
     print("\n" + "\n".join(sorted(set(places))))
-    assert [place for place in places if "megatron_gspo/" in place] == []
+    assert [site for site in places if "megatron_gspo/" in site] == []

@@ -29,31 +29,35 @@ PLATFORMS = tuple(f"manylinux{name}_x86_64" for name in ("_2_28", "_2_27", "_2_1
 def requirements_of(package: str) -> list[Requirement]:
     """What an installed package requires on the GPU machine's Python, extras left out."""
     environment = {"extra": "", "python_version": PYTHON, "python_full_version": f"{PYTHON}.0"}
-    found = [Requirement(line) for line in metadata.requires(package) or ()]
-    return [item for item in found if item.marker is None or item.marker.evaluate(environment)]
+    requirements = [Requirement(line) for line in metadata.requires(package) or ()]
+    return [
+        item for item in requirements if item.marker is None or item.marker.evaluate(environment)
+    ]
 
 
 def closure(packages: Iterable[str], without: frozenset[str] = frozenset()) -> frozenset[str]:
     """Names of the packages and of all that they require, none of ``without``."""
-    found: set[str] = set()
+    reached: set[str] = set()
     left = [canonicalize_name(name) for name in packages]
     while left:
         name = left.pop()
-        if name in found or name in without:
+        if name in reached or name in without:
             continue
         try:
             required = requirements_of(name)
         except metadata.PackageNotFoundError:  # of another platform or Python
             continue
-        found.add(name)
+        reached.add(name)
         left += [canonicalize_name(item.name) for item in required]
-    return frozenset(found)
+    return frozenset(reached)
 
 
 def needed() -> list[str]:
     """``name==version`` of each package that the machine may lack."""
-    own = closure(OWN)
-    names = closure((*(item.name for item in requirements_of(PROJECT)), *TESTS), without=own)
+    own_packages = closure(OWN)
+    names = closure(
+        (*(item.name for item in requirements_of(PROJECT)), *TESTS), without=own_packages
+    )
     return [f"{name}=={metadata.version(name)}" for name in sorted(names)]
 
 

@@ -116,7 +116,7 @@ def naive(
 ) -> Tensor:
     """Causal attention as loops over sequences, heads and positions; ``[T, heads * value_dim]``."""
     scale = case.scale or 1 / math.sqrt(case.dim)
-    rows = []
+    outputs = []
     for start, end in zip(bounds.tolist(), bounds.tolist()[1:], strict=False):
         q, k = (
             torch.stack([turned(x[t], t - start, case.rotary_base) for t in range(start, end)])
@@ -132,8 +132,8 @@ def naive(
                 exponentials = (scale * (keys @ q[position, head])).exp()
                 total = exponentials.sum() + (0.0 if sinks is None else sinks[head].exp())
                 heads.append(exponentials / total @ values)
-            rows.append(torch.cat(heads))
-    return torch.stack(rows)
+            outputs.append(torch.cat(heads))
+    return torch.stack(outputs)
 
 
 @dataclass(frozen=True)
@@ -247,14 +247,14 @@ def run(case: Case, group: Any) -> dict[str, float]:
     expected = naive(case, *whole, bounds, sinks)
     (expected * weight).sum().backward()
 
-    mine = zigzag_indices(bounds, group.rank(), group.size())
-    local = [tensor[mine].clone().requires_grad_() for tensor in tensors]
+    own_tokens = zigzag_indices(bounds, group.rank(), group.size())
+    local = [tensor[own_tokens].clone().requires_grad_() for tensor in tensors]
     sequences = packed_sequences(bounds, max(case.lengths), group, CPU)
-    found = attention(*local, packed_seq_params=sequences)
-    (found * weight[mine]).sum().backward()
-    errors = {"output": found - expected[mine]}
+    output = attention(*local, packed_seq_params=sequences)
+    (output * weight[own_tokens]).sum().backward()
+    errors = {"output": output - expected[own_tokens]}
     for name, ours, theirs in zip(("query", "key", "value"), local, whole, strict=True):
-        errors[name] = ours.grad - theirs.grad[mine]
+        errors[name] = ours.grad - theirs.grad[own_tokens]
     if sinks is not None:
         dist.all_reduce(attention.sinks.grad, group=group) if group.size() > 1 else None
         errors["sinks"] = attention.sinks.grad - sinks.grad
@@ -278,18 +278,18 @@ def run_path(path: str, case: Case, group: Any) -> dict[str, float]:
 
 def run_all(rank: int, world_size: int) -> dict[tuple[str, Case, int], dict[str, float]]:
     alone = [dist.new_group([r]) for r in range(world_size)][rank]
-    found = {
+    outcomes = {
         (path, case, 2): run_path(path, case, dist.group.WORLD) for path in PATHS for case in EVEN
     }
-    return found | {
+    return outcomes | {
         (path, case, 1): run_path(path, case, alone) for path in PATHS for case in EVEN + UNEVEN
     }
 
 
 def test_equals_attention_of_each_sequence_alone():
-    for found in run_distributed(run_all, 2):
-        assert len(found) == len(PATHS) * (2 * len(EVEN) + len(UNEVEN))
-        for (path, case, cp), errors in found.items():
+    for outcomes in run_distributed(run_all, 2):
+        assert len(outcomes) == len(PATHS) * (2 * len(EVEN) + len(UNEVEN))
+        for (path, case, cp), errors in outcomes.items():
             for name, error in errors.items():
                 # rotary angles are float32
                 bound = 1e-12 if case.rotary_base is None else 1e-5

@@ -41,23 +41,23 @@ class Transfers(TorchDispatchMode):
 
 
 def test_copies_have_the_values_and_int32_in_place_of_int64():
-    found = copy_to_device(TENSORS, "cpu")
-    assert list(found) == list(TENSORS)
+    copies = copy_to_device(TENSORS, "cpu")
+    assert list(copies) == list(TENSORS)
     for name, value in TENSORS.items():
         wanted = value.int() if value.dtype == torch.int64 else value
-        assert found[name].dtype == wanted.dtype and torch.equal(found[name], wanted), name
-        assert found[name].is_contiguous()
-    assert len({value.untyped_storage().data_ptr() for value in found.values()}) == 1
+        assert copies[name].dtype == wanted.dtype and torch.equal(copies[name], wanted), name
+        assert copies[name].is_contiguous()
+    assert len({value.untyped_storage().data_ptr() for value in copies.values()}) == 1
     TENSORS["floats"][0] = 0.25
-    assert found["floats"][0] == 0.5, "a copy"
+    assert copies["floats"][0] == 0.5, "a copy"
 
 
 def test_one_transfer_that_does_not_block():
     with Transfers() as transfers:
-        found = copy_to_device(TENSORS, "meta")
+        copies = copy_to_device(TENSORS, "meta")
     assert transfers.flags == [True]
-    assert {value.device.type for value in found.values()} == {"meta"}
-    assert [value.shape for value in found.values()] == [value.shape for value in TENSORS.values()]
+    assert {value.device.type for value in copies.values()} == {"meta"}
+    assert [value.shape for value in copies.values()] == [value.shape for value in TENSORS.values()]
 
 
 def test_nothing_to_copy():
@@ -67,8 +67,8 @@ def test_nothing_to_copy():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="memory is pinned for a GPU")
 def test_the_copy_to_a_gpu_is_right_while_the_host_goes_on():
     expected = {name: value.clone() for name, value in TENSORS.items()}
-    found = [copy_to_device(TENSORS, "cuda") for _ in range(100)][-1]
+    copies = [copy_to_device(TENSORS, "cuda") for _ in range(100)][-1]
     for name, value in expected.items():
         assert torch.equal(
-            found[name].cpu(), value.int() if value.dtype == torch.int64 else value
+            copies[name].cpu(), value.int() if value.dtype == torch.int64 else value
         ), name

@@ -129,11 +129,11 @@ def test_an_update_rate_moves_it_towards_an_even_load(world, layout, replay, pat
     """Of all ranks together: each has its own tokens."""
     ranks = run_distributed(updated, world, path, layout, replay)
     alone = 0
-    for rows in zip(*ranks, strict=True):  # of a layer
-        step = towards_even(sum(load for _, _, load in rows))
-        for before, after, load in rows:
+    for of_layer in zip(*ranks, strict=True):  # of a layer
+        step = towards_even(sum(load for _, _, load in of_layer))
+        for before, after, load in of_layer:
             assert torch.allclose(after.double() - before.double(), step, atol=1e-6)
-            assert torch.equal(after, rows[0][1])
+            assert torch.equal(after, of_layer[0][1])
             alone += not torch.equal(step, towards_even(load))
         assert step.abs().sum() > 1
         if replay:

@@ -78,13 +78,13 @@ def differences(path: str, exported: dict[str, torch.Tensor]) -> list[str]:
 
 
 def round_trips(rank: int, world_size: int, models: dict[str, str]) -> dict[str, list[str]]:
-    found = {}
+    trips = {}
     for kind, layout in CASES:
         groups = groups_of(layout)
         family, shape = family_of(read_config(models[kind]))
         chunks = build_model(shape, layout, model_config(), groups)
         load_weights(chunks, models[kind], family, shape, groups)
-        found[f"{kind} {layout}"] = []
+        trips[f"{kind} {layout}"] = []
         for options in ({}, {"piece": 3000}):  # a layer at once, and in many pieces
             names: list[str] = []
             exported = {}
@@ -92,14 +92,14 @@ def round_trips(rank: int, world_size: int, models: dict[str, str]) -> dict[str,
                 names.append(name)
                 exported[name] = tensor.clone()
             twice = ["a name came twice"] if len(exported) < len(names) else []
-            found[f"{kind} {layout}"] += differences(models[kind], exported) + twice
-    return found
+            trips[f"{kind} {layout}"] += differences(models[kind], exported) + twice
+    return trips
 
 
 def test_export_is_what_was_loaded_on_every_rank(models):
-    for found in run_distributed(round_trips, 2, models):
-        assert len(found) == len(CASES)
-        for case, different in found.items():
+    for trips in run_distributed(round_trips, 2, models):
+        assert len(trips) == len(CASES)
+        for case, different in trips.items():
             assert different == [], f"{case}: {different[:3]}"
 
 
@@ -140,16 +140,16 @@ def _with_engine_names(chunk: Any, family: Any, shape: Any, groups: Any) -> torc
     for placed in list(map_parameters(chunk, family, shape, groups)):
         owner = root if placed.layer < 0 else root.decoder.layers[placed.layer]
         *path, last = placed.rule.megatron[0].format(expert=placed.expert % step).split(".")
-        for part in path:
-            if not hasattr(owner, part):
-                owner.add_module(part, torch.nn.Module())
-            owner = getattr(owner, part)
+        for component in path:
+            if not hasattr(owner, component):
+                owner.add_module(component, torch.nn.Module())
+            owner = getattr(owner, component)
         owner.register_parameter(last, torch.nn.Parameter(torch.zeros_like(placed.parameter)))
     return root
 
 
 def engine_names(rank: int, world_size: int, models: dict[str, str]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    names: dict[str, Any] = {}
     layout = parallel(expert=2)
     groups = groups_of(layout)
     for kind in ("moe", "mixed"):
@@ -161,18 +161,18 @@ def engine_names(rank: int, world_size: int, models: dict[str, str]) -> dict[str
         exported = {
             name: tensor.clone() for name, tensor in export_weights([chunk], family, shape, groups)
         }
-        found[kind] = (
+        names[kind] = (
             differences(models[kind], exported),
             sorted(name for name, _ in chunk.named_parameters()),
         )
-    return found
+    return names
 
 
 def test_names_of_the_transformer_engine_spec(models):
-    found = run_distributed(engine_names, 2, models)[1]
+    engine = run_distributed(engine_names, 2, models)[1]
     for kind in ("moe", "mixed"):
-        assert found[kind][0] == []
-    names = found["mixed"][1]
+        assert engine[kind][0] == []
+    names = engine["mixed"][1]
     for name in (
         "0.self_attention.linear_qkv.layer_norm_weight",
         "1.mlp.linear_fc1.layer_norm_weight",
@@ -186,17 +186,17 @@ def failures(rank: int, world_size: int, paths: dict[str, str]) -> dict[str, str
     """The message of loading each broken checkpoint under tensor parallelism."""
     layout = parallel(tensor=2)
     groups = groups_of(layout)
-    found = {}
+    messages = {}
     for key, path in paths.items():
         family, shape = family_of(read_config(path))
         chunks = build_model(shape, layout, model_config(), groups)
         with pytest.raises(ValueError) as caught:
             load_weights(chunks, path, family, shape, groups)
-        found[key] = str(caught.value)
+        messages[key] = str(caught.value)
     chunks[0].extra = torch.nn.Parameter(torch.zeros(1))
     with pytest.raises(ValueError) as caught:
         list(map_parameters(chunks[0], family, shape, groups))
-    return {**found, "unknown parameter": str(caught.value)}
+    return {**messages, "unknown parameter": str(caught.value)}
 
 
 def test_broken_checkpoints_name_the_tensor(models, tmp_path):
@@ -227,6 +227,6 @@ def test_broken_checkpoints_name_the_tensor(models, tmp_path):
         "norm": "model.norm.weight is (16,)",
         "unknown parameter": "no rule of family qwen3_moe matches the Megatron parameter extra",
     }
-    for found in run_distributed(failures, 2, {key: str(tmp_path / key) for key in variants}):
+    for messages in run_distributed(failures, 2, {key: str(tmp_path / key) for key in variants}):
         for key, message in expected.items():
-            assert message in found[key]
+            assert message in messages[key]

@@ -44,7 +44,7 @@ def refused(name: str, value: Any) -> ConfigError:
 
 
 def test_an_option_goes_to_every_class_that_has_it():
-    found = resolve_options(
+    options = resolve_options(
         {
             "moe_permute_fusion": False,
             "bucket_size": 4096,
@@ -52,9 +52,9 @@ def test_an_option_goes_to_every_class_that_has_it():
             "barrier_with_L1_time": False,
         }
     )
-    assert found.transformer == {"moe_permute_fusion": False, "barrier_with_L1_time": False}
-    assert found.optimizer == {"log_num_zeros_in_grad": True, "barrier_with_L1_time": False}
-    assert found.ddp == {"bucket_size": 4096}
+    assert options.transformer == {"moe_permute_fusion": False, "barrier_with_L1_time": False}
+    assert options.optimizer == {"log_num_zeros_in_grad": True, "barrier_with_L1_time": False}
+    assert options.ddp == {"bucket_size": 4096}
 
 
 def test_an_unknown_option_names_the_classes_and_the_version():
@@ -69,12 +69,7 @@ def test_an_unknown_option_names_the_classes_and_the_version():
     ("name", "key"),
     [
         ("tensor_model_parallel_size", "parallel.tensor_model_parallel_size"),
-        ("overlap_grad_reduce", "parallel.overlap_grad_reduce"),
-        ("lr", "optimizer.lr"),
-        ("params_dtype", "model.dtype"),
         ("num_layers", "model.path"),
-        ("recompute_granularity", "model.recompute_granularity"),
-        ("timers", "tracking.detailed_timers"),
     ],
 )
 def test_an_option_that_another_key_sets_is_refused_with_that_key(name, key):
@@ -86,21 +81,11 @@ def test_an_option_that_another_key_sets_is_refused_with_that_key(name, key):
     ("name", "value", "harmless", "reason"),
     [
         ("hidden_dropout", 0.1, 0.0, "log-probs of one policy random"),
-        ("attention_dropout", 0.1, 0, "log-probs of one policy random"),
         ("moe_expert_capacity_factor", 1.5, None, "drops tokens"),
-        ("moe_pad_expert_input_to_capacity", True, False, "drops tokens"),
-        ("calculate_per_token_loss", True, False, "divides the loss again"),
         ("moe_aux_loss_coeff", 0.01, 0.0, "adds a term to the objective"),
         ("moe_router_load_balancing_type", "aux_loss", "none", "adds a term to the objective"),
-        ("moe_input_jitter_eps", 1e-3, None, "at random or by force"),
-        ("moe_router_force_load_balancing", True, False, "at random or by force"),
-        ("masked_softmax_fusion", True, False, "has no effect"),
         ("moe_router_dtype", None, "fp64", "flips routes"),
-        ("cuda_graph_impl", "local", "none", "fixed shapes"),
-        ("delay_wgrad_compute", True, False, "schedule plan"),
         ("fp8", "hybrid", None, "scales tensors by earlier batches"),
-        ("softmax_type", "learnable", "vanilla", "changes the model"),
-        ("use_megatron_fsdp", True, False, "needs FSDP"),
     ],
 )
 def test_an_option_that_breaks_an_assumption_is_refused_with_the_reason(
@@ -116,12 +101,9 @@ def test_an_option_that_breaks_an_assumption_is_refused_with_the_reason(
     [
         ("moe_permute_fusion", 1, "set true or false"),
         ("bucket_size", "4096", "set an integer or null"),
-        ("bucket_size", True, "set an integer or null"),
-        ("init_method_std", "0.1", "set a number"),
         ("init_method", "normal", "set nothing: it is a function"),
         ("exp_avg_dtype", "int8", "set one of float32, bfloat16, float16"),
         ("attention_backend", "quick", "set one of flash"),
-        ("cp_comm_type", 3, "set a string or "),
     ],
 )
 def test_a_wrong_type_is_refused(name, value, expected):
@@ -180,14 +162,12 @@ def test_router_hooks_are_used_by_replay_and_metrics_of_a_mixture_of_experts(
 
 
 def test_names_of_dtypes_and_enum_members_are_looked_up():
-    found = resolve_options(
+    options = resolve_options(
         {"exp_avg_dtype": "bfloat16", "attention_backend": "flash", "init_method_std": 1}
     )
-    assert found.optimizer == {"exp_avg_dtype": torch.bfloat16}
-    assert (
-        found.transformer["attention_backend"].name == "flash"
-        and found.transformer["init_method_std"] == 1
-    )
+    assert options.optimizer == {"exp_avg_dtype": torch.bfloat16}
+    assert options.transformer["attention_backend"].name == "flash"
+    assert options.transformer["init_method_std"] == 1
 
 
 def test_a_keyword_of_ours_that_megatron_lacks_is_an_error_and_not_dropped():
@@ -218,7 +198,7 @@ def train_with(rank: int, world_size: int, path: str) -> dict[str, Any]:
     layout = parallel(pipeline=2)
     samples = make_samples(count=4)
     groups = groups_of(layout)
-    found = {}
+    results = {}
     for name, dtype, granularity, given in (
         ("plain", "float32", None, {}),
         ("uneven stages", "float32", None, {"num_layers_in_first_pipeline_stage": 1}),
@@ -241,7 +221,7 @@ def train_with(rank: int, world_size: int, path: str) -> dict[str, Any]:
             )
             for _ in range(2)
         ]
-        found[name] = {
+        results[name] = {
             "log_probs": [step.log_probs for step in steps],
             "grad_norm": [step.metrics["grad_norm"] for step in steps],
             "layers": len(unwrap(policy.chunks[0]).decoder.layers),
@@ -257,7 +237,7 @@ def train_with(rank: int, world_size: int, path: str) -> dict[str, Any]:
             optimizer=None,
             options=resolve_options({"gradient_accumulation_fusion": True}),
         )
-    return found
+    return results
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without the CUDA extension")

@@ -32,10 +32,10 @@ DEFAULTS = {
 @pytest.fixture
 def our_keywords(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Every option that the package itself sets, with its value, for a mixture of experts."""
-    found: dict[str, Any] = {}
+    taken: dict[str, Any] = {}
 
     def construct(cls: Any, keywords: Mapping[str, Any], options: Any) -> None:
-        found.update(keywords)
+        taken.update(keywords)
 
     for module in (model, policy):
         monkeypatch.setattr(module, "construct", construct)
@@ -45,7 +45,7 @@ def our_keywords(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         )
     policy.optimizer_config(adam(1e-3), model_config(), parallel())
     policy.ddp_config(parallel())
-    return found
+    return taken
 
 
 def test_every_option_that_we_set_is_refused_or_a_default_that_the_section_overrides(our_keywords):

@@ -62,9 +62,9 @@ def reader(count: int = 1, trains: bool = True, **given: Any) -> InputReader:
 
 
 def counted(batches: list[PackedBatch], read: list[int]) -> Iterator[PackedBatch]:
-    for one in batches:
-        read.append(one.micro_batch)
-        yield one
+    for batch in batches:
+        read.append(batch.micro_batch)
+        yield batch
 
 
 @pytest.mark.parametrize(
@@ -122,8 +122,8 @@ def test_rows_are_split_under_sequence_parallelism_alone(sequence_parallel):
         .scored
     )
     half = len(given.tokens) // 2
-    own = given.response_mask[half:] if sequence_parallel else given.response_mask
-    assert rows.own.tolist() == own.nonzero().flatten().tolist()
+    own_mask = given.response_mask[half:] if sequence_parallel else given.response_mask
+    assert rows.own.tolist() == own_mask.nonzero().flatten().tolist()
     assert (rows.gathered is not None) == sequence_parallel
 
 

@@ -19,11 +19,13 @@ from megatron_gspo.data.packing import context_parallel_shard
 from megatron_gspo.data.sample import Sample
 from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.mcore.micro_batches import (
+    MicroBatches,
     plan_of,
     planned_micro_batches,
     values_everywhere,
     values_of_replica,
 )
+from megatron_gspo.mcore.process_groups import ProcessGroups
 from tests.support.configs import micro_batches_of, parallel
 from tests.support.distributed import run_distributed
 from tests.support.parallel_groups import groups_of
@@ -85,14 +87,14 @@ def check_layouts(rank: int, world_size: int) -> None:
         local_positions = np.flatnonzero(plan.replica_of() == groups.dp.rank())
         # The others' payload is not here.
         held = replace(batch, inputs=batch.inputs.chosen(local_positions))
-        found = planned_micro_batches(held, plan, groups)
-        check_shapes(found, samples, groups, config, limits)
+        planned = planned_micro_batches(held, plan, groups)
+        check_shapes(planned, samples, groups, config, limits)
         shards = [
             context_parallel_shard(batch, groups.cp.rank(), groups.cp.size())
-            for batch in found.batches
+            for batch in planned.batches
         ]
         values = [shard.labels.float() for shard in shards] if groups.is_last_stage else []
-        back = values_of_replica(values, found.layouts, batch, groups)
+        back = values_of_replica(values, planned.layouts, batch, groups)
         assert back.dtype == np.float32
         for i, value in batch.responses.split(back).items():
             # a token that two ranks filled in would have twice its value, one that none did, none
@@ -103,39 +105,43 @@ def check_layouts(rank: int, world_size: int) -> None:
 
 
 def check_shapes(
-    found: Any, samples: list[Sample], groups: Any, config: Any, limits: dict[str, int]
+    planned: MicroBatches,
+    samples: list[Sample],
+    groups: ProcessGroups,
+    config: SimpleNamespace,
+    limits: dict[str, int],
 ) -> None:
     everyone: list[Any] = [None] * dist.get_world_size()
-    mine = [batch.sample_ids for batch in found.batches]
-    dist.all_gather_object(everyone, (mine, groups.dp.rank(), found.seq_length))
+    own_samples = [batch.sample_ids for batch in planned.batches]
+    dist.all_gather_object(everyone, (own_samples, groups.dp.rank(), planned.seq_length))
     assert len({len(ids) for ids, _, _ in everyone}) == 1, "ranks have unequally many micro-batches"
     assert len({length for _, _, length in everyone}) == 1
     by_rank = {dp: ids for ids, dp, _ in everyone}
     assert sorted(i for ids in by_rank.values() for row in ids for i in row) == list(
         range(len(samples))
     )
-    totals = [len(batch.tokens) for batch in found.batches]
-    for layout, packed in zip(found.layouts, found.batches, strict=True):
+    totals = [len(batch.tokens) for batch in planned.batches]
+    for layout, packed in zip(planned.layouts, planned.batches, strict=True):
         assert layout.cu_seqlens.tolist() == packed.cu_seqlens.tolist()
         assert (layout.rows, layout.micro_batch) == (packed.rows, packed.micro_batch)
     step = groups.cp.size() * (groups.tp.size() if config.sequence_parallel else 1)
-    assert all(total % step == 0 for total in totals) and max(totals) <= found.seq_length
+    assert all(total % step == 0 for total in totals) and max(totals) <= planned.seq_length
     if groups.pp.size() > 1 or config.moe_token_dispatcher_type == "allgather":
-        assert set(totals) == {found.seq_length}
+        assert set(totals) == {planned.seq_length}
     if config.virtual_pipeline_model_parallel_size:
         assert len(totals) % groups.pp.size() == 0
     if limits["max_tokens"]:
         assert max(totals) <= limits["max_tokens"]
     else:
-        assert max(len(batch.sample_ids) for batch in found.batches) <= limits["micro_batch_size"]
-    assert all(batch.num_sequences == len(samples) for batch in found.batches)
-    assert {batch.num_tokens for batch in found.batches} == {
+        assert max(len(batch.sample_ids) for batch in planned.batches) <= limits["micro_batch_size"]
+    assert all(batch.num_sequences == len(samples) for batch in planned.batches)
+    assert {batch.num_tokens for batch in planned.batches} == {
         sum(int(s.loss_mask.sum()) for s in samples)
     }
-    assert found.real_tokens == sum(sample.length for sample in samples)
+    assert planned.real_tokens == sum(sample.length for sample in samples)
     packed = torch.tensor(sum(totals))
     dist.all_reduce(packed, group=groups.dp)
-    assert found.packed_tokens == int(packed)
+    assert planned.packed_tokens == int(packed)
 
 
 def test_every_response_token_comes_back_once_in_every_layout():

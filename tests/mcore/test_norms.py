@@ -41,8 +41,8 @@ def test_a_small_weight_of_a_zero_centred_norm_is_not_rounded_off():
         config(layernorm_zero_centered_gamma=True, params_dtype=torch.bfloat16), 2, eps=0.0
     )
     norm.weight.data = torch.tensor([2**-8 - 2**-10, 0.0], dtype=torch.bfloat16)
-    found = norm(torch.tensor([[3.0, 4.0]], dtype=torch.bfloat16))
+    output = norm(torch.tensor([[3.0, 4.0]], dtype=torch.bfloat16))
     exact, rounded = (
-        torch.tensor(one * 3 / 12.5**0.5).bfloat16() for one in (1 + 2**-8 - 2**-10, 1.0)
+        torch.tensor(weight * 3 / 12.5**0.5).bfloat16() for weight in (1 + 2**-8 - 2**-10, 1.0)
     )
-    assert found.dtype is torch.bfloat16 and found[0, 0] == exact != rounded
+    assert output.dtype is torch.bfloat16 and output[0, 0] == exact != rounded

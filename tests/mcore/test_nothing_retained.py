@@ -62,7 +62,7 @@ def left_over(
     A first step makes the optimizer's state.
     """
     layout = LAYOUTS[name]
-    found = []
+    observed = []
     samples = [routed(sample) for sample in make_samples(count=6)]
     replay = ReplayOptions(ROUTES, replay=True, record=True, compare=True, entropy=True)
     for recompute in ("none", "full"):
@@ -75,15 +75,15 @@ def left_over(
         one_step(policy, samples, replay)
         with LiveStorages() as storages:
             one_step(policy, samples, replay)
-        found.append((storages.alive(), storages.allocated))
-    return found
+        observed.append((storages.alive(), storages.allocated))
+    return observed
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_step_leaves_nothing_allocated(tmp_path, name):
     path = save_tiny_model(tmp_path / "model")
     world_size = 1 if name == "one" else 2
-    for found in run_distributed(left_over, world_size, path, name):
-        for alive, allocated in found:
+    for observed in run_distributed(left_over, world_size, path, name):
+        for alive, allocated in observed:
             assert allocated > 1_000_000, "the step was not followed: this test shows nothing"
             assert [storage for storage in alive if storage[0] > SPLIT_SIZES] == []

@@ -58,7 +58,7 @@ def bits(tensor: Tensor) -> Tensor:
 def kinds(memory: PolicyMemory) -> dict[str, int]:
     """Bytes on the device by kind."""
     named = {"weights": memory._weights, "gradients": memory._gradients, "states": memory._states}
-    return {name: held(part._tensors()) for name, part in named.items()}
+    return {name: held(tensors._tensors()) for name, tensors in named.items()}
 
 
 def state_of(policy: Policy) -> list[Tensor]:
@@ -66,8 +66,8 @@ def state_of(policy: Policy) -> list[Tensor]:
     policy.memory.restore()
     return [
         tensor.detach().clone()
-        for part in (policy.memory._weights, policy.memory._states)
-        for tensor in part._tensors()
+        for tensors in (policy.memory._weights, policy.memory._states)
+        for tensor in tensors._tensors()
     ]
 
 

@@ -36,8 +36,8 @@ def assert_same(ours: Tensor, expected: Tensor, inputs: list[Tensor]) -> None:
         *(torch.autograd.grad((out * weights).sum(), inputs) for out in (ours, expected)),
         strict=True,
     )
-    for found, wanted in pairs:
-        assert torch.allclose(found, wanted, atol=1e-11, rtol=0)
+    for value, wanted in pairs:
+        assert torch.allclose(value, wanted, atol=1e-11, rtol=0)
 
 
 def test_rms_norm_of_low_precision_is_torchs():
@@ -86,7 +86,7 @@ def experts_one_by_one(
     tensors: list[Tensor], counts: list[int], unit: GatedUnit = SWIGLU, share: float = 1.0
 ) -> Tensor:
     x, probs, parts, weights = *tensors[:2], [], weights_of(tensors, counts)
-    for e, (rows, p) in enumerate(zip(x.split(counts), probs.split(counts), strict=True)):
+    for e, (tokens, p) in enumerate(zip(x.split(counts), probs.split(counts), strict=True)):
         up, down = (
             weight[e] if low is None else weight[e] + low.b[e] @ low.a[e]
             for weight, low in (
@@ -94,7 +94,7 @@ def experts_one_by_one(
                 (weights.down, weights.down_adapter),
             )
         )
-        hidden = rows @ up.t() + (weights.up_bias[e] if weights.up_bias else 0)
+        hidden = tokens @ up.t() + (weights.up_bias[e] if weights.up_bias else 0)
         gate, linear = hidden.chunk(2, dim=1)
         if unit is SWIGLU:
             made = torch.sigmoid(gate) * gate * linear
@@ -121,8 +121,8 @@ KINDS = {
 def test_experts(counts, unit, biases, rank):
     tensors = experts_of(counts, biases=biases, rank=rank)
     expected = experts_one_by_one(tensors, counts, unit)
-    found = gated_experts(*tensors[:2], torch.tensor(counts), weights_of(tensors, counts), unit)
-    assert_same(found, expected, tensors)
+    outputs = gated_experts(*tensors[:2], torch.tensor(counts), weights_of(tensors, counts), unit)
+    assert_same(outputs, expected, tensors)
 
 
 def test_frozen_weights_get_no_gradient_and_cost_no_product(monkeypatch):
@@ -141,8 +141,8 @@ def test_frozen_weights_get_no_gradient_and_cost_no_product(monkeypatch):
         ),
     )
     trained = [tensor for tensor in tensors if tensor.requires_grad]
-    found = gated_experts(*tensors[:2], torch.tensor(counts), weights)
-    assert_same(found, experts_one_by_one(tensors, counts), trained)
+    outputs = gated_experts(*tensors[:2], torch.tensor(counts), weights)
+    assert_same(outputs, experts_one_by_one(tensors, counts), trained)
     assert len(made) == 4, "one for each matrix of the adapters"
 
 
@@ -189,7 +189,9 @@ def test_grouped_products_are_those_of_the_loop(counts, unit, biases, rank):
     ],
 )
 def test_where_torch_has_a_grouped_kernel(change, applies):
-    rows = SimpleNamespace(**{"is_cuda": True, "dtype": torch.bfloat16, "shape": (3, 32), **change})
-    assert grouped_products_apply(rows, 16) is applies
-    assert grouped_products_apply(rows, 12) is False
-    assert grouped_products_apply(rows, 16, 4) is False, "an adapter of rank 4"
+    tokens = SimpleNamespace(
+        **{"is_cuda": True, "dtype": torch.bfloat16, "shape": (3, 32), **change}
+    )
+    assert grouped_products_apply(tokens, 16) is applies
+    assert grouped_products_apply(tokens, 12) is False
+    assert grouped_products_apply(tokens, 16, 4) is False, "an adapter of rank 4"

@@ -41,11 +41,11 @@ def build(rank: int, world_size: int, path: str) -> dict[str, Any]:
         )
         for _ in range(2)
     ]
-    weights = [torch.cat([w.flatten() for _, w in one.weights()]) for one in (reference, *random)]
+    weights = [torch.cat([w.flatten() for _, w in each.weights()]) for each in (reference, *random)]
     parts = getattr(policy.optimizer, "chained_optimizers", [policy.optimizer])
     return {
         "rates": rates,
-        "fused": [group["fused"] for part in parts for group in part.optimizer.param_groups],
+        "fused": [group["fused"] for inner in parts for group in inner.optimizer.param_groups],
         "frozen": not any(p.requires_grad for p in reference.chunks[0].parameters()),
         "reference optimizer": reference.optimizer,
         "random": (torch.equal(weights[1], weights[2]), torch.equal(weights[0], weights[1])),
@@ -54,13 +54,13 @@ def build(rank: int, world_size: int, path: str) -> dict[str, Any]:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Adam's kernels are others on a GPU")
 def test_a_policy_and_its_reference(tmp_path):
-    found = run_distributed(build, 1, save_tiny_model(tmp_path / "model"))[0]
-    assert found["rates"] == pytest.approx([5e-3, 1e-2, 7e-3, 4e-3, 1e-3]), (
+    built = run_distributed(build, 1, save_tiny_model(tmp_path / "model"))[0]
+    assert built["rates"] == pytest.approx([5e-3, 1e-2, 7e-3, 4e-3, 1e-3]), (
         "warm-up above 0, then down to min_lr"
     )
-    assert found["fused"] and all(found["fused"])
-    assert found["frozen"] and found["reference optimizer"] is None
-    assert found["random"] == (True, False), "the seed decides on random weights"
+    assert built["fused"] and all(built["fused"])
+    assert built["frozen"] and built["reference optimizer"] is None
+    assert built["random"] == (True, False), "the seed decides on random weights"
 
 
 def step_on(

@@ -12,7 +12,7 @@ from tests.support.distributed import run_distributed
 
 
 def sizes_of(rank: int, world_size: int) -> list[Any]:
-    found = []
+    group_sizes = []
     for layout in (
         parallel(tensor=2),
         parallel(pipeline=2),
@@ -21,15 +21,15 @@ def sizes_of(rank: int, world_size: int) -> list[Any]:
     ):
         groups = initialize(layout, seed=1, gloo_groups=False)
         sizes = {name: dist.get_world_size(group) for name, group in every_group().items()}
-        found.append((sizes, groups.is_last_stage, groups.last_stage_rank))
+        group_sizes.append((sizes, groups.is_last_stage, groups.last_stage_rank))
         shutdown(keep_distributed=True)
         shutdown(keep_distributed=True)  # safe to call twice
-    return found
+    return group_sizes
 
 
 def test_groups_have_the_sizes_of_the_layout():
     first, second = run_distributed(sizes_of, 2)
-    tensor, pipeline, context, expert = (found[0] for found in first)
+    tensor, pipeline, context, expert = (sizes[0] for sizes in first)
     assert (tensor["tp"], tensor["dp"], tensor["model"], tensor["world"]) == (2, 1, 2, 2)
     assert (pipeline["pp"], pipeline["tp"], pipeline["dp"]) == (2, 1, 1)
     assert (context["cp"], context["dp"], context["dp_cp"]) == (2, 1, 2)

@@ -13,16 +13,16 @@ from tests.support.parallel_groups import groups_of
 
 def draws(rank: int, world_size: int) -> list[tuple[float, float, float]]:
     groups_of(parallel())
-    found = []
+    numbers = []
     for step, phase in ((0, ROLLOUT), (0, UPDATE), (1, ROLLOUT), (0, ROLLOUT)):
         seed_generators(7, step, phase)
-        found.append((random.random(), float(np.random.rand()), float(torch.rand(()))))
-    return found
+        numbers.append((random.random(), float(np.random.rand()), float(torch.rand(()))))
+    return numbers
 
 
 def test_draws_depend_on_step_phase_and_rank_alone():
     first, second = run_distributed(draws, 2)
-    for found in (first, second):
-        assert found[0] == found[3], "the same step and phase"
-        assert len({value for draw in found[:3] for value in draw}) == 9
+    for numbers in (first, second):
+        assert numbers[0] == numbers[3], "the same step and phase"
+        assert len({value for draw in numbers[:3] for value in draw}) == 9
     assert not set(first[0]) & set(second[0])

@@ -4,9 +4,9 @@ metrics, gradients, a step.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megatron_gspo.config import ParallelConfig
 from megatron_gspo.data.sample import Sample
 from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.mcore.forward_step import unwrap
@@ -67,7 +68,7 @@ def with_targets(samples: list[Sample], values: list[np.ndarray]) -> list[Sample
     return samples
 
 
-def critic_of(path: str, layout: Any) -> Policy:
+def critic_of(path: str, layout: ParallelConfig) -> Policy:
     # Which keeps a part of the gradients on each rank.
     layout = replace(layout, use_distributed_optimizer=False)
     return build_policy(
@@ -80,19 +81,31 @@ def critic_of(path: str, layout: Any) -> Policy:
     )
 
 
-def export(critic: Policy, value: Any) -> dict[str, Tensor]:
+def export(critic: Policy, value: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
     chunks = [unwrap(chunk) for chunk in critic.chunks]
     stream = export_weights(chunks, critic.family, critic.shape, critic.groups, value=value)
     return {name: tensor.detach().clone() for name, tensor in stream}
 
 
-def passes(rank: int, world_size: int, path: str, samples: list[Sample]) -> dict[str, Any]:
-    found = {}
+@dataclass(frozen=True)
+class Update:
+    """Of a critic: its values before a step, the step's metrics and gradients, its weights after."""
+
+    values: list[np.ndarray]
+    metrics: dict[str, float]
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
+
+
+def update_in_every_layout(
+    rank: int, world_size: int, path: str, samples: list[Sample]
+) -> dict[str, Update]:
+    updates = {}
     for name, layout in LAYOUTS[world_size].items():
         for cut in CUTS if world_size != 2 else ("packed",):
             batching = CUTS[cut]
             critic = critic_of(path, layout)
-            before = everywhere(
+            values = everywhere(
                 compute_values(critic, TrainingBatch.of(samples), batching), samples, critic.groups
             )
             metrics = train_critic_mini_batch(
@@ -101,13 +114,9 @@ def passes(rank: int, world_size: int, path: str, samples: list[Sample]) -> dict
             gradients = export(critic, lambda p: p.main_grad)
             critic.gather_weights()
             check_first_critic_update(critic, samples)
-            found[f"{name}, {cut}"] = (
-                before,
-                metrics,
-                gradients,
-                export(critic, torch.Tensor.detach),
-            )
-    return found
+            weights = export(critic, torch.Tensor.detach)
+            updates[f"{name}, {cut}"] = Update(values, metrics, gradients, weights)
+    return updates
 
 
 def reference_values(
@@ -156,24 +165,22 @@ def test_values_loss_and_gradients_in_every_layout(path: str) -> None:
     }
     expected["score.weight"] = head.grad
     assert 0.05 < metrics["critic/clip_fraction"] < 0.95
-    stepped = None
+    norm = float(sum(g.square().sum() for g in expected.values())) ** 0.5
+    metrics |= {"critic/grad_norm": norm, "critic/lr": 1e-2}
+    weights_elsewhere: dict[str, Tensor] = {}
     for world in LAYOUTS:
-        for ranks in run_distributed(passes, world, path, samples):
-            for where, (before, found, gradients, weights) in ranks.items():
-                for value, wanted in zip(before, values, strict=True):
+        for updates in run_distributed(update_in_every_layout, world, path, samples):
+            for where, update in updates.items():
+                for value, wanted in zip(update.values, values, strict=True):
                     np.testing.assert_allclose(
                         value, wanted.detach().numpy(), atol=2e-5, err_msg=where
                     )
-                assert {name: found[name] for name in metrics} == pytest.approx(
-                    metrics, abs=1e-5
-                ), where
-                name, error = worst_error(gradients, expected)
+                for name, wanted in metrics.items():
+                    assert update.metrics[name] == pytest.approx(wanted, rel=1e-4, abs=1e-5), (
+                        f"{where}: {name}"
+                    )
+                name, error = worst_error(update.gradients, expected)
                 assert error < 1e-4, f"{where}: {name} {error}"
-                norm = float(sum(g.square().sum() for g in expected.values())) ** 0.5
-                assert (
-                    found["critic/grad_norm"] == pytest.approx(norm, rel=1e-4)
-                    and found["critic/lr"] == 1e-2
-                )
-                stepped = stepped or weights
-                for key, weight in weights.items():
-                    assert (weight - stepped[key]).abs().max() < 1e-4, f"{where}: {key}"
+                weights_elsewhere = weights_elsewhere or update.weights
+                for name, weight in update.weights.items():
+                    assert (weight - weights_elsewhere[name]).abs().max() < 1e-4, f"{where}: {name}"

@@ -4,6 +4,7 @@ sends.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -68,14 +69,22 @@ class OnlyGathers:
 
     def gather(self, tensor: torch.Tensor, gather_list: Any = None, **given: Any) -> None:
         dist.gather(tensor, gather_list, **given)
-        self.received += sum(part.nbytes for part in gather_list or []) - (
+        self.received += sum(buffer.nbytes for buffer in gather_list or []) - (
             tensor.nbytes if gather_list else 0
         )
 
 
-def sent(rank: int, world_size: int, models: dict[str, str]) -> list[Any]:
-    """Of each case: the sources, what this rank sends, and the bytes that it received."""
-    found = []
+@dataclass(frozen=True)
+class Sent:
+    """By one rank in one case; received: bytes from the other ranks."""
+
+    sources: tuple[int, ...]
+    tensors: list[tuple[str, torch.Tensor]]
+    received: int
+
+
+def send_in_every_case(rank: int, world_size: int, models: dict[str, str]) -> list[Sent]:
+    cases = []
     for kind, layout, _ in CASES:
         groups = groups_of(layout)
         family, shape = family_of(read_config(models[kind]))
@@ -83,39 +92,34 @@ def sent(rank: int, world_size: int, models: dict[str, str]) -> list[Any]:
         load_weights(chunks, models[kind], family, shape, groups)
         for piece in (16 * 2**20, 3000):
             weight_sources.dist = spy = OnlyGathers()
-            mine: list[tuple[str, torch.Tensor]] = []
-            for source in default_sources(groups, family):
+            sources = default_sources(groups, family)
+            tensors = []
+            for source in sources:
                 stream = export_source(source, chunks, family, shape, groups, piece=piece)
-                tensors = [(name, tensor.clone()) for name, tensor in stream]
-                assert not tensors or source.rank == rank
-                mine += tensors
-            found.append(
-                (
-                    tuple(source.rank for source in default_sources(groups, family)),
-                    mine,
-                    spy.received,
-                )
-            )
+                of_source = [(name, tensor.clone()) for name, tensor in stream]
+                assert not of_source or source.rank == rank
+                tensors += of_source
+            cases.append(Sent(tuple(source.rank for source in sources), tensors, spy.received))
             weight_sources.dist = dist
-    return found
+    return cases
 
 
 def test_the_sources_send_every_tensor_once_and_receive_no_other(models):
-    by_rank = run_distributed(sent, 4, models)
-    for number, cases in enumerate(zip(*by_rank, strict=True)):
+    by_rank = run_distributed(send_in_every_case, 4, models)
+    for number, ranks in enumerate(zip(*by_rank, strict=True)):
         kind, layout, sources = CASES[number // 2]
         truth = load_file(Path(models[kind]) / "model.safetensors")
-        pairs = [pair for _, mine, _ in cases for pair in mine]
+        pairs = [pair for sent in ranks for pair in sent.tensors]
         assert sorted(name for name, _ in pairs) == sorted(truth), layout
         assert all(torch.equal(tensor, truth[name]) for name, tensor in pairs), layout
-        for rank, (found, mine, received) in enumerate(cases):
-            assert found == sources and bool(mine) == (rank in sources), layout
-            whole = sum(tensor.nbytes for _, tensor in mine)
+        for rank, sent in enumerate(ranks):
+            assert sent.sources == sources and bool(sent.tensors) == (rank in sources), layout
+            whole = sum(tensor.nbytes for _, tensor in sent.tensors)
             padding = 2 * 4 * 64 * 64  # of a vocabulary
             shards = layout.tensor_model_parallel_size * (
                 layout.expert_model_parallel_size if kind == "gpt_oss" else 1
             )
-            assert received <= whole * (1 - 1 / shards) + padding, (layout, rank)
+            assert sent.received <= whole * (1 - 1 / shards) + padding, (layout, rank)
 
 
 def memory_of_a_stream(
@@ -143,9 +147,9 @@ def memory_of_a_stream(
 
 
 def test_a_stream_holds_little(models):
-    found = run_distributed(
+    ranks = run_distributed(
         memory_of_a_stream, 2, models["moe"], parallel(tensor=2, expert_tensor=2)
     )
-    peak, largest, total = found[0]
+    peak, largest, total = ranks[0]
     assert 0 < peak <= 3 * max(8192, largest) < total / 2
-    assert found[1][2] == 0
+    assert ranks[1][2] == 0

@@ -20,7 +20,7 @@ _BRACES = re.compile(r"\{([^{}]*)\}")
 def expanded(pattern: str) -> Iterator[str]:
     """Every name that a pattern stands for."""
     parts = _BRACES.split(pattern)
-    choices = [[part] if index % 2 == 0 else _choices(part) for index, part in enumerate(parts)]
+    choices = [[text] if index % 2 == 0 else _choices(text) for index, text in enumerate(parts)]
     return ("".join(each) for each in itertools.product(*choices))
 
 

@@ -182,18 +182,9 @@ FOUR_BITS = [QUERY, f"{QUERY}.absmax", f"{QUERY}.quant_state.bitsandbytes__nf4"]
     ("names", "settings", "message"),
     [
         (GPTQ, dict(quant_method="gptq", bits=4), r"quantised by gptq \('4 bits'\)"),
-        (GPTQ, None, "quantised by gptq"),
-        (AWQ, dict(quant_method="awq", bits=4), r"quantised by awq"),
         (AWQ, None, "quantised by gptq or awq"),
-        (
-            PACKED,
-            dict(quant_method="compressed-tensors", format="pack-quantized"),
-            "by compressed-tensors .*pack-qu",
-        ),
         (PACKED, None, "quantised by compressed-tensors"),
-        (FOUR_BITS, dict(quant_method="bitsandbytes", load_in_4bit=True), "by bitsandbytes"),
         (FOUR_BITS, None, "quantised by bitsandbytes"),
-        (None, dict(quant_method="bitsandbytes", load_in_8bit=True), "quantised by bitsandbytes"),
         (None, dict(quant_method="modelopt", quant_algo="NVFP4"), "quantised by modelopt"),
         (None, dict(quant_method=["a"]), "quantised by"),
         (None, "fp8", "quantization_config='fp8' in config.json is no object"),

@@ -20,8 +20,6 @@ LINEAR = ["linear_attention"] * 4
     ("kind", "changes", "message"),
     [
         ("moe", dict(model_type="llama"), "model_type='llama' .* known: deepseek_v3, .*, qwen3"),
-        ("moe", dict(model_type="minimax"), "model_type='minimax' in config.json is not supported"),
-        ("moe", dict(model_type=None), "model_type=None"),
         ("moe", dict(attention_bias=True), "attention_bias=true"),
         ("moe", dict(layer_types=LINEAR), "layer_types=.*linear_attention"),
         (
@@ -29,14 +27,8 @@ LINEAR = ["linear_attention"] * 4
             dict(rope_parameters=dict(rope_type="dynamic", factor=4.0, rope_theta=1e6)),
             "rope_type='dynamic'",
         ),
-        (
-            "moe",
-            dict(rope_parameters=None, rope_scaling=dict(type="linear", factor=2.0)),
-            "rope_type='linear'",
-        ),
         ("moe", dict(num_local_experts=4, num_experts=8), "num_experts=8 and num_local_experts=4"),
         ("moe", dict(shared_expert_intermediate_size=8), "shared_expert_intermediate_size=8"),
-        ("shared", dict(shared_expert_intermediate_size=0), "is not a size"),
         ("dense", dict(partial_rotary_factor=0.5, rope_parameters=None), "partial_rotary_factor"),
         ("deepseek", dict(head_dim=20), "head_dim=20 in a deepseek_v3 config.json .* known: 8"),
         (
@@ -45,25 +37,13 @@ LINEAR = ["linear_attention"] * 4
             "first_k_dense_replace=2 .* known: 1",
         ),
         ("gpt_oss", dict(rope_parameters={"full_attention": {}}), "with full_attention={} "),
-        ("gpt_oss", dict(rope_parameters=dict(rope_type="longrope")), "rope_type='longrope'"),
         ("gpt_oss", dict(hidden_act="gelu"), "hidden_act='gelu' .* known: 'silu'"),
-        ("gpt_oss", dict(attention_bias=False), "attention_bias=False .* known: True"),
         ("gpt_oss", dict(swiglu_alpha=1.0), "swiglu_alpha=1.0 .* known: 1.702"),
-        ("gpt_oss", dict(swiglu_limit=None), "swiglu_limit=None .* give a number above 0"),
         ("gpt_oss", dict(layer_types=["full_attention"] * 3), "layer_types=.* each of 4 layers"),
-        ("gpt_oss", dict(layer_types=["chunked_attention"] * 4), "full_attention or sliding"),
         ("gpt_oss", dict(sliding_window=None), "sliding_window=None .* give the window"),
-        ("gpt_oss", dict(sliding_window=0), "sliding_window=0 .* give the window"),
-        ("next", dict(layer_types=LINEAR[:3]), "for each of 4 layers"),
-        ("next", dict(layer_types=["sliding_attention"] * 4), "linear_attention or full_attention"),
         ("next", dict(linear_num_value_heads=6), "linear_num_value_heads=6 .* no multiple of"),
-        ("next", dict(linear_conv_kernel_dim=0), "linear_conv_kernel_dim=0 .* is not a size"),
-        ("next", dict(hidden_act="gelu"), "hidden_act='gelu' in a qwen3_next config.json"),
         ("qwen35", dict(num_experts=4), "num_experts=4 in a qwen3_5 config.json .* known: 0"),
-        ("qwen35_moe", dict(attention_bias=True), "attention_bias=True in a qwen3_5_moe"),
         ("qwen35_moe_text", dict(decoder_sparse_step=2), "decoder_sparse_step=2"),
-        ("qwen35_moe", dict(linear_num_value_heads=6), "linear_num_value_heads=6"),
-        ("qwen35_moe", dict(layer_types=LINEAR[:3]), "for each of 4 layers"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -105,13 +85,10 @@ def test_decay_rates_and_the_norm_behind_them_are_kept_in_float32():
     assert names_of_own_type([], *family_of(tiny_config("qwen35").to_dict())) == expected
 
 
-@pytest.mark.parametrize(
-    "key", ["hidden_size", "num_hidden_layers", "num_experts_per_tok", "moe_intermediate_size"]
-)
-def test_a_missing_key_is_named(key):
+def test_a_missing_key_is_named():
     config = tiny_config("moe").to_dict()
-    del config[key]
-    with pytest.raises(ValueError, match=f"config.json of a qwen3_moe model lacks the key '{key}'"):
+    del config["hidden_size"]
+    with pytest.raises(ValueError, match="of a qwen3_moe model lacks the key 'hidden_size'"):
         family_of(config)
 
 

@@ -144,18 +144,9 @@ def test_a_file_too_large_for_json(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         (dict(hidden_size=10**9), "hidden_size=1000000000 in config.json is no model's size"),
-        (dict(hidden_size=2_000_000), "in the checkpoint; config.json makes it .*2000000"),
-        (
-            dict(vocab_size=4_000_000),
-            r"embed_tokens.weight is \(96, 32\) in the checkpoint; config.json makes it \(4000000",
-        ),
         (
             dict(vocab_size=97),
             r"embed_tokens.weight is \(96, 32\) in the checkpoint; config.json makes it \(97, 32\)",
-        ),
-        (
-            dict(num_hidden_layers=10**9),
-            "num_hidden_layers=1000000000 in config.json is no model's size",
         ),
         (dict(num_hidden_layers=4000), "checkpoint lacks model.layers.10.input_layernorm.weight"),
         (dict(num_experts=10**6, num_hidden_layers=1), "1000000 experts in each of 1 layers"),
@@ -163,7 +154,6 @@ def test_a_file_too_large_for_json(tmp_path: Path) -> None:
             dict(moe_intermediate_size=4_000_000),
             "in the checkpoint; config.json makes it .*4000000",
         ),
-        (dict(head_dim=4096), "in the checkpoint; config.json makes it"),
     ],
 )
 def test_sizes_are_compared_with_the_headers(
@@ -194,14 +184,11 @@ def entry(begin: int, end: int, shape: list[int]) -> dict[str, object]:
     ("text", "length"),
     [
         (b"{}", 2**63),
-        (b"{}", 2**64 - 1),
         (b"{}", 99_999_999),
         (b"{" * 1000, None),
         (b"\xff" * 8, None),
         (json.dumps({"a": entry(0, 8, [2]), "b": entry(4, 12, [2])}).encode(), None),
-        (json.dumps({"a": entry(0, 2**62, [2**60])}).encode(), None),
         (json.dumps({"a": entry(0, 8, [2**63, 2**63])}).encode(), None),
-        (json.dumps({"a": entry(8, 0, [2])}).encode(), None),
     ],
 )
 def test_a_hostile_header_ends_in_one_line(text: bytes, length: int | None, tmp_path: Path) -> None:
@@ -214,11 +201,9 @@ def test_a_hostile_header_ends_in_one_line(text: bytes, length: int | None, tmp_
 @pytest.mark.parametrize(
     ("index", "message"),
     [
-        ({"weight_map": {"a": float("nan")}}, "has no weight_map"),
         ({"weight_map": {"a": ["x"]}}, "has no weight_map"),
         ({"weight_map": []}, "has no weight_map"),
         ({"weight_map": {"a": "../other.safetensors"}}, "no safetensors file there"),
-        ({"weight_map": {"a": "/etc/passwd"}}, "no safetensors file there"),
         ({"weight_map": {"a": "x.bin"}}, "no safetensors file there"),
     ],
 )
@@ -233,9 +218,7 @@ def test_a_hostile_index_ends_in_one_line(index: object, message: str, tmp_path:
     [
         *(([value], (1, 1), "weight_block_size") for value in (128, "128", 1.5)),
         ([0, 0], (1, 1), "weight_block_size"),
-        ("128", (1, 1), "weight_block_size"),
         ([1.5, 2], (1, 1), "weight_block_size"),
-        ([-1, 128], (1, 1), "weight_block_size"),
         (None, (), "q_proj.weight_scale_inv is .* has scales of"),
     ],
 )

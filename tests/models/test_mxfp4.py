@@ -14,9 +14,9 @@ def test_values_by_hand():
     """
     blocks = torch.zeros(1, 1, 16, dtype=torch.uint8)
     blocks[0, 0, 0], blocks[0, 0, 15] = 0x1A, 0x7F
-    found = dequantized(blocks, torch.tensor([[128]], dtype=torch.uint8))
-    assert found.shape == (1, 32) and found.dtype == torch.bfloat16
-    assert found[0, [0, 1, 2, 30, 31]].tolist() == [-2.0, 1.0, 0.0, -12.0, 12.0]
+    values = dequantized(blocks, torch.tensor([[128]], dtype=torch.uint8))
+    assert values.shape == (1, 32) and values.dtype == torch.bfloat16
+    assert values[0, [0, 1, 2, 30, 31]].tolist() == [-2.0, 1.0, 0.0, -12.0, 12.0]
 
 
 def test_all_bytes_are_those_of_transformers():

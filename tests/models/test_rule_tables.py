@@ -31,7 +31,7 @@ def test_every_rule_gives_back_what_it_was_given(family):
         head_dim=2,
         delta_net=sizes,
     )
-    rows = {
+    row_counts = {
         "k_proj": 4,
         "v_proj": 4,
         "in_proj_qkvz": 32,
@@ -43,10 +43,12 @@ def test_every_rule_gives_back_what_it_was_given(family):
         "in_proj_a": 4,
     }
     for rule in (*family.outer, *chain(*family.mixers.values()), *family.dense, *family.experts):
-        rows["q_proj"] = 16 if rule.merge is merge_gated_qkv else 8
+        row_counts["q_proj"] = 16 if rule.merge is merge_gated_qkv else 8
         parts = [
             numbered(
-                next((count for key, count in rows.items() if key in name), 6), 4, start=1000 * i
+                next((count for key, count in row_counts.items() if key in name), 6),
+                4,
+                start=1000 * i,
             )
             for i, name in enumerate(rule.hugging_face)
         ]

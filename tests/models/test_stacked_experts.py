@@ -33,8 +33,8 @@ def test_slices_in_any_order_become_whole_tensors():
         ("b[0]", b[0].t().contiguous().t()),
         ("c[1]", c[1]),
     ]
-    found = list(stack_experts(stream, 2))
-    assert [name for name, _ in found] == ["x", "b", "c"]
-    assert torch.equal(found[1][1], b) and torch.equal(found[2][1], c)
+    stacked = list(stack_experts(stream, 2))
+    assert [name for name, _ in stacked] == ["x", "b", "c"]
+    assert torch.equal(stacked[1][1], b) and torch.equal(stacked[2][1], c)
     with pytest.raises(AssertionError, match="b.* missing"):
         list(stack_experts(stream[:1], 2))

@@ -69,15 +69,17 @@ def _all_gather_tokens(rank, world_size):
         4 * world_size, 3, generator=generator, dtype=torch.float64, requires_grad=True
     )
     weights = torch.randn(world_size, 4 * world_size, 3, generator=generator, dtype=torch.float64)
-    part = full.detach().chunk(world_size)[rank].clone().requires_grad_()
-    gathered = all_gather_tokens(part, dist.group.WORLD)
+    shard = full.detach().chunk(world_size)[rank].clone().requires_grad_()
+    gathered = all_gather_tokens(shard, dist.group.WORLD)
     assert torch.equal(gathered, full)
     (gathered.sin() * weights[rank]).sum().backward()
     (full.sin() * weights).sum().backward()
-    torch.testing.assert_close(part.grad, full.grad.chunk(world_size)[rank], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        shard.grad, full.grad.chunk(world_size)[rank], rtol=1e-12, atol=1e-12
+    )
     factor = torch.ones_like(full).requires_grad_()
     (grad,) = torch.autograd.grad(
-        (all_gather_tokens(part, dist.group.WORLD) * factor).sum(), part, create_graph=True
+        (all_gather_tokens(shard, dist.group.WORLD) * factor).sum(), shard, create_graph=True
     )
     with pytest.raises(RuntimeError, match="once_differentiable"):
         grad.sum().backward()

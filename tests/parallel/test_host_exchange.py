@@ -28,7 +28,7 @@ def exchanges(rank: int, world: int) -> dict:
         to: f"{rank} to {to}".encode() * (to + rank) for to in range(world) if (rank, to) != (2, 1)
     }
     received = exchange_bytes(sent, links[::-1], group)  # nothing from 0 to 0
-    assert all(part.flags.writeable for part in received.values())
+    assert all(content.flags.writeable for content in received.values())
     so_far = collectives_so_far()
     kept = exchange_bytes({rank: b"own"}, [(0, 0), (1, 1), (2, 2)], group)
     assert (
@@ -38,22 +38,22 @@ def exchanges(rank: int, world: int) -> dict:
     )
     assert collectives_so_far() == so_far, "what stays on its rank is not sent"
     nothing = exchange_bytes({}, [(0, 1), (1, 1)], group)
-    assert {i: len(part) for i, part in nothing.items()} == [{}, {0: 0, 1: 0}, {}][rank]
+    assert {i: len(content) for i, content in nothing.items()} == [{}, {0: 0, 1: 0}, {}][rank]
     assert collectives_so_far() == so_far + 1, "a link without a part takes the sizes alone"
     gathered = gather_bytes(str(rank).encode() * rank, group)
     return {
         "sum": sum_over_ranks(values, group).tolist(),
         "max": max_over_ranks(np.array([rank, 5 - rank]), group).tolist(),
-        "rows": [part.tolist() for part in gather_rows_of_ranks(rows, group)],
+        "rows": [content.tolist() for content in gather_rows_of_ranks(rows, group)],
         "in place": in_place(rank, group),
-        "received": {sender: part.tobytes().decode() for sender, part in received.items()},
+        "received": {sender: content.tobytes().decode() for sender, content in received.items()},
         "told": broadcast_bytes(b"hello" if rank == 2 else None, group, 2).tobytes(),
         "first": broadcast_bytes(b"hi" if rank == 0 else None, group).tobytes(),
         "nothing": broadcast_bytes(b"" if rank == 0 else None, group).tobytes(),
         "none": broadcast_bytes(None, group).tobytes(),
         "array": broadcast_array(values, group, 2).tolist(),
         "empty": broadcast_array(values[:0], group, 2).tolist(),
-        "gathered": gathered and [part.tobytes() for part in gathered],
+        "gathered": gathered and [content.tobytes() for content in gathered],
     }
 
 
@@ -63,43 +63,43 @@ def in_place(rank: int, group: dist.ProcessGroup) -> list:
     rows = np.array(
         [(-0.0, -1, 7), (np.nan, 2**31 - 1, -(2**31))][: 3 - rank if rank else 0], dtype=words
     )
-    found = rows_in_place(rows, [2, 0][: len(rows)] if rank == 1 else [1][: len(rows)], group)
+    restored = rows_in_place(rows, [2, 0][: len(rows)] if rank == 1 else [1][: len(rows)], group)
     for places in ([rank, 0] if rank else [0, 1], [rank + 1], [rank - 1]):
         with pytest.raises(ValueError, match="samples do not have the positions 0 to"):
             rows_in_place(np.zeros(len(places), dtype=words), places, group)
     return [
-        np.signbit(found["number"]).tolist(),
-        np.isnan(found["number"]).tolist(),
-        found[["id", "low"]].tolist(),
+        np.signbit(restored["number"]).tolist(),
+        np.isnan(restored["number"]).tolist(),
+        restored[["id", "low"]].tolist(),
     ]
 
 
 def test_what_ranks_exchange():
-    found = run_distributed(exchanges, 3)
-    for rank, one in enumerate(found):
-        assert one["sum"] == [3, -4.5, np.inf] and one["max"] == [2, 5]
-        assert one["rows"] == [
+    ranks = run_distributed(exchanges, 3)
+    for rank, exchanged in enumerate(ranks):
+        assert exchanged["sum"] == [3, -4.5, np.inf] and exchanged["max"] == [2, 5]
+        assert exchanged["rows"] == [
             [],
             [(10, False), (11, True)],
             [(20 + i, bool(i % 2)) for i in range(4)],
         ]
-        assert one["received"] == {
+        assert exchanged["received"] == {
             sender: f"{sender} to {rank}" * (sender + rank)
             for sender in range(3)
             if (sender, rank) != (2, 1)
         }
-        assert one["in place"] == [
+        assert exchanged["in place"] == [
             [False, True, True],
             [True, False, False],
             [(2**31 - 1, -(2**31)), (-1, 7), (-1, 7)],
         ]
         assert (
-            one["told"] == b"hello"
-            and one["first"] == b"hi"
-            and one["nothing"] == one["none"] == b""
+            exchanged["told"] == b"hello"
+            and exchanged["first"] == b"hi"
+            and exchanged["nothing"] == exchanged["none"] == b""
         )
-        assert one["array"] == [2, -3, 0] and one["empty"] == []
-        assert one["gathered"] == ([b"", b"1", b"22"] if rank == 0 else None)
+        assert exchanged["array"] == [2, -3, 0] and exchanged["empty"] == []
+        assert exchanged["gathered"] == ([b"", b"1", b"22"] if rank == 0 else None)
 
 
 def test_one_process_needs_no_group():

@@ -262,7 +262,7 @@ def _call_on_shard(case, group, size, rank, *, sequence_parallel, **options):
     if sequence_parallel:
         hidden = hidden.chunk(size)[rank]
     options |= {"tp_group": group, "sequence_parallel": sequence_parallel}
-    part = ours(hidden, weight.chunk(size)[rank], *rest, **options)
+    outputs = ours(hidden, weight.chunk(size)[rank], *rest, **options)
 
     def whole(x):
         parts = [torch.empty_like(x) for _ in range(size)]
@@ -270,7 +270,12 @@ def _call_on_shard(case, group, size, rank, *, sequence_parallel, **options):
             dist.all_gather(parts, x.contiguous(), group=group)
         return torch.cat(parts) if size > 1 else x
 
-    return part[0], part[1], whole(part[2]) if sequence_parallel else part[2], whole(part[3])
+    return (
+        outputs[0],
+        outputs[1],
+        whole(outputs[2]) if sequence_parallel else outputs[2],
+        whole(outputs[3]),
+    )
 
 
 def _check_tensor_parallel(rank, world_size):

@@ -62,13 +62,13 @@ def every_case(rank: int, world_size: int) -> dict:
 
 def test_every_rank_gets_rank_zeros_value_or_its_error():
     first, second, third = run_distributed(every_case, 3)
-    assert [found["value"] for found in (first, second, third)] == [{"rank": 0}] * 3
-    assert [found["ran"] for found in (first, second, third)] == [1, 0, 0]
-    for found in (first, second, third):
-        assert found["none"] is None
-        assert found["user error"] == ("EngineError", "server 3: no answer")
-        assert found["unpicklable"][1] == "lr: is negative"
-        assert found["disk"] == ("RunError", "not saved: OSError: disk full")
+    assert [outcome["value"] for outcome in (first, second, third)] == [{"rank": 0}] * 3
+    assert [outcome["ran"] for outcome in (first, second, third)] == [1, 0, 0]
+    for outcome in (first, second, third):
+        assert outcome["none"] is None
+        assert outcome["user error"] == ("EngineError", "server 3: no answer")
+        assert outcome["unpicklable"][1] == "lr: is negative"
+        assert outcome["disk"] == ("RunError", "not saved: OSError: disk full")
     assert first["causes"] == ["OSError", "NoneType"], "no error is its own cause"
     assert second["causes"] == third["causes"] == ["NoneType", "NoneType"]
     assert first["bug"] == (
@@ -80,12 +80,12 @@ def test_every_rank_gets_rank_zeros_value_or_its_error():
 
 def one_fails(rank: int, world_size: int) -> list[str]:
     raise_on_every_rank("", EngineError)
-    found = []
+    errors = []
     for failing in ((1,), (1, 2)):
         with pytest.raises(EngineError) as caught:
             raise_on_every_rank(f"rank {rank}" if rank in failing else "", EngineError)
-        found.append(str(caught.value))
-    return found
+        errors.append(str(caught.value))
+    return errors
 
 
 def test_a_failure_of_one_rank_is_raised_on_all():
@@ -117,8 +117,8 @@ def own_actions(rank: int, world_size: int) -> list[tuple[str, str]]:
 
 
 def test_every_rank_gets_its_own_value_or_the_error_of_the_lowest_rank():
-    found = run_distributed(own_actions, 3)
-    values, users, bad, bugs = zip(*found, strict=True)
+    outcomes = run_distributed(own_actions, 3)
+    values, users, bad, bugs = zip(*outcomes, strict=True)
     assert values == (("", "0"), ("", "1"), ("", "2"))
     assert users == (("RunError", "no space"),) * 3
     assert bad == (("EngineError", "the engine failed: ValueError: a wrong shape"),) * 3

@@ -37,15 +37,15 @@ def test_rows_of_every_rank_against_naive_indexing(mask, size):
     gathered = torch.cat(
         [rows.select_own(share) for rows, share in zip(ranks, shares, strict=True)]
     )
-    assert len(gathered) == size * max(int(part.sum()) for part in mask.chunk(size)), (
+    assert len(gathered) == size * max(int(own_mask.sum()) for own_mask in mask.chunk(size)), (
         "no more than the largest share"
     )
-    for rows, share, part in zip(ranks, shares, mask.chunk(size), strict=True):
+    for rows, share, own_mask in zip(ranks, shares, mask.chunk(size), strict=True):
         assert rows.positions.tolist() == mask.nonzero().flatten().tolist()
         assert torch.equal(rows.select_gathered(gathered), hidden[mask])
         assert (rows.gathered is None) == (size == 1)
         back = rows.spread_own(rows.select_own(share), len(share))
-        assert torch.equal(back, share * part[:, None])
+        assert torch.equal(back, share * own_mask[:, None])
     everywhere = ranks[0].spread_gathered(hidden[mask], size)
     assert torch.equal(everywhere, gathered), "padding is 0"
 
@@ -133,7 +133,7 @@ def _on_shards(rank, world_size):
         for dtype, values, grads in ((torch.float32, 1e-5, 1e-5), (torch.bfloat16, 2e-5, 2**-8)):
             case = inputs(TOKENS, 85, 12, padded=120, dtype=dtype)
             hidden, weight, labels, *gradients = case
-            place = (rank, world_size) if sequence_parallel else (0, 1)
+            rank_and_size = (rank, world_size) if sequence_parallel else (0, 1)
             hidden = hidden.chunk(world_size)[rank] if sequence_parallel else hidden
             before = collectives_so_far()
             shard = weight.chunk(world_size)[rank]
@@ -143,7 +143,7 @@ def _on_shards(rank, world_size):
                 vocab_size=85,
                 sequence_parallel=sequence_parallel,
                 chunk_bytes=MANY_TILES,
-                scored=ScoredRows.of(mask, *place),
+                scored=ScoredRows.of(mask, *rank_and_size),
             )
             actual = ours(hidden, shard, labels, *gradients, **options)
             with torch.no_grad():
@@ -157,7 +157,7 @@ def _on_shards(rank, world_size):
                 case, mask, temperature=0.8, vocab_size=85
             )
             grad_hidden = grad_hidden.chunk(world_size)[rank] if sequence_parallel else grad_hidden
-            for found, wanted, scale in zip(
+            for value, wanted, scale in zip(
                 actual,
                 (log_probs, entropy, grad_hidden, grad_weight.chunk(world_size)[rank]),
                 (
@@ -167,7 +167,7 @@ def _on_shards(rank, world_size):
                 ),
                 strict=True,
             ):
-                torch.testing.assert_close(found.double(), wanted, rtol=0, atol=scale + 1e-12)
+                torch.testing.assert_close(value.double(), wanted, rtol=0, atol=scale + 1e-12)
             cases += 1
     return cases
 

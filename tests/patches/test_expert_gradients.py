@@ -36,11 +36,11 @@ def grad_norms(rank: int, world_size: int, path: str) -> dict[str, float]:
     def then_patched(model: Any, config: Any) -> int:
         return as_grouped(model, config) + apply(model, config)
 
-    found = {"truth": norm(parallel())}
+    norms = {"truth": norm(parallel())}
     for name, expert_gradients.apply in [("unpatched", as_grouped), ("patched", then_patched)]:
-        found[name] = norm(parallel(tensor=2, expert=2))
+        norms[name] = norm(parallel(tensor=2, expert=2))
     expert_gradients.apply = apply
-    return found
+    return norms
 
 
 def test_expert_gradients_are_added_up_over_tensor_parallel_replicas(defects):
@@ -58,9 +58,9 @@ def test_expert_gradients_are_added_up_over_tensor_parallel_replicas(defects):
 
 
 def test_every_expert_counts_in_the_gradient_norm(path):
-    for found in run_distributed(grad_norms, 2, path):
-        assert found["patched"] == pytest.approx(found["truth"], rel=1e-5)
+    for norms in run_distributed(grad_norms, 2, path):
+        assert norms["patched"] == pytest.approx(norms["truth"], rel=1e-5)
         if MCORE < (0, 19):
-            assert found["unpatched"] < 0.99 * found["truth"]
+            assert norms["unpatched"] < 0.99 * norms["truth"]
         else:
-            assert found["unpatched"] == pytest.approx(found["truth"], rel=1e-5)
+            assert norms["unpatched"] == pytest.approx(norms["truth"], rel=1e-5)

@@ -46,7 +46,7 @@ def with_gradients(path: str) -> Policy:
 
 def steps(rank: int, world_size: int, path: str) -> dict[str, Any]:
     """A step with the patch and with upstream's function in its place: (norm, values read)."""
-    found: dict[str, Any] = {}
+    outcomes: dict[str, Any] = {}
     patched = clip_grads.l2_norm_impl
     for name, function in (("patched", patched), ("upstream", getattr(patched, MARK))):
         policy = with_gradients(path)
@@ -54,8 +54,8 @@ def steps(rank: int, world_size: int, path: str) -> dict[str, Any]:
         _, norm, _ = policy.optimizer.step()
         with Reads() as reads:  # megatron-core 0.19 reads a flag in the first step
             policy.optimizer.step()
-        found[name] = float(norm), reads.count
-    return found
+        outcomes[name] = float(norm), reads.count
+    return outcomes
 
 
 @pytest.mark.skipif(
@@ -63,8 +63,8 @@ def steps(rank: int, world_size: int, path: str) -> dict[str, Any]:
     reason="Transformer Engine or Apex computes the norm",
 )
 def test_an_optimizer_step_reads_one_norm(path):
-    found = run_distributed(steps, 1, path)[0]
-    (norm, reads), (upstream_norm, _) = found["patched"], found["upstream"]
+    outcomes = run_distributed(steps, 1, path)[0]
+    (norm, reads), (upstream_norm, _) = outcomes["patched"], outcomes["upstream"]
     assert norm == pytest.approx(upstream_norm, rel=1e-6) and norm > 0
     assert reads == 1
 

@@ -22,7 +22,7 @@ def places(situation: Situation) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "change, place",
+    "change, handled_by",
     [
         (dict(tensor=2), "expert_gradients.py (1)"),
         (dict(tensor=2, expert=2, transformer_engine=True), "expert_gradients.py (2)"),
@@ -40,9 +40,9 @@ def places(situation: Situation) -> set[str]:
         (dict(starts_servers=True), "servers/server_launch.py: server_environment"),
     ],
 )
-def test_a_layout_is_affected_and_a_single_process_is_not(change, place):
-    assert place in places(replace(MOE, **change))
-    assert place not in places(replace(MOE, world_size=1))
+def test_a_layout_is_affected_and_a_single_process_is_not(change, handled_by):
+    assert handled_by in places(replace(MOE, **change))
+    assert handled_by not in places(replace(MOE, world_size=1))
 
 
 def test_versions_limit_an_issue():

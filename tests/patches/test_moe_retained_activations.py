@@ -60,15 +60,15 @@ def retained_bytes(path: str, layout: ParallelConfig) -> tuple[int, int]:
 
 def by_layers(rank: int, world_size: int, paths: dict[int, str], name: str) -> dict[str, Any]:
     """Retained bytes at each depth, with the patch and with upstream's code."""
-    found: dict[str, Any] = {
+    retained: dict[str, Any] = {
         "patched": {n: retained_bytes(path, LAYOUTS[name]) for n, path in paths.items()}
     }
     for dispatcher in (
         getattr(token_dispatcher, name) for name in moe_retained_activations.DISPATCHERS
     ):
         dispatcher.combine_postprocess = getattr(dispatcher.combine_postprocess, MARK)
-    found["upstream"] = {n: retained_bytes(path, LAYOUTS[name]) for n, path in paths.items()}
-    return found
+    retained["upstream"] = {n: retained_bytes(path, LAYOUTS[name]) for n, path in paths.items()}
+    return retained
 
 
 @pytest.fixture(scope="module")
@@ -79,10 +79,10 @@ def paths(tmp_path_factory) -> dict[int, str]:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_no_recomputed_layer_keeps_its_input_and_gradient(paths, name):
-    found = run_distributed(by_layers, LAYOUTS[name].tensor_model_parallel_size, paths, name)[0]
-    (few, residual), (many, _) = (found["patched"][n] for n in LAYERS)
+    retained = run_distributed(by_layers, LAYOUTS[name].tensor_model_parallel_size, paths, name)[0]
+    (few, residual), (many, _) = (retained["patched"][n] for n in LAYERS)
     assert many - few < 0.1 * residual
-    (few, _), (many, _) = (found["upstream"][n] for n in LAYERS)
+    (few, _), (many, _) = (retained["upstream"][n] for n in LAYERS)
     added = LAYERS[1] - LAYERS[0]
     assert many - few >= added * 2 * residual, "upstream releases them: delete the patch"
 

@@ -20,7 +20,7 @@ def exchange(rank: int, world_size: int) -> dict[str, Any]:
     """
     rows = torch.arange(3 * (rank + 1), dtype=torch.float32).view(-1, 3) + 100 * rank
     sizes = [1, 2]
-    found: dict[str, Any] = {"errors": []}
+    outcomes: dict[str, Any] = {"errors": []}
     upstream = getattr(dist.all_to_all_single, MARK)
     whole = torch.cat([torch.full((sizes[to], 2), 10.0 * rank + to) for to in range(2)])
     out = torch.zeros(2 * sizes[rank], 2)
@@ -28,30 +28,32 @@ def exchange(rank: int, world_size: int) -> dict[str, Any]:
     try:
         upstream(out, whole, splits[1], splits[0])
     except TypeError as error:
-        found["errors"].append(str(error))
+        outcomes["errors"].append(str(error))
     dist.all_to_all_single(out, whole, splits[1], splits[0])
-    found["all_to_all"] = out[:, 0].tolist()
+    outcomes["all_to_all"] = out[:, 0].tolist()
     parts = [torch.zeros(size, 3) for size in sizes]
     dist.all_gather(parts, rows)
-    found["all_gather"] = parts
+    outcomes["all_gather"] = parts
     reduced = torch.zeros(sizes[rank], 3)
     dist.reduce_scatter(reduced, [torch.full((size, 3), float(rank + 1)) for size in sizes])
-    found["reduce_scatter"] = reduced
+    outcomes["reduce_scatter"] = reduced
     even = [torch.zeros(2), torch.zeros(2)]
     dist.all_gather(even, torch.full((2,), float(rank)))
-    found["even"] = torch.stack(even)[:, 0].tolist()
-    return found
+    outcomes["even"] = torch.stack(even)[:, 0].tolist()
+    return outcomes
 
 
 @on_cpu
 def test_unequal_parts_are_exchanged():
-    for rank, found in enumerate(run_distributed(exchange, 2)):
-        assert len(found["errors"]) == 1, "upstream takes tensors as split sizes: delete the patch"
-        assert found["all_to_all"] == [0.0 + rank] * (rank + 1) + [10.0 + rank] * (rank + 1)
+    for rank, outcomes in enumerate(run_distributed(exchange, 2)):
+        assert len(outcomes["errors"]) == 1, (
+            "upstream takes tensors as split sizes: delete the patch"
+        )
+        assert outcomes["all_to_all"] == [0.0 + rank] * (rank + 1) + [10.0 + rank] * (rank + 1)
         expected = [torch.arange(3.0).view(1, 3), torch.arange(6.0).view(2, 3) + 100]
-        assert all(torch.equal(a, b) for a, b in zip(found["all_gather"], expected, strict=True))
-        assert torch.equal(found["reduce_scatter"], torch.full((rank + 1, 3), 3.0))
-        assert found["even"] == [0.0, 1.0]
+        assert all(torch.equal(a, b) for a, b in zip(outcomes["all_gather"], expected, strict=True))
+        assert torch.equal(outcomes["reduce_scatter"], torch.full((rank + 1, 3), 3.0))
+        assert outcomes["even"] == [0.0, 1.0]
 
 
 def gather_upstream(rank: int, world_size: int) -> None:

@@ -101,19 +101,19 @@ def ours(
     gradients = []
     summed: dict[str, Tensor] = {}
     for cut in cuts(batch, micro_batch or len(batch)):
-        part = batch.rows(cut)
-        leaf = part.log_probs.clone().requires_grad_()
-        count, width = part.mask.shape
+        piece = batch.rows(cut)
+        leaf = piece.log_probs.clone().requires_grad_()
+        count, width = piece.mask.shape
         loss, metrics = policy_loss(
             objective,
             log_probs=leaf.flatten(),
-            old_log_probs=part.old_log_probs.flatten(),
-            advantages=part.advantages.reshape(count, -1).expand(count, width).flatten(),
-            loss_mask=part.mask.flatten(),
+            old_log_probs=piece.old_log_probs.flatten(),
+            advantages=piece.advantages.reshape(count, -1).expand(count, width).flatten(),
+            loss_mask=piece.mask.flatten(),
             segment_ids=torch.arange(count).repeat_interleave(width),
             num_sequences=batch.num_sequences,
             num_tokens=batch.num_tokens,
-            extras=LossExtras(count, part.ref_log_probs.flatten() if with_ref else None),
+            extras=LossExtras(count, piece.ref_log_probs.flatten() if with_ref else None),
         )
         (gradient,) = torch.autograd.grad(loss, leaf)
         losses.append(loss.item())

@@ -104,9 +104,13 @@ def test_prime_rls_default_has_the_gradient_of_dppo_with_the_log_ratio_penalty()
 
 def one_token(p: float, q: float) -> Padded:
     """Probabilities of the policy and of the engine; advantage 1."""
-    one = torch.ones(1, 1, dtype=torch.float64)
+    single = torch.ones(1, 1, dtype=torch.float64)
     return Padded(
-        one * math.log(p), one * math.log(q), one, torch.ones(1, dtype=torch.float64), one.float()
+        single * math.log(p),
+        single * math.log(q),
+        single,
+        torch.ones(1, dtype=torch.float64),
+        single.float(),
     )
 
 
@@ -159,12 +163,12 @@ def slime(
             old = batch.old_log_probs[i, t]
             ratio = torch.exp(-mean_kl[i] if estimator == "gspo" else log_probs[i, t] - old)
             if estimator == "cispo":
-                found = -ratio.detach().clamp(low, high) * a * log_probs[i, t]
+                term = -ratio.detach().clamp(low, high) * a * log_probs[i, t]
             else:
-                found = torch.maximum(-ratio * a, -ratio.clamp(low, high) * a)
+                term = torch.maximum(-ratio * a, -ratio.clamp(low, high) * a)
             if opsm_delta is not None and a < 0 and mean_kl[i].item() > opsm_delta:
-                found = found * 0
-            return found if weights is None else found * weights[i, t]
+                term = term * 0
+            return term if weights is None else term * weights[i, t]
 
         return each(batch, loss)
 

@@ -104,18 +104,18 @@ def run(trainer: trl.GRPOTrainer, batch: Padded, num_items: int | None = None) -
     losses = []
     gradients = []
     for cut in cuts(batch, size):
-        part = batch.rows(cut)
-        trainer.fed = part.log_probs.clone().requires_grad_()
-        ids = torch.ones(part.mask.shape, dtype=torch.long)
+        piece = batch.rows(cut)
+        trainer.fed = piece.log_probs.clone().requires_grad_()
+        ids = torch.ones(piece.mask.shape, dtype=torch.long)
         inputs = {
             "prompt_ids": ids[:, :1],
             "prompt_mask": ids[:, :1],
             "completion_ids": ids,
             "completion_mask": ids,
-            "tool_mask": part.mask.long(),
-            "advantages": part.advantages,
-            "old_per_token_logps": part.old_log_probs,
-            "ref_per_token_logps": part.ref_log_probs,
+            "tool_mask": piece.mask.long(),
+            "advantages": piece.advantages,
+            "old_per_token_logps": piece.old_log_probs,
+            "ref_per_token_logps": piece.ref_log_probs,
             "num_items_in_batch": torch.tensor(num_items or batch.num_tokens),
         }
         loss = trainer._compute_loss(trainer.model, inputs)

@@ -68,11 +68,11 @@ def verl(
     gradients = []
     metrics = {}
     for cut in cuts(batch, micro_batch or len(batch)):
-        part = batch.rows(cut)
-        leaf = part.log_probs.clone().requires_grad_()
-        advantages = part.advantages[:, None] * torch.ones_like(leaf)
+        piece = batch.rows(cut)
+        leaf = piece.log_probs.clone().requires_grad_()
+        advantages = piece.advantages[:, None] * torch.ones_like(leaf)
         loss, metrics = core_algos.get_policy_loss_fn(name)(
-            part.old_log_probs, leaf, advantages, part.mask, loss_agg_mode=mode, config=config
+            piece.old_log_probs, leaf, advantages, piece.mask, loss_agg_mode=mode, config=config
         )
         losses.append(loss.item())
         gradients.append(torch.autograd.grad(loss, leaf)[0])
@@ -213,7 +213,7 @@ def test_the_geometric_mean_is_divided_by_the_rows_of_a_micro_batch() -> None:
     cut = verl(
         "geo_mean", batch, mode=TOKEN_MEAN, clip=(0.4, 0.4), micro_batch=3, global_batch_info=info
     )
-    parts = [ours(preset("gmpo"), batch.rows(rows)).loss for rows in cuts(batch, 3)]
+    parts = [ours(preset("gmpo"), batch.rows(piece)).loss for piece in cuts(batch, 3)]
     assert cut.loss == pytest.approx(math.fsum(parts), rel=1e-6)
     assert abs(cut.loss / 3 - ours(preset("gmpo"), batch).loss) > 1e-3
 
@@ -234,7 +234,7 @@ def test_differs_by_micro_batch_without_the_global_counts(pair: str) -> None:
     # Each of the 3 micro-batches counts the same, the last one of 2 rows as well.
     parts = [batch.rows(cut) for cut in cuts(batch, 3)]
     assert by_three.loss == pytest.approx(
-        sum(ours(objective, part).loss for part in parts), rel=1e-12
+        sum(ours(objective, piece).loss for piece in parts), rel=1e-12
     )
     assert abs(by_three.loss / 3 - whole.loss) > 1e-3 * abs(whole.loss)
 
@@ -324,11 +324,11 @@ def verl_advantages(rewards: Tensor, groups: Tensor, **options: Any) -> Tensor:
     """verl's, [N]: its rewards lie on the last of 3 tokens."""
     by_token = torch.zeros(len(rewards), 3, dtype=rewards.dtype)
     by_token[:, -1] = rewards
-    found, _ = core_algos.compute_grpo_outcome_advantage(
+    advantages, _ = core_algos.compute_grpo_outcome_advantage(
         by_token, torch.ones_like(by_token), np.asarray(groups), **options
     )
-    assert (found == found[:, :1]).all()
-    return found[:, 0]
+    assert (advantages == advantages[:, :1]).all()
+    return advantages[:, 0]
 
 
 def test_group_advantages_differ_by_an_epsilon_in_the_std() -> None:
@@ -431,14 +431,14 @@ def test_gae_with_observations_inside(gamma: float, lam: float) -> None:
     rewards, values = (torch.randn(6, 90, generator=g, dtype=torch.float64) for _ in range(2))
     rewards = rewards * mask
     advantages, returns = core_algos.compute_gae_advantage_return(rewards, values, mask, gamma, lam)
-    found = [
+    actual = [
         gae_advantages(row[kept], value[kept], gamma=gamma, lam=lam)
         for row, value, kept in zip(rewards, values, mask.bool(), strict=True)
     ]
     torch.testing.assert_close(
-        torch.cat([r for _, r in found]), returns[mask.bool()], rtol=0, atol=1e-12
+        torch.cat([r for _, r in actual]), returns[mask.bool()], rtol=0, atol=1e-12
     )
-    flat = torch.cat([a for a, _ in found])
+    flat = torch.cat([a for a, _ in actual])
     count, added = len(flat), 1e-8  # verl adds it to the count and to the variance
     mean = flat.sum() / (count + added)
     variance = (flat - mean).square().sum() / (count + added) * count / (count - 1)

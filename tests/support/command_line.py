@@ -147,6 +147,6 @@ def check(case: Case, outcome: Outcome) -> None:
     assert "Traceback" not in outcome.text, outcome.text
     assert len(outcome.messages) == 1, outcome.text
     [line] = outcome.messages
-    for part in (case.phrase, *case.shows):
-        assert part in line, f"{part!r} is not in: {line}"
+    for shown in (case.phrase, *case.shows):
+        assert shown in line, f"{shown!r} is not in: {line}"
     assert outcome.code == case.code, (outcome.code, line)

@@ -60,10 +60,10 @@ def _interrupt_midway(stream: RequestStream) -> list[int]:
     while True:
         stream.stop(keep=True)
         groups = [started.group for started in stream._groups.values()]
-        found = [response for group in groups for response in group._responses]
-        if any(response.num_tokens and not response.finished for response in found):
-            return [response.num_tokens for response in found]
-        assert time.monotonic() < deadline and not all(each.finished for each in found), (
+        responses = [response for group in groups for response in group._responses]
+        if any(response.num_tokens and not response.finished for response in responses):
+            return [response.num_tokens for response in responses]
+        assert time.monotonic() < deadline and not all(each.finished for each in responses), (
             "too short to be interrupted"
         )
         stream._loop.run(stream._client.pool.resume())
@@ -85,14 +85,15 @@ def _agrees_by_version(sample: Sample, models: dict[int, torch.nn.Module]) -> bo
     fed_by = np.concatenate([np.full(sample.prompt_length - 1, versions[0]), versions])
     for version in set(versions.tolist()):
         log_probs = response_log_probs(models[version], plain)[0].detach().numpy()
-        mine = versions == version
+        of_version = versions == version
         np.testing.assert_allclose(
-            sample.rollout_log_probs[mine], log_probs[mine], rtol=0, atol=TOLERANCE
+            sample.rollout_log_probs[of_version], log_probs[of_version], rtol=0, atol=TOLERANCE
         )
         if sample.routed_experts is not None:
             [routes] = observe_routers(models[version], [plain]).routes
-            rows = fed_by == version
+            fed_by_version = fed_by == version
             np.testing.assert_array_equal(
-                np.sort(sample.routed_experts[rows], -1), np.sort(routes[rows], -1)
+                np.sort(sample.routed_experts[fed_by_version], -1),
+                np.sort(routes[fed_by_version], -1),
             )
     return True

@@ -94,9 +94,9 @@ def outcomes(
         batch = run.groups.generate(prompts, config.rollout, seed=1)
         everyone = all_samples(batch)
         longest = int(batch.lengths.argmax())
-        found = {}
+        results = {}
         for name, (fault, extent) in faults.items():
-            found[name] = outcome(
+            results[name] = outcome(
                 run,
                 batch.with_samples(
                     {
@@ -107,7 +107,7 @@ def outcomes(
                 ),
             )
     row = batch.table[longest]
-    return found, (str(row["prompt_index"]), str(row["sample_index"]))
+    return results, (str(row["prompt_index"]), str(row["sample_index"]))
 
 
 def outcome(run: Components, batch: SampleBatch) -> str:

@@ -181,19 +181,19 @@ def decoding_process(run: TrainingRun, url: str, log: Path) -> psutil.Process:
     return process
 
 
-def total(found: Sequence[Mapping[str, Any]], name: str) -> float:
+def total(step_records: Sequence[Mapping[str, Any]], name: str) -> float:
     """The sum of a `rollout/*` metric."""
-    return sum(record.get(f"rollout/{name}", 0.0) for record in found)
+    return sum(record.get(f"rollout/{name}", 0.0) for record in step_records)
 
 
 def check_run(run: TrainingRun, steps: int, staleness: int = 0) -> list[dict[str, Any]]:
     """The records of all steps, of which none lacks a sample or has it twice."""
-    found = [record for record in records(run.run_dir) if record["step"] > 0]
-    assert [record["step"] for record in found] == list(range(1, steps + 1))
-    assert max(record["staleness/max"] for record in found) <= staleness
+    step_records = [record for record in records(run.run_dir) if record["step"] > 0]
+    assert [record["step"] for record in step_records] == list(range(1, steps + 1))
+    assert max(record["staleness/max"] for record in step_records) <= staleness
     check_ledger(run.run_dir, batch=4, n=4, staleness=staleness)
     assert len(ledger(run.run_dir)) == steps
-    return found
+    return step_records
 
 
 def fail_in_every_way(begin: Begin, kind: FaultyServers, servers: LocalServers) -> None:
@@ -242,13 +242,13 @@ def fail_in_every_way(begin: Begin, kind: FaultyServers, servers: LocalServers) 
             run.gate.unlink()
         run.end()
     assert not [process.pid for process in first_lives if process.is_running()]
-    found = check_run(run, 8, staleness=1)
-    assert total(found, "refused") == 1 and total(found, "stale_responses") >= 1
-    assert total(found, "retries") >= 5, (
+    step_records = check_run(run, 8, staleness=1)
+    assert total(step_records, "refused") == 1 and total(step_records, "stale_responses") >= 1
+    assert total(step_records, "retries") >= 5, (
         "an error, half a reply, two refused ones and what was in flight at the kill"
     )
     # Whether a step ended with one server depends on how soon the other was back.
-    assert found[-1]["rollout/servers"] == 2
+    assert step_records[-1]["rollout/servers"] == 2
 
 
 def end_without_servers_and_resume(
@@ -312,8 +312,8 @@ def kill_and_stop_own_server(run: TrainingRun) -> None:
     ]
     assert f"{url}: does not answer" in output and len(returns) >= 2 and "restarting it" in output
     assert not stopped.is_running() and not processes_of(url, run.kind.module), "no process is left"
-    found = check_run(run, 4)
-    assert total(found, "retries") >= 2, "requests were in flight both times"
-    assert total(found, "requests") == 4 * 16 + total(found, "continued"), (
+    step_records = check_run(run, 4)
+    assert total(step_records, "retries") >= 2, "requests were in flight both times"
+    assert total(step_records, "requests") == 4 * 16 + total(step_records, "continued"), (
         "each sample is counted once"
     )

@@ -65,12 +65,12 @@ def _local(done: Sequence[Any]) -> set[int]:
     return {row.sample for routes in done for row in routes.layout.rows}
 
 
-def _merged(own: dict[Any, np.ndarray]) -> dict[Any, np.ndarray]:
+def _merged(own_values: dict[Any, np.ndarray]) -> dict[Any, np.ndarray]:
     """Also checks that ranks which have a sample agree."""
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, own)
-    found: dict[Any, np.ndarray] = {}
-    for part in everyone:
-        for i, values in part.items():
-            assert np.array_equal(found.setdefault(i, values), values), i
-    return found
+    dist.all_gather_object(everyone, own_values)
+    merged: dict[Any, np.ndarray] = {}
+    for of_rank in everyone:
+        for i, values in of_rank.items():
+            assert np.array_equal(merged.setdefault(i, values), values), i
+    return merged

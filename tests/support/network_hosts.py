@@ -55,10 +55,10 @@ class Host:
         """
         count = 0
         deadline = time.monotonic() + 10
-        while found := self.processes():
-            assert time.monotonic() < deadline, f"{self.name}: {found} outlive SIGKILL"
-            count = max(count, len(found))
-            for process in found:
+        while running := self.processes():
+            assert time.monotonic() < deadline, f"{self.name}: {running} outlive SIGKILL"
+            count = max(count, len(running))
+            for process in running:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
             time.sleep(0.05)
@@ -94,13 +94,13 @@ def hosts(count: int, *, prefix: str = "") -> Iterator[list[Host]]:
     remove_those_of_the_dead()
     prefix = prefix or f"gspo{os.getpid()}"
     switch = f"{prefix}-switch"
-    found = [Host(f"{prefix}-{number}", f"10.77.0.{number + 1}") for number in range(count)]
-    names = "127.0.0.1 localhost\n" + "".join(f"{host.address} {host.name}\n" for host in found)
+    machines = [Host(f"{prefix}-{number}", f"10.77.0.{number + 1}") for number in range(count)]
+    names = "127.0.0.1 localhost\n" + "".join(f"{host.address} {host.name}\n" for host in machines)
     try:
         ip("netns", "add", switch)
         ip("-n", switch, "link", "add", "bridge", "type", "bridge")
         ip("-n", switch, "link", "set", "bridge", "up")
-        for number, host in enumerate(found):
+        for number, host in enumerate(machines):
             ip("netns", "add", host.name)
             port = f"port{number}"
             ip(
@@ -122,9 +122,9 @@ def hosts(count: int, *, prefix: str = "") -> Iterator[list[Host]]:
             for device in ("lo", "eth0"):
                 ip("-n", host.name, "link", "set", device, "up")
             _write_names(CONFIGURATION / host.name, names)
-        yield found
+        yield machines
     finally:
-        _remove(found, switch)
+        _remove(machines, switch)
 
 
 def _write_names(folder: Path, names: str) -> None:
@@ -149,9 +149,9 @@ def _existing() -> set[str]:
     return {line.split()[0] for line in ip("netns", "list").splitlines() if line}
 
 
-def _remove(found: Sequence[Host], switch: str) -> None:
+def _remove(machines: Sequence[Host], switch: str) -> None:
     existing = _existing()
-    for host in found:
+    for host in machines:
         shutil.rmtree(CONFIGURATION / host.name, ignore_errors=True)
         if host.name in existing:
             host.kill()

@@ -70,8 +70,8 @@ def guarded_and_not(rank: int, world_size: int, path: str) -> dict[str, Any]:
         expert_gradients.apply = apply
     changed = apply(bare, bare.config)
     errors = {
-        key: worst_error(found, truth)
-        for key, found in [
+        key: worst_error(outcome, truth)
+        for key, outcome in [
             ("p2p guarded", with_guard),
             ("p2p unguarded", without_guard),
             ("experts patched", with_patch),

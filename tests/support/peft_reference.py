@@ -99,13 +99,13 @@ def adapter_tensors(
     experts = getattr(model.config, "num_experts", None) or getattr(
         model.config, "n_routed_experts", 0
     )
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            found.update(
+            tensors.update(
                 _split(name.removeprefix("base_model.model."), value(parameter), rank, experts)
             )
-    return found
+    return tensors
 
 
 def adapter_gradients(model: torch.nn.Module, *, rank: int) -> dict[str, Tensor]:
@@ -115,9 +115,9 @@ def adapter_gradients(model: torch.nn.Module, *, rank: int) -> dict[str, Tensor]
 
 
 def _split(name: str, tensor: Tensor, rank: int, experts: int) -> Iterator[tuple[str, Tensor]]:
-    prefix, found, rest = name.partition(".mlp.experts.")
+    prefix, separator, rest = name.partition(".mlp.experts.")
     which = "A" if ".lora_A." in name or name.endswith(".a") else "B"
-    if not found:
+    if not separator:
         yield name.replace(".default", ""), tensor
         return
     is_down = not ("base_layer" in rest or "gate_up_proj" in rest)
@@ -128,9 +128,10 @@ def _split(name: str, tensor: Tensor, rank: int, experts: int) -> Iterator[tuple
         elif which == "A":
             parts = list(tensor.chunk(experts)[expert].chunk(len(names)))
         else:
-            own = tensor.view(len(tensor), -1, experts)[:, :, expert]
+            of_expert = tensor.view(len(tensor), -1, experts)[:, :, expert]
             parts = [
-                own.chunk(len(names))[i][:, i * rank : (i + 1) * rank] for i in range(len(names))
+                of_expert.chunk(len(names))[i][:, i * rank : (i + 1) * rank]
+                for i in range(len(names))
             ]
-        for part, tensors in zip(names, parts, strict=True):
-            yield f"{prefix}.mlp.experts.{expert}.{part}.lora_{which}.weight", tensors
+        for name_of_part, tensors in zip(names, parts, strict=True):
+            yield f"{prefix}.mlp.experts.{expert}.{name_of_part}.lora_{which}.weight", tensors

@@ -39,14 +39,14 @@ def random_sample(rng: np.random.Generator, i: int) -> Sample:
         return maybe(-rng.random(response).astype(np.float32))
 
     kind = [np.uint8, np.uint16][i % 2]
-    rows = prompt + response - 1
+    positions = prompt + response - 1
     starts = prompt + 1 + np.flatnonzero(rng.random(max(response - 1, 0)) < 0.3)
     row_lengths = maybe(np.diff(np.concatenate([[0], starts, [prompt + response]])))
     loss_mask = rng.random(response) < 0.7
     if row_lengths is not None:
         loss_mask[starts - prompt] = False
     versions = maybe(rng.integers(0, 9, response).astype(np.int32))
-    routes = maybe(rng.integers(0, np.iinfo(kind).max + 1, (rows, layers, k)).astype(kind))
+    routes = maybe(rng.integers(0, np.iinfo(kind).max + 1, (positions, layers, k)).astype(kind))
     return Sample(
         prompt_index=int(rng.integers(0, 2**40)),
         sample_index=i,
@@ -62,7 +62,7 @@ def random_sample(rng: np.random.Generator, i: int) -> Sample:
         old_log_probs=per_token(),
         ref_log_probs=per_token(),
         routed_experts=routes,
-        missing_routes=None if routes is None else maybe(rng.random(rows) < 0.5),
+        missing_routes=None if routes is None else maybe(rng.random(positions) < 0.5),
         token_versions=versions,
         row_lengths=row_lengths,
         metadata=maybe({"turns": [{"start": 0, "end": 1, "reward": 0.5}], "name": "é"}) or {},
@@ -112,8 +112,8 @@ def _gathered(batch: BatchTable, held: dict[int, Sample]) -> list[Sample]:
         return list(held.values())
     everyone: list[Any] = [None] * dist.get_world_size(batch.group)
     dist.all_gather_object(everyone, held, group=batch.group)
-    found = {i: sample for part in everyone for i, sample in part.items()}
-    assert sum(map(len, everyone)) == len(found) == len(batch), (
+    samples = {i: sample for of_rank in everyone for i, sample in of_rank.items()}
+    assert sum(map(len, everyone)) == len(samples) == len(batch), (
         "a sample is held twice, or not at all"
     )
-    return [found[i] for i in range(len(batch))]
+    return [samples[i] for i in range(len(batch))]

@@ -53,12 +53,12 @@ def processes_of(url: str, module: str) -> list[psutil.Process]:
     that started it.
     """
     port = url.rsplit(":", 1)[1]
-    found = []
+    processes = []
     for process in psutil.process_iter(["cmdline"]):
         command = process.info["cmdline"] or []
         if module in command and port in command:
-            found += [process, *process.children(recursive=True)]
-    return list({process.pid: process for process in found}.values())
+            processes += [process, *process.children(recursive=True)]
+    return list({process.pid: process for process in processes}.values())
 
 
 def main_process(url: str, module: str) -> psutil.Process:

@@ -64,18 +64,18 @@ def with_random_routes(
     """A different set of experts for every token and layer, of the first ``among``; ``missing``:
     the fraction of rows whose route isn't known."""
     g = np.random.default_rng(seed)
-    found = []
+    copies = []
     for sample in samples:
         order = g.random((sample.length - 1, shape.layers, among or shape.num_experts)).argsort(-1)
         unknown = g.random(sample.length - 1) < missing if missing else None
-        found.append(
+        copies.append(
             replace(
                 sample,
                 routed_experts=order[..., : shape.k].astype(shape.dtype),
                 missing_routes=unknown,
             )
         )
-    return found
+    return copies
 
 
 def run_pass(
@@ -114,9 +114,9 @@ def around_routing(router: Any, change: Callable[[Callable[..., Any]], Callable[
     router.routing = change(router.routing)
 
 
-def distance(found: Sequence[Any], expected: Sequence[Any]) -> float:
+def distance(actual: Sequence[Any], expected: Sequence[Any]) -> float:
     """Largest difference of two lists of arrays or tensors."""
-    pairs = zip(found, expected, strict=True)
+    pairs = zip(actual, expected, strict=True)
     return max(
         float((torch.as_tensor(a).double() - torch.as_tensor(b).double()).abs().max())
         for a, b in pairs

@@ -37,9 +37,11 @@ def assert_served(engine: ServerEngine, model: str, sent: str) -> None:
 
 def _assert_agrees(engine: ServerEngine, model: str) -> None:
     prompts = prompts_of([3, 7, 40, 80], 96)
-    found = engine.generate(prompts, SAMPLING, seed=5)
-    check_samples(found, prompts, SAMPLING, vocab_size=engine.client.model.vocab_size)
+    responses = engine.generate(prompts, SAMPLING, seed=5)
+    check_samples(responses, prompts, SAMPLING, vocab_size=engine.client.model.vocab_size)
     reference = load_reference(model)
-    samples = found if found[0].routed_experts is None else without_ties(reference, found)
-    assert len(samples) >= len(found) // 2
+    samples = (
+        responses if responses[0].routed_experts is None else without_ties(reference, responses)
+    )
+    assert len(samples) >= len(responses) // 2
     assert_agrees(samples, reference, temperature=SAMPLING.temperature)

@@ -79,21 +79,21 @@ class Generator:
             return web.json_response({"success": True, "weight_version": self.version})
         self.bodies.append(body)
         self.senders.append(sender)
-        found = respond(body, self.version)
+        reply = respond(body, self.version)
         while not self.gate:
             self._aborted.clear()
             try:
                 await asyncio.wait_for(self._aborted.wait(), 0.01)
             except TimeoutError:
                 continue
-            found = respond(body, self.version, cut=1)
+            reply = respond(body, self.version, cut=1)
             break
         breaks = self.breaks_of.get(sender) or self.breaks
         change = breaks.pop(0) if breaks else self.always
-        found = change(found) if change is not None else found
-        if asyncio.iscoroutine(found):
-            found = await found
-        return found if isinstance(found, web.StreamResponse) else web.json_response(found)
+        reply = change(reply) if change is not None else reply
+        if asyncio.iscoroutine(reply):
+            reply = await reply
+        return reply if isinstance(reply, web.StreamResponse) else web.json_response(reply)
 
 
 def respond(body: dict[str, Any], version: str, cut: int | None = None) -> dict[str, Any]:

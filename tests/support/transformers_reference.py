@@ -250,12 +250,12 @@ def observe_routers(
                 expert_id_dtype(experts)
             )
         )
-        for place in np.flatnonzero(sample.loss_mask) + sample.prompt_length - 1:
+        for position in np.flatnonzero(sample.loss_mask) + sample.prompt_length - 1:
             trained += 1
             for layer, (logits, _, ids) in enumerate(seen):
-                p = shares_of(gates[layer], logits[place].double())
+                p = shares_of(gates[layer], logits[position].double())
                 entropy[layer] -= float((p * p.log()).sum())
-                for expert in ids[place].tolist():
+                for expert in ids[position].tolist():
                     load[layer, expert] += 1
     for hook in [*hooks, *([] if noisy is None else [noisy])]:
         hook.remove()
@@ -359,13 +359,13 @@ def checkpoint_tensors(
 def stored_name(name: str, model_type: str) -> str:
     """The name in files; Transformers renames MiniMax-M2's tensors."""
     if model_type == "minimax_m2":
-        for own, stored in (
+        for own_name, stored in (
             (".mlp.", ".block_sparse_moe."),
             (".gate_proj.", ".w1."),
             (".up_proj.", ".w3."),
             (".down_proj.", ".w2."),
         ):
-            name = name.replace(own, stored)
+            name = name.replace(own_name, stored)
     return name
 
 
@@ -376,17 +376,17 @@ def checkpoint_gradients(model: torch.nn.Module) -> dict[str, Tensor]:
     )
 
 
-def worst_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[str, float]:
+def worst_error(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[str, float]:
     """The parameter that is furthest off, and its error relative to the parameter's own norm.
 
     A parameter with (nearly) no gradient is measured against the typical norm, so that rounding
     noise isn't divided by zero.
     """
-    assert set(found) == set(expected), sorted(set(found) ^ set(expected))[:3]
+    assert set(actual) == set(expected), sorted(set(actual) ^ set(expected))[:3]
     norms = {name: float(value.norm()) for name, value in expected.items()}
     floor = 1e-3 * math.sqrt(sum(norm**2 for norm in norms.values()) / len(norms))
     errors = {
-        name: float((found[name].double() - expected[name]).norm()) / max(norms[name], floor)
+        name: float((actual[name].double() - expected[name]).norm()) / max(norms[name], floor)
         for name in expected
     }
     name = max(errors, key=lambda key: math.inf if math.isnan(errors[key]) else errors[key])

@@ -68,9 +68,9 @@ class Scheduler:
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         name = body["group_name"]
         limit = timedelta(minutes=30)
-        place = f"tcp://{body['master_address']}:{body['master_port']}"
+        address = f"tcp://{body['master_address']}:{body['master_port']}"
         store, rank, size = next(
-            rendezvous(place, body["rank_offset"], body["world_size"], timeout=limit)
+            rendezvous(address, body["rank_offset"], body["world_size"], timeout=limit)
         )
         store.set_timeout(limit)
         group, _ = _new_process_group_helper(

@@ -60,7 +60,7 @@ def each_element_once(layout, family, shape) -> dict[str, tuple[int, ...]]:
 @pytest.mark.parametrize("layout", LAYOUTS[1:], ids=str)
 def test_keys_and_sizes_do_not_depend_on_the_layout(layout):
     family, shape = family_and_shape("moe")
-    frames = [checkpoint_metadata(family, shape, one) for one in (parallel(), layout)]
+    frames = [checkpoint_metadata(family, shape, each) for each in (parallel(), layout)]
     sizes = [{chunk.key: chunk.whole for chunk in frame.chunks} for frame in frames]
     assert sizes[0] == sizes[1] and frames[0].objects == frames[1].objects
 

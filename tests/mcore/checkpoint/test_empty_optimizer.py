@@ -39,9 +39,11 @@ def resume(rank: int, world_size: int, path: str, folder: str) -> dict[str, Any]
     """One step, a checkpoint, another step; the same from the checkpoint."""
     through = policy_at(path)
     step(through, 1)
-    parts = [part.optimizer for part in through.optimizer.chained_optimizers]
-    found: dict[str, Any] = {
-        "parameters": [sum(len(g["params"]) for g in part.param_groups) for part in parts]
+    optimizers = [optimizer.optimizer for optimizer in through.optimizer.chained_optimizers]
+    outcome: dict[str, Any] = {
+        "parameters": [
+            sum(len(g["params"]) for g in optimizer.param_groups) for optimizer in optimizers
+        ]
     }
     at = save_checkpoint(through, Path(folder), 1, {}, keep=1)
     step(through, 2)
@@ -49,14 +51,16 @@ def resume(rank: int, world_size: int, path: str, folder: str) -> dict[str, Any]
     load_checkpoint(resumed, at)
     step(resumed, 2)
     expected = {name: weight.clone() for name, weight in through.weights()}
-    found["equal"] = all(torch.equal(weight, expected[name]) for name, weight in resumed.weights())
-    return found
+    outcome["equal"] = all(
+        torch.equal(weight, expected[name]) for name, weight in resumed.weights()
+    )
+    return outcome
 
 
 def test_a_stage_without_experts_is_saved_and_resumed(tmp_path):
     # The first stage has dense layers only.
     path = save_tiny_model(tmp_path / "model", mlp_only_layers=[0, 1])
     ranks = run_distributed(resume, 4, path, str(tmp_path / "checkpoints"))
-    for rank, found in enumerate(ranks):
-        assert found["equal"]
-        assert (found["parameters"][1] == 0) == (rank < 2)
+    for rank, outcome in enumerate(ranks):
+        assert outcome["equal"]
+        assert (outcome["parameters"][1] == 0) == (rank < 2)

@@ -61,11 +61,11 @@ def test_the_file_holds_what_was_there_when_it_was_copied(tmp_path, monkeypatch,
         folder = tmp_path / str(number)
         folder.mkdir()
         image.write(folder, lambda: False)
-        found = loaded(folder, image)
-        assert torch.equal(found["weight"], WEIGHTS.view(4, 6))
-        assert torch.equal(found["long"], torch.full((3000,), float(number)))
-        assert torch.equal(found["optimizer.state.param.weight"], found["weight"])
-        assert torch.equal(found["half"], WEIGHTS[:3].to(torch.bfloat16))
+        tensors = loaded(folder, image)
+        assert torch.equal(tensors["weight"], WEIGHTS.view(4, 6))
+        assert torch.equal(tensors["long"], torch.full((3000,), float(number)))
+        assert torch.equal(tensors["optimizer.state.param.weight"], tensors["weight"])
+        assert torch.equal(tensors["half"], WEIGHTS[:3].to(torch.bfloat16))
         assert (folder / "file").stat().st_size == image.nbytes and image.nbytes % PAGE == 0
         objects = {part.key: stored(folder, part) for part in image.parts if part.box is None}
         assert objects == {"a": b"one", "b": b"one", "c": b"two"}

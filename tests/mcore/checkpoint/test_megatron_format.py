@@ -85,16 +85,16 @@ def exchange(
     saved = train_step(policy, 0)
     at = save_as_before(policy, Path(folder) / "old")
     later = train_step(policy, 1)
-    found = {}
+    outcomes = {}
     for number, (other, also) in enumerate([(layout, sharded), *others]):
         resumed = policy_in(path, other, distributed_optimizer=also)
         state = load_checkpoint(resumed, at)
         assert state == {"step": 1} and optimizer_numbers(resumed) == {"step": 1}
-        found[number] = (
+        outcomes[number] = (
             max_difference(weights(resumed), saved),
             max_difference(train_step(resumed, 1), later),
         )
-    return found
+    return outcomes
 
 
 CASES = {
@@ -110,9 +110,9 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_earlier_checkpoints_are_loaded(path, tmp_path, case):
     """In their layout exactly, in others up to the order of float32 sums."""
-    for found in run_distributed(exchange, 2, path, str(tmp_path), *CASES[case]):
-        assert found[0] == (0, 0)
-        assert all(same == 0 and next_ < LR / 2 for same, next_ in found.values())
+    for outcomes in run_distributed(exchange, 2, path, str(tmp_path), *CASES[case]):
+        assert outcomes[0] == (0, 0)
+        assert all(same == 0 and next_ < LR / 2 for same, next_ in outcomes.values())
 
 
 def load_with_megatron(rank: int, world_size: int, path: str, folder: str) -> tuple[float, float]:
@@ -144,8 +144,8 @@ def tensors(value: Any, name: str) -> list[Any]:
     """What a nested dict has under a key."""
     if not isinstance(value, dict):
         return []
-    found = [value[name]] if name in value else []
-    return found + [item for inner in value.values() for item in tensors(inner, name)]
+    values = [value[name]] if name in value else []
+    return values + [item for inner in value.values() for item in tensors(inner, name)]
 
 
 def test_megatron_loads_ours(path, tmp_path):

@@ -38,8 +38,8 @@ def test_ranks_indices_become_torchs_metadata(tmp_path):
         and entry.properties.dtype == torch.bfloat16
         and len(entry.chunks) == 2
     )
-    found = stored_parts(read_metadata(tmp_path / METADATA))
-    assert found == {
+    stored = stored_parts(read_metadata(tmp_path / METADATA))
+    assert stored == {
         "weight": [replace(part, dtype=None) for part in (FIRST, SECOND)],
         "extra/shard_0_1": [OBJECT],
     }

@@ -38,7 +38,7 @@ def owned(
     train_mini_batch(policy, batch, preset("sft"), micro_batches_of(64), temperature=1.0)
     image = make_image(policy)
     pieces = pieces_to_write(policy)
-    found: dict[str, Any] = {
+    shares: dict[str, Any] = {
         "written": bytes_of(pieces),
         "read": bytes_of(pieces_to_read(policy)),
         "memory": image.nbytes,
@@ -48,8 +48,8 @@ def owned(
     try:
         at = save_checkpoint(policy, Path(folder), 1, {}, keep=1)
     except CheckpointError as error:  # a part is missing or there twice
-        return found | {"refused": str(error)}
-    return found | {"file": (at / f"__{rank}_0.distcp").stat().st_size}
+        return shares | {"refused": str(error)}
+    return shares | {"file": (at / f"__{rank}_0.distcp").stat().st_size}
 
 
 @pytest.mark.parametrize("sharded", [True, False], ids=["sharded", "whole"])
@@ -60,16 +60,16 @@ def owned(
 )
 def test_the_ranks_divide_everything(model, tmp_path, layout, sharded):
     ranks = run_distributed(owned, 4, model, str(tmp_path), layout, sharded)
-    whole = sum(found["written"] for found in ranks)
+    whole = sum(shares["written"] for shares in ranks)
     stages = 2 if layout.pipeline_model_parallel_size == 2 else 1
-    for found in ranks:
-        assert found["refused"] == ""
-        assert found["written"] == pytest.approx(whole / 4, rel=0.1 if stages == 1 else 0.3)
+    for shares in ranks:
+        assert shares["refused"] == ""
+        assert shares["written"] == pytest.approx(whole / 4, rel=0.1 if stages == 1 else 0.3)
         assert (
-            found["written"]
-            <= found["memory"]
-            == found["file"]
-            <= found["written"] + found["frames"]
+            shares["written"]
+            <= shares["memory"]
+            == shares["file"]
+            <= shares["written"] + shares["frames"]
         )
         if sharded:
-            assert found["read"] == pytest.approx(found["written"], rel=0.1)
+            assert shares["read"] == pytest.approx(shares["written"], rel=0.1)

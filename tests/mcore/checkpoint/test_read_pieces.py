@@ -28,8 +28,10 @@ def part_of(box: Box) -> Tensor:
 def save(folder: Path, boxes: list[list[Box]], key: str = "weight") -> None:
     """A checkpoint with a file for each list of boxes."""
     parts = []
-    for rank, own in enumerate(boxes):
-        pieces = [Piece(key, SHAPE, box, part_of(box).reshape(-1).clone(), False) for box in own]
+    for rank, own_boxes in enumerate(boxes):
+        pieces = [
+            Piece(key, SHAPE, box, part_of(box).reshape(-1).clone(), False) for box in own_boxes
+        ]
         image = FileImage(f"__{rank}_0.distcp", pieces, {})
         image.copy()
         image.write(folder, lambda: False)

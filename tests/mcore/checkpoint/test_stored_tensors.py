@@ -58,8 +58,8 @@ def test_the_values_are_found(tmp_path, dtype, written_by):
     )
     assert (header.dtype, header.sizes, header.strides) == (dtype, (3, 7), (7, 1))
     assert (header.numel, header.offset) == (21, 0)
-    found = torch.frombuffer(bytearray(content[header.start :]), dtype=dtype, count=21)
-    assert torch.equal(found.view(3, 7), tensor)
+    values = torch.frombuffer(bytearray(content[header.start :]), dtype=dtype, count=21)
+    assert torch.equal(values.view(3, 7), tensor)
 
 
 def test_a_view_is_described_as_it_is(tmp_path):

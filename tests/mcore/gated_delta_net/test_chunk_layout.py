@@ -72,28 +72,28 @@ def test_gradients_of_the_copies_add_up(lengths, size, before, cp):
     g = torch.Generator().manual_seed(1)
     x = torch.randn(sum(lengths), 2, generator=g, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(to_wide_chunks(x, layout).shape, generator=g, dtype=torch.float64)
-    [found] = torch.autograd.grad((to_wide_chunks(x, layout) * weight).sum(), x)
+    [gradient] = torch.autograd.grad((to_wide_chunks(x, layout) * weight).sum(), x)
     expected = torch.zeros_like(x)
     for row, slot, w in zip(
         layout.wide_rows.tolist(), range(len(layout.wide_rows)), weight.flatten(0, 1), strict=True
     ):
         if slot not in layout.absent.tolist():
             expected[row] += w
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-14)
+    torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-14)
 
 
 def test_convolution_equals_torch():
     g = torch.Generator().manual_seed(2)
     x = torch.randn(3, 9, 5, generator=g, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(5, 4, generator=g, dtype=torch.float64, requires_grad=True)
-    found = causal_convolution(x, weight)
+    output = causal_convolution(x, weight)
     expected = torch.nn.functional.conv1d(x.transpose(1, 2), weight[:, None], groups=5).transpose(
         1, 2
     )
     out = torch.randn(expected.shape, generator=g, dtype=torch.float64)
-    ours = torch.autograd.grad((found * out).sum(), (x, weight))
+    ours = torch.autograd.grad((output * out).sum(), (x, weight))
     theirs = torch.autograd.grad((expected * out).sum(), (x, weight))
-    for a, b in zip((found, *ours), (expected, *theirs), strict=True):
+    for a, b in zip((output, *ours), (expected, *theirs), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-13, atol=1e-13)
 
 

@@ -44,13 +44,13 @@ def naive(query: Tensor, key: Tensor, value: Tensor, gate: Tensor, beta: Tensor)
     """[t, heads * r, e] of one sequence, token by token."""
     groups = [h // PER_HEAD for h in range(HEADS * PER_HEAD)]
     state = query.new_zeros(len(groups), KEY, VALUE)
-    rows = []
+    outputs = []
     for q, k, v, g, b in zip(query[:, groups], key[:, groups], value, gate, beta, strict=True):
         state = state * torch.exp(g)[:, None, None]
         known = torch.einsum("hde,hd->he", state, k)
         state = state + torch.einsum("hd,he->hde", k, b[:, None] * (v - known))
-        rows.append(torch.einsum("hde,hd->he", state, q))
-    return torch.stack(rows)
+        outputs.append(torch.einsum("hde,hd->he", state, q))
+    return torch.stack(outputs)
 
 
 @pytest.mark.parametrize("theirs", [torch_chunk_gated_delta_rule, torch_recurrent_gated_delta_rule])
@@ -82,15 +82,15 @@ def test_chunks_equal_the_recurrence(size, lengths):
     chunks: list[list[Tensor]] = []
     for step, members in enumerate(steps):
         for i in members:
-            rows = [x[step * size : (step + 1) * size] for x in whole[i]]
-            missing = size - len(rows[0])
+            tokens = [x[step * size : (step + 1) * size] for x in whole[i]]
+            missing = size - len(tokens[0])
             filler = (
                 [x.detach() * (n < 3) for n, x in enumerate(inputs(missing, seed=99))]
                 if missing
-                else rows
+                else tokens
             )
             chunks.append(
-                [torch.cat((x, f)) if missing else x for x, f in zip(rows, filler, strict=True)]
+                [torch.cat((x, f)) if missing else x for x, f in zip(tokens, filler, strict=True)]
             )
     query, key, value, gate, beta = (torch.stack(parts) for parts in zip(*chunks, strict=True))
     split = [x.unflatten(2, (HEADS, PER_HEAD)) for x in (value, gate, beta)]

@@ -28,18 +28,18 @@ LENGTHS = (8, 152, 16, 72, 8)
 
 def by_key_head(theirs: Qwen3NextGatedDeltaNet) -> dict[str, Tensor]:
     """Transformers' weights as the layer has them: the rows of each key head together."""
-    rows = []
+    of_key_heads = []
     inputs = zip(
         theirs.in_proj_qkvz.weight.chunk(4), theirs.in_proj_ba.weight.chunk(4), strict=True
     )
     for qkvz, gates in inputs:
         qkv, z = qkvz.split((16, 6))
-        rows += [qkv, gates, z]
+        of_key_heads += [qkv, gates, z]
     query, key, value = theirs.conv1d.weight.split((20, 20, 24))
     taps = zip(query.chunk(4), key.chunk(4), value.chunk(4), strict=True)
     return {
-        "in_proj.weight": torch.cat(rows),
-        "conv1d.weight": torch.cat([rows for head in taps for rows in head]),
+        "in_proj.weight": torch.cat(of_key_heads),
+        "conv1d.weight": torch.cat([of_key_heads for head in taps for of_key_heads in head]),
         "dt_bias": theirs.dt_bias,
         "A_log": theirs.A_log,
         "out_norm.weight": theirs.norm.weight,
@@ -72,7 +72,7 @@ def compare(rank: int, world_size: int) -> None:
     sequences = packed_sequences(bounds, max(LENGTHS), groups.cp, torch.device("cpu"))
     hidden = torch.randn(sum(LENGTHS), HIDDEN, requires_grad=True)
     ours = layer(hidden[:, None], packed_seq_params=sequences)[0][:, 0]
-    expected = torch.cat([theirs(rows[None])[0] for rows in hidden.split(LENGTHS)])
+    expected = torch.cat([theirs(sequence[None])[0] for sequence in hidden.split(LENGTHS)])
     torch.testing.assert_close(ours, expected, rtol=2e-4, atol=2e-5)
     weights = torch.randn(expected.shape)
     gradients = [

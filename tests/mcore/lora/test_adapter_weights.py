@@ -4,6 +4,7 @@ PEFT's, in two layouts.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,24 @@ from tests.support.transformers_reference import checkpoint_tensors, load_refere
 LAYOUTS = (parallel(tensor=2, expert=2), parallel(pipeline=2, expert_tensor=2, expert=1, tensor=2))
 
 
-def streams(rank: int, world_size: int, path: str, lora: LoRAConfig, file: Path) -> list[Any]:
-    """Of every layout the adapters to all ranks and to the sources, the merged weights, and the
-    base's checksum.
+@dataclass(frozen=True)
+class Exported:
+    """What a rank exports in one layout: the adapters as they began, then those of the file, to all
+    ranks and to the sources alone, and the merged weights.
     """
+
+    initial: dict[str, Tensor]
+    everywhere: dict[str, Tensor]
+    by_sources: dict[str, Tensor]
+    merged: dict[str, Tensor]
+    base_checksum: str
+
+
+def export_in_every_layout(
+    rank: int, world_size: int, path: str, lora: LoRAConfig, file: Path
+) -> list[Exported]:
     tensors = load_file(file)
-    found = []
+    exported = []
     for layout in LAYOUTS:
         policy = build_policy(
             model_config(path),
@@ -43,14 +56,16 @@ def streams(rank: int, world_size: int, path: str, lora: LoRAConfig, file: Path)
             optimizer=adam(1e-3),
             parts=TrainedParts(lora=lora, seed=3),
         )
-        first = {name: tensor.clone() for name, tensor in policy.adapters()}
+        initial = {name: tensor.clone() for name, tensor in policy.adapters()}
         policy.set_adapters(lambda name, sizes: tensors[name])
-        own: dict[str, Tensor] = {}
+        by_sources: dict[str, Tensor] = {}
         for source in policy.sources:
-            own |= {name: tensor.clone() for name, tensor in policy.adapters(source)}
+            by_sources |= {name: tensor.clone() for name, tensor in policy.adapters(source)}
         merged = {name: tensor.clone() for name, tensor in policy.weights()}
-        found.append((first, dict(policy.adapters()), own, merged, policy.base_checksum()))
-    return found
+        exported.append(
+            Exported(initial, dict(policy.adapters()), by_sources, merged, policy.base_checksum())
+        )
+    return exported
 
 
 @pytest.fixture(scope="module", params=["each", "shared", "router", "latent"])
@@ -74,27 +89,33 @@ def case(request, tmp_path_factory) -> dict[str, Any]:
         model=model,
         tensors=tensors,
         folder=folder,
-        ranks=run_distributed(streams, 4, path, lora, file),
+        ranks=run_distributed(export_in_every_layout, 4, path, lora, file),
     )
+
+
+def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert set(actual) == set(expected)
+    for name, tensor in expected.items():
+        assert torch.equal(actual[name], tensor), name
+
+
+def exports(case: dict[str, Any]) -> list[Exported]:
+    """Of all ranks and layouts."""
+    return [exported for rank in case["ranks"] for exported in rank]
 
 
 def test_streams_have_every_adapter_in_every_layout(case):
     tensors = case["tensors"]
-    for at in range(len(LAYOUTS)):
+    initial = case["ranks"][0][0].initial
+    for ranks in zip(*case["ranks"], strict=True):  # of one layout
         sent: dict[str, Tensor] = {}
-        for first, everywhere, own, _, _ in (rank[at] for rank in case["ranks"]):
-            assert set(everywhere) == set(tensors)
-            assert all(torch.equal(everywhere[name], tensors[name]) for name in tensors)
-            assert not set(own) & set(sent), "sent twice"
-            sent |= own
-            one = case["ranks"][0][0][0]
-            assert all(torch.equal(first[name], one[name]) for name in one), (
-                "first values depend on the layout"
-            )
-        assert set(sent) == set(tensors) and all(
-            torch.equal(sent[name], tensors[name]) for name in tensors
-        )
-    for name, tensor in case["ranks"][0][0][0].items():
+        for exported in ranks:
+            assert_equal(exported.everywhere, tensors)
+            assert not set(exported.by_sources) & set(sent), "sent twice"
+            sent |= exported.by_sources
+            assert_equal(exported.initial, initial)
+        assert_equal(sent, tensors)
+    for name, tensor in initial.items():
         bound = tensor.shape[1] ** -0.5 if ".lora_A." in name else 0.0
         assert float(tensor.abs().max()) <= bound and bool(tensor.any()) == (bound > 0)
 
@@ -111,15 +132,15 @@ def test_merged_weights_are_those_of_peft(case):
                 wanted[weight] = base[weight] + (b @ case["tensors"][name]) * scale
     else:
         wanted = checkpoint_tensors(case["model"].merge_and_unload(), torch.Tensor.detach)
-    for merged in (rank[at][3] for rank in case["ranks"] for at in range(len(LAYOUTS))):
-        assert set(merged) == set(wanted)
-        for name, tensor in merged.items():
+    for exported in exports(case):
+        assert set(exported.merged) == set(wanted)
+        for name, tensor in exported.merged.items():
             # A product's last bits.
             assert torch.allclose(tensor, wanted[name], rtol=0, atol=5e-7), name
 
 
 def test_the_checksum_is_one_for_every_layout_and_another_for_other_weights(case):
-    (checksum,) = {rank[at][4] for rank in case["ranks"] for at in range(len(LAYOUTS))}
+    (checksum,) = {exported.base_checksum for exported in exports(case)}
     assert len(checksum) == 16 and int(checksum, 16)
 
 
@@ -131,9 +152,9 @@ def test_peft_loads_the_files_and_scores_the_same(case, fused):
     folder = case["folder"] / f"adapters_{fused}"
     facts = AdapterFacts(lora.rank, lora.alpha, lora.rslora, base=case["path"], checksum="ab")
     write_adapters(folder, case["tensors"], facts, fused=fused)
-    tensors, read = read_adapters(folder)
-    assert read == facts and set(tensors) == set(case["tensors"])
-    assert all(torch.equal(tensors[name], case["tensors"][name]) for name in tensors)
+    tensors, facts_read = read_adapters(folder)
+    assert facts_read == facts
+    assert_equal(tensors, case["tensors"])
     if not fused:
         return
     fresh = load_reference(case["path"])
@@ -141,10 +162,10 @@ def test_peft_loads_the_files_and_scores_the_same(case, fused):
     tokens = torch.arange(2, 40)[None]
     case_model = adapted(load_reference(case["path"]).float(), case["path"], lora).double()
     with torch.no_grad():
-        found, wanted = (
-            model(input_ids=tokens, use_cache=False).logits for model in (loaded, case_model)
-        )
+        logits = loaded(input_ids=tokens, use_cache=False).logits
+        expected = case_model(input_ids=tokens, use_cache=False).logits
         with loaded.disable_adapter():
             base = loaded(input_ids=tokens, use_cache=False).logits
-    assert float((found - wanted).abs().max()) < 1e-5 < 1e-2 < float((found - base).abs().max())
+    assert (logits - expected).abs().max() < 1e-5
+    assert (logits - base).abs().max() > 1e-2
     assert Path(folder / "adapter_config.json").is_file()

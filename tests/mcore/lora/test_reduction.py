@@ -26,7 +26,7 @@ def marks(rank: int, world_size: int, path: str) -> dict[str, Any]:
     """Of the first expert's adapters: group size, whether it counts in the norm, and the
     gradient.
     """
-    found = {}
+    marked = {}
     for name, sizes, experts in (
         ("etp", dict(expert_tensor=2), "each"),
         ("ep", dict(expert=2), "each"),
@@ -58,18 +58,18 @@ def marks(rank: int, world_size: int, path: str) -> dict[str, Any]:
         ):
             p: Any = expert.get_parameter(key)
             group = getattr(p, "summed_over", None)
-            found[name, key] = (
+            marked[name, key] = (
                 group.size() if group else 1,
                 p.tensor_model_parallel,
                 p.main_grad.clone(),
             )
         chunk = unwrap(policy.chunks[0])
-        found[name] = {
+        marked[name] = {
             key
             for key, p in chunk.named_parameters()
             if p.grad is not None or hasattr(p, "main_grad")
         }
-    return found
+    return marked
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +98,6 @@ def test_replicas_have_one_gradient(ranks):
 
 
 def test_nothing_else_has_a_gradient(ranks):
-    for found in ranks:
+    for marked in ranks:
         for name in ("etp", "ep", "shared"):
-            assert found[name] and all(".lora." in key for key in found[name]), name
+            assert marked[name] and all(".lora." in key for key in marked[name]), name

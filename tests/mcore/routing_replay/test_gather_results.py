@@ -18,7 +18,7 @@ from megatron_gspo.mcore.routing_replay.gather_results import (
     routing_stats,
     shared_experts_of_replica,
 )
-from megatron_gspo.mcore.routing_replay.micro_batch_routes import ReplayOptions
+from megatron_gspo.mcore.routing_replay.micro_batch_routes import MicroBatchRoutes, ReplayOptions
 from megatron_gspo.mcore.train_step import compute_log_probs
 from megatron_gspo.routing_replay.routes import RouteShape
 from tests.support.configs import micro_batches_of, parallel
@@ -53,14 +53,14 @@ def scattered(samples: list[Sample], recorded: list[np.ndarray], shape: RouteSha
     unknown.
     """
     g = np.random.default_rng(8)
-    found = []
+    partly_resampled = []
     for sample, routes in zip(with_random_routes(samples, shape, seed=2), recorded, strict=True):
         changed = g.random(routes.shape[:2]) < 0.25
         routes = np.where(changed[..., None], sample.routed_experts, routes)
-        found.append(
+        partly_resampled.append(
             replace(sample, routed_experts=routes, missing_routes=g.random(len(routes)) < 0.125)
         )
-    return found
+    return partly_resampled
 
 
 def count(samples: list[Sample], used: list[np.ndarray], experts: int) -> dict[str, Any]:
@@ -96,30 +96,30 @@ def count(samples: list[Sample], used: list[np.ndarray], experts: int) -> dict[s
     }
 
 
-def flips_of(sample: Any, used: np.ndarray) -> list[int]:
+def flips_of(sample: Sample, used: np.ndarray) -> list[int]:
     """Of each response token, one by one: 1 or 0, and -1 where nothing was compared."""
-    found = []
+    flips = []
     for j in range(sample.response_length):
         row = sample.prompt_length - 1 + j
         is_missing = sample.missing_routes is not None and sample.missing_routes[row]
         layers = zip(used[row].tolist(), sample.routed_experts[row].tolist(), strict=True)
-        found.append(
+        flips.append(
             -1
             if is_missing or not sample.loss_mask[j]
             else int(any(set(a) != set(b) for a, b in layers))
         )
-    return found
+    return flips
 
 
-def shares_of(sample: Any, used: np.ndarray, layers: list[int]) -> list[list[float]]:
+def shares_of(sample: Sample, used: np.ndarray, layers: list[int]) -> list[list[float]]:
     """Of each row, one by one: the share of the used experts in its own given row, the next one and
     the previous one; -1 where one of the two is unknown or absent."""
-    found = []
+    shares = []
     for row in range(len(used)):
         values = []
         for other in (row, row + 1, row - 1):
-            rows = (row, other)
-            if not 0 <= other < len(used) or sample.missing_routes[list(rows)].any():
+            two_rows = (row, other)
+            if not 0 <= other < len(used) or sample.missing_routes[list(two_rows)].any():
                 values.append(-1.0)
                 continue
             given = sample.routed_experts[other]
@@ -128,27 +128,29 @@ def shares_of(sample: Any, used: np.ndarray, layers: list[int]) -> list[list[flo
                     [len(set(used[row, i].tolist()) & set(given[i].tolist())) / 2 for i in layers]
                 )
             )
-        found.append(values)
-    return found
+        shares.append(values)
+    return shares
 
 
-def check_shares(done: Any, given: list[Sample], used: list[np.ndarray], parts: int) -> None:
+def check_shares(
+    done: list[MicroBatchRoutes], given: list[Sample], used: list[np.ndarray], parts: int
+) -> None:
     """With ``parts`` of a sequence on other ranks some neighbours are not seen."""
     inputs = TrainingBatch.of(given).inputs
     shares = inputs.split(shared_experts_of_replica(done, TrainingBatch.of(given)))
     layers = sorted(done[0].layers)
     seen = 0
     expected_seen = 0
-    own = [i for routes in done for i in routes.layout.sample_ids]
-    for i in own:
+    sample_ids = [i for routes in done for i in routes.layout.sample_ids]
+    for i in sample_ids:
         assert len(shares[i]) == given[i].length and np.isnan(shares[i][-1]).all()
-        found = np.nan_to_num(shares[i][:-1], nan=-1.0)
+        rounded = np.nan_to_num(shares[i][:-1], nan=-1.0)
         expected = np.array(shares_of(given[i], used[i], layers))
-        compared = found >= 0
-        assert np.abs(found - expected)[compared].max() < 1e-9 and (expected[compared] >= 0).all()
+        compared = rounded >= 0
+        assert np.abs(rounded - expected)[compared].max() < 1e-9 and (expected[compared] >= 0).all()
         assert (compared[:, 0] == (expected[:, 0] >= 0)).all(), "the own row is always seen"
-        seen = seen + compared.sum()
-        expected_seen = expected_seen + (expected >= 0).sum()
+        seen += compared.sum()
+        expected_seen += (expected >= 0).sum()
     assert seen == expected_seen if parts == 1 else 0.6 * expected_seen < seen < expected_seen
 
 
@@ -169,17 +171,17 @@ def compare_with_counts(rank: int, world_size: int, path: str, layout: ParallelC
     for done in (live, updated):
         used, _ = all_routes(done, given, range(len(given)))
         expected = count(given, used, shape.num_experts)
-        found = routing_stats(done)
+        stats = routing_stats(done)
         assert 0 < expected["compared"] < expected["trained"] and 0.1 < expected["flipped"] < 1.0, (
             expected
         )
-        assert found.compared == expected["compared"]
-        assert np.abs(found.flip_rate - expected["rate"]).max() < 1e-6, (
-            found.flip_rate,
+        assert stats.compared == expected["compared"]
+        assert np.abs(stats.flip_rate - expected["rate"]).max() < 1e-6, (
+            stats.flip_rate,
             expected["rate"],
         )
-        assert abs(found.flipped_tokens - expected["flipped"]) < 1e-9, (
-            found.flipped_tokens,
+        assert abs(stats.flipped_tokens - expected["flipped"]) < 1e-9, (
+            stats.flipped_tokens,
             expected["flipped"],
         )
         for sample, ids, flips in zip(given, used, all_flips(done, given), strict=True):
@@ -187,9 +189,9 @@ def compare_with_counts(rank: int, world_size: int, path: str, layout: ParallelC
         parts = layout.context_parallel_size * layout.tensor_model_parallel_size
         check_shares(done, given, used, parts)
         if done is live:
-            assert np.abs(found.load - expected["load"]).max() < 1e-6
+            assert np.abs(stats.load - expected["load"]).max() < 1e-6
         else:
-            assert found.load is None and found.entropy is None
+            assert stats.load is None and stats.entropy is None
     some = [5, 0, 7]
     for ids, i in zip(all_routes(updated, given, some)[0], some, strict=True):
         assert np.array_equal(ids, used[i])
@@ -232,8 +234,8 @@ def many_experts(rank: int, world_size: int, path: str) -> dict[str, Any]:
         routing=ReplayOptions(shape, record=True),
     )
     routes, exchanged = all_routes(done.routing, samples, range(len(samples)))
-    moved = exchanged + sum(one.bytes_moved for one in done.routing)
-    chosen = {ids.dtype for one in done.routing for ids in one.chosen.values()}
+    moved = exchanged + sum(micro_batch.bytes_moved for micro_batch in done.routing)
+    chosen = {ids.dtype for micro_batch in done.routing for ids in micro_batch.chosen.values()}
     replayed = [
         replace(sample, routed_experts=ids) for sample, ids in zip(samples, routes, strict=True)
     ]
@@ -254,14 +256,14 @@ def many_experts(rank: int, world_size: int, path: str) -> dict[str, Any]:
 def test_expert_ids_of_one_and_of_two_bytes(experts, dtype, tmp_path):
     path = many_experts_model(tmp_path / "model", experts)
     expected = observe_routers(load_reference(path), samples := scored_samples(4)).routes
-    for found in run_distributed(many_experts, 2, path):
-        for ids, wanted in zip(found["routes"], expected, strict=True):
+    for outcome in run_distributed(many_experts, 2, path):
+        for ids, wanted in zip(outcome["routes"], expected, strict=True):
             assert ids.dtype == wanted.dtype == dtype
             assert np.array_equal(np.sort(ids, -1), np.sort(wanted, -1))
-        assert found["chosen"] == {torch.uint8 if dtype is np.uint8 else torch.uint16}
-        assert max(ids.max() for ids in found["routes"]) == experts - 1, (
+        assert outcome["chosen"] == {torch.uint8 if dtype is np.uint8 else torch.uint16}
+        assert max(ids.max() for ids in outcome["routes"]) == experts - 1, (
             "the last expert is never used"
         )
-        assert found["distance"] <= 1e-6 and found["stats"].flipped_tokens == 0.0
+        assert outcome["distance"] <= 1e-6 and outcome["stats"].flipped_tokens == 0.0
         tokens = sum(sample.length for sample in samples)  # a row for the last token too
-        assert found["moved"] == tokens * 2 * 2 * np.dtype(dtype).itemsize
+        assert outcome["moved"] == tokens * 2 * 2 * np.dtype(dtype).itemsize

@@ -24,17 +24,19 @@ def weight(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> Tens
     blocks of columns.
     """
     generator = torch.Generator().manual_seed(rows * columns)
-    found = torch.randn(rows, columns, generator=generator) * torch.exp(
+    values = torch.randn(rows, columns, generator=generator) * torch.exp(
         torch.randn(rows, columns, generator=generator)
     )
-    found[:128, 128:256] = 0.0
-    return found.to(dtype)
+    values[:128, 128:256] = 0.0
+    return values.to(dtype)
 
 
 def of_transformers(tensor: Tensor, block: tuple[int, int] | None) -> tuple[Tensor, Tensor]:
     config = SimpleNamespace(weight_block_size=block, scale_fmt="float")
-    found = Fp8Quantize(SimpleNamespace(quantization_config=config)).convert({"x.weight": tensor})
-    return found["x.weight"], found["x.weight_scale_inv"]
+    converted = Fp8Quantize(SimpleNamespace(quantization_config=config)).convert(
+        {"x.weight": tensor}
+    )
+    return converted["x.weight"], converted["x.weight_scale_inv"]
 
 
 def same_bytes(a: Tensor, b: Tensor) -> bool:
@@ -71,9 +73,9 @@ def test_blocks_are_those_of_transformers(size, dtype):
     padded = torch.zeros(-(-rows // 128) * 128, -(-columns // 128) * 128, dtype=dtype)
     padded[:rows, :columns] = tensor
     values, scales = of_transformers(padded, (128, 128))
-    found = quantize_blocks(tensor)
-    assert same_bytes(found[0], values[:rows, :columns].contiguous()) and same_bytes(
-        found[1], scales
+    quantized = quantize_blocks(tensor)
+    assert same_bytes(quantized[0], values[:rows, :columns].contiguous()) and same_bytes(
+        quantized[1], scales
     )
 
 
@@ -81,8 +83,8 @@ def test_blocks_are_those_of_transformers(size, dtype):
 def test_a_tensor_is_that_of_transformers(dtype):
     tensor = weight(130, 300, dtype)
     values, scale = of_transformers(tensor, None)
-    found = FORMATS["fp8_tensor"].quantize(tensor)
-    assert same_bytes(found[0], values) and same_bytes(found[1], scale.view(1))
+    quantized = FORMATS["fp8_tensor"].quantize(tensor)
+    assert same_bytes(quantized[0], values) and same_bytes(quantized[1], scale.view(1))
 
 
 @pytest.mark.parametrize(
@@ -111,8 +113,8 @@ def test_zeros_and_tiny_numbers_stay_finite(name):
     each = FORMATS[name]
     tensor = torch.zeros(3, 5)
     tensor[0, 0] = 1e-38
-    found = each.dequantize(*each.quantize(tensor))
-    assert torch.equal(found, torch.zeros(3, 5))
+    restored = each.dequantize(*each.quantize(tensor))
+    assert torch.equal(restored, torch.zeros(3, 5))
 
 
 def test_the_blocks_of_a_slice_are_those_of_its_place():

@@ -66,8 +66,8 @@ def test_linear_modules_are_those_of_transformers(kind):
     expected = {stored_name(f"{name}.", config.model_type)[:-1] for name in expected}
     families = FAMILIES | {family.model_type: family for family in QWEN_NEXT}
     family = families[config.model_type]
-    found = linear_modules(family, family.shape(config.to_dict()))
-    assert len(found) == len(set(found)) and set(found) == expected
+    modules = linear_modules(family, family.shape(config.to_dict()))
+    assert len(modules) == len(set(modules)) and set(modules) == expected
 
 
 def test_stacked_experts_have_no_format():

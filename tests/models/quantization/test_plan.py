@@ -47,7 +47,7 @@ def test_listed_weights_leave_in_eight_bits_and_the_others_as_they_are(model, na
     plan = plan_of(model, name)
     each = FORMATS[name]
     sent = list(plan.quantize(tensors_of(model)))
-    names = [found for found, _ in sent]
+    names = [sent_name for sent_name, _ in sent]
     assert len(names) == len(set(names))
     values = dict(sent)
     for weight, tensor in tensors_of(model):
@@ -78,9 +78,9 @@ def test_listed_weights_leave_in_eight_bits_and_the_others_as_they_are(model, na
 def test_the_way_back_has_every_tensor_once(model, name):
     plan = plan_of(model, name)
     each = FORMATS[name]
-    found = list(dequantized(plan.quantize(tensors_of(model))))
-    assert [weight for weight, _ in found] == [weight for weight, _ in tensors_of(model)]
-    for (weight, tensor), (_, exact) in zip(found, tensors_of(model), strict=True):
+    restored = list(dequantized(plan.quantize(tensors_of(model))))
+    assert [weight for weight, _ in restored] == [weight for weight, _ in tensors_of(model)]
+    for (weight, tensor), (_, exact) in zip(restored, tensors_of(model), strict=True):
         quantised = weight.removesuffix(".weight") in plan.modules
         assert torch.equal(tensor, each.dequantize(*each.quantize(exact)) if quantised else exact)
 
@@ -95,10 +95,10 @@ def test_one_tensor_at_a_time():
             yield f"a.{number}.weight", torch.ones(4, 4)
 
     plan = QuantizationPlan(FORMATS["int8"], frozenset({"a.0", "a.1", "a.2"}), ())
-    found = plan.quantize(stream())
+    quantized = plan.quantize(stream())
     for number in range(3):
-        assert next(found)[0] == f"a.{number}.weight" and read[-1] == number
-        assert next(found)[0] == f"a.{number}.weight_scale" and read[-1] == number
+        assert next(quantized)[0] == f"a.{number}.weight" and read[-1] == number
+        assert next(quantized)[0] == f"a.{number}.weight_scale" and read[-1] == number
 
 
 @pytest.mark.parametrize("following", [[("b.weight", torch.ones(1))], []], ids=["another", "none"])
@@ -146,12 +146,12 @@ def test_transformers_loads_block_fp8(model, tmp_path):
         kind = name.rpartition(".")[2]
         if "experts" in name and "layers.3." not in name:
             parts = [
-                part
+                matrix
                 for each in tensor
-                for part in (each.chunk(2) if kind == "gate_up_proj" else [each])
+                for matrix in (each.chunk(2) if kind == "gate_up_proj" else [each])
             ]
             expected = torch.cat(
-                [dequantize_blocks(*quantize_blocks(part)).bfloat16() for part in parts]
+                [dequantize_blocks(*quantize_blocks(matrix)).bfloat16() for matrix in parts]
             )
             expected = expected.view_as(tensor)
         elif "self_attn" in name and "norm" not in name:

@@ -85,8 +85,10 @@ def test_several_demonstrations_of_each_prompt_of_a_file(tmp_path):
     cold_start.write_demonstrations(
         files, load_config(tmp_path / "config.yaml"), mistakes=0.5, copies=3
     )
-    found = rows(files.demonstrations)
-    assert [row["prompt"] for row in found] == ["1+1:", "2+1:"] * 3
-    assert len({row["answer"] for row in found}) == 6
-    assert set("".join(row["answer"] for row in found)) == set("1234"), "characters of the answers"
+    demonstrations = rows(files.demonstrations)
+    assert [row["prompt"] for row in demonstrations] == ["1+1:", "2+1:"] * 3
+    assert len({row["answer"] for row in demonstrations}) == 6
+    assert set("".join(row["answer"] for row in demonstrations)) == set("1234"), (
+        "characters of the answers"
+    )
     assert rows(files.held_out) == [{"prompt": "3+1:", "answer": "1234" * 25}]

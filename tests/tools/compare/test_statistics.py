@@ -21,10 +21,10 @@ from megatron_gspo.tools.compare.statistics import (
 )
 def test_intervals_have_the_t_quantiles_of_the_printed_table(freedom, quantile):
     values = [0.0] * freedom + [1.0]
-    found = interval(values)
+    estimate = interval(values)
     error = float(np.std(values, ddof=1)) / math.sqrt(len(values))
-    assert (found.high - found.mean) / error == pytest.approx(quantile, abs=6e-5)
-    assert (found.mean - found.low) / error == pytest.approx(quantile, abs=6e-5)
+    assert (estimate.high - estimate.mean) / error == pytest.approx(quantile, abs=6e-5)
+    assert (estimate.mean - estimate.low) / error == pytest.approx(quantile, abs=6e-5)
 
 
 @pytest.mark.parametrize("freedom", [1, 2, 3, 4, 5, 8, 11])
@@ -40,21 +40,25 @@ def test_p_of_the_t_test_is_the_integral_of_the_density(freedom):
 
 def test_interval_by_hand():
     # mean 3, standard deviation sqrt(2.5), error sqrt(2.5 / 5), t(4) = 2.77645
-    found = interval([1.0, 2.0, 3.0, 4.0, 5.0])
+    estimate = interval([1.0, 2.0, 3.0, 4.0, 5.0])
     half = 2.776445 * math.sqrt(0.5)
-    assert (found.mean, found.count) == (3.0, 5)
-    assert found.low == pytest.approx(3 - half, abs=1e-5)
-    assert found.high == pytest.approx(3 + half, abs=1e-5)
+    assert (estimate.mean, estimate.count) == (3.0, 5)
+    assert estimate.low == pytest.approx(3 - half, abs=1e-5)
+    assert estimate.high == pytest.approx(3 + half, abs=1e-5)
     assert interval([2.0]).low is None
 
 
 def test_paired_difference_uses_the_shared_seeds():
-    found = paired_difference({1: 0.9, 2: 0.8, 3: 0.7, 9: 0.0}, {1: 0.5, 2: 0.6, 3: 0.4, 7: 1.0})
-    assert found.count == 3
-    assert found.mean == pytest.approx(0.3)  # 0.4, 0.2, 0.3: standard deviation 0.1
-    assert found.high - found.mean == pytest.approx(4.30265 * 0.1 / math.sqrt(3), abs=1e-5)
+    difference = paired_difference(
+        {1: 0.9, 2: 0.8, 3: 0.7, 9: 0.0}, {1: 0.5, 2: 0.6, 3: 0.4, 7: 1.0}
+    )
+    assert difference.count == 3
+    assert difference.mean == pytest.approx(0.3)  # 0.4, 0.2, 0.3: standard deviation 0.1
+    assert difference.high - difference.mean == pytest.approx(
+        4.30265 * 0.1 / math.sqrt(3), abs=1e-5
+    )
     # t = 0.3 / 0.057735 = 5.19615, two degrees: p = 1 - t / sqrt(2 + t^2) = 1 - sqrt(27 / 29)
-    assert found.p_t == pytest.approx(1 - math.sqrt(27 / 29), abs=1e-9)
+    assert difference.p_t == pytest.approx(1 - math.sqrt(27 / 29), abs=1e-9)
     assert paired_difference({1: 1.0}, {2: 1.0}) is None
 
 
@@ -72,25 +76,25 @@ def test_holm_by_hand():
 
 
 def test_band_by_hand():
-    found = band([{0: 0.0, 1: 1.0}, {0: 1.0, 1: 2.0}, {0: 2.0, 1: 3.0}])
-    assert found.x == [0, 1]
-    assert found.mean == [1.0, 2.0]
+    curve = band([{0: 0.0, 1: 1.0}, {0: 1.0, 1: 2.0}, {0: 2.0, 1: 3.0}])
+    assert curve.x == [0, 1]
+    assert curve.mean == [1.0, 2.0]
     # standard deviation 1, error 1 / sqrt(3), t(2) = 4.30265
-    assert found.high[0] == pytest.approx(1 + 4.30265 / math.sqrt(3), abs=1e-4)
-    assert found.count == [3, 3]
+    assert curve.high[0] == pytest.approx(1 + 4.30265 / math.sqrt(3), abs=1e-4)
+    assert curve.count == [3, 3]
 
 
 def test_the_bootstrap_is_a_naive_one_within_its_noise():
     values = np.random.default_rng(0).choice([0.0, 0.25, 0.5, 1.0], 60)
-    found = bootstrap_interval(values)
+    estimate = bootstrap_interval(values)
     rng = np.random.default_rng(1)
     means = [values[[int(i) for i in rng.integers(0, 60, 60)]].mean() for _ in range(10_000)]
     low, high = np.percentile(means, [2.5, 97.5])
-    assert found.mean == values.mean() and found.count == 60
-    assert (found.low, found.high) == pytest.approx((low, high), abs=0.01)
+    assert estimate.mean == values.mean() and estimate.count == 60
+    assert (estimate.low, estimate.high) == pytest.approx((low, high), abs=0.01)
     # the normal approximation of the mean
     error = 1.96 * values.std() / np.sqrt(60)
-    assert (found.low, found.high) == pytest.approx(
-        (found.mean - error, found.mean + error), abs=0.01
+    assert (estimate.low, estimate.high) == pytest.approx(
+        (estimate.mean - error, estimate.mean + error), abs=0.01
     )
-    assert bootstrap_interval(values) == found
+    assert bootstrap_interval(values) == estimate

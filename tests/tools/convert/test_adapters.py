@@ -39,7 +39,7 @@ LORA = {
 def save(rank: int, world: int, path: str, runs: dict[str, Path]) -> list[Any]:
     """Checkpoints of TP 2 and EP 2 with random adapters; what the policies export."""
     layout = parallel(tensor=2, expert=2)
-    found = []
+    saved_exports = []
     for name, run in runs.items():
         policy = build_policy(
             model_config(path, dtype="bfloat16"),
@@ -51,8 +51,10 @@ def save(rank: int, world: int, path: str, runs: dict[str, Path]) -> list[Any]:
         policy.set_adapters(_random)
         save_checkpoint(policy, run / "checkpoints", 1, STATE, keep=1)
         exports = (policy.adapters(), policy.weights())
-        found.append([{name: tensor.clone() for name, tensor in stream} for stream in exports])
-    return found
+        saved_exports.append(
+            [{name: tensor.clone() for name, tensor in stream} for stream in exports]
+        )
+    return saved_exports
 
 
 def _random(name: str, sizes: tuple[int, int]) -> Tensor:
@@ -86,9 +88,9 @@ def test_adapters_are_those_of_the_policy(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     main(["to-peft", str(saved["runs"][name]), str(tmp_path / "peft"), "--verify", *options])
-    found, facts = read_adapters(tmp_path / "peft")
-    _same(found, saved["exports"][name][0])
-    assert f"{len(found)} tensors are equal, bit for bit" in capsys.readouterr().err
+    adapters, facts = read_adapters(tmp_path / "peft")
+    _same(adapters, saved["exports"][name][0])
+    assert f"{len(adapters)} tensors are equal, bit for bit" in capsys.readouterr().err
     lora = LORA[name]
     assert (facts.rank, facts.alpha, facts.rslora, facts.base) == (
         lora.rank,
@@ -132,10 +134,10 @@ def test_merged_weights_are_those_of_peft(
         base, str(tmp_path / "peft"), autocast_adapter_dtype=False
     ).merge_and_unload()
     truth = checkpoint_tensors(model, torch.Tensor.detach)
-    found = _weights(tmp_path / "merged")
+    merged = _weights(tmp_path / "merged")
     before = _weights(Path(saved["path"]))
-    assert found.keys() == truth.keys()
-    for name, tensor in found.items():
+    assert merged.keys() == truth.keys()
+    for name, tensor in merged.items():
         assert tensor.dtype == dtype
         if ".experts." in name and dtype == torch.float32:
             assert torch.allclose(tensor, truth[name], rtol=0, atol=1e-6), name
@@ -189,7 +191,7 @@ def _weights(folder: Path) -> dict[str, Tensor]:
         return {name: reader.read(name) for name in reader.names}
 
 
-def _same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
+def _same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype, name
+        assert torch.equal(actual[name], tensor) and actual[name].dtype == tensor.dtype, name

@@ -62,8 +62,8 @@ def assert_holds(folder, expected):
     with CheckpointReader(folder) as reader:
         assert reader.names == set(expected)
         for name, tensor in expected.items():
-            found = reader.read(name)
-            assert found.dtype == tensor.dtype and torch.equal(found, tensor), name
+            read_back = reader.read(name)
+            assert read_back.dtype == tensor.dtype and torch.equal(read_back, tensor), name
 
 
 def mtp_layer() -> dict[str, torch.Tensor]:
@@ -151,8 +151,8 @@ def test_weights_in_8_bits_are_read_as_their_dequantized_values(model, tmp_path)
             assert torch.equal(reader.read(name), value), name
             if value.dim() == 2:
                 for dim, start, stop in ((0, 3, 21), (1, 5, 13)):
-                    part = value[start:stop] if dim == 0 else value[:, start:stop]
-                    assert torch.equal(reader.read(name, dim, start, stop), part), name
+                    chunk = value[start:stop] if dim == 0 else value[:, start:stop]
+                    assert torch.equal(reader.read(name, dim, start, stop), chunk), name
     run("to-megatron", source, tmp_path / "megatron", *LAYOUT, "--verify")
     run("to-hf", tmp_path / "megatron", tmp_path / "back", "--verify")
     assert_holds(tmp_path / "back", expected)

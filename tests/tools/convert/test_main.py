@@ -130,7 +130,7 @@ def load_in_megatron(
         shape, layout, model_config(dtype=str(dtype).removeprefix("torch.")), groups
     )
     content = {f"model{i}": chunk.sharded_state_dict() for i, chunk in enumerate(chunks)}
-    asked = [value for part in content.values() for value in part.values()]
+    asked = [value for values in content.values() for value in values.values()]
     keys = [value.unique_key if isinstance(value, ShardedObject) else value.key for value in asked]
     loaded = dist_checkpointing.load(content, checkpoint)
     for i, chunk in enumerate(chunks):
@@ -307,10 +307,9 @@ def test_megatrons_own_torch_layers_name_a_norm_otherwise(models, tmp_path):
     assert same_files(models["moe"], tmp_path / "back")
 
 
-@pytest.mark.parametrize("kind", ["moe", "shared"])
-def test_log_probs_of_a_text_agree(kind, tmp_path, capsys):
+def test_log_probs_of_a_text_agree(tmp_path, capsys):
     tokenizer = character_tokenizer()
-    source = Path(save_tiny_model(tmp_path / kind, kind, vocab_size=len(tokenizer)))
+    source = Path(save_tiny_model(tmp_path / "moe", vocab_size=len(tokenizer)))
     tokenizer.save_pretrained(source)
     run("to-megatron", source, tmp_path / "megatron", "--ep", 2)
     run("verify", source, tmp_path / "megatron", "--probe", "some words")

@@ -26,9 +26,9 @@ QUERY = "model.layers.1.self_attn.q_proj.weight"
 def whole(tmp_path_factory) -> dict[str, Path]:
     """The same model in several files, and as a Megatron checkpoint."""
     folder = tmp_path_factory.mktemp("models")
-    one = save_tiny_model(folder / "one", num_hidden_layers=2, num_experts=4)
-    tensors = load_file(Path(one) / "model.safetensors")
-    write_checkpoint(folder / "hf", tensors.items(), source=one, max_shard_bytes=40_000)
+    single_file = save_tiny_model(folder / "one", num_hidden_layers=2, num_experts=4)
+    tensors = load_file(Path(single_file) / "model.safetensors")
+    write_checkpoint(folder / "hf", tensors.items(), source=single_file, max_shard_bytes=40_000)
     convert.main(["to-megatron", str(folder / "hf"), str(folder / "megatron"), "--processes", "1"])
     return {"to-megatron": folder / "hf", "to-hf": folder / "megatron"}
 
@@ -105,10 +105,7 @@ CASES = [
     ),
     ("to-megatron", changed(lambda t: t.pop(QUERY)), [QUERY, "lacks", INDEX]),
     ("to-megatron", renamed, [QUERY, "config.json and weights disagree"]),
-    ("to-megatron", edit_config(num_hidden_layers=3), ["lacks model.layers.2", "disagree"]),
     ("to-megatron", edit_config(num_experts=2, num_local_experts=2), ["does not use"]),
-    ("to-megatron", edit_config(model_type="llama"), ["model_type='llama'", "qwen3_moe"]),
-    ("to-megatron", lambda f: (f / "config.json").unlink(), ["no config.json there"]),
     ("to-megatron", escaped, [INDEX, QUERY, "'../mine.safetensors'", "download it again"]),
     ("to-hf", escaped, [INDEX, QUERY, "'../mine.safetensors'", "download it again"]),
     (
@@ -121,7 +118,6 @@ CASES = [
         truncated("*.distcp"),
         ["__0_0.distcp", "cut short", "bytes or more; copy or save it again"],
     ),
-    ("to-hf", lambda f: (f / METADATA).unlink(), ["neither a distributed checkpoint"]),
     ("to-hf", truncated(METADATA), [METADATA, "not readable"]),
     (
         "to-hf",
@@ -129,7 +125,6 @@ CASES = [
         ["posix.system", "no checkp"],
     ),
     ("to-hf", edit_config(num_hidden_layers=3), ["lacks decoder.layers.2", "config.json's model"]),
-    ("to-hf", edit_config(num_hidden_layers=1), ["decoder.layers.1", "does not use"]),
     ("to-hf", edit_config(hidden_size=48), ["config.json makes it"]),
     ("to-hf", lambda f: shutil.rmtree(f / "hf"), ["--source DIR"]),
 ]
@@ -221,19 +216,13 @@ def test_an_output_that_cannot_be_made(out, whole, tmp_path, capsys, monkeypatch
 
 
 @pytest.mark.parametrize(
-    "option", [["--unit-mib", "nan"], ["--max-shard-gib", "0"], ["--unit-mib", "-1"]]
+    "option",
+    [
+        ["--unit-mib", "nan"],
+        ["--max-shard-gib", "0"],
+    ],
 )
 def test_a_size_that_is_none(option, whole, tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         convert.main(["to-hf", str(whole["to-hf"]), str(tmp_path / "out"), *option])
     assert f"argument {option[0]}: '{option[1]}' is not a number above 0" in capsys.readouterr().err
-
-
-def test_a_difference_names_its_tensor(whole, tmp_path, capsys):
-    shutil.copytree(whole["to-megatron"], tmp_path / "other")
-    changed(lambda tensors: tensors[QUERY].view(-1)[7].neg_())(tmp_path / "other")
-    with pytest.raises(SystemExit):
-        convert.main(["verify", str(tmp_path / "other"), str(whole["to-hf"]), "--processes", "1"])
-    assert f"{QUERY} differs between" in capsys.readouterr().err
-    convert.main(["verify", str(whole["to-megatron"]), str(whole["to-hf"]), "--processes", "1"])
-    assert "tensors are equal, bit for bit" in capsys.readouterr().err

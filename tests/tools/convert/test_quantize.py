@@ -44,18 +44,20 @@ def test_files_hold_values_and_scales_of_every_listed_weight(tmp_path: Path, nam
             *EXCLUDE,
         ]
     )
-    found = load_file(out / SINGLE)
+    tensors = load_file(out / SINGLE)
     each = FORMATS[name]
     with CheckpointReader(source) as reader:
         for weight in reader.names:
             exact = reader.read(weight)
             if "proj" not in weight:
-                assert torch.equal(found.pop(weight), exact) and weight + each.scale not in found
+                assert (
+                    torch.equal(tensors.pop(weight), exact) and weight + each.scale not in tensors
+                )
                 continue
             values, scales = each.quantize(exact)
-            assert torch.equal(found.pop(weight).view(torch.uint8), values.view(torch.uint8))
-            assert torch.equal(found.pop(weight + each.scale), scales)
-    assert not found
+            assert torch.equal(tensors.pop(weight).view(torch.uint8), values.view(torch.uint8))
+            assert torch.equal(tensors.pop(weight + each.scale), scales)
+    assert not tensors
     config = json.loads((out / "config.json").read_text())
     assert config["dtype"] == "bfloat16"
     method = "fp8" if name == "fp8_block" else "compressed-tensors"

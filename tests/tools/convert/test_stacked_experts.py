@@ -48,11 +48,11 @@ def test_there_and_back(source, layout, tmp_path):
     back = to_hugging_face(
         megatron, tmp_path / "back", metadata.chunks, source, workers=few, max_shard_bytes=1 << 20
     )
-    found = load_file(back / SINGLE)
+    restored = load_file(back / SINGLE)
     truth = stored_tensors(source)
-    assert found.keys() == truth.keys()
+    assert restored.keys() == truth.keys()
     assert all(
-        found[name].dtype == torch.bfloat16 and torch.equal(found[name], truth[name])
+        restored[name].dtype == torch.bfloat16 and torch.equal(restored[name], truth[name])
         for name in truth
     )
     config = json.loads((back / "config.json").read_text())

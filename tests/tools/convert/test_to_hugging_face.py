@@ -47,8 +47,8 @@ def test_without_a_single_file_in_the_source_shards_are_at_most_as_large_as_aske
     assert set(index["weight_map"].values()) == files.keys() and len(files) > 1
     for tensors in files.values():
         assert sum(tensor.nbytes for tensor in tensors.values()) <= limit or len(tensors) == 1
-    found = {name: tensor for tensors in files.values() for name, tensor in tensors.items()}
-    assert all(torch.equal(found[name], tensor.bfloat16()) for name, tensor in expected.items())
+    exported = {name: tensor for tensors in files.values() for name, tensor in tensors.items()}
+    assert all(torch.equal(exported[name], tensor.bfloat16()) for name, tensor in expected.items())
 
 
 def test_a_vocabulary_may_be_stored_with_more_padding_but_not_with_less(converted, reader):

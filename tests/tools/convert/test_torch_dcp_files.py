@@ -76,27 +76,8 @@ def test_what_was_never_written_or_leaves_a_gap_is_an_error(tmp_path):
         write_metadata(tmp_path, pieces[:2], torch.float32, {}, placements)
 
 
-def test_overlapping_chunks_are_an_error(tmp_path):
-    first, second, third, last = WHOLE.pieces(12)
-    twice = [first, replace(second, offsets=(2, 0), start=8), third, last]
-    placements = write_file(tmp_path, 0, twice, lambda chunk: chunk.view_in(VALUE), torch.float32)
-    with pytest.raises(ValueError):
-        write_metadata(tmp_path, twice, torch.float32, {}, placements)
-
-
 def test_a_chunk_outside_of_what_is_stored_is_a_gap(tmp_path):
     reader = DistributedReader(write(tmp_path / "checkpoint"))
     larger = replace(WHOLE, sizes=(11, 4), part=replace(PART, sizes=(11, 4)))
     with pytest.raises(ModelError, match="the chunks of weight leave a gap"):
         reader.read_into(torch.zeros(11, 4), larger)
-
-
-def test_metadata_that_name_other_classes_are_refused(tmp_path):
-    file = tmp_path / METADATA
-    file.write_bytes(b"cposix\nsystem\n(S'touch " + str(tmp_path / "owned").encode() + b"'\ntR.")
-    with pytest.raises(ModelError, match="posix.system"):
-        read_metadata(file)
-    assert not (tmp_path / "owned").exists()
-    file.write_bytes(pickle.dumps({"no": "metadata"}))
-    with pytest.raises(ModelError, match="not a checkpoint's metadata, but a dict"):
-        read_metadata(file)

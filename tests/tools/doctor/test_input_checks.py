@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
@@ -117,9 +116,3 @@ def test_records_without_a_checkpoint_would_be_cleared(config):
     Path(config.run_dir).mkdir()
     (Path(config.run_dir) / "metrics.jsonl").write_text("")
     assert only(input_checks.check_checkpoints(config)).level == "warning"
-
-
-def test_json_of_state_is_not_needed_to_say_what_is_wrong(config):
-    broken = save(config, 1)
-    (broken / "state.json").write_text(json.dumps([]))
-    assert "state.json has no list of files" in input_checks.check_checkpoints(config)[0].what

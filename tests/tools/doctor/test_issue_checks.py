@@ -24,15 +24,15 @@ def test_a_patch_that_is_not_active_is_an_error():
         present=("torch:no_such_name",),
     )
     assert issue.unpatched() == ["torch:ones_like", "torch:no_such_name"]
-    found = judge_issue(issue, issue.unpatched())
-    assert found.level == "error" and "torch:ones_like is upstream's" in found.why
+    finding = judge_issue(issue, issue.unpatched())
+    assert finding.level == "error" and "torch:ones_like is upstream's" in finding.why
 
 
 def test_a_handled_issue_names_its_patch():
-    found = judge_issue(KNOWN_ISSUES[0], [])
-    assert found.level == "note" and found.check == "known_issues.expert_gradients"
-    assert found.line.startswith("megatron-core 0.16.1 - 0.18.2: TP > 1")
-    assert found.line.endswith("handled by patches/expert_gradients.py (1)")
+    finding = judge_issue(KNOWN_ISSUES[0], [])
+    assert finding.level == "note" and finding.check == "known_issues.expert_gradients"
+    assert finding.line.startswith("megatron-core 0.16.1 - 0.18.2: TP > 1")
+    assert finding.line.endswith("handled by patches/expert_gradients.py (1)")
     by_place = {issue.handled_by: judge_issue(issue, []).why for issue in KNOWN_ISSUES}
     freed = "`mcore/model.py`: `deallocate_pipeline_outputs` off under interleaving and on gloo"
     assert by_place[freed].startswith("handled by mcore/model.py: deallocate")
@@ -41,5 +41,5 @@ def test_a_handled_issue_names_its_patch():
 
 
 def test_no_issue_is_one_finding():
-    [found] = check_issues(replace(GPU, megatron=(0, 20, 0)))
-    assert (found.level, found.check) == ("ok", "known_issues.all")
+    [finding] = check_issues(replace(GPU, megatron=(0, 20, 0)))
+    assert (finding.level, finding.check) == ("ok", "known_issues.all")

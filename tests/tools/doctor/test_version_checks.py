@@ -13,7 +13,6 @@ from megatron_gspo.tools.doctor.version_checks import (
     judge_accelerator,
     judge_version,
     judge_versions,
-    numbers,
 )
 
 SETUP = (Path(__file__).parents[3] / "setup.py").read_text()
@@ -32,23 +31,14 @@ def test_ranges_are_those_of_the_installation():
     "name, version, level, says",
     [
         ("megatron-core", "0.16.1", "ok", ">=0.16.1, <0.20"),
-        ("megatron-core", "0.19.2", "ok", ""),
         ("megatron-core", "0.19.3", "note", "newer than any that the tests have run on (0.19.2)"),
         ("megatron-core", "0.20.0", "error", "install megatron-core>=0.16.1,<0.20"),
         ("megatron-core", "0.15.2", "error", "not supported"),
         ("megatron-core", None, "error", "pip install 'megatron-core>=0.16.1,<0.20'"),
         ("megatron-core", "main-a1b2", "warning", "no version that can be compared"),
-        ("torch", "2.13.0+cpu", "ok", ""),
         ("torch", "2.10.0+cu128", "error", "not supported"),
-        ("torch", "2.15.0a0+5bfd8d5", "ok", ""),
-        ("torch", "2.15.1", "note", "newer"),
-        ("torch", "2.16.0", "error", "not supported"),
-        ("python", "3.11.7", "ok", ""),
-        ("python", "3.13.1", "ok", ""),
-        ("python", "3.14.0", "error", "not supported"),
         ("transformer-engine", None, "note", "the torch implementations do its work"),
         ("transformer-engine", "2.3.0", "warning", "not supported"),
-        ("apex", "0.1", "ok", "any"),
     ],
 )
 def test_one_version(name, version, level, says):
@@ -76,12 +66,6 @@ def test_optional_packages_are_not_missed_without_a_gpu():
     }
     assert findings["versions.transformer-engine"] == findings["versions.apex"] == "ok"
     assert findings["versions.safetensors"] == "error"
-
-
-def test_numbers():
-    assert numbers("0.5.15.post1") == (0, 5, 15)
-    assert numbers("2.13.0+cpu") == (2, 13, 0)
-    assert numbers(None) == numbers("main") == ()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from datetime import datetime
 
 import pytest
@@ -32,8 +33,8 @@ from tests.tools.evaluate.public_files import (
     ],
 )
 def test_the_fields_tell_the_layout(row, name, verifier):
-    found = layout_of(row, "prompt")
-    assert (found.name, found.verifier) == (name, verifier)
+    layout = layout_of(row, "prompt")
+    assert (layout.name, layout.verifier) == (name, verifier)
 
 
 @pytest.mark.parametrize(
@@ -60,14 +61,5 @@ def test_dates_and_ratings():
     with pytest.raises(ValueError):
         parse_date("soon")
     assert layout_of(CODEFORCES[0], "prompt").date(CODEFORCES[0]) == datetime(2024, 1, 1)
-    assert [
-        rating_of({"rating": value}) for value in (800, 1500.0, None, 0, float("nan"), True, "800")
-    ] == [
-        800.0,
-        1500.0,
-        None,
-        None,
-        None,
-        None,
-        None,
-    ]
+    assert rating_of({"rating": 800}) == 800.0
+    assert {rating_of({"rating": value}) for value in (None, 0, math.nan, True, "800")} == {None}

@@ -45,18 +45,18 @@ def run(tmp_path_factory) -> Path:
 
 def test_every_step_has_the_training_loops_accuracy(run, tmp_path, capsys):
     assert main([str(run), "--steps", "all", "--output", str(tmp_path)]) == 0
-    found = json.loads((tmp_path / "evaluation.json").read_text())["scores"]
-    assert [each["step"] for each in found] == [1, 2, 3]
+    scores = json.loads((tmp_path / "evaluation.json").read_text())["scores"]
+    assert [each["step"] for each in scores] == [1, 2, 3]
     trained = {record["step"]: record for record in records(run)}
     # The steps differ, so the comparison says something.
-    assert len({each["accuracy"]["mean"] for each in found}) == 3
-    for each in found:
+    assert len({each["accuracy"]["mean"] for each in scores}) == 3
+    for each in scores:
         record = trained[each["step"]]
         # Rewards are float32.
         assert each["accuracy"]["mean"] == pytest.approx(record["eval/accuracy"], abs=1e-7)
         assert each["pass_at_k"]["2"]["mean"] == pytest.approx(record["eval/pass@2"], abs=1e-12)
         assert each["response_length"] == record["eval/response_length"]
-    assert [each["difference"] is None for each in found] == [True, False, False]
+    assert [each["difference"] is None for each in scores] == [True, False, False]
     *lines, file = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in lines] == [f"held_out, step_00000{i}" for i in (1, 2, 3)]
     assert file == str(tmp_path / "evaluation.json")
@@ -137,9 +137,10 @@ def test_a_killed_evaluation_is_continued_to_the_same_bytes(run, tmp_path):
     )
     os.kill(child.pid, signal.SIGKILL)
     child.join()
-    part = (killed / name).read_bytes()
+    kept_bytes = (killed / name).read_bytes()
     assert (
-        0 < len(part) < (whole / name).stat().st_size and not (killed / "evaluation.json").exists()
+        0 < len(kept_bytes) < (whole / name).stat().st_size
+        and not (killed / "evaluation.json").exists()
     )
     assert in_fork(lambda: evaluate(model, killed, tasks)).code in (0, None)
     assert (killed / name).read_bytes() == (whole / name).read_bytes()
@@ -179,12 +180,12 @@ def test_pass_at_k_is_that_of_other_harnesses_on_the_kept_responses(run, tmp_pat
     assert len({min(c, 7) for c in correct} - {0}) > 1, (
         "prompts of several difficulties, or any estimator agrees"
     )
-    (found,) = json.loads((tmp_path / "evaluation.json").read_text())["scores"]
+    (score,) = json.loads((tmp_path / "evaluation.json").read_text())["scores"]
     for values in harnesses:
         means = {
             str(k): sum(of_k) / len(of_k) for k, of_k in zip((1, 2, 4, 8), values, strict=True)
         }
-        assert {k: each["mean"] for k, each in found["pass_at_k"].items()} == pytest.approx(
+        assert {k: each["mean"] for k, each in score["pass_at_k"].items()} == pytest.approx(
             means, abs=1e-12
         )
 

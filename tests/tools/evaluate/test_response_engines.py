@@ -99,27 +99,27 @@ def test_a_prompt_that_does_not_fit_is_one_line(model):
 
 def test_servers_answer_with_their_own_weights(model):
     """No weights are sent, and every response comes from the version that the servers report."""
-    with Generator() as one, Generator() as two:
-        one.version = two.version = "default"
-        urls = (one.url, two.url)
+    with Generator() as first, Generator() as second:
+        first.version = second.version = "default"
+        urls = (first.url, second.url)
         settings = config(model, sglang={"urls": list(urls), "health_interval": 0.1})
         asked = prompts(5)
         with open_engine(settings, character_tokenizer(), urls) as engine:
-            found = [g for each in engine.groups(asked, {3}, SAMPLING, seed=0) for g in each]
-        assert sorted(group[0].prompt_index for group in found) == [0, 1, 2, 4]
-        for group in found:
+            responses = [g for each in engine.groups(asked, {3}, SAMPLING, seed=0) for g in each]
+        assert sorted(group[0].prompt_index for group in responses) == [0, 1, 2, 4]
+        for group in responses:
             assert [sample.response_ids.tolist() for sample in group] == [
                 expected(asked[group[0].prompt_index])
             ] * 2
-        assert one.updates == two.updates == 0 and one.bodies and two.bodies
-        assert {body["sampling_params"]["temperature"] for body in one.bodies} == {1.0}
+        assert first.updates == second.updates == 0 and first.bodies and second.bodies
+        assert {body["sampling_params"]["temperature"] for body in first.bodies} == {1.0}
 
 
 def test_servers_of_different_weights_are_refused(model):
-    with Generator() as one, Generator() as two:
-        one.version = "default"
-        two.version = "step-9"
-        urls = (one.url, two.url)
+    with Generator() as first, Generator() as second:
+        first.version = "default"
+        second.version = "step-9"
+        urls = (first.url, second.url)
         with pytest.raises(EngineError, match="do not report one version of the weights"):
             with open_engine(
                 config(model, sglang={"urls": list(urls)}), character_tokenizer(), urls

@@ -96,7 +96,7 @@ def test_livecodebench(tmp_path):
         3: ["no", "idea"],
     }
     task, kept, _ = answered(tmp_path, LIVECODEBENCH, texts)
-    found = score_task(task, "model", None, kept.records)
+    scores = score_task(task, "model", None, kept.records)
     # PRINTS_TWO passes the visible test of the second problem and not the hidden one
     assert [[record["reward"] for record in kept.records[i]] for i in range(4)] == [
         [1, 0],
@@ -105,9 +105,9 @@ def test_livecodebench(tmp_path):
         [0, 0],
     ]
     assert (
-        found.pass_at_k[1].mean == 3 / 8
-        and found.pass_at_k[2].mean == 3 / 4
-        and found.failures == 0
+        scores.pass_at_k[1].mean == 3 / 8
+        and scores.pass_at_k[2].mean == 3 / 4
+        and scores.failures == 0
     )
 
 
@@ -115,18 +115,18 @@ def test_codeforces(tmp_path):
     task, kept, _ = answered(
         tmp_path, CODEFORCES, {0: [DOUBLES], 1: [DOUBLES], 2: [PRINTS_TWO], 3: [DOUBLES]}
     )
-    found = score_task(task, "model", None, kept.records)
-    assert found.accuracy.mean == 3 / 4
-    assert found.rating == estimate_rating([1, 1, 0], [800, 1600, 2400])
-    assert found.left_out["needs a checker"] == 1
+    scores = score_task(task, "model", None, kept.records)
+    assert scores.accuracy.mean == 3 / 4
+    assert scores.rating == estimate_rating([1, 1, 0], [800, 1600, 2400])
+    assert scores.left_out["needs a checker"] == 1
 
 
 def test_aime(tmp_path):
     texts = {0: ["It is \\boxed{25}.", "\\boxed{26}", "I give up", "$25$"], 1: ["\\boxed{204}"] * 4}
     task, kept, engine = answered(tmp_path, AIME, texts)
-    found = score_task(task, "model", None, kept.records)
-    assert (found.accuracy.mean, found.samples) == ((0.5 + 1) / 2, 4)  # mean@4; "025" is 25
-    assert found.pass_at_k[2].mean == pytest.approx((5 / 6 + 1) / 2)
+    scores = score_task(task, "model", None, kept.records)
+    assert (scores.accuracy.mean, scores.samples) == ((0.5 + 1) / 2, 4)  # mean@4; "025" is 25
+    assert scores.pass_at_k[2].mean == pytest.approx((5 / 6 + 1) / 2)
     assert engine.seed == evaluation_seed(1234)  # the training loop's, with its default seed
 
 
@@ -156,12 +156,12 @@ def test_failures_of_the_verifier_are_kept_and_all_of_them_are_an_error(tmp_path
 
 
 def test_the_sampling_is_that_of_the_training_loops_evaluation():
-    found = sampling_of(
+    sampling = sampling_of(
         config(
             3,
             evaluation={"n_samples": 3, "temperature": 0.6, "top_p": 0.9, "top_k": 20},
             rollout={"rollout_batch_size": 1, "max_response_length": 7},
         )
     )
-    assert found == SamplingParams(3, 7, 0.6, 0.9, 20)
+    assert sampling == SamplingParams(3, 7, 0.6, 0.9, 20)
     assert with_model(config(1), "other").model.path == "other"

@@ -48,61 +48,61 @@ def run(tmp_path, **sections):
 
 
 def test_a_model_directory_has_the_defaults():
-    found = evaluation_config(
+    config = evaluation_config(
         "models/a", [Path("t.jsonl")], OUT, ["evaluation.n_samples=8", "seed=3"]
     )
-    assert (found.model.path, found.run_dir, found.seed, found.evaluation.n_samples) == (
+    assert (config.model.path, config.run_dir, config.seed, config.evaluation.n_samples) == (
         "models/a",
         "out",
         3,
         8,
     )
-    assert found.rollout.engine == "embedded" and found.data.eval_prompts == "t.jsonl"
+    assert config.rollout.engine == "embedded" and config.data.eval_prompts == "t.jsonl"
 
 
 def test_a_run_gives_data_sampling_and_servers_of_its_own(tmp_path):
-    found = evaluation_config(
+    config = evaluation_config(
         run(tmp_path), [], OUT, server_args={"sglang": ["--device", "cpu"], "vllm": ["--no"]}
     )
-    assert (found.seed, found.rollout.max_response_length, found.evaluation.temperature) == (
+    assert (config.seed, config.rollout.max_response_length, config.evaluation.temperature) == (
         5,
         99,
         0.5,
     )
-    assert found.data.task.name == "spell_backward" and found.model.dtype == "float32"
+    assert config.data.task.name == "spell_backward" and config.model.dtype == "float32"
     # servers are started: those of the run may hold other weights
-    assert (found.sglang.urls, found.sglang.num_servers, found.sglang.request_timeout) == (
+    assert (config.sglang.urls, config.sglang.num_servers, config.sglang.request_timeout) == (
         (),
         1,
         5.0,
     )
-    assert found.sglang.server_args == ("--device", "cpu") and not found.sglang.colocated
-    assert found.rollout.max_staleness == 0 and found.parallel.tensor_model_parallel_size == 1
+    assert config.sglang.server_args == ("--device", "cpu") and not config.sglang.colocated
+    assert config.rollout.max_staleness == 0 and config.parallel.tensor_model_parallel_size == 1
 
 
 def test_tasks_replace_the_runs_own(tmp_path):
-    found = evaluation_config(run(tmp_path), [Path("t.jsonl")], OUT)
-    assert (found.data.task, found.data.prompts, found.data.max_prompt_length) == (
+    config = evaluation_config(run(tmp_path), [Path("t.jsonl")], OUT)
+    assert (config.data.task, config.data.prompts, config.data.max_prompt_length) == (
         None,
         "t.jsonl",
         32,
     )
-    assert found.data.resolved_verifier == "exact_match"  # reasoning_gym is of the run's task
-    own = evaluation_config(
+    assert config.data.resolved_verifier == "exact_match"  # reasoning_gym is of the run's task
+    with_own_verifier = evaluation_config(
         run(tmp_path / "b", data={"prompts": "p", "verifier": "a.py:f"}), [Path("t.jsonl")], OUT
     )
-    assert own.data.resolved_verifier == "a.py:f"
+    assert with_own_verifier.data.resolved_verifier == "a.py:f"
 
 
 @pytest.mark.parametrize(
-    ("engine", "found"),
+    ("engine", "expected"),
     [("embedded", "embedded"), ("sft", "embedded"), ("sglang", "sglang"), ("vllm", "vllm")],
 )
-def test_the_engine_is_the_runs_or_the_users(tmp_path, engine, found):
+def test_the_engine_is_the_runs_or_the_users(tmp_path, engine, expected):
     rollout = {"engine": engine, "rollout_batch_size": 4}
     sections = {"algorithm": {"name": "sft"}} if engine == "sft" else {}
     folder = run(tmp_path, rollout=rollout, **sections)
-    assert evaluation_config(folder, [], OUT).rollout.engine == found
+    assert evaluation_config(folder, [], OUT).rollout.engine == expected
     assert (
         evaluation_config(folder, [], OUT, ["rollout.engine=embedded"]).rollout.engine == "embedded"
     )
@@ -111,9 +111,9 @@ def test_the_engine_is_the_runs_or_the_users(tmp_path, engine, found):
 
 def test_running_servers(tmp_path):
     tasks = [Path("t.jsonl")]
-    found = evaluation_config("http://a:1,http://b:1", tasks, OUT, ["model.path=models/a"])
-    assert (found.rollout.engine, found.model.path) == ("sglang", "models/a")
-    assert (found.sglang.urls, found.sglang.num_servers) == (("http://a:1", "http://b:1"), 0)
+    config = evaluation_config("http://a:1,http://b:1", tasks, OUT, ["model.path=models/a"])
+    assert (config.rollout.engine, config.model.path) == ("sglang", "models/a")
+    assert (config.sglang.urls, config.sglang.num_servers) == (("http://a:1", "http://b:1"), 0)
 
 
 def test_keys_and_refusals():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -76,8 +75,8 @@ def test_a_run_is_its_trained_model_or_its_newest_checkpoint(tmp_path):
 
 def test_steps_of_a_run(tmp_path):
     folder, _ = run(tmp_path / "run", 20, 40, 50, exported=50)
-    found = find_targets(str(folder), "unused", "all")
-    assert [(target.step, target.is_checkpoint) for target in found] == [
+    targets = find_targets(str(folder), "unused", "all")
+    assert [(target.step, target.is_checkpoint) for target in targets] == [
         (20, True),
         (40, True),
         (50, False),
@@ -132,23 +131,12 @@ def test_each_model_has_an_output_of_its_own(tmp_path, monkeypatch):
     assert default_output(str(folder), str(folder)) == folder / "evaluation"
 
 
-@pytest.mark.parametrize(
-    "copy", ["step_best", "step_000040_best", "step_000040 (copy)", "step_000040.bak"]
-)
-def test_copies_beside_checkpoints_are_no_steps(tmp_path, copy):
-    folder, _ = run(tmp_path / "run", 20, 40)
-    shutil.copytree(folder / "checkpoints" / "step_000040", folder / "checkpoints" / copy)
-    (folder / "checkpoints" / "latest").symlink_to("step_000040")
-    (folder / "checkpoints" / "step_000060").symlink_to("nowhere")
-    assert [target.step for target in find_targets(str(folder), "unused", "all")] == [20, 40]
-
-
 def test_the_model_of_an_earlier_end_is_not_the_newest_step(tmp_path):
     """A run that continues has no summary until its end."""
     folder, _ = run(tmp_path / "run", 20, 40, exported=20)
     (folder / "summary.json").unlink()
-    found = find_targets(str(folder), "unused", "all")
-    assert [(target.step, target.is_checkpoint) for target in found] == [(20, True), (40, True)]
+    targets = find_targets(str(folder), "unused", "all")
+    assert [(target.step, target.is_checkpoint) for target in targets] == [(20, True), (40, True)]
     (newest,) = find_targets(str(folder), "unused", None)
     assert newest.step == 40 and newest.is_checkpoint
 

@@ -44,8 +44,8 @@ def task(*ratings):
 
 
 def test_scores_by_hand():
-    found = score_task(task(None, None, None), "step_000002", 2, records(), (1, 2))
-    assert (found.task, found.label, found.step, found.prompts, found.samples) == (
+    scores = score_task(task(None, None, None), "step_000002", 2, records(), (1, 2))
+    assert (scores.task, scores.label, scores.step, scores.prompts, scores.samples) == (
         "numbers",
         "step_000002",
         2,
@@ -53,36 +53,38 @@ def test_scores_by_hand():
         4,
     )
     # the response without a score counts as not solved
-    assert found.accuracy.mean == pytest.approx((0.5 + 0 + 1.5 / 4) / 3)
-    assert (found.failures, found.left_out, found.rating) == (1, {"no tests": 2}, None)
+    assert scores.accuracy.mean == pytest.approx((0.5 + 0 + 1.5 / 4) / 3)
+    assert (scores.failures, scores.left_out, scores.rating) == (1, {"no tests": 2}, None)
     # pass@2 of 4: 2 successes miss with 1/6, one success with 1/2; a reward of 0.5 is no success
-    assert found.pass_at_k[2].mean == pytest.approx((5 / 6 + 0 + 1 / 2) / 3)
-    assert found.pass_at_k[1].mean == pytest.approx((1 / 2 + 0 + 1 / 4) / 3)
-    assert found.response_length == 20 and found.truncated == pytest.approx(1 / 3)
-    assert found.difference is None and found.verifier == "exact_match"
+    assert scores.pass_at_k[2].mean == pytest.approx((5 / 6 + 0 + 1 / 2) / 3)
+    assert scores.pass_at_k[1].mean == pytest.approx((1 / 2 + 0 + 1 / 4) / 3)
+    assert scores.response_length == 20 and scores.truncated == pytest.approx(1 / 3)
+    assert scores.difference is None and scores.verifier == "exact_match"
 
 
 def test_the_interval_is_over_prompts_not_responses():
     rewards = {i: [float(i % 2)] * 50 for i in range(20)}
-    found = score_task(task(*[None] * 20), "m", None, records(rewards))
+    scores = score_task(task(*[None] * 20), "m", None, records(rewards))
     # Of 20 values, not 1000.
-    assert (found.accuracy.low, found.accuracy.high) == pytest.approx((0.3, 0.7), abs=0.051)
-    assert found.accuracy.count == 20
+    assert (scores.accuracy.low, scores.accuracy.high) == pytest.approx((0.3, 0.7), abs=0.051)
+    assert scores.accuracy.count == 20
 
 
 def test_differences_are_paired():
     rng = np.random.default_rng(0)
     first = rng.random((40, 1))
     second = {i: [float(value + 0.1)] for i, value in enumerate(first[:, 0])}
-    found = score_task(task(*[None] * 40), "m", None, records(second), first=prompt_accuracy(first))
+    scores = score_task(
+        task(*[None] * 40), "m", None, records(second), first=prompt_accuracy(first)
+    )
     # each prompt gains the same: no spread, though the accuracies overlap
-    assert (found.difference.low, found.difference.high) == pytest.approx((0.1, 0.1))
-    assert found.accuracy.low < bootstrap_interval(first[:, 0]).high
+    assert (scores.difference.low, scores.difference.high) == pytest.approx((0.1, 0.1))
+    assert scores.accuracy.low < bootstrap_interval(first[:, 0]).high
 
 
 def test_a_rating_from_the_rated_problems():
-    found = score_task(task(1000, None, 1400), "m", None, records())
+    scores = score_task(task(1000, None, 1400), "m", None, records())
     assert (
-        found.rating == estimate_rating([0.5, 0.25], [1000.0, 1400.0])
-        and found.rating.problems == 2
+        scores.rating == estimate_rating([0.5, 0.25], [1000.0, 1400.0])
+        and scores.rating.problems == 2
     )

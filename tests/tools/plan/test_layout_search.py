@@ -21,11 +21,11 @@ def estimator(folder: Path, *overrides: str) -> Estimator:
 
 
 def test_what_fits_is_ranked_and_within_memory(tmp_path: Path) -> None:
-    found = search(estimator(tmp_path), 134 * GIB)
-    times = [estimate.seconds for estimate in found.estimates]
-    assert times == sorted(times) and 10 < len(times) < found.fit <= found.considered
-    assert all(estimate.memory <= 134 * GIB for estimate in found.estimates)
-    layouts = [estimate.choice.parallel for estimate in found.estimates]
+    plans = search(estimator(tmp_path), 134 * GIB)
+    times = [estimate.seconds for estimate in plans.estimates]
+    assert times == sorted(times) and 10 < len(times) < plans.fit <= plans.considered
+    assert all(estimate.memory <= 134 * GIB for estimate in plans.estimates)
+    layouts = [estimate.choice.parallel for estimate in plans.estimates]
     sizes = {
         (
             p.tensor_model_parallel_size,
@@ -37,7 +37,7 @@ def test_what_fits_is_ranked_and_within_memory(tmp_path: Path) -> None:
     }
     assert len(sizes) == len(layouts)
     smaller = search(estimator(tmp_path), 75 * GIB)
-    assert smaller.fit < found.fit and smaller.estimates[0].seconds > times[0]
+    assert smaller.fit < plans.fit and smaller.estimates[0].seconds > times[0]
 
 
 def test_given_keys_are_kept(tmp_path: Path) -> None:
@@ -45,8 +45,8 @@ def test_given_keys_are_kept(tmp_path: Path) -> None:
     kept = estimator(
         tmp_path, f"{keys[0]}=full", f"{keys[1]}=20000", "parallel.overlap_grad_reduce=true"
     )
-    found = search(kept, 134 * GIB, ParallelConfig(expert_model_parallel_size=8), keys)
-    (choice,) = [estimate.choice for estimate in found.estimates]
+    plans = search(kept, 134 * GIB, ParallelConfig(expert_model_parallel_size=8), keys)
+    (choice,) = [estimate.choice for estimate in plans.estimates]
     assert choice.recompute == "full" and choice.max_tokens == 20_000
     assert choice.parallel.expert_model_parallel_size == 8 and choice.parallel.overlap_grad_reduce
 

@@ -16,7 +16,7 @@ from tests.support.model_shapes import LARGE, SMALL
 
 def naive_layouts(hf: dict[str, Any], gpus: int, batch: int) -> set[tuple[int, ...]]:
     """Every combination of sizes, by the rules as docs/scaling.md states them."""
-    found = set()
+    layouts = set()
     sizes = range(1, gpus + 1)
     for tp in sizes:
         for pp in sizes:
@@ -38,8 +38,8 @@ def naive_layouts(hf: dict[str, Any], gpus: int, batch: int) -> set[tuple[int, .
                             continue
                         layers = (hf["num_hidden_layers"] + extra) // pp
                         for vp in [1, *(v for v in (2, 3, 4) if pp > 1 and layers % v == 0)]:
-                            found.add((tp, pp, extra, vp, cp, ep, etp))
-    return found
+                            layouts.add((tp, pp, extra, vp, cp, ep, etp))
+    return layouts
 
 
 @pytest.mark.parametrize("model, gpus, batch", [(SMALL, 8, 256), (SMALL, 16, 4), (LARGE, 16, 256)])

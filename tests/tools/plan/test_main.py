@@ -76,17 +76,11 @@ def test_the_command() -> None:
 BAD = {
     "--gpu h300": (["--gpu", "h300"], "perhaps h200"),
     "--gpus 12": (["--gpus", "12"], "a multiple"),
-    "--gpus 0": (["--gpus", "0"], "give 1 to 8"),
     "--gpus 4": (["--gpus", "4", "--gpu", "h100"], "comes closest"),
     "--response-length 60000": (["--response-length", "60000"], "40960 positions"),
-    "--response-length 0": (["--response-length", "0"], "at least 1"),
-    "--response-length x": (["--response-length", "x"], "invalid int"),
     "--global-batch-size 0": (["--global-batch-size", "0"], "at least 1"),
     "--efficiency 65": (["--efficiency", "65"], "at most 1"),
-    "--link-efficiency 0": (["--link-efficiency", "0"], "above 0"),
-    "--reserve nan": (["--reserve", "nan"], "give GiB"),
     "--layout TP8": (["--layout", "TP8"], "set one of 1, 2, 4"),
-    "--layout XX2": (["--layout", "XX2"], "is not a size"),
     "--model nowhere": (["--model", "nowhere"], "give a Hugging Face model directory"),
     "lora.targets x": (["lora.rank=8", "lora.targets=[x]"], "q_proj"),
     "parallel.tensor_model_parallel_size=2 chooses": (
@@ -106,21 +100,3 @@ def test_bad_input_is_one_line(name: str, capsys: pytest.CaptureFixture[str]) ->
     assert (
         name.split()[0] in captured.err and name.split()[1] in captured.err and fix in captured.err
     )
-
-
-@pytest.mark.parametrize(
-    "content, what",
-    [
-        ("{}", "model_type=None"),
-        ("[1]", "not valid JSON"),
-        ("x", "not valid JSON"),
-        ('{"model_type": "qwen3"}', "lacks the key"),
-    ],
-)
-def test_a_config_that_is_no_model(
-    content: str, what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "config.json").write_text(content)
-    assert main([*BASE, "--model", str(tmp_path)]) == 2
-    error = capsys.readouterr().err
-    assert what in error and error.count("\n") == 1

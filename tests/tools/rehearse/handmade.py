@@ -17,11 +17,11 @@ def point(index: int = 0, phase: str = "forward_backward", **kinds: int) -> Memo
 def memory(*timeline: MemoryPoint) -> Memory:
     """With the peaks of a timeline."""
     points = timeline or (point(weights=8, activations=4),)
-    peak = max(points, key=lambda one: one.total)
-    activations = max(points, key=lambda one: one.bytes.get("activations", 0))
-    phases = dict.fromkeys(one.phase for one in points)
+    peak = max(points, key=lambda each: each.total)
+    activations = max(points, key=lambda each: each.bytes.get("activations", 0))
+    phases = dict.fromkeys(each.phase for each in points)
     peaks = {
-        phase: max((one for one in points if one.phase == phase), key=lambda one: one.total)
+        phase: max((each for each in points if each.phase == phase), key=lambda each: each.total)
         for phase in phases
     }
     return Memory({"weights": 8, "gradients": 8, "optimizer": 24}, peak, activations, peaks, ())

@@ -27,15 +27,15 @@ def on_fake_gpu(function: Callable[[], None]) -> Callable[[dict[str, str]], None
 
 def outcomes(names: list[str]) -> dict[str, str]:
     """The traceback of each test, or nothing, in the order of ``names``."""
-    found: dict[str, str] = {}
+    results: dict[str, str] = {}
     for name in names:
         module, _, test = name.rpartition(".")
         try:
             getattr(importlib.import_module(module), test).on_fake_gpu[1]()
-            found[name] = ""
+            results[name] = ""
         except Exception:
-            found[name] = traceback.format_exc()
-    return found
+            results[name] = traceback.format_exc()
+    return results
 
 
 def main() -> None:

@@ -54,8 +54,8 @@ def test_copies_to_the_device_are_pinned_or_block() -> None:
         torch.empty(8, pin_memory=True).cuda()
         torch.ones(8, device="cuda").copy_(host)
         torch.tensor([1, 2], device="cuda")
-    found = [(copy.bytes, copy.pinned, copy.blocking) for copy in gpu.host.copies]
-    assert found == [
+    copies = [(copy.bytes, copy.pinned, copy.blocking) for copy in gpu.host.copies]
+    assert copies == [
         (32, False, True),
         (32, True, False),
         (32, True, True),
@@ -90,10 +90,10 @@ def test_a_product_added_in_another_dtype_is_counted_and_takes_no_memory() -> No
 @on_fake_gpu
 def test_grouped_products_are_counted() -> None:
     with FakeGpu() as gpu, torch.autograd.set_multithreading_enabled(False):
-        rows = torch.randn(16, 32, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        tokens = torch.randn(16, 32, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         experts = torch.randn(4, 32, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         ends = torch.tensor([4, 8, 12, 16], dtype=torch.int32, device="cuda")
-        out = torch._grouped_mm(rows, experts, offs=ends)
+        out = torch._grouped_mm(tokens, experts, offs=ends)
         out.backward(torch.ones_like(out))
         assert experts.grad.shape == experts.shape
         assert gpu.flops.counts["build"]["aten::_grouped_mm"] == 3 * 2 * 16 * 32 * 64

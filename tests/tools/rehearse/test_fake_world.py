@@ -14,9 +14,9 @@ from .on_fake_gpu import on_fake_gpu
 def test_groups_of_others_cost_nothing() -> None:
     with fake_world(4095, 4096, FakeGpu().collectives):
         groups = [dist.new_group([first, first + 1]) for first in range(0, 4096, 2)]
-        own = [group for group in groups if group != dist.GroupMember.NON_GROUP_MEMBER]
-        assert len(own) == 1 and dist.get_process_group_ranks(own[0]) == [4094, 4095]
-        assert (own[0].rank(), dist.get_world_size()) == (1, 4096)
+        own_groups = [group for group in groups if group != dist.GroupMember.NON_GROUP_MEMBER]
+        assert len(own_groups) == 1 and dist.get_process_group_ranks(own_groups[0]) == [4094, 4095]
+        assert (own_groups[0].rank(), dist.get_world_size()) == (1, 4096)
     assert not dist.is_initialized()
 
 

@@ -68,8 +68,8 @@ def test_the_document_has_every_rank(rehearsed):
     assert [role["roles"][0] for role in roles] == ["first stage"] * 2 + ["last stage"] * 2
     for role in roles:
         assert 0 < role["peak_activation_bytes"] < role["peak_bytes"] and role["seconds"] > 0
-        assert {one["group"] for one in role["collectives"]} >= {"tp", "ep", "pp"}
-        assert all(one["count"] > 0 for one in role["collectives"])
+        assert {collective["group"] for collective in role["collectives"]} >= {"tp", "ep", "pp"}
+        assert all(collective["count"] > 0 for collective in role["collectives"])
         assert all(":" in sync["where"][0] and sync["count"] > 0 for sync in role["host_syncs"])
         assert set(role["phase_peaks"]) >= {
             "old_log_probs",

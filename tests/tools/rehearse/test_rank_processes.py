@@ -21,16 +21,16 @@ def job(
 
 def run(made: RankJob, played=PLAYED, jobs: int = 2):
     ended = []
-    found = rehearse_ranks(
-        made, played, jobs, lambda one, result: ended.append((one.rank, result.rank))
+    rehearsed = rehearse_ranks(
+        made, played, jobs, lambda rank, result: ended.append((rank.rank, result.rank))
     )
-    assert sorted(ended) == [(one.rank, one.rank) for one in played]
-    return found
+    assert sorted(ended) == [(rank.rank, rank.rank) for rank in played]
+    return rehearsed
 
 
 def test_records_have_their_roles():
     records, failed = run(job(overrides=("a.b=1",), layers=3))
-    assert [(one.rank, one.world, one.roles, one.stands_for) for one in records] == [
+    assert [(record.rank, record.world, record.roles, record.stands_for) for record in records] == [
         (0, 2, ("first stage",), (0, 1)),
         (1, 2, ("last stage",), (1,)),
     ]
@@ -40,7 +40,7 @@ def test_records_have_their_roles():
 
 def test_a_rank_that_breaks_leaves_the_others():
     records, (failure,) = run(job("broken"), jobs=1)
-    assert [one.rank for one in records] == [0]
+    assert [record.rank for record in records] == [0]
     assert (failure.rank, failure.message) == (1, "RuntimeError: no kernel for aten.fft")
     assert "a warning" in failure.output and "stub_rank.py" in failure.output
 

@@ -116,7 +116,9 @@ def rehearse_the_fewest_layers(file: Path, folder: Path) -> None:
     )
     for role in document["roles"]:
         assert 0 < role["peak_activation_bytes"] < role["peak_bytes"]
-        assert {one["group"] for one in role["collectives"]} >= exchanging_groups(file)
+        assert {collective["group"] for collective in role["collectives"]} >= exchanging_groups(
+            file
+        )
 
 
 @pytest.mark.parametrize("file", READY, ids=lambda file: file.stem)

@@ -112,21 +112,21 @@ def test_a_value_model_is_rehearsed_too() -> None:
     the end of a pass only.
     """
     plain = rehearsed(1, 2, tensor_model_parallel_size=2, expert_model_parallel_size=2)
-    found = rehearsed(
+    with_critic = rehearsed(
         1, 2, overrides=PPO, tensor_model_parallel_size=2, expert_model_parallel_size=2
     )
-    assert {"values", "critic"} <= set(found.phases) and not {"values", "critic"} & set(
+    assert {"values", "critic"} <= set(with_critic.phases) and not {"values", "critic"} & set(
         plain.phases
     )
     output = 2 * 64 * (128 // 2 - 1)  # bfloat16 rows of the output layer, less the value head
-    extra = found.memory.states["weights"] - plain.memory.states["weights"]
+    extra = with_critic.memory.states["weights"] - plain.memory.states["weights"]
     assert 0 <= plain.memory.states["weights"] - output - extra < 1024  # DDP pads its buffers
-    assert found.memory.states["optimizer"] > 1.8 * plain.memory.states["optimizer"]
-    assert found.checkpoint.bytes > 1.8 * plain.checkpoint.bytes
-    assert not [f for f in found.findings if f.kind != "made_up_value"]
+    assert with_critic.memory.states["optimizer"] > 1.8 * plain.memory.states["optimizer"]
+    assert with_critic.checkpoint.bytes > 1.8 * plain.checkpoint.bytes
+    assert not [f for f in with_critic.findings if f.kind != "made_up_value"]
     syncs = [
         (s.phase, s.kind)
-        for s in found.host_syncs
+        for s in with_critic.host_syncs
         if s.phase in ("values", "critic") and s.where[0].startswith("megatron_gspo/")
     ]
     assert syncs == [("values", "copy to host"), ("critic", "copy to host")]  # results and metrics
@@ -251,16 +251,16 @@ def flops(record: RankRecord, *ops: str) -> float:
 def copied_routes(record: RankRecord) -> dict[str, float]:
     """Bytes of routes for each token that go to the device, by phase: an int32 row number, and the
     ids of 2 experts in 2 layers where they are replayed. None of the copies blocks."""
-    found = [
-        one
-        for one in record.host_copies
-        if any(site.endswith(" begin_chunk") for site in one.where)
+    copies = [
+        copy
+        for copy in record.host_copies
+        if any(site.endswith(" begin_chunk") for site in copy.where)
     ]
-    assert not any(one.blocking for one in found), found
+    assert not any(copy.blocking for copy in copies), copies
     tokens = sum(record.micro_batches) / len(record.groups["cp"])
     sizes: Counter[str] = Counter()
-    for one in found:
-        sizes[one.phase] += one.bytes
+    for copy in copies:
+        sizes[copy.phase] += copy.bytes
     return {phase: size / tokens for phase, size in sizes.items()}
 
 
@@ -275,8 +275,8 @@ def test_our_code_does_not_wait_within_the_micro_batches() -> None:
         ("R3, reference", "moe/token_dispatcher.py"),
         ("selective, overlap", "p2p_communication.py"),
     ):
-        found = {sync.phase for sync in with_options(name)[1] if file in sync.where[0]}
-        assert found == {"old_log_probs", "forward_backward"}, (name, with_options(name)[1])
+        phases = {sync.phase for sync in with_options(name)[1] if file in sync.where[0]}
+        assert phases == {"old_log_probs", "forward_backward"}, (name, with_options(name)[1])
 
 
 @on_fake_gpu
@@ -288,7 +288,7 @@ def test_one_gpu_alone() -> None:
         "optimizer",
         "checkpoint_plan",
     }
-    assert {len(one.ranks) for one in record.collectives} <= {1}
+    assert {len(collective.ranks) for collective in record.collectives} <= {1}
     assert flops(record, "aten::_grouped_mm") == 3
 
 
@@ -309,15 +309,15 @@ def test_recomputed_attention_and_weights_that_are_gathered_late() -> None:
         flops(record, "torch_attn::_varlen_attn") == 2 and flops(record, "aten::_grouped_mm") == 3
     )
     gathers = {
-        one.phase
-        for one in record.collectives
-        if one.group == "dp_cp" and one.op.startswith("allgather")
+        collective.phase
+        for collective in record.collectives
+        if collective.group == "dp_cp" and collective.op.startswith("allgather")
     }
     assert "old_log_probs" in gathers and "optimizer" not in gathers
     assert "optimizer" in {
-        one.phase
-        for one in rehearsed(0, 4, expert_model_parallel_size=4).collectives
-        if one.op.startswith("allgather")
+        collective.phase
+        for collective in rehearsed(0, 4, expert_model_parallel_size=4).collectives
+        if collective.op.startswith("allgather")
     }
 
 

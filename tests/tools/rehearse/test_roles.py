@@ -35,15 +35,15 @@ def layout(
 
 def layouts(worlds: tuple[int, ...]) -> list[tuple[ParallelConfig, int]]:
     """Every layout of sizes 1, 2, 3 and 4 that divides a world."""
-    found = []
+    valid = []
     for world, sizes in product(worlds, product((1, 2, 3, 4), repeat=5)):
         tensor, pipeline, context, expert, expert_tensor = sizes
         if (
             world % (tensor * pipeline * context) == 0
             and world % (pipeline * expert * expert_tensor) == 0
         ):
-            found.append((layout(*sizes), world))
-    return found
+            valid.append((layout(*sizes), world))
+    return valid
 
 
 def names(parallel: ParallelConfig, world: int) -> dict[int, tuple[str, ...]]:
@@ -125,19 +125,19 @@ def test_the_ranks_of_the_two_node_layout():
 def test_every_rank_is_represented_once():
     for parallel, world in [*layouts((12,)), (layout(2, 8, 1, 8), 4096)]:
         played = choose_ranks(parallel, world)
-        assert sorted(rank for one in played for rank in one.stands_for) == list(range(world))
-        assert all(one.rank in one.stands_for for one in played)
+        assert sorted(rank for choice in played for rank in choice.stands_for) == list(range(world))
+        assert all(choice.rank in choice.stands_for for choice in played)
         grid = RankGrid.of(parallel, world)
-        for one in played:
-            stages = {grid.stage(rank) for rank in one.stands_for}
+        for choice in played:
+            stages = {grid.stage(rank) for rank in choice.stands_for}
             assert len(stages) == 1 or not stages & {0, grid.stages - 1}
 
 
 def test_all_ranks_and_lists():
     parallel = layout(tensor=2)
-    assert [one.rank for one in choose_ranks(parallel, 8, "all")] == list(range(8))
+    assert [choice.rank for choice in choose_ranks(parallel, 8, "all")] == list(range(8))
     chosen = choose_ranks(parallel, 8, "5, 0,5")
-    assert [(one.rank, one.stands_for) for one in chosen] == [(0, (0,)), (5, (5,))]
+    assert [(choice.rank, choice.stands_for) for choice in chosen] == [(0, (0,)), (5, (5,))]
     for wrong, says in (
         ("8", "no rank 8 in a world of 8"),
         ("x", "is not a list"),

@@ -25,18 +25,18 @@ def test_a_rehearsal_is_the_same_without_it() -> None:
         with fake_cuda(gpu.host):
             from megatron_gspo.tools.rehearse.rehearse_rank import rehearse_rank
 
-            found = dataclasses.asdict(rehearse_rank(layout, 0, 4, gpu))
+            records = dataclasses.asdict(rehearse_rank(layout, 0, 4, gpu))
         return {
             name: value
-            for name, value in found.items()
+            for name, value in records.items()
             if name not in ("seconds", "host_peak_bytes")
         }
 
     record()  # what Megatron creates once in a process, such as the scale of its auxiliary loss
-    found = []
+    records = []
     for run in (ShapeCache.run, uncached):
         with mock.patch.object(ShapeCache, "run", run):
-            found.append(record())
-    remembered, told = found
+            records.append(record())
+    remembered, told = records
     for name, value in told.items():
         assert value == remembered[name], name

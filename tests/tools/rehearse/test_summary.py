@@ -30,17 +30,17 @@ def test_findings_are_problems_unless_a_value_was_made_up():
 
 def test_a_failed_rank_and_a_disagreement_are_problems():
     pair = [record(rank, world=2, collectives=(call("build", 4 + rank),)) for rank in (0, 1)]
-    found = problems(
+    lines = problems(
         replace(rehearsal(*pair), failed=(FailedRank(5, "unknown operation aten.fft"),))
     )
-    assert found[0] == "rank 5: unknown operation aten.fft"
-    assert found[1].startswith("bytes: group tp of ranks 0-1") and len(found) == 2
+    assert lines[0] == "rank 5: unknown operation aten.fft"
+    assert lines[1].startswith("bytes: group tp of ranks 0-1") and len(lines) == 2
 
 
 @pytest.mark.parametrize("runtime, fits", [(3 * GIB, False), (GIB, True)])
 def test_out_of_memory_counts_what_cuda_takes(runtime, fits):
     gpu = find_gpu("h100")
     peak = memory(point(weights=gpu.memory - 2 * GIB))
-    found = problems(replace(rehearsal(record(memory=peak)), runtime_bytes=runtime))
-    assert fits == (not found)
-    assert fits or ("out of memory" in found[0] and "h100" in found[0])
+    lines = problems(replace(rehearsal(record(memory=peak)), runtime_bytes=runtime))
+    assert fits == (not lines)
+    assert fits or ("out of memory" in lines[0] and "h100" in lines[0])

@@ -41,13 +41,6 @@ def test_a_failing_rehearsal_names_the_problems_first():
     assert "Nothing was found" not in report and "same order" not in report
 
 
-def test_every_rank_may_fail():
-    output = "\n".join(f"line {i}" for i in range(30))
-    alone = replace(rehearsal(record()), records=(), failed=(FailedRank(0, "no memory", output),))
-    assert "1 problem that would stop or corrupt a run:\n- rank 0: no memory" in whole_report(alone)
-    assert "Rank 0 ended with:\n\n    line 18\n" in whole_report(alone)
-
-
 def test_ranks_that_do_the_same_share_a_section():
     syncs = (HostSync("item", ("layer.py:7 forward",), "optimizer", 2),)
     ranks = [record(0), record(1, host_syncs=syncs), record(2, seconds={"build": 9.0})]

@@ -42,10 +42,15 @@ def exported(record: RankRecord) -> list[tuple[str, str, int]]:
 def test_every_source_sends_its_own_tensors_without_a_collective() -> None:
     layout = {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2}
     records = [on_servers(rank, 4, **layout) for rank in range(4)]
-    own = 2 * 4 * EXPERT  # bytes of bfloat16
+    own_bytes = 2 * 4 * EXPERT  # bytes of bfloat16
     first = 2 * (LAYER + VOCABULARY)
     last = 2 * (LAYER + VOCABULARY + 64)
-    assert [record.sent_weights for record in records] == [first + own, own, last + own, own]
+    assert [record.sent_weights for record in records] == [
+        first + own_bytes,
+        own_bytes,
+        last + own_bytes,
+        own_bytes,
+    ]
     assert all(exported(record) == [] for record in records)
 
 
