@@ -14,7 +14,6 @@ from megatron_gspo.launch_environment import (
     run_alone,
     tell_torchrun,
     warn_of_ignored_processes,
-    without_launch_variables,
     world_size,
 )
 
@@ -75,10 +74,6 @@ def test_the_number_of_processes():
     for wrong in ("", "abc", "0", "-1", "2.0"):
         with pytest.raises(InputError, match="WORLD_SIZE="):
             world_size({"WORLD_SIZE": wrong})
-
-
-def test_servers_get_none_of_them():
-    assert without_launch_variables({**POD, **TORCHRUN, "PATH": "/bin"}) == {"PATH": "/bin"}
 
 
 def test_torchruns_report_gets_the_line(tmp_path, monkeypatch):

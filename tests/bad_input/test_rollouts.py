@@ -106,8 +106,8 @@ def run(
     """The outcome and the record of the one step, where it was made."""
     config = small_config(model, tmp_path, **sections)
     done = with_engine(config, MyEngine(breaks=breaks))
-    rows = records(config["run_dir"]) if done.code == 0 else []
-    return done, rows[-1] if rows else None
+    metrics = records(config["run_dir"]) if done.code == 0 else []
+    return done, metrics[-1] if metrics else None
 
 
 @pytest.mark.parametrize(("case", "breaks"), BROKEN, ids=lambda value: getattr(value, "name", ""))

@@ -189,12 +189,6 @@ def test_keys_of_our_receiver(plain, key):
             build(plain, *started, *others)
 
 
-def test_nothing_listens_beyond_this_machine_unless_told_to():
-    from megatron_gspo.rollout.sglang.sglang_launch import SGLangLaunch
-
-    assert SGLangLaunch(SGLangConfig(num_servers=1), "m").host == "127.0.0.1"
-
-
 FILES = {
     "no python": ({"python": "/no/such/python"}, 'sglang.python = "/no/such/python": no such file'),
     "no key": (

@@ -198,11 +198,6 @@ def test_fields_are_carried_by_all_samples_or_by_none():
         pack([full], num_sequences=1, num_tokens=2)
 
 
-def test_to_moves_every_tensor():
-    batch = pack(two_samples(), num_sequences=2, num_tokens=3).to("meta")
-    assert all(getattr(batch, name).device.type == "meta" for name in (*PER_TOKEN, "cu_seqlens"))
-
-
 def routed(prompt, response, shape, seed=0, missing=None):
     ids = make_routes(prompt + response - 1, shape.layers, shape.k, shape.num_experts, seed=seed)
     return make_sample(prompt, response, seed=seed, routed_experts=ids, missing_routes=missing)
@@ -228,18 +223,20 @@ def test_routes_by_hand():
     ]
     assert batch.routed_experts.dtype == torch.uint8 and batch.missing_routes is None
     for held in ((1,), ()):  # on a pipeline stage
-        own = [
+        samples_of_stage = [
             replace(sample, routed_experts=sample.routed_experts[:, list(held)])
             for sample in (first, second)
         ]
-        part = pack(
-            own,
+        batch_of_stage = pack(
+            samples_of_stage,
             sequence_multiple=4,
             num_sequences=2,
             num_tokens=2,
             routes=replace(shape, held=held),
         )
-        assert part.routed_experts.tolist() == batch.routed_experts[:, list(held)].tolist()
+        assert (
+            batch_of_stage.routed_experts.tolist() == batch.routed_experts[:, list(held)].tolist()
+        )
 
 
 @settings(max_examples=60, deadline=None)
@@ -253,8 +250,10 @@ def test_routes_of_every_position_against_a_naive_loop(shapes, multiple, sizes, 
     shape = RouteShape(*sizes)
     samples = []
     for seed, (prompt, response) in enumerate(shapes):
-        rows = prompt + response - 1
-        drawn = data.draw(st.none() | st.lists(st.booleans(), min_size=rows, max_size=rows))
+        num_routes = prompt + response - 1
+        drawn = data.draw(
+            st.none() | st.lists(st.booleans(), min_size=num_routes, max_size=num_routes)
+        )
         samples.append(
             routed(prompt, response, shape, seed, None if drawn is None else np.array(drawn, bool))
         )
@@ -305,10 +304,10 @@ def test_a_dummy_batch_carries_routes_and_shards_and_moves(num_experts):
     missing = np.array([False, True, False])
     sample = routed(2, 2, shape, missing=missing)
     batch = pack([sample], sequence_multiple=4, num_sequences=1, num_tokens=2, routes=shape)
-    for rank, mine in ((0, [0, 3]), (1, [1, 2])):
+    for rank, positions in ((0, [0, 3]), (1, [1, 2])):
         shard = context_parallel_shard(batch, rank, 2)
-        assert shard.routed_experts.tolist() == batch.routed_experts[mine].tolist()
-        assert shard.missing_routes.tolist() == batch.missing_routes[mine].tolist()
+        assert shard.routed_experts.tolist() == batch.routed_experts[positions].tolist()
+        assert shard.missing_routes.tolist() == batch.missing_routes[positions].tolist()
         assert shard.routed_experts.dtype == shape.torch_dtype
     moved = batch.to("meta")
     assert moved.routed_experts.device.type == moved.missing_routes.device.type == "meta"

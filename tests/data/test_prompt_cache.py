@@ -88,16 +88,16 @@ def cache_of(file: Path, warnings: list[str] | None = None, folder: str = "cache
 
 
 def folder_of(file: Path) -> Path:
-    [found] = [path for path in (file.parent / "cache").iterdir() if path.is_dir()]
-    return found
+    [cache_folder] = [path for path in (file.parent / "cache").iterdir() if path.is_dir()]
+    return cache_folder
 
 
-def assert_same(found: PromptSet, file: Path) -> None:
+def assert_same(loaded: PromptSet, file: Path) -> None:
     wanted = load_prompts(file, CharTokenizer(), DATA)
-    assert (len(found.prompts), found.dropped) == (len(wanted.prompts), wanted.dropped) == (3, 1)
-    assert found.notes == wanted.notes and "half of a surrogate pair" in "".join(found.notes)
-    np.testing.assert_array_equal(digests_of(found.prompts), digests_of(wanted.prompts))
-    for ours, theirs in zip(found.prompts, wanted.prompts, strict=True):
+    assert (len(loaded.prompts), loaded.dropped) == (len(wanted.prompts), wanted.dropped) == (3, 1)
+    assert loaded.notes == wanted.notes and "half of a surrogate pair" in "".join(loaded.notes)
+    np.testing.assert_array_equal(digests_of(loaded.prompts), digests_of(wanted.prompts))
+    for ours, theirs in zip(loaded.prompts, wanted.prompts, strict=True):
         ours.check()
         np.testing.assert_array_equal(ours.token_ids, theirs.token_ids)
         assert replace(ours, token_ids=theirs.token_ids) == theirs
@@ -106,9 +106,9 @@ def assert_same(found: PromptSet, file: Path) -> None:
 def test_the_same_prompts_tokenised_once(file):
     tokenizer = CountingTokenizer(file.parent / "log")
     for _ in range(3):
-        found = cache_of(file).load(file, tokenizer, DATA)
-        assert_same(found, file)
-        assert isinstance(found.prompts, MappedPrompts) and found.prompts.largest_token == 0xFFFD
+        loaded = cache_of(file).load(file, tokenizer, DATA)
+        assert_same(loaded, file)
+        assert isinstance(loaded.prompts, MappedPrompts) and loaded.prompts.largest_token == 0xFFFD
     assert tokenizer.count == len(ROWS)
     assert sorted(path.name for path in folder_of(file).iterdir()) == [
         "manifest.json",
@@ -125,10 +125,11 @@ def test_positions_and_slices(file):
     assert [prompts[i].text for i in (0, 2, -1, -3)] == ["a b", "\ufffd\n", "\ufffd\n", "a b"]
     with pytest.raises(IndexError):
         prompts[3]
-    part = prompts[1:]
-    assert [(prompt.index, prompt.text) for prompt in part] == [(1, "dé"), (2, "\ufffd\n")] and len(
-        part
-    ) == 2
+    last_two = prompts[1:]
+    assert [(prompt.index, prompt.text) for prompt in last_two] == [
+        (1, "dé"),
+        (2, "\ufffd\n"),
+    ] and len(last_two) == 2
     assert len(prompts[:None]) == 3 and len(prompts[:2][:1]) == 1
     first = prompts[0]
     first.token_ids[0] = first.metadata["level"] = 5  # a copy: the file stays
@@ -142,8 +143,8 @@ def test_other_kinds_of_files(kind, file):
     path = file.parent / ("data.parquet" if kind == "parquet" else "saved")
     table.to_parquet(path) if kind == "parquet" else table.save_to_disk(path)
     for tokenizer in (CharTokenizer(), None):
-        found = cache_of(file).load(path, tokenizer, DATA)
-        assert [prompt.metadata for prompt in found.prompts] == [{"n": i} for i in range(5)]
+        loaded = cache_of(file).load(path, tokenizer, DATA)
+        assert [prompt.metadata for prompt in loaded.prompts] == [{"n": i} for i in range(5)]
     key = cache_key(path, file.parent / "model", DATA, "train")
     if kind == "saved":
         (path / "state.json").write_text((path / "state.json").read_text() + " ")
@@ -182,8 +183,8 @@ def test_what_the_key_depends_on(file):
     known = {key()}
     assert key() in known and key(replace(DATA, shuffle=False, verifier="exact_match")) in known
 
-    def is_new(found: str) -> bool:
-        return found not in known and not known.add(found)  # type: ignore[func-returns-value]
+    def is_new(candidate: str) -> bool:
+        return candidate not in known and not known.add(candidate)  # type: ignore[func-returns-value]
 
     assert is_new(key(split="test"))
     for name, value in CHANGES.items():
@@ -233,16 +234,16 @@ def test_every_setting_of_the_format_is_in_the_key():
 @pytest.mark.parametrize("damage", ["truncated", "longer", "gone", "empty"])
 def test_a_damaged_cache_is_written_again(name, damage, file):
     cache_of(file).load(file, CharTokenizer(), DATA)
-    part = folder_of(file) / name
-    content = part.read_bytes()
-    part.unlink()
+    damaged = folder_of(file) / name
+    content = damaged.read_bytes()
+    damaged.unlink()
     if damage != "gone":
-        part.write_bytes(
+        damaged.write_bytes(
             {"truncated": content[:-1], "longer": content + b"}", "empty": b""}[damage]
         )
-    assert read_cache(part.parent) is None
+    assert read_cache(damaged.parent) is None
     assert_same(cache_of(file).load(file, CharTokenizer(), DATA), file)
-    assert part.read_bytes() == content
+    assert damaged.read_bytes() == content
 
 
 @pytest.mark.parametrize(

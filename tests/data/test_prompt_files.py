@@ -122,14 +122,6 @@ def test_bad_files_name_the_place_the_key_and_the_fix(content, chosen, message, 
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
-def test_bad_paths(tmp_path):
-    with pytest.raises(PromptError, match="nowhere.jsonl: no such file; check the path"):
-        read_rows(tmp_path / "nowhere.jsonl")
-    (tmp_path / "data.txt").write_text("a,b")
-    with pytest.raises(PromptError, match="unknown kind '.txt'; use .jsonl, .parquet"):
-        read_rows(tmp_path / "data.txt")
-
-
 def test_unreadable_parquet_and_datasets(tmp_path):
     pytest.importorskip("datasets")
     (tmp_path / "data.parquet").write_text("not parquet")

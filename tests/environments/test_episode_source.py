@@ -79,8 +79,8 @@ def failing(rank: int, world: int) -> str:
 
 
 def test_a_failure_of_the_environments_is_raised_on_every_rank():
-    one, other = run_distributed(failing, 2)
-    assert one == other and "no environments" in one
+    message, other = run_distributed(failing, 2)
+    assert message == other and "no environments" in message
 
 
 def paused(rank: int, world: int) -> list:
@@ -95,5 +95,5 @@ def paused(rank: int, world: int) -> list:
 
 
 def test_a_pause_keeps_or_discards_what_is_pending():
-    [found] = run_distributed(paused, 1)
-    assert found == [[0, 1], [], ["close"], METRICS, ["http://a"]]
+    [observed] = run_distributed(paused, 1)
+    assert observed == [[0, 1], [], ["close"], METRICS, ["http://a"]]

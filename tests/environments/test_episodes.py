@@ -148,10 +148,10 @@ def test_versions_are_merged():
     sample = made.sample()
     sample.check()
     assert sample.token_versions.tolist() == [4, 5, 5, 5, 5, 6, 6] and sample.weight_version == 4
-    one = episode()
-    one.add_response(response(one.next_request(), [6, 1], version=6))
-    one.add_reply(ok(done=True))
-    assert one.sample().token_versions is None and one.sample().weight_version == 6
+    single_turn = episode()
+    single_turn.add_response(response(single_turn.next_request(), [6, 1], version=6))
+    single_turn.add_reply(ok(done=True))
+    assert single_turn.sample().token_versions is None and single_turn.sample().weight_version == 6
 
 
 def rows(start, count):
@@ -206,8 +206,8 @@ def overlapping(engine, questions, sampling, rules):
     begun: dict[int, Sample] = {}
 
     def start(request):
-        one = replace(sampling, n_samples_per_prompt=1, max_response_length=request.limit)
-        [sample] = engine.generate([request.prompt], one, seed=5)
+        turn_sampling = replace(sampling, n_samples_per_prompt=1, max_response_length=request.limit)
+        [sample] = engine.generate([request.prompt], turn_sampling, seed=5)
         begun[len(begun)] = sample
         return len(begun) - 1
 

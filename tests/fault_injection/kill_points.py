@@ -75,8 +75,8 @@ class Tripwire:
 
     def install(self) -> None:
         """Begin to count. It can't be taken out again: for processes that do nothing else."""
-        for kind, place in CALLS.items():
-            self._wrap(kind, place)
+        for kind, function in CALLS.items():
+            self._wrap(kind, function)
         sys.addaudithook(self._on_event)
 
     def counts(self) -> dict[str, int]:

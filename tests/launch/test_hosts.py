@@ -31,8 +31,8 @@ def machines():
     """Two hosts."""
     if reason := why_not():
         pytest.skip(f"training over several hosts was not tested: {reason}")
-    with hosts(2) as found:
-        yield found
+    with hosts(2) as two_hosts:
+        yield two_hosts
 
 
 @pytest.fixture(scope="module")
@@ -150,12 +150,12 @@ def test_a_host_loses_power_and_comes_back(machines, model, start, tmp_path):
 
 def configure_one(model: str, run_dir: Path) -> list[str]:
     """Many steps without a checkpoint, and no parallelism but data's."""
-    one = [
+    overrides = [
         "parallel.tensor_model_parallel_size=1",
         "parallel.expert_model_parallel_size=1",
         "checkpoint.save_interval=0",
     ]
-    return [str(configure(model, run_dir, steps=60)), *one]
+    return [str(configure(model, run_dir, steps=60)), *overrides]
 
 
 @pytest.mark.slow

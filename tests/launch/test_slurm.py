@@ -72,8 +72,8 @@ def nodes():
     """Names of two hosts, the later one first, as Slurm's order can be (node9, node10)."""
     if reason := why_not():
         pytest.skip(f"the Slurm script was not tested over several hosts: {reason}")
-    with hosts(2) as found:
-        yield sorted((host.name for host in found), reverse=True)
+    with hosts(2) as two_hosts:
+        yield sorted((host.name for host in two_hosts), reverse=True)
 
 
 @pytest.mark.slow

@@ -58,7 +58,7 @@ def starts(rank: int, world: int, path: str, folder: Path) -> list[Any]:
     lora = replace(LORA, adapter_path=str(folder / "adapters"))
     policy = _policy(path, expert=2, pipeline=1)
     start_from_adapters(policy, lora)
-    found = [{name: torch.equal(tensor, tensors[name]) for name, tensor in policy.adapters()}]
+    outcomes = [{name: torch.equal(tensor, tensors[name]) for name, tensor in policy.adapters()}]
     for other in (
         replace(lora, rank=4),
         replace(lora, alpha=6.0),
@@ -70,10 +70,10 @@ def starts(rank: int, world: int, path: str, folder: Path) -> list[Any]:
     ):
         try:
             start_from_adapters(policy, other)
-            found.append("")
+            outcomes.append("")
         except (ConfigError, ModelError) as error:
-            found.append(str(error))
-    return found
+            outcomes.append(str(error))
+    return outcomes
 
 
 def test_a_policy_starts_from_adapters(tmp_path: Path) -> None:

@@ -98,9 +98,9 @@ def generator(
 
 
 def indices(batch: SampleBatch) -> list[int]:
-    found = [sample.prompt_index for sample in batch.samples]
-    assert found == batch.table["prompt_index"].tolist()
-    return found
+    prompt_indices = [sample.prompt_index for sample in batch.samples]
+    assert prompt_indices == batch.table["prompt_index"].tolist()
+    return prompt_indices
 
 
 def test_every_step_of_every_run_has_a_sampling_seed_of_its_own():
@@ -247,14 +247,14 @@ def test_servers_generate_while_the_first_groups_are_scored(workers, waiting, mo
     }
     served = generator(**sections)
     source = LastFirst()
-    found = replace(served, groups=source, rewards=source.scores(Rewards())).draw(
+    rollout = replace(served, groups=source, rewards=source.scores(Rewards())).draw(
         1, DataCursor(), Timers()
     )
     assert source.waiting == waiting
     at_once = generator(rollout=size).draw(1, DataCursor(), Timers())
-    assert found.cursor == at_once.cursor and found.metrics == at_once.metrics
-    assert np.array_equal(found.batch.table, at_once.batch.table) and indices(
-        found.batch
+    assert rollout.cursor == at_once.cursor and rollout.metrics == at_once.metrics
+    assert np.array_equal(rollout.batch.table, at_once.batch.table) and indices(
+        rollout.batch
     ) == indices(at_once.batch)
 
 
@@ -267,7 +267,7 @@ def numbered(prompt: Prompt, number: int, seed: int) -> ScriptedResponse:
 def drawn_from_servers(rank: int, world: int) -> list[tuple[list, list]]:
     """A step in parts and one at once: its rows, and this rank's texts with their rewards. The
     servers finish the last group first; both ranks are clients and score."""
-    found = []
+    drawn = []
     with RewardScorer(f"{spelling_verifier.__file__}:score", timeout=None) as scorer:
         for parts in (4, 1):
             source = server_source(ScriptedServers(numbered), clients=(0, 1))
@@ -277,10 +277,10 @@ def drawn_from_servers(rank: int, world: int) -> list[tuple[list, list]]:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr("megatron_gspo.loop.generation._PARTS", parts)
                 batch = made.draw(1, DataCursor(), Timers()).batch
-            found.append(
+            drawn.append(
                 (batch.table.tolist(), [(i, sample.text) for i, sample in batch.held.items()])
             )
-    return found
+    return drawn
 
 
 @pytest.mark.slow

@@ -172,7 +172,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
         def requested() -> bool:
             return stop_after is not None and f"step {stop_after - 1}" in events
 
-        for name, part in {
+        for name, replacement in {
             "build_components": lambda config, engine: parts,
             "resume": lambda *_: (
                 LoopState(step=resumed, callbacks={"guard": {"low_steps": low_steps}}),
@@ -190,7 +190,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
             "seed_generators": lambda seed, step, phase: events.append(f"seed {step}"),
             "export": lambda policy, folder: events.append("export") or folder,
         }.items():
-            monkeypatch.setattr(training_loop, name, part)
+            monkeypatch.setattr(training_loop, name, replacement)
         monkeypatch.setattr(
             Config, "check", lambda self, world_size: events.append(f"check {world_size}")
         )

@@ -70,12 +70,14 @@ def _reordered(outcome: Outcome, order: torch.Tensor) -> Outcome:
 def test_padding_does_not_matter(objective, batch, data):
     """Untrained positions of any content anywhere, and sequences of nothing else."""
     total = len(batch.segment_ids)
-    places = torch.tensor(data.draw(st.lists(st.integers(0, total), max_size=6)), dtype=torch.long)
-    owners = torch.tensor(
-        data.draw(integers_each(len(places), batch.num_segments + 1)), dtype=torch.long
+    positions = torch.tensor(
+        data.draw(st.lists(st.integers(0, total), max_size=6)), dtype=torch.long
     )
-    order = torch.cat([torch.arange(total), places]).argsort(stable=True)
-    holes = torch.zeros(len(places), dtype=torch.float64)
+    owners = torch.tensor(
+        data.draw(integers_each(len(positions), batch.num_segments + 1)), dtype=torch.long
+    )
+    order = torch.cat([torch.arange(total), positions]).argsort(stable=True)
+    holes = torch.zeros(len(positions), dtype=torch.float64)
     fields = {name: torch.cat([getattr(batch, name), holes])[order] for name in VALUES}
     padded = Batch(
         **fields,

@@ -11,12 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_gspo.data.chosen_prompts import ChosenPrompts
 from megatron_gspo.errors import EngineError, SharedEngineError
 from megatron_gspo.rollout.server_engine.server_pool import NoServerError
 from tests.support.distributed import run_distributed
 from tests.support.random_samples import all_samples
-from tests.support.samples import ReadItems
 from tests.support.scripted_servers import (
     PROMPTS,
     SAMPLING,
@@ -115,77 +113,8 @@ def failing(rank: int, world: int, where: str, clients: tuple[int, ...]) -> tupl
     ],
 )
 def test_an_error_of_one_rank_is_raised_on_every_rank(where, message, clients):
-    found = run_distributed(failing, 2, where, clients)
-    assert found[0] == found[1] and message in found[0][0] and found[0][1]
-
-
-def shared(rank: int, world: int, clients: tuple[int, ...], slow: float) -> tuple:
-    """Groups of several calls, taken in others.
-
-    slow: seconds that each group of the last client takes.
-    """
-    servers = (
-        ScriptedServers(scripted_response, slow=slow * (rank == clients[-1]))
-        if rank in clients
-        else None
-    )
-    source = server_source(servers, clients=clients)
-    source.update_weights(collective_weights, version=3)
-    read = ReadItems(PROMPTS)
-    prompts = ChosenPrompts.by_index(read, range(len(PROMPTS)))
-    source.submit(prompts[:4], SAMPLING, seed=1)
-    source.submit(prompts[4:], SAMPLING, seed=2)
-    assert source.pending() == prompts.indices
-    first = source.collect(5)
-    source.submit(PROMPTS[:3], SAMPLING, seed=6)
-    second = source.generate(prompts[3:], SAMPLING, seed=7)
-    third = source.collect(3)
-    assert bool(read.read) == (rank in clients), "the clients alone read prompts"
-    batches = (first, second, third)
-    versions = {state.training_version for state in servers.followed} if servers else set()
-    found = (
-        [keys(all_samples(batch)) for batch in batches],
-        [batch.table.tolist() for batch in batches],
-    )
-    requested = servers.requested if servers else []
-    return *found, requested, [len(batch.held) for batch in batches], versions, source.metrics()
-
-
-@pytest.mark.parametrize("slow", [0.0, 0.15])
-def test_the_samples_do_not_depend_on_the_clients(slow):
-    one, *idle = run_distributed(shared, 3, (0,), 0.0)
-    assert one[0] == [
-        [(i, j, seed) for i, seed in groups for j in (0, 1)]
-        for groups in (
-            ((0, 1), (1, 1), (2, 1), (3, 1), (4, 2)),
-            ((3, 7), (4, 7)),
-            ((0, 6), (1, 6), (2, 6)),
-        )
-    ]
-    assert len(one[2]) == 10 and [rank[2] for rank in idle] == [[], []]
-    for clients in ((0, 2), (0, 1, 2)):
-        found = run_distributed(shared, 3, clients, slow)
-        assert all(rank[0] == one[0] for rank in found), (
-            "each sample once, in the order of its prompts"
-        )
-        rows = [
-            [(row[0], *row[2:10], *row[11:]) for table in rank[1] for row in table]
-            for rank in (one, *found)
-        ]
-        assert all(each == rows[0] for each in rows), (
-            "without the reward, which is NaN, and the holder"
-        )
-        requested = [rank[2] for rank in found]
-        assert sorted(sum(requested, [])) == sorted(one[2]), "each group is requested by one client"
-        share = 10 // len(clients)
-        assert all(
-            abs(len(each) - share) <= 2 for rank, each in enumerate(requested) if rank in clients
-        )
-        assert [sum(rank[3]) for rank in found] == [2 * len(each) for each in requested], (
-            "who requests holds"
-        )
-        assert all(rank[4] == {3} for rank in found[1:] if rank[2]), "rank 0 told its version"
-        assert found[0][5]["rollout/requests"] == 3.0 * len(clients) and found[1][5] == {}
+    by_rank = run_distributed(failing, 2, where, clients)
+    assert by_rank[0] == by_rank[1] and message in by_rank[0][0] and by_rank[0][1]
 
 
 def shares(rank: int, world: int) -> list[list[int]]:
@@ -202,10 +131,10 @@ def shares(rank: int, world: int) -> list[list[int]]:
 
 
 def test_a_resumed_run_has_the_same_shares():
-    found = run_distributed(shares, 3)
-    for before, after, other in found:
+    by_rank = run_distributed(shares, 3)
+    for before, after, other in by_rank:
         assert before == after != other
-    assert sorted(sum((after for _, after, _ in found), [])) == list(range(len(PROMPTS)))
+    assert sorted(sum((after for _, after, _ in by_rank), [])) == list(range(len(PROMPTS)))
 
 
 def colocated(rank: int, world: int) -> list[str]:

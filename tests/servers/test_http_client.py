@@ -50,8 +50,8 @@ async def handle(request: web.Request) -> web.StreamResponse:
         # Without a content length.
         response = web.StreamResponse(headers={"content-type": "application/json"})
         await response.prepare(request)
-        for part in (b"[1, ", b"2" * 10**5, b"]"):
-            await response.write(part)
+        for piece in (b"[1, ", b"2" * 10**5, b"]"):
+            await response.write(piece)
         return response
     if path == "/text":
         return web.Response(text="fine")

@@ -187,8 +187,8 @@ def test_samples_keep_their_text(tmp_path: Path) -> None:
         12, [{"prompt": "2 × 3\n=", "reward": 1.0}, {"prompt": "ß"}]
     )
     assert file.name == "step_000012.jsonl"
-    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    assert rows == [{"prompt": "2 × 3\n=", "reward": 1.0}, {"prompt": "ß"}]
+    samples = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    assert samples == [{"prompt": "2 × 3\n=", "reward": 1.0}, {"prompt": "ß"}]
 
 
 def test_summary_is_whole_or_absent(tmp_path: Path) -> None:

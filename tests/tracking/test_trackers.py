@@ -50,11 +50,11 @@ def test_mlflow_goes_on_with_the_same_run(tmp_path: Path, monkeypatch: pytest.Mo
         trackers.log(step, {"reward/mean": float(step)})
         trackers.close()
     client = mlflow.MlflowClient()
-    found = client.search_runs([client.get_experiment_by_name("experiment").experiment_id])
-    assert len(found) == 1
-    history = client.get_metric_history(found[0].info.run_id, "reward/mean")
+    runs = client.search_runs([client.get_experiment_by_name("experiment").experiment_id])
+    assert len(runs) == 1
+    history = client.get_metric_history(runs[0].info.run_id, "reward/mean")
     assert sorted((point.step, point.value) for point in history) == [(1, 1.0), (2, 2.0)]
-    assert found[0].data.params == {"optimizer.lr": "0.5"}
+    assert runs[0].data.params == {"optimizer.lr": "0.5"}
 
 
 def test_wandb_writes_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,9 +160,9 @@ def test_a_server_that_refuses_connections_is_one_line_and_does_not_end_the_othe
 
 def test_a_process_that_dies_is_one_line(tmp_path: Path, lines: list[str]) -> None:
     trackers = make_trackers(RunInfo(tmp_path, {}), tensorboard=True)
-    mine = psutil.Process()
+    this_process = psutil.Process()
     [child] = wait_for(
-        lambda: [c for c in mine.children() if "tracker_process" in " ".join(c.cmdline())]
+        lambda: [c for c in this_process.children() if "tracker_process" in " ".join(c.cmdline())]
     )
     child.kill()
     trackers.log(1, {})

@@ -67,15 +67,15 @@ def finished(model, tmp_path_factory):
 
 
 def test_a_run_on_the_example(finished):
-    rows = records(finished["run_dir"])
-    assert [row["step"] for row in rows] == [0, 1, 2, 3]
-    for row in rows[1:]:
+    steps = records(finished["run_dir"])
+    assert [row["step"] for row in steps] == [0, 1, 2, 3]
+    for row in steps[1:]:
         assert 1 < row["turns/mean"] <= row["turns/max"] <= 3
         assert row["turns/observation_tokens"] > 10 and row["updates"] == 2 and row["grad_norm"] > 0
         # every generated token scored as it was sampled, wherever it stands in its episode
         assert row["mismatch/abs_diff_max"] < 1e-4
         assert not any(name.startswith("verifier/") and value for name, value in row.items())
-    assert {"eval/accuracy"} <= set(rows[0]) & set(rows[-1])
+    assert {"eval/accuracy"} <= set(steps[0]) & set(steps[-1])
     lines = (Path(finished["run_dir"]) / "samples" / "step_000001.jsonl").read_text().splitlines()
     for sample in map(json.loads, lines):
         turns = sample["metadata"]["turns"]
@@ -146,7 +146,7 @@ def test_the_layout_does_not_matter(step):
     runs += run_distributed(
         one_step, 2, {**narrow, "parallel": {"context_parallel_size": 2}}, False
     )
-    for others, found in runs:
+    for others, other_metrics in runs:
         for a, b in zip(samples, others, strict=True):
             assert (
                 a.tokens.tolist() == b.tokens.tolist()
@@ -154,7 +154,7 @@ def test_the_layout_does_not_matter(step):
             )
             np.testing.assert_allclose(a.advantages, b.advantages, rtol=1e-5)
         for name in ("loss", "grad_norm", "reward/mean", "turns/mean"):
-            assert found[name] == pytest.approx(metrics[name], rel=2e-4, abs=1e-6), name
+            assert other_metrics[name] == pytest.approx(metrics[name], rel=2e-4, abs=1e-6), name
 
 
 def test_turns_have_advantages_of_their_own(step):
@@ -167,7 +167,7 @@ def test_turns_have_advantages_of_their_own(step):
         for k in range(len(values) - 2, -1, -1):
             values[k] += 0.5 * values[k + 1]
     means = []
-    for sample, own in zip(samples, returns, strict=True):
+    for sample, turn_returns in zip(samples, returns, strict=True):
         tokens = []
         for k, span in enumerate(spans(sample)):
             peers = [
@@ -176,7 +176,7 @@ def test_turns_have_advantages_of_their_own(step):
                 if s.prompt_index == sample.prompt_index and len(r) > k
             ]
             spread = np.std(peers, ddof=1) if len(peers) > 1 else 0.0
-            wanted = (own[k] - np.mean(peers)) / spread if max(peers) > min(peers) else 0.0
+            wanted = (turn_returns[k] - np.mean(peers)) / spread if max(peers) > min(peers) else 0.0
             np.testing.assert_allclose(sample.advantages[span.start : span.end], wanted, atol=1e-5)
             tokens += [wanted] * (span.end - span.start)
         means.append(np.mean(tokens))

@@ -71,26 +71,26 @@ def check_lines(lines: list[dict[str, Any]], *, rollout: bool) -> None:
 
 def check_ratios(file: Path) -> None:
     with np.load(file, allow_pickle=False) as arrays:
-        found = {
+        layout = {
             name: (value.dtype.kind, value.dtype.itemsize, len(value))
             for name, value in arrays.items()
         }
-        rows = found["log_ratio"][2]
-        assert found == {
-            "log_ratio": ("f", 4, rows),
-            "sequence": ("i", 4, rows),
-            "advantage": ("f", 4, rows),
-            "token_ids": ("i", 4, rows),
-            "token_text": ("U", found["token_text"][1], rows),
-            "flipped": ("i", 1, rows),
+        num_tokens = layout["log_ratio"][2]
+        assert layout == {
+            "log_ratio": ("f", 4, num_tokens),
+            "sequence": ("i", 4, num_tokens),
+            "advantage": ("f", 4, num_tokens),
+            "token_ids": ("i", 4, num_tokens),
+            "token_text": ("U", layout["token_text"][1], num_tokens),
+            "flipped": ("i", 1, num_tokens),
         }
         assert set(arrays["flipped"].tolist()) <= {-1, 0, 1} and (arrays["flipped"] >= 0).any()
-        assert rows > 8 and np.abs(arrays["log_ratio"]).max() < 1e-5
+        assert num_tokens > 8 and np.abs(arrays["log_ratio"]).max() < 1e-5
         assert (np.diff(arrays["sequence"]) >= 0).all() and set(arrays["sequence"].tolist()) <= set(
             range(8)
         )
         # The padded vocabulary has ids without a text.
-        assert sum(arrays["token_text"] != "") > rows / 2
+        assert sum(arrays["token_text"] != "") > num_tokens / 2
 
 
 def test_r2_on_four_processes(model, tmp_path):
@@ -107,9 +107,9 @@ def test_r2_on_four_processes(model, tmp_path):
         tracking={"ratio_interval": 2, "detailed_timers": True, "plot": False},
         checkpoint={"save_interval": 2},
     )
-    rows, _ = run_here(config, 4)
-    assert len(rows) == 2
-    for row in rows:
+    steps, _ = run_here(config, 4)
+    assert len(steps) == 2
+    for row in steps:
         assert {*UPDATED, *OF_THE_ROUTER, *BYTES, *QUANTILES, "time/routing"} <= set(row)
         assert not {*FROM_ROLLOUT, "routing/missing_routes"} & set(row)
         assert row["log_ratio/first_update"] == 0.0
@@ -122,7 +122,7 @@ def test_r2_on_four_processes(model, tmp_path):
         )
         tokens = row["perf/tokens"] - 16  # of 16 samples the last token has no route
         assert row["routing/replay_bytes"] == tokens * LAYERS * K and row["routing/bytes_moved"] > 0
-        parts = [row[f"time/{part}"] for part in ("forward", "backward", "optimizer")]
+        parts = [row[f"time/{phase}"] for phase in ("forward", "backward", "optimizer")]
         assert min(parts) > 0 and sum(parts) < row["time/train"]
     lines = routing_lines(config["run_dir"])
     assert [line["step"] for line in lines] == [1, 2]
@@ -143,11 +143,11 @@ def test_without_replay_flips_are_measured_on_a_sample(model, tmp_path):
         evaluation={"at_start": False, "at_end": False},
         checkpoint={"save_interval": 1},
     )
-    rows, _ = run_here(config)
-    assert rows[0]["routing/flipped_tokens"] >= rows[0]["routing/flip_rate"] > 0, (
+    steps, _ = run_here(config)
+    assert steps[0]["routing/flipped_tokens"] >= steps[0]["routing/flip_rate"] > 0, (
         "routers that moved flip"
     )
-    for row in rows:
+    for row in steps:
         assert {*UPDATED, *OF_THE_ROUTER, *BYTES, *QUANTILES, "time/routing"} <= set(row)
         absent = {
             *FROM_ROLLOUT,
@@ -163,9 +163,9 @@ def test_without_replay_flips_are_measured_on_a_sample(model, tmp_path):
     check_lines(routing_lines(config["run_dir"]), rollout=False)
     # rollouts that were kept without routes are of no use to R3
     shutil.rmtree(Path(config["run_dir"]) / "checkpoints" / "step_000002")
-    rows, log = run_here({**config, "routing": {"replay": "r3"}})
-    assert "not used: the engine's routes has changed" in log and len(rows) == 2
-    assert not {*FROM_ROLLOUT} & set(rows[0]) and {*FROM_ROLLOUT} <= set(rows[1])
+    steps, log = run_here({**config, "routing": {"replay": "r3"}})
+    assert "not used: the engine's routes has changed" in log and len(steps) == 2
+    assert not {*FROM_ROLLOUT} & set(steps[0]) and {*FROM_ROLLOUT} <= set(steps[1])
 
 
 def still_config(model: str, run_dir: Path, old: str, **sections: Any) -> dict[str, Any]:
@@ -219,16 +219,6 @@ def test_without_an_old_policys_pass_a_few_sequences_are_enough(model, tmp_path)
     assert row["routing/flip_rate"] == 0.0
     assert 0 < row["routing/replay_bytes"] <= 38 * LAYERS * K, "of one prompt and response"
     check_lines(routing_lines(config["run_dir"]), rollout=False)
-
-
-def test_replay_without_its_metrics(model, tmp_path):
-    config = still_config(
-        model, tmp_path / "run", "recompute", routing={"replay": "r2", "metrics": False}
-    )
-    (row,), _ = run_here(config)
-    assert {name for name in row if name.startswith("routing/")} == set(BYTES)
-    assert all(row[name] == pytest.approx(1.0, abs=1e-5) for name in QUANTILES)
-    assert not (tmp_path / "run" / "routing.jsonl").exists()
 
 
 @pytest.fixture(scope="module")

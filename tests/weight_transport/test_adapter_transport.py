@@ -48,9 +48,9 @@ def written(folder: Path, versions: tuple[str, ...] = ("0a:1",)) -> AdapterFileT
     first = AdapterFileTransport(SGLangAPI(), folder, FACTS)
     for version in versions:
         first.prepare(version)
-        for part, tensors in enumerate(PARTS):
+        for number, tensors in enumerate(PARTS):
             source = AdapterFileTransport(SGLangAPI(), folder, FACTS)
-            source.begin(version, part)
+            source.begin(version, number)
             for bucket in buckets(tensors.items(), 40):
                 source.store(bucket)
             asyncio.run(source.finish(1.0))
@@ -167,12 +167,14 @@ def test_sglang_gets_all_adapters_in_one_request(tp_size: int) -> None:
     assert len(payloads) == tp_size and len(set(payloads)) == 1
     content = pickle.loads(base64.b64decode(payloads[0]))
     flat = content["flattened_tensor"]
-    found = {
+    received = {
         e.name: flat[e.start_idx : e.end_idx].view(e.dtype).view(e.shape)
         for e in content["metadata"]
     }
-    assert found.keys() == {f"base_model.model.{name}" for name in expected}
-    assert all(torch.equal(found[f"base_model.model.{name}"], expected[name]) for name in expected)
+    assert received.keys() == {f"base_model.model.{name}" for name in expected}
+    assert all(
+        torch.equal(received[f"base_model.model.{name}"], expected[name]) for name in expected
+    )
 
 
 def test_a_server_that_takes_no_adapters_in_a_request_is_refused() -> None:

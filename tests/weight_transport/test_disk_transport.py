@@ -26,9 +26,9 @@ STREAM = [
 
 def write(transport: DiskTransport, version: str, parts: Sequence[list] = (STREAM,)) -> None:
     transport.prepare(version)
-    for part, stream in enumerate(parts):
+    for number, stream in enumerate(parts):
         source = DiskTransport(SGLangAPI(), transport._directory)
-        source.begin(version, part)
+        source.begin(version, number)
         for bucket in buckets(stream, 64):
             source.store(bucket)
         asyncio.run(source.finish(1.0))
@@ -60,8 +60,8 @@ def test_the_config_of_quantised_weights_names_their_format(tmp_path: Path) -> N
             SGLangAPI(), tmp_path / "weights", source=tmp_path, quantization=given
         )
         write(transport, "0a:1")
-        found = json.loads((transport.checkpoint / "config.json").read_text())
-        assert found == {"model_type": "qwen3", "quantization_config": {"quant_method": wanted}}
+        written = json.loads((transport.checkpoint / "config.json").read_text())
+        assert written == {"model_type": "qwen3", "quantization_config": {"quant_method": wanted}}
 
 
 def test_eight_bits_are_what_safetensors_reads(tmp_path: Path) -> None:
@@ -75,8 +75,8 @@ def test_eight_bits_are_what_safetensors_reads(tmp_path: Path) -> None:
     index = json.loads((transport.checkpoint / INDEX).read_text())
     for name, wanted in stream:
         with safe_open(transport.checkpoint / index["weight_map"][name], framework="pt") as file:
-            found = file.get_tensor(name)
-        assert found.dtype == wanted.dtype and torch.equal(found.float(), wanted.float())
+            stored = file.get_tensor(name)
+        assert stored.dtype == wanted.dtype and torch.equal(stored.float(), wanted.float())
 
 
 def test_only_the_newest_stays(tmp_path: Path) -> None:

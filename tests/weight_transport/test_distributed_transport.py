@@ -78,11 +78,11 @@ class Client:
         """The server has these weights and this version; the number of buckets that it has
         received.
         """
-        found = self.get(url, "/held")
+        held = self.get(url, "/held")
         truth = {name: checksum(tensor) for name, tensor in self.weights(version)}
-        assert {name: found["held"].get(name) for name in truth} == truth
+        assert {name: held["held"].get(name) for name in truth} == truth
         assert self.get(url, "/model_info")["weight_version"] == f"v:{version}"
-        return found["buckets"]
+        return held["buckets"]
 
 
 @pytest.fixture

@@ -90,7 +90,7 @@ def test_applications_below_usr_are_not_visible():
 
 def test_the_interpreter_is_outside_of_environments(tmp_path):
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"], check=True)
-    found = find_interpreter(str(tmp_path / "env/bin/python"))
-    assert not found.executable.startswith(str(tmp_path))
-    assert f"{os.path.realpath(sys.base_prefix)}/lib" in found.readable
-    assert not any(str(tmp_path).startswith(path) for path in found.readable)
+    interpreter = find_interpreter(str(tmp_path / "env/bin/python"))
+    assert not interpreter.executable.startswith(str(tmp_path))
+    assert f"{os.path.realpath(sys.base_prefix)}/lib" in interpreter.readable
+    assert not any(str(tmp_path).startswith(path) for path in interpreter.readable)

@@ -92,9 +92,9 @@ def test_requests_go_where_fewest_tokens_are_outstanding():
             taken = [
                 await stack.enter_async_context(pool.acquire(cost)) for cost in (100, 10, 50, 30, 5)
             ]
-            places = [pool.servers.index(member) for member in taken]
+            chosen = [pool.servers.index(member) for member in taken]
             # The last finds two requests, the most, at the least loaded.
-            assert places == [0, 1, 2, 1, 2]
+            assert chosen == [0, 1, 2, 1, 2]
             assert [m.outstanding_tokens for m in pool.servers] == [100, 40, 55]
             assert [m.num_requests for m in pool.servers] == [1, 2, 2]
         assert (
@@ -117,8 +117,8 @@ def test_affinity_holds_while_the_server_serves_and_has_room():
             async with pool.acquire(1, preferred=last) as third:  # two are the most
                 assert third is pool.servers[0]
         await pool.mark_down(last, "gone")
-        async with pool.acquire(1, preferred=last) as found:
-            assert found is pool.servers[0]
+        async with pool.acquire(1, preferred=last) as other:
+            assert other is pool.servers[0]
 
     with_pool(action)
 

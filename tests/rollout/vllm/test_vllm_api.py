@@ -92,27 +92,32 @@ def info(generates: int = 405, **changes: Any) -> ServerInfo:
 
 
 def test_what_a_server_reports():
-    found = info()
-    assert (found.version, found.device, found.weight_version, found.model_path) == (
+    reported = info()
+    assert (reported.version, reported.device, reported.weight_version, reported.model_path) == (
         "0.32.0",
         "cuda",
         "a:1",
         "/m",
     )
-    assert (found.tp_size, found.max_input_tokens, found.max_total_tokens, found.start_id) == (
+    assert (
+        reported.tp_size,
+        reported.max_input_tokens,
+        reported.max_total_tokens,
+        reported.start_id,
+    ) == (
         2,
         512,
         512,
         "17",
     )
     assert info(cache_config={"num_gpu_blocks": 2}).max_total_tokens == 256
-    assert (found.routed_experts, found.speculative, found.receiver, found.refusal) == (
+    assert (reported.routed_experts, reported.speculative, reported.receiver, reported.refusal) == (
         False,
         False,
         True,
         "",
     )
-    assert found.unusable(routes=False) == ""
+    assert reported.unusable(routes=False) == ""
 
 
 UNUSABLE = {
