@@ -9,11 +9,9 @@ def test_prompts_are_read_when_they_are_accessed():
     chosen = ChosenPrompts.by_index(data, [3, 1, 4])
     last_two = chosen[1:]
     assert (len(chosen), chosen.indices, last_two.indices, data.read) == (3, [3, 1, 4], [1, 4], [])
-    assert (
-        ChosenPrompts.of(chosen) is chosen
-        and ChosenPrompts(last_two.refs).indices == [1, 4]
-        and not data.read
-    )
+    assert ChosenPrompts.of(chosen) is chosen
+    assert ChosenPrompts(last_two.refs).indices == [1, 4]
+    assert not data.read
     assert last_two[1] is list.__getitem__(data, 4) and data.read == [4]
     assert [prompt.index for prompt in chosen] == [3, 1, 4] and data.read == [4, 3, 1, 4]
 

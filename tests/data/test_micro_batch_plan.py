@@ -48,9 +48,9 @@ def test_every_sequence_is_once_on_its_replica(lengths, rules, size, passes, at_
     epochs = epochs_of(len(lengths), size, passes)
     homes = np.arange(len(lengths)) // 4 % rules.replicas if at_home else None
     replica, plans = plan_passes(lengths, epochs, rules, homes)
-    assert (
-        replica.shape == (len(lengths),) and 0 <= replica.min() and replica.max() < rules.replicas
-    )
+    assert replica.shape == (len(lengths),)
+    assert 0 <= replica.min()
+    assert replica.max() < rules.replicas
     whole = np.arange(len(lengths))
     mini_batches = [
         (np.array(positions), plan)
@@ -59,10 +59,8 @@ def test_every_sequence_is_once_on_its_replica(lengths, rules, size, passes, at_
     ]
     for positions, plan in [*mini_batches, (whole, plan_micro_batches(lengths, rules, replica))]:
         assert len(plan.rows) == rules.replicas
-        assert (
-            len({len(micro_batches) for micro_batches in plan.rows}) == 1
-            and len(plan.rows[0]) % rules.count_multiple == 0
-        )
+        assert len({len(micro_batches) for micro_batches in plan.rows}) == 1
+        assert len(plan.rows[0]) % rules.count_multiple == 0
         for owner, micro_batches in enumerate(plan.rows):
             placed = sorted(i for batch in micro_batches for i in batch)
             assert placed == np.flatnonzero(replica[positions] == owner).tolist()
@@ -143,9 +141,8 @@ def test_the_tokens_of_the_steps_are_those_of_the_slowest_replica():
     lengths = np.array([8, 5, 7, 2])
     replica = np.array([0, 0, 1, 1])
     plan = plan_micro_batches(lengths, PackingRules(2, 8, total_multiple=4), replica)
-    assert plan.rows == [[[0], [1]], [[2], [3]]] and plan.step_tokens == 8 + 8, (
-        "5 and 2 are padded to 8 and 4"
-    )
+    assert plan.rows == [[[0], [1]], [[2], [3]]]
+    assert plan.step_tokens == 8 + 8, "5 and 2 are padded to 8 and 4"
     same = plan_micro_batches(lengths, PackingRules(2, 8, same_length=True), replica)
     assert same.step_tokens == 8 + 8
 

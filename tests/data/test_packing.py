@@ -167,20 +167,18 @@ def test_shard_refuses_uneven_sequences_and_shards():
 def test_dummy_batch_of_no_samples():
     batch = pack([], sequence_multiple=4, total_multiple=6, num_sequences=3, num_tokens=7)
     assert batch.tokens.tolist() == [0] * 12 and batch.cu_seqlens.tolist() == [0, 12]
-    assert (
-        not batch.loss_mask.any() and not batch.response_mask.any() and not batch.advantages.any()
-    )
+    assert not batch.loss_mask.any()
+    assert not batch.response_mask.any()
+    assert not batch.advantages.any()
     assert (batch.num_segments, batch.max_seqlen, batch.sample_ids) == (1, 12, ())
     assert (batch.num_sequences, batch.num_tokens) == (3, 7)
     assert all(torch.equal(getattr(batch, name), torch.zeros(12)) for name in OPTIONAL_FIELDS)
     assert unpack(batch.loss_mask, batch, []) == []
     assert len(context_parallel_shard(batch, 1, 2).tokens) == 6
     only = pack([], num_sequences=3, num_tokens=7, optional=["old_log_probs"])
-    assert (
-        only.old_log_probs is not None
-        and only.ref_log_probs is None
-        and only.rollout_log_probs is None
-    )
+    assert only.old_log_probs is not None
+    assert only.ref_log_probs is None
+    assert only.rollout_log_probs is None
 
 
 def test_fields_are_carried_by_all_samples_or_by_none():

@@ -129,7 +129,8 @@ def test_positions_and_slices(file):
     assert [(prompt.index, prompt.text) for prompt in last_two] == [
         (1, "dé"),
         (2, "\ufffd\n"),
-    ] and len(last_two) == 2
+    ]
+    assert len(last_two) == 2
     assert len(prompts[:None]) == 3 and len(prompts[:2][:1]) == 1
     first = prompts[0]
     first.token_ids[0] = first.metadata["level"] = 5  # a copy: the file stays

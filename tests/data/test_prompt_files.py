@@ -231,9 +231,9 @@ def test_damaged_files_end_in_one_line(name, content, message, tmp_path):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(PromptError) as error:
         load_prompts(tmp_path / name, CharTokenizer())
-    assert (
-        message in str(error.value) and "\n" not in str(error.value) and len(str(error.value)) < 400
-    )
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 400
 
 
 def write_files(folder, names):
@@ -315,9 +315,8 @@ def test_splits_of_a_saved_data_set(tmp_path):
     assert prompts_of(save("train", "test")) == ["train"]
     assert prompts_of(save("train", "validation"), split=HELD_OUT) == ["validation"]
     both = save("train", "validation", "test")
-    assert prompts_of(both, split=HELD_OUT) == ["test"] and prompts_of(f"{both}:validation") == [
-        "validation"
-    ]
+    assert prompts_of(both, split=HELD_OUT) == ["test"]
+    assert prompts_of(f"{both}:validation") == ["validation"]
     for name in ("train", "train_sft"):
         with pytest.raises(
             PromptError, match=f"has no split test or validation; it has {name}; name one, as"

@@ -132,15 +132,12 @@ def test_record_is_json_and_holds_no_nan():
 
 def test_versions_of_tokens():
     sample = make_sample(2, 5, mask=[True, True, False, True, True], weight_version=3)
-    assert (
-        sample.trained_versions.tolist() == [3] * 4 and "token_versions" not in sample.to_record()
-    )
+    assert sample.trained_versions.tolist() == [3] * 4
+    assert "token_versions" not in sample.to_record()
     sample.token_versions = np.array([4, 3, 3, 3, 5], np.int32)
     sample.check()
-    assert (
-        sample.trained_versions.tolist() == [4, 3, 3, 5]
-        and sample.trained_versions.dtype == np.int32
-    )
+    assert sample.trained_versions.tolist() == [4, 3, 3, 5]
+    assert sample.trained_versions.dtype == np.int32
     assert sample.to_record()["token_versions"] == [[4, 1], [3, 3], [5, 1]]
     assert version_spans(np.zeros(0, np.int32)) == []
     assert version_spans(np.array([2, 2, 1, 2], np.int32)) == [[2, 2], [1, 1], [2, 1]]

@@ -53,7 +53,8 @@ def test_selection_and_joining_keep_rows_and_samples_together():
     whole = SampleBatch.of(samples)
     some = replace(whole, held={1: samples[1], 3: samples[3]})  # as on one of several ranks
     chosen = some.select([3, 0, 1])
-    assert chosen.table["prompt_index"].tolist() == [3, 0, 1] and chosen.held == {
+    assert chosen.table["prompt_index"].tolist() == [3, 0, 1]
+    assert chosen.held == {
         0: samples[3],
         2: samples[1],
     }
@@ -74,9 +75,8 @@ def over_ranks(rank: int, world: int) -> list:
     samples = [make_sample(1, 3, seed=i, mask=[1, 1, i % 2]) for i in range(5)]
     positions = [i for i in range(5) if i % world == rank]
     batch = SampleBatch.gathered([samples[i] for i in positions], positions, dist.group.WORLD)
-    assert list(batch.held) == positions and batch.table["holder"].tolist() == [
-        i % world for i in range(5)
-    ]
+    assert list(batch.held) == positions
+    assert batch.table["holder"].tolist() == [i % world for i in range(5)]
     np.testing.assert_array_equal(batch.table["prompt_index"], np.arange(5))
     nan = float("nan")
     known = [

@@ -38,7 +38,8 @@ def test_episodes_on_a_model_are_those_of_one_plain_pass():
         np.testing.assert_allclose(
             sample.rollout_log_probs[generated], wanted[generated], atol=2e-5
         )
-        assert not sample.rollout_log_probs[~generated].any() and (~generated).sum() == sum(
+        assert not sample.rollout_log_probs[~generated].any()
+        assert (~generated).sum() == sum(
             b.start - a.end for a, b in zip(spans(sample), spans(sample)[1:], strict=False)
         )
         np.testing.assert_array_equal(

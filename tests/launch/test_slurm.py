@@ -189,7 +189,8 @@ def test_the_last_nodes_serve_and_the_run_knows_them(tmp_path):
     )
     # A slow start is no failure to either.
     assert servers.start_timeout == load_config(SHIPPED).sglang.recovery_timeout
-    assert tool.routed_experts and servers.server_args == (
+    assert tool.routed_experts
+    assert servers.server_args == (
         *("--host", "0.0.0.0", "--tp-size", "4"),
         *("--mem-fraction-static", "0.9"),
     )

@@ -87,9 +87,8 @@ def test_a_policy_starts_from_adapters(tmp_path: Path) -> None:
         assert messages[1].startswith("lora.alpha = 6.0: ") and "set it to 5.0" in messages[1]
         assert messages[2].startswith("lora.targets") and "use some of" in messages[2]
         assert messages[3].startswith("lora.experts") and messages[3].endswith("set it to each")
-        assert "model.path has" in messages[4] and messages[4].endswith(
-            "set model.path to their base"
-        )
+        assert "model.path has" in messages[4]
+        assert messages[4].endswith("set model.path to their base")
         assert messages[6].startswith(path) and "holds no adapters in PEFT's format" in messages[6]
     # the rank that holds expert 1 has no use for it
     assert [

@@ -82,9 +82,8 @@ def test_environments_play_on_the_engine() -> None:
     training, _ = sources(
         made, evaluates=False, given=given, environments=SimpleNamespace(close=lambda: None)
     )
-    assert isinstance(engine_of(training), EpisodeEngine) and training.engine_name.endswith(
-        "ScriptedEngine"
-    )
+    assert isinstance(engine_of(training), EpisodeEngine)
+    assert training.engine_name.endswith("ScriptedEngine")
 
 
 def test_routers_that_cannot_be_perturbed_are_a_config_error() -> None:
@@ -160,17 +159,16 @@ def test_servers_of_quantised_weights_start_without_any(tmp_path):
     rollout = {"engine": "sglang", "quantization": {"format": "fp8_block", **lists}}
     made = with_update_arguments(config(model, rollout=rollout, sglang=servers))
     option, text, *rest = made.sglang.server_args
-    assert option == "--json-model-override-args" and rest == [
+    assert option == "--json-model-override-args"
+    assert rest == [
         "--load-format",
         "dummy",
         "--tp",
         "2",
     ]
     quantization = json.loads(text)["quantization_config"]
-    assert (
-        quantization["quant_method"] == "fp8"
-        and "model.layers.0.self_attn.q_proj" in quantization["modules_to_not_convert"]
-    )
+    assert quantization["quant_method"] == "fp8"
+    assert "model.layers.0.self_attn.q_proj" in quantization["modules_to_not_convert"]
     plain = config(model, rollout={"engine": "sglang"}, sglang=servers)
     assert with_update_arguments(plain) is plain
 

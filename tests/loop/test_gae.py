@@ -62,9 +62,8 @@ def test_turns_earn_their_rewards_at_their_last_token():
     given = valued((2.0, 1.0), [0.0] * 5)
     (estimate,) = estimated([given], ppo())
     first, second = [list(range(turn["start"], turn["end"])) for turn in given.metadata["turns"]]
-    assert estimate.returns[first].tolist() == [3.0] * len(first) and estimate.returns[
-        second
-    ].tolist() == [1.0] * len(second)
+    assert estimate.returns[first].tolist() == [3.0] * len(first)
+    assert estimate.returns[second].tolist() == [1.0] * len(second)
 
 
 def test_an_advantage_for_each_turn():
@@ -97,10 +96,8 @@ def test_a_reward_that_is_not_known_trains_neither_model():
     for estimate in estimated([*given, sample([0.0, 0.5], seed=2)], ppo(advantage_std="sample"))[
         :2
     ]:
-        assert (
-            estimate.advantages.tolist() == [0, 0]
-            and estimate.returns.tolist() == estimate.values.tolist()
-        )
+        assert estimate.advantages.tolist() == [0, 0]
+        assert estimate.returns.tolist() == estimate.values.tolist()
 
 
 @pytest.mark.parametrize(("std", "freedom"), [("sample", 1), ("population", 0)])
@@ -152,12 +149,8 @@ def test_samples_together_are_estimated_as_alone():
         (alone,) = estimated([sample], ppo(gamma=0.9, lam=0.5))
         np.testing.assert_allclose(estimate.advantages, alone.advantages, rtol=0, atol=1e-6)
         np.testing.assert_allclose(estimate.returns, alone.returns, rtol=0, atol=1e-6)
-    assert (
-        not together[2].advantages.any()
-        and together[2].returns.tolist() == given[2].values.tolist()
-    )
-    assert (
-        not together[3].advantages.any()
-        and together[3].returns.tolist() == given[3].values.tolist()
-    )
+    assert not together[2].advantages.any()
+    assert together[2].returns.tolist() == given[2].values.tolist()
+    assert not together[3].advantages.any()
+    assert together[3].returns.tolist() == given[3].values.tolist()
     assert together[1].advantages.any() and together[4].returns[-1] == 4.0

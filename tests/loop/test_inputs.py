@@ -76,14 +76,14 @@ def test_prompts_of_files_and_of_a_task(model: Path) -> None:
     assert [prompt.answer for prompt in train] == [
         "nus",
         "rats",
-    ] and dropped == 1, "the longest is dropped"
+    ]
+    assert dropped == 1, "the longest is dropped"
     assert [prompt.answer for prompt in held_out] == ["yks", "aes"]
     _, held_out, _ = load_data(config(model, data=files, evaluation={"max_prompts": 1}), tokenizer)
     assert [prompt.answer for prompt in held_out] == ["yks"]
     train, held_out, dropped = load_data(config(model), tokenizer)
-    assert 190 < len(train) + dropped <= 200 and len(held_out) == 8, (
-        "questions that are held out are not trained on"
-    )
+    assert 190 < len(train) + dropped <= 200
+    assert len(held_out) == 8, "questions that are held out are not trained on"
     assert not {prompt.text for prompt in train} & {prompt.text for prompt in held_out}
 
 

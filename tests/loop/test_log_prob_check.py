@@ -79,7 +79,8 @@ def test_above_the_tolerance(monkeypatch, capsys, difference):
     with pytest.raises(SharedEngineError, match=shown):
         checked(monkeypatch, difference)
     metrics = checked(monkeypatch, difference, log_prob_check_action="warn")
-    assert shown in capsys.readouterr().err and set(metrics) == {
+    assert shown in capsys.readouterr().err
+    assert set(metrics) == {
         "log_prob_check/abs_diff",
         "log_prob_check/abs_diff_max",
     }
@@ -136,9 +137,8 @@ def test_a_random_or_zero_output_layer_is_another_model(tmp_path, dtype):
         [np.full(30, -np.inf, np.float32) for _ in ours],
     ):
         line = other(ours, theirs, dtype, model=tiny_model(tmp_path))
-        assert line is not None and line.startswith(
-            "server http://a:1 computes another model than the trainer"
-        )
+        assert line is not None
+        assert line.startswith("server http://a:1 computes another model than the trainer")
         assert "sglang.log_prob_check_at_start: false" in line
 
 

@@ -92,7 +92,8 @@ def test_each_rank_scores_a_share_and_all_get_the_rewards(held, scored, exchange
     rewards, failures, metadata = *first[:2], first[2] | second[2]
     np.testing.assert_equal(rewards, [np.nan, 1.0, 2.0, np.nan, 4.0])
     assert failures == {"error": 2, "invalid": 0, "timeout": 0, "even": 2, "odd": 1, "none": 0}
-    assert metadata[1] == {"kept": 1} and metadata[3] == {
+    assert metadata[1] == {"kept": 1}
+    assert metadata[3] == {
         "kept": 3,
         FAILURE: "error: ValueError: no multiple of three",
     }

@@ -176,9 +176,7 @@ def stopped(rank: int, world: int, plain: dict[str, Any]) -> str:
 def test_a_run_stops_on_every_rank_before_its_first_update(folder, tmp_path):
     plain = config(folder, evaluation={"at_start": False}) | {"run_dir": str(tmp_path / "run")}
     first, second = run_distributed(stopped, 2, plain)
-    assert (
-        first == second
-        and NAMED.match(first)
-        and "shifted by one; correct the engine, or train without" in first
-    )
+    assert first == second
+    assert NAMED.match(first)
+    assert "shifted by one; correct the engine, or train without" in first
     assert read_metrics(tmp_path / "run") == []

@@ -101,9 +101,8 @@ def test_what_is_masked_is_never_read(objective, batch, shift):
     other = poisoned(batch, shift=shift)
     got = evaluate(objective, Batch(**{**vars(other), "loss_mask": 3.0 * other.loss_mask}))
     assert got.loss == expected.loss and got.metrics == expected.metrics
-    assert torch.equal(got.grad, expected.grad) and torch.equal(
-        got.entropy_grad, expected.entropy_grad
-    )
+    assert torch.equal(got.grad, expected.grad)
+    assert torch.equal(got.entropy_grad, expected.entropy_grad)
     assert not got.grad[batch.loss_mask == 0].any()
 
 
@@ -117,16 +116,13 @@ def test_the_ratio_of_equal_policies_is_exactly_one(dtype, name, batch):
     final = finish_metrics(got.metrics)
     if batch.num_tokens:
         assert final["ratio_max"] == final["ratio_min"] == 1
-        assert final["ratio/mean"] == pytest.approx(1) and final["ratio/std"] == pytest.approx(
-            0, abs=1e-3
-        )
+        assert final["ratio/mean"] == pytest.approx(1)
+        assert final["ratio/std"] == pytest.approx(0, abs=1e-3)
         assert final["effective_sample_size"] == pytest.approx(1)
     clip = [value for key, value in final.items() if key.startswith("clip_fraction")]
-    assert (
-        len(clip) == 4
-        and not any(clip)
-        and final["kl/old_policy"] == final["log_ratio_clamped"] == 0
-    )
+    assert len(clip) == 4
+    assert not any(clip)
+    assert final["kl/old_policy"] == final["log_ratio_clamped"] == 0
 
 
 @given(batch=batches(per_token=False))

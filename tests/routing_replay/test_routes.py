@@ -87,9 +87,8 @@ def test_arrays_of_engines_are_narrowed_and_missing_routes_kept_apart(dtype):
         given[2] = -1
         given[4, 1, 2] = -1
         ids, missing = as_routes(given, 8)
-        assert (
-            missing.tolist() == [False, False, True, False, True, False] and missing.dtype == bool
-        )
+        assert missing.tolist() == [False, False, True, False, True, False]
+        assert missing.dtype == bool
         assert ids.dtype == np.uint8 and ids[~missing].tolist() == wanted[~missing].tolist()
         assert ids[missing].tolist() == np.zeros((2, 2, 3), int).tolist()
 

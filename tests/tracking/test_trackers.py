@@ -137,11 +137,9 @@ def test_a_wrong_key_is_one_line(
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     log_two_steps({"wandb": True}, tmp_path)
     [line] = lines
-    assert (
-        line.startswith("W&B failed and is not used any more: ")
-        and "API key" in line
-        and "\n" not in line
-    )
+    assert line.startswith("W&B failed and is not used any more: ")
+    assert "API key" in line
+    assert "\n" not in line
 
 
 def test_a_server_that_refuses_connections_is_one_line_and_does_not_end_the_others(
@@ -151,10 +149,8 @@ def test_a_server_that_refuses_connections_is_one_line_and_does_not_end_the_othe
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     log_two_steps({"mlflow": True, "tensorboard": True}, tmp_path)
     [line] = lines
-    assert (
-        re.match(r"MLflow failed and is not used any more: .*127\.0\.0\.1", line)
-        and "\n" not in line
-    )
+    assert re.match(r"MLflow failed and is not used any more: .*127\.0\.0\.1", line)
+    assert "\n" not in line
     assert read_events(tmp_path / "tensorboard") == {"reward/mean": [(1, 0.5), (2, 0.5)]}
 
 

@@ -88,6 +88,5 @@ def test_a_resumed_run_ends_the_same(run: Path, model: str, tmp_path: Path) -> N
     adapters, other = (
         load_file(folder / "adapters" / "adapter_model.safetensors") for folder in (resumed, run)
     )
-    assert adapters.keys() == other.keys() and all(
-        torch.equal(adapters[name], other[name]) for name in other
-    )
+    assert adapters.keys() == other.keys()
+    assert all(torch.equal(adapters[name], other[name]) for name in other)

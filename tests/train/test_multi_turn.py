@@ -148,10 +148,8 @@ def test_the_layout_does_not_matter(step):
     )
     for others, other_metrics in runs:
         for a, b in zip(samples, others, strict=True):
-            assert (
-                a.tokens.tolist() == b.tokens.tolist()
-                and a.loss_mask.tolist() == b.loss_mask.tolist()
-            )
+            assert a.tokens.tolist() == b.tokens.tolist()
+            assert a.loss_mask.tolist() == b.loss_mask.tolist()
             np.testing.assert_allclose(a.advantages, b.advantages, rtol=1e-5)
         for name in ("loss", "grad_norm", "reward/mean", "turns/mean"):
             assert other_metrics[name] == pytest.approx(metrics[name], rel=2e-4, abs=1e-6), name
@@ -213,7 +211,5 @@ def test_environments_that_always_fail_end_the_run(model, tmp_path):
     rollout = {"environment": FAILING, "environment_options": {"always": True}}
     done = launch(multi_turn(model, tmp_path / "run", rollout=rollout), check=False)
     assert not done.finished
-    assert (
-        f"environment '{FAILING}' failed on all" in done.log
-        and "ValueError: no such tool" in done.log
-    )
+    assert f"environment '{FAILING}' failed on all" in done.log
+    assert "ValueError: no such tool" in done.log

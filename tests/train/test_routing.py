@@ -58,9 +58,8 @@ def run_here(config: dict[str, Any], processes: int = 1) -> tuple[list[dict[str,
 def check_lines(lines: list[dict[str, Any]], *, rollout: bool) -> None:
     for line in lines:
         assert len(line["flip_rate"]) == len(line["entropy"]) == LAYERS
-        assert np.shape(line["load"]) == (LAYERS, EXPERTS) and np.sum(
-            line["load"], axis=1
-        ) == pytest.approx([1.0] * 2)
+        assert np.shape(line["load"]) == (LAYERS, EXPERTS)
+        assert np.sum(line["load"], axis=1) == pytest.approx([1.0] * 2)
         assert all(0.0 < value <= np.log(EXPERTS) for value in line["entropy"])
         assert (
             len(line["rollout_flip_rate"]) == LAYERS
@@ -86,9 +85,8 @@ def check_ratios(file: Path) -> None:
         }
         assert set(arrays["flipped"].tolist()) <= {-1, 0, 1} and (arrays["flipped"] >= 0).any()
         assert num_tokens > 8 and np.abs(arrays["log_ratio"]).max() < 1e-5
-        assert (np.diff(arrays["sequence"]) >= 0).all() and set(arrays["sequence"].tolist()) <= set(
-            range(8)
-        )
+        assert (np.diff(arrays["sequence"]) >= 0).all()
+        assert set(arrays["sequence"].tolist()) <= set(range(8))
         # The padded vocabulary has ids without a text.
         assert sum(arrays["token_text"] != "") > num_tokens / 2
 
@@ -213,9 +211,8 @@ def test_without_an_old_policys_pass_a_few_sequences_are_enough(model, tmp_path)
     """Of two data-parallel ranks one has nothing to look at."""
     config = still_config(model, tmp_path / "run", "rollout", routing={"metric_sequences": 1})
     (row,), _ = run_here(config, 2)
-    assert {*UPDATED, *OF_THE_ROUTER, *BYTES, "time/routing"} <= set(
-        row
-    ) and "time/log_probs" not in row
+    assert {*UPDATED, *OF_THE_ROUTER, *BYTES, "time/routing"} <= set(row)
+    assert "time/log_probs" not in row
     assert row["routing/flip_rate"] == 0.0
     assert 0 < row["routing/replay_bytes"] <= 38 * LAYERS * K, "of one prompt and response"
     check_lines(routing_lines(config["run_dir"]), rollout=False)
@@ -275,9 +272,8 @@ def test_a_killed_run_goes_on_with_the_routes_it_had(reference, tmp_path):
     assert all(sample.routed_experts.shape == (sample.length - 1, LAYERS, K) for sample in samples)
     life = live(reference.config(run_dir), tmp_path / "life", 2, None, grace=1.0)
     assert life.finished and "used; they are not generated again" in life.log, life.log[-3000:]
-    assert first_difference(run_dir, reference.run_dir) == "" and same_routing(
-        run_dir, reference.run_dir
-    )
+    assert first_difference(run_dir, reference.run_dir) == ""
+    assert same_routing(run_dir, reference.run_dir)
 
 
 def test_a_resumed_run_forgets_what_came_after_its_checkpoint(reference, tmp_path):
@@ -290,6 +286,5 @@ def test_a_resumed_run_forgets_what_came_after_its_checkpoint(reference, tmp_pat
         file.write('{"step": 9, "flip_rate": null}\n')
     life = live(reference.config(run_dir), tmp_path / "life", 2, None, grace=1.0)
     assert life.finished and not stale.exists(), life.log[-3000:]
-    assert first_difference(run_dir, reference.run_dir) == "" and same_routing(
-        run_dir, reference.run_dir
-    )
+    assert first_difference(run_dir, reference.run_dir) == ""
+    assert same_routing(run_dir, reference.run_dir)

@@ -79,9 +79,8 @@ def test_the_export_is_the_trained_model(finished):
         name: value.shape for name, value in after.items()
     }
     assert not [name for name in before if torch.equal(before[name], after[name])]
-    assert (folder / "hf" / "tokenizer.json").is_file() and (
-        folder / "hf" / "config.json"
-    ).is_file()
+    assert (folder / "hf" / "tokenizer.json").is_file()
+    assert (folder / "hf" / "config.json").is_file()
 
 
 @pytest.mark.slow

@@ -78,9 +78,9 @@ def test_nothing_is_lost_or_larger_than_allowed(parts: list, size: int, shared: 
     together = [pair for bucket in bucketed for pair in bucket]
     assert [name for name, _ in together] == [name for name, _ in stream]
     for (_, ours), (_, given_) in zip(together, stream, strict=True):
-        assert (
-            ours.dtype == given_.dtype and ours.shape == given_.shape and torch.equal(ours, given_)
-        )
+        assert ours.dtype == given_.dtype
+        assert ours.shape == given_.shape
+        assert torch.equal(ours, given_)
     for bucket in bucketed:
         nbytes = sum(tensor.numel() * tensor.element_size() for _, tensor in bucket)
         assert nbytes <= size or len([tensor for _, tensor in bucket if tensor.numel()]) == 1

@@ -81,18 +81,16 @@ def test_every_server_gets_every_tensor_once_from_its_own_node(case: str, gpus: 
     shared, experts, stages = groups(layout, world)
     servers = places(world, min(gpus, world))
     sources = hand_over(layout, world, NODE, servers)
-    assert sources == numbered(sources) and len({(s.rank, s.shared) for s in sources}) == len(
-        sources
-    )
+    assert sources == numbered(sources)
+    assert len({(s.rank, s.shared) for s in sources}) == len(sources)
     for server in servers:
         sources_of_server = [source for source in sources if server.url in source.servers]
         assert all(
             source.rank // NODE == server.node and source.shared is not source.experts
             for source in sources_of_server
         )
-        assert {s.rank for s in sources_of_server if s.shared} <= shared and {
-            s.rank for s in sources_of_server if s.experts
-        } <= set(experts)
+        assert {s.rank for s in sources_of_server if s.shared} <= shared
+        assert {s.rank for s in sources_of_server if s.experts} <= set(experts)
         for ranks in stages:
             sources_of_stage = [source for source in sources_of_server if source.rank in ranks]
             assert sum(source.shared for source in sources_of_stage) == 1
@@ -145,9 +143,8 @@ def test_a_node_without_a_part_of_the_model_gets_it_once_from_another_by_a_relay
         got = []  # (stage, expert-parallel rank, or None for what is not an expert's)
         for source in sources:
             for sender, urls in source.senders.items():
-                assert urls is not None and sender // NODE in {
-                    int(url[11:].split(":")[0]) for url in urls
-                }
+                assert urls is not None
+                assert sender // NODE in {int(url[11:].split(":")[0]) for url in urls}
                 if server.url in urls:
                     (stage,) = [
                         number for number, ranks in enumerate(stages) if source.rank in ranks
@@ -186,6 +183,5 @@ def test_sources_know_their_place_and_their_servers() -> None:
     assert [(s.number, s.count, s.is_last) for s in (every, some)] == [(0, 2, False), (1, 2, True)]
     assert every.targets(infos, 3) == infos and some.targets(infos, 1) == infos[1:]
     far = WeightSource(3, servers=(), relays=(Relay(5, ("a",)), Relay(9, ("b",))))
-    assert list(far.senders) == [5, 9] and far.targets(infos, 9) == infos[1:], (
-        "it hands nothing over itself"
-    )
+    assert list(far.senders) == [5, 9]
+    assert far.targets(infos, 9) == infos[1:], "it hands nothing over itself"

@@ -109,14 +109,10 @@ def test_failures_are_counted_and_have_no_reward():
         scored = scores(scorer_, SUM, SUM, "print(5)", **THREE)
         assert scored.statuses == ("error", "ok", "ok")
         assert str(scored.rewards.tolist()) == "[nan, 1.0, 0.0]"
-        assert (
-            scored.counts == {"error": 1, "timeout": 0, "invalid": 0}
-            and "HTTP 404" in scored.messages[0]
-        )
-        assert (
-            scored.verdicts["passed"] == scored.verdicts["wrong_answer"] == 1
-            and sum(scored.verdicts.values()) == 2
-        )
+        assert scored.counts == {"error": 1, "timeout": 0, "invalid": 0}
+        assert "HTTP 404" in scored.messages[0]
+        assert scored.verdicts["passed"] == scored.verdicts["wrong_answer"] == 1
+        assert sum(scored.verdicts.values()) == 2
         assert "no test cases" in scores(scorer_, SUM).messages[0]
 
 

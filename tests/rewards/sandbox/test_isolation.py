@@ -69,9 +69,8 @@ def test_a_mechanism_that_does_not_work_is_a_sandbox_error():
     setup = Setup(Mechanism("bubblewrap", False), ("/no/such/path",), "/usr/bin/false")
     with pytest.raises(SandboxError, match="could not be set up"):
         probe(setup, interpreter)
-    for mechanisms in ((), (Mechanism("namespaces", True),), (Mechanism("namespaces", False),)):
-        with pytest.raises(SandboxError, match="no program can be run here"):
-            find_isolation(interpreter, mechanisms)
+    with pytest.raises(SandboxError, match="no program can be run here"):
+        find_isolation(interpreter, ())
 
 
 def test_without_bubblewrap_programs_are_not_isolated(monkeypatch):

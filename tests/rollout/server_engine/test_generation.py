@@ -148,10 +148,8 @@ def test_old_weights_never_serve(server):
             setup.stream.start(wanted, SAMPLING, seed=1)
             check(setup.stream.take(3), wanted)
             assert 1 <= setup.client.counts["stale_responses"] <= 6
-            assert (
-                setup.pool.serving == setup.pool.servers[1:]
-                and setup.pool.stale == setup.pool.servers[:1]
-            )
+            assert setup.pool.serving == setup.pool.servers[1:]
+            assert setup.pool.stale == setup.pool.servers[:1]
             assert setup.client.counts["requests"] == 6
 
 

@@ -43,10 +43,8 @@ def test_parts_are_joined():
     assert sample.tokens.tolist() == [11, 12, 13, 4, 5, 6, 7, 1] and sample.tokens.dtype == np.int64
     assert sample.rollout_log_probs.tolist() == [-0.125, -0.25, -4.125, -5.125, -5.25]
     assert sample.rollout_log_probs.dtype == np.float32
-    assert (
-        sample.token_versions.tolist() == [3, 3, 4, 6, 6]
-        and sample.token_versions.dtype == np.int32
-    )
+    assert sample.token_versions.tolist() == [3, 3, 4, 6, 6]
+    assert sample.token_versions.dtype == np.int32
     assert (sample.weight_version, sample.finish_reason, sample.text) == (3, "stop", "4 5 6 7 1")
     assert sample.loss_mask.tolist() == [True] * 5
     assert sample.routed_experts.shape == (7, 2, 2)

@@ -77,7 +77,8 @@ def set_meta(**values: Any) -> Callable[..., object]:
 def test_a_good_answer_is_taken_as_it_is():
     response = parse_response(GOOD, asked())
     assert response.tokens.dtype == np.int64 and response.tokens.tolist() == [9, 8, 1]
-    assert response.log_probs.dtype == np.float32 and response.log_probs.tolist() == [
+    assert response.log_probs.dtype == np.float32
+    assert response.log_probs.tolist() == [
         -0.5,
         -1.25,
         0.0,

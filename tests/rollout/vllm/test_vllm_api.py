@@ -144,10 +144,8 @@ def test_routes_are_refused_where_the_server_gives_none_or_mixes_them_up():
     gives = {"aux_output_config": {"enable_return_routed_experts": True}}
     assert info(**gives).unusable(routes=True) == ""
     speculative = info(**gives, speculative_config={"method": "ngram"})
-    assert (
-        "decodes speculatively" in speculative.unusable(routes=True)
-        and speculative.unusable(routes=False) == ""
-    )
+    assert "decodes speculatively" in speculative.unusable(routes=True)
+    assert speculative.unusable(routes=False) == ""
 
 
 def test_a_transport_names_a_server_without_the_receiver():
@@ -193,9 +191,8 @@ def test_the_proof_of_an_update_names_what_was_not_written():
 
 def test_a_colocated_server_must_free_its_memory():
     awake = info()
-    assert "--enable-sleep-mode" in awake.unusable(
-        routes=False, colocated=True
-    ) and not awake.unusable(routes=False)
+    assert "--enable-sleep-mode" in awake.unusable(routes=False, colocated=True)
+    assert not awake.unusable(routes=False)
     assert (
         info(model_config={"enable_sleep_mode": True}).unusable(routes=False, colocated=True) == ""
     )

@@ -48,10 +48,8 @@ def test_the_command(gpu):
         "--enable-return-routed-experts",
     } < set(made)
     assert ("--enforce-eager" in made, "--enable-sleep-mode" in made) == (not gpu, gpu)
-    assert (
-        option(made[: -len(given)], "--logprobs-mode") == "processed_logprobs"
-        and tuple(made[-3:]) == given
-    )
+    assert option(made[: -len(given)], "--logprobs-mode") == "processed_logprobs"
+    assert tuple(made[-3:]) == given
 
 
 def test_colocated_servers_are_refused_on_a_cpu_before_they_start(gpu, tmp_path):
