@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -35,10 +36,12 @@ def test_an_unknown_command_is_one_line_that_names_the_known_ones(capsys):
 
 def test_arguments_and_exit_code_are_passed_through(monkeypatch):
     given = []
-    module = type(
-        "Module", (), {"main": staticmethod(lambda arguments: given.append(arguments) or 3)}
-    )
-    monkeypatch.setattr(cli, "import_module", lambda name: module)
+
+    def main(arguments: list[str]) -> int:
+        given.append(arguments)
+        return 3
+
+    monkeypatch.setattr(cli, "import_module", lambda name: SimpleNamespace(main=main))
     assert cli.main(["plan", "--model", "x"]) == 3
     assert given == [["--model", "x"]]
 
@@ -56,8 +59,7 @@ def test_commands_are_one_process_unless_torchrun_started_them(
     def main(arguments: list[str]) -> None:
         seen.extend([os.environ.get("RANK"), os.environ.get("WORLD_SIZE")])
 
-    module = type("Module", (), {"main": staticmethod(main)})
-    monkeypatch.setattr(cli, "import_module", lambda name: module)
+    monkeypatch.setattr(cli, "import_module", lambda name: SimpleNamespace(main=main))
     assert cli.main(["train", "x.yaml"]) == 0 and seen == left
     assert ("WORLD_SIZE=4" in capsys.readouterr().err) is not torchruns
 

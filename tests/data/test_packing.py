@@ -146,13 +146,6 @@ def test_shards_partition_the_tokens(shapes, cp_size, extra):
         assert (shard.max_seqlen, shard.sample_ids) == (batch.max_seqlen, batch.sample_ids)
 
 
-def test_shard_by_hand():
-    sample = make_sample(3, 5, tokens=np.arange(10, 18))
-    batch = pack([sample], sequence_multiple=4, num_sequences=1, num_tokens=5)
-    assert context_parallel_shard(batch, 0, 2).tokens.tolist() == [10, 11, 16, 17]
-    assert context_parallel_shard(batch, 1, 2).tokens.tolist() == [12, 13, 14, 15]
-
-
 def test_shard_refuses_uneven_sequences_and_shards():
     batch = pack([make_sample(3, 3)], num_sequences=1, num_tokens=3)
     with pytest.raises(ValueError, match="sequence_multiple=4"):
@@ -276,16 +269,6 @@ def test_routes_of_every_position_against_a_naive_loop(shapes, multiple, sizes, 
                 wanted = sample.routed_experts[t, layer].tolist() if known else spread
                 assert ids[bounds[s] + t, layer].tolist() == wanted
     assert (batch.missing_routes is None) == (missing == 0)
-
-
-def test_padding_loads_the_experts_alike():
-    shape = RouteShape(layers=2, k=3, num_experts=8)
-    batch = pack(
-        [routed(1, 1, shape)], sequence_multiple=65, num_sequences=1, num_tokens=1, routes=shape
-    )
-    for layer in range(2):
-        load = np.bincount(batch.routed_experts[1:, layer].flatten().numpy(), minlength=8)
-        assert load.tolist() == [24] * 8
 
 
 @pytest.mark.parametrize("num_experts", [8, 300])

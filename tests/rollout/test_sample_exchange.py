@@ -143,7 +143,8 @@ def moved(rank, world, layout, stages):
     replica = np.random.default_rng(5).integers(0, layout["dp"], len(everything))
     replica[:3] = layout["dp"] - 1
     for holders in ([0], [0, 1, 2, 3], [3, 1]):
-        for sample_exchange.BUCKET_BYTES in (1, 64 << 20):
+        for bucket_bytes in (1, 64 << 20):
+            sample_exchange.BUCKET_BYTES = bucket_bytes
             held = move(
                 rank, groups, everything, replica, holders, stages[dist.get_rank(groups["pp"])]
             )

@@ -100,7 +100,8 @@ def test_the_message_names_sample_tokens_and_shift():
     starts = np.array([0, 30, 110, 150])
     shares = np.full((150, 3), 0.2)
     shares[:, 0] = 1.0
-    shares[[29, 109, 149], 1] = shares[[0, 30, 110], 2] = NAN
+    shares[[29, 109, 149], 1] = NAN  # the last rows have no next one, the first no previous one
+    shares[[0, 30, 110], 2] = NAN
     names = [(4, 0), (4, 1), (7, 0)]
     levels = Levels(expected=1.0, chance=0.2, rows=150)
     assert route_mismatch(shares, starts, names, levels) == ""

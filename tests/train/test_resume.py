@@ -159,18 +159,6 @@ def test_goes_on_in_another_layout(reference, tmp_path, processes, layout):
     assert ours[6]["eval/accuracy"] == pytest.approx(theirs[6]["eval/accuracy"], abs=2e-3)
 
 
-def test_a_state_of_another_version_is_one_line(reference, tmp_path):
-    run_dir = stopped_after_four(reference, tmp_path)
-    file = run_dir / "checkpoints" / "step_000004" / "state.json"
-    content = json.loads(file.read_text())
-    del content["state"]["cursor"]
-    file.write_text(json.dumps(content))
-    life = live(reference.config(run_dir), tmp_path / "life", 2, None, grace=1.0)
-    assert not life.finished
-    assert "state.json lacks cursor: it is of another version of this program" in life.log
-    assert "Traceback" not in life.log
-
-
 @pytest.mark.slow  # .ci/run runs it
 def test_torchrun_restarts_a_run_whose_rank_was_killed(reference, tmp_path):
     run_dir = tmp_path / "run"

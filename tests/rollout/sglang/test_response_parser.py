@@ -67,7 +67,10 @@ def refusal(reply: Any, parse: Callable[..., Any] = parse_response, **request: A
 
 
 def set_row(position: int, row: Any) -> Callable[..., object]:
-    return lambda a, m: m["output_token_logprobs"].__setitem__(position, row)
+    def change(answer: dict[str, Any], meta: dict[str, Any]) -> None:
+        meta["output_token_logprobs"][position] = row
+
+    return change
 
 
 def set_meta(**values: Any) -> Callable[..., object]:
@@ -125,7 +128,7 @@ WRONG = {
         "output_ids and output_token_logprobs disagree",
     ),
     "short ids": (lambda a, m: a["output_ids"].pop(), "disagree"),
-    "other ids": (lambda a, m: a["output_ids"].__setitem__(0, 10), "disagree"),
+    "other ids": (lambda a, m: a.update(output_ids=[10, 8, 1]), "disagree"),
     "ids of floats": (
         lambda a, m: a.update(output_ids=[9.5, 8.0, 1.0]),
         "got `float` - at `$.output_ids[0]`",
