@@ -99,6 +99,7 @@ lint: install
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
+	$(VENV)/bin/shellcheck .ci/run $$(git ls-files '*.sh')
 
 format: install
 	$(VENV)/bin/ruff check --fix .

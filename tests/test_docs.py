@@ -103,13 +103,14 @@ NEEDS_A_WORLD = (  # blocks that start process groups; examples/ holds the teste
 
 def blocks(page: Path) -> list[str]:
     """The python blocks of a page, dedented (a list item indents its own)."""
-    found = re.findall(
+    blocks_of_page = re.findall(
         r"^( *)```python\n(.*?)^ *```$",
         page.read_text(encoding="utf-8"),
         flags=re.MULTILINE | re.DOTALL,
     )
     return [
-        "\n".join(line.removeprefix(indent) for line in code.splitlines()) for indent, code in found
+        "\n".join(line.removeprefix(indent) for line in code.splitlines())
+        for indent, code in blocks_of_page
     ]
 
 
@@ -139,9 +140,9 @@ def test_links_lead_somewhere(page: Path) -> None:
         if "://" in target:
             continue
         file, _, anchor = target.partition("#")
-        found = (page.parent / file).resolve() if file else page
-        assert found.exists(), f"{page.name}: {target}"
-        assert not anchor or anchor in anchors(found), f"{page.name}: no heading for {target}"
+        linked = (page.parent / file).resolve() if file else page
+        assert linked.exists(), f"{page.name}: {target}"
+        assert not anchor or anchor in anchors(linked), f"{page.name}: no heading for {target}"
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda page: page.stem)

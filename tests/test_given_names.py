@@ -41,14 +41,10 @@ def test_a_name_holds_its_step():
     for step in (0, 1, 999_999, 1_000_000, 12_345_678):
         assert CHECKPOINTS.step(CHECKPOINTS.file_name(step)) == step
         assert SAMPLES.step(SAMPLES.file_name(step)) == step
-    assert (
-        SAMPLES.file_name(12) == "step_000012.jsonl"
-        and CHECKPOINTS.file_name(1_000_000) == "step_1000000"
-    )
-    assert (
-        SAMPLES.step("step_000001.jsonl (copy)") is None
-        and SAMPLES.step("step_000001xjsonl") is None
-    )
+    assert SAMPLES.file_name(12) == "step_000012.jsonl"
+    assert CHECKPOINTS.file_name(1_000_000) == "step_1000000"
+    assert SAMPLES.step("step_000001.jsonl (copy)") is None
+    assert SAMPLES.step("step_000001xjsonl") is None
 
 
 def test_steps_are_ordered_as_numbers(tmp_path):
@@ -67,9 +63,8 @@ def test_links_and_other_kinds_of_entries_are_not_the_programs(tmp_path):
     (tmp_path / "step_000001.jsonl").symlink_to(tmp_path / "text")
     (tmp_path / "step_000002.jsonl").mkdir()
     (tmp_path / "step_000003.jsonl").write_text("{}")
-    assert list(CHECKPOINTS.named(tmp_path)) == [1, 2, 3, 4] and list(
-        CHECKPOINTS.entries(tmp_path)
-    ) == [4]
+    assert list(CHECKPOINTS.named(tmp_path)) == [1, 2, 3, 4]
+    assert list(CHECKPOINTS.entries(tmp_path)) == [4]
     assert list(SAMPLES.entries(tmp_path)) == [3]
     assert sorted(path.name for path in folders_named(tmp_path, "step_.*")) == [
         "step_000002.jsonl",
@@ -103,10 +98,8 @@ def test_a_folder_that_cannot_be_read_is_one_line(tmp_path):
     os.chmod(tmp_path, 0o755)
     command = [sys.executable, "-c", code, str(tmp_path / "checkpoints")]
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert (
-        "checkpoints: cannot be read: permission denied; make it readable" in output
-        and output.count("\n") == 1
-    )
+    assert "checkpoints: cannot be read: permission denied; make it readable" in output
+    assert output.count("\n") == 1
 
 
 def test_moving_aside_never_overwrites(tmp_path, capsys):

@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 import zipfile
 from pathlib import Path
 
@@ -177,51 +176,10 @@ def test_installed_rehearse(workplace, installed):
     assert "stage" in done.stdout
 
 
-def test_installed_demo_starts(installed, tmp_path):
-    """It writes model and demonstrations and starts the first run of a packaged config; that
-    run is then ended.
-    """
-    command = [
-        sys.executable,
-        "-u",
-        str(installed / "bin" / "megatron-gspo"),
-        "demo",
-        "--processes",
-        "2",
-    ]
-    process = subprocess.Popen(
-        command,
-        cwd=tmp_path,
-        env=environment(installed),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    try:
-        shown = []
-        end = time.monotonic() + LIMIT
-        while time.monotonic() < end and (line := process.stdout.readline()):
-            shown.append(line)
-            if line.startswith("$ torchrun"):
-                break
-        assert (
-            shown
-            and f"{installed}/megatron_gspo/examples/qwen3_moe/tiny_cold_start.yaml" in shown[-1]
-        ), shown
-        assert (tmp_path / "runs" / "demo" / "demonstrations.jsonl").is_file()
-        process.terminate()
-        assert process.wait(LIMIT) != 0
-    finally:
-        process.kill()
-        process.communicate()
-
-
 @pytest.mark.slow
 def test_installed_demo_runs_to_its_end(installed, tmp_path):
     short = ("training.steps=2", "optimizer.lr_warmup_steps=0")
     done = run_installed(installed, tmp_path, "demo", "--processes", "2", *short)
     assert done.returncode == 0, done.stderr
-    assert (
-        "held-out accuracy" in done.stdout
-        and (tmp_path / "runs/demo/gspo/hf/config.json").is_file()
-    )
+    assert "held-out accuracy" in done.stdout
+    assert (tmp_path / "runs/demo/gspo/hf/config.json").is_file()

@@ -6,12 +6,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
-
-from megatron_gspo.loop import training_loop
-from megatron_gspo.train import train
 
 HEAVY = ("megatron", "transformers", "datasets", "matplotlib")
 
@@ -30,13 +26,3 @@ def test_help_and_a_wrong_config_are_answered_without_megatron(arguments, code, 
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == code and says in done.stdout + done.stderr, done.stderr
-
-
-def test_train_is_the_loop(monkeypatch):
-    calls = []
-    monkeypatch.setattr(
-        training_loop, "train", lambda config, engine: calls.append((config, engine)) or "state"
-    )
-    config = SimpleNamespace()
-    engine = SimpleNamespace()
-    assert train(config, engine=engine) == "state" and calls == [(config, engine)]

@@ -185,7 +185,7 @@ def package_version(python: str, packages: tuple[str, ...], section: str) -> tup
 def release(version: str) -> tuple[int, ...]:
     """(0, 5, 15) of 0.5.15.post1; () if it does not begin with a number."""
     numbers = re.match(r"[\d.]*\d", version)
-    return tuple(int(part) for part in numbers[0].split(".")) if numbers else ()
+    return tuple(int(number) for number in numbers[0].split(".")) if numbers else ()
 
 
 def check_model(model: str, section: str) -> None:

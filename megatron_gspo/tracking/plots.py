@@ -79,14 +79,14 @@ def _draw(panels: Sequence[Panel], runs: Mapping[str, Records], output: str | Pa
     from matplotlib.figure import Figure
 
     columns = min(COLUMNS, len(panels))
-    rows = -(-len(panels) // columns)
+    num_rows = -(-len(panels) // columns)
     figure = Figure(
-        figsize=(_WIDTH * columns / COLUMNS, _PANEL_HEIGHT * rows + 0.4),
+        figsize=(_WIDTH * columns / COLUMNS, _PANEL_HEIGHT * num_rows + 0.4),
         dpi=_DPI,
         layout="constrained",
     )
     FigureCanvasAgg(figure)
-    axes = figure.subplots(rows, columns, squeeze=False).flatten()
+    axes = figure.subplots(num_rows, columns, squeeze=False).flatten()
     for number, (axis, panel) in enumerate(zip(axes, panels, strict=False)):
         _draw_panel(axis, panel, runs)
         if number >= len(panels) - columns:  # below it there is no panel

@@ -310,15 +310,15 @@ def make_trackers(
     Raises ImportError, one line, if a package is missing.
     """
     trackers = TrackerSet()
-    for kind, name, given in (
+    for tracker, name, given in (
         ("tensorboard", "TensorBoard", tensorboard),
         ("wandb", "W&B", wandb),
         ("mlflow", "MLflow", mlflow),
     ):
         if given:
-            _check_installed(kind)
+            _check_installed(tracker)
             project = given if isinstance(given, str) else "megatron-gspo"
-            trackers.add(name, RemoteTracker(kind, run, project))
+            trackers.add(name, RemoteTracker(tracker, run, project))
     return trackers
 
 

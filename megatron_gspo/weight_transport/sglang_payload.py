@@ -131,8 +131,8 @@ def base64_pieces(pieces: Iterable[bytes | memoryview]) -> Iterator[bytes]:
 def is_this_machine(host: str) -> bool:
     """Whether a name or address is one of this machine's own: a socket can be bound to it."""
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as probe:
+        family, socket_type, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket_type) as probe:
             probe.bind(address)
     except OSError:
         return False

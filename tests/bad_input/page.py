@@ -91,8 +91,8 @@ def messages(cases: tuple[Case, ...]) -> str:
         if case.name in FIXES:
             phrase = f"{case.phrase}..." if case.phrase.endswith(" ") else case.phrase
             fixes.setdefault(phrase, FIXES[case.name])
-    rows = [f"| `{phrase}` | {fix} |" for phrase, fix in fixes.items()]
-    return "\n".join(["| message contains | cause, fix |", "| --- | --- |", *rows])
+    table_lines = [f"| `{phrase}` | {fix} |" for phrase, fix in fixes.items()]
+    return "\n".join(["| message contains | cause, fix |", "| --- | --- |", *table_lines])
 
 
 def filled(text: str) -> str:

@@ -154,10 +154,8 @@ def test_longer_prompts_are_dropped_and_counted(model, tmp_path):
     config = small_config(model, tmp_path)
     write_rows(tmp_path / "prompts.jsonl", [*ROWS[:2], long, long])
     done = start(config, tmp_path)
-    assert (
-        done.code == 0
-        and "2 prompts are longer than data.max_prompt_length and were dropped" in done.text
-    )
+    assert done.code == 0
+    assert "2 prompts are longer than data.max_prompt_length and were dropped" in done.text
 
 
 def test_the_same_question_twice_makes_two_groups(model, tmp_path):

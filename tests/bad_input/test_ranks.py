@@ -65,7 +65,7 @@ def say(case: Case, text: str) -> bool:
     lines = [line for line in text.splitlines() if re.match("(config )?error: ", line)]
     return (
         len(lines) == 1
-        and all(part in lines[0] for part in (case.phrase, *case.shows))
+        and all(phrase in lines[0] for phrase in (case.phrase, *case.shows))
         and "Traceback" not in text
     )
 
@@ -161,7 +161,7 @@ def torchrun(config: dict[str, Any], folder: Path, processes: int) -> subprocess
 
 def members(session: int) -> list[int]:
     """Living processes of a session."""
-    found = []
+    pids = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             try:
@@ -169,8 +169,8 @@ def members(session: int) -> list[int]:
             except (FileNotFoundError, ProcessLookupError):
                 continue
             if int(sid) == session and state != "Z":
-                found.append(int(folder.name))
-    return found
+                pids.append(int(folder.name))
+    return pids
 
 
 def test_under_torchrun_a_dead_rank_ends_all_and_one_line_says_it(model, tmp_path):

@@ -77,26 +77,6 @@ CASES = (
     ),
     fails_on_all("verifier that raises", "error: ZeroDivisionError", breaks=returns("1 / 0")),
     fails_on_all(
-        "verifier that raises in a worker",
-        "error: ZeroDivisionError",
-        breaks=in_a_process(returns("1 / 0")),
-    ),
-    fails_on_all(
-        "verifier that exits",
-        "error: SystemExit: 3",
-        breaks=body("def score(t, p): raise SystemExit(3)\n"),
-    ),
-    fails_on_all(
-        "reward of NaN",
-        "invalid: the verifier returned nan; return a finite number",
-        breaks=returns("float('nan')"),
-    ),
-    fails_on_all(
-        "process that ends",
-        "error: the verifier's process ended (exit code 7)",
-        breaks=in_a_process(body("import os\ndef score(t, p): os._exit(7)\n")),
-    ),
-    fails_on_all(
         "verifier that hangs",
         "timeout: no result after 0.1 s",
         breaks=in_a_process(body("import time\ndef score(t, p): time.sleep(600)\n"), 0.1),
@@ -121,10 +101,9 @@ def test_verifier(case, model, tmp_path):
     check(case, start(config, tmp_path, *case.overrides))
 
 
-SOME = """
-import math
+FAILS_ON_LONG_TEXTS = """
 def score(text, prompt):
-    if len(text) >= 2: {fails}
+    if len(text) >= 2: 1 / 0
     return 1.0 - len(text)
 """
 
@@ -134,29 +113,28 @@ def samples_of(config: dict) -> list[dict]:
     return [json.loads(line) for line in lines]
 
 
-@pytest.mark.parametrize(("fails", "kind"), [("1 / 0", "error"), ("return math.nan", "invalid")])
-def test_some_failures_are_counted_and_move_no_baseline(fails, kind, model, tmp_path):
+def test_some_failures_are_counted_and_move_no_baseline(model, tmp_path):
     """Rewards 1, 0 and two failures a group: the mean is 0.5 and not 0.25, and the failures
     aren't trained on.
     """
     config = small_config(model, tmp_path, tracking={"samples_per_step": 8, "plot": False})
-    body(SOME.format(fails=fails))(config, tmp_path)
+    body(FAILS_ON_LONG_TEXTS)(config, tmp_path)
     done = with_engine(config, MyEngine())
     row = records(config["run_dir"])[-1]
     assert done.code == 0 and "step 1: 4 of 8 responses could not be scored" in done.text
-    assert row[f"verifier/{kind}"] == 4 and row["masked/unscored"] == 4
+    assert row["verifier/error"] == 4 and row["masked/unscored"] == 4
     assert row["reward/mean"] == 0.5
     rewards = [sample["reward"] for sample in samples_of(config)]
     assert rewards == [1.0, 0.0, None, None] * 2
     # on-policy, A = (1, 0) - 0.5 over 0.7071: their mean is 0; N is 4, so that the loss isn't
     # halved
     assert row["loss/policy"] == pytest.approx(0.0, abs=1e-6)
-    assert samples_of(config)[2]["metadata"]["verifier_failure"].startswith(kind + ": ")
+    assert samples_of(config)[2]["metadata"]["verifier_failure"].startswith("error: ")
 
 
 def test_a_failure_can_be_given_a_reward(model, tmp_path):
     config = small_config(model, tmp_path, tracking={"samples_per_step": 8, "plot": False})
-    body(SOME.format(fails="1 / 0"))(config, tmp_path)
+    body(FAILS_ON_LONG_TEXTS)(config, tmp_path)
     config["data"]["verifier_failure_reward"] = -1.0
     assert with_engine(config, MyEngine()).code == 0
     row = records(config["run_dir"])[-1]

@@ -28,9 +28,9 @@ def routed(samples: list[Sample]) -> list[Sample]:
     """Routes that the model could have taken, for every sample."""
     return [
         replace(
-            sample, routed_experts=make_routes(sample.length - 1, LAYERS, K, EXPERTS, seed=place)
+            sample, routed_experts=make_routes(sample.length - 1, LAYERS, K, EXPERTS, seed=position)
         )
-        for place, sample in enumerate(samples)
+        for position, sample in enumerate(samples)
     ]
 
 
@@ -60,12 +60,12 @@ def narrowed(change: Callable[[np.ndarray], np.ndarray]) -> Callable[[list[Sampl
     def narrow(samples: list[Sample]) -> list[Sample]:
         arrays = [sample.routed_experts.astype(np.int64) for sample in routed(samples)]
         arrays[1] = change(arrays[1])
-        found = []
+        narrowed_samples = []
         for sample, array in zip(samples, arrays, strict=True):
             where = f"sample {sample.prompt_index}/{sample.sample_index}"
             ids, unknown = as_routes(array, EXPERTS, where=where)
-            found.append(replace(sample, routed_experts=ids, missing_routes=unknown))
-        return found
+            narrowed_samples.append(replace(sample, routed_experts=ids, missing_routes=unknown))
+        return narrowed_samples
 
     return narrow
 
@@ -143,9 +143,9 @@ def test_missing_routes_use_the_live_router_only_where_asked_and_are_counted(
 ):
     done, row = run(breaks, model, tmp_path, missing_routes="live")
     assert done.code == 0, done.text
-    assert (
-        row["routing/missing_routes"] == count and row["updates"] == 1 and np.isfinite(row["loss"])
-    )
+    assert row["routing/missing_routes"] == count
+    assert row["updates"] == 1
+    assert np.isfinite(row["loss"])
 
 
 def test_other_faults_are_errors_with_missing_routes_live(model, tmp_path):

@@ -4,11 +4,9 @@ are missing.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from tests.config.building import assert_refused, build, refused
+from tests.config.building import assert_refused
 
 
 @pytest.mark.parametrize(
@@ -62,17 +60,3 @@ def test_contradictions_are_refused_at_load(
     plain: dict, overrides: list[str], key: str, fix: str
 ) -> None:
     assert_refused(plain, overrides, key, fix)
-
-
-def test_files_must_exist(plain: dict, tmp_path: Path) -> None:
-    assert refused(plain, "data.eval_prompts=absent.jsonl", world_size=1).startswith(
-        "data.eval_prompts = "
-    )
-    assert "no such file" in refused(
-        plain, f"data.verifier={tmp_path}/absent.py:score", world_size=1
-    )
-    (tmp_path / "rewards.py").write_text("def score(response, answer): return 1.0\n")
-    build(plain, "data.verifier=package.rewards:score").check(1)  # found, or not, when it is loaded
-    config = build(plain, f"data.verifier={tmp_path}/rewards.py:score")
-    config.check(1)
-    assert config.data.resolved_verifier.endswith("rewards.py:score")

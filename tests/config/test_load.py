@@ -196,5 +196,5 @@ def test_arguments_pass_untouched(case):
 
 
 def test_arguments_of_each_engine_come_apart():
-    found = split_server_arguments(["--vllm.a", "1", "--sglang.b=2", "seed=3", "--vllm.c", "4"])
-    assert found == (["seed=3"], {"vllm": ["--a", "1", "--c", "4"], "sglang": ["--b=2"]})
+    arguments = split_server_arguments(["--vllm.a", "1", "--sglang.b=2", "seed=3", "--vllm.c", "4"])
+    assert arguments == (["seed=3"], {"vllm": ["--a", "1", "--c", "4"], "sglang": ["--b=2"]})

@@ -38,9 +38,8 @@ def test_targets_are_linear_layers_of_the_model(plain: dict, tmp_path: Path, tar
     on = ("lora.rank=8", "model.init=pretrained", f"model.path={tmp_path / 'tiny'}")
     build(plain, *on, "lora.targets=[q_proj, up_proj]").check_sizes(1)
     message = refused(plain, *on, f"lora.targets={targets}", world_size=1)
-    assert message.startswith("lora.targets") and message.endswith(
-        "gate_proj, up_proj, down_proj, gate"
-    ), message
+    assert message.startswith("lora.targets")
+    assert message.endswith("gate_proj, up_proj, down_proj, gate"), message
 
 
 def test_servers_have_no_adapters_of_routers(plain: dict, tmp_path: Path) -> None:
@@ -95,8 +94,6 @@ def test_what_updates_of_adapters_alone_need(
     for servers in (SGLANG, (*SGLANG, "sglang.weight_transport=tensor"), VLLM):
         assert build(plain, *given, *servers).lora.weight_updates == "adapters"
     message = refused(plain, *given, *overrides)
-    assert (
-        message.startswith('lora.weight_updates = "adapters"')
-        and problem in message
-        and message.endswith(fix)
-    )
+    assert message.startswith('lora.weight_updates = "adapters"')
+    assert problem in message
+    assert message.endswith(fix)

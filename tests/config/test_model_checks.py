@@ -53,10 +53,10 @@ def test_the_value_models_directory(plain: dict, tmp_path: Path) -> None:
     path = f"critic.path={critic}"
     message = refused(plain, *PPO, path, world_size=1)
     assert message.startswith("critic.path = ") and "is not a directory" in message
-    own = Path(plain["model"]["path"])
-    hf = {**json.loads((own / "config.json").read_text()), "vocab_size": 100}
-    (own / "config.json").write_text(json.dumps(hf))
-    shutil.copytree(own, critic)
+    policy = Path(plain["model"]["path"])
+    hf = {**json.loads((policy / "config.json").read_text()), "vocab_size": 100}
+    (policy / "config.json").write_text(json.dumps(hf))
+    shutil.copytree(policy, critic)
     build(plain, *PPO, path).check(1)
     file = critic / "config.json"
     for key, message in (

@@ -23,11 +23,6 @@ def section(**fields: Any) -> QuantizationConfig:
     return QuantizationConfig(**{"format": "int8", "modules": ALL, "exclude": REST, **fields})
 
 
-def test_nothing_is_quantised_by_default():
-    config = Config.from_dict(base_config("model", Path("run")))
-    assert config.quantization_plan is None and not config.rollout.quantization.is_on
-
-
 def test_config_json_is_read_once(tmp_path):
     """A plan holds for a whole run, whatever becomes of the model's directory."""
     model = Path(save_tiny_model(tmp_path / "model"))
@@ -40,12 +35,6 @@ def test_config_json_is_read_once(tmp_path):
     (model / "config.json").unlink()
     assert config.quantization_plan is plan
     assert Config.from_dict(config.dump()) == config
-
-
-def test_a_plan_of_the_section():
-    plan = resolve_quantization(section(), tiny_config().to_dict())
-    assert plan is not None and plan.format.name == "int8"
-    assert "model.layers.3.mlp.experts.7.up_proj" in plan.modules and "lm_head" in plan.kept
 
 
 @pytest.mark.parametrize(

@@ -27,14 +27,3 @@ def test_parameters_that_no_engine_supports(fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"^{name}={value}: ") as caught:
         SamplingParams(**fields)
     assert "\n" not in str(caught.value)
-
-
-def test_greedy_decoding_scores_at_temperature_1() -> None:
-    assert (
-        SamplingParams(temperature=0.0).greedy
-        and SamplingParams(temperature=0.0).scoring_temperature == 1.0
-    )
-    assert (
-        not SamplingParams(temperature=0.5).greedy
-        and SamplingParams(temperature=0.5).scoring_temperature == 0.5
-    )

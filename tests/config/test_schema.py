@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError
 from pathlib import Path
 
-import pytest
 import yaml
 
 from megatron_gspo.config import load_config
@@ -19,7 +17,6 @@ def test_defaults_and_overrides(file: Path) -> None:
     assert config.optimizer.lr == 2e-6  # the later one is used; YAML 1.1 would read it as text
     assert (config.seed, config.evaluation.pass_at_k) == (7, (1,))
     assert config.parallel.tensor_model_parallel_size == 1
-    assert config.optimizer_steps == 3 * 1 * (16 * 8 // 32)
 
 
 def test_dump_gives_the_same_config_back(file: Path, tmp_path: Path) -> None:
@@ -36,11 +33,6 @@ def test_a_runs_own_config_is_a_config(file: Path, tmp_path: Path) -> None:
     assert load_config(copy) == load_config(file)
 
 
-def test_config_is_frozen(file: Path) -> None:
-    with pytest.raises(FrozenInstanceError):
-        load_config(file).seed = 3
-
-
 def test_arguments_of_the_command_line_follow_those_of_the_file(plain, tmp_path: Path):
     file = tmp_path / "config.yaml"
     plain["rollout"]["engine"] = "sglang"
@@ -49,3 +41,9 @@ def test_arguments_of_the_command_line_follow_those_of_the_file(plain, tmp_path:
     ours, theirs = split_server_arguments(["seed=3", "--sglang.x", "2"])
     config = load_config(file, ours, server_args=theirs)
     assert config.sglang.server_args == ("--x", "1", "--x", "2") and config.seed == 3
+
+
+def test_the_optimizer_steps_of_a_run(file: Path) -> None:
+    config = load_config(file, ["training.steps=5", "training.ppo_epochs=2"])
+    responses = 16 * 8
+    assert config.optimizer_steps == 5 * 2 * responses // config.training.global_batch_size

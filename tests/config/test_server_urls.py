@@ -29,7 +29,7 @@ def test_what_is_no_server(url):
 
 
 @pytest.mark.parametrize(
-    ("url", "found"),
+    ("url", "is_local"),
     [
         ("http://127.0.0.1:1", True),
         ("http://127.8.0.1:1", True),
@@ -40,5 +40,5 @@ def test_what_is_no_server(url):
         ("http://[::2]:1", False),
     ],
 )
-def test_urls_of_this_machine(url, found):
-    assert check_url(url + "/") == url and is_loopback(url) == found
+def test_urls_of_this_machine(url, is_local):
+    assert check_url(url + "/") == url and is_loopback(url) == is_local

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
 
 import pytest
 import yaml
-from annotated_types import Ge
 
-from megatron_gspo.config import ConfigError, load_config
-from megatron_gspo.config.validate import STRICT, validate
+from megatron_gspo.config import load_config
 from tests.config.building import fault
 
 
@@ -75,26 +71,7 @@ def test_an_integer_is_a_float(file: Path) -> None:
     assert load_config(file, ["rollout.temperature=1"]).rollout.temperature == 1.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Section:
-    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
-
-    size: Annotated[int, Ge(1)]
-    limit: int = 8
-    exact: bool = False
-
-    def __post_init__(self) -> None:
-        if self.size > self.limit and not self.exact:
-            raise ValueError(f"size={self.size} is above the limit: lower it or set exact=True")
-
-
-def test_any_dataclass_is_validated() -> None:
-    assert validate(Section, {"size": 3}) == Section(size=3)
-    with pytest.raises(ConfigError, match="sise = 3: is not a key; did you mean size"):
-        validate(Section, {"sise": 3})
-
-
-def test_an_unknown_key_comes_before_the_one_that_it_misses() -> None:
-    with pytest.raises(ConfigError) as caught:
-        validate(Section, {"sice": 0, "limit": "x"})
-    assert caught.value.key == "sice"
+def test_an_unknown_key_comes_before_the_one_that_it_misses(file: Path, plain: dict) -> None:
+    plain["trainig"] = plain.pop("training")
+    file.write_text(yaml.safe_dump(plain))
+    assert fault(file).endswith("is not a key; did you mean training?")

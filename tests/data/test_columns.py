@@ -56,7 +56,11 @@ def test_values_of_samples_and_of_their_tokens():
     assert columns.repeat(np.array([5, 6, 7])).tolist() == [5, 5, 7, 7, 7, 7]
     assert columns.sums(columns["number"]).tolist() == [1, 0, 30]
     parts = columns.split(columns["number"])
-    assert {i: part.tolist() for i, part in parts.items()} == {0: [0, 1], 1: [], 4: [6, 7, 8, 9]}
+    assert {i: tokens.tolist() for i, tokens in parts.items()} == {
+        0: [0, 1],
+        1: [],
+        4: [6, 7, 8, 9],
+    }
     assert ranges(np.array([5, 0, 7]), np.array([2, 0, 3])).tolist() == [5, 6, 7, 8, 9]
 
 

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from megatron_gspo.data.micro_batch_plan import (
     PackingRules,
-    _fixed,
     joined,
     plan_micro_batches,
     plan_passes,
@@ -49,34 +48,32 @@ def test_every_sequence_is_once_on_its_replica(lengths, rules, size, passes, at_
     epochs = epochs_of(len(lengths), size, passes)
     homes = np.arange(len(lengths)) // 4 % rules.replicas if at_home else None
     replica, plans = plan_passes(lengths, epochs, rules, homes)
-    assert (
-        replica.shape == (len(lengths),) and 0 <= replica.min() and replica.max() < rules.replicas
-    )
+    assert replica.shape == (len(lengths),)
+    assert 0 <= replica.min()
+    assert replica.max() < rules.replicas
     whole = np.arange(len(lengths))
-    found = [
-        (np.array(rows), plan)
+    mini_batches = [
+        (np.array(positions), plan)
         for batches, packed in zip(epochs, plans, strict=True)
-        for rows, plan in zip(batches, packed, strict=True)
+        for positions, plan in zip(batches, packed, strict=True)
     ]
-    for rows, plan in [*found, (whole, plan_micro_batches(lengths, rules, replica))]:
+    for positions, plan in [*mini_batches, (whole, plan_micro_batches(lengths, rules, replica))]:
         assert len(plan.rows) == rules.replicas
-        assert (
-            len({len(mine) for mine in plan.rows}) == 1
-            and len(plan.rows[0]) % rules.count_multiple == 0
-        )
-        for owner, mine in enumerate(plan.rows):
-            placed = sorted(i for batch in mine for i in batch)
-            assert placed == np.flatnonzero(replica[rows] == owner).tolist()
-        batches = [batch for mine in plan.rows for batch in mine]
+        assert len({len(micro_batches) for micro_batches in plan.rows}) == 1
+        assert len(plan.rows[0]) % rules.count_multiple == 0
+        for owner, micro_batches in enumerate(plan.rows):
+            placed = sorted(i for batch in micro_batches for i in batch)
+            assert placed == np.flatnonzero(replica[positions] == owner).tolist()
+        batches = [batch for micro_batches in plan.rows for batch in micro_batches]
         if rules.micro_batch_size is None:
             assert (
-                max(rules.padded(lengths[rows])[batch].sum() for batch in batches)
+                max(rules.padded(lengths[positions])[batch].sum() for batch in batches)
                 <= rules.max_tokens
             )
         else:
             assert max(map(len, batches)) <= rules.micro_batch_size
-        assert plan.real_tokens == lengths[rows].sum() <= plan.packed_tokens
-        assert np.array_equal(plan.replica_of(), replica[rows])
+        assert plan.real_tokens == lengths[positions].sum() <= plan.packed_tokens
+        assert np.array_equal(plan.replica_of(), replica[positions])
 
 
 @settings(deadline=None, max_examples=100)
@@ -104,10 +101,10 @@ def test_every_mini_batch_is_level(passes, allowed, at_home):
     rules = PackingRules(8, 16_384)
     epochs = epochs_of(1024, 256, passes)
     replica, plans = plan_passes(lengths, epochs, rules, homes if at_home else None)
-    for rows, plan in zip(map(np.array, sum(epochs, [])), sum(plans, []), strict=True):
-        loads = np.bincount(replica[rows], weights=lengths[rows], minlength=8)
+    for positions, plan in zip(map(np.array, sum(epochs, [])), sum(plans, []), strict=True):
+        loads = np.bincount(replica[positions], weights=lengths[positions], minlength=8)
         assert loads.max() / loads.mean() - 1 <= allowed
-        least = -(-int(lengths[rows].sum()) // (8 * 16_384))
+        least = -(-int(lengths[positions].sum()) // (8 * 16_384))
         assert len(plan.rows[0]) <= least + 1, "hardly more micro-batches than the tokens need"
 
 
@@ -119,8 +116,8 @@ def test_sequences_move_only_where_balance_requires_it():
     replica, plans = plan_passes(lengths, epochs, rules, homes)
     moved = lengths[replica != homes].sum() / lengths.sum()
     assert 0 < moved < 0.08, moved
-    for rows, plan in zip(map(np.array, epochs[0]), plans[0], strict=True):
-        assert plan.step_tokens <= 1.02 * plan_micro_batches(lengths[rows], rules).step_tokens
+    for positions, plan in zip(map(np.array, epochs[0]), plans[0], strict=True):
+        assert plan.step_tokens <= 1.02 * plan_micro_batches(lengths[positions], rules).step_tokens
     equal, plans = plan_passes(
         np.full(64, 100), epochs_of(64, 64, 1), PackingRules(8, 800), np.arange(64) // 8
     )
@@ -144,9 +141,8 @@ def test_the_tokens_of_the_steps_are_those_of_the_slowest_replica():
     lengths = np.array([8, 5, 7, 2])
     replica = np.array([0, 0, 1, 1])
     plan = plan_micro_batches(lengths, PackingRules(2, 8, total_multiple=4), replica)
-    assert plan.rows == [[[0], [1]], [[2], [3]]] and plan.step_tokens == 8 + 8, (
-        "5 and 2 are padded to 8 and 4"
-    )
+    assert plan.rows == [[[0], [1]], [[2], [3]]]
+    assert plan.step_tokens == 8 + 8, "5 and 2 are padded to 8 and 4"
     same = plan_micro_batches(lengths, PackingRules(2, 8, same_length=True), replica)
     assert same.step_tokens == 8 + 8
 
@@ -157,35 +153,14 @@ def test_one_pass_without_homes_has_the_schedule_of_its_mini_batches(passes):
     epochs = epochs_of(40, 16, passes)
     rules = PackingRules(3, 100)
     replica, plans = plan_passes(lengths, epochs, rules, None)
-    for rows, plan in zip(epochs[0], plans[0], strict=True):
-        assert (plan == plan_micro_batches(lengths[rows], rules)) == (passes == 1)
-        assert np.array_equal(plan.replica_of(), replica[rows])
+    for positions, plan in zip(epochs[0], plans[0], strict=True):
+        assert (plan == plan_micro_batches(lengths[positions], rules)) == (passes == 1)
+        assert np.array_equal(plan.replica_of(), replica[positions])
 
 
 def test_a_sequence_that_fits_nowhere_is_named():
     with pytest.raises(ValueError, match="sequence 1 has 80 tokens but max_tokens is 64"):
         plan_micro_batches(np.array([3, 80]), PackingRules(2, 64), np.array([0, 1]))
-
-
-@settings(deadline=None, max_examples=200)
-@given(
-    count=st.integers(0, 40),
-    ranks=st.integers(1, 5),
-    size=st.integers(1, 6),
-    step=st.integers(1, 3),
-)
-def test_a_fixed_size_deals_every_sample_once(count, ranks, size, step):
-    plan = _fixed(count, ranks, size, step)
-    assert sorted(i for rank in plan for rows in rank for i in rows) == list(range(count))
-    lengths = {len(rank) for rank in plan}
-    assert (
-        len(plan) == ranks and len(lengths) == 1 and lengths.pop() % step == 0 and len(plan[0]) >= 1
-    )
-    rows = [rows for rank in plan for rows in rank]
-    assert all(len(row) <= size for row in rows)
-    assert sum(0 < len(row) < size for row in rows) <= 1, "at most the last one isn't full"
-    # no more micro-batches than the most loaded rank needs, up to the multiple
-    assert len(plan[0]) < max(-(-count // (size * ranks)), 1) + step
 
 
 def test_plans_of_mini_batches_are_joined_in_their_order():

@@ -88,16 +88,16 @@ def cache_of(file: Path, warnings: list[str] | None = None, folder: str = "cache
 
 
 def folder_of(file: Path) -> Path:
-    [found] = [path for path in (file.parent / "cache").iterdir() if path.is_dir()]
-    return found
+    [cache_folder] = [path for path in (file.parent / "cache").iterdir() if path.is_dir()]
+    return cache_folder
 
 
-def assert_same(found: PromptSet, file: Path) -> None:
+def assert_same(loaded: PromptSet, file: Path) -> None:
     wanted = load_prompts(file, CharTokenizer(), DATA)
-    assert (len(found.prompts), found.dropped) == (len(wanted.prompts), wanted.dropped) == (3, 1)
-    assert found.notes == wanted.notes and "half of a surrogate pair" in "".join(found.notes)
-    np.testing.assert_array_equal(digests_of(found.prompts), digests_of(wanted.prompts))
-    for ours, theirs in zip(found.prompts, wanted.prompts, strict=True):
+    assert (len(loaded.prompts), loaded.dropped) == (len(wanted.prompts), wanted.dropped) == (3, 1)
+    assert loaded.notes == wanted.notes and "half of a surrogate pair" in "".join(loaded.notes)
+    np.testing.assert_array_equal(digests_of(loaded.prompts), digests_of(wanted.prompts))
+    for ours, theirs in zip(loaded.prompts, wanted.prompts, strict=True):
         ours.check()
         np.testing.assert_array_equal(ours.token_ids, theirs.token_ids)
         assert replace(ours, token_ids=theirs.token_ids) == theirs
@@ -106,9 +106,9 @@ def assert_same(found: PromptSet, file: Path) -> None:
 def test_the_same_prompts_tokenised_once(file):
     tokenizer = CountingTokenizer(file.parent / "log")
     for _ in range(3):
-        found = cache_of(file).load(file, tokenizer, DATA)
-        assert_same(found, file)
-        assert isinstance(found.prompts, MappedPrompts) and found.prompts.largest_token == 0xFFFD
+        loaded = cache_of(file).load(file, tokenizer, DATA)
+        assert_same(loaded, file)
+        assert isinstance(loaded.prompts, MappedPrompts) and loaded.prompts.largest_token == 0xFFFD
     assert tokenizer.count == len(ROWS)
     assert sorted(path.name for path in folder_of(file).iterdir()) == [
         "manifest.json",
@@ -125,13 +125,17 @@ def test_positions_and_slices(file):
     assert [prompts[i].text for i in (0, 2, -1, -3)] == ["a b", "\ufffd\n", "\ufffd\n", "a b"]
     with pytest.raises(IndexError):
         prompts[3]
-    part = prompts[1:]
-    assert [(prompt.index, prompt.text) for prompt in part] == [(1, "dé"), (2, "\ufffd\n")] and len(
-        part
-    ) == 2
+    last_two = prompts[1:]
+    assert [(prompt.index, prompt.text) for prompt in last_two] == [
+        (1, "dé"),
+        (2, "\ufffd\n"),
+    ]
+    assert len(last_two) == 2
     assert len(prompts[:None]) == 3 and len(prompts[:2][:1]) == 1
     first = prompts[0]
-    first.token_ids[0] = first.metadata["level"] = 5  # a copy: the file stays
+    # A copy: the file stays.
+    first.token_ids[0] = 5
+    first.metadata["level"] = 5
     assert prompts[0].token_ids[0] == 1 and prompts[0].metadata["level"] == 1
 
 
@@ -142,8 +146,8 @@ def test_other_kinds_of_files(kind, file):
     path = file.parent / ("data.parquet" if kind == "parquet" else "saved")
     table.to_parquet(path) if kind == "parquet" else table.save_to_disk(path)
     for tokenizer in (CharTokenizer(), None):
-        found = cache_of(file).load(path, tokenizer, DATA)
-        assert [prompt.metadata for prompt in found.prompts] == [{"n": i} for i in range(5)]
+        loaded = cache_of(file).load(path, tokenizer, DATA)
+        assert [prompt.metadata for prompt in loaded.prompts] == [{"n": i} for i in range(5)]
     key = cache_key(path, file.parent / "model", DATA, "train")
     if kind == "saved":
         (path / "state.json").write_text((path / "state.json").read_text() + " ")
@@ -182,21 +186,24 @@ def test_what_the_key_depends_on(file):
     known = {key()}
     assert key() in known and key(replace(DATA, shuffle=False, verifier="exact_match")) in known
 
-    def is_new(found: str) -> bool:
-        return found not in known and not known.add(found)  # type: ignore[func-returns-value]
+    def assert_new(candidate: str) -> None:
+        assert candidate not in known
+        known.add(candidate)
 
-    assert is_new(key(split="test"))
+    assert_new(key(split="test"))
     for name, value in CHANGES.items():
-        assert is_new(key(replace(DATA, **{name: value})))
+        assert_new(key(replace(DATA, **{name: value})))
     for name in ("chat_template.jinja", "tokenizer_config.json", "merges.txt"):
         (file.parent / "model" / name).write_text("1")
-        assert is_new(key())
+        assert_new(key())
     (file.parent / "model" / "merges.txt").write_text("2")
-    assert is_new(key())
+    assert_new(key())
+    # Other content of the same size and time.
     stat = file.stat()
     file.write_text(file.read_text().replace("a b", "a c"))
     os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    assert file.stat().st_size == stat.st_size and is_new(key())
+    assert file.stat().st_size == stat.st_size
+    assert_new(key())
     (file.parent / "model" / "model.safetensors").write_text("weights")
     assert key() in known
 
@@ -233,16 +240,16 @@ def test_every_setting_of_the_format_is_in_the_key():
 @pytest.mark.parametrize("damage", ["truncated", "longer", "gone", "empty"])
 def test_a_damaged_cache_is_written_again(name, damage, file):
     cache_of(file).load(file, CharTokenizer(), DATA)
-    part = folder_of(file) / name
-    content = part.read_bytes()
-    part.unlink()
+    damaged = folder_of(file) / name
+    content = damaged.read_bytes()
+    damaged.unlink()
     if damage != "gone":
-        part.write_bytes(
+        damaged.write_bytes(
             {"truncated": content[:-1], "longer": content + b"}", "empty": b""}[damage]
         )
-    assert read_cache(part.parent) is None
+    assert read_cache(damaged.parent) is None
     assert_same(cache_of(file).load(file, CharTokenizer(), DATA), file)
-    assert part.read_bytes() == content
+    assert damaged.read_bytes() == content
 
 
 @pytest.mark.parametrize(

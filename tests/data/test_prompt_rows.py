@@ -81,9 +81,8 @@ def test_keys_that_lead_nowhere(key):
 def test_a_missing_key_names_the_one_that_is_meant(row, setting, key, guess):
     with pytest.raises(PromptError) as error:
         field_of("f line 1", row, key, setting)
-    assert str(error.value).startswith(f"f line 1: key '{key}' is missing") and str(
-        error.value
-    ).endswith(guess)
+    assert str(error.value).startswith(f"f line 1: key '{key}' is missing")
+    assert str(error.value).endswith(guess)
 
 
 USER = {"role": "user", "content": "hi"}

@@ -200,10 +200,8 @@ def test_a_tokenizer_that_adds_its_tokens_to_rendered_prompts_too():
 def test_system_messages_of_a_column():
     row = {"prompt": "hi", "system": "be brief"}
     prompt, notes = read_one(row)
-    assert (
-        prompt.text == "[user] hi\n[assistant] "
-        and "data.system_prompt_key=system takes it" in notes
-    )
+    assert prompt.text == "[user] hi\n[assistant] "
+    assert "data.system_prompt_key=system takes it" in notes
     prompt, notes = read_one(row, system_prompt_key="system")
     assert prompt.text == "[system] be brief\n[user] hi\n[assistant] " and notes == ""
     assert (

@@ -3,7 +3,7 @@ import json
 import numpy as np
 import pytest
 
-from megatron_gspo.data.sample import Prompt, json_able, version_spans
+from megatron_gspo.data.sample import Prompt, version_spans
 from tests.support.samples import make_prompt, make_sample
 
 
@@ -153,20 +153,3 @@ def test_versions_of_tokens():
     assert version_spans(np.zeros(0, np.int32)) == []
     assert version_spans(np.array([2, 2, 1, 2], np.int32)) == [[2, 2], [1, 1], [2, 1]]
     make_sample(1, 0, weight_version=7, token_versions=np.zeros(0, np.int32)).check()
-
-
-def test_json_able_covers_odd_values():
-    value = {
-        1: {2, 1},
-        "t": (np.int64(1), [float("nan")]),
-        "x": np.arange(2),
-        "y": np.bool_(True),
-        "z": complex(1, 2),
-    }
-    assert json_able(value) == {
-        "1": [1, 2],
-        "t": (1, [None]),
-        "x": [0, 1],
-        "y": True,
-        "z": "(1+2j)",
-    }

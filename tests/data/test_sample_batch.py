@@ -55,7 +55,8 @@ def test_selection_and_joining_keep_rows_and_samples_together():
     whole = SampleBatch.of(samples)
     some = replace(whole, held={1: samples[1], 3: samples[3]})  # as on one of several ranks
     chosen = some.select([3, 0, 1])
-    assert chosen.table["prompt_index"].tolist() == [3, 0, 1] and chosen.held == {
+    assert chosen.table["prompt_index"].tolist() == [3, 0, 1]
+    assert chosen.held == {
         0: samples[3],
         2: samples[1],
     }
@@ -74,27 +75,26 @@ def test_rewards_are_in_the_table_and_in_the_samples():
 
 def over_ranks(rank: int, world: int) -> list:
     samples = [make_sample(1, 3, seed=i, mask=[1, 1, i % 2]) for i in range(5)]
-    mine = [i for i in range(5) if i % world == rank]
-    batch = SampleBatch.gathered([samples[i] for i in mine], mine, dist.group.WORLD)
-    assert list(batch.held) == mine and batch.table["holder"].tolist() == [
-        i % world for i in range(5)
-    ]
+    positions = [i for i in range(5) if i % world == rank]
+    batch = SampleBatch.gathered([samples[i] for i in positions], positions, dist.group.WORLD)
+    assert list(batch.held) == positions
+    assert batch.table["holder"].tolist() == [i % world for i in range(5)]
     np.testing.assert_array_equal(batch.table["prompt_index"], np.arange(5))
     nan = float("nan")
-    found = [
-        batch.shared({i: 10.0 * i for i in mine}).tolist(),
-        batch.sum(rank, len(mine)),
+    known = [
+        batch.shared({i: 10.0 * i for i in positions}).tolist(),
+        batch.sum(rank, len(positions)),
         batch.max(-rank, rank),
         np.isnan(batch.max(nan if rank else 1.0)).tolist(),
     ]
     with pytest.raises(ValueError, match="4 samples do not have the positions 0 to 3"):
         SampleBatch.gathered(samples[:2], [0, 1], dist.group.WORLD)
-    return found
+    return known
 
 
 def test_what_ranks_know_of_each_others_samples():
-    for found in run_distributed(over_ranks, 2):
-        assert found == [[0, 10, 20, 30, 40], [1, 5], [0, 1], [True]]
+    for known in run_distributed(over_ranks, 2):
+        assert known == [[0, 10, 20, 30, 40], [1, 5], [0, 1], [True]]
 
 
 @pytest.mark.parametrize("multiple", [1, 2, 4, 8])

@@ -7,8 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_gspo.data.schedule import (
-    _best_swap,
-    _exchange,
     padded_length,
     schedule,
     schedule_report,
@@ -95,52 +93,12 @@ def test_bins_without_slack_need_best_fit():
     assert loads(plan, lengths) == [[9, 9, 9, 9]]
 
 
-def test_exchange_by_hand():
-    # 20 and 10: giving the 9 for the 4 moves 5, half of the gap, and both have 15
-    assert _exchange([[0, 1], [2, 3]], [11, 9, 6, 4]) == [[3, 0], [2, 1]]
-    # nothing to take: the 3 alone moves; 7 for nothing would move more than the gap of 6
-    assert _exchange([[0, 1], [2]], [7, 3, 4]) == [[0], [1, 2]]
-    # level already, or one sequence each
-    assert _exchange([[0, 1], [2]], [3, 4, 7]) == [[0, 1], [2]]
-    assert _exchange([[0], [1], []], [5, 9]) == [[0], [1], []]
-
-
-@settings(max_examples=200, deadline=None)
-@given(bins=st.lists(st.lists(st.integers(1, 50), max_size=6), min_size=1, max_size=6))
-def test_exchange_keeps_every_sequence_and_never_widens_the_loads(bins):
-    sizes = [size for content in bins for size in content]
-    bounds = np.cumsum([0, *map(len, bins)])
-    before = [list(range(a, b)) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
-    after = _exchange(before, sizes)
-    assert sorted(i for members in after for i in members) == list(range(len(sizes)))
-    old, new = (
-        sorted(sum(sizes[i] for i in members) for members in found) for found in (before, after)
-    )
-    assert old[0] <= new[0] and new[-1] <= old[-1]
-
-
-@settings(max_examples=300, deadline=None)
-@given(
-    heavy=st.lists(st.integers(1, 30), min_size=1, max_size=6),
-    light=st.lists(st.integers(1, 30), max_size=6),
-)
-def test_the_best_swap_is_the_best_of_all(heavy, light):
-    heavy, light = (sorted((size, i) for i, size in enumerate(sizes)) for sizes in (heavy, light))
-    gap = sum(size for size, _ in heavy) - sum(size for size, _ in light)
-    moves = {(a, b): a[0] - (b[0] if b else 0) for a in heavy for b in (None, *light)}
-    useful = {pair: abs(2 * moved - gap) for pair, moved in moves.items() if 0 < moved < gap}
-    found = _best_swap(heavy, light, gap)
-    assert (found is None) == (not useful)
-    if found is not None:
-        assert useful[found] == min(useful.values())
-
-
 def test_loads_are_level_with_few_sequences_a_micro_batch():
     # eight sequences a micro-batch; placing alone leaves the heaviest 1.3 % above the mean
     lengths = [int(length) for length in lognormal_lengths(512, 3000, 16384)]
     plan = schedule(lengths, num_ranks=8, max_tokens=32768)
-    found = np.array(loads(plan, lengths))
-    assert found.max() / found.mean() < 1.003
+    token_loads = np.array(loads(plan, lengths))
+    assert token_loads.max() / token_loads.mean() < 1.003
 
 
 def test_no_sequences_and_fewer_than_ranks():

@@ -91,8 +91,8 @@ def over_ranks(rank: int, world: int) -> list[Any]:
 
 
 def test_what_ranks_know_of_each_others_samples():
-    for found in run_distributed(over_ranks, 2):
-        assert found == [[2, 3, 0, 3, 2], True, [0, 10, 20, 30, 40]]
+    for known in run_distributed(over_ranks, 2):
+        assert known == [[2, 3, 0, 3, 2], True, [0, 10, 20, 30, 40]]
 
 
 def over_stages(rank: int, world: int) -> list[Any]:
@@ -121,8 +121,8 @@ def over_stages(rank: int, world: int) -> list[Any]:
 
 
 def test_all_stages_know_what_the_last_ones_hold():
-    for rank, found in enumerate(run_distributed(over_stages, 4)):
+    for rank, known in enumerate(run_distributed(over_stages, 4)):
         length = 9 + rank % 2
         is_odd = [token % 2 == 1 for token in range(length)]
-        assert found[:5] == [[5, 4], is_odd, [5.0], [3.0], [10.0, 20.0]]
-        assert found[5] == ([b"from 2", b"from 3"] if rank == 0 else None)
+        assert known[:5] == [[5, 4], is_odd, [5.0], [3.0], [10.0, 20.0]]
+        assert known[5] == ([b"from 2", b"from 3"] if rank == 0 else None)

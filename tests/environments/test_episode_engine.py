@@ -34,9 +34,12 @@ def test_episodes_on_a_model_are_those_of_one_plain_pass():
     for sample in samples:
         sample.check()
         wanted = teacher_forced(reference, sample, 0.8)
-        mine = sample.loss_mask
-        np.testing.assert_allclose(sample.rollout_log_probs[mine], wanted[mine], atol=2e-5)
-        assert not sample.rollout_log_probs[~mine].any() and (~mine).sum() == sum(
+        generated = sample.loss_mask
+        np.testing.assert_allclose(
+            sample.rollout_log_probs[generated], wanted[generated], atol=2e-5
+        )
+        assert not sample.rollout_log_probs[~generated].any()
+        assert (~generated).sum() == sum(
             b.start - a.end for a, b in zip(spans(sample), spans(sample)[1:], strict=False)
         )
         np.testing.assert_array_equal(
@@ -50,13 +53,13 @@ def over_ranks(rank, world_size):
     questions = prompts(5)
     sampling = SamplingParams(2, 40)
     whole = playing.generate(questions, sampling, seed=1)
-    found = generate_on_ranks(
+    batch = generate_on_ranks(
         playing, questions, sampling, seed=1, group=dist.group.WORLD, vocab_size=40
     )
-    for a, b in zip(all_samples(found), whole, strict=True):
+    for a, b in zip(all_samples(batch), whole, strict=True):
         np.testing.assert_allclose(a.rollout_log_probs, b.rollout_log_probs, atol=1e-5)
         assert_same(replace(a, rollout_log_probs=b.rollout_log_probs), b)
-    return len(found)
+    return len(batch)
 
 
 def test_episodes_over_ranks_are_those_of_one():

@@ -48,11 +48,9 @@ def episode(limit=20, rules=RULES, sample_index=0):
 def test_an_episode_by_hand():
     made = episode()
     first = made.next_request()
-    assert (
-        first.prompt.token_ids.tolist() == [2, 3]
-        and first.limit == 20
-        and made.step_request is None
-    )
+    assert first.prompt.token_ids.tolist() == [2, 3]
+    assert first.limit == 20
+    assert made.step_request is None
     made.add_response(response(first, [5, 6, 1], text="one"))
     assert made.next_request() is None and made.step_request.responses == ("one",)
     made.add_reply(ok("ab", reward=0.25))
@@ -116,11 +114,9 @@ def test_a_failed_environment_leaves_no_reward():
     made.add_response(response(made.next_request(), [6, 1]))
     made.add_reply(("timeout", None, "no result after 1 s"))
     sample = made.sample()
-    assert (
-        made.over
-        and np.isnan(sample.reward)
-        and sample.metadata[FAILURE] == "timeout: no result after 1 s"
-    )
+    assert made.over
+    assert np.isnan(sample.reward)
+    assert sample.metadata[FAILURE] == "timeout: no result after 1 s"
     assert sample.response_length == 5 and [span.reward for span in spans(sample)] == [1.0, 0.0]
 
 
@@ -129,11 +125,9 @@ def test_an_aborted_response_ends_the_episode():
     made.add_response(response(made.next_request(), [5], finish="abort"))
     assert made.over and made.step_request is None
     sample = made.sample()
-    assert (
-        sample.finish_reason == "abort"
-        and np.isnan(sample.reward)
-        and FAILURE not in sample.metadata
-    )
+    assert sample.finish_reason == "abort"
+    assert np.isnan(sample.reward)
+    assert FAILURE not in sample.metadata
 
 
 def test_versions_are_merged():
@@ -146,10 +140,10 @@ def test_versions_are_merged():
     sample = made.sample()
     sample.check()
     assert sample.token_versions.tolist() == [4, 5, 5, 5, 5, 6, 6] and sample.weight_version == 4
-    one = episode()
-    one.add_response(response(one.next_request(), [6, 1], version=6))
-    one.add_reply(ok(done=True))
-    assert one.sample().token_versions is None and one.sample().weight_version == 6
+    single_turn = episode()
+    single_turn.add_response(response(single_turn.next_request(), [6, 1], version=6))
+    single_turn.add_reply(ok(done=True))
+    assert single_turn.sample().token_versions is None and single_turn.sample().weight_version == 6
 
 
 def rows(start, count):

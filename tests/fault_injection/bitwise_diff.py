@@ -50,12 +50,12 @@ def _differences(run: Path, other: Path) -> Iterator[str]:
         name = file.relative_to(other)
         yield from _tensors(str(name), load_file(run / name), load_file(file))
     for path in sorted((other / "checkpoints").iterdir()):
-        mine = run / "checkpoints" / path.name
+        checkpoint = run / "checkpoints" / path.name
         yield from _tensors(
-            f"checkpoints/{path.name}", read_checkpoint(mine), read_checkpoint(path)
+            f"checkpoints/{path.name}", read_checkpoint(checkpoint), read_checkpoint(path)
         )
-        for part in ("state", "steps"):
-            mine_of, other_of = (dict(_json(at / "state.json")[part]) for at in (mine, path))
+        for entry in ("state", "steps"):
+            mine_of, other_of = (dict(_json(at / "state.json")[entry]) for at in (checkpoint, path))
             yield from _entries(f"checkpoints/{path.name}/state.json", mine_of, other_of)
     yield from _entries("summary.json", _json(run / "summary.json"), _json(other / "summary.json"))
 

@@ -97,8 +97,13 @@ class Reference:
             model, TinyModel(hidden=32, layers=2, experts=4, expert_width=16), words=[WORD]
         )
         draw = random.Random(0)
-        rows = ["".join(draw.choices("abcdefgh", k=draw.randint(2, 6))) for _ in range(48)]
-        for name, words in (("prompts", rows[:40]), ("held_out", rows[40:])):
+        words_to_reverse = [
+            "".join(draw.choices("abcdefgh", k=draw.randint(2, 6))) for _ in range(48)
+        ]
+        for name, words in (
+            ("prompts", words_to_reverse[:40]),
+            ("held_out", words_to_reverse[40:]),
+        ):
             lines = [f'{{"prompt": "{WORD}{word}", "answer": "{word[::-1]}"}}' for word in words]
             (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
         self.run_dir = folder / "reference"
@@ -200,10 +205,10 @@ def _kill(
         rank = None if everyone else draw.randrange(reference.processes)
         return RandomKill(draw.uniform(0.0, speed * reference.life.seconds / (turn + 1)), rank)
     kind = KINDS[(number // 2 + 5 * turn) % len(KINDS)]
-    counts = [found[kind] for found in reference.life.counts]
+    counts = [counts_of_rank[kind] for counts_of_rank in reference.life.counts]
     if not any(counts) or (kind == "load" and turn == 0):  # nothing is loaded in an undisturbed run
         kind = draw.choice(("save", "publication", "weight update"))
-        counts = [found[kind] for found in reference.life.counts]
+        counts = [counts_of_rank[kind] for counts_of_rank in reference.life.counts]
     rank = draw.choice([i for i, count in enumerate(counts) if count])
     return Target(kind, draw.randint(1, max(1, counts[rank] // (turn + 1))), rank, everyone)
 
@@ -212,20 +217,20 @@ def _note(
     trial: Trial, life: Life, kill: RandomKill | Target | None, run_dir: Path, under_torchrun: bool
 ) -> None:
     """Add what this life was to the trial."""
-    found = re.findall(r"resumed from \S*(step_\d+)", life.log)
-    trial.resumed += [name.removeprefix("step_").lstrip("0") for name in found]
+    resumed_from = re.findall(r"resumed from \S*(step_\d+)", life.log)
+    trial.resumed += [name.removeprefix("step_").lstrip("0") for name in resumed_from]
     restarted = under_torchrun and "exitcode: -9" in life.log
     if kill is not None and (life.was_killed or restarted):
         reached = _reached(run_dir)
         what = kill.kind if isinstance(kill, Target) else f"{kill.after:.2f} s"
-        place = f"{what} {kill.count}" if isinstance(kill, Target) else what
+        moment = f"{what} {kill.count}" if isinstance(kill, Target) else what
         who = (
             "all"
             if (kill.rank is None or getattr(kill, "kills_all", False))
             else f"rank {kill.rank}"
         )
         after = "" if under_torchrun or reached is None else f", step {reached}"
-        trial.moments.append(f"{'torchrun: ' if under_torchrun else ''}{place} ({who}{after})")
+        trial.moments.append(f"{'torchrun: ' if under_torchrun else ''}{moment} ({who}{after})")
         trial.kills["random moment" if isinstance(kill, RandomKill) else kill.kind] += 1
     if life.orphans:
         trial.fault = f"{life.orphans} processes were left behind"

@@ -209,11 +209,11 @@ def _rank(
 
     def victims() -> list[int]:
         pattern = "pid_*" if target is not None and target.kills_all else f"pid_{rank}"
-        found = [int(file.read_text()) for file in Path(folder).glob(pattern)]
-        return [pid for pid in found if pid != os.getpid()]
+        pids = [int(file.read_text()) for file in Path(folder).glob(pattern)]
+        return [pid for pid in pids if pid != os.getpid()]
 
-    mine = target if target is not None and target.rank == rank else None
-    wire = Tripwire(Path(load_config(arguments[0]).run_dir), mine, victims)
+    own_target = target if target is not None and target.rank == rank else None
+    wire = Tripwire(Path(load_config(arguments[0]).run_dir), own_target, victims)
     wire.install()
     try:
         main(arguments)
@@ -252,12 +252,12 @@ def _sweep(find: Callable[[], list[int]]) -> int:
 
 def _in_group(group: int) -> list[int]:
     """The processes of a process group, zombies apart."""
-    found = []
+    pids = []
     for process in psutil.process_iter(["status"]):
         with contextlib.suppress(ProcessLookupError):
             if process.info["status"] != psutil.STATUS_ZOMBIE and os.getpgid(process.pid) == group:
-                found.append(process.pid)
-    return found
+                pids.append(process.pid)
+    return pids
 
 
 def _running(config: Path) -> list[int]:

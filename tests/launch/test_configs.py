@@ -102,12 +102,12 @@ def test_the_config_of_the_readme_can_start(tiny, tmp_path, monkeypatch):
 
 
 def flat(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    found = {}
+    values = {}
     for key, value in data.items():
-        found |= (
+        values |= (
             flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
         )
-    return found
+    return values
 
 
 @pytest.mark.parametrize("file", GRPO, ids=lambda file: file.stem)

@@ -31,8 +31,8 @@ def machines():
     """Two hosts."""
     if reason := why_not():
         pytest.skip(f"training over several hosts was not tested: {reason}")
-    with hosts(2) as found:
-        yield found
+    with hosts(2) as two_hosts:
+        yield two_hosts
 
 
 @pytest.fixture(scope="module")
@@ -138,10 +138,8 @@ def test_a_host_loses_power_and_comes_back(machines, model, start, tmp_path):
 
     text = logs[0].read_text()
     assert codes == [0, 0], text[-3000:]
-    assert (
-        "lost contact with another rank" in text
-        and f"resumed from {run_dir}/checkpoints/step_000002" in text
-    )
+    assert "lost contact with another rank" in text
+    assert f"resumed from {run_dir}/checkpoints/step_000002" in text
     for host in machines:  # a log for each rank, in a folder of its host
         assert len(list((tmp_path / "logs" / host.name).glob("*/attempt_0/[01]/stderr.log"))) >= 2
     assert first_difference(run_dir, tmp_path / "alone") == ""
@@ -149,12 +147,12 @@ def test_a_host_loses_power_and_comes_back(machines, model, start, tmp_path):
 
 def configure_one(model: str, run_dir: Path) -> list[str]:
     """Many steps without a checkpoint, and no parallelism but data's."""
-    one = [
+    overrides = [
         "parallel.tensor_model_parallel_size=1",
         "parallel.expert_model_parallel_size=1",
         "checkpoint.save_interval=0",
     ]
-    return [str(configure(model, run_dir, steps=60)), *one]
+    return [str(configure(model, run_dir, steps=60)), *overrides]
 
 
 @pytest.mark.slow
@@ -187,9 +185,8 @@ def test_an_interrupt_ends_the_run_at_once(model, start, tmp_path):
     wait_in_run(lambda: lines(tmp_path / "run" / "metrics.jsonl") >= 1, running, log)
     running.send_signal(signal.SIGINT)
     assert running.wait(60) not in (0, 75)
-    assert "stopped by SIGTERM" in log.read_text() and not list(
-        tmp_path.glob("run/checkpoints/step_*")
-    )
+    assert "stopped by SIGTERM" in log.read_text()
+    assert not list(tmp_path.glob("run/checkpoints/step_*"))
 
 
 def test_a_misspelt_key_ends_before_torchrun(start, tmp_path):

@@ -30,7 +30,7 @@ def test_the_pods_make_the_world_that_the_config_is_for(parts):
     [container] = replicas["Master"]["template"]["spec"]["containers"]
     assert container["name"] == "pytorch"  # the operator looks for this name
     environment = {entry["name"]: entry.get("value") for entry in container["env"]}
-    nodes = sum(part["replicas"] for part in replicas.values())
+    nodes = sum(role["replicas"] for role in replicas.values())
     assert nodes == int(environment["NODES"])
     assert container["resources"]["limits"]["nvidia.com/gpu"] == int(environment["PROCESSES"])
 

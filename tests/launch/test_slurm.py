@@ -72,8 +72,8 @@ def nodes():
     """Names of two hosts, the later one first, as Slurm's order can be (node9, node10)."""
     if reason := why_not():
         pytest.skip(f"the Slurm script was not tested over several hosts: {reason}")
-    with hosts(2) as found:
-        yield sorted((host.name for host in found), reverse=True)
+    with hosts(2) as two_hosts:
+        yield sorted((host.name for host in two_hosts), reverse=True)
 
 
 @pytest.mark.slow
@@ -189,7 +189,8 @@ def test_the_last_nodes_serve_and_the_run_knows_them(tmp_path):
     )
     # A slow start is no failure to either.
     assert servers.start_timeout == load_config(SHIPPED).sglang.recovery_timeout
-    assert tool.routed_experts and servers.server_args == (
+    assert tool.routed_experts
+    assert servers.server_args == (
         *("--host", "0.0.0.0", "--tp-size", "4"),
         *("--mem-fraction-static", "0.9"),
     )

@@ -15,6 +15,6 @@ def episode(*rewards: float, prompt: int = 0, **more: Any) -> Sample:
     turns = [
         {"start": 3 * k, "end": 3 * k + 2, "reward": reward} for k, reward in enumerate(rewards)
     ]
-    mask = [place % 3 < 2 for place in range(length)]
+    mask = [token % 3 < 2 for token in range(length)]
     values = {"prompt_index": prompt, "reward": float(sum(rewards)), "metadata": {TURNS: turns}}
     return make_sample(1, length, mask=mask, log_probs=False, **(values | more))

@@ -58,7 +58,7 @@ def starts(rank: int, world: int, path: str, folder: Path) -> list[Any]:
     lora = replace(LORA, adapter_path=str(folder / "adapters"))
     policy = _policy(path, expert=2, pipeline=1)
     start_from_adapters(policy, lora)
-    found = [{name: torch.equal(tensor, tensors[name]) for name, tensor in policy.adapters()}]
+    outcomes = [{name: torch.equal(tensor, tensors[name]) for name, tensor in policy.adapters()}]
     for other in (
         replace(lora, rank=4),
         replace(lora, alpha=6.0),
@@ -70,10 +70,10 @@ def starts(rank: int, world: int, path: str, folder: Path) -> list[Any]:
     ):
         try:
             start_from_adapters(policy, other)
-            found.append("")
+            outcomes.append("")
         except (ConfigError, ModelError) as error:
-            found.append(str(error))
-    return found
+            outcomes.append(str(error))
+    return outcomes
 
 
 def test_a_policy_starts_from_adapters(tmp_path: Path) -> None:
@@ -87,9 +87,8 @@ def test_a_policy_starts_from_adapters(tmp_path: Path) -> None:
         assert messages[1].startswith("lora.alpha = 6.0: ") and "set it to 5.0" in messages[1]
         assert messages[2].startswith("lora.targets") and "use some of" in messages[2]
         assert messages[3].startswith("lora.experts") and messages[3].endswith("set it to each")
-        assert "model.path has" in messages[4] and messages[4].endswith(
-            "set model.path to their base"
-        )
+        assert "model.path has" in messages[4]
+        assert messages[4].endswith("set model.path to their base")
         assert messages[6].startswith(path) and "holds no adapters in PEFT's format" in messages[6]
     # the rank that holds expert 1 has no use for it
     assert [

@@ -35,18 +35,18 @@ def scored(*rewards: float, **fields) -> list:
 
 def test_a_response_has_one_advantage():
     samples = scored(1.0, 0.0, 0.0, 1.0)
-    found = trained_samples(
+    estimated = trained_samples(
         with_advantages(
             TrainingBatch.of(samples),
             AlgorithmConfig.preset(advantage_std="none"),
             max_response_length=9,
         )
     )
-    assert [sample.advantages.tolist() for sample in found] == [
+    assert [sample.advantages.tolist() for sample in estimated] == [
         [v] * 3 for v in (0.5, -0.5, -0.5, 0.5)
     ]
-    assert all(sample.advantages.dtype == np.float32 for sample in found)
-    assert samples[0].advantages.tolist() != found[0].advantages.tolist(), (
+    assert all(sample.advantages.dtype == np.float32 for sample in estimated)
+    assert samples[0].advantages.tolist() != estimated[0].advantages.tolist(), (
         "the given samples do not change"
     )
 
@@ -54,25 +54,25 @@ def test_a_response_has_one_advantage():
 def test_a_reward_that_is_not_known_moves_no_baseline():
     samples = scored(1.0, 0.0, float("nan"), 7.0)
     samples[3].finish_reason = "abort"
-    found = trained_samples(
+    estimated = trained_samples(
         with_advantages(
             TrainingBatch.of(samples),
             AlgorithmConfig.preset(advantage_std="none"),
             max_response_length=9,
         )
     )
-    assert [sample.advantages[0] for sample in found] == [0.5, -0.5, 0.0, 0.0]
+    assert [sample.advantages[0] for sample in estimated] == [0.5, -0.5, 0.0, 0.0]
 
 
 def test_supervised_training_weights_every_token_by_one():
-    found = trained_samples(
+    estimated = trained_samples(
         with_advantages(
             TrainingBatch.of(scored(float("nan"))),
             AlgorithmConfig.preset("sft"),
             max_response_length=9,
         )
     )
-    assert found[0].advantages.tolist() == [1.0] * 3
+    assert estimated[0].advantages.tolist() == [1.0] * 3
 
 
 def test_the_reward_is_reduced_by_length_and_kl():
@@ -88,8 +88,8 @@ def test_the_reward_is_reduced_by_length_and_kl():
     )
     algorithm = AlgorithmConfig.preset(kl_reward_coef=0.5, kl_loss_type="k1", advantage_std="none")
     kl = [float((s.old_log_probs - s.ref_log_probs)[s.loss_mask].sum()) for s in samples]
-    found = trained_samples(
+    estimated = trained_samples(
         with_advantages(TrainingBatch.of(samples), algorithm, max_response_length=8)
     )
-    np.testing.assert_allclose(found[0].advantages, 0.5 * (kl[1] - kl[0]) / 2, rtol=1e-5)
-    np.testing.assert_allclose(found[1].advantages, 0.5 * (kl[0] - kl[1]) / 2, rtol=1e-5)
+    np.testing.assert_allclose(estimated[0].advantages, 0.5 * (kl[1] - kl[0]) / 2, rtol=1e-5)
+    np.testing.assert_allclose(estimated[1].advantages, 0.5 * (kl[0] - kl[1]) / 2, rtol=1e-5)

@@ -142,9 +142,9 @@ def test_a_hook_that_returns_nothing_is_refused():
 
 
 def test_a_metric_that_the_step_has_already_is_refused():
-    own = {"own.py:Watcher": {"own/a": 1.0, "loss": 2.0}}
+    by_callback = {"own.py:Watcher": {"own/a": 1.0, "loss": 2.0}}
     with pytest.raises(UserCodeError) as error:
-        add_metrics({"loss": 0.5, "grad_norm": 1.0}, own)
+        add_metrics({"loss": 0.5, "grad_norm": 1.0}, by_callback)
     assert str(error.value) == (
         "callbacks = 'own.py:Watcher': its metric 'loss' is one that the step has already; give it"
         " another name"

@@ -90,9 +90,8 @@ def test_a_save_that_outlives_its_weights_is_not_the_current_one(made):
 def test_without_async_save_it_is_complete_on_return(made):
     manager = made.make(async_save=False)
     manager.begin(LoopState(step=2))
-    assert (
-        made.events == ["began 2 with None", "finished 2"] and manager.current == made.folder / "2"
-    )
+    assert made.events == ["began 2 with None", "finished 2"]
+    assert manager.current == made.folder / "2"
 
 
 def test_an_unfinished_save_is_discarded_at_the_end(made):

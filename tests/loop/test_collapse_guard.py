@@ -18,13 +18,13 @@ def alarms(
 ) -> list[float | None]:
     """`guard/alarm` by step; None stands for a step without the metric."""
     low = 0
-    found = []
+    alarm_by_step = []
     for value, apart in zip(values, mismatch or [None] * len(values), strict=True):
         both = {"effective_sample_size": value, "mismatch/k3": apart}
         metrics = {name: number for name, number in both.items() if number is not None}
         low = count_low_steps(guard, metrics, low)
-        found.append(guard_metrics(guard, metrics, low).get("guard/alarm"))
-    return found
+        alarm_by_step.append(guard_metrics(guard, metrics, low).get("guard/alarm"))
+    return alarm_by_step
 
 
 @pytest.mark.parametrize(

@@ -27,8 +27,8 @@ def measured(*samples: Sample) -> dict[str, float]:
 
 def test_explained_variance_by_hand():
     """Returns 0, 2, 4 with variance 8/3; errors 0, 1, -1 with variance 2/3."""
-    found = measured(sample([0.0, 1.0], [0.0, 2.0]), sample([5.0], [4.0]))
-    assert found == pytest.approx({"critic/return": 2.0, "critic/explained_variance": 0.75})
+    metrics = measured(sample([0.0, 1.0], [0.0, 2.0]), sample([5.0], [4.0]))
+    assert metrics == pytest.approx({"critic/return": 2.0, "critic/explained_variance": 0.75})
 
 
 def test_its_ends():

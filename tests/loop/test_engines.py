@@ -10,20 +10,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
 
 from megatron_gspo.config import Config, ConfigError
 from megatron_gspo.environments.episode_engine import EpisodeEngine
-from megatron_gspo.environments.episodes import EpisodeRules
 from megatron_gspo.loop.engines import (
     build_sources,
     embedded_engine,
-    episode_rules,
     perturb_rollout,
     stop_ids,
     with_update_arguments,
 )
-from megatron_gspo.rollout.embedded.embedded_engine import EmbeddedEngine
 from megatron_gspo.rollout.in_process_source import InProcessSource
 from megatron_gspo.rollout.sft_engine import DemonstrationEngine
 from tests.support.collapse_noise import noise_of
@@ -86,27 +82,8 @@ def test_environments_play_on_the_engine() -> None:
     training, _ = sources(
         made, evaluates=False, given=given, environments=SimpleNamespace(close=lambda: None)
     )
-    assert isinstance(engine_of(training), EpisodeEngine) and training.engine_name.endswith(
-        "ScriptedEngine"
-    )
-
-
-def test_the_limits_of_an_episode() -> None:
-    rollout = {"environment": "mine.py:make", "max_turns": 3, "max_turn_length": 5}
-    rules = episode_rules(config(data={"verifier": None}, rollout=rollout))
-    assert rules == EpisodeRules(max_turns=3, max_length=32 + 6, max_turn_length=5)
-
-
-def test_the_embedded_engine_is_both_sources(tmp_path: Path) -> None:
-    made = config(tiny_model(tmp_path / "model"), model={"init": "random"})
-    tokenizer = AutoTokenizer.from_pretrained(made.model.path, local_files_only=True)
-    engine = embedded_engine(made, SHAPE, tokenizer)
-    training, held_out = sources(made, evaluates=True, given=engine)
-    assert (
-        training is held_out
-        and engine_of(training) is engine
-        and isinstance(engine, EmbeddedEngine)
-    )
+    assert isinstance(engine_of(training), EpisodeEngine)
+    assert training.engine_name.endswith("ScriptedEngine")
 
 
 def test_routers_that_cannot_be_perturbed_are_a_config_error() -> None:
@@ -157,8 +134,8 @@ def test_end_tokens_are_the_generation_configs_else_the_configs(tmp_path: Path) 
     write("config", eos_token_id=7)
     assert 7 in stop_ids(str(tmp_path), Tokenizer(), 1000)
     write("generation_config", eos_token_id=[8, 9])
-    found = stop_ids(str(tmp_path), Tokenizer(), 1000)
-    assert {8, 9} <= set(found) and 7 not in found
+    end_tokens = stop_ids(str(tmp_path), Tokenizer(), 1000)
+    assert {8, 9} <= set(end_tokens) and 7 not in end_tokens
     write("generation_config", temperature=1.0)
     assert 7 in stop_ids(str(tmp_path), Tokenizer(), 1000), "a file without the key"
 
@@ -182,17 +159,16 @@ def test_servers_of_quantised_weights_start_without_any(tmp_path):
     rollout = {"engine": "sglang", "quantization": {"format": "fp8_block", **lists}}
     made = with_update_arguments(config(model, rollout=rollout, sglang=servers))
     option, text, *rest = made.sglang.server_args
-    assert option == "--json-model-override-args" and rest == [
+    assert option == "--json-model-override-args"
+    assert rest == [
         "--load-format",
         "dummy",
         "--tp",
         "2",
     ]
-    found = json.loads(text)["quantization_config"]
-    assert (
-        found["quant_method"] == "fp8"
-        and "model.layers.0.self_attn.q_proj" in found["modules_to_not_convert"]
-    )
+    quantization = json.loads(text)["quantization_config"]
+    assert quantization["quant_method"] == "fp8"
+    assert "model.layers.0.self_attn.q_proj" in quantization["modules_to_not_convert"]
     plain = config(model, rollout={"engine": "sglang"}, sglang=servers)
     assert with_update_arguments(plain) is plain
 
@@ -218,7 +194,7 @@ def test_servers_that_get_adapters_alone_start_with_room_for_them(engine, expect
     model = tiny_model(tmp_path / "model")
     targets = ["q_proj", "o_proj"]
     servers = {"num_servers": 1, "weight_transport": "disk", "server_args": ["--tp", "2"]}
-    for given, found in (
+    for given, modules in (
         (targets, targets),
         (None, ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]),
     ):
@@ -226,5 +202,5 @@ def test_servers_that_get_adapters_alone_start_with_room_for_them(engine, expect
         made = with_update_arguments(
             config(model, rollout={"engine": engine}, lora=lora, **{engine: servers})
         )
-        args = ["--enable-lora", *expected, "--lora-target-modules", *found, "--tp", "2"]
+        args = ["--enable-lora", *expected, "--lora-target-modules", *modules, "--tp", "2"]
         assert list(made.servers.server_args) == args

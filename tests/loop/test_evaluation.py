@@ -51,8 +51,8 @@ def test_accuracy_by_hand():
     source = InProcessSource(ScriptedEngine(response), vocab_size=1000)
     timers = Timers()
     source.submit(PROMPTS[:1], config().rollout, seed=0)
-    found = evaluate(source, Rewards(), PROMPTS, config(), timers)
-    assert found == {
+    metrics = evaluate(source, Rewards(), PROMPTS, config(), timers)
+    assert metrics == {
         "eval/accuracy": 0.25,
         "eval/response_length": 4.0,
         "eval/verifier_failures": 1.0,

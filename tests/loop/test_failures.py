@@ -50,7 +50,8 @@ def test_the_exit_code_and_the_line(tmp_path):
     assert (failed.code, failed.messages) == (
         1,
         ["error: it broke"],
-    ) and "Traceback" not in failed.text
+    )
+    assert "Traceback" not in failed.text
     bug = guarded(KeyError("x"), tmp_path)
     assert bug.code == 1 and "Traceback" in bug.text
     assert bug.messages == ["error: KeyError: 'x' (the traceback is in its log)"]

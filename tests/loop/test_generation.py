@@ -98,9 +98,9 @@ def generator(
 
 
 def indices(batch: SampleBatch) -> list[int]:
-    found = [sample.prompt_index for sample in batch.samples]
-    assert found == batch.table["prompt_index"].tolist()
-    return found
+    prompt_indices = [sample.prompt_index for sample in batch.samples]
+    assert prompt_indices == batch.table["prompt_index"].tolist()
+    return prompt_indices
 
 
 def test_every_step_of_every_run_has_a_sampling_seed_of_its_own():
@@ -113,13 +113,11 @@ def test_a_step_draws_the_next_prompts():
     made = generator()
     rollout = made.draw(4, DataCursor(2), Timers())
     assert indices(rollout.batch) == [2, 2, 3, 3, 4, 4] and rollout.cursor == DataCursor(5)
-    assert made.groups.submitted == [([2, 3, 4], rollout_seed(7, 4))] and made.groups.oldest == [
-        None
-    ]
+    assert made.groups.submitted == [([2, 3, 4], rollout_seed(7, 4))]
+    assert made.groups.oldest == [None]
     assert rollout.metrics == {"verifier/error": 0.0, "groups/generated": 3.0}
-    assert made.prepare_for_training(4, rollout.cursor) == DataCursor(5) and made.groups.paused == [
-        False
-    ]
+    assert made.prepare_for_training(4, rollout.cursor) == DataCursor(5)
+    assert made.groups.paused == [False]
 
 
 class Idle(Source):
@@ -184,9 +182,8 @@ def test_groups_of_equal_rewards_stay_after_the_last_generation():
         algorithm={"dynamic_sampling": True, "max_num_gen_batches": 2},
     )
     rollout = made.draw(0, DataCursor(), Timers())
-    assert (
-        indices(rollout.batch) == [0, 0, 1, 1, 2, 2] and rollout.metrics["groups/generated"] == 6.0
-    )
+    assert indices(rollout.batch) == [0, 0, 1, 1, 2, 2]
+    assert rollout.metrics["groups/generated"] == 6.0
 
 
 def test_a_small_data_set_is_not_used_twice_in_a_step():
@@ -247,15 +244,14 @@ def test_servers_generate_while_the_first_groups_are_scored(workers, waiting, mo
     }
     served = generator(**sections)
     source = LastFirst()
-    found = replace(served, groups=source, rewards=source.scores(Rewards())).draw(
+    rollout = replace(served, groups=source, rewards=source.scores(Rewards())).draw(
         1, DataCursor(), Timers()
     )
     assert source.waiting == waiting
     at_once = generator(rollout=size).draw(1, DataCursor(), Timers())
-    assert found.cursor == at_once.cursor and found.metrics == at_once.metrics
-    assert np.array_equal(found.batch.table, at_once.batch.table) and indices(
-        found.batch
-    ) == indices(at_once.batch)
+    assert rollout.cursor == at_once.cursor and rollout.metrics == at_once.metrics
+    assert np.array_equal(rollout.batch.table, at_once.batch.table)
+    assert indices(rollout.batch) == indices(at_once.batch)
 
 
 def numbered(prompt: Prompt, number: int, seed: int) -> ScriptedResponse:
@@ -267,7 +263,7 @@ def numbered(prompt: Prompt, number: int, seed: int) -> ScriptedResponse:
 def drawn_from_servers(rank: int, world: int) -> list[tuple[list, list]]:
     """A step in parts and one at once: its rows, and this rank's texts with their rewards. The
     servers finish the last group first; both ranks are clients and score."""
-    found = []
+    drawn = []
     with RewardScorer(f"{spelling_verifier.__file__}:score", timeout=None) as scorer:
         for parts in (4, 1):
             source = server_source(ScriptedServers(numbered), clients=(0, 1))
@@ -277,10 +273,10 @@ def drawn_from_servers(rank: int, world: int) -> list[tuple[list, list]]:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr("megatron_gspo.loop.generation._PARTS", parts)
                 batch = made.draw(1, DataCursor(), Timers()).batch
-            found.append(
+            drawn.append(
                 (batch.table.tolist(), [(i, sample.text) for i, sample in batch.held.items()])
             )
-    return found
+    return drawn
 
 
 @pytest.mark.slow
@@ -289,9 +285,8 @@ def test_parts_of_several_ranks_are_the_batch_that_is_collected_at_once():
     assert first[0] == first[1] and second[0] == second[1], "in parts and at once"
     table = first[0][0]
     texts = dict([*first[0][1], *second[0][1]])
-    assert table == second[0][0] and [texts[i] for i in range(18)] == [
-        f"{i} {j}" for i in range(9) for j in (0, 1)
-    ]
+    assert table == second[0][0]
+    assert [texts[i] for i in range(18)] == [f"{i} {j}" for i in range(9) for j in (0, 1)]
     assert [row[1] for row in table] == pytest.approx(
         [spelling_verifier.score(texts[i], None) for i in range(18)]
     )

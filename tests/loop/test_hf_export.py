@@ -54,14 +54,14 @@ def exports(rank: int, world_size: int, path: str, folder: str) -> tuple[list[st
 
 def test_parts_written_at_once_are_the_model(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path / "model")
-    found = run_distributed(exports, 4, path, str(tmp_path))
-    assert all(each == found[0] for each in found)
+    by_rank = run_distributed(exports, 4, path, str(tmp_path))
+    assert all(each == by_rank[0] for each in by_rank)
     truth = load_file(Path(path) / "model.safetensors")
-    for folder, files in zip(found[0][0], (2, 4), strict=True):
+    for folder, files in zip(by_rank[0][0], (2, 4), strict=True):
         assert len(list(Path(folder).glob("*.safetensors"))) == files
         with CheckpointReader(folder) as reader:
             assert reader.names == set(truth)
             assert all(torch.equal(reader.read(name), tensor) for name, tensor in truth.items())
-    failed, missing = found[0][1]
+    failed, missing = by_rank[0][1]
     assert failed == "no space left" and "part 3 of 4 is not there" in missing
     assert not (tmp_path / "failed").exists()

@@ -33,6 +33,6 @@ def test_multi_token_prediction_is_exported_as_it_was(tmp_path):
     with CheckpointReader(tmp_path / "out") as reader:
         assert reader.names == set(expected)
         for name, value in expected.items():
-            found = reader.read(name)
-            assert found.dtype == value.dtype and torch.equal(found, value), name
+            exported = reader.read(name)
+            assert exported.dtype == value.dtype and torch.equal(exported, value), name
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"

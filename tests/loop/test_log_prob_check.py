@@ -34,11 +34,6 @@ def test_the_worst_server_is_named():
     assert compare(ours, theirs) == (pytest.approx(1.5 / 6), 1.0, "b")
 
 
-def test_a_nan_is_the_worst():
-    mean, largest, server = compare([array(-1)], {"a": [array(float("nan"))], "b": [array(-9)]})
-    assert math.isnan(mean) and math.isnan(largest) and server == "a"
-
-
 def checked(
     monkeypatch, difference: float, version: int = 4, servers: int = 1, **sglang: Any
 ) -> dict[str, float]:
@@ -61,12 +56,12 @@ def checked(
     )
     timers = Timers()
     source = SimpleNamespace(score=score)
-    found = check_log_probs(
+    metrics = check_log_probs(
         source, SimpleNamespace(groups=None), PROMPTS, Config.from_dict(config), version, timers
     )
     assert asked == ([4] if version % 2 == 0 else [])
     assert ("time/log_prob_check" in timers.take()) == (version % 2 == 0)
-    return found
+    return metrics
 
 
 def test_every_so_many_updates(monkeypatch):
@@ -83,8 +78,9 @@ def test_above_the_tolerance(monkeypatch, capsys, difference):
     shown = f"differs by {difference:.3g} nats between the trainer and server http://0"
     with pytest.raises(SharedEngineError, match=shown):
         checked(monkeypatch, difference)
-    found = checked(monkeypatch, difference, log_prob_check_action="warn")
-    assert shown in capsys.readouterr().err and set(found) == {
+    metrics = checked(monkeypatch, difference, log_prob_check_action="warn")
+    assert shown in capsys.readouterr().err
+    assert set(metrics) == {
         "log_prob_check/abs_diff",
         "log_prob_check/abs_diff_max",
     }
@@ -141,9 +137,8 @@ def test_a_random_or_zero_output_layer_is_another_model(tmp_path, dtype):
         [np.full(30, -np.inf, np.float32) for _ in ours],
     ):
         line = other(ours, theirs, dtype, model=tiny_model(tmp_path))
-        assert line is not None and line.startswith(
-            "server http://a:1 computes another model than the trainer"
-        )
+        assert line is not None
+        assert line.startswith("server http://a:1 computes another model than the trainer")
         assert "sglang.log_prob_check_at_start: false" in line
 
 
@@ -168,13 +163,10 @@ def test_the_advice_fits_the_model(tmp_path, model_type, tied, advice):
     assert line is not None and advice in line and "\n" not in line
 
 
-@pytest.mark.parametrize(("tied", "ignores_ties"), [(True, True), (True, False), (False, True)])
-def test_a_run_on_a_server_that_ignores_ties(tmp_path, capfd, tied, ignores_ties):
-    """Stopped before the first response where the model has ties; else trained, and compared
-    twice.
-    """
-    model = tied_model(tmp_path / "model", tied=tied)
-    with ModelServer(model, ignores_ties=ignores_ties) as server:
+def test_a_run_is_compared_at_its_start_and_after_its_first_update(tmp_path):
+    """`tests/bad_input` has the server that computes another model."""
+    model = tied_model(tmp_path / "model", tied=True)
+    with ModelServer(model, ignores_ties=False) as server:
         config = base_config(
             model,
             tmp_path / "run",
@@ -182,22 +174,12 @@ def test_a_run_on_a_server_that_ignores_ties(tmp_path, capfd, tied, ignores_ties
             training={"steps": 2},
             sglang={"urls": [server.url], "weight_transport": "disk"},
         )
-        life = launch(config, check=not (tied and ignores_ties))
-        assert life.finished == (not (tied and ignores_ties))
-        if life.finished:
-            found = [
-                record.get("log_prob_check/abs_diff_max") for record in records(tmp_path / "run")
-            ]
-            assert found[-2] < 2e-5 and found[-1] is None and server.scored == 8
-            return
-    assert server.updates == 1 and server.scored == 4
-    lines = [line for line in life.log.splitlines() if "error: " in line]
-    assert (
-        len(lines) == 1
-        and "weights 0: server http://127.0.0.1" in lines[0]
-        and "Traceback" not in life.log
-    )
-    assert "SGLang ignores tie_word_embeddings of qwen3_moe" in lines[0]
+        launch(config)
+    differences = [
+        record.get("log_prob_check/abs_diff_max") for record in records(tmp_path / "run")
+    ]
+    assert differences[-2] < 2e-5 and differences[-1] is None
+    assert server.scored == 8
 
 
 def test_the_check_at_the_start_can_be_turned_off(monkeypatch):
@@ -234,11 +216,6 @@ def test_prompts_of_one_token_are_not_compared():
         check_log_probs(source, SimpleNamespace(), prompts, config, 0, Timers(), at_start=True)
         == {}
     )
-
-
-def test_long_prompts_are_cut():
-    prompt = make_prompt(0, text="ab" * 5000)
-    assert len(log_prob_check.as_sample(prompt).tokens) == 256
 
 
 def test_the_page_s_way_to_untie_a_model(tmp_path, monkeypatch):

@@ -75,9 +75,8 @@ def test_a_run_directory(rank: Any, tmp_path: Path) -> None:
         json.loads(line)
         for line in (run / "samples" / "step_000001.jsonl").read_text().splitlines()
     ]
-    assert len(written) == 3 and [row["reward"] for row in written] == sorted(
-        row["reward"] for row in written
-    )
+    assert len(written) == 3
+    assert [row["reward"] for row in written] == sorted(row["reward"] for row in written)
     assert [file.name for file in (run / "ratios").iterdir()] == ["step_000002.npz"]
     assert json.loads((run / "summary.json").read_text()) == {"step": 2, "exit": "finished"}
     assert not (run / "rollouts.jsonl").exists() and not (run / "routing.jsonl").exists()
@@ -178,24 +177,31 @@ def test_ratios_of_a_large_mini_batch_are_of_some_sequences(
     whole = ratio_arrays(update_of(samples()), TOKENIZER)
     for tokens, chosen in ((18, range(6)), (9, [0, 2, 5]), (2, [0])):
         monkeypatch.setattr("megatron_gspo.loop.metrics_logging._RATIO_TOKENS", tokens)
-        found = ratio_arrays(update_of(samples()), TOKENIZER)
-        assert found["sequence"].tolist() == [i for i in chosen for _ in range(3)]
+        ratios = ratio_arrays(update_of(samples()), TOKENIZER)
+        assert ratios["sequence"].tolist() == [i for i in chosen for _ in range(3)]
         of_chosen = np.isin(whole["sequence"], chosen)
-        assert all(np.array_equal(values[of_chosen], found[name]) for name, values in whole.items())
+        assert all(
+            np.array_equal(values[of_chosen], ratios[name]) for name, values in whole.items()
+        )
 
 
 def test_ratios_are_of_the_trained_tokens_in_order() -> None:
     batch = [make_sample(1, 3, seed=1, mask=[True, False, True]), make_sample(2, 2, seed=2)]
     flips = np.array([1, 0, -1, 0, 1], dtype=np.int8)
-    found = ratio_arrays(replace(update_of(batch), flips=flips), TOKENIZER)
-    np.testing.assert_allclose(found["log_ratio"], 0.5, atol=1e-6)
-    assert found["sequence"].tolist() == [0, 0, 1, 1] and found["flipped"].tolist() == [1, -1, 0, 1]
-    ids = [*batch[0].response_ids[[0, 2]], *batch[1].response_ids]
-    assert found["token_ids"].tolist() == ids and found["token_text"].tolist() == [
-        f"<{i}>" for i in ids
+    ratios = ratio_arrays(replace(update_of(batch), flips=flips), TOKENIZER)
+    np.testing.assert_allclose(ratios["log_ratio"], 0.5, atol=1e-6)
+    assert ratios["sequence"].tolist() == [0, 0, 1, 1]
+    assert ratios["flipped"].tolist() == [
+        1,
+        -1,
+        0,
+        1,
     ]
+    ids = [*batch[0].response_ids[[0, 2]], *batch[1].response_ids]
+    assert ratios["token_ids"].tolist() == ids
+    assert ratios["token_text"].tolist() == [f"<{i}>" for i in ids]
     advantages = np.concatenate([batch[0].advantages[[0, 2]], batch[1].advantages])
-    np.testing.assert_array_equal(found["advantage"], advantages)
+    np.testing.assert_array_equal(ratios["advantage"], advantages)
     assert "flipped" not in ratio_arrays(update_of(batch), TOKENIZER)
 
 

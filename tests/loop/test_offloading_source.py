@@ -166,6 +166,5 @@ def test_a_run_is_the_same_bits(tmp_path: Path) -> None:
     files = [
         sorted((tmp_path / name / "hf").glob("*.safetensors")) for name in ("plain", "offloaded")
     ]
-    assert files[0] and [file.read_bytes() for file in files[0]] == [
-        file.read_bytes() for file in files[1]
-    ]
+    assert files[0]
+    assert [file.read_bytes() for file in files[0]] == [file.read_bytes() for file in files[1]]

@@ -10,6 +10,6 @@ def test_means_and_extremes_over_updates():
         {"loss": 1.0, "ratio_max": 2.0, "ratio_min": 0.5, "entropy": 1.0},
         {"loss": 2.0, "ratio_max": 3.0},
     ]
-    found = averaged_metrics(records)
-    assert found == {"loss": 1.5, "ratio_max": 3.0, "ratio_min": 0.5, "entropy/updates": 1.0}
+    averaged = averaged_metrics(records)
+    assert averaged == {"loss": 1.5, "ratio_max": 3.0, "ratio_min": 0.5, "entropy/updates": 1.0}
     assert np.isnan(averaged_metrics([{"loss": np.nan}, {"loss": 1.0}])["loss"])

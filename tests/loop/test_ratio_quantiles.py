@@ -18,14 +18,14 @@ def histograms(*log_ratios: float) -> dict[str, RatioHistogram]:
 
 def test_sums_begin_with_nothing():
     total: dict[str, RatioHistogram] = {}
-    for part in ([0.0, 0.5], [], [-1.0]):
-        total = added_histograms(total, histograms(*part))
-    found = quantiles_over_ranks(total, TrainingBatch.of([]))
-    assert found == quantiles_over_ranks(histograms(0.0, 0.5, -1.0), TrainingBatch.of([]))
+    for log_ratios in ([0.0, 0.5], [], [-1.0]):
+        total = added_histograms(total, histograms(*log_ratios))
+    quantiles = quantiles_over_ranks(total, TrainingBatch.of([]))
+    assert quantiles == quantiles_over_ranks(histograms(0.0, 0.5, -1.0), TrainingBatch.of([]))
     np.testing.assert_allclose(
-        [found["ratio_token/min"], found["ratio_token/max"]], np.exp([-1.0, 0.5])
+        [quantiles["ratio_token/min"], quantiles["ratio_token/max"]], np.exp([-1.0, 0.5])
     )
-    assert found["ratio_token/p50"] == 1.0
+    assert quantiles["ratio_token/p50"] == 1.0
 
 
 def of_rank(rank: int, world: int) -> dict[str, float]:

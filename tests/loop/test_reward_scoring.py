@@ -56,8 +56,10 @@ def scored_on_ranks(rank: int, world: int, first: list[int]) -> tuple[list, dict
     scorer.verdicts = ("even", "odd", "none")
     samples = [make_sample(1, 2, seed=i, text=str(i), metadata={"kept": i}) for i in range(5)]
     rewards = VerifierRewards(scorer, "verifier 'mine'")
-    mine = [i for i in range(5) if (i in first) == (rank == 0)]
-    batch = SampleBatch.gathered([samples[i] for i in mine], mine, dist.group.WORLD)
+    held_positions = [i for i in range(5) if (i in first) == (rank == 0)]
+    batch = SampleBatch.gathered(
+        [samples[i] for i in held_positions], held_positions, dist.group.WORLD
+    )
     prompts = ReadItems([make_prompt(i) for i in range(5)])
     so_far = collectives_so_far()
     scored, failures = rewards(batch, prompts, Timers())
@@ -66,9 +68,9 @@ def scored_on_ranks(rank: int, world: int, first: list[int]) -> tuple[list, dict
         "a prompt is read where its response is scored"
     )
     assert all(np.isnan(sample.reward) for sample in samples), "the given samples do not change"
-    assert sorted(scored.held) == mine
+    assert sorted(scored.held) == held_positions
     np.testing.assert_equal(
-        [sample.reward for sample in scored.samples], scored.table["reward"][mine]
+        [sample.reward for sample in scored.samples], scored.table["reward"][held_positions]
     )
     metadata = {i: s.metadata for i, s in scored.held.items()}
     return scored.table["reward"].tolist(), dict(failures), metadata, sorted(scored_here), exchanges
@@ -90,7 +92,8 @@ def test_each_rank_scores_a_share_and_all_get_the_rewards(held, scored, exchange
     rewards, failures, metadata = *first[:2], first[2] | second[2]
     np.testing.assert_equal(rewards, [np.nan, 1.0, 2.0, np.nan, 4.0])
     assert failures == {"error": 2, "invalid": 0, "timeout": 0, "even": 2, "odd": 1, "none": 0}
-    assert metadata[1] == {"kept": 1} and metadata[3] == {
+    assert metadata[1] == {"kept": 1}
+    assert metadata[3] == {
         "kept": 3,
         FAILURE: "error: ValueError: no multiple of three",
     }
@@ -111,9 +114,9 @@ def batch_on_ranks(rank: int, world: int) -> tuple[list, list, dict]:
     scorer._verifier = verifier
     scorer.verdicts = ()
     scorer.takes_batch = True
-    mine = [i for i in range(5) if i % 2 == rank]
-    samples = [make_sample(1, 2, seed=i, text=str(i)) for i in mine]
-    batch = SampleBatch.gathered(samples, mine, dist.group.WORLD)
+    held_positions = [i for i in range(5) if i % 2 == rank]
+    samples = [make_sample(1, 2, seed=i, text=str(i)) for i in held_positions]
+    batch = SampleBatch.gathered(samples, held_positions, dist.group.WORLD)
     scored, _ = VerifierRewards(scorer, "own")(batch, [make_prompt(i) for i in range(5)], Timers())
     return scored.table["reward"].tolist(), calls, {i: s.metadata for i, s in scored.held.items()}
 
@@ -145,9 +148,9 @@ def test_scorers_are_balanced_and_no_more_than_needed_moves():
         for count in (1, 63, 200):
             holders = rng.integers(0, rng.integers(1, size + 1), count)
             scorers = balanced_scorers(holders, size)
-            part = -(-count // size)
-            assert np.bincount(scorers, minlength=size).max() <= part
-            beyond = np.maximum(np.bincount(holders, minlength=size) - part, 0).sum()
+            share = -(-count // size)
+            assert np.bincount(scorers, minlength=size).max() <= share
+            beyond = np.maximum(np.bincount(holders, minlength=size) - share, 0).sum()
             assert (scorers != holders).sum() == beyond
 
 

@@ -4,7 +4,6 @@ ranks or none.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_gspo.config import Config
-from megatron_gspo.data.sample_batch import SampleBatch, rows_of
+from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.loop.generation import DataCursor, Rollout
 from megatron_gspo.loop.rollout_cache import _FILE, RolloutCache
 from tests.support.collapse_noise import noise_section
@@ -36,8 +35,10 @@ def drawn() -> Rollout:
     ]
     rank = dist.get_rank()
     world = dist.get_world_size()
-    mine = range(rank, len(samples), world)
-    batch = SampleBatch.gathered([samples[i] for i in mine], mine, dist.group.WORLD)
+    held_positions = range(rank, len(samples), world)
+    batch = SampleBatch.gathered(
+        [samples[i] for i in held_positions], held_positions, dist.group.WORLD
+    )
     return Rollout(batch, DataCursor(5, (3, 4)), {"groups/generated": 3.0})
 
 
@@ -57,20 +58,22 @@ def same(a: Rollout, b: Rollout) -> bool:
 def kept_and_read(rank: int, world: int, folder: str) -> list[Any]:
     """The same run, changed ones, and one whose ranks disagree about the conditions."""
     at = Path(folder)
-    found: list[Any] = [cache().read(at) is None]
+    as_expected: list[Any] = [cache().read(at) is None]
     first = cache().read_or_draw(at, drawn)
     again = cache().read_or_draw(at, lambda: pytest.fail("they are kept"))
-    found += [same(first, drawn()), same(again, drawn())]
+    as_expected += [same(first, drawn()), same(again, drawn())]
     # a condition that differs on another rank, as a file that only rank 0's node has
-    mine = cache() if rank == 0 else cache("of.another.Rank")
-    found.append(same(mine.read(at), drawn()))
-    found.append(cache("other.Engine").read(at) is None)
-    found.append(cache(rollout={"temperature": 0.5}).read(at) is None)
-    found.append(cache(algorithm={"dynamic_sampling": True}).read(at) is None)
-    found.append(cache(routing=noise_section(strength=0.5)).read(at) is None)
-    found.append(cache(prompts=[make_prompt(i, text="other") for i in range(4)]).read(at) is None)
-    found.append(cache(training={"steps": 99}).read(at) is not None)
-    return found
+    cache_of_rank = cache() if rank == 0 else cache("of.another.Rank")
+    as_expected.append(same(cache_of_rank.read(at), drawn()))
+    as_expected.append(cache("other.Engine").read(at) is None)
+    as_expected.append(cache(rollout={"temperature": 0.5}).read(at) is None)
+    as_expected.append(cache(algorithm={"dynamic_sampling": True}).read(at) is None)
+    as_expected.append(cache(routing=noise_section(strength=0.5)).read(at) is None)
+    as_expected.append(
+        cache(prompts=[make_prompt(i, text="other") for i in range(4)]).read(at) is None
+    )
+    as_expected.append(cache(training={"steps": 99}).read(at) is not None)
+    return as_expected
 
 
 def test_kept_rollouts_are_used_by_all_ranks_or_none(tmp_path):
@@ -82,7 +85,7 @@ def damaged(rank: int, world: int, folder: str) -> list[bool]:
     at = Path(folder)
     cache().write(at, drawn())
     whole = (at / _FILE).read_bytes()
-    found = []
+    is_refused = []
     changed = whole.replace(b'"parts": [[', b'"parts": [[1')
     for content in (
         whole[:-3],
@@ -93,8 +96,8 @@ def damaged(rank: int, world: int, folder: str) -> list[bool]:
         b"\xff\n",
     ):
         (at / _FILE).write_bytes(content)
-        found.append(cache().read(at) is None)
-    return found
+        is_refused.append(cache().read(at) is None)
+    return is_refused
 
 
 def test_a_damaged_file_is_not_used(tmp_path):
@@ -119,13 +122,3 @@ def without_a_checkpoint(rank: int, world: int, folder: str) -> None:
 
 def test_nothing_is_kept_without_a_checkpoint(tmp_path):
     run_distributed(without_a_checkpoint, 1, str(tmp_path))
-
-
-def test_the_conditions_are_plain_values():
-    found = cache().conditions(rows_of([make_sample(2, 3, prompt_index=i) for i in range(3)]))
-    assert json.loads(json.dumps(found)) == found
-    assert (
-        found["engine"] == "mine.Engine"
-        and found["rollout.temperature"] == 1.0
-        and found["seed"] == 7
-    )

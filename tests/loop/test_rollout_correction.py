@@ -18,8 +18,8 @@ from tests.support.samples import make_sample
 def corrected(
     samples: list[Sample], algorithm: AlgorithmConfig
 ) -> tuple[list[Sample], dict[str, float]]:
-    batch, found = correct_mismatch(TrainingBatch.of(samples), algorithm)
-    return trained_samples(batch), found
+    batch, metrics = correct_mismatch(TrainingBatch.of(samples), algorithm)
+    return trained_samples(batch), metrics
 
 
 def two_samples() -> list[Sample]:
@@ -34,12 +34,12 @@ def two_samples() -> list[Sample]:
 
 
 def test_weights_by_hand():
-    (first, second), found = corrected(two_samples(), AlgorithmConfig.preset(rollout_is="token"))
+    (first, second), metrics = corrected(two_samples(), AlgorithmConfig.preset(rollout_is="token"))
     np.testing.assert_allclose(first.advantages, [-4, -0.5, -2])
     np.testing.assert_allclose(second.advantages, [-3, -3], rtol=1e-6)
     total = 2 + 0.25 + 3
     squares = 4 + 0.0625 + 4.5
-    assert found == pytest.approx(
+    assert metrics == pytest.approx(
         {
             "rollout_is/weight_mean": total / 4,
             "rollout_is/weight_min": 0.25,
@@ -58,36 +58,36 @@ def test_the_weight_of_a_sequence_is_that_of_the_tokens_left():
         rollout_is="geometric",
         rollout_is_threshold=5.0,
     )
-    (first, second), found = corrected(two_samples(), algorithm)
+    (first, second), metrics = corrected(two_samples(), algorithm)
     assert first.loss_mask.tolist() == [True, False, False] and second.loss_mask.all()
     np.testing.assert_allclose(first.advantages, [-6, -6, -6], rtol=1e-6)
-    assert found["rollout_rs/tokens"] == 0.25 and found["rollout_rs/sequences"] == 0
+    assert metrics["rollout_rs/tokens"] == 0.25 and metrics["rollout_rs/sequences"] == 0
 
 
 def test_excluded_tokens_may_stay_in_the_denominators():
     """IcePop: the weight inside the band and 0 outside; loss_mask, |y_i|, N and M are as they
     were.
     """
-    (first, second), found = corrected(
+    (first, second), metrics = corrected(
         two_samples(), AlgorithmConfig.preset(rollout_correction_preset="icepop")
     )
     np.testing.assert_allclose(first.advantages, [-6, 0, -2], rtol=1e-6)  # ratios 3, 1/4, untrained
     np.testing.assert_allclose(second.advantages, [-3, -3], rtol=1e-6)
     assert first.loss_mask.tolist() == [True, True, False] and second.loss_mask.all()
     assert first.advantages.dtype == np.float32
-    assert found["rollout_rs/tokens"] == 0.25 and found["rollout_rs/sequences"] == 0
+    assert metrics["rollout_rs/tokens"] == 0.25 and metrics["rollout_rs/sequences"] == 0
 
 
 def test_nothing_left_has_no_weights():
     algorithm = AlgorithmConfig.preset(
         rollout_rs="token", rollout_rs_threshold=1.0, rollout_is="token"
     )
-    samples, found = corrected(two_samples(), algorithm)
-    assert found == {"rollout_rs/tokens": 1.0, "rollout_rs/sequences": 1.0}
-    samples, found = corrected(samples, algorithm)
-    assert found == {"rollout_rs/tokens": 0.0, "rollout_rs/sequences": 0.0}
-    unchanged, found = corrected(samples, AlgorithmConfig.preset())
-    assert found == {}
+    samples, metrics = corrected(two_samples(), algorithm)
+    assert metrics == {"rollout_rs/tokens": 1.0, "rollout_rs/sequences": 1.0}
+    samples, metrics = corrected(samples, algorithm)
+    assert metrics == {"rollout_rs/tokens": 0.0, "rollout_rs/sequences": 0.0}
+    unchanged, metrics = corrected(samples, AlgorithmConfig.preset())
+    assert metrics == {}
     for sample, before in zip(unchanged, samples, strict=True):
         assert_same(sample, before)
 
@@ -114,13 +114,13 @@ def test_without_log_probs_it_is_refused():
 def test_mismatch_quantiles_of_both_ratios():
     samples = two_samples()
     batch = TrainingBatch.of(samples)
-    found = mismatch(batch, batch.responses["old_log_probs"])
-    assert found["mismatch/ratio_token/max"] == pytest.approx(3)
-    assert found["mismatch/ratio_token/min"] == pytest.approx(0.25)
-    assert found["mismatch/ratio_sequence/min"] == pytest.approx(math.sqrt(3 / 4))
-    assert found["mismatch/ratio_sequence/max"] == pytest.approx(1.5)
-    assert found["mismatch/abs_diff_max"] == pytest.approx(math.log(4))
-    assert len(found) == 14
+    metrics = mismatch(batch, batch.responses["old_log_probs"])
+    assert metrics["mismatch/ratio_token/max"] == pytest.approx(3)
+    assert metrics["mismatch/ratio_token/min"] == pytest.approx(0.25)
+    assert metrics["mismatch/ratio_sequence/min"] == pytest.approx(math.sqrt(3 / 4))
+    assert metrics["mismatch/ratio_sequence/max"] == pytest.approx(1.5)
+    assert metrics["mismatch/abs_diff_max"] == pytest.approx(math.log(4))
+    assert len(metrics) == 14
 
 
 def test_mismatch_does_not_depend_on_the_pieces(monkeypatch):

@@ -81,11 +81,11 @@ def test_each_fault_is_found_and_named(folder):
     }
     cases = {f"{name}, longest": (fault, "longest") for name, fault in faults.items()}
     cases |= {f"{name}, all": (faults[name], "all") for name in ("shifted", "another", "weights")}
-    ((found, longest),) = run_distributed(
+    ((errors, longest),) = run_distributed(
         outcomes, 1, config(folder), {"none": (unchanged, "all"), **cases}
     )
-    assert found.pop("none") == ""
-    for case, error in found.items():
+    assert errors.pop("none") == ""
+    for case, error in errors.items():
         match = NAMED.match(error)
         assert match, (case, error)
         assert "longest" not in case or (match[1], match[2], match[3]) == (*longest, None), error
@@ -118,16 +118,16 @@ def noise(engines: str, strength: float) -> dict[str, dict[str, Any]]:
     ids=str,
 )
 def test_no_alarm_in_a_healthy_run(folder, path, sections):
-    ((found, _),) = run_distributed(
+    ((errors, _),) = run_distributed(
         outcomes, 1, config(folder, path, **sections), {"none": (unchanged, "all")}
     )
-    assert found == {"none": ""}
+    assert errors == {"none": ""}
 
 
 def test_shifted_routes_are_found_under_noise(folder):
     plain = config(folder, **noise("both", 0.3))
-    ((found, _),) = run_distributed(outcomes, 1, plain, {"shifted": (shifted, "all")})
-    assert "shifted by one" in found["shifted"]
+    ((errors, _),) = run_distributed(outcomes, 1, plain, {"shifted": (shifted, "all")})
+    assert "shifted by one" in errors["shifted"]
 
 
 LAYOUTS = {
@@ -146,12 +146,12 @@ def test_each_rank_of_a_layout_raises_the_same(folder, name):
         "shifted": (shifted, "longest"),
         "upper layers": (shifted_above, "all"),
     }
-    (found, longest), (other, _) = run_distributed(
+    (errors, longest), (other, _) = run_distributed(
         outcomes, 2, config(folder, parallel=LAYOUTS[name]), cases
     )
-    assert found == other and found["none"] == ""
-    assert NAMED.match(found["shifted"]).group(1, 2, 3) == (*longest, None)
-    assert ("shifted by one" in found["upper layers"]) == (name == "pp2")
+    assert errors == other and errors["none"] == ""
+    assert NAMED.match(errors["shifted"]).group(1, 2, 3) == (*longest, None)
+    assert ("shifted by one" in errors["upper layers"]) == (name == "pp2")
 
 
 class Shifts(EmbeddedEngine):
@@ -176,9 +176,7 @@ def stopped(rank: int, world: int, plain: dict[str, Any]) -> str:
 def test_a_run_stops_on_every_rank_before_its_first_update(folder, tmp_path):
     plain = config(folder, evaluation={"at_start": False}) | {"run_dir": str(tmp_path / "run")}
     first, second = run_distributed(stopped, 2, plain)
-    assert (
-        first == second
-        and NAMED.match(first)
-        and "shifted by one; correct the engine, or train without" in first
-    )
+    assert first == second
+    assert NAMED.match(first)
+    assert "shifted by one; correct the engine, or train without" in first
     assert read_metrics(tmp_path / "run") == []

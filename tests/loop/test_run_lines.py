@@ -38,11 +38,9 @@ def test_a_run_says_what_it_trains_and_where_its_results_are(model, tmp_path):
         line.startswith("trained 1 step in 0:") and "held-out accuracy" in line for line in lines
     )
     results = next(line for line in lines if line.startswith(f"results in {run_dir}: "))
-    assert (
-        "metrics.jsonl" in results
-        and "hf (trained model" in results
-        and "checkpoints" not in results
-    )
+    assert "metrics.jsonl" in results
+    assert "hf (trained model" in results
+    assert "checkpoints" not in results
     assert any(
         line.startswith("evaluate it with: ") and line.endswith(f"evaluate {run_dir}")
         for line in lines

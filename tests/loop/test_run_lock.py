@@ -35,12 +35,12 @@ def test_a_run_directory_has_one_writer(tmp_path):
 
 
 def lock_twice(rank: int, world: int, folder: str) -> list[str]:
-    found = []
+    seen = []
     with sole_writer(folder):
-        found.append(sorted(path.name for path in Path(folder).iterdir())[0])
+        seen.append(sorted(path.name for path in Path(folder).iterdir())[0])
     with sole_writer(folder):
-        found.append((Path(folder) / ".lock").read_text())
-    return found
+        seen.append((Path(folder) / ".lock").read_text())
+    return seen
 
 
 def test_rank_0_holds_the_lock_for_all(tmp_path):

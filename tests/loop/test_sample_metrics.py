@@ -44,5 +44,5 @@ def test_an_engine_without_versions_is_told_nothing():
 
 def test_turn_metrics_by_hand():
     assert turn_metrics(rows_of([make_sample(1, 3)])) == {}
-    found = turn_metrics(rows_of([episode(1.0), episode(1.0, 2.0), episode(0.0, 0.0, 1.0)]))
-    assert found == {"turns/mean": 2.0, "turns/max": 3.0, "turns/observation_tokens": 1.0}
+    metrics = turn_metrics(rows_of([episode(1.0), episode(1.0, 2.0), episode(0.0, 0.0, 1.0)]))
+    assert metrics == {"turns/mean": 2.0, "turns/max": 3.0, "turns/observation_tokens": 1.0}

@@ -6,21 +6,13 @@ Whole set-ups are in `tests/train`.
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megatron_gspo.config import Config
-from megatron_gspo.loop.reward_scoring import EpisodeRewards, VerifierRewards
-from megatron_gspo.loop.setup import Components, build_rewards
+from megatron_gspo.loop.setup import Components
 from tests.support.training_runs import base_config
-
-SFT = {
-    "algorithm": {"name": "sft"},
-    "rollout": {"engine": "sft", "n_samples_per_prompt": 1},
-    "training": {"global_batch_size": 4},
-}
 
 
 def config(**sections: Any) -> Config:
@@ -64,23 +56,3 @@ def test_everything_is_closed_once(held_out: str) -> None:
     with pytest.raises(KeyError), components(groups, sources[held_out], Closes("rewards", ended)):
         raise KeyError
     assert ended == ["rewards", "groups"] + ["held out"] * (held_out == "others")
-
-
-def test_supervised_training_samples_are_not_the_policys() -> None:
-    assert components(None, None, None).trains_on_rollouts
-    assert not components(None, None, None, config(**SFT)).trains_on_rollouts
-
-
-def test_environments_score_in_place_of_the_verifier() -> None:
-    pool = SimpleNamespace(close=lambda: None)
-    made = config(
-        data={"verifier": None, "verifier_failure_reward": -1.0},
-        rollout={"environment": "mine.py:make"},
-    )
-    rewards = build_rewards(made, pool)
-    assert rewards == EpisodeRewards(pool, "environment 'mine.py:make'", -1.0)
-    rewards = build_rewards(config(), None)
-    assert isinstance(rewards, VerifierRewards) and rewards.name.endswith(
-        "spelling_verifier.py:score'"
-    )
-    rewards.close()

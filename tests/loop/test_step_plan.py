@@ -21,17 +21,17 @@ def batch_of(lengths: np.ndarray) -> BatchTable:
 
 
 def test_mini_batches_are_a_partition_drawn_anew_each_step_and_epoch():
-    found = {
+    drawn = {
         (seed, step, epoch): mini_batches(50, 16, seed=seed, step=step, epoch=epoch)
         for seed in range(2)
         for step in range(2)
         for epoch in range(2)
     }
-    for rows in found.values():
-        assert [len(row) for row in rows] == [16, 16, 16, 2]
-        assert sorted(sum(rows, [])) == list(range(50))
-    assert len({str(rows) for rows in found.values()}) == len(found)
-    assert mini_batches(50, 16, seed=1, step=1, epoch=1) == found[1, 1, 1]
+    for batches in drawn.values():
+        assert [len(row) for row in batches] == [16, 16, 16, 2]
+        assert sorted(sum(batches, [])) == list(range(50))
+    assert len({str(batches) for batches in drawn.values()}) == len(drawn)
+    assert mini_batches(50, 16, seed=1, step=1, epoch=1) == drawn[1, 1, 1]
 
 
 def test_replicas_stay_through_all_passes_over_the_data():
@@ -42,14 +42,16 @@ def test_replicas_stay_through_all_passes_over_the_data():
         config = Config.from_dict(base_config("model", "run", training={"ppo_epochs": epochs}))
         plan = plan_step(batch_of(lengths), homes, config, rules, 3)
         assert len(plan.updates) == 4 * epochs
-        assert sorted(i for rows, _ in plan.updates for i in rows) == sorted(
+        assert sorted(i for positions, _ in plan.updates for i in positions) == sorted(
             list(range(32)) * epochs
         )
-        for rows, packing in plan.updates:
-            assert np.array_equal(packing.replica_of(), plan.replica[rows])
+        for positions, packing in plan.updates:
+            assert np.array_equal(packing.replica_of(), plan.replica[positions])
         assert np.array_equal(plan.first_epoch.replica_of(), plan.replica)
         for replica, batches in enumerate(plan.first_epoch.rows):
-            updates = [packing.within(rows).rows[replica] for rows, packing in plan.updates[:4]]
+            updates = [
+                packing.within(positions).rows[replica] for positions, packing in plan.updates[:4]
+            ]
             assert batches == sum(updates, [])
         assert (plan.repacked > 0.0) == (epochs == 2)
         some = plan.part(batch_of(lengths), [3, 7, 8])
@@ -64,8 +66,8 @@ def test_one_replica_packs_each_pass_by_itself():
     plan = plan_step(
         batch_of(lengths), None, Config.from_dict(base_config("model", "run")), rules, 0
     )
-    for rows, packing in plan.updates:
-        assert packing == plan_micro_batches(lengths[rows], rules)
+    for positions, packing in plan.updates:
+        assert packing == plan_micro_batches(lengths[positions], rules)
 
 
 def test_epochs_of_one_mini_batch_pack_alike():

@@ -86,31 +86,29 @@ def time_an_update(rank: int, world_size: int, path: str) -> dict[str, Any]:
     hook = layers[-1].self_attention.core_attention.register_forward_hook(slow_down)
     begin = time.perf_counter()
     result = train_mini_batch(policy, TrainingBatch.of(samples), GRPO, batching, temperature=1.0)
-    found: dict[str, Any] = {
+    measured: dict[str, Any] = {
         "wall": time.perf_counter() - begin,
         "update": clock.take(),
         "metrics": result.metrics,
     }
     compute_log_probs(policy, TrainingBatch.of(samples), batching, temperature=1.0)
-    found["scored"] = clock.take()
+    measured["scored"] = clock.take()
     hook.remove()
     policy.config.timers = None
     train_mini_batch(policy, TrainingBatch.of(samples), GRPO, batching, temperature=1.0)
-    found["off"] = clock.take()
-    return found
+    measured["off"] = clock.take()
+    return measured
 
 
 @pytest.mark.parametrize("stages", [1, 2])
 def test_a_clock_in_megatrons_schedule(stages, tmp_path):
     path = save_tiny_model(tmp_path / "model", "dense", num_hidden_layers=2)
-    for found in run_distributed(time_an_update, stages, path):
-        update = found["update"]
+    for measured in run_distributed(time_an_update, stages, path):
+        update = measured["update"]
         assert update.keys() == PARTS and min(update.values()) > 0
         assert 3 * NAP <= update["time/forward"] and 6 * NAP <= update["time/backward"]
-        assert sum(update.values()) <= found["wall"]
-        assert (
-            found["scored"].keys() == {"time/forward"}
-            and found["scored"]["time/forward"] >= 3 * NAP
-        )
-        assert found["off"] == {}, "without a clock nothing is timed"
-        assert not PARTS & found["metrics"].keys()
+        assert sum(update.values()) <= measured["wall"]
+        assert measured["scored"].keys() == {"time/forward"}
+        assert measured["scored"]["time/forward"] >= 3 * NAP
+        assert measured["off"] == {}, "without a clock nothing is timed"
+        assert not PARTS & measured["metrics"].keys()

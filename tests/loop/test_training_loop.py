@@ -172,7 +172,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
         def requested() -> bool:
             return stop_after is not None and f"step {stop_after - 1}" in events
 
-        for name, part in {
+        for name, replacement in {
             "build_components": lambda config, engine: parts,
             "resume": lambda *_: (
                 LoopState(step=resumed, callbacks={"guard": {"low_steps": low_steps}}),
@@ -190,7 +190,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
             "seed_generators": lambda seed, step, phase: events.append(f"seed {step}"),
             "export": lambda policy, folder: events.append("export") or folder,
         }.items():
-            monkeypatch.setattr(training_loop, name, part)
+            monkeypatch.setattr(training_loop, name, replacement)
         monkeypatch.setattr(
             Config, "check", lambda self, world_size: events.append(f"check {world_size}")
         )
@@ -250,10 +250,8 @@ def test_a_resumed_run_sends_its_weights_and_does_not_evaluate_again(
     state, events, _ = run(steps=3, resumed=2)
     assert events[:4] == ["check 1", "weights 2", "step 2", "weights 3"] and state.step == 3
     _, events, logger = run(steps=3, resumed=3)
-    assert (
-        events == ["check 1", "weights 3", "saved", "export", "summary", "closed"]
-        and logger.logged == {}
-    )
+    assert events == ["check 1", "weights 3", "saved", "export", "summary", "closed"]
+    assert logger.logged == {}
 
 
 def test_a_step_whose_engine_fails_afterwards_is_logged_and_saved(run: Callable[..., Any]) -> None:
@@ -264,11 +262,9 @@ def test_a_step_whose_engine_fails_afterwards_is_logged_and_saved(run: Callable[
 
 def test_a_signal_stops_the_run_after_the_step_with_a_checkpoint(run: Callable[..., Any]) -> None:
     state, events, logger = run(steps=3, stop_after=1)
-    assert (
-        state.step == 1
-        and events[-4:] == ["log 1", "save 1", "saved", "closed"]
-        and logger.summary is None
-    )
+    assert state.step == 1
+    assert events[-4:] == ["log 1", "save 1", "saved", "closed"]
+    assert logger.summary is None
     assert logger.said == ["stopped by SIGUSR1 after step 1; start again to resume from at"]
     state, events, logger = run(steps=1, stop_after=1)
     assert state.step == 1 and events[-5:] == ["save 1", "saved", "export", "summary", "closed"]
@@ -282,7 +278,8 @@ def test_the_guard_warns_and_only_stops_on_request(run: Callable[..., Any]) -> N
     assert state.callbacks == logger.summary["callbacks"] == counted and "summary" in events
     assert logger.warned["guard"].startswith("step 3: effective_sample_size = 0.25 is below 0.5")
     error, events, logger = run(steps=3, sample_size=0.25, guard={**guard, "action": "stop"})
-    assert isinstance(error, StoppedRun) and events[-4:] == [
+    assert isinstance(error, StoppedRun)
+    assert events[-4:] == [
         "log 2",
         "save 2",
         "saved",

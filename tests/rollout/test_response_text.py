@@ -73,11 +73,3 @@ def test_tags_and_channels_are_kept_and_end_tokens_are_not(tok, ends, response, 
     end_ids = tok.convert_tokens_to_ids(list(ends))
     assert ResponseDecoder(tok, end_ids)(ids) == kept
     assert ResponseDecoder(tok, end_ids, keep_special_tokens=False)(ids) == stripped
-
-
-def test_several_responses_at_once_and_none():
-    decoder = ResponseDecoder(QWEN, [QWEN.eos_token_id])
-    responses = ["<answer>4</answer><|im_end|>", "", "ab"]
-    ids = [QWEN.encode(text, add_special_tokens=False) for text in responses]
-    assert decoder.batch(ids) == ["<answer>4</answer>", "", "ab"]
-    assert decoder.batch([]) == []

@@ -100,9 +100,9 @@ def fail_on_one_rank(rank):
 def test_every_rank_gets_what_one_engine_gives_and_hears_of_a_failure():
     spread, failures = zip(*run_distributed(spread_over_ranks, 2), strict=True)
     assert spread[0] == spread[1]
-    own = "the engine ScriptedEngine failed: ValueError: prompt 3 is cursed"
-    told = f"EngineError: generation failed on rank 1 of the group: {own}"
-    assert failures == ((told, 2.0), (f"EngineError: {own}", 2.0))
+    failure = "the engine ScriptedEngine failed: ValueError: prompt 3 is cursed"
+    told = f"EngineError: generation failed on rank 1 of the group: {failure}"
+    assert failures == ((told, 2.0), (f"EngineError: {failure}", 2.0))
 
 
 # --- to the replicas
@@ -112,9 +112,9 @@ def routed_sample(rng, i):
     """A random sample of a rollout with log-probs and with routes of three layers x 2, some of them
     missing."""
     sample = random_sample(rng, i)
-    rows = sample.length - 1
-    routes = rng.integers(0, 8, (rows, 3, 2)).astype(np.uint8)
-    missing = rng.random(rows) < 0.5 if i % 2 else None
+    num_routes = sample.length - 1
+    routes = rng.integers(0, 8, (num_routes, 3, 2)).astype(np.uint8)
+    missing = rng.random(num_routes) < 0.5 if i % 2 else None
     return replace(
         sample,
         rollout_log_probs=-rng.random(sample.response_length).astype(np.float32),
@@ -143,7 +143,8 @@ def moved(rank, world, layout, stages):
     replica = np.random.default_rng(5).integers(0, layout["dp"], len(everything))
     replica[:3] = layout["dp"] - 1
     for holders in ([0], [0, 1, 2, 3], [3, 1]):
-        for sample_exchange.BUCKET_BYTES in (1, 64 << 20):
+        for bucket_bytes in (1, 64 << 20):
+            sample_exchange.BUCKET_BYTES = bucket_bytes
             held = move(
                 rank, groups, everything, replica, holders, stages[dist.get_rank(groups["pp"])]
             )
@@ -192,8 +193,8 @@ def check_held(there, everything, layers):
         routes = given.routed_experts
         if layers is not None:
             routes = np.take(routes, layers, axis=1)
-        found = there.inputs.of_sample("routed_experts", position)[:-1]
-        np.testing.assert_array_equal(found, routes)
+        held_routes = there.inputs.of_sample("routed_experts", position)[:-1]
+        np.testing.assert_array_equal(held_routes, routes)
         missing = there.inputs.of_sample("missing_routes", position)[:-1]
         expected = np.zeros(len(missing)) if given.missing_routes is None else given.missing_routes
         np.testing.assert_array_equal(missing, expected)
@@ -215,8 +216,10 @@ def move(rank, groups, everything, replica, holders, layers, sends=True):
 
     sends: whether anything may go over the world.
     """
-    mine = [i for i in range(len(everything)) if holders[i % len(holders)] == rank]
-    batch = SampleBatch.gathered([everything[i] for i in mine], mine, dist.group.WORLD)
+    held_positions = [i for i in range(len(everything)) if holders[i % len(holders)] == rank]
+    batch = SampleBatch.gathered(
+        [everything[i] for i in held_positions], held_positions, dist.group.WORLD
+    )
     replica_of_rank = torch.zeros(dist.get_world_size(), dtype=torch.int64)
     replica_of_rank[rank] = dist.get_rank(groups["dp"])
     dist.all_reduce(replica_of_rank)
@@ -227,8 +230,8 @@ def move(rank, groups, everything, replica, holders, layers, sends=True):
     assert sends or collectives_so_far() == so_far + 2, (
         "the ranks learn sizes and first ranks; what stays is not sent"
     )
-    own = dist.get_rank(groups["dp"])
-    assert there.inputs.positions.tolist() == np.flatnonzero(replica == own).tolist()
+    own_replica = dist.get_rank(groups["dp"])
+    assert there.inputs.positions.tolist() == np.flatnonzero(replica == own_replica).tolist()
     assert there.group is groups["dp"]
     check_held(there, everything, layers)
     if dist.get_world_size(groups["pp"]) > 1:
@@ -239,7 +242,7 @@ def move(rank, groups, everything, replica, holders, layers, sends=True):
         np.testing.assert_array_equal(there.table[name], batch.table[name])
     if there.has_loss:
         assert len(all_trained_samples(there)) == len(everything)
-    return own, there.inputs.positions.tolist()
+    return own_replica, there.inputs.positions.tolist()
 
 
 @pytest.mark.parametrize(
@@ -256,9 +259,9 @@ def move(rank, groups, everything, replica, holders, layers, sends=True):
     ids=str,
 )
 def test_every_sample_is_on_each_rank_of_its_replica_and_nowhere_else(layout, stages):
-    found = run_distributed(moved, 4, layout, stages)
-    replicas = dict(found)
-    assert all(replicas[own] == held for own, held in found), (
+    by_rank = run_distributed(moved, 4, layout, stages)
+    replicas = dict(by_rank)
+    assert all(replicas[replica] == held for replica, held in by_rank), (
         "the ranks of a replica have the same samples"
     )
     assert sorted(i for held in replicas.values() for i in held) == list(
@@ -303,8 +306,8 @@ def test_a_pipeline_stage_holds_what_it_reads():
     tokens = 8 * 905
     floats = 4 * 900
     masks = 2 * 900
-    found = run_distributed(stage_bytes, 3)
-    assert found == [
+    bytes_of_stages = run_distributed(stage_bytes, 3)
+    assert bytes_of_stages == [
         routes_and_mask + tokens,
         routes_and_mask,
         routes_and_mask + tokens + 3 * floats + masks,

@@ -2,16 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_gspo.config import SGLangConfig, VLLMConfig
-from megatron_gspo.config.load import split_server_arguments
 from megatron_gspo.rollout.server_kinds import SERVER_KINDS
-
-
-def test_every_name_is_that_of_section_endpoints_and_launch():
-    assert set(SERVER_KINDS) == {SGLangConfig.section, VLLMConfig.section}
-    for name, kind in SERVER_KINDS.items():
-        assert kind.api.engine == kind.launch.engine == name
-        assert split_server_arguments([f"--{name}.x"]) == ([], {name: ["--x"]})
 
 
 def test_a_server_of_quantised_weights_starts_without_any():

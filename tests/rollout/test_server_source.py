@@ -200,10 +200,10 @@ def shares(rank: int, world: int) -> list[list[int]]:
 
 
 def test_a_resumed_run_has_the_same_shares():
-    found = run_distributed(shares, 3)
-    for before, after, other in found:
+    by_rank = run_distributed(shares, 3)
+    for before, after, other in by_rank:
         assert before == after != other
-    assert sorted(sum((after for _, after, _ in found), [])) == list(range(len(PROMPTS)))
+    assert sorted(sum((after for _, after, _ in by_rank), [])) == list(range(len(PROMPTS)))
 
 
 def colocated(rank: int, world: int) -> list[str]:

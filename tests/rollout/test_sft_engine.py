@@ -47,6 +47,12 @@ def test_what_it_refuses(engine):
 
 def test_the_stream_of_weights_is_read_to_its_end(engine):
     read = []
-    engine.update_weights((read.append(name) or (name, None) for name in "abc"), version=4)
+
+    def stream():
+        for name in "abc":
+            read.append(name)
+            yield name, None
+
+    engine.update_weights(stream(), version=4)
     assert read == ["a", "b", "c"]
     assert engine.generate([PROMPT], sampling(4), seed=0)[0].weight_version == 4

@@ -76,11 +76,11 @@ class Rank:
 
     def weights(self, source: WeightSource | None = None, /) -> Iterator[tuple[str, torch.Tensor]]:
         """None: the tensors of all sources, on every rank."""
-        mine = source is None or source.rank == self.rank
-        self.streams += mine
+        is_source = source is None or source.rank == self.rank
+        self.streams += is_source
         for each in SOURCES if source is None else (source,):
             for number in range(COUNT):
-                if mine:
+                if is_source:
                     self.at(number)
                     yield f"{each.rank}.{number}", tensor(each.rank, number, self.version)
 
@@ -114,10 +114,10 @@ def two_updates(
     urls = [url for url, _ in servers]
     rank = Rank(urls, "distributed", "", sources, num_servers=receiver)
     assert rank.update(1) is None and rank.update(2) is None
-    found = [held(rank, url) for url in urls] if number == 0 else []
+    on_servers = [held(rank, url) for url in urls] if number == 0 else []
     serving = len(rank.client.pool.serving) if rank.client else 0
     rank.close()
-    return found, serving, rank.streams
+    return on_servers, serving, rank.streams
 
 
 @pytest.mark.parametrize(
@@ -129,12 +129,12 @@ def test_every_source_sends_its_own_tensors_once_to_all_servers(
     sources: Any, receiver: int
 ) -> None:
     with weight_servers(2) as servers:
-        found = run_distributed(two_updates, 4, servers, sources, receiver)
-    for server in found[0][0]:
+        by_rank = run_distributed(two_updates, 4, servers, sources, receiver)
+    for server in by_rank[0][0]:
         assert server["held"] == truth(2)
         assert server["buckets"] == 2 * len(SOURCES) * COUNT
-    assert found[0][1] == 2
-    assert [streams for _, _, streams in found] == (
+    assert by_rank[0][1] == 2
+    assert [streams for _, _, streams in by_rank] == (
         [2, 2, 0, 2] if sources == SOURCES else [2, 2, 2, 2]
     )
 
@@ -150,18 +150,18 @@ def a_server_dies(number: int, world: int, servers: list[tuple[str, int]], recei
     if number == 1:
         rank.at = kill
     failures = [rank.update(2), rank.update(3)]
-    found = (held(rank, servers[0][0]), [str(e) for e in failures if e]) if number == 0 else ()
+    outcome = (held(rank, servers[0][0]), [str(e) for e in failures if e]) if number == 0 else ()
     rank.close()
-    return found, rank.streams
+    return outcome, rank.streams
 
 
 @pytest.mark.parametrize("receiver", [0, 1], ids=["one after the other", "at the same time"])
 def test_a_server_that_dies_is_dropped(receiver: int) -> None:
     with weight_servers(2) as servers:
-        found = run_distributed(a_server_dies, 4, servers, receiver)
-    server, failures = found[0][0]
+        by_rank = run_distributed(a_server_dies, 4, servers, receiver)
+    server, failures = by_rank[0][0]
     assert server["held"] == truth(3) and failures == []
-    assert [streams for _, streams in found] == ([4, 4, 0, 4] if receiver else [3, 4, 0, 3])
+    assert [streams for _, streams in by_rank] == ([4, 4, 0, 4] if receiver else [3, 4, 0, 3])
 
 
 def by_handles(number: int, world: int, servers: list[tuple[str, int]]) -> Any:
@@ -186,9 +186,9 @@ def by_handles(number: int, world: int, servers: list[tuple[str, int]]) -> Any:
 
     rank.at = meet
     assert rank.update(1) is None and rank.update(2) is None
-    found = [held(rank, url) for url in (first, second)] if number == 0 else []
+    on_servers = [held(rank, url) for url in (first, second)] if number == 0 else []
     rank.close()
-    return found
+    return on_servers
 
 
 def test_sources_hand_their_tensors_to_the_servers_beside_them_at_the_same_time() -> None:
@@ -212,16 +212,16 @@ def by_relays(number: int, world: int, servers: list[tuple[str, int]]) -> Any:
     )
     rank = Rank([first, second], "ipc", "", sources)
     assert rank.update(1) is None and rank.update(2) is None
-    found = [held(rank, url) for url in (first, second)] if number == 0 else []
+    on_servers = [held(rank, url) for url in (first, second)] if number == 0 else []
     rank.close()
-    return found, rank.streams
+    return on_servers, rank.streams
 
 
 def test_a_node_that_lacks_tensors_gets_them_by_a_relay() -> None:
     with weight_servers(2) as servers:
-        found = run_distributed(by_relays, 4, servers)
-    assert [server["held"] for server in found[0][0]] == [truth(2)] * 2
-    assert [streams for _, streams in found] == [
+        by_rank = run_distributed(by_relays, 4, servers)
+    assert [server["held"] for server in by_rank[0][0]] == [truth(2)] * 2
+    assert [streams for _, streams in by_rank] == [
         2,
         2,
         0,
@@ -245,14 +245,14 @@ def only_changes(number: int, world: int, url: str) -> Any:
         rank.version = version
         failure = rank.sync.run(rank.weights, update)
         buckets.append((held(rank, url)["buckets"], type(failure).__name__) if number == 0 else ())
-    found = held(rank, url)["held"] if number == 0 else {}
+    on_server = held(rank, url)["held"] if number == 0 else {}
     rank.close()
-    return buckets, rank.lines, found
+    return buckets, rank.lines, on_server
 
 
 def test_unchanged_tensors_are_not_sent_and_a_stale_one_is_caught() -> None:
     with weight_servers(1) as [(url, _)]:
-        buckets, lines, found = run_distributed(only_changes, 4, url)[0]
+        buckets, lines, on_server = run_distributed(only_changes, 4, url)[0]
     count = len(SOURCES) * COUNT
     assert buckets == [
         (count, "NoneType"),
@@ -260,7 +260,7 @@ def test_unchanged_tensors_are_not_sent_and_a_stale_one_is_caught() -> None:
         (2 * count - 1, "NoServerError"),
         (3 * count - 1, "NoneType"),
     ]
-    assert lines == [f"weights 3: server {url}: 1.4 is stale"] and found == truth(2)
+    assert lines == [f"weights 3: server {url}: 1.4 is stale"] and on_server == truth(2)
 
 
 def to_disk(number: int, world: int, url: str, folder: str) -> Any:
@@ -277,9 +277,9 @@ def to_disk(number: int, world: int, url: str, folder: str) -> Any:
 
 def test_sources_write_one_checkpoint_and_a_source_that_cannot_is_an_error(tmp_path: Path) -> None:
     with weight_servers(1) as [(url, _)]:
-        found = run_distributed(to_disk, 4, url, str(tmp_path))
-    assert found[0][0] == "NoServerError" and found[0][2] and "elsewhere" in found[0][1]
-    assert all(each == ("NoneType", "None", False) for each in found[1:])
+        by_rank = run_distributed(to_disk, 4, url, str(tmp_path))
+    assert by_rank[0][0] == "NoServerError" and by_rank[0][2] and "elsewhere" in by_rank[0][1]
+    assert all(each == ("NoneType", "None", False) for each in by_rank[1:])
     [checkpoint] = tmp_path.glob("weights-*")
     names = set()
     for file in checkpoint.glob("*.safetensors"):

@@ -46,8 +46,8 @@ def test_nothing_is_said_where_rows_cannot_be_told_apart(sums):
 
 def test_the_score_by_hand():
     """chance 0.5, middle 0.75: a row that agrees has log(2/3), one that does not log(2)."""
-    found = HALF.scores(np.array([1.0, 0.0, 0.5]))
-    assert found == pytest.approx(
+    scores = HALF.scores(np.array([1.0, 0.0, 0.5]))
+    assert scores == pytest.approx(
         [math.log(2 / 3), math.log(2), (math.log(2 / 3) + math.log(2)) / 2], rel=1e-12
     )
 
@@ -68,31 +68,31 @@ def naive(own: np.ndarray, levels: Levels) -> tuple[float, int, int]:
 def test_the_run_of_rows_is_the_one_with_most_evidence():
     g = np.random.default_rng(3)
     for bad in (0, 20, 40, 60):
-        own = (g.random(120) < 0.95).astype(float)
-        own[30 : 30 + bad] = g.random(bad) < 0.5
+        agreement = (g.random(120) < 0.95).astype(float)
+        agreement[30 : 30 + bad] = g.random(bad) < 0.5
         levels = Levels(1.0, 0.5, rows=1)
-        best, first, end = naive(own, levels)
-        found = disagreeing_rows(own, levels)
+        best, first, end = naive(agreement, levels)
+        refused = disagreeing_rows(agreement, levels)
         if best <= math.log(1 / FALSE_ALARM):
-            assert found is None
+            assert refused is None
         else:
-            assert (found.start, found.stop) == (first, end)
-    assert found is not None and disagreeing_rows(own[:0], levels) is None
+            assert (refused.start, refused.stop) == (first, end)
+    assert refused is not None and disagreeing_rows(agreement[:0], levels) is None
 
 
 def test_more_rows_need_more_evidence():
-    own = np.zeros(22)  # 22 log 2 = 15.2; log(1 / 1e-6) = 13.8, log(10 / 1e-6) = 16.1
-    assert disagreeing_rows(own, Levels(1.0, 0.5, rows=1)) == slice(0, 22)
-    assert disagreeing_rows(own, Levels(1.0, 0.5, rows=10)) is None
+    agreement = np.zeros(22)  # 22 log 2 = 15.2; log(1 / 1e-6) = 13.8, log(10 / 1e-6) = 16.1
+    assert disagreeing_rows(agreement, Levels(1.0, 0.5, rows=1)) == slice(0, 22)
+    assert disagreeing_rows(agreement, Levels(1.0, 0.5, rows=10)) is None
 
 
 def test_rows_that_agree_halfway_are_hardly_ever_refused():
     """20,000 passes of 64 rows: the bound allows one in a million."""
     g = np.random.default_rng(0)
     levels = Levels(expected=1.0, chance=0.2, rows=64)
-    own = (g.random((20_000, 64)) < levels.middle).astype(float)
-    assert not any(disagreeing_rows(row, levels) for row in own)
-    weight = np.exp(levels.scores(own)).mean()
+    agreement = (g.random((20_000, 64)) < levels.middle).astype(float)
+    assert not any(disagreeing_rows(row, levels) for row in agreement)
+    weight = np.exp(levels.scores(agreement)).mean()
     assert weight == pytest.approx(1.0, abs=0.01), "the mean that makes the bound hold"
 
 
@@ -100,7 +100,8 @@ def test_the_message_names_sample_tokens_and_shift():
     starts = np.array([0, 30, 110, 150])
     shares = np.full((150, 3), 0.2)
     shares[:, 0] = 1.0
-    shares[[29, 109, 149], 1] = shares[[0, 30, 110], 2] = NAN
+    shares[[29, 109, 149], 1] = NAN  # the last rows have no next one, the first no previous one
+    shares[[0, 30, 110], 2] = NAN
     names = [(4, 0), (4, 1), (7, 0)]
     levels = Levels(expected=1.0, chance=0.2, rows=150)
     assert route_mismatch(shares, starts, names, levels) == ""
@@ -113,7 +114,7 @@ def test_the_message_names_sample_tokens_and_shift():
         " after fit, so they are shifted by one"
     )
     shares[110:130, 0] = 0.1
-    found = route_mismatch(shares, starts, names, levels)
-    assert found.startswith("sample 4/1 (and 1 more): routed_experts of tokens 10 to 79")
+    message = route_mismatch(shares, starts, names, levels)
+    assert message.startswith("sample 4/1 (and 1 more): routed_experts of tokens 10 to 79")
     shares[:, 0] = NAN
     assert route_mismatch(shares, starts, names, levels) == ""

@@ -25,12 +25,11 @@ def test_updates_are_averaged_and_those_without_a_compared_token_left_out():
         stats([0.3, 0.5], 0.7, 5.0),
         stats(None, float("nan"), 0.0),
     ]
-    found = step.metrics()
-    assert found["routing/flip_rate"] == pytest.approx(0.3) and found[
-        "routing/flipped_tokens"
-    ] == pytest.approx(0.6)
+    metrics = step.metrics()
+    assert metrics["routing/flip_rate"] == pytest.approx(0.3)
+    assert metrics["routing/flipped_tokens"] == pytest.approx(0.6)
     assert step.by_layer()["flip_rate"] == pytest.approx([0.2, 0.4])
-    assert "routing/rollout_flip_rate" not in found
+    assert "routing/rollout_flip_rate" not in metrics
 
 
 def test_the_old_policys_pass_gives_entropy_load_and_the_rollouts_flips():
@@ -53,7 +52,8 @@ def test_the_old_policys_pass_gives_entropy_load_and_the_rollouts_flips():
             "routing/missing_routes": 3.0,
         }
     )
-    assert step.by_layer()["load"] == [[0.75, 0.25], [0.5, 0.5]] and step.by_layer()["entropy"] == [
+    assert step.by_layer()["load"] == [[0.75, 0.25], [0.5, 0.5]]
+    assert step.by_layer()["entropy"] == [
         1.0,
         3.0,
     ]

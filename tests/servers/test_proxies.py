@@ -30,13 +30,13 @@ def test_a_server_reaches_its_machine_without_the_proxy(variable):
     )
     assert environment[variable] == "http://proxy.example:3128", "its downloads still go through it"
     assert {"localhost", "127.0.0.1", "::1", socket.gethostname()} <= set(entries(environment))
-    own = {
+    local_addresses = {
         a.address
         for each in psutil.net_if_addrs().values()
         for a in each
         if a.family == socket.AF_INET
     }
-    assert own <= set(entries(environment))
+    assert local_addresses <= set(entries(environment))
 
 
 def test_what_the_user_excluded_stays_excluded():

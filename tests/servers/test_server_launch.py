@@ -15,10 +15,8 @@ from megatron_gspo.rollout.sglang.sglang_launch import SGLangLaunch
 from megatron_gspo.servers.server_launch import (
     check_model,
     first_server_gpu,
-    option,
     package_version,
     read_api_key,
-    release,
     server_environment,
 )
 
@@ -65,18 +63,6 @@ def test_a_path_without_a_model_is_named_and_a_hub_name_is_left_to_sglang(tmp_pa
     check_model("Qwen/Qwen3-30B-A3B", "sglang")
     (tmp_path / "config.json").write_text("{}")
     check_model(str(tmp_path), "sglang")
-
-
-def test_the_numbers_of_a_version():
-    assert [
-        release(version) for version in ("0.5.15.post1", "0.5.23", "0.32.0rc1", "unknown", "")
-    ] == [(0, 5, 15), (0, 5, 23), (0, 32, 0), (), ()]
-
-
-def test_the_last_value_of_an_option_counts():
-    assert option(["--tp", "2", "--tp=4"], "--tp") == "4"
-    assert option(["--tp=4", "--tp", "2", "--tp-size", "8"], "--tp") == "2"
-    assert option(["--tp-size", "8"], "--tp") is None
 
 
 def first(args=(), servers=1, *, trainer=2, visible=8, colocated=False) -> int:

@@ -46,8 +46,12 @@ def group_of(url: str) -> list[psutil.Process]:
         for p in psutil.process_iter(["cmdline"])
         if "supervisor.py" in " ".join(p.info["cmdline"] or [])
     ]
-    mine = [process for process in guards if port in process.info["cmdline"]]
-    return [member for process in mine for member in (process, *process.children(recursive=True))]
+    guards_of_server = [process for process in guards if port in process.info["cmdline"]]
+    return [
+        member
+        for process in guards_of_server
+        for member in (process, *process.children(recursive=True))
+    ]
 
 
 def server_of(url: str) -> psutil.Process:

@@ -137,9 +137,9 @@ class Project:
 
     def has_symbol(self, file: str, symbol: str) -> bool:
         """Whether a module defines ``function``, ``Class`` or ``Class.method`` at its top level."""
-        found = [name for name in self.files if name == file or name.endswith(f"/{file}")]
+        modules = [name for name in self.files if name == file or name.endswith(f"/{file}")]
         return any(
-            symbol in defined_names(self.root / name) for name in found if name.endswith(".py")
+            symbol in defined_names(self.root / name) for name in modules if name.endswith(".py")
         )
 
     def has_module(self, name: str) -> bool:
@@ -158,26 +158,26 @@ class Project:
 
 def defined_names(file: Path, *, imported: bool = False) -> set[str]:
     """What a module defines at its top, with the members of its classes."""
-    found: set[str] = set()
+    names: set[str] = set()
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            found.add(node.name)
+            names.add(node.name)
         if isinstance(node, ast.ClassDef):
-            found |= {f"{node.name}.{name}" for name in _assigned_or_defined(node.body)}
+            names |= {f"{node.name}.{name}" for name in _assigned_or_defined(node.body)}
         elif imported and isinstance(node, (ast.Import, ast.ImportFrom)):
-            found |= {alias.asname or alias.name for alias in node.names}
-    return found | _assigned_or_defined(ast.parse(file.read_text(encoding="utf-8")).body)
+            names |= {alias.asname or alias.name for alias in node.names}
+    return names | _assigned_or_defined(ast.parse(file.read_text(encoding="utf-8")).body)
 
 
 def _assigned_or_defined(body: list[ast.stmt]) -> set[str]:
-    found = set()
+    names = set()
     for node in body:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            found.add(node.name)
+            names.add(node.name)
         for target in getattr(node, "targets", [getattr(node, "target", None)]):
             if isinstance(target, ast.Name):
-                found.add(target.id)
-    return found
+                names.add(target.id)
+    return names
 
 
 def _table_names(page: Path, *, dotted: bool) -> Iterator[str]:
@@ -202,20 +202,20 @@ def missing(project: Project, page: Path) -> list[str]:
     text = page.read_text(encoding="utf-8")
     blocks = [(language, body) for _, language, body in FENCE.findall(text)]
     spans = re.findall(r"(?<!`)`([^`\n]+)`(?!`)", FENCE.sub("", text))
-    found = [fault for span in spans for fault in span_faults(project, span)]
+    faults = [fault for span in spans for fault in span_faults(project, span)]
     for language, body in blocks:
         if language in ("bash", "sh", "console", ""):
-            found += command_faults(project, body)
+            faults += command_faults(project, body)
         elif language == "yaml":
-            found += yaml_faults(project, body)
-    return sorted(set(found))
+            faults += yaml_faults(project, body)
+    return sorted(set(faults))
 
 
 def span_faults(project: Project, span: str) -> list[str]:
     """The faults of one span of inline code."""
-    found = command_faults(project, span)
-    if " " in span or found:
-        return found
+    faults = command_faults(project, span)
+    if " " in span or faults:
+        return faults
     if match := re.fullmatch(rf"([\w./*-]+\.(?:{SUFFIXES}))(?::([\w.]+))?", span):
         if not project.has_path(match[1]):
             return [f"no file {match[1]}"]
@@ -257,25 +257,25 @@ def dotted_faults(project: Project, name: str, first: str) -> list[str]:
 
 def command_faults(project: Project, text: str) -> list[str]:
     """The faults of the commands in a block of shell lines or a span."""
-    found = []
+    faults = []
     text = re.sub(r"(^|\s)#.*", "", text, flags=re.MULTILINE)
     for target in re.findall(r"^\s*(?:\w+=\S+ )*make ((?:[\w-]+ ?)+)", text, re.MULTILINE):
-        found += [
+        faults += [
             f"no target make {name}" for name in target.split()[:1] if name not in project.targets
         ]
     for name in re.findall(r"\bmegatron-gspo ([a-z]+)\b", text):
-        found += [f"no subcommand megatron-gspo {name}"] if name not in project.subcommands else []
+        faults += [f"no subcommand megatron-gspo {name}"] if name not in project.subcommands else []
     for name in re.findall(r"\s-m ((?:megatron_gspo|tests|benchmarks)[\w.]*)", text):
-        found += [f"no module {name}"] if not project.has_module(name) else []
+        faults += [f"no module {name}"] if not project.has_module(name) else []
     for name in re.findall(r"\bpython\S* ((?:[\w.-]+/)*[\w-]+\.py)\b", text):
-        found += [f"no file {name}"] if not project.has_path(name) else []
+        faults += [f"no file {name}"] if not project.has_path(name) else []
     for key in re.findall(r"(?:^|\s)([a-z]+\.[a-z_.]+)=", text):
-        found += dotted_faults(project, key, key.partition(".")[0])
+        faults += dotted_faults(project, key, key.partition(".")[0])
     if "gspo" in text or "torchrun" in text or "make " in text or text.startswith("--"):
         for option in re.findall(r"(?:^|\s|\[)(--[a-z][a-z-]+)", text):
             if option not in FOREIGN_OPTIONS and option not in project.source:
-                found.append(f"no option {option}")
-    return found
+                faults.append(f"no option {option}")
+    return faults
 
 
 def yaml_faults(project: Project, text: str) -> list[str]:
@@ -283,9 +283,9 @@ def yaml_faults(project: Project, text: str) -> list[str]:
     data = yaml.safe_load(text)
     if not isinstance(data, dict) or not set(data) & project.sections:
         return []
-    found = []
+    faults = []
     for section, values in data.items():
         if section in project.sections and isinstance(values, dict):
             for key in values:
-                found += dotted_faults(project, f"{section}.{key}", section)
-    return found
+                faults += dotted_faults(project, f"{section}.{key}", section)
+    return faults

@@ -39,16 +39,16 @@ def read_modules(root: Path, folders: tuple[str, ...] = (PACKAGE, *MAPPED)) -> l
     """The modules below some folders of a checkout; ``patches`` and ``tools`` under the names
     they are installed by.
     """
-    found = []
+    modules = []
     for folder in folders:
         prefix = f"{PACKAGE}.{folder}" if folder in MAPPED else folder
         for file in sorted((root / folder).rglob("*.py")):
             parts = file.relative_to(root / folder).with_suffix("").parts
             name = ".".join((prefix, *parts)).removesuffix(".__init__")
-            found.append(
+            modules.append(
                 Module(name, file.relative_to(root).as_posix(), file.read_text(encoding="utf-8"))
             )
-    return found
+    return modules
 
 
 def imports(module: Module, *, late: bool = True) -> list[tuple[int, str]]:
@@ -57,18 +57,18 @@ def imports(module: Module, *, late: bool = True) -> list[tuple[int, str]]:
     late: also those inside functions and under ``if TYPE_CHECKING``.
     """
     package = module.name.split(".") if module.is_package else module.name.split(".")[:-1]
-    found = []
+    targets = []
     for node in ast.walk(module.tree) if late else _statements(module.tree.body):
         if isinstance(node, ast.Import):
-            found += [(node.lineno, alias.name) for alias in node.names]
+            targets += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             start = package[: len(package) - node.level + 1] if node.level else []
             base = ".".join([*start, *([node.module] if node.module else [])])
-            found += [(node.lineno, f"{base}.{alias.name}") for alias in node.names]
+            targets += [(node.lineno, f"{base}.{alias.name}") for alias in node.names]
         elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "import_module":
             constants = [a.value for a in node.args if isinstance(a, ast.Constant)]
-            found += [(node.lineno, value) for value in constants if isinstance(value, str)]
-    return found
+            targets += [(node.lineno, value) for value in constants if isinstance(value, str)]
+    return targets
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:

@@ -35,14 +35,6 @@ def test_paths_and_modules_of_a_script_exist(script: str):
     assert [module for module in modules if not PROJECT.has_module(module)] == []
 
 
-@pytest.mark.parametrize(
-    "target", re.findall(r"tests/[\w/]+\.py::\w+", (PROJECT.root / ".ci/run").read_text())
-)
-def test_tests_that_ci_names_exist(target: str):
-    file, _, function = target.partition("::")
-    assert f"def {function}(" in (PROJECT.root / file).read_text(encoding="utf-8")
-
-
 def test_the_version_is_the_same_everywhere():
     citation = yaml.safe_load((PROJECT.root / "CITATION.cff").read_text(encoding="utf-8"))
     assert citation["version"] == __version__

@@ -62,7 +62,7 @@ OTHER_RECORDS = {"by_layer", "rollout_record", "ratio_arrays"}
 def documented(heading: str) -> set[str]:
     """Names in backticks in the first column of the tables under a heading of level 2."""
     section = re.split(r"^## ", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    [body] = [part for part in section if part.startswith(heading + "\n")]
+    [body] = [section_text for section_text in section if section_text.startswith(heading + "\n")]
     cells = [line.split("|")[1] for line in body.splitlines() if line.startswith("| `")]
     return {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
 
@@ -218,9 +218,9 @@ def test_other_records_are_documented() -> None:
         advantages=np.ones(2),
         old_log_probs=np.ones(2),
     )
-    found = ratio_arrays(Update({}, TrainingBatch.of([sample]), np.zeros(2)), tokenizer)
-    assert {key for key in found if f"`{key}`" not in arrays} == set()
-    assert {key: value.tolist() for key, value in found.items()} == {
+    ratios = ratio_arrays(Update({}, TrainingBatch.of([sample]), np.zeros(2)), tokenizer)
+    assert {key for key in ratios if f"`{key}`" not in arrays} == set()
+    assert {key: value.tolist() for key, value in ratios.items()} == {
         "log_ratio": [-1.0],
         "sequence": [0],
         "advantage": [1.0],

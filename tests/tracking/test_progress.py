@@ -6,7 +6,6 @@ import pytest
 
 from megatron_gspo.terminal import get_logger
 from megatron_gspo.tracking import Progress
-from megatron_gspo.tracking.progress import format_metrics, format_time
 
 
 class Clock:
@@ -23,19 +22,6 @@ class Terminal(io.StringIO):
 
 
 METRICS = {"reward/mean": 0.51234, "clip_fraction/tokens": 0.153, "perf/tokens_per_second": 3412.4}
-
-
-def test_figures_that_are_there() -> None:
-    assert format_metrics(METRICS) == "reward 0.512  clip 15.3%  3,412 tok/s"
-    assert (
-        format_metrics({"eval/accuracy": 0.615, "reward/mean": None, "other": 1.0})
-        == "accuracy 61.5%"
-    )
-    assert format_metrics({}) == ""
-
-
-def test_times() -> None:
-    assert [format_time(t) for t in (0, 65, 59.6, 7384)] == ["0:00", "1:05", "1:00", "2:03:04"]
 
 
 def test_plain_lines_and_time_left() -> None:

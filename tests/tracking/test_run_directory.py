@@ -177,9 +177,8 @@ def test_an_earlier_run_on_another_disk_stays_there(tmp_path: Path) -> None:
     finished_run(tmp_path / "run", 0.5)
     RunDirectory(tmp_path / "run").close()
     file = tmp_path / "run" / "earlier_1" / "samples" / "step_000001.jsonl"
-    assert (
-        json.loads(file.read_text()) == {"reward": 0.5} and (tmp_path / "disk" / file.name).exists()
-    )
+    assert json.loads(file.read_text()) == {"reward": 0.5}
+    assert (tmp_path / "disk" / file.name).exists()
 
 
 def test_samples_keep_their_text(tmp_path: Path) -> None:
@@ -187,8 +186,8 @@ def test_samples_keep_their_text(tmp_path: Path) -> None:
         12, [{"prompt": "2 × 3\n=", "reward": 1.0}, {"prompt": "ß"}]
     )
     assert file.name == "step_000012.jsonl"
-    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    assert rows == [{"prompt": "2 × 3\n=", "reward": 1.0}, {"prompt": "ß"}]
+    samples = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    assert samples == [{"prompt": "2 × 3\n=", "reward": 1.0}, {"prompt": "ß"}]
 
 
 def test_summary_is_whole_or_absent(tmp_path: Path) -> None:

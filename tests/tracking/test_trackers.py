@@ -50,11 +50,11 @@ def test_mlflow_goes_on_with_the_same_run(tmp_path: Path, monkeypatch: pytest.Mo
         trackers.log(step, {"reward/mean": float(step)})
         trackers.close()
     client = mlflow.MlflowClient()
-    found = client.search_runs([client.get_experiment_by_name("experiment").experiment_id])
-    assert len(found) == 1
-    history = client.get_metric_history(found[0].info.run_id, "reward/mean")
+    runs = client.search_runs([client.get_experiment_by_name("experiment").experiment_id])
+    assert len(runs) == 1
+    history = client.get_metric_history(runs[0].info.run_id, "reward/mean")
     assert sorted((point.step, point.value) for point in history) == [(1, 1.0), (2, 2.0)]
-    assert found[0].data.params == {"optimizer.lr": "0.5"}
+    assert runs[0].data.params == {"optimizer.lr": "0.5"}
 
 
 def test_wandb_writes_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,11 +137,9 @@ def test_a_wrong_key_is_one_line(
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     log_two_steps({"wandb": True}, tmp_path)
     [line] = lines
-    assert (
-        line.startswith("W&B failed and is not used any more: ")
-        and "API key" in line
-        and "\n" not in line
-    )
+    assert line.startswith("W&B failed and is not used any more: ")
+    assert "API key" in line
+    assert "\n" not in line
 
 
 def test_a_server_that_refuses_connections_is_one_line_and_does_not_end_the_others(
@@ -151,18 +149,16 @@ def test_a_server_that_refuses_connections_is_one_line_and_does_not_end_the_othe
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     log_two_steps({"mlflow": True, "tensorboard": True}, tmp_path)
     [line] = lines
-    assert (
-        re.match(r"MLflow failed and is not used any more: .*127\.0\.0\.1", line)
-        and "\n" not in line
-    )
+    assert re.match(r"MLflow failed and is not used any more: .*127\.0\.0\.1", line)
+    assert "\n" not in line
     assert read_events(tmp_path / "tensorboard") == {"reward/mean": [(1, 0.5), (2, 0.5)]}
 
 
 def test_a_process_that_dies_is_one_line(tmp_path: Path, lines: list[str]) -> None:
     trackers = make_trackers(RunInfo(tmp_path, {}), tensorboard=True)
-    mine = psutil.Process()
+    this_process = psutil.Process()
     [child] = wait_for(
-        lambda: [c for c in mine.children() if "tracker_process" in " ".join(c.cmdline())]
+        lambda: [c for c in this_process.children() if "tracker_process" in " ".join(c.cmdline())]
     )
     child.kill()
     trackers.log(1, {})

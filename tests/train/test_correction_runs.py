@@ -139,8 +139,8 @@ def test_the_rollouts_own_log_probs_are_compared_in_the_first_update(folder):
     [(samples, metrics)] = run_distributed(one_step, 1, config)
     [(scored, _)] = run_distributed(one_step, 1, small(folder))
     # update.mini_batches of seed 7, step 0, epoch 0.
-    rows = np.random.default_rng([7, 0, 0]).permutation(16)[:4]
-    first = TrainingBatch.of([scored[i] for i in rows])
+    positions = np.random.default_rng([7, 0, 0]).permutation(16)[:4]
+    first = TrainingBatch.of([scored[i] for i in positions])
     wanted = mismatch(first, first.responses["old_log_probs"])
     assert wanted["mismatch/abs_diff"] > 0.1
     assert {name: metrics[name] for name in wanted} == pytest.approx(wanted, rel=1e-3)

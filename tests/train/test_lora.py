@@ -50,10 +50,10 @@ def run(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_engine_and_reference_have_the_right_weights(run: Path) -> None:
     """The embedded engine has the merged ones: its log-probs are those of the trained model in
     every step. The reference is the start: the KL is 0 up to the first update and not after."""
-    rows = [row for row in read_metrics(run) if row["step"]]
-    assert len(rows) == 3 and all(row["mismatch/abs_diff_max"] < 1e-4 for row in rows)
-    assert all(row["grad_norm"] > 0 for row in rows)
-    assert 1e-6 < rows[0]["kl/ref"] < rows[-1]["kl/ref"]
+    steps = [row for row in read_metrics(run) if row["step"]]
+    assert len(steps) == 3 and all(row["mismatch/abs_diff_max"] < 1e-4 for row in steps)
+    assert all(row["grad_norm"] > 0 for row in steps)
+    assert 1e-6 < steps[0]["kl/ref"] < steps[-1]["kl/ref"]
 
 
 def test_adapters_and_merged_weights_are_exported(run: Path, model: str) -> None:
@@ -63,11 +63,11 @@ def test_adapters_and_merged_weights_are_exported(run: Path, model: str) -> None
         PeftModel.from_pretrained(start, str(run / "adapters")).merge_and_unload(),
         torch.Tensor.detach,
     )
-    found = exported(run)
+    trained = exported(run)
     adapters, facts = read_adapters(run / "adapters")
     changed = {name.replace(".lora_A", "") for name in adapters if ".lora_A." in name}
     assert len(changed) == 2 * (4 + 4 * 3) and facts.rank == 2 and facts.alpha == 8.0
-    for name, tensor in found.items():
+    for name, tensor in trained.items():
         # A product's last bits.
         assert torch.allclose(tensor, merged[name], rtol=0, atol=5e-7), name
         assert torch.equal(tensor, base[name]) == (name not in changed), name
@@ -85,9 +85,8 @@ def test_a_resumed_run_ends_the_same(run: Path, model: str, tmp_path: Path) -> N
         shutil.rmtree(resumed / name)
     assert "resumed from" in launch(config_of(model, resumed), 2).log
     assert first_difference(resumed, run) == ""
-    mine, other = (
+    adapters, other = (
         load_file(folder / "adapters" / "adapter_model.safetensors") for folder in (resumed, run)
     )
-    assert mine.keys() == other.keys() and all(
-        torch.equal(mine[name], other[name]) for name in other
-    )
+    assert adapters.keys() == other.keys()
+    assert all(torch.equal(adapters[name], other[name]) for name in other)

@@ -67,15 +67,15 @@ def finished(model, tmp_path_factory):
 
 
 def test_a_run_on_the_example(finished):
-    rows = records(finished["run_dir"])
-    assert [row["step"] for row in rows] == [0, 1, 2, 3]
-    for row in rows[1:]:
+    steps = records(finished["run_dir"])
+    assert [row["step"] for row in steps] == [0, 1, 2, 3]
+    for row in steps[1:]:
         assert 1 < row["turns/mean"] <= row["turns/max"] <= 3
         assert row["turns/observation_tokens"] > 10 and row["updates"] == 2 and row["grad_norm"] > 0
         # every generated token scored as it was sampled, wherever it stands in its episode
         assert row["mismatch/abs_diff_max"] < 1e-4
         assert not any(name.startswith("verifier/") and value for name, value in row.items())
-    assert {"eval/accuracy"} <= set(rows[0]) & set(rows[-1])
+    assert {"eval/accuracy"} <= set(steps[0]) & set(steps[-1])
     lines = (Path(finished["run_dir"]) / "samples" / "step_000001.jsonl").read_text().splitlines()
     for sample in map(json.loads, lines):
         turns = sample["metadata"]["turns"]
@@ -146,15 +146,13 @@ def test_the_layout_does_not_matter(step):
     runs += run_distributed(
         one_step, 2, {**narrow, "parallel": {"context_parallel_size": 2}}, False
     )
-    for others, found in runs:
+    for others, other_metrics in runs:
         for a, b in zip(samples, others, strict=True):
-            assert (
-                a.tokens.tolist() == b.tokens.tolist()
-                and a.loss_mask.tolist() == b.loss_mask.tolist()
-            )
+            assert a.tokens.tolist() == b.tokens.tolist()
+            assert a.loss_mask.tolist() == b.loss_mask.tolist()
             np.testing.assert_allclose(a.advantages, b.advantages, rtol=1e-5)
         for name in ("loss", "grad_norm", "reward/mean", "turns/mean"):
-            assert found[name] == pytest.approx(metrics[name], rel=2e-4, abs=1e-6), name
+            assert other_metrics[name] == pytest.approx(metrics[name], rel=2e-4, abs=1e-6), name
 
 
 def test_turns_have_advantages_of_their_own(step):
@@ -167,7 +165,7 @@ def test_turns_have_advantages_of_their_own(step):
         for k in range(len(values) - 2, -1, -1):
             values[k] += 0.5 * values[k + 1]
     means = []
-    for sample, own in zip(samples, returns, strict=True):
+    for sample, turn_returns in zip(samples, returns, strict=True):
         tokens = []
         for k, span in enumerate(spans(sample)):
             peers = [
@@ -176,7 +174,7 @@ def test_turns_have_advantages_of_their_own(step):
                 if s.prompt_index == sample.prompt_index and len(r) > k
             ]
             spread = np.std(peers, ddof=1) if len(peers) > 1 else 0.0
-            wanted = (own[k] - np.mean(peers)) / spread if max(peers) > min(peers) else 0.0
+            wanted = (turn_returns[k] - np.mean(peers)) / spread if max(peers) > min(peers) else 0.0
             np.testing.assert_allclose(sample.advantages[span.start : span.end], wanted, atol=1e-5)
             tokens += [wanted] * (span.end - span.start)
         means.append(np.mean(tokens))
@@ -213,7 +211,5 @@ def test_environments_that_always_fail_end_the_run(model, tmp_path):
     rollout = {"environment": FAILING, "environment_options": {"always": True}}
     done = launch(multi_turn(model, tmp_path / "run", rollout=rollout), check=False)
     assert not done.finished
-    assert (
-        f"environment '{FAILING}' failed on all" in done.log
-        and "ValueError: no such tool" in done.log
-    )
+    assert f"environment '{FAILING}' failed on all" in done.log
+    assert "ValueError: no such tool" in done.log

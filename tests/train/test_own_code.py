@@ -37,10 +37,10 @@ def test_a_run_of_ones_own_code_on_two_ranks(tmp_path: Path):
     )
     config["callbacks"] = [f"{OWN}/callbacks.py:RepeatedResponses"]
     launch(config, 2)
-    rows = [row for row in records(tmp_path / "run") if row["step"]]
-    assert len(rows) == 2 and all(0 < row["own/distinct"] <= 1 for row in rows)
-    assert all(math.isfinite(row["loss/policy"]) and row["updates"] == 2 for row in rows)
-    assert all(row["verifier/error"] == row["verifier/invalid"] == 0 for row in rows)
+    steps = [row for row in records(tmp_path / "run") if row["step"]]
+    assert len(steps) == 2 and all(0 < row["own/distinct"] <= 1 for row in steps)
+    assert all(math.isfinite(row["loss/policy"]) and row["updates"] == 2 for row in steps)
+    assert all(row["verifier/error"] == row["verifier/invalid"] == 0 for row in steps)
 
 
 def test_ones_own_code_that_fails_ends_the_run_before_it_begins(tmp_path: Path):

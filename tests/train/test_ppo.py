@@ -59,12 +59,12 @@ def run(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_run_trains_both_models(run: Path, model: str) -> None:
-    rows = [row for row in read_metrics(run) if row["step"]]
-    assert len(rows) == 3 and all(row.keys() >= CRITIC for row in rows)
-    assert rows[0]["critic/explained_variance"] == 0  # it begins with the value 0 everywhere
-    assert rows[0]["critic/lr"] < rows[-1]["critic/lr"] == 1e-3
-    assert len({row["critic/value"] for row in rows}) == 3
-    assert [row["log_ratio/first_update"] for row in rows] == [0.0] * 3
+    steps = [row for row in read_metrics(run) if row["step"]]
+    assert len(steps) == 3 and all(row.keys() >= CRITIC for row in steps)
+    assert steps[0]["critic/explained_variance"] == 0  # it begins with the value 0 everywhere
+    assert steps[0]["critic/lr"] < steps[-1]["critic/lr"] == 1e-3
+    assert len({row["critic/value"] for row in steps}) == 3
+    assert [row["log_ratio/first_update"] for row in steps] == [0.0] * 3
     assert not torch.equal(
         *(files["model.norm.weight"] for files in (exported(run), load_file(weights_of(model))))
     )
@@ -98,10 +98,10 @@ def test_a_resumed_run_ends_the_same(run: Path, model: str, tmp_path: Path) -> N
         shutil.rmtree(resumed / name)
     launch(config_of(model, resumed))
     assert first_difference(resumed, run) == ""
-    mine, other = (
+    critic, other = (
         load_file(next((folder / "critic_hf").glob("*.safetensors"))) for folder in (resumed, run)
     )
-    assert all(torch.equal(mine[name], other[name]) for name in other)
+    assert all(torch.equal(critic[name], other[name]) for name in other)
 
 
 def test_it_goes_on_in_another_layout(run: Path, model: str, tmp_path: Path) -> None:
@@ -128,11 +128,10 @@ def test_the_value_model_can_begin_alone_and_have_other_sizes(model: str, tmp_pa
     )
     critic = {"path": str(tmp_path / "critic"), "warmup_steps": 2}
     launch(config_of(model, tmp_path / "run", critic=critic, checkpoint={"save_interval": 0}))
-    rows = [row for row in read_metrics(tmp_path / "run") if row["step"]]
-    assert [row["updates"] for row in rows] == [0, 0, 2] and all(
-        "critic/loss" in row for row in rows
-    )
-    assert "grad_norm" not in rows[0] and rows[0]["entropy"] > 0
+    steps = [row for row in read_metrics(tmp_path / "run") if row["step"]]
+    assert [row["updates"] for row in steps] == [0, 0, 2]
+    assert all("critic/loss" in row for row in steps)
+    assert "grad_norm" not in steps[0] and steps[0]["entropy"] > 0
     assert load_file(next((tmp_path / "run/critic_hf").glob("*.safetensors")))[
         "score.weight"
     ].shape == (1, 16)

@@ -38,8 +38,8 @@ def finished(model, tmp_path_factory):
 
 def test_a_run_writes_its_directory(finished):
     config, folder, done = finished
-    rows = records(folder)
-    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    steps = records(folder)
+    assert [row["step"] for row in steps] == [0, 1, 2, 3, 4]
     for name in (
         "reward/mean",
         "clip_fraction/tokens",
@@ -52,16 +52,16 @@ def test_a_run_writes_its_directory(finished):
         "kl/old_policy",
         "groups/zero_variance",
     ):
-        assert rows[-1][name] is not None, name
-    assert {"eval/accuracy", "eval/pass@2"} <= set(rows[0]) & set(rows[2]) & set(rows[4])
-    assert rows[1]["updates"] == 2 and rows[1]["mismatch/abs_diff_max"] < 1e-4
+        assert steps[-1][name] is not None, name
+    assert {"eval/accuracy", "eval/pass@2"} <= set(steps[0]) & set(steps[2]) & set(steps[4])
+    assert steps[1]["updates"] == 2 and steps[1]["mismatch/abs_diff_max"] < 1e-4
     assert done.log.count("verifier spelling: the sum of the letters\n") == 1, (
         "what the verifier says, of one rank"
     )
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["exit"] == "finished" and summary["step"] == 4 and summary["wall_seconds"] > 0
-    assert summary["accuracy_before"] == rows[0]["eval/accuracy"]
-    assert summary["accuracy_after"] == rows[-1]["eval/accuracy"]
+    assert summary["accuracy_before"] == steps[0]["eval/accuracy"]
+    assert summary["accuracy_after"] == steps[-1]["eval/accuracy"]
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step_000004"]
     samples = [
         json.loads(line)
@@ -79,9 +79,8 @@ def test_the_export_is_the_trained_model(finished):
         name: value.shape for name, value in after.items()
     }
     assert not [name for name in before if torch.equal(before[name], after[name])]
-    assert (folder / "hf" / "tokenizer.json").is_file() and (
-        folder / "hf" / "config.json"
-    ).is_file()
+    assert (folder / "hf" / "tokenizer.json").is_file()
+    assert (folder / "hf" / "config.json").is_file()
 
 
 @pytest.mark.slow
@@ -145,43 +144,5 @@ def test_supervised_cold_start(model, tmp_path):
         parallel={"pipeline_model_parallel_size": 2},
     )
     launch(config, 2)
-    rows = records(config["run_dir"])
-    assert rows[-1]["loss"] < 0.8 * rows[0]["loss"] and "eval/accuracy" in rows[-1]
-
-
-OBJECTIVES = [
-    {"name": "grpo", "kl_loss_coef": 0.01, "entropy_coef": 0.001},
-    {
-        "name": "dapo",
-        "dynamic_sampling": True,
-        "max_num_gen_batches": 3,
-        "truncated": "penalize",
-        "overlong_buffer_len": 2,
-    },
-    {
-        "name": "gspo_token",
-        "old_log_probs": "rollout",
-        "kl_reward_coef": 0.01,
-        "truncated": "mask",
-    },
-]
-
-
-@pytest.mark.parametrize("algorithm", OBJECTIVES, ids=lambda algorithm: algorithm["name"])
-def test_other_objectives(model, tmp_path, algorithm):
-    training = {"steps": 2, "ppo_epochs": 2}
-    launch(base_config(model, tmp_path / "run", algorithm=algorithm, training=training))
-    rows = records(tmp_path / "run")
-    assert rows[-1]["step"] == 2 and rows[-1]["grad_norm"] >= 0
-    if algorithm["name"] == "grpo":
-        assert rows[-1]["kl/ref"] >= 0
-    if algorithm["name"] == "dapo":
-        assert rows[-1]["groups/generated"] >= 4
-
-
-def test_a_config_that_cannot_work_stops_with_one_line(model, tmp_path):
-    config = base_config(model, tmp_path / "run", parallel={"tensor_model_parallel_size": 4})
-    done = launch(config, 2, check=False)
-    assert not done.finished
-    [line] = {line for line in done.log.splitlines() if line.startswith("config error: rank ")}
-    assert ": parallel.tensor_model_parallel_size = 4" in line and "Traceback" not in done.log
+    steps = records(config["run_dir"])
+    assert steps[-1]["loss"] < 0.8 * steps[0]["loss"] and "eval/accuracy" in steps[-1]

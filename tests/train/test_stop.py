@@ -60,9 +60,3 @@ def test_one_rank_is_asked_and_all_stop_with_a_checkpoint(model, tmp_path):
     resumed = run(tmp_path / "c", wanted)
     assert [rank.code for rank in resumed] == [0, 0] and f"resumed from {folder}" in resumed[0].text
     assert first_difference(run_dir, tmp_path / "whole") == ""
-
-
-def test_asked_in_the_last_step_the_run_ends_as_ever(model, tmp_path):
-    done = run(tmp_path / "a", config(tmp_path, model, "run", stop_after=3))
-    assert [rank.code for rank in done] == [0, 0] and "stopped by" not in done[0].text
-    assert (tmp_path / "run" / "summary.json").is_file()

@@ -48,9 +48,9 @@ def written(folder: Path, versions: tuple[str, ...] = ("0a:1",)) -> AdapterFileT
     first = AdapterFileTransport(SGLangAPI(), folder, FACTS)
     for version in versions:
         first.prepare(version)
-        for part, tensors in enumerate(PARTS):
+        for number, tensors in enumerate(PARTS):
             source = AdapterFileTransport(SGLangAPI(), folder, FACTS)
-            source.begin(version, part)
+            source.begin(version, number)
             for bucket in buckets(tensors.items(), 40):
                 source.store(bucket)
             asyncio.run(source.finish(1.0))
@@ -60,16 +60,14 @@ def written(folder: Path, versions: tuple[str, ...] = ("0a:1",)) -> AdapterFileT
 
 def test_the_sources_files_become_one_in_peft_format(tmp_path: Path) -> None:
     checkpoint = written(tmp_path, ("0a:1", "0a:2")).checkpoint
-    assert checkpoint is not None and [path.name for path in tmp_path.iterdir()] == [
-        checkpoint.name
-    ]
+    assert checkpoint is not None
+    assert [path.name for path in tmp_path.iterdir()] == [checkpoint.name]
     assert [path.name for path in checkpoint.iterdir()] == ["adapters"]
     tensors, facts = read_adapters(checkpoint / "adapters")
     assert facts == FACTS
     expected = PARTS[0] | PARTS[1]
-    assert tensors.keys() == expected.keys() and all(
-        torch.equal(tensors[name], expected[name]) for name in expected
-    )
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensors[name], expected[name]) for name in expected)
     config = json.loads((checkpoint / "adapters" / "adapter_config.json").read_text())
     assert config["target_modules"] == ["down_proj", "q_proj"]
 
@@ -159,20 +157,20 @@ def test_sglang_gets_all_adapters_in_one_request(tp_size: int) -> None:
     expected = PARTS[0] | PARTS[1]
     body = sent_in_a_request(tp_size)
     assert body["lora_name"] == "policy" and body["load_format"] == "flattened_bucket"
-    assert (
-        body["config_dict"]["target_modules"] == ["down_proj", "q_proj"]
-        and body["config_dict"]["r"] == 2
-    )
+    assert body["config_dict"]["target_modules"] == ["down_proj", "q_proj"]
+    assert body["config_dict"]["r"] == 2
     payloads = body["serialized_named_tensors"]
     assert len(payloads) == tp_size and len(set(payloads)) == 1
     content = pickle.loads(base64.b64decode(payloads[0]))
     flat = content["flattened_tensor"]
-    found = {
+    received = {
         e.name: flat[e.start_idx : e.end_idx].view(e.dtype).view(e.shape)
         for e in content["metadata"]
     }
-    assert found.keys() == {f"base_model.model.{name}" for name in expected}
-    assert all(torch.equal(found[f"base_model.model.{name}"], expected[name]) for name in expected)
+    assert received.keys() == {f"base_model.model.{name}" for name in expected}
+    assert all(
+        torch.equal(received[f"base_model.model.{name}"], expected[name]) for name in expected
+    )
 
 
 def test_a_server_that_takes_no_adapters_in_a_request_is_refused() -> None:

@@ -38,10 +38,10 @@ def test_worked_case() -> None:
         ("f", torch.arange(5.0)),
         ("g", torch.arange(1.0)),
     ]
-    found = [
+    packed = [
         (describe(b), b.nbytes, [(e.start, e.stop) for e in b.entries]) for b in buckets(stream, 16)
     ]
-    assert found == [
+    assert packed == [
         ("a and 1 more", 16, [(0, 8), (8, 16)]),
         ("c and 1 more", 6, [(0, 4), (4, 6)]),
         ("e", 12, [(0, 12)]),
@@ -74,14 +74,14 @@ def test_nothing_is_lost_or_larger_than_allowed(parts: list, size: int, shared: 
     for number, (dtype, shape, transposed) in enumerate(parts):
         tensor = torch.randint(0, 100, shape).to(dtype)
         stream.append((f"t{number}", tensor.t() if transposed and tensor.dim() == 2 else tensor))
-    found = unpacked(stream, size, allocate=shared_buffer if shared else None)
-    together = [pair for bucket in found for pair in bucket]
+    bucketed = unpacked(stream, size, allocate=shared_buffer if shared else None)
+    together = [pair for bucket in bucketed for pair in bucket]
     assert [name for name, _ in together] == [name for name, _ in stream]
     for (_, ours), (_, given_) in zip(together, stream, strict=True):
-        assert (
-            ours.dtype == given_.dtype and ours.shape == given_.shape and torch.equal(ours, given_)
-        )
-    for bucket in found:
+        assert ours.dtype == given_.dtype
+        assert ours.shape == given_.shape
+        assert torch.equal(ours, given_)
+    for bucket in bucketed:
         nbytes = sum(tensor.numel() * tensor.element_size() for _, tensor in bucket)
         assert nbytes <= size or len([tensor for _, tensor in bucket if tensor.numel()]) == 1
 
@@ -121,7 +121,7 @@ def test_buckets_in_flight_keep_their_bytes() -> None:
     window: list = []
     for bucket in buckets(stream, 24, in_flight=3):  # three buffers of one tensor
         window = [*window[-2:], bucket]
-        assert [tensor[0].item() for one in window for _, tensor in one.tensors()] == [
-            float(one.entries[0].name) for one in window
+        assert [tensor[0].item() for in_flight in window for _, tensor in in_flight.tensors()] == [
+            float(in_flight.entries[0].name) for in_flight in window
         ]
     assert len({bucket.data.data_ptr() for bucket in window}) == 3

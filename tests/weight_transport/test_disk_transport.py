@@ -26,9 +26,9 @@ STREAM = [
 
 def write(transport: DiskTransport, version: str, parts: Sequence[list] = (STREAM,)) -> None:
     transport.prepare(version)
-    for part, stream in enumerate(parts):
+    for number, stream in enumerate(parts):
         source = DiskTransport(SGLangAPI(), transport._directory)
-        source.begin(version, part)
+        source.begin(version, number)
         for bucket in buckets(stream, 64):
             source.store(bucket)
         asyncio.run(source.finish(1.0))
@@ -46,9 +46,8 @@ def test_files_are_what_safetensors_reads(tmp_path: Path) -> None:
     assert len(set(index["weight_map"].values())) == 3
     for name, wanted in STREAM:
         with safe_open(transport.checkpoint / index["weight_map"][name], framework="pt") as file:
-            assert torch.equal(file.get_tensor(name), wanted) and file.metadata() == {
-                "format": "pt"
-            }
+            assert torch.equal(file.get_tensor(name), wanted)
+            assert file.metadata() == {"format": "pt"}
 
 
 def test_the_config_of_quantised_weights_names_their_format(tmp_path: Path) -> None:
@@ -60,8 +59,8 @@ def test_the_config_of_quantised_weights_names_their_format(tmp_path: Path) -> N
             SGLangAPI(), tmp_path / "weights", source=tmp_path, quantization=given
         )
         write(transport, "0a:1")
-        found = json.loads((transport.checkpoint / "config.json").read_text())
-        assert found == {"model_type": "qwen3", "quantization_config": {"quant_method": wanted}}
+        written = json.loads((transport.checkpoint / "config.json").read_text())
+        assert written == {"model_type": "qwen3", "quantization_config": {"quant_method": wanted}}
 
 
 def test_eight_bits_are_what_safetensors_reads(tmp_path: Path) -> None:
@@ -75,8 +74,8 @@ def test_eight_bits_are_what_safetensors_reads(tmp_path: Path) -> None:
     index = json.loads((transport.checkpoint / INDEX).read_text())
     for name, wanted in stream:
         with safe_open(transport.checkpoint / index["weight_map"][name], framework="pt") as file:
-            found = file.get_tensor(name)
-        assert found.dtype == wanted.dtype and torch.equal(found.float(), wanted.float())
+            stored = file.get_tensor(name)
+        assert stored.dtype == wanted.dtype and torch.equal(stored.float(), wanted.float())
 
 
 def test_only_the_newest_stays(tmp_path: Path) -> None:
@@ -105,10 +104,8 @@ def test_sources_write_parts_of_one_checkpoint(tmp_path: Path) -> None:
     transport = DiskTransport(SGLangAPI(), tmp_path / "weights")
     write(transport, "0a:1", [STREAM[:2], [], STREAM[2:]])
     index = json.loads((transport.checkpoint / INDEX).read_text())
-    assert (
-        index["weight_map"].keys() == {"a", "b", "c", "d"}
-        and index["metadata"]["total_size"] == 60 + 120 + 32 + 4
-    )
+    assert index["weight_map"].keys() == {"a", "b", "c", "d"}
+    assert index["metadata"]["total_size"] == 60 + 120 + 32 + 4
     assert sorted(file.name for file in transport.checkpoint.iterdir()) == [
         "model-00000-00001.safetensors",
         "model-00000-00002.safetensors",
@@ -152,6 +149,5 @@ def test_what_people_keep_beside_the_weights_stays(tmp_path: Path) -> None:
         write(transport, version)
     names = (*theirs, "weights-0a-2", "weights-0a-2.kept", "weights-0b-7")
     assert sorted(path.name for path in folder.iterdir()) == sorted(names)
-    assert (folder / "weights-0a-2" / INDEX).is_file() and list(
-        (tmp_path / "elsewhere").iterdir()
-    ) == []
+    assert (folder / "weights-0a-2" / INDEX).is_file()
+    assert list((tmp_path / "elsewhere").iterdir()) == []

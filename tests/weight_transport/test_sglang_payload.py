@@ -73,8 +73,8 @@ def one_bucket(**more: object) -> Bucket:
     return bucket
 
 
-def assert_is_the_stream(found: list[tuple[str, Tensor]]) -> None:
-    for (name, tensor), (wanted_name, wanted) in zip(found, STREAM, strict=True):
+def assert_is_the_stream(tensors: list[tuple[str, Tensor]]) -> None:
+    for (name, tensor), (wanted_name, wanted) in zip(tensors, STREAM, strict=True):
         assert name == wanted_name and tensor.dtype == wanted.dtype and torch.equal(tensor, wanted)
 
 
@@ -105,9 +105,9 @@ def test_by_handle_in_another_process(tmp_path: Path) -> None:
     script = (
         "import io, sys, torch; sys.path.insert(0, sys.argv[2])\n"
         "from tests.weight_transport.test_sglang_payload import Unpickler, reconstruct\n"
-        "found = reconstruct(Unpickler(open(sys.argv[1], 'rb')).load())\n"
-        "torch.save({name: tensor.clone() for name, tensor in found}, sys.argv[1] + '.seen')\n"
-        "found[0][1].fill_(7.0)\n"
+        "tensors = reconstruct(Unpickler(open(sys.argv[1], 'rb')).load())\n"
+        "torch.save({name: tensor.clone() for name, tensor in tensors}, sys.argv[1] + '.seen')\n"
+        "tensors[0][1].fill_(7.0)\n"
     )
     root = str(Path(__file__).parents[2])
     subprocess.run([sys.executable, "-c", script, str(tmp_path / "payload"), root], check=True)

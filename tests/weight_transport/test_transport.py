@@ -13,13 +13,6 @@ from tests.weight_transport.test_weight_update import INFO
 NONE: Any = None
 
 
-def test_data_parallel_servers_take_weights_from_files_only():
-    transport = WeightTransport(NONE)
-    assert transport.unsupported(INFO) == ""
-    refusal = transport.unsupported(replace(INFO, dp_size=4))
-    assert refusal.startswith("has dp_size 4") and refusal.endswith("or use weight_transport=disk")
-
-
 def test_a_server_that_fails_gets_no_further_steps():
     transport = WeightTransport(NONE)
     seen = []

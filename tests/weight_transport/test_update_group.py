@@ -131,6 +131,8 @@ def test_it_listens_on_the_given_address_alone() -> None:
         listening = [fields[1] for line in table if (fields := line.split())[3] == "0A"]
     assert wanted in listening
     assert not [
-        place for place in listening if place.endswith(f":{group.port:04X}") and place != wanted
+        address
+        for address in listening
+        if address.endswith(f":{group.port:04X}") and address != wanted
     ]
     group.drop()

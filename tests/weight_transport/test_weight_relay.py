@@ -46,7 +46,7 @@ def received(rank: int, world: int, kinds: list[str]) -> Any:
     """
     (group,) = relay_groups(SOURCES).values() if rank else (None,)
     assert list(relay_groups(SOURCES)) == ([1] if rank else [])
-    found = []
+    streams = []
     for kind in kinds:
         ended = []
 
@@ -60,21 +60,21 @@ def received(rank: int, world: int, kinds: list[str]) -> Any:
         if group is not None:
             before = collectives_so_far(group)
             got = {name: tensor.clone() for name, tensor in relayed(stream(), 1, group, piece=64)}
-            found.append((got, ended, collectives_so_far(group) - before))
+            streams.append((got, ended, collectives_so_far(group) - before))
     dist.barrier()
-    return found
+    return streams
 
 
 def test_relays_get_every_tensor_to_the_bit() -> None:
     by_rank = run_distributed(received, 4, ["mixed", "none", "mixed"])
     assert by_rank[0] == []
-    for found in by_rank[1:]:
-        for kind, (got, ended, _) in zip(("mixed", "none", "mixed"), found, strict=True):
+    for streams in by_rank[1:]:
+        for kind, (got, ended, _) in zip(("mixed", "none", "mixed"), streams, strict=True):
             expected = tensors(kind)
             assert list(got) == list(expected) and ended == [True]
             for name, tensor in expected.items():
                 assert got[name].dtype == tensor.dtype and torch.equal(got[name], tensor), name
-        assert [count for *_, count in found] == [count for *_, count in by_rank[1]], (
+        assert [count for *_, count in streams] == [count for *_, count in by_rank[1]], (
             "all ranks of the group take part"
         )
 

@@ -36,11 +36,11 @@ WHOLE_ON_A_NODE = {
 
 def places(world: int, gpus: int) -> list[ServerPlace]:
     """Servers on all GPUs."""
-    found = []
+    servers = []
     for first in range(0, world, gpus):
         node, gpu = divmod(first, NODE)
-        found.append(ServerPlace(f"http://node{node}:{gpu}", node, range(gpu, gpu + gpus)))
-    return found
+        servers.append(ServerPlace(f"http://node{node}:{gpu}", node, range(gpu, gpu + gpus)))
+    return servers
 
 
 def groups(layout: ParallelConfig, world: int) -> tuple[Any, Any, list[list[int]]]:
@@ -81,23 +81,23 @@ def test_every_server_gets_every_tensor_once_from_its_own_node(case: str, gpus: 
     shared, experts, stages = groups(layout, world)
     servers = places(world, min(gpus, world))
     sources = hand_over(layout, world, NODE, servers)
-    assert sources == numbered(sources) and len({(s.rank, s.shared) for s in sources}) == len(
-        sources
-    )
+    assert sources == numbered(sources)
+    assert len({(s.rank, s.shared) for s in sources}) == len(sources)
     for server in servers:
-        own = [source for source in sources if server.url in source.servers]
+        sources_of_server = [source for source in sources if server.url in source.servers]
         assert all(
             source.rank // NODE == server.node and source.shared is not source.experts
-            for source in own
+            for source in sources_of_server
         )
-        assert {s.rank for s in own if s.shared} <= shared and {
-            s.rank for s in own if s.experts
-        } <= set(experts)
+        assert {s.rank for s in sources_of_server if s.shared} <= shared
+        assert {s.rank for s in sources_of_server if s.experts} <= set(experts)
         for ranks in stages:
-            mine = [source for source in own if source.rank in ranks]
-            assert sum(source.shared for source in mine) == 1
-            found = sorted(experts[source.rank] for source in mine if source.experts)
-            assert found == list(range(layout.expert_model_parallel_size))
+            sources_of_stage = [source for source in sources_of_server if source.rank in ranks]
+            assert sum(source.shared for source in sources_of_stage) == 1
+            expert_ranks = sorted(
+                experts[source.rank] for source in sources_of_stage if source.experts
+            )
+            assert expert_ranks == list(range(layout.expert_model_parallel_size))
 
 
 def test_a_server_is_served_by_the_ranks_on_its_gpus_where_they_hold_the_tensors() -> None:
@@ -112,10 +112,10 @@ def test_a_server_is_served_by_the_ranks_on_its_gpus_where_they_hold_the_tensors
 
 def test_a_rank_hands_its_tensors_to_all_servers_that_have_no_nearer_one() -> None:
     layout = parallel(pipeline=2)  # stage 0 on the ranks 0 to 3, stage 1 on 4 to 7
-    found = hand_over(layout, 8, NODE, places(8, 4))
+    sources = hand_over(layout, 8, NODE, places(8, 4))
     low = "http://node0:0"
     high = "http://node0:4"
-    assert [(s.rank, s.shared, s.servers) for s in found] == [
+    assert [(s.rank, s.shared, s.servers) for s in sources] == [
         (0, True, (low,)),
         (0, False, (low,)),
         (3, True, (high,)),
@@ -143,9 +143,8 @@ def test_a_node_without_a_part_of_the_model_gets_it_once_from_another_by_a_relay
         got = []  # (stage, expert-parallel rank, or None for what is not an expert's)
         for source in sources:
             for sender, urls in source.senders.items():
-                assert urls is not None and sender // NODE in {
-                    int(url[11:].split(":")[0]) for url in urls
-                }
+                assert urls is not None
+                assert sender // NODE in {int(url[11:].split(":")[0]) for url in urls}
                 if server.url in urls:
                     (stage,) = [
                         number for number, ranks in enumerate(stages) if source.rank in ranks
@@ -154,7 +153,7 @@ def test_a_node_without_a_part_of_the_model_gets_it_once_from_another_by_a_relay
                     got.append((stage, experts[source.rank] if source.experts else None))
         parts = [None, *range(layout.expert_model_parallel_size)]
         assert sorted(got, key=str) == sorted(
-            ((s, part) for s in range(len(stages)) for part in parts), key=str
+            ((s, expert_rank) for s in range(len(stages)) for expert_rank in parts), key=str
         )
     relayed = [source for source in sources if source.relays]
     parts = {(source.rank, source.experts) for source in relayed}
@@ -184,6 +183,5 @@ def test_sources_know_their_place_and_their_servers() -> None:
     assert [(s.number, s.count, s.is_last) for s in (every, some)] == [(0, 2, False), (1, 2, True)]
     assert every.targets(infos, 3) == infos and some.targets(infos, 1) == infos[1:]
     far = WeightSource(3, servers=(), relays=(Relay(5, ("a",)), Relay(9, ("b",))))
-    assert list(far.senders) == [5, 9] and far.targets(infos, 9) == infos[1:], (
-        "it hands nothing over itself"
-    )
+    assert list(far.senders) == [5, 9]
+    assert far.targets(infos, 9) == infos[1:], "it hands nothing over itself"

@@ -112,7 +112,5 @@ def test_checkpoints_are_written_to_the_run_directory_unless_another_is_set(tmp_
         transport = make_transport(config, SGLangAPI(), run_dir=tmp_path)
         transport.prepare("run:1")
         transport.publish(0)
-        assert (
-            isinstance(transport, DiskTransport)
-            and transport.checkpoint == expected / "weights-run-1"
-        )
+        assert isinstance(transport, DiskTransport)
+        assert transport.checkpoint == expected / "weights-run-1"

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
+from pathlib import PurePosixPath
+
 from megatron_gspo.rewards.sandbox import kernel
 from megatron_gspo.rewards.sandbox.command import BOX, Command, Limits
 
@@ -10,11 +14,36 @@ _SETPRIV = "/usr/bin/setpriv"
 _PRLIMIT = "/usr/bin/prlimit"
 _NO_CAPABILITIES = ("--bounding-set=-all", "--inh-caps=-all")
 _USER = "1000"  # what the program sees of its user in a user namespace
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
+_STREAMS = ("stdin", "stdout", "stderr")
+
+
+def root_arguments(readable: Sequence[str]) -> list[str]:
+    """bubblewrap's arguments for the file system of all programs, to be followed by its remounts.
+
+    readable: paths of the machine that are there, read-only. Links such as /lib stay links.
+    """
+    arguments = ["--symlink", BOX[1:], "/tmp"]
+    parents = {parent for path in readable for parent in PurePosixPath(path).parents}
+    for parent in sorted(parents):  # else they are for root alone
+        arguments += ["--dir", str(parent)]
+    for path in readable:
+        if os.path.islink(path) and os.path.dirname(path) == "/":
+            arguments += ["--symlink", os.readlink(path), path]
+        else:
+            arguments += ["--ro-bind", path, path]
+    arguments += ["--tmpfs", "/dev"]
+    for path in _DEVICES:
+        arguments += ["--dev-bind", path, path]
+    for number, name in enumerate(_STREAMS):
+        arguments += ["--symlink", f"fd/{number}", f"/dev/{name}"]
+    return arguments
 
 
 def bubblewrap_line(
     bubblewrap: str,
     command: Command,
+    root: Sequence[str],
     folder: str,
     *,
     status: int,
@@ -23,17 +52,16 @@ def bubblewrap_line(
 ) -> list[str]:
     """The command line of a confined program.
 
-    bubblewrap: the executable. folder: has `root`, which the program sees read-only, its directory
-    `box`, and `fd` with its streams. status: descriptor for bubblewrap's report. seccomp:
-    descriptor of the filter. uid: user of the program, if root sets the sandbox up. None: that of a
-    user namespace.
+    bubblewrap: the executable. root: see `root_arguments`. folder: has the program's directory `box`
+    and `fd` with its streams. status: descriptor for bubblewrap's report. seccomp: descriptor of the
+    filter. uid: user of the program, if root sets the sandbox up. None: that of a user namespace.
 
     The limits are set inside, by prlimit: that of processes counts those of the namespace alone
     there.
     """
     line = [bubblewrap, *_NAMESPACES, "--die-with-parent", "--new-session", "--clearenv"]
-    line += ["--ro-bind", f"{folder}/root", "/", "--dev-bind", f"{folder}/root/dev", "/dev"]
-    line += ["--bind", f"{folder}/fd", "/dev/fd", "--bind", f"{folder}/box", BOX, "--chdir", BOX]
+    line += [*root, "--bind", f"{folder}/fd", "/dev/fd", "--bind", f"{folder}/box", BOX]
+    line += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", BOX]
     line += ["--json-status-fd", str(status)]
     for name, value in command.environment.items():
         line += ["--setenv", name, value]
@@ -42,16 +70,9 @@ def bubblewrap_line(
     if uid is None:
         line += ["--unshare-user", "--uid", _USER, "--gid", _USER, "--"]
     else:
-        line += [
-            "--cap-add",
-            "CAP_SETUID",
-            "--cap-add",
-            "CAP_SETGID",
-            "--cap-add",
-            "CAP_SETPCAP",
-            "--",
-        ]
-        line += [_SETPRIV, *_as_user(uid), *_NO_CAPABILITIES, "--no-new-privs", "--"]
+        for capability in ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP"):
+            line += ["--cap-add", capability]
+        line += ["--", _SETPRIV, *_as_user(uid), *_NO_CAPABILITIES, "--no-new-privs", "--"]
     return [*line, *_prlimit(command.limits, command.limits.processes), *command.argv]
 
 

@@ -36,7 +36,7 @@ class Case:
     """
 
     stdin: str
-    accepted: tuple[Any, ...]
+    accepted: tuple[object, ...]
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def _private(text: str | list[Any]) -> list[Any]:
 class _TextOnly(pickle.Unpickler):
     """Loads no class and no function: a data file cannot run code."""
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         raise pickle.UnpicklingError(f"{module}.{name} is refused")
 
 
@@ -219,13 +219,15 @@ def _text(value: object) -> str:
     return "" if value is None else str(value)
 
 
-def _call(arguments: list[Any], output: Any, wrapped: bool) -> Case:
+def _call(arguments: list[object], output: object, wrapped: bool) -> Case:
     """wrapped: whether an output that is a list may also be a list of the value."""
-    accepted = (output, output[0]) if wrapped and isinstance(output, list) else (output,)
-    return Case(json.dumps(arguments), accepted)
+    accepted = [output]
+    if wrapped and isinstance(output, list):
+        accepted.append(output[0])
+    return Case(json.dumps(arguments), tuple(accepted))
 
 
-def _may_be_wrapped(outputs: Sequence[Any]) -> bool:
+def _may_be_wrapped(outputs: Sequence[object]) -> bool:
     """Of APPS and TACO some rows have the values as outputs, others lists of the one value.
 
     A list of another length is a value, and so are the others of its row.
@@ -233,7 +235,7 @@ def _may_be_wrapped(outputs: Sequence[Any]) -> bool:
     return all(len(output) == 1 for output in outputs if isinstance(output, list))
 
 
-def _arguments(value: object, *, one_list: bool = False) -> list[Any]:
+def _arguments(value: object, *, one_list: bool = False) -> list[object]:
     """Arguments of a call: a list of them, or the text of one JSON value after another, each on its
     line.
 
@@ -247,7 +249,7 @@ def _arguments(value: object, *, one_list: bool = False) -> list[Any]:
     return value
 
 
-def _result(value: Any, arguments: Any) -> Any:
+def _result(value: object, arguments: object) -> object:
     """What a call returns: a value, or its JSON text where the arguments are text too."""
     if not isinstance(value, str) or not isinstance(arguments, str):
         return value
@@ -257,11 +259,11 @@ def _result(value: Any, arguments: Any) -> Any:
     return values[0]
 
 
-def _values(text: str) -> list[Any]:
+def _values(text: str) -> list[object]:
     """The JSON values of a text, or else the Python literals of its lines."""
     decoder = json.JSONDecoder()
     rest = text.lstrip()
-    values: list[Any] = []
+    values: list[object] = []
     try:
         while rest:
             value, end = decoder.raw_decode(rest)

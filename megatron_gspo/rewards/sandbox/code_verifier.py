@@ -137,7 +137,7 @@ def _judge(program: Program, case: Case, function: str | None, config: CodeConfi
 def _is_right(outcome: Outcome, case: Case, function: str | None, tolerance: float) -> bool:
     if function is not None:
         return same_value(outcome.stdout, case.accepted, tolerance)
-    return any(same_text(outcome.stdout, expected, tolerance) for expected in case.accepted)
+    return any(same_text(outcome.stdout, str(expected), tolerance) for expected in case.accepted)
 
 
 __all__ = ["CodeVerifier", "SandboxError", "open_sandbox", "run_tests", "score"]

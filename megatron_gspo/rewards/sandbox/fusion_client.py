@@ -8,7 +8,6 @@ import random
 import time
 import urllib.error
 import urllib.request
-from typing import Any
 
 from megatron_gspo.config.code_section import CodeConfig
 from megatron_gspo.config.server_urls import check_url
@@ -112,10 +111,9 @@ class FusionSandbox:
             answer = json.loads(content)
         except RecursionError as error:
             raise ValueError("the answer is nested too deeply") from error
-        if (
-            _text(_object(answer, "the answer"), "status", ("Success", "Failed", "SandboxError"))
-            == "SandboxError"
-        ):
+        answer = _object(answer, "the answer")
+        status = _text(answer, "status", ("Success", "Failed", "SandboxError"))
+        if status == "SandboxError":
             raise SandboxError(f"SandboxError: {answer.get('message')}")
         if answer.get("run_result") is None:
             compiled = _object(answer.get("compile_result"), "compile_result")
@@ -148,13 +146,13 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
         """Refuse: the redirect is an HTTPError."""
 
 
-def _object(value: object, name: str) -> dict[str, Any]:
+def _object(value: object, name: str) -> dict[str, object]:
     if not isinstance(value, dict):
         raise ValueError(f"{name} is {type(value).__name__}, not an object")
     return value
 
 
-def _text(fields: dict[str, Any], name: str, known: tuple[str, ...] = ()) -> str:
+def _text(fields: dict[str, object], name: str, known: tuple[str, ...] = ()) -> str:
     """A field; "" for null. Raises ValueError if it is no text, or none of the known ones."""
     value = fields.get(name)
     value = "" if value is None else value
@@ -166,7 +164,7 @@ def _text(fields: dict[str, Any], name: str, known: tuple[str, ...] = ()) -> str
     return value
 
 
-def _check_finished(fields: dict[str, Any], name: str) -> str:
+def _check_finished(fields: dict[str, object], name: str) -> str:
     """The status of a run. Raises SandboxError if the server failed."""
     status = _text(fields, "status", ("Finished", "TimeLimitExceeded", "Error"))
     if status == "Error":

@@ -19,13 +19,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import BinaryIO, NamedTuple, NoReturn
 
 from megatron_gspo.rewards.sandbox import kernel
-from megatron_gspo.rewards.sandbox.bubblewrap import bubblewrap_line, limits_line
-from megatron_gspo.rewards.sandbox.command import BOX, Command, Ending, Limits, Outcome, Setup
+from megatron_gspo.rewards.sandbox.bubblewrap import bubblewrap_line, limits_line, root_arguments
+from megatron_gspo.rewards.sandbox.command import Command, Ending, Limits, Outcome, Setup
 
 _STDERR_BYTES = 4096
 _KILLED = 128 + signal.SIGKILL
@@ -34,7 +33,6 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 _LOOKS = 20  # at the CPU time that a program has used, before it reaches its limit
 _STREAMS = 8  # the same of the file system that has its streams
 _IN_MEMORY = kernel.MS_NOSUID | kernel.MS_NODEV
-_DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 
 
 def main(arguments: list[str]) -> None:
@@ -99,12 +97,19 @@ class _Launcher:
         # one that bubblewrap makes.
         self._uid = kernel.spare_user(os.getpid()) if self._root else None
         self._filter: int | None = None
+        self._root_arguments: list[str] = []
         if self._bubblewrap is None:
             if setup.mechanism.privileged:
                 self._uid = None
-            self._folder = _new_folder()
-            stack.callback(shutil.rmtree, self._folder, ignore_errors=True)
-            return
+        else:
+            self._prepare_to_confine(setup, parent, stack)
+        self._folder = tempfile.mkdtemp(prefix="sandbox-")
+        stack.callback(_remove_directory, self._folder)
+        os.chmod(self._folder, 0o711)
+
+    def _prepare_to_confine(self, setup: Setup, parent: int, stack: contextlib.ExitStack) -> None:
+        """Loads the filter, and leaves the mounts and the network of the machine."""
+        self._root_arguments = root_arguments(setup.readable)
         if setup.system_call_filter is not None:
             self._filter = os.memfd_create("filter")
             stack.callback(os.close, self._filter)
@@ -114,11 +119,6 @@ class _Launcher:
         else:
             self._enter_user_namespace(parent)
         kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
-        self._folder = _new_folder()
-        stack.callback(_remove_mount_point, self._folder)
-        kernel.mount("tmpfs", self._folder, "tmpfs", _IN_MEMORY, "mode=711")
-        stack.callback(kernel.unmount, self._folder)
-        _make_root(f"{self._folder}/root", setup.readable)
 
     def _enter_user_namespace(self, parent: int) -> None:
         """As its root, which is an unprivileged user outside."""
@@ -192,7 +192,7 @@ class _Launcher:
             if self._bubblewrap is None:
                 stack.callback(shutil.rmtree, path, ignore_errors=True)
             else:
-                stack.callback(_remove_mount_point, path)
+                stack.callback(_remove_directory, path)
                 kernel.mount("tmpfs", path, "tmpfs", _IN_MEMORY, f"size={size},nr_inodes={inodes}")
                 stack.callback(kernel.unmount, path)
         for number, content in enumerate((command.stdin, b"", b"")):
@@ -220,6 +220,7 @@ class _Launcher:
             line = bubblewrap_line(
                 self._bubblewrap,
                 command,
+                self._root_arguments,
                 self._folder,
                 status=status,
                 seccomp=self._filter,
@@ -246,46 +247,10 @@ class _Launcher:
         return process.pid
 
 
-def _new_folder() -> str:
-    folder = tempfile.mkdtemp(prefix="sandbox-")
-    os.chmod(folder, 0o711)
-    return folder
-
-
-def _remove_mount_point(folder: str) -> None:
-    """Never what is below it: where its unmounting was interrupted, that is the machine's own
-    files.
-    """
+def _remove_directory(path: str) -> None:
+    """An empty one: what is left in a directory whose mount was not undone stays."""
     with contextlib.suppress(OSError):
-        os.rmdir(folder)
-
-
-def _make_root(root: str, readable: Sequence[str]) -> None:
-    """The file system of all programs, read-only. Links such as /lib stay links."""
-    devices = f"{root}/dev"
-    for path in (devices, f"{root}{BOX}"):
-        os.makedirs(path)
-    os.symlink(BOX[1:], f"{root}/tmp")
-    kernel.mount("tmpfs", devices, "tmpfs", kernel.MS_NOSUID, "mode=755")
-    os.mkdir(f"{devices}/fd")
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        os.symlink(f"fd/{number}", f"{devices}/{name}")
-    for path in (*readable, *_DEVICES):
-        target = root + path
-        os.makedirs(os.path.dirname(target), exist_ok=True)
-        if os.path.islink(path) and os.path.dirname(path) == "/":
-            os.symlink(os.readlink(path), target)
-            continue
-        if os.path.isdir(path):
-            os.mkdir(target)
-        else:
-            _write(target, b"", 0o444)
-        kernel.mount(path, target, None, kernel.MS_BIND | kernel.MS_REC)
-        # The flags that a user namespace may not clear.
-        kept = os.statvfs(target).f_flag & (os.ST_NOSUID | os.ST_NODEV | os.ST_NOEXEC)
-        read_only = kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY
-        kernel.mount("none", target, None, read_only | kept)
-    kernel.mount("none", devices, None, kernel.MS_REMOUNT | kernel.MS_RDONLY | kernel.MS_NOSUID)
+        os.rmdir(path)
 
 
 def _write(path: str, content: bytes, mode: int) -> None:

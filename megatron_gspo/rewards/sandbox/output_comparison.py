@@ -11,7 +11,6 @@ import math
 import re
 from collections.abc import Iterator
 from decimal import Decimal, InvalidOperation
-from typing import Any
 
 # ASCII digits alone: float() also takes those of other scripts.
 _NUMBER = re.compile(rb"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
@@ -39,7 +38,7 @@ def same_text(output: bytes, expected: str, tolerance: float) -> bool:
     )
 
 
-def same_value(output: bytes, accepted: tuple[Any, ...], tolerance: float) -> bool:
+def same_value(output: bytes, accepted: tuple[object, ...], tolerance: float) -> bool:
     """Whether the output is the JSON of an accepted value; expected floats within `tolerance`,
     all else equal.
     """
@@ -94,7 +93,7 @@ def _same_number(token: bytes, expected: bytes, tolerance: float) -> bool:
     return _close(float(token), float(expected), tolerance)
 
 
-def _equal(value: Any, expected: Any, tolerance: float) -> bool:
+def _equal(value: object, expected: object, tolerance: float) -> bool:
     if isinstance(value, list) and isinstance(expected, list):
         return len(value) == len(expected) and all(
             _equal(a, b, tolerance) for a, b in zip(value, expected, strict=True)
@@ -103,8 +102,11 @@ def _equal(value: Any, expected: Any, tolerance: float) -> bool:
         return value.keys() == expected.keys() and all(
             _equal(value[k], expected[k], tolerance) for k in expected
         )
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if isinstance(expected, float) and is_number:
+    if (
+        isinstance(expected, float)
+        and isinstance(value, (int, float))
+        and not isinstance(value, bool)
+    ):
         return _close(value, expected, tolerance)
     return value == expected
 

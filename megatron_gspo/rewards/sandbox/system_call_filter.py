@@ -5,12 +5,10 @@ or a limit.
 from __future__ import annotations
 
 import errno
-import importlib
 import os
 import signal
 import socket
 import tempfile
-from typing import Any
 
 _CLONE_NEWUSER = 0x10000000
 # Memory that no limit of a process counts; parts of the kernel without a namespace; what changes
@@ -93,7 +91,7 @@ def system_call_filter() -> bytes | None:
     are allowed.
     """
     try:
-        seccomp: Any = importlib.import_module("pyseccomp")
+        import pyseccomp as seccomp
     except (ImportError, OSError, RuntimeError):  # not installed, or no libseccomp
         return None
     refuse = seccomp.ERRNO(errno.EPERM)

@@ -108,10 +108,10 @@ def checksum(data: torch.Tensor) -> int:
     body = data[:whole] if data.storage_offset() % _WORD == 0 else data[:whole].clone()
     total = _mixed(rest.view(torch.int64))[0] + data.numel()
     for first, words in enumerate(body.view(torch.int64).split(_CHUNK)):
-        places = torch.arange(
+        word_positions = torch.arange(
             first * _CHUNK + 1, first * _CHUNK + 1 + len(words), device=data.device
         )
-        total = total + (_mixed(words) * (2 * places + 1)).sum()
+        total = total + (_mixed(words) * (2 * word_positions + 1)).sum()
     return int(total)
 
 

@@ -39,13 +39,13 @@ def isolation_of(mechanism):
     for executable in (None, "/usr/bin/python3"):
         try:
             interpreter = find_interpreter(executable)
-            found = find_isolation(interpreter, (mechanism,))
+            isolation = find_isolation(interpreter, (mechanism,))
         except SandboxError as error:
             reason = str(error)
             continue
-        if not found.missing:
-            return interpreter, found
-        reason = f"does not isolate {found.missing}"
+        if not isolation.missing:
+            return interpreter, isolation
+        reason = f"does not isolate {isolation.missing}"
     pytest.skip(f"{label(mechanism)}: {reason}")
 
 
@@ -70,7 +70,7 @@ def descendants(pid):
     for file in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             parents[int(file.parent.name)] = int(file.read_text().rpartition(")")[2].split()[1])
-    found = {pid}
-    while more := {child for child, parent in parents.items() if parent in found} - found:
-        found |= more
-    return found - {pid}
+    family = {pid}
+    while more := {child for child, parent in parents.items() if parent in family} - family:
+        family |= more
+    return family - {pid}

@@ -131,11 +131,9 @@ TEXT = {"input": "[1, 2]\n3\n", "output": "9"}
 )
 def test_calls_in_the_layouts_of_data_sets(sandbox, row):
     tests = read_tests(row)
-    assert (
-        tests.function == "total"
-        and tests.cases[0].stdin == "[[1, 2], 3]"
-        and 9 in tests.cases[0].accepted
-    )
+    assert tests.function == "total"
+    assert tests.cases[0].stdin == "[[1, 2], 3]"
+    assert 9 in tests.cases[0].accepted
     assert run_tests(sandbox, SUM_OF_LINES, tests, CodeConfig()) == ["passed"]
     wrong = SUM_OF_LINES.replace(" * k", "")
     assert run_tests(sandbox, wrong, tests, CodeConfig()) == ["wrong_answer"]

@@ -106,17 +106,13 @@ def test_a_sandbox_that_dies_is_a_failure_and_replaced(sandbox):
 def test_failures_are_counted_and_have_no_reward():
     with fusion_server() as server, scorer(sandbox_url=server.url) as scorer_:
         server.faults = [404]
-        found = scores(scorer_, SUM, SUM, "print(5)", **THREE)
-        assert found.statuses == ("error", "ok", "ok")
-        assert str(found.rewards.tolist()) == "[nan, 1.0, 0.0]"
-        assert (
-            found.counts == {"error": 1, "timeout": 0, "invalid": 0}
-            and "HTTP 404" in found.messages[0]
-        )
-        assert (
-            found.verdicts["passed"] == found.verdicts["wrong_answer"] == 1
-            and sum(found.verdicts.values()) == 2
-        )
+        scored = scores(scorer_, SUM, SUM, "print(5)", **THREE)
+        assert scored.statuses == ("error", "ok", "ok")
+        assert str(scored.rewards.tolist()) == "[nan, 1.0, 0.0]"
+        assert scored.counts == {"error": 1, "timeout": 0, "invalid": 0}
+        assert "HTTP 404" in scored.messages[0]
+        assert scored.verdicts["passed"] == scored.verdicts["wrong_answer"] == 1
+        assert sum(scored.verdicts.values()) == 2
         assert "no test cases" in scores(scorer_, SUM).messages[0]
 
 

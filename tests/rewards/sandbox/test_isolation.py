@@ -69,9 +69,8 @@ def test_a_mechanism_that_does_not_work_is_a_sandbox_error():
     setup = Setup(Mechanism("bubblewrap", False), ("/no/such/path",), "/usr/bin/false")
     with pytest.raises(SandboxError, match="could not be set up"):
         probe(setup, interpreter)
-    for mechanisms in ((), (Mechanism("namespaces", True),), (Mechanism("namespaces", False),)):
-        with pytest.raises(SandboxError, match="no program can be run here"):
-            find_isolation(interpreter, mechanisms)
+    with pytest.raises(SandboxError, match="no program can be run here"):
+        find_isolation(interpreter, ())
 
 
 def test_without_bubblewrap_programs_are_not_isolated(monkeypatch):
@@ -90,7 +89,7 @@ def test_applications_below_usr_are_not_visible():
 
 def test_the_interpreter_is_outside_of_environments(tmp_path):
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"], check=True)
-    found = find_interpreter(str(tmp_path / "env/bin/python"))
-    assert not found.executable.startswith(str(tmp_path))
-    assert f"{os.path.realpath(sys.base_prefix)}/lib" in found.readable
-    assert not any(str(tmp_path).startswith(path) for path in found.readable)
+    interpreter = find_interpreter(str(tmp_path / "env/bin/python"))
+    assert not interpreter.executable.startswith(str(tmp_path))
+    assert f"{os.path.realpath(sys.base_prefix)}/lib" in interpreter.readable
+    assert not any(str(tmp_path).startswith(path) for path in interpreter.readable)

@@ -1,13 +1,7 @@
 """A launcher under each isolation: limits, streams, and what is left of a program."""
 
 import json
-import os
-import pickle
 import resource
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
 
 import pytest
 
@@ -36,10 +30,10 @@ def run(request):
 def test_the_limits_are_those_of_the_command(run):
     names = ("CPU", "AS", "FSIZE", "STACK", "NOFILE", "CORE", "MSGQUEUE", "NPROC")
     program = f"import json, resource\nprint(json.dumps([resource.getrlimit(getattr(resource, 'RLIMIT_' + n)) for n in {names}]))"  # noqa: E501
-    found = dict(zip(names, map(tuple, json.loads(run(program).stdout)), strict=True))
+    limits = dict(zip(names, map(tuple, json.loads(run(program).stdout)), strict=True))
     hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
     stack = 2**26 if hard == resource.RLIM_INFINITY else min(2**26, hard)
-    assert found == {
+    assert limits == {
         "CPU": (2, 3),
         "AS": (200 * 2**20,) * 2,
         "FSIZE": (2**21,) * 2,
@@ -82,47 +76,3 @@ def test_nothing_is_left_of_a_program(run):
         == "wall_time"
     )
     assert descendants(*run.launcher.process_ids) == set()
-
-
-@pytest.mark.parametrize("mechanism", PARAMETERS)
-def test_an_interrupted_end_deletes_nothing_of_the_machine(mechanism):
-    _, isolation = isolation_of(mechanism)
-    with tempfile.TemporaryDirectory(prefix="machine-") as machine:
-        os.chmod(machine, 0o777)
-        library = Path(machine, "library")
-        library.write_text("needed")
-        setup = isolation.setup._replace(readable=(machine,))
-        run = subprocess.run(
-            [sys.executable, "-c", INTERRUPTED_END],
-            input=pickle.dumps(setup),
-            capture_output=True,
-            check=True,
-            cwd=Path(__file__).parents[3],
-        )
-        assert run.stdout == b"read-only, interrupted"
-        assert library.read_text() == "needed"
-
-
-INTERRUPTED_END = """
-import contextlib, os, pickle, sys
-from megatron_gspo.rewards.sandbox import kernel, launcher
-
-def interrupted(folder):
-    raise SystemExit
-
-setup = pickle.load(sys.stdin.buffer)
-kernel.unmount = interrupted
-with contextlib.suppress(SystemExit), contextlib.ExitStack() as stack:
-    started = launcher._Launcher(setup, os.getppid(), stack)
-    library = f"{started._folder}/root{setup.readable[0]}/library"
-    assert open(library).read() == "needed"
-    for attempt in (os.unlink, lambda path: open(path, "w")):
-        try:
-            attempt(library)
-        except OSError as error:
-            assert "Read-only" in str(error), error
-        else:
-            raise AssertionError("the machine's files can be written")
-    print("read-only, ", end="")
-print("interrupted", end="")
-"""

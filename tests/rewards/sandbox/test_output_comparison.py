@@ -50,6 +50,9 @@ from megatron_gspo.rewards.sandbox.output_comparison import same_text, same_valu
         ("9007199254740993", "9007199254740992", False),
         ("5\x0b5", "5 5", True),
         ("a\u2028b", "a b", False),
+        ("\ufeff5", "5", False),
+        ("5\0", "5", False),
+        ("debug\n5", "5", False),
         ("1e999999999999999999999", "1", False),
     ],
 )
@@ -64,6 +67,7 @@ def test_text_without_tolerance():
 
 def test_text_that_is_not_utf8():
     assert not same_text(b"5\xff", "5\ufffd", 1e-6)
+    assert not same_text("5".encode("utf-16"), "5", 1e-6)
 
 
 @pytest.mark.parametrize(
@@ -74,6 +78,7 @@ def test_text_that_is_not_utf8():
         (6, 5, False),
         ("5", 5, False),
         (5, "5", False),
+        ([5], 5, False),
         ([1, 2], [1, 2], True),
         ([2, 1], [1, 2], False),
         ([1], [1, 2], False),

@@ -26,12 +26,12 @@ def test_attention_of_one_query(kv_heads, masked):
     if masked:
         mask = torch.rand(3, 1, 1, 6) < 0.6
         mask[..., -1] = True
-    found, _ = decode_attention(torch.nn.Module(), query, key, value, mask)
+    attended, _ = decode_attention(torch.nn.Module(), query, key, value, mask)
     repeat = 4 // kv_heads
     expected = torch.nn.functional.scaled_dot_product_attention(
         query, key.repeat_interleave(repeat, 1), value.repeat_interleave(repeat, 1), attn_mask=mask
     )
-    torch.testing.assert_close(found, expected.transpose(1, 2), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(attended, expected.transpose(1, 2), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("queries", [1, 5])
@@ -46,14 +46,14 @@ def test_attention_with_sinks(queries):
     mask = torch.ones(3, 1, queries, 6, dtype=torch.bool).tril(6 - queries)
     mask[1, ..., :2] = False  # left padding, or keys before a window
     mask[1, :, range(queries), range(6 - queries, 6)] = True
-    found, _ = decode_attention(
+    attended, _ = decode_attention(
         torch.nn.Module(), query, key, value, mask, s_aux=sinks, scaling=0.5
     )
     scores = 0.5 * query @ key.repeat_interleave(2, 1).transpose(2, 3)
     column = sinks.view(1, 4, 1, 1).expand(3, 4, queries, 1)
     weights = torch.cat((scores.masked_fill(~mask, -torch.inf), column), -1).softmax(-1)[..., :-1]
     expected = (weights @ value.repeat_interleave(2, 1)).transpose(1, 2)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(attended, expected, rtol=1e-5, atol=1e-6)
     if queries > 1:
         plain, _ = decode_attention(
             torch.nn.Module(), query, key, value, None, s_aux=sinks, scaling=0.5

@@ -168,16 +168,15 @@ def test_a_model_of_a_config_is_filled_by_the_first_update_alone(tmp_path, kind,
     ]
     assert tensors[0].keys() == tensors[1].keys()
     for name, tensor in tensors[0].items():
-        assert tensor.dtype == tensors[1][name].dtype and torch.equal(tensor, tensors[1][name]), (
-            name
-        )
+        assert tensor.dtype == tensors[1][name].dtype
+        assert torch.equal(tensor, tensors[1][name]), name
     samples = [e.generate(prompts(5), SamplingParams(2, 10), seed=3) for e in (from_folder, engine)]
     assert key(samples[0]) == key(samples[1])
-    for one, other in zip(*samples, strict=True):
+    for sample, other in zip(*samples, strict=True):
         # weights mapped from a file lie at other addresses, and products of unaligned rows round
         # differently
         np.testing.assert_allclose(
-            one.rollout_log_probs, other.rollout_log_probs, rtol=0, atol=2e-6
+            sample.rollout_log_probs, other.rollout_log_probs, rtol=0, atol=2e-6
         )
 
 

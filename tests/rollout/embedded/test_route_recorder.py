@@ -5,11 +5,9 @@ sequences.
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, MixtralConfig, OlmoeConfig, Qwen2MoeConfig
 
 from megatron_gspo.config import SamplingParams
 from megatron_gspo.errors import EngineError
-from megatron_gspo.rollout.embedded import route_recorder
 from megatron_gspo.rollout.embedded.embedded_engine import EmbeddedEngine
 from megatron_gspo.routing_replay.routes import RouteShape, check_routes
 from tests.support.reference_models import (
@@ -117,30 +115,3 @@ def test_a_layer_that_is_passed_by_is_named():
     block.forward = lambda hidden: hidden  # what a fused kernel for the whole block would do
     with pytest.raises(EngineError, match="MoE layer 1 chose no experts in a forward pass"):
         engine.generate(prompts(1), SamplingParams(1, 2), seed=0)
-
-
-@pytest.mark.parametrize(
-    "config", [MixtralConfig, Qwen2MoeConfig, OlmoeConfig], ids=lambda kind: kind.model_type
-)
-def test_other_families(config):
-    """Mixtral's name for the number of experts, Qwen2-MoE's shared expert and dense layers."""
-    count = {"num_local_experts": 6} if config is MixtralConfig else {"num_experts": 6}
-    sizes = dict(
-        vocab_size=40,
-        hidden_size=32,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    widths = dict(
-        intermediate_size=16, moe_intermediate_size=16, shared_expert_intermediate_size=16
-    )
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(
-        config(**sizes, **widths, **count, num_experts_per_tok=2)
-    ).eval()
-    recorder = route_recorder.RouteRecorder(model)
-    tokens = prompts(1, shortest=11)[0].token_ids
-    wanted = naive_routes(model, np.append(tokens, 0))
-    assert wanted.shape == (11, 3, 2)
-    np.testing.assert_array_equal(recorder.take().sort(-1).values.numpy(), wanted)

@@ -59,8 +59,8 @@ PASSING = {
 
 def check(groups: list[list], wanted: list[Prompt]) -> None:
     """Every (prompt, sample) once, as the rule draws it."""
-    found = [(s.prompt_index, s.sample_index) for group in groups for s in group]
-    assert found == [(p.index, i) for p in wanted for i in range(SAMPLING.n_samples_per_prompt)]
+    keys = [(s.prompt_index, s.sample_index) for group in groups for s in group]
+    assert keys == [(p.index, i) for p in wanted for i in range(SAMPLING.n_samples_per_prompt)]
     for prompt, group in zip(wanted, groups, strict=True):
         for sample in group:
             assert sample.response_ids.tolist() == expected(prompt)
@@ -148,10 +148,8 @@ def test_old_weights_never_serve(server):
             setup.stream.start(wanted, SAMPLING, seed=1)
             check(setup.stream.take(3), wanted)
             assert 1 <= setup.client.counts["stale_responses"] <= 6
-            assert (
-                setup.pool.serving == setup.pool.servers[1:]
-                and setup.pool.stale == setup.pool.servers[:1]
-            )
+            assert setup.pool.serving == setup.pool.servers[1:]
+            assert setup.pool.stale == setup.pool.servers[:1]
             assert setup.client.counts["requests"] == 6
 
 

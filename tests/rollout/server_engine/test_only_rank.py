@@ -52,11 +52,12 @@ def engine_on(
 def test_a_watch_that_breaks_is_told(server):
     said: list[str] = []
     heard = threading.Event()
-    engine = engine_on(
-        server.url,
-        processes=Launcher(server.url),
-        log=lambda line: (said.append(line), heard.set()),
-    )
+
+    def log(line: str) -> None:
+        said.append(line)
+        heard.set()
+
+    engine = engine_on(server.url, processes=Launcher(server.url), log=log)
     assert heard.wait(10)
     engine.close()
     assert said == [

@@ -43,10 +43,8 @@ def test_parts_are_joined():
     assert sample.tokens.tolist() == [11, 12, 13, 4, 5, 6, 7, 1] and sample.tokens.dtype == np.int64
     assert sample.rollout_log_probs.tolist() == [-0.125, -0.25, -4.125, -5.125, -5.25]
     assert sample.rollout_log_probs.dtype == np.float32
-    assert (
-        sample.token_versions.tolist() == [3, 3, 4, 6, 6]
-        and sample.token_versions.dtype == np.int32
-    )
+    assert sample.token_versions.tolist() == [3, 3, 4, 6, 6]
+    assert sample.token_versions.dtype == np.int32
     assert (sample.weight_version, sample.finish_reason, sample.text) == (3, "stop", "4 5 6 7 1")
     assert sample.loss_mask.tolist() == [True] * 5
     assert sample.routed_experts.shape == (7, 2, 2)
@@ -81,21 +79,21 @@ def test_every_cut_of_a_response_gives_the_same_sample(cuts):
     begin = 0
     for size in cuts:
         end = begin + size
-        rows = slice(made.routes_start, 3 + end - 1)  # as requested and returned
+        fed_positions = slice(made.routes_start, 3 + end - 1)  # as requested and returned
         made.add(
             ResponsePart(
                 whole.parts[0].tokens[begin:end],
                 whole.parts[0].log_probs[begin:end],
                 "length" if end == 6 else "abort",
-                whole.parts[0].routes[rows],
+                whole.parts[0].routes[fed_positions],
                 0,
             ),
             0,
         )
         begin = end
-    found = made.to_sample(MODEL, str)
+    sample = made.to_sample(MODEL, str)
     for field in ("tokens", "rollout_log_probs", "routed_experts", "token_versions", "loss_mask"):
         np.testing.assert_array_equal(
-            getattr(found, field), getattr(expected, field), err_msg=field
+            getattr(sample, field), getattr(expected, field), err_msg=field
         )
-    assert found.finish_reason == expected.finish_reason == "length"
+    assert sample.finish_reason == expected.finish_reason == "length"

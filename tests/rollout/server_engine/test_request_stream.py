@@ -4,9 +4,11 @@ hang.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import math
 import socket
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -110,17 +112,15 @@ def test_what_is_not_kept_is_given_back_and_counted(server):
 
 def hold_back(server: Generator, length: int) -> Callable[[], None]:
     """Answers to prompts of this length wait until what is returned is called."""
-    open_now = [False]
+    may_go = threading.Event()
 
     async def wait(answer):
-        import asyncio
-
-        while answer["meta_info"]["prompt_tokens"] == length and not open_now[0]:
+        while answer["meta_info"]["prompt_tokens"] == length and not may_go.is_set():
             await asyncio.sleep(0.005)
         return answer
 
     server.always = wait
-    return lambda: open_now.__setitem__(0, True)
+    return may_go.set
 
 
 def test_a_group_that_is_due_is_waited_for_and_comes_first(server):

@@ -174,28 +174,31 @@ def collects(rank: Rank) -> tuple:
 
 
 def test_each_client_requests_and_holds_its_share(run):
-    one = run(collects, 3, (0,), 2)
-    assert one[0][0] == right([VERSION] * 4, 6) and [rank[1] for rank in one] == [
+    of_one_client = run(collects, 3, (0,), 2)
+    assert of_one_client[0][0] == right([VERSION] * 4, 6)
+    assert [rank[1] for rank in of_one_client] == [
         list(range(12)),
         [],
         [],
     ]
-    bodies = sorted(body for _, body in one[0][2])
+    bodies = sorted(body for _, body in of_one_client[0][2])
     assert len(set(bodies)) == 12, "each with a seed of its own"
     for clients in ((0, 2), (0, 1, 2)):
-        found = run(collects, 3, clients, 2)
-        assert all(rank[0] == one[0][0] for rank in found), "the same samples in the same order"
-        requests = found[0][2]
+        by_rank = run(collects, 3, clients, 2)
+        assert all(rank[0] == of_one_client[0][0] for rank in by_rank), (
+            "the same samples in the same order"
+        )
+        requests = by_rank[0][2]
         assert sorted(body for _, body in requests) == bodies, (
             "the same requests with the same seeds"
         )
         assert Counter(sender for sender, _ in requests) == {
             f"rank{rank}": 12 // len(clients) for rank in clients
         }
-        assert [len(rank[1]) for rank in found] == [
+        assert [len(rank[1]) for rank in by_rank] == [
             12 // len(clients) * (rank in clients) for rank in range(3)
         ]
-        assert [rank[3].get("rollout/requests") for rank in found] == [
+        assert [rank[3].get("rollout/requests") for rank in by_rank] == [
             12.0,
             None,
             None,
@@ -216,7 +219,7 @@ def sizes(rank: Rank) -> tuple[list[int], int]:
             return real(*given, **options)
 
         setattr(dist, name, record)
-    found = []
+    sizes_by_length = []
     held = 0
     for length in (4, 40):
         seen.clear()
@@ -226,8 +229,8 @@ def sizes(rank: Rank) -> tuple[list[int], int]:
         batch = rank.source.collect(6)
         assert all(s.response_length == length for s in batch.samples)
         held = len(batch.held)
-        found.append(sorted(seen))
-    return found, held
+        sizes_by_length.append(sorted(seen))
+    return sizes_by_length, held
 
 
 def test_what_reaches_other_ranks_does_not_grow_with_the_responses(run):
@@ -249,9 +252,9 @@ def interrupted(rank: Rank) -> tuple:
 
 def test_an_update_interrupts_the_requests_of_all_clients(run):
     for clients in ((0,), (0, 1)):
-        found = run(interrupted, 2, clients, 2)
-        assert found[0][0] == found[1][0] == right([VERSION, *[VERSION + 1] * 3], 4)
-        metrics = found[0][1]
+        by_rank = run(interrupted, 2, clients, 2)
+        assert by_rank[0][0] == by_rank[1][0] == right([VERSION, *[VERSION + 1] * 3], 4)
+        metrics = by_rank[0][1]
         assert metrics["rollout/continued"] == 8 and metrics["rollout/retries"] == 0
 
 
@@ -263,17 +266,16 @@ def broken_connection(rank: Rank) -> tuple:
     wait_for(lambda: rank.servers or len(rank.serving()) <= 1)
     dist.barrier()
     rank.change_servers(open_gate)
-    found = facts(rank.source.collect(6))
-    return found, rank.serving(), rank.lines, rank.requests()
+    collected = facts(rank.source.collect(6))
+    return collected, rank.serving(), rank.lines, rank.requests()
 
 
 def test_a_server_that_one_client_does_not_reach_serves_the_others(run):
     first, second = run(broken_connection, 2, (0, 1), 2, max_concurrent_requests=2)
     assert first[0] == second[0] == right([VERSION] * 4, 6)
     assert len(first[1]) == 2 and len(second[1]) == 1 and set(second[1]) < set(first[1])
-    assert not any("down" in line for line in first[2]) and any(
-        "is down" in line for line in second[2]
-    )
+    assert not any("down" in line for line in first[2])
+    assert any("is down" in line for line in second[2])
     assert Counter(sender for sender, _ in first[3]) == {
         "rank0": 6,
         "rank1": 6,
@@ -289,8 +291,8 @@ def other_weights(rank: Rank, sender: str) -> tuple:
 
     rank.change_servers(lambda server: server.breaks_of.update({sender: [change]}))
     rank.source.submit(prompts(4), SAMPLING, seed=5)
-    found = facts(rank.source.collect(4))
-    return found, [server.updates for server in rank.servers], rank.source.metrics(), rank.lines
+    collected = facts(rank.source.collect(4))
+    return collected, [server.updates for server in rank.servers], rank.source.metrics(), rank.lines
 
 
 @pytest.mark.parametrize("sender", ["rank0", "rank1"])
@@ -306,8 +308,8 @@ def hanging(rank: Rank) -> tuple:
     """The first server does not generate for rank 1 and answers everything else."""
     rank.change_servers(lambda server: server.hangs.update({"rank1", "/health"}), slice(1))
     rank.source.submit(prompts(6), SAMPLING, seed=5)
-    found = facts(rank.source.collect(6))
-    return found, rank.lines, rank.serving()
+    collected = facts(rank.source.collect(6))
+    return collected, rank.lines, rank.serving()
 
 
 def test_a_server_that_hangs_for_another_client_is_found_by_rank_0(run):
@@ -324,11 +326,9 @@ def test_clients_begin_with_different_servers_and_share_their_limit(server):
         client = RolloutClient(
             urls, config, MODEL, str, api=SGLangAPI(), share=share, log=lambda line: None
         )
-        found = [each.url for each in client.pool.servers]
-        assert (
-            found == urls[first:] + urls[:first]
-            and client.pool._config.max_concurrent_requests == limit
-        )
+        order = [each.url for each in client.pool.servers]
+        assert order == urls[first:] + urls[:first]
+        assert client.pool._config.max_concurrent_requests == limit
         client.close()
         client.close()
 
@@ -337,7 +337,7 @@ def test_other_weights_that_are_found_between_report_and_reply_are_reported_next
     """The owner's reply does not know of them yet."""
     url = "http://127.0.0.1:9"
     nothing = [[0], [0]]
-    found = [[0], [1]]
+    other_weights_found = [[0], [1]]
     client = RolloutClient(
         [url], ServerConfig(urls=(url,)), MODEL, str, api=SGLangAPI(), share=(1, 2)
     )
@@ -347,14 +347,13 @@ def test_other_weights_that_are_found_between_report_and_reply_are_reported_next
     assert client.reports().tolist() == nothing and client.pool.serving
     client.loop.run(client.pool.mark_stale(server, "it answered with other weights"))
     client.follow(reply)
-    assert not client.pool.serving and client.reports().tolist() == found
+    assert not client.pool.serving and client.reports().tolist() == other_weights_found
     client.follow(PoolState("run:3", 3, {url: ServerState(alive=True, has_weights=False)}))
     assert not client.pool.serving and client.reports().tolist() == nothing, "once"
     client.follow(reply)
     assert client.pool.serving == [server]
     client.loop.run(client.pool.mark_stale(server, "it answered with other weights"))
     client.follow(PoolState("run:4", 4, reply.servers))
-    assert client.pool.serving == [server] and client.reports().tolist() == nothing, (
-        "new weights have replaced them"
-    )
+    assert client.pool.serving == [server]
+    assert client.reports().tolist() == nothing, "new weights have replaced them"
     client.close()

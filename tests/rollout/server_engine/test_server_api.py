@@ -12,13 +12,6 @@ from megatron_gspo.rollout.server_kinds import SERVER_KINDS
 from tests.support.served_models import served_model
 
 
-def test_rows_of_routes_are_the_input_positions_that_are_fed():
-    model = served_model(moe_layers=(True,), k=1, num_experts=4)
-    # 5 input tokens and up to 4 new ones, of which the last is not fed
-    assert RequestContext("r", 5, 4, model).route_rows == 8
-    assert RequestContext("r", 5, 4, model, routes_start=4).route_rows == 4
-
-
 @pytest.mark.parametrize(("kind", "field"), [("sglang", "lora_path"), ("vllm", "model")])
 def test_every_request_names_the_adapters(kind, field):
     api = SERVER_KINDS[kind].api

@@ -28,46 +28,49 @@ GOOD = answer([9, 8, 1], [-0.5, -1.25, 0.0])
 
 def changed(change: Callable[[dict[str, Any], dict[str, Any]], object]) -> dict[str, Any]:
     """GOOD after `change(answer, meta_info)`."""
-    found = copy.deepcopy(GOOD)
-    change(found, found["meta_info"])
-    return found
+    reply = copy.deepcopy(GOOD)
+    change(reply, reply["meta_info"])
+    return reply
 
 
-def parse_response(found: Any, request: RequestContext) -> Any:
-    return response_parser.parse_response(decode_response(body(found), request), request)
+def parse_response(reply: Any, request: RequestContext) -> Any:
+    return response_parser.parse_response(decode_response(body(reply), request), request)
 
 
-def is_empty(found: Any, request: RequestContext) -> bool:
-    return response_parser.is_empty(decode_response(body(found), request), request)
+def is_empty(reply: Any, request: RequestContext) -> bool:
+    return response_parser.is_empty(decode_response(body(reply), request), request)
 
 
-def response_version(found: Any, request: RequestContext) -> str:
-    return response_parser.response_version(decode_response(body(found), request), request)
+def response_version(reply: Any, request: RequestContext) -> str:
+    return response_parser.response_version(decode_response(body(reply), request), request)
 
 
-def parse_input_log_probs(found: Any, request: RequestContext, tokens: Any) -> np.ndarray:
-    return response_parser.parse_input_log_probs(body(found), request, tokens)
+def parse_input_log_probs(reply: Any, request: RequestContext, tokens: Any) -> np.ndarray:
+    return response_parser.parse_input_log_probs(body(reply), request, tokens)
 
 
-def body(found: Any) -> bytes:
+def body(reply: Any) -> bytes:
     """As it travels. Not ASCII alone: a server writes UTF-8."""
     return (
-        found
-        if isinstance(found, bytes)
-        else json.dumps(found, ensure_ascii=False).encode(errors="surrogatepass")
+        reply
+        if isinstance(reply, bytes)
+        else json.dumps(reply, ensure_ascii=False).encode(errors="surrogatepass")
     )
 
 
-def refusal(found: Any, parse: Callable[..., Any] = parse_response, **request: Any) -> str:
+def refusal(reply: Any, parse: Callable[..., Any] = parse_response, **request: Any) -> str:
     with pytest.raises(ResponseError) as caught:
-        parse(found, asked(**request))
+        parse(reply, asked(**request))
     message = str(caught.value)
     assert message.startswith("sample 7/2: ") and "\n" not in message and len(message) < 400
     return message
 
 
 def set_row(position: int, row: Any) -> Callable[..., object]:
-    return lambda a, m: m["output_token_logprobs"].__setitem__(position, row)
+    def change(answer: dict[str, Any], meta: dict[str, Any]) -> None:
+        meta["output_token_logprobs"][position] = row
+
+    return change
 
 
 def set_meta(**values: Any) -> Callable[..., object]:
@@ -75,20 +78,25 @@ def set_meta(**values: Any) -> Callable[..., object]:
 
 
 def test_a_good_answer_is_taken_as_it_is():
-    part = parse_response(GOOD, asked())
-    assert part.tokens.dtype == np.int64 and part.tokens.tolist() == [9, 8, 1]
-    assert part.log_probs.dtype == np.float32 and part.log_probs.tolist() == [-0.5, -1.25, 0.0]
-    assert (part.finish_reason, part.cached) == ("stop", 2)
+    response = parse_response(GOOD, asked())
+    assert response.tokens.dtype == np.int64 and response.tokens.tolist() == [9, 8, 1]
+    assert response.log_probs.dtype == np.float32
+    assert response.log_probs.tolist() == [
+        -0.5,
+        -1.25,
+        0.0,
+    ]
+    assert (response.finish_reason, response.cached) == ("stop", 2)
     # An array of its own, not a view of the body.
-    assert part.routes.dtype == np.uint8 and part.routes.base is None
+    assert response.routes.dtype == np.uint8 and response.routes.base is None
     # 5 + 3 - 1 fed tokens, without the dense layer.
-    np.testing.assert_array_equal(part.routes, route_ids(7)[:, [0, 2]])
+    np.testing.assert_array_equal(response.routes, route_ids(7)[:, [0, 2]])
 
 
 @pytest.mark.parametrize("separators", [(",", ":"), (" , ", " : ")])
 def test_the_ids_are_compared_however_they_are_written(separators):
-    def written(found: dict[str, Any]) -> bytes:
-        return json.dumps(found, separators=separators).encode()
+    def written(reply: dict[str, Any]) -> bytes:
+        return json.dumps(reply, separators=separators).encode()
 
     assert parse_response(written(GOOD), asked()).tokens.tolist() == [9, 8, 1]
     for absent in (
@@ -106,10 +114,10 @@ def test_the_ids_are_compared_however_they_are_written(separators):
 
 
 def test_routes_from_a_position_on():
-    found = answer([9, 8, 1], [-1.0] * 3, start=4)
-    part = parse_response(found, asked(routes_start=4))
-    np.testing.assert_array_equal(part.routes, route_ids(3)[:, [0, 2]])
-    assert "holds 18 ids, not 7 rows x 3 layers x 2" in refusal(found)
+    reply = answer([9, 8, 1], [-1.0] * 3, start=4)
+    response = parse_response(reply, asked(routes_start=4))
+    np.testing.assert_array_equal(response.routes, route_ids(3)[:, [0, 2]])
+    assert "holds 18 ids, not 7 rows x 3 layers x 2" in refusal(reply)
     without = asked(model=replace(MODEL, return_routes=False))
     assert parse_response(changed(lambda a, m: m.pop("routed_experts")), without).routes is None
 
@@ -120,7 +128,7 @@ WRONG = {
         "output_ids and output_token_logprobs disagree",
     ),
     "short ids": (lambda a, m: a["output_ids"].pop(), "disagree"),
-    "other ids": (lambda a, m: a["output_ids"].__setitem__(0, 10), "disagree"),
+    "other ids": (lambda a, m: a.update(output_ids=[10, 8, 1]), "disagree"),
     "ids of floats": (
         lambda a, m: a.update(output_ids=[9.5, 8.0, 1.0]),
         "got `float` - at `$.output_ids[0]`",
@@ -196,7 +204,7 @@ def test_any_end_is_right_where_no_end_token_is_known():
 
 
 @pytest.mark.parametrize(
-    "found",
+    "reply",
     [
         None,
         3,
@@ -209,16 +217,16 @@ def test_any_end_is_right_where_no_end_token_is_known():
         {"error": {"message": "no"}},
     ],
 )
-def test_what_is_no_answer(found):
+def test_what_is_no_answer(reply):
     for parse in (parse_response, response_version, is_empty):
-        assert "the response has another form: " in refusal(found, parse)
+        assert "the response has another form: " in refusal(reply, parse)
     assert "the response has another form: " in refusal(
-        found, lambda a, q: parse_input_log_probs(a, q, [4])
+        reply, lambda a, q: parse_input_log_probs(a, q, [4])
     )
 
 
 @pytest.mark.parametrize(
-    "found",
+    "reply",
     [
         b"",
         b"{",
@@ -228,9 +236,9 @@ def test_what_is_no_answer(found):
     ],
     ids=["nothing", "half", "text", "not UTF-8", "deep"],
 )
-def test_what_is_no_json(found):
+def test_what_is_no_json(reply):
     for parse in (parse_response, response_version, is_empty):
-        assert f"({len(found)} bytes)" in refusal(found, parse)
+        assert f"({len(reply)} bytes)" in refusal(reply, parse)
 
 
 @pytest.mark.parametrize("cached", [None, "3", True, -1, 6, 10**400, 2.5])
@@ -275,8 +283,8 @@ def test_log_probs_of_the_input():
     def parse(rows: Any, tokens: tuple[int, ...] = (4, 5, 6)) -> np.ndarray:
         return parse_input_log_probs({"meta_info": {"input_token_logprobs": rows}}, asked(), tokens)
 
-    found = parse(rows)
-    assert found.dtype == np.float32 and found.tolist() == [-0.5, -2.0]
+    log_probs = parse(rows)
+    assert log_probs.dtype == np.float32 and log_probs.tolist() == [-0.5, -2.0]
     for wrong, words in (
         (rows[:2], "has 2 entries for 3 tokens"),
         (None, "Expected `array`, got `null`"),
@@ -312,7 +320,7 @@ FIELDS = [
 ]
 
 
-def only_answer_errors(found: Any) -> None:
+def only_answer_errors(reply: Any) -> None:
     for parse in (
         parse_response,
         response_version,
@@ -320,7 +328,7 @@ def only_answer_errors(found: Any) -> None:
         lambda a, q: parse_input_log_probs(a, q, [4, 5, 6]),
     ):
         try:
-            parse(found, asked())
+            parse(reply, asked())
         except ResponseError as error:
             assert str(error).startswith("sample 7/2: ") and "\n" not in str(error)
 
@@ -328,11 +336,11 @@ def only_answer_errors(found: Any) -> None:
 @settings(max_examples=300)
 @given(st.dictionaries(st.sampled_from(FIELDS), ANYTHING), st.none() | ANYTHING)
 def test_no_change_of_a_good_answer_raises_anything_else(meta, ids):
-    found = copy.deepcopy(GOOD)
-    found["meta_info"] |= meta
+    reply = copy.deepcopy(GOOD)
+    reply["meta_info"] |= meta
     if ids is not None:
-        found["output_ids"] = ids
-    only_answer_errors(found)
+        reply["output_ids"] = ids
+    only_answer_errors(reply)
 
 
 @given(st.data())
@@ -352,22 +360,24 @@ def test_what_a_server_says_is_what_comes_out(data):
     reason = data.draw(st.sampled_from(["stop", "length", "abort"]))
     if reason == "stop":
         tokens[-1] = 1
-    rows = context + count - 1 - start
+    num_routes = context + count - 1 - start
     seed = data.draw(st.integers(0, 99))
-    ids = np.random.default_rng(seed).integers(num_experts, size=(rows, layers, k), dtype=np.int32)
-    found = answer(tokens, log_probs, reason, context, start, routed_experts=encoded(ids))
+    ids = np.random.default_rng(seed).integers(
+        num_experts, size=(num_routes, layers, k), dtype=np.int32
+    )
+    reply = answer(tokens, log_probs, reason, context, start, routed_experts=encoded(ids))
     request = asked(
         context_length=context,
         routes_start=start,
         model=model,
         max_new_tokens=count if reason == "length" else count + data.draw(st.integers(0, 2)),
     )
-    part = parse_response(found, request)
-    assert part.tokens.tolist() == tokens and part.finish_reason == reason
-    np.testing.assert_array_equal(part.log_probs, np.array(log_probs, dtype=np.float32))
-    np.testing.assert_array_equal(part.routes, ids[:, list(moe)])
-    assert part.routes.dtype == (np.uint8 if num_experts == 4 else np.uint16)
-    assert len(json.dumps(found)) <= max_response_bytes(request)
+    response = parse_response(reply, request)
+    assert response.tokens.tolist() == tokens and response.finish_reason == reason
+    np.testing.assert_array_equal(response.log_probs, np.array(log_probs, dtype=np.float32))
+    np.testing.assert_array_equal(response.routes, ids[:, list(moe)])
+    assert response.routes.dtype == (np.uint8 if num_experts == 4 else np.uint16)
+    assert len(json.dumps(reply)) <= max_response_bytes(request)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 11, 12, 13])
@@ -377,14 +387,14 @@ def test_routes_that_are_decoded_in_pieces(monkeypatch, rows, layers, k):
     monkeypatch.setattr(response_parser, "_PIECE_IDS", 6 * layers * k)
     model = served_model(moe_layers=(True,) * layers, k=k, num_experts=90)
     ids = np.arange(rows * layers * k, dtype=np.int32).reshape(rows, layers, k)
-    found = answer([1], [-1.0], context=rows, routed_experts=encoded(ids))
+    reply = answer([1], [-1.0], context=rows, routed_experts=encoded(ids))
     np.testing.assert_array_equal(
-        parse_response(found, asked(context_length=rows, model=model)).routes, ids
+        parse_response(reply, asked(context_length=rows, model=model)).routes, ids
     )
     ids[-1, -1, -1] = 90
-    found["meta_info"]["routed_experts"] = encoded(ids)
+    reply["meta_info"]["routed_experts"] = encoded(ids)
     assert "has expert 90; the model has 0 to 89" in refusal(
-        found, context_length=rows, model=model
+        reply, context_length=rows, model=model
     )
 
 

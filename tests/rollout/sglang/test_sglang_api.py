@@ -69,10 +69,8 @@ def test_a_sampled_request_names_every_parameter_that_a_server_could_default():
 
 def test_prefill_and_score():
     prefill = API.prefill_request([2, 3], context(max_new_tokens=0))
-    assert (
-        prefill.body["sampling_params"]["max_new_tokens"] == 0
-        and "return_logprob" not in prefill.body
-    )
+    assert prefill.body["sampling_params"]["max_new_tokens"] == 0
+    assert "return_logprob" not in prefill.body
     score = API.score_request([2, 3, 4], context(max_new_tokens=1))
     assert score.body["logprob_start_len"] == 0 and score.body["return_logprob"]
     longer = API.score_request([2] * 1003, context(max_new_tokens=1))

@@ -29,10 +29,10 @@ def parse(answer: dict[str, Any], **context: Any) -> ResponsePart:
 
 
 def test_a_right_answer():
-    part = parse(vllm_answer(TOKENS, LOG_PROBS))
-    assert part.tokens.tolist() == TOKENS and part.tokens.dtype == np.int64
-    assert part.log_probs.tolist() == LOG_PROBS and part.log_probs.dtype == np.float32
-    assert (part.finish_reason, part.routes, part.cached) == ("stop", None, 2)
+    response = parse(vllm_answer(TOKENS, LOG_PROBS))
+    assert response.tokens.tolist() == TOKENS and response.tokens.dtype == np.int64
+    assert response.log_probs.tolist() == LOG_PROBS and response.log_probs.dtype == np.float32
+    assert (response.finish_reason, response.routes, response.cached) == ("stop", None, 2)
     assert parse(vllm_answer(TOKENS, LOG_PROBS), log_probs=False).log_probs is None
 
 
@@ -124,9 +124,9 @@ def routed(part: Any, **top: Any) -> ResponsePart:
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "int32", ">i4"])
 def test_routes_of_all_layers_or_of_those_with_experts(dtype):
     for ids in (ROUTES, MOE):
-        found = routed(npy(ids.astype(dtype))).routes
-        np.testing.assert_array_equal(found, MOE)
-        assert found.dtype == np.uint8
+        routes = routed(npy(ids.astype(dtype))).routes
+        np.testing.assert_array_equal(routes, MOE)
+        assert routes.dtype == np.uint8
 
 
 def test_rows_that_come_apart_a_last_row_that_lacks_and_unknown_rows():
@@ -136,10 +136,10 @@ def test_rows_that_come_apart_a_last_row_that_lacks_and_unknown_rows():
         (ROUTES[:-1], [6]),
         (np.where(np.arange(7)[:, None, None] < 2, MISSING, ROUTES), [0, 1]),
     ):
-        found, missing = as_routes(routed(npy(ids.astype(np.int32))).routes, 8)
+        routes, missing = as_routes(routed(npy(ids.astype(np.int32))).routes, 8)
         assert np.flatnonzero(missing).tolist() == unknown
         known = ~missing
-        np.testing.assert_array_equal(found[known], MOE[known])
+        np.testing.assert_array_equal(routes[known], MOE[known])
 
 
 WRONG_ROUTES = {
@@ -161,9 +161,9 @@ WRONG_ROUTES = {
 
 @pytest.mark.parametrize("case", WRONG_ROUTES)
 def test_wrong_routes_are_refused_by_name(case):
-    part, message = WRONG_ROUTES[case]
+    routes, message = WRONG_ROUTES[case]
     with pytest.raises(ResponseError, match="^sample 7/2: ") as caught:
-        routed(part)
+        routed(routes)
     assert message in str(caught.value)
 
 
@@ -174,16 +174,16 @@ def scores(rows: Any) -> np.ndarray:
 
 
 def test_scores_are_those_of_the_tokens_that_were_sent():
-    rows = [
+    entries = [
         None,
         {"6": {"logprob": -1.5}},
         {"9": {"logprob": -0.5, "rank": 1}, "7": {"logprob": -2.0, "rank": 5}},
     ]
-    assert scores(rows).tolist() == [-1.5, -2.0]
+    assert scores(entries).tolist() == [-1.5, -2.0]
     for wrong, message in (
-        (rows[:2], "2 entries for 3 tokens"),
-        ([*rows[:2], {"9": {"logprob": -0.5}}], "lacks the log-prob"),
-        ([*rows[:2], {"7": {"logprob": -9999.0}}], "-9999"),
+        (entries[:2], "2 entries for 3 tokens"),
+        ([*entries[:2], {"9": {"logprob": -0.5}}], "lacks the log-prob"),
+        ([*entries[:2], {"7": {"logprob": -9999.0}}], "-9999"),
     ):
         with pytest.raises(ResponseError, match=message):
             scores(wrong)

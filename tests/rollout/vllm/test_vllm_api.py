@@ -92,27 +92,32 @@ def info(generates: int = 405, **changes: Any) -> ServerInfo:
 
 
 def test_what_a_server_reports():
-    found = info()
-    assert (found.version, found.device, found.weight_version, found.model_path) == (
+    reported = info()
+    assert (reported.version, reported.device, reported.weight_version, reported.model_path) == (
         "0.32.0",
         "cuda",
         "a:1",
         "/m",
     )
-    assert (found.tp_size, found.max_input_tokens, found.max_total_tokens, found.start_id) == (
+    assert (
+        reported.tp_size,
+        reported.max_input_tokens,
+        reported.max_total_tokens,
+        reported.start_id,
+    ) == (
         2,
         512,
         512,
         "17",
     )
     assert info(cache_config={"num_gpu_blocks": 2}).max_total_tokens == 256
-    assert (found.routed_experts, found.speculative, found.receiver, found.refusal) == (
+    assert (reported.routed_experts, reported.speculative, reported.receiver, reported.refusal) == (
         False,
         False,
         True,
         "",
     )
-    assert found.unusable(routes=False) == ""
+    assert reported.unusable(routes=False) == ""
 
 
 UNUSABLE = {
@@ -139,10 +144,8 @@ def test_routes_are_refused_where_the_server_gives_none_or_mixes_them_up():
     gives = {"aux_output_config": {"enable_return_routed_experts": True}}
     assert info(**gives).unusable(routes=True) == ""
     speculative = info(**gives, speculative_config={"method": "ngram"})
-    assert (
-        "decodes speculatively" in speculative.unusable(routes=True)
-        and speculative.unusable(routes=False) == ""
-    )
+    assert "decodes speculatively" in speculative.unusable(routes=True)
+    assert speculative.unusable(routes=False) == ""
 
 
 def test_a_transport_names_a_server_without_the_receiver():
@@ -188,9 +191,8 @@ def test_the_proof_of_an_update_names_what_was_not_written():
 
 def test_a_colocated_server_must_free_its_memory():
     awake = info()
-    assert "--enable-sleep-mode" in awake.unusable(
-        routes=False, colocated=True
-    ) and not awake.unusable(routes=False)
+    assert "--enable-sleep-mode" in awake.unusable(routes=False, colocated=True)
+    assert not awake.unusable(routes=False)
     assert (
         info(model_config={"enable_sleep_mode": True}).unusable(routes=False, colocated=True) == ""
     )

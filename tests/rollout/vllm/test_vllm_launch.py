@@ -48,10 +48,8 @@ def test_the_command(gpu):
         "--enable-return-routed-experts",
     } < set(made)
     assert ("--enforce-eager" in made, "--enable-sleep-mode" in made) == (not gpu, gpu)
-    assert (
-        option(made[: -len(given)], "--logprobs-mode") == "processed_logprobs"
-        and tuple(made[-3:]) == given
-    )
+    assert option(made[: -len(given)], "--logprobs-mode") == "processed_logprobs"
+    assert tuple(made[-3:]) == given
 
 
 def test_colocated_servers_are_refused_on_a_cpu_before_they_start(gpu, tmp_path):
@@ -71,14 +69,17 @@ def test_colocated_servers_are_refused_on_a_cpu_before_they_start(gpu, tmp_path)
 def test_the_environment(gpu, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,5,7,11,13")
     monkeypatch.setenv("RANK", "3")
-    found = launch(("--tensor-parallel-size", "2"), first_gpu=1).environment(1)
-    assert found["PYTHONPATH"].split(os.pathsep) == [str(RECEIVER_FOLDER), str(EXTENSION_FOLDER)]
-    assert int(found["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"]) > http_client._IDLE_SECONDS + 30
-    assert found["VLLM_SERVER_DEV_MODE"] == "1" and "RANK" not in found
-    assert found["CUDA_VISIBLE_DEVICES"] == ("7,11" if gpu else "2,3,5,7,11,13")
+    environment = launch(("--tensor-parallel-size", "2"), first_gpu=1).environment(1)
+    assert environment["PYTHONPATH"].split(os.pathsep) == [
+        str(RECEIVER_FOLDER),
+        str(EXTENSION_FOLDER),
+    ]
+    assert int(environment["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"]) > http_client._IDLE_SECONDS + 30
+    assert environment["VLLM_SERVER_DEV_MODE"] == "1" and "RANK" not in environment
+    assert environment["CUDA_VISIBLE_DEVICES"] == ("7,11" if gpu else "2,3,5,7,11,13")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert launch(first_gpu=1).environment(1).get("CUDA_VISIBLE_DEVICES") == ("2" if gpu else None)
-    assert found.get("OMP_NUM_THREADS") == "1" or gpu
+    assert environment.get("OMP_NUM_THREADS") == "1" or gpu
 
 
 def test_gpus_of_a_server():

@@ -14,11 +14,11 @@ from megatron_gspo.weight_transport.receiver.megatron_gspo_receiver import check
 
 def naive(data: bytes) -> int:
     total = len(data)
-    for place in range(len(data) // 8 + 1):
-        word = int.from_bytes(data[place * 8 : place * 8 + 8].ljust(8, b"\0"), "little")
+    for position in range(len(data) // 8 + 1):
+        word = int.from_bytes(data[position * 8 : position * 8 + 8].ljust(8, b"\0"), "little")
         word = (word ^ word >> 32) * 0x9E3779B97F4A7C15 % 2**64
         word ^= word >> 29
-        total += word * (1 if place == len(data) // 8 else 2 * place + 3)
+        total += word * (1 if position == len(data) // 8 else 2 * position + 3)
     total %= 2**64
     return total - 2**64 if total >= 2**63 else total
 
@@ -35,10 +35,10 @@ def test_the_sum_is_that_of_a_loop_wherever_the_bytes_lie(size, monkeypatch):
 def test_every_bit_counts():
     data = torch.randint(0, 256, (45,), dtype=torch.uint8)
     sums = {checksum(data)}
-    for place in range(45):
+    for byte in range(45):
         for bit in (1, 128):
             other = data.clone()
-            other[place] ^= bit
+            other[byte] ^= bit
             sums.add(checksum(other))
     assert len(sums) == 91
     signs = torch.randn(100)
