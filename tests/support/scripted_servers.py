@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -31,13 +32,17 @@ class ScriptedServers(ScriptedEngine):
     """`ScriptedEngine` with the methods of `RolloutClient`.
 
     lost_weights: the next wait raises `WeightsNeeded`. failures: errors of the next updates. fails:
-    error of every wait. waits: of streams.
+    error of every wait. waits: of streams. slow: seconds that each takes. requested: prompts of all
+    groups. followed: states that another rank told.
     """
 
     lost_weights: bool = False
     failures: list[Exception] = field(default_factory=list)
     fails: Exception | None = None
     waits: int = 0
+    slow: float = 0.0
+    requested: list[int] = field(default_factory=list)
+    followed: list[PoolState] = field(default_factory=list)
     model: ServedModel = field(default_factory=lambda: served_model(vocab_size=1000))
 
     def interrupt(self) -> None:
@@ -53,6 +58,7 @@ class ScriptedServers(ScriptedEngine):
         return PoolState(str(len(self.updates)), self.updates[-1][0] if self.updates else 0, {})
 
     def follow(self, state: PoolState) -> None:
+        self.followed.append(state)
         self.updates.append((state.training_version, {}))
 
     def stream(self, kind: GroupKind) -> ScriptedStream:
@@ -115,6 +121,7 @@ class ScriptedStream:
         self.tickets += len(prompts)
         for ticket, prompt in zip(tickets, prompts, strict=True):
             self.groups[ticket] = self.engine.generate([prompt], sampling, seed=seed)
+            self.engine.requested.append(prompt.index)
         return tickets
 
     def progress(self) -> list[Progress]:
@@ -127,6 +134,7 @@ class ScriptedStream:
             self.engine.lost_weights = False
             raise WeightsNeeded
         if unfinished := set(self.groups) - self.finished:
+            time.sleep(self.engine.slow)
             self.engine.waits += 1
             self.finished.add(max(unfinished))
 
