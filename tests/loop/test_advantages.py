@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from megatron_gspo.config import AlgorithmConfig
@@ -49,6 +51,28 @@ def test_a_response_has_one_advantage():
     assert samples[0].advantages.tolist() != estimated[0].advantages.tolist(), (
         "the given samples do not change"
     )
+
+
+def test_the_branches_of_a_run_do_not_weigh_in_its_group():
+    """Eight runs of one to six rows have the advantages of eight responses."""
+    rng = np.random.default_rng(0)
+    rewards = rng.random(8).tolist()
+    runs = []
+    for number, reward in enumerate(rewards):
+        row_lengths = rng.integers(2, 6, number % 6 + 1)
+        mask = np.zeros(row_lengths.sum() - 1, dtype=bool)
+        mask[0] = True
+        run = make_sample(1, len(mask), prompt_index=0, mask=mask, row_lengths=row_lengths)
+        runs.append(replace(run, sample_index=number, reward=reward))
+    algorithm = AlgorithmConfig.preset()
+    advantages = [
+        {float(sample.advantages[0]) for sample in trained_samples(estimated)}
+        for estimated in (
+            with_advantages(TrainingBatch.of(samples), algorithm, max_response_length=99)
+            for samples in (runs, scored(*rewards))
+        )
+    ]
+    assert advantages[0] == advantages[1] and len(advantages[0]) == 8
 
 
 def test_a_reward_that_is_not_known_moves_no_baseline():
