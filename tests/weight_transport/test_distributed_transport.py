@@ -125,6 +125,24 @@ def test_one_broadcast_of_a_bucket_in_one_group(
     assert [client.assert_holds(url, 4) for url in client.urls] == [4 * COUNT] * 2
 
 
+def test_a_server_that_dies_is_dropped_and_the_others_are_updated_again(client: Client) -> None:
+    assert client.update(1) == {}
+    dead = client.urls[1]
+
+    def kill(number: int) -> None:
+        if number == 5 and client.read == 2:
+            os.kill(client.servers[dead], signal.SIGKILL)
+
+    began = time.monotonic()
+    failures = client.update(2, kill)
+    assert list(failures) == [dead] and failures[dead].startswith(f"server {dead}/")
+    assert time.monotonic() - began < 20.0 and client.read == 3
+    client.urls.remove(dead)
+    for url in client.urls:
+        client.assert_holds(url, 2)
+    assert client.update(3) == {}
+
+
 def test_a_server_that_hangs_is_dropped_within_the_deadline(client: Client) -> None:
     """The last one: no other server is behind it in the tree of a broadcast."""
     hung = client.urls[3]
