@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,14 @@ def evaluate(model: str, folder: Path, tasks: Path, *more: str) -> int:
             *more,
         ]
     )
+
+
+def test_without_scipy_nothing_is_generated(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    tasks = write_rows(tmp_path / "words.jsonl", ROWS)
+    assert evaluate(str(tmp_path / "model"), tmp_path / "out", tasks) == 2
+    assert "needs scipy: pip install 'megatron-gspo[plot]'" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_killed_evaluation_is_continued_to_the_same_bytes(run, tmp_path):
