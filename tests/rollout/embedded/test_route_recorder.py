@@ -143,4 +143,4 @@ def test_other_families(config):
     tokens = prompts(1, shortest=11)[0].token_ids
     wanted = naive_routes(model, np.append(tokens, 0))
     assert wanted.shape == (11, 3, 2)
-    np.testing.assert_array_equal(recorder.take().sort(-1).values.numpy(), wanted)
+    np.testing.assert_array_equal(recorder.last_ids().sort(-1).values.numpy(), wanted)
