@@ -47,7 +47,7 @@ class StepPlan:
         later = len(every) - len(first)
         return sum(batch not in first for batch in every) / later if later else 0.0
 
-    def part(self, lengths: np.ndarray, positions: list[int]) -> MicroBatchPlan:
+    def of_samples(self, lengths: np.ndarray, positions: list[int]) -> MicroBatchPlan:
         """Micro-batches of some samples of the rollout batch, on their replicas."""
         return plan_micro_batches(lengths[positions], self.rules, self.replica[positions])
 
@@ -66,12 +66,12 @@ def plan_step(
     ]
     replica, plans = plan_passes(lengths, epochs, rules, homes)
     first_epoch = joined(
-        [plan.within(rows) for rows, plan in zip(epochs[0], plans[0], strict=True)]
+        [plan.within(positions) for positions, plan in zip(epochs[0], plans[0], strict=True)]
     )
     updates = [
-        (rows, plan)
+        (positions, plan)
         for batches, packed in zip(epochs, plans, strict=True)
-        for rows, plan in zip(batches, packed, strict=True)
+        for positions, plan in zip(batches, packed, strict=True)
     ]
     return StepPlan(rules, replica, updates, first_epoch)
 

@@ -42,7 +42,7 @@ def test_replicas_stay_through_all_passes_over_the_data():
             updates = [packing.within(rows).rows[replica] for rows, packing in plan.updates[:4]]
             assert batches == sum(updates, [])
         assert (plan.repacked > 0.0) == (epochs == 2)
-        some = plan.part(lengths, [3, 7, 8])
+        some = plan.of_samples(lengths, [3, 7, 8])
         assert np.array_equal(some.replica_of(), plan.replica[[3, 7, 8]])
         again = plan_step(lengths, homes, config, rules, 3)
         assert np.array_equal(again.replica, plan.replica) and again.updates == plan.updates
