@@ -8,7 +8,6 @@ import functools
 import hashlib
 import importlib
 import importlib.util
-import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -69,8 +68,9 @@ def call_for_trial(key: str, name: object, expected: str, call: Callable[[], T])
 def load_function(name: str, what: str, refusal: type[InputError]) -> Callable[..., Any]:
     """A user's function, "path/to/file.py:function" or "package.module:function".
 
-    A file may import modules of its folder and, in a package, of its package. what: begins the
-    message of a `refusal`, which is raised in one line if it can't be found or loaded.
+    A file may import modules of its folder and, in a package, of its package. It is run once in a
+    process, however many keys name it. what: begins the message of a `refusal`, which is raised in
+    one line if it can't be found or loaded.
     """
     location, _, function_name = name.rpartition(":")
     label = f"{what} {name!r}"
@@ -116,12 +116,12 @@ def _module_from_file(label: str, location: str, refusal: type[InputError]) -> M
     if not path.is_file():
         raise refusal(f"{label}: no such file {path}; check the path (relative to {Path.cwd()})")
     path = path.resolve()
-    digest = hashlib.sha256(str(path).encode()).hexdigest()[:8]
-    key = re.split(r"[ .]", label)[0]
-    unique = f"{key}_{path.stem}_{digest}"
+    unique = _module_name(path)
     package = ".".join(path.relative_to(_folders_of(path)[-1]).parent.parts)
     if package:  # so that relative imports find it
         unique = f"{package}.{unique}"
+    if unique in sys.modules:
+        return sys.modules[unique]
     spec = importlib.util.spec_from_file_location(unique, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -133,6 +133,13 @@ def _module_from_file(label: str, location: str, refusal: type[InputError]) -> M
         del sys.modules[unique]
         raise refusal(f"{label}: running {path} failed ({_reason(error)}); fix it") from error
     return module
+
+
+def _module_name(path: Path) -> str:
+    """Of a user's file: the same for all keys that name it, another after the file has changed."""
+    version = path.stat()
+    text = f"{path} {version.st_mtime_ns} {version.st_size}"
+    return f"{path.stem}_{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
 def _folders_of(path: Path) -> tuple[Path, ...]:

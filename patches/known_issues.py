@@ -219,7 +219,7 @@ GUARDS = (
         all_versions=True,
     ),
     KnownIssue(
-        "`mcore/layers.py`: `RMSNorm`",
+        "`mcore/norms.py`: `RMSNorm`",
         _NO_ENGINE,
         "the torch norm refuses sequence parallelism, which MoE with tensor parallelism needs",
         "[`transformer/torch_norm.py`](mcore:transformer/torch_norm.py#L32)",

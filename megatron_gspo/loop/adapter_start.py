@@ -38,7 +38,7 @@ def start_from_adapters(policy: Policy, lora: LoRAConfig) -> None:
             "lora.adapter_path", lora.adapter_path, problem, "set model.path to their base"
         )
 
-    def take(name: str, sizes: tuple[int, int]) -> Tensor:
+    def read_tensor(name: str, sizes: tuple[int, int]) -> Tensor:
         tensor = tensors.get(name)
         if tensor is None or tuple(tensor.shape) != tuple(sizes):
             has = "no such tensor" if tensor is None else f"{tuple(tensor.shape)}"
@@ -47,16 +47,18 @@ def start_from_adapters(policy: Policy, lora: LoRAConfig) -> None:
             )
         return tensor
 
-    policy.set_adapters(take)
+    policy.set_adapters(read_tensor)
 
 
 def _check_facts(lora: LoRAConfig, facts: AdapterFacts) -> None:
     for key in ("rank", "alpha", "rslora"):
-        own = getattr(lora, key)
-        given = getattr(facts, key)
-        if own != given:
-            problem = f"the adapters of lora.adapter_path have {given}"
-            raise ConfigError(f"lora.{key}", own, problem, f"set it to {str(given).lower()}")
+        configured = getattr(lora, key)
+        stored = getattr(facts, key)
+        if configured != stored:
+            problem = f"the adapters of lora.adapter_path have {stored}"
+            raise ConfigError(
+                f"lora.{key}", configured, problem, f"set it to {str(stored).lower()}"
+            )
 
 
 def _check_names(lora: LoRAConfig, tensors: Mapping[str, Tensor], targets: set[str]) -> None:

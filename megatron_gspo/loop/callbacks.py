@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron_gspo.config import Config
 from megatron_gspo.data.sample_batch import SampleBatch
@@ -58,11 +58,11 @@ class Callback:
     def end(self, state: LoopState) -> None:
         """After the last step and its checkpoint. Not called for a run that stops earlier."""
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, object]:
         """What a resumed run needs, as JSON; saved with every checkpoint."""
         return {}
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
+    def load_state(self, state: Mapping[str, object]) -> None:
         """What `state` returned before the run was resumed; called before `start`."""
 
 
@@ -99,7 +99,7 @@ class Callbacks:
         for callback in self.named.values():
             callback.end(state)
 
-    def state(self) -> dict[str, dict[str, Any]]:
+    def state(self) -> dict[str, dict[str, object]]:
         """Of those that have one."""
         states = {name: callback.state() for name, callback in self.named.items()}
         return {name: state for name, state in states.items() if state}

@@ -4,7 +4,7 @@ continues.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -45,7 +45,7 @@ class LoopState:
     wall_seconds: float = 0.0
     accuracy_before: float | None = None
     accuracy_after: float | None = None
-    callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)  # `state` by name
+    callbacks: dict[str, dict[str, object]] = field(default_factory=dict)  # `state` by name
 
     @property
     def data_cursor(self) -> DataCursor:
@@ -112,7 +112,7 @@ class CheckpointManager:
     def __enter__(self) -> CheckpointManager:
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._save is not None:
             self._save.end()
 
@@ -215,7 +215,7 @@ def _choose(config: Config) -> Path | None:
     return checkpoint
 
 
-def _check_state(path: Path, state: dict[str, Any]) -> None:
+def _check_state(path: Path, state: Mapping[str, Any]) -> None:
     known = {field.name for field in fields(LoopState)}
     wrong = sorted(known ^ _with_callbacks(state).keys())
     if wrong:
@@ -224,14 +224,20 @@ def _check_state(path: Path, state: dict[str, Any]) -> None:
             f"{path}/state.json {what} {wrong[0]}: it is of another version of this program; "
             "continue with that version or start again in another run_dir"
         )
+    if _has_no_noise(state):
+        logger.info(f"{path}/state.json: noise_strength is null and left out: no router had noise")
 
 
-def _with_callbacks(saved: dict[str, Any]) -> dict[str, Any]:
+def _with_callbacks(saved: Mapping[str, Any]) -> dict[str, Any]:
     """The state of a checkpoint, also of one that was saved before the guard and the study of
-    perturbed routers were callbacks."""
-    state = {name: value for name, value in saved.items() if name != "low_steps"}
-    if "low_steps" in saved:
-        state["callbacks"] = {"guard": {"low_steps": saved["low_steps"]}}
-    if state.get("noise_strength", 0) is None:
+    perturbed routers were callbacks. One with noise can't be continued."""
+    state = dict(saved)
+    if "low_steps" in state:
+        state["callbacks"] = {"guard": {"low_steps": state.pop("low_steps")}}
+    if _has_no_noise(state):
         del state["noise_strength"]
     return state
+
+
+def _has_no_noise(saved: Mapping[str, Any]) -> bool:
+    return "noise_strength" in saved and saved["noise_strength"] is None

@@ -29,8 +29,8 @@ def run_critic_steps(
     """Train on the mini-batches of a batch with ``values`` and ``returns``;
     ``critic/*`` metrics, means over the optimizer steps."""
     results: list[dict[str, float]] = []
-    for rows, packing in plan.updates:
-        mini_batch = batch.select(rows)
+    for positions, packing in plan.updates:
+        mini_batch = batch.select(positions)
         if mini_batch.has_trained_tokens:
             with timers("train_critic"), explained(step, "critic"):
                 results.append(

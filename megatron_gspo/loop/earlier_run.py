@@ -6,9 +6,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from megatron_gspo.config import Config, ConfigError
 from megatron_gspo.config.load import flat, read_file
@@ -86,7 +85,9 @@ def check_no_input_is_moved(config: Config) -> None:
         ("lora.adapter_path", config.lora.adapter_path),
     )
     for key, path in inputs:
-        if path is not None and any(Path(path).resolve().is_relative_to(place) for place in moved):
+        if path is not None and any(
+            Path(path).resolve().is_relative_to(folder) for folder in moved
+        ):
             problem = "is what an earlier run left in run_dir, and a new run replaces it"
             raise CheckpointError(f"{key} = {path}: {problem}; choose another run_dir")
 
@@ -101,7 +102,7 @@ def _other_model(config: Config, before: str) -> str:
     return f"model.path = {now}: {problem}; choose another run_dir, or set model.path back"
 
 
-def _changes(before: dict[str, Any], now: dict[str, Any]) -> Sequence[str]:
+def _changes(before: Mapping[str, object], now: Mapping[str, object]) -> Sequence[str]:
     """`key old -> new` of the keys that differ."""
     keys = [key for key in dict.fromkeys([*now, *before]) if key != "run_dir"]
     return [
@@ -111,7 +112,7 @@ def _changes(before: dict[str, Any], now: dict[str, Any]) -> Sequence[str]:
     ]
 
 
-def _shown(values: dict[str, Any], key: str) -> str:
+def _shown(values: Mapping[str, object], key: str) -> str:
     if key not in values:
         return "unset"
     text = json.dumps(values[key], default=str, ensure_ascii=False)

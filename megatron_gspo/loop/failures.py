@@ -20,7 +20,7 @@ import time
 import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -95,7 +95,10 @@ class exit_together:  # noqa: N801  # a context manager, used like a function
         self._watcher = _Watcher(store, self._run_dir)
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: Any
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if error is None:
             try:
@@ -181,22 +184,22 @@ class _Watcher:
         if not self._once.acquire(blocking=False):
             time.sleep(2 * _LINGER)  # the watching thread is about to end this process
         if isinstance(error, UserError):
-            mine = self._failure(str(error), error.label, error.exit_code)
+            failure = self._failure(str(error), error.label, error.exit_code)
         elif isinstance(error, KeyboardInterrupt):
-            mine = self._failure(f"interrupted; {self._next()}", exit_code=130)
+            failure = self._failure(f"interrupted; {self._next()}", exit_code=130)
         elif lost_contact(error):
             time.sleep(0.5)  # a reason may be about to be written
-            mine = self._failure(
+            failure = self._failure(
                 f"lost contact with another rank ({_summary(error)}): it died or hung, its log has"
                 " the reason; " + self._next()
             )
         else:
             with contextlib.suppress(OSError):
                 traceback.print_exception(error)
-            mine = self._failure(
+            failure = self._failure(
                 f"{type(error).__name__}: {first_line(error)} (the traceback is in its log)"
             )
-        return self._end(mine)
+        return self._end(failure)
 
     def _failure(self, message: str, label: str = "error", exit_code: int = 1) -> Failure:
         return Failure(self._rank, self._node, label, message, exit_code)
@@ -213,15 +216,15 @@ class _Watcher:
             "(checkpoint.save_interval: n saves one every n steps)"
         )
 
-    def _end(self, mine: Failure) -> int:
-        """Publish ``mine`` unless another failure came first, print what this node hasn't
+    def _end(self, failure: Failure) -> int:
+        """Publish the failure unless another failure came first, print what this node hasn't
         printed, wait for readers.
         """
-        first = mine
+        first = failure
         try:
             if self._world > 1:
                 first = Failure(
-                    **json.loads(self._store.compare_set(_KEY, "", json.dumps(asdict(mine))))
+                    **json.loads(self._store.compare_set(_KEY, "", json.dumps(asdict(failure))))
                 )
                 self._store.add(_SEEN, 1)
         except RuntimeError:  # the store went down with the rank that held it
@@ -229,7 +232,7 @@ class _Watcher:
         where = f"rank {first.rank}: " if self._world > 1 else ""
         line = printable(f"{first.label}: {where}{first.message}")
         tell_torchrun(line)
-        if first == mine or (first.node != self._node and self._prints):
+        if first == failure or (first.node != self._node and self._prints):
             logger.error(line)
         if self._rank == 0 and self._world > 1:
             self._linger()

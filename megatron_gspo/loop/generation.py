@@ -168,14 +168,16 @@ class RolloutGenerator:
         """
         staleness = self.config.rollout.max_staleness
         oldest = step - staleness if staleness else None
-        part_size = self._part_size(count)
-        submitted = {index: place for place, index in enumerate(self.groups.pending())}
+        scored_at_once = self._groups_scored_at_once(count)
+        submitted = {index: number for number, index in enumerate(self.groups.pending())}
         batch = SampleBatch.of([])
         failures = Counter[str]()
-        for begin in range(0, count, part_size):
+        for begin in range(0, count, scored_at_once):
             with timers("generate"):
-                part = self.groups.collect(min(part_size, count - begin), oldest_version=oldest)
-            scored, counts = self.rewards(part, self.prompts.prompts, timers)
+                collected = self.groups.collect(
+                    min(scored_at_once, count - begin), oldest_version=oldest
+                )
+            scored, counts = self.rewards(collected, self.prompts.prompts, timers)
             batch = batch.joined(scored)
             failures.update(counts)
         indices = batch.table["prompt_index"].tolist()
@@ -187,7 +189,7 @@ class RolloutGenerator:
         batch = batch.select(np.argsort([submitted[index] for index in indices], kind="stable"))
         return batch, failures, cursor
 
-    def _part_size(self, count: int) -> int:
+    def _groups_scored_at_once(self, count: int) -> int:
         """Groups that are scored together: all where nothing is generated meanwhile, else at least
         as many as occupy the verifier's workers of all ranks."""
         rollout = self.config.rollout

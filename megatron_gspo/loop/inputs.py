@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from transformers import AutoTokenizer
@@ -24,6 +24,9 @@ from megatron_gspo.models.checkpoint_checks import check_checkpoint
 from megatron_gspo.models.families import with_value_head
 from megatron_gspo.models.hf_checkpoint import CheckpointReader
 from megatron_gspo.terminal import get_logger
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 logger = get_logger(__name__)
 
@@ -64,7 +67,7 @@ def _check_checkpoint(key: str, path: str, init: str, *, value_head: bool) -> Mo
     return shape
 
 
-def load_tokenizer(config: Config) -> Any:
+def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     """The model's tokenizer; ``ConfigError`` if it can't be loaded."""
     path = config.model.path
     # Transformers would make an empty one.
@@ -117,7 +120,7 @@ def prompt_cache(config: Config) -> PromptCache:
 
 
 def load_data(
-    config: Config, tokenizer: Any, cache: PromptCache | None = None
+    config: Config, tokenizer: PreTrainedTokenizerBase, cache: PromptCache | None = None
 ) -> tuple[Sequence[Prompt], Sequence[Prompt], int]:
     """(training prompts, held-out prompts, prompts dropped for their length).
 

@@ -105,7 +105,7 @@ def _with_rollout_log_probs(
                 config.training,
                 temperature=config.rollout.temperature,
                 routing=options,
-                plan=plan.part(batch, positions),
+                plan=plan.of_samples(batch, positions),
             ).routing
     batch = routing.with_old_routes(batch, positions, done, timers)
     return batch.with_column("old_log_probs", batch.responses["rollout_log_probs"])

@@ -9,7 +9,7 @@ import io
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch.distributed as dist
@@ -31,6 +31,9 @@ from megatron_gspo.tracking.run_directory import RunDirectory, evenly_spaced
 from megatron_gspo.tracking.run_environment import describe_environment
 from megatron_gspo.tracking.trackers import RunInfo, make_trackers
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 logger = get_logger(__name__)
 
 _TRACKER_SECONDS = 30.0  # that the trackers have at the end for what they have not sent yet
@@ -38,7 +41,9 @@ _TRACKER_SECONDS_AT_FAILURE = 10.0  # the other ranks wait
 _RATIO_TOKENS = 1 << 18  # of a file of ratios, about: rank 0 collects and sorts them
 
 
-def ratio_arrays(update: Update, tokenizer: Any) -> dict[str, np.ndarray] | None:
+def ratio_arrays(
+    update: Update, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, np.ndarray] | None:
     """By trained token of an update: ``log_ratio`` f32 (current less old policy, before the
     update), ``sequence`` i32 (its position in the mini-batch), ``advantage`` f32, ``token_ids``
     i32, ``token_text``, and if measured ``flipped`` i8 (1: another expert in at least one layer, 0:
@@ -88,7 +93,12 @@ class MetricsLogger:
     """
 
     def __init__(
-        self, config: Config, prompts: Sequence[Prompt], tokenizer: Any, *, resume_step: int
+        self,
+        config: Config,
+        prompts: Sequence[Prompt],
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        resume_step: int,
     ) -> None:
         """prompts: of the training data, by index. resume_step: 0 for a new run."""
         self._config = config
@@ -136,7 +146,7 @@ class MetricsLogger:
     def __enter__(self) -> MetricsLogger:
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._active:
             self._trackers.close(_TRACKER_SECONDS_AT_FAILURE if any(error) else _TRACKER_SECONDS)
         self._stack.close()
@@ -240,9 +250,9 @@ class MetricsLogger:
         gathered = batch.gather(json.dumps([records, len(reasons), reasons[:1]]).encode())
         if not self._active or gathered is None:
             return
-        parts = [json.loads(part.tobytes()) for part in gathered]
-        if failed := sum(count for _, count, _ in parts):
-            reason = next(first[0] for _, _, first in parts if first)
+        reports = [json.loads(report.tobytes()) for report in gathered]
+        if failed := sum(count for _, count, _ in reports):
+            reason = next(first[0] for _, _, first in reports if first)
             self.warn_once(
                 "unscored",
                 f"step {step}: {failed} of {len(batch)} responses could not be scored ({reason}); "
@@ -251,13 +261,13 @@ class MetricsLogger:
         if count:
             records = {
                 int(i): record
-                for local_records, _, _ in parts
+                for local_records, _, _ in reports
                 for i, record in local_records.items()
             }
             with writing(self._directory.samples):
                 self._directory.write_samples(step, [records[i] for i in chosen])
 
-    def finish(self, summary: Mapping[str, Any]) -> None:
+    def finish(self, summary: Mapping[str, object]) -> None:
         """Write summary.json and plot the curves; without matplotlib it prints a line instead."""
         if not self._active:
             return

@@ -63,9 +63,9 @@ def run_optimizer_steps(
     skipped = 0
     clock = policy.config.timers
     if clock is not None:
-        clock.take()  # it also timed the old policy's pass
-    for number, (rows, packing) in enumerate(plan.updates):
-        mini_batch = batch.select(rows)
+        clock.read_and_reset()  # it also timed the old policy's pass
+    for number, (positions, packing) in enumerate(plan.updates):
+        mini_batch = batch.select(positions)
         if not mini_batch.has_trained_tokens:
             skipped += 1
             continue
@@ -99,7 +99,7 @@ def run_optimizer_steps(
         return Update(metrics)
     metrics |= update.metrics | averaged_metrics([result.metrics for result in results])
     metrics |= quantiles_over_ranks(ratios, batch) | packing_metrics(policy, results)
-    metrics |= clock.take() if clock is not None else {}
+    metrics |= clock.read_and_reset() if clock is not None else {}
     return replace(update, metrics=metrics)
 
 

@@ -59,7 +59,7 @@ class Rewards(Protocol):
 @dataclass(frozen=True)
 class VerifierRewards:
     """Rewards of a verifier. Each rank scores the responses that it holds; texts move from ranks
-    with more than their part to ranks with less, or all to rank 0 for a verifier that takes a
+    with more than their share to ranks with less, or all to rank 0 for a verifier that takes a
     batch."""
 
     scorer: RewardScorer
@@ -83,20 +83,29 @@ class VerifierRewards:
             texts = _sent(
                 {i: sample.text for i, sample in batch.held.items()}, holders, scorers, group
             )
-            of = {
-                int(index): prompts[index]
-                for index in np.unique(batch.table["prompt_index"][list(texts)])
-            }
-            asked = batch.table["prompt_index"].tolist()
-            scores = self.scorer.score_texts([(text, of[asked[i]]) for i, text in texts.items()])
+            prompt_of_text = batch.table["prompt_index"][list(texts)].tolist()
+            # Each once, since a file of prompts reads one at every access.
+            asked = {index: prompts[index] for index in sorted(set(prompt_of_text))}
+            scores = self.scorer.score_texts(
+                [
+                    (text, asked[index])
+                    for text, index in zip(texts.values(), prompt_of_text, strict=True)
+                ]
+            )
             rewards = batch.shared(dict(zip(texts, scores.rewards.tolist(), strict=True)))
-            kinds = scores.counts | scores.verdicts
-            counts = Counter(dict(zip(kinds, map(int, batch.sum(*kinds.values())), strict=True)))
+            local_counts = scores.counts | scores.verdicts
+            totals = map(int, batch.sum(*local_counts.values()))
+            counts = Counter(dict(zip(local_counts, totals, strict=True)))
             scored = batch.with_rewards(rewards)
             if any(counts[name] for name in FAILURES):
-                given = zip(texts, scores.statuses, scores.messages, strict=True)
-                own = {i: f"{status}: {message}" for i, status, message in given if status != "ok"}
-                scored = _with_reasons(scored, own, scorers)
+                reasons = {
+                    i: f"{status}: {message}"
+                    for i, status, message in zip(
+                        texts, scores.statuses, scores.messages, strict=True
+                    )
+                    if status != "ok"
+                }
+                scored = _with_reasons(scored, reasons, scorers)
         return scored, counts
 
     def close(self) -> None:
@@ -125,10 +134,9 @@ class EpisodeRewards:
         held = dict(zip(batch.held, episodes, strict=True))
         rewards = batch.shared({i: sample.reward for i, sample in held.items()})
         scored = batch.with_samples(held).with_rewards(rewards)
-        kinds = dict(
-            zip(FAILURES, map(int, batch.sum(*(failures[name] for name in FAILURES))), strict=True)
-        )
-        return scored, Counter({name: count for name, count in kinds.items() if count})
+        totals = map(int, batch.sum(*(failures[name] for name in FAILURES)))
+        counts = {name: total for name, total in zip(FAILURES, totals, strict=True) if total}
+        return scored, Counter(counts)
 
     def close(self) -> None:
         """End the worker processes."""
@@ -168,16 +176,16 @@ def balanced_scorers(holders: np.ndarray, size: int) -> np.ndarray:
 
     holders: [N] ranks.
     """
-    part = -(-len(holders) // size)
+    share = -(-len(holders) // size)
     scorers = holders.copy()
     ends = np.cumsum(np.bincount(holders, minlength=size))
     held = np.split(np.argsort(holders, kind="stable"), ends[:-1])
-    room = [part - min(len(own), part) for own in held]
+    room = [max(share - len(positions), 0) for positions in held]
     waiting: deque[int] = deque()
     for turn in range(2 * size):  # twice around: what the last ranks have may go to the first
         rank = turn % size
         if turn < size:
-            waiting.extend(held[rank][part:].tolist())
+            waiting.extend(held[rank][share:].tolist())
         while room[rank] and waiting:
             scorers[waiting.popleft()] = rank
             room[rank] -= 1
@@ -193,24 +201,26 @@ def _sent(
     """Texts by position: each from rank ``source[position]``, if it has one, to
     ``target[position]``, ascending. A collective."""
     kept = {i: text for i, text in values.items() if target[i] == group_rank(group)}
-    parts: dict[int, dict[int, str]] = {}
+    texts_for_rank: dict[int, dict[int, str]] = {}
     for i, text in values.items():
         if i not in kept:
-            parts.setdefault(int(target[i]), {})[i] = text
+            texts_for_rank.setdefault(int(target[i]), {})[i] = text
     moving = source != target
     links = np.stack([source[moving], target[moving]], axis=1)
-    payload = {rank: json.dumps(part).encode() for rank, part in parts.items()}
-    for part in exchange_bytes(payload, links, group).values():
-        kept |= {int(i): text for i, text in json.loads(part.tobytes() or b"{}").items()}
+    payload = {rank: json.dumps(texts).encode() for rank, texts in texts_for_rank.items()}
+    for message in exchange_bytes(payload, links, group).values():
+        kept |= {int(i): text for i, text in json.loads(message.tobytes() or b"{}").items()}
     return dict(sorted(kept.items()))
 
 
-def _with_reasons(batch: SampleBatch, own: Mapping[int, str], scorers: np.ndarray) -> SampleBatch:
+def _with_reasons(
+    batch: SampleBatch, local_reasons: Mapping[int, str], scorers: np.ndarray
+) -> SampleBatch:
     """The samples with the reasons of failures in their metadata.
 
-    own: those of this rank's scores. A collective.
+    local_reasons: of what this rank scored, by position. A collective.
     """
-    reasons = _sent(own, scorers, batch.table["holder"], batch.group)
+    reasons = _sent(local_reasons, scorers, batch.table["holder"], batch.group)
     return batch.with_samples(
         {
             i: replace(batch.held[i], metadata={**batch.held[i].metadata, FAILURE: reason})
@@ -224,10 +234,10 @@ def require_scores(batch: SampleBatch, name: str) -> None:
     responses.
     """
     if np.isnan(batch.table["reward"]).all():
-        own = next(
+        local_reason = next(
             (sample.metadata[FAILURE] for sample in batch.samples if FAILURE in sample.metadata), ""
         )
-        failure = first_failure(own, batch.group)
+        failure = first_failure(local_reason, batch.group)
         reason = "no reason given" if failure is None else failure[1]
         raise VerifierError(
             f"{name} failed on all {len(batch)} responses of a batch (the first: {reason}); fix it"

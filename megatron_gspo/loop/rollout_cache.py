@@ -33,9 +33,9 @@ from megatron_gspo.terminal import get_logger
 
 logger = get_logger(__name__)
 
-_FILE = ROLLOUTS  # a line of JSON, the table, then a part of each rank: its samples as they are sent between ranks
+_FILE = ROLLOUTS  # a line of JSON, the table, then a section of each rank: its samples as they are sent between ranks
 _CHUNK = 64 << 20  # bytes that are encoded at once, about
-_PART = np.dtype([("bytes", np.int64), ("crc32", np.int64)])
+_SECTION = np.dtype([("bytes", np.int64), ("crc32", np.int64)])
 
 
 @dataclass(frozen=True)
@@ -69,22 +69,22 @@ class RolloutCache:
         temporary = checkpoint / (_FILE + ".tmp")
         batch = rollout.batch
         failed = ""
-        own = np.zeros(1, dtype=_PART)
+        section = np.zeros(1, dtype=_SECTION)
         try:
             for chunk in _chunks(batch):
-                own["bytes"] += len(chunk)
-                own["crc32"] = zlib.crc32(chunk, int(own["crc32"][0]))
+                section["bytes"] += len(chunk)
+                section["crc32"] = zlib.crc32(chunk, int(section["crc32"][0]))
         except (TypeError, ValueError) as error:  # metadata that JSON can't represent
             failed = f"{type(error).__name__}: {error}"
-        parts = np.concatenate(gather_rows_of_ranks(own, batch.group))
+        sections = np.concatenate(gather_rows_of_ranks(section, batch.group))
         # It alone reads the prompts.
-        head = self._head(rollout, parts) if dist.get_rank() == 0 else b""
+        head = self._head(rollout, sections) if dist.get_rank() == 0 else b""
         [head_bytes] = sum_over_ranks(np.array([len(head)], dtype=np.int64), batch.group).tolist()
-        offset = head_bytes + batch.table.nbytes + int(parts["bytes"][: dist.get_rank()].sum())
+        offset = head_bytes + batch.table.nbytes + int(sections["bytes"][: dist.get_rank()].sum())
         if dist.get_rank() == 0 and not failed:
             failed = _attempt(lambda: _write(temporary, "wb", 0, [head, batch.table.tobytes()]))
         problem = first_failure(failed, batch.group)
-        if problem is None and own["bytes"][0]:
+        if problem is None and section["bytes"][0]:
             failed = _attempt(lambda: _write(temporary, "r+b", offset, _chunks(batch)))
         problem = problem or first_failure(failed, batch.group)
         if dist.get_rank() != 0:
@@ -98,7 +98,7 @@ class RolloutCache:
         reason = problem[1] if problem else failed
         logger.warning(f"rollouts not kept in {checkpoint}: {reason}")
 
-    def _head(self, rollout: Rollout, parts: np.ndarray) -> bytes:
+    def _head(self, rollout: Rollout, sections: np.ndarray) -> bytes:
         table = rollout.batch.table
         head = {
             "made with": self.conditions(table),
@@ -106,12 +106,12 @@ class RolloutCache:
             "pending": rollout.cursor.pending,
             "metrics": rollout.metrics,
             "rows": [len(table), ROW.itemsize, zlib.crc32(table.tobytes())],
-            "parts": [list(map(int, part)) for part in parts],
+            "parts": [list(map(int, section)) for section in sections],
         }
         return json.dumps(head).encode() + b"\n"
 
     def read(self, checkpoint: Path) -> Rollout | None:
-        """The rollouts kept in the checkpoint, each part on a rank; None if there are none or this
+        """The rollouts kept in the checkpoint, each section on a rank; None if there are none or this
         run would draw others.
 
         Rank 0 decides for all ranks and reports what it found. A collective of the world.
@@ -125,7 +125,7 @@ class RolloutCache:
             damage = ""
             for number in range(rank, len(head["parts"]), size):
                 try:
-                    samples |= _read_part(file, head, number)
+                    samples |= _read_section(file, head, number)
                 except _Damaged as error:
                     damage = str(error)
                 except (
@@ -157,10 +157,10 @@ class RolloutCache:
             with file.open("rb") as stream:
                 line = stream.readline()
                 head = json.loads(line)
-                rows, width, crc32 = head["rows"]
-                table = stream.read(rows * width)
+                count, width, crc32 = head["rows"]
+                table = stream.read(count * width)
             head["start"] = len(line) + len(table)
-            if file.stat().st_size != head["start"] + sum(part for part, _ in head["parts"]):
+            if file.stat().st_size != head["start"] + sum(size for size, _ in head["parts"]):
                 raise _Damaged("the file is damaged")
             if width != ROW.itemsize:
                 return None, "samples were encoded by another version"
@@ -221,19 +221,19 @@ def _chunks(batch: SampleBatch) -> Iterator[bytes]:
                 0 if sample.routed_experts is None else sample.routed_experts.nbytes
             )
             taken += 1
-        rows = positions[:taken]
+        encoded = positions[:taken]
         positions = positions[taken:]
-        payload = encode_samples([batch.held[i] for i in rows], rows)
+        payload = encode_samples([batch.held[i] for i in encoded], encoded)
         yield len(payload).to_bytes(8, "little") + payload
 
 
-def _read_part(file: Path, head: dict[str, Any], number: int) -> dict[int, Sample]:
-    """The samples of a part by position.
+def _read_section(file: Path, head: dict[str, Any], number: int) -> dict[int, Sample]:
+    """The samples of a section by position.
 
     Raises _Damaged, or another error that a damaged file causes.
     """
     size, crc32 = head["parts"][number]
-    start = head["start"] + sum(part for part, _ in head["parts"][:number])
+    start = head["start"] + sum(size for size, _ in head["parts"][:number])
     payload = np.fromfile(file, dtype=np.uint8, count=size, offset=start)
     if len(payload) != size or zlib.crc32(payload.data) != crc32:
         raise _Damaged("the file is damaged")

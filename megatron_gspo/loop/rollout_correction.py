@@ -141,14 +141,14 @@ def _reject(
 def _kept(algorithm: AlgorithmConfig, tokens: _Tokens) -> Tensor:
     """Where trained tokens are left by ``rollout_rs``: [T] bool."""
     both = (tokens.log_probs, tokens.rollout)
-    kind = algorithm.rollout_rs
+    rule = algorithm.rollout_rs
     if algorithm.rollout_rs_divergence is not None:
         largest = algorithm.rollout_rs_divergence
-        if kind == "token_binary_kl":
+        if rule == "token_binary_kl":
             return token_divergence_mask(*both, tokens.mask, largest=largest)
         return sequence_divergence_mask(*both, tokens.segments, largest=largest)
     low, high = algorithm.rollout_rs_band
-    if kind == "token":
+    if rule == "token":
         return token_rejection_mask(*both, tokens.mask, lower=low, upper=high)
     return sequence_rejection_mask(*both, tokens.segments, lower=low, upper=high)
 
@@ -160,7 +160,7 @@ def _weight(
     its own: trained tokens, or sequences with a trained token."""
     low = algorithm.rollout_is_threshold_lower
     cap = algorithm.rollout_is_threshold
-    both = tokens.log_probs, tokens.rollout
+    both = (tokens.log_probs, tokens.rollout)
     if algorithm.rollout_is == "token":
         weights = token_importance_weights(*both, tokens.mask, threshold=cap, lower=low)
         units = weights[tokens.mask]

@@ -4,17 +4,16 @@ versions that sampled them.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from megatron_gspo.loop.generation import DataCursor
 
 
-def rollout_record(table: np.ndarray, cursor: DataCursor) -> dict[str, Any]:
+def rollout_record(table: np.ndarray, cursor: DataCursor) -> dict[str, object]:
     """A step's record: [prompt, sample, oldest version, newest version] of each sample, and the
     cursor after it.
     """
     columns = ("prompt_index", "sample_index", "oldest_version", "newest_version")
-    rows = [list(row) for row in zip(*(table[name].tolist() for name in columns), strict=True)]
-    return {"samples": rows, "cursor": cursor.drawn, "pending": list(cursor.pending)}
+    columns_of_samples = (table[name].tolist() for name in columns)
+    samples = [list(sample) for sample in zip(*columns_of_samples, strict=True)]
+    return {"samples": samples, "cursor": cursor.drawn, "pending": list(cursor.pending)}

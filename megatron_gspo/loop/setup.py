@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
@@ -29,12 +29,15 @@ from megatron_gspo.loop.reward_scoring import EpisodeRewards, Rewards, VerifierR
 from megatron_gspo.loop.timers import UpdateClock
 from megatron_gspo.mcore.megatron_options import MegatronOptions
 from megatron_gspo.mcore.policy import Policy, TrainedParts, build_policy, check_megatron_options
-from megatron_gspo.mcore.process_groups import initialize
+from megatron_gspo.mcore.process_groups import ProcessGroups, initialize
 from megatron_gspo.rewards.sandbox.visible_files import refuse_visible_run
 from megatron_gspo.rollout.engine_protocol import RolloutEngine
 from megatron_gspo.rollout.group_source import GroupSource, Weights
 from megatron_gspo.routing_replay.perturbation import Perturbation, load_perturbation
 from megatron_gspo.weight_transport.weight_source import WeightSource
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class Components:
     prompts: PromptSource
     eval_prompts: Sequence[Prompt]
     dropped_prompts: int
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
     perturbation: Perturbation | None = None
 
     def __enter__(self) -> Components:
@@ -139,8 +142,9 @@ def build_components(config: Config, *, engine: RolloutEngine | None = None) -> 
     )
     if config.offloads_trainer:
         held_out_too = eval_source is source
-        own = None if policy.trained_lora is not None else reference  # a model of its own
-        source = OffloadingSource(source, policy, own)
+        # With adapters the reference is the policy's own base.
+        separate_reference = None if policy.trained_lora is not None else reference
+        source = OffloadingSource(source, policy, separate_reference)
         eval_source = source if held_out_too else eval_source
     return Components(
         config=config,
@@ -170,7 +174,7 @@ def build_rewards(config: Config, environments: EnvironmentPool | None) -> Rewar
     return VerifierRewards(verifier_of(config), f"verifier {data.resolved_verifier!r}")
 
 
-def _critic(config: Config, groups: Any, options: MegatronOptions) -> Policy:
+def _critic(config: Config, groups: ProcessGroups, options: MegatronOptions) -> Policy:
     model = replace(config.model, path=config.critic_path)
     return build_policy(
         model,

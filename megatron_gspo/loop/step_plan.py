@@ -48,7 +48,7 @@ class StepPlan:
         later = len(every) - len(first)
         return sum(batch not in first for batch in every) / later if later else 0.0
 
-    def part(self, batch: BatchTable, positions: list[int]) -> MicroBatchPlan:
+    def of_samples(self, batch: BatchTable, positions: list[int]) -> MicroBatchPlan:
         """Micro-batches of some samples of the rollout batch, on their replicas."""
         lengths = batch.packing_lengths(self.rules.sequence_multiple)[positions]
         return plan_micro_batches(lengths, self.rules, self.replica[positions])
@@ -68,12 +68,12 @@ def plan_step(
     ]
     replica, plans = plan_passes(lengths, epochs, rules, homes)
     first_epoch = joined(
-        [plan.within(rows) for rows, plan in zip(epochs[0], plans[0], strict=True)]
+        [plan.within(positions) for positions, plan in zip(epochs[0], plans[0], strict=True)]
     )
     updates = [
-        (rows, plan)
+        (positions, plan)
         for batches, packed in zip(epochs, plans, strict=True)
-        for rows, plan in zip(batches, packed, strict=True)
+        for positions, plan in zip(batches, packed, strict=True)
     ]
     return StepPlan(rules, replica, updates, first_epoch)
 

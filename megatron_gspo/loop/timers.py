@@ -5,17 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
 # Megatron's names for the parts of an update (and ours for the last), and what they are called in
 # the metrics.
-_PARTS = {"forward-compute": "forward", "backward-compute": "backward", "optimizer": "optimizer"}
+_PHASES = {"forward-compute": "forward", "backward-compute": "backward", "optimizer": "optimizer"}
 
 
 class Timers:
-    """Seconds by phase; ``take`` returns them and starts over."""
+    """Seconds by phase; ``read_and_reset`` returns them and starts over."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
@@ -29,16 +28,16 @@ class Timers:
         finally:
             self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - begin
 
-    def take(self) -> dict[str, float]:
+    def read_and_reset(self) -> dict[str, float]:
         """``time/<phase>`` of every phase since the last call, and ``time/step`` for all of it,
         in seconds.
         """
         now = time.perf_counter()
-        taken = {f"time/{phase}": seconds for phase, seconds in self._seconds.items()}
-        taken["time/step"] = now - self._started
+        metrics = {f"time/{phase}": seconds for phase, seconds in self._seconds.items()}
+        metrics["time/step"] = now - self._started
         self._seconds = {}
         self._started = now
-        return taken
+        return metrics
 
 
 class UpdateClock:
@@ -57,17 +56,17 @@ class UpdateClock:
     def __call__(self, name: str, log_level: int = 0) -> _Stopwatch:
         return _Stopwatch(self, name)
 
-    def take(self) -> dict[str, float]:
+    def read_and_reset(self) -> dict[str, float]:
         """``time/forward``, ``time/backward`` and ``time/optimizer`` since the last call, as
         far as they were timed.
         """
-        taken = {
-            f"time/{part}": self._seconds[name]
-            for name, part in _PARTS.items()
+        metrics = {
+            f"time/{phase}": self._seconds[name]
+            for name, phase in _PHASES.items()
             if name in self._seconds
         }
         self._seconds = {}
-        return taken
+        return metrics
 
     def start(self, name: str) -> None:
         self._started[name] = _now()
@@ -83,10 +82,10 @@ class _Stopwatch:
         self._clock = clock
         self._name = name
 
-    def start(self, **_: Any) -> None:
+    def start(self, **_: object) -> None:
         self._clock.start(self._name)
 
-    def stop(self, **_: Any) -> None:
+    def stop(self, **_: object) -> None:
         self._clock.stop(self._name)
 
 

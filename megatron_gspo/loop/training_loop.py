@@ -83,7 +83,7 @@ def train(config: Config, *, engine: RolloutEngine | None = None) -> LoopState:
                 accuracy_after=accuracy,
                 callbacks=callbacks.state(),
             )
-            record = metrics | throughput(trained.tokens, timers.take(), metrics)
+            record = metrics | throughput(trained.tokens, timers.read_and_reset(), metrics)
             record = add_metrics(record, trained.callback_metrics)
             record = add_metrics(record, {name: after.metrics for name, after in asked.items()})
             logger.log(state.step, record)
@@ -258,7 +258,7 @@ def _prepare_start(
     if state.step or not run.eval_prompts or not run.config.evaluation.at_start:
         return state
     metrics = _evaluate(run, 0, timers)
-    logger.log(0, metrics | checked | timers.take())
+    logger.log(0, metrics | checked | timers.read_and_reset())
     return replace(
         state, accuracy_before=metrics["eval/accuracy"], accuracy_after=metrics["eval/accuracy"]
     )

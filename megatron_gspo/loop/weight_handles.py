@@ -40,10 +40,9 @@ def server_places(
     for number, (url, node) in enumerate(zip(urls, nodes, strict=True)):
         if servers.num_servers:
             count = SGLangLaunch.gpus_per_server(servers.server_args)
-            own = 0 if servers.colocated else ranks_per_node
-            first = (
-                int(option(servers.server_args, SGLangLaunch.gpu_option) or own) + number * count
-            )
+            default_gpu = 0 if servers.colocated else ranks_per_node
+            first_gpu = int(option(servers.server_args, SGLangLaunch.gpu_option) or default_gpu)
+            first = first_gpu + number * count
         else:
             count = max(ranks_per_node // nodes.count(node), 1)
             first = nodes[:number].count(node) * count

@@ -20,12 +20,14 @@ import inspect
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.nn.attention import varlen
 from torch.utils.checkpoint import checkpoint
 
@@ -96,17 +98,18 @@ def segments_of(cu_seqlens: Tensor, cp_rank: int, cp_size: int) -> Segments:
     local_start = cu_seqlens[:-1] // cp_size
     # first row of each chunk, [n, 2 * cp_size], in the all-gathered keys: the ranks one after the
     # other
-    rows = (
+    first_row = (
         owner * (cu_seqlens[-1] // cp_size)
         + local_start[:, None]
         + (chunk >= cp_size) * width[:, None]
     )
-    own = torch.tensor([cp_rank, 2 * cp_size - 1 - cp_rank], dtype=torch.int32)
-    attended = torch.cat([chunk[: last + 1] for last in own.tolist()])
+    local_chunks = torch.tensor([cp_rank, 2 * cp_size - 1 - cp_rank], dtype=torch.int32)
+    attended = torch.cat([chunk[: last + 1] for last in local_chunks.tolist()])
     key_source = concatenated_ranges(
-        rows[:, attended].flatten(), width.repeat_interleave(len(attended))
+        first_row[:, attended].flatten(), width.repeat_interleave(len(attended))
     )
-    return Segments(width.repeat_interleave(2), (width[:, None] * (own + 1)).flatten(), key_source)
+    key_lengths = (width[:, None] * (local_chunks + 1)).flatten()
+    return Segments(width.repeat_interleave(2), key_lengths, key_source)
 
 
 @dataclass(frozen=True)
@@ -183,11 +186,13 @@ class PackedSequences(PackedSeqParams):
         """The plan of the variable-length kernel."""
         queries = self.segments.query_lengths
         keys = self.segments.key_lengths
-        bounds = (
-            F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)) for lengths in (queries, keys)
+        moved = self._on_device(queries=_bounds(queries), keys=_bounds(keys))
+        return _Varlen(
+            cu_seq_q=moved["queries"],
+            cu_seq_k=moved["keys"],
+            max_q=int(queries.max()),
+            max_k=int(keys.max()),
         )
-        moved = self._on_device(**dict(zip(("cu_seq_q", "cu_seq_k"), bounds, strict=True)))
-        return _Varlen(**moved, max_q=int(queries.max()), max_k=int(keys.max()))
 
     @cached_property
     def padded(self) -> _Padded:
@@ -199,21 +204,24 @@ class PackedSequences(PackedSeqParams):
         tensors = {"source": source, "slot": slot}
         if keys is not queries:
             tensors["key_source"], tensors["key_slot"] = _padding(batches, keys)
-            tensors |= {str(i): (keys - queries)[rows] for i, rows in enumerate(batches)}
+            for i, segments in enumerate(batches):
+                tensors[f"before_{i}"] = (keys - queries)[segments]
         moved = self._on_device(**tensors)
         buckets = tuple(
             _Bucket(
-                len(rows),
-                int(queries[rows].max()),
-                int(keys[rows].max()),
-                moved.get(str(i)),
-                int((keys - queries)[rows].min()),
+                rows=len(segments),
+                queries=int(queries[segments].max()),
+                keys=int(keys[segments].max()),
+                before=moved.get(f"before_{i}"),
+                least=int((keys - queries)[segments].min()),
             )
-            for i, rows in enumerate(batches)
+            for i, segments in enumerate(batches)
         )
-        layout = moved["source"], moved["slot"].long()  # torch copies to int64 indices only
-        other = (moved["key_source"], moved["key_slot"].long()) if keys is not queries else layout
-        return _Padded(buckets, layout, other)
+        # torch copies to int64 indices only
+        query_layout = (moved["source"], moved["slot"].long())
+        if keys is queries:
+            return _Padded(buckets, query_layout, query_layout)
+        return _Padded(buckets, query_layout, (moved["key_source"], moved["key_slot"].long()))
 
     def rotation(self, rotary: Rotary, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosines and sines of every local token, [t, 1, rotary.dim]: what ``rotate`` takes."""
@@ -221,9 +229,8 @@ class PackedSequences(PackedSeqParams):
         if key not in self.rotations:
             moved = self._on_device(positions=self.positions, frequencies=rotary.frequencies())
             angles = (moved["positions"][:, None].float() * moved["frequencies"])[:, None]
-            cos, sin = (
-                (wave * rotary.cosine_scale).to(dtype) for wave in (angles.cos(), angles.sin())
-            )
+            cos = (angles.cos() * rotary.cosine_scale).to(dtype)
+            sin = (angles.sin() * rotary.cosine_scale).to(dtype)
             self.rotations[key] = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
         return self.rotations[key]
 
@@ -241,15 +248,15 @@ class PackedSequences(PackedSeqParams):
         """Positions [t] int32 of the local tokens in their sequences, on the host."""
         starts = self.cu_seqlens[:-1]
         lengths = self.cu_seqlens.diff()
-        mine = zigzag_indices(self.cu_seqlens, self.cp_rank, self.cp_size).int()
-        return mine - starts.repeat_interleave(lengths // self.cp_size)
+        local_tokens = zigzag_indices(self.cu_seqlens, self.cp_rank, self.cp_size).int()
+        return local_tokens - starts.repeat_interleave(lengths // self.cp_size)
 
     def _on_device(self, **tensors: Tensor) -> dict[str, Tensor]:
         return copy_to_device(tensors, self.cu_seqlens_q.device)
 
 
 def packed_sequences(
-    cu_seqlens: Tensor, max_seqlen: int, cp_group: Any, device: torch.device
+    cu_seqlens: Tensor, max_seqlen: int, cp_group: ProcessGroup, device: torch.device
 ) -> PackedSequences:
     """The parameters of one micro-batch.
 
@@ -266,6 +273,11 @@ def packed_sequences(
         cp_rank=cp_group.rank(),
         cp_size=cp_group.size(),
     )
+
+
+def _bounds(lengths: Tensor) -> Tensor:
+    """Where runs of ``lengths`` begin and end, int32 [m + 1]."""
+    return F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
 
 
 def _batches(queries: list[int], keys: list[int]) -> list[list[int]]:
@@ -286,8 +298,8 @@ def _padding(batches: list[list[int]], lengths: Tensor) -> tuple[Tensor, Tensor]
     """``source`` and ``slot`` of ``pad_rows`` for rows of ``lengths`` tokens in the padded
     ``batches``.
     """
-    order = torch.tensor([row for rows in batches for row in rows])
-    widths = torch.cat([lengths[rows].max().expand(len(rows)) for rows in batches])
+    order = torch.tensor([segment for batch in batches for segment in batch])
+    widths = torch.cat([lengths[batch].max().expand(len(batch)) for batch in batches])
     starts = lengths.cumsum(0, dtype=torch.int32) - lengths
     last = (starts + lengths - 1)[order].repeat_interleave(widths)
     source = torch.minimum(concatenated_ranges(starts[order], widths), last)
@@ -324,11 +336,11 @@ class PackedAttention(torch.nn.Module):
 
     def __init__(
         self,
-        config: Any,
-        *args: Any,
+        config: TransformerConfig,
+        *args: object,
         softmax_scale: float | None = None,
-        pg_collection: Any = None,
-        **kwargs: Any,
+        pg_collection: ProcessGroupCollection,
+        **kwargs: object,
     ) -> None:
         super().__init__()
         if config.attention_dropout:
@@ -345,9 +357,9 @@ class PackedAttention(torch.nn.Module):
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None = None,
-        *args: Any,
+        *args: object,
         packed_seq_params: PackedSequences | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> Tensor:
         """``query`` [t, heads, d], ``key`` [t, groups, d], ``value`` [t, groups, e], local tokens;
         returns [t, heads * e]."""
@@ -358,7 +370,8 @@ class PackedAttention(torch.nn.Module):
         plan = packed_seq_params
         sizes = (key.shape[-1], value.shape[-1])
         if self.rotary is not None:
-            query, key = (_rotated(x, plan, self.rotary) for x in (query, key))
+            query = _rotated(query, plan, self.rotary)
+            key = _rotated(key, plan, self.rotary)
         if self.cp_group.size() > 1:
             gathered = all_gather_tokens(torch.cat((key, value), dim=-1), self.cp_group)
             copies = permute(gathered.flatten(1), plan.key_copies)
@@ -371,8 +384,10 @@ class PackedAttention(torch.nn.Module):
         elif self.sinks is not None:
             query, key = with_sink_dimension(query, key, self.sinks / self.softmax_scale)
             width = max(width, query.shape[-1])
-        out = attend(plan, *(_widened(x, width) for x in (query, key, value)))
-        return (out if width == sizes[1] else out[..., : sizes[1]]).flatten(1)
+        out = attend(plan, _widened(query, width), _widened(key, width), _widened(value, width))
+        if width > sizes[1]:
+            out = out[..., : sizes[1]]
+        return out.flatten(1)
 
     def _varlen(self, plan: PackedSequences, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """The variable-length kernel.
@@ -402,9 +417,9 @@ class PackedAttention(torch.nn.Module):
         layout = plan.padded
         # No grouped queries in most CUDA kernels.
         if query.device.type == "cuda" and query.shape[1] != key.shape[1]:
-            key, value = (
-                x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value)
-            )
+            repeats = query.shape[1] // key.shape[1]
+            key = key.repeat_interleave(repeats, dim=1)
+            value = value.repeat_interleave(repeats, dim=1)
         slots = [bucket.rows * bucket.queries for bucket in layout.buckets]
         key_slots = [bucket.rows * bucket.keys for bucket in layout.buckets]
         padded = zip(
@@ -414,15 +429,19 @@ class PackedAttention(torch.nn.Module):
             pad_rows(value, *layout.keys).split(key_slots),
             strict=True,
         )
-        parts = []
-        for bucket, *rows in padded:
-            # [rows, heads, queries or keys, d]
-            q, k, v = (x.view(bucket.rows, -1, *x.shape[1:]).transpose(1, 2) for x in rows)
-            out = self._one_batch(bucket, q, k, v)
-            parts.append(out.transpose(1, 2).flatten(0, 1))
-        return unpad_rows(parts[0] if len(parts) == 1 else torch.cat(parts), layout.queries[1])
+        outputs = []
+        for bucket, queries, keys, values in padded:
+            out = self._attend_bucket(
+                bucket,
+                _by_head(queries, bucket.rows),
+                _by_head(keys, bucket.rows),
+                _by_head(values, bucket.rows),
+            )
+            outputs.append(out.transpose(1, 2).flatten(0, 1))
+        joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return unpad_rows(joined, layout.queries[1])
 
-    def _one_batch(self, bucket: _Bucket, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _attend_bucket(self, bucket: _Bucket, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attention of one padded batch. Masks are of bounded size: they are computed for a block
         of queries at a time and, if all of them are larger than that, again in the backward."""
         window = bucket.keys if self.window is None else min(self.window, bucket.keys)
@@ -440,7 +459,7 @@ class PackedAttention(torch.nn.Module):
             width = min(width + length, bucket.keys)
         if length >= bucket.queries:
             return self._sdpa(query, key, value, before)
-        parts = []
+        outputs = []
         for first in range(0, bucket.queries, length):
             start = max(bucket.least + first - window + 1, 0)
             stop = min(bucket.keys - bucket.queries + first + length, bucket.keys)
@@ -451,19 +470,20 @@ class PackedAttention(torch.nn.Module):
                 before + first - start,
             )
             if bucket.rows * bucket.queries * width <= _MASK_ELEMENTS:
-                parts.append(self._sdpa(*block))
+                outputs.append(self._sdpa(*block))
             else:
-                parts.append(
+                outputs.append(
                     checkpoint(self._sdpa, *block, use_reentrant=False, preserve_rng_state=False)
                 )
-        return torch.cat(parts, dim=2)
+        return torch.cat(outputs, dim=2)
 
     def _sdpa(self, query: Tensor, key: Tensor, value: Tensor, before: Tensor | None) -> Tensor:
         """Query i of a row attends its first ``before + i + 1`` keys, of these the last ``window``;
         ``before`` [rows], None: 0, without a window."""
         mask = None
         if before is not None:
-            positions, columns = (torch.arange(x.shape[2], device=x.device) for x in (query, key))
+            positions = torch.arange(query.shape[2], device=query.device)
+            columns = torch.arange(key.shape[2], device=key.device)
             last = before[:, None, None] + positions[:, None]
             mask = columns <= last
             if self.window is not None:
@@ -480,6 +500,11 @@ class PackedAttention(torch.nn.Module):
             scale=self.softmax_scale,
             enable_gqa=query.shape[1] != key.shape[1],
         )
+
+
+def _by_head(x: Tensor, rows: int) -> Tensor:
+    """``x`` [rows * length, heads, d] as [rows, heads, length, d]."""
+    return x.view(rows, -1, *x.shape[1:]).transpose(1, 2)
 
 
 def _rotated(x: Tensor, plan: PackedSequences, rotary: Rotary) -> Tensor:

@@ -19,22 +19,22 @@ def copy_to_device(tensors: Mapping[str, Tensor], device: torch.device | str) ->
     has ended. The results are views of one buffer. Values of int64 must fit in int32.
     """
     device = torch.device(device)
-    kinds = {
+    dtypes = {
         name: torch.int32 if value.dtype == torch.int64 else value.dtype
         for name, value in tensors.items()
     }
-    sizes = {name: value.numel() * kinds[name].itemsize for name, value in tensors.items()}
+    sizes = {name: value.numel() * dtypes[name].itemsize for name, value in tensors.items()}
     ends = list(accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes.values()))
     starts = dict(zip(tensors, [0, *ends], strict=False))
     staging = torch.empty(
         ends[-1] if ends else 0, dtype=torch.uint8, pin_memory=device.type == "cuda"
     )
 
-    def place(buffer: Tensor, name: str) -> Tensor:
+    def view_of(buffer: Tensor, name: str) -> Tensor:
         start = starts[name]
-        return buffer[start : start + sizes[name]].view(kinds[name]).view(tensors[name].shape)
+        return buffer[start : start + sizes[name]].view(dtypes[name]).view(tensors[name].shape)
 
     for name, value in tensors.items():
-        place(staging, name).copy_(value)  # converts on the way
+        view_of(staging, name).copy_(value)  # converts on the way
     moved = staging.to(device, non_blocking=True)
-    return {name: place(moved, name) for name in tensors}
+    return {name: view_of(moved, name) for name in tensors}

@@ -10,22 +10,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 
-def set_up_expert_bias(chunks: Sequence[torch.nn.Module], config: Any) -> None:
+def set_up_expert_bias(chunks: Sequence[torch.nn.Module], config: TransformerConfig) -> None:
     """Keep the bias of all routers in float32; with an update rate of 0 let nothing move it.
 
     ``config``: of all chunks of this rank, which are built.
     """
     frozen = not config.moe_router_bias_update_rate
     for chunk in chunks:
-        routers: list[Any] = [
-            module for module in chunk.modules() if hasattr(module, "expert_bias")
-        ]
+        routers = [module for module in chunk.modules() if isinstance(module, TopKRouter)]
         for router in routers:
             if router.expert_bias is not None:
                 router.expert_bias.data = router.expert_bias.data.float()
@@ -43,7 +42,9 @@ def _count_nothing(routing_map: Tensor, padding_mask: Tensor | None = None) -> N
     """In place of Megatron's count of a frozen bias's load."""
 
 
-def _count_load(router: Any, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+def _count_load(
+    router: TopKRouter, routing_map: Tensor, padding_mask: Tensor | None = None
+) -> None:
     """Megatron's count of each expert's tokens, ``routing_map`` [t, E], in passes with a gradient.
     Megatron's own is compiled at its first call, which takes a C++ compiler on a CPU."""
     if torch.is_grad_enabled():

@@ -29,8 +29,8 @@ class ExpertProducts(Protocol):
         [b, a].
         """
 
-    def rows_of(self, vectors: Sequence[Tensor], rows: int) -> Tensor:
-        """Each expert's vector [a] for each of its rows, [rows, a]."""
+    def repeated(self, vectors: Sequence[Tensor], count: int) -> Tensor:
+        """Each expert's vector [a] for each of its rows, [count, a]."""
 
     def sums(self, rows: Tensor) -> Sequence[Tensor]:
         """The sum of each expert's rows: ``rows`` [n, a], results [a]."""
@@ -46,23 +46,22 @@ class LoopedProducts:
         self, rows: Tensor, weights: Sequence[Tensor], *, transpose: bool
     ) -> Tensor:
         result = rows.new_empty(rows.shape[0], weights[0].shape[0 if transpose else 1])
-        for part, weight, out in zip(
+        for expert_rows, weight, out in zip(
             rows.split(self.counts), weights, result.split(self.counts), strict=True
         ):
-            torch.mm(part, weight.t() if transpose else weight, out=out)
+            torch.mm(expert_rows, weight.t() if transpose else weight, out=out)
         return result
 
     def weight_gradients(self, grad: Tensor, rows: Tensor) -> Sequence[Tensor]:
-        parts = zip(grad.split(self.counts), rows.split(self.counts), strict=True)
-        return [g.t() @ part for g, part in parts]
+        experts = zip(grad.split(self.counts), rows.split(self.counts), strict=True)
+        return [expert_grad.t() @ expert_rows for expert_grad, expert_rows in experts]
 
-    def rows_of(self, vectors: Sequence[Tensor], rows: int) -> Tensor:
-        return torch.cat(
-            [vector.expand(count, -1) for vector, count in zip(vectors, self.counts, strict=True)]
-        )
+    def repeated(self, vectors: Sequence[Tensor], count: int) -> Tensor:
+        rows = zip(vectors, self.counts, strict=True)
+        return torch.cat([vector.expand(expert_count, -1) for vector, expert_count in rows])
 
     def sums(self, rows: Tensor) -> Sequence[Tensor]:
-        return [part.sum(0) for part in rows.split(self.counts)]
+        return [expert_rows.sum(0) for expert_rows in rows.split(self.counts)]
 
 
 @dataclass(frozen=True)
@@ -90,11 +89,10 @@ class GroupedProducts:
         # (pytorch#172439)
         return result.masked_fill_(self.empty[:, None, None], 0.0).unbind(0)
 
-    def rows_of(self, vectors: Sequence[Tensor], rows: int) -> Tensor:
-        places = torch.arange(rows, dtype=torch.int32, device=self.offsets.device)
-        return torch.stack(tuple(vectors)).index_select(
-            0, torch.searchsorted(self.offsets, places, right=True)
-        )
+    def repeated(self, vectors: Sequence[Tensor], count: int) -> Tensor:
+        positions = torch.arange(count, dtype=torch.int32, device=self.offsets.device)
+        expert = torch.searchsorted(self.offsets, positions, right=True)
+        return torch.stack(tuple(vectors)).index_select(0, expert)
 
     def sums(self, rows: Tensor) -> Sequence[Tensor]:
         # Of the kernel's least width; one column is the sum.

@@ -13,8 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Protocol, TypedDict
 
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from megatron_gspo.algorithms import LossExtras, Objective, policy_loss
@@ -27,11 +29,18 @@ from megatron_gspo.parallel.context_parallel import sum_over
 from megatron_gspo.parallel.log_probs import LogProbOptions, log_probs_from_hidden
 from megatron_gspo.parallel.scored_rows import ScoredRows
 
-LossFunction = Callable[..., Any]
-ForwardStep = Callable[[Iterator[PackedBatch], Any], tuple[Tensor, LossFunction]]
+
+class LossFunction(Protocol):
+    """What Megatron's schedule calls with the last stage's hidden states; see `forward_backward_func`
+    of Megatron for the results that it takes."""
+
+    def __call__(self, hidden: Tensor, **options: bool) -> object: ...
 
 
-def unwrap(model: Any) -> Any:
+ForwardStep = Callable[[Iterator[PackedBatch], MegatronModule], tuple[Tensor, LossFunction]]
+
+
+def unwrap(model: MegatronModule) -> GPTModel:
     """The ``GPTModel`` inside Megatron's wrappers."""
     while hasattr(model, "module"):
         model = model.module
@@ -39,7 +48,7 @@ def unwrap(model: Any) -> Any:
 
 
 @contextmanager
-def _without_output_layer(model: Any) -> Iterator[None]:
+def _without_output_layer(model: GPTModel) -> Iterator[None]:
     """Within the context the model's last stage returns hidden states: the model computes no
     logits.
     """
@@ -48,7 +57,7 @@ def _without_output_layer(model: Any) -> Iterator[None]:
         yield
         return
 
-    def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    def forward(hidden: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, None]:
         # The gradient comes back from GPTModel's transpose with another stride of the batch
         # dimension of 1, for which torch multiplies token by token with a frozen weight; these
         # views give it the usual one.
@@ -62,7 +71,10 @@ def _without_output_layer(model: Any) -> Iterator[None]:
 
 
 def hidden_states(
-    model: Any, batch: PackedBatch, groups: ProcessGroups, routes: MicroBatchRoutes | None = None
+    model: MegatronModule,
+    batch: PackedBatch,
+    groups: ProcessGroups,
+    routes: MicroBatchRoutes | None = None,
 ) -> Tensor:
     """Run one model chunk on a context-parallel shard of a micro-batch, with the micro-batch's
     ``routes``.
@@ -85,7 +97,7 @@ def hidden_states(
 
 
 def token_log_probs(
-    model: Any,
+    model: MegatronModule,
     hidden: Tensor,
     batch: PackedBatch,
     groups: ProcessGroups,
@@ -138,18 +150,20 @@ def policy_forward_step(
         groups, num_microbatches=num_microbatches, loss=POLICY_LOSS, routing=routing
     )
 
-    def forward_step(batches: Iterator[PackedBatch], model: Any) -> tuple[Tensor, LossFunction]:
+    def forward_step(
+        batches: Iterator[PackedBatch], model: MegatronModule
+    ) -> tuple[Tensor, LossFunction]:
         if unwrap(model).config.calculate_per_token_loss:
             raise ValueError(
                 "calculate_per_token_loss=True would divide the objective again; set it to False"
             )
-        inputs = reader.take(batches, unwrap(model))
+        inputs = reader.next_inputs(batches, unwrap(model))
         output = hidden_states(model, inputs.batch, groups, inputs.routes)
         return output, partial(loss_function, inputs, model)
 
     def loss_function(
-        inputs: MicroBatchInputs, model: Any, hidden: Tensor
-    ) -> tuple[Tensor, dict[str, Any]]:
+        inputs: MicroBatchInputs, model: MegatronModule, hidden: Tensor
+    ) -> tuple[Tensor, PolicyLossOutput]:
         batch = inputs.batch
         log_probs, entropy = token_log_probs(model, hidden, batch, groups, options, inputs.scored)
         extras = LossExtras(
@@ -179,6 +193,16 @@ def policy_forward_step(
     return forward_step
 
 
+class PolicyLossOutput(TypedDict):
+    """What a micro-batch adds to the results of an update."""
+
+    metrics: dict[str, Tensor]
+    """Shares that are combined over micro-batches and ranks."""
+
+    log_probs: Tensor
+    """[t] of this shard, 0 where not trained."""
+
+
 def undo_averaging(loss: Tensor, num_microbatches: int, groups: ProcessGroups) -> Tensor:
     """A rank's share of the loss, as Megatron's schedule takes it: see the module."""
     return loss * (num_microbatches * groups.dp.size())
@@ -202,14 +226,16 @@ def log_prob_forward_step(
     options = LogProbOptions(temperature, vocab_size, with_entropy)
     reader = InputReader(groups, num_microbatches=num_microbatches, routing=routing)
 
-    def forward_step(batches: Iterator[PackedBatch], model: Any) -> tuple[Tensor, LossFunction]:
-        inputs = reader.take(batches, unwrap(model))
+    def forward_step(
+        batches: Iterator[PackedBatch], model: MegatronModule
+    ) -> tuple[Tensor, LossFunction]:
+        inputs = reader.next_inputs(batches, unwrap(model))
         output = hidden_states(model, inputs.batch, groups, inputs.routes)
         return output, partial(collect, inputs, model)
 
     def collect(
-        inputs: MicroBatchInputs, model: Any, hidden: Tensor, non_loss_data: bool = True
-    ) -> Any:
+        inputs: MicroBatchInputs, model: MegatronModule, hidden: Tensor, non_loss_data: bool = True
+    ) -> tuple[Tensor, Tensor | None]:
         return token_log_probs(model, hidden, inputs.batch, groups, options, inputs.scored)
 
     return forward_step

@@ -4,13 +4,15 @@ tensors.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
+from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
 from megatron_gspo.mcore.process_groups import ProcessGroups, compute_device
@@ -20,6 +22,9 @@ from megatron_gspo.models.hf_checkpoint import CheckpointReader
 from megatron_gspo.models.parameter_slices import ParameterSlice
 from megatron_gspo.models.stacked_experts import stack_experts
 
+if TYPE_CHECKING:
+    from megatron_gspo.mcore.lora.adapter import Adapter
+
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 # Bytes of whole tensors per all-gather: large enough to use the network's bandwidth, small enough
 # that glibc reuses the memory: it returns larger blocks to the system, and every page would be
@@ -28,6 +33,14 @@ PIECE = 16 * 2**20
 _EXPERT = re.compile(r"(mlp\.experts\.(?:local_experts\.|linear_fc[12]\.weight))(\d+)(.*)")
 
 Section = tuple[int, int]  # layer, piece of it
+
+
+class TensorHeader(NamedTuple):
+    """A Hugging Face tensor without its values."""
+
+    name: str
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -40,7 +53,7 @@ class MappedParameter:
     rule: Rule
     layer: int
     expert: int
-    adapter: Any = None
+    adapter: Adapter | None = None
 
     @property
     def tensor(self) -> Tensor:
@@ -62,22 +75,21 @@ class MappedParameter:
 
 
 def map_parameters(
-    chunk: Any, family: Family, shape: ModelShape, groups: ProcessGroups
+    chunk: GPTModel, family: Family, shape: ModelShape, groups: ProcessGroups
 ) -> Iterator[MappedParameter]:
     """Every weight of an (unwrapped) model chunk with its rule; one that no rule matches raises
     ``ValueError``.
     """
     layers = chunk.decoder.layers
-    rules: dict[
-        int, dict[str, Rule]
-    ] = {}  # by Megatron name; a layer may have thousands of parameters
+    # By layer and Megatron's name; a layer may have thousands of parameters.
+    rules: dict[int, dict[str, Rule]] = {}
     for name, parameter, module in _held(chunk):
         match = _LAYER.fullmatch(name)
         layer = layers[int(match[1])].layer_number - 1 if match else -1
         local = match[2] if match else name
         if layer not in rules:
-            own = family.layer_rules(shape, layer) if match else family.outer_rules(shape)
-            rules[layer] = {key: rule for rule in own for key in rule.megatron}
+            layer_rules = family.layer_rules(shape, layer) if match else family.outer_rules(shape)
+            rules[layer] = {key: rule for rule in layer_rules for key in rule.megatron}
         expert = 0
         if is_expert := _EXPERT.fullmatch(local):
             expert = int(is_expert[2]) + groups.ep.rank() * (shape.num_experts // groups.ep.size())
@@ -94,13 +106,13 @@ def map_parameters(
         yield MappedParameter(name, parameter, rule, layer, expert, adapter)
 
 
-def held_tensors(chunk: Any) -> Iterator[tuple[str, Tensor]]:
+def held_tensors(chunk: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Name and tensor of all weights: the parameters and the buffers that checkpoints hold (the
     routers' bias). Without adapters, which are no part of the model."""
     yield from ((name, tensor) for name, tensor, _module in _held(chunk))
 
 
-def _held(chunk: Any) -> Iterator[tuple[str, Tensor, torch.nn.Module]]:
+def _held(chunk: torch.nn.Module) -> Iterator[tuple[str, Tensor, torch.nn.Module]]:
     """The same with the module of each.
 
     One walk over the modules, of which a layer may have hundreds.
@@ -122,7 +134,7 @@ def _held(chunk: Any) -> Iterator[tuple[str, Tensor, torch.nn.Module]]:
 
 
 def load_weights(
-    chunks: list[Any], path: str, family: Family, shape: ModelShape, groups: ProcessGroups
+    chunks: Sequence[GPTModel], path: str, family: Family, shape: ModelShape, groups: ProcessGroups
 ) -> None:
     """Copy a Hugging Face checkpoint into this rank's (unwrapped) chunks, reading only what this
     rank holds.
@@ -161,7 +173,7 @@ def _is_finite(value: Tensor) -> bool:
 
 
 def export_weights(
-    chunks: list[Any],
+    chunks: Sequence[GPTModel],
     family: Family,
     shape: ModelShape,
     groups: ProcessGroups,
@@ -195,20 +207,20 @@ def export_layers(
     expert's slices.
     """
     sections = _sections(layers, groups, piece)
-    owners, metadata = _owners(sections, shape, groups)
+    owners, headers = _owners(sections, shape, groups)
     for section in sorted(owners):
         stage = owners[section]
         tensors: dict[str, Tensor] = {}
         if groups.pp.rank() == stage:
             tensors = _whole(sections[section], shape, groups)
         if groups.pp.size() > 1:
-            tensors = _broadcast(tensors, metadata[section], stage, groups)
+            tensors = _broadcast(tensors, headers[section], stage, groups)
         yield from tensors.items()
         del tensors  # before the next are gathered
 
 
 def mapped_layers(
-    chunks: list[Any],
+    chunks: Sequence[GPTModel],
     family: Family,
     shape: ModelShape,
     groups: ProcessGroups,
@@ -223,16 +235,19 @@ def mapped_layers(
     layers: dict[int, list[MappedParameter]] = {}
     for chunk in chunks:
         for mapped in map_parameters(chunk, family, shape, groups):
-            if mapped.layer >= 0 or not (
-                shape.tied_embeddings and groups.pp.rank() and mapped.rule.is_vocabulary
-            ):
-                layer = mapped.layer if mapped.layer >= 0 else -1 - groups.pp.rank()
-                tensor = mapped.parameter.detach() if value is None else value(mapped.parameter)
-                adapter = mapped.adapter if value is None else None
-                if tensor is not None:
-                    layers.setdefault(layer, []).append(
-                        replace(mapped, parameter=tensor, adapter=adapter)
-                    )
+            layer = mapped.layer
+            if layer < 0:
+                if shape.tied_embeddings and groups.pp.rank() and mapped.rule.is_vocabulary:
+                    continue
+                layer = -1 - groups.pp.rank()
+            if value is None:
+                exported = replace(mapped, parameter=mapped.parameter.detach())
+            else:
+                tensor = value(mapped.parameter)
+                if tensor is None:
+                    continue
+                exported = replace(mapped, parameter=tensor, adapter=None)
+            layers.setdefault(layer, []).append(exported)
     return layers
 
 
@@ -244,7 +259,9 @@ def _sections(
     return {
         (layer, number): section
         for layer, mapped_list in layers.items()
-        for number, section in enumerate(pieces_of(sorted(mapped_list, key=_kind), groups, piece))
+        for number, section in enumerate(
+            pieces_of(sorted(mapped_list, key=_export_order), groups, piece)
+        )
     }
 
 
@@ -276,10 +293,12 @@ def pieces_of(
         yield section
 
 
-def _kind(mapped: MappedParameter) -> int:
+def _export_order(mapped: MappedParameter) -> int:
     """Order within a layer: experts first, unsharded tensors last. A consumer holds the last tensor
     of a piece while the next is gathered; an unsharded one takes no memory."""
-    return 0 if mapped.rule.is_expert else 1 if mapped.rule.shard is not Shard.NONE else 2
+    if mapped.rule.is_expert:
+        return 0
+    return 2 if mapped.rule.shard is Shard.NONE else 1
 
 
 def _holders(mapped: MappedParameter, groups: ProcessGroups, of_one_source: bool) -> int:
@@ -291,32 +310,28 @@ def _holders(mapped: MappedParameter, groups: ProcessGroups, of_one_source: bool
 
 def _owners(
     sections: dict[Section, list[MappedParameter]], shape: ModelShape, groups: ProcessGroups
-) -> tuple[dict[Section, int], dict[Section, Any]]:
-    """The pipeline stage that sends each section, and (name, sizes, dtype) of what it sends."""
-    mine = (
-        {
-            section: [
-                (name, size, mapped.parameter.dtype)
-                for mapped in mapped_list
-                for name, size in _sizes(mapped, shape, groups)
-            ]
-            for section, mapped_list in sections.items()
-        }
-        if groups.pp.size() > 1
-        else dict.fromkeys(sections)
-    )
-    stages: list[Any] = [None] * groups.pp.size()
-    if groups.pp.size() > 1:
-        # Pickled, which is safe among a run's own ranks: names, sizes and types, once a stream.
-        dist.all_gather_object(stages, mine, group=groups.pp)
-    else:
-        stages[0] = mine
-    owners = {
-        section: stage for stage, stage_sections in enumerate(stages) for section in stage_sections
+) -> tuple[dict[Section, int], dict[Section, list[TensorHeader]]]:
+    """The pipeline stage that sends each section, and what it sends. Without a pipeline nobody asks
+    for the latter, and it is empty."""
+    if groups.pp.size() == 1:
+        return dict.fromkeys(sections, 0), {}
+    headers = {
+        section: [
+            TensorHeader(name, size, mapped.parameter.dtype)
+            for mapped in mapped_list
+            for name, size in _sizes(mapped, shape, groups)
+        ]
+        for section, mapped_list in sections.items()
     }
-    return owners, {
-        section: stage_sections[section] for stage_sections in stages for section in stage_sections
-    }
+    headers_of_stage: list[dict[Section, list[TensorHeader]]] = [{}] * groups.pp.size()
+    # Pickled, which is safe among a run's own ranks: names, sizes and types, once a stream.
+    dist.all_gather_object(headers_of_stage, headers, group=groups.pp)
+    owners: dict[Section, int] = {}
+    everyone: dict[Section, list[TensorHeader]] = {}
+    for stage, stage_headers in enumerate(headers_of_stage):
+        owners |= dict.fromkeys(stage_headers, stage)
+        everyone |= stage_headers
+    return owners, everyone
 
 
 def _sizes(
@@ -347,18 +362,16 @@ def _whole(
         for mapped in mapped_list
         if not mapped.rule.is_expert and mapped.rule.shard is not Shard.NONE
     ]
-    tensors = (
-        join_experts(experts, _gather(experts, groups.expert_tp_ep), shape, groups)
-        if experts
-        else {}
-    )
-    tensors |= join_shards(sharded, _gather(sharded, groups.tp), shape)
-    own = [
+    unsharded = [
         mapped
         for mapped in mapped_list
         if not mapped.rule.is_expert and mapped.rule.shard is Shard.NONE
     ]
-    return tensors | join_shards(own, [[mapped.tensor for mapped in own]], shape)
+    tensors: dict[str, Tensor] = {}
+    if experts:
+        tensors |= join_experts(experts, _gather(experts, groups.expert_tp_ep), shape, groups)
+    tensors |= join_shards(sharded, _gather(sharded, groups.tp), shape)
+    return tensors | join_shards(unsharded, [[mapped.tensor for mapped in unsharded]], shape)
 
 
 def join_experts(
@@ -386,7 +399,7 @@ def join_experts(
     return tensors
 
 
-def _gather(mapped_list: list[MappedParameter], group: Any) -> list[list[Tensor]]:
+def _gather(mapped_list: list[MappedParameter], group: dist.ProcessGroup) -> list[list[Tensor]]:
     """Every rank's parameters of ``mapped_list``: outer list by rank of ``group``, inner as
     ``mapped_list``.
     """
@@ -403,11 +416,11 @@ def _gather(mapped_list: list[MappedParameter], group: Any) -> list[list[Tensor]
 
 def split_row(row: Tensor, parameters: list[Tensor]) -> list[Tensor]:
     """Views of a flat row of elements with the sizes of ``parameters``."""
-    parts = row.split([parameter.numel() for parameter in parameters])
-    return [part.view_as(parameter) for part, parameter in zip(parts, parameters, strict=True)]
+    flat = row.split([parameter.numel() for parameter in parameters])
+    return [values.view_as(parameter) for values, parameter in zip(flat, parameters, strict=True)]
 
 
-def _exchange_rows(everyone: Tensor, group: Any) -> None:
+def _exchange_rows(everyone: Tensor, group: dist.ProcessGroup) -> None:
     """An all-gather in place: rank i of ``group`` has written row i and gets the others.
 
     On a CPU one broadcast of each row, all at once: gloo's all-gather fills a buffer of its own and
@@ -433,8 +446,8 @@ def join_shards(
     tensors: dict[str, Tensor] = {}
     for i, mapped in enumerate(mapped_list):
         rule = mapped.rule
-        parts = zip(*(rule.split(rank[i], shape) for rank in ranks), strict=True)
-        for name, shards in zip(mapped.names, parts, strict=True):
+        shards_of_tensor = zip(*(rule.split(rank[i], shape) for rank in ranks), strict=True)
+        for name, shards in zip(mapped.names, shards_of_tensor, strict=True):
             # An expert's bias is on all of its ranks.
             is_whole = len(shards) == 1 or rule.shard is Shard.NONE
             whole = shards[0] if is_whole else _joined(shards, rule, name, shape)
@@ -451,24 +464,21 @@ def _joined(shards: Sequence[Tensor], rule: Rule, name: str, shape: ModelShape) 
     ]
     if len(sizes) == 1:
         return torch.cat(list(shards), dim=dim)
-    return torch.cat(
-        [part for block in zip(*(x.split(sizes) for x in shards), strict=True) for part in block]
-    )
+    blocks = zip(*(shard.split(sizes) for shard in shards), strict=True)
+    return torch.cat([shard for block in blocks for shard in block])
 
 
 def _broadcast(
-    tensors: dict[str, Tensor], metadata: list[Any], stage: int, groups: ProcessGroups
+    tensors: dict[str, Tensor], headers: list[TensorHeader], stage: int, groups: ProcessGroups
 ) -> dict[str, Tensor]:
     """One section's tensors from pipeline stage ``stage`` to all stages, as one flat buffer."""
-    dtype = metadata[0][2]
-    names = [row[0] for row in metadata]
-    sizes = [torch.Size(row[1]) for row in metadata]
+    counts = [math.prod(header.sizes) for header in headers]
     if groups.pp.rank() == stage:
-        flat = torch.cat([tensors[name].flatten() for name in names])
+        flat = torch.cat([tensors[header.name].flatten() for header in headers])
     else:
-        flat = torch.empty(
-            sum(size.numel() for size in sizes), dtype=dtype, device=compute_device()
-        )
+        flat = torch.empty(sum(counts), dtype=headers[0].dtype, device=compute_device())
     dist.broadcast(flat, src=dist.get_global_rank(groups.pp, stage), group=groups.pp)
-    parts = flat.split([size.numel() for size in sizes])
-    return {name: part.view(size) for name, part, size in zip(names, parts, sizes, strict=True)}
+    return {
+        header.name: values.view(header.sizes)
+        for header, values in zip(headers, flat.split(counts), strict=True)
+    }

@@ -5,18 +5,25 @@ The mean square of a token is over all tensor-parallel ranks' heads.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Protocol
 
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
 
 from megatron_gspo.mcore.norms import device_of
+from megatron_gspo.mcore.protocols import ShardOffsets
+from megatron_gspo.parallel.autograd_context import AutogradContext
 
 
-def joint_rms_norm(x: Tensor, weight: Tensor, eps: float, group: Any) -> Tensor:
+def joint_rms_norm(x: Tensor, weight: Tensor, eps: float, group: ProcessGroup) -> Tensor:
     """``x / sqrt(mean(x ** 2) + eps) * weight``, the mean over the last dimension of all ranks'
     ``x``.
 
@@ -27,9 +34,17 @@ def joint_rms_norm(x: Tensor, weight: Tensor, eps: float, group: Any) -> Tensor:
     return _JointRMSNorm.apply(x, weight, eps, group)
 
 
+class _NormContext(AutogradContext, Protocol):
+    group: ProcessGroup
+    width: int
+    """Of a token over all ranks."""
+
+
 class _JointRMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, group: Any) -> Tensor:
+    def forward(
+        ctx: _NormContext, x: Tensor, weight: Tensor, eps: float, group: ProcessGroup
+    ) -> Tensor:
         ctx.group = group
         ctx.width = x.shape[-1] * group.size()
         wide = _wide(x)
@@ -41,7 +56,7 @@ class _JointRMSNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: _NormContext, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         # y_j = x_j r w_j with r = (mean(x^2) + eps)^-1/2 of all ranks' x, so dr/dx_i = -r^3 x_i /
         # width
         x, weight, inverse = ctx.saved_tensors
@@ -59,7 +74,7 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _summed(x: Tensor, group: Any) -> Tensor:
+def _summed(x: Tensor, group: ProcessGroup) -> Tensor:
     """The sum over the ranks, in place."""
     if group.size() > 1:
         torch.distributed.all_reduce(x, group=group)
@@ -74,17 +89,16 @@ class JointNorm(torch.nn.Module):
     ``qk_layernorm`` is on.
     """
 
-    def __init__(self, config: Any, heads: int, size: int, group: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, heads: int, size: int, group: ProcessGroup
+    ) -> None:
         super().__init__()
         self.eps = config.layernorm_epsilon
         self.group = group
-        weight: Any = torch.nn.Parameter(
+        self.weight = torch.nn.Parameter(
             torch.ones(heads * size, dtype=config.params_dtype, device=device_of(config))
         )
-        weight.tensor_model_parallel = True
-        weight.partition_dim = 0
-        weight.partition_stride = 1
-        self.weight = weight
+        set_tensor_model_parallel_attributes(self.weight, True, dim=0, stride=1)
 
     def forward(self, x: Tensor) -> Tensor:
         return joint_rms_norm(
@@ -92,9 +106,14 @@ class JointNorm(torch.nn.Module):
         ).view(x.shape)
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None, **_: Any
-    ) -> dict[str, Any]:
+        self,
+        prefix: str = "",
+        sharded_offsets: ShardOffsets = (),
+        metadata: Mapping[str, object] | None = None,
+        **_: object,
+    ) -> ShardedStateDict:
         """The weight for Megatron's distributed checkpoints."""
+        assert metadata is not None, "Megatron names the group of the replicas in it"
         groups = dict(tp_group=self.group, dp_cp_group=metadata["dp_cp_group"])
         state = {"weight": self.weight}
         return make_sharded_tensors_for_checkpoint(
@@ -105,7 +124,7 @@ class JointNorm(torch.nn.Module):
 class JointNormAttention(SelfAttention):
     """Megatron's self-attention with such norms, in place of those that it builds for one head."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         size = self.hidden_size_per_attention_head
         group = self.pg_collection.tp

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_gspo.mcore.attention import PackedAttention, PackedSequences
@@ -31,7 +33,7 @@ class LatentProjection(torch.nn.Linear):
     Its gradient is summed over them under sequence parallelism.
     """
 
-    def __init__(self, inputs: int, outputs: int, config: Any) -> None:
+    def __init__(self, inputs: int, outputs: int, config: TransformerConfig) -> None:
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
         super().__init__(inputs, outputs, bias=False, dtype=config.params_dtype, device=device)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
@@ -48,8 +50,8 @@ class LatentAttentionSubmodules:
     tensor-parallel ranks.
     """
 
-    by_rows: Any
-    by_columns: Any
+    by_rows: type[ColumnParallelLinear]
+    by_columns: type[RowParallelLinear]
 
 
 class LatentAttention(MegatronModule):
@@ -61,13 +63,13 @@ class LatentAttention(MegatronModule):
 
     def __init__(
         self,
-        config: Any,
+        config: TransformerConfig,
         submodules: LatentAttentionSubmodules,
         layer_number: int,
         *,
         shape: ModelShape,
-        pg_collection: Any,
-        **kwargs: Any,
+        pg_collection: ProcessGroupCollection,
+        **_: object,
     ) -> None:
         super().__init__(config=config)
         assert shape.latent is not None
@@ -117,7 +119,9 @@ class LatentAttention(MegatronModule):
             tp_group=self.tp_group,
         )
 
-    def _by_heads(self, linear: Any, inputs: int, outputs: int) -> Any:
+    def _by_heads(
+        self, linear: type[ColumnParallelLinear], inputs: int, outputs: int
+    ) -> ColumnParallelLinear:
         return build_module(
             linear,
             inputs,
@@ -137,7 +141,7 @@ class LatentAttention(MegatronModule):
         attention_mask: Tensor | None = None,
         *,
         packed_seq_params: PackedSequences | None = None,
-        **kwargs: Any,
+        **_: object,
     ) -> tuple[Tensor, None]:
         """``hidden_states`` [s, 1, h], under sequence parallelism this rank's part of the
         tokens; returns the same.

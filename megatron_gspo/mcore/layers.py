@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 import importlib.util
 from dataclasses import replace
-from typing import Any
 
 import torch
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
@@ -15,7 +14,13 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from megatron.core.transformer.moe.token_dispatcher import (
+    MoEAlltoAllTokenDispatcher,
+    MoETokenDispatcher,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
     get_transformer_layer_offset,
@@ -47,35 +52,28 @@ class FusedSequentialMLP(SequentialMLP):
         tokens_per_expert: Tensor,
         permuted_probs: Tensor,
     ) -> tuple[Tensor, None]:
-        up, down = (
-            [getattr(expert, name) for expert in self.local_experts]
-            for name in ("linear_fc1", "linear_fc2")
-        )
+        up = [expert.linear_fc1 for expert in self.local_experts]
+        down = [expert.linear_fc2 for expert in self.local_experts]
         for linear in up + down:
             _run_pre_hooks(linear)
             if hasattr(linear, "lora"):
                 _run_pre_hooks(linear.lora)
-        biases = {}
-        if self.config.add_bias_linear:
-            biases = dict(
-                up_bias=[linear.bias for linear in up], down_bias=[linear.bias for linear in down]
-            )
+        has_bias = self.config.add_bias_linear
         weights = ExpertWeights(
             [linear.weight for linear in up],
             [linear.weight for linear in down],
             up_adapter=expert_adapters(up),
             down_adapter=expert_adapters(down),
             down_bias_share=1 / self.tp_group.size(),
-            **biases,
+            up_bias=[linear.bias for linear in up] if has_bias else (),
+            down_bias=[linear.bias for linear in down] if has_bias else (),
         )
         unit = _unit_of(self.config)
         assert unit is not None
-        return (
-            gated_experts(
-                permuted_local_hidden_states, permuted_probs, tokens_per_expert, weights, unit
-            ),
-            None,
+        output = gated_experts(
+            permuted_local_hidden_states, permuted_probs, tokens_per_expert, weights, unit
         )
+        return output, None
 
 
 def _run_pre_hooks(module: torch.nn.Module) -> None:
@@ -106,15 +104,16 @@ class MoEStaticTokenDispatcher(MoEAlltoAllTokenDispatcher):
         self.hidden_shape = hidden_states.shape
         token, expert = masked_entries(routing_map, self.config.moe_router_topk)
         self.permutation = Permutation.of(token, routing_map.sum(1))
-        rows = permute(hidden_states.reshape(-1, hidden_states.shape[-1]), self.permutation)
-        return rows, probs.reshape(-1).index_select(0, token * probs.shape[1] + expert)
+        copies = permute(hidden_states.reshape(-1, hidden_states.shape[-1]), self.permutation)
+        return copies, probs.reshape(-1).index_select(0, token * probs.shape[1] + expert)
 
     def combine_postprocess(self, permutated_local_input_tokens: Tensor) -> Tensor:
         assert self.permutation is not None, "dispatch_preprocess comes first"
         output = unpermute(permutated_local_input_tokens, self.permutation).view(self.hidden_shape)
-        self.permutation = self.probs = self.tokens_per_expert = (
-            None  # nothing of a finished pass stays
-        )
+        # Nothing of a finished pass stays.
+        self.permutation = None
+        self.probs = None
+        self.tokens_per_expert = None
         return output
 
 
@@ -144,11 +143,11 @@ class MoELocalTokenDispatcher(MoEStaticTokenDispatcher):
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
         return hidden_states
 
-    def token_combine(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def token_combine(self, hidden_states: Tensor, *args: object, **kwargs: object) -> Tensor:
         return hidden_states
 
 
-def _is_static(dispatcher: Any) -> bool:
+def _is_static(dispatcher: MoETokenDispatcher) -> bool:
     """Whether each token has as many experts as any other, and no shared expert runs meanwhile."""
     config = dispatcher.config
     return (
@@ -157,8 +156,8 @@ def _is_static(dispatcher: Any) -> bool:
         and config.moe_expert_capacity_factor is None
         and not config.moe_permute_fusion
         and not getattr(config, "moe_router_padding_for_quantization", False)
-        and getattr(config, "cuda_graph_impl", "none")
-        in (None, "none")  # a graph reads upstream's attributes
+        # A graph reads upstream's attributes.
+        and getattr(config, "cuda_graph_impl", "none") in (None, "none")
     )
 
 
@@ -202,18 +201,14 @@ def _name_as_transformer_engine(layer: TransformerLayer) -> None:
     layer.submodules_config = replace(submodules, sharded_state_dict_keys_map=kept)
 
 
-def _unit_of(config: Any) -> GatedUnit | None:
+def _unit_of(config: TransformerConfig) -> GatedUnit | None:
     """The gated unit of the experts; None where ours don't compute as the config has it."""
-    others = (
-        not config.gated_linear_unit
-        or config.moe_apply_probs_on_input
-        or config.fp8
-        or getattr(config, "fp4", None)
-    )
+    if not config.gated_linear_unit or config.moe_apply_probs_on_input:
+        return None
+    if config.fp8 or getattr(config, "fp4", None):
+        return None
     limit = config.activation_func_clamp_value
     offset = config.glu_linear_offset
-    if others:
-        return None
     if config.activation_func is torch.nn.functional.silu and limit is None and not offset:
         return SWIGLU
     if config.activation_func is quick_gelu and limit is not None:
@@ -227,13 +222,13 @@ def transformer_engine_available() -> bool:
 
 
 def block_spec(
-    config: Any,
+    config: TransformerConfig,
     shape: ModelShape | None = None,
     *,
     transformer_engine: bool,
     vp_stage: int | None = None,
-) -> Any:
-    """The layers that this pipeline stage builds, as Megatron's ``TransformerBlockSubmodules``.
+) -> TransformerBlockSubmodules:
+    """The layers that this pipeline stage builds.
 
     ``shape``: what mixes the tokens of each layer; None: attention as ``config`` has it.
     """
@@ -254,11 +249,15 @@ def block_spec(
     return block
 
 
-def _torch_layer(spec: Any, config: Any, shape: ModelShape | None, layer: int) -> Any:
-    parts = spec.submodules
-    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+def _torch_layer(
+    spec: ModuleSpec, config: TransformerConfig, shape: ModelShape | None, layer: int
+) -> ModuleSpec:
+    """The spec with our mixer and norms in it; ``layer`` counts all layers of the model."""
+    submodules = spec.submodules
+    submodules.input_layernorm = RMSNorm
+    submodules.pre_mlp_layernorm = RMSNorm
     mixer = MIXERS["attention" if shape is None else shape.mixers[layer]]
-    parts.self_attention = mixer.place(parts.self_attention, config, shape)
+    submodules.self_attention = mixer.build_spec(submodules.self_attention, config, shape)
     if mixer.stored_names is not None:
-        parts.sharded_state_dict_keys_map = dict(mixer.stored_names)
+        submodules.sharded_state_dict_keys_map = dict(mixer.stored_names)
     return spec

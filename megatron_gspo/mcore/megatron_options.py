@@ -17,7 +17,7 @@ import typing
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import megatron.core
 import torch
@@ -39,18 +39,21 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 T = TypeVar("T")
 
+Annotation: TypeAlias = Any
+"""The type of a field, or a form such as `int | None`: what `typing.get_type_hints` returns."""
+
 
 @dataclass(frozen=True)
 class MegatronOptions:
     """Checked options, by the class that takes them."""
 
-    transformer: dict[str, Any] = field(default_factory=dict)
-    optimizer: dict[str, Any] = field(default_factory=dict)
-    ddp: dict[str, Any] = field(default_factory=dict)
+    transformer: dict[str, object] = field(default_factory=dict)
+    optimizer: dict[str, object] = field(default_factory=dict)
+    ddp: dict[str, object] = field(default_factory=dict)
 
 
 def resolve_options(
-    options: Mapping[str, Any], *, uses_routes: bool = True, fused: bool = True
+    options: Mapping[str, object], *, uses_routes: bool = True, fused: bool = True
 ) -> MegatronOptions:
     """The options of the ``megatron`` section, each for the classes of the installed Megatron that
     have it.
@@ -60,7 +63,7 @@ def resolve_options(
     ``ConfigError`` for an unknown option, one that another key sets, one that is refused, and a
     wrong type.
     """
-    options_by_class: tuple[dict[str, Any], ...] = ({}, {}, {})
+    options_by_class: tuple[dict[str, object], ...] = ({}, {}, {})
     for name, value in options.items():
         owners = [
             (cls, values)
@@ -92,7 +95,9 @@ def resolve_options(
     return MegatronOptions(*options_by_class)
 
 
-def construct(cls: Callable[..., T], keywords: Mapping[str, Any], options: Mapping[str, Any]) -> T:
+def construct(
+    cls: Callable[..., T], keywords: Mapping[str, object], options: Mapping[str, object]
+) -> T:
     """``cls(**keywords)`` with the user's options, which win.
 
     Raises ``RunError`` for a keyword of ours that the installed class lacks, and ``ConfigError``
@@ -109,7 +114,7 @@ def construct(cls: Callable[..., T], keywords: Mapping[str, Any], options: Mappi
 
 
 @contextmanager
-def rejections(name: str, options: Mapping[str, Any]) -> Iterator[None]:
+def rejections(name: str, options: Mapping[str, object]) -> Iterator[None]:
     """Raise ``ConfigError`` with Megatron's message where it fails within the context, if the user
     gave options.
 
@@ -140,7 +145,7 @@ def version() -> str:
     return str(megatron.core.__version__).partition("+")[0]
 
 
-def _unknown(name: str, value: Any) -> ConfigError:
+def _unknown(name: str, value: object) -> ConfigError:
     known = sorted({name for cls in CLASSES for name in _fields(cls)})
     close = difflib.get_close_matches(name, known, n=1)
     names = ", ".join(cls.__name__ for cls in CLASSES)
@@ -151,13 +156,13 @@ def _unknown(name: str, value: Any) -> ConfigError:
 
 
 @functools.cache
-def _fields(cls: Any) -> dict[str, Any]:
+def _fields(cls: Any) -> dict[str, Annotation]:
     """Option -> annotation, of those that the constructor takes."""
     hints = typing.get_type_hints(cls)
     return {item.name: hints[item.name] for item in dataclasses.fields(cls) if item.init}
 
 
-def _converted(name: str, value: Any, annotation: Any) -> Any:
+def _converted(name: str, value: object, annotation: Annotation) -> object:
     """The value in the annotated type: names of dtypes and enum members are looked up.
 
     Raises ``ConfigError`` for another type. Annotations of other kinds are left to Megatron.
@@ -177,13 +182,14 @@ def _converted(name: str, value: Any, annotation: Any) -> Any:
     raise ConfigError(f"megatron.{name}", value, "has the wrong type", f"set {expected}")
 
 
-def _alternatives(annotation: Any) -> tuple[Any, ...]:
-    union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
-    return typing.get_args(annotation) if union else (annotation,)
+def _alternatives(annotation: Annotation) -> tuple[Annotation, ...]:
+    origin: object = typing.get_origin(annotation)
+    is_union = origin in (typing.Union, types.UnionType)
+    return typing.get_args(annotation) if is_union else (annotation,)
 
 
-def _fits(option: Any, value: Any) -> bool:
-    origin = typing.get_origin(option)
+def _fits(option: Annotation, value: object) -> bool:
+    origin: object = typing.get_origin(option)
     if option is type(None):
         return value is None
     if option is float:
@@ -201,24 +207,25 @@ def _fits(option: Any, value: Any) -> bool:
     )
 
 
-def _is_code(option: Any) -> bool:
+def _is_code(option: Annotation) -> bool:
     """Whether an option is a function or a context manager, which a config file can't hold."""
     origin = typing.get_origin(option)
     return origin in (
         Callable,
-        typing.get_origin(typing.Callable[..., Any]),
+        typing.get_origin(typing.Callable[..., object]),
         typing.get_origin(typing.ContextManager),
     )
 
 
-def _describe(option: Any) -> str:
+def _describe(option: Annotation) -> str:
     if option is type(None):
         return "null"
     if option is torch.dtype:
         return f"one of {', '.join(_DTYPES)}"
     if isinstance(option, enum.EnumMeta):
         return f"one of {', '.join(option.__members__)}"
-    if typing.get_origin(option) is typing.Literal:
+    origin: object = typing.get_origin(option)
+    if origin is typing.Literal:
         return f"one of {', '.join(map(str, typing.get_args(option)))}"
     if _is_code(option):
         return "nothing: it is a function"

@@ -245,7 +245,7 @@ def key_that_sets(name: str) -> str | None:
     return _SET_BY.get(name)
 
 
-def reason_to_refuse(name: str, value: Any) -> str | None:
+def reason_to_refuse(name: str, value: object) -> str | None:
     """Why an option may not have this value, or None where it may."""
     if name in _REFUSED:
         harmless, reason = _REFUSED[name]
@@ -259,12 +259,12 @@ def reason_to_refuse(name: str, value: Any) -> str | None:
     )
 
 
-def bypasses_router_hooks(name: str, value: Any) -> bool:
+def bypasses_router_hooks(name: str, value: object) -> bool:
     """Whether an option with this value is refused where routes are replayed or measured."""
     return name in _BYPASSES_HOOKS and _BYPASSES_HOOKS[name](value)
 
 
-def needs_transformer_engine(name: str, value: Any) -> bool:
+def needs_transformer_engine(name: str, value: object) -> bool:
     """Whether an option with this value uses kernels of Transformer Engine."""
     return name in _NEEDS_TRANSFORMER_ENGINE and bool(value)
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
+from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
 from megatron_gspo.data.packing import PackedBatch, context_parallel_shard
@@ -69,51 +69,56 @@ class InputReader:
         self._loss = tuple(loss)
         self._routing = routing
         self._ready: dict[int, MicroBatchInputs] = {}
-        self._taken: Counter[int] = Counter()
+        self._read: Counter[int] = Counter()
 
-    def take(self, batches: Iterator[PackedBatch], model: Any) -> MicroBatchInputs:
+    def next_inputs(self, batches: Iterator[PackedBatch], model: GPTModel) -> MicroBatchInputs:
         """The next micro-batch of ``model``, an unwrapped chunk. The copy of the one after it has
         been started too, unless that belongs to another pass."""
         chunk = id(model)
         inputs = self._ready.pop(chunk, None)
         if inputs is None:
             inputs = self._start(next(batches), model)
-        self._taken[chunk] += 1
-        if self._taken[chunk] % self._count and (following := next(batches, None)) is not None:
+        self._read[chunk] += 1
+        is_last_of_pass = self._read[chunk] % self._count == 0
+        following = None if is_last_of_pass else next(batches, None)
+        if following is not None:
             self._ready[chunk] = self._start(following, model)
         return inputs
 
-    def _start(self, batch: PackedBatch, model: Any) -> MicroBatchInputs:
+    def _start(self, packed: PackedBatch, model: GPTModel) -> MicroBatchInputs:
         groups = self._groups
-        shard = context_parallel_shard(batch, groups.cp.rank(), groups.cp.size())
+        shard = context_parallel_shard(packed, groups.cp.rank(), groups.cp.size())
         routes = self._routing[shard.micro_batch] if self._routing is not None else None
         if routes is not None:
             routes.begin_chunk(shard, [hook.layer for hook in router_hooks(model)])
-        rows = self._scored_rows(shard, model)
-        read = [
-            *(_FIRST_STAGE if model.pre_process else ()),
-            *(_LAST_STAGE if model.post_process else ()),
-        ]
-        read += self._loss if model.post_process else ()
+        scored = self._scored_rows(shard, model)
+        names: list[str] = []
+        if model.pre_process:
+            names += _FIRST_STAGE
+        if model.post_process:
+            names += [*_LAST_STAGE, *self._loss]
         tensors: dict[str, Tensor] = {
-            name: value for name in read if (value := getattr(shard, name)) is not None
+            name: value for name in names if (value := getattr(shard, name)) is not None
         }
         moved = copy_to_device(
-            tensors | (rows.tensors() if rows is not None else {}), compute_device()
+            tensors | (scored.tensors() if scored is not None else {}), compute_device()
         )
-        changed: dict[str, Any] = {name: moved[name] for name in tensors}
+        batch = replace(shard, routed_experts=None, missing_routes=None)
+        for name in tensors:
+            setattr(batch, name, moved[name])
         return MicroBatchInputs(
-            batch=replace(shard, routed_experts=None, missing_routes=None, **changed),
+            batch=batch,
             routes=routes,
-            scored=None if rows is None else rows.with_tensors(moved),
+            scored=None if scored is None else scored.with_tensors(moved),
         )
 
-    def _scored_rows(self, shard: PackedBatch, model: Any) -> ScoredRows | None:
+    def _scored_rows(self, shard: PackedBatch, model: GPTModel) -> ScoredRows | None:
         if not model.post_process:
             return None
-        tp = self._groups.tp
-        place = (tp.rank(), tp.size()) if model.config.sequence_parallel else (0, 1)
         # Updates leave out nothing that the passes for old log-probs and values had: a response that
         # has left the loss since (masked, rejected) is packed and scored again, with a gradient of
         # 0, because in low precision the number of rows moves the results of all others.
-        return ScoredRows.of(shard.response_mask, *place)
+        tp = self._groups.tp
+        rank = tp.rank() if model.config.sequence_parallel else 0
+        size = tp.size() if model.config.sequence_parallel else 1
+        return ScoredRows.of(shard.response_mask, rank, size)

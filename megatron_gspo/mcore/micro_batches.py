@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import overload
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_gspo.config import TrainingConfig
@@ -26,8 +27,10 @@ from megatron_gspo.parallel.context_parallel import zigzag_indices
 from megatron_gspo.routing_replay.routes import RouteShape
 
 
-def packing_rules(training: TrainingConfig, config: Any, groups: ProcessGroups) -> PackingRules:
-    """How a model with the ``TransformerConfig`` ``config`` packs.
+def packing_rules(
+    training: TrainingConfig, config: TransformerConfig, groups: ProcessGroups
+) -> PackingRules:
+    """How a model with this config packs.
 
     Micro-batches have one length where their sizes must agree between ranks: pipeline stages and
     the allgather dispatcher.
@@ -146,7 +149,7 @@ def planned_micro_batches(
 
 def micro_batches(
     samples: Sequence[Sample],
-    config: Any,
+    config: TransformerConfig,
     groups: ProcessGroups,
     *,
     max_tokens: int,
@@ -157,7 +160,7 @@ def micro_batches(
     """This rank's micro-batches of a global mini-batch that every rank passes: for loops of your
     own.
 
-    ``config`` is the model's ``TransformerConfig``. ``max_tokens`` bounds a packed micro-batch,
+    ``config``: of the model. ``max_tokens`` bounds a packed micro-batch,
     ``micro_batch_size`` fixes the number of its sequences instead. ``optional``, ``routes``: as in
     ``pack``.
     """
@@ -173,7 +176,7 @@ def micro_batches(
 
 
 def plan_of(
-    batch: TrainingBatch, training: TrainingConfig, config: Any, groups: ProcessGroups
+    batch: TrainingBatch, training: TrainingConfig, config: TransformerConfig, groups: ProcessGroups
 ) -> MicroBatchPlan:
     """The plan of samples that every rank holds."""
     rules = packing_rules(training, config, groups)
@@ -200,25 +203,24 @@ def values_of_replica(
     lengths = batch.table["response_length"][packed_order].astype(np.int64)
     flat = torch.zeros(int(lengths.sum()), device=compute_device())
     if values:
-        parts = [
-            part
-            for shard, layout in zip(values, layouts, strict=True)
-            for part in _label_parts(shard.float(), layout, batch.table, groups)
-        ]
-        flat = torch.cat([flat[:0], *parts])  # of a replica without samples there are none
+        responses = [flat[:0]]  # a replica without samples has no others
+        for shard, layout in zip(values, layouts, strict=True):
+            responses += _response_values(shard.float(), layout, batch.table, groups)
+        flat = torch.cat(responses)
         if groups.cp.size() > 1 and len(flat):
             dist.all_reduce(flat, group=groups.cp)
     if groups.pp.size() > 1 and batch.pipeline is None and len(flat):
         dist.broadcast(flat, src=groups.last_stage_rank, group=groups.pp)
     column = np.zeros(batch.responses.num_tokens, dtype=np.float32)
-    places = batch.responses.split(column)
+    views = batch.responses.split(column)
     ends = np.cumsum(lengths)[:-1]
-    for position, part in zip(packed_order, np.split(flat.cpu().numpy(), ends), strict=False):
-        places[position][:] = part
+    packed_values = np.split(flat.cpu().numpy(), ends)
+    for position, response_values in zip(packed_order, packed_values, strict=False):
+        views[position][:] = response_values
     return column
 
 
-def _label_parts(
+def _response_values(
     values: Tensor, layout: PackLayout, table: np.ndarray, groups: ProcessGroups
 ) -> list[Tensor]:
     """The values ``[t]`` of a shard where each sample's response is predicted, sample after sample;
@@ -228,13 +230,13 @@ def _label_parts(
         owned = zigzag_indices(layout.cu_seqlens, groups.cp.rank(), groups.cp.size())
         packed = values.new_zeros(int(layout.cu_seqlens[-1]))
         packed[copy_to_device({"owned": owned}, values.device)["owned"].long()] = values
-    parts = []
+    responses = []
     for row in layout.rows:
         if row.offset:  # its first token, which nothing predicts
-            parts.append(packed.new_zeros(1))
+            responses.append(packed.new_zeros(1))
         _, predicting = row.predicted(int(table["prompt_length"][row.sample]))
-        parts.append(packed[predicting])
-    return parts
+        responses.append(packed[predicting])
+    return responses
 
 
 def values_everywhere(column: np.ndarray, groups: ProcessGroups) -> np.ndarray:

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_gspo.mcore.attention import PackedAttention
 from megatron_gspo.mcore.gated_delta_net.layer import GatedDeltaNet
@@ -20,19 +20,19 @@ from megatron_gspo.models.model_shape import ModelShape
 
 @dataclass(frozen=True)
 class Mixer:
-    """options: of Megatron's config. place: takes ``self_attention`` of a spec of Megatron's torch
-    layers, which it may change, since it is the layer's own, Megatron's config and the shape;
-    returns what takes its place. transformer_engine: whether Transformer Engine's layers can be
+    """options: of Megatron's config. build_spec: from ``self_attention`` of a spec of Megatron's torch
+    layers, which it may change, since it is this layer's alone, Megatron's config and the shape,
+    what takes its place. transformer_engine: whether Transformer Engine's layers can be
     built. stored_names: starts of a layer's parameter names, and those under which checkpoints have
     them, as with Transformer Engine; None: Megatron's torch spec has them right."""
 
-    options: Callable[[ModelShape], dict[str, Any]]
-    place: Callable[[Any, Any, ModelShape | None], Any]
+    options: Callable[[ModelShape], dict[str, object]]
+    build_spec: Callable[[ModuleSpec, TransformerConfig, ModelShape | None], ModuleSpec]
     transformer_engine: bool = True
     stored_names: Mapping[str, str] | None = None
 
 
-def _attention_options(shape: ModelShape) -> dict[str, Any]:
+def _attention_options(shape: ModelShape) -> dict[str, object]:
     return dict(
         num_query_groups=shape.num_query_groups,
         kv_channels=shape.head_dim,
@@ -42,31 +42,35 @@ def _attention_options(shape: ModelShape) -> dict[str, Any]:
     )
 
 
-def _attention(spec: Any, config: Any, shape: ModelShape | None) -> Any:
+def _attention(spec: ModuleSpec, config: TransformerConfig, shape: ModelShape | None) -> ModuleSpec:
     spec.submodules.core_attention = PackedAttention
     if config.qk_layernorm:
         spec.submodules.q_layernorm = spec.submodules.k_layernorm = RMSNorm
     return spec
 
 
-def _sink_attention(spec: Any, config: Any, shape: ModelShape | None) -> Any:
+def _sink_attention(
+    spec: ModuleSpec, config: TransformerConfig, shape: ModelShape | None
+) -> ModuleSpec:
     spec = _attention(spec, config, shape)
     spec.submodules.core_attention = SinkAttention
     return spec
 
 
-def _joint_norm_options(shape: ModelShape) -> dict[str, Any]:
+def _joint_norm_options(shape: ModelShape) -> dict[str, object]:
     # Megatron's name for norms of one head.
     return _attention_options(shape) | dict(qk_layernorm=False)
 
 
-def _joint_norm_attention(spec: Any, config: Any, shape: ModelShape | None) -> Any:
+def _joint_norm_attention(
+    spec: ModuleSpec, config: TransformerConfig, shape: ModelShape | None
+) -> ModuleSpec:
     spec = _attention(spec, config, shape)
     spec.module = JointNormAttention
     return spec
 
 
-def _latent_options(shape: ModelShape) -> dict[str, Any]:
+def _latent_options(shape: ModelShape) -> dict[str, object]:
     assert shape.latent is not None
     return dict(
         num_query_groups=shape.num_attention_heads,
@@ -74,19 +78,21 @@ def _latent_options(shape: ModelShape) -> dict[str, Any]:
     )
 
 
-def _latent_attention(spec: Any, config: Any, shape: ModelShape | None) -> Any:
+def _latent_attention(
+    spec: ModuleSpec, config: TransformerConfig, shape: ModelShape | None
+) -> ModuleSpec:
     linears = LatentAttentionSubmodules(spec.submodules.linear_qkv, spec.submodules.linear_proj)
     return ModuleSpec(module=LatentAttention, params={"shape": shape}, submodules=linears)
 
 
-def _delta_net_options(shape: ModelShape) -> dict[str, Any]:
+def _delta_net_options(shape: ModelShape) -> dict[str, object]:
     """Checkpoints name each layer's parameters: they aren't those of every layer, so that they
     can't be stacked.
     """
     return dict(hetereogenous_dist_checkpoint=True)  # Megatron's spelling
 
 
-def _delta_net(spec: Any, config: Any, shape: ModelShape | None) -> Any:
+def _delta_net(spec: ModuleSpec, config: TransformerConfig, shape: ModelShape | None) -> ModuleSpec:
     assert shape is not None and shape.delta_net is not None
     return ModuleSpec(module=GatedDeltaNet, params={"sizes": shape.delta_net})
 
@@ -122,7 +128,7 @@ def mixers_of(shape: ModelShape) -> list[Mixer]:
     return [MIXERS[kind] for kind in dict.fromkeys(shape.mixers)]
 
 
-def mixer_options(shape: ModelShape) -> dict[str, Any]:
+def mixer_options(shape: ModelShape) -> dict[str, object]:
     """The options of all kinds of mixers that the model has."""
     return {
         name: value for mixer in mixers_of(shape) for name, value in mixer.options(shape).items()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -28,7 +26,7 @@ from megatron_gspo.patches import expert_gradients
 
 def _moe(
     shape: ModelShape, parallel: ParallelConfig, engine: bool, update_rate: float
-) -> dict[str, Any]:
+) -> dict[str, object]:
     router = shape.router
     return dict(
         num_moe_experts=shape.num_experts,
@@ -87,7 +85,7 @@ def transformer_config(
     return config
 
 
-def _layers(shape: ModelShape, engine: bool) -> dict[str, Any]:
+def _layers(shape: ModelShape, engine: bool) -> dict[str, object]:
     return dict(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -114,12 +112,12 @@ def _layers(shape: ModelShape, engine: bool) -> dict[str, Any]:
     )
 
 
-def _precision(model: ModelConfig) -> dict[str, Any]:
+def _precision(model: ModelConfig) -> dict[str, object]:
     dtype = torch_dtype(model)
     return dict(params_dtype=dtype, pipeline_dtype=dtype, bf16=dtype == torch.bfloat16)
 
 
-def _layout(parallel: ParallelConfig) -> dict[str, Any]:
+def _layout(parallel: ParallelConfig) -> dict[str, object]:
     is_interleaved = parallel.virtual_pipeline_model_parallel_size is not None
     return dict(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
@@ -149,9 +147,9 @@ def use_transformer_engine(model: ModelConfig, shape: ModelShape) -> bool:
     and absent, or where a mixer of the model has torch layers only."""
     if not all(mixer.transformer_engine for mixer in mixers_of(shape)):
         if model.implementation == "transformer_engine":
-            kinds = ", ".join(dict.fromkeys(shape.mixers))
+            mixers = ", ".join(dict.fromkeys(shape.mixers))
             raise ValueError(
-                f"model.implementation=transformer_engine: {kinds} has torch layers only; use"
+                f"model.implementation=transformer_engine: {mixers} has torch layers only; use"
                 " 'torch'"
             )
         return False

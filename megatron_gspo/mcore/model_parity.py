@@ -5,7 +5,6 @@ both.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -76,7 +75,7 @@ def _by_megatron(hugging_face: Path, checkpoint: Path, tokens: np.ndarray) -> np
 
 @torch.no_grad()
 def _by_transformers(path: Path, tokens: np.ndarray) -> np.ndarray:
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     model = model.to(compute_device()).eval()
     ids = torch.from_numpy(tokens).to(compute_device())
     log_probs = model(ids[None]).logits[0, :-1].float().log_softmax(-1)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_gspo.mcore.operators import rms_norm
@@ -18,7 +17,9 @@ class RMSNorm(torch.nn.RMSNorm):
     that low precision would round off.
     """
 
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: object
+    ) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=device_of(config))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.zero_centred = config.layernorm_zero_centered_gamma
@@ -32,7 +33,7 @@ class RMSNorm(torch.nn.RMSNorm):
         return rms_norm(x.to(dtype), 1.0 + self.weight.to(dtype), self.eps or 0.0).to(x.dtype)
 
 
-def device_of(config: Any) -> int | None:
+def device_of(config: TransformerConfig) -> int | None:
     """Where a module's parameters are built; None is the default device: the CPU, or the meta
     device.
     """

@@ -9,12 +9,12 @@ copies to other host memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_gspo.mcore.policy_tensors import gradients, optimizer_states, weights
+from megatron_gspo.mcore.protocols import MegatronOptimizer
 
 PAGE = 4096  # bytes
 _BLOCK = 1 << 26  # bytes; torch rounds pinned allocations up to a power of two
@@ -34,7 +34,7 @@ class HostBlocks:
         """Bytes allocated."""
         return len(self._blocks) * self._block_bytes
 
-    def take(self, size: int) -> list[Tensor]:
+    def allocate(self, size: int) -> list[Tensor]:
         """Views of the next `size` bytes: [n] uint8 each."""
         pieces = []
         while size:
@@ -48,7 +48,7 @@ class HostBlocks:
         return pieces
 
     def used(self) -> list[Tensor]:
-        """What was taken, block by block: [n] uint8 each."""
+        """What was allocated, block by block: [n] uint8 each."""
         size = self._block_bytes
         return [
             block[: self._used - at * size]
@@ -81,7 +81,7 @@ class DeviceMemory:
             return
         self.released = True
         for whole in whole_storages(self._tensors()):
-            pieces = self._host.take(whole.numel()) if self._keeps else []
+            pieces = self._host.allocate(whole.numel()) if self._keeps else []
             for piece, there in zip(pieces, _split(whole, pieces), strict=True):
                 piece.copy_(there, non_blocking=True)
             self._moved.append((whole, pieces))
@@ -110,8 +110,10 @@ class PolicyMemory:
     holds on the same device.
     """
 
-    def __init__(self, chunks: Sequence[Any], optimizer: Any) -> None:
-        """chunks: of the model, wrapped or not. optimizer: Megatron's, or None."""
+    def __init__(
+        self, chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer | None
+    ) -> None:
+        """chunks: of the model, wrapped or not."""
         self.make_room: Callable[[], None] = _nothing
         self._optimizer = optimizer
         self._weights = DeviceMemory(lambda: weights(chunks), keeps=True)

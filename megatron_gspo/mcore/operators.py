@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,10 @@ from megatron_gspo.mcore.expert_products import (
     LoopedProducts,
 )
 from megatron_gspo.mcore.gated_units import SWIGLU, GatedUnit
+from megatron_gspo.parallel.autograd_context import AutogradContext
+
+T = TypeVar("T")
+U = TypeVar("U")
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -38,7 +42,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: AutogradContext, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         # A little closer than the square of vector_norm.
         squares = torch.linalg.vecdot(x, x).unsqueeze(-1)
         inverse = squares.mul_(1.0 / x.shape[-1]).add_(eps).rsqrt_()
@@ -47,7 +51,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         # y_j = x_j r w_j with r = (mean(x^2) + eps)^-1/2, so dr/dx_i = -r^3 x_i / h
         x, weight, inverse = ctx.saved_tensors
         product = (grad * x).view(-1, x.shape[-1])
@@ -70,13 +74,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) ->
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: AutogradContext, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
         return (x * cos).addcmul_(_swapped(x), sin)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors  # a rotation's transpose turns the other way
         return (grad * cos).addcmul_(_swapped(grad), sin, value=-1.0), None, None
 
@@ -98,14 +102,14 @@ def pad_rows(x: Tensor, source: Tensor, slot: Tensor) -> Tensor:
 
 class _PadRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, source: Tensor, slot: Tensor) -> Tensor:
+    def forward(ctx: AutogradContext, x: Tensor, source: Tensor, slot: Tensor) -> Tensor:
         ctx.save_for_backward(slot)
         # Torch selects row by row from a strided tensor.
         return x.contiguous().index_select(0, source)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor, None, None]:
         (slot,) = ctx.saved_tensors
         return grad.contiguous().index_select(0, slot), None, None
 
@@ -119,16 +123,20 @@ def unpad_rows(x: Tensor, slot: Tensor) -> Tensor:
     return _UnpadRows.apply(x, slot)
 
 
+class _UnpadContext(AutogradContext, Protocol):
+    slots: int
+
+
 class _UnpadRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, slot: Tensor) -> Tensor:
+    def forward(ctx: _UnpadContext, x: Tensor, slot: Tensor) -> Tensor:
         ctx.save_for_backward(slot)
         ctx.slots = x.shape[0]
         return x.index_select(0, slot)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: _UnpadContext, grad: Tensor) -> tuple[Tensor, None]:
         (slot,) = ctx.saved_tensors
         return grad.new_zeros(ctx.slots, *grad.shape[1:]).index_copy_(0, slot, grad), None
 
@@ -171,27 +179,31 @@ def unpermute(x: Tensor, permutation: Permutation) -> Tensor:
     return _Unpermute.apply(x, permutation)
 
 
+class _PermutationContext(AutogradContext, Protocol):
+    permutation: Permutation
+
+
 class _Permute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, permutation: Permutation) -> Tensor:
+    def forward(ctx: _PermutationContext, x: Tensor, permutation: Permutation) -> Tensor:
         ctx.permutation = permutation
         return permutation.copy(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: _PermutationContext, grad: Tensor) -> tuple[Tensor, None]:
         return ctx.permutation.sum(grad.contiguous()), None
 
 
 class _Unpermute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, permutation: Permutation) -> Tensor:
+    def forward(ctx: _PermutationContext, x: Tensor, permutation: Permutation) -> Tensor:
         ctx.permutation = permutation
         return permutation.sum(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: _PermutationContext, grad: Tensor) -> tuple[Tensor, None]:
         return ctx.permutation.copy(grad), None
 
 
@@ -208,67 +220,80 @@ def masked_entries(mask: Tensor, per_row: int) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
-class LowRank:
+class LowRank(Generic[T]):
     """What is added to each expert's weight: ``b[e] @ a[e]``, with ``a`` [r, in] and ``b``
     [out, r], scaled.
     """
 
-    a: Sequence[Any]
-    b: Sequence[Any]
+    a: Sequence[T]
+    b: Sequence[T]
 
 
 @dataclass(frozen=True)
-class ExpertWeights:
+class ExpertWeights(Generic[T]):
     """``up[e]`` [2 f, h], gate over linear; ``down[e]`` [h, f]; their biases [2 f] and [h], and
-    adapters, or none.
+    adapters, or none. In place of a tensor there may be something about it.
 
     down_bias_share: the part of ``down_bias`` that is added here, where tensor-parallel ranks'
     outputs are summed. Each rank's gradient is that of the whole bias.
     """
 
-    up: Sequence[Any]
-    down: Sequence[Any]
-    up_bias: Sequence[Any] = ()
-    down_bias: Sequence[Any] = ()
-    up_adapter: LowRank | None = None
-    down_adapter: LowRank | None = None
+    up: Sequence[T]
+    down: Sequence[T]
+    up_bias: Sequence[T] = ()
+    down_bias: Sequence[T] = ()
+    up_adapter: LowRank[T] | None = None
+    down_adapter: LowRank[T] | None = None
     down_bias_share: float = 1.0
 
-    def _parts(self) -> list[Sequence[Any]]:
-        adapters = [
-            (each.a, each.b) if each else ((), ()) for each in (self.up_adapter, self.down_adapter)
-        ]
-        return [self.up, self.down, self.up_bias, self.down_bias, *adapters[0], *adapters[1]]
-
-    def tensors(self) -> list[Any]:
+    def tensors(self) -> list[T]:
         """All of them, in one list."""
-        return [tensor for part in self._parts() for tensor in part]
+        tensors = [*self.up, *self.down, *self.up_bias, *self.down_bias]
+        for adapter in (self.up_adapter, self.down_adapter):
+            if adapter is not None:
+                tensors += [*adapter.a, *adapter.b]
+        return tensors
 
-    def replaced(self, tensors: Sequence[Any]) -> ExpertWeights:
+    def replaced(self, values: Sequence[U]) -> ExpertWeights[U]:
         """The same with other values in the place of `tensors`."""
-        rest = iter(tensors)
-        parts = [list(islice(rest, len(part))) for part in self._parts()]
-        up, down, up_bias, down_bias = parts[:4]
-        up_adapter, down_adapter = (
-            LowRank(*parts[i : i + 2]) if parts[i] else None for i in (4, 6)
-        )
+        remaining = iter(values)
+
+        def as_many_as(tensors: Sequence[T]) -> list[U]:
+            return list(islice(remaining, len(tensors)))
+
+        def as_adapter(adapter: LowRank[T] | None) -> LowRank[U] | None:
+            if adapter is None:
+                return None
+            return LowRank(a=as_many_as(adapter.a), b=as_many_as(adapter.b))
+
+        # Keywords are evaluated in the order of `tensors`.
         return ExpertWeights(
-            up, down, up_bias, down_bias, up_adapter, down_adapter, self.down_bias_share
+            up=as_many_as(self.up),
+            down=as_many_as(self.down),
+            up_bias=as_many_as(self.up_bias),
+            down_bias=as_many_as(self.down_bias),
+            up_adapter=as_adapter(self.up_adapter),
+            down_adapter=as_adapter(self.down_adapter),
+            down_bias_share=self.down_bias_share,
         )
 
-    def sizes(self) -> ExpertWeights:
+    def structure(self) -> ExpertWeights[None]:
         """The same without the tensors, which a graph must not keep besides those that it saves."""
         return self.replaced([None] * len(self.tensors()))
 
-    @property
-    def widths(self) -> list[int]:
-        """Of the hidden state and of the adapters."""
-        adapters = [each for each in (self.up_adapter, self.down_adapter) if each is not None]
-        return [self.down[0].shape[1], *(each.a[0].shape[0] for each in adapters)]
+
+def row_widths(weights: ExpertWeights[Tensor]) -> list[int]:
+    """The widths of the rows that experts multiply: of the inner state and of the adapters."""
+    adapters = [each for each in (weights.up_adapter, weights.down_adapter) if each is not None]
+    return [weights.down[0].shape[1], *(adapter.a[0].shape[0] for adapter in adapters)]
 
 
 def gated_experts(
-    x: Tensor, probs: Tensor, counts: Tensor, weights: ExpertWeights, unit: GatedUnit = SWIGLU
+    x: Tensor,
+    probs: Tensor,
+    counts: Tensor,
+    weights: ExpertWeights[Tensor],
+    unit: GatedUnit = SWIGLU,
 ) -> Tensor:
     """Gated experts over rows sorted by expert, each row's output times its routing probability;
     [n, h].
@@ -276,13 +301,13 @@ def gated_experts(
     ``x`` [n, h]; ``probs`` [n]; ``counts`` [experts]: rows of each expert. On a GPU in bfloat16 the
     host doesn't read ``counts``.
     """
-    if grouped_products_apply(x, *weights.widths):
+    if grouped_products_apply(x, *row_widths(weights)):
         if counts.device != x.device:  # expert parallelism has them on the host
             counts = copy_to_device({"counts": counts}, x.device)["counts"]
         products: ExpertProducts = GroupedProducts(counts.cumsum(0, dtype=torch.int32), counts == 0)
     else:
         products = LoopedProducts(counts.tolist())
-    return _GatedExperts.apply(x, probs, (products, unit, weights.sizes()), *weights.tensors())
+    return _GatedExperts.apply(x, probs, products, unit, weights.structure(), *weights.tensors())
 
 
 def grouped_products_apply(x: Tensor, *widths: int) -> bool:
@@ -299,37 +324,48 @@ def grouped_products_apply(x: Tensor, *widths: int) -> bool:
     )
 
 
+class _ExpertsContext(AutogradContext, Protocol):
+    products: ExpertProducts
+    unit: GatedUnit
+    structure: ExpertWeights[None]
+
+
 class _GatedExperts(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _ExpertsContext,
         x: Tensor,
         probs: Tensor,
-        kind: tuple[ExpertProducts, GatedUnit, ExpertWeights],
+        products: ExpertProducts,
+        unit: GatedUnit,
+        structure: ExpertWeights[None],
         *tensors: Tensor,
     ) -> Tensor:
-        products, unit, like = kind
-        weights = like.replaced(tensors)
+        weights = structure.replaced(tensors)
         hidden = _linear(products, x, weights.up, weights.up_adapter)
         if weights.up_bias:
-            hidden += products.rows_of(weights.up_bias, len(x))
+            hidden += products.repeated(weights.up_bias, len(x))
         scaled = _scaled(unit.product(*hidden.chunk(2, dim=1)), probs)
-        ctx.kind = kind
+        ctx.products = products
+        ctx.unit = unit
+        ctx.structure = structure
         ctx.save_for_backward(x, probs, hidden, *tensors)
         out = _linear(products, scaled, weights.down, weights.down_adapter)
         if weights.down_bias:
             out += _scaled(
-                products.rows_of(weights.down_bias, len(x)), probs * weights.down_bias_share
+                products.repeated(weights.down_bias, len(x)), probs * weights.down_bias_share
             )
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: _ExpertsContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, probs, hidden, *tensors = ctx.saved_tensors
-        (products, unit, like), grad = ctx.kind, grad.contiguous()
-        weights = like.replaced(tensors)
-        wanted = like.replaced(ctx.needs_input_grad[3:])
+        products = ctx.products
+        unit = ctx.unit
+        grad = grad.contiguous()
+        weights = ctx.structure.replaced(tensors)
+        wanted = ctx.structure.replaced(ctx.needs_input_grad[-len(tensors) :])
         gate, linear = hidden.chunk(2, dim=1)
         product = unit.product(gate, linear)
         grad_scaled, down = _linear_backward(
@@ -339,7 +375,7 @@ class _GatedExperts(torch.autograd.Function):
         down_bias: Sequence[Tensor] = ()
         if weights.down_bias:
             share = weights.down_bias_share
-            grad_probs += (grad * products.rows_of(weights.down_bias, len(x))).sum(1) * share
+            grad_probs += (grad * products.repeated(weights.down_bias, len(x))).sum(1) * share
             down_bias = products.sums(_scaled(grad, probs))
         grad_hidden = torch.empty_like(hidden)
         unit.backward(_scaled(grad_scaled, probs), gate, linear, grad_hidden.chunk(2, dim=1))
@@ -347,22 +383,27 @@ class _GatedExperts(torch.autograd.Function):
             products, grad_hidden, x, weights.up, weights.up_adapter, wanted.up
         )
         up_bias = products.sums(grad_hidden) if weights.up_bias else ()
-        gradients = ExpertWeights(
-            up.weight, down.weight, up_bias, down_bias, up.adapter, down.adapter
+        gradients: ExpertWeights[Tensor | None] = ExpertWeights(
+            up=up.weight,
+            down=down.weight,
+            up_bias=up_bias,
+            down_bias=down_bias,
+            up_adapter=up.adapter,
+            down_adapter=down.adapter,
         )
-        return grad_x, grad_probs.to(probs.dtype), None, *gradients.tensors()
+        return grad_x, grad_probs.to(probs.dtype), None, None, None, *gradients.tensors()
 
 
 @dataclass(frozen=True)
 class _LinearGradients:
     """Of the weights, None where they are frozen, and of their adapters."""
 
-    weight: Sequence[Any]
-    adapter: LowRank | None
+    weight: Sequence[Tensor | None]
+    adapter: LowRank[Tensor | None] | None
 
 
 def _linear(
-    products: ExpertProducts, x: Tensor, weight: Sequence[Tensor], adapter: LowRank | None
+    products: ExpertProducts, x: Tensor, weight: Sequence[Tensor], adapter: LowRank[Tensor] | None
 ) -> Tensor:
     """Each expert's rows times its weight, and by way of ``adapter`` times ``b @ a`` without
     forming that.
@@ -379,20 +420,21 @@ def _linear_backward(
     grad: Tensor,
     x: Tensor,
     weight: Sequence[Tensor],
-    adapter: LowRank | None,
-    wanted: Sequence[Any],
+    adapter: LowRank[Tensor] | None,
+    wanted: Sequence[bool],
 ) -> tuple[Tensor, _LinearGradients]:
     """The gradient of ``x``, and those of what is trained. wanted: whether the weights' are."""
-    trained = any(wanted)
-    grad_weight = products.weight_gradients(grad, x) if trained else [None] * len(weight)
+    grad_weight: Sequence[Tensor | None] = [None] * len(weight)
+    if any(wanted):
+        grad_weight = products.weight_gradients(grad, x)
     grad_x = products.rows_by_weights(grad, weight, transpose=False)
     if adapter is None:
         return grad_x, _LinearGradients(grad_weight, None)
     low = products.rows_by_weights(x, adapter.a, transpose=True)
     grad_low = products.rows_by_weights(grad, adapter.b, transpose=False)
     grad_x += products.rows_by_weights(grad_low, adapter.a, transpose=False)
-    low_rank_gradients = LowRank(
-        products.weight_gradients(grad_low, x), products.weight_gradients(grad, low)
+    low_rank_gradients: LowRank[Tensor | None] = LowRank(
+        a=products.weight_gradients(grad_low, x), b=products.weight_gradients(grad, low)
     )
     return grad_x, _LinearGradients(grad_weight, low_rank_gradients)
 

@@ -8,7 +8,7 @@ parameter groups.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
@@ -16,8 +16,11 @@ from torch.optim import Optimizer
 
 STEP = "step"
 
+Number: TypeAlias = Tensor | float
+"""A number, or a tensor of one without dimensions."""
 
-def state_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
+
+def state_tensors(state: Mapping[str, object]) -> dict[str, Tensor]:
     """The tensors in the state of one parameter, without its numbers."""
     return {name: value for name, value in state.items() if torch.is_tensor(value) and value.dim()}
 
@@ -34,7 +37,7 @@ def state_numbers(optimizers: Iterable[Optimizer]) -> dict[str, float]:
         for group in optimizer.param_groups:
             if STEP in group:
                 numbers[STEP] = _number(group[STEP])
-        state: Mapping[str, Any] = next(filter(None, optimizer.state.values()), {})
+        state: Mapping[str, object] = next(filter(None, optimizer.state.values()), {})
         numbers |= {name: _number(value) for name, value in state.items() if is_number(value)}
     return numbers
 
@@ -51,16 +54,15 @@ def set_state_numbers(optimizers: Iterable[Optimizer], numbers: Mapping[str, flo
                     state[name] = _with_number(value, numbers[name])
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[Number]:
     """Whether a value is a number, or a tensor of one without dimensions."""
     return value.dim() == 0 if torch.is_tensor(value) else isinstance(value, (int, float))
 
 
-def _number(value: Any) -> float:
-    number: float = value.item() if torch.is_tensor(value) else value
-    return number
+def _number(value: Number) -> float:
+    return float(value.item()) if isinstance(value, Tensor) else value
 
 
-def _with_number(value: Any, number: float) -> Any:
+def _with_number(value: Number, number: float) -> Number:
     """The same tensor, or a number of the same type."""
-    return value.fill_(number) if torch.is_tensor(value) else type(value)(number)
+    return value.fill_(number) if isinstance(value, Tensor) else type(value)(number)

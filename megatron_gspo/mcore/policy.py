@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -61,13 +62,13 @@ class Policy:
     leave them out.
     """
 
-    chunks: list[Any]
+    chunks: Sequence[MegatronModule]
     groups: ProcessGroups
     family: Family
     shape: ModelShape
     path: str
-    optimizer: Any = None
-    scheduler: Any = None
+    optimizer: MegatronOptimizer | None = None
+    scheduler: OptimizerParamScheduler | None = None
     critic: Policy | None = None
     trained_lora: LoRAConfig | None = None
     is_base: bool = False
@@ -166,7 +167,7 @@ class Policy:
             self._checksum = base_checksum(chunks, self.family, self.shape, self.groups)
         return self._checksum
 
-    def _chunks_to_send(self, source: WeightSource | None) -> list[Any]:
+    def _chunks_to_send(self, source: WeightSource | None) -> list[GPTModel]:
         self.memory.restore_weights()
         # A collective: the sources after it send at the same time.
         if source is None or source.number == 0:
@@ -242,7 +243,7 @@ def build_policy(
 
 
 def check_megatron_options(
-    given: Mapping[str, Any],
+    given: Mapping[str, object],
     shape: ModelShape,
     parallel: ParallelConfig,
     model: ModelConfig,
@@ -281,7 +282,9 @@ def ddp_config(
     return construct(DistributedDataParallelConfig, keywords, options.ddp)
 
 
-def _connect(config: TransformerConfig, chunks: list[Any], parallel: ParallelConfig) -> None:
+def _connect(
+    config: TransformerConfig, chunks: list[DistributedDataParallel], parallel: ParallelConfig
+) -> None:
     """Set the functions that Megatron's schedule calls to reduce gradients and gather
     parameters.
     """
@@ -332,7 +335,7 @@ def _fuse(optimizer: MegatronOptimizer) -> None:
                 group.update(fused=True, foreach=False)
 
 
-def _check_gradient_norm(optimizer: Any) -> None:
+def _check_gradient_norm(optimizer: MegatronOptimizer) -> None:
     """Stop before a step into NaN weights: once a step and, because the norm is that of all
     ranks, on every rank.
     """

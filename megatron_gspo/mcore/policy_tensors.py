@@ -7,7 +7,6 @@ None.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -16,13 +15,13 @@ from torch import Tensor
 from megatron_gspo.mcore.protocols import MegatronOptimizer, WrappedOptimizer
 
 
-def weights(chunks: Sequence[Any]) -> Iterator[Tensor]:
+def weights(chunks: Sequence[torch.nn.Module]) -> Iterator[Tensor]:
     """All parameters; several may share a storage."""
     for chunk in chunks:
         yield from chunk.parameters()
 
 
-def gradients(chunks: Sequence[Any]) -> Iterator[Tensor]:
+def gradients(chunks: Sequence[torch.nn.Module]) -> Iterator[Tensor]:
     """The gradient buffers; none without DistributedDataParallel."""
     for chunk in chunks:
         if isinstance(chunk, DistributedDataParallel):
@@ -44,7 +43,7 @@ def torch_optimizers(optimizer: MegatronOptimizer | None) -> Iterator[torch.opti
 
 
 def optimizer_states(
-    chunks: Sequence[Any], optimizer: MegatronOptimizer | None
+    chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer | None
 ) -> Iterator[Tensor]:
     """Main parameters and moments on the parameters' device; without those that are views of
     the parameters.

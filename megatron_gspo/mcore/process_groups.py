@@ -118,8 +118,10 @@ def start(*, backend: str = "auto", timeout_minutes: float = 30.0) -> dist.Store
                 f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store
             )
         chosen = ("nccl" if cuda else "gloo") if backend == "auto" else backend
-        own = dist.PrefixStore("process_groups", store)
-        dist.init_process_group(chosen, timeout=limit, store=own, rank=rank, world_size=world)
+        groups_store = dist.PrefixStore("process_groups", store)
+        dist.init_process_group(
+            chosen, timeout=limit, store=groups_store, rank=rank, world_size=world
+        )
     except (ValueError, RuntimeError) as error:
         if "EADDRINUSE" in str(error):
             port = os.environ.get("MASTER_PORT")

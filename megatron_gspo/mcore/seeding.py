@@ -21,10 +21,10 @@ def seed_generators(seed: int, step: int, phase: int) -> None:
     a resumed run, in any layout, needs no stored state. Python's, numpy's and torch's differ by
     rank; Megatron derives its own from the layout.
     """
-    mine = np.random.SeedSequence([seed, step, phase, dist.get_rank()]).generate_state(3)
+    of_rank = np.random.SeedSequence([seed, step, phase, dist.get_rank()]).generate_state(3)
     shared = int(np.random.SeedSequence([seed, step, phase]).generate_state(1)[0])
     tensor_parallel.model_parallel_cuda_manual_seed(shared)
     # The CPU's alone: the GPU's default one is Megatron's to seed.
-    torch.default_generator.manual_seed(int(mine[2]))
-    np.random.seed(mine[1])
-    random.seed(int(mine[0]))
+    torch.default_generator.manual_seed(int(of_rank[2]))
+    np.random.seed(of_rank[1])
+    random.seed(int(of_rank[0]))

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
 
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megatron_gspo.mcore.attention import PackedAttention
 from megatron_gspo.mcore.norms import device_of
+from megatron_gspo.mcore.protocols import ShardOffsets
 
 
 class SinkAttention(PackedAttention):
@@ -18,8 +22,15 @@ class SinkAttention(PackedAttention):
     ``softmax_offset``; sharded by heads.
     """
 
-    def __init__(self, config: Any, *args: Any, pg_collection: Any = None, **kwargs: Any) -> None:
-        super().__init__(config, *args, pg_collection=pg_collection, **kwargs)
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *args: object,
+        softmax_scale: float | None = None,
+        pg_collection: ProcessGroupCollection,
+        **kwargs: object,
+    ) -> None:
+        super().__init__(config, softmax_scale=softmax_scale, pg_collection=pg_collection)
         heads = config.num_attention_heads // pg_collection.tp.size()
         offset = torch.empty(heads, dtype=config.params_dtype, device=device_of(config))
         self.softmax_offset = torch.nn.Parameter(offset)
@@ -34,9 +45,9 @@ class SinkAttention(PackedAttention):
     def sharded_state_dict(
         self,
         prefix: str = "",
-        sharded_offsets: tuple[Any, ...] = (),
-        metadata: dict[str, Any] | None = None,
-    ) -> dict[str, Any]:
+        sharded_offsets: ShardOffsets = (),
+        metadata: Mapping[str, object] | None = None,
+    ) -> ShardedStateDict:
         """The sinks as a tensor that is cut over the tensor-parallel ranks."""
         state = self.state_dict(prefix="", keep_vars=True)
         return make_sharded_tensors_for_checkpoint(

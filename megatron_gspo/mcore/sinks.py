@@ -8,12 +8,14 @@ that is the attention without sinks times ``exp(lse - logaddexp(lse, sink))``.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from megatron_gspo.parallel.autograd_context import AutogradContext
 
 
 def with_sink_dimension(query: Tensor, key: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
@@ -42,8 +44,9 @@ def with_sink_key(
 class AttentionKernel(Protocol):
     """A flash attention; the log-sum-exps of its scores, ``lse``, are float32 [heads, t]."""
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Any]:
-        """The output [t, heads, d], ``lse``, and what the backward needs besides."""
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The output [t, heads, d], ``lse``, and the state of the random numbers, which
+        the backward takes."""
 
     def backward(
         self,
@@ -51,7 +54,7 @@ class AttentionKernel(Protocol):
         inputs: tuple[Tensor, Tensor, Tensor],
         out: Tensor,
         lse: Tensor,
-        state: Any,
+        state: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of the inputs by the probabilities ``exp(score - lse)`` and the output
         ``out``.
@@ -72,7 +75,7 @@ class VarlenKernel:
     scale: float
     window: tuple[int, int]
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Any]:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return torch.ops.torch_attn._varlen_attn(
             query,
             key,
@@ -89,7 +92,7 @@ class VarlenKernel:
         inputs: tuple[Tensor, Tensor, Tensor],
         out: Tensor,
         lse: Tensor,
-        state: Any,
+        state: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         cu_seq_q, cu_seq_k, max_q, max_k, is_causal = self._lengths
         return torch.ops.torch_attn._varlen_attn_backward(
@@ -124,10 +127,20 @@ def sink_attention(
     return _SinkAttention.apply(query, key, value, sinks, kernel)
 
 
+class _SinkContext(AutogradContext, Protocol):
+    kernel: AttentionKernel
+    state: Tensor
+
+
 class _SinkAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, kernel: AttentionKernel
+        ctx: _SinkContext,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor,
+        kernel: AttentionKernel,
     ) -> Tensor:
         out, lse, state = kernel.forward(query, key, value)
         total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
@@ -139,9 +152,10 @@ class _SinkAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        *inputs, sinks, out, total = ctx.saved_tensors
-        grads = ctx.kernel.backward(grad.contiguous(), tuple(inputs), out, total, ctx.state)
+    def backward(ctx: _SinkContext, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, sinks, out, total = ctx.saved_tensors
+        inputs = (query, key, value)
+        grads = ctx.kernel.backward(grad.contiguous(), inputs, out, total, ctx.state)
         share = (sinks.to(total.dtype)[:, None] - total).exp()  # of the sink, [heads, t]
         inner = (grad.to(total.dtype) * out.to(total.dtype)).sum(-1).t()
         return *grads, -(share * inner).sum(1).to(sinks.dtype), None

@@ -4,7 +4,7 @@ mini-batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,13 +13,19 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
 
 from megatron_gspo.algorithms import Objective, finish_metrics, reduction_of
 from megatron_gspo.config import TrainingConfig
 from megatron_gspo.data.micro_batch_plan import MicroBatchPlan
 from megatron_gspo.data.packing import OPTIONAL_FIELDS
 from megatron_gspo.data.training_batch import TrainingBatch
-from megatron_gspo.mcore.forward_step import ForwardStep, log_prob_forward_step, policy_forward_step
+from megatron_gspo.mcore.forward_step import (
+    ForwardStep,
+    PolicyLossOutput,
+    log_prob_forward_step,
+    policy_forward_step,
+)
 from megatron_gspo.mcore.micro_batch_inputs import POLICY_LOSS
 from megatron_gspo.mcore.micro_batches import (
     MicroBatches,
@@ -201,6 +207,7 @@ def optimizer_step(policy: Policy) -> dict[str, float]:
     """One step of the optimizer and the learning rate's schedule: the gradient norm, and the
     rate that was used.
     """
+    assert policy.optimizer is not None and policy.scheduler is not None, "a trained policy"
     with _timed(policy, "optimizer"):
         _, grad_norm, _ = policy.optimizer.step()
     metrics = {"grad_norm": float(grad_norm), "lr": float(policy.optimizer.param_groups[0]["lr"])}
@@ -229,7 +236,7 @@ def forward_backward(
     *,
     temperature: float,
     routing: Sequence[MicroBatchRoutes] | None = None,
-) -> list[Any]:
+) -> list[PolicyLossOutput]:
     """Zero the gradients, run the schedule and reduce the gradients; returns the last stage's
     output per micro-batch.
 
@@ -252,20 +259,23 @@ def forward_backward(
 
 def zero_gradients(policy: Policy) -> None:
     """Before a forward-backward pass; takes back what was offloaded."""
+    assert policy.optimizer is not None, "a trained policy"
     policy.memory.restore()
     for chunk in policy.chunks:
         chunk.zero_grad_buffer()
     policy.optimizer.zero_grad()
 
 
-def summed_metrics(per_micro_batch: Sequence[dict[str, Any]], policy: Policy) -> dict[str, Any]:
+def summed_metrics(
+    per_micro_batch: Sequence[Mapping[str, Tensor]], policy: Policy
+) -> dict[str, float]:
     """Combine the metrics of all micro-batches and data-parallel ranks, and broadcast them to every
     pipeline stage.
     """
     groups = policy.groups
-    summed: list[Any] = [None]
+    summed: list[dict[str, float] | None] = [None]
     if groups.is_last_stage:
-        total: dict[str, Any] = {}
+        total: dict[str, Tensor] = {}
         for metrics in per_micro_batch:
             for name, value in metrics.items():
                 if name in total:
@@ -277,4 +287,6 @@ def summed_metrics(per_micro_batch: Sequence[dict[str, Any]], policy: Policy) ->
         summed = [dict(zip(reduced, values, strict=True))]
     if groups.pp.size() > 1:
         dist.broadcast_object_list(summed, src=groups.last_stage_rank, group=groups.pp)
-    return summed[0]
+    [metrics_of_all] = summed
+    assert metrics_of_all is not None
+    return metrics_of_all

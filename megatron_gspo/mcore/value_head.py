@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megatron_gspo.mcore.process_groups import ProcessGroups
@@ -19,7 +18,7 @@ class ValueHead(nn.Module):
     It starts at 0, so that a new value model predicts 0 everywhere.
     """
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
         # Under sequence parallelism each rank sees its own tokens: Megatron adds these gradients

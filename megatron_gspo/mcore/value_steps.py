@@ -4,12 +4,12 @@ optimizer step (PPO).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
+from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from megatron_gspo.algorithms import finish_metrics, value_loss
@@ -53,7 +53,7 @@ def compute_values(
     reader = InputReader(critic.groups, num_microbatches=len(batches.batches))
 
     def collect(
-        inputs: MicroBatchInputs, model: Any, hidden: Tensor, non_loss_data: bool = True
+        inputs: MicroBatchInputs, model: MegatronModule, hidden: Tensor, non_loss_data: bool = True
     ) -> Tensor:
         return _values(inputs, model, hidden, critic.groups)
 
@@ -82,8 +82,8 @@ def train_critic_mini_batch(
     reader = InputReader(critic.groups, num_microbatches=count, loss=VALUE_LOSS)
 
     def loss_function(
-        inputs: MicroBatchInputs, model: Any, hidden: Tensor
-    ) -> tuple[Tensor, dict[str, Any]]:
+        inputs: MicroBatchInputs, model: MegatronModule, hidden: Tensor
+    ) -> tuple[Tensor, dict[str, dict[str, Tensor]]]:
         packed = inputs.batch
         assert packed.values is not None and packed.returns is not None
         loss, metrics = value_loss(
@@ -105,15 +105,23 @@ def train_critic_mini_batch(
     return loss_metrics | {f"critic/{name}": value for name, value in stepped.items()}
 
 
-def _forward_step(reader: InputReader, groups: ProcessGroups, collect: LossFunction) -> ForwardStep:
-    def forward_step(batches: Iterator[PackedBatch], model: Any) -> tuple[Tensor, LossFunction]:
-        inputs = reader.take(batches, unwrap(model))
+def _forward_step(
+    reader: InputReader,
+    groups: ProcessGroups,
+    collect: Callable[..., object],
+) -> ForwardStep:
+    def forward_step(
+        batches: Iterator[PackedBatch], model: MegatronModule
+    ) -> tuple[Tensor, LossFunction]:
+        inputs = reader.next_inputs(batches, unwrap(model))
         return hidden_states(model, inputs.batch, groups), partial(collect, inputs, model)
 
     return forward_step
 
 
-def _values(inputs: MicroBatchInputs, model: Any, hidden: Tensor, groups: ProcessGroups) -> Tensor:
+def _values(
+    inputs: MicroBatchInputs, model: MegatronModule, hidden: Tensor, groups: ProcessGroups
+) -> Tensor:
     inner = unwrap(model)
     assert inputs.scored is not None, "the last stage"
     return token_values(

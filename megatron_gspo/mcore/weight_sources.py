@@ -7,11 +7,11 @@ receives their shards.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
+from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
 from megatron_gspo.mcore.hf_weights import (
@@ -48,7 +48,7 @@ def default_sources(groups: ProcessGroups, family: Family) -> tuple[WeightSource
 
 def export_source(
     source: WeightSource,
-    chunks: list[Any],
+    chunks: Sequence[GPTModel],
     family: Family,
     shape: ModelShape,
     groups: ProcessGroups,
@@ -93,7 +93,7 @@ def export_source(
 
 def _export(
     parameters: list[MappedParameter],
-    group: Any,
+    group: dist.ProcessGroup,
     shape: ModelShape,
     groups: ProcessGroups,
     piece: int,
@@ -101,23 +101,28 @@ def _export(
     """Stream the parameters, whole, on the first rank of ``group``, whose ranks hold their
     shards, or all experts.
     """
-    every = group is groups.expert_tp_ep
-    for section in pieces_of(parameters, groups, piece, of_one_source=not every):
-        sharded = [mapped for mapped in section if every or mapped.rule.shard is not Shard.NONE]
+    has_all_experts = group is groups.expert_tp_ep
+    for section in pieces_of(parameters, groups, piece, of_one_source=not has_all_experts):
+        sharded = [
+            mapped for mapped in section if has_all_experts or mapped.rule.shard is not Shard.NONE
+        ]
         ranks = _gather_on_first([mapped.tensor for mapped in sharded], group)
         if group.rank() == 0:
-            join = (
-                join_experts(sharded, ranks, shape, groups)
-                if every
-                else join_shards(sharded, ranks, shape)
-            )
-            yield from join.items()
-            del ranks, join  # before the next are gathered
-            whole = [mapped for mapped in section if not every and mapped.rule.shard is Shard.NONE]
+            if has_all_experts:
+                tensors = join_experts(sharded, ranks, shape, groups)
+            else:
+                tensors = join_shards(sharded, ranks, shape)
+            yield from tensors.items()
+            del ranks, tensors  # before the next are gathered
+            whole = [
+                mapped
+                for mapped in section
+                if not has_all_experts and mapped.rule.shard is Shard.NONE
+            ]
             yield from join_shards(whole, [[mapped.tensor for mapped in whole]], shape).items()
 
 
-def _gather_on_first(parameters: list[Tensor], group: Any) -> list[list[Tensor]]:
+def _gather_on_first(parameters: list[Tensor], group: dist.ProcessGroup) -> list[list[Tensor]]:
     """Every rank's parameters on the first rank of ``group``; an empty list on the others."""
     if group.size() == 1 or not parameters:
         return [parameters] * group.size()

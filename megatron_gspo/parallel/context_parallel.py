@@ -6,13 +6,14 @@ r owns chunks r and 2 * cp_size - 1 - r. Under a causal mask all ranks then do t
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from megatron_gspo.parallel.autograd_context import AutogradContext
 from megatron_gspo.parallel.collectives import (
     gather_rows,
     group_size,
@@ -65,15 +66,19 @@ def concatenated_ranges(starts: Tensor, lengths: Tensor) -> Tensor:
     return torch.arange(total, dtype=starts.dtype).add_(offsets)
 
 
+class _GroupContext(AutogradContext, Protocol):
+    group: ProcessGroup
+
+
 class _AllGatherTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+    def forward(ctx: _GroupContext, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
         return gather_rows(x, group)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: _GroupContext, grad: Tensor) -> tuple[Tensor, None]:
         return scatter_summed_rows(grad, ctx.group), None
 
 

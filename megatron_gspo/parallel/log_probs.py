@@ -17,13 +17,14 @@ With ``ScoredRows`` all of this, communication included, is done for the scored 
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from megatron_gspo.parallel.autograd_context import AutogradContext
 from megatron_gspo.parallel.collectives import (
     gather_rows,
     group_rank,
@@ -278,10 +279,17 @@ def _joined_gradient(grad: Tensor, scored: ScoredRows | None, options: _Resolved
     return scatter_summed_rows(grad, options.tp_group)
 
 
+class _LogProbContext(AutogradContext, Protocol):
+    scored: ScoredRows | None
+    options: _Resolved
+    rows: int
+    """Of this rank's hidden states."""
+
+
 class _LogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _LogProbContext,
         hidden: Tensor,
         weight: Tensor,
         labels: Tensor,
@@ -303,17 +311,23 @@ class _LogProbs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
+        ctx: _LogProbContext, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        hidden, weight, labels, entropy, *saved = ctx.saved_tensors
-        saved = _Saved(*saved)
+        hidden, weight, labels, entropy, *rest = ctx.saved_tensors
+        saved = _Saved(*rest)
         scored = ctx.scored
         options = ctx.options
         tiling = _tiling(hidden, weight, labels.shape[0], options, differentiable=True)
         factors = _row_factors(grad_log_probs, grad_entropy, entropy, saved, tiling.scale)
         all_hidden = _all_hidden(hidden, weight, scored, tiling, options)
         grad_hidden, grad_weight = local_gradients(
-            all_hidden, weight, labels, saved.kept, factors, tiling, ctx.needs_input_grad[:2]
+            all_hidden,
+            weight,
+            labels,
+            saved.kept,
+            factors,
+            tiling,
+            (ctx.needs_input_grad[0], ctx.needs_input_grad[1]),
         )
         if grad_hidden is not None:
             grad_hidden = _joined_gradient(grad_hidden, scored, options).to(hidden.dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -65,7 +65,7 @@ class RolloutEngine(Protocol):
 
 def end_tokens(
     configured: int | Sequence[int] | None,
-    tokenizer: Any,
+    tokenizer: object | None,
     vocab_size: int,
     *,
     given: Sequence[int] | None = None,

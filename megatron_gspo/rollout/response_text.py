@@ -5,7 +5,7 @@ show.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 # the names that Transformers gives to special tokens without a meaning for a reader
 _NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
@@ -14,7 +14,9 @@ _NAMES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 class Tokenizer(Protocol):
     """The part of a Transformers tokenizer that decodes responses."""
 
-    def batch_decode(self, sequences: Any, skip_special_tokens: bool = False) -> Any: ...
+    def batch_decode(
+        self, sequences: Sequence[Sequence[int]], skip_special_tokens: bool = False
+    ) -> list[str]: ...
 
 
 class ResponseDecoder:

@@ -60,7 +60,7 @@ def test_accuracy_by_hand():
         "eval/pass@2": 0.5,
     }
     assert source.pending() == [0], "training groups stay in flight"
-    assert set(timers.take()) == {
+    assert set(timers.read_and_reset()) == {
         "time/evaluate",
         "time/step",
     }, "verification is part of the evaluation's time"

@@ -60,7 +60,7 @@ def checked(
         source, SimpleNamespace(groups=None), PROMPTS, Config.from_dict(config), version, timers
     )
     assert asked == ([4] if version % 2 == 0 else [])
-    assert ("time/log_prob_check" in timers.take()) == (version % 2 == 0)
+    assert ("time/log_prob_check" in timers.read_and_reset()) == (version % 2 == 0)
     return metrics
 
 

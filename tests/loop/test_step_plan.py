@@ -54,7 +54,7 @@ def test_replicas_stay_through_all_passes_over_the_data():
             ]
             assert batches == sum(updates, [])
         assert (plan.repacked > 0.0) == (epochs == 2)
-        some = plan.part(batch_of(lengths), [3, 7, 8])
+        some = plan.of_samples(batch_of(lengths), [3, 7, 8])
         assert np.array_equal(some.replica_of(), plan.replica[[3, 7, 8]])
         again = plan_step(batch_of(lengths), homes, config, rules, 3)
         assert np.array_equal(again.replica, plan.replica) and again.updates == plan.updates

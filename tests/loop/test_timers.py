@@ -27,17 +27,17 @@ def test_phases_add_up_until_they_are_taken():
     for phase in ("generate", "train", "generate"):
         with timers(phase):
             time.sleep(NAP)
-    taken = timers.take()
+    taken = timers.read_and_reset()
     assert taken.keys() == {"time/generate", "time/train", "time/step"}
     assert taken["time/generate"] >= 2 * NAP and taken["time/train"] >= NAP
     assert taken["time/step"] >= taken["time/generate"] + taken["time/train"]
-    again = timers.take()
+    again = timers.read_and_reset()
     assert again.keys() == {"time/step"} and again["time/step"] < taken["time/step"]
 
 
 def test_a_clock_keeps_the_parts_of_an_update_and_nothing_else():
     clock = UpdateClock()
-    assert clock.take() == {}
+    assert clock.read_and_reset() == {}
     for name, level in (
         ("forward-backward", 1),
         ("forward-compute", 2),
@@ -48,9 +48,9 @@ def test_a_clock_keeps_the_parts_of_an_update_and_nothing_else():
         stopwatch.start(barrier=False)
         time.sleep(NAP)
         clock(name).stop()
-    taken = clock.take()
+    taken = clock.read_and_reset()
     assert taken.keys() == {"time/forward"} and 2 * NAP <= taken["time/forward"]
-    assert clock.take() == {}
+    assert clock.read_and_reset() == {}
 
 
 class Slow(torch.autograd.Function):
@@ -81,22 +81,22 @@ def time_an_update(rank: int, world_size: int, path: str) -> dict[str, Any]:
     clock = policy.config.timers = UpdateClock()
     # The first is slower.
     train_mini_batch(policy, TrainingBatch.of(samples), GRPO, batching, temperature=1.0)
-    clock.take()
+    clock.read_and_reset()
     layers = unwrap(policy.chunks[0]).decoder.layers
     hook = layers[-1].self_attention.core_attention.register_forward_hook(slow_down)
     begin = time.perf_counter()
     result = train_mini_batch(policy, TrainingBatch.of(samples), GRPO, batching, temperature=1.0)
     measured: dict[str, Any] = {
         "wall": time.perf_counter() - begin,
-        "update": clock.take(),
+        "update": clock.read_and_reset(),
         "metrics": result.metrics,
     }
     compute_log_probs(policy, TrainingBatch.of(samples), batching, temperature=1.0)
-    measured["scored"] = clock.take()
+    measured["scored"] = clock.read_and_reset()
     hook.remove()
     policy.config.timers = None
     train_mini_batch(policy, TrainingBatch.of(samples), GRPO, batching, temperature=1.0)
-    measured["off"] = clock.take()
+    measured["off"] = clock.read_and_reset()
     return measured
 
 

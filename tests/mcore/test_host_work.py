@@ -52,7 +52,9 @@ def read(batch: PackedBatch, ranks: int, plans: tuple[str, ...]) -> list[Any]:
     chunk = SimpleNamespace(
         pre_process=True, post_process=True, config=SimpleNamespace(sequence_parallel=False)
     )
-    inputs = InputReader(groups, num_microbatches=1, loss=POLICY_LOSS).take(iter([batch]), chunk)
+    inputs = InputReader(groups, num_microbatches=1, loss=POLICY_LOSS).next_inputs(
+        iter([batch]), chunk
+    )
     bounds = inputs.batch.cu_seqlens
     sequences = packed_sequences(bounds, batch.max_seqlen, context, torch.device("cpu"))
     sequences.positions.numel()  # of the rotary embedding, not kept

@@ -82,7 +82,7 @@ def test_a_stage_gets_what_it_reads(first, last, trains, expected, monkeypatch):
     # Stands for the GPU.
     monkeypatch.setattr(micro_batch_inputs, "compute_device", lambda: torch.device("meta"))
     given = batch()
-    inputs = reader(trains=trains).take(iter([given]), chunk(first, last))
+    inputs = reader(trains=trains).next_inputs(iter([given]), chunk(first, last))
     there = {name for name in COPIED if getattr(inputs.batch, name).device.type == "meta"}
     assert there == expected
     assert inputs.batch.cu_seqlens.device.type == "cpu"
@@ -98,7 +98,7 @@ def test_a_stage_gets_what_it_reads(first, last, trains, expected, monkeypatch):
 def test_values_are_those_of_the_shard():
     for rank in (0, 1):
         given = batch()
-        inputs = reader(cp=group(rank, 2)).take(iter([given]), chunk())
+        inputs = reader(cp=group(rank, 2)).next_inputs(iter([given]), chunk())
         shard = context_parallel_shard(given, rank, 2)
         for name in COPIED:
             assert torch.equal(getattr(inputs.batch, name), getattr(shard, name)), name
@@ -108,7 +108,7 @@ def test_values_are_those_of_the_shard():
 @pytest.mark.parametrize("trains", [False, True])
 def test_every_pass_scores_all_responses(trains):
     given = batch()
-    responses = reader(trains=trains).take(iter([given]), chunk()).scored
+    responses = reader(trains=trains).next_inputs(iter([given]), chunk()).scored
     assert responses.positions.tolist() == given.response_mask.nonzero().flatten().tolist()
     assert len(responses.positions) == 7 and int(given.loss_mask.sum()) == 6
 
@@ -118,7 +118,7 @@ def test_rows_are_split_under_sequence_parallelism_alone(sequence_parallel):
     given = batch()
     rows = (
         reader(tp=group(1, 2))
-        .take(iter([given]), chunk(sequence_parallel=sequence_parallel))
+        .next_inputs(iter([given]), chunk(sequence_parallel=sequence_parallel))
         .scored
     )
     half = len(given.tokens) // 2
@@ -133,7 +133,7 @@ def test_the_next_micro_batch_is_read_ahead_but_not_that_of_the_next_pass():
     model = chunk()
     inputs = reader(count=3)
     for i in range(6):
-        assert inputs.take(batches, model).batch.micro_batch == i
+        assert inputs.next_inputs(batches, model).batch.micro_batch == i
         assert read == list(range(min(i + 2, 3 if i < 3 else 6)))
 
 
@@ -143,6 +143,6 @@ def test_every_chunk_reads_from_its_own_iterator():
     iterators = [iter([batch(0), batch(1)]) for _ in chunks]
     order = [(0, 0), (1, 0), (1, 1), (0, 1)]
     for which, number in order:
-        assert inputs.take(iterators[which], chunks[which]).batch.micro_batch == number
+        assert inputs.next_inputs(iterators[which], chunks[which]).batch.micro_batch == number
     with pytest.raises(StopIteration):
-        inputs.take(iterators[0], chunks[0])
+        inputs.next_inputs(iterators[0], chunks[0])

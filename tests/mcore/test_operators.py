@@ -166,7 +166,7 @@ def test_grouped_products_are_those_of_the_loop(counts, unit, biases, rank):
     weights = weights_of(low, counts)
     grouped_found, looped_found = (
         results(
-            _GatedExperts.apply(*low[:2], (products, unit, weights.sizes()), *weights.tensors()),
+            _GatedExperts.apply(*low[:2], products, unit, weights.structure(), *weights.tensors()),
             low,
         )
         for products in (grouped, looped)

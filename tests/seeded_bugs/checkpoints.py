@@ -57,8 +57,8 @@ CHECKPOINTS = (
     SeededBug(
         name="a data-parallel rank writes another one's share",
         file="megatron_gspo/mcore/checkpoint/owned_state.py",
-        before="for number in (copy, copy + 1)",
-        after="for number in (copies - 1, copies)",
+        before="numel() * copy // copies\n            stop = parameter.numel() * (copy + 1)",
+        after="numel() * (copies - 1) // copies\n            stop = parameter.numel() * copies",
         test="tests/mcore/checkpoint/test_owned_state.py::test_the_ranks_divide_everything",
     ),
     SeededBug(

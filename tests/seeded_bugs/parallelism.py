@@ -133,7 +133,7 @@ PARALLELISM = (
     SeededBug(
         name="positions under context parallelism counted by the rank",
         file="megatron_gspo/mcore/attention.py",
-        before="return mine - starts.repeat_interleave(lengths // self.cp_size)",
+        before="return local_tokens - starts.repeat_interleave(lengths // self.cp_size)",
         after="return torch.cat([torch.arange(int(n)) for n in lengths // self.cp_size])",
         test="tests/mcore/test_attention.py::test_equals_attention_of_each_sequence_alone",
     ),

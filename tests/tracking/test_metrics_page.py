@@ -24,7 +24,7 @@ from megatron_gspo.loop.generation import DataCursor
 from megatron_gspo.loop.metrics_logging import ratio_arrays
 from megatron_gspo.loop.optimizer_steps import Update
 from megatron_gspo.loop.rollout_log import rollout_record
-from megatron_gspo.loop.timers import _PARTS
+from megatron_gspo.loop.timers import _PHASES
 from megatron_gspo.routing_replay.step_metrics import StepRouting
 from tests.algorithms.reference import call_policy_loss, complete_preset
 
@@ -143,7 +143,7 @@ def computed_names() -> set[str]:
 
 def produced() -> set[str]:
     sources = [file.read_text(encoding="utf-8") for file in SOURCES]
-    written = set().union(*map(written_names, sources)) - NOT_METRICS - set(_PARTS)
+    written = set().union(*map(written_names, sources)) - NOT_METRICS - set(_PHASES)
     timed = set().union(*map(timer_names, sources))
     critic = {f"critic/{name}" for name in ("grad_norm", "lr")}  # of its optimizer step
     return (
@@ -151,7 +151,7 @@ def produced() -> set[str]:
         | critic
         | written
         | timed
-        | {f"time/{part}" for part in _PARTS.values()}
+        | {f"time/{part}" for part in _PHASES.values()}
         | computed_names()
     )
 

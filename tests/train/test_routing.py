@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import yaml
 
-from megatron_gspo.loop.rollout_cache import _FILE, _read_part
+from megatron_gspo.loop.rollout_cache import _FILE, _read_section
 from megatron_gspo.tracking import read_metrics
 from tests.fault_injection.bitwise_diff import first_difference
 from tests.fault_injection.kill_and_resume import Reference
@@ -242,7 +242,7 @@ def test_a_killed_run_goes_on_with_the_routes_it_had(reference, tmp_path):
         head = json.loads(file.readline())
         head["start"] = file.tell() + head["rows"][0] * head["rows"][1]
     samples = [
-        s for part in range(len(head["parts"])) for s in _read_part(kept, head, part).values()
+        s for part in range(len(head["parts"])) for s in _read_section(kept, head, part).values()
     ]
     assert len(samples) == 16
     assert all(sample.routed_experts.shape == (sample.length - 1, LAYERS, K) for sample in samples)

@@ -60,6 +60,7 @@ def evaluate(
     # imported here because Megatron takes seconds, and --help and wrong arguments don't need it
     from transformers.utils.logging import disable_progress_bar
 
+    from megatron_gspo.data.optional_module import optional_module
     from megatron_gspo.tools.evaluate.results import print_scores, write_results
     from megatron_gspo.tools.evaluate.run_tasks import (
         Evaluation,
@@ -76,6 +77,8 @@ def evaluate(
     )
 
     disable_progress_bar()
+    # Before responses are generated, which may take hours.
+    optional_module("scipy", "scipy", "plot", "the interval of a score")
     target = options.model
     given = given_keys(overrides)
     if not options.tasks and not is_run(target):

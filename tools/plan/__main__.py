@@ -10,7 +10,6 @@ import math
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 import yaml
 
@@ -19,6 +18,7 @@ from megatron_gspo.config.lora_checks import check_targets
 from megatron_gspo.errors import InputError, UserError, report
 from megatron_gspo.models import family_of, read_config
 from megatron_gspo.paths import path_text_argument
+from megatron_gspo.tools.one_line_parser import OneLineParser
 from megatron_gspo.tools.plan import plan_report, rehearsals
 from megatron_gspo.tools.plan.estimate import Estimator, Hardware
 from megatron_gspo.tools.plan.hardware import GIB, GPUS, find_gpu
@@ -33,14 +33,9 @@ EXAMPLE = """example: megatron-gspo plan --model examples/qwen3_moe/models/Qwen3
     --response-length 8192 routing.replay=r3"""
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise InputError(f"{message}; see --help")
-
-
 def parser() -> argparse.ArgumentParser:
     """Every option with its default."""
-    made = _Parser(
+    made = OneLineParser(
         prog="megatron-gspo plan",
         description=ABOUT,
         epilog=EXAMPLE,

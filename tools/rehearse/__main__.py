@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
@@ -18,6 +17,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from megatron_gspo.config import Config, load_config
 from megatron_gspo.errors import InputError, UserError, report, writing
 from megatron_gspo.paths import path_argument
+from megatron_gspo.tools.one_line_parser import OneLineParser
 from megatron_gspo.tools.plan.hardware import GPUS, RUNTIME_BYTES, find_gpu
 from megatron_gspo.tools.plan.layouts import name_of
 from megatron_gspo.tools.rehearse.deadlock import compare_ranks
@@ -36,14 +36,9 @@ EXAMPLE = """example: megatron-gspo rehearse examples/qwen3_moe/qwen3_30b_a3b_4x
     model.path=examples/qwen3_moe/models/Qwen3-30B-A3B"""
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise InputError(f"{message}; see --help")
-
-
 def parser() -> argparse.ArgumentParser:
     """Every option with its default."""
-    made = _Parser(
+    made = OneLineParser(
         prog="megatron-gspo rehearse",
         description=ABOUT,
         epilog=EXAMPLE,

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from megatron_gspo.tools.rehearse.call_sites import Frames, call_site, frames_above
 from megatron_gspo.tools.rehearse.host_log import HostLog
 from megatron_gspo.tools.rehearse.known_values import KnownValues
+from megatron_gspo.tools.rehearse.operation import Args, Kwargs, Operation, Result
 from megatron_gspo.tools.rehearse.records import Collective
 
 _SHORT_NAMES = {
@@ -61,15 +62,16 @@ class CollectiveLog:
     def collectives(self) -> tuple[Collective, ...]:
         """In the order of calls."""
         sites: dict[Frames, tuple[str, ...]] = {}
-        found = []
+        calls = []
         for call, frames in self._calls:
             site = sites.get(frames)
             if site is None:
-                site = sites[frames] = call_site(frames)
-            found.append(Collective(**{**vars(call), "where": site}))
-        return tuple(found)
+                site = call_site(frames)
+                sites[frames] = site
+            calls.append(Collective(**{**vars(call), "where": site}))
+        return tuple(calls)
 
-    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, func: Operation, args: Args, kwargs: Kwargs) -> Result:
         """Record one of torch's ``c10d`` operations and imagine its result."""
         name, *operands = self.record(func, args, kwargs)
         _EFFECTS[name](self, *operands)
@@ -79,8 +81,8 @@ class CollectiveLog:
         return args[0], work
 
     def record(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[str, Rows, Rows, dict[str, Any], Any]:
+        self, func: Operation, args: Args, kwargs: Kwargs
+    ) -> tuple[str, Rows, Rows, Kwargs, dist.ProcessGroup]:
         """Record one of torch's ``c10d`` operations; its name, what goes in and comes out, all
         arguments by name, and the group."""
         given = {
@@ -98,11 +100,10 @@ class CollectiveLog:
         self._record(name, sent, received, given, group)
         return name, sent, received, given, group
 
-    def call_with_objects(self, name: str, group: Any) -> None:
+    def call_with_objects(self, name: str, group: dist.ProcessGroup) -> None:
         """Record a collective of pickled objects; their size is that of the largest of any
         rank, which isn't known.
         """
-        group = group or dist.group.WORLD
         self._append(
             Collective(
                 name,
@@ -116,7 +117,7 @@ class CollectiveLog:
             )
         )
 
-    def name_of(self, group: Any) -> str:
+    def name_of(self, group: dist.ProcessGroup) -> str:
         """The short name of a group's kind, such as ``tp``; ``_gloo`` at its end for one of the
         CPU.
         """
@@ -128,7 +129,7 @@ class CollectiveLog:
         )
         return (short or "unnamed") + ("_gloo" if is_gloo else "")
 
-    def ranks_of(self, group: Any) -> tuple[int, ...]:
+    def ranks_of(self, group: dist.ProcessGroup) -> tuple[int, ...]:
         """Global ranks of a group's members, in the group's order."""
         key = group.group_name
         if key not in self._ranks:
@@ -139,7 +140,7 @@ class CollectiveLog:
         self._calls.append((call, frames_above(3)))
 
     def _check(
-        self, name: str, sent: Rows, received: Rows, given: dict[str, Any], group: Any
+        self, name: str, sent: Rows, received: Rows, given: Kwargs, group: dist.ProcessGroup
     ) -> None:
         tensors = [*sent, *received]
         devices = {tensor.device.type for tensor in tensors}
@@ -168,7 +169,7 @@ class CollectiveLog:
             )
 
     def _record(
-        self, name: str, sent: Rows, received: Rows, given: dict[str, Any], group: Any
+        self, name: str, sent: Rows, received: Rows, given: Kwargs, group: dist.ProcessGroup
     ) -> None:
         tensors = [*sent, *received]
         peer = given.get("dst", given.get("src"))
@@ -196,20 +197,22 @@ class CollectiveLog:
 
     # What each collective does to known values
 
-    def _reduce_all(self, sent: Rows, received: Rows, given: dict[str, Any], group: Any) -> None:
+    def _reduce_all(
+        self, sent: Rows, received: Rows, given: Kwargs, group: dist.ProcessGroup
+    ) -> None:
         for tensor in sent:
             value = self.values.get(tensor)
             if value is not None and _reduction(given) == "sum" and tensor.dtype is not torch.uint8:
                 value.mul_(group.size())
 
-    def _keep(self, sent: Rows, received: Rows, given: dict[str, Any], group: Any) -> None:
+    def _keep(self, sent: Rows, received: Rows, given: Kwargs, group: dist.ProcessGroup) -> None:
         pass
 
-    def _forget(self, sent: Rows, received: Rows, given: dict[str, Any], group: Any) -> None:
+    def _forget(self, sent: Rows, received: Rows, given: Kwargs, group: dist.ProcessGroup) -> None:
         for tensor in received:
             self.values.forget(tensor)
 
-    def _gather(self, sent: Rows, received: Rows, given: dict[str, Any], group: Any) -> None:
+    def _gather(self, sent: Rows, received: Rows, given: Kwargs, group: dist.ProcessGroup) -> None:
         copies = len(received) // len(sent)
         for i, out in enumerate(received):
             source = sent[i // copies]
@@ -218,7 +221,9 @@ class CollectiveLog:
                 value = value.reshape(-1).repeat(out.numel() // max(source.numel(), 1))
             self.values.put(out, value)
 
-    def _scatter_sum(self, sent: Rows, received: Rows, given: dict[str, Any], group: Any) -> None:
+    def _scatter_sum(
+        self, sent: Rows, received: Rows, given: Kwargs, group: dist.ProcessGroup
+    ) -> None:
         for out, source in zip(received, sent, strict=False):
             value = self.values.get(source)
             factor = group.size() if _reduction(given) == "sum" else 1
@@ -227,7 +232,9 @@ class CollectiveLog:
                 None if value is None else value.reshape(group.size(), -1)[group.rank()] * factor,
             )
 
-    def _exchange(self, sent: Rows, received: Rows, given: dict[str, Any], group: Any) -> None:
+    def _exchange(
+        self, sent: Rows, received: Rows, given: Kwargs, group: dist.ProcessGroup
+    ) -> None:
         for out, source in zip(received, sent, strict=True):
             value = self.values.get(source)
             is_even = not (given.get("input_split_sizes") or given.get("output_split_sizes"))
@@ -243,7 +250,7 @@ class CollectiveLog:
                 self.values.forget(out)
 
 
-_Effect = Callable[[CollectiveLog, Rows, Rows, dict[str, Any], Any], None]
+_Effect = Callable[[CollectiveLog, Rows, Rows, Kwargs, dist.ProcessGroup], None]
 _EFFECTS: dict[str, _Effect] = {
     "allreduce": CollectiveLog._reduce_all,
     "allreduce_coalesced": CollectiveLog._reduce_all,
@@ -267,7 +274,7 @@ _INPUTS = ("input_tensors", "input_tensor", "inputs", "input")
 _OUTPUTS = ("output_tensors", "output_tensor", "outputs", "output")
 
 
-def _tensors(given: dict[str, Any]) -> tuple[Rows, Rows]:
+def _tensors(given: Kwargs) -> tuple[Rows, Rows]:
     """What goes in and what comes out; an operation in place has one list, which is both."""
     both = given.get("tensors", given.get("tensor"))
     if both is not None:
@@ -278,7 +285,7 @@ def _tensors(given: dict[str, Any]) -> tuple[Rows, Rows]:
     return tree_leaves(sent), tree_leaves(received)
 
 
-def _shape_fault(name: str, sent: Rows, received: Rows, given: dict[str, Any], size: int) -> str:
+def _shape_fault(name: str, sent: Rows, received: Rows, given: Kwargs, size: int) -> str:
     """Why the sizes don't fit a group of ``size``, or nothing."""
     inside = sum(t.numel() for t in sent)
     outside = sum(t.numel() for t in received)
@@ -294,7 +301,7 @@ def _shape_fault(name: str, sent: Rows, received: Rows, given: dict[str, Any], s
     return ""
 
 
-def _reduction(given: dict[str, Any]) -> str:
+def _reduction(given: Kwargs) -> str:
     op: Any = given.get("reduce_op")
     if op is None:
         return ""

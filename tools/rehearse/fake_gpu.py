@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map
 from megatron_gspo.tools.rehearse.fake_device.cuda_api import mark_pinned
 from megatron_gspo.tools.rehearse.known_values import tensors_in
 from megatron_gspo.tools.rehearse.op_rules import PRODUCTS, RULES, uses_host_indices
+from megatron_gspo.tools.rehearse.operation import Args, Kwargs, Operation, Result
 from megatron_gspo.tools.rehearse.recorder import Recorder
 from megatron_gspo.tools.rehearse.rehearsal_error import RehearsalError
 from megatron_gspo.tools.rehearse.shape_cache import ShapeCache
@@ -59,7 +60,9 @@ class FakeGpu(Recorder):
         self.shapes = _Shapes()
         self._cache = ShapeCache(self.shapes)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Operation, types: Any, args: Args = (), kwargs: Kwargs | None = None
+    ) -> Result:
         if func is torch.ops.prim.device.default:
             return args[0].fake_device
         kwargs = kwargs or {}
@@ -73,7 +76,7 @@ class FakeGpu(Recorder):
         on_gpu = device is not None and torch.device(device).type == "cuda"
         if not on_gpu and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
             return self._on_host(func, args, kwargs)
-        if on_gpu and torch.device(device).index is None:
+        if on_gpu and torch.device(kwargs["device"]).index is None:
             kwargs = {**kwargs, "device": DEVICE}
         if func in PRODUCTS:
             self._check_dtypes(func, tensors)
@@ -89,7 +92,7 @@ class FakeGpu(Recorder):
                 self.memory.add(leaf, str(func))
         return out
 
-    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def run(self, func: Operation, args: Args, kwargs: Kwargs) -> Result:
         """The shapes of an operation's results.
 
         Host tensors that a GPU would refuse are recorded and moved.
@@ -99,7 +102,7 @@ class FakeGpu(Recorder):
             return self._cache.run(func, args, kwargs)
         except RuntimeError as error:
             text = str(error)
-            if any(part in text for part in _MISMATCH):
+            if any(words in text for words in _MISMATCH):
                 self.host.find("device_mix", f"{func} on tensors of cuda and cpu")
                 return self.run(func, *tree_map(self._moved, (args, kwargs)))
             name = type(error).__name__
@@ -120,7 +123,7 @@ class FakeGpu(Recorder):
         self.values.set(out, value)
         return out
 
-    def _on_host(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _on_host(self, func: Operation, args: Args, kwargs: Kwargs) -> Result:
         if kwargs.get("pin_memory"):
             return mark_pinned(self._on_host(func, args, {**kwargs, "pin_memory": False}))
         if self.fake_host_bytes is not None and func in _FACTORIES:
@@ -130,16 +133,16 @@ class FakeGpu(Recorder):
                     return func(*args, **kwargs)
         return func(*args, **kwargs)
 
-    def _moved(self, leaf: Any) -> Any:
+    def _moved(self, leaf: object) -> object:
         if isinstance(leaf, Tensor) and leaf.device.type == "cpu" and leaf.dim():
             return self.upload(leaf.detach())
         return leaf
 
-    def _check_dtypes(self, func: Any, tensors: list[Tensor]) -> None:
-        found = {
+    def _check_dtypes(self, func: Operation, tensors: list[Tensor]) -> None:
+        dtypes = {
             str(tensor.dtype).removeprefix("torch.")
             for tensor in tensors
             if tensor.dtype.is_floating_point
         }
-        if len(found) > 1:
-            self.host.find("dtype_mix", f"{func} of {' and '.join(sorted(found))}")
+        if len(dtypes) > 1:
+            self.host.find("dtype_mix", f"{func} of {' and '.join(sorted(dtypes))}")

@@ -9,13 +9,14 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverloadPacket
 from torch.utils.flop_counter import flop_registry
 
 from megatron_gspo.tools.rehearse.known_values import KnownValues
+from megatron_gspo.tools.rehearse.operation import Args, Kwargs, Operation, Result
 from megatron_gspo.tools.rehearse.rehearsal_error import RehearsalError
 
 # Words of an operation's name that multiply matrices or solve systems of equations. All others read
@@ -39,7 +40,7 @@ class FlopLog:
         self._values = values
         self._counts: dict[str, Counter[str]] = {}
 
-    def count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    def count(self, func: Operation, args: Args, kwargs: Kwargs, out: Result) -> None:
         packet = func._overloadpacket
         formula = _formula(packet)
         if formula is not None:
@@ -51,11 +52,11 @@ class FlopLog:
         return {phase: dict(counter) for phase, counter in self._counts.items()}
 
 
-Formula = Callable[[KnownValues, Any, dict[str, Any], Any], int]
+Formula = Callable[[KnownValues, Args, Kwargs, Result], int]
 
 
 @functools.cache
-def _formula(packet: Any) -> Formula | None:
+def _formula(packet: OpOverloadPacket) -> Formula | None:
     """Of an operation; one in place has that of the operation which returns a new tensor.
 
     None: it counts 0.
@@ -63,10 +64,12 @@ def _formula(packet: Any) -> Formula | None:
     name = packet._qualified_op_name
     namespace, _, word = name.removesuffix("_").partition("::")
     plain = getattr(getattr(torch.ops, namespace), word, packet)
-    if (own := _FORMULAS.get(plain._qualified_op_name)) is not None:
-        return lambda values, args, kwargs, out: own(values, *args)
-    if (torchs := flop_registry.get(plain)) is not None:
-        return lambda values, args, kwargs, out: torchs(*args, **kwargs, out_val=out)
+    formula = _FORMULAS.get(plain._qualified_op_name)
+    if formula is not None:
+        return lambda values, args, kwargs, out: formula(values, *args)
+    torch_formula = flop_registry.get(plain)
+    if torch_formula is not None:
+        return lambda values, args, kwargs, out: torch_formula(*args, **kwargs, out_val=out)
     if _PRODUCTS.search(word):
         raise RehearsalError(
             f"the rehearsal has no formula for the floating-point operations of {name}"
@@ -74,7 +77,7 @@ def _formula(packet: Any) -> Formula | None:
     return None
 
 
-def _grouped_mm(values: KnownValues, a: Tensor, b: Tensor, *rest: Any) -> int:
+def _grouped_mm(values: KnownValues, a: Tensor, b: Tensor, *rest: object) -> int:
     """Rows of one side are divided over the groups, unless both sides have a matrix for each
     group.
     """
@@ -94,7 +97,7 @@ def _varlen_attention(
     value: Tensor,
     bounds_q: Tensor,
     bounds_k: Tensor | None,
-    *rest: Any,
+    *rest: object,
 ) -> int:
     known_q = values.get(bounds_q)
     known_k = values.get(bounds_q if bounds_k is None else bounds_k)
@@ -107,15 +110,22 @@ def _varlen_attention(
 
 
 def _varlen_attention_backward(
-    values: KnownValues, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any
+    values: KnownValues,
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    log_sums: Tensor,
+    bounds_q: Tensor,
+    bounds_k: Tensor | None,
+    *rest: object,
 ) -> int:
-    """Scores once more and four products: 5 in place of 2. rest: output, its sums, bounds of
-    queries and keys.
-    """
-    return _varlen_attention(values, query, key, value, *rest[2:4]) * 5 // 2
+    """Scores once more and four products: 5 in place of 2."""
+    return _varlen_attention(values, query, key, value, bounds_q, bounds_k) * 5 // 2
 
 
-def _solve_triangular(values: KnownValues, system: Tensor, right: Tensor, *rest: Any) -> int:
+def _solve_triangular(values: KnownValues, system: Tensor, right: Tensor, *rest: object) -> int:
     """Each row of the solution, or column if the system is on the right, takes those before it:
     half of a product.
     """

@@ -9,12 +9,13 @@ a known tensor share its copy, as on the device. Values that depend on weights a
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map
+
+from megatron_gspo.tools.rehearse.operation import Args, Kwargs, Operation, Result
 
 _MOST_INTEGERS = 2**27
 _MOST_FLOATS = 2**22
@@ -37,7 +38,7 @@ _EMPTY = {
 _OVERWRITES = {aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default, aten.copy_.default}
 
 
-def tensors_in(values: Iterable[Any]) -> list[Tensor]:
+def tensors_in(values: Iterable[object]) -> list[Tensor]:
     """The tensors of an operation's arguments or results: `tree_leaves` for the few kinds that
     operations have.
     """
@@ -65,7 +66,7 @@ class _Known:
 class KnownValues:
     """The host copies are attributes of the fake tensors and end with them."""
 
-    def get(self, tensor: Any) -> Tensor | None:
+    def get(self, tensor: Tensor) -> Tensor | None:
         """A tensor's values: its host copy, which may be written to; a host tensor itself; None
         if unknown.
         """
@@ -91,19 +92,19 @@ class KnownValues:
         if value is None:
             self.forget(tensor)
             return
-        own = self.get(tensor)
-        if own is None:
+        known = self.get(tensor)
+        if known is None:
             self.set(tensor, value.clone().reshape(tensor.shape))
         else:
-            own.copy_(value.reshape(own.shape))
+            known.copy_(value.reshape(known.shape))
 
-    def forget(self, tensor: Any) -> None:
+    def forget(self, tensor: Tensor) -> None:
         """A tensor and its views were overwritten with unknown values."""
         known = getattr(tensor, "_rehearsal_known", None)
         if known is not None:
             known.alive[0] = False
 
-    def follow(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> str:
+    def follow(self, func: Operation, args: Args, kwargs: Kwargs, out: Result) -> str:
         """Repeat on the host what an operation did on the device.
 
         Returns why a known value was lost, or nothing.
@@ -129,7 +130,7 @@ class KnownValues:
         return self._repeat(func, args, kwargs, inputs, out)
 
     def _repeat(
-        self, func: Any, args: Any, kwargs: dict[str, Any], inputs: list[Tensor], out: Any
+        self, func: Operation, args: Args, kwargs: Kwargs, inputs: list[Tensor], out: Result
     ) -> str:
         kwargs = {key: value for key, value in kwargs.items() if key != "pin_memory"}
         if "device" in kwargs:
@@ -151,7 +152,7 @@ class KnownValues:
                 )
         return ""
 
-    def _on_host(self, leaf: Any) -> Any:
+    def _on_host(self, leaf: object) -> object:
         if isinstance(leaf, Tensor):
             return self.get(leaf)
         return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
@@ -161,7 +162,7 @@ class KnownValues:
         if isinstance(tensor, FakeTensor) and _is_small(tensor):
             tensor._rehearsal_known = _Known(torch.zeros(tensor.shape, dtype=tensor.dtype))  # type: ignore[attr-defined]
 
-    def _forget_written(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    def _forget_written(self, func: Operation, args: Args, kwargs: Kwargs) -> None:
         if not func._schema.is_mutable:
             return
         for i, argument in enumerate(func._schema.arguments):

@@ -15,15 +15,16 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from megatron_gspo.tools.rehearse.call_sites import call_site, frames_above
 from megatron_gspo.tools.rehearse.fake_device.cuda_api import is_pinned
+from megatron_gspo.tools.rehearse.operation import Args, Kwargs, Operation, Result
 from megatron_gspo.tools.rehearse.rehearsal_error import RehearsalError
 from megatron_gspo.tools.rehearse.routing import expert_ids
 
 aten = torch.ops.aten
 Gpu = Any  # a FakeGpu, which has its rules from here
-Rule = Callable[[Gpu, Any, Any, dict[str, Any]], Any]
+Rule = Callable[[Gpu, Operation, Args, Kwargs], Result]
 
 
-def _read_scalar(gpu: Gpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _read_scalar(gpu: Gpu, func: Operation, args: Args, kwargs: Kwargs) -> Result:
     """The host waits for one number."""
     tensor = args[0]
     gpu.host.sync("item")
@@ -31,7 +32,7 @@ def _read_scalar(gpu: Gpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return value.item() if value is not None else _neutral(gpu, tensor, "reads").item()
 
 
-def _compare(gpu: Gpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _compare(gpu: Gpu, func: Operation, args: Args, kwargs: Kwargs) -> Result:
     gpu.host.sync(str(func))
     first, second = (gpu.values.get(tensor) for tensor in args[:2])
     if first is None or second is None:
@@ -39,7 +40,7 @@ def _compare(gpu: Gpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return func(first, second)
 
 
-def _convert(gpu: Gpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _convert(gpu: Gpu, func: Operation, args: Args, kwargs: Kwargs) -> Result:
     """``tensor.to``: between host and device it is a copy."""
     tensor = args[0]
     device = kwargs.get("device")
@@ -61,7 +62,7 @@ def _kind_of_copy(gpu: Gpu) -> str:
     return "inputs" if gpu.memory.kind == "activations" else gpu.memory.kind
 
 
-def _copy_into(gpu: Gpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _copy_into(gpu: Gpu, func: Operation, args: Args, kwargs: Kwargs) -> Result:
     target, source = args[:2]
     non_blocking = (args[2:] or (kwargs.get("non_blocking", False),))[0]
     if target.device.type == "cpu" and source.device.type == "cuda":
@@ -103,24 +104,24 @@ def _to_host(gpu: Gpu, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 def _neutral(gpu: Gpu, tensor: Tensor, verb: str) -> Tensor:
     """In place of what only a GPU computes: ones for floating point, false for flags; integers
     decide shapes, so that none can be made up."""
-    kind = str(tensor.dtype).removeprefix("torch.")
+    dtype = str(tensor.dtype).removeprefix("torch.")
     if tensor.dtype is torch.bool:
         value = torch.zeros(tensor.shape, dtype=torch.bool)
     elif tensor.dtype.is_floating_point:
         value = torch.ones(tensor.shape, dtype=tensor.dtype)
     else:
         raise RehearsalError(
-            f"the host {verb} {kind} {tuple(tensor.shape)} that only a GPU computes, at {_here()}"
+            f"the host {verb} {dtype} {tuple(tensor.shape)} that only a GPU computes, at {_here()}"
         )
-    gpu.host.find("made_up_value", f"the host {verb} {kind} {list(tensor.shape)}")
+    gpu.host.find("made_up_value", f"the host {verb} {dtype} {list(tensor.shape)}")
     return value
 
 
-def _nonzero(gpu: Gpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _nonzero(gpu: Gpu, func: Operation, args: Args, kwargs: Kwargs) -> Result:
     return gpu.upload(_needed(gpu, func, args[0]).nonzero())
 
 
-def _masked_select(gpu: Gpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _masked_select(gpu: Gpu, func: Operation, args: Args, kwargs: Kwargs) -> Result:
     tensor, mask = args
     known = _needed(gpu, func, mask)
     value = gpu.values.get(tensor)
@@ -131,7 +132,7 @@ def _masked_select(gpu: Gpu, func: Any, args: Any, kwargs: dict[str, Any]) -> An
         return torch.empty(count, dtype=tensor.dtype, device=tensor.device)
 
 
-def _repeat_interleave(gpu: Gpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _repeat_interleave(gpu: Gpu, func: Operation, args: Args, kwargs: Kwargs) -> Result:
     if kwargs.get("output_size") is not None:
         with gpu.shapes:
             out = torch.empty(kwargs["output_size"], dtype=args[0].dtype, device=args[0].device)
@@ -142,23 +143,24 @@ def _repeat_interleave(gpu: Gpu, func: Any, args: Any, kwargs: dict[str, Any]) -
     return gpu.upload(torch.repeat_interleave(_needed(gpu, func, args[0])))
 
 
-def _index(gpu: Gpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _index(gpu: Gpu, func: Operation, args: Args, kwargs: Kwargs) -> Result:
     """Indexing by a mask: torch counts its ones on the host."""
     indices = args[1]
     if not any(_is_mask(index) for index in indices):
         return NotImplemented
-    found: list[Tensor | None] = []
+    positions: list[Tensor | None] = []
     for index in indices:
         if _is_mask(index):
-            found += [gpu.upload(part) for part in _needed(gpu, func, index).nonzero().unbind(1)]
+            columns = _needed(gpu, func, index).nonzero().unbind(1)
+            positions += [gpu.upload(column) for column in columns]
         else:
-            found.append(index)
-    out = gpu.run(func, (args[0], found), kwargs)
-    gpu.values.follow(func, (args[0], found), kwargs, out)
+            positions.append(index)
+    out = gpu.run(func, (args[0], positions), kwargs)
+    gpu.values.follow(func, (args[0], positions), kwargs, out)
     return out
 
 
-def _index_put(gpu: Gpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _index_put(gpu: Gpu, func: Operation, args: Args, kwargs: Kwargs) -> Result:
     """A mask and one value are a masked fill; a mask and several values are counted on the host."""
     if args[2].numel() > 1 and any(
         _is_mask(index) and index.device.type == "cuda" for index in args[1]
@@ -167,11 +169,11 @@ def _index_put(gpu: Gpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return NotImplemented
 
 
-def _is_mask(index: Any) -> bool:
+def _is_mask(index: object) -> bool:
     return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
 
 
-def _needed(gpu: Gpu, func: Any, tensor: Tensor) -> Tensor:
+def _needed(gpu: Gpu, func: Operation, tensor: Tensor) -> Tensor:
     """The values that decide the shape of the result; the host reads their number."""
     value = gpu.values.get(tensor)
     if value is None:
@@ -182,7 +184,7 @@ def _needed(gpu: Gpu, func: Any, tensor: Tensor) -> Tensor:
     return value
 
 
-def _top_k(gpu: Gpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _top_k(gpu: Gpu, func: Operation, args: Args, kwargs: Kwargs) -> Result:
     """A router's choice, made up where the scores are unknown."""
     scores, k = args[:2]
     if scores.dim() != 2 or gpu.values.get(scores) is not None:
@@ -198,21 +200,21 @@ def _top_k(gpu: Gpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return values, ids
 
 
-def _bincount(gpu: Gpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _bincount(gpu: Gpu, func: Operation, args: Args, kwargs: Kwargs) -> Result:
     return gpu.upload(func(_needed(gpu, func, args[0]), *args[1:], **kwargs))
 
 
-def _unique(gpu: Gpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _unique(gpu: Gpu, func: Operation, args: Args, kwargs: Kwargs) -> Result:
     result = func(_needed(gpu, func, args[0]), *args[1:], **kwargs)
     return tuple(gpu.upload(value) for value in result)
 
 
-def _sum_into(gpu: Gpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _sum_into(gpu: Gpu, func: Operation, args: Args, kwargs: Kwargs) -> Result:
     """torch 2.11 takes the dtype of the result for a factor, where it computes shapes."""
     return kwargs["out"]
 
 
-RULES: dict[Any, Rule] = {
+RULES: dict[Operation, Rule] = {
     aten.addmm.dtype_out: _sum_into,
     aten._local_scalar_dense.default: _read_scalar,
     aten.item.default: _read_scalar,
@@ -254,7 +256,7 @@ PRODUCTS = frozenset(
 """Products whose kernels take one dtype."""
 
 
-def uses_host_indices(gpu: Gpu, func: Any, args: Any) -> None:
+def uses_host_indices(gpu: Gpu, func: Operation, args: Args) -> None:
     """Record the copies that indexing a device tensor by host tensors makes."""
     if func not in _INDEXING or args[0].device.type != "cuda":
         return

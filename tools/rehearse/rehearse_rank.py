@@ -230,22 +230,23 @@ def _train_critic(run: _Run, critic: Policy, batch: TrainingBatch, steps: StepPl
 @contextlib.contextmanager
 def _optimizer_phase(run: _Run, policy: Policy) -> Iterator[None]:
     """Within the context the optimizer's steps are a phase of their own."""
-    original = policy.optimizer.step
+    optimizer: Any = policy.optimizer  # of which the method is replaced
+    original = optimizer.step
 
-    def step(*args: Any, **kwargs: Any) -> Any:
+    def step() -> tuple[bool, float, int | None]:
         start = time.perf_counter()
         with run.phase("optimizer", "optimizer"):
-            result = original(*args, **kwargs)
+            result = original()
         run.seconds["forward_backward"] = run.seconds.get("forward_backward", 0.0) - (
             time.perf_counter() - start
         )
         return result
 
-    policy.optimizer.step = step
+    optimizer.step = step
     try:
         yield
     finally:
-        del policy.optimizer.step
+        del optimizer.step
 
 
 def _record(

@@ -7,13 +7,15 @@ rehearsal's time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+
+from megatron_gspo.tools.rehearse.operation import Args, Kwargs, Operation, Result
 
 _PLAIN = (
     int,
@@ -51,10 +53,10 @@ class ShapeCache:
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
-        self._entries: dict[Any, Any] = {}
-        self._uncached: dict[Any, bool] = {}
+        self._entries: dict[Hashable, tuple[Result]] = {}
+        self._uncached: dict[Operation, bool] = {}
 
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, func: Operation, args: Args, kwargs: Kwargs) -> Result:
         """The result of ``func`` in shapes; raises what ``mode`` raises."""
         tensors: list[Tensor] = []
         sizes = None if self._is_uncached(func) else _key_of((args, tuple(kwargs.items())), tensors)
@@ -68,10 +70,11 @@ class ShapeCache:
             return out
         return _mapped(entry[0], lambda spec: self._make(spec, tensors))
 
-    def _is_uncached(self, func: Any) -> bool:
+    def _is_uncached(self, func: Operation) -> bool:
         known = self._uncached.get(func)
         if known is None:
-            known = self._uncached[func] = not _UNCACHED_TAGS.isdisjoint(func.tags)
+            known = not _UNCACHED_TAGS.isdisjoint(func.tags)
+            self._uncached[func] = known
         return known
 
     def _make(self, spec: Any, tensors: list[Tensor]) -> Any:
@@ -87,7 +90,7 @@ class ShapeCache:
         return FakeTensor(self._mode, made, spec.device)
 
 
-def _key_of(value: Any, tensors: list[Tensor]) -> Any:
+def _key_of(value: object, tensors: list[Tensor]) -> Hashable:
     """What decides the shapes of a result, or None where a value is of another kind; fills
     ``tensors``.
     """
@@ -95,13 +98,13 @@ def _key_of(value: Any, tensors: list[Tensor]) -> Any:
         tensors.append(value)
         return value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device
     if isinstance(value, (tuple, list)):
-        parts = []
+        keys = []
         for item in value:
-            part = _key_of(item, tensors)
-            if part is None:
+            key = _key_of(item, tensors)
+            if key is None:
                 return None
-            parts.append(part)
-        return tuple(parts)
+            keys.append(key)
+        return tuple(keys)
     return (type(value), value) if isinstance(value, _PLAIN) else None
 
 

@@ -50,7 +50,7 @@ def begin_checkpoint(folder: Path, step: int) -> Path:
 def publish_checkpoint(
     partial: Path,
     final: Path,
-    state: Mapping[str, Any],
+    state: Mapping[str, object],
     *,
     keep: int,
     steps: Mapping[str, float] | None = None,

@@ -95,14 +95,14 @@ def _chunks(
 ) -> list[CheckpointChunk]:
     """The regions that this rank writes of one parameter: a gated `linear_fc1` has two."""
     sharded = nested_values(value.build()) if isinstance(value, ShardedTensorFactory) else [value]
-    part = parameter.local_slice(groups)
+    local_slice = parameter.local_slice(groups)
     return [
         CheckpointChunk(
             key=tensor.key,
             whole=tuple(tensor.global_shape),
             offsets=tuple(tensor.global_offset),
             sizes=(1,) * tensor.prepend_axis_num + tuple(tensor.local_shape),
-            part=part,
+            part=local_slice,
             strides=tuple(tensor.data.stride()),
             start=tensor.data.storage_offset(),
         )

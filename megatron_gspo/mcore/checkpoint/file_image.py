@@ -51,9 +51,9 @@ class FileImage:
         self._size = 0
         self._copies: list[tuple[Tensor, list[Tensor]]] = []
         self._put_objects(objects)
-        places: dict[tuple[object, ...], tuple[int, int]] = {}
+        ranges: dict[tuple[object, ...], tuple[int, int]] = {}
         for piece in pieces:
-            self._put_tensor(piece, places)
+            self._put_tensor(piece, ranges)
         self._put(bytes(-self._size % PAGE))
 
     @property
@@ -63,12 +63,12 @@ class FileImage:
 
     def copy(self) -> None:
         """Bring the values of now; they may change when this returns."""
-        for values, places in self._copies:
+        for values, views in self._copies:
             source = values.view(torch.uint8)
             start = 0
-            for place in places:
-                place.copy_(source[start : start + place.numel()], non_blocking=True)
-                start += place.numel()
+            for view in views:
+                view.copy_(source[start : start + view.numel()], non_blocking=True)
+                start += view.numel()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 
@@ -87,43 +87,40 @@ class FileImage:
             os.close(file)
 
     def _put_objects(self, objects: Mapping[str, bytes]) -> None:
-        places: dict[bytes, int] = {}  # most layers' are alike
+        starts: dict[bytes, int] = {}  # most layers' are alike
         for key, content in objects.items():
-            if content not in places:
-                places[content] = self._size
+            if content not in starts:
+                starts[content] = self._size
                 self._put(content)
-            self.parts.append(StoredPart(key, self.name, places[content], len(content)))
+            self.parts.append(StoredPart(key, self.name, starts[content], len(content)))
 
-    def _put_tensor(self, piece: Piece, places: dict[tuple[object, ...], tuple[int, int]]) -> None:
-        """Reserve its place, once for pieces with the same values."""
+    def _put_tensor(self, piece: Piece, ranges: dict[tuple[object, ...], tuple[int, int]]) -> None:
+        """Reserve its range of the file, once for pieces with the same values."""
         values = piece.values
         dtype = piece.values.dtype
-        if piece.memory not in places:
+        if piece.memory not in ranges:
             self._put(bytes(-self._size % ALIGNMENT))
             head, tail = frame(dtype, piece.box.sizes)
             start = self._size
             self._put(head)
-            self._copies.append((values, self._take(values.numel() * dtype.itemsize)))
+            self._copies.append((values, self._reserve(values.numel() * dtype.itemsize)))
             self._put(tail)
-            places[piece.memory] = start, self._size - start
-        start, length = places[piece.memory]
+            ranges[piece.memory] = (start, self._size - start)
+        start, length = ranges[piece.memory]
         self.parts.append(
             StoredPart(piece.key, self.name, start, length, piece.box, piece.whole, dtype)
         )
 
     def _put(self, content: bytes) -> None:
         start = 0
-        for place in self._take(len(content)):
-            place.copy_(
-                torch.frombuffer(
-                    bytearray(content[start : start + place.numel()]), dtype=torch.uint8
-                )
-            )
-            start += place.numel()
+        for view in self._reserve(len(content)):
+            values = bytearray(content[start : start + view.numel()])
+            view.copy_(torch.frombuffer(values, dtype=torch.uint8))
+            start += view.numel()
 
-    def _take(self, size: int) -> list[Tensor]:
+    def _reserve(self, size: int) -> list[Tensor]:
         self._size += size
-        return self._blocks.take(size)
+        return self._blocks.allocate(size)
 
 
 def _open_uncached(path: Path) -> int:

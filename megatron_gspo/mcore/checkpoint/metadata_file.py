@@ -11,7 +11,6 @@ import pickle
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.distributed.checkpoint import FileSystemWriter
@@ -82,7 +81,7 @@ def write_metadata_file(folder: Path, parts: Iterable[StoredPart]) -> None:
     tensor once.
     """
     tensors: dict[str, list[StoredPart]] = {}
-    entries: dict[str, Any] = {}
+    entries: dict[str, BytesStorageMetadata | TensorStorageMetadata] = {}
     results: dict[MetadataIndex, WriteResult] = {}
     for part in parts:
         index = MetadataIndex(part.key, None if part.box is None else torch.Size(part.box.offsets))
@@ -115,7 +114,7 @@ def write_metadata_file(folder: Path, parts: Iterable[StoredPart]) -> None:
 
 def write_index(folder: Path, rank: int, parts: Iterable[StoredPart]) -> None:
     """Write what a rank's file holds, until `read_index` takes it."""
-    rows = [
+    fields = [
         [
             part.key,
             part.file,
@@ -127,7 +126,7 @@ def write_index(folder: Path, rank: int, parts: Iterable[StoredPart]) -> None:
         ]
         for part in parts
     ]
-    (folder / _INDEX.format(rank)).write_text(json.dumps(rows))
+    (folder / _INDEX.format(rank)).write_text(json.dumps(fields))
 
 
 def read_index(folder: Path, rank: int) -> list[StoredPart]:
@@ -136,8 +135,8 @@ def read_index(folder: Path, rank: int) -> list[StoredPart]:
     parts = []
     for key, name, start, length, box, whole, dtype in json.loads(file.read_text()):
         region = Box(tuple(box[0]), tuple(box[1])) if box else None
-        kind = getattr(torch, dtype.removeprefix("torch.")) if dtype else None
-        parts.append(StoredPart(key, name, start, length, region, tuple(whole), kind))
+        stored_dtype = getattr(torch, dtype.removeprefix("torch.")) if dtype else None
+        parts.append(StoredPart(key, name, start, length, region, tuple(whole), stored_dtype))
     file.unlink()
     return parts
 
@@ -164,7 +163,7 @@ def stored_parts(metadata: Metadata) -> dict[str, list[StoredPart]]:
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         is_type = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_type or name in _SAFE.get(module, ()):
             return super().find_class(module, name)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -23,7 +22,7 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensorFactory,
     is_main_replica,
 )
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, Range
 from torch import Tensor
 
 from megatron_gspo.mcore.checkpoint.tensor_boxes import Box, boxes_of_range
@@ -96,10 +95,9 @@ def pieces_to_write(policy: Policy) -> list[Piece]:
 def _pieces_to_write(policy: Policy) -> list[Piece]:
     states, shared = _optimizer_states(policy)
     pieces: list[Piece] = []
-    for parameter, part in _sharded_tensors(policy):
-        *replica, copy = (
-            part.replica_id if isinstance(part.replica_id, tuple) else (part.replica_id, 0)
-        )
+    for parameter, sharded in _sharded_tensors(policy):
+        replica_id = sharded.replica_id
+        *replica, copy = replica_id if isinstance(replica_id, tuple) else (replica_id, 0)
         if any(replica):
             continue
         state = _state_of(parameter, states, shared)
@@ -107,8 +105,9 @@ def _pieces_to_write(policy: Policy) -> list[Piece]:
         stop = state.stop
         if id(parameter) not in shared:
             copies = _copies(parameter)
-            start, stop = (parameter.numel() * number // copies for number in (copy, copy + 1))
-        pieces += _pieces(parameter, part, state, start, stop)
+            start = parameter.numel() * copy // copies
+            stop = parameter.numel() * (copy + 1) // copies
+        pieces += _pieces(parameter, sharded, state, start, stop)
     return pieces
 
 
@@ -129,9 +128,9 @@ def _of_all_models(policy: Policy, pieces_of: Callable[[Policy], list[Piece]]) -
 def _pieces_to_read(policy: Policy) -> list[Piece]:
     states, shared = _optimizer_states(policy)
     pieces: list[Piece] = []
-    for parameter, part in _sharded_tensors(policy):
+    for parameter, sharded in _sharded_tensors(policy):
         state = _state_of(parameter, states, shared)
-        pieces += _pieces(parameter, part, state, state.start, state.stop)
+        pieces += _pieces(parameter, sharded, state, state.start, state.stop)
     return pieces
 
 
@@ -181,8 +180,8 @@ def _sharded_tensors(policy: Policy) -> Iterator[tuple[Tensor, ShardedTensor]]:
             if policy.trained_lora is not None and not getattr(value.data, "requires_grad", False):
                 continue
             if isinstance(value, ShardedTensorFactory):
-                for part in nested_values(value.build()):
-                    yield value.data, part
+                for sharded in nested_values(value.build()):
+                    yield value.data, sharded
             elif isinstance(value, ShardedTensor):
                 yield value.data, value
 
@@ -247,9 +246,9 @@ def _optimizer_states(policy: Policy) -> tuple[dict[int, _State], set[int]]:
     return states, shared
 
 
-def _ranges(part: DistributedOptimizer) -> Iterator[tuple[Tensor, Any]]:
+def _ranges(optimizer: DistributedOptimizer) -> Iterator[tuple[Tensor, Range]]:
     """This rank's parameters and its range of each, in elements of the flattened parameter."""
-    for buffer in part.gbuf_ranges:
+    for buffer in optimizer.gbuf_ranges:
         for buckets in buffer.values():
             for bucket in buckets:
                 for parameter, ranges in bucket["param_map"].items():

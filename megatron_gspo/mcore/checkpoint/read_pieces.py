@@ -141,34 +141,35 @@ def _copy_region(file: int, header: StoredTensor, read: _Read, buffer: Tensor) -
     offsets = tuple(a - b for a, b in zip(read.box.offsets, read.part.box.offsets, strict=True))
     if sizes != read.part.box.sizes or header.offset or not _is_contiguous(header):
         raise ValueError(f"{read.part.key} is stored as {header}")
-    # Along this dimension.
-    rows = next((dim for dim, size in enumerate(sizes) if size > 1), len(sizes) - 1)
-    row = math.prod(sizes[rows + 1 :])
-    step = max(1, buffer.numel() // (row * header.dtype.itemsize))
-    for first in range(0, read.box.sizes[rows], step):
-        count = min(step, read.box.sizes[rows] - first)
-        size = count * row * header.dtype.itemsize
-        at = header.start + (offsets[rows] + first) * row * header.dtype.itemsize
-        place = read.target.narrow(rows, first, count)
-        if _is_stored_alike(place, header, place.numel() == count * row):
-            _read_exactly(file, place.view(-1).view(torch.uint8).numpy().data, at)
+    # Rows are counted along the first dimension that has several.
+    dim = next((dim for dim, size in enumerate(sizes) if size > 1), len(sizes) - 1)
+    row_elements = math.prod(sizes[dim + 1 :])
+    row_bytes = row_elements * header.dtype.itemsize
+    step = max(1, buffer.numel() // row_bytes)
+    for first in range(0, read.box.sizes[dim], step):
+        count = min(step, read.box.sizes[dim] - first)
+        size = count * row_bytes
+        at = header.start + (offsets[dim] + first) * row_bytes
+        target = read.target.narrow(dim, first, count)
+        if _is_stored_alike(target, header, target.numel() == count * row_elements):
+            _read_exactly(file, target.view(-1).view(torch.uint8).numpy().data, at)
             continue
         content = buffer[:size] if size <= buffer.numel() else torch.empty(size, dtype=torch.uint8)
         _read_exactly(file, content.numpy().data, at)
-        values = content.view(header.dtype).view(*sizes[:rows], count, *sizes[rows + 1 :])
+        values = content.view(header.dtype).view(*sizes[:dim], count, *sizes[dim + 1 :])
         inner = Box(
-            (*offsets[:rows], 0, *offsets[rows + 1 :]),
-            (*read.box.sizes[:rows], count, *read.box.sizes[rows + 1 :]),
+            (*offsets[:dim], 0, *offsets[dim + 1 :]),
+            (*read.box.sizes[:dim], count, *read.box.sizes[dim + 1 :]),
         )
-        place.copy_(_region(values, inner, [0] * len(sizes)))
+        target.copy_(_region(values, inner, [0] * len(sizes)))
 
 
-def _is_stored_alike(place: Tensor, header: StoredTensor, whole_rows: bool) -> bool:
+def _is_stored_alike(target: Tensor, header: StoredTensor, whole_rows: bool) -> bool:
     return (
         whole_rows
-        and place.device.type == "cpu"
-        and place.dtype == header.dtype
-        and place.is_contiguous()
+        and target.device.type == "cpu"
+        and target.dtype == header.dtype
+        and target.is_contiguous()
     )
 
 

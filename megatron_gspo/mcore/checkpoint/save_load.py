@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_gspo.errors import first_line
 from megatron_gspo.mcore.checkpoint.checkpoint_files import (
@@ -66,7 +67,7 @@ class AsyncSave:
     """
 
     def __init__(
-        self, image: FileImage, partial: Path, publish: functools.partial[None], final: Path
+        self, image: FileImage, partial: Path, publish: Callable[[], None], final: Path
     ) -> None:
         self.path = partial
         self.image = image
@@ -139,7 +140,7 @@ def begin_save(
     policy: Policy,
     folder: Path,
     step: int,
-    state: Mapping[str, Any],
+    state: Mapping[str, object],
     *,
     keep: int,
     image: FileImage | None = None,
@@ -172,13 +173,20 @@ def begin_save(
         failure = f"{_NOT_WRITTEN}: {_reason(error)}"
     _raise_together(failure)
     assert image is not None
-    rest = dict(keep=keep, steps=_counts(policy), base=policy.base_checksum())
-    publish = functools.partial(_publish, partial, final, json.loads(text), **rest)
+    publish = functools.partial(
+        _publish,
+        partial,
+        final,
+        json.loads(text),
+        keep=keep,
+        steps=_counts(policy),
+        base=policy.base_checksum(),
+    )
     return AsyncSave(image, partial, publish, final)
 
 
 def save_checkpoint(
-    policy: Policy, folder: Path, step: int, state: Mapping[str, Any], *, keep: int
+    policy: Policy, folder: Path, step: int, state: Mapping[str, object], *, keep: int
 ) -> Path:
     """``begin_save`` and wait; returns the checkpoint's path."""
     return begin_save(policy, folder, step, state, keep=keep).finish()
@@ -223,14 +231,20 @@ def load_checkpoint(policy: Policy, path: Path) -> dict[str, Any]:
     for prefix, model in policy.trained.items():
         names = optimizer_numbers(model)
         set_optimizer_numbers(model, {name: counts[_number_key(prefix, name)] for name in names})
-        model.scheduler.num_steps = 0
-        model.scheduler.step(counts[_schedule_key(prefix)])
+        schedule = _schedule(model)
+        schedule.num_steps = 0
+        schedule.step(counts[_schedule_key(prefix)])
     return read_state(path)
+
+
+def _schedule(model: Policy) -> OptimizerParamScheduler:
+    assert model.scheduler is not None, "a trained model"
+    return model.scheduler
 
 
 def _stepped(policy: Policy) -> list[bool]:
     """Which of the optimizers have made a step."""
-    return [model.scheduler.num_steps > 0 for model in policy.trained.values()]
+    return [_schedule(model).num_steps > 0 for model in policy.trained.values()]
 
 
 def _counts(policy: Policy) -> dict[str, float]:
@@ -239,7 +253,7 @@ def _counts(policy: Policy) -> dict[str, float]:
     for prefix, model in policy.trained.items():
         numbers = {STEP: 0.0, **optimizer_numbers(model)}
         counts |= {_number_key(prefix, name): number for name, number in numbers.items()}
-        counts[_schedule_key(prefix)] = model.scheduler.num_steps
+        counts[_schedule_key(prefix)] = _schedule(model).num_steps
     return counts
 
 
@@ -277,14 +291,22 @@ def _write(image: FileImage, folder: Path, stop: threading.Event) -> None:
         write_index(folder, dist.get_rank(), image.parts)
 
 
-def _publish(partial: Path, final: Path, state: Mapping[str, Any], **rest: Any) -> None:
+def _publish(
+    partial: Path,
+    final: Path,
+    state: Mapping[str, object],
+    *,
+    keep: int,
+    steps: Mapping[str, float],
+    base: str,
+) -> None:
     """Join the ranks' indices and give the directory its name: flushing it and removing an old
     one take long.
     """
     parts = [part for rank in range(dist.get_world_size()) for part in read_index(partial, rank)]
     write_metadata_file(partial, parts)
     write_metadata_files(partial)
-    publish_checkpoint(partial, final, state, **rest)
+    publish_checkpoint(partial, final, state, keep=keep, steps=steps, base=base)
 
 
 def _raise_failure(failure: str, folder: Path) -> None:
@@ -305,7 +327,7 @@ def _raise_together(failure: str) -> None:
         raise_on_every_rank(failure, CheckpointError)
 
 
-def _encode(state: Mapping[str, Any]) -> str:
+def _encode(state: Mapping[str, object]) -> str:
     """The state as JSON; ``CheckpointError`` where it has no such form."""
     try:
         return json.dumps(state)

@@ -17,6 +17,7 @@ import sys
 import zipfile
 import zlib
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -79,14 +80,17 @@ class _Storage:
 class _Tensor:
     def __init__(self, dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
         strides = tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
-        self._arguments = _Storage(dtype, math.prod(sizes)), 0, sizes, strides, False, OrderedDict()  # type: ignore[var-annotated]
+        storage = _Storage(dtype, math.prod(sizes))
+        hooks: OrderedDict[str, object] = OrderedDict()
+        # The storage, the offset in it, sizes, strides, whether a gradient is needed.
+        self._arguments = (storage, 0, sizes, strides, False, hooks)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[Callable[..., torch.Tensor], tuple[object, ...]]:
         return torch._utils._rebuild_tensor_v2, self._arguments
 
 
 class _Pickler(pickle.Pickler):
-    def persistent_id(self, obj: Any) -> Any:
+    def persistent_id(self, obj: object) -> tuple[str, type, str, str, int] | None:
         return obj.id if isinstance(obj, _Storage) else None
 
 
@@ -144,7 +148,7 @@ def read_header(file: int, start: int, length: int) -> StoredTensor:
 class _Unpickler(pickle.Unpickler):
     """Reads what describes one tensor: ((dtype, key, numel), offset, sizes, strides)."""
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
             return lambda storage, offset, sizes, strides, *_: (storage, offset, sizes, strides)
         if (module, name) == ("collections", "OrderedDict"):
@@ -153,7 +157,7 @@ class _Unpickler(pickle.Unpickler):
             return _DTYPES[name]
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no tensor needs")
 
-    def persistent_load(self, pid: Any) -> Any:
+    def persistent_load(self, pid: Sequence[Any]) -> tuple[torch.dtype, str, int]:
         _, dtype, key, _, numel = pid
         return dtype, key, numel
 

@@ -5,13 +5,14 @@ convolution.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_gspo.mcore.device_copies import copy_to_device
+from megatron_gspo.parallel.autograd_context import AutogradContext
 from megatron_gspo.parallel.context_parallel import concatenated_ranges, zigzag_indices
 
 CHUNK = 64  # tokens
@@ -118,7 +119,7 @@ def _active(chunks: Tensor) -> Tensor:
 
 
 def _row_of_token(cu_seqlens: Tensor, cp_size: int) -> Tensor:
-    """The row of each token: its place among the tokens of all context-parallel ranks, one rank
+    """The row of each token: its position among the tokens of all context-parallel ranks, one rank
     after the other.
     """
     by_rank = torch.cat([zigzag_indices(cu_seqlens, rank, cp_size) for rank in range(cp_size)])
@@ -133,15 +134,19 @@ def to_wide_chunks(x: Tensor, layout: ChunkLayout) -> Tensor:
     return _ToWideChunks.apply(x, layout).view(-1, layout.before + layout.size, x.shape[1])
 
 
+class _LayoutContext(AutogradContext, Protocol):
+    layout: ChunkLayout
+
+
 class _ToWideChunks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layout: ChunkLayout) -> Tensor:
+    def forward(ctx: _LayoutContext, x: Tensor, layout: ChunkLayout) -> Tensor:
         ctx.layout = layout
         return x.index_select(0, layout.wide_rows).index_fill_(0, layout.absent, 0.0)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: _LayoutContext, grad: Tensor) -> tuple[Tensor, None]:
         layout = ctx.layout
         grad_x = grad.index_select(0, layout.wide_slots)
         return (
@@ -161,7 +166,7 @@ def causal_convolution(x: Tensor, weight: Tensor) -> Tensor:
 
 class _CausalConvolution(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: AutogradContext, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
         size = x.shape[1] - weight.shape[1] + 1
         out = x[:, :size] * weight[:, 0]
@@ -171,7 +176,7 @@ class _CausalConvolution(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: AutogradContext, grad: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
         grad_x = torch.zeros_like(x)
         columns = []

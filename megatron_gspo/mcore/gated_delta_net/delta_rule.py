@@ -18,11 +18,13 @@ of a micro-batch, and all heads, are its batch. Time and memory are linear in to
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from megatron_gspo.parallel.autograd_context import AutogradContext
 
 
 def chunked_delta_rule(
@@ -55,6 +57,11 @@ def chunked_delta_rule(
     return torch.baddbmm(torch.bmm(before, states), within.flatten(0, 2), new).view(value.shape)
 
 
+class _ScanContext(AutogradContext, Protocol):
+    active: tuple[int, ...]
+    """Rows of each step."""
+
+
 class _Scan(torch.autograd.Function):
     """``new = values - corrections @ state`` and ``next state = decay * state + keys^T @ new``,
     chunk after chunk.
@@ -66,7 +73,7 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _ScanContext,
         values: Tensor,
         corrections: Tensor,
         keys: Tensor,
@@ -89,7 +96,9 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_new: Tensor, grad_states: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: _ScanContext, grad_new: Tensor, grad_states: Tensor
+    ) -> tuple[Tensor | None, ...]:
         corrections, keys, decay, new, states = ctx.saved_tensors
         grad = torch.empty_like(new)
         after = torch.zeros_like(states)  # gradient of the state after each chunk

@@ -13,17 +13,21 @@ ranks.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     copy_to_tensor_model_parallel_region,
 )
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import all_to_all
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import (
     make_sharded_tensors_for_checkpoint,
     sharded_state_dict_default,
@@ -39,6 +43,7 @@ from megatron_gspo.mcore.gated_delta_net.chunk_layout import (
 )
 from megatron_gspo.mcore.gated_delta_net.delta_rule import chunked_delta_rule
 from megatron_gspo.mcore.operators import pad_rows, rms_norm, unpad_rows
+from megatron_gspo.mcore.protocols import ShardOffsets
 from megatron_gspo.models.model_shape import DeltaNetSizes
 
 _NORM_EPS = 1e-6  # of the norms of queries and keys
@@ -60,7 +65,13 @@ class GatedDeltaNet(MegatronModule):
     sizes: DeltaNetSizes
 
     def __init__(
-        self, config: Any, layer_number: int, *, sizes: DeltaNetSizes, pg_collection: Any, **_: Any
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        *,
+        sizes: DeltaNetSizes,
+        pg_collection: ProcessGroupCollection,
+        **_: object,
     ) -> None:
         super().__init__(config)
         self.sizes = sizes
@@ -76,45 +87,46 @@ class GatedDeltaNet(MegatronModule):
             )
         heads = sizes.key_heads // self.tp_group.size()
         values = sizes.value_heads // self.tp_group.size()
-        self.in_proj = self._linear(
-            ColumnParallelLinear, sizes.key_heads * sizes.projected, gather_output=False
+        self.in_proj = ColumnParallelLinear(
+            config.hidden_size,
+            sizes.key_heads * sizes.projected,
+            config=config,
+            init_method=config.init_method,
+            gather_output=False,
+            bias=False,
+            skip_bias_add=False,
+            is_expert=False,
+            tp_group=self.tp_group,
         )
         self.conv1d = _Weight()
         self.out_norm = _Weight()
         self.conv1d.weight = self._sharded(heads * sizes.convolved, 1, sizes.kernel)
-        self.dt_bias, self.A_log = self._sharded(values), self._sharded(values)
+        self.dt_bias = self._sharded(values)
+        self.A_log = self._sharded(values)
         self.out_norm.weight = torch.nn.Parameter(self._empty(sizes.value_size))
         self.out_norm.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        self.out_proj = self._linear(
-            RowParallelLinear, sizes.value_heads * sizes.value_size, input_is_parallel=True
+        self.out_proj = RowParallelLinear(
+            sizes.value_heads * sizes.value_size,
+            config.hidden_size,
+            config=config,
+            init_method=config.output_layer_init_method,
+            input_is_parallel=True,
+            bias=False,
+            skip_bias_add=True,
+            is_expert=False,
+            tp_group=self.tp_group,
         )
         if config.perform_initialization:
             self._initialize()
-
-    def _linear(self, kind: Any, width: int, **options: Any) -> torch.nn.Module:
-        column = kind is ColumnParallelLinear
-        sizes = (self.config.hidden_size, width) if column else (width, self.config.hidden_size)
-        init = self.config.init_method if column else self.config.output_layer_init_method
-        return kind(
-            *sizes,
-            config=self.config,
-            init_method=init,
-            bias=False,
-            skip_bias_add=not column,
-            is_expert=False,
-            tp_group=self.tp_group,
-            **options,
-        )
 
     def _empty(self, *sizes: int) -> Tensor:
         device = None if self.config.use_cpu_initialization else torch.cuda.current_device()
         return torch.empty(*sizes, dtype=self.config.params_dtype, device=device)
 
     def _sharded(self, *sizes: int) -> torch.nn.Parameter:
-        parameter: Any = torch.nn.Parameter(self._empty(*sizes))
-        parameter.tensor_model_parallel = True
-        parameter.partition_dim = 0
-        parameter.partition_stride = 1
+        """A parameter of which each tensor-parallel rank has rows of its own."""
+        parameter = torch.nn.Parameter(self._empty(*sizes))
+        set_tensor_model_parallel_attributes(parameter, True, dim=0, stride=1)
         return parameter
 
     def _initialize(self) -> None:
@@ -134,7 +146,7 @@ class GatedDeltaNet(MegatronModule):
         attention_mask: Tensor | None = None,
         *,
         packed_seq_params: PackedSequences,
-        **_: Any,
+        **_: object,
     ) -> tuple[Tensor, None]:
         """``hidden_states`` [t, 1, h], this rank's tokens; returns the same sizes and no bias."""
         if not isinstance(packed_seq_params, PackedSequences):
@@ -181,7 +193,7 @@ class GatedDeltaNet(MegatronModule):
             return x
         return all_to_all(self.cp_group, x).view(size, -1, x.shape[1]).transpose(0, 1).flatten(1)
 
-    def _own(self, parameter: Tensor) -> Tensor:
+    def _local_rows(self, parameter: Tensor) -> Tensor:
         """The rows of the heads that this rank has between ``_heads`` and ``_tokens``."""
         return parameter.chunk(self.cp_group.size())[self.cp_group.rank()]
 
@@ -193,9 +205,9 @@ class GatedDeltaNet(MegatronModule):
         """
         arguments = (
             x,
-            self._own(self.conv1d.weight).squeeze(1),
-            self._own(self.dt_bias),
-            self._own(self.A_log),
+            self._local_rows(self.conv1d.weight).squeeze(1),
+            self._local_rows(self.dt_bias),
+            self._local_rows(self.A_log),
             layout,
             self.sizes,
         )
@@ -204,25 +216,29 @@ class GatedDeltaNet(MegatronModule):
         return checkpoint(delta_net, *arguments, use_reentrant=False, preserve_rng_state=False)
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None, **_: Any
-    ) -> dict[str, Any]:
+        self,
+        prefix: str = "",
+        sharded_offsets: ShardOffsets = (),
+        metadata: Mapping[str, object] | None = None,
+        **_: object,
+    ) -> ShardedStateDict:
         """The parameters for Megatron's distributed checkpoints, each sharded along its rows
         but for the norm.
         """
+        assert metadata is not None, "Megatron names the group of the replicas in it"
         groups = dict(tp_group=self.tp_group, dp_cp_group=metadata["dp_cp_group"])
-        own = {name: value for name, value in self.named_parameters() if "proj" not in name}
+        parameters = {name: value for name, value in self.named_parameters() if "proj" not in name}
         state = make_sharded_tensors_for_checkpoint(
-            own, prefix, _SHARDED, sharded_offsets, **groups
+            parameters, prefix, _SHARDED, sharded_offsets, **groups
         )
         for name in ("in_proj", "out_proj"):
-            part = sharded_state_dict_default(
+            state |= sharded_state_dict_default(
                 getattr(self, name),
                 f"{prefix}{name}.",
                 sharded_offsets,
                 metadata,
                 tp_group=self.tp_group,
             )
-            state |= part
         return state
 
 
@@ -248,7 +264,7 @@ def delta_net(
         -1, (x.shape[1], -1)
     )
     split = (sizes.key_size, sizes.key_size, sizes.values_per_key * sizes.value_size)
-    query, key, value = (part.transpose(1, 2) for part in convolved.split(split, dim=-1))
+    query, key, value = (x.transpose(1, 2) for x in convolved.split(split, dim=-1))
     value = value.unflatten(-1, (sizes.values_per_key, -1)).transpose(2, 3)
     beta, gate = _gates(rates, dt_bias, log_rate, layout, dtype)
     out = chunked_delta_rule(

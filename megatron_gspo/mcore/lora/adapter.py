@@ -8,10 +8,10 @@ part of the output to the other ranks'.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -29,60 +29,68 @@ from torch.nn.functional import linear
 
 from megatron_gspo.mcore.latent_attention import LatentProjection
 from megatron_gspo.mcore.operators import LowRank
+from megatron_gspo.mcore.protocols import ShardOffsets
 from megatron_gspo.models.adapter_rules import add_product
 
 
 class Adapter(torch.nn.Module):
     """``scale * B @ A``, added to a weight [out, in] that is made of several Hugging Face tensors.
 
-    ``lora_A`` [parts * rank, in]: a matrix for each tensor that is adapted. ``lora_B`` [out, rank]:
+    ``lora_A`` [tensors * rank, in]: a matrix for each tensor that is adapted. ``lora_B`` [out, rank]:
     a tensor's rows are multiplied with its own A; those of tensors without an adapter stay 0.
-    ``rows``: of each part.
+    ``tensor_rows``: the rows of the weight that each tensor has.
     """
 
-    rows_of_part: Tensor | None
+    rows_of_tensor: Tensor | None
+    """[out, tensors], 1 where a row is one of the tensor; None where the weight is one tensor."""
 
-    def __init__(self, weight: Tensor, rank: int, scale: float, rows: Sequence[Tensor]) -> None:
+    def __init__(
+        self, weight: Tensor, rank: int, scale: float, tensor_rows: Sequence[Tensor]
+    ) -> None:
         super().__init__()
         self.rank = rank
         self.scale = scale
-        self.rows = tuple(rows)
+        self.tensor_rows = tuple(tensor_rows)
         self.enabled = True
-        self.lora_A = torch.nn.Parameter(weight.new_zeros(len(rows) * rank, weight.shape[1]))
+        count = len(tensor_rows)
+        self.lora_A = torch.nn.Parameter(weight.new_zeros(count * rank, weight.shape[1]))
         self.lora_B = torch.nn.Parameter(weight.new_zeros(weight.shape[0], rank))
-        of_part = None
-        if len(rows) > 1 or len(rows[0]) < weight.shape[0]:
-            of_part = torch.zeros(weight.shape[0], len(rows), device="cpu")
-            for part, places in enumerate(rows):
-                of_part[places, part] = 1.0
-            of_part = of_part.to(weight.device, weight.dtype)
-        self.register_buffer("rows_of_part", of_part, persistent=False)
+        rows_of_tensor = None
+        if count > 1 or len(tensor_rows[0]) < weight.shape[0]:
+            rows_of_tensor = torch.zeros(weight.shape[0], count, device="cpu")
+            for index, rows in enumerate(tensor_rows):
+                rows_of_tensor[rows, index] = 1.0
+            rows_of_tensor = rows_of_tensor.to(weight.device, weight.dtype)
+        self.register_buffer("rows_of_tensor", rows_of_tensor, persistent=False)
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """A and the scaled B as two plain matrices: [parts * rank, in] and [out, parts * rank]."""
+        """A and the scaled B as two plain matrices: [tensors * rank, in] and [out, tensors *
+        rank]."""
         return self.lora_A, self.expanded(self.lora_B)
 
     def expanded(self, b: Tensor) -> Tensor:
-        """Scaled, with the rows of each part in its own columns: [..., out, rank] to [..., out,
-        parts * rank].
+        """Scaled, with the rows of each tensor in columns of their own: [..., out, rank] to [...,
+        out, tensors * rank].
         """
         b = b * self.scale
-        if self.rows_of_part is None:
+        if self.rows_of_tensor is None:
             return b
-        return (b[..., None, :] * self.rows_of_part[..., None]).flatten(-2)
+        return (b[..., None, :] * self.rows_of_tensor[..., None]).flatten(-2)
 
     @torch.no_grad()
     def merged(self, weight: Tensor) -> Tensor:
         """The weight with what the adapter adds, a new tensor; see `add_product`."""
         merged = weight.clone()
-        for part, rows in enumerate(self.rows):
-            a = self.lora_A[part * self.rank : (part + 1) * self.rank]
-            places = rows.to(weight.device)
-            merged[places] = add_product(weight[places], a, self.lora_B[places], self.scale)
+        for index, tensor_rows in enumerate(self.tensor_rows):
+            a = self.lora_A[index * self.rank : (index + 1) * self.rank]
+            rows = tensor_rows.to(weight.device)
+            merged[rows] = add_product(weight[rows], a, self.lora_B[rows], self.scale)
         return merged
 
 
-def expert_adapters(linears: Sequence[Any]) -> LowRank | None:
+def expert_adapters(
+    linears: Sequence[AdaptedColumnParallelLinear] | Sequence[AdaptedRowParallelLinear],
+) -> LowRank[Tensor] | None:
     """The adapters of a layer's local experts, expert by expert; None where they have none, or
     while they are off.
     """
@@ -94,11 +102,17 @@ def expert_adapters(linears: Sequence[Any]) -> LowRank | None:
 
 
 class AdaptedColumnParallelLinear(ColumnParallelLinear):
-    """Megatron's, with an adapter."""
+    """Megatron's, with an adapter.
+
+    gated: whether each rank has rows of a gate and as many of what it is multiplied with.
+    """
 
     lora: Adapter
+    gated: bool = False
 
-    def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, input_: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor | None]:
         output, bias = super().forward(input_, *args, **kwargs)
         if not self.lora.enabled:
             return output, bias
@@ -111,14 +125,16 @@ class AdaptedColumnParallelLinear(ColumnParallelLinear):
         return output + linear(low, b), bias
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
-    ) -> dict[str, Any]:
+        self,
+        prefix: str = "",
+        sharded_offsets: ShardOffsets = (),
+        metadata: Mapping[str, object] | None = None,
+    ) -> ShardedStateDict:
         stored = _stored(
             self, {"weight": 0, "bias": 0, "lora.lora_B": 0}, prefix, sharded_offsets, metadata
         )
         key = f"{prefix}lora.lora_B"
-        # Each rank has rows of the gate and of the other half, as of the weight.
-        if getattr(self, "gated", False):
+        if self.gated:
             stored[key] = apply_swiglu_sharded_factory(stored[key], sharded_offsets)
         return stored
 
@@ -141,8 +157,11 @@ class AdaptedRowParallelLinear(RowParallelLinear):
         return output + linear(low, b), bias
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
-    ) -> dict[str, Any]:
+        self,
+        prefix: str = "",
+        sharded_offsets: ShardOffsets = (),
+        metadata: Mapping[str, object] | None = None,
+    ) -> ShardedStateDict:
         return _stored(self, {"weight": 1, "lora.lora_A": 1}, prefix, sharded_offsets, metadata)
 
 
@@ -176,7 +195,7 @@ class AdaptedRouter(TopKRouter):
         return logits + linear(low, b.to(logits.dtype))
 
 
-ADAPTED = {
+ADAPTED: dict[type[torch.nn.Module], type[torch.nn.Module]] = {
     ColumnParallelLinear: AdaptedColumnParallelLinear,
     RowParallelLinear: AdaptedRowParallelLinear,
     LatentProjection: AdaptedLatentProjection,
@@ -185,12 +204,17 @@ ADAPTED = {
 
 
 def _stored(
-    module: Any, axes: dict[str, int], prefix: str, sharded_offsets: tuple[Any, ...], metadata: Any
-) -> dict[str, Any]:
+    module: AdaptedColumnParallelLinear | AdaptedRowParallelLinear,
+    axes: dict[str, int],
+    prefix: str,
+    sharded_offsets: ShardOffsets,
+    metadata: Mapping[str, object] | None,
+) -> ShardedStateDict:
     """Megatron's description of a module's tensors in a checkpoint.
 
     axes: the dimension that is cut, by name.
     """
+    assert metadata is not None, "Megatron names the group of the replicas in it"
     return make_sharded_tensors_for_checkpoint(
         module.state_dict(prefix="", keep_vars=True),
         prefix,

@@ -7,9 +7,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
 from megatron_gspo.config import LoRAConfig
@@ -39,7 +40,7 @@ class _Adapted:
 
 
 def _adapted(
-    chunks: Sequence[Any],
+    chunks: Sequence[GPTModel],
     lora: LoRAConfig,
     family: Family,
     shape: ModelShape,
@@ -49,16 +50,13 @@ def _adapted(
         for base in map_parameters(chunk, family, shape, groups):
             if base.adapter is not None:
                 rules = adapter_rules(base.rule, adapted_parts(base.rule, lora.targets))
-                matrices = (base.adapter.lora_A, base.adapter.lora_B)
-                a, b = (
-                    replace(base, parameter=matrix, rule=rule, adapter=None)
-                    for matrix, rule in zip(matrices, rules, strict=True)
-                )
+                a = replace(base, parameter=base.adapter.lora_A, rule=rules[0], adapter=None)
+                b = replace(base, parameter=base.adapter.lora_B, rule=rules[1], adapter=None)
                 yield _Adapted(base, base.adapter, a, b)
 
 
 def adapter_layers(
-    chunks: Sequence[Any],
+    chunks: Sequence[GPTModel],
     lora: LoRAConfig,
     family: Family,
     shape: ModelShape,
@@ -78,7 +76,7 @@ def adapter_layers(
 
 
 def adapter_parameters(
-    chunk: Any, lora: LoRAConfig, family: Family, shape: ModelShape, groups: ProcessGroups
+    chunk: GPTModel, lora: LoRAConfig, family: Family, shape: ModelShape, groups: ProcessGroups
 ) -> dict[str, MappedParameter]:
     """A and B of each weight of a model chunk, by their names in the chunk.
 
@@ -94,7 +92,7 @@ def adapter_parameters(
 @torch.no_grad()
 def fill_adapters(
     source: AdapterSource,
-    chunks: Sequence[Any],
+    chunks: Sequence[GPTModel],
     lora: LoRAConfig,
     family: Family,
     shape: ModelShape,
@@ -107,32 +105,34 @@ def fill_adapters(
             continue
         done.add(id(adapted.adapter))
         adapter = adapted.adapter
-        rank = adapted.adapter.rank
-        is_shared = adapted.base.rule.is_expert and lora.experts == "shared"
-        a, b = (
-            replace(each, expert=0 if is_shared else each.expert) for each in (adapted.a, adapted.b)
-        )
-        for part, rows in enumerate(adapter.rows):
-            value = _slice(source, a, part, (rank, adapter.lora_A.shape[1]), groups)
-            adapter.lora_A[part * rank : (part + 1) * rank] = value.to(adapter.lora_A)
-            value = _slice(source, b, part, (len(rows), rank), groups)
+        rank = adapter.rank
+        a = adapted.a
+        b = adapted.b
+        if adapted.base.rule.is_expert and lora.experts == "shared":
+            a = replace(a, expert=0)
+            b = replace(b, expert=0)
+        for index, rows in enumerate(adapter.tensor_rows):
+            value = _slice(source, a, index, (rank, adapter.lora_A.shape[1]), groups)
+            adapter.lora_A[index * rank : (index + 1) * rank] = value.to(adapter.lora_A)
+            value = _slice(source, b, index, (len(rows), rank), groups)
             adapter.lora_B[rows.to(adapter.lora_B.device)] = value.to(adapter.lora_B)
 
 
 def _slice(
     source: AdapterSource,
     mapped: MappedParameter,
-    part: int,
+    index: int,
     sizes: tuple[int, int],
     groups: ProcessGroups,
 ) -> Tensor:
-    """This rank's part, of ``sizes``, of a whole tensor."""
+    """This rank's slice, of ``sizes``, of one of the tensors that a matrix consists of."""
+    name = mapped.names[index]
     if mapped.rule.shard is Shard.NONE:
-        return source(mapped.names[part], sizes)
+        return source(name, sizes)
     group = groups.expert_tp if mapped.rule.is_expert else groups.tp
     dim = mapped.rule.shard.value
     whole = (sizes[0] * group.size(), sizes[1]) if dim == 0 else (sizes[0], sizes[1] * group.size())
-    return source(mapped.names[part], whole).chunk(group.size(), dim=dim)[group.rank()]
+    return source(name, whole).chunk(group.size(), dim=dim)[group.rank()]
 
 
 def first_values(seed: int) -> AdapterSource:

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
 from megatron_gspo.config import LoRAConfig
 from megatron_gspo.mcore.hf_weights import MappedParameter, map_parameters
-from megatron_gspo.mcore.lora.adapter import ADAPTED, Adapter
+from megatron_gspo.mcore.lora.adapter import ADAPTED, AdaptedColumnParallelLinear, Adapter
 from megatron_gspo.mcore.process_groups import ProcessGroups
 from megatron_gspo.models import Family, ModelShape, Shard
 from megatron_gspo.models.adapter_rules import adapted_parts, rows_of_parts
@@ -26,19 +27,20 @@ from megatron_gspo.models.mapping_rules import split_two
 class _Target:
     """A linear layer that gets an adapter."""
 
-    linear: Any
+    linear: torch.nn.Module
     mapped: MappedParameter
     parts: tuple[int, ...]
 
     @property
     def is_sequence_parallel(self) -> bool:
         """Whether each tensor-parallel rank works on its own tokens."""
-        own = getattr(self.mapped.parameter, "sequence_parallel", False)  # of a latent's projection
-        return bool(getattr(self.linear, "sequence_parallel", own))
+        # The parameter of a latent's projection is marked, every other layer itself.
+        is_marked = getattr(self.mapped.parameter, "sequence_parallel", False)
+        return bool(getattr(self.linear, "sequence_parallel", is_marked))
 
 
 def attach_adapters(
-    chunks: Sequence[Any],
+    chunks: Sequence[GPTModel],
     lora: LoRAConfig,
     family: Family,
     shape: ModelShape,
@@ -58,14 +60,15 @@ def attach_adapters(
             key = (target.mapped.layer, local)
             adapter = shared.get(key) if _is_shared(target, lora) else None
             if adapter is None:
-                adapter = shared[key] = _make(target, lora, shape, groups)
-            _place(target, adapter)
+                adapter = _make(target, lora, shape, groups)
+                shared[key] = adapter
+            _adapt(target, adapter)
         if hasattr(chunk, "embedding"):
             chunk.embedding.register_forward_hook(_with_gradient)
 
 
 def _targets(
-    chunk: Any, lora: LoRAConfig, family: Family, shape: ModelShape, groups: ProcessGroups
+    chunk: GPTModel, lora: LoRAConfig, family: Family, shape: ModelShape, groups: ProcessGroups
 ) -> Iterator[_Target]:
     modules = dict(chunk.named_modules())
     for mapped in map_parameters(chunk, family, shape, groups):
@@ -121,14 +124,16 @@ def _mark_replicas(parameter: Any, group: dist.ProcessGroup | None) -> None:
         parameter.summed_over = group
 
 
-def _place(target: _Target, adapter: Adapter) -> None:
+def _adapt(target: _Target, adapter: Adapter) -> None:
+    """Make the linear layer, whose parameters Megatron has built, one of our class."""
     linear = target.linear
     linear.__class__ = ADAPTED[type(linear)]
     linear.lora = adapter
-    linear.gated = target.mapped.rule.split is split_two
+    if isinstance(linear, AdaptedColumnParallelLinear):
+        linear.gated = target.mapped.rule.split is split_two
 
 
-def _with_gradient(module: Any, inputs: Any, output: Tensor) -> Tensor:
+def _with_gradient(module: torch.nn.Module, inputs: tuple[object, ...], output: Tensor) -> Tensor:
     """The output of a frozen embedding as a leaf with a gradient: recomputed layers ignore what
     needs none.
     """
@@ -137,14 +142,14 @@ def _with_gradient(module: Any, inputs: Any, output: Tensor) -> Tensor:
     return output
 
 
-def adapters_of(chunks: Sequence[Any]) -> Iterator[Adapter]:
+def adapters_of(chunks: Sequence[torch.nn.Module]) -> Iterator[Adapter]:
     """The adapters of model chunks, each once."""
     for chunk in chunks:
         yield from (module for module in chunk.modules() if isinstance(module, Adapter))
 
 
 @contextmanager
-def adapters_off(chunks: Sequence[Any]) -> Iterator[None]:
+def adapters_off(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
     """Within the context the model is its base."""
     adapters = list(adapters_of(chunks))
     for adapter in adapters:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
 from megatron_gspo.mcore.hf_weights import MappedParameter, map_parameters
@@ -21,9 +21,9 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @torch.no_grad()
 def base_checksum(
-    chunks: Sequence[Any], family: Family, shape: ModelShape, groups: ProcessGroups
+    chunks: Sequence[GPTModel], family: Family, shape: ModelShape, groups: ProcessGroups
 ) -> str:
-    """16 hexadecimal digits of names, places and bits of all weights of the (unwrapped) chunks;
+    """16 hexadecimal digits of names, positions and bits of all weights of the (unwrapped) chunks;
     adapters don't count.
 
     Each element's bits times a number for its tensor, row and column, summed modulo 2 ** 64, each
@@ -33,8 +33,8 @@ def base_checksum(
     for chunk in chunks:
         for mapped in map_parameters(chunk, family, shape, groups):
             if _counts(mapped, shape, groups):
-                for factor, part, places in _parts(mapped, shape, groups):
-                    total += factor * _sum(part, places)
+                for factor, shard, positions in _shards(mapped, shape, groups):
+                    total += factor * _sum(shard, positions)
     dist.all_reduce(total)
     return f"{int(total) & (2**64 - 1):016x}"
 
@@ -51,27 +51,29 @@ def _counts(mapped: MappedParameter, shape: ModelShape, groups: ProcessGroups) -
     return replica == 0 and not is_copy and (tensor == 0 or mapped.rule.shard is not Shard.NONE)
 
 
-def _parts(
+def _shards(
     mapped: MappedParameter, shape: ModelShape, groups: ProcessGroups
 ) -> Iterator[tuple[int, Tensor, list[Tensor]]]:
-    """For each Hugging Face tensor its factor, this rank's part [rows, columns], and the places of
-    these in the whole tensor. The padding of a vocabulary is left out."""
+    """For each Hugging Face tensor its factor, this rank's shard [rows, columns], and the positions
+    of these in the whole tensor. The padding of a vocabulary is left out."""
     local = mapped.local_slice(groups)
     rule = mapped.rule
-    for name, part in local.split(mapped.parameter.detach(), shape).items():
-        part = part.reshape(len(part), -1)
-        places = [torch.arange(size, device=part.device) for size in part.shape]
+    for name, tensor in local.split(mapped.parameter.detach(), shape).items():
+        shard = tensor.reshape(len(tensor), -1)
+        positions = [torch.arange(size, device=shard.device) for size in shard.shape]
         cut = rule.shard.value
         if cut is not None:
-            blocks = rule.blocks_of(name, part.shape[cut] * local.ranks, shape)
-            places[cut] = _places(blocks, local.rank, local.ranks).to(part.device)
+            blocks = rule.blocks_of(name, shard.shape[cut] * local.ranks, shape)
+            positions[cut] = _positions(blocks, local.rank, local.ranks).to(shard.device)
         if rule.is_vocabulary:
-            kept = int((places[0] < shape.vocab_size).sum())
-            part, places[0] = part[:kept], places[0][:kept]
-        yield int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little") | 1, part, places
+            kept = int((positions[0] < shape.vocab_size).sum())
+            shard = shard[:kept]
+            positions[0] = positions[0][:kept]
+        digest = hashlib.sha256(name.encode()).digest()
+        yield int.from_bytes(digest[:7], "little") | 1, shard, positions
 
 
-def _places(blocks: Sequence[int], rank: int, ranks: int) -> Tensor:
+def _positions(blocks: Sequence[int], rank: int, ranks: int) -> Tensor:
     """Of what a rank holds where each block of a dimension is cut over the ranks."""
     positions = []
     first = 0
@@ -82,21 +84,16 @@ def _places(blocks: Sequence[int], rank: int, ranks: int) -> Tensor:
     return torch.cat(positions)
 
 
-def _sum(part: Tensor, places: Sequence[Tensor]) -> Tensor:
+def _sum(shard: Tensor, positions: Sequence[Tensor]) -> Tensor:
     """The sum of bits * number of row * number of column, int64."""
-    rows, columns = (
-        _mixed(numbers + offset) for numbers, offset in zip(places, (0, 1 << 40), strict=True)
-    )
-    total = rows.new_zeros(())
-    step = max(_ELEMENTS // max(part.shape[1], 1), 1)
-    for first in range(0, len(part), step):
-        bits = (
-            part[first : first + step]
-            .contiguous()
-            .view(_INTEGERS[part.element_size()])
-            .to(torch.int64)
-        )
-        total += ((bits * columns).sum(1) * rows[first : first + step]).sum()
+    row_numbers = _mixed(positions[0])
+    column_numbers = _mixed(positions[1] + (1 << 40))
+    total = row_numbers.new_zeros(())
+    step = max(_ELEMENTS // max(shard.shape[1], 1), 1)
+    integers = _INTEGERS[shard.element_size()]
+    for first in range(0, len(shard), step):
+        bits = shard[first : first + step].contiguous().view(integers).to(torch.int64)
+        total += ((bits * column_numbers).sum(1) * row_numbers[first : first + step]).sum()
     return total
 
 

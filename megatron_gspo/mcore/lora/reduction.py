@@ -9,15 +9,15 @@ expert-parallel ranks, whose experts have other tokens. Every other adapter is r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
+from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 
-def finalize_gradients(model: Sequence[Any], *args: Any, **kwargs: Any) -> None:
+def finalize_gradients(model: Sequence[MegatronModule], *args: object, **kwargs: object) -> None:
     """Megatron's ``finalize_model_grads``, then one all-reduce for each group that holds replicas.
 
     After the data-parallel reduction, as Megatron's own sums over tensor-parallel ranks: with the
@@ -34,7 +34,6 @@ def finalize_gradients(model: Sequence[Any], *args: Any, **kwargs: Any) -> None:
     for group, gradients in by_group.items():
         flat = torch.cat([gradient.flatten() for gradient in gradients])
         dist.all_reduce(flat, group=group)
-        parts = flat.split([gradient.numel() for gradient in gradients])
-        torch._foreach_copy_(
-            gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)]
-        )
+        sums = flat.split([gradient.numel() for gradient in gradients])
+        shaped = [total.view_as(g) for total, g in zip(sums, gradients, strict=True)]
+        torch._foreach_copy_(gradients, shaped)

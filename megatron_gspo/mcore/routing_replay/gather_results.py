@@ -44,9 +44,8 @@ def routes_of_replica(
         if routes.is_counted:
             targets, rows = _row_indices(routes, wanted)
             if layers:
-                ids = torch.stack(
-                    [routes.chosen[layer] for layer in layers], 1
-                ).cpu()  # [t, layers, k]
+                # [t, layers, k]
+                ids = torch.stack([routes.chosen[layer] for layer in layers], 1).cpu()
                 flat[targets] = ids.view(torch.uint8)[rows]
     moved = _sum_bytes(flat, (groups.tp, groups.cp))
     return flat.numpy().view(shape.dtype), moved
@@ -111,11 +110,11 @@ def shared_experts_of_replica(
     return shares / (shape.k * max(1, len(micro_batches[0].layers)))
 
 
-def _shifted(flags: Tensor, rows: int) -> Tensor:
-    """``[n]`` from flags ``[n - 1]`` of neighbours: of the first of each pair, or with ``rows``
+def _shifted(flags: Tensor, offset: int) -> Tensor:
+    """``[n]`` from flags ``[n - 1]`` of neighbours: of the first of each pair, or with ``offset``
     1 of the second.
     """
-    return torch.nn.functional.pad(flags, (rows, 1 - rows))
+    return torch.nn.functional.pad(flags, (offset, 1 - offset))
 
 
 def _row_indices(routes: MicroBatchRoutes, wanted: Columns) -> tuple[Tensor, Tensor]:

@@ -96,9 +96,10 @@ class MicroBatchRoutes:
         self.options = options
         self.groups = groups
         self.layout = PackLayout(layout.cu_seqlens, layout.rows, layout.micro_batch)
-        part, parts = (groups.tp.rank(), groups.tp.size()) if sequence_parallel else (0, 1)
-        size = int(layout.cu_seqlens[-1]) // groups.cp.size() // parts
-        self.rows = slice(part * size, (part + 1) * size)
+        rank = groups.tp.rank() if sequence_parallel else 0
+        ranks = groups.tp.size() if sequence_parallel else 1
+        size = int(layout.cu_seqlens[-1]) // groups.cp.size() // ranks
+        self.rows = slice(rank * size, (rank + 1) * size)
         # without sequence parallelism all tensor-parallel ranks see the same tokens, which count
         # once
         self.is_counted = sequence_parallel or groups.tp.rank() == 0

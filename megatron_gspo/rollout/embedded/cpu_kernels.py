@@ -7,7 +7,7 @@ rounding. Measured with 256 rows of a model of hidden size 128, 16 experts, 4 ac
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -120,8 +120,20 @@ def _with_sinks(
     return out[..., :-1].transpose(1, 2)
 
 
+class _Experts(Protocol):
+    """A module of Transformers with the weights of all experts of a layer."""
+
+    num_experts: int
+    gate_up_proj: Tensor
+    """[experts, 2 f, h], or its transpose."""
+
+    down_proj: Tensor
+
+    def _apply_gate(self, gate_up: Tensor) -> Tensor: ...
+
+
 def sorted_experts(
-    self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    self: _Experts, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
     """Experts over rows sorted by expert. Only the two matrix products run once per expert.
 
@@ -131,10 +143,10 @@ def sorted_experts(
     experts = top_k_index.reshape(-1)
     order = experts.argsort(stable=True)
     counts = torch.bincount(experts, minlength=self.num_experts).tolist()
-    rows = hidden_states.index_select(0, order.div(k, rounding_mode="floor"))
-    gate_up = rows.new_empty(tokens * k, self.gate_up_proj.shape[1])
-    _mm_per_expert(rows, self.gate_up_proj, gate_up, counts)
-    out = torch.empty_like(rows)
+    inputs = hidden_states.index_select(0, order.div(k, rounding_mode="floor"))
+    gate_up = inputs.new_empty(tokens * k, self.gate_up_proj.shape[1])
+    _mm_per_expert(inputs, self.gate_up_proj, gate_up, counts)
+    out = torch.empty_like(inputs)
     _mm_per_expert(self._apply_gate(gate_up), self.down_proj, out, counts)
     position = torch.empty_like(order)  # of each (token, expert) among the sorted rows
     position[order] = torch.arange(tokens * k, device=order.device)
@@ -142,9 +154,9 @@ def sorted_experts(
     return torch.bmm(top_k_weights[:, None].to(out.dtype), out)[:, 0]
 
 
-def _mm_per_expert(rows: Tensor, weight: Tensor, out: Tensor, counts: list[int]) -> None:
-    inputs = rows.split(counts)
-    outputs = out.split(counts)
-    weights = weight.transpose(1, 2).unbind(0)
-    for expert_input, expert_weight, expert_output in zip(inputs, weights, outputs, strict=True):
+def _mm_per_expert(inputs: Tensor, weight: Tensor, out: Tensor, counts: list[int]) -> None:
+    experts = zip(
+        inputs.split(counts), weight.transpose(1, 2).unbind(0), out.split(counts), strict=True
+    )
+    for expert_input, expert_weight, expert_output in experts:
         torch.mm(expert_input, expert_weight, out=expert_output)

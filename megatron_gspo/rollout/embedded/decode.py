@@ -8,18 +8,21 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from inspect import signature
-from typing import Any
+from typing import TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from megatron_gspo.config import SamplingParams
 from megatron_gspo.rollout.embedded.kv_cache import BufferCache, kinds_of
 from megatron_gspo.rollout.embedded.perturbed_routers import PerturbedRouters
 from megatron_gspo.rollout.embedded.route_recorder import DecodedRoutes, RouteRecorder
 from megatron_gspo.rollout.embedded.token_sampling import choose_tokens
+
+LayerMasks: TypeAlias = Tensor | dict[str, Tensor | None] | None
+"""Of all layers, or by the type of a layer."""
 
 # Finished rows are dropped when they are 1/8 of the batch: copying the cache costs 1/4 of a step.
 _DROP_SHARE = 8
@@ -124,9 +127,9 @@ class _State:
             rows = torch.arange(len(tokens), device=tokens.device)
             self.routers.set_tokens(self.sequences, rows, self.positions[:, 0])
         columns = self.cache.get_seq_length() + 1
-        mask = None if self.key_mask is None else self.key_mask[..., :columns]
-        mask = _masks(model.config, mask, columns, tokens.device)
-        logits = _last_logits(model, tokens[:, None], mask, self.positions, self.cache)
+        key_mask = None if self.key_mask is None else self.key_mask[..., :columns]
+        masks = _masks(model.config, key_mask, columns, tokens.device)
+        logits = _last_logits(model, tokens[:, None], masks, self.positions, self.cache)
         self.positions = self.positions + 1
         return logits
 
@@ -138,19 +141,21 @@ class _State:
             self.key_mask = self.key_mask[rows]
 
 
-def _masks(config: Any, mask: Tensor | None, columns: int, device: torch.device) -> Any:
+def _masks(
+    config: PretrainedConfig, mask: Tensor | None, columns: int, device: torch.device
+) -> LayerMasks:
     """What a step's layers attend, in the form that the model takes: ``mask`` [B, 1, 1, columns]
     bool, None: all; where layers have a window, of its last columns only, for each kind of layer if
     the config has kinds.
     """
     window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
-    if not window or (kinds and "sliding_attention" not in kinds):
+    layer_types = getattr(config, "layer_types", None)
+    if not window or (layer_types and "sliding_attention" not in layer_types):
         return mask
     in_window = (torch.arange(columns, device=device) >= columns - window)[None, None, None]
     if mask is not None:
         in_window = in_window & mask
-    if not kinds:
+    if not layer_types:
         return in_window
     return {"full_attention": mask, "sliding_attention": in_window}
 
@@ -188,7 +193,11 @@ def _prefill(
 
 
 def _last_logits(
-    model: PreTrainedModel, tokens: Tensor, mask: Any, positions: Tensor, cache: BufferCache
+    model: PreTrainedModel,
+    tokens: Tensor,
+    mask: LayerMasks,
+    positions: Tensor,
+    cache: BufferCache,
 ) -> Tensor:
     """Logits [B, V] after the last of the tokens [B, L], whose keys and values are added to the
     cache.
@@ -205,7 +214,7 @@ def _last_logits(
 
 
 @functools.cache
-def _cache_argument(forward: Callable[..., Any]) -> str:
+def _cache_argument(forward: Callable[..., object]) -> str:
     """Transformers renames the argument from ``past_key_values``, model by model."""
     return "cache" if "cache" in signature(forward).parameters else "past_key_values"
 

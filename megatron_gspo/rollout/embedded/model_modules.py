@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 
-def modules_of(model: nn.Module, is_wanted: Callable[[Any], bool], missing: str) -> list[Any]:
+def modules_of(model: nn.Module, is_wanted: Callable[[nn.Module], bool], missing: str) -> list[Any]:
     """The selected modules in model order.
 
     Without any, ValueError in one line: what is `missing`, and the fix.

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Protocol
 
 from torch import Tensor, nn
 
 from megatron_gspo.rollout.embedded.model_modules import modules_of
 from megatron_gspo.routing_replay.perturbation import PerturbedPass, RoutedTokens
 
+RouterOutput = tuple[Tensor, Tensor, Tensor]
+"""Logits [t, experts], weights [t, k] and ids [t, k] of the chosen experts."""
+
 _ALWAYS_NORMALISED = ("GptOssTopKRouter", "Qwen3_5MoeTopKRouter")  # without `norm_topk_prob`
+
+
+class _TopKRouter(Protocol):
+    top_k: int
 
 
 class PerturbedRouters:
@@ -42,10 +50,10 @@ class PerturbedRouters:
         for hook in self._hooks:
             hook.remove()
 
-    def _hook(self, layer: int) -> Any:
+    def _hook(self, layer: int) -> Callable[..., RouterOutput]:
         def reroute(
-            router: Any, args: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]
-        ) -> Any:
+            router: _TopKRouter, args: tuple[Tensor, ...], output: RouterOutput
+        ) -> RouterOutput:
             assert self._pass is not None and self._tokens is not None
             logits, weights, _ = output
             chosen_by, weighed_by = self._pass(logits, layer, self._tokens)
@@ -60,7 +68,7 @@ class PerturbedRouters:
         return reroute
 
 
-def _is_softmax_router(module: Any) -> bool:
+def _is_softmax_router(module: nn.Module) -> bool:
     """Whether it returns (logits, weights, ids) of a softmax: over all experts, as in the Qwen
     families, or over the chosen ones, as in gpt-oss, which is the same normalised."""
     name = type(module).__name__

@@ -4,8 +4,7 @@ layer's experts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -40,7 +39,7 @@ class RouteRecorder:
             for layer, module in enumerate(experts)
         ]
 
-    def take(self) -> Tensor:
+    def last_ids(self) -> Tensor:
         """The experts of the last forward pass, [tokens, layers, k] uint8 (int16 above 256 experts,
         to be read as `dtype`). Raises EngineError if a layer did not run since the last call."""
         silent = [layer for layer, ids in enumerate(self._recorded) if ids is None]
@@ -57,8 +56,8 @@ class RouteRecorder:
         for hook in self._hooks:
             hook.remove()
 
-    def _hook(self, layer: int) -> Any:
-        def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _hook(self, layer: int) -> Callable[..., None]:
+        def record(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
             ids = args[1] if len(args) > 1 else kwargs["top_k_index"]
             self._recorded[layer] = ids.to(self._stored)
 
@@ -78,7 +77,7 @@ class DecodedRoutes:
     ) -> None:
         self._recorder = recorder
         self._prompt_of_row = prompt_of_row
-        prefill = recorder.take()
+        prefill = recorder.last_ids()
         padded = prefill.view(len(prompts), -1, *prefill.shape[1:])
         self._prompts = [
             self._numpy(ids[len(ids) - len(prompt) :])
@@ -89,7 +88,7 @@ class DecodedRoutes:
 
     def add(self, live: Tensor) -> None:
         """Record the step that processed one token of each row in `live` [b] int64."""
-        ids = self._recorder.take()
+        ids = self._recorder.last_ids()
         step_in_block = self._steps % _BLOCK
         if step_in_block == 0:
             self._blocks.append(ids.new_empty(len(self._prompt_of_row), _BLOCK, *ids.shape[1:]))

@@ -7,7 +7,6 @@ import json
 import pickle
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -204,7 +203,7 @@ class SGLangAPI(ServerAPI):
     async def load_adapter_payloads(
         self,
         server: ServerClient,
-        config: Mapping[str, Any],
+        config: Mapping[str, object],
         payloads: Sequence[Iterable[bytes | memoryview]],
         *,
         timeout: float,
@@ -309,7 +308,10 @@ async def _tensor_body(
 
 
 async def _post_checked(
-    server: ServerClient, path: str, body: Mapping[str, Any] | AsyncIterable[bytes], timeout: float
+    server: ServerClient,
+    path: str,
+    body: Mapping[str, object] | AsyncIterable[bytes],
+    timeout: float,
 ) -> None:
     """POST. Raises `ServerError` unless the response has `"success": true`."""
     answer = await server.post(path, body, timeout=timeout)

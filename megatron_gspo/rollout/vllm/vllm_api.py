@@ -6,7 +6,6 @@ import asyncio
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from megatron_gspo.config import SamplingParams
 from megatron_gspo.rollout.server_engine.endpoint_answers import (
@@ -237,7 +236,7 @@ async def _digests(server: ServerClient, timeout: float) -> dict[str, str]:
     return digests
 
 
-async def _call(server: ServerClient, method: str, timeout: float, **arguments: Any) -> None:
+async def _call(server: ServerClient, method: str, timeout: float, **arguments: object) -> None:
     """Call a method of every worker of the server."""
     await server.post(
         "/collective_rpc", {"method": method, "timeout": timeout, **arguments}, timeout=timeout

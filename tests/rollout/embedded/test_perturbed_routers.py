@@ -59,7 +59,7 @@ def test_samples_are_those_of_a_plain_pass_with_the_same_noise(perturb_weights, 
             sample.rollout_log_probs, scores[sample.prompt_length - 1 :].numpy(), atol=2e-5
         )
         np.testing.assert_array_equal(
-            np.sort(sample.routed_experts, -1), np.sort(recorder.take().numpy(), -1)
+            np.sort(sample.routed_experts, -1), np.sort(recorder.last_ids().numpy(), -1)
         )
 
 

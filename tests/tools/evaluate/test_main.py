@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,14 @@ def test_runs_of_agents_and_episodes_are_those_of_the_training_loop(
         turns = [len(json.loads(line)["metadata"]["turns"]) for line in lines[1:]]
         assert len(turns) == 16 and max(turns) > 1
         capsys.readouterr()
+
+
+def test_without_scipy_nothing_is_generated(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    tasks = write_rows(tmp_path / "words.jsonl", ROWS)
+    assert evaluate(str(tmp_path / "model"), tmp_path / "out", tasks) == 2
+    assert "needs scipy: pip install 'megatron-gspo[plot]'" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_killed_evaluation_is_continued_to_the_same_bytes(run, tmp_path):

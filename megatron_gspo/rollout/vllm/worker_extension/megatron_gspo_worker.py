@@ -10,29 +10,42 @@ from __future__ import annotations
 
 import functools
 import json
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import megatron_gspo_receiver
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import ModelConfig, VllmConfig
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+        UnquantizedFusedMoEMethod,
+    )
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 _MARK = "_megatron_gspo_patch"  # on a replacement: the original (patches/mark.py)
 
 
-def pack_reloaded_experts(method: Any) -> None:
+def pack_reloaded_experts(method: type[UnquantizedFusedMoEMethod]) -> None:
     """Have vLLM pack experts for its CPU kernel after every load of weights; 0.32.0 does so after
     the first alone.
 
     Without it the kernel takes the unpacked weights of an update for packed ones, and log-probs are
-    silently wrong. method: vLLM's ``UnquantizedFusedMoEMethod``, whose ``_setup_kernel`` is
-    replaced. Upstream: ``vllm/model_executor/layers/fused_moe/unquantized_fused_moe_method.py``.
-    Delete when: ``_setup_kernel`` calls ``fused_experts.process_weights_after_loading`` after an
-    update too.
+    silently wrong. method: its ``_setup_kernel`` is replaced. Upstream:
+    ``vllm/model_executor/layers/fused_moe/unquantized_fused_moe_method.py``. Delete when:
+    ``_setup_kernel`` calls ``fused_experts.process_weights_after_loading`` after an update too.
     """
     original = method._setup_kernel
     if hasattr(original, _MARK):
         return
 
     @functools.wraps(original)
-    def setup_and_pack(self: Any, layer: Any, w13: Any, w2: Any) -> None:
+    def setup_and_pack(
+        self: UnquantizedFusedMoEMethod,
+        layer: torch.nn.Module,
+        w13: torch.Tensor,
+        w2: torch.Tensor,
+    ) -> None:
         is_update = self.moe_kernel is not None
         original(self, layer, w13, w2)
         if is_update:
@@ -42,14 +55,14 @@ def pack_reloaded_experts(method: Any) -> None:
     method._setup_kernel = setup_and_pack
 
 
-def undo_dropped_draws(runner: Any) -> None:
+def undo_dropped_draws(runner: type[GPUModelRunner]) -> None:
     """Have vLLM undo, on a CPU too, the draws that it drops; 0.32.0 ends there with an error, and
     so does the server.
 
     vLLM draws a token for every request of a step, drops it where the prompt is computed in parts
     and is not complete, and sets the request's generator back by its offset, which generators on a
-    CPU do not have. Here they are set back by their states. runner: vLLM's ``GPUModelRunner``,
-    whose ``_sample`` and ``_bookkeeping_sync`` are replaced. Upstream:
+    CPU do not have. Here they are set back by their states. runner: its ``_sample`` and
+    ``_bookkeeping_sync`` are replaced. Upstream:
     ``vllm/v1/worker/gpu_model_runner.py``. Delete when: ``_bookkeeping_sync`` does not call
     ``get_offset`` on a CPU.
     """
@@ -59,7 +72,7 @@ def undo_dropped_draws(runner: Any) -> None:
         return
 
     @functools.wraps(sample)
-    def sample_and_undo(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def sample_and_undo(self: GPUModelRunner, *args: object, **kwargs: object) -> object:
         dropped = self.discard_request_mask.np[: self.input_batch.num_reqs].nonzero()[0].tolist()
         generators = [
             self.input_batch.generators[i] for i in dropped if i in self.input_batch.generators
@@ -71,8 +84,11 @@ def undo_dropped_draws(runner: Any) -> None:
         return output
 
     @functools.wraps(bookkeep)
-    def bookkeep_without_generators(self: Any, *args: Any, **kwargs: Any) -> Any:
-        generators, self.input_batch.generators = self.input_batch.generators, {}
+    def bookkeep_without_generators(
+        self: GPUModelRunner, *args: object, **kwargs: object
+    ) -> object:
+        generators = self.input_batch.generators
+        self.input_batch.generators = {}
         try:
             return bookkeep(self, *args, **kwargs)
         finally:
@@ -87,12 +103,12 @@ class WeightReceiver:
     """Methods of vLLM's worker."""
 
     rank: int
-    vllm_config: Any
-    model_config: Any
-    model_runner: Any
-    reload_weights: Any
+    vllm_config: VllmConfig
+    model_config: ModelConfig
+    model_runner: GPUModelRunner
+    reload_weights: Callable[..., None]
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+    def __new__(cls, *args: object, **kwargs: object) -> WeightReceiver:
         """Patch vLLM where the worker runs on a CPU, before it loads a model."""
         from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
             UnquantizedFusedMoEMethod,
@@ -140,7 +156,7 @@ class WeightReceiver:
             raise
 
 
-def keep_unfinished_layers(model: Any) -> None:
+def keep_unfinished_layers(model: torch.nn.Module) -> None:
     """Give the layers that a failed load left open their weights of before, and drop what it loaded
     for them.
 
