@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -62,12 +63,8 @@ class ScoredRows:
         """The same rows with those of ``tensors``, of any integer type, that ``self.tensors``
         names.
         """
-        return replace(
-            self,
-            positions=tensors["positions"].long(),
-            own=tensors["own"].long(),
-            gathered=tensors["gathered"].long(),
-        )
+        changed: dict[str, Any] = {name: tensors[name].long() for name in self.tensors()}
+        return replace(self, **changed)
 
     def to(self, device: torch.device | str) -> ScoredRows:
         """The same rows with every tensor on ``device``."""
