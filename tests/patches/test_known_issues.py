@@ -34,7 +34,7 @@ def places(situation: Situation) -> set[str]:
             dict(pipeline=2),
             "mcore/model.py: deallocate_pipeline_outputs off under interleaving and on gloo",
         ),
-        (dict(tensor=2), "mcore/layers.py: RMSNorm"),
+        (dict(tensor=2), "mcore/norms.py: RMSNorm"),
         (dict(replay=True), "mcore/routing_replay/router_hooks.py: RouterHook, refuse_bypasses"),
         (dict(world_size=8), "moe_uneven_collectives.py"),
         (dict(starts_servers=True), "servers/server_launch.py: server_environment"),
