@@ -28,6 +28,10 @@ def pytest_addoption(parser):
         default=1,
         help="of the layouts in tests/equivalence, run one in so many",
     )
+    parser.addoption(
+        "--agents-python",
+        help="interpreter that has agents' packages: runs tests/agent_packages",
+    )
     names = ", ".join(["unit", *PARTS])
     parser.addoption(
         "--part", choices=["unit", *PARTS], help=f"the part of all tests that runs: {names}"
