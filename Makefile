@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 RUN = OMP_NUM_THREADS=1 $(VENV)/bin/python
 STAMP = $(VENV)/.installed
 
-.PHONY: install demo compare collapse test test-all test-peers test-sglang test-vllm seeded-bugs proof bench gpu gpu-wheels kill lint format docs clean
+.PHONY: install demo compare collapse test test-all test-peers test-agents test-sglang test-vllm seeded-bugs proof bench gpu gpu-wheels kill lint format docs clean
 .DEFAULT_GOAL := install
 
 install: $(STAMP)
@@ -57,6 +57,11 @@ test-all: install
 # TRL and verl get an environment of their own, .venv-peers, on the first run.
 test-peers: install
 	PEERS=$$($(RUN) benchmarks/peers/environment.py) && OMP_NUM_THREADS=1 PYTHONPATH=. $$PEERS -m tests.peers $(ARGS)
+
+# Agents of real packages, which get an environment of their own, .venv-agents, on the first run.
+test-agents: install
+	AGENTS=$$($(RUN) tests/agent_packages/environment.py) && \
+	$(RUN) -m pytest tests/agent_packages --agents-python $$AGENTS $(ARGS)
 
 # Real SGLang servers, from an environment of their own: .venv-sglang, made on the first run. SGLANG=0.5.15.post1 takes
 # the oldest supported version.

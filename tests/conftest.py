@@ -30,6 +30,10 @@ def pytest_addoption(parser):
         help="of the layouts in tests/equivalence, run one in so many",
     )
     parser.addoption(
+        "--agents-python",
+        help="interpreter that has agents' packages: runs tests/agent_packages",
+    )
+    parser.addoption(
         "--last-cases",
         action="store_true",
         help="of each other test of tests/equivalence/test_layouts.py, run the last case",

@@ -16,6 +16,13 @@ CITING = [*PAGES, *(ROOT / name for name in OTHER_PAGES)]
 # What a page cites of other projects, and names that it invents for an example.
 OF_OTHERS = {
     "CONTRIBUTING.md": {"a/b.py", "tests/a/test_b.py"},
+    "docs/agent_packages.md": {
+        "MaxTurnsExceeded",
+        "ModelBehaviorError",
+        "OpenAIChatCompletionsModel",
+        "OpenAIServerModel",
+        "openai_model",
+    },
     "docs/algorithms.md": {"V_it", "g_i", "m_it", "rollout_it"},
     "docs/conversion.md": {"--dist-ckpt-strictness"},
     "docs/data.md": {"reasoning_effort", "thinking_budget", "train.csv"},

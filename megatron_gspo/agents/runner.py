@@ -20,6 +20,15 @@ _MAX_TAIL_BYTES = 2000  # of the output in a message
 _PASSED_ON = ("PATH", "LANG", "LC_ALL", "TZ", "SSL_CERT_FILE", "SSL_CERT_DIR")
 
 
+# What the clients of OpenAI and Anthropic read.
+CLIENT_ENV = {
+    "OPENAI_BASE_URL": "{base_url}",
+    "OPENAI_API_KEY": "{key}",
+    "ANTHROPIC_BASE_URL": "{anthropic_url}",
+    "ANTHROPIC_API_KEY": "{key}",
+}
+
+
 @dataclass(frozen=True)
 class AgentProgram:
     """An agent's command, started once for each run.

@@ -19,16 +19,8 @@ class AgentsConfig:
     names are filled in."""
     function: UserPath | None = None
     """Import path of a Python function that is the agent, in place of `command`."""
-    env: dict[str, str] = field(
-        default_factory=lambda: {
-            "OPENAI_BASE_URL": "{base_url}",
-            "OPENAI_API_KEY": "{key}",
-            "ANTHROPIC_BASE_URL": "{anthropic_url}",
-            "ANTHROPIC_API_KEY": "{key}",
-            "TASK": "{prompt}",
-        }
-    )
-    """The agent's environment variables, beside PATH, HOME and the language."""
+    env: dict[str, str] = field(default_factory=dict)
+    """Further environment variables of the agent (docs/agents.md)."""
     concurrent_runs: Annotated[int, Ge(1)] = 64
     """Agents that a rank runs at the same time."""
     run_timeout: Annotated[float, Gt(0)] = 1800.0
