@@ -164,9 +164,10 @@ def agent_host(config: Config, shape: ModelShape, tokenizer: Any) -> AgentHost:
             options=config.data.chat_template_options,
         )
     if agents.function is None:
-        # A program works in a directory of its own, where these files are not.
+        # A program works in a directory of its own, where these files are not. Links stay: an
+        # environment's interpreter is one, and finds its packages by its own path.
         command = tuple(
-            str(Path(argument).resolve()) if Path(argument).is_file() else argument
+            str(Path(argument).absolute()) if Path(argument).is_file() else argument
             for argument in agents.command
         )
         env = CLIENT_ENV | {"TASK": "{prompt}"} | agents.env

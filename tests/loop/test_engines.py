@@ -4,29 +4,37 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from megatron_gspo.agents.agent_host import RunRequest
 from megatron_gspo.config import Config, ConfigError
+from megatron_gspo.data.sample import Sample
 from megatron_gspo.environments.episode_engine import EpisodeEngine
 from megatron_gspo.loop.engines import (
+    agent_host,
     build_sources,
     embedded_engine,
     perturb_rollout,
     stop_ids,
     with_update_arguments,
 )
+from megatron_gspo.rewards.scorer import FAILURE
 from megatron_gspo.rollout.in_process_source import InProcessSource
 from megatron_gspo.rollout.sft_engine import DemonstrationEngine
+from tests.support.agent_endpoint import TOKENIZER
 from tests.support.collapse_noise import noise_of
 from tests.support.model_shapes import dense_shape
 from tests.support.reference_models import checkpoint, dense_config, loaded_engine, reference_model
 from tests.support.samples import CharTokenizer, make_prompt
 from tests.support.scripted_engine import ScriptedEngine
+from tests.support.scripted_generator import ScriptedGenerator
 from tests.support.scripted_servers import scripted_response
 from tests.support.training_runs import base_config, tiny_model
 
@@ -84,6 +92,28 @@ def test_environments_play_on_the_engine() -> None:
     )
     assert isinstance(engine_of(training), EpisodeEngine)
     assert training.engine_name.endswith("ScriptedEngine")
+
+
+def test_the_interpreter_of_an_environment_stays_the_command_of_an_agent(tmp_path: Path) -> None:
+    """It is a link, whose path tells Python which packages to load."""
+    environment = tmp_path / "environment" / "bin" / "python"
+    environment.parent.mkdir(parents=True)
+    environment.symlink_to(sys.executable)
+    command = [str(environment), "-c", "import sys; sys.exit(sys.executable)"]
+    config_file = tmp_path / "config.json"
+    config_file.write_text(json.dumps({"eos_token_id": TOKENIZER.eos_token_id}))
+    made = config(tmp_path, data={"verifier": None}, agents={"command": command})
+    host = agent_host(made, dense_shape(vocab_size=len(TOKENIZER)), TOKENIZER)
+
+    async def play() -> list[Sample]:
+        generator = ScriptedGenerator(TOKENIZER, lambda prompt, seed: "")
+        try:
+            return await host.samples([RunRequest(make_prompt(3), 0, seed=1)], generator, 8)
+        finally:
+            await host.close()
+
+    [sample] = asyncio.run(play())
+    assert f"exit code 1: {environment})" in sample.metadata[FAILURE]
 
 
 def test_routers_that_cannot_be_perturbed_are_a_config_error() -> None:

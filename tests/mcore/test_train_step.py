@@ -189,7 +189,9 @@ def test_the_clock_stops_when_the_optimizer_fails():
 
     clock = Clock()
     policy = SimpleNamespace(
-        config=SimpleNamespace(timers=clock), optimizer=SimpleNamespace(step=fail)
+        config=SimpleNamespace(timers=clock),
+        optimizer=SimpleNamespace(step=fail),
+        scheduler=SimpleNamespace(),
     )
     with pytest.raises(OSError, match="no memory"):
         optimizer_step(policy)

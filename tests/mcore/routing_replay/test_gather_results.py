@@ -141,7 +141,7 @@ def check_shares(
     layers = sorted(done[0].layers)
     seen = 0
     expected_seen = 0
-    sample_ids = [i for routes in done for i in routes.layout.sample_ids]
+    sample_ids = [row.sample for routes in done for row in routes.layout.rows]
     for i in sample_ids:
         assert len(shares[i]) == given[i].length and np.isnan(shares[i][-1]).all()
         rounded = np.nan_to_num(shares[i][:-1], nan=-1.0)
