@@ -114,6 +114,7 @@ def synthetic_batch(
         table,
         dp,
         inputs=Columns(positions, starts, starts + sample.length, alone.inputs.arrays),
+        rows=Columns(positions, starts, starts + 1, alone.rows.arrays),
         responses=Columns(positions, starts, starts + response, alone.responses.arrays),
     )
 
