@@ -36,6 +36,13 @@ def check_agents(
     if algorithm.is_supervised:
         problem = "sft trains on reference answers"
         raise ConfigError("algorithm.name", algorithm.name, problem, "remove the section agents")
+    if algorithm.needs_critic:
+        problem = "the values of one sequence say nothing of a run's branches"
+        fix = "use an objective without a value model, or remove the section agents"
+        raise ConfigError("algorithm.name", algorithm.name, problem, fix)
+    if algorithm.truncated == "penalize":
+        problem = "rollout.max_response_length is the limit of a reply, not of a run"
+        raise ConfigError("algorithm.truncated", "penalize", problem, "set keep or mask")
     if data.chat_template:
         problem = "the agent writes the messages, and gets the prompt as it is in the data"
         raise ConfigError("data.chat_template", True, problem, "set it to false")

@@ -7,7 +7,7 @@ import pytest
 from megatron_gspo.config import ConfigError
 from megatron_gspo.config.agents_checks import check_agent_files
 from megatron_gspo.config.agents_section import AgentsConfig
-from tests.config.building import ENVIRONMENT, SFT, assert_refused, build, refused
+from tests.config.building import ENVIRONMENT, PPO, SFT, assert_refused, build, refused
 
 AGENT = "agents.command=[python, agent.py]"
 
@@ -22,6 +22,12 @@ AGENT = "agents.command=[python, agent.py]"
         (["agents.command=[agent, '--key={key}']"], "agents.command = ", "agents.env"),
         ([AGENT, ENVIRONMENT], "rollout.environment = ", "remove one of them"),
         ([AGENT, *SFT], 'algorithm.name = "sft":', "remove the section agents"),
+        ([AGENT, *PPO], 'algorithm.name = "ppo":', "without a value model"),
+        (
+            [AGENT, "algorithm.truncated=penalize", "algorithm.overlong_buffer_len=4"],
+            'algorithm.truncated = "penalize":',
+            "set keep or mask",
+        ),
         ([AGENT, "data.chat_template=true"], "data.chat_template = true:", "set it to false"),
         (
             [AGENT, "algorithm.turn_discount=0.5"],

@@ -111,11 +111,11 @@ def test_the_noise_scales_with_the_spread_of_a_tokens_logits():
 
 def test_the_seed_of_a_pass():
     assert pass_seed(1, 2, "update 0") == pass_seed(1, 2, "update 0")
-    found = {
+    seeds = {
         pass_seed(*parts)
         for parts in [(1, 2, "old"), (2, 1, "old"), (1, 2, "rollout"), (1, 3, "old")]
     }
-    assert len(found) == 4 and all(0 <= seed < 2**32 for seed in found)
+    assert len(seeds) == 4 and all(0 <= seed < 2**32 for seed in seeds)
 
 
 def test_the_passes_have_noise_of_their_own():

@@ -116,8 +116,8 @@ def failing(rank: int, world: int, where: str, clients: tuple[int, ...]) -> tupl
     ],
 )
 def test_an_error_of_one_rank_is_raised_on_every_rank(where, message, clients):
-    found = run_distributed(failing, 2, where, clients)
-    assert found[0] == found[1] and message in found[0][0] and found[0][1]
+    by_rank = run_distributed(failing, 2, where, clients)
+    assert by_rank[0] == by_rank[1] and message in by_rank[0][0] and by_rank[0][1]
 
 
 def shared(rank: int, world: int, clients: tuple[int, ...], slow: float) -> tuple:
@@ -146,12 +146,12 @@ def shared(rank: int, world: int, clients: tuple[int, ...], slow: float) -> tupl
     # The reward is NaN.
     compared = [name for name in ROW.names if name not in ("reward", "holder")]
     versions = {state.training_version for state in servers.followed} if servers else set()
-    found = (
+    collected = (
         [keys(all_samples(batch)) for batch in batches],
         [batch.table[compared].tolist() for batch in batches],
     )
     requested = servers.requested if servers else []
-    return *found, requested, [len(batch.held) for batch in batches], versions, source.metrics()
+    return *collected, requested, [len(batch.held) for batch in batches], versions, source.metrics()
 
 
 @pytest.mark.parametrize("slow", [0.0, 0.15])
@@ -167,23 +167,23 @@ def test_the_samples_do_not_depend_on_the_clients(slow):
     ]
     assert len(one[2]) == 10 and [rank[2] for rank in idle] == [[], []]
     for clients in ((0, 2), (0, 1, 2)):
-        found = run_distributed(shared, 3, clients, slow)
-        assert all(rank[0] == one[0] for rank in found), (
+        by_rank = run_distributed(shared, 3, clients, slow)
+        assert all(rank[0] == one[0] for rank in by_rank), (
             "each sample once, in the order of its prompts"
         )
-        rows = [[row for table in rank[1] for row in table] for rank in (one, *found)]
+        rows = [[row for table in rank[1] for row in table] for rank in (one, *by_rank)]
         assert all(each == rows[0] for each in rows)
-        requested = [rank[2] for rank in found]
+        requested = [rank[2] for rank in by_rank]
         assert sorted(sum(requested, [])) == sorted(one[2]), "each group is requested by one client"
         share = 10 // len(clients)
         assert all(
             abs(len(each) - share) <= 2 for rank, each in enumerate(requested) if rank in clients
         )
-        assert [sum(rank[3]) for rank in found] == [2 * len(each) for each in requested], (
+        assert [sum(rank[3]) for rank in by_rank] == [2 * len(each) for each in requested], (
             "who requests holds"
         )
-        assert all(rank[4] == {3} for rank in found[1:] if rank[2]), "rank 0 told its version"
-        assert found[0][5]["rollout/requests"] == 3.0 * len(clients) and found[1][5] == {}
+        assert all(rank[4] == {3} for rank in by_rank[1:] if rank[2]), "rank 0 told its version"
+        assert by_rank[0][5]["rollout/requests"] == 3.0 * len(clients) and by_rank[1][5] == {}
 
 
 def shares(rank: int, world: int) -> list[list[int]]:

@@ -52,10 +52,12 @@ def samples(engine: ServerEngine, sglang_model: str) -> list[Sample]:
         for p in prompts_of([100, 110, 64], VOCABULARY, seed=1, shared=60)
     ]
     sampling = SamplingParams(n_samples_per_prompt=4, max_response_length=24, temperature=0.8)
-    found = engine.generate(prompts, sampling, seed=5) + engine.generate(prompts, sampling, seed=6)
-    check_samples(found, prompts + prompts, sampling, vocab_size=engine.client.model.vocab_size)
+    generated = engine.generate(prompts, sampling, seed=5) + engine.generate(
+        prompts, sampling, seed=6
+    )
+    check_samples(generated, prompts + prompts, sampling, vocab_size=engine.client.model.vocab_size)
     assert counts_of(engine)["rollout/cached_share"] > 0.5
-    return without_ties(load_reference(sglang_model), found)
+    return without_ties(load_reference(sglang_model), generated)
 
 
 def test_transformers_scores_them_alike_and_takes_the_same_routes(
@@ -103,16 +105,16 @@ def test_log_probs_are_those_of_the_whole_vocabulary(
     engine: ServerEngine, sglang_model: str, sampling: SamplingParams
 ) -> None:
     model = load_reference(sglang_model)
-    found = engine.generate(prompts_of([5, 70], VOCABULARY, seed=3), sampling, seed=2)
-    assert_agrees(without_ties(model, found), model, temperature=sampling.scoring_temperature)
+    generated = engine.generate(prompts_of([5, 70], VOCABULARY, seed=3), sampling, seed=2)
+    assert_agrees(without_ties(model, generated), model, temperature=sampling.scoring_temperature)
 
 
 def test_scores_of_given_tokens(engine: ServerEngine, sglang_model: str) -> None:
     """What a probe compares."""
     model = load_reference(sglang_model)
     prompts = prompts_of([2, 40, 90], VOCABULARY, seed=4)
-    (found,) = engine.score([prompt.token_ids for prompt in prompts]).values()
-    for prompt, values in zip(prompts, found, strict=True):
+    (log_probs,) = engine.score([prompt.token_ids for prompt in prompts]).values()
+    for prompt, values in zip(prompts, log_probs, strict=True):
         size = prompt.length - 1
         as_sample = Sample(
             prompt.index, 0, prompt.token_ids, 1, np.ones(size, dtype=bool), None, "stop"

@@ -78,9 +78,9 @@ def test_our_evaluation(served, sglang_model, task, tmp_path):
         )
         == 0
     )
-    (found,) = json.loads((tmp_path / "evaluation.json").read_text())["scores"]
-    assert (found["label"], found["prompts"]) == ("served", SOLVED + OTHERS)
-    assert found["accuracy"]["mean"] == pytest.approx(SOLVED / (SOLVED + OTHERS))
+    (score,) = json.loads((tmp_path / "evaluation.json").read_text())["scores"]
+    assert (score["label"], score["prompts"]) == ("served", SOLVED + OTHERS)
+    assert score["accuracy"]["mean"] == pytest.approx(SOLVED / (SOLVED + OTHERS))
 
 
 @pytest.mark.slow
@@ -126,8 +126,8 @@ def test_lm_eval(served, sglang_model, task, tmp_path):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     (file,) = (tmp_path / "results").rglob("results_*.json")
-    found = json.loads(file.read_text())["results"]["echo"]
-    assert found["exact_match,none"] == pytest.approx(SOLVED / (SOLVED + OTHERS))
+    results = json.loads(file.read_text())["results"]["echo"]
+    assert results["exact_match,none"] == pytest.approx(SOLVED / (SOLVED + OTHERS))
 
 
 @pytest.mark.slow

@@ -39,10 +39,10 @@ def test_one_node_trains_and_one_serves(sglang_python, tmp_path):
             tmp_path, names, [str(file), "sglang.health_interval=0.5"], PROCESSES=1, **servers
         )
         assert job.wait(240) == 0, (tmp_path / "job.txt").read_text()[-3000:] + log(tmp_path)
-    found = [record for record in records(run_dir) if record["step"] > 0]
-    assert [record["step"] for record in found] == [1, 2, 3]
-    assert all(record["rollout/servers"] == 1 for record in found)
-    assert max(record["mismatch/abs_diff_max"] for record in found) < AGREEMENT
+    steps = [record for record in records(run_dir) if record["step"] > 0]
+    assert [record["step"] for record in steps] == [1, 2, 3]
+    assert all(record["rollout/servers"] == 1 for record in steps)
+    assert max(record["mismatch/abs_diff_max"] for record in steps) < AGREEMENT
     assert (tmp_path / "logs" / "servers" / names[1] / "server_0.log").is_file()
 
 

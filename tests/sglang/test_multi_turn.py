@@ -16,7 +16,7 @@ def test_episodes_on_two_ranks(sglang_url: str, sglang_model: str, tmp_path: Pat
     """Log-probs and experts of every generated token are those of the trainer's one pass over
     the whole episode.
     """
-    found = run(
+    steps = run(
         sglang_model,
         tmp_path / "run",
         [sglang_url],
@@ -29,8 +29,8 @@ def test_episodes_on_two_ranks(sglang_url: str, sglang_model: str, tmp_path: Pat
         training={"steps": 3},
         evaluation={"at_start": False},
     )
-    assert len(found) == 3
-    for record in found:
+    assert len(steps) == 3
+    for record in steps:
         assert (
             1 < record["turns/mean"] <= record["turns/max"] <= 3
             and record["turns/observation_tokens"] > 10

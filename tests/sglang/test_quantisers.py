@@ -36,8 +36,8 @@ def test_bytes_and_values_are_those_of_sglang(sglang_python: str, tmp_path: Path
         check=True,
         env=SGLangLaunch(servers, "no model").environment(0),
     )
-    found, whole = torch.load(tmp_path / "found.pt")
-    for weight, (values, scales) in zip(weights, found, strict=True):
+    quantised, whole = torch.load(tmp_path / "found.pt")
+    for weight, (values, scales) in zip(weights, quantised, strict=True):
         ours = FORMATS["fp8_tensor"].quantize(weight)
         assert torch.equal(ours[0].view(torch.uint8), values.view(torch.uint8))
         assert torch.equal(ours[1], scales.view(1))

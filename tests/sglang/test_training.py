@@ -65,7 +65,7 @@ again = pytest.mark.slow  # test_weights.py has each way of the weights, other r
 def test_each_way_of_the_weights(
     sglang_servers: LocalServers, sglang_model: str, tmp_path: Path, route: str
 ) -> None:
-    found = run(
+    steps = run(
         sglang_model,
         tmp_path / "run",
         sglang_servers.urls,
@@ -73,8 +73,8 @@ def test_each_way_of_the_weights(
         routing={"replay": "r3"},
         training={"steps": 4},
     )
-    assert len(found) == 4
-    for record in found:
+    assert len(steps) == 4
+    for record in steps:
         assert (
             record["mismatch/abs_diff_max"] < AGREEMENT
             and record["log_prob_check/abs_diff_max"] < AGREEMENT
@@ -90,7 +90,7 @@ def test_adapters_alone_are_sent_and_added_to_the_base(
     adapter_url: str, sglang_model: str, tmp_path: Path, route: str
 ) -> None:
     lora = {"rank": 4, "alpha": 32.0, "targets": ADAPTED, "weight_updates": "adapters"}
-    found = run(
+    steps = run(
         sglang_model,
         tmp_path / "run",
         [adapter_url],
@@ -101,8 +101,8 @@ def test_adapters_alone_are_sent_and_added_to_the_base(
         optimizer={"lr": 2e-2},
         training={"steps": 4},
     )
-    assert len(found) == 4
-    for record in found:
+    assert len(steps) == 4
+    for record in steps:
         assert (
             record["mismatch/abs_diff_max"] < AGREEMENT
             and record["log_prob_check/abs_diff_max"] < AGREEMENT
@@ -128,7 +128,7 @@ def test_two_ranks_hand_over_their_own_tensors(
     """Half of the experts, or of the layers, are on each rank; the servers get handles to the
     memory of both, or where the second rank is another node, of the first rank, which then relays
     the second's."""
-    found = run(
+    steps = run(
         sglang_model,
         tmp_path / "run",
         sglang_servers.urls,
@@ -138,8 +138,8 @@ def test_two_ranks_hand_over_their_own_tensors(
         sglang={"weight_transport": "ipc", "log_prob_check_interval": 1},
         training={"steps": 3},
     )
-    assert len(found) == 3
-    for record in found:
+    assert len(steps) == 3
+    for record in steps:
         assert (
             record["mismatch/abs_diff_max"] < AGREEMENT
             and record["log_prob_check/abs_diff_max"] < AGREEMENT
@@ -150,7 +150,7 @@ def test_two_ranks_hand_over_their_own_tensors(
 def test_one_step_ahead_on_two_ranks(
     sglang_servers: LocalServers, sglang_model: str, tmp_path: Path
 ) -> None:
-    found = run(
+    steps = run(
         sglang_model,
         tmp_path / "run",
         sglang_servers.urls,
@@ -159,15 +159,15 @@ def test_one_step_ahead_on_two_ranks(
         rollout={"max_staleness": 1, "overlap": True},
         training={"steps": 5},
     )
-    assert [record["staleness/max"] for record in found] == [0.0] + [1.0] * 4
-    assert found[0]["mismatch/abs_diff_max"] < AGREEMENT < found[1]["mismatch/abs_diff_max"]
+    assert [record["staleness/max"] for record in steps] == [0.0] + [1.0] * 4
+    assert steps[0]["mismatch/abs_diff_max"] < AGREEMENT < steps[1]["mismatch/abs_diff_max"]
     check_ledger(tmp_path / "run", batch=4, n=4, staleness=1)
 
 
 def test_unfinished_responses_go_on_after_the_update(
     sglang_servers: LocalServers, sglang_model: str, tmp_path: Path
 ) -> None:
-    found = run(
+    steps = run(
         sglang_model,
         tmp_path / "run",
         sglang_servers.urls,
@@ -176,9 +176,9 @@ def test_unfinished_responses_go_on_after_the_update(
         training={"steps": 6, "max_tokens_per_micro_batch": 400},
         evaluation={"at_start": False, "at_end": False},
     )
-    assert sum(record["rollout/continued"] for record in found) > 0
-    assert all(record["rollout/discarded_tokens"] == 0 for record in found)
-    assert 0 < max(record["staleness/max"] for record in found) <= 2
+    assert sum(record["rollout/continued"] for record in steps) > 0
+    assert all(record["rollout/discarded_tokens"] == 0 for record in steps)
+    assert 0 < max(record["staleness/max"] for record in steps) <= 2
     check_ledger(tmp_path / "run", batch=4, n=4, staleness=2)
 
 
@@ -196,7 +196,7 @@ def test_a_resumed_run_begins_with_what_was_pending(
     )
     pending = ledger(tmp_path / "run")[-1]["pending"]
     assert len(pending) == 4
-    found = run(
+    steps = run(
         sglang_model,
         tmp_path / "run",
         sglang_servers.urls,
@@ -205,5 +205,5 @@ def test_a_resumed_run_begins_with_what_was_pending(
         checkpoint={"save_interval": 2},
     )
     assert {row[0] for row in ledger(tmp_path / "run")[2]["samples"]} == set(pending)
-    assert [record["step"] for record in found] == [1, 2, 3, 4]
+    assert [record["step"] for record in steps] == [1, 2, 3, 4]
     check_ledger(tmp_path / "run", batch=4, n=4, staleness=1)

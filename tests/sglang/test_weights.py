@@ -150,8 +150,8 @@ def assert_serves(client: Client, url: str, weights: Weights, version: str) -> N
         len(PROMPT), LAYERS, -1
     )
     assert all(len(set(routes[:, layer].ravel().tolist())) == EXPERTS for layer in range(LAYERS))
-    found = torch.tensor([row[0] for row in meta["input_token_logprobs"][1:]])
-    assert (found - weights.log_probs).abs().max() < TOLERANCE
+    log_probs = torch.tensor([row[0] for row in meta["input_token_logprobs"][1:]])
+    assert (log_probs - weights.log_probs).abs().max() < TOLERANCE
 
 
 @every_route
@@ -228,11 +228,11 @@ def test_a_client_that_died_in_its_update(
     client: Client, weights: list[Weights], sglang_url: str
 ) -> None:
     """It has left the server paused, with an open session where the version has sessions."""
-    found = client.loop.run(SGLangAPI().server_info(client.server(sglang_url), timeout=10))
-    assert (found.tp_size, found.device, found.routed_experts) == (1, "cpu", True)
-    assert found.max_input_tokens > 100
+    server_info = client.loop.run(SGLangAPI().server_info(client.server(sglang_url), timeout=10))
+    assert (server_info.tp_size, server_info.device, server_info.routed_experts) == (1, "cpu", True)
+    assert server_info.max_input_tokens > 100
     client.post(sglang_url, "/pause_generation", {"mode": "abort"})
-    if found.update_session:
+    if server_info.update_session:
         client.post(sglang_url, "/begin_weight_update", {})
     assert client.update([sglang_url], weights[1].stream, transport_of("tensor"), "e:1") == {}
     assert_serves(client, sglang_url, weights[1], "e:1")

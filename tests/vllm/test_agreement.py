@@ -60,10 +60,10 @@ def samples(engine: ServerEngine, vllm_model: str) -> list[Sample]:
         for p in prompts_of([290, 310], VOCABULARY, seed=1, shared=260)
     ]
     sampling = SamplingParams(n_samples_per_prompt=3, max_response_length=16, temperature=0.8)
-    found = engine.generate(prompts, sampling, seed=5)
-    check_samples(found, prompts, sampling, vocab_size=engine.client.model.vocab_size)
+    generated = engine.generate(prompts, sampling, seed=5)
+    check_samples(generated, prompts, sampling, vocab_size=engine.client.model.vocab_size)
     assert counts_of(engine)["rollout/cached_share"] > 0.2
-    return without_ties(load_reference(vllm_model), found)
+    return without_ties(load_reference(vllm_model), generated)
 
 
 def test_transformers_scores_them_alike(samples: list[Sample], vllm_model: str) -> None:
@@ -89,8 +89,8 @@ def test_megatron_scores_them_alike(samples: list[Sample], vllm_model: str) -> N
 def test_greedy_log_probs_are_at_temperature_one(engine: ServerEngine, vllm_model: str) -> None:
     model = load_reference(vllm_model)
     sampling = SamplingParams(1, 12, temperature=0.0, top_p=0.5)
-    found = engine.generate(prompts_of([5, 70], VOCABULARY, seed=3), sampling, seed=2)
-    assert_agrees(without_ties(model, found), model, temperature=1.0)
+    generated = engine.generate(prompts_of([5, 70], VOCABULARY, seed=3), sampling, seed=2)
+    assert_agrees(without_ties(model, generated), model, temperature=1.0)
 
 
 @pytest.mark.parametrize("cut", [{"top_p": 0.7}, {"top_k": 5}], ids=["top_p", "top_k"])
@@ -98,19 +98,21 @@ def test_without_a_mask_there_are_no_log_probs(engine: ServerEngine, cut: dict[s
     """vLLM's would be over the tokens that are left."""
     prompts = prompts_of([5, 70], VOCABULARY, seed=3)
     sampling = SamplingParams(2, 8, **cut)
-    found = engine.generate(prompts, sampling, seed=2)
-    check_samples(found, prompts, sampling)
-    assert all(sample.rollout_log_probs is None for sample in found)
+    generated = engine.generate(prompts, sampling, seed=2)
+    check_samples(generated, prompts, sampling)
+    assert all(sample.rollout_log_probs is None for sample in generated)
 
 
 def test_an_end_token_ends_a_response(engine: ServerEngine) -> None:
     sampling = SamplingParams(n_samples_per_prompt=32, max_response_length=24, temperature=2.0)
-    found = engine.generate(prompts_of([5, 6], VOCABULARY, seed=9), sampling, seed=2)
-    stopped = [sample for sample in found if sample.finish_reason == "stop"]
+    generated = engine.generate(prompts_of([5, 6], VOCABULARY, seed=9), sampling, seed=2)
+    stopped = [sample for sample in generated if sample.finish_reason == "stop"]
     assert stopped and all(
         sample.response_ids[-1] == 1 and 1 not in sample.response_ids[:-1] for sample in stopped
     )
-    assert all(1 not in sample.response_ids for sample in found if sample.finish_reason != "stop")
+    assert all(
+        1 not in sample.response_ids for sample in generated if sample.finish_reason != "stop"
+    )
 
 
 def test_a_seed_repeats_its_draws_whatever_runs_beside(engine: ServerEngine) -> None:
@@ -128,8 +130,8 @@ def test_scores_of_given_tokens(engine: ServerEngine, vllm_model: str) -> None:
     """What a probe compares."""
     model = load_reference(vllm_model)
     prompts = prompts_of([2, 40, 90], VOCABULARY, seed=4)
-    (found,) = engine.score([prompt.token_ids for prompt in prompts]).values()
-    for prompt, values in zip(prompts, found, strict=True):
+    (log_probs,) = engine.score([prompt.token_ids for prompt in prompts]).values()
+    for prompt, values in zip(prompts, log_probs, strict=True):
         size = prompt.length - 1
         as_sample = Sample(
             prompt.index, 0, prompt.token_ids, 1, np.ones(size, dtype=bool), None, "stop"

@@ -79,16 +79,16 @@ def greedy(model: torch.nn.Module, text: str) -> tuple[str, float]:
 def said(model: torch.nn.Module) -> dict[str, str]:
     """Twelve prompts of 3 to 60 characters, and what the model says to each by greedy decoding."""
     rng = np.random.default_rng(0)
-    found = {}
+    answers = {}
     for length in rng.integers(3, 60, 2 * (SOLVED + OTHERS)):
         text = "".join(rng.choice(list(string.ascii_letters + string.digits), length))
         answer, margin = greedy(model, text)
-        if margin > MARGIN and len(found) < SOLVED + OTHERS:
-            found[text] = answer
-    assert len(found) == SOLVED + OTHERS and len(set(found.values())) > OTHERS, (
+        if margin > MARGIN and len(answers) < SOLVED + OTHERS:
+            answers[text] = answer
+    assert len(answers) == SOLVED + OTHERS and len(set(answers.values())) > OTHERS, (
         "prompts must matter"
     )
-    return found
+    return answers
 
 
 def evaluation(
@@ -120,8 +120,8 @@ def evaluation(
 
 
 def accuracy(output: Path) -> float:
-    (found,) = json.loads((output / "evaluation.json").read_text())["scores"]
-    return found["accuracy"]["mean"]
+    (score,) = json.loads((output / "evaluation.json").read_text())["scores"]
+    return score["accuracy"]["mean"]
 
 
 def responses(output: Path) -> list[dict[str, Any]]:

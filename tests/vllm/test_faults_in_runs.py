@@ -70,10 +70,10 @@ def decoding(url: str, log: Path) -> Watch:
     def is_decoding() -> bool:
         try:
             with urllib.request.urlopen(f"{url}/metrics", timeout=5) as answer:
-                found = RUNNING.search(answer.read().decode())
+                running = RUNNING.search(answer.read().decode())
         except (urllib.error.URLError, OSError):
             return False
-        return found is not None and float(found[1]) >= faulty_runs.MIN_DECODING
+        return running is not None and float(running[1]) >= faulty_runs.MIN_DECODING
 
     return is_decoding
 

@@ -44,9 +44,9 @@ def test_bytes_are_those_of_vllm(vllm_python: str, tmp_path: Path) -> None:
     subprocess.run(
         [vllm_python, "-c", SCRIPT, tmp_path / "weights.pt", tmp_path / "found.pt"], check=True
     )
-    found = torch.load(tmp_path / "found.pt")
-    assert len(found) == 6
-    for (name, number), (values, scales) in found.items():
+    quantised = torch.load(tmp_path / "found.pt")
+    assert len(quantised) == 6
+    for (name, number), (values, scales) in quantised.items():
         ours = FORMATS[name].quantize(weights[number])
         assert torch.equal(ours[0].view(torch.uint8), values.view(torch.uint8)), name
         assert torch.equal(ours[1].flatten(), scales.flatten()), name

@@ -48,11 +48,11 @@ def test_r2_with_each_way_of_the_weights(
         "weight_transport": transport,
         "log_prob_check_interval": 1,
     }
-    found = run(
+    steps = run(
         vllm_model, tmp_path / "run", servers, routing={"replay": "r2"}, training={"steps": 4}
     )
-    assert len(found) == 4
-    for record in found:
+    assert len(steps) == 4
+    for record in steps:
         assert (
             record["mismatch/abs_diff_max"] < AGREEMENT
             and record["log_prob_check/abs_diff_max"] < AGREEMENT
@@ -64,7 +64,7 @@ def test_r2_with_each_way_of_the_weights(
 def test_two_ranks_send_their_own_experts_one_step_ahead(
     vllm_server: LocalServers, vllm_model: str, tmp_path: Path
 ) -> None:
-    found = run(
+    steps = run(
         vllm_model,
         tmp_path / "run",
         {"urls": vllm_server.urls, "log_prob_check_interval": 1},
@@ -72,9 +72,9 @@ def test_two_ranks_send_their_own_experts_one_step_ahead(
         parallel={"expert_model_parallel_size": 2},
         rollout={"max_staleness": 1, "overlap": True},
     )
-    assert [record["staleness/max"] for record in found] == [0.0, 1.0, 1.0]
-    assert all(record["log_prob_check/abs_diff_max"] < AGREEMENT for record in found)
-    assert found[0]["mismatch/abs_diff_max"] < AGREEMENT < found[1]["mismatch/abs_diff_max"]
+    assert [record["staleness/max"] for record in steps] == [0.0, 1.0, 1.0]
+    assert all(record["log_prob_check/abs_diff_max"] < AGREEMENT for record in steps)
+    assert steps[0]["mismatch/abs_diff_max"] < AGREEMENT < steps[1]["mismatch/abs_diff_max"]
 
 
 def test_adapters_alone_are_sent_and_added_to_the_base(
@@ -88,7 +88,7 @@ def test_adapters_alone_are_sent_and_added_to_the_base(
     )
     lora = {"rank": 4, "alpha": 32.0, "targets": targets, "weight_updates": "adapters"}
     servers = {"urls": server.urls, "weight_transport": "disk", "log_prob_check_interval": 1}
-    found = run(
+    steps = run(
         model,
         tmp_path / "run",
         servers,
@@ -98,8 +98,8 @@ def test_adapters_alone_are_sent_and_added_to_the_base(
         optimizer={"lr": 2e-2},
         training={"steps": 4},
     )
-    assert len(found) == 4
-    for record in found:
+    assert len(steps) == 4
+    for record in steps:
         assert (
             record["mismatch/abs_diff_max"] < AGREEMENT
             and record["log_prob_check/abs_diff_max"] < AGREEMENT

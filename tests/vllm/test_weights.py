@@ -64,10 +64,10 @@ def digests(engine: ServerEngine) -> dict[str, str]:
 
 
 def check(engine: ServerEngine, model: torch.nn.Module, version: int) -> list[Sample]:
-    found = engine.generate(
+    generated = engine.generate(
         prompts_of([4, 30, 150], VOCABULARY, seed=version), SAMPLING, seed=version
     )
-    clear = without_ties(model, found)
+    clear = without_ties(model, generated)
     for sample in clear:
         assert set(sample.token_versions.tolist()) == {version}
         log_probs = response_log_probs(model, sample)[0].detach().numpy()
@@ -84,7 +84,7 @@ def seen() -> dict[int, dict[str, str]]:
 def test_an_update_gives_the_weights_of_its_version(
     engine: ServerEngine, vllm_model: str, seen
 ) -> None:
-    found = {}
+    digests_by_version = {}
     for version in (1, 2):
         model = changed_model(vllm_model, version)
         update(engine, model, version)
@@ -93,9 +93,11 @@ def test_an_update_gives_the_weights_of_its_version(
         assert np.abs(samples[0].rollout_log_probs - other).max() > 100 * TOLERANCE, (
             "versions must differ"
         )
-        found[version] = digests(engine)
-    assert len(found[1]) >= 10 and all(found[1][name] != found[2][name] for name in found[1])
-    for version, each in found.items():
+        digests_by_version[version] = digests(engine)
+    assert len(digests_by_version[1]) >= 10 and all(
+        digests_by_version[1][name] != digests_by_version[2][name] for name in digests_by_version[1]
+    )
+    for version, each in digests_by_version.items():
         assert seen.setdefault(version, each) == each, "both transports give the same parameters"
 
 
