@@ -27,6 +27,7 @@ CLIENT_ENV = {
     "ANTHROPIC_BASE_URL": "{anthropic_url}",
     "ANTHROPIC_API_KEY": "{key}",
 }
+COMMAND_ENV = CLIENT_ENV | {"TASK": "{prompt}"}
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from megatron_gspo.agents.agent_run import RunLimits
 from megatron_gspo.agents.agent_source import AgentEngine, AgentGroups
 from megatron_gspo.agents.rendering import PackageRendering, Rendering, TemplateRendering
 from megatron_gspo.agents.run_verifier import RunVerifier
-from megatron_gspo.agents.runner import CLIENT_ENV, AgentProgram, function_program
+from megatron_gspo.agents.runner import CLIENT_ENV, COMMAND_ENV, AgentProgram, function_program
 from megatron_gspo.config import Config, ConfigError
 from megatron_gspo.config.server_urls import is_loopback
 from megatron_gspo.environments.environment_pool import EnvironmentPool
@@ -170,7 +170,7 @@ def agent_host(config: Config, shape: ModelShape, tokenizer: Any) -> AgentHost:
             str(Path(argument).absolute()) if Path(argument).is_file() else argument
             for argument in agents.command
         )
-        env = CLIENT_ENV | {"TASK": "{prompt}"} | agents.env
+        env = COMMAND_ENV | agents.env
         program = AgentProgram(command, env, run_timeout=agents.run_timeout)
     else:
         # The task may be larger than an environment variable can be.
