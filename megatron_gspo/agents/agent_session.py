@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import shutil
-import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +39,7 @@ class FinishedRun:
     rows: see `SessionTree.rows`. messages: of the last delivered call, its reply included.
     turn_rewards: by index of the delivered call, those that the agent has posted. outcome: with
     what the program has posted for the whole run, and `turn_rewards`. counts: events by the names
-    of the metrics, and `seconds` from start to end.
+    of the metrics; no times, so that a repeated run leaves the same bytes.
     """
 
     rows: tuple[Row, ...]
@@ -48,7 +47,7 @@ class FinishedRun:
     outcome: Outcome
     turn_rewards: Mapping[int, float]
     oldest_version: int | None
-    counts: Mapping[str, float]
+    counts: Mapping[str, int]
     exit: AgentExit
 
 
@@ -67,7 +66,6 @@ async def play(
     `run_program`; the addresses and the key of the run are added. judge: scores the run; without one
     its rewards are those that the agent posts.
     """
-    began = time.monotonic()
     addresses = {
         "base_url": endpoint.base_url(run),
         "anthropic_url": endpoint.anthropic_url(run),
@@ -90,7 +88,6 @@ async def play(
         **run.tree.counts,
         "rows": len(rows),
         "undelivered": run.tree.undelivered,
-        "seconds": time.monotonic() - began,
     }
     return FinishedRun(
         rows=rows,

@@ -84,13 +84,10 @@ AGENT_EVENTS = (
 
 
 def agent_metrics(batch: TrainingBatch) -> dict[str, float]:
-    """``agents/*`` of a batch of runs, and the mean time of a run. A collective of the batch's
-    group."""
+    """``agents/*`` of a batch of runs. A collective of the batch's group."""
     runs = [sample.metadata.get(COUNTS, {}) for sample in batch.samples.values()]
-    names = (*AGENT_EVENTS, "seconds")
-    *events, seconds = batch.sum(*(sum(run.get(name, 0) for run in runs) for name in names))
-    metrics = {f"agents/{name}": count for name, count in zip(AGENT_EVENTS, events, strict=True)}
-    return metrics | {"time/agent_run": seconds / len(batch)}
+    counts = batch.sum(*(sum(run.get(name, 0) for run in runs) for name in AGENT_EVENTS))
+    return {f"agents/{name}": count for name, count in zip(AGENT_EVENTS, counts, strict=True)}
 
 
 def throughput(

@@ -91,6 +91,8 @@ def test_a_resumed_run_ends_the_same(finished: dict[str, Any], tmp_path: Path) -
     ours = exported(again["run_dir"])
     theirs = exported(finished["run_dir"])
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    for file in sorted((Path(finished["run_dir"]) / "samples").iterdir()):
+        assert (tmp_path / "again" / "samples" / file.name).read_bytes() == file.read_bytes()
 
 
 def one_step(rank: int, world: int, plain: dict[str, Any]) -> tuple[list[Sample], dict[str, float]]:
