@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,6 +10,7 @@ import numpy as np
 from megatron_gspo.agents.generation import CallLimits, Generation
 from megatron_gspo.config import SamplingParams
 from megatron_gspo.data.sample import Prompt, Sample
+from megatron_gspo.rollout.batched_calls import BatchedCalls
 from megatron_gspo.rollout.engine_protocol import RolloutEngine
 from megatron_gspo.rollout.sample_checks import check_samples
 from megatron_gspo.rollout.server_engine.open_group import oldest
@@ -51,13 +50,12 @@ class ServerGenerator:
         return _generation(response.to_sample(self._client.model, lambda ids: ""), routes_start)
 
 
-@dataclass(eq=False)
-class _WaitingCall:
+@dataclass(frozen=True)
+class _Call:
     prompt: np.ndarray
     limits: CallLimits
     seed: int
     routes_start: int
-    reply: asyncio.Future[Generation]
 
 
 class EngineGenerator:
@@ -74,44 +72,19 @@ class EngineGenerator:
         """sampling: without its limits."""
         self._engine = engine
         self._sampling = sampling
-        self._max_batch = max_batch
-        self._waiting: list[_WaitingCall] = []
-        self._drawing: asyncio.Task[None] | None = None
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="agent-engine")
+        self._calls = BatchedCalls(self._replies, "agent-engine", max_batch=max_batch)
 
     async def generate(
         self, prompt: np.ndarray, limits: CallLimits, *, seed: int, routes_start: int
     ) -> Generation:
         """See `Generator.generate`."""
-        loop = asyncio.get_running_loop()
-        call = _WaitingCall(prompt, limits, seed, routes_start, loop.create_future())
-        self._waiting.append(call)
-        if self._drawing is None or self._drawing.done():
-            self._drawing = loop.create_task(self._draw())
-        return await call.reply
+        return await self._calls.call(_Call(prompt, limits, seed, routes_start))
 
     def close(self) -> None:
         """Draw no more replies; the engine stays open."""
-        self._executor.shutdown(wait=True, cancel_futures=True)
+        self._calls.close()
 
-    async def _draw(self) -> None:
-        """Draw replies until no call waits."""
-        loop = asyncio.get_running_loop()
-        while self._waiting:
-            batch = [call for call in self._waiting[: self._max_batch] if not call.reply.done()]
-            del self._waiting[: self._max_batch]
-            try:
-                replies = await loop.run_in_executor(self._executor, self._replies, batch)
-            except Exception as error:  # every call of the batch gets it
-                for call in batch:
-                    if not call.reply.done():
-                        call.reply.set_exception(error)
-                continue
-            for call, reply in zip(batch, replies, strict=True):
-                if not call.reply.done():
-                    call.reply.set_result(reply)
-
-    def _replies(self, calls: Sequence[_WaitingCall]) -> list[Generation]:
+    def _replies(self, calls: Sequence[_Call]) -> list[Generation]:
         replies: dict[int, Generation] = {}
         for max_tokens in {call.limits.max_tokens for call in calls}:
             indices = [i for i, call in enumerate(calls) if call.limits.max_tokens == max_tokens]

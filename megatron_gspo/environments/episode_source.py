@@ -6,7 +6,6 @@ In-process engines run them through `EpisodeEngine`.
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from megatron_gspo.config import SamplingParams
@@ -20,6 +19,7 @@ from megatron_gspo.environments.episodes import (
     make_episodes,
 )
 from megatron_gspo.rewards.worker import Reply
+from megatron_gspo.rollout.batched_calls import BatchedCalls
 from megatron_gspo.rollout.server_engine.open_group import OpenGroup, oldest
 from megatron_gspo.rollout.server_engine.partial_response import PartialResponse
 from megatron_gspo.rollout.server_engine.response_generator import ResponseGenerator
@@ -31,12 +31,9 @@ class EpisodeGroups:
 
     def __init__(self, environments: Environments, encode: Encode, rules: EpisodeRules) -> None:
         """encode: text to token ids. rules: limits of an episode."""
-        self._environments = environments
         self._encode = encode
         self._rules = rules
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="environments")
-        self._waiting: list[tuple[StepRequest, asyncio.Future[Reply]]] = []
-        self._stepping: asyncio.Task[None] | None = None
+        self._steps = BatchedCalls(environments.step, "environments")
 
     def open(
         self, client: ResponseGenerator, prompt: Prompt, sampling: SamplingParams, seed: int
@@ -47,36 +44,11 @@ class EpisodeGroups:
 
     async def close(self) -> None:
         """See `GroupKind.close`."""
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        self._steps.close(wait=False)
 
     async def step(self, request: StepRequest) -> Reply:
         """An environment's reply."""
-        loop = asyncio.get_running_loop()
-        reply: asyncio.Future[Reply] = loop.create_future()
-        self._waiting.append((request, reply))
-        if self._stepping is None or self._stepping.done():
-            self._stepping = loop.create_task(self._step_all())
-        return await reply
-
-    async def _step_all(self) -> None:
-        """Step environments until none waits."""
-        loop = asyncio.get_running_loop()
-        while self._waiting:
-            steps = self._waiting
-            self._waiting = []
-            requests = [request for request, _ in steps]
-            try:
-                replies = await loop.run_in_executor(
-                    self._executor, self._environments.step, requests
-                )
-            except Exception as error:  # every episode of the batch gets it
-                for _, reply in steps:
-                    if not reply.done():
-                        reply.set_exception(error)
-                continue
-            for (_, reply), answer in zip(steps, replies, strict=True):
-                if not reply.done():
-                    reply.set_result(answer)
+        return await self._steps.call(request)
 
 
 class EpisodeGroup:
