@@ -7,7 +7,7 @@ import itertools
 import shutil
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -99,12 +99,7 @@ class AgentHost:
                 await self._endpoint.start()
                 self._is_listening = True
         opened = [] if opened is None else opened
-        limits = RunLimits(
-            max_calls=self._limits.max_calls,
-            max_call_length=max_call_length,
-            max_context=self._limits.max_context,
-            max_run_tokens=self._limits.max_run_tokens,
-        )
+        limits = replace(self._limits, max_call_length=max_call_length)
         async with asyncio.TaskGroup() as group:
             runs = [
                 group.create_task(self._sample(request, generator, limits, opened))

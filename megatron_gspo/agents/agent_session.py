@@ -46,7 +46,6 @@ class FinishedRun:
     messages: tuple[Message, ...]
     outcome: Outcome
     turn_rewards: Mapping[int, float]
-    oldest_version: int | None
     counts: Mapping[str, int]
     exit: AgentExit
 
@@ -94,7 +93,6 @@ async def play(
         messages=delivered[-1].messages if delivered else (),
         outcome=outcome,
         turn_rewards=run.turn_rewards,
-        oldest_version=run.tree.oldest_version,
         counts=events,
         exit=ended,
     )

@@ -111,10 +111,15 @@ class Row:
 
 
 class SessionTree:
-    """See the module. counts: events, by the names of the metrics."""
+    """See the module.
+
+    counts: events, by the names of the metrics. oldest_version: the oldest weight version among
+    the trained tokens, None without any.
+    """
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
+        self.oldest_version: int | None = None
         self._delivered: list[Node] = []
         self._roots: list[Node] = []
         self._open: list[Node] = []
@@ -248,6 +253,9 @@ class SessionTree:
         node.messages = messages
         node.tools = tools
         if node.trained:
+            version = int(generation.versions.min())
+            is_older = self.oldest_version is None or version < self.oldest_version
+            self.oldest_version = version if is_older else self.oldest_version
             (self._roots if parent is None else parent.children).append(node)
         self._delivered.append(node)
         self.counts["calls"] += 1
@@ -268,12 +276,6 @@ class SessionTree:
             chains.append(_row(leaf.chain, trained))
             trained.update(leaf.chain)
         return chains
-
-    @property
-    def oldest_version(self) -> int | None:
-        """The oldest weight version among the trained tokens; None without any."""
-        versions = [int(node.reply.versions.min()) for node in self._delivered if node.trained]
-        return min(versions, default=None)
 
     def _leaves(self) -> Iterator[Node]:
         return (node for node in self._delivered if node.trained and not node.children)

@@ -71,7 +71,10 @@ def request_index(prompt_index: int, sample_index: int, turn: int) -> int:
 
 
 class Episode:
-    """One unfinished sample. max_response_length: tokens of all its responses and observations."""
+    """One unfinished sample. max_response_length: tokens of all its responses and observations.
+
+    oldest_version: the oldest weight version among its responses' tokens, None without any.
+    """
 
     def __init__(
         self,
@@ -85,6 +88,7 @@ class Episode:
     ) -> None:
         self.prompt = prompt
         self.sample_index = sample_index
+        self.oldest_version: int | None = None
         self._seed = int(
             np.random.SeedSequence([seed, prompt.index, sample_index]).generate_state(1)[0]
         )
@@ -113,12 +117,6 @@ class Episode:
         """Tokens of its responses so far."""
         return sum(span.end - span.start for span in self._spans)
 
-    @property
-    def oldest_version(self) -> int | None:
-        """The oldest weight version among its responses' tokens; None if it has none."""
-        versions = [segment.versions.min() for segment in self._segments if len(segment.versions)]
-        return int(min(versions)) if versions else None
-
     def next_request(self) -> Request | None:
         """The next response to generate; None if the episode is over or the environment's step
         is next.
@@ -142,6 +140,10 @@ class Episode:
             response = replace(response, text=self._decode(response.tokens.tolist()))
         start = self.length
         self._segments.append(response)
+        if len(response.versions):
+            version = int(response.versions.min())
+            is_older = self.oldest_version is None or version < self.oldest_version
+            self.oldest_version = version if is_older else self.oldest_version
         self._spans.append(Span(start, start + len(response.tokens), 0.0))
         self._responses.append(response.text)
         if response.finish_reason == "abort":

@@ -44,7 +44,6 @@ def finished(tree: SessionTree, outcome: Outcome, turn_rewards: dict[int, float]
         messages=tree.delivered[-1].messages if tree.delivered else (),
         outcome=outcome,
         turn_rewards=turn_rewards,
-        oldest_version=tree.oldest_version,
         counts={"calls": len(tree.delivered)},
         exit=AgentExit(0, False, ""),
     )
