@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 
 from megatron_gspo.config.agents_section import AgentsConfig
 from megatron_gspo.config.algorithm_section import AlgorithmConfig
 from megatron_gspo.config.config_error import ConfigError
 from megatron_gspo.config.data_sections import DataConfig
+from megatron_gspo.config.rollout_checks import check_import_file
 from megatron_gspo.config.rollout_sections import RolloutConfig
 from megatron_gspo.user_code import is_import_path
 
@@ -84,7 +84,4 @@ def check_agent_files(agents: AgentsConfig) -> None:
             fix = "give a program on the PATH, or its path"
             raise ConfigError("agents.command", program, "no such program", fix)
     if agents.function is not None:
-        file = agents.function.rpartition(":")[0]
-        if file.endswith(".py") and not Path(file).is_file():
-            fix = "give its path, then :function"
-            raise ConfigError("agents.function", agents.function, f"no such file: {file}", fix)
+        check_import_file("agents.function", agents.function, "function")

@@ -146,7 +146,12 @@ def _without_environment(key: str, value: object) -> ConfigError:
 
 def check_environment_file(rollout: RolloutConfig) -> None:
     """The file of the environment's factory exists."""
-    file = (rollout.environment or "").rpartition(":")[0]
+    if rollout.environment is not None:
+        check_import_file("rollout.environment", rollout.environment, "factory")
+
+
+def check_import_file(key: str, name: str, noun: str) -> None:
+    """The file of an import path exists, if it names one. noun: what is in it."""
+    file = name.rpartition(":")[0]
     if file.endswith(".py") and not Path(file).is_file():
-        fix = "give its path, then :factory"
-        raise ConfigError("rollout.environment", rollout.environment, f"no such file: {file}", fix)
+        raise ConfigError(key, name, f"no such file: {file}", f"give its path, then :{noun}")
