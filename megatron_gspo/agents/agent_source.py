@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
-
-from torch import Tensor
+from collections.abc import Iterator, Sequence
 
 from megatron_gspo.agents.agent_host import AgentHost, RunRequest
 from megatron_gspo.agents.agent_run import AgentRun
@@ -15,6 +13,7 @@ from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.rollout.engine_protocol import RolloutEngine
 from megatron_gspo.rollout.server_engine.open_group import OpenGroup, oldest
 from megatron_gspo.rollout.server_engine.response_generator import ResponseGenerator
+from megatron_gspo.rollout.wrapped_engine import WrappedEngine
 from megatron_gspo.servers.http_client import EventLoop
 
 
@@ -26,12 +25,12 @@ def run_requests(
     return [RunRequest(prompt, i, seed) for prompt in prompts for i in samples]
 
 
-class AgentEngine:
+class AgentEngine(WrappedEngine):
     """`RolloutEngine` whose samples are runs, over one in this process that draws the replies."""
 
     def __init__(self, engine: RolloutEngine, host: AgentHost, *, max_batch: int) -> None:
         """max_batch: replies that are drawn together."""
-        self.engine = engine
+        super().__init__(engine)
         self.host = host
         self._max_batch = max_batch
         self._loop = EventLoop()
@@ -49,19 +48,11 @@ class AgentEngine:
         finally:
             generator.close()
 
-    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
-        self.engine.update_weights(named_tensors, version=version)
-
-    def pause(self) -> None:
-        self.engine.pause()
-
-    def resume(self) -> None:
-        self.engine.resume()
-
     def close(self) -> None:
+        """End all runs, and close the engine."""
         self._loop.run(self.host.close())
         self._loop.close()
-        self.engine.close()
+        super().close()
 
 
 class AgentGroups:

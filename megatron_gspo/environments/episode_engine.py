@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-
-from torch import Tensor
+from collections.abc import Sequence
 
 from megatron_gspo.config import SamplingParams
 from megatron_gspo.data.sample import Prompt, Sample
@@ -17,9 +15,10 @@ from megatron_gspo.environments.episodes import (
     run_in_rounds,
 )
 from megatron_gspo.rollout.engine_protocol import RolloutEngine
+from megatron_gspo.rollout.wrapped_engine import WrappedEngine
 
 
-class EpisodeEngine:
+class EpisodeEngine(WrappedEngine):
     """`RolloutEngine` that runs episodes in rounds on another one.
 
     Their `reward` is set; see `Episode`.
@@ -36,7 +35,7 @@ class EpisodeEngine:
         """encode: text to token ids. rules: limits of an episode. decode: token ids of a response
         to its text, for one that is cut off at the limit of its turn; None: it keeps the engine's
         text."""
-        self.engine = engine
+        super().__init__(engine)
         self.environments = environments
         self.encode = encode
         self.decode = decode
@@ -55,15 +54,3 @@ class EpisodeEngine:
             episodes, self.engine, self.environments, sampling, seed=seed, max_length=limit
         )
         return [episode.sample() for episode in episodes]
-
-    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
-        self.engine.update_weights(named_tensors, version=version)
-
-    def pause(self) -> None:
-        self.engine.pause()
-
-    def resume(self) -> None:
-        self.engine.resume()
-
-    def close(self) -> None:
-        self.engine.close()
