@@ -133,7 +133,7 @@ def test_calls_on_servers() -> None:
         server.gate = True
         server.version = "00c0ffee:4"
         setup.serve(server.version)
-        reply = waiting.result(timeout=30)
+        reply = waiting.result(timeout=60)
         assert reply.tokens.tolist() == [15, 16, 17, 18]
         assert reply.versions.tolist() == [3, 4, 4, 4]
         seeds = [body["sampling_params"]["sampling_seed"] for body in server.bodies]

@@ -31,7 +31,7 @@ def test_a_hung_verifier_dies_with_its_children(scorer, tmp_path):
 
 
 def test_a_daemon_in_a_session_of_its_own_ends_with_the_worker(verifier, tmp_path):
-    with RewardScorer(verifier, timeout=20.0) as scorer:
+    with RewardScorer(verifier, timeout=60) as scorer:
         assert run(scorer, ["daemon"], file=str(tmp_path / "pid")).rewards.tolist() == [1.0]
         daemon = int((tmp_path / "pid").read_text())
         assert alive(daemon)
@@ -39,7 +39,7 @@ def test_a_daemon_in_a_session_of_its_own_ends_with_the_worker(verifier, tmp_pat
 
 
 def test_output_is_shown_in_whole_lines_without_control_characters(verifier, capfd):
-    with RewardScorer(verifier, timeout=20.0) as scorer:
+    with RewardScorer(verifier, timeout=60) as scorer:
         run(scorer, ["print"])
     shown = capfd.readouterr()
     assert shown.out == ""
@@ -75,7 +75,7 @@ def test_a_worker_that_leaks_memory_is_replaced_and_no_response_pays_for_it(
 
 
 def test_workers_are_reused_replaced_when_dead_and_reaped(verifier):
-    with RewardScorer(verifier, timeout=5.0, workers=1) as scorer:
+    with RewardScorer(verifier, timeout=60, workers=1) as scorer:
         first, again = run(scorer, ["pid", "pid"]).rewards
         assert first == again
         pids = scorer._pool.process_ids
@@ -91,7 +91,7 @@ def test_workers_are_reused_replaced_when_dead_and_reaped(verifier):
 
 
 def test_collecting_the_scorer_ends_its_workers(verifier):
-    scorer = RewardScorer(verifier, timeout=5.0)
+    scorer = RewardScorer(verifier, timeout=60)
     pids = scorer._pool.process_ids
     del scorer
     gc.collect()
@@ -128,7 +128,7 @@ DAEMON_SCRIPT = """
 import sys, time
 from megatron_gspo.data.sample import Prompt
 from megatron_gspo.rewards.worker_pool import RewardPool
-pool = RewardPool(sys.argv[1], timeout=20.0)
+pool = RewardPool(sys.argv[1], timeout=60)
 prompt = Prompt(0, None, "", metadata={"file": sys.argv[2]})
 assert pool.run([("daemon", prompt)])[0][0] == "ok"
 print("ready", flush=True)
@@ -152,7 +152,7 @@ def test_replacements_that_cannot_start_make_errors(tmp_path):
     """
     path = tmp_path / "judge.py"
     path.write_text(VERIFIER)
-    with RewardScorer(f"{path}:judge", timeout=5.0, workers=1) as scorer:
+    with RewardScorer(f"{path}:judge", timeout=60, workers=1) as scorer:
         path.unlink()
         scores = run(scorer, ["4", "die", "4", "5"])
         assert scores.statuses == ("ok", "error", "error", "error")

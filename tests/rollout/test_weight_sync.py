@@ -56,7 +56,7 @@ class Rank:
             weight_transport=transport,
             weight_dir=folder or None,  # type: ignore[arg-type]
             weight_bucket_mb=0.004,
-            update_timeout=20.0,
+            update_timeout=60,
             health_interval=60.0,
             **given,
         )
@@ -99,7 +99,7 @@ class Rank:
 def held(rank: Rank, url: str) -> dict[str, Any]:
     assert rank.client is not None
     client = ServerClient(url, rank.client.session)
-    return rank.client.loop.run(client.get("/held", timeout=20.0))
+    return rank.client.loop.run(client.get("/held", timeout=60))
 
 
 def truth(version: int, ranks: tuple[int, ...] = (0, 1, 3)) -> dict[str, int]:

@@ -134,13 +134,13 @@ def fails(loop: EventLoop, exchange) -> ServerError:
 
 
 def test_json_both_ways(loop, server, upstream):
-    assert loop.run(server.post("/echo", {"ids": [1, 2]}, timeout=5)) == {
+    assert loop.run(server.post("/echo", {"ids": [1, 2]}, timeout=60)) == {
         "method": "POST",
         "body": {"ids": [1, 2]},
     }
-    assert loop.run(server.post("/echo", timeout=5)) == {"method": "POST", "body": {}}
-    assert loop.run(server.get("/echo", timeout=5))["method"] == "GET"
-    assert loop.run(server.get("/text", timeout=5)) == "fine"
+    assert loop.run(server.post("/echo", timeout=60)) == {"method": "POST", "body": {}}
+    assert loop.run(server.get("/echo", timeout=60))["method"] == "GET"
+    assert loop.run(server.get("/text", timeout=60)) == "fine"
     assert upstream.requests[-1][1]["Authorization"] == f"Bearer {KEY}"
 
 
@@ -149,13 +149,13 @@ def test_json_both_ways(loop, server, upstream):
 )
 def test_a_body_as_it_came(loop, server, path, words):
     """Of a length that the server declares, and of one that it doesn't."""
-    assert loop.run(server.post_for_bytes(path, {}, timeout=5, max_bytes=len(words))) == words
+    assert loop.run(server.post_for_bytes(path, {}, timeout=60, max_bytes=len(words))) == words
     with pytest.raises(ServerError, match="at most|more than"):
-        loop.run(server.post_for_bytes(path, {}, timeout=5, max_bytes=len(words) - 1))
+        loop.run(server.post_for_bytes(path, {}, timeout=60, max_bytes=len(words) - 1))
 
 
 def test_without_a_key_none_is_sent(loop, session, upstream):
-    loop.run(ServerClient(upstream.url, session).get("/echo", timeout=5))
+    loop.run(ServerClient(upstream.url, session).get("/echo", timeout=60))
     assert "Authorization" not in upstream.requests[-1][1]
 
 
@@ -175,7 +175,7 @@ def test_without_a_key_none_is_sent(loop, session, upstream):
     ],
 )
 def test_a_status_but_200(loop, server, status, retry):
-    error = fails(loop, server.post(f"/status/{status}", timeout=5))
+    error = fails(loop, server.post(f"/status/{status}", timeout=60))
     assert (error.status, error.retry, error.sent) == (status, retry, True)
     assert str(error).startswith(
         f"server {server.url}/status/{status}: answered {status}: line one headers were"
@@ -190,21 +190,21 @@ def test_a_failure_that_is_said_with_status_200(loop, server):
 
 @pytest.mark.parametrize("status", [401, 403])
 def test_a_key_that_is_refused(loop, server, status):
-    error = fails(loop, server.get(f"/status/{status}", timeout=5))
+    error = fails(loop, server.get(f"/status/{status}", timeout=60))
     assert (error.status, error.retry) == (status, False)
     assert f"refused with {status}; set sglang.api_key_file" in str(error)
 
 
 def test_redirects_are_not_followed(loop, server, upstream):
     before = len(upstream.requests)
-    error = fails(loop, server.get("/redirect", timeout=5))
+    error = fails(loop, server.get("/redirect", timeout=60))
     assert (error.status, error.retry) == (307, False)
     assert [path for path, _ in upstream.requests[before:]] == ["/redirect"]
 
 
 @pytest.mark.parametrize("path", ["/broken", "/deep", "/latin"])
 def test_what_is_no_json(loop, server, path):
-    error = fails(loop, server.get(path, timeout=5))
+    error = fails(loop, server.get(path, timeout=60))
     assert "the answer is not JSON" in str(error) and error.retry and error.sent
 
 
@@ -220,20 +220,20 @@ def test_the_deadline_is_of_the_whole_exchange(loop, server):
 
 
 def test_an_answer_is_refused_as_it_exceeds_its_bound(loop, server):
-    error = fails(loop, server.get("/pour", timeout=30, max_bytes=10**5))
+    error = fails(loop, server.get("/pour", timeout=60, max_bytes=10**5))
     assert "the answer has more than the expected 100000 bytes" in str(error) and error.retry
-    error = fails(loop, server.get("/text", timeout=30, max_bytes=3))
+    error = fails(loop, server.get("/text", timeout=60, max_bytes=3))
     assert "the answer has 4 bytes, at most 3 are expected" in str(error)
-    assert loop.run(server.get("/text", timeout=30, max_bytes=4)) == "fine"
+    assert loop.run(server.get("/text", timeout=60, max_bytes=4)) == "fine"
     # An error's words too.
-    error = fails(loop, server.get("/status/500", timeout=30, max_bytes=100))
+    error = fails(loop, server.get("/status/500", timeout=60, max_bytes=100))
     assert "at most 100 are expected" in str(error)
 
 
 @pytest.mark.parametrize("path", ["/bomb", "/deflated"])
 def test_nothing_compressed_is_asked_for_or_unpacked(loop, server, upstream, path):
     """64 KiB would become 64 MiB within one read."""
-    error = fails(loop, server.get(path, timeout=5, max_bytes=10**6))
+    error = fails(loop, server.get(path, timeout=60, max_bytes=10**6))
     assert "compressed" in str(error)
     assert upstream.requests[-1][1]["Accept-Encoding"] == "identity"
 
@@ -246,7 +246,7 @@ def free_port() -> int:
 
 def test_no_connection(loop, session):
     dead = ServerClient(f"http://127.0.0.1:{free_port()}", session, api_key=KEY)
-    error = fails(loop, dead.get("/health", timeout=5))
+    error = fails(loop, dead.get("/health", timeout=60))
     assert str(error).endswith("/health: no connection (connection refused)")
     assert error.retry and not error.sent and error.status is None
 
@@ -264,7 +264,7 @@ def test_a_host_that_takes_no_connection(loop, session, monkeypatch):
             waiting[-1].setblocking(False)
             waiting[-1].connect_ex(("127.0.0.1", port))
         error = fails(
-            loop, ServerClient(f"http://127.0.0.1:{port}", session).get("/health", timeout=30)
+            loop, ServerClient(f"http://127.0.0.1:{port}", session).get("/health", timeout=60)
         )
         for each in waiting:
             each.close()
@@ -294,7 +294,7 @@ def test_a_broken_connection(loop, session, said, words):
             loop,
             ServerClient(
                 f"http://127.0.0.1:{listener.getsockname()[1]}", session, api_key=KEY
-            ).post("/generate", timeout=5),
+            ).post("/generate", timeout=60),
         )
         thread.join()
     assert words in str(error) and error.retry and error.sent
@@ -302,8 +302,8 @@ def test_a_broken_connection(loop, session, said, words):
 
 def test_the_key_is_in_no_log_and_no_repr(loop, server, caplog):
     with caplog.at_level(logging.DEBUG):
-        loop.run(server.post("/echo", {}, timeout=5))
-        fails(loop, server.post("/status/500", timeout=5))
+        loop.run(server.post("/echo", {}, timeout=60))
+        fails(loop, server.post("/status/500", timeout=60))
     assert KEY not in caplog.text and KEY not in repr(server) and KEY not in str(server)
 
 

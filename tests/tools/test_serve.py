@@ -73,7 +73,7 @@ def test_it_prints_the_urls_passes_arguments_on_and_leaves_nothing(stand_in, end
                 "--mem-fraction-static=0.7",
             ]
         process.send_signal(ending)
-        _, said = process.communicate(timeout=20)
+        _, said = process.communicate(timeout=60)
     assert process.returncode == 0
     assert "open to other machines without a key" in said and "Traceback" not in said
     assert not [

@@ -90,7 +90,7 @@ def loaded(
         status, body = answers.get(request.path, (200, {"success": True}))
         return web.json_response(body, status=status)
 
-    run_command(lambda server: endpoints.load_adapters(server, Path("/a/b"), timeout=5.0), answer)
+    run_command(lambda server: endpoints.load_adapters(server, Path("/a/b"), timeout=60), answer)
     return seen
 
 

@@ -53,6 +53,6 @@ def test_the_stream_of_a_broken_transfer_is_read_to_its_end(checksums: bool) -> 
     loop = EventLoop()
     transport = BrokenTransport(NONE, checksums=checksums)
     assert transport.is_over
-    transport.transfer(loop, {}, weights, bucket_bytes=16 * transport.in_flight, timeout=5.0)
+    transport.transfer(loop, {}, weights, bucket_bytes=16 * transport.in_flight, timeout=60)
     loop.close()
     assert weights.all_read

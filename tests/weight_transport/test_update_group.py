@@ -75,7 +75,7 @@ def test_the_others_leave_a_broken_group_while_its_error_is_kept() -> None:
     """Their connections close when it is dropped, so that those who wait for the next broadcast
     get an error.
     """
-    group = UpdateGroup("weights-kept", 3, address="127.0.0.1", backend="gloo", timeout=30.0)
+    group = UpdateGroup("weights-kept", 3, address="127.0.0.1", backend="gloo", timeout=60)
     waiting, dying = processes = others(group, count=9, nbytes=1000)
 
     async def run() -> GroupError:
@@ -102,7 +102,7 @@ def test_the_others_leave_a_broken_group_while_its_error_is_kept() -> None:
 
 def test_nobody_joins() -> None:
     """Dropped, it no longer waits, and its store is closed: joining it fails at once."""
-    group = UpdateGroup("weights-alone", 2, address="127.0.0.1", backend="gloo", timeout=30.0)
+    group = UpdateGroup("weights-alone", 2, address="127.0.0.1", backend="gloo", timeout=60)
 
     async def run() -> None:
         joining = asyncio.create_task(group.join())
@@ -125,7 +125,7 @@ def test_the_address_on_the_route_to_a_server() -> None:
 
 
 def test_it_listens_on_the_given_address_alone() -> None:
-    group = UpdateGroup("weights-loopback", 2, address="127.0.0.1", backend="gloo", timeout=5.0)
+    group = UpdateGroup("weights-loopback", 2, address="127.0.0.1", backend="gloo", timeout=60)
     wanted = f"0100007F:{group.port:04X}"  # 127.0.0.1, as the kernel writes it
     with open("/proc/net/tcp") as table:
         listening = [fields[1] for line in table if (fields := line.split())[3] == "0A"]

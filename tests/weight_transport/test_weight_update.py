@@ -83,7 +83,7 @@ def test_nobody_listens(name: str, loop: EventLoop, tmp_path: Path) -> None:
         transport,
         version="v:1",
         bucket_bytes=16,
-        timeout=5.0,
+        timeout=60,
     )
     assert list(failures) == [url] and f"server {url}/server_info: no connection" in failures[url]
     assert read == (["a", "b", "c"] if name == "disk" else [])

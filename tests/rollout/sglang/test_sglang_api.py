@@ -83,7 +83,7 @@ def test_what_a_server_reports():
         model_info={"weight_version": "a:1", "model_path": "/m"},
         begin_weight_update=405,
     )
-    info = server.run(lambda s: API.server_info(s, timeout=5))
+    info = server.run(lambda s: API.server_info(s, timeout=60))
     assert (info.version, info.device, info.weight_version, info.model_path) == (
         "0.5.23",
         "cuda",
@@ -110,22 +110,22 @@ def test_what_a_server_reports():
 )
 def test_an_invalid_report(info, problem):
     with pytest.raises(ServerError, match=problem) as caught:
-        Server(server_info=info, model_info={}).run(lambda s: API.server_info(s, timeout=5))
+        Server(server_info=info, model_info={}).run(lambda s: API.server_info(s, timeout=60))
     assert not caught.value.retry
 
 
 def test_a_session_left_open_is_closed_first():
     server = Server(begin_weight_update=[400, SUCCESS])
-    server.run(lambda s: API.begin_update(s, timeout=5))
+    server.run(lambda s: API.begin_update(s, timeout=60))
     assert server.paths == ["/begin_weight_update", "/end_weight_update", "/begin_weight_update"]
     with pytest.raises(ServerError, match="answered 500"):
-        Server(begin_weight_update=500).run(lambda s: API.begin_update(s, timeout=5))
+        Server(begin_weight_update=500).run(lambda s: API.begin_update(s, timeout=60))
 
 
 def test_the_cache_is_flushed_when_the_requests_have_ended(monkeypatch):
     monkeypatch.setattr(sglang_api, "_FLUSH_POLL_SECONDS", 0.0)
     server = Server(flush_cache=[400, 400, SUCCESS])
-    server.run(lambda s: API.flush_cache(s, timeout=5))
+    server.run(lambda s: API.flush_cache(s, timeout=60))
     assert server.paths == ["/flush_cache"] * 3
     with pytest.raises(ServerError, match="answered 400"):
         Server(flush_cache=400).run(lambda s: API.flush_cache(s, timeout=0.05))
@@ -134,6 +134,6 @@ def test_the_cache_is_flushed_when_the_requests_have_ended(monkeypatch):
 def test_a_failure_reported_with_status_200():
     server = Server(update_weight_version={"success": False, "message": "no"})
     with pytest.raises(ServerError, match="/update_weight_version: did not succeed: no") as caught:
-        server.run(lambda s: API.set_version(s, "a:1", timeout=5))
+        server.run(lambda s: API.set_version(s, "a:1", timeout=60))
     assert caught.value.status == 200 and not caught.value.retry
     assert server.requests[0][1] == {"new_version": "a:1", "abort_all_requests": False}

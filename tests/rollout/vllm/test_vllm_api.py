@@ -88,7 +88,7 @@ def info(generates: int = 405, **changes: Any) -> ServerInfo:
         weight_info={"weight_version": "a:1"},
         **{"inference/v1/generate": generates},
     )
-    return server.run(lambda s: API.server_info(s, timeout=5))
+    return server.run(lambda s: API.server_info(s, timeout=60))
 
 
 def test_what_a_server_reports():
@@ -160,7 +160,7 @@ def test_a_server_in_another_mode_is_named():
     with pytest.raises(
         ServerError, match="not an object; is this a vLLM server with VLLM_SERVER_DEV_MODE=1"
     ):
-        Server(server_info="text").run(lambda s: API.server_info(s, timeout=5))
+        Server(server_info="text").run(lambda s: API.server_info(s, timeout=60))
 
 
 def test_the_proof_of_an_update_names_what_was_not_written():
@@ -175,8 +175,8 @@ def test_the_proof_of_an_update_names_what_was_not_written():
     )
 
     async def steps(s: Any) -> tuple[ClearedWeights, list[str]]:
-        cleared = await API.clear_weights(s, timeout=5)
-        return cleared, await API.unwritten(s, cleared, timeout=5)
+        cleared = await API.clear_weights(s, timeout=60)
+        return cleared, await API.unwritten(s, cleared, timeout=60)
 
     assert server.run(steps) == (ClearedWeights({"a": "a0", "b": "b0", "c": "c0"}, 5), ["b", "c"])
     assert [body["action"] for _, body in server.requests] == [
@@ -186,7 +186,7 @@ def test_the_proof_of_an_update_names_what_was_not_written():
         "checksum",
     ]
     with pytest.raises(ServerError, match="/weight_checker: no checksums came back"):
-        Server(weight_checker={"checksums": {}}).run(lambda s: API.clear_weights(s, timeout=5))
+        Server(weight_checker={"checksums": {}}).run(lambda s: API.clear_weights(s, timeout=60))
 
 
 def test_a_colocated_server_must_free_its_memory():
@@ -202,7 +202,7 @@ def test_the_cache_is_emptied_when_the_requests_have_ended(monkeypatch):
     monkeypatch.setattr(vllm_api, "_FLUSH_POLL_SECONDS", 0.0)
     busy = {"success": False}
     server = Server(reset_prefix_cache=[busy, busy, {"success": True}])
-    server.run(lambda s: API.flush_cache(s, timeout=5))
+    server.run(lambda s: API.flush_cache(s, timeout=60))
     assert server.paths == ["/reset_prefix_cache"] * 3
     with pytest.raises(ServerError, match="the prefix cache was not emptied within"):
         Server(reset_prefix_cache=busy).run(lambda s: API.flush_cache(s, timeout=1))

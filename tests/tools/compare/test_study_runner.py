@@ -129,7 +129,7 @@ def test_a_stop_ends_the_processes_and_leaves_no_failure(tmp_path):
     folder = tmp_path / "out" / "runs" / "base"
     wait_for(lambda: len(list(folder.glob("*/seed_1/started"))) == 2)
     process.send_signal(signal.SIGTERM)
-    said, _ = process.communicate(timeout=30)
+    said, _ = process.communicate(timeout=60)
     assert process.returncode == 130 and "run the same command again to continue" in said
     assert not list(folder.glob("*/seed_1/failure.json"))
     left = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout

@@ -65,4 +65,4 @@ def test_workers_end_when_the_conversion_is_killed():
     ) as conversion:
         workers = [psutil.Process(int(conversion.stdout.readline())) for _ in range(2)]
         conversion.kill()
-    assert not psutil.wait_procs(workers, timeout=30)[1]
+    assert not psutil.wait_procs(workers, timeout=60)[1]
