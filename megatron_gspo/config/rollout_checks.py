@@ -119,14 +119,16 @@ def check_environment(
 
 def _check_turns(algorithm: AlgorithmConfig) -> None:
     """The objective takes an advantage per turn, if it is to."""
-    if algorithm.turn_discount is not None and algorithm.has_own_advantages:
+    if algorithm.turn_discount is None:
+        return
+    if algorithm.has_own_advantages:
         raise ConfigError(
             "algorithm.turn_discount",
             algorithm.turn_discount,
             "your own algorithm.advantage_estimator gives one advantage per response",
             "remove it, or set algorithm.advantage_estimator: group",
         )
-    if algorithm.turn_discount is not None and algorithm.importance_sampling_level == "sequence":
+    if algorithm.importance_sampling_level in ("sequence", "geometric_mean"):
         problem = f"{algorithm.name} has one ratio and one advantage per response"
         fix = "set algorithm.name: gspo_token, or this to null"
         raise ConfigError("algorithm.turn_discount", algorithm.turn_discount, problem, fix)

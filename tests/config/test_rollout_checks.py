@@ -58,6 +58,11 @@ SERVERS = ["rollout.engine=sglang", "sglang.num_servers=1"]
             "algorithm.name: gspo_token",
         ),
         (
+            [ENVIRONMENT, "algorithm.name=gmpo", "algorithm.turn_discount=0.5"],
+            "algorithm.turn_discount = 0.5: gmpo has one ratio",
+            "algorithm.name: gspo_token",
+        ),
+        (
             [ENVIRONMENT, "algorithm.name=gspo_token", "algorithm.turn_discount=1.5"],
             "algorithm.turn_discount = 1.5:",
             "<= 1",
