@@ -43,7 +43,12 @@ def check_agents(
     if algorithm.truncated == "penalize":
         problem = "rollout.max_response_length is the limit of a reply, not of a run"
         raise ConfigError("algorithm.truncated", "penalize", problem, "set keep or mask")
-    if data.chat_template:
+    for source in data.sources:
+        if source.verifier is not None:
+            problem = "runs of agents have one verifier"
+            fix = "set data.verifier, which can read prompt.source"
+            raise ConfigError(f"data.sources.{source.name}.verifier", source.verifier, problem, fix)
+    if any(source.chat_template for source in data.by_source.values()):
         problem = "the agent writes the messages, and gets the prompt as it is in the data"
         raise ConfigError("data.chat_template", True, problem, "set it to false")
 

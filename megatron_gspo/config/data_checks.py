@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_gspo.config.code_section import COMPILE_SECONDS
@@ -11,6 +15,7 @@ from megatron_gspo.config.prompt_paths import matching_paths
 from megatron_gspo.config.server_urls import check_url, without_password
 from megatron_gspo.user_code import is_import_path
 
+_SOURCE_NAME = re.compile(r"[A-Za-z0-9_-]+")
 VERIFIERS = ("exact_match", "math_verify", "reasoning_gym", "code")
 # Arguments of `apply_chat_template` that are not the template's, and what sets them.
 _OF_OTHER_KEYS = {
@@ -32,9 +37,45 @@ _OF_OTHER_KEYS = {
 
 
 def check_data(data: DataConfig) -> None:
-    """One source of prompts, a verifier that can score them, and a format that keeps the
+    """Each source has prompts, a verifier that can score them, and a format that keeps the
     question.
     """
+    _check_sources(data)
+    for name, source in data.by_source.items():
+        with _of_source(name):
+            _check_source(source)
+
+
+def _check_sources(data: DataConfig) -> None:
+    if not data.sources:
+        return
+    for key in ("prompts", "task", "eval_prompts"):
+        if getattr(data, key) is not None:
+            problem = "and data.sources both give prompts"
+            raise ConfigError(f"data.{key}", getattr(data, key), problem, "move it into a source")
+    names = Counter(source.name for source in data.sources)
+    for name, count in names.items():
+        if not _SOURCE_NAME.fullmatch(name):
+            problem = "is no name for metrics"
+            fix = "use letters, digits, - and _"
+            raise ConfigError("data.sources.name", name, problem, fix)
+        if count > 1:
+            raise ConfigError("data.sources.name", name, "names two sources", "rename one of them")
+
+
+@contextmanager
+def _of_source(name: str) -> Iterator[None]:
+    """Errors of `data` in the context name the source that they are about."""
+    try:
+        yield
+    except ConfigError as error:
+        if not name:
+            raise
+        key = error.key.replace("data.", f"data.sources.{name}.", 1)
+        raise ConfigError(key, error.value, error.problem, error.fix) from None
+
+
+def _check_source(data: DataConfig) -> None:
     for key, paths in (("prompts", data.prompts), ("eval_prompts", data.eval_prompts)):
         if paths == () or paths == "":
             raise ConfigError(f"data.{key}", paths, "names no file", "name one, or set it to null")
@@ -133,7 +174,13 @@ def _check_code(data: DataConfig) -> None:
 
 
 def check_data_files(data: DataConfig) -> None:
-    """The prompt files and the verifier's file exist."""
+    """The prompt files and the verifiers' files exist."""
+    for name, source in data.by_source.items():
+        with _of_source(name):
+            _check_source_files(source)
+
+
+def _check_source_files(data: DataConfig) -> None:
     for key, paths in (("prompts", data.prompt_paths), ("eval_prompts", data.eval_prompt_paths)):
         for path in paths:
             if not matching_paths(path):

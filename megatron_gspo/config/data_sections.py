@@ -1,8 +1,8 @@
-"""Section `data` and its subsection `data.task`."""
+"""Section `data` and its subsections `data.task` and `data.sources`."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt
@@ -28,6 +28,42 @@ class TaskConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SourceConfig:
+    """One of several sources of prompts. A key that is null has the value of `data`."""
+
+    name: str
+    """Name in metrics; verifiers see it as `prompt.source`."""
+    weight: Annotated[float, Gt(0)] = 1.0
+    """Share of the prompts, relative to the weights of the other sources."""
+    prompts: UserPath | tuple[UserPath, ...] | None = None
+    """Training prompts, as `data.prompts`; null with `task`."""
+    task: TaskConfig | None = None
+    """A generated task in place of `prompts`."""
+    eval_prompts: UserPath | tuple[UserPath, ...] | None = None
+    """Held-out prompts, as `data.eval_prompts`."""
+    prompt_key: str | None = None
+    """Field of the question."""
+    answer_key: str | None = None
+    """Field of the reference answer."""
+    chat_template: bool | None = None
+    """Whether the chat template is applied."""
+    system_prompt: str | None = None
+    """System message."""
+    system_prompt_key: str | None = None
+    """Field of a row's own system message."""
+    last_assistant_message: Literal["error", "drop", "answer", "continue"] | None = None
+    """What to do with a last message that is the assistant's."""
+    prompt_template: str | None = None
+    """Text of a prompt, with {question}."""
+    verifier: UserPath | None = None
+    """Verifier of this source's responses."""
+    verifier_options: dict[str, Any] | None = None
+    """Keyword arguments of the verifier."""
+    verifier_timeout: Annotated[float, Gt(0)] | None = None
+    """Seconds per response."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Prompts, their format and the verifier that scores responses."""
 
@@ -36,6 +72,8 @@ class DataConfig:
     null with `task`."""
     task: TaskConfig | None = None
     """A generated reasoning-gym task in place of `prompts`."""
+    sources: tuple[SourceConfig, ...] = ()
+    """Several sources in place of `prompts` (docs/data.md)."""
     eval_prompts: UserPath | tuple[UserPath, ...] | None = None
     """Held-out prompts, as `prompts`; null uses those of `task`, or none."""
     prompt_key: str = "prompt"
@@ -79,6 +117,30 @@ class DataConfig:
     """Shuffle the prompts on each pass."""
 
     @property
+    def by_source(self) -> dict[str, DataConfig]:
+        """Format and verifier of each source, by its name; of this section alone, under the name
+        "", where it has no sources.
+        """
+        if not self.sources:
+            return {"": self}
+        return {source.name: self._of_source(source) for source in self.sources}
+
+    def _of_source(self, source: SourceConfig) -> DataConfig:
+        given = {key.name: getattr(source, key.name) for key in fields(source)}
+        del given["name"], given["weight"]
+        changes = {key: value for key, value in given.items() if value is not None}
+        return replace(self, sources=(), **changes)
+
+    @property
+    def given_verifiers(self) -> dict[str, str]:
+        """The verifiers that are set, by their keys; those that are null are left out."""
+        given = {"data.verifier": self.verifier}
+        given |= {
+            f"data.sources.{source.name}.verifier": source.verifier for source in self.sources
+        }
+        return {key: verifier for key, verifier in given.items() if verifier is not None}
+
+    @property
     def prompt_paths(self) -> tuple[str, ...]:
         """`prompts` as a list; empty with `task`."""
         return _as_tuple(self.prompts)
@@ -109,7 +171,10 @@ class DataConfig:
     @property
     def has_eval_prompts(self) -> bool:
         """Whether there are held-out prompts."""
-        return self.eval_prompts is not None or (self.task is not None and self.task.eval_size > 0)
+        return any(
+            data.eval_prompts is not None or (data.task is not None and data.task.eval_size > 0)
+            for data in self.by_source.values()
+        )
 
 
 def _as_tuple(paths: str | tuple[str, ...] | None) -> tuple[str, ...]:

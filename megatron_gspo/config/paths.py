@@ -31,6 +31,10 @@ def expand_paths(section: Section, prefix: str = "") -> Section:
         value = getattr(section, name)
         if dataclasses.is_dataclass(value):
             expanded: object = expand_paths(value, f"{prefix}{name}.")
+        elif isinstance(value, tuple) and any(map(dataclasses.is_dataclass, value)):
+            expanded = tuple(
+                expand_paths(item, f"{prefix}{name}.{number}.") for number, item in enumerate(value)
+            )
         elif _is_path(annotation):
             expanded = _expand_value(prefix + name, value)
         else:

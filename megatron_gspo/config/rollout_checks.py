@@ -112,9 +112,9 @@ def check_environment(
         raise ConfigError(
             "rollout.environment", name, "sft trains on reference answers", "remove the key"
         )
-    if data.verifier is not None:
+    for key, verifier in data.given_verifiers.items():
         problem = "has no effect with rollout.environment, which scores the episodes"
-        raise ConfigError("data.verifier", data.verifier, problem, "remove one of the two")
+        raise ConfigError(key, verifier, problem, "remove one of the two")
 
 
 def _check_turns(algorithm: AlgorithmConfig) -> None:

@@ -28,6 +28,7 @@ from megatron_gspo.config import DataConfig
 from megatron_gspo.config.data_checks import check_prompt_format
 from megatron_gspo.data import prompt_files, prompt_rows, prompts, sample
 from megatron_gspo.data.prompt_files import Paths, find_sources, read_rows, split_notes
+from megatron_gspo.data.prompt_mix import MixedPrompts
 from megatron_gspo.data.prompt_rows import Remarks
 from megatron_gspo.data.prompts import (
     PromptSet,
@@ -143,6 +144,8 @@ def digests_of(prompts: Sequence[Prompt]) -> np.ndarray:
     """[n] int64: `token_digest` of each prompt."""
     if isinstance(prompts, MappedPrompts):
         return prompts.digests
+    if isinstance(prompts, MixedPrompts):
+        return np.concatenate([digests_of(part) for part in prompts.parts])
     return np.array([token_digest(prompt) for prompt in prompts], dtype=np.int64)
 
 

@@ -188,15 +188,10 @@ class PromptSource:
         return len(self.prompts)
 
     def order(self, epoch: int) -> np.ndarray:
-        """[n] int64: positions of the prompts in the order of that epoch.
-
-        Sorts raw generator output, the only stream that numpy guarantees not to change between
-        versions.
-        """
+        """[n] int64: positions of the prompts in the order of that epoch."""
         if not self._shuffle:
             return np.arange(len(self))
-        raw = np.random.PCG64(np.random.SeedSequence([self._seed, epoch])).random_raw(len(self))
-        return np.argsort(raw, kind="stable")
+        return prompt_order(len(self), [self._seed, epoch])
 
     def batch(self, cursor: int, size: int) -> tuple[ChosenPrompts, int]:
         """`size` different prompts from `cursor` on, and the cursor after them; a pure function.
@@ -205,20 +200,33 @@ class PromptSource:
         fewer than `size` prompts are left, the rest of the epoch is skipped. Raises PromptError for
         size > n.
         """
+        self._check(cursor, size)
         total = len(self)
-        if not 1 <= size <= total:
-            raise PromptError(
-                f"a batch needs {size} prompts and there are {total}; lower rollout_batch_size or"
-                " add prompts"
-            )
-        if cursor < 0:
-            raise PromptError(f"cursor is {cursor}; it counts prompts from 0")
         epoch, offset = divmod(cursor, total)
         if offset + size > total:
             epoch = epoch + 1
             offset = 0
         chosen = self.order(epoch)[offset : offset + size]
         return ChosenPrompts.by_index(self.prompts, chosen.tolist()), epoch * total + offset + size
+
+    def _check(self, cursor: int, size: int) -> None:
+        if not 1 <= size <= len(self):
+            raise PromptError(
+                f"a batch needs {size} prompts and there are {len(self)}; lower rollout_batch_size"
+                " or add prompts"
+            )
+        if cursor < 0:
+            raise PromptError(f"cursor is {cursor}; it counts prompts from 0")
+
+
+def prompt_order(length: int, seed: Sequence[int]) -> np.ndarray:
+    """[length] int64: positions in a random order.
+
+    Sorts raw generator output, the only stream that numpy guarantees not to change between
+    versions.
+    """
+    raw = np.random.PCG64(np.random.SeedSequence(seed)).random_raw(length)
+    return np.argsort(raw, kind="stable")
 
 
 class _RowReader:

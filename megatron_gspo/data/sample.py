@@ -25,6 +25,7 @@ class Prompt:
     text: the tokenised text, after the chat template.
     answer: reference answer, or None.
     metadata: JSON-able; verifiers get it.
+    source: name of its source in `data.sources`; empty without any.
     """
 
     index: int
@@ -32,6 +33,7 @@ class Prompt:
     text: str
     answer: str | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
+    source: str = ""
 
     @property
     def length(self) -> int:

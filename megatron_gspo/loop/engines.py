@@ -33,7 +33,7 @@ from megatron_gspo.models.adapter_rules import linear_names
 from megatron_gspo.models.model_shape import read_json
 from megatron_gspo.models.peft_files import AdapterFacts
 from megatron_gspo.parallel.rank_zero import run_on_rank_zero
-from megatron_gspo.rewards.scorer import RewardScorer
+from megatron_gspo.rewards.scorer import scorer_of
 from megatron_gspo.rollout.embedded.embedded_engine import EmbeddedEngine
 from megatron_gspo.rollout.embedded.transformers_config import transformers_config
 from megatron_gspo.rollout.engine_protocol import RolloutEngine, end_tokens
@@ -186,19 +186,7 @@ def agent_host(config: Config, shape: ModelShape, tokenizer: Any) -> AgentHost:
         ),
         concurrent_runs=agents.concurrent_runs,
         listen=agents.listen,
-        verifier=None if config.data.verifier is None else RunVerifier(verifier_of(config)),
-    )
-
-
-def verifier_of(config: Config) -> RewardScorer:
-    """The config's verifier. Raises VerifierError if it can't be loaded."""
-    data = config.data
-    return RewardScorer(
-        data.resolved_verifier,
-        data.resolved_verifier_options,
-        timeout=data.verifier_timeout,
-        workers=data.verifier_workers,
-        failure_reward=data.verifier_failure_reward,
+        verifier=None if config.data.verifier is None else RunVerifier(scorer_of(config.data)),
     )
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from megatron_gspo.config import Config, SamplingParams
 from megatron_gspo.data.chosen_prompts import ChosenPrompts
+from megatron_gspo.data.prompt_mix import MixedPrompts, of_each_source
 from megatron_gspo.data.sample import Prompt
 from megatron_gspo.loop.generation import rollout_seed
 from megatron_gspo.loop.reward_scoring import Rewards, require_scores
@@ -35,7 +36,7 @@ def evaluate(
             chosen, evaluation_sampling(config), seed=evaluation_seed(config.seed)
         )
         batch, counts = rewards(batch, prompts, Timers())  # timed as part of the evaluation
-    require_scores(batch, rewards.name)
+    require_scores(batch, rewards.name, prompts)
     # a response that could not be scored counts as not solved
     scores = np.nan_to_num(batch.table["reward"], nan=0.0).reshape(-1, evaluation.n_samples)
     metrics = {
@@ -43,7 +44,11 @@ def evaluate(
         "eval/response_length": float(np.mean(batch.table["response_length"])),
         "eval/verifier_failures": float(sum(counts[name] for name in FAILURES)),
     }
-    return metrics | {f"eval/pass@{k}": pass_at_k(scores, k) for k in evaluation.pass_at_k}
+    metrics |= {f"eval/pass@{k}": pass_at_k(scores, k) for k in evaluation.pass_at_k}
+    if isinstance(prompts, MixedPrompts):
+        for name, is_of_source in of_each_source(prompts, np.arange(len(prompts))).items():
+            metrics[f"eval/accuracy/{name}"] = mean_at_k(scores[is_of_source])
+    return metrics
 
 
 def evaluation_seed(seed: int) -> int:

@@ -112,7 +112,7 @@ class RolloutGenerator:
             equal = equal.joined(batch.select(np.flatnonzero(~keep)))
             if len(varied) >= size * n:
                 break
-        require_scores(varied.joined(equal), self.rewards.name)
+        require_scores(varied.joined(equal), self.rewards.name, self.prompts.prompts)
         metrics = {f"verifier/{name}": float(count) for name, count in failures.items()}
         metrics["groups/generated"] = float(generated)
         filled = equal.select(range(min(len(equal), size * n - len(varied))))

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_gspo.algorithms import zero_variance_groups
+from megatron_gspo.data.prompt_mix import of_each_source
 from megatron_gspo.data.sample import FINISH_REASONS, Prompt, Sample
 from megatron_gspo.data.sample_batch import SampleBatch
 from megatron_gspo.data.turn_spans import spans, with_spans
@@ -24,7 +25,11 @@ from megatron_gspo.parallel.collectives import group_rank, group_size
 from megatron_gspo.parallel.host_exchange import exchange_bytes
 from megatron_gspo.parallel.rank_zero import first_failure
 from megatron_gspo.rewards.scorer import FAILURE, FAILURES, RewardScorer
+from megatron_gspo.rewards.source_scorers import SourceScorers
 from megatron_gspo.rewards.verifiers import VerifierError
+from megatron_gspo.terminal import get_logger
+
+logger = get_logger(__name__)
 
 _ABORTED = FINISH_REASONS.index("abort")
 
@@ -62,7 +67,7 @@ class VerifierRewards:
     with more than their share to ranks with less, or all to rank 0 for a verifier that takes a
     batch."""
 
-    scorer: RewardScorer
+    scorer: SourceScorers | RewardScorer
     name: str
 
     @property
@@ -229,19 +234,40 @@ def _with_reasons(
     )
 
 
-def require_scores(batch: SampleBatch, name: str) -> None:
+def require_scores(batch: SampleBatch, name: str, prompts: Sequence[Prompt]) -> None:
     """Raise ``VerifierError`` if no response has a score: then the verifier is broken, not the
-    responses.
+    responses. If those to prompts of one source have none, a line says so.
+
+    prompts: of the data, by index. A collective of the batch's group.
     """
-    if np.isnan(batch.table["reward"]).all():
-        local_reason = next(
-            (sample.metadata[FAILURE] for sample in batch.samples if FAILURE in sample.metadata), ""
-        )
-        failure = first_failure(local_reason, batch.group)
-        reason = "no reason given" if failure is None else failure[1]
+    failed = np.isnan(batch.table["reward"])
+    if failed.all():
+        reason = _first_reason(batch, failed)
         raise VerifierError(
             f"{name} failed on all {len(batch)} responses of a batch (the first: {reason}); fix it"
         )
+    for source, is_of_source in of_each_source(prompts, batch.table["prompt_index"]).items():
+        if is_of_source.any() and failed[is_of_source].all():
+            reason = _first_reason(batch, is_of_source)
+            if group_rank(batch.group) == 0:
+                logger.warning(
+                    f"warning: all {int(is_of_source.sum())} responses of a batch to prompts of"
+                    f" {source} have no reward (the first: {reason})"
+                )
+
+
+def _first_reason(batch: SampleBatch, chosen: np.ndarray) -> str:
+    """Why the first of the chosen responses [N] bool that failed did. A collective."""
+    local_reason = next(
+        (
+            sample.metadata[FAILURE]
+            for i, sample in batch.held.items()
+            if chosen[i] and FAILURE in sample.metadata
+        ),
+        "",
+    )
+    failure = first_failure(local_reason, batch.group)
+    return "no reason given" if failure is None else failure[1]
 
 
 def counts_in_group(table: np.ndarray) -> np.ndarray:

@@ -192,7 +192,10 @@ class RolloutCache:
             conditions |= {f"{section}.{key}": config[section][key] for key in keys}
         del conditions["data.cache_dir"]
         conditions["the engine's routes"] = self.config.routing.needs_rollout_routes
-        conditions["the verifier's file"] = _digest_of_file(self.config.data.resolved_verifier)
+        for name, data in self.config.data.by_source.items():
+            of_source = f" of {name}" if name else ""
+            digest = _digest_of_file(data.resolved_verifier)
+            conditions[f"the verifier's file{of_source}"] = digest
         conditions["the perturbation's file"] = _digest_of_file(
             self.config.routing.perturbation or ""
         )

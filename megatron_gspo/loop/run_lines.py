@@ -45,7 +45,11 @@ def start_lines(config: Config, *, prompts: int, held_out: int, verifier: str) -
         else f" and routing replay {config.routing.replay.upper()}"
     )
     adapters = f", LoRA adapters of rank {config.lora.rank}" if config.lora.is_on else ""
-    source = data.task.name if data.task is not None else data.prompts
+    sources = [
+        f"{name} {source.task.name if source.task is not None else source.prompts}".strip()
+        for name, source in data.by_source.items()
+    ]
+    source = ", ".join(sources)
     if config.algorithm.is_supervised:
         task = f"{prompts:,} demonstrations of {source}"
     else:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 
 from megatron_gspo.agents.run_samples import COUNTS
-from megatron_gspo.data.sample import FINISH_REASONS
+from megatron_gspo.data.prompt_mix import MixedPrompts, of_each_source
+from megatron_gspo.data.sample import FINISH_REASONS, Prompt
 from megatron_gspo.data.training_batch import TrainingBatch
 from megatron_gspo.loop.reward_scoring import in_varied_group
 
@@ -39,6 +40,26 @@ def sample_metrics(batch: TrainingBatch, *, version: int, supervised: bool) -> d
         "reward/std": float(rewards.std()),
         "groups/zero_variance": 1.0 - float(np.mean(in_varied_group(table))),
     }
+
+
+def source_metrics(table: np.ndarray, prompts: Sequence[Prompt]) -> dict[str, float]:
+    """``sources/*`` of a batch whose prompts are of `data.sources`; empty for others.
+
+    prompts: of the data, by index.
+    """
+    if not isinstance(prompts, MixedPrompts):
+        return {}
+    metrics = {}
+    for name, chosen in of_each_source(prompts, table["prompt_index"]).items():
+        rows = table[chosen]
+        rewards = rows["reward"][~np.isnan(rows["reward"])]
+        metrics[f"sources/{name}/prompts"] = float(len(np.unique(rows["prompt_index"])))
+        if len(rewards):
+            metrics[f"sources/{name}/reward"] = float(rewards.mean())
+        if len(rows):
+            metrics[f"sources/{name}/response_length"] = float(rows["response_length"].mean())
+            metrics[f"sources/{name}/zero_variance"] = 1.0 - float(np.mean(in_varied_group(rows)))
+    return metrics
 
 
 def staleness(batch: TrainingBatch, version: int) -> dict[str, float]:

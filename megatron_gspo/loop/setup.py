@@ -11,11 +11,12 @@ from torch import Tensor
 from transformers.utils.logging import disable_progress_bar
 
 from megatron_gspo.config import Config
+from megatron_gspo.data.prompt_mix import MixedPrompts, MixedPromptSource
 from megatron_gspo.data.prompts import PromptError, PromptSource
 from megatron_gspo.data.sample import Prompt
 from megatron_gspo.environments.environment_pool import EnvironmentPool
 from megatron_gspo.loop.adapter_start import start_from_adapters
-from megatron_gspo.loop.engines import build_sources, embedded_engine, verifier_of
+from megatron_gspo.loop.engines import build_sources, embedded_engine
 from megatron_gspo.loop.inputs import (
     check_prompts,
     check_weights,
@@ -31,6 +32,7 @@ from megatron_gspo.mcore.megatron_options import MegatronOptions
 from megatron_gspo.mcore.policy import Policy, TrainedParts, build_policy, check_megatron_options
 from megatron_gspo.mcore.process_groups import ProcessGroups, initialize
 from megatron_gspo.rewards.sandbox.visible_files import refuse_visible_run
+from megatron_gspo.rewards.source_scorers import source_scorers
 from megatron_gspo.rollout.engine_protocol import RolloutEngine
 from megatron_gspo.rollout.group_source import GroupSource, Weights
 from megatron_gspo.routing_replay.perturbation import Perturbation, load_perturbation
@@ -106,7 +108,6 @@ def build_components(config: Config, *, engine: RolloutEngine | None = None) -> 
     """
     perturbation = load_perturbation(config.routing)
     parallel = config.parallel
-    data = config.data
     shape = check_weights(config)
     options = check_megatron_options(
         config.megatron, shape, parallel, config.model, config.optimizer, config.routing
@@ -154,12 +155,23 @@ def build_components(config: Config, *, engine: RolloutEngine | None = None) -> 
         groups=source,
         eval_groups=eval_source,
         rewards=rewards,
-        prompts=PromptSource(train, seed=config.seed, shuffle=data.shuffle),
+        prompts=prompt_source(config, train),
         eval_prompts=held_out,
         dropped_prompts=dropped,
         tokenizer=tokenizer,
         perturbation=perturbation,
     )
+
+
+def prompt_source(config: Config, prompts: Sequence[Prompt]) -> PromptSource:
+    """The prompts in the order of training. Raises PromptError if a source has too few of them."""
+    data = config.data
+    if not isinstance(prompts, MixedPrompts):
+        return PromptSource(prompts, seed=config.seed, shuffle=data.shuffle)
+    weights = {source.name: source.weight for source in data.sources}
+    mixed = MixedPromptSource(prompts, weights, seed=config.seed, shuffle=data.shuffle)
+    mixed.check_sizes(config.rollout.rollout_batch_size)
+    return mixed
 
 
 def build_rewards(config: Config, environments: EnvironmentPool | None) -> Rewards:
@@ -171,7 +183,9 @@ def build_rewards(config: Config, environments: EnvironmentPool | None) -> Rewar
         name = f"environment {config.rollout.environment!r}"
         return EpisodeRewards(environments, name, data.verifier_failure_reward)
     refuse_visible_run(config)
-    return VerifierRewards(verifier_of(config), f"verifier {data.resolved_verifier!r}")
+    names = dict.fromkeys(source.resolved_verifier for source in data.by_source.values())
+    what = "verifier " + ", ".join(repr(name) for name in names)
+    return VerifierRewards(source_scorers(data), what)
 
 
 def _critic(config: Config, groups: ProcessGroups, options: MegatronOptions) -> Policy:

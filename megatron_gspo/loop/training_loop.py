@@ -33,7 +33,12 @@ from megatron_gspo.loop.rollout_correction import correct_mismatch
 from megatron_gspo.loop.routing import RoutingReplay, same_routers
 from megatron_gspo.loop.run_lines import end_lines, start_lines
 from megatron_gspo.loop.run_lock import sole_writer
-from megatron_gspo.loop.sample_metrics import agent_metrics, sample_metrics, throughput
+from megatron_gspo.loop.sample_metrics import (
+    agent_metrics,
+    sample_metrics,
+    source_metrics,
+    throughput,
+)
 from megatron_gspo.loop.setup import Components, build_components
 from megatron_gspo.loop.step_plan import plan_step
 from megatron_gspo.loop.stop_signal import stop_on_signal
@@ -193,6 +198,7 @@ def train_step(
     batch, correction_metrics = correct_mismatch(batch, config.algorithm)
     metrics = rollout.metrics | score_metrics | mask_metrics | correction_metrics
     metrics |= sample_metrics(batch, version=step, supervised=config.algorithm.is_supervised)
+    metrics |= source_metrics(batch.table, run.prompts.prompts)
     if config.agents.is_on:
         metrics |= agent_metrics(batch)
     checkpoints.poll(timers)  # most of a step's time has passed
@@ -209,7 +215,8 @@ def train_step(
 def _start_lines(run: Components) -> list[str]:
     data = run.config.data
     environment = run.config.rollout.environment
-    verifier = data.resolved_verifier
+    verifiers = dict.fromkeys(source.resolved_verifier for source in data.by_source.values())
+    verifier = ", ".join(verifiers)
     if environment is not None:
         verifier = f"environment {environment}"
     elif run.config.agents.is_on:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_gspo.config import DataConfig
 from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.rewards.named_reward import VERDICTS
 from megatron_gspo.rewards.verifiers import Verifier, load_verifier
@@ -189,6 +190,17 @@ class RewardScorer:
         names = [message for status, _, message in replies if status == "ok"]
         verdicts = {name: names.count(name) for name in self.verdicts}
         return Scores(rewards, statuses, messages, counts, first_messages, verdicts)
+
+
+def scorer_of(data: DataConfig) -> RewardScorer:
+    """The verifier of a source of prompts. Raises VerifierError if it can't be loaded."""
+    return RewardScorer(
+        data.resolved_verifier,
+        data.resolved_verifier_options,
+        timeout=data.verifier_timeout,
+        workers=data.verifier_workers,
+        failure_reward=data.verifier_failure_reward,
+    )
 
 
 def score(

@@ -8,6 +8,8 @@ import pytest
 
 from tests.config.building import assert_refused
 
+NO_TASK = ["data.task=null", "data.verifier=null"]
+
 
 @pytest.mark.parametrize(
     ("overrides", "key", "fix"),
@@ -54,6 +56,50 @@ from tests.config.building import assert_refused
         ),
         (["data.prompt_template='Q:'"], "data.prompt_template =", "{question}"),
         (["data.system_prompt=Hi"], "data.system_prompt =", "data.chat_template: true"),
+        (
+            ["data.sources=[{name: a, prompts: x.jsonl}]"],
+            "data.task =",
+            "move it into a source",
+        ),
+        (
+            [*NO_TASK, "data.sources=[{name: a/b, prompts: x.jsonl}]"],
+            'data.sources.name = "a/b": is no name',
+            "use letters",
+        ),
+        (
+            [*NO_TASK, "data.sources=[{name: a, prompts: x}, {name: a, prompts: y}]"],
+            'data.sources.name = "a": names two sources',
+            "rename one",
+        ),
+        ([*NO_TASK, "data.sources=[{name: a}]"], "data.sources.a.prompts = null:", "set one"),
+        (
+            [*NO_TASK, "data.sources=[{name: a, prompts: x, weight: 0}]"],
+            "data.sources.0.weight = 0",
+            "> 0",
+        ),
+        (
+            [*NO_TASK, "data.sources=[{name: a, prompts: x, verifier: regex}]"],
+            'data.sources.a.verifier = "regex":',
+            "path/to/file.py:function",
+        ),
+        (
+            [
+                *NO_TASK,
+                "data.sources=[{name: a, prompts: x, verifier: exact_match}]",
+                "rollout.environment=my.py:Game",
+            ],
+            "data.sources.a.verifier =",
+            "remove one",
+        ),
+        (
+            [
+                *NO_TASK,
+                "data.sources=[{name: a, prompts: x, verifier: exact_match}]",
+                "agents.function=my.py:run",
+            ],
+            "data.sources.a.verifier =",
+            "set data.verifier",
+        ),
     ],
 )
 def test_contradictions_are_refused_at_load(

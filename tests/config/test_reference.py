@@ -22,7 +22,7 @@ def test_help_lists_every_key(capsys: pytest.CaptureFixture[str]) -> None:
         """Keys of pydantic's JSON schema: a second way to the same list."""
         names = []
         for name, field in schema["properties"].items():
-            options = [field, *field.get("anyOf", [])]
+            options = [field, field.get("items", {}), *field.get("anyOf", [])]
             references = [
                 option["$ref"].rpartition("/")[2] for option in options if "$ref" in option
             ]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_gspo.config import Config
+from megatron_gspo.data.prompt_mix import MixedPrompts
 from megatron_gspo.loop.evaluation import evaluate, evaluation_sampling, is_evaluation_due
 from megatron_gspo.loop.timers import Timers
 from megatron_gspo.rewards.verifiers import VerifierError
@@ -59,6 +60,9 @@ def test_accuracy_by_hand():
         "eval/pass@1": 0.25,
         "eval/pass@2": 0.5,
     }
+    mixed = MixedPrompts({"a": PROMPTS[:1], "b": PROMPTS[:1]})
+    by_source = evaluate(source, Rewards(), mixed, config(), Timers())
+    assert (by_source["eval/accuracy/a"], by_source["eval/accuracy/b"]) == (0.5, 0.0)
     assert source.pending() == [0], "training groups stay in flight"
     assert set(timers.read_and_reset()) == {
         "time/evaluate",

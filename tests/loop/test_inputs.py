@@ -18,6 +18,7 @@ from megatron_gspo.loop.inputs import (
     load_tokenizer,
     prompt_cache,
 )
+from megatron_gspo.loop.setup import prompt_source
 from tests.support.prompt_rows import write_jsonl
 from tests.support.training_runs import WORD, base_config, tiny_model
 
@@ -85,6 +86,44 @@ def test_prompts_of_files_and_of_a_task(model: Path) -> None:
     assert 190 < len(train) + dropped <= 200
     assert len(held_out) == 8, "questions that are held out are not trained on"
     assert not {prompt.text for prompt in train} & {prompt.text for prompt in held_out}
+
+
+def test_prompts_of_several_sources(model: Path) -> None:
+    tokenizer = load_tokenizer(config(model))
+    rows = [{"question": f"{WORD} {word}", "solution": word[::-1]} for word in ("sun", "moon" * 12)]
+    write_jsonl(model / "words.jsonl", rows)
+    words = {
+        "name": "words",
+        "prompts": str(model / "words.jsonl"),
+        "prompt_key": "question",
+        "answer_key": "solution",
+    }
+    task = {
+        "name": "task",
+        "task": {"name": "spell_backward", "size": 20, "eval_size": 3},
+        "prompt_template": "{question} ",
+        "weight": 3,
+    }
+    several = config(
+        model,
+        data={"task": None, "sources": [words, task]},
+        evaluation={"max_prompts": 2},
+    )
+    train, held_out, dropped = load_data(several, tokenizer, prompt_cache(several))
+    assert (train[0].answer, train[0].source, train[1].source) == ("nus", "words", "task")
+    assert dropped >= 1 and len(train) + dropped >= 21
+    assert [prompt.source for prompt in held_out] == ["task", "task"]
+    check_prompts(several, train, held_out, 1000)
+    with pytest.raises(PromptError, match="the model's vocabulary ends at 1"):
+        check_prompts(several, train, held_out, 2)
+    with pytest.raises(PromptError, match="a batch has 3 prompts of words, which has 1"):
+        prompt_source(
+            config(
+                model,
+                data={"task": None, "sources": [{**words, "weight": 9}, task]},
+            ),
+            train,
+        )
 
 
 def test_held_out_prompts_that_are_trained_on_are_said(

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
+from megatron_gspo.data.prompt_mix import MixedPrompts
 from megatron_gspo.data.sample_batch import SampleBatch, rows_of
 from megatron_gspo.data.turn_spans import spans
 from megatron_gspo.loop.reward_scoring import (
@@ -171,6 +172,19 @@ def test_a_batch_without_any_score_is_the_verifiers_fault():
     with pytest.raises(
         VerifierError, match=r"environment 'e' failed on all 2 responses .*timeout: 2 s\); fix it"
     ):
-        require_scores(SampleBatch.of(samples), "environment 'e'")
+        require_scores(SampleBatch.of(samples), "environment 'e'", [make_prompt()])
     samples[1].reward = 0.0
-    require_scores(SampleBatch.of(samples), "environment 'e'")
+    require_scores(SampleBatch.of(samples), "environment 'e'", [make_prompt()])
+
+
+def test_a_source_without_any_score_is_said(caplog):
+    prompts = MixedPrompts({"a": [make_prompt(0)], "b": [make_prompt(0)]})
+    samples = [
+        make_sample(1, 1, prompt_index=0, reward=1.0),
+        make_sample(1, 1, prompt_index=1, metadata={FAILURE: "error: no file"}),
+    ]
+    with caplog.at_level("WARNING"):
+        require_scores(SampleBatch.of(samples), "verifier 'mine'", prompts)
+    assert "all 1 responses of a batch to prompts of b have no reward (the first: error: no" in (
+        caplog.text
+    )

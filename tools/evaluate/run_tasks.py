@@ -21,7 +21,7 @@ from megatron_gspo.loop.evaluation import evaluation_sampling, evaluation_seed
 from megatron_gspo.loop.inputs import load_data, load_tokenizer
 from megatron_gspo.loop.reward_scoring import score_episodes
 from megatron_gspo.rewards.sandbox.visible_files import refuse_visible_files, refuse_visible_run
-from megatron_gspo.rewards.scorer import FAILURE, RewardScorer
+from megatron_gspo.rewards.scorer import FAILURE, RewardScorer, scorer_of
 from megatron_gspo.rewards.verifiers import VerifierError
 from megatron_gspo.tools.evaluate.response_engines import ResponseEngine, open_engine
 from megatron_gspo.tools.evaluate.response_file import ResponseFile
@@ -29,7 +29,7 @@ from megatron_gspo.tools.evaluate.targets import Target, hugging_face_folder
 from megatron_gspo.tools.evaluate.task_files import (
     Task,
     Window,
-    held_out_task,
+    held_out_tasks,
     load_task,
     task_names,
 )
@@ -72,7 +72,7 @@ def load_tasks(
     if not files:
         refuse_visible_run(config)
         _, held_out, _ = load_data(config, tokenizer)
-        return (held_out_task(held_out, config.data, "data.eval_prompts"),)
+        return held_out_tasks(held_out, config.data)
     task_names(files)
     tasks = tuple(load_task(file, tokenizer, config.data, given, window, limit) for file in files)
     if any(task.data.resolved_verifier == "code" for task in tasks):
@@ -222,13 +222,7 @@ def _scoring(config: Config, task: Task) -> Iterator[Scoring]:
         name = "the agent" if config.agents.is_on else f"environment {config.rollout.environment!r}"
         yield _PlayedScores(name, data.verifier_failure_reward)
         return
-    scorer = RewardScorer(
-        data.resolved_verifier,
-        data.resolved_verifier_options,
-        timeout=data.verifier_timeout,
-        workers=data.verifier_workers,
-        failure_reward=data.verifier_failure_reward,
-    )
+    scorer = scorer_of(data)
     with scorer:
         yield _VerifierScores(scorer, f"verifier {data.resolved_verifier!r}", task.prompts)
 

@@ -71,6 +71,7 @@ def evaluation_config(
     if tasks:
         data["data"] = data.get("data", {}) | {
             "task": None,
+            "sources": [],
             "prompts": str(tasks[0]),
             "eval_prompts": str(tasks[0]),
         }

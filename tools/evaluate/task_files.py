@@ -15,6 +15,7 @@ from typing import Any
 from megatron_gspo.config import ConfigError, DataConfig
 from megatron_gspo.config.data_checks import check_data
 from megatron_gspo.data.prompt_files import HELD_OUT, PromptError, read_rows, split_notes
+from megatron_gspo.data.prompt_mix import MixedPrompts
 from megatron_gspo.data.prompt_rows import has_field
 from megatron_gspo.data.prompts import Tokenizer, build_prompts
 from megatron_gspo.data.sample import Prompt
@@ -99,7 +100,7 @@ def load_task(
         data = replace(data, verifier=layout.verifier, verifier_options={})
     if "data.overlong_prompts" not in given:
         data = replace(data, overlong_prompts="error")
-    data = replace(data, task=None, prompts=str(file), eval_prompts=None)
+    data = replace(data, task=None, sources=(), prompts=str(file), eval_prompts=None)
     check_data(data)
     left_out: Counter[str] = Counter()
     kept = list(_read(rows, layout, data.code.language, window, left_out))
@@ -156,11 +157,16 @@ def _date(layout: Layout, location: str, row: dict[str, Any]) -> datetime:
     return date
 
 
-def held_out_task(prompts: Sequence[Prompt], data: DataConfig, key: str) -> Task:
-    """A run's own held-out prompts.
-
-    key: of the config that would give them. Raises ``ConfigError`` without any.
+def held_out_tasks(prompts: Sequence[Prompt], data: DataConfig) -> tuple[Task, ...]:
+    """A run's own held-out prompts, a task for each source of prompts that has some. Raises
+    ``ConfigError`` without any.
     """
     if not prompts:
-        raise ConfigError(key, None, "the run has no held-out prompts", "give --tasks FILE")
-    return Task("held_out", data, tuple(prompts))
+        problem = "the run has no held-out prompts"
+        raise ConfigError("data.eval_prompts", None, problem, "give --tasks FILE")
+    if not isinstance(prompts, MixedPrompts):
+        return (Task("held_out", data, tuple(prompts)),)
+    return tuple(
+        Task(name, data.by_source[name], tuple(part))
+        for name, part in zip(prompts.names, prompts.parts, strict=True)
+    )

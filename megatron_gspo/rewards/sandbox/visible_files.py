@@ -49,11 +49,10 @@ def refuse_visible_files(code: CodeConfig, paths: Mapping[str, object]) -> None:
 def refuse_visible_run(config: Config) -> None:
     """The same for a training run."""
     data = config.data
-    paths = {
-        "data.prompts": data.prompts,
-        "data.eval_prompts": data.eval_prompts,
-        "model.path": config.model.path,
-        "run_dir": config.run_dir,
-    }
-    if data.resolved_verifier == "code":
+    paths: dict[str, object] = {"model.path": config.model.path, "run_dir": config.run_dir}
+    for name, source in data.by_source.items():
+        section = f"data.sources.{name}" if name else "data"
+        paths[f"{section}.prompts"] = source.prompts
+        paths[f"{section}.eval_prompts"] = source.eval_prompts
+    if any(source.resolved_verifier == "code" for source in data.by_source.values()):
         refuse_visible_files(data.code, paths)

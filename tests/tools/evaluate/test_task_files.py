@@ -8,12 +8,14 @@ from datetime import datetime
 import numpy as np
 import pytest
 
-from megatron_gspo.config import ConfigError, DataConfig
+from megatron_gspo.config import ConfigError, DataConfig, SourceConfig
+from megatron_gspo.data.prompt_mix import MixedPrompts
 from megatron_gspo.data.prompts import PromptError
 from megatron_gspo.data.sample import Prompt
 from megatron_gspo.rewards.sandbox.case_formats import read_tests
-from megatron_gspo.tools.evaluate.task_files import held_out_task, load_task
+from megatron_gspo.tools.evaluate.task_files import held_out_tasks, load_task
 from megatron_gspo.tools.make_tiny_model import character_tokenizer
+from tests.support.samples import make_prompt
 from tests.tools.evaluate.public_files import (
     AIME,
     CODEFORCES,
@@ -125,6 +127,17 @@ def test_the_fingerprint_is_of_all_that_scores_depend_on(tmp_path):
 
 def test_a_runs_held_out_prompts():
     prompt = Prompt(0, np.array([5]), "a", "b")
-    assert held_out_task([prompt], DATA, "data.eval_prompts").prompts == (prompt,)
+    (task,) = held_out_tasks([prompt], DATA)
+    assert task.prompts == (prompt,)
     with pytest.raises(ConfigError, match="the run has no held-out prompts; give --tasks FILE"):
-        held_out_task([], DATA, "data.eval_prompts")
+        held_out_tasks([], DATA)
+
+
+def test_each_source_of_a_run_is_a_task():
+    words = SourceConfig(name="words", prompts="a")
+    maths = SourceConfig(name="maths", prompts="b", verifier="math_verify")
+    data = replace(DATA, sources=(words, maths))
+    prompts = MixedPrompts({"maths": [make_prompt(0), make_prompt(1)]})
+    (task,) = held_out_tasks(prompts, data)
+    assert (task.name, task.data.verifier) == ("maths", "math_verify")
+    assert [prompt.index for prompt in task.prompts] == [0, 1]
