@@ -63,4 +63,18 @@ ROLLOUTS = (
             "tests/loop/test_generation.py::test_servers_generate_while_the_first_groups_are_scored"
         ),
     ),
+    SeededBug(
+        name="a source has the weight of another one",
+        file="megatron_gspo/data/prompt_mix.py",
+        before="[weight / sum(given) for weight in given]",
+        after="[weight / sum(given) for weight in given[::-1]]",
+        test="tests/data/test_prompt_mix.py::test_draws_by_hand",
+    ),
+    SeededBug(
+        name="the rewards of sources are in each other's places",
+        file="megatron_gspo/rewards/source_scorers.py",
+        before="_in_order(scored, np.argsort(order))",
+        after="_in_order(scored, np.arange(len(order)))",
+        test="tests/rewards/test_source_scorers.py::test_each_response_gets_the_reward_of_its_source",
+    ),
 )
