@@ -12,7 +12,7 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -50,20 +50,6 @@ class Environments(Protocol):
     """What episodes need of an `EnvironmentPool`."""
 
     def step(self, requests: Sequence[StepRequest]) -> list[Reply]: ...
-
-
-@dataclass(frozen=True)
-class EpisodeRules:
-    """max_turns: responses of an episode. max_turn_length: tokens of a response; None: what is left
-    of the episode's `max_response_length`. max_length: tokens of prompt and response that the
-    engine supports. max_run_tokens: of all branches of a conversation; None: max_length. branches:
-    whether it may have several."""
-
-    max_turns: int
-    max_length: int
-    max_turn_length: int | None = None
-    max_run_tokens: int | None = None
-    branches: bool = True
 
 
 class TextRendering:
@@ -111,14 +97,18 @@ class EpisodeHost:
     def __init__(
         self,
         environments: Environments,
-        rules: EpisodeRules,
+        limits: RunLimits,
         encode: Encode,
         decode: Decode,
         conversation: Callable[[], Rendering],
+        *,
+        branches: bool = True,
     ) -> None:
-        """conversation: the rendering for environments with tools; it raises InputError where the
-        config or the tokenizer has none."""
-        self.rules = rules
+        """limits: of a conversation, and calls and their length in any episode. conversation: the
+        rendering for environments with tools; it raises InputError where the config or the
+        tokenizer has none. branches: whether a conversation may have several."""
+        self.limits = limits
+        self._branches = branches
         self._environments = environments
         self._encode = encode
         self._decode = decode
@@ -174,7 +164,18 @@ class EpisodeHost:
         unopened = StepRequest(prompt, request.sample_index, _environment_seed(request), ())
         status, opening, message = await step(unopened)
         tools = opening.get("tools") if status == "ok" else None
-        run = self._open_run(request, generator, max_response_length, has_tools=tools is not None)
+        limits = replace(
+            self.limits, max_call_length=min(self.limits.max_call_length, max_response_length)
+        )
+        rendering: Rendering
+        if tools is not None:
+            rendering = self._conversation()
+        else:
+            rendering = TextRendering(prompt.token_ids, self._encode, self._decode)
+            length = prompt.length + max_response_length
+            limits = replace(limits, max_context=length, max_run_tokens=length)
+        number = 0  # of an address, which it does not have
+        run = AgentRun(number, request.run_seed, limits, rendering, generator, self._executor)
         opened.append(run)
         outcome = Outcome(math.nan, f"{status}: {message}")
         if status == "ok":
@@ -186,40 +187,13 @@ class EpisodeHost:
         if rounds is not None:
             rounds.end_run()  # not if it has failed, which ends all of them
         finished = FinishedRun.of(run, outcome)
-        if len(finished.rows) > 1 and not self.rules.branches:
+        if len(finished.rows) > 1 and not self._branches:
             raise InputError(
                 "rollout.environment: the messages of an episode do not continue each other, and"
                 " the values of one sequence say nothing of its branches; append to the messages,"
                 " or use an objective without a value model"
             )
         return run_sample(prompt, request.sample_index, finished, has_messages=tools is not None)
-
-    def _open_run(
-        self,
-        request: RunRequest,
-        generator: Generator,
-        max_response_length: int,
-        *,
-        has_tools: bool,
-    ) -> AgentRun:
-        rules = self.rules
-        rendering: Rendering
-        if has_tools:
-            rendering = self._conversation()
-            max_context = rules.max_length
-            max_run_tokens = rules.max_run_tokens or rules.max_length
-        else:
-            rendering = TextRendering(request.prompt.token_ids, self._encode, self._decode)
-            max_context = request.prompt.length + max_response_length
-            max_run_tokens = max_context
-        limits = RunLimits(
-            max_calls=rules.max_turns,
-            max_call_length=rules.max_turn_length or max_response_length,
-            max_context=max_context,
-            max_run_tokens=max_run_tokens,
-        )
-        number = 0  # of an address, which it does not have
-        return AgentRun(number, request.run_seed, limits, rendering, generator, self._executor)
 
 
 class EpisodeEngine(WrappedEngine):
@@ -243,7 +217,7 @@ class EpisodeEngine(WrappedEngine):
             sampling,
             rounds=rounds,
             seed=seed,
-            max_length=self._host.rules.max_length,
+            max_length=self._host.limits.max_context,
         )
         with single_error():
             samples = asyncio.run(

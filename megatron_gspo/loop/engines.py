@@ -25,7 +25,6 @@ from megatron_gspo.environments.episodes import (
     Encode,
     EpisodeEngine,
     EpisodeHost,
-    EpisodeRules,
 )
 from megatron_gspo.errors import first_line
 from megatron_gspo.loop.weight_handles import handle_sources
@@ -217,15 +216,19 @@ def episode_host(
             raise ConfigError("data.chat_template", True, problem, "set it to false")
         return message_rendering(config, shape, tokenizer)
 
-    rules = EpisodeRules(
-        max_turns=rollout.max_turns,
-        max_length=config.data.max_prompt_length + rollout.max_response_length,
-        max_turn_length=rollout.max_turn_length,
-        max_run_tokens=config.max_run_tokens,
+    return EpisodeHost(
+        environments,
+        RunLimits(
+            max_calls=rollout.max_turns,
+            max_call_length=rollout.max_turn_length or rollout.max_response_length,
+            max_context=config.max_context,
+            max_run_tokens=config.max_run_tokens,
+        ),
+        text_encoder(tokenizer),
+        lambda ids: decoder()(ids),
+        conversation,
         branches=not config.algorithm.needs_critic,
     )
-    encode = text_encoder(tokenizer)
-    return EpisodeHost(environments, rules, encode, lambda ids: decoder()(ids), conversation)
 
 
 def _server_source(

@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import torch.distributed as dist
 
+from megatron_gspo.agents.agent_run import RunLimits
 from megatron_gspo.data.turn_spans import spans
-from megatron_gspo.environments.episodes import EpisodeRules
 from megatron_gspo.rollout.engine_protocol import RolloutEngine, SamplingParams
 from megatron_gspo.rollout.sample_exchange import generate_on_ranks
 from tests.rollout.embedded.test_route_recorder import naive_routes
@@ -19,7 +19,7 @@ from tests.support.scripted_episodes import Depends, engine_and_reference, playi
 def test_episodes_on_a_model_are_those_of_one_plain_pass():
     """Log-probs and routes of every generated token, independent of earlier calls."""
     engine, reference = engine_and_reference()
-    episodes = playing(engine, Depends(), EpisodeRules(3, 60, max_turn_length=8))
+    episodes = playing(engine, Depends(), RunLimits(max_calls=3, max_call_length=8, max_context=60))
     assert isinstance(episodes, RolloutEngine)
     questions = prompts(8)
     sampling = SamplingParams(3, 40, temperature=0.8)
@@ -46,7 +46,7 @@ def test_episodes_on_a_model_are_those_of_one_plain_pass():
 
 def over_ranks(rank, world_size):
     engine, _ = engine_and_reference()
-    episodes = playing(engine, Depends(), EpisodeRules(3, 60, max_turn_length=8))
+    episodes = playing(engine, Depends(), RunLimits(max_calls=3, max_call_length=8, max_context=60))
     questions = prompts(5)
     sampling = SamplingParams(2, 40)
     whole = episodes.generate(questions, sampling, seed=1)

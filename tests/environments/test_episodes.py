@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from megatron_gspo.agents.agent_host import RunRequest
+from megatron_gspo.agents.agent_run import RunLimits
 from megatron_gspo.agents.agent_source import single_error
 from megatron_gspo.agents.rendering import TemplateRendering
 from megatron_gspo.agents.run_samples import COUNTS, MESSAGES
@@ -19,7 +20,6 @@ from megatron_gspo.config import SamplingParams
 from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.data.turn_spans import Span, spans
 from megatron_gspo.environments.environment import Environments, StepRequest, Turn
-from megatron_gspo.environments.episodes import EpisodeRules
 from megatron_gspo.errors import EngineError, InputError
 from megatron_gspo.rewards.scorer import FAILURE
 from megatron_gspo.rewards.worker import Reply
@@ -35,7 +35,7 @@ from tests.support.scripted_episodes import (
 )
 from tests.support.scripted_generator import ScriptedGenerator
 
-RULES = EpisodeRules(max_turns=3, max_length=60)
+LIMITS = RunLimits(max_calls=3, max_context=60)
 QUESTION = Prompt(4, np.array([2, 3]), "question")
 
 
@@ -86,9 +86,9 @@ class Replies:
 
 
 def played(
-    engine: Script, environments: Any, *, limit: int = 20, rules: EpisodeRules = RULES
+    engine: Script, environments: Any, *, limit: int = 20, limits: RunLimits = LIMITS
 ) -> Sample:
-    [sample] = playing(engine, environments, rules).generate(
+    [sample] = playing(engine, environments, limits).generate(
         [QUESTION], SamplingParams(1, limit), seed=9
     )
     sample.check()
@@ -129,7 +129,7 @@ def test_draws_are_a_function_of_prompt_sample_and_turn() -> None:
                     for sample in Script([{"ids": [1]}]).generate([prompt], sampling, seed=0)
                 ]
 
-        playing(Numbers(), Depends(turns=99), RULES).generate(
+        playing(Numbers(), Depends(turns=99), LIMITS).generate(
             questions, SamplingParams(4, 20), seed=seed
         )
         return numbers
@@ -171,7 +171,10 @@ def test_limits(
     engine = Whole([{"ids": [15, 16, 1]}] * 3)
     environments = Replies(replies)
     sample = played(
-        engine, environments, limit=limit, rules=replace(RULES, max_turn_length=turn_limit)
+        engine,
+        environments,
+        limit=limit,
+        limits=replace(LIMITS, max_call_length=turn_limit or limit),
     )
     assert len(environments.requests) == len(replies)
     assert (sample.finish_reason, sample.response_length) == (finish, length)
@@ -248,11 +251,11 @@ def test_routes_are_those_of_the_call_that_fed_a_token_first() -> None:
 
 def test_episodes_do_not_depend_on_their_company() -> None:
     engine, _ = engine_and_reference()
-    rules = EpisodeRules(3, 60, max_turn_length=8)
+    limits = RunLimits(max_calls=3, max_call_length=8, max_context=60)
     sampling = SamplingParams(3, 40)
     questions = prompts(6)
-    episodes = playing(engine, Depends(), rules)
-    cut = playing(engine_and_reference(max_batch=3)[0], Depends(), rules)
+    episodes = playing(engine, Depends(), limits)
+    cut = playing(engine_and_reference(max_batch=3)[0], Depends(), limits)
     whole = episodes.generate(questions, sampling, seed=5)
     for other in (
         cut.generate(questions, sampling, seed=5),
@@ -281,11 +284,11 @@ def test_a_round_has_the_same_calls_whenever_steps_end() -> None:
             self.batches.append([prompt.index for prompt in questions])
             return self.engine.generate(questions, sampling, seed=seed)
 
-    rules = EpisodeRules(3, 60, max_turn_length=8)
+    limits = RunLimits(max_calls=3, max_call_length=8, max_context=60)
     recorded = []
     for questions in (prompts(6), prompts(6)[::-1]):
         engine = Batches(engine_and_reference()[0])
-        playing(engine, Depends(), rules).generate(questions, SamplingParams(2, 40), seed=5)
+        playing(engine, Depends(), limits).generate(questions, SamplingParams(2, 40), seed=5)
         recorded.append(engine.batches)
     assert recorded[0] == recorded[1]
     assert len(recorded[0]) <= 2 * 3, "a round is one batch, or two of other limits"
@@ -326,8 +329,10 @@ def test_the_text_of_a_response_that_is_cut_off_is_that_of_its_tokens() -> None:
             return ok("xyz" if request.prompt.index == 5 else "x")
 
     seen: dict[int, tuple[str, ...]] = {}
-    rules = EpisodeRules(max_turns=3, max_length=60, max_turn_length=4)
-    samples = playing(Engine(), Uneven(), rules).generate(questions, SamplingParams(1, 9), seed=0)
+    run_limits = RunLimits(max_calls=3, max_call_length=4, max_context=60)
+    samples = playing(Engine(), Uneven(), run_limits).generate(
+        questions, SamplingParams(1, 9), seed=0
+    )
     assert limits == [4, 4], "the second round draws the calls of limits 4 and 2 together"
     assert seen == {4: ("abcd", "abcd"), 5: ("abcd", "ab")}
     assert [sample.text for sample in samples] == ["abcdxabcd", "abcdxyzab"]
@@ -340,13 +345,13 @@ def test_an_engine_that_breaks_its_promise_is_named() -> None:
             return []
 
     with pytest.raises(EngineError, match="the engine gave 0 samples for 4 prompts x 1"):
-        playing(Short(), Depends(), RULES).generate(prompts(2), SamplingParams(2, 9), seed=0)
+        playing(Short(), Depends(), LIMITS).generate(prompts(2), SamplingParams(2, 9), seed=0)
 
 
 # Environments with tools.
 
 TASK = Prompt(4, np.array(TOKENIZER.encode("count the files")), "count the files")
-TOOL_RULES = EpisodeRules(max_turns=4, max_length=2000)
+TOOL_LIMITS = RunLimits(max_calls=4, max_context=2000)
 
 
 class Shell:
@@ -376,14 +381,17 @@ class InThisProcess:
         return [self._environments.answer(request) for request in requests]
 
 
-def converse(environment: Any, script: Any, rules: EpisodeRules = TOOL_RULES) -> Sample:
+def converse(
+    environment: Any, script: Any, limits: RunLimits = TOOL_LIMITS, *, branches: bool = True
+) -> Sample:
     """An episode on a scripted generator, as on servers."""
 
     async def play() -> list[Sample]:
         host = host_of(
             InThisProcess(environment),
-            rules,
+            limits,
             lambda: TemplateRendering(TOKENIZER, [TOKENIZER.eos_token_id]),
+            branches=branches,
         )
         try:
             generator = ScriptedGenerator(TOKENIZER, script)
@@ -450,7 +458,7 @@ def test_an_environment_that_edits_its_history_makes_a_branch() -> None:
     assert "be brief" in first and "go on" in first
     assert "so far: 2" in second and "be brief" not in second
     with pytest.raises(InputError, match="use an objective without a value model"):
-        converse(Forgetful(), lambda prompt, seed: "reply", replace(TOOL_RULES, branches=False))
+        converse(Forgetful(), lambda prompt, seed: "reply", branches=False)
 
 
 def test_what_a_conversation_can_not_be_leaves_no_reward() -> None:
@@ -492,7 +500,7 @@ def test_a_conversation_ends_at_its_limits() -> None:
     sample = converse(Shell(), lambda prompt, seed: call_text(command="ls"))
     assert len(spans(sample)) == 4 and sample.finish_reason == "length"
     assert sample.reward == 0.5
-    short = replace(TOOL_RULES, max_length=10)
+    short = replace(TOOL_LIMITS, max_context=10)
     sample = converse(Shell(), lambda prompt, seed: "3", short)
     assert sample.response_length == 0
     assert "maximum context length: 10 tokens" in sample.metadata[FAILURE]

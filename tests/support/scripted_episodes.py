@@ -3,12 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_gspo.environments.episodes import (
-    Environments,
-    EpisodeEngine,
-    EpisodeHost,
-    EpisodeRules,
-)
+from megatron_gspo.agents.agent_run import RunLimits
+from megatron_gspo.environments.episodes import Environments, EpisodeEngine, EpisodeHost
 from megatron_gspo.rollout.embedded.embedded_engine import EmbeddedEngine
 from tests.support.reference_models import checkpoint, loaded_engine, moe_config, reference_model
 
@@ -28,15 +24,15 @@ def no_conversation():
 
 
 def host_of(
-    environments: Environments, rules: EpisodeRules, conversation=no_conversation
+    environments: Environments, limits: RunLimits, conversation=no_conversation, **options
 ) -> EpisodeHost:
     """Plays episodes. conversation: makes the rendering of environments with tools."""
-    return EpisodeHost(environments, rules, encode, decode, conversation)
+    return EpisodeHost(environments, limits, encode, decode, conversation, **options)
 
 
-def playing(engine, environments: Environments, rules: EpisodeRules) -> EpisodeEngine:
+def playing(engine, environments: Environments, limits: RunLimits) -> EpisodeEngine:
     """An engine of episodes over another one."""
-    return EpisodeEngine(engine, host_of(environments, rules))
+    return EpisodeEngine(engine, host_of(environments, limits))
 
 
 def ok(observation="", reward=0.0, done=False):
