@@ -61,6 +61,12 @@ class Consumer(Protocol):
         ...
 
 
+class _LocalConsumer:
+    """A client in this process."""
+
+    gone = False
+
+
 @dataclass(frozen=True)
 class PreparedCall:
     """A call with its prompt. messages: of the whole history. break_cause: why the prompt does not
@@ -242,6 +248,18 @@ class AgentRun:
         if draw.consumer is consumer and draw.node.state == "waiting" and draw.node in self._draws:
             self.tree.abandon(draw.node)
 
+    async def ask(self, call: Call) -> Reply:
+        """The delivered reply to a client in this process.
+
+        Raises what `prepare`, `begin` and `reply` raise.
+        """
+        consumer = _LocalConsumer()
+        draw = self.begin(await self.prepare(call), consumer)
+        reply = await self.reply(draw, consumer)
+        assert reply is not None, "no other client adopts the draw"
+        self.deliver(draw, consumer, reply)
+        return reply
+
     def set_reward(self, value: Any, reply_id: str = "") -> None:
         """Take the reward of the run, or of one reply. An equal repetition is accepted.
 
@@ -314,10 +332,10 @@ class AgentRun:
         cause: BreakCause = "tools"
         if known.tools == call.tools:
             tokens = known.tokens
-            reply = len(known.reply.tokens)
+            length = len(tokens) - len(known.reply.tokens)
             extended = await self._in_thread(
                 lambda: self._rendering.extend(
-                    tokens[:-reply], tokens[-reply:], known.messages, new, call.tools
+                    tokens[:length], tokens[length:], known.messages, new, call.tools
                 )
             )
             is_rewritten = any(message.role == "assistant" for message in new)

@@ -16,16 +16,20 @@ from megatron_gspo.agents.endpoint import AgentEndpoint
 from megatron_gspo.agents.runner import AgentExit, AgentProgram, run_program
 from megatron_gspo.agents.session_tree import Row
 
+_NO_PROGRAM = AgentExit(0, timed_out=False, tail="")
+
 
 @dataclass(frozen=True)
 class Outcome:
     """What a run has earned.
 
-    reward: NaN if it has none. failure: why, "timeout: ..." or "error: ...", or "".
+    reward: NaN if it has none. failure: why, "timeout: ..." or "error: ...", or "". is_cut: a limit
+    has ended the run.
     """
 
     reward: float
     failure: str = ""
+    is_cut: bool = False
 
 
 Judge = Callable[[AgentRun, Path], Awaitable[Outcome]]
@@ -39,7 +43,8 @@ class FinishedRun:
     rows: see `SessionTree.rows`. messages: of the last delivered call, its reply included.
     turn_rewards: by index of the delivered call, those that the agent has posted. outcome: with
     what the program has posted for the whole run, and `turn_rewards`. counts: events by the names
-    of the metrics; no times, so that a repeated run leaves the same bytes.
+    of the metrics; no times, so that a repeated run leaves the same bytes. exit: of the program,
+    if there is one.
     """
 
     rows: tuple[Row, ...]
@@ -47,7 +52,25 @@ class FinishedRun:
     outcome: Outcome
     turn_rewards: Mapping[int, float]
     counts: Mapping[str, int]
-    exit: AgentExit
+    exit: AgentExit = _NO_PROGRAM
+
+    @classmethod
+    def of(cls, run: AgentRun, outcome: Outcome, exit: AgentExit = _NO_PROGRAM) -> FinishedRun:
+        """What a run leaves that has ended."""
+        delivered = run.tree.delivered
+        rows = tuple(run.tree.rows())
+        return cls(
+            rows=rows,
+            messages=delivered[-1].messages if delivered else (),
+            outcome=outcome,
+            turn_rewards=run.turn_rewards,
+            counts={
+                **run.tree.counts,
+                "rows": len(rows),
+                "undelivered": run.tree.undelivered,
+            },
+            exit=exit,
+        )
 
 
 async def play(
@@ -81,21 +104,7 @@ async def play(
     finally:
         endpoint.end_run(run)
         await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
-    delivered = run.tree.delivered
-    rows = tuple(run.tree.rows())
-    events = {
-        **run.tree.counts,
-        "rows": len(rows),
-        "undelivered": run.tree.undelivered,
-    }
-    return FinishedRun(
-        rows=rows,
-        messages=delivered[-1].messages if delivered else (),
-        outcome=outcome,
-        turn_rewards=run.turn_rewards,
-        counts=events,
-        exit=ended,
-    )
+    return FinishedRun.of(run, outcome, ended)
 
 
 def posted_outcome(run: AgentRun, ended: AgentExit, run_timeout: float) -> Outcome:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 from megatron_gspo.agents.agent_host import AgentHost, RunRequest
 from megatron_gspo.agents.agent_run import AgentRun
 from megatron_gspo.agents.engine_generators import EngineGenerator, ServerGenerator
+from megatron_gspo.agents.generation import Generator
 from megatron_gspo.config import SamplingParams
 from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.rollout.engine_protocol import RolloutEngine
@@ -55,10 +57,30 @@ class AgentEngine(WrappedEngine):
         super().close()
 
 
-class AgentGroups:
-    """`GroupKind` whose samples are runs; see `AgentHost`."""
+class RunHost(Protocol):
+    """What plays runs: `AgentHost`, or `EpisodeHost` where the agents are environments."""
 
-    def __init__(self, host: AgentHost) -> None:
+    async def samples(
+        self,
+        requests: Sequence[RunRequest],
+        generator: Generator,
+        max_response_length: int,
+        /,
+        *,
+        opened: list[AgentRun] | None = None,
+    ) -> list[Sample]:
+        """See `AgentHost.samples`."""
+        ...
+
+    async def close(self) -> None:
+        """See `AgentHost.close`."""
+        ...
+
+
+class AgentGroups:
+    """`GroupKind` whose samples are runs; see `RunHost`."""
+
+    def __init__(self, host: RunHost) -> None:
         self._host = host
 
     def open(
@@ -77,7 +99,7 @@ class AgentGroup:
 
     def __init__(
         self,
-        host: AgentHost,
+        host: RunHost,
         client: ResponseGenerator,
         prompt: Prompt,
         sampling: SamplingParams,
@@ -86,7 +108,7 @@ class AgentGroup:
         self._host = host
         self._generator = ServerGenerator(client, sampling)
         self._requests = run_requests([prompt], sampling, seed)
-        self._max_call_length = sampling.max_response_length
+        self._max_response_length = sampling.max_response_length
         self._runs: list[AgentRun] = []
         self._samples: list[Sample] = []
 
@@ -100,7 +122,7 @@ class AgentGroup:
         """See `OpenGroup.play`."""
         with single_error():
             self._samples = await self._host.samples(
-                self._requests, self._generator, self._max_call_length, opened=self._runs
+                self._requests, self._generator, self._max_response_length, opened=self._runs
             )
 
     def samples(self) -> list[Sample]:
@@ -111,7 +133,7 @@ class AgentGroup:
         """See `OpenGroup.discard`."""
         tokens = sum(len(call.reply.tokens) for run in self._runs for call in run.tree.delivered)
         self._runs.clear()
-        return tokens
+        return tokens + self._generator.unfinished_tokens
 
 
 @contextlib.contextmanager

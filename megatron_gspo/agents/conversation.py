@@ -16,6 +16,7 @@ import numpy as np
 Role = Literal["system", "user", "assistant", "tool"]
 
 CALL_ID_PREFIX = "call_"
+_OVER_LIMIT = "context_length_exceeded"
 
 
 @dataclass(frozen=True)
@@ -146,6 +147,11 @@ class CallError(Exception):
         self.status = status
         self.code = code
 
+    @property
+    def is_limit(self) -> bool:
+        """Whether a limit of the run is reached; see `over_limit`."""
+        return self.code == _OVER_LIMIT
+
 
 def invalid_request(message: str) -> CallError:
     """400: the request is not valid, or asks for what is not supported."""
@@ -155,7 +161,7 @@ def invalid_request(message: str) -> CallError:
 def over_limit(message: str) -> CallError:
     """400: a limit of the run is reached. Clients take it for the end of the model's context,
     which they do not try again."""
-    return CallError(400, "context_length_exceeded", f"maximum context length: {message}")
+    return CallError(400, _OVER_LIMIT, f"maximum context length: {message}")
 
 
 def canonical_json(text: str) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megatron_gspo.agents.generation import CallLimits, Generation
+from megatron_gspo.agents.generation import CallLimits, Generation, truncated
+from megatron_gspo.agents.rounds import Rounds
 from megatron_gspo.config import SamplingParams
 from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.rollout.batched_calls import BatchedCalls
@@ -30,6 +32,7 @@ class ServerGenerator:
         self._client = client
         self._sampling = sampling
         self._in_flight: list[PartialResponse] = []
+        self._cancelled_tokens = 0
 
     @property
     def oldest_version(self) -> int | None:
@@ -45,9 +48,17 @@ class ServerGenerator:
         self._in_flight.append(response)
         try:
             await self._client.generate(response, sampling, 0, None)
+        except asyncio.CancelledError:
+            self._cancelled_tokens += response.num_tokens
+            raise
         finally:
             self._in_flight.remove(response)
         return _generation(response.to_sample(self._client.model, lambda ids: ""), routes_start)
+
+    @property
+    def unfinished_tokens(self) -> int:
+        """Tokens of replies that were cancelled or are in flight."""
+        return self._cancelled_tokens + sum(response.num_tokens for response in self._in_flight)
 
 
 @dataclass(frozen=True)
@@ -63,22 +74,40 @@ class EngineGenerator:
     batches.
 
     Draws do not depend on the batch, except for the rounding of matrix products of other shapes;
-    with `max_batch` 1 a call has the same bits whatever else is waiting.
+    with `max_batch` 1, or in rounds, a call has the same bits whenever it comes.
+
+    has_versions: whether the engine tells the weight versions of tokens.
     """
 
     def __init__(
-        self, engine: RolloutEngine, sampling: SamplingParams, *, max_batch: int = 16
+        self,
+        engine: RolloutEngine,
+        sampling: SamplingParams,
+        *,
+        max_batch: int = 16,
+        rounds: Rounds | None = None,
+        seed: int = 0,
+        max_length: int = 0,
     ) -> None:
-        """sampling: without its limits."""
+        """sampling: without its limits. rounds: of the runs that call, which make the batches in
+        place of `max_batch`. seed: of the rollout. max_length: tokens of prompt and reply up to
+        which calls of other limits are drawn together, and cut."""
+        self.has_versions = False
         self._engine = engine
         self._sampling = sampling
+        self._rounds = rounds
+        self._seed = seed
+        self._max_length = max_length
         self._calls = BatchedCalls(self._replies, "agent-engine", max_batch=max_batch)
 
     async def generate(
         self, prompt: np.ndarray, limits: CallLimits, *, seed: int, routes_start: int
     ) -> Generation:
         """See `Generator.generate`."""
-        return await self._calls.call(_Call(prompt, limits, seed, routes_start))
+        call = _Call(prompt, limits, seed, routes_start)
+        if self._rounds is not None:
+            return await self._rounds.call(self._replies, call)
+        return await self._calls.call(call)
 
     def close(self) -> None:
         """Draw no more replies; the engine stays open."""
@@ -86,15 +115,36 @@ class EngineGenerator:
 
     def _replies(self, calls: Sequence[_Call]) -> list[Generation]:
         replies: dict[int, Generation] = {}
-        for max_tokens in {call.limits.max_tokens for call in calls}:
-            indices = [i for i, call in enumerate(calls) if call.limits.max_tokens == max_tokens]
+        for indices, max_tokens in _batches(calls, self._max_length):
             prompts = [Prompt(calls[i].seed, calls[i].prompt, "") for i in indices]
             sampling = _single(self._sampling, max_tokens)
-            samples = self._engine.generate(prompts, sampling, seed=0)
+            samples = self._engine.generate(prompts, sampling, seed=self._seed)
             check_samples(samples, prompts, sampling)
             for i, sample in zip(indices, samples, strict=True):
-                replies[i] = _generation(sample, calls[i].routes_start)
+                self.has_versions |= sample.token_versions is not None
+                generation = _generation(sample, calls[i].routes_start)
+                replies[i] = truncated(generation, calls[i].limits.max_tokens, "length")
         return [replies[i] for i in range(len(calls))]
+
+
+def _batches(calls: Sequence[_Call], max_length: int) -> list[tuple[list[int], int]]:
+    """(indices, limit) of calls that are drawn together.
+
+    limit: the largest of their limits. No call exceeds max_length with it, except by its own limit.
+    """
+    waiting = sorted(range(len(calls)), key=lambda i: (-calls[i].limits.max_tokens, i))
+    batches = []
+    while waiting:
+        limit = calls[waiting[0]].limits.max_tokens
+        fits = [
+            i
+            for i in waiting
+            if calls[i].limits.max_tokens == limit or len(calls[i].prompt) + limit <= max_length
+        ]
+        batches.append((sorted(fits), limit))
+        chosen = set(fits)
+        waiting = [i for i in waiting if i not in chosen]
+    return batches
 
 
 def _single(sampling: SamplingParams, max_tokens: int) -> SamplingParams:

@@ -20,15 +20,20 @@ COUNTS = "agent"
 """The keys of `Sample.metadata` with the messages of a run's last call, and its `counts`."""
 
 
-def run_sample(prompt: Prompt, sample_index: int, finished: FinishedRun) -> Sample:
+def run_sample(
+    prompt: Prompt, sample_index: int, finished: FinishedRun, *, has_messages: bool = True
+) -> Sample:
     """The sample of a run. Its prompt is that of its first call; later rows are a part of the
     response, with masked prompts. A run without a call is the data's prompt without a response.
+
+    has_messages: whether the metadata has the messages, and the text is that of the last one.
+    Otherwise the text is that of all messages behind the first.
     """
     outcome = finished.outcome
-    metadata: dict[str, Any] = {
-        MESSAGES: [message.record() for message in finished.messages],
-        COUNTS: dict(finished.counts),
-    }
+    metadata: dict[str, Any] = {COUNTS: dict(finished.counts)}
+    if has_messages:
+        metadata[MESSAGES] = [message.record() for message in finished.messages]
+    shown = finished.messages[-1:] if has_messages else finished.messages[1:]
     if outcome.failure:
         metadata[FAILURE] = outcome.failure
     rows = finished.rows
@@ -56,9 +61,9 @@ def run_sample(prompt: Prompt, sample_index: int, finished: FinishedRun) -> Samp
             [_in_response(row, i, row.loss_mask) for i, row in enumerate(rows)]
         ),
         rollout_log_probs=_joined_log_probs(rows),
-        finish_reason=rows[-1].finish_reason,
-        text=finished.messages[-1].content,
-        weight_version=int(versions.min()),
+        finish_reason="length" if outcome.is_cut else rows[-1].finish_reason,
+        text="".join(message.content for message in shown),
+        weight_version=int(versions.min()) if len(versions) else 0,
         token_versions=versions,
         reward=outcome.reward,
         routed_experts=routes,

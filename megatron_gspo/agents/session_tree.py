@@ -253,9 +253,9 @@ class SessionTree:
         node.messages = messages
         node.tools = tools
         if node.trained:
-            version = int(generation.versions.min())
-            is_older = self.oldest_version is None or version < self.oldest_version
-            self.oldest_version = version if is_older else self.oldest_version
+            versions = generation.versions.tolist()
+            known_versions = [] if self.oldest_version is None else [self.oldest_version]
+            self.oldest_version = min([*known_versions, *versions], default=None)
             (self._roots if parent is None else parent.children).append(node)
         self._delivered.append(node)
         self.counts["calls"] += 1

@@ -12,13 +12,15 @@ from megatron_gspo.config.rollout_checks import check_import_file
 from megatron_gspo.config.rollout_sections import RolloutConfig
 from megatron_gspo.user_code import is_import_path
 
+_OF_MESSAGES = ("thinking", "renderer")  # also those of environments with tools
+
 
 def check_agents(
     agents: AgentsConfig, rollout: RolloutConfig, algorithm: AlgorithmConfig, data: DataConfig
 ) -> None:
     """The agent is named once, and the other sections support runs."""
     if not agents.is_on:
-        _check_off(agents)
+        _check_off(agents, has_environment=rollout.environment is not None)
         return
     if agents.command and agents.function is not None:
         raise ConfigError(
@@ -53,9 +55,11 @@ def check_agents(
         raise ConfigError("data.chat_template", True, problem, "set it to false")
 
 
-def _check_off(agents: AgentsConfig) -> None:
+def _check_off(agents: AgentsConfig, *, has_environment: bool) -> None:
     off = AgentsConfig()
     for key in vars(off):
+        if has_environment and key in _OF_MESSAGES:
+            continue
         if (value := getattr(agents, key)) != getattr(off, key):
             problem = "has no effect without an agent"
             raise ConfigError(

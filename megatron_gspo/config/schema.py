@@ -218,7 +218,8 @@ class Config:
         padding."""
         tokens = self.training.max_tokens_per_micro_batch
         budget = tokens - tokens % self.parallel.total_multiple
-        return budget - (self.agents.max_calls - 1) * (self.parallel.sequence_multiple - 1)
+        calls = self.agents.max_calls if self.agents.is_on else self.rollout.max_turns
+        return budget - (calls - 1) * (self.parallel.sequence_multiple - 1)
 
     @property
     def offloads_trainer(self) -> bool:

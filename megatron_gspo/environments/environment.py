@@ -5,9 +5,11 @@ Imports no torch: environments run in worker processes as verifiers do.
 
 from __future__ import annotations
 
+import copy
+import json
 import numbers
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,6 +23,9 @@ from megatron_gspo.user_code import load_function
 _MAX_LIVE = 1024  # environments kept by a process; the least recently used is dropped first
 _MAX_REWARD = float(np.finfo(np.float32).max)
 
+Response = str | Mapping[str, Any]
+"""What the policy has replied: text, or with tools the message of the OpenAI API."""
+
 
 class EnvironmentLoadError(InputError):
     """An environment that can't be loaded; one line with its name and the fix."""
@@ -33,11 +38,16 @@ class Turn:
     observation: text that the policy reads next, as it is (role marks included, where the model
     needs them). reward: of this response. done: the episode ends with this response; the
     observation is then not read.
+
+    With tools `observation` is the content of a message, which answers the response's tool call or
+    is the user's, or a list of messages; and `messages`, if given, are all that the policy reads
+    next, in place of what it has read and of the observation.
     """
 
-    observation: str = ""
+    observation: str | Sequence[Mapping[str, Any]] = ""
     reward: float = 0.0
     done: bool = False
+    messages: Sequence[Mapping[str, Any]] | None = None
 
 
 class Environment(Protocol):
@@ -47,22 +57,28 @@ class Environment(Protocol):
     int that depends on (run seed, step, prompt, sample) alone. The same responses must give the
     same turns: an environment may be built again and its responses repeated. `close()`, if it has
     one, is called when the environment is dropped.
+
+    `tools`, if it has them, is a list of definitions of the OpenAI API, which may be empty. The
+    episode is then a conversation of messages in the model's format. It begins with `messages`, or
+    with the prompt as the user's message, and `step` takes the assistant's message, with parsed
+    tool calls.
     """
 
-    def step(self, response: str) -> Turn: ...
+    def step(self, response: Any) -> Turn: ...
 
 
 @dataclass(frozen=True)
 class StepRequest:
     """The input of one step of an episode.
 
-    responses: all so far; the last one is the one to reply to.
+    responses: all so far; the last one is the one to reply to. Without any, the reply is the
+    opening of the episode.
     """
 
     prompt: Prompt
     sample_index: int
     seed: int
-    responses: tuple[str, ...]
+    responses: tuple[Response, ...]
 
     @property
     def episode(self) -> tuple[int, int, int]:
@@ -90,31 +106,50 @@ class Environments:
     def answer(self, request: StepRequest) -> Reply:
         """("ok", the fields of a Turn, None), or ("invalid" or "error", None, why).
 
-        Never raises.
+        The fields of an opening are `tools` and `messages`; it has none without tools. Never
+        raises.
         """
         try:
-            turn = self._step(request)
-            fault = _fault(turn)
+            if request.responses:
+                fields, fault = self._step(request)
+            else:
+                fields, fault = _opening(self._environment_of(request).environment)
         except (Exception, SystemExit) as error:
             self._forget(request.episode)
             return "error", None, describe(error)
         if fault:
             self._forget(request.episode)
             return "invalid", None, fault
-        if turn.done:
+        if fields.get("done"):
             self._forget(request.episode)
-        fields = {
-            "observation": turn.observation,
+        return "ok", fields, None
+
+    def _step(self, request: StepRequest) -> tuple[dict[str, Any], str]:
+        """The fields of the turn after the last response, and why it is none. A new environment has
+        the earlier responses repeated."""
+        live = self._environment_of(request)
+        turn = Turn()
+        for response in request.responses[live.num_responses :]:
+            # Copies: an environment in this process may change the messages that it has.
+            turn = live.environment.step(copy.deepcopy(response))
+        live.num_responses = len(request.responses)
+        fault = _fault(turn, has_messages=not isinstance(request.responses[-1], str))
+        if fault:
+            return {}, fault
+        fields: dict[str, Any] = {
+            "observation": copy.deepcopy(turn.observation),
             "reward": float(turn.reward),
             "done": bool(turn.done),
         }
-        return "ok", fields, None
+        if turn.messages is not None:
+            fields["messages"] = copy.deepcopy(turn.messages)
+        return fields, ""
 
-    def _step(self, request: StepRequest) -> Turn:
-        """The turn after the last response. A new environment has the earlier ones repeated."""
+    def _environment_of(self, request: StepRequest) -> _LiveEnvironment:
+        """The environment that has had the earlier responses, or a new one."""
         episode = request.episode
-        count = len(request.responses)
-        if episode in self._live and self._live[episode].num_responses != count - 1:
+        num_earlier = max(len(request.responses) - 1, 0)
+        if episode in self._live and self._live[episode].num_responses != num_earlier:
             self._forget(episode)
         if episode not in self._live:
             environment = self._factory(
@@ -127,12 +162,7 @@ class Environments:
         self._live.move_to_end(episode)
         while len(self._live) > _MAX_LIVE:
             self._forget(next(iter(self._live)))
-        live = self._live[episode]
-        turn = Turn()
-        for response in request.responses[live.num_responses :]:
-            turn = live.environment.step(response)
-        live.num_responses = count
-        return turn
+        return self._live[episode]
 
     def _forget(self, episode: tuple[int, int, int]) -> None:
         live = self._live.pop(episode, None)
@@ -144,7 +174,20 @@ class Environments:
                 pass
 
 
-def _fault(turn: object) -> str:
+def _opening(environment: Environment) -> tuple[dict[str, Any], str]:
+    """The fields of the opening, and what is wrong with it."""
+    tools = getattr(environment, "tools", None)
+    if not _are_objects(tools):  # without tools, or something of the environment's own
+        return {}, ""
+    messages = getattr(environment, "messages", None)
+    if messages is None:
+        return {"tools": tools}, ""
+    if not _are_objects(messages):
+        return {}, "the environment's messages are no list of JSON objects"
+    return {"tools": tools, "messages": copy.deepcopy(messages)}, ""
+
+
+def _fault(turn: object, *, has_messages: bool) -> str:
     """Why this is no turn; "" if it is one."""
     if not isinstance(turn, Turn):
         return (
@@ -155,13 +198,28 @@ def _fault(turn: object) -> str:
     observation: object = turn.observation
     reward: object = turn.reward
     done: object = turn.done
-    if not isinstance(observation, str):
-        return f"the environment's observation is a {type(observation).__name__}; give text"
+    if not isinstance(observation, str) and not (has_messages and _are_objects(observation)):
+        more = " or a list of messages, which are JSON objects" if has_messages else ""
+        return f"the environment's observation is a {type(observation).__name__}; give text{more}"
+    if turn.messages is not None and not (has_messages and _are_objects(turn.messages)):
+        why = "are no list of JSON objects" if has_messages else "need tools, [] for none"
+        return f"the turn's messages {why}"
     if not isinstance(reward, (numbers.Real, np.bool_)) or not abs(float(reward)) <= _MAX_REWARD:
         return f"the environment's reward is {reward!r}; give a finite number (float32)"
     if not isinstance(done, (bool, np.bool_)):
         return f"the environment's done is {done!r}; give True or False"
     return ""
+
+
+def _are_objects(values: object) -> bool:
+    """Whether these are a list of JSON objects."""
+    if not isinstance(values, (list, tuple)) or not all(isinstance(item, dict) for item in values):
+        return False
+    try:
+        json.dumps(values)
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return True
 
 
 def load_environments(name: str, options: dict[str, Any] | None = None) -> Environments:

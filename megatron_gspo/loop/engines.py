@@ -21,9 +21,11 @@ from megatron_gspo.agents.runner import CLIENT_ENV, COMMAND_ENV, AgentProgram, f
 from megatron_gspo.config import Config, ConfigError
 from megatron_gspo.config.server_urls import is_loopback
 from megatron_gspo.environments.environment_pool import EnvironmentPool
-from megatron_gspo.environments.episode_engine import EpisodeEngine
-from megatron_gspo.environments.episode_source import EpisodeGroups
-from megatron_gspo.environments.episodes import Encode, EpisodeRules
+from megatron_gspo.environments.episodes import (
+    Encode,
+    EpisodeEngine,
+    EpisodeHost,
+)
 from megatron_gspo.errors import first_line
 from megatron_gspo.loop.weight_handles import handle_sources
 from megatron_gspo.mcore.process_groups import compute_device, current_groups
@@ -112,16 +114,7 @@ def playing(
         return AgentEngine(engine, host, max_batch=config.rollout.max_batch_size)
     if environments is None:
         return engine
-
-    @functools.cache
-    def decoder() -> ResponseDecoder:
-        return response_decoder(config, shape, tokenizer)
-
-    def decode(ids: list[int]) -> str:
-        return decoder()(ids)
-
-    encode = text_encoder(tokenizer)
-    return EpisodeEngine(engine, environments, encode, episode_rules(config), decode)
+    return EpisodeEngine(engine, episode_host(config, shape, tokenizer, environments))
 
 
 def group_kind(
@@ -132,7 +125,7 @@ def group_kind(
         return AgentGroups(agent_host(config, shape, tokenizer))
     if environments is None:
         return RESPONSES
-    return EpisodeGroups(environments, text_encoder(tokenizer), episode_rules(config))
+    return AgentGroups(episode_host(config, shape, tokenizer, environments))
 
 
 def text_encoder(tokenizer: Any) -> Encode:
@@ -153,16 +146,7 @@ def response_decoder(config: Config, shape: ModelShape, tokenizer: Any) -> Respo
 def agent_host(config: Config, shape: ModelShape, tokenizer: Any) -> AgentHost:
     """What plays the runs of this rank. Raises InputError for a tokenizer that can't render them."""
     agents = config.agents
-    rendering: Rendering
-    if agents.renderer is not None:
-        rendering = PackageRendering(tokenizer, agents.renderer, thinking=agents.thinking)
-    else:
-        rendering = TemplateRendering(
-            tokenizer,
-            stop_ids(config.model.path, tokenizer, shape.vocab_size),
-            thinking=agents.thinking,
-            options=config.data.chat_template_options,
-        )
+    rendering = message_rendering(config, shape, tokenizer)
     if agents.function is None:
         # A program works in a directory of its own, where these files are not. Links stay: an
         # environment's interpreter is one, and finds its packages by its own path.
@@ -190,11 +174,49 @@ def agent_host(config: Config, shape: ModelShape, tokenizer: Any) -> AgentHost:
     )
 
 
-def episode_rules(config: Config) -> EpisodeRules:
-    """The limits of an episode."""
+def message_rendering(config: Config, shape: ModelShape, tokenizer: Any) -> Rendering:
+    """How messages are written and read. Raises InputError for a tokenizer that can't do it."""
+    agents = config.agents
+    if agents.renderer is not None:
+        return PackageRendering(tokenizer, agents.renderer, thinking=agents.thinking)
+    return TemplateRendering(
+        tokenizer,
+        stop_ids(config.model.path, tokenizer, shape.vocab_size),
+        thinking=agents.thinking,
+        options=config.data.chat_template_options,
+    )
+
+
+def episode_host(
+    config: Config, shape: ModelShape, tokenizer: Any, environments: EnvironmentPool
+) -> EpisodeHost:
+    """What plays the episodes of this rank."""
     rollout = config.rollout
-    longest = config.data.max_prompt_length + rollout.max_response_length
-    return EpisodeRules(rollout.max_turns, longest, rollout.max_turn_length)
+
+    @functools.cache
+    def decoder() -> ResponseDecoder:
+        return response_decoder(config, shape, tokenizer)
+
+    @functools.cache
+    def conversation() -> Rendering:
+        if any(data.chat_template for data in config.data.by_source.values()):
+            problem = "an environment with tools gets the prompt as it is in the data"
+            raise ConfigError("data.chat_template", True, problem, "set it to false")
+        return message_rendering(config, shape, tokenizer)
+
+    return EpisodeHost(
+        environments,
+        RunLimits(
+            max_calls=rollout.max_turns,
+            max_call_length=rollout.max_turn_length or rollout.max_response_length,
+            max_context=config.max_context,
+            max_run_tokens=config.max_run_tokens,
+        ),
+        text_encoder(tokenizer),
+        lambda ids: decoder()(ids),
+        conversation,
+        branches=not config.algorithm.needs_critic,
+    )
 
 
 def _server_source(

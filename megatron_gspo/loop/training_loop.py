@@ -199,7 +199,7 @@ def train_step(
     metrics = rollout.metrics | score_metrics | mask_metrics | correction_metrics
     metrics |= sample_metrics(batch, version=step, supervised=config.algorithm.is_supervised)
     metrics |= source_metrics(batch.table, run.prompts.prompts)
-    if config.agents.is_on:
+    if config.agents.is_on or config.rollout.environment is not None:
         metrics |= agent_metrics(batch)
     checkpoints.poll(timers)  # most of a step's time has passed
     checkpoints.weights_change()

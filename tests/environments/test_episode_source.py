@@ -8,19 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron_gspo.agents.agent_run import RunLimits
+from megatron_gspo.agents.agent_source import AgentGroups
 from megatron_gspo.config import SamplingParams
 from megatron_gspo.data.sample import Prompt, Sample
-from megatron_gspo.environments.episode_engine import EpisodeEngine
-from megatron_gspo.environments.episode_source import EpisodeGroups
-from megatron_gspo.environments.episodes import EpisodeRules
 from megatron_gspo.rollout.server_engine.request_stream import RequestStream
 from tests.support.random_samples import assert_same
-from tests.support.scripted_episodes import Depends, encode
+from tests.support.scripted_episodes import Depends, host_of, playing
 from tests.support.sglang_generator import Generator as ScriptedServer
 from tests.support.sglang_generator import Setup, prompts
 from tests.support.waiting import wait_for
 
-RULES = EpisodeRules(max_turns=3, max_length=60, max_turn_length=6)
+LIMITS = RunLimits(max_calls=3, max_call_length=6, max_context=60)
 SAMPLING = SamplingParams(n_samples_per_prompt=2, max_response_length=30)
 
 
@@ -49,14 +48,12 @@ class TokenRule:
 
 
 def stream_of(setup: Setup, environments: Any) -> RequestStream:
-    return setup.client.stream(EpisodeGroups(environments, encode, RULES))
+    return setup.client.stream(AgentGroups(host_of(environments, LIMITS)))
 
 
 def test_episodes_on_servers_are_those_of_an_engine() -> None:
     engine: Any = TokenRule()
-    expected = EpisodeEngine(engine, Depends(), encode, RULES).generate(
-        prompts(3), SAMPLING, seed=4
-    )
+    expected = playing(engine, Depends(), LIMITS).generate(prompts(3), SAMPLING, seed=4)
     with ScriptedServer() as server, Setup(server.url) as setup:
         stream = stream_of(setup, Depends())
         stream.start(prompts(3), SAMPLING, seed=4)

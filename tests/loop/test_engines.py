@@ -16,7 +16,7 @@ import pytest
 from megatron_gspo.agents.agent_host import RunRequest
 from megatron_gspo.config import Config, ConfigError
 from megatron_gspo.data.sample import Sample
-from megatron_gspo.environments.episode_engine import EpisodeEngine
+from megatron_gspo.environments.episodes import EpisodeEngine
 from megatron_gspo.loop.engines import (
     agent_host,
     build_sources,
@@ -88,7 +88,7 @@ def test_environments_play_on_the_engine() -> None:
     given = ScriptedEngine({})
     made = config(data={"verifier": None}, rollout={"environment": "mine.py:make"})
     training, _ = sources(
-        made, evaluates=False, given=given, environments=SimpleNamespace(close=lambda: None)
+        made, evaluates=False, given=given, environments=SimpleNamespace(step=None, close=None)
     )
     assert isinstance(engine_of(training), EpisodeEngine)
     assert training.engine_name.endswith("ScriptedEngine")

@@ -7,16 +7,16 @@ from tests.seeded_bugs.seeded_bug import SeededBug
 ROLLOUTS = (
     SeededBug(
         name="observations of an episode are trained on",
-        file="megatron_gspo/environments/episodes.py",
-        before="mask=np.zeros(len(ids), dtype=bool)",
-        after="mask=np.ones(len(ids), dtype=bool)",
+        file="megatron_gspo/agents/session_tree.py",
+        before="loss_mask = np.zeros(response_length, dtype=bool)",
+        after="loss_mask = np.ones(response_length, dtype=bool)",
         test="tests/environments/test_episodes.py::test_an_episode_by_hand",
     ),
     SeededBug(
         name="every turn of an episode draws with the same numbers",
-        file="megatron_gspo/environments/episodes.py",
-        before="request_index(self.prompt.index, self.sample_index, len(self._responses))",
-        after="request_index(self.prompt.index, self.sample_index, 0)",
+        file="megatron_gspo/agents/agent_run.py",
+        before="numbers_of_call + prompt_digest(prompt)",
+        after="numbers_of_call",
         test="tests/environments/test_episodes.py::test_draws_are_a_function_of_prompt_sample_and_turn",
     ),
     SeededBug(

@@ -1,7 +1,10 @@
 """Environments and engines for episodes with known outcomes."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron_gspo.agents.agent_run import RunLimits
+from megatron_gspo.environments.episodes import Environments, EpisodeEngine, EpisodeHost
 from megatron_gspo.rollout.embedded.embedded_engine import EmbeddedEngine
 from tests.support.reference_models import checkpoint, loaded_engine, moe_config, reference_model
 
@@ -9,6 +12,27 @@ from tests.support.reference_models import checkpoint, loaded_engine, moe_config
 def encode(text: str) -> list[int]:
     """Ids 10 .. 35 for letters."""
     return [10 + ord(letter) - ord("a") for letter in text]
+
+
+def decode(ids: Sequence[int]) -> str:
+    """The opposite of `encode`; other ids have no text."""
+    return "".join(chr(ord("a") + token - 10) for token in ids if 10 <= token < 36)
+
+
+def no_conversation():
+    raise AssertionError("the environment has no tools")
+
+
+def host_of(
+    environments: Environments, limits: RunLimits, conversation=no_conversation, **options
+) -> EpisodeHost:
+    """Plays episodes. conversation: makes the rendering of environments with tools."""
+    return EpisodeHost(environments, limits, encode, decode, conversation, **options)
+
+
+def playing(engine, environments: Environments, limits: RunLimits) -> EpisodeEngine:
+    """An engine of episodes over another one."""
+    return EpisodeEngine(engine, host_of(environments, limits))
 
 
 def ok(observation="", reward=0.0, done=False):
@@ -25,6 +49,8 @@ class Depends:
         return [self.reply(r) for r in requests]
 
     def reply(self, r):
+        if not r.responses:
+            return "ok", {}, None
         n = len(r.responses)
         letters = "abcdefg"[: 1 + (r.prompt.index + r.sample_index + n + r.seed) % 4]
         return ok(letters, float(n) / 2, n >= 1 + (r.prompt.index + r.sample_index) % self.turns)
