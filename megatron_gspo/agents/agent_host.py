@@ -1,30 +1,21 @@
-"""The runs of a rank: its endpoint, the programs that it starts, and who scores them."""
+"""The runs of a rank: its endpoint, and who plays and scores them."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
-import shutil
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megatron_gspo.agents.agent_run import AgentRun, RunLimits
-from megatron_gspo.agents.agent_session import play
 from megatron_gspo.agents.endpoint import AgentEndpoint
 from megatron_gspo.agents.generation import Generator
-from megatron_gspo.agents.rendering import Rendering
+from megatron_gspo.agents.players import Player
 from megatron_gspo.agents.run_samples import run_sample
 from megatron_gspo.agents.run_verifier import RunVerifier
-from megatron_gspo.agents.runner import AgentProgram
 from megatron_gspo.data.sample import Prompt, Sample, json_able
-from megatron_gspo.terminal import get_logger
-
-logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -60,26 +51,23 @@ class AgentHost:
 
     def __init__(
         self,
-        rendering: Rendering,
-        program: AgentProgram,
+        endpoint: AgentEndpoint,
+        player: Player,
         limits: RunLimits,
         *,
         concurrent_runs: int,
-        listen: str = "127.0.0.1",
         verifier: RunVerifier | None = None,
     ) -> None:
-        """limits: `max_call_length` is that of the sampling instead. concurrent_runs: programs at
-        the same time. listen: see `AgentEndpoint`. verifier: scores the runs; None: their
-        agents do."""
-        self._endpoint = AgentEndpoint(rendering, listen=listen, log=logger.info)
+        """endpoint: is started with the first runs. limits: `max_call_length` is that of the
+        sampling instead. concurrent_runs: that are played, or may be claimed, at the same time.
+        verifier: scores the runs; None: their agents do."""
+        self._endpoint = endpoint
         self._is_listening = False
         self._starting = asyncio.Lock()
-        self._program = program
+        self._player = player
         self._limits = limits
         self._verifier = verifier
         self._free = asyncio.Semaphore(concurrent_runs)
-        self._folder = Path(tempfile.mkdtemp(prefix="megatron-gspo-agents-"))
-        self._numbers = itertools.count()
 
     async def samples(
         self,
@@ -91,7 +79,8 @@ class AgentHost:
     ) -> list[Sample]:
         """Play runs at the same time; their samples, in order.
 
-        max_call_length: tokens of a reply. opened: gets the runs as they begin. Raises what the
+        max_call_length: tokens of a reply. opened: gets the runs as they begin; one that begins
+        anew takes the place of the earlier. Raises what the
         generator raises: a run can't go on without its reply, so all are ended.
         """
         async with self._starting:
@@ -114,21 +103,25 @@ class AgentHost:
         limits: RunLimits,
         opened: list[AgentRun],
     ) -> Sample:
-        async with self._free:
+        run: AgentRun | None = None
+
+        def open_run() -> AgentRun:
+            nonlocal run
+            if run is not None:
+                opened.remove(run)
             run = self._endpoint.open_run(
                 generator, limits, seed=request.run_seed, takes_rewards=self._verifier is None
             )
             opened.append(run)
-            finished = await play(
+            return run
+
+        async with self._free:
+            finished = await self._player.play(
                 self._endpoint,
-                run,
-                self._program,
-                self._folder / f"run-{next(self._numbers)}",
+                open_run,
                 task=request.task,
                 judge=None if self._verifier is None else self._verifier.judge_of(request.prompt),
             )
-        if run.failure is not None:
-            raise run.failure
         return run_sample(request.prompt, request.sample_index, finished)
 
     async def close(self) -> None:
@@ -136,4 +129,4 @@ class AgentHost:
         await self._endpoint.close()
         if self._verifier is not None:
             self._verifier.close()
-        await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+        await self._player.close()

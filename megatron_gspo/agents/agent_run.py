@@ -35,6 +35,7 @@ from megatron_gspo.agents.conversation import (
 from megatron_gspo.agents.generation import CallLimits, Generation, Generator, cut_at_stop
 from megatron_gspo.agents.rendering import Rendering
 from megatron_gspo.agents.reply_parsing import ParsedReply
+from megatron_gspo.agents.run_clock import RunClock
 from megatron_gspo.agents.session_tree import BreakCause, Node, SessionTree, prompt_digest
 from megatron_gspo.errors import EngineError, first_line
 
@@ -94,7 +95,7 @@ class AgentRun:
 
     number, key: by which its requests are known. seed: of the run, from (seed, prompt, sample).
     reward: as the agent has posted it, None before. response_rewards: by reply id. failure: why a
-    reply could not be drawn, None if all could. ended: no call is accepted any more.
+    reply could not be drawn, None if all could. over: is set when no call is accepted any more.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class AgentRun:
         self.reward: float | None = None
         self.response_rewards: dict[str, float] = {}
         self.failure: BaseException | None = None
-        self.ended = False
+        self.over = asyncio.Event()
         self._takes_rewards = takes_rewards
         self._limits = limits
         self._rendering = rendering
@@ -126,6 +127,29 @@ class AgentRun:
         self._draws: dict[Node, Draw] = {}
         self._replies: dict[str, Node] = {}
         self._last_draws: list[Draw] = []  # delivered, and not continued
+        self._last_sign = time.monotonic()
+
+    @property
+    def ended(self) -> bool:
+        """Whether no call is accepted any more."""
+        return self.over.is_set()
+
+    @property
+    def silence(self) -> float:
+        """Seconds since the agent's last request; 0 while it waits for a reply."""
+        if any(
+            draw.node.state == "waiting" and not draw.consumer.gone for draw in self._draws.values()
+        ):
+            return 0.0
+        return time.monotonic() - self._last_sign
+
+    def touch(self) -> None:
+        """The agent has sent a request, or got its reply."""
+        self._last_sign = time.monotonic()
+
+    def clock(self) -> RunClock:
+        """A clock that stands still while the calls of this run are paused."""
+        return RunClock(lambda: self._generator.paused_seconds)
 
     async def prepare(self, call: Call) -> PreparedCall:
         """The prompt of a call. Raises CallError for messages that can't be rendered."""
@@ -229,6 +253,7 @@ class AgentRun:
         """The client has the whole reply: from now on it is a part of the run."""
         if self.ended or draw.consumer is not consumer or draw.node.state != "waiting":
             return
+        self.touch()
         prepared = draw.prepared
         self.tree.deliver(
             draw.node,
@@ -287,7 +312,7 @@ class AgentRun:
 
     def end(self) -> None:
         """Accept no call any more, and stop those in flight. May be called again."""
-        self.ended = True
+        self.over.set()
         for draw in self._draws.values():
             draw.task.cancel()
 

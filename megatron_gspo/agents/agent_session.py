@@ -16,8 +16,6 @@ from megatron_gspo.agents.endpoint import AgentEndpoint
 from megatron_gspo.agents.runner import AgentExit, AgentProgram, run_program
 from megatron_gspo.agents.session_tree import Row
 
-_NO_PROGRAM = AgentExit(0, timed_out=False, tail="")
-
 
 @dataclass(frozen=True)
 class Outcome:
@@ -32,8 +30,18 @@ class Outcome:
     is_cut: bool = False
 
 
-Judge = Callable[[AgentRun, Path], Awaitable[Outcome]]
-"""Scores a run whose program has ended, from its calls and the directory where it has worked."""
+Judge = Callable[[AgentRun, Path | None], Awaitable[Outcome]]
+"""Scores a run that has ended, from its calls and the directory where its program has worked; None
+for a runner's."""
+
+
+@dataclass(frozen=True)
+class RunEnd:
+    """How a run has ended. cause: as a message names it. time_limit: seconds that were over, None
+    if it has ended by itself."""
+
+    cause: str
+    time_limit: float | None = None
 
 
 @dataclass(frozen=True)
@@ -52,25 +60,7 @@ class FinishedRun:
     outcome: Outcome
     turn_rewards: Mapping[int, float]
     counts: Mapping[str, int]
-    exit: AgentExit = _NO_PROGRAM
-
-    @classmethod
-    def of(cls, run: AgentRun, outcome: Outcome, exit: AgentExit = _NO_PROGRAM) -> FinishedRun:
-        """What a run leaves that has ended."""
-        delivered = run.tree.delivered
-        rows = tuple(run.tree.rows())
-        return cls(
-            rows=rows,
-            messages=delivered[-1].messages if delivered else (),
-            outcome=outcome,
-            turn_rewards=run.turn_rewards,
-            counts={
-                **run.tree.counts,
-                "rows": len(rows),
-                "undelivered": run.tree.undelivered,
-            },
-            exit=exit,
-        )
+    exit: AgentExit | None = None
 
 
 async def play(
@@ -96,26 +86,62 @@ async def play(
     }
     await asyncio.to_thread(directory.mkdir, parents=True)
     try:
-        ended = await run_program(program, {**task, **addresses}, directory)
+        ended = await run_program(program, {**task, **addresses}, directory, clock=run.clock())
         endpoint.end_run(run)
-        outcome = posted_outcome(run, ended, program.run_timeout)
-        if judge is not None and run.tree.delivered and not ended.timed_out:
-            outcome = await judge(run, directory)
+        time_limit = program.run_timeout if ended.timed_out else None
+        outcome = await scored(run, RunEnd(_end_of(ended), time_limit), judge, directory)
     finally:
         endpoint.end_run(run)
         await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
-    return FinishedRun.of(run, outcome, ended)
+    return finished_run(run, outcome, exit=ended)
 
 
-def posted_outcome(run: AgentRun, ended: AgentExit, run_timeout: float) -> Outcome:
+async def scored(
+    run: AgentRun, end: RunEnd, judge: Judge | None, directory: Path | None = None
+) -> Outcome:
+    """What a run has earned that has ended."""
+    if judge is not None and run.tree.delivered and end.time_limit is None:
+        return await judge(run, directory)
+    return posted_outcome(run, end)
+
+
+def finished_run(
+    run: AgentRun,
+    outcome: Outcome,
+    *,
+    exit: AgentExit | None = None,
+    events: Mapping[str, int] | None = None,
+) -> FinishedRun:
+    """What a run leaves that has ended. events: further counts."""
+    delivered = run.tree.delivered
+    rows = tuple(run.tree.rows())
+    counts = {
+        **run.tree.counts,
+        "rows": len(rows),
+        "undelivered": run.tree.undelivered,
+        **(events or {}),
+    }
+    return FinishedRun(
+        rows=rows,
+        messages=delivered[-1].messages if delivered else (),
+        outcome=outcome,
+        turn_rewards=run.turn_rewards,
+        counts=counts,
+        exit=exit,
+    )
+
+
+def posted_outcome(run: AgentRun, end: RunEnd) -> Outcome:
     """The sum of the rewards that the agent has posted, or why there is none."""
     if not run.tree.delivered:
-        return Outcome(math.nan, f"error: the agent made no call ({_end_of(ended)})")
+        return Outcome(math.nan, f"error: the agent made no call ({end.cause})")
     if run.reward is not None or run.turn_rewards:
         return Outcome((run.reward or 0.0) + math.fsum(run.turn_rewards.values()))
-    if ended.timed_out:
-        return Outcome(math.nan, f"timeout: the agent ran for {run_timeout:g} s without a reward")
-    return Outcome(math.nan, f"error: the agent ended without a reward ({_end_of(ended)})")
+    if end.time_limit is not None:
+        return Outcome(
+            math.nan, f"timeout: the agent ran for {end.time_limit:g} s without a reward"
+        )
+    return Outcome(math.nan, f"error: the agent ended without a reward ({end.cause})")
 
 
 def _end_of(ended: AgentExit) -> str:

@@ -1,8 +1,9 @@
 """The HTTP server that agents call: the APIs of OpenAI and Anthropic over the runs of a rank.
 
 A run's requests go to `<url>/runs/<number>/v1/...` and carry its key, as a bearer token or as
-`x-api-key`. Errors have the statuses that the clients of both APIs take as final: 401 for a key
-that is not, or no longer, valid, 404, and 400; 503 alone is tried again.
+`x-api-key`. Runners claim runs at `<url>/tasks/claim`, with a key of their own. Errors have the
+statuses that the clients of both APIs take as final: 401 for a key that is not, or no longer,
+valid, 404, and 400; 503 alone is tried again.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from megatron_gspo.agents.conversation import (
 from megatron_gspo.agents.dialects import chat, fields, messages, responses
 from megatron_gspo.agents.generation import Generator
 from megatron_gspo.agents.rendering import Rendering
+from megatron_gspo.agents.run_queue import RunQueue
 from megatron_gspo.errors import InputError
 
 MAX_BODY_BYTES = 32 * 2**20
@@ -39,6 +41,7 @@ _SEND_BUFFER_BYTES = 64 * 2**10  # of a connection; what is in it counts as deli
 _BACKLOG = 1024  # connections that wait to be accepted
 _SHUTDOWN_SECONDS = 5.0
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_EVERYWHERE = ("0.0.0.0", "::")
 
 
 class Dialect(Protocol):
@@ -69,14 +72,17 @@ class AgentEndpoint:
         *,
         listen: str = "127.0.0.1",
         port: int = 0,
+        queue: RunQueue | None = None,
         log: Callable[[str], None] = print,
     ) -> None:
         """listen: address; another one than this machine's loopback is warned of. port: 0 takes a
-        free one. log: takes a line for each thing that an agent asks for in vain, once."""
+        free one. queue: of the runs that runners may claim; None serves no runners. log: takes a
+        line for each thing that an agent asks for in vain, once."""
         self.url = ""
         self._rendering = rendering
         self._listen = listen
         self._port = port
+        self._queue = queue
         self._log = log
         self._runs: dict[int, AgentRun] = {}
         self._num_runs = 0
@@ -99,7 +105,10 @@ class AgentEndpoint:
         application.router.add_post(f"{run}/messages/count_tokens", self._count_tokens)
         application.router.add_get(f"{run}/models", self._models)
         application.router.add_post(f"{run}/reward", self._reward)
+        application.router.add_post(f"{run}/renew", self._renew)
         application.router.add_post(f"{run}/end", self._end)
+        if self._queue is not None:
+            application.router.add_post("/tasks/claim", self._claim_handler(self._queue))
         application.router.add_route("*", "/{path:.*}", _unknown_path)
         self._server = web.AppRunner(
             application, access_log=None, shutdown_timeout=_SHUTDOWN_SECONDS
@@ -118,7 +127,11 @@ class AgentEndpoint:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         await web.SockSite(self._server, listener, backlog=_BACKLOG).start()
         host = f"[{self._listen}]" if is_ipv6 else self._listen
-        self.url = f"http://{host}:{listener.getsockname()[1]}"
+        port = listener.getsockname()[1]
+        self.url = f"http://{host}:{port}"
+        if self._queue is not None:
+            name = socket.gethostname() if self._listen in _EVERYWHERE else host
+            self._queue.announce(f"http://{name}:{port}")
 
     def open_run(
         self, generator: Generator, limits: RunLimits, *, seed: int, takes_rewards: bool = True
@@ -202,6 +215,36 @@ class AgentEndpoint:
             return web.json_response(chat.error_body(error), status=error.status)
         return web.json_response({"reward": float(body["reward"])})
 
+    async def _renew(self, request: web.Request) -> web.Response:
+        """Any request renews the lease of a run; this one does nothing else."""
+        try:
+            self._authorized(request)
+        except CallError as error:
+            return web.json_response(chat.error_body(error), status=error.status)
+        return web.json_response({"renewed": True})
+
+    def _claim_handler(self, queue: RunQueue) -> Callable[[web.Request], Any]:
+        async def handle(request: web.Request) -> web.Response:
+            if not _has_key(request, queue.key):
+                error = CallError(401, "invalid_runner_key", "the key is not that of runners")
+                return web.json_response(chat.error_body(error), status=error.status)
+            queued = queue.claim()
+            if queued is None:
+                return web.json_response({"task": None})
+            run = queued.run
+            # As the runner reaches this machine, which may be over a tunnel.
+            anthropic_url = f"{request.scheme}://{request.host}/runs/{run.number}"
+            addresses = {
+                "base_url": f"{anthropic_url}/v1",
+                "anthropic_url": anthropic_url,
+                "key": run.key,
+                "model": "policy",
+                "lease": queue.lease,
+            }
+            return web.json_response({"task": {**queued.task, **addresses}})
+
+        return handle
+
     async def _end(self, request: web.Request) -> web.Response:
         try:
             self.end_run(self._authorized(request))
@@ -210,15 +253,10 @@ class AgentEndpoint:
         return web.json_response({"ended": True})
 
     def _authorized(self, request: web.Request) -> AgentRun:
-        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
-        keys = [request.headers.get("x-api-key", "")]
-        if scheme.lower() == "bearer":
-            keys.append(token.strip())
         run = self._runs.get(int(request.match_info["number"]))
-        if run is None or not any(
-            hmac.compare_digest(key.encode(), run.key.encode()) for key in keys
-        ):
+        if run is None or not _has_key(request, run.key):
             raise session_over()
+        run.touch()
         return run
 
     def _remark(self, call: Call) -> None:
@@ -314,6 +352,15 @@ class _Exchange:
     def _deliver(self, reply: Reply) -> None:
         if not self._consumer.gone:
             self._run.deliver(self._draw, self._consumer, reply)
+
+
+def _has_key(request: web.Request, key: str) -> bool:
+    """Whether a request carries this key."""
+    scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+    given = [request.headers.get("x-api-key", "")]
+    if scheme.lower() == "bearer":
+        given.append(token.strip())
+    return any(hmac.compare_digest(known.encode(), key.encode()) for known in given)
 
 
 def _is_repeated(request: web.Request) -> bool:

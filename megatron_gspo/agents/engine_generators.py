@@ -39,6 +39,11 @@ class ServerGenerator:
         """The oldest weight version among the tokens of replies in flight; None without any."""
         return oldest([response.oldest_version for response in self._in_flight])
 
+    @property
+    def paused_seconds(self) -> float:
+        """See `Generator.paused_seconds`."""
+        return self._client.pool.paused_seconds
+
     async def generate(
         self, prompt: np.ndarray, limits: CallLimits, *, seed: int, routes_start: int
     ) -> Generation:
@@ -99,6 +104,11 @@ class EngineGenerator:
         self._seed = seed
         self._max_length = max_length
         self._calls = BatchedCalls(self._replies, "agent-engine", max_batch=max_batch)
+
+    @property
+    def paused_seconds(self) -> float:
+        """See `Generator.paused_seconds`: the trainer waits for the runs."""
+        return 0.0
 
     async def generate(
         self, prompt: np.ndarray, limits: CallLimits, *, seed: int, routes_start: int

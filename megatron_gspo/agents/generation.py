@@ -48,6 +48,11 @@ class Generator(Protocol):
     continues under the new weights.
     """
 
+    @property
+    def paused_seconds(self) -> float:
+        """Seconds in which calls have had to wait for the trainer, up to now."""
+        ...
+
     async def generate(
         self, prompt: np.ndarray, limits: CallLimits, *, seed: int, routes_start: int
     ) -> Generation:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from megatron_gspo.agents.agent_run import AgentRun
 from megatron_gspo.agents.agent_session import Judge, Outcome
@@ -23,14 +24,13 @@ class RunVerifier:
     def judge_of(self, prompt: Prompt) -> Judge:
         """The judge of a run of this prompt. The verifier gets the content of the last reply, and
         in the prompt's metadata `messages`, all of the last call, and `directory`, where the agent
-        has worked."""
+        has worked, unless a runner has played it."""
 
-        async def judge(run: AgentRun, directory: Path) -> Outcome:
+        async def judge(run: AgentRun, directory: Path | None) -> Outcome:
             messages = run.tree.delivered[-1].messages
-            seen = {
-                "messages": [message.record() for message in messages],
-                "directory": str(directory),
-            }
+            seen: dict[str, Any] = {"messages": [message.record() for message in messages]}
+            if directory is not None:
+                seen["directory"] = str(directory)
             asked = replace(prompt, metadata={**prompt.metadata, **seen})
             return await self._calls.call((messages[-1].content, asked))
 

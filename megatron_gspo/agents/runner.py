@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_gspo.agents.run_clock import RunClock, ends_in_time
 from megatron_gspo.errors import InputError
 
 _MAX_TAIL_BYTES = 2000  # of the output in a message
@@ -79,11 +80,13 @@ class AgentExit:
     tail: str
 
 
-async def run_program(program: AgentProgram, task: Mapping[str, Any], directory: Path) -> AgentExit:
+async def run_program(
+    program: AgentProgram, task: Mapping[str, Any], directory: Path, *, clock: RunClock
+) -> AgentExit:
     """Run a program to its end; it and all processes that it started have ended then.
 
     task: JSON-able, by the names in braces. directory: where it works; its output goes to a file
-    beside it. Cancelling ends the program too.
+    beside it. clock: that `run_timeout` is measured with. Cancelling ends the program too.
     """
     output = directory.with_name(f"{directory.name}.log")
     task_file = directory.with_name(f"{directory.name}.task.json")
@@ -111,12 +114,11 @@ async def run_program(program: AgentProgram, task: Mapping[str, Any], directory:
             )
         finally:
             os.close(writer)
-        timed_out = False
         try:
             await _send(keeper, program, values, directory)
-            await asyncio.wait_for(keeper.wait(), program.run_timeout)
-        except TimeoutError:
-            timed_out = True
+            timed_out = not await ends_in_time(
+                keeper.wait(), lambda: program.run_timeout - clock.seconds
+            )
         finally:
             await _end(keeper, reader, program.kill_after)
             task_file.unlink(missing_ok=True)

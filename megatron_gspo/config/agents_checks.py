@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 
 from megatron_gspo.config.agents_section import AgentsConfig
 from megatron_gspo.config.algorithm_section import AlgorithmConfig
 from megatron_gspo.config.config_error import ConfigError
 from megatron_gspo.config.data_sections import DataConfig
+from megatron_gspo.config.key_files import check_key_file
 from megatron_gspo.config.rollout_checks import check_import_file
 from megatron_gspo.config.rollout_sections import RolloutConfig
 from megatron_gspo.user_code import is_import_path
@@ -22,10 +24,16 @@ def check_agents(
     if not agents.is_on:
         _check_off(agents, has_environment=rollout.environment is not None)
         return
-    if agents.command and agents.function is not None:
-        raise ConfigError(
-            "agents.function", agents.function, "agents.command is set too", "remove one of the two"
-        )
+    ways = [key for key in ("command", "function", "external") if getattr(agents, key)]
+    for key in ways[1:]:
+        problem = f"agents.{ways[0]} is set too"
+        raise ConfigError(f"agents.{key}", getattr(agents, key), problem, "remove one of the two")
+    if agents.external:
+        problem = "runners have an environment of their own"
+        _refuse_changes(agents, ["env"], problem, "remove it")
+    else:
+        fix = "set agents.external: true, or remove it"
+        _refuse_changes(agents, ["lease", "runner_key_file"], "has no effect without runners", fix)
     if agents.function is not None and not is_import_path(agents.function):
         fix = "set path/to/file.py:function or package.module:function"
         raise ConfigError("agents.function", agents.function, "names no function", fix)
@@ -52,19 +60,23 @@ def check_agents(
             raise ConfigError(f"data.sources.{source.name}.verifier", source.verifier, problem, fix)
     if any(source.chat_template for source in data.by_source.values()):
         problem = "the agent writes the messages, and gets the prompt as it is in the data"
-        raise ConfigError("data.chat_template", True, problem, "set it to false")
+        fix = "set it to false, and for rows of chat messages data.prompt_key: prompt.0.content"
+        raise ConfigError("data.chat_template", True, problem, fix)
 
 
 def _check_off(agents: AgentsConfig, *, has_environment: bool) -> None:
-    off = AgentsConfig()
-    for key in vars(off):
-        if has_environment and key in _OF_MESSAGES:
-            continue
-        if (value := getattr(agents, key)) != getattr(off, key):
-            problem = "has no effect without an agent"
-            raise ConfigError(
-                f"agents.{key}", value, problem, "set agents.command or agents.function"
-            )
+    fix = "set agents.command, agents.function or agents.external"
+    keys = [key for key in vars(agents) if not (has_environment and key in _OF_MESSAGES)]
+    _refuse_changes(agents, keys, "has no effect without an agent", fix)
+
+
+def _refuse_changes(agents: AgentsConfig, keys: Sequence[str], problem: str, fix: str) -> None:
+    """Raise ConfigError for the first of the keys that is not at its default."""
+    defaults = AgentsConfig()
+    for key in keys:
+        value = getattr(agents, key)
+        if value != getattr(defaults, key):
+            raise ConfigError(f"agents.{key}", value, problem, fix)
 
 
 def check_run_sizes(agents: AgentsConfig, max_context: int, max_run_tokens: int, room: int) -> None:
@@ -86,7 +98,7 @@ def check_run_sizes(agents: AgentsConfig, max_context: int, max_run_tokens: int,
 
 
 def check_agent_files(agents: AgentsConfig) -> None:
-    """The program, or the file of the function, exists."""
+    """The program, the file of the function and that of the runners' key exist."""
     if agents.command:
         program = agents.command[0]
         if "{" not in program and shutil.which(program) is None:
@@ -94,3 +106,5 @@ def check_agent_files(agents: AgentsConfig) -> None:
             raise ConfigError("agents.command", program, "no such program", fix)
     if agents.function is not None:
         check_import_file("agents.function", agents.function, "function")
+    if agents.runner_key_file is not None:
+        check_key_file("agents.runner_key_file", agents.runner_key_file)

@@ -19,12 +19,18 @@ class AgentsConfig:
     names are filled in."""
     function: UserPath | None = None
     """Import path of a Python function that is the agent, in place of `command`."""
+    external: bool = False
+    """Whether runners that connect by themselves play the runs, in place of `command`."""
     env: dict[str, str] = field(default_factory=dict)
     """Further environment variables of the agent (docs/agents.md)."""
     concurrent_runs: Annotated[int, Ge(1)] = 64
     """Agents that a rank runs at the same time."""
     run_timeout: Annotated[float, Gt(0)] = 1800.0
-    """Seconds after which an agent is ended with all its processes."""
+    """Seconds after which an agent is ended with all its processes, and a runner loses its run."""
+    lease: Annotated[float, Gt(0)] = 60.0
+    """Seconds without a request after which the run of a runner is given to another one."""
+    runner_key_file: UserPath | None = None
+    """File with the key of runners on its first line; null draws one at each start."""
     max_calls: Annotated[int, Ge(1)] = 100
     """Calls of a run."""
     max_context: Annotated[int, Ge(2)] | None = None
@@ -44,4 +50,4 @@ class AgentsConfig:
     @property
     def is_on(self) -> bool:
         """Whether samples are runs of agents."""
-        return bool(self.command) or self.function is not None
+        return bool(self.command) or self.function is not None or self.external

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megatron_gspo.config.config_error import MISSING, ConfigError, show
 from megatron_gspo.config.fields import default_of
+from megatron_gspo.config.key_files import check_key_file
 from megatron_gspo.config.rollout_checks import check_staleness
 from megatron_gspo.config.rollout_sections import RolloutConfig
 from megatron_gspo.config.server_sections import ServerConfig
@@ -139,11 +140,4 @@ def check_server_files(servers: ServerConfig) -> None:
         )
         raise ConfigError(f"{name}.python", servers.python, "no such file", fix)
     if servers.api_key_file is not None:
-        try:
-            lines = Path(servers.api_key_file).read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError):
-            lines = []
-        if not lines or not lines[0].strip():
-            problem = "cannot be read, or its first line is empty"
-            fix = "put the key on its first line"
-            raise ConfigError(f"{name}.api_key_file", servers.api_key_file, problem, fix)
+        check_key_file(f"{name}.api_key_file", servers.api_key_file)

@@ -19,7 +19,7 @@ import numpy as np
 
 from megatron_gspo.agents.agent_host import RunRequest
 from megatron_gspo.agents.agent_run import AgentRun, RunLimits
-from megatron_gspo.agents.agent_session import FinishedRun, Outcome
+from megatron_gspo.agents.agent_session import Outcome, finished_run
 from megatron_gspo.agents.agent_source import run_requests, single_error
 from megatron_gspo.agents.conversation import CallError, Message, Tool, invalid_request
 from megatron_gspo.agents.dialects import chat
@@ -55,7 +55,7 @@ class Environments(Protocol):
 class TextRendering:
     """`Rendering` of texts as they are, behind a tokenised prompt."""
 
-    end_ids = ()
+    end_ids: tuple[int, ...] = ()
 
     def __init__(self, prompt: np.ndarray, encode: Encode, decode: Decode) -> None:
         """prompt: [P] int64."""
@@ -186,7 +186,7 @@ class EpisodeHost:
                 run.end()
         if rounds is not None:
             rounds.end_run()  # not if it has failed, which ends all of them
-        finished = FinishedRun.of(run, outcome)
+        finished = finished_run(run, outcome)
         if len(finished.rows) > 1 and not self._branches:
             raise InputError(
                 "rollout.environment: the messages of an episode do not continue each other, and"

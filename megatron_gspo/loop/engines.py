@@ -15,10 +15,15 @@ import torch.distributed as dist
 from megatron_gspo.agents.agent_host import AgentHost
 from megatron_gspo.agents.agent_run import RunLimits
 from megatron_gspo.agents.agent_source import AgentEngine, AgentGroups
+from megatron_gspo.agents.endpoint import AgentEndpoint
+from megatron_gspo.agents.players import Player, ProgramPlayer, RunnerPlayer
 from megatron_gspo.agents.rendering import PackageRendering, Rendering, TemplateRendering
+from megatron_gspo.agents.run_queue import RunQueue
 from megatron_gspo.agents.run_verifier import RunVerifier
 from megatron_gspo.agents.runner import CLIENT_ENV, COMMAND_ENV, AgentProgram, function_program
 from megatron_gspo.config import Config, ConfigError
+from megatron_gspo.config.agents_section import AgentsConfig
+from megatron_gspo.config.key_files import read_key
 from megatron_gspo.config.server_urls import is_loopback
 from megatron_gspo.environments.environment_pool import EnvironmentPool
 from megatron_gspo.environments.episodes import (
@@ -147,30 +152,48 @@ def agent_host(config: Config, shape: ModelShape, tokenizer: Any) -> AgentHost:
     """What plays the runs of this rank. Raises InputError for a tokenizer that can't render them."""
     agents = config.agents
     rendering = message_rendering(config, shape, tokenizer)
-    if agents.function is None:
-        # A program works in a directory of its own, where these files are not. Links stay: an
-        # environment's interpreter is one, and finds its packages by its own path.
-        command = tuple(
-            str(Path(argument).absolute()) if Path(argument).is_file() else argument
-            for argument in agents.command
-        )
-        env = COMMAND_ENV | agents.env
-        program = AgentProgram(command, env, run_timeout=agents.run_timeout)
+    queue = None
+    player: Player
+    if agents.external:
+        queue = runner_queue(config)
+        player = RunnerPlayer(queue, run_timeout=agents.run_timeout)
     else:
-        # The task may be larger than an environment variable can be.
-        env = CLIENT_ENV | agents.env
-        program = function_program(agents.function, env, run_timeout=agents.run_timeout)
+        player = ProgramPlayer(agent_program(agents))
     return AgentHost(
-        rendering,
-        program,
+        AgentEndpoint(rendering, listen=agents.listen, queue=queue, log=logger.info),
+        player,
         RunLimits(
             max_calls=agents.max_calls,
             max_context=config.max_context,
             max_run_tokens=config.max_run_tokens,
         ),
         concurrent_runs=agents.concurrent_runs,
-        listen=agents.listen,
         verifier=None if config.data.verifier is None else RunVerifier(scorer_of(config.data)),
+    )
+
+
+def agent_program(agents: AgentsConfig) -> AgentProgram:
+    """The program of an agent that is started for each run."""
+    if agents.function is not None:
+        # The task may be larger than an environment variable can be.
+        env = CLIENT_ENV | agents.env
+        return function_program(agents.function, env, run_timeout=agents.run_timeout)
+    # A program works in a directory of its own, where these files are not. Links stay: an
+    # environment's interpreter is one, and finds its packages by its own path.
+    command = tuple(
+        str(Path(argument).absolute()) if Path(argument).is_file() else argument
+        for argument in agents.command
+    )
+    return AgentProgram(command, COMMAND_ENV | agents.env, run_timeout=agents.run_timeout)
+
+
+def runner_queue(config: Config) -> RunQueue:
+    """The runs of this rank that runners play."""
+    agents = config.agents
+    return RunQueue(
+        Path(config.run_dir) / "agents" / f"rank_{dist.get_rank()}.json",
+        lease=agents.lease,
+        key=None if agents.runner_key_file is None else read_key(agents.runner_key_file),
     )
 
 

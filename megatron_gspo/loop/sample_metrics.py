@@ -96,6 +96,7 @@ AGENT_EVENTS = (
     "adopted",
     "undelivered",
     "malformed_calls",
+    "expired_leases",
     "breaks/tools",
     "breaks/thinking",
     "breaks/rendering",

@@ -15,10 +15,10 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, ClassVar
 
 from megatron_gspo.config import ServerConfig
+from megatron_gspo.config.key_files import read_key
 from megatron_gspo.errors import InputError, first_line
 from megatron_gspo.launch_environment import without_launch_variables
 from megatron_gspo.servers.ports import LOOPBACK
@@ -278,7 +278,7 @@ def read_api_key(config: ServerConfig) -> str | None:
     """The API key of the servers, from the first line of its file; None without a file."""
     if config.api_key_file is None:
         return None
-    return Path(config.api_key_file).read_text(encoding="utf-8").splitlines()[0].strip()
+    return read_key(config.api_key_file)
 
 
 def server_environment(

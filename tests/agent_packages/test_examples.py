@@ -10,6 +10,8 @@ import pytest
 
 from megatron_gspo.agents.agent_host import AgentHost, RunRequest
 from megatron_gspo.agents.agent_run import RunLimits
+from megatron_gspo.agents.endpoint import AgentEndpoint
+from megatron_gspo.agents.players import ProgramPlayer
 from megatron_gspo.agents.rendering import TemplateRendering
 from megatron_gspo.agents.runner import AgentProgram
 from megatron_gspo.data.sample import Prompt, Sample
@@ -38,8 +40,8 @@ async def played(
     )
     env = {"PYTHONPATH": str(ROOT), "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
     program = AgentProgram(command, env, run_timeout=270.0)
-    rendering = TemplateRendering(TOKENIZER, [TOKENIZER.eos_token_id])
-    host = AgentHost(rendering, program, RunLimits(**limits), concurrent_runs=1)
+    endpoint = AgentEndpoint(TemplateRendering(TOKENIZER, [TOKENIZER.eos_token_id]))
+    host = AgentHost(endpoint, ProgramPlayer(program), RunLimits(**limits), concurrent_runs=1)
     generator = ScriptedGenerator(TOKENIZER, script)
     request = RunRequest(prompt, 0, seed=1)
     try:

@@ -10,6 +10,8 @@ import pytest
 from megatron_gspo.agents.agent_host import AgentHost, RunRequest
 from megatron_gspo.agents.agent_run import RunLimits
 from megatron_gspo.agents.agent_source import single_error
+from megatron_gspo.agents.endpoint import AgentEndpoint
+from megatron_gspo.agents.players import ProgramPlayer
 from megatron_gspo.agents.rendering import TemplateRendering
 from megatron_gspo.agents.run_verifier import RunVerifier
 from megatron_gspo.agents.runner import AgentProgram, function_program
@@ -38,8 +40,8 @@ async def played(
 ) -> list[Sample]:
     scorer = None if verifier is None else RewardScorer(verifier, timeout=None)
     host = AgentHost(
-        TemplateRendering(TOKENIZER, [TOKENIZER.eos_token_id]),
-        program,
+        AgentEndpoint(TemplateRendering(TOKENIZER, [TOKENIZER.eos_token_id])),
+        ProgramPlayer(program),
         RunLimits(),
         concurrent_runs=2,
         verifier=None if scorer is None else RunVerifier(scorer),

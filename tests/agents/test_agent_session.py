@@ -101,6 +101,18 @@ async def test_agent_never_ends_forks_a_daemon(tmp_path: Path) -> None:
 
 
 @in_event_loop
+async def test_the_time_limit_stands_still_while_calls_are_paused(tmp_path: Path) -> None:
+    """As while the trainer works. A program takes longer than the limit to start."""
+    async with serving(reply) as served:
+        served.generator.paused = True
+        run = await played(served, tmp_path / "run", "call", "reward=1", run_timeout=0.01)
+        assert run.outcome == Outcome(1.0)
+        served.generator.paused = False
+        run = await played(served, tmp_path / "again", "call", "reward=1", run_timeout=0.01)
+        assert run.exit.timed_out
+
+
+@in_event_loop
 async def test_a_daemon_does_not_outlive_an_agent_that_ends(tmp_path: Path) -> None:
     file = tmp_path / "daemon"
     async with serving(reply) as served:

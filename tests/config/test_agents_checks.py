@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from megatron_gspo.config import ConfigError
@@ -18,6 +20,10 @@ AGENT = "agents.command=[python, agent.py]"
         (["agents.max_calls=3"], "agents.max_calls = 3:", "set agents.command"),
         (["agents.listen=0.0.0.0"], 'agents.listen = "0.0.0.0":', "agents.function"),
         ([AGENT, "agents.function=a.py:run"], 'agents.function = "a.py:run":', "remove one"),
+        ([AGENT, "agents.external=true"], "agents.external = true:", "remove one"),
+        (["agents.external=true", "agents.env={A: b}"], "agents.env = ", "remove it"),
+        ([AGENT, "agents.lease=5"], "agents.lease = 5.0:", "set agents.external: true"),
+        ([AGENT, "agents.runner_key_file=key"], "agents.runner_key_file = ", "remove it"),
         (["agents.function=run"], 'agents.function = "run":', "file.py:function"),
         (["agents.command=[agent, '--key={key}']"], "agents.command = ", "agents.env"),
         ([AGENT, ENVIRONMENT], "rollout.environment = ", "remove one of them"),
@@ -63,7 +69,12 @@ def test_sizes_that_do_not_fit(plain: dict, override: str, message: str) -> None
     assert refused(plain, AGENT, override, world_size=1).startswith(message)
 
 
-def test_what_does_not_exist_is_named() -> None:
+def test_what_does_not_exist_is_named(tmp_path: Path) -> None:
+    empty = tmp_path / "key"
+    empty.write_text("\n")
+    for file in ("missing", str(empty)):
+        with pytest.raises(ConfigError, match="agents.runner_key_file.* its first line is empty"):
+            check_agent_files(AgentsConfig(external=True, runner_key_file=file))
     check_agent_files(AgentsConfig())
     check_agent_files(AgentsConfig(command=("python", "x.py")))
     check_agent_files(AgentsConfig(function="package.module:run"))

@@ -36,8 +36,8 @@ AGENTS = (
     SeededBug(
         name="the key of another run is taken",
         file="megatron_gspo/agents/endpoint.py",
-        before="hmac.compare_digest(key.encode(), run.key.encode())",
-        after="hmac.compare_digest(key.encode(), key.encode())",
+        before="hmac.compare_digest(known.encode(), key.encode())",
+        after="hmac.compare_digest(known.encode(), known.encode())",
         test="tests/agents/test_endpoint.py::test_key_of_an_ended_run_of_another_none",
     ),
     SeededBug(

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -29,6 +30,7 @@ class ScriptedGenerator:
 
     gate: while it is cleared, replies wait. version: of the weights. next_version: if set, the
     version from the middle of the next reply on. failures: raised by the next calls instead.
+    paused: calls are paused all the time.
     """
 
     def __init__(self, tokenizer, script: Script) -> None:
@@ -40,6 +42,11 @@ class ScriptedGenerator:
         self.version = 0
         self.next_version: int | None = None
         self.failures: list[EngineError] = []
+        self.paused = False
+
+    @property
+    def paused_seconds(self) -> float:
+        return time.monotonic() if self.paused else 0.0
 
     async def generate(
         self, prompt: np.ndarray, limits: CallLimits, *, seed: int, routes_start: int

@@ -106,6 +106,8 @@ class ServerPool:
         self.servers = [PooledServer(client) for client in clients]
         self.version: str | None = None
         self.paused = False  # no request starts during a weight update
+        self._paused_since = 0.0  # monotonic seconds
+        self._earlier_pauses = 0.0  # seconds
         self._config = config
         self._api = api
         self._owner = owner
@@ -129,6 +131,12 @@ class ServerPool:
         return [
             s for s in self.servers if s.alive and (s.version is None or s.version != self.version)
         ]
+
+    @property
+    def paused_seconds(self) -> float:
+        """Seconds in which no request could start because of the trainer, up to now."""
+        current = time.monotonic() - self._paused_since if self.paused else 0.0
+        return self._earlier_pauses + current
 
     def describe(self) -> str:
         """The state of each server, in one line."""
@@ -176,11 +184,14 @@ class ServerPool:
 
     async def pause(self) -> None:
         """Start no requests until `resume`."""
+        if not self.paused:
+            self._paused_since = time.monotonic()
         self.paused = True
         await self.notify()
 
     async def resume(self) -> None:
         """Start requests again."""
+        self._earlier_pauses = self.paused_seconds
         self.paused = False
         await self.notify()
 

@@ -1,0 +1,59 @@
+"""Many agents at the same time: no call is lost, and none gets the reply of another."""
+
+import asyncio
+
+import numpy as np
+
+from megatron_gspo.agents.agent_run import AgentRun
+from megatron_gspo.agents.generation import CallLimits, Generation
+from tests.support.agent_endpoint import TOKENIZER, Serving, in_event_loop, serving
+from tests.support.scripted_generator import ScriptedGenerator
+
+SESSIONS = 200
+TURNS = 4
+
+
+def echo(prompt: str, seed: int) -> str:
+    """The last message of the prompt."""
+    return "heard " + prompt.rpartition("user\n")[2].partition("<|im_end|>")[0]
+
+
+class SlowGenerator(ScriptedGenerator):
+    """Replies after other times than it is asked in."""
+
+    async def generate(
+        self, prompt: np.ndarray, limits: CallLimits, *, seed: int, routes_start: int
+    ) -> Generation:
+        await asyncio.sleep(seed % 97 / 1000)
+        return await super().generate(prompt, limits, seed=seed, routes_start=routes_start)
+
+
+async def talk(served: Serving, number: int, run: AgentRun) -> list[str]:
+    """A conversation, and the replies that are expected in it."""
+    messages = []
+    expected = []
+    for turn in range(TURNS):
+        messages.append({"role": "user", "content": f"session {number} turn {turn}"})
+        message = await served.message(messages, run=run)
+        expected.append(f"heard session {number} turn {turn}")
+        assert message["content"] == expected[-1]
+        messages.append(message)
+    status, _ = await served.post("reward", {"reward": number}, run=run)
+    assert status == 200
+    return expected
+
+
+@in_event_loop
+async def test_200_sessions() -> None:
+    async with serving(echo) as served:
+        served.generator = SlowGenerator(TOKENIZER, echo)
+        runs = [served.open_run(seed=number) for number in range(SESSIONS)]
+        talks = [talk(served, number, run) for number, run in enumerate(runs)]
+        conversations = await asyncio.gather(*talks)
+        assert len(served.generator.calls) == SESSIONS * TURNS
+        for number, (run, expected) in enumerate(zip(runs, conversations, strict=True)):
+            [row] = run.tree.rows()
+            response = row.tokens[row.prompt_length :].tolist()
+            replies = [TOKENIZER.decode(response[turn.start : turn.end]) for turn in row.turns]
+            assert replies == [f"{text}<|im_end|>" for text in expected]
+            assert (run.tree.num_calls, run.tree.undelivered, run.reward) == (TURNS, 0, number)
