@@ -20,7 +20,7 @@ from megatron_gspo.agents.generation import Generator
 from megatron_gspo.agents.rendering import Rendering
 from megatron_gspo.agents.run_samples import run_sample
 from megatron_gspo.agents.run_verifier import RunVerifier
-from megatron_gspo.agents.runner import AgentProgram
+from megatron_gspo.agents.runner import Program
 from megatron_gspo.data.sample import Prompt, Sample, json_able
 from megatron_gspo.terminal import get_logger
 
@@ -61,7 +61,7 @@ class AgentHost:
     def __init__(
         self,
         rendering: Rendering,
-        program: AgentProgram,
+        program: Program,
         limits: RunLimits,
         *,
         concurrent_runs: int,
@@ -134,6 +134,7 @@ class AgentHost:
     async def close(self) -> None:
         """End all runs and the verifier, and stop listening. May be called again."""
         await self._endpoint.close()
+        await self._program.close()
         if self._verifier is not None:
             self._verifier.close()
         await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)

@@ -19,6 +19,9 @@ class AgentsConfig:
     names are filled in."""
     function: UserPath | None = None
     """Import path of a Python function that is the agent, in place of `command`."""
+    python: UserPath | None = None
+    """Interpreter that runs `function`, of an environment with the agent's packages; null is the
+    trainer's."""
     env: dict[str, str] = field(default_factory=dict)
     """Further environment variables of the agent (docs/agents.md)."""
     concurrent_runs: Annotated[int, Ge(1)] = 64

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +16,10 @@ import torch.distributed as dist
 from megatron_gspo.agents.agent_host import AgentHost
 from megatron_gspo.agents.agent_run import RunLimits
 from megatron_gspo.agents.agent_source import AgentEngine, AgentGroups
+from megatron_gspo.agents.function_program import FunctionProgram
 from megatron_gspo.agents.rendering import PackageRendering, Rendering, TemplateRendering
 from megatron_gspo.agents.run_verifier import RunVerifier
-from megatron_gspo.agents.runner import CLIENT_ENV, COMMAND_ENV, AgentProgram, function_program
+from megatron_gspo.agents.runner import CLIENT_ENV, COMMAND_ENV, AgentProgram, Program
 from megatron_gspo.config import Config, ConfigError
 from megatron_gspo.config.server_urls import is_loopback
 from megatron_gspo.environments.environment_pool import EnvironmentPool
@@ -154,6 +156,7 @@ def agent_host(config: Config, shape: ModelShape, tokenizer: Any) -> AgentHost:
     """What plays the runs of this rank. Raises InputError for a tokenizer that can't render them."""
     agents = config.agents
     rendering: Rendering
+    program: Program
     if agents.renderer is not None:
         rendering = PackageRendering(tokenizer, agents.renderer, thinking=agents.thinking)
     else:
@@ -173,9 +176,12 @@ def agent_host(config: Config, shape: ModelShape, tokenizer: Any) -> AgentHost:
         env = COMMAND_ENV | agents.env
         program = AgentProgram(command, env, run_timeout=agents.run_timeout)
     else:
-        # The task may be larger than an environment variable can be.
-        env = CLIENT_ENV | agents.env
-        program = function_program(agents.function, env, run_timeout=agents.run_timeout)
+        program = FunctionProgram(
+            agents.function,
+            CLIENT_ENV | agents.env,
+            run_timeout=agents.run_timeout,
+            python=agents.python or sys.executable,
+        )
     return AgentHost(
         rendering,
         program,

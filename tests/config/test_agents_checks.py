@@ -19,6 +19,7 @@ AGENT = "agents.command=[python, agent.py]"
         (["agents.listen=0.0.0.0"], 'agents.listen = "0.0.0.0":', "agents.function"),
         ([AGENT, "agents.function=a.py:run"], 'agents.function = "a.py:run":', "remove one"),
         (["agents.function=run"], 'agents.function = "run":', "file.py:function"),
+        ([AGENT, "agents.python=python3"], 'agents.python = "python3":', "begin the command"),
         (["agents.command=[agent, '--key={key}']"], "agents.command = ", "agents.env"),
         ([AGENT, ENVIRONMENT], "rollout.environment = ", "remove one of them"),
         ([AGENT, *SFT], 'algorithm.name = "sft":', "remove the section agents"),
@@ -67,6 +68,8 @@ def test_what_does_not_exist_is_named() -> None:
     check_agent_files(AgentsConfig())
     check_agent_files(AgentsConfig(command=("python", "x.py")))
     check_agent_files(AgentsConfig(function="package.module:run"))
+    with pytest.raises(ConfigError, match="no such program; give the interpreter"):
+        check_agent_files(AgentsConfig(function="package.module:run", python="no/python"))
     with pytest.raises(ConfigError, match="no such program; give a program on the PATH"):
         check_agent_files(AgentsConfig(command=("no-such-agent",)))
     with pytest.raises(ConfigError, match="no such file: missing.py; give its path"):
