@@ -4,7 +4,8 @@ agents:
   function: examples/agents/mini_swe_agent.py:run
   env: {LITELLM_LOCAL_MODEL_COST_MAP: "True"}    # prices are not looked up in the network
 
-A row of the data: {"prompt": "Write 42 to answer.txt.", "test": "grep -qx 42 answer.txt"}
+A row of the data: {"prompt": "Write 42 to answer.txt.", "test": "grep -qx 42 answer.txt"}, and a
+command "setup" if there is something to prepare.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ TEST_SECONDS = 60.0
 
 def run(task: AgentTask) -> float:
     """1 if the row's test ends without an error where the agent has worked, otherwise 0."""
+    if "setup" in task.metadata:
+        subprocess.run(task.metadata["setup"], shell=True, cwd=task.directory, check=True)
     settings = get_config_from_spec("mini.yaml")
     model = LitellmModel(
         model_name=f"openai/{task.model}",

@@ -10,6 +10,7 @@ import inspect
 import json
 import sys
 import urllib.request
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,18 +41,23 @@ class AgentTask:
     metadata: dict[str, Any] = field(default_factory=dict)
 
 
-def run(name: str, task: AgentTask) -> float | None:
-    """What the function returns: the reward, or None. It may be a coroutine."""
+def load_agent(name: str) -> Callable[[AgentTask], Any]:
+    """The function of `agents.function`. Raises UserCodeError."""
     location = name.rpartition(":")[0]
     if location.endswith(".py"):  # so that it can import its neighbours at any time
         sys.path.insert(0, str(Path(location).resolve().parent))
-    function = load_function(name, "agents.function =", UserCodeError)
+    return load_function(name, "agents.function =", UserCodeError)
+
+
+def play_task(function: Callable[[AgentTask], Any], task: AgentTask) -> None:
+    """Call the function, which may be a coroutine, and post the reward that it returns."""
     result = function(task)
     if inspect.isawaitable(result):
         import asyncio  # a run of a function that needs none starts in half the time
 
         result = asyncio.run(_awaited(result))
-    return None if result is None else float(result)
+    if result is not None:
+        post_reward(task, float(result))
 
 
 async def _awaited(result: Any) -> Any:
@@ -78,11 +84,10 @@ def main() -> None:
     task = AgentTask(**json.loads(file.read_text()))
     file.unlink()
     try:
-        reward = run(name, task)
+        function = load_agent(name)
     except UserCodeError as error:
         sys.exit(str(error))
-    if reward is not None:
-        post_reward(task, reward)
+    play_task(function, task)
 
 
 if __name__ == "__main__":

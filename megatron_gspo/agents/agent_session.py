@@ -13,7 +13,7 @@ from typing import Any
 from megatron_gspo.agents.agent_run import AgentRun
 from megatron_gspo.agents.conversation import Message
 from megatron_gspo.agents.endpoint import AgentEndpoint
-from megatron_gspo.agents.runner import AgentExit, AgentProgram, run_program
+from megatron_gspo.agents.runner import AgentExit, Program, run_program
 from megatron_gspo.agents.session_tree import Row
 
 
@@ -66,7 +66,7 @@ class FinishedRun:
 async def play(
     endpoint: AgentEndpoint,
     run: AgentRun,
-    program: AgentProgram,
+    program: Program,
     directory: Path,
     *,
     task: Mapping[str, Any],

@@ -22,7 +22,7 @@ from megatron_gspo.agents.agent_session import (
 from megatron_gspo.agents.endpoint import AgentEndpoint
 from megatron_gspo.agents.run_clock import ends_in_time
 from megatron_gspo.agents.run_queue import RunQueue
-from megatron_gspo.agents.runner import AgentProgram
+from megatron_gspo.agents.runner import Program
 from megatron_gspo.terminal import get_logger
 
 logger = get_logger(__name__)
@@ -57,7 +57,7 @@ class Player(Protocol):
 class ProgramPlayer:
     """Starts a program for each run, in a directory of its own."""
 
-    def __init__(self, program: AgentProgram) -> None:
+    def __init__(self, program: Program) -> None:
         self._program = program
         self._folder = Path(tempfile.mkdtemp(prefix="megatron-gspo-agents-"))
         self._numbers = itertools.count()
@@ -80,6 +80,7 @@ class ProgramPlayer:
 
     async def close(self) -> None:
         """See `Player.close`."""
+        await self._program.close()
         await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from megatron_gspo.agents.run_clock import RunClock, ends_in_time
 from megatron_gspo.errors import InputError
@@ -57,17 +57,35 @@ class AgentProgram:
                 " agents.env"
             )
 
-    def uses(self, name: str) -> bool:
+    async def start(self, task: Mapping[str, Any], directory: Path, output: Path) -> StartedProgram:
+        """See `Program.start`."""
+        task_file = directory.with_name(f"{directory.name}.task.json")
+        if self._uses("task_file"):
+            task_file.touch(mode=0o600)
+            task_file.write_text(json.dumps(task))
+        values = {**task, "task_file": str(task_file)}
+        texts = _values(values)
+        given = {
+            "command": [_filled(argument, texts) for argument in self.command],
+            "directory": str(directory),
+            "env": run_environment(filled(self.env, values), directory),
+        }
+        keeper, process_id = await _start_keeper(output)
+        started = _KeptProgram(keeper, process_id, task_file)
+        try:
+            await _send(keeper, given)
+        except BaseException:
+            started.kill()
+            started.close()
+            raise
+        return started
+
+    async def close(self) -> None:
+        """See `Program.close`."""
+
+    def _uses(self, name: str) -> bool:
         """Whether the command or the environment has this name in braces."""
         return any(f"{{{name}}}" in text for text in (*self.command, *self.env.values()))
-
-
-def function_program(function: str, env: Mapping[str, str], *, run_timeout: float) -> AgentProgram:
-    """The program that runs a Python function, "path/to/file.py:function" or
-    "package.module:function", as an agent; see `agent_function`."""
-    command = (sys.executable, "-m", "megatron_gspo.agents.agent_function", function, "{task_file}")
-    path = os.pathsep.join([*filter(None, sys.path), os.getcwd()])
-    return AgentProgram(command, {"PYTHONPATH": path, **env}, run_timeout)
 
 
 @dataclass(frozen=True)
@@ -80,25 +98,130 @@ class AgentExit:
     tail: str
 
 
+class StartedProgram(Protocol):
+    """A program that runs, with a keeper that ends all processes which it starts."""
+
+    @property
+    def code(self) -> int | None:
+        """The exit code; None before the end."""
+        ...
+
+    async def wait(self) -> int:
+        """The exit code, when the program and all that it started have ended."""
+        ...
+
+    def process_id(self) -> int:
+        """Of the program, which leads its process group. Raises OSError or ValueError if it is not
+        known yet, or not any more."""
+        ...
+
+    def kill(self) -> None:
+        """Let the keeper end all."""
+        ...
+
+    def close(self) -> None:
+        """Release what is left of an ended program."""
+        ...
+
+
+class Program(Protocol):
+    """What is started for each run."""
+
+    @property
+    def run_timeout(self) -> float:
+        """Seconds."""
+        ...
+
+    @property
+    def kill_after(self) -> float:
+        """Seconds from SIGTERM to SIGKILL."""
+        ...
+
+    async def start(self, task: Mapping[str, Any], directory: Path, output: Path) -> StartedProgram:
+        """Start a run.
+
+        task: JSON-able; its names may be in braces. directory: where it works. output: an empty
+        file for what it prints.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Start no more runs."""
+        ...
+
+
 async def run_program(
-    program: AgentProgram, task: Mapping[str, Any], directory: Path, *, clock: RunClock
+    program: Program, task: Mapping[str, Any], directory: Path, *, clock: RunClock
 ) -> AgentExit:
     """Run a program to its end; it and all processes that it started have ended then.
 
-    task: JSON-able, by the names in braces. directory: where it works; its output goes to a file
-    beside it. clock: that `run_timeout` is measured with. Cancelling ends the program too.
+    task: see `Program.start`. directory: where it works; its output goes to a file beside it.
+    clock: that `run_timeout` is measured with. Cancelling ends the program too.
     """
     output = directory.with_name(f"{directory.name}.log")
-    task_file = directory.with_name(f"{directory.name}.task.json")
-    values = _values(task) | {"task_file": str(task_file)}
-    if program.uses("task_file"):
-        task_file.touch(mode=0o600)
-        task_file.write_text(json.dumps(task))
+    output.touch()
+    started = await program.start(task, directory, output)
+    timed_out = False
+    try:
+        timed_out = not await ends_in_time(
+            started.wait(), lambda: program.run_timeout - clock.seconds
+        )
+    finally:
+        await _end(started, program.kill_after)
+        started.close()
+    code = started.code
+    return AgentExit(1 if code is None else code, timed_out, tail(output))
+
+
+async def _end(started: StartedProgram, kill_after: float) -> None:
+    """SIGTERM to the program's group, then the end of all its processes."""
+    if started.code is not None:
+        return
+    # No process id, or the time is over: TimeoutError is an OSError.
+    with contextlib.suppress(OSError, ValueError):
+        os.killpg(started.process_id(), signal.SIGTERM)
+        await asyncio.wait_for(started.wait(), kill_after)
+    if started.code is None:
+        started.kill()
+        await started.wait()
+
+
+class _KeptProgram:
+    """`StartedProgram` below an `agent_keeper`, which writes the process id to a pipe."""
+
+    def __init__(
+        self, keeper: asyncio.subprocess.Process, process_id: int, task_file: Path
+    ) -> None:
+        """process_id: a descriptor to read it from."""
+        self._keeper = keeper
+        self._process_id = process_id
+        self._task_file = task_file
+
+    @property
+    def code(self) -> int | None:
+        return self._keeper.returncode
+
+    async def wait(self) -> int:
+        return await self._keeper.wait()
+
+    def process_id(self) -> int:
+        os.set_blocking(self._process_id, False)
+        return int(os.read(self._process_id, 32))
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._keeper.terminate()
+
+    def close(self) -> None:
+        os.close(self._process_id)
+        self._task_file.unlink(missing_ok=True)
+
+
+async def _start_keeper(output: Path) -> tuple[asyncio.subprocess.Process, int]:
+    """A keeper that waits for its command, and the descriptor that it writes the process id to."""
     reader, writer = os.pipe()
-    with contextlib.ExitStack() as stack:
-        stack.callback(os.close, reader)
-        log = stack.enter_context(output.open("wb"))
-        try:
+    try:
+        with output.open("wb") as log:
             keeper = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
@@ -112,37 +235,15 @@ async def run_program(
                 start_new_session=True,  # not interrupted by Ctrl-C
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
-        finally:
-            os.close(writer)
-        try:
-            await _send(keeper, program, values, directory)
-            timed_out = not await ends_in_time(
-                keeper.wait(), lambda: program.run_timeout - clock.seconds
-            )
-        finally:
-            await _end(keeper, reader, program.kill_after)
-            task_file.unlink(missing_ok=True)
-    code = keeper.returncode
-    return AgentExit(1 if code is None else code, timed_out, _tail(output))
+    except BaseException:
+        os.close(reader)
+        raise
+    finally:
+        os.close(writer)
+    return keeper, reader
 
 
-async def _send(
-    keeper: asyncio.subprocess.Process,
-    program: AgentProgram,
-    values: Mapping[str, str],
-    directory: Path,
-) -> None:
-    passed_on = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
-    home = {"HOME": str(directory), "TMPDIR": str(directory)}
-    given = {
-        "command": [_filled(argument, values) for argument in program.command],
-        "directory": str(directory),
-        "env": {
-            **passed_on,
-            **home,
-            **{name: _filled(value, values) for name, value in program.env.items()},
-        },
-    }
+async def _send(keeper: asyncio.subprocess.Process, given: Mapping[str, Any]) -> None:
     assert keeper.stdin is not None
     with contextlib.suppress(ConnectionError):  # it has died; its exit code says so
         keeper.stdin.write(json.dumps(given).encode())
@@ -150,19 +251,16 @@ async def _send(
     keeper.stdin.close()
 
 
-async def _end(keeper: asyncio.subprocess.Process, reader: int, kill_after: float) -> None:
-    """SIGTERM to the program's group, then the end of all its processes."""
-    if keeper.returncode is not None:
-        return
-    os.set_blocking(reader, False)
-    # No process id yet, none any more, or the time is over: TimeoutError is an OSError.
-    with contextlib.suppress(OSError, ValueError):
-        os.killpg(int(os.read(reader, 32)), signal.SIGTERM)
-        await asyncio.wait_for(asyncio.shield(keeper.wait()), kill_after)
-    if keeper.returncode is None:
-        with contextlib.suppress(ProcessLookupError):
-            keeper.terminate()
-        await keeper.wait()
+def run_environment(env: Mapping[str, str], directory: Path) -> dict[str, str]:
+    """The environment of a program: PATH and the language, a home, and `env`."""
+    passed_on = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
+    return {**passed_on, "HOME": str(directory), "TMPDIR": str(directory), **env}
+
+
+def filled(env: Mapping[str, str], task: Mapping[str, Any]) -> dict[str, str]:
+    """An environment with the task's values in place of names in braces."""
+    values = _values(task)
+    return {name: _filled(value, values) for name, value in env.items()}
 
 
 def _values(task: Mapping[str, Any]) -> dict[str, str]:
@@ -193,7 +291,8 @@ def _filled(text: str, values: Mapping[str, str]) -> str:
     return "".join(pieces)
 
 
-def _tail(output: Path) -> str:
+def tail(output: Path) -> str:
+    """The end of what a program has printed."""
     with output.open("rb") as file:
         file.seek(0, os.SEEK_END)
         file.seek(max(file.tell() - _MAX_TAIL_BYTES, 0))

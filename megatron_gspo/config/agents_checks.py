@@ -37,6 +37,10 @@ def check_agents(
     if agents.function is not None and not is_import_path(agents.function):
         fix = "set path/to/file.py:function or package.module:function"
         raise ConfigError("agents.function", agents.function, "names no function", fix)
+    if agents.command and agents.python is not None:
+        problem = "has no effect with agents.command"
+        fix = "begin the command with it, or remove it"
+        raise ConfigError("agents.python", agents.python, problem, fix)
     if any("{key}" in argument for argument in agents.command):
         problem = "every user of the machine could read {key} there"
         raise ConfigError("agents.command", list(agents.command), problem, "pass it in agents.env")
@@ -104,6 +108,9 @@ def check_agent_files(agents: AgentsConfig) -> None:
         if "{" not in program and shutil.which(program) is None:
             fix = "give a program on the PATH, or its path"
             raise ConfigError("agents.command", program, "no such program", fix)
+    if agents.python is not None and shutil.which(agents.python) is None:
+        fix = "give the interpreter of an environment, such as .venv-agents/bin/python"
+        raise ConfigError("agents.python", agents.python, "no such program", fix)
     if agents.function is not None:
         check_import_file("agents.function", agents.function, "function")
     if agents.runner_key_file is not None:

@@ -21,6 +21,9 @@ class AgentsConfig:
     """Import path of a Python function that is the agent, in place of `command`."""
     external: bool = False
     """Whether runners that connect by themselves play the runs, in place of `command`."""
+    python: UserPath | None = None
+    """Interpreter that runs `function`, of an environment with the agent's packages; null is the
+    trainer's."""
     env: dict[str, str] = field(default_factory=dict)
     """Further environment variables of the agent (docs/agents.md)."""
     concurrent_runs: Annotated[int, Ge(1)] = 64

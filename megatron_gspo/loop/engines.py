@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,11 +17,12 @@ from megatron_gspo.agents.agent_host import AgentHost
 from megatron_gspo.agents.agent_run import RunLimits
 from megatron_gspo.agents.agent_source import AgentEngine, AgentGroups
 from megatron_gspo.agents.endpoint import AgentEndpoint
+from megatron_gspo.agents.function_program import FunctionProgram
 from megatron_gspo.agents.players import Player, ProgramPlayer, RunnerPlayer
 from megatron_gspo.agents.rendering import PackageRendering, Rendering, TemplateRendering
 from megatron_gspo.agents.run_queue import RunQueue
 from megatron_gspo.agents.run_verifier import RunVerifier
-from megatron_gspo.agents.runner import CLIENT_ENV, COMMAND_ENV, AgentProgram, function_program
+from megatron_gspo.agents.runner import CLIENT_ENV, COMMAND_ENV, AgentProgram, Program
 from megatron_gspo.config import Config, ConfigError
 from megatron_gspo.config.agents_section import AgentsConfig
 from megatron_gspo.config.key_files import read_key
@@ -172,12 +174,15 @@ def agent_host(config: Config, shape: ModelShape, tokenizer: Any) -> AgentHost:
     )
 
 
-def agent_program(agents: AgentsConfig) -> AgentProgram:
-    """The program of an agent that is started for each run."""
+def agent_program(agents: AgentsConfig) -> Program:
+    """What is started for each run of an agent."""
     if agents.function is not None:
-        # The task may be larger than an environment variable can be.
-        env = CLIENT_ENV | agents.env
-        return function_program(agents.function, env, run_timeout=agents.run_timeout)
+        return FunctionProgram(
+            agents.function,
+            CLIENT_ENV | agents.env,
+            run_timeout=agents.run_timeout,
+            python=agents.python or sys.executable,
+        )
     # A program works in a directory of its own, where these files are not. Links stay: an
     # environment's interpreter is one, and finds its packages by its own path.
     command = tuple(

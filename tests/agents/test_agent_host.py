@@ -11,10 +11,11 @@ from megatron_gspo.agents.agent_host import AgentHost, RunRequest
 from megatron_gspo.agents.agent_run import RunLimits
 from megatron_gspo.agents.agent_source import single_error
 from megatron_gspo.agents.endpoint import AgentEndpoint
+from megatron_gspo.agents.function_program import FunctionProgram
 from megatron_gspo.agents.players import ProgramPlayer
 from megatron_gspo.agents.rendering import TemplateRendering
 from megatron_gspo.agents.run_verifier import RunVerifier
-from megatron_gspo.agents.runner import AgentProgram, function_program
+from megatron_gspo.agents.runner import AgentProgram, Program
 from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.errors import EngineError
 from megatron_gspo.rewards.scorer import FAILURE, RewardScorer
@@ -36,7 +37,7 @@ def request(index: int = 0, sample: int = 0, **metadata: object) -> RunRequest:
 
 
 async def played(
-    program: AgentProgram, *requests: RunRequest, verifier: str | None = None, generator=None
+    program: Program, *requests: RunRequest, verifier: str | None = None, generator=None
 ) -> list[Sample]:
     scorer = None if verifier is None else RewardScorer(verifier, timeout=None)
     host = AgentHost(
@@ -81,7 +82,7 @@ async def test_a_function_is_an_agent(tmp_path: Path) -> None:
         "    return neighbour.REWARD\n"
     )
     (tmp_path / "neighbour.py").write_text("REWARD = 0.5\n")
-    agent = function_program(f"{file}:run", {}, run_timeout=60.0)
+    agent = FunctionProgram(f"{file}:run", {}, run_timeout=60.0)
     [sample] = await played(agent, request(3, 1, level=[1, 2]))
     assert sample.reward == 0.5 and FAILURE not in sample.metadata
     task = json.loads(seen.read_text())
@@ -95,7 +96,7 @@ async def test_a_function_is_an_agent(tmp_path: Path) -> None:
 
 @in_event_loop
 async def test_a_function_that_can_t_be_loaded_is_named(tmp_path: Path) -> None:
-    agent = function_program(f"{tmp_path}/agent.py:run", {}, run_timeout=60.0)
+    agent = FunctionProgram(f"{tmp_path}/agent.py:run", {}, run_timeout=60.0)
     [sample] = await played(agent, request())
     assert "exit code 1: agents.function = " in sample.metadata[FAILURE]
     assert "no such file" in sample.metadata[FAILURE]

@@ -25,6 +25,7 @@ AGENT = "agents.command=[python, agent.py]"
         ([AGENT, "agents.lease=5"], "agents.lease = 5.0:", "set agents.external: true"),
         ([AGENT, "agents.runner_key_file=key"], "agents.runner_key_file = ", "remove it"),
         (["agents.function=run"], 'agents.function = "run":', "file.py:function"),
+        ([AGENT, "agents.python=python3"], 'agents.python = "python3":', "begin the command"),
         (["agents.command=[agent, '--key={key}']"], "agents.command = ", "agents.env"),
         ([AGENT, ENVIRONMENT], "rollout.environment = ", "remove one of them"),
         ([AGENT, *SFT], 'algorithm.name = "sft":', "remove the section agents"),
@@ -78,6 +79,8 @@ def test_what_does_not_exist_is_named(tmp_path: Path) -> None:
     check_agent_files(AgentsConfig())
     check_agent_files(AgentsConfig(command=("python", "x.py")))
     check_agent_files(AgentsConfig(function="package.module:run"))
+    with pytest.raises(ConfigError, match="no such program; give the interpreter"):
+        check_agent_files(AgentsConfig(function="package.module:run", python="no/python"))
     with pytest.raises(ConfigError, match="no such program; give a program on the PATH"):
         check_agent_files(AgentsConfig(command=("no-such-agent",)))
     with pytest.raises(ConfigError, match="no such file: missing.py; give its path"):
