@@ -60,13 +60,16 @@ def group_advantages(
     """`A_i = (r_i - baseline) / std(r)` within each group (GRPO, arXiv:2402.03300; GSPO,
     arXiv:2507.18071).
 
-    Args: rewards: [N] finite, any real dtype. group_ids: [N] integers; responses to the same prompt
-        share one. Any values, any order. std: divide by the `sample` (n - 1) or `population` (n)
-        standard deviation, or by nothing (`none`). baseline: the group's `mean`, or the mean of the
-        others (`leave_one_out`, RLOO).
+    Args:
+        rewards: [N] finite, any real dtype.
+        group_ids: [N] integers; responses to the same prompt share one. Any values, any order.
+        std: divide by the `sample` (n - 1) or `population` (n) standard deviation, or by nothing
+            (`none`).
+        baseline: the group's `mean`, or the mean of the others (`leave_one_out`, RLOO).
 
-    Returns: [N] float32 on the device of `rewards`, computed in float64. A group whose rewards are
-        all equal gets 0, a group of one response too. No epsilon is added to the std.
+    Returns:
+        [N] float32 on the device of `rewards`, computed in float64. A group whose rewards are all
+        equal gets 0, a group of one response too. No epsilon is added to the std.
 
     Raises:
         ValueError: unknown option, shapes that differ, a reward that is not finite.

@@ -14,18 +14,17 @@ from .objective import Objective
 
 @dataclass(frozen=True)
 class TokenWeights:
-    """The weight of a trained token in the figures of the global mini-batch; no gradient.
-
-    Attributes: token: [], 1 / num_tokens. Over the trained tokens of all ranks and micro-batches it
-        sums to 1. sequence: [num_segments], 1 / (num_sequences * |y_i|). It sums to 1 as well. A
-        sequence that spans context ranks is counted once: each rank holds n_owned / |y_i| of it.
-        objective: the weight in the objective, by loss_agg_mode: [], or [T] where it differs by
-        sequence.
-    """
+    """The weight of a trained token in the figures of the global mini-batch; no gradient."""
 
     token: Tensor
+    """[], 1 / num_tokens. Over the trained tokens of all ranks and micro-batches it sums to 1."""
+
     sequence: Tensor
+    """[num_segments], 1 / (num_sequences * |y_i|). It sums to 1 as well. A sequence that spans
+    context ranks is counted once: each rank holds n_owned / |y_i| of it."""
+
     objective: Tensor
+    """The weight in the objective, by loss_agg_mode: [], or [T] where it differs by sequence."""
 
 
 def token_weights(
@@ -38,10 +37,13 @@ def token_weights(
 ) -> TokenWeights:
     """Weights of the tokens of `segment_ids` [T].
 
-    Args: lengths: [num_segments] float64, the trained tokens |y_i| of each sequence over all
-        context ranks. A sequence without one is weighted as if it had one, which avoids a division
-        by 0. num_sequences, num_tokens: counts of the global mini-batch. num_tokens None: the sum
-        of `lengths`. dtype: of the weights.
+    Args:
+        lengths: [num_segments] float64, the trained tokens |y_i| of each sequence over all context
+            ranks. A sequence without one is weighted as if it had one, which avoids a division by
+            0.
+        num_sequences, num_tokens: counts of the global mini-batch. num_tokens None: the sum of
+            `lengths`.
+        dtype: of the weights.
 
     Raises:
         ValueError: loss_scale_factor is None and the aggregation divides by it.

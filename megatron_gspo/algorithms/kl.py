@@ -45,9 +45,11 @@ def kl_penalty(
     `k2` = d^2 / 2: biased; as a loss its gradient is that of the KL.
     `k3` = exp(-d) - 1 + d: unbiased, never negative.
 
-    Args: log_probs: [T] float32 of the sampled tokens; the gradient flows to it. ref_log_probs:
-        [T], taken as a constant. max_log_ratio: nats; k2 and k3 clamp d to +-this, so a token
-        beyond it has a finite value and no gradient.
+    Args:
+        log_probs: [T] float32 of the sampled tokens; the gradient flows to it.
+        ref_log_probs: [T], taken as a constant.
+        max_log_ratio: nats; k2 and k3 clamp d to +-this, so a token beyond it has a finite value
+            and no gradient.
 
     Returns:
         [T] in the dtype of `log_probs`, not masked and not scaled by a coefficient.

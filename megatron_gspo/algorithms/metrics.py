@@ -19,24 +19,31 @@ from .surrogate import Clip
 
 @dataclass(frozen=True)
 class RatioStats:
-    """Importance ratios of one call, and what the clip removed.
-
-    Attributes: log_ratio: [T], of each token. ratio: [n] per sequence or [T] per token, by the
-        ratio level; and of the same shape clamped: bool, whether its log-ratio was clamped; counts:
-        the trained tokens that this rank holds of it: a count [n], or the mask [T]. clip: [T].
-        clipped: [n], clipped tokens of each sequence on this rank. in_clipped_sequences: [n], this
-        rank's trained tokens that stand for a clipped sequence. off_policy: [n], this rank's
-        trained tokens that the off-policy mask removes; None without one.
-    """
+    """Importance ratios of one call, and what the clip removed."""
 
     log_ratio: Tensor
+    """[T], of each token: log_probs - old_log_probs."""
+
     ratio: Tensor
+    """[n] per sequence or [T] per token, by the ratio level."""
+
     clamped: Tensor
+    """[n] or [T] as `ratio`, bool: whether its log-ratio was clamped."""
+
     counts: Tensor
+    """The trained tokens that this rank holds of each ratio: a count [n], or the mask [T]."""
+
     clip: Clip
+    """The tokens that the surrogate clips."""
+
     clipped: Tensor
+    """[n], clipped tokens of each sequence on this rank."""
+
     in_clipped_sequences: Tensor
+    """[n], this rank's trained tokens that stand for a clipped sequence."""
+
     off_policy: Tensor | None
+    """[n], this rank's trained tokens that the off-policy mask removes; None without one."""
 
 
 def _extreme(
@@ -103,11 +110,13 @@ def ratio_metrics(
 def finish_metrics(summed: Mapping[str, float | Tensor]) -> dict[str, float]:
     """Final figures from shares summed over all micro-batches and ranks.
 
-    Args: summed: metric of `policy_loss` -> the sum of its shares, or the largest or smallest value
-        of an extreme (`reduction_of`).
+    Args:
+        summed: metric of `policy_loss` -> the sum of its shares, or the largest or smallest value
+            of an extreme (`reduction_of`).
 
-    Returns: The same as floats (a device synchronisation), with `ratio/square_deviation` replaced
-        by `ratio/std` and `effective_sample_size`: (sum w)^2 / sum w^2 / n in (0, 1], with w the
+    Returns:
+        The same as floats (a device synchronisation), with `ratio/square_deviation` replaced by
+        `ratio/std` and `effective_sample_size`: (sum w)^2 / sum w^2 / n in (0, 1], with w the
         importance ratios and n their number. Extremes over nothing (+-inf) are removed.
     """
     final: dict[str, float] = {}

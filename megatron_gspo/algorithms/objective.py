@@ -171,11 +171,14 @@ class Objective:
 def preset(name: str, **overrides: Any) -> Objective:
     """The objective of a published algorithm, with any field replaced.
 
-    Args: name: a key of `PRESETS`. overrides: fields of `Objective`. `dr_grpo` needs
-        loss_scale_factor before its loss is computed.
+    Args:
+        name: a key of `PRESETS`.
+        overrides: fields of `Objective`. `dr_grpo` needs loss_scale_factor before its loss is
+            computed.
 
-    Raises: ValueError: unknown name or field, or a value that makes it another algorithm; one line
-        with the fix.
+    Raises:
+        ValueError: unknown name or field, or a value that makes it another algorithm; one line with
+            the fix.
     """
     if name not in PRESETS:
         raise ValueError(f"preset name = {name!r}: must be one of {', '.join(PRESETS)}")

@@ -20,23 +20,25 @@ from .token_terms import Tokens
 
 @dataclass(frozen=True)
 class LossExtras:
-    """Inputs of `policy_loss` that not every run has.
-
-    Attributes: num_segments: number of sequences in this micro-batch. None reads segment_ids.max(),
-        the only device synchronisation of the loss; required under context parallelism, where a
-        rank may not hold the last one. ref_log_probs: [T], required where kl_loss_coef > 0, else
-        only for the metric. entropy: [T], required (with gradient) where entropy_coef > 0, else
-        only for the metric. sum_over_context: adds a [rows, num_segments] float64 tensor over the
-        context-parallel ranks, without autograd. Called exactly once, for every objective. None:
-        this rank holds whole sequences. rollout_log_probs: [T] of the rollout engine, required
-        where the objective needs them (MiniRL).
-    """
+    """Inputs of `policy_loss` that not every run has."""
 
     num_segments: int | None = None
+    """Number of sequences in this micro-batch. None reads segment_ids.max(), the only device
+    synchronisation of the loss; required under context parallelism, where a rank may not hold the
+    last one."""
+
     ref_log_probs: Tensor | None = None
+    """[T], required where kl_loss_coef > 0, else only for the metric."""
+
     entropy: Tensor | None = None
+    """[T], required (with gradient) where entropy_coef > 0, else only for the metric."""
+
     sum_over_context: SumOverContext | None = None
+    """Adds a [rows, num_segments] float64 tensor over the context-parallel ranks, without autograd.
+    Called exactly once, for every objective. None: this rank holds whole sequences."""
+
     rollout_log_probs: Tensor | None = None
+    """[T] of the rollout engine, required where the objective needs them (MiniRL)."""
 
 
 def policy_loss(
@@ -56,21 +58,26 @@ def policy_loss(
     divided. All tensors are [T]. Values at untrained positions are never read: NaN there changes
     neither loss nor gradient.
 
-    Args: log_probs: float32 (or float64), with gradient; entry t scores the token after position t.
+    Args:
+        log_probs: float32 (or float64), with gradient; entry t scores the token after position t.
         old_log_probs: of the policy before the first update on this rollout batch. None only
-        without a ratio. advantages: one value per response, repeated, or one per token (which makes
-        GSPO-token of level `sequence`). None only without a ratio: 1. loss_mask: nonzero where the
-        policy chose the token. segment_ids: integers, the sequence of each position,
-        0..num_segments-1. num_sequences: sequences with a trained token in the GLOBAL mini-batch
-        (one optimizer step). num_tokens: trained tokens in the GLOBAL mini-batch. Required where
-        loss_agg_mode is `token-mean`; elsewhere None counts this call's tokens, and metrics per
-        token are right only if the mini-batch is one call.
+            without a ratio.
+        advantages: one value per response, repeated, or one per token (which makes GSPO-token of
+            level `sequence`). None only without a ratio: 1.
+        loss_mask: nonzero where the policy chose the token.
+        segment_ids: integers, the sequence of each position, 0..num_segments-1.
+        num_sequences: sequences with a trained token in the GLOBAL mini-batch (one optimizer step).
+        num_tokens: trained tokens in the GLOBAL mini-batch. Required where loss_agg_mode is
+            `token-mean`; elsewhere None counts this call's tokens, and metrics per token are right
+            only if the mini-batch is one call.
 
-    Returns: loss: scalar in the dtype of log_probs; metrics: detached scalars, for `finish_metrics`
-        once they are combined (`reduction_of` says which add up).
+    Returns:
+        loss: scalar in the dtype of log_probs; metrics: detached scalars, for `finish_metrics` once
+            they are combined (`reduction_of` says which add up).
 
-    Raises: ValueError: an input is missing, has another shape, or is a half-precision log-prob; a
-        count below 1.
+    Raises:
+        ValueError: an input is missing, has another shape, or is a half-precision log-prob; a count
+            below 1.
     """
     extras = extras or LossExtras()
     tensors = {

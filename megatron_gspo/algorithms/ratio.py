@@ -48,11 +48,14 @@ def sequence_ratio(
     advantages it is the gradient of s_i. So `mean_log_ratio` can come out of an all-reduce without
     autograd, and each context rank's own tokens still have their exact gradient.
 
-    Args: log_probs: [T] with gradient; or anything that differs from it by a constant. Its values
-        are not read. mean_log_ratio: [n] `1/|y_i| sum_t (log_probs - old_log_probs)` over the whole
-        sequence, no gradient. segment_ids: [T] integers, 0..n-1. max_log_ratio: nats; clamps
-        mean_log_ratio. A clamped sequence keeps a finite ratio and has no gradient, which is the
-        derivative of the clamp.
+    Args:
+        log_probs: [T] with gradient; or anything that differs from it by a constant. Its values are
+            not read.
+        mean_log_ratio: [n] `1/|y_i| sum_t (log_probs - old_log_probs)` over the whole sequence, no
+            gradient.
+        segment_ids: [T] integers, 0..n-1.
+        max_log_ratio: nats; clamps mean_log_ratio. A clamped sequence keeps a finite ratio and has
+            no gradient, which is the derivative of the clamp.
 
     Returns:
         s_it [T] with gradient, and of each sequence s_i and whether it was clamped, both [n].

@@ -41,13 +41,13 @@ Reduce: TypeAlias = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class RatioHistogram:
-    """Log-ratios of this rank.
-
-    counts: [bins] int64. extremes: [2] float64, the largest of -d and of d.
-    """
+    """Log-ratios of this rank."""
 
     counts: Tensor
+    """[bins] int64, the log-ratios in each bin."""
+
     extremes: Tensor
+    """[2] float64, the largest of -d and of d."""
 
     @classmethod
     def of(cls, log_ratio: Tensor) -> RatioHistogram:
@@ -71,9 +71,10 @@ class RatioHistogram:
         """`QUANTILES` of the ratios of all ranks, the same on each, linearly interpolated; {} where
         there are none.
 
-        sum_ranks, max_ranks: add int64 tensors, and take the largest of float64 ones, over the
-        ranks: three calls with 9 KB in all, first of the coarse bins and then of the bins in
-        those that quantiles lie in.
+        Args:
+            sum_ranks, max_ranks: add int64 tensors, and take the largest of float64 ones, over the
+                ranks: three calls with 9 KB in all, first of the coarse bins and then of the bins
+                in those that quantiles lie in.
         """
         counts = sum_ranks(self.counts.view(_NUM_COARSE, _FINE_IN_COARSE).sum(1))
         up_to = counts.cumsum(0)

@@ -20,13 +20,16 @@ from .token_terms import Tokens
 
 
 class LevelResult(NamedTuple):
-    """surrogate: [T], to be maximised. lengths: [num_segments] float64, trained tokens of each
-    sequence over all context ranks. stats: what `ratio_metrics` reports; None without a ratio.
-    """
+    """What a ratio level returns."""
 
     surrogate: Tensor
+    """[T], to be maximised."""
+
     lengths: Tensor
+    """[num_segments] float64, trained tokens of each sequence over all context ranks."""
+
     stats: RatioStats | None
+    """What `ratio_metrics` reports; None without a ratio."""
 
 
 def without_ratio(objective: Objective, tokens: Tokens) -> LevelResult:

@@ -14,11 +14,13 @@ def ratio_histograms(
     """Histograms of the ratios `exp(log_probs - old_log_probs)`, neither clamped nor clipped, by
     level.
 
-    Args: log_probs, old_log_probs, loss_mask, segment_ids: [T], whole sequences (not a context
-        rank's shard); segment ids count from 0.
+    Args:
+        log_probs, old_log_probs, loss_mask, segment_ids: [T], whole sequences (not a context rank's
+            shard); segment ids count from 0.
 
-    Returns: `token`: of trained tokens. `sequence`: of the length-normalised ratios of sequences
-        that have one.
+    Returns:
+        `token`: of trained tokens. `sequence`: of the length-normalised ratios of sequences that
+        have one.
     """
     trained = loss_mask.nonzero().squeeze(1)
     log_ratio = log_probs.detach()[trained].double() - old_log_probs.detach()[trained]

@@ -63,9 +63,12 @@ def kl_regularizer(
 ) -> Regularizer:
     """`kl_loss_coef * KL(current || reference)`, aggregated as the objective is, and its metrics.
 
-    log_probs, ref_log_probs, log_ratio: [T], 0 at untrained positions. The term is None where the
-    coefficient is 0. With `unbiased_kl` each token counts `exp(log_ratio)` times, which has a
-    gradient. `kl/ref` is the token mean of k3, for any estimator of the term.
+    The term is None where the coefficient is 0. With `unbiased_kl` each token counts
+    `exp(log_ratio)` times, which has a gradient. `kl/ref` is the token mean of k3, for any
+    estimator of the term.
+
+    Args:
+        log_probs, ref_log_probs, log_ratio: [T], 0 at untrained positions.
     """
     limit = objective.max_log_ratio
     kl = kl_penalty(log_probs, ref_log_probs, objective.kl_loss_type, max_log_ratio=limit)

@@ -26,18 +26,20 @@ def segment_sums(values: Tensor, segment_ids: Tensor, num_segments: int) -> Tens
 
 @dataclass(frozen=True)
 class Segments:
-    """The sequences that this rank's tokens belong to.
-
-    Attributes: loss_mask: [T]; nonzero where a token is trained. segment_ids: [T] integers, the
-        sequence of each token, 0..num_segments-1. num_segments: number of sequences in the
-        micro-batch. sum_over_context: adds a [rows, num_segments] float64 tensor over the
-        context-parallel ranks, without autograd. None: this rank holds whole sequences.
-    """
+    """The sequences that this rank's tokens belong to."""
 
     loss_mask: Tensor
+    """[T]; nonzero where a token is trained."""
+
     segment_ids: Tensor
+    """[T] integers, the sequence of each token, 0..num_segments-1."""
+
     num_segments: int
+    """Number of sequences in the micro-batch."""
+
     sum_over_context: SumOverContext | None = None
+    """Adds a [rows, num_segments] float64 tensor over the context-parallel ranks, without autograd.
+    None: this rank holds whole sequences."""
 
     def trained(self, values: Tensor, dtype: torch.dtype) -> Tensor:
         """`values` [T] at trained positions, 0 elsewhere, as `dtype`; loss_mask must be bool.

@@ -54,9 +54,12 @@ def turn_advantages(
     With one turn per episode this is `group_advantages`. With discount 1 the first turns get
     `group_advantages` of the episodes' summed rewards.
 
-    Args: rewards: [M], one per turn; the turns of an episode adjacent and in order. episode_ids,
-        group_ids: [M] integers, the episode of each turn and the prompt of that episode. discount:
-        factor on a reward per turn before it, 0 to 1. std, baseline: as in `group_advantages`.
+    Args:
+        rewards: [M], one per turn; the turns of an episode adjacent and in order.
+        episode_ids, group_ids: [M] integers, the episode of each turn and the prompt of that
+            episode.
+        discount: factor on a reward per turn before it, 0 to 1.
+        std, baseline: as in `group_advantages`.
 
     Returns:
         [M] float32. A turn that no other episode of the group reached gets 0.

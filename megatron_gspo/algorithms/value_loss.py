@@ -29,7 +29,8 @@ def value_loss(
         num_tokens: trained tokens of the GLOBAL mini-batch, as in `policy_loss`.
         value_clip: None does not clip.
 
-    Returns: This micro-batch's share of the loss, and of `critic/loss`, `critic/clip_fraction` and
+    Returns:
+        This micro-batch's share of the loss, and of `critic/loss`, `critic/clip_fraction` and
         `critic/value`, which add up over micro-batches and ranks.
 
     Raises:

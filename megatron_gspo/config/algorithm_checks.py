@@ -25,9 +25,8 @@ def refuse_products_of_ratios(algorithm: object) -> None:
         if algorithm.get(key) == "sequence":
             problem = (
                 "has two meanings: the product of a sequence's token ratios (verl, TRL), which is"
-                " not offered, "
+                " not offered, and their geometric mean"
             )
-            problem += "and their geometric mean"
             raise ConfigError(
                 f"algorithm.{key}", "sequence", problem, f"write algorithm.{key}: geometric"
             )

@@ -112,8 +112,9 @@ class AlgorithmConfig(Objective):
 def with_preset(given: dict[str, Any], *, max_response_length: int | None) -> dict[str, Any]:
     """The fields of section `algorithm`: those given, else the preset's.
 
-    given: keys of the section; a null counts as not given. max_response_length: `loss_scale_factor`
-    of a preset that needs one, in tokens.
+    Args:
+        given: keys of the section; a null counts as not given.
+        max_response_length: `loss_scale_factor` of a preset that needs one, in tokens.
     """
     known = {field.name for field in fields(AlgorithmConfig)}
     name = given.get("name") or "gspo"

@@ -10,11 +10,14 @@ import textwrap
 import types
 import typing
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import annotated_types
 
 from megatron_gspo.config.config_error import show
+
+Annotation: TypeAlias = Any
+"""What `typing.get_type_hints` gives for a field; typing has no type for it."""
 
 _NAMES = {int: "integer", float: "number", bool: "true or false", str: "string", Any: "anything"}
 _SEQUENCES = (list, tuple)
@@ -52,7 +55,7 @@ def keys(section: type, prefix: str = "") -> Iterator[Key]:
 
 
 @functools.cache
-def field_types(section: type) -> dict[str, Any]:
+def field_types(section: type) -> dict[str, Annotation]:
     """Field name -> resolved annotation, `Annotated` kept."""
     hints = typing.get_type_hints(section, include_extras=True)
     return {field.name: hints[field.name] for field in dataclasses.fields(section)}
@@ -81,7 +84,7 @@ def _own_docstrings(section: type) -> dict[str, str]:
     return texts
 
 
-def section_of(annotation: Any) -> type | None:
+def section_of(annotation: Annotation) -> type | None:
     """The section dataclass in an annotation (`X`, `X | None` or `tuple[X, ...]`), or None."""
     for option in _options(_bare(annotation)):
         item = typing.get_args(option)[0] if is_list(option) else option
@@ -90,7 +93,7 @@ def section_of(annotation: Any) -> type | None:
     return None
 
 
-def is_list(annotation: Any) -> bool:
+def is_list(annotation: Annotation) -> bool:
     """Whether an annotation is a list or tuple."""
     return typing.get_origin(_bare(annotation)) in _SEQUENCES
 
@@ -108,28 +111,29 @@ def default_of(section: type, name: str) -> Any:
     return field.default if field.default is not dataclasses.MISSING else field.default_factory()
 
 
-def describe_type(annotation: Any) -> str:
+def describe_type(annotation: Annotation) -> str:
     """A type and its bounds in words, e.g. `integer >= 1 or null`."""
     options = _options(annotation)
     text = " or ".join(_name(option) for option in options if option is not type(None))
     return text + (" or null" if type(None) in options else "")
 
 
-def choices(annotation: Any) -> list[str]:
+def choices(annotation: Annotation) -> list[str]:
     """The allowed words of a field, [] where it has none."""
-    groups = [
-        typing.get_args(o) for o in _options(annotation) if typing.get_origin(o) is typing.Literal
-    ]
-    return [word for group in groups for word in group]
+    words: list[str] = []
+    for option in _options(annotation):
+        if typing.get_origin(option) is typing.Literal:
+            words.extend(typing.get_args(option))
+    return words
 
 
-def _options(annotation: Any) -> tuple[Any, ...]:
+def _options(annotation: Annotation) -> tuple[Annotation, ...]:
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return typing.get_args(annotation)
     return (annotation,)
 
 
-def _name(annotation: Any) -> str:
+def _name(annotation: Annotation) -> str:
     origin = typing.get_origin(annotation)
     arguments = typing.get_args(annotation)
     if origin is typing.Annotated:
@@ -147,7 +151,7 @@ def _name(annotation: Any) -> str:
     return _NAMES.get(annotation, str(annotation))
 
 
-def _bare(annotation: Any) -> Any:
+def _bare(annotation: Annotation) -> Annotation:
     """An annotation without the bounds of `Annotated`."""
     if typing.get_origin(annotation) is typing.Annotated:
         return typing.get_args(annotation)[0]

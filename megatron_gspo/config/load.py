@@ -21,9 +21,9 @@ _MOST_VALUES = 100_000  # with what each alias stands for written out
 _MOST_LEVELS = 64  # of lists and mappings within each other
 _TAG = "tag:yaml.org,2002:"
 _UNUSABLE = re.compile("[\0\ud800-\udfff]")  # in no path, and in no text that is written
+_SHOWN = 60  # characters of an invalid value in a message
 # YAML 1.1 reads 010 as 8, 1:30 as 90 and 2026-01-31 as a date: numbers are those of YAML 1.2, dates
 # are text.
-_SHOWN = 60  # characters of an invalid value in a message
 _REPLACED = tuple(_TAG + name for name in ("int", "float", "timestamp", "value"))
 _NOT_IN_A_CONFIG = tuple(_TAG + name for name in ("binary", "omap", "pairs", "set", "timestamp"))
 _INTEGER = re.compile(r"^[-+]?(0b[01_]+|0o[0-7_]+|0x[0-9a-fA-F_]+|[0-9][0-9_]*)$")
@@ -216,22 +216,27 @@ _FOR_SERVERS = re.compile(r"--(sglang|vllm)\.(.*)", re.DOTALL)
 
 
 def split_server_arguments(arguments: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
-    """(overrides, arguments for the servers by section): `--sglang.xyz value` and
-    `--sglang.xyz=value` are for those of `sglang`, as `--xyz value` and `--xyz=value`. A value is a
-    following argument that is no override and starts without a dash."""
-    ours: list[str] = []
-    theirs: dict[str, list[str]] = {}
-    after = ""
+    """(overrides, arguments for the servers by section).
+
+    `--sglang.xyz value` and `--sglang.xyz=value` are for the servers of the section `sglang`, as
+    `--xyz value` and `--xyz=value`. A value is a following argument that is no override and starts
+    without two dashes.
+    """
+    overrides: list[str] = []
+    for_servers: dict[str, list[str]] = {}
+    section = ""  # of the option that the next argument may be a value of
     for argument in arguments:
         if match := _FOR_SERVERS.fullmatch(argument):
-            theirs.setdefault(match[1], []).append("--" + match[2])
-            after = "" if "=" in argument else match[1]
-        elif after and not argument.startswith("--") and not is_override(argument):
-            theirs[after].append(argument)
+            section, option = match.groups()
+            for_servers.setdefault(section, []).append(f"--{option}")
+            if "=" in option:
+                section = ""
+        elif section and not argument.startswith("--") and not is_override(argument):
+            for_servers[section].append(argument)
         else:
-            ours.append(argument)
-            after = ""
-    return ours, theirs
+            overrides.append(argument)
+            section = ""
+    return overrides, for_servers
 
 
 def _set(data: dict[str, Any], key: str, value: object) -> None:

@@ -58,16 +58,16 @@ def check_adapter_updates(lora: LoRAConfig, rollout: RolloutConfig, servers: Ser
     if not lora.sends_adapters:
         return
     key = "lora.weight_updates"
-    given = lora.weight_updates
+    updates = lora.weight_updates
     if not lora.is_on:
-        raise ConfigError(key, given, "lora.rank is 0: there are no adapters", "set it to merged")
+        raise ConfigError(key, updates, "lora.rank is 0: there are no adapters", "set it to merged")
     if rollout.engine == "embedded":
-        raise ConfigError(key, given, "the embedded engine has no adapters", "set it to merged")
+        raise ConfigError(key, updates, "the embedded engine has no adapters", "set it to merged")
     if rollout.quantization.is_on:
         problem = (
             "rollout.quantization quantises the weights of each update, and the base is not sent"
         )
-        raise ConfigError(key, given, problem, "set it to merged")
+        raise ConfigError(key, updates, problem, "set it to merged")
     if servers.weight_transport not in servers.adapter_transports:
         problem = (
             f"{servers.section}.weight_transport is {servers.weight_transport}, which adapters"
@@ -75,7 +75,7 @@ def check_adapter_updates(lora: LoRAConfig, rollout: RolloutConfig, servers: Ser
         )
         raise ConfigError(
             key,
-            given,
+            updates,
             problem,
             f"set {servers.section}.weight_transport to {' or '.join(servers.adapter_transports)}",
         )
@@ -83,7 +83,7 @@ def check_adapter_updates(lora: LoRAConfig, rollout: RolloutConfig, servers: Ser
         problem = (
             f"{servers.section}.weight_checksums sets the weights to zero, and the base is not sent"
         )
-        raise ConfigError(key, given, problem, f"set {servers.section}.weight_checksums to false")
+        raise ConfigError(key, updates, problem, f"set {servers.section}.weight_checksums to false")
 
 
 def check_adapter_files(lora: LoRAConfig) -> None:

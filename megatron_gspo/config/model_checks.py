@@ -45,9 +45,9 @@ def check_family(key: str, path: str, hf: HFConfig) -> None:
 
     hf: its config.json.
     """
-    kind = hf.get("model_type")
-    if not isinstance(kind, str) or kind not in FAMILIES:
-        problem = f"its config.json has model_type {show(kind)}"
+    model_type = hf.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        problem = f"its config.json has model_type {show(model_type)}"
         raise ConfigError(key, path, problem, f"use one of {', '.join(FAMILIES)}")
     try:
         check_sizes(hf)
@@ -56,7 +56,11 @@ def check_family(key: str, path: str, hf: HFConfig) -> None:
 
 
 def check_critic_model(path: str, critic: HFConfig, policy: HFConfig) -> None:
-    """The value model reads the policy's tokens. critic, policy: their config.json."""
+    """The value model reads the policy's tokens.
+
+    Args:
+        critic, policy: their config.json.
+    """
     for name, words in (("vocab_size", "a vocabulary"), ("max_position_embeddings", "positions")):
         if (value := critic.get(name)) is not None and value < policy.get(name, 0):
             problem = f"has {words} of {value}, the policy of {policy[name]}"
@@ -90,13 +94,12 @@ def check_experts(routing: RoutingConfig, hf: HFConfig) -> None:
 
 
 def _router_score(hf: HFConfig) -> str:
-    """Of the model's routers; that of most where config.json is refused, which has a message of
-    its own.
-    """
+    """How the routers score an expert: ``softmax`` or ``sigmoid``."""
     try:
-        return family_of(hf)[1].router.score
-    except ModelError:
+        _, shape = family_of(hf)
+    except ModelError:  # has a message of its own
         return "softmax"
+    return shape.router.score
 
 
 def check_positions(rollout: RolloutConfig, max_prompt_length: int, hf: HFConfig) -> None:

@@ -224,8 +224,8 @@ class Config:
     @property
     def offloads_trainer(self) -> bool:
         """`rollout.offload_trainer`, null resolved."""
-        given = self.rollout.offload_trainer
-        return self.servers.colocated if given is None else given
+        offload = self.rollout.offload_trainer
+        return self.servers.colocated if offload is None else offload
 
     @property
     def servers(self) -> ServerConfig:

@@ -16,15 +16,16 @@ class ServerConfig:
     them.
     """
 
-    section: ClassVar[str] = "sglang"  # of the config, for messages
-    loads_single_tensors: ClassVar[bool] = True  # else a layer is loaded from all of its tensors
-    has_weight_checker: ClassVar[bool] = (
-        False  # the servers compute checksums of what they serve, on every transport
-    )
-    colocated_transports: ClassVar[str] = (
-        "ipc, or to disk"  # that servers on the trainer's GPUs take
-    )
-    adapter_transports: ClassVar[tuple[str, ...]] = ("disk",)  # of LoRA adapters alone
+    # Name of the section, for messages.
+    section: ClassVar[str] = "sglang"
+    # False where a layer is loaded from all of its tensors.
+    loads_single_tensors: ClassVar[bool] = True
+    # Whether the servers compute checksums of what they serve, on every transport.
+    has_weight_checker: ClassVar[bool] = False
+    # Values of `weight_transport` for servers on the trainer's GPUs, in words.
+    colocated_transports: ClassVar[str] = "ipc, or to disk"
+    # Values of `weight_transport` for LoRA adapters alone.
+    adapter_transports: ClassVar[tuple[str, ...]] = ("disk",)
     urls: tuple[str, ...] = ()
     """URLs of running servers (or of routers), as http://host:port."""
     num_servers: Annotated[int, Ge(0)] = 0

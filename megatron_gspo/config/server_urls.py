@@ -8,22 +8,27 @@ from urllib.parse import urlsplit
 def check_url(url: str) -> str:
     """`url` without a trailing slash. Raises ValueError, in one line that shows no password, unless
     it is http or https with a host, perhaps a port, and nothing else."""
-    try:
-        parts = urlsplit(url)
-        nothing_else = not (
-            parts.query or parts.fragment or "@" in parts.netloc
-        ) and parts.path in ("", "/")
-        fine = parts.scheme in ("http", "https") and nothing_else and parts.port != 0
-        fine = (
-            fine and bool((parts.hostname or "").encode("idna")) and not any(map(str.isspace, url))
-        )
-    except ValueError:  # brackets without an address, no port number, a label that no host can have
-        fine = False
-    if not fine:
+    if not _is_server_url(url):
         raise ValueError(
             f"{without_password(url)}: give http://host:port, without user, path or query"
         )
     return url.rstrip("/")
+
+
+def _is_server_url(url: str) -> bool:
+    if any(map(str.isspace, url)):
+        return False
+    try:
+        parts = urlsplit(url)
+        host = (parts.hostname or "").encode("idna")
+        port = parts.port
+    except ValueError:  # brackets without an address, no port number, a label that no host can have
+        return False
+    if parts.scheme not in ("http", "https") or not host or port == 0:
+        return False
+    if parts.query or parts.fragment or "@" in parts.netloc:
+        return False
+    return parts.path in ("", "/")
 
 
 def is_loopback(url: str) -> bool:

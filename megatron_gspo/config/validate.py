@@ -15,6 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from megatron_gspo.config.config_error import MISSING, ConfigError
 from megatron_gspo.config.fields import (
+    Annotation,
     choices,
     describe_type,
     field_types,
@@ -27,7 +28,7 @@ from megatron_gspo.config.fields import (
 T = TypeVar("T")
 
 # Set on the outermost dataclass, as `__pydantic_config__`; sections inherit it. Strict: no type is
-# coerced, except a integer to a float.
+# coerced, except an integer to a float.
 STRICT = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
 _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 
@@ -96,12 +97,12 @@ def _from_section(section: str, values: object, message: str) -> ConfigError:
     return ConfigError(f"{section}.{key}", value, problem, fix or "change it")
 
 
-def _locate(model: type, location: tuple[int | str, ...]) -> tuple[str, Any]:
+def _locate(model: type, location: tuple[int | str, ...]) -> tuple[str, Annotation]:
     """Dotted key and annotation of a pydantic location, without the union branches that
     pydantic adds.
     """
     names: list[str] = []
-    annotation: Any = model
+    annotation: Annotation = model
     current: type | None = model
     for step in location:
         if current is None:
@@ -117,15 +118,15 @@ def _locate(model: type, location: tuple[int | str, ...]) -> tuple[str, Any]:
     return ".".join(names) or "config", annotation
 
 
-def _expected(annotation: Any) -> str:
+def _expected(annotation: Annotation) -> str:
     if annotation is None:
         return "a mapping of keys"
     section = section_of(annotation)
     if section is None:
         return describe_type(annotation)
     names = required(section)
-    what = "a list of sections" if is_list(annotation) else "a section"
-    return what + (f" with at least {', '.join(names)}" if names else "")
+    text = "a list of sections" if is_list(annotation) else "a section"
+    return f"{text} with at least {', '.join(names)}" if names else text
 
 
 def _suggest(key: str, known: list[str]) -> str:

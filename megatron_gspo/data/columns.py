@@ -14,18 +14,20 @@ _PIECE = 1 << 16
 
 @dataclass(frozen=True)
 class Columns:
-    """Arrays over the tokens of n samples.
-
-    positions: [n] int64, ascending, of the samples in their batch.
-    starts: [n] int64, where the tokens of each begin in the arrays.
-    lengths: [n] int64, how many each has.
-    arrays: by name [tokens, ...]. A selection shares them with what it was selected from.
-    """
+    """Arrays over the tokens of n samples."""
 
     positions: np.ndarray
+    """[n] int64, ascending, of the samples in their batch."""
+
     starts: np.ndarray
+    """[n] int64, where the tokens of each begin in the arrays."""
+
     lengths: np.ndarray
+    """[n] int64, how many each has."""
+
     arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """The columns by name, [tokens, ...] each. A selection shares them with what it was selected
+    from."""
 
     @classmethod
     def of(

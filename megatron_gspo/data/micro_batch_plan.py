@@ -16,28 +16,34 @@ from megatron_gspo.data.schedule import Schedule, padded_length, schedule
 
 Rows = Sequence[int]
 
-_LONGER = (
-    1.02  # largest ratio of a mini-batch's step_tokens to those of a schedule that ignores homes
-)
+# Largest ratio of a mini-batch's step_tokens to those of a schedule that ignores homes.
+_LONGER = 1.02
 
 
 @dataclass(frozen=True)
 class PackingRules:
-    """How a layout packs.
-
-    replicas: data-parallel ranks. max_tokens: of a micro-batch. micro_batch_size: its sequences, in
-    place of max_tokens; or None. sequence_multiple, total_multiple: of the padded tokens of a
-    sequence and of a micro-batch. count_multiple: of the number of micro-batches of a replica.
-    same_length: pad all micro-batches to one length.
-    """
+    """How a layout packs."""
 
     replicas: int
+    """Number of data-parallel ranks."""
+
     max_tokens: int
+    """Most tokens of a micro-batch."""
+
     micro_batch_size: int | None = None
+    """Sequences of a micro-batch, in place of max_tokens; or None."""
+
     sequence_multiple: int = 1
+    """The padded tokens of a sequence are a multiple of this."""
+
     total_multiple: int = 1
+    """The padded tokens of a micro-batch are a multiple of this."""
+
     count_multiple: int = 1
+    """The number of micro-batches of a replica is a multiple of this."""
+
     same_length: bool = False
+    """Pad all micro-batches to one length."""
 
     @property
     def budget(self) -> int:
@@ -46,29 +52,34 @@ class PackingRules:
 
     def padded(self, lengths: np.ndarray) -> np.ndarray:
         """Lengths [n] as packed."""
-        return (
-            -(-np.asarray(lengths, dtype=np.int64) // self.sequence_multiple)
-            * self.sequence_multiple
-        )
+        lengths = np.asarray(lengths, dtype=np.int64)
+        multiples = -(-lengths // self.sequence_multiple)
+        return multiples * self.sequence_multiple
 
 
 @dataclass(frozen=True)
 class MicroBatchPlan:
-    """The micro-batches of all replicas; each has as many.
-
-    rows: [replica][micro-batch] -> positions of its sequences. seq_length: tokens of the longest
-    one. total_multiples: [micro-batch], of its packed tokens on every replica. real_tokens,
-    packed_tokens: of all, without and with padding. step_tokens: packed tokens of the longest
-    micro-batch of each step, summed: replicas wait for each other.
-    """
+    """The micro-batches of all replicas; each has as many."""
 
     rows: Schedule
+    """[replica][micro-batch] -> positions of its sequences."""
+
     seq_length: int
+    """Tokens of the longest micro-batch."""
+
     sequence_multiple: int
     total_multiples: tuple[int, ...]
+    """[micro-batch], a divisor of its packed tokens on every replica."""
+
     real_tokens: int
+    """Tokens of all micro-batches without padding."""
+
     packed_tokens: int
+    """Tokens of all micro-batches with padding."""
+
     step_tokens: int
+    """Packed tokens of the longest micro-batch of each step, summed: replicas wait for each
+    other."""
 
     def replica_of(self) -> np.ndarray:
         """[n]: the replica of each sequence."""
@@ -83,7 +94,10 @@ class MicroBatchPlan:
         """The same micro-batches, naming sequence i by its position `positions[i]` in a larger
         batch.
         """
-        rows = [[[positions[i] for i in batch] for batch in mine] for mine in self.rows]
+        rows = [
+            [[positions[i] for i in micro_batch] for micro_batch in micro_batches]
+            for micro_batches in self.rows
+        ]
         return replace(self, rows=rows)
 
 
@@ -98,21 +112,28 @@ def plan_micro_batches(
     padded = rules.padded(lengths)
     rows = _free(padded, rules) if replica is None else _assigned(padded, rules, replica)
     multiple = rules.total_multiple
-    totals = [
-        [max(padded_length(int(padded[batch].sum()), multiple), multiple) for batch in mine]
-        for mine in rows
-    ]
-    longest = max(max(mine) for mine in totals)
+    # Packed tokens by replica and micro-batch; an empty one has the dummy's.
+    totals = np.array(
+        [
+            [
+                max(padded_length(int(padded[micro_batch].sum()), multiple), multiple)
+                for micro_batch in micro_batches
+            ]
+            for micro_batches in rows
+        ]
+    )
+    longest = int(totals.max())
     if rules.same_length:
-        totals = [[longest] * len(mine) for mine in totals]
+        totals[:] = longest
+        multiple = longest
     return MicroBatchPlan(
-        rows,
-        longest,
-        rules.sequence_multiple,
-        (longest if rules.same_length else multiple,) * len(rows[0]),
-        int(np.sum(lengths)),
-        sum(map(sum, totals)),
-        sum(map(max, zip(*totals, strict=True))),
+        rows=rows,
+        seq_length=longest,
+        sequence_multiple=rules.sequence_multiple,
+        total_multiples=(multiple,) * len(rows[0]),
+        real_tokens=int(np.sum(lengths)),
+        packed_tokens=int(totals.sum()),
+        step_tokens=int(totals.max(axis=0).sum()),
     )
 
 
@@ -139,11 +160,15 @@ def plan_passes(
     """[n] int32: the replica that trains each sequence, and [pass][mini-batch] the micro-batches.
     Every mini-batch is level over the replicas.
 
-    epochs: [pass][mini-batch] -> positions; every pass has each sequence once. homes: [n] replica
-    that has the sequence now; None: all replicas have all. A sequence stays at home unless one of
-    its mini-batches would be above its share of the load there: longest first, so that short ones
-    move, to the replica that has most room. With one pass, a mini-batch whose steps would be more
-    than 2 % longer than with a schedule that ignores homes gets that schedule.
+    A sequence stays at home unless one of its mini-batches would be above its share of the load
+    there: longest first, so that short ones move, to the replica that has most room. With one pass,
+    a mini-batch whose steps would be more than 2 % longer than with a schedule that ignores homes
+    gets that schedule.
+
+    Args:
+        lengths: [n] tokens of each sequence.
+        epochs: [pass][mini-batch] -> positions; every pass has each sequence once.
+        homes: [n] replica that has the sequence now; None: all replicas have all.
     """
     replica = np.zeros(len(lengths), dtype=np.int32)
     if homes is None and len(epochs) == 1:
@@ -152,20 +177,21 @@ def plan_passes(
             replica[rows] = plan.replica_of()
         return replica, [free_plans]
     if rules.replicas > 1:
-        sizes = (
-            rules.padded(lengths)
-            if rules.micro_batch_size is None
-            else np.ones(len(lengths), dtype=np.int64)
-        )
+        sizes = rules.padded(lengths)
+        if rules.micro_batch_size is not None:
+            sizes = np.ones(len(lengths), dtype=np.int64)
         replica = _near_home(sizes, epochs, rules.replicas, homes)
     plans = [
         [plan_micro_batches(lengths[rows], rules, replica[rows]) for rows in batches]
         for batches in epochs
     ]
-    for number, rows in enumerate(epochs[0] if len(epochs) == 1 < rules.replicas else []):
-        free = plan_micro_batches(lengths[rows], rules)
-        if plans[0][number].step_tokens > _LONGER * free.step_tokens:
-            plans[0][number], replica[rows] = free, free.replica_of()
+    if len(epochs) > 1 or rules.replicas == 1:
+        return replica, plans
+    for number, rows in enumerate(epochs[0]):
+        free_plan = plan_micro_batches(lengths[rows], rules)
+        if plans[0][number].step_tokens > _LONGER * free_plan.step_tokens:
+            plans[0][number] = free_plan
+            replica[rows] = free_plan.replica_of()
     return replica, plans
 
 
@@ -175,47 +201,51 @@ def _near_home(
     """[n] int32: each sequence's home where all of its mini-batches have room for it there,
     else another replica.
     """
-    # Mini-batch of each sequence in each pass.
-    member = np.empty((len(epochs), len(sizes)), dtype=np.int64)
+    # [passes, n]: the mini-batch of each sequence in each pass.
+    mini_batch = np.empty((len(epochs), len(sizes)), dtype=np.int64)
     for epoch, batches in enumerate(epochs):
         for number, rows in enumerate(batches):
-            member[epoch, rows] = number
-    count = int(member.max(initial=0)) + 1
+            mini_batch[epoch, rows] = number
+    count = int(mini_batch.max(initial=0)) + 1
     passes = np.arange(len(epochs))
-    totals = np.array([np.bincount(of, weights=sizes, minlength=count) for of in member])
-    room = np.repeat(np.ceil(totals / replicas).astype(np.int64)[:, :, None], replicas, axis=2)
+    totals = np.array(
+        [np.bincount(numbers, weights=sizes, minlength=count) for numbers in mini_batch]
+    )
+    # [passes, mini-batches, replicas]: what a replica may still take of a mini-batch.
+    shares = np.ceil(totals / replicas).astype(np.int64)
+    room = np.repeat(shares[:, :, None], replicas, axis=2)
     replica = np.zeros(len(sizes), dtype=np.int32) if homes is None else homes.astype(np.int32)
     leaving = np.argsort(-sizes, kind="stable").tolist()
     if homes is not None:
-        leaving = _take_at_home(
-            sizes.tolist(), leaving, (passes[:, None] * count + member) * replicas + replica, room
-        )
+        at_home = (passes[:, None] * count + mini_batch) * replicas + replica
+        leaving = _take_at_home(sizes.tolist(), leaving, at_home, room)
     for i in leaving:
-        left = room[passes, member[:, i]]
-        replica[i] = np.lexsort((-left.sum(0), -left.min(0)))[0]
-        room[passes, member[:, i], replica[i]] -= sizes[i]
+        room_of_replicas = room[passes, mini_batch[:, i]]
+        most_room_first = np.lexsort((-room_of_replicas.sum(0), -room_of_replicas.min(0)))
+        replica[i] = most_room_first[0]
+        room[passes, mini_batch[:, i], replica[i]] -= sizes[i]
     return replica
 
 
 def _take_at_home(
-    sizes: list[int], order: list[int], places: np.ndarray, room: np.ndarray
+    sizes: list[int], order: list[int], at_home: np.ndarray, room: np.ndarray
 ) -> list[int]:
-    """Take the sequences' sizes, in this order, from the room at home while there is enough; those
-    without it.
+    """Take the sequences' sizes, in this order, from the room at home while there is enough;
+    returns those without it.
 
-    places: [passes, n] index into the flat room of each pass. By lists: numpy costs more for a
-    number at a time.
+    at_home: [passes, n] where a sequence's room at home is in the flattened room. The work is on
+    lists, since numpy costs more for a number at a time.
     """
-    left = room.reshape(-1).tolist()
+    flat_room = room.reshape(-1).tolist()
     missing = []
-    of = places.T.tolist()
+    indices_of = at_home.T.tolist()
     for i in order:
-        if all(left[place] >= sizes[i] for place in of[i]):
-            for place in of[i]:
-                left[place] -= sizes[i]
+        if all(flat_room[index] >= sizes[i] for index in indices_of[i]):
+            for index in indices_of[i]:
+                flat_room[index] -= sizes[i]
         else:
             missing.append(i)
-    room.reshape(-1)[:] = left
+    room.reshape(-1)[:] = flat_room
     return missing
 
 
@@ -234,19 +264,20 @@ def _assigned(padded: np.ndarray, rules: PackingRules, replica: np.ndarray) -> S
     """Each replica packs its own, all into as many micro-batches as the one that needs most."""
     if rules.micro_batch_size is None and padded.size and padded.max() > rules.budget:
         _free(padded, rules)  # raises, with the position among all
-    mine = [np.flatnonzero(replica == r) for r in range(rules.replicas)]
-    alone = [_alone(padded[rows], rules, 1) for rows in mine]
+    rows_of = [np.flatnonzero(replica == r) for r in range(rules.replicas)]
+    alone = [_alone(padded[rows], rules, 1) for rows in rows_of]
     count = max(map(len, alone))
     plans = [
         bins if len(bins) == count else _alone(padded[rows], rules, count)
-        for rows, bins in zip(mine, alone, strict=True)
+        for rows, bins in zip(rows_of, alone, strict=True)
     ]
     # Bins that could not be levelled: empty ones make up the number.
     if len({len(plan) for plan in plans}) > 1:
         count = max(map(len, plans))
         plans = [plan + [[] for _ in range(count - len(plan))] for plan in plans]
     return [
-        [rows[batch].tolist() for batch in plan] for rows, plan in zip(mine, plans, strict=True)
+        [rows[micro_batch].tolist() for micro_batch in plan]
+        for rows, plan in zip(rows_of, plans, strict=True)
     ]
 
 

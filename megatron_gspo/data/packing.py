@@ -41,16 +41,19 @@ OPTIONAL_FIELDS = ("old_log_probs", "rollout_log_probs", "ref_log_probs", "value
 
 @dataclass(frozen=True)
 class PackedRow:
-    """Where the tokens of a row are in a micro-batch.
-
-    sample: position of its sample in what was packed. offset: of its first token in the sample.
-    start: of its first token in the micro-batch. length: tokens, without padding.
-    """
+    """Where the tokens of a row are in a micro-batch."""
 
     sample: int
+    """Position of its sample in what was packed."""
+
     offset: int
+    """Position of its first token in the sample."""
+
     start: int
+    """Position of its first token in the micro-batch."""
+
     length: int
+    """Number of tokens, without padding."""
 
     def predicted(self, prompt_length: int) -> tuple[slice, slice]:
         """The tokens of the response that the row predicts: in the response, and the positions of

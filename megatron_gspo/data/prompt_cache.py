@@ -66,12 +66,16 @@ _SETTINGS = (
 
 @dataclasses.dataclass(frozen=True)
 class PromptCache:
-    """Where prompts are kept. folder: made if absent. tokenizer_folder: the files that the
-    tokenizer is loaded from. warn: takes a line if the folder cannot be used."""
+    """Where prompts are kept."""
 
     folder: Path
+    """Folder of the cache; made if absent."""
+
     tokenizer_folder: Path
+    """The files that the tokenizer is loaded from."""
+
     warn: Callable[[str], None]
+    """Takes a line if the folder cannot be used."""
 
     def load(
         self, paths: Paths, tokenizer: Tokenizer, data: DataConfig, *, split: str = "train"
@@ -110,7 +114,12 @@ class MappedPrompts(Sequence[Prompt]):
     """
 
     def __init__(self, files: dict[str, np.ndarray], largest_token: int, chosen: range) -> None:
-        """files: arrays by name of their file. chosen: positions of these prompts in the cache."""
+        """Prompts of a cache.
+
+        Args:
+            files: arrays by name of their file.
+            chosen: positions of these prompts in the cache.
+        """
         self._files = files
         self.largest_token = largest_token
         self._chosen = chosen
@@ -131,13 +140,17 @@ class MappedPrompts(Sequence[Prompt]):
         if isinstance(index, slice):
             return MappedPrompts(self._files, self.largest_token, self._chosen[index])
         position = self._chosen[index]
-        ids = self._part(_TOKENS, _TOKEN_ENDS, position).astype(np.int64)
-        text, answer, metadata = json.loads(self._part(_RECORDS, _RECORD_ENDS, position).tobytes())
+        ids = self._values_of(_TOKENS, _TOKEN_ENDS, position).astype(np.int64)
+        text, answer, metadata = json.loads(
+            self._values_of(_RECORDS, _RECORD_ENDS, position).tobytes()
+        )
         return Prompt(position, ids, text, answer, metadata)
 
-    def _part(self, name: str, ends: str, position: int) -> np.ndarray:
-        bounds = self._files[ends]
-        return self._files[name][bounds[position - 1] if position else 0 : bounds[position]]
+    def _values_of(self, name: str, ends_name: str, position: int) -> np.ndarray:
+        """The values of one prompt in a file, whose ends are in another."""
+        ends = self._files[ends_name]
+        start = ends[position - 1] if position else 0
+        return self._files[name][start : ends[position]]
 
 
 def digests_of(prompts: Sequence[Prompt]) -> np.ndarray:
@@ -158,20 +171,11 @@ def cache_key(paths: Paths, tokenizer_folder: Path, data: DataConfig, split: str
     file by one of the same size and date is seen too.
     """
     sources = find_sources(paths, split=split)
-    files = [
-        file
-        for path, _ in sources
-        for file in (
-            sorted(inner for inner in path.rglob("*") if inner.is_file())
-            if path.is_dir()
-            else [path]
-        )
-    ]
+    files: list[Path] = []
+    for path, _ in sources:
+        files += _files_within(path) if path.is_dir() else [path]
     stats = [(str(file.resolve()), file.stat()) for file in files]
-    code = [
-        Path(module.__file__ or "") for module in (prompts, prompt_files, prompt_rows, sample)
-    ] + [Path(__file__)]
-    names = sorted(
+    tokenizer_files = sorted(
         {
             file
             for pattern in _TOKENIZER_FILES
@@ -179,18 +183,24 @@ def cache_key(paths: Paths, tokenizer_folder: Path, data: DataConfig, split: str
             if file.is_file()
         }
     )
-    parts: list[Any] = [
+    modules = (prompts, prompt_files, prompt_rows, sample)
+    code = [Path(module.__file__ or "") for module in modules] + [Path(__file__)]
+    inputs = [
         [(name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in stats],
         [
             (file.relative_to(tokenizer_folder).as_posix(), _digest(file.read_bytes()))
-            for file in names
+            for file in tokenizer_files
         ],
         {name: getattr(data, name) for name in _SETTINGS},
         [metadata.version("transformers"), metadata.version("tokenizers")],
         [_digest(file.read_bytes()) for file in code],
         [split, *(source_split for _, source_split in sources)],
     ]
-    return _digest(json.dumps(parts).encode())[:32]
+    return _digest(json.dumps(inputs).encode())[:32]
+
+
+def _files_within(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 def write_cache(
@@ -199,8 +209,8 @@ def write_cache(
     """Tokenise files into the folder `target`, which is replaced. Raises PromptError, OSError."""
     remarks = Remarks()
     rows = iterate_prompts(read_rows(paths, split=split), tokenizer, data, remarks)
-    for left in target.parent.glob(f"{target.name}.*.tmp"):  # of a process that was killed
-        shutil.rmtree(left, ignore_errors=True)
+    for leftover in target.parent.glob(f"{target.name}.*.tmp"):  # of a process that was killed
+        shutil.rmtree(leftover, ignore_errors=True)
     scratch = target.with_name(f"{target.name}.{secrets.token_hex(4)}.tmp")
     scratch.mkdir()
     try:
@@ -222,9 +232,9 @@ def read_cache(target: Path) -> PromptSet | None:
         manifest = json.loads((target / _MANIFEST).read_text(encoding="utf-8"))
         if any((target / name).stat().st_size != size for name, size in manifest["sizes"].items()):
             return None
-        count, dropped, largest = (
-            int(manifest[key]) for key in ("count", "dropped", "largest_token")
-        )
+        count = int(manifest["count"])
+        dropped = int(manifest["dropped"])
+        largest = int(manifest["largest_token"])
         notes = tuple(str(note) for note in manifest["notes"])
         files = {name: _mapped(target / name, dtype) for name, dtype in _DTYPES.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -242,10 +252,15 @@ def _mapped(file: Path, dtype: str) -> np.ndarray:
 def _write_arrays(
     folder: Path, rows: Iterable[Prompt | None], source: str, limit: int
 ) -> dict[str, Any]:
-    """Write the arrays of a cache; returns its manifest. source, limit: for messages."""
+    """Write the arrays of a cache; returns its manifest.
+
+    Args:
+        source, limit: for messages.
+    """
     ends: dict[str, array[int]] = {_TOKEN_ENDS: array("q"), _RECORD_ENDS: array("q")}
     digests = array("q")
-    dropped = largest = 0
+    dropped = 0
+    largest = 0
     with (folder / _TOKENS).open("wb") as tokens, (folder / _RECORDS).open("wb") as records:
         for prompt in rows:
             if prompt is None:

@@ -81,9 +81,9 @@ def split_notes(paths: Paths, *, split: str = "train") -> list[str]:
     listed = [paths] if isinstance(paths, (str, Path)) else paths
     notes = []
     for path in listed:
-        for match, given in matching_paths(path):
+        for match, named_split in matching_paths(path):
             splits = _splits_of(match)
-            if given is None and splits and split == HELD_OUT:
+            if named_split is None and splits and split == HELD_OUT:
                 chosen = _choose_split(match, splits, split)
                 notes.append(
                     f"{match}: the split {chosen} is read (of {', '.join(sorted(splits))})"
@@ -96,14 +96,14 @@ def _sources_of(written: str | Path, split: str) -> list[tuple[Path, str | None]
     if not matches:
         raise PromptError(f"{written}: no such file; check the path (relative to {Path.cwd()})")
     sources: list[tuple[Path, str | None]] = []
-    for path, given in matches:
+    for path, named_split in matches:
         splits = _splits_of(path)
-        if not splits and given is not None:
-            raise PromptError(f"{path}: has no splits; leave out :{given}")
+        if not splits and named_split is not None:
+            raise PromptError(f"{path}: has no splits; leave out :{named_split}")
         if not splits:
             sources += [(file, None) for file in _files_of(path)]
             continue
-        chosen = _choose_split(path, splits, given or split)
+        chosen = _choose_split(path, splits, named_split or split)
         if _is_saved(path):
             sources.append((path, chosen))
         else:

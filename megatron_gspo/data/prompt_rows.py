@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
@@ -137,9 +136,9 @@ def messages_of(location: Location, key: str, value: object) -> list[Message] | 
     else:
         messages = _as_messages(value)
         if messages is None:
-            kind = type(value).__name__
             raise PromptError(
-                f"{location}: key {key!r} is a {kind}; it must be text or a list of chat messages"
+                f"{location}: key {key!r} is a {type(value).__name__}; it must be text or a list of"
+                " chat messages"
             )
     return [
         message | {"content": _content(location, number, message)}
@@ -187,12 +186,15 @@ def _text_parts(where: str, parts: Iterable[object]) -> Iterator[str]:
         if isinstance(part, str):
             yield part
             continue
-        text = part.get("text") if isinstance(part, Mapping) else None
-        kind = (part.get("type") or "text") if isinstance(part, Mapping) else type(part).__name__
-        if kind not in ("text", "input_text", "output_text") or not isinstance(text, str):
+        text = None
+        part_type = type(part).__name__
+        if isinstance(part, Mapping):
+            text = part.get("text")
+            part_type = part.get("type") or "text"
+        if part_type not in ("text", "input_text", "output_text") or not isinstance(text, str):
             raise PromptError(
-                f"{where} has a part of type {kind!r}; only text is trained, remove the part or"
-                " the row"
+                f"{where} has a part of type {part_type!r}; only text is trained, remove the part"
+                " or the row"
             )
         yield text
 
@@ -237,23 +239,21 @@ def answer_of(location: Location, key: str, value: Any) -> str | None:
     if isinstance(value, (datetime.date, datetime.time)):
         return value.isoformat()
     if isinstance(value, (float, Decimal)):
-        if value.is_nan() if isinstance(value, Decimal) else math.isnan(value):
+        number = Decimal(value)
+        if number.is_nan():
             return None
-        if value.is_infinite() if isinstance(value, Decimal) else math.isinf(value):
+        if number.is_infinite():
             raise PromptError(
                 f"{location}: key {key!r} is {value}, no number; correct it, or write it as text"
             )
-        return (
-            format(value, "f")
-            if isinstance(value, Decimal) and abs(value.adjusted()) < 100
-            else str(value)
-        )
+        if isinstance(value, Decimal) and abs(value.adjusted()) < 100:
+            return format(value, "f")
+        return str(value)
     if isinstance(value, int):
         return str(value)
-    kind = type(value).__name__
     raise PromptError(
-        f"{location}: key {key!r} is a {kind}; it must be text or a number (other fields are"
-        " metadata)"
+        f"{location}: key {key!r} is a {type(value).__name__}; it must be text or a number (other"
+        " fields are metadata)"
     )
 
 

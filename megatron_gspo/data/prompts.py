@@ -58,12 +58,14 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True)
 class PromptSet:
-    """Prompts with index 0 .. n-1. dropped: how many were longer than `max_prompt_length`. notes:
-    lines for the user about rows that are read otherwise than they may be meant."""
+    """Prompts with index 0 .. n-1."""
 
     prompts: Sequence[Prompt]
     dropped: int = 0
+    """How many were longer than `max_prompt_length`."""
+
     notes: tuple[str, ...] = ()
+    """Lines for the user about rows that are read otherwise than they may be meant."""
 
 
 def load_prompts(
@@ -412,9 +414,9 @@ class _RowReader:
             setting = "system_prompt_key"
             system = field_of(location, row, data.system_prompt_key, setting)
             if system is not None and not isinstance(system, str):
-                kind = type(system).__name__
                 raise PromptError(
-                    f"{location}: key {data.system_prompt_key!r} is a {kind}; it must be text"
+                    f"{location}: key {data.system_prompt_key!r} is a {type(system).__name__}; it"
+                    " must be text"
                 )
         if system is None:
             return messages

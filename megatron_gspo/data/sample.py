@@ -18,22 +18,25 @@ _LOG_PROB_FIELDS = ("rollout_log_probs", "old_log_probs", "ref_log_probs")
 
 @dataclass
 class Prompt:
-    """A tokenised prompt.
-
-    index: position in its source; the group id of its samples.
-    token_ids: [P] int64, P >= 1.
-    text: the tokenised text, after the chat template.
-    answer: reference answer, or None.
-    metadata: JSON-able; verifiers get it.
-    source: name of its source in `data.sources`; empty without any.
-    """
+    """A tokenised prompt."""
 
     index: int
+    """Position in its source; the group id of its samples."""
+
     token_ids: np.ndarray
+    """[P] int64, P >= 1."""
+
     text: str
+    """The tokenised text, after the chat template."""
+
     answer: str | None = None
+    """Reference answer, or None."""
+
     metadata: dict[str, Any] = field(default_factory=dict)
+    """JSON-able; verifiers get it."""
+
     source: str = ""
+    """Name of its source in `data.sources`; empty without any."""
 
     @property
     def length(self) -> int:
@@ -288,7 +291,7 @@ def json_able(value: Any) -> Any:
     return str(value)
 
 
-def _check_ids(ids: Any, where: str, name: str) -> None:
+def _check_ids(ids: object, where: str, name: str) -> None:
     if not isinstance(ids, np.ndarray) or ids.ndim != 1 or ids.dtype != np.int64:
         raise ValueError(
             f"{where}: {name} is {describe_value(ids)}; it must be a 1-d int64 numpy array"
@@ -297,7 +300,9 @@ def _check_ids(ids: Any, where: str, name: str) -> None:
         raise ValueError(f"{where}: {name} has the negative id {ids.min()}; token ids start at 0")
 
 
-def _check_array(values: Any, shape: tuple[int, ...], dtype: type, where: str, name: str) -> None:
+def _check_array(
+    values: object, shape: tuple[int, ...], dtype: type, where: str, name: str
+) -> None:
     if not isinstance(values, np.ndarray) or values.dtype != dtype:
         wanted = np.dtype(dtype).name
         raise ValueError(

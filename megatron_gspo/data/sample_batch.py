@@ -80,14 +80,14 @@ def rows_of(samples: Iterable[Sample], holder: int = 0) -> np.ndarray:
 
 @dataclass(frozen=True)
 class BatchTable:
-    """The table of a batch of N samples, and sums over the ranks that hold them.
-
-    table: [N] of `ROW`, the same on every rank. group: ranks that together hold every sample once
-    (or more often, if all hold the same ones); None: this process holds all.
-    """
+    """The table of a batch of N samples, and sums over the ranks that hold them."""
 
     table: np.ndarray
+    """[N] of `ROW`, the same on every rank."""
+
     group: dist.ProcessGroup | None = field(default=None, compare=False)
+    """Ranks that together hold every sample once (or more often, if all hold the same ones); None:
+    this process holds all."""
 
     def __len__(self) -> int:
         return len(self.table)
@@ -139,22 +139,20 @@ class BatchTable:
 
     def max(self, *values: float) -> list[float]:
         """The largest of each number over the group; NaN is the largest. A collective."""
-        given = np.array(values, dtype=np.float64)
-        flagged = np.concatenate(
-            [np.where(np.isnan(given), -np.inf, given), np.isnan(given).astype(np.float64)]
-        )
-        largest, is_nan = np.split(self.largest(flagged), 2)
-        return np.where(is_nan > 0, np.nan, largest).tolist()
+        numbers = np.array(values, dtype=np.float64)
+        is_nan = np.isnan(numbers)
+        # Backends differ in the maximum of a NaN: it is sent as a flag.
+        flagged = np.concatenate([np.where(is_nan, -np.inf, numbers), is_nan.astype(np.float64)])
+        largest, any_nan = np.split(self.largest(flagged), 2)
+        return np.where(any_nan > 0, np.nan, largest).tolist()
 
 
 @dataclass(frozen=True)
 class SampleBatch(BatchTable):
-    """N samples as the rollout made them.
-
-    held: this rank's samples by their position in the table, ascending.
-    """
+    """N samples as the rollout made them."""
 
     held: MutableMapping[int, Sample] = field(default_factory=dict)
+    """This rank's samples by their position in the table, ascending."""
 
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> SampleBatch:

@@ -26,14 +26,28 @@ import numpy as np
 Bins = list[list[int]]
 Schedule = list[list[list[int]]]
 Sized = tuple[int, int]  # tokens and index of a sequence
-_MOST_PASSED = (
-    64  # full bins that are skipped for one sequence before the attempt fails; bounds the time
-)
-_MOST_SWAPS = (
-    4096  # exchanges between bins of one level; bounds the time; only large batches reach it
-)
+# Full bins that are skipped for one sequence before the attempt fails, which bounds the time.
+_MOST_PASSED = 64
+# Exchanges between bins of one level, which bounds the time; only large batches reach it.
+_MOST_SWAPS = 4096
 _MOST_TRIED = 4  # lightest bins that the heaviest tries
 _CLOSE = 2000  # bins whose loads differ by less than this part of the heavier one are level
+
+
+@dataclass(frozen=True)
+class _Swap:
+    """An exchange between two bins."""
+
+    given: Sized
+    """The sequence of the heavier bin."""
+
+    taken: Sized | None
+    """The sequence of the lighter bin; None: it gives none."""
+
+    @property
+    def moved(self) -> int:
+        """Tokens by which the heavier bin gets lighter."""
+        return self.given[0] - (0 if self.taken is None else self.taken[0])
 
 
 def schedule(
@@ -46,18 +60,26 @@ def schedule(
 ) -> Schedule:
     """Distribute sequences over ranks and micro-batches with balanced numbers of tokens.
 
-    lengths: [N] tokens of every sequence, as packed (rounded up to the sequence multiple:
-    `padded_length`). num_ranks: data-parallel ranks. max_tokens: maximum number of tokens of a
-    micro-batch; make it a multiple of the packed total's multiple. multiple_of: the number of
-    micro-batches of a rank is a multiple of this (for interleaved pipelines). at_least:
-    micro-batches of a rank.
-
-    Returns [rank][micro_batch] -> indices into `lengths`, ascending. Raises ValueError for a
-    sequence longer than max_tokens (naming it) and for arguments below 1. Method:
-    longest-processing-time-first (Graham 1969) with a target load per step, so that a sequence
+    Longest-processing-time-first (Graham 1969) with a target load per step, so that a sequence
     longer than the mean micro-batch meets similar ones on the other ranks; best-fit-decreasing if
     that overflows. Then the heaviest and lightest bins of a level exchange sequences, which
     balances bins with few sequences.
+
+    Args:
+        lengths: [N] tokens of every sequence, as packed (rounded up to the sequence multiple:
+            `padded_length`).
+        num_ranks: data-parallel ranks.
+        max_tokens: maximum number of tokens of a micro-batch; make it a multiple of the packed
+            total's multiple.
+        multiple_of: the number of micro-batches of a rank is a multiple of this (for interleaved
+            pipelines).
+        at_least: smallest number of micro-batches of a rank.
+
+    Returns:
+        [rank][micro_batch] -> indices into `lengths`, ascending.
+
+    Raises:
+        ValueError: a sequence longer than max_tokens, which it names; an argument below 1.
     """
     for name, value in (
         ("num_ranks", num_ranks),
@@ -189,63 +211,56 @@ def _exchange(bins: Bins, sizes: list[int]) -> Bins:
     """The same bins, better balanced: the heaviest gives one of the lightest a sequence, for a
     shorter one or for none, if that reduces their difference. No load exceeds the heaviest."""
     by_load = sorted((sum(map(sizes.__getitem__, members)), b) for b, members in enumerate(bins))
-    opened: dict[
-        int, list[Sized]
-    ] = {}  # the bins that have exchanged something or tried to, ascending
+    # The sequences, ascending, of the bins that have exchanged something or tried to.
+    opened: dict[int, list[Sized]] = {}
     for _ in range(_MOST_SWAPS):
-        swap = _next_swap(bins, sizes, by_load, opened)
+        at, swap = _next_swap(bins, sizes, by_load, opened)
         if swap is None:
             break
-        at, given, taken = swap
-        (heavy, giver), (light, taker) = by_load.pop(), by_load.pop(at)
-        opened[giver].remove(given)
-        insort(opened[taker], given)
-        if taken is not None:
-            opened[taker].remove(taken)
-            insort(opened[giver], taken)
-        moved = given[0] - (taken[0] if taken else 0)
-        insort(by_load, (heavy - moved, giver))
-        insort(by_load, (light + moved, taker))
+        heavy, giver = by_load.pop()
+        light, taker = by_load.pop(at)
+        opened[giver].remove(swap.given)
+        insort(opened[taker], swap.given)
+        if swap.taken is not None:
+            opened[taker].remove(swap.taken)
+            insort(opened[giver], swap.taken)
+        insort(by_load, (heavy - swap.moved, giver))
+        insort(by_load, (light + swap.moved, taker))
     return [[i for _, i in opened[b]] if b in opened else members for b, members in enumerate(bins)]
 
 
 def _next_swap(
     bins: Bins, sizes: list[int], by_load: list[tuple[int, int]], opened: dict[int, list[Sized]]
-) -> tuple[int, Sized, Sized | None] | None:
+) -> tuple[int, _Swap | None]:
     """Which of the lightest bins the heaviest exchanges with (as a position in ``by_load``), and
-    which sequences; None if they are balanced or no exchange helps. Adds the bins that it examines
-    to `opened`."""
+    what; None if they are balanced or no exchange helps. Adds the bins that it examines to
+    `opened`."""
     heavy, giver = by_load[-1]
     for at, (light, taker) in enumerate(by_load[:_MOST_TRIED]):
         if heavy - light <= max(heavy // _CLOSE, 1):
-            return None
+            break
         for b in (giver, taker):
             if b not in opened:
                 opened[b] = sorted((sizes[i], i) for i in bins[b])
         swap = _best_swap(opened[giver], opened[taker], heavy - light)
         if swap is not None:
-            return at, *swap
-    return None
+            return at, swap
+    return 0, None
 
 
-def _best_swap(
-    heavy: list[Sized], light: list[Sized], gap: int
-) -> tuple[Sized, Sized | None] | None:
+def _best_swap(heavy: list[Sized], light: list[Sized], gap: int) -> _Swap | None:
     """A sequence of ``heavy`` and one of ``light`` (None: none) whose exchange comes closest to
     moving half of the gap; None where each would move nothing or all of it and more. Both ascend.
     """
     best = gap  # twice the distance to half of the gap; below the gap where an exchange helps
-    best_swap: tuple[Sized, Sized | None] | None = None
+    best_swap: _Swap | None = None
     for given in heavy:
-        if given[0] < gap and abs(2 * given[0] - gap) < best:
-            best = abs(2 * given[0] - gap)
-            best_swap = (given, None)
         at = bisect_right(light, (given[0] - gap // 2, -1))
-        for taken in light[max(at - 1, 0) : at + 1]:
-            moved = given[0] - taken[0]
+        for taken in (None, *light[max(at - 1, 0) : at + 1]):
+            moved = given[0] - (0 if taken is None else taken[0])
             if 0 < moved < gap and abs(2 * moved - gap) < best:
                 best = abs(2 * moved - gap)
-                best_swap = (given, taken)
+                best_swap = _Swap(given, taken)
     return best_swap
 
 
@@ -254,11 +269,13 @@ def _step_targets(sizes: list[int], order: list[int], num_steps: int, num_ranks:
     there.
     """
     targets = []
-    left = sum(sizes)
+    remaining = sum(sizes)
     for k in range(num_steps):
         longest = sizes[order[k * num_ranks]] if k * num_ranks < len(order) else 0
-        targets.append(max(longest, -(-left // (num_ranks * (num_steps - k)))))
-        left -= targets[-1] * num_ranks
+        mean = -(-remaining // (num_ranks * (num_steps - k)))
+        target = max(longest, mean)
+        targets.append(target)
+        remaining -= target * num_ranks
     return targets
 
 
@@ -291,9 +308,8 @@ def _best_fit(sizes: list[int], order: list[int], capacity: int) -> Bins:
     """
     bins: Bins = []
     by_room: dict[int, list[int]] = {}
-    rooms: list[
-        int
-    ] = []  # sorted keys of by_room; at most `capacity` of them, so insertion stays cheap
+    # Sorted keys of by_room; at most `capacity` of them, so that insertion stays cheap.
+    rooms: list[int] = []
     for index in order:
         size = sizes[index]
         at = bisect_left(rooms, size)
@@ -301,7 +317,8 @@ def _best_fit(sizes: list[int], order: list[int], capacity: int) -> Bins:
             room = rooms[at]
             b = by_room[room].pop()
             if not by_room[room]:
-                del by_room[room], rooms[at]
+                del by_room[room]
+                del rooms[at]
         else:
             room = capacity
             b = len(bins)

@@ -211,8 +211,14 @@ class TrainingBatchBuilder:
         has_loss: bool = True,
         has_tokens: bool = True,
     ) -> None:
-        """table: of the batch. positions: ascending, of the samples that will be added. has_loss,
-        has_tokens: False on stages of a pipeline without the loss, and without the embedding."""
+        """A batch without samples.
+
+        Args:
+            table: of the batch.
+            positions: ascending, of the samples that will be added.
+            has_loss, has_tokens: False on stages of a pipeline without the loss, and without the
+                embedding.
+        """
         rows = table[np.asarray(positions, dtype=np.int64)]
         response_lengths = rows["response_length"].astype(np.int64)
         self._table = table
@@ -341,7 +347,10 @@ class TrainingBatchBuilder:
         self, group: dist.ProcessGroup | None = None, pipeline: dist.ProcessGroup | None = None
     ) -> TrainingBatch:
         """The batch of all samples, without rollout log-probs or routes that only some of them
-        have. group, pipeline: its own, see `TrainingBatch`.
+        have.
+
+        Args:
+            group, pipeline: of the batch, see `TrainingBatch`.
         """
         assert self._added == len(self._inputs), f"{self._added} of {len(self._inputs)} arrived"
         if not self._table["has_rollout_log_probs"].all():

@@ -24,17 +24,19 @@ class StoppedRun(RunError):
 
 @dataclass(frozen=True)
 class AfterStep:
-    """What a callback asks for after a step, the same on every rank.
-
-    metrics: written with the step's. warning: a line, printed the first time that the callback has
-    one. stop: why the run ends with an error, after a checkpoint. resume_hint: what that error adds
-    to how the run is resumed.
-    """
+    """What a callback asks for after a step, the same on every rank."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
+    """Metrics that are written with those of the step."""
+
     warning: str = ""
+    """A line, printed the first time that the callback has one."""
+
     stop: str = ""
+    """Why the run ends with an error, after a checkpoint."""
+
     resume_hint: str = ""
+    """What that error adds to how the run is resumed."""
 
 
 class Callback:

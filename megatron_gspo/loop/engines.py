@@ -80,8 +80,9 @@ def build_sources(
     """(source of the training samples, source of the held-out ones: the same unless training is
     supervised).
 
-    given: the engine in the ranks, ``embedded_engine`` or one that replaces the configured one.
-    evaluates: whether there are held-out prompts.
+    Args:
+        given: the engine in the ranks, ``embedded_engine`` or one that replaces the configured one.
+        evaluates: whether there are held-out prompts.
     """
 
     def in_process(engine: RolloutEngine, *, plays: bool = True) -> GroupSource:

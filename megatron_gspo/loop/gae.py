@@ -74,8 +74,12 @@ def token_kl(batch: TrainingBatch, algorithm: AlgorithmConfig) -> np.ndarray:
 def _by_token(
     batch: TrainingBatch, rewards: np.ndarray, counted: np.ndarray, algorithm: AlgorithmConfig
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Advantages and returns [T] float32, a step of a trajectory being a trained token. rewards:
-    [T]. counted: [n] bool, responses whose reward counts."""
+    """Advantages and returns [T] float32, a step of a trajectory being a trained token.
+
+    Args:
+        rewards: [T].
+        counted: [n] bool, responses whose reward counts.
+    """
     responses = batch.responses
     advantages = np.zeros(responses.num_tokens, dtype=np.float32)
     returns = responses["values"].copy()

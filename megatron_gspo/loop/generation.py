@@ -39,14 +39,14 @@ _TRIES = 3  # batches without a new prompt, after which a small data set has no 
 
 @dataclass(frozen=True)
 class DataCursor:
-    """Position in the training prompts.
-
-    drawn: prompts drawn so far. pending: indices of the drawn prompts that are not trained on yet,
-    in the order in which they were drawn; a resumed run begins with them.
-    """
+    """Position in the training prompts."""
 
     drawn: int = 0
+    """Prompts drawn so far."""
+
     pending: tuple[int, ...] = ()
+    """Indices of the drawn prompts that are not trained on yet, in the order in which they were
+    drawn; a resumed run begins with them."""
 
 
 @dataclass(frozen=True)

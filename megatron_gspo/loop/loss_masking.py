@@ -31,8 +31,11 @@ def mask_samples(
     """The batch with an empty ``loss_mask`` of responses that don't count, which reduces N too, and
     ``masked/*`` counts by the first reason that applies.
 
-    truncated: mask responses that were cut off. step: steps done, for the message. Raises RunError
-    if no response has finite log-probs. A collective of the batch's group.
+    Raises RunError if no response has finite log-probs. A collective of the batch's group.
+
+    Args:
+        truncated: mask responses that were cut off.
+        step: steps done, for the message.
     """
     table = batch.table
     finish = {reason: table["finish"] == i for i, reason in enumerate(FINISH_REASONS)}

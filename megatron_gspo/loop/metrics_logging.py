@@ -100,7 +100,12 @@ class MetricsLogger:
         *,
         resume_step: int,
     ) -> None:
-        """prompts: of the training data, by index. resume_step: 0 for a new run."""
+        """A logger of the steps after `resume_step`.
+
+        Args:
+            prompts: of the training data, by index.
+            resume_step: 0 for a new run.
+        """
         self._config = config
         self._stack = contextlib.ExitStack()
         self._active = dist.get_rank() == 0

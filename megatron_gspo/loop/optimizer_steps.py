@@ -26,15 +26,17 @@ from megatron_gspo.mcore.train_step import StepResult, train_mini_batch
 class Update:
     """The metrics of a step's updates, and the ratios of the last one, whose policy differs most
     from the old one.
-
-    batch: the last mini-batch. log_probs: a column of its responses, before that update. flips:
-    another, see ``flips_of_replica``; None if not measured.
     """
 
     metrics: dict[str, float]
     batch: TrainingBatch = field(default_factory=lambda: TrainingBatch.of([]))
+    """The last mini-batch."""
+
     log_probs: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
+    """Log-probs of the last mini-batch before its update, a column of its responses."""
+
     flips: np.ndarray | None = None
+    """Flips of the last mini-batch (``flips_of_replica``), another column; None if not measured."""
 
 
 def writes_ratios(config: Config, step: int) -> bool:

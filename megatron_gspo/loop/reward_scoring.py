@@ -122,11 +122,11 @@ class VerifierRewards:
 class EpisodeRewards:
     """Rewards that environments gave while episodes were played, or that runs of agents got;
     counts failures.
-
-    environments: None for agents.
     """
 
     environments: EnvironmentPool | None
+    """The environments of the episodes; None for agents."""
+
     name: str
     failure_reward: float | None
     description: str | None = None

@@ -40,14 +40,14 @@ _SECTION = np.dtype([("bytes", np.int64), ("crc32", np.int64)])
 
 @dataclass(frozen=True)
 class RolloutCache:
-    """Reads and writes rollouts in checkpoints.
-
-    prompts: of the training data. engine_name: of their group source.
-    """
+    """Reads and writes rollouts in checkpoints."""
 
     config: Config
     prompts: Sequence[Prompt]
+    """Prompts of the training data."""
+
     engine_name: str
+    """Name of the group source's engine."""
 
     def read_or_draw(self, checkpoint: Path | None, draw: Callable[[], Rollout]) -> Rollout:
         """The rollouts that are kept in the checkpoint, or those of ``draw``, which are then kept

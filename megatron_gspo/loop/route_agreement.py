@@ -27,10 +27,12 @@ def check_route_agreement(
     """Compare the given routes with the live choices of a pass over ``batch``, each pipeline stage
     in its layers.
 
-    done: the routes of the pass, with ``neighbours``. same_routers: as in `Levels.of`.
-
     Raises ``RouteError`` on every rank for routes that agree too little (`route_agreement`). A
     collective of the world.
+
+    Args:
+        done: the routes of the pass, with ``neighbours``.
+        same_routers: as in `Levels.of`.
     """
     shares = shared_experts_of_replica(done, batch)
     sums = torch.from_numpy(level_sums(shares)).to(compute_device())

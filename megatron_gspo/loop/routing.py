@@ -42,22 +42,31 @@ def same_routers(config: Config) -> bool:
 
 @dataclass
 class RoutingReplay:
-    """Routing replay in one step.
-
-    config: section ``routing``. shape: of the routes on this rank, None for a model without
-    experts. has_ratio: whether the objective uses an importance ratio. perturbation: of the routers,
-    None without; seed, step: of the run, for that. same_routers: see the function. measured: what
-    the step measured so far.
-    """
+    """Routing replay in one step."""
 
     config: RoutingConfig
+    """The section ``routing``."""
+
     shape: RouteShape | None
+    """Shape of the routes on this rank, None for a model without experts."""
+
     has_ratio: bool
+    """Whether the objective uses an importance ratio."""
+
     perturbation: Perturbation | None = None
+    """Perturbation of the routers' choice; None without."""
+
     seed: int = 0
+    """Seed of the run, for the perturbation."""
+
     step: int = 0
+    """Step of the run, for the perturbation."""
+
     same_routers: bool = True
+    """What the function ``same_routers`` says of the run."""
+
     measured: StepRouting = field(default_factory=StepRouting)
+    """What the step measured so far."""
 
     def check_rollout_routes(self, batch: SampleBatch) -> None:
         """Check the routes that the rollout engine gave, of all layers: ``RouteError`` naming the

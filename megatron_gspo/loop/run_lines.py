@@ -33,8 +33,9 @@ def start_lines(config: Config, *, prompts: int, held_out: int, verifier: str) -
     """Model, algorithm and data; steps, layout and engine; output and checkpoints. Reads the
     headers of the weights.
 
-    prompts, held_out: numbers of training and of held-out prompts. verifier: what gives the
-    rewards, in words.
+    Args:
+        prompts, held_out: numbers of training and of held-out prompts.
+        verifier: what gives the rewards, in words.
     """
     rollout = config.rollout
     training = config.training

@@ -117,9 +117,10 @@ def throughput(
 ) -> dict[str, float]:
     """The step's times, tokens per second (prompts and responses) and peak memory in GiB.
 
-    tokens: of the rollout batch. ``perf/tokens_per_second`` counts it once over the whole step,
-    ``perf/train_tokens_per_second`` every pass over it in the time of the updates. metrics: of the
-    updates.
+    Args:
+        tokens: of the rollout batch. ``perf/tokens_per_second`` counts it once over the whole step,
+            ``perf/train_tokens_per_second`` every pass over it in the time of the updates.
+        metrics: of the updates.
     """
     rates = {
         **times,

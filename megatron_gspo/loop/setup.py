@@ -44,26 +44,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Components:
-    """The objects of a run on this rank, for `train`.
-
-    reference: the frozen starting policy, if the objective has a KL. engine: in this rank, if there
-    is one that samples from the policy. perturbation: of the routers' choice, in the trainer and in
-    ``engine``. eval_groups: source of the held-out samples; None without
-    held-out prompts. dropped_prompts: training prompts that were too long.
-    """
+    """The objects of a run on this rank, for `train`."""
 
     config: Config
     policy: Policy
     reference: Policy | None
+    """The frozen starting policy, if the objective has a KL."""
+
     engine: RolloutEngine | None
+    """The engine in this rank, if there is one that samples from the policy."""
+
     groups: GroupSource
     eval_groups: GroupSource | None
+    """Source of the held-out samples; None without held-out prompts."""
+
     rewards: Rewards
     prompts: PromptSource
     eval_prompts: Sequence[Prompt]
     dropped_prompts: int
+    """Training prompts that were too long."""
+
     tokenizer: PreTrainedTokenizerBase
     perturbation: Perturbation | None = None
+    """Perturbation of the routers' choice, in the trainer and in ``engine``."""
 
     def __enter__(self) -> Components:
         return self

@@ -25,18 +25,21 @@ def mini_batches(count: int, size: int, *, seed: int, step: int, epoch: int) -> 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Which replica has which sample, and how passes are packed; the same on every rank.
-
-    rules: of the layout. replica: [N]. updates: (positions, micro-batches) of each mini-batch, in
-    the order of the optimizer steps. first_epoch: the micro-batches of the first epoch's updates,
-    by positions in the rollout batch. Passes without a gradient take these, because the shape of a
-    micro-batch moves log-probs in low precision: so a ratio differs from 1 by the weights alone.
-    """
+    """Which replica has which sample, and how passes are packed; the same on every rank."""
 
     rules: PackingRules
+    """How the layout packs."""
+
     replica: np.ndarray
+    """[N], the replica of each sample."""
+
     updates: list[tuple[list[int], MicroBatchPlan]]
+    """(positions, micro-batches) of each mini-batch, in the order of the optimizer steps."""
+
     first_epoch: MicroBatchPlan
+    """The micro-batches of the first epoch's updates, by positions in the rollout batch. Passes
+    without a gradient take these, because the shape of a micro-batch moves log-probs in low
+    precision: so a ratio differs from 1 by the weights alone."""
 
     @property
     def repacked(self) -> float:

@@ -60,34 +60,46 @@ _MOST_JSON_BYTES = 64 << 20  # the largest published index has 20 MB
 
 @dataclass(frozen=True)
 class Router:
-    """How the tokens of a layer choose among its experts.
-
-    score: of an expert, ``softmax`` or ``sigmoid`` of the logits. normalize: the weights of the
-    chosen ones sum to 1; they are then multiplied by ``scaling``. expert_bias: a bias in float32 is
-    added to the scores by which experts are chosen, not to their weights. groups, chosen_groups:
-    experts are chosen from the groups with the largest sums of two scores.
-    """
+    """How the tokens of a layer choose among its experts."""
 
     score: str = "softmax"
+    """Score of an expert: ``softmax`` or ``sigmoid`` of the logits."""
+
     normalize: bool = True
+    """Whether the weights of the chosen experts sum to 1, before ``scaling``."""
+
     scaling: float = 1.0
+    """Factor on the weights of the chosen experts."""
+
     expert_bias: bool = False
+    """Whether a bias in float32 is added to the scores by which experts are chosen, not to their
+    weights."""
+
     groups: int = 1
+    """Number of groups that the experts of a layer are divided into."""
+
     chosen_groups: int = 1
+    """Experts are chosen from so many groups, those with the largest sums of two scores."""
 
 
 @dataclass(frozen=True)
 class LatentSizes:
-    """Multi-head latent attention: ranks of the latents (no query_rank: queries come from the
-    hidden state), and of a head the dimensions of queries and keys without position, and of values.
-    norm_eps: of the latents' norms.
-    """
+    """Sizes of multi-head latent attention."""
 
     query_rank: int | None
+    """Rank of the latent of the queries; None: queries come from the hidden state."""
+
     key_value_rank: int
+    """Rank of the latent of keys and values."""
+
     plain_dim: int
+    """Dimensions of queries and keys of a head without position."""
+
     value_dim: int
+    """Dimensions of the values of a head."""
+
     norm_eps: float = 1e-6
+    """Epsilon of the latents' norms."""
 
 
 @dataclass(frozen=True)

@@ -34,14 +34,19 @@ class TensorSource(Protocol):
 
 @dataclass(frozen=True)
 class ParameterSlice:
-    """The parameter of `rank` of `ranks` tensor-parallel ranks. layer: -1 outside of the layers.
-    sizes: of the parameter, the padding of a vocabulary included."""
+    """The parameter of one tensor-parallel rank."""
 
     rule: Rule
     layer: int
+    """Layer of the model; -1 outside of the layers."""
+
     expert: int
     sizes: tuple[int, ...]
+    """Sizes of the rank's parameter, the padding of a vocabulary included."""
+
     rank: int = 0
+    """The tensor-parallel rank, of `ranks`."""
+
     ranks: int = 1
 
     @property
@@ -114,20 +119,25 @@ class ParameterSlice:
 
 @dataclass(frozen=True)
 class CheckpointChunk:
-    """A region of the tensor `key` of a checkpoint, and where its elements are in `part`.
-
-    whole: sizes of the whole tensor. offsets, sizes: of the region, with the axes that Megatron
-    puts before the parameter's own (layers, experts). strides, start: of the elements in the part,
-    in elements.
-    """
+    """A region of the tensor `key` of a checkpoint, and where its elements are in `part`."""
 
     key: str
     whole: tuple[int, ...]
+    """Sizes of the whole tensor."""
+
     offsets: tuple[int, ...]
+    """Where the region begins in the tensor, with the axes that Megatron puts before the
+    parameter's own (layers, experts)."""
+
     sizes: tuple[int, ...]
+    """Sizes of the region, with the same axes."""
+
     part: ParameterSlice
     strides: tuple[int, ...]
+    """Strides of the elements in `part`, in elements."""
+
     start: int
+    """Position of the first element in `part`, in elements."""
 
     @property
     def numel(self) -> int:

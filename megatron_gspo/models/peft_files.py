@@ -60,16 +60,16 @@ _DOWN = "mlp.experts.down_proj"
 
 @dataclass(frozen=True)
 class AdapterFacts:
-    """Of all adapters of a directory.
-
-    base: the model's directory; checksum: of its weights, or "".
-    """
+    """What all adapters of a directory share."""
 
     rank: int
     alpha: float
     rslora: bool = False
     base: str = ""
+    """The directory of the model."""
+
     checksum: str = ""
+    """Checksum of the model's weights, or ""."""
 
     @property
     def scale(self) -> float:

@@ -11,32 +11,42 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Yarn:
-    """Frequencies stretched for longer sequences (Peng et al., arXiv:2309.00071, section 3).
-
-    factor: how much longer. trained_length: positions before the stretch. fast, slow: rotations
-    over these positions above which a frequency stays, and below which it is divided by the factor.
-    rounds: the dimensions between the two are rounded to integers. cosine_scale: of cosines and
-    sines. score_scale: of the attention scores.
-    """
+    """Frequencies stretched for longer sequences (Peng et al., arXiv:2309.00071, section 3)."""
 
     factor: float
+    """How many times longer sequences may be."""
+
     trained_length: int
+    """Positions before the stretch."""
+
     fast: float = 32.0
+    """A frequency with more rotations over `trained_length` positions stays."""
+
     slow: float = 1.0
+    """A frequency with fewer rotations over them is divided by `factor`."""
+
     rounds: bool = True
+    """Whether the dimensions between the two are rounded to integers."""
+
     cosine_scale: float = 1.0
+    """Factor on cosines and sines."""
+
     score_scale: float = 1.0
+    """Factor on the attention scores."""
 
 
 @dataclass(frozen=True)
 class Rotary:
-    """dim: how many dimensions of a head are rotated, its first ones. interleaved: pairs are (2 i,
-    2 i + 1) and not (i, i + dim / 2); the rotated ones have all first elements before all second
-    ones."""
+    """Rotary position embeddings."""
 
     base: float
     dim: int
+    """How many dimensions of a head are rotated, its first ones."""
+
     interleaved: bool = False
+    """Pairs are (2 i, 2 i + 1) and not (i, i + dim / 2); the rotated ones have all first elements
+    before all second ones."""
+
     yarn: Yarn | None = None
 
     @property

@@ -70,9 +70,12 @@ def rows_in_place(
 ) -> np.ndarray:
     """[n] the rows of all ranks by position, on every rank, of a dtype of whole 8-byte words.
 
-    rows: this rank's. positions: theirs, of 0 to n - 1. Raises ValueError on every rank unless each
-    position has one row. The ranks sum zeros but for their own rows: n rows and 8 bytes for each,
-    whatever the size of the group.
+    Raises ValueError on every rank unless each position has one row. The ranks sum zeros but for
+    their own rows: n rows and 8 bytes for each, whatever the size of the group.
+
+    Args:
+        rows: this rank's.
+        positions: theirs, of 0 to n - 1.
     """
     [count] = sum_over_ranks(np.array([len(rows)], dtype=np.int64), group).tolist()
     local = np.asarray(positions, dtype=np.int64)

@@ -54,19 +54,22 @@ if they fit.
 
 @dataclass(frozen=True)
 class LogProbOptions:
-    """Options of `log_probs_from_hidden`.
-
-    Attributes: temperature: divides the logits; above 0. vocab_size: true size of the vocabulary.
-        Rows beyond it are padding: probability 0, gradient 0. None: the rows of all ranks.
-        with_entropy: compute the entropy too. chunk_bytes: budget in bytes of temporaries that
-        scale with tokens x vocabulary; None: CHUNK_BYTES. If the local logits fit in it and a
-        gradient is needed, they are kept: the backward has a third less work.
-    """
+    """Options of `log_probs_from_hidden`."""
 
     temperature: float = 1.0
+    """Divides the logits; above 0."""
+
     vocab_size: int | None = None
+    """True size of the vocabulary. Rows beyond it are padding: probability 0, gradient 0. None: the
+    rows of all ranks."""
+
     with_entropy: bool = False
+    """Compute the entropy too."""
+
     chunk_bytes: int | None = None
+    """Budget in bytes of temporaries that scale with tokens x vocabulary; None: CHUNK_BYTES. If the
+    local logits fit in it and a gradient is needed, they are kept: the backward has a third less
+    work."""
 
 
 def log_probs_from_hidden(
@@ -82,22 +85,27 @@ def log_probs_from_hidden(
     """Log-probability of ``labels`` and, on request, the entropy of each position's distribution,
     in nats.
 
-    Args: hidden: [T, h]; with ``sequence_parallel`` this rank's rows [T / tp, h], gathered in the
-        forward and again in the backward. weight: [V / tp, h], this tensor-parallel rank's rows.
-        labels: [T] integers, global ids in [0, vocab_size), equal on all ranks. options:
-        temperature, true vocabulary size, entropy, memory budget. scored: the positions to work on,
-        on hidden's device and for the rank's place in tp_group. At all others the results are 0,
-        and hidden and labels are not read. None: all positions.
+    Args:
+        hidden: [T, h]; with ``sequence_parallel`` this rank's rows [T / tp, h], gathered in the
+            forward and again in the backward.
+        weight: [V / tp, h], this tensor-parallel rank's rows.
+        labels: [T] integers, global ids in [0, vocab_size), equal on all ranks.
+        options: temperature, true vocabulary size, entropy, memory budget.
+        scored: the positions to work on, on hidden's device and for the rank's place in tp_group.
+            At all others the results are 0, and hidden and labels are not read. None: all
+            positions.
 
-    Returns: (log_probs [T], entropy [T] | None), float32 (float64 for float64 inputs), equal on all
+    Returns:
+        (log_probs [T], entropy [T] | None), float32 (float64 for float64 inputs), equal on all
         ranks of tp_group. bfloat16 inputs are multiplied into float32. Both are differentiable, and
         the gradients are complete: hidden's is summed over tp_group (and scattered under
         sequence_parallel). All ranks of tp_group must use the results in the same way, because each
         computes its part from its own incoming gradients.
 
-    Raises: ValueError: shapes that do not match, a temperature that is not positive, a vocab_size
-        outside the rows, or labels outside the vocabulary (checked on a CPU only, because the check
-        would synchronise a GPU).
+    Raises:
+        ValueError: shapes that do not match, a temperature that is not positive, a vocab_size
+            outside the rows, or labels outside the vocabulary (checked on a CPU only, because the
+            check would synchronise a GPU).
     """
     call = _resolve(options or LogProbOptions(), hidden, weight, tp_group, sequence_parallel)
     _check_shapes(hidden, weight, labels, call)
@@ -283,7 +291,7 @@ class _LogProbContext(AutogradContext, Protocol):
     scored: ScoredRows | None
     options: _Resolved
     rows: int
-    """Of this rank's hidden states."""
+    """The rows of this rank's hidden states."""
 
 
 class _LogProbs(torch.autograd.Function):

@@ -40,14 +40,15 @@ def run_on_rank_zero(
     """Run ``action`` on rank 0 and return its value on every rank. A collective of the world;
     ``action`` isn't one.
 
-    returns: the type of its value, as `typed_messages` reads it; by default plain data without
-    tuples. error, what: class and first words of the error for a failure that isn't a
-    ``UserError``.
-
     If ``action`` raises, every rank raises. A ``UserError`` has the same class and message on all
     ranks. An ``OSError`` or ``ValueError`` becomes ``error("what: type: message")``. Any other
     exception is a bug: rank 0 raises it unchanged, with its traceback, and the other ranks raise
     ``error``.
+
+    Args:
+        returns: the type of its value, as `typed_messages` reads it; by default plain data without
+            tuples.
+        error, what: class and first words of the error for a failure that isn't a ``UserError``.
     """
     if dist.get_rank() != 0:
         outcome = decode(broadcast_bytes(None, dist.group.WORLD).tobytes(), _Outcome)

@@ -19,25 +19,29 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ScoredRows:
-    """Which of t positions are scored. All tensors are int64 and ascending.
-
-    positions: [n], the scored positions. own: [c], the rows of this rank's hidden states that are
-    scored; ``positions`` without sequence parallelism. padded: rows that each rank passes to the
-    all-gather: its own and padding. gathered: [n], the scored rows among the gathered ones,
-    ``padded`` of each rank; None without sequence parallelism.
-    """
+    """Which of t positions are scored. All tensors are int64 and ascending."""
 
     positions: Tensor
+    """[n], the scored positions."""
+
     own: Tensor
+    """[c], the rows of this rank's hidden states that are scored; ``positions`` without sequence
+    parallelism."""
+
     padded: int
+    """Rows that each rank passes to the all-gather: its own and padding."""
+
     gathered: Tensor | None = None
+    """[n], the scored rows among the gathered ones, ``padded`` of each rank; None without sequence
+    parallelism."""
 
     @classmethod
     def of(cls, mask: Tensor, rank: int = 0, size: int = 1) -> ScoredRows:
         """Those of ``mask`` [t], nonzero where a position is scored, on the host.
 
-        rank, size: in the tensor-parallel group under sequence parallelism, where each rank holds t
-        / size rows.
+        Args:
+            rank, size: in the tensor-parallel group under sequence parallelism, where each rank
+                holds t / size rows.
         """
         positions = np.flatnonzero(mask.numpy())
         if size == 1:

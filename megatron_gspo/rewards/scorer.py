@@ -29,22 +29,25 @@ FAILURE = "verifier_failure"
 
 @dataclass(frozen=True)
 class Scores:
-    """The scores of N samples, in their order.
-
-    rewards: [N] float32; NaN for a failure, unless failures have a reward of their own.
-    statuses: "ok", "error", "timeout" or "invalid" for each sample.
-    messages: why, for each failure; "" for the others.
-    counts: how many of each failure ("error", "timeout", "invalid"; 0 included).
-    first_messages: the first message of each kind of failure that occurred.
-    verdicts: how many of each of the verifier's `VERDICTS`, 0 included.
-    """
+    """The scores of N samples, in their order."""
 
     rewards: np.ndarray
+    """[N] float32; NaN for a failure, unless failures have a reward of their own."""
+
     statuses: tuple[str, ...]
+    """For each sample "ok", "error", "timeout" or "invalid"."""
+
     messages: tuple[str, ...]
+    """For each failure why; "" for the others."""
+
     counts: dict[str, int]
+    """How many of each failure ("error", "timeout", "invalid"; 0 included)."""
+
     first_messages: dict[str, str]
+    """The first message of each kind of failure that occurred."""
+
     verdicts: dict[str, int]
+    """How many of each of the verifier's `VERDICTS`, 0 included."""
 
 
 class RewardScorer:
@@ -68,10 +71,15 @@ class RewardScorer:
         workers: int = 1,
         failure_reward: float | None = None,
     ):
-        """verifier, options: see `load_verifier`. timeout: seconds a response.
+        """Load the verifier.
 
-        failure_reward: reward of a failure; None: NaN, which the loop excludes and counts.
-        Raises VerifierError in one line if the verifier can't be loaded.
+        Args:
+            verifier, options: see `load_verifier`.
+            timeout: seconds a response.
+            failure_reward: reward of a failure; None: NaN, which the loop excludes and counts.
+
+        Raises:
+            VerifierError: the verifier can't be loaded; in one line.
         """
         if failure_reward is not None and not np.isfinite(failure_reward):
             raise ValueError(f"failure_reward is {failure_reward}; it must be finite")

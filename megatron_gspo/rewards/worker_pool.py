@@ -39,14 +39,19 @@ def _prompt_of(request: tuple[object, Prompt | list[Prompt]]) -> Prompt:
 
 @dataclass(frozen=True)
 class Served:
-    """What the workers of a pool run. module: started with `python -m`, see `worker.serve`. what:
-    its name in messages. refusal: the error if it can't be loaded. prompt_of: the prompt of a
-    request."""
+    """What the workers of a pool run."""
 
     module: str = "megatron_gspo.rewards.worker"
+    """Module that is started with `python -m`, see `worker.serve`."""
+
     what: str = "verifier"
+    """What messages call it."""
+
     refusal: type[InputError] = VerifierError
+    """Class of the error if it can't be loaded."""
+
     prompt_of: Callable[[Any], Prompt] = _prompt_of
+    """Function that returns the prompt of a request."""
 
 
 # Of one response until a line tells of it; half of the time limit if that is less.
@@ -127,9 +132,12 @@ class RewardPool:
     ):
         """Start the workers and wait until the verifier is loaded.
 
-        timeout: seconds per response. start_timeout: seconds to start a worker and load the
-        verifier. served: what the workers run; default a verifier. Raises VerifierError (or
-        `served.refusal`) in one line if it can't be loaded.
+        Raises VerifierError (or `served.refusal`) in one line if it can't be loaded.
+
+        Args:
+            timeout: seconds per response.
+            start_timeout: seconds to start a worker and load the verifier.
+            served: what the workers run; default a verifier.
         """
         if timeout <= 0:
             raise ValueError(f"timeout is {timeout}; it must be above 0 seconds")

@@ -21,8 +21,13 @@ class BatchedCalls(Generic[Request, Result]):
         *,
         max_batch: int | None = None,
     ) -> None:
-        """function: a result for each request, in order. name: of the thread. max_batch: requests
-        of a call; None: all that wait."""
+        """Start the thread.
+
+        Args:
+            function: a result for each request, in order.
+            name: of the thread.
+            max_batch: most requests of a call; None: all that wait.
+        """
         self._function = function
         self._max_batch = max_batch
         self._waiting: list[tuple[Request, asyncio.Future[Result]]] = []

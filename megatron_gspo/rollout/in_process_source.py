@@ -26,8 +26,12 @@ class InProcessSource(GenerateOnCollect):
         group: dist.ProcessGroup | None = None,
         name: str | None = None,
     ) -> None:
-        """group: ranks that share the prompts; None: this process alone. vocab_size: bound of the
-        token ids. name: of an engine that `engine` wraps.
+        """A source of groups that `engine` generates.
+
+        Args:
+            group: ranks that share the prompts; None: this process alone.
+            vocab_size: bound of the token ids.
+            name: name of an engine that `engine` wraps.
         """
         super().__init__()
         self.engine_name = name or engine_name(type(engine))

@@ -146,11 +146,14 @@ def move_samples(
     """Each sample to the replica that trains it, into the columns of its last pipeline stage, and
     what they read of it into those of the other stages; the batch's `group` is `groups.dp`.
 
-    replica: [N] rank in `groups.dp`. The first rank of a replica receives the samples and passes
-    them on. routes: the layers whose routes this rank keeps; None, on every rank: all. Samples go
-    in rounds of `BUCKET_BYTES`, from the ranks of `batch.group` that hold them, and `batch.held` is
-    emptied as they leave. What its replica's first rank holds is not sent between replicas, nor is
-    a round in which nothing moves. A collective of the world.
+    Samples go in rounds of `BUCKET_BYTES`, from the ranks of `batch.group` that hold them, and
+    `batch.held` is emptied as they leave. What its replica's first rank holds is not sent between
+    replicas, nor is a round in which nothing moves. A collective of the world.
+
+    Args:
+        replica: [N] rank in `groups.dp`. The first rank of a replica receives the samples and
+            passes them on.
+        routes: the layers whose routes this rank keeps; None, on every rank: all.
     """
     dp = groups.dp
     shared = (groups.pp, groups.cp, groups.tp)
@@ -211,7 +214,9 @@ def exchange_rounds(
     """[N] int64: the round in which each sample moves, such that no rank sends or receives more
     than about `bucket` bytes in one.
 
-    sizes: [N] bytes. source, target: [N] ranks.
+    Args:
+        sizes: [N] bytes.
+        source, target: [N] ranks.
     """
     sent: defaultdict[int, list[int]] = defaultdict(list)  # by round
     received: defaultdict[int, list[int]] = defaultdict(list)

@@ -14,10 +14,13 @@ from megatron_gspo.servers.server_launch import ServerLaunch
 
 @dataclass(frozen=True)
 class ServerKind:
-    """What differs between engines. api: their endpoints. launch: how their servers are started."""
+    """What differs between engines."""
 
     api: ServerAPI
+    """Endpoints and messages of its servers."""
+
     launch: type[ServerLaunch]
+    """How its servers are started."""
 
 
 SERVER_KINDS = {

@@ -72,9 +72,15 @@ class ServerSource:
         kind: GroupKind = RESPONSES,
         log: Callable[[str], None] = logger.info,
     ) -> None:
-        """client: on the ranks `clients`, of which 0 is the first. sync: sends the weights.
-        groups_per_step: groups that a step trains on, from which `collect` computes which groups
-        become too old. kind: what a group is. log: takes lines about the servers, on rank 0.
+        """A source of groups that servers generate.
+
+        Args:
+            client: on the ranks `clients`, of which 0 is the first.
+            sync: sends the weights.
+            groups_per_step: groups that a step trains on, from which `collect` computes which
+                groups become too old.
+            kind: what a group is.
+            log: takes lines about the servers, on rank 0.
         """
         self.engine_name = _ENGINE_NAME
         self.groups_per_step = groups_per_step

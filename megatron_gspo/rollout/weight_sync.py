@@ -48,11 +48,12 @@ def senders_of(source: Source) -> dict[int, tuple[str, ...] | None]:
 
 @dataclass(frozen=True)
 class _Sender:
-    """A rank that sends a source's tensors. servers: URLs of those that it sends to; None: all."""
+    """A rank that sends a source's tensors."""
 
     source: Source
     rank: int
     servers: tuple[str, ...] | None
+    """URLs of those that it sends to; None: all."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +82,13 @@ class WeightSync:
         *,
         log: Callable[[str], None] = logger.info,
     ) -> None:
-        """client: of the servers; rank 0's is used. transport: on rank 0 and on each rank that
-        sends (`senders_of`). sources: see `mcore/weight_sources.py`. log: takes lines about the
-        servers, on rank 0. A collective of all ranks.
+        """Prepare updates of the servers. A collective of all ranks.
+
+        Args:
+            client: of the servers; rank 0's is used.
+            transport: on rank 0 and on each rank that sends (`senders_of`).
+            sources: see `mcore/weight_sources.py`.
+            log: takes lines about the servers, on rank 0.
         """
         self._config = config
         self._client = client
@@ -349,9 +354,11 @@ class WeightSync:
     ) -> None:
         """Values of the senders of a turn to rank 0, in their order.
 
-        values: of this rank, by number of the sender; a `UserError` in place of a value that a
-        sender could not make, which ends the update. handle: takes the values on rank 0. expected:
-        their type.
+        Args:
+            values: of this rank, by number of the sender; a `UserError` in place of a value that a
+                sender could not make, which ends the update.
+            handle: takes the values on rank 0.
+            expected: their type.
         """
         store = dist.distributed_c10d._get_default_store()
         for number, value in values.items():

@@ -31,8 +31,12 @@ class RoutedTokens:
 
     @classmethod
     def of(cls, sequences: Tensor, segments: Tensor, positions: Tensor) -> RoutedTokens:
-        """sequences: (prompt_index, sample_index) of each, int64 [n, 2]. segments: the sequence of
-        each token, int64 [t].
+        """The tokens of packed sequences.
+
+        Args:
+            sequences: int64 [n, 2], (prompt_index, sample_index) of each.
+            segments: int64 [t], the sequence of each token.
+            positions: int64 [t], in the sequence.
         """
         names = sequences[segments]
         return cls(names[:, 0], names[:, 1], positions)

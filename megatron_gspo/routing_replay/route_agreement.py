@@ -26,13 +26,16 @@ FALSE_ALARM = 1e-6  # probability per pass that rows which agree halfway are ref
 class Levels:
     """Shares of the experts in which a live choice agrees with its own token's route and with
     another token's.
-
-    expected, chance: see the module. rows: how many were compared.
     """
 
     expected: float
+    """Share with the route of the same token, as the module says."""
+
     chance: float
+    """Share with the route of another token, as the module says."""
+
     rows: int
+    """How many rows were compared."""
 
     @classmethod
     def of(cls, sums: np.ndarray, *, same_routers: bool) -> Levels | None:
@@ -90,8 +93,10 @@ def route_mismatch(
 ) -> str:
     """What is wrong with the routes of some samples; empty where they may be those of the routers.
 
-    shares: float64 ``[rows, 3]`` as in `level_sums`, of samples end to end. starts: ``[N + 1]``
-    their bounds, a row for each input token. names: (prompt_index, sample_index) of each.
+    Args:
+        shares: float64 ``[rows, 3]`` as in `level_sums`, of samples end to end.
+        starts: ``[N + 1]`` their bounds, a row for each input token.
+        names: (prompt_index, sample_index) of each.
     """
     compared = np.flatnonzero(~np.isnan(shares[:, 0]))
     disagreeing = disagreeing_rows(shares[compared, 0], levels)

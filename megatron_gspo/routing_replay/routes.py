@@ -48,19 +48,24 @@ class RoutedSample(Protocol):
 class RouteShape:
     """Sizes of a model's routes.
 
-    layers: MoE layers of the whole model. k: experts that a token uses in each. num_experts:
-    experts of a layer. moe_layers: for each layer of the model whether it has experts; empty: all
-    have. held: the MoE layers, ascending and numbered among those of the whole model, whose routes
-    the samples carry; None: all.
-
     Raises ValueError for impossible sizes (k above num_experts, more than 65536 experts).
     """
 
     layers: int
+    """Number of MoE layers of the whole model."""
+
     k: int
+    """Number of experts that a token uses in each."""
+
     num_experts: int
+    """Number of experts of a layer."""
+
     moe_layers: tuple[bool, ...] = ()
+    """For each layer of the model whether it has experts; empty: all have."""
+
     held: tuple[int, ...] | None = None
+    """The MoE layers, ascending and numbered among those of the whole model, whose routes the
+    samples carry; None: all."""
 
     def __post_init__(self) -> None:
         expert_id_dtype(self.num_experts)
@@ -134,13 +139,15 @@ def as_routes(
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """An engine's expert ids as (`Sample.routed_experts`, `Sample.missing_routes`).
 
-    array: [rows, layers, k] of any integer type. A token with MISSING (-1) in any layer has no
-    known route; its ids become 0. where: begins the error; names the sample.
-
     Returns [rows, layers, k] of `expert_id_dtype(num_experts)`, not copied where it has that type,
     and the missing rows, [rows] bool, or None where there are none.
 
     Raises RouteError for ids outside of 0 to num_experts - 1.
+
+    Args:
+        array: [rows, layers, k] of any integer type. A token with MISSING (-1) in any layer has no
+            known route; its ids become 0.
+        where: begins the error; names the sample.
     """
     ids = np.asarray(array)
     if ids.ndim != 3 or ids.dtype.kind not in "iu":

@@ -15,18 +15,23 @@ from torch import Tensor
 class RoutingStats:
     """Statistics of one pass over all its trained tokens and all ranks; float64 arrays by MoE
     layer.
-
-    flip_rate: ``[layers]`` fraction of chosen experts that differ from the given routes. entropy:
-    ``[layers]`` nats. load: ``[layers, experts]`` fractions that sum to 1. None where it wasn't
-    measured, NaN where there was no token. flipped_tokens: fraction of tokens that differ in at
-    least one layer. compared: number of compared tokens.
     """
 
     flip_rate: np.ndarray | None
+    """``[layers]`` fraction of chosen experts that differ from the given routes."""
+
     flipped_tokens: float
+    """Fraction of tokens that differ in at least one layer."""
+
     compared: float
+    """Number of compared tokens."""
+
     entropy: np.ndarray | None
+    """``[layers]``, in nats."""
+
     load: np.ndarray | None
+    """``[layers, experts]`` fractions that sum to 1. None where it wasn't measured, NaN where there
+    was no token."""
 
 
 def expert_overlap(chosen: Tensor, other: Tensor) -> Tensor:

@@ -15,20 +15,26 @@ from megatron_gspo.routing_replay.statistics import RoutingStats
 class StepRouting:
     """What a step measured about routes; the same on every rank except for ``bytes_moved`` and
     ``flips``.
-
-    old: statistics of the old policy's pass, in which choices are compared with the rollout
-    engine's. updates: of each update, compared with the routes that the samples carry. flips: of
-    the last update, a column of its responses (`flips_of_replica`), where measured. missing_routes:
-    tokens whose route the rollout engine doesn't return. bytes_stored: size of the samples' routes
-    on all pipeline stages. bytes_moved: sent or copied by this rank.
     """
 
     old: RoutingStats | None = None
+    """Statistics of the old policy's pass, in which choices are compared with the rollout
+    engine's."""
+
     updates: list[RoutingStats] = field(default_factory=list)
+    """Statistics of each update, compared with the routes that the samples carry."""
+
     flips: np.ndarray | None = None
+    """Flips of the last update, a column of its responses (`flips_of_replica`), where measured."""
+
     missing_routes: int = 0
+    """Tokens whose route the rollout engine doesn't return."""
+
     bytes_stored: int = 0
+    """Size of the samples' routes on all pipeline stages."""
+
     bytes_moved: int = 0
+    """Bytes of routes that this rank sent or copied."""
 
     def metrics(self) -> dict[str, float]:
         """The scalars of ``metrics.jsonl``; see docs/metrics.md."""

@@ -15,9 +15,11 @@ def exit_reason(
 ) -> str:
     """One line: why a server ended.
 
-    log: the end of its log. code: exit code; None if it does not respond. causes: (pattern in the
-    log, meaning and fix) of the engine, the first match counts. section: of the config, for the
-    keys to change.
+    Args:
+        log: the end of its log.
+        code: exit code; None if it does not respond.
+        causes: (pattern in the log, meaning and fix) of the engine, the first match counts.
+        section: of the config, for the keys to change.
     """
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     port_in_use = (_ADDRESS_IN_USE, f"{PORT_IN_USE}; choose another {section}.port")

@@ -97,9 +97,12 @@ class ServerClient:
         """POST `body`: an object, or JSON in pieces, which are streamed. Returns the parsed JSON
         (or other text).
 
-        timeout: seconds for the whole exchange. max_bytes: a longer response is refused while it is
-        read. Raises `ServerError` for a status other than 200, an invalid or no response, and the
+        Raises `ServerError` for a status other than 200, an invalid or no response, and the
         timeout. Redirects are not followed.
+
+        Args:
+            timeout: seconds for the whole exchange.
+            max_bytes: a longer response is refused while it is read.
         """
         if body is None:
             body = {}

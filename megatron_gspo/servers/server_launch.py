@@ -29,36 +29,52 @@ from megatron_gspo.servers.proxies import around_the_proxy
 class ServerLaunch:
     """The servers of one engine.
 
-    config: number, interpreter, ports, API key and arguments. The arguments follow ours, so they
-    override them: `--host` to listen on another address than loopback. model: Hugging Face
-    directory. dtype: the servers' `--dtype`. routed_experts: whether servers return them. log_dir:
-    directory of `server_<i>.log`. first_gpu: the first server's first GPU, from which on the
-    servers take consecutive ones; None: 0, or what the arguments say.
-
-    engine: its name, also of its config section. packages: names under which the package is
-    published. reserved: options that the client decides about, and their keys. exit_causes:
-    (pattern in a server's log, meaning and fix), the first match counts; see `exit_reason`.
-    gpu_option: the argument that sets a server's first GPU; "": there is none. config_option: the one
-    whose JSON changes the model's config. length_options, memory_options: those that set the
-    longest sequence and the size of the KV cache, for messages.
-
     Raises InputError for reserved arguments, and if no server is to be started.
     """
 
     config: ServerConfig
+    """Number, interpreter, ports, API key and arguments. The arguments follow ours, so they
+    override them: `--host` to listen on another address than loopback."""
+
     model: str
+    """Hugging Face directory of the model."""
+
     dtype: str = "auto"
+    """The servers' `--dtype`."""
+
     routed_experts: bool = False
+    """Whether servers return the routed experts."""
+
     log_dir: str = "."
+    """Directory of the files `server_<i>.log`."""
+
     first_gpu: int | None = None
+    """The first server's first GPU, from which on the servers take consecutive ones; None: 0, or
+    what the arguments say."""
+
     engine: ClassVar[str]
+    """Name of the engine, and of its config section."""
+
     packages: ClassVar[tuple[str, ...]]
+    """Names under which the package is published."""
+
     reserved: ClassVar[Mapping[str, str]]
+    """Options that the client decides about, and their keys."""
+
     exit_causes: ClassVar[tuple[tuple[str, str], ...]]
+    """(pattern in a server's log, meaning and fix), the first match counts; see `exit_reason`."""
+
     gpu_option: ClassVar[str] = ""
+    """The argument that sets a server's first GPU; "" if there is none."""
+
     config_option: ClassVar[str]
+    """The argument whose JSON changes the model's config."""
+
     length_options: ClassVar[str]
+    """The arguments that set the longest sequence, for messages."""
+
     memory_options: ClassVar[str]
+    """The arguments that set the size of the KV cache, for messages."""
 
     @staticmethod
     def on_cpu(args: Sequence[str]) -> bool:
@@ -245,12 +261,14 @@ def first_server_gpu(
 ) -> int:
     """Index of the first server's first GPU; the servers take consecutive GPUs from it on.
 
-    option_name: of the servers, which sets it; else it is the first GPU that no rank of this node
-    uses, or 0 if colocated. trainer_gpus: ranks on this node, which use the GPUs 0 ..
-    trainer_gpus-1. visible_gpus: of this node.
-
     Raises InputError if a server would share a GPU with the trainer and is not colocated, or if
     there are too few.
+
+    Args:
+        option_name: of the servers, which sets it; else it is the first GPU that no rank of this
+            node uses, or 0 if colocated.
+        trainer_gpus: ranks on this node, which use the GPUs 0 .. trainer_gpus-1.
+        visible_gpus: of this node.
     """
     section = servers.section
     default = 0 if servers.colocated else trainer_gpus

@@ -55,13 +55,15 @@ class Changes:
 
 @dataclass
 class _ServerProcess:
-    """One server. state: "starting", "up", "down" (to be restarted) or "given up"."""
+    """One server."""
 
     index: int
     port: int
     url: str
     log: Path
     state: str = "starting"
+    """One of "starting", "up", "down" (to be restarted) and "given up"."""
+
     supervisor: subprocess.Popen[bytes] | None = None
     log_start: int = 0  # bytes of the log from earlier starts
     state_since: float = 0.0

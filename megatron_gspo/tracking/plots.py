@@ -205,7 +205,12 @@ def _draw_curve(
     sparse: bool,
     ends_labelled: bool,
 ) -> None:
-    """One curve. sparse: with markers. ends_labelled: with the first and last value beside them."""
+    """One curve.
+
+    Args:
+        sparse: with markers.
+        ends_labelled: with the first and last value beside them.
+    """
     if sparse:
         axis.plot(
             steps, values, color=colour, ls=style, lw=1.8, marker="o", ms=4, label=label or None

@@ -49,16 +49,17 @@ class Tracker(Protocol):
 
 @dataclass(frozen=True)
 class RunInfo:
-    """A run, for trackers.
-
-    Attributes: path: run directory; trackers keep their ids in it, so that a resumed run continues
-        the same tracked run. config: the resolved config as plain data. resume_step: last step of
-        the loaded checkpoint, None for a new run.
-    """
+    """A run, for trackers."""
 
     path: Path
+    """Run directory; trackers keep their ids in it, so that a resumed run continues the same
+    tracked run."""
+
     config: Mapping[str, Any]
+    """The resolved config as plain data."""
+
     resume_step: int | None = None
+    """Last step of the loaded checkpoint, None for a new run."""
 
 
 class RemoteTracker:

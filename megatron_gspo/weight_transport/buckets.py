@@ -26,14 +26,14 @@ class Entry:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Tensors that travel together.
-
-    entries: in the order of the stream, without gaps; every one begins at a multiple of its element
-    size. data: [bytes] uint8, contiguous; how long it is valid: see `buckets`.
-    """
+    """Tensors that travel together."""
 
     entries: tuple[Entry, ...]
+    """The tensors in the order of the stream, without gaps; every one begins at a multiple of its
+    element size."""
+
     data: Tensor
+    """[bytes] uint8, contiguous; how long it is valid: see `buckets`."""
 
     @property
     def nbytes(self) -> int:
@@ -62,12 +62,13 @@ def buckets(
     sent alone: as it is stored, without a copy, or in a buffer of its own size where `allocate` is
     given. The order of the stream is kept.
 
-    dtype: cast floating-point tensors to it; None leaves each as it is. allocate: (bytes, device of
-    the stream's first tensor) -> uint8 tensor on the device that the bytes are wanted on; None: the
-    stream's own device.
-
     Raises ValueError naming the tensor for a repeated name, before it is packed; ValueError for a
     size below 1.
+
+    Args:
+        dtype: cast floating-point tensors to it; None leaves each as it is.
+        allocate: (bytes, device of the stream's first tensor) -> uint8 tensor on the device that
+            the bytes are wanted on; None: the stream's own device.
     """
     if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes={bucket_bytes}: give at least 1")

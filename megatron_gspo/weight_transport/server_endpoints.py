@@ -16,43 +16,72 @@ ADAPTERS = "policy"  # the name of the adapters that are trained, on a server
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """Properties of one server, as it reports them.
-
-    version: of the server's software, for messages only. start_id: differs after a restart.
-    weight_version: of its weights. model_path: the directory that it loaded last. device: "cuda" or
-    "cpu". tp_size, pp_size, dp_size: parallel ranks. max_input_tokens: longest prompt;
-    max_total_tokens: longest sequence that it can hold, in tokens; None if not reported.
-    routed_experts: whether it returns them. update_session: whether a weight update must be opened
-    and closed by requests of its own (SGLang since 0.5.23). speculative: whether it decodes
-    speculatively. receiver: whether it has our receiver of weights; None if it does not say.
-    adapters: whether it takes LoRA adapters; adapter_tensors: also in a request. keeps_memory: why
-    it can't free its GPU memory while it is idle, with the fix; "" if it can or does not say.
-    refusal: why its responses can't be used, with the fix; "" if they can.
-    """
+    """Properties of one server, as it reports them."""
 
     url: str
     version: str
+    """Version of the server's software, for messages only."""
+
     start_id: str
+    """An id that differs after a restart."""
+
     weight_version: str
+    """Version of its weights."""
+
     model_path: str
+    """The directory that it loaded last."""
+
     device: str
+    """The device: "cuda" or "cpu"."""
+
     tp_size: int
+    """Number of tensor-parallel ranks."""
+
     pp_size: int
+    """Number of pipeline-parallel ranks."""
+
     dp_size: int
+    """Number of data-parallel ranks."""
+
     max_input_tokens: int | None
+    """Tokens of the longest prompt; None if not reported."""
+
     max_total_tokens: int | None
+    """Tokens of the longest sequence that it can hold; None if not reported."""
+
     routed_experts: bool
+    """Whether it returns the routed experts."""
+
     update_session: bool
+    """Whether a weight update must be opened and closed by requests of its own (SGLang since
+    0.5.23)."""
+
     speculative: bool = False
+    """Whether it decodes speculatively."""
+
     receiver: bool | None = None
+    """Whether it has our receiver of weights; None if it does not say."""
+
     adapters: bool = False
+    """Whether it takes LoRA adapters."""
+
     adapter_tensors: bool = False
+    """Whether it takes LoRA adapters in a request too."""
+
     keeps_memory: str = ""
+    """Why it can't free its GPU memory while it is idle, with the fix; "" if it can or does not
+    say."""
+
     refusal: str = ""
+    """Why its responses can't be used, with the fix; "" if they can."""
 
     def unusable(self, *, routes: bool, colocated: bool = False) -> str:
-        """Why a run can't use it, with the fix; "" if it can. routes: whether the run needs them.
-        colocated: whether it must free its memory while the run trains."""
+        """Why a run can't use it, with the fix; "" if it can.
+
+        Args:
+            routes: whether the run needs them.
+            colocated: whether it must free its memory while the run trains.
+        """
         if self.refusal:
             return self.refusal
         if colocated and self.keeps_memory:
@@ -69,11 +98,14 @@ class ServerInfo:
 
 @dataclass(frozen=True)
 class ClearedWeights:
-    """The parameters of a server that were set to zero before an update. digests: of those whose
-    digest changed with it, by name; only these can be proven. total: number of all."""
+    """The parameters of a server that were set to zero before an update."""
 
     digests: Mapping[str, str] = field(default_factory=dict)
+    """Digests, by name, of the parameters whose digest the clearing changed; only these can be
+    proven."""
+
     total: int = 0
+    """Number of all parameters."""
 
 
 class WeightEndpoints:
@@ -81,13 +113,17 @@ class WeightEndpoints:
     request.
 
     A kind that lacks a transport does not define its methods, and its config section does not
-    accept it. engine: its name, which is also that of the config section. init_group_path,
-    broadcast_path: of `init_group` and `load_broadcast`, for error messages.
+    accept it.
     """
 
     engine: str
+    """Name of the engine, which is also that of the config section."""
+
     init_group_path: str = ""
+    """Path of `init_group`, for error messages."""
+
     broadcast_path: str = ""
+    """Path of `load_broadcast`, for error messages."""
 
     async def server_info(self, server: ServerClient, *, timeout: float) -> ServerInfo:
         """What the server reports about itself."""

@@ -26,11 +26,14 @@ class Target:
 
 @dataclass(frozen=True)
 class Sent:
-    """The result of a transfer. failures: of servers, by URL. again: URLs of servers that work and
-    lack tensors of this source, because another server's failure broke the group with them."""
+    """The result of a transfer."""
 
     failures: dict[str, ServerError] = field(default_factory=dict)
+    """Errors of servers, by URL."""
+
     again: tuple[str, ...] = ()
+    """URLs of servers that work and lack tensors of this source, because another server's failure
+    broke the group with them."""
 
 
 class WeightTransport:
@@ -39,18 +42,23 @@ class WeightTransport:
 
     The first source's `prepare`, `publish` and `load` enclose the transfers of all sources.
     Coroutines run in the event loop, the other methods in the caller's thread.
-
-    stores: the weights of all sources are taken before any server is paused; else servers are
-    paused first. needs_session: servers with `ServerInfo.update_session` need it around this
-    transport's requests. device, allocate: of the buffers, as `buckets` takes them; read when the
-    servers have been opened. in_flight: buckets that are sent at the same time.
     """
 
     stores = False
+    """Whether the weights of all sources are taken before any server is paused; else servers are
+    paused first."""
+
     needs_session = True
+    """Whether servers with `ServerInfo.update_session` need it around this transport's requests."""
+
     in_flight = 1
+    """Buckets that are sent at the same time."""
+
     device: torch.device | None = torch.device("cpu")
+    """Device of the buffers, as `buckets` takes it; read when the servers have been opened."""
+
     allocate: Callable[[int, torch.device], Tensor] | None = None
+    """Allocates the buffers, as `buckets` takes it; read when the servers have been opened."""
 
     def __init__(self, endpoints: WeightEndpoints, *, checksums: bool = False) -> None:
         """checksums: whether the servers prove an update by checksums
@@ -95,10 +103,12 @@ class WeightTransport:
         """Send the source's tensors to these servers, which are paused; from any thread but the
         loop's, after `begin`.
 
-        stream: (Hugging Face name, full tensor); always read to its end, since producing it may be
-        collective. Memory: `bucket_bytes` bytes and what the transport adds. timeout: seconds of a
-        server to load one bucket. Raises ValueError for a repeated name, DiskError if weights can't
-        be written.
+        Raises ValueError for a repeated name, DiskError if weights can't be written.
+
+        Args:
+            stream: (Hugging Face name, full tensor); always read to its end, since producing it may
+                be collective. Memory: `bucket_bytes` bytes and what the transport adds.
+            timeout: seconds of a server to load one bucket.
         """
         tensors = iter(stream)
         try:

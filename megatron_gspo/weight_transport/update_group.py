@@ -50,10 +50,15 @@ class UpdateGroup:
         timeout: float,
         in_flight: int = 1,
     ) -> None:
-        """address: this machine's, as the servers reach it; the store listens there and nowhere
-        else. in_flight: broadcasts at the same time.
+        """Open the store of the group.
 
-        Raises GroupError if it can't listen there.
+        Args:
+            address: this machine's, as the servers reach it; the store listens there and nowhere
+                else.
+            in_flight: broadcasts at the same time.
+
+        Raises:
+            GroupError: it can't listen there.
         """
         self.name = name
         self.size = size

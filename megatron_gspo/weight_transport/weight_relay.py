@@ -40,9 +40,13 @@ def relayed(
     """The source's stream on every rank of the group; each tensor is broadcast once, whatever the
     number of ranks.
 
-    stream: of the source, which the other ranks read too, since producing it may be collective.
-    rank: the source's in the world. Tensors are valid until the next is asked for. A collective of
-    the group; memory: `piece`, or the largest tensor if that is larger.
+    Tensors are valid until the next is asked for. A collective of the group; memory: `piece`, or
+    the largest tensor if that is larger.
+
+    Args:
+        stream: of the source, which the other ranks read too, since producing it may be collective.
+        rank: the source's rank in the world.
+        piece: bytes of a broadcast.
     """
     device = group_device(group)
     if dist.get_rank() != rank:

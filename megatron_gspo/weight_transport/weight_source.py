@@ -23,17 +23,20 @@ class Relay:
 class WeightSource:
     """A rank and what it sends: of its pipeline stage, what is not an expert's (`shared`), and its
     own `experts`.
-
-    servers: URLs of those that it sends to; None: all. relays: ranks of other nodes that send its
-    tensors to other servers. number: place among the `count` sources of an update.
     """
 
     rank: int
     shared: bool = True
     experts: bool = True
     servers: tuple[str, ...] | None = None
+    """URLs of those that it sends to; None: all."""
+
     relays: tuple[Relay, ...] = ()
+    """Ranks of other nodes that send its tensors to other servers."""
+
     number: int = 0
+    """Its number among the `count` sources of an update."""
+
     count: int = 1
 
     @property
@@ -55,12 +58,15 @@ class WeightSource:
 
 @dataclass(frozen=True)
 class ServerPlace:
-    """Where a server runs. node: whose ranks are `node * ranks_per_node` and the following; None: a
-    machine without ranks. gpus: those of its ranks, as local ranks of the node."""
+    """Where a server runs."""
 
     url: str
     node: int | None
+    """The node, whose ranks are `node * ranks_per_node` and the following; None: a machine without
+    ranks."""
+
     gpus: range
+    """The GPUs of its ranks, as local ranks of the node."""
 
 
 def numbered(sources: Sequence[WeightSource]) -> tuple[WeightSource, ...]:

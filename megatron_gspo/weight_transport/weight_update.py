@@ -56,13 +56,14 @@ _ABANDON_SECONDS = 2.0  # timeout of further requests to a server that did not r
 
 @dataclass(frozen=True)
 class UpdatePlan:
-    """What every source of an update needs. all_sources_at_once: else they send one after the
-    other. with_offers: each transfer begins with `ReceiverTransport.offer` and `ServerUpdate.receive`.
-    """
+    """What every source of an update needs."""
 
     version: str
     all_sources_at_once: bool
+    """Whether all sources send at the same time; else they send one after the other."""
+
     with_offers: bool = False
+    """Whether each transfer begins with `ReceiverTransport.offer` and `ServerUpdate.receive`."""
 
 
 class ServerUpdate:
@@ -323,14 +324,16 @@ def make_transport(
 ) -> WeightTransport:
     """The transport of `config.weight_transport`, for one source.
 
-    run_dir: see `weight_directory`. Servers must read the directory under the same path, and no
-    other run may use it. source: the Hugging Face directory whose config and tokenizer are copied.
-    backend: "gloo" or "nccl"; None: by the server's device. address: this node's as the servers
-    reach it; None: that of the route to them. quantization: the `quantization_config` of
-    checkpoints of the weights. adapters: of adapters that are sent alone, "tensor" in requests and
-    otherwise as a file.
-
     Raises ValueError for an unknown name or a missing directory.
+
+    Args:
+        run_dir: see `weight_directory`. Servers must read the directory under the same path, and no
+            other run may use it.
+        source: the Hugging Face directory whose config and tokenizer are copied.
+        backend: "gloo" or "nccl"; None: by the server's device.
+        address: this node's as the servers reach it; None: that of the route to them.
+        quantization: the `quantization_config` of checkpoints of the weights.
+        adapters: of adapters that are sent alone, "tensor" in requests and otherwise as a file.
     """
     name = config.weight_transport
     section = config.section

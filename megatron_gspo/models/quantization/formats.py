@@ -25,16 +25,17 @@ _SMALLEST = 1e-30  # magnitudes below it are 0: their scales would not be finite
 
 @dataclass(frozen=True)
 class Format:
-    """scale: what the name of a scale has after that of its weight.
-
-    quantize: weight [out, in] -> (values [out, in] of one byte, scales float32). dequantize: the
-    inverse, float32.
-    """
+    """How the weights of a format are stored."""
 
     name: str
     scale: str
+    """What the name of a scale has after that of its weight."""
+
     quantize: Callable[[Tensor], tuple[Tensor, Tensor]]
+    """Weight [out, in] -> (values [out, in] of one byte, scales float32)."""
+
     dequantize: Callable[[Tensor, Tensor], Tensor]
+    """The inverse of `quantize`, float32."""
 
 
 def quantize_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:

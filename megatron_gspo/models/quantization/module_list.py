@@ -23,10 +23,14 @@ _EXPERT = re.compile(r"(.+\.experts)\.\d+\..+")
 
 @dataclass
 class ModuleListError(ValueError):
-    """A fault of a list. key: ``modules`` or ``exclude``; value: the entry, or all."""
+    """A fault of a list of modules."""
 
     key: str
+    """``modules`` or ``exclude``."""
+
     value: object
+    """The entry, or all entries."""
+
     problem: str
     fix: str
 

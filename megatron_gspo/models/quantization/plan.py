@@ -26,14 +26,14 @@ _ENDS = {each.scale: each.dequantize for each in FORMATS.values()}
 
 @dataclass(frozen=True)
 class QuantizationPlan:
-    """modules: names of the linear modules that are quantised.
-
-    kept: of the others, experts as one.
-    """
+    """Which linear modules of a model are quantised."""
 
     format: Format
     modules: frozenset[str]
+    """Names of those that are quantised."""
+
     kept: tuple[str, ...]
+    """Names of the others; the experts of a layer have one."""
 
     def quantize(self, tensors: Stream) -> Iterator[tuple[str, Tensor]]:
         """The stream with values and, right after them, scales in place of the weights of the

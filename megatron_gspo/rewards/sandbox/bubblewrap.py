@@ -52,12 +52,16 @@ def bubblewrap_line(
 ) -> list[str]:
     """The command line of a confined program.
 
-    bubblewrap: the executable. root: see `root_arguments`. folder: has the program's directory `box`
-    and `fd` with its streams. status: descriptor for bubblewrap's report. seccomp: descriptor of the
-    filter. uid: user of the program, if root sets the sandbox up. None: that of a user namespace.
-
     The limits are set inside, by prlimit: that of processes counts those of the namespace alone
     there.
+
+    Args:
+        bubblewrap: the executable.
+        root: see `root_arguments`.
+        folder: has the program's directory `box` and `fd` with its streams.
+        status: descriptor for bubblewrap's report.
+        seccomp: descriptor of the filter.
+        uid: user of the program, if root sets the sandbox up. None: that of a user namespace.
     """
     line = [bubblewrap, *_NAMESPACES, "--die-with-parent", "--new-session", "--clearenv"]
     line += [*root, "--bind", f"{folder}/fd", "/dev/fd", "--bind", f"{folder}/box", BOX]
@@ -79,8 +83,10 @@ def bubblewrap_line(
 def limits_line(command: Command, *, processes: int, root: bool, uid: int | None) -> list[str]:
     """The command line of a program that is limited and not confined.
 
-    processes: the limit, with those that the program's user has already. root: whether this process
-    is root's. uid: user of the program; None for the same user.
+    Args:
+        processes: the limit, with those that the program's user has already.
+        root: whether this process is root's.
+        uid: user of the program; None for the same user.
     """
     line = [_SETPRIV, "--no-new-privs", "--pdeathsig", "KILL"]
     if root:

@@ -30,27 +30,26 @@ _MAX_BYTES = 512 * 2**20  # of private tests, decompressed
 
 @dataclass(frozen=True)
 class Case:
-    """One test. stdin: what the program reads; for a function call the JSON list of arguments.
-
-    accepted: the outputs that pass: text, or the JSON values of a call.
-    """
+    """One test."""
 
     stdin: str
+    """What the program reads; for a function call the JSON list of arguments."""
+
     accepted: tuple[object, ...]
+    """The outputs that pass: text, or the JSON values of a call."""
 
 
 @dataclass(frozen=True)
 class CodeTests:
-    """The tests of a prompt.
-
-    function: the name that they call, None if the program reads stdin. harness: whether programs
-    have the names and the recursion limit of LiveCodeBench's harness, as its data set assumes;
-    programs whose function is called always have.
-    """
+    """The tests of a prompt."""
 
     function: str | None
+    """The name that they call, None if the program reads stdin."""
+
     cases: tuple[Case, ...]
     harness: bool = False
+    """Whether programs have the names and the recursion limit of LiveCodeBench's harness, as its
+    data set assumes; programs whose function is called always have."""
 
 
 def read_tests(row: Row) -> CodeTests:

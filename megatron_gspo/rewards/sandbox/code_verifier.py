@@ -54,9 +54,15 @@ class CodeVerifier:
     """
 
     def __init__(self, *, time_budget: float | None = None, **options: Any) -> None:
-        """options: fields of `CodeConfig`. time_budget: see `run_tests`.
+        """Check that programs can run here.
 
-        Raises SandboxError in one line if programs can't run here; TypeError for an unknown option.
+        Args:
+            options: fields of `CodeConfig`.
+            time_budget: see `run_tests`.
+
+        Raises:
+            SandboxError: programs can't run here; in one line.
+            TypeError: an unknown option.
         """
         self._config = CodeConfig(**options)
         self._time_budget = time_budget

@@ -14,27 +14,31 @@ class SandboxError(RuntimeError):
 
 
 class Limits(NamedTuple):
-    """Limits of one run. All are set before the program starts.
-
-    cpu_seconds: of the program and its children. wall_seconds: until everything is killed.
-    memory_bytes: address space of each process. processes: with threads. output_bytes: of stdout.
-    disk_bytes: of all files together and of each file; where programs are not confined, of each
-    file alone.
-    """
+    """Limits of one run. All are set before the program starts."""
 
     cpu_seconds: float
+    """CPU time of the program and its children."""
+
     wall_seconds: float
+    """Time until everything is killed."""
+
     memory_bytes: int
+    """Address space of each process."""
+
     processes: int
+    """Number of processes, with threads."""
+
     output_bytes: int
+    """Most bytes of stdout."""
+
     disk_bytes: int = 64 * 2**20
+    """Most bytes of all files together and of each file; where programs are not confined, of each
+    file alone."""
 
 
 class Command(NamedTuple):
     """A program: argv and its files (name -> content), which are readable and executable, in its
     directory.
-
-    environment: all variables; none are inherited.
     """
 
     argv: tuple[str, ...]
@@ -42,42 +46,47 @@ class Command(NamedTuple):
     limits: Limits
     stdin: bytes = b""
     environment: Mapping[str, str] = {}
+    """All variables; none are inherited."""
 
 
 class Outcome(NamedTuple):
-    """How a run ended. code: exit status, 128 + signal if a signal ended it; 137 if it was killed
-    at a limit.
-
-    stdout: at most `Limits.output_bytes`. stderr: its first 4 KiB. cpu_seconds: of all processes.
-    """
+    """How a run ended."""
 
     ending: Ending
     code: int
+    """Exit status, 128 + signal if a signal ended it; 137 if it was killed at a limit."""
+
     stdout: bytes
+    """At most `Limits.output_bytes` bytes."""
+
     stderr: bytes = b""
+    """Its first 4 KiB."""
+
     cpu_seconds: float = 0.0
+    """CPU time of all processes."""
+
     wall_seconds: float = 0.0
 
 
 class Mechanism(NamedTuple):
-    """How the launcher confines programs.
-
-    privileged: bubblewrap: whether root sets the sandbox up; False: an unprivileged user does (root
-    becomes one first). limits: whether programs run as root; False: as an unprivileged user.
-    """
+    """How the launcher confines programs."""
 
     name: Literal["bubblewrap", "limits"]
     privileged: bool
+    """With bubblewrap, whether root sets the sandbox up; else an unprivileged user does, which root
+    becomes first. With limits, whether programs run as root; else as an unprivileged user.
+    """
 
 
 class Setup(NamedTuple):
-    """The first message to a launcher.
-
-    readable: paths of the host that programs may read, with all below. bubblewrap: its executable,
-    or None. system_call_filter: a BPF program, or None.
-    """
+    """The first message to a launcher."""
 
     mechanism: Mechanism
     readable: tuple[str, ...]
+    """Paths of the host that programs may read, with all below."""
+
     bubblewrap: str | None = None
+    """Path of the executable, or None."""
+
     system_call_filter: bytes | None = None
+    """A BPF program, or None."""

@@ -71,14 +71,16 @@ print(json.dumps({
 
 @dataclass(frozen=True)
 class Isolation:
-    """What was measured. setup: for launchers. guarantees: those of `GUARANTEES` that hold.
-
-    failures: mechanisms that do not work here, with the reason.
-    """
+    """What a measurement says about the isolation of programs here."""
 
     setup: Setup
+    """The first message to launchers."""
+
     guarantees: tuple[str, ...]
+    """The `GUARANTEES` that hold."""
+
     failures: tuple[str, ...] = ()
+    """Mechanisms that do not work here, with the reason."""
 
     @property
     def missing(self) -> tuple[str, ...]:

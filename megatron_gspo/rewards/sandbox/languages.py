@@ -29,12 +29,11 @@ _END_OF_THOUGHT = "</think>"
 
 @dataclass(frozen=True)
 class _Block:
-    """A complete fenced block.
-
-    label: the first word after the fence, in lower case; "" for none.
-    """
+    """A complete fenced block."""
 
     label: str
+    """The first word after the fence, in lower case; "" for none."""
+
     code: str
 
 

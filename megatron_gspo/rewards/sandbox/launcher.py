@@ -87,9 +87,14 @@ class _Launcher:
     """
 
     def __init__(self, setup: Setup, parent: int, stack: contextlib.ExitStack) -> None:
-        """parent: process id of the other side. stack: closes what is opened here.
+        """Prepare to confine programs.
 
-        Raises OSError if this process may not confine programs.
+        Args:
+            parent: process id of the other side.
+            stack: closes what is opened here.
+
+        Raises:
+            OSError: this process may not confine programs.
         """
         self._bubblewrap = setup.bubblewrap if setup.mechanism.name == "bubblewrap" else None
         self._root = os.geteuid() == 0

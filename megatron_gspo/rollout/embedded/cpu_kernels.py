@@ -68,9 +68,13 @@ def decode_attention(
     """Attention of one query per row as two batched products over key/value heads; longer queries:
     SDPA.
 
-    query: [B, heads, 1, dim]; key: [B, kv_heads, S, dim]; value: [B, kv_heads, S, e];
-    attention_mask: [B, 1, 1, S] bool or None. options: Transformers' own; `scaling` and `s_aux` are
-    read, the sinks [heads]: a score without a value for each head.
+    Args:
+        query: [B, heads, 1, dim].
+        key: [B, kv_heads, S, dim].
+        value: [B, kv_heads, S, e].
+        attention_mask: [B, 1, 1, S] bool or None.
+        options: Transformers' own; `scaling` and `s_aux` are read, the sinks [heads]: a score
+            without a value for each head.
     """
     batch, heads, queries, dim = query.shape
     sinks = options.get("s_aux")

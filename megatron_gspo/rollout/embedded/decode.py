@@ -31,32 +31,42 @@ _RESERVE = 128  # columns of cache allocated ahead of need
 
 @dataclass
 class Responses:
-    """tokens [B, R] int64 and log_probs [B, R] float32, valid up to lengths [B] int64; stopped [B]
-    bool: by an end token, which is then the last one. routes: of each row [P + length - 1, layers,
-    k] expert ids.
-    """
+    """B responses of at most R tokens."""
 
     tokens: np.ndarray
+    """[B, R] int64, valid up to `lengths`."""
+
     log_probs: np.ndarray
+    """[B, R] float32, valid up to `lengths`."""
+
     lengths: np.ndarray
+    """[B] int64, tokens of each response."""
+
     stopped: np.ndarray
+    """[B] bool: whether an end token ended it, which is then the last one."""
+
     routes: list[np.ndarray] | None = None
+    """Expert ids of each response, [P + length - 1, layers, k]."""
 
 
 @dataclass(frozen=True)
 class DecodeBatch:
-    """B responses to decode together.
-
-    prompts: token ids [P_i] int64 of each of N distinct prompts; prompt_of_row: [B] int64, the
-    prompt of each response. prompt_index: [N] int64; sample_index: [B] int64 within its prompt. uniforms: [B,
-    R] float32, R = max_response_length (None when greedy).
-    """
+    """B responses to decode together."""
 
     prompts: list[np.ndarray]
+    """Token ids [P_i] int64 of each of N distinct prompts."""
+
     prompt_of_row: np.ndarray
+    """[B] int64, position in `prompts` of the prompt of each response."""
+
     prompt_index: np.ndarray
+    """[N] int64, index of each prompt in its source."""
+
     sample_index: np.ndarray
+    """[B] int64, number of each response among those to its prompt."""
+
     uniforms: np.ndarray | None = None
+    """[B, R] float32, R = max_response_length; None when greedy."""
 
 
 @torch.no_grad()
@@ -70,8 +80,10 @@ def decode(
 ) -> Responses:
     """Generate one response per row.
 
-    stop_ids: [E] int64 on the model's device. recorder: on the model's hooks, to return routes;
-    else None. routers: of the model, where they are perturbed.
+    Args:
+        stop_ids: [E] int64 on the model's device.
+        recorder: on the model's hooks, to return routes; else None.
+        routers: of the model, where they are perturbed.
     """
     device = model.device
     limit = sampling.max_response_length

@@ -24,7 +24,8 @@ class _BufferLayer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Append columns; all columns in use. args, kwargs: Transformers', which are not read."""
+        """Append columns and return all that are in use. args, kwargs: Transformers', which are not
+        read."""
         end = self.length + key_states.shape[2]
         if not self.is_initialized:
             self.dtype = key_states.dtype

@@ -41,9 +41,15 @@ def sequence_uniforms(
 ) -> np.ndarray:
     """One uniform number per (sequence, position).
 
-    Each is a function of (seed, prompt_index, sample_index, position) alone; seed: its low 64 bits
-    count. prompt_index, sample_index: [N] int64 (the low 32 bits of sample_index count). Returns
-    [N, length] float32, multiples of 2^-24 in [0, 1).
+    Each is a function of (seed, prompt_index, sample_index, position) alone.
+
+    Args:
+        seed: its low 64 bits count.
+        prompt_index, sample_index: [N] int64; the low 32 bits of sample_index count.
+        length: numbers of each sequence.
+
+    Returns:
+        [N, length] float32, multiples of 2^-24 in [0, 1).
     """
     blocks = -(-length // 4)
     prompt = np.asarray(prompt_index, dtype=np.int64).astype(np.uint64)[:, None]

@@ -18,17 +18,20 @@ from megatron_gspo.models.families import FAMILIES
 
 @dataclass(frozen=True)
 class WeightTargets:
-    """The destination of each checkpoint tensor of a model.
-
-    slices: checkpoint name -> view into the model's parameter or buffer. fused: the model's own
-    name of a fused parameter -> (parameter, the checkpoint names that it covers). tied: name that
-    may be absent -> name whose tensor it shares. name_in_model: of a checkpoint's tensor.
-    """
+    """The destination of each checkpoint tensor of a model."""
 
     slices: dict[str, Tensor]
+    """Checkpoint name -> view into the model's parameter or buffer."""
+
     fused: dict[str, tuple[Tensor, tuple[str, ...]]]
+    """The model's own name of a fused parameter -> (parameter, the checkpoint names that it
+    covers)."""
+
     tied: dict[str, str]
+    """Name that may be absent -> name whose tensor it shares."""
+
     name_in_model: Callable[[str], str]
+    """The model's own name of a checkpoint's tensor."""
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> WeightTargets:

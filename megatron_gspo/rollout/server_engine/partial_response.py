@@ -16,17 +16,18 @@ from megatron_gspo.routing_replay.routes import as_routes
 
 @dataclass(eq=False)
 class PartialResponse:
-    """A response to `prompt`, as far as it is generated. max_tokens: largest length of the
-    response.
-
-    parts, versions: what was returned so far, and the (training) weight version of each part.
-    """
+    """A response to `prompt`, as far as it is generated."""
 
     prompt: Prompt
     sample_index: int
     max_tokens: int
+    """Largest length of the response."""
+
     parts: list[ResponsePart] = field(default_factory=list)
+    """What was returned so far."""
+
     versions: list[int] = field(default_factory=list)
+    """The training's weight version of each part."""
 
     @property
     def name(self) -> str:

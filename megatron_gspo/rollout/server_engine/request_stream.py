@@ -56,9 +56,11 @@ class Progress(NamedTuple):
 
 @dataclass
 class _Started:
-    """A group that was started. ticket: its number in the order of `RequestStream.start`."""
+    """A group whose requests run."""
 
     ticket: int
+    """Its number in the order of `RequestStream.start`."""
+
     group: OpenGroup
     task: asyncio.Task[None] | None = None
     finished: bool = False

@@ -52,13 +52,14 @@ COUNTS = (
 
 @dataclass(frozen=True)
 class PoolState:
-    """Sent by rank 0 to the other clients.
-
-    version: as the servers report it; training_version: of the same weights.
-    """
+    """State of the servers that rank 0 sends to the other clients."""
 
     version: str | None
+    """Version of the weights, as the servers report it."""
+
     training_version: int
+    """Version of the same weights, as the trainer counts them."""
+
     servers: dict[str, ServerState]
 
 
@@ -81,12 +82,17 @@ class RolloutClient(ResponseGenerator):
         processes: LocalServers | None = None,
         log: Callable[[str], None] = logger.info,
     ) -> None:
-        """decode: token ids of a response to its text. share: number of this client, and of
-        clients; the first one owns the servers' states, and each may use its part of
-        `max_concurrent_requests`, at least one. processes: started servers, which the owner watches
-        and `close` stops. log: takes a line for each event at the servers.
+        """Connect to the servers.
 
-        Raises ValueError for an invalid URL.
+        Args:
+            decode: token ids of a response to its text.
+            share: number of this client, and of clients; the first one owns the servers' states,
+                and each may use its part of `max_concurrent_requests`, at least one.
+            processes: started servers, which the owner watches and `close` stops.
+            log: takes a line for each event at the servers.
+
+        Raises:
+            ValueError: an invalid URL.
         """
         number, count = share
         limit = max(config.max_concurrent_requests // count, 1)

@@ -43,42 +43,63 @@ class NoServerError(EngineError):
 
 @dataclass(frozen=True)
 class ServerState:
-    """The owner's state of a server. reason: why it is down."""
+    """What the owner of a server says of it to the other clients."""
 
     alive: bool
     has_weights: bool
     reason: str = ""
+    """Why it is down."""
 
 
 @dataclass
 class PooledServer:
-    """A server and its state.
-
-    alive: it responded last. version: weight version, None while unknown or half updated.
-    outstanding_tokens, num_requests: of the requests in flight. missed_checks: health checks in a
-    row. failed_requests: in a row. times_down: since its last valid response. unresponsive: it is
-    down, accepts connections and does not respond. reason: why it is down. check_after: no health
-    check before; last_response: of a request (both monotonic seconds). tasks: requests in flight;
-    busy_elsewhere_at: when another client last reported some (monotonic seconds). found_stale: a
-    response had other weights, which the owner does not know yet. down_for_all: down for the owner.
-    """
+    """A server and its state."""
 
     client: ServerClient
     alive: bool = True
+    """Whether it responded last."""
+
     version: str | None = None
+    """Version of its weights, None while unknown or half updated."""
+
     outstanding_tokens: int = 0
+    """Tokens of the requests in flight."""
+
     num_requests: int = 0
+    """Number of requests in flight."""
+
     missed_checks: int = 0
+    """Health checks in a row that it missed."""
+
     failed_requests: int = 0
+    """Requests in a row that failed."""
+
     times_down: int = 0
+    """How often it went down since its last valid response."""
+
     unresponsive: bool = False
+    """Whether it is down, accepts connections and does not respond."""
+
     reason: str = ""
+    """Why it is down."""
+
     check_after: float = 0.0
+    """No health check before this time, in monotonic seconds."""
+
     last_response: float = 0.0
+    """When it last responded to a request, in monotonic seconds."""
+
     tasks: set[asyncio.Task] = field(default_factory=set)
+    """The requests in flight."""
+
     busy_elsewhere_at: float = -math.inf
+    """When another client last reported requests in flight, in monotonic seconds."""
+
     found_stale: bool = False
+    """Whether a response had other weights, which the owner does not know yet."""
+
     down_for_all: bool = False
+    """Whether it is down for the owner."""
 
     @property
     def url(self) -> str:
@@ -100,8 +121,12 @@ class ServerPool:
         processes: LocalServers | None = None,
         log: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """owner: else it follows. processes: started servers, which `monitor` watches too. log:
-        takes a line for each server that is removed or returns.
+        """A pool of servers that are all taken to be up.
+
+        Args:
+            owner: whether this client decides about the servers' states; else it follows another.
+            processes: started servers, which `monitor` watches too.
+            log: takes a line for each server that is removed or returns.
         """
         self.servers = [PooledServer(client) for client in clients]
         self.version: str | None = None

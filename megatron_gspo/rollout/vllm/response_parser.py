@@ -62,14 +62,12 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 class GenerateResponse(msgspec.Struct, frozen=True):
-    """A response to /inference/v1/generate, as far as it is read.
-
-    prompt_routed_experts: rows that come apart.
-    """
+    """A response to /inference/v1/generate, as far as it is read."""
 
     choices: list[Choice]
     usage: Any = None
     prompt_routed_experts: str | None = None
+    """Routes of the prompt, which come apart from those of the response."""
 
 
 class PromptLogProb(msgspec.Struct, gc=False, frozen=True):
