@@ -62,12 +62,17 @@ PATCHES = (
         "`gradient_norm.py`",
         "megatron-core 0.16.1 - 0.19.2 without Transformer Engine and Apex",
         "the gradient norm reads the norm of each parameter's gradient back to the host: one"
-        " synchronisation each in every optimizer step",
-        "[`local_multi_tensor_l2_norm`](mcore:utils.py#L1200)",
-        "`tests/patches/test_gradient_norm.py::test_the_norm_stays_on_the_device_and_upstreams_does_not`",
-        "upstream keeps the norms on the device",
+        " synchronisation each in every optimizer step; clipping writes each gradient twice",
+        "[`local_multi_tensor_l2_norm`](mcore:utils.py#L1200),"
+        " [`local_multi_tensor_scale`](mcore:utils.py#L1212)",
+        "`tests/patches/test_gradient_norm.py::test_the_norm_stays_on_the_device_and_upstreams_does_not`,"
+        " `tests/patches/test_gradient_norm.py::test_clipping_makes_no_new_tensor_and_upstreams_does`",
+        "upstream keeps the norms on the device and scales in place",
         _no_fused_adam,
-        marked=("megatron.core.optimizer.clip_grads:l2_norm_impl",),
+        marked=(
+            "megatron.core.optimizer.clip_grads:l2_norm_impl",
+            "megatron.core.optimizer.clip_grads:multi_tensor_scale_impl",
+        ),
     ),
     KnownIssue(
         "`te_general_gemm.py`",

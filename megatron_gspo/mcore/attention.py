@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -424,9 +425,9 @@ class PackedAttention(torch.nn.Module):
         key_slots = [bucket.rows * bucket.keys for bucket in layout.buckets]
         padded = zip(
             layout.buckets,
-            pad_rows(query, *layout.queries).split(slots),
-            pad_rows(key, *layout.keys).split(key_slots),
-            pad_rows(value, *layout.keys).split(key_slots),
+            _split(pad_rows(query, *layout.queries), slots),
+            _split(pad_rows(key, *layout.keys), key_slots),
+            _split(pad_rows(value, *layout.keys), key_slots),
             strict=True,
         )
         outputs = []
@@ -500,6 +501,11 @@ class PackedAttention(torch.nn.Module):
             scale=self.softmax_scale,
             enable_gqa=query.shape[1] != key.shape[1],
         )
+
+
+def _split(x: Tensor, lengths: list[int]) -> Sequence[Tensor]:
+    """``x.split(lengths)``, whose backward copies the gradient even of a single length."""
+    return (x,) if len(lengths) == 1 else x.split(lengths)
 
 
 def _by_head(x: Tensor, rows: int) -> Tensor:

@@ -64,17 +64,32 @@ class LoopedProducts:
         return [expert_rows.sum(0) for expert_rows in rows.split(self.counts)]
 
 
+def leaves_gaps(device: torch.device) -> bool:
+    """Whether the grouped kernel doesn't write the weight gradient of an expert without rows, as on
+    Blackwell (pytorch#172439). Hopper's writes zeros.
+    """
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (10, 0)
+
+
 @dataclass(frozen=True)
 class GroupedProducts:
-    """One kernel for all experts. offsets: [experts] int32, where each expert's rows end; empty:
-    [experts] bool.
+    """One kernel for all experts. offsets: [experts] int32, where each expert's rows end.
+
+    empty: [experts] bool, where an expert has no row; None where the kernel itself writes the
+    weight gradient of such an expert.
 
     The kernel needs the weights in one tensor. They are copied for each product, since Megatron's
     parameter buffer decides where they are: for 30B-A3B with EP 8 at most 96 MiB at a time.
     """
 
     offsets: Tensor
-    empty: Tensor
+    empty: Tensor | None
+
+    @classmethod
+    def of(cls, counts: Tensor) -> GroupedProducts:
+        """``counts`` [experts]: rows of each expert, on their device."""
+        offsets = counts.cumsum(0, dtype=torch.int32)
+        return cls(offsets, counts == 0 if leaves_gaps(counts.device) else None)
 
     def rows_by_weights(
         self, rows: Tensor, weights: Sequence[Tensor], *, transpose: bool
@@ -85,9 +100,9 @@ class GroupedProducts:
 
     def weight_gradients(self, grad: Tensor, rows: Tensor) -> Sequence[Tensor]:
         result = torch.nn.functional.grouped_mm(grad.t(), rows, offs=self.offsets)
-        # on Blackwell the kernel doesn't write the result of an expert without rows
-        # (pytorch#172439)
-        return result.masked_fill_(self.empty[:, None, None], 0.0).unbind(0)
+        if self.empty is not None:
+            result.masked_fill_(self.empty[:, None, None], 0.0)
+        return result.unbind(0)
 
     def repeated(self, vectors: Sequence[Tensor], count: int) -> Tensor:
         positions = torch.arange(count, dtype=torch.int32, device=self.offsets.device)

@@ -304,7 +304,7 @@ def gated_experts(
     if grouped_products_apply(x, *row_widths(weights)):
         if counts.device != x.device:  # expert parallelism has them on the host
             counts = copy_to_device({"counts": counts}, x.device)["counts"]
-        products: ExpertProducts = GroupedProducts(counts.cumsum(0, dtype=torch.int32), counts == 0)
+        products: ExpertProducts = GroupedProducts.of(counts)
     else:
         products = LoopedProducts(counts.tolist())
     return _GatedExperts.apply(x, probs, products, unit, weights.structure(), *weights.tensors())

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import megatron_gspo.mcore.train_step  # noqa: F401  the fork server of the tests imports it once
 from megatron_gspo.mcore import attention as module
@@ -296,6 +297,32 @@ def test_equals_attention_of_each_sequence_alone():
                 assert error < bound, (
                     f"{name} of {case}, {path}, context parallelism {cp}: off by {error:.1e}"
                 )
+
+
+class Joins(TorchDispatchMode):
+    """Counts the tensors that are joined."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.cat.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("lengths, joins", [((20, 22, 20), 0), ((20, 40), 4)])
+def test_a_single_padded_batch_is_neither_cut_nor_joined(lengths, joins):
+    """With several, the outputs are joined, and the gradients of query, key and value."""
+    case = Case(lengths, 4, 2)
+    query, key, value, weight, bounds = inputs(case)
+    group = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
+    attention = attention_of(case, group)
+    local = [tensor.requires_grad_() for tensor in (query, key, value)]
+    sequences = packed_sequences(bounds, max(lengths), group, CPU)
+    attention(*local, packed_seq_params=sequences)  # builds the plan
+    with Joins() as calls:
+        output = attention(*local, packed_seq_params=sequences)
+        (output * weight).sum().backward()
+    assert calls.count == joins
 
 
 def test_a_length_that_the_context_ranks_do_not_divide_is_refused():

@@ -5,12 +5,13 @@ composite, in float64.
 from __future__ import annotations
 
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_gspo.mcore.expert_products import GroupedProducts, LoopedProducts
+from megatron_gspo.mcore.expert_products import GroupedProducts, LoopedProducts, leaves_gaps
 from megatron_gspo.mcore.gated_units import SWIGLU, ClampedGLU, GatedUnit
 from megatron_gspo.mcore.operators import (
     ExpertWeights,
@@ -161,7 +162,7 @@ def test_grouped_products_are_those_of_the_loop(counts, unit, biases, rank):
     exact = [t.detach().double().requires_grad_() for t in low]
     expected = results(experts_one_by_one(exact, counts, unit), exact)
     sizes = torch.tensor(counts)
-    grouped = GroupedProducts(sizes.cumsum(0, dtype=torch.int32), sizes == 0)
+    grouped = GroupedProducts.of(sizes)
     looped = LoopedProducts(counts)
     weights = weights_of(low, counts)
     grouped_found, looped_found = (
@@ -175,6 +176,39 @@ def test_grouped_products_are_those_of_the_loop(counts, unit, biases, rank):
         scale = float(truth.abs().max())
         assert float((a - truth).abs().max()) <= 0.03 * scale
         assert float((a - b).abs().max()) <= 0.01 * scale
+
+
+@pytest.mark.parametrize(
+    "device, capability, expected",
+    [
+        ("cuda", (9, 0), False),
+        ("cuda", (10, 0), True),
+        ("cuda", (12, 0), True),
+        ("cpu", None, False),
+    ],
+)
+def test_where_the_kernel_leaves_out_experts_without_rows(device, capability, expected):
+    with mock.patch("torch.cuda.get_device_capability", return_value=capability):
+        assert leaves_gaps(torch.device(device)) is expected
+
+
+def test_experts_that_the_kernel_leaves_out_get_zeros(monkeypatch):
+    counts = torch.tensor([2, 0, 3])
+    grad = draw(5, 16).detach().bfloat16()
+    rows = draw(5, 32, seed=1).detach().bfloat16()
+    products = GroupedProducts.of(counts)
+    expected = products.weight_gradients(grad, rows)
+    kernel = torch.nn.functional.grouped_mm
+
+    def leaves_out(*args: Tensor, **kwargs: Tensor) -> Tensor:
+        result = kernel(*args, **kwargs)
+        result[1] = float("nan")
+        return result
+
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", leaves_out)
+    actual = GroupedProducts(products.offsets, counts == 0).weight_gradients(grad, rows)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+    assert products.weight_gradients(grad, rows)[1].isnan().all()
 
 
 @pytest.mark.parametrize(
