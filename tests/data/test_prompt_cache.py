@@ -212,6 +212,7 @@ def test_every_setting_of_the_format_is_in_the_key():
     others = {
         "prompts",
         "task",
+        "sources",
         "eval_prompts",
         "cache_dir",
         "shuffle",
