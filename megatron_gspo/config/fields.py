@@ -10,14 +10,11 @@ import textwrap
 import types
 import typing
 from collections.abc import Iterator
-from typing import Any, TypeAlias
+from typing import Any
 
 import annotated_types
 
 from megatron_gspo.config.config_error import show
-
-Annotation: TypeAlias = Any
-"""What `typing.get_type_hints` gives for a field; typing has no type for it."""
 
 _NAMES = {int: "integer", float: "number", bool: "true or false", str: "string", Any: "anything"}
 _SEQUENCES = (list, tuple)
@@ -55,7 +52,7 @@ def keys(section: type, prefix: str = "") -> Iterator[Key]:
 
 
 @functools.cache
-def field_types(section: type) -> dict[str, Annotation]:
+def field_types(section: type) -> dict[str, Any]:
     """Field name -> resolved annotation, `Annotated` kept."""
     hints = typing.get_type_hints(section, include_extras=True)
     return {field.name: hints[field.name] for field in dataclasses.fields(section)}
@@ -84,7 +81,7 @@ def _own_docstrings(section: type) -> dict[str, str]:
     return texts
 
 
-def section_of(annotation: Annotation) -> type | None:
+def section_of(annotation: Any) -> type | None:
     """The section dataclass in an annotation (`X`, `X | None` or `tuple[X, ...]`), or None."""
     for option in _options(_bare(annotation)):
         item = typing.get_args(option)[0] if is_list(option) else option
@@ -93,7 +90,7 @@ def section_of(annotation: Annotation) -> type | None:
     return None
 
 
-def is_list(annotation: Annotation) -> bool:
+def is_list(annotation: Any) -> bool:
     """Whether an annotation is a list or tuple."""
     return typing.get_origin(_bare(annotation)) in _SEQUENCES
 
@@ -111,14 +108,14 @@ def default_of(section: type, name: str) -> Any:
     return field.default if field.default is not dataclasses.MISSING else field.default_factory()
 
 
-def describe_type(annotation: Annotation) -> str:
+def describe_type(annotation: Any) -> str:
     """A type and its bounds in words, e.g. `integer >= 1 or null`."""
     options = _options(annotation)
     text = " or ".join(_name(option) for option in options if option is not type(None))
     return text + (" or null" if type(None) in options else "")
 
 
-def choices(annotation: Annotation) -> list[str]:
+def choices(annotation: Any) -> list[str]:
     """The allowed words of a field, [] where it has none."""
     words: list[str] = []
     for option in _options(annotation):
@@ -127,13 +124,13 @@ def choices(annotation: Annotation) -> list[str]:
     return words
 
 
-def _options(annotation: Annotation) -> tuple[Annotation, ...]:
+def _options(annotation: Any) -> tuple[Any, ...]:
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return typing.get_args(annotation)
     return (annotation,)
 
 
-def _name(annotation: Annotation) -> str:
+def _name(annotation: Any) -> str:
     origin = typing.get_origin(annotation)
     arguments = typing.get_args(annotation)
     if origin is typing.Annotated:
@@ -151,7 +148,7 @@ def _name(annotation: Annotation) -> str:
     return _NAMES.get(annotation, str(annotation))
 
 
-def _bare(annotation: Annotation) -> Annotation:
+def _bare(annotation: Any) -> Any:
     """An annotation without the bounds of `Annotated`."""
     if typing.get_origin(annotation) is typing.Annotated:
         return typing.get_args(annotation)[0]

@@ -15,7 +15,6 @@ from pydantic import TypeAdapter, ValidationError
 
 from megatron_gspo.config.config_error import MISSING, ConfigError
 from megatron_gspo.config.fields import (
-    Annotation,
     choices,
     describe_type,
     field_types,
@@ -97,12 +96,12 @@ def _from_section(section: str, values: object, message: str) -> ConfigError:
     return ConfigError(f"{section}.{key}", value, problem, fix or "change it")
 
 
-def _locate(model: type, location: tuple[int | str, ...]) -> tuple[str, Annotation]:
+def _locate(model: type, location: tuple[int | str, ...]) -> tuple[str, Any]:
     """Dotted key and annotation of a pydantic location, without the union branches that
     pydantic adds.
     """
     names: list[str] = []
-    annotation: Annotation = model
+    annotation: Any = model
     current: type | None = model
     for step in location:
         if current is None:
@@ -118,7 +117,7 @@ def _locate(model: type, location: tuple[int | str, ...]) -> tuple[str, Annotati
     return ".".join(names) or "config", annotation
 
 
-def _expected(annotation: Annotation) -> str:
+def _expected(annotation: Any) -> str:
     if annotation is None:
         return "a mapping of keys"
     section = section_of(annotation)
