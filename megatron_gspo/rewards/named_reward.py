@@ -22,6 +22,6 @@ class NamedReward(float):
     name: str
 
     def __new__(cls, reward: float, name: str) -> NamedReward:
-        made = super().__new__(cls, reward)
-        made.name = name
-        return made
+        named = super().__new__(cls, reward)
+        named.name = name
+        return named

@@ -140,17 +140,19 @@ def _from_trl(function: RewardFunction, parameters: Parameters, options: Options
         return rewards[0]
 
     def call(text: str, prompt: Prompt) -> object:
-        columns = {"answer": prompt.answer} | prompt.metadata
-        # data.answer_key's column.
-        columns |= {name: prompt.answer for name in required if name not in columns}
-        columns |= {"prompts": prompt.text, "completions": text}
+        columns: dict[str, object] = {"answer": prompt.answer, **prompt.metadata}
+        for name in required:
+            columns.setdefault(name, prompt.answer)  # data.answer_key's column
+        columns["prompts"] = prompt.text
+        columns["completions"] = text
         lists = {name: [value] for name, value in columns.items() if name not in options}
         return single(function(**_accepted(lists, parameters), **options))
 
     return call
 
 
-def _accepted(arguments: Mapping[str, Any], parameters: Parameters) -> dict[str, Any]:
+def _accepted(arguments: Mapping[str, object], parameters: Parameters) -> dict[str, object]:
+    """The arguments that a function with these parameters takes."""
     takes_any = _takes_any(parameters)
     return {name: value for name, value in arguments.items() if takes_any or name in parameters}
 
@@ -162,13 +164,14 @@ def _check_options(parameters: Parameters, options: Options) -> None:
 
 
 def _takes_any(parameters: Parameters) -> bool:
-    return any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    kinds = [parameter.kind for parameter in parameters.values()]
+    return inspect.Parameter.VAR_KEYWORD in kinds
 
 
 def _required(parameters: Parameters) -> list[str]:
     variadic = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     return [
         name
-        for name, each in parameters.items()
-        if each.default is each.empty and each.kind not in variadic
+        for name, parameter in parameters.items()
+        if parameter.default is parameter.empty and parameter.kind not in variadic
     ]

@@ -56,8 +56,12 @@ class RewardScorer:
     With a time limit the verifier runs in worker processes (`RewardPool`), which run until `close`,
     are killed when a response takes too long, and may crash. timeout=None runs it in this process:
     faster for cheap verifiers; exceptions are counted, but a hang or a crash affects the training
-    process. description: what the verifier says of itself in one line, None for nothing.
-    takes_batch: whether it must see all responses of a batch at once.
+    process.
+
+    Attributes:
+        description: what the verifier says of itself in one line, None for nothing.
+        takes_batch: whether it must see all responses of a batch at once.
+        verdicts: the names of `VERDICTS` that the verifier gives.
     """
 
     takes_batch = False
@@ -184,20 +188,27 @@ class RewardScorer:
         self.close()
 
     def _summarise(self, replies: Sequence[Reply]) -> Scores:
-        failed = np.nan if self._failure_reward is None else self._failure_reward
+        failure_reward = np.nan if self._failure_reward is None else self._failure_reward
         rewards = np.array(
-            [failed if value is None else value for _, value, _ in replies], dtype=np.float32
+            [failure_reward if value is None else value for _, value, _ in replies],
+            dtype=np.float32,
         )
         first_messages: dict[str, str] = {}
         for status, _, message in replies:
             if status != "ok":
                 first_messages.setdefault(status, message or "")
         statuses = tuple(status for status, _, _ in replies)
-        messages = tuple(message or "" if status != "ok" else "" for status, _, message in replies)
-        counts = {name: statuses.count(name) for name in FAILURES}
-        names = [message for status, _, message in replies if status == "ok"]
-        verdicts = {name: names.count(name) for name in self.verdicts}
-        return Scores(rewards, statuses, messages, counts, first_messages, verdicts)
+        # The message of a success is the name of its verdict.
+        messages = tuple("" if status == "ok" else message or "" for status, _, message in replies)
+        verdicts = [message for status, _, message in replies if status == "ok"]
+        return Scores(
+            rewards=rewards,
+            statuses=statuses,
+            messages=messages,
+            counts={name: statuses.count(name) for name in FAILURES},
+            first_messages=first_messages,
+            verdicts={name: verdicts.count(name) for name in self.verdicts},
+        )
 
 
 def scorer_of(data: DataConfig) -> RewardScorer:

@@ -116,8 +116,11 @@ class RewardPool:
 
     A worker that exceeds the time limit is killed with all processes that it started, and replaced;
     so is one that dies. If replacements can't start, the remaining requests are errors: `run` never
-    raises for what a verifier does. description: what the verifier says of itself in one line, None
-    for nothing. takes_batch: whether a request has lists of responses and prompts.
+    raises for what a verifier does.
+
+    Attributes:
+        description: what the verifier says of itself in one line, None for nothing.
+        takes_batch: whether a request has lists of responses and prompts.
     """
 
     def __init__(
@@ -195,15 +198,16 @@ class RewardPool:
         self._finalizer()
 
     def _start(self, failed_starts: int = 0) -> _Worker:
-        ours, theirs = Pipe()
+        connection, worker_connection = Pipe()
         command = [sys.executable, "-m", self._served.module]
-        with theirs:
+        with worker_connection:
+            descriptor = worker_connection.fileno()
             process = subprocess.Popen(
-                [*command, str(theirs.fileno()), str(os.getpid()), str(_MAX_GROWTH)],
+                [*command, str(descriptor), str(os.getpid()), str(_MAX_GROWTH)],
                 stdin=subprocess.DEVNULL,
                 stdout=self._output.writer,
                 stderr=self._output.writer,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[descriptor],
                 start_new_session=True,  # not interrupted by Ctrl-C
                 env={
                     "OMP_NUM_THREADS": "1",
@@ -211,9 +215,9 @@ class RewardPool:
                     "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
                 },
             )
-        ours.send_bytes(self._first_message)
+        connection.send_bytes(self._first_message)
         deadline = time.monotonic() + self._start_timeout
-        return _Worker(process, ours, deadline, failed_starts=failed_starts)
+        return _Worker(process, connection, deadline, failed_starts=failed_starts)
 
     def _await_first(self) -> None:
         """Wait until one worker has loaded the verifier. Raises the refusal if none can."""
@@ -295,8 +299,10 @@ class RewardPool:
         except (EOFError, OSError, ValueError, KeyError, TypeError):
             _kill(worker)
             code = worker.process.returncode
-            how = f"exit code {code}" if code >= 0 else signal.strsignal(-code) or f"signal {-code}"
-            ended = f"the {self._served.what}'s process ended ({how})"
+            cause = f"exit code {code}"
+            if code < 0:
+                cause = signal.strsignal(-code) or f"signal {-code}"
+            ended = f"the {self._served.what}'s process ended ({cause})"
             self._fail(worker, replies, ("error", None, ended), starting)
             return
         if worker.ready:

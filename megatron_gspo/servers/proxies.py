@@ -41,12 +41,12 @@ def around_the_proxy(environment: Mapping[str, str], host: str = "") -> dict[str
     if not names.intersection(_PROXIES):
         return dict(environment)
     entries = ",".join(environment.get(name, "") for name in _NO_PROXY).split(",")
-    given = [entry.strip() for entry in entries if entry.strip()]
-    if "*" in given:  # for most programs it has a meaning only where it stands alone
+    excluded = [entry.strip() for entry in entries if entry.strip()]
+    if "*" in excluded:  # for most programs it has a meaning only where it stands alone
         value = "*"
     else:
         listens = [] if host in _WILDCARDS else [host]
-        value = ",".join(dict.fromkeys([*given, *own_hosts(), *listens]))
+        value = ",".join(dict.fromkeys([*excluded, *own_hosts(), *listens]))
     return {**environment, **dict.fromkeys(_NO_PROXY, value)}
 
 

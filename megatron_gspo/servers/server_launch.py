@@ -121,8 +121,8 @@ class ServerLaunch:
     def __post_init__(self) -> None:
         section = self.engine
         for argument in self.args:
-            if key := self.reserved.get(argument.split("=", 1)[0]):
-                name = argument.split("=", 1)[0]
+            name = argument.split("=", 1)[0]
+            if key := self.reserved.get(name):
                 raise InputError(f"{section}.server_args: {name} is reserved; set {key} instead")
         if self.config.api_key_file is not None and option(self.args, "--config"):
             raise InputError(
@@ -241,8 +241,7 @@ def product_of_sizes(
     count = 1
     for names in sizes:
         values = [option(server_args, name) for name in names]
-        given = [value for value in values if value]
-        value = given[0] if given else "1"
+        value = next(filter(None, values), "1")
         if not value.isdecimal() or not int(value):
             raise InputError(
                 f"{section}.server_args: {names[0]} {value}: must be a positive number"
@@ -272,10 +271,10 @@ def first_server_gpu(
     """
     section = servers.section
     default = 0 if servers.colocated else trainer_gpus
-    given = option(servers.server_args, option_name) if option_name else None
-    if given is not None and not given.isdecimal():
-        raise InputError(f"{section}.server_args: {option_name} {given}: must be a GPU's index")
-    first = default if given is None else int(given)
+    index = option(servers.server_args, option_name) if option_name else None
+    if index is not None and not index.isdecimal():
+        raise InputError(f"{section}.server_args: {option_name} {index}: must be a GPU's index")
+    first = default if index is None else int(index)
     end = first + servers.num_servers * gpus_per_server
     if first < trainer_gpus and not servers.colocated:
         raise InputError(

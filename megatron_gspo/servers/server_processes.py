@@ -257,8 +257,10 @@ class LocalServers:
         """Start it on another free port."""
         self._kill(process)
         _wait_until_gone(process)
-        used = [other.port for other in self._processes]
-        [process.port] = choose_ports(self.launch.config, self.launch.host, count=1, avoid=used)
+        used_ports = [server.port for server in self._processes]
+        [process.port] = choose_ports(
+            self.launch.config, self.launch.host, count=1, avoid=used_ports
+        )
         process.url = _url(self.launch.host, process.port)
         self._start_process(process)
 

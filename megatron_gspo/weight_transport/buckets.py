@@ -42,7 +42,8 @@ class Bucket:
     def tensors(self) -> list[tuple[str, Tensor]]:
         """(name, tensor) of each entry; views of `data`."""
         return [
-            (e.name, self.data[e.start : e.stop].view(e.dtype).view(e.shape)) for e in self.entries
+            (entry.name, self.data[entry.start : entry.stop].view(entry.dtype).view(entry.shape))
+            for entry in self.entries
         ]
 
 

@@ -84,8 +84,8 @@ class DiskTransport(WeightTransport):
         self._unfinished = self._unfinished_folder(version)
         with writing(self._directory):
             self._directory.mkdir(parents=True, exist_ok=True)
-            for left in folders_named(self._directory, re.escape(_UNFINISHED) + _VERSION):
-                shutil.rmtree(left)
+            for folder in folders_named(self._directory, re.escape(_UNFINISHED) + _VERSION):
+                shutil.rmtree(folder)
             self._unfinished.mkdir()
 
     def begin(self, version: str, source_number: int) -> None:
@@ -184,11 +184,10 @@ def _write(file: Path, bucket: Bucket) -> None:
     for entry in bucket.entries:
         if entry.dtype not in _TYPES:
             raise ValueError(f"{entry.name} has {entry.dtype}; safetensors files can't hold it")
-        offsets = [entry.start, entry.stop]
         header[entry.name] = {
             "dtype": _TYPES[entry.dtype],
             "shape": list(entry.shape),
-            "data_offsets": offsets,
+            "data_offsets": [entry.start, entry.stop],
         }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

@@ -154,8 +154,8 @@ class DistributedTransport(WeightTransport):
         if self.is_over or self._group is None:
             return
         for url, target in self.targets.items():
-            before = self._requests.get(url)
-            load = self._load(target, self._group.name, bucket.entries, before, timeout)
+            previous = self._requests.get(url)
+            load = self._load(target, self._group.name, bucket.entries, previous, timeout)
             self._requests[url] = asyncio.create_task(load)
         self._broadcasts.append(asyncio.create_task(self._group.broadcast(bucket.data)))
         await self._wait(timeout, self.in_flight - 1)
@@ -190,12 +190,12 @@ class DistributedTransport(WeightTransport):
         target: Target,
         group: str,
         entries: tuple[Entry, ...],
-        before: asyncio.Task[None] | None,
+        previous: asyncio.Task[None] | None,
         timeout: float,
     ) -> None:
-        """A server's request for one bucket, after the one before."""
-        if before is not None:
-            await asyncio.wait([before])
+        """A server's request for one bucket, after the previous one."""
+        if previous is not None:
+            await asyncio.wait([previous])
         if not self._broken:
             request = self.endpoints.load_broadcast(target.client, group, entries, timeout=timeout)
             await self._guarded(target.info.url, request)
@@ -251,10 +251,10 @@ class DistributedTransport(WeightTransport):
         if not self._joined:
             refused = {url for url, error in self.failures.items() if error.status is not None}
         await self._cancel()
-        left = await self._leave(PROBE_SECONDS)
+        reachable = await self._leave(PROBE_SECONDS)
         failures: dict[str, ServerError] = {}
         for url in self.targets:
-            if url in left and url not in refused:
+            if url in reachable and url not in refused:
                 continue
             broken = ServerError(f"server {url}{path}: {self._broken}", retry=True)
             failures[url] = self.failures.get(url, broken)

@@ -128,8 +128,14 @@ class ReceiverTransport(DistributedTransport):
         if self.is_over or self._group is None:
             return
         entries = [
-            (e.name, str(e.dtype).removeprefix("torch."), e.shape, e.start, e.stop)
-            for e in bucket.entries
+            (
+                entry.name,
+                str(entry.dtype).removeprefix("torch."),
+                entry.shape,
+                entry.start,
+                entry.stop,
+            )
+            for entry in bucket.entries
         ]
         self._write_entry(self._number, {"entries": entries, "nbytes": bucket.nbytes})
         self._number += 1
@@ -218,7 +224,7 @@ def receive_requests(
         "transfer": transfer,
         "timeout": timeout,
         "checksums": checksums,
-        "sources": [asdict(o) for o in offers],
+        "sources": [asdict(offer) for offer in offers],
     }
     requests: dict[str, list[JsonObject]] = {}
     first = 1

@@ -110,22 +110,22 @@ def json_with_base64(
 
 def base64_pieces(pieces: Iterable[bytes | memoryview]) -> Iterator[bytes]:
     """The base64 of the pieces joined, without joining them."""
-    rest = b""
+    unencoded = b""  # fewer than the three bytes that are encoded together
     for piece in pieces:
         view = memoryview(piece).cast("B")
-        if rest:
-            missing = 3 - len(rest)
-            rest += bytes(view[:missing])
+        if unencoded:
+            missing = 3 - len(unencoded)
+            unencoded += bytes(view[:missing])
             view = view[missing:]
-            if len(rest) < 3:
+            if len(unencoded) < 3:
                 continue
-            yield binascii.b2a_base64(rest, newline=False)
+            yield binascii.b2a_base64(unencoded, newline=False)
         whole = len(view) - len(view) % 3
         for start in range(0, whole, _PIECE):
             yield binascii.b2a_base64(view[start : min(start + _PIECE, whole)], newline=False)
-        rest = bytes(view[whole:])
-    if rest:
-        yield binascii.b2a_base64(rest, newline=False)
+        unencoded = bytes(view[whole:])
+    if unencoded:
+        yield binascii.b2a_base64(unencoded, newline=False)
 
 
 def is_this_machine(host: str) -> bool:
@@ -191,16 +191,18 @@ def _pickle(bucket: Bucket, storage: Callable[[], Any] | None, tensor: Any = Non
         )
     metadata = [
         SimpleNamespace(
-            name=e.name,
-            shape=e.shape,
-            dtype=e.dtype,
-            start_idx=e.start,
-            end_idx=e.stop,
-            numel=e.stop - e.start,
+            name=entry.name,
+            shape=entry.shape,
+            dtype=entry.dtype,
+            start_idx=entry.start,
+            end_idx=entry.stop,
+            numel=entry.stop - entry.start,
         )
-        for e in bucket.entries
+        for entry in bucket.entries
     ]
     file = io.BytesIO()
-    reduced: dict[type, Any] = {_Flat: tensor} | ({_Storage: storage()} if storage else {})
+    reduced: dict[type, Any] = {_Flat: tensor}
+    if storage is not None:
+        reduced[_Storage] = storage()
     _Pickler(file, reduced).dump({"flattened_tensor": _Flat(), "metadata": metadata})
     return file.getvalue()

@@ -90,7 +90,7 @@ def hand_over(
 
     Raises ConfigError for a server on no rank's node.
     """
-    taken: dict[tuple[int, bool], list[str]] = {}  # (rank, whether experts) -> servers
+    servers_of: dict[tuple[int, bool], list[str]] = {}  # (rank, whether experts) -> servers
     lacking: dict[_Share, dict[int, list[str]]] = {}  # share -> relay -> servers
     for server in places:
         if server.node is None:
@@ -106,7 +106,7 @@ def hand_over(
                 nearest = min(
                     holders, key=lambda rank: (_distance(rank - first, server.gpus), rank)
                 )
-                urls = taken.setdefault((nearest, share.expert is not None), [])
+                urls = servers_of.setdefault((nearest, share.expert is not None), [])
             else:
                 urls = lacking.setdefault(share, {}).setdefault(ranks[number % len(ranks)], [])
             if server.url not in urls:
@@ -116,8 +116,8 @@ def hand_over(
     for share, servers_of_rank in lacking.items():
         keys = [(rank, share.expert is not None) for rank in everywhere[share]]
         # One that exports it anyway, if there is one.
-        origin = next((key for key in keys if key in taken), keys[0])
-        taken.setdefault(origin, [])
+        origin = next((key for key in keys if key in servers_of), keys[0])
+        servers_of.setdefault(origin, [])
         relays[origin] = tuple(
             Relay(rank, tuple(servers)) for rank, servers in servers_of_rank.items()
         )
@@ -127,10 +127,10 @@ def hand_over(
                 rank,
                 shared=not experts,
                 experts=experts,
-                servers=tuple(taken[rank, experts]),
+                servers=tuple(servers_of[rank, experts]),
                 relays=relays.get((rank, experts), ()),
             )
-            for rank, experts in sorted(taken)
+            for rank, experts in sorted(servers_of)
         ]
     )
 

@@ -69,9 +69,12 @@ class UpdatePlan:
 class ServerUpdate:
     """The steps of an update around the transfers of its sources, on one rank.
 
-    pending: servers of the current transfer, by URL. failures: url -> reason; such a server may be
-    half updated, and what it generates has no valid version until an update succeeds. cleared: url
-    -> the parameters that the server was asked to prove, with a transport's `checksums`.
+    Attributes:
+        pending: servers of the current transfer, by URL.
+        failures: URL -> reason. Such a server may be half updated, and what it generates has no
+            valid version until an update succeeds.
+        cleared: URL -> the parameters that the server was asked to prove, with a transport's
+            `checksums`.
     """
 
     def __init__(
@@ -113,9 +116,9 @@ class ServerUpdate:
         """What every source needs."""
         infos = [self._infos[url] for url in self._active if url in self._infos]
         return UpdatePlan(
-            self._version,
-            self._transport.takes_all_sources(infos),
-            isinstance(self._transport, ReceiverTransport),
+            version=self._version,
+            all_sources_at_once=self._transport.takes_all_sources(infos),
+            with_offers=isinstance(self._transport, ReceiverTransport),
         )
 
     def next_transfer(self) -> list[ServerInfo] | None:
@@ -124,7 +127,8 @@ class ServerUpdate:
 
         Called before each attempt; the first call after a complete transfer begins the next.
         """
-        if self._attempts and not self.pending or not self._active:
+        is_complete = self._attempts > 0 and not self.pending
+        if is_complete or not self._active:
             self._attempts = 0
             return None
         if not self._attempts:
@@ -286,8 +290,10 @@ class ServerUpdate:
         info = self._infos.get(server.url)
         if info is None:
             return  # it was not changed
-        steps = [self._endpoints.end_update] if self._has_session(info) else []
-        for step in (*steps, self._endpoints.resume):
+        steps = [self._endpoints.resume]
+        if self._has_session(info):
+            steps.insert(0, self._endpoints.end_update)
+        for step in steps:
             try:
                 await step(server, timeout=timeout)
             except ServerError as failure:

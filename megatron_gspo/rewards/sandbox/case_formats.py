@@ -167,18 +167,19 @@ def _apps(row: Row, field: str) -> CodeTests:
     return _columns(_json(row[field]), row)
 
 
-def _columns(both: Row, row: Row) -> CodeTests:
-    """APPS, TACO: inputs and outputs."""
-    name = _function_name(both) or _function_name(row)
-    inputs = both["inputs"] if "inputs" in both else both["input"]
-    pairs = list(zip(inputs, both["outputs"] if "outputs" in both else both["output"], strict=True))
+def _columns(tests: Row, row: Row) -> CodeTests:
+    """APPS, TACO: a list of inputs and one of outputs."""
+    name = _function_name(tests) or _function_name(row)
+    inputs = tests["inputs"] if "inputs" in tests else tests["input"]
+    outputs = tests["outputs"] if "outputs" in tests else tests["output"]
+    pairs = list(zip(inputs, outputs, strict=True))
     if name is None:
-        return CodeTests(None, tuple(_printing(given, output) for given, output in pairs))
-    outputs = [_result(output, given) for given, output in pairs]
-    wrapped = _may_be_wrapped(outputs)
+        return CodeTests(None, tuple(_printing(stdin, stdout) for stdin, stdout in pairs))
+    results = [_result(output, arguments) for arguments, output in pairs]
+    wrapped = _may_be_wrapped(results)
     cases = []
-    for (given, _), output in zip(pairs, outputs, strict=True):
-        cases.append(_call(_arguments(given), output, wrapped))
+    for arguments, result in zip(inputs, results, strict=True):
+        cases.append(_call(_arguments(arguments), result, wrapped))
     return CodeTests(name, tuple(cases))
 
 
@@ -187,20 +188,20 @@ def _code_contests(row: Row, field: str) -> CodeTests:
     for name in ("public_tests", "private_tests", "generated_tests"):
         tests = _json(row.get(name) or {"input": [], "output": []})
         cases += [
-            _printing(given, output)
-            for given, output in zip(tests["input"], tests["output"], strict=True)
+            _printing(stdin, stdout)
+            for stdin, stdout in zip(tests["input"], tests["output"], strict=True)
         ]
     return CodeTests(None, tuple(cases))
 
 
-def _printing(given: object, output: object) -> Case:
+def _printing(stdin: object, stdout: object) -> Case:
     """A test of a program that reads and prints."""
-    if output is None:
+    if stdout is None:
         raise ValueError("a test case has no expected output: it is null")
-    accepted = [_text(output)]
-    if isinstance(output, bool):  # true as well as True
-        accepted.append(_text(output).lower())
-    return Case(_text(given), tuple(accepted))
+    accepted = [_text(stdout)]
+    if isinstance(stdout, bool):  # true as well as True
+        accepted.append(_text(stdout).lower())
+    return Case(_text(stdin), tuple(accepted))
 
 
 def _text(value: object) -> str:
@@ -209,7 +210,9 @@ def _text(value: object) -> str:
     null is no text.
     """
     if isinstance(value, list):
-        lines = [" ".join(map(_text, x)) if isinstance(x, list) else _text(x) for x in value]
+        lines = [
+            " ".join(map(_text, line)) if isinstance(line, list) else _text(line) for line in value
+        ]
         return "\n".join(lines)
     if isinstance(value, dict):
         raise ValueError(
@@ -261,13 +264,13 @@ def _result(value: object, arguments: object) -> object:
 def _values(text: str) -> list[object]:
     """The JSON values of a text, or else the Python literals of its lines."""
     decoder = json.JSONDecoder()
-    rest = text.lstrip()
+    remaining = text.lstrip()
     values: list[object] = []
     try:
-        while rest:
-            value, end = decoder.raw_decode(rest)
+        while remaining:
+            value, end = decoder.raw_decode(remaining)
             values.append(value)
-            rest = rest[end:].lstrip()
+            remaining = remaining[end:].lstrip()
     except ValueError:
         try:
             return [ast.literal_eval(line) for line in text.split("\n") if line.strip()]

@@ -35,8 +35,9 @@ class CircuitBreaker:
 
     def record(self, succeeded: bool) -> None:
         """The result of a call."""
-        self._failures = 0 if succeeded else self._failures + 1
-        if self._failures == self._threshold or (
-            not succeeded and self._failures > self._threshold
-        ):
+        if succeeded:
+            self._failures = 0
+            return
+        self._failures += 1
+        if self._failures >= self._threshold:
             self._opened = self._clock()

@@ -20,10 +20,10 @@ from megatron_gspo.rewards.sandbox.system_call_filter import system_call_filter
 
 GUARANTEES = ("file_system", "network", "processes", "system_calls")
 MECHANISMS = (
-    Mechanism("bubblewrap", True),
-    Mechanism("bubblewrap", False),
-    Mechanism("limits", False),
-    Mechanism("limits", True),
+    Mechanism("bubblewrap", privileged=True),
+    Mechanism("bubblewrap", privileged=False),
+    Mechanism("limits", privileged=False),
+    Mechanism("limits", privileged=True),
 )
 # What interpreters, compilers and shells need. Not all of /usr: images keep applications in
 # /usr/src and /usr/local.
@@ -117,9 +117,8 @@ def find_interpreter(executable: str | None = None) -> Interpreter:
         raise SandboxError(
             f"{start} does not run as a Python interpreter ({error}); set data.code.python"
         ) from error
-    wanted = {Path(prefix).resolve() / name for prefix in prefixes for name in _LIBRARIES} | {
-        Path(real)
-    }
+    wanted = {Path(prefix).resolve() / name for prefix in prefixes for name in _LIBRARIES}
+    wanted.add(Path(real))
     system = [path for path in _SYSTEM if os.path.lexists(path)]
     others = [
         path

@@ -31,10 +31,10 @@ _SHARED_USERS = 1000
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def _check(result: int, what: str) -> None:
+def _check(result: int, call: str) -> None:
     if result != 0:
         number = ctypes.get_errno()
-        raise OSError(number, f"{what}: {os.strerror(number)}")
+        raise OSError(number, f"{call}: {os.strerror(number)}")
 
 
 def unshare(flags: int) -> None:
@@ -97,7 +97,9 @@ def spare_user(number: int) -> int | None:
         first, _, count = max(map(_integers, file), key=lambda row: row[2])
     if first + count > _FIRST_USER + _MAX_PROCESSES:
         return _FIRST_USER + number
-    return first + count - 1 - number % _SHARED_USERS if count > 2 * _SHARED_USERS else None
+    if count <= 2 * _SHARED_USERS:
+        return None
+    return first + count - 1 - number % _SHARED_USERS
 
 
 def _integers(line: str) -> tuple[int, int, int]:

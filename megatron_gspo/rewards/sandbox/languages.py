@@ -66,15 +66,16 @@ def _blocks(text: str, language: str) -> list[_Block]:
     opening: re.Match[str] | None = None
     lines: list[str] = []
     for line in text.split("\n"):
-        match = _FENCE.fullmatch(line.rstrip())
-        begins = match is not None and _LABELS[language].fullmatch(_label(match)) is not None
-        if opening is None or (
-            begins and match is not None and match["fence"][0] == opening["fence"][0]
+        fence = _FENCE.fullmatch(line.rstrip())
+        if fence is None:
+            lines.append(line)
+        elif opening is None or (
+            fence["fence"][0] == opening["fence"][0]
+            and _LABELS[language].fullmatch(_label(fence)) is not None
         ):
-            if match is not None:
-                opening = match
-                lines = []
-        elif match is not None and match["fence"].startswith(opening["fence"]):
+            opening = fence
+            lines = []
+        elif fence["fence"].startswith(opening["fence"]):
             blocks.append(_Block(_label(opening), _without_margin(lines)))
             opening = None
         else:

@@ -163,22 +163,23 @@ class _Launcher:
             cpu_seconds = max(seen_seconds, waited_seconds)
             wall_seconds = time.monotonic() - start
             errors = os.pread(stderr.fileno(), _STDERR_BYTES, 0)
-            # bubblewrap reports the exit code if and only if it had finished its set-up.
-            if (
-                self._bubblewrap is not None
-                and in_time
-                and b'"exit-code"' not in os.read(report, 65536)
-            ):
-                return (
-                    errors.decode(errors="replace").strip() or "bubblewrap ended during its set-up"
-                )
+            if self._bubblewrap is not None and in_time:
+                # It reports the exit code if and only if it had finished its set-up.
+                if b'"exit-code"' not in os.read(report, 65536):
+                    reason = errors.decode(errors="replace").strip()
+                    return reason or "bubblewrap ended during its set-up"
             size = os.fstat(stdout.fileno()).st_size
             kept = os.pread(stdout.fileno(), min(size, command.limits.output_bytes), 0)
             ending = _ending(
                 command.limits, size=size, cpu_seconds=cpu_seconds, code=code, in_time=in_time
             )
             return Outcome(
-                ending, code if in_time else _KILLED, kept, errors, cpu_seconds, wall_seconds
+                ending=ending,
+                code=code if in_time else _KILLED,
+                stdout=kept,
+                stderr=errors,
+                cpu_seconds=cpu_seconds,
+                wall_seconds=wall_seconds,
             )
 
     def _fill(self, command: Command, stack: contextlib.ExitStack) -> None:
@@ -284,8 +285,11 @@ def _wait(pid: int, limits: Limits, deadline: float) -> tuple[bool, float]:
     try:
         poll = select.poll()
         poll.register(descriptor, select.POLLIN)
-        while (left := deadline - time.monotonic()) > 0 and seconds <= limits.cpu_seconds:
-            if poll.poll(1000 * min(left, limits.cpu_seconds / _LOOKS)):
+        while seconds <= limits.cpu_seconds:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                break
+            if poll.poll(1000 * min(remaining, limits.cpu_seconds / _LOOKS)):
                 return True, seconds
             seconds = max(seconds, _cpu_seconds(pid))
         return False, seconds
@@ -313,7 +317,9 @@ def _end(pid: int) -> tuple[int, float]:
         os.kill(pid, signal.SIGKILL)
     _, status, usage = os.wait4(pid, 0)
     code = os.waitstatus_to_exitcode(status)
-    return code if code >= 0 else 128 - code, usage.ru_utime + usage.ru_stime + _end_children()
+    if code < 0:
+        code = 128 - code
+    return code, usage.ru_utime + usage.ru_stime + _end_children()
 
 
 def _end_children() -> float:

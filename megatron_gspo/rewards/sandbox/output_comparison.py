@@ -26,15 +26,15 @@ def same_text(output: bytes, expected: str, tolerance: float) -> bool:
     Tokens are equal as text, or as numbers: exactly if the expected one is an integer, otherwise
     within `tolerance`, absolute or relative. Blanks are those of ASCII.
     """
-    given = output.strip()
+    printed = output.strip()
     wanted = expected.encode(errors="surrogatepass").strip()
-    if given == wanted:
+    if printed == wanted:
         return True
-    if given.count(b"\n") != wanted.count(b"\n"):
+    if printed.count(b"\n") != wanted.count(b"\n"):
         return False
     return all(
-        _same_line(line, other, tolerance)
-        for line, other in zip(_lines(given), _lines(wanted), strict=True)
+        _same_line(line, wanted_line, tolerance)
+        for line, wanted_line in zip(_lines(printed), _lines(wanted), strict=True)
     )
 
 
@@ -42,14 +42,14 @@ def same_value(output: bytes, accepted: tuple[object, ...], tolerance: float) ->
     """Whether the output is the JSON of an accepted value; expected floats within `tolerance`,
     all else equal.
     """
-    if not any(_same_structure(output, other) for other in accepted):
+    if not any(_same_structure(output, expected) for expected in accepted):
         return False
     try:
         value = json.loads(output)
     except (ValueError, RecursionError):
         # No JSON, no UTF-8, a number of too many digits, or nested too deeply.
         return False
-    return any(_equal(value, other, tolerance) for other in accepted)
+    return any(_equal(value, expected, tolerance) for expected in accepted)
 
 
 def _same_structure(output: bytes, expected: object) -> bool:
@@ -75,8 +75,8 @@ def _same_line(line: bytes, expected: bytes, tolerance: float) -> bool:
     wanted = expected.split()
     tokens = line.split(None, len(wanted))  # one more than wanted at most
     return len(tokens) == len(wanted) and all(
-        token == other or _same_number(token, other, tolerance)
-        for token, other in zip(tokens, wanted, strict=True)
+        token == wanted_token or _same_number(token, wanted_token, tolerance)
+        for token, wanted_token in zip(tokens, wanted, strict=True)
     )
 
 
@@ -102,19 +102,17 @@ def _equal(value: object, expected: object, tolerance: float) -> bool:
         return value.keys() == expected.keys() and all(
             _equal(value[k], expected[k], tolerance) for k in expected
         )
-    if (
-        isinstance(expected, float)
-        and isinstance(value, (int, float))
-        and not isinstance(value, bool)
-    ):
+    if isinstance(value, bool):
+        return value == expected
+    if isinstance(value, (int, float)) and isinstance(expected, float):
         return _close(value, expected, tolerance)
     return value == expected
 
 
 def _close(value: float, expected: float, tolerance: float) -> bool:
+    if value == expected:
+        return True
     try:
-        return value == expected or math.isclose(
-            value, expected, rel_tol=tolerance, abs_tol=tolerance
-        )
+        return math.isclose(value, expected, rel_tol=tolerance, abs_tol=tolerance)
     except OverflowError:  # an integer beyond the floats
         return False

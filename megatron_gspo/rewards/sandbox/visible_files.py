@@ -28,15 +28,18 @@ def refuse_visible_files(code: CodeConfig, paths: Mapping[str, object]) -> None:
     except SandboxError:  # the verifier says so itself
         return
     visible = [os.path.realpath(path) for path in readable]
-    for key, value in {
+    checked = {
         **paths,
         "the working directory": os.getcwd(),
         "HOME": os.path.expanduser("~"),
-    }.items():
+    }
+    for key, value in checked.items():
         for path in value if isinstance(value, (list, tuple)) else [value]:
+            if path is None:
+                continue
             file = Path(os.path.realpath(os.path.expandvars(os.path.expanduser(str(path)))))
             folder = next((folder for folder in visible if file.is_relative_to(folder)), None)
-            if path is not None and folder is not None:
+            if folder is not None:
                 problem = f"the programs of the verifier code can read {folder}, and this with it"
                 raise ConfigError(
                     key,
