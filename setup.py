@@ -71,6 +71,7 @@ setup(
         "megatron_gspo": ["py.typed"],
         "megatron_gspo.patches": ["README.md", "sglang_on_cpu/*", "vllm_on_cpu/*"],
         "megatron_gspo.tools.compare": ["report.html"],
+        "megatron_gspo.tools.rehearse": ["rates.yaml"],
         "megatron_gspo.tools.rehearse.fake_device": ["fake_cuda.cpp"],
         "megatron_gspo.examples": [name for name in EXAMPLES if "__pycache__" not in name],
     },

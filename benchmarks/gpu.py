@@ -300,8 +300,8 @@ def measured(work: Work, sizes: Sizes, peak: float | None, rehearsed: int | None
     )
 
 
-def measure(sizes: Sizes, peak: float | None, rehearsed: int | None = None) -> Iterator[Row]:
-    """All rows, one after the other; ``rehearsed``: bytes of the step with torch layers."""
+def works(sizes: Sizes) -> Iterator[Work]:
+    """What is measured, one after the other."""
     from megatron_gspo.config import load_config
     from megatron_gspo.mcore.layers import transformer_engine_available
     from megatron_gspo.mcore.policy import build_policy
@@ -314,8 +314,8 @@ def measure(sizes: Sizes, peak: float | None, rehearsed: int | None = None) -> I
         device = compute_device()
         groups = initialize(config.parallel, seed=0)
         _, shape = family_of(json.loads((Path(folder) / "model" / "config.json").read_text()))
-        yield measured(product(sizes, device), sizes, peak)
-        yield measured(head(sizes, shape, device), sizes, peak)
+        yield product(sizes, device)
+        yield head(sizes, shape, device)
         for implementation in IMPLEMENTATIONS:
             if implementation == "transformer_engine" and not transformer_engine_available():
                 say("Transformer Engine is not installed: its rows are left out")
@@ -324,12 +324,19 @@ def measure(sizes: Sizes, peak: float | None, rehearsed: int | None = None) -> I
             policy = build_policy(
                 model, config.parallel, groups, optimizer=config.optimizer, total_steps=100
             )
-            yield measured(layer(policy, sizes, implementation), sizes, peak)
-            known = rehearsed if implementation == "torch" else None
-            yield measured(step(policy, config, sizes, implementation), sizes, peak, known)
+            yield layer(policy, sizes, implementation)
+            yield step(policy, config, sizes, implementation)
             del policy
             gc.collect()  # its modules and buffers refer to each other
         shutdown()
+
+
+def measure(sizes: Sizes, peak: float | None, rehearsed: int | None = None) -> Iterator[Row]:
+    """All rows, one after the other; ``rehearsed``: bytes of the step with torch layers."""
+    for work in works(sizes):
+        is_rehearsed = (work.name, work.implementation) == ("training step", "torch")
+        yield measured(work, sizes, peak, rehearsed if is_rehearsed else None)
+        del work  # its policy ends before the next one is built
 
 
 def table(rows: Sequence[Row]) -> str:

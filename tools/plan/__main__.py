@@ -27,7 +27,7 @@ from megatron_gspo.tools.plan.layouts import name_of, parse_layout
 
 REHEARSED = 3  # layouts
 ABOUT = f"""Rank the parallel layouts of a model on a cluster by a few formulas, and rehearse the {REHEARSED} best: the
-real training step on this machine's CPU, with its memory, FLOPs and bytes (docs/rehearse.md). A rehearsed rank takes
+real training step on this machine's CPU, with its memory and time (docs/rehearse.md). A rehearsed rank takes
 one to three minutes of a core for 30B-A3B; --coarse leaves them out and takes seconds."""
 EXAMPLE = """example: megatron-gspo plan --model examples/qwen3_moe/models/Qwen3-30B-A3B --gpus 32 --gpu h100 \\
     --response-length 8192 routing.replay=r3"""
@@ -86,8 +86,8 @@ def parser() -> argparse.ArgumentParser:
         type=float,
         default=0.22,
         help=(
-            "share of a GPU's peak that is reached (default: %(default)s, as measured on an H100,"
-            " docs/gpu.md)"
+            "share of a GPU's peak that the formulas take as reached (default: %(default)s, as"
+            " measured on an H100, docs/gpu.md)"
         ),
     )
     made.add_argument(

@@ -2,7 +2,7 @@
 driver reports.
 
 Sources: NVIDIA A100, H100, H200, H20 and HGX B200 data sheets (dense bfloat16, that is without
-sparsity; NVLink is sold as the sum of both directions, half of it is used here); DGX A100, H100,
+sparsity; bandwidth of memory; NVLink is sold as the sum of both directions, half of it is used here); DGX A100, H100,
 H200 and B200 user guides (one network adapter a GPU: 200 or 400 Gbit/s); memory from ``nvidia-smi``
 on such machines, MiB.
 """
@@ -22,29 +22,32 @@ RUNTIME_BYTES = 3 * GIB  # of a GPU, that CUDA, NCCL and cuBLAS take; assumed
 @dataclass(frozen=True)
 class Gpu:
     """One GPU of a node. Memory in bytes; flops: dense bfloat16 products a second; bandwidths in
-    bytes a second, of NVLink in one direction, and of this GPU's network adapter."""
+    bytes a second, of its memory, of NVLink in one direction, and of this GPU's network adapter."""
 
     name: str
     memory: int
     flops: float
+    bandwidth: float
     nvlink: float
     network: float
     node: int = 8
 
 
-def _gpu(name: str, mib: int, teraflops: float, nvlink: float, gigabits: float) -> Gpu:
-    return Gpu(name, mib * 2**20, teraflops * 1e12, nvlink * 1e9, gigabits * 1e9 / 8)
+def _gpu(
+    name: str, mib: int, teraflops: float, memory: float, nvlink: float, gigabits: float
+) -> Gpu:
+    return Gpu(name, mib * 2**20, teraflops * 1e12, memory * 1e9, nvlink * 1e9, gigabits * 1e9 / 8)
 
 
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        _gpu("a100-40gb", 40960, 312, 300, 200),
-        _gpu("a100", 81920, 312, 300, 200),
-        _gpu("h20", 97871, 148, 450, 400),
-        _gpu("h100", 81559, 989.4, 450, 400),
-        _gpu("h200", 143771, 989.4, 450, 400),
-        _gpu("b200", 183359, 2250, 900, 400),
+        _gpu("a100-40gb", 40960, 312, 1555, 300, 200),
+        _gpu("a100", 81920, 312, 2039, 300, 200),
+        _gpu("h20", 97871, 148, 4000, 450, 400),
+        _gpu("h100", 81559, 989.4, 3350, 450, 400),
+        _gpu("h200", 143771, 989.4, 4800, 450, 400),
+        _gpu("b200", 183359, 2250, 8000, 900, 400),
     )
 }
 

@@ -97,8 +97,9 @@ def rehearsed_table(layouts: Sequence[RehearsedLayout], room: float) -> str:
 
 def assumed(hardware: Hardware) -> str:
     return (
-        f"Seconds assume that a GPU reaches {100 * hardware.efficiency:g} % of its peak"
-        f" (--efficiency) and links {100 * hardware.link_efficiency:g} % of theirs"
+        "Rehearsed seconds are those of the step's operations at measured speeds. The formulas"
+        f" assume that a GPU reaches {100 * hardware.efficiency:g} % of its peak (--efficiency)."
+        f" Both assume that links reach {100 * hardware.link_efficiency:g} % of theirs"
         " (--link-efficiency), that nothing overlaps, and that every response is as long as the"
         " longest. Generation is not counted."
     )

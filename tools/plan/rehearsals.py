@@ -1,5 +1,4 @@
-"""Layouts of a plan, rehearsed: memory, FLOPs and bytes of the real training step
-(docs/rehearse.md).
+"""Layouts of a plan, rehearsed: memory and time of the real training step (docs/rehearse.md).
 
 One rank of the first and one of the last pipeline stage is rehearsed; the others are like them.
 """
@@ -19,12 +18,12 @@ from megatron_gspo.tools.plan.estimate import Choice, Estimate, Hardware
 from megatron_gspo.tools.plan.layout_search import is_size
 from megatron_gspo.tools.plan.layouts import name_of
 from megatron_gspo.tools.rehearse.mini_batch import plan_mini_batch
+from megatron_gspo.tools.rehearse.op_times import STEP_PHASES, collective_seconds, phase_times
 from megatron_gspo.tools.rehearse.rank_processes import RankJob, default_jobs, rehearse_ranks
-from megatron_gspo.tools.rehearse.records import Collective, RankRecord
+from megatron_gspo.tools.rehearse.records import RankRecord
 from megatron_gspo.tools.rehearse.roles import choose_ranks
 from megatron_gspo.tools.rehearse.summary import FailedRank
 
-_ONCE = ("build", "weight_export", "checkpoint_plan")  # phases that are not in each optimizer step
 # Exchange once a mini-batch, whatever the number of micro-batches.
 _DATA_GROUPS = ("dp", "dp_cp", "expert_dp")
 
@@ -145,38 +144,19 @@ def _figures(
 
 
 def compute_seconds(record: RankRecord, repeated: float, hardware: Hardware) -> float:
-    """Of a rank's step. repeated: real micro-batches for each rehearsed one. The rehearsal counts
-    causal attention in full; half of it is computed."""
-    flops = 0.0
-    for phase, operations in record.flops.items():
-        if phase not in _ONCE:
-            step = sum(
-                count / 2 if "attn" in name or "attention" in name else count
-                for name, count in operations.items()
-            )
-            flops += step * (1 if phase == "optimizer" else repeated)
-    return flops / hardware.flops
+    """Of a rank's step on the GPU. repeated: real micro-batches for each rehearsed one."""
+    return sum(
+        times.ops.seconds * (1 if phase == "optimizer" else repeated)
+        for phase, times in phase_times(record, hardware.gpu).items()
+    )
 
 
 def communication_seconds(record: RankRecord, repeated: float, hardware: Hardware) -> float:
     """Of a rank's step, nothing hidden behind products."""
     seconds = 0.0
     for call in record.collectives:
-        if call.phase not in _ONCE:
+        if call.phase in STEP_PHASES:
             once = call.phase == "optimizer" or call.group in _DATA_GROUPS
-            seconds += collective_seconds(call, record.rank, hardware) * (1 if once else repeated)
+            taken = collective_seconds(call, record.rank, hardware.gpu, hardware.link_efficiency)
+            seconds += taken * (1 if once else repeated)
     return seconds
-
-
-def collective_seconds(call: Collective, rank: int, hardware: Hardware) -> float:
-    """Of one call: the other ranks' part of its bytes over the links. A ring is as slow as its
-    slowest link; an all-to-all and a message take the link to each rank."""
-    node = hardware.gpu.node
-    others = [
-        other for other in (call.ranks if call.peer is None else (call.peer,)) if other != rank
-    ]
-    far = sum(other // node != rank // node for other in others)
-    if call.peer is None and "alltoall" not in call.op and far:
-        far = len(others)
-    share = call.bytes / (len(others) + (call.peer is None)) if others else 0.0
-    return share * ((len(others) - far) / hardware.rate(1) + far / hardware.rate(node + 1))

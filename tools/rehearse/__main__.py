@@ -30,7 +30,7 @@ from megatron_gspo.tracking.progress import format_time
 
 ABOUT = """Run the real training step of a config (log-probs, forward-backward, optimizer, weight export, plan of a
 checkpoint) on this machine's CPU as if on a cluster, for one rank of each role, on tensors without data. Reported are
-memory, collectives, host synchronizations, copies and FLOPs of each, and whether the ranks' collectives fit together.
+memory, time, collectives, host synchronizations and copies of each, and whether the ranks' collectives fit together.
 Exit code: 0; 1 for what would stop or corrupt a run; 2 for invalid input."""
 EXAMPLE = """example: megatron-gspo rehearse examples/qwen3_moe/qwen3_30b_a3b_4x8_gspo.yaml --world 16 --layers 4 \\
     model.path=examples/qwen3_moe/models/Qwen3-30B-A3B"""
@@ -68,7 +68,10 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--gpu",
         default="h100",
-        help=f"the GPU whose memory must suffice: {', '.join(GPUS)} (default: %(default)s)",
+        help=(
+            "the GPU whose memory must suffice, and whose time is told:"
+            f" {', '.join(GPUS)} (default: %(default)s)"
+        ),
     )
     made.add_argument(
         "--jobs", type=int, metavar="J", help="ranks at a time (default: by cores and memory)"
@@ -77,6 +80,11 @@ def parser() -> argparse.ArgumentParser:
         "--build-only",
         action="store_true",
         help="only check the config and its files, and build the model of each stage",
+    )
+    made.add_argument(
+        "--times",
+        action="store_true",
+        help="print the time of every class of operations and of every call site",
     )
     made.add_argument(
         "--json", type=path_argument, metavar="FILE", help="write all that was recorded"
@@ -172,7 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(build(args))
             return 0
         rehearsal = rehearse(args)
-        print(whole_report(rehearsal))
+        print(whole_report(rehearsal, all_times=args.times))
         if args.json:
             with writing(args.json):
                 args.json.write_text(json.dumps(to_json(rehearsal), indent=1), encoding="utf-8")

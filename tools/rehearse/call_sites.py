@@ -20,14 +20,16 @@ _ROOT = str(Path(__file__).resolve().parents[2])
 _labels: dict[CodeType, str] = {}  # "" for code that is no call site of its own
 
 
-def frames_above(level: int = 1) -> Frames:
-    """Code and line of the innermost frames that are call sites, innermost first; cheaper than
-    `call_site`.
+def frames_above(level: int = 1, most: int = _DEPTH, end: CodeType | None = None) -> Frames:
+    """Code and line of the innermost frames that are call sites, innermost first, up to a frame of
+    ``end``; cheaper than `call_site`.
     """
     frame = sys._getframe(level)
     frames: list[tuple[CodeType, int]] = []
-    while frame is not None and len(frames) < _DEPTH:
+    while frame is not None and len(frames) < most:
         code = frame.f_code
+        if code is end:
+            break
         label = _labels.get(code)
         if label is None:
             label = _labels[code] = _label(code)

@@ -86,7 +86,8 @@ class FakeGpu(Recorder):
             out = self.run(func, args, kwargs)
             if lost := self.values.follow(func, args, kwargs, out):
                 self.host.find("made_up_value", f"lost in {lost}")
-        self.flops.count(func, args, kwargs, out)
+        flops = self.flops.count(func, args, kwargs, out)
+        self.ops.record(func, args, kwargs, out, tensors, flops)
         for leaf in tensors_in((out,)):
             if isinstance(leaf, FakeTensor) and leaf.fake_device.type == "cuda":
                 self.memory.add(leaf, str(func))

@@ -40,12 +40,15 @@ class FlopLog:
         self._values = values
         self._counts: dict[str, Counter[str]] = {}
 
-    def count(self, func: Operation, args: Args, kwargs: Kwargs, out: Result) -> None:
+    def count(self, func: Operation, args: Args, kwargs: Kwargs, out: Result) -> int:
+        """Count a call; returns what it counted."""
         packet = func._overloadpacket
         formula = _formula(packet)
-        if formula is not None:
-            flops = formula(self._values, args, kwargs, out)
-            self._counts.setdefault(self.phase, Counter())[packet._qualified_op_name] += int(flops)
+        if formula is None:
+            return 0
+        flops = int(formula(self._values, args, kwargs, out))
+        self._counts.setdefault(self.phase, Counter())[packet._qualified_op_name] += flops
+        return flops
 
     @property
     def counts(self) -> dict[str, dict[str, int]]:

@@ -14,6 +14,7 @@ from megatron_gspo.tools.rehearse.flops import FlopLog
 from megatron_gspo.tools.rehearse.host_log import HostLog
 from megatron_gspo.tools.rehearse.known_values import KnownValues
 from megatron_gspo.tools.rehearse.memory_log import MemoryLog
+from megatron_gspo.tools.rehearse.op_log import OpLog
 
 
 class Recorder(TorchDispatchMode):
@@ -29,6 +30,7 @@ class Recorder(TorchDispatchMode):
         self.host = HostLog()
         self.memory = MemoryLog()
         self.flops = FlopLog(self.values)
+        self.ops = OpLog()
         self.collectives = CollectiveLog(self.host, self.values)
         self.expert_parallel = expert_parallel
         self.imbalance = imbalance
@@ -40,10 +42,14 @@ class Recorder(TorchDispatchMode):
         ``kind``.
         """
         before = self.host.phase, self.memory.kind
-        self.host.phase = self.memory.phase = self.flops.phase = name
+        self._enter(name)
         self.memory.kind = kind
         try:
             yield
         finally:
-            self.host.phase = self.memory.phase = self.flops.phase = before[0]
+            self._enter(before[0])
             self.memory.kind = before[1]
+
+    def _enter(self, phase: str) -> None:
+        for log in (self.host, self.memory, self.flops, self.ops):
+            log.phase = phase

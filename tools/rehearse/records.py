@@ -158,6 +158,33 @@ class Memory:
 
 
 @dataclass(frozen=True)
+class OpTotal:
+    """``count`` equal calls of an operation from one place in the phase.
+
+    op_class: of `op_cost.CLASSES`. where: of a backward operation, the place of its forward
+    operation. tensors: dtypes and shapes of the arguments. launches, read, written, flops: of one
+    call; read and written are bytes.
+    """
+
+    phase: str
+    is_backward: bool
+    op: str
+    op_class: str
+    where: str
+    tensors: str
+    count: int
+    launches: int
+    read: int
+    written: int
+    flops: int
+
+    @property
+    def bytes(self) -> int:
+        """Of one call."""
+        return self.read + self.written
+
+
+@dataclass(frozen=True)
 class CheckpointPlan:
     """This rank's part of a checkpoint. tensors: that it writes, or parts of them; written: their
     bytes. bytes: that it reads."""
@@ -174,7 +201,8 @@ class RankRecord:
     coordinates: the rank's place in each dimension, such as ``{"pp": 0, "tp": 1}``, and ``groups``:
     global ranks of each named group. roles: names of what the rank plays, such as ``stage 0``;
     stands_for: the ranks it was rehearsed for, itself included. micro_batches: run, and tokens of
-    each. flops: of one rank by phase and operation. seconds: of the rehearsal, by phase.
+    each. flops: of one rank by phase and operation. ops: what started kernels; issued_ops: all
+    operations on device tensors, by phase. seconds: of the rehearsal, by phase.
     host_peak_bytes: of the rehearsal's process. notes: what is extrapolated or left out.
     sent_weights: bytes that this rank sends in an export of the weights. groups_of_world,
     groups_of_rank: process groups that are made at the start, and those of them that the rank is
@@ -203,6 +231,8 @@ class RankRecord:
     sent_weights: int = 0
     groups_of_world: int = 0
     groups_of_rank: int = 0
+    ops: tuple[OpTotal, ...] = ()
+    issued_ops: dict[str, int] = field(default_factory=dict)
 
 
 def write_record(record: RankRecord, path: Path) -> None:

@@ -284,6 +284,8 @@ def _record(
         sent_weights=run.sent_weights,
         groups_of_world=recorder.collectives.groups_of_world,
         groups_of_rank=recorder.collectives.groups_of_rank,
+        ops=recorder.ops.totals,
+        issued_ops=recorder.ops.issued,
         notes=_notes(run, plan),
     )
 

@@ -12,6 +12,7 @@ from typing import Any
 from megatron_gspo.errors import show_bytes
 from megatron_gspo.tools.plan.hardware import Gpu
 from megatron_gspo.tools.rehearse.deadlock import Comparison
+from megatron_gspo.tools.rehearse.op_times import phase_times, rates_of
 from megatron_gspo.tools.rehearse.records import Collective, RankRecord
 
 CANNOT_PROVE = (
@@ -22,7 +23,7 @@ CANNOT_PROVE = (
         "fragmentation: memory is that of live tensors, without what the allocator and the CUDA"
         " context take"
     ),
-    "speed: FLOPs and bytes are counted, not timed",
+    "speed: times are those of counted operations at speeds that were measured on one GPU",
 )
 
 
@@ -112,7 +113,7 @@ def to_json(rehearsal: Rehearsal) -> dict[str, Any]:
         "layout": rehearsal.layout,
         "passes": not faults,
         "problems": faults,
-        "roles": [_role(record) for record in rehearsal.records],
+        "roles": [_role(record, rehearsal.gpu) for record in rehearsal.records],
         "failed": [dataclasses.asdict(failed) for failed in rehearsal.failed],
         "disagreements": [dataclasses.asdict(one) for one in comparison.disagreements],
         "compared_groups": {
@@ -128,13 +129,20 @@ def to_json(rehearsal: Rehearsal) -> dict[str, Any]:
     }
 
 
-def _role(record: RankRecord) -> dict[str, Any]:
-    """All of a record, with its collectives as totals."""
+def _role(record: RankRecord, gpu: Gpu) -> dict[str, Any]:
+    """All of a record, with its collectives as totals; to each operation the seconds of all its
+    calls.
+    """
     memory = record.memory
+    rates = rates_of(gpu)
     return dataclasses.asdict(record) | {
         "collectives": [
             dataclasses.asdict(total) for total in collective_totals(record.collectives)
         ],
+        "ops": [dataclasses.asdict(op) | {"seconds": rates.seconds(op)} for op in record.ops],
+        "times": {
+            phase: dataclasses.asdict(times) for phase, times in phase_times(record, gpu).items()
+        },
         "peak_bytes": memory.peak.total,
         "peak_activation_bytes": memory.peak_activations.bytes.get("activations", 0),
         "phase_peaks": {phase: point.total for phase, point in memory.peaks.items()},

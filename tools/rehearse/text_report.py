@@ -16,13 +16,14 @@ from megatron_gspo.tools.rehearse.rehearsal_tables import (
     same_roles,
 )
 from megatron_gspo.tools.rehearse.summary import CANNOT_PROVE, Rehearsal, problems
+from megatron_gspo.tools.rehearse.time_tables import time_tables, waiting
 
 _LAST_LINES = 12  # of a failed rank's output
 _MOST_ROWS = 40  # of a table; the JSON document has all
 
 
-def whole_report(rehearsal: Rehearsal) -> str:
-    """The rehearsal as printed."""
+def whole_report(rehearsal: Rehearsal, *, all_times: bool = False) -> str:
+    """The rehearsal as printed. all_times: also of each class of operations and call site."""
     faults = problems(rehearsal)
     parts = [
         described(rehearsal),
@@ -41,6 +42,10 @@ def whole_report(rehearsal: Rehearsal) -> str:
         ranks = ", ".join(str(record.rank) for record in records)
         parts.append(f"Rank{'s' if len(records) > 1 else ''} {ranks}: {micro_batches(records[0])}")
         parts += [_cut(rows) for rows in role_tables(records[0])]
+        parts += [
+            _cut(rows) for rows in time_tables(records[0], rehearsal.gpu, all_times=all_times)
+        ]
+        parts += waiting(records[0], rehearsal.gpu)
         parts.append(_bullets(records[0].notes))
     parts.append("A rehearsal cannot prove:\n" + _bullets(CANNOT_PROVE))
     return "\n\n".join(part for part in parts if part)

@@ -14,7 +14,8 @@ from megatron_gspo.tools.plan.layouts import name_of
 from tests.support.configs import parallel
 from tests.support.model_shapes import SMALL, dense_shape, shape_of
 
-ROUND = Gpu("round", 100 * GIB, 1e14, 1e11, 1e10)  # 100 TFLOP/s, NVLink 100 GB/s, network 10 GB/s
+# 100 TFLOP/s, memory 1 TB/s, NVLink 100 GB/s, network 10 GB/s
+ROUND = Gpu("round", 100 * GIB, 1e14, 1e12, 1e11, 1e10)
 
 
 def config_of(

@@ -79,6 +79,17 @@ def test_the_document_has_every_rank(rehearsed):
         }
 
 
+def test_the_document_tells_the_time(rehearsed):
+    """Each phase's seconds are those of its operations."""
+    for role in rehearsed.document["roles"]:
+        times = role["times"]
+        assert set(times) == {"old_log_probs", "forward_backward", "optimizer"}
+        for phase, of_phase in times.items():
+            seconds = [op["seconds"] for op in role["ops"] if op["phase"] == phase]
+            assert seconds and of_phase["ops"]["seconds"] == pytest.approx(sum(seconds))
+            assert of_phase["communication"] > 0 and of_phase["host"] > 0
+
+
 @pytest.mark.parametrize(
     "arguments, says",
     [

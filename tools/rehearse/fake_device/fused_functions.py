@@ -48,6 +48,26 @@ def _rms_norm(original: Any, host: HostLog) -> Any:
     return rms_norm
 
 
+_KERNELS = torch.library.Library("rehearsal", "DEF")
+_KERNELS.define("rms_norm(Tensor x, Tensor? weight) -> (Tensor, Tensor)")
+_KERNELS.define(
+    "rms_norm_backward(Tensor grad, Tensor x, Tensor inverse, Tensor? weight) -> (Tensor, Tensor)"
+)
+
+
+@torch.library.register_fake("rehearsal::rms_norm", lib=_KERNELS)
+def _rms_norm_shapes(x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+    inverse = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+    return torch.empty_like(x), inverse
+
+
+@torch.library.register_fake("rehearsal::rms_norm_backward", lib=_KERNELS)
+def _rms_norm_backward_shapes(
+    grad: Tensor, x: Tensor, inverse: Tensor, weight: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), x.new_empty(0) if weight is None else torch.empty_like(weight)
+
+
 class _FusedRMSNorm(torch.autograd.Function):
     """What torch's CUDA kernel saves and returns; its CPU build composes the function even of
     fake CUDA tensors.
@@ -55,14 +75,16 @@ class _FusedRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
-        inverse = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+        out, inverse = torch.ops.rehearsal.rms_norm(x, weight)
         ctx.save_for_backward(x, inverse, *(() if weight is None else (weight,)))
-        return torch.empty_like(x)
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
-        x, _, *weight = ctx.saved_tensors
-        return torch.empty_like(x), torch.empty_like(weight[0]) if weight else None
+        x, inverse, *weights = ctx.saved_tensors
+        weight = weights[0] if weights else None
+        grad_x, grad_weight = torch.ops.rehearsal.rms_norm_backward(grad, x, inverse, weight)
+        return grad_x, None if weight is None else grad_weight
 
 
 def _attention(original: Any, host: HostLog) -> Any:
