@@ -18,6 +18,8 @@ AGENT = "agents.command=[python, agent.py]"
     ("overrides", "key", "fix"),
     [
         (["agents.max_calls=3"], "agents.max_calls = 3:", "set agents.command"),
+        ([ENVIRONMENT, "agents.max_calls=3"], "agents.max_calls = 3:", "set agents.command"),
+        (["agents.renderer=qwen3"], 'agents.renderer = "qwen3":', "set agents.command"),
         (["agents.listen=0.0.0.0"], 'agents.listen = "0.0.0.0":', "agents.function"),
         ([AGENT, "agents.function=a.py:run"], 'agents.function = "a.py:run":', "remove one"),
         ([AGENT, "agents.external=true"], "agents.external = true:", "remove one"),
@@ -57,6 +59,13 @@ def test_the_rows_of_a_run_fit_a_micro_batch(plain: dict) -> None:
     limits = ["agents.max_context=90", "agents.max_run_tokens=300"]
     config = build(plain, AGENT, *limits)
     assert (config.max_context, config.max_run_tokens) == (90, 300)
+
+
+def test_environments_with_tools_write_messages_too(plain: dict) -> None:
+    plain["training"]["max_tokens_per_micro_batch"] = 1001
+    overrides = ["agents.renderer=qwen3", "agents.thinking=keep", "rollout.max_turns=3"]
+    config = build(plain, ENVIRONMENT, "parallel.context_parallel_size=2", *overrides)
+    assert config.max_run_tokens == 1000 - 2 * 3
 
 
 @pytest.mark.parametrize(

@@ -182,6 +182,26 @@ def test_turns_have_advantages_of_their_own(step):
     assert any(len(set(sample.advantages[sample.loss_mask].tolist())) > 1 for sample in samples)
 
 
+def test_a_conversation_with_two_rows_is_one_sequence(model, tmp_path):
+    environment = f"{Path(__file__).parent}/conversing_environment.py:Conversing"
+    config = multi_turn(
+        model,
+        tmp_path / "run",
+        rollout={"environment": environment, "environment_options": {}},
+        routing={"replay": "r3"},
+        training={"steps": 1, "global_batch_size": 16, "max_tokens_per_micro_batch": 640},
+    )
+    [(samples, metrics)] = run_distributed(one_step, 1, config, False)
+    for sample in samples:
+        assert sample.num_rows == 2 and len(spans(sample)) == 3
+        assert [message["role"] for message in sample.metadata["messages"]] == ["user", "assistant"]
+    assert (metrics["agents/calls"], metrics["agents/rows"]) == (48, 32)
+    assert metrics["agents/breaks/new_thread"] == 16
+    assert metrics["turns/mean"] == 3 and metrics["grad_norm"] > 0
+    # every generated token scored as it was sampled, whichever row has it
+    assert metrics["mismatch/abs_diff_max"] < 1e-4
+
+
 FAILING = f"{Path(__file__).parent}/failing_environment.py:failing"
 
 

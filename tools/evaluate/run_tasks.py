@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megatron_gspo.config import Config, SamplingParams
+from megatron_gspo.config.agents_section import AgentsConfig
 from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.errors import printable
 from megatron_gspo.loop.evaluation import evaluation_sampling, evaluation_seed
@@ -123,7 +124,7 @@ def _open(evaluation: Evaluation, target: Target, task: Task) -> ResponseFile:
         "dtype": config.model.dtype,
         "special tokens": "kept" if task.data.keep_special_tokens else "removed",
     }
-    if config.agents.is_on:
+    if config.agents != AgentsConfig():
         settings["agents"] = asdict(config.agents)
     if config.rollout.environment is not None:
         names = ("environment", "environment_options", "max_turns", "max_turn_length")
