@@ -23,6 +23,7 @@ LAYERS = (
     "algorithms",
     "models",
     "config",
+    "kernels",
     "parallel",
     "routing_replay",
     "data",
@@ -43,7 +44,11 @@ LAYERS = (
 )
 KNOWS_MEGATRON = {"mcore", "patches"}
 # Third-party packages of the lowest layers; the standard library is free.
-ONLY = {"algorithms": {"torch"}, "parallel": {"torch", "numpy", "msgspec"}}
+ONLY = {
+    "algorithms": {"torch"},
+    "kernels": {"torch", "triton"},
+    "parallel": {"torch", "numpy", "msgspec"},
+}
 
 
 def faults(module: Module) -> list[str]:

@@ -25,6 +25,14 @@ class TrainingConfig:
     """Tokens of a packed micro-batch, before the context-parallel split."""
     micro_batch_size: Annotated[int, Ge(1)] | None = None
     """Sequences per micro-batch; null packs as many as fit."""
+    log_prob_memory_gib: Annotated[float, Gt(0)] | None = None
+    """GiB of a GPU for logits in the log-prob head, which are computed in tiles; null is 0.25. Where
+    all logits of a micro-batch fit, the backward pass does not compute them again."""
+
+    @property
+    def log_prob_bytes(self) -> int | None:
+        """``log_prob_memory_gib`` in bytes."""
+        return None if self.log_prob_memory_gib is None else int(self.log_prob_memory_gib * 2**30)
 
 
 @dataclass(frozen=True, kw_only=True)

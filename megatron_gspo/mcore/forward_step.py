@@ -128,6 +128,7 @@ def policy_forward_step(
     vocab_size: int | None = None,
     groups: ProcessGroups | None = None,
     routing: Sequence[MicroBatchRoutes] | None = None,
+    chunk_bytes: int | None = None,
 ) -> ForwardStep:
     """A ``forward_step`` for Megatron's ``get_forward_backward_func()``: all that a training loop
     of your own needs.
@@ -136,7 +137,8 @@ def policy_forward_step(
     ``num_microbatches`` of them on each data-parallel rank. ``temperature`` is the one the
     responses were sampled at. ``vocab_size`` is the true size where the model's is padded.
     ``groups`` defaults to Megatron's parallel state. ``routing``: ``routes_of_mini_batch`` of this
-    mini-batch; call ``check_uses`` of each after the schedule. The schedule returns, on the last
+    mini-batch; call ``check_uses`` of each after the schedule. ``chunk_bytes``: of
+    ``LogProbOptions``. The schedule returns, on the last
     stage and for each micro-batch, ``{"metrics": shares that add up, "log_probs": [t] of this
     shard, 0 where not trained}``.
 
@@ -145,7 +147,12 @@ def policy_forward_step(
     the global batch.
     """
     groups = groups or current_groups()
-    options = LogProbOptions(temperature, vocab_size, with_entropy=objective.entropy_coef != 0.0)
+    options = LogProbOptions(
+        temperature,
+        vocab_size,
+        with_entropy=objective.entropy_coef != 0.0,
+        chunk_bytes=chunk_bytes,
+    )
     reader = InputReader(
         groups, num_microbatches=num_microbatches, loss=POLICY_LOSS, routing=routing
     )
@@ -216,6 +223,7 @@ def log_prob_forward_step(
     vocab_size: int | None,
     with_entropy: bool,
     routing: Sequence[MicroBatchRoutes] | None = None,
+    chunk_bytes: int | None = None,
 ) -> ForwardStep:
     """A loss-free step for a ``forward_only`` schedule with ``collect_non_loss_data``: old and
     reference policy.
@@ -223,7 +231,7 @@ def log_prob_forward_step(
     On the last stage the schedule returns ``(log_probs, entropy or None)`` of each micro-batch's
     shard: of every response token, trained or not, and 0 elsewhere.
     """
-    options = LogProbOptions(temperature, vocab_size, with_entropy)
+    options = LogProbOptions(temperature, vocab_size, with_entropy, chunk_bytes)
     reader = InputReader(groups, num_microbatches=num_microbatches, routing=routing)
 
     def forward_step(

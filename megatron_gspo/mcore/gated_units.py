@@ -4,30 +4,76 @@ any device.
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from megatron_gspo.kernels import row_kernels_apply
+from megatron_gspo.kernels.operators import scaled_gated_unit, scaled_gated_unit_backward
 
-class GatedUnit(Protocol):
-    """A product of an activation of ``gate`` and ``linear``, both [n, f]."""
 
+class GatedUnit(ABC):
+    """``g sigmoid(alpha g) (l + offset)`` with ``g = min(gate, limit)`` and ``l = clamp(linear,
+    -limit, limit)``, of ``gate`` and ``linear``, both [n, f].
+    """
+
+    limit: float
+    alpha: float
+    offset: float
+
+    @abstractmethod
     def product(self, gate: Tensor, linear: Tensor) -> Tensor:
         """[n, f], a new tensor."""
 
+    @abstractmethod
     def backward(self, grad: Tensor, gate: Tensor, linear: Tensor, out: Sequence[Tensor]) -> None:
         """Write the gradients of gate and linear to ``out``, two of [n, f].
 
         ``grad`` [n, f] may be overwritten.
         """
 
+    def scaled_product(self, hidden: Tensor, probs: Tensor) -> Tensor:
+        """The product of the halves of ``hidden`` [n, 2 f], times each row's probability [n]."""
+        if row_kernels_apply(hidden):
+            return scaled_gated_unit(hidden, probs, self.limit, self.alpha, self.offset)
+        return scaled(self.product(*hidden.chunk(2, dim=1)), probs)
+
+    def scaled_backward(
+        self, grad: Tensor, hidden: Tensor, probs: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """``scaled_product`` again, and the gradients of ``hidden`` and ``probs``, for that of the
+        product, ``grad`` [n, f].
+        """
+        if row_kernels_apply(hidden):
+            constants = self.limit, self.alpha, self.offset
+            return scaled_gated_unit_backward(grad, hidden, probs, *constants)
+        gate, linear = hidden.chunk(2, dim=1)
+        product = self.product(gate, linear)
+        out = scaled(product, probs)
+        grad_probs = product.mul_(grad).sum(1)
+        grad_hidden = torch.empty_like(hidden)
+        self.backward(scaled(grad, probs), gate, linear, grad_hidden.chunk(2, dim=1))
+        return out, grad_hidden, grad_probs
+
+
+def scaled(rows: Tensor, probs: Tensor) -> Tensor:
+    """Times each row's probability, in ``rows``' dtype; multiplied in the wider of the two, as
+    Megatron does. Without gradient."""
+    # ``out``: no second kernel that converts the product
+    return torch.mul(rows, probs[:, None], out=torch.empty_like(rows))
+
 
 @dataclass(frozen=True)
-class SwiGLU:
+class SwiGLU(GatedUnit):
     """``silu(gate) * linear`` (Shazeer, arXiv:2002.05202)."""
+
+    limit = math.inf
+    alpha = 1.0
+    offset = 0.0
 
     def product(self, gate: Tensor, linear: Tensor) -> Tensor:
         return torch.nn.functional.silu(gate).mul_(linear)
@@ -39,9 +85,8 @@ class SwiGLU:
 
 
 @dataclass(frozen=True)
-class ClampedGLU:
-    """``g sigmoid(alpha g) (l + offset)`` with ``g = min(gate, limit)`` and ``l = clamp(linear,
-    -limit, limit)``: gpt-oss (transformers ``modeling_gpt_oss.py``)."""
+class ClampedGLU(GatedUnit):
+    """With a finite limit: gpt-oss (transformers ``modeling_gpt_oss.py``)."""
 
     limit: float
     alpha: float = 1.702

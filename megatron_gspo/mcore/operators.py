@@ -22,7 +22,7 @@ from megatron_gspo.mcore.expert_products import (
     GroupedProducts,
     LoopedProducts,
 )
-from megatron_gspo.mcore.gated_units import SWIGLU, GatedUnit
+from megatron_gspo.mcore.gated_units import SWIGLU, GatedUnit, scaled
 from megatron_gspo.parallel.autograd_context import AutogradContext
 
 T = TypeVar("T")
@@ -345,14 +345,14 @@ class _GatedExperts(torch.autograd.Function):
         hidden = _linear(products, x, weights.up, weights.up_adapter)
         if weights.up_bias:
             hidden += products.repeated(weights.up_bias, len(x))
-        scaled = _scaled(unit.product(*hidden.chunk(2, dim=1)), probs)
         ctx.products = products
         ctx.unit = unit
         ctx.structure = structure
         ctx.save_for_backward(x, probs, hidden, *tensors)
-        out = _linear(products, scaled, weights.down, weights.down_adapter)
+        product = unit.scaled_product(hidden, probs)
+        out = _linear(products, product, weights.down, weights.down_adapter)
         if weights.down_bias:
-            out += _scaled(
+            out += scaled(
                 products.repeated(weights.down_bias, len(x)), probs * weights.down_bias_share
             )
         return out
@@ -362,26 +362,23 @@ class _GatedExperts(torch.autograd.Function):
     def backward(ctx: _ExpertsContext, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, probs, hidden, *tensors = ctx.saved_tensors
         products = ctx.products
-        unit = ctx.unit
         grad = grad.contiguous()
         weights = ctx.structure.replaced(tensors)
         wanted = ctx.structure.replaced(ctx.needs_input_grad[-len(tensors) :])
-        gate, linear = hidden.chunk(2, dim=1)
-        product = unit.product(gate, linear)
-        grad_scaled, down = _linear_backward(
-            products, grad, _scaled(product, probs), weights.down, weights.down_adapter, wanted.down
+        grad_product, grad_low = _row_gradient(products, grad, weights.down, weights.down_adapter)
+        product, grad_hidden, grad_probs = ctx.unit.scaled_backward(grad_product, hidden, probs)
+        del grad_product
+        down = _weight_gradients(
+            products, grad, grad_low, product, weights.down_adapter, wanted.down
         )
-        grad_probs = product.mul_(grad_scaled).sum(1)
+        del product
         down_bias: Sequence[Tensor] = ()
         if weights.down_bias:
             share = weights.down_bias_share
             grad_probs += (grad * products.repeated(weights.down_bias, len(x))).sum(1) * share
-            down_bias = products.sums(_scaled(grad, probs))
-        grad_hidden = torch.empty_like(hidden)
-        unit.backward(_scaled(grad_scaled, probs), gate, linear, grad_hidden.chunk(2, dim=1))
-        grad_x, up = _linear_backward(
-            products, grad_hidden, x, weights.up, weights.up_adapter, wanted.up
-        )
+            down_bias = products.sums(scaled(grad, probs))
+        grad_x, grad_low = _row_gradient(products, grad_hidden, weights.up, weights.up_adapter)
+        up = _weight_gradients(products, grad_hidden, grad_low, x, weights.up_adapter, wanted.up)
         up_bias = products.sums(grad_hidden) if weights.up_bias else ()
         gradients: ExpertWeights[Tensor | None] = ExpertWeights(
             up=up.weight,
@@ -415,32 +412,38 @@ def _linear(
     return out
 
 
-def _linear_backward(
+def _row_gradient(
     products: ExpertProducts,
     grad: Tensor,
-    x: Tensor,
     weight: Sequence[Tensor],
     adapter: LowRank[Tensor] | None,
-    wanted: Sequence[bool],
-) -> tuple[Tensor, _LinearGradients]:
-    """The gradient of ``x``, and those of what is trained. wanted: whether the weights' are."""
-    grad_weight: Sequence[Tensor | None] = [None] * len(weight)
-    if any(wanted):
-        grad_weight = products.weight_gradients(grad, x)
+) -> tuple[Tensor, Tensor | None]:
+    """The gradient of the rows of ``_linear``, and that of what they make with ``adapter.a``."""
     grad_x = products.rows_by_weights(grad, weight, transpose=False)
     if adapter is None:
-        return grad_x, _LinearGradients(grad_weight, None)
-    low = products.rows_by_weights(x, adapter.a, transpose=True)
+        return grad_x, None
     grad_low = products.rows_by_weights(grad, adapter.b, transpose=False)
     grad_x += products.rows_by_weights(grad_low, adapter.a, transpose=False)
+    return grad_x, grad_low
+
+
+def _weight_gradients(
+    products: ExpertProducts,
+    grad: Tensor,
+    grad_low: Tensor | None,
+    x: Tensor,
+    adapter: LowRank[Tensor] | None,
+    wanted: Sequence[bool],
+) -> _LinearGradients:
+    """The gradients of what ``_linear`` multiplies ``x`` with. grad_low: of ``_row_gradient``;
+    wanted: whether the weights are trained."""
+    weight: Sequence[Tensor | None] = [None] * len(wanted)
+    if any(wanted):
+        weight = products.weight_gradients(grad, x)
+    if adapter is None or grad_low is None:
+        return _LinearGradients(weight, None)
+    low = products.rows_by_weights(x, adapter.a, transpose=True)
     low_rank_gradients: LowRank[Tensor | None] = LowRank(
         a=products.weight_gradients(grad_low, x), b=products.weight_gradients(grad, low)
     )
-    return grad_x, _LinearGradients(grad_weight, low_rank_gradients)
-
-
-def _scaled(rows: Tensor, probs: Tensor) -> Tensor:
-    """Times each row's probability, in ``rows``' dtype; multiplied in the wider of the two, as
-    Megatron does. Without gradient."""
-    # ``out``: no second kernel that converts the product
-    return torch.mul(rows, probs[:, None], out=torch.empty_like(rows))
+    return _LinearGradients(weight, low_rank_gradients)

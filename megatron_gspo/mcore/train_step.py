@@ -126,6 +126,7 @@ def compute_log_probs(
         vocab_size=policy.shape.vocab_size,
         with_entropy=with_entropy,
         routing=routes,
+        chunk_bytes=training.log_prob_bytes,
     )
     policy.memory.restore_weights()
     with torch.no_grad(), policy.active_adapters():
@@ -194,7 +195,14 @@ def train_mini_batch(
         carried.remove("rollout_log_probs")
     batches = pack_mini_batch(policy, batch, training, optional=carried, routing=routing, plan=plan)
     routes = mini_batch_routes(policy, batches, routing)
-    outputs = forward_backward(policy, objective, batches, temperature=temperature, routing=routes)
+    outputs = forward_backward(
+        policy,
+        objective,
+        batches,
+        temperature=temperature,
+        routing=routes,
+        chunk_bytes=training.log_prob_bytes,
+    )
     metrics = optimizer_step(policy)
     metrics |= finish_metrics(summed_metrics([output["metrics"] for output in outputs], policy))
     log_probs = values_of_replica(
@@ -236,9 +244,10 @@ def forward_backward(
     *,
     temperature: float,
     routing: Sequence[MicroBatchRoutes] | None = None,
+    chunk_bytes: int | None = None,
 ) -> list[PolicyLossOutput]:
     """Zero the gradients, run the schedule and reduce the gradients; returns the last stage's
-    output per micro-batch.
+    output per micro-batch. ``chunk_bytes``: of ``LogProbOptions``.
 
     Raises ``RoutingError`` where a router did not use its routes exactly once.
     """
@@ -250,6 +259,7 @@ def forward_backward(
         vocab_size=policy.shape.vocab_size,
         groups=policy.groups,
         routing=routing,
+        chunk_bytes=chunk_bytes,
     )
     outputs = run_schedule(policy, step, batches, forward_only=False)
     for micro_batch in routing or ():

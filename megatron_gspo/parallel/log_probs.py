@@ -361,7 +361,15 @@ def _row_factors(
     )
     label = None if grad_log_probs is None else grad_log_probs * scale
     if grad_entropy is None or entropy is None:
-        return RowFactors(saved.maximum, saved.tile_probabilities, None, constant, label)
-    slope = grad_entropy * -scale
-    constant = constant + slope * (entropy - saved.log_total)
-    return RowFactors(saved.maximum, saved.tile_probabilities, slope, constant, label)
+        slope = None
+    else:
+        slope = grad_entropy * -scale
+        constant = constant + slope * (entropy - saved.log_total)
+    return RowFactors(
+        maximum=saved.maximum,
+        log_total=saved.log_total,
+        tile_probabilities=saved.tile_probabilities,
+        slope=slope,
+        constant=constant,
+        label=label,
+    )

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_gspo.kernels import row_kernels_apply
+from megatron_gspo.kernels.operators import logit_gradient, logit_statistics
+
 TILE = {"cpu": (1024, 384), "cuda": (8192, 8192)}
 """Preferred (tokens, vocabulary) of a tile: one that fits in a CPU core's cache, one that fills a
 GPU. On a CPU the width is not a power of two, because rows on the same cache lines slow the weight
@@ -36,6 +39,7 @@ class RowFactors:
     """
 
     maximum: Tensor  # m
+    log_total: Tensor  # log sum exp(x - m) over the whole vocabulary
     # [tiles, T], the probability of each of the rank's tiles of the vocabulary.
     tile_probabilities: Tensor
     slope: Tensor | None  # None: no gradient comes through the entropy
@@ -46,11 +50,19 @@ class RowFactors:
         """Those of tokens [start, end), as columns [t, 1]; tile_probabilities as [tiles, t, 1]."""
         return RowFactors(
             maximum=self.maximum[start:end, None],
+            log_total=self.log_total[start:end, None],
             tile_probabilities=self.tile_probabilities[:, start:end, None],
             slope=None if self.slope is None else self.slope[start:end, None],
             constant=self.constant[start:end, None],
             label=None if self.label is None else self.label[start:end, None],
         )
+
+    def packed(self) -> Tensor:
+        """[5, T]: m, log_total, slope, constant and label; 0 in place of None."""
+        nothing = torch.zeros_like(self.maximum)
+        slope = nothing if self.slope is None else self.slope
+        label = nothing if self.label is None else self.label
+        return torch.stack((self.maximum, self.log_total, slope, self.constant, label))
 
 
 def tile_elements(tokens: int, vocabulary: int, width: int) -> int:
@@ -173,6 +185,8 @@ def local_gradients(
         grad_weight[tiling.rows if tokens else 0 :].zero_()
     scratch = _Scratch.of(hidden, tiling, 1 if factors.slope is None else 2)
     positions = _label_positions(labels, tiling)
+    packed = factors.packed() if row_kernels_apply(scratch.buffers[0]) else None
+    local_labels = labels - tiling.first
     chunks = [
         (
             t0,
@@ -195,10 +209,15 @@ def local_gradients(
             logits = buffers[0] if kept is None else _kept_tile(kept, tokens, t0, t1, v0, v1)
             if kept is None:
                 _logits(chunk_hidden, rows.t(), tiling.scale, logits)
-            grad_logits = _grad_logits(
-                logits, chunk_positions.in_tile(i, v1 - v0), chunk_factors, i, buffers
-            )
-            grad_logits = grad_logits.to(hidden.dtype)
+            if packed is not None:
+                grad_logits = logit_gradient(
+                    logits, local_labels[t0:t1], v0, packed[:, t0:t1], hidden.dtype
+                )
+            else:
+                grad_logits = _grad_logits(
+                    logits, chunk_positions.in_tile(i, v1 - v0), chunk_factors, i, buffers
+                )
+                grad_logits = grad_logits.to(hidden.dtype)
             if grad_rows is not None:
                 _add_product(grad_rows, grad_logits.t(), chunk_hidden, first=t0 == 0)
             if chunk_grad is not None:
@@ -308,6 +327,9 @@ def _label_positions(labels: Tensor, tiling: Tiling) -> _LabelPositions:
 def _summarize(stats: Tensor, logits: Tensor, scratch: list[Tensor]) -> None:
     """Write the statistics of a tile of logits into ``stats`` [2 or 3, t]: maximum m, 1 / sum exp(x
     - m) and sum p (x - m), with p the softmax of the tile. Overwrites scratch."""
+    if row_kernels_apply(logits):
+        logit_statistics(logits, stats)
+        return
     maximum = torch.amax(logits, 1, out=stats[0])
     softmax = torch.softmax(logits, 1, out=scratch[-1])
     torch.amax(softmax, 1, out=stats[1])

@@ -5,8 +5,11 @@ unchanged.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,6 +19,7 @@ from megatron_gspo.algorithms import Objective, preset
 from megatron_gspo.config import ParallelConfig
 from megatron_gspo.data.sample import Sample
 from megatron_gspo.data.training_batch import TrainingBatch
+from megatron_gspo.mcore import forward_step
 from megatron_gspo.mcore.policy import Policy, build_policy
 from megatron_gspo.mcore.train_step import (
     compute_log_probs,
@@ -33,7 +37,7 @@ from tests.support.parallel_groups import groups_of
 from tests.support.tiny_models import save_tiny_model
 
 LAYOUTS = {"data": parallel(), "pipeline": parallel(pipeline=2)}
-CUT = micro_batches_of(40)
+CUT = replace(micro_batches_of(40), log_prob_memory_gib=2**-20)
 GRPO = preset("grpo")
 
 
@@ -85,7 +89,8 @@ def both_passes(rank: int, world_size: int, path: str, layout: ParallelConfig) -
     policy = policy_of(path, layout)
     samples = make_samples(count=6)
     weights_before, gradients_before = weights(policy), gradients(policy)
-    scored = compute_log_probs(policy, TrainingBatch.of(samples), CUT, temperature=1.0)
+    with head_budgets() as scoring_budgets:
+        scored = compute_log_probs(policy, TrainingBatch.of(samples), CUT, temperature=1.0)
     observed: dict[str, Any] = {
         "unasked": [scored.entropy, scored.routing],
         "unchanged": (
@@ -101,7 +106,10 @@ def both_passes(rank: int, world_size: int, path: str, layout: ParallelConfig) -
 
     observed["gradients"] = [backward(policy, samples, GRPO) for _ in range(2)]
     policy.config.timers = Clock()
-    trained = train_mini_batch(policy, TrainingBatch.of(samples), GRPO, CUT, temperature=1.0)
+    with head_budgets() as training_budgets:
+        trained = train_mini_batch(policy, TrainingBatch.of(samples), GRPO, CUT, temperature=1.0)
+    observed["budgets"] = [set(scoring_budgets), set(training_budgets)]
+    observed["last stage"] = policy.groups.is_last_stage
     observed["calls"] = policy.config.timers.calls
     observed["unasked"].append(trained.routing)
     observed["carried"] = [
@@ -122,6 +130,20 @@ def missing_old_log_probs(policy: Policy, samples: list[Sample]) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+@contextmanager
+def head_budgets() -> Iterator[list[int | None]]:
+    """The bytes that each call of the head may take for tiles."""
+    budgets: list[int | None] = []
+    head = forward_step.log_probs_from_hidden
+
+    def watched(hidden: Any, weight: Any, labels: Any, options: Any, **kwargs: Any) -> Any:
+        budgets.append(options.chunk_bytes)
+        return head(hidden, weight, labels, options, **kwargs)
+
+    with mock.patch.object(forward_step, "log_probs_from_hidden", watched):
+        yield budgets
 
 
 def shares(rank: int) -> list[dict[str, torch.Tensor]]:
@@ -159,6 +181,12 @@ def test_entropy_and_routes_are_returned_on_request_only(ranks):
 def test_log_probs_leave_weights_and_gradients_unchanged_and_a_step_does_not(ranks):
     for name, observed in each(ranks):
         assert observed["unchanged"] and observed["moved"], name
+
+
+def test_both_passes_give_the_head_the_memory_of_the_config(ranks):
+    for name, observed in each(ranks):
+        expected = {1024} if observed["last stage"] else set()
+        assert observed["budgets"] == [expected, expected], name
 
 
 def test_a_step_starts_from_zero_gradients(ranks):

@@ -3,10 +3,12 @@ CPU.
 """
 
 import dataclasses
+import os
 from collections import Counter
 from typing import Any
 from unittest import mock
 
+from megatron_gspo.kernels import SWITCH
 from megatron_gspo.tools.rehearse.records import RankRecord
 
 from .on_fake_gpu import on_fake_gpu
@@ -47,6 +49,7 @@ def check(**layout: Any) -> None:
             fake_cuda(gpu.host),
             shared_operations(),
             mock.patch("megatron_gspo.tools.rehearse.fake_device.fused_functions._FUNCTIONS", {}),
+            mock.patch.dict(os.environ, {SWITCH: "0"}),
         ):
             from megatron_gspo.tools.rehearse.rehearse_rank import rehearse_rank
 

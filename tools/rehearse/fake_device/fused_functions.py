@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_gspo import kernels
 from megatron_gspo.tools.rehearse.host_log import HostLog
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -25,14 +26,17 @@ _LARGEST_HEAD = 256  # of the flash kernel
 @contextlib.contextmanager
 def fused_functions(host: HostLog) -> Iterator[None]:
     """Within the context the functions of ``_FUNCTIONS`` call their GPU kernel for device
-    tensors.
+    tensors, and the kernels of ``megatron_gspo/kernels`` are chosen unless they are off.
     """
     before = {name: getattr(F, name) for name in _FUNCTIONS}
+    can_compile = kernels.can_compile
     for name, make in _FUNCTIONS.items():
         setattr(F, name, make(before[name], host))
+    kernels.can_compile = kernels.are_on  # type: ignore[assignment]
     try:
         yield
     finally:
+        kernels.can_compile = can_compile
         for name, function in before.items():
             setattr(F, name, function)
 

@@ -3,6 +3,13 @@
 import torch
 import torch.nn.functional as F
 
+from megatron_gspo.kernels import row_kernels_apply
+from megatron_gspo.kernels.operators import (
+    logit_gradient,
+    logit_statistics,
+    scaled_gated_unit,
+    scaled_gated_unit_backward,
+)
 from megatron_gspo.tools.rehearse.fake_device.fused_functions import fused_functions
 from megatron_gspo.tools.rehearse.fake_gpu import FakeGpu
 
@@ -45,6 +52,31 @@ def test_attention_saves_no_scores() -> None:
         assert saved_bytes(gpu, before) < 1.1 * (4 * 4096 * 64 * 2 + 4 * 4096 * 4)
         out.sum().backward()
         assert key.grad.shape == key.shape
+    assert not gpu.host.findings
+
+
+@on_fake_gpu
+def test_kernels_over_rows_are_called_as_on_a_gpu() -> None:
+    with FakeGpu() as gpu, fused_functions(gpu.host):
+        hidden = torch.randn(16, 64, device="cuda", dtype=torch.bfloat16)
+        probs = torch.rand(16, device="cuda")
+        grad = torch.randn(16, 32, device="cuda", dtype=torch.bfloat16)
+        assert row_kernels_apply(hidden)
+        unit = (float("inf"), 1.0, 0.0)
+        before = gpu.memory.total
+        out = scaled_gated_unit(hidden, probs, *unit)
+        assert saved_bytes(gpu, before) == 16 * 32 * 2
+        gradients = scaled_gated_unit_backward(grad, hidden, probs, *unit)
+        assert saved_bytes(gpu, before) == 16 * (2 * 32 * 2 + 64 * 2 + 4)
+        assert [x.shape for x in gradients] == [out.shape, hidden.shape, probs.shape]
+        logits = torch.randn(16, 64, device="cuda")
+        labels = torch.zeros(16, dtype=torch.int64, device="cuda")
+        statistics = torch.empty(3, 16, device="cuda")
+        factors = torch.empty(5, 16, device="cuda")
+        before = gpu.memory.total
+        logit_statistics(logits, statistics)
+        gradient = logit_gradient(logits, labels, 0, factors, torch.bfloat16)
+        assert saved_bytes(gpu, before) == gradient.numel() * 2
     assert not gpu.host.findings
 
 

@@ -1,0 +1,100 @@
+"""The kernels as operators of torch: what they take and return, their shapes, their gradients.
+
+The files of the kernels are imported by the first call, which needs a GPU and Triton. A fake
+implementation is enough for a rehearsal.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@torch.library.custom_op("megatron_gspo::scaled_gated_unit", mutates_args=())
+def scaled_gated_unit(
+    hidden: Tensor, probs: Tensor, limit: float, alpha: float, offset: float
+) -> Tensor:
+    """A gated unit times each row's probability, [n, f]: see ``gated_unit.py``.
+
+    ``hidden`` [n, 2 f], the gate before what it is multiplied with; ``probs`` [n].
+    """
+    from megatron_gspo.kernels import gated_unit
+
+    return gated_unit.scaled_product(hidden, probs, limit, alpha, offset)
+
+
+@scaled_gated_unit.register_fake
+def _(hidden: Tensor, probs: Tensor, limit: float, alpha: float, offset: float) -> Tensor:
+    return hidden.new_empty(hidden.shape[0], hidden.shape[1] // 2)
+
+
+@torch.library.custom_op("megatron_gspo::scaled_gated_unit_backward", mutates_args=())
+def scaled_gated_unit_backward(
+    grad: Tensor, hidden: Tensor, probs: Tensor, limit: float, alpha: float, offset: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The output again, [n, f], and the gradients of ``hidden`` [n, 2 f] and, in float32,
+    ``probs`` [n], for that of the output, ``grad`` [n, f].
+    """
+    from megatron_gspo.kernels import gated_unit
+
+    return gated_unit.scaled_product_backward(grad, hidden, probs, limit, alpha, offset)
+
+
+@scaled_gated_unit_backward.register_fake
+def _(
+    grad: Tensor, hidden: Tensor, probs: Tensor, limit: float, alpha: float, offset: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        torch.empty_like(grad),
+        torch.empty_like(hidden),
+        torch.empty_like(probs, dtype=torch.float32),
+    )
+
+
+def _save_gated_unit(
+    ctx: Any, inputs: tuple[Tensor, Tensor, float, float, float], output: Tensor
+) -> None:
+    hidden, probs, *constants = inputs
+    ctx.save_for_backward(hidden, probs)
+    ctx.constants = constants
+
+
+def _gated_unit_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    hidden, probs = ctx.saved_tensors
+    _, grad_hidden, grad_probs = scaled_gated_unit_backward(grad, hidden, probs, *ctx.constants)
+    return grad_hidden, grad_probs.to(probs.dtype), None, None, None
+
+
+scaled_gated_unit.register_autograd(_gated_unit_gradients, setup_context=_save_gated_unit)
+
+
+@torch.library.custom_op("megatron_gspo::logit_statistics", mutates_args={"statistics"})
+def logit_statistics(logits: Tensor, statistics: Tensor) -> None:
+    """Write statistics of each row of ``logits`` [t, v] to ``statistics`` [2 or 3, t]: see
+    ``logit_statistics.py``.
+    """
+    from megatron_gspo.kernels import logit_statistics as kernel
+
+    kernel.logit_statistics(logits, statistics)
+
+
+@logit_statistics.register_fake
+def _(logits: Tensor, statistics: Tensor) -> None:
+    pass
+
+
+@torch.library.custom_op("megatron_gspo::logit_gradient", mutates_args=())
+def logit_gradient(
+    logits: Tensor, labels: Tensor, first: int, factors: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """The gradient of ``logits`` [t, v] in ``dtype``: see ``logit_gradient.py``. Without a gradient
+    of its own.
+    """
+    from megatron_gspo.kernels import logit_gradient as kernel
+
+    return kernel.logit_gradient(logits, labels, first, factors, dtype)
+
+
+@logit_gradient.register_fake
+def _(logits: Tensor, labels: Tensor, first: int, factors: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(logits, dtype=dtype)

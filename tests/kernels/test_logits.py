@@ -1,0 +1,120 @@
+"""The kernels of the log-prob head against float64, over rows that don't fill their tiles."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_gspo.kernels.operators import logit_gradient, logit_statistics
+from megatron_gspo.parallel import LogProbOptions, log_probs_from_hidden, vocabulary_tiles
+from megatron_gspo.parallel.vocabulary_tiles import _summarize
+from tests.kernels.errors import assert_near, check_operator
+
+# a logit, widths below, of and above a tile, and the vocabulary of Qwen3
+SHAPES = [(1, 1), (3, 7), (2, 2048), (5, 2049), (1, 151_936)]
+SCALE = 5.0  # of the logits: differences of 40 within a row
+
+
+def draw(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("shift", [0.0, 10_000.0, -10_000.0])
+@pytest.mark.parametrize("rows, width", SHAPES)
+def test_statistics(rows, width, shift):
+    logits = SCALE * draw(rows, width, seed=0) + shift
+    exact = logits.double()
+    maximum = exact.amax(1)
+    difference = exact - maximum[:, None]
+    terms = difference.exp()
+    total = terms.sum(1)
+    for count in (2, 3):
+        # rows of a larger tensor, as the caller has them
+        statistics = torch.full((count, 4, rows), math.nan)[:, 1]
+        logit_statistics(logits, statistics)
+        assert torch.equal(statistics[0].double(), maximum)
+        assert_near(statistics[1], 1 / total, torch.float32)
+        if count == 3:
+            assert_near(statistics[2], (terms * difference).sum(1) / total, torch.float32)
+
+
+def test_statistics_are_those_of_the_torch_form():
+    logits = SCALE * draw(6, 300, seed=0)
+    ours = torch.empty(3, 6)
+    logit_statistics(logits, ours)
+    composite = torch.empty(3, 6)
+    _summarize(composite, logits.clone(), [torch.empty(6, 300), torch.empty(6, 300)])
+    assert torch.allclose(ours, composite, rtol=1e-5, atol=1e-6)
+
+
+def test_what_is_not_a_number_is_in_the_statistics():
+    logits = draw(3, 50, seed=0)
+    logits[1, 7] = math.nan
+    statistics = torch.empty(3, 3)
+    logit_statistics(logits, statistics)
+    assert statistics[1:].isnan().any(0).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rows, width", SHAPES)
+def test_gradient(rows, width, dtype):
+    """The columns are those from 11 on; labels are before, in and behind them."""
+    first = 11
+    logits = SCALE * draw(rows, width, seed=0)
+    labels = torch.tensor([first + width // 2, 3, first + width, first, 2 * width + first])[:rows]
+    maximum = logits.amax(1)
+    log_total = (logits - maximum[:, None]).logsumexp(1)
+    slope, constant, of_label = draw(3, rows, seed=1)
+    factors = torch.stack((maximum, log_total, slope, constant, of_label))
+    difference = logits.double() - maximum.double()[:, None]
+    expected = (difference - log_total.double()[:, None]).exp()
+    expected *= slope.double()[:, None] * difference + constant.double()[:, None]
+    for row, label in enumerate((labels - first).tolist()):
+        if 0 <= label < width:
+            expected[row, label] += of_label[row].double()
+    wide = torch.full((5, rows + 3), math.nan)
+    wide[:, 2 : 2 + rows] = factors
+    actual = logit_gradient(logits, labels, first, wide[:, 2 : 2 + rows], dtype)
+    assert actual.dtype == dtype
+    assert_near(actual, expected, dtype)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_the_head_with_kernels_is_the_head_without(monkeypatch, kept):
+    """Values and gradients of log-probs and entropies, in tiles and with a temperature."""
+    hidden = draw(13, 16, seed=0)
+    weight = draw(70, 16, seed=1)
+    labels = torch.randint(67, (13,), generator=torch.Generator().manual_seed(2))
+    budget = 2**20 if kept else 2**12
+    options = LogProbOptions(0.7, vocab_size=67, with_entropy=True, chunk_bytes=budget)
+    factors = draw(2, 13, seed=3)
+
+    def run() -> list[Tensor]:
+        leaves = [tensor.clone().requires_grad_() for tensor in (hidden, weight)]
+        log_probs, entropy = log_probs_from_hidden(*leaves, labels, options)
+        loss = (factors[0] * log_probs).sum() + (factors[1] * entropy).sum()
+        return [log_probs, entropy, *torch.autograd.grad(loss, leaves)]
+
+    composite = run()
+    monkeypatch.setattr(vocabulary_tiles, "row_kernels_apply", lambda x: True)
+    for ours, expected in zip(run(), composite, strict=True):
+        assert torch.allclose(ours, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_no_rows():
+    statistics = torch.empty(2, 0)
+    logit_statistics(torch.empty(0, 5), statistics)
+    labels = torch.empty(0, dtype=torch.int64)
+    gradient = logit_gradient(torch.empty(0, 5), labels, 0, torch.empty(5, 0), torch.bfloat16)
+    assert gradient.shape == (0, 5)
+
+
+def test_shapes_of_the_operators():
+    logits = draw(3, 8, seed=0)
+    check_operator(logit_statistics, (logits, torch.zeros(3, 3)))
+    labels = torch.tensor([0, 9, 3])
+    arguments = (logits, labels, 2, draw(5, 3, seed=1), torch.bfloat16)
+    check_operator(logit_gradient, arguments)
