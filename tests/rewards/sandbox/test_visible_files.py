@@ -1,11 +1,12 @@
 """A run whose files the programs of its model could read is refused."""
 
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
-from megatron_gspo.config import ConfigError
+from megatron_gspo.config import ConfigError, DataConfig, SourceConfig
 from megatron_gspo.config.code_section import CodeConfig
 from megatron_gspo.rewards.sandbox import visible_files
 from megatron_gspo.rewards.sandbox.isolation import Interpreter
@@ -60,21 +61,24 @@ def test_others_are_not(visible, tmp_path, monkeypatch):
     )
 
 
-def test_a_run_names_the_key(visible, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["", "maths"])
+def test_a_run_names_the_key(visible, tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
-    data = SimpleNamespace(
-        prompts=None,
-        eval_prompts=f"{visible}/held_out.jsonl",
-        resolved_verifier="code",
-        code=CodeConfig(),
-    )
-    config = SimpleNamespace(data=data, model=SimpleNamespace(path="model"), run_dir="run")
+    files = {"eval_prompts": f"{visible}/held_out.jsonl", "verifier": "code"}
+    data = DataConfig(**files)
+    if name:
+        words = SourceConfig(name="words", prompts="words.jsonl")
+        data = DataConfig(sources=(words, SourceConfig(name=name, **files)))
+    section = f"data.sources.{name}" if name else "data"
+
+    def config(data: DataConfig) -> SimpleNamespace:
+        return SimpleNamespace(data=data, model=SimpleNamespace(path="model"), run_dir="run")
+
     with pytest.raises(
-        ConfigError, match="data.eval_prompts = .* can read .*lib, and this with it"
+        ConfigError, match=f"{section}.eval_prompts = .* can read .*lib, and this with it"
     ):
-        refuse_visible_run(config)
-    data.resolved_verifier = "exact_match"
-    refuse_visible_run(config)
+        refuse_visible_run(config(data))
+    refuse_visible_run(config(replace(data, verifier="exact_match", sources=())))
 
 
 @pytest.mark.skipif(not os.path.isdir("/usr/lib/python3"), reason="not Debian")
