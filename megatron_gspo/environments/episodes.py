@@ -55,7 +55,7 @@ class Environments(Protocol):
 class TextRendering:
     """`Rendering` of texts as they are, behind a tokenised prompt."""
 
-    end_ids = ()
+    end_ids: tuple[int, ...] = ()
 
     def __init__(self, prompt: np.ndarray, encode: Encode, decode: Decode) -> None:
         """prompt: [P] int64."""
