@@ -43,10 +43,10 @@ class AgentsConfig:
     """Tokens of all branches of a run; null is what a micro-batch holds."""
     thinking: Literal["template", "keep"] = "template"
     """Whether earlier reasoning leaves the prompt as the chat template says, which begins a new
-    branch, or stays."""
+    branch, or stays; also for environments with tools."""
     renderer: str | None = None
     """Renderer of the package `renderers` for the model's messages, e.g. qwen3; null is the
-    tokenizer's chat template."""
+    tokenizer's chat template. Also for environments with tools."""
     listen: str = "127.0.0.1"
     """Address of the endpoint. Agents on other machines need another one than the loopback."""
 

@@ -85,7 +85,7 @@ class RolloutConfig(SamplingParams):
     """Keep the trainer's state in host memory during generation; null is on with `colocated`
     servers."""
     environment: UserPath | None = None
-    """Import path of a multi-turn environment (docs/multi_turn.md), in place of the verifier."""
+    """Import path of a multi-turn environment (docs/agents.md), in place of the verifier."""
     environment_options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the environment."""
     max_turns: Annotated[int, Ge(1)] = 8
