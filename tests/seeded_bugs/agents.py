@@ -41,6 +41,13 @@ AGENTS = (
         test="tests/agents/test_endpoint.py::test_key_of_an_ended_run_of_another_none",
     ),
     SeededBug(
+        name="a runner that has lost its run goes on with it",
+        file="megatron_gspo/agents/players.py",
+        before="endpoint.end_run(run)",
+        after="pass",
+        test="tests/agents/test_runners.py::test_a_dead_runner_loses_its_run",
+    ),
+    SeededBug(
         name="what a run has earned is of every reply",
         file="megatron_gspo/agents/run_samples.py",
         before="turns[-1] = replace(turns[-1], reward=turns[-1].reward + rest)",

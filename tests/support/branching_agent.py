@@ -1,4 +1,5 @@
-"""Agents for tests, as functions: one whose history branches, and one that fails."""
+"""Agents for tests, as functions: one whose history branches, one of a single call, and one that
+fails."""
 
 from __future__ import annotations
 
@@ -19,6 +20,12 @@ def branching(task: AgentTask) -> float:
         rewards.append(len(answer["content"]) / 12)
     chat(task, [{"role": "user", "content": task.prompt[::-1]}])
     return sum(rewards)
+
+
+def single(task: AgentTask) -> float:
+    """One call. The reward is the number of the sample."""
+    chat(task, [{"role": "user", "content": task.prompt}])
+    return float(task.sample)
 
 
 def failing(task: AgentTask) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ import torch
 from megatron_gspo.config import Config
 from megatron_gspo.data.sample import Sample
 from tests.support.distributed import run_distributed
+from tests.support.sglang_generator import Generator
 from tests.support.training_runs import (
     base_config,
+    check_ledger,
     exported,
     first_step,
     launch,
@@ -161,3 +164,43 @@ def test_agents_that_always_fail_end_the_run(model: str, tmp_path: Path) -> None
     assert not done.finished
     assert "the agent failed on all 8 responses of a batch" in done.log
     assert "error: the agent made no call (exit code 1: no such tool)" in done.log
+
+
+def test_all_servers_are_gone(model: str, tmp_path: Path) -> None:
+    """In the second step. Calls wait for `recovery_timeout`; the run saves, ends with one line, and
+    resumes when a server is back."""
+    with Generator() as server:
+
+        def go_away(answer: dict[str, Any]) -> dict[str, Any]:
+            if len(server.bodies) > 20:
+                server.refuses.add("")
+            return answer
+
+        server.always = go_away
+        config = agent_config(
+            model,
+            tmp_path / "run",
+            rollout={"engine": "sglang"},
+            sglang={
+                "urls": [server.url],
+                "weight_transport": "tensor",
+                "log_prob_check_at_start": False,
+                "recovery_timeout": 3.0,
+            },
+            agents={"function": f"{AGENTS}:single", "env": ENV},
+            evaluation={"at_start": False, "at_end": False},
+        )
+        done = launch(config, check=False)
+        assert done.codes == [1]
+        [line] = [line for line in done.log.splitlines() if line.startswith("error: ")]
+        checkpoint = tmp_path / "run" / "checkpoints" / "step_000001"
+        assert re.match("error: no server has answered for 3 s: ", line), line
+        assert str(checkpoint) in line and "start again" in line and checkpoint.is_dir()
+        assert "Traceback" not in done.log
+        assert len(records(config["run_dir"])) == 1
+        server.always = None
+        server.refuses.clear()
+        again = launch(config)
+    assert f"resumed from {checkpoint}: step" in again.log
+    check_ledger(tmp_path / "run", batch=4, n=4, staleness=0)
+    assert [row["step"] for row in records(config["run_dir"])] == [1, 2, 3]
