@@ -136,13 +136,21 @@ class _Server:
         """A run that begins."""
         ours, theirs = socket.socketpair()
         with theirs, contextlib.suppress(ConnectionError):  # it has died: the run ends so
-            socket.send_fds(self._control, [b"r"], [theirs.fileno()])
+            await self._send(theirs)
         reader, writer = await asyncio.open_connection(sock=ours)
         program = _ForkedProgram(reader, writer, Path(run.output), self._output)
         with contextlib.suppress(ConnectionError):
             writer.write(run.to_line())
             await writer.drain()
         return program
+
+    async def _send(self, connection: socket.socket) -> None:
+        while True:
+            try:
+                socket.send_fds(self._control, [b"r"], [connection.fileno()])
+                return
+            except BlockingIOError:  # it has yet to begin hundreds of runs
+                await asyncio.sleep(0.01)
 
     def kill(self) -> None:
         """End it; the keepers end its runs."""

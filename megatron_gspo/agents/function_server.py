@@ -78,7 +78,11 @@ def next_run(control: socket.socket) -> FunctionRun | None:
                     return None
                 connection = socket.socket(fileno=descriptors[0])
                 with connection.makefile("rb") as lines:
-                    request = FunctionRun(**json.loads(lines.readline()))
+                    line = lines.readline()
+                if not line:  # the run was cancelled
+                    connection.close()
+                    continue
+                request = FunctionRun(**json.loads(line))
                 keeper_pid = os.fork()
                 if keeper_pid == 0:
                     selector.close()

@@ -36,8 +36,10 @@ async def agent_of(folder: Path, code: str, env=None, **settings) -> AsyncIterat
         await program.close()
 
 
-async def played(served: Serving, program: FunctionProgram, directory: Path) -> FinishedRun:
-    task = {"prompt": "list", "index": 0, "sample": 0, "seed": 1}
+async def played(
+    served: Serving, program: FunctionProgram, directory: Path, index: int = 0
+) -> FinishedRun:
+    task = {"prompt": "list", "index": index, "sample": 0, "seed": 1}
     return await play(served.endpoint, served.open_run(seed=3), program, directory, task=task)
 
 
@@ -105,14 +107,13 @@ async def daemon_of(file: Path) -> int:
 
 
 @in_event_loop
-async def test_a_run_that_never_ends_is_killed_with_its_daemon(tmp_path: Path) -> None:
-    file = tmp_path / "daemon"
-    code = HANGS.format(file=str(file))
-    limits = {"run_timeout": 5.0, "kill_after": 0.5}
-    async with serving(reply) as served, agent_of(tmp_path, code, **limits) as agent:
-        run = await played(served, agent, tmp_path / "run")
-        assert run.exit.timed_out and math.isnan(run.outcome.reward)
-        assert not psutil.pid_exists(int(file.read_text()))
+async def test_a_run_that_never_ends_is_ended(tmp_path: Path) -> None:
+    code = "import time\ndef run(task):\n    while task.index:\n        time.sleep(600)\n"
+    async with serving(reply) as served, agent_of(tmp_path, code, kill_after=0.5) as agent:
+        assert not (await played(served, agent, tmp_path / "first")).exit.timed_out
+        agent.run_timeout = 0.5
+        run = await played(served, agent, tmp_path / "run", index=1)
+    assert run.exit.timed_out and math.isnan(run.outcome.reward)
 
 
 @in_event_loop
