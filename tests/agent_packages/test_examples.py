@@ -54,7 +54,7 @@ async def played(
         "{task_file}",
     )
     common = {"PYTHONPATH": str(ROOT), "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
-    program = AgentProgram(command, CLIENT_ENV | common | dict(env or {}), run_timeout=270.0)
+    program = AgentProgram(command, CLIENT_ENV | common | dict(env or {}), run_timeout=1100.0)
     rendering = TemplateRendering(TOKENIZER, [TOKENIZER.eos_token_id])
     host = AgentHost(rendering, program, RunLimits(**limits), concurrent_runs=1)
     generator = ScriptedGenerator(TOKENIZER, script)
