@@ -58,10 +58,10 @@ test-all: install
 test-peers: install
 	PEERS=$$($(RUN) benchmarks/peers/environment.py) && OMP_NUM_THREADS=1 PYTHONPATH=. $$PEERS -m tests.peers $(ARGS)
 
-# Agents of real packages, which get an environment of their own, .venv-agents, on the first run.
+# Agents of real packages, which get environments of their own, in .venv-agents, on the first run.
 test-agents: install
 	AGENTS=$$($(RUN) tests/agent_packages/environment.py) && \
-	$(RUN) -m pytest tests/agent_packages --agents-python $$AGENTS $(ARGS)
+	$(RUN) -m pytest tests/agent_packages --agents-environments $$AGENTS $(ARGS)
 
 # Real SGLang servers, from an environment of their own: .venv-sglang, made on the first run. SGLANG=0.5.15.post1 takes
 # the oldest supported version.

@@ -4,6 +4,7 @@ further, at random.
 
 import argparse
 import gc
+from pathlib import Path
 
 from hypothesis import HealthCheck, Phase, settings
 
@@ -30,8 +31,10 @@ def pytest_addoption(parser):
         help="of the layouts in tests/equivalence, run one in so many",
     )
     parser.addoption(
-        "--agents-python",
-        help="interpreter that has agents' packages: runs tests/agent_packages",
+        "--agents-environments",
+        type=Path,
+        metavar="FOLDER",
+        help="environments with agents' packages: runs tests/agent_packages",
     )
     parser.addoption(
         "--last-cases",

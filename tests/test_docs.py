@@ -17,11 +17,10 @@ CITING = [*PAGES, *(ROOT / name for name in OTHER_PAGES)]
 OF_OTHERS = {
     "CONTRIBUTING.md": {"a/b.py", "tests/a/test_b.py"},
     "docs/agent_packages.md": {
+        "AgentGenerationError",
         "MaxTurnsExceeded",
         "ModelBehaviorError",
         "OpenAIChatCompletionsModel",
-        "OpenAIServerModel",
-        "openai_model",
     },
     "docs/algorithms.md": {"V_it", "g_i", "m_it", "rollout_it"},
     "docs/conversion.md": {"--dist-ckpt-strictness"},

@@ -81,6 +81,7 @@ def main() -> None:
     """See the module."""
     name = sys.argv[1]
     file = Path(sys.argv[2])
+    del sys.argv[1:]  # a package that reads the command line finds none of its own there
     task = AgentTask(**json.loads(file.read_text()))
     file.unlink()
     try:

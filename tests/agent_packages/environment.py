@@ -1,39 +1,66 @@
-"""The environment of agents' packages, apart from ours: `.venv-agents`, made on first use.
+"""The environments of agents' packages, apart from ours: `.venv-agents`, made on first use.
 
-python tests/agent_packages/environment.py    # makes it if it's absent and prints its interpreter
+python tests/agent_packages/environment.py    # makes what is absent and prints the folder
+
+Packages that need another Python, or other versions than the main ones, have environments of their
+own within it: each file of `requirements/` is one. uv finds the versions in seconds, where pip
+takes minutes.
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-REQUIREMENTS = Path(__file__).with_name("requirements.txt")
+FOLDER = Path(__file__).resolve().parents[2] / ".venv-agents"
+MAIN, *OTHERS = (
+    Path(__file__).with_name("requirements") / f"{name}.txt"
+    for name in ("main", "harbor", "nemo_gym", "verifiers")
+)
+UV = str(FOLDER / "bin" / "uv")
+PYTHON = "3.12"  # of the others: the oldest of NeMo-Gym and Harbor
 
 
-def agents_python() -> str:
-    """The interpreter of `.venv-agents`, which is made if it's absent or of other requirements.
+def make_environments() -> None:
+    """Make each environment that is absent or of other requirements.
 
     Raises:
-        subprocess.CalledProcessError: pip could not install.
+        subprocess.CalledProcessError: pip or uv could not install.
     """
-    folder = ROOT / ".venv-agents"
-    python = folder / "bin" / "python"
-    stamp = folder / ".installed"
-    made_of = REQUIREMENTS.read_text(encoding="utf-8")
-    if stamp.is_file() and stamp.read_text(encoding="utf-8") == made_of:
-        return str(python)
-    print(f"making {folder}", file=sys.stderr, flush=True)
-    for command in (
-        [sys.executable, "-m", "venv", "--clear", str(folder)],
-        [str(python), "-m", "pip", "install", "-q", "--no-compile", "-r", str(REQUIREMENTS)],
-    ):
-        subprocess.run(command, check=True, stdout=sys.stderr)
-    stamp.write_text(made_of, encoding="utf-8")
-    return str(python)
+    if not is_made(FOLDER, MAIN):
+        run(sys.executable, "-m", "venv", "--clear", str(FOLDER))
+        run(f"{FOLDER}/bin/python", "-m", "pip", "install", "-q", "uv")
+        install(FOLDER, MAIN)
+    for requirements in OTHERS:
+        environment = FOLDER / requirements.stem
+        if not is_made(environment, requirements):
+            run(UV, "venv", "-q", "--clear", "--python", PYTHON, str(environment))
+            install(environment, requirements)
+
+
+def is_made(environment: Path, requirements: Path) -> bool:
+    """Whether the environment has all of the file's packages."""
+    stamp = environment / ".installed"
+    return stamp.is_file() and stamp.read_bytes() == requirements.read_bytes()
+
+
+def install(environment: Path, requirements: Path) -> None:
+    """Install the file's packages."""
+    python = f"{environment}/bin/python"
+    run(UV, "pip", "install", "-q", "--python", python, "-r", str(requirements))
+    (environment / ".installed").write_bytes(requirements.read_bytes())
+
+
+def run(*command: str) -> None:
+    """Run a command to its end. Where pyenv chooses the Python, it chooses PYTHON."""
+    print(*command, file=sys.stderr, flush=True)
+    subprocess.run(
+        command, check=True, stdout=sys.stderr, env=os.environ | {"PYENV_VERSION": PYTHON}
+    )
 
 
 if __name__ == "__main__":
-    print(agents_python())
+    make_environments()
+    print(FOLDER)

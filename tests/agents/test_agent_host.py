@@ -73,9 +73,10 @@ async def test_a_function_is_an_agent(tmp_path: Path) -> None:
     file = tmp_path / "agent.py"
     seen = tmp_path / "seen.json"
     file.write_text(
-        "import dataclasses, json\n"
+        "import dataclasses, json, sys\n"
         "import neighbour\n"
         "async def run(task):\n"
+        "    assert sys.argv[1:] == []\n"
         "    from examples.agents.spell_backward import chat\n"
         "    chat(task, [{'role': 'user', 'content': task.prompt}])\n"
         f"    json.dump(dataclasses.asdict(task), open({str(seen)!r}, 'w'))\n"

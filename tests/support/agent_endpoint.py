@@ -35,7 +35,7 @@ def in_event_loop(test: Callable) -> Callable:
 
     @functools.wraps(test)
     def run(*arguments, **named):
-        asyncio.run(asyncio.wait_for(test(*arguments, **named), 300))
+        asyncio.run(asyncio.wait_for(test(*arguments, **named), 1200))
 
     return run
 
