@@ -15,6 +15,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from megatron_gspo.tools.rehearse.fake_device.library import import_torch_with_fake_device
 
@@ -40,8 +41,8 @@ def rehearsed_ops(sizes: Any, has_varlen: bool) -> dict[str, list[Any]]:
         from megatron_gspo.mcore import attention
         from megatron_gspo.tools.rehearse.fake_world import fake_world
 
-        attention._HAS_VARLEN = has_varlen  # as the torch that was measured
         with (
+            mock.patch.object(attention, "_HAS_VARLEN", has_varlen),  # as the torch of the results
             fused_functions(gpu.host),
             fake_world(0, 1, gpu.collectives),
             torch.autograd.set_multithreading_enabled(False),

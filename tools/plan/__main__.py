@@ -24,6 +24,7 @@ from megatron_gspo.tools.plan.estimate import Estimator, Hardware
 from megatron_gspo.tools.plan.hardware import GIB, GPUS, find_gpu
 from megatron_gspo.tools.plan.layout_search import is_size, search
 from megatron_gspo.tools.plan.layouts import name_of, parse_layout
+from megatron_gspo.tools.rehearse.op_times import LINK_EFFICIENCY
 
 REHEARSED = 3  # layouts
 ABOUT = f"""Rank the parallel layouts of a model on a cluster by a few formulas, and rehearse the {REHEARSED} best: the
@@ -93,7 +94,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--link-efficiency",
         type=float,
-        default=0.7,
+        default=LINK_EFFICIENCY,
         help="share of the bandwidth of NVLink and network that is reached (default: %(default)s)",
     )
     return made
