@@ -25,8 +25,10 @@ import numpy as np
 
 from megatron_gspo.agents.agent_host import AgentHost, RunRequest
 from megatron_gspo.agents.agent_run import RunLimits
+from megatron_gspo.agents.endpoint import AgentEndpoint
 from megatron_gspo.agents.function_program import FunctionProgram
 from megatron_gspo.agents.generation import CallLimits, Generation
+from megatron_gspo.agents.players import ProgramPlayer
 from megatron_gspo.agents.rendering import TemplateRendering
 from megatron_gspo.agents.runner import CLIENT_ENV
 from megatron_gspo.config import Config, load_config
@@ -76,13 +78,12 @@ async def play(config: Config, rows: Sequence[Row], reply: Reply) -> tuple[list[
     tokenizer = tiny_tokenizer()
     agents = config.agents
     assert agents.function is not None
+    program = FunctionProgram(
+        agents.function, CLIENT_ENV | agents.env, python=agents.python or sys.executable
+    )
     host = AgentHost(
-        TemplateRendering(tokenizer, [tokenizer.eos_token_id]),
-        FunctionProgram(
-            agents.function,
-            CLIENT_ENV | agents.env,
-            python=agents.python or sys.executable,
-        ),
+        AgentEndpoint(TemplateRendering(tokenizer, [tokenizer.eos_token_id])),
+        ProgramPlayer(program),
         RunLimits(max_calls=agents.max_calls),
         concurrent_runs=CONCURRENT,
     )
