@@ -152,11 +152,9 @@ def measure(args: argparse.Namespace) -> list[Row]:
     """The rows of the table."""
     torch.set_num_threads(1)
     if args.quick:
-        args.repeats, args.sequences, args.hidden = (
-            min(args.repeats, 2),
-            min(args.sequences, 128),
-            128,
-        )
+        args.repeats = min(args.repeats, 2)
+        args.sequences = min(args.sequences, 128)
+        args.hidden = 128
     with tempfile.TemporaryDirectory() as folder:
         contest = Contest(Path(folder), args)
         tokens = sum(sample.length for sample in contest.samples)

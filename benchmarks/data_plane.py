@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import datetime
 import fcntl
+import functools
 import gc
 import json
 import multiprocessing
@@ -201,7 +202,7 @@ def response_time(quick: bool) -> list[Figure]:
 def response_memory(quick: bool) -> list[Figure]:
     """Peak from the first byte on the wire to the checked sample, and what is kept."""
     tokens = 32_768
-    what = f"a response of {tokens:,} tokens with routes"
+    name = f"a response of {tokens:,} tokens with routes"
     response = Response(tokens)
     with Upstream(response_body(tokens)) as upstream, Connection(upstream.url) as connection:
         size = upstream.size
@@ -220,8 +221,8 @@ def response_memory(quick: bool) -> list[Figure]:
         f" {routes / MIB:.1f} MiB"
     )
     return [
-        Figure(f"{what}: received and checked, peak", peak / size, 2.2, "times the body"),
-        Figure(f"{what}: kept", kept / routes, 1.1, "times its routes"),
+        Figure(f"{name}: received and checked, peak", peak / size, 2.2, "times the body"),
+        Figure(f"{name}: kept", kept / routes, 1.1, "times its routes"),
     ]
 
 
@@ -231,11 +232,11 @@ class Upstream:
     def __init__(self, body: bytes) -> None:
         self.size = len(body)
         context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        pipe, server_pipe = context.Pipe()
+        self._process = context.Process(target=_serve, args=(server_pipe,), daemon=True)
         self._process.start()
-        ours.send_bytes(body)
-        self.url = f"http://127.0.0.1:{ours.recv()}"
+        pipe.send_bytes(body)
+        self.url = f"http://127.0.0.1:{pipe.recv()}"
 
     def __enter__(self) -> Upstream:
         return self
@@ -289,20 +290,20 @@ class Connection:
         [body] = self.bodies(1, lambda body: body)
         return body
 
-    def bodies(self, count: int, taken: Callable[[bytearray], Any]) -> list[Any]:
-        """`taken(body)` of each of some responses, in the thread of the connection, as the
+    def bodies(self, count: int, handle: Callable[[bytearray], Any]) -> list[Any]:
+        """`handle(body)` of each of some responses, in the thread of the connection, as the
         rollout client does it.
         """
 
-        async def take_all() -> list[Any]:
+        async def handle_all() -> list[Any]:
             return [
-                taken(
+                handle(
                     await self._client.post_for_bytes("/generate", {}, timeout=60, max_bytes=2**30)
                 )
                 for _ in range(count)
             ]
 
-        return self._loop.run(take_all())
+        return self._loop.run(handle_all())
 
 
 GROUP = 16  # responses to a prompt
@@ -344,64 +345,76 @@ def data_plane(quick: bool) -> list[Figure]:
     # Two virtual cores may share a real one.
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     length = 4096
-    most = 8
-    share, turns = (32, 1) if quick else (256, 3)
+    ranks = 8
+    share = 32 if quick else 256
+    turns = 1 if quick else 3
     figures = []
     # Without routes a small share would show what a step costs, not a token.
     for responses, routes, limit in ((share, True, 8.0), (256, False, 0.7)):
-        kind = "with" if routes else "without"
-        few, many = (
-            measure_ranks(ranks, responses, length, routes=routes, turns=turns)
-            for ranks in (2, most)
-        )
-        of = f"{responses * most:,} responses of {length:,} tokens {kind} routes over {most} ranks"
-        slow = _slowest(many)
-        slow_of_two = _slowest(few)
-        figures.append(_per_million(of, many, limit))
-        parts = {"2 ranks, s": slow_of_two}
+        on_two = measure_ranks(2, responses, length, routes=routes, turns=turns)
+        on_all = measure_ranks(ranks, responses, length, routes=routes, turns=turns)
+        routed = "with" if routes else "without"
+        name = f"{responses * ranks:,} responses of {length:,} tokens {routed} routes over {ranks} ranks"
+        slowest = _slowest(on_all)
+        slowest_of_two = _slowest(on_two)
+        figures.append(_per_million(name, on_all, limit))
         figures.append(
-            Figure(f"{of}: the same, against 2 ranks", slow / slow_of_two, _FLAT, "times", parts)
+            Figure(
+                f"{name}: the same, against 2 ranks",
+                slowest / slowest_of_two,
+                _FLAT,
+                "times",
+                {"2 ranks, s": slowest_of_two},
+            )
         )
-        figures.append(_held(of, many))
+        figures.append(_held(name, on_all))
     pairs = measure_ranks(4, share, length, routes=True, turns=turns, tensor=2)
-    of = f"replicas of TP 2, {share * 2:,} responses of {length:,} tokens with routes over 4 ranks"
-    return [*figures, _per_million(of, pairs, 8.0), _held(of, pairs)]
+    name = (
+        f"replicas of TP 2, {share * 2:,} responses of {length:,} tokens with routes over 4 ranks"
+    )
+    return [*figures, _per_million(name, pairs, 8.0), _held(name, pairs)]
 
 
-def _per_million(of: str, ranks: list[list[Measured]], limit: float) -> Figure:
+def _per_million(name: str, turns_of_ranks: list[list[Measured]], limit: float) -> Figure:
     """CPU time of the slowest rank; its parts are those of the last turn of the rank that took
     longest in it.
     """
-    worst = max((taken[-1] for taken in ranks), key=lambda measured: sum(measured.seconds.values()))
+    last_turns = [turns[-1] for turns in turns_of_ranks]
+    worst = max(last_turns, key=lambda measured: sum(measured.seconds.values()))
     phases = {f"{phase}, s": value / worst.tokens * 1e6 for phase, value in worst.seconds.items()}
-    say(f"{of}, per million tokens:", *(f"{name} {value:.2f}" for name, value in phases.items()))
+    shown = (f"{phase} {value:.2f}" for phase, value in phases.items())
+    say(f"{name}, per million tokens:", *shown)
     return Figure(
-        f"{of}: a rank's host, per million tokens", _slowest(ranks), limit, "s of one core", phases
+        f"{name}: a rank's host, per million tokens",
+        _slowest(turns_of_ranks),
+        limit,
+        "s of one core",
+        phases,
     )
 
 
-def _held(of: str, ranks: list[list[Measured]]) -> Figure:
+def _held(name: str, turns_of_ranks: list[list[Measured]]) -> Figure:
     """Most memory of any rank in any turn."""
     most = max(
-        (measured for taken in ranks for measured in taken),
+        (measured for turns in turns_of_ranks for measured in turns),
         key=lambda measured: (measured.peak - 200 * MIB) / measured.share,
     )
     parts = {"share, MiB": most.share / MIB, "peak, MiB": most.peak / MIB}
     beyond = (most.peak - 200 * MIB) / most.share
     return Figure(
-        f"{of}: host memory of a rank beyond 200 MiB", beyond, 1.25, "times its share", parts
+        f"{name}: host memory of a rank beyond 200 MiB", beyond, 1.25, "times its share", parts
     )
 
 
-def _slowest(ranks: list[list[Measured]]) -> float:
+def _slowest(turns_of_ranks: list[list[Measured]]) -> float:
     """CPU seconds per million tokens of the rank that takes longest; of each rank the median of
     its turns.
     """
     return max(
         statistics.median(
-            sum(measured.seconds.values()) / measured.tokens * 1e6 for measured in taken
+            sum(measured.seconds.values()) / measured.tokens * 1e6 for measured in turns
         )
-        for taken in ranks
+        for turns in turns_of_ranks
     )
 
 
@@ -417,19 +430,36 @@ def measure_ranks(
         Upstream(response_body(length, routes=routes)) as upstream,
     ):
         with context.Pool(ranks) as pool:
-            sizes = (ranks, tensor, responses, length, routes, turns)
-            given = [(rank, sizes, folder, upstream.url) for rank in range(ranks)]
-            return pool.starmap(_rank, given, chunksize=1)
+            run_rank = functools.partial(
+                _rank,
+                ranks=ranks,
+                tensor=tensor,
+                responses=responses,
+                length=length,
+                routes=routes,
+                turns=turns,
+                folder=folder,
+                url=upstream.url,
+            )
+            return pool.map(run_rank, range(ranks), chunksize=1)
 
 
 def _rank(
-    rank: int, sizes: tuple[int, int, int, int, bool, int], folder: str, url: str
+    rank: int,
+    *,
+    ranks: int,
+    tensor: int,
+    responses: int,
+    length: int,
+    routes: bool,
+    turns: int,
+    folder: str,
+    url: str,
 ) -> list[Measured]:
-    """sizes: see `measure_ranks`."""
+    """One rank's turns; see `measure_ranks`."""
     import torch
     import torch.distributed as dist
 
-    ranks, tensor, responses, length, routes, turns = sizes
     torch.set_num_threads(1)
     gc.freeze()  # else the collections before each phase, which see what is imported, take most of the time
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -130,7 +130,8 @@ def peak_bytes(function: Callable[[], Any], device: str) -> tuple[int, Any]:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         returned = function()
     events = record.profiler.kineto_results.events()
-    alive = peak = 0
+    alive = 0
+    peak = 0
     for _, change in sorted(
         (event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"
     ):

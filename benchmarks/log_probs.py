@@ -153,15 +153,16 @@ def rows_of(case: Case, report: Report) -> list[Row]:
         for peer in turns
         if peer != "ours"
     ]
-    which, what = ("beyond_gradients", "peak without gradients") if wide else ("peak", "peak")
-    peaks = {peer: once[peer][which] for peer in same if peer != "ours"}
+    figure = "beyond_gradients" if wide else "peak"
+    words = "peak without gradients" if wide else "peak"
+    peaks = {peer: once[peer][figure] for peer in same if peer != "ours"}
     if peaks:
         smallest = min(peaks, key=lambda peer: peaks[peer])
         rows.append(
             count_row(
                 "log_probs",
-                f"{name}: {what}",
-                once["ours"][which],
+                f"{name}: {words}",
+                once["ours"][figure],
                 peaks[smallest],
                 unit="units",
                 peer_name=smallest,

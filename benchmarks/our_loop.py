@@ -14,19 +14,19 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megatron_gspo.config import Config, SamplingParams
 from megatron_gspo.data.sample import Prompt, Sample
 from megatron_gspo.loop import training_loop
 from megatron_gspo.loop.timers import Timers
 from megatron_gspo.rollout.embedded.embedded_engine import EmbeddedEngine
+from megatron_gspo.rollout.wrapped_engine import WrappedEngine
 
 NEVER = -1  # an end token that no vocabulary holds
 PHASES = {
@@ -60,7 +60,9 @@ class Clock(Timers):
             lambda: [0.0, 0.0], {name: [0.0, 0.0] for name in PHASES.values()}
         )
         self.begin = (time.perf_counter(), time.process_time())
-        self.tokens = self.response_tokens = self.rollouts = 0
+        self.tokens = 0
+        self.response_tokens = 0
+        self.rollouts = 0
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
@@ -85,13 +87,11 @@ class Clock(Timers):
         }
 
 
-class PacedEngine:
-    """``RolloutEngine`` that hands everything to another one and waits before the first rollout
-    of a segment.
-    """
+class PacedEngine(WrappedEngine):
+    """Waits before the first rollout of a segment."""
 
     def __init__(self, engine: EmbeddedEngine, clock: Clock, args: argparse.Namespace) -> None:
-        self.engine = engine
+        super().__init__(engine)
         self.clock = clock
         self.args = args
         self.left = args.warmup_rollouts
@@ -111,18 +111,6 @@ class PacedEngine:
         self.clock.tokens += sum(sample.length for sample in samples)
         self.clock.response_tokens += sum(sample.response_length for sample in samples)
         return samples
-
-    def update_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
-        self.engine.update_weights(named_tensors, version=version)
-
-    def pause(self) -> None:
-        self.engine.pause()
-
-    def resume(self) -> None:
-        self.engine.resume()
-
-    def close(self) -> None:
-        self.engine.close()
 
 
 def config(args: argparse.Namespace, run_dir: str) -> Config:

@@ -88,7 +88,9 @@ class TimedTrainer(GRPOTrainer):
         self.seconds = {
             name: np.zeros(2) for name in ("loop", "generation", "sampling_and_scoring", "steps")
         }
-        self.steps = self.tokens = self.response_tokens = 0
+        self.steps = 0
+        self.tokens = 0
+        self.response_tokens = 0
         self.start = now()
 
     def report(self) -> dict:

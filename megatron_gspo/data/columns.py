@@ -78,6 +78,18 @@ class Columns:
         """[T] of the samples' tokens in the arrays."""
         return ranges(self.starts, self.lengths)
 
+    @cached_property
+    def _slices(self) -> dict[int, slice]:
+        """Where the tokens of each sample are in the arrays, by its position in the batch. Packing
+        asks for many samples one by one, for which a search in an array would be slow."""
+        ends = self.starts + self.lengths
+        return {
+            position: slice(start, end)
+            for position, start, end in zip(
+                self.positions.tolist(), self.starts.tolist(), ends.tolist(), strict=True
+            )
+        }
+
     def repeat(self, values: np.ndarray) -> np.ndarray:
         """[T] from a value [n] of each sample: it is that of each of its tokens."""
         return np.repeat(values, self.lengths)
@@ -88,9 +100,7 @@ class Columns:
 
     def of_sample(self, name: str, position: int) -> np.ndarray:
         """The values of the sample at a position of the batch, a view."""
-        index = int(np.searchsorted(self.positions, position))
-        start = int(self.starts[index])
-        return self.arrays[name][start : start + int(self.lengths[index])]
+        return self.arrays[name][self._slices[position]]
 
     def split(self, values: np.ndarray) -> dict[int, np.ndarray]:
         """Values [T, ...] as views by position in the batch."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -55,16 +55,32 @@ class PackedRow:
     length: int
     """Number of tokens, without padding."""
 
-    def predicted(self, prompt_length: int) -> tuple[slice, slice]:
-        """The tokens of the response that the row predicts: in the response, and the positions of
-        the micro-batch that predict them.
+    def predicted(self, prompt_length: int) -> PredictedTokens:
+        """The tokens of the response that the row predicts. Nothing predicts its first token.
 
-        prompt_length: of the sample. Nothing predicts the first token of a row.
+        prompt_length: of the sample.
         """
         first = max(prompt_length, self.offset + 1)
         end = self.offset + self.length
         shift = self.start - self.offset - 1
-        return slice(first - prompt_length, end - prompt_length), slice(first + shift, end + shift)
+        return PredictedTokens(
+            sample=self.sample,
+            response=slice(first - prompt_length, end - prompt_length),
+            packed=slice(first + shift, end + shift),
+        )
+
+
+class PredictedTokens(NamedTuple):
+    """The tokens of a response that a row of a micro-batch predicts."""
+
+    sample: int
+    """Position of their sample in what was packed."""
+
+    response: slice
+    """Where they are in the response."""
+
+    packed: slice
+    """The positions of the micro-batch that predict them."""
 
 
 @dataclass
@@ -226,12 +242,16 @@ def pack_responses(
         if "tokens" in batch.inputs:
             tokens[row.start : end] = batch.inputs.of_sample("tokens", row.sample)[in_sample]
             labels[predicting] = tokens[row.start + 1 : end]
+    prompt_lengths = batch.table["prompt_length"]
+    predictions = [row.predicted(int(prompt_lengths[row.sample])) for row in rows]
     advantages = torch.zeros(len(tokens))
     if optional is None:
         optional = [name for name in OPTIONAL_FIELDS if name in batch.responses]
-    carried = {name: _field(name, batch, rows, len(tokens)) for name in optional if batch.has_loss}
-    if batch.has_loss and "advantages" in batch.responses:
-        advantages = _field("advantages", batch, rows, len(tokens))
+    carried: dict[str, Tensor] = {}
+    if batch.has_loss:
+        carried = {name: _field(name, batch, predictions, len(tokens)) for name in optional}
+        if "advantages" in batch.responses:
+            advantages = _field("advantages", batch, predictions, len(tokens))
     position_ids = np.arange(len(tokens)) - np.repeat(bounds[:-1], padded)
     routed_experts, missing_routes = _routes(batch, rows, position_ids, routes)
     segment_of_row = np.repeat(np.arange(len(positions)), table["rows"])
@@ -241,7 +261,7 @@ def pack_responses(
         position_ids=torch.from_numpy(position_ids),
         segment_ids=torch.from_numpy(np.repeat(segment_of_row, padded)),
         loss_mask=torch.from_numpy(loss_mask),
-        response_mask=torch.from_numpy(_response_mask(batch, rows, len(tokens))),
+        response_mask=torch.from_numpy(_response_mask(batch, predictions, len(tokens))),
         is_fed=torch.from_numpy(is_fed),
         advantages=advantages,
         old_log_probs=carried.get("old_log_probs"),
@@ -339,38 +359,42 @@ def unpack(values: Tensor, batch: PackedBatch, samples: Sequence[Sample]) -> lis
         response = np.zeros(sample.response_length, dtype=array.dtype)
         for row in batch.rows:
             if row.sample == index:
-                in_response, predicting = row.predicted(sample.prompt_length)
-                response[in_response] = array[predicting]
+                predicted = row.predicted(sample.prompt_length)
+                response[predicted.response] = array[predicted.packed]
         out.append(response)
     return out
 
 
-def _response_mask(batch: TrainingBatch, rows: Sequence[PackedRow], size: int) -> np.ndarray:
+def _response_mask(
+    batch: TrainingBatch, predictions: Sequence[PredictedTokens], size: int
+) -> np.ndarray:
     mask = np.zeros(size, dtype=np.bool_)
-    for row in rows:
-        in_response, predicting = row.predicted(int(batch.table["prompt_length"][row.sample]))
-        mask[predicting] = (
-            not batch.has_loss or batch.responses.of_sample("generated", row.sample)[in_response]
-        )
+    for predicted in predictions:
+        if batch.has_loss:
+            generated = batch.responses.of_sample("generated", predicted.sample)
+            mask[predicted.packed] = generated[predicted.response]
+        else:
+            mask[predicted.packed] = True
     return mask
 
 
-def _field(name: str, batch: TrainingBatch, rows: Sequence[PackedRow], size: int) -> Tensor:
+def _field(
+    name: str, batch: TrainingBatch, predictions: Sequence[PredictedTokens], size: int
+) -> Tensor:
     """A column of responses as [size] float32; 0 elsewhere and where masked, so that NaN can't
     leak."""
     if name not in batch.responses:
-        count = len({row.sample for row in rows})
-        first = batch.table[rows[0].sample]
+        count = len({predicted.sample for predicted in predictions})
+        first = batch.table[predictions[0].sample]
         raise ValueError(
             f"{name} is missing from {count} of {count} samples (first: sample"
             f" {first['prompt_index']}/{first['sample_index']}); fill it in for all or for none"
         )
     out = np.zeros(size, dtype=np.float32)
-    for row in rows:
-        in_response, predicting = row.predicted(int(batch.table["prompt_length"][row.sample]))
-        values = batch.responses.of_sample(name, row.sample)[in_response]
-        loss_mask = batch.responses.of_sample("loss_mask", row.sample)[in_response]
-        np.copyto(out[predicting], values, where=loss_mask)
+    for sample, response, packed in predictions:
+        values = batch.responses.of_sample(name, sample)[response]
+        loss_mask = batch.responses.of_sample("loss_mask", sample)[response]
+        np.copyto(out[packed], values, where=loss_mask)
     return torch.from_numpy(out)
 
 

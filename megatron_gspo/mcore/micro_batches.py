@@ -103,20 +103,23 @@ class PackedBatches(Sequence[PackedBatch]):
 @dataclass(frozen=True)
 class MicroBatches:
     """One rank's share of a mini-batch. Every data-parallel rank has the same number of
-    micro-batches.
-
-    ``seq_length``: tokens of the longest micro-batch of any rank, for Megatron's pipeline schedule.
-    ``real_tokens`` and ``packed_tokens`` count the whole mini-batch over all ranks, without and
-    with padding. ``layouts``: of ``batches``. ``several_lengths``: whether a pipeline's stages
-    don't know a micro-batch's length from ``seq_length``.
-    """
+    micro-batches."""
 
     batches: Sequence[PackedBatch]
     seq_length: int
+    """Tokens of the longest micro-batch of any rank, for Megatron's pipeline schedule."""
+
     real_tokens: int
+    """Tokens of the whole mini-batch over all ranks, without padding."""
+
     packed_tokens: int
+    """The same with padding."""
+
     layouts: Sequence[PackLayout] = ()
+    """The layouts of ``batches``."""
+
     several_lengths: bool = False
+    """Whether a pipeline's stages don't know a micro-batch's length from ``seq_length``."""
 
 
 def planned_micro_batches(
@@ -201,14 +204,15 @@ def values_of_replica(
     rows = [row for layout in layouts for row in layout.rows]
     packed_order = [row.sample for row in rows if row.offset == 0]
     lengths = batch.table["response_length"][packed_order].astype(np.int64)
-    flat = torch.zeros(int(lengths.sum()), device=compute_device())
     if values:
-        responses = [flat[:0]]  # a replica without samples has no others
+        responses = [torch.zeros(0, device=compute_device())]  # the only one without samples
         for shard, layout in zip(values, layouts, strict=True):
             responses += _response_values(shard.float(), layout, batch.table, groups)
         flat = torch.cat(responses)
         if groups.cp.size() > 1 and len(flat):
             dist.all_reduce(flat, group=groups.cp)
+    else:
+        flat = torch.zeros(int(lengths.sum()), device=compute_device())
     if groups.pp.size() > 1 and batch.pipeline is None and len(flat):
         dist.broadcast(flat, src=groups.last_stage_rank, group=groups.pp)
     column = np.zeros(batch.responses.num_tokens, dtype=np.float32)
@@ -234,8 +238,8 @@ def _response_values(
     for row in layout.rows:
         if row.offset:  # its first token, which nothing predicts
             responses.append(packed.new_zeros(1))
-        _, predicting = row.predicted(int(table["prompt_length"][row.sample]))
-        responses.append(packed[predicting])
+        predicted = row.predicted(int(table["prompt_length"][row.sample]))
+        responses.append(packed[predicted.packed])
     return responses
 
 

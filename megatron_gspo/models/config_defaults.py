@@ -252,7 +252,7 @@ def _check_nested(config: Mapping[str, Any]) -> None:
         value = config.get(key)
         if value is None:
             continue
-        if not isinstance(value, list | tuple) or not all(type(each) is member for each in value):
+        if not isinstance(value, list | tuple) or not all(type(item) is member for item in value):
             raise ModelError(
                 f"{key}={shown(value)} in config.json is no list of type {member.__name__}"
             )

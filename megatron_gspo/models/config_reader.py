@@ -161,17 +161,17 @@ def rotary_parameters(config: HFConfig) -> HFConfig:
     keys beside the two fill in what they leave out. Raises ``ModelError`` for parameters of each
     kind of layer.
     """
-    given = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    for key, value in given.items():
+    listed = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    for key, value in listed.items():
         if isinstance(value, dict):
             problem = f"rope_parameters with {key}={shown(value)} in config.json is not supported"
             raise ModelError(f"{problem}; give the same ones for all layers")
     beside = {key: config[key] for key in ("rope_theta", "partial_rotary_factor") if key in config}
-    parameters = {"rope_type": given.get("type", "default"), **beside, **given}
+    parameters = {"rope_type": listed.get("type", "default"), **beside, **listed}
     always = {"rope_theta", "partial_rotary_factor"}
     for key in (always | _YARN_NUMBERS) & parameters.keys():
         # Of YaRN's numbers, Transformers takes null and 0 for absent ones.
-        if key in always or given.get(key) not in (None, 0):
+        if key in always or listed.get(key) not in (None, 0):
             check_number(key, parameters[key])
     return parameters
 
@@ -194,29 +194,25 @@ def rotary_of(
     Raises ``ModelError`` for another one.
     """
     parameters = rotary_parameters({"rope_theta": 10000.0, **config})
-    kind = parameters["rope_type"]
-    if not isinstance(kind, str):
-        raise ModelError(
-            f"rope_type={shown(kind)} in config.json is not supported; known: {', '.join(types)}"
-        )
-    if kind in _UNDEFINED and kind not in types:
-        raise ModelError(f"rope_type={kind!r} in config.json is not supported: {_UNDEFINED[kind]}")
-    if kind not in types:
+    rope_type = parameters["rope_type"]
+    problem = f"rope_type={shown(rope_type)} in config.json is not supported"
+    if not isinstance(rope_type, str):
+        raise ModelError(f"{problem}; known: {', '.join(types)}")
+    if rope_type in _UNDEFINED and rope_type not in types:
+        raise ModelError(f"{problem}: {_UNDEFINED[rope_type]}")
+    if rope_type not in types:
         known = f"only {types[0]!r} is" if len(types) == 1 else f"known: {', '.join(types)}"
-        raise ModelError(f"rope_type={shown(kind)} in config.json is not supported; {known}")
+        raise ModelError(f"{problem}; {known}")
     base = float(parameters["rope_theta"])
-    return Rotary(base, dim, interleaved, _yarn(config, parameters) if kind == "yarn" else None)
+    yarn = _yarn(config, parameters) if rope_type == "yarn" else None
+    return Rotary(base, dim, interleaved, yarn)
 
 
 def _yarn(config: HFConfig, parameters: HFConfig) -> Yarn:
-    trained = next(
-        length
-        for length in (
-            config.get("original_max_position_embeddings"),
-            parameters.get("original_max_position_embeddings"),
-            config.get("max_position_embeddings"),
-        )
-        if length
+    trained = (
+        config.get("original_max_position_embeddings")
+        or parameters.get("original_max_position_embeddings")
+        or config["max_position_embeddings"]
     )
     check_number("original_max_position_embeddings", trained)
     if "factor" not in parameters:

@@ -52,13 +52,13 @@ def family_of(config: HFConfig) -> tuple[Family, ModelShape]:
 def hugging_face_names(family: Family, shape: ModelShape) -> Iterator[str]:
     """Every tensor that a checkpoint of this model holds by name, in the order of the layers;
     tensors of all experts slice by slice (``stacked_experts.py``)."""
-    embedding, *rest = family.outer_rules(shape)
+    embedding, *other_rules = family.outer_rules(shape)
     yield from embedding.names()
     for layer in range(shape.num_layers):
         for rule in family.layer_rules(shape, layer):
             for expert in range(shape.num_experts) if rule.is_expert else (0,):
                 yield from rule.names_in(layer, expert)
-    for rule in rest:
+    for rule in other_rules:
         yield from rule.names()
 
 

@@ -15,22 +15,29 @@ from megatron_gspo.models.stacked_experts import tensor_of
 @dataclass(frozen=True)
 class Family:
     """A model type: how to read its sizes and layer facts, and the rules of its layers (names
-    relative to the layer).
-
-    ``mixers``: the rules of what mixes the tokens, by its kind in ``ModelShape.mixers``.
-    ``in_transformers``: parts of names in checkpoints, each with what Transformers' own models have
-    in its place. ``type_in_transformers``: the type under which Transformers has the model, where
-    it does not know this one.
-    """
+    relative to the layer)."""
 
     model_type: str
     shape: Callable[[HFConfig], ModelShape]
+    """Reads the sizes and layer facts from a config.json."""
+
     mixers: Mapping[str, tuple[Rule, ...]]
+    """The rules of what mixes the tokens, by its key in ``ModelShape.mixers``."""
+
     dense: tuple[Rule, ...]
+    """The rules of a feed-forward layer without experts."""
+
     experts: tuple[Rule, ...] = ()
+    """The rules of one with experts."""
+
     outer: tuple[Rule, ...] = OUTER
+    """The rules outside of the layers."""
+
     in_transformers: tuple[tuple[str, str], ...] = ()
+    """Parts of names in checkpoints, each with what Transformers' own models have in its place."""
+
     type_in_transformers: str | None = None
+    """The type under which Transformers has the model, where it does not know this one."""
 
     @property
     def stacks_experts(self) -> bool:

@@ -59,7 +59,7 @@ class CheckpointReader:
 
     def __exit__(
         self,
-        kind: type[BaseException] | None,
+        error_type: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
@@ -127,12 +127,15 @@ class CheckpointReader:
     def _block(self) -> tuple[int, int]:
         """Rows and columns that share a scale."""
         settings = read_config(self.path).get("quantization_config")
-        given = settings.get("weight_block_size") if isinstance(settings, dict) else None
-        size = given or [128, 128]
+        size: object = None
+        if isinstance(settings, dict):
+            size = settings.get("weight_block_size")
+        if not size:
+            return 128, 128
         if (
             not isinstance(size, list)
             or len(size) != 2
-            or not all(type(each) is int and each > 0 for each in size)
+            or not all(type(length) is int and length > 0 for length in size)
         ):
             raise ModelError(
                 f"weight_block_size={shown(size)} in config.json is not supported; give two sizes"
@@ -326,8 +329,8 @@ def begin_checkpoint(path: str | Path) -> None:
     is removed.
     """
     with writing(path):
-        for left in folders_named(Path(path).parent, _replaced_name(path, RANDOM_END)):
-            shutil.rmtree(left, ignore_errors=True)
+        for folder in folders_named(Path(path).parent, _replaced_name(path, RANDOM_END)):
+            shutil.rmtree(folder, ignore_errors=True)
         shutil.rmtree(_partial(path), ignore_errors=True)
         _partial(path).mkdir(parents=True)
 

@@ -93,28 +93,41 @@ def split_alternating(tensor: Tensor, shape: ModelShape) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Rule:
-    """One row of a family's table.
-
-    ``megatron`` lists the names that a parameter has in the Transformer Engine and torch layer
-    specs; ``hugging_face`` the tensors that it is made of, in the order of ``merge``. ``{layer}``
-    and ``{expert}`` stand for global numbers; ``name[{expert}]`` is a slice of a tensor of all
-    experts (``stacked_experts.py``). ``applies``: whether a model of the family has the parameter.
-    ``keeps_float32``: it is stored and sent in float32 whatever the type of the others. ``blocks``:
-    sizes of row blocks of the first Hugging Face tensor, each of which tensor parallelism cuts;
-    None: it cuts the tensor as a whole. ``prefix``: of the names of a layer. ``takes_adapter``:
-    False for a linear layer that can't have one.
-    """
+    """One row of a family's table: a parameter, and the Hugging Face tensors that it is made of."""
 
     megatron: tuple[str, ...]
+    """The names that the parameter has in the Transformer Engine and torch layer specs."""
+
     hugging_face: tuple[str, ...]
+    """The tensors that it is made of, in the order of ``merge``. ``{layer}`` and ``{expert}`` stand
+    for global numbers; ``name[{expert}]`` is a slice of a tensor of all experts
+    (``stacked_experts.py``).
+    """
+
     shard: Shard = Shard.NONE
+    """What tensor parallelism cuts."""
+
     merge: Callable[[Sequence[Tensor], ModelShape], Tensor] = _single
+    """The parameter from slices of the tensors."""
+
     split: Callable[[Tensor, ModelShape], list[Tensor]] = _as_list
+    """The inverse of ``merge``."""
+
     applies: Callable[[ModelShape], bool] = _always
+    """Whether a model of the family has the parameter."""
+
     keeps_float32: bool = False
+    """Whether it is stored and sent in float32 whatever the type of the others."""
+
     blocks: Callable[[ModelShape], tuple[int, ...]] | None = None
+    """Sizes of row blocks of the first tensor, each of which tensor parallelism cuts; None: it cuts
+    the tensor as a whole."""
+
     prefix: str = "model.layers.{layer}."
+    """What the names of a layer begin with."""
+
     takes_adapter: bool = True
+    """False for a linear layer that can't have an adapter."""
 
     @property
     def is_expert(self) -> bool:

@@ -104,14 +104,20 @@ class LatentSizes:
 
 @dataclass(frozen=True)
 class DeltaNetSizes:
-    """Gated delta net: key_heads; value_heads, a multiple of key_heads; sizes of a head of both;
-    kernel: tokens of the convolution."""
+    """Sizes of a gated delta net."""
 
     key_heads: int
     value_heads: int
+    """A multiple of ``key_heads``."""
+
     key_size: int
+    """Dimensions of a key head."""
+
     value_size: int
+    """Dimensions of a value head."""
+
     kernel: int
+    """Tokens of the convolution."""
 
     @property
     def values_per_key(self) -> int:
@@ -139,20 +145,7 @@ class DeltaNetSizes:
 @dataclass(frozen=True)
 class ModelShape:
     """Sizes and layer facts of a decoder-only transformer: all that tells its family from another,
-    as data.
-
-    ``mixers[i]``: what mixes the tokens of layer ``i``, a key of ``MIXERS`` in ``mcore/mixers.py``;
-    by default attention everywhere. ``windows[i]``: the keys that a query attends in layer ``i``,
-    its own the last; None: all before it. ``moe_layers[i]``: whether it has experts.
-    ``attention_bias``: of query, key and value. ``linear_bias``: of attention's output, router and
-    experts. ``glu_limit``: of the experts' clamped gated unit (``mcore/gated_units.py``), None: it
-    is SwiGLU. ``shared_expert_size``: width of the expert that every token goes to, 0: there is
-    none; ``shared_expert_gate``: it has a gate of its own. ``latent``: sizes of the mixer
-    ``latent_attention``; ``delta_net``: of ``gated_delta_net``. ``attention_gate``: the output of
-    attention is multiplied by a sigmoid of the layer's input. ``zero_centred_norms``: a norm
-    multiplies by 1 + weight. ``carried``: starts of the names of tensors in the checkpoint that are
-    not trained. ``value_head``: the output is one value a position (PPO's value model).
-    """
+    as data."""
 
     model_type: str
     num_layers: int
@@ -167,24 +160,52 @@ class ModelShape:
     max_position_embeddings: int
     tied_embeddings: bool
     mixers: tuple[str, ...] = ()
+    """What mixes the tokens of each layer, a key of ``MIXERS`` in ``mcore/mixers.py``; by default
+    attention everywhere."""
+
     windows: tuple[int | None, ...] = ()
+    """How many keys a query attends in each layer, its own the last; None: all before it."""
+
     attention_bias: bool = False
+    """Whether query, key and value have biases."""
+
     linear_bias: bool = False
+    """Whether attention's output, router and experts have biases."""
+
     glu_limit: float | None = None
+    """Limit of the experts' clamped gated unit (``mcore/gated_units.py``); None: it is SwiGLU."""
+
     query_key_norms: bool = True
     moe_layers: tuple[bool, ...] = ()
+    """Whether each layer has experts."""
+
     num_experts: int = 0
     experts_per_token: int = 0
     moe_ffn_hidden_size: int = 0
     router: Router = Router()
     shared_expert_size: int = 0
+    """Width of the expert that every token goes to; 0: there is none."""
+
     shared_expert_gate: bool = False
+    """Whether that expert has a gate of its own."""
+
     latent: LatentSizes | None = None
+    """Sizes of the mixer ``latent_attention``."""
+
     carried: tuple[str, ...] = ()
+    """Starts of the names of tensors in the checkpoint that are not trained."""
+
     delta_net: DeltaNetSizes | None = None
+    """Sizes of the mixer ``gated_delta_net``."""
+
     attention_gate: bool = False
+    """Whether the output of attention is multiplied by a sigmoid of the layer's input."""
+
     zero_centred_norms: bool = False
+    """Whether a norm multiplies by 1 + weight."""
+
     value_head: bool = False
+    """Whether the output is one value a position (PPO's value model)."""
 
     def __post_init__(self) -> None:
         if not self.mixers:

@@ -101,9 +101,10 @@ class ParameterSlice:
         slices = []
         first = 0
         for size in self.rule.blocks_of(name, source.shape(name)[dim], shape):
-            each = self.sizes[0] if self.rule.is_vocabulary else size // self.ranks
-            start = min(self.rank * each, size)
-            slices.append(source.read(name, dim, first + start, first + min(start + each, size)))
+            share = self.sizes[0] if self.rule.is_vocabulary else size // self.ranks
+            start = min(self.rank * share, size)
+            stop = min(start + share, size)
+            slices.append(source.read(name, dim, first + start, first + stop))
             first += size
         return slices[0] if len(slices) == 1 else torch.cat(slices)
 

@@ -133,11 +133,11 @@ def read_adapters(folder: str | Path) -> tuple[dict[str, Tensor], AdapterFacts]:
             f"{weights}: damaged or cut short ({first_line(error)}); save or download it again"
         ) from None
     facts = AdapterFacts(
-        config["r"],
-        float(config["lora_alpha"]),
-        config.get("use_rslora") is True,
-        config.get("base_model_name_or_path") or "",
-        metadata.get("base_checksum", ""),
+        rank=config["r"],
+        alpha=float(config["lora_alpha"]),
+        rslora=config.get("use_rslora") is True,
+        base=config.get("base_model_name_or_path") or "",
+        checksum=metadata.get("base_checksum", ""),
     )
     for name, tensor in stored.items():
         _check_tensor(weights, name, tensor, facts.rank)

@@ -23,8 +23,8 @@ def tensor_sizes(family: Family, shape: ModelShape) -> Iterator[tuple[str, Sizes
         "embed_tokens": (shape.vocab_size, hidden),
         "norm": (hidden,),
         "lm_head": (shape.vocab_size, hidden),
+        "score": (1, hidden),
     }
-    outer["score"] = (1, hidden)
     for rule in family.outer_rules(shape):
         for name in rule.names():
             yield name, outer[name.removesuffix(".weight").rpartition(".")[2]]

@@ -70,8 +70,8 @@ def end_tokens(
     *,
     given: Sequence[int] | None = None,
 ) -> tuple[int, ...]:
-    """The tokens that end a response, ascending: `given`, or the model's configured ones and the
-    tokenizer's together.
+    """The tokens that end a response, ascending: `given`, or else the model's configured ones and
+    the tokenizer's together.
 
     configured: eos_token_id of the generation config, else of the config. Raises ValueError where
     there is none, or one outside of the vocabulary.

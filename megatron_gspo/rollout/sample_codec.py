@@ -51,10 +51,12 @@ def encode_samples(samples: Sequence[Sample], positions: Sequence[int]) -> bytes
     for sample in samples:
         arrays = [getattr(sample, name) for name in _PER_TOKEN]
         floats += [array for array in arrays if array is not None]
-    all_routes = [
-        np.ascontiguousarray(s.routed_experts) for s in samples if s.routed_experts is not None
+    routes = [
+        np.ascontiguousarray(sample.routed_experts)
+        for sample in samples
+        if sample.routed_experts is not None
     ]
-    all_missing = [s.missing_routes for s in samples if s.missing_routes is not None]
+    missing_routes = [s.missing_routes for s in samples if s.missing_routes is not None]
     sections = [
         np.array([_FORMAT, len(samples), len(metadata)], dtype=np.int64),
         table,
@@ -63,8 +65,8 @@ def encode_samples(samples: Sequence[Sample], positions: Sequence[int]) -> bytes
         _joined([s.row_lengths for s in samples if s.row_lengths is not None], np.int64),
         _joined(floats, np.float32),
         _joined([s.token_versions for s in samples if s.token_versions is not None], np.int32),
-        *all_routes,
-        _joined(all_missing, np.uint8),
+        *routes,
+        _joined(missing_routes, np.uint8),
         _joined([s.loss_mask for s in samples], np.uint8),
     ]
     size = sum(section.nbytes for section in sections) + sum(map(len, texts)) + len(metadata)

@@ -195,9 +195,10 @@ def move_samples(
             leaving, np.flatnonzero(moving), batch.table["holder"], target, batch.group
         )
         senders = np.unique(batch.table["holder"][moving & (replica == me)]).tolist()
-        arrived = {sender: part for sender, part in received.items() if len(part)}
-        for sender, part in (arrived or dict.fromkeys(senders)).items():
-            passed = _passed_on(part, shared, stages)
+        arrived = {sender: payload for sender, payload in received.items() if len(payload)}
+        # The other ranks of a replica receive from its first one, by the same senders.
+        for sender, payload in (arrived or dict.fromkeys(senders)).items():
+            passed = _passed_on(payload, shared, stages)
             if arrived and sender == here:
                 for position, sample in local_samples.items():
                     builder.add(position, _on_stage(sample, 0, stages))
@@ -221,24 +222,29 @@ def exchange_rounds(
     sent: defaultdict[int, list[int]] = defaultdict(list)  # by round
     received: defaultdict[int, list[int]] = defaultdict(list)
     rounds = np.empty(len(sizes), dtype=np.int64)
-    for i, (size, a, b) in enumerate(
-        zip(sizes.tolist(), source.tolist(), target.tolist(), strict=True)
-    ):
-        first = 0  # the first with room at both ends: they need not wait for other ranks' rounds
-        while not (_fits(sent[a], first, size, bucket) and _fits(received[b], first, size, bucket)):
-            first += 1
-        for used in (sent[a], received[b]):
-            used += [0] * (first + 1 - len(used))
-            used[first] += size
-        rounds[i] = first
+    moves = zip(sizes.tolist(), source.tolist(), target.tolist(), strict=True)
+    for i, (size, sender, receiver) in enumerate(moves):
+        # The first round with room at both ends: they need not wait for other ranks' rounds.
+        number = 0
+        while not (
+            _fits(sent[sender], number, size, bucket)
+            and _fits(received[receiver], number, size, bucket)
+        ):
+            number += 1
+        for used in (sent[sender], received[receiver]):
+            used += [0] * (number + 1 - len(used))
+            used[number] += size
+        rounds[i] = number
     return rounds
 
 
 def _fits(used: Sequence[int], number: int, size: int, bucket: int) -> bool:
-    """Whether a sample of `size` bytes has room in a round that another one may be in. used: bytes
-    of each round so far."""
-    taken = used[number] if number < len(used) else 0
-    return not taken or taken + size <= bucket
+    """Whether a sample of `size` bytes has room in a round that another one may be in.
+
+    used: bytes of each round so far.
+    """
+    round_bytes = used[number] if number < len(used) else 0
+    return not round_bytes or round_bytes + size <= bucket
 
 
 def _sizes(batch: SampleBatch) -> np.ndarray:

@@ -298,10 +298,10 @@ class ServerSource:
 
 def _server_is_back(client: RolloutClient, refusal: str, deadline: float) -> bool:
     """Whether a server answers within `_POLL_SECONDS`. Raises at the deadline."""
-    left = deadline - time.monotonic()
-    if client.wait_for_server(min(max(left, 0.0), _POLL_SECONDS)):
+    remaining = deadline - time.monotonic()
+    if client.wait_for_server(min(max(remaining, 0.0), _POLL_SECONDS)):
         return True
-    if left <= 0:
+    if remaining <= 0:
         raise NoServerError(refusal)
     return False
 
@@ -356,12 +356,13 @@ class _Requests:
         check_count(count, len(self.pending))
         while len(chosen := self._select(count, oldest)) < count:
             self._source.round(self._wait)
-        taken = [self.pending.pop(ticket) for ticket in sorted(group.ticket for group in chosen)]
-        share = [i for i, group in enumerate(taken) if group.ticket in self._stream_tickets]
-        tickets = [taken[i].ticket for i in share]
-        samples = self._source.on_clients(lambda client: self._take(tickets)) or []
-        prompts = ChosenPrompts(group.prompt for group in taken)
-        return self._source.checked(samples, share, prompts, taken[0].sampling)
+        tickets = sorted(group.ticket for group in chosen)
+        groups = [self.pending.pop(ticket) for ticket in tickets]
+        share = [i for i, ticket in enumerate(tickets) if ticket in self._stream_tickets]
+        own_tickets = [tickets[i] for i in share]
+        samples = self._source.on_clients(lambda client: self._take(own_tickets)) or []
+        prompts = ChosenPrompts(group.prompt for group in groups)
+        return self._source.checked(samples, share, prompts, groups[0].sampling)
 
     def stop(self, *, keep: bool) -> None:
         if self._stream is not None:

@@ -104,10 +104,7 @@ def _as_fp8(values: Tensor) -> Tensor:
 
 
 FORMATS = {
-    each.name: each
-    for each in (
-        Format("fp8_block", "_scale_inv", quantize_blocks, dequantize_blocks),
-        Format("fp8_tensor", "_scale", quantize_tensor, _dequantize),
-        Format("int8", "_scale", quantize_rows, _dequantize),
-    )
+    "fp8_block": Format("fp8_block", "_scale_inv", quantize_blocks, dequantize_blocks),
+    "fp8_tensor": Format("fp8_tensor", "_scale", quantize_tensor, _dequantize),
+    "int8": Format("int8", "_scale", quantize_rows, _dequantize),
 }

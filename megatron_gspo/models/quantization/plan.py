@@ -21,7 +21,7 @@ from megatron_gspo.models.quantization.module_list import (
 
 Stream = Iterable[tuple[str, Tensor]]
 _BYTES = (torch.float8_e4m3fn, torch.int8)
-_ENDS = {each.scale: each.dequantize for each in FORMATS.values()}
+_ENDS = {format.scale: format.dequantize for format in FORMATS.values()}
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,7 @@ class QuantizationPlan:
         modules. Memory above it: three float32 copies of one weight. Ends when the stream does."""
         for name, tensor in tensors:
             module = name.removesuffix(".weight")
-            end = name.endswith(".weight")
-            if not end or module not in self.modules:
+            if not name.endswith(".weight") or module not in self.modules:
                 yield name, tensor
                 continue
             values, scales = self.format.quantize(tensor.detach())

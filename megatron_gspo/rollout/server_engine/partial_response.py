@@ -87,12 +87,13 @@ class PartialResponse:
         )
         reason = self.parts[-1].finish_reason
         log_probs = [part.log_probs for part in self.parts if part.log_probs is not None]
-        routes = missing = None
+        routes = None
+        missing_routes = None
         if model.return_routes:
             received = [part.routes for part in self.parts if part.routes is not None]
             # A single array is kept as it was decoded.
             expert_ids = received[0] if len(received) == 1 else np.concatenate(received)
-            routes, missing = as_routes(expert_ids, model.shape.num_experts, where=self.name)
+            routes, missing_routes = as_routes(expert_ids, model.shape.num_experts, where=self.name)
         return Sample(
             prompt_index=self.prompt.index,
             sample_index=self.sample_index,
@@ -107,5 +108,5 @@ class PartialResponse:
             weight_version=int(versions.min()),
             token_versions=versions,
             routed_experts=routes,
-            missing_routes=missing,
+            missing_routes=missing_routes,
         )

@@ -104,8 +104,8 @@ class RequestStream:
         """As `take`, with the ticket of each group."""
         if count > len(self._groups):
             raise ValueError(f"take({count}): only {len(self._groups)} groups were started")
-        taken = self._loop.run(self._take(count, patience))
-        return [(started.ticket, started.group.samples()) for started in taken]
+        groups = self._loop.run(self._take(count, patience))
+        return [(started.ticket, started.group.samples()) for started in groups]
 
     def progress(self) -> list[Progress]:
         """How far each group is that was not taken."""
@@ -198,7 +198,8 @@ class RequestStream:
         if pool.stale:
             self._no_server_since = None
             raise WeightsNeeded
-        self._no_server_since = now if self._no_server_since is None else self._no_server_since
+        if self._no_server_since is None:
+            self._no_server_since = now
         patience = self._client.recovery_timeout
         if now - self._no_server_since > patience:
             raise NoServerError(f"no server has answered for {patience:g} s: {pool.describe()}")
@@ -244,9 +245,8 @@ def select_groups(groups: Sequence[G], count: int, oldest: int | None, per_step:
     for steps in sorted(set(steps_left.values())):
         within = [group for group in groups if steps_left.get(group.ticket, steps + 1) <= steps]
         missing = max(min(len(within) - steps * per_step, count) - len(chosen) - reserved, 0)
-        ready = [group for group in within if group.finished and group.ticket not in chosen][
-            :missing
-        ]
+        ready = [group for group in within if group.finished and group.ticket not in chosen]
+        ready = ready[:missing]
         chosen |= {group.ticket: group for group in ready}
         reserved += missing - len(ready)
     others = [group for group in finished if group.ticket not in chosen]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 import numpy as np
@@ -98,7 +98,7 @@ def cached_tokens(value: object, context: RequestContext) -> int:
     return value if type(value) is int and 0 <= value <= context.context_length else 0
 
 
-def single_version(version: object, spans: Any, context: RequestContext) -> str:
+def single_version(version: object, spans: object, context: RequestContext) -> str:
     """The weight version of a response. spans: [{version, start, end}] of its tokens, or nothing;
     an empty span does not count. Raises `ResponseError` for no version, or several."""
     if not isinstance(version, str):

@@ -129,12 +129,12 @@ class RolloutClient(ResponseGenerator):
 
         async def read() -> np.ndarray:
             servers = sorted(self.pool.servers, key=lambda server: server.url)
-            reports = np.array(
-                [[bool(s.tasks) for s in servers], [s.found_stale for s in servers]], dtype=np.int64
-            )
+            busy = [bool(server.tasks) for server in servers]
+            stale = [server.found_stale for server in servers]
             for server in servers:
                 server.found_stale = False
-            return reports * (not self._owner)
+            reports = np.array([busy, stale], dtype=np.int64)
+            return np.zeros_like(reports) if self._owner else reports
 
         return self.loop.run(read())
 
@@ -278,9 +278,9 @@ class RolloutClient(ResponseGenerator):
         )
         self.memory_released = True
 
-    def _restore_memory(self, kind: str) -> None:
+    def _restore_memory(self, tag: str) -> None:
         self._on_all_servers(
-            lambda server: self.api.restore_memory(server, kind, timeout=_MEMORY_SECONDS)
+            lambda server: self.api.restore_memory(server, tag, timeout=_MEMORY_SECONDS)
         )
 
     def _on_all_servers(self, command: Callable[[ServerClient], Awaitable[None]]) -> None:

@@ -195,6 +195,6 @@ class ServerAPI(WeightEndpoints):
         """Free the GPU memory of weights and KV cache. The server must be idle."""
         raise NotImplementedError
 
-    async def restore_memory(self, server: ServerClient, kind: str, *, timeout: float) -> None:
-        """Allocate the memory of `kind`, "weights" or "kv_cache", again."""
+    async def restore_memory(self, server: ServerClient, tag: str, *, timeout: float) -> None:
+        """Allocate the memory of `tag`, "weights" or "kv_cache", again."""
         raise NotImplementedError

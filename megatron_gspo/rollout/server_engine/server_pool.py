@@ -145,16 +145,18 @@ class ServerPool:
     def serving(self) -> list[PooledServer]:
         """Servers that may get requests."""
         return [
-            s
-            for s in self.servers
-            if s.alive and s.version is not None and s.version == self.version
+            server
+            for server in self.servers
+            if server.alive and server.version is not None and server.version == self.version
         ]
 
     @property
     def stale(self) -> list[PooledServer]:
         """Servers that respond and do not have the current weights."""
         return [
-            s for s in self.servers if s.alive and (s.version is None or s.version != self.version)
+            server
+            for server in self.servers
+            if server.alive and (server.version is None or server.version != self.version)
         ]
 
     @property
@@ -165,10 +167,12 @@ class ServerPool:
 
     def describe(self) -> str:
         """The state of each server, in one line."""
-        return "; ".join(
-            f"{s.url}: {s.reason or ('lacks the weights' if s in self.stale else 'serves')}"
-            for s in self.servers
-        )
+        stale = self.stale
+        states = []
+        for server in self.servers:
+            state = "lacks the weights" if server in stale else "serves"
+            states.append(f"{server.url}: {server.reason or state}")
+        return "; ".join(states)
 
     @asynccontextmanager
     async def acquire(
@@ -193,13 +197,12 @@ class ServerPool:
     async def _select(self, preferred: PooledServer | None) -> PooledServer:
         async with self._changed:
             while True:
-                free = [
-                    s for s in self.serving if s.num_requests < self._config.max_concurrent_requests
-                ]
+                limit = self._config.max_concurrent_requests
+                free = [server for server in self.serving if server.num_requests < limit]
                 if not self.paused and preferred in free:
                     return preferred
                 if not self.paused and free:
-                    return min(free, key=lambda s: s.outstanding_tokens)
+                    return min(free, key=lambda server: server.outstanding_tokens)
                 await self._changed.wait()
 
     async def notify(self) -> None:
@@ -290,7 +293,8 @@ class ServerPool:
 
     def mark_succeeded(self, server: PooledServer) -> None:
         """Note a valid response; earlier failures no longer count."""
-        server.failed_requests = server.times_down = 0
+        server.failed_requests = 0
+        server.times_down = 0
         server.last_response = time.monotonic()
 
     async def mark_stale(self, server: PooledServer, reason: str) -> None:

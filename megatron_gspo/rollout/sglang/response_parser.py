@@ -32,7 +32,8 @@ from megatron_gspo.rollout.server_engine.server_api import (
 )
 from megatron_gspo.routing_replay.routes import expert_id_dtype
 
-_TOKEN_BYTES = 512  # of one output token in a response: id, log-prob and its text, up to 128 characters in a vocabulary
+# Of one output token in a response: id, log-prob and its text, up to 128 characters in a vocabulary.
+_TOKEN_BYTES = 512
 _FIXED_BYTES = 64 * 1024
 _PIECE_IDS = 1 << 16  # expert ids that are decoded at a time: they stay in the processor's cache
 
@@ -170,8 +171,8 @@ def parse_input_log_probs(
 
 def _finish_reason(meta: MetaInfo, context: RequestContext) -> str:
     reason = meta.finish_reason
-    kind = reason.get("type") if isinstance(reason, dict) else None
-    return checked_reason(kind, reason, context)
+    name = reason.get("type") if isinstance(reason, dict) else None
+    return checked_reason(name, reason, context)
 
 
 def _tokens(

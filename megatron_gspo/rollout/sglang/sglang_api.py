@@ -109,9 +109,9 @@ class SGLangAPI(ServerAPI):
             "/release_memory_occupation", {"tags": ["kv_cache", "weights"]}, timeout=timeout
         )
 
-    async def restore_memory(self, server: ServerClient, kind: str, *, timeout: float) -> None:
+    async def restore_memory(self, server: ServerClient, tag: str, *, timeout: float) -> None:
         """See `ServerAPI.restore_memory`."""
-        await server.post("/resume_memory_occupation", {"tags": [kind]}, timeout=timeout)
+        await server.post("/resume_memory_occupation", {"tags": [tag]}, timeout=timeout)
 
     async def server_info(self, server: ServerClient, *, timeout: float) -> ServerInfo:
         """See `WeightEndpoints.server_info`. Three requests.

@@ -101,10 +101,10 @@ class SGLangLaunch(ServerLaunch):
     @classmethod
     def adapter_args(cls, rank: int, targets: Sequence[str], args: Sequence[str]) -> list[str]:
         """See `ServerLaunch.adapter_args`."""
-        made = ["--enable-lora", "--max-loras-per-batch", "1", "--max-lora-rank", str(rank)]
+        arguments = ["--enable-lora", "--max-loras-per-batch", "1", "--max-lora-rank", str(rank)]
         if cls.on_cpu(args):
-            made += ["--lora-backend", "torch_native"]  # the others are written in Triton
-        return [*made, "--lora-target-modules", *targets]
+            arguments += ["--lora-backend", "torch_native"]  # the others are written in Triton
+        return [*arguments, "--lora-target-modules", *targets]
 
     @cached_property
     def cpu(self) -> bool:

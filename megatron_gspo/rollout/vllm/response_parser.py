@@ -171,7 +171,7 @@ def parse_input_log_probs(
             f"{context.name}: prompt_logprobs has {len(rows)} entries for {len(tokens)} tokens"
         )
     entries = [(row or {}).get(str(token)) for row, token in zip(rows[1:], tokens[1:], strict=True)]
-    values = [each.logprob for each in entries if each is not None]
+    values = [entry.logprob for entry in entries if entry is not None]
     if len(values) != len(entries):
         raise ResponseError(
             f"{context.name}: prompt_logprobs lacks the log-prob of a token that was sent"
@@ -229,7 +229,8 @@ def _routes(response: GenerateResponse, count: int, context: RequestContext) -> 
     missing = max(rows, 0) - sum(array.shape[0] for array in arrays)
     if missing not in (0, 1):
         raise ResponseError(
-            f"{context.name}: routed_experts has {sum(a.shape[0] for a in arrays)} rows, not {rows}"
+            f"{context.name}: routed_experts has {sum(shape[0] for shape in shapes)} rows, not"
+            f" {rows}"
         )
     if missing:
         arrays.append(np.full((1, *wanted), MISSING, dtype=np.int32))

@@ -107,9 +107,9 @@ class VLLMAPI(ServerAPI):
         """See `ServerAPI.release_memory`. Level 2 keeps no copy of the weights."""
         await server.post("/sleep?level=2", {}, timeout=timeout)
 
-    async def restore_memory(self, server: ServerClient, kind: str, *, timeout: float) -> None:
+    async def restore_memory(self, server: ServerClient, tag: str, *, timeout: float) -> None:
         """See `ServerAPI.restore_memory`."""
-        await server.post(f"/wake_up?tags={kind}", {}, timeout=timeout)
+        await server.post(f"/wake_up?tags={tag}", {}, timeout=timeout)
 
     async def server_info(self, server: ServerClient, *, timeout: float) -> ServerInfo:
         """See `WeightEndpoints.server_info`. Four requests; the first one takes seconds, in which

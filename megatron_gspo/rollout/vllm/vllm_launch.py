@@ -156,6 +156,6 @@ class VLLMLaunch(ServerLaunch):
             return {**_ON_CPU, **environment, "OMP_NUM_THREADS": "1"}
         size = self.gpus_per_server(self.args)
         first = (self.first_gpu or 0) + index * size
-        given = environment.get("CUDA_VISIBLE_DEVICES")
-        visible = given.split(",") if given else [str(gpu) for gpu in range(first + size)]
+        listed = environment.get("CUDA_VISIBLE_DEVICES")
+        visible = listed.split(",") if listed else [str(gpu) for gpu in range(first + size)]
         return environment | {"CUDA_VISIBLE_DEVICES": ",".join(visible[first : first + size])}
