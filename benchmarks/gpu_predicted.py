@@ -1,9 +1,10 @@
 """The prediction of the rehearsal beside each committed measurement of `benchmarks/gpu.py`.
 
 The same calls run on a fake GPU, and their operations are priced by the speeds of
-``tools/rehearse/rates.yaml``. The code of today is rehearsed: what has become faster since a
-measurement shows as a negative error. The file says which of them were fitted on which row; all other rows
-test the prediction. Transformer Engine's rows are left out, since its kernels are not rehearsed.
+``tools/rehearse/rates.yaml``, which says which of them were fitted on which row; all other rows
+test the prediction. The code of today is rehearsed: what has become faster since a measurement
+shows as a negative error. Transformer Engine's rows are left out, since its kernels are not
+rehearsed.
 
     python -m benchmarks.gpu_predicted            # for all of benchmarks/results/gpu, half a minute
     python -m benchmarks.gpu_predicted --classes  # also the time of each class of operations
