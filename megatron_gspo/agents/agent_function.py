@@ -1,8 +1,4 @@
-"""Runs an agent that is a Python function, in a process of its own.
-
-`python -m megatron_gspo.agents.agent_function FUNCTION FILE`: the task is the JSON object in the
-file, which is deleted. What the function returns is posted as the run's reward.
-"""
+"""An agent that is a Python function: what it gets, and what becomes of what it returns."""
 
 from __future__ import annotations
 
@@ -75,21 +71,3 @@ def post_reward(task: AgentTask, reward: float) -> None:
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(request):
         pass
-
-
-def main() -> None:
-    """See the module."""
-    name = sys.argv[1]
-    file = Path(sys.argv[2])
-    del sys.argv[1:]  # a package that reads the command line finds none of its own there
-    task = AgentTask(**json.loads(file.read_text()))
-    file.unlink()
-    try:
-        function = load_agent(name)
-    except UserCodeError as error:
-        sys.exit(str(error))
-    play_task(function, task)
-
-
-if __name__ == "__main__":
-    main()

@@ -130,6 +130,7 @@ def main() -> None:
     """See the module."""
     name = sys.argv[1]
     control = socket.socket(fileno=int(sys.argv[2]))
+    del sys.argv[1:]  # a package that reads the command line finds none of its own there
     failure = None
     try:
         function = load_agent(name)
