@@ -60,8 +60,9 @@ def load(file: Path, tiny: str, folder: Path) -> Config:
     overrides += [
         f"data.{key}={prompts}" for key in ("prompts", "eval_prompts") if key in data["data"]
     ]
-    if "python" in data.get("sglang", {}):
-        overrides.append(f"sglang.python={sys.executable}")
+    for section in ("sglang", "agents"):
+        if "python" in data.get(section, {}):
+            overrides.append(f"{section}.python={sys.executable}")
     return load_config(file, overrides)
 
 
