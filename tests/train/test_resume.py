@@ -171,7 +171,7 @@ def test_a_state_of_another_version_is_one_line(reference, tmp_path):
     assert "Traceback" not in life.log
 
 
-@pytest.mark.slow  # .ci/run runs it
+@pytest.mark.slow  # the kills above, and torchrun in tests/bad_input/test_ranks.py, are its parts
 def test_torchrun_restarts_a_run_whose_rank_was_killed(reference, tmp_path):
     run_dir = tmp_path / "run"
     # Whole before the third step begins.
