@@ -231,6 +231,8 @@ class Sample:
         if prompt is not None:
             record["prompt"] = prompt.text
             record["answer"] = prompt.answer
+            if prompt.source:
+                record["source"] = prompt.source
         if self.token_versions is not None:
             record["token_versions"] = version_spans(self.token_versions)
         return record

@@ -41,15 +41,16 @@ def test_a_run_on_two_sources_and_its_resume(tmp_path):
         assert step["sources/spelling/prompts"] == 3.0 and step["sources/words/prompts"] == 1.0
         assert step["sources/spelling/reward"] > 0.0 and step["sources/words/reward"] == 0.0
     assert {"eval/accuracy/spelling", "eval/accuracy/words"} <= set(steps[-1])
-    answers = [
-        {json.loads(line)["answer"] for line in file.read_text().splitlines()}
+    samples = [
+        [json.loads(line) for line in file.read_text().splitlines()]
         for file in sorted((tmp_path / "whole" / "samples").glob("*.jsonl"))
     ]
-    assert set.union(*(of_step & {"nus", "aes", "yks"} for of_step in answers[:3])) == {
-        "nus",
-        "aes",
-        "yks",
-    }, "the first pass over the three words"
+    of_words = [
+        {sample["answer"] for sample in of_step if sample["source"] == "words"}
+        for of_step in samples
+    ]
+    assert [len(answers) for answers in of_words] == [1] * 4, "one prompt of words in each step"
+    assert set.union(*of_words[:3]) == {"nus", "aes", "yks"}, "the first pass over the three words"
 
     again = {**config, "run_dir": str(tmp_path / "again")}
     launch(again, 2, "training.steps=2")
