@@ -155,7 +155,7 @@ def write_config(folder: Path, sizes: Sizes, implementation: str = "torch") -> P
     """The step as a config of a run, with its model's config.json beside it; returns the file."""
     model = folder / "model"
     model.mkdir(parents=True, exist_ok=True)
-    (model / "config.json").write_text(json.dumps(json.loads(MODEL.read_text()) | sizes.model))
+    (model / "config.json").write_text(json.dumps(model_config(sizes)))
     config = {
         "run_dir": str(folder / "run"),
         "model": {
@@ -218,9 +218,16 @@ def product(sizes: Sizes, device: torch.device) -> Work:
     return Work("matrix product", "torch", sizes.square, 2.0 * sizes.square**3, lambda: a @ b)
 
 
-def head(sizes: Sizes, shape: Any, device: torch.device) -> Work:
-    """Log-probs of all positions and their gradients."""
+def model_config(sizes: Sizes) -> dict[str, Any]:
+    """The content of the model's config.json."""
+    return json.loads(MODEL.read_text()) | sizes.model
+
+
+def head(sizes: Sizes, shape: Any, device: torch.device, logit_bytes: int | None = None) -> Work:
+    """Log-probs of all positions and their gradients. logit_bytes: budget; None is the default."""
     from megatron_gspo.parallel.log_probs import LogProbOptions, log_probs_from_hidden
+
+    options = LogProbOptions(chunk_bytes=logit_bytes)
 
     hidden = torch.randn(sizes.tokens, shape.hidden_size, device=device, dtype=torch.bfloat16)
     weight = (
@@ -230,7 +237,7 @@ def head(sizes: Sizes, shape: Any, device: torch.device) -> Work:
 
     def run() -> None:
         leaves = [tensor.detach().requires_grad_() for tensor in (hidden, weight)]
-        log_probs_from_hidden(*leaves, labels, LogProbOptions())[0].mean().backward()
+        log_probs_from_hidden(*leaves, labels, options)[0].mean().backward()
 
     return Work("head", "torch", sizes.tokens, 3 * head_flops(shape, sizes.tokens), run)
 
@@ -313,22 +320,24 @@ def works(sizes: Sizes) -> Iterator[Work]:
         config = load_config(file)
         device = compute_device()
         groups = initialize(config.parallel, seed=0)
-        _, shape = family_of(json.loads((Path(folder) / "model" / "config.json").read_text()))
-        yield product(sizes, device)
-        yield head(sizes, shape, device)
-        for implementation in IMPLEMENTATIONS:
-            if implementation == "transformer_engine" and not transformer_engine_available():
-                say("Transformer Engine is not installed: its rows are left out")
-                continue
-            model = replace(config.model, implementation=implementation)
-            policy = build_policy(
-                model, config.parallel, groups, optimizer=config.optimizer, total_steps=100
-            )
-            yield layer(policy, sizes, implementation)
-            yield step(policy, config, sizes, implementation)
-            del policy
-            gc.collect()  # its modules and buffers refer to each other
-        shutdown()
+        try:
+            _, shape = family_of(model_config(sizes))
+            yield product(sizes, device)
+            yield head(sizes, shape, device)
+            for implementation in IMPLEMENTATIONS:
+                if implementation == "transformer_engine" and not transformer_engine_available():
+                    say("Transformer Engine is not installed: its rows are left out")
+                    continue
+                model = replace(config.model, implementation=implementation)
+                policy = build_policy(
+                    model, config.parallel, groups, optimizer=config.optimizer, total_steps=100
+                )
+                yield layer(policy, sizes, implementation)
+                yield step(policy, config, sizes, implementation)
+                del policy
+                gc.collect()  # its modules and buffers refer to each other
+        finally:
+            shutdown()
 
 
 def measure(sizes: Sizes, peak: float | None, rehearsed: int | None = None) -> Iterator[Row]:

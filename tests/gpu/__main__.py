@@ -1,5 +1,5 @@
 """The GPU lane: the tests of this folder on the GPUs of this machine, then ``benchmarks/gpu.py``,
-beside the memory that a rehearsal of its step predicts.
+beside the memory that a rehearsal of its step predicts, then ``benchmarks/gpu_probe.py``.
 
     python -m tests.gpu [--wheels FOLDER] [arguments for pytest]
 
@@ -109,6 +109,7 @@ def commands(pytest_arguments: list[str]) -> dict[str, list[str]]:
             str(REHEARSED),
         ],
         "benchmark": [python, benchmark, "--rehearsed", str(REHEARSED)],
+        "probe": [python, "-m", "benchmarks.gpu_probe"],
     }
 
 
