@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 
 import pytest
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-if HAS_TRITON:
-    os.environ["TRITON_INTERPRET"] = "1"  # before the kernels are imported
+INTERPRET = "TRITON_INTERPRET"
+REASON = ""
+if importlib.util.find_spec("triton") is None:
+    REASON = "Triton is not installed: .ci/run kernels has it"
+elif "triton.language" in sys.modules and os.environ.get(INTERPRET) != "1":
+    REASON = f"Triton was imported without {INTERPRET}=1: run tests/kernels alone"
+else:
+    os.environ[INTERPRET] = "1"
 
 
 @pytest.fixture(autouse=True)
-def _needs_triton() -> None:
-    if not HAS_TRITON:
-        pytest.skip("Triton is not installed: .ci/run kernels has it")
+def _needs_the_interpreter() -> None:
+    if REASON:
+        pytest.skip(REASON)
