@@ -49,12 +49,27 @@ class FunctionProgram:
 
     async def start(self, task: Mapping[str, Any], directory: Path, output: Path) -> StartedProgram:
         """See `Program.start`."""
-        async with self._starting:
-            if self._server is None or self._server.has_ended:
-                self._server = await self._started_server()
         env = run_environment(self._with_python_path(filled(self._env, task)), directory)
         run = FunctionRun(task, str(directory), str(output), env)
-        return await self._server.started(run)
+        server, is_new = await self._running_server()
+        program = await server.started(run)
+        if not program.has_begun and not is_new:
+            # It has died since its last run.
+            program.close()
+            server, _ = await self._running_server(instead_of=server)
+            program = await server.started(run)
+        return program
+
+    async def _running_server(self, instead_of: _Server | None = None) -> tuple[_Server, bool]:
+        """The server, and whether this call has started it. instead_of: one that has died."""
+        async with self._starting:
+            server = self._server
+            if server is not None and server is not instead_of and not server.has_ended:
+                return server, False
+            if server is not None:
+                await server.close()
+            self._server = await self._started_server()
+            return self._server, True
 
     async def close(self) -> None:
         """See `Program.close`. May be called again."""
@@ -132,16 +147,22 @@ class _Server:
         """Until the file is imported, or the process has ended."""
         await asyncio.get_running_loop().sock_recv(self._control, 1)
 
-    async def started(self, run: FunctionRun) -> StartedProgram:
-        """A run that begins."""
+    async def started(self, run: FunctionRun) -> _ForkedProgram:
+        """A run that has begun, or that has ended because the server is dead."""
         ours, theirs = socket.socketpair()
         with theirs, contextlib.suppress(ConnectionError):  # it has died: the run ends so
             await self._send(theirs)
         reader, writer = await asyncio.open_connection(sock=ours)
         program = _ForkedProgram(reader, writer, Path(run.output), self._output)
-        with contextlib.suppress(ConnectionError):
-            writer.write(run.to_line())
-            await writer.drain()
+        try:
+            with contextlib.suppress(ConnectionError):
+                writer.write(run.to_line())
+                await writer.drain()
+            await program.until_begun()
+        except BaseException:
+            program.kill()
+            program.close()
+            raise
         return program
 
     async def _send(self, connection: socket.socket) -> None:
@@ -182,11 +203,21 @@ class _ForkedProgram:
         self._server_output = server_output
         self._process_id: int | None = None
         self._code: int | None = None
+        self._is_begun_or_over = asyncio.Event()
         self._reading = asyncio.ensure_future(self._read())
 
     @property
     def code(self) -> int | None:
         return self._code
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether its process is known."""
+        return self._process_id is not None
+
+    async def until_begun(self) -> None:
+        """Until its process is known, or it is over without one."""
+        await self._is_begun_or_over.wait()
 
     async def wait(self) -> int:
         return await asyncio.shield(self._reading)
@@ -210,10 +241,12 @@ class _ForkedProgram:
                 name, _, value = line.partition(b" ")
                 if name == b"process":
                     self._process_id = int(value)
+                    self._is_begun_or_over.set()
                 else:
                     code = int(value)
         if code is None:
             code = 1
             self._output.write_text(tail(self._server_output))
         self._code = code
+        self._is_begun_or_over.set()
         return code
