@@ -132,6 +132,11 @@ class DataConfig:
         return replace(self, sources=(), **changes)
 
     @property
+    def verifiers(self) -> tuple[str, ...]:
+        """The verifiers of all sources, each once, null resolved."""
+        return tuple(dict.fromkeys(data.resolved_verifier for data in self.by_source.values()))
+
+    @property
     def given_verifiers(self) -> dict[str, str]:
         """The verifiers that are set, by their keys; those that are null are left out."""
         given = {"data.verifier": self.verifier}

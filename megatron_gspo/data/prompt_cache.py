@@ -158,7 +158,7 @@ def digests_of(prompts: Sequence[Prompt]) -> np.ndarray:
     if isinstance(prompts, MappedPrompts):
         return prompts.digests
     if isinstance(prompts, MixedPrompts):
-        return np.concatenate([digests_of(part) for part in prompts.parts])
+        return np.concatenate([digests_of(source) for source in prompts.sources.values()])
     return np.array([token_digest(prompt) for prompt in prompts], dtype=np.int64)
 
 

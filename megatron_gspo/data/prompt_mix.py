@@ -11,7 +11,7 @@ from typing import overload
 import numpy as np
 
 from megatron_gspo.data.chosen_prompts import ChosenPrompts
-from megatron_gspo.data.prompts import PromptError, PromptSource, prompt_order
+from megatron_gspo.data.prompts import PromptError, PromptSource
 from megatron_gspo.data.sample import Prompt
 
 
@@ -19,17 +19,16 @@ class MixedPrompts(Sequence[Prompt]):
     """The prompts of all sources, one source after another. An access makes a new `Prompt` with its
     index among all of them and the name of its source.
 
-    names: of the sources. parts: their prompts. ends: [sources] int64, the index after the last
+    sources: prompts of each source, by its name. ends: [sources] int64, the index after the last
     prompt of each.
     """
 
     def __init__(self, prompts: Mapping[str, Sequence[Prompt]]) -> None:
-        self.names = list(prompts)
-        self.parts = list(prompts.values())
-        self.ends = np.cumsum([len(part) for part in self.parts])
+        self.sources = dict(prompts)
+        self.ends = np.cumsum([len(source) for source in prompts.values()])
 
     def source_numbers(self, indices: np.ndarray) -> np.ndarray:
-        """[n] int64: positions in `names` of the sources of the prompts with these indices [n]."""
+        """[n] int64: positions in `sources` of those of the prompts with these indices [n]."""
         return np.searchsorted(self.ends, indices, side="right")
 
     def __len__(self) -> int:
@@ -44,9 +43,9 @@ class MixedPrompts(Sequence[Prompt]):
             return ChosenPrompts.by_index(self, range(len(self))[index])
         index = range(len(self))[index]  # raises IndexError, and counts from the end
         number = int(self.source_numbers(np.array(index)))
-        part = self.parts[number]
-        prompt = part[index - int(self.ends[number]) + len(part)]
-        return replace(prompt, index=index, source=self.names[number])
+        name, source = list(self.sources.items())[number]
+        prompt = source[index - int(self.ends[number]) + len(source)]
+        return replace(prompt, index=index, source=name)
 
 
 def of_each_source(prompts: Sequence[Prompt], indices: np.ndarray) -> dict[str, np.ndarray]:
@@ -56,7 +55,7 @@ def of_each_source(prompts: Sequence[Prompt], indices: np.ndarray) -> dict[str, 
     if not isinstance(prompts, MixedPrompts):
         return {"": np.ones(len(indices), dtype=bool)}
     numbers = prompts.source_numbers(indices)
-    return {name: numbers == number for number, name in enumerate(prompts.names)}
+    return {name: numbers == number for number, name in enumerate(prompts.sources)}
 
 
 class MixedPromptSource(PromptSource):
@@ -78,9 +77,9 @@ class MixedPromptSource(PromptSource):
     ) -> None:
         """weights: of each source, > 0."""
         super().__init__(prompts, seed=seed, shuffle=shuffle)
-        self._lengths = [len(part) for part in prompts.parts]
+        self._lengths = [len(source) for source in prompts.sources.values()]
         self._starts = (prompts.ends - self._lengths).tolist()
-        given = [Fraction(str(weights[name])) for name in prompts.names]
+        given = [Fraction(str(weights[name])) for name in prompts.sources]
         self._shares = [weight / sum(given) for weight in given]
 
     def batch(self, cursor: int, size: int) -> tuple[ChosenPrompts, int]:
@@ -100,7 +99,7 @@ class MixedPromptSource(PromptSource):
             _, number = waiting[0]
             epoch, offset = divmod(counts[number], self._lengths[number])
             if (number, epoch) not in orders:
-                orders[number, epoch] = self._order(number, epoch)
+                orders[number, epoch] = self._shuffled(self._lengths[number], epoch, number)
             chosen[self._starts[number] + int(orders[number, epoch][offset])] = None
             counts[number] += 1
             heapq.heapreplace(waiting, (_due(counts[number], self._shares[number]), number))
@@ -111,7 +110,7 @@ class MixedPromptSource(PromptSource):
         """PromptError if a batch of this size needs more prompts of a source than it has."""
         assert isinstance(self.prompts, MixedPrompts)
         for name, length, share in zip(
-            self.prompts.names, self._lengths, self._shares, strict=True
+            self.prompts.sources, self._lengths, self._shares, strict=True
         ):
             needed = round(size * share)
             if needed > length:
@@ -119,12 +118,6 @@ class MixedPromptSource(PromptSource):
                     f"data.sources: a batch has {needed} prompts of {name}, which has {length};"
                     " lower its weight or rollout.rollout_batch_size, or add prompts"
                 )
-
-    def _order(self, number: int, epoch: int) -> np.ndarray:
-        length = self._lengths[number]
-        if not self._shuffle:
-            return np.arange(length)
-        return prompt_order(length, [self._seed, epoch, number])
 
 
 def draws_before(cursor: int, shares: Sequence[Fraction]) -> list[int]:

@@ -191,9 +191,7 @@ class PromptSource:
 
     def order(self, epoch: int) -> np.ndarray:
         """[n] int64: positions of the prompts in the order of that epoch."""
-        if not self._shuffle:
-            return np.arange(len(self))
-        return prompt_order(len(self), [self._seed, epoch])
+        return self._shuffled(len(self), epoch)
 
     def batch(self, cursor: int, size: int) -> tuple[ChosenPrompts, int]:
         """`size` different prompts from `cursor` on, and the cursor after them; a pure function.
@@ -211,6 +209,17 @@ class PromptSource:
         chosen = self.order(epoch)[offset : offset + size]
         return ChosenPrompts.by_index(self.prompts, chosen.tolist()), epoch * total + offset + size
 
+    def _shuffled(self, length: int, *stream: int) -> np.ndarray:
+        """[length] int64: positions in an order that depends on the seed and these numbers alone.
+
+        Sorts raw generator output, the only stream that numpy guarantees not to change between
+        versions.
+        """
+        if not self._shuffle:
+            return np.arange(length)
+        seed = np.random.SeedSequence([self._seed, *stream])
+        return np.argsort(np.random.PCG64(seed).random_raw(length), kind="stable")
+
     def _check(self, cursor: int, size: int) -> None:
         if not 1 <= size <= len(self):
             raise PromptError(
@@ -219,16 +228,6 @@ class PromptSource:
             )
         if cursor < 0:
             raise PromptError(f"cursor is {cursor}; it counts prompts from 0")
-
-
-def prompt_order(length: int, seed: Sequence[int]) -> np.ndarray:
-    """[length] int64: positions in a random order.
-
-    Sorts raw generator output, the only stream that numpy guarantees not to change between
-    versions.
-    """
-    raw = np.random.PCG64(np.random.SeedSequence(seed)).random_raw(length)
-    return np.argsort(raw, kind="stable")
 
 
 class _RowReader:

@@ -97,7 +97,7 @@ def check_prompts(
             f"there are {len(train)} training prompts and rollout.rollout_batch_size is {size};"
             " lower it or add prompts"
         )
-    for prompts in (*_parts(train), *_parts(held_out)):
+    for prompts in (*_by_source(train), *_by_source(held_out)):
         if isinstance(prompts, MappedPrompts) and prompts.largest_token < vocab_size:
             continue  # without reading them
         for prompt in prompts:
@@ -171,8 +171,8 @@ def _joined(prompts: dict[str, Sequence[Prompt]]) -> Sequence[Prompt]:
     return prompts[""] if "" in prompts else MixedPrompts(prompts)
 
 
-def _parts(prompts: Sequence[Prompt]) -> list[Sequence[Prompt]]:
-    return prompts.parts if isinstance(prompts, MixedPrompts) else [prompts]
+def _by_source(prompts: Sequence[Prompt]) -> list[Sequence[Prompt]]:
+    return list(prompts.sources.values()) if isinstance(prompts, MixedPrompts) else [prompts]
 
 
 def shared_prompts(train: Sequence[Prompt], held_out: Sequence[Prompt]) -> str:

@@ -24,7 +24,7 @@ from megatron_gspo.loop.timers import Timers
 from megatron_gspo.parallel.collectives import group_rank, group_size
 from megatron_gspo.parallel.host_exchange import exchange_bytes
 from megatron_gspo.parallel.rank_zero import first_failure
-from megatron_gspo.rewards.scorer import FAILURE, FAILURES, RewardScorer
+from megatron_gspo.rewards.scorer import FAILURE, FAILURES
 from megatron_gspo.rewards.source_scorers import SourceScorers
 from megatron_gspo.rewards.verifiers import VerifierError
 from megatron_gspo.terminal import get_logger
@@ -67,7 +67,7 @@ class VerifierRewards:
     with more than their share to ranks with less, or all to rank 0 for a verifier that takes a
     batch."""
 
-    scorer: SourceScorers | RewardScorer
+    scorer: SourceScorers
     name: str
 
     @property

@@ -186,9 +186,8 @@ def build_rewards(config: Config, environments: EnvironmentPool | None) -> Rewar
         name = f"environment {config.rollout.environment!r}"
         return EpisodeRewards(environments, name, data.verifier_failure_reward)
     refuse_visible_run(config)
-    names = dict.fromkeys(source.resolved_verifier for source in data.by_source.values())
-    what = "verifier " + ", ".join(repr(name) for name in names)
-    return VerifierRewards(source_scorers(data), what)
+    names = ", ".join(repr(name) for name in data.verifiers)
+    return VerifierRewards(source_scorers(data), f"verifier {names}")
 
 
 def _critic(config: Config, groups: ProcessGroups, options: MegatronOptions) -> Policy:

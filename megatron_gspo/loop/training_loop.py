@@ -215,8 +215,7 @@ def train_step(
 def _start_lines(run: Components) -> list[str]:
     data = run.config.data
     environment = run.config.rollout.environment
-    verifiers = dict.fromkeys(source.resolved_verifier for source in data.by_source.values())
-    verifier = ", ".join(verifiers)
+    verifier = ", ".join(data.verifiers)
     if environment is not None:
         verifier = f"environment {environment}"
     elif run.config.agents.is_on:

@@ -22,6 +22,7 @@ from megatron_gspo.loop.reward_scoring import VerifierRewards
 from megatron_gspo.loop.rollout_log import rollout_record
 from megatron_gspo.loop.timers import Timers
 from megatron_gspo.rewards.scorer import RewardScorer
+from megatron_gspo.rewards.source_scorers import SourceScorers
 from megatron_gspo.rewards.verifiers import VerifierError
 from megatron_gspo.rollout.in_process_source import InProcessSource
 from tests.support import spelling_verifier
@@ -269,7 +270,8 @@ def drawn_from_servers(rank: int, world: int) -> list[tuple[list, list]]:
             source = server_source(ScriptedServers(numbered), clients=(0, 1))
             source.update_weights(collective_weights, version=0)
             made = generator(rollout={**SERVERS, "rollout_batch_size": 9}, sglang=SGLANG)
-            made = replace(made, groups=source, rewards=VerifierRewards(scorer, "spelling"))
+            rewards = VerifierRewards(SourceScorers({"": scorer}), "spelling")
+            made = replace(made, groups=source, rewards=rewards)
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr("megatron_gspo.loop.generation._PARTS", parts)
                 batch = made.draw(1, DataCursor(), Timers()).batch

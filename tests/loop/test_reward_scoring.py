@@ -20,6 +20,7 @@ from megatron_gspo.loop.reward_scoring import (
 from megatron_gspo.loop.timers import Timers
 from megatron_gspo.rewards.named_reward import NamedReward
 from megatron_gspo.rewards.scorer import FAILURE, RewardScorer
+from megatron_gspo.rewards.source_scorers import SourceScorers
 from megatron_gspo.rewards.verifiers import VerifierError
 from tests.loop.episodes import episode
 from tests.support.distributed import collectives_so_far, run_distributed
@@ -55,8 +56,9 @@ def scored_on_ranks(rank: int, world: int, first: list[int]) -> tuple[list, dict
     scorer._pool = None
     scorer._verifier = verifier
     scorer.verdicts = ("even", "odd", "none")
+    scorer.description = None
     samples = [make_sample(1, 2, seed=i, text=str(i), metadata={"kept": i}) for i in range(5)]
-    rewards = VerifierRewards(scorer, "verifier 'mine'")
+    rewards = VerifierRewards(SourceScorers({"": scorer}), "verifier 'mine'")
     held_positions = [i for i in range(5) if (i in first) == (rank == 0)]
     batch = SampleBatch.gathered(
         [samples[i] for i in held_positions], held_positions, dist.group.WORLD
@@ -114,11 +116,13 @@ def batch_on_ranks(rank: int, world: int) -> tuple[list, list, dict]:
     scorer._pool = None
     scorer._verifier = verifier
     scorer.verdicts = ()
+    scorer.description = None
     scorer.takes_batch = True
     held_positions = [i for i in range(5) if i % 2 == rank]
     samples = [make_sample(1, 2, seed=i, text=str(i)) for i in held_positions]
     batch = SampleBatch.gathered(samples, held_positions, dist.group.WORLD)
-    scored, _ = VerifierRewards(scorer, "own")(batch, [make_prompt(i) for i in range(5)], Timers())
+    rewards = VerifierRewards(SourceScorers({"": scorer}), "own")
+    scored, _ = rewards(batch, [make_prompt(i) for i in range(5)], Timers())
     return scored.table["reward"].tolist(), calls, {i: s.metadata for i, s in scored.held.items()}
 
 

@@ -167,6 +167,5 @@ def held_out_tasks(prompts: Sequence[Prompt], data: DataConfig) -> tuple[Task, .
     if not isinstance(prompts, MixedPrompts):
         return (Task("held_out", data, tuple(prompts)),)
     return tuple(
-        Task(name, data.by_source[name], tuple(part))
-        for name, part in zip(prompts.names, prompts.parts, strict=True)
+        Task(name, data.by_source[name], tuple(source)) for name, source in prompts.sources.items()
     )

@@ -57,7 +57,7 @@ _CLASSES = {
 _POINTWISE = ("masked_fill", "where", "native_dropout", "native_dropout_backward")
 """Element-wise operations that torch does not tag as such."""
 
-_CLASS_OF = {name: of for of, names in _CLASSES.items() for name in names.split()}
+_CLASS_OF = {name: op_class for op_class, names in _CLASSES.items() for name in names.split()}
 _MIXED = "{}, mixed dtypes"
 _STRIDED = "{}, strided"
 """Also where tensors are broadcast. Torch's kernels vectorise neither of the two."""

@@ -57,5 +57,5 @@ def refuse_visible_run(config: Config) -> None:
         section = f"data.sources.{name}" if name else "data"
         paths[f"{section}.prompts"] = source.prompts
         paths[f"{section}.eval_prompts"] = source.eval_prompts
-    if any(source.resolved_verifier == "code" for source in data.by_source.values()):
+    if "code" in data.verifiers:
         refuse_visible_files(data.code, paths)
