@@ -11,6 +11,8 @@ import sys
 import matplotlib
 import matplotlib.pyplot as plt
 
+from megatron_gspo.tracking.plots import svg_style
+
 VARIANTS = {
     "grpo": ("GRPO", "#c2410c"),
     "grpo_r2": ("GRPO + R2", "#d99a00"),
@@ -46,17 +48,12 @@ def draw_accuracy(axis, runs: list[Run], title: str, color: str) -> None:
 def main(source: str, target: str) -> None:
     with open(source, encoding="utf-8") as file:
         runs = list(csv.DictReader(file))
-    matplotlib.rcParams |= {
-        "svg.fonttype": "none",
-        "svg.hashsalt": "collapse",
-        "font.family": "sans-serif",
+    matplotlib.rcParams |= svg_style("collapse") | {
         "text.color": TEXT,
         "axes.edgecolor": "#d9dee6",
         "axes.labelcolor": FAINT,
         "xtick.color": FAINT,
         "ytick.color": FAINT,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
     }
     figure, axes = plt.subplots(1, 4, figsize=(9.4, 2.9), sharey=True, layout="constrained")
     for axis, (name, (title, color)) in zip(axes, VARIANTS.items(), strict=True):

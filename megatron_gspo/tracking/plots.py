@@ -53,6 +53,20 @@ _LABEL = 9.0
 _LONGEST_LABEL = 40  # characters of a run's name in the legend
 
 
+def svg_style(salt: str) -> dict[str, Any]:
+    """Parameters of matplotlib for an SVG picture: text stays text, and equal data give equal bytes.
+
+    salt: of the picture's ids, which differ on one page.
+    """
+    return {
+        "svg.fonttype": "none",
+        "svg.hashsalt": salt,
+        "font.family": "sans-serif",
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+    }
+
+
 def draw_curves(runs: Mapping[str, Records], output: str | Path) -> Path:
     """Draw the panels that have data into a PNG.
 

@@ -16,7 +16,7 @@ from megatron_gspo.tools.compare.run_records import (
 )
 from megatron_gspo.tools.compare.statistics import Band, band
 from megatron_gspo.tools.compare.study import Study
-from megatron_gspo.tracking.plots import smooth
+from megatron_gspo.tracking.plots import smooth, svg_style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,12 +29,8 @@ _POINTS = 60  # of a curve; more make the page larger, not clearer
 _WINDOW = 5  # steps of the trailing mean
 _SIZE = (3.4, 2.4)  # inches
 _STYLE: dict[Any, Any] = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "comparison",
-    "font.family": "sans-serif",
+    **svg_style("comparison"),
     "font.size": 9.5,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
     "axes.grid": True,
     "axes.axisbelow": True,
     "axes.titlelocation": "left",

@@ -15,6 +15,8 @@ from pathlib import Path
 import matplotlib
 import matplotlib.pyplot as plt
 
+from megatron_gspo.tracking.plots import svg_style
+
 TASKS = {
     "calculator": ("OpenAI Agents SDK, a calculator", "#1d5fd1"),
     "files": ("mini-swe-agent, small files", "#0f8a5f"),
@@ -82,17 +84,12 @@ def print_table(runs: dict[str, dict[str, Run]]) -> None:
 
 def draw(runs: dict[str, dict[str, Run]], file: Path) -> None:
     """Held-out accuracy of each seed as points, and that of training as thin lines."""
-    matplotlib.rcParams |= {
-        "svg.fonttype": "none",
-        "svg.hashsalt": "agents",
-        "font.family": "sans-serif",
+    matplotlib.rcParams |= svg_style("agents") | {
         "text.color": TEXT,
         "axes.edgecolor": "#d9dee6",
         "axes.labelcolor": FAINT,
         "xtick.color": FAINT,
         "ytick.color": FAINT,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
     }
     size = (4.2 * len(runs), 2.9)
     figure, grid = plt.subplots(
