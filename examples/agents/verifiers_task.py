@@ -98,6 +98,7 @@ def main() -> None:
         if not reply.tool_calls:
             break
         for call in reply.tool_calls:
+            assert call.type == "function"
             result = calculate(call.function.name, call.function.arguments)
             messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
 

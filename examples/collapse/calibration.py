@@ -175,11 +175,14 @@ def _routed(
     """What the routers do in a pass with an engine's noise: they are compared with the samples'
     routes, or recorded."""
     assert run.policy.routes is not None
+    perturbed_pass = None
+    if noisy is not None:
+        perturbed_pass = PerturbedPass(noisy, engine, seed=0, phase="calibration")
     options = ReplayOptions(
         run.policy.routes,
         record=not compare,
         compare=compare,
-        perturbed_pass=noisy and PerturbedPass(noisy, engine, seed=0, phase="calibration"),
+        perturbed_pass=perturbed_pass,
     )
     done = compute_log_probs(
         run.policy,

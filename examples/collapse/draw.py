@@ -8,8 +8,8 @@ from __future__ import annotations
 import csv
 import sys
 
-import matplotlib
 import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
 
 from megatron_gspo.tracking.plots import svg_style
 
@@ -29,7 +29,7 @@ def percent(run: Run, column: str) -> float:
     return 100 * float(run[column])
 
 
-def draw_accuracy(axis, runs: list[Run], title: str, color: str) -> None:
+def draw_accuracy(axis: Axes, runs: list[Run], title: str, color: str) -> None:
     """A line from start to end for each seed, and their mean."""
     starts = [percent(run, "start_accuracy") for run in runs]
     ends = [percent(run, "final_accuracy") for run in runs]
@@ -48,13 +48,14 @@ def draw_accuracy(axis, runs: list[Run], title: str, color: str) -> None:
 def main(source: str, target: str) -> None:
     with open(source, encoding="utf-8") as file:
         runs = list(csv.DictReader(file))
-    matplotlib.rcParams |= svg_style("collapse") | {
+    colors = {
         "text.color": TEXT,
         "axes.edgecolor": "#d9dee6",
         "axes.labelcolor": FAINT,
         "xtick.color": FAINT,
         "ytick.color": FAINT,
     }
+    plt.style.use(svg_style("collapse") | colors)
     figure, axes = plt.subplots(1, 4, figsize=(9.4, 2.9), sharey=True, layout="constrained")
     for axis, (name, (title, color)) in zip(axes, VARIANTS.items(), strict=True):
         draw_accuracy(axis, [run for run in runs if run["variant"] == name], title, color)

@@ -20,7 +20,7 @@ class AdEMAMix(torch.optim.Optimizer):
     """Keeps `fast`, `slow` and `square` of each parameter's shape, and the number `step`."""
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
         """One update of every parameter, each element by its own gradients alone."""
         for group in self.param_groups:
             beta1, beta2, beta3 = group["betas"]

@@ -17,7 +17,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_gspo.algorithms import group_advantages, preset
-from megatron_gspo.data.packing import pack
+from megatron_gspo.data.packing import PackedBatch, pack
 from megatron_gspo.data.sample import Sample
 from megatron_gspo.mcore.forward_step import (
     policy_forward_step,  # first: lets Megatron-Core run where there is no GPU
@@ -25,7 +25,8 @@ from megatron_gspo.mcore.forward_step import (
 from megatron_gspo.mcore.layers import block_spec
 
 
-def rollout(step, vocabulary=64):  # yours: any engine that gives token ids, log-probs and a reward
+def rollout(step: int, vocabulary: int = 64) -> list[PackedBatch]:
+    """Yours: any engine that gives token ids, log-probs and a reward."""
     random = np.random.default_rng(step)
     samples = [
         Sample(

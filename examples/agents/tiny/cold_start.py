@@ -50,6 +50,8 @@ Reply = Callable[[str, Random], str]
 class Teacher:
     """A `Generator` that replies by a function of the messages' text."""
 
+    paused_seconds = 0.0  # no trainer makes calls wait
+
     def __init__(self, tokenizer: Any, reply: Reply) -> None:
         self._tokenizer = tokenizer
         self._reply = reply

@@ -12,7 +12,6 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import matplotlib
 import matplotlib.pyplot as plt
 
 from megatron_gspo.tracking.plots import svg_style
@@ -84,13 +83,14 @@ def print_table(runs: dict[str, dict[str, Run]]) -> None:
 
 def draw(runs: dict[str, dict[str, Run]], file: Path) -> None:
     """Held-out accuracy of each seed as points, and that of training as thin lines."""
-    matplotlib.rcParams |= svg_style("agents") | {
+    colors = {
         "text.color": TEXT,
         "axes.edgecolor": "#d9dee6",
         "axes.labelcolor": FAINT,
         "xtick.color": FAINT,
         "ytick.color": FAINT,
     }
+    plt.style.use(svg_style("agents") | colors)
     size = (4.2 * len(runs), 2.9)
     figure, grid = plt.subplots(
         1, len(runs), figsize=size, sharey=True, squeeze=False, layout="constrained"
